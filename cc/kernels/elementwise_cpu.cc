@@ -1,0 +1,157 @@
+#include "cc/kernels/elementwise_cpu.h"
+
+#include <algorithm>
+#include <utility>
+
+// The three versions are compiled from one text by `target`, not by -mavx2 on
+// a file: that flag would also compile the inline functions of the standard
+// library for AVX2, and the linker may keep those for everybody.
+#if defined(__x86_64__)
+#define WRAPOPT_TARGET(isa) __attribute__((target(isa)))
+#else
+#define WRAPOPT_TARGET(isa)
+#endif
+
+namespace wrapopt {
+namespace {
+
+template <class Rule, class State, class Input, size_t... s, size_t... i,
+          size_t... c>
+WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
+                       size_t begin, size_t end, std::index_sequence<s...>,
+                       std::index_sequence<i...>, std::index_sequence<c...>) {
+  using Compute = typename ComputeTypeOf<State>::type;
+  // Arrays of no elements are not C++: each holds one more than it needs.
+  State* const states[] = {static_cast<State*>(operands[s])..., nullptr};
+  const Input* const inputs[] = {
+      static_cast<const Input*>(operands[sizeof...(s) + i])..., nullptr};
+  const Compute k[] = {static_cast<Compute>(scalars[c])..., Compute{}};
+#pragma GCC ivdep
+  for (size_t j = begin; j < end; ++j) {
+    Compute x[] = {static_cast<Compute>(Load(states[s][j]))...};
+    Rule::Step(x[s]..., static_cast<Compute>(Load(inputs[i][j]))..., k[c]...);
+    (Store(states[s][j], x[s]), ...);
+  }
+  static_cast<void>(inputs);
+  static_cast<void>(k);
+}
+
+// A rule with the numbers of its states, inputs and scalars.
+template <class R, int kStates, int kInputs, int kScalars>
+struct Arity {
+  template <class State, class Input>
+  WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
+                               size_t begin, size_t end) {
+    Loop<R, State, Input>(operands, scalars, begin, end,
+                          std::make_index_sequence<kStates>(),
+                          std::make_index_sequence<kInputs>(),
+                          std::make_index_sequence<kScalars>());
+  }
+};
+
+template <class R, class State, class Input>
+void Baseline(void* const* operands, const double* scalars, size_t begin,
+              size_t end) {
+  R::template Run<State, Input>(operands, scalars, begin, end);
+}
+
+template <class R, class State, class Input>
+WRAPOPT_TARGET("arch=x86-64-v3")
+void X86_64_v3(void* const* operands, const double* scalars, size_t begin,
+               size_t end) {
+  R::template Run<State, Input>(operands, scalars, begin, end);
+}
+
+template <class R, class State, class Input>
+WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
+void X86_64_v4(void* const* operands, const double* scalars, size_t begin,
+               size_t end) {
+  R::template Run<State, Input>(operands, scalars, begin, end);
+}
+
+template <class R, class State, class Input>
+StepFn ForIsa(Isa isa) {
+  switch (isa) {
+    case Isa::kBaseline:
+      return &Baseline<R, State, Input>;
+    case Isa::kX86_64_v3:
+      return &X86_64_v3<R, State, Input>;
+    case Isa::kX86_64_v4:
+      return &X86_64_v4<R, State, Input>;
+  }
+  return nullptr;
+}
+
+template <class R>
+StepFn ForNumbers(Number states, Number inputs, Isa isa) {
+  switch (states) {
+    case Number::kHalf:
+      if (inputs == Number::kHalf) return ForIsa<R, Half, Half>(isa);
+      if (inputs == Number::kFloat) return ForIsa<R, Half, float>(isa);
+      return nullptr;
+    case Number::kBfloat16:
+      if (inputs == Number::kBfloat16)
+        return ForIsa<R, Bfloat16, Bfloat16>(isa);
+      if (inputs == Number::kFloat) return ForIsa<R, Bfloat16, float>(isa);
+      return nullptr;
+    case Number::kFloat:
+      if (inputs == Number::kFloat) return ForIsa<R, float, float>(isa);
+      if (inputs == Number::kHalf) return ForIsa<R, float, Half>(isa);
+      if (inputs == Number::kBfloat16) return ForIsa<R, float, Bfloat16>(isa);
+      return nullptr;
+    case Number::kDouble:
+      if (inputs == Number::kDouble) return ForIsa<R, double, double>(isa);
+      return nullptr;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
+  switch (rule) {
+#define WRAPOPT_FIND(name, n_states, n_inputs, n_scalars)                      \
+  case RuleId::k##name:                                                        \
+    return ForNumbers<Arity<name, n_states, n_inputs, n_scalars>>(states,      \
+                                                                  inputs, isa);
+    WRAPOPT_RULES(WRAPOPT_FIND)
+#undef WRAPOPT_FIND
+  }
+  return nullptr;
+}
+
+void Pass::AddVariable(size_t elements, const std::vector<void*>& operands) {
+  variables_.push_back({elements, blocks() + (elements + kBlock - 1) / kBlock});
+  operands_.insert(operands_.end(), operands.begin(), operands.end());
+}
+
+double Pass::bytes() const {
+  double elements = 0;
+  for (const Variable& variable : variables_) elements += variable.elements;
+  double bytes = 0;
+  for (const Stage& stage : stages_) bytes += elements * stage.bytes;
+  return bytes;
+}
+
+void Pass::Run(size_t begin, size_t end) const {
+  // The first variable with a block at or after `begin`.
+  auto variable = std::upper_bound(
+      variables_.begin(), variables_.end(), begin,
+      [](size_t block, const Variable& v) { return block < v.end; });
+  for (size_t block = begin; block < end; ++variable) {
+    const size_t index = variable - variables_.begin();
+    const size_t first = index == 0 ? 0 : variables_[index - 1].end;
+    for (; block < std::min(end, variable->end); ++block) {
+      const size_t from = (block - first) * kBlock;
+      const size_t to = std::min(from + kBlock, variable->elements);
+      void* const* operands =
+          operands_.data() + index * operands_per_variable_;
+      for (const Stage& stage : stages_) {
+        stage.step(operands, stage.scalars, from, to);
+        operands += stage.operands;
+      }
+    }
+  }
+}
+
+}  // namespace wrapopt

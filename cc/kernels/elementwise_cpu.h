@@ -1,0 +1,77 @@
+// The CPU engine: every rule, for every number type, on every instruction set,
+// over the arrays of many variables. Knows nothing of TensorFlow.
+#ifndef WRAPOPT_CC_KERNELS_ELEMENTWISE_CPU_H_
+#define WRAPOPT_CC_KERNELS_ELEMENTWISE_CPU_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/rules/rules.h"
+
+namespace wrapopt {
+
+// One rule's loop over the elements [begin, end) of its arrays, which must not
+// overlap. `operands` are the states and then the inputs.
+using StepFn = void (*)(void* const* operands, const double* scalars,
+                        size_t begin, size_t end);
+
+// The loop for states and inputs stored as given, or nullptr for a pair that
+// no op has: they are of one type, or one is float and the other half or
+// bfloat16.
+StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa);
+
+// What an op does to each of its variables: a list of stages, each of them one
+// rule applied to some of the variable's arrays.
+//
+// The variables are cut into blocks small enough for the first-level cache,
+// and all stages of a block run before the next block is touched. So an array
+// that several stages use, such as the value that K averages are taken of, is
+// read from memory once.
+class Pass {
+ public:
+  // 16 KiB of float: a stage's two to four arrays stay in the cache.
+  static constexpr size_t kBlock = 4096;
+
+  struct Stage {
+    StepFn step;
+    const double* scalars;
+    int operands;
+    size_t bytes;  // What one element moves between memory and the core.
+  };
+
+  void AddStage(const Stage& stage) {
+    stages_.push_back(stage);
+    operands_per_variable_ += stage.operands;
+  }
+
+  // `operands` are those of the first stage, of the second stage, and so on.
+  void AddVariable(size_t elements, const std::vector<void*>& operands);
+
+  // Blocks of all variables together.
+  size_t blocks() const { return variables_.empty() ? 0 : variables_.back().end; }
+
+  // Bytes that the whole pass moves.
+  double bytes() const;
+
+  // Runs the blocks [begin, end). Calls for distinct ranges may run at the
+  // same time.
+  void Run(size_t begin, size_t end) const;
+
+ private:
+  struct Variable {
+    size_t elements;
+    size_t end;  // One past its last block.
+  };
+
+  int operands_per_variable_ = 0;
+  std::vector<Stage> stages_;
+  std::vector<Variable> variables_;
+  std::vector<void*> operands_;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_ELEMENTWISE_CPU_H_

@@ -1,0 +1,115 @@
+// How numbers are stored, and the type that they are computed in: half and
+// bfloat16 compute in float, float and double in themselves.
+//
+// Load and Store are branch-free integer and float code, so that the same text
+// vectorises for every instruction set and gives the same bits on each; F16C
+// and AVX512-BF16 are not used.
+#ifndef WRAPOPT_CC_KERNELS_NUMBER_H_
+#define WRAPOPT_CC_KERNELS_NUMBER_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "cc/rules/rule.h"
+
+namespace wrapopt {
+
+enum class Number { kHalf, kBfloat16, kFloat, kDouble };
+
+struct Half {
+  uint16_t bits;
+};
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+constexpr size_t SizeOf(Number number) {
+  switch (number) {
+    case Number::kHalf:
+    case Number::kBfloat16:
+      return 2;
+    case Number::kFloat:
+      return 4;
+    case Number::kDouble:
+      return 8;
+  }
+  return 0;
+}
+
+template <class To, class From>
+WRAPOPT_RULE To BitCast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+WRAPOPT_RULE float Load(float x) { return x; }
+WRAPOPT_RULE double Load(double x) { return x; }
+
+WRAPOPT_RULE float Load(Bfloat16 x) {
+  return BitCast<float>(uint32_t{x.bits} << 16);
+}
+
+WRAPOPT_RULE float Load(Half x) {
+  const uint32_t sign = (uint32_t{x.bits} & 0x8000) << 16;
+  const uint32_t magnitude = uint32_t{x.bits} & 0x7fff;
+  // Exponent and mantissa in a float's places; the exponent is rebiased by a
+  // product, 2^112, in which infinity and NaN need one more correction.
+  const float scaled = BitCast<float>(magnitude << 13) * 0x1p112f;
+  const uint32_t special = magnitude >= 0x7c00 ? 0x7f800000u : 0u;
+  // A subnormal half would be a subnormal float before that product, which a
+  // thread that flushes subnormals takes for zero: those go another way,
+  // 2^-24 times an integer below 1024.
+  const float tiny =
+      static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
+  const uint32_t bits = magnitude < 0x400 ? BitCast<uint32_t>(tiny)
+                                          : BitCast<uint32_t>(scaled) | special;
+  return BitCast<float>(sign | bits);
+}
+
+WRAPOPT_RULE void Store(float& to, float x) { to = x; }
+WRAPOPT_RULE void Store(double& to, double x) { to = x; }
+
+WRAPOPT_RULE void Store(Bfloat16& to, float x) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  // To nearest, ties to even.
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  // A NaN must not be rounded up to infinity.
+  const uint32_t quiet = (bits & 0x80000000u) | 0x7fc00000u;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  to.bits = static_cast<uint16_t>((nan ? quiet : rounded) >> 16);
+}
+
+WRAPOPT_RULE void Store(Half& to, float x) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  // Normal halves: rebias the exponent by 112, round to nearest even.
+  const uint32_t normal =
+      (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  // Below 2^-14 (subnormal halves and zero): adding 0.5, whose last mantissa
+  // bit is worth 2^-24, makes the adder round to the right place.
+  const uint32_t subnormal =
+      BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) -
+      BitCast<uint32_t>(0.5f);
+  const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
+  // From 65520 on the nearest half is infinity.
+  const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  to.bits = static_cast<uint16_t>(
+      sign | (magnitude >= 0x477ff000u ? special : finite));
+}
+
+template <class Storage>
+struct ComputeTypeOf {
+  using type = float;
+};
+template <>
+struct ComputeTypeOf<double> {
+  using type = double;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_NUMBER_H_

@@ -1,0 +1,200 @@
+#include "cc/kernels/variables.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace wrapopt {
+
+using tensorflow::Tensor;
+
+Variables::~Variables() {
+  for (auto entry = locked_.rbegin(); entry != locked_.rend(); ++entry) {
+    if (entries_[*entry].access == Access::kWrite) {
+      entries_[*entry].mu->unlock();
+    } else {
+      entries_[*entry].mu->unlock_shared();
+    }
+  }
+}
+
+absl::Status Variables::Find(const char* list, Access access, int* first) {
+  int start, stop;
+  TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange(list, &start, &stop));
+  *first = entries_.size();
+  // Lock() keeps pointers into the entries, so this is the last time they move.
+  entries_.reserve(entries_.size() + (stop - start));
+  for (int input = start; input < stop; ++input) {
+    entries_.push_back({list, input - start, input, access});
+    Entry& entry = entries_.back();
+    if (ctx_->input_is_ref(input)) {
+      entry.mu = ctx_->input_ref_mutex(input);
+      continue;
+    }
+    const Tensor& handle = ctx_->input(input);
+    if (handle.NumElements() != 1) {
+      entry.mu = nullptr;
+      return absl::InvalidArgumentError(absl::StrCat(
+          list, "[", entry.position, "] must be one resource handle, got a ",
+          "tensor of shape ", handle.shape().DebugString()));
+    }
+    const absl::Status found = LookupResource(
+        ctx_, handle.flat<tensorflow::ResourceHandle>()(0), &entry.var);
+    if (absl::IsNotFound(found)) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(Describe(entries_.size() - 1),
+                       " is not initialized: run its initializer first"));
+    }
+    if (!found.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          Describe(entries_.size() - 1), " is not a variable of this device: ",
+          found.message()));
+    }
+    entry.mu = entry.var->mu();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Variables::Lock() {
+  std::vector<int> order(entries_.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
+  std::stable_sort(order.begin(), order.end(), [this](int a, int b) {
+    return std::less<>()(entries_[a].mu, entries_[b].mu);
+  });
+  // Nothing is locked before it is known that no lock is asked for twice.
+  std::vector<int> once;
+  once.reserve(order.size());
+  for (const int i : order) {
+    if (!once.empty() && entries_[once.back()].mu == entries_[i].mu) {
+      const int first = std::min(once.back(), i);
+      const int second = std::max(once.back(), i);
+      if (entries_[first].access == Access::kWrite ||
+          entries_[second].access == Access::kWrite) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            Describe(first), " and ", Describe(second),
+            " are one variable: a variable that is updated must be named once"));
+      }
+      continue;
+    }
+    once.push_back(i);
+  }
+  locked_.reserve(once.size());
+  for (const int i : once) {
+    if (entries_[i].access == Access::kWrite) {
+      entries_[i].mu->lock();
+    } else {
+      entries_[i].mu->lock_shared();
+    }
+    locked_.push_back(i);
+  }
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    bool initialized;
+    if (entry.var != nullptr) {
+      entry.tensor = entry.var->tensor();
+      initialized = entry.var->is_initialized;
+    } else {
+      entry.ref = ctx_->mutable_input(entry.input, /*lock_held=*/true);
+      entry.tensor = &entry.ref;
+      initialized = entry.ref.IsInitialized();
+    }
+    if (!initialized) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          Describe(i), " is not initialized: run its initializer first"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Variables::CheckDtype(int variable,
+                                   tensorflow::DataType dtype) const {
+  const tensorflow::DataType got = entries_[variable].tensor->dtype();
+  if (got == dtype) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      Describe(variable), " must be of dtype ",
+      tensorflow::DataTypeString(dtype), ", the op's, got ",
+      tensorflow::DataTypeString(got)));
+}
+
+absl::Status Variables::CheckSameShape(int variable, int like) const {
+  const tensorflow::TensorShape& got = entries_[variable].tensor->shape();
+  const tensorflow::TensorShape& expected = entries_[like].tensor->shape();
+  if (got.IsSameSize(expected)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      Describe(variable), " misshapen: got ", got.DebugString(),
+      " but expected ", expected.DebugString(), " (the shape of ",
+      Describe(like), ")"));
+}
+
+absl::Status Variables::Copy(Entry& entry) {
+  Tensor copy;
+  tensorflow::AllocatorAttributes attributes;
+  // As TensorFlow allocates a variable's buffer.
+  attributes.set_gpu_compatible(true);
+  attributes.set_nic_compatible(true);
+  TF_RETURN_IF_ERROR(ctx_->allocate_temp(
+      entry.tensor->dtype(), entry.tensor->shape(), &copy, attributes));
+  if (copy.TotalBytes() > 0) {
+    std::memcpy(copy.data(), entry.tensor->data(), copy.TotalBytes());
+  }
+  *entry.tensor = std::move(copy);
+  return absl::OkStatus();
+}
+
+absl::Status Variables::PrepareToWrite() {
+  for (Entry& entry : entries_) {
+    // A ref variable has one buffer for life. A resource variable in
+    // copy-on-read mode shares its buffer with nobody, else each reader that is
+    // still alive counts as a reference.
+    if (entry.access == Access::kWrite && entry.var != nullptr &&
+        !entry.tensor->RefCountIsOne()) {
+      TF_RETURN_IF_ERROR(Copy(entry));
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::string Variables::Describe(int variable) const {
+  const Entry& entry = entries_[variable];
+  const std::string where =
+      absl::StrCat(entry.list, "[", entry.position, "]");
+  if (ctx_->input_is_ref(entry.input)) {
+    return absl::StrCat(where, " (variable '",
+                        ctx_->op_kernel().requested_input(entry.input), "')");
+  }
+  return absl::StrCat(
+      where, " (variable '",
+      ctx_->input(entry.input).flat<tensorflow::ResourceHandle>()(0).name(),
+      "')");
+}
+
+absl::Status Variables::PrepareToSwap(int a, int b) {
+  // A variable in copy-on-read mode must not get a buffer that readers of the
+  // other one still hold.
+  for (const auto& [to, from] : {std::pair(a, b), std::pair(b, a)}) {
+    const Entry& target = entries_[to];
+    if (target.var != nullptr && target.var->copy_on_read_mode.load() &&
+        !entries_[from].tensor->RefCountIsOne()) {
+      TF_RETURN_IF_ERROR(Copy(entries_[from]));
+    }
+  }
+  return absl::OkStatus();
+}
+
+void Variables::Swap(int a, int b) {
+  std::swap(*entries_[a].tensor, *entries_[b].tensor);
+  for (const int i : {a, b}) {
+    Entry& entry = entries_[i];
+    if (entry.var == nullptr) {
+      ctx_->replace_ref_input(entry.input, entry.ref, /*lock_held=*/true);
+    }
+  }
+}
+
+}  // namespace wrapopt

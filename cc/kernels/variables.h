@@ -1,0 +1,95 @@
+// The variables that an op reads and writes: found, locked, checked and made
+// writable in one place, for resource and for ref variables alike.
+//
+// A kernel goes through the same steps, and writes nothing before the last of
+// them has passed:
+//
+//   Variables variables(ctx);
+//   Find(list, access) for each input list
+//   Lock()
+//   CheckDtype(), CheckSameShape(), and what else the op asks for
+//   PrepareToWrite()
+//   ... data(variable) ...
+#ifndef WRAPOPT_CC_KERNELS_VARIABLES_H_
+#define WRAPOPT_CC_KERNELS_VARIABLES_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_var.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/mutex.h"
+
+namespace wrapopt {
+
+class Variables {
+ public:
+  enum class Access { kRead, kWrite };
+
+  explicit Variables(tensorflow::OpKernelContext* ctx) : ctx_(ctx) {}
+  ~Variables();
+  Variables(const Variables&) = delete;
+  Variables& operator=(const Variables&) = delete;
+
+  // Finds the variables of one input list. Their positions in all calls of
+  // this class are `first(list)` + position in the list.
+  absl::Status Find(const char* list, Access access, int* first);
+
+  // Locks all of them, those that are only read in shared mode, in the order
+  // of their mutex's address: the order that TensorFlow's own training kernels
+  // use, so that the two cannot deadlock. A variable that is written must not
+  // be named twice, and each must be initialized.
+  absl::Status Lock();
+
+  absl::Status CheckDtype(int variable, tensorflow::DataType dtype) const;
+  // `variable` must have the shape of `like`.
+  absl::Status CheckSameShape(int variable, int like) const;
+
+  // Gives each written variable a buffer that no reader shares. Call it last:
+  // it is the first to change anything, though no value.
+  absl::Status PrepareToWrite();
+
+  // "values[3] (variable 'w')".
+  std::string Describe(int variable) const;
+
+  tensorflow::Tensor* tensor(int variable) {
+    return entries_[variable].tensor;
+  }
+  void* data(int variable) { return entries_[variable].tensor->data(); }
+  int64_t size(int variable) const {
+    return entries_[variable].tensor->NumElements();
+  }
+
+  // For an op that swaps buffers instead of writing to them: Prepare for all
+  // pairs first, then Swap. Both variables are of one dtype and shape.
+  absl::Status PrepareToSwap(int a, int b);
+  void Swap(int a, int b);
+
+ private:
+  struct Entry {
+    const char* list;
+    int position;
+    int input;
+    Access access;
+    tensorflow::mutex* mu;
+    // Of a resource variable; a ref variable has none.
+    tensorflow::core::RefCountPtr<tensorflow::Var> var;
+    // Of a ref variable: another name for its buffer.
+    tensorflow::Tensor ref;
+    // The variable's own tensor, or `ref`.
+    tensorflow::Tensor* tensor = nullptr;
+  };
+
+  absl::Status Copy(Entry& entry);
+
+  tensorflow::OpKernelContext* const ctx_;
+  std::vector<Entry> entries_;
+  std::vector<int> locked_;  // In the order of locking.
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_VARIABLES_H_

@@ -1,0 +1,57 @@
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/ops/handle_shapes.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+
+template <bool kRef>
+absl::Status ExchangeShape(InferenceContext* c) {
+  const int n = c->num_inputs() / 2;
+  for (int i = 0; i < n; ++i) {
+    const std::string a = absl::StrCat("a[", i, "]");
+    const std::string b = absl::StrCat("b[", i, "]");
+    TF_RETURN_IF_ERROR(CheckSameShape(c, kRef, n + i, b, i, a));
+    if (VariableDtype(c, i) != tensorflow::DT_INVALID) {
+      TF_RETURN_IF_ERROR(
+          CheckVariableDtype(c, n + i, b, VariableDtype(c, i)));
+    }
+  }
+  return absl::OkStatus();
+}
+
+constexpr char kDoc[] = R"doc(
+Exchanges the values of pairs of variables: a[i] <-> b[i].
+
+The two trade buffers, so the cost does not depend on their size and every bit
+is kept. All variables are checked before any is changed.
+
+a: N variables, all different and different from those in b.
+b: N variables. b[i] has the dtype and shape of a[i].
+)doc";
+
+}  // namespace
+
+REGISTER_OP("Wrapopt>Exchange")
+    .Input("a: N * resource")
+    .Input("b: N * resource")
+    .Attr("N: int >= 1")
+    .SetIsStateful()
+    .SetShapeFn(ExchangeShape<false>)
+    .Doc(kDoc);
+
+// For the ref variables of TensorFlow 1 graphs.
+REGISTER_OP("Wrapopt>ExchangeRef")
+    .Input("a: Ref(N * T)")
+    .Input("b: Ref(N * T)")
+    .Attr("N: int >= 1")
+    .Attr("T: type")
+    .SetIsStateful()
+    .SetShapeFn(ExchangeShape<true>)
+    .Doc(kDoc);
+
+}  // namespace wrapopt

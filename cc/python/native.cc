@@ -1,0 +1,269 @@
+// The Python module wrapopt._native: what this copy of wrapopt was built with,
+// and the CPU engine on numpy arrays. It needs no TensorFlow: the loader asks
+// it for the build facts before TensorFlow's library is touched.
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/rules/rules.h"
+
+namespace py = pybind11;
+
+namespace wrapopt {
+namespace {
+
+Number NumberOf(const py::array& array, const std::string& subject) {
+  const std::string name = py::str(array.dtype());
+  if (name == "float16") return Number::kHalf;
+  if (name == "bfloat16") return Number::kBfloat16;
+  if (name == "float32") return Number::kFloat;
+  if (name == "float64") return Number::kDouble;
+  throw std::invalid_argument(
+      subject + " must be of dtype float16, bfloat16, float32 or float64, got " +
+      name);
+}
+
+Isa IsaOf(const std::string& name) {
+  Isa isa;
+  std::string error;
+  if (!(name.empty() ? ChosenIsa(&isa, &error)
+                     : IsaFromName(name, &isa, &error))) {
+    throw std::invalid_argument(error);
+  }
+  return isa;
+}
+
+void Count(const char* what, size_t got, size_t expected,
+           const std::string& rule) {
+  if (got == expected) return;
+  throw std::invalid_argument(rule + " takes " + std::to_string(expected) + " " +
+                              what + ", got " + std::to_string(got));
+}
+
+// Applies a rule, in place, to flat arrays.
+void Step(const std::string& name, std::vector<py::array> states,
+          std::vector<py::array> inputs, const std::vector<double>& scalars,
+          const std::string& isa) {
+  const RuleInfo* rule = nullptr;
+  for (const RuleInfo& info : kRules) {
+    if (name == info.name) rule = &info;
+  }
+  if (rule == nullptr) throw std::invalid_argument("no rule '" + name + "'");
+  Count("states", states.size(), rule->states, name);
+  Count("inputs", inputs.size(), rule->inputs, name);
+  Count("scalars", scalars.size(), rule->scalars, name);
+
+  std::vector<void*> operands;
+  auto check = [&](const py::array& array, const py::array& like,
+                   const std::string& subject) {
+    if (!(array.flags() & py::array::c_style)) {
+      throw std::invalid_argument(subject + " must be contiguous");
+    }
+    if (array.size() != like.size()) {
+      throw std::invalid_argument(
+          subject + " misshapen: got " + std::to_string(array.size()) +
+          " elements but expected " + std::to_string(like.size()));
+    }
+    if (NumberOf(array, subject) != NumberOf(like, subject)) {
+      throw std::invalid_argument(
+          subject + " must be of dtype " + std::string(py::str(like.dtype())) +
+          " like the first, got " + std::string(py::str(array.dtype())));
+    }
+  };
+  for (size_t i = 0; i < states.size(); ++i) {
+    check(states[i], states[0], "states[" + std::to_string(i) + "]");
+    operands.push_back(states[i].mutable_data());
+  }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::string subject = "inputs[" + std::to_string(i) + "]";
+    check(inputs[i], inputs[0], subject);
+    if (inputs[i].size() != states[0].size()) {
+      throw std::invalid_argument(
+          subject + " misshapen: got " + std::to_string(inputs[i].size()) +
+          " elements but expected " + std::to_string(states[0].size()) +
+          " (the size of states[0])");
+    }
+    operands.push_back(const_cast<void*>(inputs[i].data()));
+  }
+  const Number state = NumberOf(states[0], "states");
+  const Number input = inputs.empty() ? state : NumberOf(inputs[0], "inputs");
+  const StepFn step = FindStep(rule->id, state, input, IsaOf(isa));
+  if (step == nullptr) {
+    throw std::invalid_argument(
+        name + " has no kernel for states of dtype " +
+        std::string(py::str(states[0].dtype())) + " and inputs of dtype " +
+        std::string(py::str(inputs[0].dtype())));
+  }
+  py::gil_scoped_release release;
+  step(operands.data(), scalars.data(), 0, states[0].size());
+}
+
+struct FreeDeleter {
+  void operator()(float* p) const { std::free(p); }
+};
+using Buffer = std::unique_ptr<float, FreeDeleter>;
+
+// As TensorFlow allocates a tensor: aligned, and no request for huge pages.
+Buffer Allocate(size_t elements) {
+  void* p = nullptr;
+  if (posix_memalign(&p, 64, std::max<size_t>(elements, 1) * sizeof(float))) {
+    throw std::bad_alloc();
+  }
+  return Buffer(static_cast<float*>(p));
+}
+
+// Adds each of kReads arrays to each of kWrites: as little arithmetic as can
+// be had for one pass over that many streams.
+template <size_t kReads, size_t kWrites>
+void StreamLoop(float* const* reads, float* const* writes, size_t begin,
+                size_t end) {
+  const float* r[kReads + 1];
+  float* w[kWrites + 1];
+  std::copy_n(reads, kReads, r);
+  std::copy_n(writes, kWrites, w);
+#pragma GCC ivdep
+  for (size_t j = begin; j < end; ++j) {
+    float sum = 1.0f;
+    for (size_t k = 0; k < kReads; ++k) sum += r[k][j];
+    for (size_t k = 0; k < kWrites; ++k) w[k][j] += sum;
+  }
+}
+
+using StreamFn = void (*)(float* const*, float* const*, size_t, size_t);
+constexpr size_t kMaxReads = 2;
+constexpr size_t kMaxWrites = 8;
+
+template <size_t... i>
+constexpr auto StreamTable(std::index_sequence<i...>) {
+  return std::array<StreamFn, sizeof...(i)>{
+      &StreamLoop<i / (kMaxWrites + 1), i % (kMaxWrites + 1)>...};
+}
+
+// What the machine can do: threads that each go once over their part of
+// `reads` read-only and `writes` read-and-written float32 arrays.
+class StreamLimit {
+ public:
+  StreamLimit(std::vector<size_t> sizes, size_t reads, size_t writes)
+      : sizes_(std::move(sizes)), reads_(reads), writes_(writes) {
+    if (reads > kMaxReads || writes > kMaxWrites || writes == 0) {
+      throw std::invalid_argument("at most " + std::to_string(kMaxReads) +
+                                  " reads and 1 to " +
+                                  std::to_string(kMaxWrites) + " writes");
+    }
+    for (const size_t size : sizes_) {
+      for (size_t k = 0; k < reads_ + writes_; ++k) {
+        buffers_.push_back(Allocate(size));
+        std::fill_n(buffers_.back().get(), size, 0.0f);
+      }
+    }
+  }
+
+  // Seconds for one pass over everything by `threads` threads.
+  double Run(int threads) {
+    static constexpr auto kTable = StreamTable(
+        std::make_index_sequence<(kMaxReads + 1) * (kMaxWrites + 1)>());
+    const StreamFn loop = kTable[reads_ * (kMaxWrites + 1) + writes_];
+    auto part = [&](int thread) {
+      std::vector<float*> pointers(reads_ + writes_);
+      for (size_t v = 0; v < sizes_.size(); ++v) {
+        for (size_t k = 0; k < pointers.size(); ++k) {
+          pointers[k] = buffers_[v * pointers.size() + k].get();
+        }
+        loop(pointers.data(), pointers.data() + reads_,
+             sizes_[v] * thread / threads, sizes_[v] * (thread + 1) / threads);
+      }
+    };
+    const auto start = std::chrono::steady_clock::now();
+    std::vector<std::thread> others;
+    for (int t = 1; t < threads; ++t) others.emplace_back(part, t);
+    part(0);
+    for (std::thread& t : others) t.join();
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() -
+                                         start)
+        .count();
+  }
+
+  size_t bytes() const {
+    size_t elements = 0;
+    for (const size_t size : sizes_) elements += size;
+    return elements * sizeof(float) * (reads_ + 2 * writes_);
+  }
+
+ private:
+  std::vector<size_t> sizes_;
+  size_t reads_;
+  size_t writes_;
+  std::vector<Buffer> buffers_;
+};
+
+}  // namespace
+}  // namespace wrapopt
+
+PYBIND11_MODULE(_native, m) {
+  using namespace wrapopt;  // NOLINT
+  m.doc() = "What this copy of wrapopt was built with, and its CPU engine.";
+
+  m.attr("version") = WRAPOPT_VERSION;
+  m.attr("tensorflow_version") = WRAPOPT_TF_VERSION;
+  m.attr("cxx11_abi") = WRAPOPT_CXX11_ABI;
+  m.attr("absl_namespace") = WRAPOPT_ABSL_NAMESPACE;
+  m.attr("python_tag") = WRAPOPT_PYTHON_TAG;
+  m.attr("compiler") = "g++ " __VERSION__;
+
+  m.def(
+      "cpu_isas",
+      [] {
+        std::vector<std::string> names;
+        for (const Isa isa : SupportedIsas()) {
+          names.push_back(kIsaNames[static_cast<int>(isa)]);
+        }
+        return names;
+      },
+      "Instruction sets of this processor that have kernels, the best last.");
+  m.def(
+      "cpu_isa",
+      [] { return std::string(kIsaNames[static_cast<int>(IsaOf(""))]); },
+      "The one in use: the best, or what WRAPOPT_CPU_ISA names.");
+
+  m.def(
+      "rules",
+      [] {
+        py::dict rules;
+        for (const RuleInfo& rule : kRules) {
+          rules[rule.name] =
+              py::make_tuple(rule.states, rule.inputs, rule.scalars);
+        }
+        return rules;
+      },
+      "{rule: (number of states, of inputs, of scalars)}");
+  m.def("step", &Step, py::arg("rule"), py::arg("states"), py::arg("inputs"),
+        py::arg("scalars"), py::arg("isa") = "",
+        "Applies `rule` to `states` in place. Arrays are contiguous and of one "
+        "size; states are of one dtype, inputs of one dtype.");
+
+  py::class_<StreamLimit>(m, "StreamLimit",
+                          "The memory bandwidth of this machine, measured by a "
+                          "plain threaded loop over float32 arrays.")
+      .def(py::init<std::vector<size_t>, size_t, size_t>(), py::arg("sizes"),
+           py::arg("reads"), py::arg("writes"))
+      .def("run", &StreamLimit::Run, py::arg("threads"),
+           py::call_guard<py::gil_scoped_release>(),
+           "Seconds for one pass over every array.")
+      .def_property_readonly("bytes", &StreamLimit::bytes,
+                             "Bytes that one pass moves.");
+}

@@ -1,0 +1,27 @@
+// Exponential moving average of a value.
+//
+//   s' = s + r (v - s),   r = 1 - decay
+//
+//   s  shadow    the average                         state
+//   v  value     what is averaged                    input
+//   r  rate      1 - decay, in [0, 1]                scalar
+//
+// Three roundings an element: the difference, the product, the sum. This form
+// and not decay * s + r * v: with s == v it leaves s exactly as it is.
+#ifndef WRAPOPT_CC_RULES_EMA_H_
+#define WRAPOPT_CC_RULES_EMA_H_
+
+#include "cc/rules/rule.h"
+
+namespace wrapopt {
+
+struct Ema {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& shadow, const V& value, const V& rate) {
+    shadow = shadow + rate * (value - shadow);
+  }
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_RULES_EMA_H_

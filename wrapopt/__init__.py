@@ -1,0 +1,19 @@
+"""wrapopt: averaging and gating wrappers for TensorFlow optimizers.
+
+Native ops, one pass over memory, behind thin Python classes. See the README.
+"""
+
+from wrapopt import _loader  # First: checks TensorFlow, loads the library.
+from wrapopt import ops
+from wrapopt import sysconfig
+from wrapopt.moving_average import MovingAverageOptimizer
+from wrapopt.version import __version__
+
+__all__ = [
+    "MovingAverageOptimizer",
+    "__version__",
+    "ops",
+    "sysconfig",
+]
+
+del _loader

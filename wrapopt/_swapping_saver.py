@@ -1,0 +1,148 @@
+"""A Saver in which variables and their averages trade names."""
+
+import tensorflow as tf
+from tensorflow.python.training.saving import saveable_object
+from tensorflow.python.training.saving import saveable_object_util
+
+from wrapopt import _sessions
+
+
+class SwappingSaver(tf.compat.v1.train.Saver):
+  """See `MovingAverageOptimizer.swapping_saver`."""
+
+  def __init__(self, pairs, var_list, refuse, **kwargs):
+    """Makes the saver.
+
+    Args:
+      pairs: (variable, average) pairs.
+      var_list: As in `swapping_saver`.
+      refuse: A function of the raw session (None: eager) that raises where the
+        saver must not be used now.
+      **kwargs: Arguments of `tf.compat.v1.train.Saver`.
+    """
+    self._refuse = refuse
+    super().__init__(_swap(pairs, _named(var_list)), **kwargs)
+
+  def save(self, sess, *args, **kwargs):
+    self._refuse(_raw(sess))
+    return super().save(sess, *args, **kwargs)
+
+  def restore(self, sess, save_path):
+    self._refuse(_raw(sess))
+    return super().restore(sess, save_path)
+
+
+def _raw(session):
+  return None if session is None else _sessions.raw(session)
+
+
+def _named(var_list):
+  """What is to be saved, as a dict from names."""
+  if isinstance(var_list, dict):
+    return dict(var_list)
+  if var_list is None:
+    # As a Saver has it.
+    var_list = (
+        tf.compat.v1.global_variables() +
+        tf.compat.v1.get_collection(
+            tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS))
+  return saveable_object_util.op_list_to_dict(
+      list(var_list), convert_variable_to_tensor=False)
+
+
+def _slices(saved):
+  """The variables behind an entry of a Saver's dict; none behind others."""
+  if isinstance(saved, (list, tuple)):
+    return list(saved)
+  if isinstance(saved, tf.Variable):
+    return [saved]
+  if hasattr(saved, "_get_variable_list"):  # A PartitionedVariable.
+    return saved._get_variable_list()
+  return []
+
+
+def _swap(pairs, named):
+  """`named` with variables and averages in each other's place."""
+  # A variable may also be given by a tensor that reads it.
+  by_tensor = {}
+  for variable in (v for pair in pairs for v in pair):
+    for tensor in _tensors(variable):
+      by_tensor[tensor] = variable
+  named = {
+      key: by_tensor.get(saved.ref(), saved) if tf.is_tensor(saved) else saved
+      for key, saved in named.items()}
+
+  key_of = {v.ref(): (key, i) for key, saved in named.items()
+            for i, v in enumerate(_slices(saved))}
+  swapped = {key: list(_slices(saved)) or saved
+             for key, saved in named.items()}
+  converted = {}
+  for variable, average in pairs:
+    for one, other in ((variable, average), (average, variable)):
+      if one.ref() in key_of and other.ref() not in key_of:
+        raise ValueError(
+            f"Variable to swap {other.name.split(':')[0]} is not part of "
+            "variables to save. This breaks MovingAverageOptimizer.")
+    if variable.ref() not in key_of:
+      continue
+    (key, i), (average_key, j) = key_of[variable.ref()], key_of[average.ref()]
+    if variable.dtype.base_dtype == average.dtype.base_dtype:
+      swapped[key][i], swapped[average_key][j] = average, variable
+    else:
+      saveable = _ConvertingSaveable(variable, average, key, average_key)
+      converted[saveable.name] = saveable
+      swapped[key][i] = swapped[average_key][j] = None
+  result = {}
+  for key, saved in swapped.items():
+    if isinstance(saved, list):
+      saved = [v for v in saved if v is not None]
+      if not saved:
+        continue
+      # A list of slices stays one.
+      if len(saved) == 1 and not saved[0]._get_save_slice_info():
+        saved = saved[0]
+    result[key] = saved
+  return {**result, **converted}
+
+
+def _tensors(variable):
+  if tf.executing_eagerly():
+    return []
+  if hasattr(variable, "handle"):
+    return [variable._graph_element.ref()]
+  return [variable._ref().ref(), variable.value().ref()]
+
+
+class _ConvertingSaveable(saveable_object.SaveableObject):
+  """A variable and its average of a wider dtype, in each other's place.
+
+  The average cannot go under the variable's name as it is, since a plain Saver
+  restores that name into a variable of the narrow dtype. The raw value fits
+  into the average's dtype exactly.
+  """
+
+  def __init__(self, variable, average, key, average_key):
+    info = variable._get_save_slice_info()
+    slice_spec = info.spec if info else ""
+    self._variable, self._average = variable, average
+
+    def spec(name, tensor, dtype):
+      return saveable_object.SaveSpec(
+          tensor, slice_spec, name, dtype=dtype, device=variable.device)
+
+    super().__init__(
+        variable,
+        [spec(key, lambda: tf.cast(average, variable.dtype.base_dtype),
+              variable.dtype.base_dtype),
+         spec(average_key, lambda: tf.cast(variable, average.dtype.base_dtype),
+              average.dtype.base_dtype),
+         spec(average_key + "/full_precision",
+              lambda: tf.convert_to_tensor(average),
+              average.dtype.base_dtype)],
+        f"{key} {slice_spec}".strip())
+
+  def restore(self, restored_tensors, restored_shapes):
+    _, raw, average = restored_tensors
+    return tf.group(
+        self._variable.assign(tf.cast(raw, self._variable.dtype.base_dtype)),
+        self._average.assign(average))

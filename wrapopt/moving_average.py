@@ -1,0 +1,516 @@
+"""Moving averages of the weights, updated by every optimizer step."""
+
+import collections
+import contextlib
+
+import tensorflow as tf
+
+from wrapopt import _sessions
+from wrapopt import ops
+from wrapopt._swapping_saver import SwappingSaver
+from wrapopt._wrapper import WrapperOptimizer
+
+_SLOT = "ExponentialMovingAverage"
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class MovingAverageOptimizer(WrapperOptimizer):
+  """Keeps exponential moving averages of the variables that it trains.
+
+  After each step of the inner optimizer, every variable `v` that had a gradient
+  updates its average (shadow) `s`
+
+      s += (1 - decay) (v - s)
+
+  The averages are usually the better weights to evaluate and to serve; the
+  variables themselves are what goes on training. `averaged_weights` puts the
+  averages in place for a while, `swapping_saver` writes them into a checkpoint
+  under the variables' names.
+
+  One native op per device and dtype updates all averages in one pass over
+  memory, all decays together.
+
+  State: for each averaged variable `v` of name `<v>`, one variable per decay of
+  the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
+  decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph it
+  starts at the initial value of `v`, in eager mode at the value of `v` before
+  its first step.
+
+  Example, eager:
+
+  >>> w = tf.Variable([1.0])
+  >>> opt = wrapopt.MovingAverageOptimizer(
+  ...     tf.compat.v1.train.GradientDescentOptimizer(1.0), average_decay=0.5)
+  >>> opt.minimize(lambda: w, var_list=[w])
+  >>> w.numpy(), opt.average(w).numpy()
+  (array([0.], dtype=float32), array([0.5], dtype=float32))
+  >>> with opt.averaged_weights():
+  ...   print(w.numpy())
+  [0.5]
+
+  In a graph: `train_op = opt.minimize(loss)`, and at the end
+  `opt.swapping_saver().save(session, path)`.
+
+  References: Polyak and Juditsky, "Acceleration of stochastic approximation by
+  averaging", 1992; `tf.contrib.opt.MovingAverageOptimizer` of TensorFlow 1.15.
+
+  Differences from 1.15: several decays, `shadow_dtype`, `averaged_weights`,
+  `seed_averages`; the whole optimizer interface; eager mode and `tf.function`;
+  `tf.train.Checkpoint`; `1 - decay` is computed in float64; any number of
+  `apply_gradients` calls; the saver goes by variables, whatever their keys.
+  """
+
+  def __init__(self, opt, average_decay=0.9999, num_updates=None,
+               sequential_update=True, name="MovingAverageOptimizer", *,
+               shadow_dtype=None):
+    """Wraps `opt`.
+
+    Args:
+      opt: A `tf.compat.v1.train.Optimizer`.
+      average_decay: A number in [0, 1], or a tensor, variable or callable that
+        gives one; or a sequence of different numbers, for as many averages.
+      num_updates: A count of updates: a number, tensor, variable or callable.
+        Where given, the decay of a step is
+        `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
+        the averages move faster at the start of training.
+      sequential_update: Whether the averages are updated after the step of the
+        inner optimizer and after the increment of the global step. If False, a
+        graph leaves the order to chance, as it was in 1.15; eager mode and
+        `tf.function` always run in order.
+      name: The name of the optimizer.
+      shadow_dtype: Where `tf.float32`, averages of float16 and bfloat16
+        variables are kept in float32. By default an average has the dtype of
+        its variable, as in 1.15; a float16 or bfloat16 average hardly moves at
+        decays near 1, since its steps are rounded away.
+
+    Raises:
+      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`.
+      ValueError: If a decay or `num_updates` is out of range, or decays repeat.
+    """
+    super().__init__(opt, name)
+    several = isinstance(average_decay, (list, tuple))
+    decays = list(average_decay) if several else [average_decay]
+    if not decays:
+      raise ValueError("`average_decay` must hold at least one decay, got none.")
+    for decay in decays:
+      if isinstance(decay, (int, float)):
+        if not 0 <= decay <= 1:
+          raise ValueError(
+              f"`average_decay` must be in [0, 1], got {decay}.")
+      elif several:
+        raise ValueError(
+            "A sequence of `average_decay` must hold numbers, got "
+            f"{decay!r}. A tensor, variable or callable stands alone.")
+    if len(set(decays)) != len(decays):
+      raise ValueError(f"`average_decay` must hold different decays, got "
+                       f"{average_decay}.")
+    if isinstance(num_updates, (int, float)) and num_updates < 0:
+      raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
+    if shadow_dtype is not None and tf.as_dtype(shadow_dtype) != tf.float32:
+      raise ValueError(
+          "`shadow_dtype` must be None (the dtype of each variable) or "
+          f"tf.float32, got {shadow_dtype!r}.")
+    self._decays = decays
+    self._num_updates = num_updates
+    self._sequential_update = sequential_update
+    self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
+    # A decay's averages are the slots of this name.
+    self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
+    # By graph (None: eager): the averaged variables in order of their first
+    # step, and the ops that exchange them with the averages of each decay.
+    self._averaged = collections.defaultdict(list)
+    self._exchanges = collections.defaultdict(
+        lambda: [[] for _ in self._decays])
+    # Sessions (None: eager) in which the averages are in place now.
+    self._in_place = []
+
+  # Training
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
+                      **kwargs):
+    """Runs the inner optimizer's step, then updates the averages.
+
+    Args:
+      grads_and_vars: An iterable of (gradient, variable). A variable with a
+        None gradient is neither trained nor averaged.
+      global_step: A variable to increment by one, or None.
+      name: A name for the inner optimizer's operation.
+      **kwargs: What else the inner optimizer takes.
+
+    Returns:
+      In a graph, an `Operation` named `train_with_avg`. In eager mode, None.
+
+    Raises:
+      TypeError: If a variable is not of a floating dtype.
+      ValueError: If there is no variable, or none has a gradient.
+    """
+    grads_and_vars = list(grads_and_vars)
+    # What is no variable is for the inner optimizer to refuse.
+    variables = list({v.ref(): v for g, v in grads_and_vars
+                      if g is not None and isinstance(v, tf.Variable)}.values())
+    for variable in variables:
+      if variable.dtype.base_dtype not in _FLOATS:
+        raise TypeError(
+            f"An averaged variable must be of dtype "
+            f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
+            f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+    # Before the step: in eager mode an average starts at the value before it.
+    with tf.init_scope():
+      self._make_averages(variables)
+    apply = self._optimizer.apply_gradients(
+        grads_and_vars, global_step=global_step, name=name, **kwargs)
+    after = [apply] if self._sequential_update and apply is not None else []
+    with tf.control_dependencies(after):
+      update = ops.ema_update(
+          [[self._shadow(v, k) for v in variables]
+           for k in range(len(self._decays))],
+          variables, self._decays_now())
+    if tf.executing_eagerly():
+      return None
+    train = tf.group(*[op for op in (apply, update) if op is not None],
+                     name="train_with_avg")
+    self._replace_train_op(apply, train)
+    return train
+
+  def _decays_now(self):
+    """The decays of this step: numbers, or float64 tensors."""
+    decays = [_value_now(decay) for decay in self._decays]
+    if self._num_updates is None:
+      return decays
+    n = tf.cast(_value_now(self._num_updates), tf.float64)
+    warm_up = (1 + n) / (10 + n)
+    return [tf.minimum(tf.cast(d, tf.float64), warm_up) for d in decays]
+
+  def _shadow(self, variable, k):
+    return self.get_slot(variable, self._slot_of_decay[k])
+
+  def _own_slot_names(self):
+    return self._slot_of_decay
+
+  def _make_averages(self, variables):
+    """Makes the averages that `variables` do not have yet."""
+    averaged = self._averaged[_current_graph()]
+    known = {v.ref() for v in averaged}
+    new = [v for v in variables if v.ref() not in known]
+    for variable in new:
+      self._make_average(variable)
+    averaged.extend(new)
+    if new and not tf.executing_eagerly():
+      # A graph may be finalized when averaged_weights() needs this.
+      for k, exchanges in enumerate(self._exchanges[_current_graph()]):
+        pairs = [(v, self._shadow(v, k)) for v in new]
+        pairs = [pair for pair in pairs if _same_dtype(*pair)]
+        if pairs:
+          exchanges.append(ops.exchange(*zip(*pairs)))
+
+  def _make_average(self, variable):
+    """The averages of `variable`, one for each decay, made where missing."""
+    if not tf.executing_eagerly():
+      collection = tf.compat.v1.get_collection_ref(
+          tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
+      if all(v is not variable for v in collection):
+        collection.append(variable)
+    with _initial_value(variable) as value:
+      if self._shadow_dtype is not None:
+        if variable.dtype.base_dtype in (tf.float16, tf.bfloat16):
+          value = tf.cast(value, self._shadow_dtype)
+      for slot in self._slot_of_decay:
+        self._get_or_make_slot(variable, value, slot, slot)
+
+  def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
+                                       variable):
+    if slot_name in self._own_slot_names() and tf.executing_eagerly():
+      # Made here, the average has its own name and start; the base class would
+      # name it after the optimizer.
+      self._make_averages([variable])
+    super()._create_or_restore_slot_variable(
+        slot_variable_position=slot_variable_position, slot_name=slot_name,
+        variable=variable)
+
+  # The averages
+
+  def average(self, var, decay=None):
+    """The average of a variable.
+
+    Args:
+      var: A variable. For a `PartitionedVariable`, the result is a list.
+      decay: Which of several decays; by default the first.
+
+    Returns:
+      The variable that holds the average, or None where `var` has none: it has
+      had no gradient yet.
+    """
+    slot = self._slot_of_decay[self._index(decay)]
+    if isinstance(var, tf.Variable):
+      return self.get_slot(var, slot)
+    return [self.get_slot(v, slot) for v in var]
+
+  def average_name(self, var, decay=None):
+    """The name of a variable's average, in graphs and checkpoints.
+
+    Args:
+      var: A variable.
+      decay: Which of several decays; by default the first.
+
+    Returns:
+      A string, such as "w/ExponentialMovingAverage".
+    """
+    average = self.average(var, decay)
+    if average is not None:
+      return average.name.split(":")[0]
+    return (var.name.split(":")[0] + "/" +
+            self._slot_of_decay[self._index(decay)])
+
+  def seed_averages(self, session=None):
+    """Sets every average, of every decay, to its variable's value of now.
+
+    For a run that goes on from a checkpoint which has no averages. Restore the
+    variables, then seed the averages:
+
+        saver = tf.compat.v1.train.Saver(
+            [v for v in tf.compat.v1.global_variables()
+             if v not in opt.averages()])
+        saver.restore(session, path)
+        opt.seed_averages(session)
+
+    With `tf.train.Checkpoint`, restore and then call `opt.seed_averages()`.
+
+    Args:
+      session: In a graph, the session; by default the default session. The
+        graph may be finalized.
+
+    Raises:
+      RuntimeError: If there is no average yet, or the averages are in place.
+    """
+    session, graph = self._place(session, "seed_averages")
+    if session is None:
+      for k in range(len(self._decays)):
+        for variable, shadow in self._pairs(graph, k):
+          shadow.assign(tf.cast(variable, shadow.dtype))
+    else:
+      # An average's initial value is its variable's value, where it has one.
+      session.run([shadow.initializer for shadow in self._averages(graph)])
+
+  def averages(self):
+    """All averages in this graph, or in eager mode: a list of variables."""
+    return self._averages(_current_graph())
+
+  @contextlib.contextmanager
+  def averaged_weights(self, session=None, decay=None):
+    """Puts the averages in place of the weights for a `with` block.
+
+    Inside, every averaged variable holds its average, and the average holds the
+    raw weight. Afterwards, also after an exception, each is back as it was, bit
+    for bit. Buffers are exchanged: nothing is copied, unless an average is of
+    another dtype than its variable.
+
+    Do not train inside the block.
+
+    Args:
+      session: In a graph, the session, which may be a `MonitoredSession`, whose
+        hooks do not run for the exchange; by default the default session. The
+        graph may be finalized.
+      decay: Which of several decays; by default the first.
+
+    Yields:
+      None.
+
+    Raises:
+      RuntimeError: If there is no average yet, or the averages are in place
+        already.
+    """
+    k = self._index(decay)
+    raw, graph = self._place(session, "averaged_weights")
+    if raw is None:
+      back = self._swap_eager(self._pairs(graph, k))
+    else:
+      back = self._swap_session(raw, self._exchanges[graph][k],
+                                self._pairs(graph, k))
+    self._in_place.append(raw)
+    try:
+      yield
+    finally:
+      self._in_place.remove(raw)
+      # A monitored session that was lost and made anew has restored the raw
+      # weights from a checkpoint: there is nothing to put back.
+      if raw is None or _sessions.raw(session) is raw:
+        back()
+
+  def _swap_eager(self, pairs):
+    pairs = [pair for v, s in pairs
+             for pair in zip(_components(v), _components(s))]
+    same = [pair for pair in pairs if _same_dtype(*pair)]
+    exchange = (lambda: ops.exchange(*zip(*same))) if same else (lambda: None)
+    raw = [(v, v.read_value()) for v, s in pairs if not _same_dtype(v, s)]
+    exchange()
+    for variable, shadow in pairs:
+      if not _same_dtype(variable, shadow):
+        variable.assign(tf.cast(shadow, variable.dtype))
+
+    def back():
+      exchange()
+      for variable, value in raw:
+        variable.assign(value)
+    return back
+
+  def _swap_session(self, session, exchanges, pairs):
+    pairs = [pair for pair in pairs if not _same_dtype(*pair)]
+    raw, averages = session.run(
+        ([v for v, _ in pairs], [s for _, s in pairs]))
+    session.run(exchanges)
+
+    def load(values):
+      # Through the initializers, which a finalized graph has too.
+      if pairs:
+        session.run(
+            [v.initializer for v, _ in pairs],
+            {v.initializer.inputs[1]: value
+             for (v, _), value in zip(pairs, values)})
+
+    def back():
+      session.run(exchanges)
+      load(raw)
+
+    load([average.astype(v.dtype.as_numpy_dtype)
+          for average, (v, _) in zip(averages, pairs)])
+    return back
+
+  # Checkpoints
+
+  def swapping_saver(self, var_list=None, name="swapping_saver", *, decay=None,
+                     **kwargs):
+    """A Saver that writes averages under the names of their variables.
+
+    In its files, `v` holds the average of `v` and `v/ExponentialMovingAverage`
+    the raw value. Restored through a plain `tf.compat.v1.train.Saver`, such a
+    file gives the averaged model; restored through this saver it gives back the
+    state that was saved.
+
+    Where an average is of another dtype than its variable, `v` holds it in the
+    dtype of `v`, and `v/ExponentialMovingAverage/full_precision` holds it as it
+    is.
+
+    Args:
+      var_list: What to save: None for all global variables that there are now,
+        an iterable of variables, or a dict from names to variables. A variable
+        is swapped with its average whatever the names. Variables without an
+        average are saved as they are.
+      name: A name for the saver's operations.
+      decay: Which of several decays; by default the first. The averages of the
+        others are saved as they are.
+      **kwargs: Arguments of `tf.compat.v1.train.Saver`.
+
+    Returns:
+      A `tf.compat.v1.train.Saver`. It refuses to save or restore while the
+      averages are in place (`averaged_weights`).
+
+    Raises:
+      RuntimeError: If there is no average yet.
+      ValueError: If a variable is to be saved without its average, or an
+        average without its variable.
+    """
+    k = self._index(decay)
+    graph = _current_graph()
+    self._require_averages(graph, "creating the swapping_saver")
+    return SwappingSaver(
+        self._pairs(graph, k), var_list,
+        lambda session: self._refuse_in_place(session, "swapping_saver"),
+        name=name, **kwargs)
+
+  # Helpers
+
+  def _pairs(self, graph, k):
+    return [(v, self._shadow(v, k)) for v in self._averaged.get(graph, [])]
+
+  def _averages(self, graph):
+    return [s for k in range(len(self._decays)) for _, s in self._pairs(graph, k)]
+
+  def _index(self, decay):
+    if decay is None:
+      return 0
+    if decay not in self._decays:
+      raise ValueError(f"`decay` must be one of this optimizer's, "
+                       f"{self._decays}, got {decay}.")
+    return self._decays.index(decay)
+
+  def _place(self, session, what):
+    """(raw session, graph) to do `what` in; (None, None) in eager mode."""
+    if session is None and tf.executing_eagerly():
+      raw = graph = None
+    else:
+      raw = _sessions.raw(session)
+      graph = raw.graph
+    self._require_averages(graph, what)
+    self._refuse_in_place(raw, what)
+    return raw, graph
+
+  def _require_averages(self, graph, what):
+    if not self._averaged.get(graph):
+      raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
+
+  def _refuse_in_place(self, session, what):
+    if any(session is s for s in self._in_place):
+      raise RuntimeError(
+          f"{what} cannot be used inside averaged_weights: the averages are in "
+          "place of the weights. Leave the `with` block first.")
+
+
+def _current_graph():
+  return (None if tf.executing_eagerly()
+          else tf.compat.v1.get_default_graph())
+
+
+def _components(variable):
+  # One variable per replica of a tf.distribute strategy.
+  if isinstance(variable, tf.distribute.DistributedValues):
+    return variable.values
+  return [variable]
+
+
+def _value_now(x):
+  if isinstance(x, tf.Variable):
+    # Not a conversion: that of a ref variable reads whenever it likes.
+    return x.read_value()
+  return x() if callable(x) else x
+
+
+def _same_dtype(a, b):
+  return a.dtype.base_dtype == b.dtype.base_dtype
+
+
+@contextlib.contextmanager
+def _initial_value(variable):
+  """The value that an average of `variable` starts at; make it in the block."""
+  if tf.executing_eagerly():
+    if not variable.is_initialized():
+      raise RuntimeError(
+          f"'{variable.name}' must have a value before its first step, got a "
+          "variable that the running tf.function has just made. Make it "
+          "before the function is called.")
+    yield tf.convert_to_tensor(variable)
+    return
+  # In one run of all initializers the average must get the very value that the
+  # variable gets, also where that is random; and in a later run of its own, the
+  # variable's value of then.
+  def initial_value():
+    # As the initializer has it: guarded against the order of initializers.
+    return variable.initializer.inputs[1]
+
+  is_ref = not hasattr(variable, "handle")
+  with _control_flow_v1() if is_ref else contextlib.nullcontext():
+    yield tf.cond(tf.compat.v1.is_variable_initialized(variable),
+                  variable.read_value, initial_value)
+
+
+@contextlib.contextmanager
+def _control_flow_v1():
+  # The cond of control flow v2 reads a ref variable before it branches, which
+  # fails where the variable is not initialized.
+  if not tf.compat.v1.control_flow_v2_enabled():
+    yield
+    return
+  tf.compat.v1.disable_control_flow_v2()
+  try:
+    yield
+  finally:
+    tf.compat.v1.enable_control_flow_v2()

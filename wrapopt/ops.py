@@ -1,0 +1,235 @@
+"""Public functions over the raw ops: many variables in one native call.
+
+They take variables, not tensors: resource variables (the default of
+TensorFlow 2) and the ref variables of TensorFlow 1 graphs. They run eagerly,
+inside a `tf.function`, and in a `tf.Graph`.
+"""
+
+import collections
+import contextlib
+
+import tensorflow as tf
+
+from wrapopt._loader import ops as _raw
+
+__all__ = ["ema_update", "exchange"]
+
+_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+_LOW_PRECISION = (tf.float16, tf.bfloat16)
+
+
+def ema_update(shadows, values, decay, name=None):
+  """Updates exponential moving averages of variables, in place.
+
+  For each value `v` and its shadow `s`
+
+      s += (1 - decay) * (v - s)
+
+  in one pass over memory. Several decays cost one read of the values, however
+  many they are. `1 - decay` is computed in float64; float16 and bfloat16 are
+  averaged in float32 and rounded once.
+
+  All variables are checked before any is changed. An update holds the locks of
+  its variables, so that it is atomic to other ops of wrapopt and to
+  TensorFlow's own locking updates. One native op serves all variables that
+  share a device and a dtype.
+
+  Example:
+
+  >>> v, s = tf.Variable([1., 2.]), tf.Variable([0., 0.])
+  >>> wrapopt.ops.ema_update([s], [v], decay=0.75)
+  >>> s.numpy()
+  array([0.25, 0.5 ], dtype=float32)
+
+  Args:
+    shadows: N variables, the averages; or K sequences of N variables where
+      `decay` is a sequence of K. Each has the shape of its value, and its dtype
+      or float32 where the value is float16 or bfloat16.
+    values: N variables of dtype float16, bfloat16, float32 or float64. They are
+      only read. One variable may stand for a sequence of one here and above.
+    decay: A number in [0, 1], or a scalar tensor or variable of any floating
+      dtype; or a sequence of K of these. 0 copies the value, 1 leaves the
+      shadow alone.
+    name: A name for the operation.
+
+  Returns:
+    The `tf.Operation` in a `tf.compat.v1` graph, to be run; `None` in eager
+    mode and inside a `tf.function`, which runs it in program order.
+
+  Raises:
+    TypeError: If `values` or `shadows` are not variables of these dtypes.
+    ValueError: If the numbers of variables or their shapes do not match, or a
+      decay is a number outside [0, 1].
+    tf.errors.InvalidArgumentError: When it runs: a decay tensor outside [0, 1]
+      or NaN, one shadow named twice, or what could not be known before.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+
+  Reference: Polyak and Juditsky, "Acceleration of stochastic approximation by
+  averaging", SIAM J. Control Optim. 30(4), 1992.
+  """
+  values = _variables("values", values)
+  several = isinstance(decay, (list, tuple))
+  if several and not decay:
+    raise ValueError("`decay` must hold at least one decay, got none.")
+  decays = list(decay) if several else [decay]
+  shadows = [
+      _variables(f"shadows[{k}]" if several else "shadows", row)
+      for k, row in enumerate(shadows if several else [shadows])]
+  if len(shadows) != len(decays):
+    raise ValueError(
+        "`shadows` must hold one sequence of variables for each of the "
+        f"{len(decays)} decays, got {len(shadows)}.")
+  for k, row in enumerate(shadows):
+    subject = f"shadows[{k}]" if several else "shadows"
+    if len(row) != len(values):
+      raise ValueError(f"`{subject}` must hold one variable for each of the "
+                       f"{len(values)} values, got {len(row)}.")
+    for i, (shadow, value) in enumerate(zip(row, values)):
+      _check_dtype(f"values[{i}]", value, _FLOATS)
+      _check_dtype(f"{subject}[{i}]", shadow, _shadow_dtypes(value.dtype))
+      _check_shape(f"{subject}[{i}]", shadow, f"values[{i}]", value)
+
+  groups = collections.defaultdict(list)
+  for i, value in enumerate(values):
+    groups[_is_ref(value), value.device, value.dtype.base_dtype,
+           tuple(row[i].dtype.base_dtype for row in shadows)].append(i)
+  with tf.name_scope(name or "EmaUpdate"):
+    decays = _decays(decays)
+    updates = []
+    for (is_ref, _, _, shadow_dtypes), members in groups.items():
+      # All decays whose shadows are of one dtype go into one op: in practice,
+      # all of them.
+      for dtype in sorted(set(shadow_dtypes), key=lambda d: d.name):
+        chosen = [k for k, d in enumerate(shadow_dtypes) if d == dtype]
+        flat = [shadows[k][i] for k in chosen for i in members]
+        read = [values[i] for i in members]
+        rates = (decays if len(chosen) == len(shadows)
+                 else tf.gather(decays, chosen))
+        with _device_of(read[0]):
+          if is_ref:
+            updates.append(_raw.wrapopt_ema_update_ref(flat, read, rates))
+          else:
+            updates.append(_raw.wrapopt_ema_update(
+                [s.handle for s in flat], [v.handle for v in read], rates,
+                T=read[0].dtype, S=dtype))
+    return _result(updates)
+
+
+def exchange(a, b, name=None):
+  """Exchanges the values of pairs of variables, bit for bit.
+
+  The two of a pair trade buffers: the cost is that of two pointers, whatever
+  their size.
+
+  Example:
+
+  >>> a, b = tf.Variable([1., 2.]), tf.Variable([3., 4.])
+  >>> wrapopt.ops.exchange([a], [b])
+  >>> a.numpy(), b.numpy()
+  (array([3., 4.], dtype=float32), array([1., 2.], dtype=float32))
+
+  Args:
+    a: N variables of numeric dtypes, all different. One variable may stand for
+      a sequence of one.
+    b: N variables, different from those in `a`. Each has the dtype and shape of
+      its partner.
+    name: A name for the operation.
+
+  Returns:
+    The `tf.Operation` in a `tf.compat.v1` graph, to be run; `None` in eager
+    mode and inside a `tf.function`, which runs it in program order.
+
+  Raises:
+    TypeError: If `a` or `b` are not variables, or a pair differs in dtype.
+    ValueError: If their numbers or shapes do not match.
+    tf.errors.InvalidArgumentError: When it runs: one variable is named twice,
+      or what could not be known before.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+  """
+  a, b = _variables("a", a), _variables("b", b)
+  if len(a) != len(b):
+    raise ValueError("`b` must hold one variable for each of the "
+                     f"{len(a)} in `a`, got {len(b)}.")
+  groups = collections.defaultdict(list)
+  for i, (x, y) in enumerate(zip(a, b)):
+    _check_dtype(f"b[{i}]", y, (x.dtype.base_dtype,))
+    _check_shape(f"b[{i}]", y, f"a[{i}]", x)
+    # A ref op's variables are of one dtype; handles tell their own.
+    groups[_is_ref(x), x.device,
+           x.dtype.base_dtype if _is_ref(x) else None].append((x, y))
+  with tf.name_scope(name or "Exchange"):
+    exchanges = []
+    for (is_ref, _, _), pairs in groups.items():
+      with _device_of(pairs[0][0]):
+        if is_ref:
+          exchanges.append(_raw.wrapopt_exchange_ref(
+              [x for x, _ in pairs], [y for _, y in pairs]))
+        else:
+          exchanges.append(_raw.wrapopt_exchange(
+              [x.handle for x, _ in pairs], [y.handle for _, y in pairs]))
+    return _result(exchanges)
+
+
+def _variables(subject, variables):
+  """`variables` as a list that holds nothing but variables."""
+  if isinstance(variables, tf.Variable):
+    variables = [variables]
+  variables = list(variables)
+  if not variables:
+    raise ValueError(f"`{subject}` must hold at least one variable, got none.")
+  for i, variable in enumerate(variables):
+    if not isinstance(variable, tf.Variable):
+      raise TypeError(f"`{subject}[{i}]` must be a variable, got {variable!r}.")
+  return variables
+
+
+def _is_ref(variable):
+  return not hasattr(variable, "handle")
+
+
+@contextlib.contextmanager
+def _device_of(variable):
+  # Whatever tf.device() the caller is in, an op runs where its variables live.
+  with tf.device(None), tf.device(variable.device):
+    yield
+
+
+def _shadow_dtypes(dtype):
+  dtype = dtype.base_dtype
+  return (dtype, tf.float32) if dtype in _LOW_PRECISION else (dtype,)
+
+
+def _check_dtype(subject, variable, dtypes):
+  if variable.dtype.base_dtype not in dtypes:
+    raise TypeError(
+        f"`{subject}` ('{variable.name}') must be of dtype "
+        f"{' or '.join(d.name for d in dtypes)}, got "
+        f"{variable.dtype.base_dtype.name}.")
+
+
+def _check_shape(subject, variable, like_subject, like):
+  if not variable.shape.is_compatible_with(like.shape):
+    raise ValueError(
+        f"`{subject}` ('{variable.name}') misshapen: got {variable.shape} but "
+        f"expected {like.shape} (the shape of {like_subject}, '{like.name}').")
+
+
+def _decays(decays):
+  """The decays as one float64 vector."""
+  for k, decay in enumerate(decays):
+    if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
+      raise ValueError(f"`decay[{k}]` must be in [0, 1], got {decay}.")
+  if all(isinstance(decay, (int, float)) for decay in decays):
+    return tf.constant(decays, tf.float64)
+  return tf.stack([tf.cast(decay, tf.float64) for decay in decays])
+
+
+def _result(operations):
+  """What a function over ops without outputs returns."""
+  # Such an op is a tf.Operation while a graph is built. A tf.function must not
+  # return one, and runs it without that; a graph needs it, to run it.
+  if tf.compat.v1.executing_eagerly_outside_functions():
+    return None
+  return operations[0] if len(operations) == 1 else tf.group(*operations)
