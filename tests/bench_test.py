@@ -1,0 +1,225 @@
+"""The benchmarks run, and compare what does the same work."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import processes
+from wrapopt.bench import __main__ as command
+from wrapopt.bench import ema
+from wrapopt.bench import harness
+
+_SHAPES = [(3, 40), (5,), ()]  # 126 numbers.
+_CONTENDERS = [
+    "wrapopt, v1 session", "ExponentialMovingAverage, v1 session",
+    "wrapopt, tf.function", "assign_sub, tf.function", "assign_sub, jit_compile"
+]
+
+
+def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
+  model = tf.keras.applications.ResNet50(weights=None)
+  expected = [
+      tuple(w.shape)
+      for layer in model.layers for w in layer.trainable_weights
+      if not (isinstance(layer, tf.keras.layers.Conv2D) and w.name == "bias")]
+  shapes = harness.VARIABLE_SETS["resnet50"]
+  assert sorted(shapes) == sorted(expected)
+  assert len(shapes) == 161
+  assert sum(harness.sizes(shapes)) == 25_557_032
+
+
+def test_sizes():
+  assert harness.sizes([(2, 3), (), (0, 7)]) == [6, 1, 0]
+  assert sum(harness.sizes(harness.VARIABLE_SETS["2x4096x4096"])) == 2**25
+
+
+def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
+  """A clock that each call of "fast" moves by 1, of "slow" by 3 seconds."""
+  now = 0
+  called = []
+
+  def contender(name, seconds):
+    def call():
+      nonlocal now
+      now += seconds
+      called.append(name)
+    return call
+
+  monkeypatch.setattr(harness.time, "perf_counter", lambda: now)
+  seconds = harness.alternate(
+      {"fast": contender("fast", 1), "slow": contender("slow", 3)}, 20, "test",
+      turn_seconds=6)
+  assert seconds == {"fast": [1.0] * 20, "slow": [3.0] * 20}
+  # Two to warm up and one to see how long it takes.
+  assert called[:6] == ["fast"] * 3 + ["slow"] * 3
+  turns = called[6:]
+  # In each round, one call that is not timed and 6 seconds of timed ones.
+  orders = set()
+  for begin in range(0, len(turns), 10):
+    turn = turns[begin:begin + 10]
+    first = turn[0]
+    orders.add(first)
+    other = {"fast": "slow", "slow": "fast"}[first]
+    count = {"fast": 7, "slow": 3}
+    assert turn == [first] * count[first] + [other] * count[other]
+  assert orders == {"fast", "slow"}
+  assert len(turns) == 200
+
+
+def test_speedup_pairs_the_rounds():
+  # The second round was disturbed: both took ten times as long.
+  assert harness.speedup([1., 10., 1.], [2., 20., 3.]) == 2
+  assert harness.speedup([4., 4., 4.], [1., 2., 8.]) == 0.5
+
+
+def test_spread():
+  assert harness.spread([1., 2., 3., 4., 5.]) == pytest.approx(1 / 3)
+  assert harness.spread([2., 2., 2.]) == 0
+  assert harness.spread([2.]) == 0
+
+
+def test_table():
+  assert harness.table(("", "ms"), [("a", "1.0"), ("bcd", "10.0")]) == (
+      "       ms\n"
+      "a     1.0\n"
+      "bcd  10.0")
+
+
+def test_threads():
+  """As many as TensorFlow takes when nobody says a number."""
+  script = ("import tensorflow as tf; from wrapopt.bench import harness; "
+            "print(harness.threads()); "
+            "tf.config.threading.set_intra_op_parallelism_threads(7); "
+            "print(harness.threads())")
+  done = processes.run_python("-c", script)
+  assert done.returncode == 0, done.stderr
+  assert done.stdout.split() == [str(len(os.sched_getaffinity(0))), "7"]
+
+
+@pytest.mark.parametrize("decays", [(0.999,), (0.999, 0.99, 0.9)])
+def test_measure(decays, capsys):
+  results = ema.measure("some", _SHAPES, decays, n_rounds=3)
+  limit, *others = [r["contender"] for r in results]
+  assert limit.startswith("streaming limit, ")
+  assert others == _CONTENDERS
+  by_name = {r["contender"]: r for r in results}
+  assert by_name[limit]["of_limit"] == 1
+  assert by_name["ExponentialMovingAverage, v1 session"]["of_stock"] == 1
+  for r in results:
+    assert (r["set"], r["averages"], r["rounds"]) == ("some", len(decays), 3)
+    # Each of 126 float32 values is read, and its averages read and written.
+    moved = 126 * 4 * (1 + 2 * len(decays))
+    assert r["gigabytes_per_second"] * r["milliseconds"] * 1e6 == (
+        pytest.approx(moved))
+    assert r["spread"] >= 0 and r["of_limit"] > 0 and r["of_stock"] > 0
+  title, header, *rows = capsys.readouterr().out.strip().splitlines()
+  assert title.startswith(f"some: 3 variables, 126 numbers, K = {len(decays)}:")
+  assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock"]
+  assert [row.split("  ")[0] for row in rows] == [limit, *others]
+
+
+def test_session_runs_one_native_op_on_resource_variables():
+  session, contenders = ema._in_session(_SHAPES, (0.9, 0.5))
+  with session:
+    assert list(contenders) == _CONTENDERS[:2]
+    types = [op.type for op in session.graph.get_operations()]
+    assert types.count("Wrapopt>EmaUpdate") == 1
+    assert types.count("VarHandleOp") == 9
+    assert "VariableV2" not in types
+    # The update of each average, and nothing of ours, in the stock contender.
+    assert types.count("AssignSubVariableOp") == 6
+    # Numbers like any: neither zero pages nor averages that have arrived.
+    values = session.run([v.read_value() for v in session.graph.get_collection(
+        tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)])
+    flat = np.concatenate([v.ravel() for v in values])
+    assert len(np.unique(flat)) > 0.6 * len(flat)  # Averages start alike.
+    assert np.abs(values[0] - values[3]).max() > 0.1
+
+
+def test_functions_run_what_they_say():
+  contenders = ema._in_functions(_SHAPES, (0.9, 0.5))
+  assert list(contenders) == _CONTENDERS[2:]
+  ops = {
+      name: [op.type for op in f.get_concrete_function().graph.get_operations()]
+      for name, f in contenders.items()}
+  assert ops["wrapopt, tf.function"].count("Wrapopt>EmaUpdate") == 1
+  for name in _CONTENDERS[3:]:
+    assert ops[name].count("AssignSubVariableOp") == 6
+    assert "Wrapopt>EmaUpdate" not in ops[name]
+  compiled = contenders["assign_sub, jit_compile"]
+  assert "fusion" in compiled.experimental_get_compiler_ir()(
+      stage="optimized_hlo")
+
+
+@pytest.mark.parametrize("rate", [0, 0.5 - 1e-4])
+def test_a_contender_that_does_other_work_is_refused(rate):
+  """It does nothing, or not quite the update of decay 0.5."""
+  average, value = np.float32([0.]), np.float32([1.])
+
+  def update():
+    average[:] += np.float32(rate) * (value - average)
+
+  with pytest.raises(AssertionError,
+                     match="other: the average of decay 0.5 is off by "):
+    ema.check_all({"other": update}, [0.5], lambda: ([average.copy()], value))
+  average[:] = 0
+  rate = 0.5
+  ema.check_all({"right": update}, [0.5], lambda: ([average.copy()], value))
+  assert average[0] == 0.5
+
+
+def test_command(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(
+      harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
+  path = tmp_path / "results.json"
+  command.main(["ema", "--quick", "--sets", "some", "--json", str(path)])
+  written = json.loads(path.read_text())
+  assert written["benchmark"] == "ema"
+  assert written["environment"].keys() == {
+      "wrapopt", "TensorFlow", "kernels", "threads", "processor", "load"}
+  results = written["results"]
+  assert len(results) == 2 * (1 + len(_CONTENDERS))
+  assert {r["averages"] for r in results} == {1, 3}
+  assert {r["rounds"] for r in results} == {5}
+  assert {r["set"] for r in results} == {"some"}
+  output = capsys.readouterr()
+  assert f"TensorFlow {tf.__version__}" in output.out
+  # Progress does not get into a file with the tables.
+  assert "turn" not in output.out and "turn" in output.err
+
+
+def test_command_without_arguments_runs_all_sets(monkeypatch):
+  asked = []
+  monkeypatch.setattr(ema, "measure",
+                      lambda name, shapes, decays, n_rounds: asked.append(
+                          (name, len(shapes), len(decays), n_rounds)) or [])
+  command.main(["ema"])
+  assert asked == [(name, n, k, 25)
+                   for name, n in (("2x4096x4096", 2), ("resnet50", 161),
+                                   ("400x256", 400)) for k in (1, 3)]
+
+
+@pytest.mark.parametrize("args,error", [
+    ([], "the following arguments are required: NAME"),
+    (["emu"], "invalid choice: 'emu'"),
+    (["ema", "--sets", "vgg"], "argument --sets: invalid choice: 'vgg'"),
+    (["ema", "--json", "/no/such/folder/f"],
+     "argument --json: cannot write /no/such/folder/f: "
+     "No such file or directory"),
+])
+def test_command_errors(args, error, capsys, monkeypatch):
+  monkeypatch.setattr(ema, "run", lambda options: pytest.fail("it ran"))
+  with pytest.raises(SystemExit) as e:
+    command.main(args)
+  assert e.value.code == 2
+  assert error in capsys.readouterr().err
+
+
+def test_help_of_the_command():
+  done = processes.run_python("-m", "wrapopt.bench", "--help")
+  assert done.returncode == 0, done.stderr
+  assert "ema" in done.stdout
+  assert "Exponential moving averages of many variables" in done.stdout

@@ -1,0 +1,217 @@
+"""What `import wrapopt` refuses, what it does, and that it does no more."""
+
+import os
+import shutil
+
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from processes import run_python
+from wrapopt import _native
+
+MINOR = ".".join(tf.__version__.split(".")[:2])
+
+# Stands in for TensorFlow where it must differ from the one that is installed.
+# To open the library is the last step of the loader.
+FAKE_TENSORFLOW = """
+__version__ = {version!r}
+
+class sysconfig:
+  CXX11_ABI_FLAG = {abi!r}
+  get_include = staticmethod(lambda: {include!r})
+
+class errors:
+  class NotFoundError(Exception):
+    pass
+
+def load_op_library(path):
+  raise RuntimeError(f"opened {{path}}")
+"""
+
+OPTIONS_H = """
+#define ABSL_OPTION_USE_INLINE_NAMESPACE {inline}
+#define ABSL_OPTION_INLINE_NAMESPACE_NAME {namespace}
+"""
+
+
+@pytest.fixture
+def import_beside(tmp_path):
+  """A function that imports wrapopt beside a fake TensorFlow."""
+
+  def run(version=tf.__version__, abi=tf.sysconfig.CXX11_ABI_FLAG, inline=1,
+          namespace=_native.absl_namespace):
+    if namespace is not None:
+      header = tmp_path / "include" / "absl" / "base" / "options.h"
+      header.parent.mkdir(parents=True)
+      header.write_text(OPTIONS_H.format(inline=inline, namespace=namespace))
+    (tmp_path / "tensorflow").mkdir()
+    (tmp_path / "tensorflow" / "__init__.py").write_text(
+        FAKE_TENSORFLOW.format(version=version, abi=abi,
+                               include=str(tmp_path / "include")))
+    return _last_line(run_python("-c", "import wrapopt",
+                                 pythonpath=[str(tmp_path)]))
+
+  return run
+
+
+def _last_line(process):
+  assert process.returncode == 1, process
+  return process.stderr.strip().splitlines()[-1]
+
+
+def test_no_tensorflow():
+  # -S: without the folder that TensorFlow is installed in.
+  error = _last_line(run_python("-S", "-c", "import wrapopt"))
+  assert error.startswith(
+      f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
+      f"{MINOR}.*, but found none in /")
+  assert f"pip install 'tensorflow-cpu=={MINOR}.*'" in error
+
+
+def test_a_module_that_tensorflow_misses_is_named(tmp_path):
+  (tmp_path / "tensorflow.py").write_text("import no_such_module")
+  error = _last_line(run_python("-c", "import wrapopt",
+                                pythonpath=[str(tmp_path)]))
+  assert error == "ModuleNotFoundError: No module named 'no_such_module'"
+
+
+@pytest.mark.parametrize("version", ["2.20.1", "2.22.0-rc0", "3.21.0"])
+def test_another_minor_version(import_beside, version):
+  error = import_beside(version=version)
+  assert error.startswith(
+      f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
+      f"{MINOR}.*, but found TensorFlow {version}. To mend this, ")
+  assert f"pip install 'tensorflow-cpu=={MINOR}.*'" in error
+  assert "or build wrapopt for the TensorFlow that is installed" in error
+
+
+def test_another_cxx11_abi(import_beside):
+  built = tf.sysconfig.CXX11_ABI_FLAG
+  error = import_beside(abi=1 - built)
+  assert error.startswith(
+      f"ImportError: wrapopt {wrapopt.__version__} was built for a TensorFlow "
+      f"with the C++ ABI flag {built}, but found a TensorFlow "
+      f"{tf.__version__} with _GLIBCXX_USE_CXX11_ABI={1 - built}. "
+      "To mend this, build wrapopt for the TensorFlow that is installed")
+
+
+@pytest.mark.parametrize("inline, namespace, found", [
+    (1, "lts_20990101", "'lts_20990101'"),
+    (0, "head", "none"),
+])
+def test_another_absl_namespace(import_beside, inline, namespace, found):
+  error = import_beside(inline=inline, namespace=namespace)
+  assert error.startswith(
+      f"ImportError: wrapopt {wrapopt.__version__} was built for a TensorFlow "
+      f"with the absl namespace '{_native.absl_namespace}', but found a "
+      f"TensorFlow {tf.__version__} with {found}. "
+      "To mend this, build wrapopt for the TensorFlow that is installed")
+
+
+def test_what_is_wrong_first_is_named_first(import_beside):
+  assert "but found TensorFlow 2.20.0." in import_beside(
+      version="2.20.0", abi=1 - tf.sysconfig.CXX11_ABI_FLAG, namespace="other")
+
+
+@pytest.mark.parametrize("differs", [
+    {},
+    {"version": MINOR + ".7"},
+    {"namespace": None},  # A TensorFlow that came without headers.
+])
+def test_a_tensorflow_that_fits_gets_the_library(import_beside, differs):
+  error = import_beside(**differs)
+  assert error == f"RuntimeError: opened {wrapopt.sysconfig.get_lib()}"
+
+
+def test_a_library_that_cannot_be_opened(tmp_path):
+  shutil.copytree(os.path.dirname(wrapopt.__file__), tmp_path / "wrapopt")
+  library = tmp_path / "wrapopt" / "_wrapopt_ops.so"
+  library.unlink()
+  library.write_bytes(b"no library")
+  error = _last_line(run_python("-c", "import wrapopt",
+                                pythonpath=[str(tmp_path)]))
+  assert error.startswith(
+      f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
+      f"{_native.tensorflow_version}, but found a TensorFlow {tf.__version__} "
+      f"that cannot load {library} (")
+  assert "file too short" in error
+  assert "To mend this, build wrapopt for the TensorFlow" in error
+
+
+def test_facts_of_the_build():
+  assert _native.version == wrapopt.__version__
+  assert _native.tensorflow_version == tf.__version__
+  assert _native.cxx11_abi == tf.sysconfig.CXX11_ABI_FLAG
+  # The namespace as it stands in the symbols of TensorFlow's library.
+  namespace = _native.absl_namespace
+  with open(os.path.join(tf.sysconfig.get_lib(),
+                         "libtensorflow_framework.so.2"), "rb") as f:
+    assert f"4absl{len(namespace)}{namespace}6Status".encode() in f.read()
+
+
+IMPORT_ONCE = """
+import importlib
+import pkgutil
+
+import tensorflow as tf
+
+opened = []
+load = tf.load_op_library
+tf.load_op_library = lambda path: opened.append(path) or load(path)
+
+import wrapopt
+
+for module in pkgutil.iter_modules(wrapopt.__path__, "wrapopt."):
+  if module.name not in ("wrapopt.__main__", "wrapopt._wrapopt_ops"):
+    importlib.import_module(module.name)
+assert opened == [wrapopt.sysconfig.get_lib()], opened
+"""
+
+
+def test_the_library_is_opened_once():
+  process = run_python("-c", IMPORT_ONCE)
+  assert process.returncode == 0, process.stderr
+
+
+IMPORT_AND_COMPARE = """
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+def state():
+  return {
+      "environment": dict(os.environ),
+      "path": list(sys.path),
+      "threads": threading.active_count(),
+      "signals": [signal.getsignal(s) for s in signal.valid_signals()],
+      "warnings": list(warnings.filters),
+      "log handlers": list(logging.getLogger().handlers),
+      "tf log": (tf.get_logger().level, list(tf.get_logger().handlers)),
+      "eager": tf.executing_eagerly(),
+      "v2 behavior": tf.compat.v1.executing_eagerly_outside_functions(),
+      "resource variables": tf.compat.v1.resource_variables_enabled(),
+      # Its creation fixes the devices and the number of threads.
+      "runtime": context.context()._context_handle,
+      "default graph": len(tf.compat.v1.get_default_graph().get_operations()),
+  }
+
+before = state()
+import wrapopt
+after = state()
+for name, value in before.items():
+  assert after[name] == value, (name, value, after[name])
+assert before["runtime"] is None
+"""
+
+
+def test_the_import_has_no_side_effect():
+  process = run_python("-c", IMPORT_AND_COMPARE)
+  assert process.returncode == 0, process.stderr
+  assert process.stdout == ""

@@ -1,0 +1,44 @@
+"""`python -m wrapopt`."""
+
+import re
+
+import pytest
+import tensorflow as tf
+from tensorflow.python.framework import kernels
+
+import wrapopt
+from processes import run_python
+from wrapopt import _native
+
+
+def run(**env):
+  process = run_python("-m", "wrapopt", **env)
+  assert process.returncode == 0, process.stderr
+  return process.stdout
+
+
+def test_versions_and_build_facts():
+  out = run()
+  assert out.startswith(f"wrapopt {wrapopt.__version__}\n")
+  assert f"  library      {wrapopt.sysconfig.get_lib()}\n" in out
+  assert re.search(rf"  built for    TensorFlow {tf.__version__}, C\+\+ ABI "
+                   rf"{tf.sysconfig.CXX11_ABI_FLAG}, absl \w+, cp3\d+\n", out)
+  assert re.search(r"  built with   g\+\+ \d+\.\d+", out)
+  assert f"  runs on      TensorFlow {tf.__version__}, Python 3." in out
+
+
+def test_ops_and_their_devices():
+  table = run().split("devices that have kernels\n")[1]
+  rows = dict(line.split(maxsplit=1) for line in table.splitlines())
+  assert {"Wrapopt>EmaUpdate", "Wrapopt>EmaUpdateRef", "Wrapopt>Exchange",
+          "Wrapopt>ExchangeRef"} <= rows.keys()
+  for op, devices in rows.items():
+    registered = kernels.get_registered_kernels_for_op(op).kernel
+    assert devices == ", ".join(sorted({k.device_type for k in registered}))
+    assert "CPU" in devices
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+def test_the_instruction_set_in_use(isa):
+  assert f"  CPU kernels  {isa}, chosen from baseline" in run(
+      WRAPOPT_CPU_ISA=isa)

@@ -1,0 +1,187 @@
+"""The ways in which a program runs TensorFlow, behind one face.
+
+A test that takes the fixture `mode` runs in each of them: eagerly, in a
+tf.function, and in v1 graphs with variables of either kind.
+"""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import numerics
+
+tf1 = tf.compat.v1
+
+
+class Eager:
+  """Ops run as they are called."""
+
+  name = "eager"
+
+  @contextlib.contextmanager
+  def entered(self):
+    yield self
+
+  def variable(self, value, name=None, shape=None):
+    return tf.Variable(value, trainable=False, name=name, shape=shape)
+
+  def run(self, build):
+    """Runs the ops that `build` makes."""
+    build()
+
+  def values(self, variables):
+    """The variables' values, in arrays of their own."""
+    return [np.array(v.numpy()) for v in variables]
+
+
+class Function(Eager):
+  """Ops are traced into a tf.function, which runs then."""
+
+  name = "function"
+
+  def run(self, build):
+    @tf.function
+    def function():
+      # A raw op is a tf.Operation here, which must not be returned.
+      build()
+
+    function()
+
+
+class Graph:
+  """A v1 graph and session."""
+
+  def __init__(self, use_resource, **config):
+    self.name = "graph" if use_resource else "ref-graph"
+    self._use_resource = use_resource
+    self._config = config
+
+  @contextlib.contextmanager
+  def entered(self):
+    with tf.Graph().as_default() as self.graph:
+      with tf1.Session(config=tf1.ConfigProto(**self._config)) as self.session:
+        yield self
+
+  def uninitialized(self, value, name=None, shape=None):
+    # The shape of a ref variable is its value's, or nothing is known of it.
+    options = ({"shape": shape} if self._use_resource
+               else {"validate_shape": shape is None})
+    return tf1.Variable(value, trainable=False, name=name,
+                        use_resource=self._use_resource, **options)
+
+  def variable(self, value, name=None, shape=None):
+    variable = self.uninitialized(value, name, shape)
+    self.session.run(variable.initializer)
+    return variable
+
+  def run(self, build):
+    self.session.run(build())
+
+  def values(self, variables):
+    # Copied: what a session returns may be the variable's own buffer.
+    return [np.array(x) for x in self.session.run(list(variables))]
+
+
+def graphs(**config):
+  """One with resource variables, one with ref variables."""
+  return [Graph(True, **config), Graph(False, **config)]
+
+
+def only(*modes):
+  """A decorator for a test that takes `mode`, but not all of them."""
+  return pytest.mark.parametrize("mode", modes, ids=lambda m: m.name,
+                                 indirect=True)
+
+
+@pytest.fixture(params=[Eager(), Function(), *graphs()], ids=lambda m: m.name)
+def mode(request):
+  with request.param.entered() as entered:
+    yield entered
+
+
+@contextlib.contextmanager
+def control_flow(v2):
+  """Version 2 or 1 of control flow in graphs."""
+  def switch(on):
+    (tf1.enable_control_flow_v2 if on else tf1.disable_control_flow_v2)()
+
+  before = tf1.control_flow_v2_enabled()
+  switch(v2)
+  try:
+    yield
+  finally:
+    switch(before)
+
+
+def refused(mode, variables, error, text, build):
+  """Asserts an error and its text, and that every bit is as it was."""
+  before = mode.values(variables)
+  with pytest.raises(error, match=text):
+    mode.run(build)
+  for got, want in zip(mode.values(variables), before):
+    numerics.assert_same_bits(got, want)
+
+
+def called(name):
+  """How the op calls a variable; eager variables have a number too."""
+  return rf"\(variable '{name}(/\d+)?'\)"
+
+
+def handle_of(ref, dtype, shape):
+  """What stands for a variable in a graph; it needs no value there."""
+  if ref:
+    return tf.raw_ops.VariableV2(dtype=dtype, shape=tf.TensorShape(shape))
+  return tf.raw_ops.VarHandleOp(dtype=dtype, shape=tf.TensorShape(shape))
+
+
+def handles(variables):
+  return [getattr(v, "handle", v) for v in variables]
+
+
+def at_build(mode, error):
+  """What becomes of an error that the shape function can see."""
+  return error if mode.name == "eager" else ValueError
+
+
+def address(tensor):
+  """Where the buffer of an eager tensor is."""
+  return np.asarray(memoryview(tensor)).ctypes.data
+
+
+def put_into_copy_on_read_mode(variable):
+  """As a sparse update does: from then on readers get copies."""
+  tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=[0],
+                                   updates=[8.])
+  assert address(variable.read_value()) != address(variable.read_value())
+
+
+def in_threads(*bodies):
+  """Runs functions at once. Asserts that all end, and that none raises."""
+  errors = []
+
+  def guarded(body):
+    try:
+      body()
+    except BaseException as e:  # pylint: disable=broad-exception-caught
+      errors.append(e)
+
+  threads = [threading.Thread(target=guarded, args=[body], daemon=True)
+             for body in bodies]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join(60)
+  if errors:
+    raise errors[0]
+  assert not any(thread.is_alive() for thread in threads), "deadlock"
+
+
+def until(done, body):
+  """Runs `body`, and tells the others that it has ended, however it did."""
+  try:
+    body()
+  finally:
+    done.set()

@@ -1,0 +1,1236 @@
+"""`wrapopt.MovingAverageOptimizer`: what it saves, restores and evaluates."""
+
+import contextlib
+import glob
+import os
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from modes import address
+from modes import control_flow
+from training import GRAPH_MODES
+from training import assert_same_bits
+from training import exchange_op
+from training import graph_of
+from training import ops_of_type
+from training import session_of
+
+v1 = tf.compat.v1
+
+AVERAGE = "/ExponentialMovingAverage"
+
+
+def wrap(*args, **kwargs):
+  return wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), *args, **kwargs)
+
+
+@pytest.fixture(params=GRAPH_MODES)
+def kind(request):
+  """A graph of ref or of resource variables."""
+  with graph_of(request.param):
+    yield request.param
+
+
+def descend(opt, *variables, step=None):
+  """A step that adds one to each variable, where the learning rate is one."""
+  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
+                             global_step=step)
+
+
+def contents(path):
+  """All of a checkpoint: a dict from names to arrays."""
+  return {name: tf.train.load_variable(path, name)
+          for name, _ in tf.train.list_variables(path)}
+
+
+def assert_contents(path, want):
+  """A checkpoint holds exactly this, and numbers equal to these."""
+  got = contents(path)
+  assert got.keys() == want.keys()
+  for name in want:
+    np.testing.assert_array_equal(np.float64(got[name]), want[name], name)
+
+
+# The swapping saver. Variables start at 0 and go up by one; decay 1/2: after a
+# step a variable is 1 and its average .5, after two steps 2 and 1.25.
+
+
+class Model:
+  """Two variables that are averaged, one that is not, and a step counter."""
+
+  def __init__(self, opt=None):
+    self.a, self.b, self.c = (v1.get_variable(n, initializer=[0.0, 0.0])
+                              for n in "abc")
+    self.step = v1.train.get_or_create_global_step()
+    self.opt = opt or wrap(0.5)
+    # Two calls: all of their variables are swapped.
+    self.train = tf.group(descend(self.opt, self.a, step=self.step),
+                          descend(self.opt, self.b))
+
+  @property
+  def state(self):
+    return [self.a, self.opt.average(self.a), self.b, self.opt.average(self.b),
+            self.c, self.step]
+
+
+SWAPPED = {"a": [0.5, 0.5], "a" + AVERAGE: [1, 1], "b": [0.5, 0.5],
+           "b" + AVERAGE: [1, 1], "c": [0, 0], "global_step": 1}
+PLAIN = {**SWAPPED, "a": [1, 1], "a" + AVERAGE: [0.5, 0.5], "b": [1, 1],
+         "b" + AVERAGE: [0.5, 0.5]}
+
+
+def test_the_file_of_a_swapping_saver(kind, tmp_path):
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver()
+  assert isinstance(saver, v1.train.Saver)
+  with session_of() as session:
+    session.run(model.train)
+    path = saver.save(session, str(tmp_path / "model"))
+    assert_contents(path, SWAPPED)
+    # Saving changes nothing.
+    assert [x.tolist() for x in session.run(model.state)] == [
+        [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
+    assert_contents(v1.train.Saver().save(session, str(tmp_path / "plain")),
+                    PLAIN)
+
+
+def test_a_plain_saver_restores_the_averages(kind, tmp_path):
+  model = Model()
+  with session_of() as session:
+    session.run(model.train)
+    path = model.opt.swapping_saver().save(session, str(tmp_path / "model"))
+  with graph_of(kind):  # For evaluation: no averages, no wrapopt.
+    variables = [v1.get_variable(n, [2]) for n in "abc"]
+    with v1.Session() as session:
+      v1.train.Saver().restore(session, path)
+      assert [x.tolist() for x in session.run(variables)] == [
+          [.5, .5], [.5, .5], [0, 0]]
+
+
+def test_restoring_through_the_swapping_saver_is_the_identity(kind, tmp_path):
+  def go_on(session, model):
+    session.run(model.train)
+    return session.run(model.state)
+
+  model = Model()
+  saver = model.opt.swapping_saver()
+  with session_of() as session:
+    session.run(model.train)
+    before = session.run(model.state)
+    path = saver.save(session, str(tmp_path / "model"))
+    want = go_on(session, model)
+    saver.restore(session, path)
+    assert_same_bits(session.run(model.state), before)
+    assert_same_bits(go_on(session, model), want)
+  # In another process, as it were.
+  with graph_of(kind):
+    model = Model()
+    saver = model.opt.swapping_saver()
+    with v1.Session() as session:
+      saver.restore(session, path)
+      assert_same_bits(session.run(model.state), before)
+      assert_same_bits(go_on(session, model), want)
+
+
+VAR_LISTS = {
+    "list": lambda m: [m.a, m.opt.average(m.a), m.c],
+    "tuple": lambda m: (m.a, m.opt.average(m.a), m.c),
+    "iterator": lambda m: iter([m.a, m.opt.average(m.a), m.c]),
+    "generator": lambda m: (
+        v for v in v1.global_variables()
+        if v.op.name in ("a", "c", "a" + AVERAGE)),
+    "dict": lambda m: {v.op.name: v for v in (m.a, m.opt.average(m.a), m.c)},
+}
+
+
+@pytest.mark.parametrize("var_list", VAR_LISTS)
+def test_var_list(kind, tmp_path, var_list):
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver(VAR_LISTS[var_list](model))
+  with session_of() as session:
+    session.run(model.train)
+    path = saver.save(session, str(tmp_path / "model"))
+    assert_contents(path, {k: SWAPPED[k] for k in ("a", "a" + AVERAGE, "c")})
+
+
+def test_dict_keys_may_be_any(kind, tmp_path):
+  del kind
+  model = Model()
+  m = model
+  saver = m.opt.swapping_saver({
+      "weights": m.a, "raw/weights": m.opt.average(m.a), "b": m.opt.average(m.b),
+      "b" + AVERAGE: m.b, "counter": m.step})
+  with session_of() as session:
+    session.run(model.train)
+    before = session.run(model.state)
+    path = saver.save(session, str(tmp_path / "model"))
+    # Whatever the key, a variable is swapped with its average.
+    assert_contents(path, {
+        "weights": [0.5, 0.5], "raw/weights": [1, 1], "b": [1, 1],
+        "b" + AVERAGE: [0.5, 0.5], "counter": 1})
+    session.run(model.train)
+    saver.restore(session, path)
+    assert_same_bits(session.run(model.state), before)
+
+
+def reads(variable, kind):
+  """Tensors that a Saver takes for the variable that they read."""
+  if kind == "ref":
+    return [variable._ref()]  # pylint: disable=protected-access
+  return [variable._graph_element, variable.value()]  # pylint: disable=protected-access
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_variable_may_be_given_by_a_tensor_that_reads_it(
+    kind, tmp_path, which):
+  model = Model()
+  given = {"a": reads(model.a, kind)[which],
+           "average": reads(model.opt.average(model.a), kind)[which]}
+  v1.train.Saver(given)  # Takes them.
+  saver = model.opt.swapping_saver(given)
+  with session_of() as session:
+    session.run(model.train)
+    path = saver.save(session, str(tmp_path / "model"))
+    assert_contents(path, {"a": [0.5, 0.5], "average": [1, 1]})
+
+
+def test_all_global_variables_of_now(kind, tmp_path):
+  del kind
+  model = Model()
+  early = model.opt.swapping_saver()
+  v1.get_variable("late", initializer=7.0)
+  late = model.opt.swapping_saver()
+  with session_of() as session:
+    session.run(model.train)
+    assert_contents(early.save(session, str(tmp_path / "early")), SWAPPED)
+    assert_contents(late.save(session, str(tmp_path / "late")),
+                    {**SWAPPED, "late": 7})
+
+
+def test_saveable_objects_are_saved_too(kind, tmp_path):
+  del kind
+  model = Model()
+  table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
+  fill = table.insert(["x"], tf.constant([3], tf.int64))
+  assert v1.get_collection(v1.GraphKeys.SAVEABLE_OBJECTS)
+  saver = model.opt.swapping_saver()
+  with session_of() as session:
+    session.run([model.train, fill])
+    path = saver.save(session, str(tmp_path / "model"))
+    got = contents(path)
+    assert SWAPPED.keys() < got.keys()
+    assert got["a"].tolist() == SWAPPED["a"]
+
+
+@pytest.mark.parametrize("before", [None, "list", "dict"])
+def test_partitioned_variables_are_swapped_slice_by_slice(
+    kind, tmp_path, before):
+  def initial(shape, dtype=None, partition_info=None):
+    del dtype
+    rows = partition_info.var_offset[0] + np.arange(shape[0])
+    return np.float32(10 * rows[:, None] + np.arange(shape[1]))
+
+  start = np.float32(10 * np.arange(5)[:, None] + np.arange(2))
+  v = v1.get_variable("v", [5, 2], initializer=initial,
+                      partitioner=v1.fixed_size_partitioner(2))
+  w = v1.get_variable("w", initializer=[0.0])
+  opt = wrap(0.5)
+  train = opt.minimize(-tf.reduce_sum(v) - tf.reduce_sum(w))
+  parts, shadows = list(v), opt.average(v)
+  assert len(parts) == len(shadows) == 2
+  saver = opt.swapping_saver({
+      None: None,
+      "list": [*parts, *shadows],
+      "dict": {"x": v, "x_average": shadows},
+  }[before])
+  name, average = {"dict": ("x", "x_average")}.get(before, ("v", "v" + AVERAGE))
+  want = {name: start + 0.5, average: start + 1}
+  if before is None:
+    want |= {"w": [0.5], "w" + AVERAGE: [1]}
+  with session_of() as session:
+    session.run(train)
+    raw = session.run([*parts, *shadows])
+    path = saver.save(session, str(tmp_path / "model"))
+    # One entry for all slices, which an unpartitioned variable restores.
+    assert_contents(path, want)
+    assert tf.train.load_checkpoint(path).get_variable_to_shape_map()[name] == [
+        5, 2]
+    session.run(train)
+    saver.restore(session, path)
+    assert_same_bits(session.run([*parts, *shadows]), raw)
+  with graph_of(kind):
+    whole = v1.get_variable("v", [5, 2])
+    with v1.Session() as session:
+      v1.train.Saver({name: whole}).restore(session, path)
+      assert_same_bits([session.run(whole)], [start + 0.5])
+
+
+def test_arguments_of_the_saver(kind, tmp_path):
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver(
+      None, "my_saver", max_to_keep=2, sharded=True, pad_step_number=True,
+      restore_sequentially=True, keep_checkpoint_every_n_hours=7)
+  saver_def = saver.as_saver_def()
+  assert saver_def.max_to_keep == 2 and saver_def.sharded
+  assert saver_def.keep_checkpoint_every_n_hours == 7
+  assert saver_def.restore_op_name.startswith("my_saver/")
+  assert v1.train.Saver().as_saver_def().restore_op_name.startswith("save/")
+  assert model.opt.swapping_saver().as_saver_def().restore_op_name.startswith(
+      "swapping_saver/")
+  with session_of() as session:
+    for step in range(3):
+      session.run(model.train)
+      path = saver.save(session, str(tmp_path / "model"), step)
+    assert path == str(tmp_path / "model-00000002")
+    kept = glob.glob(str(tmp_path / "model-*.index"))
+    assert sorted(os.path.basename(p) for p in kept) == [
+        "model-00000001.index", "model-00000002.index"]
+    before = session.run(model.state)
+    session.run(model.train)
+    saver.restore(session, path)
+    assert_same_bits(session.run(model.state), before)
+
+
+def test_swapping_saver_before_a_step(kind):
+  del kind
+  v1.get_variable("v", initializer=0.0)
+  opt = wrap()
+  with pytest.raises(RuntimeError, match=(
+      "^Must call apply_gradients or minimize before creating the "
+      "swapping_saver$")):
+    opt.swapping_saver()
+
+
+def test_one_of_a_pair_is_missing(kind):
+  del kind
+  model = Model()
+  for given, missing in (
+      ([model.a], "a" + AVERAGE),
+      ([model.a, model.b, model.opt.average(model.a)], "b" + AVERAGE),
+      ([model.opt.average(model.b), model.c], "b"),
+      ({"x": model.opt.average(model.a)}, "a")):
+    with pytest.raises(ValueError, match=(
+        f"^Variable to swap {missing} is not part of variables to save. This "
+        "breaks MovingAverageOptimizer.$")):
+      model.opt.swapping_saver(given)
+  # Without either it is a plain Saver.
+  model.opt.swapping_saver([model.c])
+
+
+DECAYS = [0.5, 0.75]
+
+
+@pytest.mark.parametrize("decay", [None, *DECAYS])
+def test_which_of_several_decays_is_swapped(kind, tmp_path, decay):
+  del kind
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap(DECAYS)
+  train = descend(opt, v)
+  saver = opt.swapping_saver(decay=decay)
+  state = [v, *opt.averages()]
+  first, second = "v" + AVERAGE, "v" + AVERAGE + "_0.75"
+  with session_of() as session:
+    session.run(train)
+    before = session.run(state)
+    assert before == [1, 0.5, 0.25]
+    path = saver.save(session, str(tmp_path / "model"))
+    assert_contents(path, {"v": 0.25, first: 0.5, second: 1} if decay == 0.75
+                    else {"v": 0.5, first: 1, second: 0.25})
+    session.run(train)
+    saver.restore(session, path)
+    assert session.run(state) == before
+
+
+NARROW = [tf.float16, tf.bfloat16]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_the_saver_of_a_float32_average(kind, tmp_path, dtype, sharded):
+  numpy = dtype.as_numpy_dtype
+  v = v1.get_variable("v", initializer=np.array([1, 3], numpy))
+  w = v1.get_variable("w", initializer=np.float32(0))
+  opt = wrap(0.999, shadow_dtype=tf.float32)
+  train = descend(opt, v, w)
+  saver = opt.swapping_saver(sharded=sharded)
+  state = [v, opt.average(v), w, opt.average(w)]
+  average = np.float32([1.001, 3.001])
+  with session_of() as session:
+    session.run(train)
+    before = session.run(state)
+    np.testing.assert_allclose(before[1], average, rtol=2e-7)
+    path = saver.save(session, str(tmp_path / "model"))
+    got = contents(path)
+    # Rounded to the dtype of `v`, for a plain Saver; and as it is.
+    name = "v" + AVERAGE
+    assert got.keys() == {"v", name, name + "/full_precision", "w",
+                          "w" + AVERAGE}
+    assert_same_bits(
+        [got["v"], got[name], got[name + "/full_precision"], got["w"]],
+        [before[1].astype(numpy), before[0].astype(np.float32), before[1],
+         before[3]])
+    session.run(train)
+    saver.restore(session, path)
+    assert_same_bits(session.run(state), before)
+  with graph_of(kind):
+    v = v1.get_variable("v", [2], dtype)
+    with v1.Session() as session:
+      v1.train.Saver().restore(session, path)
+      assert_same_bits([session.run(v)], [average.astype(numpy)])
+
+
+def test_the_saver_of_a_partitioned_float32_average(kind, tmp_path):
+  v = v1.get_variable("v", [5], tf.bfloat16, v1.ones_initializer(),
+                      partitioner=v1.fixed_size_partitioner(2))
+  opt = wrap(0.75, shadow_dtype=tf.float32)
+  train = descend(opt, *v)
+  saver = opt.swapping_saver()
+  state = [*v, *opt.average(v)]
+  with session_of() as session:
+    session.run(train)
+    before = session.run(state)
+    path = saver.save(session, str(tmp_path / "model"))
+    assert dict(tf.train.list_variables(path)) == {
+        n: [5] for n in ("v", "v" + AVERAGE, "v" + AVERAGE + "/full_precision")}
+    session.run(train)
+    saver.restore(session, path)
+    assert_same_bits(session.run(state), before)
+  with graph_of(kind):
+    v = v1.get_variable("v", [5], tf.bfloat16)
+    with v1.Session() as session:
+      v1.train.Saver().restore(session, path)
+      assert_same_bits([session.run(v)], [np.full(5, 1.25, ml_dtypes.bfloat16)])
+
+
+def test_a_swapping_saver_eagerly(tmp_path):
+  w, b = tf.Variable([0.0, 0.0], name="w"), tf.Variable(4.0, name="b")
+  opt = wrap(0.5)
+  descend(opt, w)
+  name = opt.average_name(w)
+  saver = opt.swapping_saver([w, opt.average(w), b])
+  path = saver.save(None, str(tmp_path / "model"))
+  assert_contents(path, {"w": [0.5, 0.5], name: [1, 1], "b": 4})
+  descend(opt, w)
+  saver.restore(None, path)
+  assert_same_bits([w.numpy(), opt.average(w).numpy()],
+                   np.float32([[1, 1], [0.5, 0.5]]))
+  with opt.averaged_weights(), pytest.raises(RuntimeError, match=IN_PLACE):
+    saver.save(None, path)
+
+
+def test_a_meta_graph_goes_on_training(kind, tmp_path):
+  with session_of() as session:
+    model = Model()
+  with session_of() as session:
+    session.run(model.train)
+    model.opt.swapping_saver().save(session, str(tmp_path / "model"))
+    session.run(model.train)
+    want = session.run(model.state)
+  names = [v.name for v in model.state]
+  with tf.Graph().as_default() as graph, v1.Session() as session:
+    saver = v1.train.import_meta_graph(str(tmp_path / "model.meta"))
+    saver.restore(session, str(tmp_path / "model"))
+    session.run(graph.get_operation_by_name(model.train.name))
+    variables = {v.name: v for v in v1.global_variables()}
+    assert_same_bits(session.run([variables[n] for n in names]), want)
+    assert [v.name for v in v1.moving_average_variables()] == ["a:0", "b:0"]
+    assert ops_of_type(exchange_op(kind))
+
+
+# Checkpoints of 1.15: TensorFlow's own averages of ref variables.
+
+
+@contextlib.contextmanager
+def graph_of_1_15():
+  with graph_of("ref"), control_flow(v2=False):
+    yield
+
+
+class Stock:
+  """What tf.contrib.opt.MovingAverageOptimizer made, of what it was made of."""
+
+  def __init__(self, inner):
+    self.a, self.b = (v1.get_variable(n, initializer=[x, 0.0])
+                      for n, x in (("a", 1.0), ("scope/b", 2.0)))
+    self.step = v1.train.get_or_create_global_step()
+    self.variables = [self.a, self.b]
+    with tf.control_dependencies([descend(inner(), *self.variables,
+                                          step=self.step)]):
+      ema = v1.train.ExponentialMovingAverage(0.5)
+      self.train = ema.apply(self.variables)
+    self.averages = [ema.average(v) for v in self.variables]
+
+
+class Wrapped:
+  """The same by wrapopt."""
+
+  def __init__(self, inner):
+    self.a, self.b = (v1.get_variable(n, initializer=[x, 0.0])
+                      for n, x in (("a", 1.0), ("scope/b", 2.0)))
+    self.step = v1.train.get_or_create_global_step()
+    self.variables = [self.a, self.b]
+    self.opt = wrapopt.MovingAverageOptimizer(inner(), 0.5)
+    self.train = descend(self.opt, *self.variables, step=self.step)
+    self.averages = self.opt.averages()
+
+
+INNER = {
+    "momentum": lambda: v1.train.MomentumOptimizer(1.0, 0.5),
+    "adam": lambda: v1.train.AdamOptimizer(1.0),
+}
+
+
+@pytest.mark.parametrize("layout", ["plain", "swapped"])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_checkpoint_of_1_15(tmp_path, inner, layout):
+  with graph_of_1_15():
+    stock = Stock(INNER[inner])
+    names = {v.op.name: v for v in v1.global_variables()}
+    if layout == "swapped":
+      for v, average in zip(stock.variables, stock.averages):
+        names[v.op.name], names[average.op.name] = average, v
+    with session_of() as session:
+      for _ in range(2):
+        session.run(stock.train)
+      path = v1.train.Saver(names).save(session, str(tmp_path / "model"))
+      state = [stock.step, *stock.variables, *stock.averages]
+      before = session.run(state)
+      session.run(stock.train)
+      want = session.run(state)
+
+  for kind in GRAPH_MODES:
+    with graph_of(kind):
+      model = Wrapped(INNER[inner])
+      assert {v.op.name for v in v1.global_variables()} == names.keys()
+      saver = (model.opt.swapping_saver() if layout == "swapped"
+               else v1.train.Saver())
+      state = [model.step, *model.variables, *model.averages]
+      with v1.Session() as session:
+        saver.restore(session, path)
+        assert_same_bits(session.run(state), before)
+        session.run(model.train)
+        # Decay 1/2 loses nothing in TensorFlow's float32 either.
+        assert_same_bits(session.run(state), want)
+
+
+@pytest.mark.parametrize("kind_", GRAPH_MODES)
+def test_a_checkpoint_of_1_15_gets_what_wrapopt_writes(tmp_path, kind_):
+  # And back: names and layout are the same.
+  with graph_of(kind_):
+    model = Wrapped(INNER["adam"])
+    with session_of() as session:
+      session.run(model.train)
+      path = v1.train.Saver().save(session, str(tmp_path / "model"))
+      before = session.run([model.step, *model.variables, *model.averages])
+  with graph_of_1_15():
+    stock = Stock(INNER["adam"])
+    with v1.Session() as session:
+      v1.train.Saver().restore(session, path)
+      assert_same_bits(
+          session.run([stock.step, *stock.variables, *stock.averages]), before)
+
+
+# Checkpoints of a run without averages.
+
+
+def bare_checkpoint(path):
+  with graph_of("ref"):
+    a = v1.get_variable("a", initializer=[5.0, 0.0])
+    b = v1.get_variable("scope/b", initializer=[7.0, 0.0])
+    step = v1.train.get_or_create_global_step()
+    train = descend(INNER["momentum"](), a, b, step=step)
+    with session_of() as session:
+      session.run(train)
+      return v1.train.Saver().save(session, path)
+
+
+def assert_seeded(session, model):
+  a, b, average_a, average_b, step = session.run(
+      [*model.variables, *model.averages, model.step])
+  assert_same_bits([a, b, step], [np.float32([6, 1]), np.float32([8, 1]),
+                                  np.int64(1)])
+  assert_same_bits([average_a, average_b], [a, b])
+  session.run(model.train)
+  # The slots were restored: the momentum is 1.5.
+  assert session.run(model.a).tolist() == [7.5, 2.5]
+  assert session.run(model.averages[0]).tolist() == [6.75, 1.75]
+
+
+@pytest.mark.parametrize("by_default_session", [False, True])
+def test_seeding_the_averages(kind, tmp_path, by_default_session):
+  del kind
+  path = bare_checkpoint(str(tmp_path / "model"))
+  model = Wrapped(INNER["momentum"])
+  saver = v1.train.Saver(
+      [v for v in v1.global_variables() if v not in model.opt.averages()])
+  with v1.Session() as session:
+    saver.restore(session, path)
+    model.opt.seed_averages(None if by_default_session else session)
+    assert_seeded(session, model)
+
+
+def test_seeding_initialized_averages_in_a_finalized_graph(kind, tmp_path):
+  del kind
+  path = bare_checkpoint(str(tmp_path / "model"))
+  model = Wrapped(INNER["momentum"])
+  saver = v1.train.Saver(
+      [v for v in v1.global_variables() if v not in model.opt.averages()])
+  scaffold = v1.train.Scaffold(
+      saver=model.opt.swapping_saver(),
+      init_fn=lambda scaffold, session: saver.restore(session, path))
+  with v1.train.MonitoredTrainingSession(scaffold=scaffold) as session:
+    assert v1.get_default_graph().finalized
+    # So far they have the initial values of this graph.
+    assert session.run(model.averages[0]).tolist() == [1, 0]
+    model.opt.seed_averages(session)
+    assert_seeded(session, model)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_seeding_float32_averages_and_several_decays(kind, dtype):
+  del kind
+  initial = np.array([1.25, -0.0, np.inf], dtype.as_numpy_dtype)
+  v = v1.get_variable("v", initializer=np.zeros([3], dtype.as_numpy_dtype))
+  value = v1.placeholder(dtype, [3])
+  assign = v.assign(value)
+  opt = wrap([0.5, 0.75], shadow_dtype=tf.float32)
+  descend(opt, v)
+  with session_of() as session:
+    session.run(assign, {value: initial})
+    opt.seed_averages(session)
+    assert_same_bits(session.run(opt.averages()),
+                     [initial.astype(np.float32)] * 2)
+
+
+@pytest.mark.parametrize("shadow_dtype", [None, tf.float32])
+def test_seeding_eagerly(shadow_dtype):
+  a, b = tf.Variable([0.0]), tf.Variable(tf.zeros([2], tf.bfloat16))
+  opt = wrap([0.5, 0.75], shadow_dtype=shadow_dtype)
+  descend(opt, a, b)
+  a.assign([3.0])
+  b.assign([4.0, 5.0])
+  opt.seed_averages()
+  for decay in 0.5, 0.75:
+    assert opt.average(a, decay).numpy().tolist() == [3]
+    assert np.float64(opt.average(b, decay)).tolist() == [4, 5]
+    assert opt.average(b).dtype == (shadow_dtype or tf.bfloat16)
+
+
+# tf.train.Checkpoint.
+
+
+class Eager:
+  """Variables, an optimizer and a checkpoint of both."""
+
+  def __init__(self, make_optimizer, start=1.0):
+    self.w = tf.Variable([start, start], name="w")
+    self.e = tf.Variable([[start], [start]], name="e")
+    self.frozen = tf.Variable(start, name="frozen")
+    self.opt = make_optimizer()
+    self.checkpoint = tf.train.Checkpoint(
+        w=self.w, e=self.e, frozen=self.frozen, opt=self.opt)
+
+  def train(self, steps=1):
+    for _ in range(steps):
+      self.opt.apply_gradients([
+          (tf.constant([1.0, -3.0]), self.w),
+          (tf.IndexedSlices(tf.constant([[2.0]]), tf.constant([1]), [2, 1]),
+           self.e),
+          (None, self.frozen)])
+
+  def state(self):
+    opt = self.opt
+    slots = [opt.get_slot(v, name) for name in opt.get_slot_names()
+             if "Average" not in name for v in (self.w, self.e)]
+    others = getattr(opt, "_optimizer", opt)._non_slot_dict  # pylint: disable=protected-access
+    return [x.numpy() for x in (
+        self.w, self.e, self.frozen, *slots,
+        *(v for _, v in sorted(others.items(), key=lambda item: item[0][0])))]
+
+  def averages(self):
+    return [self.opt.average(v, decay).numpy() for decay in (0.5, 0.75)
+            for v in (self.w, self.e)]
+
+
+def wrapped(inner, **kwargs):
+  return lambda: wrapopt.MovingAverageOptimizer(
+      INNER[inner](), [0.5, 0.75], **kwargs)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("inner", INNER)
+def test_checkpoint(tmp_path, inner, deferred):
+  one = Eager(wrapped(inner))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  before = one.state(), one.averages()
+  one.train(2)
+  two = Eager(wrapped(inner), start=8.0)
+  if not deferred:
+    two.train()  # Slots and averages are there before they are restored.
+  status = two.checkpoint.restore(path)
+  status.assert_existing_objects_matched()
+  if not deferred:
+    status.assert_consumed()
+    assert_same_bits(two.state(), before[0])
+    assert_same_bits(two.averages(), before[1])
+  two.train()
+  status.assert_consumed()
+  two.train()
+  assert_same_bits(two.state(), one.state())
+  assert_same_bits(two.averages(), one.averages())
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("inner", INNER)
+def test_a_checkpoint_of_the_bare_optimizer(tmp_path, inner, deferred):
+  one = Eager(INNER[inner])
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  before = one.state()
+  one.train()
+  two = Eager(wrapped(inner), start=8.0)
+  if not deferred:
+    two.train()
+  status = two.checkpoint.restore(path)
+  if not deferred:
+    assert_same_bits(two.state(), before)
+    two.opt.seed_averages()
+  two.train()
+  # All of the file was wanted.
+  status.assert_nontrivial_match()
+  status.expect_partial()
+  assert_same_bits(two.state(), one.state())
+  # The averages started where the weights were restored to, not at 8.
+  assert_same_bits(
+      two.averages()[:2],
+      [np.float32(x + 0.5 * (y - x)) for x, y in zip(before, one.state()[:2])])
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("inner", INNER)
+def test_the_bare_optimizer_takes_a_checkpoint(tmp_path, inner, deferred):
+  one = Eager(wrapped(inner))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  one.train()
+  two = Eager(INNER[inner], start=8.0)
+  if not deferred:
+    two.train()
+  two.checkpoint.restore(path).expect_partial()
+  two.train()
+  assert_same_bits(two.state(), one.state())
+
+
+def test_a_checkpoint_restored_in_a_function(tmp_path):
+  # The averages are made, and restored, while the function is traced.
+  def train(model):
+    @tf.function
+    def step():
+      model.train()
+    step()
+
+  one = Eager(wrapped("adam"))
+  train(one)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  train(one)
+  two = Eager(wrapped("adam"), start=8.0)
+  status = two.checkpoint.restore(path)
+  train(two)
+  status.assert_consumed()
+  assert_same_bits(two.state(), one.state())
+  assert_same_bits(two.averages(), one.averages())
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_checkpoint_of_float32_averages(tmp_path, dtype):
+  def make(start):
+    w = tf.Variable(tf.fill([2], tf.cast(start, dtype)))
+    opt = wrap(0.999, shadow_dtype=tf.float32)
+    return w, opt, tf.train.Checkpoint(w=w, opt=opt)
+
+  w, opt, checkpoint = make(1.0)
+  descend(opt, w)
+  path = checkpoint.save(str(tmp_path / "model"))
+  descend(opt, w)
+  w2, opt2, checkpoint2 = make(8.0)
+  checkpoint2.restore(path)
+  descend(opt2, w2)
+  assert opt2.average(w2).dtype == tf.float32
+  assert_same_bits([w2.numpy(), opt2.average(w2).numpy()],
+                   [w.numpy(), opt.average(w).numpy()])
+
+
+def test_a_checkpoint_in_a_session(kind, tmp_path):
+  def make():
+    model = Wrapped(INNER["adam"])
+    return model, v1.train.Checkpoint(
+        a=model.a, b=model.b, step=model.step, opt=model.opt)
+
+  model, checkpoint = make()
+  state = [model.step, *model.variables, *model.averages,
+           *model.opt.variables()]
+  with session_of() as session:
+    session.run(model.train)
+    path = checkpoint.save(str(tmp_path / "model"), session=session)
+    session.run(model.train)
+    want = session.run(state)
+  with graph_of(kind):
+    model, checkpoint = make()
+    state = [model.step, *model.variables, *model.averages,
+             *model.opt.variables()]
+    with session_of() as session:
+      checkpoint.restore(path).assert_consumed().run_restore_ops(session)
+      session.run(model.train)
+      assert_same_bits(session.run(state), want)
+
+
+def test_a_checkpoint_by_names_is_restored_eagerly(tmp_path):
+  # What a Saver wrote, into tf.train.Checkpoint.
+  with graph_of_1_15():
+    stock = Stock(INNER["momentum"])
+    with session_of() as session:
+      session.run(stock.train)
+      path = v1.train.Saver().save(session, str(tmp_path / "model"))
+      session.run(stock.train)
+      want = session.run([*stock.variables, *stock.averages])
+  a = tf.Variable([0.0, 0.0], name="a")
+  b = tf.Variable([0.0, 0.0], name="scope/b")
+  opt = wrapopt.MovingAverageOptimizer(INNER["momentum"](), 0.5)
+  descend(opt, a, b)  # Makes the slots: names are all there is to go by.
+  # Eager names may have got a number in this process.
+  names = {"a": a, "scope/b": b}
+  for name, v in list(names.items()):
+    names[name + AVERAGE] = opt.average(v)
+    names[name + "/Momentum"] = opt.get_slot(v, "momentum")
+  v1.train.Saver(names).restore(None, path)
+  descend(opt, a, b)
+  assert_same_bits([x.numpy() for x in (a, b, opt.average(a), opt.average(b))],
+                   want)
+
+
+# averaged_weights.
+
+IN_PLACE = (r"cannot be used inside averaged_weights: the averages are in place "
+            r"of the weights\. Leave the `with` block first\.$")
+
+# Numbers that arithmetic would not bring back: two NaNs with payloads (one of
+# them signaling), -0, infinities, a subnormal number, the largest.
+PATTERNS = {
+    np.float16: np.uint16([0x7e55, 0xfd01, 0x8000, 0x7c00, 0xfc00, 1, 0x7bff]),
+    ml_dtypes.bfloat16: np.uint16(
+        [0x7fd5, 0xff81, 0x8000, 0x7f80, 0xff80, 1, 0x7f7f]),
+    np.float32: np.uint32([0x7fc12345, 0xff800001, 0x80000000, 0x7f800000,
+                           0xff800000, 1, 0x7f7fffff]),
+    np.float64: np.uint64([0x7ff8000012345678, 0xfff0000000000001, 1 << 63,
+                           0x7ff0000000000000, 0xfff0000000000000, 1,
+                           0x7fefffffffffffff]),
+}
+PATTERNS = {np.dtype(k): v.view(k) for k, v in PATTERNS.items()}
+
+
+class Place:
+  """An optimizer whose variables and averages hold given numbers.
+
+  Attributes:
+    session: None in eager mode.
+    read: A function that gives the arrays of variables.
+  """
+
+  def __init__(self, mode, raw, averages, **kwargs):
+    self.opt = wrap(0.5, **kwargs)
+    if mode == "eager":
+      self.session = None
+      self.variables = [tf.Variable(tf.zeros(x.shape, x.dtype)) for x in raw]
+      descend(self.opt, *self.variables)
+    else:
+      self.variables = [
+          v1.get_variable(f"v{i}", initializer=np.zeros_like(x))
+          for i, x in enumerate(raw)]
+      descend(self.opt, *self.variables)
+    self.averages = [self.opt.average(v) for v in self.variables]
+    values = [*raw, *averages]
+    targets = [*self.variables, *self.averages]
+    if mode == "eager":
+      for v, x in zip(targets, values):
+        v.assign(x)
+    else:
+      feeds = [v1.placeholder(x.dtype, x.shape) for x in values]
+      assigns = [v.assign(f) for v, f in zip(targets, feeds)]
+      v1.get_default_graph().finalize()
+      self.session = v1.Session()
+      self.session.run([v.initializer for v in v1.global_variables()])
+      self.session.run(assigns, dict(zip(feeds, values)))
+
+  def read(self, variables):
+    if self.session is None:
+      return [v.numpy() for v in variables]
+    return self.session.run(variables)
+
+  def close(self):
+    if self.session is not None:
+      self.session.close()
+
+
+@pytest.fixture(params=("eager", *GRAPH_MODES))
+def place(request):
+  """Makes a Place."""
+  with contextlib.ExitStack() as stack:
+    if request.param != "eager":
+      stack.enter_context(graph_of(request.param))
+
+    def make(*args, **kwargs):
+      made = Place(request.param, *args, **kwargs)
+      stack.callback(made.close)
+      return made
+
+    make.mode = request.param
+    yield make
+
+
+def test_averaged_weights_are_exchanged_bit_for_bit(place):
+  raw = list(PATTERNS.values())
+  averages = [x[::-1].copy() for x in raw]
+  p = place(raw, averages)
+  for _ in range(3):
+    with p.opt.averaged_weights(p.session) as nothing:
+      assert nothing is None
+      assert_same_bits(p.read(p.variables), averages)
+      assert_same_bits(p.read(p.averages), raw)
+    assert_same_bits(p.read(p.variables), raw)
+    assert_same_bits(p.read(p.averages), averages)
+  if place.mode != "eager":
+    # Resource variables of all dtypes share an op, ref variables do not.
+    n = {"resource": [4], "ref": [1] * 4}[place.mode]
+    assert [op.get_attr("N") for op in ops_of_type(
+        exchange_op(place.mode))] == n
+
+
+def test_buffers_are_exchanged():
+  w = tf.Variable(tf.zeros([1000]))
+  opt = wrap()
+  descend(opt, w)
+
+  def addresses():
+    return [address(v.read_value()) for v in (w, opt.average(w))]
+
+  before = addresses()
+  with opt.averaged_weights():
+    assert addresses() == before[::-1]
+  assert addresses() == before
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_averaged_weights_of_another_dtype(place, dtype):
+  raw = PATTERNS[np.dtype(dtype)]
+  average = np.float32([1.0001, 2.5, -0.0, np.inf, 1e-6, 3.0, -7.0])
+  wide = PATTERNS[np.dtype(np.float32)]
+  p = place([raw, wide], [average, wide[::-1].copy()], shadow_dtype=tf.float32)
+  with p.opt.averaged_weights(p.session):
+    assert_same_bits(p.read(p.variables),
+                     [average.astype(dtype), wide[::-1]])
+  assert_same_bits(p.read(p.variables), [raw, wide])
+  # The wide one did not go through the narrow dtype.
+  assert_same_bits(p.read(p.averages), [average, wide[::-1]])
+
+
+def test_averaged_weights_of_another_dtype_with_one_initial_value(kind):
+  # Two variables that start at one and the same tensor.
+  del kind
+  start = tf.zeros([2], tf.float16)
+  a, b = v1.Variable(start), v1.Variable(start)
+  opt = wrap(0.5, shadow_dtype=tf.float32)
+  train = opt.apply_gradients([(tf.constant([-2, -4], tf.float16), a),
+                               (tf.constant([-8, -16], tf.float16), b)])
+  with session_of() as session:
+    session.run(train)
+    with opt.averaged_weights(session):
+      assert [x.tolist() for x in session.run([a, b])] == [[1, 2], [4, 8]]
+    assert [x.tolist() for x in session.run([a, b])] == [[2, 4], [8, 16]]
+    assert [x.tolist() for x in session.run(opt.averages())] == [[1, 2], [4, 8]]
+
+
+ONE = [np.float32([1, 2])], [np.float32([3, 4])]
+
+
+def test_an_exception_inside(place):
+  p = place(*ONE)
+  for error in KeyError("mine"), KeyboardInterrupt(), GeneratorExit():
+    with pytest.raises(type(error)) as caught:
+      with p.opt.averaged_weights(p.session):
+        assert p.read(p.variables)[0].tolist() == [3, 4]
+        raise error
+    assert caught.value is error
+    assert p.read(p.variables)[0].tolist() == [1, 2]
+    assert p.read(p.averages)[0].tolist() == [3, 4]
+
+
+def test_nested(place):
+  p = place(*ONE)
+  with p.opt.averaged_weights(p.session):
+    with pytest.raises(RuntimeError, match="^averaged_weights " + IN_PLACE):
+      with p.opt.averaged_weights(p.session):
+        pytest.fail("entered")
+    with pytest.raises(RuntimeError, match="^seed_averages " + IN_PLACE):
+      p.opt.seed_averages(p.session)
+    # As it was.
+    assert p.read(p.variables)[0].tolist() == [3, 4]
+  assert p.read(p.variables)[0].tolist() == [1, 2]
+  with p.opt.averaged_weights(p.session):
+    assert p.read(p.variables)[0].tolist() == [3, 4]
+
+
+def test_no_average_yet():
+  opt = wrap()
+  for call, what in ((lambda: opt.averaged_weights().__enter__(),
+                      "averaged_weights"), (opt.seed_averages, "seed_averages")):
+    with pytest.raises(RuntimeError, match=(
+        f"^Must call apply_gradients or minimize before {what}$")):
+      call()
+
+
+def test_no_session(kind):
+  del kind
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap()
+  descend(opt, v)
+  for call in lambda: opt.averaged_weights().__enter__(), opt.seed_averages:
+    with pytest.raises(RuntimeError, match=(
+        "^`session` must be given in a graph where there is no default session,"
+        " got None.$")):
+      call()
+
+
+def test_the_default_session(kind):
+  del kind
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap(0.5)
+  train = descend(opt, v)
+  with session_of() as session:
+    train.run()
+    with opt.averaged_weights():
+      assert v.eval() == 0.5
+    assert session.run([v, opt.average(v)]) == [1, 0.5]
+
+
+def test_the_savers_while_the_averages_are_in_place(kind, tmp_path):
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver()
+  path = str(tmp_path / "model")
+  with session_of() as session, session_of() as other:
+    session.run(model.train)
+    saver.save(session, path)
+    with model.opt.averaged_weights(session):
+      for call in saver.save, saver.restore:
+        with pytest.raises(RuntimeError, match="^swapping_saver " + IN_PLACE):
+          call(session, path)
+      # Another session is another matter.
+      assert other.run(model.a).tolist() == [0, 0]
+      saver.restore(other, path)
+      with model.opt.averaged_weights(other):
+        assert other.run(model.a).tolist() == [0.5, 0.5]
+      assert other.run(model.a).tolist() == [1, 1]
+    assert_contents(path, SWAPPED)
+    saver.restore(session, path)
+
+
+def test_only_what_is_averaged_is_exchanged(kind):
+  model = Model()  # `c` has no average; `a` and `b` are of two steps.
+  assert len(ops_of_type(exchange_op(kind))) == 2
+  with session_of() as session:
+    session.run(model.train)
+    with model.opt.averaged_weights(session):
+      assert [x.tolist() for x in session.run(model.state)] == [
+          [.5, .5], [1, 1], [.5, .5], [1, 1], [0, 0], 1]
+    assert [x.tolist() for x in session.run(model.state)] == [
+        [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
+
+
+def test_only_what_is_averaged_is_exchanged_eagerly():
+  a, b = tf.Variable(0.0), tf.Variable(0.0)
+  opt = wrap(0.5)
+  descend(opt, a)
+  with opt.averaged_weights():
+    assert (a.numpy(), b.numpy()) == (0.5, 0)
+  descend(opt, b)
+  with opt.averaged_weights():
+    assert (a.numpy(), b.numpy()) == (0.5, 0.5)
+  assert (a.numpy(), b.numpy()) == (1, 1)
+
+
+@pytest.mark.parametrize("shadow_dtype", [None, tf.float32])
+def test_several_decays(shadow_dtype):
+  w, n = tf.Variable(0.0), tf.Variable(tf.zeros([], tf.float16))
+  opt = wrap([0.5, 0.75, 0.25], shadow_dtype=shadow_dtype)
+  descend(opt, w, n)
+  for decay, value in ((None, 0.5), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75)):
+    with opt.averaged_weights(decay=decay):
+      assert (w.numpy(), n.numpy()) == (value, value)
+    assert (w.numpy(), n.numpy()) == (1, 1)
+
+
+def test_several_decays_in_a_session(kind):
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap([0.5, 0.75, 0.25])
+  train = descend(opt, v)
+  # One for each decay.
+  assert len(ops_of_type(exchange_op(kind))) == 3
+  with session_of() as session:
+    session.run(train)
+    for decay, value in ((None, 0.5), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75)):
+      with opt.averaged_weights(session, decay):
+        assert session.run(v) == value
+        # The other averages stay as they are.
+        assert sorted(session.run(opt.averages()) + [value]) == [
+            0.25, 0.5, 0.75, 1]
+      assert session.run([v, *opt.averages()]) == [1, 0.5, 0.25, 0.75]
+
+
+def test_training_does_not_notice(place):
+  # In eager mode and in sessions: the same numbers with evaluations between.
+  if place.mode == "eager":
+    w = tf.Variable(0.0)
+    opt = wrap(0.5)
+    step = lambda: descend(opt, w)
+    read = lambda: [w.numpy(), opt.average(w).numpy()]
+    evaluate = opt.averaged_weights
+  else:
+    w = v1.get_variable("w", initializer=0.0)
+    opt = wrap(0.5)
+    train = descend(opt, w)
+    session = session_of()
+    step = lambda: session.run(train)
+    read = lambda: session.run([w, opt.average(w)])
+    evaluate = lambda: opt.averaged_weights(session)
+  for want in [1, 0.5], [2, 1.25], [3, 2.125]:
+    step()
+    assert read() == want
+    with evaluate():
+      assert read() == want[::-1]
+
+
+def test_an_uninitialized_variable(kind):
+  del kind
+  a, b = (v1.get_variable(n, initializer=0.0) for n in "ab")
+  opt = wrap()
+  descend(opt, a, b)
+  init = v1.global_variables_initializer()
+  with v1.Session() as session:
+    session.run([v.initializer for v in (a, *opt.averages())])
+    with pytest.raises(tf.errors.FailedPreconditionError,
+                       match="'b'.*is not initialized|uninitialized value b"):
+      with opt.averaged_weights(session):
+        pytest.fail("entered")
+    # It did not get stuck.
+    session.run(init)
+    with opt.averaged_weights(session):
+      pass
+
+
+def test_eager_evaluation_in_a_function():
+  w = tf.Variable([0.0, 0.0])
+  opt = wrap(0.5)
+  descend(opt, w)
+  evaluate = tf.function(lambda x: tf.reduce_sum(w * x))
+  assert evaluate(1.0) == 2
+  with opt.averaged_weights():
+    assert evaluate(1.0) == 1
+  assert evaluate(1.0) == 2
+
+
+# Monitored sessions.
+
+
+def test_a_monitored_session(kind, tmp_path):
+  def session_for(model, save_steps=1):
+    return v1.train.MonitoredTrainingSession(
+        checkpoint_dir=str(tmp_path), save_checkpoint_secs=None,
+        save_checkpoint_steps=save_steps, save_summaries_steps=None,
+        log_step_count_steps=None,
+        scaffold=v1.train.Scaffold(saver=model.opt.swapping_saver()))
+
+  model = Model()
+  with session_for(model) as session:
+    assert v1.get_default_graph().finalized
+    session.run(model.train)
+    with model.opt.averaged_weights(session):
+      assert session.run(model.a).tolist() == [0.5, 0.5]
+    with pytest.raises(KeyError):
+      with model.opt.averaged_weights(session):
+        raise KeyError
+    assert session.run(model.a).tolist() == [1, 1]
+  path = tf.train.latest_checkpoint(str(tmp_path))
+  assert path.endswith("model.ckpt-1")
+  assert_contents(path, SWAPPED)
+
+  # The job is started again: it goes on where it was.
+  with graph_of(kind):
+    model = Model()
+    with session_for(model) as session:
+      assert [x.tolist() for x in session.run(model.state)] == [
+          [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
+      session.run(model.train)
+      assert session.run(model.opt.average(model.a)).tolist() == [1.25, 1.25]
+      # The hook runs with the step, and refuses to save a swapped model.
+      with pytest.raises(RuntimeError, match="^swapping_saver " + IN_PLACE):
+        with model.opt.averaged_weights(session):
+          session.run(model.train)
+
+
+def test_hooks_do_not_see_the_exchange(kind):
+  del kind
+  seen = []
+
+  class Hook(v1.train.SessionRunHook):
+
+    def before_run(self, run_context):
+      seen.append(run_context.original_args.fetches)
+
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap()
+  train = descend(opt, v)
+  with v1.train.MonitoredSession(hooks=[Hook()]) as session:
+    session.run(train)
+    with opt.averaged_weights(session):
+      session.run(v)
+    opt.seed_averages(session)
+  assert seen == [train, v]
+
+
+def test_a_session_that_is_lost_inside(kind, tmp_path):
+  del kind
+  model = Model()
+  lose = []
+
+  class Lose(v1.train.SessionRunHook):
+
+    def before_run(self, run_context):
+      if lose:
+        lose.pop()
+        raise tf.errors.AbortedError(None, None, "the server went away")
+
+  with v1.train.MonitoredTrainingSession(
+      checkpoint_dir=str(tmp_path), hooks=[Lose()], save_checkpoint_secs=None,
+      save_checkpoint_steps=1, save_summaries_steps=None,
+      log_step_count_steps=None,
+      scaffold=v1.train.Scaffold(saver=model.opt.swapping_saver())) as session:
+    session.run(model.train)
+    raw = session.run(model.state)
+    with model.opt.averaged_weights(session):
+      assert session.run(model.a).tolist() == [0.5, 0.5]
+      lose.append(True)
+      # A new session, from the last checkpoint: with the raw weights.
+      assert_same_bits(session.run(model.state), raw)
+    # Which must not be exchanged for the averages now.
+    assert_same_bits(session.run(model.state), raw)
+    with model.opt.averaged_weights(session):
+      assert session.run(model.a).tolist() == [0.5, 0.5]

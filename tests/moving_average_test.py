@@ -1,0 +1,995 @@
+"""`wrapopt.MovingAverageOptimizer`: training and the averages.
+
+Savers, checkpoints and `averaged_weights` are in
+moving_average_checkpoint_test.py; all inner optimizers, dtypes and kinds of
+gradients in conformance_test.py; the interface of the base class in
+optimizer_contract_test.py.
+"""
+
+import collections
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from modes import control_flow
+from processes import run_python
+from training import GRAPH_MODES
+from training import MODES
+from training import ancestors
+from training import assert_ema_step
+from training import assert_same_bits
+from training import ema_op
+from training import exchange_op
+from training import graph_of
+from training import ops_of_type
+from training import session_of
+from training import train
+
+v1 = tf.compat.v1
+
+
+def sgd(rate=1.0):
+  return v1.train.GradientDescentOptimizer(rate)
+
+
+def wrap(*args, **kwargs):
+  return wrapopt.MovingAverageOptimizer(sgd(), *args, **kwargs)
+
+
+@pytest.fixture(params=GRAPH_MODES)
+def kind(request):
+  """A graph of ref or of resource variables."""
+  with graph_of(request.param):
+    yield request.param
+
+
+def descend(opt, *variables, step=None):
+  """A step that adds one to each variable, where the learning rate is one."""
+  return opt.apply_gradients([(-tf.ones_like(v), v) for v in variables],
+                             global_step=step)
+
+
+def in_function(step):
+  """`step` in a tf.function, which must not return an operation."""
+  @tf.function
+  def function():
+    step()
+  return function
+
+
+def run(session, train_op, times=1):
+  for _ in range(times):
+    session.run(train_op)
+
+
+# A trajectory that can be done in the head. The variable starts at 0, and each
+# step adds 1: it is 1, 2, 3, 4. The averages start at 0.
+
+
+def averages(trace):
+  return [time["ExponentialMovingAverage", 0].item() for time in trace.slots]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectory(mode):
+  # Decay 1/2: the average goes half of the way to the variable.
+  #   0 -> 1: .5     .5 -> 2: 1.25     1.25 -> 3: 2.125     2.125 -> 4: 3.0625
+  trace = train(mode, lambda step: wrap(0.5), {"v": np.float32(0)},
+                [{"v": np.float32(-1)}] * 4)
+  assert [v.item() for [v] in trace.values] == [0, 1, 2, 3, 4]
+  assert averages(trace) == [0.5, 1.25, 2.125, 3.0625]
+
+
+# Decay .9, but at most (1 + n) / (10 + n) where n, the global step, is already
+# 1, 2, 3, 4: decays 2/11, 3/12, 4/13, 5/14.
+#   9/11 = .818182            9/11 + 9/12 (2 - 9/11) = 75/44 = 1.704545
+#   75/44 + 9/13 (3 - 75/44) = 372/143 = 2.601399
+#   372/143 + 9/14 (4 - 372/143) = 3504/1001 = 3.500500
+# As in 1.15.
+WARM_UP = [9 / 11, 75 / 44, 372 / 143, 3504 / 1001]
+
+
+def assert_warm_up(got):
+  # Four roundings in each of four steps, of numbers of at most 4 + 4.
+  np.testing.assert_allclose(
+      got, WARM_UP, rtol=0, atol=4 * 4 * 8 * np.finfo(np.float32).eps / 2)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_trajectory_with_num_updates(mode):
+  assert_warm_up(averages(train(
+      mode, lambda step: wrap(0.9, num_updates=step), {"v": np.float32(0)},
+      [{"v": np.float32(-1)}] * 4)))
+
+
+V1_PROGRAM = """
+import tensorflow.compat.v1 as tf
+tf.disable_v2_behavior()
+import wrapopt
+
+v = tf.Variable(0.0, name="v")
+step = tf.train.get_or_create_global_step()
+opt = wrapopt.MovingAverageOptimizer(
+    tf.train.GradientDescentOptimizer(1.0), 0.9, step)
+train_op = opt.minimize(-v, step)
+with tf.Session() as session:
+  session.run(tf.global_variables_initializer())
+  for _ in range(4):
+    session.run(train_op)
+    print(session.run(opt.average(v)))
+print(type(v).__name__, opt.average_name(v), sorted(
+    {op.type for op in tf.get_default_graph().get_operations()
+     if op.type.startswith("Wrapopt")}))
+"""
+
+
+def test_trajectory_after_disable_v2_behavior():
+  process = run_python("-c", V1_PROGRAM)
+  assert process.returncode == 0, process.stderr
+  *numbers, graph = process.stdout.splitlines()
+  assert_warm_up([float(number) for number in numbers])
+  assert graph == ("RefVariable v/ExponentialMovingAverage "
+                   "['Wrapopt>EmaUpdateRef', 'Wrapopt>ExchangeRef']")
+
+
+# The constructor.
+
+
+def test_the_inner_optimizer_must_be_one():
+  with pytest.raises(TypeError, match=(
+      r"^`opt` must be a tf\.compat\.v1\.train\.Optimizer, got "
+      r"builtins\.str\.$")):
+    wrapopt.MovingAverageOptimizer("sgd")
+
+
+@pytest.mark.parametrize("decay, text", [
+    (1.5, r"^`average_decay` must be in \[0, 1\], got 1\.5\.$"),
+    (-0.1, r"^`average_decay` must be in \[0, 1\], got -0\.1\.$"),
+    (float("nan"), r"^`average_decay` must be in \[0, 1\], got nan\.$"),
+    ([0.5, 2], r"^`average_decay` must be in \[0, 1\], got 2\.$"),
+    ([], r"^`average_decay` must hold at least one decay, got none\.$"),
+    ([0.5, 0.5],
+     r"^`average_decay` must hold different decays, got \[0\.5, 0\.5\]\.$"),
+    ([0.5, lambda: 0.9],
+     r"^A sequence of `average_decay` must hold numbers, got <function .*>\. "
+     r"A tensor, variable or callable stands alone\.$"),
+])
+def test_average_decay_is_checked(decay, text):
+  with pytest.raises(ValueError, match=text):
+    wrap(decay)
+
+
+def test_num_updates_is_checked():
+  with pytest.raises(ValueError, match=(
+      r"^`num_updates` must be at least 0, got -1\.$")):
+    wrap(num_updates=-1)
+
+
+@pytest.mark.parametrize("dtype", [tf.float64, tf.float16, tf.int32])
+def test_shadow_dtype_is_checked(dtype):
+  with pytest.raises(ValueError, match=(
+      r"^`shadow_dtype` must be None \(the dtype of each variable\) or "
+      rf"tf\.float32, got tf\.{dtype.name}\.$")):
+    wrap(shadow_dtype=dtype)
+
+
+def test_the_signature_of_1_15():
+  # By position: opt, average_decay, num_updates, sequential_update.
+  w = tf.Variable(0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(), 0.9, 1, True)
+  descend(opt, w)
+  assert opt.average(w).numpy() == pytest.approx(9 / 11)
+  assert wrapopt.MovingAverageOptimizer(sgd())._decays == [0.9999]  # pylint: disable=protected-access
+
+
+def test_the_inner_optimizer_is_not_changed():
+  inner = v1.train.MomentumOptimizer(1.0, 0.5)
+  before = {k: v for k, v in vars(inner).items() if k != "_slots"}
+  opt = wrapopt.MovingAverageOptimizer(inner)
+  w = tf.Variable(0.0)
+  descend(opt, w)
+  assert type(inner) is v1.train.MomentumOptimizer
+  assert inner.get_slot_names() == ["momentum"]
+  assert before.keys() - {"_learning_rate_tensor", "_momentum_tensor"} <= (
+      vars(inner).keys())
+  # And goes on alone.
+  inner.apply_gradients([(tf.constant(0.0), w)])
+  assert w.numpy() == 1.5
+
+
+# num_updates.
+
+NUM_UPDATES = {
+    "variable": lambda step: step,
+    "int": lambda step: 3,
+    "float": lambda step: 3.0,
+    "tensor": lambda step: tf.constant(3),
+    "callable": lambda step: lambda: step.read_value() + 10,
+    "callable_of_a_number": lambda step: lambda: 3,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("num_updates", NUM_UPDATES)
+def test_num_updates(num_updates, mode):
+  trace = train(
+      mode, lambda step: wrap(0.4, NUM_UPDATES[num_updates](step)),
+      {"v": np.float64([0.0, 5.0])}, [{"v": np.float64([-1.0, 2.0])}] * 3)
+  # A step counts itself: the number is taken after the increment.
+  numbers = {"variable": [1, 2, 3], "callable": [11, 12, 13]}.get(
+      num_updates, [3, 3, 3])
+  before = trace.values[0][0]
+  for n, [value], slots in zip(numbers, trace.values[1:], trace.slots):
+    after = slots["ExponentialMovingAverage", 0]
+    assert_ema_step(after, before, value, min(0.4, (1 + n) / (10 + n)))
+    before = after
+
+
+def test_num_updates_of_each_decay():
+  # n = 8: at most 9/18.
+  w = tf.Variable(0.0)
+  opt = wrap([0.25, 0.75], num_updates=8)
+  descend(opt, w)
+  assert opt.average(w).numpy() == 0.75
+  assert opt.average(w, 0.75).numpy() == 0.5
+
+
+DECAYS = {
+    "variable": lambda: v1.Variable(0.5, trainable=False),
+    "float64_variable": lambda: v1.Variable(0.5, trainable=False,
+                                            dtype=tf.float64),
+    "tensor": lambda: tf.constant(0.5),
+    "numpy": lambda: np.float32(0.5),
+    "callable": lambda: lambda: 0.5,
+    "callable_of_a_tensor": lambda: lambda: tf.constant(0.5, tf.float64),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("decay", DECAYS)
+def test_average_decay_may_be_computed(decay, mode):
+  trace = train(mode, lambda step: wrap(DECAYS[decay]()),
+                {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
+  assert averages(trace) == [0.5, 1.25]
+
+
+@pytest.mark.parametrize("graph_function", [False, True])
+def test_a_decay_variable_is_read_at_each_step(graph_function):
+  decay, w = tf.Variable(0.5), tf.Variable(0.0)
+  opt = wrap(decay, num_updates=lambda: 1000)
+  step = lambda: descend(opt, w)
+  if graph_function:
+    step = in_function(step)
+  step()
+  decay.assign(0.75)
+  step()
+  assert opt.average(w).numpy() == 0.5 + 0.25 * (2 - 0.5)
+
+
+def test_a_decay_out_of_range_changes_no_average():
+  decay, w = tf.Variable(1.5), tf.Variable(0.0)
+  opt = wrap(decay)
+  with pytest.raises(tf.errors.InvalidArgumentError,
+                     match=r"must be in \[0, 1\], got 1\.5"):
+    descend(opt, w)
+  assert opt.average(w).numpy() == 0
+
+
+def test_one_minus_decay_is_computed_in_float64():
+  # 1 - .9999 in float32 is 1.00017e-4: TensorFlow's own averages are wrong in
+  # the fifth digit.
+  w = tf.Variable(0.0)
+  opt = wrap(0.9999)
+  descend(opt, w)
+  assert opt.average(w).numpy() == np.float32(1 - np.float64(0.9999))
+  assert np.float32(1) - np.float32(0.9999) != opt.average(w).numpy()
+
+
+class SetTo(v1.train.Optimizer):
+  """A step sets the variables to their "gradients"."""
+
+  def __init__(self):
+    super().__init__(use_locking=False, name="SetTo")
+
+  def _apply_dense(self, grad, var):
+    return var.assign(grad).op
+
+  def _resource_apply_dense(self, grad, var):
+    return var.assign(grad)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_decay_0_copies_and_decay_1_keeps(dtype, mode):
+  # Whatever the numbers. s + 1 (v - s) alone would lose all of a v that is
+  # small beside s, and s + 0 (v - s) makes a NaN of an infinite v.
+  initial = np.array([1, 1, 1, 1, 0, np.inf], dtype)
+  after = np.array([1e-7, np.inf, -np.inf, np.nan, -0.0, 2], dtype)
+  trace = train(
+      mode, lambda step: wrapopt.MovingAverageOptimizer(SetTo(), [0, 1]),
+      {"w": initial}, [{"w": after}])
+  [slots] = trace.slots
+  assert_same_bits(trace.values[1], [after])
+  assert_same_bits([slots["ExponentialMovingAverage", 0],
+                    slots["ExponentialMovingAverage_1", 0]], [after, initial])
+
+
+# Graphs.
+
+
+def test_a_step_is_one_op(kind):
+  v = v1.get_variable("v", initializer=0.0)
+  step = v1.train.get_or_create_global_step()
+  train_op = descend(wrap(0.5), v, step=step)
+  assert isinstance(train_op, tf.Operation)
+  assert train_op.name == "train_with_avg"
+  # Who runs what is in the collection, does average.
+  assert v1.get_collection(v1.GraphKeys.TRAIN_OP) == [train_op]
+  assert len(ops_of_type(ema_op(kind))) == 1
+  assert set(ops_of_type(ema_op(kind))) < ancestors(train_op)
+  with session_of() as session:
+    run(session, train_op)
+    assert session.run([v, step]) == [1, 1]
+
+
+def test_other_train_ops_stay_in_the_collection(kind):
+  a, b, c = (v1.get_variable(n, initializer=0.0) for n in "abc")
+  bare = descend(sgd(), c)
+  opt = wrap()
+  one, two = descend(opt, a), descend(opt, b)
+  assert v1.get_collection(v1.GraphKeys.TRAIN_OP) == [bare, one, two]
+  assert two.name == "train_with_avg_1"
+  assert len(ops_of_type(ema_op(kind))) == 2
+
+
+def test_the_average_is_updated_after_the_step(kind):
+  v = v1.get_variable("v", initializer=0.0)
+  step = v1.train.get_or_create_global_step()
+  descend(wrap(0.5, num_updates=step), v, step=step)
+  [update] = ops_of_type(ema_op(kind))
+  increment = {"ref": "AssignAdd", "resource": "AssignAddVariableOp"}[kind]
+  assert {increment} <= {op.type for op in ancestors(update)}
+  # And the number is read after it as well: control edge or input.
+  read = [op for op in ancestors(update)
+          if op.type in ("Identity", "ReadVariableOp")
+          and any(t.op is (step.op if kind == "ref" else step.handle.op)
+                  for t in op.inputs)]
+  assert read and all(
+      increment in {o.type for o in ancestors(op)} for op in read)
+
+
+def test_without_order_there_is_no_control_edge(kind):
+  v = v1.get_variable("v", initializer=0.0)
+  step = v1.train.get_or_create_global_step()
+  train_op = descend(
+      wrap(0.5, num_updates=step, sequential_update=False), v, step=step)
+  [update] = ops_of_type(ema_op(kind))
+  assert not [op for op in ancestors(update) if op.control_inputs]
+  assert not {"ApplyGradientDescent", "ResourceApplyGradientDescent"} & {
+      op.type for op in ancestors(update)}
+  assert update in ancestors(train_op)
+  with session_of() as session:
+    run(session, train_op)
+    # The one order or the other.
+    assert session.run(tf.convert_to_tensor(v)) == 1
+
+
+def test_without_order_in_eager_mode_the_average_comes_after_the_step():
+  w = tf.Variable(0.0)
+  opt = wrap(0.5, sequential_update=False)
+  descend(opt, w)
+  in_function(lambda: descend(opt, w))()
+  assert opt.average(w).numpy() == 1.25
+
+
+def ops_of_step(make_optimizer, n):
+  """The ops of n variables' step: all that are made, those that run."""
+  variables = [v1.get_variable(f"v{i}", [2, 2]) for i in range(n)]
+  gradient = tf.ones([2, 2])
+  before = set(v1.get_default_graph().get_operations())
+  step = make_optimizer().apply_gradients([(gradient, v) for v in variables])
+  made = set(v1.get_default_graph().get_operations()) - before
+  return made, ancestors(step)
+
+
+@pytest.mark.parametrize("kind_", GRAPH_MODES)
+@pytest.mark.parametrize("n, decays", [(400, 0.5), (20, (0.5, 0.75))])
+def test_400_variables_take_one_op(kind_, n, decays):
+  k = np.size(decays)
+  with graph_of(kind_):
+    _, bare = ops_of_step(sgd, n)
+  with graph_of(kind_):
+    made, wrapped = ops_of_step(lambda: wrap(decays), n)
+
+  # What a step runs more than the bare optimizer's.
+  more = (collections.Counter(op.type for op in wrapped)
+          - collections.Counter(op.type for op in bare))
+  holder = {"ref": "VariableV2", "resource": "VarHandleOp"}[kind_]
+  # NoOp: the train op. Const: the decays.
+  assert more == {holder: n * k, ema_op(kind_): 1, "NoOp": 1, "Const": 1}
+  [update] = [op for op in wrapped if op.type == ema_op(kind_)]
+  assert (update.get_attr("N"), update.get_attr("NK")) == (n, n * k)
+
+  # What there is besides belongs to the averages themselves, but for one op for
+  # each decay that exchanges averages and weights.
+  rest = made - wrapped
+  exchanges = {op for op in rest if op.type == exchange_op(kind_)}
+  assert len(exchanges) == k
+  initializers = set().union(*(
+      ancestors(op) for op in rest
+      if op.type in ("Assign", "AssignVariableOp")))
+  # Of which a tf.cond leaves some that lead nowhere.
+  initializers |= {op for op in rest if "cond" in op.name}
+  reads = {op for op in rest - initializers
+           if op.type in ("Identity", "ReadVariableOp", "VarIsInitializedOp")
+           and op.inputs[0].op.type == holder}
+  assert len(reads) <= 2 * n * k
+  assert rest <= exchanges | initializers | reads
+
+
+def test_devices(kind):
+  with tf.device("/cpu:1"):
+    a = v1.get_variable("a", initializer=0.0)
+    b = v1.get_variable("b", initializer=0.0)
+  with tf.device("/cpu:0"):
+    c = v1.get_variable("c", initializer=0.0)
+  opt = wrap(0.5)
+  # Whatever the device around, an op is where its variables are.
+  with tf.device("/cpu:2"):
+    train_op = descend(opt, a, b, c)
+  assert [opt.average(v).device for v in (a, b, c)] == [
+      v.device for v in (a, b, c)]
+  assert opt.average(a).device == "/device:CPU:1"
+  for type_ in ema_op(kind), exchange_op(kind):
+    assert sorted((op.device, op.get_attr("N"))
+                  for op in ops_of_type(type_)) == [
+                      ("/device:CPU:0", 1), ("/device:CPU:1", 2)]
+  config = v1.ConfigProto(device_count={"CPU": 3})
+  with v1.Session(config=config) as session:
+    session.run(v1.global_variables_initializer())
+    run(session, train_op)
+    assert session.run(opt.averages()) == [0.5] * 3
+    with opt.averaged_weights(session):
+      assert session.run([a, b, c]) == [0.5] * 3
+    assert session.run([a, b, c]) == [1] * 3
+
+
+def test_control_dependencies_around_a_step_stay_out_of_the_averages(kind):
+  v = v1.get_variable("v", initializer=0.0)
+  trap = v1.placeholder(tf.float32, [], name="trap").op
+  opt = wrap(0.5)
+  with tf.control_dependencies([trap]):
+    train_op = descend(opt, v)
+  assert trap in ancestors(train_op)
+  [exchange] = ops_of_type(exchange_op(kind))
+  assert trap not in ancestors(exchange)
+  assert not exchange.control_inputs
+  assert trap not in ancestors(opt.average(v).initializer)
+  with session_of() as session:
+    with opt.averaged_weights(session):
+      pass
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_random_initial_values_are_those_of_the_variables(kind, v2):
+  del kind
+  with control_flow(v2):
+    a = v1.get_variable("a", [64, 64],
+                        initializer=v1.random_normal_initializer())
+    b = v1.Variable(a.initial_value * 2 + tf.random.normal([64, 64]))
+    opt = wrap([0.5, 0.75])
+    descend(opt, a, b)
+    for _ in range(5):
+      with session_of() as session:
+        assert session.run(tf.math.count_nonzero(a)) == 64 * 64
+        for v in a, b:
+          assert_same_bits(
+              session.run([opt.average(v), opt.average(v, 0.75)]),
+              session.run([v, v]))
+
+
+def test_an_initial_value_that_depends_on_another_variable():
+  # TensorFlow sees to it that `a` is first: for ref variables, with control
+  # flow v1.
+  with graph_of("ref"), control_flow(v2=False):
+    a = v1.get_variable("a", [64], initializer=v1.random_normal_initializer())
+    b = v1.Variable(a * 2)
+    opt = wrap()
+    descend(opt, a, b)
+    for _ in range(5):
+      with session_of() as session:
+        got = session.run([b, opt.average(b), a * 2, opt.average(a) * 2])
+        assert_same_bits(got, got[:1] * 4)
+
+
+@pytest.mark.parametrize("v2", [False, True])
+def test_an_average_that_is_initialized_late_starts_at_the_variable(
+    kind, v2):
+  # A run that goes on from a checkpoint without averages: restore the
+  # variables, then initialize what is missing.
+  del kind
+  with control_flow(v2):
+    v = v1.get_variable("v", initializer=1.0)
+    opt = wrap(0.5)
+    descend(opt, v)
+    with v1.Session() as session:
+      session.run(v.initializer)
+      session.run(v.assign(5.0))
+      session.run(v1.variables_initializer(opt.averages()))
+      assert session.run([v, opt.average(v)]) == [5, 5]
+
+
+# Not ref variables and v2: no function takes them, and the bare optimizer fails.
+@pytest.mark.parametrize("kind_, v2", [
+    ("ref", False), ("resource", False), ("resource", True)])
+def test_a_step_in_a_cond(kind_, v2):
+  with graph_of(kind_), control_flow(v2):
+    v = v1.get_variable("v", initializer=0.0)
+    go = v1.placeholder(tf.bool, [])
+    opt = wrap(0.5)
+
+    def step():
+      with tf.control_dependencies([descend(opt, v)]):
+        return tf.constant(1)
+
+    stepped = tf.cond(go, step, lambda: tf.constant(0))
+    with session_of() as session:
+      assert [session.run(stepped, {go: x}) for x in (True, False, True)] == [
+          1, 0, 1]
+      assert session.run([v, opt.average(v)]) == [2, 1.25]
+      with opt.averaged_weights(session):
+        assert session.run(v) == 1.25
+
+
+def test_collections(kind):
+  a, b, c = (v1.get_variable(n, initializer=0.0) for n in "abc")
+  opt = wrap()
+  opt.apply_gradients([(tf.constant(1.0), a), (None, b)])
+  descend(opt, a, c)
+  assert v1.moving_average_variables() == [a, c]
+  assert opt.averages() == [opt.average(a), opt.average(c)]
+  for average in opt.averages():
+    assert not average.trainable
+    assert average in v1.global_variables()
+    assert average not in v1.trainable_variables()
+    assert average not in v1.local_variables()
+    assert hasattr(average, "handle") == (kind == "resource")
+  assert [v.name for v in v1.global_variables()] == [
+      "a:0", "b:0", "c:0", "a/ExponentialMovingAverage:0",
+      "c/ExponentialMovingAverage:0"]
+
+
+def test_a_step_in_a_variable_scope_names_slots_as_tensorflow_does(kind):
+  del kind
+  with v1.variable_scope("outer"):
+    v = v1.get_variable("v", initializer=0.0)
+    opt = wrapopt.MovingAverageOptimizer(v1.train.MomentumOptimizer(1.0, 0.5))
+    descend(opt, v)
+  assert opt.get_slot(v, "momentum").op.name == "outer/outer/v/Momentum"
+  assert opt.average_name(v) == "outer/outer/v/ExponentialMovingAverage"
+
+
+def test_two_graphs():
+  opt = wrap(0.5)
+  graphs = []
+  for start in 0.0, 8.0:
+    with graph_of("resource") as graph:
+      v = v1.get_variable("v", initializer=start)
+      graphs.append((graph, v, descend(opt, v), opt.averages()))
+  for (graph, v, train_op, averages_), want in zip(graphs, (0.5, 8.5)):
+    assert averages_ == [opt.average(v)]
+    with session_of(graph) as session:
+      run(session, train_op)
+      # Outside of `with graph.as_default()`.
+      assert session.run(opt.average(v)) == want
+      with opt.averaged_weights(session):
+        assert session.run(v) == want
+    with graph.as_default():
+      assert opt.variables() == averages_
+  assert opt.averages() == []  # In eager mode there are none.
+
+
+# Which variables have an average.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_steps_for_different_variables(mode):
+  def build(make):
+    a, b, c = make("a"), make("b"), make("c")
+    opt = wrap(0.5)
+    return (a, b, c), opt, [lambda: descend(opt, a, b), lambda: descend(opt, c),
+                            lambda: descend(opt, b)]
+
+  if mode in GRAPH_MODES:
+    with graph_of(mode):
+      variables, opt, steps = build(
+          lambda n: v1.get_variable(n, initializer=0.0))
+      train_ops = [step() for step in steps]
+      with session_of() as session:
+        for train_op in train_ops:
+          run(session, train_op)
+        got = session.run([opt.average(v) for v in variables])
+  else:
+    variables, opt, steps = build(lambda n: tf.Variable(0.0, name=n))
+    for step in steps:
+      (in_function(step) if mode == "function" else step)()
+    got = [opt.average(v).numpy() for v in variables]
+  assert got == [0.5, 1.25, 0.5]
+
+
+def test_a_variable_without_gradient_has_no_average():
+  a, b = tf.Variable(0.0, name="a"), tf.Variable(0.0, name="b")
+  opt = wrap(0.5)
+  opt.apply_gradients([(tf.constant(-1.0), a), (None, b)])
+  assert opt.average(b) is None
+  assert opt.average_name(b) == "b/ExponentialMovingAverage"
+  assert [v.ref() for v in opt.averages()] == [opt.average(a).ref()]
+  # It gets one with its first gradient, from where it is then.
+  b.assign(4.0)
+  opt.apply_gradients([(None, a), (tf.constant(-1.0), b)])
+  assert (opt.average(a).numpy(), opt.average(b).numpy()) == (0.5, 4.5)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_iterators_of_gradients(mode):
+  if mode in GRAPH_MODES:
+    with graph_of(mode):
+      v = v1.get_variable("v", initializer=0.0)
+      opt = wrap(0.5)
+      train_op = opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
+      with session_of() as session:
+        run(session, train_op)
+        got = session.run([v, opt.average(v)])
+  else:
+    v = tf.Variable(0.0)
+    opt = wrap(0.5)
+    step = lambda: opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
+    (in_function(step) if mode == "function" else step)()
+    got = [v.numpy(), opt.average(v).numpy()]
+  assert got == [1, 0.5]
+
+
+def test_a_variable_named_twice_is_averaged_once(kind):
+  # Two losses of one variable, say. The bare optimizer takes both.
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap(0.5)
+  train_op = opt.apply_gradients([(tf.constant(-1.0), v)] * 2)
+  [update] = ops_of_type(ema_op(kind))
+  assert update.get_attr("N") == 1
+  with session_of() as session:
+    run(session, train_op)
+    assert session.run([v, opt.average(v)]) == [2, 1]
+
+
+def test_a_variable_named_twice_is_averaged_once_eagerly():
+  w = tf.Variable(0.0)
+  opt = wrap(0.5)
+  opt.apply_gradients([(tf.constant(-1.0), w)] * 2)
+  assert (w.numpy(), opt.average(w).numpy()) == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.complex64])
+def test_only_floats_are_averaged(dtype):
+  w = tf.Variable(tf.zeros([2], dtype), name="counts")
+  opt = wrap()
+  with pytest.raises(TypeError, match=(
+      r"^An averaged variable must be of dtype float16, bfloat16, float32 or "
+      rf"float64, got 'counts:0' of {dtype.name}\.$")):
+    opt.apply_gradients([(tf.ones([2], dtype), w)])
+  # Before anything was done.
+  assert opt.variables() == [] and not w.numpy().any()
+  # Without a gradient, it does not matter.
+  v = tf.Variable(0.0)
+  opt.apply_gradients([(tf.constant(-1.0), v), (None, w)])
+
+
+def test_partitioned_variables(kind):
+  del kind
+  v = v1.get_variable(
+      "v", [5, 2], initializer=v1.zeros_initializer(),
+      partitioner=v1.fixed_size_partitioner(2))
+  opt = wrap(0.5)
+  train_op = opt.minimize(-tf.reduce_sum(v))
+  assert [average.op.name for average in opt.average(v)] == [
+      "v/part_0/ExponentialMovingAverage", "v/part_1/ExponentialMovingAverage"]
+  assert [average.shape for average in opt.average(v)] == [[3, 2], [2, 2]]
+  with session_of() as session:
+    run(session, train_op)
+    np.testing.assert_array_equal(
+        np.concatenate(session.run(opt.average(v))), np.full([5, 2], 0.5))
+    with opt.averaged_weights(session):
+      assert (session.run(tf.convert_to_tensor(v)) == 0.5).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_scalars_and_empty_variables(mode):
+  trace = train(mode, lambda step: wrap(0.5),
+                {"scalar": np.float32(0), "empty": np.zeros([0, 3], np.float32),
+                 "one": np.zeros([1], np.float32)},
+                [{"scalar": np.float32(-1), "empty": np.zeros([0, 3], np.float32),
+                  "one": -np.ones([1], np.float32)}])
+  [slots] = trace.slots
+  got = [slots["ExponentialMovingAverage", i] for i in range(3)]
+  assert_same_bits(got, [np.float32(0.5), np.zeros([0, 3], np.float32),
+                         np.float32([0.5])])
+
+
+def test_a_variable_of_unknown_shape(kind):
+  if kind == "ref":
+    v = v1.Variable(v1.placeholder_with_default([0.0, 0.0], None),
+                    validate_shape=False)
+  else:
+    v = tf.Variable([0.0, 0.0], shape=tf.TensorShape(None))
+  opt = wrap(0.5)
+  train_op = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)])
+  with session_of() as session:
+    run(session, train_op)
+    assert session.run(opt.average(v)).tolist() == [0.5, 0.5]
+
+
+# Several decays.
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_decays(mode):
+  # From 0 to 1, 2:  1/2: .5, 1.25   1/4: .75, 1.6875   3/4: .25, .6875
+  trace = train(mode, lambda step: wrap((0.5, 0.25, 0.75)),
+                {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
+  names = ["ExponentialMovingAverage", "ExponentialMovingAverage_0.25",
+           "ExponentialMovingAverage_0.75"]
+  assert [[time[name, 0].item() for name in names] for time in trace.slots] == [
+      [0.5, 0.75, 0.25], [1.25, 1.6875, 0.6875]]
+  opt, [v] = trace.optimizer, trace.variables
+  assert opt.get_slot_names() == names
+  for decay, name in zip((0.5, 0.25, 0.75), names):
+    assert opt.average(v, decay) is opt.get_slot(v, name)
+    assert opt.average(v, decay=decay).shape == v.shape
+    assert opt.average_name(v, decay=decay).startswith("v/" + name)
+  assert opt.average(v) is opt.average(v, 0.5)
+  if mode != "eager":
+    assert trace.op_types.count(ema_op(mode)) == 1
+
+
+def test_the_names_of_several_decays(kind):
+  del kind
+  v = v1.get_variable("v", initializer=0.0)
+  opt = wrap([0.999, 0.9999])
+  # Also before there is an average.
+  names = ["v/ExponentialMovingAverage", "v/ExponentialMovingAverage_0.9999"]
+  assert [opt.average_name(v, d) for d in (0.999, 0.9999)] == names
+  descend(opt, v)
+  assert [opt.average_name(v, d) for d in (0.999, 0.9999)] == names
+  assert [a.op.name for a in opt.averages()] == names
+
+
+@pytest.mark.parametrize("call", [
+    lambda opt, w: opt.average(w, 0.3),
+    lambda opt, w: opt.average_name(w, decay=0.3),
+    lambda opt, w: opt.swapping_saver([w], decay=0.3),
+    lambda opt, w: opt.averaged_weights(decay=0.3).__enter__(),
+])
+def test_a_decay_that_there_is_not(call):
+  w = tf.Variable(0.0)
+  opt = wrap([0.5, 0.75])
+  descend(opt, w)
+  with pytest.raises(ValueError, match=(
+      r"^`decay` must be one of this optimizer's, \[0\.5, 0\.75\], got 0\.3"
+      r"\.$")):
+    call(opt, w)
+
+
+# The dtype of the averages.
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16])
+def test_a_float32_average_moves_where_a_narrow_one_stalls(dtype, mode):
+  # From 1 towards 2 in steps of 1/1000: half a step of bfloat16 is 1/256, so
+  # that 1 + 1/1000 is 1. Of float16 it is 1/2048: that one moves, though not
+  # far enough.
+  times, decay = 20, 0.999
+  start, target = (np.full([4], x, dtype.as_numpy_dtype) for x in (1, 2))
+  got = {}
+  for shadow_dtype in None, tf.float32:
+    trace = train(
+        mode, lambda step: wrapopt.MovingAverageOptimizer(
+            SetTo(), decay, shadow_dtype=shadow_dtype),
+        {"w": start}, [{"w": target}] * times)
+    assert trace.values[-1][0].dtype == dtype
+    got[shadow_dtype] = trace.slots[-1]["ExponentialMovingAverage", 0]
+  assert got[None].dtype == dtype and got[tf.float32].dtype == np.float32
+  # Each step rounds thrice, and its rate once: numbers of at most 2.
+  want = 2 - np.float64(decay) ** times
+  np.testing.assert_allclose(
+      got[tf.float32], want, rtol=0,
+      atol=times * 4 * 2 * np.finfo(np.float32).eps / 2)
+  if dtype == tf.bfloat16:
+    assert (got[None] == 1).all()
+  else:
+    assert (np.abs(np.float64(got[None]) - want) > 1e-5).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_shadow_dtype_is_for_narrow_variables(mode):
+  dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
+  trace = train(
+      mode, lambda step: wrap([0.5, 0.25], shadow_dtype=tf.float32),
+      {d.name: np.zeros([2], d.as_numpy_dtype) for d in dtypes},
+      [{d.name: -np.ones([2], d.as_numpy_dtype) for d in dtypes}])
+  [slots] = trace.slots
+  for name, value in (("ExponentialMovingAverage", 0.5),
+                      ("ExponentialMovingAverage_0.25", 0.75)):
+    got = [slots[name, i] for i in range(4)]
+    assert [x.dtype for x in got] == [np.float32] * 3 + [np.float64]
+    assert all((x == value).all() for x in got)
+
+
+# Eager mode.
+
+
+def test_eager_names_are_unique():
+  a, b = tf.Variable(0.0, name="same"), tf.Variable(0.0, name="same")
+  opt = wrap()
+  descend(opt, a, b)
+  names = {opt.average_name(v) for v in (a, b)}
+  assert len(names) == 2
+  assert all(n.startswith("same/ExponentialMovingAverage") for n in names)
+
+
+def test_minimize_eagerly_and_in_a_function():
+  w = tf.Variable(0.0)
+  opt = wrap(0.5)
+  assert opt.minimize(lambda: -w, var_list=[w]) is None
+
+  @tf.function
+  def step():
+    opt.minimize(lambda: -w, var_list=[w])
+
+  step()
+  assert (w.numpy(), opt.average(w).numpy()) == (2, 1.25)
+
+
+def test_a_function_that_makes_its_variables():
+  opt, made = wrap(), []
+
+  @tf.function
+  def step():
+    if not made:
+      made.append(tf.Variable(1.0, name="late"))
+    opt.minimize(lambda: made[0] * 2, var_list=made)
+
+  with pytest.raises(RuntimeError, match=(
+      r"'late:0' must have a value before its first step, got a variable that "
+      r"the running tf\.function has just made\. Make it before the function "
+      r"is called\.")):
+    step()
+
+
+def test_a_variable_that_is_gone_is_not_kept():
+  w = tf.Variable(tf.zeros([8]))
+  opt = wrap()
+  descend(opt, w)
+  gone = weakref.ref(opt.average(w)), weakref.ref(w)
+  del w, opt
+  gc.collect()
+  assert [r() for r in gone] == [None, None]
+
+
+# The base class.
+
+
+def test_slots_and_variables(kind):
+  del kind
+  v = v1.get_variable("v", initializer=0.0)
+  inner = v1.train.AdamOptimizer(1.0)
+  opt = wrapopt.MovingAverageOptimizer(inner, name="my_averages")
+  assert opt.get_name() == "my_averages"
+  assert opt.get_slot_names() == [] or opt.get_slot_names() == [
+      "ExponentialMovingAverage"]
+  assert opt.variables() == []
+  descend(opt, v)
+  assert opt.get_slot_names() == ["ExponentialMovingAverage", "m", "v"]
+  for name in "m", "v":
+    assert opt.get_slot(v, name) is inner.get_slot(v, name) is not None
+  assert opt.get_slot(v, "ExponentialMovingAverage") is opt.average(v)
+  assert opt.get_slot(v, "no such slot") is None
+  assert [x.op.name for x in opt.variables()] == [
+      "beta1_power", "beta2_power", "v/Adam", "v/Adam_1",
+      "v/ExponentialMovingAverage"]
+
+
+def test_compute_gradients_is_that_of_the_inner_optimizer():
+  calls = []
+
+  class Inner(v1.train.GradientDescentOptimizer):
+
+    def compute_gradients(self, *args, **kwargs):
+      calls.append((args, kwargs))
+      return super().compute_gradients(*args, **kwargs)
+
+    def apply_gradients(self, *args, **kwargs):
+      calls.append(kwargs)
+      return super().apply_gradients(*args, **kwargs)
+
+  with graph_of("resource"):
+    v = v1.get_variable("v", initializer=1.0)
+    loss = v * v
+    opt = wrapopt.MovingAverageOptimizer(Inner(0.25))
+    grad_loss = tf.constant(2.0)
+    step = v1.train.get_or_create_global_step()
+    opt.minimize(loss, step, [v], gate_gradients=0, aggregation_method=2,
+                 colocate_gradients_with_ops=True, name="n",
+                 grad_loss=grad_loss)
+  (args, kwargs), applied = calls
+  assert args == (loss,)
+  assert kwargs == dict(
+      var_list=[v], gate_gradients=0, aggregation_method=2,
+      colocate_gradients_with_ops=True, grad_loss=grad_loss)
+  assert applied == dict(global_step=step, name="n")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrapper_in_a_wrapper(mode):
+  # An average of each: decays 1/2 and 1/4.
+  trace = train(
+      mode, lambda step: wrapopt.MovingAverageOptimizer(wrap(0.5), 0.25),
+      {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
+  opt, [v] = trace.optimizer, trace.variables
+  assert averages(trace) == [0.75, 1.6875]
+  assert opt.average(v) is not opt._optimizer.average(v)  # pylint: disable=protected-access
+  assert [len(time) for time in trace.others] == [1, 1]
+  if mode != "eager":
+    assert trace.op_types.count(ema_op(mode)) == 2
+
+
+# tf.distribute.
+
+MIRRORED = """
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import wrapopt
+
+strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+with strategy.scope():
+  w = tf.Variable([0.0, 0.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      tf.compat.v1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75])
+
+@tf.function
+def step():
+  def replica():
+    # Each replica's gradient is half of what all apply.
+    opt.apply_gradients([(tf.constant([-0.5, -0.5]), w)])
+  strategy.run(replica)
+
+def show(*variables):
+  print([[float(x[0]) for x in strategy.experimental_local_results(v)]
+         for v in variables])
+
+for _ in range(2):
+  step()
+  show(w, opt.get_slot(w, "momentum"), opt.average(w), opt.average(w, 0.75))
+with opt.averaged_weights():
+  show(w, opt.average(w))
+show(w, opt.average(w))
+print([v.device[-5:] for v in opt.average(w).values])
+"""
+
+
+def test_mirrored_strategy():
+  process = run_python("-c", MIRRORED)
+  assert process.returncode == 0, process.stderr
+  # Weights: 1, then 1 + 1.5. Averages: half of 1, then half way to 2.5; and a
+  # quarter.
+  assert process.stdout.splitlines() == [
+      "[[1.0, 1.0], [-1.0, -1.0], [0.5, 0.5], [0.25, 0.25]]",
+      "[[2.5, 2.5], [-1.5, -1.5], [1.5, 1.5], [0.8125, 0.8125]]",
+      "[[1.5, 1.5], [2.5, 2.5]]",
+      "[[2.5, 2.5], [1.5, 1.5]]",
+      "['CPU:0', 'CPU:1']"]

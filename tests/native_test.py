@@ -1,0 +1,377 @@
+"""The CPU engine on numpy arrays: every rule, dtype and instruction set."""
+
+import numpy as np
+import pytest
+
+import numerics
+from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF, PAIRS
+from processes import run_python
+from wrapopt import _native
+
+ISAS = _native.cpu_isas()
+RULES = _native.rules()
+
+# Elements of the widest vector register: 64 bytes of half.
+WIDEST = 64 // 2
+
+# float32 numbers in which something special happens to one format or another.
+SPECIALS = np.array(
+    [0, 1, -1, np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 65504, 65519.99, 65520,
+     2**-14, 2**-24, 2**-25, 1.5 * 2**-25, 2**-126, 2**-133, 2**-149, -0.0],
+    np.float32)
+
+
+def name_of(value):
+  if isinstance(value, tuple):
+    return "-".join(map(name_of, value))
+  return str(value)
+
+
+def parametrize(**arguments):
+  def decorate(test):
+    for names, values in arguments.items():
+      test = pytest.mark.parametrize(names, values, ids=name_of)(test)
+    return test
+  return decorate
+
+
+def scalars_of(rule):
+  """Scalars that no binary format holds exactly."""
+  return [0.1 * (k + 1) for k in range(RULES[rule][2])]
+
+
+def random_arrays(rng, rule, pair, count):
+  states, inputs, _ = RULES[rule]
+  return ([rng.standard_normal(count).astype(pair[0]) for _ in range(states)],
+          [rng.standard_normal(count).astype(pair[1]) for _ in range(inputs)])
+
+
+def ema(state, value, rate, isa=""):
+  """One step on a copy of `state`."""
+  state = np.array(state)
+  _native.step("Ema", [state], [np.asarray(value)], [rate], isa=isa)
+  return state
+
+
+@parametrize(isa=ISAS)
+def test_a_trajectory(isa):
+  # The rate is a quarter: 0 goes a quarter of the way to 4, which is 1; then a
+  # quarter of the remaining 3, then of the remaining 2.25.
+  shadow, value = np.zeros(1, FLOAT), np.full(1, 4, FLOAT)
+  seen = []
+  for _ in range(3):
+    _native.step("Ema", [shadow], [value], [0.25], isa=isa)
+    seen.append(float(shadow[0]))
+  assert seen == [1, 1.75, 2.3125]
+
+
+def test_every_rule_has_a_reference():
+  assert sorted(numerics.RULES) == sorted(RULES), (
+      "a rule of cc/rules/rules.h needs its formula in tests/numerics.py")
+
+
+class Guarded:
+  """An array with sentinels on both sides, at any offset from a cache line.
+
+  The sentinels are NaNs, so that one that is read by mistake spreads.
+  """
+
+  MARGIN = 2 * WIDEST
+
+  def __init__(self, array, start):
+    size = array.itemsize
+    room = np.empty((start + array.size + 2 * self.MARGIN) * size + 64, np.uint8)
+    first = -room.ctypes.data % 64
+    # All bits set but for the sign and one more: a NaN in each of the formats.
+    self._bits = room[first:-64 + first].view(f"u{size}")
+    self._bits[:] = np.iinfo(self._bits.dtype).max // 2 - 1
+    self._before = self._bits.copy()
+    self._inside = slice(self.MARGIN + start, self.MARGIN + start + array.size)
+    self.array = self._bits.view(array.dtype)[self._inside]
+    self.array[:] = array
+    assert self._bits.ctypes.data % 64 == 0
+
+  def check(self, context):
+    after = self._bits.copy()
+    after[self._inside] = self._before[self._inside]
+    numerics.assert_same_bits(after, self._before, f"around {context}")
+
+
+@parametrize(rule=RULES, pair=PAIRS, isa=ISAS)
+def test_all_counts_from_all_starts(rule, pair, isa):
+  rng = np.random.default_rng(1)
+  scalars = scalars_of(rule)
+  for count in range(2 * WIDEST + 2):
+    for start in (0, 1, 2, 3, 5):
+      context = f"count {count}, start {start}"
+      states, inputs = random_arrays(rng, rule, pair, count)
+      # No two arrays begin at the same place in a vector.
+      guarded = [Guarded(array, start + i)
+                 for i, array in enumerate(states + inputs)]
+      _native.step(rule, [g.array for g in guarded[:len(states)]],
+                   [g.array for g in guarded[len(states):]], scalars, isa=isa)
+      for g, (want, tolerance) in zip(
+          guarded, numerics.reference(rule, states, inputs, scalars)):
+        numerics.assert_close(g.array, want, tolerance, context)
+      for g, given in zip(guarded[len(states):], inputs):
+        numerics.assert_same_bits(g.array, given, f"an input, {context}")
+      for g in guarded:
+        g.check(context)
+
+
+@parametrize(rule=RULES, pair=PAIRS)
+def test_instruction_sets_agree_bit_for_bit(rule, pair):
+  rng = np.random.default_rng(2)
+  # Every special number meets every other in each place of a vector.
+  x, y = (a.ravel() for a in np.meshgrid(SPECIALS, SPECIALS))
+  count = 4 * x.size + 2 * WIDEST + 1
+  states, inputs = random_arrays(rng, rule, pair, count)
+  with np.errstate(over="ignore"):
+    for k, array in enumerate(states + inputs):
+      array[:4 * x.size] = np.tile(np.roll((x, y)[k % 2], k // 2), 4)
+  scalars = scalars_of(rule)
+
+  results = {}
+  for isa in ISAS:
+    results[isa] = [s.copy() for s in states]
+    _native.step(rule, results[isa], inputs, scalars, isa=isa)
+    for got, want in zip(results[isa], results["baseline"]):
+      numerics.assert_same_numbers(got, want, isa)
+    # Nor does it matter where a block of a parallel run begins and ends.
+    pieces = [s.copy() for s in states]
+    cuts = [0, 1, 8, 37, 100, 101, 500, count]
+    for begin, end in zip(cuts, cuts[1:]):
+      _native.step(rule, [s[begin:end] for s in pieces],
+                   [i[begin:end] for i in inputs], scalars, isa=isa)
+    for got, want in zip(pieces, results[isa]):
+      numerics.assert_same_numbers(got, want, f"{isa} in pieces")
+
+
+def test_there_is_more_than_one_instruction_set():
+  # Where there is not, the test above compares nothing.
+  assert ISAS[0] == "baseline"
+  assert len(ISAS) > 1, "this machine is too old to test the kernels on"
+
+
+# With the rate 1 and the state 0 the result is 0 + 1 * (v - 0): the input, but
+# perhaps for the sign of a zero. So the engine shows how it loads and stores.
+
+
+def every(dtype):
+  """All 65536 numbers of a 16-bit format."""
+  return np.arange(1 << 16, dtype=np.uint16).view(dtype)
+
+
+def without_minus_zero(array):
+  return array[~((array == 0) & np.signbit(array))]
+
+
+@parametrize(dtype=[HALF, BFLOAT16], isa=ISAS)
+def test_loads_of_all_numbers(dtype, isa):
+  with np.errstate(invalid="ignore"):
+    value = without_minus_zero(every(dtype))
+    got = ema(np.zeros(value.size, FLOAT), value, 1, isa)
+    numerics.assert_same_numbers(got, value.astype(FLOAT))
+
+
+@parametrize(dtype=[HALF, BFLOAT16], isa=ISAS)
+def test_all_numbers_survive_a_load_and_a_store(dtype, isa):
+  state = every(dtype)
+  # s + -1 * (v - s): with v = s that is s - 0, which keeps even the sign of a
+  # zero. Infinity needs another v.
+  with np.errstate(invalid="ignore"):
+    value = np.where(np.isinf(state), dtype.type(1), state)
+    numerics.assert_same_numbers(ema(state, value, -1, isa), state)
+
+
+def floats_to_store(dtype):
+  """Ties and their neighbours, random bits, and what is special."""
+  rng = np.random.default_rng(3)
+  each = every(dtype).astype(FLOAT)
+  each = each[np.isfinite(each)]
+  upwards = np.append(np.sort(each)[1:], np.float32(np.inf))
+  with np.errstate(over="ignore", invalid="ignore"):
+    ties = (np.sort(each).astype(DOUBLE) + upwards).astype(FLOAT) / 2
+  ties = ties[np.isfinite(ties)]
+  near = [np.nextafter(ties, np.float32(side)) for side in (-np.inf, np.inf)]
+  return np.concatenate([
+      SPECIALS, -SPECIALS, ties, *near,
+      rng.integers(0, 1 << 32, 2_000_000, np.uint32).view(FLOAT),
+      # Where half has its subnormals, and a little beyond on either side.
+      np.ldexp(rng.standard_normal(500_000),
+               rng.integers(-27, -13, 500_000)).astype(FLOAT)])
+
+
+@pytest.fixture(scope="module", params=[HALF, BFLOAT16], ids=name_of)
+def stores(request):
+  """(numbers, how NumPy and ml_dtypes round them to a 16-bit format)."""
+  floats = without_minus_zero(floats_to_store(request.param))
+  with np.errstate(over="ignore", invalid="ignore"):
+    return floats, floats.astype(request.param)
+
+
+@parametrize(isa=ISAS)
+def test_stores_round_to_nearest_even(stores, isa):
+  floats, want = stores
+  numerics.assert_same_numbers(ema(np.zeros_like(want), floats, 1, isa), want)
+
+
+def test_scalars_are_rounded_once_and_not_before_they_must():
+  # 1 - 0.9999 as TensorFlow has it in float32 is 1.7e-5 off.
+  rate = 1 - 0.9999
+  assert ema(np.zeros(1), np.ones(1), rate)[0] == rate
+  assert ema(np.zeros(1, FLOAT), np.ones(1, FLOAT), rate)[0] == FLOAT.type(rate)
+
+
+@parametrize(dtype=DTYPES)
+def test_a_state_that_equals_its_input_stays_so(dtype):
+  # Not so with d * s + (1 - d) * v.
+  state = np.random.default_rng(4).standard_normal(1000).astype(dtype)
+  numerics.assert_same_bits(ema(state, state, 1 - 0.9999), state)
+
+
+@parametrize(states=DTYPES, inputs=DTYPES)
+def test_pairs_of_dtypes(states, inputs):
+  state, value = np.zeros(3, states), np.ones(3, inputs)
+  if (states, inputs) in PAIRS:
+    assert ema(state, value, 0.5).tolist() == [0.5] * 3
+  else:
+    with pytest.raises(ValueError) as e:
+      ema(state, value, 0.5)
+    assert str(e.value) == (f"Ema has no kernel for states of dtype {states} "
+                            f"and inputs of dtype {inputs}")
+
+
+def test_arrays_of_any_rank():
+  assert ema(np.zeros((2, 3)), np.ones((2, 3)), 0.5).tolist() == [[0.5] * 3] * 2
+  assert ema(np.zeros(()), np.ones(()), 0.5) == 0.5
+
+
+F3 = np.zeros(3, FLOAT)
+NAMES = ", ".join(ISAS)
+NO_ISA = ("the CPU instruction set must be one that this processor has "
+          f"({NAMES}), got ")
+
+
+@pytest.mark.parametrize("arguments, error", [
+    (dict(rule="Emma"), "no rule 'Emma'"),
+    (dict(states=[]), "Ema takes 1 states, got 0"),
+    (dict(states=[F3.copy(), F3.copy()]), "Ema takes 1 states, got 2"),
+    (dict(inputs=[]), "Ema takes 1 inputs, got 0"),
+    (dict(inputs=[F3, F3]), "Ema takes 1 inputs, got 2"),
+    (dict(scalars=[]), "Ema takes 1 scalars, got 0"),
+    (dict(scalars=[1, 1]), "Ema takes 1 scalars, got 2"),
+    (dict(states=[np.zeros(6, FLOAT)[::2]]), "states[0] must be contiguous"),
+    (dict(inputs=[np.zeros(6, FLOAT)[::2]]), "inputs[0] must be contiguous"),
+    (dict(inputs=[np.zeros(4, FLOAT)]),
+     "inputs[0] misshapen: got 4 elements but expected 3 (the size of "
+     "states[0])"),
+    (dict(states=[np.zeros(3, np.int32)]),
+     "states[0] must be of dtype float16, bfloat16, float32 or float64, got "
+     "int32"),
+    (dict(inputs=[np.zeros(3, ">f4")]),
+     "inputs[0] must be of dtype float16, bfloat16, float32 or float64, got "
+     ">f4"),
+    (dict(isa="x86-64-v9"), NO_ISA + "'x86-64-v9'"),
+])
+def test_what_step_refuses(arguments, error):
+  states = [np.full(3, 7, FLOAT)]
+  with pytest.raises(ValueError) as e:
+    _native.step(**{"rule": "Ema", "states": states, "inputs": [F3],
+                    "scalars": [0.5], **arguments})
+  assert str(e.value) == error
+  assert states[0].tolist() == [7] * 3
+
+
+def test_step_refuses_a_state_that_is_read_only():
+  state = np.zeros(3, FLOAT)
+  state.flags.writeable = False
+  with pytest.raises(ValueError, match="not writeable"):
+    _native.step("Ema", [state], [np.ones(3, FLOAT)], [0.5])
+  assert state.tolist() == [0] * 3
+
+
+# A process of its own, and in it the module without wrapopt, which would take
+# TensorFlow with it.
+LOAD = f"""
+import importlib.util
+import numpy as np
+spec = importlib.util.spec_from_file_location("_native", {_native.__file__!r})
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+"""
+
+CHOOSE = LOAD + """
+state = np.zeros(1)
+for use in (lambda: print(native.cpu_isa()),
+            lambda: native.step("Ema", [state], [np.ones(1)], [0.5])):
+  try:
+    use()
+  except ValueError as e:
+    print(e)
+print(state[0])
+"""
+
+
+def choose(isa):
+  """What a process prints that is told to use this instruction set."""
+  process = run_python("-c", CHOOSE, WRAPOPT_CPU_ISA=isa)
+  assert process.returncode == 0, process.stderr
+  return process.stdout.splitlines()
+
+
+@parametrize(isa=ISAS)
+def test_the_environment_forces_an_instruction_set(isa):
+  assert choose(isa) == [isa, "0.5"]
+
+
+def test_the_best_instruction_set_is_the_default():
+  assert choose("") == [ISAS[-1], "0.5"]
+  assert set(ISAS) <= {"baseline", "x86-64-v3", "x86-64-v4"}
+  assert ISAS == sorted(ISAS)
+
+
+# "x86-64-v4" and the like are refused too, where the processor lacks them.
+@parametrize(isa=sorted(
+    {"x86-64-v3", "x86-64-v4", "AVX2", "Baseline"} - set(ISAS)))
+def test_the_environment_names_no_instruction_set(isa):
+  error = f"WRAPOPT_CPU_ISA: {NO_ISA}'{isa}'"
+  assert choose(isa) == [error, error, "0.0"]
+
+
+def test_stream_limit_in_the_head():
+  # 10 elements, float32: 2 arrays read, 3 read and written.
+  limit = _native.StreamLimit(sizes=[3, 7], reads=2, writes=3)
+  assert limit.bytes == 10 * 4 * (2 + 2 * 3)
+  # More threads than elements, too.
+  for threads in (1, 2, 16):
+    assert 0 < limit.run(threads=threads) < 60
+
+
+@pytest.mark.parametrize("sizes, reads, writes, moved", [
+    ([], 1, 1, 0), ([0], 1, 1, 0), ([5], 0, 1, 40), ([5], 2, 8, 360)])
+def test_stream_limit_at_its_limits(sizes, reads, writes, moved):
+  limit = _native.StreamLimit(sizes, reads, writes)
+  assert limit.bytes == moved
+  assert limit.run(2) > 0
+
+
+@pytest.mark.parametrize("reads, writes", [(3, 1), (1, 0), (1, 9)])
+def test_stream_limit_refuses(reads, writes):
+  with pytest.raises(ValueError,
+                     match="^at most 2 reads and 1 to 8 writes, got "
+                           f"{reads} and {writes}$"):
+    _native.StreamLimit([8], reads=reads, writes=writes)
+
+
+@pytest.mark.parametrize("threads", [0, -1])
+def test_stream_limit_needs_a_thread(threads):
+  # Not in this process: a division by zero would end it.
+  process = run_python("-c", LOAD + f"""
+try:
+  native.StreamLimit([8], 1, 1).run(threads={threads})
+except ValueError as e:
+  print(e)
+""")
+  assert process.returncode == 0, process
+  assert process.stdout == f"threads must be at least 1, got {threads}\n"

@@ -1,0 +1,337 @@
+"""What users of `tf.compat.v1.train.Optimizer` rely on, also in a wrapper.
+
+Each test runs the bare optimizer too, so that what is expected of a wrapper is
+what TensorFlow does.
+"""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from training import GRAPH_MODES
+from training import ancestors
+from training import ema_op
+from training import graph_of
+from training import ops_of_type
+
+DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+DECAY = 0.75
+
+OPTIMIZERS = {
+    "bare": tf.compat.v1.train.GradientDescentOptimizer,
+    "MovingAverageOptimizer": lambda rate: wrapopt.MovingAverageOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(rate), DECAY),
+}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def make(request):
+  """A function of the learning rate that makes the optimizer under test."""
+  return OPTIMIZERS[request.param]
+
+
+@pytest.fixture(params=("eager", *GRAPH_MODES))
+def mode(request):
+  with (contextlib.nullcontext() if request.param == "eager"
+        else graph_of(request.param)):
+    yield request.param
+
+
+@pytest.fixture(params=GRAPH_MODES)
+def kind(request):
+  """As `mode`, for what there is only in a graph."""
+  with graph_of(request.param):
+    yield request.param
+
+
+class Runner:
+  """Runs what a test makes: now in eager mode, else in a session."""
+
+  def __init__(self):
+    self._session = None
+
+  def __call__(self, x):
+    if tf.executing_eagerly():
+      return tf.nest.map_structure(
+          lambda t: None if t is None else np.asarray(t), x)
+    if self._session is None:
+      self._session = tf.compat.v1.Session()
+      # After minimize(): there were no averages before.
+      self._session.run(tf.compat.v1.global_variables_initializer())
+      assert not self._session.run(
+          tf.compat.v1.report_uninitialized_variables()).size
+    return self._session.run(x)
+
+  def close(self):
+    if self._session is not None:
+      self._session.close()
+
+
+@pytest.fixture
+def run():
+  runner = Runner()
+  yield runner
+  runner.close()
+
+
+def variables(dtype=tf.float32, **kwargs):
+  # Not tf.Variable: that is a resource variable in any graph.
+  return (tf.compat.v1.Variable([1.0, 2.0], dtype=dtype, name="a", **kwargs),
+          tf.compat.v1.Variable([3.0, 4.0], dtype=dtype, name="b", **kwargs))
+
+
+def step_variable():
+  return tf.compat.v1.Variable(0, dtype=tf.int64, trainable=False,
+                               name="global_step")
+
+
+def loss_of(x, y):
+  """5 x + 3 y, whose gradients are 5 and 3; called in eager mode."""
+  def loss():
+    return 5 * x + 3 * y
+  return loss if tf.executing_eagerly() else loss()
+
+
+def check(run, opt, pairs):
+  """Variables hold what they should, and averages what follows from that."""
+  for variable, (before, after) in pairs:
+    np.testing.assert_array_equal(np.float64(run(variable)), after)
+    if isinstance(opt, wrapopt.MovingAverageOptimizer):
+      # All numbers here are exact in all dtypes.
+      np.testing.assert_array_equal(
+          np.float64(run(opt.average(variable))),
+          np.add(np.multiply(DECAY, before), np.multiply(1 - DECAY, after)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_minimize(make, mode, run, dtype):
+  x, y = variables(dtype)
+  step = step_variable()
+  opt = make(4.0)
+  train = opt.minimize(loss_of(x, y), step, [x, y])
+  if mode != "eager":
+    assert isinstance(train, tf.Operation)
+    run(train)
+  check(run, opt, [(x, ([1, 2], [-19, -18])), (y, ([3, 4], [-9, -8]))])
+  assert run(step) == 1
+
+
+def test_minimize_takes_a_callable_in_a_graph(make, run):
+  with graph_of("resource"):
+    x, y = variables()
+    opt = make(4.0)
+    run(opt.minimize(lambda: 5 * x + 3 * y, var_list=[x, y]))
+    check(run, opt, [(x, ([1, 2], [-19, -18])), (y, ([3, 4], [-9, -8]))])
+
+
+def test_minimize_takes_all_trainable_variables_by_default(make, mode, run):
+  x, y = variables()
+  z = tf.compat.v1.Variable([7.0], trainable=False, name="c")
+  opt = make(4.0)
+  train = opt.minimize(loss_of(x, y) if mode != "eager"
+                       else lambda: 5 * x + 3 * y + 2 * z)
+  if mode != "eager":
+    run(train)
+  check(run, opt, [(x, ([1, 2], [-19, -18])), (y, ([3, 4], [-9, -8]))])
+  assert run(z) == 7
+
+
+@pytest.mark.parametrize("method, sums", [
+    (tf.AggregationMethod.ADD_N, 1),
+    (tf.AggregationMethod.EXPERIMENTAL_TREE, 2),
+    (tf.AggregationMethod.EXPERIMENTAL_ACCUMULATE_N, 2)])
+def test_aggregation_method(make, kind, run, method, sums):
+  del kind
+  x = tf.compat.v1.Variable([1.0, 2.0], name="a")
+  opt = make(4.0)
+  train = opt.minimize(5 * x + 3 * x + 2 * x, aggregation_method=method)
+  # Three terms at once, or one after the other.
+  assert len(ops_of_type("AddN")) == sums
+  run(train)
+  check(run, opt, [(x, ([1, 2], [-39, -38]))])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_grad_loss(make, kind, run, dtype):
+  x, y = variables(dtype)
+  opt = make(4.0)
+  run(opt.minimize(loss_of(x, y), var_list=[x, y],
+                   grad_loss=tf.constant([2.0, -2.0], dtype)))
+  check(run, opt, [(x, ([1, 2], [-39, 42])), (y, ([3, 4], [-21, 28]))])
+
+
+def waits(pairs):
+  """Whether the first gradient is there only after the second is computed."""
+  (x, _), (y, _) = pairs
+  y = y.op
+  while y.type == "Identity":  # What gating adds.
+    y = y.inputs[0].op
+  return y in ancestors(x.op)
+
+
+@pytest.mark.parametrize("gate, product, sum_", [
+    (tf.compat.v1.train.Optimizer.GATE_NONE, False, False),
+    (tf.compat.v1.train.Optimizer.GATE_OP, True, False),
+    (tf.compat.v1.train.Optimizer.GATE_GRAPH, True, True)])
+def test_gate_gradients(make, kind, run, gate, product, sum_):
+  del kind
+  x, y = variables()
+  opt = make(1.0)
+  assert waits(opt.compute_gradients(
+      x * y, [x, y], gate_gradients=gate)) == product
+  assert waits(opt.compute_gradients(
+      tf.square(x) + tf.square(y), [x, y], gate_gradients=gate)) == sum_
+  run(opt.minimize(tf.square(x) + tf.square(y), var_list=[x, y],
+                   gate_gradients=gate))
+  check(run, opt, [(x, ([1, 2], [-1, -2])), (y, ([3, 4], [-3, -4]))])
+
+
+def test_gate_gradients_must_be_one_of_three(make, kind):
+  x, y = variables()
+  with pytest.raises(ValueError, match="gate_gradients must be one of"):
+    make(1.0).minimize(loss_of(x, y), gate_gradients=7)
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_colocate_gradients_with_ops(make, kind, colocate):
+  del kind
+  x, _ = variables()
+  with tf.device("/cpu:7"):
+    square = tf.square(x, name="square")
+  opt = make(1.0)
+  [(gradient, _)] = opt.compute_gradients(
+      square, [x], colocate_gradients_with_ops=colocate)
+  assert (b"loc:@square" in gradient.op.colocation_groups()) == colocate
+
+
+def test_no_variables(make, mode):
+  x, y = variables(trainable=False)
+  with pytest.raises(ValueError, match="No.*variable"):
+    make(1.0).minimize(loss_of(x, y))
+  assert not tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
+
+
+def test_no_gradients(make, mode):
+  x, y = variables()
+  opt = make(1.0)
+  loss = (lambda: 5 * x) if mode == "eager" else 5 * x
+  with pytest.raises(ValueError, match="No gradients"):
+    opt.minimize(loss, var_list=[y])
+
+
+def test_no_gradients_for_any_variable_in_minimize(make, mode):
+  x, y = variables()
+  loss = ((lambda: tf.constant(5.0)) if mode == "eager" else tf.constant(5.0))
+  with pytest.raises(ValueError,
+                     match="No gradients provided for any variable"):
+    make(1.0).minimize(loss, var_list=[x, y])
+
+
+def test_no_gradients_for_any_variable_in_apply_gradients(make, mode):
+  x, y = variables()
+  opt = make(1.0)
+  with pytest.raises(ValueError,
+                     match="No gradients provided for any variable"):
+    opt.apply_gradients([(None, x), (None, y)])
+  # Nothing was made on the way.
+  assert opt.variables() == []
+
+
+def test_no_variables_in_apply_gradients(make, mode):
+  del mode
+  with pytest.raises(ValueError, match="No variables provided"):
+    make(1.0).apply_gradients([])
+
+
+def test_gradients_as_variables(make, mode, run):
+  x, y = variables()
+  opt = make(4.0)
+  gradients = [tf.compat.v1.Variable(tf.zeros([2]), trainable=False)
+               for _ in range(2)]
+  converts = [variable.assign(gradient) for variable, (gradient, _) in zip(
+      gradients, opt.compute_gradients(loss_of(x, y), [x, y]))]
+  train = (None if mode == "eager"
+           else opt.apply_gradients(zip(gradients, [x, y])))
+  if mode == "eager":
+    opt.apply_gradients(zip(gradients, [x, y]))
+  else:
+    run(converts)
+    run(train)
+  check(run, opt, [(x, ([1, 2], [-19, -18])), (y, ([3, 4], [-9, -8]))])
+
+
+def test_compute_gradients_with_tensors(make, mode, run):
+  del mode
+  x = tf.constant(1.0)
+  opt = make(1.0)
+  pairs = opt.compute_gradients(lambda: x * x, [x])
+  assert len(pairs) == 1 and pairs[0][1] is x
+  assert run(pairs[0][0]) == 2
+  with pytest.raises(NotImplementedError, match="update a Tensor"):
+    opt.apply_gradients(pairs)
+
+
+def test_a_loss_must_be_callable_in_eager_mode(make):
+  x, _ = variables()
+  with pytest.raises(RuntimeError, match="should be a function when eager"):
+    make(1.0).compute_gradients(5 * x, [x])
+
+
+def test_what_is_no_gradient(make, mode):
+  del mode
+  x, _ = variables()
+  with pytest.raises((TypeError, ValueError),
+                     match="Gradient must be|unsupported type"):
+    make(1.0).apply_gradients([(object(), x)])
+
+
+def test_the_train_op_is_the_one_in_the_collection(make, kind):
+  x, y = variables()
+  train = make(1.0).minimize(loss_of(x, y), step_variable(), [x, y])
+  # One op, that runs the whole step.
+  assert tf.compat.v1.get_collection(
+      tf.compat.v1.GraphKeys.TRAIN_OP) == [train]
+  types = {op.type for op in ancestors(train)}
+  assert "Wrapopt" not in str(types) or ema_op(kind) in types
+
+
+def test_constraints(make, kind, run):
+  del kind
+  x = tf.compat.v1.Variable([1.0, 2.0], name="a",
+                            constraint=lambda v: tf.clip_by_value(v, -0.5, 0.))
+  y = tf.compat.v1.Variable([3.0, 4.0], name="b",
+                            constraint=lambda v: tf.clip_by_value(v, 0., 1.))
+  opt = make(4.0)
+  run(opt.minimize(loss_of(x, y), step_variable(), [x, y]))
+  check(run, opt, [(x, ([1, 2], [-0.5, -0.5])), (y, ([3, 4], [0, 0]))])
+
+
+def test_skip_gradients_aggregation(make, mode, run):
+  x, y = variables()
+  opt = make(4.0)
+  train = opt.apply_gradients(
+      [(tf.constant([5.0, 5.0]), x), (None, y)],
+      skip_gradients_aggregation=True)
+  if mode != "eager":
+    run(train)
+  check(run, opt, [(x, ([1, 2], [-19, -18]))])
+
+
+def test_the_name_of_a_step(make, kind):
+  del kind
+  x, y = variables()
+  make(1.0).minimize(loss_of(x, y), name="my_step")
+  assert [op for op in tf.compat.v1.get_default_graph().get_operations()
+          if op.name.startswith("my_step")]
+
+
+def test_a_name_must_not_be_empty():
+  sgd = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+  with pytest.raises(ValueError, match="Must specify the optimizer name"):
+    wrapopt.MovingAverageOptimizer(sgd, name="")
+  assert wrapopt.MovingAverageOptimizer(sgd).get_name() == (
+      "MovingAverageOptimizer")
+  assert wrapopt.MovingAverageOptimizer(sgd, name="n").get_name() == "n"

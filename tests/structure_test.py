@@ -1,0 +1,136 @@
+"""What the compiler made of the engine: that each loop is vector code.
+
+That a loop is slow shows in no result, so the machine code is read: first that
+of the engine's archive, in which functions have names, then that of the two
+libraries, which have none and must hold the same loops.
+"""
+
+import re
+import subprocess
+
+import pytest
+
+import wrapopt
+from numerics import DOUBLE, PAIRS
+from wrapopt import _native
+
+# Function template of cc/kernels/elementwise_cpu.cc: register of full width.
+REGISTERS = {"Baseline": "xmm", "X86_64_v3": "ymm", "X86_64_v4": "zmm"}
+CPP_NAMES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float",
+             "float64": "double"}
+
+FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
+INSTRUCTION = re.compile(r"^ *([0-9a-f]+):\t(\S+) *(.*)$")
+ARITHMETIC = re.compile(r"^v?(?:add|sub|mul|div|sqrt|fn?m(?:add|sub)\d+)"
+                        r"(?P<packed>[ps])(?P<type>[sd])$")
+
+
+def disassemble(path):
+  """[(function's name, [(address, mnemonic, operands)])]."""
+  text = subprocess.run(
+      ["objdump", "--disassemble", "--demangle", "--no-show-raw-insn", path],
+      capture_output=True, text=True, check=True).stdout
+  functions = []
+  for line in text.splitlines():
+    if found := FUNCTION.match(line):
+      functions.append((found[1], []))
+    elif (found := INSTRUCTION.match(line)) and functions:
+      functions[-1][1].append((int(found[1], 16), found[2], found[3]))
+  return functions
+
+
+def innermost_loops(code):
+  """The instruction lists between a jump back and its target."""
+  spans = []
+  for address, mnemonic, operands in code:
+    target = re.match(r"[0-9a-f]+\b", operands)
+    if mnemonic.startswith("j") and target:
+      if code[0][0] <= int(target[0], 16) <= address:
+        spans.append((int(target[0], 16), address))
+  return [[line for line in code if first <= line[0] <= last]
+          for first, last in spans
+          if not any((first, last) != (f, l) and first <= f and l <= last
+                     for f, l in spans)]
+
+
+def is_vector_loop(loop, register, suffix):
+  """Whether a loop computes, and only in registers of full width."""
+  arithmetic = [(ARITHMETIC.match(mnemonic), operands)
+                for _, mnemonic, operands in loop if ARITHMETIC.match(mnemonic)]
+  return bool(arithmetic) and all(
+      found["packed"] == "p" and found["type"] == suffix and
+      f"%{register}" in operands for found, operands in arithmetic)
+
+
+def plain(code):
+  """Instructions as text, without what the linker fills in."""
+  lines = []
+  for _, mnemonic, operands in code:
+    if mnemonic.startswith(("j", "call")):
+      operands = ""
+    operands = re.sub(r" *[<#].*", "", operands)
+    lines.append(f"{mnemonic} " + re.sub(r"-?0x[0-9a-f]+\(%rip\)", "(%rip)",
+                                         operands))
+  return "\n".join(["", *lines, ""])
+
+
+@pytest.fixture(scope="module")
+def loops(request):
+  """{(instruction set, rule, state, input): its innermost loops}."""
+  archive = request.config.getoption("--engine")
+  assert archive, "name the engine's archive with --engine=PATH"
+  found = {}
+  for name, code in disassemble(archive):
+    # A function is there only where the table that is asked for it names it.
+    match = re.search(r"::(\w+)<.*\bArity<wrapopt::(\w+)[^>]*>, "
+                      r"(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+)>\(", name)
+    if match:
+      found.setdefault(match.groups(), []).extend(innermost_loops(code))
+  return found
+
+
+def test_a_loop_is_found_and_judged():
+  # Two additions of a vector, then a scalar tail, as objdump prints them.
+  vector = [(0x10, "vmovups", "(%rax),%ymm0"),
+            (0x14, "vaddps", "0x0(%rip),%ymm0,%ymm0        # 20 <f+0x20>"),
+            (0x1c, "vaddps", "%ymm0,%ymm1,%ymm0"),
+            (0x20, "jne", "10 <f+0x10>")]
+  scalar = [(0x24, "vaddss", "%xmm0,%xmm1,%xmm0"), (0x28, "jb", "24 <f+0x24>")]
+  code = [(0x0, "je", "24 <f+0x24>"), *vector, *scalar, (0x2a, "ret", ""),
+          (0x2b, "jmp", "0 <f>")]
+  assert innermost_loops(code) == [vector, scalar]
+  assert is_vector_loop(vector, "ymm", "s")
+  assert not is_vector_loop(vector, "zmm", "s")
+  assert not is_vector_loop(vector, "ymm", "d")
+  assert not is_vector_loop(scalar, "xmm", "s")
+  assert not is_vector_loop(vector[:1], "ymm", "s")
+  assert plain(vector).splitlines()[2] == "vaddps (%rip),%ymm0,%ymm0"
+
+
+def test_every_rule_has_all_its_loops(loops):
+  assert set(loops) == {
+      (isa, rule, CPP_NAMES[state.name], CPP_NAMES[value.name])
+      for isa in REGISTERS for rule in _native.rules()
+      for state, value in PAIRS}
+
+
+@pytest.mark.parametrize("rule", _native.rules())
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.mark.parametrize("isa", REGISTERS)
+def test_a_loop_is_vector_code(loops, isa, rule, pair):
+  state, value = (CPP_NAMES[dtype.name] for dtype in pair)
+  suffix = "d" if pair[0] == DOUBLE else "s"
+  assert any(is_vector_loop(loop, REGISTERS[isa], suffix)
+             for loop in loops[isa, rule, state, value]), (
+                 f"{rule} of {state} and {value} for {isa} has no loop with "
+                 f"packed arithmetic in {REGISTERS[isa]} registers")
+
+
+@pytest.mark.parametrize("library", [wrapopt.sysconfig.get_lib(),
+                                     _native.__file__],
+                         ids=["ops", "python"])
+def test_the_libraries_hold_these_loops(loops, library):
+  text = "\n".join(plain(code) for _, code in disassemble(library))
+  missing = [key for key, found in loops.items()
+             if not all(plain(loop) in text for loop in found)]
+  assert not missing

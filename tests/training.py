@@ -1,0 +1,193 @@
+"""Trains variables on given gradients, and says what averages must be."""
+
+import contextlib
+import dataclasses
+import re
+
+import numpy as np
+import tensorflow as tf
+
+import numerics
+
+# Where a step runs: eagerly, in a `tf.function`, and in a session of a graph
+# with ref or with resource variables.
+MODES = ("eager", "function", "ref", "resource")
+GRAPH_MODES = ("ref", "resource")
+
+
+@contextlib.contextmanager
+def graph_of(kind):
+  """A new default graph whose variables are of `kind`: "ref" or "resource"."""
+  with tf.Graph().as_default() as graph:
+    tf.compat.v1.get_variable_scope().set_use_resource(kind == "resource")
+    yield graph
+
+
+def session_of(graph=None):
+  """A session in which the graph's global variables are initialized."""
+  graph = graph or tf.compat.v1.get_default_graph()
+  session = tf.compat.v1.Session(graph=graph)
+  with graph.as_default():
+    session.run(tf.compat.v1.global_variables_initializer())
+  return session
+
+
+def ancestors(op):
+  """All ops that run when `op` runs, with `op`."""
+  seen, pending = set(), [op]
+  while pending:
+    op = pending.pop()
+    if op not in seen:
+      seen.add(op)
+      pending += [t.op for t in op.inputs] + list(op.control_inputs)
+  return seen
+
+
+def ops_of_type(type_, graph=None):
+  graph = graph or tf.compat.v1.get_default_graph()
+  return [op for op in graph.get_operations() if op.type == type_]
+
+
+def ema_op(kind):
+  """The type of the native op of an average, in a graph of this kind."""
+  return "Wrapopt>EmaUpdateRef" if kind == "ref" else "Wrapopt>EmaUpdate"
+
+
+def exchange_op(kind):
+  return "Wrapopt>ExchangeRef" if kind == "ref" else "Wrapopt>Exchange"
+
+
+def assert_ema_step(after, before, value, decay):
+  """`after` is the average `before`, one step towards `value`."""
+  rate = 1 - np.float64(decay)
+  [(want, tolerance)] = numerics.reference("Ema", [before], [value], [rate])
+  numerics.assert_close(after, want, tolerance)
+
+
+def assert_same_bits(got, want):
+  """Two iterables of arrays are equal bit for bit."""
+  for i, (x, y) in enumerate(zip(got, want, strict=True)):
+    numerics.assert_same_bits(x, y, f"in array {i}")
+
+
+@dataclasses.dataclass
+class Trace:
+  """What a run held, before its first step and after each.
+
+  Attributes:
+    values: For each time, the variables.
+    slots: For each time, a dict from (slot name, index of the variable).
+    others: For each time, a dict from names to the optimizer's other variables.
+    traces: After each step, how often it had been traced (mode "function").
+    op_types: The types of the ops of the graph, or of the function; none in
+      mode "eager".
+    optimizer: What ran.
+    variables: What it ran on.
+  """
+  values: list = dataclasses.field(default_factory=list)
+  slots: list = dataclasses.field(default_factory=list)
+  others: list = dataclasses.field(default_factory=list)
+  traces: list = dataclasses.field(default_factory=list)
+  op_types: list = dataclasses.field(default_factory=list)
+  optimizer: object = None
+  variables: list = dataclasses.field(default_factory=list)
+
+
+def train(mode, make_optimizer, initial, steps):
+  """Trains variables on gradients.
+
+  Args:
+    mode: One of MODES.
+    make_optimizer: A function of the global step that makes the optimizer.
+    initial: A dict from names to the initial values of variables.
+    steps: For each step, a dict from names to gradients: arrays; None; or
+      (values, indices), arrays as well.
+
+  Returns:
+    A Trace. `values` are also of the time before the first step.
+  """
+  if mode in GRAPH_MODES:
+    with graph_of(mode) as graph:
+      return _train_session(graph, make_optimizer, initial, steps)
+  variables = {n: tf.Variable(x, name=n) for n, x in initial.items()}
+  global_step = tf.Variable(0, dtype=tf.int64, trainable=False,
+                            name="global_step")
+  opt = make_optimizer(global_step)
+  trace = Trace(optimizer=opt, variables=list(variables.values()))
+  trace.values.append([v.numpy() for v in trace.variables])
+  count = 0
+
+  def step(gradients):
+    nonlocal count
+    count += 1
+    opt.apply_gradients(
+        [(_gradient(gradients[n], initial[n].shape), variables[n])
+         for n in variables], global_step=global_step)
+
+  if mode == "function":
+    step = tf.function(step)
+  for gradients in steps:
+    step(_tensors(gradients, initial))
+    if mode == "function":
+      trace.traces.append(count)
+    trace.values.append([v.numpy() for v in trace.variables])
+    trace.slots.append({k: v.numpy() for k, v in _slots(trace).items()})
+    trace.others.append({k: v.numpy() for k, v in _others(trace).items()})
+  if mode == "function":
+    # Not a new trace: the structure of the arguments is that of the calls.
+    graph = step.get_concrete_function(_tensors(steps[0], initial)).graph
+    assert count == trace.traces[-1]
+    trace.op_types = [op.type for op in graph.get_operations()]
+  return trace
+
+
+def _tensors(gradients, initial):
+  return tf.nest.map_structure(
+      lambda x: None if x is None else tf.constant(x),
+      {name: gradients[name] for name in initial})
+
+
+def _gradient(x, shape):
+  return tf.IndexedSlices(*x, shape) if isinstance(x, tuple) else x
+
+
+def _slots(trace):
+  opt = trace.optimizer
+  return {(name, i): opt.get_slot(v, name) for name in opt.get_slot_names()
+          for i, v in enumerate(trace.variables)
+          if opt.get_slot(v, name) is not None}
+
+
+def _others(trace):
+  slots = {slot.ref() for slot in _slots(trace).values()}
+  # Eager names are made unique in the process: x, x_1, ...
+  return {re.sub(r"(_\d+)?:0$", "", v.name): v
+          for v in trace.optimizer.variables() if v.ref() not in slots}
+
+
+def _train_session(graph, make_optimizer, initial, steps):
+  variables = {n: tf.compat.v1.get_variable(n, initializer=x)
+               for n, x in initial.items()}
+  global_step = tf.compat.v1.train.get_or_create_global_step()
+  opt = make_optimizer(global_step)
+  trace = Trace(optimizer=opt, variables=list(variables.values()))
+  feeds = tf.nest.map_structure(
+      lambda x: None if x is None else tf.compat.v1.placeholder(x.dtype, x.shape),
+      {name: steps[0][name] for name in initial})
+  train_op = opt.apply_gradients(
+      [(_gradient(feeds[n], initial[n].shape), variables[n])
+       for n in variables], global_step=global_step)
+  trace.op_types = [op.type for op in graph.get_operations()]
+  with session_of(graph) as session:
+    read = lambda variables: [np.array(x) for x in session.run(variables)]
+    trace.values.append(read(trace.variables))
+    for gradients in steps:
+      session.run(train_op, {feed: x for feed, x in zip(
+          tf.nest.flatten(feeds),
+          tf.nest.flatten({n: gradients[n] for n in feeds}))
+                             if feed is not None})
+      trace.values.append(read(trace.variables))
+      for state, at in ((_slots(trace), trace.slots),
+                        (_others(trace), trace.others)):
+        at.append(dict(zip(state, read(list(state.values())))))
+  return trace

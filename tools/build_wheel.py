@@ -1,0 +1,100 @@
+"""Writes a wheel, with the standard library only: same input, same bytes."""
+
+import argparse
+import base64
+import hashlib
+import zipfile
+
+# The format is https://packaging.python.org/specifications/ "Binary
+# distribution format" and "Core metadata".
+
+
+def metadata(args):
+  """The METADATA file: who the package is and what it needs."""
+  lines = [
+      "Metadata-Version: 2.1",
+      f"Name: {args.package}",
+      f"Version: {args.version}",
+      f"Summary: {args.summary}",
+      f"Requires-Python: {args.requires_python}",
+  ]
+  lines += [f"Requires-Dist: {requirement}" for requirement in args.requires]
+  extras = sorted(pair.split("=", 1) for pair in args.extra)
+  lines += [f"Provides-Extra: {extra}"
+            for extra in sorted({extra for extra, _ in extras})]
+  lines += [f'Requires-Dist: {requirement} ; extra == "{extra}"'
+            for extra, requirement in extras]
+  lines += ["Description-Content-Type: text/markdown", "", ""]
+  with open(args.readme, encoding="utf-8") as f:
+    return "\n".join(lines) + f.read()
+
+
+def wheel_info(args):
+  """The WHEEL file: what an installer must know."""
+  return (f"Wheel-Version: 1.0\n"
+          f"Generator: {args.package} build_wheel.py\n"
+          f"Root-Is-Purelib: false\n"
+          f"Tag: {args.tag}\n")
+
+
+def package_files(args):
+  """{name in the wheel: bytes} of what the package consists of."""
+  files = {}
+  for pair in args.file:
+    name, path = pair.split("=", 1)
+    if not name.startswith(args.package + "/"):
+      raise SystemExit(f"{name} must lie in {args.package}/: "
+                       "a wheel holds one package's files")
+    if name in files:
+      raise SystemExit(f"{name} was given twice")
+    with open(path, "rb") as f:
+      files[name] = f.read()
+  return files
+
+
+def record_line(name, data):
+  digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+  return f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}"
+
+
+def write(path, files):
+  """Writes a zip whose bytes depend on nothing but `files`."""
+  with zipfile.ZipFile(path, "w") as wheel:
+    for name, data in files:
+      item = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
+      item.compress_type = zipfile.ZIP_DEFLATED
+      mode = 0o755 if name.endswith(".so") else 0o644
+      item.external_attr = (0o100000 | mode) << 16
+      wheel.writestr(item, data, compresslevel=9)
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--out", required=True)
+  parser.add_argument("--package", required=True)
+  parser.add_argument("--version", required=True)
+  parser.add_argument("--tag", required=True)
+  parser.add_argument("--summary", required=True)
+  parser.add_argument("--readme", required=True)
+  parser.add_argument("--requires_python", required=True)
+  parser.add_argument("--requires", action="append", default=[])
+  parser.add_argument("--extra", action="append", default=[],
+                      metavar="EXTRA=REQUIREMENT")
+  parser.add_argument("--file", action="append", default=[],
+                      metavar="NAME_IN_WHEEL=PATH")
+  args = parser.parse_args()
+
+  info = f"{args.package}-{args.version}.dist-info"
+  files = sorted(package_files(args).items()) + [
+      (f"{info}/METADATA", metadata(args).encode()),
+      (f"{info}/WHEEL", wheel_info(args).encode()),
+      (f"{info}/top_level.txt", f"{args.package}\n".encode()),
+  ]
+  record = [record_line(name, data) for name, data in files]
+  record.append(f"{info}/RECORD,,")
+  files.append((f"{info}/RECORD", ("\n".join(record) + "\n").encode()))
+  write(args.out, files)
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,29 @@
+"""Runs pytest for one Bazel test target."""
+
+import os
+import sys
+
+import pytest
+
+
+def main():
+  args = list(sys.argv[1:])
+  xml = os.environ.get("XML_OUTPUT_FILE")
+  if xml:
+    args.append(f"--junitxml={xml}")
+  only = os.environ.get("TESTBRIDGE_TEST_ONLY")  # bazel test --test_filter=...
+  if only:
+    args.append(f"-k={only}")
+  scratch = os.environ.get("TEST_TMPDIR")
+  if scratch:
+    args.append(f"--basetemp={scratch}/pytest")
+    # What a library keeps in the user's home, Matplotlib's font list say, must
+    # not tie a test to the machine.
+    os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = scratch
+  # The runfiles tree is read-only.
+  args += ["-p", "no:cacheprovider", "--rootdir", os.getcwd(), "-q", "-rs"]
+  return pytest.main(args)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

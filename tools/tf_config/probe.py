@@ -1,0 +1,93 @@
+"""Prints, as JSON, what the build needs to know of this interpreter.
+
+Usage: probe.py WRAPOPT_PACKAGE_DIR
+
+TensorFlow is located, not imported: an import takes seconds and logs.
+"""
+
+import glob
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import platform
+import runpy
+import sys
+import sysconfig
+
+
+def package_dir(name):
+  spec = importlib.util.find_spec(name)
+  if spec is None:
+    sys.exit(f"{sys.executable} has no package '{name}': "
+             "run ./tools/quickstart, or set PYTHON_BIN_PATH")
+  return os.path.realpath(list(spec.submodule_search_locations)[0])
+
+
+def tensorflow_version():
+  """The version of the distribution, whichever it is, that has tensorflow."""
+  for name in importlib.metadata.packages_distributions()["tensorflow"]:
+    files = importlib.metadata.files(name) or []
+    if any(str(file) == "tensorflow/__init__.py" for file in files):
+      return importlib.metadata.version(name)
+  sys.exit(f"no distribution of {sys.executable} owns the package 'tensorflow'")
+
+
+def tensorflow_cxx11_abi(tf):
+  """The value of _GLIBCXX_USE_CXX11_ABI that TensorFlow was compiled with.
+
+  It shows in the mangled name of any function that takes a std::string.
+  """
+  with open(os.path.join(tf, "libtensorflow_framework.so.2"), "rb") as f:
+    with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library:
+      attr = b"_ZN10tensorflow12OpDefBuilder4AttrE"
+      return int(library.find(attr + b"NSt7__cxx11") >= 0)
+
+
+def python_include(tf):
+  # Debian keeps Python.h in python3.11-dev; TensorFlow's wheel carries one too.
+  include = sysconfig.get_paths()["include"]
+  if os.path.exists(os.path.join(include, "Python.h")):
+    return include
+  found = glob.glob(os.path.join(
+      tf, "include", "external", "python_%d_%d_*" % sys.version_info[:2],
+      "include", "python*", "Python.h"))
+  if not found:
+    sys.exit(f"{sys.executable} has no Python.h: "
+             "apt-get install python%d.%d-dev" % sys.version_info[:2])
+  return os.path.dirname(found[0])
+
+
+def main():
+  tf = package_dir("tensorflow")
+  tf_include = os.path.join(tf, "include")
+
+  def run(name):
+    return runpy.run_path(os.path.join(sys.argv[1], name))
+
+  print(json.dumps({
+      "wrapopt_version": run("version.py")["__version__"],
+      "python": sys.executable,
+      "python_version": "%d.%d" % sys.version_info[:2],
+      "python_tag": "cp%d%d" % sys.version_info[:2],
+      "python_include": python_include(tf),
+      "machine": platform.machine(),
+      "tf_dir": tf,
+      "tf_include": tf_include,
+      "tf_version": tensorflow_version(),
+      "cxx11_abi": tensorflow_cxx11_abi(tf),
+      # The same function reads it when the built package is imported.
+      "absl_namespace": run("sysconfig.py")["_absl_namespace"](tf_include),
+      "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
+      # Not wrapopt: tools/quickstart installs it into the interpreter, and
+      # the tests run the one that was built.
+      "packages": sorted({
+          f"{d.metadata['Name']}=={d.version}"
+          for d in importlib.metadata.distributions()
+          if d.metadata["Name"] != "wrapopt"
+      }),
+  }))
+
+
+main()

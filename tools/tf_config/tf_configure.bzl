@@ -1,0 +1,69 @@
+"""Repository rule: the interpreter with its TensorFlow and pybind11.
+
+The interpreter is $PYTHON_BIN_PATH, else <workspace>/.venv/bin/python.
+"""
+
+# Headers of TensorFlow's dependencies that the wheel keeps under external/
+# while XLA's own headers include them from their root.
+_TF_EXTERNAL_INCLUDES = [
+    "external/highwayhash",
+    "external/farmhash_archive/src",
+]
+
+def _find_python(ctx, workspace):
+    path = ctx.os.environ.get("PYTHON_BIN_PATH", "")
+    if not path:
+        path = "{}/.venv/bin/python".format(workspace)
+    if not ctx.path(path).exists:
+        fail("there is no {}: run ./tools/quickstart, or set PYTHON_BIN_PATH".format(path))
+    return path
+
+def _tf_configure_impl(ctx):
+    workspace = ctx.path(Label("//:WORKSPACE")).dirname
+
+    # Naming these as labels runs this rule anew when one of them changes.
+    probe = ctx.path(Label("//tools/tf_config:probe.py"))
+    package = ctx.path(Label("//wrapopt:version.py")).dirname
+    ctx.path(Label("//wrapopt:sysconfig.py"))
+
+    python = _find_python(ctx, workspace)
+    result = ctx.execute([python, probe, package], environment = {"PYTHONNOUSERSITE": "1"})
+    if result.return_code:
+        fail("tf_configure: " + result.stderr)
+    found = json.decode(result.stdout)
+
+    ctx.symlink(found["tf_include"], "include")
+    ctx.symlink(found["tf_dir"] + "/libtensorflow_framework.so.2", "libtensorflow_framework.so.2")
+    ctx.symlink(found["pybind11_include"], "pybind11_include")
+    ctx.symlink(found["python_include"], "python_include")
+
+    # Tests take this as an input: a changed venv runs them anew.
+    ctx.file("environment.txt", "\n".join(found["packages"]) + "\n")
+
+    ctx.file("config.bzl", "\n".join([
+        "ABSL_NAMESPACE = %r" % found["absl_namespace"],
+        "CXX11_ABI = %r" % int(found["cxx11_abi"]),
+        "MACHINE = %r" % found["machine"],
+        "PYTHON = %r" % found["python"],
+        "PYTHON_TAG = %r" % found["python_tag"],
+        "PYTHON_VERSION = %r" % found["python_version"],
+        "TF_VERSION = %r" % found["tf_version"],
+        "WRAPOPT_VERSION = %r" % found["wrapopt_version"],
+        "",
+    ]))
+    ctx.template(
+        "BUILD",
+        Label("//tools/tf_config:BUILD.tpl"),
+        {
+            "%{CXX11_ABI}": str(int(found["cxx11_abi"])),
+            "%{PYTHON}": found["python"],
+            "%{TF_XLA_INCLUDES}": repr(["include/" + d for d in _TF_EXTERNAL_INCLUDES]),
+        },
+    )
+
+tf_configure = repository_rule(
+    implementation = _tf_configure_impl,
+    configure = True,
+    local = True,
+    environ = ["PYTHON_BIN_PATH"],
+)

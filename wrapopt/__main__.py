@@ -1,0 +1,50 @@
+"""`python -m wrapopt` prints what this copy of wrapopt is and runs on."""
+
+import platform
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.framework import op_def_pb2
+from tensorflow.python.client import pywrap_tf_session as c_api
+from tensorflow.python.framework import kernels
+
+from wrapopt import _native
+from wrapopt import sysconfig
+
+
+def _devices_of_ops():
+  """Returns {op: [types of device that have a kernel]} of wrapopt's ops."""
+  registered = op_def_pb2.OpList.FromString(
+      c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
+  return {
+      op.name: sorted({
+          kernel.device_type
+          for kernel in kernels.get_registered_kernels_for_op(op.name).kernel})
+      for op in registered.op if op.name.startswith("Wrapopt>")}
+
+
+def main():
+  facts = {
+      "library": sysconfig.get_lib(),
+      "built for": (f"TensorFlow {_native.tensorflow_version}, "
+                    f"C++ ABI {_native.cxx11_abi}, "
+                    f"absl {_native.absl_namespace}, {_native.python_tag}"),
+      "built with": _native.compiler,
+      "runs on": (f"TensorFlow {tf.__version__}, "
+                  f"Python {platform.python_version()}, "
+                  f"NumPy {np.__version__}"),
+      "CPU kernels": (f"{_native.cpu_isa()}, chosen from "
+                      f"{', '.join(_native.cpu_isas())}"),
+  }
+  print(f"wrapopt {_native.version}")
+  for name, fact in facts.items():
+    print(f"  {name:<11}  {fact}")
+  devices_of_ops = _devices_of_ops()
+  width = max(map(len, devices_of_ops))
+  print(f"\n{'op':<{width}}  devices that have kernels")
+  for op, devices in sorted(devices_of_ops.items()):
+    print(f"{op:<{width}}  {', '.join(devices) or 'none'}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,27 @@
+"""Packages that only the examples and benchmarks need."""
+
+import importlib
+
+
+def load(module):
+  """Imports `module` of an optional package.
+
+  Args:
+    module: Its full name, such as "sklearn.datasets".
+
+  Returns:
+    The module.
+
+  Raises:
+    SystemExit: If the package is not installed; says how to install it.
+  """
+  try:
+    return importlib.import_module(module)
+  except ModuleNotFoundError as e:
+    package = module.split(".")[0]
+    if e.name is None or e.name.split(".")[0] != package:
+      raise
+    raise SystemExit(
+        f"The examples and benchmarks need the Python module '{package}', "
+        "which is not installed. Install what they need with: "
+        "pip install 'wrapopt[examples]'") from None

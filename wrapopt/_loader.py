@@ -1,0 +1,71 @@
+"""Finds TensorFlow, checks that it fits, and loads the native library, once.
+
+A library for another TensorFlow fails in the dynamic linker with a mangled
+name, or loads and crashes later. So all that can differ is compared first, and
+said in words.
+"""
+
+import sys
+
+from wrapopt import _native
+from wrapopt import sysconfig
+
+_REBUILD = ("build wrapopt for the TensorFlow that is installed (./tools/"
+            "quickstart in its sources)")
+
+
+def _minor(version):
+  return ".".join(version.split(".")[:2])
+
+
+def _error(subject, built, found, remedy):
+  return ImportError(f"wrapopt {_native.version} was built for {subject} "
+                     f"{built}, but found {found}. To mend this, {remedy}.")
+
+
+def _install():
+  wanted = _minor(_native.tensorflow_version)
+  return (f"pip install 'tensorflow-cpu=={wanted}.*', or, for GPUs, "
+          f"'tensorflow=={wanted}.*'")
+
+
+def _import_tensorflow():
+  """Imports TensorFlow; raises ImportError if its library does not fit."""
+  wanted = f"{_minor(_native.tensorflow_version)}.*"
+  try:
+    import tensorflow as tf
+  except ModuleNotFoundError as e:
+    if e.name != "tensorflow":
+      raise
+    raise _error("TensorFlow", wanted, f"none in {sys.prefix}",
+                 _install()) from None
+
+  if _minor(tf.__version__) != _minor(_native.tensorflow_version):
+    raise _error("TensorFlow", wanted, f"TensorFlow {tf.__version__}",
+                 f"{_install()}; or {_REBUILD}")
+  if tf.sysconfig.CXX11_ABI_FLAG != _native.cxx11_abi:
+    raise _error(
+        "a TensorFlow with the C++ ABI", f"flag {_native.cxx11_abi}",
+        f"a TensorFlow {tf.__version__} with _GLIBCXX_USE_CXX11_ABI="
+        f"{tf.sysconfig.CXX11_ABI_FLAG}", _REBUILD)
+  namespace = sysconfig._absl_namespace(tf.sysconfig.get_include())
+  # A TensorFlow without headers cannot be asked; its linker will say.
+  if namespace is not None and namespace != _native.absl_namespace:
+    raise _error(
+        "a TensorFlow with the absl namespace", f"'{_native.absl_namespace}'",
+        f"a TensorFlow {tf.__version__} with "
+        + (f"'{namespace}'" if namespace else "none"), _REBUILD)
+  return tf
+
+
+def _load():
+  tf = _import_tensorflow()
+  try:
+    return tf.load_op_library(sysconfig.get_lib())
+  except tf.errors.NotFoundError as e:
+    raise _error("TensorFlow", _native.tensorflow_version,
+                 f"a TensorFlow {tf.__version__} that cannot load "
+                 f"{sysconfig.get_lib()} ({e.message})", _REBUILD) from None
+
+
+ops = _load()

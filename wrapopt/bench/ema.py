@@ -1,0 +1,175 @@
+"""Exponential moving averages of many variables, K averages of each.
+
+Compares `wrapopt.ops.ema_update`, in a v1 session and in a tf.function, with
+
+  tf.compat.v1.train.ExponentialMovingAverage   in the same v1 session
+  tf.function                                   of assign_sub
+  tf.function(jit_compile=True)                 of assign_sub, by XLA
+  the streaming limit                           native threads that only add
+
+All of them update the same float32 resource variables, and are checked to.
+GB/s counts what a pass must move: each value is read, each average is read and
+written. A contender that moves more than that has fewer GB/s, not more.
+"""
+
+import contextlib
+import gc
+import statistics
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _native
+from wrapopt import ops
+from wrapopt.bench import harness
+
+_DECAYS = (0.999, 0.99, 0.9)
+_STOCK = "ExponentialMovingAverage, v1 session"
+
+
+def run(options):
+  """Runs the benchmark and returns its results, one per contender."""
+  results = []
+  for name in options.sets:
+    for k in (1, len(_DECAYS)):
+      results += measure(name, harness.VARIABLE_SETS[name], _DECAYS[:k],
+                         harness.rounds(options))
+  return results
+
+
+def measure(name, shapes, decays, n_rounds):
+  """Compares all contenders on one set of variables and prints a table.
+
+  Args:
+    name: The name of the set.
+    shapes: The shapes of its variables.
+    decays: One decay for each average of a variable.
+    n_rounds: How often each contender has its turn.
+
+  Returns:
+    A list of dicts: what is in a row of the table.
+  """
+  sizes = harness.sizes(shapes)
+  values, moved = sum(sizes), 4 * sum(sizes) * (1 + 2 * len(decays))
+  limits = _limits(sizes, len(decays))
+  session, in_session = _in_session(shapes, decays)
+  with contextlib.closing(session):
+    contenders = {**limits, **in_session, **_in_functions(shapes, decays)}
+    seconds = harness.alternate(
+        contenders, n_rounds, f"{name}, K = {len(decays)}")
+  del contenders, in_session
+  gc.collect()  # The next set wants the memory.
+
+  # The threads of a small set's limit cost more than they bring.
+  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
+  for other in limits:
+    if other != limit:
+      del seconds[other]
+  results = [
+      {
+          "set": name,
+          "averages": len(decays),
+          "contender": contender,
+          "milliseconds": 1e3 * statistics.median(times),
+          "spread": harness.spread(times),
+          "gigabytes_per_second": moved / statistics.median(times) / 1e9,
+          "of_limit": harness.speedup(times, seconds[limit]),
+          "of_stock": harness.speedup(times, seconds[_STOCK]),
+          "rounds": n_rounds,
+      } for contender, times in seconds.items()]
+  print(f"\n{name}: {len(shapes)} variables, {values:,} numbers, K = "
+        f"{len(decays)}: {moved / 1e6:,.1f} MB a pass")
+  print(harness.table(
+      ("", "ms", "+-", "GB/s", "of limit", "x stock"),
+      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
+        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
+        f"{r['of_stock']:.2f}") for r in results]), flush=True)
+  return results
+
+
+def _limits(sizes, averages):
+  limit = _native.StreamLimit(sizes, reads=1, writes=averages)
+  return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
+              lambda n=n: limit.run(n)
+          for n in sorted({1, harness.threads()})}
+
+
+def _in_session(shapes, decays):
+  """A session, and {name: function that updates once} of what runs in it."""
+  tf1 = tf.compat.v1
+  graph = tf.Graph()
+  with graph.as_default(), tf.device("/cpu:0"):
+    values = [
+        tf1.get_variable(f"v{i}", initializer=tf.random.uniform(shape),
+                         use_resource=True)
+        for i, shape in enumerate(shapes)]
+    averages = [tf1.train.ExponentialMovingAverage(d, name=f"average{k}")
+                for k, d in enumerate(decays)]
+    stock = tf.group(*[average.apply(values) for average in averages])
+    shadows = [[average.average(v) for v in values] for average in averages]
+    fused = ops.ema_update(shadows, values, decays)
+    state = _state(shadows, values)
+    init = tf1.global_variables_initializer()
+  session = tf1.Session(graph=graph)
+  session.run(init)
+  # The averages started as equal to the values, and would stay so however
+  # often updated. New values.
+  session.run([v.initializer for v in values])
+  contenders = {"wrapopt, v1 session": session.make_callable(fused),
+                _STOCK: session.make_callable(stock)}
+  check_all(contenders, decays, lambda: session.run(state))
+  return session, contenders
+
+
+def _in_functions(shapes, decays):
+  """{name: function that updates once} of what needs no session."""
+  with tf.device("/cpu:0"):
+    values = [tf.Variable(tf.random.uniform(shape)) for shape in shapes]
+    shadows = [[tf.Variable(tf.random.uniform(shape)) for shape in shapes]
+               for _ in decays]
+
+  def assign_sub():
+    for row, decay in zip(shadows, decays):
+      for shadow, value in zip(row, values):
+        shadow.assign_sub((1 - decay) * (shadow - value))
+
+  contenders = {
+      "wrapopt, tf.function":
+          tf.function(lambda: ops.ema_update(shadows, values, decays)),
+      "assign_sub, tf.function": tf.function(assign_sub),
+      "assign_sub, jit_compile": tf.function(assign_sub, jit_compile=True),
+  }
+  check_all(contenders, decays, lambda: _state(shadows, values))
+  return contenders
+
+
+def _state(shadows, values):
+  """What check_all compares: a sample of the numbers of each variable."""
+
+  def sample(variables):
+    return tf.concat(
+        [tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
+         for v in variables], axis=0)
+
+  return [sample(row) for row in shadows], sample(values)
+
+
+def check_all(contenders, decays, state):
+  """Raises unless each contender makes the update that the others make.
+
+  Args:
+    contenders: {name: function that updates once}.
+    decays: One decay for each average.
+    state: A function that returns ([an average for each decay], their value).
+  """
+  for name, update in contenders.items():
+    before, value = (np.array(x, np.float64) for x in state())
+    update()
+    after, _ = state()
+    for k, decay in enumerate(decays):
+      expected = before[k] + (1 - decay) * (value - before[k])
+      # TensorFlow's 1 - decay is a float32 difference; all are in [0, 1).
+      if not np.allclose(after[k], expected, rtol=0, atol=1e-6):
+        raise AssertionError(
+            f"{name}: the average of decay {decay} is off by "
+            f"{np.abs(after[k] - expected).max():.3g} after one update.")

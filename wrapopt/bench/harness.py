@@ -1,0 +1,169 @@
+"""What the benchmarks share: sets of variables, the clock, the tables."""
+
+import math
+import os
+import platform
+import random
+import statistics
+import time
+
+import tensorflow as tf
+
+from wrapopt import _extras
+from wrapopt import _native
+
+
+def _resnet50():
+  """Shapes of the 161 trainable variables of ResNet-50, in layer order.
+
+  He et al., "Deep residual learning for image recognition", 2015, table 1, for
+  ImageNet's 1000 classes: 53 convolutions without bias, each with the gamma and
+  beta of its batch normalization, and the kernel and bias of the dense layer,
+  25,557,032 numbers together. These are the shapes in
+  `tf.keras.applications.ResNet50`, less the biases that Keras gives its
+  convolutions.
+  """
+  shapes = []
+
+  def conv(size, inputs, outputs):
+    shapes.extend([(size, size, inputs, outputs), (outputs,), (outputs,)])
+
+  conv(7, 3, 64)
+  inputs = 64
+  for filters, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+    for block in range(blocks):
+      if block == 0:
+        conv(1, inputs, 4 * filters)  # The shortcut.
+      conv(1, inputs, filters)
+      conv(3, filters, filters)
+      conv(1, filters, 4 * filters)
+      inputs = 4 * filters
+  return shapes + [(inputs, 1000), (1000,)]
+
+
+VARIABLE_SETS = {
+    "2x4096x4096": [(4096, 4096)] * 2,
+    "resnet50": _resnet50(),
+    "400x256": [(256,)] * 400,
+}
+
+
+def sizes(shapes):
+  """Numbers of elements of `shapes`."""
+  return [math.prod(shape) for shape in shapes]
+
+
+def threads():
+  """The size of TensorFlow's intra-op thread pool."""
+  return (tf.config.threading.get_intra_op_parallelism_threads()
+          or len(os.sched_getaffinity(0)))
+
+
+def environment():
+  """What a reader of the figures has to know of this process."""
+  # pylint: disable=g-import-not-at-top
+  from wrapopt.version import __version__
+  return {
+      "wrapopt": __version__,
+      "TensorFlow": tf.__version__,
+      "kernels": _native.cpu_isa(),
+      "threads": threads(),
+      "processor": _processor(),
+      # Above 0 at the start, something else wanted the processor too.
+      "load": round(os.getloadavg()[0], 2),
+  }
+
+
+def _processor():
+  try:
+    with open("/proc/cpuinfo", encoding="utf-8") as f:
+      for line in f:
+        if line.startswith("model name"):
+          return line.split(":", 1)[1].strip()
+  except OSError:
+    pass
+  return platform.machine()
+
+
+def add_arguments(parser):
+  """The arguments that all benchmarks take."""
+  parser.add_argument(
+      "--sets", nargs="+", choices=list(VARIABLE_SETS), metavar="SET",
+      default=list(VARIABLE_SETS),
+      help=f"the sets of variables, of {', '.join(VARIABLE_SETS)}; default all")
+  parser.add_argument(
+      "--quick", action="store_true",
+      help="5 rounds instead of 25: for a look, not for figures")
+  parser.add_argument("--json", metavar="FILE", help="where to write results")
+
+
+def rounds(options):
+  return 5 if options.quick else 25
+
+
+def alternate(contenders, n_rounds, label, turn_seconds=0.05):
+  """Times functions in turns, so that all of them meet the same machine.
+
+  Each round has one turn for each contender, in random order. A turn is one
+  call that is not timed, which puts the caches into the contender's own state,
+  and then as many timed calls as take some `turn_seconds`.
+
+  Args:
+    contenders: {name: function of no arguments}.
+    n_rounds: The number of rounds.
+    label: What the progress bar says.
+    turn_seconds: Seconds of a turn.
+
+  Returns:
+    {name: [seconds per call in each round]}.
+  """
+  calls = {}
+  for name, call in contenders.items():
+    call()  # Compiles, traces, and touches what it allocates.
+    call()
+    calls[name] = max(1, round(turn_seconds / max(_time(call, 1), 1e-9)))
+  order = random.Random(0)
+  seconds = {name: [] for name in contenders}
+  with _extras.load("tqdm").tqdm(
+      total=n_rounds * len(contenders), desc=label, unit="turn",
+      leave=False) as progress:
+    for _ in range(n_rounds):
+      for name in order.sample(list(contenders), len(contenders)):
+        contenders[name]()
+        seconds[name].append(_time(contenders[name], calls[name]))
+        progress.update()
+  return seconds
+
+
+def _time(call, calls):
+  start = time.perf_counter()
+  for _ in range(calls):
+    call()
+  return (time.perf_counter() - start) / calls
+
+
+def speedup(seconds, reference):
+  """How many times as fast `seconds` is as `reference`, by the median round.
+
+  The two of a round were measured a moment apart, so that what else the machine
+  did weighs on both.
+  """
+  return statistics.median(r / s for s, r in zip(seconds, reference))
+
+
+def spread(seconds):
+  """Half the distance of the quartiles, relative to the median."""
+  if len(seconds) < 2:
+    return 0.0
+  low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+  return (high - low) / 2 / median
+
+
+def table(header, rows):
+  """Rows of strings as aligned text; the first column to the left."""
+  rows = [header, *rows]
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return "\n".join(
+      "  ".join([row[0].ljust(widths[0]),
+                 *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
+      for row in rows)

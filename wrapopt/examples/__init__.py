@@ -1,0 +1,1 @@
+"""Examples: `python -m wrapopt.examples.digits --help`."""
