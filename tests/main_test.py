@@ -17,8 +17,12 @@ def run(**env):
   return process.stdout
 
 
-def test_versions_and_build_facts():
-  out = run()
+@pytest.fixture(scope="module")
+def out():
+  return run()
+
+
+def test_versions_and_build_facts(out):
   assert out.startswith(f"wrapopt {wrapopt.__version__}\n")
   assert f"  library      {wrapopt.sysconfig.get_lib()}\n" in out
   assert re.search(rf"  built for    TensorFlow {tf.__version__}, C\+\+ ABI "
@@ -27,8 +31,8 @@ def test_versions_and_build_facts():
   assert f"  runs on      TensorFlow {tf.__version__}, Python 3." in out
 
 
-def test_ops_and_their_devices():
-  table = run().split("devices that have kernels\n")[1]
+def test_ops_and_their_devices(out):
+  table = out.split("devices that have kernels\n")[1]
   rows = dict(line.split(maxsplit=1) for line in table.splitlines())
   assert {"Wrapopt>EmaUpdate", "Wrapopt>EmaUpdateRef", "Wrapopt>Exchange",
           "Wrapopt>ExchangeRef"} <= rows.keys()

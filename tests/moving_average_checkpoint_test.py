@@ -1186,6 +1186,20 @@ def test_a_monitored_session(kind, tmp_path):
           session.run(model.train)
 
 
+def test_a_run_that_fails_inside(kind):
+  del kind
+  model = Model()
+  end = tf.debugging.check_numerics(
+      v1.placeholder_with_default(np.float32(np.nan), []), "the end")
+  with v1.train.MonitoredSession() as session:
+    session.run(model.train)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the end"):
+      with model.opt.averaged_weights(session):
+        session.run(end)
+    assert session.run(model.a).tolist() == [1, 1]
+    assert session.run(model.opt.average(model.a)).tolist() == [0.5, 0.5]
+
+
 def test_hooks_do_not_see_the_exchange(kind):
   del kind
   seen = []

@@ -163,6 +163,17 @@ def test_average_decay_is_checked(decay, text):
     wrap(decay)
 
 
+def test_decays_may_be_numpy_numbers():
+  w = tf.Variable(0.0)
+  opt = wrap([np.float32(0.5), np.float64(0.75)])
+  descend(opt, w)
+  assert opt.average(w).numpy() == 0.5
+  assert opt.average(w, 0.75).numpy() == 0.25
+  with pytest.raises(ValueError, match=(
+      r"^`average_decay` must be in \[0, 1\], got 1\.5\.$")):
+    wrap(np.float32(1.5))
+
+
 def test_num_updates_is_checked():
   with pytest.raises(ValueError, match=(
       r"^`num_updates` must be at least 0, got -1\.$")):
@@ -948,14 +959,18 @@ def test_a_wrapper_in_a_wrapper(mode):
 
 # tf.distribute.
 
-MIRRORED = """
+DISTRIBUTED = """
+import sys
 import tensorflow as tf
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(
     cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
 import wrapopt
 
-strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+strategy = {
+    "Mirrored": tf.distribute.MirroredStrategy,
+    "CentralStorage": tf.distribute.experimental.CentralStorageStrategy,
+}[sys.argv[1]](["/cpu:0", "/cpu:1"])
 with strategy.scope():
   w = tf.Variable([0.0, 0.0])
   opt = wrapopt.MovingAverageOptimizer(
@@ -969,7 +984,7 @@ def step():
   strategy.run(replica)
 
 def show(*variables):
-  print([[float(x[0]) for x in strategy.experimental_local_results(v)]
+  print([sorted({float(x[0]) for x in strategy.experimental_local_results(v)})
          for v in variables])
 
 for _ in range(2):
@@ -978,18 +993,20 @@ for _ in range(2):
 with opt.averaged_weights():
   show(w, opt.average(w))
 show(w, opt.average(w))
-print([v.device[-5:] for v in opt.average(w).values])
+print([v.device[-5:] for v in getattr(opt.average(w), "values", ())])
 """
 
 
-def test_mirrored_strategy():
-  process = run_python("-c", MIRRORED)
+@pytest.mark.parametrize("strategy, devices", [
+    ("Mirrored", ["CPU:0", "CPU:1"]), ("CentralStorage", [])])
+def test_a_strategy(strategy, devices):
+  process = run_python("-c", DISTRIBUTED, strategy)
   assert process.returncode == 0, process.stderr
   # Weights: 1, then 1 + 1.5. Averages: half of 1, then half way to 2.5; and a
-  # quarter.
+  # quarter. The same in both replicas.
   assert process.stdout.splitlines() == [
-      "[[1.0, 1.0], [-1.0, -1.0], [0.5, 0.5], [0.25, 0.25]]",
-      "[[2.5, 2.5], [-1.5, -1.5], [1.5, 1.5], [0.8125, 0.8125]]",
-      "[[1.5, 1.5], [2.5, 2.5]]",
-      "[[2.5, 2.5], [1.5, 1.5]]",
-      "['CPU:0', 'CPU:1']"]
+      "[[1.0], [-1.0], [0.5], [0.25]]",
+      "[[2.5], [-1.5], [1.5], [0.8125]]",
+      "[[1.5], [2.5]]",
+      "[[2.5], [1.5]]",
+      str(devices)]
