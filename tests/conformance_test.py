@@ -160,7 +160,8 @@ def test_no_inner_optimizer_is_left_out():
 @pytest.mark.parametrize("inner, name", [
     (inner, name) for inner in UNSUPPORTED for name in UNSUPPORTED[inner]])
 def test_what_is_unsupported_fails_without_a_wrapper(inner, name):
-  initial = {name: np.zeros(SHAPE, tf.as_dtype(name.split("_")[1]).as_numpy_dtype)}
+  dtype = tf.as_dtype(name.split("_")[1])
+  initial = {name: np.zeros(SHAPE, dtype.as_numpy_dtype)}
   with pytest.raises((TypeError, tf.errors.InvalidArgumentError),
                      match="float32|No OpKernel was registered"):
     train("ref", INNER[inner], initial, gradients(initial))

@@ -165,8 +165,8 @@ def test_dict_keys_may_be_any(kind, tmp_path):
   model = Model()
   m = model
   saver = m.opt.swapping_saver({
-      "weights": m.a, "raw/weights": m.opt.average(m.a), "b": m.opt.average(m.b),
-      "b" + AVERAGE: m.b, "counter": m.step})
+      "weights": m.a, "raw/weights": m.opt.average(m.a),
+      "b": m.opt.average(m.b), "b" + AVERAGE: m.b, "counter": m.step})
   with session_of() as session:
     session.run(model.train)
     before = session.run(model.state)
@@ -182,9 +182,10 @@ def test_dict_keys_may_be_any(kind, tmp_path):
 
 def reads(variable, kind):
   """Tensors that a Saver takes for the variable that they read."""
+  # pylint: disable=protected-access
   if kind == "ref":
-    return [variable._ref()]  # pylint: disable=protected-access
-  return [variable._graph_element, variable.value()]  # pylint: disable=protected-access
+    return [variable._ref()]
+  return [variable._graph_element, variable.value()]
 
 
 @pytest.mark.parametrize("which", [0, -1])
@@ -647,10 +648,11 @@ class Eager:
           (None, self.frozen)])
 
   def state(self):
+    # pylint: disable=protected-access
     opt = self.opt
     slots = [opt.get_slot(v, name) for name in opt.get_slot_names()
              if "Average" not in name for v in (self.w, self.e)]
-    others = getattr(opt, "_optimizer", opt)._non_slot_dict  # pylint: disable=protected-access
+    others = getattr(opt, "_optimizer", opt)._non_slot_dict
     return [x.numpy() for x in (
         self.w, self.e, self.frozen, *slots,
         *(v for _, v in sorted(others.items(), key=lambda item: item[0][0])))]
@@ -705,7 +707,6 @@ def test_a_checkpoint_of_the_bare_optimizer(tmp_path, inner, deferred):
     assert_same_bits(two.state(), before)
     two.opt.seed_averages()
   two.train()
-  # All of the file was wanted.
   status.assert_nontrivial_match()
   status.expect_partial()
   assert_same_bits(two.state(), one.state())
@@ -819,8 +820,8 @@ def test_a_checkpoint_by_names_is_restored_eagerly(tmp_path):
 
 # averaged_weights.
 
-IN_PLACE = (r"cannot be used inside averaged_weights: the averages are in place "
-            r"of the weights\. Leave the `with` block first\.$")
+IN_PLACE = (r"cannot be used inside averaged_weights: the averages are in "
+            r"place of the weights\. Leave the `with` block first\.$")
 
 # Numbers that arithmetic would not bring back: two NaNs with payloads (one of
 # them signaling), -0, infinities, a subnormal number, the largest.
@@ -991,7 +992,8 @@ def test_nested(place):
 def test_no_average_yet():
   opt = wrap()
   for call, what in ((lambda: opt.averaged_weights().__enter__(),
-                      "averaged_weights"), (opt.seed_averages, "seed_averages")):
+                      "averaged_weights"),
+                     (opt.seed_averages, "seed_averages")):
     with pytest.raises(RuntimeError, match=(
         f"^Must call apply_gradients or minimize before {what}$")):
       call()

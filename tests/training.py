@@ -172,7 +172,8 @@ def _train_session(graph, make_optimizer, initial, steps):
   opt = make_optimizer(global_step)
   trace = Trace(optimizer=opt, variables=list(variables.values()))
   feeds = tf.nest.map_structure(
-      lambda x: None if x is None else tf.compat.v1.placeholder(x.dtype, x.shape),
+      lambda x: (None if x is None
+                 else tf.compat.v1.placeholder(x.dtype, x.shape)),
       {name: steps[0][name] for name in initial})
   train_op = opt.apply_gradients(
       [(_gradient(feeds[n], initial[n].shape), variables[n])

@@ -76,6 +76,9 @@ def ema_update(shadows, values, decay, name=None):
   shadows = [
       _variables(f"shadows[{k}]" if several else "shadows", row)
       for k, row in enumerate(shadows if several else [shadows])]
+  for k, d in enumerate(decays):
+    if isinstance(d, (int, float)) and not 0 <= d <= 1:
+      raise ValueError(f"`decay[{k}]` must be in [0, 1], got {d}.")
   if len(shadows) != len(decays):
     raise ValueError(
         "`shadows` must hold one sequence of variables for each of the "
@@ -95,7 +98,6 @@ def ema_update(shadows, values, decay, name=None):
     groups[_is_ref(value), value.device, value.dtype.base_dtype,
            tuple(row[i].dtype.base_dtype for row in shadows)].append(i)
   with tf.name_scope(name or "EmaUpdate"):
-    decays = _decays(decays)
     updates = []
     for (is_ref, _, _, shadow_dtypes), members in groups.items():
       # All decays whose shadows are of one dtype go into one op: in practice,
@@ -104,14 +106,13 @@ def ema_update(shadows, values, decay, name=None):
         chosen = [k for k, d in enumerate(shadow_dtypes) if d == dtype]
         flat = [shadows[k][i] for k in chosen for i in members]
         read = [values[i] for i in members]
-        rates = (decays if len(chosen) == len(shadows)
-                 else tf.gather(decays, chosen))
         with _device_of(read[0]):
+          vector = _decays([decays[k] for k in chosen])
           if is_ref:
-            updates.append(_raw.wrapopt_ema_update_ref(flat, read, rates))
+            updates.append(_raw.wrapopt_ema_update_ref(flat, read, vector))
           else:
             updates.append(_raw.wrapopt_ema_update(
-                [s.handle for s in flat], [v.handle for v in read], rates,
+                [s.handle for s in flat], [v.handle for v in read], vector,
                 T=read[0].dtype, S=dtype))
     return _result(updates)
 
@@ -218,12 +219,16 @@ def _check_shape(subject, variable, like_subject, like):
 
 def _decays(decays):
   """The decays as one float64 vector."""
-  for k, decay in enumerate(decays):
-    if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
-      raise ValueError(f"`decay[{k}]` must be in [0, 1], got {decay}.")
   if all(isinstance(decay, (int, float)) for decay in decays):
     return tf.constant(decays, tf.float64)
-  return tf.stack([tf.cast(decay, tf.float64) for decay in decays])
+  return tf.stack([_float64(decay) for decay in decays])
+
+
+def _float64(x):
+  if isinstance(x, tf.Variable):
+    x = x.read_value()  # Now: the conversion of a ref variable is unordered.
+  return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
+      x, tf.float64)
 
 
 def _result(operations):
@@ -232,4 +237,7 @@ def _result(operations):
   # return one, and runs it without that; a graph needs it, to run it.
   if tf.compat.v1.executing_eagerly_outside_functions():
     return None
-  return operations[0] if len(operations) == 1 else tf.group(*operations)
+  if len(operations) == 1:
+    return operations[0]
+  with tf.device(None):
+    return tf.group(*operations)

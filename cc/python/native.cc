@@ -161,9 +161,10 @@ class StreamLimit {
   StreamLimit(std::vector<size_t> sizes, size_t reads, size_t writes)
       : sizes_(std::move(sizes)), reads_(reads), writes_(writes) {
     if (reads > kMaxReads || writes > kMaxWrites || writes == 0) {
-      throw std::invalid_argument("at most " + std::to_string(kMaxReads) +
-                                  " reads and 1 to " +
-                                  std::to_string(kMaxWrites) + " writes");
+      throw std::invalid_argument(
+          "at most " + std::to_string(kMaxReads) + " reads and 1 to " +
+          std::to_string(kMaxWrites) + " writes, got " +
+          std::to_string(reads) + " and " + std::to_string(writes));
     }
     for (const size_t size : sizes_) {
       for (size_t k = 0; k < reads_ + writes_; ++k) {
@@ -175,6 +176,10 @@ class StreamLimit {
 
   // Seconds for one pass over everything by `threads` threads.
   double Run(int threads) {
+    if (threads < 1) {
+      throw std::invalid_argument("threads must be at least 1, got " +
+                                  std::to_string(threads));
+    }
     static constexpr auto kTable = StreamTable(
         std::make_index_sequence<(kMaxReads + 1) * (kMaxWrites + 1)>());
     const StreamFn loop = kTable[reads_ * (kMaxWrites + 1) + writes_];

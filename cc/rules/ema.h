@@ -8,9 +8,13 @@
 //
 // Three roundings an element: the difference, the product, the sum. This form
 // and not decay * s + r * v: with s == v it leaves s exactly as it is.
+//
+// At the ends the result is exact, whatever the two hold, infinity and NaN
+// included: r = 0 leaves s alone, r = 1 copies v.
 #ifndef WRAPOPT_CC_RULES_EMA_H_
 #define WRAPOPT_CC_RULES_EMA_H_
 
+#include "cc/rules/maths.h"
 #include "cc/rules/rule.h"
 
 namespace wrapopt {
@@ -18,7 +22,9 @@ namespace wrapopt {
 struct Ema {
   template <class V>
   WRAPOPT_RULE static void Step(V& shadow, const V& value, const V& rate) {
-    shadow = shadow + rate * (value - shadow);
+    const V moved = shadow + rate * (value - shadow);
+    const V end = Select(Eq(rate, ScalarLike(rate, 0)), shadow, moved);
+    shadow = Select(Eq(rate, ScalarLike(rate, 1)), value, end);
   }
 };
 
