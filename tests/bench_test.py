@@ -49,8 +49,11 @@ def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
     return call
 
   monkeypatch.setattr(harness.time, "perf_counter", lambda: now)
+  placed = []
   seconds = harness.alternate(
       {"fast": contender("fast", 1), "slow": contender("slow", 3)}, 20, "test",
+      places=[lambda: placed.append((len(called), "a")),
+              lambda: placed.append((len(called), "b"))],
       turn_seconds=6)
   assert seconds == {"fast": [1.0] * 20, "slow": [3.0] * 20}
   # Two to warm up and one to see how long it takes.
@@ -67,6 +70,11 @@ def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
     assert turn == [first] * count[first] + [other] * count[other]
   assert orders == {"fast", "slow"}
   assert len(turns) == 200
+  # New arrays before all, and before each round.
+  assert [n for n, _ in placed] == [
+      n for n in (0, *range(6, 206, 10)) for _ in range(2)]
+  pairs = {(placed[i][1], placed[i + 1][1]) for i in range(0, len(placed), 2)}
+  assert pairs == {("a", "b"), ("b", "a")}
 
 
 def test_speedup_pairs_the_rounds():
@@ -89,7 +97,7 @@ def test_table():
 
 
 def test_threads():
-  """As many as TensorFlow takes when nobody says a number."""
+  """Those that this process may run on, until somebody says a number."""
   script = ("import tensorflow as tf; from wrapopt.bench import harness; "
             "print(harness.threads()); "
             "tf.config.threading.set_intra_op_parallelism_threads(7); "
@@ -122,7 +130,7 @@ def test_measure(decays, capsys):
 
 
 def test_session_runs_one_native_op_on_resource_variables():
-  session, contenders = ema._in_session(_SHAPES, (0.9, 0.5))
+  session, contenders, place = ema._in_session(_SHAPES, (0.9, 0.5))
   with session:
     assert list(contenders) == _CONTENDERS[:2]
     types = [op.type for op in session.graph.get_operations()]
@@ -132,15 +140,24 @@ def test_session_runs_one_native_op_on_resource_variables():
     # The update of each average, and nothing of ours, in the stock contender.
     assert types.count("AssignSubVariableOp") == 6
     # Numbers like any: neither zero pages nor averages that have arrived.
-    values = session.run([v.read_value() for v in session.graph.get_collection(
-        tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)])
-    flat = np.concatenate([v.ravel() for v in values])
-    assert len(np.unique(flat)) > 0.6 * len(flat)  # Averages start alike.
-    assert np.abs(values[0] - values[3]).max() > 0.1
+    variables = session.graph.get_collection(
+        tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
+    seen = []
+    for _ in range(2):
+      place()
+      values = session.run([v.read_value() for v in variables])
+      assert [v.shape for v in values] == _SHAPES * 3
+      # The averages of a value begin alike, and not as the value is.
+      for value, one, other in zip(*(values[i:i + 3] for i in (0, 3, 6))):
+        np.testing.assert_array_equal(one, other)
+        assert np.all(one != value)
+      seen += [v.ravel() for v in values[:6]]
+    flat = np.concatenate(seen)
+    assert len(np.unique(flat)) > 0.99 * len(flat)
 
 
 def test_functions_run_what_they_say():
-  contenders = ema._in_functions(_SHAPES, (0.9, 0.5))
+  contenders, _ = ema._in_functions(_SHAPES, (0.9, 0.5))
   assert list(contenders) == _CONTENDERS[2:]
   ops = {
       name: [op.type for op in f.get_concrete_function().graph.get_operations()]

@@ -64,12 +64,11 @@ def _slices(saved):
 def _swap(pairs, named):
   """`named` with variables and averages in each other's place."""
   # A variable may also be given by a tensor that reads it.
-  by_tensor = {}
-  for variable in (v for pair in pairs for v in pair):
-    for tensor in _tensors(variable):
-      by_tensor[tensor] = variable
+  variables = {} if tf.executing_eagerly() else {
+      v.op: v for pair in pairs for v in pair}
   named = {
-      key: by_tensor.get(saved.ref(), saved) if tf.is_tensor(saved) else saved
+      key: (variables.get(_source(saved), saved)
+            if isinstance(saved, tf.Tensor) else saved)
       for key, saved in named.items()}
 
   key_of = {v.ref(): (key, i) for key, saved in named.items()
@@ -105,12 +104,10 @@ def _swap(pairs, named):
   return {**result, **converted}
 
 
-def _tensors(variable):
-  if tf.executing_eagerly():
-    return []
-  if hasattr(variable, "handle"):
-    return [variable._graph_element.ref()]
-  return [variable._ref().ref(), variable.value().ref()]
+def _source(tensor):
+  """The op of the variable that a tensor reads."""
+  op = tensor.op
+  return op.inputs[0].op if op.type == "ReadVariableOp" else op
 
 
 class _ConvertingSaveable(saveable_object.SaveableObject):

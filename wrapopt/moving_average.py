@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import numbers
 
 import tensorflow as tf
 
@@ -93,7 +94,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if not decays:
       raise ValueError("`average_decay` must hold at least one decay, got none.")
     for decay in decays:
-      if isinstance(decay, (int, float)):
+      if isinstance(decay, numbers.Real):
         if not 0 <= decay <= 1:
           raise ValueError(
               f"`average_decay` must be in [0, 1], got {decay}.")
@@ -101,10 +102,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
         raise ValueError(
             "A sequence of `average_decay` must hold numbers, got "
             f"{decay!r}. A tensor, variable or callable stands alone.")
-    if len(set(decays)) != len(decays):
+    if several and len(set(decays)) != len(decays):
       raise ValueError(f"`average_decay` must hold different decays, got "
                        f"{average_decay}.")
-    if isinstance(num_updates, (int, float)) and num_updates < 0:
+    if isinstance(num_updates, numbers.Real) and num_updates < 0:
       raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
     if shadow_dtype is not None and tf.as_dtype(shadow_dtype) != tf.float32:
       raise ValueError(
@@ -160,11 +161,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     apply = self._optimizer.apply_gradients(
         grads_and_vars, global_step=global_step, name=name, **kwargs)
     after = [apply] if self._sequential_update and apply is not None else []
+    pairs = [self._pairs_of(variables, k) for k in range(len(self._decays))]
     with tf.control_dependencies(after):
-      update = ops.ema_update(
-          [[self._shadow(v, k) for v in variables]
-           for k in range(len(self._decays))],
-          variables, self._decays_now())
+      if (tf.distribute.has_strategy() and
+          not tf.distribute.in_cross_replica_context()):
+        # Not in each replica: they may share the variables.
+        update = tf.distribute.get_replica_context().merge_call(
+            lambda strategy: self._update_averages(pairs))
+      else:
+        update = self._update_averages(pairs)
     if tf.executing_eagerly():
       return None
     train = tf.group(*[op for op in (apply, update) if op is not None],
@@ -172,14 +177,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._replace_train_op(apply, train)
     return train
 
+  def _update_averages(self, pairs):
+    """Updates averages, given as (variable, average) pairs of each decay."""
+    pairs = [_components(row) for row in pairs]
+    return ops.ema_update([[s for _, s in row] for row in pairs],
+                          [v for v, _ in pairs[0]], self._decays_now())
+
   def _decays_now(self):
     """The decays of this step: numbers, or float64 tensors."""
     decays = [_value_now(decay) for decay in self._decays]
     if self._num_updates is None:
       return decays
-    n = tf.cast(_value_now(self._num_updates), tf.float64)
+    n = ops.float64(_value_now(self._num_updates))
     warm_up = (1 + n) / (10 + n)
-    return [tf.minimum(tf.cast(d, tf.float64), warm_up) for d in decays]
+    return [tf.minimum(ops.float64(d), warm_up) for d in decays]
 
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
@@ -198,8 +209,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if new and not tf.executing_eagerly():
       # A graph may be finalized when averaged_weights() needs this.
       for k, exchanges in enumerate(self._exchanges[_current_graph()]):
-        pairs = [(v, self._shadow(v, k)) for v in new]
-        pairs = [pair for pair in pairs if _same_dtype(*pair)]
+        pairs = [p for p in self._pairs_of(new, k) if _same_dtype(*p)]
         if pairs:
           exchanges.append(ops.exchange(*zip(*pairs)))
 
@@ -210,12 +220,24 @@ class MovingAverageOptimizer(WrapperOptimizer):
           tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
       if all(v is not variable for v in collection):
         collection.append(variable)
-    with _initial_value(variable) as value:
-      if self._shadow_dtype is not None:
-        if variable.dtype.base_dtype in (tf.float16, tf.bfloat16):
-          value = tf.cast(value, self._shadow_dtype)
-      for slot in self._slot_of_decay:
-        self._get_or_make_slot(variable, value, slot, slot)
+    dtype = variable.dtype.base_dtype
+    if dtype in (tf.float16, tf.bfloat16) and self._shadow_dtype is not None:
+      dtype = self._shadow_dtype
+    if tf.executing_eagerly():
+      if not variable.is_initialized():
+        raise RuntimeError(
+            f"'{variable.name}' must have a value before its first step, got a "
+            "variable that the running tf.function has just made. Make it "
+            "before the function is called.")
+      value = tf.convert_to_tensor(variable)
+    else:
+      # As its initializer has it: guarded against the order of initializers.
+      value = variable.initializer.inputs[1]
+    value = tf.cast(value, dtype)
+    shadows = [self._get_or_make_slot(variable, value, slot, slot)
+               for slot in self._slot_of_decay]
+    if not tf.executing_eagerly():
+      _start_at_value(shadows, variable, value)
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
@@ -337,8 +359,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
         back()
 
   def _swap_eager(self, pairs):
-    pairs = [pair for v, s in pairs
-             for pair in zip(_components(v), _components(s))]
+    pairs = _components(pairs)
     same = [pair for pair in pairs if _same_dtype(*pair)]
     exchange = (lambda: ops.exchange(*zip(*same))) if same else (lambda: None)
     raw = [(v, v.read_value()) for v, s in pairs if not _same_dtype(v, s)]
@@ -360,12 +381,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     session.run(exchanges)
 
     def load(values):
-      # Through the initializers, which a finalized graph has too.
-      if pairs:
-        session.run(
-            [v.initializer for v, _ in pairs],
-            {v.initializer.inputs[1]: value
-             for (v, _), value in zip(pairs, values)})
+      # Through the initializers, which a finalized graph has too; one by one,
+      # for some may share an initial value.
+      for (variable, _), value in zip(pairs, values):
+        session.run(variable.initializer,
+                    {variable.initializer.inputs[1]: value})
 
     def back():
       session.run(exchanges)
@@ -420,7 +440,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   # Helpers
 
   def _pairs(self, graph, k):
-    return [(v, self._shadow(v, k)) for v in self._averaged.get(graph, [])]
+    return self._pairs_of(self._averaged.get(graph, []), k)
+
+  def _pairs_of(self, variables, k):
+    return [(v, self._shadow(v, k)) for v in variables]
 
   def _averages(self, graph):
     return [s for k in range(len(self._decays)) for _, s in self._pairs(graph, k)]
@@ -460,11 +483,14 @@ def _current_graph():
           else tf.compat.v1.get_default_graph())
 
 
-def _components(variable):
-  # One variable per replica of a tf.distribute strategy.
-  if isinstance(variable, tf.distribute.DistributedValues):
-    return variable.values
-  return [variable]
+def _components(pairs):
+  """Pairs of a `tf.distribute` strategy as those of each of its replicas."""
+  def values(variable):
+    if isinstance(variable, tf.distribute.DistributedValues):
+      return variable.values
+    return [variable]
+
+  return [pair for v, s in pairs for pair in zip(values(v), values(s))]
 
 
 def _value_now(x):
@@ -478,28 +504,38 @@ def _same_dtype(a, b):
   return a.dtype.base_dtype == b.dtype.base_dtype
 
 
-@contextlib.contextmanager
-def _initial_value(variable):
-  """The value that an average of `variable` starts at; make it in the block."""
-  if tf.executing_eagerly():
-    if not variable.is_initialized():
-      raise RuntimeError(
-          f"'{variable.name}' must have a value before its first step, got a "
-          "variable that the running tf.function has just made. Make it "
-          "before the function is called.")
-    yield tf.convert_to_tensor(variable)
-    return
-  # In one run of all initializers the average must get the very value that the
-  # variable gets, also where that is random; and in a later run of its own, the
-  # variable's value of then.
-  def initial_value():
-    # As the initializer has it: guarded against the order of initializers.
-    return variable.initializer.inputs[1]
+def _start_at_value(shadows, variable, initial_value):
+  """Makes the initializers of `shadows` take the value of `variable`.
 
+  In one run of all initializers an average gets the very value that its
+  variable gets, also where that is random; in a later run of its own, the
+  variable's value of then.
+
+  Args:
+    shadows: Averages of the variable.
+    variable: A variable of a graph.
+    initial_value: Its initial value, in the dtype of the averages.
+  """
   is_ref = not hasattr(variable, "handle")
-  with _control_flow_v1() if is_ref else contextlib.nullcontext():
-    yield tf.cond(tf.compat.v1.is_variable_initialized(variable),
-                  variable.read_value, initial_value)
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(ops.device_of(variable))
+    if is_ref:
+      stack.enter_context(_control_flow_v1())
+    value = tf.cond(
+        tf.compat.v1.is_variable_initialized(variable),
+        lambda: tf.cast(variable.read_value(), initial_value.dtype),
+        lambda: initial_value)
+    for shadow in shadows:
+      # Not as the initial value of a new variable: TensorFlow would replace each
+      # ref variable in it by a cond of its own, whose other branch is unguarded.
+      if is_ref:
+        initializer = tf.compat.v1.assign(
+            shadow, value, validate_shape=value.shape.is_fully_defined()).op
+      else:
+        initializer = tf.raw_ops.AssignVariableOp(
+            resource=shadow.handle, value=value)
+      shadow._initializer_op = initializer
+      shadow._initial_value = value
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ inside a `tf.function`, and in a `tf.Graph`.
 
 import collections
 import contextlib
+import numbers
 
 import tensorflow as tf
 
@@ -77,7 +78,7 @@ def ema_update(shadows, values, decay, name=None):
       _variables(f"shadows[{k}]" if several else "shadows", row)
       for k, row in enumerate(shadows if several else [shadows])]
   for k, d in enumerate(decays):
-    if isinstance(d, (int, float)) and not 0 <= d <= 1:
+    if isinstance(d, numbers.Real) and not 0 <= d <= 1:
       raise ValueError(f"`decay[{k}]` must be in [0, 1], got {d}.")
   if len(shadows) != len(decays):
     raise ValueError(
@@ -106,7 +107,7 @@ def ema_update(shadows, values, decay, name=None):
         chosen = [k for k, d in enumerate(shadow_dtypes) if d == dtype]
         flat = [shadows[k][i] for k in chosen for i in members]
         read = [values[i] for i in members]
-        with _device_of(read[0]):
+        with device_of(read[0]):
           vector = _decays([decays[k] for k in chosen])
           if is_ref:
             updates.append(_raw.wrapopt_ema_update_ref(flat, read, vector))
@@ -163,7 +164,7 @@ def exchange(a, b, name=None):
   with tf.name_scope(name or "Exchange"):
     exchanges = []
     for (is_ref, _, _), pairs in groups.items():
-      with _device_of(pairs[0][0]):
+      with device_of(pairs[0][0]):
         if is_ref:
           exchanges.append(_raw.wrapopt_exchange_ref(
               [x for x, _ in pairs], [y for _, y in pairs]))
@@ -191,8 +192,8 @@ def _is_ref(variable):
 
 
 @contextlib.contextmanager
-def _device_of(variable):
-  # Whatever tf.device() the caller is in, an op runs where its variables live.
+def device_of(variable):
+  """Where an op on a variable runs, whatever tf.device() the caller is in."""
   with tf.device(None), tf.device(variable.device):
     yield
 
@@ -219,12 +220,13 @@ def _check_shape(subject, variable, like_subject, like):
 
 def _decays(decays):
   """The decays as one float64 vector."""
-  if all(isinstance(decay, (int, float)) for decay in decays):
+  if all(isinstance(decay, numbers.Real) for decay in decays):
     return tf.constant(decays, tf.float64)
-  return tf.stack([_float64(decay) for decay in decays])
+  return tf.stack([float64(decay) for decay in decays])
 
 
-def _float64(x):
+def float64(x):
+  """A number, tensor or variable as a float64 scalar, with all its digits."""
   if isinstance(x, tf.Variable):
     x = x.read_value()  # Now: the conversion of a ref variable is unordered.
   return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(

@@ -51,14 +51,17 @@ def measure(name, shapes, decays, n_rounds):
   """
   sizes = harness.sizes(shapes)
   values, moved = sum(sizes), 4 * sum(sizes) * (1 + 2 * len(decays))
-  limits = _limits(sizes, len(decays))
-  session, in_session = _in_session(shapes, decays)
+  limits, place_limits = _limits(sizes, len(decays))
+  session, in_session, place_session = _in_session(shapes, decays)
   with contextlib.closing(session):
-    contenders = {**limits, **in_session, **_in_functions(shapes, decays)}
+    in_functions, place_functions = _in_functions(shapes, decays)
     seconds = harness.alternate(
-        contenders, n_rounds, f"{name}, K = {len(decays)}")
-  del contenders, in_session
-  gc.collect()  # The next set wants the memory.
+        {**limits, **in_session, **in_functions}, n_rounds,
+        f"{name}, K = {len(decays)}",
+        places=[place_limits, place_session, place_functions])
+  # The next set wants the memory.
+  del in_session, in_functions, place_limits, place_session, place_functions
+  gc.collect()
 
   # The threads of a small set's limit cost more than they bring.
   limit = min(limits, key=lambda n: statistics.median(seconds[n]))
@@ -87,15 +90,26 @@ def measure(name, shapes, decays, n_rounds):
   return results
 
 
+# Each of these returns {name: function that updates once}, and a function that
+# puts random numbers into new arrays: no two variables alike, and no page of
+# the zeros that memory begins with.
+
+
 def _limits(sizes, averages):
-  limit = _native.StreamLimit(sizes, reads=1, writes=averages)
+  limit = None
+
+  def place():
+    nonlocal limit
+    limit = None  # Not both at once.
+    limit = _native.StreamLimit(sizes, reads=1, writes=averages)
+
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
               lambda n=n: limit.run(n)
-          for n in sorted({1, harness.threads()})}
+          for n in sorted({1, harness.threads()})}, place
 
 
 def _in_session(shapes, decays):
-  """A session, and {name: function that updates once} of what runs in it."""
+  """The session too, first."""
   tf1 = tf.compat.v1
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
@@ -110,23 +124,32 @@ def _in_session(shapes, decays):
     fused = ops.ema_update(shadows, values, decays)
     state = _state(shadows, values)
     init = tf1.global_variables_initializer()
+    # The averages begin as equal to the values, and would stay so however
+    # often updated.
+    init_values = tf.group(*[v.initializer for v in values])
   session = tf1.Session(graph=graph)
-  session.run(init)
-  # The averages started as equal to the values, and would stay so however
-  # often updated. New values.
-  session.run([v.initializer for v in values])
+
+  def place():
+    session.run(init)
+    session.run(init_values)
+
   contenders = {"wrapopt, v1 session": session.make_callable(fused),
                 _STOCK: session.make_callable(stock)}
+  place()
   check_all(contenders, decays, lambda: session.run(state))
-  return session, contenders
+  return session, contenders, place
 
 
 def _in_functions(shapes, decays):
-  """{name: function that updates once} of what needs no session."""
   with tf.device("/cpu:0"):
     values = [tf.Variable(tf.random.uniform(shape)) for shape in shapes]
     shadows = [[tf.Variable(tf.random.uniform(shape)) for shape in shapes]
                for _ in decays]
+
+  def place():
+    with tf.device("/cpu:0"):
+      for v in [v for row in (values, *shadows) for v in row]:
+        v.assign(tf.random.uniform(v.shape))
 
   def assign_sub():
     for row, decay in zip(shadows, decays):
@@ -140,7 +163,7 @@ def _in_functions(shapes, decays):
       "assign_sub, jit_compile": tf.function(assign_sub, jit_compile=True),
   }
   check_all(contenders, decays, lambda: _state(shadows, values))
-  return contenders
+  return contenders, place
 
 
 def _state(shadows, values):
