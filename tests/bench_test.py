@@ -157,8 +157,16 @@ def test_session_runs_one_native_op_on_resource_variables():
 
 
 def test_functions_run_what_they_say():
-  contenders, _ = ema._in_functions(_SHAPES, (0.9, 0.5))
+  contenders, place = ema._in_functions(_SHAPES, (0.9, 0.5))
   assert list(contenders) == _CONTENDERS[2:]
+  variables = contenders[
+      "assign_sub, tf.function"].get_concrete_function().variables
+  before = [v.numpy().copy() for v in variables]
+  place()
+  flat = np.concatenate(
+      [v.ravel() for v in [*before, *(v.numpy() for v in variables)]])
+  assert len(flat) == 2 * 3 * 126
+  assert len(np.unique(flat)) > 0.99 * len(flat)
   ops = {
       name: [op.type for op in f.get_concrete_function().graph.get_operations()]
       for name, f in contenders.items()}

@@ -1,4 +1,4 @@
-"""ema_update and the ops under it: numbers, graphs, refusals, concurrency."""
+"""ema_update and the ops under it: numbers, graphs, refusals, readers."""
 
 import contextlib
 import pathlib
@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
 import numerics
@@ -16,12 +17,10 @@ from modes import at_build
 from modes import called
 from modes import handle_of
 from modes import handles
-from modes import in_threads
 from modes import mode  # pylint: disable=unused-import
 from modes import put_into_copy_on_read_mode
 from modes import refused
 from modes import tf1
-from modes import until
 from processes import run_python
 from wrapopt import _native
 from wrapopt._loader import ops as raw
@@ -154,13 +153,13 @@ def test_one_minus_decay_keeps_its_digits(mode, dtype):
   # In float32 it is 1.7e-5 off.
   want = dtype(1 - 0.9999)
   value = mode.variable(np.ones(1, dtype))
+  decay = mode.variable(np.float64(0.9999))
   given = {
       "number": lambda: 0.9999,
       "numpy": lambda: np.float64(0.9999),
       "tensor": lambda: tf.constant(0.9999, tf.float64),
       "variable": lambda: decay,
   }
-  decay = mode.variable(np.float64(0.9999))
   for name, make in given.items():
     shadow = zeros(mode, 1, dtype=dtype)
     mode.run(lambda: ema_update([shadow], [value], make()))
@@ -462,6 +461,19 @@ def test_an_uninitialized_variable(mode, what):
           "ref-graph": "Attempting to use uninitialized value raw"}[mode.name]
   refused(mode, [v, s, known], FailedPrecondition, text,
           lambda: ema_update([s, t], [v, w], 0.5))
+
+
+@modes.only(modes.Eager(), modes.Function())
+def test_a_variable_that_has_no_value_yet(mode):
+  v, s = good(mode)
+  empty = UninitializedVariable(shape=[2], dtype=tf.float32, name="empty")
+  refused(mode, [v, s], FailedPrecondition,
+          rf"shadows\[1\] {called('empty')} is not initialized: run its "
+          "initializer first", lambda: ema_update([s, empty], [v, v], 0.5))
+  t = zeros(mode, 2)
+  refused(mode, [v, s, t], FailedPrecondition,
+          rf"values\[1\] {called('empty')} is not initialized: run its "
+          "initializer first", lambda: ema_update([s, t], [v, empty], 0.5))
 
 
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
@@ -794,64 +806,6 @@ def test_copy_on_read_mode(mode, sparse_value, sparse_shadow):
   assert shadow.numpy().tolist() == [8, want[1]]
   for got, kept in zip(mode.values(held), before):
     numerics.assert_same_bits(got, kept)
-
-
-# Concurrency
-
-
-@modes.only(*modes.graphs(inter_op_parallelism_threads=8,
-                          use_per_session_threads=True))
-def test_crossed_variables_do_not_deadlock(mode):
-  x = [mode.variable(np.full(20_000, i, FLOAT)) for i in range(6)]
-  ops = []
-  for i in range(24):
-    a, b, c, d = (x[(i * step + i) % 6] for step in (0, 1, 2, 3))
-    order = [a, b, c, d] if i % 2 else [d, c, b, a]
-    order = list({id(v): v for v in order}.values())
-    if len(order) % 2:
-      order.pop()
-    half = len(order) // 2
-    if half:
-      ops.append(ema_update(order[:half], order[half:], 0.5))
-  assert len(ops) > 10
-  every = tf.group(*ops)
-
-  def body():
-    for _ in range(50):
-      mode.session.run(every)
-
-  in_threads(body, body)
-  assert all(np.all((v >= 0) & (v <= 5)) for v in mode.values(x))
-
-
-def test_nobody_sees_half_an_update():
-  # All elements of both variables are 0 or all are 1. A reader that locks both
-  # sees no mixture, and one that reads a single variable sees none in it.
-  size = 100_000
-  x, copies = ([tf.Variable(tf.zeros(size)) for _ in range(2)]
-               for _ in range(2))
-  zero, one = tf.Variable(tf.zeros(size)), tf.Variable(tf.ones(size))
-  done = threading.Event()
-
-  def write(value):
-    while not done.is_set():
-      ema_update(x, [value, value], 0)
-
-  def read_one():
-    while not done.is_set():
-      got = x[1].numpy()
-      assert np.all(got == got[0])
-
-  def read_both():
-    seen = []
-    while len(seen) < 100 or len(set(seen)) < 2:
-      ema_update(copies, x, 0)
-      both = np.concatenate([v.numpy() for v in copies])
-      assert np.all(both == both[0])
-      seen.append(both[0])
-
-  in_threads(lambda: write(zero), lambda: write(one), read_one,
-             lambda: until(done, read_both))
 
 
 # Processes

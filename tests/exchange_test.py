@@ -1,11 +1,10 @@
-"""exchange and the ops under it: bits, buffers, refusals, concurrency."""
-
-import threading
+"""exchange and the ops under it: bits, buffers, refusals, readers."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
 import numerics
@@ -14,12 +13,10 @@ from modes import at_build
 from modes import called
 from modes import handle_of
 from modes import handles
-from modes import in_threads
 from modes import mode  # pylint: disable=unused-import
 from modes import put_into_copy_on_read_mode
 from modes import refused
 from modes import tf1
-from modes import until
 from wrapopt._loader import ops as raw
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
@@ -237,6 +234,17 @@ def test_an_uninitialized_variable(mode):
             lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
 
 
+@modes.only(modes.Eager(), modes.Function())
+def test_a_variable_that_has_no_value_yet(mode):
+  a, b = good(mode)
+  c = mode.variable([5., 6.])
+  empty = UninitializedVariable(shape=[2], dtype=tf.float32, name="empty")
+  for x, y, where in ((c, empty, r"b\[1\]"), (empty, c, r"a\[1\]")):
+    refused(mode, [a, b, c], FailedPrecondition,
+            rf"{where} {called('empty')} is not initialized: run its "
+            "initializer first", lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
+
+
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_resource_that_is_no_variable(mode):
   a, b = good(mode)
@@ -443,50 +451,3 @@ def test_copy_on_read_mode(mode, sparse, read):
     numerics.assert_same_bits(got, want)
   assert a.numpy().tolist() == [before[1][0], 9]
   assert b.numpy().tolist() == [before[0][0], 9]
-
-
-# Concurrency
-
-
-@modes.only(*modes.graphs(inter_op_parallelism_threads=8,
-                          use_per_session_threads=True))
-def test_crossed_variables_do_not_deadlock(mode):
-  x = [mode.variable(np.full(1000, i, FLOAT)) for i in range(6)]
-  ops = []
-  for i in range(6):
-    a, b, c, d = (x[(i + step) % 6] for step in range(4))
-    ops += [exchange([a, b], [c, d]), exchange([d, c], [b, a]),
-            exchange([c, a], [d, b])]
-  every = tf.group(*ops)
-
-  def body():
-    for _ in range(50):
-      mode.session.run(every)
-
-  in_threads(body, body)
-  # Each value is still there, whole and once.
-  values = mode.values(x)
-  assert sorted(v[0] for v in values) == list(range(6))
-  assert all(np.all(v == v[0]) for v in values)
-
-
-def test_nobody_sees_half_an_exchange():
-  # An update that reads both variables locks both: it sees one 0 and one 1.
-  size = 50_000
-  a, b = tf.Variable(tf.zeros(size)), tf.Variable(tf.ones(size))
-  copies = [tf.Variable(tf.zeros(size)) for _ in range(2)]
-  done = threading.Event()
-
-  def swap():
-    while not done.is_set():
-      exchange([a], [b])
-
-  def read():
-    seen = []
-    while len(seen) < 100 or len(set(seen)) < 2:
-      ema_update(copies, [a, b], 0)
-      x, y = (v.numpy() for v in copies)
-      assert np.all(x == x[0]) and np.all(y == 1 - x[0])
-      seen.append(x[0])
-
-  in_threads(swap, lambda: until(done, read))

@@ -5,7 +5,6 @@ tf.function, and in v1 graphs with variables of either kind.
 """
 
 import contextlib
-import threading
 
 import numpy as np
 import pytest
@@ -156,32 +155,3 @@ def put_into_copy_on_read_mode(variable):
   tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=[0],
                                    updates=[8.])
   assert address(variable.read_value()) != address(variable.read_value())
-
-
-def in_threads(*bodies):
-  """Runs functions at once. Asserts that all end, and that none raises."""
-  errors = []
-
-  def guarded(body):
-    try:
-      body()
-    except BaseException as e:  # pylint: disable=broad-exception-caught
-      errors.append(e)
-
-  threads = [threading.Thread(target=guarded, args=[body], daemon=True)
-             for body in bodies]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  if errors:
-    raise errors[0]
-  assert not any(thread.is_alive() for thread in threads), "deadlock"
-
-
-def until(done, body):
-  """Runs `body`, and tells the others that it has ended, however it did."""
-  try:
-    body()
-  finally:
-    done.set()
