@@ -33,9 +33,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
-  decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph it
-  starts at the initial value of `v`, in eager mode at the value of `v` before
-  its first step.
+  decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph its
+  initializer takes the initial value of `v`, or the value of `v` where that is
+  initialized already; in eager mode it starts at the value of `v` before its
+  first step.
 
   Example, eager:
 
@@ -323,8 +324,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Inside, every averaged variable holds its average, and the average holds the
     raw weight. Afterwards, also after an exception, each is back as it was, bit
-    for bit. Buffers are exchanged: nothing is copied, unless an average is of
-    another dtype than its variable.
+    for bit. Buffers are exchanged: nothing is copied. Only an average of another
+    dtype than its variable is copied into it, converted, and stays as it is.
 
     Do not train inside the block.
 
