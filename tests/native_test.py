@@ -356,10 +356,10 @@ def test_stream_limit_at_its_limits(sizes, reads, writes, moved):
   assert limit.run(2) > 0
 
 
-@pytest.mark.parametrize("reads, writes", [(3, 1), (1, 0), (1, 9)])
+@pytest.mark.parametrize("reads, writes", [(3, 1), (1, 0)])
 def test_stream_limit_refuses(reads, writes):
   with pytest.raises(ValueError,
-                     match="^at most 2 reads and 1 to 8 writes, got "
+                     match="^at most 2 reads and at least 1 write, got "
                            f"{reads} and {writes}$"):
     _native.StreamLimit([8], reads=reads, writes=writes)
 
