@@ -37,13 +37,17 @@ def parametrize(**arguments):
 
 def scalars_of(rule):
   """Scalars that no binary format holds exactly."""
-  return [0.1 * (k + 1) for k in range(RULES[rule][2])]
+  return numerics.scalars(rule, len(RULES[rule][2]))
 
 
 def random_arrays(rng, rule, pair, count):
   states, inputs, _ = RULES[rule]
-  return ([rng.standard_normal(count).astype(pair[0]) for _ in range(states)],
-          [rng.standard_normal(count).astype(pair[1]) for _ in range(inputs)])
+  arrays = [rng.standard_normal(count) for _ in states + inputs]
+  for k, name in enumerate(states):
+    if name in numerics.NOT_NEGATIVE.get(rule, ()):
+      arrays[k] = np.abs(arrays[k]) + 0.5
+  return ([a.astype(pair[0]) for a in arrays[:len(states)]],
+          [a.astype(pair[1]) for a in arrays[len(states):]])
 
 
 def ema(state, value, rate, isa=""):

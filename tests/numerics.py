@@ -30,12 +30,140 @@ def ema(states, inputs, scalars):
   return [(s + r * (v - s), np.abs(s) + np.abs(r) * (np.abs(v) + np.abs(s)))]
 
 
+def gradient_descent(states, inputs, scalars):
+  """w' = w - lr g."""
+  (w,), (g,), (lr,) = states, inputs, scalars
+  return [(w - lr * g, np.abs(w) + np.abs(lr * g))]
+
+
+def momentum(states, inputs, scalars):
+  """a' = m a + g; w' = w - lr a', or w - lr (g + m a')."""
+  (w, a), (g,), (lr, m, nesterov) = states, inputs, scalars
+  new, size = m * a + g, np.abs(m * a) + np.abs(g)
+  step = g + m * new if nesterov else new
+  step_size = np.abs(g) + m * size if nesterov else size
+  return [(w - lr * step, np.abs(w) + lr * step_size), (new, size)]
+
+
+def adagrad(states, inputs, scalars):
+  """a' = a + g^2; w' = w - lr g / sqrt(a')."""
+  (w, a), (g,), (lr,) = states, inputs, scalars
+  new = a + g * g
+  step = lr * g / np.sqrt(new)
+  return [(w - step, np.abs(w) + np.abs(step)), (new, new)]
+
+
+def adadelta(states, inputs, scalars):
+  """a' = rho a + (1-rho) g^2; u = sqrt((d+e)/(a'+e)) g; d' likewise by u."""
+  (w, a, d), (g,), (lr, rho, e) = states, inputs, scalars
+  new = rho * a + (1 - rho) * g * g
+  u = np.sqrt((d + e) / (new + e)) * g
+  means = rho * d + (1 - rho) * u * u
+  return [(w - lr * u, np.abs(w) + np.abs(lr * u)), (new, new), (means, means)]
+
+
+def rms_prop(states, inputs, scalars):
+  """s' = rho s + (1-rho) g^2; m' = mu m + lr g / sqrt(s' + e); w' = w - m'."""
+  (w, s, m), (g,), (lr, rho, mu, e) = states, inputs, scalars
+  new, size = rho * s + (1 - rho) * g * g, s + (1 - rho) * (g * g + s)
+  step = lr * g / np.sqrt(new + e)
+  # An error of s' is half as large, relatively, in its root.
+  step_size = np.abs(step) * (1 + size / (new + e))
+  mom, mom_size = mu * m + step, np.abs(mu * m) + step_size
+  return [(w - mom, np.abs(w) + mom_size), (new, size), (mom, mom_size)]
+
+
+def centered_rms_prop(states, inputs, scalars):
+  """As rms_prop, by the variance: s' - c'^2, c' = rho c + (1-rho) g."""
+  (w, c, s, m), (g,), (lr, rho, mu, e) = states, inputs, scalars
+  mean, mean_size = (rho * c + (1 - rho) * g,
+                     np.abs(c) + (1 - rho) * (np.abs(g) + np.abs(c)))
+  new, size = rho * s + (1 - rho) * g * g, s + (1 - rho) * (g * g + s)
+  variance = new - mean * mean + e
+  step = lr * g / np.sqrt(variance)
+  step_size = np.abs(step) * (
+      1 + (size + 2 * np.abs(mean) * mean_size + e) / variance)
+  mom, mom_size = mu * m + step, np.abs(mu * m) + step_size
+  return [(w - mom, np.abs(w) + mom_size), (mean, mean_size), (new, size),
+          (mom, mom_size)]
+
+
+def _adam(w, m, v, h, g, lr, b1, b2, e, decay, nesterov, p1, p2):
+  rate = lr * np.sqrt(1 - p2) / (1 - p1)
+  first, first_size = (b1 * m + (1 - b1) * g,
+                       np.abs(m) + (1 - b1) * (np.abs(g) + np.abs(m)))
+  second, second_size = (b2 * v + (1 - b2) * g * g,
+                         v + (1 - b2) * (g * g + v))
+  largest = second if h is None else np.maximum(h, second)
+  n = b1 * first + (1 - b1) * g if nesterov else first
+  n_size = b1 * first_size + (1 - b1) * np.abs(g) if nesterov else first_size
+  root = np.sqrt(largest) + e
+  step = rate * n / root
+  step_size = rate * n_size / root * (1 + second_size / largest)
+  return [((1 - lr * decay) * w - step, np.abs(w) + step_size),
+          (first, first_size), (second, second_size), (largest, second_size
+                                                       + largest)]
+
+
+def adam(states, inputs, scalars):
+  """m', v' means of g and g^2; w' = (1 - lr wd) w - r n / (sqrt(v') + e)."""
+  return _adam(*states, None, *inputs, *scalars)[:3]
+
+
+def adam_with_amsgrad(states, inputs, scalars):
+  """The same by the largest v' so far."""
+  *some, p1, p2 = scalars
+  return _adam(*states, *inputs, *some, 0, p1, p2)
+
+
+def ftrl(states, inputs, scalars):
+  """a' = a + g^2; z' = z + h - (sqrt(a') - sqrt(a)) / lr w; w' by shrinkage."""
+  (w, a, z), (g,), (lr, l1, l2, shrinkage) = states, inputs, scalars
+  new = a + g * g
+  moved = (np.sqrt(new) - np.sqrt(a)) / lr * w
+  linear = z + g + 2 * shrinkage * w - moved
+  size = (np.abs(z) + np.abs(g) + np.abs(2 * shrinkage * w)
+          + (np.sqrt(new) + np.sqrt(a)) / lr * np.abs(w))
+  below = np.sqrt(new) / lr + 2 * l2
+  # Continuous in z', so that rounding on one side of l1 costs no more.
+  value = -np.sign(linear) * np.maximum(np.abs(linear) - l1, 0) / below
+  return [(value, (size + l1) / below), (new, new), (linear, size)]
+
+
 # {rule: (reference, k)}. A reference takes float64 states, inputs and scalars,
 # and gives the new value and sum |operands| of each state.
 RULES = {
+    "Adadelta": (adadelta, 12),
+    "Adagrad": (adagrad, 8),
+    "Adam": (adam, 16),
+    "AdamWithAmsgrad": (adam_with_amsgrad, 16),
+    "CenteredRMSProp": (centered_rms_prop, 16),
     # Rounded: the rate where it becomes float32, difference, product, sum.
     "Ema": (ema, 4),
+    "Ftrl": (ftrl, 12),
+    "GradientDescent": (gradient_descent, 4),
+    "Momentum": (momentum, 8),
+    "RMSProp": (rms_prop, 12),
 }
+
+# States that are sums or means of squares.
+NOT_NEGATIVE = {
+    "Adadelta": ("accum", "accum_update"),
+    "Adagrad": ("accum",),
+    "Adam": ("v",),
+    "AdamWithAmsgrad": ("v", "vhat"),
+    # A variance above zero needs more than that: no mean is far from zero.
+    "CenteredRMSProp": ("rms",),
+    "Ftrl": ("accum",),
+    "RMSProp": ("rms",),
+}
+
+
+def scalars(rule, count):
+  """Scalars that no binary format holds exactly."""
+  if rule == "CenteredRMSProp":
+    return [0.1, 0.2, 0.3, 50.4]  # The last makes the variance positive.
+  return [0.1 * (k + 1) for k in range(count)]
 
 
 def reference(rule, states, inputs, scalars):

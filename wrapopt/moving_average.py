@@ -6,6 +6,7 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt import _fused
 from wrapopt import _sessions
 from wrapopt import ops
 from wrapopt._swapping_saver import SwappingSaver
@@ -64,7 +65,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def __init__(self, opt, average_decay=0.9999, num_updates=None,
                sequential_update=True, name="MovingAverageOptimizer", *,
-               shadow_dtype=None):
+               shadow_dtype=None, fused=False):
     """Wraps `opt`.
 
     Args:
@@ -84,6 +85,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
         variables are kept in float32. By default an average has the dtype of
         its variable, as in 1.15; a float16 or bfloat16 average hardly moves at
         decays near 1, since its steps are rounded away.
+      fused: Whether the inner optimizer's step and the averages are taken in
+        one pass over memory: True insists, None where there is an op for it.
+        The numbers agree to rounding.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`.
@@ -112,6 +116,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
+    rule = _fused.rule_of(opt)
+    if fused and rule is None:
+      raise ValueError(
+          f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
+          "no op that takes its step and the averages in one pass.")
+    self._rule = None if fused is not None and not fused else rule
     self._decays = decays
     self._num_updates = num_updates
     self._sequential_update = sequential_update
@@ -159,6 +169,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
     # Before the step: in eager mode an average starts at the value before it.
     with tf.init_scope():
       self._make_averages(variables)
+    if self._one_pass(grads_and_vars):
+      apply = _fused.apply_gradients(
+          self._optimizer, self._rule, grads_and_vars,
+          lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
+          self._decays_now(global_step), global_step, name)
+      return self._train_with_avg(apply)
     apply = self._optimizer.apply_gradients(
         grads_and_vars, global_step=global_step, name=name, **kwargs)
     after = [apply] if self._sequential_update and apply is not None else []
@@ -171,9 +187,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
             lambda strategy: self._update_averages(pairs))
       else:
         update = self._update_averages(pairs)
+    return self._train_with_avg(apply, update)
+
+  def _train_with_avg(self, apply, *updates):
     if tf.executing_eagerly():
       return None
-    train = tf.group(*[op for op in (apply, update) if op is not None],
+    train = tf.group(*[op for op in (apply, *updates) if op is not None],
                      name="train_with_avg")
     self._replace_train_op(apply, train)
     return train
@@ -184,12 +203,37 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return ops.ema_update([[s for _, s in row] for row in pairs],
                           [v for v, _ in pairs[0]], self._decays_now())
 
-  def _decays_now(self):
-    """The decays of this step: numbers, or float64 tensors."""
+  @property
+  def fused(self):
+    """Whether step and averages are taken in one pass over memory.
+
+    Even then the step is left to the inner optimizer, and the averages follow
+    it, where a variable has a constraint or is named twice, in a
+    `tf.distribute` strategy, and where a decay or `num_updates` is a callable,
+    which must be called after the step.
+    """
+    return self._rule is not None
+
+  def _one_pass(self, grads_and_vars):
+    after_step = self._sequential_update and any(
+        callable(x) and not isinstance(x, tf.Variable)
+        for x in (self._num_updates, *self._decays))
+    return (self.fused and not after_step and
+            _fused.can_apply(grads_and_vars))
+
+  def _decays_now(self, global_step=None):
+    """The decays of this step: numbers, or float64 tensors.
+
+    Args:
+      global_step: A variable that the step is yet to increment. Averages of
+        sequential updates see it incremented.
+    """
     decays = [_value_now(decay) for decay in self._decays]
     if self._num_updates is None:
       return decays
     n = ops.float64(_value_now(self._num_updates))
+    if self._num_updates is global_step and self._sequential_update:
+      n += 1
     warm_up = (1 + n) / (10 + n)
     return [tf.minimum(ops.float64(d), warm_up) for d in decays]
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from wrapopt._loader import ops as _raw
 
-__all__ = ["ema_update", "exchange"]
+__all__ = ["apply", "ema_update", "exchange"]
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _LOW_PRECISION = (tf.float16, tf.bfloat16)
@@ -70,29 +70,11 @@ def ema_update(shadows, values, decay, name=None):
   averaging", SIAM J. Control Optim. 30(4), 1992.
   """
   values = _variables("values", values)
-  several = isinstance(decay, (list, tuple))
-  if several and not decay:
+  for i, value in enumerate(values):
+    _check_dtype(f"values[{i}]", value, _FLOATS)
+  if isinstance(decay, (list, tuple)) and not decay:
     raise ValueError("`decay` must hold at least one decay, got none.")
-  decays = list(decay) if several else [decay]
-  shadows = [
-      _variables(f"shadows[{k}]" if several else "shadows", row)
-      for k, row in enumerate(shadows if several else [shadows])]
-  for k, d in enumerate(decays):
-    if isinstance(d, numbers.Real) and not 0 <= d <= 1:
-      raise ValueError(f"`decay[{k}]` must be in [0, 1], got {d}.")
-  if len(shadows) != len(decays):
-    raise ValueError(
-        "`shadows` must hold one sequence of variables for each of the "
-        f"{len(decays)} decays, got {len(shadows)}.")
-  for k, row in enumerate(shadows):
-    subject = f"shadows[{k}]" if several else "shadows"
-    if len(row) != len(values):
-      raise ValueError(f"`{subject}` must hold one variable for each of the "
-                       f"{len(values)} values, got {len(row)}.")
-    for i, (shadow, value) in enumerate(zip(row, values)):
-      _check_dtype(f"values[{i}]", value, _FLOATS)
-      _check_dtype(f"{subject}[{i}]", shadow, _shadow_dtypes(value.dtype))
-      _check_shape(f"{subject}[{i}]", shadow, f"values[{i}]", value)
+  decays, shadows = _shadows(decay, shadows, values, "values")
 
   groups = collections.defaultdict(list)
   for i, value in enumerate(values):
@@ -174,6 +156,166 @@ def exchange(a, b, name=None):
     return _result(exchanges)
 
 
+def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
+          use_locking=True, name=None):
+  """Takes an optimizer's step and averages the result, in one pass over memory.
+
+  For each variable, its slots and its gradient, the update rule of that name
+  (its mathematics: cc/rules/<rule>.h, and the documentation of the raw op);
+  then for each shadow `s` of the new variable `v`
+
+      s += (1 - decay) (v - s)
+
+  Both happen to a part of the arrays while it is in the processor's cache.
+  One native op serves all variables that share a device and dtypes.
+
+  Example:
+
+  >>> v, s = tf.Variable([1., 2.]), tf.Variable([1., 2.])
+  >>> wrapopt.ops.apply("GradientDescent", {"var": [v]}, [tf.constant([1., 1.])],
+  ...                   {"lr": 0.5}, shadows=[s], decay=0.5)
+  >>> v.numpy(), s.numpy()
+  (array([0.5, 1.5], dtype=float32), array([0.75, 1.75], dtype=float32))
+
+  Args:
+    rule: "GradientDescent", "Momentum", "Adagrad", "Adadelta", "RMSProp",
+      "CenteredRMSProp", "Adam", "AdamWithAmsgrad" or "Ftrl".
+    states: A dict from the names of the rule's states ("var" and the slots) to
+      sequences of N variables, float16, bfloat16, float32 or float64. All
+      states of a variable have its shape and dtype.
+    grads: N tensors or `tf.IndexedSlices`, of the variable's shape, and of its
+      dtype or float32 where it is float16 or bfloat16. Duplicate indices are
+      summed. A sparse gradient updates the rows that it holds; for Adam all
+      rows, as in TensorFlow. Averages move in all rows.
+    scalars: A dict from the names of the rule's scalars to numbers, tensors or
+      variables; for attributes (`use_nesterov`) to bools.
+    shadows: As in `ema_update`, or empty for none.
+    decay: As in `ema_update`, or empty for none.
+    accept: A bool, or a scalar bool tensor. Where false, nothing is changed,
+      and the op returns at once.
+    use_locking: Whether the variables are locked against other updates.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
+    range. All variables are checked before any is changed.
+  """
+  suffix = _SNAKE.get(rule)
+  if suffix is None:
+    raise ValueError(f"`rule` must be one of {', '.join(sorted(_SNAKE))}, got "
+                     f"{rule!r}.")
+  states = {state: _variables(f"states['{state}']", variables)
+            for state, variables in states.items()}
+  if "var" not in states:
+    raise ValueError(f"`states` must hold 'var', got {sorted(states)}.")
+  variables = states["var"]
+  grads = list(grads)
+  if len(grads) != len(variables):
+    raise ValueError(f"`grads` must hold one gradient for each of the "
+                     f"{len(variables)} variables, got {len(grads)}.")
+  for state, slots in states.items():
+    if len(slots) != len(variables):
+      raise ValueError(
+          f"`states['{state}']` must hold one variable for each of the "
+          f"{len(variables)} in states['var'], got {len(slots)}.")
+    for i, (slot, var) in enumerate(zip(slots, variables)):
+      _check_dtype(f"states['{state}'][{i}]", slot,
+                   _FLOATS if state == "var" else (var.dtype.base_dtype,))
+      _check_shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]", var)
+  decays, shadows = _shadows(decay, shadows, variables, "states['var']")
+
+  groups = collections.defaultdict(list)
+  for i, (var, grad) in enumerate(zip(variables, grads)):
+    sparse = isinstance(grad, tf.IndexedSlices)
+    if not sparse:
+      grads[i] = grad = tf.convert_to_tensor(grad)
+    if grad.dtype not in _shadow_dtypes(var.dtype):
+      raise TypeError(
+          f"`grads[{i}]` must be of dtype "
+          f"{' or '.join(d.name for d in _shadow_dtypes(var.dtype))}, got "
+          f"{grad.dtype.name} for '{var.name}'.")
+    dtypes = {row[i].dtype.base_dtype for row in shadows}
+    if len(dtypes) > 1:
+      raise TypeError(f"The shadows of '{var.name}' must be of one dtype, got "
+                      f"{' and '.join(sorted(d.name for d in dtypes))}.")
+    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad.dtype,
+           dtypes.pop() if dtypes else var.dtype.base_dtype,
+           sparse and grad.indices.dtype].append(i)
+  with tf.name_scope(name or f"Apply{rule}"):
+    updates = []
+    for (is_ref, _, dtype, _, shadow_dtype, sparse), members in groups.items():
+      op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_{suffix}"
+                   f"{'_ref' if is_ref else ''}")
+      def chosen(variables):
+        chosen = [variables[i] for i in members]
+        return chosen if is_ref else [v.handle for v in chosen]
+      arguments = {state: chosen(slots) for state, slots in states.items()}
+      if sparse:
+        arguments["grad"] = [grads[i].values for i in members]
+        arguments["indices"] = [grads[i].indices for i in members]
+      else:
+        arguments["grad"] = [grads[i] for i in members]
+      if not is_ref:  # Handles do not tell.
+        arguments.update(T=dtype, S=shadow_dtype)
+      with device_of(variables[members[0]]):
+        updates.append(op(
+            **arguments,
+            **{k: v if isinstance(v, bool) else float64(v)
+               for k, v in scalars.items()},
+            shadows=[s for row in shadows for s in chosen(row)],
+            decays=_decays(decays), accept=accept, use_locking=use_locking))
+    return _result(updates)
+
+
+_SNAKE = {
+    "Adadelta": "adadelta",
+    "Adagrad": "adagrad",
+    "Adam": "adam",
+    "AdamWithAmsgrad": "adam_with_amsgrad",
+    "CenteredRMSProp": "centered_rms_prop",
+    "Ftrl": "ftrl",
+    "GradientDescent": "gradient_descent",
+    "Momentum": "momentum",
+    "RMSProp": "rms_prop",
+}
+
+
+def _shadows(decay, shadows, values, values_name):
+  """(list of decays, list of as many lists of shadows), checked."""
+  several = isinstance(decay, (list, tuple))
+  decays = list(decay) if several else [decay]
+  for k, d in enumerate(decays):
+    if isinstance(d, numbers.Real) and not 0 <= d <= 1:
+      raise ValueError(f"`decay[{k}]` must be in [0, 1], got {d}.")
+  shadows = [
+      _variables(f"shadows[{k}]" if several else "shadows", row)
+      for k, row in enumerate(shadows if several else [shadows])]
+  if len(shadows) != len(decays):
+    raise ValueError(
+        "`shadows` must hold one sequence of variables for each of the "
+        f"{len(decays)} decays, got {len(shadows)}.")
+  for k, row in enumerate(shadows):
+    subject = f"shadows[{k}]" if several else "shadows"
+    if len(row) != len(values):
+      raise ValueError(f"`{subject}` must hold one variable for each of the "
+                       f"{len(values)} values, got {len(row)}.")
+    for i, (shadow, value) in enumerate(zip(row, values)):
+      _check_dtype(f"{subject}[{i}]", shadow, _shadow_dtypes(value.dtype))
+      _check_shape(f"{subject}[{i}]", shadow, f"{values_name}[{i}]", value)
+  return decays, shadows
+
+
+def float64(x):
+  """A number, tensor or variable as a float64 scalar, with all its digits."""
+  if isinstance(x, tf.Variable):
+    x = x.read_value()  # Now: the conversion of a ref variable is unordered.
+  return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
+      x, tf.float64)
+
+
 def _variables(subject, variables):
   """`variables` as a list that holds nothing but variables."""
   if isinstance(variables, tf.Variable):
@@ -221,16 +363,8 @@ def _check_shape(subject, variable, like_subject, like):
 def _decays(decays):
   """The decays as one float64 vector."""
   if all(isinstance(decay, numbers.Real) for decay in decays):
-    return tf.constant(decays, tf.float64)
+    return tf.constant(decays, tf.float64, [len(decays)])
   return tf.stack([float64(decay) for decay in decays])
-
-
-def float64(x):
-  """A number, tensor or variable as a float64 scalar, with all its digits."""
-  if isinstance(x, tf.Variable):
-    x = x.read_value()  # Now: the conversion of a ref variable is unordered.
-  return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
-      x, tf.float64)
 
 
 def _result(operations):

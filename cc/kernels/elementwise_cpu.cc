@@ -37,7 +37,7 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
 }
 
 // A rule with the numbers of its states, inputs and scalars.
-template <class R, int kStates, int kInputs, int kScalars>
+template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
@@ -123,10 +123,10 @@ StepFn ForNumbers(Number states, Number inputs, Isa isa) {
 
 StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
   switch (rule) {
-#define WRAPOPT_FIND(name, n_states, n_inputs, n_scalars)                      \
+#define WRAPOPT_FIND(name, s, i, c, sparse)                                    \
   case RuleId::k##name:                                                        \
-    return ForNumbers<Arity<name, n_states, n_inputs, n_scalars>>(states,      \
-                                                                  inputs, isa);
+    return ForNumbers<Arity<name, CountNames(s), CountNames(i), CountNames(c)>>( \
+        states, inputs, isa);
     WRAPOPT_RULES(WRAPOPT_FIND)
 #undef WRAPOPT_FIND
   }

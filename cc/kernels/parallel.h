@@ -10,18 +10,28 @@
 
 namespace wrapopt {
 
-// Below some 2 MB of traffic the cost model keeps the pass on this thread.
+// Runs `work` on ranges that together are [0, units). A small total runs on
+// this thread.
+template <class Work>
+void RunParallel(tensorflow::OpKernelContext* ctx, int64_t units,
+                 int64_t cycles_per_unit, const Work& work) {
+  if (units == 0) return;
+  ctx->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
+      units,
+      tsl::thread::ThreadPool::SchedulingParams::Adaptive(
+          std::max<int64_t>(1, cycles_per_unit)),
+      work);
+}
+
 inline void RunPass(tensorflow::OpKernelContext* ctx, const Pass& pass) {
-  const int64_t blocks = pass.blocks();
-  if (blocks == 0) return;
   // What one core moves in a cycle when another is busy too.
   constexpr double kBytesPerCycle = 8;
-  const int64_t cycles_per_block = std::max<int64_t>(
-      1, static_cast<int64_t>(pass.bytes() / blocks / kBytesPerCycle));
-  ctx->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
-      blocks,
-      tsl::thread::ThreadPool::SchedulingParams::Adaptive(cycles_per_block),
-      [&pass](int64_t begin, int64_t end) { pass.Run(begin, end); });
+  RunParallel(ctx, pass.blocks(),
+              pass.blocks() == 0
+                  ? 0
+                  : static_cast<int64_t>(pass.bytes() / pass.blocks() /
+                                         kBytesPerCycle),
+              [&pass](int64_t begin, int64_t end) { pass.Run(begin, end); });
 }
 
 }  // namespace wrapopt

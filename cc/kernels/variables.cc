@@ -14,15 +14,7 @@ namespace wrapopt {
 
 using tensorflow::Tensor;
 
-Variables::~Variables() {
-  for (auto entry = locked_.rbegin(); entry != locked_.rend(); ++entry) {
-    if (entries_[*entry].access == Access::kWrite) {
-      entries_[*entry].mu->unlock();
-    } else {
-      entries_[*entry].mu->unlock_shared();
-    }
-  }
-}
+Variables::~Variables() { Unlock(); }
 
 absl::Status Variables::Find(const char* list, Access access, int* first) {
   int start, stop;
@@ -74,8 +66,8 @@ absl::Status Variables::Lock() {
     if (!once.empty() && entries_[once.back()].mu == entries_[i].mu) {
       const int first = std::min(once.back(), i);
       const int second = std::max(once.back(), i);
-      if (entries_[first].access == Access::kWrite ||
-          entries_[second].access == Access::kWrite) {
+      if (entries_[first].access != Access::kRead ||
+          entries_[second].access != Access::kRead) {
         return absl::InvalidArgumentError(absl::StrCat(
             Describe(first), " and ", Describe(second),
             " are one variable: a variable that is updated must be named once"));
@@ -84,14 +76,16 @@ absl::Status Variables::Lock() {
     }
     once.push_back(i);
   }
-  locked_.reserve(once.size());
-  for (const int i : once) {
-    if (entries_[i].access == Access::kWrite) {
-      entries_[i].mu->lock();
-    } else {
-      entries_[i].mu->lock_shared();
+  LockEach(once);
+  // A buffer that a reader holds must be replaced, and that needs the lock.
+  if (std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
+        return entry.access == Access::kWriteUnlocked && IsShared(entry);
+      })) {
+    Unlock();
+    for (Entry& entry : entries_) {
+      if (entry.access == Access::kWriteUnlocked) entry.access = Access::kWrite;
     }
-    locked_.push_back(i);
+    LockEach(once);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
@@ -110,6 +104,36 @@ absl::Status Variables::Lock() {
     }
   }
   return absl::OkStatus();
+}
+
+void Variables::LockEach(const std::vector<int>& order) {
+  locked_.reserve(order.size());
+  for (const int i : order) {
+    if (entries_[i].access == Access::kWrite) {
+      entries_[i].mu->lock();
+    } else {
+      entries_[i].mu->lock_shared();
+    }
+    locked_.push_back(i);
+  }
+}
+
+void Variables::Unlock() {
+  for (auto i = locked_.rbegin(); i != locked_.rend(); ++i) {
+    if (entries_[*i].access == Access::kWrite) {
+      entries_[*i].mu->unlock();
+    } else {
+      entries_[*i].mu->unlock_shared();
+    }
+  }
+  locked_.clear();
+}
+
+bool Variables::IsShared(const Entry& entry) {
+  // A ref variable has one buffer for life. A resource variable in copy-on-read
+  // mode shares its buffer with nobody, else each reader that is still alive
+  // counts as a reference.
+  return entry.var != nullptr && !entry.var->tensor()->RefCountIsOne();
 }
 
 absl::Status Variables::CheckDtype(int variable,
@@ -149,11 +173,7 @@ absl::Status Variables::Copy(Entry& entry) {
 
 absl::Status Variables::PrepareToWrite() {
   for (Entry& entry : entries_) {
-    // A ref variable has one buffer for life. A resource variable in
-    // copy-on-read mode shares its buffer with nobody, else each reader that is
-    // still alive counts as a reference.
-    if (entry.access == Access::kWrite && entry.var != nullptr &&
-        !entry.tensor->RefCountIsOne()) {
+    if (entry.access == Access::kWrite && IsShared(entry)) {
       TF_RETURN_IF_ERROR(Copy(entry));
     }
   }

@@ -27,7 +27,10 @@ namespace wrapopt {
 
 class Variables {
  public:
-  enum class Access { kRead, kWrite };
+  // kWriteUnlocked lets other updates in at the same time, as TensorFlow's
+  // use_locking=False does: what the variables hold is then up to luck, but
+  // always some update's.
+  enum class Access { kRead, kWrite, kWriteUnlocked };
 
   explicit Variables(tensorflow::OpKernelContext* ctx) : ctx_(ctx) {}
   ~Variables();
@@ -83,6 +86,11 @@ class Variables {
     tensorflow::Tensor* tensor = nullptr;
   };
 
+  // Whether a reader that is still alive holds the buffer of a variable that
+  // is to be written.
+  static bool IsShared(const Entry& entry);
+  void LockEach(const std::vector<int>& order);
+  void Unlock();
   absl::Status Copy(Entry& entry);
 
   tensorflow::OpKernelContext* const ctx_;

@@ -1,62 +1,19 @@
-#include <cstdint>
-
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
+#include "cc/ops/shadows.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 namespace {
 
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
-template <bool kRef>
-absl::Status EmaUpdateShape(InferenceContext* c) {
+// Inputs in order: shadows (NK), values (N), decays.
+absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
   int n, nk;
-  tensorflow::DataType value_dtype, shadow_dtype;
   TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
   TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
-  TF_RETURN_IF_ERROR(c->GetAttr("T", &value_dtype));
-  TF_RETURN_IF_ERROR(c->GetAttr("S", &shadow_dtype));
-  const bool low_precision = value_dtype == tensorflow::DT_HALF ||
-                             value_dtype == tensorflow::DT_BFLOAT16;
-  if (shadow_dtype != value_dtype &&
-      !(low_precision && shadow_dtype == tensorflow::DT_FLOAT)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "shadows must be of dtype ", tensorflow::DataTypeString(value_dtype),
-        ", the values'", low_precision ? ", or float" : "", ", got ",
-        tensorflow::DataTypeString(shadow_dtype)));
-  }
-  if (nk % n != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("shadows must be N * K variables for N = ", n,
-                     " values, got ", nk));
-  }
-  const int64_t averages = nk / n;
-  ShapeHandle decays;
-  if (!c->WithRank(c->input(nk + n), 1, &decays).ok() ||
-      !c->Merge(decays, c->Vector(averages), &decays).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "decays misshapen: got ", c->DebugString(c->input(nk + n)),
-        " but expected [", averages,
-        "] (one decay for each shadow of a value)"));
-  }
-  for (int i = 0; i < n; ++i) {
-    const int value = nk + i;
-    const std::string value_subject = absl::StrCat("values[", i, "]");
-    TF_RETURN_IF_ERROR(
-        CheckVariableDtype(c, value, value_subject, value_dtype));
-    for (int shadow = i; shadow < nk; shadow += n) {
-      const std::string subject = absl::StrCat("shadows[", shadow, "]");
-      TF_RETURN_IF_ERROR(CheckVariableDtype(c, shadow, subject, shadow_dtype));
-      TF_RETURN_IF_ERROR(
-          CheckSameShape(c, kRef, shadow, subject, value, value_subject));
-    }
-  }
-  return absl::OkStatus();
+  return CheckShadows(c, ref, /*shadows=*/0, /*values=*/nk, "values", nk + n);
 }
 
 constexpr char kDoc[] = R"doc(
@@ -91,7 +48,7 @@ REGISTER_OP("Wrapopt>EmaUpdate")
     .Attr("T: {half, bfloat16, float, double}")
     .Attr("S: {half, bfloat16, float, double}")
     .SetIsStateful()
-    .SetShapeFn(EmaUpdateShape<false>)
+    .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, false); })
     .Doc(kDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
@@ -104,7 +61,7 @@ REGISTER_OP("Wrapopt>EmaUpdateRef")
     .Attr("T: {half, bfloat16, float, double}")
     .Attr("S: {half, bfloat16, float, double}")
     .SetIsStateful()
-    .SetShapeFn(EmaUpdateShape<true>)
+    .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, true); })
     .Doc(kDoc);
 
 }  // namespace wrapopt

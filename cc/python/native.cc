@@ -12,7 +12,9 @@
 #include <memory>
 #include <new>
 #include <stdexcept>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -55,6 +57,13 @@ void Count(const char* what, size_t got, size_t expected,
                               what + ", got " + std::to_string(got));
 }
 
+std::vector<std::string> Names(std::string_view names) {
+  std::vector<std::string> split;
+  std::istringstream stream{std::string(names)};
+  for (std::string name; stream >> name;) split.push_back(name);
+  return split;
+}
+
 // Applies a rule, in place, to flat arrays.
 void Step(const std::string& name, std::vector<py::array> states,
           std::vector<py::array> inputs, const std::vector<double>& scalars,
@@ -64,9 +73,9 @@ void Step(const std::string& name, std::vector<py::array> states,
     if (name == info.name) rule = &info;
   }
   if (rule == nullptr) throw std::invalid_argument("no rule '" + name + "'");
-  Count("states", states.size(), rule->states, name);
-  Count("inputs", inputs.size(), rule->inputs, name);
-  Count("scalars", scalars.size(), rule->scalars, name);
+  Count("states", states.size(), CountNames(rule->states), name);
+  Count("inputs", inputs.size(), CountNames(rule->inputs), name);
+  Count("scalars", scalars.size(), CountNames(rule->scalars), name);
 
   std::vector<void*> operands;
   auto check = [&](const py::array& array, const py::array& like,
@@ -256,11 +265,12 @@ PYBIND11_MODULE(_native, m) {
         py::dict rules;
         for (const RuleInfo& rule : kRules) {
           rules[rule.name] =
-              py::make_tuple(rule.states, rule.inputs, rule.scalars);
+              py::make_tuple(Names(rule.states), Names(rule.inputs),
+                             Names(rule.scalars));
         }
         return rules;
       },
-      "{rule: (number of states, of inputs, of scalars)}");
+      "{rule: (names of its states, of its inputs, of its scalars)}");
   m.def("step", &Step, py::arg("rule"), py::arg("states"), py::arg("inputs"),
         py::arg("scalars"), py::arg("isa") = "",
         "Applies `rule` to `states` in place. Arrays are contiguous and of one "

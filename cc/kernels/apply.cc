@@ -1,0 +1,404 @@
+// Wrapopt>Apply<Rule> and Wrapopt>SparseApply<Rule> for every rule that updates
+// a `var` by a `grad`: the inner optimizer's step and the averages of its
+// result in one pass.
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "cc/kernels/averages.h"
+#include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/kernels/parallel.h"
+#include "cc/kernels/variables.h"
+#include "cc/rules/rules.h"
+#include "tensorflow/core/framework/kernel_def_builder.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+double ReadNumber(Number number, const void* p) {
+  switch (number) {
+    case Number::kHalf:
+      return Load(*static_cast<const Half*>(p));
+    case Number::kBfloat16:
+      return Load(*static_cast<const Bfloat16*>(p));
+    case Number::kFloat:
+      return *static_cast<const float*>(p);
+    case Number::kDouble:
+      return *static_cast<const double*>(p);
+  }
+  return 0;
+}
+
+// One scalar of the rule: an input of the op, or an attribute that is 1 or 0.
+struct Scalar {
+  std::string name;
+  bool is_attribute;
+  double attribute;
+};
+
+class ApplyOp : public OpKernel {
+ public:
+  ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
+      : OpKernel(ctx), rule_(rule), sparse_(sparse) {
+    Isa isa;
+    std::string error;
+    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
+                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
+    bool use_locking;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
+    access_ = use_locking ? Variables::Access::kWrite
+                          : Variables::Access::kWriteUnlocked;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("G", &grad_dtype_));
+    dtype_ = averages_.value_dtype();
+    step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
+    OP_REQUIRES(ctx, step_ != nullptr,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "grad must be of dtype ",
+                    tensorflow::DataTypeString(dtype_),
+                    ", the variables', or float for half and bfloat16, got ",
+                    tensorflow::DataTypeString(grad_dtype_))));
+    // Gradients of one row are summed in the type that the rule computes in.
+    sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
+                                                 : tensorflow::DT_FLOAT;
+    sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
+
+    states_ = absl::StrSplit(rule.states, ' ');
+    for (absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
+      bool value = false;
+      const bool is_attribute = absl::ConsumeSuffix(&name, "?");
+      if (is_attribute) OP_REQUIRES_OK(ctx, ctx->GetAttr(name, &value));
+      scalars_.push_back({std::string(name), is_attribute, value ? 1.0 : 0.0});
+    }
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor* accept;
+    OP_REQUIRES_OK(ctx, ctx->input("accept", &accept));
+    OP_REQUIRES(ctx, accept->dims() == 0,
+                absl::InvalidArgumentError(
+                    absl::StrCat("accept misshapen: got ",
+                                 accept->shape().DebugString(),
+                                 " but expected [] (a scalar)")));
+    if (!accept->scalar<bool>()()) return;
+
+    std::vector<double> scalars, rates;
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+
+    Variables variables(ctx);
+    std::vector<int> states(states_.size());
+    for (size_t s = 0; s < states.size(); ++s) {
+      OP_REQUIRES_OK(
+          ctx, variables.Find(states_[s].c_str(), access_, &states[s]));
+    }
+    int shadows;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", access_, &shadows));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+
+    const int n = averages_.values();
+    const int var = states[0];
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, var));
+    for (size_t s = 1; s < states.size(); ++s) {
+      for (int i = 0; i < n; ++i) {
+        OP_REQUIRES_OK(ctx, variables.CheckDtype(states[s] + i, dtype_));
+        OP_REQUIRES_OK(ctx,
+                       variables.CheckSameShape(states[s] + i, var + i));
+      }
+    }
+    std::vector<Rows> rows(sparse_ ? n : 0);
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, sparse_ ? ReadRows(ctx, variables, var, i, &rows[i])
+                                  : CheckGrad(ctx, variables, var, i));
+    }
+    OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
+
+    if (sparse_) {
+      for (int i = 0; i < n; ++i) {
+        ApplyRows(ctx, &variables, states, i, rows[i], scalars);
+      }
+    }
+    Pass pass;
+    const size_t var_bytes = SizeOf(NumberOf(dtype_));
+    if (!sparse_) {
+      pass.AddStage({step_, scalars.data(), static_cast<int>(states.size()) + 1,
+                     2 * states.size() * var_bytes +
+                         SizeOf(NumberOf(grad_dtype_))});
+    }
+    averages_.AddStages(rates, sparse_ ? var_bytes : 0, &pass);
+    if (!sparse_ || averages_.per_value() > 0) {
+      tensorflow::OpInputList grads;
+      OP_REQUIRES_OK(ctx, ctx->input_list("grad", &grads));
+      std::vector<void*> operands;
+      for (int i = 0; i < n; ++i) {
+        operands.clear();
+        if (!sparse_) {
+          for (const int state : states) {
+            operands.push_back(variables.data(state + i));
+          }
+          operands.push_back(grads[i].data());
+        }
+        averages_.AddOperands(&variables, shadows, var, i, &operands);
+        pass.AddVariable(variables.size(var + i), operands);
+      }
+      RunPass(ctx, pass);
+    }
+  }
+
+ private:
+  // The gradient of one variable: its rows, in order, each once.
+  struct Rows {
+    std::vector<int64_t> index;
+    std::vector<const void*> grad;
+    Tensor sums;  // Where one row has several gradients.
+    bool summed = false;
+  };
+
+  absl::Status ReadScalars(OpKernelContext* ctx,
+                           std::vector<double>* scalars) const {
+    for (const Scalar& scalar : scalars_) {
+      if (scalar.is_attribute) {
+        scalars->push_back(scalar.attribute);
+        continue;
+      }
+      const Tensor* tensor;
+      TF_RETURN_IF_ERROR(ctx->input(scalar.name, &tensor));
+      if (tensor->dims() != 0) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(scalar.name, " misshapen: got ",
+                         tensor->shape().DebugString(),
+                         " but expected [] (a scalar)"));
+      }
+      scalars->push_back(tensor->scalar<double>()());
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status CheckGrad(OpKernelContext* ctx, Variables& variables, int var,
+                         int i) const {
+    tensorflow::OpInputList grads;
+    TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
+    const tensorflow::TensorShape& expected =
+        variables.tensor(var + i)->shape();
+    if (grads[i].shape().IsSameSize(expected)) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "grad[", i, "] misshapen: got ", grads[i].shape().DebugString(),
+        " but expected ", expected.DebugString(), " (the shape of ",
+        variables.Describe(var + i), ")"));
+  }
+
+  // Checks a sparse gradient, sorts its rows and sums those of one index.
+  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables, int var,
+                        int i, Rows* rows) const {
+    tensorflow::OpInputList grads, indices_list;
+    TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
+    TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices_list));
+    const Tensor& grad = grads[i];
+    const Tensor& indices = indices_list[i];
+    const Tensor& value = *variables.tensor(var + i);
+    const std::string subject = variables.Describe(var + i);
+    if (value.dims() < 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          subject, " must have rows for a sparse gradient, got a scalar"));
+    }
+    if (indices.dims() != 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "indices[", i, "] misshapen: got ", indices.shape().DebugString(),
+          " but expected a vector"));
+    }
+    const int64_t m = indices.NumElements();
+    tensorflow::TensorShape expected = value.shape();
+    expected.set_dim(0, m);
+    if (!grad.shape().IsSameSize(expected)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "grad[", i, "] misshapen: got ", grad.shape().DebugString(),
+          " but expected ", expected.DebugString(), " (a row of ", subject,
+          " for each of indices[", i, "])"));
+    }
+    std::vector<int64_t> index(m);
+    for (int64_t j = 0; j < m; ++j) {
+      index[j] = indices.dtype() == tensorflow::DT_INT32
+                     ? indices.vec<int32_t>()(j)
+                     : indices.vec<int64_t>()(j);
+      if (index[j] < 0 || index[j] >= value.dim_size(0)) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "indices[", i, "][", j, "] must be in [0, ", value.dim_size(0),
+            "), the rows of ", subject, ", got ", index[j]));
+      }
+    }
+    std::vector<int64_t> order(m);
+    std::iota(order.begin(), order.end(), 0);
+    // Stable, so that gradients of one row are summed as they come.
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+      return index[a] < index[b];
+    });
+    for (int64_t j = 0; j < m; ++j) {
+      if (j == 0 || index[order[j]] != index[order[j - 1]]) {
+        rows->index.push_back(index[order[j]]);
+      }
+    }
+    const int64_t row = m == 0 ? 0 : grad.NumElements() / m;
+    const Number number = NumberOf(grad_dtype_);
+    const char* data = static_cast<const char*>(grad.data());
+    const int64_t unique = rows->index.size();
+    if (unique == m) {
+      for (const int64_t j : order) {
+        rows->grad.push_back(data + j * row * SizeOf(number));
+      }
+      return absl::OkStatus();
+    }
+    rows->summed = true;
+    TF_RETURN_IF_ERROR(ctx->allocate_temp(
+        sum_dtype_, tensorflow::TensorShape({unique, row}), &rows->sums));
+    auto sum = [&](auto* sums) {
+      std::fill_n(sums, unique * row, 0);
+      int64_t to = -1;
+      for (int64_t j = 0; j < m; ++j) {
+        to += j == 0 || index[order[j]] != index[order[j - 1]];
+        for (int64_t e = 0; e < row; ++e) {
+          sums[to * row + e] += ReadNumber(
+              number, data + (order[j] * row + e) * SizeOf(number));
+        }
+      }
+      for (int64_t u = 0; u < unique; ++u) {
+        rows->grad.push_back(sums + u * row);
+      }
+    };
+    if (sum_dtype_ == tensorflow::DT_DOUBLE) {
+      sum(rows->sums.flat<double>().data());
+    } else {
+      sum(rows->sums.flat<float>().data());
+    }
+    return absl::OkStatus();
+  }
+
+  void ApplyRows(OpKernelContext* ctx, Variables* variables,
+                 const std::vector<int>& states, int i, const Rows& rows,
+                 const std::vector<double>& scalars) const {
+    const Tensor& value = *variables->tensor(states[0] + i);
+    if (value.NumElements() == 0) return;
+    const int64_t row = value.NumElements() / value.dim_size(0);
+    const size_t bytes = SizeOf(NumberOf(dtype_));
+    const StepFn step = rows.summed ? sum_step_ : step_;
+
+    // Takes the step for elements [begin, end) of the variable.
+    auto apply = [&](const void* grad, int64_t begin, int64_t end) {
+      std::vector<void*> operands;
+      operands.reserve(states.size() + 1);
+      for (const int state : states) {
+        operands.push_back(static_cast<char*>(variables->data(state + i)) +
+                           begin * bytes);
+      }
+      operands.push_back(const_cast<void*>(grad));
+      step(operands.data(), scalars.data(), 0, end - begin);
+    };
+    const int64_t cycles_per_row = 50 + row * bytes * states.size() / 4;
+    if (rule_.sparse == Sparse::kRows) {
+      RunParallel(ctx, rows.index.size(), cycles_per_row,
+                  [&](int64_t begin, int64_t end) {
+                    for (int64_t u = begin; u < end; ++u) {
+                      apply(rows.grad[u], rows.index[u] * row,
+                            (rows.index[u] + 1) * row);
+                    }
+                  });
+      return;
+    }
+    // Rows without a gradient have gradient zero.
+    static constexpr double kZeros[Pass::kBlock] = {};
+    RunParallel(
+        ctx, value.dim_size(0), cycles_per_row,
+        [&](int64_t begin, int64_t end) {
+          auto zeros = [&](int64_t from, int64_t to) {
+            for (; from < to; from += Pass::kBlock) {
+              apply(kZeros, from,
+                    std::min<int64_t>(to, from + Pass::kBlock));
+            }
+          };
+          int64_t next = begin;
+          auto u = std::lower_bound(rows.index.begin(), rows.index.end(),
+                                    begin) -
+                   rows.index.begin();
+          for (; u < static_cast<int64_t>(rows.index.size()) &&
+                 rows.index[u] < end;
+               ++u) {
+            zeros(next * row, rows.index[u] * row);
+            apply(rows.grad[u], rows.index[u] * row,
+                  (rows.index[u] + 1) * row);
+            next = rows.index[u] + 1;
+          }
+          zeros(next * row, end * row);
+        });
+  }
+
+  const RuleInfo& rule_;
+  const bool sparse_;
+  Averages averages_;
+  Variables::Access access_;
+  tensorflow::DataType dtype_;
+  tensorflow::DataType grad_dtype_;
+  tensorflow::DataType sum_dtype_;
+  StepFn step_;
+  StepFn sum_step_;
+  std::vector<std::string> states_;
+  std::vector<Scalar> scalars_;
+};
+
+template <int kRule, bool kSparse>
+class ApplyOpOf : public ApplyOp {
+ public:
+  explicit ApplyOpOf(OpKernelConstruction* ctx)
+      : ApplyOp(ctx, kRules[kRule], kSparse) {}
+};
+
+template <int kRule, bool kSparse>
+void Register() {
+  for (const char* kind : {"", "Ref"}) {
+    const std::string name =
+        absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "Apply",
+                     kRules[kRule].name, kind);
+    // Lives as long as the process, as every registration does.
+    new tensorflow::kernel_factory::OpKernelRegistrar(
+        tensorflow::KernelDefBuilder(name.c_str())
+            .Device(tensorflow::DEVICE_CPU)
+            .Build(),
+        name, [](OpKernelConstruction* ctx) -> OpKernel* {
+          return new ApplyOpOf<kRule, kSparse>(ctx);
+        });
+  }
+}
+
+template <int... rules>
+bool RegisterAll(std::integer_sequence<int, rules...>) {
+  auto one = [](auto rule) {
+    constexpr int kRule = decltype(rule)::value;
+    if constexpr (kRules[kRule].inputs == "grad") {
+      Register<kRule, false>();
+      Register<kRule, true>();
+    }
+  };
+  (one(std::integral_constant<int, rules>()), ...);
+  return true;
+}
+
+const bool registered =
+    RegisterAll(std::make_integer_sequence<int, std::size(kRules)>());
+
+}  // namespace
+}  // namespace wrapopt

@@ -1,0 +1,19 @@
+#include "cc/ops/apply_op.h"
+
+namespace wrapopt {
+
+const bool apply_centered_rms_prop_defined = DefineApplyOps(
+    RuleId::kCenteredRMSProp,
+    "Centered RMSProp (cc/rules/centered_rms_prop.h).",
+    R"doc(
+var: N variables of dtype T.
+mg: Means of gradients.
+rms: Means of squared gradients.
+mom: The velocities of the variables.
+lr: The learning rate.
+rho: The decay of the means.
+momentum: What remains of a velocity after a step.
+epsilon: Added to the variances before the root is taken.
+)doc");
+
+}  // namespace wrapopt

@@ -1,0 +1,19 @@
+// Defines the ops of an update rule: Wrapopt>Apply<Rule>, its sparse form, and
+// for both the sibling that takes ref variables.
+#ifndef WRAPOPT_CC_OPS_APPLY_OP_H_
+#define WRAPOPT_CC_OPS_APPLY_OP_H_
+
+#include <string>
+
+#include "cc/rules/rules.h"
+
+namespace wrapopt {
+
+// `summary` is the first line of the ops' documentation, `details` documents
+// the states and scalars of the rule, one "name: what it is" a line.
+bool DefineApplyOps(RuleId rule, const std::string& summary,
+                    const std::string& details);
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_OPS_APPLY_OP_H_

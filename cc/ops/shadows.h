@@ -1,0 +1,24 @@
+// The checks of an op's shadows and decays while a graph is built.
+#ifndef WRAPOPT_CC_OPS_SHADOWS_H_
+#define WRAPOPT_CC_OPS_SHADOWS_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+
+// Whether what belongs to a variable of `dtype` may be of `other`: the same, or
+// float for half and bfloat16.
+bool FitsLowPrecision(tensorflow::DataType other, tensorflow::DataType dtype);
+
+// `shadows`, `values` and `decays` are the first inputs of each.
+absl::Status CheckShadows(tensorflow::shape_inference::InferenceContext* c,
+                          bool ref, int shadows, int values,
+                          const std::string& values_name, int decays);
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_OPS_SHADOWS_H_

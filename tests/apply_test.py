@@ -1,0 +1,111 @@
+"""apply and the ops under it: what they leave alone and what they refuse."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import numerics
+from modes import mode  # pylint: disable=unused-import
+from modes import refused
+from wrapopt.ops import apply
+
+InvalidArgument = (tf.errors.InvalidArgumentError, ValueError)
+
+
+def sgd(var, grad, lr=0.5, **kwargs):
+  return apply("GradientDescent", {"var": [var]}, [grad], {"lr": lr}, **kwargs)
+
+
+def test_a_trajectory(mode):
+  # Momentum 1/2, rate 1, gradient 1: the velocity is 1, then 1.5, so 4 becomes
+  # 3, then 1.5. An average of decay 1/2 follows half way: 3.5, then 2.5.
+  v, a, s = (mode.variable(np.float32([x])) for x in (4, 0, 4))
+  seen = []
+  for _ in range(2):
+    mode.run(lambda: apply(
+        "Momentum", {"var": [v], "accum": [a]}, [tf.constant([1.0])],
+        {"lr": 1.0, "momentum": 0.5}, shadows=[s], decay=0.5))
+    seen.append([x.item() for x in mode.values([v, a, s])])
+  assert seen == [[3, 1, 3.5], [1.5, 1.5, 2.5]]
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_accept(mode, accept):
+  v, s = mode.variable(np.float32([1])), mode.variable(np.float32([1]))
+  mode.run(lambda: sgd(v, tf.constant([1.0]), shadows=[s], decay=0.5,
+                       accept=tf.constant(accept)))
+  assert [x.item() for x in mode.values([v, s])] == (
+      [0.5, 0.75] if accept else [1, 1])
+
+
+def test_what_is_refused_by_accept_is_not_looked_at(mode):
+  # Not even a gradient that is not a number.
+  v = mode.variable(np.float32([1, 2]))
+  mode.run(lambda: sgd(v, tf.constant([np.nan, np.inf]), accept=False))
+  numerics.assert_same_bits(mode.values([v])[0], np.float32([1, 2]))
+
+
+@pytest.mark.parametrize("use_locking", [False, True])
+@pytest.mark.parametrize("indices", [[1, 0, 1], [2, 0, 1]])
+def test_rows(mode, indices, use_locking):
+  # Duplicates add up; a row without a gradient stays.
+  v = mode.variable(np.zeros((4, 2), np.float32))
+  grad = np.float32([[1, 2], [3, 4], [5, 6]])
+  mode.run(lambda: sgd(
+      v, tf.IndexedSlices(tf.constant(grad), tf.constant(indices), [4, 2]),
+      use_locking=use_locking))
+  want = np.zeros((4, 2), np.float32)
+  np.subtract.at(want, indices, 0.5 * grad)
+  numerics.assert_same_bits(mode.values([v])[0], want)
+
+
+@pytest.mark.parametrize("bad", [-1, 4])
+def test_an_index_out_of_range(mode, bad):
+  v = mode.variable(np.ones((4, 2), np.float32))
+  other = mode.variable(np.ones((4, 2), np.float32))
+  good = tf.IndexedSlices
+  refused(
+      mode, [v, other], tf.errors.InvalidArgumentError,
+      rf"indices\[1\]\[1\] must be in \[0, 4\), the rows of .*, got {bad}",
+      lambda: apply(
+          "GradientDescent", {"var": [other, v]},
+          [good(tf.ones([1, 2]), tf.constant([0]), [4, 2]),
+           good(tf.ones([2, 2]), tf.constant([0, bad]), [4, 2])],
+          {"lr": 1.0}))
+
+
+def test_a_gradient_of_another_shape(mode):
+  v, s = mode.variable(np.float32([1, 2])), mode.variable(np.float32([1, 2]))
+  refused(mode, [v, s], InvalidArgument, r"grad\[0\] misshapen: got \[3\] but "
+          r"expected \[2\]",
+          lambda: sgd(v, tf.ones([3]), shadows=[s], decay=0.5))
+
+
+def test_one_variable_twice(mode):
+  v = mode.variable(np.float32([1, 2]))
+  refused(mode, [v], tf.errors.InvalidArgumentError, "are one variable",
+          lambda: apply("GradientDescent", {"var": [v, v]},
+                        [tf.ones([2])] * 2, {"lr": 1.0}))
+
+
+def test_a_reader_keeps_its_value():
+  v = tf.Variable([1.0, 2.0])
+  for use_locking in (False, True):
+    before = v.read_value()
+    want = before.numpy().copy()
+    sgd(v, tf.ones([2]), use_locking=use_locking)
+    numerics.assert_same_bits(before.numpy(), want)
+    assert (v.numpy() != want).all()
+
+
+def test_what_the_function_refuses():
+  v = tf.Variable([1.0])
+  with pytest.raises(ValueError, match="`rule` must be one of Adadelta"):
+    apply("Sgd", {"var": [v]}, [tf.ones([1])], {"lr": 1.0})
+  with pytest.raises(ValueError, match="one gradient for each of the 1"):
+    apply("GradientDescent", {"var": [v]}, [], {"lr": 1.0})
+  with pytest.raises(TypeError, match=r"`grads\[0\]` must be of dtype float32"):
+    sgd(v, tf.ones([1], tf.float64))
+  with pytest.raises(TypeError, match=r"states\['accum'\]\[0\]"):
+    apply("Momentum", {"var": [v], "accum": [tf.Variable([1.0], dtype="double")]},
+          [tf.ones([1])], {"lr": 1.0, "momentum": 0.5})

@@ -1,0 +1,175 @@
+"""Which inner optimizers have a one-pass op, and how their state is read.
+
+Only an optimizer of exactly one of these types is taken apart: a subclass may
+have overridden anything.
+"""
+
+import typing
+
+import tensorflow as tf
+
+from wrapopt import ops
+
+_train = tf.compat.v1.train
+
+
+class _Rule(typing.NamedTuple):
+  """How an inner optimizer maps to `wrapopt.ops.apply`.
+
+  The functions take the optimizer, whose `_prepare` has run.
+  """
+  rule: str  # The name in cc/rules/rules.h.
+  slots: dict[str, str]  # State of the rule: slot of the optimizer.
+  scalars: typing.Callable[[typing.Any], dict[str, typing.Any]]
+
+
+def _gradient_descent(opt):
+  del opt
+  return _Rule("GradientDescent", {},
+               lambda o: {"lr": o._learning_rate_tensor})
+
+
+def _momentum(opt):
+  return _Rule(
+      "Momentum", {"accum": "momentum"},
+      lambda o: {"lr": o._learning_rate_tensor,
+                 "momentum": o._momentum_tensor,
+                 "use_nesterov": opt._use_nesterov})
+
+
+def _adagrad(opt):
+  del opt
+  return _Rule("Adagrad", {"accum": "accumulator"},
+               lambda o: {"lr": o._learning_rate_tensor})
+
+
+def _adadelta(opt):
+  del opt
+  return _Rule(
+      "Adadelta", {"accum": "accum", "accum_update": "accum_update"},
+      lambda o: {"lr": o._lr_t, "rho": o._rho_t, "epsilon": o._epsilon_t})
+
+
+def _rms_prop(opt):
+  slots = {"rms": "rms", "mom": "momentum"}
+  if opt._centered:
+    slots["mg"] = "mg"
+  return _Rule(
+      "CenteredRMSProp" if opt._centered else "RMSProp", slots,
+      lambda o: {"lr": o._learning_rate_tensor, "rho": o._decay_tensor,
+                 "momentum": o._momentum_tensor, "epsilon": o._epsilon_tensor})
+
+
+def _adam(opt):
+  del opt
+  def scalars(o):
+    beta1_power, beta2_power = o._get_beta_accumulators()
+    return {"lr": o._lr_t, "beta1": o._beta1_t, "beta2": o._beta2_t,
+            "epsilon": o._epsilon_t, "weight_decay": 0.0,
+            "use_nesterov": False, "beta1_power": beta1_power,
+            "beta2_power": beta2_power}
+  return _Rule("Adam", {"m": "m", "v": "v"}, scalars)
+
+
+def _ftrl(opt):
+  power = opt._learning_rate_power
+  if not isinstance(power, (int, float)) or power != -0.5:
+    return None  # The op has a square root, not any power.
+  def scalars(o):
+    shrinkage = o._l2_shrinkage_regularization_strength
+    return {"lr": o._learning_rate_tensor,
+            "l1": o._l1_regularization_strength_tensor,
+            "l2": o._adjusted_l2_regularization_strength_tensor,
+            "l2_shrinkage": (0.0 if shrinkage <= 0 else
+                             o._l2_shrinkage_regularization_strength_tensor)}
+  return _Rule("Ftrl", {"accum": "accum", "linear": "linear"}, scalars)
+
+
+_RULES = {
+    _train.AdadeltaOptimizer: _adadelta,
+    _train.AdagradOptimizer: _adagrad,
+    _train.AdamOptimizer: _adam,
+    _train.FtrlOptimizer: _ftrl,
+    _train.GradientDescentOptimizer: _gradient_descent,
+    _train.MomentumOptimizer: _momentum,
+    _train.RMSPropOptimizer: _rms_prop,
+}
+
+
+def rule_of(opt):
+  """The rule of an inner optimizer, or None where it has no one-pass op."""
+  find = _RULES.get(type(opt))
+  return find(opt) if find else None
+
+
+def can_apply(grads_and_vars):
+  """Whether these gradients can be applied by one op."""
+  variables = [v for g, v in grads_and_vars if g is not None]
+  return (
+      bool(variables) and
+      # A strategy reduces gradients between its replicas first.
+      not tf.distribute.has_strategy() and
+      all(isinstance(v, tf.Variable) and v.constraint is None
+          for v in variables) and
+      # A variable that is named twice is updated twice.
+      len({v.ref() for v in variables}) == len(variables))
+
+
+def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
+                    name):
+  """What `opt.apply_gradients` does, with averages of the result, in one pass.
+
+  Args:
+    opt: The inner optimizer.
+    rule: Its `rule_of`.
+    grads_and_vars: A list for which `can_apply`.
+    shadows: A function that gives a variable's shadows, one for each decay.
+    decays: A sequence of decays, or a function that gives it, called when the
+      optimizer is prepared.
+    global_step: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
+    name: As there.
+
+  Returns:
+    As there.
+  """
+  pairs = [(_gradient(g), v) for g, v in grads_and_vars if g is not None]
+  grads, variables = zip(*pairs)
+  with tf.init_scope():
+    opt._create_slots(variables)
+  with tf.name_scope(name or opt._name) as scope:
+    opt._prepare()
+    states = {"var": list(variables)}
+    for state, slot in rule.slots.items():
+      states[state] = [opt.get_slot(v, slot) for v in variables]
+    averages = [shadows(v) for v in variables]
+    update = ops.apply(
+        rule.rule, states, grads, rule.scalars(opt),
+        shadows=[list(row) for row in zip(*averages)], decay=decays,
+        use_locking=opt._use_locking)
+    updates = [] if update is None else [update]
+    if global_step is None:
+      done = opt._finish(updates, scope)
+    else:
+      with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
+        with tf.device(None), tf.device(global_step.device):
+          done = global_step.assign_add(1, name=scope, read_value=False)
+    if tf.executing_eagerly():
+      return done
+    done = _operations(done)[0]
+    train_ops = tf.compat.v1.get_collection_ref(
+        tf.compat.v1.GraphKeys.TRAIN_OP)
+    if done not in train_ops:
+      train_ops.append(done)
+    return done
+
+
+def _gradient(gradient):
+  if isinstance(gradient, tf.IndexedSlices):
+    return gradient
+  return tf.convert_to_tensor(gradient)
+
+
+def _operations(x):
+  if x is None:
+    return []
+  return [x if isinstance(x, tf.Operation) else x.op]
