@@ -30,10 +30,9 @@ def ema_update(shadows, values, decay, name=None):
   many they are. `1 - decay` is computed in float64; float16 and bfloat16 are
   averaged in float32 and rounded once.
 
-  All variables are checked before any is changed. An update holds the locks of
-  its variables, so that it is atomic to other ops of wrapopt and to
-  TensorFlow's own locking updates. One native op serves all variables that
-  share a device and a dtype.
+  One native op serves all variables that share a device and a dtype. It checks
+  all of its variables before it changes any, and holds their locks, so that it
+  is atomic to other ops of wrapopt and to TensorFlow's own locking updates.
 
   Example:
 
@@ -201,7 +200,7 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
 
   Raises:
     As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
-    range. All variables are checked before any is changed.
+    range. An op checks all of its variables before it changes any.
   """
   suffix = _SNAKE.get(rule)
   if suffix is None:
