@@ -15,11 +15,17 @@ namespace wrapopt {
 template <class Work>
 void RunParallel(tensorflow::OpKernelContext* ctx, int64_t units,
                  int64_t cycles_per_unit, const Work& work) {
+  // What a thread costs to wake, and what a range should take: so short that
+  // no thread has much left to do when the others are done.
+  constexpr int64_t kCyclesToShare = 200000;
+  constexpr int64_t kCyclesPerRange = 200000;
+  cycles_per_unit = std::max<int64_t>(1, cycles_per_unit);
   if (units == 0) return;
+  if (units * cycles_per_unit < kCyclesToShare) return work(0, units);
   ctx->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
       units,
-      tsl::thread::ThreadPool::SchedulingParams::Adaptive(
-          std::max<int64_t>(1, cycles_per_unit)),
+      tsl::thread::ThreadPool::SchedulingParams::Fixed(
+          std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit)),
       work);
 }
 
