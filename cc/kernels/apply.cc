@@ -103,7 +103,7 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
 
-    Variables variables(ctx);
+    Variables variables(ctx, &memory_);
     std::vector<int> states(states_.size());
     for (size_t s = 0; s < states.size(); ++s) {
       OP_REQUIRES_OK(
@@ -140,7 +140,8 @@ class ApplyOp : public OpKernel {
     if (!sparse_) {
       pass.AddStage({step_, scalars.data(), static_cast<int>(states.size()) + 1,
                      2 * states.size() * var_bytes +
-                         SizeOf(NumberOf(grad_dtype_))});
+                         SizeOf(NumberOf(grad_dtype_)),
+                     /*new_inputs=*/true});
     }
     averages_.AddStages(rates, sparse_ ? var_bytes : 0, &pass);
     if (!sparse_ || averages_.per_value() > 0) {
@@ -307,7 +308,7 @@ class ApplyOp : public OpKernel {
                            begin * bytes);
       }
       operands.push_back(const_cast<void*>(grad));
-      step(operands.data(), scalars.data(), 0, end - begin);
+      step(operands.data(), scalars.data(), 0, end - begin, Ahead());
     };
     const int64_t cycles_per_row = 50 + row * bytes * states.size() / 4;
     if (rule_.sparse == Sparse::kRows) {
@@ -321,14 +322,14 @@ class ApplyOp : public OpKernel {
       return;
     }
     // Rows without a gradient have gradient zero.
-    static constexpr double kZeros[Pass::kBlock] = {};
+    constexpr int64_t kZerosSize = 4096;
+    static constexpr double kZeros[kZerosSize] = {};
     RunParallel(
         ctx, value.dim_size(0), cycles_per_row,
         [&](int64_t begin, int64_t end) {
           auto zeros = [&](int64_t from, int64_t to) {
-            for (; from < to; from += Pass::kBlock) {
-              apply(kZeros, from,
-                    std::min<int64_t>(to, from + Pass::kBlock));
+            for (; from < to; from += kZerosSize) {
+              apply(kZeros, from, std::min(to, from + kZerosSize));
             }
           };
           int64_t next = begin;
@@ -349,6 +350,7 @@ class ApplyOp : public OpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
+  Variables::Memory memory_;
   Averages averages_;
   Variables::Access access_;
   tensorflow::DataType dtype_;

@@ -85,7 +85,8 @@ void Averages::AddStages(const std::vector<double>& rates, size_t value_bytes,
   const size_t shadow_bytes = 2 * SizeOf(NumberOf(shadow_dtype_));
   for (int k = 0; k < k_; ++k) {
     pass->AddStage(
-        {step_, &rates[k], 2, shadow_bytes + (k == 0 ? value_bytes : 0)});
+        {step_, &rates[k], 2, shadow_bytes + (k == 0 ? value_bytes : 0),
+         k == 0 && value_bytes > 0});
   }
 }
 

@@ -15,22 +15,42 @@
 namespace wrapopt {
 namespace {
 
+constexpr size_t kLine = 64;   // Bytes of a line of the cache.
+constexpr size_t kGroup = 64;  // Elements between two looks ahead.
+
 template <class Rule, class State, class Input, size_t... s, size_t... i,
           size_t... c>
 WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
-                       size_t begin, size_t end, std::index_sequence<s...>,
-                       std::index_sequence<i...>, std::index_sequence<c...>) {
+                       size_t begin, size_t end, const Ahead& ahead,
+                       std::index_sequence<s...>, std::index_sequence<i...>,
+                       std::index_sequence<c...>) {
   using Compute = typename ComputeTypeOf<State>::type;
   // Arrays of no elements are not C++: each holds one more than it needs.
   State* const states[] = {static_cast<State*>(operands[s])..., nullptr};
   const Input* const inputs[] = {
       static_cast<const Input*>(operands[sizeof...(s) + i])..., nullptr};
   const Compute k[] = {static_cast<Compute>(scalars[c])..., Compute{}};
+  for (size_t from = begin; from < end; from += kGroup) {
+    const size_t to = std::min(from + kGroup, end);
+    if (const size_t next = from + Pass::kBlock; next < ahead.elements) {
+      // Into the second-level cache: the first is full of this block. Written
+      // out, for g++ removes calls of a function that does nothing else.
+      for (size_t j = 0; j < kGroup; j += kLine / sizeof(State)) {
+        (__builtin_prefetch(states[s] + next + j, /*rw=*/0, /*locality=*/2),
+         ...);
+      }
+      for (size_t j = ahead.inputs ? 0 : kGroup; j < kGroup;
+           j += kLine / sizeof(Input)) {
+        (__builtin_prefetch(inputs[i] + next + j, /*rw=*/0, /*locality=*/2),
+         ...);
+      }
+    }
 #pragma GCC ivdep
-  for (size_t j = begin; j < end; ++j) {
-    Compute x[] = {static_cast<Compute>(Load(states[s][j]))...};
-    Rule::Step(x[s]..., static_cast<Compute>(Load(inputs[i][j]))..., k[c]...);
-    (Store(states[s][j], x[s]), ...);
+    for (size_t j = from; j < to; ++j) {
+      Compute x[] = {static_cast<Compute>(Load(states[s][j]))...};
+      Rule::Step(x[s]..., static_cast<Compute>(Load(inputs[i][j]))..., k[c]...);
+      (Store(states[s][j], x[s]), ...);
+    }
   }
   static_cast<void>(inputs);
   static_cast<void>(k);
@@ -41,8 +61,8 @@ template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
-                               size_t begin, size_t end) {
-    Loop<R, State, Input>(operands, scalars, begin, end,
+                               size_t begin, size_t end, const Ahead& ahead) {
+    Loop<R, State, Input>(operands, scalars, begin, end, ahead,
                           std::make_index_sequence<kStates>(),
                           std::make_index_sequence<kInputs>(),
                           std::make_index_sequence<kScalars>());
@@ -51,15 +71,15 @@ struct Arity {
 
 template <class R, class State, class Input>
 void Baseline(void* const* operands, const double* scalars, size_t begin,
-              size_t end) {
-  R::template Run<State, Input>(operands, scalars, begin, end);
+              size_t end, const Ahead& ahead) {
+  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
 }
 
 template <class R, class State, class Input>
 WRAPOPT_TARGET("arch=x86-64-v3")
 void X86_64_v3(void* const* operands, const double* scalars, size_t begin,
-               size_t end) {
-  R::template Run<State, Input>(operands, scalars, begin, end);
+               size_t end, const Ahead& ahead) {
+  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
 }
 
 // Memory is what bounds float and double, and Zen 4 streams 15 % faster through
@@ -67,15 +87,15 @@ void X86_64_v3(void* const* operands, const double* scalars, size_t begin,
 template <class R, class State, class Input>
 WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=256")
 void X86_64_v4(void* const* operands, const double* scalars, size_t begin,
-               size_t end) {
-  R::template Run<State, Input>(operands, scalars, begin, end);
+               size_t end, const Ahead& ahead) {
+  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
 }
 
 template <class R, class State, class Input>
 WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
 void X86_64_v4Wide(void* const* operands, const double* scalars, size_t begin,
-                   size_t end) {
-  R::template Run<State, Input>(operands, scalars, begin, end);
+                   size_t end, const Ahead& ahead) {
+  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
 }
 
 template <class R, class State, class Input>
@@ -160,7 +180,8 @@ void Pass::Run(size_t begin, size_t end) const {
       void* const* operands =
           operands_.data() + index * operands_per_variable_;
       for (const Stage& stage : stages_) {
-        stage.step(operands, stage.scalars, from, to);
+        stage.step(operands, stage.scalars, from, to,
+                   {variable->elements, stage.new_inputs});
         operands += stage.operands;
       }
     }

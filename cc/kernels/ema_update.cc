@@ -30,7 +30,7 @@ class EmaUpdateOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     std::vector<double> rates;
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
-    Variables variables(ctx);
+    Variables variables(ctx, &memory_);
     int shadows, values;
     OP_REQUIRES_OK(
         ctx, variables.Find("shadows", Variables::Access::kWrite, &shadows));
@@ -53,6 +53,7 @@ class EmaUpdateOp : public OpKernel {
   }
 
  private:
+  Variables::Memory memory_;
   Averages averages_;
 };
 

@@ -17,7 +17,7 @@ class ExchangeOp : public OpKernel {
   explicit ExchangeOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx);
+    Variables variables(ctx, &memory_);
     int a, b;
     OP_REQUIRES_OK(ctx, variables.Find("a", Variables::Access::kWrite, &a));
     OP_REQUIRES_OK(ctx, variables.Find("b", Variables::Access::kWrite, &b));
@@ -46,6 +46,9 @@ class ExchangeOp : public OpKernel {
     }
     for (int i = 0; i < n; ++i) variables.Swap(a + i, b + i);
   }
+
+ private:
+  Variables::Memory memory_;
 };
 
 REGISTER_KERNEL_BUILDER(

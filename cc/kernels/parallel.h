@@ -3,6 +3,7 @@
 #define WRAPOPT_CC_KERNELS_PARALLEL_H_
 
 #include <algorithm>
+#include <atomic>
 
 #include "cc/kernels/elementwise_cpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -22,11 +23,22 @@ void RunParallel(tensorflow::OpKernelContext* ctx, int64_t units,
   cycles_per_unit = std::max<int64_t>(1, cycles_per_unit);
   if (units == 0) return;
   if (units * cycles_per_unit < kCyclesToShare) return work(0, units);
-  ctx->device()->tensorflow_cpu_worker_threads()->workers->ParallelFor(
-      units,
-      tsl::thread::ThreadPool::SchedulingParams::Fixed(
-          std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit)),
-      work);
+  auto& pool = *ctx->device()->tensorflow_cpu_worker_threads()->workers;
+  const int64_t range = std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit);
+  const int64_t threads =
+      std::min<int64_t>(pool.NumThreads(), (units + range - 1) / range);
+  // This thread and the pool's each take the next range: those that begin late,
+  // because the pool is busy or slow to wake, find less left to do.
+  std::atomic<int64_t> next{0};
+  pool.ParallelFor(
+      threads, tsl::thread::ThreadPool::SchedulingParams::Fixed(1),
+      [&](int64_t, int64_t) {
+        for (;;) {
+          const int64_t begin = next.fetch_add(range);
+          if (begin >= units) return;
+          work(begin, std::min(begin + range, units));
+        }
+      });
 }
 
 inline void RunPass(tensorflow::OpKernelContext* ctx, const Pass& pass) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <numeric>
 #include <utility>
 
 #include "absl/status/status.h"
@@ -14,7 +15,15 @@ namespace wrapopt {
 
 using tensorflow::Tensor;
 
-Variables::~Variables() { Unlock(); }
+Variables::~Variables() {
+  Unlock();
+  LeaveMemory();
+}
+
+void Variables::LeaveMemory() {
+  if (memory_ != nullptr) memory_->mu_.unlock();
+  memory_ = nullptr;
+}
 
 absl::Status Variables::Find(const char* list, Access access, int* first) {
   int start, stop;
@@ -27,56 +36,96 @@ absl::Status Variables::Find(const char* list, Access access, int* first) {
     Entry& entry = entries_.back();
     if (ctx_->input_is_ref(input)) {
       entry.mu = ctx_->input_ref_mutex(input);
-      continue;
+    } else {
+      TF_RETURN_IF_ERROR(FindResource(&entry));
+      entry.mu = entry.var->mu();
     }
-    const Tensor& handle = ctx_->input(input);
-    if (handle.NumElements() != 1) {
-      entry.mu = nullptr;
-      return absl::InvalidArgumentError(absl::StrCat(
-          list, "[", entry.position, "] must be one resource handle, got a ",
-          "tensor of shape ", handle.shape().DebugString()));
-    }
-    const absl::Status found = LookupResource(
-        ctx_, handle.flat<tensorflow::ResourceHandle>()(0), &entry.var);
-    if (absl::IsNotFound(found)) {
-      return absl::FailedPreconditionError(
-          absl::StrCat(Describe(entries_.size() - 1),
-                       " is not initialized: run its initializer first"));
-    }
-    if (!found.ok()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          Describe(entries_.size() - 1), " is not a variable of this device: ",
-          found.message()));
-    }
-    entry.mu = entry.var->mu();
   }
   return absl::OkStatus();
 }
 
-absl::Status Variables::Lock() {
-  std::vector<int> order(entries_.size());
-  for (size_t i = 0; i < order.size(); ++i) order[i] = i;
-  std::stable_sort(order.begin(), order.end(), [this](int a, int b) {
+absl::Status Variables::FindResource(Entry* entry) {
+  const Tensor& tensor = ctx_->input(entry->input);
+  if (tensor.NumElements() != 1) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        entry->list, "[", entry->position, "] must be one resource handle, ",
+        "got a tensor of shape ", tensor.shape().DebugString()));
+  }
+  Memory::Found* memory = nullptr;
+  if (memory_ != nullptr) {
+    memory_->found_.resize(ctx_->num_inputs());
+    memory = &memory_->found_[entry->input];
+    if (memory->handle.data() == tensor.data()) {
+      entry->var = memory->var.GetNewRef();
+      if (entry->var != nullptr) return absl::OkStatus();
+    }
+  }
+  const auto& handle =
+      *static_cast<const tensorflow::ResourceHandle*>(tensor.data());
+  const absl::Status found = LookupResource(ctx_, handle, &entry->var);
+  if (absl::IsNotFound(found)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(Describe(entries_.size() - 1),
+                     " is not initialized: run its initializer first"));
+  }
+  if (!found.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(Describe(entries_.size() - 1),
+                     " is not a variable of this device: ", found.message()));
+  }
+  // A handle that counts references is quick to follow, and to hold it would
+  // keep its variable alive.
+  if (memory != nullptr && !handle.IsRefCounting()) {
+    memory->handle = tensor;
+    memory->var =
+        tensorflow::core::WeakPtr<tensorflow::Var>(entry->var.get());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Variables::OrderLocks(std::vector<int>* order) const {
+  order->resize(entries_.size());
+  std::iota(order->begin(), order->end(), 0);
+  std::stable_sort(order->begin(), order->end(), [this](int a, int b) {
     return std::less<>()(entries_[a].mu, entries_[b].mu);
   });
-  // Nothing is locked before it is known that no lock is asked for twice.
-  std::vector<int> once;
-  once.reserve(order.size());
-  for (const int i : order) {
-    if (!once.empty() && entries_[once.back()].mu == entries_[i].mu) {
-      const int first = std::min(once.back(), i);
-      const int second = std::max(once.back(), i);
-      if (entries_[first].access != Access::kRead ||
-          entries_[second].access != Access::kRead) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            Describe(first), " and ", Describe(second),
-            " are one variable: a variable that is updated must be named once"));
-      }
+  auto last = order->begin();  // Of those that are kept.
+  for (const int i : *order) {
+    if (i == order->front()) continue;
+    if (entries_[*last].mu != entries_[i].mu) {
+      *++last = i;
       continue;
     }
-    once.push_back(i);
+    if (entries_[*last].access != Access::kRead ||
+        entries_[i].access != Access::kRead) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          Describe(std::min(*last, i)), " and ", Describe(std::max(*last, i)),
+          " are one variable: a variable that is updated must be named once"));
+    }
   }
-  LockEach(once);
+  if (!order->empty()) order->erase(last + 1, order->end());
+  return absl::OkStatus();
+}
+
+bool Variables::IsOrdered(const std::vector<int>& order) const {
+  // As many as there are, each above the one before: so all of them, once.
+  return order.size() == entries_.size() &&
+         std::adjacent_find(order.begin(), order.end(), [this](int a, int b) {
+           return !std::less<>()(entries_[a].mu, entries_[b].mu);
+         }) == order.end();
+}
+
+absl::Status Variables::Lock() {
+  // Nothing is locked before it is known that no lock is asked for twice.
+  std::vector<int> order;
+  if (memory_ != nullptr && IsOrdered(memory_->order_)) {
+    order = memory_->order_;
+  } else {
+    TF_RETURN_IF_ERROR(OrderLocks(&order));
+    if (memory_ != nullptr) memory_->order_ = order;
+  }
+  LeaveMemory();
+  LockEach(order);
   // A buffer that a reader holds must be replaced, and that needs the lock.
   if (std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
         return entry.access == Access::kWriteUnlocked && IsShared(entry);
@@ -85,7 +134,7 @@ absl::Status Variables::Lock() {
     for (Entry& entry : entries_) {
       if (entry.access == Access::kWriteUnlocked) entry.access = Access::kWrite;
     }
-    LockEach(once);
+    LockEach(order);
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
