@@ -7,21 +7,17 @@
 
 #include <algorithm>
 #include <array>
-#include <chrono>
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
+#include "cc/python/stream_limit.h"
 #include "cc/rules/rules.h"
 
 namespace py = pybind11;
@@ -119,116 +115,9 @@ void Step(const std::string& name, std::vector<py::array> states,
         std::string(py::str(inputs[0].dtype())));
   }
   py::gil_scoped_release release;
-  step(operands.data(), scalars.data(), 0, states[0].size());
+  step(operands.data(), scalars.data(), 0, states[0].size(),
+       {static_cast<size_t>(states[0].size())});
 }
-
-struct FreeDeleter {
-  void operator()(float* p) const { std::free(p); }
-};
-using Buffer = std::unique_ptr<float, FreeDeleter>;
-
-// As TensorFlow allocates a tensor: aligned, and no request for huge pages.
-Buffer Allocate(size_t elements) {
-  void* p = nullptr;
-  if (posix_memalign(&p, 64, std::max<size_t>(elements, 1) * sizeof(float))) {
-    throw std::bad_alloc();
-  }
-  return Buffer(static_cast<float*>(p));
-}
-
-#if defined(__x86_64__)
-#define WRAPOPT_CLONES __attribute__((target_clones("avx2", "default")))
-#else
-#define WRAPOPT_CLONES
-#endif
-
-constexpr size_t kMaxReads = 2;
-
-// Adds `reads` to each of `writes`: as little arithmetic as can be had for one
-// pass over that many arrays. Blocks stay in the first-level cache, so that
-// memory sees each array once and the prefetchers see few at a time: with all
-// four at once, three writes take half as long again.
-WRAPOPT_CLONES void StreamLoop(const std::vector<float*>& reads,
-                               const std::vector<float*>& writes, size_t begin,
-                               size_t end) {
-  constexpr size_t kBlock = 4096;
-  const float* const a = reads.size() > 0 ? reads[0] : nullptr;
-  const float* const b = reads.size() > 1 ? reads[1] : nullptr;
-  for (size_t from = begin; from < end; from += kBlock) {
-    const size_t to = std::min(from + kBlock, end);
-    for (float* const w : writes) {
-      if (b != nullptr) {
-#pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += a[j] + b[j];
-      } else if (a != nullptr) {
-#pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += a[j];
-      } else {
-#pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += 1.0f;
-      }
-    }
-  }
-}
-
-// What the machine can do: threads that each go once over their part of
-// `reads` read-only and `writes` read-and-written float32 arrays.
-class StreamLimit {
- public:
-  StreamLimit(std::vector<size_t> sizes, size_t reads, size_t writes)
-      : sizes_(std::move(sizes)), reads_(reads), writes_(writes) {
-    if (reads > kMaxReads || writes == 0) {
-      throw std::invalid_argument(
-          "at most " + std::to_string(kMaxReads) +
-          " reads and at least 1 write, got " + std::to_string(reads) +
-          " and " + std::to_string(writes));
-    }
-    for (const size_t size : sizes_) {
-      for (size_t k = 0; k < reads_ + writes_; ++k) {
-        buffers_.push_back(Allocate(size));
-        std::fill_n(buffers_.back().get(), size, 0.0f);
-      }
-    }
-  }
-
-  // Seconds for one pass over everything by `threads` threads.
-  double Run(int threads) {
-    if (threads < 1) {
-      throw std::invalid_argument("threads must be at least 1, got " +
-                                  std::to_string(threads));
-    }
-    auto part = [&](int thread) {
-      std::vector<float*> reads(reads_), writes(writes_);
-      auto buffer = buffers_.begin();
-      for (const size_t size : sizes_) {
-        for (float*& p : reads) p = (buffer++)->get();
-        for (float*& p : writes) p = (buffer++)->get();
-        StreamLoop(reads, writes, size * thread / threads,
-                   size * (thread + 1) / threads);
-      }
-    };
-    const auto start = std::chrono::steady_clock::now();
-    std::vector<std::thread> others;
-    for (int t = 1; t < threads; ++t) others.emplace_back(part, t);
-    part(0);
-    for (std::thread& t : others) t.join();
-    return std::chrono::duration<double>(std::chrono::steady_clock::now() -
-                                         start)
-        .count();
-  }
-
-  size_t bytes() const {
-    size_t elements = 0;
-    for (const size_t size : sizes_) elements += size;
-    return elements * sizeof(float) * (reads_ + 2 * writes_);
-  }
-
- private:
-  std::vector<size_t> sizes_;
-  size_t reads_;
-  size_t writes_;
-  std::vector<Buffer> buffers_;
-};
 
 }  // namespace
 }  // namespace wrapopt

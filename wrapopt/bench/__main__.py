@@ -1,7 +1,8 @@
 """`python -m wrapopt.bench NAME` runs a benchmark, each a module beside this.
 
-A benchmark's module has a docstring, whose first line is its help, and
-`run(options)`, which prints its tables and returns its results for --json.
+A benchmark's module has a docstring, whose first line is its help,
+`add_arguments(parser)`, and `run(options)`, which prints its tables and returns
+its results for --json.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("ema",)
+_BENCHMARKS = ("ema", "step")
 
 
 def main(argv=None):
@@ -25,7 +26,7 @@ def main(argv=None):
         name, help=benchmark.__doc__.splitlines()[0],
         description=benchmark.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    harness.add_arguments(command)
+    benchmark.add_arguments(command)
     command.set_defaults(name=name, run=benchmark.run)
   options = parser.parse_args(argv)
 

@@ -26,6 +26,8 @@ from wrapopt.bench import harness
 _DECAYS = (0.999, 0.99, 0.9)
 _STOCK = "ExponentialMovingAverage, v1 session"
 
+add_arguments = harness.add_arguments
+
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""

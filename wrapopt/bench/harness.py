@@ -41,10 +41,27 @@ def _resnet50():
   return shapes + [(inputs, 1000), (1000,)]
 
 
+def _bert_base():
+  """Shapes of the 199 variables of BERT-base, 109,482,240 numbers together.
+
+  Devlin et al., "BERT: pre-training of deep bidirectional transformers for
+  language understanding", 2018: 12 layers of width 768, 3072 inside, a
+  vocabulary of 30522 word pieces, 512 positions, 2 segments, and the pooler.
+  """
+  width, inside = 768, 3072
+  norm = [(width,), (width,)]
+  dense = [(width, width), (width,)]
+  layer = (4 * dense + norm +
+           [(width, inside), (inside,), (inside, width), (width,)] + norm)
+  return ([(30522, width), (512, width), (2, width)] + norm + 12 * layer +
+          dense)
+
+
 VARIABLE_SETS = {
     "2x4096x4096": [(4096, 4096)] * 2,
     "resnet50": _resnet50(),
     "400x256": [(256,)] * 400,
+    "bert-base": _bert_base(),
 }
 
 
@@ -93,12 +110,12 @@ def add_arguments(parser):
       help=f"the sets of variables, of {', '.join(VARIABLE_SETS)}; default all")
   parser.add_argument(
       "--quick", action="store_true",
-      help="5 rounds instead of 25: for a look, not for figures")
+      help="5 rounds instead of 15: for a look, not for figures")
   parser.add_argument("--json", metavar="FILE", help="where to write results")
 
 
 def rounds(options):
-  return 5 if options.quick else 25
+  return 5 if options.quick else 15
 
 
 def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):

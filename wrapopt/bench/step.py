@@ -1,0 +1,332 @@
+"""A step of training: an optimizer's update, with averages of its result.
+
+Compares, for each optimizer of tf.compat.v1.train, in a v1 session and in a
+tf.function,
+
+  stock         the optimizer
+  stock + EMA   the optimizer, and then TensorFlow's ExponentialMovingAverage
+  wrapopt K=0   the same step by `wrapopt.ops.apply`, without averages
+  wrapopt K=1   `wrapopt.MovingAverageOptimizer` around the optimizer
+  wrapopt K=3   the same with three averages of different decays
+  limit K=...   native threads that only add, to as many arrays
+
+All of them take the same step of the same float32 resource variables, and are
+checked to; the gradients are given. GB/s counts what a pass must move: each
+gradient is read, each variable, slot and average is read and written.
+"""
+
+import contextlib
+import functools
+import gc
+import statistics
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _fused
+from wrapopt import _native
+from wrapopt import MovingAverageOptimizer
+from wrapopt.bench import harness
+
+_tf1 = tf.compat.v1
+_DECAYS = (0.999, 0.99, 0.9)
+_OPTIMIZERS = {
+    "SGD": lambda: _tf1.train.GradientDescentOptimizer(1e-3),
+    "Momentum": lambda: _tf1.train.MomentumOptimizer(1e-3, 0.9),
+    "Adam": lambda: _tf1.train.AdamOptimizer(1e-3),
+    "Adagrad": lambda: _tf1.train.AdagradOptimizer(1e-3),
+    "RMSProp": lambda: _tf1.train.RMSPropOptimizer(1e-3, momentum=0.9),
+}
+_STOCK = "stock"
+_STOCK_EMA = "stock + EMA"
+# By K, the averages of a variable.
+_WRAPOPT = {k: f"wrapopt K={k}" for k in (0, 1, len(_DECAYS))}
+_STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
+_MODES = ("v1 session", "tf.function")
+
+
+def add_arguments(parser):
+  harness.add_arguments(parser)
+  parser.add_argument(
+      "--optimizers", nargs="+", choices=list(_OPTIMIZERS), metavar="NAME",
+      default=list(_OPTIMIZERS),
+      help=f"the optimizers, of {', '.join(_OPTIMIZERS)}; default all")
+
+
+def run(options):
+  """Runs the benchmark and returns its results, one per contender."""
+  results = []
+  for name in options.sets:
+    for optimizer in options.optimizers:
+      results += measure(name, harness.VARIABLE_SETS[name], optimizer,
+                         harness.rounds(options))
+  return results
+
+
+def measure(name, shapes, optimizer, n_rounds):
+  """Compares all contenders on one set of variables and prints a table.
+
+  Args:
+    name: The name of the set.
+    shapes: The shapes of its variables.
+    optimizer: The name of an optimizer.
+    n_rounds: How often each contender has its turn.
+
+  Returns:
+    A list of dicts: what is in a row of the table.
+  """
+  sizes = harness.sizes(shapes)
+  make = _OPTIMIZERS[optimizer]
+  slots = len(_fused.rule_of(make()).slots)
+  builds = {mode: {step: _build(mode, shapes, make, step) for step in _STEPS}
+            for mode in _MODES}
+  limits, place_limits = _limits(sizes, slots)
+  session, in_session, place_session = _in_session(shapes, make)
+  with contextlib.closing(session):
+    in_functions, place_functions = _in_functions(shapes, make)
+    seconds = harness.alternate(
+        {**limits, **in_session, **in_functions}, n_rounds,
+        f"{name}, {optimizer}",
+        places=[place_limits, place_session, place_functions])
+  # The next set wants the memory.
+  del in_session, in_functions, place_limits, place_session, place_functions
+  gc.collect()
+
+  limit = {}
+  for k in _WRAPOPT:
+    # The threads of a small set's limit cost more than they bring.
+    limit[k] = min((seconds.pop(key) for key in list(limits) if key[0] == k),
+                   key=statistics.median)
+  results = []
+  for key, times in [*((("limit", k), limit[k]) for k in limit),
+                     *seconds.items()]:
+    mode, step = key
+    k = step if mode == "limit" else _averages(step)
+    moved = 4 * sum(sizes) * (1 + 2 * (1 + slots + k))
+    result = {
+        "set": name,
+        "optimizer": optimizer,
+        "mode": mode,
+        "contender": f"K={k}" if mode == "limit" else step,
+        "milliseconds": 1e3 * statistics.median(times),
+        "spread": harness.spread(times),
+        "gigabytes_per_second": moved / statistics.median(times) / 1e9,
+        "of_limit": harness.speedup(times, limit[k]),
+        "rounds": n_rounds,
+    }
+    if mode != "limit":
+      stock, stock_ema = seconds[mode, _STOCK], seconds[mode, _STOCK_EMA]
+      ops, build_seconds = builds[mode][step]
+      result.update(
+          x_stock=1 / harness.speedup(times, stock),
+          x_stock_ema=1 / harness.speedup(times, stock_ema),
+          ops=ops, build_seconds=build_seconds)
+    results.append(result)
+  print(f"\n{name}: {len(shapes)} variables, {sum(sizes):,} numbers, "
+        f"{optimizer}: {4e-6 * sum(sizes) * (3 + 2 * slots):,.1f} MB a step, "
+        f"{8e-6 * sum(sizes):,.1f} MB an average")
+  print(harness.table(
+      ("", "ms", "+-", "GB/s", "of limit", "x stock", "x stock+EMA", "ops",
+       "build s"),
+      [(f"{r['mode']}, {r['contender']}", f"{r['milliseconds']:.3f}",
+        f"{r['spread']:.0%}", f"{r['gigabytes_per_second']:.1f}",
+        f"{r['of_limit']:.0%}",
+        *((f"{r['x_stock']:.2f}", f"{r['x_stock_ema']:.2f}", f"{r['ops']}",
+           f"{r['build_seconds']:.2f}") if "ops" in r else [""] * 4))
+       for r in results]), flush=True)
+  return results
+
+
+def _averages(step):
+  """The number of averages that a contender keeps of each variable."""
+  if step in (_STOCK, _STOCK_EMA):
+    return int(step == _STOCK_EMA)
+  return next(k for k, name in _WRAPOPT.items() if name == step)
+
+
+def _limits(sizes, slots):
+  """{(K, threads): function that makes a pass}, and a function as below."""
+  limits = {}
+
+  def place():
+    limits.clear()  # Not both at once.
+    for k in _WRAPOPT:
+      limits[k] = _native.StreamLimit(sizes, reads=1, writes=1 + slots + k)
+
+  return {(k, n): lambda k=k, n=n: limits[k].run(n)
+          for k in _WRAPOPT for n in sorted({1, harness.threads()})}, place
+
+
+class _Steps:
+  """The steps of all contenders, on one inner optimizer."""
+
+  def __init__(self, make):
+    self.opt = make()
+    self.rule = _fused.rule_of(self.opt)
+    self.wrappers = {
+        k: MovingAverageOptimizer(self.opt, list(_DECAYS[:k]), fused=True)
+        for k in _WRAPOPT if k}
+    self.stock = tf.train.ExponentialMovingAverage(_DECAYS[0], name="stock")
+
+  def apply(self, step, grads_and_vars):
+    """Emits the ops of a contender's step; returns what runs it in a graph."""
+    if step in (_STOCK, _STOCK_EMA):
+      update = self.opt.apply_gradients(grads_and_vars)
+      if step == _STOCK:
+        return update
+      with tf.control_dependencies([] if update is None else [update]):
+        return self.stock.apply([v for _, v in grads_and_vars])
+    k = _averages(step)
+    if k == 0:
+      return _fused.apply_gradients(self.opt, self.rule, grads_and_vars,
+                                    lambda v: [], [], None, None)
+    return self.wrappers[k].apply_gradients(grads_and_vars)
+
+  def averages(self, values):
+    """Lists of the averages of `values`, each list in the same order."""
+    return [[self.stock.average(v) for v in values],
+            *([wrapper.average(v, decay) for v in values]
+              for k, wrapper in self.wrappers.items()
+              for decay in _DECAYS[:k])]
+
+  def slots(self, values):
+    """The inner optimizer's state, what it keeps of each value first."""
+    names = self.rule.slots.values()
+    slots = [self.opt.get_slot(v, name) for name in names for v in values]
+    known = {v.ref() for v in slots}
+    return slots + [v for v in self.opt.variables() if v.ref() not in known]
+
+  def fill(self, values, grads):
+    """Puts numbers of [0.1, 1), always the same, into everything there is.
+
+    No two arrays that a step reads are alike, and no page is one of the zeros
+    that memory begins with.
+    """
+    rows = [values, grads, self.slots(values)]
+    seeds = list(range(len(rows)))
+    # Averages of one value begin alike, so that contenders can be compared.
+    averages = self.averages(values)
+    return [
+        v.assign(tf.random.stateless_uniform(v.shape, [seed, i], 0.1, 1))
+        for row, seed in zip(rows + averages, seeds + [-1] * len(averages))
+        for i, v in enumerate(row)]
+
+
+  def sample(self, values):
+    """What check_all compares: some numbers of each variable."""
+    return [
+        tf.concat([tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
+                   for v in row], axis=0)
+        for row in (values, self.slots(values) or values,
+                    *self.averages(values))]
+
+
+def _variables(shapes):
+  """(variables, variables that hold their gradients)."""
+  return [[tf.Variable(functools.partial(tf.zeros, shape)) for shape in shapes]
+          for _ in range(2)]
+
+
+def _pairs(values, grads):
+  return [(g.read_value(), v) for g, v in zip(grads, values)]
+
+
+def _function(steps, step, values, grads):
+  @tf.function
+  def function():  # It returns nothing: what it returned would be copied.
+    steps.apply(step, _pairs(values, grads))
+  return function
+
+
+def _build(mode, shapes, make, step):
+  """(number of ops, seconds) that it takes to build a contender's step."""
+  in_graph = mode == "v1 session"
+  with (tf.Graph().as_default() if in_graph else contextlib.nullcontext(),
+        tf.device("/cpu:0")):
+    values, grads = _variables(shapes)
+    steps = _Steps(make)
+    if in_graph:
+      pairs = _pairs(values, grads)
+      graph = tf.compat.v1.get_default_graph()
+      before = len(graph.get_operations())
+    start = time.perf_counter()
+    if in_graph:
+      steps.apply(step, pairs)
+    else:
+      graph = _function(
+          steps, step, values, grads).get_concrete_function().graph
+      before = 0
+    return (len(graph.get_operations()) - before, time.perf_counter() - start)
+
+
+# Each of these returns {(mode, contender): function that takes a step}, and a
+# function that puts all arrays in a new place and into the state of the start.
+
+
+def _in_session(shapes, make):
+  """The session too, first."""
+  graph = tf.Graph()
+  with graph.as_default(), tf.device("/cpu:0"):
+    values, grads = _variables(shapes)
+    pairs = _pairs(values, grads)
+    steps = _Steps(make)
+    updates = {step: steps.apply(step, pairs) for step in _STEPS}
+    init = _tf1.global_variables_initializer()
+    fill = tf.group(*[x.op for x in steps.fill(values, grads)])
+    state = steps.sample(values)
+  session = _tf1.Session(graph=graph)
+  session.run(init)
+  contenders = {("v1 session", step): session.make_callable(op)
+                for step, op in updates.items()}
+  place = session.make_callable(fill)
+  check_all(contenders, place, lambda: session.run(state))
+  return session, contenders, place
+
+
+def _in_functions(shapes, make):
+  with tf.device("/cpu:0"):
+    values, grads = _variables(shapes)
+  steps = _Steps(make)
+  contenders = {
+      ("tf.function", step): _function(steps, step, values, grads)
+      for step in _STEPS}
+  for step in contenders.values():
+    step()  # Makes slots and averages.
+
+  def place():
+    with tf.device("/cpu:0"):
+      steps.fill(values, grads)
+
+  check_all(contenders, place, lambda: steps.sample(values))
+  return contenders, place
+
+
+def check_all(contenders, place, state):
+  """Raises unless each contender takes the step that the others take.
+
+  Args:
+    contenders: {(mode, contender): function that takes a step}.
+    place: A function that sets the state of the start.
+    state: A function that returns samples of the values, of the slots, and of
+      each row of _Steps.averages.
+  """
+  first = None
+  for (mode, name), step in contenders.items():
+    place()
+    _, _, *before = (np.array(x, np.float64) for x in state())
+    step()
+    values, slots, *averages = (np.array(x, np.float64) for x in state())
+    first = first or (values, slots)
+    updated = {_STOCK_EMA: [0], _WRAPOPT[1]: [1], _WRAPOPT[3]: [2, 3, 4]}
+    expected = list(before)
+    for decay, row in zip(_DECAYS, updated.get(name, [])):
+      expected[row] = before[row] + (1 - decay) * (values - before[row])
+    for what, got, want in (("values", values, first[0]),
+                            ("slots", slots, first[1]),
+                            ("averages", averages, expected)):
+      # TensorFlow's 1 - decay is a float32 difference; all are of order 1.
+      if not np.allclose(got, want, rtol=0, atol=1e-5):
+        raise AssertionError(f"{mode}, {name}: the {what} are off by "
+                             f"{np.abs(np.subtract(got, want)).max():.3g} "
+                             "after one step.")
