@@ -231,16 +231,17 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
     sparse = isinstance(grad, tf.IndexedSlices)
     if not sparse:
       grads[i] = grad = tf.convert_to_tensor(grad)
-    if grad.dtype not in _shadow_dtypes(var.dtype):
+    grad_dtype = grad.dtype.base_dtype  # A ref op's output is a ref.
+    if grad_dtype not in _shadow_dtypes(var.dtype):
       raise TypeError(
           f"`grads[{i}]` must be of dtype "
           f"{' or '.join(d.name for d in _shadow_dtypes(var.dtype))}, got "
-          f"{grad.dtype.name} for '{var.name}'.")
+          f"{grad_dtype.name} for '{var.name}'.")
     dtypes = {row[i].dtype.base_dtype for row in shadows}
     if len(dtypes) > 1:
       raise TypeError(f"The shadows of '{var.name}' must be of one dtype, got "
                       f"{' and '.join(sorted(d.name for d in dtypes))}.")
-    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad.dtype,
+    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad_dtype,
            dtypes.pop() if dtypes else var.dtype.base_dtype,
            sparse and grad.indices.dtype].append(i)
   with tf.name_scope(name or f"Apply{rule}"):
@@ -260,12 +261,18 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
       if not is_ref:  # Handles do not tell.
         arguments.update(T=dtype, S=shadow_dtype)
       with device_of(variables[members[0]]):
-        updates.append(op(
+        update = op(
             **arguments,
             **{k: v if isinstance(v, bool) else float64(v)
                for k, v in scalars.items()},
             shadows=[s for row in shadows for s in chosen(row)],
-            decays=_decays(decays), accept=accept, use_locking=use_locking))
+            decays=_decays(decays), accept=accept, use_locking=use_locking)
+      if is_ref:
+        # TensorFlow colocates an op with its ref inputs, but counts its
+        # arguments as if none were a list: it takes a gradient for a variable.
+        update._clear_attr("_class")
+        update._set_device(variables[members[0]].device)
+      updates.append(update)
     return _result(updates)
 
 
