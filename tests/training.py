@@ -99,7 +99,7 @@ class Trace:
   variables: list = dataclasses.field(default_factory=list)
 
 
-def assert_close_traces(got, want):
+def assert_close_histories(got, want):
   """Two ways to take the same steps have gone through the same numbers.
 
   An array may differ by one eps of its dtype for each step, of the sum of what
@@ -107,26 +107,31 @@ def assert_close_traces(got, want):
   rounds more often than the other, in a narrower type, needs no more.
 
   Args:
-    got: A Trace, which may have more slots and other variables.
-    want: A Trace.
+    got: {key: array after each step}, which may have more keys.
+    want: The same.
   """
-  def histories(trace):
-    found = {("var", i): values
-             for i, values in enumerate(zip(*trace.values, strict=True))}
-    for times in (trace.slots, trace.others):
-      for key in times[-1]:
-        found[key] = [time[key] for time in times if key in time]
-    return found
-
-  got, wanted, steps = histories(got), histories(want), len(want.slots)
-  assert wanted.keys() <= got.keys()
-  for key, history in wanted.items():
+  assert want.keys() <= got.keys()
+  for key, history in want.items():
     x = np.stack([np.float64(value) for value in history])
     operands = np.abs(x).max(axis=0) + np.abs(np.diff(x, axis=0)).sum(axis=0)
     eps = float(ml_dtypes.finfo(history[0].dtype).eps)
     for g, w in zip(got[key], history, strict=True):
       assert g.dtype == w.dtype, key
-      numerics.assert_close(g, np.float64(w), steps * eps * operands, key)
+      numerics.assert_close(g, np.float64(w), len(history) * eps * operands,
+                            key)
+
+
+def assert_close_traces(got, want):
+  """The histories of two Traces are close; `got` may have more slots."""
+  def histories(trace):
+    found = {("var", i): values
+             for i, values in enumerate(zip(*trace.values, strict=True))}
+    for times in (trace.slots, trace.others):
+      for key in times[-1]:
+        found[key] = [time[key] for time in times]
+    return found
+
+  assert_close_histories(histories(got), histories(want))
 
 
 def train(mode, make_optimizer, initial, steps):

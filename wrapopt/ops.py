@@ -229,8 +229,12 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
   groups = collections.defaultdict(list)
   for i, (var, grad) in enumerate(zip(variables, grads)):
     sparse = isinstance(grad, tf.IndexedSlices)
-    if not sparse:
-      grads[i] = grad = tf.convert_to_tensor(grad)
+    if sparse:
+      grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
+                              tf.convert_to_tensor(grad.indices))
+    else:
+      grad = tf.convert_to_tensor(grad)
+    grads[i] = grad
     grad_dtype = grad.dtype.base_dtype  # A ref op's output is a ref.
     if grad_dtype not in _shadow_dtypes(var.dtype):
       raise TypeError(
