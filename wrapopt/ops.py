@@ -91,7 +91,9 @@ def ema_update(shadows, values, decay, name=None):
         with device_of(read[0]):
           vector = _decays([decays[k] for k in chosen])
           if is_ref:
-            updates.append(_raw.wrapopt_ema_update_ref(flat, read, vector))
+            updates.append(_named(
+                _raw.wrapopt_ema_update_ref(flat, read, vector),
+                shadows=flat, values=read))
           else:
             updates.append(_raw.wrapopt_ema_update(
                 [s.handle for s in flat], [v.handle for v in read], vector,
@@ -146,12 +148,13 @@ def exchange(a, b, name=None):
     exchanges = []
     for (is_ref, _, _), pairs in groups.items():
       with device_of(pairs[0][0]):
+        xs, ys = map(list, zip(*pairs))
         if is_ref:
-          exchanges.append(_raw.wrapopt_exchange_ref(
-              [x for x, _ in pairs], [y for _, y in pairs]))
+          exchanges.append(_named(_raw.wrapopt_exchange_ref(xs, ys),
+                                  a=xs, b=ys))
         else:
           exchanges.append(_raw.wrapopt_exchange(
-              [x.handle for x, _ in pairs], [y.handle for _, y in pairs]))
+              [x.handle for x in xs], [y.handle for y in ys]))
     return _result(exchanges)
 
 
@@ -166,7 +169,10 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
       s += (1 - decay) (v - s)
 
   Both happen to a part of the arrays while it is in the processor's cache.
-  One native op serves all variables that share a device and dtypes.
+  One native op serves all variables that share a device and dtypes. float16 and
+  bfloat16 are computed in float32 and rounded once; a result that is not a
+  number is a NaN on every processor, but which one, by its sign and payload, may
+  depend on the instruction set.
 
   Example:
 
@@ -257,6 +263,7 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
         chosen = [variables[i] for i in members]
         return chosen if is_ref else [v.handle for v in chosen]
       arguments = {state: chosen(slots) for state, slots in states.items()}
+      arguments["shadows"] = [s for row in shadows for s in chosen(row)]
       if sparse:
         arguments["grad"] = [grads[i].values for i in members]
         arguments["indices"] = [grads[i].indices for i in members]
@@ -269,13 +276,13 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
             **arguments,
             **{k: v if isinstance(v, bool) else float64(v)
                for k, v in scalars.items()},
-            shadows=[s for row in shadows for s in chosen(row)],
             decays=_decays(decays), accept=accept, use_locking=use_locking)
       if is_ref:
         # TensorFlow colocates an op with its ref inputs, but counts its
         # arguments as if none were a list: it takes a gradient for a variable.
         update._clear_attr("_class")
         update._set_device(variables[members[0]].device)
+        _named(update, **arguments)
       updates.append(update)
     return _result(updates)
 
@@ -341,6 +348,26 @@ def _variables(subject, variables):
 
 def _is_ref(variable):
   return not hasattr(variable, "handle")
+
+
+def _named(op, **variables):
+  """Tells an op on ref variables their names, for what it may have to say.
+
+  Its inputs have these names too, but not in a `tf.cond` of control flow v1.
+
+  Args:
+    op: The op.
+    **variables: The variables of each of its arguments.
+
+  Returns:
+    `op`.
+  """
+  names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
+           for v in variables[arg.name]]
+  value = tf.compat.v1.AttrValue()
+  value.list.s.extend(names)
+  op._set_attr("_variables", value)
+  return op
 
 
 @contextlib.contextmanager
