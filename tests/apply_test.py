@@ -93,8 +93,8 @@ def test_one_variable_twice(mode):
                         [tf.ones([2])] * 2, {"lr": 1.0}))
 
 
-# Arguments in the order in which the kernel finds them: the states in the rule's
-# order, whatever the dict's, and then the shadows.
+# Arguments in the order in which the kernel finds them: the states in the
+# rule's order, whatever the dict's, and then the shadows.
 IN_A_COND = {
     "apply": (("var", "rms", "mom", "shadows"), lambda var, rms, mom, shadow:
               apply("RMSProp", {"mom": [mom], "var": [var], "rms": [rms]},

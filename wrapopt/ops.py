@@ -171,8 +171,8 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
   Both happen to a part of the arrays while it is in the processor's cache.
   One native op serves all variables that share a device and dtypes. float16 and
   bfloat16 are computed in float32 and rounded once; a result that is not a
-  number is a NaN on every processor, but which one, by its sign and payload, may
-  depend on the instruction set.
+  number is a NaN on every processor, but its sign and payload may depend on the
+  instruction set.
 
   Example:
 
