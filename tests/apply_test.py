@@ -4,10 +4,15 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import modes
 import numerics
 from modes import mode  # pylint: disable=unused-import
 from modes import refused
 from wrapopt.ops import apply
+from wrapopt.ops import ema_update
+from wrapopt.ops import exchange
+
+tf1 = tf.compat.v1
 
 InvalidArgument = (tf.errors.InvalidArgumentError, ValueError)
 
@@ -86,6 +91,43 @@ def test_one_variable_twice(mode):
   refused(mode, [v], tf.errors.InvalidArgumentError, "are one variable",
           lambda: apply("GradientDescent", {"var": [v, v]},
                         [tf.ones([2])] * 2, {"lr": 1.0}))
+
+
+# Arguments in the order in which the kernel finds them: the states in the
+# rule's order, whatever the dict's, and then the shadows.
+IN_A_COND = {
+    "apply": (("var", "rms", "mom", "shadows"), lambda var, rms, mom, shadow:
+              apply("RMSProp", {"mom": [mom], "var": [var], "rms": [rms]},
+                    [tf.ones([2])],
+                    {"lr": 1.0, "rho": 0.5, "momentum": 0.5, "epsilon": 1.0},
+                    shadows=[shadow], decay=0.5)),
+    "ema_update": (("shadows", "values"), lambda shadow, value:
+                   ema_update([shadow], [value], 0.5)),
+    "exchange": (("a", "b"), lambda a, b: exchange([a], [b])),
+}
+
+
+@pytest.mark.parametrize("function, bad", [
+    (function, i) for function, (arguments, _) in IN_A_COND.items()
+    for i in range(len(arguments))])
+@modes.only(*modes.graphs())
+def test_a_variable_is_called_by_its_name_in_a_cond(mode, function, bad):
+  arguments, build = IN_A_COND[function]
+  variables = [
+      mode.variable(np.ones(3 if i == bad else 2, np.float32),
+                    name=f"called_{argument}", shape=tf.TensorShape(None))
+      for i, argument in enumerate(arguments)]
+
+  def branch():
+    with tf.control_dependencies([build(*variables)]):
+      return tf.constant(1)
+
+  with modes.control_flow(v2=False):
+    went = tf.cond(tf1.placeholder_with_default(True, []), branch,
+                   lambda: tf.constant(0))
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      rf"{arguments[bad]}\[0\] {modes.called('called_' + arguments[bad])}")):
+    mode.session.run(went)
 
 
 def test_a_reader_keeps_its_value():

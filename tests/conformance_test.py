@@ -13,6 +13,8 @@ import tensorflow as tf
 
 import wrapopt
 from training import MODES
+from training import apply_ops
+from training import assert_close_traces
 from training import assert_ema_step
 from training import assert_same_bits
 from training import train
@@ -26,7 +28,9 @@ INNER = {
     "nesterov": lambda step: v1.MomentumOptimizer(0.5, 0.75, use_nesterov=True),
     "adagrad": lambda step: v1.AdagradOptimizer(0.5),
     "adagrad_da": lambda step: v1.AdagradDAOptimizer(0.5, step),
-    "adam": lambda step: v1.AdamOptimizer(0.5, epsilon=0.01),
+    # Betas of few bits: in bfloat16, in which the stock optimizer computes,
+    # 1 - 0.999 is nothing, and no second moment is ever counted.
+    "adam": lambda step: v1.AdamOptimizer(0.5, 0.5, 0.75, epsilon=0.01),
     "adadelta": lambda step: v1.AdadeltaOptimizer(200.0, epsilon=0.01),
     "rms_prop": lambda step: v1.RMSPropOptimizer(
         0.5, momentum=0.25, epsilon=0.01),
@@ -40,6 +44,12 @@ INNER = {
         lambda step: v1.ProximalAdagradOptimizer(
             0.5, l2_regularization_strength=0.25),
 }
+
+# Those that have an op which takes their step and the averages in one pass.
+ONE_PASS = {"gradient_descent", "momentum", "nesterov", "adagrad", "adam",
+            "adadelta", "rms_prop", "rms_prop_centered", "ftrl"}
+# The argument `fused`: one pass where there is an op for it, or two always.
+FUSED = (None, False)
 
 # Not an inner optimizer: a wrapper itself, whose step is not taken by the op
 # that it returns but by a thread that a hook starts, once enough workers have
@@ -67,8 +77,9 @@ class Case:
   """How a wrapper is tested.
 
   Attributes:
-    make: A function of the inner optimizer that makes the wrapper with settings
-      under which variables and slots must be those of the inner optimizer.
+    make: A function of the inner optimizer and of `fused` that makes the
+      wrapper with settings under which variables and slots must be those of the
+      inner optimizer.
     check: A function of the wrapper's Trace and of the mode: what else must
       hold.
   """
@@ -98,16 +109,24 @@ def check_averages(trace, mode):
     assert np.abs(np.float64(half) - np.float64(initial)).max() > 0.1
   assert count == STEPS * sum(
       not v.name.startswith("none") for v in trace.variables)
-  if mode != "eager":
-    update = ("Wrapopt>EmaUpdateRef" if mode == "ref" else "Wrapopt>EmaUpdate")
-    dtypes = {v.dtype.base_dtype for v in trace.variables
-              if not v.name.startswith("none")}
-    assert trace.op_types.count(update) == len(dtypes)
+  if mode == "eager":
+    return
+  ref = "Ref" if mode == "ref" else ""
+  names = [v.name for v in trace.variables if not v.name.startswith("none")]
+  updates = trace.op_types.count(f"Wrapopt>EmaUpdate{ref}")
+  if trace.optimizer.fused:
+    # An op for each dtype, and for each of dense and sparse.
+    assert len(apply_ops(trace.op_types)) == len(names) and updates == 0
+  else:
+    assert not apply_ops(trace.op_types)
+    assert updates == len({v.dtype.base_dtype for v in trace.variables
+                           if not v.name.startswith("none")})
 
 
 WRAPPERS = {
     wrapopt.MovingAverageOptimizer: Case(
-        lambda inner: wrapopt.MovingAverageOptimizer(inner, DECAYS),
+        lambda inner, fused: wrapopt.MovingAverageOptimizer(
+            inner, DECAYS, fused=fused),
         check_averages),
 }
 
@@ -182,33 +201,41 @@ def bare():
 
 
 @pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda w: w.__name__)
-def test_wrapper(wrapper, inner, mode, bare):
+def test_wrapper(wrapper, inner, fused, mode, bare):
   expected = bare(inner, mode)
   initial = initial_values(inner)
-  got = train(mode, lambda step: WRAPPERS[wrapper].make(INNER[inner](step)),
-              initial, gradients(initial))
-  for g, e in zip(got.values, expected.values, strict=True):
-    assert_same_bits(g, e)
-  for attribute in ("slots", "others"):
-    for g, e in zip(getattr(got, attribute), getattr(expected, attribute),
-                    strict=True):
-      assert e.keys() <= g.keys()
-      assert_same_bits([g[k] for k in e], e.values())
+  got = train(
+      mode, lambda step: WRAPPERS[wrapper].make(INNER[inner](step), fused),
+      initial, gradients(initial))
+  one_pass = fused is None and inner in ONE_PASS
+  assert got.optimizer.fused == one_pass
+  if one_pass:
+    assert_close_traces(got, expected)
+  else:
+    for g, e in zip(got.values, expected.values, strict=True):
+      assert_same_bits(g, e)
+    for attribute in ("slots", "others"):
+      for g, e in zip(getattr(got, attribute), getattr(expected, attribute),
+                      strict=True):
+        assert e.keys() <= g.keys()
+        assert_same_bits([g[k] for k in e], e.values())
   assert got.traces == got.traces[:1] * len(got.traces)
   WRAPPERS[wrapper].check(got, mode)
 
 
+@pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("inner", INNER)
 @pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda w: w.__name__)
-def test_save_and_restore(wrapper, inner, tmp_path):
+def test_save_and_restore(wrapper, inner, fused, tmp_path):
   class Model:
 
     def __init__(self, start):
       self.dense, self.sparse = tf.Variable(start), tf.Variable(start)
       self.step = tf.Variable(0, dtype=tf.int64)
-      self.opt = WRAPPERS[wrapper].make(INNER[inner](self.step))
+      self.opt = WRAPPERS[wrapper].make(INNER[inner](self.step), fused)
       self.checkpoint = tf.train.Checkpoint(
           dense=self.dense, sparse=self.sparse, step=self.step, opt=self.opt)
 

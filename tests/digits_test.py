@@ -40,6 +40,7 @@ def _results(out):
 def test_results(results):
   assert results["steps"] == _STEPS
   assert results["seed"] == 3
+  assert results["fused"] is True
   assert results["seconds"] > 0
   assert results["images"] == {"trained_on": 1198, "held_out": 599}
   assert results["versions"] == {
@@ -121,6 +122,25 @@ def test_held_out_is_held_out():
   np.testing.assert_array_equal(train_x, again)
   assert not np.array_equal(train_x, other)
   assert train_x.min() == 0 and train_x.max() == 1
+
+
+def test_fused_is_what_the_optimizer_says(monkeypatch, tmp_path):
+  """And the op of one pass is in the graph, or is not."""
+  graphs = []
+
+  class Two(wrapopt.MovingAverageOptimizer):
+
+    def __init__(self, *args, **kwargs):
+      graphs.append(tf1.get_default_graph())
+      super().__init__(*args, **kwargs, fused=fused)
+
+  monkeypatch.setattr(wrapopt, "MovingAverageOptimizer", Two)
+  for fused in (None, False):
+    digits.main(["--steps", "2", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    types = {op.type for op in graphs[-1].get_operations()}
+    assert results["fused"] == ("Wrapopt>ApplyMomentum" in types) == (
+        fused is None)
 
 
 def test_a_restored_model_that_differs_is_an_error(monkeypatch, tmp_path):

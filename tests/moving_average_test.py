@@ -33,6 +33,11 @@ from training import train
 v1 = tf.compat.v1
 
 
+# The argument `fused`: one pass for step and averages, or two.
+FUSED = (None, False)
+both_paths = pytest.mark.parametrize("fused", FUSED)
+
+
 def sgd(rate=1.0):
   return v1.train.GradientDescentOptimizer(rate)
 
@@ -46,6 +51,13 @@ def kind(request):
   """A graph of ref or of resource variables."""
   with graph_of(request.param):
     yield request.param
+
+
+def update_op(kind, fused):
+  """The type of the native op that updates averages around `sgd`."""
+  if fused is None:
+    return "Wrapopt>ApplyGradientDescent" + ("Ref" if kind == "ref" else "")
+  return ema_op(kind)
 
 
 def descend(opt, *variables, step=None):
@@ -75,12 +87,13 @@ def averages(trace):
   return [time["ExponentialMovingAverage", 0].item() for time in trace.slots]
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_trajectory(mode):
+def test_trajectory(mode, fused):
   # Decay 1/2: the average goes half of the way to the variable.
   #   0 -> 1: .5     .5 -> 2: 1.25     1.25 -> 3: 2.125     2.125 -> 4: 3.0625
-  trace = train(mode, lambda step: wrap(0.5), {"v": np.float32(0)},
-                [{"v": np.float32(-1)}] * 4)
+  trace = train(mode, lambda step: wrap(0.5, fused=fused),
+                {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 4)
   assert [v.item() for [v] in trace.values] == [0, 1, 2, 3, 4]
   assert averages(trace) == [0.5, 1.25, 2.125, 3.0625]
 
@@ -100,14 +113,16 @@ def assert_warm_up(got):
       got, WARM_UP, rtol=0, atol=4 * 4 * 8 * np.finfo(np.float32).eps / 2)
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_trajectory_with_num_updates(mode):
+def test_trajectory_with_num_updates(mode, fused):
   assert_warm_up(averages(train(
-      mode, lambda step: wrap(0.9, num_updates=step), {"v": np.float32(0)},
-      [{"v": np.float32(-1)}] * 4)))
+      mode, lambda step: wrap(0.9, num_updates=step, fused=fused),
+      {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 4)))
 
 
 V1_PROGRAM = """
+import sys
 import tensorflow.compat.v1 as tf
 tf.disable_v2_behavior()
 import wrapopt
@@ -115,7 +130,8 @@ import wrapopt
 v = tf.Variable(0.0, name="v")
 step = tf.train.get_or_create_global_step()
 opt = wrapopt.MovingAverageOptimizer(
-    tf.train.GradientDescentOptimizer(1.0), 0.9, step)
+    tf.train.GradientDescentOptimizer(1.0), 0.9, step,
+    fused={"None": None, "False": False}[sys.argv[1]])
 train_op = opt.minimize(-v, step)
 with tf.Session() as session:
   session.run(tf.global_variables_initializer())
@@ -128,13 +144,14 @@ print(type(v).__name__, opt.average_name(v), sorted(
 """
 
 
-def test_trajectory_after_disable_v2_behavior():
-  process = run_python("-c", V1_PROGRAM)
+@both_paths
+def test_trajectory_after_disable_v2_behavior(fused):
+  process = run_python("-c", V1_PROGRAM, str(fused))
   assert process.returncode == 0, process.stderr
   *numbers, graph = process.stdout.splitlines()
   assert_warm_up([float(number) for number in numbers])
-  assert graph == ("RefVariable v/ExponentialMovingAverage "
-                   "['Wrapopt>EmaUpdateRef', 'Wrapopt>ExchangeRef']")
+  ops = sorted([update_op("ref", fused), "Wrapopt>ExchangeRef"])
+  assert graph == f"RefVariable v/ExponentialMovingAverage {ops}"
 
 
 # The constructor.
@@ -220,11 +237,12 @@ NUM_UPDATES = {
 }
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_updates", NUM_UPDATES)
-def test_num_updates(num_updates, mode):
+def test_num_updates(num_updates, mode, fused):
   trace = train(
-      mode, lambda step: wrap(0.4, NUM_UPDATES[num_updates](step)),
+      mode, lambda step: wrap(0.4, NUM_UPDATES[num_updates](step), fused=fused),
       {"v": np.float64([0.0, 5.0])}, [{"v": np.float64([-1.0, 2.0])}] * 3)
   # A step counts itself: the number is taken after the increment.
   numbers = {"variable": [1, 2, 3], "callable": [11, 12, 13]}.get(
@@ -236,10 +254,11 @@ def test_num_updates(num_updates, mode):
     before = after
 
 
-def test_num_updates_of_each_decay():
+@both_paths
+def test_num_updates_of_each_decay(fused):
   # n = 8: at most 9/18.
   w = tf.Variable(0.0)
-  opt = wrap([0.25, 0.75], num_updates=8)
+  opt = wrap([0.25, 0.75], num_updates=8, fused=fused)
   descend(opt, w)
   assert opt.average(w).numpy() == 0.75
   assert opt.average(w, 0.75).numpy() == 0.5
@@ -256,18 +275,23 @@ DECAYS = {
 }
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("decay", DECAYS)
-def test_average_decay_may_be_computed(decay, mode):
-  trace = train(mode, lambda step: wrap(DECAYS[decay]()),
+def test_average_decay_may_be_computed(decay, mode, fused):
+  trace = train(mode, lambda step: wrap(DECAYS[decay](), fused=fused),
                 {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
   assert averages(trace) == [0.5, 1.25]
 
 
+@both_paths
+# A callable is called after the step, so that there are two passes.
+@pytest.mark.parametrize("num_updates", [1000, lambda: 1000])
 @pytest.mark.parametrize("graph_function", [False, True])
-def test_a_decay_variable_is_read_at_each_step(graph_function):
+def test_a_decay_variable_is_read_at_each_step(
+    graph_function, num_updates, fused):
   decay, w = tf.Variable(0.5), tf.Variable(0.0)
-  opt = wrap(decay, num_updates=lambda: 1000)
+  opt = wrap(decay, num_updates, fused=fused)
   step = lambda: descend(opt, w)
   if graph_function:
     step = in_function(step)
@@ -277,20 +301,24 @@ def test_a_decay_variable_is_read_at_each_step(graph_function):
   assert opt.average(w).numpy() == 0.5 + 0.25 * (2 - 0.5)
 
 
-def test_a_decay_out_of_range_changes_no_average():
+@both_paths
+def test_a_decay_out_of_range_changes_no_average(fused):
   decay, w = tf.Variable(1.5), tf.Variable(0.0)
-  opt = wrap(decay)
+  opt = wrap(decay, fused=fused)
   with pytest.raises(tf.errors.InvalidArgumentError,
                      match=r"must be in \[0, 1\], got 1\.5"):
     descend(opt, w)
   assert opt.average(w).numpy() == 0
+  # In one pass, nothing at all.
+  assert w.numpy() == (0 if opt.fused else 1)
 
 
-def test_one_minus_decay_is_computed_in_float64():
+@both_paths
+def test_one_minus_decay_is_computed_in_float64(fused):
   # 1 - .9999 in float32 is 1.00017e-4: TensorFlow's own averages are wrong in
   # the fifth digit.
   w = tf.Variable(0.0)
-  opt = wrap(0.9999)
+  opt = wrap(0.9999, fused=fused)
   descend(opt, w)
   assert opt.average(w).numpy() == np.float32(1 - np.float64(0.9999))
   assert np.float32(1) - np.float32(0.9999) != opt.average(w).numpy()
@@ -328,56 +356,84 @@ def test_decay_0_copies_and_decay_1_keeps(dtype, mode):
 # Graphs.
 
 
-def test_a_step_is_one_op(kind):
+@both_paths
+def test_a_step_is_one_op(kind, fused):
   v = v1.get_variable("v", initializer=0.0)
   step = v1.train.get_or_create_global_step()
-  train_op = descend(wrap(0.5), v, step=step)
+  train_op = descend(wrap(0.5, fused=fused), v, step=step)
   assert isinstance(train_op, tf.Operation)
   assert train_op.name == "train_with_avg"
   # Who runs what is in the collection, does average.
   assert v1.get_collection(v1.GraphKeys.TRAIN_OP) == [train_op]
-  assert len(ops_of_type(ema_op(kind))) == 1
-  assert set(ops_of_type(ema_op(kind))) < ancestors(train_op)
+  [update] = ops_of_type(update_op(kind, fused))
+  assert update in ancestors(train_op)
   with session_of() as session:
     run(session, train_op)
     assert session.run([v, step]) == [1, 1]
 
 
-def test_other_train_ops_stay_in_the_collection(kind):
+@both_paths
+def test_other_train_ops_stay_in_the_collection(kind, fused):
   a, b, c = (v1.get_variable(n, initializer=0.0) for n in "abc")
   bare = descend(sgd(), c)
-  opt = wrap()
+  opt = wrap(fused=fused)
   one, two = descend(opt, a), descend(opt, b)
   assert v1.get_collection(v1.GraphKeys.TRAIN_OP) == [bare, one, two]
   assert two.name == "train_with_avg_1"
-  assert len(ops_of_type(ema_op(kind))) == 2
+  assert len(ops_of_type(update_op(kind, fused))) == 2
+
+
+INCREMENT = {"ref": "AssignAdd", "resource": "AssignAddVariableOp"}
+
+
+def reads_of(variable, op):
+  """The ops among the ancestors of `op` that read a graph's variable."""
+  holder = getattr(variable, "handle", None)
+  holder = variable.op if holder is None else holder.op
+  return [o for o in ancestors(op) if o.type in ("Identity", "ReadVariableOp")
+          and any(t.op is holder for t in o.inputs)]
+
+
+def types_before(op):
+  return {o.type for o in ancestors(op)}
 
 
 def test_the_average_is_updated_after_the_step(kind):
   v = v1.get_variable("v", initializer=0.0)
   step = v1.train.get_or_create_global_step()
-  descend(wrap(0.5, num_updates=step), v, step=step)
+  descend(wrap(0.5, num_updates=step, fused=False), v, step=step)
   [update] = ops_of_type(ema_op(kind))
-  increment = {"ref": "AssignAdd", "resource": "AssignAddVariableOp"}[kind]
-  assert {increment} <= {op.type for op in ancestors(update)}
+  assert INCREMENT[kind] in types_before(update)
   # And the number is read after it as well: control edge or input.
-  read = [op for op in ancestors(update)
-          if op.type in ("Identity", "ReadVariableOp")
-          and any(t.op is (step.op if kind == "ref" else step.handle.op)
-                  for t in op.inputs)]
-  assert read and all(
-      increment in {o.type for o in ancestors(op)} for op in read)
+  reads = reads_of(step, update)
+  assert reads and all(INCREMENT[kind] in types_before(op) for op in reads)
 
 
-def test_without_order_there_is_no_control_edge(kind):
+@pytest.mark.parametrize("sequential", [False, True])
+def test_in_one_pass_the_number_is_read_before_its_increment(kind, sequential):
+  # And one is added: the average counts the step that it is of.
   v = v1.get_variable("v", initializer=0.0)
   step = v1.train.get_or_create_global_step()
   train_op = descend(
-      wrap(0.5, num_updates=step, sequential_update=False), v, step=step)
-  [update] = ops_of_type(ema_op(kind))
+      wrap(0.9, num_updates=step, sequential_update=sequential), v, step=step)
+  [update] = ops_of_type(update_op(kind, None))
+  assert reads_of(step, update)
+  assert INCREMENT[kind] not in types_before(update)
+  [increment] = [op for op in ancestors(train_op) if op.type == INCREMENT[kind]]
+  assert update in ancestors(increment)
+
+
+@both_paths
+def test_without_order_there_is_no_control_edge(kind, fused):
+  v = v1.get_variable("v", initializer=0.0)
+  step = v1.train.get_or_create_global_step()
+  train_op = descend(
+      wrap(0.5, num_updates=step, sequential_update=False, fused=fused), v,
+      step=step)
+  [update] = ops_of_type(update_op(kind, fused))
   assert not [op for op in ancestors(update) if op.control_inputs]
-  assert not {"ApplyGradientDescent", "ResourceApplyGradientDescent"} & {
-      op.type for op in ancestors(update)}
+  assert not {"ApplyGradientDescent", "ResourceApplyGradientDescent"} & (
+      types_before(update))
   assert update in ancestors(train_op)
   with session_of() as session:
     run(session, train_op)
@@ -385,12 +441,35 @@ def test_without_order_there_is_no_control_edge(kind):
     assert session.run(tf.convert_to_tensor(v)) == 1
 
 
-def test_without_order_in_eager_mode_the_average_comes_after_the_step():
-  w = tf.Variable(0.0)
-  opt = wrap(0.5, sequential_update=False)
-  descend(opt, w)
-  in_function(lambda: descend(opt, w))()
-  assert opt.average(w).numpy() == 1.25
+@both_paths
+@pytest.mark.parametrize("graph_function", [False, True])
+def test_without_order_in_eager_mode_the_average_comes_after_the_step(
+    graph_function, fused):
+  # The number, too, is that after the increment: from 0 to 1 at 2/11, then to
+  # 2 at 3/12.
+  w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
+  opt = wrap(0.5, num_updates=step, sequential_update=False, fused=fused)
+  take = lambda: descend(opt, w, step=step)
+  if graph_function:
+    take = in_function(take)
+  take()
+  take()
+  np.testing.assert_allclose(opt.average(w).numpy(), WARM_UP[1], rtol=1e-6)
+
+
+@both_paths
+@pytest.mark.parametrize("graph_function", [False, True])
+def test_without_order_a_callable_is_called_after_the_step_in_eager_mode(
+    graph_function, fused):
+  w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
+  opt = wrap(0.5, num_updates=lambda: step, sequential_update=False,
+             fused=fused)
+  take = lambda: descend(opt, w, step=step)
+  if graph_function:
+    take = in_function(take)
+  take()
+  take()
+  np.testing.assert_allclose(opt.average(w).numpy(), WARM_UP[1], rtol=1e-6)
 
 
 def ops_of_step(make_optimizer, n):
@@ -405,20 +484,29 @@ def ops_of_step(make_optimizer, n):
 
 @pytest.mark.parametrize("kind_", GRAPH_MODES)
 @pytest.mark.parametrize("n, decays", [(400, 0.5), (20, (0.5, 0.75))])
-def test_400_variables_take_one_op(kind_, n, decays):
+@both_paths
+def test_400_variables_take_one_op(kind_, n, decays, fused):
   k = np.size(decays)
   with graph_of(kind_):
     _, bare = ops_of_step(sgd, n)
   with graph_of(kind_):
-    made, wrapped = ops_of_step(lambda: wrap(decays), n)
+    made, wrapped = ops_of_step(lambda: wrap(decays, fused=fused), n)
 
-  # What a step runs more than the bare optimizer's.
-  more = (collections.Counter(op.type for op in wrapped)
-          - collections.Counter(op.type for op in bare))
+  # What a step runs more than the bare optimizer's, and what it runs less.
+  ran = collections.Counter(op.type for op in wrapped)
+  ran_bare = collections.Counter(op.type for op in bare)
+  more, less = ran - ran_bare, ran_bare - ran
   holder = {"ref": "VariableV2", "resource": "VarHandleOp"}[kind_]
   # NoOp: the train op. Const: the decays.
-  assert more == {holder: n * k, ema_op(kind_): 1, "NoOp": 1, "Const": 1}
-  [update] = [op for op in wrapped if op.type == ema_op(kind_)]
+  expected = {holder: n * k, update_op(kind_, fused): 1, "NoOp": 1, "Const": 1}
+  if fused is None:
+    # Const: `accept`. Cast: the learning rate to float64.
+    expected.update(Const=2, Cast=1)
+  assert more == expected
+  step_op = {"ref": "ApplyGradientDescent",
+             "resource": "ResourceApplyGradientDescent"}[kind_]
+  assert less == ({step_op: n} if fused is None else {})
+  [update] = [op for op in wrapped if op.type == update_op(kind_, fused)]
   assert (update.get_attr("N"), update.get_attr("NK")) == (n, n * k)
 
   # What there is besides belongs to the averages themselves, but for one op for
@@ -438,20 +526,21 @@ def test_400_variables_take_one_op(kind_, n, decays):
   assert rest <= exchanges | initializers | reads
 
 
-def test_devices(kind):
+@both_paths
+def test_devices(kind, fused):
   with tf.device("/cpu:1"):
     a = v1.get_variable("a", initializer=0.0)
     b = v1.get_variable("b", initializer=0.0)
   with tf.device("/cpu:0"):
     c = v1.get_variable("c", initializer=0.0)
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   # Whatever the device around, an op is where its variables are.
   with tf.device("/cpu:2"):
     train_op = descend(opt, a, b, c)
   assert [opt.average(v).device for v in (a, b, c)] == [
       v.device for v in (a, b, c)]
   assert opt.average(a).device == "/device:CPU:1"
-  for type_ in ema_op(kind), exchange_op(kind):
+  for type_ in update_op(kind, fused), exchange_op(kind):
     assert sorted((op.device, op.get_attr("N"))
                   for op in ops_of_type(type_)) == [
                       ("/device:CPU:0", 1), ("/device:CPU:1", 2)]
@@ -465,13 +554,34 @@ def test_devices(kind):
     assert session.run([a, b, c]) == [1] * 3
 
 
-def test_control_dependencies_around_a_step_stay_out_of_the_averages(kind):
+@both_paths
+def test_gradients_on_another_device(kind, fused):
+  with tf.device("/cpu:1"):
+    variables = [v1.get_variable(n, initializer=0.0) for n in "ab"]
+  with tf.device("/cpu:0"):
+    gradients = [tf.constant(-1.0, name=f"{v.op.name}_grad") for v in variables]
+  opt = wrap(0.5, fused=fused)
+  train_op = opt.apply_gradients(zip(gradients, variables))
+  [update] = ops_of_type(update_op(kind, fused))
+  assert update.device == "/device:CPU:1"
+  # Nothing is to be put where a gradient is, and no gradient elsewhere.
+  assert not [group for group in update.colocation_groups() if b"grad" in group]
+  with v1.Session(config=v1.ConfigProto(device_count={"CPU": 2})) as session:
+    session.run(v1.global_variables_initializer())
+    run(session, train_op)
+    assert session.run([*variables, *opt.averages()]) == [1, 1, 0.5, 0.5]
+
+
+@both_paths
+def test_control_dependencies_around_a_step_stay_out_of_the_averages(
+    kind, fused):
   v = v1.get_variable("v", initializer=0.0)
   trap = v1.placeholder(tf.float32, [], name="trap").op
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   with tf.control_dependencies([trap]):
     train_op = descend(opt, v)
-  assert trap in ancestors(train_op)
+  [update] = ops_of_type(update_op(kind, fused))
+  assert trap in ancestors(update)
   [exchange] = ops_of_type(exchange_op(kind))
   assert trap not in ancestors(exchange)
   assert not exchange.control_inputs
@@ -531,13 +641,14 @@ def test_an_average_that_is_initialized_late_starts_at_the_variable(
 
 
 # Not ref variables and v2: no function takes them. The bare optimizer fails.
+@both_paths
 @pytest.mark.parametrize("kind_, v2", [
     ("ref", False), ("resource", False), ("resource", True)])
-def test_a_step_in_a_cond(kind_, v2):
+def test_a_step_in_a_cond(kind_, v2, fused):
   with graph_of(kind_), control_flow(v2):
     v = v1.get_variable("v", initializer=0.0)
     go = v1.placeholder(tf.bool, [])
-    opt = wrap(0.5)
+    opt = wrap(0.5, fused=fused)
 
     def step():
       with tf.control_dependencies([descend(opt, v)]):
@@ -603,11 +714,12 @@ def test_two_graphs():
 # Which variables have an average.
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_several_steps_for_different_variables(mode):
+def test_several_steps_for_different_variables(mode, fused):
   def build(make):
     a, b, c = make("a"), make("b"), make("c")
-    opt = wrap(0.5)
+    opt = wrap(0.5, fused=fused)
     return (a, b, c), opt, [lambda: descend(opt, a, b), lambda: descend(opt, c),
                             lambda: descend(opt, b)]
 
@@ -628,9 +740,10 @@ def test_several_steps_for_different_variables(mode):
   assert got == [0.5, 1.25, 0.5]
 
 
-def test_a_variable_without_gradient_has_no_average():
+@both_paths
+def test_a_variable_without_gradient_has_no_average(fused):
   a, b = tf.Variable(0.0, name="a"), tf.Variable(0.0, name="b")
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   opt.apply_gradients([(tf.constant(-1.0), a), (None, b)])
   assert opt.average(b) is None
   assert opt.average_name(b) == "b/ExponentialMovingAverage"
@@ -641,19 +754,20 @@ def test_a_variable_without_gradient_has_no_average():
   assert (opt.average(a).numpy(), opt.average(b).numpy()) == (0.5, 4.5)
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_iterators_of_gradients(mode):
+def test_iterators_of_gradients(mode, fused):
   if mode in GRAPH_MODES:
     with graph_of(mode):
       v = v1.get_variable("v", initializer=0.0)
-      opt = wrap(0.5)
+      opt = wrap(0.5, fused=fused)
       train_op = opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
       with session_of() as session:
         run(session, train_op)
         got = session.run([v, opt.average(v)])
   else:
     v = tf.Variable(0.0)
-    opt = wrap(0.5)
+    opt = wrap(0.5, fused=fused)
     step = lambda: opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
     (in_function(step) if mode == "function" else step)()
     got = [v.numpy(), opt.average(v).numpy()]
@@ -694,13 +808,15 @@ def test_only_floats_are_averaged(dtype):
   opt.apply_gradients([(tf.constant(-1.0), v), (None, w)])
 
 
-def test_partitioned_variables(kind):
-  del kind
+@both_paths
+def test_partitioned_variables(kind, fused):
   v = v1.get_variable(
       "v", [5, 2], initializer=v1.zeros_initializer(),
       partitioner=v1.fixed_size_partitioner(2))
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   train_op = opt.minimize(-tf.reduce_sum(v))
+  [update] = ops_of_type(update_op(kind, fused))
+  assert update.get_attr("N") == 2
   assert [average.op.name for average in opt.average(v)] == [
       "v/part_0/ExponentialMovingAverage", "v/part_1/ExponentialMovingAverage"]
   assert [average.shape for average in opt.average(v)] == [[3, 2], [2, 2]]
@@ -712,9 +828,10 @@ def test_partitioned_variables(kind):
       assert (session.run(tf.convert_to_tensor(v)) == 0.5).all()
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_scalars_and_empty_variables(mode):
-  trace = train(mode, lambda step: wrap(0.5),
+def test_scalars_and_empty_variables(mode, fused):
+  trace = train(mode, lambda step: wrap(0.5, fused=fused),
                 {"scalar": np.float32(0), "empty": np.zeros([0, 3], np.float32),
                  "one": np.zeros([1], np.float32)},
                 [{"scalar": np.float32(-1),
@@ -726,13 +843,14 @@ def test_scalars_and_empty_variables(mode):
                          np.float32([0.5])])
 
 
-def test_a_variable_of_unknown_shape(kind):
+@both_paths
+def test_a_variable_of_unknown_shape(kind, fused):
   if kind == "ref":
     v = v1.Variable(v1.placeholder_with_default([0.0, 0.0], None),
                     validate_shape=False)
   else:
     v = tf.Variable([0.0, 0.0], shape=tf.TensorShape(None))
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   train_op = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)])
   with session_of() as session:
     run(session, train_op)
@@ -742,10 +860,11 @@ def test_a_variable_of_unknown_shape(kind):
 # Several decays.
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_several_decays(mode):
+def test_several_decays(mode, fused):
   # From 0 to 1, 2:  1/2: .5, 1.25   1/4: .75, 1.6875   3/4: .25, .6875
-  trace = train(mode, lambda step: wrap((0.5, 0.25, 0.75)),
+  trace = train(mode, lambda step: wrap((0.5, 0.25, 0.75), fused=fused),
                 {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
   names = ["ExponentialMovingAverage", "ExponentialMovingAverage_0.25",
            "ExponentialMovingAverage_0.75"]
@@ -759,7 +878,7 @@ def test_several_decays(mode):
     assert opt.average_name(v, decay=decay).startswith("v/" + name)
   assert opt.average(v) is opt.average(v, 0.5)
   if mode != "eager":
-    assert trace.op_types.count(ema_op(mode)) == 1
+    assert trace.op_types.count(update_op(mode, fused)) == 1
 
 
 def test_the_names_of_several_decays(kind):
@@ -821,11 +940,13 @@ def test_a_float32_average_moves_where_a_narrow_one_stalls(dtype, mode):
     assert (np.abs(np.float64(got[None]) - want) > 1e-5).all()
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_shadow_dtype_is_for_narrow_variables(mode):
+def test_shadow_dtype_is_for_narrow_variables(mode, fused):
   dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
   trace = train(
-      mode, lambda step: wrap([0.5, 0.25], shadow_dtype=tf.float32),
+      mode, lambda step: wrap([0.5, 0.25], shadow_dtype=tf.float32,
+                              fused=fused),
       {d.name: np.zeros([2], d.as_numpy_dtype) for d in dtypes},
       [{d.name: -np.ones([2], d.as_numpy_dtype) for d in dtypes}])
   [slots] = trace.slots
@@ -848,9 +969,10 @@ def test_eager_names_are_unique():
   assert all(n.startswith("same/ExponentialMovingAverage") for n in names)
 
 
-def test_minimize_eagerly_and_in_a_function():
+@both_paths
+def test_minimize_eagerly_and_in_a_function(fused):
   w = tf.Variable(0.0)
-  opt = wrap(0.5)
+  opt = wrap(0.5, fused=fused)
   assert opt.minimize(lambda: -w, var_list=[w]) is None
 
   @tf.function
@@ -938,10 +1060,11 @@ def test_compute_gradients_is_that_of_the_inner_optimizer():
   assert applied == dict(global_step=step, name="n")
 
 
+@both_paths
 @pytest.mark.parametrize("mode", MODES)
-def test_a_wrapper_in_a_wrapper(mode):
+def test_a_wrapper_in_a_wrapper(mode, fused):
   # An average of each: decays 1/2 and 1/4.
-  inner = wrap(0.5)
+  inner = wrap(0.5, fused=fused)
   trace = train(
       mode, lambda step: wrapopt.MovingAverageOptimizer(inner, 0.25),
       {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
@@ -949,8 +1072,11 @@ def test_a_wrapper_in_a_wrapper(mode):
   assert averages(trace) == [0.75, 1.6875]
   assert opt.average(v) is not inner.average(v)
   assert [list(time.values()) for time in trace.others] == [[0.5], [1.25]]
+  # The outer one leaves the step to the inner one.
+  assert not opt.fused and inner.fused == (fused is None)
   if mode != "eager":
-    assert trace.op_types.count(ema_op(mode)) == 2
+    expected = collections.Counter([update_op(mode, fused), ema_op(mode)])
+    assert {t: trace.op_types.count(t) for t in expected} == expected
 
 
 # tf.distribute.

@@ -99,7 +99,9 @@ def _adam(w, m, v, h, g, lr, b1, b2, e, decay, nesterov, p1, p2):
   n_size = b1 * first_size + (1 - b1) * np.abs(g) if nesterov else first_size
   root = np.sqrt(largest) + e
   step = rate * n / root
-  step_size = rate * n_size / root * (1 + second_size / largest)
+  # Where all gradients were nothing, so is every error.
+  relative = second_size / np.where(largest > 0, largest, 1)
+  step_size = rate * n_size / root * (1 + relative)
   return [((1 - lr * decay) * w - step, np.abs(w) + step_size),
           (first, first_size), (second, second_size), (largest, second_size
                                                        + largest)]

@@ -13,24 +13,35 @@ import tensorflow as tf
 import wrapopt
 from training import GRAPH_MODES
 from training import ancestors
-from training import ema_op
 from training import graph_of
 from training import ops_of_type
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 DECAY = 0.75
 
+
+def averaging(fused):
+  return lambda rate: wrapopt.MovingAverageOptimizer(
+      tf.compat.v1.train.GradientDescentOptimizer(rate), DECAY, fused=fused)
+
+
 OPTIMIZERS = {
     "bare": tf.compat.v1.train.GradientDescentOptimizer,
-    "MovingAverageOptimizer": lambda rate: wrapopt.MovingAverageOptimizer(
-        tf.compat.v1.train.GradientDescentOptimizer(rate), DECAY),
+    # Step and averages in one pass, and in two.
+    "MovingAverageOptimizer": averaging(None),
+    "MovingAverageOptimizer, not fused": averaging(False),
 }
 
 
 @pytest.fixture(params=OPTIMIZERS)
-def make(request):
+def name(request):
+  return request.param
+
+
+@pytest.fixture
+def make(name):
   """A function of the learning rate that makes the optimizer under test."""
-  return OPTIMIZERS[request.param]
+  return OPTIMIZERS[name]
 
 
 @pytest.fixture(params=("eager", *GRAPH_MODES))
@@ -288,14 +299,20 @@ def test_what_is_no_gradient(make, mode):
     make(1.0).apply_gradients([(object(), x)])
 
 
-def test_the_train_op_is_the_one_in_the_collection(make, kind):
+def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
   x, y = variables()
   train = make(1.0).minimize(loss_of(x, y), step_variable(), [x, y])
   # One op, that runs the whole step.
   assert tf.compat.v1.get_collection(
       tf.compat.v1.GraphKeys.TRAIN_OP) == [train]
-  types = {op.type for op in ancestors(train)}
-  assert "Wrapopt" not in str(types) or ema_op(kind) in types
+  ref = "Ref" if kind == "ref" else ""
+  native = {op.type for op in ancestors(train)
+            if op.type.startswith("Wrapopt>")}
+  assert native == {
+      "bare": set(),
+      "MovingAverageOptimizer": {f"Wrapopt>ApplyGradientDescent{ref}"},
+      "MovingAverageOptimizer, not fused": {f"Wrapopt>EmaUpdate{ref}"},
+  }[name]
 
 
 def test_constraints(make, kind, run):
@@ -318,6 +335,31 @@ def test_skip_gradients_aggregation(make, mode, run):
   if mode != "eager":
     run(train)
   check(run, opt, [(x, ([1, 2], [-19, -18]))])
+
+
+def test_an_argument_that_there_is_not(make, mode):
+  del mode
+  x, _ = variables()
+  with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
+    make(1.0).apply_gradients([(tf.constant([5.0, 5.0]), x)], typo=True)
+
+
+def test_what_a_ref_op_returns_is_a_gradient(make, run):
+  with graph_of("ref"):
+    x, y = variables()
+    opt = make(4.0)
+    run(opt.apply_gradients([(tf.compat.v1.assign_add(y, [2.0, 1.0]), x)]))
+    check(run, opt, [(x, ([1, 2], [-19, -18]))])
+
+
+def test_rows_that_are_lists(make, mode, run):
+  x, _ = variables()
+  opt = make(4.0)
+  train = opt.apply_gradients(
+      [(tf.IndexedSlices(tf.constant([5.0, 3.0]), [1, 1], [2]), x)])
+  if mode != "eager":
+    run(train)
+  check(run, opt, [(x, ([1, 2], [1, -30]))])
 
 
 def test_the_name_of_a_step(make, kind):

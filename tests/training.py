@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import re
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -70,6 +71,11 @@ def assert_same_bits(got, want):
     numerics.assert_same_bits(x, y, f"in array {i}")
 
 
+def apply_ops(op_types):
+  """Those of the types that take a step and update averages in one pass."""
+  return [t for t in op_types if re.match(r"Wrapopt>(Sparse)?Apply", t)]
+
+
 @dataclasses.dataclass
 class Trace:
   """What a run held, before its first step and after each.
@@ -91,6 +97,41 @@ class Trace:
   op_types: list = dataclasses.field(default_factory=list)
   optimizer: object = None
   variables: list = dataclasses.field(default_factory=list)
+
+
+def assert_close_histories(got, want):
+  """Two ways to take the same steps have gone through the same numbers.
+
+  An array may differ by one eps of its dtype for each step, of the sum of what
+  was added up in it: its largest value and all of its changes. A way that
+  rounds more often than the other, in a narrower type, needs no more.
+
+  Args:
+    got: {key: array after each step}, which may have more keys.
+    want: The same.
+  """
+  assert want.keys() <= got.keys()
+  for key, history in want.items():
+    x = np.stack([np.float64(value) for value in history])
+    operands = np.abs(x).max(axis=0) + np.abs(np.diff(x, axis=0)).sum(axis=0)
+    eps = float(ml_dtypes.finfo(history[0].dtype).eps)
+    for g, w in zip(got[key], history, strict=True):
+      assert g.dtype == w.dtype, key
+      numerics.assert_close(g, np.float64(w), len(history) * eps * operands,
+                            key)
+
+
+def assert_close_traces(got, want):
+  """The histories of two Traces are close; `got` may have more slots."""
+  def histories(trace):
+    found = {("var", i): values
+             for i, values in enumerate(zip(*trace.values, strict=True))}
+    for times in (trace.slots, trace.others):
+      for key in times[-1]:
+        found[key] = [time[key] for time in times]
+    return found
+
+  assert_close_histories(histories(got), histories(want))
 
 
 def train(mode, make_optimizer, initial, steps):

@@ -34,7 +34,7 @@ def _momentum(opt):
       "Momentum", {"accum": "momentum"},
       lambda o: {"lr": o._learning_rate_tensor,
                  "momentum": o._momentum_tensor,
-                 "use_nesterov": opt._use_nesterov})
+                 "use_nesterov": bool(opt._use_nesterov)})
 
 
 def _adagrad(opt):
@@ -115,25 +115,30 @@ def can_apply(grads_and_vars):
       len({v.ref() for v in variables}) == len(variables))
 
 
+def converted(grads_and_vars):
+  """The pairs that have a gradient, as a tensor or `tf.IndexedSlices`."""
+  return [(_gradient(g, v), v) for g, v in grads_and_vars if g is not None]
+
+
 def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
-                    name):
+                    name, skip_gradients_aggregation=False):
   """What `opt.apply_gradients` does, with averages of the result, in one pass.
 
   Args:
     opt: The inner optimizer.
     rule: Its `rule_of`.
-    grads_and_vars: A list for which `can_apply`.
+    grads_and_vars: What is `converted` of a list for which `can_apply`.
     shadows: A function that gives a variable's shadows, one for each decay.
-    decays: A sequence of decays, or a function that gives it, called when the
-      optimizer is prepared.
+    decays: A sequence of decays.
     global_step: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
     name: As there.
+    skip_gradients_aggregation: As there, where it is for strategies only.
 
   Returns:
     As there.
   """
-  pairs = [(_gradient(g), v) for g, v in grads_and_vars if g is not None]
-  grads, variables = zip(*pairs)
+  del skip_gradients_aggregation
+  grads, variables = zip(*grads_and_vars)
   with tf.init_scope():
     opt._create_slots(variables)
   with tf.name_scope(name or opt._name) as scope:
@@ -151,7 +156,7 @@ def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
       done = opt._finish(updates, scope)
     else:
       with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
-        with tf.device(None), tf.device(global_step.device):
+        with ops.device_of(global_step):
           done = global_step.assign_add(1, name=scope, read_value=False)
     if tf.executing_eagerly():
       return done
@@ -163,10 +168,17 @@ def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
     return done
 
 
-def _gradient(gradient):
-  if isinstance(gradient, tf.IndexedSlices):
-    return gradient
-  return tf.convert_to_tensor(gradient)
+def _gradient(gradient, variable):
+  # In eager mode what cannot be converted is a ValueError, else a TypeError.
+  try:
+    tensor = tf.compat.v1.convert_to_tensor_or_indexed_slices(gradient)
+  except (TypeError, ValueError):
+    tensor = None
+  if not isinstance(tensor, (tf.Tensor, tf.IndexedSlices)):
+    raise TypeError(
+        "Gradient must be a tensor, a tf.IndexedSlices or None, got "
+        f"{gradient!r} for '{variable.name}'.")
+  return tensor
 
 
 def _operations(x):

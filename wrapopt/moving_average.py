@@ -29,8 +29,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   averages in place for a while, `swapping_saver` writes them into a checkpoint
   under the variables' names.
 
-  One native op per device and dtype updates all averages in one pass over
-  memory, all decays together.
+  Where there is a native op for the inner optimizer (`fused`), one op per
+  device and dtype takes the step and updates all averages in one pass over
+  memory, all decays together. Elsewhere the inner optimizer takes its step, and
+  one op per device and dtype updates all averages after it.
 
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
@@ -60,12 +62,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
   Differences from 1.15: several decays, `shadow_dtype`, `averaged_weights`,
   `seed_averages`; the whole optimizer interface; eager mode and `tf.function`;
   `tf.train.Checkpoint`; `1 - decay` is computed in float64; any number of
-  `apply_gradients` calls; the saver goes by variables, whatever their keys.
+  `apply_gradients` calls; the saver goes by variables, whatever their keys; one
+  pass for step and averages.
   """
 
   def __init__(self, opt, average_decay=0.9999, num_updates=None,
                sequential_update=True, name="MovingAverageOptimizer", *,
-               shadow_dtype=None, fused=False):
+               shadow_dtype=None, fused=None):
     """Wraps `opt`.
 
     Args:
@@ -77,21 +80,28 @@ class MovingAverageOptimizer(WrapperOptimizer):
         `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
         the averages move faster at the start of training.
       sequential_update: Whether the averages are updated after the step of the
-        inner optimizer and after the increment of the global step. If False, a
-        graph leaves the order to chance, as it was in 1.15; eager mode and
-        `tf.function` always run in order.
+        inner optimizer and count the increment of the global step. If False, a
+        graph leaves the order to chance, as it was in 1.15; eager mode,
+        `tf.function` and one pass for both always keep it.
       name: The name of the optimizer.
       shadow_dtype: Where `tf.float32`, averages of float16 and bfloat16
         variables are kept in float32. By default an average has the dtype of
         its variable, as in 1.15; a float16 or bfloat16 average hardly moves at
         decays near 1, since its steps are rounded away.
       fused: Whether the inner optimizer's step and the averages are taken in
-        one pass over memory: True insists, None where there is an op for it.
-        The numbers agree to rounding.
+        one pass over memory. By default (None) where there is an op for it: the
+        inner optimizer is exactly an `AdadeltaOptimizer`, `AdagradOptimizer`,
+        `AdamOptimizer`, `FtrlOptimizer` (of `learning_rate_power` -0.5),
+        `GradientDescentOptimizer`, `MomentumOptimizer` or `RMSPropOptimizer` of
+        `tf.compat.v1.train`, and no subclass of it. True insists; False leaves
+        the step to the inner optimizer, so that variables and slots are
+        TensorFlow's bit for bit. In one pass they agree with them to rounding,
+        have the same names, and are in checkpoints as they were.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`.
-      ValueError: If a decay or `num_updates` is out of range, or decays repeat.
+      ValueError: If a decay or `num_updates` is out of range, decays repeat, or
+        `fused` is True and there is no op for the inner optimizer.
     """
     super().__init__(opt, name)
     several = isinstance(average_decay, (list, tuple))
@@ -140,7 +150,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def apply_gradients(self, grads_and_vars, global_step=None, name=None,
                       **kwargs):
-    """Runs the inner optimizer's step, then updates the averages.
+    """Takes the inner optimizer's step and updates the averages.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable). A variable with a
@@ -153,7 +163,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
       In a graph, an `Operation` named `train_with_avg`. In eager mode, None.
 
     Raises:
-      TypeError: If a variable is not of a floating dtype.
+      TypeError: If a variable is not of a floating dtype, or what should be a
+        gradient cannot be made a tensor.
       ValueError: If there is no variable, or none has a gradient.
     """
     grads_and_vars = list(grads_and_vars)
@@ -166,15 +177,16 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"An averaged variable must be of dtype "
             f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+    pairs = (_fused.converted(grads_and_vars)
+             if self._one_pass(grads_and_vars) else None)
     # Before the step: in eager mode an average starts at the value before it.
     with tf.init_scope():
       self._make_averages(variables)
-    if self._one_pass(grads_and_vars):
-      apply = _fused.apply_gradients(
-          self._optimizer, self._rule, grads_and_vars,
+    if pairs:
+      return self._train_with_avg(_fused.apply_gradients(
+          self._optimizer, self._rule, pairs,
           lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
-          self._decays_now(global_step), global_step, name)
-      return self._train_with_avg(apply)
+          self._decays_now(global_step), global_step, name, **kwargs))
     apply = self._optimizer.apply_gradients(
         grads_and_vars, global_step=global_step, name=name, **kwargs)
     after = [apply] if self._sequential_update and apply is not None else []
@@ -205,19 +217,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   @property
   def fused(self):
-    """Whether step and averages are taken in one pass over memory.
+    """Whether step and averages are taken in one pass over memory: a bool.
 
-    Even then the step is left to the inner optimizer, and the averages follow
-    it, where a variable has a constraint or is named twice, in a
-    `tf.distribute` strategy, and where a decay or `num_updates` is a callable,
-    which must be called after the step.
+    Even then a call of `apply_gradients` leaves the step to the inner
+    optimizer, and the averages follow it, where a variable has a constraint or
+    is named twice, in a `tf.distribute` strategy, and where a decay or
+    `num_updates` is a callable, which must be called after the step.
     """
     return self._rule is not None
 
   def _one_pass(self, grads_and_vars):
-    after_step = self._sequential_update and any(
-        callable(x) and not isinstance(x, tf.Variable)
-        for x in (self._num_updates, *self._decays))
+    after_step = any(callable(x) and not isinstance(x, tf.Variable)
+                     for x in (self._num_updates, *self._decays))
     return (self.fused and not after_step and
             _fused.can_apply(grads_and_vars))
 
@@ -225,14 +236,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """The decays of this step: numbers, or float64 tensors.
 
     Args:
-      global_step: A variable that the step is yet to increment. Averages of
-        sequential updates see it incremented.
+      global_step: A variable that the step is yet to increment: the averages
+        see it incremented.
     """
     decays = [_value_now(decay) for decay in self._decays]
     if self._num_updates is None:
       return decays
     n = ops.float64(_value_now(self._num_updates))
-    if self._num_updates is global_step and self._sequential_update:
+    if self._num_updates is global_step:
       n += 1
     warm_up = (1 + n) / (10 + n)
     return [tf.minimum(ops.float64(d), warm_up) for d in decays]

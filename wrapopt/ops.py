@@ -91,7 +91,9 @@ def ema_update(shadows, values, decay, name=None):
         with device_of(read[0]):
           vector = _decays([decays[k] for k in chosen])
           if is_ref:
-            updates.append(_raw.wrapopt_ema_update_ref(flat, read, vector))
+            updates.append(_named(
+                _raw.wrapopt_ema_update_ref(flat, read, vector),
+                shadows=flat, values=read))
           else:
             updates.append(_raw.wrapopt_ema_update(
                 [s.handle for s in flat], [v.handle for v in read], vector,
@@ -146,12 +148,13 @@ def exchange(a, b, name=None):
     exchanges = []
     for (is_ref, _, _), pairs in groups.items():
       with device_of(pairs[0][0]):
+        xs, ys = map(list, zip(*pairs))
         if is_ref:
-          exchanges.append(_raw.wrapopt_exchange_ref(
-              [x for x, _ in pairs], [y for _, y in pairs]))
+          exchanges.append(_named(_raw.wrapopt_exchange_ref(xs, ys),
+                                  a=xs, b=ys))
         else:
           exchanges.append(_raw.wrapopt_exchange(
-              [x.handle for x, _ in pairs], [y.handle for _, y in pairs]))
+              [x.handle for x in xs], [y.handle for y in ys]))
     return _result(exchanges)
 
 
@@ -166,7 +169,10 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
       s += (1 - decay) (v - s)
 
   Both happen to a part of the arrays while it is in the processor's cache.
-  One native op serves all variables that share a device and dtypes.
+  One native op serves all variables that share a device and dtypes. float16 and
+  bfloat16 are computed in float32 and rounded once; a result that is not a
+  number is a NaN on every processor, but its sign and payload may depend on the
+  instruction set.
 
   Example:
 
@@ -229,18 +235,23 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
   groups = collections.defaultdict(list)
   for i, (var, grad) in enumerate(zip(variables, grads)):
     sparse = isinstance(grad, tf.IndexedSlices)
-    if not sparse:
-      grads[i] = grad = tf.convert_to_tensor(grad)
-    if grad.dtype not in _shadow_dtypes(var.dtype):
+    if sparse:
+      grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
+                              tf.convert_to_tensor(grad.indices))
+    else:
+      grad = tf.convert_to_tensor(grad)
+    grads[i] = grad
+    grad_dtype = grad.dtype.base_dtype  # A ref op's output is a ref.
+    if grad_dtype not in _shadow_dtypes(var.dtype):
       raise TypeError(
           f"`grads[{i}]` must be of dtype "
           f"{' or '.join(d.name for d in _shadow_dtypes(var.dtype))}, got "
-          f"{grad.dtype.name} for '{var.name}'.")
+          f"{grad_dtype.name} for '{var.name}'.")
     dtypes = {row[i].dtype.base_dtype for row in shadows}
     if len(dtypes) > 1:
       raise TypeError(f"The shadows of '{var.name}' must be of one dtype, got "
                       f"{' and '.join(sorted(d.name for d in dtypes))}.")
-    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad.dtype,
+    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad_dtype,
            dtypes.pop() if dtypes else var.dtype.base_dtype,
            sparse and grad.indices.dtype].append(i)
   with tf.name_scope(name or f"Apply{rule}"):
@@ -252,6 +263,7 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
         chosen = [variables[i] for i in members]
         return chosen if is_ref else [v.handle for v in chosen]
       arguments = {state: chosen(slots) for state, slots in states.items()}
+      arguments["shadows"] = [s for row in shadows for s in chosen(row)]
       if sparse:
         arguments["grad"] = [grads[i].values for i in members]
         arguments["indices"] = [grads[i].indices for i in members]
@@ -260,12 +272,18 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
       if not is_ref:  # Handles do not tell.
         arguments.update(T=dtype, S=shadow_dtype)
       with device_of(variables[members[0]]):
-        updates.append(op(
+        update = op(
             **arguments,
             **{k: v if isinstance(v, bool) else float64(v)
                for k, v in scalars.items()},
-            shadows=[s for row in shadows for s in chosen(row)],
-            decays=_decays(decays), accept=accept, use_locking=use_locking))
+            decays=_decays(decays), accept=accept, use_locking=use_locking)
+      if is_ref:
+        # TensorFlow colocates an op with its ref inputs, but counts its
+        # arguments as if none were a list: it takes a gradient for a variable.
+        update._clear_attr("_class")
+        update._set_device(variables[members[0]].device)
+        _named(update, **arguments)
+      updates.append(update)
     return _result(updates)
 
 
@@ -330,6 +348,26 @@ def _variables(subject, variables):
 
 def _is_ref(variable):
   return not hasattr(variable, "handle")
+
+
+def _named(op, **variables):
+  """Tells an op on ref variables their names, for what it may have to say.
+
+  Its inputs have these names too, but not in a `tf.cond` of control flow v1.
+
+  Args:
+    op: The op.
+    **variables: The variables of each of its arguments.
+
+  Returns:
+    `op`.
+  """
+  names = [v.op.name.encode() for arg in op.op_def.input_arg if arg.is_ref
+           for v in variables[arg.name]]
+  value = tf.compat.v1.AttrValue()
+  value.list.s.extend(names)
+  op._set_attr("_variables", value)
+  return op
 
 
 @contextlib.contextmanager

@@ -8,11 +8,13 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "tensorflow/core/framework/node_def_util.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/errors.h"
 
 namespace wrapopt {
 
+using tensorflow::OpKernel;
 using tensorflow::Tensor;
 
 Variables::~Variables() {
@@ -234,8 +236,15 @@ std::string Variables::Describe(int variable) const {
   const std::string where =
       absl::StrCat(entry.list, "[", entry.position, "]");
   if (ctx_->input_is_ref(entry.input)) {
-    return absl::StrCat(where, " (variable '",
-                        ctx_->op_kernel().requested_input(entry.input), "')");
+    // In a tf.cond of control flow v1 the input is a Switch.
+    const OpKernel& op = ctx_->op_kernel();
+    std::vector<std::string> names;
+    const bool told =
+        tensorflow::TryGetNodeAttr(op.def(), "_variables", &names) &&
+        variable < static_cast<int>(names.size());
+    return absl::StrCat(
+        where, " (variable '",
+        told ? names[variable] : op.requested_input(entry.input), "')");
   }
   return absl::StrCat(
       where, " (variable '",

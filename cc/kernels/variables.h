@@ -76,7 +76,9 @@ class Variables {
   // it is the first to change anything, though no value.
   absl::Status PrepareToWrite();
 
-  // "values[3] (variable 'w')".
+  // "values[3] (variable 'w')". A handle knows its variable's name. Those of
+  // ref variables may be in the op's attribute "_variables", in the order in
+  // which they were found; else they are what the op's inputs are called.
   std::string Describe(int variable) const;
 
   tensorflow::Tensor* tensor(int variable) {

@@ -80,8 +80,9 @@ def train(data, held_out, steps, seed, checkpoint):
     checkpoint: Where to save.
 
   Returns:
-    A list of (step, raw accuracy, averaged accuracy), and the averaged model's
-    logits of the held-out images at the end.
+    A list of (step, raw accuracy, averaged accuracy), the averaged model's
+    logits of the held-out images at the end, and whether the optimizer took
+    step and averages in one pass.
   """
   tqdm = _extras.load("tqdm").tqdm
   rng = np.random.default_rng(seed)
@@ -121,7 +122,7 @@ def train(data, held_out, steps, seed, checkpoint):
             progress.set_postfix(raw=f"{curve[-1][1]:.2%}",
                                  averaged=f"{curve[-1][2]:.2%}")
       saver.save(session, checkpoint)
-  return curve, averaged
+  return curve, averaged, opt.fused
 
 
 def restore(images_held_out, checkpoint):
@@ -183,7 +184,7 @@ def main(argv=None):
   checkpoint = os.path.join(options.out, "model.ckpt")
 
   data, held_out = load_digits(options.seed)
-  curve, averaged_logits = train(
+  curve, averaged_logits, fused = train(
       data, held_out, options.steps, options.seed, checkpoint)
   restored_logits = restore(held_out[0], checkpoint)
   if not np.array_equal(restored_logits, averaged_logits):
@@ -200,6 +201,7 @@ def main(argv=None):
       "restored_accuracy": restored,
       "steps": options.steps,
       "seed": options.seed,
+      "fused": fused,
       "seconds": round(time.perf_counter() - start, 2),
       "images": {"trained_on": len(data[0]), "held_out": len(held_out[0])},
       "curve": [dict(zip(("step", "raw", "averaged"), row)) for row in curve],
