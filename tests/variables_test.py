@@ -1,15 +1,23 @@
-"""How the ops of this package lock: no deadlock, no half of an update."""
+"""How the ops of this package find and lock their variables.
+
+No deadlock, no half of an update, and always the variable of now.
+"""
 
 import functools
 import multiprocessing
+import os
 import threading
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import modes
+import wrapopt
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
+
+_raw_ema_update = wrapopt.ops._raw.wrapopt_ema_update
 
 FLOAT = np.float32
 
@@ -146,3 +154,85 @@ def test_nobody_sees_half_an_exchange():
       seen.append(x[0])
 
   in_threads(swap, lambda: then_set(done, read))
+
+
+# What an op remembers of the variables that it has found.
+
+
+@pytest.fixture(name="graph")
+def _graph():
+  with modes.Graph(use_resource=True).entered() as mode:
+    yield mode
+
+
+def test_a_variable_that_was_destroyed_is_not_remembered(graph):
+  shadow, value = (graph.variable(np.full(3, i, FLOAT)) for i in (1, 5))
+  op = ema_update([shadow], [value], 0.5)
+  destroy = tf.raw_ops.DestroyResourceOp(resource=shadow.handle,
+                                         ignore_lookup_error=False)
+  for _ in range(3):
+    graph.session.run(op)
+  assert graph.values([shadow])[0][0] == 4.5
+  graph.session.run(destroy)
+  with pytest.raises(tf.errors.FailedPreconditionError,
+                     match=r"shadows\[0\].* is not initialized"):
+    graph.session.run(op)
+  for expected in (3, 4):
+    if expected == 3:
+      graph.session.run(shadow.initializer)
+    graph.session.run(op)
+    np.testing.assert_array_equal(graph.values([shadow])[0],
+                                  np.full(3, expected, FLOAT))
+
+
+def either(which, a, b):
+  """The handle of `a` or of `b`: the very tensor that the one or other has."""
+  tf.compat.v1.disable_control_flow_v2()
+  try:
+    return tf.cond(which, lambda: a.handle, lambda: b.handle)
+  finally:
+    tf.compat.v1.enable_control_flow_v2()
+
+
+def test_one_input_may_hand_over_one_variable_and_then_another(graph):
+  a, b, c, d = (graph.variable(np.full(3, i, FLOAT)) for i in range(4))
+  which = tf.compat.v1.placeholder(tf.bool, [])
+  op = _raw_ema_update([either(which, a, b)], [either(which, c, d)], [0.5],
+                       T=tf.float32, S=tf.float32)
+  for choice in (True, True, False, True, False, False):
+    graph.session.run(op, {which: choice})
+  # Three steps each: from 0 to 2, and from 1 to 3.
+  assert [v[0] for v in graph.values([a, b, c, d])] == [1.75, 2.75, 2, 3]
+
+
+def test_one_variable_in_two_places_is_seen_each_time(graph):
+  a, b = (graph.variable(np.full(3, i, FLOAT)) for i in range(2))
+  which = tf.compat.v1.placeholder(tf.bool, [])
+  op = _raw_ema_update([either(which, a, b)], [b.handle], [0.5], T=tf.float32,
+                       S=tf.float32)
+  for _ in range(3):
+    graph.session.run(op, {which: True})
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match="are one variable"):
+      graph.session.run(op, {which: False})
+  assert [v[0] for v in graph.values([a, b])] == [0.875, 1]
+
+
+def test_an_op_does_not_keep_variables_alive():
+  def resident():
+    with open("/proc/self/statm", encoding="ascii") as f:
+      return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+  def new_variables():
+    # Not of zeros or ones, which TensorFlow keeps for who asks for them next.
+    return [tf.Variable(tf.random.uniform([size])) for _ in range(2)]
+
+  size = 2**24
+  new_variables()
+  before = resident()  # The allocator keeps what is free now.
+  shadow, value = new_variables()
+  ema_update([shadow], [value], 0.5)
+  del shadow, value
+  new_variables()
+  # Each of the two has 4 * size bytes.
+  assert resident() - before < 2 * size
