@@ -11,12 +11,14 @@ import processes
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import ema
 from wrapopt.bench import harness
+from wrapopt.bench import step
 
 _SHAPES = [(3, 40), (5,), ()]  # 126 numbers.
 _CONTENDERS = [
     "wrapopt, v1 session", "ExponentialMovingAverage, v1 session",
     "wrapopt, tf.function", "assign_sub, tf.function", "assign_sub, jit_compile"
 ]
+_STEPS = ["stock", "stock + EMA", "wrapopt K=0", "wrapopt K=1", "wrapopt K=3"]
 
 
 def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
@@ -29,6 +31,13 @@ def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
   assert sorted(shapes) == sorted(expected)
   assert len(shapes) == 161
   assert sum(harness.sizes(shapes)) == 25_557_032
+
+
+def test_bert_base():
+  shapes = harness.VARIABLE_SETS["bert-base"]
+  assert len(shapes) == 199
+  # 110 million, of which a pooler and an embedding of 30522 word pieces.
+  assert sum(harness.sizes(shapes)) == 109_482_240
 
 
 def test_sizes():
@@ -222,12 +231,133 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
                       lambda name, shapes, decays, n_rounds: asked.append(
                           (name, len(shapes), len(decays), n_rounds)) or [])
   command.main(["ema"])
-  assert asked == [(name, n, k, 25)
+  assert asked == [(name, n, k, 15)
                    for name, n in (("2x4096x4096", 2), ("resnet50", 161),
-                                   ("400x256", 400)) for k in (1, 3)]
+                                   ("400x256", 400), ("bert-base", 199)) for k in (1, 3)]
+
+
+@pytest.mark.parametrize("optimizer, slots", [
+    ("SGD", 0), ("Momentum", 1), ("Adam", 2), ("Adagrad", 1), ("RMSProp", 2)])
+def test_measure_steps(optimizer, slots, capsys):
+  assert set(step._OPTIMIZERS) == {"SGD", "Momentum", "Adam", "Adagrad",
+                                   "RMSProp"}
+  results = step.measure("some", _SHAPES, optimizer, n_rounds=3)
+  keys = [("limit", "K=0"), ("limit", "K=1"), ("limit", "K=3"),
+          *((mode, contender) for mode in ("v1 session", "tf.function")
+            for contender in _STEPS)]
+  assert [(r["mode"], r["contender"]) for r in results] == keys
+  by_key = dict(zip(keys, results))
+  for (mode, contender), r in by_key.items():
+    k = {"stock": 0, "stock + EMA": 1}.get(contender)
+    k = int(contender[-1]) if k is None else k
+    assert (r["set"], r["optimizer"], r["rounds"]) == ("some", optimizer, 3)
+    # 126 gradients are read; values, slots and averages are read and written.
+    moved = 126 * 4 * (1 + 2 * (1 + slots + k))
+    assert r["gigabytes_per_second"] * r["milliseconds"] * 1e6 == (
+        pytest.approx(moved))
+    assert r["spread"] >= 0 and r["of_limit"] > 0
+    if mode != "limit":
+      assert r["ops"] > 0 and r["build_seconds"] > 0
+  for mode in ("v1 session", "tf.function"):
+    assert by_key[mode, "stock"]["x_stock"] == 1
+    assert by_key[mode, "stock + EMA"]["x_stock_ema"] == 1
+    assert (by_key[mode, "wrapopt K=1"]["ops"] <
+            by_key[mode, "stock + EMA"]["ops"])
+  title, header, *rows = capsys.readouterr().out.strip().splitlines()
+  assert title.startswith(f"some: 3 variables, 126 numbers, {optimizer}:")
+  assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock",
+                            "x", "stock+EMA", "ops", "build", "s"]
+  assert [row.split("  ")[0] for row in rows] == [
+      ", ".join(key) for key in keys]
+
+
+def test_steps_run_one_native_op_on_resource_variables():
+  session, contenders, _ = step._in_session(
+      _SHAPES, step._OPTIMIZERS["Momentum"])
+  with session:
+    types = [op.type for op in session.graph.get_operations()]
+    assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
+    assert "Wrapopt>EmaUpdate" not in types
+    # The two stock contenders.
+    assert types.count("ResourceApplyKerasMomentum") + types.count(
+        "ResourceApplyMomentum") == 2 * len(_SHAPES)
+    assert types.count("AssignSubVariableOp") == len(_SHAPES)
+    assert "VariableV2" not in types
+  functions, _ = step._in_functions(_SHAPES, step._OPTIMIZERS["Momentum"])
+  assert [name for _, name in functions] == _STEPS
+  for (_, name), function in functions.items():
+    types = [op.type for op in
+             function.get_concrete_function().graph.get_operations()]
+    ours = name.startswith("wrapopt")
+    assert types.count("Wrapopt>ApplyMomentum") == int(ours)
+    assert ("ResourceApplyMomentum" in types) == (not ours)
+    assert types.count("AssignSubVariableOp") == (
+        len(_SHAPES) if name == "stock + EMA" else 0)
+
+
+def test_steps_begin_alike_on_new_numbers():
+  _, place = step._in_functions(_SHAPES, step._OPTIMIZERS["Adam"])
+  steps = step._Steps(step._OPTIMIZERS["Adam"])
+  values, grads = step._variables(_SHAPES)
+  for k in steps.wrappers:
+    steps.apply(f"wrapopt K={k}", step._pairs(values, grads))
+  steps.apply("stock + EMA", step._pairs(values, grads))
+  steps.fill(values, grads)
+  place()
+  rows = [values, grads, *(steps.slots(values),)]
+  flat = np.concatenate([v.numpy().ravel() for row in rows for v in row])
+  assert len(flat) == 4 * 126 + 2
+  assert len(np.unique(flat)) > 0.99 * len(flat)
+  assert flat.min() >= 0.1 and flat.max() < 1
+  first, *others = steps.averages(values)
+  assert len(others) == 4
+  for row in others:
+    for a, b in zip(first, row):
+      np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+@pytest.mark.parametrize("off", ["values", "slots", "averages"])
+def test_a_step_that_does_other_work_is_refused(off):
+  """A step that adds 1 to each number, and another that does a bit more."""
+  state = {}
+
+  def place():
+    state.update(values=np.zeros(2), slots=np.zeros(2), averages=np.zeros((5, 2)))
+
+  def take(rows, extra):
+    state["values"] += 1 + extra.get("values", 0)
+    state["slots"] += 1 + extra.get("slots", 0)
+    for row, decay in rows:
+      state["averages"][row] += ((1 - decay) *
+                                 (state["values"] - state["averages"][row]) +
+                                 extra.get("averages", 0))
+
+  contenders = {
+      ("mode", "stock"): lambda: take([], {}),
+      ("mode", "wrapopt K=1"): lambda: take([(1, 0.999)], extra)}
+  sample = lambda: [state["values"], state["slots"], *state["averages"]]
+  extra = {}
+  step.check_all(contenders, place, sample)
+  extra = {off: 1e-4}
+  with pytest.raises(AssertionError,
+                     match=f"mode, wrapopt K=1: the {off} are off by 0.0001"):
+    step.check_all(contenders, place, sample)
+
+
+def test_step_command(monkeypatch, tmp_path):
+  monkeypatch.setattr(
+      harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
+  path = tmp_path / "results.json"
+  command.main(["step", "--quick", "--sets", "some", "--optimizers", "SGD",
+                "--json", str(path)])
+  results = json.loads(path.read_text())["results"]
+  assert len(results) == 3 + 2 * len(_STEPS)
+  assert {r["optimizer"] for r in results} == {"SGD"}
 
 
 @pytest.mark.parametrize("args,error", [
+    (["step", "--optimizers", "Adamax"],
+     "argument --optimizers: invalid choice: 'Adamax'"),
     ([], "the following arguments are required: NAME"),
     (["emu"], "invalid choice: 'emu'"),
     (["ema", "--sets", "vgg"], "argument --sets: invalid choice: 'vgg'"),
@@ -236,7 +366,9 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
      "No such file or directory"),
 ])
 def test_command_errors(args, error, capsys, monkeypatch):
-  monkeypatch.setattr(ema, "run", lambda options: pytest.fail("it ran"))
+  for benchmark in (ema, step):
+    monkeypatch.setattr(benchmark, "run",
+                        lambda options: pytest.fail("it ran"))
   with pytest.raises(SystemExit) as e:
     command.main(args)
   assert e.value.code == 2

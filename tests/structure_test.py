@@ -77,8 +77,8 @@ def plain(code):
 
 
 @pytest.fixture(scope="module")
-def loops(request):
-  """{(instruction set, rule, state, input): its innermost loops}."""
+def functions(request):
+  """{(instruction set, rule, state, input): its instructions}."""
   archive = request.config.getoption("--engine")
   assert archive, "name the engine's archive with --engine=PATH"
   found = {}
@@ -87,8 +87,14 @@ def loops(request):
     match = re.search(r"::(\w+)<.*\bArity<wrapopt::(\w+)[^>]*>, "
                       r"(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+)>\(", name)
     if match:
-      found.setdefault(match.groups(), []).extend(innermost_loops(code))
+      found.setdefault(match.groups(), []).extend(code)
   return found
+
+
+@pytest.fixture(scope="module")
+def loops(functions):
+  """{(instruction set, rule, state, input): its innermost loops}."""
+  return {key: innermost_loops(code) for key, code in functions.items()}
 
 
 def test_a_loop_is_found_and_judged():
@@ -134,6 +140,16 @@ def test_a_loop_is_vector_code(loops, isa, rule, pair):
              for loop in loops[isa, rule, state, value]), (
                  f"{rule} of {state} and {value} for {isa} has no loop with "
                  f"packed arithmetic in {REGISTERS[isa]} registers")
+
+
+@pytest.mark.parametrize("rule", _native.rules())
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda x: "-".join(map(str, x)))
+def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
+  states, inputs, _ = _native.rules()[rule]
+  for isa in templates(pair[0]):
+    code = functions[isa, rule, *(CPP_NAMES[dtype.name] for dtype in pair)]
+    fetches = [mnemonic for _, mnemonic, _ in code].count("prefetcht1")
+    assert fetches >= len(states) + len(inputs), isa
 
 
 @pytest.mark.parametrize("library", [wrapopt.sysconfig.get_lib(),
