@@ -55,6 +55,10 @@ class Variables {
   // it is the first to change anything, though no value.
   absl::Status PrepareToWrite();
 
+  // The same for one variable, whatever handle or name it was found by, and
+  // different for two that are alive.
+  const void* Identity(int variable) const { return entries_[variable].mu; }
+
   // "values[3] (variable 'w')".
   std::string Describe(int variable) const;
 
