@@ -27,6 +27,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     """Puts `outer` where the inner optimizer put `inner` as the TRAIN_OP."""
     train_ops = tf.compat.v1.get_collection_ref(
         tf.compat.v1.GraphKeys.TRAIN_OP)
+    inner = getattr(inner, "op", inner)
     train_ops[:] = [op for op in train_ops if op is not inner] + [outer]
 
   # Slots: the wrapper's own are those in its `_slots`, all others are the
