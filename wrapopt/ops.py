@@ -375,9 +375,9 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
   whose check and update are not atomic.
   """
   _check_step(step)
-  _variables("stale_counter", stale_counter)
+  _check_variable("stale_counter", stale_counter)
   _check_dtype("stale_counter", stale_counter, (tf.float32,))
-  _variables("histogram", histogram)
+  _check_variable("histogram", histogram)
   _check_dtype("histogram", histogram, (tf.int64,))
   state = (step, stale_counter, histogram)
   with device_of(step):
@@ -480,9 +480,13 @@ def _variables(subject, variables):
   if not variables:
     raise ValueError(f"`{subject}` must hold at least one variable, got none.")
   for i, variable in enumerate(variables):
-    if not isinstance(variable, tf.Variable):
-      raise TypeError(f"`{subject}[{i}]` must be a variable, got {variable!r}.")
+    _check_variable(f"{subject}[{i}]", variable)
   return variables
+
+
+def _check_variable(subject, variable):
+  if not isinstance(variable, tf.Variable):
+    raise TypeError(f"`{subject}` must be a variable, got {variable!r}.")
 
 
 def _is_ref(variable):
@@ -497,7 +501,7 @@ def device_of(variable):
 
 
 def _check_step(step):
-  _variables("step", step)
+  _check_variable("step", step)
   _check_dtype("step", step, (tf.int32, tf.int64))
 
 
