@@ -18,7 +18,8 @@ UPDATES = 400
 
 @pytest.fixture(scope="module")
 def cluster():
-  with _cluster.Cluster([cluster_task.__file__], ps=1, worker=WORKERS) as c:
+  with _cluster.Cluster(cluster_task.FUNCTIONS, preload=["cluster_task"],
+                        ps=1, worker=WORKERS) as c:
     yield c
 
 
@@ -26,16 +27,16 @@ def workers(cluster):
   return [cluster.tasks["worker", i] for i in range(WORKERS)]
 
 
-def all_do(cluster, **message):
+def all_do(cluster, name, **arguments):
   for worker in workers(cluster):
-    worker.tell(**message)
+    worker.tell(name, **arguments)
   return [worker.answer() for worker in workers(cluster)]
 
 
 def test_the_bound_holds_between_processes(cluster):
-  answers = all_do(cluster, do="update_log", updates=UPDATES, native=True)
+  answers = all_do(cluster, "update_log", updates=UPDATES, native=True)
   log = [entry for answer in answers for entry in answer["log"]]
-  assert race.lacking(log).max() == cluster_task.LIMIT
+  assert race.lacking(log).max() <= cluster_task.LIMIT
   # The last one to end saw all.
   last = max(answers, key=lambda a: (sum(map(sum, a["histogram"])), a["step"]))
   assert last["step"] == len(log) == sum(last["histogram"][0])
@@ -44,9 +45,9 @@ def test_the_bound_holds_between_processes(cluster):
 
 
 def test_the_judge_sees_what_check_then_apply_lets_through(cluster):
-  answers = all_do(cluster, do="update_log", updates=UPDATES, native=False)
+  answers = all_do(cluster, "update_log", updates=UPDATES, native=False)
   lacking = race.lacking([e for answer in answers for e in answer["log"]])
-  assert (lacking > cluster_task.LIMIT).sum() > 0
+  assert (lacking > cluster_task.LIMIT).sum() > 10
 
 
 def received(steps):
@@ -66,7 +67,7 @@ def ran(steps, op):
 @pytest.mark.parametrize("v2", [True, False])
 def test_dropped_gradients_are_not_sent(cluster, fused, v2):
   """Read from the step stats of the parameter server."""
-  answer = workers(cluster)[0].ask(do="traffic", prefix=f"t_{fused}_{v2}",
+  answer = workers(cluster)[0].ask("traffic", prefix=f"t_{fused}_{v2}",
                                    fused=fused, v2=v2)
   assert received(answer["admitted"]) >= 2**22  # The gradient.
   assert received(answer["dropped"]) < 1000
@@ -93,8 +94,8 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
   stop, hangs = tmp_path / "stop", tmp_path / "hangs"
   # No update of two others and one in flight is as stale as that.
   for worker in others:
-    worker.tell(do="train", prefix="killed", limit=9, until=str(stop))
-  victim.tell(do="hang", prefix="killed", limit=9, path=str(hangs))
+    worker.tell("train", prefix="killed", limit=9, until=str(stop))
+  victim.tell("hang", prefix="killed", limit=9, path=str(hangs))
   with tf.Graph().as_default() as graph, tf.device("/job:ps/task:0"):
     with tf1.variable_scope("killed", use_resource=True):
       step, counter, histogram = [
@@ -116,8 +117,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
     assert session.run(record)[1] >= 1
     step_then = session.run(step)
     until(lambda: session.run(step) > step_then + 5, "steps beside it")
-    victim.popen.kill()
-    victim.popen.wait()
+    victim.kill()
     step_then = session.run(step)
     until(lambda: session.run(step) > step_then + 5, "steps after it")
     stop.touch()
