@@ -144,19 +144,23 @@ def traffic(task, prefix, fused, v2):
   g = trained(task, prefix, 0, fused, v2)
   answer = {}
   with g.session() as session:
-    for name, limit in (("warm", 0), ("admitted", 0), ("dropped", -1)):
-      metadata = tf1.RunMetadata()
-      session.run(g.train, {g.limit: limit}, run_metadata=metadata,
-                  options=tf1.RunOptions(
-                      trace_level=tf1.RunOptions.FULL_TRACE))
-      nodes = [node for device in metadata.step_stats.dev_stats
-               if "/job:ps/" in device.device for node in device.node_stats]
-      answer[name] = {
-          "received": [node.timeline_label for node in nodes
+    for name, limit in (("admitted", 0), ("dropped", -1)):
+      steps = [stats(session, g.train, {g.limit: limit}) for _ in range(10)]
+      # A server hands in what it noted of its transfers when it gets to it.
+      answer[name] = max(steps, key=lambda step: len(step["received"]))
+  return answer
+
+
+def stats(session, fetch, feeds):
+  metadata = tf1.RunMetadata()
+  session.run(fetch, feeds, run_metadata=metadata, options=tf1.RunOptions(
+      trace_level=tf1.RunOptions.FULL_TRACE))
+  nodes = [node for device in metadata.step_stats.dev_stats
+           if "/job:ps/" in device.device for node in device.node_stats]
+  return {"received": [node.timeline_label for node in nodes
                        if node.node_name == "RecvTensor"],
           "ran": [node.timeline_label for node in nodes
                   if node.node_name != "RecvTensor"]}
-  return answer
 
 
 def train(task, prefix, limit, until):
