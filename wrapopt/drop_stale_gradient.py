@@ -434,9 +434,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           raise _another_step(step, record.step.name)
       records = [r.recorded for r in records]
     else:
-      found = _records_before([t.op for g in gradients
-                               for t in tf.nest.flatten(
-                                   g, expand_composites=True)])
+      found = _records_before([_tensor_of(g).op for g in gradients])
       last = self._last_in_graph.get(graph)
       if not found and last is not None:
         found = [graph.get_operation_by_name(last)]
@@ -686,7 +684,7 @@ def _when_ready(gradients):
   if tf.executing_eagerly():
     return []
   with tf.device(None), tf.device(gradients[0].device):
-    return [tf.group(*tf.nest.flatten(gradients, expand_composites=True))]
+    return [tf.group(*[_tensor_of(g) for g in gradients])]
 
 
 @contextlib.contextmanager

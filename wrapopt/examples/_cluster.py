@@ -1,16 +1,15 @@
 """A TensorFlow cluster of processes on this machine, which end together.
 
-A process is told what to do by lines of JSON on its standard input, and answers
-with lines of JSON. It ends when that input does: so also when the process that
-started it is killed.
+The processes are forked from one that has imported TensorFlow and has not yet
+run any of it: that import is the longest part of starting one. Each is told
+what to do through a pipe, and ends when that is closed: so also when the
+process that started it is killed.
 """
 
-import json
+import multiprocessing
 import os
 import queue
 import socket
-import subprocess
-import sys
 import threading
 
 import tensorflow as tf
@@ -21,69 +20,72 @@ tf1 = tf.compat.v1
 class Process:
   """One process of a cluster, seen from the one that started it."""
 
-  def __init__(self, command, env):
-    self.name = " ".join(command[1:])
-    self.popen = subprocess.Popen(
-        command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True)
+  def __init__(self, context, do, spec, job, number):
+    self.name = f"/job:{job}/task:{number}"
+    self._pipe, end = context.Pipe()
+    self.process = context.Process(
+        target=_run, args=(end, do, spec, job, number), daemon=True)
+    self.process.start()
+    end.close()
 
-  def tell(self, **message):
-    self.popen.stdin.write(json.dumps(message) + "\n")
-    self.popen.stdin.flush()
+  def tell(self, name, **arguments):
+    """Has it call the function of this name."""
+    self._pipe.send((name, arguments))
 
   def answer(self):
-    """The next line that it wrote; raises RuntimeError where it has ended."""
-    for line in self.popen.stdout:
-      if line.startswith("{"):
-        answer = json.loads(line)
-        if "error" in answer:
-          raise RuntimeError(f"'{self.name}' failed: {answer['error']}")
-        return answer
-    raise RuntimeError(f"'{self.name}' ended with status {self.popen.wait()}. "
-                       "What it wrote to the standard error says why.")
+    """What the function returned; raises RuntimeError where it failed."""
+    try:
+      kind, value = self._pipe.recv()
+    except EOFError:
+      self.process.join()
+      raise RuntimeError(f"{self.name} ended with status "
+                         f"{self.process.exitcode}.") from None
+    if kind == "error":
+      raise RuntimeError(f"{self.name} failed: {value}")
+    return value
 
-  def ask(self, **message):
-    self.tell(**message)
+  def ask(self, name, **arguments):
+    self.tell(name, **arguments)
     return self.answer()
 
   def kill(self):
-    self.popen.kill()
-    self.popen.wait()
-    self.popen.stdin.close()
-    self.popen.stdout.close()
+    self.process.kill()
+    self.process.join()
+    self._pipe.close()
 
 
 class Cluster:
-  """Starts a process for each task and ends all of them at exit.
+  """A context in which there is a process for each task.
 
   Attributes:
     spec: {job: [address]}.
     tasks: {(job, number): Process}.
   """
 
-  def __init__(self, command, **jobs):
-    """Args:
-      command: The arguments of Python that start a task.
+  def __init__(self, functions, preload=(), **jobs):
+    """Sets up a cluster, which `with` starts.
+
+    Args:
+      functions: What a task can be told to do: functions of its `Task` and of
+        what else it is told, which can be pickled, as arguments and results.
+      preload: Modules to import before the processes are forked.
       **jobs: How many tasks each job has.
     """
     ports = iter(_free_ports(sum(jobs.values())))
     self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
                  for job, n in jobs.items()}
     self.tasks = {}
-    self._command = [sys.executable, *command]
+    self._functions = {f.__name__: f for f in functions}
+    self._preload = [__name__, "wrapopt", *preload]
 
   def __enter__(self):
-    # Small operations, on a machine that others of the cluster need as well.
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
-    for name in ("http_proxy", "grpc_proxy", "https_proxy"):
-      env.pop(name, None)
-      env.pop(name.upper(), None)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(self._preload)
     try:
       for job, addresses in self.spec.items():
         for number in range(len(addresses)):
-          self.tasks[job, number] = Process(self._command, env)
-      for (job, number), process in self.tasks.items():
-        process.tell(spec=self.spec, job=job, number=number)
+          self.tasks[job, number] = Process(
+              context, self._functions, self.spec, job, number)
       for process in self.tasks.values():
         process.answer()
     except BaseException:
@@ -116,31 +118,13 @@ class Task:
     server: Its `tf.distribute.Server`.
   """
 
-  def __init__(self):
-    self._messages = queue.Queue()
-    threading.Thread(target=self._listen, daemon=True).start()
-    first = self._messages.get()
-    self.spec, self.job, self.number = (
-        first["spec"], first["job"], first["number"])
+  def __init__(self, spec, job, number):
+    self.job, self.number, self._spec = job, number, spec
     self.server = tf.distribute.Server(
-        tf.train.ClusterSpec(self.spec), job_name=self.job,
-        task_index=self.number, config=tf1.ConfigProto(
-            intra_op_parallelism_threads=1, inter_op_parallelism_threads=8))
-    self.write(ready=True)
-
-  def _listen(self):
-    for line in sys.stdin:
-      self._messages.put(json.loads(line))
-    # A thread may be inside TensorFlow: no time for goodbyes.
-    os._exit(0)
-
-  def messages(self):
-    """What this task is told, for as long as somebody is there to tell."""
-    while True:
-      yield self._messages.get()
-
-  def write(self, **message):
-    print(json.dumps(message), flush=True)
+        tf.train.ClusterSpec(spec), job_name=job, task_index=number,
+        # Many share this machine.
+        config=tf1.ConfigProto(intra_op_parallelism_threads=1,
+                               inter_op_parallelism_threads=8))
 
   @property
   def device(self):
@@ -149,10 +133,37 @@ class Task:
   def placement(self):
     """A device function: variables on the parameter servers, the rest here."""
     return tf1.train.replica_device_setter(
-        cluster=tf.train.ClusterSpec(self.spec),
-        worker_device=self.device)
+        cluster=tf.train.ClusterSpec(self._spec), worker_device=self.device)
 
   def session(self, graph):
     """A session that waits for no other worker, nor fails with one."""
     return tf1.Session(self.server.target, graph=graph, config=tf1.ConfigProto(
         device_filters=["/job:ps", self.device]))
+
+
+def _run(pipe, functions, spec, job, number):
+  """What a process does."""
+  told = queue.Queue()
+
+  def listen():
+    try:
+      while True:
+        told.put(pipe.recv())
+    except EOFError:
+      # The other thread may be inside TensorFlow: no time for goodbyes.
+      os._exit(0)
+
+  threading.Thread(target=listen, daemon=True).start()
+  # On this machine, without a GPU.
+  os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+  for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+    os.environ.pop(name, None)
+    os.environ.pop(name.upper(), None)
+  task = Task(spec, job, number)
+  pipe.send(("value", None))
+  while True:
+    name, arguments = told.get()
+    try:
+      pipe.send(("value", functions[name](task, **arguments)))
+    except Exception as e:  # pylint: disable=broad-except
+      pipe.send(("error", f"{type(e).__name__}: {e}"))
