@@ -34,7 +34,8 @@ def session_of(graph=None):
 
 
 def ancestors(op):
-  """All ops that run when `op` runs, with `op`."""
+  """All ops that run when `op`, or what makes this tensor, runs; with it."""
+  op = getattr(op, "op", op)
   seen, pending = set(), [op]
   while pending:
     op = pending.pop()
@@ -145,7 +146,9 @@ def train(mode, make_optimizer, initial, steps):
 
 def recorded(opt, global_step):
   """Where gradients that come from elsewhere may be applied."""
-  if isinstance(opt, wrapopt.DropStaleGradientOptimizer):
+  opt = next((o for o in (opt, getattr(opt, "_optimizer", None))
+              if isinstance(o, wrapopt.DropStaleGradientOptimizer)), None)
+  if opt is not None:
     return opt.record_step(global_step)
   return contextlib.nullcontext()
 

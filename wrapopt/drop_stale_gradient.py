@@ -121,8 +121,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         normalize gradients undo a part of it. A function: it is multiplied by
         what the function gives for its staleness, a scalar int64 tensor. Beyond
         the limit, all of them drop.
-      global_step: The step variable that `compute_gradients` and `record_step`
-        record; by default the graph's, or what `minimize` is given.
+      global_step: The step variable; by default what `minimize` and
+        `apply_gradients` are given, and for `compute_gradients` and
+        `record_step` the graph's.
       worker: A name for this worker, such as "worker_1": gradients of this
         optimizer object are counted for it too, in a local variable, and shown
         in TensorBoard as `<worker>/staleness/admitted`,
@@ -298,25 +299,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._of_gradient[key] = (
         weakref.ref(tensor, lambda _: self._of_gradient.pop(key, None)), record)
 
-  def minimize(self, loss, global_step=None, *args, **kwargs):
-    """As `tf.compat.v1.train.Optimizer.minimize`; records `global_step`.
-
-    Args:
-      loss: See `compute_gradients`.
-      global_step: The step variable. It is required.
-      *args: See `tf.compat.v1.train.Optimizer.minimize`.
-      **kwargs: As well.
-
-    Returns:
-      As `apply_gradients`.
-
-    Raises:
-      As `apply_gradients`.
-    """
+  def _recording(self, loss, global_step):
+    if global_step is None:
+      global_step = self._global_step
     if global_step is None or self._record_before(loss) is not None:
-      return super().minimize(loss, global_step, *args, **kwargs)
-    with self.record_step(global_step):
-      return super().minimize(loss, global_step, *args, **kwargs)
+      return contextlib.nullcontext()
+    return self.record_step(global_step)
 
   # Applying gradients
 
@@ -332,9 +320,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
-      global_step: The step variable, which an admitted update increments. It is
-        required, and must be the one that was recorded.
-      name: A name for the inner optimizer's operation.
+      global_step: The step variable, which an admitted update increments; by
+        default the constructor's. It must be the one that was recorded.
+      name: A name for the operations.
       recorded: What `record_step` gave, for gradients that do not come from
         `compute_gradients`.
       **kwargs: What else the inner optimizer takes.
@@ -377,6 +365,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     """
     grads_and_vars = _checked_gradients(grads_and_vars)
     if global_step is None:
+      global_step = self._global_step
+    if global_step is None:
       raise ValueError(
           "`global_step` must be the step variable that staleness is counted "
           "by, got None.")
@@ -413,7 +403,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     with tf.control_dependencies(after), ops.device_of(state.stale_counter):
       # What is written is not read before: `read_value` of a ref variable may
       # be the variable's own buffer.
-      counter = tf.identity(state.stale_counter.read_value(), self._name)
+      counter = tf.identity(state.stale_counter.read_value(),
+                            name or self._name)
     if tf1.executing_eagerly_outside_functions():
       self._write_summaries(state, step)
     else:
@@ -615,7 +606,11 @@ def _checked_gradients(grads_and_vars):
   checked = []
   for g, v in grads_and_vars:
     if g is not None and not isinstance(g, tf.IndexedSlices):
-      g = tf.convert_to_tensor(g)
+      try:
+        g = tf.convert_to_tensor(g)
+      except (TypeError, ValueError):
+        raise TypeError("Gradient must be convertible to a Tensor or be "
+                        f"IndexedSlices or None, got {g!r}.") from None
     if not isinstance(v, tf.Variable):
       raise NotImplementedError(f"Trying to update a Tensor: {v!r}")
     checked.append((g, v))
