@@ -174,6 +174,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._eager = threading.local()
     # In eager mode, by the id of a gradient: (weak reference, record).
     self._of_gradient = {}
+    # By graph, or by this optimizer for eager mode.
+    self._worker_histograms = weakref.WeakKeyDictionary()
     # Blocks of `record_step` that this thread is in.
     self._blocks = threading.local()
 
@@ -489,8 +491,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _worker_histogram(self, graph, device):
     if self._worker is None:
       return None
-    histograms = self.__dict__.setdefault(
-        "_worker_histograms", weakref.WeakKeyDictionary())
+    histograms = self._worker_histograms
     key = graph or self
     if key not in histograms:
       with tf.device(None), tf.device(device if graph else None):
@@ -514,18 +515,28 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   # What a user sees
 
-  def staleness_stats(self):
-    """What this gate has admitted and dropped, from all workers together.
+  def staleness_stats(self, worker=False):
+    """What this gate has admitted and dropped.
+
+    Args:
+      worker: Whether of this optimizer object alone, which the constructor's
+        `worker` names, since its variables were initialized; else of all
+        workers together.
 
     Returns:
       A `StalenessStats`: tensors, or NumPy arrays in eager mode.
 
     Raises:
       RuntimeError: Before the first `apply_gradients`.
+      ValueError: If `worker` is True and the constructor was given no name.
     """
+    if worker and self._worker is None:
+      raise ValueError("`worker` must not be True for an optimizer that was "
+                       "made without the name of its `worker`.")
     graph = (None if tf1.executing_eagerly_outside_functions()
              else tf1.get_default_graph())
-    histogram = self._non_slot_dict.get(("staleness_histogram", graph))
+    histogram = (self._worker_histograms.get(graph or self) if worker else
+                 self._non_slot_dict.get(("staleness_histogram", graph)))
     if histogram is None:
       raise RuntimeError("staleness_stats() is there after the first "
                          "apply_gradients or minimize in this graph.")

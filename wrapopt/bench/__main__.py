@@ -10,7 +10,7 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("ema",)
+_BENCHMARKS = ("ema", "gate")
 
 
 def main(argv=None):

@@ -36,7 +36,7 @@ class Process:
     """What the function returned; raises RuntimeError where it failed."""
     try:
       kind, value = self._pipe.recv()
-    except EOFError:
+    except (EOFError, OSError):
       self.process.join()
       raise RuntimeError(f"{self.name} ended with status "
                          f"{self.process.exitcode}.") from None
@@ -149,7 +149,7 @@ def _run(pipe, functions, spec, job, number):
     try:
       while True:
         told.put(pipe.recv())
-    except EOFError:
+    except (EOFError, OSError):  # Closed, or reset with an answer unread.
       # The other thread may be inside TensorFlow: no time for goodbyes.
       os._exit(0)
 
