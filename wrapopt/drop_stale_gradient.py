@@ -81,8 +81,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   >>> two = opt.compute_gradients(lambda: w, [w])
   >>> _ = opt.apply_gradients(one, step)
   >>> _ = opt.apply_gradients(two, step)  # Dropped.
-  >>> w.numpy(), step.numpy(), opt.staleness_stats().dropped
-  (0.5, 1, 1)
+  >>> print(w.numpy(), step.numpy(), opt.staleness_stats().dropped)
+  0.5 1 1
 
   In a graph: `train_op = opt.minimize(loss, global_step)`. There the step is
   recorded before the gradients are computed, but TensorFlow may read weights

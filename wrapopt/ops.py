@@ -345,8 +345,8 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
   ...   wrapopt.ops.staleness_complete(verdict.ticket, step)
   True 0
   False 1
-  >>> step.numpy(), counter.numpy()
-  (1, 1.0)
+  >>> print(step.numpy(), counter.numpy())
+  1 1.0
 
   Args:
     step: A scalar variable, int32 or int64: the number of completed updates.

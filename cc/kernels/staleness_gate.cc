@@ -116,6 +116,8 @@ class Ticket : public tensorflow::ResourceBase {
   }
 
   bool admitted() const { return state_ != State::kRefused; }
+  // Null where the update is not admitted.
+  const Updates* updates() const { return updates_.get(); }
 
   // Whether this call, and none before it, completed the update.
   bool Complete() {
@@ -289,6 +291,13 @@ class StalenessCompleteOp : public OpKernel {
                             &step));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckStep(variables, step, *variables.tensor(step)));
+    UpdatesPtr updates;
+    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
+    OP_REQUIRES(ctx, updates.get() == ticket->updates(),
+                absl::InvalidArgumentError(absl::StrCat(
+                    variables.Describe(step),
+                    " must be the step of the gate that made the ticket, got ",
+                    "another variable")));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
     // The step is locked: no gate sees one without the other.
     OP_REQUIRES(ctx, ticket->Complete(),
