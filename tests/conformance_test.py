@@ -17,6 +17,7 @@ from training import apply_ops
 from training import assert_close_traces
 from training import assert_ema_step
 from training import assert_same_bits
+from training import recorded
 from training import train
 
 v1 = tf.compat.v1.train
@@ -123,7 +124,21 @@ def check_averages(trace, mode):
                            if not v.name.startswith("none")})
 
 
+def check_gate(trace, mode):
+  # All fresh, so all admitted; the last of them was the last of the steps.
+  counts = trace.others[-1]
+  assert counts["stale_counter"] == 0
+  histogram = counts["staleness_histogram"]
+  assert histogram[0, 0] == histogram.sum() == STEPS
+  if mode != "eager":
+    assert trace.op_types.count(
+        f"Wrapopt>StalenessGate{'Ref' if mode == 'ref' else ''}") == 1
+
+
 WRAPPERS = {
+    wrapopt.DropStaleGradientOptimizer: Case(
+        lambda inner: wrapopt.DropStaleGradientOptimizer(inner, 0, fused=False),
+        check_gate),
     wrapopt.MovingAverageOptimizer: Case(
         lambda inner, fused: wrapopt.MovingAverageOptimizer(
             inner, DECAYS, fused=fused),
@@ -240,10 +255,11 @@ def test_save_and_restore(wrapper, inner, fused, tmp_path):
           dense=self.dense, sparse=self.sparse, step=self.step, opt=self.opt)
 
     def train(self):
-      self.opt.apply_gradients(
-          [(tf.constant([1.0, -2.0]), self.dense),
-           (tf.IndexedSlices(tf.constant([3.0]), tf.constant([1]), [2]),
-            self.sparse)], self.step)
+      with recorded(self.opt, self.step):
+        self.opt.apply_gradients(
+            [(tf.constant([1.0, -2.0]), self.dense),
+             (tf.IndexedSlices(tf.constant([3.0]), tf.constant([1]), [2]),
+              self.sparse)], self.step)
 
     def state(self):
       # By variable: names are made unique in a process.

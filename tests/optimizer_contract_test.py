@@ -15,6 +15,7 @@ from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
 from training import ops_of_type
+from training import recorded
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 DECAY = 0.75
@@ -25,8 +26,21 @@ def averaging(fused):
       tf.compat.v1.train.GradientDescentOptimizer(rate), DECAY, fused=fused)
 
 
+def gated(rate):
+  # A step of its own, for tests that give none.
+  return wrapopt.DropStaleGradientOptimizer(
+      tf.compat.v1.train.GradientDescentOptimizer(rate), 0,
+      global_step=step_variable())
+
+
 OPTIMIZERS = {
     "bare": tf.compat.v1.train.GradientDescentOptimizer,
+    "DropStaleGradientOptimizer": gated,
+    "DropStaleGradientOptimizer(MovingAverageOptimizer)":
+        lambda rate: wrapopt.DropStaleGradientOptimizer(
+            averaging(None)(rate), 0, global_step=step_variable()),
+    "MovingAverageOptimizer(DropStaleGradientOptimizer)":
+        lambda rate: wrapopt.MovingAverageOptimizer(gated(rate), DECAY),
     # Step and averages in one pass, and in two.
     "MovingAverageOptimizer": averaging(None),
     "MovingAverageOptimizer, not fused": averaging(False),
@@ -124,7 +138,7 @@ def test_minimize(make, mode, run, dtype):
   opt = make(4.0)
   train = opt.minimize(loss_of(x, y), step, [x, y])
   if mode != "eager":
-    assert isinstance(train, tf.Operation)
+    assert isinstance(train, (tf.Operation, tf.Tensor))
     run(train)
   check(run, opt, [(x, ([1, 2], [-19, -18])), (y, ([3, 4], [-9, -8]))])
   assert run(step) == 1
@@ -304,13 +318,19 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
   train = make(1.0).minimize(loss_of(x, y), step_variable(), [x, y])
   # One op, that runs the whole step.
   assert tf.compat.v1.get_collection(
-      tf.compat.v1.GraphKeys.TRAIN_OP) == [train]
+      tf.compat.v1.GraphKeys.TRAIN_OP) == [getattr(train, "op", train)]
   ref = "Ref" if kind == "ref" else ""
   native = {op.type for op in ancestors(train)
             if op.type.startswith("Wrapopt>")}
+  step = {f"Wrapopt>ApplyGradientDescent{ref}"}
+  gate = {f"Wrapopt>Staleness{part}{ref}"
+          for part in ("Record", "Gate", "Complete")}
   assert native == {
       "bare": set(),
-      "MovingAverageOptimizer": {f"Wrapopt>ApplyGradientDescent{ref}"},
+      "DropStaleGradientOptimizer": gate | step,
+      "DropStaleGradientOptimizer(MovingAverageOptimizer)": gate | step,
+      "MovingAverageOptimizer(DropStaleGradientOptimizer)": gate | step,
+      "MovingAverageOptimizer": step,
       "MovingAverageOptimizer, not fused": {f"Wrapopt>EmaUpdate{ref}"},
   }[name]
 
@@ -329,9 +349,10 @@ def test_constraints(make, kind, run):
 def test_skip_gradients_aggregation(make, mode, run):
   x, y = variables()
   opt = make(4.0)
-  train = opt.apply_gradients(
-      [(tf.constant([5.0, 5.0]), x), (None, y)],
-      skip_gradients_aggregation=True)
+  with recorded(opt, None):
+    train = opt.apply_gradients(
+        [(tf.constant([5.0, 5.0]), x), (None, y)],
+        skip_gradients_aggregation=True)
   if mode != "eager":
     run(train)
   check(run, opt, [(x, ([1, 2], [-19, -18]))])

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import numerics
+import wrapopt
 
 # Where a step runs: eagerly, in a `tf.function`, and in a session of a graph
 # with ref or with resource variables.
@@ -34,7 +35,8 @@ def session_of(graph=None):
 
 
 def ancestors(op):
-  """All ops that run when `op` runs, with `op`."""
+  """All ops that run when `op`, or what makes this tensor, runs; with it."""
+  op = getattr(op, "op", op)
   seen, pending = set(), [op]
   while pending:
     op = pending.pop()
@@ -161,9 +163,10 @@ def train(mode, make_optimizer, initial, steps):
   def step(gradients):
     nonlocal count
     count += 1
-    opt.apply_gradients(
-        [(_gradient(gradients[n], initial[n].shape), variables[n])
-         for n in variables], global_step=global_step)
+    with recorded(opt, global_step):
+      opt.apply_gradients(
+          [(_gradient(gradients[n], initial[n].shape), variables[n])
+           for n in variables], global_step=global_step)
 
   if mode == "function":
     step = tf.function(step)
@@ -180,6 +183,15 @@ def train(mode, make_optimizer, initial, steps):
     assert count == trace.traces[-1]
     trace.op_types = [op.type for op in graph.get_operations()]
   return trace
+
+
+def recorded(opt, global_step):
+  """Where gradients that come from elsewhere may be applied."""
+  opt = next((o for o in (opt, getattr(opt, "_optimizer", None))
+              if isinstance(o, wrapopt.DropStaleGradientOptimizer)), None)
+  if opt is not None:
+    return opt.record_step(global_step)
+  return contextlib.nullcontext()
 
 
 def _tensors(gradients, initial):
@@ -216,9 +228,10 @@ def _train_session(graph, make_optimizer, initial, steps):
       lambda x: (None if x is None
                  else tf.compat.v1.placeholder(x.dtype, x.shape)),
       {name: steps[0][name] for name in initial})
-  train_op = opt.apply_gradients(
-      [(_gradient(feeds[n], initial[n].shape), variables[n])
-       for n in variables], global_step=global_step)
+  with recorded(opt, global_step):
+    train_op = opt.apply_gradients(
+        [(_gradient(feeds[n], initial[n].shape), variables[n])
+         for n in variables], global_step=global_step)
   trace.op_types = [op.type for op in graph.get_operations()]
   with session_of(graph) as session:
     read = lambda variables: [np.array(x) for x in session.run(variables)]

@@ -8,6 +8,7 @@ import typing
 
 import tensorflow as tf
 
+from wrapopt import _control_flow
 from wrapopt import ops
 
 _train = tf.compat.v1.train
@@ -121,7 +122,7 @@ def converted(grads_and_vars):
 
 
 def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
-                    name, skip_gradients_aggregation=False):
+                    name, accept=True, skip_gradients_aggregation=False):
   """What `opt.apply_gradients` does, with averages of the result, in one pass.
 
   Args:
@@ -132,6 +133,8 @@ def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
     decays: A sequence of decays.
     global_step: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
     name: As there.
+    accept: True, or a scalar bool tensor: where it is false, nothing is
+      changed. There must be no global step then.
     skip_gradients_aggregation: As there, where it is for strategies only.
 
   Returns:
@@ -150,10 +153,10 @@ def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
     update = ops.apply(
         rule.rule, states, grads, rule.scalars(opt),
         shadows=[list(row) for row in zip(*averages)], decay=decays,
-        use_locking=opt._use_locking)
+        accept=accept, use_locking=opt._use_locking)
     updates = [] if update is None else [update]
     if global_step is None:
-      done = opt._finish(updates, scope)
+      done = _finish(opt, updates, scope, accept)
     else:
       with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
         with ops.device_of(global_step):
@@ -166,6 +169,16 @@ def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
     if done not in train_ops:
       train_ops.append(done)
     return done
+
+
+def _finish(opt, updates, name, accept):
+  """What the inner optimizer does after its updates, where `accept`."""
+  if accept is True or (
+      type(opt)._finish is tf.compat.v1.train.Optimizer._finish):
+    return opt._finish(updates, name)
+  has_refs = any(not hasattr(v, "handle") for v in opt._non_slot_variables())
+  with tf.control_dependencies(updates):
+    return _control_flow.cond(accept, lambda: opt._finish([], name), has_refs)
 
 
 def _gradient(gradient, variable):

@@ -1,5 +1,7 @@
 """What every wrapper around a `tf.compat.v1.train.Optimizer` shares."""
 
+import contextlib
+
 import tensorflow as tf
 
 
@@ -23,10 +25,22 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner."""
     return self._optimizer.compute_gradients(*args, **kwargs)
 
+  def minimize(self, loss, global_step=None, *args, **kwargs):
+    """See `tf.compat.v1.train.Optimizer.minimize`."""
+    with self._recording(loss, global_step):
+      return super().minimize(loss, global_step, *args, **kwargs)
+
+  def _recording(self, loss, global_step):
+    """What gradients of `loss` for a step of `global_step` are computed in."""
+    if isinstance(self._optimizer, WrapperOptimizer):
+      return self._optimizer._recording(loss, global_step)
+    return contextlib.nullcontext()
+
   def _replace_train_op(self, inner, outer):
     """Puts `outer` where the inner optimizer put `inner` as the TRAIN_OP."""
     train_ops = tf.compat.v1.get_collection_ref(
         tf.compat.v1.GraphKeys.TRAIN_OP)
+    inner = getattr(inner, "op", inner)
     train_ops[:] = [op for op in train_ops if op is not inner] + [outer]
 
   # Slots: the wrapper's own are those in its `_slots`, all others are the

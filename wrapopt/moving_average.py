@@ -6,7 +6,9 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt import _control_flow
 from wrapopt import _fused
+from wrapopt import _gated
 from wrapopt import _sessions
 from wrapopt import ops
 from wrapopt._swapping_saver import SwappingSaver
@@ -126,7 +128,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
-    rule = _fused.rule_of(opt)
+    # Averages follow the steps that a gate lets through.
+    self._gate = opt if hasattr(opt, "apply_gated") else None
+    self._stepper = self._gate._optimizer if self._gate else opt
+    rule = _fused.rule_of(self._stepper)
     if fused and rule is None:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
@@ -168,6 +173,47 @@ class MovingAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, or none has a gradient.
     """
     grads_and_vars = list(grads_and_vars)
+    if self._gate is not None:
+      return self._train_with_avg(self._gate.apply_gated(
+          self._apply_where, grads_and_vars, global_step, name, **kwargs))
+    one_pass = self._one_pass(grads_and_vars)
+    if one_pass:  # Before anything is made.
+      grads_and_vars = _fused.converted(grads_and_vars)
+    variables = self._averaged_variables(grads_and_vars)
+    if one_pass:
+      return self._train_with_avg(self._apply_in_one_pass(
+          grads_and_vars, global_step, global_step, name, **kwargs))
+    apply = self._stepper.apply_gradients(
+        grads_and_vars, global_step=global_step, name=name, **kwargs)
+    return self._train_with_avg(apply, self._update_after(apply, variables))
+
+  def _apply_where(self, accept, grads_and_vars, transform, global_step, name,
+                   **kwargs):
+    """Step and averages where `accept`: as `_gated.apply_where`."""
+    variables = self._averaged_variables(grads_and_vars)
+    _gated.create_slots(self._stepper, grads_and_vars)
+    if self._one_pass(grads_and_vars):
+      done = self._apply_in_one_pass(
+          _fused.converted(_gated.hold_back(accept, grads_and_vars, transform)),
+          None, global_step, name, accept=accept, **kwargs)
+      return [] if done is None else [done], False
+    # A callable is to see the step incremented.
+    increments = self._has_callables()
+
+    def step():
+      apply = self._stepper.apply_gradients(
+          _gated.transformed(grads_and_vars, transform),
+          global_step=global_step if increments else None, name=name, **kwargs)
+      update = self._update_after(apply, variables,
+                                  None if increments else global_step)
+      done = [op for op in (apply, update) if op is not None]
+      return tf.group(*done) if done else None
+
+    done = _control_flow.cond(accept, step, _gated.any_ref(grads_and_vars))
+    return [] if done is None else [done], increments
+
+  def _averaged_variables(self, grads_and_vars):
+    """The variables that have a gradient; makes their averages."""
     # What is no variable is for the inner optimizer to refuse.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
@@ -177,29 +223,29 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"An averaged variable must be of dtype "
             f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
-    pairs = (_fused.converted(grads_and_vars)
-             if self._one_pass(grads_and_vars) else None)
     # Before the step: in eager mode an average starts at the value before it.
     with tf.init_scope():
       self._make_averages(variables)
-    if pairs:
-      return self._train_with_avg(_fused.apply_gradients(
-          self._optimizer, self._rule, pairs,
-          lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
-          self._decays_now(global_step), global_step, name, **kwargs))
-    apply = self._optimizer.apply_gradients(
-        grads_and_vars, global_step=global_step, name=name, **kwargs)
+    return variables
+
+  def _apply_in_one_pass(self, grads_and_vars, global_step, counted_by, name,
+                         **kwargs):
+    return _fused.apply_gradients(
+        self._stepper, self._rule, grads_and_vars,
+        lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
+        self._decays_now(counted_by), global_step, name, **kwargs)
+
+  def _update_after(self, apply, variables, counted_by=None):
+    """Updates averages; `counted_by` is a step that is yet to count `apply`."""
     after = [apply] if self._sequential_update and apply is not None else []
     pairs = [self._pairs_of(variables, k) for k in range(len(self._decays))]
     with tf.control_dependencies(after):
       if (tf.distribute.has_strategy() and
           not tf.distribute.in_cross_replica_context()):
         # Not in each replica: they may share the variables.
-        update = tf.distribute.get_replica_context().merge_call(
-            lambda strategy: self._update_averages(pairs))
-      else:
-        update = self._update_averages(pairs)
-    return self._train_with_avg(apply, update)
+        return tf.distribute.get_replica_context().merge_call(
+            lambda strategy: self._update_averages(pairs, counted_by))
+      return self._update_averages(pairs, counted_by)
 
   def _train_with_avg(self, apply, *updates):
     if tf.executing_eagerly():
@@ -209,11 +255,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._replace_train_op(apply, train)
     return train
 
-  def _update_averages(self, pairs):
+  def _update_averages(self, pairs, counted_by):
     """Updates averages, given as (variable, average) pairs of each decay."""
     pairs = [_components(row) for row in pairs]
     return ops.ema_update([[s for _, s in row] for row in pairs],
-                          [v for v, _ in pairs[0]], self._decays_now())
+                          [v for v, _ in pairs[0]],
+                          self._decays_now(counted_by))
 
   @property
   def fused(self):
@@ -227,10 +274,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self._rule is not None
 
   def _one_pass(self, grads_and_vars):
-    after_step = any(callable(x) and not isinstance(x, tf.Variable)
-                     for x in (self._num_updates, *self._decays))
-    return (self.fused and not after_step and
+    return (self.fused and not self._has_callables() and
             _fused.can_apply(grads_and_vars))
+
+  def _has_callables(self):
+    return any(callable(x) and not isinstance(x, tf.Variable)
+               for x in (self._num_updates, *self._decays))
 
   def _decays_now(self, global_step=None):
     """The decays of this step: numbers, or float64 tensors.
@@ -576,7 +625,7 @@ def _start_at_value(shadows, variable, initial_value):
   with contextlib.ExitStack() as stack:
     stack.enter_context(ops.device_of(variable))
     if is_ref:
-      stack.enter_context(_control_flow_v1())
+      stack.enter_context(_control_flow.control_flow_v1())
     value = tf.cond(
         tf.compat.v1.is_variable_initialized(variable),
         lambda: tf.cast(variable.read_value(), initial_value.dtype),
@@ -592,17 +641,3 @@ def _start_at_value(shadows, variable, initial_value):
             resource=shadow.handle, value=value)
       shadow._initializer_op = initializer
       shadow._initial_value = value
-
-
-@contextlib.contextmanager
-def _control_flow_v1():
-  # The cond of control flow v2 reads a ref variable before it branches, which
-  # fails where the variable is not initialized.
-  if not tf.compat.v1.control_flow_v2_enabled():
-    yield
-    return
-  tf.compat.v1.disable_control_flow_v2()
-  try:
-    yield
-  finally:
-    tf.compat.v1.enable_control_flow_v2()

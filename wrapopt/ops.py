@@ -8,12 +8,21 @@ inside a `tf.function`, and in a `tf.Graph`.
 import collections
 import contextlib
 import numbers
+import typing
 
 import tensorflow as tf
 
 from wrapopt._loader import ops as _raw
 
-__all__ = ["apply", "ema_update", "exchange"]
+__all__ = [
+    "StalenessVerdict",
+    "apply",
+    "ema_update",
+    "exchange",
+    "staleness_complete",
+    "staleness_gate",
+    "staleness_record",
+]
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _LOW_PRECISION = (tf.float16, tf.bfloat16)
@@ -287,6 +296,150 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
     return _result(updates)
 
 
+class StalenessVerdict(typing.NamedTuple):
+  """What `staleness_gate` decided.
+
+  Attributes:
+    accept: A scalar bool tensor: whether the update is admitted.
+    staleness: A scalar int64 tensor: how many updates its weights may lack.
+    ticket: A scalar resource tensor, for `staleness_complete`. It owns the
+      admission: when the last reference to it goes, an update that is not
+      complete is taken for aborted.
+  """
+  accept: tf.Tensor
+  staleness: tf.Tensor
+  ticket: tf.Tensor
+
+
+def staleness_record(step, name=None):
+  """Records the step, before a worker reads the weights.
+
+  Example: see `staleness_gate`.
+
+  Args:
+    step: A scalar variable, int32 or int64: the number of completed updates.
+    name: A name for the operation.
+
+  Returns:
+    Two scalar int64 tensors: what `staleness_gate` takes as `recorded`, and the
+    number of updates that are in flight, admitted and not complete.
+
+  Raises:
+    TypeError: If `step` is not such a variable.
+    tf.errors.FailedPreconditionError: When it runs: it is not initialized.
+  """
+  _check_step(step)
+  with device_of(step):
+    if _is_ref(step):
+      return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
+    return tuple(_raw.wrapopt_staleness_record(step.handle, name=name))
+
+
+def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
+  """Admits an update if the weights that it was computed from are fresh enough.
+
+  The staleness of an update is the number of updates that its weights may lack:
+  those in flight when its worker recorded the step, and those admitted since.
+  It is admitted where `0 <= limit` and `staleness <= limit`. Decision and
+  counting are one atomic step, whatever the number of threads, sessions and
+  processes: at the admission of an update its weights never lack more than
+  `limit` others.
+
+  An admitted update is in flight until `staleness_complete`, or until its
+  ticket is gone, because the step that made it failed or its worker was killed.
+  Such an update may have changed weights, so for the staleness of others it
+  counts as one that was made.
+
+  Example:
+
+  >>> step = tf.Variable(0, dtype=tf.int64)
+  >>> counter = tf.Variable(0.0)
+  >>> histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
+  >>> recorded, _ = wrapopt.ops.staleness_record(step)
+  >>> for _ in range(2):  # Two updates from the same weights.
+  ...   verdict = wrapopt.ops.staleness_gate(
+  ...       step, counter, histogram, recorded, limit=0)
+  ...   print(verdict.accept.numpy(), verdict.staleness.numpy())
+  ...   wrapopt.ops.staleness_complete(verdict.ticket, step)
+  True 0
+  False 1
+  >>> print(step.numpy(), counter.numpy())
+  1 1.0
+
+  Args:
+    step: A scalar variable, int32 or int64: the number of completed updates.
+    stale_counter: A scalar float32 variable: the number of dropped updates.
+    histogram: An int64 variable of shape [2, B]: how many updates of each
+      staleness were admitted ([0]) and dropped ([1]). The last bucket holds
+      those of at least B - 1 too, the first those below 0: of a step that was
+      set back.
+    recorded: An int64 scalar, from `staleness_record`.
+    limit: An integer, or a scalar integer tensor or variable. Negative: drops
+      every update.
+    name: A name for the operation.
+
+  Returns:
+    A `StalenessVerdict`.
+
+  Raises:
+    TypeError: If a variable is not one, or of another dtype.
+    tf.errors.InvalidArgumentError: When it runs: a variable is misshapen, or
+      one is named twice. Nothing is changed then. As ValueError where that is
+      known before.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+
+  Reference: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15,
+  whose check and update are not atomic.
+  """
+  _check_step(step)
+  _check_variable("stale_counter", stale_counter)
+  _check_dtype("stale_counter", stale_counter, (tf.float32,))
+  _check_variable("histogram", histogram)
+  _check_dtype("histogram", histogram, (tf.int64,))
+  state = (step, stale_counter, histogram)
+  with device_of(step):
+    arguments = (tf.cast(_read(recorded), tf.int64),
+                 tf.cast(_read(limit), tf.int64))
+    if _is_ref(step):
+      return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
+          *state, *arguments, name=name))
+    return StalenessVerdict(*_raw.wrapopt_staleness_gate(
+        *[v.handle for v in state], *arguments, name=name))
+
+
+def staleness_complete(ticket, step, increment=True, name=None):
+  """Ends an update that `staleness_gate` admitted; others it leaves alone.
+
+  Run it after all changes of the update.
+
+  Example: see `staleness_gate`.
+
+  Args:
+    ticket: From the verdict.
+    step: The step variable of that gate.
+    increment: Whether to increment the step, atomically with the completion. If
+      not, somebody else has to, between the changes and this.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    TypeError: If `step` is not a scalar variable, int32 or int64.
+    tf.errors.InvalidArgumentError: When it runs: it is not that gate's step.
+    tf.errors.FailedPreconditionError: When it runs: the update is complete
+      already.
+  """
+  _check_step(step)
+  with device_of(step):
+    if _is_ref(step):
+      return _result([_raw.wrapopt_staleness_complete_ref(
+          ticket, step, increment=increment, name=name)])
+    return _result([_raw.wrapopt_staleness_complete(
+        ticket, step.handle, increment=increment, name=name)])
+
+
 _SNAKE = {
     "Adadelta": "adadelta",
     "Adagrad": "adagrad",
@@ -325,10 +478,14 @@ def _shadows(decay, shadows, values, values_name):
   return decays, shadows
 
 
+def _read(x):
+  """A variable's value of now: the conversion of a ref variable is unordered."""
+  return x.read_value() if isinstance(x, tf.Variable) else x
+
+
 def float64(x):
   """A number, tensor or variable as a float64 scalar, with all its digits."""
-  if isinstance(x, tf.Variable):
-    x = x.read_value()  # Now: the conversion of a ref variable is unordered.
+  x = _read(x)
   return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
       x, tf.float64)
 
@@ -341,9 +498,13 @@ def _variables(subject, variables):
   if not variables:
     raise ValueError(f"`{subject}` must hold at least one variable, got none.")
   for i, variable in enumerate(variables):
-    if not isinstance(variable, tf.Variable):
-      raise TypeError(f"`{subject}[{i}]` must be a variable, got {variable!r}.")
+    _check_variable(f"{subject}[{i}]", variable)
   return variables
+
+
+def _check_variable(subject, variable):
+  if not isinstance(variable, tf.Variable):
+    raise TypeError(f"`{subject}` must be a variable, got {variable!r}.")
 
 
 def _is_ref(variable):
@@ -375,6 +536,11 @@ def device_of(variable):
   """Where an op on a variable runs, whatever tf.device() the caller is in."""
   with tf.device(None), tf.device(variable.device):
     yield
+
+
+def _check_step(step):
+  _check_variable("step", step)
+  _check_dtype("step", step, (tf.int32, tf.int64))
 
 
 def _shadow_dtypes(dtype):

@@ -76,6 +76,10 @@ class Variables {
   // it is the first to change anything, though no value.
   absl::Status PrepareToWrite();
 
+  // The same for one variable, whatever handle or name it was found by, and
+  // different for two that are alive.
+  const void* Identity(int variable) const { return entries_[variable].mu; }
+
   // "values[3] (variable 'w')". A handle knows its variable's name. Those of
   // ref variables may be in the op's attribute "_variables", in the order in
   // which they were found; else they are what the op's inputs are called.

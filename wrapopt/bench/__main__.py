@@ -11,7 +11,7 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("ema", "step")
+_BENCHMARKS = ("ema", "gate", "step")
 
 
 def main(argv=None):

@@ -1,0 +1,334 @@
+// Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
+// which updates of asynchronous training are let through.
+//
+// Three numbers decide. `recorded` is what a worker's weights are known to
+// hold: all updates that had completed when it recorded the step. The count of
+// admissions is what they may hold once all updates in flight have completed.
+// Their difference is the staleness: the number of updates that the weights may
+// lack.
+//
+// An update is in flight from its admission until its ticket is completed or
+// destroyed. Every way in which a step can end destroys the tensors that it
+// made, also that in which the worker that runs it is killed: so no lease and
+// no clock is needed to find the dead.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/kernels/variables.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/mutex.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// What a step variable does not tell of its updates. Of one step there is one,
+// however many workers, sessions and ops there are.
+class Updates : public tensorflow::ResourceBase {
+ public:
+  std::string DebugString() const override { return "staleness gate"; }
+
+  // What has happened by now, where the step variable says `step`: updates that
+  // were aborted may have changed weights, so they count as well.
+  int64_t Record(int64_t step, int64_t* in_flight) {
+    tensorflow::mutex_lock lock(mu_);
+    *in_flight = in_flight_;
+    return step + aborted_;
+  }
+
+  // Returns whether the update is admitted: it is in flight then.
+  bool Admit(int64_t step, int64_t recorded, int64_t limit,
+             int64_t* staleness) {
+    tensorflow::mutex_lock lock(mu_);
+    // Of the updates in flight some may have incremented the step already, and
+    // somebody else may set it to anything.
+    const int64_t done = step + aborted_;
+    admitted_ = std::clamp(admitted_, done, done + in_flight_);
+    *staleness = admitted_ - recorded;
+    if (limit < 0 || *staleness > limit) return false;
+    ++admitted_;
+    ++in_flight_;
+    return true;
+  }
+
+  void Complete() {
+    tensorflow::mutex_lock lock(mu_);
+    --in_flight_;
+  }
+
+  void Abort() {
+    tensorflow::mutex_lock lock(mu_);
+    --in_flight_;
+    ++aborted_;
+  }
+
+ private:
+  tensorflow::mutex mu_;
+  // The step, once all updates in flight are complete, plus aborted_.
+  int64_t admitted_ = 0;
+  int64_t in_flight_ = 0;
+  int64_t aborted_ = 0;
+};
+
+using UpdatesPtr = tensorflow::core::RefCountPtr<Updates>;
+
+absl::Status FindUpdates(OpKernelContext* ctx, const Variables& variables,
+                         int step, UpdatesPtr* updates) {
+  tensorflow::ResourceMgr* const resources = ctx->resource_manager();
+  Updates* found = nullptr;
+  TF_RETURN_IF_ERROR(resources->LookupOrCreate<Updates>(
+      resources->default_container(),
+      absl::StrCat("wrapopt staleness gate ",
+                   reinterpret_cast<uintptr_t>(variables.Identity(step))),
+      &found, [](Updates** made) {
+        *made = new Updates;
+        return absl::OkStatus();
+      }));
+  updates->reset(found);
+  return absl::OkStatus();
+}
+
+// The right to one update, and whether it was granted.
+class Ticket : public tensorflow::ResourceBase {
+ public:
+  std::string DebugString() const override { return "staleness ticket"; }
+
+  ~Ticket() override {
+    if (state_ == State::kInFlight) updates_->Abort();
+  }
+
+  void Admit(UpdatesPtr updates) {
+    updates_ = std::move(updates);
+    state_ = State::kInFlight;
+  }
+
+  bool admitted() const { return state_ != State::kRefused; }
+  // Null where the update is not admitted.
+  const Updates* updates() const { return updates_.get(); }
+
+  // Whether this call, and none before it, completed the update.
+  bool Complete() {
+    tensorflow::mutex_lock lock(mu_);
+    if (state_ != State::kInFlight) return false;
+    state_ = State::kComplete;
+    updates_->Complete();
+    return true;
+  }
+
+ private:
+  enum class State { kRefused, kInFlight, kComplete };
+
+  tensorflow::mutex mu_;
+  UpdatesPtr updates_;
+  State state_ = State::kRefused;
+};
+
+absl::Status CheckStep(const Variables& variables, int step, const Tensor& t) {
+  if (t.dtype() != tensorflow::DT_INT32 && t.dtype() != tensorflow::DT_INT64) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(variables.Describe(step), " must be of dtype int32 or ",
+                     "int64, got ", tensorflow::DataTypeString(t.dtype())));
+  }
+  if (t.dims() != 0) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        variables.Describe(step), " misshapen: got ", t.shape().DebugString(),
+        " but expected [] (a scalar)"));
+  }
+  return absl::OkStatus();
+}
+
+int64_t ReadStep(const Tensor& t) {
+  return t.dtype() == tensorflow::DT_INT32 ? t.scalar<int32_t>()()
+                                           : t.scalar<int64_t>()();
+}
+
+// At its end a step wraps around, as TensorFlow's does.
+void IncrementStep(Tensor* t) {
+  if (t->dtype() == tensorflow::DT_INT32) {
+    int32_t& step = t->scalar<int32_t>()();
+    step = static_cast<uint32_t>(step) + 1;
+  } else {
+    int64_t& step = t->scalar<int64_t>()();
+    step = static_cast<uint64_t>(step) + 1;
+  }
+}
+
+absl::Status ReadScalar(OpKernelContext* ctx, const char* name,
+                        int64_t* value) {
+  const Tensor* t;
+  TF_RETURN_IF_ERROR(ctx->input(name, &t));
+  if (t->dims() != 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, " misshapen: got ", t->shape().DebugString(),
+                     " but expected [] (a scalar)"));
+  }
+  *value = t->scalar<int64_t>()();
+  return absl::OkStatus();
+}
+
+class StalenessRecordOp : public OpKernel {
+ public:
+  explicit StalenessRecordOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    Variables variables(ctx, &memory_);
+    int step;
+    OP_REQUIRES_OK(ctx,
+                   variables.Find("step", Variables::Access::kRead, &step));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    const Tensor& value = *variables.tensor(step);
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step, value));
+    Tensor *recorded, *in_flight;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("recorded", {}, &recorded));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("in_flight", {}, &in_flight));
+    UpdatesPtr updates;
+    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
+    recorded->scalar<int64_t>()() = updates->Record(
+        ReadStep(value), &in_flight->scalar<int64_t>()());
+  }
+
+ private:
+  Variables::Memory memory_;
+};
+
+class StalenessGateOp : public OpKernel {
+ public:
+  explicit StalenessGateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    int64_t recorded, limit;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "recorded", &recorded));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "limit", &limit));
+    Variables variables(ctx, &memory_);
+    int step, counter, histogram;
+    OP_REQUIRES_OK(ctx,
+                   variables.Find("step", Variables::Access::kRead, &step));
+    OP_REQUIRES_OK(ctx, variables.Find("stale_counter",
+                                       Variables::Access::kWrite, &counter));
+    OP_REQUIRES_OK(ctx, variables.Find("histogram", Variables::Access::kWrite,
+                                       &histogram));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    const Tensor& value = *variables.tensor(step);
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step, value));
+    OP_REQUIRES_OK(ctx, variables.CheckDtype(counter, tensorflow::DT_FLOAT));
+    OP_REQUIRES_OK(ctx, variables.CheckSameShape(counter, step));
+    OP_REQUIRES_OK(ctx, variables.CheckDtype(histogram, tensorflow::DT_INT64));
+    const tensorflow::TensorShape& shape =
+        variables.tensor(histogram)->shape();
+    OP_REQUIRES(ctx, shape.dims() == 2 && shape.dim_size(0) == 2 &&
+                         shape.dim_size(1) >= 1,
+                absl::InvalidArgumentError(absl::StrCat(
+                    variables.Describe(histogram), " misshapen: got ",
+                    shape.DebugString(), " but expected [2, B] with B >= 1 ",
+                    "(admitted and dropped, in B buckets)")));
+    OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
+
+    Tensor *accept, *staleness, *handle;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("staleness", {}, &staleness));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("ticket", {}, &handle));
+    UpdatesPtr updates;
+    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
+    Ticket* const ticket = new Ticket;
+    handle->scalar<tensorflow::ResourceHandle>()() =
+        tensorflow::ResourceHandle::MakeRefCountingHandle(
+            ticket, ctx->device()->name());
+
+    // Nothing below can fail.
+    int64_t& stale = staleness->scalar<int64_t>()();
+    const bool admitted =
+        updates->Admit(ReadStep(value), recorded, limit, &stale);
+    accept->scalar<bool>()() = admitted;
+    if (admitted) {
+      ticket->Admit(std::move(updates));
+    } else {
+      variables.tensor(counter)->scalar<float>()() += 1;
+    }
+    const int64_t buckets = shape.dim_size(1);
+    const int64_t bucket = std::clamp<int64_t>(stale, 0, buckets - 1);
+    variables.tensor(histogram)
+        ->matrix<int64_t>()(admitted ? 0 : 1, bucket) += 1;
+  }
+
+ private:
+  Variables::Memory memory_;
+};
+
+class StalenessCompleteOp : public OpKernel {
+ public:
+  explicit StalenessCompleteOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("increment", &increment_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    const Tensor* handle;
+    OP_REQUIRES_OK(ctx, ctx->input("ticket", &handle));
+    OP_REQUIRES(ctx, handle->dims() == 0,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "ticket misshapen: got ", handle->shape().DebugString(),
+                    " but expected [] (a scalar)")));
+    tensorflow::core::RefCountPtr<Ticket> ticket;
+    const absl::Status found = LookupResource(
+        ctx, handle->scalar<tensorflow::ResourceHandle>()(), &ticket);
+    OP_REQUIRES(ctx, found.ok(),
+                absl::InvalidArgumentError(
+                    absl::StrCat("ticket must be one of Wrapopt>StalenessGate "
+                                 "on this device: ", found.message())));
+    if (!ticket->admitted()) return;
+
+    Variables variables(ctx, &memory_);
+    int step;
+    OP_REQUIRES_OK(
+        ctx, variables.Find("step", increment_ ? Variables::Access::kWrite
+                                               : Variables::Access::kRead,
+                            &step));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step, *variables.tensor(step)));
+    UpdatesPtr updates;
+    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
+    OP_REQUIRES(ctx, updates.get() == ticket->updates(),
+                absl::InvalidArgumentError(absl::StrCat(
+                    variables.Describe(step),
+                    " must be the step of the gate that made the ticket, got ",
+                    "another variable")));
+    OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
+    // The step is locked: no gate sees one without the other.
+    OP_REQUIRES(ctx, ticket->Complete(),
+                absl::FailedPreconditionError(
+                    "ticket must be completed once, got one whose update is "
+                    "complete already"));
+    if (increment_) IncrementStep(variables.tensor(step));
+  }
+
+ private:
+  Variables::Memory memory_;
+  bool increment_;
+};
+
+#define WRAPOPT_REGISTER(op, Kernel)                                       \
+  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op).Device(tensorflow::DEVICE_CPU), \
+                          Kernel);                                         \
+  REGISTER_KERNEL_BUILDER(                                                 \
+      Name("Wrapopt>" op "Ref").Device(tensorflow::DEVICE_CPU), Kernel)
+
+WRAPOPT_REGISTER("StalenessRecord", StalenessRecordOp);
+WRAPOPT_REGISTER("StalenessGate", StalenessGateOp);
+WRAPOPT_REGISTER("StalenessComplete", StalenessCompleteOp);
+
+#undef WRAPOPT_REGISTER
+
+}  // namespace
+}  // namespace wrapopt

@@ -1,0 +1,558 @@
+"""DropStaleGradientOptimizer: what is dropped, and what a user sees of it."""
+
+import glob
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from modes import control_flow
+from training import GRAPH_MODES
+from training import ancestors
+from training import assert_same_bits
+from training import graph_of
+from training import ops_of_type
+
+tf1 = tf.compat.v1
+v1 = tf1.train
+Drop = wrapopt.DropStaleGradientOptimizer
+
+INNER = {
+    "gradient_descent": lambda: v1.GradientDescentOptimizer(0.5),
+    "momentum": lambda: v1.MomentumOptimizer(0.5, 0.75),
+    "adam": lambda: v1.AdamOptimizer(0.5, 0.5, 0.75, epsilon=0.01),
+}
+PLACES = [(kind, v2) for kind in GRAPH_MODES for v2 in (False, True)]
+
+
+@pytest.fixture(params=["eager", "function", *PLACES],
+                ids=lambda p: p if isinstance(p, str) else f"{p[0]}-v{1 + p[1]}")
+def place(request):
+  """Eager, in a tf.function, and in graphs of all kinds."""
+  if isinstance(request.param, str):
+    yield request.param
+    return
+  kind, v2 = request.param
+  with control_flow(v2), graph_of(kind):
+    yield kind
+
+
+@pytest.fixture(params=PLACES, ids=lambda p: f"{p[0]}-v{1 + p[1]}")
+def graph(request):
+  kind, v2 = request.param
+  with control_flow(v2), graph_of(kind):
+    yield kind
+
+
+def make_step(dtype=tf.int64):
+  return tf1.Variable(0, dtype=dtype, trainable=False, name="global_step")
+
+
+class Model:
+  """Two variables whose gradients are given, with a dense and a sparse one."""
+
+  def __init__(self, place, wrap, step_dtype=tf.int64):
+    self.place = place
+    self.step = make_step(step_dtype)
+    self.dense = tf1.Variable([1.0, 2.0], name="dense")
+    self.sparse = tf1.Variable([[1.0], [2.0], [3.0]], name="sparse")
+    self.none = tf1.Variable(7.0, name="none")
+    self.limit = tf1.Variable(0, dtype=tf.int32, trainable=False, name="limit")
+    self.opt = wrap(self)
+    self.session = None
+    if place == "eager":
+      self._apply = self._build
+    elif place == "function":
+      @tf.function
+      def function(recorded):
+        done = self._build(recorded)
+        # An operation must not be returned.
+        return None if isinstance(done, tf.Operation) else done
+
+      self._apply = function
+    else:
+      self.recorded = tf1.placeholder(tf.int64, [])
+      self.train = self._build(self.recorded)
+      self.stats = self.opt.staleness_stats() if (
+          isinstance(self.opt, Drop)) else None
+      self.session = tf1.Session()
+      self.session.run(tf1.global_variables_initializer())
+
+  def _build(self, recorded):
+    # Row 2 has two gradients.
+    pairs = iter([
+        (tf.constant([1.0, -2.0]), self.dense),
+        (tf.IndexedSlices(tf.constant([[1.0], [2.0], [0.5]]),
+                          tf.constant([2, 0, 2])), self.sparse),
+        (None, self.none)])
+    gated = any(isinstance(opt, Drop) for opt in (
+        self.opt, getattr(self.opt, "_optimizer", None)))
+    arguments = {"recorded": recorded} if gated else {}
+    return self.opt.apply_gradients(pairs, self.step, **arguments)
+
+  def apply(self, recorded):
+    """One update from weights of that step; returns what apply_gradients did."""
+    if self.session:
+      return self.session.run(self.train, {self.recorded: recorded})
+    return self._apply(tf.constant(recorded, tf.int64))
+
+  def state(self):
+    """All there is but the gate's counters: {name: array}."""
+    variables = [self.step, self.dense, self.sparse, self.none] + [
+        v for v in self.opt.variables() if "stale" not in v.name]
+    return dict(zip([v.name for v in variables], self.read(variables)))
+
+  def read(self, variables):
+    if self.session:
+      return [np.array(x) for x in self.session.run(list(variables))]
+    return [np.array(v.numpy()) for v in variables]
+
+
+def close(got, want):
+  assert got.keys() == want.keys()
+  for name in want:
+    np.testing.assert_allclose(got[name], want[name], rtol=0, atol=1e-5,
+                               err_msg=name)
+
+
+def same(got, want):
+  assert_same_bits([got[name] for name in sorted(want)],
+                   [want[name] for name in sorted(want)])
+
+
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64], ids=lambda d: d.name)
+def test_a_trajectory(place, dtype):
+  model = Model(place, lambda m: Drop(v1.GradientDescentOptimizer(0.5), 1),
+                dtype)
+  # 1 - 0.5 * 1 and 2 - 0.5 * -2; rows: 1 - 0.5 * 2, 2, 3 - 0.5 * (1 + 0.5).
+  assert model.apply(0) == 0
+  dense, sparse, none, step = model.read(
+      [model.dense, model.sparse, model.none, model.step])
+  np.testing.assert_array_equal(dense, [0.5, 3.0])
+  np.testing.assert_array_equal(sparse, [[0.0], [2.0], [2.25]])
+  assert none == 7 and step == 1 and step.dtype == dtype
+  assert model.apply(0) == 0  # Stale by one.
+  before = model.state()
+  assert model.apply(0) == 1  # By two.
+  same(model.state(), before)
+  assert before["global_step:0"] == 2
+  stats = (model.session.run(model.stats) if model.session
+           else model.opt.staleness_stats())
+  assert (stats.admitted, stats.dropped, stats.drop_rate) == (2, 1, 1 / 3)
+  assert stats.admitted_histogram.tolist() == [1, 1] + [0] * 62
+  assert stats.dropped_histogram.tolist() == [0, 0, 1] + [0] * 61
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@pytest.mark.parametrize("inner", INNER)
+def test_dropped_steps_are_as_if_they_had_not_been(place, inner, fused):
+  bare = Model(place, lambda m: INNER[inner]())
+  model = Model(place, lambda m: Drop(INNER[inner](), m.limit, fused=fused))
+  agree = same if fused is False else close
+
+  def rename(state):
+    # As in checkpoints of 1.15; eager names are made unique.
+    return {name.replace("cond/", "").replace("_1:0", ":0"): x
+            for name, x in state.items()
+            if not name.startswith(("limit", "dense_1", "sparse_1"))}
+
+  values = lambda m: m.read([m.dense, m.sparse, m.none, m.step])
+  slots = lambda m: m.read([
+      m.opt.get_slot(v, s) for v in (m.dense, m.sparse)
+      for s in m.opt.get_slot_names()])
+  for made in range(3):
+    bare.apply(0)
+    model.apply(made)
+    before = model.state()
+    model.apply(made)  # Stale by one.
+    same(model.state(), before)
+    got, want = values(model) + slots(model), values(bare) + slots(bare)
+    agree(dict(enumerate(got)), dict(enumerate(want)))
+  if inner == "adam":
+    powers = [v for v in model.opt.variables() if "power" in v.name]
+    np.testing.assert_allclose(sorted(model.read(powers)), [0.5**4, 0.75**4])
+  if model.session:
+    ref = "Ref" if place == "ref" else ""
+    rule = {"gradient_descent": "GradientDescent", "momentum": "Momentum",
+            "adam": "Adam"}[inner]
+    for op in (f"Wrapopt>Apply{rule}{ref}", f"Wrapopt>SparseApply{rule}{ref}"):
+      assert len(ops_of_type(op)) == (0 if fused is False else 1)
+
+
+def test_names_of_1_15(graph):
+  with tf1.variable_scope("scope"):
+    model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
+  names = {v.op.name for v in model.opt.variables()}
+  assert {"scope/stale_counter", "scope/staleness_histogram"} <= names
+  counter, = [v for v in model.opt.variables() if "stale_counter" in v.name]
+  assert counter.dtype.base_dtype == tf.float32 and counter.shape.rank == 0
+  assert counter in tf1.global_variables() and not counter.trainable
+  assert counter.device == model.step.device
+  assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [model.train.op]
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+def test_names_of_beta_powers(graph, fused):
+  """Those that a branch of 1.15's cond made."""
+  Model(graph, lambda m: Drop(INNER["adam"](), 0, fused=fused))
+  prefix = "" if tf1.control_flow_v2_enabled() else "cond/"
+  names = [v.op.name for v in tf1.global_variables()]
+  assert f"{prefix}beta1_power" in names and f"{prefix}beta2_power" in names
+
+
+def test_several_instances_and_several_calls(graph):
+  model = Model(graph, lambda m: Drop(INNER["momentum"](), 0))
+  other = Drop(INNER["momentum"](), 0)
+  with other.record_step(model.step):
+    pairs = [(tf.ones([2]), model.dense)]
+  other.apply_gradients(pairs, model.step)
+  other.apply_gradients(pairs, model.step)
+  names = {v.op.name for v in tf1.global_variables()}
+  assert {"stale_counter", "stale_counter_1", "staleness_histogram",
+          "staleness_histogram_1"} <= names
+  assert "stale_counter_2" not in names
+
+
+def test_the_learning_rate_of_a_step_is_that_before_it(graph):
+  """A rate that is a tensor is read before this update is counted."""
+  model = Model(graph, lambda m: Drop(v1.GradientDescentOptimizer(
+      tf.cast(m.step, tf.float32) + 1), 0))
+  for step in range(4):
+    before, = model.read([model.dense])
+    model.apply(step)
+    after, = model.read([model.dense])
+    np.testing.assert_array_equal(before - after, [step + 1, -2 * (step + 1)])
+
+
+def test_an_inner_optimizer_with_an_apply_gradients_of_its_own(place):
+  class Mine(v1.GradientDescentOptimizer):
+
+    def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+      assert global_step is not None
+      return super().apply_gradients(grads_and_vars, global_step, name)
+
+  model = Model(place, lambda m: Drop(Mine(0.5), 0))
+  for recorded in (0, 1, 1):
+    model.apply(recorded)
+  dense, step = model.read([model.dense, model.step])
+  np.testing.assert_array_equal(dense, [0.0, 4.0])
+  assert step == 2
+
+
+# With averages
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("outer", ["gate", "averages"])
+def test_averages_move_with_admitted_steps(place, outer, fused):
+  """Reference numbers: rate 1, decay .9 that warms up with the step."""
+
+  def wrap(model):
+    average = lambda inner: wrapopt.MovingAverageOptimizer(
+        inner, 0.9, num_updates=model.step, fused=fused)
+    sgd = v1.GradientDescentOptimizer(1.0)
+    return (Drop(average(sgd), 0) if outer == "gate"
+            else average(Drop(sgd, 0)))
+
+  model = Model(place, wrap)
+  averages = (model.opt._optimizer if outer == "gate" else model.opt)
+  want = [0.818182, 1.704545, 2.601399]
+  for step in range(3):
+    model.apply(step)
+    model.apply(step)  # Dropped.
+    dense, average, now = model.read(
+        [model.dense, averages.average(model.dense), model.step])
+    assert now == step + 1
+    # From 2 by 2 a step, the reference goes from 0 by 1.
+    np.testing.assert_allclose((dense[1] - 2) / 2, step + 1)
+    np.testing.assert_allclose((average[1] - 2) / 2, want[step], rtol=1e-6)
+  if model.session:
+    ref = "Ref" if place == "ref" else ""
+    assert len(ops_of_type(f"Wrapopt>ApplyGradientDescent{ref}")) == fused
+    if fused:
+      assert not ops_of_type(f"Wrapopt>EmaUpdate{ref}")
+
+
+@pytest.mark.parametrize("outer", ["gate", "averages"])
+def test_a_decay_that_is_called_sees_the_step_incremented(outer, place):
+  def wrap(model):
+    average = lambda inner: wrapopt.MovingAverageOptimizer(
+        inner, 0.9, num_updates=lambda: model.step.read_value())
+    sgd = v1.GradientDescentOptimizer(1.0)
+    return Drop(average(sgd), 0) if outer == "gate" else average(Drop(sgd, 0))
+
+  model = Model(place, wrap)
+  averages = (model.opt._optimizer if outer == "gate" else model.opt)
+  model.apply(0)
+  average, = model.read([averages.average(model.dense)])
+  np.testing.assert_allclose((average[1] - 2) / 2, 0.818182, rtol=1e-6)
+
+
+# Which step a gradient belongs to
+
+
+def test_pairs_of_calls_do_not_mix_in_eager_mode():
+  w, step = tf.Variable(8.0), make_step()
+  opt = Drop(v1.GradientDescentOptimizer(1.0), 0, global_step=step)
+  old = opt.compute_gradients(lambda: w, [w])
+  other = opt.compute_gradients(lambda: w, [w])
+  opt.apply_gradients(other, step)
+  new = opt.compute_gradients(lambda: w, [w])
+  assert opt.apply_gradients(old, step).numpy() == 1
+  assert opt.apply_gradients(new, step).numpy() == 1
+  assert w.numpy() == 6 and step.numpy() == 2
+  # What is kept of a gradient goes with it.
+  assert len(opt._of_gradient) == 3
+  del old, other, new
+  assert not opt._of_gradient
+
+
+def test_pairs_of_calls_do_not_mix_in_a_graph(graph):
+  w, step = tf1.Variable(8.0, name="w"), make_step()
+  opt = Drop(v1.GradientDescentOptimizer(1.0), 0, global_step=step)
+  losses = [w * 1.0, w * 2.0]
+  pairs = [opt.compute_gradients(loss, [w]) for loss in losses]
+  # Changed on the way, in the order in which they were not computed.
+  clipped = [[(tf.clip_by_norm(g, 9.0), v)] for p in pairs for g, v in p]
+  trains = [opt.apply_gradients(p, step) for p in clipped[::-1]][::-1]
+  records = [ops for ops in map(records_before, trains)]
+  assert records[0] != records[1] and all(len(r) == 1 for r in records)
+
+
+def records_before(x):
+  return {op for op in ancestors(x) if "StalenessRecord" in op.type}
+
+
+@pytest.mark.parametrize("way", ["block", "callable", "neither"])
+def test_weights_are_read_after_the_record(graph, way):
+  if way == "callable" and graph == "ref":
+    # TensorFlow cannot watch a ref variable while a function is called.
+    way = "block"
+  w, step = tf1.Variable([1.0, 2.0], name="w"), make_step()
+  opt = Drop(v1.GradientDescentOptimizer(1.0), 0, global_step=step)
+  losses = []
+
+  def loss():
+    losses.append(tf.reduce_sum(tf.square(w)))
+    return losses[-1]
+
+  if way == "block":
+    with opt.record_step():
+      built = loss()
+  pairs = opt.compute_gradients(
+      {"block": lambda: built, "callable": lambda: loss,
+       "neither": loss}[way](), [w])
+  handle = w.handle if hasattr(w, "handle") else w._ref()
+  readers = [op for op in ancestors(losses[0])
+             if any(t is handle for t in op.inputs)]
+  assert readers
+  for op in readers:
+    # 1.15 records before the gradients only.
+    assert bool(records_before(op)) == (way != "neither")
+  train = opt.apply_gradients(pairs, step)
+  assert len(records_before(train)) == 1
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train)
+    np.testing.assert_array_equal(session.run(w), [-1.0, -2.0])
+  # Outside, a variable is read as ever.
+  assert not records_before(tf.convert_to_tensor(w).op)
+
+
+def test_the_oldest_record_counts(graph):
+  w, step = tf1.Variable(8.0, name="w"), make_step()
+  opt = Drop(v1.GradientDescentOptimizer(1.0), 0, global_step=step)
+  with opt.record_step():
+    one = w * 1.0
+  with opt.record_step():
+    two = w * 1.0
+  [(a, _)] = opt.compute_gradients(one, [w])
+  [(b, _)] = opt.compute_gradients(two, [w])
+  train = opt.apply_gradients([(a + b, w)], step)
+  assert len(records_before(train)) == 2
+  first, second = sorted(records_before(train), key=lambda op: op._id)
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    for feeds, dropped in (({first.outputs[0]: -1}, 1),
+                           ({second.outputs[0]: -1}, 2), ({}, 2)):
+      assert session.run(train, feeds) == dropped
+
+
+def test_the_step_of_the_graph(graph):
+  w, step = tf1.Variable(8.0, name="w"), tf1.train.get_or_create_global_step()
+  opt = Drop(v1.GradientDescentOptimizer(1.0), 0)
+  [record] = records_before(opt.minimize(w * 1.0, step))
+  handle = step.handle if hasattr(step, "handle") else step._ref()
+  assert record.inputs[0] is handle
+
+
+# Policies
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@pytest.mark.parametrize("policy", ["scale", "function"])
+def test_what_is_scaled(place, policy, fused):
+  """The gradients of staleness 0, 1 and 2 count 1, 1, 1/2, or as told."""
+  function = lambda staleness: 1.0 / (1.0 + tf.cast(staleness, tf.float32))
+  model = Model(place, lambda m: Drop(
+      v1.GradientDescentOptimizer(1.0), 2,
+      policy="scale" if policy == "scale" else function, fused=fused))
+  factors = [1, 1, 1 / 2] if policy == "scale" else [1, 1 / 2, 1 / 3]
+  for dropped, factor in zip([0, 0, 0, 1], [*factors, 0]):
+    before = model.read([model.dense, model.sparse])
+    assert model.apply(0) == dropped
+    after = model.read([model.dense, model.sparse])
+    for x, y, g in zip(before, after, ([1, -2], [[2], [0], [1.5]])):
+      np.testing.assert_allclose(x - y, np.multiply(factor, g), atol=1e-6)
+
+
+# Errors
+
+
+def sgd():
+  return v1.GradientDescentOptimizer(1.0)
+
+
+@pytest.mark.parametrize("staleness", [1.0, np.float32(2), "1", None, True])
+def test_a_staleness_that_is_no_integer(staleness):
+  with pytest.raises(TypeError, match="`staleness` must be an integer, got"):
+    Drop(sgd(), staleness)
+
+
+def test_a_staleness_tensor_that_is_no_integer():
+  with pytest.raises(TypeError, match="must be an integer, got a tensor of dty"):
+    Drop(sgd(), tf.constant(1.0))
+
+
+@pytest.mark.parametrize("arguments, error, text", [
+    ({"staleness": -1}, ValueError, "`staleness` must be at least 0, got -1"),
+    ({"policy": "halve"}, ValueError, "`policy` must be 'drop', 'scale' or"),
+    ({"worker": ""}, ValueError, "`worker` must be a name, got ''"),
+    ({"opt": None}, TypeError, "`opt` must be a tf.compat.v1.train.Optimizer"),
+    ({"global_step": 3}, TypeError, "`global_step` must be a variable"),
+    ({"opt": v1.ProximalGradientDescentOptimizer(1.0), "fused": True},
+     ValueError, "`fused` must not be True")])
+def test_arguments(arguments, error, text):
+  with pytest.raises(error, match=text):
+    Drop(**{"opt": sgd(), "staleness": 0, **arguments})
+
+
+def test_no_global_step(graph):
+  w = tf1.Variable(1.0, name="w")
+  with pytest.raises(ValueError, match="A global step is required, and this "):
+    Drop(sgd(), 0).compute_gradients(w * 1.0, [w])
+  with pytest.raises(ValueError, match="`global_step` must be the step variab"):
+    Drop(sgd(), 0).apply_gradients([(tf.constant(1.0), w)])
+
+
+def test_nothing_recorded(place):
+  w, step = tf1.Variable(1.0, name="w"), make_step()
+
+  def train():
+    Drop(sgd(), 0).apply_gradients([(tf.constant(1.0), w)], step)
+
+  with pytest.raises(ValueError, match="The step was not recorded: call "):
+    (tf.function(train) if place == "function" else train)()
+
+
+def test_another_step(place):
+  w, step, other = tf1.Variable(1.0, name="w"), make_step(), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+
+  def train():
+    loss = (lambda: w * 1.0) if place in ("eager", "function") else w * 1.0
+    opt.apply_gradients(opt.compute_gradients(loss, [w]), other)
+
+  with pytest.raises(ValueError, match="must be the step variable that was rec"):
+    (tf.function(train) if place == "function" else train)()
+
+
+def test_staleness_stats_come_after_the_first_step():
+  with pytest.raises(RuntimeError, match="after the first apply_gradients"):
+    Drop(sgd(), 0).staleness_stats()
+
+
+def test_a_step_that_is_no_integer():
+  w = tf.Variable(1.0)
+  with pytest.raises(TypeError, match="variable of dtype int32 or int64"):
+    Drop(sgd(), 0).minimize(lambda: w, tf.Variable(0.0), [w])
+
+
+def test_a_failed_step_changes_nothing_and_is_not_in_flight(graph):
+  """A misshapen gradient is seen by the op that would apply it."""
+  w, step = tf1.Variable([1.0, 2.0], name="w"), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+  gradient = tf1.placeholder(tf.float32, None)
+  with opt.record_step():
+    train = opt.apply_gradients([(gradient, w)], step)
+  record = wrapopt.ops.staleness_record(step)
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    with pytest.raises(tf.errors.InvalidArgumentError):
+      session.run(train, {gradient: [1.0]})
+    assert session.run(record) == (1, 0)
+    np.testing.assert_array_equal(session.run(w), [1.0, 2.0])
+    assert session.run(train, {gradient: [1.0, 1.0]}) == 0
+    np.testing.assert_array_equal(session.run(w), [0.0, 1.0])
+
+
+# TensorBoard
+
+
+def summaries(folder):
+  found = {}
+  for path in glob.glob(f"{folder}/*"):
+    for event in tf1.train.summary_iterator(path):
+      for value in event.summary.value:
+        found[value.tag] = (value.metadata.plugin_data.plugin_name,
+                            value.simple_value if value.HasField("simple_value")
+                            else tf.make_ndarray(value.tensor))
+  return found
+
+
+def check_summaries(found, ratio):
+  np.testing.assert_allclose(found["Gradient_staleness_percentage"][1], ratio)
+  np.testing.assert_allclose(found["w0/drop_rate"][1], 1 / 3)
+  for name, counts in (("admitted", [2, 0]), ("dropped", [0, 1])):
+    plugin, bars = found[f"w0/staleness/{name}"]
+    assert plugin == "histograms" and bars.shape == (64, 3)
+    np.testing.assert_array_equal(
+        bars[:2], [[-0.5, 0.5, counts[0]], [0.5, 1.5, counts[1]]])
+    assert bars[2:, 2].sum() == 0
+
+
+def test_summaries_in_a_graph(graph, tmp_path):
+  model = Model(graph, lambda m: Drop(sgd(), 0, worker="w0"))
+  merged = tf1.summary.merge_all()
+  model.session.run(tf1.local_variables_initializer())
+  for recorded in (0, 0, 1):
+    model.apply(recorded)
+  with tf1.Graph().as_default(), tf1.summary.FileWriter(tmp_path) as writer:
+    writer.add_summary(model.session.run(merged), 3)
+  # Looking at them is no step.
+  assert model.read([model.step]) == [2]
+  check_summaries(summaries(tmp_path), 1 / 3)
+
+
+def test_summaries_in_eager_mode(tmp_path):
+  model = Model("eager", lambda m: Drop(sgd(), 0, worker="w0"))
+  with tf.summary.create_file_writer(str(tmp_path)).as_default():
+    for recorded in (0, 0, 1):
+      model.apply(recorded)
+  check_summaries(summaries(tmp_path), 1 / 3)
+
+
+def test_checkpoints_of_a_saver(graph, tmp_path):
+  model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
+  saver = tf1.train.Saver()
+  for recorded in (0, 0):
+    model.apply(recorded)
+  saved = model.state()
+  path = saver.save(model.session, str(tmp_path / "model"))
+  model.apply(1)
+  saver.restore(model.session, path)
+  same(model.state(), saved)
+  stats = model.session.run(model.stats)
+  assert (stats.admitted, stats.dropped) == (1, 1)
+  assert tf.train.load_variable(path, "stale_counter") == 1

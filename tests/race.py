@@ -1,0 +1,66 @@
+"""Whether a gate let through what it must not: an independent log and judge.
+
+A worker that reads weights, asks the gate, and changes the weights notes the
+time of each on the machine's clock. An update is a violation where more others
+than the limit had surely been admitted before it asked, and had surely not
+changed the weights when it read them.
+"""
+
+import threading
+import time
+import typing
+
+import numpy as np
+
+
+class Entry(typing.NamedTuple):
+  """Times of one admitted update, in nanoseconds."""
+  read: int  # The weights were read by then.
+  asked: int  # The gate was asked after that.
+  admitted: int  # It had admitted the update by then.
+  changed: int  # The weights were changed after that.
+
+
+def lacking(log):
+  """For each update, how many others its weights surely lacked."""
+  log = np.array(log, np.int64).reshape(-1, len(Entry._fields))
+  # An update that had changed the weights had been admitted before.
+  admitted = np.searchsorted(np.sort(log[:, 2]), log[:, 1], side="left")
+  changed = np.searchsorted(np.sort(log[:, 3]), log[:, 0], side="right")
+  return admitted - changed
+
+
+def in_threads(worker, n_threads, n_updates):
+  """Runs workers in threads and returns their log.
+
+  Args:
+    worker: A function of the thread's number that tries one update, and returns
+      its Entry or None.
+    n_threads: How many.
+    n_updates: How many updates each tries.
+
+  Returns:
+    A list of Entry.
+  """
+  logs, errors = [[] for _ in range(n_threads)], []
+  start = threading.Barrier(n_threads)
+
+  def run(i):
+    try:
+      start.wait()
+      for _ in range(n_updates):
+        logs[i].append(worker(i))
+    except Exception as e:  # pylint: disable=broad-except
+      errors.append(e)
+
+  threads = [threading.Thread(target=run, args=(i,)) for i in range(n_threads)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  if errors:
+    raise errors[0]
+  return [entry for log in logs for entry in log if entry is not None]
+
+
+now = time.monotonic_ns

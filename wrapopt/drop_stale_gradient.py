@@ -1,0 +1,754 @@
+"""Asynchronous training that drops gradients of weights that are too old."""
+
+import contextlib
+import numbers
+import threading
+import typing
+import weakref
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _fused
+from wrapopt import _gated
+from wrapopt import ops
+from wrapopt._wrapper import WrapperOptimizer
+
+tf1 = tf.compat.v1
+
+_BUCKETS = 64
+_RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
+
+
+class StalenessStats(typing.NamedTuple):
+  """What a gate has let through so far, from all workers together.
+
+  Tensors in a graph and in a `tf.function`, NumPy arrays in eager mode.
+
+  Attributes:
+    admitted: int64 scalar, the number of admitted updates.
+    dropped: int64 scalar, the number of dropped ones.
+    drop_rate: float64 scalar, the part that was dropped, in [0, 1]; 0 before
+      the first.
+    admitted_histogram: int64, [64]: how many admitted updates had a staleness
+      of 0, 1, ... 62, and of 63 or more.
+    dropped_histogram: The same of the dropped ones.
+  """
+  admitted: typing.Any
+  dropped: typing.Any
+  drop_rate: typing.Any
+  admitted_histogram: typing.Any
+  dropped_histogram: typing.Any
+
+
+class _State(typing.NamedTuple):
+  """The variables of a gate."""
+  stale_counter: tf.Variable
+  histogram: tf.Variable
+  worker_histogram: tf.Variable | None
+
+
+class DropStaleGradientOptimizer(WrapperOptimizer):
+  """Drops gradients that were computed from weights that are too old.
+
+  For asynchronous training: several workers compute gradients of shared weights
+  and apply them without waiting for each other. The staleness of a gradient is
+  the number of updates that its weights may lack: those that other workers had
+  begun but not completed when this worker began to read the weights, and those
+  that were admitted since. A gradient of a staleness of at most the limit is
+  applied by the inner optimizer; any other changes nothing but the counters,
+  and is not sent to the parameter servers.
+
+  The decision is one native op on the device of the global step, atomic with
+  its counting: however many workers race, no update is made from weights that
+  lack more than `staleness` updates. A worker that dies in the middle of an
+  update takes its place with it.
+
+  State: the variables `stale_counter` (float32 scalar, the number of dropped
+  gradients) and `staleness_histogram` (int64, [2, 64], see `staleness_stats`),
+  not trainable, beside the global step, named in the variable scope of the
+  first `apply_gradients`; further instances there get `stale_counter_1` and so
+  on. A checkpoint of 1.15 has no `staleness_histogram`: leave it out of the
+  Saver that restores one.
+
+  Example, a gradient whose weights lack one update:
+
+  >>> w, step = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
+  >>> opt = wrapopt.DropStaleGradientOptimizer(
+  ...     tf.compat.v1.train.GradientDescentOptimizer(0.5), staleness=0,
+  ...     global_step=step)
+  >>> one = opt.compute_gradients(lambda: w, [w])
+  >>> two = opt.compute_gradients(lambda: w, [w])
+  >>> _ = opt.apply_gradients(one, step)
+  >>> _ = opt.apply_gradients(two, step)  # Dropped.
+  >>> print(w.numpy(), step.numpy(), opt.staleness_stats().dropped)
+  0.5 1 1
+
+  In a graph: `train_op = opt.minimize(loss, global_step)`. There the step is
+  recorded before the gradients are computed, but TensorFlow may read weights
+  for a `loss` that is built already before that. So build it, or give
+  `minimize` a function that builds it, as
+
+      with opt.record_step():
+        loss = model(images)
+      train_op = opt.minimize(loss, global_step)
+
+  References: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15;
+  Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
+  learning", IJCAI 2016, for `policy="scale"`.
+
+  Differences from 1.15: check and update are atomic; staleness counts updates
+  that had begun when the step was recorded; `record_step`; callable losses,
+  eager mode, `tf.function`, `tf.train.Checkpoint`; several instances and
+  several calls in a graph; `policy`, `staleness_stats`, `worker`; the gated op
+  is the TRAIN_OP; errors in place of wrong results.
+  """
+
+  def __init__(self, opt, staleness, use_locking=False,
+               name="DropStaleGradient", *, policy="drop", global_step=None,
+               worker=None, fused=None):
+    """Wraps `opt`.
+
+    Args:
+      opt: A `tf.compat.v1.train.Optimizer`.
+      staleness: The limit: an integer of at least 0, or a scalar integer tensor
+        or variable, whose negative values drop every gradient.
+      use_locking: Has no effect, as in 1.15; the gate always locks.
+      name: The name of the optimizer.
+      policy: What becomes of an admitted gradient. "drop": it is applied as it
+        is. "scale": it is divided by max(1, its staleness), which for gradient
+        descent divides the update, as staleness-aware SGD does; optimizers that
+        normalize gradients undo a part of it. A function: it is multiplied by
+        what the function gives for its staleness, a scalar int64 tensor. Beyond
+        the limit, all of them drop.
+      global_step: The step variable; by default what `minimize` and
+        `apply_gradients` are given, and for `compute_gradients` and
+        `record_step` the graph's.
+      worker: A name for this worker, such as "worker_1": gradients of this
+        optimizer object are counted for it too, in a local variable, and shown
+        in TensorBoard as `<worker>/staleness/admitted`,
+        `<worker>/staleness/dropped` and `<worker>/drop_rate`.
+      fused: Whether the inner optimizer's step is taken by a native op: True
+        insists, None where there is one for it, False leaves it to the inner
+        optimizer. The numbers agree to rounding.
+
+    Raises:
+      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
+        is not an integer, or `global_step` is not a variable.
+      ValueError: If `staleness` is negative, `policy` is none of these, or
+        `fused` is True and there is no such op.
+    """
+    super().__init__(opt, name)
+    del use_locking
+    if isinstance(staleness, tf.Variable) or tf.is_tensor(staleness):
+      if not staleness.dtype.base_dtype.is_integer:
+        raise TypeError("`staleness` must be an integer, got a tensor of dtype "
+                        f"{staleness.dtype.base_dtype.name}.")
+    elif (not isinstance(staleness, numbers.Integral) or
+          isinstance(staleness, bool)):
+      raise TypeError(f"`staleness` must be an integer, got {staleness!r}.")
+    elif staleness < 0:
+      raise ValueError(
+          f"`staleness` must be at least 0, got {staleness}. To drop every "
+          "gradient for a while, give a variable.")
+    if policy not in ("drop", "scale") and not callable(policy):
+      raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
+                       f"staleness, got {policy!r}.")
+    if global_step is not None:
+      _check_step(global_step)
+    if worker is not None and not (isinstance(worker, str) and worker):
+      raise ValueError(f"`worker` must be a name, got {worker!r}.")
+    rule = _fused.rule_of(opt)
+    if fused and rule is None:
+      raise ValueError(
+          f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
+          "no op for its step.")
+    self._rule = None if fused is not None and not fused else rule
+    self._limit = staleness
+    self._policy = policy
+    self._global_step = global_step
+    self._worker = worker
+    # The record that gradients belong to which do not tell: in a graph, the
+    # name of its last; in eager mode, this thread's last.
+    self._last_in_graph = weakref.WeakKeyDictionary()
+    self._eager = threading.local()
+    # In eager mode, by the id of a gradient: (weak reference, record).
+    self._of_gradient = {}
+    # By graph, or by this optimizer for eager mode.
+    self._worker_histograms = weakref.WeakKeyDictionary()
+    # Blocks of `record_step` that this thread is in.
+    self._blocks = threading.local()
+
+  # Recording the step
+
+  @contextlib.contextmanager
+  def record_step(self, global_step=None):
+    """Records the step; what the `with` block builds reads weights after that.
+
+    `compute_gradients` and `minimize` do this for a `loss` that is a function.
+    A `loss` that is a tensor is built before they are called: build it in such
+    a block. Its gradients are then taken for computed from the weights of the
+    block. Ref variables that are converted to tensors in the block are read
+    anew there, resource variables are so anyway.
+
+    Args:
+      global_step: The step variable; by default the constructor's or the
+        graph's.
+
+    Yields:
+      The record, an int64 scalar, which `apply_gradients` takes as `recorded`.
+
+    Raises:
+      TypeError: If `global_step` is not an integer variable.
+      ValueError: If there is none.
+    """
+    step = self._find_step() if global_step is None else _check_step(global_step)
+    recorded, _ = ops.staleness_record(step)
+    record = _Record(recorded, step)
+    self._remember(record)
+    with self._block(record):
+      yield recorded
+
+  @contextlib.contextmanager
+  def _block(self, record):
+    blocks = self._blocks.__dict__.setdefault("open", [])
+    blocks.append(record)
+    try:
+      with _reads_after(record.recorded):
+        yield
+    finally:
+      blocks.pop()
+
+  def _open_block(self):
+    """The innermost block of `record_step` that builds this graph, or None."""
+    for record in reversed(self._blocks.__dict__.get("open", [])):
+      if _graph_of(record.recorded) is _current_graph():
+        return record
+    return None
+
+  def _remember(self, record):
+    graph = _current_graph()
+    if graph is None:
+      self._eager.last = record
+    else:
+      self._last_in_graph[graph] = record.recorded.op.name
+
+  def _find_step(self):
+    if self._global_step is not None:
+      return self._global_step
+    step = tf1.train.get_global_step()
+    # A step that is found by its name is a tensor.
+    if step is not None and not isinstance(step, tf.Variable):
+      step = next((v for v in tf1.global_variables() + tf1.local_variables()
+                   if v.name == step.name), None)
+    if step is None:
+      raise ValueError(
+          "A global step is required, and this graph has none. Make one with "
+          "tf.compat.v1.train.get_or_create_global_step(), or give the "
+          "optimizer one as `global_step`.")
+    return _check_step(step)
+
+  def compute_gradients(self, loss, *args, **kwargs):
+    """Records the step, then has the inner optimizer compute gradients.
+
+    Args:
+      loss: A tensor, or a function that gives one. A function is called after
+        the step is recorded. For a tensor, see `record_step`.
+      *args: See `tf.compat.v1.train.Optimizer.compute_gradients`.
+      **kwargs: As well.
+
+    Returns:
+      A list of (gradient, variable).
+
+    Raises:
+      ValueError: If there is no global step.
+    """
+    record = self._record_before(loss)
+    if record is None:
+      with self.record_step() as recorded:
+        record = self._blocks.open[-1]
+        pairs = self._compute(recorded, loss, args, kwargs)
+    else:
+      self._remember(record)
+      with _reads_after(record.recorded):
+        pairs = self._compute(record.recorded, loss, args, kwargs)
+    if _current_graph() is None:
+      for g, _ in pairs:
+        if g is not None:
+          self._remember_gradient(g, record)
+    return pairs
+
+  def _compute(self, recorded, loss, args, kwargs):
+    if kwargs.get("grad_loss") is not None and not tf.executing_eagerly():
+      # It may become a gradient as it is, which has to tell its record.
+      with tf.control_dependencies([recorded]):
+        kwargs = {**kwargs,
+                  "grad_loss": tf.nest.map_structure(
+                      tf.identity, kwargs["grad_loss"])}
+    return self._optimizer.compute_gradients(loss, *args, **kwargs)
+
+  def _record_before(self, loss):
+    """The record that was made before `loss` was built, or None."""
+    if not callable(loss) and tf.is_tensor(loss) and not tf.executing_eagerly():
+      found = _records_before([loss.op])
+      if found:
+        return _Record(found[-1].outputs[0], None)
+    return self._open_block()
+
+  def _remember_gradient(self, gradient, record):
+    tensor = _tensor_of(gradient)
+    key = id(tensor)
+    self._of_gradient[key] = (
+        weakref.ref(tensor, lambda _: self._of_gradient.pop(key, None)), record)
+
+  def _recording(self, loss, global_step):
+    if global_step is None:
+      global_step = self._global_step
+    if global_step is None or self._record_before(loss) is not None:
+      return contextlib.nullcontext()
+    return self.record_step(global_step)
+
+  # Applying gradients
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None, *,
+                      recorded=None, **kwargs):
+    """Applies gradients if they are fresh enough.
+
+    The step that counts is the one that was recorded by the
+    `compute_gradients` that gave these gradients, whatever else was done with
+    them since. In eager mode, gradients that were changed since are taken for
+    those of this thread's last `compute_gradients`, unless `recorded` says
+    otherwise.
+
+    Args:
+      grads_and_vars: An iterable of (gradient, variable).
+      global_step: The step variable, which an admitted update increments; by
+        default the constructor's. It must be the one that was recorded.
+      name: A name for the operations.
+      recorded: What `record_step` gave, for gradients that do not come from
+        `compute_gradients`.
+      **kwargs: What else the inner optimizer takes.
+
+    Returns:
+      A float32 scalar tensor: the number of dropped gradients, from all
+      workers, after this one. In a graph, running it is the gated step.
+
+    Raises:
+      TypeError: If `global_step` is not an integer variable.
+      ValueError: If there is no variable or no gradient, no global step or
+        another one than was recorded, or if nothing was recorded.
+    """
+    def apply(accept, *args, **kwargs):
+      if isinstance(self._optimizer, WrapperOptimizer):
+        return self._optimizer._apply_where(accept, *args, **kwargs)
+      return _gated.apply_where(accept, self._optimizer, self._rule, *args,
+                                **kwargs)
+
+    return self.apply_gated(apply, grads_and_vars, global_step, name,
+                            recorded=recorded, **kwargs)
+
+  def apply_gated(self, apply, grads_and_vars, global_step, name,
+                  recorded=None, **kwargs):
+    """As `apply_gradients`, with the update of a wrapper around this one.
+
+    So `MovingAverageOptimizer` around this one averages what is admitted, in one
+    pass with it.
+
+    Args:
+      apply: A function as `wrapopt._gated.apply_where`, without its optimizer.
+      grads_and_vars: As in `apply_gradients`.
+      global_step: As there.
+      name: As there.
+      recorded: As there.
+      **kwargs: As there.
+
+    Returns:
+      As there.
+    """
+    grads_and_vars = _checked_gradients(grads_and_vars)
+    if global_step is None:
+      global_step = self._global_step
+    if global_step is None:
+      raise ValueError(
+          "`global_step` must be the step variable that staleness is counted "
+          "by, got None.")
+    step = _check_step(global_step)
+    if tf.distribute.has_strategy():
+      raise NotImplementedError(
+          f"{type(self).__name__} must not be used in a tf.distribute strategy, "
+          "whose replicas share one step. Use it between asynchronous workers.")
+    gradients = [g for g, _ in grads_and_vars if g is not None]
+    if recorded is None:
+      recorded = self._recorded(gradients, step)
+    state = self._state(step, gradients[0].device)
+    train_ops = list(tf1.get_collection(tf1.GraphKeys.TRAIN_OP))
+
+    # Control edges only: whether gradients travel is not decided yet.
+    with tf.control_dependencies(_when_ready(gradients)):
+      verdict = ops.staleness_gate(
+          step, state.stale_counter, state.histogram, recorded, self._limit)
+    counted = self._count_for_worker(state, verdict)
+    if not tf.executing_eagerly() or verdict.accept:
+      with _new_stateful_ops() as new:
+        done, increments = apply(
+            verdict.accept, grads_and_vars, self._transform(verdict.staleness),
+            step, name, **kwargs)
+      with tf.control_dependencies([*done, *new]):
+        complete = ops.staleness_complete(verdict.ticket, step,
+                                          increment=not increments)
+    else:
+      complete = None
+    if tf.executing_eagerly():
+      self._write_summaries(state, step)
+      return state.stale_counter.read_value()
+    after = [op for op in (complete, verdict.accept, counted) if op is not None]
+    with tf.control_dependencies(after), ops.device_of(state.stale_counter):
+      # What is written is not read before: `read_value` of a ref variable may
+      # be the variable's own buffer.
+      counter = tf.identity(state.stale_counter.read_value(),
+                            name or self._name)
+    if tf1.executing_eagerly_outside_functions():
+      self._write_summaries(state, step)
+    else:
+      # Instead of what the inner optimizer put there.
+      tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)[:] = [
+          *train_ops, counter.op]
+    return counter
+
+  def _recorded(self, gradients, step):
+    """The record that these gradients were computed after."""
+    graph = _current_graph()
+    if graph is None:
+      records = [self._of_gradient.get(id(_tensor_of(g))) for g in gradients]
+      records = [r[1] for r in records if r and r[0]() is not None]
+      records = records or [r for r in [getattr(self._eager, "last", None)] if r]
+      for record in records:
+        if record.step is not step:
+          raise _another_step(step, record.step.name)
+      records = [r.recorded for r in records]
+    else:
+      found = _records_before([_tensor_of(g).op for g in gradients])
+      last = self._last_in_graph.get(graph)
+      if not found and last is not None:
+        found = [graph.get_operation_by_name(last)]
+      handle = _graph_input(step)
+      for op in found:
+        if op.inputs[0] is not handle:
+          raise _another_step(step, op.inputs[0].name)
+      records = [op.outputs[0] for op in found]
+    if not records:
+      raise ValueError(
+          "The step was not recorded: call compute_gradients of this optimizer "
+          "(or minimize) for these gradients, in the same graph, or give "
+          "`recorded`, from record_step.")
+    # Of several, the weights of the oldest.
+    with ops.device_of(step):
+      return tf.reduce_min(tf.stack(records)) if records[1:] else records[0]
+
+  def _transform(self, staleness):
+    """What becomes of an admitted gradient."""
+    if self._policy == "drop":
+      return None
+    if self._policy == "scale":
+      factor = lambda: 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
+    else:
+      factor = lambda: self._policy(staleness)
+
+    def transform(g):
+      by = tf.cast(factor(), g.dtype)
+      if isinstance(g, tf.IndexedSlices):
+        return tf.IndexedSlices(g.values * by, g.indices, g.dense_shape)
+      return g * by
+
+    return transform
+
+  # The variables of the gate
+
+  def _state(self, step, worker_device):
+    eager = tf1.executing_eagerly_outside_functions()
+    with tf.init_scope():
+      graph = None if eager else tf1.get_default_graph()
+
+      def variable(name, initializer, shape, dtype):
+        key = (name, graph)
+        if key not in self._non_slot_dict:
+          self._maybe_initialize_trackable()
+          v = _get_unique_variable(name, shape, dtype, initializer, step)
+          self._handle_deferred_dependencies(name=name, trackable=v)
+          self._non_slot_dict[key] = v
+        return self._non_slot_dict[key]
+
+      new = ("stale_counter", graph) not in self._non_slot_dict
+      state = _State(
+          variable("stale_counter", tf1.zeros_initializer(), [], tf.float32),
+          variable("staleness_histogram", tf1.zeros_initializer(),
+                   [2, _BUCKETS], tf.int64),
+          self._worker_histogram(graph, worker_device))
+      if new and graph is not None:
+        self._make_summaries(state, step)
+    return state
+
+  def _worker_histogram(self, graph, device):
+    if self._worker is None:
+      return None
+    histograms = self._worker_histograms
+    key = graph or self
+    if key not in histograms:
+      with tf.device(None), tf.device(device if graph else None):
+        histograms[key] = tf1.Variable(
+            tf.zeros([2, _BUCKETS], tf.int64), trainable=False,
+            use_resource=True, name=f"{self._worker}/staleness_histogram",
+            collections=[tf1.GraphKeys.LOCAL_VARIABLES])
+    return histograms[key]
+
+  def _count_for_worker(self, state, verdict):
+    if state.worker_histogram is None:
+      return None
+    bucket = tf.clip_by_value(verdict.staleness, 0, _BUCKETS - 1)
+    row = tf.where(verdict.accept, tf.constant(0, tf.int64), 1)
+    one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]),
+                        tf.ones([1], tf.int64),
+                        tf.constant([2, _BUCKETS], tf.int64))
+    with ops.device_of(state.worker_histogram):
+      added = state.worker_histogram.assign_add(one, read_value=False)
+    return None if tf.executing_eagerly() else getattr(added, "op", added)
+
+  # What a user sees
+
+  def staleness_stats(self, worker=False):
+    """What this gate has admitted and dropped.
+
+    Args:
+      worker: Whether of this optimizer object alone, which the constructor's
+        `worker` names, since its variables were initialized; else of all
+        workers together.
+
+    Returns:
+      A `StalenessStats`: tensors, or NumPy arrays in eager mode.
+
+    Raises:
+      RuntimeError: Before the first `apply_gradients`.
+      ValueError: If `worker` is True and the constructor was given no name.
+    """
+    if worker and self._worker is None:
+      raise ValueError("`worker` must not be True for an optimizer that was "
+                       "made without the name of its `worker`.")
+    graph = (None if tf1.executing_eagerly_outside_functions()
+             else tf1.get_default_graph())
+    histogram = (self._worker_histograms.get(graph or self) if worker else
+                 self._non_slot_dict.get(("staleness_histogram", graph)))
+    if histogram is None:
+      raise RuntimeError("staleness_stats() is there after the first "
+                         "apply_gradients or minimize in this graph.")
+    with ops.device_of(histogram):
+      stats = _stats(histogram)
+    if tf.executing_eagerly():
+      return StalenessStats(*(x.numpy() for x in stats))
+    return stats
+
+  def _make_summaries(self, state, step):
+    # A part of what summaries are merged into, which is run by itself too: so
+    # they do not wait for the update.
+    tf1.summary.scalar(
+        "Gradient_staleness_percentage",
+        state.stale_counter / tf.cast(step + 1, tf.float32))
+    if state.worker_histogram is not None:
+      stats = _stats(state.worker_histogram)
+      tf1.summary.scalar(f"{self._worker}/drop_rate", stats.drop_rate)
+      for name in ("admitted", "dropped"):
+        tf1.summary.tensor_summary(
+            f"{self._worker}/staleness/{name}",
+            _bars(getattr(stats, f"{name}_histogram")),
+            summary_metadata=_metadata("histograms"))
+
+  def _write_summaries(self, state, step):
+    # Functions, for most programs have no writer that would call them.
+    step = tf.cast(step.read_value(), tf.int64)
+    tf.summary.write(
+        "Gradient_staleness_percentage",
+        lambda: state.stale_counter / tf.cast(step + 1, tf.float32), step,
+        _metadata("scalars"))
+    if state.worker_histogram is None:
+      return
+    stats = lambda: _stats(state.worker_histogram)
+    tf.summary.write(f"{self._worker}/drop_rate",
+                     lambda: tf.cast(stats().drop_rate, tf.float32), step,
+                     _metadata("scalars"))
+    for name in ("admitted", "dropped"):
+      tf.summary.write(
+          f"{self._worker}/staleness/{name}",
+          lambda name=name: _bars(getattr(stats(), f"{name}_histogram")), step,
+          _metadata("histograms"))
+
+
+class _Record(typing.NamedTuple):
+  recorded: tf.Tensor
+  step: tf.Variable | None  # None where only a graph's tensors tell.
+
+
+def _current_graph():
+  return None if tf.executing_eagerly() else tf1.get_default_graph()
+
+
+def _graph_of(tensor):
+  return None if hasattr(tensor, "numpy") else tensor.graph
+
+
+def _check_step(step):
+  if (not isinstance(step, tf.Variable) or
+      step.dtype.base_dtype not in (tf.int32, tf.int64)):
+    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
+                    f"got {step!r}.")
+  return step
+
+
+def _another_step(step, recorded):
+  return ValueError(
+      "`global_step` must be the step variable that was recorded, "
+      f"'{recorded}', got '{step.name}'. Give the optimizer the right one as "
+      "`global_step`.")
+
+
+def _checked_gradients(grads_and_vars):
+  """[(tensor or IndexedSlices or None, variable)]."""
+  grads_and_vars = list(grads_and_vars)
+  if not grads_and_vars:
+    raise ValueError("No variables provided.")
+  checked = []
+  for g, v in grads_and_vars:
+    if g is not None and not isinstance(g, tf.IndexedSlices):
+      try:
+        g = tf.convert_to_tensor(g)
+      except (TypeError, ValueError):
+        raise TypeError("Gradient must be convertible to a Tensor or be "
+                        f"IndexedSlices or None, got {g!r}.") from None
+    if not isinstance(v, tf.Variable):
+      raise NotImplementedError(f"Trying to update a Tensor: {v!r}")
+    checked.append((g, v))
+  if all(g is None for g, _ in checked):
+    raise ValueError("No gradients provided for any variable: "
+                     f"{[v.name for _, v in checked]}.")
+  return checked
+
+
+def _tensor_of(gradient):
+  return (gradient.values if isinstance(gradient, tf.IndexedSlices)
+          else gradient)
+
+
+def _graph_input(step):
+  """The tensor by which ops of the current graph take a step variable."""
+  graph = tf1.get_default_graph()
+  if not hasattr(step, "handle"):
+    return step._ref()
+  if step.handle is not None and _graph_of(step.handle) is graph:
+    return step.handle
+  return graph.capture(step.handle)
+
+
+def _records_before(targets):
+  """Ops that recorded a step and that `targets` come after, first one first."""
+  seen, pending, found = set(), list(targets), []
+  while pending:
+    op = pending.pop()
+    if op in seen:
+      continue
+    seen.add(op)
+    if op.type in _RECORD_OPS:
+      found.append(op)
+      continue
+    pending += [t.op for t in op.inputs] + list(op.control_inputs)
+  return sorted(found, key=lambda op: op._id)
+
+
+@contextlib.contextmanager
+def _reads_after(recorded):
+  """Variables are read after `recorded` is there."""
+  if tf.executing_eagerly():
+    yield
+    return
+  refs = [v for v in {v.ref(): v for v in (*tf1.global_variables(),
+                                           *tf1.local_variables(),
+                                           *tf1.trainable_variables())
+                      if isinstance(v, tf.Variable)
+                      and not hasattr(v, "handle")}.values()]
+  # The tensor that a ref variable is converted to was made with the variable.
+  before = [v._snapshot for v in refs]
+  with tf.control_dependencies([recorded.op]):
+    for v in refs:
+      with ops.device_of(v):
+        v._snapshot = tf.identity(v._ref(), name=v.op.name + "/read")
+    try:
+      yield
+    finally:
+      for v, snapshot in zip(refs, before):
+        v._snapshot = snapshot
+
+
+def _when_ready(gradients):
+  """One operation that waits for all gradients, on their side."""
+  if tf.executing_eagerly():
+    return []
+  with tf.device(None), tf.device(gradients[0].device):
+    return [tf.group(*[_tensor_of(g) for g in gradients])]
+
+
+@contextlib.contextmanager
+def _new_stateful_ops():
+  """Yields a list, to which the ops are added that a tf.function makes inside.
+
+  There an update has no operation to wait for: all are run in program order, as
+  far as they share a resource. A gate shares none with the weights.
+  """
+  new = []
+  if (tf.executing_eagerly() or
+      not tf1.executing_eagerly_outside_functions()):
+    yield new
+    return
+  graph = tf1.get_default_graph()
+  before = len(graph.get_operations())
+  yield new
+  new += [op for op in graph.get_operations()[before:]
+          if op._is_stateful and op.type != "Placeholder"]
+
+
+def _get_unique_variable(name, shape, dtype, initializer, step):
+  """A variable beside `step`; if the scope has one of this name, `<name>_1`."""
+  options = {"shape": shape, "dtype": dtype, "initializer": initializer,
+             "trainable": False, "use_resource": hasattr(step, "handle"),
+             "collections": [tf1.GraphKeys.GLOBAL_VARIABLES]}
+  scope = tf1.get_variable_scope()
+  # What is there already is another optimizer's, also in a scope that reuses.
+  prefix = f"{scope.name}/" if scope.name else ""
+  taken = {v.op.name for v in tf1.global_variables()} if (
+      not tf.executing_eagerly()) else ()
+  number = 0
+  unique = name
+  while prefix + unique in taken:
+    number += 1
+    unique = f"{name}_{number}"
+  with ops.device_of(step), tf1.variable_scope(
+      scope, reuse=tf1.AUTO_REUSE, custom_getter=None,
+      auxiliary_name_scope=False):
+    return tf1.get_variable(unique, **options)
+
+
+def _stats(histogram):
+  counts = histogram.read_value()
+  admitted, dropped = tf.reduce_sum(counts[0]), tf.reduce_sum(counts[1])
+  rate = tf.math.divide_no_nan(tf.cast(dropped, tf.float64),
+                               tf.cast(admitted + dropped, tf.float64))
+  return StalenessStats(admitted, dropped, rate, counts[0], counts[1])
+
+
+def _bars(counts):
+  """[64] counts as TensorBoard's histograms: [64, 3] of left, right, count."""
+  left = np.arange(_BUCKETS) - 0.5
+  return tf.stack([tf.constant(left, tf.float64),
+                   tf.constant(left + 1, tf.float64),
+                   tf.cast(counts, tf.float64)], axis=1)
+
+
+def _metadata(plugin):
+  return tf1.SummaryMetadata(
+      plugin_data=tf1.SummaryMetadata.PluginData(plugin_name=plugin))

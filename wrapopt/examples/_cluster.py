@@ -1,0 +1,169 @@
+"""A TensorFlow cluster of processes on this machine, which end together.
+
+The processes are forked from one that has imported TensorFlow and has not yet
+run any of it: that import is the longest part of starting one. Each is told
+what to do through a pipe, and ends when that is closed: so also when the
+process that started it is killed.
+"""
+
+import multiprocessing
+import os
+import queue
+import socket
+import threading
+
+import tensorflow as tf
+
+tf1 = tf.compat.v1
+
+
+class Process:
+  """One process of a cluster, seen from the one that started it."""
+
+  def __init__(self, context, do, spec, job, number):
+    self.name = f"/job:{job}/task:{number}"
+    self._pipe, end = context.Pipe()
+    self.process = context.Process(
+        target=_run, args=(end, do, spec, job, number), daemon=True)
+    self.process.start()
+    end.close()
+
+  def tell(self, name, **arguments):
+    """Has it call the function of this name."""
+    self._pipe.send((name, arguments))
+
+  def answer(self):
+    """What the function returned; raises RuntimeError where it failed."""
+    try:
+      kind, value = self._pipe.recv()
+    except (EOFError, OSError):
+      self.process.join()
+      raise RuntimeError(f"{self.name} ended with status "
+                         f"{self.process.exitcode}.") from None
+    if kind == "error":
+      raise RuntimeError(f"{self.name} failed: {value}")
+    return value
+
+  def ask(self, name, **arguments):
+    self.tell(name, **arguments)
+    return self.answer()
+
+  def kill(self):
+    self.process.kill()
+    self.process.join()
+    self._pipe.close()
+
+
+class Cluster:
+  """A context in which there is a process for each task.
+
+  Attributes:
+    spec: {job: [address]}.
+    tasks: {(job, number): Process}.
+  """
+
+  def __init__(self, functions, preload=(), **jobs):
+    """Sets up a cluster, which `with` starts.
+
+    Args:
+      functions: What a task can be told to do: functions of its `Task` and of
+        what else it is told, which can be pickled, as arguments and results.
+      preload: Modules to import before the processes are forked.
+      **jobs: How many tasks each job has.
+    """
+    ports = iter(_free_ports(sum(jobs.values())))
+    self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
+                 for job, n in jobs.items()}
+    self.tasks = {}
+    self._functions = {f.__name__: f for f in functions}
+    self._preload = [__name__, "wrapopt", *preload]
+
+  def __enter__(self):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(self._preload)
+    try:
+      for job, addresses in self.spec.items():
+        for number in range(len(addresses)):
+          self.tasks[job, number] = Process(
+              context, self._functions, self.spec, job, number)
+      for process in self.tasks.values():
+        process.answer()
+    except BaseException:
+      self.__exit__()
+      raise
+    return self
+
+  def __exit__(self, *_):
+    for process in self.tasks.values():
+      process.kill()
+
+
+def _free_ports(n):
+  sockets = [socket.socket() for _ in range(n)]
+  try:
+    for s in sockets:
+      s.bind(("localhost", 0))
+    return [s.getsockname()[1] for s in sockets]
+  finally:
+    for s in sockets:
+      s.close()
+
+
+class Task:
+  """This process as a task of a cluster.
+
+  Attributes:
+    job: The name of its job.
+    number: Its number in it.
+    server: Its `tf.distribute.Server`.
+  """
+
+  def __init__(self, spec, job, number):
+    self.job, self.number, self._spec = job, number, spec
+    self.server = tf.distribute.Server(
+        tf.train.ClusterSpec(spec), job_name=job, task_index=number,
+        # Many share this machine.
+        config=tf1.ConfigProto(intra_op_parallelism_threads=1,
+                               inter_op_parallelism_threads=8))
+
+  @property
+  def device(self):
+    return f"/job:{self.job}/task:{self.number}"
+
+  def placement(self):
+    """A device function: variables on the parameter servers, the rest here."""
+    return tf1.train.replica_device_setter(
+        cluster=tf.train.ClusterSpec(self._spec), worker_device=self.device)
+
+  def session(self, graph):
+    """A session that waits for no other worker, nor fails with one."""
+    return tf1.Session(self.server.target, graph=graph, config=tf1.ConfigProto(
+        device_filters=["/job:ps", self.device]))
+
+
+def _run(pipe, functions, spec, job, number):
+  """What a process does."""
+  told = queue.Queue()
+
+  def listen():
+    try:
+      while True:
+        told.put(pipe.recv())
+    except (EOFError, OSError):  # Closed, or reset with an answer unread.
+      # The other thread may be inside TensorFlow: no time for goodbyes.
+      os._exit(0)
+
+  threading.Thread(target=listen, daemon=True).start()
+  # On this machine, without a GPU.
+  os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+  for name in ("http_proxy", "https_proxy", "grpc_proxy"):
+    os.environ.pop(name, None)
+    os.environ.pop(name.upper(), None)
+  task = Task(spec, job, number)
+  pipe.send(("value", None))
+  while True:
+    name, arguments = told.get()
+    try:
+      pipe.send(("value", functions[name](task, **arguments)))
+    except Exception as e:  # pylint: disable=broad-except
+      pipe.send(("error", f"{type(e).__name__}: {e}"))
