@@ -119,6 +119,43 @@ void Step(const std::string& name, std::vector<py::array> states,
        {static_cast<size_t>(states[0].size())});
 }
 
+// The caller keeps the lists, and so the arrays, alive.
+StreamLimit MakeStreamLimit(const py::list& read, const py::list& written) {
+  auto array = [](const py::handle& object, const std::string& subject) {
+    if (!py::isinstance<py::array_t<float, py::array::c_style>>(object)) {
+      throw std::invalid_argument(subject + " must be a float32 array");
+    }
+    return py::reinterpret_borrow<py::array>(object);
+  };
+  std::vector<StreamLimit::Arrays> arrays;
+  for (size_t i = 0; i < read.size(); ++i) {
+    const std::string place = "[" + std::to_string(i) + "]";
+    const py::array from = array(read[i], "read" + place);
+    arrays.push_back({static_cast<size_t>(from.size()),
+                      static_cast<const float*>(from.data()), {}});
+    for (size_t k = 0; k < written.size(); ++k) {
+      const std::string subject = "written[" + std::to_string(k) + "]";
+      const py::list row = py::cast<py::list>(written[k]);
+      if (row.size() != read.size()) {
+        throw std::invalid_argument(
+            subject + " must hold one array for each of the " +
+            std::to_string(read.size()) + " in read, got " +
+            std::to_string(row.size()));
+      }
+      const py::array to = array(row[i], subject + place);
+      if (to.size() != from.size()) {
+        throw std::invalid_argument(
+            subject + place + " misshapen: got " + std::to_string(to.size()) +
+            " elements but expected " + std::to_string(from.size()) +
+            " (the size of read" + place + ")");
+      }
+      arrays.back().written.push_back(
+          static_cast<float*>(const_cast<void*>(to.data())));
+    }
+  }
+  return StreamLimit(std::move(arrays));
+}
+
 }  // namespace
 }  // namespace wrapopt
 
@@ -165,11 +202,14 @@ PYBIND11_MODULE(_native, m) {
         "Applies `rule` to `states` in place. Arrays are contiguous and of one "
         "size; states are of one dtype, inputs of one dtype.");
 
-  py::class_<StreamLimit>(m, "StreamLimit",
-                          "The memory bandwidth of this machine, measured by a "
-                          "plain threaded loop over float32 arrays.")
-      .def(py::init<std::vector<size_t>, size_t, size_t>(), py::arg("sizes"),
-           py::arg("reads"), py::arg("writes"))
+  py::class_<StreamLimit>(
+      m, "StreamLimit",
+      "The memory bandwidth of this machine: a threaded loop that adds each of "
+      "`read`, float32 arrays, to the arrays in the same place of `written`, a "
+      "list of such lists. It writes also to arrays that are read-only to numpy, "
+      "as tensors are.")
+      .def(py::init(&MakeStreamLimit), py::arg("read"), py::arg("written"),
+           py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("run", &StreamLimit::Run, py::arg("threads"),
            py::call_guard<py::gil_scoped_release>(),
            "Seconds for one pass over every array.")

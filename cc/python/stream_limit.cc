@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -18,65 +17,38 @@ namespace {
 #define WRAPOPT_CLONES
 #endif
 
-constexpr size_t kMaxReads = 2;
-
-// Adds `reads` to each of `writes`: as little arithmetic as can be had for one
-// pass over that many arrays. A block of 2 KiB of each array at a time was
-// fastest of 256 bytes to 64 KiB, by a quarter where there are many arrays:
-// all stay in the first-level cache, so that memory sees each array once and
-// the prefetchers see few at a time.
-WRAPOPT_CLONES void StreamLoop(const std::vector<float*>& reads,
-                               const std::vector<float*>& writes, size_t begin,
+// A block of 2 KiB of each array at a time was fastest of 256 bytes to 64 KiB,
+// by a quarter where there are many arrays: all stay in the first-level cache,
+// so that memory sees each array once and the prefetchers see few at a time.
+WRAPOPT_CLONES void StreamLoop(const float* read,
+                               const std::vector<float*>& written, size_t begin,
                                size_t end) {
   constexpr size_t kBlock = 512;
-  const float* const a = reads.size() > 0 ? reads[0] : nullptr;
-  const float* const b = reads.size() > 1 ? reads[1] : nullptr;
   for (size_t from = begin; from < end; from += kBlock) {
     const size_t to = std::min(from + kBlock, end);
-    for (float* const w : writes) {
-      if (b != nullptr) {
+    for (float* const w : written) {
 #pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += a[j] + b[j];
-      } else if (a != nullptr) {
-#pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += a[j];
-      } else {
-#pragma GCC ivdep
-        for (size_t j = from; j < to; ++j) w[j] += 1.0f;
-      }
+      for (size_t j = from; j < to; ++j) w[j] += read[j];
     }
   }
 }
 
 }  // namespace
 
-StreamLimit::StreamLimit(std::vector<size_t> sizes, size_t reads, size_t writes)
-    : sizes_(std::move(sizes)), reads_(reads), writes_(writes) {
-  if (reads > kMaxReads || writes == 0) {
-    throw std::invalid_argument("at most " + std::to_string(kMaxReads) +
-                                " reads and at least 1 write, got " +
-                                std::to_string(reads) + " and " +
-                                std::to_string(writes));
-  }
-  for (const size_t size : sizes_) {
-    for (size_t k = 0; k < reads_ + writes_; ++k) {
-      buffers_.push_back(Allocate(size));
-      std::fill_n(buffers_.back().get(), size, 0.0f);
-    }
-    elements_ += size;
-  }
+StreamLimit::StreamLimit(std::vector<Arrays> arrays)
+    : arrays_(std::move(arrays)) {
+  for (const Arrays& a : arrays_) elements_ += a.size;
 }
 
-// As TensorFlow allocates a tensor: aligned, and no request for huge pages.
-StreamLimit::Buffer StreamLimit::Allocate(size_t elements) {
-  void* p = nullptr;
-  if (posix_memalign(&p, 64, std::max<size_t>(elements, 1) * sizeof(float))) {
-    throw std::bad_alloc();
+size_t StreamLimit::bytes() const {
+  size_t bytes = 0;
+  for (const Arrays& a : arrays_) {
+    bytes += a.size * sizeof(float) * (1 + 2 * a.written.size());
   }
-  return Buffer(static_cast<float*>(p));
+  return bytes;
 }
 
-double StreamLimit::Run(int threads) {
+double StreamLimit::Run(int threads) const {
   if (threads < 1) {
     throw std::invalid_argument("threads must be at least 1, got " +
                                 std::to_string(threads));
@@ -103,20 +75,14 @@ double StreamLimit::Run(int threads) {
 }
 
 void StreamLimit::Pass(size_t begin, size_t end) const {
-  std::vector<float*> reads(reads_), writes(writes_);
-  auto buffer = buffers_.begin();
   size_t first = 0;  // Of the array, among all elements.
-  for (const size_t size : sizes_) {
+  for (const Arrays& a : arrays_) {
     if (first >= end) return;
-    if (first + size > begin) {
-      auto p = buffer;
-      for (float*& read : reads) read = (p++)->get();
-      for (float*& write : writes) write = (p++)->get();
-      StreamLoop(reads, writes, std::max(begin, first) - first,
-                 std::min(end - first, size));
+    if (first + a.size > begin) {
+      StreamLoop(a.read, a.written, std::max(begin, first) - first,
+                 std::min(end - first, a.size));
     }
-    first += size;
-    buffer += reads_ + writes_;
+    first += a.size;
   }
 }
 

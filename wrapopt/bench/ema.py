@@ -53,7 +53,7 @@ def measure(name, shapes, decays, n_rounds):
   """
   sizes = harness.sizes(shapes)
   values, moved = sum(sizes), 4 * sum(sizes) * (1 + 2 * len(decays))
-  limits, place_limits = _limits(sizes, len(decays))
+  limits, place_limits = _limits(shapes, len(decays))
   session, in_session, place_session = _in_session(shapes, decays)
   with contextlib.closing(session):
     in_functions, place_functions = _in_functions(shapes, decays)
@@ -97,13 +97,13 @@ def measure(name, shapes, decays, n_rounds):
 # the zeros that memory begins with.
 
 
-def _limits(sizes, averages):
+def _limits(shapes, averages):
   limit = None
 
   def place():
     nonlocal limit
     limit = None  # Not both at once.
-    limit = _native.StreamLimit(sizes, reads=1, writes=averages)
+    limit = _native.StreamLimit(*harness.streams(shapes, averages))
 
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
               lambda n=n: limit.run(n)

@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _extras
@@ -168,6 +169,33 @@ def _time(call, calls):
   for _ in range(calls):
     call()
   return (time.perf_counter() - start) / calls
+
+
+def streams(shapes, written):
+  """Arrays for `_native.StreamLimit`, made as TensorFlow makes a variable's.
+
+  Where memory lies makes its speed: so what is compared is made alike, by the
+  same ops, one array after another.
+
+  Args:
+    shapes: Shapes.
+    written: How many arrays of each shape are written.
+
+  Returns:
+    A list of arrays to read, and a list of `written` lists of arrays.
+  """
+  with tf.device("/cpu:0"):
+    rows = [[numbers(shape, (row, i)) for i, shape in enumerate(shapes)]
+            for row in range(1 + written)]
+  # Not copies.
+  rows = [[np.frombuffer(memoryview(x), np.float32) if 0 not in x.shape
+           else np.zeros(0, np.float32) for x in row] for row in rows]
+  return rows[0], rows[1:]
+
+
+def numbers(shape, seed):
+  """Numbers in [0.1, 1), the same whenever asked for: no page is of zeros."""
+  return tf.random.stateless_uniform(shape, seed, 0.1, 1)
 
 
 def speedup(seconds, reference):

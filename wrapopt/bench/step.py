@@ -81,7 +81,7 @@ def measure(name, shapes, optimizer, n_rounds):
   slots = len(_fused.rule_of(make()).slots)
   builds = {mode: {step: _build(mode, shapes, make, step) for step in _STEPS}
             for mode in _MODES}
-  limits, place_limits = _limits(sizes, slots)
+  limits, place_limits = _limits(shapes, slots)
   session, in_session, place_session = _in_session(shapes, make)
   with contextlib.closing(session):
     in_functions, place_functions = _in_functions(shapes, make)
@@ -145,14 +145,15 @@ def _averages(step):
   return next(k for k, name in _WRAPOPT.items() if name == step)
 
 
-def _limits(sizes, slots):
+def _limits(shapes, slots):
   """{(K, threads): function that makes a pass}, and a function as below."""
   limits = {}
 
   def place():
     limits.clear()  # Not both at once.
+    read, written = harness.streams(shapes, 1 + slots + len(_DECAYS))
     for k in _WRAPOPT:
-      limits[k] = _native.StreamLimit(sizes, reads=1, writes=1 + slots + k)
+      limits[k] = _native.StreamLimit(read, written[:1 + slots + k])
 
   return {(k, n): lambda k=k, n=n: limits[k].run(n)
           for k in _WRAPOPT for n in sorted({1, harness.threads()})}, place
@@ -198,20 +199,23 @@ class _Steps:
     return slots + [v for v in self.opt.variables() if v.ref() not in known]
 
   def fill(self, values, grads):
-    """Puts numbers of [0.1, 1), always the same, into everything there is.
+    """Puts numbers that are always the same into everything there is.
 
-    No two arrays that a step reads are alike, and no page is one of the zeros
-    that memory begins with.
+    No two arrays that a step reads are alike. One after another, as the
+    streaming limit's are made.
     """
     rows = [values, grads, self.slots(values)]
     seeds = list(range(len(rows)))
     # Averages of one value begin alike, so that contenders can be compared.
     averages = self.averages(values)
-    return [
-        v.assign(tf.random.stateless_uniform(v.shape, [seed, i], 0.1, 1))
-        for row, seed in zip(rows + averages, seeds + [-1] * len(averages))
-        for i, v in enumerate(row)]
-
+    done = []
+    for row, seed in zip(rows + averages, seeds + [-1] * len(averages)):
+      for i, v in enumerate(row):
+        with tf.control_dependencies(done):
+          filled = v.assign(harness.numbers(v.shape, (seed, i)))
+        if not tf.executing_eagerly():
+          done = [filled.op]
+    return done
 
   def sample(self, values):
     """What check_all compares: some numbers of each variable."""
@@ -273,7 +277,7 @@ def _in_session(shapes, make):
     steps = _Steps(make)
     updates = {step: steps.apply(step, pairs) for step in _STEPS}
     init = _tf1.global_variables_initializer()
-    fill = tf.group(*[x.op for x in steps.fill(values, grads)])
+    fill, = steps.fill(values, grads)
     state = steps.sample(values)
   session = _tf1.Session(graph=graph)
   session.run(init)
