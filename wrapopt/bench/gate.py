@@ -27,6 +27,8 @@ _RATE, _MOMENTUM = 1e-3, 0.9
 _UNGATED = "ungated, one op"
 _COND = "tf.cond around stock, admitted"
 
+add_arguments = harness.add_arguments
+
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
