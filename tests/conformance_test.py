@@ -137,7 +137,8 @@ def check_gate(trace, mode):
 
 WRAPPERS = {
     wrapopt.DropStaleGradientOptimizer: Case(
-        lambda inner: wrapopt.DropStaleGradientOptimizer(inner, 0, fused=False),
+        lambda inner, fused: wrapopt.DropStaleGradientOptimizer(
+            inner, 0, fused=fused),
         check_gate),
     wrapopt.MovingAverageOptimizer: Case(
         lambda inner, fused: wrapopt.MovingAverageOptimizer(

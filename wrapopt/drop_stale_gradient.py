@@ -179,6 +179,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     # Blocks of `record_step` that this thread is in.
     self._blocks = threading.local()
 
+  @property
+  def fused(self):
+    """Whether a native op takes the inner optimizer's step: a bool.
+
+    Even then the step is left to the inner optimizer where a variable has a
+    constraint or is named twice.
+    """
+    if isinstance(self._optimizer, WrapperOptimizer):
+      return self._optimizer.fused
+    return self._rule is not None
+
   # Recording the step
 
   @contextlib.contextmanager
