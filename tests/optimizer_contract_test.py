@@ -361,23 +361,28 @@ def test_skip_gradients_aggregation(make, mode, run):
 def test_an_argument_that_there_is_not(make, mode):
   del mode
   x, _ = variables()
-  with pytest.raises(TypeError, match="unexpected keyword argument 'typo'"):
-    make(1.0).apply_gradients([(tf.constant([5.0, 5.0]), x)], typo=True)
+  opt = make(1.0)
+  with recorded(opt, None), pytest.raises(
+      TypeError, match="unexpected keyword argument 'typo'"):
+    opt.apply_gradients([(tf.constant([5.0, 5.0]), x)], typo=True)
 
 
 def test_what_a_ref_op_returns_is_a_gradient(make, run):
   with graph_of("ref"):
     x, y = variables()
     opt = make(4.0)
-    run(opt.apply_gradients([(tf.compat.v1.assign_add(y, [2.0, 1.0]), x)]))
+    with recorded(opt, None):
+      train = opt.apply_gradients([(tf.compat.v1.assign_add(y, [2.0, 1.0]), x)])
+    run(train)
     check(run, opt, [(x, ([1, 2], [-19, -18]))])
 
 
 def test_rows_that_are_lists(make, mode, run):
   x, _ = variables()
   opt = make(4.0)
-  train = opt.apply_gradients(
-      [(tf.IndexedSlices(tf.constant([5.0, 3.0]), [1, 1], [2]), x)])
+  with recorded(opt, None):
+    train = opt.apply_gradients(
+        [(tf.IndexedSlices(tf.constant([5.0, 3.0]), [1, 1], [2]), x)])
   if mode != "eager":
     run(train)
   check(run, opt, [(x, ([1, 2], [1, -30]))])
