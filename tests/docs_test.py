@@ -78,7 +78,8 @@ def test_docstring(name):
 
 
 @pytest.mark.parametrize("name", [
-    "wrapopt.MovingAverageOptimizer", "wrapopt.ops.ema_update",
+    "wrapopt.MovingAverageOptimizer", "wrapopt.ops.averaging_assign",
+    "wrapopt.ops.ema_update",
     "wrapopt.ops.exchange"])
 def test_what_has_an_example(name):
   assert ">>> " in inspect.getdoc(documented()[name])
