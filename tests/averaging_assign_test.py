@@ -482,6 +482,14 @@ def test_one_op_serves_all_variables(mode, variables, targets, sources):
 
 
 @modes.only(*modes.graphs())
+def test_the_op_is_told_about_locks(mode):
+  s, t = (mode.uninitialized(FLOAT.type([0])) for _ in range(2))
+  for use_locking in (False, True):
+    op = averaging_assign(t, s, use_locking=use_locking)
+    assert op.get_attr("use_locking") == use_locking
+
+
+@modes.only(*modes.graphs())
 def test_one_op_for_each_combination_of_dtypes(mode):
   # A float16 target of float32 sources, and the other way round.
   dtypes = [(FLOAT, FLOAT), (HALF, FLOAT), (FLOAT, HALF), (FLOAT, FLOAT)]
@@ -506,8 +514,10 @@ def test_an_op_runs_where_its_targets_live(mode, scope):
       targets.append(mode.variable(FLOAT.type([0])))
       sources.append(mode.variable(FLOAT.type([1])))
   # A variable of another device is read there.
-  far = [sources[1].read_value(), sources[0].read_value(),
-         sources[1].read_value()]
+  far = []
+  for source in (sources[1], sources[0], sources[1]):
+    with tf.device(source.device):
+      far.append(source.read_value())
   known = set(mode.graph.get_operations())
   with tf.device(scope):
     op = averaging_assign(targets, [sources, far], [0.5, 1])
