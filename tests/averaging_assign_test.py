@@ -1091,7 +1091,7 @@ def in_threads(*bodies):
 
 def test_no_update_is_lost():
   # Each adds 1 to every element of what it finds.
-  size, turns, threads = 20_000, 50, 4
+  size, turns, threads = 1_000_000, 50, 4
   t = tf.Variable(tf.zeros(size))
   one = tf.ones(size)
 
