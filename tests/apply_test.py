@@ -9,6 +9,7 @@ import numerics
 from modes import mode  # pylint: disable=unused-import
 from modes import refused
 from wrapopt.ops import apply
+from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
 
@@ -101,6 +102,8 @@ IN_A_COND = {
                     [tf.ones([2])],
                     {"lr": 1.0, "rho": 0.5, "momentum": 0.5, "epsilon": 1.0},
                     shadows=[shadow], decay=0.5)),
+    "averaging_assign": (("targets", "sources"), lambda target, source:
+                         averaging_assign([target], [[source], [target]])),
     "ema_update": (("shadows", "values"), lambda shadow, value:
                    ema_update([shadow], [value], 0.5)),
     "exchange": (("a", "b"), lambda a, b: exchange([a], [b])),

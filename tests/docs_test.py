@@ -80,7 +80,7 @@ def test_docstring(name):
 
 @pytest.mark.parametrize("name", [
     "wrapopt.DropStaleGradientOptimizer", "wrapopt.MovingAverageOptimizer",
-    "wrapopt.ops.ema_update", "wrapopt.ops.exchange",
-    "wrapopt.ops.staleness_gate"])
+    "wrapopt.ops.averaging_assign", "wrapopt.ops.ema_update",
+    "wrapopt.ops.exchange", "wrapopt.ops.staleness_gate"])
 def test_what_has_an_example(name):
   assert ">>> " in inspect.getdoc(documented()[name])

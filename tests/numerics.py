@@ -132,6 +132,15 @@ def ftrl(states, inputs, scalars):
   return [(value, (size + l1) / below), (new, new), (linear, size)]
 
 
+def weighted_sum(states, inputs, scalars):
+  """m' = m + w x, or w x where it is the first; x counts where w is not 0."""
+  (m,), (x,), (w, first) = states, inputs, scalars
+  term = w * x if w else np.zeros_like(x)
+  if first > 0.5:
+    return [(term, np.abs(term))]
+  return [(m + term, np.abs(m) + np.abs(term))]
+
+
 # {rule: (reference, k)}. A reference takes float64 states, inputs and scalars,
 # and gives the new value and sum |operands| of each state.
 RULES = {
@@ -146,6 +155,8 @@ RULES = {
     "GradientDescent": (gradient_descent, 4),
     "Momentum": (momentum, 8),
     "RMSProp": (rms_prop, 12),
+    # Rounded: the weight where it becomes float32, product, sum.
+    "WeightedSum": (weighted_sum, 3),
 }
 
 # States that are sums or means of squares.
@@ -183,18 +194,44 @@ def reference(rule, states, inputs, scalars):
   formula, k = RULES[rule]
   new = formula([np.asarray(s, DOUBLE) for s in states],
                 [np.asarray(i, DOUBLE) for i in inputs], scalars)
-  storage = ml_dtypes.finfo(states[0].dtype)
-  compute = ml_dtypes.finfo(DOUBLE if states[0].dtype == DOUBLE else FLOAT)
-  results = []
-  for value, operands in new:
-    tolerance = k * (float(compute.eps) * operands
-                     + float(compute.smallest_subnormal))
-    if storage.bits < compute.bits:
-      tolerance = tolerance + np.maximum(
-          float(storage.eps) * np.abs(value),
-          float(storage.smallest_subnormal)) / 2
-    results.append((value, tolerance))
-  return results
+  return [(value, _tolerance(k, operands, value, states[0].dtype))
+          for value, operands in new]
+
+
+def averaging_assign(target, sources, weights, rate):
+  """What AveragingAssign makes of one target: (value, tolerance) in float64.
+
+  m = sum_k w_k x_k; t' = t + r (m - t).
+
+  Args:
+    target: An array.
+    sources: Arrays.
+    weights: As many numbers.
+    rate: A number.
+
+  Returns:
+    (new value, how far from it the op's may be).
+  """
+  t = np.asarray(target, DOUBLE)
+  terms = [w * np.asarray(x, DOUBLE) for w, x in zip(weights, sources)]
+  mean, size = sum(terms), sum(np.abs(term) for term in terms)
+  # Rounded: each weight, product and sum, and then four times as in Ema.
+  k = len(terms) + 5
+  value = t + rate * (mean - t)
+  return value, _tolerance(k, np.abs(t) + rate * (size + np.abs(t)), value,
+                           target.dtype)
+
+
+def _tolerance(k, operands, value, dtype):
+  storage = ml_dtypes.finfo(dtype)
+  compute = ml_dtypes.finfo(DOUBLE if dtype == DOUBLE else FLOAT)
+  tolerance = k * (float(compute.eps) * operands
+                   + float(compute.smallest_subnormal))
+  if storage.bits < compute.bits:
+    tolerance = tolerance + np.maximum(
+        float(storage.eps) * np.abs(value),
+        float(storage.smallest_subnormal)) / 2
+  return tolerance
 
 
 def assert_close(got, want, tolerance, context=""):

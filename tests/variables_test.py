@@ -14,9 +14,11 @@ import tensorflow as tf
 
 import modes
 import wrapopt
+from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
 
+_raw_averaging_assign = wrapopt.ops._raw.wrapopt_averaging_assign
 _raw_ema_update = wrapopt.ops._raw.wrapopt_ema_update
 
 FLOAT = np.float32
@@ -55,6 +57,11 @@ def update(a, b):
   return ema_update(a, b, 0.5)
 
 
+def mean(a, b):
+  """Of targets that are sources, and of others."""
+  return averaging_assign(a, [b, a], rate=0.5)
+
+
 def crossed(x, functions):
   """Calls that name the variables in every order, on either side."""
   calls = []
@@ -75,12 +82,12 @@ def run_crossed():
         call()
 
   x = [tf.Variable(tf.fill([20_000], float(i))) for i in range(6)]
-  calls = crossed(x, [update, exchange])
+  calls = crossed(x, [update, mean, exchange])
   in_threads(*[functools.partial(run, calls[part::4]) for part in range(4)])
   for graph in modes.graphs(inter_op_parallelism_threads=8,
                             use_per_session_threads=True):
     with graph.entered() as mode:
-      for functions in ([exchange], [update, exchange]):
+      for functions in ([exchange], [update, mean, exchange]):
         x = [mode.variable(np.full(20_000, i, FLOAT)) for i in range(6)]
         every = tf.group(*[call() for call in crossed(x, functions)])
         for _ in range(50):
@@ -216,6 +223,34 @@ def test_one_variable_in_two_places_is_seen_each_time(graph):
                        match="are one variable"):
       graph.session.run(op, {which: False})
   assert [v[0] for v in graph.values([a, b])] == [0.875, 1]
+
+
+def test_a_target_that_is_a_source_at_times_is_seen_each_time(graph):
+  # The order in which an op locks its variables is remembered, too.
+  a, b, c = (graph.variable(np.full(3, i, FLOAT)) for i in (1, 2, 4))
+  which = tf.compat.v1.placeholder(tf.bool, [])
+  op = _raw_averaging_assign([a.handle], [either(which, a, b), c.handle], [],
+                             [1., 1.], 1., N=1, T=tf.float32)
+  want = 1
+  for choice in (True, True, False, True, False, False):
+    graph.session.run(op, {which: choice})
+    want = (want if choice else 2) + 4
+    assert [v[0] for v in graph.values([a, b, c])] == [want, 2, 4]
+
+
+def test_a_target_that_is_another_s_source_at_times_is_seen_each_time(graph):
+  a, b, c = (graph.variable(np.full(3, i, FLOAT)) for i in (1, 2, 4))
+  which = tf.compat.v1.placeholder(tf.bool, [])
+  op = _raw_averaging_assign([a.handle, b.handle],
+                             [either(which, a, b), c.handle], [], [1.], 1.,
+                             N=2, T=tf.float32)
+  graph.session.run(op, {which: True})
+  for _ in range(2):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        r"targets\[1\].* and sources\[0\].* are one variable")):
+      graph.session.run(op, {which: False})
+    graph.session.run(op, {which: True})
+  assert [v[0] for v in graph.values([a, b, c])] == [1, 4, 4]
 
 
 def test_an_op_does_not_keep_variables_alive():

@@ -7,9 +7,11 @@ inside a `tf.function`, and in a `tf.Graph`.
 
 import collections
 import contextlib
+import math
 import numbers
 import typing
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt._loader import ops as _raw
@@ -17,6 +19,7 @@ from wrapopt._loader import ops as _raw
 __all__ = [
     "StalenessVerdict",
     "apply",
+    "averaging_assign",
     "ema_update",
     "exchange",
     "staleness_complete",
@@ -26,6 +29,132 @@ __all__ = [
 
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _LOW_PRECISION = (tf.float16, tf.bfloat16)
+
+
+def averaging_assign(targets, sources, weights=None, rate=1.0,
+                     use_locking=True, name=None):
+  """Moves variables towards the weighted mean of others, in place.
+
+  For each variable with sources `x[0], x[1], ...` and targets `t[0], t[1], ...`
+
+      m = weights[0] * x[0] + weights[1] * x[1] + ...
+      t[j] += rate * (m - t[j])
+
+  in one pass over memory: each source is read once and each target written
+  once, however many they are. A target may be a source of its own mean: all of
+  them see the values from before. float16 and bfloat16 are computed in float32
+  and rounded once, so that a mean of large numbers does not overflow.
+
+  One native op serves all variables that share a device and dtypes. It checks
+  all of its variables before it changes any, and holds their locks, so that it
+  is atomic to other ops of wrapopt and to TensorFlow's own locking updates.
+
+  Example:
+
+  >>> a, b, center = (tf.Variable([x, 0.]) for x in (1., 5., 0.))
+  >>> wrapopt.ops.averaging_assign([center], [[a], [b]])
+  >>> center.numpy()
+  array([3., 0.], dtype=float32)
+
+  A worker and a center draw each other nearer, as in elastic averaging with the
+  moving rate 1/4: the mean is half way between them, so the rate is twice that.
+
+  >>> wrapopt.ops.averaging_assign([[a], [b]], [[a], [b]], rate=0.5)
+  >>> a.numpy(), b.numpy()
+  (array([2., 0.], dtype=float32), array([4., 0.], dtype=float32))
+
+  Args:
+    targets: N variables of dtype float16, bfloat16, float32 or float64; or M
+      lists or tuples of N variables, where each has M targets. One variable may
+      stand for a sequence of one.
+    sources: N variables or tensors; or S lists or tuples of N. They have the
+      shape of their targets. They and the targets of one variable are of one
+      dtype, but for some that are float32 where others are float16, or where
+      others are bfloat16. Of a variable on another device, pass what
+      `read_value()` returns.
+    weights: S finite numbers, scalar tensors or variables, or one vector of
+      them; `None` for 1 / S each, the mean. Their sum need not be 1. A source
+      of weight 0 does not count, infinity and NaN included. The sum is taken in
+      their order, but of a variable's sources, those that are variables come
+      before those that are tensors.
+    rate: A number in [0, 1], or a scalar tensor or variable of any floating
+      dtype. 1 assigns the mean, whatever the targets held; 0 leaves them alone.
+    use_locking: Whether the targets are locked against other updates.
+    name: A name for the operation.
+
+  Returns:
+    The `tf.Operation` in a `tf.compat.v1` graph, to be run; `None` in eager
+    mode and inside a `tf.function`, which runs it in program order.
+
+  Raises:
+    TypeError: If `targets` are not variables, or dtypes or kinds of variables
+      do not go together.
+    ValueError: If numbers of variables, of weights or shapes do not match, a
+      number is out of range, one target is named twice, or a target is a source
+      of another variable's mean.
+    tf.errors.InvalidArgumentError: When it runs: a weight or rate tensor out of
+      range or NaN, or what could not be known before.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+
+  References: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging
+  SGD", NeurIPS 2015; Izmailov et al., "Averaging weights leads to wider optima
+  and better generalization", UAI 2018 (`rate` 1 / (n + 1) for the n-th model
+  after the first); Zhang, Lucas, Hinton and Ba, "Lookahead optimizer", NeurIPS
+  2019 (targets and sources fast and slow, weights alpha and 1 - alpha).
+  """
+  targets = [(subject, _variables(subject, row))
+             for subject, row in _rows("targets", targets)]
+  count = len(targets[0][1])
+  with tf.name_scope(name or "AveragingAssign"):
+    sources = _rows("sources", sources)
+    for what, rows in ("target", targets), ("source", sources):
+      for subject, row in rows:
+        if len(row) != count:
+          raise ValueError(f"`{subject}` must hold one {what} for each of the "
+                           f"{count} variables, got {len(row)}. Several "
+                           f"{what}s of each are several lists.")
+    sources = [(subject, _sources(subject, row, targets[0][1]))
+               for subject, row in sources]
+    weights = _weights(weights, len(sources))
+    if isinstance(rate, numbers.Real) and not 0 <= rate <= 1:
+      raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
+
+    _check_targets(targets, sources)
+    groups = collections.defaultdict(list)
+    for i, first in enumerate(targets[0][1]):
+      dtype = first.dtype.base_dtype
+      like = f"{targets[0][0]}[{i}]"
+      for subject, row in targets + sources:
+        _check_kind(f"{subject}[{i}]", row[i], like, first)
+        dtype = _check_mixed_dtype(f"{subject}[{i}]", row[i], dtype)
+        _check_shape(f"{subject}[{i}]", row[i], like, first)
+      groups[_is_ref(first), first.device, dtype,
+             tuple(row[i].dtype.base_dtype for _, row in targets),
+             tuple((isinstance(row[i], tf.Variable), row[i].dtype.base_dtype)
+                   for _, row in sources)].append(i)
+    updates = []
+    for (is_ref, _, dtype, _, kinds), members in groups.items():
+      flat = lambda rows: [row[i] for row in rows for i in members]  # pylint: disable=cell-var-from-loop
+      # The op takes variables before tensors.
+      order = sorted(range(len(kinds)), key=lambda s: not kinds[s][0])
+      written = flat([row for _, row in targets])
+      read = flat([sources[s][1] for s in order if kinds[s][0]])
+      tensors = flat([sources[s][1] for s in order if not kinds[s][0]])
+      with device_of(written[0]):
+        arguments = {
+            "tensors": tensors, "weights": _weight_vector(weights, order),
+            "rate": float64(rate), "N": len(members), "T": dtype,
+            "use_locking": use_locking}
+        if is_ref:
+          update = _raw.wrapopt_averaging_assign_ref(written, read, **arguments)
+          _not_with_tensors(update, written[0])
+          updates.append(_named(update, targets=written, sources=read))
+        else:
+          updates.append(_raw.wrapopt_averaging_assign(
+              [t.handle for t in written], [s.handle for s in read],
+              **arguments))
+    return _result(updates)
 
 
 def ema_update(shadows, values, decay, name=None):
@@ -98,7 +227,7 @@ def ema_update(shadows, values, decay, name=None):
         flat = [shadows[k][i] for k in chosen for i in members]
         read = [values[i] for i in members]
         with device_of(read[0]):
-          vector = _decays([decays[k] for k in chosen])
+          vector = _float64_vector([decays[k] for k in chosen])
           if is_ref:
             updates.append(_named(
                 _raw.wrapopt_ema_update_ref(flat, read, vector),
@@ -285,12 +414,10 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
             **arguments,
             **{k: v if isinstance(v, bool) else float64(v)
                for k, v in scalars.items()},
-            decays=_decays(decays), accept=accept, use_locking=use_locking)
+            decays=_float64_vector(decays), accept=accept,
+            use_locking=use_locking)
       if is_ref:
-        # TensorFlow colocates an op with its ref inputs, but counts its
-        # arguments as if none were a list: it takes a gradient for a variable.
-        update._clear_attr("_class")
-        update._set_device(variables[members[0]].device)
+        _not_with_tensors(update, variables[members[0]])
         _named(update, **arguments)
       updates.append(update)
     return _result(updates)
@@ -483,6 +610,124 @@ def _read(x):
   return x.read_value() if isinstance(x, tf.Variable) else x
 
 
+def _rows(subject, given):
+  """[(name, sequence)] of the sequences in `given`, or of `given` itself."""
+  if isinstance(given, (tf.Variable, np.ndarray)) or tf.is_tensor(given):
+    given = [given]
+  rows = list(given)
+  nested = [isinstance(row, (list, tuple)) for row in rows]
+  if rows and all(nested):
+    return [(f"{subject}[{k}]", row) for k, row in enumerate(rows)]
+  if any(nested):
+    raise TypeError(f"`{subject}` must hold lists only or none, got "
+                    f"{[type(row).__name__ for row in rows]}.")
+  return [(subject, rows)]
+
+
+def _sources(subject, row, targets):
+  """The variables in `row`, and as tensors what else it holds."""
+  sources = []
+  for i, (source, target) in enumerate(zip(row, targets)):
+    if not isinstance(source, tf.Variable):
+      try:
+        with device_of(target):
+          source = tf.convert_to_tensor(source)
+      except (TypeError, ValueError):
+        raise TypeError(f"`{subject}[{i}]` must be a variable or a tensor, got "
+                        f"{source!r}.") from None
+    sources.append(source)
+  return sources
+
+
+def _check_targets(targets, sources):
+  """Each variable must be one target, and a source only of its own mean.
+
+  An op says so too, but knows no more than its own variables.
+
+  Args:
+    targets: [(name, variables)].
+    sources: [(name, variables and tensors)].
+  """
+  places = {}
+  for subject, row in targets:
+    for i, target in enumerate(row):
+      first, _ = places.setdefault(target.ref(), (f"{subject}[{i}]", i))
+      if first != f"{subject}[{i}]":
+        raise ValueError(
+            f"`{first}` and `{subject}[{i}]` are one variable, "
+            f"'{target.name}': a variable that is updated must be named once.")
+  for subject, row in sources:
+    for i, source in enumerate(row):
+      if isinstance(source, tf.Variable):
+        first, position = places.get(source.ref(), (None, i))
+        if position != i:
+          raise ValueError(
+              f"`{first}` and `{subject}[{i}]` are one variable, "
+              f"'{source.name}': a target may be a source of its own mean, not "
+              "of another's.")
+
+
+def _weights(weights, count):
+  """`weights` as a list of `count` or as one vector, checked."""
+  if weights is None:
+    return [1 / count] * count
+  if isinstance(weights, tf.Variable) or tf.is_tensor(weights):
+    if not weights.shape.is_compatible_with([count]):
+      raise ValueError(f"`weights` misshapen: got {weights.shape} but expected "
+                       f"({count},) (one weight for each source).")
+    return weights
+  if isinstance(weights, numbers.Real):
+    raise TypeError("`weights` must be a sequence, one weight for each source, "
+                    f"got {weights}.")
+  weights = list(weights)
+  if len(weights) != count:
+    raise ValueError(f"`weights` must hold one weight for each of the {count} "
+                     f"sources, got {len(weights)}.")
+  for s, weight in enumerate(weights):
+    if isinstance(weight, numbers.Real) and not math.isfinite(weight):
+      raise ValueError(f"`weights[{s}]` must be finite, got {weight}.")
+  return weights
+
+
+def _weight_vector(weights, order):
+  """The weights in the order of the op's sources."""
+  if isinstance(weights, list):
+    return _float64_vector([weights[s] for s in order])
+  weights = float64(weights)
+  if order == sorted(order):
+    return weights
+  # A gather is content with more weights than it takes.
+  return tf.gather(tf.ensure_shape(weights, [len(order)]), order)
+
+
+def _check_kind(subject, x, like_subject, like):
+  if isinstance(x, tf.Variable) and _is_ref(x) != _is_ref(like):
+    kinds = {True: "ref", False: "resource"}
+    raise TypeError(
+        f"`{subject}` ('{x.name}') must be a {kinds[_is_ref(like)]} variable "
+        f"as {like_subject} ('{like.name}') is, got a {kinds[_is_ref(x)]} "
+        "variable.")
+
+
+def _check_mixed_dtype(subject, x, dtype):
+  """What `dtype`, that of the others so far, becomes with that of `x`.
+
+  Args:
+    subject: What `x` is called.
+    x: A variable or tensor.
+    dtype: A dtype in which all others are, or are float32.
+
+  Returns:
+    The same for `x` and the others.
+  """
+  if dtype == tf.float32:
+    _check_dtype(subject, x, (dtype, *_LOW_PRECISION))
+    return x.dtype.base_dtype
+  _check_dtype(subject, x, _shadow_dtypes(dtype) if dtype in _FLOATS
+               else _FLOATS)
+  return dtype
+
+
 def float64(x):
   """A number, tensor or variable as a float64 scalar, with all its digits."""
   x = _read(x)
@@ -531,6 +776,20 @@ def _named(op, **variables):
   return op
 
 
+def _not_with_tensors(op, variable):
+  """Puts an op on ref variables where they are, tensors or not.
+
+  TensorFlow colocates an op with its ref inputs, but counts its arguments as if
+  none were a list: it takes a tensor for a variable.
+
+  Args:
+    op: The op.
+    variable: One of its variables.
+  """
+  op._clear_attr("_class")
+  op._set_device(variable.device)
+
+
 @contextlib.contextmanager
 def device_of(variable):
   """Where an op on a variable runs, whatever tf.device() the caller is in."""
@@ -548,26 +807,32 @@ def _shadow_dtypes(dtype):
   return (dtype, tf.float32) if dtype in _LOW_PRECISION else (dtype,)
 
 
-def _check_dtype(subject, variable, dtypes):
-  if variable.dtype.base_dtype not in dtypes:
+def _called(subject, x):
+  """"`values[0]` ('v:0')"; a tensor needs no name."""
+  return (f"`{subject}` ('{x.name}')" if isinstance(x, tf.Variable)
+          else f"`{subject}`")
+
+
+def _check_dtype(subject, x, dtypes):
+  if x.dtype.base_dtype not in dtypes:
     raise TypeError(
-        f"`{subject}` ('{variable.name}') must be of dtype "
+        f"{_called(subject, x)} must be of dtype "
         f"{' or '.join(d.name for d in dtypes)}, got "
-        f"{variable.dtype.base_dtype.name}.")
+        f"{x.dtype.base_dtype.name}.")
 
 
-def _check_shape(subject, variable, like_subject, like):
-  if not variable.shape.is_compatible_with(like.shape):
+def _check_shape(subject, x, like_subject, like):
+  if not x.shape.is_compatible_with(like.shape):
     raise ValueError(
-        f"`{subject}` ('{variable.name}') misshapen: got {variable.shape} but "
-        f"expected {like.shape} (the shape of {like_subject}, '{like.name}').")
+        f"{_called(subject, x)} misshapen: got {x.shape} but expected "
+        f"{like.shape} (the shape of {like_subject}, '{like.name}').")
 
 
-def _decays(decays):
-  """The decays as one float64 vector."""
-  if all(isinstance(decay, numbers.Real) for decay in decays):
-    return tf.constant(decays, tf.float64, [len(decays)])
-  return tf.stack([float64(decay) for decay in decays])
+def _float64_vector(scalars):
+  """Numbers, tensors and variables as one float64 vector."""
+  if all(isinstance(scalar, numbers.Real) for scalar in scalars):
+    return tf.constant(scalars, tf.float64, [len(scalars)])
+  return tf.stack([float64(scalar) for scalar in scalars])
 
 
 def _result(operations):

@@ -196,13 +196,7 @@ class ApplyOp : public OpKernel {
                          int i) const {
     tensorflow::OpInputList grads;
     TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
-    const tensorflow::TensorShape& expected =
-        variables.tensor(var + i)->shape();
-    if (grads[i].shape().IsSameSize(expected)) return absl::OkStatus();
-    return absl::InvalidArgumentError(absl::StrCat(
-        "grad[", i, "] misshapen: got ", grads[i].shape().DebugString(),
-        " but expected ", expected.DebugString(), " (the shape of ",
-        variables.Describe(var + i), ")"));
+    return variables.CheckSameShape(grads[i], "grad", i, var + i);
   }
 
   // Checks a sparse gradient, sorts its rows and sums those of one index.

@@ -1,6 +1,8 @@
 #include "cc/kernels/elementwise_cpu.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <utility>
 
 // The three versions are compiled from one text by `target`, not by -mavx2 on
@@ -35,7 +37,8 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
     if (const size_t next = from + Pass::kBlock; next < ahead.elements) {
       // Into the second-level cache: the first is full of this block. Written
       // out, for g++ removes calls of a function that does nothing else.
-      for (size_t j = 0; j < kGroup; j += kLine / sizeof(State)) {
+      for (size_t j = ahead.states ? 0 : kGroup; j < kGroup;
+           j += kLine / sizeof(State)) {
         (__builtin_prefetch(states[s] + next + j, /*rw=*/0, /*locality=*/2),
          ...);
       }
@@ -153,6 +156,14 @@ StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
   return nullptr;
 }
 
+void Pass::AddStage(const Stage& stage) {
+  if (stage.scratch >= 0) {
+    scratch_operands_.push_back(operands_per_variable_ + stage.scratch);
+  }
+  stages_.push_back(stage);
+  operands_per_variable_ += stage.operands;
+}
+
 void Pass::AddVariable(size_t elements, const std::vector<void*>& operands) {
   variables_.push_back({elements, blocks() + (elements + kBlock - 1) / kBlock});
   operands_.insert(operands_.end(), operands.begin(), operands.end());
@@ -167,6 +178,8 @@ double Pass::bytes() const {
 }
 
 void Pass::Run(size_t begin, size_t end) const {
+  alignas(kLine) std::byte scratch[kBlock * sizeof(double)] = {};
+  std::vector<void*> own;  // Operands where some are this thread's scratch.
   // The first variable with a block at or after `begin`.
   auto variable = std::upper_bound(
       variables_.begin(), variables_.end(), begin,
@@ -179,9 +192,21 @@ void Pass::Run(size_t begin, size_t end) const {
       const size_t to = std::min(from + kBlock, variable->elements);
       void* const* operands =
           operands_.data() + index * operands_per_variable_;
+      if (!scratch_operands_.empty()) {
+        own.assign(operands, operands + operands_per_variable_);
+        // A step counts in elements of the variable: its element `from` is the
+        // first of the scratch. No pointer may point there, a number may.
+        const uintptr_t element_0 =
+            reinterpret_cast<uintptr_t>(scratch) - from * scratch_bytes_;
+        for (const int i : scratch_operands_) {
+          own[i] = reinterpret_cast<void*>(element_0);
+        }
+        operands = own.data();
+      }
       for (const Stage& stage : stages_) {
         stage.step(operands, stage.scalars, from, to,
-                   {variable->elements, stage.new_inputs});
+                   {variable->elements, stage.new_inputs,
+                    /*states=*/stage.scratch != 0});
         operands += stage.operands;
       }
     }

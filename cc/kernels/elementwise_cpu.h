@@ -20,7 +20,9 @@ namespace wrapopt {
 // a fifth of the time.
 struct Ahead {
   size_t elements = 0;
-  bool inputs = true;  // Not only the states.
+  // False for those that the cache has already.
+  bool inputs = true;
+  bool states = true;
 };
 
 // One rule's loop over the elements [begin, end) of its arrays, which must not
@@ -40,6 +42,9 @@ StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa);
 // and all stages of a block run before the next block is touched. So an array
 // that several stages use, such as the value that K averages are taken of, is
 // read from memory once.
+//
+// Stages may hand numbers on in a scratch array that never leaves that cache:
+// it holds one block, and each thread has its own.
 class Pass {
  public:
   // 2 KiB of float. All arrays of a block, and the next block's that are on
@@ -53,14 +58,17 @@ class Pass {
     int operands;
     size_t bytes;  // What one element moves between memory and the core.
     bool new_inputs;  // False where a stage before has them in the cache.
+    int scratch = -1;  // Which of its operands is the scratch array, if any.
   };
 
-  void AddStage(const Stage& stage) {
-    stages_.push_back(stage);
-    operands_per_variable_ += stage.operands;
-  }
+  // `scratch` is how the scratch array stores its numbers.
+  explicit Pass(Number scratch = Number::kFloat)
+      : scratch_bytes_(SizeOf(scratch)) {}
 
-  // `operands` are those of the first stage, of the second stage, and so on.
+  void AddStage(const Stage& stage);
+
+  // `operands` are those of the first stage, of the second stage, and so on,
+  // nullptr for the scratch array.
   void AddVariable(size_t elements, const std::vector<void*>& operands);
 
   // Blocks of all variables together.
@@ -79,6 +87,8 @@ class Pass {
     size_t end;  // One past its last block.
   };
 
+  const size_t scratch_bytes_;  // Of an element.
+  std::vector<int> scratch_operands_;  // Where a variable's operands have it.
   int operands_per_variable_ = 0;
   std::vector<Stage> stages_;
   std::vector<Variable> variables_;

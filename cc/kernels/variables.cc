@@ -85,48 +85,70 @@ absl::Status Variables::FindResource(Entry* entry) {
   return absl::OkStatus();
 }
 
+namespace {
+
+bool IsWritten(Variables::Access access) {
+  return access == Variables::Access::kWrite ||
+         access == Variables::Access::kWriteUnlocked;
+}
+
+// The place of an access among those of one variable.
+int Rank(Variables::Access access) {
+  if (IsWritten(access)) return 0;
+  return access == Variables::Access::kRead ? 1 : 2;
+}
+
+}  // namespace
+
 absl::Status Variables::OrderLocks(std::vector<int>* order) const {
   order->resize(entries_.size());
   std::iota(order->begin(), order->end(), 0);
   std::stable_sort(order->begin(), order->end(), [this](int a, int b) {
-    return std::less<>()(entries_[a].mu, entries_[b].mu);
+    const Entry& x = entries_[a];
+    const Entry& y = entries_[b];
+    return x.mu == y.mu ? Rank(x.access) < Rank(y.access)
+                        : std::less<>()(x.mu, y.mu);
   });
-  auto last = order->begin();  // Of those that are kept.
-  for (const int i : *order) {
-    if (i == order->front()) continue;
-    if (entries_[*last].mu != entries_[i].mu) {
-      *++last = i;
-      continue;
-    }
-    if (entries_[*last].access != Access::kRead ||
-        entries_[i].access != Access::kRead) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          Describe(std::min(*last, i)), " and ", Describe(std::max(*last, i)),
-          " are one variable: a variable that is updated must be named once"));
-    }
-  }
-  if (!order->empty()) order->erase(last + 1, order->end());
-  return absl::OkStatus();
+  const auto conflict = FirstConflict(*order);
+  if (conflict == order->end()) return absl::OkStatus();
+  const auto [first, second] = std::minmax(conflict[0], conflict[1]);
+  return absl::InvalidArgumentError(absl::StrCat(
+      Describe(first), " and ", Describe(second),
+      " are one variable: a variable that is updated must be named once"));
 }
 
-bool Variables::IsOrdered(const std::vector<int>& order) const {
-  // As many as there are, each above the one before: so all of them, once.
-  return order.size() == entries_.size() &&
-         std::adjacent_find(order.begin(), order.end(), [this](int a, int b) {
-           return !std::less<>()(entries_[a].mu, entries_[b].mu);
-         }) == order.end();
+std::vector<int>::const_iterator Variables::FirstConflict(
+    const std::vector<int>& order) const {
+  return std::adjacent_find(order.begin(), order.end(), [this](int a, int b) {
+    const Entry& x = entries_[a];
+    const Entry& y = entries_[b];
+    if (x.mu != y.mu) return std::less<>()(y.mu, x.mu);
+    if (IsWritten(x.access)) return y.access != Access::kReadWritten;
+    return Rank(x.access) > Rank(y.access);
+  });
 }
 
 absl::Status Variables::Lock() {
   // Nothing is locked before it is known that no lock is asked for twice.
   std::vector<int> order;
-  if (memory_ != nullptr && IsOrdered(memory_->order_)) {
+  if (memory_ != nullptr && memory_->order_.size() == entries_.size() &&
+      FirstConflict(memory_->order_) == memory_->order_.end()) {
     order = memory_->order_;
   } else {
     TF_RETURN_IF_ERROR(OrderLocks(&order));
     if (memory_ != nullptr) memory_->order_ = order;
   }
   LeaveMemory();
+  int first = -1;  // Of those of one mutex.
+  size_t kept = 0;
+  for (const int i : order) {
+    if (first < 0 || entries_[first].mu != entries_[i].mu) {
+      order[kept++] = first = i;
+    } else if (IsWritten(entries_[first].access)) {
+      entries_[i].written = first;
+    }
+  }
+  order.resize(kept);
   LockEach(order);
   // A buffer that a reader holds must be replaced, and that needs the lock.
   if (std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
@@ -203,6 +225,16 @@ absl::Status Variables::CheckSameShape(int variable, int like) const {
   if (got.IsSameSize(expected)) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat(
       Describe(variable), " misshapen: got ", got.DebugString(),
+      " but expected ", expected.DebugString(), " (the shape of ",
+      Describe(like), ")"));
+}
+
+absl::Status Variables::CheckSameShape(const Tensor& tensor, const char* list,
+                                       int position, int like) const {
+  const tensorflow::TensorShape& expected = entries_[like].tensor->shape();
+  if (tensor.shape().IsSameSize(expected)) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      list, "[", position, "] misshapen: got ", tensor.shape().DebugString(),
       " but expected ", expected.DebugString(), " (the shape of ",
       Describe(like), ")"));
 }

@@ -30,7 +30,10 @@ class Variables {
   // kWriteUnlocked lets other updates in at the same time, as TensorFlow's
   // use_locking=False does: what the variables hold is then up to luck, but
   // always some update's.
-  enum class Access { kRead, kWrite, kWriteUnlocked };
+  //
+  // kReadWritten reads what may be among the written ones, too: such a variable
+  // is locked once, for writing, and both names stand for the one buffer.
+  enum class Access { kRead, kReadWritten, kWrite, kWriteUnlocked };
 
   // What a kernel remembers of its variables from one call to the next. With
   // hundreds of small variables most of a call's time went into looking each
@@ -47,7 +50,7 @@ class Variables {
 
     tensorflow::mutex mu_;
     std::vector<Found> found_ TF_GUARDED_BY(mu_);  // By input of the op.
-    std::vector<int> order_ TF_GUARDED_BY(mu_);    // Of locking.
+    std::vector<int> order_ TF_GUARDED_BY(mu_);    // For Lock().
   };
 
   // Calls that run at the same time do not wait for each other's memory.
@@ -65,12 +68,18 @@ class Variables {
   // Locks all of them, those that are only read in shared mode, in the order
   // of their mutex's address: the order that TensorFlow's own training kernels
   // use, so that the two cannot deadlock. A variable that is written must not
-  // be named twice, and each must be initialized.
+  // be named twice, but for kReadWritten, and each must be initialized.
   absl::Status Lock();
+
+  // Of one that is kReadWritten: which of the written ones it is, or -1.
+  int Written(int variable) const { return entries_[variable].written; }
 
   absl::Status CheckDtype(int variable, tensorflow::DataType dtype) const;
   // `variable` must have the shape of `like`.
   absl::Status CheckSameShape(int variable, int like) const;
+  // So must the tensor that is `list[position]`.
+  absl::Status CheckSameShape(const tensorflow::Tensor& tensor,
+                              const char* list, int position, int like) const;
 
   // Gives each written variable a buffer that no reader shares. Call it last:
   // it is the first to change anything, though no value.
@@ -111,15 +120,20 @@ class Variables {
     tensorflow::Tensor ref;
     // The variable's own tensor, or `ref`.
     tensorflow::Tensor* tensor = nullptr;
+    int written = -1;
   };
 
   // Whether a reader that is still alive holds the buffer of a variable that
   // is to be written.
   static bool IsShared(const Entry& entry);
   absl::Status FindResource(Entry* entry);
-  // The order for Lock(), each mutex once.
+  // The order for Lock(): all entries by their mutex, and of one mutex, the one
+  // first that says how it is locked.
   absl::Status OrderLocks(std::vector<int>* order) const;
-  bool IsOrdered(const std::vector<int>& order) const;
+  // The first two neighbours that are not in that order, or that name one
+  // variable when only one of them may.
+  std::vector<int>::const_iterator FirstConflict(
+      const std::vector<int>& order) const;
   void LeaveMemory();
   void LockEach(const std::vector<int>& order);
   void Unlock();

@@ -31,6 +31,7 @@
 #include "cc/rules/gradient_descent.h"
 #include "cc/rules/momentum.h"
 #include "cc/rules/rms_prop.h"
+#include "cc/rules/weighted_sum.h"
 
 //  X(rule, states, inputs, scalars, sparse)
 #define WRAPOPT_RULES(X)                                                     \
@@ -50,7 +51,8 @@
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
-  X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)
+  X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
+  X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
 namespace wrapopt {
 
