@@ -17,6 +17,7 @@ README = os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")
 PRINTS = (
     r"averaged: \[[^]]+\]\nraw:      \[[^]]+\]\n",
     "",
+    r"\[0\.5, 0\.5, 2\.5, 2\.5\]\n",
     r"\[0\.25 0\.5 \]\n",
 )
 
@@ -78,7 +79,7 @@ def test_docstring(name):
 
 
 @pytest.mark.parametrize("name", [
-    "wrapopt.MovingAverageOptimizer", "wrapopt.ops.ema_update",
-    "wrapopt.ops.exchange"])
+    "wrapopt.CrossShardOptimizer", "wrapopt.MovingAverageOptimizer",
+    "wrapopt.ops.ema_update", "wrapopt.ops.exchange"])
 def test_what_has_an_example(name):
   assert ">>> " in inspect.getdoc(documented()[name])

@@ -27,6 +27,14 @@ def averaging(fused):
 
 OPTIMIZERS = {
     "bare": tf.compat.v1.train.GradientDescentOptimizer,
+    "CrossShardOptimizer": lambda rate: wrapopt.CrossShardOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(rate)),
+    "CrossShardOptimizer(MovingAverageOptimizer)":
+        lambda rate: wrapopt.CrossShardOptimizer(averaging(None)(rate)),
+    "MovingAverageOptimizer(CrossShardOptimizer)":
+        lambda rate: wrapopt.MovingAverageOptimizer(
+            wrapopt.CrossShardOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(rate)), DECAY),
     # Step and averages in one pass, and in two.
     "MovingAverageOptimizer": averaging(None),
     "MovingAverageOptimizer, not fused": averaging(False),
@@ -110,10 +118,13 @@ def check(run, opt, pairs):
   """Variables hold what they should, and averages what follows from that."""
   for variable, (before, after) in pairs:
     np.testing.assert_array_equal(np.float64(run(variable)), after)
-    if isinstance(opt, wrapopt.MovingAverageOptimizer):
+    averaging_opt = next(
+        (o for o in (opt, getattr(opt, "_optimizer", None))
+         if isinstance(o, wrapopt.MovingAverageOptimizer)), None)
+    if averaging_opt:
       # All numbers here are exact in all dtypes.
       np.testing.assert_array_equal(
-          np.float64(run(opt.average(variable))),
+          np.float64(run(averaging_opt.average(variable))),
           np.add(np.multiply(DECAY, before), np.multiply(1 - DECAY, after)))
 
 
@@ -310,6 +321,11 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
             if op.type.startswith("Wrapopt>")}
   assert native == {
       "bare": set(),
+      "CrossShardOptimizer": set(),
+      "CrossShardOptimizer(MovingAverageOptimizer)":
+          {f"Wrapopt>ApplyGradientDescent{ref}"},
+      "MovingAverageOptimizer(CrossShardOptimizer)":
+          {f"Wrapopt>EmaUpdate{ref}"},
       "MovingAverageOptimizer": {f"Wrapopt>ApplyGradientDescent{ref}"},
       "MovingAverageOptimizer, not fused": {f"Wrapopt>EmaUpdate{ref}"},
   }[name]
