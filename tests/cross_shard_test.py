@@ -306,6 +306,30 @@ def test_rows_on_a_tpu_keep_their_types(dtype, index_type):
         dtype, tf.int32}
 
 
+def test_groups_of_a_tpu_strategy():
+  # As good as one, but for its devices: replicas in which a TPU's computation
+  # is built.
+  with tf.Graph().as_default():
+    strategy = tf.distribute.MirroredStrategy(
+        [f"/cpu:{i}" for i in range(SHARDS)])
+    with strategy.scope():
+      w = tf.Variable([1.0])
+      opt = sgd_shards(group_assignment=PAIRS)
+
+    def replica():
+      with tpu_function.tpu_shard_context(SHARDS):
+        opt.apply_gradients([(tf.constant([1.0]), w)])
+
+    strategy.run(replica)
+    updates = ops_of_type("ResourceApplyGradientDescent")
+    sums = [[x for x in ancestors(update) if x.type == "CrossReplicaSum"]
+            for update in updates]
+    # Summed once, each copy's own.
+    assert [len(x) for x in sums] == [1] * SHARDS
+    assert len(set(itertools.chain(*sums))) == SHARDS
+    assert not ops_of_type("AddN")
+
+
 def test_what_is_summed_already_is_left_on_a_tpu():
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(2):
     w = tf.Variable([1.0])
@@ -507,19 +531,21 @@ def test_constraints_in_groups(strategy):
 
 
 @pytest.mark.parametrize("groups", [None, PAIRS], ids=str)
-def test_loss_scaling_inside_and_outside(strategy, groups):
+@pytest.mark.parametrize("outside", [False, True])
+def test_dynamic_loss_scaling(strategy, outside, groups):
+  # Its apply_gradients calls that of its inner optimizer from a merge_call, in
+  # replicas that are entered anew; and it takes no more than in 1.15.
   scaled = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer
-  for make in (lambda opt: scaled(sgd_shards(group_assignment=groups), 8.0),
-               lambda opt: wrapopt.CrossShardOptimizer(
-                   scaled(sgd(), 8.0), group_assignment=groups)):
-    with strategy.scope():
-      w = tf.Variable([1.0])
-      opt = make(sgd())
-    coefficients = tf.constant([[2.0], [6.0], [-4.0], [-12.0]])
-    strategy.run(lambda: opt.minimize(lambda: w * mine(coefficients),
-                                      var_list=[w]))
-    assert [float(x[0]) for x in copies(strategy, w)] == (
-        [-1, -1, 5, 5] if groups else [2, 2, 2, 2])
+  with strategy.scope():
+    w = tf.Variable([1.0])
+    opt = (scaled(sgd_shards(group_assignment=groups), "dynamic") if outside
+           else wrapopt.CrossShardOptimizer(scaled(sgd(), "dynamic"),
+                                            group_assignment=groups))
+  coefficients = tf.constant([[2.0], [6.0], [-4.0], [-12.0]])
+  strategy.run(lambda: opt.minimize(lambda: w * mine(coefficients),
+                                    var_list=[w]))
+  assert [float(x[0]) for x in copies(strategy, w)] == (
+      [-1, -1, 5, 5] if groups else [2, 2, 2, 2])
 
 
 def test_gradients_are_the_shards_own_before_they_are_applied(strategy):

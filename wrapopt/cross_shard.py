@@ -141,19 +141,18 @@ class CrossShardOptimizer(WrapperOptimizer):
     shards = _number_of_shards()
     groups = self._groups_of(shards)
     context = contextlib.nullcontext()
+    in_replica = tf.distribute.has_strategy()
     if shards == 1 or kwargs.get("skip_gradients_aggregation"):
       pass
-    elif not tf.distribute.has_strategy():
+    elif in_replica and len(groups) == 1:
+      pass  # The inner optimizer has its strategy take the sum.
+    else:
+      if in_replica:
+        _check_copies(grads_and_vars, groups)
+        context = _ReducedContext(tf.distribute.get_replica_context())
+      sums = _sums_over_replicas if _tpu_shards() is None else _sums_over_shards
       grads_and_vars = _map_gradients(
-          lambda gradients: [_sum_over_shards(g, groups) for g in gradients],
-          grads_and_vars)
-    elif len(groups) > 1:
-      _check_copies(grads_and_vars, groups)
-      grads_and_vars = _map_gradients(
-          lambda gradients: _sum_over_replicas(gradients, groups),
-          grads_and_vars)
-      context = _ReducedContext(tf.distribute.get_replica_context())
-    # Otherwise the inner optimizer has its strategy take the sum.
+          lambda gradients: sums(gradients, groups), grads_and_vars)
     with context:
       return self._optimizer.apply_gradients(
           grads_and_vars, global_step=global_step, name=name, **kwargs)
@@ -191,9 +190,14 @@ def _checked_groups(assignment):
   return groups
 
 
+def _tpu_shards():
+  """How many shards the TPU computation has that is built now, or None."""
+  return tpu_function.get_tpu_context().number_of_shards
+
+
 def _number_of_shards():
   if not tf.distribute.has_strategy():
-    return tpu_function.get_tpu_context().number_of_shards or 1
+    return _tpu_shards() or 1
   context = tf.distribute.get_replica_context()
   if context is None:
     raise RuntimeError(
@@ -223,15 +227,19 @@ def _of_tensors(gradient):
 # In a TPU shard context.
 
 
-def _sum_over_shards(gradient, groups):
-  with framework_ops.colocate_with(gradient):
-    if not isinstance(gradient, tf.IndexedSlices):
-      return tf.compat.v1.tpu.cross_replica_sum(gradient, groups)
-    # TPUs have no collectives of 64 bit integers, nor that many rows.
-    indices = _gather_rows(tf.cast(gradient.indices, tf.int32), groups)
-    return tf.IndexedSlices(_gather_rows(gradient.values, groups),
-                            tf.cast(indices, gradient.indices.dtype),
-                            gradient.dense_shape)
+def _sums_over_shards(gradients, groups):
+  """Sums over the shards of this shard's group."""
+  def sum_of(gradient):
+    with framework_ops.colocate_with(gradient):
+      if not isinstance(gradient, tf.IndexedSlices):
+        return tf.compat.v1.tpu.cross_replica_sum(gradient, groups)
+      # TPUs have no collectives of 64 bit integers, nor that many rows.
+      indices = _gather_rows(tf.cast(gradient.indices, tf.int32), groups)
+      return tf.IndexedSlices(_gather_rows(gradient.values, groups),
+                              tf.cast(indices, gradient.indices.dtype),
+                              gradient.dense_shape)
+
+  return [sum_of(gradient) for gradient in gradients]
 
 
 def _gather_rows(x, groups):
@@ -257,7 +265,7 @@ def _check_copies(grads_and_vars, groups):
           "strategy that mirrors variables.")
 
 
-def _sum_over_replicas(gradients, groups):
+def _sums_over_replicas(gradients, groups):
   """Sums over the replicas of this replica's group."""
   if len(groups[0]) == 1:
     return gradients
