@@ -18,6 +18,7 @@ PRINTS = (
     r"averaged: \[[^]]+\]\nraw:      \[[^]]+\]\n",
     "",
     r"admitted, dropped: 100 0\n",
+    r"\[0\.5, 0\.5, 2\.5, 2\.5\]\n",
     r"\[0\.25 0\.5 \]\n",
 )
 
@@ -79,8 +80,9 @@ def test_docstring(name):
 
 
 @pytest.mark.parametrize("name", [
-    "wrapopt.DropStaleGradientOptimizer", "wrapopt.MovingAverageOptimizer",
-    "wrapopt.ops.averaging_assign", "wrapopt.ops.ema_update",
-    "wrapopt.ops.exchange", "wrapopt.ops.staleness_gate"])
+    "wrapopt.CrossShardOptimizer", "wrapopt.DropStaleGradientOptimizer",
+    "wrapopt.MovingAverageOptimizer", "wrapopt.ops.averaging_assign",
+    "wrapopt.ops.ema_update", "wrapopt.ops.exchange",
+    "wrapopt.ops.staleness_gate"])
 def test_what_has_an_example(name):
   assert ">>> " in inspect.getdoc(documented()[name])

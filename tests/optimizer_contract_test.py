@@ -35,6 +35,14 @@ def gated(rate):
 
 OPTIMIZERS = {
     "bare": tf.compat.v1.train.GradientDescentOptimizer,
+    "CrossShardOptimizer": lambda rate: wrapopt.CrossShardOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(rate)),
+    "CrossShardOptimizer(MovingAverageOptimizer)":
+        lambda rate: wrapopt.CrossShardOptimizer(averaging(None)(rate)),
+    "MovingAverageOptimizer(CrossShardOptimizer)":
+        lambda rate: wrapopt.MovingAverageOptimizer(
+            wrapopt.CrossShardOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(rate)), DECAY),
     "DropStaleGradientOptimizer": gated,
     "DropStaleGradientOptimizer(MovingAverageOptimizer)":
         lambda rate: wrapopt.DropStaleGradientOptimizer(
@@ -124,10 +132,13 @@ def check(run, opt, pairs):
   """Variables hold what they should, and averages what follows from that."""
   for variable, (before, after) in pairs:
     np.testing.assert_array_equal(np.float64(run(variable)), after)
-    if isinstance(opt, wrapopt.MovingAverageOptimizer):
+    averaging_opt = next(
+        (o for o in (opt, getattr(opt, "_optimizer", None))
+         if isinstance(o, wrapopt.MovingAverageOptimizer)), None)
+    if averaging_opt:
       # All numbers here are exact in all dtypes.
       np.testing.assert_array_equal(
-          np.float64(run(opt.average(variable))),
+          np.float64(run(averaging_opt.average(variable))),
           np.add(np.multiply(DECAY, before), np.multiply(1 - DECAY, after)))
 
 
@@ -327,6 +338,11 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
           for part in ("Record", "Gate", "Complete")}
   assert native == {
       "bare": set(),
+      "CrossShardOptimizer": set(),
+      "CrossShardOptimizer(MovingAverageOptimizer)":
+          {f"Wrapopt>ApplyGradientDescent{ref}"},
+      "MovingAverageOptimizer(CrossShardOptimizer)":
+          {f"Wrapopt>EmaUpdate{ref}"},
       "DropStaleGradientOptimizer": gate | step,
       "DropStaleGradientOptimizer(MovingAverageOptimizer)": gate | step,
       "MovingAverageOptimizer(DropStaleGradientOptimizer)": gate | step,

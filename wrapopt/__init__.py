@@ -6,11 +6,13 @@ Native ops, one pass over memory, behind thin Python classes. See the README.
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
 from wrapopt import ops
 from wrapopt import sysconfig
+from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
 from wrapopt.version import __version__
 
 __all__ = [
+    "CrossShardOptimizer",
     "DropStaleGradientOptimizer",
     "MovingAverageOptimizer",
     "__version__",
