@@ -565,6 +565,24 @@ def test_gradients_are_the_shards_own_before_they_are_applied(strategy):
   assert copies(strategy, w) == [-1.5, -1.5, -2, -2]
 
 
+def test_what_a_checkpoint_of_groups_holds(strategy, tmp_path):
+  with strategy.scope():
+    w = tf.Variable([0.0])
+    opt = wrapopt.CrossShardOptimizer(INNER["momentum"](), Reduction.SUM,
+                                      group_assignment=PAIRS)
+  gradients = tf.constant([[0.0], [1.0], [2.0], [3.0]])
+  step = lambda: strategy.run(
+      lambda: opt.apply_gradients([(mine(gradients), w)]))
+  step()
+  checkpoint = tf.train.Checkpoint(w=w, opt=opt)
+  path = checkpoint.save(str(tmp_path / "model"))
+  assert copies(strategy, w) == [-0.5, -0.5, -2.5, -2.5]
+  step()
+  checkpoint.restore(path).assert_consumed()
+  assert copies(strategy, w) == [-0.5] * SHARDS
+  assert copies(strategy, opt.get_slot(w, "momentum")) == [1] * SHARDS
+
+
 def test_what_is_summed_already_is_left_in_replicas(strategy):
   with strategy.scope():
     w = tf.Variable([0.0])
@@ -783,6 +801,23 @@ def test_outside_of_replicas(strategy):
   assert copies(strategy, w) == [1] * SHARDS
 
 
+def test_variables_of_central_storage():
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+      ["/cpu:0", "/cpu:1"])
+  gradients = tf.constant([[2.0], [6.0]])
+  for groups in (None, [[1, 0]]):
+    with strategy.scope():
+      w = tf.Variable([1.0])
+      opt = sgd_shards(group_assignment=groups)
+    strategy.run(lambda: opt.minimize(lambda: w * mine(gradients),
+                                      var_list=[w]))
+    assert w.numpy() == -1
+  opt = sgd_shards(group_assignment=[[0], [1]])
+  with pytest.raises(ValueError, match="must have its own copy"):
+    strategy.run(lambda: opt.apply_gradients([(mine(gradients), w)]))
+  assert w.numpy() == -1
+
+
 def test_a_variable_that_replicas_share(strategy):
   w, unused = tf.Variable([1.0], name="w"), tf.Variable([1.0])
   with strategy.scope():
@@ -811,6 +846,16 @@ def test_what_is_no_gradient(strategy):
 
 
 def test_no_gradients_at_all(strategy):
+  with strategy.scope():
+    v, count = tf.Variable([1.0], name="v"), tf.Variable(0)
+  for groups in (None, PAIRS):
+    opt = sgd_shards(group_assignment=groups)
+    with pytest.raises(ValueError, match="No gradients provided for any "
+                       r"variable, got variables \['v:0'\]"):
+      strategy.run(lambda: opt.apply_gradients([(None, v)], count))
+    with pytest.raises(ValueError, match="No gradients provided"):
+      strategy.run(lambda: opt.apply_gradients([], count))
+  assert copies(strategy, count) == [0] * SHARDS
   with tf.Graph().as_default(), tpu_function.tpu_shard_context(2):
     with pytest.raises(ValueError, match="No gradients provided"):
       sgd_shards().apply_gradients([(None, tf.Variable([1.0]))])

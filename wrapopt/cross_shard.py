@@ -36,8 +36,9 @@ class CrossShardOptimizer(WrapperOptimizer):
       all-reduce, on its devices and workers. For several groups the sums of all
       of them go through it side by side, as many times the bytes as there are
       groups, and each replica applies its own group's to its own copy of the
-      variables. Such copies differ between groups from then on; whatever reads
-      or saves them outside of the replicas takes the first one.
+      variables. Such copies differ between groups from then on. Whatever reads
+      or saves them outside of the replicas takes the first of its process, and
+      a restored checkpoint makes all copies the same.
   *   Elsewhere the program is the only shard, and the step is exactly the inner
       optimizer's, with no op added.
 
@@ -142,6 +143,11 @@ class CrossShardOptimizer(WrapperOptimizer):
     groups = self._groups_of(shards)
     context = contextlib.nullcontext()
     in_replica = tf.distribute.has_strategy()
+    if in_replica and all(g is None for g, _ in grads_and_vars):
+      # Strategies make nothing of it.
+      raise ValueError(
+          "No gradients provided for any variable, got variables "
+          f"{[getattr(v, 'name', v) for _, v in grads_and_vars]}.")
     if shards == 1 or kwargs.get("skip_gradients_aggregation"):
       pass
     elif in_replica and len(groups) == 1:
