@@ -192,10 +192,13 @@ def test_names_of_1_15(graph):
   assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [model.train.op]
 
 
-@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
-def test_names_of_beta_powers(graph, fused):
+@pytest.mark.parametrize("wrap", [
+    lambda opt: Drop(opt, 0), lambda opt: Drop(opt, 0, fused=False),
+    lambda opt: Drop(wrapopt.CrossShardOptimizer(opt), 0)],
+                         ids=["fused", "cond", "wrapper"])
+def test_names_of_beta_powers(graph, wrap):
   """Those that a branch of 1.15's cond made."""
-  Model(graph, lambda m: Drop(INNER["adam"](), 0, fused=fused))
+  Model(graph, lambda m: wrap(INNER["adam"]()))
   prefix = "" if tf1.control_flow_v2_enabled() else "cond/"
   names = [v.op.name for v in tf1.global_variables()]
   assert f"{prefix}beta1_power" in names and f"{prefix}beta2_power" in names

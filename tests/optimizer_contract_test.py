@@ -44,6 +44,11 @@ OPTIMIZERS = {
             wrapopt.CrossShardOptimizer(
                 tf.compat.v1.train.GradientDescentOptimizer(rate)), DECAY),
     "DropStaleGradientOptimizer": gated,
+    "DropStaleGradientOptimizer(CrossShardOptimizer)":
+        lambda rate: wrapopt.DropStaleGradientOptimizer(
+            wrapopt.CrossShardOptimizer(
+                tf.compat.v1.train.GradientDescentOptimizer(rate)), 0,
+            global_step=step_variable()),
     "DropStaleGradientOptimizer(MovingAverageOptimizer)":
         lambda rate: wrapopt.DropStaleGradientOptimizer(
             averaging(None)(rate), 0, global_step=step_variable()),
@@ -344,6 +349,7 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
       "MovingAverageOptimizer(CrossShardOptimizer)":
           {f"Wrapopt>EmaUpdate{ref}"},
       "DropStaleGradientOptimizer": gate | step,
+      "DropStaleGradientOptimizer(CrossShardOptimizer)": gate,
       "DropStaleGradientOptimizer(MovingAverageOptimizer)": gate | step,
       "MovingAverageOptimizer(DropStaleGradientOptimizer)": gate | step,
       "MovingAverageOptimizer": step,

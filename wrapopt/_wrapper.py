@@ -43,6 +43,10 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     inner = getattr(inner, "op", inner)
     train_ops[:] = [op for op in train_ops if op is not inner] + [outer]
 
+  def _create_slots(self, var_list):
+    # For a wrapper around this one, which makes them before its `tf.cond`.
+    self._optimizer._create_slots(var_list)
+
   # Slots: the wrapper's own are those in its `_slots`, all others are the
   # inner optimizer's.
 

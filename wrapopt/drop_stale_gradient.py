@@ -186,9 +186,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Even then the step is left to the inner optimizer where a variable has a
     constraint or is named twice.
     """
-    if isinstance(self._optimizer, WrapperOptimizer):
-      return self._optimizer.fused
-    return self._rule is not None
+    return self._rule is not None or getattr(self._optimizer, "fused", False)
 
   # Recording the step
 
@@ -350,7 +348,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         another one than was recorded, or if nothing was recorded.
     """
     def apply(accept, *args, **kwargs):
-      if isinstance(self._optimizer, WrapperOptimizer):
+      if hasattr(self._optimizer, "_apply_where"):
         return self._optimizer._apply_where(accept, *args, **kwargs)
       return _gated.apply_where(accept, self._optimizer, self._rule, *args,
                                 **kwargs)
