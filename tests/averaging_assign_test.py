@@ -20,6 +20,7 @@ from modes import refused
 from modes import tf1
 from numerics import BFLOAT16, DOUBLE, FLOAT, HALF
 from processes import run_python
+from threads import in_threads
 from wrapopt import _native
 from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
@@ -1066,27 +1067,6 @@ def test_copy_on_read_mode(mode, sparse_source, sparse_target):
 
 
 # Threads
-
-
-def in_threads(*bodies):
-  """Runs functions at once. Asserts that all end, and that none raises."""
-  errors = []
-
-  def guarded(body):
-    try:
-      body()
-    except BaseException as e:  # pylint: disable=broad-exception-caught
-      errors.append(e)
-
-  threads = [threading.Thread(target=guarded, args=[body], daemon=True)
-             for body in bodies]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  if errors:
-    raise errors[0]
-  assert not any(thread.is_alive() for thread in threads), "deadlock"
 
 
 def test_no_update_is_lost():

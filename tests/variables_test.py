@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import modes
 import wrapopt
+from threads import in_threads
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
@@ -22,27 +23,6 @@ _raw_averaging_assign = wrapopt.ops._raw.wrapopt_averaging_assign
 _raw_ema_update = wrapopt.ops._raw.wrapopt_ema_update
 
 FLOAT = np.float32
-
-
-def in_threads(*bodies):
-  """Runs functions at once. Asserts that all end, and that none raises."""
-  errors = []
-
-  def guarded(body):
-    try:
-      body()
-    except BaseException as e:  # pylint: disable=broad-exception-caught
-      errors.append(e)
-
-  threads = [threading.Thread(target=guarded, args=[body], daemon=True)
-             for body in bodies]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join(60)
-  if errors:
-    raise errors[0]
-  assert not any(thread.is_alive() for thread in threads), "deadlock"
 
 
 def then_set(done, body):
