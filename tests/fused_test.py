@@ -666,3 +666,57 @@ def test_a_checkpoint_of_one_goes_on_in_the_other(
   assert step == want_step == 4
   assert begin.keys() == end.keys() == want.keys()
   assert_close_histories({key: begin[key] + end[key] for key in want}, want)
+
+
+HUNDRED_STEPS = {
+    "gradient_descent": lambda: v1.GradientDescentOptimizer(0.125),
+    "momentum": lambda: v1.MomentumOptimizer(0.125, 0.75),
+    "adagrad": lambda: v1.AdagradOptimizer(0.125),
+    # Betas of few bits: see conformance_test.
+    "adam": lambda: v1.AdamOptimizer(0.125, 0.5, 0.75, epsilon=0.125),
+    "adadelta": lambda: v1.AdadeltaOptimizer(2.0, epsilon=0.125),
+    "rms_prop": lambda: v1.RMSPropOptimizer(
+        0.125, momentum=0.25, epsilon=0.125),
+    "ftrl": lambda: v1.FtrlOptimizer(0.125),
+}
+
+
+# Not Ftrl of float16 and bfloat16: TensorFlow rounds each of its roots and
+# quotients to these, and the variable is made anew of them in each step.
+@pytest.mark.parametrize("inner_name, dtype", [
+    (name, dtype) for name in HUNDRED_STEPS
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+    if name != "ftrl" or dtype.size >= 4],
+                         ids=lambda x: x if isinstance(x, str) else x.name)
+def test_a_hundred_steps_are_the_stock_optimizers(inner_name, dtype):
+  eps = {tf.float16: 2**-10, tf.bfloat16: 2**-7, tf.float32: 2**-23,
+         tf.float64: 2**-52}[dtype]
+  rng = np.random.default_rng(0)
+  start = rng.uniform(1, 2, 50)
+  gradients = rng.uniform(-1, 1, (100, 50))
+  variables, updates, states = [], [], []
+  with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    gradient = tf.compat.v1.placeholder(dtype, [50])
+    for wrap in (lambda opt: opt, wrapopt.MovingAverageOptimizer):
+      v = tf.compat.v1.Variable(tf.cast(start, dtype))
+      inner = HUNDRED_STEPS[inner_name]()
+      updates.append(wrap(inner).apply_gradients([(gradient, v)]))
+      variables.append(v)
+      states.append([v] + [inner.get_slot(v, name)
+                           for name in inner.get_slot_names()])
+    fused = [op.type for op in session.graph.get_operations()
+             if op.type.startswith("Wrapopt>Apply")]
+    assert len(fused) == 1
+    session.run(tf.compat.v1.global_variables_initializer())
+    states = [[tf.cast(x, tf.float64) for x in row] for row in states]
+    operands = 0
+    for g in gradients:
+      session.run(updates, {gradient: g.astype(dtype.as_numpy_dtype)})
+      stock, ours = map(np.array, session.run(states))
+      operands = operands + np.abs(stock) + np.abs(g)
+      if isinstance(inner, v1.FtrlOptimizer):
+        # Its linear term has sqrt(accum) / learning_rate times the variable.
+        operands = operands + np.sqrt(np.abs(stock[1])) / 0.125 * np.abs(
+            stock[0])
+      assert np.all(np.abs(stock - ours) <= 2 * eps * operands)
+    assert np.all(np.abs(stock[0] - start) > 0)
