@@ -156,7 +156,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
                     std::vector<Tensor> values, bool* accepted) {
     Aftermath after;
     tensorflow::mutex_lock lock(mu_);
-    *accepted = round >= 0 && (round > open_ || (round == open_ && !closed_));
+    *accepted = round > open_ || (round == open_ && !closed_);
     if (*accepted) {
       if (round > open_) Open(round, &after);
       if (static_cast<int64_t>(values_.size()) == num_workers_ &&
@@ -181,7 +181,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
     tensorflow::mutex_lock lock(mu_);
     const bool gathers = wait.min_workers > 0;
     if (gone_) return after.Add(std::move(wait), {Gone()});
-    if (gathers && (wait.round != open_ || open_ < 0)) {
+    if (gathers && wait.round != open_) {
       const absl::Status status = NotOpen("a gather", wait.round);
       return after.Add(std::move(wait), {status});
     }
@@ -219,7 +219,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
   absl::Status Values(int64_t round, const std::vector<std::string>& workers,
                       size_t value, std::vector<Tensor>* values) {
     tensorflow::mutex_lock lock(mu_);
-    if (round != open_ || open_ < 0) return NotOpen("a mean", round);
+    if (round != open_) return NotOpen("a mean", round);
     for (const std::string& worker : workers) {
       const auto found = values_.find(worker);
       if (found == values_.end()) {
@@ -409,12 +409,6 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
 
   absl::Status NotOpen(const char* what, int64_t round) const
       TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (open_ < 0) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          what, " needs an open round, but no chief has opened ", subject_,
-          " yet, got round ", round, ": run the chief's get_init_op() or hook ",
-          "first"));
-    }
     return absl::FailedPreconditionError(absl::StrCat(
         what, " must be of the round that is open, got round ", round, " of ",
         subject_, ", which ", round < open_ ? "is over" : "is yet to come",
