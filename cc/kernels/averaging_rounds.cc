@@ -547,13 +547,14 @@ class AveragingPushOp : public OpKernel {
     std::vector<Tensor> values;
     for (const Tensor& value : list) {
       // Nobody can write to a buffer that has no other owner.
-      values.push_back(value);
-      if (!value.RefCountIsOne()) {
-        OP_REQUIRES_OK(ctx, ctx->allocate_temp(value.dtype(), value.shape(),
-                                               &values.back()));
-        if (value.TotalBytes() > 0) {
-          std::memcpy(values.back().data(), value.data(), value.TotalBytes());
-        }
+      if (value.RefCountIsOne()) {
+        values.push_back(value);
+        continue;
+      }
+      OP_REQUIRES_OK(ctx, ctx->allocate_temp(value.dtype(), value.shape(),
+                                             &values.emplace_back()));
+      if (value.TotalBytes() > 0) {
+        std::memcpy(values.back().data(), value.data(), value.TotalBytes());
       }
     }
     Tensor* accepted;
