@@ -8,12 +8,16 @@ from wrapopt import ops
 from wrapopt import sysconfig
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
+from wrapopt.elastic_average import ElasticAverageCustomGetter
+from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.moving_average import MovingAverageOptimizer
 from wrapopt.version import __version__
 
 __all__ = [
     "CrossShardOptimizer",
     "DropStaleGradientOptimizer",
+    "ElasticAverageCustomGetter",
+    "ModelAverageCustomGetter",
     "MovingAverageOptimizer",
     "__version__",
     "ops",

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from wrapopt import _fused
 from wrapopt import _gated
+from wrapopt import _variables
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
 
@@ -482,7 +483,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         key = (name, graph)
         if key not in self._non_slot_dict:
           self._maybe_initialize_trackable()
-          v = _get_unique_variable(name, shape, dtype, initializer, step)
+          with ops.device_of(step):
+            v = _variables.get_unique_variable(
+                name, shape=shape, dtype=dtype, initializer=initializer,
+                trainable=False, use_resource=hasattr(step, "handle"),
+                collections=[tf1.GraphKeys.GLOBAL_VARIABLES])
           self._handle_deferred_dependencies(name=name, trackable=v)
           self._non_slot_dict[key] = v
         return self._non_slot_dict[key]
@@ -719,27 +724,6 @@ def _new_stateful_ops():
   yield new
   new += [op for op in graph.get_operations()[before:]
           if op._is_stateful and op.type != "Placeholder"]
-
-
-def _get_unique_variable(name, shape, dtype, initializer, step):
-  """A variable beside `step`; if the scope has one of this name, `<name>_1`."""
-  options = {"shape": shape, "dtype": dtype, "initializer": initializer,
-             "trainable": False, "use_resource": hasattr(step, "handle"),
-             "collections": [tf1.GraphKeys.GLOBAL_VARIABLES]}
-  scope = tf1.get_variable_scope()
-  # What is there already is another optimizer's, also in a scope that reuses.
-  prefix = f"{scope.name}/" if scope.name else ""
-  taken = {v.op.name for v in tf1.global_variables()} if (
-      not tf.executing_eagerly()) else ()
-  number = 0
-  unique = name
-  while prefix + unique in taken:
-    number += 1
-    unique = f"{name}_{number}"
-  with ops.device_of(step), tf1.variable_scope(
-      scope, reuse=tf1.AUTO_REUSE, custom_getter=None,
-      auxiliary_name_scope=False):
-    return tf1.get_variable(unique, **options)
 
 
 def _stats(histogram):
