@@ -8,8 +8,8 @@ import contextlib
 
 import tensorflow as tf
 
-from wrapopt import _variables
 from wrapopt import ops
+from wrapopt._unique_variable import get_unique_variable
 
 tf1 = tf.compat.v1
 
@@ -154,13 +154,15 @@ def _local(names):
   return names if _LOCAL in names else [*names, _LOCAL]
 
 
-def make_local_step(getter):
-  """The count of this worker's steps, on its device wherever the caller is."""
-  with tf.device(getter.worker_device):
-    return _variables.get_unique_variable(
-        "local_step", shape=[], dtype=tf.int32,
-        initializer=tf1.zeros_initializer(), trainable=False,
-        collections=[_LOCAL])
+def make_local_step(worker_device):
+  """The count of a worker's steps, in the memory of its host."""
+  if isinstance(worker_device, str):
+    # TensorFlow does not count int32 on other devices.
+    worker_device = tf.DeviceSpec.from_string(worker_device).replace(
+        device_type="CPU", device_index=0).to_string()
+  return get_unique_variable(
+      "local_step", [], tf.int32, tf1.zeros_initializer(), worker_device,
+      _LOCAL)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import tensorflow as tf
 
 from wrapopt import _fused
 from wrapopt import _gated
-from wrapopt import _variables
 from wrapopt import ops
+from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -483,11 +483,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         key = (name, graph)
         if key not in self._non_slot_dict:
           self._maybe_initialize_trackable()
-          with ops.device_of(step):
-            v = _variables.get_unique_variable(
-                name, shape=shape, dtype=dtype, initializer=initializer,
-                trainable=False, use_resource=hasattr(step, "handle"),
-                collections=[tf1.GraphKeys.GLOBAL_VARIABLES])
+          v = get_unique_variable(
+              name, shape, dtype, initializer, step.device,
+              tf1.GraphKeys.GLOBAL_VARIABLES, hasattr(step, "handle"))
           self._handle_deferred_dependencies(name=name, trackable=v)
           self._non_slot_dict[key] = v
         return self._non_slot_dict[key]
