@@ -154,10 +154,21 @@ def _local(names):
   return names if _LOCAL in names else [*names, _LOCAL]
 
 
-def worker_variable(name, dtype, value, device):
-  """A scalar of this worker's, on its device wherever the caller is."""
+def worker_variable(name, dtype, value, worker_device):
+  """A scalar variable of a worker, in the memory of its host."""
+  if isinstance(worker_device, str):
+    spec = tf.DeviceSpec.from_string(worker_device)
+    if spec.device_type not in (None, "CPU"):
+      # TensorFlow does not count int32 there.
+      worker_device = spec.replace(device_type="CPU",
+                                   device_index=0).to_string()
   return get_unique_variable(name, [], dtype, tf1.constant_initializer(value),
-                             device, _LOCAL)
+                             worker_device, _LOCAL)
+
+
+def make_local_step(worker_device):
+  """The count of a worker's steps."""
+  return worker_variable("local_step", tf.int32, 0, worker_device)
 
 
 @contextlib.contextmanager

@@ -227,8 +227,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._applied = 0  # How many of `_rounds` have their `apply_gradients`.
 
   def _new_rounds(self):
-    local_step = _centers.worker_variable("local_step", tf.int32, 0,
-                                          self._device)
+    local_step = _centers.make_local_step(self._device)
     local_round = _centers.worker_variable("local_round", tf.int64, _UNOPENED,
                                            self._device)
     # All workers make these variables in the same order.
@@ -326,7 +325,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     with tf.control_dependencies([pushed]):
       if not self._is_chief:
         opened = ops.averaging_wait(handles[lead], number,
-                                    self._chief_timeout_secs)
+                                    self._chief_timeout_secs, self._worker)
       else:
         workers = ops.averaging_gather(handles[lead], number, self._min_workers,
                                        self._round_timeout_secs)
@@ -387,7 +386,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   def _wait(self, rounds, number):
     return ops.averaging_wait(self._handle(rounds, self._lead()), number,
-                              self._chief_timeout_secs)
+                              self._chief_timeout_secs, self._worker)
 
   def make_session_run_hook(self):
     """A hook that starts this worker from the centers.

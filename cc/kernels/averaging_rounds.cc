@@ -138,6 +138,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
     // 0: for the end of the round. Else: for those who make it up.
     int64_t min_workers = 0;
     double timeout_secs;
+    std::string worker;  // Who is alive, or "".
     CancellationManager* cancellation;  // May be nullptr.
     std::function<void(const Answer&)> done;
 
@@ -185,6 +186,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
       const absl::Status status = NotOpen("a gather", wait.round);
       return after.Add(std::move(wait), {status});
     }
+    if (expected_ && !wait.worker.empty()) expected_->insert(wait.worker);
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
     Settle(&after);
@@ -601,7 +603,9 @@ class AveragingGatherOp : public AsyncOpKernel {
 
 class AveragingWaitOp : public AsyncOpKernel {
  public:
-  explicit AveragingWaitOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+  explicit AveragingWaitOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("worker", &worker_));
+  }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     std::shared_ptr<Rounds> rounds;
@@ -609,6 +613,7 @@ class AveragingWaitOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &rounds), done);
     OP_REQUIRES_OK_ASYNC(ctx, ReadRound(ctx, &wait.round), done);
     OP_REQUIRES_OK_ASYNC(ctx, ReadTimeout(ctx, &wait.timeout_secs), done);
+    wait.worker = worker_;
     wait.cancellation = ctx->cancellation_manager();
     wait.done = [ctx, done = std::move(done)](const Rounds::Answer& answer) {
       OP_REQUIRES_OK_ASYNC(ctx, answer.status, done);
@@ -619,6 +624,9 @@ class AveragingWaitOp : public AsyncOpKernel {
     };
     rounds->Start(std::move(wait));
   }
+
+ private:
+  std::string worker_;
 };
 
 class AveragingNextOp : public OpKernel {
