@@ -77,7 +77,8 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
 
     def report(session):
       # No hook, for some would save or stop.
-      values = session.run_step_fn(lambda step_context: step_context.session.run(fetches))
+      values = session.run_step_fn(
+          lambda step_context: step_context.session.run(fetches))
       # Both elements are the same.
       log.append([[[float(np.unique(x).item()) for x in xs] for xs in m[:2]] +
                   [int(m[2])] for m in values])
