@@ -261,10 +261,11 @@ def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable
       `num_workers` others. ValueError where `worker` or `round` is known to be
       no scalar.
   """
-  values = [tf.convert_to_tensor(_read(value)) for value in values]
-  for i, value in enumerate(values):
-    _check_dtype(f"values[{i}]", value, _FLOATS)
+  values = [_read(value) for value in values]
   with device_of(rounds):
+    values = [tf.convert_to_tensor(value) for value in values]
+    for i, value in enumerate(values):
+      _check_dtype(f"values[{i}]", value, _FLOATS)
     return _raw.wrapopt_averaging_push(rounds, worker, _int64(round), values,
                                        name=name)
 
