@@ -9,6 +9,7 @@ from wrapopt import sysconfig
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
+from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.moving_average import MovingAverageOptimizer
 from wrapopt.version import __version__
@@ -17,6 +18,7 @@ __all__ = [
     "CrossShardOptimizer",
     "DropStaleGradientOptimizer",
     "ElasticAverageCustomGetter",
+    "ElasticAverageOptimizer",
     "ModelAverageCustomGetter",
     "MovingAverageOptimizer",
     "__version__",
