@@ -9,6 +9,7 @@ from wrapopt import sysconfig
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
+from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
@@ -18,6 +19,7 @@ __all__ = [
     "CrossShardOptimizer",
     "DropStaleGradientOptimizer",
     "ElasticAverageCustomGetter",
+    "ElasticAverageOptimizer",
     "ModelAverageCustomGetter",
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",

@@ -5,6 +5,7 @@ What the optimizers that average the weights of several workers have in common.
 
 import collections
 import contextlib
+import numbers
 
 import tensorflow as tf
 
@@ -38,6 +39,13 @@ def require_graph(what):
         "variables itself. Use it between asynchronous workers.")
 
 
+def check_count(subject, x):
+  if not isinstance(x, numbers.Integral) or isinstance(x, bool):
+    raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+  if x < 1:
+    raise ValueError(f"`{subject}` must be at least 1, got {x}.")
+
+
 class VariableMap(collections.abc.MutableMapping):
   """A dict whose keys are variables, also of those that have no hash."""
 
@@ -69,12 +77,16 @@ class VariableMap(collections.abc.MutableMapping):
   def __len__(self):
     return len(self._items)
 
+  def in_graph(self):
+    """The keys that are of the current graph: a list."""
+    graph = tf1.get_default_graph()
+    return [variable for variable in self if variable.graph is graph]
+
 
 def slices(variable):
   """The variables that a `PartitionedVariable` consists of, or itself."""
-  if isinstance(variable, tf.Variable):
-    return [variable]
-  return list(variable)
+  return (variable._get_variable_list()
+          if hasattr(variable, "_get_variable_list") else [variable])
 
 
 class CenterGetter:

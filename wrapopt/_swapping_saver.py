@@ -104,6 +104,24 @@ def _swap(pairs, named):
   return {**result, **converted}
 
 
+def replaced(var_list, replacements):
+  """What is to be saved, as a dict from names, with other variables.
+
+  Args:
+    var_list: As in a Saver.
+    replacements: A mapping from variables to those to save in their place.
+
+  Returns:
+    A dict from names to variables, and lists of slices.
+  """
+  result = {}
+  for key, saved in _named(var_list).items():
+    variables = [replacements.get(v, v) for v in _slices(saved)]
+    one = len(variables) == 1 and not variables[0]._get_save_slice_info()
+    result[key] = variables[0] if one else variables or saved
+  return result
+
+
 def _source(tensor):
   """The op of the variable that a tensor reads."""
   op = tensor.op
