@@ -68,9 +68,9 @@ class Rounds:
     return int(evaluate(self.mode, lambda: ops.averaging_next(
         self.handle, round, reset)))
 
-  def wait(self, round, timeout_secs=FOREVER):  # pylint: disable=redefined-builtin
+  def wait(self, round, timeout_secs=FOREVER, worker=""):  # pylint: disable=redefined-builtin
     return int(evaluate(self.mode, lambda: ops.averaging_wait(
-        self.handle, round, timeout_secs)))
+        self.handle, round, timeout_secs, worker)))
 
 
 def opened(mode, num_workers):
@@ -132,13 +132,35 @@ def test_nobody_has_opened_a_round(mode):
       f"no chief has opened averaging rounds '{rounds.name}' within 0.01 "
       "seconds: does the chief run, and its hook")):
     rounds.wait(-1, 0.01)
-  for r in (-1, 0):
-    with pytest.raises(FailedPrecondition, match=(
-        f"no chief has opened averaging rounds '{rounds.name}' yet, got round "
-        f"{r}: run the chief's get_init_op")):
-      rounds.gather(r, 1)
-  assert not rounds.push("a", -1)
+  with pytest.raises(FailedPrecondition, match=(
+      f"a gather must be of the round that is open, got round 0 of averaging "
+      f"rounds '{rounds.name}', which is yet to come, round -1 is open")):
+    rounds.gather(0, 1)
+  # Workers that were started without a chief's opening have a round, too.
+  assert rounds.push("a", -1, [3.])
+  assert not rounds.push("a", -2, [4.])
+  assert rounds.gather(-1, 1) == ["a"]
+  center = mode.variable([0.])
+  rounds.mean(-1, ["a"], center)
+  assert mode.values([center])[0] == 3
   assert rounds.next(-1) == 0
+
+
+def test_a_worker_that_waits_is_expected_again():
+  rounds = eager(3)
+  for worker in "ab":
+    rounds.push(worker, 0)
+  assert rounds.gather(0, 2, 0.01) == ["a", "b"]
+  rounds.next(0)
+  for worker in "ab":
+    rounds.push(worker, 1)
+  assert rounds.gather(1, 2) == ["a", "b"]  # Not for c.
+  rounds.next(1)
+  assert rounds.wait(-1, worker="c") == 2
+  for worker in "ab":
+    rounds.push(worker, 2)
+  assert meanwhile(lambda: rounds.gather(2, 2),
+                   lambda: rounds.push("c", 2)) == ["a", "b", "c"]
 
 
 def test_a_push_again_replaces_what_was_pushed(mode):
