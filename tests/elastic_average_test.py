@@ -610,7 +610,8 @@ def test_a_gate_around_it(kind, control_flow):
 
 
 @pytest.mark.parametrize("error, text, arguments", [
-    (TypeError, "`num_worker` must be an integer, got 1.0", {"num_worker": 1.0}),
+    (TypeError, "`num_worker` must be an integer, got 1.0",
+     {"num_worker": 1.0}),
     (TypeError, "`num_worker` must be an integer, got True",
      {"num_worker": True}),
     (ValueError, "`num_worker` must be at least 1, got 0", {"num_worker": 0}),
@@ -631,7 +632,7 @@ def test_a_gate_around_it(kind, control_flow):
      {"make_inner": lambda: sgd(0.0)}),
     (ValueError, "`start_timeout_secs` must be above 0, got 0",
      {"start_timeout_secs": 0}),
-    (TypeError, "`opt` must be a tf.compat.v1.train.Optimizer, got builtins.str",
+    (TypeError, "`opt` must be a tf.compat.v1.train.Optimizer, got",
      {"make_inner": lambda: "sgd"}),
 ])
 def test_wrong_arguments(error, text, arguments):
@@ -721,7 +722,7 @@ def test_init_op_is_refused(kind):
 
 @contextlib.contextmanager
 def monitored(target, kind, number, checkpoint_dir=None, **kwargs):
-  """A session of a worker, and what it trains: v, center, local center, train."""
+  """(session of a worker, variable, center, local center, training op)."""
   with graph_of(kind), tf1.device(CENTERS):
     getter = wrapopt.ElasticAverageCustomGetter(device_of_worker(number))
     with tf1.variable_scope("", custom_getter=getter):

@@ -172,7 +172,8 @@ def make_local_step(worker_device):
     spec = tf.DeviceSpec.from_string(worker_device)
     if spec.device_type not in (None, "CPU"):
       # TensorFlow does not count int32 on other devices.
-      worker_device = spec.replace(device_type="CPU", device_index=0).to_string()
+      spec = spec.replace(device_type="CPU", device_index=0)
+      worker_device = spec.to_string()
   return get_unique_variable(
       "local_step", [], tf.int32, tf1.zeros_initializer(), worker_device,
       _LOCAL)

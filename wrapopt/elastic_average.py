@@ -134,15 +134,17 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   2.0 1.0
   2.0 2.0
 
-  References: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging
-  SGD", NeurIPS 2015 (there `moving_rate` is alpha, `communication_period` tau);
+  References: Zhang, Choromanska and LeCun, "Deep learning with elastic
+  averaging SGD", NeurIPS 2015 (there `moving_rate` is alpha, and
+  `communication_period` tau);
   `tf.contrib.opt.ElasticAverageOptimizer` of TensorFlow 1.15.
 
   Differences from 1.15: any subset of variables; the learning rate may be a
   callable or unknown; resource variables; control flow version 2; `synchronous`
-  does not deadlock; several instances in a graph and in a cluster; slots,
-  `variables` and learning rates are the inner optimizer's to see; few transfers;
-  the step of the training op is the TRAIN_OP; wrong arguments are refused.
+  does not deadlock; several instances in a graph and in a cluster; `get_slot`,
+  `get_slot_names` and `variables` are the inner optimizer's; few transfers; no
+  exchange is lost; what `apply_gradients` returns is an operation, and the
+  TRAIN_OP; wrong arguments are refused.
   """
 
   BETA = 0.9
@@ -168,9 +170,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         inner optimizer, or of the one that this wraps, where it has one that
         scales gradients.
       use_locking: Has no effect, as in 1.15; the centers are always locked.
-      synchronous: Whether the hook lets no worker begin before all have started.
-        Who starts again finds the others started, and does not wait; so does a
-        job that is started again on parameter servers that went on running.
+      synchronous: Whether the hook lets no worker begin before all of them
+        have started. Who starts again finds the others started, and does not
+        wait; nor does a job that is started again on parameter servers that
+        went on running.
       name: The name of the optimizer.
       start_timeout_secs: How long the hook waits if `synchronous`, in seconds.
 
@@ -206,7 +209,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     self._period = communication_period
     self._moving_rate = moving_rate
     self._rho = rho
-    self._learning_rate_of_rho = None if rho is not None else _learning_rate(opt)
+    self._rho_lr = _learning_rate(opt) if rho is None else None
     self._synchronous = synchronous
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
@@ -244,7 +247,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   def _rho_now(self):
     if self._rho is not None:
       return self._rho
-    rate, lr = self._moving_rate, self._learning_rate_of_rho
+    rate, lr = self._moving_rate, self._rho_lr
     if callable(lr) and not isinstance(lr, tf.Variable):
       lr = lr()
     if isinstance(rate, numbers.Real) and isinstance(lr, numbers.Real):
