@@ -1,7 +1,5 @@
 """Elastic averaging between real processes, through monitored sessions."""
 
-import multiprocessing
-
 import pytest
 
 import elastic_average_task
@@ -78,12 +76,7 @@ def test_restart_of_the_chief(cluster, tmp_path):
   # The chief saves after its own exchanges.
   saved = chief.ask("train", prefix="restart", steps=2)
   worker.ask("train", prefix="restart", steps=2)
-  chief.kill()
-  chief = _cluster.Process(
-      multiprocessing.get_context("forkserver"), cluster._functions,
-      cluster.spec, "worker", CHIEF)
-  cluster.tasks["worker", CHIEF] = chief
-  chief.answer()
+  chief = cluster.restart("worker", CHIEF)
   chief.ask("start", **arguments)
   for task in chief, worker:
     got = task.ask("values", prefix="restart")

@@ -11,6 +11,7 @@ from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
+from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
 from wrapopt.version import __version__
 
@@ -20,6 +21,7 @@ __all__ = [
     "ElasticAverageCustomGetter",
     "ElasticAverageOptimizer",
     "ModelAverageCustomGetter",
+    "ModelAverageOptimizer",
     "MovingAverageOptimizer",
     "__version__",
     "ops",

@@ -166,17 +166,21 @@ def _local(names):
   return names if _LOCAL in names else [*names, _LOCAL]
 
 
-def make_local_step(worker_device):
-  """The count of a worker's steps, in the memory of its host."""
+def worker_variable(name, dtype, value, worker_device):
+  """A scalar variable of a worker, in the memory of its host."""
   if isinstance(worker_device, str):
     spec = tf.DeviceSpec.from_string(worker_device)
     if spec.device_type not in (None, "CPU"):
-      # TensorFlow does not count int32 on other devices.
-      spec = spec.replace(device_type="CPU", device_index=0)
-      worker_device = spec.to_string()
-  return get_unique_variable(
-      "local_step", [], tf.int32, tf1.zeros_initializer(), worker_device,
-      _LOCAL)
+      # TensorFlow does not count int32 there.
+      worker_device = spec.replace(device_type="CPU",
+                                   device_index=0).to_string()
+  return get_unique_variable(name, [], dtype, tf1.constant_initializer(value),
+                             worker_device, _LOCAL)
+
+
+def make_local_step(worker_device):
+  """The count of a worker's steps."""
+  return worker_variable("local_step", tf.int32, 0, worker_device)
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from wrapopt import _gated
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_global_step
 
 tf1 = tf.compat.v1
 
@@ -156,7 +157,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
     if global_step is not None:
-      _check_step(global_step)
+      check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     rule = _fused.rule_of(opt)
@@ -212,7 +213,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       TypeError: If `global_step` is not an integer variable.
       ValueError: If there is none.
     """
-    step = self._find_step() if global_step is None else _check_step(global_step)
+    step = self._find_step() if global_step is None else check_global_step(global_step)
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
@@ -256,7 +257,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "A global step is required, and this graph has none. Make one with "
           "tf.compat.v1.train.get_or_create_global_step(), or give the "
           "optimizer one as `global_step`.")
-    return _check_step(step)
+    return check_global_step(step)
 
   def compute_gradients(self, loss, *args, **kwargs):
     """Records the step, then has the inner optimizer compute gradients.
@@ -382,7 +383,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       raise ValueError(
           "`global_step` must be the step variable that staleness is counted "
           "by, got None.")
-    step = _check_step(global_step)
+    step = check_global_step(global_step)
     if tf.distribute.has_strategy():
       raise NotImplementedError(
           f"{type(self).__name__} must not be used in a tf.distribute strategy, "
@@ -604,14 +605,6 @@ def _current_graph():
 
 def _graph_of(tensor):
   return None if hasattr(tensor, "numpy") else tensor.graph
-
-
-def _check_step(step):
-  if (not isinstance(step, tf.Variable) or
-      step.dtype.base_dtype not in (tf.int32, tf.int64)):
-    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
-                    f"got {step!r}.")
-  return step
 
 
 def _another_step(step, recorded):

@@ -229,13 +229,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       A list of (gradient, variable).
 
     Raises:
-      KeyError: If a variable was not made by the getter.
+      ValueError: If there is no variable, or one that the getter did not make.
     """
     if var_list is None:
       var_list = tf1.trainable_variables()
     var_list = [v for x in tf.nest.flatten(var_list)
                 for v in _centers.slices(x)]
-    pairs = [(v, self._getter.local_centers[v]) for v in var_list]
+    pairs = list(zip(var_list, self._copies(var_list)[1]))
     rho = self._rho_now()
     if pairs and not (isinstance(rho, numbers.Real) and rho == 0):
       total = lambda loss: loss + tf.cast(_pull(rho, pairs), loss.dtype)
@@ -269,16 +269,14 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       An `Operation`.
 
     Raises:
-      KeyError: If a variable was not made by the getter.
-      ValueError: If there is no variable, or none has a gradient.
+      ValueError: If there is no variable, none has a gradient, or one was not
+        made by the getter.
     """
     grads_and_vars = list(grads_and_vars)
     # What is no variable is for the inner optimizer to refuse.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
-    centers = [self._getter.centers[v] for v in variables]
-    local_centers = [self._getter.local_centers[v] for v in variables]
-
+    centers, local_centers = self._copies(variables)
     with self._worker_state():
       apply = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
     steps = [] if global_step is None else [global_step]
@@ -322,6 +320,18 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with tf.control_dependencies([pushed]):
       return tf.group(pulled, pushed, *[_increment(step) for step in steps])
 
+  def _copies(self, variables):
+    """(their centers, the worker's copies of these)."""
+    for v in variables:
+      if v not in self._getter.centers:
+        raise ValueError(
+            f"'{v.name}' has no center: a variable that is averaged must be "
+            "made by the optimizer's ElasticAverageCustomGetter, with "
+            "trainable=True, in tf.compat.v1.variable_scope(..., "
+            "custom_getter=getter).")
+    return ([self._getter.centers[v] for v in variables],
+            [self._getter.local_centers[v] for v in variables])
+
   def _worker_state(self):
     return _centers.worker_state(self._getter.worker_device)
 
@@ -353,8 +363,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "The list of variables that were made by the custom getter should "
           "not be empty. Build the model first.")
-    centers = [self._getter.centers[v] for v in variables]
-    local_centers = [self._getter.local_centers[v] for v in variables]
+    centers, local_centers = self._copies(variables)
     with tf.name_scope(f"{self._name}/init"):
       groups = _centers.buckets(variables, centers)
       flats = _centers.pack(centers, groups)

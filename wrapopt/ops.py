@@ -261,10 +261,11 @@ def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable
       `num_workers` others. ValueError where `worker` or `round` is known to be
       no scalar.
   """
-  values = [tf.convert_to_tensor(_read(value)) for value in values]
-  for i, value in enumerate(values):
-    _check_dtype(f"values[{i}]", value, _FLOATS)
+  values = [_read(value) for value in values]
   with device_of(rounds):
+    values = [tf.convert_to_tensor(value) for value in values]
+    for i, value in enumerate(values):
+      _check_dtype(f"values[{i}]", value, _FLOATS)
     return _raw.wrapopt_averaging_push(rounds, worker, _int64(round), values,
                                        name=name)
 
@@ -404,7 +405,7 @@ def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=re
                                        name=name)
 
 
-def averaging_wait(rounds, round, timeout_secs, name=None):  # pylint: disable=redefined-builtin
+def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint: disable=redefined-builtin
   """Waits for the end of a round: while this round is the open one.
 
   Example: see `averaging_rounds`.
@@ -414,6 +415,7 @@ def averaging_wait(rounds, round, timeout_secs, name=None):  # pylint: disable=r
     round: An integer, or a scalar integer tensor or variable. -1 waits for a
       chief to open the rounds; one that is not open is not waited for.
     timeout_secs: As for `averaging_gather`.
+    worker: A string, who waits: the next gather expects this worker, too.
     name: A name for the operation.
 
   Returns:
@@ -425,8 +427,9 @@ def averaging_wait(rounds, round, timeout_secs, name=None):  # pylint: disable=r
     tf.errors.CancelledError, tf.errors.AbortedError: As `averaging_gather`.
   """
   with device_of(rounds):
-    return _raw.wrapopt_averaging_wait(rounds, _int64(round),
-                                       _timeout(timeout_secs), name=name)
+    return _raw.wrapopt_averaging_wait(
+        rounds, _int64(round), _timeout(timeout_secs), worker=worker,
+        name=name)
 
 
 def ema_update(shadows, values, decay, name=None):

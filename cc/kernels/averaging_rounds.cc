@@ -138,6 +138,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
     // 0: for the end of the round. Else: for those who make it up.
     int64_t min_workers = 0;
     double timeout_secs;
+    std::string worker;  // Who is alive, or "".
     CancellationManager* cancellation;  // May be nullptr.
     std::function<void(const Answer&)> done;
 
@@ -156,7 +157,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
                     std::vector<Tensor> values, bool* accepted) {
     Aftermath after;
     tensorflow::mutex_lock lock(mu_);
-    *accepted = round >= 0 && (round > open_ || (round == open_ && !closed_));
+    *accepted = round > open_ || (round == open_ && !closed_);
     if (*accepted) {
       if (round > open_) Open(round, &after);
       if (static_cast<int64_t>(values_.size()) == num_workers_ &&
@@ -181,10 +182,11 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
     tensorflow::mutex_lock lock(mu_);
     const bool gathers = wait.min_workers > 0;
     if (gone_) return after.Add(std::move(wait), {Gone()});
-    if (gathers && (wait.round != open_ || open_ < 0)) {
+    if (gathers && wait.round != open_) {
       const absl::Status status = NotOpen("a gather", wait.round);
       return after.Add(std::move(wait), {status});
     }
+    if (expected_ && !wait.worker.empty()) expected_->insert(wait.worker);
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
     Settle(&after);
@@ -219,7 +221,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
   absl::Status Values(int64_t round, const std::vector<std::string>& workers,
                       size_t value, std::vector<Tensor>* values) {
     tensorflow::mutex_lock lock(mu_);
-    if (round != open_ || open_ < 0) return NotOpen("a mean", round);
+    if (round != open_) return NotOpen("a mean", round);
     for (const std::string& worker : workers) {
       const auto found = values_.find(worker);
       if (found == values_.end()) {
@@ -409,12 +411,6 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
 
   absl::Status NotOpen(const char* what, int64_t round) const
       TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    if (open_ < 0) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          what, " needs an open round, but no chief has opened ", subject_,
-          " yet, got round ", round, ": run the chief's get_init_op() or hook ",
-          "first"));
-    }
     return absl::FailedPreconditionError(absl::StrCat(
         what, " must be of the round that is open, got round ", round, " of ",
         subject_, ", which ", round < open_ ? "is over" : "is yet to come",
@@ -553,13 +549,14 @@ class AveragingPushOp : public OpKernel {
     std::vector<Tensor> values;
     for (const Tensor& value : list) {
       // Nobody can write to a buffer that has no other owner.
-      values.push_back(value);
-      if (!value.RefCountIsOne()) {
-        OP_REQUIRES_OK(ctx, ctx->allocate_temp(value.dtype(), value.shape(),
-                                               &values.back()));
-        if (value.TotalBytes() > 0) {
-          std::memcpy(values.back().data(), value.data(), value.TotalBytes());
-        }
+      if (value.RefCountIsOne()) {
+        values.push_back(value);
+        continue;
+      }
+      OP_REQUIRES_OK(ctx, ctx->allocate_temp(value.dtype(), value.shape(),
+                                             &values.emplace_back()));
+      if (value.TotalBytes() > 0) {
+        std::memcpy(values.back().data(), value.data(), value.TotalBytes());
       }
     }
     Tensor* accepted;
@@ -606,7 +603,9 @@ class AveragingGatherOp : public AsyncOpKernel {
 
 class AveragingWaitOp : public AsyncOpKernel {
  public:
-  explicit AveragingWaitOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+  explicit AveragingWaitOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("worker", &worker_));
+  }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
     std::shared_ptr<Rounds> rounds;
@@ -614,6 +613,7 @@ class AveragingWaitOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &rounds), done);
     OP_REQUIRES_OK_ASYNC(ctx, ReadRound(ctx, &wait.round), done);
     OP_REQUIRES_OK_ASYNC(ctx, ReadTimeout(ctx, &wait.timeout_secs), done);
+    wait.worker = worker_;
     wait.cancellation = ctx->cancellation_manager();
     wait.done = [ctx, done = std::move(done)](const Rounds::Answer& answer) {
       OP_REQUIRES_OK_ASYNC(ctx, answer.status, done);
@@ -624,6 +624,9 @@ class AveragingWaitOp : public AsyncOpKernel {
     };
     rounds->Start(std::move(wait));
   }
+
+ private:
+  std::string worker_;
 };
 
 class AveragingNextOp : public OpKernel {

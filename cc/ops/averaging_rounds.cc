@@ -250,6 +250,7 @@ REGISTER_OP("Wrapopt>AveragingWait")
     .Input("round: int64")
     .Input("timeout_secs: double")
     .Output("open: int64")
+    .Attr("worker: string = ''")
     .SetIsStateful()
     .SetShapeFn(WaitShape)
     .Doc(R"doc(
@@ -260,6 +261,7 @@ round: A scalar; -1 waits for a chief to open the rounds.
 timeout_secs: A scalar greater than 0; infinity for no deadline. It fails when
   they have passed.
 open: The number of the round that is open then.
+worker: Who waits: from now on a gather expects this worker. "" for nobody.
 )doc");
 
 }  // namespace wrapopt
