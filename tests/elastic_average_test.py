@@ -457,6 +457,23 @@ def test_rates_that_are_tensors(kind, control_flow):
       assert center.tolist() == [-3.0, -3.5]
 
 
+@pytest.mark.parametrize("value", [1.5, -0.5, np.nan])
+def test_a_rate_out_of_range(kind, control_flow, value):
+  """Found when it runs; the center stays."""
+  del control_flow
+  with graph_of(kind):
+    rate = tf1.placeholder(tf.float32, [])
+    v, opt = one_variable(moving_rate=rate, rho=0.0, communication_period=1)
+    step = tf1.train.get_or_create_global_step()
+    train = opt.minimize(tf.reduce_sum(v), step)
+    with initialized() as session:
+      with pytest.raises(tf.errors.InvalidArgumentError,
+                         match=r"rate must be in \[0, 1\], got"):
+        session.run(train, {rate: value})
+      assert session.run(opt._getter._global_map[v]).tolist() == [0, 0]
+      assert session.run(step) == 0
+
+
 def test_moving_rate_by_default(kind):
   with graph_of(kind):
     v, opt = one_variable(num_worker=3, communication_period=2, rho=0.0)
@@ -710,7 +727,8 @@ def test_init_op(kind):
 def test_init_op_is_refused(kind):
   with graph_of(kind):
     getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
-    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter)
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter,
+                                          synchronous=True)
     tf1.get_variable("other", [2])
     with pytest.raises(ValueError, match="should not be empty"):
       opt.get_init_op(0)
@@ -844,9 +862,13 @@ def saved(session, saver, tmp_path):
     (lambda a, b, other: [a], {"a": [1.0]}),
     (lambda a, b, other: iter([a, other]), {"a": [1.0], "other": [5.0]}),
     (lambda a, b, other: [b], {"b": [2.0, 3.0]}),
+    # A tensor that stands for a variable.
+    (lambda a, b, other: {
+        "x": a.value() if hasattr(a, "handle") else a._ref()}, {"x": [1.0]}),
     (lambda a, b, other: {"x": a, "y": b}, {"x": [1.0], "y": [2.0, 3.0]}),
     (lambda a, b, other: {"y": list(b)}, {"y": [2.0, 3.0]}),
-], ids=["all", "one", "iterator", "partitioned", "dict", "dict of slices"])
+], ids=["all", "one", "iterator", "partitioned", "tensor", "dict",
+        "dict of slices"])
 def test_swapping_saver(kind, tmp_path, choose, expected):
   with two_variables(kind) as (session, a, b, other, opt):
     saver = opt.swapping_saver(choose(a, b, other))

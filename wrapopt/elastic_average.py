@@ -314,11 +314,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         split = _centers.split(difference, [centers[i] for i in group])
         for i, part in zip(group, split):
           parts[i] = part
-    # The center of now, which others may have moved since it was read.
-    pushed = ops.averaging_assign(centers, [centers, parts],
-                                  weights=[1.0, self._moving_rate])
+    # First the worker: it refuses a rate that is out of range.
+    with tf.control_dependencies([pulled]):
+      # The centers of now, which others may have moved since they were read.
+      pushed = ops.averaging_assign(centers, [centers, parts],
+                                    weights=[1.0, self._moving_rate])
     with tf.control_dependencies([pushed]):
-      return tf.group(pulled, pushed, *[_increment(step) for step in steps])
+      return tf.group(pushed, *[_increment(step) for step in steps])
 
   def _copies(self, variables):
     """(their centers, the worker's copies of these)."""
@@ -345,7 +347,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """What a worker does before its first step.
 
     Args:
-      task_index: The number of this worker, in [0, num_worker).
+      task_index: The number of this worker, unlike those of the others, in
+        [0, num_worker). It matters only if `synchronous`.
 
     Returns:
       An operation that sets the worker's variables, and its copies of the
@@ -355,7 +358,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     Raises:
       ValueError: If there is no variable yet, or no worker of that number.
     """
-    if not 0 <= task_index < self._num_worker:
+    if self._synchronous and not 0 <= task_index < self._num_worker:
       raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
                        f"{task_index}.")
     variables = self._getter.centers.in_graph()
