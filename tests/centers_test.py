@@ -8,8 +8,10 @@ import tensorflow as tf
 
 import modes
 import wrapopt
+from training import ancestors
 from training import assert_same_bits
 from training import graph_of
+from training import reads_of
 from wrapopt import _centers
 from wrapopt import _control_flow
 
@@ -142,6 +144,9 @@ def test_reads_what_the_caller_waits_for(kind, count):
   updates = [v.assign_add([1.0], read_value=False) for v in variables]
   with tf.control_dependencies(updates):
     [flat] = _centers.pack(variables)
+  reads = reads_of(variables, ancestors(flat))
+  assert len(reads) == count
+  assert all(set(updates) <= ancestors(op) for op in reads)
   with session() as s:
     for _ in range(20):
       s.run([v.initializer for v in variables])

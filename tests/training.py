@@ -47,6 +47,13 @@ def ancestors(op):
   return seen
 
 
+def reads_of(variables, operations):
+  """Those of `operations` that read the variables."""
+  sources = {v.op for v in variables}
+  return {op for op in operations if op.type in ("ReadVariableOp", "Identity")
+          and op.inputs[0].op in sources}
+
+
 def ops_of_type(type_, graph=None):
   graph = graph or tf.compat.v1.get_default_graph()
   return [op for op in graph.get_operations() if op.type == type_]
