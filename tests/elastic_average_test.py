@@ -323,7 +323,8 @@ def test_all_is_read_before_any_is_changed(kind):
     [count] = [op for op in ancestors(done)
                if op.type in ("AssignAdd", "AssignAddVariableOp")]
     assert push in ancestors(count)
-    # A resource variable always locks.
+    # Other workers do the same; an increment of a resource variable locks.
+    assert push.get_attr("use_locking")
     assert kind == "resource" or count.get_attr("use_locking")
 
 
