@@ -157,7 +157,7 @@ def check_rounds(trace, mode):
 
 
 def getter_of_scope(make):
-  """The custom getter that made the variables; in eager mode one that did not."""
+  """The custom getter that made the variables; in eager mode, another."""
   return tf.compat.v1.get_variable_scope().custom_getter or make()
 
 
@@ -295,8 +295,8 @@ def test_wrapper(wrapper, inner, fused, mode, bare):
       mode, lambda step: case.make(INNER[inner](step), fused), initial,
       gradients(initial), case.getter(), case.make_hook)
   if wrapper in FOR_GRAPHS and mode not in GRAPH_MODES:
-    with pytest.raises(RuntimeError, match=f"{wrapper.__name__} must be used in "
-                       "a tf.Graph, got eager mode"):
+    with pytest.raises(RuntimeError, match=f"{wrapper.__name__} must be used "
+                       "in a tf.Graph, got eager mode"):
       run()
     return
   expected = bare(inner, mode)

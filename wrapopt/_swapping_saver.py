@@ -98,7 +98,7 @@ def _swap(pairs, named):
 
 
 def _resolved(named, variables):
-  """`named` with those of `variables` that are given by a tensor reading them."""
+  """`named` with `variables` where a tensor stands for one of them."""
   if tf.executing_eagerly():
     return named
   variables = {v.op: v for v in variables}
