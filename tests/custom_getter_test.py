@@ -22,7 +22,7 @@ WORKER = "/job:worker/task:1"
 
 
 def model_average(device=WORKER):
-  """A getter, and its maps: prefix of a name -> (map, collection, is global)."""
+  """A getter, and its maps by the prefix of the names that they hold."""
   getter = wrapopt.ModelAverageCustomGetter(device)
   return getter, {"global_center_variable/": getter._local_2_global}
 

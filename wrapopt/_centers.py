@@ -202,7 +202,13 @@ def worker_state(device):
     if _GLOBAL not in names or tf1.GraphKeys.GLOBAL_STEP in names:
       return next_creator(**kwargs)
     with tf.device(device):
-      return next_creator(**{**kwargs, "collections": _local(names)})
+      variable = next_creator(**kwargs)
+    # Not by `collections`, which a variable of TensorFlow 2 has none of.
+    made = tf1.get_collection_ref(_GLOBAL)
+    made[:] = [v for v in made if v is not variable]
+    if _LOCAL not in names:
+      tf1.add_to_collection(_LOCAL, variable)
+    return variable
 
   with tf1.variable_creator_scope(create):
     yield

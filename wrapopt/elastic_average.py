@@ -134,15 +134,17 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   2.0 1.0
   2.0 2.0
 
-  References: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging
-  SGD", NeurIPS 2015 (there `moving_rate` is alpha, `communication_period` tau);
+  References: Zhang, Choromanska and LeCun, "Deep learning with elastic
+  averaging SGD", NeurIPS 2015 (there `moving_rate` is alpha, and
+  `communication_period` tau);
   `tf.contrib.opt.ElasticAverageOptimizer` of TensorFlow 1.15.
 
   Differences from 1.15: any subset of variables; the learning rate may be a
   callable or unknown; resource variables; control flow version 2; `synchronous`
-  does not deadlock; several instances in a graph and in a cluster; slots,
-  `variables` and learning rates are the inner optimizer's to see; few transfers;
-  the step of the training op is the TRAIN_OP; wrong arguments are refused.
+  does not deadlock; several instances in a graph and in a cluster; `get_slot`,
+  `get_slot_names` and `variables` are the inner optimizer's; few transfers; no
+  exchange is lost; what `apply_gradients` returns is an operation, and the
+  TRAIN_OP; wrong arguments are refused.
   """
 
   BETA = 0.9
@@ -168,9 +170,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         inner optimizer, or of the one that this wraps, where it has one that
         scales gradients.
       use_locking: Has no effect, as in 1.15; the centers are always locked.
-      synchronous: Whether the hook lets no worker begin before all have started.
-        Who starts again finds the others started, and does not wait; so does a
-        job that is started again on parameter servers that went on running.
+      synchronous: Whether the hook lets no worker begin before all of them
+        have started. Who starts again finds the others started, and does not
+        wait; nor does a job that is started again on parameter servers that
+        went on running.
       name: The name of the optimizer.
       start_timeout_secs: How long the hook waits if `synchronous`, in seconds.
 
@@ -206,7 +209,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     self._period = communication_period
     self._moving_rate = moving_rate
     self._rho = rho
-    self._learning_rate_of_rho = None if rho is not None else _learning_rate(opt)
+    self._rho_lr = _learning_rate(opt) if rho is None else None
     self._synchronous = synchronous
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
@@ -226,13 +229,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       A list of (gradient, variable).
 
     Raises:
-      KeyError: If a variable was not made by the getter.
+      ValueError: If there is no variable, or one that the getter did not make.
     """
     if var_list is None:
       var_list = tf1.trainable_variables()
     var_list = [v for x in tf.nest.flatten(var_list)
                 for v in _centers.slices(x)]
-    pairs = [(v, self._getter.local_centers[v]) for v in var_list]
+    pairs = list(zip(var_list, self._copies(var_list)[1]))
     rho = self._rho_now()
     if pairs and not (isinstance(rho, numbers.Real) and rho == 0):
       total = lambda loss: loss + tf.cast(_pull(rho, pairs), loss.dtype)
@@ -244,7 +247,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   def _rho_now(self):
     if self._rho is not None:
       return self._rho
-    rate, lr = self._moving_rate, self._learning_rate_of_rho
+    rate, lr = self._moving_rate, self._rho_lr
     if callable(lr) and not isinstance(lr, tf.Variable):
       lr = lr()
     if isinstance(rate, numbers.Real) and isinstance(lr, numbers.Real):
@@ -266,16 +269,14 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       An `Operation`.
 
     Raises:
-      KeyError: If a variable was not made by the getter.
-      ValueError: If there is no variable, or none has a gradient.
+      ValueError: If there is no variable, none has a gradient, or one was not
+        made by the getter.
     """
     grads_and_vars = list(grads_and_vars)
     # What is no variable is for the inner optimizer to refuse.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
-    centers = [self._getter.centers[v] for v in variables]
-    local_centers = [self._getter.local_centers[v] for v in variables]
-
+    centers, local_centers = self._copies(variables)
     with self._worker_state():
       apply = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
     steps = [] if global_step is None else [global_step]
@@ -313,11 +314,25 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         split = _centers.split(difference, [centers[i] for i in group])
         for i, part in zip(group, split):
           parts[i] = part
-    # The center of now, which others may have moved since it was read.
-    pushed = ops.averaging_assign(centers, [centers, parts],
-                                  weights=[1.0, self._moving_rate])
+    # First the worker: it refuses a rate that is out of range.
+    with tf.control_dependencies([pulled]):
+      # The centers of now, which others may have moved since they were read.
+      pushed = ops.averaging_assign(centers, [centers, parts],
+                                    weights=[1.0, self._moving_rate])
     with tf.control_dependencies([pushed]):
-      return tf.group(pulled, pushed, *[_increment(step) for step in steps])
+      return tf.group(pushed, *[_increment(step) for step in steps])
+
+  def _copies(self, variables):
+    """(their centers, the worker's copies of these)."""
+    for v in variables:
+      if v not in self._getter.centers:
+        raise ValueError(
+            f"'{v.name}' has no center: a variable that is averaged must be "
+            "made by the optimizer's ElasticAverageCustomGetter, with "
+            "trainable=True, in tf.compat.v1.variable_scope(..., "
+            "custom_getter=getter).")
+    return ([self._getter.centers[v] for v in variables],
+            [self._getter.local_centers[v] for v in variables])
 
   def _worker_state(self):
     return _centers.worker_state(self._getter.worker_device)
@@ -332,7 +347,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """What a worker does before its first step.
 
     Args:
-      task_index: The number of this worker, in [0, num_worker).
+      task_index: The number of this worker, unlike those of the others, in
+        [0, num_worker). It matters only if `synchronous`.
 
     Returns:
       An operation that sets the worker's variables, and its copies of the
@@ -342,7 +358,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     Raises:
       ValueError: If there is no variable yet, or no worker of that number.
     """
-    if not 0 <= task_index < self._num_worker:
+    if self._synchronous and not 0 <= task_index < self._num_worker:
       raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
                        f"{task_index}.")
     variables = self._getter.centers.in_graph()
@@ -350,8 +366,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "The list of variables that were made by the custom getter should "
           "not be empty. Build the model first.")
-    centers = [self._getter.centers[v] for v in variables]
-    local_centers = [self._getter.local_centers[v] for v in variables]
+    centers, local_centers = self._copies(variables)
     with tf.name_scope(f"{self._name}/init"):
       groups = _centers.buckets(variables, centers)
       flats = _centers.pack(centers, groups)
