@@ -30,7 +30,12 @@ __all__ = [
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _LOW_PRECISION = (tf.float16, tf.bfloat16)
 
+# AutoGraph would rewrite their loops over variables, whose number is known, and
+# take longer for that than for all else while a function is traced.
+not_converted = tf.autograph.experimental.do_not_convert
 
+
+@not_converted
 def averaging_assign(targets, sources, weights=None, rate=1.0,
                      use_locking=True, name=None):
   """Moves variables towards the weighted mean of others, in place.
@@ -157,6 +162,7 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
     return _result(updates)
 
 
+@not_converted
 def ema_update(shadows, values, decay, name=None):
   """Updates exponential moving averages of variables, in place.
 
@@ -239,6 +245,7 @@ def ema_update(shadows, values, decay, name=None):
     return _result(updates)
 
 
+@not_converted
 def exchange(a, b, name=None):
   """Exchanges the values of pairs of variables, bit for bit.
 
@@ -296,6 +303,7 @@ def exchange(a, b, name=None):
     return _result(exchanges)
 
 
+@not_converted
 def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
           use_locking=True, name=None):
   """Takes an optimizer's step and averages the result, in one pass over memory.

@@ -51,6 +51,13 @@ void StepOf(absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
   ((states[s] = x[s].op), ...);
 }
 
+// Without a conversion to what it is already: a step has several arrays, a
+// program hundreds of steps.
+XlaOp Convert(XlaOp x, xla::PrimitiveType type) {
+  const xla::PrimitiveType from = x.builder()->GetShape(x)->element_type();
+  return from == type ? x : xla::ConvertElementType(x, type);
+}
+
 // A scatter's computation: the update, whatever was there.
 xla::XlaComputation Replace(xla::PrimitiveType type, XlaBuilder* builder) {
   const auto replace = builder->CreateSubBuilder("Replace");
@@ -76,11 +83,9 @@ void Step(RuleId rule, xla::PrimitiveType storage,
           absl::Span<const XlaOp> scalars) {
   const xla::PrimitiveType compute = ComputeType(storage);
   std::vector<XlaOp> converted;
-  for (XlaOp& state : states) {
-    state = xla::ConvertElementType(state, compute);
-  }
+  for (XlaOp& state : states) state = Convert(state, compute);
   for (const XlaOp& input : inputs) {
-    converted.push_back(xla::ConvertElementType(input, compute));
+    converted.push_back(Convert(input, compute));
   }
   switch (rule) {
 #define WRAPOPT_STEP(name, s, i, c, sparse)                             \
@@ -93,9 +98,7 @@ void Step(RuleId rule, xla::PrimitiveType storage,
     WRAPOPT_RULES(WRAPOPT_STEP)
 #undef WRAPOPT_STEP
   }
-  for (XlaOp& state : states) {
-    state = xla::ConvertElementType(state, storage);
-  }
+  for (XlaOp& state : states) state = Convert(state, storage);
 }
 
 Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
