@@ -47,3 +47,12 @@ def python_module(name, **kwargs):
     It finds Python's symbols in the interpreter, hence no -z defs.
     """
     _shared_library(name, inputs = [], linkopts = [], **kwargs)
+
+def tf_python_module(name, **kwargs):
+    """The same, for a process that has imported TensorFlow."""
+    _shared_library(
+        name,
+        inputs = _TENSORFLOW,
+        linkopts = ["$(location %s)" % library for library in _TENSORFLOW],
+        **kwargs
+    )
