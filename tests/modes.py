@@ -40,14 +40,22 @@ class Function(Eager):
   """Ops are traced into a tf.function, which runs then."""
 
   name = "function"
+  jit_compile = None
 
   def run(self, build):
-    @tf.function
+    @tf.function(jit_compile=self.jit_compile)
     def function():
       # A raw op is a tf.Operation here, which must not be returned.
       build()
 
     function()
+
+
+class Jit(Function):
+  """The same, compiled by XLA."""
+
+  name = "jit"
+  jit_compile = True
 
 
 class Graph:
@@ -95,7 +103,7 @@ def only(*modes):
                                  indirect=True)
 
 
-@pytest.fixture(params=[Eager(), Function(), *graphs()], ids=lambda m: m.name)
+@pytest.fixture(params=[Eager(), Function(), Jit(), *graphs()], ids=lambda m: m.name)
 def mode(request):
   with request.param.entered() as entered:
     yield entered

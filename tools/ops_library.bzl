@@ -1,7 +1,12 @@
 """Shared libraries that Python and TensorFlow load."""
 
 _EXPORTS = "//tools:exports.lds"
-_TENSORFLOW = "@local_config_tf//:libtensorflow_framework.so.2"
+
+# Most of XLA is in the second.
+_TENSORFLOW = [
+    "@local_config_tf//:libtensorflow_framework.so.2",
+    "@local_config_tf//:libtensorflow_cc.so.2",
+]
 
 def _shared_library(name, inputs, linkopts, **kwargs):
     native.cc_binary(
@@ -20,14 +25,13 @@ def _shared_library(name, inputs, linkopts, **kwargs):
 def tf_shared_library(name, **kwargs):
     """A library for tf.load_op_library.
 
-    TensorFlow's library is named to the linker directly, not through
+    TensorFlow's libraries are named to the linker directly, not through
     cc_import: that would write Bazel's _solib folders into the RUNPATH.
     """
     _shared_library(
         name,
-        inputs = [_TENSORFLOW],
-        linkopts = [
-            "$(location %s)" % _TENSORFLOW,
+        inputs = _TENSORFLOW,
+        linkopts = ["$(location %s)" % library for library in _TENSORFLOW] + [
             # For ldd and for a process that has not imported TensorFlow: the
             # package lies beside `tensorflow` in site-packages.
             "-Wl,-rpath,$$ORIGIN/../tensorflow",
@@ -43,3 +47,12 @@ def python_module(name, **kwargs):
     It finds Python's symbols in the interpreter, hence no -z defs.
     """
     _shared_library(name, inputs = [], linkopts = [], **kwargs)
+
+def tf_python_module(name, **kwargs):
+    """The same, for a process that has imported TensorFlow."""
+    _shared_library(
+        name,
+        inputs = _TENSORFLOW,
+        linkopts = ["$(location %s)" % library for library in _TENSORFLOW],
+        **kwargs
+    )

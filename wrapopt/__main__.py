@@ -7,13 +7,16 @@ import tensorflow as tf
 from tensorflow.core.framework import op_def_pb2
 from tensorflow.python.client import pywrap_tf_session as c_api
 from tensorflow.python.framework import kernels
+from tensorflow.python.util import pywrap_xla_ops
 
 from wrapopt import _native
 from wrapopt import sysconfig
 
 
-def _devices_of_ops():
+def devices_of_kernels():
   """Returns {op: [types of device that have a kernel]} of wrapopt's ops."""
+  # Makes the kernels of all XLA devices, as the first compilation does.
+  pywrap_xla_ops.get_cpu_kernel_names()
   registered = op_def_pb2.OpList.FromString(
       c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
   return {
@@ -39,7 +42,7 @@ def main():
   print(f"wrapopt {_native.version}")
   for name, fact in facts.items():
     print(f"  {name:<11}  {fact}")
-  devices_of_ops = _devices_of_ops()
+  devices_of_ops = devices_of_kernels()
   width = max(map(len, devices_of_ops))
   print(f"\n{'op':<{width}}  devices that have kernels")
   for op, devices in sorted(devices_of_ops.items()):

@@ -121,6 +121,7 @@ def converted(grads_and_vars):
   return [(_gradient(g, v), v) for g, v in grads_and_vars if g is not None]
 
 
+@ops.not_converted
 def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
                     name, accept=True, skip_gradients_aggregation=False):
   """What `opt.apply_gradients` does, with averages of the result, in one pass.

@@ -36,7 +36,12 @@ __all__ = [
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 _LOW_PRECISION = (tf.float16, tf.bfloat16)
 
+# AutoGraph would rewrite their loops over variables, whose number is known, and
+# take longer for that than for all else while a function is traced.
+not_converted = tf.autograph.experimental.do_not_convert
 
+
+@not_converted
 def averaging_assign(targets, sources, weights=None, rate=1.0,
                      use_locking=True, name=None):
   """Moves variables towards the weighted mean of others, in place.
@@ -163,6 +168,7 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
     return _result(updates)
 
 
+@not_converted
 def averaging_rounds(num_workers, shared_name, container="", name=None):
   """The rounds of averaging that a group of workers makes, on one device.
 
@@ -232,6 +238,7 @@ def averaging_rounds(num_workers, shared_name, container="", name=None):
       name=name)
 
 
+@not_converted
 def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable=redefined-builtin
   """Leaves a worker's values with a round.
 
@@ -271,6 +278,7 @@ def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable
                                        name=name)
 
 
+@not_converted
 def averaging_gather(rounds, round, min_workers, timeout_secs, name=None):  # pylint: disable=redefined-builtin
   """Waits for the workers of the open round, and closes it for others.
 
@@ -316,6 +324,7 @@ def averaging_gather(rounds, round, min_workers, timeout_secs, name=None):  # py
         name=name)
 
 
+@not_converted
 def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pylint: disable=redefined-builtin
   """Assigns the mean of workers' values to variables, in place.
 
@@ -379,6 +388,7 @@ def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pyli
         centers=[c.handle for c in centers], T=first.dtype, **arguments)])
 
 
+@not_converted
 def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=redefined-builtin
   """Ends a round and opens the next one.
 
@@ -406,6 +416,7 @@ def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=re
                                        name=name)
 
 
+@not_converted
 def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint: disable=redefined-builtin
   """Waits for the end of a round: while this round is the open one.
 
@@ -433,6 +444,7 @@ def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint
         name=name)
 
 
+@not_converted
 def ema_update(shadows, values, decay, name=None):
   """Updates exponential moving averages of variables, in place.
 
@@ -515,6 +527,7 @@ def ema_update(shadows, values, decay, name=None):
     return _result(updates)
 
 
+@not_converted
 def exchange(a, b, name=None):
   """Exchanges the values of pairs of variables, bit for bit.
 
@@ -572,6 +585,7 @@ def exchange(a, b, name=None):
     return _result(exchanges)
 
 
+@not_converted
 def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
           use_locking=True, name=None):
   """Takes an optimizer's step and averages the result, in one pass over memory.
@@ -714,6 +728,7 @@ class StalenessVerdict(typing.NamedTuple):
   ticket: tf.Tensor
 
 
+@not_converted
 def staleness_record(step, name=None):
   """Records the step, before a worker reads the weights.
 
@@ -738,6 +753,7 @@ def staleness_record(step, name=None):
     return tuple(_raw.wrapopt_staleness_record(step.handle, name=name))
 
 
+@not_converted
 def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
   """Admits an update if the weights that it was computed from are fresh enough.
 
@@ -810,6 +826,7 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
         *[v.handle for v in state], *arguments, name=name))
 
 
+@not_converted
 def staleness_complete(ticket, step, increment=True, name=None):
   """Ends an update that `staleness_gate` admitted; others it leaves alone.
 

@@ -9,9 +9,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
 #include "cc/kernels/averages.h"
+#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
@@ -46,13 +45,6 @@ double ReadNumber(Number number, const void* p) {
   return 0;
 }
 
-// One scalar of the rule: an input of the op, or an attribute that is 1 or 0.
-struct Scalar {
-  std::string name;
-  bool is_attribute;
-  double attribute;
-};
-
 class ApplyOp : public OpKernel {
  public:
   ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
@@ -66,37 +58,20 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("G", &grad_dtype_));
-    dtype_ = averages_.value_dtype();
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    dtype_ = contract_.dtype();
+    grad_dtype_ = contract_.grad_dtype();
     step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
-    OP_REQUIRES(ctx, step_ != nullptr,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "grad must be of dtype ",
-                    tensorflow::DataTypeString(dtype_),
-                    ", the variables', or float for half and bfloat16, got ",
-                    tensorflow::DataTypeString(grad_dtype_))));
     // Gradients of one row are summed in the type that the rule computes in.
     sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
-
-    states_ = absl::StrSplit(rule.states, ' ');
-    for (absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-      bool value = false;
-      const bool is_attribute = absl::ConsumeSuffix(&name, "?");
-      if (is_attribute) OP_REQUIRES_OK(ctx, ctx->GetAttr(name, &value));
-      scalars_.push_back({std::string(name), is_attribute, value ? 1.0 : 0.0});
-    }
   }
 
   void Compute(OpKernelContext* ctx) override {
     const Tensor* accept;
     OP_REQUIRES_OK(ctx, ctx->input("accept", &accept));
-    OP_REQUIRES(ctx, accept->dims() == 0,
-                absl::InvalidArgumentError(
-                    absl::StrCat("accept misshapen: got ",
-                                 accept->shape().DebugString(),
-                                 " but expected [] (a scalar)")));
+    OP_REQUIRES_OK(ctx, CheckScalar("accept", accept->shape()));
     if (!accept->scalar<bool>()()) return;
 
     std::vector<double> scalars, rates;
@@ -104,25 +79,19 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
 
     Variables variables(ctx, &memory_);
-    std::vector<int> states(states_.size());
+    std::vector<int> states(contract_.states().size());
     for (size_t s = 0; s < states.size(); ++s) {
-      OP_REQUIRES_OK(
-          ctx, variables.Find(states_[s].c_str(), access_, &states[s]));
+      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
+                                         access_, &states[s]));
     }
     int shadows;
     OP_REQUIRES_OK(ctx, variables.Find("shadows", access_, &shadows));
     OP_REQUIRES_OK(ctx, variables.Lock());
 
-    const int n = averages_.values();
+    const int n = contract_.variables();
     const int var = states[0];
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, var));
-    for (size_t s = 1; s < states.size(); ++s) {
-      for (int i = 0; i < n; ++i) {
-        OP_REQUIRES_OK(ctx, variables.CheckDtype(states[s] + i, dtype_));
-        OP_REQUIRES_OK(ctx,
-                       variables.CheckSameShape(states[s] + i, var + i));
-      }
-    }
+    OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
     std::vector<Rows> rows(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, sparse_ ? ReadRows(ctx, variables, var, i, &rows[i])
@@ -174,19 +143,14 @@ class ApplyOp : public OpKernel {
 
   absl::Status ReadScalars(OpKernelContext* ctx,
                            std::vector<double>* scalars) const {
-    for (const Scalar& scalar : scalars_) {
+    for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
       if (scalar.is_attribute) {
         scalars->push_back(scalar.attribute);
         continue;
       }
       const Tensor* tensor;
       TF_RETURN_IF_ERROR(ctx->input(scalar.name, &tensor));
-      if (tensor->dims() != 0) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(scalar.name, " misshapen: got ",
-                         tensor->shape().DebugString(),
-                         " but expected [] (a scalar)"));
-      }
+      TF_RETURN_IF_ERROR(CheckScalar(scalar.name, tensor->shape()));
       scalars->push_back(tensor->scalar<double>()());
     }
     return absl::OkStatus();
@@ -196,7 +160,7 @@ class ApplyOp : public OpKernel {
                          int i) const {
     tensorflow::OpInputList grads;
     TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
-    return variables.CheckSameShape(grads[i], "grad", i, var + i);
+    return variables.CheckSameShape(grads[i].shape(), "grad", i, var + i);
   }
 
   // Checks a sparse gradient, sorts its rows and sums those of one index.
@@ -207,26 +171,10 @@ class ApplyOp : public OpKernel {
     TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices_list));
     const Tensor& grad = grads[i];
     const Tensor& indices = indices_list[i];
+    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var + i, i, grad.shape(),
+                                           indices.shape()));
     const Tensor& value = *variables.tensor(var + i);
-    const std::string subject = variables.Describe(var + i);
-    if (value.dims() < 1) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          subject, " must have rows for a sparse gradient, got a scalar"));
-    }
-    if (indices.dims() != 1) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "indices[", i, "] misshapen: got ", indices.shape().DebugString(),
-          " but expected a vector"));
-    }
     const int64_t m = indices.NumElements();
-    tensorflow::TensorShape expected = value.shape();
-    expected.set_dim(0, m);
-    if (!grad.shape().IsSameSize(expected)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "grad[", i, "] misshapen: got ", grad.shape().DebugString(),
-          " but expected ", expected.DebugString(), " (a row of ", subject,
-          " for each of indices[", i, "])"));
-    }
     std::vector<int64_t> index(m);
     for (int64_t j = 0; j < m; ++j) {
       index[j] = indices.dtype() == tensorflow::DT_INT32
@@ -235,7 +183,8 @@ class ApplyOp : public OpKernel {
       if (index[j] < 0 || index[j] >= value.dim_size(0)) {
         return absl::InvalidArgumentError(absl::StrCat(
             "indices[", i, "][", j, "] must be in [0, ", value.dim_size(0),
-            "), the rows of ", subject, ", got ", index[j]));
+            "), the rows of ", variables.Describe(var + i), ", got ",
+            index[j]));
       }
     }
     std::vector<int64_t> order(m);
@@ -346,14 +295,13 @@ class ApplyOp : public OpKernel {
   const bool sparse_;
   Variables::Memory memory_;
   Averages averages_;
+  ApplyContract contract_;
   Variables::Access access_;
   tensorflow::DataType dtype_;
   tensorflow::DataType grad_dtype_;
   tensorflow::DataType sum_dtype_;
   StepFn step_;
   StepFn sum_step_;
-  std::vector<std::string> states_;
-  std::vector<Scalar> scalars_;
 };
 
 template <int kRule, bool kSparse>

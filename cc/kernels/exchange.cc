@@ -1,5 +1,5 @@
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
+#include "cc/kernels/contracts.h"
 #include "cc/kernels/variables.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
@@ -24,22 +24,7 @@ class ExchangeOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.Lock());
     const int n = b - a;
     for (int i = 0; i < n; ++i) {
-      const tensorflow::DataType got = variables.tensor(b + i)->dtype();
-      const tensorflow::DataType expected = variables.tensor(a + i)->dtype();
-      OP_REQUIRES(
-          ctx, got == expected,
-          absl::InvalidArgumentError(absl::StrCat(
-              variables.Describe(b + i), " must be of dtype ",
-              tensorflow::DataTypeString(expected), " (the dtype of ",
-              variables.Describe(a + i), "), got ",
-              tensorflow::DataTypeString(got),
-              ": buffers are exchanged, not converted")));
-      OP_REQUIRES(
-          ctx, tensorflow::DataTypeCanUseMemcpy(expected),
-          absl::InvalidArgumentError(absl::StrCat(
-              variables.Describe(a + i), " must be of a numeric dtype, got ",
-              tensorflow::DataTypeString(expected))));
-      OP_REQUIRES_OK(ctx, variables.CheckSameShape(b + i, a + i));
+      OP_REQUIRES_OK(ctx, CheckExchange(variables, a + i, b + i));
     }
     for (int i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx, variables.PrepareToSwap(a + i, b + i));

@@ -66,9 +66,7 @@ absl::Status Variables::FindResource(Entry* entry) {
       *static_cast<const tensorflow::ResourceHandle*>(tensor.data());
   const absl::Status found = LookupResource(ctx_, handle, &entry->var);
   if (absl::IsNotFound(found)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(Describe(entries_.size() - 1),
-                     " is not initialized: run its initializer first"));
+    return NotInitialized(entries_.size() - 1);
   }
   if (!found.ok()) {
     return absl::InvalidArgumentError(
@@ -111,10 +109,7 @@ absl::Status Variables::OrderLocks(std::vector<int>* order) const {
   });
   const auto conflict = FirstConflict(*order);
   if (conflict == order->end()) return absl::OkStatus();
-  const auto [first, second] = std::minmax(conflict[0], conflict[1]);
-  return absl::InvalidArgumentError(absl::StrCat(
-      Describe(first), " and ", Describe(second),
-      " are one variable: a variable that is updated must be named once"));
+  return NamedTwice(conflict[0], conflict[1]);
 }
 
 std::vector<int>::const_iterator Variables::FirstConflict(
@@ -171,10 +166,7 @@ absl::Status Variables::Lock() {
       entry.tensor = &entry.ref;
       initialized = entry.ref.IsInitialized();
     }
-    if (!initialized) {
-      return absl::FailedPreconditionError(absl::StrCat(
-          Describe(i), " is not initialized: run its initializer first"));
-    }
+    if (!initialized) return NotInitialized(i);
   }
   return absl::OkStatus();
 }
@@ -207,36 +199,6 @@ bool Variables::IsShared(const Entry& entry) {
   // mode shares its buffer with nobody, else each reader that is still alive
   // counts as a reference.
   return entry.var != nullptr && !entry.var->tensor()->RefCountIsOne();
-}
-
-absl::Status Variables::CheckDtype(int variable,
-                                   tensorflow::DataType dtype) const {
-  const tensorflow::DataType got = entries_[variable].tensor->dtype();
-  if (got == dtype) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      Describe(variable), " must be of dtype ",
-      tensorflow::DataTypeString(dtype), ", the op's, got ",
-      tensorflow::DataTypeString(got)));
-}
-
-absl::Status Variables::CheckSameShape(int variable, int like) const {
-  const tensorflow::TensorShape& got = entries_[variable].tensor->shape();
-  const tensorflow::TensorShape& expected = entries_[like].tensor->shape();
-  if (got.IsSameSize(expected)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      Describe(variable), " misshapen: got ", got.DebugString(),
-      " but expected ", expected.DebugString(), " (the shape of ",
-      Describe(like), ")"));
-}
-
-absl::Status Variables::CheckSameShape(const Tensor& tensor, const char* list,
-                                       int position, int like) const {
-  const tensorflow::TensorShape& expected = entries_[like].tensor->shape();
-  if (tensor.shape().IsSameSize(expected)) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      list, "[", position, "] misshapen: got ", tensor.shape().DebugString(),
-      " but expected ", expected.DebugString(), " (the shape of ",
-      Describe(like), ")"));
 }
 
 absl::Status Variables::Copy(Entry& entry) {

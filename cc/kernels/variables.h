@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/kernels/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -25,7 +26,7 @@
 
 namespace wrapopt {
 
-class Variables {
+class Variables final : public CheckedVariables {
  public:
   // kWriteUnlocked lets other updates in at the same time, as TensorFlow's
   // use_locking=False does: what the variables hold is then up to luck, but
@@ -71,15 +72,10 @@ class Variables {
   // be named twice, but for kReadWritten, and each must be initialized.
   absl::Status Lock();
 
-  // Of one that is kReadWritten: which of the written ones it is, or -1.
-  int Written(int variable) const { return entries_[variable].written; }
-
-  absl::Status CheckDtype(int variable, tensorflow::DataType dtype) const;
-  // `variable` must have the shape of `like`.
-  absl::Status CheckSameShape(int variable, int like) const;
-  // So must the tensor that is `list[position]`.
-  absl::Status CheckSameShape(const tensorflow::Tensor& tensor,
-                              const char* list, int position, int like) const;
+  // From here on, dtype() and shape() too.
+  int Written(int variable) const override {
+    return entries_[variable].written;
+  }
 
   // Gives each written variable a buffer that no reader shares. Call it last:
   // it is the first to change anything, though no value.
@@ -89,11 +85,17 @@ class Variables {
   // different for two that are alive.
   const void* Identity(int variable) const { return entries_[variable].mu; }
 
-  // "values[3] (variable 'w')". A handle knows its variable's name. Those of
-  // ref variables may be in the op's attribute "_variables", in the order in
-  // which they were found; else they are what the op's inputs are called.
-  std::string Describe(int variable) const;
+  // A handle knows its variable's name. Those of ref variables may be in the
+  // op's attribute "_variables", in the order in which they were found; else
+  // they are what the op's inputs are called.
+  std::string Describe(int variable) const override;
 
+  tensorflow::DataType dtype(int variable) const override {
+    return entries_[variable].tensor->dtype();
+  }
+  const tensorflow::TensorShape& shape(int variable) const override {
+    return entries_[variable].tensor->shape();
+  }
   tensorflow::Tensor* tensor(int variable) {
     return entries_[variable].tensor;
   }

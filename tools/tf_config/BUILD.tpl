@@ -5,6 +5,7 @@ package(default_visibility = ["//visibility:public"])
 
 exports_files([
     "environment.txt",
+    "libtensorflow_cc.so.2",
     "libtensorflow_framework.so.2",
 ])
 

@@ -33,7 +33,8 @@ def _tf_configure_impl(ctx):
     found = json.decode(result.stdout)
 
     ctx.symlink(found["tf_include"], "include")
-    ctx.symlink(found["tf_dir"] + "/libtensorflow_framework.so.2", "libtensorflow_framework.so.2")
+    for library in ["libtensorflow_framework.so.2", "libtensorflow_cc.so.2"]:
+        ctx.symlink("{}/{}".format(found["tf_dir"], library), library)
     ctx.symlink(found["pybind11_include"], "pybind11_include")
     ctx.symlink(found["python_include"], "python_include")
 

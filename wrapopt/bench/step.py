@@ -31,7 +31,7 @@ from wrapopt.bench import harness
 
 _tf1 = tf.compat.v1
 _DECAYS = (0.999, 0.99, 0.9)
-_OPTIMIZERS = {
+OPTIMIZERS = {
     "SGD": lambda: _tf1.train.GradientDescentOptimizer(1e-3),
     "Momentum": lambda: _tf1.train.MomentumOptimizer(1e-3, 0.9),
     "Adam": lambda: _tf1.train.AdamOptimizer(1e-3),
@@ -42,16 +42,16 @@ _STOCK = "stock"
 _STOCK_EMA = "stock + EMA"
 # By K, the averages of a variable.
 _WRAPOPT = {k: f"wrapopt K={k}" for k in (0, 1, len(_DECAYS))}
-_STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
+STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
 _MODES = ("v1 session", "tf.function")
 
 
 def add_arguments(parser):
   harness.add_arguments(parser)
   parser.add_argument(
-      "--optimizers", nargs="+", choices=list(_OPTIMIZERS), metavar="NAME",
-      default=list(_OPTIMIZERS),
-      help=f"the optimizers, of {', '.join(_OPTIMIZERS)}; default all")
+      "--optimizers", nargs="+", choices=list(OPTIMIZERS), metavar="NAME",
+      default=list(OPTIMIZERS),
+      help=f"the optimizers, of {', '.join(OPTIMIZERS)}; default all")
 
 
 def run(options):
@@ -77,9 +77,9 @@ def measure(name, shapes, optimizer, n_rounds):
     A list of dicts: what is in a row of the table.
   """
   sizes = harness.sizes(shapes)
-  make = _OPTIMIZERS[optimizer]
+  make = OPTIMIZERS[optimizer]
   slots = len(_fused.rule_of(make()).slots)
-  builds = {mode: {step: _build(mode, shapes, make, step) for step in _STEPS}
+  builds = {mode: {step: _build(mode, shapes, make, step) for step in STEPS}
             for mode in _MODES}
   limits, place_limits = _limits(shapes, slots)
   session, in_session, place_session = _in_session(shapes, make)
@@ -159,7 +159,7 @@ def _limits(shapes, slots):
           for k in _WRAPOPT for n in sorted({1, harness.threads()})}, place
 
 
-class _Steps:
+class Steps:
   """The steps of all contenders, on one inner optimizer."""
 
   def __init__(self, make):
@@ -226,7 +226,7 @@ class _Steps:
                     *self.averages(values))]
 
 
-def _variables(shapes):
+def variables(shapes):
   """(variables, variables that hold their gradients)."""
   return [[tf.Variable(functools.partial(tf.zeros, shape)) for shape in shapes]
           for _ in range(2)]
@@ -236,8 +236,8 @@ def _pairs(values, grads):
   return [(g.read_value(), v) for g, v in zip(grads, values)]
 
 
-def _function(steps, step, values, grads):
-  @tf.function
+def function(steps, step, values, grads, jit_compile=None):
+  @tf.function(jit_compile=jit_compile)
   def function():  # It returns nothing: what it returned would be copied.
     steps.apply(step, _pairs(values, grads))
   return function
@@ -248,8 +248,8 @@ def _build(mode, shapes, make, step):
   in_graph = mode == "v1 session"
   with (tf.Graph().as_default() if in_graph else contextlib.nullcontext(),
         tf.device("/cpu:0")):
-    values, grads = _variables(shapes)
-    steps = _Steps(make)
+    values, grads = variables(shapes)
+    steps = Steps(make)
     if in_graph:
       pairs = _pairs(values, grads)
       graph = tf.compat.v1.get_default_graph()
@@ -258,7 +258,7 @@ def _build(mode, shapes, make, step):
     if in_graph:
       steps.apply(step, pairs)
     else:
-      graph = _function(
+      graph = function(
           steps, step, values, grads).get_concrete_function().graph
       before = 0
     return (len(graph.get_operations()) - before, time.perf_counter() - start)
@@ -272,10 +272,10 @@ def _in_session(shapes, make):
   """The session too, first."""
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
-    values, grads = _variables(shapes)
+    values, grads = variables(shapes)
     pairs = _pairs(values, grads)
-    steps = _Steps(make)
-    updates = {step: steps.apply(step, pairs) for step in _STEPS}
+    steps = Steps(make)
+    updates = {step: steps.apply(step, pairs) for step in STEPS}
     init = _tf1.global_variables_initializer()
     fill, = steps.fill(values, grads)
     state = steps.sample(values)
@@ -290,11 +290,11 @@ def _in_session(shapes, make):
 
 def _in_functions(shapes, make):
   with tf.device("/cpu:0"):
-    values, grads = _variables(shapes)
-  steps = _Steps(make)
+    values, grads = variables(shapes)
+  steps = Steps(make)
   contenders = {
-      ("tf.function", step): _function(steps, step, values, grads)
-      for step in _STEPS}
+      ("tf.function", step): function(steps, step, values, grads)
+      for step in STEPS}
   for step in contenders.values():
     step()  # Makes slots and averages.
 
@@ -313,7 +313,7 @@ def check_all(contenders, place, state):
     contenders: {(mode, contender): function that takes a step}.
     place: A function that sets the state of the start.
     state: A function that returns samples of the values, of the slots, and of
-      each row of _Steps.averages.
+      each row of Steps.averages.
   """
   first = None
   for (mode, name), step in contenders.items():

@@ -1,0 +1,414 @@
+// The ops' kernels for XLA: on CPU, GPU and TPU, the operations that become
+// part of the program that a device runs.
+//
+// What is known only when that program runs, such as a decay or an index that is
+// no constant, it cannot refuse. Then a decay, rate or weight out of range gives
+// what the formula gives, and an index out of range is left out.
+#include <iterator>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "cc/kernels/contracts.h"
+#include "cc/kernels/elementwise_xla.h"
+#include "cc/kernels/registration_xla.h"
+#include "cc/kernels/variables_xla.h"
+#include "cc/rules/rules.h"
+#include "tensorflow/compiler/tf2xla/type_util.h"
+#include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "xla/hlo/builder/lib/slicing.h"
+#include "xla/hlo/builder/lib/constants.h"
+#include "xla/hlo/builder/xla_builder.h"
+#include "xla/shape.h"
+#include "xla/xla_data.pb.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::XlaOpKernel;
+using tensorflow::XlaOpKernelContext;
+using xla::XlaOp;
+using Access = XlaVariables::Access;
+
+// Of a dtype that the ops' attributes allow.
+xla::PrimitiveType XlaType(tensorflow::DataType dtype) {
+  xla::PrimitiveType type = xla::PRIMITIVE_TYPE_INVALID;
+  tensorflow::DataTypeToPrimitiveType(dtype, &type).IgnoreError();
+  return type;
+}
+
+// An input that is known while the computation is built.
+std::optional<Tensor> Known(XlaOpKernelContext* ctx, const char* name) {
+  return ctx->InputExpression(name).constant_value();
+}
+
+XlaOp Scalar(XlaOpKernelContext* ctx, xla::PrimitiveType type, double value) {
+  return xla::ConstantR0WithType(ctx->builder(), type, value);
+}
+
+// Element `i` of a vector.
+XlaOp Element(XlaOp vector, int64_t i) {
+  return xla::Reshape(xla::SliceInDim(vector, i, i + 1, 1, 0), {});
+}
+
+// An input of one dtype that is rows of N tensors. A tensor of bounded dynamic
+// shape has its bounds in `shapes`.
+struct Inputs {
+  std::vector<XlaOp> ops;
+  std::vector<TensorShape> shapes;
+};
+
+absl::Status ReadInputs(XlaOpKernelContext* ctx, const char* list,
+                        Inputs* inputs) {
+  return ctx->InputList(list, &inputs->ops, &inputs->shapes);
+}
+
+// What is added to all of a variable must be known to be as large.
+absl::Status CheckStatic(const char* list, int position, XlaOp tensor,
+                         int first_dimension = 0) {
+  TF_ASSIGN_OR_RETURN(const xla::Shape shape,
+                      tensor.builder()->GetShape(tensor));
+  for (int d = first_dimension; d < shape.dimensions_size(); ++d) {
+    if (!shape.is_dynamic_dimension(d)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        list, "[", position, "] must be of a shape that is known when it is ",
+        "compiled, got ", shape.ToString(),
+        ": compute it outside of the compiled function"));
+  }
+  return absl::OkStatus();
+}
+
+// The averages of EmaUpdate and of the Apply ops.
+class XlaAverages : public ShadowContract {
+ public:
+  // The input "decays" as rates, in the type that the shadows are computed in.
+  absl::Status ReadDecays(XlaOpKernelContext* ctx,
+                          std::vector<XlaOp>* rates) const {
+    const xla::PrimitiveType type = ComputeType(XlaType(shadow_dtype()));
+    if (const std::optional<Tensor> decays = Known(ctx, "decays")) {
+      std::vector<double> known;
+      TF_RETURN_IF_ERROR(ToRates(*decays, &known));
+      for (const double rate : known) {
+        rates->push_back(Scalar(ctx, type, rate));
+      }
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(CheckDecays(ctx->InputShape("decays")));
+    const XlaOp decays = ctx->Input("decays");
+    for (int k = 0; k < per_value(); ++k) {
+      const XlaOp decay = Element(decays, k);
+      rates->push_back(xla::ConvertElementType(
+          xla::ScalarLike(decay, 1.0) - decay, type));
+    }
+    return absl::OkStatus();
+  }
+
+  // The new value of the shadow that is `shadow`, of the value `value`.
+  XlaOp Updated(XlaOp shadow, XlaOp value, XlaOp rate) const {
+    Step(RuleId::kEma, XlaType(shadow_dtype()), absl::MakeSpan(&shadow, 1),
+         {value}, {rate});
+    return shadow;
+  }
+};
+
+class EmaUpdateXlaOp : public XlaOpKernel {
+ public:
+  explicit EmaUpdateXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    std::vector<XlaOp> rates;
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+    XlaVariables variables(ctx);
+    int shadows, values;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+    for (int k = 0; k < averages_.per_value(); ++k) {
+      for (int i = 0; i < averages_.values(); ++i) {
+        const int shadow = shadows + k * averages_.values() + i;
+        OP_REQUIRES_OK(ctx, variables.Assign(
+                                shadow, averages_.Updated(
+                                            variables.value(shadow),
+                                            variables.value(values + i),
+                                            rates[k])));
+      }
+    }
+  }
+
+ private:
+  XlaAverages averages_;
+};
+
+class ApplyXlaOp : public XlaOpKernel {
+ public:
+  ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
+      : XlaOpKernel(ctx), rule_(rule), sparse_(sparse) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    type_ = XlaType(contract_.dtype());
+    compute_ = ComputeType(type_);
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    OP_REQUIRES_OK(ctx, CheckScalar("accept", ctx->InputShape("accept")));
+    // No value where it is known to be true.
+    std::optional<XlaOp> accept;
+    if (const std::optional<Tensor> known = Known(ctx, "accept")) {
+      if (!known->scalar<bool>()()) return;
+    } else {
+      accept = ctx->Input("accept");
+    }
+    std::vector<XlaOp> scalars, rates;
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+
+    XlaVariables variables(ctx);
+    std::vector<int> states(contract_.states().size());
+    for (size_t s = 0; s < states.size(); ++s) {
+      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
+                                         Access::kWrite, &states[s]));
+    }
+    int shadows;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, states[0]));
+    OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
+    Inputs grads, indices;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "grad", &grads));
+    if (sparse_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const int var = states[0] + i;
+      OP_REQUIRES_OK(ctx, sparse_ ? contract_.CheckRows(variables, var, i,
+                                                        grads.shapes[i],
+                                                        indices.shapes[i])
+                                  : variables.CheckSameShape(
+                                        grads.shapes[i], "grad", i, var));
+      OP_REQUIRES_OK(ctx, CheckStatic("grad", i, grads.ops[i],
+                                      /*first_dimension=*/sparse_ ? 1 : 0));
+    }
+
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const TensorShape& shape = variables.shape(states[0] + i);
+      std::vector<XlaOp> after;
+      for (const int state : states) {
+        after.push_back(variables.value(state + i));
+      }
+      // Not as a product: what is refused may hold infinity or NaN.
+      auto accepted = [&](XlaOp value, int variable) {
+        return accept
+                   ? xla::Select(*accept, value, variables.value(variable))
+                   : value;
+      };
+      bool is_step_accepted = false;
+      if (!sparse_) {
+        Step(rule_.id, type_, absl::MakeSpan(after), {grads.ops[i]}, scalars);
+      } else if (shape.num_elements() > 0) {
+        Rows rows(type_, shape.dim_sizes(), grads.ops[i], indices.ops[i]);
+        if (rule_.sparse == Sparse::kAll) {
+          Step(rule_.id, type_, absl::MakeSpan(after), {rows.Dense()},
+               scalars);
+        } else {
+          // An array of which some rows are written is written in place; one
+          // that is selected as a whole would be copied.
+          if (accept) rows.Keep(*accept);
+          rows.Step(rule_.id, absl::MakeSpan(after), scalars);
+          is_step_accepted = true;
+        }
+      }
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (!is_step_accepted) after[s] = accepted(after[s], states[s] + i);
+        OP_REQUIRES_OK(ctx, variables.Assign(states[s] + i, after[s]));
+      }
+      const XlaOp value = Stored(after[0], type_);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        const int shadow = shadows + k * averages_.values() + i;
+        const XlaOp updated =
+            averages_.Updated(variables.value(shadow), value, rates[k]);
+        OP_REQUIRES_OK(ctx,
+                       variables.Assign(shadow, accepted(updated, shadow)));
+      }
+    }
+  }
+
+ private:
+  absl::Status ReadScalars(XlaOpKernelContext* ctx,
+                           std::vector<XlaOp>* scalars) const {
+    for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
+      if (scalar.is_attribute) {
+        scalars->push_back(Scalar(ctx, compute_, scalar.attribute));
+        continue;
+      }
+      const char* name = scalar.name.c_str();
+      TF_RETURN_IF_ERROR(CheckScalar(name, ctx->InputShape(name)));
+      const std::optional<Tensor> known = Known(ctx, name);
+      scalars->push_back(
+          known ? Scalar(ctx, compute_, known->scalar<double>()())
+                : xla::ConvertElementType(ctx->Input(name), compute_));
+    }
+    return absl::OkStatus();
+  }
+
+  const RuleInfo& rule_;
+  const bool sparse_;
+  XlaAverages averages_;
+  ApplyContract contract_;
+  xla::PrimitiveType type_, compute_;
+};
+
+class AveragingAssignXlaOp : public XlaOpKernel {
+ public:
+  explicit AveragingAssignXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, *this));
+    sum_ = XlaType(contract_.sum_dtype());
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaOp rate;
+    OP_REQUIRES_OK(ctx, ReadRate(ctx, &rate));
+    std::vector<XlaOp> weights;
+    OP_REQUIRES_OK(ctx, ReadWeights(ctx, &weights));
+
+    XlaVariables variables(ctx);
+    int targets, sources;
+    OP_REQUIRES_OK(ctx, variables.Find("targets", Access::kWrite, &targets));
+    OP_REQUIRES_OK(
+        ctx, variables.Find("sources", Access::kReadWritten, &sources));
+    OP_REQUIRES_OK(ctx, contract_.CheckVariables(variables, targets, sources));
+    const int n = contract_.variables();
+    int first_tensor, end;
+    OP_REQUIRES_OK(ctx, InputRange("tensors", &first_tensor, &end));
+    Inputs tensors;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "tensors", &tensors));
+    for (int p = 0; p < n * contract_.tensors(); ++p) {
+      OP_REQUIRES_OK(ctx, contract_.CheckTensor(
+                              variables, targets, p,
+                              ctx->input_type(first_tensor + p),
+                              ctx->input_type(first_tensor + p - p % n),
+                              tensors.shapes[p]));
+      OP_REQUIRES_OK(ctx, CheckStatic("tensors", p, tensors.ops[p]));
+    }
+
+    for (int i = 0; i < n; ++i) {
+      XlaOp sum = xla::Broadcast(
+          xla::Zero(ctx->builder(), sum_),
+          variables.shape(targets + i).dim_sizes());
+      for (size_t s = 0; s < weights.size(); ++s) {
+        const int row = s - contract_.sources();
+        const XlaOp source = row < 0 ? variables.value(sources + s * n + i)
+                                     : tensors.ops[row * n + i];
+        Step(RuleId::kWeightedSum, sum_, absl::MakeSpan(&sum, 1), {source},
+             {weights[s], Scalar(ctx, sum_, s == 0 ? 1 : 0)});
+      }
+      for (int t = 0; t < contract_.targets(); ++t) {
+        const int target = targets + t * n + i;
+        XlaOp value = variables.value(target);
+        Step(RuleId::kEma, variables.type(target), absl::MakeSpan(&value, 1),
+             {sum}, {rate});
+        OP_REQUIRES_OK(ctx, variables.Assign(target, value));
+      }
+    }
+  }
+
+ private:
+  absl::Status ReadRate(XlaOpKernelContext* ctx, XlaOp* rate) const {
+    TF_RETURN_IF_ERROR(CheckScalar("rate", ctx->InputShape("rate")));
+    if (const std::optional<Tensor> known = Known(ctx, "rate")) {
+      const double value = known->scalar<double>()();
+      *rate = Scalar(ctx, sum_, value);
+      return contract_.CheckRate(value);
+    }
+    *rate = xla::ConvertElementType(ctx->Input("rate"), sum_);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadWeights(XlaOpKernelContext* ctx,
+                           std::vector<XlaOp>* weights) const {
+    TF_RETURN_IF_ERROR(contract_.CheckWeights(ctx->InputShape("weights")));
+    const std::optional<Tensor> known = Known(ctx, "weights");
+    for (int s = 0; s < contract_.sources() + contract_.tensors(); ++s) {
+      if (known) {
+        const double weight = known->vec<double>()(s);
+        TF_RETURN_IF_ERROR(contract_.CheckWeight(s, weight));
+        weights->push_back(Scalar(ctx, sum_, weight));
+      } else {
+        weights->push_back(
+            xla::ConvertElementType(Element(ctx->Input("weights"), s), sum_));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  AveragingAssignContract contract_;
+  xla::PrimitiveType sum_;
+};
+
+class ExchangeXlaOp : public XlaOpKernel {
+ public:
+  explicit ExchangeXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {}
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaVariables variables(ctx);
+    int a, b;
+    OP_REQUIRES_OK(ctx, variables.Find("a", Access::kWrite, &a));
+    OP_REQUIRES_OK(ctx, variables.Find("b", Access::kWrite, &b));
+    const int n = b - a;
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, CheckExchange(variables, a + i, b + i));
+    }
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx,
+                     variables.Assign(a + i, variables.value(b + i)));
+      OP_REQUIRES_OK(ctx,
+                     variables.Assign(b + i, variables.value(a + i)));
+    }
+  }
+};
+
+template <class Op>
+OpKernel* Make(OpKernelConstruction* ctx) {
+  return new Op(ctx);
+}
+
+template <int kRule, bool kSparse>
+OpKernel* MakeApply(OpKernelConstruction* ctx) {
+  return new ApplyXlaOp(ctx, kRules[kRule], kSparse);
+}
+
+template <int... rules>
+void RegisterApply(std::integer_sequence<int, rules...>) {
+  auto one = [](auto rule) {
+    constexpr int kRule = decltype(rule)::value;
+    if constexpr (kRules[kRule].inputs == "grad") {
+      const char* name = kRules[kRule].name;
+      RegisterXlaKernel(absl::StrCat("Wrapopt>Apply", name),
+                        &MakeApply<kRule, false>);
+      RegisterXlaKernel(absl::StrCat("Wrapopt>SparseApply", name),
+                        &MakeApply<kRule, true>);
+    }
+  };
+  (one(std::integral_constant<int, rules>()), ...);
+}
+
+const bool registered = [] {
+  RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
+  RegisterXlaKernel("Wrapopt>AveragingAssign", &Make<AveragingAssignXlaOp>);
+  RegisterXlaKernel("Wrapopt>Exchange", &Make<ExchangeXlaOp>);
+  RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
+  return true;
+}();
+
+}  // namespace
+}  // namespace wrapopt

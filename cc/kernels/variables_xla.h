@@ -1,0 +1,72 @@
+// The resource variables that an op reads and writes in an XLA computation.
+//
+// A kernel goes through the same steps as with `Variables`, without locks:
+// Find(list, access) for each input list, checks, then value() and Assign().
+#ifndef WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
+#define WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "cc/kernels/contracts.h"
+#include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "tensorflow/compiler/tf2xla/xla_resource.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "xla/hlo/builder/xla_builder.h"
+#include "xla/xla_data.pb.h"
+
+namespace wrapopt {
+
+class XlaVariables final : public CheckedVariables {
+ public:
+  // As of `Variables`.
+  enum class Access { kRead, kReadWritten, kWrite };
+
+  explicit XlaVariables(tensorflow::XlaOpKernelContext* ctx) : ctx_(ctx) {}
+
+  // Finds the variables of one input list and reads them. Their positions in
+  // all calls of this class are `first(list)` + position in the list. Lists that
+  // are written are to be found before those that are only read.
+  absl::Status Find(const char* list, Access access, int* first);
+
+  std::string Describe(int variable) const override;
+  tensorflow::DataType dtype(int variable) const override {
+    return entries_[variable].resource->type();
+  }
+  const tensorflow::TensorShape& shape(int variable) const override {
+    return entries_[variable].resource->shape();
+  }
+  int Written(int variable) const override {
+    return entries_[variable].written;
+  }
+
+  // The dtype as XLA calls it.
+  xla::PrimitiveType type(int variable) const;
+
+  // What a variable held before the op.
+  xla::XlaOp value(int variable) const { return entries_[variable].value; }
+
+  absl::Status Assign(int variable, xla::XlaOp value);
+
+ private:
+  struct Entry {
+    const char* list;
+    int position;
+    int input;
+    tensorflow::XlaResource* resource = nullptr;
+    xla::XlaOp value;
+    int written = -1;
+  };
+
+  tensorflow::XlaOpKernelContext* const ctx_;
+  std::vector<Entry> entries_;
+  // The entry of each variable that is written.
+  absl::flat_hash_map<const tensorflow::XlaResource*, int> written_;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_

@@ -1,0 +1,111 @@
+// For tests: lowers a function, with its variables, to the HLO of any device
+// type that XLA compiles for, also of one that this machine does not have.
+//
+// TensorFlow's own experimental_get_compiler_ir wants the device to be there.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "tensorflow/compiler/tf2xla/xla_compiler.h"
+#include "tensorflow/compiler/tf2xla/xla_op_registry.h"
+#include "tensorflow/compiler/tf2xla/xla_resource.h"
+#include "tensorflow/core/framework/attr_value.pb.h"
+#include "tensorflow/core/framework/function.h"
+#include "tensorflow/core/framework/function.pb.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/tpu/tpu_defs.h"
+#include "xla/client/client_library.h"
+#include "xla/debug_options_flags.h"
+#include "xla/hlo/ir/hlo_module.h"
+#include "xla/stream_executor/platform_manager.h"
+
+namespace {
+
+namespace tf = tensorflow;
+
+// TensorFlow knows these device types, but its wheels have no back end for TPU,
+// nor that for CPU one for GPU, and so would make no kernel for them. To be
+// registered before XLA first compiles something: then kernels are made.
+const bool registered = [] {
+  const auto add = [](const char* device, absl::Span<const tf::DataType> types) {
+    if (!tf::XlaOpRegistry::IsBackendRegistered(device)) {
+      new tf::XlaBackendRegistrar(device, types);
+    }
+  };
+  add(tf::DEVICE_GPU_XLA_JIT, tf::kGpuAllTypes);
+  add("XLA_TPU_JIT", tf::kTpuAllTypes);
+  return true;
+}();
+
+void Check(const absl::Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.ToString());
+}
+
+template <class T>
+T Value(absl::StatusOr<T> value) {
+  Check(value.status());
+  return *std::move(value);
+}
+
+// Whether it is a variable, its dtype and its shape.
+using Argument = std::tuple<bool, int, std::vector<int64_t>>;
+
+std::string Lower(const std::string& library, const std::string& function,
+                  const std::vector<Argument>& arguments,
+                  const std::string& device) {
+  tf::FunctionDefLibrary functions;
+  if (!functions.ParseFromString(library)) {
+    throw std::runtime_error("`library` must be a serialized FunctionDefLibrary");
+  }
+  const tf::FunctionLibraryDefinition definitions(tf::OpRegistry::Global(),
+                                                  functions);
+  tf::XlaCompiler::Options options;
+  options.device_type = tf::DeviceType(device);
+  // The host's will do: nothing is run.
+  options.client = Value(xla::ClientLibrary::GetOrCreateLocalClient(
+      Value(stream_executor::PlatformManager::PlatformWithName("Host"))));
+  options.flib_def = &definitions;
+
+  std::vector<tf::XlaCompiler::Argument> compiled;
+  for (const auto& [is_variable, dtype, dimensions] : arguments) {
+    tf::XlaCompiler::Argument argument;
+    argument.type = static_cast<tf::DataType>(dtype);
+    argument.shape = tf::TensorShape(dimensions);
+    if (is_variable) {
+      argument.kind = tf::XlaCompiler::Argument::kResource;
+      argument.resource_kind = tf::XlaResource::kVariable;
+      argument.initialized = true;
+    } else {
+      argument.kind = tf::XlaCompiler::Argument::kParameter;
+    }
+    compiled.push_back(std::move(argument));
+  }
+
+  tf::XlaCompiler::CompileOptions compile_options;
+  compile_options.alias_resource_update = true;
+  tf::NameAttrList name;
+  name.set_name(function);
+  tf::XlaCompiler::CompilationResult result;
+  Check(tf::XlaCompiler(options).CompileFunction(compile_options, name,
+                                                 compiled, &result));
+  const xla::HloModuleProto& proto = result.computation->proto();
+  const auto config = Value(xla::HloModule::CreateModuleConfigFromProto(
+      proto, xla::GetDebugOptionsFromFlags()));
+  return Value(xla::HloModule::CreateFromProto(proto, config))->ToString();
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_xla_lower, m) {
+  m.def("lower", &Lower, pybind11::arg("library"), pybind11::arg("function"),
+        pybind11::arg("arguments"), pybind11::arg("device"));
+}

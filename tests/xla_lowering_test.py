@@ -1,0 +1,212 @@
+"""Every op and a whole train step become HLO for CPU, GPU and TPU.
+
+No such device is needed: what is looked at is the program that XLA's compiler
+for the device would begin with.
+"""
+
+import re
+
+import pytest
+import tensorflow as tf  # First: the next line needs its libraries.
+import _xla_lower
+from tensorflow.core.framework import function_pb2
+from tensorflow.python.ops import handle_data_util
+
+import wrapopt
+from wrapopt import _native
+from wrapopt import ops
+from wrapopt.__main__ import devices_of_kernels
+
+DEVICES = ("XLA_CPU_JIT", "XLA_GPU_JIT", "XLA_TPU_JIT")
+DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+SHAPE = (5, 3)
+RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
+               if inputs == ["grad"])
+
+
+def lower(function, device, *args):
+  """The HLO of a function of `args`, with its variables, for a device type."""
+  concrete = tf.function(function).get_concrete_function(*args)
+  library = function_pb2.FunctionDefLibrary()
+  library.CopyFrom(concrete.graph.as_graph_def().library)
+  library.function.append(concrete.function_def)
+  arguments = []
+  for x in concrete.inputs:
+    if x.dtype == tf.resource:
+      variable, = handle_data_util.get_resource_handle_data(x).shape_and_type
+      arguments.append(
+          (True, variable.dtype, [d.size for d in variable.shape.dim]))
+    else:
+      arguments.append((False, x.dtype.as_datatype_enum, x.shape.as_list()))
+  return _xla_lower.lower(
+      library.SerializeToString(), concrete.function_def.signature.name,
+      arguments, device)
+
+
+def instructions(hlo):
+  """[(shape, opcode, what follows)]."""
+  return re.findall(r"^ +(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([\w-]+)\((.*)$", hlo,
+                    re.MULTILINE)
+
+
+def check(hlo, op, written, device):
+  """Asserts what must hold of a program that updates variables.
+
+  Args:
+    hlo: Its text.
+    op: The type of the op whose instructions it must hold.
+    written: How many variables it updates.
+    device: The device type that it is for.
+  """
+  found = instructions(hlo)
+  assert any(f'op_type="{op}"' in rest for _, _, rest in found)
+  opcodes = {opcode for _, opcode, _ in found}
+  # Nothing that leaves the device, nor a library's function.
+  assert not opcodes & {"custom-call", "infeed", "outfeed", "send", "recv",
+                        "rng"}, opcodes
+  # In place: so many of the program's outputs are in the buffers of its inputs.
+  header = hlo.split("\n", 1)[0]
+  assert header.count("may-alias") == written, header
+  if device == "XLA_TPU_JIT" and op != "Wrapopt>Exchange":
+    # A scalar of float64 is there to keep digits until it is converted.
+    arithmetic = [line for line in found if line[0].startswith("f64[")
+                  and not line[0].startswith("f64[]")
+                  and line[1] in ("add", "subtract", "multiply", "divide",
+                                  "sqrt", "select", "maximum", "power")]
+    assert not arithmetic
+
+
+def variables(dtype, count, shape=SHAPE):
+  return [tf.Variable(tf.ones(shape, dtype)) for _ in range(count)]
+
+
+def test_the_checks_find_what_they_look_for():
+  v = tf.Variable(tf.ones(SHAPE, tf.float64))
+  rate = tf.constant(0.5, tf.float64)
+  hlo = lower(lambda rate: v.assign_sub(rate * v), "XLA_TPU_JIT", rate)
+  check(hlo, "AssignSubVariableOp", 1, "XLA_CPU_JIT")
+  with pytest.raises(AssertionError, match="f64"):
+    check(hlo, "AssignSubVariableOp", 1, "XLA_TPU_JIT")
+  with pytest.raises(AssertionError):
+    check(hlo, "AssignSubVariableOp", 2, "XLA_CPU_JIT")
+  with pytest.raises(AssertionError):
+    check(hlo, "Wrapopt>EmaUpdate", 1, "XLA_CPU_JIT")
+  hlo = lower(lambda x: tf.linalg.qr(x)[0], "XLA_CPU_JIT",
+              tf.constant([[1.0]]))
+  with pytest.raises(AssertionError, match="custom-call"):
+    check(hlo, "Qr", 0, "XLA_CPU_JIT")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+  return request.param
+
+
+def computed(dtype, device):
+  """Variables of float64 are computed in that, on a TPU too."""
+  return "XLA_CPU_JIT" if dtype == tf.float64 else device
+
+
+def float32_where_narrow(dtype):
+  return tf.float32 if dtype.size < 4 else dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_ema_update(device, dtype):
+  values = variables(dtype, 2)
+  shadows = [variables(float32_where_narrow(dtype), 2) for _ in range(2)]
+  hlo = lower(lambda d: ops.ema_update(shadows, values, [0.9, d]), device,
+              tf.constant(0.5))
+  check(hlo, "Wrapopt>EmaUpdate", 4, computed(dtype, device))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("rule", RULES)
+def test_apply(device, rule, dtype, sparse):
+  names, _, scalars = _native.rules()[rule]
+  states = {name: variables(dtype, 1) for name in names}
+  shadows = [variables(float32_where_narrow(dtype), 1)]
+  scalars = [s for s in scalars if not s.startswith("use_")]
+
+  def step(grad, indices, numbers, accept):
+    if sparse:
+      grad = tf.IndexedSlices(grad, indices, SHAPE)
+    ops.apply(rule, states, [grad], dict(zip(scalars, numbers)),
+              shadows=shadows, decay=[numbers[0]], accept=accept)
+
+  hlo = lower(step, device, tf.ones((2 if sparse else 5, 3), dtype),
+              tf.constant([1, 4]), [tf.constant(0.5)] * len(scalars),
+              tf.constant(True))
+  check(hlo, f"Wrapopt>{'Sparse' if sparse else ''}Apply{rule}",
+        len(names) + 1, computed(dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_averaging_assign(device, dtype):
+  targets, others = variables(dtype, 2), variables(dtype, 2)
+  hlo = lower(
+      lambda x, rate: ops.averaging_assign(
+          targets, [targets, others, [x, x]], weights=[0.5, 0.25, rate],
+          rate=rate),
+      device, tf.ones(SHAPE, dtype), tf.constant(0.5))
+  check(hlo, "Wrapopt>AveragingAssign", 2, computed(dtype, device))
+
+
+@pytest.mark.parametrize("dtype", (*DTYPES, tf.int32), ids=lambda d: d.name)
+def test_exchange(device, dtype):
+  a, b = variables(dtype, 2), variables(dtype, 2)
+  hlo = lower(lambda: ops.exchange(a, b), device)
+  assert hlo.split("\n", 1)[0].count("may-alias") == 4
+  # No arithmetic at all: values move.
+  assert {opcode for _, opcode, _ in instructions(hlo)} <= {
+      "parameter", "reshape", "copy", "tuple"}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16],
+                         ids=lambda d: d.name)
+@pytest.mark.parametrize("rule, make_inner", [
+    ("Adam", lambda: tf.compat.v1.train.AdamOptimizer(0.1)),
+    ("Momentum", lambda: tf.compat.v1.train.MomentumOptimizer(
+        0.1, 0.9, use_nesterov=True)),
+], ids=["Adam", "Momentum"])
+def test_a_train_step(device, rule, make_inner, dtype):
+  rows = tf.Variable(tf.ones((7, 4), dtype), name="rows")
+  kernel = tf.Variable(tf.ones((4, 2), dtype), name="kernel")
+  step = tf.Variable(0, dtype=tf.int64)
+  opt = wrapopt.MovingAverageOptimizer(make_inner(), [0.99, 0.9], num_updates=step,
+                                       shadow_dtype=tf.float32)
+
+  def train(ids, labels):
+    with tf.GradientTape() as tape:
+      logits = tf.tanh(tf.nn.embedding_lookup(rows, ids)) @ kernel
+      loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+          labels=labels, logits=logits))
+    grads = tape.gradient(loss, [rows, kernel])
+    assert isinstance(grads[0], tf.IndexedSlices)
+    opt.apply_gradients(zip(grads, [rows, kernel]), global_step=step)
+    return loss
+
+  batch = tf.constant([1, 1, 6]), tf.constant([0, 1, 1])
+  tf.function(train)(*batch)  # Makes slots and averages.
+  state = [rows, kernel, step, *opt.variables()]
+  hlo = lower(train, device, *batch)
+  for kind in "Apply", "SparseApply":
+    check(hlo, f"Wrapopt>{kind}{rule}", len(state), device)
+
+
+def test_no_op_is_left_out():
+  """Every op has kernels for all three, and a test above, or a reason."""
+  # The parameter server's side of asynchronous training: tickets, counters and
+  # waits of the host, which the program of a device cannot have.
+  host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
+                    "Mean|Next|Wait))")
+  tested = {f"Wrapopt>{name}" for name in (
+      "EmaUpdate", "AveragingAssign", "Exchange",
+      *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
+        for rule in RULES))}
+  devices_of_ops = devices_of_kernels()
+  assert tested == {op for op in devices_of_ops
+                    if not op.endswith("Ref") and not host.match(op)}
+  for op, devices in devices_of_ops.items():
+    assert set(DEVICES) <= set(devices) or op not in tested, op
