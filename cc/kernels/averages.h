@@ -50,7 +50,7 @@ class Averages {
   int k_;
   tensorflow::DataType value_dtype_;
   tensorflow::DataType shadow_dtype_;
-  StepFn step_;
+  RuleStep step_;
 };
 
 }  // namespace wrapopt
