@@ -1,9 +1,25 @@
 // What TensorFlow calls of libcudart.so.12 to set a GPU up.
+#include <dlfcn.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
 
 #define API(result, name, ...) \
   extern "C" __attribute__((visibility("default"))) result name(__VA_ARGS__)
 #define NOTHING(name, ...) API(int, name, ##__VA_ARGS__) { return 0; }
+
+namespace {
+
+// Of the driver beside this library.
+template <class Function>
+Function Driver(const char* name) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  return reinterpret_cast<Function>(dlsym(library, name));
+}
+
+}  // namespace
 
 NOTHING(cudaSetDevice, int)
 NOTHING(cudaSetDeviceFlags, unsigned)
@@ -32,4 +48,44 @@ API(const char*, cudaGetErrorName, int) { return "of the fake GPU"; }
 API(int, cudaDeviceGetAttribute, int* value, int, int) {
   *value = 0;
   return 0;
+}
+API(int, cudaGetDeviceProperties_v2, void* properties, int) {
+  // Where CUDA 12 has them.
+  constexpr size_t kSize = 1032, kWarpSize = 308, kThreadsPerBlock = 320,
+                   kMultiprocessors = 388, kThreadsPerMultiprocessor = 624;
+  char* const bytes = static_cast<char*>(properties);
+  memset(bytes, 0, kSize);
+  const auto set = [bytes](size_t at, int value) {
+    memcpy(bytes + at, &value, sizeof(value));
+  };
+  set(kWarpSize, 32);
+  set(kThreadsPerBlock, 1024);
+  set(kMultiprocessors, 132);
+  set(kThreadsPerMultiprocessor, 2048);
+  return 0;
+}
+API(int, cudaMemcpyAsync, void* to, const void* from, size_t size, int kind,
+    void*) {
+  const auto device_to = reinterpret_cast<uint64_t>(to);
+  const auto device_from = reinterpret_cast<uint64_t>(from);
+  switch (kind) {
+    case 1:
+      return Driver<int (*)(uint64_t, const void*, size_t)>("cuMemcpyHtoD_v2")(
+          device_to, from, size);
+    case 2:
+      return Driver<int (*)(void*, uint64_t, size_t)>("cuMemcpyDtoH_v2")(
+          to, device_from, size);
+    default:
+      return Driver<int (*)(uint64_t, uint64_t, size_t)>("cuMemcpyDtoD_v2")(
+          device_to, device_from, size);
+  }
+}
+API(int, cudaMemsetAsync, void* to, int value, size_t size, void*) {
+  return Driver<int (*)(uint64_t, unsigned char, size_t)>("cuMemsetD8_v2")(
+      reinterpret_cast<uint64_t>(to), static_cast<unsigned char>(value), size);
+}
+API(int, cudaLaunchKernel) {
+  constexpr int kNotSupported = 801;
+  fprintf(stderr, "The fake GPU has no kernels of TensorFlow's.\n");
+  return kNotSupported;
 }
