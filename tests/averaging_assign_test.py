@@ -170,6 +170,7 @@ def specials(dtypes):
   return targets, sources
 
 
+@pytest.mark.cpu("is about the CPU's kernels")
 def test_instruction_sets_agree_bit_for_bit(tmp_path):
   isas = _native.cpu_isas()
   assert len(isas) > 1

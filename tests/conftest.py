@@ -15,6 +15,7 @@ hypothesis.settings.load_profile("wrapopt")
 def pytest_addoption(parser):
   # Outputs of the build that one test each looks at: see BUILD.
   parser.addoption("--engine", help="archive of the CPU engine's objects")
+  parser.addoption("--fake_gpu", help="folder of the fake GPU's libraries")
   parser.addoption("--wheel", help="the wheel to test")
   parser.addoption("--device", help="where tests put their variables, e.g. "
                    "GPU:0; what they put nowhere stays on the CPU")

@@ -5,6 +5,7 @@ GPU too.
 """
 
 import os
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import modes
 import numerics
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE
+from processes import run_python
 from wrapopt import _native
 from wrapopt.ops import apply
 from wrapopt.ops import averaging_assign
@@ -25,6 +27,9 @@ RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
 # Below, at and above what a thread, a block and a chunk take; and nothing.
 SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (2, 1023), (2048,), (2049,),
           (70_001,)]
+
+on_the_fake_gpu = pytest.mark.skipif(
+    "WRAPOPT_FAKE_GPU_LOG" not in os.environ, reason="there is a real GPU")
 
 
 class Log:
@@ -102,3 +107,199 @@ def test_a_rule_gives_the_bits_of_the_cpu(rule, pair):
     numerics.assert_same_bits(got, want)
   # The variable of no elements is left out.
   log.assert_launched((kernel(rule, dtype), len(SHAPES) - 1))
+
+
+@pytest.mark.parametrize("pair", [p for p in numerics.PAIRS
+                                  if p[0] in (p[1], numerics.FLOAT)],
+                         ids=lambda p: "-".join(d.name for d in p))
+def test_averages_give_the_bits_of_the_cpu(pair):
+  # All storages of values and shadows, which rules do not have.
+  shadow_dtype, dtype = pair
+  rng = np.random.default_rng(2)
+  values = [np.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
+  averages = [[np.asarray(rng.normal(size=shape), shadow_dtype)
+               for shape in SHAPES] for _ in range(3)]
+  found = []
+  log = Log()
+  for device in (modes.OTHERS, modes.VARIABLES):
+    shadows = [on(device, row) for row in averages]
+    ema_update(shadows, on(device, values), [0.75, 0., 1.])
+    found.append([v.numpy() for row in shadows for v in row])
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_bits(got, want)
+  log.assert_launched((kernel("Average", dtype), len(SHAPES) - 1))
+
+
+def rows_of(rng, shape, count, dtype):
+  """A sparse gradient with some rows several times, one very often."""
+  indices = rng.integers(0, shape[0], count)
+  indices[: count // 3] = 1
+  values = np.asarray(rng.normal(size=(count, *shape[1:])), dtype)
+  return tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
+
+
+@pytest.mark.parametrize("pair", [(numerics.HALF, numerics.HALF),
+                                  (numerics.BFLOAT16, numerics.FLOAT),
+                                  (numerics.FLOAT, numerics.FLOAT),
+                                  (DOUBLE, DOUBLE)],
+                         ids=lambda p: "-".join(d.name for d in p))
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_give_the_bits_of_the_cpu(rule, pair):
+  dtype, other = pair
+  states, scalars = rule_of(rule)
+  # More rows, and more gradients of one row, than a launch takes; no row
+  # twice; no row at all; rows of no elements.
+  shapes = [(9000, 3), (40, 5), (30, 2), (5, 0)]
+  rng = np.random.default_rng(3)
+  values = [arrays(rng, rule, states, shape, dtype) for shape in shapes]
+  grads = [rows_of(rng, shapes[0], 30_000, other),
+           tf.IndexedSlices(
+               tf.constant(np.asarray(rng.normal(size=(20, 5)), other)),
+               tf.constant(rng.permutation(40)[:20]), shapes[1]),
+           rows_of(rng, shapes[2], 0, other),
+           rows_of(rng, shapes[3], 3, other)]
+  found = []
+  for device in (modes.OTHERS, modes.VARIABLES):
+    variables = [on(device, row) for row in values]
+    averages = on(device, [np.zeros(shape, dtype) for shape in shapes])
+    apply(rule, {state: [row[i] for row in variables]
+                 for i, state in enumerate(states)},
+          grads, dict(zip([s.rstrip("?") for s in scalars],
+                          (True if s.endswith("?") else x for s, x in zip(
+                              scalars, numerics.scalars(rule, len(scalars)))))),
+          shadows=[averages], decay=[0.75])
+    found.append([v.numpy() for row in [*variables, averages] for v in row])
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_bits(got, want)
+
+
+def test_few_launches_serve_many_variables():
+  count = 1500
+  v = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
+  m = on(modes.VARIABLES, [np.float32([0]) for _ in range(count)])
+  s = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
+  log = Log()
+  apply("Momentum", {"var": v, "accum": m}, [tf.constant([1.])] * count,
+        {"lr": 1., "momentum": 0.5}, shadows=s, decay=0.5)
+  assert [x.numpy().item() for x in v] == [i - 1 for i in range(count)]
+  assert [x.numpy().item() for x in s] == [i - 0.5 for i in range(count)]
+  log.assert_launched(("Momentum_float", 817), ("Momentum_float", 683))
+  log = Log()
+  ema_update(s, v, 0.)
+  # At most one launch for each 145 variables.
+  log.assert_launched(("Average_float", 1363), ("Average_float", 137))
+
+
+def test_an_update_copies_what_somebody_reads():
+  (v,), (s,) = on(modes.VARIABLES, [np.float32([4])]), on(
+      modes.VARIABLES, [np.float32([0])])
+  with tf.device(modes.VARIABLES):
+    held, held_value = s.read_value(), v.read_value()
+  ema_update([s], [v], 0.5)
+  averaging_assign([s], [[v], [s]], [1, 1])
+  apply("GradientDescent", {"var": [v]}, [tf.constant([1.])], {"lr": 1.})
+  assert [x.numpy().item() for x in (v, s, held, held_value)] == [3, 6, 0, 4]
+  assert all(modes.VARIABLES in x.device for x in (v, s, held, held_value))
+
+
+@modes.only(*modes.graphs())
+def test_the_caller_names_the_gpu_only(mode):
+  # What an op reads on the host is computed there, wherever the caller is.
+  with tf.device(modes.VARIABLES):
+    v, s = mode.variable([4.]), mode.variable([0.])
+    decay = mode.variable(np.float64(0.5))
+    op = ema_update([s], [v], decay)
+    apply_op = apply("GradientDescent", {"var": [v]}, [tf.constant([1.])],
+                     {"lr": tf.constant(1.)}, accept=True)
+  assert modes.VARIABLES in op.device and modes.VARIABLES in apply_op.device
+  for made in (op, apply_op):
+    for x in made.inputs:
+      if x.dtype in (tf.float64, tf.bool):
+        assert "CPU" in x.device, x
+  mode.session.run(op)
+  assert [x.item() for x in mode.values([v, s])] == [4, 2]
+
+
+IMAGES = """
+import importlib.util
+import sys
+
+spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+((_, _, _, images),) = native.gpus()
+print(*images, sep=",")
+"""
+
+
+@on_the_fake_gpu
+@pytest.mark.parametrize("cc, driver, want", [
+    (52, 12080, ""), (60, 12080, "sm_60"), (61, 12080, "sm_60"),
+    (70, 12080, "sm_70,sm_70 large"), (75, 12080, "sm_70,sm_70 large"),
+    (80, 12080, "sm_80,sm_80 large"), (86, 12080, "sm_80,sm_80 large"),
+    (89, 12080, "sm_80,sm_80 large"), (90, 12080, "sm_90,sm_90 large"),
+    (90, 12000, "sm_90"), (80, 12010, "sm_80,sm_80 large"),
+    (100, 12080, "sm_100,sm_100 large"), (103, 12090, "sm_100,sm_100 large"),
+    (110, 12090, "compute_90 large"), (110, 12000, ""),
+    (120, 12080, "sm_120,sm_120 large"), (121, 12090, "sm_120,sm_120 large"),
+    (130, 13000, "compute_90 large")])
+def test_which_images_a_gpu_gets(cc, driver, want):
+  process = run_python("-c", IMAGES, _native.__file__,
+                       WRAPOPT_FAKE_GPU_CC=str(cc),
+                       WRAPOPT_FAKE_GPU_DRIVER=str(driver))
+  assert process.stdout == want + "\n", process.stderr
+
+
+RUN = """
+import numpy as np
+import tensorflow as tf
+from wrapopt.ops import ema_update
+
+for count in 300, 1:
+  with tf.device("/GPU:0"):
+    v, s = ([tf.Variable(np.float32([x])) for _ in range(count)]
+            for x in (2, 0))
+  ema_update(s, v, 0.5)
+  assert [x.numpy().item() for x in s] == [1] * count
+"""
+
+
+def run(tmp_path, **settings):
+  """What the fake GPU, so set, is asked for by updates of 300 and 1 variables."""
+  log = tmp_path / "log"
+  process = run_python("-c", RUN, WRAPOPT_FAKE_GPU_LOG=str(log), **{
+      f"WRAPOPT_FAKE_GPU_{name}": str(x) for name, x in settings.items()})
+  lines = log.read_text().splitlines() if log.exists() else []
+  return process, [
+      (words[1].removesuffix("_Average_float"), int(words[6]))
+      for words in map(str.split, lines) if words[0] == "launch"]
+
+
+@on_the_fake_gpu
+@pytest.mark.parametrize("cc, driver, want", [
+    (60, 12080, [("wrapopt_small", 168), ("wrapopt_small", 132),
+                 ("wrapopt_small", 1)]),
+    (90, 12080, [("wrapopt_large", 300), ("wrapopt_small", 1)]),
+    # Text, of which there is only that for large tables.
+    (130, 13000, [("wrapopt_large", 300), ("wrapopt_large", 1)])])
+def test_each_size_of_tables(tmp_path, cc, driver, want):
+  process, launches = run(tmp_path, CC=cc, DRIVER=driver)
+  assert process.returncode == 0, process.stderr
+  assert launches == want
+
+
+@on_the_fake_gpu
+def test_a_gpu_without_kernels(tmp_path):
+  process, launches = run(tmp_path, CC=52)
+  assert process.returncode != 0 and not launches
+  assert re.search(
+      r"Wrapopt>EmaUpdate could not run on the GPU: there are no kernels for "
+      r"fake GPU \(compute capability 5\.2, driver for CUDA 12\.8\); this wrapopt "
+      r"has images for sm_60, .*Place the variables on the CPU, or", process.stderr)
+
+
+@on_the_fake_gpu
+def test_the_command_tells_what_the_gpu_gets():
+  process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
+  assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA 12.8:"
+          " sm_80, sm_80 large\n") in process.stdout

@@ -73,5 +73,24 @@ std::string Describe(Device device, DeviceInfo* info) {
   return "";
 }
 
+std::string Describe(std::vector<DeviceInfo>* devices) {
+  const Driver& driver = GetDriver();
+  if (!driver.missing.empty()) return "there is no " + driver.missing;
+  Result result = driver.Init(0);
+  if (result != 0) return ErrorText("cuInit", result);
+  int count;
+  result = driver.DeviceGetCount(&count);
+  if (result != 0) return ErrorText("cuDeviceGetCount", result);
+  devices->resize(count);
+  for (int i = 0; i < count; ++i) {
+    Device device;
+    result = driver.DeviceGet(&device, i);
+    if (result != 0) return ErrorText("cuDeviceGet", result);
+    const std::string error = Describe(device, &(*devices)[i]);
+    if (!error.empty()) return error;
+  }
+  return "";
+}
+
 }  // namespace gpu
 }  // namespace wrapopt

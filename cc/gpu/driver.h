@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace wrapopt {
 namespace gpu {
@@ -55,8 +56,11 @@ struct DeviceInfo {
   int driver;  // The CUDA version that the driver is for: 12040 is 12.4.
 };
 
-// Both return an error's text, empty if there is none.
+// These return an error's text, empty if there is none.
 std::string Describe(Device device, DeviceInfo* info);
+// All GPUs of this machine.
+std::string Describe(std::vector<DeviceInfo>* devices);
+
 std::string ErrorText(const std::string& call, Result result);
 
 }  // namespace gpu
