@@ -4,6 +4,7 @@ What the ops refuse, and much else, is in the tests of the ops, which run on the
 GPU too.
 """
 
+import collections
 import os
 import re
 
@@ -16,10 +17,14 @@ import numerics
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE
 from processes import run_python
+import wrapopt
 from wrapopt import _native
 from wrapopt.ops import apply
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
+
+tf1 = tf.compat.v1
+train = tf1.train
 
 RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
                if inputs == ["grad"])
@@ -45,16 +50,21 @@ class Log:
     with open(self._path, encoding="utf-8") as f:
       return f.read().splitlines()
 
-  def assert_launched(self, *want):
-    """`want`: (kernel without its size, variables) of all launches."""
-    if not self._path:
-      return
-    launched = [line.split() for line in self._lines()[self._begin:]
+  @property
+  def launched(self):
+    """[(kernel without its size, variables)] of all launches."""
+    launches = [line.split() for line in self._lines()[self._begin:]
                 if line.startswith("launch")]
-    got = [(words[1].split("_", 2)[2],
-            int(words[words.index("variables") + 1])
-            if "variables" in words else None) for words in launched]
-    assert got == list(want)
+    return [(words[1].split("_", 2)[2],
+             int(words[words.index("variables") + 1])
+             if "variables" in words else None) for words in launches]
+
+  def assert_launched(self, *want):
+    assert not self._path or self.launched == list(want)
+
+  def assert_launched_in_any_order(self, *want):
+    count = collections.Counter
+    assert not self._path or count(self.launched) == count(want)
 
 
 def rule_of(name):
@@ -303,3 +313,60 @@ def test_the_command_tells_what_the_gpu_gets():
   process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
   assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA 12.8:"
           " sm_80, sm_80 large\n") in process.stdout
+
+
+def optimize(mode, device, inner):
+  """Three steps on variables there: what they, their slots and averages hold."""
+  with tf.device(device):
+    variables = [tf1.Variable(np.float32(x), use_resource=mode.use_resource)
+                 for x in ([4., 2.], [[1., 2.], [3., 4.], [5., 6.]])]
+    opt = wrapopt.MovingAverageOptimizer(inner, [0.5, 0.9])
+
+  def step():
+    return opt.apply_gradients([
+        (tf.constant([1., -2.]), variables[0]),
+        (tf.IndexedSlices(tf.constant([[1., 2.], [3., 4.], [5., 6.]]),
+                          tf.constant([2, 0, 2]), [3, 2]), variables[1])])
+
+  if isinstance(mode, modes.Graph):
+    op = step()
+    mode.session.run(tf1.global_variables_initializer())
+    for _ in range(3):
+      mode.session.run(op)
+  else:
+    for _ in range(3):
+      mode.run(step)
+  state = [opt.get_slot(v, name) for name in sorted(opt.get_slot_names())
+           for v in variables]
+  assert len(state) >= 4
+  assert all(device in v.device for v in variables + state), state
+  values = mode.values(variables + state)
+  with opt.averaged_weights(getattr(mode, "session", None), decay=0.9):
+    return values + mode.values(variables)
+
+
+INNER = {
+    "GradientDescent": lambda: train.GradientDescentOptimizer(0.5),
+    "Momentum": lambda: train.MomentumOptimizer(0.5, 0.9),
+    "RMSProp": lambda: train.RMSPropOptimizer(0.5, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("mode, rule", [
+    (mode, rule) for mode in (modes.Eager(), modes.Function(), *modes.graphs())
+    for rule in INNER
+    # Elsewhere a kernel of TensorFlow's fills the slots.
+    if isinstance(mode, modes.Graph) or rule == "GradientDescent"],
+                         ids=lambda x: getattr(x, "name", x),
+                         indirect=["mode"])
+def test_moving_averages(mode, rule):
+  want = optimize(mode, modes.OTHERS, INNER[rule]())
+  log = Log()
+  got = optimize(mode, modes.VARIABLES, INNER[rule]())
+  for x, y in zip(got, want, strict=True):
+    numerics.assert_same_bits(x, y)
+  # One launch for each kind of gradient, in any order, and for rows one for
+  # their sums and one for their averages.
+  log.assert_launched_in_any_order(*[
+      (f"{rule}_float", 1), ("Sum_float", None), (f"{rule}_float", 2),
+      ("Average_float", 1)] * 3)

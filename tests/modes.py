@@ -27,6 +27,7 @@ class Eager:
   """Ops run as they are called."""
 
   name = "eager"
+  use_resource = True
 
   @contextlib.contextmanager
   def entered(self):
@@ -65,7 +66,7 @@ class Graph:
 
   def __init__(self, use_resource, **config):
     self.name = "graph" if use_resource else "ref-graph"
-    self._use_resource = use_resource
+    self.use_resource = use_resource
     self._config = config
 
   @contextlib.contextmanager
@@ -77,13 +78,13 @@ class Graph:
 
   def uninitialized(self, value, name=None, shape=None):
     # The shape of a ref variable is its value's, or nothing is known of it.
-    options = ({"shape": shape} if self._use_resource
+    options = ({"shape": shape} if self.use_resource
                else {"validate_shape": shape is None})
-    if VARIABLES and not self._use_resource and np.asarray(value).itemsize == 2:
+    if VARIABLES and not self.use_resource and np.asarray(value).itemsize == 2:
       pytest.skip("TensorFlow assigns it by a kernel of its own")
     with _on(VARIABLES):
       return tf1.Variable(value, trainable=False, name=name,
-                          use_resource=self._use_resource, **options)
+                          use_resource=self.use_resource, **options)
 
   def variable(self, value, name=None, shape=None):
     variable = self.uninitialized(value, name, shape)
