@@ -170,6 +170,7 @@ def specials(dtypes):
   return targets, sources
 
 
+@pytest.mark.cpu("is about the CPU's kernels")
 def test_instruction_sets_agree_bit_for_bit(tmp_path):
   isas = _native.cpu_isas()
   assert len(isas) > 1
@@ -506,6 +507,7 @@ def test_one_op_for_each_combination_of_dtypes(mode):
   assert all(x.tolist() == [0.5, 0.5] for x in mode.values(t))
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(*modes.graphs(device_count={"CPU": 2}))
 @pytest.mark.parametrize("scope", [None, "/cpu:1", "/device:GPU:7"])
 def test_an_op_runs_where_its_targets_live(mode, scope):
@@ -533,6 +535,7 @@ def test_an_op_runs_where_its_targets_live(mode, scope):
   assert mode.values(targets)[0].item() == 1.25
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(modes.Eager(), modes.Function())
 def test_the_caller_is_in_the_scope_of_a_device_that_has_no_kernel(mode):
   s, t = mode.variable([4.]), mode.variable([0.])
@@ -669,6 +672,7 @@ def test_an_uninitialized_variable(mode):
             lambda: averaging_assign(targets, sources))  # pylint: disable=cell-var-from-loop
 
 
+@pytest.mark.cpu("makes its own handle")
 @modes.only(modes.Eager(), modes.Function())
 def test_a_variable_that_has_no_value_yet(mode):
   s, t = good(mode)
@@ -681,6 +685,7 @@ def test_a_variable_that_has_no_value_yet(mode):
             "initializer first", lambda: averaging_assign(targets, sources))  # pylint: disable=cell-var-from-loop
 
 
+@pytest.mark.cpu("places its op by its inputs")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_resource_that_is_no_variable(mode):
   s, t = good(mode)
@@ -1012,6 +1017,7 @@ def test_dtypes(ref, dtype, other, where):
 # Readers
 
 
+@pytest.mark.cpu("asks for addresses")
 @modes.only(modes.Eager(), modes.Function())
 @pytest.mark.parametrize("use_locking", [True, False])
 def test_an_update_is_in_place_unless_somebody_reads(mode, use_locking):
@@ -1047,6 +1053,7 @@ def test_a_reader_in_the_same_graph(mode):
   assert [x.item() for x in mode.session.run(results)] == [1, 1.75]
 
 
+@pytest.mark.cpu("runs a sparse update of TensorFlow's")
 @modes.only(modes.Eager(), modes.Function())
 @pytest.mark.parametrize("sparse_source", [False, True])
 @pytest.mark.parametrize("sparse_target", [False, True])
@@ -1069,6 +1076,7 @@ def test_copy_on_read_mode(mode, sparse_source, sparse_target):
 # Threads
 
 
+@pytest.mark.cpu("has threads of its own")
 def test_no_update_is_lost():
   # Each adds 1 to every element of what it finds.
   size, turns, threads = 1_000_000, 50, 4
@@ -1083,6 +1091,7 @@ def test_no_update_is_lost():
   assert np.unique(t.numpy()).tolist() == [turns * threads]
 
 
+@pytest.mark.cpu("has threads of its own")
 @pytest.mark.parametrize("use_locking", [True, False])
 def test_nobody_sees_half_a_mean(use_locking):
   # Two variables change places, over and over: a reader that locks both sees

@@ -15,7 +15,37 @@ hypothesis.settings.load_profile("wrapopt")
 def pytest_addoption(parser):
   # Outputs of the build that one test each looks at: see BUILD.
   parser.addoption("--engine", help="archive of the CPU engine's objects")
+  parser.addoption("--fake_gpu", help="folder of the fake GPU's libraries")
   parser.addoption("--wheel", help="the wheel to test")
+  parser.addoption("--device", help="where tests put their variables, e.g. "
+                   "GPU:0; what they put nowhere stays on the CPU")
+
+
+def pytest_configure(config):
+  config.addinivalue_line(
+      "markers", "cpu(why): does not run with variables on a GPU")
+
+
+def pytest_collection_modifyitems(config, items):
+  if config.getoption("--device"):
+    left_out = [item for item in items if item.get_closest_marker("cpu")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _device(request):
+  """Enters the CPU, and tells `modes` where variables go."""
+  device = request.config.getoption("--device")
+  if device is None:
+    yield
+    return
+  import modes  # pylint: disable=g-import-not-at-top
+  import tensorflow as tf  # pylint: disable=g-import-not-at-top
+  tf.config.set_soft_device_placement(False)
+  modes.VARIABLES, modes.OTHERS = f"/device:{device}", "/device:CPU:0"
+  with tf.device(modes.OTHERS):
+    yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -136,6 +136,7 @@ def other_threads_that_run(function):
           if n != before.get(thread)} - {str(threading.get_native_id())}
 
 
+@pytest.mark.cpu("watches threads")
 def test_a_large_update_is_parallel_and_a_small_one_is_not():
   # Eager ops run in the thread that calls them.
   def update(elements):
@@ -326,6 +327,7 @@ def test_one_op_for_each_pair_of_dtypes(mode):
   assert all(x.tolist() == [0.5, 0.5] for x in mode.values(shadows))
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(*modes.graphs(device_count={"CPU": 2}))
 @pytest.mark.parametrize("scope", [None, "/cpu:1", "/device:GPU:7"])
 def test_an_op_runs_where_its_variables_live(mode, scope):
@@ -345,6 +347,7 @@ def test_an_op_runs_where_its_variables_live(mode, scope):
   assert [x.item() for x in mode.values(shadows)] == [0.5] * 3
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(modes.Eager(), modes.Function())
 def test_the_caller_is_in_the_scope_of_a_device_that_has_no_kernel(mode):
   value, shadow = mode.variable([1.]), mode.variable([0.])
@@ -463,6 +466,7 @@ def test_an_uninitialized_variable(mode, what):
           lambda: ema_update([s, t], [v, w], 0.5))
 
 
+@pytest.mark.cpu("makes its own handle")
 @modes.only(modes.Eager(), modes.Function())
 def test_a_variable_that_has_no_value_yet(mode):
   v, s = good(mode)
@@ -476,6 +480,7 @@ def test_a_variable_that_has_no_value_yet(mode):
           "initializer first", lambda: ema_update([s, t], [v, empty], 0.5))
 
 
+@pytest.mark.cpu("destroys by an op of the CPU")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_variable_that_was_destroyed(mode):
   v, s = good(mode)
@@ -492,6 +497,7 @@ def test_a_variable_that_was_destroyed(mode):
           "initialized: run its initializer first", update)
 
 
+@pytest.mark.cpu("places its op by its inputs")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_resource_that_is_no_variable(mode):
   v, s = good(mode)
@@ -508,6 +514,7 @@ def test_a_resource_that_is_no_variable(mode):
             "wrong type.*LookupInterface", build)
 
 
+@pytest.mark.cpu("stacks handles")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_handles_that_are_no_scalars(mode):
   v, s = good(mode)
@@ -730,6 +737,7 @@ def test_pairs_of_dtypes(ref, value, shadow):
 # Readers
 
 
+@pytest.mark.cpu("asks for addresses")
 @modes.only(modes.Eager(), modes.Function())
 def test_an_update_is_in_place_unless_somebody_reads(mode):
   value, shadow = mode.variable([4.] * 100), mode.variable([0.] * 100)
@@ -783,6 +791,7 @@ def test_the_array_that_a_variable_was_made_from():
     assert np.all(shadow.numpy() == 0.5)
 
 
+@pytest.mark.cpu("runs a sparse update of TensorFlow's")
 @modes.only(modes.Eager(), modes.Function())
 @pytest.mark.parametrize("sparse_value", [False, True])
 @pytest.mark.parametrize("sparse_shadow", [False, True])

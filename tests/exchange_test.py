@@ -51,6 +51,7 @@ def as_bytes(arrays):
   return [(x.dtype, x.shape, x.tobytes()) for x in arrays]
 
 
+@pytest.mark.cpu("TensorFlow has no such variables")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 def test_every_bit_of_every_dtype(mode, dtype):
   rng = np.random.default_rng(1)
@@ -67,6 +68,7 @@ def test_every_bit_of_every_dtype(mode, dtype):
   assert (as_bytes(mode.values(a)), as_bytes(mode.values(b))) == (x, y)
 
 
+@pytest.mark.cpu("TensorFlow has no such variables")
 def test_all_dtypes_at_once(mode):
   a = [mode.variable(np.zeros(3, dtype)) for dtype in DTYPES]
   b = [mode.variable(np.ones(3, dtype)) for dtype in DTYPES]
@@ -81,6 +83,7 @@ def test_a_variable_stands_for_a_sequence_of_one(mode):
   assert [x.item() for x in mode.values([a, b])] == [2, 1]
 
 
+@pytest.mark.cpu("adds by an op of TensorFlow's")
 def test_what_comes_after_writes_to_the_right_one(mode):
   a, b, c = (mode.variable([float(i)] * 1000) for i in (1, 2, 8))
   mode.run(lambda: exchange([a], [b]))
@@ -91,6 +94,7 @@ def test_what_comes_after_writes_to_the_right_one(mode):
   assert [x[-1] for x in mode.values([a, b, c])] == [8, 112, 8]
 
 
+@pytest.mark.cpu("asks for addresses")
 @modes.only(modes.Eager(), modes.Function())
 def test_buffers_are_traded_not_copied(mode):
   a, b = mode.variable(tf.zeros(1000)), mode.variable(tf.ones(1000))
@@ -135,6 +139,7 @@ def test_one_op_serves_all_variables(mode):
   assert [x.item() for x in mode.values(a + b)] == [1] * 200 + [0] * 200
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(*modes.graphs(device_count={"CPU": 2}))
 @pytest.mark.parametrize("scope", [None, "/cpu:1", "/device:GPU:7"])
 def test_an_op_runs_where_its_variables_live(mode, scope):
@@ -234,6 +239,7 @@ def test_an_uninitialized_variable(mode):
             lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
 
 
+@pytest.mark.cpu("makes its own handle")
 @modes.only(modes.Eager(), modes.Function())
 def test_a_variable_that_has_no_value_yet(mode):
   a, b = good(mode)
@@ -245,6 +251,7 @@ def test_a_variable_that_has_no_value_yet(mode):
             "initializer first", lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
 
 
+@pytest.mark.cpu("places its op by its inputs")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_resource_that_is_no_variable(mode):
   a, b = good(mode)
@@ -261,6 +268,7 @@ def test_a_resource_that_is_no_variable(mode):
             lambda: raw_exchange(mode, [b, x()], [b, y()]))  # pylint: disable=cell-var-from-loop
 
 
+@pytest.mark.cpu("stacks handles")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_handles_that_are_no_scalars(mode):
   a, b = good(mode)
@@ -329,6 +337,7 @@ def test_shapes_that_show_when_it_runs(mode):
   assert [x.tolist() for x in mode.values([d, e])] == [[1, 1, 1], [7, 8, 9]]
 
 
+@pytest.mark.cpu("TensorFlow has no such variables")
 def test_strings(mode):
   # Their bytes lie elsewhere: TensorFlow's strings are no plain numbers.
   a, b = good(mode)
@@ -394,6 +403,7 @@ def test_a_handle_that_tells_nothing():
 # Readers
 
 
+@pytest.mark.cpu("adds by an op of TensorFlow's")
 @modes.only(modes.Eager(), modes.Function())
 def test_readers_keep_what_they_hold(mode):
   a, b = mode.variable(tf.zeros(100)), mode.variable(tf.ones(100))
@@ -406,6 +416,7 @@ def test_readers_keep_what_they_hold(mode):
   assert [x.numpy()[-1] for x in (a, b)] == [6, 3]
 
 
+@pytest.mark.cpu("reads from another device, which is unordered")
 @modes.only(*modes.graphs())
 def test_a_reader_in_the_same_graph(mode):
   a, b = mode.variable(FLOAT([1])), mode.variable(FLOAT([2]))
@@ -429,6 +440,7 @@ def test_the_array_that_a_variable_was_made_from():
   assert [np.unique(v.numpy()).tolist() for v in (a, b)] == [[2], [1]]
 
 
+@pytest.mark.cpu("runs a sparse update of TensorFlow's")
 @modes.only(modes.Eager(), modes.Function())
 @pytest.mark.parametrize("sparse", ["a", "b", "ab"])
 @pytest.mark.parametrize("read", ["", "a", "b", "ab"])

@@ -42,6 +42,12 @@ def test_ops_and_their_devices(out):
     assert "CPU" in devices
 
 
+def test_the_gpu_kernels(out):
+  assert ("  GPU kernels  sm_60, sm_70, sm_80, sm_90, sm_100, sm_120, "
+          "sm_70 large, ") in out
+  assert re.search(r"  GPU( \d+)? +\S", out)
+
+
 @pytest.mark.parametrize("isa", _native.cpu_isas())
 def test_the_instruction_set_in_use(isa):
   assert f"  CPU kernels  {isa}, chosen from baseline" in run(

@@ -14,18 +14,29 @@ import numerics
 
 tf1 = tf.compat.v1
 
+# Where variables are put, and all that has no reason to be elsewhere: tests
+# give the first its --device.
+VARIABLES, OTHERS = None, None
+
+
+def _on(device):
+  return tf.device(device) if device else contextlib.nullcontext()
+
 
 class Eager:
   """Ops run as they are called."""
 
   name = "eager"
+  use_resource = True
 
   @contextlib.contextmanager
   def entered(self):
-    yield self
+    with _on(OTHERS):
+      yield self
 
   def variable(self, value, name=None, shape=None):
-    return tf.Variable(value, trainable=False, name=name, shape=shape)
+    with _on(VARIABLES):
+      return tf.Variable(value, trainable=False, name=name, shape=shape)
 
   def run(self, build):
     """Runs the ops that `build` makes."""
@@ -63,21 +74,25 @@ class Graph:
 
   def __init__(self, use_resource, **config):
     self.name = "graph" if use_resource else "ref-graph"
-    self._use_resource = use_resource
+    self.use_resource = use_resource
     self._config = config
 
   @contextlib.contextmanager
   def entered(self):
     with tf.Graph().as_default() as self.graph:
       with tf1.Session(config=tf1.ConfigProto(**self._config)) as self.session:
-        yield self
+        with _on(OTHERS):
+          yield self
 
   def uninitialized(self, value, name=None, shape=None):
     # The shape of a ref variable is its value's, or nothing is known of it.
-    options = ({"shape": shape} if self._use_resource
+    options = ({"shape": shape} if self.use_resource
                else {"validate_shape": shape is None})
-    return tf1.Variable(value, trainable=False, name=name,
-                        use_resource=self._use_resource, **options)
+    if VARIABLES and not self.use_resource and np.asarray(value).itemsize == 2:
+      pytest.skip("TensorFlow assigns it by a kernel of its own")
+    with _on(VARIABLES):
+      return tf1.Variable(value, trainable=False, name=name,
+                          use_resource=self.use_resource, **options)
 
   def variable(self, value, name=None, shape=None):
     variable = self.uninitialized(value, name, shape)

@@ -1,15 +1,29 @@
 """One Bazel test per pytest file."""
 
-def pytest_test(src, deps = ["//wrapopt"], data = [], args = [], **kwargs):
+def pytest_test(src, name = None, main = "//tools:pytest_main.py", deps = ["//wrapopt"], data = [], args = [], **kwargs):
     native.py_test(
-        name = src[:-len(".py")],
+        name = name or src[:-len(".py")],
         # A new process imports TensorFlow, which takes a slow machine long.
         timeout = "long",
-        srcs = [src, "//tools:pytest_main.py"],
-        main = "//tools:pytest_main.py",
+        srcs = [src, main],
+        main = main,
         args = ["$(rootpath %s)" % src] + args,
         # The list of installed packages: a changed venv runs the tests anew.
         data = data + ["@local_config_tf//:environment.txt"],
         deps = deps + [":support"],
+        **kwargs
+    )
+
+def gpu_pytest_test(name, src, data = [], args = [], **kwargs):
+    """The same with variables on a GPU, or on a fake one where there is none."""
+    pytest_test(
+        name = name,
+        src = src,
+        main = "//tests/fake_gpu:pytest_main.py",
+        args = args + ["--device=GPU:0"],
+        data = data + [
+            "//tests/fake_gpu",
+            "//tools:pytest_main.py",
+        ],
         **kwargs
     )

@@ -26,6 +26,19 @@ def devices_of_kernels():
       for op in registered.op if op.name.startswith("Wrapopt>")}
 
 
+def _gpus():
+  """Returns {"GPU 0": what it is and what it gets} of this machine's GPUs."""
+  try:
+    gpus = _native.gpus()
+  except RuntimeError as e:
+    return {"GPU": f"none: {e}"}
+  return {
+      f"GPU {i}": (f"{name}, compute capability {capability}, driver for CUDA "
+                   f"{driver}: {', '.join(images) or 'no kernels for it'}")
+      for i, (name, capability, driver, images) in enumerate(gpus)
+  } or {"GPU": "none"}
+
+
 def main():
   facts = {
       "library": sysconfig.get_lib(),
@@ -38,6 +51,8 @@ def main():
                   f"NumPy {np.__version__}"),
       "CPU kernels": (f"{_native.cpu_isa()}, chosen from "
                       f"{', '.join(_native.cpu_isas())}"),
+      "GPU kernels": ", ".join(_native.gpu_images()),
+      **_gpus(),
   }
   print(f"wrapopt {_native.version}")
   for name, fact in facts.items():

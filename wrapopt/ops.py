@@ -152,11 +152,12 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
       written = flat([row for _, row in targets])
       read = flat([sources[s][1] for s in order if kinds[s][0]])
       tensors = flat([sources[s][1] for s in order if not kinds[s][0]])
-      with device_of(written[0]):
+      with host_of(written[0]):
         arguments = {
             "tensors": tensors, "weights": _weight_vector(weights, order),
             "rate": float64(rate), "N": len(members), "T": dtype,
             "use_locking": use_locking}
+      with device_of(written[0]):
         if is_ref:
           update = _raw.wrapopt_averaging_assign_ref(written, read, **arguments)
           _not_with_tensors(update, written[0])
@@ -514,8 +515,9 @@ def ema_update(shadows, values, decay, name=None):
         chosen = [k for k, d in enumerate(shadow_dtypes) if d == dtype]
         flat = [shadows[k][i] for k in chosen for i in members]
         read = [values[i] for i in members]
-        with device_of(read[0]):
+        with host_of(read[0]):
           vector = _float64_vector([decays[k] for k in chosen])
+        with device_of(read[0]):
           if is_ref:
             updates.append(_named(
                 _raw.wrapopt_ema_update_ref(flat, read, vector),
@@ -699,13 +701,14 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
         arguments["grad"] = [grads[i] for i in members]
       if not is_ref:  # Handles do not tell.
         arguments.update(T=dtype, S=shadow_dtype)
+      with host_of(variables[members[0]]):
+        arguments.update(
+            {k: v if isinstance(v, bool) else float64(v)
+             for k, v in scalars.items()},
+            decays=_float64_vector(decays),
+            accept=tf.convert_to_tensor(accept))
       with device_of(variables[members[0]]):
-        update = op(
-            **arguments,
-            **{k: v if isinstance(v, bool) else float64(v)
-               for k, v in scalars.items()},
-            decays=_float64_vector(decays), accept=accept,
-            use_locking=use_locking)
+        update = op(**arguments, use_locking=use_locking)
       if is_ref:
         _not_with_tensors(update, variables[members[0]])
         _named(update, **arguments)
@@ -1098,6 +1101,16 @@ def _not_with_tensors(op, variable):
 def device_of(variable):
   """Where an op on a variable runs, whatever tf.device() the caller is in."""
   with tf.device(None), tf.device(variable.device):
+    yield
+
+
+@contextlib.contextmanager
+def host_of(variable):
+  """Where such an op's scalars are computed: the op reads them on the host."""
+  device = tf.DeviceSpec.from_string(variable.device or "")
+  if device.device_type in (None, "GPU"):
+    device = device.replace(device_type="CPU", device_index=0)
+  with tf.device(None), tf.device(device.to_string()):
     yield
 
 

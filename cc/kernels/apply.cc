@@ -12,6 +12,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/gpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
@@ -99,7 +100,10 @@ class ApplyOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    if (sparse_) {
+    if (sparse_ && IsOnGpu(ctx)) {
+      OP_REQUIRES_OK(ctx,
+                     ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
+    } else if (sparse_) {
       for (int i = 0; i < n; ++i) {
         ApplyRows(ctx, &variables, states, i, rows[i], scalars);
       }
@@ -128,7 +132,7 @@ class ApplyOp : public OpKernel {
         averages_.AddOperands(&variables, shadows, var, i, &operands);
         pass.AddVariable(variables.size(var + i), operands);
       }
-      RunPass(ctx, pass);
+      OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
     }
   }
 
@@ -211,6 +215,7 @@ class ApplyOp : public OpKernel {
     rows->summed = true;
     TF_RETURN_IF_ERROR(ctx->allocate_temp(
         sum_dtype_, tensorflow::TensorShape({unique, row}), &rows->sums));
+    if (IsOnGpu(ctx)) return SumRowsOnGpu(ctx, grad, index, order, row, rows);
     auto sum = [&](auto* sums) {
       std::fill_n(sums, unique * row, 0);
       int64_t to = -1;
@@ -233,6 +238,74 @@ class ApplyOp : public OpKernel {
     return absl::OkStatus();
   }
 
+  // What follows the allocation of the sums, for a gradient in device memory.
+  absl::Status SumRowsOnGpu(OpKernelContext* ctx, const Tensor& grad,
+                            const std::vector<int64_t>& index,
+                            const std::vector<int64_t>& order, int64_t row,
+                            Rows* rows) const {
+    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
+    gpu::RowSum sum;
+    sum.grads = reinterpret_cast<gpu::Address>(grad.data());
+    sum.number = NumberOf(grad_dtype_);
+    sum.sums = reinterpret_cast<gpu::Address>(rows->sums.data());
+    sum.is_double = sum_dtype_ == tensorflow::DT_DOUBLE;
+    sum.elements = row;
+    const char* sums = static_cast<const char*>(rows->sums.data());
+    for (size_t j = 0; j < order.size(); ++j) {
+      if (j == 0 || index[order[j]] != index[order[j - 1]]) {
+        rows->grad.push_back(sums + sum.runs.size() * row *
+                                        SizeOf(NumberOf(sum_dtype_)));
+        sum.runs.push_back({sum.runs.size(), {}});
+      }
+      sum.runs.back().grads.push_back(order[j]);
+    }
+    return wrapopt::SumRowsOnGpu(ctx, sum);
+  }
+
+  // ApplyRows of all variables. A row, or some rows without a gradient, are to
+  // the launcher what a variable is.
+  absl::Status ApplyRowsOnGpu(OpKernelContext* ctx, Variables* variables,
+                              const std::vector<int>& states,
+                              const std::vector<Rows>& rows,
+                              const std::vector<double>& scalars) const {
+    const size_t bytes = SizeOf(NumberOf(dtype_));
+    for (const bool summed : {false, true}) {
+      Pass pass;
+      pass.AddStage({summed ? sum_step_ : step_, scalars.data(),
+                     static_cast<int>(states.size()) + 1, 0,
+                     /*new_inputs=*/true});
+      std::vector<void*> operands(states.size() + 1);
+      for (size_t i = 0; i < rows.size(); ++i) {
+        const Tensor& value = *variables->tensor(states[0] + i);
+        if (rows[i].summed != summed || value.NumElements() == 0) continue;
+        const int64_t row = value.NumElements() / value.dim_size(0);
+        auto add = [&](const void* grad, int64_t begin, int64_t end) {
+          for (size_t s = 0; s < states.size(); ++s) {
+            operands[s] = static_cast<char*>(variables->data(states[s] + i)) +
+                          begin * row * bytes;
+          }
+          operands.back() = const_cast<void*>(grad);
+          pass.AddVariable((end - begin) * row, operands);
+        };
+        int64_t next = 0;
+        for (size_t u = 0; u < rows[i].index.size(); ++u) {
+          const int64_t index = rows[i].index[u];
+          if (rule_.sparse == Sparse::kAll) add(kZeros, next, index);
+          add(rows[i].grad[u], index, index + 1);
+          next = index + 1;
+        }
+        if (rule_.sparse == Sparse::kAll) {
+          add(kZeros, next, value.dim_size(0));
+        }
+      }
+      TF_RETURN_IF_ERROR(RunPassOnGpu(ctx, pass));
+    }
+    return absl::OkStatus();
+  }
+
+  // To the launcher, an array of zeros.
+  static constexpr const void* kZeros = nullptr;
+
   void ApplyRows(OpKernelContext* ctx, Variables* variables,
                  const std::vector<int>& states, int i, const Rows& rows,
                  const std::vector<double>& scalars) const {
@@ -240,7 +313,7 @@ class ApplyOp : public OpKernel {
     if (value.NumElements() == 0) return;
     const int64_t row = value.NumElements() / value.dim_size(0);
     const size_t bytes = SizeOf(NumberOf(dtype_));
-    const StepFn step = rows.summed ? sum_step_ : step_;
+    const StepFn step = rows.summed ? sum_step_.loop : step_.loop;
 
     // Takes the step for elements [begin, end) of the variable.
     auto apply = [&](const void* grad, int64_t begin, int64_t end) {
@@ -300,8 +373,8 @@ class ApplyOp : public OpKernel {
   tensorflow::DataType dtype_;
   tensorflow::DataType grad_dtype_;
   tensorflow::DataType sum_dtype_;
-  StepFn step_;
-  StepFn sum_step_;
+  RuleStep step_;
+  RuleStep sum_step_;
 };
 
 template <int kRule, bool kSparse>
@@ -311,20 +384,41 @@ class ApplyOpOf : public ApplyOp {
       : ApplyOp(ctx, kRules[kRule], kSparse) {}
 };
 
+// What the kernel reads itself lies in the host's memory, that of a sparse
+// gradient's rows too: their numbers are checked.
+void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
+                tensorflow::KernelDefBuilder* kernel) {
+  for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
+  if (sparse) kernel->HostMemory("indices");
+  for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
+    if (!absl::EndsWith(name, "?")) kernel->HostMemory(std::string(name).c_str());
+  }
+  if (ref) return;
+  kernel->HostMemory("shadows");
+  for (const absl::string_view name : absl::StrSplit(rule.states, ' ')) {
+    kernel->HostMemory(std::string(name).c_str());
+  }
+}
+
 template <int kRule, bool kSparse>
 void Register() {
-  for (const char* kind : {"", "Ref"}) {
+  for (const bool ref : {false, true}) {
     const std::string name =
         absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "Apply",
-                     kRules[kRule].name, kind);
-    // Lives as long as the process, as every registration does.
-    new tensorflow::kernel_factory::OpKernelRegistrar(
-        tensorflow::KernelDefBuilder(name.c_str())
-            .Device(tensorflow::DEVICE_CPU)
-            .Build(),
-        name, [](OpKernelConstruction* ctx) -> OpKernel* {
-          return new ApplyOpOf<kRule, kSparse>(ctx);
-        });
+                     kRules[kRule].name, ref ? "Ref" : "");
+    for (const char* device :
+         {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
+      tensorflow::KernelDefBuilder kernel(name.c_str());
+      kernel.Device(device);
+      if (device == tensorflow::DEVICE_GPU) {
+        KeepOnHost(kRules[kRule], kSparse, ref, &kernel);
+      }
+      // Lives as long as the process, as every registration does.
+      new tensorflow::kernel_factory::OpKernelRegistrar(
+          kernel.Build(), name, [](OpKernelConstruction* ctx) -> OpKernel* {
+            return new ApplyOpOf<kRule, kSparse>(ctx);
+          });
+    }
   }
 }
 

@@ -36,7 +36,7 @@ class Averages : public ShadowContract {
                    std::vector<void*>* operands) const;
 
  private:
-  StepFn step_;
+  RuleStep step_;
 };
 
 }  // namespace wrapopt

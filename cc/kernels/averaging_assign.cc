@@ -100,7 +100,7 @@ class AveragingAssignOp : public OpKernel {
       }
       pass.AddVariable(variables.size(targets + i), operands);
     }
-    RunPass(ctx, pass);
+    OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
   }
 
  private:
@@ -138,6 +138,18 @@ REGISTER_KERNEL_BUILDER(
 REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>AveragingAssignRef").Device(tensorflow::DEVICE_CPU),
     AveragingAssignOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssign")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("targets")
+                            .HostMemory("sources")
+                            .HostMemory("weights")
+                            .HostMemory("rate"),
+                        AveragingAssignOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssignRef")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("weights")
+                            .HostMemory("rate"),
+                        AveragingAssignOp);
 
 }  // namespace
 }  // namespace wrapopt

@@ -142,9 +142,7 @@ StepFn ForNumbers(Number states, Number inputs, Isa isa) {
   return nullptr;
 }
 
-}  // namespace
-
-StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
+StepFn FindLoop(RuleId rule, Number states, Number inputs, Isa isa) {
   switch (rule) {
 #define WRAPOPT_FIND(name, s, i, c, sparse)                                    \
   case RuleId::k##name:                                                        \
@@ -154,6 +152,12 @@ StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
 #undef WRAPOPT_FIND
   }
   return nullptr;
+}
+
+}  // namespace
+
+RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
+  return {rule, states, inputs, FindLoop(rule, states, inputs, isa)};
 }
 
 void Pass::AddStage(const Stage& stage) {
@@ -204,9 +208,9 @@ void Pass::Run(size_t begin, size_t end) const {
         operands = own.data();
       }
       for (const Stage& stage : stages_) {
-        stage.step(operands, stage.scalars, from, to,
-                   {variable->elements, stage.new_inputs,
-                    /*states=*/stage.scratch != 0});
+        stage.step.loop(operands, stage.scalars, from, to,
+                        {variable->elements, stage.new_inputs,
+                         /*states=*/stage.scratch != 0});
         operands += stage.operands;
       }
     }

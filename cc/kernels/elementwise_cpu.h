@@ -30,10 +30,19 @@ struct Ahead {
 using StepFn = void (*)(void* const* operands, const double* scalars,
                         size_t begin, size_t end, const Ahead& ahead);
 
-// The loop for states and inputs stored as given, or nullptr for a pair that
-// no op has: they are of one type, or one is float and the other half or
+// A rule for states and inputs stored as given, and its loop: nullptr for a pair
+// that no op has. They are of one type, or one is float and the other half or
 // bfloat16.
-StepFn FindStep(RuleId rule, Number states, Number inputs, Isa isa);
+struct RuleStep {
+  RuleId rule;
+  Number state;
+  Number input;
+  StepFn loop = nullptr;
+
+  operator StepFn() const { return loop; }
+};
+
+RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa);
 
 // What an op does to each of its variables: a list of stages, each of them one
 // rule applied to some of the variable's arrays.
@@ -53,7 +62,7 @@ class Pass {
   static constexpr size_t kBlock = 512;
 
   struct Stage {
-    StepFn step;
+    RuleStep step;
     const double* scalars;
     int operands;
     size_t bytes;  // What one element moves between memory and the core.
@@ -76,6 +85,16 @@ class Pass {
 
   // Bytes that the whole pass moves.
   double bytes() const;
+
+  // What a back end with loops of its own reads.
+  const std::vector<Stage>& stages() const { return stages_; }
+  size_t variables() const { return variables_.size(); }
+  size_t elements(size_t variable) const {
+    return variables_[variable].elements;
+  }
+  void* const* operands(size_t variable) const {
+    return operands_.data() + variable * operands_per_variable_;
+  }
 
   // Runs the blocks [begin, end). Calls for distinct ranges may run at the
   // same time.

@@ -49,7 +49,7 @@ class EmaUpdateOp : public OpKernel {
       averages_.AddOperands(&variables, shadows, values, i, &operands);
       pass.AddVariable(variables.size(values + i), operands);
     }
-    RunPass(ctx, pass);
+    OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
   }
 
  private:
@@ -61,6 +61,16 @@ REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>EmaUpdate").Device(tensorflow::DEVICE_CPU), EmaUpdateOp);
 REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>EmaUpdateRef").Device(tensorflow::DEVICE_CPU), EmaUpdateOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdate")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("shadows")
+                            .HostMemory("values")
+                            .HostMemory("decays"),
+                        EmaUpdateOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdateRef")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("decays"),
+                        EmaUpdateOp);
 
 }  // namespace
 }  // namespace wrapopt

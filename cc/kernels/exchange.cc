@@ -40,6 +40,13 @@ REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>Exchange").Device(tensorflow::DEVICE_CPU), ExchangeOp);
 REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>ExchangeRef").Device(tensorflow::DEVICE_CPU), ExchangeOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>Exchange")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("a")
+                            .HostMemory("b"),
+                        ExchangeOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>ExchangeRef").Device(tensorflow::DEVICE_GPU), ExchangeOp);
 
 }  // namespace
 }  // namespace wrapopt

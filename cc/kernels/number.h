@@ -52,6 +52,17 @@ WRAPOPT_RULE float Load(Bfloat16 x) {
   return BitCast<float>(uint32_t{x.bits} << 16);
 }
 
+#if defined(__CUDA_ARCH__)
+// A GPU has an instruction each, which give the same.
+WRAPOPT_RULE float Load(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+WRAPOPT_RULE void Store(Half& to, float x) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+}
+#else
 WRAPOPT_RULE float Load(Half x) {
   const uint32_t sign = (uint32_t{x.bits} & 0x8000) << 16;
   const uint32_t magnitude = uint32_t{x.bits} & 0x7fff;
@@ -67,19 +78,6 @@ WRAPOPT_RULE float Load(Half x) {
   const uint32_t bits = magnitude < 0x400 ? BitCast<uint32_t>(tiny)
                                           : BitCast<uint32_t>(scaled) | special;
   return BitCast<float>(sign | bits);
-}
-
-WRAPOPT_RULE void Store(float& to, float x) { to = x; }
-WRAPOPT_RULE void Store(double& to, double x) { to = x; }
-
-WRAPOPT_RULE void Store(Bfloat16& to, float x) {
-  const uint32_t bits = BitCast<uint32_t>(x);
-  // To nearest, ties to even.
-  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
-  // A NaN must not be rounded up to infinity.
-  const uint32_t quiet = (bits & 0x80000000u) | 0x7fc00000u;
-  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  to.bits = static_cast<uint16_t>((nan ? quiet : rounded) >> 16);
 }
 
 WRAPOPT_RULE void Store(Half& to, float x) {
@@ -99,6 +97,20 @@ WRAPOPT_RULE void Store(Half& to, float x) {
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   to.bits = static_cast<uint16_t>(
       sign | (magnitude >= 0x477ff000u ? special : finite));
+}
+#endif
+
+WRAPOPT_RULE void Store(float& to, float x) { to = x; }
+WRAPOPT_RULE void Store(double& to, double x) { to = x; }
+
+WRAPOPT_RULE void Store(Bfloat16& to, float x) {
+  const uint32_t bits = BitCast<uint32_t>(x);
+  // To nearest, ties to even.
+  const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+  // A NaN must not be rounded up to infinity.
+  const uint32_t quiet = (bits & 0x80000000u) | 0x7fc00000u;
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  to.bits = static_cast<uint16_t>((nan ? quiet : rounded) >> 16);
 }
 
 template <class Storage>

@@ -1,11 +1,13 @@
-// Runs a pass on TensorFlow's intra-op thread pool.
+// Runs a pass: on TensorFlow's intra-op thread pool, or on the stream of a GPU.
 #ifndef WRAPOPT_CC_KERNELS_PARALLEL_H_
 #define WRAPOPT_CC_KERNELS_PARALLEL_H_
 
 #include <algorithm>
 #include <atomic>
 
+#include "absl/status/status.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/gpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/threadpool.h"
 
@@ -41,7 +43,9 @@ void RunParallel(tensorflow::OpKernelContext* ctx, int64_t units,
       });
 }
 
-inline void RunPass(tensorflow::OpKernelContext* ctx, const Pass& pass) {
+inline absl::Status RunPass(tensorflow::OpKernelContext* ctx,
+                            const Pass& pass) {
+  if (IsOnGpu(ctx)) return RunPassOnGpu(ctx, pass);
   // What one core moves in a cycle when another is busy too.
   constexpr double kBytesPerCycle = 8;
   RunParallel(ctx, pass.blocks(),
@@ -50,6 +54,7 @@ inline void RunPass(tensorflow::OpKernelContext* ctx, const Pass& pass) {
                   : static_cast<int64_t>(pass.bytes() / pass.blocks() /
                                          kBytesPerCycle),
               [&pass](int64_t begin, int64_t end) { pass.Run(begin, end); });
+  return absl::OkStatus();
 }
 
 }  // namespace wrapopt

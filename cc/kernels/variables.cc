@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/kernels/gpu.h"
 #include "tensorflow/core/framework/node_def_util.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/platform/errors.h"
@@ -209,7 +210,9 @@ absl::Status Variables::Copy(Entry& entry) {
   attributes.set_nic_compatible(true);
   TF_RETURN_IF_ERROR(ctx_->allocate_temp(
       entry.tensor->dtype(), entry.tensor->shape(), &copy, attributes));
-  if (copy.TotalBytes() > 0) {
+  if (IsOnGpu(ctx_)) {
+    TF_RETURN_IF_ERROR(CopyOnGpu(ctx_, *entry.tensor, &copy));
+  } else if (copy.TotalBytes() > 0) {
     std::memcpy(copy.data(), entry.tensor->data(), copy.TotalBytes());
   }
   *entry.tensor = std::move(copy);

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "cc/gpu/driver.h"
+#include "cc/gpu/images.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
@@ -58,6 +60,32 @@ std::vector<std::string> Names(std::string_view names) {
   std::istringstream stream{std::string(names)};
   for (std::string name; stream >> name;) split.push_back(name);
   return split;
+}
+
+std::string Version(int major, int minor) {
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+py::list Gpus() {
+  std::vector<gpu::DeviceInfo> devices;
+  const std::string error = gpu::Describe(&devices);
+  if (!error.empty()) throw std::runtime_error(error);
+  py::list gpus;
+  for (const gpu::DeviceInfo& device : devices) {
+    std::vector<std::string> images;
+    for (const bool is_large : {false, true}) {
+      if (const gpu::Image* image = gpu::ChooseImage(device, is_large)) {
+        images.push_back(gpu::NameOf(*image));
+      }
+    }
+    gpus.append(py::make_tuple(device.name,
+                               Version(device.compute_capability / 10,
+                                       device.compute_capability % 10),
+                               Version(device.driver / 1000,
+                                       device.driver % 1000 / 10),
+                               images));
+  }
+  return gpus;
 }
 
 // Applies a rule, in place, to flat arrays.
@@ -184,6 +212,21 @@ PYBIND11_MODULE(_native, m) {
       "cpu_isa",
       [] { return std::string(kIsaNames[static_cast<int>(IsaOf(""))]); },
       "The one in use: the best, or what WRAPOPT_CPU_ISA names.");
+
+  m.def(
+      "gpu_images",
+      [] {
+        std::vector<std::string> names;
+        for (const gpu::Image& image : gpu::Images()) {
+          names.push_back(gpu::NameOf(image));
+        }
+        return names;
+      },
+      "What the GPU kernels are compiled for.");
+  m.def("gpus", &Gpus,
+        "[(name, compute capability, CUDA version of the driver, images that "
+        "it gets)] of this machine's GPUs. Raises RuntimeError if it cannot "
+        "tell.");
 
   m.def(
       "rules",

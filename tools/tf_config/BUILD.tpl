@@ -43,6 +43,17 @@ cc_library(
     includes = ["include"],
 )
 
+# What a GPU kernel includes on top: the class of TensorFlow's streams.
+cc_library(
+    name = "tf_stream_headers",
+    hdrs = glob([
+        "include/xla/*.pb.h",
+        "include/xla/stream_executor/*.h",
+        "include/xla/stream_executor/*/*_compute_capability*.h",
+    ]),
+    deps = [":tf_headers"],
+)
+
 # What an XLA kernel includes on top. XLA's headers include those of
 # HighwayHash and FarmHash, which the wheel keeps under external/.
 cc_library(

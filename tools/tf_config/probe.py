@@ -79,6 +79,7 @@ def main():
       "cxx11_abi": tensorflow_cxx11_abi(tf),
       # The same function reads it when the built package is imported.
       "absl_namespace": run("sysconfig.py")["_absl_namespace"](tf_include),
+      "nvrtc_version": importlib.metadata.version("nvidia-cuda-nvrtc-cu12"),
       "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
       # Not wrapopt: tools/quickstart installs it into the interpreter, and
       # the tests run the one that was built.

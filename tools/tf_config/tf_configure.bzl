@@ -45,6 +45,7 @@ def _tf_configure_impl(ctx):
         "ABSL_NAMESPACE = %r" % found["absl_namespace"],
         "CXX11_ABI = %r" % int(found["cxx11_abi"]),
         "MACHINE = %r" % found["machine"],
+        "NVRTC_VERSION = %r" % found["nvrtc_version"],
         "PYTHON = %r" % found["python"],
         "PYTHON_TAG = %r" % found["python_tag"],
         "PYTHON_VERSION = %r" % found["python_version"],

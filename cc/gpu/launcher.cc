@@ -1,0 +1,295 @@
+#include "cc/gpu/launcher.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cc/gpu/images.h"
+#include "cc/gpu/table.h"
+
+extern "C" __attribute__((visibility("hidden"))) const char
+    wrapopt_gpu_images[];
+
+namespace wrapopt {
+namespace gpu {
+namespace {
+
+// The kernels that are no rule's.
+constexpr int kAverage = std::size(kRules);
+constexpr int kSum = kAverage + 1;
+constexpr int kKernels = kSum + 1;
+
+std::string KernelName(int kernel, bool is_double, bool is_large) {
+  return std::string("wrapopt_") + (is_large ? "large_" : "small_") +
+         (kernel == kAverage ? "Average"
+          : kernel == kSum   ? "Sum"
+                             : kRules[kernel].name) +
+         (is_double ? "_double" : "_float");
+}
+
+// What is loaded into one context.
+class Loaded {
+ public:
+  // Those of the current context.
+  static std::string Current(Loaded** loaded) {
+    const Driver& driver = GetDriver();
+    if (!driver.missing.empty()) return "there is no " + driver.missing;
+    Context context = nullptr;
+    const Result result = driver.CtxGetCurrent(&context);
+    if (result != 0) return ErrorText("cuCtxGetCurrent", result);
+    if (context == nullptr) return "no CUDA context is current";
+    static std::mutex mu;
+    static auto* const all = new std::map<Context, Loaded>();
+    const std::lock_guard<std::mutex> lock(mu);
+    *loaded = &(*all)[context];
+    return (*loaded)->Init();
+  }
+
+  const DeviceInfo& device() const { return device_; }
+
+  // Whether kernels of that size of tables are to be had.
+  bool Has(bool is_large) const { return images_[is_large] != nullptr; }
+
+  std::string Find(int kernel, bool is_double, bool is_large,
+                   Function* function) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    Function& found = functions_[is_large][kernel][is_double];
+    if (found == nullptr) {
+      const Driver& driver = GetDriver();
+      Module& module = modules_[is_large];
+      if (module == nullptr) {
+        const Image& image = *images_[is_large];
+        const Result result = driver.ModuleLoadData(
+            &module, wrapopt_gpu_images + image.offset);
+        if (result != 0) {
+          module = nullptr;
+          return ErrorText("loading the image " + NameOf(image) + " for " +
+                               device_.name,
+                           result);
+        }
+      }
+      const std::string name = KernelName(kernel, is_double, is_large);
+      const Result result =
+          driver.ModuleGetFunction(&found, module, name.c_str());
+      if (result != 0) {
+        found = nullptr;
+        return ErrorText("finding the kernel " + name, result);
+      }
+    }
+    *function = found;
+    return "";
+  }
+
+ private:
+  std::string Init() {
+    const std::lock_guard<std::mutex> lock(mu_);
+    if (Has(false) || Has(true)) return "";
+    Device device;
+    const Result result = GetDriver().CtxGetDevice(&device);
+    if (result != 0) return ErrorText("cuCtxGetDevice", result);
+    const std::string error = Describe(device, &device_);
+    if (!error.empty()) return error;
+    for (const bool is_large : {false, true}) {
+      images_[is_large] = ChooseImage(device_, is_large);
+    }
+    return Has(false) || Has(true) ? "" : NoImage(device_);
+  }
+
+  std::mutex mu_;
+  DeviceInfo device_;
+  const Image* images_[2] = {};
+  Module modules_[2] = {};
+  Function functions_[2][kKernels][2] = {};
+};
+
+template <class AnyTable>
+std::string Launch(Function function, unsigned grid_x, unsigned grid_y,
+                   AnyTable* table, Stream stream) {
+  void* arguments[] = {table};
+  const Result result =
+      GetDriver().LaunchKernel(function, grid_x, grid_y, 1, kThreads, 1, 1,
+                               /*shared_bytes=*/0, stream, arguments, nullptr);
+  return result == 0 ? "" : ErrorText("cuLaunchKernel", result);
+}
+
+Word ToWord(double x, bool is_double) {
+  Word word = 0;
+  if (is_double) {
+    std::memcpy(&word, &x, sizeof(x));
+  } else {
+    const float y = static_cast<float>(x);
+    std::memcpy(&word, &y, sizeof(y));
+  }
+  return word;
+}
+
+// The launches that an update takes.
+class Launches {
+ public:
+  Launches(const Update& update, Loaded* loaded, Stream stream)
+      : update_(update), loaded_(*loaded), stream_(stream) {
+    uint64_t elements = 0;
+    for (const uint64_t more : update.elements) {
+      elements += more;
+      left_ += more > 0;
+    }
+    // So few chunks that a block is not mostly set up and torn down, and so many
+    // that each multiprocessor has several.
+    chunk_log2_ = kMaxChunkLog2;
+    while (chunk_log2_ > kMinChunkLog2 &&
+           elements >> chunk_log2_ <
+               16 * static_cast<uint64_t>(loaded_.device().multiprocessors)) {
+      --chunk_log2_;
+    }
+    for (const double scalar : update.scalars) {
+      prefix_.push_back(ToWord(scalar, update.is_double));
+    }
+    for (const auto* members : {&update.sources, &update.targets}) {
+      for (const Update::Member& member : *members) {
+        prefix_.push_back(ToWord(member.scalar, update.is_double));
+        prefix_.push_back(static_cast<Word>(member.number));
+      }
+    }
+  }
+
+  std::string Run() {
+    while (left_ > 0) {
+      // Small ones cost less to launch.
+      const bool fits_small = prefix_.size() + left_ * (1 + update_.arrays) <=
+                              SmallTable::kWords;
+      const bool is_large =
+          loaded_.Has(true) && (!fits_small || !loaded_.Has(false));
+      const std::string error =
+          is_large ? RunOne<LargeTable>(true) : RunOne<SmallTable>(false);
+      if (!error.empty()) return error;
+    }
+    return "";
+  }
+
+ private:
+  template <class AnyTable>
+  std::string RunOne(bool is_large) {
+    if (prefix_.size() + 1 + update_.arrays > AnyTable::kWords) {
+      return "each variable has " + std::to_string(update_.arrays) +
+             " arrays, too many for a launch on " + loaded_.device().name;
+    }
+    // Only what is filled is read.
+    AnyTable table;
+    Word* to = std::copy(prefix_.begin(), prefix_.end(), table.words);
+    uint64_t chunks = 0;
+    uint32_t variables = 0;
+    for (; next_ < update_.elements.size(); ++next_) {
+      const uint64_t elements = update_.elements[next_];
+      if (elements == 0) continue;
+      const uint64_t more = ((elements - 1) >> chunk_log2_) + 1;
+      if (to + 1 + update_.arrays > table.words + AnyTable::kWords ||
+          chunks + more > kMaxGrid) {
+        break;
+      }
+      const uint64_t last = elements - ((more - 1) << chunk_log2_);
+      *to++ = Place(static_cast<uint32_t>(chunks), static_cast<uint32_t>(last));
+      to = std::copy_n(update_.addresses.begin() + next_ * update_.arrays,
+                       update_.arrays, to);
+      chunks += more;
+      ++variables;
+    }
+    if (variables == 0) {
+      return "a variable has too many elements for a launch: " +
+             std::to_string(update_.elements[next_]);
+    }
+    left_ -= variables;
+    table.header = {variables,
+                    static_cast<uint32_t>(chunks),
+                    static_cast<uint16_t>(update_.sources.size()),
+                    static_cast<uint16_t>(update_.targets.size()),
+                    static_cast<uint8_t>(chunk_log2_),
+                    static_cast<uint8_t>(update_.state),
+                    static_cast<uint8_t>(update_.input),
+                    0};
+    Function function;
+    const std::string error = loaded_.Find(
+        update_.rule.has_value() ? static_cast<int>(*update_.rule) : kAverage,
+        update_.is_double, is_large, &function);
+    if (!error.empty()) return error;
+    return Launch(function, table.header.chunks, 1, &table, stream_);
+  }
+
+  static constexpr uint64_t kMaxGrid = 0x7fffffff;
+
+  const Update& update_;
+  Loaded& loaded_;
+  const Stream stream_;
+  int chunk_log2_;
+  std::vector<Word> prefix_;  // What is the same in all tables.
+  size_t next_ = 0;           // Variable.
+  size_t left_ = 0;           // Variables with elements.
+};
+
+template <class AnyTable>
+std::string RunSum(const RowSum& sum, Loaded* loaded, bool is_large,
+                   Stream stream) {
+  Function function;
+  const std::string error =
+      loaded->Find(kSum, sum.is_double, is_large, &function);
+  if (!error.empty()) return error;
+  const unsigned grid_y = static_cast<unsigned>(
+      std::min<uint64_t>((sum.elements - 1) / kThreads + 1, 64));
+  AnyTable table;
+  std::vector<Word> grads;
+  uint32_t runs = 0;
+  auto launch = [&]() -> std::string {
+    table.header = {runs, static_cast<uint32_t>(sum.number), sum.grads,
+                    sum.sums, sum.elements};
+    std::copy(grads.begin(), grads.end(), table.words + 2 * runs);
+    const std::string launched =
+        Launch(function, runs, grid_y, &table, stream);
+    grads.clear();
+    runs = 0;
+    return launched;
+  };
+  for (const RowSum::Run& run : sum.runs) {
+    // A run that does not fit goes on in the next launch.
+    for (size_t done = 0; done < run.grads.size();) {
+      const size_t used = 2 * runs + grads.size();
+      if (used + 3 > AnyTable::kWords) {
+        const std::string launched = launch();
+        if (!launched.empty()) return launched;
+        continue;
+      }
+      const size_t count =
+          std::min(run.grads.size() - done, AnyTable::kWords - used - 2);
+      grads.insert(grads.end(), run.grads.begin() + done,
+                   run.grads.begin() + done + count);
+      done += count;
+      table.words[2 * runs] = run.row;
+      table.words[2 * runs + 1] = grads.size();
+      ++runs;
+    }
+  }
+  return runs == 0 ? "" : launch();
+}
+
+}  // namespace
+
+std::string Enqueue(const Update& update, Stream stream) {
+  Loaded* loaded;
+  const std::string error = Loaded::Current(&loaded);
+  if (!error.empty()) return error;
+  return Launches(update, loaded, stream).Run();
+}
+
+std::string Enqueue(const RowSum& sum, Stream stream) {
+  if (sum.elements == 0) return "";
+  Loaded* loaded;
+  const std::string error = Loaded::Current(&loaded);
+  if (!error.empty()) return error;
+  return loaded->Has(true)
+             ? RunSum<LargeSumTable>(
+                   sum, loaded, true, stream)
+             : RunSum<SmallSumTable>(sum, loaded, false, stream);
+}
+
+}  // namespace gpu
+}  // namespace wrapopt

@@ -1,0 +1,562 @@
+// NVIDIA's driver, libcuda.so.1, for tests on a machine without a GPU: as much of
+// it as TensorFlow needs for a GPU:0 with memory, copies and our kernels. Kernels
+// of TensorFlow's do not run on it.
+//
+// "Device memory" is one memory file that is mapped twice. The addresses handed
+// out are those of the mapping that nobody may read or write, so that host code
+// which follows a device pointer dies. Copies and kernels go through the other
+// mapping, and refuse what is not a device address. A stream does what it is
+// asked at once.
+//
+// Environment variables:
+//   WRAPOPT_FAKE_GPU_CC      compute capability, 10 * major + minor (90)
+//   WRAPOPT_FAKE_GPU_DRIVER  the CUDA version of the driver (12080)
+//   WRAPOPT_FAKE_GPU_LOG     a file that each loaded image and each launch is
+//                            written to
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cc/gpu/table.h"
+#include "cc/rules/rules.h"
+#include "tests/fake_gpu/emulation.h"
+
+namespace wrapopt {
+namespace fake_gpu {
+
+thread_local Index thread, block, grid;
+
+namespace {
+
+using gpu::Word;
+
+constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kOutOfMemory = 2;
+constexpr int kInvalidImage = 200;
+constexpr int kNotFound = 500;
+constexpr int kIllegalAddress = 700;
+
+constexpr size_t kMemory = size_t{1} << 30;
+
+int Setting(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return value == nullptr ? otherwise : atoi(value);
+}
+
+template <class... Arguments>
+void Log(const char* format, Arguments... arguments) {
+  static FILE* const file = [] {
+    const char* path = getenv("WRAPOPT_FAKE_GPU_LOG");
+    return path == nullptr ? nullptr : fopen(path, "a");
+  }();
+  if (file == nullptr) return;
+  fprintf(file, format, arguments...);
+  fflush(file);
+}
+
+class Memory {
+ public:
+  static Memory& Get() {
+    static auto* const memory = new Memory();
+    return *memory;
+  }
+
+  int Allocate(size_t size, uint64_t* address) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    size = (size + 511) / 512 * 512;
+    if (size > kMemory - used_) return kOutOfMemory;
+    *address = reinterpret_cast<uint64_t>(device_ + used_);
+    used_ += size;
+    return kSuccess;
+  }
+
+  // Where the host finds it; nullptr for what is not in device memory.
+  char* Host(uint64_t address, size_t size) {
+    const uint64_t begin = reinterpret_cast<uint64_t>(device_);
+    if (address < begin || address - begin + size > kMemory) {
+      Log("%p is not in device memory\n", reinterpret_cast<void*>(address));
+      return nullptr;
+    }
+    return host_ + (address - begin);
+  }
+
+ private:
+  Memory() {
+    const int file = memfd_create("wrapopt_fake_gpu", 0);
+    if (file < 0 || ftruncate(file, kMemory) != 0) abort();
+    device_ = Map(file, PROT_NONE);
+    host_ = Map(file, PROT_READ | PROT_WRITE);
+  }
+
+  static char* Map(int file, int protection) {
+    void* mapping = mmap(nullptr, kMemory, protection, MAP_SHARED, file, 0);
+    if (mapping == MAP_FAILED) abort();
+    return static_cast<char*>(mapping);
+  }
+
+  char* device_;
+  char* host_;
+  std::mutex mu_;
+  size_t used_ = 0;
+};
+
+int Copy(void* to, const void* from, size_t size) {
+  if (size == 0) return kSuccess;
+  if (to == nullptr || from == nullptr) return kIllegalAddress;
+  memcpy(to, from, size);
+  return kSuccess;
+}
+
+template <class T>
+int Fill(uint64_t to, T value, size_t count) {
+  T* host = reinterpret_cast<T*>(Memory::Get().Host(to, count * sizeof(T)));
+  if (host == nullptr) return kIllegalAddress;
+  std::fill_n(host, count, value);
+  return kSuccess;
+}
+
+// The image that was loaded, and its kernels' names.
+struct Module {
+  std::string text;
+};
+
+struct Function {
+  std::string name;
+  void (*run)(const void* table);
+};
+
+// How long an image is: the driver is told only where it begins.
+size_t SizeOfImage(const char* image) {
+  if (memcmp(image, "\177ELF", 4) != 0) return strlen(image);
+  const auto number = [image](size_t at, auto x) {
+    memcpy(&x, image + at, sizeof(x));
+    return static_cast<size_t>(x);
+  };
+  const size_t sections = number(0x28, uint64_t()), size = number(0x3a, uint16_t()),
+               count = number(0x3c, uint16_t());
+  size_t end = sections + size * count;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t section = sections + i * size;
+    constexpr size_t kNoBits = 8;
+    if (number(section + 4, uint32_t()) == kNoBits) continue;
+    end = std::max(end, number(section + 0x18, uint64_t()) +
+                            number(section + 0x20, uint64_t()));
+  }
+  return end;
+}
+
+std::string RuleOf(const std::string& kernel) {
+  const size_t begin = strlen("wrapopt_small_");
+  return kernel.substr(begin, kernel.rfind('_') - begin);
+}
+
+bool Move(Word* address) {
+  char* const host = Memory::Get().Host(*address, 1);
+  *address = reinterpret_cast<Word>(host);
+  return host != nullptr;
+}
+
+// Moves the addresses in a table to where the host finds them.
+template <class Table>
+int MoveAddresses(const std::string& rule, Table* table) {
+  size_t scalars = 0, states = 0, inputs = 0;
+  for (const RuleInfo& info : kRules) {
+    if (rule != info.name) continue;
+    scalars = CountNames(info.scalars);
+    states = CountNames(info.states);
+    inputs = CountNames(info.inputs);
+  }
+  const gpu::Header& header = table->header;
+  const size_t members = header.sources + header.targets;
+  const size_t arrays = states + inputs + members;
+  Word* word = table->words + scalars + members * gpu::kWordsPerMember;
+  for (uint32_t v = 0; v < header.variables; ++v) {
+    ++word;
+    for (size_t a = 0; a < arrays; ++a, ++word) {
+      // An input of zeros.
+      if (*word == 0 && a >= states && a < states + inputs) continue;
+      if (!Move(word)) return kIllegalAddress;
+    }
+  }
+  return word <= table->words + Table::kWords ? kSuccess : kInvalidValue;
+}
+
+int Run(const Function& function, const void* table) {
+  const Index all = grid;
+  for (block.y = 0; block.y < all.y; ++block.y) {
+    for (block.x = 0; block.x < all.x; ++block.x) {
+      for (thread.x = 0; thread.x < gpu::kThreads; ++thread.x) {
+        function.run(table);
+      }
+    }
+  }
+  return kSuccess;
+}
+
+template <class Table, class SumTable>
+int Launch(const Function& function, const void* argument) {
+  const std::string rule = RuleOf(function.name);
+  if (rule == "Sum") {
+    auto table = *static_cast<const SumTable*>(argument);
+    Log("launch %s grid %u %u\n", function.name.c_str(), grid.x, grid.y);
+    if (!Move(&table.header.grads) || !Move(&table.header.sums)) {
+      return kIllegalAddress;
+    }
+    return Run(function, &table);
+  }
+  auto table = *static_cast<const Table*>(argument);
+  Log("launch %s grid %u %u variables %u\n", function.name.c_str(), grid.x,
+      grid.y, table.header.variables);
+  const int result = MoveAddresses(rule, &table);
+  return result != kSuccess ? result : Run(function, &table);
+}
+
+thread_local void* current = nullptr;
+char context;
+
+void* NewObject() { return malloc(8); }
+
+}  // namespace
+}  // namespace fake_gpu
+}  // namespace wrapopt
+
+using namespace wrapopt::fake_gpu;  // NOLINT
+
+#define API(name, ...)                                      \
+  extern "C" __attribute__((visibility("default"))) int name(__VA_ARGS__)
+
+// Those that have nothing to do.
+#define NOTHING(name, ...) API(name, ##__VA_ARGS__) { return kSuccess; }
+
+NOTHING(cuInit, unsigned)
+NOTHING(cuDevicePrimaryCtxRelease_v2, int)
+NOTHING(cuDevicePrimaryCtxSetFlags_v2, int, unsigned)
+NOTHING(cuCtxSynchronize)
+NOTHING(cuStreamSynchronize, void*)
+NOTHING(cuStreamQuery, void*)
+NOTHING(cuStreamWaitEvent, void*, void*, unsigned)
+NOTHING(cuEventRecord, void*, void*)
+NOTHING(cuEventQuery, void*)
+NOTHING(cuEventSynchronize, void*)
+NOTHING(cuMemFree_v2, uint64_t)
+NOTHING(cuMemHostRegister_v2, void*, size_t, unsigned)
+NOTHING(cuMemHostUnregister, void*)
+NOTHING(cuFuncSetAttribute, void*, int, int)
+NOTHING(cuFuncSetCacheConfig, void*, int)
+
+API(cuDriverGetVersion, int* version) {
+  *version = Setting("WRAPOPT_FAKE_GPU_DRIVER", 12080);
+  return kSuccess;
+}
+API(cuDeviceGetCount, int* count) {
+  *count = 1;
+  return kSuccess;
+}
+API(cuDeviceGet, int* device, int) {
+  *device = 0;
+  return kSuccess;
+}
+API(cuDeviceGetName, char* name, int size, int) {
+  snprintf(name, size, "fake GPU");
+  return kSuccess;
+}
+API(cuDeviceTotalMem_v2, size_t* size, int) {
+  *size = kMemory;
+  return kSuccess;
+}
+API(cuDeviceGetUuid, void* uuid, int) {
+  memset(uuid, 7, 16);
+  return kSuccess;
+}
+API(cuDeviceGetUuid_v2, void* uuid, int) {
+  memset(uuid, 7, 16);
+  return kSuccess;
+}
+API(cuDeviceGetPCIBusId, char* id, int size, int) {
+  snprintf(id, size, "0000:01:00.0");
+  return kSuccess;
+}
+API(cuDeviceGetAttribute, int* value, int attribute, int) {
+  const int cc = Setting("WRAPOPT_FAKE_GPU_CC", 90);
+  switch (attribute) {
+    case 1:  // Threads of a block, and each of a block's dimensions.
+    case 2:
+    case 3:
+      *value = 1024;
+      break;
+    case 4:
+      *value = 64;
+      break;
+    case 5:  // A grid's dimensions.
+      *value = 2147483647;
+      break;
+    case 6:
+    case 7:
+      *value = 65535;
+      break;
+    case 8:  // Shared memory of a block.
+      *value = 49152;
+      break;
+    case 10:  // Threads of a warp.
+      *value = 32;
+      break;
+    case 12:  // Registers of a block, and of a multiprocessor.
+    case 82:
+      *value = 65536;
+      break;
+    case 13:  // Clock rates.
+    case 36:
+      *value = 1980000;
+      break;
+    case 16:  // Multiprocessors.
+      *value = 132;
+      break;
+    case 33:  // The bus's number.
+    case 41:  // Unified addresses.
+      *value = 1;
+      break;
+    case 37:  // Width of the bus to memory.
+      *value = 6144;
+      break;
+    case 38:  // Second-level cache.
+      *value = 50 << 20;
+      break;
+    case 39:  // Threads of a multiprocessor.
+      *value = 2048;
+      break;
+    case 75:
+      *value = cc / 10;
+      break;
+    case 76:
+      *value = cc % 10;
+      break;
+    case 81:  // Shared memory of a multiprocessor, and what a block may ask for.
+    case 97:
+      *value = 233472;
+      break;
+    default:
+      *value = 0;
+  }
+  return kSuccess;
+}
+API(cuDevicePrimaryCtxRetain, void** result, int) {
+  *result = &context;
+  return kSuccess;
+}
+API(cuDevicePrimaryCtxGetState, int, unsigned* flags, int* active) {
+  *flags = 0;
+  *active = 1;
+  return kSuccess;
+}
+API(cuCtxSetCurrent, void* to) {
+  current = to;
+  return kSuccess;
+}
+API(cuCtxGetCurrent, void** result) {
+  *result = current;
+  return kSuccess;
+}
+API(cuCtxGetDevice, int* device) {
+  *device = 0;
+  return kSuccess;
+}
+API(cuCtxGetApiVersion, void*, unsigned* version) {
+  *version = 12080;
+  return kSuccess;
+}
+API(cuCtxPushCurrent_v2, void* to) {
+  current = to;
+  return kSuccess;
+}
+API(cuCtxPopCurrent_v2, void** result) {
+  if (result != nullptr) *result = current;
+  return kSuccess;
+}
+API(cuCtxGetStreamPriorityRange, int* least, int* greatest) {
+  *least = 0;
+  *greatest = -5;
+  return kSuccess;
+}
+API(cuStreamCreate, void** stream, unsigned) {
+  *stream = NewObject();
+  return kSuccess;
+}
+API(cuStreamCreateWithPriority, void** stream, unsigned, int) {
+  *stream = NewObject();
+  return kSuccess;
+}
+API(cuStreamDestroy_v2, void* stream) {
+  free(stream);
+  return kSuccess;
+}
+API(cuStreamIsCapturing, void*, int* status) {
+  *status = 0;
+  return kSuccess;
+}
+API(cuLaunchHostFunc, void*, void (*function)(void*), void* data) {
+  function(data);
+  return kSuccess;
+}
+API(cuEventCreate, void** event, unsigned) {
+  *event = NewObject();
+  return kSuccess;
+}
+API(cuEventDestroy_v2, void* event) {
+  free(event);
+  return kSuccess;
+}
+API(cuEventElapsedTime, float* milliseconds, void*, void*) {
+  *milliseconds = 1;
+  return kSuccess;
+}
+API(cuMemGetInfo_v2, size_t* free, size_t* total) {
+  *free = *total = kMemory;
+  return kSuccess;
+}
+API(cuMemAlloc_v2, uint64_t* address, size_t size) {
+  return Memory::Get().Allocate(size, address);
+}
+API(cuMemHostAlloc, void** memory, size_t size, unsigned) {
+  return posix_memalign(memory, 256, size) == 0 ? kSuccess : kOutOfMemory;
+}
+API(cuMemAllocHost_v2, void** memory, size_t size) {
+  return posix_memalign(memory, 256, size) == 0 ? kSuccess : kOutOfMemory;
+}
+API(cuMemFreeHost, void* memory) {
+  free(memory);
+  return kSuccess;
+}
+API(cuMemHostGetDevicePointer_v2, uint64_t* address, void* memory, unsigned) {
+  *address = reinterpret_cast<uint64_t>(memory);
+  return kSuccess;
+}
+API(cuMemGetAddressRange_v2, uint64_t* base, size_t* size, uint64_t address) {
+  *base = address;
+  *size = 0;
+  return kSuccess;
+}
+API(cuPointerGetAttribute, void* value, int attribute, uint64_t) {
+  constexpr int kMemoryType = 2, kOfDevice = 2;
+  *static_cast<int*>(value) = attribute == kMemoryType ? kOfDevice : 0;
+  return kSuccess;
+}
+API(cuDeviceCanAccessPeer, int* can, int, int) {
+  *can = 0;
+  return kSuccess;
+}
+
+API(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
+  return Copy(Memory::Get().Host(to, size), from, size);
+}
+API(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
+  return Copy(to, Memory::Get().Host(from, size), size);
+}
+API(cuMemcpyDtoD_v2, uint64_t to, uint64_t from, size_t size) {
+  return Copy(Memory::Get().Host(to, size), Memory::Get().Host(from, size),
+              size);
+}
+API(cuMemcpyHtoDAsync_v2, uint64_t to, const void* from, size_t size, void*) {
+  return cuMemcpyHtoD_v2(to, from, size);
+}
+API(cuMemcpyDtoHAsync_v2, void* to, uint64_t from, size_t size, void*) {
+  return cuMemcpyDtoH_v2(to, from, size);
+}
+API(cuMemcpyDtoDAsync_v2, uint64_t to, uint64_t from, size_t size, void*) {
+  return cuMemcpyDtoD_v2(to, from, size);
+}
+API(cuMemsetD8_v2, uint64_t to, unsigned char value, size_t count) {
+  return Fill(to, value, count);
+}
+API(cuMemsetD8Async, uint64_t to, unsigned char value, size_t count, void*) {
+  return Fill(to, value, count);
+}
+API(cuMemsetD32_v2, uint64_t to, unsigned value, size_t count) {
+  return Fill(to, value, count);
+}
+API(cuMemsetD32Async, uint64_t to, unsigned value, size_t count, void*) {
+  return Fill(to, value, count);
+}
+
+API(cuGetErrorName, int result, const char** name) {
+  *name = result == kSuccess ? "CUDA_SUCCESS" : "CUDA_ERROR";
+  return kSuccess;
+}
+API(cuGetErrorString, int result, const char** text) {
+  switch (result) {
+    case kSuccess:
+      *text = "no error";
+      break;
+    case kOutOfMemory:
+      *text = "out of memory";
+      break;
+    case kInvalidImage:
+      *text = "device kernel image is invalid";
+      break;
+    case kNotFound:
+      *text = "named symbol not found";
+      break;
+    case kIllegalAddress:
+      *text = "an illegal memory access was encountered";
+      break;
+    default:
+      *text = "invalid argument";
+  }
+  return kSuccess;
+}
+
+API(cuModuleLoadData, Module** module, const char* image) {
+  const bool is_ptx = memcmp(image, "\177ELF", 4) != 0;
+  *module = new Module{std::string(image, SizeOfImage(image))};
+  Log("image %s %zu\n", is_ptx ? "ptx" : "cubin", (*module)->text.size());
+  return kSuccess;
+}
+API(cuModuleLoadDataEx, Module** module, const char* image, unsigned, void*,
+    void**) {
+  return cuModuleLoadData(module, image);
+}
+API(cuModuleLoadFatBinary, Module**, const void*) { return kInvalidImage; }
+NOTHING(cuModuleUnload, Module*)
+API(cuModuleGetFunction, Function** function, Module* module,
+    const char* name) {
+  // Both the image and the emulation must have it.
+  Dl_info self;
+  if (module->text.find(name) == std::string::npos ||
+      dladdr(reinterpret_cast<void*>(&Run), &self) == 0) {
+    return kNotFound;
+  }
+  void* library = dlopen(self.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  void* run = dlsym(library, name);
+  dlclose(library);
+  if (run == nullptr) return kNotFound;
+  *function = new Function{name, reinterpret_cast<void (*)(const void*)>(run)};
+  return kSuccess;
+}
+API(cuFuncGetAttribute, int* value, int, Function*) {
+  *value = 0;
+  return kSuccess;
+}
+API(cuLaunchKernel, Function* function, unsigned grid_x, unsigned grid_y,
+    unsigned grid_z, unsigned block_x, unsigned block_y, unsigned block_z,
+    unsigned shared_bytes, void*, void** arguments, void** extra) {
+  if (current == nullptr || grid_x == 0 || grid_x > 0x7fffffff ||
+      grid_y == 0 || grid_y > 65535 || grid_z != 1 ||
+      block_x != wrapopt::gpu::kThreads || block_y != 1 || block_z != 1 ||
+      shared_bytes != 0 || extra != nullptr) {
+    return kInvalidValue;
+  }
+  using namespace wrapopt::gpu;  // NOLINT
+  grid = {grid_x, grid_y};
+  return function->name.find("_large_") != std::string::npos
+             ? Launch<LargeTable, LargeSumTable>(*function, arguments[0])
+             : Launch<SmallTable, SmallSumTable>(*function, arguments[0]);
+}

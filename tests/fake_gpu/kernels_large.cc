@@ -1,0 +1,2 @@
+#define WRAPOPT_LARGE
+#include "cc/gpu/elementwise.cu"

@@ -1,0 +1,1 @@
+#include "cc/gpu/elementwise.cu"

@@ -1,0 +1,372 @@
+"""The kernels on a GPU: every rule, dtype and image, and how they are launched.
+
+What the ops refuse, and much else, is in the tests of the ops, which run on the
+GPU too.
+"""
+
+import collections
+import os
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import modes
+import numerics
+from modes import mode  # pylint: disable=unused-import
+from numerics import DOUBLE
+from processes import run_python
+import wrapopt
+from wrapopt import _native
+from wrapopt.ops import apply
+from wrapopt.ops import averaging_assign
+from wrapopt.ops import ema_update
+
+tf1 = tf.compat.v1
+train = tf1.train
+
+RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
+               if inputs == ["grad"])
+
+# Below, at and above what a thread, a block and a chunk take; and nothing.
+SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (2, 1023), (2048,), (2049,),
+          (70_001,)]
+
+on_the_fake_gpu = pytest.mark.skipif(
+    "WRAPOPT_FAKE_GPU_LOG" not in os.environ, reason="there is a real GPU")
+
+
+class Log:
+  """What the fake GPU was asked to do; a real one keeps no such log."""
+
+  def __init__(self):
+    self._path = os.environ.get("WRAPOPT_FAKE_GPU_LOG")
+    self._begin = len(self._lines())
+
+  def _lines(self):
+    if not self._path or not os.path.exists(self._path):
+      return []
+    with open(self._path, encoding="utf-8") as f:
+      return f.read().splitlines()
+
+  @property
+  def launched(self):
+    """[(kernel without its size, variables)] of all launches."""
+    launches = [line.split() for line in self._lines()[self._begin:]
+                if line.startswith("launch")]
+    return [(words[1].split("_", 2)[2],
+             int(words[words.index("variables") + 1])
+             if "variables" in words else None) for words in launches]
+
+  def assert_launched(self, *want):
+    assert not self._path or self.launched == list(want)
+
+  def assert_launched_in_any_order(self, *want):
+    count = collections.Counter
+    assert not self._path or count(self.launched) == count(want)
+
+
+def rule_of(name):
+  states, _, scalars = _native.rules()[name]
+  return states, scalars
+
+
+def arrays(rng, rule, states, shape, dtype):
+  not_negative = numerics.NOT_NEGATIVE.get(rule, ())
+  return [np.asarray(np.abs(x) + 0.5 if state in not_negative else x, dtype)
+          for state in states for x in [rng.normal(size=shape)]]
+
+
+def on(device, values):
+  with tf.device(device):
+    return [tf.Variable(x, trainable=False) for x in values]
+
+
+def kernel(rule, dtype):
+  return f"{rule}_{'double' if dtype == DOUBLE else 'float'}"
+
+
+@pytest.mark.parametrize("pair", [p for p in numerics.PAIRS
+                                  if p[0] != numerics.FLOAT or p[0] == p[1]],
+                         ids=lambda p: "-".join(d.name for d in p))
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_gives_the_bits_of_the_cpu(rule, pair):
+  rng = np.random.default_rng(1)
+  dtype, other = pair
+  states, scalars = rule_of(rule)
+  values = [arrays(rng, rule, states, shape, dtype) for shape in SHAPES]
+  grads = [np.asarray(rng.normal(size=shape), other) for shape in SHAPES]
+  averages = [[np.asarray(rng.normal(size=shape), other) for shape in SHAPES]
+              for _ in range(2)]
+  found = []
+  log = Log()
+  for device in (modes.OTHERS, modes.VARIABLES):
+    variables = [on(device, row) for row in values]
+    shadows = [on(device, row) for row in averages]
+    apply(rule, {state: [row[i] for row in variables]
+                 for i, state in enumerate(states)},
+          [tf.constant(g) for g in grads],
+          dict(zip([s.rstrip("?") for s in scalars],
+                   (bool(x > 0.5) if s.endswith("?") else x for s, x in zip(
+                       scalars, numerics.scalars(rule, len(scalars)))))),
+          shadows=shadows, decay=[0.75, 0.9])
+    found.append([v.numpy() for row in variables + shadows for v in row])
+    assert all(device in v.device for row in variables for v in row)
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_bits(got, want)
+  # The variable of no elements is left out.
+  log.assert_launched((kernel(rule, dtype), len(SHAPES) - 1))
+
+
+@pytest.mark.parametrize("pair", [p for p in numerics.PAIRS
+                                  if p[0] in (p[1], numerics.FLOAT)],
+                         ids=lambda p: "-".join(d.name for d in p))
+def test_averages_give_the_bits_of_the_cpu(pair):
+  # All storages of values and shadows, which rules do not have.
+  shadow_dtype, dtype = pair
+  rng = np.random.default_rng(2)
+  values = [np.asarray(rng.normal(size=shape), dtype) for shape in SHAPES]
+  averages = [[np.asarray(rng.normal(size=shape), shadow_dtype)
+               for shape in SHAPES] for _ in range(3)]
+  found = []
+  log = Log()
+  for device in (modes.OTHERS, modes.VARIABLES):
+    shadows = [on(device, row) for row in averages]
+    ema_update(shadows, on(device, values), [0.75, 0., 1.])
+    found.append([v.numpy() for row in shadows for v in row])
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_bits(got, want)
+  log.assert_launched((kernel("Average", dtype), len(SHAPES) - 1))
+
+
+def rows_of(rng, shape, count, dtype):
+  """A sparse gradient with some rows several times, one very often."""
+  indices = rng.integers(0, shape[0], count)
+  indices[: count // 3] = 1
+  values = np.asarray(rng.normal(size=(count, *shape[1:])), dtype)
+  return tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
+
+
+@pytest.mark.parametrize("pair", [(numerics.HALF, numerics.HALF),
+                                  (numerics.BFLOAT16, numerics.FLOAT),
+                                  (numerics.FLOAT, numerics.FLOAT),
+                                  (DOUBLE, DOUBLE)],
+                         ids=lambda p: "-".join(d.name for d in p))
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_give_the_bits_of_the_cpu(rule, pair):
+  dtype, other = pair
+  states, scalars = rule_of(rule)
+  # More rows, and more gradients of one row, than a launch takes; no row
+  # twice; no row at all; rows of no elements.
+  shapes = [(9000, 3), (40, 5), (30, 2), (5, 0)]
+  rng = np.random.default_rng(3)
+  values = [arrays(rng, rule, states, shape, dtype) for shape in shapes]
+  grads = [rows_of(rng, shapes[0], 30_000, other),
+           tf.IndexedSlices(
+               tf.constant(np.asarray(rng.normal(size=(20, 5)), other)),
+               tf.constant(rng.permutation(40)[:20]), shapes[1]),
+           rows_of(rng, shapes[2], 0, other),
+           rows_of(rng, shapes[3], 3, other)]
+  found = []
+  for device in (modes.OTHERS, modes.VARIABLES):
+    variables = [on(device, row) for row in values]
+    averages = on(device, [np.zeros(shape, dtype) for shape in shapes])
+    apply(rule, {state: [row[i] for row in variables]
+                 for i, state in enumerate(states)},
+          grads, dict(zip([s.rstrip("?") for s in scalars],
+                          (True if s.endswith("?") else x for s, x in zip(
+                              scalars, numerics.scalars(rule, len(scalars)))))),
+          shadows=[averages], decay=[0.75])
+    found.append([v.numpy() for row in [*variables, averages] for v in row])
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_bits(got, want)
+
+
+def test_few_launches_serve_many_variables():
+  count = 1500
+  v = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
+  m = on(modes.VARIABLES, [np.float32([0]) for _ in range(count)])
+  s = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
+  log = Log()
+  apply("Momentum", {"var": v, "accum": m}, [tf.constant([1.])] * count,
+        {"lr": 1., "momentum": 0.5}, shadows=s, decay=0.5)
+  assert [x.numpy().item() for x in v] == [i - 1 for i in range(count)]
+  assert [x.numpy().item() for x in s] == [i - 0.5 for i in range(count)]
+  log.assert_launched(("Momentum_float", 817), ("Momentum_float", 683))
+  log = Log()
+  ema_update(s, v, 0.)
+  # At most one launch for each 145 variables.
+  log.assert_launched(("Average_float", 1363), ("Average_float", 137))
+
+
+def test_an_update_copies_what_somebody_reads():
+  (v,), (s,) = on(modes.VARIABLES, [np.float32([4])]), on(
+      modes.VARIABLES, [np.float32([0])])
+  with tf.device(modes.VARIABLES):
+    held, held_value = s.read_value(), v.read_value()
+  ema_update([s], [v], 0.5)
+  averaging_assign([s], [[v], [s]], [1, 1])
+  apply("GradientDescent", {"var": [v]}, [tf.constant([1.])], {"lr": 1.})
+  assert [x.numpy().item() for x in (v, s, held, held_value)] == [3, 6, 0, 4]
+  assert all(modes.VARIABLES in x.device for x in (v, s, held, held_value))
+
+
+@modes.only(*modes.graphs())
+def test_the_caller_names_the_gpu_only(mode):
+  # What an op reads on the host is computed there, wherever the caller is.
+  with tf.device(modes.VARIABLES):
+    v, s = mode.variable([4.]), mode.variable([0.])
+    decay = mode.variable(np.float64(0.5))
+    op = ema_update([s], [v], decay)
+    apply_op = apply("GradientDescent", {"var": [v]}, [tf.constant([1.])],
+                     {"lr": tf.constant(1.)}, accept=True)
+  assert modes.VARIABLES in op.device and modes.VARIABLES in apply_op.device
+  for made in (op, apply_op):
+    for x in made.inputs:
+      if x.dtype in (tf.float64, tf.bool):
+        assert "CPU" in x.device, x
+  mode.session.run(op)
+  assert [x.item() for x in mode.values([v, s])] == [4, 2]
+
+
+IMAGES = """
+import importlib.util
+import sys
+
+spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+native = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(native)
+((_, _, _, images),) = native.gpus()
+print(*images, sep=",")
+"""
+
+
+@on_the_fake_gpu
+@pytest.mark.parametrize("cc, driver, want", [
+    (52, 12080, ""), (60, 12080, "sm_60"), (61, 12080, "sm_60"),
+    (70, 12080, "sm_70,sm_70 large"), (75, 12080, "sm_70,sm_70 large"),
+    (80, 12080, "sm_80,sm_80 large"), (86, 12080, "sm_80,sm_80 large"),
+    (89, 12080, "sm_80,sm_80 large"), (90, 12080, "sm_90,sm_90 large"),
+    (90, 12000, "sm_90"), (80, 12010, "sm_80,sm_80 large"),
+    (100, 12080, "sm_100,sm_100 large"), (103, 12090, "sm_100,sm_100 large"),
+    (110, 12090, "compute_90 large"), (110, 12000, ""),
+    (120, 12080, "sm_120,sm_120 large"), (121, 12090, "sm_120,sm_120 large"),
+    (130, 13000, "compute_90 large")])
+def test_which_images_a_gpu_gets(cc, driver, want):
+  process = run_python("-c", IMAGES, _native.__file__,
+                       WRAPOPT_FAKE_GPU_CC=str(cc),
+                       WRAPOPT_FAKE_GPU_DRIVER=str(driver))
+  assert process.stdout == want + "\n", process.stderr
+
+
+RUN = """
+import numpy as np
+import tensorflow as tf
+from wrapopt.ops import ema_update
+
+for count in 300, 1:
+  with tf.device("/GPU:0"):
+    v, s = ([tf.Variable(np.float32([x])) for _ in range(count)]
+            for x in (2, 0))
+  ema_update(s, v, 0.5)
+  assert [x.numpy().item() for x in s] == [1] * count
+"""
+
+
+def run(tmp_path, **settings):
+  """What the fake GPU, so set, is asked for by updates of 300 and 1 variables."""
+  log = tmp_path / "log"
+  process = run_python("-c", RUN, WRAPOPT_FAKE_GPU_LOG=str(log), **{
+      f"WRAPOPT_FAKE_GPU_{name}": str(x) for name, x in settings.items()})
+  lines = log.read_text().splitlines() if log.exists() else []
+  return process, [
+      (words[1].removesuffix("_Average_float"), int(words[6]))
+      for words in map(str.split, lines) if words[0] == "launch"]
+
+
+@on_the_fake_gpu
+@pytest.mark.parametrize("cc, driver, want", [
+    (60, 12080, [("wrapopt_small", 168), ("wrapopt_small", 132),
+                 ("wrapopt_small", 1)]),
+    (90, 12080, [("wrapopt_large", 300), ("wrapopt_small", 1)]),
+    # Text, of which there is only that for large tables.
+    (130, 13000, [("wrapopt_large", 300), ("wrapopt_large", 1)])])
+def test_each_size_of_tables(tmp_path, cc, driver, want):
+  process, launches = run(tmp_path, CC=cc, DRIVER=driver)
+  assert process.returncode == 0, process.stderr
+  assert launches == want
+
+
+@on_the_fake_gpu
+def test_a_gpu_without_kernels(tmp_path):
+  process, launches = run(tmp_path, CC=52)
+  assert process.returncode != 0 and not launches
+  assert re.search(
+      r"Wrapopt>EmaUpdate could not run on the GPU: there are no kernels for "
+      r"fake GPU \(compute capability 5\.2, driver for CUDA 12\.8\); this wrapopt "
+      r"has images for sm_60, .*Place the variables on the CPU, or", process.stderr)
+
+
+@on_the_fake_gpu
+def test_the_command_tells_what_the_gpu_gets():
+  process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
+  assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA 12.8:"
+          " sm_80, sm_80 large\n") in process.stdout
+
+
+def optimize(mode, device, inner):
+  """Three steps on variables there: what they, their slots and averages hold."""
+  with tf.device(device):
+    variables = [tf1.Variable(np.float32(x), use_resource=mode.use_resource)
+                 for x in ([4., 2.], [[1., 2.], [3., 4.], [5., 6.]])]
+    opt = wrapopt.MovingAverageOptimizer(inner, [0.5, 0.9])
+
+  def step():
+    return opt.apply_gradients([
+        (tf.constant([1., -2.]), variables[0]),
+        (tf.IndexedSlices(tf.constant([[1., 2.], [3., 4.], [5., 6.]]),
+                          tf.constant([2, 0, 2]), [3, 2]), variables[1])])
+
+  if isinstance(mode, modes.Graph):
+    op = step()
+    mode.session.run(tf1.global_variables_initializer())
+    for _ in range(3):
+      mode.session.run(op)
+  else:
+    for _ in range(3):
+      mode.run(step)
+  state = [opt.get_slot(v, name) for name in sorted(opt.get_slot_names())
+           for v in variables]
+  assert len(state) >= 4
+  assert all(device in v.device for v in variables + state), state
+  values = mode.values(variables + state)
+  with opt.averaged_weights(getattr(mode, "session", None), decay=0.9):
+    return values + mode.values(variables)
+
+
+INNER = {
+    "GradientDescent": lambda: train.GradientDescentOptimizer(0.5),
+    "Momentum": lambda: train.MomentumOptimizer(0.5, 0.9),
+    "RMSProp": lambda: train.RMSPropOptimizer(0.5, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("mode, rule", [
+    (mode, rule) for mode in (modes.Eager(), modes.Function(), *modes.graphs())
+    for rule in INNER
+    # Elsewhere a kernel of TensorFlow's fills the slots.
+    if isinstance(mode, modes.Graph) or rule == "GradientDescent"],
+                         ids=lambda x: getattr(x, "name", x),
+                         indirect=["mode"])
+def test_moving_averages(mode, rule):
+  want = optimize(mode, modes.OTHERS, INNER[rule]())
+  log = Log()
+  got = optimize(mode, modes.VARIABLES, INNER[rule]())
+  for x, y in zip(got, want, strict=True):
+    numerics.assert_same_bits(x, y)
+  # One launch for each kind of gradient, in any order, and for rows one for
+  # their sums and one for their averages.
+  log.assert_launched_in_any_order(*[
+      (f"{rule}_float", 1), ("Sum_float", None), (f"{rule}_float", 2),
+      ("Average_float", 1)] * 3)

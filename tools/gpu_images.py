@@ -1,0 +1,126 @@
+"""Compiles the GPU kernels with NVRTC, and collects what comes out.
+
+NVRTC comes from PyPI and is a whole compiler: it takes no CUDA toolkit. It is
+not needed where the kernels run.
+"""
+
+import argparse
+import ctypes
+import importlib.metadata
+import pathlib
+
+_OPTIONS = [
+    "--std=c++17",
+    # The numbers of the CPU's kernels: each operation rounded by itself, each
+    # root and quotient to the nearest, subnormal numbers kept.
+    "--fmad=false",
+    "--ftz=false",
+    "--prec-div=true",
+    "--prec-sqrt=true",
+    # Functions without an annotation are the device's, there is no other.
+    "--device-as-default-execution-space",
+]
+
+
+class Nvrtc:
+  """The library, of one version."""
+
+  def __init__(self, version):
+    files = importlib.metadata.files("nvidia-cuda-nvrtc-cu12")
+    found = importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
+    if found != version:
+      raise SystemExit(f"NVRTC must be {version}, got {found}: run "
+                       "`bazel sync --configure` after a change of the venv")
+    (library,) = [f for f in files if f.name == "libnvrtc.so.12"]
+    self._library = ctypes.CDLL(str(library.locate()))
+    self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+  def _call(self, function, *arguments):
+    result = getattr(self._library, function)(*arguments)
+    if result:
+      text = self._library.nvrtcGetErrorString(result).decode()
+      raise RuntimeError(f"{function}: {text}")
+
+  def _bytes(self, size_function, function, program):
+    size = ctypes.c_size_t()
+    self._call(size_function, program, ctypes.byref(size))
+    data = ctypes.create_string_buffer(size.value)
+    self._call(function, program, data)
+    return data.raw
+
+  def compile(self, source, name, architecture, options):
+    """Returns machine code for an sm_*, PTX for a compute_*."""
+    program = ctypes.c_void_p()
+    self._call("nvrtcCreateProgram", ctypes.byref(program), source,
+               name.encode(), 0, None, None)
+    options = [f"--gpu-architecture={architecture}", *_OPTIONS, *options]
+    array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+    try:
+      self._call("nvrtcCompileProgram", program, len(options), array)
+    except RuntimeError as e:
+      log = self._bytes("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
+      raise SystemExit(f"{e}\n{log.decode()}") from None
+    if architecture.startswith("compute_"):
+      # With its closing NUL, by which the driver finds its end.
+      return self._bytes("nvrtcGetPTXSize", "nvrtcGetPTX", program)
+    return self._bytes("nvrtcGetCUBINSize", "nvrtcGetCUBIN", program)
+
+
+def _compile(args):
+  source = pathlib.Path(args.source)
+  options = [f"--include-path={path}" for path in args.include]
+  options += ["--define-macro=WRAPOPT_LARGE"] if args.large else []
+  image = Nvrtc(args.nvrtc).compile(
+      source.read_bytes(), args.source, args.architecture, options)
+  pathlib.Path(args.out).write_bytes(image)
+
+
+def _collect(args):
+  """Writes all images to one file, and where each of them is to another."""
+  data, rows = b"", []
+  for image in args.image:
+    name, path = image.split("=", 1)
+    architecture, *large = name.split("-")
+    kind, number = architecture.split("_")
+    # The driver reads machine code as an ELF file, which wants alignment.
+    data += bytes(-len(data) % 64)
+    content = pathlib.Path(path).read_bytes()
+    rows.append("{%s, %s, %s, %d, %d},\n" % (
+        str(kind == "compute").lower(), number, str(bool(large)).lower(),
+        len(data), len(content)))
+    data += content
+  pathlib.Path(args.data).write_bytes(data)
+  pathlib.Path(args.table).write_text("".join(rows), encoding="utf-8")
+  pathlib.Path(args.assembly).write_text(
+      '\t.section .rodata\n'
+      '\t.balign 64\n'
+      '\t.globl wrapopt_gpu_images\n'
+      '\t.hidden wrapopt_gpu_images\n'
+      'wrapopt_gpu_images:\n'
+      f'\t.incbin "{args.data}"\n'
+      '\t.section .note.GNU-stack,"",@progbits\n', encoding="utf-8")
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  commands = parser.add_subparsers(required=True)
+  command = commands.add_parser("compile")
+  command.add_argument("--nvrtc", required=True, help="its version")
+  command.add_argument("--architecture", required=True)
+  command.add_argument("--large", action="store_true")
+  command.add_argument("--include", action="append", default=[])
+  command.add_argument("--out", required=True)
+  command.add_argument("source")
+  command.set_defaults(run=_compile)
+  command = commands.add_parser("collect")
+  command.add_argument("--image", action="append", metavar="NAME=PATH")
+  command.add_argument("--data", required=True)
+  command.add_argument("--table", required=True)
+  command.add_argument("--assembly", required=True)
+  command.set_defaults(run=_collect)
+  args = parser.parse_args()
+  args.run(args)
+
+
+if __name__ == "__main__":
+  main()
