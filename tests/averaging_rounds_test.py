@@ -68,9 +68,9 @@ class Rounds:
     return int(evaluate(self.mode, lambda: ops.averaging_next(
         self.handle, round, reset)))
 
-  def wait(self, round, timeout_secs=FOREVER):  # pylint: disable=redefined-builtin
+  def wait(self, round, timeout_secs=30., worker=""):  # pylint: disable=redefined-builtin
     return int(evaluate(self.mode, lambda: ops.averaging_wait(
-        self.handle, round, timeout_secs)))
+        self.handle, round, timeout_secs, worker)))
 
 
 def opened(mode, num_workers):
@@ -132,13 +132,22 @@ def test_nobody_has_opened_a_round(mode):
       f"no chief has opened averaging rounds '{rounds.name}' within 0.01 "
       "seconds: does the chief run, and its hook")):
     rounds.wait(-1, 0.01)
-  for r in (-1, 0):
-    with pytest.raises(FailedPrecondition, match=(
-        f"no chief has opened averaging rounds '{rounds.name}' yet, got round "
-        f"{r}: run the chief's get_init_op")):
-      rounds.gather(r, 1)
-  assert not rounds.push("a", -1)
+  with pytest.raises(FailedPrecondition, match=(
+      f"got round 0 of averaging rounds '{rounds.name}', which is yet to come, "
+      "round -1 is open")):
+    rounds.gather(0, 1)
   assert rounds.next(-1) == 0
+
+
+def test_workers_may_do_without_a_chief_that_opens_rounds(mode):
+  rounds = Rounds(mode, 1)
+  center = mode.variable([0.])
+  assert rounds.push("a", -1, [3.])
+  assert rounds.gather(-1, 1) == ["a"]
+  rounds.mean(-1, ["a"], center)
+  assert mode.values([center])[0] == 3
+  assert rounds.next(-1) == 0
+  assert not rounds.push("a", -1)
 
 
 def test_a_push_again_replaces_what_was_pushed(mode):
@@ -384,12 +393,15 @@ def test_where_all_are_needed_nobody_is_taken_for_dead():
                    lambda: rounds.push("c", 1)) == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize("late", ["refused", "accepted"])
+@pytest.mark.parametrize("late", ["refused", "waits", "accepted"])
 def test_a_worker_that_is_back_is_waited_for_again(late):
   rounds = short_of_c(eager(3))
   if late == "refused":
     assert not rounds.push("c", 0)
     rounds.next(0)
+  elif late == "waits":
+    rounds.next(0)
+    assert rounds.wait(-1, worker="c") == 1
   else:
     rounds.next(0)
     assert rounds.push("c", 1)

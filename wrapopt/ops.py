@@ -167,8 +167,9 @@ def averaging_rounds(num_workers, shared_name, container="", name=None):
   """The rounds of averaging that a group of workers makes, on one device.
 
   This and the five functions after it are the parameter server's side of model
-  averaging. Rounds are numbered from 0, and one of them is open. At first that
-  is -1: nobody has opened one. In each round, all workers
+  averaging. Rounds are numbered, and one of them is open: at first -1, a round
+  like others for workers that do not wait until their chief opens round 0. In
+  each round, all workers
   `averaging_push` their values; one of them, the chief, waits in
   `averaging_gather` for those who come, takes the mean of their values with
   `averaging_mean`, and opens the next round with `averaging_next`; the others

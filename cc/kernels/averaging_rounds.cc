@@ -302,7 +302,7 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
   bool IsQuorum(int64_t min_workers) const TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     const int64_t came = values_.size();
     if (came == num_workers_) return true;
-    return expected_ && min_workers < num_workers_ && came >= min_workers &&
+    return expected_ && came >= min_workers &&
            std::all_of(expected_->begin(), expected_->end(),
                        [this](const std::string& worker) {
                          return values_.count(worker) > 0;

@@ -120,8 +120,8 @@ REGISTER_OP("Wrapopt>AveragingRounds")
     .Doc(R"doc(
 The rounds of averaging that a group of workers makes, on one device.
 
-Rounds are numbered from 0. One of them is open, at first -1: none has been
-opened yet. Workers push the values that they have to the open round, one of
+Rounds are numbered, and one of them is open. At first that is -1, a round like
+others for workers that do not wait until their chief opens round 0. Workers push the values that they have to the open round, one of
 them, the chief, gathers those who came, takes means of their values, and opens
 the next round, for which the others wait.
 
