@@ -97,10 +97,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   which explores more than asynchronous descent does, at a fraction of its
   traffic.
 
-  In an exchange, variables travel together: for up to 4 MiB of them, or a larger
-  one alone, the centers cross to the worker as one tensor, differences cross
-  back as one, and a native op updates them on either side. The ops lock the
-  centers, so that nothing that another worker adds is lost.
+  In an exchange, variables travel together: for up to 4 MiB of them, or a
+  larger one alone, the centers cross to the worker as one tensor, differences
+  cross back as one, and a native op updates them on either side. The ops lock
+  the centers, so that nothing that another worker adds is lost.
 
   `global_step` counts the exchanges of all workers, not steps.
 
