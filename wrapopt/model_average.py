@@ -293,7 +293,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   def _lead(self):
     """The device of the parameter server that orders the rounds."""
-    first, *_ = self._getter.centers.in_graph()
+    with tf.init_scope():  # A branch of a cond may be a graph of its own.
+      first, *_ = self._getter.centers.in_graph()
     return self._getter.centers[first].device
 
   def _handle(self, rounds, device):
