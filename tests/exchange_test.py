@@ -329,6 +329,8 @@ def test_shapes_that_show_when_it_runs(mode):
   assert [x.tolist() for x in mode.values([d, e])] == [[1, 1, 1], [7, 8, 9]]
 
 
+# XLA has none.
+@modes.only(*modes.UNCOMPILED)
 def test_strings(mode):
   # Their bytes lie elsewhere: TensorFlow's strings are no plain numbers.
   a, b = good(mode)

@@ -12,7 +12,7 @@ from modes import called
 from modes import at_build
 from modes import graphs
 from modes import handle_of
-from modes import mode
+from modes import uncompiled_mode as mode
 from modes import only
 from modes import refused
 import race

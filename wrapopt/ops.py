@@ -417,7 +417,13 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
         arguments["grad"] = [grads[i] for i in members]
       if not is_ref:  # Handles do not tell.
         arguments.update(T=dtype, S=shadow_dtype)
-      with device_of(variables[members[0]]):
+      # However many rows a sparse gradient has.
+      shapes_known = all(
+          g.shape.rank is not None and
+          g.shape[1 if sparse else 0:].is_fully_defined()
+          for g in arguments["grad"])
+      with (device_of(variables[members[0]]),
+            _compiled_where(accept is True or shapes_known)):
         update = op(
             **arguments,
             **{k: v if isinstance(v, bool) else float64(v)
@@ -803,6 +809,23 @@ def device_of(variable):
   """Where an op on a variable runs, whatever tf.device() the caller is in."""
   with tf.device(None), tf.device(variable.device):
     yield
+
+
+def _compiled_where(allowed):
+  """Whether XLA may make an op part of a cluster of its own choice.
+
+  A step that is not accepted may have gradients of any shape, which a program
+  for one shape would refuse.
+
+  Args:
+    allowed: A bool.
+
+  Returns:
+    A context manager.
+  """
+  if allowed or tf.executing_eagerly():
+    return contextlib.nullcontext()
+  return tf.xla.experimental.jit_scope(compile_ops=False)
 
 
 def _check_step(step):
