@@ -17,7 +17,7 @@ from modes import at_build
 from modes import called
 from modes import evaluate
 from modes import handle_of
-from modes import mode  # pylint: disable=unused-import
+from modes import uncompiled_mode as mode  # pylint: disable=unused-import
 from modes import refused
 from modes import tf1
 from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF

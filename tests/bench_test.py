@@ -239,7 +239,7 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
 @pytest.mark.parametrize("optimizer, slots", [
     ("SGD", 0), ("Momentum", 1), ("Adam", 2), ("Adagrad", 1), ("RMSProp", 2)])
 def test_measure_steps(optimizer, slots, capsys):
-  assert set(step._OPTIMIZERS) == {"SGD", "Momentum", "Adam", "Adagrad",
+  assert set(step.OPTIMIZERS) == {"SGD", "Momentum", "Adam", "Adagrad",
                                    "RMSProp"}
   results = step.measure("some", _SHAPES, optimizer, n_rounds=3)
   keys = [("limit", "K=0"), ("limit", "K=1"), ("limit", "K=3"),
@@ -273,7 +273,7 @@ def test_measure_steps(optimizer, slots, capsys):
 
 def test_steps_run_one_native_op_on_resource_variables():
   session, contenders, _ = step._in_session(
-      _SHAPES, step._OPTIMIZERS["Momentum"])
+      _SHAPES, step.OPTIMIZERS["Momentum"])
   with session:
     types = [op.type for op in session.graph.get_operations()]
     assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
@@ -283,7 +283,7 @@ def test_steps_run_one_native_op_on_resource_variables():
         "ResourceApplyMomentum") == 2 * len(_SHAPES)
     assert types.count("AssignSubVariableOp") == len(_SHAPES)
     assert "VariableV2" not in types
-  functions, _ = step._in_functions(_SHAPES, step._OPTIMIZERS["Momentum"])
+  functions, _ = step._in_functions(_SHAPES, step.OPTIMIZERS["Momentum"])
   assert [name for _, name in functions] == _STEPS
   for (_, name), function in functions.items():
     types = [op.type for op in
@@ -296,9 +296,9 @@ def test_steps_run_one_native_op_on_resource_variables():
 
 
 def test_steps_begin_alike_on_new_numbers():
-  _, place = step._in_functions(_SHAPES, step._OPTIMIZERS["Adam"])
-  steps = step._Steps(step._OPTIMIZERS["Adam"])
-  values, grads = step._variables(_SHAPES)
+  _, place = step._in_functions(_SHAPES, step.OPTIMIZERS["Adam"])
+  steps = step.Steps(step.OPTIMIZERS["Adam"])
+  values, grads = step.variables(_SHAPES)
   for k in steps.wrappers:
     steps.apply(f"wrapopt K={k}", step._pairs(values, grads))
   steps.apply("stock + EMA", step._pairs(values, grads))

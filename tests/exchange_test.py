@@ -338,6 +338,8 @@ def test_shapes_that_show_when_it_runs(mode):
 
 
 @pytest.mark.cpu("TensorFlow has no such variables")
+# XLA has none.
+@modes.only(*modes.UNCOMPILED)
 def test_strings(mode):
   # Their bytes lie elsewhere: TensorFlow's strings are no plain numbers.
   a, b = good(mode)

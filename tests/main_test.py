@@ -5,6 +5,7 @@ import re
 import pytest
 import tensorflow as tf
 from tensorflow.python.framework import kernels
+from tensorflow.python.util import pywrap_xla_ops
 
 import wrapopt
 from processes import run_python
@@ -36,10 +37,13 @@ def test_ops_and_their_devices(out):
   rows = dict(line.split(maxsplit=1) for line in table.splitlines())
   assert {"Wrapopt>EmaUpdate", "Wrapopt>EmaUpdateRef", "Wrapopt>Exchange",
           "Wrapopt>ExchangeRef"} <= rows.keys()
+  pywrap_xla_ops.get_cpu_kernel_names()  # Makes XLA's kernels here, too.
   for op, devices in rows.items():
     registered = kernels.get_registered_kernels_for_op(op).kernel
     assert devices == ", ".join(sorted({k.device_type for k in registered}))
     assert "CPU" in devices
+  assert rows["Wrapopt>EmaUpdate"].startswith("CPU, XLA_CPU_JIT, ")
+  assert rows["Wrapopt>EmaUpdateRef"] == "CPU"
 
 
 def test_the_gpu_kernels(out):

@@ -1,7 +1,8 @@
 """The ways in which a program runs TensorFlow, behind one face.
 
 A test that takes the fixture `mode` runs in each of them: eagerly, in a
-tf.function, and in v1 graphs with variables of either kind.
+tf.function, in one that XLA compiles, and in v1 graphs with variables of either
+kind.
 """
 
 import contextlib
@@ -118,8 +119,19 @@ def only(*modes):
                                  indirect=True)
 
 
-@pytest.fixture(params=[Eager(), Function(), Jit(), *graphs()], ids=lambda m: m.name)
+# Those in which TensorFlow runs the ops' CPU kernels.
+UNCOMPILED = (Eager(), Function(), *graphs())
+
+
+@pytest.fixture(params=[*UNCOMPILED, Jit()], ids=lambda m: m.name)
 def mode(request):
+  with request.param.entered() as entered:
+    yield entered
+
+
+@pytest.fixture(params=UNCOMPILED, ids=lambda m: m.name)
+def uncompiled_mode(request):
+  """For ops that XLA does not compile."""
   with request.param.entered() as entered:
     yield entered
 

@@ -13,9 +13,9 @@ from modes import at_build
 from modes import evaluate
 from modes import graphs
 from modes import handle_of
-from modes import mode
 from modes import only
 from modes import refused
+from modes import uncompiled_mode as mode
 import race
 from wrapopt import ops
 from wrapopt._loader import ops as raw

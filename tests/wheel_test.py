@@ -20,7 +20,8 @@ import tensorflow as tf
 from processes import run_python
 
 # They come with TensorFlow, not with the system and not with wrapopt.
-TENSORFLOW_LIBRARIES = frozenset({"libtensorflow_framework.so.2"})
+TENSORFLOW_LIBRARIES = frozenset(
+    {"libtensorflow_cc.so.2", "libtensorflow_framework.so.2"})
 
 LIBRARIES = ["wrapopt/_native.so", "wrapopt/_wrapopt_ops.so"]
 

@@ -3,6 +3,16 @@
 They take variables, not tensors: resource variables (the default of
 TensorFlow 2) and the ref variables of TensorFlow 1 graphs. They run eagerly,
 inside a `tf.function`, and in a `tf.Graph`.
+
+`apply`, `averaging_assign`, `ema_update` and `exchange` can also be part of a
+program that XLA compiles, for CPU, GPU or TPU: in a
+`tf.function(jit_compile=True)`, or by autoclustering. Such a program updates
+resource variables in place. Numbers agree with those of the CPU's kernels to
+rounding. What is wrong with shapes, dtypes and numbers that are known when it
+is compiled is an error then. What is known only when it runs it cannot refuse:
+an index out of range is left out, and of a decay, rate or weight out of range
+comes what the formula gives. The others are the parameter server's side of
+asynchronous training, and run on the host only.
 """
 
 import collections
@@ -534,7 +544,8 @@ def exchange(a, b, name=None):
   """Exchanges the values of pairs of variables, bit for bit.
 
   The two of a pair trade buffers: the cost is that of two pointers, whatever
-  their size.
+  their size. (Compiled by XLA, whose variables stay in their buffers, it copies
+  them.)
 
   Example:
 
@@ -627,7 +638,8 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
     shadows: As in `ema_update`, or empty for none.
     decay: As in `ema_update`, or empty for none.
     accept: A bool, or a scalar bool tensor. Where false, nothing is changed,
-      and the op returns at once.
+      and the op returns at once. (Compiled by XLA, where the tensor is no
+      constant, a step that changes nothing takes as long as one that does.)
     use_locking: Whether the variables are locked against other updates.
     name: A name for the operation.
 
@@ -636,7 +648,8 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
 
   Raises:
     As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
-    range. An op checks all of its variables before it changes any.
+    range, but not where XLA has compiled it. An op checks all of its variables
+    before it changes any.
   """
   suffix = _SNAKE.get(rule)
   if suffix is None:
@@ -701,13 +714,19 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
         arguments["grad"] = [grads[i] for i in members]
       if not is_ref:  # Handles do not tell.
         arguments.update(T=dtype, S=shadow_dtype)
+      # However many rows a sparse gradient has.
+      shapes_known = all(
+          g.shape.rank is not None and
+          g.shape[1 if sparse else 0:].is_fully_defined()
+          for g in arguments["grad"])
+      allowed = accept is True or shapes_known
       with host_of(variables[members[0]]):
         arguments.update(
             {k: v if isinstance(v, bool) else float64(v)
              for k, v in scalars.items()},
             decays=_float64_vector(decays),
             accept=tf.convert_to_tensor(accept))
-      with device_of(variables[members[0]]):
+      with device_of(variables[members[0]]), _compiled_where(allowed):
         update = op(**arguments, use_locking=use_locking)
       if is_ref:
         _not_with_tensors(update, variables[members[0]])
@@ -1112,6 +1131,23 @@ def host_of(variable):
     device = device.replace(device_type="CPU", device_index=0)
   with tf.device(None), tf.device(device.to_string()):
     yield
+
+
+def _compiled_where(allowed):
+  """Whether XLA may make an op part of a cluster of its own choice.
+
+  A step that is not accepted may have gradients of any shape, which a program
+  for one shape would refuse.
+
+  Args:
+    allowed: A bool.
+
+  Returns:
+    A context manager.
+  """
+  if allowed or tf.executing_eagerly():
+    return contextlib.nullcontext()
+  return tf.xla.experimental.jit_scope(compile_ops=False)
 
 
 def _check_step(step):

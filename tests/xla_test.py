@@ -1,0 +1,654 @@
+"""XLA's kernels: the numbers of the CPU's, in one program, in place."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
+
+import numerics
+import wrapopt
+from modes import called
+from processes import run_python
+from wrapopt import _native
+from wrapopt import ops
+from wrapopt._loader import ops as raw
+
+v1 = tf.compat.v1.train
+
+RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
+               if inputs == ["grad"])
+# Dtypes of (variable, gradient, shadow).
+DTYPES = [
+    *((dtype, dtype, dtype) for dtype in numerics.DTYPES),
+    *((dtype, numerics.FLOAT, numerics.FLOAT)
+      for dtype in (numerics.HALF, numerics.BFLOAT16)),
+]
+SHAPES = [(), (0,), (7,), (3, 5), (2, 0)]
+
+
+def jit(function):
+  return tf.function(function, jit_compile=True)
+
+
+def name_of(value):
+  if isinstance(value, tuple):
+    return "-".join(np.dtype(dtype).name for dtype in value)
+  return str(value)
+
+
+def program(function, *args, stage="hlo"):
+  return function.experimental_get_compiler_ir(*args)(stage=stage)
+
+
+def assert_compiled(function, op, *args):
+  """The op is in the program, and no array that it reads is a constant."""
+  hlo = program(function, *args)
+  assert f'op_type="{op}"' in hlo
+  assert "custom-call" not in hlo
+  for shape in re.findall(r"= \w+\[([\d,]+)\]\S* constant\(", hlo):
+    assert 0 in map(int, shape.split(",")), f"a constant of shape {shape}"
+
+
+def test_the_check_of_a_program():
+  v = tf.Variable([0.0, 0.0])
+  assign = jit(lambda x: ops.averaging_assign([v], [x]))
+  assert_compiled(assign, "Wrapopt>AveragingAssign", tf.constant([1.0, 2.0]))
+  with pytest.raises(AssertionError, match="Wrapopt>Exchange"):
+    assert_compiled(assign, "Wrapopt>Exchange", tf.constant([1.0, 2.0]))
+  assign = jit(lambda: ops.averaging_assign([v], [tf.constant([1.0, 2.0])]))
+  with pytest.raises(AssertionError, match="a constant of shape 2"):
+    assert_compiled(assign, "Wrapopt>AveragingAssign")
+
+
+class Problem:
+  """Variables of several shapes for one rule, in NumPy and in TensorFlow."""
+
+  def __init__(self, rule, dtypes, shapes, nesterov=False, seed=0):
+    rng = np.random.default_rng(seed)
+    self.rule = rule
+    self.dtypes = dtypes
+    var, grad, shadow = dtypes
+    names, _, scalars = _native.rules()[rule]
+    self.names = names
+    numbers = numerics.scalars(rule, len(scalars))
+    self.attributes = {s[:-1]: nesterov for s in scalars if s.endswith("?")}
+    self.scalars = {s: x for s, x in zip(scalars, numbers)
+                    if not s.endswith("?")}
+    self.numbers = [float(nesterov) if s.endswith("?") else x
+                    for s, x in zip(scalars, numbers)]
+    self.decays = [0.9, 0.5]
+    # States in [0.1, 1): some must not be negative.
+    self.before = [[rng.uniform(0.1, 1, shape).astype(var) for shape in shapes]
+                   for _ in names]
+    self.shadows_before = [
+        [np.asarray(rng.standard_normal(shape)).astype(shadow)
+         for shape in shapes] for _ in self.decays]
+    self.grads = [np.asarray(rng.standard_normal(shape)).astype(grad)
+                  for shape in shapes]
+    self.states = {name: [tf.Variable(x) for x in row]
+                   for name, row in zip(names, self.before)}
+    self.shadows = [[tf.Variable(x) for x in row]
+                    for row in self.shadows_before]
+
+  def apply(self, grads, scalars, decays, accept):
+    ops.apply(self.rule, self.states, grads, {**self.attributes, **scalars},
+              shadows=self.shadows, decay=decays, accept=accept)
+
+  def args(self, accept=True):
+    """Tensors for `apply`: nothing of it is known when it is compiled."""
+    return ([tf.constant(g) for g in self.grads],
+            {k: tf.constant(x, tf.float64) for k, x in self.scalars.items()},
+            [tf.constant(d, tf.float64) for d in self.decays],
+            tf.constant(accept))
+
+  def all_values(self):
+    return [v.numpy() for row in (*self.states.values(), *self.shadows)
+            for v in row]
+
+  def check_unchanged(self):
+    before = [x for row in (*self.before, *self.shadows_before) for x in row]
+    for got, want in zip(self.all_values(), before, strict=True):
+      numerics.assert_same_bits(got, want)
+
+  def check(self, grads, rows=None):
+    """Asserts one step of dense gradients, of variables or of some rows."""
+    for i, grad in enumerate(grads):
+      before = [row[i] for row in self.before]
+      got = [self.states[name][i].numpy() for name in self.names]
+      touched = slice(None) if rows is None else rows[i]
+      if rows is not None:
+        others = np.setdiff1d(np.arange(len(before[0])), touched)
+        for g, b in zip(got, before):
+          numerics.assert_same_bits(g[others], b[others])
+      reference = numerics.reference(
+          self.rule, [b[touched] if b.ndim else b for b in before],
+          [grad[touched] if grad.ndim else grad], self.numbers)
+      for name, g, (want, tolerance) in zip(self.names, got, reference):
+        numerics.assert_close(g[touched] if g.ndim else g, want, tolerance,
+                              f"{name}[{i}] of {self.rule}")
+      # The average is that of what the variable holds, rounded.
+      for row, row_before, decay in zip(
+          self.shadows, self.shadows_before, self.decays):
+        [(want, tolerance)] = numerics.reference(
+            "Ema", [row_before[i]], [got[0]], [1 - decay])
+        numerics.assert_close(row[i].numpy(), want, tolerance,
+                              f"shadow of decay {decay} of {self.rule}[{i}]")
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
+@pytest.mark.parametrize("rule, nesterov", [
+    (rule, nesterov) for rule in RULES for nesterov in (False, True)
+    if not nesterov or "use_nesterov?" in _native.rules()[rule][2]])
+def test_a_step(rule, nesterov, dtypes):
+  problem = Problem(rule, dtypes, SHAPES, nesterov)
+  step = jit(problem.apply)
+  step(*problem.args())
+  problem.check(problem.grads)
+  assert_compiled(step, f"Wrapopt>Apply{rule}", *problem.args())
+
+
+@pytest.mark.parametrize("rule", ["Adam", "Ftrl", "Momentum"])
+def test_a_step_whose_numbers_are_known(rule):
+  problem = Problem(rule, DTYPES[2], SHAPES)
+  jit(lambda grads: problem.apply(grads, problem.scalars, problem.decays, True))(
+      [tf.constant(g) for g in problem.grads])
+  problem.check(problem.grads)
+
+
+NOT_FINITE = (np.nan, np.inf, -np.inf)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtypes", [DTYPES[2], DTYPES[5]], ids=name_of)
+@pytest.mark.parametrize("rule", RULES)
+def test_what_is_not_accepted_changes_nothing(rule, dtypes, sparse):
+  problem = Problem(rule, dtypes, [(3, 2)])
+  grad = tf.constant(np.resize(NOT_FINITE, (3, 2)).astype(dtypes[1]))
+  _, scalars, decays, refused = problem.args(accept=False)
+
+  @jit
+  def step(grad, scalars, decays, accept):
+    if sparse:
+      grad = tf.IndexedSlices(grad, tf.constant([2, 0, 2]), [3, 2])
+    problem.apply([grad], scalars, decays, accept)
+
+  step(grad, scalars, decays, refused)
+  problem.check_unchanged()
+  # The same program takes a step where it may.
+  step(tf.ones_like(grad), scalars, decays, tf.constant(True))
+  assert step.experimental_get_tracing_count() == 1
+  for got, want in zip(problem.all_values(),
+                       [row[0] for row in problem.before]):
+    assert (got != want).any()
+
+
+def test_what_is_known_not_to_be_accepted_is_not_in_the_program():
+  problem = Problem("Momentum", DTYPES[2], [(3,)])
+  args = problem.args()[:-1]
+  step = jit(lambda *args: problem.apply(*args, accept=False))
+  step(*args)
+  problem.check_unchanged()
+  assert "multiply" not in program(step, *args)
+
+
+def sparse_grad(rng, indices, shape, dtype):
+  """Rows for an array of a shape, and their sums in float64."""
+  values = rng.standard_normal((len(indices), *shape[1:])).astype(dtype)
+  sums = np.zeros(shape)
+  within = [(i, v) for i, v in zip(indices, values) if 0 <= i < shape[0]]
+  for i, v in within:
+    sums[i] += np.float64(v)
+  return values, sums, np.unique([i for i, _ in within]).astype(int)
+
+
+INDICES = {
+    "one": [3],
+    "none": [],
+    "in any order": [4, 0, 2],
+    "of one row": [2, 2, 2, 2],
+    "all and more": [0, 1, 2, 3, 4, 1, 1, 0],
+    "out of range": [-1, 1, 5, 1, 7, -2**31, 2**31 - 1, 4],
+}
+
+
+@pytest.mark.parametrize("indices", INDICES.values(), ids=INDICES)
+@pytest.mark.parametrize("rule", ["Adam", "Momentum"])
+def test_indices(rule, indices):
+  shapes = [(5,), (5, 3), (5, 2, 2)]
+  problem = Problem(rule, DTYPES[2], shapes)
+  rng = np.random.default_rng(1)
+  values, sums, rows = zip(*[
+      sparse_grad(rng, indices, shape, np.float32) for shape in shapes])
+
+  @jit
+  def step(values, indices, _, scalars, decays, accept):
+    problem.apply([tf.IndexedSlices(v, indices) for v in values], scalars,
+                  decays, accept)
+
+  args = [tf.constant(v) for v in values], tf.constant(
+      np.int32(indices)), *problem.args()
+  step(*args)
+  all_rows = rule == "Adam"  # As in TensorFlow.
+  problem.check(sums, None if all_rows else rows)
+  assert f'op_type="Wrapopt>SparseApply{rule}"' in program(step, *args)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[5]],
+                         ids=name_of)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_sparse_step(rule, dtypes):
+  shape = (6, 3)
+  problem = Problem(rule, dtypes, [shape])
+  # Of one row no more than one gradient: their sum is rounded in their order.
+  values, sums, rows = sparse_grad(
+      np.random.default_rng(2), [5, 1, 2], shape, dtypes[1])
+
+  @jit
+  def step(values, indices, _, scalars, decays, accept):
+    problem.apply([tf.IndexedSlices(values, indices)], scalars, decays, accept)
+
+  step(tf.constant(values), tf.constant([5, 1, 2], tf.int64), *problem.args())
+  all_rows = rule in ("Adam", "AdamWithAmsgrad")
+  problem.check([sums], None if all_rows else [rows])
+
+
+@pytest.mark.parametrize("index_dtype", [tf.int32, tf.int64])
+def test_an_index_that_is_wide_does_not_become_another(index_dtype):
+  # 2**32 + 1 is 1 in 32 bits.
+  v = tf.Variable(np.zeros((3, 1), np.float32))
+
+  @jit
+  def step(indices):
+    grad = tf.IndexedSlices(tf.ones([2, 1]), indices)
+    ops.apply("GradientDescent", {"var": [v]}, [grad], {"lr": 1.0})
+
+  far = 2**32 + 1 if index_dtype == tf.int64 else 2**31 - 1
+  step(tf.constant([far, 2], index_dtype))
+  assert v.numpy().ravel().tolist() == [0, 0, -1]
+
+
+@pytest.mark.parametrize("shape", [(0, 2), (3, 0)])
+@pytest.mark.parametrize("rule", ["Adam", "Momentum"])
+def test_a_sparse_step_of_an_empty_variable(rule, shape):
+  problem = Problem(rule, DTYPES[2], [shape])
+
+  @jit
+  def step(values, _, scalars, decays, accept):
+    problem.apply([tf.IndexedSlices(values, tf.constant([1, 1]))], scalars,
+                  decays, accept)
+
+  step(tf.ones((2, shape[1])), *problem.args())
+  problem.check_unchanged()
+
+
+# Shapes that are bounded, but not known
+
+
+@pytest.mark.parametrize("rule", ["Adam", "Momentum"])
+def test_a_sparse_gradient_of_dynamic_size(rule):
+  problem = Problem(rule, DTYPES[2], [(5, 2)])
+
+  @jit
+  def step(values, indices, wanted, scalars, decays):
+    # The program has room for all of them.
+    problem.apply([tf.IndexedSlices(tf.boolean_mask(values, wanted),
+                                    tf.boolean_mask(indices, wanted))],
+                  scalars, decays, True)
+
+  values = np.float32([[1, 2], [3, 4], [5, 6], [7, 8]])
+  indices = np.int32([4, 0, 1, 0])
+  _, scalars, decays, _ = problem.args()
+  wanted = np.array([True, False, True, False])
+  args = (tf.constant(values), tf.constant(indices), tf.constant(wanted),
+          scalars, decays)
+  step(*args)
+  assert "<=4" in program(step, *args)
+  sums = np.zeros((5, 2))
+  sums[[4, 1]] = values[[0, 2]]
+  problem.check([sums], None if rule == "Adam" else [np.array([1, 4])])
+  # Another size, the same program.
+  step(*args[:2], tf.constant([False] * 4), scalars, decays)
+  assert step.experimental_get_tracing_count() == 1
+
+
+def test_a_batch_of_dynamic_size():
+  """Dense gradients have the variables' shape, whatever the batch is."""
+  w = tf.Variable([[1.0], [2.0]])
+  opt = wrapopt.MovingAverageOptimizer(v1.GradientDescentOptimizer(1.0), 0.5)
+
+  @jit
+  def train(batch):
+    rows = tf.boolean_mask(batch, batch[:, 0] > 0)
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_sum(rows @ w)
+    opt.apply_gradients([(tape.gradient(loss, w), w)])
+
+  train(tf.constant([[1.0, 0.25], [-9.0, 9.0], [1.0, 0.5]]))
+  assert w.numpy().ravel().tolist() == [-1, 1.25]
+  assert opt.average(w).numpy().ravel().tolist() == [0, 1.625]
+
+
+@pytest.mark.parametrize("update, text", [
+    (lambda v, x: ops.apply("GradientDescent", {"var": [v]}, [x], {"lr": 1.0}),
+     r"grad\[0\]"),
+    (lambda v, x: ops.averaging_assign([v], [x]), r"tensors\[0\]"),
+], ids=["apply", "averaging_assign"])
+def test_a_tensor_of_dynamic_size_for_a_whole_variable(update, text):
+  v = tf.Variable(np.ones(3, np.float32), shape=tf.TensorShape(None))
+  with pytest.raises(
+      tf.errors.InvalidArgumentError,
+      match=text + r" must be of a shape that is known when it is compiled, "
+      r"got f32\[<=3\]"):
+    jit(lambda x: update(v, tf.boolean_mask(x, x > 0)))(tf.constant([1., -1, 1]))
+  assert v.numpy().tolist() == [1, 1, 1]
+
+
+# What is refused, in the same words as by the CPU's kernels
+
+
+def raw_sgd(var, grad, lr=1.0, shadows=(), decays=(), accept=True):
+  raw.wrapopt_apply_gradient_descent(
+      var=[var.handle], grad=[grad], lr=tf.constant(lr, tf.float64),
+      shadows=[s.handle for s in shadows],
+      decays=tf.constant(decays, tf.float64), accept=tf.constant(accept),
+      T=tf.float32, S=tf.float32)
+
+
+def raw_averaging_assign(targets, sources, **kwargs):
+  arguments = {"weights": [1.0], "rate": 1.0, **kwargs}
+  raw.wrapopt_averaging_assign(
+      targets=[v.handle for v in targets], sources=[v.handle for v in sources],
+      tensors=[], N=len(targets), T=tf.float32,
+      **{k: tf.constant(x, tf.float64) for k, x in arguments.items()})
+
+
+def sgd(variables, grads):
+  ops.apply("GradientDescent", {"var": variables}, grads, {"lr": 1.0})
+
+
+def rows(*shape):
+  return tf.IndexedSlices(tf.ones(shape), tf.zeros(shape[:1], tf.int32))
+
+
+# (sizes of float32 vectors, () for a scalar; what is refused of them).
+REFUSED = {
+    "shadow": ([3, 2], lambda s, v: ops.ema_update([s], [v], 0.5)),
+    "shadow twice": ([2, 2, 2],
+                     lambda s, v, w: ops.ema_update([s, s], [v, w], 0.5)),
+    "shadow is value": ([2], lambda s: ops.ema_update([s], [s], 0.5)),
+    "slot": ([2, 3], lambda v, a: ops.apply(
+        "Momentum", {"var": [v], "accum": [a]}, [tf.ones([2])],
+        {"lr": 1.0, "momentum": 1.0})),
+    "gradient": ([2], lambda v: sgd([v], [tf.ones([3])])),
+    "variable twice": ([2], lambda v: sgd([v, v], [tf.ones([2])] * 2)),
+    "row": ([2], lambda v: sgd([v], [rows(1, 2)])),
+    "rows of a scalar": ([()], lambda v: sgd([v], [rows(1)])),
+    "shadow of a step": ([2, 3], lambda v, s: raw_sgd(
+        v, tf.ones([2]), shadows=[s], decays=[0.5])),
+    "decay": ([2, 2], lambda v, s: raw_sgd(
+        v, tf.ones([2]), shadows=[s], decays=[1.5])),
+    "decay that is no number": ([2, 2], lambda v, s: raw_sgd(
+        v, tf.ones([2]), shadows=[s], decays=[np.nan])),
+    "target": ([2, 3, 2],
+               lambda t, u, x: ops.averaging_assign([[t], [u]], [[x]])),
+    "source": ([2, 3], lambda t, x: ops.averaging_assign([t], [x])),
+    "tensor": ([2], lambda t: ops.averaging_assign([t], [tf.ones([3])])),
+    "target of another": ([2, 2], lambda t, u: raw_averaging_assign(
+        [t, u], [u, t])),
+    "rate": ([2, 2], lambda t, x: raw_averaging_assign([t], [x], rate=1.5)),
+    "weight": ([2, 2], lambda t, x: raw_averaging_assign(
+        [t], [x], weights=[np.inf])),
+    "partner": ([2, 3], lambda a, b: ops.exchange([a], [b])),
+    "partner is itself": ([2], lambda a: ops.exchange([a], [a])),
+}
+
+
+@pytest.mark.parametrize("sizes, build", REFUSED.values(), ids=REFUSED)
+def test_what_the_cpu_refuses_is_refused_in_the_same_words(sizes, build):
+  # Nothing is known of their shapes while a function is traced: what refuses
+  # is a kernel.
+  variables = [
+      tf.Variable(np.ones(size, np.float32), shape=tf.TensorShape(None),
+                  name=f"v{i}") for i, size in enumerate(sizes)]
+  said = []
+  for run in (lambda: build(*variables), jit(lambda: build(*variables))):
+    with pytest.raises(tf.errors.InvalidArgumentError) as e:
+      run()
+    # The rest is about where it was said.
+    said.append(re.split(r"\n| \{\{function_node| \[Op:", re.sub(
+        r"^\{\{function_node.*?\}\} ", "", e.value.message))[0])
+  eager, compiled = said
+  assert compiled == eager
+  assert re.match(r"\w+(\[\d+\])? (\(variable 'v\d(/\d+)?'\) )?(misshapen: |"
+                  r"must |and )", eager), eager
+  for v in variables:
+    assert (v.numpy() == 1).all()
+
+
+def test_a_variable_that_has_no_value_yet():
+  v, s = tf.Variable([1.0]), tf.Variable([1.0])
+  empty = UninitializedVariable(shape=[1], dtype=tf.float32, name="empty")
+  for build in (lambda: ops.ema_update([s, empty], [v, v], 0.5),
+                lambda: ops.exchange([s], [empty])):
+    with pytest.raises(tf.errors.FailedPreconditionError, match=(
+        rf"(shadows|b)\[\d\] {called('empty')} is not initialized: run its "
+        "initializer first")):
+      jit(build)()
+  assert v.numpy() == s.numpy() == 1
+
+
+# Training
+
+
+def train(compiled, make_inner, dtype, steps=3):
+  """Trains a model with rows and a kernel.
+
+  Args:
+    compiled: Whether XLA compiles the step.
+    make_inner: Makes the inner optimizer.
+    dtype: Of the variables.
+    steps: How many steps to take.
+
+  Returns:
+    What the variables, slots and averages hold, and the step's function with
+    its arguments.
+  """
+  rng = np.random.default_rng(0)
+  table = tf.Variable(tf.cast(rng.uniform(-1, 1, (7, 4)), dtype), name="table")
+  kernel = tf.Variable(tf.cast(rng.uniform(-1, 1, (4, 3)), dtype),
+                       name="kernel")
+  bias = tf.Variable(tf.zeros([3], dtype), name="bias")
+  step = tf.Variable(0, dtype=tf.int64)
+  opt = wrapopt.MovingAverageOptimizer(
+      make_inner(), [0.75, 0.5], num_updates=step, shadow_dtype=tf.float32)
+
+  @tf.function(jit_compile=compiled)
+  def take(ids, labels):
+    with tf.GradientTape() as tape:
+      hidden = tf.tanh(tf.nn.embedding_lookup(table, ids))
+      loss = tf.reduce_sum(tf.nn.sparse_softmax_cross_entropy_with_logits(
+          labels=labels, logits=hidden @ kernel + bias))
+    variables = [table, kernel, bias]
+    opt.apply_gradients(zip(tape.gradient(loss, variables), variables),
+                        global_step=step)
+    return loss
+
+  batch = tf.constant([1, 6, 1]), tf.constant([0, 2, 1])
+  for _ in range(steps):
+    take(*batch)
+  assert step.numpy() == steps
+  state = [table, kernel, bias, *sorted(opt.variables(),
+                                        key=lambda v: v.name)]
+  return [tf.cast(v, tf.float64).numpy() for v in state], take, batch
+
+
+INNER = {
+    "Adam": lambda: v1.AdamOptimizer(0.125, 0.5, 0.75, epsilon=0.125),
+    "Momentum": lambda: v1.MomentumOptimizer(0.125, 0.5, use_nesterov=True),
+    "Ftrl": lambda: v1.FtrlOptimizer(0.125),
+}
+
+
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.float32, tf.float64],
+                         ids=lambda d: d.name)
+@pytest.mark.parametrize("rule", INNER)
+def test_moving_average_optimizer_in_one_program(rule, dtype):
+  want, _, _ = train(False, INNER[rule], dtype)
+  got, step, batch = train(True, INNER[rule], dtype)
+  # The gradients are XLA's too: all are of order 1, and so is what is summed.
+  eps = float(ml_dtypes.finfo(dtype.as_numpy_dtype).eps)
+  for i, (g, w) in enumerate(zip(got, want, strict=True)):
+    numerics.assert_close(g, w, 64 * eps * np.ones_like(w), i)
+
+  hlo = program(step, *batch, stage="optimized_hlo")
+  for op in (f"Wrapopt>Apply{rule}", f"Wrapopt>SparseApply{rule}", "Tanh",
+             "TanhGrad"):
+    assert f'op_type="{op}"' in hlo, op
+  for host in ("custom-call", "infeed", "outfeed", "send(", "recv("):
+    assert host not in hlo
+  header = hlo.split("\n", 1)[0]
+  assert header.count("may-alias") == len(got) + 1  # And the step.
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_variables_are_written_in_place(rule):
+  problem = Problem(rule, DTYPES[2], [(3, 5)])
+  step = jit(lambda grads: problem.apply(grads, problem.scalars,
+                                         problem.decays, True))
+  hlo = program(step, [tf.constant(g) for g in problem.grads],
+                stage="optimized_hlo")
+  assert hlo.split("\n", 1)[0].count("may-alias") == len(problem.all_values())
+  # A program that could not would copy what is overwritten while it is wanted:
+  # as Ftrl's old accumulator is beside the new one.
+  assert hlo.count(" copy(") == (rule == "Ftrl")
+
+
+AUTOCLUSTERED = """
+import sys
+import numpy as np
+import tensorflow as tf
+import wrapopt
+
+v1 = tf.compat.v1
+make = lambda: wrapopt.MovingAverageOptimizer(
+    v1.train.MomentumOptimizer(0.25, 0.5), 0.5)
+def loss_of(w, e):
+  return (tf.reduce_sum(tf.square(w)) +
+          tf.reduce_sum(tf.square(tf.gather(e, [0, 2, 0])))) / 2
+start = np.float32([1, 2, 3])
+if sys.argv[1] == "function":
+  w, e, opt = tf.Variable(start), tf.Variable(start), make()
+  @tf.function
+  def step():
+    with tf.GradientTape() as tape:
+      loss = loss_of(w, e)
+    opt.apply_gradients(zip(tape.gradient(loss, [w, e]), [w, e]))
+  for _ in range(2):
+    step()
+  values = [x.numpy() for x in (w, e, opt.average(w), opt.average(e))]
+else:
+  with tf.Graph().as_default():
+    use_resource = sys.argv[1] == "session"
+    w, e = (v1.get_variable(n, initializer=start, use_resource=use_resource)
+            for n in "we")
+    opt = make()
+    step = opt.minimize(loss_of(w, e))
+    with v1.Session() as session:
+      session.run(v1.global_variables_initializer())
+      for _ in range(2):
+        session.run(step)
+      values = session.run([w, e, opt.average(w), opt.average(e)])
+print([value.tolist() for value in values])
+"""
+CLUSTERS = ("--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
+            "--tf_xla_min_cluster_size=1")
+
+
+@pytest.mark.parametrize("mode", ["function", "session", "ref session"])
+def test_autoclustering(mode, tmp_path):
+  process = run_python(
+      "-c", AUTOCLUSTERED, mode, TF_XLA_FLAGS=CLUSTERS,
+      XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+  assert process.returncode == 0, process.stderr
+  # 1: the velocity is 1, then 3/4 + 1/2, so 1 goes to 3/4 and 7/16, and its
+  # average to 7/8 and 21/32. Row 0 has its gradient twice: 2, then 1 + 1.
+  w, e = np.float64([7, 14, 21]) / 16, np.float64([0, 32, 21]) / 16
+  averages = [np.float64([21, 42, 63]) / 32, np.float64([12, 64, 63]) / 32]
+  assert process.stdout == f"{[x.tolist() for x in (w, e, *averages)]}\n"
+  types = set()
+  for path in tmp_path.glob("*before_optimizations.txt"):
+    types.update(re.findall(r'op_type="([^"]*)"', path.read_text()))
+  # XLA compiles no op on a ref variable; it compiles the others.
+  assert types
+  assert ({t for t in types if t.startswith("Wrapopt>")} ==
+          (set() if mode == "ref session" else
+           {"Wrapopt>ApplyMomentum", "Wrapopt>SparseApplyMomentum"}))
+
+
+GATED = """
+import tensorflow.compat.v1 as tf
+import wrapopt
+
+with tf.Graph().as_default():
+  w = tf.get_variable("w", initializer=[[1.0, 2.0]], use_resource=True)
+  limit = tf.get_variable("limit", initializer=0, trainable=False)
+  step = tf.train.get_or_create_global_step()
+  opt = wrapopt.DropStaleGradientOptimizer(
+      tf.train.GradientDescentOptimizer(0.5), limit, policy="scale")
+  with opt.record_step():
+    loss = tf.reduce_sum(tf.square(w))
+  train = opt.minimize(loss, global_step=step)
+  with tf.Session() as session:
+    session.run(tf.global_variables_initializer())
+    session.run(train)
+    print(session.run(w).ravel().tolist())
+    session.run(limit.assign(-1))
+    session.run(train)
+    print(session.run(w).ravel().tolist())
+"""
+
+
+def test_autoclustering_of_a_gate_that_holds_gradients_back():
+  # A step that is dropped has gradients of another shape.
+  process = run_python("-c", GATED.replace("[[1.0, 2.0]]", "[[1.0, 3.0]]"),
+                       TF_XLA_FLAGS=CLUSTERS)
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.split("\n")[:2] == ["[0.0, 0.0]"] * 2
+
+
+LATE = """
+import tensorflow as tf
+assert tf.function(lambda x: x * 2, jit_compile=True)(tf.ones([])) == 2
+import wrapopt
+s, v = tf.Variable([1.0]), tf.Variable([1.0])
+states = {"var": [v], "accum": [tf.Variable([0.0])]}
+@tf.function(jit_compile=True)
+def step(grad):
+  wrapopt.ops.apply("Momentum", states, [grad], {"lr": 1.0, "momentum": 0.5},
+                    shadows=[s], decay=0.5)
+  wrapopt.ops.apply(
+      "Momentum", states, [tf.IndexedSlices(grad, tf.constant([0]))],
+      {"lr": 1.0, "momentum": 0.5})
+  wrapopt.ops.ema_update([s], [v], 0.5)
+  wrapopt.ops.averaging_assign([s], [[s], [v]])
+  wrapopt.ops.exchange([s], [v])
+step(tf.constant([1.0]))
+# 1 goes to 0 and its average to 0.5; the next step's velocity is 1.5, and then
+# the average goes to -0.5, and half of the way again.
+print(v.numpy(), s.numpy())
+print(step.experimental_get_compiler_ir(tf.constant([1.0]))("hlo"))
+"""
+
+
+def test_a_library_that_is_loaded_after_the_first_compilation():
+  process = run_python("-c", LATE)
+  assert process.returncode == 0, process.stderr
+  values, hlo = process.stdout.split("\n", 1)
+  assert values == "[-1.] [-1.5]"
+  assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {
+      f"Wrapopt>{name}" for name in (
+          "ApplyMomentum", "SparseApplyMomentum", "EmaUpdate",
+          "AveragingAssign")}
