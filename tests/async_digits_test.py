@@ -1,11 +1,6 @@
 """The example of asynchronous training, run as a user runs it."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 import uuid
 
 from matplotlib import image
@@ -16,26 +11,6 @@ import processes
 from wrapopt.examples import async_digits
 
 MODULE = "wrapopt.examples.async_digits"
-
-
-def marked(mark):
-  """Ids of the processes that have `mark` in their environment."""
-  found = []
-  for pid in filter(str.isdigit, os.listdir("/proc")):
-    try:
-      with open(f"/proc/{pid}/environ", "rb") as f:
-        if mark.encode() in f.read():
-          found.append(int(pid))
-    except OSError:
-      pass  # It has ended, or is another user's.
-  return found
-
-
-def wait_until(condition, what):
-  deadline = time.monotonic() + 90
-  while not condition():
-    assert time.monotonic() < deadline, what
-    time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -79,23 +54,14 @@ def test_the_histogram_is_an_image(ran):
 
 
 def test_no_process_is_left(ran):
-  wait_until(lambda: not marked(ran[2]), "processes are left")
+  processes.wait_until(lambda: not processes.marked(ran[2]), "processes are left")
 
 
 def test_no_process_is_left_of_one_that_is_killed(tmp_path):
-  mark = uuid.uuid4().hex
-  with open(tmp_path / "err", "w", encoding="utf-8") as err:
-    popen = subprocess.Popen(
-        [sys.executable, "-m", MODULE, "--steps", "1000000", "--out",
-         str(tmp_path)], stdout=subprocess.DEVNULL, stderr=err,
-        env={**os.environ, "MARK": mark, "PYTHONSAFEPATH": "1"})
-    try:
-      # Itself, the one that forks, its helper, and four tasks.
-      wait_until(lambda: len(marked(mark)) >= 6, "no cluster")
-    finally:
-      popen.send_signal(signal.SIGKILL)
-      popen.wait()
-  wait_until(lambda: not marked(mark), "processes are left")
+  # Itself, the one that forks, its helper, and four tasks.
+  processes.kill_in_the_middle(
+      MODULE, "--steps", "1000000", "--out", str(tmp_path), least=6,
+      log=tmp_path / "err")
 
 
 @pytest.mark.parametrize("arguments", [

@@ -4,6 +4,7 @@ Wrappers and optimizers are found, not listed: a new one is tested, or the test
 that nothing is missing fails.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import re
@@ -13,12 +14,15 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from training import GRAPH_MODES
 from training import MODES
 from training import apply_ops
 from training import assert_close_traces
 from training import assert_ema_step
 from training import assert_same_bits
+from training import graph_of
 from training import recorded
+from training import session_of
 from training import train
 
 v1 = tf.compat.v1.train
@@ -84,9 +88,14 @@ class Case:
       inner optimizer.
     check: A function of the wrapper's Trace and of the mode: what else must
       hold.
+    getter: A function that makes the custom getter of the variables, where the
+      wrapper needs one. Such a wrapper is for graphs alone.
+    make_hook: A function of the wrapper that makes the hook of its sessions.
   """
   make: object
   check: object
+  getter: object = lambda: None
+  make_hook: object = None
 
 
 def check_averages(trace, mode):
@@ -121,14 +130,35 @@ def check_averages(trace, mode):
     assert len(apply_ops(trace.op_types)) == len(names) and updates == 0
   else:
     assert not apply_ops(trace.op_types)
-    assert updates == len({v.dtype.base_dtype for v in trace.variables
-                           if not v.name.startswith("none")})
+    assert updates == len(dtypes_with_gradients(trace))
 
 
 def check_nothing_is_added(trace, mode):
   del mode
   assert not [t for t in trace.op_types
               if re.match("CrossReplica|AllToAll|Collective", t)]
+
+
+def dtypes_with_gradients(trace):
+  return {v.dtype.base_dtype for v in trace.variables
+          if not v.name.startswith("none")}
+
+
+def check_exchanges(trace, mode):
+  # Of the worker's variables, and of the centers.
+  op = f"Wrapopt>AveragingAssign{'Ref' if mode == 'ref' else ''}"
+  assert trace.op_types.count(op) == 2 * len(dtypes_with_gradients(trace))
+
+
+def check_rounds(trace, mode):
+  assert trace.op_types.count(
+      f"Wrapopt>AveragingMean{'Ref' if mode == 'ref' else ''}") == len(
+          dtypes_with_gradients(trace))
+
+
+def getter_of_scope(make):
+  """The custom getter that made the variables; in eager mode, another."""
+  return tf.compat.v1.get_variable_scope().custom_getter or make()
 
 
 def check_gate(trace, mode):
@@ -142,6 +172,14 @@ def check_gate(trace, mode):
         f"Wrapopt>StalenessGate{'Ref' if mode == 'ref' else ''}") == 1
 
 
+def elastic_getter():
+  return wrapopt.ElasticAverageCustomGetter("/cpu:0")
+
+
+def model_getter():
+  return wrapopt.ModelAverageCustomGetter("/cpu:0")
+
+
 WRAPPERS = {
     # There is one shard.
     wrapopt.CrossShardOptimizer: Case(
@@ -151,15 +189,31 @@ WRAPPERS = {
         lambda inner, fused: wrapopt.DropStaleGradientOptimizer(
             inner, 0, fused=fused),
         check_gate),
+    # Centers that do not move, and do not pull.
+    wrapopt.ElasticAverageOptimizer: Case(
+        lambda inner, fused: wrapopt.ElasticAverageOptimizer(
+            inner, 1, getter_of_scope(elastic_getter), communication_period=1,
+            moving_rate=0.0, rho=0.0),
+        check_exchanges, elastic_getter,
+        lambda opt: opt.make_session_run_hook(is_chief=True, task_index=0)),
+    # The mean of one worker.
+    wrapopt.ModelAverageOptimizer: Case(
+        lambda inner, fused: wrapopt.ModelAverageOptimizer(
+            inner, 1, True, getter_of_scope(model_getter), interval_steps=1),
+        check_rounds, model_getter, lambda opt: opt.make_session_run_hook()),
     wrapopt.MovingAverageOptimizer: Case(
         lambda inner, fused: wrapopt.MovingAverageOptimizer(
             inner, DECAYS, fused=fused),
         check_averages),
 }
-# Each wrapper, with each `fused` that it takes.
-VARIANTS = [pytest.param(wrapper, fused, id=f"{wrapper.__name__}-{fused}")
-            for wrapper in WRAPPERS
-            for fused in (FUSED if hasattr(wrapper, "fused") else (False,))]
+FOR_GRAPHS = [wrapper for wrapper in WRAPPERS if WRAPPERS[wrapper].getter()]
+
+
+def variants(wrappers):
+  """Each wrapper, with each `fused` that it takes."""
+  return [pytest.param(wrapper, fused, id=f"{wrapper.__name__}-{fused}")
+          for wrapper in wrappers
+          for fused in (FUSED if hasattr(wrapper, "fused") else (False,))]
 
 STEPS = 3
 SHAPE = (3, 2)
@@ -233,13 +287,20 @@ def bare():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("wrapper, fused", VARIANTS)
+@pytest.mark.parametrize("wrapper, fused", variants(WRAPPERS))
 def test_wrapper(wrapper, inner, fused, mode, bare):
-  expected = bare(inner, mode)
+  case = WRAPPERS[wrapper]
   initial = initial_values(inner)
-  got = train(
-      mode, lambda step: WRAPPERS[wrapper].make(INNER[inner](step), fused),
-      initial, gradients(initial))
+  run = lambda: train(
+      mode, lambda step: case.make(INNER[inner](step), fused), initial,
+      gradients(initial), case.getter(), case.make_hook)
+  if wrapper in FOR_GRAPHS and mode not in GRAPH_MODES:
+    with pytest.raises(RuntimeError, match=f"{wrapper.__name__} must be used "
+                       "in a tf.Graph, got eager mode"):
+      run()
+    return
+  expected = bare(inner, mode)
+  got = run()
   one_pass = fused is None and inner in ONE_PASS
   assert getattr(got.optimizer, "fused", False) == one_pass
   if one_pass:
@@ -253,11 +314,12 @@ def test_wrapper(wrapper, inner, fused, mode, bare):
         assert e.keys() <= g.keys()
         assert_same_bits([g[k] for k in e], e.values())
   assert got.traces == got.traces[:1] * len(got.traces)
-  WRAPPERS[wrapper].check(got, mode)
+  case.check(got, mode)
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("wrapper, fused", VARIANTS)
+@pytest.mark.parametrize(
+    "wrapper, fused", variants([w for w in WRAPPERS if w not in FOR_GRAPHS]))
 def test_save_and_restore(wrapper, inner, fused, tmp_path):
   class Model:
 
@@ -295,3 +357,41 @@ def test_save_and_restore(wrapper, inner, fused, tmp_path):
   assert_same_bits(two.state(), saved)
   two.train()
   assert_same_bits(two.state(), one.state())
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("wrapper", FOR_GRAPHS)
+def test_save_and_restore_of_centers(wrapper, inner, kind, tmp_path):
+  case = WRAPPERS[wrapper]
+
+  @contextlib.contextmanager
+  def training(start, path=None):
+    with graph_of(kind) as graph:
+      getter = case.getter()
+      with tf.compat.v1.variable_scope("", custom_getter=getter):
+        v = tf.compat.v1.get_variable("v", initializer=start)
+        step = v1.get_or_create_global_step()
+        opt = case.make(INNER[inner](step), None)
+      train_op = opt.apply_gradients([(tf.constant([1.0, -2.0]), v)], step)
+      saver, hook = v1.Saver(), case.make_hook(opt)
+      hook.begin()
+      with session_of(graph) as session:
+        if path:
+          saver.restore(session, path)
+        hook.after_create_session(session, tf.train.Coordinator())
+        state = lambda: session.run([v, getter.centers[v], step])
+        yield lambda: session.run(train_op), state, lambda: saver.save(
+            session, str(tmp_path / "model"))
+
+  with training([1.0, 2.0]) as (train_once, state, save):
+    train_once()
+    _, center, step = state()
+    path = save()
+  # The centers alone: what else there is, is the worker's.
+  assert {name for name, _ in tf.train.list_variables(path)} == {
+      "global_center_variable/v", "global_step"}
+  with training([5.0, 7.0], path) as (train_once, state, _):
+    assert_same_bits(state(), [center, center, step])
+    train_once()
+    assert state()[2] == step + 1 == 2

@@ -81,6 +81,8 @@ def test_docstring(name):
 
 @pytest.mark.parametrize("name", [
     "wrapopt.CrossShardOptimizer", "wrapopt.DropStaleGradientOptimizer",
+    "wrapopt.ElasticAverageCustomGetter", "wrapopt.ElasticAverageOptimizer",
+    "wrapopt.ModelAverageCustomGetter", "wrapopt.ModelAverageOptimizer",
     "wrapopt.MovingAverageOptimizer", "wrapopt.ops.averaging_assign",
     "wrapopt.ops.ema_update", "wrapopt.ops.exchange",
     "wrapopt.ops.staleness_gate"])

@@ -116,6 +116,15 @@ def mode(request):
     yield entered
 
 
+def evaluate(mode, build):
+  """What the tensors are that `build` makes."""
+  if mode.name == "eager":
+    return tf.nest.map_structure(np.asarray, build())
+  if mode.name == "function":
+    return tf.nest.map_structure(np.asarray, tf.function(build)())
+  return mode.session.run(build())
+
+
 @contextlib.contextmanager
 def control_flow(v2):
   """Version 2 or 1 of control flow in graphs."""

@@ -222,6 +222,23 @@ def averaging_assign(target, sources, weights, rate):
                            target.dtype)
 
 
+def mean(values):
+  """What AveragingMean makes of these: (mean, tolerance) in float64.
+
+  Args:
+    values: Arrays of one dtype.
+
+  Returns:
+    (mean, how far from it the op's may be).
+  """
+  dtype = values[0].dtype
+  values = [np.asarray(x, DOUBLE) for x in values]
+  value = sum(values) / len(values)
+  # For each value the roundings of Ema, with operands m, x and m again.
+  largest = np.max(np.abs(values), axis=0)
+  return value, _tolerance(4 * len(values), 3 * largest, value, dtype)
+
+
 def _tolerance(k, operands, value, dtype):
   storage = ml_dtypes.finfo(dtype)
   compute = ml_dtypes.finfo(DOUBLE if dtype == DOUBLE else FLOAT)

@@ -1,8 +1,11 @@
 """Python in a process of its own."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
+import uuid
 
 
 def run_python(*args, python=sys.executable, pythonpath=(), **env):
@@ -25,3 +28,45 @@ def run_python(*args, python=sys.executable, pythonpath=(), **env):
            # Not the current folder: it is the source tree.
            "PYTHONSAFEPATH": "1",
            **env})
+
+
+def marked(mark):
+  """Ids of the processes that have `mark` in their environment."""
+  found = []
+  for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+      with open(f"/proc/{pid}/environ", "rb") as f:
+        if mark.encode() in f.read():
+          found.append(int(pid))
+    except OSError:
+      pass  # It has ended, or is another user's.
+  return found
+
+
+def wait_until(condition, what):
+  deadline = time.monotonic() + 90
+  while not condition():
+    assert time.monotonic() < deadline, what
+    time.sleep(0.1)
+
+
+def kill_in_the_middle(module, *args, least, log):
+  """Starts a module, kills it, and waits until all that it started has ended.
+
+  Args:
+    module: Its name.
+    *args: Its arguments.
+    least: How many processes it must have become before it is killed.
+    log: A file for what it says.
+  """
+  mark = uuid.uuid4().hex
+  with open(log, "w", encoding="utf-8") as err:
+    popen = subprocess.Popen(
+        [sys.executable, "-m", module, *args], stdout=subprocess.DEVNULL,
+        stderr=err, env={**os.environ, "MARK": mark, "PYTHONSAFEPATH": "1"})
+    try:
+      wait_until(lambda: len(marked(mark)) >= least, "no cluster")
+    finally:
+      popen.send_signal(signal.SIGKILL)
+      popen.wait()
+  wait_until(lambda: not marked(mark), "processes are left")

@@ -10,6 +10,7 @@ import tensorflow as tf
 from modes import Eager
 from modes import called
 from modes import at_build
+from modes import evaluate
 from modes import graphs
 from modes import handle_of
 from modes import mode
@@ -20,15 +21,6 @@ from wrapopt import ops
 from wrapopt._loader import ops as raw
 
 tf1 = tf.compat.v1
-
-
-def evaluate(mode, build):
-  """What the tensors are that `build` makes."""
-  if mode.name == "eager":
-    return tf.nest.map_structure(np.asarray, build())
-  if mode.name == "function":
-    return tf.nest.map_structure(np.asarray, tf.function(build)())
-  return mode.session.run(build())
 
 
 class Gate:

@@ -26,11 +26,12 @@ def graph_of(kind):
 
 
 def session_of(graph=None):
-  """A session in which the graph's global variables are initialized."""
+  """A session in which the graph's variables are initialized."""
   graph = graph or tf.compat.v1.get_default_graph()
   session = tf.compat.v1.Session(graph=graph)
   with graph.as_default():
     session.run(tf.compat.v1.global_variables_initializer())
+    session.run(tf.compat.v1.local_variables_initializer())
   return session
 
 
@@ -44,6 +45,13 @@ def ancestors(op):
       seen.add(op)
       pending += [t.op for t in op.inputs] + list(op.control_inputs)
   return seen
+
+
+def reads_of(variables, operations):
+  """Those of `operations` that read the variables."""
+  sources = {v.op for v in variables}
+  return {op for op in operations if op.type in ("ReadVariableOp", "Identity")
+          and op.inputs[0].op in sources}
 
 
 def ops_of_type(type_, graph=None):
@@ -87,8 +95,8 @@ class Trace:
     slots: For each time, a dict from (slot name, index of the variable).
     others: For each time, a dict from names to the optimizer's other variables.
     traces: After each step, how often it had been traced (mode "function").
-    op_types: The types of the ops of the graph, or of the function; none in
-      mode "eager".
+    op_types: The types of the ops of the graph and its branches, or of the
+      function; none in mode "eager".
     optimizer: What ran.
     variables: What it ran on.
   """
@@ -136,7 +144,7 @@ def assert_close_traces(got, want):
   assert_close_histories(histories(got), histories(want))
 
 
-def train(mode, make_optimizer, initial, steps):
+def train(mode, make_optimizer, initial, steps, getter=None, make_hook=None):
   """Trains variables on gradients.
 
   Args:
@@ -145,13 +153,17 @@ def train(mode, make_optimizer, initial, steps):
     initial: A dict from names to the initial values of variables.
     steps: For each step, a dict from names to gradients: arrays; None; or
       (values, indices), arrays as well.
+    getter: In a graph, the custom getter of its variables.
+    make_hook: In a graph, a function of the optimizer that makes a session hook
+      for it.
 
   Returns:
     A Trace. `values` are also of the time before the first step.
   """
   if mode in GRAPH_MODES:
     with graph_of(mode) as graph:
-      return _train_session(graph, make_optimizer, initial, steps)
+      tf.compat.v1.get_variable_scope().set_custom_getter(getter)
+      return _train_session(graph, make_optimizer, initial, steps, make_hook)
   variables = {n: tf.Variable(x, name=n) for n, x in initial.items()}
   global_step = tf.Variable(0, dtype=tf.int64, trainable=False,
                             name="global_step")
@@ -218,7 +230,7 @@ def _others(trace):
           for v in trace.optimizer.variables() if v.ref() not in slots}
 
 
-def _train_session(graph, make_optimizer, initial, steps):
+def _train_session(graph, make_optimizer, initial, steps, make_hook):
   variables = {n: tf.compat.v1.get_variable(n, initializer=x)
                for n, x in initial.items()}
   global_step = tf.compat.v1.train.get_or_create_global_step()
@@ -232,8 +244,13 @@ def _train_session(graph, make_optimizer, initial, steps):
     train_op = opt.apply_gradients(
         [(_gradient(feeds[n], initial[n].shape), variables[n])
          for n in variables], global_step=global_step)
-  trace.op_types = [op.type for op in graph.get_operations()]
+  trace.op_types = [op.type for op in graph.get_operations()] + [
+      node.op for branch in graph.as_graph_def().library.function
+      for node in branch.node_def]
+  hook = make_hook(opt) if make_hook else tf.compat.v1.train.SessionRunHook()
+  hook.begin()
   with session_of(graph) as session:
+    hook.after_create_session(session, tf.train.Coordinator())
     read = lambda variables: [np.array(x) for x in session.run(variables)]
     trace.values.append(read(trace.variables))
     for gradients in steps:

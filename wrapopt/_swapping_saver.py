@@ -63,14 +63,7 @@ def _slices(saved):
 
 def _swap(pairs, named):
   """`named` with variables and averages in each other's place."""
-  # A variable may also be given by a tensor that reads it.
-  variables = {} if tf.executing_eagerly() else {
-      v.op: v for pair in pairs for v in pair}
-  named = {
-      key: (variables.get(_source(saved), saved)
-            if isinstance(saved, tf.Tensor) else saved)
-      for key, saved in named.items()}
-
+  named = _resolved(named, [v for pair in pairs for v in pair])
   key_of = {v.ref(): (key, i) for key, saved in named.items()
             for i, v in enumerate(_slices(saved))}
   swapped = {key: list(_slices(saved)) or saved
@@ -102,6 +95,35 @@ def _swap(pairs, named):
         saved = saved[0]
     result[key] = saved
   return {**result, **converted}
+
+
+def _resolved(named, variables):
+  """`named` with `variables` where a tensor stands for one of them."""
+  if tf.executing_eagerly():
+    return named
+  variables = {v.op: v for v in variables}
+  return {
+      key: (variables.get(_source(saved), saved)
+            if isinstance(saved, tf.Tensor) else saved)
+      for key, saved in named.items()}
+
+
+def replaced(var_list, replacements):
+  """What is to be saved, as a dict from names, with other variables.
+
+  Args:
+    var_list: As in a Saver.
+    replacements: A mapping from variables to those to save in their place.
+
+  Returns:
+    A dict from names to variables, and lists of slices.
+  """
+  result = {}
+  for key, saved in _resolved(_named(var_list), replacements).items():
+    variables = [replacements.get(v, v) for v in _slices(saved)]
+    one = len(variables) == 1 and not variables[0]._get_save_slice_info()
+    result[key] = variables[0] if one else variables or saved
+  return result
 
 
 def _source(tensor):

@@ -96,3 +96,12 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     owner._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
+
+
+def check_global_step(step):
+  """`step`, if it is a step variable; else raises a TypeError."""
+  if (not isinstance(step, tf.Variable) or
+      step.dtype.base_dtype not in (tf.int32, tf.int64)):
+    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
+                    f"got {step!r}.")
+  return step

@@ -12,7 +12,9 @@ import tensorflow as tf
 from wrapopt import _fused
 from wrapopt import _gated
 from wrapopt import ops
+from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_global_step
 
 tf1 = tf.compat.v1
 
@@ -155,7 +157,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
     if global_step is not None:
-      _check_step(global_step)
+      check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     rule = _fused.rule_of(opt)
@@ -211,7 +213,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       TypeError: If `global_step` is not an integer variable.
       ValueError: If there is none.
     """
-    step = self._find_step() if global_step is None else _check_step(global_step)
+    step = self._find_step() if global_step is None else check_global_step(global_step)
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
@@ -255,7 +257,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "A global step is required, and this graph has none. Make one with "
           "tf.compat.v1.train.get_or_create_global_step(), or give the "
           "optimizer one as `global_step`.")
-    return _check_step(step)
+    return check_global_step(step)
 
   def compute_gradients(self, loss, *args, **kwargs):
     """Records the step, then has the inner optimizer compute gradients.
@@ -381,7 +383,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       raise ValueError(
           "`global_step` must be the step variable that staleness is counted "
           "by, got None.")
-    step = _check_step(global_step)
+    step = check_global_step(global_step)
     if tf.distribute.has_strategy():
       raise NotImplementedError(
           f"{type(self).__name__} must not be used in a tf.distribute strategy, "
@@ -482,7 +484,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         key = (name, graph)
         if key not in self._non_slot_dict:
           self._maybe_initialize_trackable()
-          v = _get_unique_variable(name, shape, dtype, initializer, step)
+          v = get_unique_variable(
+              name, shape, dtype, initializer, step.device,
+              tf1.GraphKeys.GLOBAL_VARIABLES, hasattr(step, "handle"))
           self._handle_deferred_dependencies(name=name, trackable=v)
           self._non_slot_dict[key] = v
         return self._non_slot_dict[key]
@@ -603,14 +607,6 @@ def _graph_of(tensor):
   return None if hasattr(tensor, "numpy") else tensor.graph
 
 
-def _check_step(step):
-  if (not isinstance(step, tf.Variable) or
-      step.dtype.base_dtype not in (tf.int32, tf.int64)):
-    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
-                    f"got {step!r}.")
-  return step
-
-
 def _another_step(step, recorded):
   return ValueError(
       "`global_step` must be the step variable that was recorded, "
@@ -719,27 +715,6 @@ def _new_stateful_ops():
   yield new
   new += [op for op in graph.get_operations()[before:]
           if op._is_stateful and op.type != "Placeholder"]
-
-
-def _get_unique_variable(name, shape, dtype, initializer, step):
-  """A variable beside `step`; if the scope has one of this name, `<name>_1`."""
-  options = {"shape": shape, "dtype": dtype, "initializer": initializer,
-             "trainable": False, "use_resource": hasattr(step, "handle"),
-             "collections": [tf1.GraphKeys.GLOBAL_VARIABLES]}
-  scope = tf1.get_variable_scope()
-  # What is there already is another optimizer's, also in a scope that reuses.
-  prefix = f"{scope.name}/" if scope.name else ""
-  taken = {v.op.name for v in tf1.global_variables()} if (
-      not tf.executing_eagerly()) else ()
-  number = 0
-  unique = name
-  while prefix + unique in taken:
-    number += 1
-    unique = f"{name}_{number}"
-  with ops.device_of(step), tf1.variable_scope(
-      scope, reuse=tf1.AUTO_REUSE, custom_getter=None,
-      auxiliary_name_scope=False):
-    return tf1.get_variable(unique, **options)
 
 
 def _stats(histogram):

@@ -20,6 +20,12 @@ __all__ = [
     "StalenessVerdict",
     "apply",
     "averaging_assign",
+    "averaging_gather",
+    "averaging_mean",
+    "averaging_next",
+    "averaging_push",
+    "averaging_rounds",
+    "averaging_wait",
     "ema_update",
     "exchange",
     "staleness_complete",
@@ -156,6 +162,276 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
               [t.handle for t in written], [s.handle for s in read],
               **arguments))
     return _result(updates)
+
+
+def averaging_rounds(num_workers, shared_name, container="", name=None):
+  """The rounds of averaging that a group of workers makes, on one device.
+
+  This and the five functions after it are the parameter server's side of model
+  averaging. Rounds are numbered, and one of them is open: at first -1, a round
+  like others for workers that do not wait until their chief opens round 0. In
+  each round, all workers
+  `averaging_push` their values; one of them, the chief, waits in
+  `averaging_gather` for those who come, takes the mean of their values with
+  `averaging_mean`, and opens the next round with `averaging_next`; the others
+  `averaging_wait` for that.
+
+  No thread of the server is held by those who wait. A wait ends with its step:
+  when the session is closed, the step is cancelled, or its process is killed.
+
+  Where the variables to average are on several devices, each has rounds of its
+  own. Those of one device lead: workers are gathered and waited for there. The
+  others' follow: a push to a later round opens it.
+
+  Example, of a worker and a chief in one program:
+
+  >>> rounds = wrapopt.ops.averaging_rounds(2, shared_name="example")
+  >>> center = tf.Variable([0., 0.])
+  >>> r = wrapopt.ops.averaging_next(rounds, 0, reset=True)
+  >>> for worker, value in ("chief", [1., 2.]), ("worker", [3., 4.]):
+  ...   accepted = wrapopt.ops.averaging_push(rounds, worker, r, [value])
+  ...   print(accepted.numpy())
+  True
+  True
+  >>> came = wrapopt.ops.averaging_gather(rounds, r, 2, timeout_secs=60)
+  >>> wrapopt.ops.averaging_mean(rounds, r, came, [center])
+  >>> center.numpy()
+  array([2., 3.], dtype=float32)
+  >>> print(wrapopt.ops.averaging_next(rounds, r).numpy())
+  1
+  >>> print(wrapopt.ops.averaging_wait(rounds, r, timeout_secs=60).numpy())
+  1
+
+  Args:
+    num_workers: How many workers there are, at least 1. At most so many sets of
+      values are held, those of the open round.
+    shared_name: A string. Who gives the same name, from whatever graph, session
+      or process, shares the rounds that are on one device.
+    container: A string: the resource container that holds the rounds, if not
+      the default one.
+    name: A name for the operation.
+
+  Returns:
+    A scalar resource tensor on the current device, which it must not leave. It
+    is made anew in each graph.
+
+  Raises:
+    ValueError: If `num_workers` is less than 1, or `shared_name` is empty.
+    tf.errors.InvalidArgumentError: When it runs: the rounds of this name have
+      another `num_workers`.
+
+  Reference: the accumulators and the token queue of
+  `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15. There, values of one
+  round may count in another, and who waits waits for ever.
+  """
+  if num_workers < 1:
+    raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
+  if not shared_name:
+    raise ValueError("`shared_name` must name the rounds, got an empty string.")
+  return _raw.wrapopt_averaging_rounds(
+      num_workers=num_workers, shared_name=shared_name, container=container,
+      name=name)
+
+
+def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable=redefined-builtin
+  """Leaves a worker's values with a round.
+
+  They replace those that the worker left with the same round, and are refused
+  where it is over, or gathered already, or below 0. A round that is yet to come
+  is opened by this. Accepted or not, `averaging_gather` takes the worker for
+  alive.
+
+  Example: see `averaging_rounds`.
+
+  Args:
+    rounds: From `averaging_rounds`.
+    worker: A string, or a scalar string tensor: the worker's name. At most
+      `num_workers` different ones may push to a round.
+    round: An integer, or a scalar integer tensor or variable.
+    values: A list or tuple of tensors or variables of dtype float16, bfloat16,
+      float32 or float64. For `averaging_mean`, each is a vector that holds the
+      elements of some centers one after another. What nobody else holds, such
+      as the result of a `tf.concat`, is kept without a copy.
+    name: A name for the operation.
+
+  Returns:
+    A scalar bool tensor: whether the values are part of the round.
+
+  Raises:
+    TypeError: If a value is of another dtype.
+    tf.errors.InvalidArgumentError: When it runs: the round has the values of
+      `num_workers` others. ValueError where `worker` or `round` is known to be
+      no scalar.
+  """
+  values = [_read(value) for value in values]
+  with device_of(rounds):
+    values = [tf.convert_to_tensor(value) for value in values]
+    for i, value in enumerate(values):
+      _check_dtype(f"values[{i}]", value, _FLOATS)
+    return _raw.wrapopt_averaging_push(rounds, worker, _int64(round), values,
+                                       name=name)
+
+
+def averaging_gather(rounds, round, min_workers, timeout_secs, name=None):  # pylint: disable=redefined-builtin
+  """Waits for the workers of the open round, and closes it for others.
+
+  It waits until all `num_workers` have pushed; where `min_workers` is less than
+  that, only until `min_workers` have, and with them all who are expected. When
+  `timeout_secs` have passed, it takes those who came, if they are `min_workers`,
+  or fails.
+
+  Expected are all, until a round is made of those who came in time: from then
+  on, these and all who have pushed since, be it too late. So a dead worker is
+  waited for once, not in each round, and again when it is back. When all
+  `num_workers` have come, and after a reset, all are expected again.
+
+  To gather a round again gives the same workers.
+
+  Example: see `averaging_rounds`.
+
+  Args:
+    rounds: From `averaging_rounds`.
+    round: An integer, or a scalar integer tensor or variable: the open round.
+    min_workers: The same, in [1, `num_workers`].
+    timeout_secs: A number of seconds greater than 0, infinity for no deadline;
+      or a scalar tensor or variable of any floating dtype.
+    name: A name for the operation.
+
+  Returns:
+    A string tensor of shape [M]: the sorted names of those whose values make up
+    the round, `min_workers` <= M <= `num_workers`.
+
+  Raises:
+    ValueError: If `timeout_secs` is a number, but not greater than 0.
+    tf.errors.InvalidArgumentError: When it runs: an argument is out of range.
+    tf.errors.DeadlineExceededError: When it runs: too few came in time.
+    tf.errors.FailedPreconditionError: When it runs: another round is open, or
+      somebody else opened one meanwhile.
+    tf.errors.CancelledError: When it runs: its step was cancelled.
+    tf.errors.AbortedError: When it runs: the rounds were deleted, with all of
+      their container.
+  """
+  with device_of(rounds):
+    return _raw.wrapopt_averaging_gather(
+        rounds, _int64(round), _int64(min_workers), _timeout(timeout_secs),
+        name=name)
+
+
+def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pylint: disable=redefined-builtin
+  """Assigns the mean of workers' values to variables, in place.
+
+  In one pass over memory: each value is read once and each center written once.
+  float16 and bfloat16 are computed in float32 and rounded once. It is a running
+  mean, `m += (x[k] - m) / k` for k = 1, 2, ..., so that the mean of values that
+  are all the same is exactly that, and the mean of large float16 values does not
+  overflow.
+
+  One native op serves all centers. It checks all before it changes any, and
+  holds their locks. The values stay until the next round is opened: to do it
+  again gives the same.
+
+  Example: see `averaging_rounds`.
+
+  Args:
+    rounds: From `averaging_rounds`, on the device of the centers.
+    round: An integer, or a scalar integer tensor or variable: the open round.
+    workers: A string tensor of shape [M], from `averaging_gather`; M >= 1.
+    centers: N variables on one device and of one dtype: float16, bfloat16,
+      float32 or float64. One variable may stand for a sequence of one.
+    value: Which of the values that each worker pushed. It is a vector of the
+      centers' dtype that holds the elements of all N, in their order, each in
+      row-major order.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    TypeError: If `centers` are not variables of one such dtype, or some are ref
+      variables and some are not.
+    ValueError: If they are on different devices, or `value` is negative.
+    tf.errors.InvalidArgumentError: When it runs: a value is of another dtype or
+      size, or there is none of this number; `workers` names nobody, or somebody
+      twice; a center is named twice.
+    tf.errors.FailedPreconditionError: When it runs: another round is open, a
+      worker has not pushed to it, or a center is not initialized.
+  """
+  centers = _variables("centers", centers)
+  first = centers[0]
+  _check_dtype("centers[0]", first, _FLOATS)
+  for i, center in enumerate(centers):
+    _check_kind(f"centers[{i}]", center, "centers[0]", first)
+    _check_dtype(f"centers[{i}]", center, (first.dtype.base_dtype,))
+    if center.device != first.device:
+      raise ValueError(
+          f"`centers[{i}]` ('{center.name}') must be on the device of "
+          f"`centers[0]` ('{first.name}'), '{first.device}', got "
+          f"'{center.device}'. Each device has rounds of its own.")
+  if value < 0:
+    raise ValueError(f"`value` must be at least 0, got {value}.")
+  with device_of(first):
+    arguments = {"rounds": rounds, "round": _int64(round), "workers": workers,
+                 "value": value, "name": name}
+    if _is_ref(first):
+      return _result([_named(
+          _raw.wrapopt_averaging_mean_ref(centers=centers, **arguments),
+          centers=centers)])
+    return _result([_raw.wrapopt_averaging_mean(
+        centers=[c.handle for c in centers], T=first.dtype, **arguments)])
+
+
+def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=redefined-builtin
+  """Ends a round and opens the next one.
+
+  Its values are dropped, and all who wait for its end are answered. Rounds that
+  have not come that far, of a device that does not lead, move on to there.
+
+  Example: see `averaging_rounds`.
+
+  Args:
+    rounds: From `averaging_rounds`.
+    round: An integer, or a scalar integer tensor or variable: the round that
+      ends.
+    reset: `True` for a chief that begins, or begins again: ends whatever round
+      is open, ignores `round`, and all workers are expected again.
+    name: A name for the operation.
+
+  Returns:
+    A scalar int64 tensor: the number of the round that is open now.
+
+  Raises:
+    tf.errors.FailedPreconditionError: When it runs: the round is over already.
+  """
+  with device_of(rounds):
+    return _raw.wrapopt_averaging_next(rounds, _int64(round), reset=reset,
+                                       name=name)
+
+
+def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint: disable=redefined-builtin
+  """Waits for the end of a round: while this round is the open one.
+
+  Example: see `averaging_rounds`.
+
+  Args:
+    rounds: From `averaging_rounds`.
+    round: An integer, or a scalar integer tensor or variable. -1 waits for a
+      chief to open the rounds; one that is not open is not waited for.
+    timeout_secs: As for `averaging_gather`.
+    worker: A string, who waits: the next gather expects this worker, too.
+    name: A name for the operation.
+
+  Returns:
+    A scalar int64 tensor: the number of the round that is open then.
+
+  Raises:
+    ValueError: If `timeout_secs` is a number, but not greater than 0.
+    tf.errors.DeadlineExceededError: When it runs: the round did not end in time.
+    tf.errors.CancelledError, tf.errors.AbortedError: As `averaging_gather`.
+  """
+  with device_of(rounds):
+    return _raw.wrapopt_averaging_wait(
+        rounds, _int64(round), _timeout(timeout_secs), worker=worker,
+        name=name)
 
 
 def ema_update(shadows, values, decay, name=None):
@@ -529,8 +805,7 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
   _check_dtype("histogram", histogram, (tf.int64,))
   state = (step, stale_counter, histogram)
   with device_of(step):
-    arguments = (tf.cast(_read(recorded), tf.int64),
-                 tf.cast(_read(limit), tf.int64))
+    arguments = (_int64(recorded), _int64(limit))
     if _is_ref(step):
       return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
           *state, *arguments, name=name))
@@ -736,6 +1011,18 @@ def float64(x):
   x = _read(x)
   return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
       x, tf.float64)
+
+
+def _int64(x):
+  """An integer, tensor or variable as an int64 tensor."""
+  return tf.cast(_read(x), tf.int64)
+
+
+def _timeout(timeout_secs):
+  if isinstance(timeout_secs, numbers.Real) and not timeout_secs > 0:
+    raise ValueError("`timeout_secs` must be greater than 0, infinity for no "
+                     f"deadline, got {timeout_secs}.")
+  return float64(timeout_secs)
 
 
 def _variables(subject, variables):

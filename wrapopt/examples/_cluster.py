@@ -32,17 +32,31 @@ class Process:
     """Has it call the function of this name."""
     self._pipe.send((name, arguments))
 
-  def answer(self):
-    """What the function returned; raises RuntimeError where it failed."""
-    try:
-      kind, value = self._pipe.recv()
-    except (EOFError, OSError):
-      self.process.join()
-      raise RuntimeError(f"{self.name} ended with status "
-                         f"{self.process.exitcode}.") from None
-    if kind == "error":
-      raise RuntimeError(f"{self.name} failed: {value}")
-    return value
+  def answer(self, report=None):
+    """What the function returned; raises RuntimeError where it failed.
+
+    Args:
+      report: A function of what it hands to `Task.report` meanwhile.
+
+    Returns:
+      What the function returned.
+
+    Raises:
+      RuntimeError: If the function failed, or the process has ended.
+    """
+    while True:
+      try:
+        kind, value = self._pipe.recv()
+      except (EOFError, OSError):
+        self.process.join()
+        raise RuntimeError(f"{self.name} ended with status "
+                           f"{self.process.exitcode}.") from None
+      if kind == "error":
+        raise RuntimeError(f"{self.name} failed: {value}")
+      if kind == "value":
+        return value
+      if report is not None:
+        report(value)
 
   def ask(self, name, **arguments):
     self.tell(name, **arguments)
@@ -76,22 +90,32 @@ class Cluster:
                  for job, n in jobs.items()}
     self.tasks = {}
     self._functions = {f.__name__: f for f in functions}
-    self._preload = [__name__, "wrapopt", *preload]
+    self._context = multiprocessing.get_context("forkserver")
+    self._context.set_forkserver_preload([__name__, "wrapopt", *preload])
 
   def __enter__(self):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(self._preload)
     try:
       for job, addresses in self.spec.items():
         for number in range(len(addresses)):
-          self.tasks[job, number] = Process(
-              context, self._functions, self.spec, job, number)
+          self._start(job, number)
       for process in self.tasks.values():
         process.answer()
     except BaseException:
       self.__exit__()
       raise
     return self
+
+  def _start(self, job, number):
+    process = Process(self._context, self._functions, self.spec, job, number)
+    self.tasks[job, number] = process
+    return process
+
+  def restart(self, job, number):
+    """Kills a task and starts it anew; returns its `Process`."""
+    self.tasks[job, number].kill()
+    process = self._start(job, number)
+    process.answer()
+    return process
 
   def __exit__(self, *_):
     for process in self.tasks.values():
@@ -115,11 +139,13 @@ class Task:
   Attributes:
     job: The name of its job.
     number: Its number in it.
+    report: A function that hands its argument to who waits for the answer.
     server: Its `tf.distribute.Server`.
   """
 
-  def __init__(self, spec, job, number):
+  def __init__(self, spec, job, number, report):
     self.job, self.number, self._spec = job, number, spec
+    self.report = report
     self.server = tf.distribute.Server(
         tf.train.ClusterSpec(spec), job_name=job, task_index=number,
         # Many share this machine.
@@ -135,10 +161,12 @@ class Task:
     return tf1.train.replica_device_setter(
         cluster=tf.train.ClusterSpec(self._spec), worker_device=self.device)
 
+  def config(self):
+    """What keeps a session from waiting for other workers, or failing with one."""
+    return tf1.ConfigProto(device_filters=["/job:ps", self.device])
+
   def session(self, graph):
-    """A session that waits for no other worker, nor fails with one."""
-    return tf1.Session(self.server.target, graph=graph, config=tf1.ConfigProto(
-        device_filters=["/job:ps", self.device]))
+    return tf1.Session(self.server.target, graph=graph, config=self.config())
 
 
 def _run(pipe, functions, spec, job, number):
@@ -159,7 +187,7 @@ def _run(pipe, functions, spec, job, number):
   for name in ("http_proxy", "https_proxy", "grpc_proxy"):
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
-  task = Task(spec, job, number)
+  task = Task(spec, job, number, lambda value: pipe.send(("report", value)))
   pipe.send(("value", None))
   while True:
     name, arguments = told.get()

@@ -1,0 +1,1374 @@
+"""The parameter server's side of model averaging: rounds, means and waits."""
+
+import itertools
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from tensorflow.python.eager import cancellation
+
+import averaging_task
+import modes
+import numerics
+from modes import at_build
+from modes import called
+from modes import evaluate
+from modes import handle_of
+from modes import mode  # pylint: disable=unused-import
+from modes import refused
+from modes import tf1
+from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF
+from processes import run_python
+from threads import in_threads
+from wrapopt import _native
+from wrapopt import ops
+from wrapopt._loader import ops as raw
+from wrapopt.examples import _cluster
+
+Aborted = tf.errors.AbortedError
+Cancelled = tf.errors.CancelledError
+DeadlineExceeded = tf.errors.DeadlineExceededError
+FailedPrecondition = tf.errors.FailedPreconditionError
+InvalidArgument = tf.errors.InvalidArgumentError
+
+FOREVER = math.inf
+SOON = 0.1  # Seconds.
+_count = itertools.count()
+
+
+class Rounds:
+  """Rounds in one mode, whose handle each op looks up anew."""
+
+  def __init__(self, mode, num_workers, name=None, container=""):
+    self.mode = mode
+    self.name = name or f"rounds {next(_count)}"
+    self._arguments = (num_workers, self.name, container)
+
+  @property
+  def handle(self):
+    return ops.averaging_rounds(*self._arguments)
+
+  def push(self, worker, round, *values):  # pylint: disable=redefined-builtin
+    return bool(evaluate(self.mode, lambda: ops.averaging_push(
+        self.handle, worker, round, values or [[0.]])))
+
+  def gather(self, round, min_workers, timeout_secs=FOREVER):  # pylint: disable=redefined-builtin
+    return [w.decode() for w in evaluate(
+        self.mode, lambda: ops.averaging_gather(
+            self.handle, round, min_workers, timeout_secs))]
+
+  def mean(self, round, workers, centers, value=0):  # pylint: disable=redefined-builtin
+    self.mode.run(lambda: ops.averaging_mean(self.handle, round, workers,
+                                             centers, value))
+
+  def next(self, round, reset=False):  # pylint: disable=redefined-builtin
+    return int(evaluate(self.mode, lambda: ops.averaging_next(
+        self.handle, round, reset)))
+
+  def wait(self, round, timeout_secs=30., worker=""):  # pylint: disable=redefined-builtin
+    return int(evaluate(self.mode, lambda: ops.averaging_wait(
+        self.handle, round, timeout_secs, worker)))
+
+
+def opened(mode, num_workers):
+  """Rounds of which round 0 is open."""
+  rounds = Rounds(mode, num_workers)
+  assert rounds.next(-1, reset=True) == 0
+  return rounds
+
+
+def eager(num_workers):
+  """The same, for threads: they can run ops, but not build one graph."""
+  return opened(modes.Eager(), num_workers)
+
+
+def meanwhile(wait, *others):
+  """What `wait` returns, if the others are called while it waits."""
+  answer = []
+
+  def late():
+    time.sleep(SOON)
+    for other in others:
+      other()
+
+  in_threads(lambda: answer.append(wait()), late)
+  return answer[0]
+
+
+def name_of(value):
+  return str(value)
+
+
+def random(rng, shape, dtype):
+  return np.asarray(rng.standard_normal(shape)).astype(dtype)
+
+
+# Rounds
+
+
+def test_a_trajectory(mode):
+  rounds = Rounds(mode, 2)
+  centers = [mode.variable(np.zeros(2, np.float32)),
+             mode.variable(np.float32(0))]
+  assert rounds.next(-1, reset=True) == 0
+  # Of round r, the means of (r, 0, 1) and (r + 4, 2, 1).
+  for r in range(3):
+    assert rounds.wait(r - 1) == r
+    assert rounds.push("b", r, np.array([r, 0, 1], np.float32))
+    assert rounds.push("a", r, np.array([r + 4, 2, 1], np.float32))
+    assert rounds.gather(r, 2) == ["a", "b"]
+    rounds.mean(r, ["a", "b"], centers)
+    assert [x.tolist() for x in mode.values(centers)] == [[r + 2, 1], 1]
+    assert rounds.next(r) == r + 1
+
+
+def test_nobody_has_opened_a_round(mode):
+  rounds = Rounds(mode, 1)
+  assert rounds.wait(0) == -1
+  with pytest.raises(DeadlineExceeded, match=(
+      f"no chief has opened averaging rounds '{rounds.name}' within 0.01 "
+      "seconds: does the chief run, and its hook")):
+    rounds.wait(-1, 0.01)
+  with pytest.raises(FailedPrecondition, match=(
+      f"got round 0 of averaging rounds '{rounds.name}', which is yet to come, "
+      "round -1 is open")):
+    rounds.gather(0, 1)
+  assert rounds.next(-1) == 0
+
+
+def test_workers_may_do_without_a_chief_that_opens_rounds(mode):
+  rounds = Rounds(mode, 1)
+  center = mode.variable([0.])
+  assert rounds.push("a", -1, [3.])
+  assert rounds.gather(-1, 1) == ["a"]
+  rounds.mean(-1, ["a"], center)
+  assert mode.values([center])[0] == 3
+  assert rounds.next(-1) == 0
+  assert not rounds.push("a", -1)
+
+
+def test_a_push_again_replaces_what_was_pushed(mode):
+  rounds = opened(mode, 2)
+  center = mode.variable([0.])
+  for value in (1., 7., 3.):
+    assert rounds.push("a", 0, [value])
+  rounds.push("b", 0, [5.])
+  rounds.push("b", 0, [9.])
+  rounds.mean(0, ["a", "b"], center)
+  assert mode.values([center])[0] == 6
+
+
+def test_what_is_refused(mode):
+  rounds = opened(mode, 2)
+  center = mode.variable([0.])
+  rounds.push("a", 0, [1.])
+  rounds.next(0)
+  # Over; and never to come.
+  for r in (0, -1, -2):
+    assert not rounds.push("a", r, [2.])
+  with pytest.raises(FailedPrecondition, match="no values of worker 'a'"):
+    rounds.mean(1, ["a"], center)
+  # Gathered.
+  rounds.push("a", 1, [3.])
+  rounds.push("b", 1, [5.])
+  rounds.gather(1, 2)
+  assert not rounds.push("a", 1, [100.])
+  rounds.mean(1, ["a", "b"], center)
+  assert mode.values([center])[0] == 4
+  # The next is open for all.
+  rounds.next(1)
+  assert rounds.push("a", 2)
+
+
+def test_who_did_not_come_in_time_is_refused(mode):
+  rounds = opened(mode, 2)
+  rounds.push("a", 0)
+  assert rounds.gather(0, 1, 0.01) == ["a"]
+  assert not rounds.push("b", 0)
+  assert rounds.gather(0, 1) == ["a"]
+
+
+def test_a_push_to_a_round_that_is_to_come_opens_it(mode):
+  rounds = opened(mode, 2)
+  center = mode.variable([0.])
+  rounds.push("a", 0, [1.])
+  rounds.push("b", 0, [1.])
+  assert rounds.gather(0, 2) == ["a", "b"]
+  # That round was closed; the new one is not.
+  assert rounds.push("a", 57, [2.])
+  assert rounds.push("b", 57, [4.])
+  assert rounds.wait(0) == 57
+  assert not rounds.push("a", 56, [9.])
+  rounds.mean(57, ["a", "b"], center)
+  assert mode.values([center])[0] == 3
+  # What was there before was dropped.
+  rounds.push("a", 58)
+  with pytest.raises(FailedPrecondition, match=(
+      "no values of worker 'b' in round 58, they have those of 'a': ")):
+    rounds.mean(58, ["a", "b"], center)
+
+
+def test_more_workers_than_there_are(mode):
+  rounds = opened(mode, 2)
+  center = mode.variable([0.])
+  rounds.push("a", 0, [1.])
+  rounds.push("b", 0, [3.])
+  with pytest.raises(InvalidArgument, match=(
+      f"averaging rounds '{rounds.name}' have num_workers = 2, but 'c' came to "
+      "round 0 after 'a', 'b': give each worker a name of its own")):
+    rounds.push("c", 0, [9.])
+  assert rounds.push("b", 0, [5.])
+  rounds.mean(0, rounds.gather(0, 2), center)
+  assert mode.values([center])[0] == 3
+
+
+def test_the_end_of_a_round(mode):
+  rounds = opened(mode, 1)
+  assert [rounds.next(r) for r in (0, 1)] == [1, 2]
+  with pytest.raises(FailedPrecondition, match=(
+      "the end of a round must be of the round that is open, got round 0 of "
+      f"averaging rounds '{rounds.name}', which is over, round 2 is open")):
+    rounds.next(0)
+  # One that has not come that far moves on.
+  assert rounds.next(7) == 8
+  assert rounds.next(0, reset=True) == 9
+  assert rounds.next(99, reset=True) == 10
+  assert rounds.wait(9) == 10
+
+
+def test_the_last_round(mode):
+  rounds = opened(mode, 1)
+  last = np.int64(2**63 - 1)
+  for build in (lambda r: ops.averaging_push(rounds.handle, "a", r, []),
+                lambda r: ops.averaging_next(rounds.handle, r)):
+    with pytest.raises(InvalidArgument,
+                       match=r"round must be less than 2\^63 - 1, got 9223372"):
+      evaluate(mode, lambda: build(last))  # pylint: disable=cell-var-from-loop
+  assert rounds.next(last - 1) == last
+
+
+def test_a_gather_of_a_round_that_is_not_open(mode):
+  rounds = opened(mode, 1)
+  rounds.next(56)
+  for r, where in ((0, "over"), (58, "yet to come")):
+    with pytest.raises(FailedPrecondition, match=(
+        f"got round {r} of averaging rounds '{rounds.name}', which is {where}, "
+        r"round 57 is open: run get_init_op\(\) or the hook first")):
+      rounds.gather(r, 1)
+
+
+def test_the_same_name_is_the_same_rounds(mode):
+  rounds = opened(mode, 2)
+  with pytest.raises(InvalidArgument, match=(
+      f"averaging rounds '{rounds.name}' have num_workers = 2, got num_workers "
+      "= 3: all who share them must say the same, or use another shared_name")):
+    Rounds(mode, 3, rounds.name).wait(5)
+  assert Rounds(mode, 2, rounds.name).wait(-1) == 0
+
+
+def test_other_names_and_containers_are_other_rounds(mode):
+  one = opened(mode, 2)
+  two = Rounds(mode, 3)
+  three = Rounds(mode, 4, one.name, container="another")
+  one.push("a", 0)
+  one.next(0)
+  assert [r.wait(-5) for r in (one, two, three)] == [1, -1, -1]
+  assert two.next(3) == 4 and three.next(8) == 9
+  assert [r.wait(-5) for r in (one, two, three)] == [1, 4, 9]
+
+
+@modes.only(*modes.graphs())
+def test_rounds_without_a_name_are_nobody_else_s(mode):
+  a, b = (raw.wrapopt_averaging_rounds(num_workers=1) for _ in range(2))
+  assert mode.session.run(ops.averaging_next(a, 6)) == 7
+  assert mode.session.run([ops.averaging_wait(x, -9, 1.) for x in (a, b)]) == [
+      7, -1]
+
+
+def test_sessions_share_rounds():
+  """Two clients of a server, each with a graph of its own."""
+  server = tf.distribute.Server.create_local_server()
+  seen = []
+
+  def worker(me):
+    with tf.Graph().as_default():
+      rounds = ops.averaging_rounds(2, "shared")
+      with tf1.Session(server.target) as session:
+        if me == "chief":
+          session.run(ops.averaging_next(rounds, 0, reset=True))
+        r = session.run(ops.averaging_wait(rounds, -1, FOREVER))
+        assert session.run(ops.averaging_push(rounds, me, r, [[1.]]))
+        if me == "chief":
+          seen.append(session.run(ops.averaging_gather(rounds, r, 2, FOREVER)))
+          session.run(ops.averaging_next(rounds, r))
+        else:
+          seen.append(session.run(ops.averaging_wait(rounds, r, FOREVER)))
+
+  in_threads(lambda: worker("chief"), lambda: worker("worker"))
+  seen.sort(key=np.ndim)
+  assert seen[0] == 1 and seen[1].tolist() == [b"chief", b"worker"]
+
+
+# Who makes up a round
+
+
+def test_it_waits_for_all():
+  rounds = eager(3)
+  pushes = [lambda w=w: rounds.push(w, 0) for w in "cab"]
+  assert meanwhile(lambda: rounds.gather(0, 3), *pushes) == ["a", "b", "c"]
+
+
+def test_all_are_waited_for_who_are_not_known_to_be_dead():
+  rounds = eager(3)
+  rounds.push("a", 0)
+  rounds.push("b", 0)
+  assert meanwhile(lambda: rounds.gather(0, 1),
+                   lambda: rounds.push("c", 0)) == ["a", "b", "c"]
+
+
+def test_those_who_came_in_time_make_up_a_round(mode):
+  rounds = opened(mode, 3)
+  rounds.push("c", 0)
+  rounds.push("a", 0)
+  assert rounds.gather(0, 2, 0.01) == ["a", "c"]
+  # So they do when asked again, however many were needed then.
+  assert rounds.gather(0, 3) == rounds.gather(0, 1) == ["a", "c"]
+
+
+def test_too_few_came_in_time(mode):
+  rounds = opened(mode, 3)
+  for worker, names in (("b", "'b'"), ("a", "'a', 'b'")):
+    rounds.push(worker, 0)
+    with pytest.raises(DeadlineExceeded, match=(
+        rf"round 0 of averaging rounds '{rounds.name}' got values of \d workers "
+        rf"within 0.01 seconds \({names}\), but 3 of 3 are needed: are the "
+        "others alive")):
+      rounds.gather(0, 3, 0.01)
+  # It can be tried again.
+  assert rounds.push("c", 0)
+  assert rounds.gather(0, 3) == ["a", "b", "c"]
+
+
+def short_of_c(rounds):
+  """Has round 0 be made of a and b, and opens round 1."""
+  rounds.push("a", 0)
+  rounds.push("b", 0)
+  assert rounds.gather(0, 2, 0.01) == ["a", "b"]
+  return rounds
+
+
+def push_a_and_b(rounds, r):
+  assert rounds.push("a", r)
+  assert rounds.push("b", r)
+
+
+def test_a_dead_worker_is_waited_for_once():
+  rounds = short_of_c(eager(3))
+  for r in (1, 2, 3):
+    rounds.next(r - 1)
+    rounds.push("b", r)
+    # Of those who are expected, one is to come.
+    assert meanwhile(lambda: rounds.gather(r, 1),  # pylint: disable=cell-var-from-loop
+                     lambda: rounds.push("a", r)) == ["a", "b"]  # pylint: disable=cell-var-from-loop
+
+
+def test_all_who_are_expected_may_be_too_few():
+  rounds = opened(modes.Eager(), 3)
+  rounds.push("a", 0)
+  assert rounds.gather(0, 1, 0.01) == ["a"]
+  rounds.next(0)
+  rounds.push("a", 1)
+  assert meanwhile(lambda: rounds.gather(1, 2),
+                   lambda: rounds.push("b", 1)) == ["a", "b"]
+
+
+def test_where_all_are_needed_nobody_is_taken_for_dead():
+  rounds = short_of_c(eager(3))
+  rounds.next(0)
+  push_a_and_b(rounds, 1)
+  assert meanwhile(lambda: rounds.gather(1, 3),
+                   lambda: rounds.push("c", 1)) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("late", ["refused", "waits", "accepted"])
+def test_a_worker_that_is_back_is_waited_for_again(late):
+  rounds = short_of_c(eager(3))
+  if late == "refused":
+    assert not rounds.push("c", 0)
+    rounds.next(0)
+  elif late == "waits":
+    rounds.next(0)
+    assert rounds.wait(-1, worker="c") == 1
+  else:
+    rounds.next(0)
+    assert rounds.push("c", 1)
+    rounds.next(1)
+  r = rounds.wait(-9)
+  push_a_and_b(rounds, r)
+  assert meanwhile(lambda: rounds.gather(r, 1),
+                   lambda: rounds.push("c", r)) == ["a", "b", "c"]
+  # And when it dies again: once more, and no more.
+  rounds.next(r)
+  push_a_and_b(rounds, r + 1)
+  assert rounds.gather(r + 1, 2, 0.01) == ["a", "b"]
+  rounds.next(r + 1)
+  push_a_and_b(rounds, r + 2)
+  in_threads(lambda: rounds.gather(r + 2, 2))
+
+
+def test_a_new_chief_expects_all():
+  rounds = short_of_c(eager(3))
+  assert rounds.next(0, reset=True) == 1
+  push_a_and_b(rounds, 1)
+  assert meanwhile(lambda: rounds.gather(1, 1),
+                   lambda: rounds.push("c", 1)) == ["a", "b", "c"]
+
+
+def test_a_failed_gather_takes_nobody_for_dead():
+  rounds = eager(3)
+  rounds.push("a", 0)
+  with pytest.raises(DeadlineExceeded):
+    rounds.gather(0, 2, 0.01)
+  rounds.push("b", 0)
+  assert meanwhile(lambda: rounds.gather(0, 2),
+                   lambda: rounds.push("c", 0)) == ["a", "b", "c"]
+
+
+# Waits
+
+
+def test_waits_end_with_the_round():
+  for end in (lambda r: r.next(0), lambda r: r.next(0, reset=True),
+              lambda r: r.push("a", 1), lambda r: r.next(0)):
+    rounds = eager(2)
+    answers = []
+    wait = lambda: answers.append(rounds.wait(0))  # pylint: disable=cell-var-from-loop
+    in_threads(wait, wait, wait,
+               lambda: (time.sleep(SOON), end(rounds)))  # pylint: disable=cell-var-from-loop
+    assert answers == [1, 1, 1]
+
+
+def test_nobody_waits_for_a_round_that_is_not_open(mode):
+  rounds = opened(mode, 2)
+  rounds.next(4)
+  assert [rounds.wait(r) for r in (-1, 0, 4, 6, 100)] == [5] * 5
+
+
+def test_a_wait_for_the_first_round():
+  rounds = Rounds(modes.Eager(), 2)
+  assert meanwhile(lambda: rounds.wait(-1), lambda: rounds.next(0, True)) == 0
+
+
+def test_a_chief_that_does_not_end_a_round(mode):
+  rounds = opened(mode, 1)
+  rounds.next(6)
+  with pytest.raises(DeadlineExceeded, match=(
+      f"the chief did not end round 7 of averaging rounds '{rounds.name}' "
+      "within 0.25 seconds: is it alive")):
+    rounds.wait(7, 0.25)
+  # Other waits are as before.
+  rounds.next(7)
+  assert rounds.wait(7) == 8
+
+
+def test_another_chief_ends_the_round_that_is_gathered():
+  for end in (lambda r: r.next(0), lambda r: r.next(0, reset=True),
+              lambda r: r.push("b", 1)):
+    rounds = eager(2)
+    rounds.push("a", 0)
+    with pytest.raises(FailedPrecondition, match=(
+        f"round 0 of averaging rounds '{rounds.name}' ended while it was "
+        "gathered, round 1 is open: another chief has taken over")):
+      meanwhile(lambda: rounds.gather(0, 2), lambda: end(rounds))  # pylint: disable=cell-var-from-loop
+
+
+def test_gathers_of_one_round_give_the_same():
+  rounds = eager(3)
+  answers = []
+  gather = lambda n: answers.append(rounds.gather(0, n))
+  in_threads(lambda: gather(3), lambda: gather(1), lambda: gather(2),
+             lambda: (time.sleep(SOON), push_a_and_b(rounds, 0),
+                      rounds.gather(0, 2, SOON)))
+  assert answers == [["a", "b"]] * 3
+
+
+def test_the_earliest_deadline_comes_first():
+  rounds = eager(1)
+  ended = []
+
+  def wait(seconds):
+    with pytest.raises(DeadlineExceeded):
+      rounds.wait(0, seconds)
+    ended.append(seconds)
+
+  in_threads(*[lambda s=s: wait(s) for s in (0.8, 0.4, 1e-9)],
+             lambda: (time.sleep(2), rounds.next(0)),
+             # Deadlines that are not met: of a year, and none at all.
+             *[lambda s=s: rounds.wait(0, s) for s in (3e7, 1e300, FOREVER)])
+  assert ended == [1e-9, 0.4, 0.8]
+
+
+def test_waits_hold_no_thread():
+  """With one thread, what they wait for can still run."""
+  waits = 5
+  with tf.Graph().as_default(), tf1.Session(config=tf1.ConfigProto(
+      inter_op_parallelism_threads=1, use_per_session_threads=True)) as session:
+    rounds = ops.averaging_rounds(2, "one thread")
+    first = ops.averaging_next(rounds, 0, reset=True)
+    wait = ops.averaging_wait(rounds, 0, FOREVER)
+    gather = ops.averaging_gather(rounds, 0, 2, FOREVER)
+    pushes = [ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"]
+    then = ops.averaging_next(rounds, 0)
+    session.run(first)
+    answers = []
+
+    def chief():
+      answers.append(session.run(gather).tolist())
+      answers.append(session.run(then))
+
+    in_threads(chief, *waits * [lambda: answers.append(session.run(wait))],
+               lambda: (time.sleep(SOON), session.run(pushes[0]),
+                        session.run(pushes[1])))
+    assert answers[0] == [b"a", b"b"]
+    assert answers[1:] == [1] * (waits + 1)
+
+
+class Begun:
+  """Tells when a step of a graph comes to where it waits."""
+
+  def __init__(self, act=lambda: None):
+    self._event = threading.Event()
+    self._act = act
+
+  def node(self):
+    def begun():
+      self._act()
+      self._event.set()
+      return np.int64(0)
+    return tf.numpy_function(begun, [], tf.int64)
+
+  def then(self, act):
+    assert self._event.wait(30)
+    time.sleep(SOON)
+    act()
+
+
+def waits_of(rounds, begun):
+  """Both kinds of waits for round 0, in the current graph."""
+  with tf.control_dependencies([begun.node()]):
+    return {"gather": ops.averaging_gather(rounds, 0, 2, FOREVER),
+            "wait": ops.averaging_wait(rounds, 0, FOREVER)}
+
+
+CANCELLED = ".*round 0 of averaging rounds '.*' was cancelled: its step or "
+
+
+@pytest.mark.parametrize("what", ["gather", "wait"])
+def test_a_session_that_is_closed(what):
+  begun = Begun()
+  with tf.Graph().as_default():
+    rounds = ops.averaging_rounds(2, "closed")
+    first = ops.averaging_next(rounds, 0, reset=True)
+    wait = waits_of(rounds, begun)[what]
+    session = tf1.Session()
+    session.run(first)
+
+    def run():
+      with pytest.raises(Cancelled):
+        session.run(wait)
+
+    in_threads(run, lambda: begun.then(session.close))
+
+
+def test_a_gather_of_a_client_that_is_gone_closes_nothing():
+  begun = Begun()
+  server = tf.distribute.Server.create_local_server()
+  with tf.Graph().as_default():
+    rounds = ops.averaging_rounds(2, "client")
+    first = ops.averaging_next(rounds, 0, reset=True)
+    push = {w: ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"}
+    wait = waits_of(rounds, begun)["gather"]
+    with tf1.Session(server.target) as other:
+      session = tf1.Session(server.target)
+      session.run(first)
+
+      def run():
+        with pytest.raises((Cancelled, Aborted)):
+          session.run(wait)
+
+      in_threads(run, lambda: begun.then(session.close))
+      # Nobody has gathered them, so they may be replaced.
+      assert all(other.run(push[w]) for w in "aba")
+
+
+def test_an_error_beside_a_wait():
+  begun = Begun()
+  with tf.Graph().as_default(), tf1.Session() as session:
+    rounds = ops.averaging_rounds(2, "error")
+    session.run(ops.averaging_next(rounds, 0, reset=True))
+    waits = waits_of(rounds, begun)
+    bad = tf1.placeholder(tf.float32)
+    with tf.control_dependencies([begun.node()]):
+      check = tf.debugging.check_numerics(bad, "the other op")
+
+    def run():
+      with pytest.raises(InvalidArgument, match="the other op"):
+        session.run([waits, check], {bad: np.nan})
+
+    in_threads(run)
+
+
+@pytest.mark.parametrize("what", ["gather", "wait"])
+def test_a_function_that_is_cancelled(what):
+  rounds = eager(2)
+  handle, begun = rounds.handle, Begun()
+
+  @tf.function
+  def function():
+    return waits_of(handle, begun)[what]
+
+  manager = cancellation.CancellationManager()
+  run = manager.get_cancelable_function(function.get_concrete_function())
+
+  def cancelled():
+    with pytest.raises(Cancelled, match=CANCELLED):
+      run()
+
+  in_threads(cancelled, lambda: begun.then(manager.start_cancel))
+  assert all(rounds.push(w, 0) for w in "aba")
+
+
+@pytest.mark.parametrize("what", ["gather", "wait"])
+def test_a_function_that_is_cancelled_before_it_waits(what):
+  rounds = eager(2)
+  handle, manager = rounds.handle, cancellation.CancellationManager()
+
+  @tf.function
+  def function():
+    return waits_of(handle, Begun(manager.start_cancel))[what]
+
+  run = manager.get_cancelable_function(function.get_concrete_function())
+
+  def cancelled():
+    with pytest.raises(Cancelled, match=CANCELLED):
+      run()
+
+  in_threads(cancelled)
+  assert all(rounds.push(w, 0) for w in "aba")
+
+
+def test_many_waits_that_end_in_many_ways():
+  """Cancelled, released, late: each is answered once, whichever comes first."""
+  rounds = Rounds(modes.Eager(), 1)
+  handle = rounds.handle
+  managers = [cancellation.CancellationManager() for _ in range(150)]
+  ends = []
+
+  @tf.function
+  def wait(r, seconds):
+    return ops.averaging_wait(handle, r, seconds)
+
+  concrete = wait.get_concrete_function(tf.constant(0), tf.constant(0.))
+
+  def waiter(part):
+    rng = np.random.default_rng(part)
+    for manager in managers[part::3]:
+      run = manager.get_cancelable_function(concrete)
+      try:
+        r = tf.constant(rounds.wait(-9))
+        ends.append(run(r, tf.constant(rng.choice([1e-4, 3e-3, 60.]),
+                                       tf.float32)).numpy() > r.numpy())
+      except (Cancelled, DeadlineExceeded) as e:
+        ends.append(type(e).__name__)
+
+  def next_ones():
+    while len(ends) < len(managers):
+      rounds.next(0, reset=True)
+      time.sleep(2e-3)
+
+  def cancel():
+    for manager in managers:
+      time.sleep(1e-3)
+      manager.start_cancel()
+
+  in_threads(next_ones, cancel, *[lambda p=p: waiter(p) for p in range(3)])
+  assert len(ends) == len(managers)
+  assert set(ends) == {True, "CancelledError", "DeadlineExceededError"}
+
+
+def test_rounds_that_are_deleted():
+  for wait in (lambda r: r.gather(0, 2), lambda r: r.wait(0)):
+    rounds = eager(2)
+    handle = rounds.handle
+    with pytest.raises(Aborted, match=(
+        f"averaging rounds '{rounds.name}' were deleted")):
+      meanwhile(lambda: wait(rounds),  # pylint: disable=cell-var-from-loop
+                lambda: tf.raw_ops.DestroyResourceOp(resource=handle))  # pylint: disable=cell-var-from-loop
+    # The same name means new ones then.
+    assert rounds.wait(0) == -1
+
+
+def test_a_container_that_is_cleared():
+  begun = Begun()
+  server = tf.distribute.Server.create_local_server()
+  with tf.Graph().as_default():
+    rounds = ops.averaging_rounds(2, "cleared", container="cleared")
+    first = ops.averaging_next(rounds, 0, reset=True)
+    wait = waits_of(rounds, begun)["wait"]
+    session = tf1.Session(server.target)  # The server forgets it.
+    session.run(first)
+
+    def run():
+      with pytest.raises((Aborted, Cancelled)):
+        session.run(wait)
+
+    in_threads(run, lambda: begun.then(
+        lambda: tf1.Session.reset(server.target, ["cleared"])))
+
+
+# Of the two rounds, one is short of a worker. At the end, threads wait, and one
+# is called to its deadline again and again.
+PROGRAM = """
+import faulthandler, threading, time
+faulthandler.dump_traceback_later(60, exit=True)
+import tensorflow as tf
+from wrapopt import ops
+rounds = ops.averaging_rounds(2, "program")
+for r, workers in (0, ["a"]), (1, ["a", "b"]):
+  for worker in workers:
+    ops.averaging_push(rounds, worker, r, [])
+  ops.averaging_gather(rounds, r, 1, 0.01)
+
+def wait(seconds):
+  while True:
+    try:
+      ops.averaging_wait(rounds, 1, seconds)
+    except tf.errors.DeadlineExceededError:
+      pass
+
+with tf.Graph().as_default():
+  session = tf.compat.v1.Session()
+  waits = ops.averaging_wait(ops.averaging_rounds(1, "session"), -1, 600.)
+for target, args in ((wait, [600.]), (wait, [1e-3]), (session.run, [waits])):
+  threading.Thread(target=target, args=args, daemon=True).start()
+time.sleep(0.3)
+print("done")
+"""
+
+
+def test_a_process_logs_and_ends_while_threads_wait():
+  process = run_python("-c", PROGRAM, TF_CPP_MIN_LOG_LEVEL="0")
+  assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
+  assert ("Round 0 of averaging rounds 'program' is made of 1 of 2 workers: "
+          "'a'.") in process.stderr
+  assert "Round 1" not in process.stderr
+
+
+def test_a_client_that_is_killed(tmp_path):
+  path = tmp_path / "begun"
+  with _cluster.Cluster(averaging_task.FUNCTIONS, preload=["averaging_task"],
+                        ps=1, worker=1) as cluster:
+    victim = cluster.tasks["worker", 0]
+    victim.tell("gather", shared_name="killed", path=str(path))
+    with tf.Graph().as_default(), tf.device("/job:ps/task:0"):
+      record = ops.staleness_record(averaging_task.gate()[0])
+      rounds = ops.averaging_rounds(2, "killed")
+      push = {w: ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"}
+      with tf1.Session(f"grpc://{cluster.spec['ps'][0]}",
+                       config=tf1.ConfigProto(
+                           device_filters=["/job:ps"])) as session:
+        until(path.exists)
+        time.sleep(SOON)
+        assert session.run(record)[1] == 1
+        victim.kill()
+        # Its step is over on the server, too: the ticket is gone.
+        until(lambda: session.run(record)[1] == 0)
+        # So nobody has gathered these, and they may be replaced.
+        assert all(session.run(push[w]) for w in "aba")
+
+
+def until(condition):
+  deadline = time.monotonic() + 60
+  while not condition():
+    assert time.monotonic() < deadline
+    time.sleep(0.02)
+
+
+def test_many_rounds_of_many_workers():
+  """Nothing is lost, counted twice, or counted in another round."""
+  workers, count = 4, 150
+  rounds = Rounds(modes.Eager(), workers)
+  handle = rounds.handle
+  center = tf.Variable(tf.zeros([3]))
+  seen = []
+
+  def worker(me):
+    if me == 0:
+      rounds.next(0, reset=True)
+    r = rounds.wait(-1)
+    while r < count:
+      # Their mean is r + 1.5.
+      assert ops.averaging_push(handle, str(me), r,
+                                [tf.fill([3], float(r + me))])
+      if me == 0:
+        came = ops.averaging_gather(handle, r, workers, FOREVER)
+        ops.averaging_mean(handle, r, came, [center])
+        seen.append(center.numpy().tolist())
+        r = int(ops.averaging_next(handle, r))
+      else:
+        r = int(ops.averaging_wait(handle, r, FOREVER))
+
+  in_threads(*[lambda me=me: worker(me) for me in range(workers)])
+  assert seen == [[r + 1.5] * 3 for r in range(count)]
+
+
+# Means
+
+# Around the size of a block; the odd ones put the others at odd addresses.
+SHAPES = [(), (3,), (0,), (2, 5), (511,), (1,), (512,), (3, 0), (513,),
+          (2, 3001)]
+
+
+def flat(arrays):
+  return np.concatenate([np.ravel(a) for a in arrays])
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_the_mean(mode, dtype, m):
+  rng = np.random.default_rng(m)
+  rounds = opened(mode, 5)
+  given = {f"w{k}": [random(rng, shape, dtype) for shape in SHAPES]
+           for k in range(m)}
+  centers = [mode.variable(np.full(shape, np.nan, dtype)) for shape in SHAPES]
+  for worker, values in given.items():
+    rounds.push(worker, 0, flat(values))
+  rounds.mean(0, list(given), centers)
+  for i, got in enumerate(mode.values(centers)):
+    assert got.dtype == dtype
+    numerics.assert_close(got, *numerics.mean([x[i] for x in given.values()]),
+                          f"of shape {SHAPES[i]}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_a_mean_of_one(mode, dtype):
+  rounds = opened(mode, 2)
+  value = np.array([1, -0.0, 0, 1e-3, np.inf, -np.inf, 2**-24], dtype)
+  center = mode.variable(np.full(value.size, np.nan, dtype))
+  rounds.push("a", 0, value)
+  rounds.mean(0, ["a"], [center])
+  numerics.assert_same_bits(mode.values([center])[0], value)
+
+
+@pytest.mark.parametrize("m", [2, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+def test_the_mean_of_what_is_all_the_same(mode, dtype, m):
+  value = random(np.random.default_rng(0), 2000, dtype)
+  rounds = opened(mode, m)
+  center = mode.variable(np.zeros(value.size, dtype))
+  for k in range(m):
+    rounds.push(str(k), 0, value)
+  rounds.mean(0, [str(k) for k in range(m)], [center])
+  numerics.assert_same_bits(mode.values([center])[0], value)
+
+
+@pytest.mark.parametrize("dtype, large", [
+    (HALF, 40000), (BFLOAT16, 2.0**127), (FLOAT, 2.0**127), (DOUBLE, 2.0**1023)],
+                         ids=name_of)
+def test_the_mean_of_large_numbers(mode, dtype, large):
+  rounds = opened(mode, 3)
+  center = mode.variable(np.zeros(2, dtype))
+  value = np.array([large, -large], dtype)
+  for worker in "abc":
+    rounds.push(worker, 0, value)
+  rounds.mean(0, list("abc"), [center])
+  numerics.assert_same_bits(mode.values([center])[0], value)
+
+
+# Runs in a process for each instruction set.
+ON_ISA = """
+import sys
+import ml_dtypes
+import numpy as np
+import tensorflow as tf
+from wrapopt import ops
+
+results = {}
+with np.load(sys.argv[1]) as given:
+  for name in given:
+    values = given[name].view(getattr(ml_dtypes, name, name))
+    handle = ops.averaging_rounds(3, name)
+    centers = [tf.Variable(np.zeros(shape, values.dtype))
+               for shape in eval(sys.argv[3])]
+    for worker, value in zip("abc", values):
+      ops.averaging_push(handle, worker, 0, [value])
+    ops.averaging_mean(handle, 0, list("abc"), centers)
+    mean = np.concatenate([np.ravel(c.numpy()) for c in centers])
+    results[name] = mean.view(f"u{mean.itemsize}")
+np.savez(sys.argv[2], **results)
+"""
+
+
+def specials(dtype):
+  """Three values: random numbers, infinities, NaNs and extremes."""
+  rng = np.random.default_rng(3)
+  size = sum(math.prod(shape) for shape in SHAPES)
+  values = [random(rng, size, dtype) for _ in range(3)]
+  numbers = np.array([np.inf, -np.inf, np.nan, 0, -0.0, 2**-24, 2**-14, 1e-3])
+  for value in values:
+    value[rng.permutation(size)[:numbers.size]] = numbers.astype(dtype)
+  return values
+
+
+def test_instruction_sets_agree_bit_for_bit(tmp_path):
+  isas = _native.cpu_isas()
+  assert len(isas) > 1
+  given = {dtype.name: specials(dtype) for dtype in DTYPES}
+  np.savez(tmp_path / "given.npz", **{
+      name: np.stack(values).view(f"u{values[0].itemsize}")
+      for name, values in given.items()})
+  results = {}
+
+  def run(isa):
+    path = str(tmp_path / isa) + ".npz"
+    process = run_python("-c", ON_ISA, str(tmp_path / "given.npz"), path,
+                         str(SHAPES), WRAPOPT_CPU_ISA=isa)
+    assert process.returncode == 0, process.stderr
+    with np.load(path) as loaded:
+      results[isa] = {dtype: loaded[dtype.name].view(dtype)
+                      for dtype in DTYPES}
+
+  in_threads(*[lambda isa=isa: run(isa) for isa in isas])
+  for dtype in DTYPES:
+    for isa in isas:
+      numerics.assert_same_numbers(results[isa][dtype],
+                                   results["baseline"][dtype], isa)
+    with np.errstate(invalid="ignore"):
+      want, tolerance = numerics.mean(given[dtype.name])
+    finite = np.isfinite(want)
+    got = results["baseline"][dtype].astype(DOUBLE)
+    numerics.assert_close(got[finite], want[finite], tolerance[finite])
+    assert not np.isfinite(got[~finite]).any()
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+def test_a_large_mean_runs_in_parallel_to_the_same_bits(use_resource):
+  rng = np.random.default_rng(2)
+  sizes = [700_001, 3, 0, 300_000, 513]
+  given = [random(rng, sum(sizes), FLOAT) for _ in range(3)]
+  results = []
+  for threads in (1, 4):
+    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
+                        use_per_session_threads=True)
+    with graph.entered() as mode:
+      rounds = opened(mode, 3)
+      centers = [mode.variable(np.zeros(size, FLOAT)) for size in sizes]
+      for worker, value in zip("abc", given):
+        evaluate(mode, lambda: ops.averaging_push(  # pylint: disable=cell-var-from-loop
+            rounds.handle, worker, 0,  # pylint: disable=cell-var-from-loop
+            [tf1.placeholder_with_default(value, value.shape)]))  # pylint: disable=cell-var-from-loop
+      rounds.mean(0, list("abc"), centers)
+      results.append(flat(mode.values(centers)))
+  numerics.assert_same_bits(*results)
+  numerics.assert_close(results[0], *numerics.mean(given))
+
+
+def test_which_of_the_values(mode):
+  rounds = opened(mode, 2)
+  half = mode.variable(np.zeros(2, HALF))
+  double = [mode.variable(np.zeros(shape, DOUBLE)) for shape in ((), (2, 1))]
+  rounds.push("a", 0, np.array([1, 2], HALF), np.array([3, 4, 5], DOUBLE))
+  rounds.push("b", 0, np.array([3, 4], HALF), np.array([5, 6, 7], DOUBLE))
+  rounds.mean(0, ["b", "a"], double, value=1)
+  rounds.mean(0, ["a", "b"], half)
+  assert [x.tolist() for x in mode.values([half, *double])] == [
+      [2, 3], 4, [[5], [6]]]
+
+
+def test_a_mean_again_gives_the_same(mode):
+  rounds = opened(mode, 2)
+  center = mode.variable(np.array([9.]))
+  rounds.push("a", 0, np.array([1.]))
+  rounds.push("b", 0, np.array([4.]))
+  rounds.gather(0, 2)
+  for _ in range(2):
+    rounds.mean(0, ["a", "b"], center)
+    assert mode.values([center])[0] == 2.5
+  # But not when the round is over.
+  rounds.next(0)
+  refused(mode, [center], FailedPrecondition,
+          "a mean must be of the round that is open, got round 0 of .*, which "
+          "is over, round 1 is open",
+          lambda: ops.averaging_mean(rounds.handle, 0, ["a", "b"], center))
+
+
+@modes.only(*modes.graphs())
+def test_one_op_serves_all_centers(mode):
+  centers = [mode.uninitialized(np.float32(0)) for _ in range(400)]
+  rounds = opened(mode, 1)
+  rounds.push("a", 0, np.arange(400, dtype=np.float32))
+  known = set(mode.graph.get_operations())
+  handle = rounds.handle
+  op = ops.averaging_mean(handle, 0, ["a"], centers)
+  assert op.type == {"graph": "Wrapopt>AveragingMean",
+                     "ref-graph": "Wrapopt>AveragingMeanRef"}[mode.name]
+  added = [op.type for op in mode.graph.get_operations() if op not in known]
+  assert set(added) == {"Cast", "Const", "Wrapopt>AveragingRounds", op.type}
+  assert added.count(op.type) == 1
+  mode.session.run(tf1.global_variables_initializer())
+  mode.session.run(op)
+  assert flat(mode.values(centers)).tolist() == list(range(400))
+
+
+@modes.only(*modes.graphs(device_count={"CPU": 2}))
+@pytest.mark.parametrize("scope", [None, "/cpu:0", "/device:GPU:7"])
+def test_ops_run_where_the_rounds_are(mode, scope):
+  with tf.device("/device:CPU:1"):
+    center = mode.variable([0.])
+    handle = ops.averaging_rounds(1, "placed")
+  with tf.device("/device:CPU:0"):
+    elsewhere = ops.averaging_rounds(1, "placed")
+  with tf.device(scope):
+    op = [ops.averaging_next(handle, 0, reset=True),
+          ops.averaging_push(handle, "a", 0, [[1.]]).op,
+          ops.averaging_gather(handle, 0, 1, 1.),
+          ops.averaging_mean(handle, 0, ["a"], center),
+          ops.averaging_wait(handle, -1, 1.)]
+  for node in op:
+    assert getattr(node, "op", node).device == "/device:CPU:1"
+    mode.session.run(node)
+  assert mode.values([center])[0] == 1
+  # Another device has other rounds of that name.
+  assert mode.session.run(ops.averaging_wait(elsewhere, 0, 1.)) == -1
+
+
+def test_in_a_function_ops_run_in_their_order():
+  center = tf.Variable([0., 0.])
+  handle = eager(1).handle
+  traces = []
+
+  @tf.function
+  def step(r, value):
+    traces.append(r)
+    ops.averaging_push(handle, "a", r, [value])
+    came = ops.averaging_gather(handle, r, 1, 10.)
+    ops.averaging_mean(handle, r, came, center)
+    return ops.averaging_next(handle, r)
+
+  r = tf.constant(0, tf.int64)
+  for k in range(3):
+    r = step(r, tf.constant([k, 1.]))
+    assert center.numpy().tolist() == [k, 1] and r == k + 1
+  assert len(traces) == 1
+
+
+# Whose buffers
+
+
+@modes.only(*modes.graphs())
+def test_only_what_somebody_else_holds_is_copied(mode):
+  """By the memory that the op allocates."""
+  size = 1 << 18
+  v = mode.variable(np.zeros(size, np.float32))
+  fed = tf1.placeholder(tf.float32, [size])
+  handle = ops.averaging_rounds(9, "copies")
+  values = {"variable": v, "fed": fed, "of an op": tf.concat([v, v], 0),
+            "of a constant": tf.zeros([size])}
+  temporary = {}
+  for name, value in values.items():
+    push = ops.averaging_push(handle, name, 0, [value], name="push")
+    metadata = tf1.RunMetadata()
+    mode.session.run(push, {fed: np.zeros(size, np.float32)},
+                     run_metadata=metadata, options=tf1.RunOptions(
+                         trace_level=tf1.RunOptions.FULL_TRACE))
+    (temporary[name],) = [
+        node.memory_stats.temp_memory_size
+        for device in metadata.step_stats.dev_stats
+        for node in device.node_stats if node.node_name == push.op.name]
+  assert temporary == {"variable": 4 * size, "fed": 4 * size, "of an op": 0,
+                       "of a constant": 4 * size}
+
+
+def test_a_variable_may_change_after_it_was_pushed(mode):
+  rounds = opened(mode, 1)
+  v, center = mode.variable(np.ones(64)), mode.variable(np.zeros(64))
+  rounds.push("a", 0, v)
+  mode.run(lambda: tf1.assign_add(v, np.full(64, 5.)))
+  rounds.mean(0, ["a"], center)
+  assert mode.values([center, v])[0].tolist() == [1] * 64
+
+
+@modes.only(*modes.graphs())
+def test_an_array_may_change_after_it_was_fed(mode):
+  # So aligned, a session takes it as it is.
+  raw_bytes = np.zeros(8 * 128 + 64, np.uint8)
+  start = -raw_bytes.ctypes.data % 64
+  array = raw_bytes[start:start + 8 * 128].view(np.float64)
+  array[:] = 1
+  rounds = opened(mode, 1)
+  center = mode.variable(np.zeros(128))
+  fed = tf1.placeholder(tf.float64, [128])
+  mode.session.run(ops.averaging_push(rounds.handle, "a", 0, [fed]),
+                   {fed: array})
+  array[:] = 7
+  rounds.mean(0, ["a"], center)
+  assert mode.values([center])[0].tolist() == [1] * 128
+
+
+def test_a_tensor_outlives_what_becomes_of_its_values():
+  rounds = eager(1)
+  center = tf.Variable(np.zeros(64))
+  value = tf.constant(np.ones(64)) + 0
+  rounds.push("a", 0, value)
+  before = center.read_value()
+  rounds.mean(0, ["a"], center)
+  rounds.next(0)
+  assert value.numpy().tolist() == [1] * 64 == center.numpy().tolist()
+  assert before.numpy().tolist() == [0] * 64
+
+
+# Refusals
+
+
+def good(mode, dtype=FLOAT):
+  """Rounds with values of a and b, and two centers."""
+  rounds = opened(mode, 3)
+  rounds.push("a", 0, np.arange(3).astype(dtype))
+  rounds.push("b", 0, np.arange(3).astype(dtype))
+  return rounds, [mode.variable(np.full(n, 7).astype(dtype), name=name)
+                  for n, name in ((1, "one"), (2, "two"))]
+
+
+def test_a_worker_that_did_not_come(mode):
+  rounds, centers = good(mode)
+  refused(mode, centers, FailedPrecondition,
+          f"averaging rounds '{rounds.name}' have no values of worker 'c' in "
+          "round 0, they have those of 'a', 'b': it must push there before",
+          lambda: ops.averaging_mean(rounds.handle, 0, ["a", "c"], centers))
+
+
+def test_workers_that_are_no_list_of_workers(mode):
+  rounds, centers = good(mode)
+  for workers, text in (
+      (tf1.placeholder_with_default(tf.constant([], tf.string), [None]),
+       "workers must name at least one worker to take the mean of, got none"),
+      (["a", "b", "a"], "workers must name each worker once, got 'a' twice")):
+    refused(mode, centers, InvalidArgument, text,
+            lambda: ops.averaging_mean(rounds.handle, 0, workers, centers))  # pylint: disable=cell-var-from-loop
+  refused(mode, centers, at_build(mode, InvalidArgument),
+          r"workers misshapen: got \[\] but expected \[M\]",
+          lambda: ops.averaging_mean(rounds.handle, 0, "a", centers))
+
+
+def test_values_that_are_not_the_centers(mode):
+  for bad, text in (
+      (np.zeros(4, FLOAT), r"misshapen: got \[4\] but expected \[3\] \(the "
+                           "elements of the 2 centers one after another"),
+      (np.zeros(2, FLOAT), r"misshapen: got \[2\] but expected \[3\]"),
+      (np.zeros((1, 3), FLOAT), r"misshapen: got \[1,3\] but expected \[3\]"),
+      (np.zeros(3, HALF), "must be of dtype float, the centers', got half")):
+    rounds, centers = good(mode)
+    rounds.push("b", 0, bad)
+    refused(mode, centers, InvalidArgument, "value 0 of worker 'b' " + text,
+            lambda: ops.averaging_mean(rounds.handle, 0, ["a", "b"], centers))  # pylint: disable=cell-var-from-loop
+
+
+def test_a_value_that_a_worker_did_not_push(mode):
+  rounds, centers = good(mode)
+  rounds.push("a", 0, *[np.zeros(3, FLOAT)] * 2)
+  refused(mode, centers, InvalidArgument,
+          "value must be less than 1, the number of values that worker 'b' "
+          f"pushed to averaging rounds '{rounds.name}', got 1",
+          lambda: ops.averaging_mean(rounds.handle, 0, ["a", "b"], centers, 1))
+
+
+def test_no_values_at_all(mode):
+  rounds, centers = good(mode)
+  assert evaluate(mode, lambda: ops.averaging_push(rounds.handle, "b", 0, []))
+  refused(mode, centers, InvalidArgument, "value must be less than 0, the ",
+          lambda: ops.averaging_mean(rounds.handle, 0, ["b"], centers))
+
+
+def test_a_center_twice(mode):
+  rounds, (one, _) = good(mode)
+  refused(mode, [one], InvalidArgument,
+          rf"centers\[0\] {called('one')} and centers\[1\] {called('one')} are "
+          "one variable: a variable that is updated must be named once",
+          lambda: ops.averaging_mean(rounds.handle, 0, ["a"], [one, one]))
+
+
+@modes.only(*modes.graphs())
+def test_an_uninitialized_center(mode):
+  rounds, (one, _) = good(mode)
+  late = mode.uninitialized(np.zeros(2, FLOAT), name="late")
+  text = {"graph": r"centers\[1\] \(variable 'late'\) is not initialized: run "
+                   "its initializer first",
+          "ref-graph": "uninitialized value late"}[mode.name]
+  refused(mode, [one], FailedPrecondition, text,
+          lambda: ops.averaging_mean(rounds.handle, 0, ["a"], [one, late]))
+
+
+def test_a_handle_of_something_else(mode):
+  rounds, centers = good(mode)
+  table = lambda: tf.raw_ops.HashTableV2(  # pylint: disable=g-long-lambda-assignment
+      key_dtype=tf.int64, value_dtype=tf.int64, shared_name="table")
+  for build in (
+      lambda h: ops.averaging_push(h, "a", 0, []),
+      lambda h: ops.averaging_gather(h, 0, 1, 1.),
+      lambda h: ops.averaging_mean(h, 0, ["a"], centers),
+      lambda h: ops.averaging_next(h, 0),
+      lambda h: ops.averaging_wait(h, 0, 1.)):
+    refused(mode, centers, InvalidArgument,
+            "rounds must be those of Wrapopt>AveragingRounds on this device: ",
+            lambda: build(table()))  # pylint: disable=cell-var-from-loop
+  if mode.name != "ref-graph":
+    refused(mode, centers, InvalidArgument, r"centers\[0\] .* is not a variable",
+            lambda: raw.wrapopt_averaging_mean(
+                rounds.handle, 0, ["a"], [table()], T=tf.float32))
+
+
+@pytest.mark.parametrize("min_workers", [0, -1, 4])
+def test_a_number_of_workers_out_of_range(mode, min_workers):
+  rounds, centers = good(mode)
+  refused(mode, centers, InvalidArgument,
+          r"min_workers must be in \[1, 3\], the num_workers of averaging "
+          f"rounds '{rounds.name}', got {min_workers}",
+          lambda: ops.averaging_gather(rounds.handle, 0, min_workers, 1.))
+
+
+@pytest.mark.parametrize("timeout_secs", [0., -1., math.nan, -math.inf])
+def test_a_timeout_out_of_range(mode, timeout_secs):
+  rounds, centers = good(mode)
+  text = ("must be greater than 0, infinity for no deadline, got "
+          f"{timeout_secs:.4g}")
+  for build in (lambda t: ops.averaging_gather(rounds.handle, 0, 1, t),
+                lambda t: ops.averaging_wait(rounds.handle, 0, t)):
+    with pytest.raises(ValueError, match="`timeout_secs` must be greater than"):
+      build(timeout_secs)
+    refused(mode, centers, InvalidArgument, "timeout_secs " + text,
+            lambda: build(tf.constant(timeout_secs)))  # pylint: disable=cell-var-from-loop
+
+
+SCALARS = {
+    "push": ("rounds", "worker", "round"),
+    "gather": ("rounds", "round", "min_workers", "timeout_secs"),
+    "mean": ("rounds", "round"),
+    "mean_ref": ("rounds", "round"),
+    "next": ("rounds", "round"),
+    "wait": ("rounds", "round", "timeout_secs"),
+}
+OUTPUTS = {"push": 0, "gather": 1, "next": 0, "wait": 0}
+
+
+def arguments(op, changed):
+  """Placeholders for a raw op, with some other shapes; None is unknown."""
+  def placeholder(name, dtype, shape=()):
+    shape = changed.get(name, shape)
+    return tf1.placeholder(dtype, None if shape is None else list(shape))
+
+  made = {"rounds": placeholder("rounds", tf.resource),
+          "round": placeholder("round", tf.int64)}
+  if op == "push":
+    made.update(worker=placeholder("worker", tf.string),
+                values=[tf1.placeholder(tf.float32)])
+  if op == "gather":
+    made.update(min_workers=placeholder("min_workers", tf.int64))
+  if op in ("gather", "wait"):
+    made.update(timeout_secs=placeholder("timeout_secs", tf.float64))
+  if op.startswith("mean"):
+    made.update(workers=placeholder("workers", tf.string, [2]),
+                centers=[handle_of(op == "mean_ref", tf.float32, [2])])
+  if op == "mean":
+    made.update(T=tf.float32)
+  return made
+
+
+@pytest.mark.parametrize("op", SCALARS)
+def test_shapes(op):
+  function = getattr(raw, f"wrapopt_averaging_{op}")
+  with tf.Graph().as_default():
+    for changed in ({}, dict.fromkeys((*SCALARS[op], "workers"))):
+      made = function(**arguments(op, changed))
+      if op in OUTPUTS:
+        assert made.shape.rank == OUTPUTS[op]
+    for name in SCALARS[op]:
+      with pytest.raises(ValueError, match=(
+          rf"{name} misshapen: got \[1\] but expected \[\] \(a scalar\)")):
+        function(**arguments(op, {name: [1]}))
+    if op.startswith("mean"):
+      with pytest.raises(ValueError, match=r"workers misshapen: got \[2,2\]"):
+        function(**arguments(op, {"workers": [2, 2]}))
+    if op == "mean":
+      with pytest.raises(ValueError, match=(
+          r"centers\[0\] must be of dtype double, got float")):
+        function(**{**arguments(op, {}), "T": tf.float64})
+
+
+@pytest.mark.parametrize("op", ["push", "gather", "mean", "next", "wait"])
+def test_shapes_that_show_when_it_runs(op):
+  rounds = eager(1)
+  rounds.push("a", 0)
+  center = tf.Variable([7.])
+  given = {"rounds": rounds.handle, "round": tf.constant(0, tf.int64),
+           "worker": tf.constant("a"), "min_workers": tf.constant(1, tf.int64),
+           "timeout_secs": tf.constant(1, tf.float64),
+           "workers": tf.constant(["a"])}
+  more = {"push": {"values": [tf.constant([1.])]},
+          "mean": {"workers": tf.constant(["a"]), "centers": [center.handle],
+                   "T": tf.float32}}
+  for name in (*SCALARS[op], *(["workers"] if op == "mean" else [])):
+    @tf.function(input_signature=[tf.TensorSpec(None, given[name].dtype)])
+    def run(bad):
+      kept = {**{k: given[k] for k in SCALARS[op]}, **more.get(op, {}),
+              name: bad}  # pylint: disable=cell-var-from-loop
+      made = getattr(raw, f"wrapopt_averaging_{op}")(**kept)
+      return None if op == "mean" else made
+
+    with pytest.raises(InvalidArgument, match=f"{name} misshapen: got "):
+      run(tf.expand_dims(given[name], 0))
+  assert center.numpy() == 7
+
+
+def test_what_the_functions_refuse():
+  rounds = eager(2)
+  handle = rounds.handle
+  v, w = tf.Variable([1.]), tf.Variable([1], dtype=tf.int32)
+  double = tf.Variable([1.], dtype=tf.float64)
+  mean = lambda *centers, value=0: ops.averaging_mean(  # pylint: disable=g-long-lambda-assignment
+      handle, 0, ["a"], list(centers), value)
+  for build, error, text in (
+      (lambda: ops.averaging_rounds(0, "a"), ValueError,
+       "`num_workers` must be at least 1, got 0"),
+      (lambda: ops.averaging_rounds(2, ""), ValueError,
+       "`shared_name` must name the rounds, got an empty string"),
+      (lambda: ops.averaging_push(handle, "a", 0, [[1.], [1]]), TypeError,
+       r"`values\[1\]` must be of dtype float16 or .*, got int32"),
+      (lambda: mean(), ValueError, "`centers` must hold at least one variable"),
+      (lambda: mean(v, [1.]), TypeError, r"`centers\[1\]` must be a variable"),
+      (lambda: mean(w), TypeError, r"`centers\[0\]` .*must be of dtype float16"),
+      (lambda: mean(v, double), TypeError,
+       r"`centers\[1\]` .*must be of dtype float32, got float64"),
+      (lambda: mean(v, value=-1), ValueError,
+       "`value` must be at least 0, got -1")):
+    with pytest.raises(error, match=text):
+      build()
+  assert rounds.gather(0, 1, 0.01) if rounds.push("a", 0) else False
+
+
+@modes.only(*modes.graphs(device_count={"CPU": 2}))
+def test_centers_that_do_not_go_together(mode):
+  handle = ops.averaging_rounds(1, "centers")
+  other = modes.Graph(mode.name != "graph")
+  v = mode.uninitialized([1.], name="v")
+  with tf.device("/cpu:1"):
+    far = mode.uninitialized([1.], name="far")
+  with pytest.raises(ValueError, match=(
+      r"`centers\[1\]` \('far:0'\) must be on the device of `centers\[0\]` "
+      r"\('v:0'\), '', got '/device:CPU:1'. Each device has rounds of its own")):
+    ops.averaging_mean(handle, 0, ["a"], [v, far])
+  with pytest.raises(TypeError, match=r"`centers\[1\]` \('u:0'\) must be a "
+                     r"(ref|resource) variable as centers\[0\]"):
+    ops.averaging_mean(handle, 0, ["a"], [v, other.uninitialized([1.], "u")])

@@ -1,0 +1,935 @@
+"""Elastic averaging, of workers that are sessions on one server.
+
+Each worker has a device of its own, and the centers have one: variables of one
+name are one variable on one device.
+"""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import modes
+import numerics
+import wrapopt
+from training import ancestors
+from training import assert_same_bits
+from training import graph_of
+from training import ops_of_type
+from training import reads_of
+
+tf1 = tf.compat.v1
+sgd = tf1.train.GradientDescentOptimizer
+CENTERS = "/device:CPU:4"
+KINDS = ("ref", "resource")
+
+
+def device_of_worker(number):
+  return f"/device:CPU:{number}"
+
+
+@pytest.fixture(scope="module")
+def _server():
+  return tf.distribute.Server.create_local_server(
+      config=tf1.ConfigProto(device_count={"CPU": 5}))
+
+
+@pytest.fixture
+def target(_server):
+  """A server that holds no variables yet."""
+  tf1.Session.reset(_server.target)
+  return _server.target
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+  return request.param
+
+
+@pytest.fixture(params=[True, False], ids=["v2", "v1"])
+def control_flow(request):
+  with modes.control_flow(request.param):
+    yield
+
+
+class Worker:
+  """A graph of one worker, which trains variables on given gradients.
+
+  Attributes:
+    opt: The optimizer.
+    variables: What it trains.
+    feeds: Placeholders of gradients.
+    step: The global step.
+    train: The training op.
+  """
+
+  def __init__(self, kind, number, initial, make, count=2):
+    self.number = number
+    with graph_of(kind) as self.graph, tf1.device(CENTERS):
+      self.getter = wrapopt.ElasticAverageCustomGetter(device_of_worker(number))
+      with tf1.variable_scope("model", custom_getter=self.getter):
+        self.variables = [tf1.get_variable(f"v{i}", initializer=x)
+                          for i, x in enumerate(initial)]
+      self.step = tf1.train.get_or_create_global_step()
+      self.opt = make(count, self.getter)
+      self.feeds = [tf1.placeholder(v.dtype.base_dtype, v.shape)
+                    for v in self.variables]
+      with tf1.device(device_of_worker(number)):
+        # Gradients that are the feeds, of a loss: the pull is added to it.
+        loss = tf.add_n([tf.reduce_sum(tf.cast(f * v, tf.float64))
+                         for f, v in zip(self.feeds, self.variables)])
+        grads_and_vars = self.opt.compute_gradients(loss, self.variables)
+      self.train = self.opt.apply_gradients(grads_and_vars, self.step)
+      self.start = self.opt.get_init_op(number)
+      self.init = tf1.global_variables_initializer()
+      self.local_init = tf1.local_variables_initializer()
+
+  def centers(self):
+    return [self.getter._global_map[v] for v in self.variables]
+
+  def local_centers(self):
+    return [self.getter._local_map[v] for v in self.variables]
+
+  @contextlib.contextmanager
+  def session(self, target):
+    """Starts; the first worker initializes what all share."""
+    with tf1.Session(target, graph=self.graph) as session:
+      if self.number == 0:
+        session.run(self.init)
+      session.run(self.local_init)
+      session.run(self.start)
+      yield session
+
+
+def take_step(session, worker, gradients):
+  session.run(worker.train, dict(zip(worker.feeds, gradients)))
+
+
+def read(session, variables):
+  return [np.array(x) for x in session.run(list(variables))]
+
+
+def test_two_workers(kind, control_flow, target):
+  """Worker 0 walks by 1 and worker 1 by 2; rho is 0, and they meet half way.
+
+  step 1: 1, 2. Step 2: worker 0 is at 2, the center at 0: both move by 1. Then
+  worker 1 is at 4, the center at 1: both move by 1.5.
+  """
+  del control_flow
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=2, moving_rate=0.5, rho=0.0)
+  # The second variable is the same, 10 further and the other way round.
+  workers = [Worker(kind, i, [np.float32(0), np.float32(10)], make)
+             for i in range(2)]
+  expected = [  # worker 0, worker 1, center, what each saw of it, global step.
+      (1.0, 2.0, 0.0, 0.0, 0.0, 0),
+      (1.0, 2.5, 2.5, 0.0, 1.0, 2),
+      (2.0, 4.5, 2.5, 0.0, 1.0, 2),
+      # 3 and 2.5; then 6.5 and 2.75.
+      (2.75, 4.625, 4.625, 2.5, 2.75, 4),
+  ]
+  with workers[0].session(target) as one, workers[1].session(target) as two:
+    for x, y, center, saw_x, saw_y, step in expected:
+      for session, worker, walk in ((one, workers[0], 1), (two, workers[1], 2)):
+        take_step(session, worker, [np.float32(-walk), np.float32(walk)])
+      for session, worker, value, saw in ((one, workers[0], x, saw_x),
+                                          (two, workers[1], y, saw_y)):
+        for variables, want in ((worker.variables, value),
+                                (worker.centers(), center),
+                                (worker.local_centers(), saw)):
+          assert read(session, variables) == [want, 10 - want]
+        assert session.run(worker.step) == step
+
+
+class Simulation:
+  """The same in NumPy, from the formulas."""
+
+  def __init__(self, initial, workers, rate, period, rho, lr):
+    self.centers = [np.array(x) for x in initial]
+    self.workers = [[np.array(x) for x in initial] for _ in range(workers)]
+    self.seen = [[np.array(x) for x in initial] for _ in range(workers)]
+    self.steps = [0] * workers
+    self.rate, self.period, self.rho, self.lr = rate, period, rho, lr
+    self.exchanges = 0
+
+  def step(self, number, gradients):
+    worker, seen = self.workers[number], self.seen[number]
+    for v, c, g in zip(worker, seen, gradients):
+      v[...] = v - self.lr * (g + self.rho * (v - c))
+    self.steps[number] += 1
+    if self.steps[number] % self.period == 0:
+      self.exchanges += 1
+      for v, seen_c, c in zip(worker, seen, self.centers):
+        seen_c[...] = c
+        difference = v - c
+        v[...] = v - self.rate * difference
+        c[...] = c + self.rate * difference
+
+
+@pytest.mark.parametrize("period, rate, rho, lr", [
+    (1, None, None, 0.25), (3, 0.3, 0.7, 0.25)])
+def test_three_workers_against_the_formulas(kind, target, period, rate, rho,
+                                            lr):
+  rng = np.random.default_rng(period)
+  initial = [rng.normal(size=s) for s in ((3, 2), (), (0, 2), (5,))]
+  workers = [
+      Worker(kind, i, initial, lambda n, getter: (
+          wrapopt.ElasticAverageOptimizer(
+              sgd(lr), n, getter, communication_period=period,
+              moving_rate=rate, rho=rho)), count=3)
+      for i in range(3)]
+  rate = 0.9 / period / 3 if rate is None else rate
+  simulation = Simulation(initial, 3, rate, period,
+                          rate / lr if rho is None else rho, lr)
+  with contextlib.ExitStack() as stack:
+    sessions = [stack.enter_context(w.session(target)) for w in workers]
+    order = rng.integers(0, 3, size=40)
+    for number in order:
+      gradients = [rng.normal(size=x.shape) for x in initial]
+      take_step(sessions[number], workers[number], gradients)
+      simulation.step(number, gradients)
+    eps = np.finfo(np.float64).eps
+    for i, (session, worker) in enumerate(zip(sessions, workers)):
+      for variables, want in (
+          (worker.variables, simulation.workers[i]),
+          (worker.centers(), simulation.centers),
+          (worker.local_centers(), simulation.seen[i])):
+        for got, x in zip(read(session, variables), want, strict=True):
+          # Each step rounds some times, numbers of the size of the walk.
+          numerics.assert_close(got, x, np.full_like(x, 40 * 8 * eps * 10))
+    assert sessions[0].run(workers[0].step) == simulation.exchanges > 0
+
+
+def test_an_exchange_rounds_as_in_1_15(kind, control_flow, target):
+  """float32 bits of `v -= rate * diff; center += rate * diff`."""
+  del control_flow
+  rng = np.random.default_rng(0)
+  initial = [np.float32(rng.normal(size=1001) * 100), np.float32(rng.normal())]
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=1, moving_rate=0.3, rho=0.0)
+  worker = Worker(kind, 0, initial, make)
+  gradients = [np.float32(rng.normal(size=x.shape)) for x in initial]
+  with worker.session(target) as session:
+    take_step(session, worker, gradients)
+    v = [x - g for x, g in zip(initial, gradients)]
+    differences = [x - c for x, c in zip(v, initial)]
+    rate = np.float32(0.3)
+    assert_same_bits(read(session, worker.variables),
+                     [x - rate * d for x, d in zip(v, differences)])
+    assert_same_bits(read(session, worker.centers()),
+                     [c + rate * d for c, d in zip(initial, differences)])
+    assert_same_bits(read(session, worker.local_centers()), initial)
+
+
+def test_dtypes_together(kind, target):
+  """Numbers that are exact in all of them, and 60000 near the end of half."""
+  dtypes = (np.float16, tf.bfloat16.as_numpy_dtype, np.float32, np.float64)
+  initial = [np.array([[60000, 2, -4]], d) for d in dtypes[:1]] + [
+      np.array([[2, 4, -4]], d) for d in dtypes]
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=1, moving_rate=0.5, rho=0.0)
+  worker = Worker(kind, 0, initial, make)
+  with worker.session(target) as session:
+    take_step(session, worker, [np.full_like(x, 4) for x in initial])
+    # Each walks by -4; both meet at -2. Half has steps of 32 at 60000.
+    for variables in worker.variables, worker.centers():
+      large, *others = [np.float64(x) for x in read(session, variables)]
+      np.testing.assert_array_equal(large, [[60000, 0, -6]])
+      for x in others:
+        np.testing.assert_array_equal(x, [[0, 2, -6]])
+
+
+@pytest.mark.parametrize("size", [1, 100000])
+def test_concurrent_exchanges_lose_nothing(kind, target, size):
+  """At rate 1, worker and center trade places: their sum is what it was."""
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=1, moving_rate=1.0, rho=0.0)
+  rounds = 100 if size == 1 else 40
+  workers = [Worker(kind, i, [np.zeros(size)] * 3, make, count=4)
+             for i in range(4)]
+  with contextlib.ExitStack() as stack:
+    sessions = [stack.enter_context(w.session(target)) for w in workers]
+
+    def run(i):
+      for _ in range(rounds):
+        take_step(sessions[i], workers[i], [np.full(size, -1.0 - i)] * 3)
+
+    threads = [threading.Thread(target=run, args=[i]) for i in range(4)]
+    for thread in threads:
+      thread.start()
+    for thread in threads:
+      thread.join()
+    places = [read(s, w.variables) for s, w in zip(sessions, workers)]
+    places.append(read(sessions[0], workers[0].centers()))
+    for i in range(3):
+      assert_same_bits([sum(place[i] for place in places)],
+                       [np.full(size, rounds * (1.0 + 2 + 3 + 4))])
+    assert sessions[0].run(workers[0].step) == 4 * rounds
+  # Each had its turns with others in between.
+  assert any((x != y).any() for x, y in zip(places[0], places[1]))
+
+
+# What an exchange consists of
+
+
+def nodes_of(run):
+  """(all nodes, those that send something computed) of the graphs of a run."""
+  metadata = tf1.RunMetadata()
+  run(tf1.RunOptions(output_partition_graphs=True), metadata)
+  nodes = [{n.name: n for n in g.node} for g in metadata.partition_graphs]
+  sends = [n for graph in nodes for n in graph.values()
+           if n.op in ("_Send", "_HostSend")
+           and graph[n.input[0].split(":")[0]].op != "Const"]
+  return [n for graph in nodes for n in graph.values()], sends
+
+
+def test_few_ops_and_transfers(kind, control_flow, target):
+  del control_flow, target
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=1)
+  worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(20)], make)
+  # In one process the graphs of the devices are there to look at.
+  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
+      device_count={"CPU": 5})) as session:
+    session.run([worker.init, worker.local_init])
+    nodes, sends = nodes_of(lambda options, metadata: session.run(
+        worker.train, dict(zip(worker.feeds, [np.float32([1, 1])] * 20)),
+        options=options, run_metadata=metadata))
+  name = "Wrapopt>AveragingAssign" + ("Ref" if kind == "ref" else "")
+  assigns = [n for n in nodes if n.op == name]
+  assert sorted(n.device[-len(CENTERS):] for n in assigns) == [
+      device_of_worker(0), CENTERS]
+  assert {n.attr["N"].i for n in assigns} == {20}
+  crossed = [tuple(n.attr[a].s.decode()[-len(CENTERS):]
+                   for a in ("send_device", "recv_device")) for n in sends
+             if n.attr["T"].type == tf.float32.as_datatype_enum]
+  assert sorted(crossed) == [(device_of_worker(0), CENTERS),
+                             (CENTERS, device_of_worker(0))]
+
+
+def test_all_is_read_before_any_is_changed(kind):
+  with graph_of(kind):
+    v, opt = one_variable()
+    step = tf1.train.get_or_create_global_step()
+    [[center], [local]] = opt._copies([v])
+    done = opt._exchange([v], [center], [local], [step])
+    pull, push = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
+        "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
+    assert push in ancestors(done) and pull in ancestors(push)
+    reads = reads_of([v, center], ancestors(done))
+    assert len(reads) == 2 and reads <= ancestors(pull)
+    [count] = [op for op in ancestors(done)
+               if op.type in ("AssignAdd", "AssignAddVariableOp")]
+    assert push in ancestors(count)
+    # Other workers do the same; an increment of a resource variable locks.
+    assert push.get_attr("use_locking")
+    assert kind == "resource" or count.get_attr("use_locking")
+
+
+def test_what_is_returned_and_collected(kind):
+  with graph_of(kind):
+    v, opt = one_variable()
+    train = opt.minimize(tf.reduce_sum(v), name="my_train")
+    assert isinstance(train, tf.Operation) and train.name == "my_train"
+    assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train]
+    applied = [op for op in ancestors(train)
+               if op.type in ("ApplyGradientDescent",
+                              "ResourceApplyGradientDescent")]
+    assert len(applied) == 1
+
+
+def one_variable(make_inner=lambda: sgd(1.0), initial=(0.0, 0.0), name="v",
+                 device="/cpu:0", **kwargs):
+  """A variable and an optimizer for it, in the current graph."""
+  getter = wrapopt.ElasticAverageCustomGetter(device)
+  with tf1.variable_scope("", custom_getter=getter):
+    v = tf1.get_variable(name, initializer=list(initial))
+  kwargs = {"num_worker": 1, **kwargs}
+  opt = wrapopt.ElasticAverageOptimizer(
+      make_inner(), ea_custom_getter=getter, **kwargs)
+  return v, opt
+
+
+@contextlib.contextmanager
+def initialized():
+  with tf1.Session() as session:
+    session.run([tf1.global_variables_initializer(),
+                 tf1.local_variables_initializer()])
+    yield session
+
+
+# The pull towards the centers
+
+
+def test_gradients_of_a_subset(kind):
+  """In 1.15, a variable was pulled to the center of another."""
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      a, b = (tf1.get_variable(n, initializer=x)
+              for n, x in (("a", 1.0), ("b", 10.0)))
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter, rho=2.0)
+    loss = 5 * a + 7 * b
+    [(gradient, of)] = opt.compute_gradients(loss, [b])
+    assert of is b
+    with initialized() as session:
+      assert session.run(gradient) == 7
+      session.run(b.assign(13.0))
+      assert session.run(gradient) == 7 + 2 * 3
+
+
+def test_all_trainable_variables_by_default(kind):
+  with graph_of(kind):
+    v, opt = one_variable(rho=2.0)
+    assert [x for _, x in opt.compute_gradients(tf.reduce_sum(v))] == [v]
+    tf1.get_variable("other", [2])
+    with pytest.raises(ValueError, match="'other:0' has no center: a var"):
+      opt.compute_gradients(tf.reduce_sum(v))
+    with pytest.raises(ValueError, match="'other:0' has no center: a var"):
+      opt.apply_gradients([(tf.ones([2]), x)
+                           for x in tf1.trainable_variables()])
+
+
+def test_a_variable_that_the_loss_does_not_depend_on(kind):
+  """It has the gradient of the pull; without a pull, none."""
+  for rho, expected in ((2.0, [2.0, 4.0]), (0.0, None)):
+    with graph_of(kind):
+      v, opt = one_variable(rho=rho)
+      [(gradient, _)] = opt.compute_gradients(tf.constant(1.0), [v])
+      assert (gradient is None) == (expected is None)
+      if expected:
+        with initialized() as session:
+          session.run(v.assign([1.0, 2.0]))
+          assert session.run(gradient).tolist() == expected
+
+
+def test_a_loss_that_is_a_function():
+  with graph_of("resource"):
+    v, opt = one_variable(rho=2.0)
+    [(gradient, _)] = opt.compute_gradients(lambda: tf.reduce_sum(5 * v))
+    with initialized() as session:
+      session.run(v.assign([1.0, 2.0]))
+      assert session.run(gradient).tolist() == [7, 9]
+
+
+def test_arguments_of_compute_gradients_are_passed_on(kind):
+  with graph_of(kind):
+    v, opt = one_variable(rho=2.0)
+    [(gradient, _)] = opt.compute_gradients(
+        tf.reduce_sum(5 * v), [v], tf1.train.Optimizer.GATE_GRAPH,
+        grad_loss=tf.constant(3.0))
+    with initialized() as session:
+      session.run(v.assign([1.0, 2.0]))
+      assert session.run(gradient).tolist() == [21, 27]
+
+
+@pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float64])
+def test_a_loss_of_another_dtype(kind, dtype):
+  with graph_of(kind):
+    v, opt = one_variable(rho=2.0)
+    [(gradient, _)] = opt.compute_gradients(
+        tf.cast(tf.reduce_sum(5 * v), dtype))
+    with initialized() as session:
+      session.run(v.assign([1.0, 2.0]))
+      assert session.run(gradient).tolist() == [7, 9]
+
+
+LEARNING_RATES = {
+    "number": lambda: 0.25,
+    "tensor": lambda: tf.constant(0.25),
+    "variable": lambda: tf1.get_variable("lr", initializer=0.25,
+                                         trainable=False),
+    "callable": lambda: lambda: 0.25,
+    "callable of a tensor": lambda: lambda: tf.constant(0.25),
+}
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda opt: opt, wrapopt.CrossShardOptimizer,
+    lambda opt: wrapopt.MovingAverageOptimizer(wrapopt.CrossShardOptimizer(opt))
+], ids=["bare", "wrapped", "wrapped twice"])
+@pytest.mark.parametrize("rate", LEARNING_RATES)
+def test_default_rho(kind, rate, wrap):
+  """0.5 / 0.25 is 2."""
+  with graph_of(kind):
+    v, opt = one_variable(lambda: wrap(sgd(LEARNING_RATES[rate]())),
+                          moving_rate=0.5)
+    [(gradient, _)] = opt.compute_gradients(tf.reduce_sum(5 * v), [v])
+    with initialized() as session:
+      session.run(v.assign([1.0, 2.0]))
+      assert session.run(gradient).tolist() == [7, 9]
+
+
+def test_rates_that_are_tensors(kind, control_flow):
+  del control_flow
+  with graph_of(kind):
+    rate, rho = (tf1.get_variable(name, initializer=x, trainable=False)
+                 for name, x in (("rate", 0.5), ("rho", 2.0)))
+    v, opt = one_variable(moving_rate=rate, rho=rho, communication_period=1)
+    train = opt.minimize(tf.reduce_sum(5 * v))
+    with initialized() as session:
+      session.run(v.assign([1.0, 2.0]))
+      session.run(train)  # By 7 and 9, then half way back to 0.
+      assert session.run(v).tolist() == [-3.0, -3.5]
+      [center] = session.run([opt._getter._global_map[v]])
+      assert center.tolist() == [-3.0, -3.5]
+
+
+@pytest.mark.parametrize("value", [1.5, -0.5, np.nan])
+def test_a_rate_out_of_range(kind, control_flow, value):
+  """Found when it runs; the center stays."""
+  del control_flow
+  with graph_of(kind):
+    rate = tf1.placeholder(tf.float32, [])
+    v, opt = one_variable(moving_rate=rate, rho=0.0, communication_period=1)
+    step = tf1.train.get_or_create_global_step()
+    train = opt.minimize(tf.reduce_sum(v), step)
+    with initialized() as session:
+      with pytest.raises(tf.errors.InvalidArgumentError,
+                         match=r"rate must be in \[0, 1\], got"):
+        session.run(train, {rate: value})
+      assert session.run(opt._getter._global_map[v]).tolist() == [0, 0]
+      assert session.run(step) == 0
+
+
+def test_moving_rate_by_default(kind):
+  with graph_of(kind):
+    v, opt = one_variable(num_worker=3, communication_period=2, rho=0.0)
+    train = opt.minimize(tf.reduce_sum(v))
+    with initialized() as session:
+      session.run(train)
+      session.run(train)
+      center = session.run(opt._getter._global_map[v])
+      np.testing.assert_allclose(center, [-2 * 0.9 / 2 / 3] * 2, rtol=1e-6)
+
+
+# Gradients of other kinds
+
+
+def test_sparse_and_absent_gradients(kind, control_flow):
+  """What has no gradient is not exchanged."""
+  del control_flow
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      a, b = (tf1.get_variable(n, initializer=[4.0, 8.0]) for n in "ab")
+    opt = wrapopt.ElasticAverageOptimizer(
+        sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5)
+    train = opt.apply_gradients(iter([
+        (tf.IndexedSlices(tf.constant([2.0]), tf.constant([1]), [2]), a),
+        (None, b)]))
+    centers = [getter._global_map[v] for v in (a, b)]
+    with initialized() as session:
+      session.run([v.assign([0.0, 0.0]) for v in centers])
+      session.run(train)
+      assert np.array(session.run([a, b, *centers])).tolist() == [
+          [2.0, 3.0], [4.0, 8.0], [2.0, 3.0], [0.0, 0.0]]
+
+
+def test_partitioned_variables(kind):
+  with graph_of(kind), tf1.device(CENTERS):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter,
+                            partitioner=tf1.fixed_size_partitioner(2)):
+      v = tf1.get_variable("v", initializer=tf.zeros([3, 2]))
+    opt = wrapopt.ElasticAverageOptimizer(
+        sgd(1.0), 1, getter, communication_period=1, moving_rate=0.5, rho=2.0)
+    train = opt.minimize(tf.reduce_sum(tf.convert_to_tensor(v)), var_list=v)
+    with tf1.Session(config=tf1.ConfigProto(
+        device_count={"CPU": 5})) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      session.run(train)
+      session.run(train)  # -0.5 - (1 + 2 * -0.5), then half way to -0.5.
+      for x in (tf.concat(list(v), 0),
+                tf.concat([getter._global_map[s] for s in v], 0)):
+        assert session.run(x).tolist() == [[-0.5] * 2] * 3
+
+
+# State
+
+
+def on_cluster():
+  return tf1.device(tf1.train.replica_device_setter(
+      cluster={"ps": ["ps0:1", "ps1:1"], "worker": ["w0:1", "w1:1"]},
+      worker_device="/job:worker/task:1"))
+
+
+@pytest.mark.parametrize("device, expected", [
+    ("/job:worker/task:1", "/job:worker/task:1"),
+    ("/job:worker/task:1/cpu:1", "/job:worker/task:1/device:CPU:1"),
+    ("/job:worker/task:1/gpu:1", "/job:worker/task:1/device:CPU:0")])
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_the_local_step_is_the_workers(kind, device, expected, in_scope):
+  with graph_of(kind), on_cluster():
+    getter = wrapopt.ElasticAverageCustomGetter(device)
+    make = lambda: wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter)
+    with tf1.variable_scope("model", custom_getter=getter):
+      tf1.get_variable("v", [2])
+      if in_scope:
+        make(), make()
+    if not in_scope:
+      make(), make()
+    steps = tf1.local_variables()[2:]
+  prefix = "model/" if in_scope else ""
+  assert [v.op.name for v in steps] == [prefix + "local_step",
+                                        prefix + "local_step_1"]
+  for v in steps:
+    assert v.device == expected
+    assert v.dtype.base_dtype == tf.int32 and not v.trainable
+  assert not any("local_step" in v.name for v in tf1.global_variables())
+
+
+def test_the_inner_optimizers_state(kind):
+  with graph_of(kind), on_cluster():
+    inner = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(0.5), 0.5)
+    v, opt = one_variable(lambda: inner, rho=0.0, device="/job:worker/task:1",
+                          communication_period=3)
+    step = tf1.train.get_or_create_global_step()
+    opt.minimize(tf.reduce_sum(v), step)
+    assert opt.get_slot_names() == inner.get_slot_names() == [
+        "ExponentialMovingAverage", "m", "v"]
+    slots = [opt.get_slot(v, name) for name in opt.get_slot_names()]
+    assert slots == [inner.get_slot(v, name) for name in opt.get_slot_names()]
+    assert opt.variables() == inner.variables() and len(opt.variables()) == 5
+    assert {v.op.name for v in tf1.global_variables()} == {
+        "global_center_variable/v", "global_step"}
+    assert {x.device for x in opt.variables()} == {"/job:worker/task:1"}
+    assert {x.ref() for x in opt.variables()} <= {
+        x.ref() for x in tf1.local_variables()}
+
+
+def test_several_in_one_graph(kind, control_flow):
+  del control_flow
+  with graph_of(kind):
+    step = tf1.train.get_or_create_global_step()
+    (a, one), (b, two) = (
+        one_variable(name=name, moving_rate=0.5, rho=0.0,
+                     communication_period=period)
+        for name, period in (("a", 1), ("b", 2)))
+    train = [one.minimize(tf.reduce_sum(a), step, [a]),
+             two.minimize(tf.reduce_sum(b), step, [b])]
+    starts = [opt.get_init_op(0) for opt in (one, two)]
+    with initialized() as session:
+      session.run(starts)
+      for _ in range(2):
+        session.run(train)
+      # -1 / 2, (-1.5 - 0.5) / 2; the other once, from -2.
+      assert session.run([a, b])[0].tolist() == [-1.0, -1.0]
+      assert session.run([a, b])[1].tolist() == [-1.0, -1.0]
+      assert session.run(step) == 3
+
+
+def test_a_gate_around_it(kind, control_flow):
+  """Slots that the gate has it make are the worker's too."""
+  del control_flow
+  with graph_of(kind), tf1.device(CENTERS):
+    step = tf1.train.get_or_create_global_step()
+    v, opt = one_variable(lambda: tf1.train.MomentumOptimizer(1.0, 0.5),
+                          moving_rate=0.5, rho=0.0, communication_period=2)
+    gate = wrapopt.DropStaleGradientOptimizer(opt, 0)
+    train = gate.minimize(tf.reduce_sum(v), step)
+    assert not any("Momentum" in v.name for v in tf1.global_variables())
+    assert any("Momentum" in v.name for v in tf1.local_variables())
+    with tf1.Session(config=tf1.ConfigProto(
+        device_count={"CPU": 5})) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      session.run(train)
+      session.run(train)  # -1, then -1 - 1.5, then half way.
+      assert session.run(v).tolist() == [-1.25, -1.25]
+      assert session.run(step) == 1
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("error, text, arguments", [
+    (TypeError, "`num_worker` must be an integer, got 1.0",
+     {"num_worker": 1.0}),
+    (TypeError, "`num_worker` must be an integer, got True",
+     {"num_worker": True}),
+    (ValueError, "`num_worker` must be at least 1, got 0", {"num_worker": 0}),
+    (TypeError, "`communication_period` must be an integer, got None",
+     {"communication_period": None}),
+    (ValueError, "`communication_period` must be at least 1, got -3",
+     {"communication_period": -3}),
+    (ValueError, r"`moving_rate` must be in \[0, 1\], got 1.5",
+     {"moving_rate": 1.5}),
+    (ValueError, r"`moving_rate` must be in \[0, 1\], got nan",
+     {"moving_rate": np.nan}),
+    (ValueError, "`rho` must be at least 0 and finite, got -1", {"rho": -1}),
+    (ValueError, "`rho` must be at least 0 and finite, got inf",
+     {"rho": np.inf}),
+    (ValueError, "`rho` must be given: .* AdamOptimizer has none by which",
+     {"make_inner": tf1.train.AdamOptimizer}),
+    (ValueError, "`rho` must be given: .* GradientDescentOptimizer has 0.0 by",
+     {"make_inner": lambda: sgd(0.0)}),
+    (ValueError, "`start_timeout_secs` must be above 0, got 0",
+     {"start_timeout_secs": 0}),
+    (TypeError, "`opt` must be a tf.compat.v1.train.Optimizer, got",
+     {"make_inner": lambda: "sgd"}),
+])
+def test_wrong_arguments(error, text, arguments):
+  with graph_of("resource"):
+    with pytest.raises(error, match=text):
+      one_variable(**arguments)
+    assert not any("local_step" in v.name for v in tf1.local_variables())
+
+
+@pytest.mark.parametrize("getter", [
+    None, wrapopt.ModelAverageCustomGetter("/cpu:0"), "/cpu:0"])
+def test_another_getter(getter):
+  with tf.Graph().as_default():
+    with pytest.raises(TypeError, match="`ea_custom_getter` must be the Elastic"
+                       "AverageCustomGetter of the model's variables, got"):
+      wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+
+
+def test_in_eager_mode():
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  with pytest.raises(RuntimeError, match="ElasticAverageOptimizer must be used "
+                     "in a tf.Graph, got eager mode"):
+    wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+
+
+def test_in_a_strategy():
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  with tf.Graph().as_default():
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+      with pytest.raises(NotImplementedError, match="tf.distribute strategy"):
+        wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+
+
+def test_no_gradients(kind):
+  with graph_of(kind):
+    v, opt = one_variable()
+    before = len(tf1.get_default_graph().get_operations())
+    with pytest.raises(ValueError, match="No gradients provided"):
+      opt.apply_gradients([(None, v)])
+    with pytest.raises(ValueError, match="No variables provided"):
+      opt.apply_gradients([])
+    assert len(tf1.get_default_graph().get_operations()) == before
+
+
+def test_an_unknown_shape(kind):
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      v = tf1.get_variable("v", validate_shape=False,
+                           initializer=lambda: tf1.placeholder(
+                               tf.float32, [None]))
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+    with pytest.raises(ValueError, match="The shape of 'v:0' must be known"):
+      opt.minimize(tf.reduce_sum(v))
+
+
+# Starting
+
+
+def test_init_op(kind):
+  """Center to both, of this optimizer's variables alone."""
+  with graph_of(kind):
+    tf1.get_variable("other", [2])  # In 1.15, a KeyError.
+    v, opt = one_variable()
+    start = opt.get_init_op(0)
+    center, local = opt._getter._global_map[v], opt._getter._local_map[v]
+    with initialized() as session:
+      session.run([v.assign([1.0, 1.0]), center.assign([2.0, 3.0]),
+                   local.assign([4.0, 4.0])])
+      session.run(start)
+      for x in session.run([v, center, local]):
+        assert x.tolist() == [2.0, 3.0]
+
+
+def test_init_op_is_refused(kind):
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter,
+                                          synchronous=True)
+    tf1.get_variable("other", [2])
+    with pytest.raises(ValueError, match="should not be empty"):
+      opt.get_init_op(0)
+    for number in (-1, 2):
+      with pytest.raises(ValueError, match=r"`task_index` must be in \[0, 2\), "
+                         f"got {number}"):
+        opt.get_init_op(number)
+
+
+@contextlib.contextmanager
+def monitored(target, kind, number, checkpoint_dir=None, **kwargs):
+  """(session of a worker, variable, center, local center, training op)."""
+  with graph_of(kind), tf1.device(CENTERS):
+    getter = wrapopt.ElasticAverageCustomGetter(device_of_worker(number))
+    with tf1.variable_scope("", custom_getter=getter):
+      v = tf1.get_variable("v", [3], initializer=(
+          tf1.random_normal_initializer()))
+    opt = wrapopt.ElasticAverageOptimizer(
+        tf1.train.MomentumOptimizer(1.0, 0.5), 2, getter,
+        communication_period=2, moving_rate=0.5, rho=0.0, **kwargs)
+    train = opt.minimize(tf.reduce_sum(v),
+                         tf1.train.get_or_create_global_step())
+    hook = opt.make_session_run_hook(number == 0, task_index=number)
+    with tf1.train.MonitoredTrainingSession(
+        master=target, is_chief=number == 0, checkpoint_dir=checkpoint_dir,
+        save_checkpoint_steps=1, hooks=[hook], max_wait_secs=20,
+        save_summaries_steps=None, save_summaries_secs=None,
+        log_step_count_steps=None) as session:
+      yield session, v, getter._global_map[v], getter._local_map[v], train
+
+
+def test_workers_start_from_the_centers(kind, target):
+  """Random initial values: each worker's are others."""
+  with monitored(target, kind, 0) as (session, *variables, _):
+    first, *others = session.run(variables)
+    assert_same_bits(others, [first] * 2)
+  with monitored(target, kind, 1) as (session, *variables, _):
+    assert_same_bits(session.run(variables), [first] * 3)
+
+
+def test_workers_start_from_restored_centers(kind, target, tmp_path):
+  path = str(tmp_path)
+  with monitored(target, kind, 0, path) as (session, *variables, train):
+    for _ in range(5):
+      session.run(train)
+    value, center, _ = session.run(variables)
+    assert (value != center).any()
+  assert {name for name, _ in tf.train.list_variables(path)} == {
+      "global_center_variable/v", "global_step"}
+  tf1.Session.reset(target)
+  with monitored(target, kind, 0, path) as (session, *variables, _):
+    assert_same_bits(session.run(variables), [center] * 3)
+
+
+def test_synchronous_start(target):
+  """No worker begins before the last one has started."""
+  kind = "resource"
+  began, errors = [], []
+
+  def run(number):
+    try:
+      with monitored(target, kind, number, synchronous=True):
+        began.append(number)
+    except Exception as e:  # pylint: disable=broad-except
+      errors.append(e)
+
+  first = threading.Thread(target=run, args=[0])
+  first.start()
+  first.join(2)
+  assert first.is_alive() and not began and not errors
+  run(1)
+  first.join(20)
+  assert not errors and sorted(began) == [0, 1]
+  # Who starts again does not wait.
+  run(0)
+  assert not errors and began[2:] == [0]
+
+
+def test_who_does_not_start(target):
+  with pytest.raises(tf.errors.DeadlineExceededError,
+                     match=r"Workers \[1\] of 2 have not started within 0.3"):
+    with monitored(target, "resource", 0, synchronous=True,
+                   start_timeout_secs=0.3):
+      pass
+
+
+@contextlib.contextmanager
+def starting(target, name):
+  """Yields two functions: worker 0 starts; which workers have started."""
+  with graph_of("resource"), tf1.device(CENTERS):
+    opts = [one_variable(name=name, num_worker=2, synchronous=True)[1]]
+    # Another of the same variables.
+    opts.append(wrapopt.ElasticAverageOptimizer(
+        sgd(1.0), 2, opts[0]._getter, synchronous=True))
+    starts = [opt.get_init_op(0) for opt in opts]
+    started = [opt._started() for opt in opts]
+    init = [tf1.global_variables_initializer(),
+            tf1.local_variables_initializer()]
+    with tf1.Session(target) as session:
+      session.run(init)
+      yield (lambda i: session.run(starts[i]),
+             lambda: [x.tolist() for x in session.run(started)])
+
+
+def test_the_workers_of_one_optimizer_are_not_those_of_another(target):
+  """Neither in one graph, nor in graphs of other models."""
+  no, yes = [False, False], [True, False]
+  with starting(target, "a") as (start_a, a), starting(target, "b") as (_, b):
+    assert a() == b() == [no, no]
+    start_a(0)
+    assert a() == [yes, no] and b() == [no, no]
+    start_a(1)
+    assert a() == [yes, yes] and b() == [no, no]
+
+
+# Checkpoints
+
+
+@contextlib.contextmanager
+def two_variables(kind):
+  """A session, variables with other centers, one without, and the optimizer."""
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      a = tf1.get_variable("a", initializer=[1.0])
+      b = tf1.get_variable("b", initializer=tf.constant([[2.0], [3.0]]),
+                           partitioner=tf1.fixed_size_partitioner(2))
+    other = tf1.get_variable("other", initializer=[5.0])
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+    with initialized() as session:
+      session.run([v.assign(v + 10.0) for v in (a, *b)])
+      yield session, a, b, other, opt
+
+
+def saved(session, saver, tmp_path):
+  path = saver.save(session, str(tmp_path / "model"))
+  return {name: tf.train.load_variable(path, name).ravel().tolist()
+          for name, _ in tf.train.list_variables(path)}
+
+
+@pytest.mark.parametrize("choose, expected", [
+    (lambda a, b, other: None, {"a": [1.0], "b": [2.0, 3.0], "other": [5.0]}),
+    (lambda a, b, other: [a], {"a": [1.0]}),
+    (lambda a, b, other: iter([a, other]), {"a": [1.0], "other": [5.0]}),
+    (lambda a, b, other: [b], {"b": [2.0, 3.0]}),
+    # A tensor that stands for a variable.
+    (lambda a, b, other: {
+        "x": a.value() if hasattr(a, "handle") else a._ref()}, {"x": [1.0]}),
+    (lambda a, b, other: {"x": a, "y": b}, {"x": [1.0], "y": [2.0, 3.0]}),
+    (lambda a, b, other: {"y": list(b)}, {"y": [2.0, 3.0]}),
+], ids=["all", "one", "iterator", "partitioned", "tensor", "dict",
+        "dict of slices"])
+def test_swapping_saver(kind, tmp_path, choose, expected):
+  with two_variables(kind) as (session, a, b, other, opt):
+    saver = opt.swapping_saver(choose(a, b, other))
+    assert saved(session, saver, tmp_path) == expected
+
+
+def test_what_the_swapping_saver_saves_is_the_model(kind, tmp_path):
+  with two_variables(kind) as (session, a, b, other, opt):
+    saver = opt.swapping_saver(name="s", max_to_keep=1)
+    path = saver.save(session, str(tmp_path / "model"))
+    centers = [opt._getter._global_map[v] for v in (a, *b)]
+    session.run([v.assign(v + 1.0) for v in (*centers, other)])
+    saver.restore(session, path)
+    assert [x.item() for x in session.run([*centers, other, a])] == [
+        1, 2, 3, 5, 11]
+  with graph_of(kind):
+    a = tf1.get_variable("a", [1])
+    b = tf1.get_variable("b", [2, 1])
+    tf1.get_variable("other", [1])
+    with tf1.Session() as session:
+      tf1.train.Saver().restore(session, path)
+      assert session.run(a) == 1
+      assert session.run(b).tolist() == [[2], [3]]
+
+
+def test_a_swapping_saver_of_nothing(kind):
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+    tf1.get_variable("other", [1])
+    with pytest.raises(RuntimeError, match="There is no center yet"):
+      opt.swapping_saver()

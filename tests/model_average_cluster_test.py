@@ -1,0 +1,296 @@
+"""ModelAverageOptimizer between processes: traces, restarts, and lost workers."""
+
+import concurrent.futures
+import itertools
+import os
+import signal
+import time
+
+import pytest
+
+import model_average_task
+from wrapopt.examples import _cluster
+
+WORKERS = 3  # With the chief.
+_prefixes = (f"job{i}" for i in itertools.count())
+
+
+def new_cluster(**jobs):
+  return _cluster.Cluster(model_average_task.FUNCTIONS,
+                          preload=["model_average_task"], **jobs)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+  # Two parameter servers: one has the step and half of the variables.
+  with new_cluster(ps=2, chief=1, worker=WORKERS - 1) as c:
+    yield c
+
+
+class Job:
+  """Workers that train the same model.
+
+  Attributes:
+    reports: What each worker has reported.
+    results: What each will return.
+  """
+
+  def __init__(self, cluster, **options):
+    self._cluster = cluster
+    self._options = {"prefix": next(_prefixes), **options}
+    self._pool = concurrent.futures.ThreadPoolExecutor()
+    self.reports = {}
+    self.results = {}
+
+  def start(self, job, number=0, **options):
+    """Has a task train; returns once it has a session."""
+    task = self._cluster.tasks[job, number]
+    reports = self.reports[job, number] = []
+    task.tell("train", **{**self._options, **options})
+    self.results[job, number] = self._pool.submit(task.answer, reports.append)
+    self.until(lambda: reports or self.results[job, number].done(),
+               f"session of {task.name}")
+
+  def until(self, condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+      assert time.monotonic() < deadline, f"no {what} in 60 seconds"
+      time.sleep(0.02)
+
+  def until_step(self, step, job, number=0):
+    """Waits until a task has taken so many steps."""
+    self.until(lambda: (len(self.reports[job, number]) > step or
+                        self.results[job, number].done()),
+               f"step {step} of {job} {number}")
+
+  def result(self, job, number=0):
+    return self.results[job, number].result(60)
+
+
+def own(log, model=0):
+  """Of a log: the first variable after each step; the second is the same."""
+  assert all(entry[model][0][0] == entry[model][0][1] for entry in log)
+  return [entry[model][0][0] for entry in log]
+
+
+def center(log, model=0):
+  assert all(entry[model][1][0] == entry[model][1][1] for entry in log)
+  return [entry[model][1][0] for entry in log]
+
+
+def steps(log, model=0):
+  return [entry[model][2] for entry in log]
+
+
+@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("v2", [True, False])
+def test_the_trace_of_1_15(cluster, v2, use_resource):
+  """Steps of 1 and 2, averaged every second step.
+
+  The first round has the mean of 2 and 4, and so on.
+  """
+  job = Job(cluster, steps=6, v2=v2, use_resource=use_resource)
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=-2.0)
+  chief, worker = job.result("chief"), job.result("worker")
+  assert own(chief) == [0, 1, 3, 4, 6, 7, 9]
+  assert own(worker) == [0, 2, 3, 5, 6, 8, 9]
+  assert center(chief) == center(worker) == [0, 0, 3, 3, 6, 6, 9]
+  assert steps(chief) == steps(worker) == [0, 0, 1, 1, 2, 2, 3]
+
+
+def test_a_worker_starts_from_the_centers(cluster):
+  job = Job(cluster, steps=2)
+  job.start("chief", gradient=-1.0, initial=5.0)
+  job.start("worker", gradient=-2.0, initial=7.0)
+  assert own(job.result("chief")) == [5, 6, 8]
+  assert own(job.result("worker")) == [5, 7, 8]
+
+
+def test_slots_are_the_workers_own(cluster):
+  """A session of a worker that is not the chief is ready; momentum goes on."""
+  job = Job(cluster, steps=4, inner="momentum")
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=-2.0)
+  # Steps of 1, 2, 3, 4 and of 2, 4, 6, 8: means 4.5, and 4.5 + 10.5.
+  assert own(job.result("chief")) == [0, 1, 4.5, 7.5, 15]
+  assert own(job.result("worker")) == [0, 2, 4.5, 10.5, 15]
+
+
+def test_adam(cluster):
+  job = Job(cluster, steps=4, inner="adam", interval=4)
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=1.0)
+  # Whatever the gradient, a step is the learning rate.
+  chief, worker = own(job.result("chief")), own(job.result("worker"))
+  assert chief == pytest.approx([0, 0.5, 1, 1.5, 0], abs=1e-5)
+  assert worker == pytest.approx([0, -0.5, -1, -1.5, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_the_mean_of_large_numbers_is_one(cluster, dtype):
+  job = Job(cluster, steps=1, interval=1, num_worker=3, initial=32768.0,
+            dtype=dtype)
+  job.start("chief", gradient=-16384.0)
+  for i, gradient in enumerate((-8192.0, 0.0)):
+    job.start("worker", i, gradient=gradient)
+  # In half, the sum of two is infinity.
+  assert center(job.result("chief")) == [32768, 40960]
+
+
+def test_two_optimizers(cluster):
+  """In one graph, of one name; each has rounds of its own."""
+  job = Job(cluster, steps=4, models=2)
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=-2.0)
+  for log in job.result("chief"), job.result("worker"):
+    assert center(log) == [0, 0, 3, 3, 6]
+    assert center(log, 1) == [0, 0, 6, 6, 12]
+    assert steps(log, 1) == [0, 0, 1, 1, 2]
+
+
+def test_two_jobs(cluster):
+  """Two workers of one cluster train different models at the same time."""
+  jobs = [Job(cluster, steps=20, num_worker=1) for _ in range(2)]
+  # Each is the chief of its own model, but only a chief may be one.
+  jobs[0].start("chief", gradient=-1.0)
+  jobs[1].start("worker", gradient=-2.0, chief=True)
+  assert center(jobs[0].result("chief"))[-1] == 20
+  assert center(jobs[1].result("worker"))[-1] == 40
+
+
+class TestLostWorkers:
+
+  options = {"num_worker": 3, "min_workers": 2, "round_timeout_secs": 2.0}
+
+  def test_killed_before_it_has_come(self, cluster, tmp_path):
+    """Two go on without it; restarted, it starts from the centers and counts."""
+    job = Job(cluster, interval=1, **self.options)
+    back = str(tmp_path / "back")
+    job.start("chief", gradient=-1.0, steps=5, hold={3: back})
+    job.start("worker", 0, gradient=-3.0, steps=5)
+    job.start("worker", 1, gradient=-8.0, steps=9, hold={1: "/none"})
+    job.until_step(1, "worker", 1)
+    cluster.tasks["worker", 1].kill()
+    # One round of three, two of two.
+    job.until_step(3, "chief")
+    assert center(job.reports["chief", 0]) == [0, 4, 6, 8]
+    cluster.restart("worker", 1)
+    job.start("worker", 1, gradient=-8.0, steps=2)
+    assert own(job.reports["worker", 1])[0] == 8
+    open(back, "w", encoding="utf-8").close()
+    assert center(job.result("chief")) == [0, 4, 6, 8, 12, 16]
+    assert own(job.result("worker", 0)) == own(job.result("chief"))
+    assert own(job.result("worker", 1)) == [8, 12, 16]
+
+  def test_a_dead_worker_costs_one_timeout(self, cluster, tmp_path):
+    job = Job(cluster, interval=1, steps=8, num_worker=3, min_workers=2,
+              round_timeout_secs=3.0)
+    go = str(tmp_path / "go")
+    job.start("chief", gradient=-1.0, hold={0: go})
+    job.start("worker", 0, gradient=-3.0)
+    job.start("worker", 1, gradient=-8.0, hold={0: "/none"})
+    cluster.restart("worker", 1)
+    start = time.monotonic()
+    open(go, "w", encoding="utf-8").close()
+    assert center(job.result("chief")) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    # Not one for each round, 24 seconds.
+    assert 3 <= time.monotonic() - start < 15
+
+  def test_killed_in_a_round(self, cluster, tmp_path):
+    """What it sent counts."""
+    job = Job(cluster, interval=1, **self.options)
+    go = str(tmp_path / "go")
+    job.start("chief", gradient=-1.0, steps=2, hold={0: go})
+    job.start("worker", 0, gradient=-3.0, steps=2, hold={0: go})
+    job.start("worker", 1, gradient=-8.0, steps=2)
+    time.sleep(1)  # It waits in the round, where it cannot report.
+    assert len(job.reports["worker", 1]) == 1
+    cluster.restart("worker", 1)
+    open(go, "w", encoding="utf-8").close()
+    assert center(job.result("chief")) == [0, 4, 6]
+    assert own(job.result("worker", 0)) == [0, 4, 6]
+
+  def test_stopped_and_resumed(self, cluster, tmp_path):
+    """Two go on without it; later it starts from the centers, and counts."""
+    job = Job(cluster, interval=1, **self.options)
+    stopped, back = str(tmp_path / "stopped"), str(tmp_path / "back")
+    job.start("chief", gradient=-1.0, steps=6, hold={1: stopped, 4: back})
+    job.start("worker", 0, gradient=-3.0, steps=6)
+    job.start("worker", 1, gradient=-8.0, steps=4, hold={1: stopped})
+    job.until_step(1, "worker", 1)
+    pid = cluster.tasks["worker", 1].process.pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+      open(stopped, "w", encoding="utf-8").close()
+      job.until_step(4, "chief")
+      assert center(job.reports["chief", 0]) == [0, 4, 6, 8, 10]
+    finally:
+      os.kill(pid, signal.SIGCONT)
+    # It sends what it has of the second round, is refused, and starts anew.
+    job.until_step(2, "worker", 1)
+    assert own(job.reports["worker", 1]) == [0, 4, 10]
+    open(back, "w", encoding="utf-8").close()
+    assert center(job.result("chief")) == [0, 4, 6, 8, 10, 14, 18]
+    assert own(job.result("worker", 1)) == [0, 4, 10, 14, 18]
+
+  def test_too_few_are_an_error(self, cluster):
+    job = Job(cluster, steps=1, interval=1, num_worker=2,
+              round_timeout_secs=1.0)
+    job.start("chief", gradient=-1.0)
+    with pytest.raises(RuntimeError, match=(
+        r"(?s)DeadlineExceededError.* got values of 1 workers within 1 seconds "
+        r"\('/job:chief/task:0'\), but 2 of 2 are needed")):
+      job.result("chief")
+
+  def test_no_chief_is_an_error(self, cluster, tmp_path):
+    """To the worker; it has sent what it had, and the chief goes on with it."""
+    go = str(tmp_path / "go")
+    job = Job(cluster, steps=1, interval=1, chief_timeout_secs=1.0)
+    job.start("chief", gradient=-1.0, hold={0: go})
+    job.start("worker", gradient=-1.0)
+    with pytest.raises(RuntimeError, match=(
+        "(?s)DeadlineExceededError.*the chief did not end round 0 .* within 1 "
+        "seconds")):
+      job.result("worker")
+    open(go, "w", encoding="utf-8").close()
+    assert center(job.result("chief")) == [0, 1]
+
+
+class TestRestarts:
+
+  def test_of_the_chief(self, cluster, tmp_path):
+    """The workers go on with the restored model."""
+    job = Job(cluster, interval=2, checkpoint=str(tmp_path / "checkpoint"))
+    job.start("chief", gradient=-1.0, steps=9, hold={5: "/none"})
+    job.start("worker", gradient=-2.0, steps=8)
+    # Two rounds are over, and of the third the worker has waited.
+    job.until_step(5, "chief")
+    job.until_step(5, "worker")
+    cluster.restart("chief", 0)
+    job.start("chief", gradient=-1.0, steps=2, initial=100.0)
+    chief, worker = job.result("chief"), job.result("worker")
+    assert own(chief) == [6, 7, 9]
+    assert center(chief) == [6, 6, 9]
+    assert steps(chief) == [2, 2, 3]
+    # Its sixth step was in the round that the new chief ended.
+    assert own(worker) == [0, 2, 3, 5, 6, 8, 6, 8, 9]
+    assert steps(worker)[-1] == 3
+
+  def test_of_all(self, tmp_path):
+    """1.15 went on from initial values, and saved those."""
+    options = {"checkpoint": str(tmp_path), "interval": 2, "prefix": "job"}
+    with new_cluster(ps=1, chief=1, worker=1) as c:
+      job = Job(c, steps=4, **options)
+      job.start("chief", gradient=-1.0, initial=1.0)
+      job.start("worker", gradient=-2.0, initial=1.0)
+      assert center(job.result("chief")) == [1, 1, 4, 4, 7]
+      job.result("worker")
+    with new_cluster(ps=1, chief=1, worker=1) as c:
+      job = Job(c, steps=2, **options)
+      job.start("chief", gradient=-1.0, initial=1.0)
+      job.start("worker", gradient=-2.0, initial=1.0)
+      chief, worker = job.result("chief"), job.result("worker")
+      assert own(chief) == [7, 8, 10]
+      assert own(worker) == [7, 9, 10]
+      assert steps(chief) == [2, 2, 3]

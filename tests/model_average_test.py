@@ -1,0 +1,450 @@
+"""ModelAverageOptimizer in one process; between processes, see
+model_average_cluster_test.py."""
+
+import concurrent.futures
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+
+tf1 = tf.compat.v1
+
+# Where the parameter server would be.
+SERVER = "/job:localhost/task:0/device:CPU:7"
+
+
+def device(worker):
+  return f"/job:localhost/task:0/device:CPU:{worker}"
+
+
+@pytest.fixture(scope="module")
+def target():
+  """A server whose devices stand for the tasks of a cluster."""
+  server = tf.distribute.Server.create_local_server(
+      config=tf1.ConfigProto(device_count={"CPU": 8},
+                             inter_op_parallelism_threads=8))
+  yield server.target
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True),
+                        (False, False)], ids=lambda p: (
+                            f"{'resource' if p[0] else 'ref'}-v"
+                            f"{2 if p[1] else 1}"))
+def kind(request):
+  """Of variables and of control flow."""
+  use_resource, v2 = request.param
+  before = tf1.control_flow_v2_enabled()
+  (tf1.enable_control_flow_v2 if v2 else tf1.disable_control_flow_v2)()
+  yield use_resource
+  (tf1.enable_control_flow_v2 if before else tf1.disable_control_flow_v2)()
+
+
+class Worker:
+  """The graph of one worker."""
+
+  def __init__(self, number=0, use_resource=True, scope=""):
+    self.graph = tf.Graph()
+    self.device = device(number)
+    self.getter = wrapopt.ModelAverageCustomGetter(self.device)
+    self._options = {"use_resource": use_resource}
+    self._scope = scope
+
+  @contextlib.contextmanager
+  def build(self, getter=True):
+    def place(op):
+      if op.device:
+        return op.device
+      return (SERVER if op.type in ("VarHandleOp", "VariableV2")
+              else self.device)
+
+    with self.graph.as_default(), tf1.device(place), tf1.variable_scope(
+        self._scope, custom_getter=self.getter if getter else None,
+        **self._options):
+      yield
+
+  def optimizer(self, num_worker=1, is_chief=True, interval_steps=1, opt=None,
+                **options):
+    return wrapopt.ModelAverageOptimizer(
+        opt or tf1.train.GradientDescentOptimizer(1.0), num_worker, is_chief,
+        self.getter, interval_steps, **options)
+
+  def session(self, target, **options):
+    return tf1.train.MonitoredTrainingSession(target, **options)
+
+
+def partitions(graph, fetch):
+  """[(device, device)] of what crosses between devices in a run of `fetch`."""
+  options = tf1.RunOptions(output_partition_graphs=True)
+  metadata = tf1.RunMetadata()
+  with tf1.Session(graph=graph, config=tf1.ConfigProto(
+      device_count={"CPU": 8})) as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(tf1.local_variables_initializer())
+    session.run(fetch, options=options, run_metadata=metadata)
+  return metadata.partition_graphs
+
+
+# What a step does
+
+
+def test_a_round_in_the_head(kind, target):
+  """Gradient -1: two steps of 1, and the mean of one worker is its own."""
+  worker = Worker(use_resource=kind, scope="head")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=[0.0, 10.0])
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    train = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)], step)
+    center = worker.getter.centers[v]
+    hook = opt.make_session_run_hook()
+    with worker.session(target, hooks=[hook]) as session:
+      assert session.run(train) == False  # pylint: disable=singleton-comparison
+      assert session.run(v).tolist() == [1, 11]
+      assert session.run(center).tolist() == [0, 10]
+      assert session.run(step) == 0
+      assert session.run(train) == True  # pylint: disable=singleton-comparison
+      assert session.run(v).tolist() == [2, 12]
+      assert session.run(center).tolist() == [2, 12]
+      assert session.run(step) == 1
+
+
+def run_workers(workers, target, steps):
+  """Trains all at once; returns the values of their fetches after each step."""
+
+  def train(worker):
+    with worker.graph.as_default(), worker.session(
+        target, hooks=[worker.hook], is_chief=worker.is_chief) as session:
+      log = []
+      for _ in range(steps):
+        session.run(worker.train)
+        log.append(session.run(worker.fetch))
+      return log
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    futures = []
+    for worker in workers:  # The chief first.
+      futures.append(pool.submit(train, worker))
+      if worker.is_chief:
+        wait_until_initialized(worker, target)
+    return [f.result(60) for f in futures]
+
+
+def wait_until_initialized(worker, target):
+  """A worker that finds variables uninitialized looks again after 30 s."""
+  graph = tf.Graph()
+  with graph.as_default(), tf1.device(SERVER):
+    ready = tf.raw_ops.VarIsInitializedOp(resource=tf.raw_ops.VarHandleOp(
+        dtype=tf.int64, shape=[], shared_name=worker.step_name))
+  with tf1.Session(target, graph=graph) as session:
+    while not session.run(ready):
+      pass
+
+
+def make(worker, number, gradients, initial=(0.0, 0.0), **options):
+  worker.is_chief = number == 0
+  with worker.build():
+    variables = [tf1.get_variable(f"v{i}", initializer=x)
+                 for i, x in enumerate(initial)]
+    step = tf1.train.create_global_step()
+    worker.step_name = step.op.name
+    opt = worker.optimizer(is_chief=worker.is_chief, **options)
+    worker.train = opt.apply_gradients(
+        [(None if g is None else tf.constant(g), v)
+         for g, v in zip(gradients, variables)], step)
+    worker.hook = opt.make_session_run_hook()
+    worker.fetch = [v.read_value() for v in variables]
+  return worker
+
+
+def test_a_variable_without_a_gradient_is_not_averaged(target):
+  workers = [make(Worker(i, scope="none"), i, [-1.0 - 2 * i, None],
+                  [0.0, 5.0 + i], num_worker=2) for i in range(2)]
+  logs = run_workers(workers, target, 2)
+  # The hook started both from the center of the chief's 5.
+  assert logs == [[[2, 5], [4, 5]]] * 2
+
+
+def test_random_initial_values_are_the_centers(target):
+  worker = Worker(scope="random")
+  with worker.build():
+    v = tf1.get_variable("v", [1000],
+                         initializer=tf1.random_normal_initializer())
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=9)
+    opt.apply_gradients([(v, v)], step)
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      values = session.run([v, worker.getter.centers[v]])
+  np.testing.assert_array_equal(*values)
+  assert values[0].std() > 0.5
+
+
+def test_indexed_slices_and_scalars_and_empty(target):
+  worker = Worker(scope="shapes")
+  with worker.build():
+    table = tf1.get_variable("table", initializer=tf.zeros([3, 2]))
+    scalar = tf1.get_variable("scalar", initializer=1.0)
+    empty = tf1.get_variable("empty", initializer=tf.zeros([0, 3]))
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([1]), [3, 2])
+    train = opt.apply_gradients(
+        [(rows, table), (tf.constant(1.0), scalar), (tf.zeros([0, 3]), empty)],
+        step)
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(train)
+      for v in table, scalar, empty:
+        np.testing.assert_array_equal(
+            *session.run([v, worker.getter.centers[v]]))
+      assert session.run(table).tolist() == [[0, 0], [-1, -2], [0, 0]]
+      assert session.run(scalar) == 0
+
+
+def test_without_the_hook(target):
+  """As in 1.15: rounds work, whatever the workers started from."""
+  worker = Worker(scope="no_hook")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=1.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+    init = opt.get_init_op()
+    with tf1.Session(target) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      session.run(train)
+      assert session.run([v, worker.getter.centers[v], step]) == [2, 2, 1]
+      session.run(v.assign(7.0))
+      session.run(init)
+      assert session.run(v) == 2
+      session.run(train)
+      assert session.run([v, worker.getter.centers[v], step]) == [3, 3, 2]
+
+
+def test_a_second_apply_gradients(target):
+  """Its rounds and steps are its own."""
+  worker = Worker(scope="second")
+  with worker.build():
+    v, w = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    trains = [opt.apply_gradients([(tf.constant(-1.0), x)], step)
+              for x in (v, w)]
+    centers = [worker.getter.centers[x] for x in (v, w)]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(trains[0])
+      session.run(trains[1])
+      assert session.run(centers) == [0, 0]
+      session.run(trains[0])
+      assert session.run(centers) == [2, 0]
+      session.run(trains[1])
+      assert session.run(centers) == [2, 2]
+      assert session.run(step) == 2
+
+
+# Its variables, and what they are
+
+
+def test_local_variables():
+  worker = Worker(3)
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(opt=tf1.train.AdamOptimizer())
+    opt.apply_gradients([(tf.constant(1.0), v)], step)
+    other = worker.optimizer()
+  with worker.graph.as_default():
+    local = {v.op.name: v for v in tf1.local_variables()}
+    assert sorted(local) == [
+        "beta1_power", "beta2_power", "local_round", "local_round_1",
+        "local_step", "local_step_1", "v", "v/Adam", "v/Adam_1"]
+    assert {v.device for v in local.values()} == {worker.device}
+    assert local["local_step"].dtype.base_dtype == tf.int32
+    assert not local["local_step"].trainable
+    assert {v.op.name: v.device for v in tf1.global_variables()} == {
+        "global_center_variable/v": SERVER, "global_step": SERVER}
+    # What a checkpoint holds.
+    assert sorted(v.op.name for v in tf1.train.Saver()._var_list) == [
+        "global_center_variable/v", "global_step"]
+  assert opt.get_slot_names() == ["m", "v"]
+  assert opt.get_slot(v, "m") is local["v/Adam"]
+  with worker.graph.as_default():
+    assert {v.op.name for v in opt.variables()} == {
+        "beta1_power", "beta2_power", "v/Adam", "v/Adam_1"}
+    assert other.variables() == []
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_local_step_is_on_the_worker(scoped):
+  """Wherever the constructor runs: in 1.15 all workers could share one."""
+  worker = Worker(2, scope="model")
+  with worker.build():
+    tf1.get_variable("v", initializer=0.0)
+    if scoped:
+      worker.optimizer()
+  if not scoped:
+    with worker.graph.as_default(), tf1.device(SERVER):
+      worker.optimizer()
+  with worker.graph.as_default():
+    [local_step] = [v for v in tf1.local_variables() if "step" in v.name]
+  assert local_step.device == worker.device
+  assert local_step.op.name == ("model/local_step" if scoped else "local_step")
+
+
+def test_the_train_op():
+  worker = Worker()
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    train = worker.optimizer().minimize(tf.square(v), step, name="train")
+    assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train.op]
+  assert train.op.name.endswith("train")
+  assert train.dtype == tf.bool and train.shape == []
+
+
+@pytest.mark.parametrize("variables", [2, 40])
+def test_values_cross_together(variables, kind):
+  """The number of transfers does not depend on the number of variables."""
+  worker = Worker(use_resource=kind)
+  with worker.build():
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([2]))
+          for i in range(variables)]
+    step = tf1.train.create_global_step()
+    train = worker.optimizer().apply_gradients(
+        [(tf.ones([2]), v) for v in vs], step)
+  with worker.graph.as_default():
+    graphs = partitions(worker.graph, train)
+  ops = {}
+  for graph in graphs:
+    for node in graph.node:
+      ops.setdefault(node.op, []).append(node)
+  crossing = {(n.attr["tensor_name"].s, n.attr["send_device"].s,
+               n.attr["recv_device"].s) for n in ops["_Recv"]
+              if n.attr["send_device"].s != n.attr["recv_device"].s}
+  assert len(crossing) <= 6, "\n".join(sorted(map(str, crossing)))
+  for op in "Push", "Gather", "Next":
+    [node] = ops[f"Wrapopt>Averaging{op}"]
+    assert node.device.endswith("/device:CPU:7")
+  [mean] = ops["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
+  assert mean.device.endswith("/device:CPU:7")
+  assert mean.attr["N"].i == variables
+
+
+def test_buckets_of_dtypes(target):
+  worker = Worker(scope="dtypes")
+  with worker.build():
+    vs = [tf1.get_variable(f"v{i}", [2], d, tf1.ones_initializer())
+          for i, d in enumerate((tf.float32, tf.float16, tf.float64,
+                                 tf.bfloat16, tf.float32, tf.float16))]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(opt=tf1.train.MomentumOptimizer(1.0, 0.5))
+    train = opt.apply_gradients([(tf.ones([2], v.dtype), v) for v in vs], step)
+    types = [op.type for op in worker.graph.get_operations()]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(train)
+      session.run(train)
+      for v in vs:
+        assert session.run(v).tolist() == [-1.5, -1.5]
+        assert session.run(worker.getter.centers[v]).tolist() == [-1.5, -1.5]
+  del types
+
+
+# Errors
+
+
+def test_opt_and_getter_are_checked():
+  worker = Worker()
+  with worker.build():
+    with pytest.raises(TypeError, match="`opt` must be a tf.compat.v1.train"):
+      worker.optimizer(opt=tf.keras.optimizers.SGD())
+    with pytest.raises(TypeError, match=(
+        r"`ma_custom_getter` must be the ModelAverageCustomGetter .* got "
+        r"NoneType\.")):
+      wrapopt.ModelAverageOptimizer(
+          tf1.train.GradientDescentOptimizer(1.0), 1, True, None)
+
+
+@pytest.mark.parametrize("error, match, options", [
+    (ValueError, "`num_worker` must be at least 1, got 0", {"num_worker": 0}),
+    (TypeError, "`num_worker` must be an integer, got 1.5",
+     {"num_worker": 1.5}),
+    (TypeError, "`num_worker` must be an integer, got True",
+     {"num_worker": True}),
+    (ValueError, "`interval_steps` must be at least 1, got 0",
+     {"interval_steps": 0}),
+    (ValueError, "`min_workers` must be at most 2, the number of workers, got "
+     "3", {"num_worker": 2, "min_workers": 3}),
+    (ValueError, "`min_workers` must be at least 1, got 0",
+     {"min_workers": 0}),
+    (ValueError, "`round_timeout_secs` must be more than 0, got 0",
+     {"round_timeout_secs": 0}),
+    (ValueError, "`chief_timeout_secs` must be more than 0, got nan",
+     {"chief_timeout_secs": float("nan")}),
+    (TypeError, "`round_timeout_secs` must be a number of seconds, got '1'",
+     {"round_timeout_secs": "1"}),
+    (ValueError, "`worker` must be a name, got ''", {"worker": ""}),
+])
+def test_arguments_are_checked(error, match, options):
+  worker = Worker()
+  with worker.build(), pytest.raises(error, match=match):
+    worker.optimizer(**options)
+
+
+def test_a_worker_without_a_device_needs_a_name():
+  with tf.Graph().as_default():
+    getter = wrapopt.ModelAverageCustomGetter("")
+    arguments = (tf1.train.GradientDescentOptimizer(1.0), 1, True, getter)
+    with pytest.raises(ValueError, match="`worker` must be a name where"):
+      wrapopt.ModelAverageOptimizer(*arguments)
+    wrapopt.ModelAverageOptimizer(*arguments, worker="me")
+
+
+def test_apply_gradients_is_checked():
+  worker = Worker()
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    g = tf.constant(1.0)
+    before = len(worker.graph.get_operations())
+    with pytest.raises(ValueError, match="Must supply at least one variable"):
+      opt.apply_gradients([], step)
+    with pytest.raises(ValueError, match="Global step is required"):
+      opt.apply_gradients([(g, v)])
+    with pytest.raises(TypeError, match="`global_step` must be a variable"):
+      opt.apply_gradients([(g, v)], 3)
+    with pytest.raises(ValueError, match="No gradients provided"):
+      opt.apply_gradients([(None, v)], step)
+    with pytest.raises(ValueError, match="Global step is required"):
+      opt.minimize(g * v)
+    assert len([op for op in worker.graph.get_operations()[before:]
+                if op.type.startswith(("Wrapopt", "ResourceApply"))]) == 0
+    opt.apply_gradients(zip([g], [v]), step)
+  with worker.build(getter=False):
+    w = tf1.get_variable("w", initializer=0.0)
+    with pytest.raises(ValueError, match="'w:0' has no center: a variable that"):
+      opt.apply_gradients([(g, w)], step)
+
+
+def test_get_init_op_needs_variables():
+  worker = Worker()
+  with worker.build():
+    opt = worker.optimizer()
+    with pytest.raises(ValueError, match=(
+        "The list of local_variables should not be empty")):
+      opt.get_init_op()
+    # One that the getter did not make does not matter.
+  with worker.build(getter=False):
+    tf1.get_variable("w", initializer=0.0)
+  with worker.build():
+    tf1.get_variable("v", initializer=0.0)
+    assert opt.get_init_op().type == "NoOp"
+
+
+def test_eager_mode_is_refused():
+  getter = wrapopt.ModelAverageCustomGetter("/cpu:0")
+  with pytest.raises(RuntimeError, match="in a tf.Graph, got eager mode"):
+    wrapopt.ModelAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 1, True, getter)

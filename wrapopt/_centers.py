@@ -1,0 +1,325 @@
+"""Workers' own variables and their centers, which all workers share.
+
+What the optimizers that average the weights of several workers have in common.
+"""
+
+import collections
+import contextlib
+import numbers
+
+import tensorflow as tf
+
+from wrapopt import ops
+from wrapopt._unique_variable import get_unique_variable
+
+tf1 = tf.compat.v1
+
+_GLOBAL = tf1.GraphKeys.GLOBAL_VARIABLES
+_LOCAL = tf1.GraphKeys.LOCAL_VARIABLES
+
+CENTER = "global_center_variable"
+
+# Arguments of a variable scope's getter after the name, in their order.
+_ARGUMENTS = (
+    "shape", "dtype", "initializer", "regularizer", "reuse", "trainable",
+    "collections", "caching_device", "partitioner", "validate_shape",
+    "use_resource", "constraint", "synchronization", "aggregation")
+
+
+def require_graph(what):
+  """Refuses to do `what` where there is no graph of a cluster's worker."""
+  if tf1.executing_eagerly_outside_functions():
+    raise RuntimeError(
+        f"{what} must be used in a tf.Graph, got eager mode: workers share "
+        "centers by the names that these have in graphs. Build the model in "
+        "`with tf.Graph().as_default():`.")
+  if tf.distribute.has_strategy():
+    raise NotImplementedError(
+        f"{what} must not be used in a tf.distribute strategy, which places "
+        "variables itself. Use it between asynchronous workers.")
+
+
+def check_count(subject, x):
+  if not isinstance(x, numbers.Integral) or isinstance(x, bool):
+    raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+  if x < 1:
+    raise ValueError(f"`{subject}` must be at least 1, got {x}.")
+
+
+class VariableMap(collections.abc.MutableMapping):
+  """A dict whose keys are variables, also of those that have no hash."""
+
+  def __init__(self):
+    self._items = {}  # By reference: (variable, value).
+
+  def __getitem__(self, variable):
+    if variable not in self:
+      name = getattr(variable, "name", variable)
+      raise KeyError(
+          f"'{name}' was not made by the custom getter: make it with "
+          "tf.compat.v1.get_variable and trainable=True in a variable_scope "
+          "that has the getter.")
+    return self._items[variable.ref()][1]
+
+  def __setitem__(self, variable, value):
+    self._items[variable.ref()] = variable, value
+
+  def __delitem__(self, variable):
+    del self._items[variable.ref()]
+
+  def __contains__(self, variable):
+    return (isinstance(variable, tf.Variable) and
+            variable.ref() in self._items)
+
+  def __iter__(self):
+    return (variable for variable, _ in self._items.values())
+
+  def __len__(self):
+    return len(self._items)
+
+  def in_graph(self):
+    """The keys that are of the current graph: a list."""
+    graph = tf1.get_default_graph()
+    return [variable for variable in self if variable.graph is graph]
+
+
+def slices(variable):
+  """The variables that a `PartitionedVariable` consists of, or itself."""
+  return (variable._get_variable_list()
+          if hasattr(variable, "_get_variable_list") else [variable])
+
+
+class CenterGetter:
+  """A custom getter that gives each trainable variable of a worker a center.
+
+  The first getter of a variable makes the center, and gives both later.
+
+  Attributes:
+    worker_device: The device of the worker's own variables.
+    centers: A VariableMap from them to their centers.
+  """
+
+  def __init__(self, worker_device):
+    if isinstance(worker_device, str):
+      tf.DeviceSpec.from_string(worker_device)  # Raises a ValueError.
+    self.worker_device = worker_device
+    self.centers = VariableMap()
+
+  def __call__(self, getter, name, *args, **kwargs):
+    require_graph(type(self).__name__)
+    kwargs.update(zip(_ARGUMENTS, args))
+    if not _is_trainable(kwargs):
+      with (tf.device(self.worker_device)
+            if _LOCAL in (kwargs.get("collections") or ())
+            else contextlib.nullcontext()):
+        return getter(name, **kwargs)
+    with tf.device(self.worker_device):
+      variable = getter(name, **{
+          **kwargs, "collections": _local(kwargs.get("collections"))})
+    if not all(v in self.centers for v in slices(variable)):
+      self._make_copies(getter, name, variable, kwargs)
+    return variable
+
+  def _make_copies(self, getter, name, variable, kwargs):
+    # Where the caller is: replica_device_setter has a parameter server for it.
+    self._copy(getter, f"{CENTER}/{name}", variable, kwargs, _GLOBAL,
+               self.centers)
+
+  def _copy(self, getter, name, variable, kwargs, collection, copies):
+    """Gets a variable that is like `variable`; notes it in `copies`."""
+    shape = variable.get_shape()
+    initial_values = {_offset(v): v.initial_value for v in slices(variable)}
+
+    # The very tensor that the worker's variable starts with: in one run of the
+    # initializers both get the same random values. The variable itself is not
+    # read, for a chief initializes centers first.
+    def initial_value(shape=None, dtype=None, partition_info=None):
+      del shape, dtype
+      offset = partition_info.var_offset if partition_info else ()
+      return initial_values[tuple(offset)]
+
+    copy = getter(name, **{
+        **kwargs,
+        "shape": shape if shape.is_fully_defined() else None,
+        "dtype": variable.dtype.base_dtype, "initializer": initial_value,
+        "trainable": False, "collections": [collection],
+        # What is done to the worker's variable is not done again.
+        "regularizer": None, "constraint": None, "caching_device": None})
+    copies.update(zip(slices(variable), slices(copy), strict=True))
+
+
+def _is_trainable(kwargs):
+  if kwargs.get("trainable") is None:
+    return (kwargs.get("synchronization") !=
+            tf.VariableSynchronization.ON_READ)
+  return kwargs["trainable"]
+
+
+def _offset(variable):
+  info = variable._get_save_slice_info()
+  return tuple(info.var_offset) if info else ()
+
+
+def _local(names):
+  """Collections of a variable that is to be a local one."""
+  names = [name for name in names or () if name != _GLOBAL]
+  return names if _LOCAL in names else [*names, _LOCAL]
+
+
+def worker_variable(name, dtype, value, worker_device):
+  """A scalar variable of a worker, in the memory of its host."""
+  if isinstance(worker_device, str):
+    spec = tf.DeviceSpec.from_string(worker_device)
+    if spec.device_type not in (None, "CPU"):
+      # TensorFlow does not count int32 there.
+      worker_device = spec.replace(device_type="CPU",
+                                   device_index=0).to_string()
+  return get_unique_variable(name, [], dtype, tf1.constant_initializer(value),
+                             worker_device, _LOCAL)
+
+
+def make_local_step(worker_device):
+  """The count of a worker's steps."""
+  return worker_variable("local_step", tf.int32, 0, worker_device)
+
+
+@contextlib.contextmanager
+def worker_state(device):
+  """Makes the variables that are made inside the worker's own.
+
+  An optimizer's slots would be global variables on the worker's device: a
+  worker that is not the chief waits for the chief to initialize those, which
+  knows only its own.
+
+  Args:
+    device: The worker's device.
+
+  Yields:
+    None.
+  """
+  def create(next_creator, **kwargs):
+    names = kwargs.get("collections") or [_GLOBAL]
+    if _GLOBAL not in names or tf1.GraphKeys.GLOBAL_STEP in names:
+      return next_creator(**kwargs)
+    with tf.device(device):
+      variable = next_creator(**kwargs)
+    # Not by `collections`, which a variable of TensorFlow 2 has none of.
+    made = tf1.get_collection_ref(_GLOBAL)
+    made[:] = [v for v in made if v is not variable]
+    if _LOCAL not in names:
+      tf1.add_to_collection(_LOCAL, variable)
+    return variable
+
+  with tf1.variable_creator_scope(create):
+    yield
+
+
+# Many variables as a few tensors, since each that crosses to another task costs
+# a call.
+
+_MOST_BYTES = 256 * 2**20
+
+
+def buckets(*rows):
+  """Which variables go together into a tensor.
+
+  Those of one dtype and device, up to 256 MiB of them; a larger variable goes
+  alone.
+
+  Args:
+    *rows: Sequences of N variables. The i-th of each are of one dtype and
+      shape: the places where one value is read from or goes to.
+
+  Returns:
+    A list of lists of indices into each row. In a list, the variables of a row
+    are on one device and of one dtype, and their indices ascend.
+
+  Raises:
+    ValueError: If the shape of a variable is not known.
+  """
+  groups = []
+  room = {}  # By device and dtype: the last group, and the bytes left in it.
+  for i, variables in enumerate(zip(*rows, strict=True)):
+    for v in variables:
+      if not v.shape.is_fully_defined():
+        raise ValueError(
+            f"The shape of '{v.name}' must be known when the graph is built, "
+            f"for its value is sent together with others, got {v.shape}.")
+    key = (variables[0].dtype.base_dtype, *[v.device for v in variables])
+    size = _bytes(variables[0])
+    group, left = room.get(key, (None, 0))
+    if group is None or size > left:
+      group, left = [], _MOST_BYTES
+      groups.append(group)
+    group.append(i)
+    room[key] = group, left - size
+  return groups
+
+
+def pack(variables, groups=None):
+  """The values of variables, joined to vectors on their own device.
+
+  Args:
+    variables: A sequence of variables.
+    groups: Their `buckets`, with those of others; by default of them alone.
+
+  Returns:
+    A list with a tensor of rank 1 for each of the groups. It holds the values
+    from after the caller's control dependencies, in memory of its own.
+  """
+  flats = []
+  for group in buckets(variables) if groups is None else groups:
+    with ops.device_of(variables[group[0]]):
+      parts = [tf.reshape(variables[i].read_value(), [-1]) for i in group]
+      # A ref variable gives away its own memory, which later updates change.
+      flats.append(tf.concat(parts, 0) if parts[1:]
+                   else tf.raw_ops.DeepCopy(x=parts[0]))
+  return flats
+
+
+def assign_packed(variables, flats, groups=None):
+  """Assigns vectors from `pack` of other variables.
+
+  Args:
+    variables: A sequence of variables.
+    flats: Tensors of rank 1, one for each of the groups.
+    groups: As in `pack`.
+
+  Returns:
+    An operation. What it does, it does on the device of the variables.
+  """
+  assigned = []
+  for group, flat in zip(buckets(variables) if groups is None else groups,
+                         flats, strict=True):
+    with ops.device_of(variables[group[0]]):
+      for i, value in zip(group, split(flat, [variables[i] for i in group])):
+        # Only then does a ref variable lock.
+        assigned.append(variables[i].assign(value, use_locking=True,
+                                            read_value=False))
+  with tf.device(None):
+    return tf.group(*assigned)
+
+
+def split(flat, variables):
+  """A vector of a group as tensors of the shapes of its variables."""
+  sizes = [v.shape.num_elements() for v in variables]
+  parts = tf.split(flat, sizes) if sizes[1:] else [flat]
+  return [tf.reshape(part, v.shape) for part, v in zip(parts, variables)]
+
+
+def copy_packed(sources, targets):
+  """Assigns each of `targets` the value of its source, in a few transfers.
+
+  Args:
+    sources: N variables.
+    targets: N variables of the same dtypes and shapes.
+
+  Returns:
+    An operation.
+  """
+  groups = buckets(sources, targets)
+  return assign_packed(targets, pack(sources, groups), groups)
+
+
+def _bytes(variable):
+  return variable.shape.num_elements() * variable.dtype.base_dtype.size

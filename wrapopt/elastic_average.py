@@ -1,0 +1,522 @@
+"""Elastic averaging: workers explore around a center that they share."""
+
+import math
+import numbers
+import time
+
+import tensorflow as tf
+
+from wrapopt import _centers
+from wrapopt import _control_flow
+from wrapopt import _swapping_saver
+from wrapopt import ops
+from wrapopt._wrapper import WrapperOptimizer
+
+tf1 = tf.compat.v1
+
+LOCAL_CENTER = "local_center_variable"
+
+
+class ElasticAverageCustomGetter(_centers.CenterGetter):
+  """Gives each worker variables of its own, and all of them shared centers.
+
+  The `custom_getter` of a variable scope, inside of which a worker builds its
+  model for `ElasticAverageOptimizer`, under a `replica_device_setter`.
+
+  As `ModelAverageCustomGetter`; beside a variable `<name>` and its center
+  `global_center_variable/<name>`, the worker has its own copy of the center
+  from the last exchange: `local_center_variable/<name>`, not trainable, in
+  LOCAL_VARIABLES, on `worker_device`.
+
+  Example:
+
+  >>> import tensorflow.compat.v1 as tf1
+  >>> getter = wrapopt.ElasticAverageCustomGetter("/job:worker/task:0")
+  >>> with tf.Graph().as_default(), tf1.device(tf1.train.replica_device_setter(
+  ...     cluster={"ps": ["ps:1"], "worker": ["worker:1"]})):
+  ...   with tf1.variable_scope("model", custom_getter=getter):
+  ...     w = tf1.get_variable("w", [2])
+  ...   for v in tf1.global_variables() + tf1.local_variables():
+  ...     print(v.op.name, v.device)
+  global_center_variable/model/w /job:ps/task:0
+  model/w /job:worker/task:0
+  local_center_variable/model/w /job:worker/task:0
+
+  Raises, when it is called:
+    RuntimeError: In eager mode.
+    NotImplementedError: In a `tf.distribute` strategy.
+
+  Reference: `tf.contrib.opt.ElasticAverageCustomGetter` of TensorFlow 1.15.
+
+  Differences from 1.15: the caller's collections are kept, and may be None;
+  reuse; all three variables start with the same value, also of a random
+  initializer; regularizers and constraints are the worker's variable's alone.
+  """
+
+  def __init__(self, worker_device):
+    """Makes the getter of one worker.
+
+    Args:
+      worker_device: The device of its variables, as `tf.device` takes it, such
+        as "/job:worker/task:0".
+
+    Raises:
+      ValueError: If `worker_device` is a string that names no device.
+    """
+    super().__init__(worker_device)
+    self.local_centers = _centers.VariableMap()
+    # Their names in 1.15.
+    self._global_map = self.centers
+    self._local_map = self.local_centers
+
+  def _make_copies(self, getter, name, variable, kwargs):
+    super()._make_copies(getter, name, variable, kwargs)
+    with tf.device(self.worker_device):
+      self._copy(getter, f"{LOCAL_CENTER}/{name}", variable, kwargs,
+                 tf1.GraphKeys.LOCAL_VARIABLES, self.local_centers)
+
+
+class ElasticAverageOptimizer(WrapperOptimizer):
+  """Trains workers apart from each other, on a spring to a common center.
+
+  Each of `num_worker` asynchronous workers trains variables of its own. After
+  every `communication_period` of its steps it exchanges with the centers, which
+  are on the parameter servers: with `v` the worker's variable and `c` its
+  center, as they were before,
+
+      local_center = c
+      v += moving_rate (c - v)
+      c += moving_rate (v - c)
+
+  In between, each gradient pulls towards the center that the worker saw last:
+  `compute_gradients` adds to the loss
+
+      rho / 2 sum |v - local_center|^2
+
+  The centers are the model. The workers may stray from it and from each other,
+  which explores more than asynchronous descent does, at a fraction of its
+  traffic.
+
+  However many variables there are, an exchange is one native op on the worker
+  and one on each parameter server, for each dtype, and centers travel to the
+  worker as one tensor, differences as one back (of at most 256 MiB, else more).
+  The op locks the centers, so that nothing that another worker adds is lost.
+
+  `global_step` counts the exchanges of all workers, not steps.
+
+  The variables come from an `ElasticAverageCustomGetter`. State: `local_step`
+  (int32 scalar, the number of this worker's steps; further instances get
+  `local_step_1` and so on), and what the inner optimizer makes. All of that is
+  the worker's own: in LOCAL_VARIABLES, on its device, and never in a
+  checkpoint, which holds `global_center_variable/<name>`. The hook starts each
+  worker from the centers, also from restored ones.
+
+  Example, of a single worker with a center at 0; it takes two steps of 1, then
+  both meet half way:
+
+  >>> import tensorflow.compat.v1 as tf1
+  >>> with tf.Graph().as_default():
+  ...   getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  ...   with tf1.variable_scope("", custom_getter=getter):
+  ...     w = tf1.get_variable("w", initializer=0.0)
+  ...   opt = wrapopt.ElasticAverageOptimizer(
+  ...       tf1.train.GradientDescentOptimizer(1.0), 1, getter,
+  ...       communication_period=2, moving_rate=0.5, rho=0.0)
+  ...   train = opt.minimize(-w, tf1.train.get_or_create_global_step())
+  ...   [center] = [v for v in tf1.global_variables() if "center" in v.name]
+  ...   hooks = [opt.make_session_run_hook(is_chief=True, task_index=0)]
+  ...   with tf1.train.MonitoredTrainingSession(hooks=hooks) as session:
+  ...     for _ in range(4):
+  ...       session.run(train)
+  ...       print(*session.run([w, center]))
+  1.0 0.0
+  1.0 1.0
+  2.0 1.0
+  2.0 2.0
+
+  References: Zhang, Choromanska and LeCun, "Deep learning with elastic
+  averaging SGD", NeurIPS 2015 (there `moving_rate` is alpha, and
+  `communication_period` tau);
+  `tf.contrib.opt.ElasticAverageOptimizer` of TensorFlow 1.15.
+
+  Differences from 1.15: any subset of variables; the learning rate may be a
+  callable or unknown; resource variables; control flow version 2; `synchronous`
+  does not deadlock; several instances in a graph and in a cluster; `get_slot`,
+  `get_slot_names` and `variables` are the inner optimizer's; few transfers; no
+  exchange is lost; what `apply_gradients` returns is an operation, and the
+  TRAIN_OP; wrong arguments are refused.
+  """
+
+  BETA = 0.9
+
+  def __init__(self, opt, num_worker, ea_custom_getter, communication_period=10,
+               moving_rate=None, rho=None, use_locking=True, synchronous=False,
+               name="ElasticAverageOptimizer", *, start_timeout_secs=600):
+    """Wraps `opt`, in the graph of one worker.
+
+    Args:
+      opt: A `tf.compat.v1.train.Optimizer`.
+      num_worker: The number of workers, the chief included.
+      ea_custom_getter: The `ElasticAverageCustomGetter` that makes the trained
+        variables, before or after this.
+      communication_period: The number of a worker's steps from one exchange to
+        the next.
+      moving_rate: The part of its distance that each of worker and center moves
+        in an exchange: a number in [0, 1], or a scalar tensor or variable. By
+        default `0.9 / communication_period / num_worker`.
+      rho: The stiffness of the pull between exchanges: a number of at least 0,
+        which adds nothing to the loss if it is 0; or a scalar tensor or
+        variable. By default `moving_rate` divided by the learning rate of the
+        inner optimizer, or of the one that this wraps, where it has one that
+        scales gradients.
+      use_locking: Has no effect, as in 1.15; the centers are always locked.
+      synchronous: Whether the hook lets no worker begin before all of them
+        have started. Who starts again finds the others started, and does not
+        wait; nor does a job that is started again on parameter servers that
+        went on running.
+      name: The name of the optimizer.
+      start_timeout_secs: How long the hook waits if `synchronous`, in seconds.
+
+    Raises:
+      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
+        `ea_custom_getter` is not an `ElasticAverageCustomGetter`, or a count is
+        not an integer.
+      ValueError: If a number is out of range, or the learning rate is not known
+        and `rho` is not given.
+      RuntimeError: In eager mode.
+      NotImplementedError: In a `tf.distribute` strategy.
+    """
+    super().__init__(opt, name)
+    del use_locking
+    _centers.require_graph(type(self).__name__)
+    _centers.check_count("num_worker", num_worker)
+    _centers.check_count("communication_period", communication_period)
+    if not isinstance(ea_custom_getter, ElasticAverageCustomGetter):
+      raise TypeError(
+          "`ea_custom_getter` must be the ElasticAverageCustomGetter of the "
+          f"model's variables, got {ea_custom_getter!r}.")
+    if moving_rate is None:
+      moving_rate = self.BETA / communication_period / num_worker
+    elif isinstance(moving_rate, numbers.Real) and not 0 <= moving_rate <= 1:
+      raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")
+    if isinstance(rho, numbers.Real) and not 0 <= rho < math.inf:
+      raise ValueError(f"`rho` must be at least 0 and finite, got {rho}.")
+    if not start_timeout_secs > 0:
+      raise ValueError(
+          f"`start_timeout_secs` must be above 0, got {start_timeout_secs}.")
+    self._num_worker = num_worker
+    self._getter = ea_custom_getter
+    self._period = communication_period
+    self._moving_rate = moving_rate
+    self._rho = rho
+    self._rho_lr = _learning_rate(opt) if rho is None else None
+    self._synchronous = synchronous
+    self._start_timeout_secs = start_timeout_secs
+    self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
+
+  # Training
+
+  def compute_gradients(self, loss, var_list=None, *args, **kwargs):
+    """Computes gradients of the loss and of the pull towards the centers.
+
+    Args:
+      loss: A tensor, or a function that gives one.
+      var_list: The variables to train; by default all trainable ones.
+      *args: See `tf.compat.v1.train.Optimizer.compute_gradients`.
+      **kwargs: As well.
+
+    Returns:
+      A list of (gradient, variable).
+
+    Raises:
+      ValueError: If there is no variable, or one that the getter did not make.
+    """
+    if var_list is None:
+      var_list = tf1.trainable_variables()
+    var_list = [v for x in tf.nest.flatten(var_list)
+                for v in _centers.slices(x)]
+    pairs = list(zip(var_list, self._copies(var_list)[1]))
+    rho = self._rho_now()
+    if pairs and not (isinstance(rho, numbers.Real) and rho == 0):
+      total = lambda loss: loss + tf.cast(_pull(rho, pairs), loss.dtype)
+      loss_of_model = loss
+      loss = ((lambda: total(tf.convert_to_tensor(loss_of_model())))
+              if callable(loss) else total(tf.convert_to_tensor(loss)))
+    return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
+
+  def _rho_now(self):
+    if self._rho is not None:
+      return self._rho
+    rate, lr = self._moving_rate, self._rho_lr
+    if callable(lr) and not isinstance(lr, tf.Variable):
+      lr = lr()
+    if isinstance(rate, numbers.Real) and isinstance(lr, numbers.Real):
+      return rate / lr
+    return ops.float64(rate) / ops.float64(lr)
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
+                      **kwargs):
+    """Takes a step of the inner optimizer, and exchanges where that is due.
+
+    Args:
+      grads_and_vars: An iterable of (gradient, variable). A variable with a
+        None gradient is neither trained nor exchanged.
+      global_step: A variable that an exchange increments, or None.
+      name: A name for the operation.
+      **kwargs: What else the inner optimizer takes.
+
+    Returns:
+      An `Operation`.
+
+    Raises:
+      ValueError: If there is no variable, none has a gradient, or one was not
+        made by the getter.
+    """
+    grads_and_vars = list(grads_and_vars)
+    # What is no variable is for the inner optimizer to refuse.
+    variables = list({v.ref(): v for g, v in grads_and_vars
+                      if g is not None and isinstance(v, tf.Variable)}.values())
+    centers, local_centers = self._copies(variables)
+    with self._worker_state():
+      apply = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
+    steps = [] if global_step is None else [global_step]
+    has_refs = any(not hasattr(v, "handle")
+                   for v in (*variables, *centers, *local_centers, *steps))
+    with tf.name_scope(self._name), ops.device_of(self._local_step):
+      with tf.control_dependencies([apply]):
+        counted = self._local_step.assign_add(1, read_value=False)
+      with tf.control_dependencies([counted]):
+        due = tf.equal(self._local_step.read_value() % self._period, 0)
+      exchanged = _control_flow.cond(
+          due, lambda: self._exchange(variables, centers, local_centers, steps),
+          has_refs)
+    with ops.device_of(self._local_step):
+      train = tf.group(exchanged, name=name or self._name)
+    self._replace_train_op(apply, train)
+    return train
+
+  def _exchange(self, variables, centers, local_centers, steps):
+    groups = _centers.buckets(variables, centers)
+    # Both as they are before any is changed; the centers only once.
+    center_flats = _centers.pack(centers, groups)
+    differences = []
+    for group, v, c in zip(groups, _centers.pack(variables, groups),
+                           center_flats, strict=True):
+      with ops.device_of(variables[group[0]]):
+        differences.append(v - c)
+    seen = _centers.assign_packed(local_centers, center_flats, groups)
+    with tf.control_dependencies([seen, *differences]):
+      pulled = ops.averaging_assign(variables, local_centers,
+                                    rate=self._moving_rate)
+    parts = [None] * len(centers)
+    for group, difference in zip(groups, differences):
+      with ops.device_of(centers[group[0]]):
+        split = _centers.split(difference, [centers[i] for i in group])
+        for i, part in zip(group, split):
+          parts[i] = part
+    # First the worker: it refuses a rate that is out of range.
+    with tf.control_dependencies([pulled]):
+      # The centers of now, which others may have moved since they were read.
+      pushed = ops.averaging_assign(centers, [centers, parts],
+                                    weights=[1.0, self._moving_rate])
+    with tf.control_dependencies([pushed]):
+      return tf.group(pushed, *[_increment(step) for step in steps])
+
+  def _copies(self, variables):
+    """(their centers, the worker's copies of these)."""
+    for v in variables:
+      if v not in self._getter.centers:
+        raise ValueError(
+            f"'{v.name}' has no center: a variable that is averaged must be "
+            "made by the optimizer's ElasticAverageCustomGetter, with "
+            "trainable=True, in tf.compat.v1.variable_scope(..., "
+            "custom_getter=getter).")
+    return ([self._getter.centers[v] for v in variables],
+            [self._getter.local_centers[v] for v in variables])
+
+  def _worker_state(self):
+    return _centers.worker_state(self._getter.worker_device)
+
+  def _create_slots(self, var_list):
+    with self._worker_state():
+      super()._create_slots(var_list)
+
+  # Starting
+
+  def get_init_op(self, task_index):
+    """What a worker does before its first step.
+
+    Args:
+      task_index: The number of this worker, unlike those of the others, in
+        [0, num_worker). It matters only if `synchronous`.
+
+    Returns:
+      An operation that sets the worker's variables, and its copies of the
+      centers, to the centers. If `synchronous`, it also notes that this worker
+      has started. It is the hook that waits for the others.
+
+    Raises:
+      ValueError: If there is no variable yet, or no worker of that number.
+    """
+    if self._synchronous and not 0 <= task_index < self._num_worker:
+      raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
+                       f"{task_index}.")
+    variables = self._getter.centers.in_graph()
+    if not variables:
+      raise ValueError(
+          "The list of variables that were made by the custom getter should "
+          "not be empty. Build the model first.")
+    centers, local_centers = self._copies(variables)
+    with tf.name_scope(f"{self._name}/init"):
+      groups = _centers.buckets(variables, centers)
+      flats = _centers.pack(centers, groups)
+      init = tf.group(_centers.assign_packed(variables, flats, groups),
+                      _centers.assign_packed(local_centers, flats, groups))
+      if not self._synchronous:
+        return init
+      with tf.control_dependencies([init]):
+        return self._on_started(task_index, lambda handle: (
+            tf.raw_ops.AssignVariableOp(resource=handle, value=True)))
+
+  def _on_started(self, task_index, function):
+    """Has `function` do something to a mark that the workers share.
+
+    A worker has started where a resource of its number is there. That needs no
+    initialization, and is no variable of a checkpoint.
+
+    Args:
+      task_index: Of the worker that the mark is of.
+      function: A function of a handle.
+
+    Returns:
+      What it returns.
+    """
+    center = self._getter.centers[self._getter.centers.in_graph()[0]]
+    with ops.device_of(center):
+      return function(tf.raw_ops.VarHandleOp(
+          dtype=tf.bool, shape=[],
+          shared_name=f"{center.op.name}/{self._name}/"
+          f"{self._local_step.op.name}/started_{task_index}"))
+
+  def _started(self):
+    """A vector that tells of each worker whether it has started."""
+    return tf.stack([
+        self._on_started(i, lambda handle: tf.raw_ops.VarIsInitializedOp(
+            resource=handle)) for i in range(self._num_worker)])
+
+  def make_session_run_hook(self, is_chief, task_index):
+    """The hook that every worker's session needs.
+
+    It starts the worker from the centers whenever its session is created: at
+    the start, from restored centers, and after a failure.
+
+    Args:
+      is_chief: Whether this is the chief, which does nothing else here.
+      task_index: As in `get_init_op`.
+
+    Returns:
+      A `tf.compat.v1.train.SessionRunHook`. If `synchronous`, it raises a
+      `tf.errors.DeadlineExceededError` where the other workers have not all
+      started in time.
+    """
+    del is_chief
+    return _StartHook(self, task_index)
+
+  # Checkpoints
+
+  def swapping_saver(self, var_list=None, name="swapping_saver", **kwargs):
+    """A Saver that writes centers under the names of the variables.
+
+    To evaluate and to serve the model that its workers train together: there a
+    plain `tf.compat.v1.train.Saver` restores such a file into variables that
+    are made without the getter. Here it restores the centers.
+
+    Args:
+      var_list: What to save: None for all trainable variables, an iterable of
+        variables, or a dict from names to variables. Variables without a center
+        are saved as they are.
+      name: A name for the saver's operations.
+      **kwargs: Arguments of `tf.compat.v1.train.Saver`.
+
+    Returns:
+      A `tf.compat.v1.train.Saver`.
+
+    Raises:
+      RuntimeError: If there is no center yet.
+    """
+    if not self._getter.centers.in_graph():
+      raise RuntimeError(
+          "There is no center yet: make the model's variables with the "
+          "ElasticAverageCustomGetter before the swapping_saver.")
+    if var_list is None:
+      var_list = tf1.trainable_variables()
+    return tf1.train.Saver(
+        _swapping_saver.replaced(var_list, self._getter.centers), name=name,
+        **kwargs)
+
+
+class _StartHook(tf1.train.SessionRunHook):
+  """See `ElasticAverageOptimizer.make_session_run_hook`."""
+
+  _PAUSE_SECS = 0.1
+
+  def __init__(self, opt, task_index):
+    self._opt, self._task_index = opt, task_index
+
+  def begin(self):
+    self._start = self._opt.get_init_op(self._task_index)
+    if self._opt._synchronous:
+      self._started = self._opt._started()
+
+  def after_create_session(self, session, coord):
+    session.run(self._start)
+    if self._opt._synchronous:
+      self._wait(session, coord)
+
+  def _wait(self, session, coord):
+    # Nothing waits on the parameter server, where it would outlive this worker.
+    timeout = self._opt._start_timeout_secs
+    deadline = time.monotonic() + timeout
+    while not coord.should_stop():
+      missing = [i for i, started in enumerate(session.run(self._started))
+                 if not started]
+      if not missing:
+        return
+      if time.monotonic() > deadline:
+        raise tf.errors.DeadlineExceededError(
+            None, None,
+            f"Workers {missing} of {self._opt._num_worker} have not started "
+            f"within {timeout} seconds (`start_timeout_secs`).")
+      time.sleep(self._PAUSE_SECS)
+
+
+def _learning_rate(opt):
+  """What the gradients of `opt` are scaled by: a number, tensor or callable."""
+  while isinstance(opt, WrapperOptimizer):
+    opt = opt._optimizer
+  lr = getattr(opt, "_learning_rate", None)
+  if lr is None or isinstance(lr, numbers.Real) and not lr > 0:
+    raise ValueError(
+        "`rho` must be given: it is `moving_rate` divided by the learning rate "
+        f"by default, but {type(opt).__qualname__} has "
+        f"{'none' if lr is None else lr} by which gradients are scaled.")
+  return lr
+
+
+def _pull(rho, pairs):
+  """rho / 2 sum |v - center|^2."""
+  dtype = tf.float32
+  if any(v.dtype.base_dtype == tf.float64 for v, _ in pairs):
+    dtype = tf.float64
+  distances = []
+  for v, center in pairs:
+    with ops.device_of(v):
+      distances.append(tf.cast(tf.nn.l2_loss(v - center), dtype))
+  return tf.cast(ops.float64(rho), dtype) * tf.add_n(distances)
+
+
+def _increment(step):
+  with ops.device_of(step):
+    # Not without the lock of a ref variable: other workers increment it too.
+    return tf1.assign_add(step, tf.ones([], step.dtype.base_dtype),
+                          use_locking=True).op

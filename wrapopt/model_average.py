@@ -1,0 +1,445 @@
+"""Averages the weights that several workers train apart from each other."""
+
+import collections
+import numbers
+import typing
+
+import tensorflow as tf
+
+from wrapopt import _centers
+from wrapopt import _control_flow
+from wrapopt import ops
+from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_global_step
+
+tf1 = tf.compat.v1
+
+_ROUND_TIMEOUT_SECS = 600.0
+_CHIEF_TIMEOUT_SECS = 1200.0
+# No round has this number: to wait for its end is not to wait.
+_NO_ROUND = -2
+# The number of the round that is open before a chief has opened one.
+_UNOPENED = -1
+
+
+class ModelAverageCustomGetter(_centers.CenterGetter):
+  """Gives each worker variables of its own, and all of them shared centers.
+
+  The `custom_getter` of a variable scope, inside of which a worker builds its
+  model for `ModelAverageOptimizer`, under a `replica_device_setter`.
+
+  A trainable variable `<name>` becomes the worker's own: on `worker_device`, in
+  the collection LOCAL_VARIABLES in place of GLOBAL_VARIABLES, and in the others
+  that the caller names. Beside it comes its center, which the workers share:
+  `global_center_variable/<name>`, not trainable, in GLOBAL_VARIABLES, of the
+  same dtype and shape, on the device that the caller's scope gives it. It
+  starts with the initial value of the worker's variable, without reading the
+  variable. A `PartitionedVariable` has a center for each slice. A variable that
+  is got again keeps its center.
+
+  Other variables are left alone, but for those of LOCAL_VARIABLES, which are
+  put on `worker_device`.
+
+  Example, of one worker and a parameter server:
+
+  >>> import tensorflow.compat.v1 as tf1
+  >>> getter = wrapopt.ModelAverageCustomGetter("/job:worker/task:0")
+  >>> with tf.Graph().as_default(), tf1.device(tf1.train.replica_device_setter(
+  ...     cluster={"ps": ["ps:1"], "worker": ["worker:1"]})):
+  ...   with tf1.variable_scope("model", custom_getter=getter):
+  ...     w = tf1.get_variable("w", [2])
+  ...   [center] = tf1.global_variables()
+  ...   for v in w, center:
+  ...     print(v.op.name, v.device)
+  model/w /job:worker/task:0
+  global_center_variable/model/w /job:ps/task:0
+
+  Raises, when it is called:
+    RuntimeError: In eager mode.
+    NotImplementedError: In a `tf.distribute` strategy.
+
+  Reference: `tf.contrib.opt.ModelAverageCustomGetter` of TensorFlow 1.15.
+
+  Differences from 1.15: the caller's collections are kept, and may be None;
+  reuse; partitioned and resource variables.
+  """
+
+  def __init__(self, worker_device):
+    """Makes the getter of one worker.
+
+    Args:
+      worker_device: The device of its variables, as `tf.device` takes it, such
+        as "/job:worker/task:0".
+
+    Raises:
+      ValueError: If `worker_device` is a string that names no device.
+    """
+    super().__init__(worker_device)
+    # Its name in 1.15.
+    self._local_2_global = self.centers
+
+
+class _Rounds(typing.NamedTuple):
+  """The averaging of one `apply_gradients`.
+
+  Attributes:
+    name: Of the rounds, one for all workers.
+    local_step: int32 scalar variable, the steps that this worker has taken.
+    local_round: int64 scalar variable, the round that this worker takes part in:
+      it was the open one when the worker last started from the centers.
+  """
+  name: str
+  local_step: tf.Variable
+  local_round: tf.Variable
+
+
+class ModelAverageOptimizer(WrapperOptimizer):
+  """Workers that train apart, and start again from their mean every few steps.
+
+  Each worker trains variables of its own. Every `interval_steps` steps of the
+  inner optimizer it sends their values to the parameter servers and waits. The
+  mean over the workers,
+
+      center = (1 / M) sum_k local_k,
+
+  is computed by the parameter servers in float (double for double), in place
+  and in one pass over memory, once all M workers have sent theirs. Then the
+  global step is incremented, and every worker goes on from the centers: the
+  global step counts these rounds, not the steps of the inner optimizer.
+
+  Of `num_worker` workers one is the chief. Each of them builds the same graph,
+  makes its variables with a `ModelAverageCustomGetter` under
+  `tf.compat.v1.train.replica_device_setter`, and gives its session the hook
+  of `make_session_run_hook`: it starts the worker from the centers, as they are
+  after initialization or after a checkpoint was restored.
+
+  A worker that is slow or dead: a round ends `round_timeout_secs` after the
+  chief has come to it, with the workers that came, if these are `min_workers` or
+  more. Who comes later, or again after a restart, starts from the centers and
+  takes part in the next round. A worker that missed a round is not waited for
+  until it comes back. With too few workers the chief's step fails with
+  `tf.errors.DeadlineExceededError`, which names those that came. A chief that
+  is gone is the same error to the others, after `chief_timeout_secs`.
+
+  State: on the parameter servers a center for each variable, and as many copies
+  of the variables as there are workers while a round is open; on the worker the
+  variables `local_step` (int32 scalar, steps of this worker) and `local_round`
+  (int64 scalar, its round). What is on the worker, the inner optimizer's slots
+  among it, is in LOCAL_VARIABLES and no part of a checkpoint, which holds the
+  centers as `global_center_variable/<name>` and the global step.
+
+  Example, one worker, in one process:
+
+  >>> with tf.Graph().as_default():
+  ...   getter = wrapopt.ModelAverageCustomGetter("/cpu:0")
+  ...   with tf.compat.v1.variable_scope("", custom_getter=getter):
+  ...     w = tf.compat.v1.get_variable("w", initializer=1.0)
+  ...   step = tf.compat.v1.train.get_or_create_global_step()
+  ...   opt = wrapopt.ModelAverageOptimizer(
+  ...       tf.compat.v1.train.GradientDescentOptimizer(0.25), 1, True, getter,
+  ...       interval_steps=2)
+  ...   train_op = opt.minimize(w, step)
+  ...   with tf.compat.v1.train.MonitoredTrainingSession(
+  ...       hooks=[opt.make_session_run_hook()]) as session:
+  ...     for _ in range(4):
+  ...       _ = session.run(train_op)
+  ...     print(*session.run([w, step]))
+  0.0 2
+
+  References: `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15; Zhang,
+  De Sa, Mitliagkas and Re, "Parallel SGD: when does averaging help?", 2016.
+
+  Differences from 1.15: workers start from the centers, after initialization
+  and after a restore, which 1.15 overwrote with initial values; deadlines,
+  `min_workers`, and workers that come back; a worker's values cross in a few
+  transfers instead of one for each variable, and the sum does not overflow in
+  half precision; all dtypes; resource variables and control flow v2; the inner
+  optimizer's variables are local, so that a session of a worker that is not
+  the chief becomes ready; `local_step` is on the worker wherever the constructor
+  runs; several instances, in one graph or in one cluster; errors in place of
+  wrong results.
+  """
+
+  def __init__(self, opt, num_worker, is_chief, ma_custom_getter,
+               interval_steps=100, use_locking=True,
+               name="ModelAverageOptimizer", *, min_workers=None,
+               round_timeout_secs=None, chief_timeout_secs=None, worker=None):
+    """Wraps `opt`.
+
+    Args:
+      opt: A `tf.compat.v1.train.Optimizer`, for the variables of this worker.
+      num_worker: How many workers there are, the chief among them.
+      is_chief: Whether this worker is the chief. There is exactly one.
+      ma_custom_getter: The `ModelAverageCustomGetter` that makes the variables.
+      interval_steps: How many steps of this worker a round has, at least 1.
+      use_locking: Has no effect, as in 1.15; the averaging always locks.
+      name: The name of the optimizer, the same for all workers.
+      min_workers: How many workers are enough for a round whose time is over,
+        from 1 to `num_worker`; by default, `num_worker`.
+      round_timeout_secs: How many seconds the chief waits in a round for the
+        other workers; by default, 600.
+      chief_timeout_secs: How many seconds a worker waits for the chief to end a
+        round, or to open the first; by default 1200, or twice
+        `round_timeout_secs` where that is more.
+      worker: What this worker is called, unlike all others and the same after a
+        restart; by default, its device, from the getter.
+
+    Raises:
+      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
+        `ma_custom_getter` is not a `ModelAverageCustomGetter`, or a number of
+        workers or steps is not an integer.
+      ValueError: If a number is out of its range.
+      RuntimeError: In eager mode.
+    """
+    super().__init__(opt, name)
+    del use_locking
+    _check_count("num_worker", num_worker)
+    _check_count("interval_steps", interval_steps)
+    if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
+      raise TypeError("`ma_custom_getter` must be the ModelAverageCustomGetter "
+                      "that makes the variables, got "
+                      f"{type(ma_custom_getter).__qualname__}.")
+    if min_workers is None:
+      min_workers = num_worker
+    _check_count("min_workers", min_workers, num_worker)
+    if round_timeout_secs is None:
+      round_timeout_secs = _ROUND_TIMEOUT_SECS
+    _check_seconds("round_timeout_secs", round_timeout_secs)
+    if chief_timeout_secs is None:
+      chief_timeout_secs = max(_CHIEF_TIMEOUT_SECS, 2 * round_timeout_secs)
+    _check_seconds("chief_timeout_secs", chief_timeout_secs)
+    if worker is not None and not (isinstance(worker, str) and worker):
+      raise ValueError(f"`worker` must be a name, got {worker!r}.")
+    _centers.require_graph(type(self).__name__)
+    self._num_worker = num_worker
+    self._is_chief = bool(is_chief)
+    self._getter = ma_custom_getter
+    self._interval_steps = interval_steps
+    self._min_workers = min_workers
+    self._round_timeout_secs = float(round_timeout_secs)
+    self._chief_timeout_secs = float(chief_timeout_secs)
+    self._device = ma_custom_getter.worker_device
+    self._rounds = [self._new_rounds()]
+    self._worker = worker or self._rounds[0].local_step.device
+    if not self._worker:
+      raise ValueError("`worker` must be a name where the getter's worker_device "
+                       "is none, got None.")
+    self._applied = 0  # How many of `_rounds` have their `apply_gradients`.
+
+  def _new_rounds(self):
+    local_step = _centers.make_local_step(self._device)
+    local_round = _centers.worker_variable("local_round", tf.int64, _UNOPENED,
+                                           self._device)
+    # All workers make these variables in the same order.
+    return _Rounds(f"{self.get_name()}/{local_step.op.name}", local_step,
+                   local_round)
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
+                      **kwargs):
+    """Applies gradients to this worker's variables, and averages when it is time.
+
+    Args:
+      grads_and_vars: An iterable of (gradient, variable). Variables without a
+        gradient are not averaged.
+      global_step: The step variable, which counts the rounds.
+      name: A name for the returned tensor.
+      **kwargs: What else the inner optimizer takes.
+
+    Returns:
+      A scalar bool tensor: whether this step ended a round. Running it is the
+      step.
+
+    Raises:
+      TypeError: If `global_step` is not an integer variable.
+      ValueError: If there is no variable or no gradient, no global step, or a
+        variable that `ma_custom_getter` did not make.
+    """
+    grads_and_vars = list(grads_and_vars)
+    if not grads_and_vars:
+      raise ValueError("Must supply at least one variable")
+    if global_step is None:
+      raise ValueError("Global step is required")
+    check_global_step(global_step)
+    pairs = [(v, self._center_of(v)) for g, v in grads_and_vars if g is not None]
+    with _centers.worker_state(self._device):
+      stepped = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
+    if self._applied == len(self._rounds):
+      self._rounds.append(self._new_rounds())
+    rounds = self._rounds[self._applied]
+    self._applied += 1
+
+    with tf.device(None), tf.device(self._device):
+      with tf.control_dependencies([stepped]):
+        steps = tf.identity(rounds.local_step.assign_add(1))
+      done = _control_flow.cond(
+          tf.equal(steps % self._interval_steps, 0),
+          lambda: self._round(rounds, pairs, global_step),
+          any(not hasattr(v, "handle") for v in (
+              *sum(pairs, ()), global_step, rounds.local_round)))
+      done = tf.identity(done, name or self._name)
+    self._replace_train_op(stepped, done.op)
+    return done
+
+  def _center_of(self, variable):
+    if variable not in self._getter.centers:
+      raise ValueError(
+          f"'{variable.name}' has no center: a variable that is averaged must be "
+          "made by the optimizer's ModelAverageCustomGetter, with trainable="
+          "True, in tf.compat.v1.variable_scope(..., custom_getter=getter).")
+    return self._getter.centers[variable]
+
+  def _lead(self):
+    """The device of the parameter server that orders the rounds."""
+    return next(iter(self._getter.centers.values())).device
+
+  def _handle(self, rounds, device):
+    with tf.device(None), tf.device(device):
+      return ops.averaging_rounds(self._num_worker, rounds.name)
+
+  def _round(self, rounds, pairs, global_step):
+    """A round of this worker, from its values to those of the centers."""
+    local_vars, centers = zip(*pairs)
+    groups = _centers.buckets(local_vars, centers)
+    values = _centers.pack(local_vars, groups)
+    # By parameter server: which of the groups it has. The one that leads comes
+    # last: whom it counts is there with all values.
+    servers = collections.defaultdict(list)
+    for g, group in enumerate(groups):
+      servers[centers[group[0]].device].append(g)
+    servers[self._lead()] = servers.pop(self._lead(), [])
+    handles = {d: self._handle(rounds, d) for d in servers}
+    *others, lead = handles
+
+    with ops.device_of(rounds.local_round):
+      number = rounds.local_round.read_value()
+    with tf.device(None), tf.device(self._lead()):
+      number = tf.identity(number)  # Sent once, for all that take it.
+
+    def push(device):
+      with tf.device(None), tf.device(device):
+        return ops.averaging_push(handles[device], self._worker, number,
+                                  [values[g] for g in servers[device]])
+
+    with tf.control_dependencies([push(device) for device in others]):
+      pushed = push(lead)
+    with tf.control_dependencies([pushed]):
+      if not self._is_chief:
+        opened = ops.averaging_wait(handles[lead], number,
+                                    self._chief_timeout_secs, self._worker)
+      else:
+        workers = ops.averaging_gather(handles[lead], number, self._min_workers,
+                                       self._round_timeout_secs)
+        means = [
+            ops.averaging_mean(handles[device], number, workers,
+                               [centers[i] for i in groups[g]], value=value)
+            for device in servers for value, g in enumerate(servers[device])]
+        opened = self._end_round(means, number, handles, global_step)
+    return self._start(pairs, [(rounds, opened)])
+
+  def _end_round(self, means, number, handles, global_step):
+    """After the means: the step, and then the next round, whose number it is."""
+    *others, lead = handles.values()
+    with tf.control_dependencies(means):
+      ended = [ops.averaging_next(handle, number) for handle in others]
+      with ops.device_of(global_step):
+        ended.append(global_step.assign_add(1).op)
+    # The others go on now. They are to see the step.
+    with tf.control_dependencies(ended):
+      return ops.averaging_next(lead, number)
+
+  def _start(self, pairs, rounds):
+    """Starts this worker from the centers.
+
+    Args:
+      pairs: [(this worker's variable, its center)].
+      rounds: [(_Rounds, the number of its open round)].
+
+    Returns:
+      An operation.
+    """
+    local_vars, centers = zip(*pairs)
+    # Numbers are older than values: of a round that ended between the two, the
+    # worker is known to have missed it.
+    with tf.control_dependencies([number for _, number in rounds]):
+      started = _centers.copy_packed(centers, local_vars)
+    with tf.control_dependencies([started]), tf.device(None):
+      return tf.group(*[r.local_round.assign(number).op
+                        for r, number in rounds])
+
+  def get_init_op(self):
+    """An operation that starts this worker's variables from the centers.
+
+    The hook of `make_session_run_hook` runs it. Without the hook: run it once
+    all variables are initialized, in each worker, after the chief.
+
+    Returns:
+      An operation.
+
+    Raises:
+      ValueError: If `ma_custom_getter` has made no variable yet.
+    """
+    pairs = list(self._getter.centers.items())
+    if not pairs:
+      raise ValueError("The list of local_variables should not be empty")
+    return self._start(pairs, [
+        (r, self._wait(r, _NO_ROUND)) for r in self._rounds])
+
+  def _wait(self, rounds, number):
+    return ops.averaging_wait(self._handle(rounds, self._lead()), number,
+                              self._chief_timeout_secs, self._worker)
+
+  def make_session_run_hook(self):
+    """A hook that starts this worker from the centers.
+
+    Give it to the worker's session, such as
+    `tf.compat.v1.train.MonitoredTrainingSession`. Whenever a session is made,
+    after initialization or after a checkpoint was restored, it ends the open
+    round, if this worker is the chief, or else waits until the chief has opened
+    one, and then runs `get_init_op`.
+
+    Returns:
+      A `tf.compat.v1.train.SessionRunHook`.
+    """
+    return _Hook(self)
+
+  def _make_ready_op(self):
+    """Before `get_init_op`: the chief opens rounds, the others wait for that."""
+    lead = self._lead()
+    with tf.device(None), tf.device(lead):
+      return tf.group(*[
+          ops.averaging_next(self._handle(r, lead), _NO_ROUND, reset=True)
+          if self._is_chief else self._wait(r, _UNOPENED)
+          for r in self._rounds])
+
+
+class _Hook(tf1.train.SessionRunHook):
+  """See `ModelAverageOptimizer.make_session_run_hook`."""
+
+  def __init__(self, optimizer):
+    self._optimizer = optimizer
+
+  def begin(self):
+    self._init = self._optimizer.get_init_op()
+    self._ready = self._optimizer._make_ready_op()
+
+  def after_create_session(self, session, coord):
+    del coord
+    session.run(self._ready)
+    session.run(self._init)
+
+
+def _check_count(name, value, most=None):
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+  if value < 1:
+    raise ValueError(f"`{name}` must be at least 1, got {value}.")
+  if most is not None and value > most:
+    raise ValueError(f"`{name}` must be at most {most}, the number of workers, "
+                     f"got {value}.")
+
+
+def _check_seconds(name, value):
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    raise TypeError(f"`{name}` must be a number of seconds, got {value!r}.")
+  if not value > 0:
+    raise ValueError(f"`{name}` must be more than 0, got {value}.")
