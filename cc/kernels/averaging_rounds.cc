@@ -715,7 +715,7 @@ class AveragingMeanOp : public OpKernel {
       pass.AddVariable(variables.size(centers + i), operands);
       offset += variables.size(centers + i) * SizeOf(center);
     }
-    RunPass(ctx, pass);
+    OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
   }
 
  private:
