@@ -18,6 +18,7 @@ PRINTS = (
     r"averaged: \[[^]]+\]\nraw:      \[[^]]+\]\n",
     "",
     r"admitted, dropped: 100 0\n",
+    r"rounds: 10\n",
     r"\[0\.5, 0\.5, 2\.5, 2\.5\]\n",
     r"\[0\.25 0\.5 \]\n",
 )

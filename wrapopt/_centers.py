@@ -217,13 +217,15 @@ def worker_state(device):
 # Many variables as a few tensors, since each that crosses to another task costs
 # a call.
 
-_MOST_BYTES = 256 * 2**20
+# Enough for the cost of a call not to count, and few enough for large models to
+# be copied, sent and computed on at the same time.
+_MOST_BYTES = 4 * 2**20
 
 
 def buckets(*rows):
   """Which variables go together into a tensor.
 
-  Those of one dtype and device, up to 256 MiB of them; a larger variable goes
+  Those of one dtype and device, up to 4 MiB of them; a larger variable goes
   alone.
 
   Args:
@@ -265,15 +267,20 @@ def pack(variables, groups=None):
 
   Returns:
     A list with a tensor of rank 1 for each of the groups. It holds the values
-    from after the caller's control dependencies, in memory of its own.
+    from after the caller's control dependencies, and keeps them.
   """
   flats = []
   for group in buckets(variables) if groups is None else groups:
     with ops.device_of(variables[group[0]]):
       parts = [tf.reshape(variables[i].read_value(), [-1]) for i in group]
-      # A ref variable gives away its own memory, which later updates change.
-      flats.append(tf.concat(parts, 0) if parts[1:]
-                   else tf.raw_ops.DeepCopy(x=parts[0]))
+      if parts[1:]:
+        flat = tf.concat(parts, 0)
+      elif hasattr(variables[group[0]], "handle"):
+        [flat] = parts
+      else:
+        # A ref variable gives away its own memory, which updates change.
+        flat = tf.raw_ops.DeepCopy(x=parts[0])
+      flats.append(flat)
   return flats
 
 

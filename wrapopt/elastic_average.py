@@ -97,10 +97,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   which explores more than asynchronous descent does, at a fraction of its
   traffic.
 
-  However many variables there are, an exchange is one native op on the worker
-  and one on each parameter server, for each dtype, and centers travel to the
-  worker as one tensor, differences as one back (of at most 256 MiB, else more).
-  The op locks the centers, so that nothing that another worker adds is lost.
+  In an exchange, variables travel together: for up to 4 MiB of them, or a
+  larger one alone, the centers cross to the worker as one tensor, differences
+  cross back as one, and a native op updates them on either side. The ops lock
+  the centers, so that nothing that another worker adds is lost.
 
   `global_step` counts the exchanges of all workers, not steps.
 
@@ -299,28 +299,32 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     groups = _centers.buckets(variables, centers)
     # Both as they are before any is changed; the centers only once.
     center_flats = _centers.pack(centers, groups)
-    differences = []
-    for group, v, c in zip(groups, _centers.pack(variables, groups),
-                           center_flats, strict=True):
-      with ops.device_of(variables[group[0]]):
-        differences.append(v - c)
-    seen = _centers.assign_packed(local_centers, center_flats, groups)
-    with tf.control_dependencies([seen, *differences]):
+    flats = _centers.pack(variables, groups)
+    exchanged = [
+        self._exchange_group([variables[i] for i in group],
+                             [centers[i] for i in group],
+                             [local_centers[i] for i in group], *values)
+        for group, *values in zip(groups, flats, center_flats, strict=True)]
+    with tf.control_dependencies(exchanged):
+      return tf.group(*exchanged, *[_increment(step) for step in steps])
+
+  def _exchange_group(self, variables, centers, local_centers, flat,
+                      center_flat):
+    """Exchanges variables whose values are `flat`, and `center_flat`."""
+    with ops.device_of(variables[0]):
+      difference = flat - center_flat
+    seen = _centers.assign_packed(local_centers, [center_flat],
+                                  [range(len(variables))])
+    with tf.control_dependencies([seen, difference]):
       pulled = ops.averaging_assign(variables, local_centers,
                                     rate=self._moving_rate)
-    parts = [None] * len(centers)
-    for group, difference in zip(groups, differences):
-      with ops.device_of(centers[group[0]]):
-        split = _centers.split(difference, [centers[i] for i in group])
-        for i, part in zip(group, split):
-          parts[i] = part
+    with ops.device_of(centers[0]):
+      differences = _centers.split(difference, centers)
     # First the worker: it refuses a rate that is out of range.
     with tf.control_dependencies([pulled]):
       # The centers of now, which others may have moved since they were read.
-      pushed = ops.averaging_assign(centers, [centers, parts],
-                                    weights=[1.0, self._moving_rate])
-    with tf.control_dependencies([pushed]):
-      return tf.group(pushed, *[_increment(step) for step in steps])
+      return ops.averaging_assign(centers, [centers, differences],
+                                  weights=[1.0, self._moving_rate])
 
   def _copies(self, variables):
     """(their centers, the worker's copies of these)."""

@@ -193,15 +193,18 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     super().__init__(opt, name)
     del use_locking
-    _check_count("num_worker", num_worker)
-    _check_count("interval_steps", interval_steps)
+    _centers.check_count("num_worker", num_worker)
+    _centers.check_count("interval_steps", interval_steps)
     if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
       raise TypeError("`ma_custom_getter` must be the ModelAverageCustomGetter "
                       "that makes the variables, got "
                       f"{type(ma_custom_getter).__qualname__}.")
     if min_workers is None:
       min_workers = num_worker
-    _check_count("min_workers", min_workers, num_worker)
+    _centers.check_count("min_workers", min_workers)
+    if min_workers > num_worker:
+      raise ValueError(f"`min_workers` must be at most {num_worker}, the number "
+                       f"of workers, got {min_workers}.")
     if round_timeout_secs is None:
       round_timeout_secs = _ROUND_TIMEOUT_SECS
     _check_seconds("round_timeout_secs", round_timeout_secs)
@@ -290,7 +293,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   def _lead(self):
     """The device of the parameter server that orders the rounds."""
-    return next(iter(self._getter.centers.values())).device
+    with tf.init_scope():  # A branch of a cond may be a graph of its own.
+      first, *_ = self._getter.centers.in_graph()
+    return self._getter.centers[first].device
 
   def _handle(self, rounds, device):
     with tf.device(None), tf.device(device):
@@ -378,7 +383,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     Raises:
       ValueError: If `ma_custom_getter` has made no variable yet.
     """
-    pairs = list(self._getter.centers.items())
+    pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
     if not pairs:
       raise ValueError("The list of local_variables should not be empty")
     return self._start(pairs, [
@@ -426,16 +431,6 @@ class _Hook(tf1.train.SessionRunHook):
     del coord
     session.run(self._ready)
     session.run(self._init)
-
-
-def _check_count(name, value, most=None):
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
-  if value < 1:
-    raise ValueError(f"`{name}` must be at least 1, got {value}.")
-  if most is not None and value > most:
-    raise ValueError(f"`{name}` must be at most {most}, the number of workers, "
-                     f"got {value}.")
 
 
 def _check_seconds(name, value):

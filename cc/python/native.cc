@@ -149,38 +149,48 @@ void Step(const std::string& name, std::vector<py::array> states,
 
 // The caller keeps the lists, and so the arrays, alive.
 StreamLimit MakeStreamLimit(const py::list& read, const py::list& written) {
-  auto array = [](const py::handle& object, const std::string& subject) {
-    if (!py::isinstance<py::array_t<float, py::array::c_style>>(object)) {
-      throw std::invalid_argument(subject + " must be a float32 array");
-    }
-    return py::reinterpret_borrow<py::array>(object);
-  };
   std::vector<StreamLimit::Arrays> arrays;
-  for (size_t i = 0; i < read.size(); ++i) {
-    const std::string place = "[" + std::to_string(i) + "]";
-    const py::array from = array(read[i], "read" + place);
-    arrays.push_back({static_cast<size_t>(from.size()),
-                      static_cast<const float*>(from.data()), {}});
-    for (size_t k = 0; k < written.size(); ++k) {
-      const std::string subject = "written[" + std::to_string(k) + "]";
-      const py::list row = py::cast<py::list>(written[k]);
-      if (row.size() != read.size()) {
+  std::string first;  // What is called so has the sizes of all.
+  // Calls use(place, its array) for each array of a row.
+  auto each = [&](const char* list, const py::list& rows, auto use) {
+    for (size_t k = 0; k < rows.size(); ++k) {
+      const std::string subject =
+          std::string(list) + "[" + std::to_string(k) + "]";
+      const py::list row = py::cast<py::list>(rows[k]);
+      if (first.empty()) {
+        first = subject;
+        arrays.resize(row.size());
+      } else if (row.size() != arrays.size()) {
         throw std::invalid_argument(
             subject + " must hold one array for each of the " +
-            std::to_string(read.size()) + " in read, got " +
+            std::to_string(arrays.size()) + " in " + first + ", got " +
             std::to_string(row.size()));
       }
-      const py::array to = array(row[i], subject + place);
-      if (to.size() != from.size()) {
-        throw std::invalid_argument(
-            subject + place + " misshapen: got " + std::to_string(to.size()) +
-            " elements but expected " + std::to_string(from.size()) +
-            " (the size of read" + place + ")");
+      for (size_t i = 0; i < row.size(); ++i) {
+        const std::string place = "[" + std::to_string(i) + "]";
+        if (!py::isinstance<py::array_t<float, py::array::c_style>>(row[i])) {
+          throw std::invalid_argument(subject + place +
+                                      " must be a float32 array");
+        }
+        const py::array array = py::reinterpret_borrow<py::array>(row[i]);
+        const size_t size = array.size();
+        if (subject == first) arrays[i].size = size;
+        if (size != arrays[i].size) {
+          throw std::invalid_argument(
+              subject + place + " misshapen: got " + std::to_string(size) +
+              " elements but expected " + std::to_string(arrays[i].size) +
+              " (the size of " + first + place + ")");
+        }
+        use(&arrays[i], static_cast<float*>(const_cast<void*>(array.data())));
       }
-      arrays.back().written.push_back(
-          static_cast<float*>(const_cast<void*>(to.data())));
     }
-  }
+  };
+  each("read", read, [](StreamLimit::Arrays* a, float* data) {
+    a->read.push_back(data);
+  });
+  each("written", written, [](StreamLimit::Arrays* a, float* data) {
+    a->written.push_back(data);
+  });
   return StreamLimit(std::move(arrays));
 }
 
@@ -247,10 +257,10 @@ PYBIND11_MODULE(_native, m) {
 
   py::class_<StreamLimit>(
       m, "StreamLimit",
-      "The memory bandwidth of this machine: a threaded loop that adds each of "
-      "`read`, float32 arrays, to the arrays in the same place of `written`, a "
-      "list of such lists. It writes also to arrays that are read-only to numpy, "
-      "as tensors are.")
+      "The memory bandwidth of this machine: a threaded loop that adds the "
+      "arrays of each list in `read`, float32 all, to those in the same place of "
+      "each list in `written`. It writes also to arrays that are read-only to "
+      "numpy, as tensors are.")
       .def(py::init(&MakeStreamLimit), py::arg("read"), py::arg("written"),
            py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
       .def("run", &StreamLimit::Run, py::arg("threads"),

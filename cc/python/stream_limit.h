@@ -11,10 +11,10 @@ namespace wrapopt {
 // Threads that go once over float32 arrays and only add.
 class StreamLimit {
  public:
-  // An array that is read, and those of the same size that it is added to.
+  // Arrays of one size: those that are read are added to each that is written.
   struct Arrays {
     size_t size;
-    const float* read;
+    std::vector<const float*> read;
     std::vector<float*> written;
   };
 

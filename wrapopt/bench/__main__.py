@@ -11,7 +11,7 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("ema", "gate", "step")
+_BENCHMARKS = ("average", "ema", "gate", "step")
 
 
 def main(argv=None):

@@ -171,7 +171,7 @@ def _time(call, calls):
   return (time.perf_counter() - start) / calls
 
 
-def streams(shapes, written):
+def streams(shapes, written, read=1):
   """Arrays for `_native.StreamLimit`, made as TensorFlow makes a variable's.
 
   Where memory lies makes its speed: so what is compared is made alike, by the
@@ -180,17 +180,18 @@ def streams(shapes, written):
   Args:
     shapes: Shapes.
     written: How many arrays of each shape are written.
+    read: How many are only read.
 
   Returns:
-    A list of arrays to read, and a list of `written` lists of arrays.
+    Lists of arrays, one for each shape: `read` of them, and `written` of them.
   """
   with tf.device("/cpu:0"):
     rows = [[numbers(shape, (row, i)) for i, shape in enumerate(shapes)]
-            for row in range(1 + written)]
+            for row in range(read + written)]
   # Not copies.
   rows = [[np.frombuffer(memoryview(x), np.float32) if 0 not in x.shape
            else np.zeros(0, np.float32) for x in row] for row in rows]
-  return rows[0], rows[1:]
+  return rows[:read], rows[read:]
 
 
 def numbers(shape, seed):

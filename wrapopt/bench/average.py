@@ -1,0 +1,383 @@
+"""Averages of weights: the op that takes them, and a round of a cluster.
+
+The mean of S variables into another one, in a v1 session. Compares
+`wrapopt.ops.averaging_assign` with
+
+  tf.add_n              of the S, times 1 / S, and an assignment
+  the streaming limit   native threads that add S arrays to another one
+
+GB/s counts what a pass must move: each source is read, each target is read and
+written. A contender that moves more than that has fewer GB/s, not more.
+
+Then a round of two workers and a parameter server, which are processes on this
+machine: it takes the mean of the workers' weights, and starts them from it.
+Compares `wrapopt.ModelAverageOptimizer` with
+
+  accumulators          a ConditionalAccumulator for each variable and a queue of
+                        tokens, as in TensorFlow 1.15
+
+without a step of training. Counts the transfers of tensors between processes,
+and their bytes, as the workers' step stats have them.
+
+All variables are of float32, and all contenders are checked to take that mean.
+"""
+
+import contextlib
+import gc
+import statistics
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _native
+from wrapopt import ops
+from wrapopt.bench import harness
+from wrapopt.examples import _cluster
+from wrapopt.model_average import ModelAverageCustomGetter
+from wrapopt.model_average import ModelAverageOptimizer
+
+_tf1 = tf.compat.v1
+_PARTS = ("op", "round")
+_SOURCES = (2, 4, 8)
+_WORKERS = 2
+_ADD_N = "tf.add_n, assign"
+_ACCUMULATORS = "accumulators"
+_ROUNDS = ("wrapopt", _ACCUMULATORS)
+
+
+def add_arguments(parser):
+  harness.add_arguments(parser)
+  # Nine times BERT, twice, is more than most machines have memory for.
+  parser.set_defaults(sets=["2x4096x4096", "resnet50", "400x256"])
+  parser.add_argument(
+      "--parts", nargs="+", choices=_PARTS, metavar="PART", default=_PARTS,
+      help=f"what to measure, of {', '.join(_PARTS)}; default all")
+
+
+def run(options):
+  """Runs the benchmark and returns its results, one per contender."""
+  results = []
+  n_rounds = harness.rounds(options)
+  for name in options.sets:
+    shapes = harness.VARIABLE_SETS[name]
+    if "op" in options.parts:
+      for sources in _SOURCES:
+        results += measure_op(name, shapes, sources, n_rounds)
+    if "round" in options.parts:
+      results += measure_round(name, shapes, n_rounds)
+  return results
+
+
+def measure_op(name, shapes, sources, n_rounds):
+  """Compares means of variables on one set of them and prints a table.
+
+  Args:
+    name: The name of the set.
+    shapes: The shapes of its variables.
+    sources: How many variables of each shape a mean is taken of.
+    n_rounds: How often each contender has its turn.
+
+  Returns:
+    A list of dicts: what is in a row of the table.
+  """
+  numbers = sum(harness.sizes(shapes))
+  moved = 4 * numbers * (sources + 2)
+  limits, place_limits = _limits(shapes, sources)
+  session, contenders, place_session = _in_session(shapes, sources)
+  with contextlib.closing(session):
+    seconds = harness.alternate(
+        {**limits, **contenders}, n_rounds, f"{name}, S = {sources}",
+        places=[place_limits, place_session])
+  # The next set wants the memory.
+  del contenders, place_limits, place_session
+  gc.collect()
+
+  # The threads of a small set's limit cost more than they bring.
+  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
+  for other in limits:
+    if other != limit:
+      del seconds[other]
+  results = [{
+      "part": "op",
+      "set": name,
+      "sources": sources,
+      "contender": contender,
+      "milliseconds": 1e3 * statistics.median(times),
+      "spread": harness.spread(times),
+      "gigabytes_per_second": moved / statistics.median(times) / 1e9,
+      "of_limit": harness.speedup(times, seconds[limit]),
+      "of_add_n": harness.speedup(times, seconds[_ADD_N]),
+      "rounds": n_rounds,
+  } for contender, times in seconds.items()]
+  print(f"\n{name}: {len(shapes)} variables, {numbers:,} numbers, S = "
+        f"{sources}: {moved / 1e6:,.1f} MB a pass")
+  print(harness.table(
+      ("", "ms", "+-", "GB/s", "of limit", "x add_n"),
+      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
+        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
+        f"{r['of_add_n']:.2f}") for r in results]), flush=True)
+  return results
+
+
+def _limits(shapes, sources):
+  """{name: function that makes a pass}, what gives new arrays."""
+  limit = None
+
+  def place():
+    nonlocal limit
+    limit = None  # Not both at once.
+    limit = _native.StreamLimit(*harness.streams(shapes, 1, sources))
+
+  return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
+              lambda n=n: limit.run(n)
+          for n in sorted({1, harness.threads()})}, place
+
+
+def _in_session(shapes, sources):
+  """The session, {name: function that assigns once}, what gives new arrays."""
+  graph = tf.Graph()
+  with graph.as_default(), tf.device("/cpu:0"):
+    # One after another, as the streaming limit's are made.
+    placed = []
+    rows = []
+    for row in range(sources + 1):
+      rows.append([])
+      for i, shape in enumerate(shapes):
+        v = tf.Variable(lambda shape=shape: tf.zeros(shape), trainable=False)
+        rows[-1].append(v)
+        with tf.control_dependencies(placed):
+          placed = [v.assign(harness.numbers(shape, (row, i))).op]
+    targets, rows = rows[0], rows[1:]
+    contenders = {
+        "wrapopt": ops.averaging_assign(targets, rows),
+        _ADD_N: tf.group(*[
+            target.assign(tf.add_n([v.read_value() for v in vs]) / sources).op
+            for target, *vs in zip(targets, *rows)])}
+    state = [_sample(row) for row in (targets, *rows)]
+  session = _tf1.Session(graph=graph)
+
+  def place():
+    session.run(placed)
+
+  contenders = {name: session.make_callable(op)
+                for name, op in contenders.items()}
+  place()
+  check_means(contenders, lambda: session.run(state), place)
+  return session, contenders, place
+
+
+def _sample(variables):
+  """A sample of the numbers of each variable."""
+  return tf.concat(
+      [tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
+       for v in variables], axis=0)
+
+
+def check_means(contenders, state, reset):
+  """Raises unless each contender assigns the mean, and nothing else.
+
+  Args:
+    contenders: {name: function that assigns once}.
+    state: A function that returns the target and its sources.
+    reset: A function that assigns the target something else.
+  """
+  for name, assign in contenders.items():
+    reset()
+    _, *before = state()
+    assign()
+    target, *after = state()
+    want = np.mean(np.array(before, np.float64), axis=0)
+    _check(name, "the mean", target, want)
+    for source, was in zip(after, before):
+      _check(name, "a source", source, was)
+
+
+def _check(name, what, got, want):
+  if not np.allclose(got, want, rtol=0, atol=1e-6):  # All are in [0, 1).
+    raise AssertionError(f"{name}: {what} is off by "
+                         f"{np.abs(got - want).max():.3g}.")
+
+
+# A round of a cluster. What its processes do comes first.
+
+
+class _NoTraining(_tf1.train.Optimizer):
+  """Leaves all weights as they are: what is measured is the round."""
+
+  def __init__(self):
+    super().__init__(use_locking=False, name="NoTraining")
+
+  def _apply_dense(self, grad, var):
+    return tf.no_op()
+
+  def _resource_apply_dense(self, grad, handle):
+    return tf.no_op()
+
+
+def _accumulators(pairs, is_chief, step):
+  """A round as TensorFlow 1.15 makes it.
+
+  Args:
+    pairs: [(this worker's variable, its center)].
+    is_chief: Whether this worker is the chief.
+    step: The global step, which counts the rounds.
+
+  Returns:
+    An operation.
+  """
+  pushed, means = [], []
+  for local, center in pairs:
+    with ops.device_of(center):
+      accumulator = _tf1.ConditionalAccumulator(
+          tf.float32, center.shape, shared_name=f"{center.name}/var_accum")
+      pushed.append(accumulator.apply_grad(local.read_value(), step))
+      means.append(accumulator.take_grad(_WORKERS))
+  with ops.device_of(step):
+    queue = tf.queue.FIFOQueue(-1, [tf.bool], [()], shared_name="sync_queue")
+  with tf.control_dependencies(pushed):
+    if is_chief:
+      ended = []
+      for mean, (_, center) in zip(means, pairs):
+        with ops.device_of(center):
+          ended.append(center.assign(mean).op)
+      with ops.device_of(step):
+        ended.append(step.assign_add(1).op)
+        with tf.control_dependencies(ended):
+          synced = queue.enqueue_many(tf.fill([_WORKERS - 1], False))
+    else:
+      synced = queue.dequeue()
+  with tf.control_dependencies([synced]):
+    return tf.group(*[local.assign(center.read_value()).op
+                      for local, center in pairs])
+
+
+def start(task, shapes):
+  """Makes this worker's graph and session, once the chief has made its own."""
+  is_chief = task.number == 0
+  getter = ModelAverageCustomGetter(task.device)
+  graph = tf.Graph()
+  with graph.as_default(), _tf1.device(task.placement()):
+    step = _tf1.train.get_or_create_global_step()
+    with _tf1.variable_scope("", custom_getter=getter, use_resource=True):
+      weights = [_tf1.get_variable(f"w{i}", shape, tf.float32,
+                                   _tf1.zeros_initializer())
+                 for i, shape in enumerate(shapes)]
+    pairs = list(getter.centers.items())
+    opt = ModelAverageOptimizer(_NoTraining(), _WORKERS, is_chief, getter,
+                                interval_steps=1)
+    rounds = {
+        "wrapopt": opt.apply_gradients([(v, v) for v in weights], step).op,
+        _ACCUMULATORS: _accumulators(pairs, is_chief, step)}
+    fill = tf.group(*[
+        v.assign(harness.numbers(v.shape, (task.number, i))).op
+        for i, v in enumerate(weights)])
+    state = [_sample(row) for row in zip(*pairs)]
+    hook = opt.make_session_run_hook()
+    hook.begin()
+    init = [_tf1.local_variables_initializer()]
+    if is_chief:
+      init.append(_tf1.global_variables_initializer())
+  # Not closed: it lasts as long as the process.
+  task.session_of_rounds = session = task.session(graph)
+  session.run(init)
+  hook.after_create_session(session, None)
+  run = lambda op: session.make_callable(op)  # pylint: disable=unnecessary-lambda
+  task.rounds, task.ops = {name: run(op) for name, op in rounds.items()}, rounds
+  task.fill, task.state = run(fill), run(state)
+
+
+def make_round(task, contender):
+  task.rounds[contender]()
+
+
+def check_round(task, contender):
+  """Makes a round. Returns samples of weights and centers, before and after."""
+  task.fill()
+  before = task.state()
+  task.rounds[contender]()
+  return before, task.state()
+
+
+def transfers(task, contender):
+  """[(bytes, label)] of the tensors that cross in this worker's round."""
+  most = []
+  # A server hands in what it noted of its transfers when it gets to it.
+  for _ in range(10):
+    metadata = _tf1.RunMetadata()
+    task.session_of_rounds.run(
+        task.ops[contender], run_metadata=metadata,
+        options=_tf1.RunOptions(trace_level=_tf1.RunOptions.FULL_TRACE))
+    seen = [(sum(output.tensor_description.allocation_description
+                 .requested_bytes for output in node.output),
+             node.timeline_label)
+            for device in metadata.step_stats.dev_stats
+            for node in device.node_stats if node.node_name == "RecvTensor"]
+    most = max(most, seen, key=len)
+  return most
+
+
+_FUNCTIONS = (start, make_round, check_round, transfers)
+
+
+def measure_round(name, shapes, n_rounds):
+  """Compares rounds of a cluster on one set of variables and prints a table.
+
+  Args:
+    name: The name of the set.
+    shapes: The shapes of its variables.
+    n_rounds: How often each contender has its turn.
+
+  Returns:
+    A list of dicts: what is in a row of the table.
+  """
+  with _cluster.Cluster(_FUNCTIONS, preload=[__name__], ps=1,
+                        worker=_WORKERS) as cluster:
+    workers = [cluster.tasks["worker", i] for i in range(_WORKERS)]
+
+    def all_do(function, **arguments):
+      for worker in workers:
+        worker.tell(function, **arguments)
+      return [worker.answer() for worker in workers]
+
+    all_do("start", shapes=shapes)
+    for contender in _ROUNDS:
+      check_round_of(contender, all_do("check_round", contender=contender))
+    crossed = {contender: sum(all_do("transfers", contender=contender), [])
+               for contender in _ROUNDS}
+    seconds = harness.alternate(
+        {contender: lambda c=contender: all_do("make_round", contender=c)
+         for contender in _ROUNDS}, n_rounds, f"{name}, a round")
+  results = [{
+      "part": "round",
+      "set": name,
+      "contender": contender,
+      "milliseconds": 1e3 * statistics.median(times),
+      "spread": harness.spread(times),
+      "of_accumulators": harness.speedup(times, seconds[_ACCUMULATORS]),
+      "transfers": len(crossed[contender]),
+      "megabytes": sum(size for size, _ in crossed[contender]) / 1e6,
+      "rounds": n_rounds,
+  } for contender, times in seconds.items()]
+  numbers = sum(harness.sizes(shapes))
+  print(f"\n{name}: {len(shapes)} variables, {numbers:,} numbers, a round of "
+        f"{_WORKERS} workers and a parameter server")
+  print(harness.table(
+      ("", "ms", "+-", "x accumulators", "transfers", "MB"),
+      [(r["contender"], f"{r['milliseconds']:.2f}", f"{r['spread']:.0%}",
+        f"{r['of_accumulators']:.2f}", f"{r['transfers']}",
+        f"{r['megabytes']:.2f}") for r in results]), flush=True)
+  return results
+
+
+def check_round_of(contender, answers):
+  """Raises unless all workers have the mean of what they had.
+
+  Args:
+    contender: Its name.
+    answers: Of each worker, what check_round returned.
+  """
+  want = np.mean([np.array(before[0], np.float64)
+                  for before, _ in answers], axis=0)
+  for _, (weights, center) in answers:
+    _check(contender, "a center", center, want)
+    _check(contender, "a weight", weights, want)
