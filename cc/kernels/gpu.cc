@@ -66,6 +66,10 @@ absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass) {
         arrays.push_back(operand + 1);
         break;
       case RuleId::kEma:
+        if (stage.scratch == 0) {
+          return absl::UnimplementedError(
+              "a GPU takes no averages in a scratch array");
+        }
         if (is_first) {
           update.sources.push_back({1, stage.step.input});
           arrays.push_back(operand + 1);
