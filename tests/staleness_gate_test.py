@@ -416,5 +416,7 @@ def test_the_bound_holds_however_many_race():
 
 
 def test_the_judge_sees_what_check_then_apply_lets_through():
-  log = race.in_threads(_CheckThenApply(), THREADS, TRIES)
-  assert (race.lacking(log) > LIMIT).sum() > 0
+  # On a loaded machine threads may hardly meet.
+  assert any(
+      (race.lacking(race.in_threads(_CheckThenApply(), THREADS, TRIES)) >
+       LIMIT).any() for _ in range(10))

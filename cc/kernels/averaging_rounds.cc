@@ -92,7 +92,8 @@ class Alarm {
     std::unique_lock<std::mutex> lock(mu_);
     for (;;) {
       if (set_.empty()) {
-        earlier_.wait(lock);
+        // `wait` without a time would tie the wheel to GLIBCXX_3.4.30.
+        earlier_.wait_for(lock, std::chrono::hours(1));
         continue;
       }
       const Clock::time_point first = set_.begin()->first.first;
