@@ -140,6 +140,9 @@ def test_apply(device, rule, dtype, sparse):
               tf.constant(True))
   check(hlo, f"Wrapopt>{'Sparse' if sparse else ''}Apply{rule}",
         len(names) + 1, computed(dtype, device))
+  # An average is that of the rounded variable: without this a compiler may
+  # leave out the rounding where the number goes on as float32.
+  assert ("opt-barrier" in hlo) == (dtype.size < 4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
