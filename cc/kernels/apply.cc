@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
 #include "cc/kernels/averages.h"
@@ -444,7 +444,8 @@ void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
   for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
   if (sparse) kernel->HostMemory("indices");
   for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    if (!absl::EndsWith(name, "?")) kernel->HostMemory(std::string(name).c_str());
+    if (absl::EndsWith(name, "?")) continue;
+    kernel->HostMemory(std::string(name).c_str());
   }
   if (ref) return;
   kernel->HostMemory("shadows");
