@@ -114,7 +114,7 @@ def test_a_rule_gives_the_bits_of_the_cpu(rule, pair):
     found.append([v.numpy() for row in variables + shadows for v in row])
     assert all(device in v.device for row in variables for v in row)
   for want, got in zip(*found, strict=True):
-    numerics.assert_same_bits(got, want)
+    numerics.assert_same_numbers(got, want)
   # The variable of no elements is left out.
   log.assert_launched((kernel(rule, dtype), len(SHAPES) - 1))
 
@@ -136,7 +136,7 @@ def test_averages_give_the_bits_of_the_cpu(pair):
     ema_update(shadows, on(device, values), [0.75, 0., 1.])
     found.append([v.numpy() for row in shadows for v in row])
   for want, got in zip(*found, strict=True):
-    numerics.assert_same_bits(got, want)
+    numerics.assert_same_numbers(got, want)
   log.assert_launched((kernel("Average", dtype), len(SHAPES) - 1))
 
 
@@ -180,7 +180,7 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
           shadows=[averages], decay=[0.75])
     found.append([v.numpy() for row in [*variables, averages] for v in row])
   for want, got in zip(*found, strict=True):
-    numerics.assert_same_bits(got, want)
+    numerics.assert_same_numbers(got, want)
 
 
 def test_few_launches_serve_many_variables():
@@ -275,7 +275,7 @@ for count in 300, 1:
 
 
 def run(tmp_path, **settings):
-  """What the fake GPU, so set, is asked for by updates of 300 and 1 variables."""
+  """What the fake GPU, so set, is asked for by updates of 300 and of 1."""
   log = tmp_path / "log"
   process = run_python("-c", RUN, WRAPOPT_FAKE_GPU_LOG=str(log), **{
       f"WRAPOPT_FAKE_GPU_{name}": str(x) for name, x in settings.items()})
@@ -304,19 +304,20 @@ def test_a_gpu_without_kernels(tmp_path):
   assert process.returncode != 0 and not launches
   assert re.search(
       r"Wrapopt>EmaUpdate could not run on the GPU: there are no kernels for "
-      r"fake GPU \(compute capability 5\.2, driver for CUDA 12\.8\); this wrapopt "
-      r"has images for sm_60, .*Place the variables on the CPU, or", process.stderr)
+      r"fake GPU \(compute capability 5\.2, driver for CUDA 12\.8\); this "
+      r"wrapopt has images for sm_60, .*Place the variables on the CPU, or",
+      process.stderr)
 
 
 @on_the_fake_gpu
 def test_the_command_tells_what_the_gpu_gets():
   process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
-  assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA 12.8:"
-          " sm_80, sm_80 large\n") in process.stdout
+  assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA "
+          "12.8: sm_80, sm_80 large\n") in process.stdout
 
 
 def optimize(mode, device, inner):
-  """Three steps on variables there: what they, their slots and averages hold."""
+  """Three steps on variables there: what they and their slots hold."""
   with tf.device(device):
     variables = [tf1.Variable(np.float32(x), use_resource=mode.use_resource)
                  for x in ([4., 2.], [[1., 2.], [3., 4.], [5., 6.]])]
@@ -364,7 +365,7 @@ def test_moving_averages(mode, rule):
   log = Log()
   got = optimize(mode, modes.VARIABLES, INNER[rule]())
   for x, y in zip(got, want, strict=True):
-    numerics.assert_same_bits(x, y)
+    numerics.assert_same_numbers(x, y)
   # One launch for each kind of gradient, in any order, and for rows one for
   # their sums and one for their averages.
   log.assert_launched_in_any_order(*[

@@ -262,7 +262,8 @@ bool CheckStep(const RuleInfo* rule, Number number, Number input,
 bool CheckSum(Number number, bool is_double) {
   const Number sum_number = is_double ? Number::kDouble : Number::kFloat;
   constexpr uint64_t kRows = 300, kGrads = 20000, kElements = 37;
-  const Layout grad_layout({kGrads * kElements}), sum_layout({kRows * kElements});
+  const Layout grad_layout({kGrads * kElements});
+  const Layout sum_layout({kRows * kElements});
   Operand grads(grad_layout, number, true), sums(sum_layout, sum_number, true);
   RowSum sum{grads.device.address() + grad_layout.begins[0] * SizeOf(number),
              number,
@@ -296,11 +297,51 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
+// An average of more elements than 31 bits count; of nothing where there is no
+// memory for it.
+bool CheckHuge() {
+  size_t free, total;
+  Call("cuMemGetInfo_v2", &free, &total);
+  constexpr uint64_t kElements = (uint64_t{1} << 32) + 12345;
+  constexpr uint64_t kSpace = 4096;
+  if (free < 2 * (2 * kElements + kSpace) + (uint64_t{1} << 30)) {
+    std::printf("no memory for 2^32 elements: not checked\n");
+    return true;
+  }
+  const size_t bytes = 2 * kElements + kSpace;
+  Array shadow(bytes), value(bytes);
+  Call("cuMemsetD8_v2", shadow.address(), static_cast<unsigned char>(0), bytes);
+  Call("cuMemsetD8_v2", value.address(), static_cast<unsigned char>(0x3c),
+       bytes);
+  Update update;
+  update.sources = {{1, Number::kBfloat16}};
+  update.targets = {{1, Number::kBfloat16}};
+  update.arrays = 2;
+  update.elements = {kElements};
+  update.addresses = {value.address(), shadow.address()};
+  Run(update);
+  Wait();
+  const std::vector<char> got = shadow.Read();
+  const uint64_t copied = std::count(got.begin(), got.end(), 0x3c);
+  const bool right =
+      copied == 2 * kElements &&
+      std::count(got.end() - kSpace, got.end(), 0) == kSpace;
+  if (!right) {
+    std::printf("  WRONG: %llu of %llu bytes of 2^32 elements\n",
+                static_cast<unsigned long long>(copied),
+                static_cast<unsigned long long>(2 * kElements));
+  }
+  return right;
+}
+
 int CheckNumbers() {
   const std::pair<Number, Number> pairs[] = {
-      {Number::kHalf, Number::kHalf},         {Number::kHalf, Number::kFloat},
-      {Number::kBfloat16, Number::kBfloat16}, {Number::kBfloat16, Number::kFloat},
-      {Number::kFloat, Number::kFloat},       {Number::kDouble, Number::kDouble}};
+      {Number::kHalf, Number::kHalf},
+      {Number::kHalf, Number::kFloat},
+      {Number::kBfloat16, Number::kBfloat16},
+      {Number::kBfloat16, Number::kFloat},
+      {Number::kFloat, Number::kFloat},
+      {Number::kDouble, Number::kDouble}};
   int wrong = 0, checked = 0;
   auto count = [&](bool right) {
     ++checked;
@@ -317,6 +358,7 @@ int CheckNumbers() {
     }
     count(CheckSum(input, number == Number::kDouble));
   }
+  count(CheckHuge());
   std::printf("%d of %d right\n", checked - wrong, checked);
   return wrong == 0 ? 0 : 1;
 }
@@ -392,7 +434,8 @@ void Measure(const char* name, const RuleInfo* rule, Number number,
   uint64_t begin = 0, elements = 0;
   for (const uint64_t size : sizes) {
     for (size_t a = 0; a < arrays; ++a) {
-      update.addresses.push_back(buffer.address() + (a * total + begin) * bytes);
+      update.addresses.push_back(buffer.address() +
+                                 (a * total + begin) * bytes);
     }
     begin += (size + 127) / 128 * 128;
     elements += size;
@@ -405,9 +448,11 @@ void Measure(const char* name, const RuleInfo* rule, Number number,
     Call("cuMemcpyDtoDAsync_v2", buffer.address() + half, buffer.address(),
          half, stream);
   });
+  const std::string what =
+      rule == nullptr ? "EMA" : std::string(rule->name) + ", EMA";
   std::printf("%-16s %-12s %-8s %9.2f MB moved %9.4f ms %7.0f GB/s, "
               "%5.1f %% of a copy's %.0f GB/s\n",
-              rule == nullptr ? "EMA" : (std::string(rule->name) + ", EMA").c_str(),
+              what.c_str(),
               name, NameOf(number), moved / 1e6, seconds * 1e3,
               moved / seconds / 1e9, 100 * moved / seconds / (2 * half / copy),
               2 * half / copy / 1e9);

@@ -207,7 +207,8 @@ struct StepOf {
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
                                  const Word* arrays, const Share& share,
                                  Compute (&value)[kLanes<Compute>]) {
-    Run(header, words, arrays, share, value, std::make_index_sequence<kStates>(),
+    Run(header, words, arrays, share, value,
+        std::make_index_sequence<kStates>(),
         std::make_index_sequence<kInputs>(),
         std::make_index_sequence<kScalars>());
   }

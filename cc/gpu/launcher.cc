@@ -135,8 +135,8 @@ class Launches {
       elements += more;
       left_ += more > 0;
     }
-    // So few chunks that a block is not mostly set up and torn down, and so many
-    // that each multiprocessor has several.
+    // So few chunks that a block is not mostly set up and torn down, so many that
+    // each multiprocessor has several.
     chunk_log2_ = kMaxChunkLog2;
     while (chunk_log2_ > kMinChunkLog2 &&
            elements >> chunk_log2_ <

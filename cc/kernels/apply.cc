@@ -391,7 +391,8 @@ void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
   for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
   if (sparse) kernel->HostMemory("indices");
   for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    if (!absl::EndsWith(name, "?")) kernel->HostMemory(std::string(name).c_str());
+    if (absl::EndsWith(name, "?")) continue;
+    kernel->HostMemory(std::string(name).c_str());
   }
   if (ref) return;
   kernel->HostMemory("shadows");

@@ -30,9 +30,9 @@ struct Ahead {
 using StepFn = void (*)(void* const* operands, const double* scalars,
                         size_t begin, size_t end, const Ahead& ahead);
 
-// A rule for states and inputs stored as given, and its loop: nullptr for a pair
-// that no op has. They are of one type, or one is float and the other half or
-// bfloat16.
+// A rule for states and inputs stored as given, and its loop: nullptr for a
+// pair that no op has. They are of one type, or one is float and the other half
+// or bfloat16.
 struct RuleStep {
   RuleId rule;
   Number state;

@@ -1,6 +1,6 @@
-// NVIDIA's driver, libcuda.so.1, for tests on a machine without a GPU: as much of
-// it as TensorFlow needs for a GPU:0 with memory, copies and our kernels. Kernels
-// of TensorFlow's do not run on it.
+// NVIDIA's driver, libcuda.so.1, for tests on a machine without a GPU: as much
+// of it as TensorFlow needs for a GPU:0 with memory, copies and our kernels.
+// Kernels of TensorFlow's do not run on it.
 //
 // "Device memory" is one memory file that is mapped twice. The addresses handed
 // out are those of the mapping that nobody may read or write, so that host code
@@ -142,8 +142,9 @@ size_t SizeOfImage(const char* image) {
     memcpy(&x, image + at, sizeof(x));
     return static_cast<size_t>(x);
   };
-  const size_t sections = number(0x28, uint64_t()), size = number(0x3a, uint16_t()),
-               count = number(0x3c, uint16_t());
+  const size_t sections = number(0x28, uint64_t());
+  const size_t size = number(0x3a, uint16_t());
+  const size_t count = number(0x3c, uint16_t());
   size_t end = sections + size * count;
   for (size_t i = 0; i < count; ++i) {
     const size_t section = sections + i * size;

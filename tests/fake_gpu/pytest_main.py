@@ -28,7 +28,8 @@ def main():
     if not python.exists():
       sys.exit(f"there is no {python}, an interpreter with TensorFlow's CUDA "
                "wheel: ./tools/test makes it")
-    environment["LD_LIBRARY_PATH"] = str(pathlib.Path(__file__).parent.absolute())
+    environment["LD_LIBRARY_PATH"] = str(
+        pathlib.Path(__file__).parent.absolute())
     environment["WRAPOPT_FAKE_GPU_LOG"] = os.path.join(
         os.environ["TEST_TMPDIR"], "fake_gpu.log")
   os.execve(python, [str(python), "tools/pytest_main.py", *sys.argv[1:]],

@@ -34,6 +34,15 @@ def tensorflow_version():
   sys.exit(f"no distribution of {sys.executable} owns the package 'tensorflow'")
 
 
+def nvrtc_version():
+  try:
+    return importlib.metadata.version("nvidia-cuda-nvrtc-cu12")
+  except importlib.metadata.PackageNotFoundError as e:
+    sys.exit(f"{sys.executable} has no package '{e.name}', which compiles the "
+             "GPU kernels: run ./tools/quickstart, or pip install -r "
+             "requirements.txt")
+
+
 def tensorflow_cxx11_abi(tf):
   """The value of _GLIBCXX_USE_CXX11_ABI that TensorFlow was compiled with.
 
@@ -79,7 +88,7 @@ def main():
       "cxx11_abi": tensorflow_cxx11_abi(tf),
       # The same function reads it when the built package is imported.
       "absl_namespace": run("sysconfig.py")["_absl_namespace"](tf_include),
-      "nvrtc_version": importlib.metadata.version("nvidia-cuda-nvrtc-cu12"),
+      "nvrtc_version": nvrtc_version(),
       "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
       # Not wrapopt: tools/quickstart installs it into the interpreter, and
       # the tests run the one that was built.
