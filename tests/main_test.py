@@ -42,8 +42,8 @@ def test_ops_and_their_devices(out):
     registered = kernels.get_registered_kernels_for_op(op).kernel
     assert devices == ", ".join(sorted({k.device_type for k in registered}))
     assert "CPU" in devices
-  assert rows["Wrapopt>EmaUpdate"].startswith("CPU, XLA_CPU_JIT, ")
-  assert rows["Wrapopt>EmaUpdateRef"] == "CPU"
+  assert rows["Wrapopt>EmaUpdate"].startswith("CPU, GPU, XLA_CPU_JIT, ")
+  assert rows["Wrapopt>EmaUpdateRef"] == "CPU, GPU"
 
 
 def test_the_gpu_kernels(out):
