@@ -121,9 +121,10 @@ REGISTER_OP("Wrapopt>AveragingRounds")
 The rounds of averaging that a group of workers makes, on one device.
 
 Rounds are numbered, and one of them is open. At first that is -1, a round like
-others for workers that do not wait until their chief opens round 0. Workers push the values that they have to the open round, one of
-them, the chief, gathers those who came, takes means of their values, and opens
-the next round, for which the others wait.
+others for workers that do not wait until their chief opens round 0. Workers
+push the values that they have to the open round, one of them, the chief,
+gathers those who came, takes means of their values, and opens the next round,
+for which the others wait.
 
 Where the variables to average are on several devices, each device has rounds
 of its own for its values. Those of one device lead: workers are gathered and
