@@ -202,6 +202,24 @@ def test_indexed_slices_and_scalars_and_empty(target):
       assert session.run(scalar) == 0
 
 
+def test_a_partitioned_variable(target):
+  """Each slice is a variable with a center."""
+  worker = Worker(scope="partitioned")
+  with worker.build():
+    v = tf1.get_variable("v", [4, 2], initializer=tf1.ones_initializer(),
+                         partitioner=tf1.fixed_size_partitioner(2))
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.minimize(tf.reduce_sum(3 * tf.convert_to_tensor(v)), step)
+    centers = [worker.getter.centers[x] for x in v]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(train)
+      values = session.run([*v, *centers])
+  assert len(values) == 4
+  for value in values:
+    assert value.tolist() == [[-2, -2], [-2, -2]]
+
+
 def test_without_the_hook(target):
   """As in 1.15: rounds work, whatever the workers started from."""
   worker = Worker(scope="no_hook")
