@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from wrapopt import ops
 
 tf1 = tf.compat.v1
 
@@ -220,6 +221,36 @@ def test_a_partitioned_variable(target):
     assert value.tolist() == [[-2, -2], [-2, -2]]
 
 
+def test_a_parameter_server_that_has_seen_later_rounds(target):
+  """As one that went on running when the one that leads was restarted."""
+  worker, other = Worker(), device(6)
+  servers = iter([SERVER, other, SERVER])
+
+  def place(op):
+    if op.device or op.type != "VarHandleOp":
+      return op.device or worker.device
+    return next(servers)
+
+  with worker.graph.as_default(), tf1.device(place), tf1.variable_scope(
+      "later", use_resource=True):
+    with tf1.variable_scope("", custom_getter=worker.getter):
+      variables = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v) for v in variables],
+                                step)
+    centers = [worker.getter.centers[v] for v in variables]
+    assert [c.device for c in centers] == [SERVER, other]
+    ahead = ops.averaging_next(opt._handle(opt._rounds[0], other), 41)
+    hook = opt.make_session_run_hook()
+    with tf1.Session(target, graph=worker.graph) as session:
+      assert session.run(ahead) == 42
+    with worker.session(target, hooks=[hook]) as session:
+      for n in 1, 2:
+        session.run(train)
+        assert session.run([centers, step]) == [[n, n], n]
+
+
 def test_without_the_hook(target):
   """As in 1.15: rounds work, whatever the workers started from."""
   worker = Worker(scope="no_hook")
@@ -334,18 +365,18 @@ def test_values_cross_together(variables, kind):
         [(tf.ones([2]), v) for v in vs], step)
   with worker.graph.as_default():
     graphs = partitions(worker.graph, train)
-  ops = {}
+  nodes = {}
   for graph in graphs:
     for node in graph.node:
-      ops.setdefault(node.op, []).append(node)
+      nodes.setdefault(node.op, []).append(node)
   crossing = {(n.attr["tensor_name"].s, n.attr["send_device"].s,
-               n.attr["recv_device"].s) for n in ops["_Recv"]
+               n.attr["recv_device"].s) for n in nodes["_Recv"]
               if n.attr["send_device"].s != n.attr["recv_device"].s}
   assert len(crossing) <= 6, "\n".join(sorted(map(str, crossing)))
   for op in "Push", "Gather", "Next":
-    [node] = ops[f"Wrapopt>Averaging{op}"]
+    [node] = nodes[f"Wrapopt>Averaging{op}"]
     assert node.device.endswith("/device:CPU:7")
-  [mean] = ops["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
+  [mean] = nodes["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
   assert mean.device.endswith("/device:CPU:7")
   assert mean.attr["N"].i == variables
 

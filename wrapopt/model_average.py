@@ -409,12 +409,29 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   def _make_ready_op(self):
     """Before `get_init_op`: the chief opens rounds, the others wait for that."""
-    lead = self._lead()
-    with tf.device(None), tf.device(lead):
-      return tf.group(*[
-          ops.averaging_next(self._handle(r, lead), _NO_ROUND, reset=True)
-          if self._is_chief else self._wait(r, _UNOPENED)
-          for r in self._rounds])
+    with tf.device(None), tf.device(self._lead()):
+      return tf.group(*[self._open(r) if self._is_chief else
+                        self._wait(r, _UNOPENED) for r in self._rounds])
+
+  def _open(self, rounds):
+    """Opens a round that is later than any that a parameter server has seen."""
+    lead = self._handle(rounds, self._lead())
+    others = {self._center_of(v).device
+              for v in self._getter.centers.in_graph()} - {self._lead()}
+    opened, *elsewhere = [
+        ops.averaging_wait(handle, _NO_ROUND, self._chief_timeout_secs)
+        for handle in (lead, *[self._handle(rounds, device)
+                               for device in sorted(others)])]
+    caught_up = []
+    if elsewhere:
+      # One that leads and was restarted begins anew; the others refuse what is
+      # older than their own.
+      latest = tf.reduce_max(tf.stack(elsewhere))
+      caught_up.append(tf.cond(
+          latest > opened + 1, lambda: ops.averaging_next(lead, latest - 1),
+          lambda: tf.identity(opened)))
+    with tf.control_dependencies(caught_up):
+      return ops.averaging_next(lead, _NO_ROUND, reset=True)
 
 
 class _Hook(tf1.train.SessionRunHook):
