@@ -1,5 +1,6 @@
 """cc/gpu/check, which compares the kernels with the CPU's."""
 
+import re
 import subprocess
 
 import pytest
@@ -19,17 +20,49 @@ def check(*args):
                         check=False)
 
 
-@pytest.mark.parametrize("cc", [60, 90])
-def test_numbers(monkeypatch, cc):
-  monkeypatch.setenv("WRAPOPT_FAKE_GPU_CC", str(cc))
+def test_numbers(monkeypatch, tmp_path):
+  # Of these 19 GiB few are touched.
+  monkeypatch.setenv("WRAPOPT_FAKE_GPU_MEMORY", "19")
+  monkeypatch.setenv("WRAPOPT_FAKE_GPU_LOG", str(tmp_path / "log"))
+  process = check("numbers")
+  assert process.returncode == 0, process.stdout + process.stderr
+  assert process.stdout.splitlines()[1:] == ["141 of 141 right"]
+  log = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+  launches = [line.split()[1:] for line in log if line.startswith("launch")]
+  # One long variable, and two far from each other, take two launches each.
+  assert [words[2] for words in launches[-4:-2]] == ["65536", "13"]
+  assert [words[-1] for words in launches[-2:]] == ["1", "1"]
+  assert sum(line.startswith("graph") for line in log) == 2
+
+
+def test_numbers_with_small_tables(monkeypatch):
+  monkeypatch.setenv("WRAPOPT_FAKE_GPU_CC", "60")
   process = check("numbers")
   assert process.returncode == 0, process.stdout + process.stderr
   assert process.stdout.splitlines()[1:] == [
-      "no memory for 2^32 elements: not checked", "127 of 127 right"]
+      "no memory for arrays 17 GiB apart: not checked", "141 of 141 right"]
 
 
-def test_bandwidth(tmp_path):
-  # Of the fake one, that is a test of the command alone.
+def test_huge_takes_much_memory():
+  process = check("huge")
+  assert process.returncode == 2
+  assert "no memory for two arrays of 2^32" in process.stderr
+
+
+# Of the fake one, these test the commands alone.
+
+
+def test_bandwidth():
   process = check("bandwidth", "100000")
   assert process.returncode == 0, process.stderr
   assert process.stdout.count("of a copy's") == 36
+  launches = re.findall(r"(\d+) launches for (\d+) variables", process.stdout)
+  assert len(launches) == 36
+  for count, variables in launches:
+    assert int(count) <= -(-int(variables) // 145)
+
+
+def test_chunks():
+  process = check("chunks", "100000")
+  assert process.returncode == 0, process.stderr
+  assert process.stdout.count(" 2^15 ") == 8

@@ -184,7 +184,7 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
 
 
 def test_few_launches_serve_many_variables():
-  count = 1500
+  count = 3000
   v = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
   m = on(modes.VARIABLES, [np.float32([0]) for _ in range(count)])
   s = on(modes.VARIABLES, [np.float32([i]) for i in range(count)])
@@ -193,11 +193,10 @@ def test_few_launches_serve_many_variables():
         {"lr": 1., "momentum": 0.5}, shadows=s, decay=0.5)
   assert [x.numpy().item() for x in v] == [i - 1 for i in range(count)]
   assert [x.numpy().item() for x in s] == [i - 0.5 for i in range(count)]
-  log.assert_launched(("Momentum_float", 817), ("Momentum_float", 683))
+  log.assert_launched(("Momentum_float", 1633), ("Momentum_float", 1367))
   log = Log()
   ema_update(s, v, 0.)
-  # At most one launch for each 145 variables.
-  log.assert_launched(("Average_float", 1363), ("Average_float", 137))
+  log.assert_launched(("Average_float", 2724), ("Average_float", 276))
 
 
 def test_an_update_copies_what_somebody_reads():
@@ -263,35 +262,50 @@ def test_which_images_a_gpu_gets(cc, driver, want):
 RUN = """
 import numpy as np
 import tensorflow as tf
-from wrapopt.ops import ema_update
+from wrapopt import ops
 
-for count in 300, 1:
+def variables(count, x):
   with tf.device("/GPU:0"):
-    v, s = ([tf.Variable(np.float32([x])) for _ in range(count)]
-            for x in (2, 0))
-  ema_update(s, v, 0.5)
+    return [tf.Variable(np.float32([x])) for _ in range(count)]
+
+for count in 500, 1:
+  v, s = variables(count, 2), variables(count, 0)
+  ops.ema_update(s, v, 0.5)
   assert [x.numpy().item() for x in s] == [1] * count
+
+states = {name: variables(200, 1) for name in ("var", "m", "v")}
+shadows = variables(200, 1)
+ops.apply("Adam", states, [tf.constant([1.])] * 200,
+          dict(lr=0.1, beta1=0.9, beta2=0.9, epsilon=0., weight_decay=0.,
+               use_nesterov=False, beta1_power=0.9, beta2_power=0.9),
+          shadows=[shadows], decay=[0.5])
+np.testing.assert_allclose([x.numpy().item() for x in shadows],
+                           1 - 0.05 * np.sqrt(10), 1e-6)
 """
 
 
 def run(tmp_path, **settings):
-  """What the fake GPU, so set, is asked for by updates of 300 and of 1."""
+  """What the fake GPU, so set, is asked for by updates of 500, 1 and 200."""
   log = tmp_path / "log"
   process = run_python("-c", RUN, WRAPOPT_FAKE_GPU_LOG=str(log), **{
       f"WRAPOPT_FAKE_GPU_{name}": str(x) for name, x in settings.items()})
   lines = log.read_text().splitlines() if log.exists() else []
   return process, [
-      (words[1].removesuffix("_Average_float"), int(words[6]))
+      (words[1].removeprefix("wrapopt_").removesuffix("_float"), int(words[6]))
       for words in map(str.split, lines) if words[0] == "launch"]
 
 
 @on_the_fake_gpu
 @pytest.mark.parametrize("cc, driver, want", [
-    (60, 12080, [("wrapopt_small", 168), ("wrapopt_small", 132),
-                 ("wrapopt_small", 1)]),
-    (90, 12080, [("wrapopt_large", 300), ("wrapopt_small", 1)]),
+    # At most one launch for each 145 variables.
+    (60, 12080, [("small_Average", 336), ("small_Average", 164),
+                 ("small_Average", 1), ("small_Adam", 165),
+                 ("small_Adam", 35)]),
+    (90, 12080, [("large_Average", 500), ("small_Average", 1),
+                 ("large_Adam", 200)]),
     # Text, of which there is only that for large tables.
-    (130, 13000, [("wrapopt_large", 300), ("wrapopt_large", 1)])])
+    (130, 13000, [("large_Average", 500), ("large_Average", 1),
+                  ("large_Adam", 200)])])
 def test_each_size_of_tables(tmp_path, cc, driver, want):
   process, launches = run(tmp_path, CC=cc, DRIVER=driver)
   assert process.returncode == 0, process.stderr

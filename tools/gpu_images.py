@@ -6,6 +6,7 @@ not needed where the kernels run.
 
 import argparse
 import ctypes
+import hashlib
 import importlib.metadata
 import pathlib
 
@@ -92,6 +93,9 @@ def _collect(args):
   pathlib.Path(args.data).write_bytes(data)
   pathlib.Path(args.table).write_text("".join(rows), encoding="utf-8")
   pathlib.Path(args.assembly).write_text(
+      # Other images, another text: what is included is no dependency of the
+      # assembler's, as far as Bazel can see.
+      f'# {hashlib.sha256(data).hexdigest()}\n'
       '\t.section .rodata\n'
       '\t.balign 64\n'
       '\t.globl wrapopt_gpu_images\n'

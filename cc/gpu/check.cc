@@ -1,5 +1,10 @@
-// The GPU kernels without TensorFlow: `check numbers` compares them with the
-// CPU's, bit for bit; `check bandwidth` measures them beside a copy.
+// The GPU kernels without TensorFlow:
+//
+//   check numbers    compares them with the CPU's, bit for bit, and with the
+//                    same steps in double
+//   check huge       takes arrays of more elements than 32 bits count
+//   check bandwidth  measures them beside a copy
+//   check chunks     measures them with blocks of each size
 //
 // Needs a driver and a GPU, or the tests' fake one.
 #include <dlfcn.h>
@@ -10,13 +15,18 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
+#include <memory>
 #include <random>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cc/gpu/driver.h"
 #include "cc/gpu/images.h"
 #include "cc/gpu/launcher.h"
+#include "cc/gpu/table.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 
@@ -72,11 +82,42 @@ Stream stream;
 
 void Wait() { Call("cuStreamSynchronize", stream); }
 
-template <class Work>
-void Run(const Work& work) {
-  const std::string error = Enqueue(work, stream);
+template <class Launch>
+void Run(const Launch& launch) {
+  const std::string error = Enqueue(launch, stream);
   if (!error.empty()) Fail(error);
 }
+
+// What an update enqueues, as a CUDA graph. Its kernels must have been loaded.
+class Graph {
+ public:
+  explicit Graph(const Update& update) {
+    constexpr int kGlobal = 0;  // Nothing else may be done in the meantime.
+    Call("cuStreamBeginCapture_v2", stream, kGlobal);
+    ::wrapopt::gpu::Run(update);
+    Call("cuStreamEndCapture", stream, &graph_);
+  }
+  ~Graph() { Call("cuGraphDestroy", graph_); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  size_t launches() const {
+    size_t count;
+    Call("cuGraphGetNodes", graph_, static_cast<void*>(nullptr), &count);
+    return count;
+  }
+
+  void Run() const {
+    void* executable;
+    Call("cuGraphInstantiateWithFlags", &executable, graph_, 0ull);
+    Call("cuGraphLaunch", executable, stream);
+    Wait();
+    Call("cuGraphExecDestroy", executable);
+  }
+
+ private:
+  void* graph_;
+};
 
 const char* NameOf(Number number) {
   switch (number) {
@@ -103,6 +144,35 @@ void Put(Number number, char* to, double x) {
     case Number::kDouble:
       return Store(*reinterpret_cast<double*>(to), x);
   }
+}
+
+double Get(Number number, const char* from) {
+  switch (number) {
+    case Number::kHalf:
+      return Load(*reinterpret_cast<const Half*>(from));
+    case Number::kBfloat16:
+      return Load(*reinterpret_cast<const Bfloat16*>(from));
+    case Number::kFloat:
+      return *reinterpret_cast<const float*>(from);
+    case Number::kDouble:
+      return *reinterpret_cast<const double*>(from);
+  }
+  return 0;
+}
+
+// From 1 to the next number.
+double EpsilonOf(Number number) {
+  switch (number) {
+    case Number::kHalf:
+      return 0x1p-10;
+    case Number::kBfloat16:
+      return 0x1p-7;
+    case Number::kFloat:
+      return 0x1p-23;
+    case Number::kDouble:
+      return 0x1p-52;
+  }
+  return 0;
 }
 
 std::mt19937 generator(1);
@@ -157,105 +227,202 @@ bool IsEqual(const Operand& operand, const std::string& what) {
   return false;
 }
 
-std::vector<uint64_t> ManySizes() {
-  std::vector<uint64_t> sizes = {0, 1, 3, 4, 7, 8, 9, 2047, 2048, 2049, 200001};
-  for (int i = 0; i < 1000; ++i) sizes.push_back(1 + generator() % 300);
+// Below, at and above what a thread, a block and a chunk take.
+std::vector<uint64_t> FewSizes() {
+  return {0, 1, 3, 4, 7, 8, 9, 1023, 1024, 1025, 2047, 2048, 2049, 200001};
+}
+
+std::vector<uint64_t> ManySizes(int more) {
+  std::vector<uint64_t> sizes = FewSizes();
+  for (int i = 0; i < more; ++i) sizes.push_back(1 + generator() % 300);
   return sizes;
 }
 
 // A rule, or averages of `number` alone, and `targets` averages.
-bool CheckStep(const RuleInfo* rule, Number number, Number input,
-               Number average, int sources, int targets) {
+struct Case {
+  const RuleInfo* rule;
+  Number number;
+  Number input;
+  Number average;
+  int sources;
+  int targets;
+  std::vector<uint64_t> sizes;
+  int chunk_log2 = 0;
+  bool is_captured = false;
+
+  std::string Name() const {
+    return std::string(rule == nullptr ? "average" : rule->name) + " of " +
+           NameOf(number) + " and " + NameOf(input) + ", " +
+           std::to_string(sources) + " sources, " + std::to_string(targets) +
+           " averages in " + NameOf(average) + ", " +
+           std::to_string(sizes.size()) + " variables" +
+           (is_captured ? ", captured" : "");
+  }
+};
+
+Isa TheIsa() {
   Isa isa;
   std::string error;
   if (!ChosenIsa(&isa, &error)) Fail(error);
-  const Layout layout(ManySizes());
-  const size_t states = rule == nullptr ? 0 : CountNames(rule->states);
-  const size_t inputs = rule == nullptr ? 0 : CountNames(rule->inputs);
-  Update update;
-  update.is_double = number == Number::kDouble;
-  update.state = number;
-  update.input = input;
-  std::vector<Operand*> operands;
-  std::string what = rule == nullptr ? "average" : rule->name;
-  for (size_t s = 0; s < states; ++s) {
-    operands.push_back(new Operand(layout, number, /*has_signs=*/s == 0));
+  return isa;
+}
+
+// No two alike; 1 for a flag.
+std::vector<double> ScalarsOf(const RuleInfo& rule) {
+  std::vector<double> scalars;
+  std::istringstream names{std::string(rule.scalars)};
+  for (std::string name; names >> name;) {
+    scalars.push_back(name.back() == '?' ? 1 : 0.4 + 0.07 * scalars.size());
   }
-  for (size_t i = 0; i < inputs; ++i) {
-    operands.push_back(new Operand(layout, input, true));
-  }
-  if (rule != nullptr) {
-    update.rule = rule->id;
-    for (size_t c = 0; c < CountNames(rule->scalars); ++c) {
-      update.scalars.push_back(0.125 * (c + 1));
+  return scalars;
+}
+
+// Operands in double, without what lies between the variables.
+using Doubles = std::vector<std::vector<double>>;
+
+Doubles ReadDoubles(const Layout& layout,
+                    const std::vector<std::unique_ptr<Operand>>& operands,
+                    bool from_device) {
+  Doubles result;
+  for (const auto& operand : operands) {
+    const std::vector<char> data =
+        from_device ? operand->device.Read() : operand->host;
+    result.emplace_back();
+    for (size_t v = 0; v < layout.sizes.size(); ++v) {
+      for (uint64_t i = 0; i < layout.sizes[v]; ++i) {
+        result.back().push_back(
+            Get(operand->number, data.data() + (layout.begins[v] + i) *
+                                                   SizeOf(operand->number)));
+      }
     }
   }
-  for (int s = 0; s < sources; ++s) {
-    operands.push_back(new Operand(layout, s == 0 ? number : input, true));
+  return result;
+}
+
+bool IsNear(const Doubles& got, const Doubles& want,
+            const std::vector<std::unique_ptr<Operand>>& operands,
+            const std::string& what) {
+  bool right = true;
+  for (size_t o = 0; o < operands.size(); ++o) {
+    // An average is of what was stored.
+    const double epsilon = std::max(EpsilonOf(operands[o]->number),
+                                    EpsilonOf(operands[0]->number));
+    double worst = 0;
+    for (size_t i = 0; i < got[o].size(); ++i) {
+      const double error = std::abs(got[o][i] - want[o][i]) /
+                           std::max(1.0, std::abs(want[o][i])) / epsilon;
+      // Not a number is worst of all.
+      if (!(error <= worst)) worst = error;
+    }
+    if (worst <= 8) continue;
+    std::printf("  WRONG: %s, array %zu: %g epsilon from double\n",
+                what.c_str(), o, worst);
+    right = false;
+  }
+  return right;
+}
+
+bool CheckStep(const Case& c) {
+  const Isa isa = TheIsa();
+  const Layout layout(c.sizes);
+  const size_t states = c.rule == nullptr ? 0 : CountNames(c.rule->states);
+  const size_t inputs = c.rule == nullptr ? 0 : CountNames(c.rule->inputs);
+  Update update;
+  update.is_double = c.number == Number::kDouble;
+  update.state = c.number;
+  update.input = c.input;
+  update.chunk_log2 = c.chunk_log2;
+  std::vector<std::unique_ptr<Operand>> operands;
+  const auto add = [&](Number number, bool has_signs) {
+    operands.push_back(std::make_unique<Operand>(layout, number, has_signs));
+  };
+  for (size_t s = 0; s < states; ++s) add(c.number, /*has_signs=*/s == 0);
+  for (size_t i = 0; i < inputs; ++i) add(c.input, true);
+  if (c.rule != nullptr) {
+    update.rule = c.rule->id;
+    update.scalars = ScalarsOf(*c.rule);
+  }
+  for (int s = 0; s < c.sources; ++s) {
+    add(s == 0 ? c.number : c.input, true);
     update.sources.push_back({0.3 + s, operands.back()->number});
   }
-  for (int t = 0; t < targets; ++t) {
-    operands.push_back(new Operand(layout, average, true));
-    update.targets.push_back({0.1 * (t + 1), average});
+  for (int t = 0; t < c.targets; ++t) {
+    add(c.average, true);
+    update.targets.push_back({0.1 * (t + 1), c.average});
   }
-  what += std::string(" of ") + NameOf(number) + " and " + NameOf(input) +
-          ", " + std::to_string(sources) + " sources, " +
-          std::to_string(targets) + " averages in " + NameOf(average);
 
   update.arrays = operands.size();
   update.elements = layout.sizes;
   for (size_t v = 0; v < layout.sizes.size(); ++v) {
-    for (const Operand* operand : operands) {
+    for (const auto& operand : operands) {
       update.addresses.push_back(operand->device.address() +
                                  layout.begins[v] * SizeOf(operand->number));
     }
   }
-  Run(update);
+  const Doubles before =
+      ReadDoubles(layout, operands, /*from_device=*/false);
+  if (c.is_captured) {
+    Graph(update).Run();
+  } else {
+    Run(update);
+  }
   Wait();
 
-  // The same by the CPU, stage by stage.
-  const Number sum = update.is_double ? Number::kDouble : Number::kFloat;
-  for (size_t v = 0; v < layout.sizes.size(); ++v) {
-    const size_t size = layout.sizes[v];
-    auto data = [&](Operand& operand) {
-      return static_cast<void*>(operand.host.data() +
-                                layout.begins[v] * SizeOf(operand.number));
-    };
-    auto step = [&](RuleId id, Number state, Number input,
-                    const std::vector<void*>& arrays,
-                    const std::vector<double>& scalars) {
-      FindStep(id, state, input, isa).loop(arrays.data(), scalars.data(), 0,
-                                           size, Ahead());
+  // The same by the CPU, stage by stage, over one array of each operand.
+  const auto run_on_cpu = [&](uint64_t size, Number state, Number input,
+                              Number average, Number sum,
+                              const std::vector<Number>& numbers,
+                              const std::vector<void*>& arrays) {
+    const auto step = [&](RuleId id, Number state, Number input,
+                          std::vector<void*> operands,
+                          const std::vector<double>& scalars) {
+      FindStep(id, state, input, isa)
+          .loop(operands.data(), scalars.data(), 0, size, Ahead());
     };
     std::vector<char> scratch(size * SizeOf(sum));
     void* value = scratch.data();
     Number value_number = sum;
-    size_t next = 0;
-    if (rule != nullptr) {
-      std::vector<void*> arrays;
-      for (; next < states + inputs; ++next) {
-        arrays.push_back(data(*operands[next]));
-      }
-      step(rule->id, number, input, arrays, update.scalars);
+    size_t next = states + inputs;
+    if (c.rule != nullptr) {
+      step(c.rule->id, state, input, {arrays.begin(), arrays.begin() + next},
+           update.scalars);
       value = arrays[0];
-      value_number = number;
+      value_number = state;
     }
-    for (int s = 0; s < sources; ++s, ++next) {
-      step(RuleId::kWeightedSum, sum, operands[next]->number,
-           {value, data(*operands[next])},
+    for (int s = 0; s < c.sources; ++s, ++next) {
+      step(RuleId::kWeightedSum, sum, numbers[next], {value, arrays[next]},
            {update.sources[s].scalar, s == 0 ? 1.0 : 0.0});
     }
-    for (int t = 0; t < targets; ++t, ++next) {
-      step(RuleId::kEma, average, value_number, {data(*operands[next]), value},
+    for (int t = 0; t < c.targets; ++t, ++next) {
+      step(RuleId::kEma, average, value_number, {arrays[next], value},
            {update.targets[t].scalar});
     }
+  };
+  const Number sum = update.is_double ? Number::kDouble : Number::kFloat;
+  std::vector<Number> numbers;
+  for (const auto& operand : operands) numbers.push_back(operand->number);
+  for (size_t v = 0; v < layout.sizes.size(); ++v) {
+    std::vector<void*> arrays;
+    for (const auto& operand : operands) {
+      arrays.push_back(operand->host.data() +
+                       layout.begins[v] * SizeOf(operand->number));
+    }
+    run_on_cpu(layout.sizes[v], c.number, c.input, c.average, sum, numbers,
+               arrays);
   }
+  Doubles want = before;
+  std::vector<void*> arrays;
+  for (std::vector<double>& array : want) arrays.push_back(array.data());
+  run_on_cpu(want[0].size(), Number::kDouble, Number::kDouble, Number::kDouble,
+             Number::kDouble,
+             std::vector<Number>(operands.size(), Number::kDouble), arrays);
+
   bool right = true;
   for (size_t i = 0; i < operands.size(); ++i) {
-    right &= IsEqual(*operands[i], what + ", array " + std::to_string(i));
-    delete operands[i];
+    right &= IsEqual(*operands[i], c.Name() + ", array " + std::to_string(i));
   }
-  return right;
+  return right & IsNear(ReadDoubles(layout, operands, /*from_device=*/true),
+                        want, operands, c.Name());
 }
 
 // Rows that have one, several and very many gradients.
@@ -286,10 +453,7 @@ bool CheckSum(Number number, bool is_double) {
           grads.host.data() +
               (grad_layout.begins[0] + grad * kElements) * SizeOf(number)};
       const double scalars[] = {1, 0};
-      Isa isa;
-      std::string error;
-      if (!ChosenIsa(&isa, &error)) Fail(error);
-      FindStep(RuleId::kWeightedSum, sum_number, number, isa)
+      FindStep(RuleId::kWeightedSum, sum_number, number, TheIsa())
           .loop(arrays, scalars, 0, kElements, Ahead());
     }
   }
@@ -297,18 +461,55 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// An average of more elements than 31 bits count; of nothing where there is no
-// memory for it.
-bool CheckHuge() {
+size_t FreeMemory() {
   size_t free, total;
   Call("cuMemGetInfo_v2", &free, &total);
-  constexpr uint64_t kElements = (uint64_t{1} << 32) + 12345;
-  constexpr uint64_t kSpace = 4096;
-  if (free < 2 * (2 * kElements + kSpace) + (uint64_t{1} << 30)) {
-    std::printf("no memory for 2^32 elements: not checked\n");
+  return free;
+}
+
+// Arrays that lie farther apart than a table can tell.
+bool CheckFar() {
+  constexpr size_t kBytes = (size_t{17} << 30) + 4096;
+  if (FreeMemory() < kBytes + (size_t{1} << 30)) {
+    std::printf("no memory for arrays 17 GiB apart: not checked\n");
     return true;
   }
+  constexpr uint64_t kElements = 999;
+  Array buffer(kBytes);
+  Update update;
+  update.sources = {{1, Number::kFloat}};
+  update.targets = {{1, Number::kFloat}};
+  update.arrays = 2;
+  std::vector<Address> shadows;
+  for (const uint64_t begin : {size_t{0}, kBytes - 8192}) {
+    const Address value = buffer.address() + begin, shadow = value + 4096;
+    Call("cuMemsetD8_v2", value, static_cast<unsigned char>(0), size_t{8192});
+    Call("cuMemsetD8_v2", value, static_cast<unsigned char>(0x3c),
+         4 * kElements);
+    update.elements.push_back(kElements);
+    update.addresses.insert(update.addresses.end(), {value, shadow});
+    shadows.push_back(shadow);
+  }
+  Run(update);
+  Wait();
+  bool right = true;
+  for (const Address shadow : shadows) {
+    std::vector<char> got(4096), want(4096);
+    Call("cuMemcpyDtoH_v2", static_cast<void*>(got.data()), shadow, got.size());
+    std::fill_n(want.begin(), 4 * kElements, 0x3c);
+    right &= got == want;
+  }
+  if (!right) std::printf("  WRONG: arrays 17 GiB apart\n");
+  return right;
+}
+
+int CheckHuge() {
+  constexpr uint64_t kElements = (uint64_t{1} << 32) + 12345;
+  constexpr uint64_t kSpace = 4096;
   const size_t bytes = 2 * kElements + kSpace;
+  if (FreeMemory() < 2 * bytes + (size_t{1} << 30)) {
+    Fail("no memory for two arrays of 2^32 elements, 17.2 GB");
+  }
   Array shadow(bytes), value(bytes);
   Call("cuMemsetD8_v2", shadow.address(), static_cast<unsigned char>(0), bytes);
   Call("cuMemsetD8_v2", value.address(), static_cast<unsigned char>(0x3c),
@@ -326,12 +527,11 @@ bool CheckHuge() {
   const bool right =
       copied == 2 * kElements &&
       std::count(got.end() - kSpace, got.end(), 0) == kSpace;
-  if (!right) {
-    std::printf("  WRONG: %llu of %llu bytes of 2^32 elements\n",
-                static_cast<unsigned long long>(copied),
-                static_cast<unsigned long long>(2 * kElements));
-  }
-  return right;
+  std::printf("%s: %llu of %llu bytes of 2^32 elements\n",
+              right ? "right" : "WRONG",
+              static_cast<unsigned long long>(copied),
+              static_cast<unsigned long long>(2 * kElements));
+  return right ? 0 : 1;
 }
 
 int CheckNumbers() {
@@ -348,43 +548,62 @@ int CheckNumbers() {
     wrong += !right;
   };
   for (const auto& [number, input] : pairs) {
+    // More than a launch takes with small tables, once also with large ones.
+    const auto many = ManySizes(number == Number::kFloat ? 3000 : 400);
     for (const RuleInfo& rule : kRules) {
       if (rule.inputs != "grad") continue;
-      count(CheckStep(&rule, number, input, input, 0, 2));
-      count(CheckStep(&rule, number, input, number, 0, 0));
+      count(CheckStep({&rule, number, input, input, 0, 2, many}));
+      count(CheckStep({&rule, number, input, number, 0, 0, FewSizes()}));
     }
     for (const int sources : {1, 3}) {
-      count(CheckStep(nullptr, number, input, input, sources, 2));
+      count(CheckStep({nullptr, number, input, input, sources, 2, many}));
+      count(CheckStep({nullptr, number, input, input, sources, 1,
+                       FewSizes()}));
     }
     count(CheckSum(input, number == Number::kDouble));
   }
-  count(CheckHuge());
+  const RuleInfo& adam = Info(RuleId::kAdam);
+  Case captured = {&adam, Number::kFloat, Number::kFloat, Number::kFloat, 0, 2,
+                   ManySizes(3000)};
+  captured.is_captured = true;
+  count(CheckStep(captured));
+  // A variable that takes several launches.
+  Case long_one = captured;
+  long_one.chunk_log2 = 3;
+  long_one.sizes = {5, (uint64_t{kMaxChunks} << 3) + 77, 9};
+  count(CheckStep(long_one));
+  count(CheckFar());
   std::printf("%d of %d right\n", checked - wrong, checked);
   return wrong == 0 ? 0 : 1;
 }
 
-// Seconds of a function that enqueues, by the GPU's own clock: the median.
-template <class Work>
-double Seconds(const Work& work) {
-  using Event = void*;
-  Event begin, end;
+// Seconds of functions that enqueue, by the GPU's own clock: medians of turns
+// that alternate.
+std::vector<double> Seconds(const std::vector<std::function<void()>>& works) {
+  void *begin, *end;
   Call("cuEventCreate", &begin, 0u);
   Call("cuEventCreate", &end, 0u);
-  std::vector<float> times;
-  for (int i = 0; i < 23; ++i) {
-    Call("cuEventRecord", begin, stream);
-    work();
-    Call("cuEventRecord", end, stream);
-    Call("cuEventSynchronize", end);
-    float milliseconds;
-    Call("cuEventElapsedTime", &milliseconds, begin, end);
-    if (i >= 3) times.push_back(milliseconds);
+  constexpr int kWarmUp = 3, kTurns = 21;
+  std::vector<std::vector<float>> times(works.size());
+  for (int turn = 0; turn < kWarmUp + kTurns; ++turn) {
+    for (size_t w = 0; w < works.size(); ++w) {
+      Call("cuEventRecord", begin, stream);
+      works[w]();
+      Call("cuEventRecord", end, stream);
+      Call("cuEventSynchronize", end);
+      float milliseconds;
+      Call("cuEventElapsedTime", &milliseconds, begin, end);
+      if (turn >= kWarmUp) times[w].push_back(milliseconds);
+    }
   }
   Call("cuEventDestroy_v2", begin);
   Call("cuEventDestroy_v2", end);
-  std::nth_element(times.begin(), times.begin() + times.size() / 2,
-                   times.end());
-  return times[times.size() / 2] / 1000;
+  std::vector<double> medians;
+  for (std::vector<float>& of_one : times) {
+    std::nth_element(of_one.begin(), of_one.begin() + kTurns / 2, of_one.end());
+    medians.push_back(of_one[kTurns / 2] / 1000);
+  }
+  return medians;
 }
 
 // ResNet-50's variables: of each convolution its kernel and the two of its
@@ -409,71 +628,141 @@ std::vector<uint64_t> ResNet50() {
   return sizes;
 }
 
-void Measure(const char* name, const RuleInfo* rule, Number number,
-             std::vector<uint64_t> sizes, uint64_t divisor) {
-  for (uint64_t& size : sizes) size = (size - 1) / divisor + 1;
-  Update update;
-  uint64_t total = 0;
-  for (const uint64_t size : sizes) total += (size + 127) / 128 * 128;
-  const size_t bytes = SizeOf(number);
-  const size_t arrays = rule == nullptr ? 2 : CountNames(rule->states) + 2;
-  Array buffer(total * bytes * arrays);
-  Call("cuMemsetD8_v2", buffer.address(), static_cast<unsigned char>(0),
-       total * bytes * arrays);
-  update.is_double = number == Number::kDouble;
-  update.state = update.input = number;
-  update.arrays = arrays;
-  update.elements = sizes;
-  if (rule == nullptr) {
-    update.sources = {{1, number}};
-  } else {
-    update.rule = rule->id;
-    update.scalars.assign(CountNames(rule->scalars), 0.5);
-  }
-  update.targets = {{0.1, number}};
-  uint64_t begin = 0, elements = 0;
-  for (const uint64_t size : sizes) {
-    for (size_t a = 0; a < arrays; ++a) {
-      update.addresses.push_back(buffer.address() +
-                                 (a * total + begin) * bytes);
+// An update and its average, over arrays in one buffer.
+class Work {
+ public:
+  Work(const char* sizes_name, const RuleInfo* rule, Number number,
+       std::vector<uint64_t> sizes, uint64_t divisor)
+      : arrays_(rule == nullptr ? 2 : CountNames(rule->states) + 2),
+        name_((rule == nullptr ? "EMA" : std::string(rule->name) + ", EMA")) {
+    name_.resize(16, ' ');
+    name_ += " " + std::string(sizes_name);
+    name_.resize(30, ' ');
+    name_ += NameOf(number);
+    name_.resize(39, ' ');
+    const auto padded = [](uint64_t size) { return (size + 127) / 128 * 128; };
+    uint64_t total = 0;
+    for (uint64_t& size : sizes) {
+      size = (size - 1) / divisor + 1;
+      total += padded(size);
+      elements_ += size;
     }
-    begin += (size + 127) / 128 * 128;
-    elements += size;
+    const size_t bytes = SizeOf(number);
+    buffer_ = std::make_unique<Array>(total * bytes * arrays_);
+    Call("cuMemsetD8_v2", buffer_->address(), static_cast<unsigned char>(0x3c),
+         total * bytes * arrays_);
+    half_ = total * bytes * arrays_ / 2;
+    moved_ = static_cast<double>(elements_) * bytes * (2 * arrays_ - 1);
+    update_.is_double = number == Number::kDouble;
+    update_.state = update_.input = number;
+    update_.arrays = arrays_;
+    update_.elements = sizes;
+    if (rule == nullptr) {
+      update_.sources = {{1, number}};
+    } else {
+      update_.rule = rule->id;
+      update_.scalars = ScalarsOf(*rule);
+    }
+    update_.targets = {{0.1, number}};
+    uint64_t begin = 0;
+    for (const uint64_t size : sizes) {
+      for (size_t a = 0; a < arrays_; ++a) {
+        update_.addresses.push_back(buffer_->address() +
+                                    (a * total + begin) * bytes);
+      }
+      begin += padded(size);
+    }
   }
-  // Each is read, and all are written but the gradient or the value.
-  const double moved = static_cast<double>(elements) * bytes * (2 * arrays - 1);
-  const double seconds = Seconds([&] { Run(update); });
-  const uint64_t half = total * bytes * arrays / 2;
-  const double copy = Seconds([&] {
-    Call("cuMemcpyDtoDAsync_v2", buffer.address() + half, buffer.address(),
-         half, stream);
-  });
-  const std::string what =
-      rule == nullptr ? "EMA" : std::string(rule->name) + ", EMA";
-  std::printf("%-16s %-12s %-8s %9.2f MB moved %9.4f ms %7.0f GB/s, "
-              "%5.1f %% of a copy's %.0f GB/s\n",
-              what.c_str(),
-              name, NameOf(number), moved / 1e6, seconds * 1e3,
-              moved / seconds / 1e9, 100 * moved / seconds / (2 * half / copy),
-              2 * half / copy / 1e9);
-  std::fflush(stdout);
+
+  void set_chunk_log2(int log2) { update_.chunk_log2 = log2; }
+  void Enqueue() const { Run(update_); }
+
+  // A copy from one half of the buffer to the other.
+  void EnqueueCopy() const {
+    Call("cuMemcpyDtoDAsync_v2", buffer_->address() + half_,
+         buffer_->address(), half_, stream);
+  }
+
+  const std::string& name() const { return name_; }
+  size_t variables() const { return update_.elements.size(); }
+  size_t launches() const { return Graph(update_).launches(); }
+  // Bytes. Each array is read, and all are written but the gradient or the
+  // value.
+  double moved() const { return moved_; }
+  double copied() const { return 2.0 * half_; }
+
+ private:
+  const size_t arrays_;
+  std::string name_;
+  uint64_t elements_ = 0;
+  std::unique_ptr<Array> buffer_;
+  uint64_t half_;
+  double moved_;
+  Update update_;
+};
+
+using Sizes = std::pair<const char*, std::vector<uint64_t>>;
+
+Sizes OneGiB(Number number) {
+  return {"one of 1 GiB", {(uint64_t{1} << 30) / SizeOf(number)}};
 }
 
-// With arrays of a GiB, and others: `divisor` makes all of them smaller.
+// `divisor` makes all arrays smaller.
 int MeasureBandwidth(uint64_t divisor) {
-  const RuleInfo& adam = Info(RuleId::kAdam);
-  const RuleInfo& momentum = Info(RuleId::kMomentum);
   std::vector<uint64_t> tiny;
   for (int i = 0; i < 4000; ++i) tiny.push_back(64 + generator() % 4000);
   for (const Number number : {Number::kFloat, Number::kBfloat16,
                               Number::kHalf, Number::kDouble}) {
-    const std::vector<uint64_t> one = {(uint64_t{1} << 30) / SizeOf(number)};
-    for (const auto& [name, sizes] :
-         {std::pair("one of 1 GiB", one), {"ResNet-50", ResNet50()},
-          {"4000 small", tiny}}) {
-      Measure(name, nullptr, number, sizes, divisor);
-      Measure(name, &momentum, number, sizes, divisor);
-      Measure(name, &adam, number, sizes, divisor);
+    for (const Sizes& sizes : {OneGiB(number), Sizes("ResNet-50", ResNet50()),
+                               Sizes("4000 small", tiny)}) {
+      for (const RuleInfo* rule :
+           {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kMomentum),
+            &Info(RuleId::kAdam)}) {
+        const Work work(sizes.first, rule, number, sizes.second, divisor);
+        const std::vector<double> seconds = Seconds(
+            {[&] { work.Enqueue(); }, [&] { work.EnqueueCopy(); }});
+        const double speed = work.moved() / seconds[0];
+        const double copy = work.copied() / seconds[1];
+        std::printf("%s %9.2f MB moved %9.4f ms %7.0f GB/s, %5.1f %% of a "
+                    "copy's %.0f GB/s, %zu launches for %zu variables\n",
+                    work.name().c_str(), work.moved() / 1e6, seconds[0] * 1e3,
+                    speed / 1e9, 100 * speed / copy, copy / 1e9,
+                    work.launches(), work.variables());
+        std::fflush(stdout);
+      }
+    }
+  }
+  return 0;
+}
+
+int MeasureChunks(uint64_t divisor) {
+  for (const Number number : {Number::kFloat, Number::kBfloat16}) {
+    for (const Sizes& sizes :
+         {OneGiB(number), Sizes("ResNet-50", ResNet50())}) {
+      for (const RuleInfo* rule :
+           {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kAdam)}) {
+        Work work(sizes.first, rule, number, sizes.second, divisor);
+        // 0 is the launcher's own choice.
+        std::vector<int> log2s = {0};
+        std::vector<std::function<void()>> works;
+        for (int k = kMinChunkLog2; k <= kMaxChunkLog2; ++k) log2s.push_back(k);
+        for (const int log2 : log2s) {
+          works.push_back([&work, log2] {
+            work.set_chunk_log2(log2);
+            work.Enqueue();
+          });
+        }
+        const std::vector<double> seconds = Seconds(works);
+        std::printf("%s", work.name().c_str());
+        for (size_t i = 0; i < log2s.size(); ++i) {
+          const std::string log2 =
+              i == 0 ? "chosen" : "2^" + std::to_string(log2s[i]);
+          std::printf(" %s %.0f", log2.c_str(),
+                      work.moved() / seconds[i] / 1e9);
+        }
+        std::printf(" GB/s\n");
+        std::fflush(stdout);
+      }
     }
   }
   return 0;
@@ -497,11 +786,12 @@ int Main(int argc, char** argv) {
   constexpr unsigned kNonBlocking = 1;
   Call("cuStreamCreate", &stream, kNonBlocking);
   const std::string command = argc > 1 ? argv[1] : "";
+  const uint64_t divisor = argc > 2 ? std::max(1ll, std::atoll(argv[2])) : 1;
   if (command == "numbers") return CheckNumbers();
-  if (command == "bandwidth") {
-    return MeasureBandwidth(argc > 2 ? std::max(1ll, std::atoll(argv[2])) : 1);
-  }
-  Fail("usage: check numbers | check bandwidth [divisor]");
+  if (command == "huge") return CheckHuge();
+  if (command == "bandwidth") return MeasureBandwidth(divisor);
+  if (command == "chunks") return MeasureChunks(divisor);
+  Fail("usage: check numbers | huge | bandwidth [divisor] | chunks [divisor]");
   return 2;
 }
 

@@ -44,153 +44,207 @@ using TheSumTable = SmallSumTable;
 #endif
 
 struct alignas(16) Quad {
-  uint32_t x, y, z, w;
+  uint32_t words[4];
 };
 
-// A thread's share of an array, as it is stored: two quads for the type that is
-// computed in, one for half and bfloat16.
-struct Raw {
-  uint32_t words[kLaneBytes / 4];
-};
-
-// Where a thread's share of a variable lies.
-struct Share {
-  uint64_t begin;  // In elements of the variable.
-  int lanes;       // How many there are: fewer than kLanes in the last.
-};
-
+// Whether a number is stored in 2 bytes rather than as it is computed.
 template <class Compute>
-WRAPOPT_DEVICE bool IsWhole(const Share& share, const char* p) {
-  // A slice of a tensor may begin anywhere.
-  return share.lanes == kLanes<Compute> &&
-         reinterpret_cast<uintptr_t>(p) % sizeof(Quad) == 0;
+WRAPOPT_DEVICE bool IsNarrow(Number number) {
+  return sizeof(Compute) == 4 && number != Number::kFloat;
 }
 
 template <class Compute>
-WRAPOPT_DEVICE void Load(const void* array, Number number, const Share& share,
-                         Raw* raw) {
-#pragma unroll
-  for (int i = 0; i < kLaneBytes / 4; ++i) raw->words[i] = 0;
-  if (array == nullptr) return;  // An array of zeros.
-  const size_t size = SizeOf(number);
-  const char* p = static_cast<const char*>(array) + share.begin * size;
-  if (IsWhole<Compute>(share, p)) {
-    const Quad a = reinterpret_cast<const Quad*>(p)[0];
-    raw->words[0] = a.x;
-    raw->words[1] = a.y;
-    raw->words[2] = a.z;
-    raw->words[3] = a.w;
-    if (size == sizeof(Compute)) {
-      const Quad b = reinterpret_cast<const Quad*>(p)[1];
-      raw->words[4] = b.x;
-      raw->words[5] = b.y;
-      raw->words[6] = b.z;
-      raw->words[7] = b.w;
+WRAPOPT_DEVICE uint32_t BytesOf(Number number) {
+  return IsNarrow<Compute>(number) ? 2 : sizeof(Compute);
+}
+
+// How a thread reads and writes its numbers of an array. Both ways have
+//
+//   kCount   how many numbers they are;
+//   Raw      those numbers as they are stored: Load does not wait for them,
+//            Unpack does.
+
+// kLanes numbers by 16 bytes each, in two runs: `gap` elements lie between
+// their beginnings. They lie side by side for half and bfloat16, which take one
+// quad for both. All arrays must begin where 16 bytes do.
+template <class Compute>
+struct Lanes {
+  static constexpr int kCount = kLanes<Compute>;
+
+  struct Raw {
+    Quad quads[2];
+  };
+
+  uint64_t begin;
+  uint32_t gap;
+
+  WRAPOPT_DEVICE void Load(const char* array, Number number, Raw* raw) const {
+    const char* const p = array + begin * BytesOf<Compute>(number);
+    raw->quads[0] = *reinterpret_cast<const Quad*>(p);
+    if (!IsNarrow<Compute>(number)) {
+      raw->quads[1] = *reinterpret_cast<const Quad*>(p + gap * sizeof(Compute));
     }
-    return;
   }
-#pragma unroll
-  for (int j = 0; j < kLanes<Compute>; ++j) {
-    if (j >= share.lanes) break;
+
+  WRAPOPT_DEVICE void Store(char* array, Number number, const Raw& raw) const {
+    char* const p = array + begin * BytesOf<Compute>(number);
+    *reinterpret_cast<Quad*>(p) = raw.quads[0];
+    if (!IsNarrow<Compute>(number)) {
+      *reinterpret_cast<Quad*>(p + gap * sizeof(Compute)) = raw.quads[1];
+    }
+  }
+
+  WRAPOPT_DEVICE static void Unpack(const Raw& raw, Number number,
+                                    Compute (&x)[kCount]) {
     if constexpr (sizeof(Compute) == 8) {
-      const uint64_t x = reinterpret_cast<const uint64_t*>(p)[j];
-      raw->words[2 * j] = static_cast<uint32_t>(x);
-      raw->words[2 * j + 1] = static_cast<uint32_t>(x >> 32);
-    } else if (size == 4) {
-      raw->words[j] = reinterpret_cast<const uint32_t*>(p)[j];
-    } else {
-      raw->words[j / 2] |= uint32_t{reinterpret_cast<const uint16_t*>(p)[j]}
-                           << (j % 2 * 16);
-    }
-  }
-}
-
-template <class Compute>
-WRAPOPT_DEVICE void Store(void* array, Number number, const Share& share,
-                          const Raw& raw) {
-  const size_t size = SizeOf(number);
-  char* p = static_cast<char*>(array) + share.begin * size;
-  if (IsWhole<Compute>(share, p)) {
-    reinterpret_cast<Quad*>(p)[0] = {raw.words[0], raw.words[1], raw.words[2],
-                                     raw.words[3]};
-    if (size == sizeof(Compute)) {
-      reinterpret_cast<Quad*>(p)[1] = {raw.words[4], raw.words[5],
-                                       raw.words[6], raw.words[7]};
-    }
-    return;
-  }
 #pragma unroll
-  for (int j = 0; j < kLanes<Compute>; ++j) {
-    if (j >= share.lanes) break;
+      for (int j = 0; j < kCount; ++j) {
+        x[j] = BitCast<double>(uint64_t{Word(raw, 2 * j + 1)} << 32 |
+                               Word(raw, 2 * j));
+      }
+    } else if (number == Number::kFloat) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) x[j] = BitCast<float>(Word(raw, j));
+    } else if (number == Number::kHalf) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        x[j] = wrapopt::Load(Half{HalfWord(raw, j)});
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        x[j] = wrapopt::Load(Bfloat16{HalfWord(raw, j)});
+      }
+    }
+  }
+
+  WRAPOPT_DEVICE static void Pack(const Compute (&x)[kCount], Number number,
+                                  Raw* raw) {
     if constexpr (sizeof(Compute) == 8) {
-      reinterpret_cast<uint64_t*>(p)[j] =
-          uint64_t{raw.words[2 * j + 1]} << 32 | raw.words[2 * j];
-    } else if (size == 4) {
-      reinterpret_cast<uint32_t*>(p)[j] = raw.words[j];
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const uint64_t bits = BitCast<uint64_t>(x[j]);
+        Word(*raw, 2 * j) = static_cast<uint32_t>(bits);
+        Word(*raw, 2 * j + 1) = static_cast<uint32_t>(bits >> 32);
+      }
+    } else if (number == Number::kFloat) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        Word(*raw, j) = BitCast<uint32_t>(x[j]);
+      }
+    } else if (number == Number::kHalf) {
+      PackHalves<Half>(x, raw);
     } else {
-      reinterpret_cast<uint16_t*>(p)[j] =
-          static_cast<uint16_t>(raw.words[j / 2] >> (j % 2 * 16));
+      PackHalves<Bfloat16>(x, raw);
     }
   }
-}
 
-WRAPOPT_DEVICE uint16_t HalfWord(const Raw& raw, int j) {
-  return static_cast<uint16_t>(raw.words[j / 2] >> (j % 2 * 16));
-}
-
-WRAPOPT_DEVICE void Unpack(const Raw& raw, Number, double (&x)[4]) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    x[j] = BitCast<double>(uint64_t{raw.words[2 * j + 1]} << 32 |
-                           raw.words[2 * j]);
+ private:
+  template <class AnyRaw>
+  WRAPOPT_DEVICE static auto& Word(AnyRaw& raw, int i) {
+    return raw.quads[i / 4].words[i % 4];
   }
-}
 
-WRAPOPT_DEVICE void Unpack(const Raw& raw, Number number, float (&x)[8]) {
-  if (number == Number::kFloat) {
+  WRAPOPT_DEVICE static uint16_t HalfWord(const Raw& raw, int j) {
+    return static_cast<uint16_t>(Word(raw, j / 2) >> (j % 2 * 16));
+  }
+
+  template <class Storage>
+  WRAPOPT_DEVICE static void PackHalves(const float (&x)[kCount], Raw* raw) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = BitCast<float>(raw.words[j]);
-  } else if (number == Number::kHalf) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) x[j] = wrapopt::Load(Half{HalfWord(raw, j)});
-  } else {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x[j] = wrapopt::Load(Bfloat16{HalfWord(raw, j)});
+    for (int j = 0; j < kCount; j += 2) {
+      Storage low, high;
+      wrapopt::Store(low, x[j]);
+      wrapopt::Store(high, x[j + 1]);
+      Word(*raw, j / 2) = uint32_t{high.bits} << 16 | low.bits;
     }
   }
-}
+};
 
-WRAPOPT_DEVICE void Pack(const double (&x)[4], Number, Raw* raw) {
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const uint64_t bits = BitCast<uint64_t>(x[j]);
-    raw->words[2 * j] = static_cast<uint32_t>(bits);
-    raw->words[2 * j + 1] = static_cast<uint32_t>(bits >> 32);
-  }
-}
+// One number: of an array that begins elsewhere, such as a slice of a tensor,
+// and of the last few.
+template <class Compute>
+struct Single {
+  static constexpr int kCount = 1;
 
-template <class Storage>
-WRAPOPT_DEVICE void PackHalves(const float (&x)[8], Raw* raw) {
-#pragma unroll
-  for (int j = 0; j < 8; j += 2) {
-    Storage low, high;
-    wrapopt::Store(low, x[j]);
-    wrapopt::Store(high, x[j + 1]);
-    raw->words[j / 2] = uint32_t{high.bits} << 16 | low.bits;
-  }
-}
+  using Raw = uint64_t;
 
-WRAPOPT_DEVICE void Pack(const float (&x)[8], Number number, Raw* raw) {
-  if (number == Number::kFloat) {
-#pragma unroll
-    for (int j = 0; j < 8; ++j) raw->words[j] = BitCast<uint32_t>(x[j]);
-  } else if (number == Number::kHalf) {
-    PackHalves<Half>(x, raw);
-  } else {
-    PackHalves<Bfloat16>(x, raw);
+  uint64_t begin;
+
+  WRAPOPT_DEVICE void Load(const char* array, Number number, Raw* raw) const {
+    if constexpr (sizeof(Compute) == 8) {
+      *raw = reinterpret_cast<const uint64_t*>(array)[begin];
+    } else if (!IsNarrow<Compute>(number)) {
+      *raw = reinterpret_cast<const uint32_t*>(array)[begin];
+    } else {
+      *raw = reinterpret_cast<const uint16_t*>(array)[begin];
+    }
   }
-}
+
+  WRAPOPT_DEVICE void Store(char* array, Number number, const Raw& raw) const {
+    if constexpr (sizeof(Compute) == 8) {
+      reinterpret_cast<uint64_t*>(array)[begin] = raw;
+    } else if (!IsNarrow<Compute>(number)) {
+      reinterpret_cast<uint32_t*>(array)[begin] = static_cast<uint32_t>(raw);
+    } else {
+      reinterpret_cast<uint16_t*>(array)[begin] = static_cast<uint16_t>(raw);
+    }
+  }
+
+  WRAPOPT_DEVICE static void Unpack(const Raw& raw, Number number,
+                                    Compute (&x)[kCount]) {
+    if constexpr (sizeof(Compute) == 8) {
+      x[0] = BitCast<double>(raw);
+    } else if (number == Number::kFloat) {
+      x[0] = BitCast<float>(static_cast<uint32_t>(raw));
+    } else if (number == Number::kHalf) {
+      x[0] = wrapopt::Load(Half{static_cast<uint16_t>(raw)});
+    } else {
+      x[0] = wrapopt::Load(Bfloat16{static_cast<uint16_t>(raw)});
+    }
+  }
+
+  WRAPOPT_DEVICE static void Pack(const Compute (&x)[kCount], Number number,
+                                  Raw* raw) {
+    if constexpr (sizeof(Compute) == 8) {
+      *raw = BitCast<uint64_t>(x[0]);
+    } else if (number == Number::kFloat) {
+      *raw = BitCast<uint32_t>(x[0]);
+    } else if (number == Number::kHalf) {
+      *raw = Stored<Half>(x[0]);
+    } else {
+      *raw = Stored<Bfloat16>(x[0]);
+    }
+  }
+
+ private:
+  template <class Storage>
+  WRAPOPT_DEVICE static uint16_t Stored(float x) {
+    Storage to;
+    wrapopt::Store(to, x);
+    return to.bits;
+  }
+};
+
+// The arrays of one variable.
+struct Arrays {
+  const Word* bases;
+  const uint32_t* offsets;
+
+  template <class Compute>
+  WRAPOPT_DEVICE char* Find(size_t i, Number number) const {
+    return reinterpret_cast<char*>(bases[i]) +
+           uint64_t{offsets[i]} * BytesOf<Compute>(number);
+  }
+  // nullptr for zeros.
+  template <class Compute>
+  WRAPOPT_DEVICE const char* FindInput(size_t i, Number number) const {
+    return offsets[i] == kNoArray ? nullptr : Find<Compute>(i, number);
+  }
+  WRAPOPT_DEVICE Arrays From(size_t i) const {
+    return {bases + i, offsets + i};
+  }
+};
 
 WRAPOPT_DEVICE void Read(Word word, float* x) {
   *x = BitCast<float>(static_cast<uint32_t>(word));
@@ -203,47 +257,55 @@ struct StepOf {
   static constexpr size_t kArrays = kStates + kInputs;
   static constexpr size_t kFirstMember = kScalars;
 
-  template <class Compute>
+  template <class Compute, class Access>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
-                                 const Word* arrays, const Share& share,
-                                 Compute (&value)[kLanes<Compute>]) {
-    Run(header, words, arrays, share, value,
+                                 const Arrays& arrays, const Access& access,
+                                 Compute (&value)[Access::kCount]) {
+    Run(header, words, arrays, access, value,
         std::make_index_sequence<kStates>(),
         std::make_index_sequence<kInputs>(),
         std::make_index_sequence<kScalars>());
   }
 
-  template <class Compute, size_t... s, size_t... i, size_t... c>
+  template <class Compute, class Access, size_t... s, size_t... i, size_t... c>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
-                                 const Word* arrays, const Share& share,
-                                 Compute (&value)[kLanes<Compute>],
+                                 const Arrays& arrays, const Access& access,
+                                 Compute (&value)[Access::kCount],
                                  std::index_sequence<s...>,
                                  std::index_sequence<i...>,
                                  std::index_sequence<c...>) {
     const Number state = static_cast<Number>(header.state);
     const Number input = static_cast<Number>(header.input);
     // All are on their way before the first is waited for.
-    Raw raw[kArrays];
-    (Load<Compute>(reinterpret_cast<const void*>(arrays[s]), state, share,
-                   &raw[s]),
-     ...);
-    (Load<Compute>(reinterpret_cast<const void*>(arrays[kStates + i]), input,
-                   share, &raw[kStates + i]),
+    typename Access::Raw raw[kArrays];
+    (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
+    (LoadInput(access, arrays.FindInput<Compute>(kStates + i, input), input,
+               &raw[kStates + i]),
      ...);
     Compute k[kScalars + 1];
     (Read(words[c], &k[c]), ...);
-    Compute x[kArrays][kLanes<Compute>];
-    (Unpack(raw[s], state, x[s]), ...);
-    (Unpack(raw[kStates + i], input, x[kStates + i]), ...);
+    Compute x[kArrays][Access::kCount];
+    (Access::Unpack(raw[s], state, x[s]), ...);
+    (Access::Unpack(raw[kStates + i], input, x[kStates + i]), ...);
 #pragma unroll
-    for (int j = 0; j < kLanes<Compute>; ++j) {
+    for (int j = 0; j < Access::kCount; ++j) {
       Rule::Step(x[s][j]..., x[kStates + i][j]..., k[c]...);
     }
-    (Pack(x[s], state, &raw[s]), ...);
-    (Store<Compute>(reinterpret_cast<void*>(arrays[s]), state, share, raw[s]),
-     ...);
+    (Access::Pack(x[s], state, &raw[s]), ...);
+    (access.Store(arrays.Find<Compute>(s, state), state, raw[s]), ...);
     // What is averaged is what was stored.
-    Unpack(raw[0], state, value);
+    Access::Unpack(raw[0], state, value);
+  }
+
+  template <class Access>
+  WRAPOPT_DEVICE static void LoadInput(const Access& access, const char* array,
+                                       Number number,
+                                       typename Access::Raw* raw) {
+    if (array == nullptr) {
+      *raw = {};
+    } else {
+      access.Load(array, number, raw);
+    }
   }
 };
 
@@ -252,110 +314,140 @@ struct SumOfSources {
   static constexpr size_t kArrays = 0;
   static constexpr size_t kFirstMember = 0;
 
-  template <class Compute>
+  template <class Compute, class Access>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
-                                 const Word* arrays, const Share& share,
-                                 Compute (&value)[kLanes<Compute>]) {
+                                 const Arrays& arrays, const Access& access,
+                                 Compute (&value)[Access::kCount]) {
 #pragma unroll
-    for (int j = 0; j < kLanes<Compute>; ++j) value[j] = 0;
+    for (int j = 0; j < Access::kCount; ++j) value[j] = 0;
     for (int source = 0; source < header.sources; ++source) {
       const Word* member = words + source * kWordsPerMember;
       const Number number = static_cast<Number>(member[1]);
-      Raw raw;
-      Load<Compute>(reinterpret_cast<const void*>(arrays[source]), number,
-                    share, &raw);
-      Compute weight, x[kLanes<Compute>];
+      typename Access::Raw raw;
+      access.Load(arrays.Find<Compute>(source, number), number, &raw);
+      Compute weight, x[Access::kCount];
       Read(member[0], &weight);
-      Unpack(raw, number, x);
+      Access::Unpack(raw, number, x);
       const Compute is_first = source == 0 ? 1 : 0;
 #pragma unroll
-      for (int j = 0; j < kLanes<Compute>; ++j) {
+      for (int j = 0; j < Access::kCount; ++j) {
         WeightedSum::Step(value[j], x[j], weight, is_first);
       }
     }
   }
 };
 
-// `value` moves each target towards itself.
-template <class Compute>
-WRAPOPT_DEVICE void Average(int targets, const Word* members,
-                            const Word* arrays, const Share& share,
-                            const Compute (&value)[kLanes<Compute>]) {
-  for (int target = 0; target < targets; ++target) {
-    const Word* member = members + target * kWordsPerMember;
-    const Number number = static_cast<Number>(member[1]);
-    void* const array = reinterpret_cast<void*>(arrays[target]);
-    Raw raw;
-    Load<Compute>(array, number, share, &raw);
-    Compute rate, x[kLanes<Compute>];
-    Read(member[0], &rate);
-    Unpack(raw, number, x);
-#pragma unroll
-    for (int j = 0; j < kLanes<Compute>; ++j) Ema::Step(x[j], value[j], rate);
-    Pack(x, number, &raw);
-    Store<Compute>(array, number, share, raw);
+// A variable's averages, each of which `value` moves towards itself.
+template <class Compute, class Access>
+class Targets {
+ public:
+  WRAPOPT_DEVICE Targets(int count, const Word* members, const Arrays& arrays,
+                         const Access& access)
+      : count_(count), members_(members), arrays_(arrays), access_(access) {
+    Fetch(0);
   }
+
+  WRAPOPT_DEVICE void Move(const Compute (&value)[Access::kCount]) {
+    for (int target = 0; target < count_; ++target) {
+      const Number number = NumberOf(target);
+      Compute rate, x[Access::kCount];
+      Read(members_[target * kWordsPerMember], &rate);
+      Access::Unpack(fetched_, number, x);
+      Fetch(target + 1);
+#pragma unroll
+      for (int j = 0; j < Access::kCount; ++j) {
+        Ema::Step(x[j], value[j], rate);
+      }
+      typename Access::Raw raw;
+      Access::Pack(x, number, &raw);
+      access_.Store(arrays_.Find<Compute>(target, number), number, raw);
+    }
+  }
+
+ private:
+  // Ahead of its turn, as nobody waits for it yet.
+  WRAPOPT_DEVICE void Fetch(int target) {
+    if (target >= count_) return;
+    const Number number = NumberOf(target);
+    access_.Load(arrays_.Find<Compute>(target, number), number, &fetched_);
+  }
+
+  WRAPOPT_DEVICE Number NumberOf(int target) const {
+    return static_cast<Number>(members_[target * kWordsPerMember + 1]);
+  }
+
+  const int count_;
+  const Word* const members_;
+  const Arrays arrays_;
+  const Access access_;
+  typename Access::Raw fetched_;
+};
+
+template <class Value, class Compute, class Access>
+WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
+                           const Access& access) {
+  const Header& header = table.header;
+  const Word* const members = table.words + Value::kFirstMember;
+  Targets<Compute, Access> targets(
+      header.targets, members + header.sources * kWordsPerMember,
+      arrays.From(Value::kArrays + header.sources), access);
+  Compute value[Access::kCount];
+  Value::Run(header, table.words, arrays, access, value);
+  targets.Move(value);
 }
 
 template <class Value, class Compute>
 WRAPOPT_DEVICE void Run(const TheTable& table) {
   const Header& header = table.header;
-  const Word* const members = table.words + Value::kFirstMember;
-  const Word* const variables =
-      members + (header.sources + header.targets) * kWordsPerMember;
-  const size_t stride =
-      1 + Value::kArrays + header.sources + header.targets;
+  const size_t count = Value::kArrays + header.sources + header.targets;
+  const Word* const bases = table.words + Value::kFirstMember +
+                            (header.sources + header.targets) * kWordsPerMember;
+  const uint32_t* const variables =
+      reinterpret_cast<const uint32_t*>(bases + count);
+  const size_t stride = 1 + count;
   // The last variable whose first chunk is not after this one.
   const uint32_t chunk = blockIdx.x;
   uint32_t low = 0, high = header.variables;
   while (high - low > 1) {
     const uint32_t middle = (low + high) / 2;
-    if (static_cast<uint32_t>(variables[middle * stride]) <= chunk) {
+    if (FirstChunk(variables[middle * stride]) <= chunk) {
       low = middle;
     } else {
       high = middle;
     }
   }
-  const Word place = variables[low * stride];
+  const uint32_t* const variable = variables + low * stride;
+  const uint32_t place = variable[0];
+  const Arrays arrays = {bases, variable + 1};
   const uint32_t next = low + 1 < header.variables
-                            ? static_cast<uint32_t>(
-                                  variables[(low + 1) * stride])
+                            ? FirstChunk(variable[stride])
                             : header.chunks;
-  const Word* const arrays = variables + low * stride + 1;
-  const uint64_t first = uint64_t{chunk - static_cast<uint32_t>(place)}
+  const uint64_t first = uint64_t{chunk - FirstChunk(place)}
                          << header.chunk_log2;
   const uint32_t elements = chunk + 1 == next
-                                ? static_cast<uint32_t>(place >> 32)
+                                ? LastElements(place)
                                 : uint32_t{1} << header.chunk_log2;
-  for (uint32_t i = threadIdx.x * kLanes<Compute>; i < elements;
-       i += kThreads * kLanes<Compute>) {
-    const int left = static_cast<int>(elements - i);
-    const Share share = {first + i,
-                         left < kLanes<Compute> ? left : kLanes<Compute>};
-    Compute value[kLanes<Compute>];
-    Value::Run(header, table.words, arrays, share, value);
-    Average(header.targets, members + header.sources * kWordsPerMember,
-            arrays + Value::kArrays + header.sources, share, value);
-  }
-}
 
-template <class Compute>
-WRAPOPT_DEVICE Compute LoadOne(const void* array, Number number, uint64_t i) {
-  switch (number) {
-    case Number::kHalf:
-      return wrapopt::Load(static_cast<const Half*>(array)[i]);
-    case Number::kBfloat16:
-      return wrapopt::Load(static_cast<const Bfloat16*>(array)[i]);
-    case Number::kFloat:
-      return static_cast<const float*>(array)[i];
-    default:
-      return static_cast<Compute>(static_cast<const double*>(array)[i]);
+  constexpr uint32_t kAtATime = kThreads * kLanes<Compute>;
+  const uint32_t whole =
+      IsAligned(place) ? elements / kLanes<Compute> * kLanes<Compute> : 0;
+  for (uint32_t begin = 0; begin < whole; begin += kAtATime) {
+    const bool is_dense = header.is_dense || whole - begin < kAtATime;
+    const uint32_t i = begin + threadIdx.x * (is_dense ? kLanes<Compute>
+                                                       : kRun<Compute>);
+    if (i >= whole) break;
+    const uint32_t gap = (is_dense ? 1 : kThreads) * kRun<Compute>;
+    Update<Value, Compute>(table, arrays, Lanes<Compute>{first + i, gap});
+  }
+  for (uint32_t i = whole + threadIdx.x; i < elements; i += kThreads) {
+    Update<Value, Compute>(table, arrays, Single<Compute>{first + i});
   }
 }
 
 template <class Compute>
 WRAPOPT_DEVICE void SumRun(const TheSumTable& table) {
   const SumHeader& header = table.header;
+  const Number number = static_cast<Number>(header.number);
   const uint32_t run = blockIdx.x;
   const Word* const runs = table.words;
   const Word* const grads = runs + 2 * header.runs;
@@ -367,9 +459,13 @@ WRAPOPT_DEVICE void SumRun(const TheSumTable& table) {
        i += uint64_t{gridDim.y} * kThreads) {
     Compute sum = sums[i];
     for (Word g = begin; g < end; ++g) {
-      sum += LoadOne<Compute>(reinterpret_cast<const void*>(header.grads),
-                              static_cast<Number>(header.number),
-                              grads[g] * header.elements + i);
+      using Access = Single<Compute>;
+      typename Access::Raw raw;
+      Compute x[1];
+      Access{grads[g] * header.elements + i}.Load(
+          reinterpret_cast<const char*>(header.grads), number, &raw);
+      Access::Unpack(raw, number, x);
+      sum += x[0];
     }
     sums[i] = sum;
   }

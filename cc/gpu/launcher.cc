@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <utility>
@@ -125,6 +126,44 @@ Word ToWord(double x, bool is_double) {
   return word;
 }
 
+// Where an update's variables have their arrays of one kind.
+class Range {
+ public:
+  explicit Range(size_t size) : size_(size) {}
+
+  // Whether a table can tell that array's address beside the others'.
+  bool Reaches(Address address) const {
+    if (address == 0 || is_empty()) return true;
+    const Address low = std::min(low_, address);
+    return (std::max(high_, address) - low) / size_ < kNoArray &&
+           (std::max(low_, address) - low) % size_ == 0;
+  }
+
+  void Add(Address address) {
+    if (address == 0) return;
+    low_ = std::min(low_, address);
+    high_ = std::max(high_, address);
+  }
+
+  void Clear() { *this = Range(size_); }
+
+  Address base() const { return is_empty() ? 0 : low_; }
+
+  uint32_t Offset(Address address) const {
+    return address == 0 ? kNoArray
+                        : static_cast<uint32_t>((address - low_) / size_);
+  }
+
+  size_t size() const { return size_; }  // Of an element.
+
+ private:
+  bool is_empty() const { return high_ < low_; }
+
+  size_t size_;
+  Address low_ = std::numeric_limits<Address>::max();
+  Address high_ = 0;
+};
+
 // The launches that an update takes.
 class Launches {
  public:
@@ -135,14 +174,8 @@ class Launches {
       elements += more;
       left_ += more > 0;
     }
-    // So few chunks that a block is not mostly set up and torn down, so many that
-    // each multiprocessor has several.
-    chunk_log2_ = kMaxChunkLog2;
-    while (chunk_log2_ > kMinChunkLog2 &&
-           elements >> chunk_log2_ <
-               16 * static_cast<uint64_t>(loaded_.device().multiprocessors)) {
-      --chunk_log2_;
-    }
+    chunk_log2_ = update.chunk_log2 > 0 ? update.chunk_log2
+                                        : ChunkLog2(elements);
     for (const double scalar : update.scalars) {
       prefix_.push_back(ToWord(scalar, update.is_double));
     }
@@ -152,13 +185,27 @@ class Launches {
         prefix_.push_back(static_cast<Word>(member.number));
       }
     }
+    if (update.rule.has_value()) {
+      const RuleInfo& info = Info(*update.rule);
+      ranges_.resize(CountNames(info.states), Range(SizeOf(update.state)));
+      ranges_.resize(ranges_.size() + CountNames(info.inputs),
+                     Range(SizeOf(update.input)));
+    }
+    for (const auto* members : {&update.sources, &update.targets}) {
+      for (const Update::Member& member : *members) {
+        ranges_.emplace_back(SizeOf(member.number));
+      }
+    }
   }
 
   std::string Run() {
+    if (ranges_.size() != update_.arrays) {
+      return "each variable must have " + std::to_string(ranges_.size()) +
+             " arrays, got " + std::to_string(update_.arrays);
+    }
     while (left_ > 0) {
       // Small ones cost less to launch.
-      const bool fits_small = prefix_.size() + left_ * (1 + update_.arrays) <=
-                              SmallTable::kWords;
+      const bool fits_small = left_ <= MostVariables<SmallTable>();
       const bool is_large =
           loaded_.Has(true) && (!fits_small || !loaded_.Has(false));
       const std::string error =
@@ -169,62 +216,132 @@ class Launches {
   }
 
  private:
+  // A variable, or as much of it as a launch takes.
+  struct Part {
+    size_t variable;
+    uint64_t begin, elements;
+    uint32_t first_chunk;
+  };
+
+  // So few chunks that a block is not mostly set up and torn down, so many that
+  // each multiprocessor has several, and the last of them not much to wait for.
+  int ChunkLog2(uint64_t elements) const {
+    int log2 = kMaxChunkLog2;
+    while (log2 > kMinChunkLog2 &&
+           elements >> log2 <
+               32 * static_cast<uint64_t>(loaded_.device().multiprocessors)) {
+      --log2;
+    }
+    return log2;
+  }
+
+  template <class AnyTable>
+  size_t MostVariables() const {
+    const size_t used = prefix_.size() + update_.arrays;
+    if (used > AnyTable::kWords) return 0;
+    return (AnyTable::kWords - used) * sizeof(Word) /
+           ((1 + update_.arrays) * sizeof(uint32_t));
+  }
+
+  // The address of a part's array; 0 for an input of zeros.
+  Address Find(size_t variable, uint64_t begin, size_t array) const {
+    const Address address =
+        update_.addresses[variable * update_.arrays + array];
+    return address == 0 ? 0 : address + begin * ranges_[array].size();
+  }
+
+  bool Reaches() const {
+    for (size_t a = 0; a < ranges_.size(); ++a) {
+      if (!ranges_[a].Reaches(Find(next_, begin_, a))) return false;
+    }
+    return true;
+  }
+
+  // Takes what a launch can, and returns its chunks.
+  uint32_t Take(size_t most_variables) {
+    parts_.clear();
+    for (Range& range : ranges_) range.Clear();
+    uint32_t chunks = 0;
+    while (left_ > 0 && parts_.size() < most_variables && chunks < kMaxChunks) {
+      const uint64_t elements = update_.elements[next_] - begin_;
+      if (elements > 0) {
+        if (!Reaches()) break;
+        const uint64_t room = uint64_t{kMaxChunks - chunks} << chunk_log2_;
+        const uint64_t taken = std::min(elements, room);
+        parts_.push_back({next_, begin_, taken, chunks});
+        for (size_t a = 0; a < ranges_.size(); ++a) {
+          ranges_[a].Add(Find(next_, begin_, a));
+        }
+        chunks += static_cast<uint32_t>(((taken - 1) >> chunk_log2_) + 1);
+        if (taken < elements) {
+          begin_ += taken;
+          break;
+        }
+        --left_;
+      }
+      ++next_;
+      begin_ = 0;
+    }
+    return chunks;
+  }
+
   template <class AnyTable>
   std::string RunOne(bool is_large) {
-    if (prefix_.size() + 1 + update_.arrays > AnyTable::kWords) {
+    const size_t most_variables = MostVariables<AnyTable>();
+    if (most_variables == 0) {
       return "each variable has " + std::to_string(update_.arrays) +
              " arrays, too many for a launch on " + loaded_.device().name;
     }
+    const uint32_t chunks = Take(most_variables);
     // Only what is filled is read.
     AnyTable table;
     Word* to = std::copy(prefix_.begin(), prefix_.end(), table.words);
-    uint64_t chunks = 0;
-    uint32_t variables = 0;
-    for (; next_ < update_.elements.size(); ++next_) {
-      const uint64_t elements = update_.elements[next_];
-      if (elements == 0) continue;
-      const uint64_t more = ((elements - 1) >> chunk_log2_) + 1;
-      if (to + 1 + update_.arrays > table.words + AnyTable::kWords ||
-          chunks + more > kMaxGrid) {
-        break;
+    for (const Range& range : ranges_) *to++ = range.base();
+    char* entries = reinterpret_cast<char*>(to);
+    const auto put = [&entries](uint32_t entry) {
+      std::memcpy(entries, &entry, sizeof(entry));
+      entries += sizeof(entry);
+    };
+    for (const Part& part : parts_) {
+      const uint64_t before = (part.elements - 1) >> chunk_log2_ << chunk_log2_;
+      bool is_aligned = true;
+      for (size_t a = 0; a < ranges_.size(); ++a) {
+        is_aligned &= Find(part.variable, part.begin, a) % 16 == 0;
       }
-      const uint64_t last = elements - ((more - 1) << chunk_log2_);
-      *to++ = Place(static_cast<uint32_t>(chunks), static_cast<uint32_t>(last));
-      to = std::copy_n(update_.addresses.begin() + next_ * update_.arrays,
-                       update_.arrays, to);
-      chunks += more;
-      ++variables;
+      put(Place(part.first_chunk, static_cast<uint32_t>(part.elements - before),
+                is_aligned));
+      for (size_t a = 0; a < ranges_.size(); ++a) {
+        put(ranges_[a].Offset(Find(part.variable, part.begin, a)));
+      }
     }
-    if (variables == 0) {
-      return "a variable has too many elements for a launch: " +
-             std::to_string(update_.elements[next_]);
-    }
-    left_ -= variables;
-    table.header = {variables,
-                    static_cast<uint32_t>(chunks),
+    bool is_dense = false;
+    for (const Range& range : ranges_) is_dense |= range.size() == 2;
+    table.header = {static_cast<uint32_t>(parts_.size()),
+                    chunks,
                     static_cast<uint16_t>(update_.sources.size()),
                     static_cast<uint16_t>(update_.targets.size()),
                     static_cast<uint8_t>(chunk_log2_),
                     static_cast<uint8_t>(update_.state),
                     static_cast<uint8_t>(update_.input),
-                    0};
+                    is_dense};
     Function function;
     const std::string error = loaded_.Find(
         update_.rule.has_value() ? static_cast<int>(*update_.rule) : kAverage,
         update_.is_double, is_large, &function);
     if (!error.empty()) return error;
-    return Launch(function, table.header.chunks, 1, &table, stream_);
+    return Launch(function, chunks, 1, &table, stream_);
   }
-
-  static constexpr uint64_t kMaxGrid = 0x7fffffff;
 
   const Update& update_;
   Loaded& loaded_;
   const Stream stream_;
   int chunk_log2_;
-  std::vector<Word> prefix_;  // What is the same in all tables.
-  size_t next_ = 0;           // Variable.
-  size_t left_ = 0;           // Variables with elements.
+  std::vector<Word> prefix_;   // What is the same in all tables.
+  std::vector<Range> ranges_;  // Of the launch's arrays.
+  std::vector<Part> parts_;    // Of the launch.
+  size_t next_ = 0;            // Variable,
+  uint64_t begin_ = 0;         // of which so many elements are done.
+  size_t left_ = 0;            // Variables with elements that are not done.
 };
 
 template <class AnyTable>

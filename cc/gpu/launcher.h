@@ -37,6 +37,8 @@ struct Update {
   std::vector<Member> targets;
   // Whether it is computed in double, or in float.
   bool is_double = false;
+  // A block takes 2^chunk_log2 elements, 3 to 15; 0 for what seems best.
+  int chunk_log2 = 0;
 
   // Of each variable.
   std::vector<uint64_t> elements;

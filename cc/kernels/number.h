@@ -53,7 +53,7 @@ WRAPOPT_RULE float Load(Bfloat16 x) {
 }
 
 #if defined(__CUDA_ARCH__)
-// A GPU has an instruction each, which give the same.
+// A GPU has an instruction each, which give the same but for the bits of a NaN.
 WRAPOPT_RULE float Load(Half x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -103,6 +103,11 @@ WRAPOPT_RULE void Store(Half& to, float x) {
 WRAPOPT_RULE void Store(float& to, float x) { to = x; }
 WRAPOPT_RULE void Store(double& to, double x) { to = x; }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+WRAPOPT_RULE void Store(Bfloat16& to, float x) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to.bits) : "f"(x));
+}
+#else
 WRAPOPT_RULE void Store(Bfloat16& to, float x) {
   const uint32_t bits = BitCast<uint32_t>(x);
   // To nearest, ties to even.
@@ -112,6 +117,7 @@ WRAPOPT_RULE void Store(Bfloat16& to, float x) {
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
   to.bits = static_cast<uint16_t>((nan ? quiet : rounded) >> 16);
 }
+#endif
 
 template <class Storage>
 struct ComputeTypeOf {

@@ -11,6 +11,8 @@
 // Environment variables:
 //   WRAPOPT_FAKE_GPU_CC      compute capability, 10 * major + minor (90)
 //   WRAPOPT_FAKE_GPU_DRIVER  the CUDA version of the driver (12080)
+//   WRAPOPT_FAKE_GPU_MEMORY  GiB (1), of which those that are touched take the
+//                            machine's
 //   WRAPOPT_FAKE_GPU_LOG     a file that each loaded image and each launch is
 //                            written to
 #include <dlfcn.h>
@@ -22,8 +24,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cc/gpu/table.h"
@@ -45,12 +49,18 @@ constexpr int kOutOfMemory = 2;
 constexpr int kInvalidImage = 200;
 constexpr int kNotFound = 500;
 constexpr int kIllegalAddress = 700;
-
-constexpr size_t kMemory = size_t{1} << 30;
+constexpr int kStreamCaptureUnsupported = 900;
+constexpr int kStreamCaptureInvalidated = 901;
 
 int Setting(const char* name, int otherwise) {
   const char* value = getenv(name);
   return value == nullptr ? otherwise : atoi(value);
+}
+
+size_t AllMemory() {
+  static const size_t bytes =
+      static_cast<size_t>(Setting("WRAPOPT_FAKE_GPU_MEMORY", 1)) << 30;
+  return bytes;
 }
 
 template <class... Arguments>
@@ -74,16 +84,30 @@ class Memory {
   int Allocate(size_t size, uint64_t* address) {
     const std::lock_guard<std::mutex> lock(mu_);
     size = (size + 511) / 512 * 512;
-    if (size > kMemory - used_) return kOutOfMemory;
-    *address = reinterpret_cast<uint64_t>(device_ + used_);
-    used_ += size;
+    if (size > AllMemory() - used()) return kOutOfMemory;
+    *address = reinterpret_cast<uint64_t>(device_ + used());
+    blocks_.push_back({used() + size, /*is_free=*/false});
+    return kSuccess;
+  }
+
+  // What is freed is handed out again once all that came later is free, too.
+  int Free(uint64_t address) {
+    const std::lock_guard<std::mutex> lock(mu_);
+    size_t begin = 0;
+    for (Block& block : blocks_) {
+      if (reinterpret_cast<uint64_t>(device_ + begin) == address) {
+        block.is_free = true;
+      }
+      begin = block.end;
+    }
+    while (!blocks_.empty() && blocks_.back().is_free) blocks_.pop_back();
     return kSuccess;
   }
 
   // Where the host finds it; nullptr for what is not in device memory.
   char* Host(uint64_t address, size_t size) {
     const uint64_t begin = reinterpret_cast<uint64_t>(device_);
-    if (address < begin || address - begin + size > kMemory) {
+    if (address < begin || address - begin + size > AllMemory()) {
       Log("%p is not in device memory\n", reinterpret_cast<void*>(address));
       return nullptr;
     }
@@ -93,21 +117,28 @@ class Memory {
  private:
   Memory() {
     const int file = memfd_create("wrapopt_fake_gpu", 0);
-    if (file < 0 || ftruncate(file, kMemory) != 0) abort();
+    if (file < 0 || ftruncate(file, AllMemory()) != 0) abort();
     device_ = Map(file, PROT_NONE);
     host_ = Map(file, PROT_READ | PROT_WRITE);
   }
 
   static char* Map(int file, int protection) {
-    void* mapping = mmap(nullptr, kMemory, protection, MAP_SHARED, file, 0);
+    void* mapping = mmap(nullptr, AllMemory(), protection, MAP_SHARED, file, 0);
     if (mapping == MAP_FAILED) abort();
     return static_cast<char*>(mapping);
   }
 
+  struct Block {
+    size_t end;
+    bool is_free;
+  };
+
+  size_t used() const { return blocks_.empty() ? 0 : blocks_.back().end; }
+
   char* device_;
   char* host_;
   std::mutex mu_;
-  size_t used_ = 0;
+  std::vector<Block> blocks_;  // One after the other.
 };
 
 int Copy(void* to, const void* from, size_t size) {
@@ -170,26 +201,55 @@ bool Move(Word* address) {
 // Moves the addresses in a table to where the host finds them.
 template <class Table>
 int MoveAddresses(const std::string& rule, Table* table) {
-  size_t scalars = 0, states = 0, inputs = 0;
+  const gpu::Header& header = table->header;
+  const size_t members = header.sources + header.targets;
+  size_t scalars = 0;
+  std::vector<size_t> sizes;  // Of each array's elements.
   for (const RuleInfo& info : kRules) {
     if (rule != info.name) continue;
     scalars = CountNames(info.scalars);
-    states = CountNames(info.states);
-    inputs = CountNames(info.inputs);
+    sizes.assign(CountNames(info.states),
+                 SizeOf(static_cast<Number>(header.state)));
+    sizes.resize(sizes.size() + CountNames(info.inputs),
+                 SizeOf(static_cast<Number>(header.input)));
   }
-  const gpu::Header& header = table->header;
-  const size_t members = header.sources + header.targets;
-  const size_t arrays = states + inputs + members;
-  Word* word = table->words + scalars + members * gpu::kWordsPerMember;
+  Word* word = table->words + scalars;
+  for (size_t m = 0; m < members; ++m, word += gpu::kWordsPerMember) {
+    sizes.push_back(SizeOf(static_cast<Number>(word[1])));
+  }
+  Word* const bases = word;
+  const char* entry = reinterpret_cast<const char*>(bases + sizes.size());
+  const size_t row = (1 + sizes.size()) * sizeof(uint32_t);
+  if (entry + header.variables * row > reinterpret_cast<char*>(table + 1)) {
+    return kInvalidValue;
+  }
+  const auto number = [&entry, row](uint32_t variable, size_t i) {
+    uint32_t x;
+    memcpy(&x, entry + variable * row + i * sizeof(x), sizeof(x));
+    return x;
+  };
   for (uint32_t v = 0; v < header.variables; ++v) {
-    ++word;
-    for (size_t a = 0; a < arrays; ++a, ++word) {
-      // An input of zeros.
-      if (*word == 0 && a >= states && a < states + inputs) continue;
-      if (!Move(word)) return kIllegalAddress;
+    const uint32_t place = number(v, 0);
+    const uint32_t end = v + 1 < header.variables
+                             ? gpu::FirstChunk(number(v + 1, 0))
+                             : header.chunks;
+    const uint64_t elements =
+        (uint64_t{end - gpu::FirstChunk(place) - 1} << header.chunk_log2) +
+        gpu::LastElements(place);
+    for (size_t a = 0; a < sizes.size(); ++a) {
+      const uint32_t offset = number(v, 1 + a);
+      if (offset != gpu::kNoArray &&
+          Memory::Get().Host(bases[a] + offset * sizes[a],
+                             elements * sizes[a]) == nullptr) {
+        return kIllegalAddress;
+      }
     }
   }
-  return word <= table->words + Table::kWords ? kSuccess : kInvalidValue;
+  for (size_t a = 0; a < sizes.size(); ++a) {
+    // Without one, all are inputs of zeros.
+    if (bases[a] != 0 && !Move(&bases[a])) return kIllegalAddress;
+  }
+  return kSuccess;
 }
 
 int Run(const Function& function, const void* table) {
@@ -204,22 +264,47 @@ int Run(const Function& function, const void* table) {
   return kSuccess;
 }
 
+// What a launch does, its argument taken along.
 template <class Table, class SumTable>
-int Launch(const Function& function, const void* argument) {
-  const std::string rule = RuleOf(function.name);
-  if (rule == "Sum") {
-    auto table = *static_cast<const SumTable*>(argument);
-    Log("launch %s grid %u %u\n", function.name.c_str(), grid.x, grid.y);
-    if (!Move(&table.header.grads) || !Move(&table.header.sums)) {
-      return kIllegalAddress;
-    }
-    return Run(function, &table);
+std::function<int()> ReadLaunch(const Function& function,
+                                const void* argument) {
+  const Index all = grid;
+  if (RuleOf(function.name) == "Sum") {
+    return [function, all, table = *static_cast<const SumTable*>(argument)] {
+      auto moved = table;
+      grid = all;
+      Log("launch %s grid %u %u\n", function.name.c_str(), all.x, all.y);
+      if (!Move(&moved.header.grads) || !Move(&moved.header.sums)) {
+        return kIllegalAddress;
+      }
+      return Run(function, &moved);
+    };
   }
-  auto table = *static_cast<const Table*>(argument);
-  Log("launch %s grid %u %u variables %u\n", function.name.c_str(), grid.x,
-      grid.y, table.header.variables);
-  const int result = MoveAddresses(rule, &table);
-  return result != kSuccess ? result : Run(function, &table);
+  return [function, all, table = *static_cast<const Table*>(argument)] {
+    auto moved = table;
+    grid = all;
+    Log("launch %s grid %u %u variables %u\n", function.name.c_str(), all.x,
+        all.y, moved.header.variables);
+    const int result = MoveAddresses(RuleOf(function.name), &moved);
+    return result != kSuccess ? result : Run(function, &moved);
+  };
+}
+
+// Launches that a stream was asked for while it was captured.
+struct Graph {
+  std::vector<std::function<int()>> launches;
+  bool is_invalid = false;
+};
+
+// What is being captured, of whichever stream: nothing but launches may be
+// asked for in the meantime.
+Graph* captured = nullptr;
+
+// Whether a graph is being captured, which the caller has just spoilt.
+bool SpoilsCapture() {
+  if (captured == nullptr) return false;
+  captured->is_invalid = true;
+  return true;
 }
 
 thread_local void* current = nullptr;
@@ -239,17 +324,36 @@ using namespace wrapopt::fake_gpu;  // NOLINT
 // Those that have nothing to do.
 #define NOTHING(name, ...) API(name, ##__VA_ARGS__) { return kSuccess; }
 
+// In those that the host waits in, or that change memory or modules.
+#define NOT_IN_A_CAPTURE() \
+  if (SpoilsCapture()) return kStreamCaptureUnsupported
+
 NOTHING(cuInit, unsigned)
 NOTHING(cuDevicePrimaryCtxRelease_v2, int)
 NOTHING(cuDevicePrimaryCtxSetFlags_v2, int, unsigned)
-NOTHING(cuCtxSynchronize)
-NOTHING(cuStreamSynchronize, void*)
-NOTHING(cuStreamQuery, void*)
+API(cuCtxSynchronize) {
+  NOT_IN_A_CAPTURE();
+  return kSuccess;
+}
+API(cuStreamSynchronize, void*) {
+  NOT_IN_A_CAPTURE();
+  return kSuccess;
+}
+API(cuStreamQuery, void*) {
+  NOT_IN_A_CAPTURE();
+  return kSuccess;
+}
 NOTHING(cuStreamWaitEvent, void*, void*, unsigned)
 NOTHING(cuEventRecord, void*, void*)
 NOTHING(cuEventQuery, void*)
-NOTHING(cuEventSynchronize, void*)
-NOTHING(cuMemFree_v2, uint64_t)
+API(cuEventSynchronize, void*) {
+  NOT_IN_A_CAPTURE();
+  return kSuccess;
+}
+API(cuMemFree_v2, uint64_t address) {
+  NOT_IN_A_CAPTURE();
+  return Memory::Get().Free(address);
+}
 NOTHING(cuMemHostRegister_v2, void*, size_t, unsigned)
 NOTHING(cuMemHostUnregister, void*)
 NOTHING(cuFuncSetAttribute, void*, int, int)
@@ -272,7 +376,7 @@ API(cuDeviceGetName, char* name, int size, int) {
   return kSuccess;
 }
 API(cuDeviceTotalMem_v2, size_t* size, int) {
-  *size = kMemory;
+  *size = AllMemory();
   return kSuccess;
 }
 API(cuDeviceGetUuid, void* uuid, int) {
@@ -401,7 +505,44 @@ API(cuStreamDestroy_v2, void* stream) {
   return kSuccess;
 }
 API(cuStreamIsCapturing, void*, int* status) {
-  *status = 0;
+  *status = captured != nullptr;
+  return kSuccess;
+}
+API(cuStreamBeginCapture_v2, void*, int) {
+  NOT_IN_A_CAPTURE();
+  captured = new Graph();
+  return kSuccess;
+}
+API(cuStreamEndCapture, void*, Graph** graph) {
+  if (captured == nullptr) return kInvalidValue;
+  *graph = std::exchange(captured, nullptr);
+  if (!(*graph)->is_invalid) return kSuccess;
+  delete std::exchange(*graph, nullptr);
+  return kStreamCaptureInvalidated;
+}
+API(cuGraphGetNodes, Graph* graph, void** nodes, size_t* count) {
+  if (nodes != nullptr) return kInvalidValue;  // How many is all that is known.
+  *count = graph->launches.size();
+  return kSuccess;
+}
+API(cuGraphInstantiateWithFlags, Graph** executable, Graph* graph, uint64_t) {
+  *executable = new Graph(*graph);
+  return kSuccess;
+}
+API(cuGraphLaunch, Graph* executable, void*) {
+  NOT_IN_A_CAPTURE();
+  Log("graph of %zu launches\n", executable->launches.size());
+  for (const auto& launch : executable->launches) {
+    if (const int result = launch(); result != kSuccess) return result;
+  }
+  return kSuccess;
+}
+API(cuGraphDestroy, Graph* graph) {
+  delete graph;
+  return kSuccess;
+}
+API(cuGraphExecDestroy, Graph* executable) {
+  delete executable;
   return kSuccess;
 }
 API(cuLaunchHostFunc, void*, void (*function)(void*), void* data) {
@@ -421,19 +562,23 @@ API(cuEventElapsedTime, float* milliseconds, void*, void*) {
   return kSuccess;
 }
 API(cuMemGetInfo_v2, size_t* free, size_t* total) {
-  *free = *total = kMemory;
+  *free = *total = AllMemory();
   return kSuccess;
 }
 API(cuMemAlloc_v2, uint64_t* address, size_t size) {
+  NOT_IN_A_CAPTURE();
   return Memory::Get().Allocate(size, address);
 }
 API(cuMemHostAlloc, void** memory, size_t size, unsigned) {
+  NOT_IN_A_CAPTURE();
   return posix_memalign(memory, 256, size) == 0 ? kSuccess : kOutOfMemory;
 }
 API(cuMemAllocHost_v2, void** memory, size_t size) {
+  NOT_IN_A_CAPTURE();
   return posix_memalign(memory, 256, size) == 0 ? kSuccess : kOutOfMemory;
 }
 API(cuMemFreeHost, void* memory) {
+  NOT_IN_A_CAPTURE();
   free(memory);
   return kSuccess;
 }
@@ -457,12 +602,15 @@ API(cuDeviceCanAccessPeer, int* can, int, int) {
 }
 
 API(cuMemcpyHtoD_v2, uint64_t to, const void* from, size_t size) {
+  NOT_IN_A_CAPTURE();
   return Copy(Memory::Get().Host(to, size), from, size);
 }
 API(cuMemcpyDtoH_v2, void* to, uint64_t from, size_t size) {
+  NOT_IN_A_CAPTURE();
   return Copy(to, Memory::Get().Host(from, size), size);
 }
 API(cuMemcpyDtoD_v2, uint64_t to, uint64_t from, size_t size) {
+  NOT_IN_A_CAPTURE();
   return Copy(Memory::Get().Host(to, size), Memory::Get().Host(from, size),
               size);
 }
@@ -476,15 +624,19 @@ API(cuMemcpyDtoDAsync_v2, uint64_t to, uint64_t from, size_t size, void*) {
   return cuMemcpyDtoD_v2(to, from, size);
 }
 API(cuMemsetD8_v2, uint64_t to, unsigned char value, size_t count) {
+  NOT_IN_A_CAPTURE();
   return Fill(to, value, count);
 }
 API(cuMemsetD8Async, uint64_t to, unsigned char value, size_t count, void*) {
+  NOT_IN_A_CAPTURE();
   return Fill(to, value, count);
 }
 API(cuMemsetD32_v2, uint64_t to, unsigned value, size_t count) {
+  NOT_IN_A_CAPTURE();
   return Fill(to, value, count);
 }
 API(cuMemsetD32Async, uint64_t to, unsigned value, size_t count, void*) {
+  NOT_IN_A_CAPTURE();
   return Fill(to, value, count);
 }
 
@@ -516,6 +668,7 @@ API(cuGetErrorString, int result, const char** text) {
 }
 
 API(cuModuleLoadData, Module** module, const char* image) {
+  NOT_IN_A_CAPTURE();
   const bool is_ptx = memcmp(image, "\177ELF", 4) != 0;
   *module = new Module{std::string(image, SizeOfImage(image))};
   Log("image %s %zu\n", is_ptx ? "ptx" : "cubin", (*module)->text.size());
@@ -526,7 +679,10 @@ API(cuModuleLoadDataEx, Module** module, const char* image, unsigned, void*,
   return cuModuleLoadData(module, image);
 }
 API(cuModuleLoadFatBinary, Module**, const void*) { return kInvalidImage; }
-NOTHING(cuModuleUnload, Module*)
+API(cuModuleUnload, Module*) {
+  NOT_IN_A_CAPTURE();
+  return kSuccess;
+}
 API(cuModuleGetFunction, Function** function, Module* module,
     const char* name) {
   // Both the image and the emulation must have it.
@@ -557,7 +713,11 @@ API(cuLaunchKernel, Function* function, unsigned grid_x, unsigned grid_y,
   }
   using namespace wrapopt::gpu;  // NOLINT
   grid = {grid_x, grid_y};
-  return function->name.find("_large_") != std::string::npos
-             ? Launch<LargeTable, LargeSumTable>(*function, arguments[0])
-             : Launch<SmallTable, SmallSumTable>(*function, arguments[0]);
+  std::function<int()> launch =
+      function->name.find("_large_") != std::string::npos
+          ? ReadLaunch<LargeTable, LargeSumTable>(*function, arguments[0])
+          : ReadLaunch<SmallTable, SmallSumTable>(*function, arguments[0]);
+  if (captured == nullptr) return launch();
+  captured->launches.push_back(std::move(launch));
+  return kSuccess;
 }
