@@ -45,8 +45,8 @@ def test_numbers_with_small_tables(monkeypatch):
 
 def test_huge_takes_much_memory():
   process = check("huge")
-  assert process.returncode == 2
-  assert "no memory for two arrays of 2^32" in process.stderr
+  assert process.returncode == 0, process.stderr
+  assert "NOT CHECKED: there are not 10 GB" in process.stdout
 
 
 # Of the fake one, these test the commands alone.

@@ -59,6 +59,10 @@ class Log:
              int(words[words.index("variables") + 1])
              if "variables" in words else None) for words in launches]
 
+  def assert_only_launches(self):
+    new = self._lines()[self._begin:]
+    assert not self._path or {line.split()[0] for line in new} == {"launch"}
+
   def assert_launched(self, *want):
     assert not self._path or self.launched == list(want)
 
@@ -227,6 +231,25 @@ def test_the_caller_names_the_gpu_only(mode):
         assert "CPU" in x.device, x
   mode.session.run(op)
   assert [x.item() for x in mode.values([v, s])] == [4, 2]
+
+
+@modes.only(*modes.graphs())
+def test_a_step_allocates_and_copies_nothing(mode):
+  # Of the variables' bytes: what TensorFlow's allocator keeps for itself is at
+  # hand after the first step.
+  with tf.device(modes.VARIABLES):
+    v, m, s = (mode.variable([4.] * 3) for _ in range(3))
+    grad = mode.variable([1.] * 3)
+    op = apply("Momentum", {"var": [v], "accum": [m]}, [grad.read_value()],
+               {"lr": 1., "momentum": 0.5}, shadows=[s], decay=0.5)
+    # Ends when the GPU has come so far.
+    with tf.control_dependencies([op]):
+      done = tf.no_op()
+  mode.session.run(done)
+  log = Log()
+  mode.session.run(done)
+  log.assert_launched(("Momentum_float", 1))
+  log.assert_only_launches()
 
 
 IMAGES = """

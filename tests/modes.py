@@ -89,10 +89,14 @@ class Graph:
     # The shape of a ref variable is its value's, or nothing is known of it.
     options = ({"shape": shape} if self.use_resource
                else {"validate_shape": shape is None})
-    if VARIABLES and not self.use_resource and np.asarray(value).itemsize == 2:
-      pytest.skip("TensorFlow assigns it by a kernel of its own")
+
+    # Elsewhere: what comes to the device in a buffer of its own is assigned as it
+    # is. A copy there would for some dtypes take a kernel of TensorFlow's, which
+    # the fake GPU does not have.
+    with _on(OTHERS):
+      initial_value = tf.constant(value)
     with _on(VARIABLES):
-      return tf1.Variable(value, trainable=False, name=name,
+      return tf1.Variable(initial_value, trainable=False, name=name,
                           use_resource=self.use_resource, **options)
 
   def variable(self, value, name=None, shape=None):

@@ -13,8 +13,8 @@
 //   WRAPOPT_FAKE_GPU_DRIVER  the CUDA version of the driver (12080)
 //   WRAPOPT_FAKE_GPU_MEMORY  GiB (1), of which those that are touched take the
 //                            machine's
-//   WRAPOPT_FAKE_GPU_LOG     a file that each loaded image and each launch is
-//                            written to
+//   WRAPOPT_FAKE_GPU_LOG     a file that each loaded image, launch, allocation,
+//                            copy and fill is written to
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>
@@ -82,6 +82,7 @@ class Memory {
   }
 
   int Allocate(size_t size, uint64_t* address) {
+    Log("allocate %zu\n", size);
     const std::lock_guard<std::mutex> lock(mu_);
     size = (size + 511) / 512 * 512;
     if (size > AllMemory() - used()) return kOutOfMemory;
@@ -142,6 +143,7 @@ class Memory {
 };
 
 int Copy(void* to, const void* from, size_t size) {
+  Log("copy %zu\n", size);
   if (size == 0) return kSuccess;
   if (to == nullptr || from == nullptr) return kIllegalAddress;
   memcpy(to, from, size);
@@ -150,6 +152,7 @@ int Copy(void* to, const void* from, size_t size) {
 
 template <class T>
 int Fill(uint64_t to, T value, size_t count) {
+  Log("fill %zu\n", count * sizeof(T));
   T* host = reinterpret_cast<T*>(Memory::Get().Host(to, count * sizeof(T)));
   if (host == nullptr) return kIllegalAddress;
   std::fill_n(host, count, value);
