@@ -534,8 +534,7 @@ int CheckHuge() {
   const bool right =
       copied == 2 * elements &&
       std::count(got.end() - kSpace, got.end(), 0) == kSpace;
-  std::printf("%s: %llu of %llu bytes\n",
-              right ? "right" : "WRONG",
+  std::printf("%s: %llu of %llu bytes\n", right ? "right" : "WRONG",
               static_cast<unsigned long long>(copied),
               static_cast<unsigned long long>(2 * elements));
   return right ? 0 : 1;
@@ -638,15 +637,15 @@ std::vector<uint64_t> ResNet50() {
 // An update and its average, over arrays in one buffer.
 class Work {
  public:
-  Work(const char* sizes_name, const RuleInfo* rule, Number number,
+  Work(const std::string& sizes_name, const RuleInfo* rule, Number number,
        std::vector<uint64_t> sizes, uint64_t divisor)
       : arrays_(rule == nullptr ? 2 : CountNames(rule->states) + 2),
         name_((rule == nullptr ? "EMA" : std::string(rule->name) + ", EMA")) {
     name_.resize(16, ' ');
-    name_ += " " + std::string(sizes_name);
-    name_.resize(30, ' ');
+    name_ += " " + sizes_name;
+    name_.resize(31, ' ');
     name_ += NameOf(number);
-    name_.resize(39, ' ');
+    name_.resize(40, ' ');
     const auto padded = [](uint64_t size) { return (size + 127) / 128 * 128; };
     uint64_t total = 0;
     for (uint64_t& size : sizes) {
@@ -708,10 +707,13 @@ class Work {
   Update update_;
 };
 
-using Sizes = std::pair<const char*, std::vector<uint64_t>>;
+using Sizes = std::pair<std::string, std::vector<uint64_t>>;
 
-Sizes OneGiB(Number number) {
-  return {"one of 1 GiB", {(uint64_t{1} << 30) / SizeOf(number)}};
+// One variable of 1 GiB, or less where the memory would not do for all arrays.
+Sizes OneLarge(Number number) {
+  const uint64_t mib = std::min<uint64_t>(1024, FreeMemory() / 8 >> 20);
+  return {"one, " + std::to_string(mib) + " MiB",
+          {(mib << 20) / SizeOf(number)}};
 }
 
 // `divisor` makes all arrays smaller.
@@ -720,7 +722,7 @@ int MeasureBandwidth(uint64_t divisor) {
   for (int i = 0; i < 4000; ++i) tiny.push_back(64 + generator() % 4000);
   for (const Number number : {Number::kFloat, Number::kBfloat16,
                               Number::kHalf, Number::kDouble}) {
-    for (const Sizes& sizes : {OneGiB(number), Sizes("ResNet-50", ResNet50()),
+    for (const Sizes& sizes : {OneLarge(number), Sizes("ResNet-50", ResNet50()),
                                Sizes("4000 small", tiny)}) {
       for (const RuleInfo* rule :
            {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kMomentum),
@@ -745,7 +747,7 @@ int MeasureBandwidth(uint64_t divisor) {
 int MeasureChunks(uint64_t divisor) {
   for (const Number number : {Number::kFloat, Number::kBfloat16}) {
     for (const Sizes& sizes :
-         {OneGiB(number), Sizes("ResNet-50", ResNet50())}) {
+         {OneLarge(number), Sizes("ResNet-50", ResNet50())}) {
       for (const RuleInfo* rule :
            {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kAdam)}) {
         Work work(sizes.first, rule, number, sizes.second, divisor);
