@@ -1,7 +1,9 @@
 """What is in the images: the GPU kernels as they were compiled."""
 
+import collections
 import pathlib
 import re
+import struct
 
 import pytest
 
@@ -61,9 +63,40 @@ def test_operations_are_rounded_one_by_one():
   assert "div.rn.f32" in ptx()["wrapopt_large_Adam_float"]
 
 
+def resources(image):
+  """{attribute of cubins: its values, of all kernels}"""
+  sections, size, count, names = struct.unpack_from("<Q10xHHH", image, 0x28)
+  headers = [struct.unpack_from("<I20xQQ", image, sections + i * size)
+             for i in range(count)]
+  found = collections.defaultdict(list)
+  for name, offset, length in headers:
+    begin = headers[names][1] + name
+    if image[begin:image.index(b"\0", begin)] != b".nv.info":
+      continue
+    # Records of a format, an attribute, and a payload, whose length is told
+    # where the format is 4.
+    at = offset
+    while at < offset + length:
+      form, attribute, told = struct.unpack_from("<BBH", image, at)
+      at += 4
+      if form == 4:
+        if told == 8:  # A kernel's symbol, and the value.
+          found[attribute].append(struct.unpack_from("<II", image, at)[1])
+        at += told
+  return found
+
+
 def test_numbers_stay_in_registers():
+  frame_size, registers = 0x11, 0x2f
   for kernel, text in ptx().items():
     assert ".local" not in text, kernel
   for name, image in images().items():
-    # The section of a kernel that keeps some elsewhere.
-    assert b".nv.local." not in image, name
+    if name[0]:
+      continue
+    of = resources(image)
+    assert len(of[frame_size]) >= 2 * len(KERNELS), name
+    assert len(of[registers]) >= 2 * len(KERNELS), name
+    # A table that was copied would take 4096 bytes of a thread's memory.
+    assert max(of[frame_size]) <= 16, name
+    # So that two blocks share a multiprocessor.
+    assert max(of[registers]) <= 128, name
