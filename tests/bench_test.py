@@ -3,6 +3,7 @@
 import json
 import os
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -22,11 +23,11 @@ _STEPS = ["stock", "stock + EMA", "wrapopt K=0", "wrapopt K=1", "wrapopt K=3"]
 
 
 def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
-  model = tf.keras.applications.ResNet50(weights=None)
+  model = keras.applications.ResNet50(weights=None)
   expected = [
       tuple(w.shape)
       for layer in model.layers for w in layer.trainable_weights
-      if not (isinstance(layer, tf.keras.layers.Conv2D) and w.name == "bias")]
+      if not (isinstance(layer, keras.layers.Conv2D) and w.name == "bias")]
   shapes = harness.VARIABLE_SETS["resnet50"]
   assert sorted(shapes) == sorted(expected)
   assert len(shapes) == 161

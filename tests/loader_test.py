@@ -25,7 +25,7 @@ class errors:
   class NotFoundError(Exception):
     pass
 
-def load_op_library(path):
+def load_library(path):
   raise RuntimeError(f"opened {{path}}")
 """
 
@@ -124,18 +124,21 @@ def test_a_tensorflow_that_fits_gets_the_library(import_beside, differs):
   assert error == f"RuntimeError: opened {wrapopt.sysconfig.get_lib()}"
 
 
-def test_a_library_that_cannot_be_opened(tmp_path):
+@pytest.mark.parametrize("content, why", [
+    (b"no library", "file too short"), (None, "does not exist")])
+def test_a_library_that_cannot_be_opened(tmp_path, content, why):
   shutil.copytree(os.path.dirname(wrapopt.__file__), tmp_path / "wrapopt")
   library = tmp_path / "wrapopt" / "_wrapopt_ops.so"
   library.unlink()
-  library.write_bytes(b"no library")
+  if content:
+    library.write_bytes(content)
   error = _last_line(run_python("-c", "import wrapopt",
                                 pythonpath=[str(tmp_path)]))
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
       f"{_native.tensorflow_version}, but found a TensorFlow {tf.__version__} "
       f"that cannot load {library} (")
-  assert "file too short" in error
+  assert why in error
   assert "To mend this, build wrapopt for the TensorFlow" in error
 
 
@@ -150,27 +153,46 @@ def test_facts_of_the_build():
     assert f"4absl{len(namespace)}{namespace}6Status".encode() in f.read()
 
 
-IMPORT_ONCE = """
+OPEN_ONCE = """
 import importlib
 import pkgutil
+import sys
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
-opened = []
-load = tf.load_op_library
-tf.load_op_library = lambda path: opened.append(path) or load(path)
+def recorded(load, calls):
+  return lambda path: calls.append(path) or load(path)
+
+opened, made = [], []
+tf.load_library = recorded(tf.load_library, opened)
+tf.load_op_library = recorded(tf.load_op_library, made)
+before = set(sys.modules)
 
 import wrapopt
 
+others = {m for m in sys.modules if not m.startswith("wrapopt")} - before
+assert not others, others
+assert op_def_registry.get("Wrapopt>EmaUpdate")
+
 for module in pkgutil.iter_modules(wrapopt.__path__, "wrapopt."):
   if module.name not in ("wrapopt.__main__", "wrapopt._wrapopt_ops"):
+    assert not module.ispkg or module.name not in sys.modules, module.name
     importlib.import_module(module.name)
 assert opened == [wrapopt.sysconfig.get_lib()], opened
+assert not made, made
+
+value, shadow = tf.Variable([8.0, 4.0]), tf.Variable([0.0, 0.0])
+for decay in 0.75, 0.5:
+  wrapopt.ops.ema_update([shadow], [value], decay)
+  wrapopt.ops.exchange([shadow], [value])
+assert value.numpy().tolist() == [5.0, 2.5], value
+assert opened == made == [wrapopt.sysconfig.get_lib()], made
 """
 
 
-def test_the_library_is_opened_once():
-  process = run_python("-c", IMPORT_ONCE)
+def test_the_import_opens_the_library_and_the_first_op_makes_its_functions():
+  process = run_python("-c", OPEN_ONCE)
   assert process.returncode == 0, process.stderr
 
 

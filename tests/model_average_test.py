@@ -4,6 +4,7 @@ model_average_cluster_test.py."""
 import concurrent.futures
 import contextlib
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -407,7 +408,7 @@ def test_opt_and_getter_are_checked():
   worker = Worker()
   with worker.build():
     with pytest.raises(TypeError, match="`opt` must be a tf.compat.v1.train"):
-      worker.optimizer(opt=tf.keras.optimizers.SGD())
+      worker.optimizer(opt=keras.optimizers.SGD())
     with pytest.raises(TypeError, match=(
         r"`ma_custom_getter` must be the ModelAverageCustomGetter .* got "
         r"NoneType\.")):

@@ -55,7 +55,8 @@ class Function(Eager):
   jit_compile = None
 
   def run(self, build):
-    @tf.function(jit_compile=self.jit_compile)
+    # What AutoGraph would convert is the test: the ops' functions forbid it.
+    @tf.function(jit_compile=self.jit_compile, autograph=False)
     def function():
       # A raw op is a tf.Operation here, which must not be returned.
       build()
@@ -81,9 +82,19 @@ class Graph:
   @contextlib.contextmanager
   def entered(self):
     with tf.Graph().as_default() as self.graph:
-      with tf1.Session(config=tf1.ConfigProto(**self._config)) as self.session:
+      with tf1.Session(config=tf1.ConfigProto(**self._config)) as self._session:
+        self._initializers = []
         with _on(OTHERS):
           yield self
+
+  @property
+  def session(self):
+    """The session, in which all variables have values."""
+    if self._initializers:
+      # Together: to run anything for the first time takes milliseconds.
+      self._session.run(self._initializers)
+      self._initializers = []
+    return self._session
 
   def uninitialized(self, value, name=None, shape=None):
     # The shape of a ref variable is its value's, or nothing is known of it.
@@ -101,11 +112,12 @@ class Graph:
 
   def variable(self, value, name=None, shape=None):
     variable = self.uninitialized(value, name, shape)
-    self.session.run(variable.initializer)
+    self._initializers.append(variable.initializer)
     return variable
 
   def run(self, build):
-    self.session.run(build())
+    built = build()
+    self.session.run(built)
 
   def values(self, variables):
     # Copied: what a session returns may be the variable's own buffer.
@@ -145,8 +157,10 @@ def evaluate(mode, build):
   if mode.name == "eager":
     return tf.nest.map_structure(np.asarray, build())
   if mode.name == "function":
-    return tf.nest.map_structure(np.asarray, tf.function(build)())
-  return mode.session.run(build())
+    return tf.nest.map_structure(np.asarray,
+                                 tf.function(build, autograph=False)())
+  built = build()
+  return mode.session.run(built)
 
 
 @contextlib.contextmanager

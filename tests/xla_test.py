@@ -30,7 +30,8 @@ SHAPES = [(), (0,), (7,), (3, 5), (2, 0)]
 
 
 def jit(function):
-  return tf.function(function, jit_compile=True)
+  # What AutoGraph would convert is the test: the ops' functions forbid it.
+  return tf.function(function, jit_compile=True, autograph=False)
 
 
 def name_of(value):
@@ -143,7 +144,8 @@ class Problem:
     (rule, nesterov) for rule in RULES for nesterov in (False, True)
     if not nesterov or "use_nesterov?" in _native.rules()[rule][2]])
 def test_a_step(rule, nesterov, dtypes):
-  problem = Problem(rule, dtypes, SHAPES, nesterov)
+  # Of an op on single numbers, the shape does not matter: see the next test.
+  problem = Problem(rule, dtypes, [(), (2, 0), (3, 5)], nesterov)
   step = jit(problem.apply)
   step(*problem.args())
   problem.check(problem.grads)

@@ -59,13 +59,30 @@ def _import_tensorflow():
 
 
 def _load():
+  """Opens the library; returns TensorFlow, which has its ops from then on."""
   tf = _import_tensorflow()
   try:
-    return tf.load_op_library(sysconfig.get_lib())
-  except tf.errors.NotFoundError as e:
+    tf.load_library(sysconfig.get_lib())
+  except (OSError, tf.errors.NotFoundError) as e:
     raise _error("TensorFlow", _native.tensorflow_version,
                  f"a TensorFlow {tf.__version__} that cannot load "
-                 f"{sysconfig.get_lib()} ({e.message})", _REBUILD) from None
+                 f"{sysconfig.get_lib()} ({e})", _REBUILD) from None
+  return tf
 
 
-ops = _load()
+class _Ops:
+  """The Python functions of the ops, such as `ops.wrapopt_ema_update`.
+
+  TensorFlow writes and compiles half a megabyte of Python for them, which takes
+  many times as long as to open the library. So they are made when the first is
+  asked for: not by an import, nor in a parameter server, which asks for none.
+  """
+
+  def __getattr__(self, name):
+    made = _tf.load_op_library(sysconfig.get_lib())
+    vars(self).update(vars(made))
+    return getattr(made, name)
+
+
+_tf = _load()
+ops = _Ops()
