@@ -7,6 +7,7 @@ import re
 
 import pytest
 import tensorflow as tf
+from tensorflow.python.autograph.impl import api
 
 import wrapopt
 from processes import run_python
@@ -78,6 +79,13 @@ def test_docstring(name):
   for test in tests:
     runner.run(test)
   assert runner.failures == 0
+
+
+@pytest.mark.parametrize("name", [
+    name for name, thing in documented().items()
+    if name.startswith("wrapopt.ops.") and inspect.isfunction(thing)])
+def test_what_autograph_leaves_alone(name):
+  assert api.is_autograph_artifact(documented()[name])
 
 
 @pytest.mark.parametrize("name", [
