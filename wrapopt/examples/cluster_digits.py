@@ -33,7 +33,7 @@ _LEARNING_RATE = 0.02
 _MOMENTUM = 0.9
 _INTERVAL = 20
 # For those who are late, or dead.
-_ROUND_SECONDS = 10.0
+_ROUND_SECONDS = 20.0
 _COLORS = ("tab:blue", "tab:orange", "tab:red")
 
 
