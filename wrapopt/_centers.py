@@ -269,19 +269,8 @@ def pack(variables, groups=None):
     A list with a tensor of rank 1 for each of the groups. It holds the values
     from after the caller's control dependencies, and keeps them.
   """
-  flats = []
-  for group in buckets(variables) if groups is None else groups:
-    with ops.device_of(variables[group[0]]):
-      parts = [tf.reshape(variables[i].read_value(), [-1]) for i in group]
-      if parts[1:]:
-        flat = tf.concat(parts, 0)
-      elif hasattr(variables[group[0]], "handle"):
-        [flat] = parts
-      else:
-        # A ref variable gives away its own memory, which updates change.
-        flat = tf.raw_ops.DeepCopy(x=parts[0])
-      flats.append(flat)
-  return flats
+  return [ops.read_packed([variables[i] for i in group])
+          for group in (buckets(variables) if groups is None else groups)]
 
 
 def assign_packed(variables, flats, groups=None):
@@ -295,14 +284,9 @@ def assign_packed(variables, flats, groups=None):
   Returns:
     An operation. What it does, it does on the device of the variables.
   """
-  assigned = []
-  for group, flat in zip(buckets(variables) if groups is None else groups,
-                         flats, strict=True):
-    with ops.device_of(variables[group[0]]):
-      for i, value in zip(group, split(flat, [variables[i] for i in group])):
-        # Only then does a ref variable lock.
-        assigned.append(variables[i].assign(value, use_locking=True,
-                                            read_value=False))
+  groups = buckets(variables) if groups is None else groups
+  assigned = [ops.assign_packed([variables[i] for i in group], flat)
+              for group, flat in zip(groups, flats, strict=True)]
   with tf.device(None):
     return tf.group(*assigned)
 
