@@ -225,8 +225,8 @@ _MOST_BYTES = 4 * 2**20
 def buckets(*rows):
   """Which variables go together into a tensor.
 
-  Those of one dtype and device, up to 4 MiB of them; a larger variable goes
-  alone.
+  Those of one dtype, device and kind, up to 4 MiB of them; a larger variable
+  goes alone.
 
   Args:
     *rows: Sequences of N variables. The i-th of each are of one dtype and
@@ -234,7 +234,8 @@ def buckets(*rows):
 
   Returns:
     A list of lists of indices into each row. In a list, the variables of a row
-    are on one device and of one dtype, and their indices ascend.
+    are on one device, of one dtype, and all ref variables or none; their
+    indices ascend.
 
   Raises:
     ValueError: If the shape of a variable is not known.
@@ -247,7 +248,8 @@ def buckets(*rows):
         raise ValueError(
             f"The shape of '{v.name}' must be known when the graph is built, "
             f"for its value is sent together with others, got {v.shape}.")
-    key = (variables[0].dtype.base_dtype, *[v.device for v in variables])
+    key = (variables[0].dtype.base_dtype,
+           *[(v.device, hasattr(v, "handle")) for v in variables])
     size = _bytes(variables[0])
     group, left = room.get(key, (None, 0))
     if group is None or size > left:

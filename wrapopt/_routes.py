@@ -57,17 +57,18 @@ class Line:
       self.opened = self._back = _raw.wrapopt_route_back(self._out)
     self._channels = 0
 
-  def send(self, value):
+  def send(self, value, after=()):
     """Sends a tensor from the near end.
 
     Args:
       value: A tensor.
+      after: Operations that come before it is sent.
 
     Returns:
       (the tensor at the far end, the operation that sends it). Nothing else
       tells a session that it needs that operation.
     """
-    with _on(self._near):
+    with _on(self._near), tf.control_dependencies(after):
       sent, channel = self._send(value, self._out)
     with _on(self._far):
       return _receive(value, self._out, channel), sent

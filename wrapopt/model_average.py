@@ -335,7 +335,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
       values = _centers.pack(local_vars, groups)
     with ops.device_of(rounds.local_round), tf.control_dependencies([due]):
       number = tf.identity(rounds.local_round.read_value())
-    numbers, sent, handles = {}, [], {}
+    numbers, arrived, handles, sent = {}, {}, {}, []
 
     def send(device, value):
       value, sends = lines[device].send(value)
@@ -343,13 +343,13 @@ class ModelAverageOptimizer(WrapperOptimizer):
       return value
 
     def push(device):
-      arrived = [send(device, values[g]) for g in servers[device]]
       with tf.device(None), tf.device(device):
         return ops.averaging_push(handles[device], self._worker,
-                                  numbers[device], arrived)
+                                  numbers[device], arrived[device])
 
-    for device in servers:
+    for device, of_server in servers.items():
       numbers[device] = send(device, number)
+      arrived[device] = [send(device, values[g]) for g in of_server]
       with tf.control_dependencies([numbers[device]]):
         handles[device] = self._handle(rounds, device)
     with tf.control_dependencies([push(device) for device in others]):
@@ -374,13 +374,13 @@ class ModelAverageOptimizer(WrapperOptimizer):
     for device, of_server in servers.items():
       with tf.control_dependencies([opened]):
         packed = _centers.pack(centers, [groups[g] for g in of_server])
-      arrived = lines[device].send_back(
+      flats = lines[device].send_back(
           packed + ([opened] if device == lead else []))
       if device == lead:
-        *arrived, opened_here = arrived
+        *flats, opened_here = flats
       if of_server:  # Who leads may have none.
         started.append(_centers.assign_packed(
-            local_vars, arrived, [groups[g] for g in of_server]))
+            local_vars, flats, [groups[g] for g in of_server]))
     with tf.control_dependencies(started + sent), tf.device(None):
       return rounds.local_round.assign(opened_here).op
 
