@@ -4,6 +4,7 @@ Each worker has a device of its own, and the centers have one: variables of one
 name are one variable on one device.
 """
 
+import collections
 import contextlib
 import threading
 
@@ -275,14 +276,10 @@ def test_concurrent_exchanges_lose_nothing(kind, target, size):
 
 
 def nodes_of(run):
-  """(all nodes, those that send something computed) of the graphs of a run."""
+  """All nodes of the graphs of a run."""
   metadata = tf1.RunMetadata()
   run(tf1.RunOptions(output_partition_graphs=True), metadata)
-  nodes = [{n.name: n for n in g.node} for g in metadata.partition_graphs]
-  sends = [n for graph in nodes for n in graph.values()
-           if n.op in ("_Send", "_HostSend")
-           and graph[n.input[0].split(":")[0]].op != "Const"]
-  return [n for graph in nodes for n in graph.values()], sends
+  return [n for g in metadata.partition_graphs for n in g.node]
 
 
 def test_few_ops_and_transfers(kind, control_flow, target):
@@ -294,7 +291,7 @@ def test_few_ops_and_transfers(kind, control_flow, target):
   with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
       device_count={"CPU": 5})) as session:
     session.run([worker.init, worker.local_init])
-    nodes, sends = nodes_of(lambda options, metadata: session.run(
+    nodes = nodes_of(lambda options, metadata: session.run(
         worker.train, dict(zip(worker.feeds, [np.float32([1, 1])] * 20)),
         options=options, run_metadata=metadata))
   name = "Wrapopt>AveragingAssign" + ("Ref" if kind == "ref" else "")
@@ -302,11 +299,54 @@ def test_few_ops_and_transfers(kind, control_flow, target):
   assert sorted(n.device[-len(CENTERS):] for n in assigns) == [
       device_of_worker(0), CENTERS]
   assert {n.attr["N"].i for n in assigns} == {20}
-  crossed = [tuple(n.attr[a].s.decode()[-len(CENTERS):]
-                   for a in ("send_device", "recv_device")) for n in sends
-             if n.attr["T"].type == tf.float32.as_datatype_enum]
-  assert sorted(crossed) == [(device_of_worker(0), CENTERS),
-                             (CENTERS, device_of_worker(0))]
+  senders = [n.device[-len(CENTERS):] for n in nodes
+             if n.op == "Wrapopt>Send"
+             and n.attr["T"].type == tf.float32.as_datatype_enum]
+  assert sorted(senders) == [device_of_worker(0), CENTERS]
+  # The edges of the graph, of which each costs a call in every step, but for
+  # what belongs to the inner optimizer.
+  edges = [n.device[-len(CENTERS):] for n in nodes
+           if n.op in ("_Recv", "_HostRecv") and "learning_rate" not in n.name]
+  assert sorted(edges) == [device_of_worker(0)] * 2 + [CENTERS]
+
+
+def ops_that_run(count, kind, period):
+  """{op: how many of them run} in the second step."""
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=period, rho=0.0)
+  worker = Worker(kind, 0, [np.float32([i, 1]) for i in range(count)], make)
+  metadata = tf1.RunMetadata()
+  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
+      device_count={"CPU": 5})) as session:
+    session.run([worker.init, worker.local_init])
+    feeds = dict(zip(worker.feeds, [np.float32([1, 1])] * count))
+    session.run(worker.train, feeds)
+    session.run(worker.train, feeds, run_metadata=metadata,
+                options=tf1.RunOptions(
+                    trace_level=tf1.RunOptions.FULL_TRACE,
+                    output_partition_graphs=True))
+  ops_of = {n.name: n.op for g in metadata.partition_graphs for n in g.node}
+  return collections.Counter(
+      ops_of[n.node_name] for device in metadata.step_stats.dev_stats
+      for n in device.node_stats if n.node_name in ops_of)
+
+
+def test_a_step_between_exchanges(kind):
+  """It runs nothing of an exchange, and no node for each variable.
+
+  But for the variables themselves, which are sources of the graph, and the
+  loss, gradient and inner optimizer's step of each.
+  """
+  few, many = (ops_that_run(n, kind, period=9) for n in (20, 40))
+  variable = "VarHandleOp" if kind == "resource" else "VariableV2"
+  assert many - few == collections.Counter({
+      variable: 3 * 20, "_Arg": 20, "BroadcastTo": 20, "Identity": 20,
+      **({"ApplyGradientDescent": 20} if kind == "ref" else
+         {"ReadVariableOp": 20, "ResourceApplyGradientDescent": 20})})
+  assert not [op for op in many if op.startswith("Wrapopt>")]
+  due = ops_that_run(20, kind, period=1)
+  assert {op for op in due if op.startswith("Wrapopt>")} >= {
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive"}
 
 
 def test_all_is_read_before_any_is_changed(kind):
@@ -314,12 +354,14 @@ def test_all_is_read_before_any_is_changed(kind):
     v, opt = one_variable()
     step = tf1.train.get_or_create_global_step()
     [[center], [local]] = opt._copies([v])
-    done = opt._exchange([v], [center], [local], [step])
+    applied, due = tf.no_op(), tf.constant(True)
+    done = tf.group(opt._exchange([v], [center], [local], [step], applied, due))
     pull, push = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
         "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
     assert push in ancestors(done) and pull in ancestors(push)
     reads = reads_of([v, center], ancestors(done))
     assert len(reads) == 2 and reads <= ancestors(pull)
+    assert all(applied in ancestors(read) for read in reads)
     [count] = [op for op in ancestors(done)
                if op.type in ("AssignAdd", "AssignAddVariableOp")]
     assert push in ancestors(count)

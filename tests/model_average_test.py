@@ -1,6 +1,7 @@
 """ModelAverageOptimizer in one process; between processes, see
 model_average_cluster_test.py."""
 
+import collections
 import concurrent.futures
 import contextlib
 
@@ -365,20 +366,70 @@ def test_values_cross_together(variables, kind):
         [(tf.ones([2]), v) for v in vs], step)
   with worker.graph.as_default():
     graphs = partitions(worker.graph, train)
-  nodes = {}
+  nodes = collections.defaultdict(list)
   for graph in graphs:
     for node in graph.node:
-      nodes.setdefault(node.op, []).append(node)
-  crossing = {(n.attr["tensor_name"].s, n.attr["send_device"].s,
-               n.attr["recv_device"].s) for n in nodes["_Recv"]
-              if n.attr["send_device"].s != n.attr["recv_device"].s}
-  assert len(crossing) <= 6, "\n".join(sorted(map(str, crossing)))
+      nodes[node.op].append(node)
+  # The edges of the graph, of which each costs a call in every step.
+  edges = nodes["_Recv"] + nodes["_HostRecv"]
+  assert sorted(n.device[-len("CPU:0"):] for n in edges) == ["CPU:0", "CPU:7"]
+  # A number and a vector each way.
+  for op in "Send", "Receive":
+    assert [n.device[-len("CPU:0"):] for n in nodes[f"Wrapopt>{op}"]].count(
+        "CPU:7") == 2
+    assert len(nodes[f"Wrapopt>{op}"]) == 4
   for op in "Push", "Gather", "Next":
     [node] = nodes[f"Wrapopt>Averaging{op}"]
     assert node.device.endswith("/device:CPU:7")
   [mean] = nodes["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
   assert mean.device.endswith("/device:CPU:7")
   assert mean.attr["N"].i == variables
+
+
+def nodes_that_run(variables, kind, interval):
+  """{op: how many of them run} in the second step, one of gradient descent."""
+  worker = Worker(use_resource=kind)
+  with worker.build():
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([2]))
+          for i in range(variables)]
+    step = tf1.train.create_global_step()
+    train = worker.optimizer(interval_steps=interval).apply_gradients(
+        [(tf.ones([2]), v) for v in vs], step)
+  metadata = tf1.RunMetadata()
+  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
+      device_count={"CPU": 8})) as session:
+    with worker.graph.as_default():
+      session.run(tf1.global_variables_initializer())
+      session.run(tf1.local_variables_initializer())
+    session.run(train)
+    assert session.run(
+        train, run_metadata=metadata, options=tf1.RunOptions(
+            trace_level=tf1.RunOptions.FULL_TRACE,
+            output_partition_graphs=True)) == (interval == 1)
+  ops_of = {node.name: node.op for graph in metadata.partition_graphs
+            for node in graph.node}
+  return collections.Counter(
+      ops_of[node.node_name] for device in metadata.step_stats.dev_stats
+      for node in device.node_stats if node.node_name in ops_of)
+
+
+def test_a_step_between_rounds(kind):
+  """It runs nothing of a round, and no node for each variable.
+
+  But for the variables themselves, which are sources of the graph, and the
+  inner optimizer's.
+  """
+  few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
+  variable = "VarHandleOp" if kind else "VariableV2"
+  assert many - few == {
+      variable: 2 * 20, "ResourceApplyGradientDescent" if kind else
+      "ApplyGradientDescent": 20}
+  assert not few - many
+  assert not [op for op in many if op.startswith("Wrapopt>")]
+  a_round = nodes_that_run(2, kind, interval=1)
+  assert {op for op in a_round if op.startswith("Wrapopt>")} >= {
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive",
+      "Wrapopt>AveragingPush", "Wrapopt>ReadPacked" + ("" if kind else "Ref")}
 
 
 def test_buckets_of_dtypes(target):
