@@ -349,11 +349,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       pulled = ops.averaging_assign(variables, local_centers, rate=rate)
     # First the worker: it refuses a rate that is out of range.
     far_difference, sent = line.send(difference, after=[pulled])
-    with ops.device_of(centers[0]):
-      differences = _centers.split(far_difference, centers)
-    # The centers of now, which others may have moved since they were read.
-    return sent, ops.averaging_assign(centers, [centers, differences],
-                                      weights=[1.0, far_rate])
+    # Constants, too, are only there then.
+    with tf.control_dependencies([far_difference]):
+      with ops.device_of(centers[0]):
+        differences = _centers.split(far_difference, centers)
+      # The centers of now, which others may have moved since they were read.
+      return sent, ops.averaging_assign(centers, [centers, differences],
+                                        weights=[1.0, far_rate])
 
   def _copies(self, variables):
     """(their centers, the worker's copies of these)."""
