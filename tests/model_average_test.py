@@ -372,7 +372,8 @@ def test_values_cross_together(variables, kind):
       nodes[node.op].append(node)
   # The edges of the graph, of which each costs a call in every step.
   edges = nodes["_Recv"] + nodes["_HostRecv"]
-  assert sorted(n.device[-len("CPU:0"):] for n in edges) == ["CPU:0", "CPU:7"]
+  assert sorted(n.device[-len("CPU:0"):] for n in edges) == [
+      "CPU:0", "CPU:0", "CPU:7"]
   # A number and a vector each way.
   for op in "Send", "Receive":
     assert [n.device[-len("CPU:0"):] for n in nodes[f"Wrapopt>{op}"]].count(

@@ -51,9 +51,10 @@ def both_ways(is_open, values):
   there, sent = zip(*map(line.send, values))
   with tf.device(FAR):
     there = [tf.identity(x) for x in there]
-  back = line.send_back(there)
-  with tf.device(NEAR), tf.control_dependencies([*sent, *back]):
-    return there, back, _routes.join(tf.identity(taken), skipped)
+  back, sent_back = zip(*map(line.send_back, there))
+  done = line.done(sent_back)
+  with tf.device(NEAR), tf.control_dependencies([*sent, *back, done]):
+    return there, list(back), _routes.join(tf.identity(taken), skipped)
 
 
 VALUES = [np.float32([1, 2]), np.float64(3), np.zeros([0, 3], np.float16),
@@ -89,7 +90,7 @@ def test_a_closed_line(session):
 
 
 def test_edges_of_the_graph(session):
-  """One each way, whatever crosses."""
+  """One there and two back, whatever crosses."""
   is_open = tf1.placeholder(tf.bool, [])
   *_, done = both_ways(is_open, [tf.constant(v) for v in VALUES])
   metadata = tf1.RunMetadata()
@@ -98,7 +99,7 @@ def test_edges_of_the_graph(session):
   edges = [n.device for g in metadata.partition_graphs for n in g.node
            if n.op in ("_Recv", "_HostRecv")
            and n.attr["send_device"].s != n.attr["recv_device"].s]
-  assert sorted(edges) == [NEAR, FAR]
+  assert sorted(edges) == [NEAR, NEAR, FAR]
 
 
 def test_values_of_a_step_stay_in_it(session):
@@ -142,8 +143,8 @@ def test_ends_of_one_device(session):
   """As where the centers are on the worker."""
   line = _routes.Line(NEAR, NEAR, tf.constant(True))
   there, sent = line.send(tf.constant([1, 2]))
-  [back] = line.send_back([3 * there])
-  assert session.run([back, sent])[0].tolist() == [3, 6]
+  back, sent_back = line.send_back(3 * there)
+  assert session.run([back, sent, sent_back])[0].tolist() == [3, 6]
 
 
 @pytest.mark.parametrize("near, far", [
@@ -152,8 +153,8 @@ def test_ends_of_one_device(session):
 def test_names_in_part(session, near, far):
   line = _routes.Line(near, far, tf.constant(True))
   there, sent = line.send(tf.constant(1))
-  [back] = line.send_back([there + 1])
-  assert session.run([back, sent])[0] == 2
+  back, sent_back = line.send_back(there + 1)
+  assert session.run([back, sent, line.done([sent_back])])[0] == 2
 
 
 # Errors

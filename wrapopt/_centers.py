@@ -271,8 +271,16 @@ def pack(variables, groups=None):
     A list with a tensor of rank 1 for each of the groups. It holds the values
     from after the caller's control dependencies, and keeps them.
   """
-  return [ops.read_packed([variables[i] for i in group])
-          for group in (buckets(variables) if groups is None else groups)]
+  flats = []
+  for group in buckets(variables) if groups is None else groups:
+    first, *others = [variables[i] for i in group]
+    if others or not hasattr(first, "handle"):
+      flats.append(ops.read_packed([first, *others]))
+      continue
+    # Its buffer itself, which whoever writes to the variable leaves alone.
+    with ops.device_of(first):
+      flats.append(tf.reshape(first.read_value(), [-1]))
+  return flats
 
 
 def assign_packed(variables, flats, groups=None):
@@ -287,8 +295,17 @@ def assign_packed(variables, flats, groups=None):
     An operation. What it does, it does on the device of the variables.
   """
   groups = buckets(variables) if groups is None else groups
-  assigned = [ops.assign_packed([variables[i] for i in group], flat)
-              for group, flat in zip(groups, flats, strict=True)]
+  assigned = []
+  for group, flat in zip(groups, flats, strict=True):
+    first, *others = [variables[i] for i in group]
+    if others or not hasattr(first, "handle"):
+      assigned.append(ops.assign_packed([first, *others], flat))
+      continue
+    # It takes the buffer. The shape is a constant, which must not be there
+    # where the vector is not.
+    with ops.device_of(first), tf.control_dependencies([flat]):
+      assigned.append(first.assign(tf.reshape(flat, first.shape),
+                                   read_value=False))
   with tf.device(None):
     return tf.group(*assigned)
 

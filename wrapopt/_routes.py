@@ -4,7 +4,8 @@ In a `tf.cond`, each tensor that crosses to another task in a branch costs a
 call in every step: where the branch is not taken, the receiver has to be told
 that there is none. And each variable that a branch takes from outside costs
 nodes of its own. With `branch` and `Line`, a step in which nothing is to be done
-costs one such call each way, whatever the number of tensors and variables.
+costs one such call there and two back, whatever the number of tensors and
+variables.
 """
 
 import contextlib
@@ -35,12 +36,7 @@ def join(taken, skipped):
 
 
 class Line:
-  """Between two devices, in the steps in which it is open.
-
-  Attributes:
-    opened: A tensor at the far end: what depends on it runs where the line is
-      open.
-  """
+  """Between two devices, in the steps in which it is open."""
 
   def __init__(self, near, far, opened):
     """Makes a line.
@@ -54,7 +50,7 @@ class Line:
     with _on(near), tf.control_dependencies([opened]):
       self._out = _raw.wrapopt_route(to=far)
     with _on(far):
-      self.opened = self._back = _raw.wrapopt_route_back(self._out)
+      self._back = _raw.wrapopt_route_back(self._out)
     self._channels = 0
 
   def send(self, value, after=()):
@@ -68,39 +64,35 @@ class Line:
       (the tensor at the far end, the operation that sends it). Nothing else
       tells a session that it needs that operation.
     """
-    with _on(self._near), tf.control_dependencies(after):
-      sent, channel = self._send(value, self._out)
-    with _on(self._far):
-      return _receive(value, self._out, channel), sent
+    return self._transfer(value, after, self._near, self._far, self._out)
 
-  def send_back(self, values):
-    """Sends tensors from the far end.
+  def send_back(self, value, after=()):
+    """The same from the far end to the near one."""
+    return self._transfer(value, after, self._far, self._near, self._back)
+
+  def done(self, operations):
+    """Tells the near end, by an edge of the graph, what the far end has done.
 
     Args:
-      values: A list of tensors.
+      operations: At the far end.
 
     Returns:
-      A list of them at the near end. They are there once all have been sent.
+      An operation at the near end.
     """
     with _on(self._far):
-      sent = [self._send(value, self._back) for value in values]
-      # Who needs what is received needs all of these.
-      with tf.control_dependencies([op for op, _ in sent]):
-        back = tf.identity(self._back)
-    with _on(self._near):
-      return [_receive(value, back, channel)
-              for value, (_, channel) in zip(values, sent, strict=True)]
+      done = tf.group(*operations)
+    with _on(self._near), tf.control_dependencies([done]):
+      return tf.no_op()
 
-  def _send(self, value, route):
+  def _transfer(self, value, after, source, target, route):
     # The name of an op is unique in the graph.
     channel = f"{self._out.op.name}:{self._channels}"
     self._channels += 1
-    return _raw.wrapopt_send(route, value, channel=channel), channel
-
-
-def _receive(value, route, channel):
-  return _raw.wrapopt_receive(route, T=value.dtype, channel=channel,
-                              shape=value.shape)
+    with _on(source), tf.control_dependencies(after):
+      sent = _raw.wrapopt_send(route, value, channel=channel)
+    with _on(target):
+      return _raw.wrapopt_receive(route, T=value.dtype, channel=channel,
+                                  shape=value.shape), sent
 
 
 @contextlib.contextmanager

@@ -318,7 +318,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       done.append(sent)
       with tf.control_dependencies([now]):
         packed = _centers.pack(centers, of_server)
-      center_flats = line.send_back(packed)
+      center_flats, updates = map(list, zip(*map(line.send_back, packed)))
       with tf.control_dependencies([applied, due]):
         flats = _centers.pack(variables, of_server)
       rate = far_rate = self._moving_rate
@@ -327,7 +327,6 @@ class ElasticAverageOptimizer(WrapperOptimizer):
           rate = tf.identity(ops.float64(rate))
         far_rate, sent = line.send(rate)
         done.append(sent)
-      updates = []
       for group, *values in zip(of_server, flats, center_flats, strict=True):
         sent, updated = self._exchange_group(
             line, [variables[i] for i in group], [centers[i] for i in group],
@@ -344,7 +343,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """Exchanges variables whose values are `flat`, and `center_flat`."""
     with ops.device_of(variables[0]):
       difference = flat - center_flat
-    seen = ops.assign_packed(local_centers, center_flat)
+    seen = _centers.assign_packed(local_centers, [center_flat],
+                                  [range(len(variables))])
     with tf.control_dependencies([seen, difference]):
       pulled = ops.averaging_assign(variables, local_centers, rate=rate)
     # First the worker: it refuses a rate that is out of range.

@@ -374,8 +374,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
     for device, of_server in servers.items():
       with tf.control_dependencies([opened]):
         packed = _centers.pack(centers, [groups[g] for g in of_server])
-      flats = lines[device].send_back(
-          packed + ([opened] if device == lead else []))
+      back = packed + ([opened] if device == lead else [])
+      flats, sends = zip(*map(lines[device].send_back, back))
+      started.append(lines[device].done(sends))
       if device == lead:
         *flats, opened_here = flats
       if of_server:  # Who leads may have none.
