@@ -4,6 +4,8 @@ model_average_cluster_test.py."""
 import collections
 import concurrent.futures
 import contextlib
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -250,6 +252,61 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
       for n in 1, 2:
         session.run(train)
         assert session.run([centers, step]) == [[n, n], n]
+
+
+def test_a_step_that_failed_does_not_count(target):
+  worker = Worker(scope="failed")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    divisor = tf1.placeholder(tf.int32, [])
+    train = opt.apply_gradients([(-tf.cast(1 // divisor, tf.float32), v)], step)
+    with tf1.Session(target) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      for n in range(1, 7):
+        for _ in range(3):
+          with pytest.raises(tf.errors.InvalidArgumentError, match="ivi"):
+            session.run(train, {divisor: 0})
+        assert session.run(train, {divisor: 1}) == (n % 2 == 0)
+        assert session.run([v, step]) == [n, n // 2]
+
+
+def test_two_steps_of_a_worker_at_once_are_refused(target):
+  """Both would be the same step of a round, and the round would be missed."""
+  worker = Worker(scope="at_once")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(is_slow):
+      if is_slow:
+        begun.set()
+        assert go_on.wait(60)
+      return np.float32(-1)
+
+    is_slow = tf1.placeholder_with_default(False, [])
+    gradient = tf.numpy_function(wait, [is_slow], tf.float32)
+    gradient.set_shape([])
+    train = opt.apply_gradients([(gradient, v)], step)
+    local_step = opt._rounds[0].local_step
+    with tf1.Session(target) as session, (
+        concurrent.futures.ThreadPoolExecutor()) as pool:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      slow = pool.submit(session.run, train, {is_slow: True})
+      assert begun.wait(60)
+      # The step has begun; most likely it has read the count, too.
+      time.sleep(0.5)
+      assert not session.run(train)
+      go_on.set()
+      with pytest.raises(tf.errors.InvalidArgumentError,
+                         match="(?s)one step at a time.*expected, got.*1.*2"):
+        slow.result(60)
+      assert session.run([local_step, step]) == [2, 0]
 
 
 def test_without_the_hook(target):

@@ -9,6 +9,7 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt import _routes
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
 
@@ -181,6 +182,34 @@ def worker_variable(name, dtype, value, worker_device):
 def make_local_step(worker_device):
   """The count of a worker's steps."""
   return worker_variable("local_step", tf.int32, 0, worker_device)
+
+
+def count_step(local_step, stepped, period):
+  """Counts a step of a worker; every so many have something to do at their end.
+
+  Whether this one has is known when it begins: what a session does on other
+  tasks in each step is under way then while the step is computed.
+
+  Args:
+    local_step: The count.
+    stepped: The step, an operation.
+    period: Every how many steps.
+
+  Returns:
+    (due, not_due, counted). One of the first two is there in a step, on the host
+    of the count; the last is an operation, after the step.
+  """
+  with ops.host_of(local_step):
+    count = local_step.read_value() + 1
+    is_due = tf.equal(count % period, 0)
+    due, not_due = _routes.branch(is_due)
+    with tf.control_dependencies([stepped, is_due]):
+      now = tf.identity(local_step.assign_add(1))
+    return due, not_due, tf.raw_ops.Assert(
+        condition=tf.equal(now, count), data=[
+            "A worker must take one step at a time: run its train op from one "
+            "thread. Another step was counted during this one: expected, got",
+            count, now])
 
 
 @contextlib.contextmanager

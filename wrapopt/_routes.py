@@ -3,8 +3,8 @@
 In a `tf.cond`, each tensor that crosses to another task in a branch costs a
 call in every step: where the branch is not taken, the receiver has to be told
 that there is none. And each variable that a branch takes from outside costs
-nodes of its own. With `branch` and `Line`, a step in which nothing is to be done
-costs one such call there and two back, whatever the number of tensors and
+nodes of its own. With `branch` and `Line`, a step in which nothing is to be
+done costs one such call there and two back, whatever the number of tensors and
 variables.
 """
 

@@ -103,6 +103,9 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   cross back as one, and a native op updates them on either side. The ops lock
   the centers, so that nothing that another worker adds is lost.
 
+  A step between exchanges runs what the inner optimizer's step runs and some
+  dozen nodes more, whatever the number of variables; no value crosses.
+
   `global_step` counts the exchanges of all workers, not steps.
 
   The variables come from an `ElasticAverageCustomGetter`. State: `local_step`
@@ -143,9 +146,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   Differences from 1.15: any subset of variables; the learning rate may be a
   callable or unknown; resource variables; control flow version 2; `synchronous`
   does not deadlock; several instances in a graph and in a cluster; `get_slot`,
-  `get_slot_names` and `variables` are the inner optimizer's; few transfers; no
-  exchange is lost; what `apply_gradients` returns is an operation, and the
-  TRAIN_OP; wrong arguments are refused.
+  `get_slot_names` and `variables` are the inner optimizer's; few transfers, and
+  none between exchanges; a worker takes one step at a time; no exchange is
+  lost; what `apply_gradients` returns is an operation, and the TRAIN_OP; wrong
+  arguments are refused.
   """
 
   BETA = 0.9
@@ -267,7 +271,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       **kwargs: What else the inner optimizer takes.
 
     Returns:
-      An `Operation`.
+      An `Operation`. A worker must take one step at a time; that two ran at the
+      same time is a `tf.errors.InvalidArgumentError`.
 
     Raises:
       ValueError: If there is no variable, none has a gradient, or one was not
@@ -282,19 +287,16 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       apply = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
     steps = [] if global_step is None else [global_step]
     with tf.name_scope(self._name):
-      # Counted first: whether there is an exchange is known to the parameter
-      # servers long before the step is over, so that it waits for none of them.
-      with ops.host_of(self._local_step):
-        counted = tf.identity(self._local_step.assign_add(1))
-        due, not_due = _routes.branch(tf.equal(counted % self._period, 0))
+      due, not_due, counted = _centers.count_step(self._local_step, apply,
+                                                  self._period)
       exchanged = self._exchange(variables, centers, local_centers, steps,
-                                 apply, due)
+                                 counted, due)
       with ops.host_of(self._local_step):
         with tf.control_dependencies(exchanged):
           taken = tf.identity(due)
         done = _routes.join(taken, not_due)
     with ops.device_of(self._local_step):
-      train = tf.group(done, apply, name=name or self._name)
+      train = tf.group(done, counted, name=name or self._name)
     self._replace_train_op(apply, train)
     return train
 

@@ -121,6 +121,11 @@ class ModelAverageOptimizer(WrapperOptimizer):
   `tf.errors.DeadlineExceededError`, which names those that came. A chief that
   is gone is the same error to the others, after `chief_timeout_secs`.
 
+  A step between rounds runs what the inner optimizer's step runs and some dozen
+  nodes more, whatever the number of variables; no value crosses. A session
+  starts all of its graph, so each parameter server is called in each step, while
+  the worker computes.
+
   State: on the parameter servers a center for each variable, and as many copies
   of the variables as there are workers while a round is open; on the worker the
   variables `local_step` (int32 scalar, steps of this worker) and `local_round`
@@ -152,12 +157,12 @@ class ModelAverageOptimizer(WrapperOptimizer):
   Differences from 1.15: workers start from the centers, after initialization
   and after a restore, which 1.15 overwrote with initial values; deadlines,
   `min_workers`, and workers that come back; a worker's values cross in a few
-  transfers instead of one for each variable, and the sum does not overflow in
-  half precision; all dtypes; resource variables and control flow v2; the inner
-  optimizer's variables are local, so that a session of a worker that is not
-  the chief becomes ready; `local_step` is on the worker wherever the constructor
-  runs; several instances, in one graph or in one cluster; errors in place of
-  wrong results.
+  transfers instead of one for each variable, none between rounds, and the sum
+  does not overflow in half precision; all dtypes; resource variables and control
+  flow v2; the inner optimizer's variables are local, so that a session of a
+  worker that is not the chief becomes ready; `local_step` is on the worker
+  wherever the constructor runs, and a worker takes one step at a time; several
+  instances, in one graph or in one cluster; errors in place of wrong results.
   """
 
   def __init__(self, opt, num_worker, is_chief, ma_custom_getter,
@@ -250,7 +255,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     Returns:
       A scalar bool tensor: whether this step ended a round. Running it is the
-      step.
+      step. A worker must take one step at a time; that two ran at the same time
+      is a `tf.errors.InvalidArgumentError`.
 
     Raises:
       TypeError: If `global_step` is not an integer variable.
@@ -271,16 +277,13 @@ class ModelAverageOptimizer(WrapperOptimizer):
     rounds = self._rounds[self._applied]
     self._applied += 1
 
-    # Counted first: whether there is a round is known to the parameter servers
-    # long before the step is over, so that it waits for none of them.
-    with ops.host_of(rounds.local_step):
-      steps = tf.identity(rounds.local_step.assign_add(1))
-      due, not_due = _routes.branch(tf.equal(steps % self._interval_steps, 0))
-    started = self._round(rounds, pairs, stepped, due, global_step)
+    due, not_due, counted = _centers.count_step(
+        rounds.local_step, stepped, self._interval_steps)
+    started = self._round(rounds, pairs, counted, due, global_step)
     with tf.device(None), tf.device(self._device):
       with tf.control_dependencies([started]):
         averaged = tf.identity(due)
-      with tf.control_dependencies([stepped]):
+      with tf.control_dependencies([counted]):
         only_stepped = tf.identity(not_due)
       done = tf.identity(_routes.join(averaged, only_stepped),
                          name or self._name)
@@ -311,7 +314,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     Args:
       rounds: Its _Rounds.
       pairs: [(this worker's variable, its center)].
-      stepped: The operation of the inner optimizer's step.
+      stepped: The operation after which the worker has its values.
       due: A tensor that is there in the steps that have a round.
       global_step: Counts the rounds.
 
