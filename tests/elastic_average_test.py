@@ -15,6 +15,7 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
+from wrapopt import _centers
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of
@@ -331,12 +332,14 @@ def ops_that_run(count, kind, period):
       for n in device.node_stats if n.node_name in ops_of)
 
 
-def test_a_step_between_exchanges(kind):
-  """It runs nothing of an exchange, and no node for each variable.
+@pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
+def test_a_step_between_exchanges(kind, most_bytes, monkeypatch):
+  """It runs nothing of an exchange, and no node for each variable or vector.
 
   But for the variables themselves, which are sources of the graph, and the
   loss, gradient and inner optimizer's step of each.
   """
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
   few, many = (ops_that_run(n, kind, period=9) for n in (20, 40))
   variable = "VarHandleOp" if kind == "resource" else "VariableV2"
   assert many - few == collections.Counter({

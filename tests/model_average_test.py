@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from wrapopt import _centers
 from wrapopt import ops
 
 tf1 = tf.compat.v1
@@ -471,12 +472,14 @@ def nodes_that_run(variables, kind, interval):
       for node in device.node_stats if node.node_name in ops_of)
 
 
-def test_a_step_between_rounds(kind):
-  """It runs nothing of a round, and no node for each variable.
+@pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
+def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
+  """It runs nothing of a round, and no node for each variable or vector.
 
   But for the variables themselves, which are sources of the graph, and the
   inner optimizer's.
   """
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
   few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
   variable = "VarHandleOp" if kind else "VariableV2"
   assert many - few == {
@@ -486,8 +489,7 @@ def test_a_step_between_rounds(kind):
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
   assert {op for op in a_round if op.startswith("Wrapopt>")} >= {
-      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive",
-      "Wrapopt>AveragingPush", "Wrapopt>ReadPacked" + ("" if kind else "Ref")}
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive", "Wrapopt>AveragingPush"}
 
 
 def test_buckets_of_dtypes(target):

@@ -607,7 +607,7 @@ def read_packed(variables, name=None):
   >>> packed.numpy()
   array([1., 2., 3., 4., 5.], dtype=float32)
   >>> wrapopt.ops.assign_packed([a, b], 2 * packed)
-  >>> b.numpy()
+  >>> print(b.numpy())
   10.0
 
   Args:
