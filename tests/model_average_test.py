@@ -449,11 +449,12 @@ def nodes_that_run(variables, kind, interval):
   """{op: how many of them run} in the second step, one of gradient descent."""
   worker = Worker(use_resource=kind)
   with worker.build():
-    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([2]))
+    # Of shapes that have no constant in common.
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([i + 2, 1]))
           for i in range(variables)]
     step = tf1.train.create_global_step()
     train = worker.optimizer(interval_steps=interval).apply_gradients(
-        [(tf.ones([2]), v) for v in vs], step)
+        [(tf.ones(v.shape), v) for v in vs], step)
   metadata = tf1.RunMetadata()
   with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
       device_count={"CPU": 8})) as session:
@@ -476,20 +477,21 @@ def nodes_that_run(variables, kind, interval):
 def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   """It runs nothing of a round, and no node for each variable or vector.
 
-  But for the variables themselves, which are sources of the graph, and the
-  inner optimizer's.
+  But for the variables themselves, which are sources of the graph, gradients,
+  and the inner optimizer's.
   """
   monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
   few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
   variable = "VarHandleOp" if kind else "VariableV2"
   assert many - few == {
-      variable: 2 * 20, "ResourceApplyGradientDescent" if kind else
+      variable: 2 * 20, "Const": 20, "ResourceApplyGradientDescent" if kind else
       "ApplyGradientDescent": 20}
   assert not few - many
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
   assert {op for op in a_round if op.startswith("Wrapopt>")} >= {
-      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive", "Wrapopt>AveragingPush"}
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive",
+      "Wrapopt>AveragingPush"}
 
 
 def test_buckets_of_dtypes(target):
