@@ -36,6 +36,7 @@ def packed(values):
   return np.concatenate([x.ravel() for x in values])
 
 
+@pytest.mark.cpu("TensorFlow has no such variables")
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: np.dtype(d).name)
 def test_every_element_of_every_dtype(mode, dtype):
   x, y = numbers(SHAPES, dtype), numbers(SHAPES, dtype, seed=2)
@@ -110,6 +111,7 @@ def test_one_op_serves_all_variables(mode):
   assert [x.item() for x in mode.values(variables)] == list(range(200))
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(*modes.graphs(device_count={"CPU": 2}))
 @pytest.mark.parametrize("scope", [None, "/cpu:0", "/device:GPU:7"])
 def test_ops_run_where_the_variables_live(mode, scope):
@@ -213,6 +215,7 @@ def test_what_is_no_variable(given, error, match):
       build()
 
 
+@pytest.mark.cpu("names its devices")
 @modes.only(*modes.graphs(device_count={"CPU": 2}))
 def test_other_devices_and_kinds(mode):
   variables = []
