@@ -280,7 +280,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     due, not_due, counted = _centers.count_step(
         rounds.local_step, stepped, self._interval_steps)
     started = self._round(rounds, pairs, counted, due, global_step)
-    with tf.device(None), tf.device(self._device):
+    with ops.host_of(rounds.local_step):
       with tf.control_dependencies([started]):
         averaged = tf.identity(due)
       with tf.control_dependencies([counted]):

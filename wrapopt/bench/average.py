@@ -22,8 +22,8 @@ and their bytes, as the workers' step stats have them.
 Then a step between rounds, of one worker and a parameter server: of gradient
 descent alone, and in `wrapopt.ModelAverageOptimizer` and
 `wrapopt.ElasticAverageOptimizer`. Counts the nodes that run in either process,
-and the calls by which one asks the other for a tensor, or for word that there is
-none.
+the calls by which one asks the other for a tensor, or for word that there is
+none, and the bytes that cross.
 
 All variables are of float32, and all contenders are checked to take that mean.
 """
@@ -314,12 +314,16 @@ def check_round(task, contender):
 
 def transfers(task, contender):
   """[(bytes, label)] of the tensors that cross in this worker's round."""
+  return _crossed(task.session_of_rounds, task.ops[contender])
+
+
+def _crossed(session, op):
   most = []
   # A server hands in what it noted of its transfers when it gets to it.
   for _ in range(10):
     metadata = _tf1.RunMetadata()
-    task.session_of_rounds.run(
-        task.ops[contender], run_metadata=metadata,
+    session.run(
+        op, run_metadata=metadata,
         options=_tf1.RunOptions(trace_level=_tf1.RunOptions.FULL_TRACE))
     seen = [(sum(output.tensor_description.allocation_description
                  .requested_bytes for output in node.output),
@@ -379,7 +383,7 @@ def make_steps(task, contender):
 
 
 def what_runs(task, contender):
-  """({job: nodes that run in a step}, calls for tensors)."""
+  """({job: nodes that run in a step}, calls for tensors, bytes that cross)."""
   metadata = _tf1.RunMetadata()
   task.session_of_steps.run(
       task.step_ops[contender], run_metadata=metadata,
@@ -390,9 +394,11 @@ def what_runs(task, contender):
     ran[tf.DeviceSpec.from_string(device.device).job] += sum(
         node.node_name not in ("_SOURCE", "RecvTensor")
         for node in device.node_stats)
-  return ran, sum(node.op in ("_Recv", "_HostRecv") and
-                  node.attr["send_device"].s != node.attr["recv_device"].s
-                  for graph in metadata.partition_graphs for node in graph.node)
+  calls = sum(node.op in ("_Recv", "_HostRecv") and
+              node.attr["send_device"].s != node.attr["recv_device"].s
+              for graph in metadata.partition_graphs for node in graph.node)
+  crossed = _crossed(task.session_of_steps, task.step_ops[contender])
+  return ran, calls, sum(size for size, _ in crossed)
 
 
 _FUNCTIONS = (start, make_round, check_round, transfers, start_steps,
@@ -494,13 +500,15 @@ def measure_step(name, shapes, n_rounds):
       "worker_nodes": ran[contender][0]["worker"],
       "ps_nodes": ran[contender][0]["ps"],
       "calls": ran[contender][1],
+      "bytes": ran[contender][2],
       "rounds": n_rounds,
   } for contender, times in seconds.items()]
   print(f"\n{name}: {len(shapes)} variables, a step between rounds of a worker "
         "and a parameter server")
   print(harness.table(
-      ("", "ms", "+-", "ms more", "nodes", "nodes of ps", "calls"),
+      ("", "ms", "+-", "ms more", "nodes", "nodes of ps", "calls", "bytes"),
       [(r["contender"], f"{r['milliseconds']:.2f}", f"{r['spread']:.0%}",
         f"{r['milliseconds_more']:.2f}", f"{r['worker_nodes']}",
-        f"{r['ps_nodes']}", f"{r['calls']}") for r in results]), flush=True)
+        f"{r['ps_nodes']}", f"{r['calls']}", f"{r['bytes']}")
+       for r in results]), flush=True)
   return results
