@@ -12,6 +12,7 @@ from wrapopt.bench import harness
 _SHAPES = [(3, 7), (5,), (100,)]
 _OPS = ["wrapopt", "tf.add_n, assign"]
 _ROUNDS = ["wrapopt", "accumulators"]
+_STEPS = ["GradientDescent", "ModelAverage", "ElasticAverage"]
 
 
 def test_contenders_are_what_their_names_say():
@@ -103,6 +104,14 @@ def test_command(monkeypatch, tmp_path, capsys):
     assert least <= r["megabytes"] < 2 * least
   assert native["transfers"] < stock["transfers"]
   assert stock["transfers"] >= 2 * 2 * 3 * len(_SHAPES)
+  steps = [r for r in results if r["part"] == "step"]
+  assert [r["contender"] for r in steps] == _STEPS
+  inner, *averaging = steps
+  assert inner["milliseconds_more"] == inner["ps_nodes"] == inner["calls"] == 0
+  assert inner["worker_nodes"] >= 3 * 9
+  for r in averaging:
+    assert r["worker_nodes"] > inner["worker_nodes"] and r["ps_nodes"] > 0
+    assert (r["calls"], r["bytes"]) == (3, 0)
   assert {r["rounds"] for r in results} == {5}
   lines = capsys.readouterr().out.strip().splitlines()
   assert "some: 9 variables, 378 numbers, S = 8: 0.0 MB a pass" in lines
@@ -110,4 +119,7 @@ def test_command(monkeypatch, tmp_path, capsys):
                       "and a parameter server")
   assert lines[title + 1].split() == ["ms", "+-", "x", "accumulators",
                                       "transfers", "MB"]
-  assert [row.split("  ")[0] for row in lines[title + 2:]] == _ROUNDS
+  assert [row.split("  ")[0] for row in lines[title + 2:title + 4]] == _ROUNDS
+  title = lines.index("some: 9 variables, a step between rounds of a worker and "
+                      "a parameter server")
+  assert [row.split("  ")[0] for row in lines[title + 2:]] == _STEPS

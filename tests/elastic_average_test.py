@@ -4,6 +4,7 @@ Each worker has a device of its own, and the centers have one: variables of one
 name are one variable on one device.
 """
 
+import collections
 import contextlib
 import threading
 
@@ -14,6 +15,7 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
+from wrapopt import _centers
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of
@@ -275,14 +277,10 @@ def test_concurrent_exchanges_lose_nothing(kind, target, size):
 
 
 def nodes_of(run):
-  """(all nodes, those that send something computed) of the graphs of a run."""
+  """All nodes of the graphs of a run."""
   metadata = tf1.RunMetadata()
   run(tf1.RunOptions(output_partition_graphs=True), metadata)
-  nodes = [{n.name: n for n in g.node} for g in metadata.partition_graphs]
-  sends = [n for graph in nodes for n in graph.values()
-           if n.op in ("_Send", "_HostSend")
-           and graph[n.input[0].split(":")[0]].op != "Const"]
-  return [n for graph in nodes for n in graph.values()], sends
+  return [n for g in metadata.partition_graphs for n in g.node]
 
 
 def test_few_ops_and_transfers(kind, control_flow, target):
@@ -294,7 +292,7 @@ def test_few_ops_and_transfers(kind, control_flow, target):
   with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
       device_count={"CPU": 5})) as session:
     session.run([worker.init, worker.local_init])
-    nodes, sends = nodes_of(lambda options, metadata: session.run(
+    nodes = nodes_of(lambda options, metadata: session.run(
         worker.train, dict(zip(worker.feeds, [np.float32([1, 1])] * 20)),
         options=options, run_metadata=metadata))
   name = "Wrapopt>AveragingAssign" + ("Ref" if kind == "ref" else "")
@@ -302,11 +300,59 @@ def test_few_ops_and_transfers(kind, control_flow, target):
   assert sorted(n.device[-len(CENTERS):] for n in assigns) == [
       device_of_worker(0), CENTERS]
   assert {n.attr["N"].i for n in assigns} == {20}
-  crossed = [tuple(n.attr[a].s.decode()[-len(CENTERS):]
-                   for a in ("send_device", "recv_device")) for n in sends
-             if n.attr["T"].type == tf.float32.as_datatype_enum]
-  assert sorted(crossed) == [(device_of_worker(0), CENTERS),
-                             (CENTERS, device_of_worker(0))]
+  senders = [n.device[-len(CENTERS):] for n in nodes
+             if n.op == "Wrapopt>Send"
+             and n.attr["T"].type == tf.float32.as_datatype_enum]
+  assert sorted(senders) == [device_of_worker(0), CENTERS]
+  # The edges of the graph, of which each costs a call in every step, but for
+  # what belongs to the inner optimizer.
+  edges = [n.device[-len(CENTERS):] for n in nodes
+           if n.op in ("_Recv", "_HostRecv") and "learning_rate" not in n.name]
+  assert sorted(edges) == [device_of_worker(0)] * 2 + [CENTERS]
+
+
+def ops_that_run(count, kind, period):
+  """{op: how many of them run} in the second step."""
+  make = lambda n, getter: wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), n, getter, communication_period=period, rho=0.0)
+  # Of shapes that have no constant in common.
+  values = [np.ones([i + 2, 1], np.float32) for i in range(count)]
+  worker = Worker(kind, 0, values, make)
+  metadata = tf1.RunMetadata()
+  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
+      device_count={"CPU": 5})) as session:
+    session.run([worker.init, worker.local_init])
+    feeds = dict(zip(worker.feeds, values, strict=True))
+    session.run(worker.train, feeds)
+    session.run(worker.train, feeds, run_metadata=metadata,
+                options=tf1.RunOptions(
+                    trace_level=tf1.RunOptions.FULL_TRACE,
+                    output_partition_graphs=True))
+  ops_of = {n.name: n.op for g in metadata.partition_graphs for n in g.node}
+  return collections.Counter(
+      ops_of[n.node_name] for device in metadata.step_stats.dev_stats
+      for n in device.node_stats if n.node_name in ops_of)
+
+
+@pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
+def test_a_step_between_exchanges(kind, most_bytes, monkeypatch):
+  """It runs nothing of an exchange, and no node for each variable or vector.
+
+  But for the variables themselves, which are sources of the graph, and the
+  loss, gradient and inner optimizer's step of each.
+  """
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
+  few, many = (ops_that_run(n, kind, period=9) for n in (20, 40))
+  variable = "VarHandleOp" if kind == "resource" else "VariableV2"
+  assert many - few == collections.Counter({
+      variable: 3 * 20, "_Arg": 20, "BroadcastTo": 20, "Const": 20,
+      "Identity": 20,
+      **({"ApplyGradientDescent": 20} if kind == "ref" else
+         {"ReadVariableOp": 20, "ResourceApplyGradientDescent": 20})})
+  assert not [op for op in many if op.startswith("Wrapopt>")]
+  due = ops_that_run(20, kind, period=1)
+  assert {op for op in due if op.startswith("Wrapopt>")} >= {
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive"}
 
 
 def test_all_is_read_before_any_is_changed(kind):
@@ -314,12 +360,14 @@ def test_all_is_read_before_any_is_changed(kind):
     v, opt = one_variable()
     step = tf1.train.get_or_create_global_step()
     [[center], [local]] = opt._copies([v])
-    done = opt._exchange([v], [center], [local], [step])
+    applied, due = tf.no_op(), tf.constant(True)
+    done = tf.group(opt._exchange([v], [center], [local], [step], applied, due))
     pull, push = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
         "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
     assert push in ancestors(done) and pull in ancestors(push)
     reads = reads_of([v, center], ancestors(done))
     assert len(reads) == 2 and reads <= ancestors(pull)
+    assert all(applied in ancestors(read) for read in reads)
     [count] = [op for op in ancestors(done)
                if op.type in ("AssignAdd", "AssignAddVariableOp")]
     assert push in ancestors(count)
@@ -742,6 +790,23 @@ def test_init_op(kind):
       session.run(start)
       for x in session.run([v, center, local]):
         assert x.tolist() == [2.0, 3.0]
+
+
+def test_init_op_initializes(kind):
+  with graph_of(kind):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      mine = [tf1.get_variable(name, initializer=[1.0, 2.0]) for name in "ab"]
+    opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
+    start = opt.get_init_op(0)
+    copies = [getter._local_map[v] for v in mine]
+    others = [v for v in (*tf1.global_variables(), *tf1.local_variables())
+              if all(v is not w for w in mine + copies)]
+    with tf1.Session() as session:
+      session.run(tf1.variables_initializer(others))
+      session.run(start)
+      for x in session.run(mine + copies):
+        assert x.tolist() == [1.0, 2.0]
 
 
 def test_init_op_is_refused(kind):

@@ -1,8 +1,11 @@
 """ModelAverageOptimizer in one process; between processes, see
 model_average_cluster_test.py."""
 
+import collections
 import concurrent.futures
 import contextlib
+import threading
+import time
 
 import keras
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from wrapopt import _centers
 from wrapopt import ops
 
 tf1 = tf.compat.v1
@@ -252,6 +256,61 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
         assert session.run([centers, step]) == [[n, n], n]
 
 
+def test_a_step_that_failed_does_not_count(target):
+  worker = Worker(scope="failed")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    divisor = tf1.placeholder(tf.int32, [])
+    train = opt.apply_gradients([(-tf.cast(1 // divisor, tf.float32), v)], step)
+    with tf1.Session(target) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      for n in range(1, 7):
+        for _ in range(3):
+          with pytest.raises(tf.errors.InvalidArgumentError, match="ivi"):
+            session.run(train, {divisor: 0})
+        assert session.run(train, {divisor: 1}) == (n % 2 == 0)
+        assert session.run([v, step]) == [n, n // 2]
+
+
+def test_two_steps_of_a_worker_at_once_are_refused(target):
+  """Both would be the same step of a round, and the round would be missed."""
+  worker = Worker(scope="at_once")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(is_slow):
+      if is_slow:
+        begun.set()
+        assert go_on.wait(60)
+      return np.float32(-1)
+
+    is_slow = tf1.placeholder_with_default(False, [])
+    gradient = tf.numpy_function(wait, [is_slow], tf.float32)
+    gradient.set_shape([])
+    train = opt.apply_gradients([(gradient, v)], step)
+    local_step = opt._rounds[0].local_step
+    with tf1.Session(target) as session, (
+        concurrent.futures.ThreadPoolExecutor()) as pool:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      slow = pool.submit(session.run, train, {is_slow: True})
+      assert begun.wait(60)
+      # The step has begun; most likely it has read the count, too.
+      time.sleep(0.5)
+      assert not session.run(train)
+      go_on.set()
+      with pytest.raises(tf.errors.InvalidArgumentError,
+                         match="(?s)one step at a time.*expected, got.*1.*2"):
+        slow.result(60)
+      assert session.run([local_step, step]) == [2, 0]
+
+
 def test_without_the_hook(target):
   """As in 1.15: rounds work, whatever the workers started from."""
   worker = Worker(scope="no_hook")
@@ -366,20 +425,74 @@ def test_values_cross_together(variables, kind):
         [(tf.ones([2]), v) for v in vs], step)
   with worker.graph.as_default():
     graphs = partitions(worker.graph, train)
-  nodes = {}
+  nodes = collections.defaultdict(list)
   for graph in graphs:
     for node in graph.node:
-      nodes.setdefault(node.op, []).append(node)
-  crossing = {(n.attr["tensor_name"].s, n.attr["send_device"].s,
-               n.attr["recv_device"].s) for n in nodes["_Recv"]
-              if n.attr["send_device"].s != n.attr["recv_device"].s}
-  assert len(crossing) <= 6, "\n".join(sorted(map(str, crossing)))
+      nodes[node.op].append(node)
+  # The edges of the graph, of which each costs a call in every step.
+  edges = nodes["_Recv"] + nodes["_HostRecv"]
+  assert sorted(n.device[-len("CPU:0"):] for n in edges) == [
+      "CPU:0", "CPU:0", "CPU:7"]
+  # A number and a vector each way.
+  for op in "Send", "Receive":
+    assert [n.device[-len("CPU:0"):] for n in nodes[f"Wrapopt>{op}"]].count(
+        "CPU:7") == 2
+    assert len(nodes[f"Wrapopt>{op}"]) == 4
   for op in "Push", "Gather", "Next":
     [node] = nodes[f"Wrapopt>Averaging{op}"]
     assert node.device.endswith("/device:CPU:7")
   [mean] = nodes["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
   assert mean.device.endswith("/device:CPU:7")
   assert mean.attr["N"].i == variables
+
+
+def nodes_that_run(variables, kind, interval):
+  """{op: how many of them run} in the second step, one of gradient descent."""
+  worker = Worker(use_resource=kind)
+  with worker.build():
+    # Of shapes that have no constant in common.
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([i + 2, 1]))
+          for i in range(variables)]
+    step = tf1.train.create_global_step()
+    train = worker.optimizer(interval_steps=interval).apply_gradients(
+        [(tf.ones(v.shape), v) for v in vs], step)
+  metadata = tf1.RunMetadata()
+  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
+      device_count={"CPU": 8})) as session:
+    with worker.graph.as_default():
+      session.run(tf1.global_variables_initializer())
+      session.run(tf1.local_variables_initializer())
+    session.run(train)
+    assert session.run(
+        train, run_metadata=metadata, options=tf1.RunOptions(
+            trace_level=tf1.RunOptions.FULL_TRACE,
+            output_partition_graphs=True)) == (interval == 1)
+  ops_of = {node.name: node.op for graph in metadata.partition_graphs
+            for node in graph.node}
+  return collections.Counter(
+      ops_of[node.node_name] for device in metadata.step_stats.dev_stats
+      for node in device.node_stats if node.node_name in ops_of)
+
+
+@pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
+def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
+  """It runs nothing of a round, and no node for each variable or vector.
+
+  But for the variables themselves, which are sources of the graph, gradients,
+  and the inner optimizer's.
+  """
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
+  few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
+  variable = "VarHandleOp" if kind else "VariableV2"
+  assert many - few == {
+      variable: 2 * 20, "Const": 20, "ResourceApplyGradientDescent" if kind else
+      "ApplyGradientDescent": 20}
+  assert not few - many
+  assert not [op for op in many if op.startswith("Wrapopt>")]
+  a_round = nodes_that_run(2, kind, interval=1)
+  assert {op for op in a_round if op.startswith("Wrapopt>")} >= {
+      "Wrapopt>Route", "Wrapopt>Send", "Wrapopt>Receive",
+      "Wrapopt>AveragingPush"}
 
 
 def test_buckets_of_dtypes(target):
@@ -491,6 +604,22 @@ def test_get_init_op_needs_variables():
   with worker.build():
     tf1.get_variable("v", initializer=0.0)
     assert opt.get_init_op().type == "NoOp"
+
+
+def test_get_init_op_initializes(target):
+  worker = Worker(scope="init")
+  with worker.build():
+    mine = [tf1.get_variable(name, initializer=[1.0, 2.0]) for name in "ab"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    opt.apply_gradients([(tf.constant([1.0, 1.0]), v) for v in mine], step)
+    init = opt.get_init_op()
+    others = [v for v in (*tf1.global_variables(), *tf1.local_variables())
+              if all(v is not w for w in mine)]
+    with tf1.Session(target) as session:
+      session.run(tf1.variables_initializer(others))
+      session.run(init)
+      assert [x.tolist() for x in session.run(mine)] == [[1.0, 2.0]] * 2
 
 
 def test_eager_mode_is_refused():

@@ -44,14 +44,19 @@ def ancestors(op):
     if op not in seen:
       seen.add(op)
       pending += [t.op for t in op.inputs] + list(op.control_inputs)
+      if op.type == "Wrapopt>Receive":
+        pending += [sender for sender in op.graph.get_operations()
+                    if sender.type == "Wrapopt>Send" and
+                    sender.get_attr("channel") == op.get_attr("channel")]
   return seen
 
 
 def reads_of(variables, operations):
   """Those of `operations` that read the variables."""
   sources = {v.op for v in variables}
-  return {op for op in operations if op.type in ("ReadVariableOp", "Identity")
-          and op.inputs[0].op in sources}
+  return {op for op in operations if op.type in (
+      "ReadVariableOp", "Identity", "Wrapopt>ReadPacked",
+      "Wrapopt>ReadPackedRef") and sources & {t.op for t in op.inputs}}
 
 
 def ops_of_type(type_, graph=None):

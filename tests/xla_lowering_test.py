@@ -202,8 +202,10 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
+  # And what crosses between tasks.
   host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
-                    "Mean|Next|Wait))")
+                    "Mean|Next|Wait)|ReadPacked|AssignPacked|Route|RouteBack|"
+                    "Send|Receive)")
   tested = {f"Wrapopt>{name}" for name in (
       "EmaUpdate", "AveragingAssign", "Exchange",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")

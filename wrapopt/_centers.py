@@ -9,6 +9,7 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt import _routes
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
 
@@ -183,6 +184,34 @@ def make_local_step(worker_device):
   return worker_variable("local_step", tf.int32, 0, worker_device)
 
 
+def count_step(local_step, stepped, period):
+  """Counts a step of a worker; every so many have something to do at their end.
+
+  Whether this one has is known when it begins: what a session does on other
+  tasks in each step is under way then while the step is computed.
+
+  Args:
+    local_step: The count.
+    stepped: The step, an operation.
+    period: Every how many steps.
+
+  Returns:
+    (due, not_due, counted). One of the first two is there in a step, on the host
+    of the count; the last is an operation, after the step.
+  """
+  with ops.host_of(local_step):
+    count = local_step.read_value() + 1
+    is_due = tf.equal(count % period, 0)
+    due, not_due = _routes.branch(is_due)
+    with tf.control_dependencies([stepped, is_due]):
+      now = tf.identity(local_step.assign_add(1))
+    return due, not_due, tf.raw_ops.Assert(
+        condition=tf.equal(now, count), data=[
+            "A worker must take one step at a time: run its train op from one "
+            "thread. Another step was counted during this one: expected, got",
+            count, now])
+
+
 @contextlib.contextmanager
 def worker_state(device):
   """Makes the variables that are made inside the worker's own.
@@ -225,8 +254,8 @@ _MOST_BYTES = 4 * 2**20
 def buckets(*rows):
   """Which variables go together into a tensor.
 
-  Those of one dtype and device, up to 4 MiB of them; a larger variable goes
-  alone.
+  Those of one dtype, device and kind, up to 4 MiB of them; a larger variable
+  goes alone.
 
   Args:
     *rows: Sequences of N variables. The i-th of each are of one dtype and
@@ -234,7 +263,8 @@ def buckets(*rows):
 
   Returns:
     A list of lists of indices into each row. In a list, the variables of a row
-    are on one device and of one dtype, and their indices ascend.
+    are on one device, of one dtype, and all ref variables or none; their
+    indices ascend.
 
   Raises:
     ValueError: If the shape of a variable is not known.
@@ -247,7 +277,8 @@ def buckets(*rows):
         raise ValueError(
             f"The shape of '{v.name}' must be known when the graph is built, "
             f"for its value is sent together with others, got {v.shape}.")
-    key = (variables[0].dtype.base_dtype, *[v.device for v in variables])
+    key = (variables[0].dtype.base_dtype,
+           *[(v.device, hasattr(v, "handle")) for v in variables])
     size = _bytes(variables[0])
     group, left = room.get(key, (None, 0))
     if group is None or size > left:
@@ -271,16 +302,13 @@ def pack(variables, groups=None):
   """
   flats = []
   for group in buckets(variables) if groups is None else groups:
-    with ops.device_of(variables[group[0]]):
-      parts = [tf.reshape(variables[i].read_value(), [-1]) for i in group]
-      if parts[1:]:
-        flat = tf.concat(parts, 0)
-      elif hasattr(variables[group[0]], "handle"):
-        [flat] = parts
-      else:
-        # A ref variable gives away its own memory, which updates change.
-        flat = tf.raw_ops.DeepCopy(x=parts[0])
-      flats.append(flat)
+    first, *others = [variables[i] for i in group]
+    if others or not hasattr(first, "handle"):
+      flats.append(ops.read_packed([first, *others]))
+      continue
+    # Its buffer itself, which whoever writes to the variable leaves alone.
+    with ops.device_of(first):
+      flats.append(tf.reshape(first.read_value(), [-1]))
   return flats
 
 
@@ -295,14 +323,18 @@ def assign_packed(variables, flats, groups=None):
   Returns:
     An operation. What it does, it does on the device of the variables.
   """
+  groups = buckets(variables) if groups is None else groups
   assigned = []
-  for group, flat in zip(buckets(variables) if groups is None else groups,
-                         flats, strict=True):
-    with ops.device_of(variables[group[0]]):
-      for i, value in zip(group, split(flat, [variables[i] for i in group])):
-        # Only then does a ref variable lock.
-        assigned.append(variables[i].assign(value, use_locking=True,
-                                            read_value=False))
+  for group, flat in zip(groups, flats, strict=True):
+    first, *others = [variables[i] for i in group]
+    if others or not hasattr(first, "handle"):
+      assigned.append(ops.assign_packed([first, *others], flat))
+      continue
+    # It takes the buffer. The shape is a constant, which must not be there
+    # where the vector is not.
+    with ops.device_of(first), tf.control_dependencies([flat]):
+      assigned.append(first.assign(tf.reshape(flat, first.shape),
+                                   read_value=False))
   with tf.device(None):
     return tf.group(*assigned)
 
@@ -314,18 +346,27 @@ def split(flat, variables):
   return [tf.reshape(part, v.shape) for part, v in zip(parts, variables)]
 
 
-def copy_packed(sources, targets):
-  """Assigns each of `targets` the value of its source, in a few transfers.
+def copy_packed(sources, *copies):
+  """Assigns variables the values of others, in a few transfers.
 
   Args:
     sources: N variables.
-    targets: N variables of the same dtypes and shapes.
+    *copies: Rows of N variables of the same dtypes and shapes, which take the
+      values of `sources`. They need not be initialized.
 
   Returns:
     An operation.
   """
-  groups = buckets(sources, targets)
-  return assign_packed(targets, pack(sources, groups), groups)
+  groups = buckets(sources, *copies)
+  assigned = []
+  for group, flat in zip(groups, pack(sources, groups), strict=True):
+    for targets in ([row[i] for i in group] for row in copies):
+      with ops.device_of(targets[0]):
+        # Only then does a ref variable lock.
+        assigned += [v.assign(value, use_locking=True, read_value=False)
+                     for v, value in zip(targets, split(flat, targets))]
+  with tf.device(None):
+    return tf.group(*assigned)
 
 
 def _bytes(variable):

@@ -7,7 +7,7 @@ import typing
 import tensorflow as tf
 
 from wrapopt import _centers
-from wrapopt import _control_flow
+from wrapopt import _routes
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
 from wrapopt._wrapper import check_global_step
@@ -121,6 +121,11 @@ class ModelAverageOptimizer(WrapperOptimizer):
   `tf.errors.DeadlineExceededError`, which names those that came. A chief that
   is gone is the same error to the others, after `chief_timeout_secs`.
 
+  A step between rounds runs what the inner optimizer's step runs and some dozen
+  nodes more, whatever the number of variables; no value crosses. A session
+  starts all of its graph, so each parameter server is called in each step, while
+  the worker computes.
+
   State: on the parameter servers a center for each variable, and as many copies
   of the variables as there are workers while a round is open; on the worker the
   variables `local_step` (int32 scalar, steps of this worker) and `local_round`
@@ -152,12 +157,12 @@ class ModelAverageOptimizer(WrapperOptimizer):
   Differences from 1.15: workers start from the centers, after initialization
   and after a restore, which 1.15 overwrote with initial values; deadlines,
   `min_workers`, and workers that come back; a worker's values cross in a few
-  transfers instead of one for each variable, and the sum does not overflow in
-  half precision; all dtypes; resource variables and control flow v2; the inner
-  optimizer's variables are local, so that a session of a worker that is not
-  the chief becomes ready; `local_step` is on the worker wherever the constructor
-  runs; several instances, in one graph or in one cluster; errors in place of
-  wrong results.
+  transfers instead of one for each variable, none between rounds, and the sum
+  does not overflow in half precision; all dtypes; resource variables and control
+  flow v2; the inner optimizer's variables are local, so that a session of a
+  worker that is not the chief becomes ready; `local_step` is on the worker
+  wherever the constructor runs, and a worker takes one step at a time; several
+  instances, in one graph or in one cluster; errors in place of wrong results.
   """
 
   def __init__(self, opt, num_worker, is_chief, ma_custom_getter,
@@ -250,7 +255,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     Returns:
       A scalar bool tensor: whether this step ended a round. Running it is the
-      step.
+      step. A worker must take one step at a time; that two ran at the same time
+      is a `tf.errors.InvalidArgumentError`.
 
     Raises:
       TypeError: If `global_step` is not an integer variable.
@@ -271,15 +277,16 @@ class ModelAverageOptimizer(WrapperOptimizer):
     rounds = self._rounds[self._applied]
     self._applied += 1
 
-    with tf.device(None), tf.device(self._device):
-      with tf.control_dependencies([stepped]):
-        steps = tf.identity(rounds.local_step.assign_add(1))
-      done = _control_flow.cond(
-          tf.equal(steps % self._interval_steps, 0),
-          lambda: self._round(rounds, pairs, global_step),
-          any(not hasattr(v, "handle") for v in (
-              *sum(pairs, ()), global_step, rounds.local_round)))
-      done = tf.identity(done, name or self._name)
+    due, not_due, counted = _centers.count_step(
+        rounds.local_step, stepped, self._interval_steps)
+    started = self._round(rounds, pairs, counted, due, global_step)
+    with ops.host_of(rounds.local_step):
+      with tf.control_dependencies([started]):
+        averaged = tf.identity(due)
+      with tf.control_dependencies([counted]):
+        only_stepped = tf.identity(not_due)
+      done = tf.identity(_routes.join(averaged, only_stepped),
+                         name or self._name)
     self._replace_train_op(stepped, done.op)
     return done
 
@@ -301,56 +308,97 @@ class ModelAverageOptimizer(WrapperOptimizer):
     with tf.device(None), tf.device(device):
       return ops.averaging_rounds(self._num_worker, rounds.name)
 
-  def _round(self, rounds, pairs, global_step):
-    """A round of this worker, from its values to those of the centers."""
+  def _round(self, rounds, pairs, stepped, due, global_step):
+    """A round of this worker, from its values to those of the centers.
+
+    Args:
+      rounds: Its _Rounds.
+      pairs: [(this worker's variable, its center)].
+      stepped: The operation after which the worker has its values.
+      due: A tensor that is there in the steps that have a round.
+      global_step: Counts the rounds.
+
+    Returns:
+      An operation on the worker.
+    """
     local_vars, centers = zip(*pairs)
     groups = _centers.buckets(local_vars, centers)
-    values = _centers.pack(local_vars, groups)
     # By parameter server: which of the groups it has. The one that leads comes
     # last: whom it counts is there with all values.
     servers = collections.defaultdict(list)
     for g, group in enumerate(groups):
       servers[centers[group[0]].device].append(g)
     servers[self._lead()] = servers.pop(self._lead(), [])
-    handles = {d: self._handle(rounds, d) for d in servers}
-    *others, lead = handles
+    *others, lead = servers
+    worker = ops.host_device(rounds.local_round.device)
+    lines = {device: _routes.Line(worker, ops.host_device(device), due)
+             for device in servers}
 
-    with ops.device_of(rounds.local_round):
-      number = rounds.local_round.read_value()
-    with tf.device(None), tf.device(self._lead()):
-      number = tf.identity(number)  # Sent once, for all that take it.
+    with tf.control_dependencies([stepped, due]):
+      values = _centers.pack(local_vars, groups)
+    with ops.device_of(rounds.local_round), tf.control_dependencies([due]):
+      number = tf.identity(rounds.local_round.read_value())
+    numbers, arrived, handles, sent = {}, {}, {}, []
+
+    def send(device, value):
+      value, sends = lines[device].send(value)
+      sent.append(sends)
+      return value
 
     def push(device):
       with tf.device(None), tf.device(device):
-        return ops.averaging_push(handles[device], self._worker, number,
-                                  [values[g] for g in servers[device]])
+        return ops.averaging_push(handles[device], self._worker,
+                                  numbers[device], arrived[device])
 
+    for device, of_server in servers.items():
+      numbers[device] = send(device, number)
+      arrived[device] = [send(device, values[g]) for g in of_server]
+      with tf.control_dependencies([numbers[device]]):
+        handles[device] = self._handle(rounds, device)
     with tf.control_dependencies([push(device) for device in others]):
       pushed = push(lead)
     with tf.control_dependencies([pushed]):
       if not self._is_chief:
-        opened = ops.averaging_wait(handles[lead], number,
+        opened = ops.averaging_wait(handles[lead], numbers[lead],
                                     self._chief_timeout_secs, self._worker)
       else:
-        workers = ops.averaging_gather(handles[lead], number, self._min_workers,
+        workers = ops.averaging_gather(handles[lead], numbers[lead],
+                                       self._min_workers,
                                        self._round_timeout_secs)
         means = [
-            ops.averaging_mean(handles[device], number, workers,
+            ops.averaging_mean(handles[device], numbers[device], workers,
                                [centers[i] for i in groups[g]], value=value)
             for device in servers for value, g in enumerate(servers[device])]
-        opened = self._end_round(means, number, handles, global_step)
-    return self._start(pairs, [(rounds, opened)])
+        opened = self._end_round(means, numbers, handles, global_step)
 
-  def _end_round(self, means, number, handles, global_step):
+    # The number is older than the values: of a round that ended between the
+    # two, the worker is known to have missed it.
+    started = []
+    for device, of_server in servers.items():
+      with tf.control_dependencies([opened]):
+        packed = _centers.pack(centers, [groups[g] for g in of_server])
+      back = packed + ([opened] if device == lead else [])
+      flats, sends = zip(*map(lines[device].send_back, back))
+      started.append(lines[device].done(sends))
+      if device == lead:
+        *flats, opened_here = flats
+      if of_server:  # Who leads may have none.
+        started.append(_centers.assign_packed(
+            local_vars, flats, [groups[g] for g in of_server]))
+    with tf.control_dependencies(started + sent), tf.device(None):
+      return rounds.local_round.assign(opened_here).op
+
+  def _end_round(self, means, numbers, handles, global_step):
     """After the means: the step, and then the next round, whose number it is."""
-    *others, lead = handles.values()
+    *others, lead = handles
     with tf.control_dependencies(means):
-      ended = [ops.averaging_next(handle, number) for handle in others]
+      ended = [ops.averaging_next(handles[device], numbers[device])
+               for device in others]
       with ops.device_of(global_step):
         ended.append(global_step.assign_add(1).op)
     # The others go on now. They are to see the step.
     with tf.control_dependencies(ended):
-      return ops.averaging_next(lead, number)
+      return ops.averaging_next(handles[lead], numbers[lead])
 
   def _start(self, pairs, rounds):
     """Starts this worker from the centers.

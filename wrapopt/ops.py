@@ -29,6 +29,7 @@ from wrapopt._loader import ops as _raw
 __all__ = [
     "StalenessVerdict",
     "apply",
+    "assign_packed",
     "averaging_assign",
     "averaging_gather",
     "averaging_mean",
@@ -38,6 +39,7 @@ __all__ = [
     "averaging_wait",
     "ema_update",
     "exchange",
+    "read_packed",
     "staleness_complete",
     "staleness_gate",
     "staleness_record",
@@ -378,14 +380,7 @@ def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pyli
   centers = _variables("centers", centers)
   first = centers[0]
   _check_dtype("centers[0]", first, _FLOATS)
-  for i, center in enumerate(centers):
-    _check_kind(f"centers[{i}]", center, "centers[0]", first)
-    _check_dtype(f"centers[{i}]", center, (first.dtype.base_dtype,))
-    if center.device != first.device:
-      raise ValueError(
-          f"`centers[{i}]` ('{center.name}') must be on the device of "
-          f"`centers[0]` ('{first.name}'), '{first.device}', got "
-          f"'{center.device}'. Each device has rounds of its own.")
+  _check_alike("centers", centers, "Each device has rounds of its own.")
   if value < 0:
     raise ValueError(f"`value` must be at least 0, got {value}.")
   with device_of(first):
@@ -596,6 +591,89 @@ def exchange(a, b, name=None):
           exchanges.append(_raw.wrapopt_exchange(
               [x.handle for x in xs], [y.handle for y in ys]))
     return _result(exchanges)
+
+
+@not_converted
+def read_packed(variables, name=None):
+  """Reads variables into one vector, which crosses to another device as one.
+
+  One native op reads all of them, under their locks. The vector shares no
+  memory with them.
+
+  Example:
+
+  >>> a, b = tf.Variable([[1., 2.], [3., 4.]]), tf.Variable(5.)
+  >>> packed = wrapopt.ops.read_packed([a, b])
+  >>> packed.numpy()
+  array([1., 2., 3., 4., 5.], dtype=float32)
+  >>> wrapopt.ops.assign_packed([a, b], 2 * packed)
+  >>> print(b.numpy())
+  10.0
+
+  Args:
+    variables: N variables on one device and of one dtype, numeric or bool. One
+      variable may stand for a sequence of one.
+    name: A name for the operation.
+
+  Returns:
+    A tensor of rank 1 on the variables' device: the elements of all N, in their
+    order, each in row-major order.
+
+  Raises:
+    TypeError: If they are not variables of one dtype, or some are ref variables
+      and some are not.
+    ValueError: If they are on different devices.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+  """
+  variables = _packed_variables(variables)
+  with device_of(variables[0]):
+    if _is_ref(variables[0]):
+      packed = _raw.wrapopt_read_packed_ref(variables, name=name)
+      _named(packed.op, variables=variables)
+      return packed
+    return _raw.wrapopt_read_packed([v.handle for v in variables],
+                                    T=variables[0].dtype, name=name)
+
+
+@not_converted
+def assign_packed(variables, packed, name=None):
+  """Assigns the parts of a vector to variables, in place.
+
+  One native op assigns all. It checks all before it changes any, and holds
+  their locks.
+
+  Example: see `read_packed`.
+
+  Args:
+    variables: N variables as for `read_packed`, all different and initialized.
+    packed: A tensor of rank 1 and of their dtype, as `read_packed` makes it of
+      such variables.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    TypeError: As `read_packed`, or if `packed` is of another dtype.
+    ValueError: If they are on different devices, or `packed` is misshapen. As
+      tf.errors.InvalidArgumentError, when it runs, where that is not known
+      before.
+    tf.errors.InvalidArgumentError: When it runs: a variable is named twice.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+  """
+  variables = _packed_variables(variables)
+  first = variables[0]
+  with device_of(first):
+    packed = tf.convert_to_tensor(packed)
+    _check_dtype("packed", packed, (first.dtype.base_dtype,))
+    if _is_ref(first):
+      assigned = _raw.wrapopt_assign_packed_ref(variables, packed, name=name)
+      _not_with_tensors(assigned, first)
+      return _result([_named(assigned, variables=variables)])
+    return _result([_raw.wrapopt_assign_packed(
+        [v.handle for v in variables], packed, name=name)])
 
 
 @not_converted
@@ -1023,6 +1101,25 @@ def _check_kind(subject, x, like_subject, like):
         "variable.")
 
 
+def _check_alike(subject, variables, reason):
+  """All must be of one kind and dtype and on one device.
+
+  Args:
+    subject: What the variables are called.
+    variables: A list.
+    reason: Why they must be on one device.
+  """
+  first = variables[0]
+  for i, variable in enumerate(variables):
+    _check_kind(f"{subject}[{i}]", variable, f"{subject}[0]", first)
+    _check_dtype(f"{subject}[{i}]", variable, (first.dtype.base_dtype,))
+    if variable.device != first.device:
+      raise ValueError(
+          f"`{subject}[{i}]` ('{variable.name}') must be on the device of "
+          f"`{subject}[0]` ('{first.name}'), '{first.device}', got "
+          f"'{variable.device}'. {reason}")
+
+
 def _check_mixed_dtype(subject, x, dtype):
   """What `dtype`, that of the others so far, becomes with that of `x`.
 
@@ -1070,6 +1167,13 @@ def _variables(subject, variables):
     raise ValueError(f"`{subject}` must hold at least one variable, got none.")
   for i, variable in enumerate(variables):
     _check_variable(f"{subject}[{i}]", variable)
+  return variables
+
+
+def _packed_variables(variables):
+  variables = _variables("variables", variables)
+  _check_alike("variables", variables,
+               "A vector is read and assigned on one device.")
   return variables
 
 
@@ -1123,13 +1227,18 @@ def device_of(variable):
     yield
 
 
-@contextlib.contextmanager
-def host_of(variable):
-  """Where such an op's scalars are computed: the op reads them on the host."""
-  device = tf.DeviceSpec.from_string(variable.device or "")
+def host_device(device):
+  """The device where an op's scalars are: an op reads them on the host."""
+  device = tf.DeviceSpec.from_string(device or "")
   if device.device_type in (None, "GPU"):
     device = device.replace(device_type="CPU", device_index=0)
-  with tf.device(None), tf.device(device.to_string()):
+  return device.to_string()
+
+
+@contextlib.contextmanager
+def host_of(variable):
+  """Where such an op's scalars are computed."""
+  with tf.device(None), tf.device(host_device(variable.device)):
     yield
 
 

@@ -19,6 +19,12 @@ Compares `wrapopt.ModelAverageOptimizer` with
 without a step of training. Counts the transfers of tensors between processes,
 and their bytes, as the workers' step stats have them.
 
+Then a step between rounds, of one worker and a parameter server: of gradient
+descent alone, and in `wrapopt.ModelAverageOptimizer` and
+`wrapopt.ElasticAverageOptimizer`. Counts the nodes that run in either process,
+the calls by which one asks the other for a tensor, or for word that there is
+none, and the bytes that cross.
+
 All variables are of float32, and all contenders are checked to take that mean.
 """
 
@@ -32,17 +38,23 @@ import tensorflow as tf
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt.bench import harness
+from wrapopt.elastic_average import ElasticAverageCustomGetter
+from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.examples import _cluster
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 
 _tf1 = tf.compat.v1
-_PARTS = ("op", "round")
+_PARTS = ("op", "round", "step")
 _SOURCES = (2, 4, 8)
 _WORKERS = 2
 _ADD_N = "tf.add_n, assign"
 _ACCUMULATORS = "accumulators"
 _ROUNDS = ("wrapopt", _ACCUMULATORS)
+_INNER = "GradientDescent"
+_STEPS = (_INNER, "ModelAverage", "ElasticAverage")
+# Of a turn: one alone is short.
+_STEPS_OF_TURN = 20
 
 
 def add_arguments(parser):
@@ -65,6 +77,8 @@ def run(options):
         results += measure_op(name, shapes, sources, n_rounds)
     if "round" in options.parts:
       results += measure_round(name, shapes, n_rounds)
+    if "step" in options.parts:
+      results += measure_step(name, shapes, n_rounds)
   return results
 
 
@@ -300,12 +314,16 @@ def check_round(task, contender):
 
 def transfers(task, contender):
   """[(bytes, label)] of the tensors that cross in this worker's round."""
+  return _crossed(task.session_of_rounds, task.ops[contender])
+
+
+def _crossed(session, op):
   most = []
   # A server hands in what it noted of its transfers when it gets to it.
   for _ in range(10):
     metadata = _tf1.RunMetadata()
-    task.session_of_rounds.run(
-        task.ops[contender], run_metadata=metadata,
+    session.run(
+        op, run_metadata=metadata,
         options=_tf1.RunOptions(trace_level=_tf1.RunOptions.FULL_TRACE))
     seen = [(sum(output.tensor_description.allocation_description
                  .requested_bytes for output in node.output),
@@ -316,7 +334,75 @@ def transfers(task, contender):
   return most
 
 
-_FUNCTIONS = (start, make_round, check_round, transfers)
+def start_steps(task, shapes):
+  """Makes this worker's graph and session of steps that are followed by none."""
+  never = 2**30
+  graph = tf.Graph()
+  with graph.as_default(), _tf1.device(task.placement()):
+    step = _tf1.train.get_or_create_global_step()
+    getters = dict(zip(_STEPS, (None, ModelAverageCustomGetter(task.device),
+                                ElasticAverageCustomGetter(task.device))))
+    inner = lambda: _tf1.train.GradientDescentOptimizer(0.0)
+    optimizers = {
+        _INNER: inner(),
+        "ModelAverage": ModelAverageOptimizer(
+            inner(), 1, True, getters["ModelAverage"], never),
+        "ElasticAverage": ElasticAverageOptimizer(
+            inner(), 1, getters["ElasticAverage"], never, rho=0.0)}
+    steps = {}
+    for name, opt in optimizers.items():
+      with _tf1.variable_scope(
+          name, custom_getter=getters[name], use_resource=True), (
+              contextlib.nullcontext() if getters[name]
+              else tf.device(task.device)):
+        weights = [_tf1.get_variable(f"w{i}", shape, tf.float32,
+                                     _tf1.zeros_initializer())
+                   for i, shape in enumerate(shapes)]
+      done = opt.apply_gradients([(v.read_value(), v) for v in weights],
+                                 step if getters[name] else None)
+      steps[name] = getattr(done, "op", done)
+    init = [_tf1.global_variables_initializer(),
+            _tf1.local_variables_initializer()]
+    hooks = [opt.make_session_run_hook(*arguments) for opt, arguments in (
+        (optimizers["ModelAverage"], ()),
+        (optimizers["ElasticAverage"], (True, 0)))]
+    for hook in hooks:
+      hook.begin()
+  # Not closed: it lasts as long as the process.
+  task.session_of_steps = session = task.session(graph)
+  session.run(init)
+  for hook in hooks:
+    hook.after_create_session(session, None)
+  task.step_ops = steps
+  task.steps = {name: session.make_callable(op) for name, op in steps.items()}
+
+
+def make_steps(task, contender):
+  for _ in range(_STEPS_OF_TURN):
+    task.steps[contender]()
+
+
+def what_runs(task, contender):
+  """({job: nodes that run in a step}, calls for tensors, bytes that cross)."""
+  metadata = _tf1.RunMetadata()
+  task.session_of_steps.run(
+      task.step_ops[contender], run_metadata=metadata,
+      options=_tf1.RunOptions(trace_level=_tf1.RunOptions.FULL_TRACE,
+                              output_partition_graphs=True))
+  ran = {"worker": 0, "ps": 0}
+  for device in metadata.step_stats.dev_stats:
+    ran[tf.DeviceSpec.from_string(device.device).job] += sum(
+        node.node_name not in ("_SOURCE", "RecvTensor")
+        for node in device.node_stats)
+  calls = sum(node.op in ("_Recv", "_HostRecv") and
+              node.attr["send_device"].s != node.attr["recv_device"].s
+              for graph in metadata.partition_graphs for node in graph.node)
+  crossed = _crossed(task.session_of_steps, task.step_ops[contender])
+  return ran, calls, sum(size for size, _ in crossed)
+
+
+_FUNCTIONS = (start, make_round, check_round, transfers, start_steps,
+              make_steps, what_runs)
 
 
 def measure_round(name, shapes, n_rounds):
@@ -381,3 +467,48 @@ def check_round_of(contender, answers):
   for _, (weights, center) in answers:
     _check(contender, "a center", center, want)
     _check(contender, "a weight", weights, want)
+
+
+def measure_step(name, shapes, n_rounds):
+  """Compares steps between rounds on one set of variables and prints a table.
+
+  Args:
+    name: The name of the set.
+    shapes: The shapes of its variables.
+    n_rounds: How often each contender has its turn.
+
+  Returns:
+    A list of dicts: what is in a row of the table.
+  """
+  with _cluster.Cluster(_FUNCTIONS, preload=[__name__], ps=1,
+                        worker=1) as cluster:
+    worker = cluster.tasks["worker", 0]
+    worker.ask("start_steps", shapes=shapes)
+    ran = {contender: worker.ask("what_runs", contender=contender)
+           for contender in _STEPS}
+    seconds = harness.alternate(
+        {contender: lambda c=contender: worker.ask("make_steps", contender=c)
+         for contender in _STEPS}, n_rounds, f"{name}, a step")
+  results = [{
+      "part": "step",
+      "set": name,
+      "contender": contender,
+      "milliseconds": 1e3 * statistics.median(times) / _STEPS_OF_TURN,
+      "spread": harness.spread(times),
+      "milliseconds_more": 1e3 * statistics.median(
+          np.subtract(times, seconds[_INNER])) / _STEPS_OF_TURN,
+      "worker_nodes": ran[contender][0]["worker"],
+      "ps_nodes": ran[contender][0]["ps"],
+      "calls": ran[contender][1],
+      "bytes": ran[contender][2],
+      "rounds": n_rounds,
+  } for contender, times in seconds.items()]
+  print(f"\n{name}: {len(shapes)} variables, a step between rounds of a worker "
+        "and a parameter server")
+  print(harness.table(
+      ("", "ms", "+-", "ms more", "nodes", "nodes of ps", "calls", "bytes"),
+      [(r["contender"], f"{r['milliseconds']:.2f}", f"{r['spread']:.0%}",
+        f"{r['milliseconds_more']:.2f}", f"{r['worker_nodes']}",
+        f"{r['ps_nodes']}", f"{r['calls']}", f"{r['bytes']}")
+       for r in results]), flush=True)
+  return results

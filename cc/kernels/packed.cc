@@ -1,0 +1,148 @@
+// Wrapopt>ReadPacked and AssignPacked: many variables as one tensor, which
+// crosses to another device in one transfer.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/kernels/gpu.h"
+#include "cc/kernels/parallel.h"
+#include "cc/kernels/variables.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// Copies that are shared by bytes, not by number, among threads.
+class Copies {
+ public:
+  void Add(const void* from, void* to, int64_t bytes) {
+    if (bytes == 0) return;
+    copies_.push_back({static_cast<const char*>(from), static_cast<char*>(to),
+                       bytes_});
+    bytes_ += bytes;
+  }
+
+  void Run(OpKernelContext* ctx) const {
+    constexpr int64_t kUnit = 16 << 10, kBytesPerCycle = 8;
+    RunParallel(ctx, (bytes_ + kUnit - 1) / kUnit, kUnit / kBytesPerCycle,
+                [this](int64_t begin, int64_t end) {
+                  RunRange(begin * kUnit, std::min(end * kUnit, bytes_));
+                });
+  }
+
+ private:
+  struct Copy {
+    const char* from;
+    char* to;
+    int64_t offset;  // The bytes of those before it.
+  };
+
+  void RunRange(int64_t begin, int64_t end) const {
+    auto copy = std::upper_bound(
+        copies_.begin(), copies_.end(), begin,
+        [](int64_t byte, const Copy& copy) { return byte < copy.offset; });
+    for (--copy; begin < end; ++copy) {
+      const int64_t stop =
+          std::next(copy) == copies_.end() ? bytes_ : std::next(copy)->offset;
+      const int64_t skip = begin - copy->offset;
+      const int64_t bytes = std::min(end, stop) - begin;
+      std::memcpy(copy->to + skip, copy->from + skip, bytes);
+      begin += bytes;
+    }
+  }
+
+  std::vector<Copy> copies_;
+  int64_t bytes_ = 0;
+};
+
+// Serves resource and ref variables: `Variables` knows the difference.
+template <bool kAssign>
+class PackedOp : public OpKernel {
+ public:
+  explicit PackedOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &n_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    Variables variables(ctx, &memory_);
+    int first;
+    OP_REQUIRES_OK(ctx, variables.Find("variables",
+                                       kAssign ? Variables::Access::kWrite
+                                               : Variables::Access::kRead,
+                                       &first));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    int64_t elements = 0;
+    for (int i = 0; i < n_; ++i) {
+      OP_REQUIRES_OK(ctx, variables.CheckDtype(first + i, dtype_));
+      elements += variables.size(first + i);
+    }
+    Tensor packed;
+    if constexpr (kAssign) {
+      packed = ctx->input(n_);
+      OP_REQUIRES(ctx, packed.dims() == 1 && packed.NumElements() == elements,
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "packed misshapen: got ", packed.shape().DebugString(),
+                      " but expected [", elements, "] (the elements of all ",
+                      n_, " variables)")));
+      OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
+    } else {
+      Tensor* output;
+      OP_REQUIRES_OK(ctx, ctx->allocate_output(0, {elements}, &output));
+      packed = *output;
+    }
+    Copies copies;
+    int64_t offset = 0;
+    for (int i = 0; i < n_; ++i) {
+      Tensor* variable = variables.tensor(first + i);
+      const int64_t size = variable->NumElements();
+      Tensor part = packed.Slice(offset, offset + size);
+      offset += size;
+      const Tensor& from = kAssign ? part : *variable;
+      Tensor& to = kAssign ? *variable : part;
+      if (IsOnGpu(ctx)) {
+        OP_REQUIRES_OK(ctx, CopyOnGpu(ctx, from, &to));
+      } else {
+        copies.Add(from.data(), to.data(), from.TotalBytes());
+      }
+    }
+    copies.Run(ctx);
+  }
+
+ private:
+  Variables::Memory memory_;
+  tensorflow::DataType dtype_;
+  int n_;
+};
+
+#define WRAPOPT_REGISTER(op, kAssign)                                       \
+  REGISTER_KERNEL_BUILDER(                                                  \
+      Name("Wrapopt>" op "Packed").Device(tensorflow::DEVICE_CPU),          \
+      PackedOp<kAssign>);                                                   \
+  REGISTER_KERNEL_BUILDER(                                                  \
+      Name("Wrapopt>" op "PackedRef").Device(tensorflow::DEVICE_CPU),       \
+      PackedOp<kAssign>);                                                   \
+  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op "Packed")                      \
+                              .Device(tensorflow::DEVICE_GPU)               \
+                              .HostMemory("variables"),                     \
+                          PackedOp<kAssign>);                               \
+  REGISTER_KERNEL_BUILDER(                                                  \
+      Name("Wrapopt>" op "PackedRef").Device(tensorflow::DEVICE_GPU),       \
+      PackedOp<kAssign>)
+
+WRAPOPT_REGISTER("Read", false);
+WRAPOPT_REGISTER("Assign", true);
+
+#undef WRAPOPT_REGISTER
+
+}  // namespace
+}  // namespace wrapopt
