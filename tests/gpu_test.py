@@ -420,3 +420,39 @@ def test_moving_averages(mode, rule):
   log.assert_launched_in_any_order(*[
       (f"{rule}_float", 1), ("Sum_float", None), (f"{rule}_float", 2),
       ("Average_float", 1)] * 3)
+
+
+@modes.only(*modes.graphs())
+def test_rounds_of_workers_with_variables_on_the_gpu(mode):
+  server, worker = (f"/job:localhost/task:0/device:{x}:0" for x in
+                    ("CPU", "GPU"))
+  getter = wrapopt.ModelAverageCustomGetter(worker)
+  with tf.device(None), tf1.device(
+      lambda op: op.device or (server if op.type in (
+          "VarHandleOp", "VariableV2") else worker)), tf1.variable_scope(
+              "", custom_getter=getter, use_resource=mode.use_resource):
+    v = tf1.get_variable("v", initializer=[1., 2., 3.])
+    w = tf1.get_variable("w", initializer=[[4.]])
+    step = tf1.train.create_global_step()
+    opt = wrapopt.ModelAverageOptimizer(
+        # TensorFlow's own step would take its kernel.
+        wrapopt.MovingAverageOptimizer(train.GradientDescentOptimizer(1.), 0.5),
+        1, True, getter, interval_steps=2)
+    train_op = opt.apply_gradients(
+        [(tf.constant([1., 1., 1.]), v), (tf.constant([[1.]]), w)], step)
+  centers = [getter.centers[x] for x in (v, w)]
+  assert all("GPU" in x.device for x in (v, w))
+  assert all("CPU" in x.device for x in centers)
+  with tf1.Session(config=tf1.ConfigProto(
+      allow_soft_placement=True)) as session:
+    session.run([tf1.global_variables_initializer(),
+                 tf1.local_variables_initializer()])
+    log = Log()
+    for i in range(1, 5):
+      session.run(train_op)
+      assert session.run(v).tolist() == [1 - i, 2 - i, 3 - i]
+    log.assert_launched(*[("GradientDescent_float", 2)] * 4)
+    assert session.run(step) == 2
+    assert session.run(centers)[1].tolist() == [[0.]]
+  packed = [op for op in mode.graph.get_operations() if "Packed" in op.type]
+  assert any("GPU" in op.device for op in packed)
