@@ -277,6 +277,24 @@ class TestRestarts:
     assert own(worker) == [0, 2, 3, 5, 6, 8, 6, 8, 9]
     assert steps(worker)[-1] == 3
 
+  def test_of_the_parameter_server(self, tmp_path):
+    """The chief restores the centers there, and all start from them."""
+    go = str(tmp_path / "go")
+    with new_cluster(ps=1, chief=1, worker=1) as c:
+      job = Job(c, interval=2, steps=9, hold={5: go},
+                checkpoint=str(tmp_path / "checkpoint"))
+      job.start("chief", gradient=-1.0)
+      job.start("worker", gradient=-2.0)
+      job.until_step(5, "chief")
+      job.until_step(5, "worker")
+      c.restart("ps", 0)
+      open(go, "w", encoding="utf-8").close()
+      chief, worker = job.result("chief"), job.result("worker")
+    assert own(chief) == [0, 1, 3, 4, 6, 7, 7, 9, 10, 12]
+    assert center(chief) == [0, 0, 3, 3, 6, 6, 6, 9, 9, 12]
+    assert steps(chief) == [0, 0, 1, 1, 2, 2, 2, 3, 3, 4]
+    assert own(worker) == [0, 2, 3, 5, 6, 8, 8, 9, 11, 12]
+
   def test_of_all(self, tmp_path):
     """1.15 went on from initial values, and saved those."""
     options = {"checkpoint": str(tmp_path), "interval": 2, "prefix": "job"}
