@@ -66,7 +66,7 @@ def test_adam(cluster):
     assert got["variables"] == got["centers"]
 
 
-# The last one: it costs the worker its session.
+# The last ones: they cost the worker its session.
 def test_restart_of_the_chief(cluster, tmp_path):
   """It goes on from the centers of its checkpoint, and so does the other."""
   arguments = {"prefix": "restart", "checkpoint_dir": str(tmp_path)}
@@ -92,3 +92,23 @@ def test_restart_of_the_chief(cluster, tmp_path):
   assert after["seen"] == saved["centers"]
   middle = (before["variables"][0] + 4 + saved["centers"][0]) / 2
   assert after["variables"] == after["centers"] == [middle, 10 - middle]
+
+
+def test_restart_of_a_parameter_server(cluster, tmp_path):
+  """Both start anew from the centers of the chief's checkpoint."""
+  arguments = {"prefix": "server", "checkpoint_dir": str(tmp_path)}
+  chief, worker = start_both(cluster, **arguments)
+  for task in chief, worker, chief:
+    saved = task.ask("train", prefix="server", steps=2)
+  lost = worker.ask("train", prefix="server", steps=2)
+  assert lost["step"] > saved["step"] and lost["centers"] != saved["centers"]
+  cluster.restart("ps", 0)
+  for task in chief, worker:
+    got = task.ask("values", prefix="server")
+    assert got["step"] == saved["step"]
+    assert got["variables"] == got["seen"] == got["centers"] == saved["centers"]
+  after = worker.ask("train", prefix="server", steps=2)
+  assert after["step"] == saved["step"] + 1
+  # Two steps of 2, and half of the way back; the center comes to meet it.
+  assert after["variables"] == after["centers"] == [
+      saved["centers"][0] + 2, saved["centers"][1] - 2]
