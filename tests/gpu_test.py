@@ -205,6 +205,33 @@ def test_few_launches_serve_many_variables():
   log.assert_launched(("Average_float", 2724), ("Average_float", 276))
 
 
+@pytest.mark.parametrize("dtype", [numerics.HALF, numerics.FLOAT],
+                         ids=lambda d: d.name)
+@pytest.mark.parametrize("indices, variables", [
+    # In order: as they are; in another: each by itself.
+    (range(10, 210), 1), (range(209, 9, -1), 200),
+    # Some twice: their sums are in order.
+    ([*range(209, 9, -1), *range(50, 100)], 1),
+    # Two gaps.
+    ([*range(10, 60), *range(61, 100), *range(250, 300)], 3)])
+def test_rows_that_follow_each_other_are_as_one(dtype, indices, variables):
+  rng = np.random.default_rng(4)
+  value = np.asarray(rng.normal(size=(300, 3)), dtype)
+  grad = np.asarray(rng.normal(size=(len(indices), 3)), dtype)
+  found = []
+  for device in (modes.OTHERS, modes.VARIABLES):
+    v, m = on(device, [value, np.zeros_like(value)])
+    log = Log()
+    apply("Momentum", {"var": [v], "accum": [m]}, [tf.IndexedSlices(
+        tf.constant(grad), tf.constant(list(indices)), value.shape)],
+          {"lr": 1., "momentum": 0.5})
+    found.append([v.numpy(), m.numpy()])
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_numbers(got, want)
+  # The first may be their sums.
+  assert not IS_FAKE or log.launched[-1] == ("Momentum_float", variables)
+
+
 def test_an_update_copies_what_somebody_reads():
   (v,), (s,) = on(modes.VARIABLES, [np.float32([4])]), on(
       modes.VARIABLES, [np.float32([0])])

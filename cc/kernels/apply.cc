@@ -262,7 +262,7 @@ class ApplyOp : public OpKernel {
     return wrapopt::SumRowsOnGpu(ctx, sum);
   }
 
-  // ApplyRows of all variables. A row, or some rows without a gradient, are to
+  // ApplyRows of all variables. A row, or several that follow each other, are to
   // the launcher what a variable is.
   absl::Status ApplyRowsOnGpu(OpKernelContext* ctx, Variables* variables,
                               const std::vector<int>& states,
@@ -287,12 +287,25 @@ class ApplyOp : public OpKernel {
           operands.back() = const_cast<void*>(grad);
           pass.AddVariable((end - begin) * row, operands);
         };
+        const std::vector<int64_t>& index = rows[i].index;
+        const std::vector<const void*>& grad = rows[i].grad;
+        const int64_t grad_bytes =
+            row * SizeOf(NumberOf(summed ? sum_dtype_ : grad_dtype_));
+        auto follows = [&](size_t u) {
+          return index[u] == index[u - 1] + 1 &&
+                 static_cast<const char*>(grad[u]) -
+                         static_cast<const char*>(grad[u - 1]) ==
+                     grad_bytes;
+        };
         int64_t next = 0;
-        for (size_t u = 0; u < rows[i].index.size(); ++u) {
-          const int64_t index = rows[i].index[u];
-          if (rule_.sparse == Sparse::kAll) add(kZeros, next, index);
-          add(rows[i].grad[u], index, index + 1);
-          next = index + 1;
+        for (size_t u = 0; u < index.size();) {
+          // Rows that follow each other, as do their gradients, are as one.
+          size_t end = u + 1;
+          while (end < index.size() && follows(end)) ++end;
+          if (rule_.sparse == Sparse::kAll) add(kZeros, next, index[u]);
+          next = index[end - 1] + 1;
+          add(grad[u], index[u], next);
+          u = end;
         }
         if (rule_.sparse == Sparse::kAll) {
           add(kZeros, next, value.dim_size(0));
