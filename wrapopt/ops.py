@@ -11,8 +11,9 @@ resource variables in place. Numbers agree with those of the CPU's kernels to
 rounding. What is wrong with shapes, dtypes and numbers that are known when it
 is compiled is an error then. What is known only when it runs it cannot refuse:
 an index out of range is left out, and of a decay, rate or weight out of range
-comes what the formula gives. The others are the parameter server's side of
-asynchronous training, and run on the host only.
+comes what the formula gives. `read_packed` and `assign_packed` are not compiled.
+The others are the parameter server's side of asynchronous training, and run on
+the host only.
 """
 
 import collections

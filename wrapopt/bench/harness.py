@@ -115,6 +115,22 @@ def add_arguments(parser):
   parser.add_argument("--json", metavar="FILE", help="where to write results")
 
 
+def add_optimizer_arguments(parser, optimizers):
+  """The same, of a benchmark that measures each of some optimizers' steps."""
+  add_arguments(parser)
+  parser.add_argument(
+      "--optimizers", nargs="+", choices=list(optimizers), metavar="NAME",
+      default=list(optimizers),
+      help=f"the optimizers, of {', '.join(optimizers)}; default all")
+
+
+def measure_optimizers(options, measure):
+  """The results of `measure(set, shapes, optimizer, rounds)`, of all."""
+  return [result for name in options.sets for optimizer in options.optimizers
+          for result in measure(name, VARIABLE_SETS[name], optimizer,
+                                rounds(options))]
+
+
 def rounds(options):
   return 5 if options.quick else 15
 

@@ -47,21 +47,12 @@ _MODES = ("v1 session", "tf.function")
 
 
 def add_arguments(parser):
-  harness.add_arguments(parser)
-  parser.add_argument(
-      "--optimizers", nargs="+", choices=list(OPTIMIZERS), metavar="NAME",
-      default=list(OPTIMIZERS),
-      help=f"the optimizers, of {', '.join(OPTIMIZERS)}; default all")
+  harness.add_optimizer_arguments(parser, OPTIMIZERS)
 
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
-  results = []
-  for name in options.sets:
-    for optimizer in options.optimizers:
-      results += measure(name, harness.VARIABLE_SETS[name], optimizer,
-                         harness.rounds(options))
-  return results
+  return harness.measure_optimizers(options, measure)
 
 
 def measure(name, shapes, optimizer, n_rounds):

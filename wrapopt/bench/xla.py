@@ -31,21 +31,12 @@ _PEERS = {_STOCK: _STOCK, _STOCK_EMA: _STOCK_EMA, "wrapopt K=0": _STOCK,
 
 
 def add_arguments(parser):
-  harness.add_arguments(parser)
-  parser.add_argument(
-      "--optimizers", nargs="+", choices=_OPTIMIZERS, metavar="NAME",
-      default=list(_OPTIMIZERS),
-      help=f"the optimizers, of {', '.join(_OPTIMIZERS)}; default both")
+  harness.add_optimizer_arguments(parser, _OPTIMIZERS)
 
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
-  results = []
-  for name in options.sets:
-    for optimizer in options.optimizers:
-      results += measure(name, harness.VARIABLE_SETS[name], optimizer,
-                         harness.rounds(options))
-  return results
+  return harness.measure_optimizers(options, measure)
 
 
 def measure(name, shapes, optimizer, n_rounds):
