@@ -125,15 +125,16 @@ def _in_session(shapes, decays):
     shadows = [[average.average(v) for v in values] for average in averages]
     fused = ops.ema_update(shadows, values, decays)
     state = _state(shadows, values)
-    init = tf1.global_variables_initializer()
-    # The averages begin as equal to the values, and would stay so however
-    # often updated.
     init_values = tf.group(*[v.initializer for v in values])
+    init_averages = tf.group(*[s.initializer for row in shadows for s in row])
   session = tf1.Session(graph=graph)
 
   def place():
-    session.run(init)
-    session.run(init_values)
+    # The averages begin as equal to the values, and would stay so however often
+    # updated; so the values come once more. Each by itself: together, an average
+    # may begin as its value was before or as it is after.
+    for init in init_values, init_averages, init_values:
+      session.run(init)
 
   contenders = {"wrapopt, v1 session": session.make_callable(fused),
                 _STOCK: session.make_callable(stock)}
