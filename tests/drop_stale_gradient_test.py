@@ -455,7 +455,7 @@ def test_nothing_recorded(place):
   def train():
     Drop(sgd(), 0).apply_gradients([(tf.constant(1.0), w)], step)
 
-  with pytest.raises(ValueError, match="The step was not recorded: call "):
+  with pytest.raises(ValueError, match="The step was not recorded for these gradients"):
     (tf.function(train) if place == "function" else train)()
 
 
@@ -498,6 +498,133 @@ def test_a_failed_step_changes_nothing_and_is_not_in_flight(graph):
     np.testing.assert_array_equal(session.run(w), [1.0, 2.0])
     assert session.run(train, {gradient: [1.0, 1.0]}) == 0
     np.testing.assert_array_equal(session.run(w), [0.0, 1.0])
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_failed_eager_step_is_not_in_flight(fused):
+  w, step = tf.Variable([1.0, 2.0]), make_step()
+  opt = Drop(sgd(), 0, global_step=step, fused=fused)
+
+  def apply(gradient):
+    with opt.record_step() as recorded:
+      pass
+    return opt.apply_gradients([(tf.constant(gradient), w)], step,
+                               recorded=recorded)
+
+  with pytest.raises((ValueError, tf.errors.InvalidArgumentError)) as error:
+    apply([1.0])
+  # As a notebook keeps the traceback of its last error.
+  assert error.tb is not None
+  assert wrapopt.ops.staleness_record(step)[1] == 0
+  assert apply([1.0, 1.0]).numpy() == 0
+  np.testing.assert_array_equal(w.numpy(), [0.0, 1.0])
+
+
+def test_gradients_of_a_tape_in_eager_mode():
+  """A record serves once: it tells nothing of later gradients."""
+  w, step = tf.Variable(8.0), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+  opt.minimize(lambda: 1.0 * w, step, [w])
+
+  def gradients():
+    with tf.GradientTape() as tape:
+      loss = 1.0 * w
+    return [(tape.gradient(loss, w), w)]
+
+  for _ in range(2):
+    with pytest.raises(ValueError, match="In eager mode a record serves one"):
+      opt.apply_gradients(gradients(), step)
+  for _ in range(3):
+    with opt.record_step():
+      pairs = gradients()
+    assert opt.apply_gradients(pairs, step).numpy() == 0
+  assert w.numpy() == 4 and step.numpy() == 4
+
+
+# In branches and loops
+
+
+def in_a_branch(apply):
+  def taken():
+    with tf.control_dependencies([apply()]):
+      return tf.constant(1)
+  return tf.cond(tf1.placeholder_with_default(True, []), taken,
+                 lambda: tf.constant(0))
+
+
+def in_a_loop(apply):
+  def body(i):
+    with tf.control_dependencies([apply()]):
+      return i + 1
+  return tf1.while_loop(lambda i: i < 1, body, [tf.constant(0)])
+
+
+def in_a_branch_of_a_loop(apply):
+  return in_a_loop(lambda: in_a_branch(apply))
+
+
+@pytest.mark.parametrize("inside", [
+    in_a_branch, in_a_loop, in_a_branch_of_a_loop])
+@pytest.mark.parametrize("kind, v2", [
+    (kind, v2) for kind, v2 in PLACES if kind == "resource" or not v2])
+def test_applied_inside_of_what_it_was_computed_outside(kind, v2, inside):
+  """TensorFlow's branches of version 2 take no ref variable to update."""
+  with control_flow(v2), graph_of(kind):
+    w, step = tf1.Variable(8.0, name="w"), make_step()
+    opt = Drop(sgd(), 0, global_step=step)
+    pairs = opt.compute_gradients(w * 2.0, [w])
+    old = opt.compute_gradients(w * 3.0, [w])
+    train = inside(lambda: opt.apply_gradients(pairs, step))
+    late = inside(lambda: opt.apply_gradients(old, step))
+    with pytest.raises(ValueError, match="must be the step variable that was "):
+      inside(lambda: opt.apply_gradients(pairs, make_step()))
+    last = records_before(old[0][0])
+    assert len(last) == 1 and last != records_before(pairs[0][0])
+    recorded = next(iter(last)).outputs[0]
+    with tf1.Session() as session:
+      session.run(tf1.global_variables_initializer())
+      session.run(train)
+      assert session.run([w, step]) == [6, 1]
+      # Of weights that lack this update.
+      session.run(late, {recorded: 0})
+      assert session.run([w, step]) == [6, 1]
+      session.run(late)
+      assert session.run([w, step]) == [3, 2]
+
+
+@pytest.mark.parametrize("kind, v2", [
+    (kind, v2) for kind, v2 in PLACES if kind == "resource" or not v2])
+def test_inside_of_a_loss_scale_optimizer(kind, v2):
+  with control_flow(v2), graph_of(kind):
+    w, step = tf1.Variable(8.0, name="w"), make_step()
+    opt = tf1.mixed_precision.MixedPrecisionLossScaleOptimizer(
+        Drop(sgd(), 0, global_step=step), "dynamic")
+    factor = tf1.placeholder(tf.float32, [])
+    train = opt.minimize(w * factor, step, [w])
+    with tf1.Session() as session:
+      session.run(tf1.global_variables_initializer())
+      for x, want in ((1.0, [7, 1]), (np.inf, [7, 1]), (2.0, [5, 2])):
+        session.run(train, {factor: x})
+        assert session.run([w, step]) == want
+
+
+def test_inside_of_an_if_of_a_function():
+  w, step = tf.Variable(8.0), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+
+  @tf.function
+  def train(flag):
+    with opt.record_step():
+      with tf.GradientTape() as tape:
+        loss = 2.0 * w
+    gradient = tape.gradient(loss, w)
+    if flag:
+      opt.apply_gradients([(gradient, w)], step)
+
+  for flag in (True, False, True):
+    train(tf.constant(flag))
+  assert w.numpy() == 4 and step.numpy() == 2
+  assert opt.staleness_stats().dropped == 0
 
 
 # TensorBoard

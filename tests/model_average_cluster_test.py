@@ -117,6 +117,24 @@ def test_slots_are_the_workers_own(cluster):
   assert own(job.result("worker")) == [0, 2, 4.5, 10.5, 15]
 
 
+@pytest.mark.parametrize("moving_average, chief, worker", [
+    # Own values are 0, 1, 3 and 0, 2, 3, where the third is a round's mean.
+    ("around", [0, 0.5, 1.75], [0, 1, 2]),
+    # Before the round they are 2 and 4.
+    ("inside", [0, 0.5, 1.25], [0, 1, 2.5]),
+])
+def test_moving_averages_are_the_workers_own(cluster, moving_average, chief,
+                                             worker):
+  """A session of a worker that is not the chief is ready."""
+  job = Job(cluster, steps=2, moving_average=moving_average)
+  job.start("chief", gradient=-1.0)
+  job.start("worker", gradient=-2.0)
+  for name, want in (("chief", chief), ("worker", worker)):
+    assert [entry[0][3] for entry in job.result(name)] == [[x] * 2
+                                                           for x in want]
+    assert own(job.result(name))[-1] == 3
+
+
 def test_adam(cluster):
   job = Job(cluster, steps=4, inner="adam", interval=4)
   job.start("chief", gradient=-1.0)

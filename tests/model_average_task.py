@@ -21,12 +21,12 @@ INNER = {
 def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
           "gradient_descent", initial=0.0, dtype="float32", v2=True,
           use_resource=True, hold=None, checkpoint=None, models=1, chief=False,
-          **options):
+          moving_average=None, **options):
   """Trains models of two variables with a constant gradient.
 
   Reports "ready" once it has a session, and what it has of each model at that
   time and after each step: [its own values of both, both centers, its global
-  step].
+  step], and their moving averages if there are any.
 
   Args:
     task: Its `_cluster.Task`.
@@ -45,6 +45,8 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
     chief: Whether it is the chief, whatever its job.
     models: How many models, each with an optimizer of its own. The gradient of
       the second is twice that of the first, and so on.
+    moving_average: None, or whether a MovingAverageOptimizer of decay 0.5 is
+      "inside" of the ModelAverageOptimizer or "around" it.
     **options: Of the optimizers.
 
   Returns:
@@ -65,23 +67,31 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
           variables = [
               tf1.get_variable(name, [2], d, tf1.constant_initializer(initial))
               for name, d in (("a", dtype), ("b", "float32"))]
-        opt = wrapopt.ModelAverageOptimizer(
-            INNER[inner](), num_worker, is_chief, getter, interval, **options)
+        opt = INNER[inner]()
+        if moving_average == "inside":
+          opt = average = wrapopt.MovingAverageOptimizer(opt, 0.5)
+        opt = rounds = wrapopt.ModelAverageOptimizer(
+            opt, num_worker, is_chief, getter, interval, **options)
+        if moving_average == "around":
+          opt = average = wrapopt.MovingAverageOptimizer(opt, 0.5)
         train_ops.append(opt.apply_gradients(
             [(tf.fill([2], tf.constant(gradient * (m + 1), v.dtype.base_dtype)),
               v) for v in variables], step))
-        hooks.append(opt.make_session_run_hook())
+        hooks.append(rounds.make_session_run_hook())
         fetches.append([[v.read_value() for v in variables],
                         [getter.centers[v].read_value() for v in variables],
-                        step.read_value()])
+                        step.read_value(),
+                        [average.average(v).read_value() for v in variables]
+                        if moving_average else []])
 
     def report(session):
       # No hook, for some would save or stop.
       values = session.run_step_fn(
           lambda step_context: step_context.session.run(fetches))
       # Both elements are the same.
-      log.append([[[float(np.unique(x).item()) for x in xs] for xs in m[:2]] +
-                  [int(m[2])] for m in values])
+      one = lambda xs: [float(np.unique(x).item()) for x in xs]
+      log.append([[one(m[0]), one(m[1]), int(m[2]), one(m[3])]
+                  for m in values])
       task.report(log[-1])
 
     log = []

@@ -1061,25 +1061,6 @@ def test_compute_gradients_is_that_of_the_inner_optimizer():
   assert applied == dict(global_step=step, name="n")
 
 
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_a_wrapper_in_a_wrapper(mode, fused):
-  # An average of each: decays 1/2 and 1/4.
-  inner = wrap(0.5, fused=fused)
-  trace = train(
-      mode, lambda step: wrapopt.MovingAverageOptimizer(inner, 0.25),
-      {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
-  opt, [v] = trace.optimizer, trace.variables
-  assert averages(trace) == [0.75, 1.6875]
-  assert opt.average(v) is not inner.average(v)
-  assert [list(time.values()) for time in trace.others] == [[0.5], [1.25]]
-  # The outer one leaves the step to the inner one.
-  assert not opt.fused and inner.fused == (fused is None)
-  if mode != "eager":
-    expected = collections.Counter([update_op(mode, fused), ema_op(mode)])
-    assert {t: trace.op_types.count(t) for t in expected} == expected
-
-
 # tf.distribute.
 
 DISTRIBUTED = """

@@ -346,10 +346,9 @@ def test_the_train_op_is_the_one_in_the_collection(name, make, kind):
       "CrossShardOptimizer": set(),
       "CrossShardOptimizer(MovingAverageOptimizer)":
           {f"Wrapopt>ApplyGradientDescent{ref}"},
-      "MovingAverageOptimizer(CrossShardOptimizer)":
-          {f"Wrapopt>EmaUpdate{ref}"},
+      "MovingAverageOptimizer(CrossShardOptimizer)": step,
       "DropStaleGradientOptimizer": gate | step,
-      "DropStaleGradientOptimizer(CrossShardOptimizer)": gate,
+      "DropStaleGradientOptimizer(CrossShardOptimizer)": gate | step,
       "DropStaleGradientOptimizer(MovingAverageOptimizer)": gate | step,
       "MovingAverageOptimizer(DropStaleGradientOptimizer)": gate | step,
       "MovingAverageOptimizer": step,

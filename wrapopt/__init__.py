@@ -1,6 +1,23 @@
 """wrapopt: averaging and gating wrappers for TensorFlow optimizers.
 
 Native ops, one pass over memory, behind thin Python classes. See the README.
+
+Wrappers wrap each other. This table says which may wrap (rows) which (columns,
+in the same order), directly or with others in between. A constructor refuses
+the rest with a ValueError that says why.
+
+    CrossShardOptimizer          no   yes  yes  yes  yes
+    DropStaleGradientOptimizer   yes  no   yes  yes  yes
+    ElasticAverageOptimizer      yes  no   no   no   yes
+    ModelAverageOptimizer        yes  no   no   no   yes
+    MovingAverageOptimizer       yes  yes  yes  yes  no
+
+The order matters. Averages of a MovingAverageOptimizer follow the step of what
+it wraps: around a ModelAverageOptimizer, they follow its rounds; inside of one,
+the steps before them. A gradient that a gate drops advances no average, no count
+of steps and no round, wherever these stand. Variables that a wrapper makes for
+an ElasticAverageOptimizer or ModelAverageOptimizer, inside or around, are the
+worker's own, and no checkpoint holds them.
 """
 
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.

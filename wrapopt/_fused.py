@@ -116,60 +116,44 @@ def can_apply(grads_and_vars):
       len({v.ref() for v in variables}) == len(variables))
 
 
-def converted(grads_and_vars):
-  """The pairs that have a gradient, as a tensor or `tf.IndexedSlices`."""
-  return [(_gradient(g, v), v) for g, v in grads_and_vars if g is not None]
-
-
 @ops.not_converted
-def apply_gradients(opt, rule, grads_and_vars, shadows, decays, global_step,
-                    name, accept=True, skip_gradients_aggregation=False):
+def apply_gradients(opt, rule, step):
   """What `opt.apply_gradients` does, with averages of the result, in one pass.
 
   Args:
     opt: The inner optimizer.
     rule: Its `rule_of`.
-    grads_and_vars: What is `converted` of a list for which `can_apply`.
-    shadows: A function that gives a variable's shadows, one for each decay.
-    decays: A sequence of decays.
-    global_step: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
-    name: As there.
-    accept: True, or a scalar bool tensor: where it is false, nothing is
-      changed. There must be no global step then.
-    skip_gradients_aggregation: As there, where it is for strategies only.
+    step: A `_step.Step`, for whose gradients `can_apply`. The global step is
+      incremented only if `step.accept` is True; if that is a tensor, whoever
+      has made it counts the step.
 
   Returns:
-    As there.
+    As `opt.apply_gradients`.
   """
-  del skip_gradients_aggregation
-  grads, variables = zip(*grads_and_vars)
+  grads, variables = zip(*[(g, v) for g, v in step.grads_and_vars
+                           if g is not None])
+  averages = step.averages
   with tf.init_scope():
     opt._create_slots(variables)
-  with tf.name_scope(name or opt._name) as scope:
+  with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
     states = {"var": list(variables)}
     for state, slot in rule.slots.items():
       states[state] = [opt.get_slot(v, slot) for v in variables]
-    averages = [shadows(v) for v in variables]
+    shadows = [averages.shadows(v) for v in variables] if averages else []
     update = ops.apply(
         rule.rule, states, grads, rule.scalars(opt),
-        shadows=[list(row) for row in zip(*averages)], decay=decays,
-        accept=accept, use_locking=opt._use_locking)
+        shadows=[list(row) for row in zip(*shadows)],
+        decay=averages.decays(step.global_step) if averages else [],
+        accept=step.accept, use_locking=opt._use_locking)
     updates = [] if update is None else [update]
-    if global_step is None:
-      done = _finish(opt, updates, scope, accept)
+    if step.global_step is None or step.accept is not True:
+      done = _finish(opt, updates, scope, step.accept)
     else:
       with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
-        with ops.device_of(global_step):
-          done = global_step.assign_add(1, name=scope, read_value=False)
-    if tf.executing_eagerly():
-      return done
-    done = _operations(done)[0]
-    train_ops = tf.compat.v1.get_collection_ref(
-        tf.compat.v1.GraphKeys.TRAIN_OP)
-    if done not in train_ops:
-      train_ops.append(done)
-    return done
+        with ops.device_of(step.global_step):
+          done = step.global_step.assign_add(1, name=scope, read_value=False)
+    return done if tf.executing_eagerly() else _operations(done)[0]
 
 
 def _finish(opt, updates, name, accept):
@@ -182,7 +166,8 @@ def _finish(opt, updates, name, accept):
     return _control_flow.cond(accept, lambda: opt._finish([], name), has_refs)
 
 
-def _gradient(gradient, variable):
+def gradient(gradient, variable):
+  """A gradient as a tensor or `tf.IndexedSlices`; else raises a TypeError."""
   # In eager mode what cannot be converted is a ValueError, else a TypeError.
   try:
     tensor = tf.compat.v1.convert_to_tensor_or_indexed_slices(gradient)

@@ -4,6 +4,10 @@ import contextlib
 
 import tensorflow as tf
 
+from wrapopt import _composition
+from wrapopt import _fused
+from wrapopt import _step
+
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   """Forwards the whole base interface to the optimizer that it wraps.
@@ -18,8 +22,86 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       raise TypeError(
           "`opt` must be a tf.compat.v1.train.Optimizer, got "
           f"{type(opt).__module__}.{type(opt).__qualname__}.")
+    _composition.check(type(self), opt)
     super().__init__(use_locking=False, name=name)
     self._optimizer = opt
+
+  def __init_subclass__(cls, **kwargs):
+    super().__init_subclass__(**kwargs)
+    # A subclass whose `apply_gradients` is its own is stepped by that.
+    if "apply_gradients" in vars(cls):
+      cls._has_own_step = "_take" not in vars(cls)
+
+  # The protocol of wrappers. Each of these forwards to the inner optimizer; a
+  # wrapper overrides what it changes. A step goes down through `_take` of each
+  # wrapper and comes back as its result.
+
+  _has_own_step = False
+
+  def _take(self, step):
+    """Takes a step, if and where `step.accept` says so.
+
+    Args:
+      step: A `_step.Step`.
+
+    Returns:
+      A `_step.Taken`.
+    """
+    return self._take_inner(step)
+
+  def _take_inner(self, step):
+    """Has the inner optimizer take a step, as `_take`."""
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._take(step)
+    return _step.take(self._optimizer, step)
+
+  def _making_state(self):
+    """The context in which variables beside the trained ones are made.
+
+    A wrapper enters that of its inner optimizer where it makes its own.
+
+    Returns:
+      A context manager.
+    """
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._making_state()
+    return contextlib.nullcontext()
+
+  def _recording(self, loss, global_step):
+    """The context in which gradients for a step are computed.
+
+    Args:
+      loss: As in `minimize`.
+      global_step: As there.
+
+    Returns:
+      A context manager.
+    """
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._recording(loss, global_step)
+    return contextlib.nullcontext()
+
+  def _has_one_pass(self):
+    """Whether a native op can take the inner optimizer's step, with averages."""
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._has_one_pass()
+    return _fused.rule_of(self._optimizer) is not None
+
+  def _innermost(self):
+    """The optimizer inside of all wrappers."""
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._innermost()
+    return self._optimizer
+
+  @property
+  def _inner_wrapper(self):
+    """The inner optimizer, if it follows this protocol, or None."""
+    opt = self._optimizer
+    if isinstance(opt, WrapperOptimizer) and not opt._has_own_step:
+      return opt
+    return None
+
+  # What users call.
 
   def compute_gradients(self, *args, **kwargs):
     """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner."""
@@ -30,22 +112,22 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     with self._recording(loss, global_step):
       return super().minimize(loss, global_step, *args, **kwargs)
 
-  def _recording(self, loss, global_step):
-    """What gradients of `loss` for a step of `global_step` are computed in."""
-    if isinstance(self._optimizer, WrapperOptimizer):
-      return self._optimizer._recording(loss, global_step)
-    return contextlib.nullcontext()
-
-  def _replace_train_op(self, inner, outer):
-    """Puts `outer` where the inner optimizer put `inner` as the TRAIN_OP."""
-    train_ops = tf.compat.v1.get_collection_ref(
-        tf.compat.v1.GraphKeys.TRAIN_OP)
-    inner = getattr(inner, "op", inner)
-    train_ops[:] = [op for op in train_ops if op is not inner] + [outer]
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
+                      **kwargs):
+    """See `tf.compat.v1.train.Optimizer.apply_gradients`."""
+    train_ops = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
+    taken = self._take(_step.Step(
+        _step.checked_gradients(grads_and_vars), global_step, name, kwargs))
+    if not tf.executing_eagerly():
+      # In place of what the inner optimizer put there.
+      tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
+          *train_ops, getattr(taken.done, "op", taken.done)]
+    return taken.done
 
   def _create_slots(self, var_list):
-    # For a wrapper around this one, which makes them before its `tf.cond`.
-    self._optimizer._create_slots(var_list)
+    """Makes all variables of a step, before a branch of a `cond` would."""
+    with self._making_state():
+      self._optimizer._create_slots(var_list)
 
   # Slots: the wrapper's own are those in its `_slots`, all others are the
   # inner optimizer's.

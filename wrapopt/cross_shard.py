@@ -8,7 +8,6 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.tpu import tpu_function
 
-from wrapopt import _fused
 from wrapopt._wrapper import WrapperOptimizer
 
 _Reduction = tf.compat.v1.losses.Reduction
@@ -138,7 +137,10 @@ class CrossShardOptimizer(WrapperOptimizer):
         one of several groups has no copy of its own of a variable.
       RuntimeError: If called in the scope of a strategy, outside of its `run`.
     """
-    grads_and_vars = list(grads_and_vars)
+    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+
+  def _take(self, step):
+    grads_and_vars = step.grads_and_vars
     shards = _number_of_shards()
     groups = self._groups_of(shards)
     context = contextlib.nullcontext()
@@ -148,7 +150,7 @@ class CrossShardOptimizer(WrapperOptimizer):
       raise ValueError(
           "No gradients provided for any variable, got variables "
           f"{[getattr(v, 'name', v) for _, v in grads_and_vars]}.")
-    if shards == 1 or kwargs.get("skip_gradients_aggregation"):
+    if shards == 1 or step.options.get("skip_gradients_aggregation"):
       pass
     elif in_replica and len(groups) == 1:
       pass  # The inner optimizer has its strategy take the sum.
@@ -157,11 +159,10 @@ class CrossShardOptimizer(WrapperOptimizer):
         _check_copies(grads_and_vars, groups)
         context = _ReducedContext(tf.distribute.get_replica_context())
       sums = _sums_over_replicas if _tpu_shards() is None else _sums_over_shards
-      grads_and_vars = _map_gradients(
-          lambda gradients: sums(gradients, groups), grads_and_vars)
+      step = step._replace(grads_and_vars=_map_gradients(
+          lambda gradients: sums(gradients, groups), grads_and_vars))
     with context:
-      return self._optimizer.apply_gradients(
-          grads_and_vars, global_step=global_step, name=name, **kwargs)
+      return self._take_inner(step)
 
   def _groups_of(self, shards):
     """The groups of so many shards: a list of lists."""
@@ -215,7 +216,7 @@ def _number_of_shards():
 
 def _map_gradients(function, grads_and_vars):
   """Replaces all gradients but None by what a function of them all gives."""
-  gradients = [_of_tensors(g) for g, _ in _fused.converted(grads_and_vars)]
+  gradients = [_of_tensors(g) for g, _ in grads_and_vars if g is not None]
   mapped = iter(function(gradients) if gradients else [])
   return [(None if g is None else next(mapped), v) for g, v in grads_and_vars]
 

@@ -9,8 +9,7 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _fused
-from wrapopt import _gated
+from wrapopt import _step
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
@@ -160,12 +159,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
-    rule = _fused.rule_of(opt)
-    if fused and rule is None:
+    self._fused = None if fused is None else bool(fused)
+    if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
           "no op for its step.")
-    self._rule = None if fused is not None and not fused else rule
     self._limit = staleness
     self._policy = policy
     self._global_step = global_step
@@ -188,7 +186,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Even then the step is left to the inner optimizer where a variable has a
     constraint or is named twice.
     """
-    return self._rule is not None or getattr(self._optimizer, "fused", False)
+    return self._has_one_pass()
+
+  def _has_one_pass(self):
+    return self._fused is not False and super()._has_one_pass()
 
   # Recording the step
 
@@ -327,9 +328,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     The step that counts is the one that was recorded by the
     `compute_gradients` that gave these gradients, whatever else was done with
-    them since. In eager mode, gradients that were changed since are taken for
-    those of this thread's last `compute_gradients`, unless `recorded` says
-    otherwise.
+    them since. In eager mode a gradient that was changed since, or that comes
+    from a `tf.GradientTape`, does not tell its record: unless `recorded` is
+    given, it is that of this thread's last `compute_gradients` or
+    `record_step`, which serves one `apply_gradients`.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
@@ -349,112 +351,108 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       ValueError: If there is no variable or no gradient, no global step or
         another one than was recorded, or if nothing was recorded.
     """
-    def apply(accept, *args, **kwargs):
-      if hasattr(self._optimizer, "_apply_where"):
-        return self._optimizer._apply_where(accept, *args, **kwargs)
-      return _gated.apply_where(accept, self._optimizer, self._rule, *args,
-                                **kwargs)
+    if recorded is not None:
+      kwargs["recorded"] = recorded
+    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
-    return self.apply_gated(apply, grads_and_vars, global_step, name,
-                            recorded=recorded, **kwargs)
-
-  def apply_gated(self, apply, grads_and_vars, global_step, name,
-                  recorded=None, **kwargs):
-    """As `apply_gradients`, with the update of a wrapper around this one.
-
-    So `MovingAverageOptimizer` around this one averages what is admitted, in one
-    pass with it.
-
-    Args:
-      apply: A function as `wrapopt._gated.apply_where`, without its optimizer.
-      grads_and_vars: As in `apply_gradients`.
-      global_step: As there.
-      name: As there.
-      recorded: As there.
-      **kwargs: As there.
-
-    Returns:
-      As there.
-    """
-    grads_and_vars = _checked_gradients(grads_and_vars)
-    if global_step is None:
-      global_step = self._global_step
+  def _take(self, step):
+    _check_pairs(step.grads_and_vars)
+    global_step = (self._global_step if step.global_step is None
+                   else step.global_step)
     if global_step is None:
       raise ValueError(
           "`global_step` must be the step variable that staleness is counted "
           "by, got None.")
-    step = check_global_step(global_step)
+    check_global_step(global_step)
     if tf.distribute.has_strategy():
       raise NotImplementedError(
           f"{type(self).__name__} must not be used in a tf.distribute strategy, "
           "whose replicas share one step. Use it between asynchronous workers.")
-    gradients = [g for g, _ in grads_and_vars if g is not None]
+    gradients = [g for g, _ in step.grads_and_vars if g is not None]
+    options = dict(step.options)
+    recorded = options.pop("recorded", None)
     if recorded is None:
-      recorded = self._recorded(gradients, step)
-    state = self._state(step, gradients[0].device)
-    train_ops = list(tf1.get_collection(tf1.GraphKeys.TRAIN_OP))
+      recorded = self._recorded(gradients, global_step)
+    state = self._state(global_step, gradients[0].device)
 
     # Control edges only: whether gradients travel is not decided yet.
     with tf.control_dependencies(_when_ready(gradients)):
       verdict = ops.staleness_gate(
-          step, state.stale_counter, state.histogram, recorded, self._limit)
+          global_step, state.stale_counter, state.histogram, recorded,
+          self._limit)
     counted = self._count_for_worker(state, verdict)
+    complete = None
     if not tf.executing_eagerly() or verdict.accept:
-      with _new_stateful_ops() as new:
-        done, increments = apply(
-            verdict.accept, grads_and_vars, self._transform(verdict.staleness),
-            step, name, **kwargs)
-      with tf.control_dependencies([*done, *new]):
-        complete = ops.staleness_complete(verdict.ticket, step,
-                                          increment=not increments)
-    else:
-      complete = None
+      try:
+        with _new_stateful_ops() as new:
+          taken = self._take_inner(step.with_one_pass(self._fused)._replace(
+              global_step=global_step, options=options, accept=verdict.accept,
+              transform=self._transform(verdict.staleness)))
+      except BaseException:
+        # The update is in flight as long as its ticket is there, and the
+        # traceback would keep it.
+        del verdict
+        raise
+      after = [*([] if taken.done is None else [taken.done]), *new]
+      with tf.control_dependencies(after):
+        complete = ops.staleness_complete(verdict.ticket, global_step,
+                                          increment=not taken.counted)
     if tf.executing_eagerly():
-      self._write_summaries(state, step)
-      return state.stale_counter.read_value()
+      self._write_summaries(state, global_step)
+      return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
     with tf.control_dependencies(after), ops.device_of(state.stale_counter):
       # What is written is not read before: `read_value` of a ref variable may
       # be the variable's own buffer.
       counter = tf.identity(state.stale_counter.read_value(),
-                            name or self._name)
+                            name=step.name or self._name)
     if tf1.executing_eagerly_outside_functions():
-      self._write_summaries(state, step)
-    else:
-      # Instead of what the inner optimizer put there.
-      tf1.get_collection_ref(tf1.GraphKeys.TRAIN_OP)[:] = [
-          *train_ops, counter.op]
-    return counter
+      self._write_summaries(state, global_step)
+    return _step.Taken(counter, True)
 
   def _recorded(self, gradients, step):
     """The record that these gradients were computed after."""
-    graph = _current_graph()
-    if graph is None:
-      records = [self._of_gradient.get(id(_tensor_of(g))) for g in gradients]
-      records = [r[1] for r in records if r and r[0]() is not None]
-      records = records or [r for r in [getattr(self._eager, "last", None)] if r]
-      for record in records:
-        if record.step is not step:
-          raise _another_step(step, record.step.name)
-      records = [r.recorded for r in records]
-    else:
-      found = _records_before([_tensor_of(g).op for g in gradients])
-      last = self._last_in_graph.get(graph)
-      if not found and last is not None:
-        found = [graph.get_operation_by_name(last)]
-      handle = _graph_input(step)
-      for op in found:
-        if op.inputs[0] is not handle:
-          raise _another_step(step, op.inputs[0].name)
-      records = [op.outputs[0] for op in found]
+    records = (self._recorded_eagerly(gradients, step)
+               if tf.executing_eagerly() else
+               self._recorded_in_graph(gradients, step))
     if not records:
       raise ValueError(
-          "The step was not recorded: call compute_gradients of this optimizer "
-          "(or minimize) for these gradients, in the same graph, or give "
-          "`recorded`, from record_step.")
+          "The step was not recorded for these gradients. Take them from "
+          "compute_gradients of this optimizer (or call minimize); or compute "
+          "them in `with opt.record_step(global_step) as recorded:` and give "
+          "`recorded` to apply_gradients. In eager mode a record serves one "
+          "apply_gradients.")
     # Of several, the weights of the oldest.
     with ops.device_of(step):
       return tf.reduce_min(tf.stack(records)) if records[1:] else records[0]
+
+  def _recorded_eagerly(self, gradients, step):
+    last = getattr(self._eager, "last", None)
+    found = [self._of_gradient.get(id(_tensor_of(g))) for g in gradients]
+    records = [r[1] for r in found if r and r[0]() is not None]
+    records = records or ([last] if last is not None else [])
+    for record in records:
+      if record.step is not step:
+        raise _another_step(step, record.step.name)
+    if any(record is last for record in records):
+      # It tells nothing of gradients that come later.
+      self._eager.last = None
+    return [record.recorded for record in records]
+
+  def _recorded_in_graph(self, gradients, step):
+    found = _records_before([_tensor_of(g).op for g in gradients])
+    graph = tf1.get_default_graph()
+    while not found and graph is not None:
+      # In a branch, gradients may come from outside of it.
+      last = self._last_in_graph.get(graph)
+      if last is not None:
+        found = [graph.get_operation_by_name(last)]
+      graph = getattr(graph, "outer_graph", None)
+    handle = _from_outside(_graph_input(step))
+    for op in found:
+      if _from_outside(op.inputs[0]) is not handle:
+        raise _another_step(step, op.inputs[0].name)
+    return [op.outputs[0] for op in found]
 
   def _transform(self, staleness):
     """What becomes of an admitted gradient."""
@@ -614,26 +612,16 @@ def _another_step(step, recorded):
       "`global_step`.")
 
 
-def _checked_gradients(grads_and_vars):
-  """[(tensor or IndexedSlices or None, variable)]."""
-  grads_and_vars = list(grads_and_vars)
+def _check_pairs(grads_and_vars):
+  """Refuses what the inner optimizer would, before anything is decided."""
   if not grads_and_vars:
     raise ValueError("No variables provided.")
-  checked = []
-  for g, v in grads_and_vars:
-    if g is not None and not isinstance(g, tf.IndexedSlices):
-      try:
-        g = tf.convert_to_tensor(g)
-      except (TypeError, ValueError):
-        raise TypeError("Gradient must be convertible to a Tensor or be "
-                        f"IndexedSlices or None, got {g!r}.") from None
+  for _, v in grads_and_vars:
     if not isinstance(v, tf.Variable):
       raise NotImplementedError(f"Trying to update a Tensor: {v!r}")
-    checked.append((g, v))
-  if all(g is None for g, _ in checked):
+  if all(g is None for g, _ in grads_and_vars):
     raise ValueError("No gradients provided for any variable: "
-                     f"{[v.name for _, v in checked]}.")
-  return checked
+                     f"{[v.name for _, v in grads_and_vars]}.")
 
 
 def _tensor_of(gradient):
@@ -642,13 +630,35 @@ def _tensor_of(gradient):
 
 
 def _graph_input(step):
-  """The tensor by which ops of the current graph take a step variable."""
-  graph = tf1.get_default_graph()
-  if not hasattr(step, "handle"):
-    return step._ref()
-  if step.handle is not None and _graph_of(step.handle) is graph:
-    return step.handle
-  return graph.capture(step.handle)
+  """The tensor by which ops take a step variable."""
+  return step.handle if hasattr(step, "handle") else step._ref()
+
+
+# By these ops a tensor enters a branch or loop of control flow version 1.
+_ENTRANCES = ("Switch", "RefSwitch", "Enter", "RefEnter")
+
+
+def _from_outside(tensor):
+  """The tensor that a branch, loop or function got by this one; else itself."""
+  while not hasattr(tensor, "numpy"):  # An eager tensor comes from nowhere.
+    if tensor.op.type in _ENTRANCES:
+      tensor = tensor.op.inputs[0]
+      continue
+    outside = _captured(tensor)
+    if outside is None:
+      break
+    tensor = outside
+  return tensor
+
+
+def _captured(tensor):
+  """What a placeholder of a function's graph stands for, or None."""
+  if tensor.op.type != "Placeholder":
+    return None
+  for outside, inside in getattr(tensor.graph, "captures", ()):
+    if inside is tensor:
+      return outside
+  return None
 
 
 def _records_before(targets):
@@ -663,6 +673,10 @@ def _records_before(targets):
       found.append(op)
       continue
     pending += [t.op for t in op.inputs] + list(op.control_inputs)
+    if op.type == "Placeholder":
+      outside = _captured(op.outputs[0])
+      if outside is not None and not hasattr(outside, "numpy"):
+        pending.append(outside.op)
   return sorted(found, key=lambda op: op._id)
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from wrapopt import _centers
 from wrapopt import _routes
+from wrapopt import _step
 from wrapopt import _swapping_saver
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
@@ -214,7 +215,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     self._period = communication_period
     self._moving_rate = moving_rate
     self._rho = rho
-    self._rho_lr = _learning_rate(opt) if rho is None else None
+    self._rho_lr = (_learning_rate(self._innermost()) if rho is None else None)
     self._synchronous = synchronous
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
@@ -278,16 +279,22 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, none has a gradient, or one was not
         made by the getter.
     """
-    grads_and_vars = list(grads_and_vars)
+    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+
+  def _take(self, step):
+    return _step.where_accepted(self, step, self._take_accepted)
+
+  def _take_accepted(self, step):
     # What is no variable is for the inner optimizer to refuse.
-    variables = list({v.ref(): v for g, v in grads_and_vars
+    variables = list({v.ref(): v for g, v in step.grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     centers, local_centers = self._copies(variables)
-    with self._worker_state():
-      apply = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
-    steps = [] if global_step is None else [global_step]
+    with self._making_state():
+      stepped = self._take_inner(step._replace(
+          global_step=None, name=None, averages=None)).done
+    steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
-      due, not_due, counted = _centers.count_step(self._local_step, apply,
+      due, not_due, counted = _centers.count_step(self._local_step, stepped,
                                                   self._period)
       exchanged = self._exchange(variables, centers, local_centers, steps,
                                  counted, due)
@@ -296,9 +303,14 @@ class ElasticAverageOptimizer(WrapperOptimizer):
           taken = tf.identity(due)
         done = _routes.join(taken, not_due)
     with ops.device_of(self._local_step):
-      train = tf.group(done, counted, name=name or self._name)
-    self._replace_train_op(apply, train)
-    return train
+      train = tf.group(done, counted, name=step.name or self._name)
+    return _step.Taken(_step.follow(train, step.averages), True)
+
+  def _making_state(self):
+    return _centers.worker_state(self._getter.worker_device)
+
+  def _has_one_pass(self):
+    return False  # An exchange may follow the inner optimizer's step.
 
   def _exchange(self, variables, centers, local_centers, steps, applied, due):
     """An exchange after `applied`, in the steps in which `due` is there.
@@ -370,13 +382,6 @@ class ElasticAverageOptimizer(WrapperOptimizer):
             "custom_getter=getter).")
     return ([self._getter.centers[v] for v in variables],
             [self._getter.local_centers[v] for v in variables])
-
-  def _worker_state(self):
-    return _centers.worker_state(self._getter.worker_device)
-
-  def _create_slots(self, var_list):
-    with self._worker_state():
-      super()._create_slots(var_list)
 
   # Starting
 
@@ -526,8 +531,6 @@ class _StartHook(tf1.train.SessionRunHook):
 
 def _learning_rate(opt):
   """What the gradients of `opt` are scaled by: a number, tensor or callable."""
-  while isinstance(opt, WrapperOptimizer):
-    opt = opt._optimizer
   lr = getattr(opt, "_learning_rate", None)
   if lr is None or isinstance(lr, numbers.Real) and not lr > 0:
     raise ValueError(

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from wrapopt import _centers
 from wrapopt import _routes
+from wrapopt import _step
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
 from wrapopt._wrapper import check_global_step
@@ -263,15 +264,22 @@ class ModelAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable or no gradient, no global step, or a
         variable that `ma_custom_getter` did not make.
     """
-    grads_and_vars = list(grads_and_vars)
-    if not grads_and_vars:
+    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+
+  def _take(self, step):
+    return _step.where_accepted(self, step, self._take_accepted)
+
+  def _take_accepted(self, step):
+    if not step.grads_and_vars:
       raise ValueError("Must supply at least one variable")
-    if global_step is None:
+    if step.global_step is None:
       raise ValueError("Global step is required")
-    check_global_step(global_step)
-    pairs = [(v, self._center_of(v)) for g, v in grads_and_vars if g is not None]
-    with _centers.worker_state(self._device):
-      stepped = self._optimizer.apply_gradients(grads_and_vars, **kwargs)
+    check_global_step(step.global_step)
+    pairs = [(v, self._center_of(v)) for g, v in step.grads_and_vars
+             if g is not None]
+    with self._making_state():
+      stepped = self._take_inner(step._replace(
+          global_step=None, name=None, averages=None)).done
     if self._applied == len(self._rounds):
       self._rounds.append(self._new_rounds())
     rounds = self._rounds[self._applied]
@@ -279,16 +287,21 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     due, not_due, counted = _centers.count_step(
         rounds.local_step, stepped, self._interval_steps)
-    started = self._round(rounds, pairs, counted, due, global_step)
+    started = self._round(rounds, pairs, counted, due, step.global_step)
     with ops.host_of(rounds.local_step):
       with tf.control_dependencies([started]):
         averaged = tf.identity(due)
       with tf.control_dependencies([counted]):
         only_stepped = tf.identity(not_due)
       done = tf.identity(_routes.join(averaged, only_stepped),
-                         name or self._name)
-    self._replace_train_op(stepped, done.op)
-    return done
+                         step.name or self._name)
+    return _step.Taken(_step.follow(done, step.averages), True)
+
+  def _making_state(self):
+    return _centers.worker_state(self._device)
+
+  def _has_one_pass(self):
+    return False  # A round may follow the inner optimizer's step.
 
   def _center_of(self, variable):
     if variable not in self._getter.centers:

@@ -7,9 +7,8 @@ import numbers
 import tensorflow as tf
 
 from wrapopt import _control_flow
-from wrapopt import _fused
-from wrapopt import _gated
 from wrapopt import _sessions
+from wrapopt import _step
 from wrapopt import ops
 from wrapopt._swapping_saver import SwappingSaver
 from wrapopt._wrapper import WrapperOptimizer
@@ -128,15 +127,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
-    # Averages follow the steps that a gate lets through.
-    self._gate = opt if hasattr(opt, "apply_gated") else None
-    self._stepper = self._gate._optimizer if self._gate else opt
-    rule = _fused.rule_of(self._stepper)
-    if fused and rule is None:
+    self._fused = None if fused is None else bool(fused)
+    if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
           "no op that takes its step and the averages in one pass.")
-    self._rule = None if fused is not None and not fused else rule
     self._decays = decays
     self._num_updates = num_updates
     self._sequential_update = sequential_update
@@ -172,45 +167,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
         gradient cannot be made a tensor.
       ValueError: If there is no variable, or none has a gradient.
     """
-    grads_and_vars = list(grads_and_vars)
-    if self._gate is not None:
-      return self._train_with_avg(self._gate.apply_gated(
-          self._apply_where, grads_and_vars, global_step, name, **kwargs))
-    one_pass = self._one_pass(grads_and_vars)
-    if one_pass:  # Before anything is made.
-      grads_and_vars = _fused.converted(grads_and_vars)
-    variables = self._averaged_variables(grads_and_vars)
-    if one_pass:
-      return self._train_with_avg(self._apply_in_one_pass(
-          grads_and_vars, global_step, global_step, name, **kwargs))
-    apply = self._stepper.apply_gradients(
-        grads_and_vars, global_step=global_step, name=name, **kwargs)
-    return self._train_with_avg(apply, self._update_after(apply, variables))
+    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
-  def _apply_where(self, accept, grads_and_vars, transform, global_step, name,
-                   **kwargs):
-    """Step and averages where `accept`: as `_gated.apply_where`."""
-    variables = self._averaged_variables(grads_and_vars)
-    _gated.create_slots(self._stepper, grads_and_vars)
-    if self._one_pass(grads_and_vars):
-      done = self._apply_in_one_pass(
-          _fused.converted(_gated.hold_back(accept, grads_and_vars, transform)),
-          None, global_step, name, accept=accept, **kwargs)
-      return [] if done is None else [done], False
-    # A callable is to see the step incremented.
-    increments = self._has_callables()
-
-    def step():
-      apply = self._stepper.apply_gradients(
-          _gated.transformed(grads_and_vars, transform),
-          global_step=global_step if increments else None, name=name, **kwargs)
-      update = self._update_after(apply, variables,
-                                  None if increments else global_step)
-      done = [op for op in (apply, update) if op is not None]
-      return tf.group(*done) if done else None
-
-    done = _control_flow.cond(accept, step, _gated.any_ref(grads_and_vars))
-    return [] if done is None else [done], increments
+  def _take(self, step):
+    variables = self._averaged_variables(step.grads_and_vars)
+    taken = self._take_inner(step.with_one_pass(self._fused)._replace(
+        averages=_step.Averages(
+            lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
+            self._decays_now,
+            lambda applied, counted_by: self._update_after(
+                applied, variables, counted_by),
+            self._has_callables())))
+    return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   def _averaged_variables(self, grads_and_vars):
     """The variables that have a gradient; makes their averages."""
@@ -224,36 +192,33 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
     # Before the step: in eager mode an average starts at the value before it.
-    with tf.init_scope():
-      self._make_averages(variables)
+    self._create_averages(variables)
     return variables
 
-  def _apply_in_one_pass(self, grads_and_vars, global_step, counted_by, name,
-                         **kwargs):
-    return _fused.apply_gradients(
-        self._stepper, self._rule, grads_and_vars,
-        lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
-        self._decays_now(counted_by), global_step, name, **kwargs)
+  def _create_averages(self, variables):
+    with tf.init_scope(), self._making_state():
+      self._make_averages(variables)
 
-  def _update_after(self, apply, variables, counted_by=None):
-    """Updates averages; `counted_by` is a step that is yet to count `apply`."""
-    after = [apply] if self._sequential_update and apply is not None else []
+  def _create_slots(self, var_list):
+    super()._create_slots(var_list)
+    self._create_averages(var_list)
+
+  def _update_after(self, applied, variables, counted_by):
+    """Updates averages: the `update` of `_step.Averages`."""
+    after = ([applied] if self._sequential_update and applied is not None
+             else [])
     pairs = [self._pairs_of(variables, k) for k in range(len(self._decays))]
     with tf.control_dependencies(after):
       if (tf.distribute.has_strategy() and
           not tf.distribute.in_cross_replica_context()):
         # Not in each replica: they may share the variables.
-        return tf.distribute.get_replica_context().merge_call(
+        updated = tf.distribute.get_replica_context().merge_call(
             lambda strategy: self._update_averages(pairs, counted_by))
-      return self._update_averages(pairs, counted_by)
-
-  def _train_with_avg(self, apply, *updates):
-    if tf.executing_eagerly():
-      return None
-    train = tf.group(*[op for op in (apply, *updates) if op is not None],
-                     name="train_with_avg")
-    self._replace_train_op(apply, train)
-    return train
+      else:
+        updated = self._update_averages(pairs, counted_by)
+    # After the step it stands for both.
+    return updated if after and updated is not None else _step.group(
+        applied, updated)
 
   def _update_averages(self, pairs, counted_by):
     """Updates averages, given as (variable, average) pairs of each decay."""
@@ -271,11 +236,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
     is named twice, in a `tf.distribute` strategy, and where a decay or
     `num_updates` is a callable, which must be called after the step.
     """
-    return self._rule is not None
+    return self._has_one_pass()
 
-  def _one_pass(self, grads_and_vars):
-    return (self.fused and not self._has_callables() and
-            _fused.can_apply(grads_and_vars))
+  def _has_one_pass(self):
+    return self._fused is not False and super()._has_one_pass()
 
   def _has_callables(self):
     return any(callable(x) and not isinstance(x, tf.Variable)

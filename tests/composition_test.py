@@ -1,0 +1,328 @@
+"""Wrappers in wrappers: the numbers of a model in NumPy, or a refusal."""
+
+import contextlib
+import itertools
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from training import GRAPH_MODES
+from training import MODES
+from training import graph_of
+from wrapopt import _composition
+
+tf1 = tf.compat.v1
+
+CROSS, DROP, ELASTIC, MODEL, MOVING = NAMES = (
+    "CrossShardOptimizer", "DropStaleGradientOptimizer",
+    "ElasticAverageOptimizer", "ModelAverageOptimizer",
+    "MovingAverageOptimizer")
+WORKERS = {ELASTIC, MODEL}
+
+RATE = 0.5
+DECAY = 0.5
+LIMIT = 2
+PERIOD = 2
+MOVING_RATE = 0.25
+
+# Of each step: how many updates the weights of its gradient lack.
+LAGS = (0, 3, 2, 0, 5, 1, 0, 0)
+
+GRADIENTS = (np.array([1.0, 4.0]), np.array([[2.0], [0.0], [4.0]]))
+INITIAL = ([1.0, -2.0], [[1.0], [2.0], [3.0]])
+
+
+def is_refused(chain):
+  return any(pair in _composition.REFUSED
+             for pair in itertools.combinations(chain, 2))
+
+
+def chains(length):
+  return list(itertools.product(NAMES, repeat=length))
+
+
+def name_of(chain):
+  return "-".join(name.removesuffix("Optimizer") for name in chain)
+
+
+class Model:
+  """What the wrappers do, in float64.
+
+  Attributes:
+    values: The variables.
+    averages: Their averages.
+    centers: Their centers.
+    step: The global step.
+    dropped: How many steps were dropped.
+  """
+
+  def __init__(self):
+    self.values = [np.array(x, np.float64) for x in INITIAL]
+    self.averages = [x.copy() for x in self.values]
+    self.centers = [x.copy() for x in self.values]
+    self.step = self.local_step = self.dropped = 0
+
+  def take(self, chain, gradients, lag, counts=True):
+    """A step of wrappers, the outermost first, which `counts` it or not."""
+    if not chain:
+      for value, gradient in zip(self.values, gradients):
+        value -= RATE * gradient
+      self.step += counts
+      return
+    outer, *inner = chain
+    if outer == DROP:
+      if lag > LIMIT:
+        self.dropped += 1
+        return
+      gradients = [g / max(1, lag) for g in gradients]
+    if outer in WORKERS:
+      self.take(inner, gradients, lag, counts=False)
+      self.local_step += 1
+      if self.local_step % PERIOD == 0:
+        self.exchange(MOVING_RATE if outer == ELASTIC else 0.0)
+        self.step += 1
+      return
+    before = self.dropped
+    self.take(inner, gradients, lag, counts)
+    if outer == MOVING and self.dropped == before:
+      decay = min(DECAY, (1 + self.step) / (10 + self.step))
+      for average, value in zip(self.averages, self.values):
+        average += (1 - decay) * (value - average)
+
+  def exchange(self, rate):
+    for value, center in zip(self.values, self.centers):
+      difference = value - center
+      value -= rate * difference
+      # Of a model average the only worker is the mean.
+      center += (rate or 1.0) * difference
+
+
+class Wrapped:
+  """A chain of wrappers, in a mode."""
+
+  def __init__(self, mode, chain, fused=None):
+    self.mode, self.chain, self.fused = mode, chain, fused
+    self.getters = {
+        name: getattr(wrapopt, name.replace("Optimizer", "CustomGetter"))(
+            "/cpu:0") for name in sorted(WORKERS & set(chain))}
+    self.getter = next(iter(self.getters.values()), None)
+    with tf1.variable_scope("", custom_getter=self.getter):
+      make = tf1.get_variable if self.is_graph else (
+          lambda name, initializer: tf.Variable(initializer))
+      self.variables = [make(f"v{i}", initializer=np.float32(x))
+                        for i, x in enumerate(INITIAL)]
+    self.step = tf1.Variable(0, dtype=tf.int64, trainable=False, name="step")
+    self.hooks = []
+    self.opt = tf1.train.GradientDescentOptimizer(RATE)
+    self.wrappers = {}
+    for name in reversed(chain):
+      self.opt = self.wrappers[name] = self.wrap(name)
+
+  @property
+  def is_graph(self):
+    return self.mode in GRAPH_MODES
+
+  def wrap(self, name):
+    if name == MOVING:
+      return wrapopt.MovingAverageOptimizer(
+          self.opt, DECAY, num_updates=self.step, fused=self.fused)
+    if name == DROP:
+      return wrapopt.DropStaleGradientOptimizer(
+          self.opt, LIMIT, policy="scale", fused=self.fused)
+    if name == CROSS:
+      return wrapopt.CrossShardOptimizer(self.opt)
+    if name == MODEL:
+      opt = wrapopt.ModelAverageOptimizer(
+          self.opt, 1, True, self.getters[MODEL], PERIOD)
+      self.hooks.append(opt.make_session_run_hook)
+      return opt
+    opt = wrapopt.ElasticAverageOptimizer(
+        self.opt, 1, self.getters[ELASTIC], PERIOD, MOVING_RATE, rho=0.0)
+    self.hooks.append(lambda: opt.make_session_run_hook(True, 0))
+    return opt
+
+  def apply(self, recorded):
+    v, w = self.variables
+    gradients = [
+        (tf.constant([1.0, 4.0]), v),
+        # Row 2 has two gradients.
+        (tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]),
+                          tf.constant([2, 0, 2]), [3, 1]), w)]
+    options = {"recorded": recorded} if DROP in self.chain else {}
+    return self.opt.apply_gradients(gradients, self.step, **options)
+
+  @contextlib.contextmanager
+  def entered(self):
+    """Yields functions: one takes a step of a record, one reads tensors."""
+    if not self.is_graph:
+      def step(recorded):
+        self.apply(recorded)  # May be an operation.
+      if self.mode == "function":
+        step = tf.function(step)
+      yield (lambda recorded: step(tf.constant(recorded, tf.int64)),
+             lambda tensors: [getattr(x, "numpy", lambda x=x: x)()
+                              for x in tensors])
+      return
+    recorded = tf1.placeholder(tf.int64, [])
+    self.train = self.apply(recorded)
+    graph = tf1.get_default_graph().as_graph_def()
+    self.op_types = {node.op for part in (graph.node, *[
+        f.node_def for f in graph.library.function]) for node in part}
+    hooks = [make() for make in self.hooks]
+    for hook in hooks:
+      hook.begin()
+    with tf1.Session() as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      for hook in hooks:
+        hook.after_create_session(session, tf.train.Coordinator())
+      yield (lambda x: session.run(self.train, {recorded: x}),
+             lambda tensors: [np.array(x) for x in session.run(list(tensors))])
+
+
+def entered(mode):
+  return graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext()
+
+
+def check(mode, chain, fused=None):
+  """Takes steps, and compares all there is with the model."""
+  with entered(mode):
+    wrapped, model = Wrapped(mode, chain, fused), Model()
+    with wrapped.entered() as (run, read):
+      for lag in LAGS:
+        run(model.step - lag)
+        model.take(chain, GRADIENTS, lag)
+        tensors, want = [*wrapped.variables, wrapped.step], [
+            *model.values, model.step]
+        if MOVING in chain:
+          tensors += [wrapped.wrappers[MOVING].average(v)
+                      for v in wrapped.variables]
+          want += model.averages
+        if wrapped.getter is not None:
+          tensors += [wrapped.getter.centers[v] for v in wrapped.variables]
+          want += model.centers
+        for g, w in zip(read(tensors), want, strict=True):
+          np.testing.assert_allclose(g, w, rtol=0, atol=1e-5)
+      assert model.step > 1
+      if DROP in chain:
+        [dropped] = read([wrapped.wrappers[DROP].staleness_stats().dropped])
+        assert dropped == model.dropped == 2
+    if wrapped.getter is not None:
+      # What else there is is the worker's own: others would wait for it.
+      assert {v.op.name for v in tf1.global_variables()} == {
+          "step", *(f"global_center_variable/v{i}" for i in (0, 1)),
+          *(["stale_counter", "staleness_histogram"] if DROP in chain else [])}
+    return wrapped
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("chain", [
+    c for c in chains(2) if not is_refused(c)], ids=name_of)
+def test_pairs(chain, mode, fused):
+  if set(chain) & WORKERS and mode not in GRAPH_MODES:
+    with pytest.raises(RuntimeError, match="must be used in a tf.Graph"):
+      check(mode, chain)
+    return
+  wrapped = check(mode, chain, fused)
+  # How the step was taken. A round or exchange comes between it and averages.
+  asks = {MOVING, DROP} & set(chain)
+  one_pass = fused is None and bool(asks) and not (
+      chain[0] in asks and chain[1] in WORKERS)
+  assert getattr(wrapped.opt, "fused", one_pass) == one_pass
+  if mode in GRAPH_MODES:
+    assert any(t.startswith("Wrapopt>EmaUpdate") for t in wrapped.op_types) == (
+        MOVING in chain and not one_pass)
+
+
+@pytest.mark.parametrize("chain, mode", [
+    (c, mode) for c in chains(3) if not is_refused(c) for mode in MODES
+    if mode in GRAPH_MODES or not set(c) & WORKERS],
+                         ids=lambda x: x if x in MODES else name_of(x))
+def test_triples(chain, mode):
+  check(mode, chain)
+
+
+@pytest.mark.parametrize("chain", [
+    c for n in (2, 3) for c in chains(n) if is_refused(c)], ids=name_of)
+def test_refusals(chain):
+  pairs = [p for p in itertools.combinations(chain, 2)
+           if p in _composition.REFUSED]
+  with graph_of("resource"):
+    with pytest.raises(ValueError) as error:
+      Wrapped("resource", chain)
+  assert any(f"`opt` of {outer} must not be or hold a {inner}: " +
+             _composition.REFUSED[outer, inner] in str(error.value)
+             for outer, inner in pairs)
+
+
+def test_the_table_of_the_package():
+  """The docs of the package say what may wrap what."""
+  rows = re.findall(r"^    (\w+) +((?:(?:yes|no) *){5})$", wrapopt.__doc__,
+                    re.MULTILINE)
+  assert {(outer, inner): word == "yes" for outer, words in rows
+          for inner, word in zip(NAMES, words.split())} == {
+              pair: pair not in _composition.REFUSED for pair in chains(2)}
+  assert set(NAMES) == set(_composition.NAMES)
+
+
+class Foreign(tf1.train.Optimizer):
+  """An optimizer that holds another, and tells nobody what that does."""
+
+  def __init__(self, opt):
+    super().__init__(False, "Foreign")
+    self.held = opt
+
+  def apply_gradients(self, *args, **kwargs):
+    return self.held.apply_gradients(*args, **kwargs)
+
+
+class Twice(wrapopt.CrossShardOptimizer):
+  """A subclass with a step of its own."""
+
+  def apply_gradients(self, grads_and_vars, *args, **kwargs):
+    return super().apply_gradients(
+        [(2 * g, v) for g, v in grads_and_vars], *args, **kwargs)
+
+
+@pytest.mark.parametrize("hide", [
+    Foreign, Twice, lambda opt: tf1.train.SyncReplicasOptimizer(opt, 1)])
+def test_what_another_optimizer_hides(hide):
+  with graph_of("resource"):
+    hidden = hide(wrapopt.DropStaleGradientOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0))
+    with pytest.raises(ValueError, match="must not be or hold a DropStale.*: it "
+                       f"would average .* Wrap {type(hidden).__qualname__} "
+                       r"around both. Got .*\(DropStaleGradientOptimizer"):
+      wrapopt.MovingAverageOptimizer(hidden)
+    wrapopt.DropStaleGradientOptimizer(hide(wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0))), 0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_subclass_with_a_step_of_its_own(mode):
+  """What it does with gradients is not passed over."""
+  with entered(mode):
+    v = tf1.Variable([1.0], name="v")
+    opt = wrapopt.MovingAverageOptimizer(
+        Twice(tf1.train.GradientDescentOptimizer(1.0)), 0.5)
+    assert not opt.fused
+
+    def apply():
+      train = opt.apply_gradients([(tf.constant([1.0]), v)])
+      return train if mode in GRAPH_MODES else None
+
+    if mode == "function":
+      apply = tf.function(apply)
+    train = apply()
+    if mode in GRAPH_MODES:
+      with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        session.run(train)
+        got = session.run([v, opt.average(v)])
+    else:
+      got = [v.numpy(), opt.average(v).numpy()]
+    np.testing.assert_array_equal(got, [[-1.0], [0.0]])

@@ -1,0 +1,87 @@
+"""Which wrapper may hold which.
+
+A wrapper may stand anywhere around or inside another, in any depth, unless the
+pair is listed here.
+"""
+
+import tensorflow as tf
+
+_Optimizer = tf.compat.v1.train.Optimizer
+
+_GATE = "DropStaleGradientOptimizer"
+_ELASTIC = "ElasticAverageOptimizer"
+_MODEL = "ModelAverageOptimizer"
+_MOVING = "MovingAverageOptimizer"
+_SHARDS = "CrossShardOptimizer"
+
+NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING)
+
+_OWN_STEPS = ("a gate counts steps that all workers share, and these are a "
+              "worker's own. Wrap the gate around")
+_ONE_CENTER = "a variable has one center. Use one of the two optimizers"
+
+# (outer, inner): why not.
+REFUSED = {
+    (_MOVING, _MOVING): "one optimizer keeps several averages in one pass. Give "
+                        "it several decays: average_decay=[0.99, 0.999]",
+    (_GATE, _GATE): "a gradient passes one gate. Use the lower limit of the two",
+    (_SHARDS, _SHARDS): "gradients would be summed twice. Use one of them",
+    **{(outer, _GATE): _OWN_STEPS for outer in (_ELASTIC, _MODEL)},
+    **{(outer, inner): _ONE_CENTER for outer in (_ELASTIC, _MODEL)
+       for inner in (_ELASTIC, _MODEL)},
+}
+
+# An optimizer that is not of this package does not tell the wrappers around it
+# whether a step was taken, nor where variables have to be made.
+_HIDDEN = {
+    (_MOVING, inner): "it would average without knowing of that. Wrap "
+                      "{hider} around both"
+    for inner in (_GATE, _ELASTIC, _MODEL)
+}
+
+
+def check(outer, opt):
+  """Refuses an inner optimizer with which a wrapper would be wrong.
+
+  Args:
+    outer: The class of the wrapper.
+    opt: Its inner optimizer, a `tf.compat.v1.train.Optimizer`.
+
+  Raises:
+    ValueError: If it must not hold what `opt` is or holds.
+  """
+  outer = _name(outer)
+  for inner, hider in _inside(opt, None):
+    why = REFUSED.get((outer, inner))
+    if why is None and hider is not None:
+      why = _HIDDEN.get((outer, inner))
+    if why is not None:
+      raise ValueError(
+          f"`opt` of {outer} must not be or hold a {inner}: "
+          f"{why.format(hider=hider)}. Got {_describe(opt)}.")
+
+
+def _name(cls):
+  """Which of NAMES a class is or is derived from, or None."""
+  return next((c.__name__ for c in cls.__mro__ if c.__name__ in NAMES and
+               c.__module__.split(".")[0] == __package__), None)
+
+
+def _held(opt):
+  return [x for x in vars(opt).values() if isinstance(x, _Optimizer)]
+
+
+def _inside(opt, hider):
+  """(one of NAMES, the optimizer that hides it or None) of all in `opt`."""
+  name = _name(type(opt))
+  if name is not None:
+    yield name, hider
+  if name is None or opt._has_own_step:
+    hider = type(opt).__qualname__
+  for held in _held(opt):
+    yield from _inside(held, hider)
+
+
+def _describe(opt):
+  held = ", ".join(map(_describe, _held(opt)))
+  return f"{type(opt).__qualname__}{f'({held})' if held else ''}"
