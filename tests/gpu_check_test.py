@@ -34,9 +34,9 @@ def test_numbers(monkeypatch, tmp_path):
   assert re.fullmatch(ALL_RIGHT, "\n".join(process.stdout.splitlines()[1:]))
   log = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
   launches = [line.split()[1:] for line in log if line.startswith("launch")]
-  # Of the large images, where the name of a kernel begins so.
-  assert {words[0] for words in launches} == {
-      f"wrapopt_large_{kernel}_{number}" for number in ("float", "double")
+  # Of small and large tables, each kernel.
+  assert {words[0].split("_", 2)[2] for words in launches} == {
+      f"{kernel}_{number}" for number in ("float", "double")
       for kernel in ("Average", "Sum", *(
           name for name, rule in _native.rules().items() if rule.is_update))}
   # One long variable, and two far from each other, take two launches each.
