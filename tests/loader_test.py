@@ -69,7 +69,8 @@ def test_the_source_tree(tmp_path, arguments):
   shutil.copytree(os.path.dirname(wrapopt.__file__), tree,
                   ignore=shutil.ignore_patterns("*.so"))
   # -S: without TensorFlow, which there is no need for.
-  assert _last_line(run_python("-S", *arguments, pythonpath=[str(tmp_path)])) == (
+  error = _last_line(run_python("-S", *arguments, pythonpath=[str(tmp_path)]))
+  assert error == (
       f"ImportError: {tree} holds the sources of wrapopt, without the native "
       "library that a build makes. Python looks for packages in the folder "
       "where it is run, before it looks for installed ones. Run it in another "

@@ -114,6 +114,30 @@ def test_all_counts_from_all_starts(rule, pair, isa):
         g.check(context)
 
 
+@parametrize(isa=ISAS)
+def test_a_sign_that_roundings_decide(isa):
+  # That of Lion's u = 0.3 m + 0.7 g, where the terms cancel.
+  g = np.random.default_rng(5).uniform(0.5, 1, 1000).astype(FLOAT)
+  scalars = [0.1, 0.3, 0.4, 0.5]
+  states = [np.ones(1000, FLOAT), (-7 / 3 * g.astype(DOUBLE)).astype(FLOAT)]
+  (want, tolerance), _ = numerics.reference("Lion", states, [g], scalars)
+  _native.step("Lion", states, [g], scalars, isa=isa)
+  numerics.assert_close(states[0], want, tolerance)
+  # Where a hundredth of them is left, only one sign is right.
+  states[1] *= FLOAT.type(0.99)
+  (_, tolerance), _ = numerics.reference("Lion", states, [g], scalars)
+  assert (tolerance < 0.01 * scalars[0]).all()
+
+
+@parametrize(isa=ISAS)
+def test_a_sign_of_nothing(isa):
+  # A gradient that is no number shows in the variable; one of zero moves none.
+  states = [np.ones(2, FLOAT), np.zeros(2, FLOAT)]
+  _native.step("Lion", states, [np.float32([np.nan, 0])], [0.1, 0.3, 0.4, 0],
+               isa=isa)
+  np.testing.assert_array_equal(states, np.float32([[np.nan, 1], [np.nan, 0]]))
+
+
 @parametrize(rule=RULES, pair=PAIRS)
 def test_instruction_sets_agree_bit_for_bit(rule, pair):
   rng = np.random.default_rng(2)

@@ -29,7 +29,7 @@ exit 0
 
 @pytest.fixture
 def run(tmp_path):
-  """A function that runs the command: (calls, whether it made the other venv)."""
+  """Runs the command: (calls, whether it made .venv-tensorflow)."""
   for path in FILES:
     (tmp_path / path).parent.mkdir(exist_ok=True)
     shutil.copy(path, tmp_path / path)
