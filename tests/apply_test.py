@@ -8,12 +8,16 @@ import modes
 import numerics
 from modes import mode  # pylint: disable=unused-import
 from modes import refused
+from wrapopt import _native
 from wrapopt.ops import apply
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
 
 tf1 = tf.compat.v1
+
+RULES = sorted(name for name, rule in _native.rules().items()
+               if rule.is_update)
 
 InvalidArgument = (tf.errors.InvalidArgumentError, ValueError)
 
@@ -33,6 +37,41 @@ def test_a_trajectory(mode):
         {"lr": 1.0, "momentum": 0.5}, shadows=[s], decay=0.5))
     seen.append([x.item() for x in mode.values([v, a, s])])
   assert seen == [[3, 1, 3.5], [1.5, 1.5, 2.5]]
+
+
+# XLA's kernels: see xla_test.
+@modes.only(modes.Eager(), *modes.graphs())
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step(mode, rule, sparse):
+  info = _native.rules()[rule]
+  rng = np.random.default_rng(0)
+  before = [rng.uniform(0.1, 1, (5, 3)).astype(np.float32) for _ in info.states]
+  states = [mode.variable(x) for x in before]
+  numbers = [1.0 if name.endswith("?") else x
+             for name, x in zip(info.scalars, numerics.scalars(rule))]
+  scalars = {name.rstrip("?"): bool(x) if name.endswith("?") else x
+             for name, x in zip(info.scalars, numbers)}
+  indices = [4, 1] if sparse else list(range(5))
+  grad = np.zeros((5, 3), np.float32)
+  grad[indices] = rng.standard_normal((len(indices), 3))
+
+  def step():
+    tensor = tf.constant(grad[indices])
+    if sparse:
+      tensor = tf.IndexedSlices(tensor, tf.constant(indices), [5, 3])
+    return apply(rule, {name: [x] for name, x in zip(info.states, states)},
+                 [tensor], scalars)
+
+  mode.run(step)
+  rows = list(range(5)) if info.all_rows else indices
+  others = np.setdiff1d(range(5), rows)
+  reference = numerics.reference(
+      rule, [x[rows] for x in before], [grad[rows]], numbers)
+  for name, got, old, (want, tolerance) in zip(
+      info.states, mode.values(states), before, reference, strict=True):
+    numerics.assert_close(got[rows], want, tolerance, name)
+    numerics.assert_same_bits(got[others], old[others], name)
 
 
 @pytest.mark.parametrize("accept", [False, True])

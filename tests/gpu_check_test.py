@@ -5,6 +5,11 @@ import subprocess
 
 import pytest
 
+from wrapopt import _native
+
+# As many as there are rules, number types and sizes for.
+ALL_RIGHT = r"(\d+) of \1 right"
+
 pytestmark = pytest.mark.usefixtures("gpu")
 
 
@@ -26,9 +31,14 @@ def test_numbers(monkeypatch, tmp_path):
   monkeypatch.setenv("WRAPOPT_FAKE_GPU_LOG", str(tmp_path / "log"))
   process = check("numbers")
   assert process.returncode == 0, process.stdout + process.stderr
-  assert process.stdout.splitlines()[1:] == ["141 of 141 right"]
+  assert re.fullmatch(ALL_RIGHT, "\n".join(process.stdout.splitlines()[1:]))
   log = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
   launches = [line.split()[1:] for line in log if line.startswith("launch")]
+  # Of small and large tables, each kernel.
+  assert {words[0].split("_", 2)[2] for words in launches} == {
+      f"{kernel}_{number}" for number in ("float", "double")
+      for kernel in ("Average", "Sum", *(
+          name for name, rule in _native.rules().items() if rule.is_update))}
   # One long variable, and two far from each other, take two launches each.
   assert [words[2] for words in launches[-4:-2]] == ["65536", "13"]
   assert [words[-1] for words in launches[-2:]] == ["1", "1"]
@@ -39,8 +49,9 @@ def test_numbers_with_small_tables(monkeypatch):
   monkeypatch.setenv("WRAPOPT_FAKE_GPU_CC", "60")
   process = check("numbers")
   assert process.returncode == 0, process.stdout + process.stderr
-  assert process.stdout.splitlines()[1:] == [
-      "no memory for arrays 17 GiB apart: not checked", "141 of 141 right"]
+  first, second = process.stdout.splitlines()[1:]
+  assert first == "no memory for arrays 17 GiB apart: not checked"
+  assert re.fullmatch(ALL_RIGHT, second)
 
 
 def test_huge_takes_much_memory():

@@ -26,8 +26,8 @@ from wrapopt.ops import ema_update
 tf1 = tf.compat.v1
 train = tf1.train
 
-RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
-               if inputs == ["grad"])
+RULES = sorted(name for name, rule in _native.rules().items()
+               if rule.is_update)
 
 # Below, at and above what a thread, a block and a chunk take; and nothing.
 SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (2, 1023), (2048,), (2049,),
@@ -74,8 +74,8 @@ class Log:
 
 
 def rule_of(name):
-  states, _, scalars = _native.rules()[name]
-  return states, scalars
+  rule = _native.rules()[name]
+  return rule.states, rule.scalars
 
 
 def arrays(rng, rule, states, shape, dtype):
@@ -115,7 +115,7 @@ def test_a_rule_gives_the_bits_of_the_cpu(rule, pair):
           [tf.constant(g) for g in grads],
           dict(zip([s.rstrip("?") for s in scalars],
                    (bool(x > 0.5) if s.endswith("?") else x for s, x in zip(
-                       scalars, numerics.scalars(rule, len(scalars)))))),
+                       scalars, numerics.scalars(rule))))),
           shadows=shadows, decay=[0.75, 0.9])
     found.append([v.numpy() for row in variables + shadows for v in row])
     assert all(device in v.device for row in variables for v in row)
@@ -182,7 +182,7 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
                  for i, state in enumerate(states)},
           grads, dict(zip([s.rstrip("?") for s in scalars],
                           (True if s.endswith("?") else x for s, x in zip(
-                              scalars, numerics.scalars(rule, len(scalars)))))),
+                              scalars, numerics.scalars(rule))))),
           shadows=[averages], decay=[0.75])
     found.append([v.numpy() for row in [*variables, averages] for v in row])
   for want, got in zip(*found, strict=True):

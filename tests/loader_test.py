@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 
 import pytest
 import tensorflow as tf
@@ -58,6 +59,39 @@ def import_beside(tmp_path):
 def _last_line(process):
   assert process.returncode == 1, process
   return process.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", [
+    ("-c", "import wrapopt"), ("-c", "import wrapopt.sysconfig"),
+    ("-m", "wrapopt")], ids=" ".join)
+def test_the_source_tree(tmp_path, arguments):
+  tree = tmp_path / "wrapopt"
+  shutil.copytree(os.path.dirname(wrapopt.__file__), tree,
+                  ignore=shutil.ignore_patterns("*.so"))
+  # -S: without TensorFlow, which there is no need for.
+  error = _last_line(run_python("-S", *arguments, pythonpath=[str(tmp_path)]))
+  assert error == (
+      f"ImportError: {tree} holds the sources of wrapopt, without the native "
+      "library that a build makes. Python looks for packages in the folder "
+      "where it is run, before it looks for installed ones. Run it in another "
+      "folder, or as `python -P`; ./tools/quickstart builds and installs "
+      "wrapopt.")
+
+
+def test_a_native_library_that_cannot_be_opened(tmp_path):
+  tree = tmp_path / "wrapopt"
+  shutil.copytree(os.path.dirname(wrapopt.__file__), tree)
+  (library,) = tree.glob("_native*.so")
+  library.unlink()
+  library.write_bytes(b"no library")
+  error = _last_line(run_python("-c", "import wrapopt",
+                                pythonpath=[str(tmp_path)]))
+  assert error.startswith(f"ImportError: {library}: file too short")
+
+
+def test_keras_is_there_as_for_users():
+  # Most other tests spare the time that its import takes.
+  assert "keras.src.optimizers" in sys.modules
 
 
 def test_no_tensorflow():

@@ -14,6 +14,8 @@ half a step: what the rounding to a narrower storage may add.
 import ml_dtypes
 import numpy as np
 
+from wrapopt import _native
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 HALF, FLOAT, DOUBLE = (np.dtype(f"float{bits}") for bits in (16, 32, 64))
 DTYPES = (HALF, BFLOAT16, FLOAT, DOUBLE)
@@ -132,6 +134,20 @@ def ftrl(states, inputs, scalars):
   return [(value, (size + l1) / below), (new, new), (linear, size)]
 
 
+def lion(states, inputs, scalars):
+  """m' = b2 m + (1-b2) g; w' = (1 - lr wd) w - lr sign(b1 m + (1-b1) g)."""
+  (w, m), (g,), (lr, b1, b2, decay) = states, inputs, scalars
+  mixed = b1 * m + (1 - b1) * g
+  # A sign may be wrong, by two, only where this cancels to few roundings.
+  size = np.abs(b1 * m) + np.abs((1 - b1) * g)
+  with np.errstate(divide="ignore"):
+    cancelled = np.divide(size, np.abs(mixed), where=size > 0,
+                          out=np.zeros_like(size))
+  return [((1 - lr * decay) * w - lr * np.sign(mixed),
+           np.abs(w) + lr * (1 + 2 * cancelled)),
+          (b2 * m + (1 - b2) * g, np.abs(b2 * m) + np.abs(g))]
+
+
 def weighted_sum(states, inputs, scalars):
   """m' = m + w x, or w x where it is the first; x counts where w is not 0."""
   (m,), (x,), (w, first) = states, inputs, scalars
@@ -153,6 +169,7 @@ RULES = {
     "Ema": (ema, 4),
     "Ftrl": (ftrl, 12),
     "GradientDescent": (gradient_descent, 4),
+    "Lion": (lion, 8),
     "Momentum": (momentum, 8),
     "RMSProp": (rms_prop, 12),
     # Rounded: the weight where it becomes float32, product, sum.
@@ -172,11 +189,18 @@ NOT_NEGATIVE = {
 }
 
 
-def scalars(rule, count):
+if missing := _native.rules().keys() - RULES:
+  raise NotImplementedError(
+      f"tests/numerics.py has no formula for {', '.join(sorted(missing))} of "
+      "cc/rules/rules.h. Write it as a function like the others, and add its "
+      "line to RULES.")
+
+
+def scalars(rule):
   """Scalars that no binary format holds exactly."""
   if rule == "CenteredRMSProp":
     return [0.1, 0.2, 0.3, 50.4]  # The last makes the variance positive.
-  return [0.1 * (k + 1) for k in range(count)]
+  return [0.1 * (k + 1) for k in range(len(_native.rules()[rule].scalars))]
 
 
 def reference(rule, states, inputs, scalars):

@@ -102,8 +102,7 @@ def test_installed_files_work(site, tmp_path, capsys, which):
     pytest.skip(f"there is no {python}, an interpreter with the other one of "
                 "tensorflow and tensorflow-cpu")
   process = run_python("-c", SMOKE, str(site), str(tmp_path / "model"),
-                       python=python, PYTHONPATH=str(site),
-                       TF_USE_LEGACY_KERAS="0")  # Keras is there, as for users.
+                       python=python, PYTHONPATH=str(site))
   assert process.returncode == 0, process.stderr
   with capsys.disabled():
     print(f"\nworks with {process.stdout.strip()} of {python}")

@@ -20,8 +20,8 @@ from wrapopt.__main__ import devices_of_kernels
 DEVICES = ("XLA_CPU_JIT", "XLA_GPU_JIT", "XLA_TPU_JIT")
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 SHAPE = (5, 3)
-RULES = sorted(rule for rule, (_, inputs, _) in _native.rules().items()
-               if inputs == ["grad"])
+RULES = sorted(name for name, rule in _native.rules().items()
+               if rule.is_update)
 
 
 def lower(function, device, *args):
@@ -124,10 +124,10 @@ def test_ema_update(device, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 @pytest.mark.parametrize("rule", RULES)
 def test_apply(device, rule, dtype, sparse):
-  names, _, scalars = _native.rules()[rule]
+  names = _native.rules()[rule].states
   states = {name: variables(dtype, 1) for name in names}
   shadows = [variables(float32_where_narrow(dtype), 1)]
-  scalars = [s for s in scalars if not s.startswith("use_")]
+  scalars = [s for s in _native.rules()[rule].scalars if not s.endswith("?")]
 
   def step(grad, indices, numbers, accept):
     if sparse:

@@ -20,11 +20,13 @@ import collections
 import contextlib
 import math
 import numbers
+import re
 import typing
 
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _native
 from wrapopt._loader import ops as _raw
 
 __all__ = [
@@ -703,15 +705,15 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
   (array([0.5, 1.5], dtype=float32), array([0.75, 1.75], dtype=float32))
 
   Args:
-    rule: "GradientDescent", "Momentum", "Adagrad", "Adadelta", "RMSProp",
-      "CenteredRMSProp", "Adam", "AdamWithAmsgrad" or "Ftrl".
+    rule: The name of an update rule, such as "Momentum". The error of a name
+      that is none lists them all.
     states: A dict from the names of the rule's states ("var" and the slots) to
       sequences of N variables, float16, bfloat16, float32 or float64. All
       states of a variable have its shape and dtype.
     grads: N tensors or `tf.IndexedSlices`, of the variable's shape, and of its
       dtype or float32 where it is float16 or bfloat16. Duplicate indices are
-      summed. A sparse gradient updates the rows that it holds; for Adam all
-      rows, as in TensorFlow. Averages move in all rows.
+      summed. A sparse gradient updates the rows that it holds, or all rows, as
+      in TensorFlow (Adam) and Keras (Lion). Averages move in all rows.
     scalars: A dict from the names of the rule's scalars to numbers, tensors or
       variables; for attributes (`use_nesterov`) to bools.
     shadows: As in `ema_update`, or empty for none.
@@ -730,9 +732,9 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
     range, but not where XLA has compiled it. An op checks all of its variables
     before it changes any.
   """
-  suffix = _SNAKE.get(rule)
+  suffix = _UPDATES.get(rule)
   if suffix is None:
-    raise ValueError(f"`rule` must be one of {', '.join(sorted(_SNAKE))}, got "
+    raise ValueError(f"`rule` must be one of {', '.join(sorted(_UPDATES))}, got "
                      f"{rule!r}.")
   states = {state: _variables(f"states['{state}']", variables)
             for state, variables in states.items()}
@@ -960,17 +962,10 @@ def staleness_complete(ticket, step, increment=True, name=None):
         ticket, step.handle, increment=increment, name=name)])
 
 
-_SNAKE = {
-    "Adadelta": "adadelta",
-    "Adagrad": "adagrad",
-    "Adam": "adam",
-    "AdamWithAmsgrad": "adam_with_amsgrad",
-    "CenteredRMSProp": "centered_rms_prop",
-    "Ftrl": "ftrl",
-    "GradientDescent": "gradient_descent",
-    "Momentum": "momentum",
-    "RMSProp": "rms_prop",
-}
+# {update rule: what TensorFlow calls it in the Python functions of its ops}
+_UPDATES = {
+    rule: re.sub("(?<=[a-z])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", rule).lower()
+    for rule, info in _native.rules().items() if info.is_update}
 
 
 def _shadows(decay, shadows, values, values_name):

@@ -238,18 +238,33 @@ PYBIND11_MODULE(_native, m) {
         "it gets)] of this machine's GPUs. Raises RuntimeError if it cannot "
         "tell.");
 
+  py::class_<RuleInfo>(m, "Rule", "A line of cc/rules/rules.h.")
+      .def_property_readonly(
+          "states", [](const RuleInfo& rule) { return Names(rule.states); })
+      .def_property_readonly(
+          "inputs", [](const RuleInfo& rule) { return Names(rule.inputs); })
+      .def_property_readonly(
+          "scalars", [](const RuleInfo& rule) { return Names(rule.scalars); },
+          "With a question mark, those that are attributes.")
+      .def_property_readonly(
+          "is_update",
+          [](const RuleInfo& rule) { return rule.inputs == "grad"; },
+          "Whether it is an optimizer's step and has ops, Apply<Rule>.")
+      .def_property_readonly(
+          "all_rows",
+          [](const RuleInfo& rule) { return rule.sparse == Sparse::kAll; },
+          "Whether the step of a sparse gradient is taken for all rows.");
   m.def(
       "rules",
       [] {
         py::dict rules;
         for (const RuleInfo& rule : kRules) {
           rules[rule.name] =
-              py::make_tuple(Names(rule.states), Names(rule.inputs),
-                             Names(rule.scalars));
+              py::cast(&rule, py::return_value_policy::reference);
         }
         return rules;
       },
-      "{rule: (names of its states, of its inputs, of its scalars)}");
+      "{name: Rule} of all rules.");
   m.def("step", &Step, py::arg("rule"), py::arg("states"), py::arg("inputs"),
         py::arg("scalars"), py::arg("isa") = "",
         "Applies `rule` to `states` in place. Arrays are contiguous and of one "

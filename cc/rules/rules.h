@@ -1,7 +1,9 @@
 // The list of update rules. Every back end registers from it.
 //
-// To add one: write cc/rules/<rule>.h, include it here, add its line, and give
-// it an op (cc/ops) and a test. No back end changes.
+// To add one: write cc/rules/<rule>.h, include it here and add its line, define
+// its ops in cc/ops/apply_<rule>.cc, and add its formula to tests/numerics.py.
+// Nothing else changes: every back end, wrapopt.ops.apply and the tests take
+// the rules from here.
 //
 // `Step` of a rule takes its states as V&, then its inputs and then its scalars
 // as const V&. It is pure data flow: Select instead of `if`, no loop, and the
@@ -12,9 +14,17 @@
 //   lr                    is a scalar input of the op;
 //   use_nesterov?         is an attribute of the op, true or false: 1 or 0;
 //
-// What a sparse gradient does, as TensorFlow's optimizers have it: kRows, the
-// step is taken for the rows that it holds and for no other; kAll, its other
-// rows count as zero.
+// The last is what the step does with a sparse gradient:
+//
+//   kRows   it is taken for the rows that the gradient holds and for no other
+//   kAll    it is taken for all rows; those that the gradient lacks count as
+//           zero, so that the result is that of the dense gradient
+//
+// It is as in the optimizer that users know the rule from: TensorFlow's, else
+// Keras's. For a rule that neither has, take kRows only where a gradient of
+// zero changes no state but by an underflow, as in plain gradient descent: the
+// result is the same then, and the step touches fewer rows. Take kAll for the
+// others, such as a rule with a mean of gradients, which decays in each step.
 #ifndef WRAPOPT_CC_RULES_RULES_H_
 #define WRAPOPT_CC_RULES_RULES_H_
 
@@ -29,6 +39,7 @@
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
+#include "cc/rules/lion.h"
 #include "cc/rules/momentum.h"
 #include "cc/rules/rms_prop.h"
 #include "cc/rules/weighted_sum.h"
@@ -50,6 +61,7 @@
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
+  X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
   X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)

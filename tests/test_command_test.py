@@ -1,0 +1,81 @@
+"""./tools/test makes .venv-tensorflow only for targets that need it."""
+
+import os
+import pathlib
+import shutil
+import subprocess
+
+import pytest
+
+FILES = ("requirements.txt", "tools/setup", "tools/test")
+
+# Stand for Bazel, whose `cquery` finds the targets in $NEEDING, and for the
+# interpreter of an environment that is made. They tell of all calls in `calls`.
+BAZEL = """#!/bin/bash
+[ "$1" = --version ] && echo bazel 4.2.3 && exit
+echo bazel "$@" >>calls
+[ "$1" = cquery ] && printf '%s' "$NEEDING"
+exit 0
+"""
+PYTHON = """#!/bin/bash
+echo "$(basename "$0")" "$@" >>calls
+if [ "$1 $2" = "-m venv" ]; then
+  mkdir -p "${@: -1}/bin"
+  cp "$0" "${@: -1}/bin/python"
+fi
+exit 0
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+  """Runs the command: (calls, whether it made .venv-tensorflow)."""
+  for path in FILES:
+    (tmp_path / path).parent.mkdir(exist_ok=True)
+    shutil.copy(path, tmp_path / path)
+  for name, text in ("bazel", BAZEL), ("python", PYTHON), (
+      "nvidia-smi", "#!/bin/bash\nexit 9\n"):
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    (tmp_path / "bin" / name).write_text(text)
+    (tmp_path / "bin" / name).chmod(0o755)
+  # It is there already, and is not made.
+  (tmp_path / ".venv" / "bin").mkdir(parents=True)
+  shutil.copy(tmp_path / "bin" / "python", tmp_path / ".venv" / "bin")
+  (tmp_path / ".venv" / ".installed").write_text(
+      "tensorflow-cpu==2.21.0\n" + pathlib.Path("requirements.txt").read_text())
+
+  def command(*args, needing=""):
+    process = subprocess.run(
+        ["tools/test", *args], cwd=tmp_path, capture_output=True, text=True,
+        check=False, env={
+            **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "PYTHON": "python", "BAZEL": "bazel", "NEEDING": needing})
+    assert process.returncode == 0, process.stdout + process.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    return calls, (tmp_path / ".venv-tensorflow" / ".installed").exists()
+
+  return command
+
+
+def test_a_target_that_needs_no_cuda_wheel(run):
+  calls, made = run("//tests:a", "//tests:b", "--test_filter=x")
+  assert not made
+  bazel = [call for call in calls if call.startswith("bazel")]
+  assert bazel[0] == (
+      "bazel cquery --test_filter=x --ui_event_filters=-info "
+      "attr(tags, cuda-wheel, set(//tests:a //tests:b))")
+  assert bazel[1].startswith("bazel test --test_filter=x //tests:a //tests:b ")
+  assert not [call for call in calls if "pip" in call or "venv" in call]
+
+
+def test_a_target_that_needs_it(run):
+  calls, made = run("//tests:a", needing="//tests:a (1234567)\n")
+  assert made
+  assert [c for c in calls if "venv" in c] == [
+      "python -m venv --clear .venv-tensorflow"]
+
+
+def test_all_targets(run):
+  calls, _ = run()
+  assert any("set(//...)" in call for call in calls)
+  assert any(call.startswith("bazel test //... ") for call in calls)
