@@ -622,11 +622,9 @@ def _start_at_value(shadows, variable, initial_value):
     initial_value: Its initial value, in the dtype of the averages.
   """
   is_ref = not hasattr(variable, "handle")
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(ops.device_of(variable))
-    if is_ref:
-      stack.enter_context(_control_flow.control_flow_v1())
-    value = tf.cond(
+  cond = _control_flow.cond_of_refs if is_ref else tf.cond
+  with ops.device_of(variable):
+    value = cond(
         tf.compat.v1.is_variable_initialized(variable),
         lambda: tf.cast(variable.read_value(), initial_value.dtype),
         lambda: initial_value)
