@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
+from wrapopt import _sessions
 
 tf1 = tf.compat.v1
 
@@ -77,8 +78,7 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
 
     def report(session):
       # No hook, for some would save or stop.
-      values = session.run_step_fn(
-          lambda step_context: step_context.session.run(fetches))
+      values = _sessions.in_raw(session, lambda raw: raw.run(fetches))
       # Both elements are the same.
       log.append([[[float(np.unique(x).item()) for x in xs] for xs in m[:2]] +
                   [int(m[2])] for m in values])

@@ -409,14 +409,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    session, graph = self._place(session, "seed_averages")
-    if session is None:
+    raw, graph = self._place(session, "seed_averages")
+    if raw is None:
       for k in range(len(self._decays)):
         for variable, shadow in self._pairs(graph, k):
           shadow.assign(tf.cast(variable, shadow.dtype))
     else:
       # An average's initial value is its variable's value, where it has one.
-      session.run([shadow.initializer for shadow in self._averages(graph)])
+      seeds = [shadow.initializer for shadow in self._averages(graph)]
+      _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
   def averages(self):
     """All averages in this graph, or in eager mode: a list of variables."""
@@ -435,8 +436,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Args:
       session: In a graph, the session, which may be a `MonitoredSession`, whose
-        hooks do not run for the exchange; by default the default session. The
-        graph may be finalized.
+        hooks do not run for the exchange, and which is made anew as in its
+        `run`; by default the default session. The graph may be finalized.
       decay: Which of several decays; by default the first.
 
     Yields:
@@ -451,17 +452,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if raw is None:
       back = self._swap_eager(self._pairs(graph, k))
     else:
-      back = self._swap_session(raw, self._exchanges[graph][k],
-                                self._pairs(graph, k))
+      raw, back = _sessions.in_raw(session, lambda raw: (
+          raw, self._swap_session(raw, self._exchanges[graph][k],
+                                  self._pairs(graph, k))))
     self._in_place.append(raw)
     try:
       yield
     finally:
       self._in_place.remove(raw)
-      # A monitored session that was lost and made anew has restored the raw
-      # weights from a checkpoint: there is nothing to put back.
-      if raw is None or _sessions.raw(session) is raw:
+      if raw is None:
         back()
+      else:
+        # A monitored session that was lost and made anew has restored the raw
+        # weights from a checkpoint: there is nothing to put back.
+        _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_eager(self, pairs):
     pairs = _components(pairs)
