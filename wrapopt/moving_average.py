@@ -13,6 +13,7 @@ from wrapopt import _sessions
 from wrapopt import ops
 from wrapopt._swapping_saver import SwappingSaver
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import variable_of
 
 _SLOT = "ExponentialMovingAverage"
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -65,7 +66,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
   `seed_averages`; the whole optimizer interface; eager mode and `tf.function`;
   `tf.train.Checkpoint`; `1 - decay` is computed in float64; any number of
   `apply_gradients` calls; the saver goes by variables, whatever their keys; one
-  pass for step and averages.
+  pass for step and averages. Errors in place of numbers that are no averages: a
+  decay outside of [0, 1], a negative `num_updates`. `opt` must be a
+  `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the wrapper's.
   """
 
   def __init__(self, opt, average_decay=0.9999, num_updates=None,
@@ -173,6 +176,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, or none has a gradient.
     """
     grads_and_vars = list(grads_and_vars)
+    global_step = variable_of(global_step)
     if self._gate is not None:
       return self._train_with_avg(self._gate.apply_gated(
           self._apply_where, grads_and_vars, global_step, name, **kwargs))
