@@ -22,6 +22,7 @@ def ran(request, tmp_path_factory):
   done = processes.run_python(
       "-m", MODULE, "--rounds", str(ROUNDS), "--seed", "3", "--out", str(out),
       *["--kill-worker"] * request.param, MARK=mark)
+  print(done.stderr)  # For a test that fails: why sessions were made anew.
   assert done.returncode == 0, done.stderr
   return out, done, mark, request.param
 

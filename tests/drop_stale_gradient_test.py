@@ -390,6 +390,22 @@ def test_the_step_of_the_graph(graph):
   assert record.inputs[0] is handle
 
 
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@pytest.mark.parametrize("limit", [-1, np.array(-1), np.int64(-2**63)])
+def test_a_negative_limit_drops_all(place, limit, fused):
+  """As in the test of 1.15 for it."""
+  model = Model(place, lambda m: Drop(INNER["adam"](), limit, fused=fused))
+  assert model.apply(0) == 1
+  before = model.state()
+  assert [model.apply(0), model.apply(100)] == [2, 3]
+  after = model.state()
+  for name in before:
+    assert_same_bits([after[name]], [before[name]])
+  np.testing.assert_array_equal(
+      model.read([model.step, model.dense])[1], [1, 2])
+  assert after[model.step.name] == 0
+
+
 # Policies
 
 
@@ -417,7 +433,8 @@ def sgd():
   return v1.GradientDescentOptimizer(1.0)
 
 
-@pytest.mark.parametrize("staleness", [1.0, np.float32(2), "1", None, True])
+@pytest.mark.parametrize("staleness", [
+    1.0, np.float32(2), "1", None, True, np.array([1]), np.array(1.0)])
 def test_a_staleness_that_is_no_integer(staleness):
   with pytest.raises(TypeError, match="`staleness` must be an integer, got"):
     Drop(sgd(), staleness)
@@ -429,7 +446,6 @@ def test_a_staleness_tensor_that_is_no_integer():
 
 
 @pytest.mark.parametrize("arguments, error, text", [
-    ({"staleness": -1}, ValueError, "`staleness` must be at least 0, got -1"),
     ({"policy": "halve"}, ValueError, "`policy` must be 'drop', 'scale' or"),
     ({"worker": ""}, ValueError, "`worker` must be a name, got ''"),
     ({"opt": None}, TypeError, "`opt` must be a tf.compat.v1.train.Optimizer"),

@@ -704,6 +704,8 @@ def test_a_gate_around_it(kind, control_flow):
      {"communication_period": None}),
     (ValueError, "`communication_period` must be at least 1, got -3",
      {"communication_period": -3}),
+    (ValueError, "`moving_rate` must be given where `communication_period` is "
+     "no integer, got ", {"communication_period": tf.Variable(2)}),
     (ValueError, r"`moving_rate` must be in \[0, 1\], got 1.5",
      {"moving_rate": 1.5}),
     (ValueError, r"`moving_rate` must be in \[0, 1\], got nan",

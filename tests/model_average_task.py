@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
+from wrapopt import _sessions
 
 tf1 = tf.compat.v1
 
@@ -86,8 +87,7 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
 
     def report(session):
       # No hook, for some would save or stop.
-      values = session.run_step_fn(
-          lambda step_context: step_context.session.run(fetches))
+      values = _sessions.in_raw(session, lambda raw: raw.run(fetches))
       # Both elements are the same.
       one = lambda xs: [float(np.unique(x).item()) for x in xs]
       log.append([[one(m[0]), one(m[1]), int(m[2]), one(m[3])]
@@ -105,7 +105,12 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
         if hold and i in hold:
           while not os.path.exists(hold[i]):
             time.sleep(0.02)
-        session.run(train_ops)
+        try:
+          session.run(train_ops)
+        except tf.errors.CancelledError:
+          # TensorFlow's error of some steps whose server went away. It makes
+          # the session anew for others only: for that of the next call.
+          session.run(train_ops)
         report(session)
   return log
 

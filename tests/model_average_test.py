@@ -537,6 +537,11 @@ def test_opt_and_getter_are_checked():
      {"num_worker": True}),
     (ValueError, "`interval_steps` must be at least 1, got 0",
      {"interval_steps": 0}),
+    (TypeError, "`interval_steps` must be a scalar integer, got a tensor of "
+     r"dtype float32 and shape \(\)", {"interval_steps": lambda: tf.ones([])}),
+    (TypeError, "`interval_steps` must be a scalar integer, got a tensor of "
+     r"dtype int32 and shape \(1,\)",
+     {"interval_steps": lambda: tf.ones([1], tf.int32)}),
     (ValueError, "`min_workers` must be at most 2, the number of workers, got "
      "3", {"num_worker": 2, "min_workers": 3}),
     (ValueError, "`min_workers` must be at least 1, got 0",
@@ -552,13 +557,14 @@ def test_opt_and_getter_are_checked():
 def test_arguments_are_checked(error, match, options):
   worker = Worker()
   with worker.build(), pytest.raises(error, match=match):
-    worker.optimizer(**options)
+    worker.optimizer(**{name: x() if callable(x) else x
+                        for name, x in options.items()})
 
 
 def test_a_worker_without_a_device_needs_a_name():
   with tf.Graph().as_default():
     getter = wrapopt.ModelAverageCustomGetter("")
-    arguments = (tf1.train.GradientDescentOptimizer(1.0), 1, True, getter)
+    arguments = (tf1.train.GradientDescentOptimizer(1.0), 2, True, getter)
     with pytest.raises(ValueError, match="`worker` must be a name where"):
       wrapopt.ModelAverageOptimizer(*arguments)
     wrapopt.ModelAverageOptimizer(*arguments, worker="me")

@@ -5,13 +5,13 @@ What the optimizers that average the weights of several workers have in common.
 
 import collections
 import contextlib
-import numbers
 
 import tensorflow as tf
 
 from wrapopt import _routes
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
+from wrapopt._wrapper import check_integer
 
 tf1 = tf.compat.v1
 
@@ -41,10 +41,21 @@ def require_graph(what):
 
 
 def check_count(subject, x):
-  if not isinstance(x, numbers.Integral) or isinstance(x, bool):
-    raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+  """`x` as an int; raises an error if it is none, or less than 1."""
+  x = check_integer(subject, x)
   if x < 1:
     raise ValueError(f"`{subject}` must be at least 1, got {x}.")
+  return x
+
+
+def check_period(subject, x):
+  """The same for a number of steps, which may be a tensor or a variable."""
+  if not tf.is_tensor(x) and not isinstance(x, tf.Variable):
+    return check_count(subject, x)
+  if not x.dtype.base_dtype.is_integer or x.shape.rank not in (None, 0):
+    raise TypeError(f"`{subject}` must be a scalar integer, got a tensor of "
+                    f"dtype {x.dtype.base_dtype.name} and shape {x.shape}.")
+  return x
 
 
 class VariableMap(collections.abc.MutableMapping):
@@ -193,7 +204,7 @@ def count_step(local_step, stepped, period):
   Args:
     local_step: The count.
     stepped: The step, an operation.
-    period: Every how many steps.
+    period: Every how many steps: an integer, a tensor or a variable.
 
   Returns:
     (due, not_due, counted). One of the first two is there in a step, on the host
@@ -201,7 +212,9 @@ def count_step(local_step, stepped, period):
   """
   with ops.host_of(local_step):
     count = local_step.read_value() + 1
-    is_due = tf.equal(count % period, 0)
+    if isinstance(period, tf.Variable):
+      period = period.read_value()
+    is_due = tf.equal(count % tf.cast(period, count.dtype), 0)
     due, not_due = _routes.branch(is_due)
     with tf.control_dependencies([stepped, is_due]):
       now = tf.identity(local_step.assign_add(1))

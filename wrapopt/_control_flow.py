@@ -1,8 +1,9 @@
 """Branches that may hold ref variables."""
 
-import contextlib
-
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_ops
+
+tf1 = tf.compat.v1
 
 
 def cond(accept, step, has_refs):
@@ -29,20 +30,51 @@ def cond(accept, step, has_refs):
     with tf.control_dependencies([done]):
       return tf.identity(True)
 
-  # A branch of control flow v2 gets the value of a ref variable, not the
-  # variable.
-  with control_flow_v1() if has_refs else contextlib.nullcontext():
-    return tf.cond(accept, taken, lambda: tf.constant(False))
+  either = cond_of_refs if has_refs else tf.cond
+  return either(accept, taken, lambda: tf.constant(False))
 
 
-@contextlib.contextmanager
-def control_flow_v1():
-  """`tf.cond` as in TensorFlow 1: its branches are parts of the graph."""
-  if not tf.compat.v1.control_flow_v2_enabled():
-    yield
-    return
-  tf.compat.v1.disable_control_flow_v2()
+def cond_of_refs(pred, taken, skipped):
+  """`tf.cond` in a graph, with branches that may hold ref variables.
+
+  A branch of control flow v2 is a function, which gets the value of a ref
+  variable and not the variable. So the branches are parts of the graph, as in
+  control flow v1. `tf.cond` makes such branches only where control flow v2 is
+  disabled for the whole process, in which other threads may build graphs too.
+
+  Args:
+    pred: A scalar bool tensor.
+    taken: A function that gives a tensor, if `pred` is true.
+    skipped: A function that gives a tensor of the same dtype, if it is false.
+
+  Returns:
+    A tensor.
+  """
+  if tf1.get_default_graph().building_function:
+    # A function holds no ref variables anyway.
+    return tf.cond(pred, taken, skipped)
+  with tf.name_scope("cond"):
+    pivots = tf.raw_ops.Switch(data=pred, pred=pred)
+    # A control dependency on a Switch is one on the op, which always runs.
+    pivots = [tf.identity(pivot, name=name)
+              for pivot, name in zip(pivots, ("switch_f", "switch_t"))]
+    pred = tf.identity(pred, name="pred_id")
+    results = [_branch(pred, pivot, number, function) for
+               number, (pivot, function) in
+               enumerate(zip(pivots, (skipped, taken)))]
+    return tf.raw_ops.Merge(inputs=results)[0]
+
+
+def _branch(pred, pivot, number, function):
+  """What `function` gives, which runs where `pred` is true (1) or false (0)."""
+  context = control_flow_ops.CondContext(pred, pivot, branch=number)
+  context.Enter()
   try:
-    yield
+    _, results = context.BuildCondBranch(function)
+    context.ExitResult(results)
   finally:
-    tf.compat.v1.enable_control_flow_v2()
+    context.Exit()
+  if context.outer_context is None:
+    # For the MetaGraph, where an outer context holds this one.
+    tf1.add_to_collection(tf1.GraphKeys.COND_CONTEXT, context)
+  return results[0]

@@ -1,6 +1,7 @@
 """What every wrapper around a `tf.compat.v1.train.Optimizer` shares."""
 
 import contextlib
+import operator
 
 import tensorflow as tf
 
@@ -117,7 +118,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     """See `tf.compat.v1.train.Optimizer.apply_gradients`."""
     train_ops = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
     taken = self._take(_step.Step(
-        _step.checked_gradients(grads_and_vars), global_step, name, kwargs))
+        _step.checked_gradients(grads_and_vars), variable_of(global_step), name,
+        kwargs))
     if not tf.executing_eagerly():
       # In place of what the inner optimizer put there.
       tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
@@ -180,8 +182,39 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
         variable=variable)
 
 
+def check_integer(subject, x):
+  """`x` as an int; raises a TypeError if it is none, and no NumPy integer."""
+  try:
+    if not isinstance(x, bool):
+      return operator.index(x)
+  except TypeError:
+    pass
+  raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+
+
+def variable_of(step):
+  """The variable of `step`, where that is a tensor of one.
+
+  `tf.compat.v1.train.get_global_step` gives a tensor where it finds a ref
+  variable by its name only.
+
+  Args:
+    step: A step variable, or what the caller was given for one.
+
+  Returns:
+    The variable; `step` itself, if it is no tensor of a variable.
+  """
+  if isinstance(step, tf.Tensor) and not tf.executing_eagerly():
+    for v in (*tf.compat.v1.global_variables(),
+              *tf.compat.v1.local_variables()):
+      if v.name == step.name:
+        return v
+  return step
+
+
 def check_global_step(step):
-  """`step`, if it is a step variable; else raises a TypeError."""
+  """The variable of `step`, if it is an integer; else raises a TypeError."""
+  step = variable_of(step)
   if (not isinstance(step, tf.Variable) or
       step.dtype.base_dtype not in (tf.int32, tf.int64)):
     raise TypeError("`global_step` must be a variable of dtype int32 or int64, "

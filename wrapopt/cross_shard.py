@@ -58,7 +58,8 @@ class CrossShardOptimizer(WrapperOptimizer):
   `tf.compat.v1.tpu.CrossShardOptimizer` now.
 
   Differences from it: runs without a TPU, in eager mode and with strategies;
-  `tf.IndexedSlices` stay sparse; callable losses on several shards; groups may
+  `tf.IndexedSlices` stay sparse, for which the inner optimizer must have a
+  sparse update; callable losses on several shards; groups may
   be any sequences, are checked when the optimizer is made, and may not name a
   shard twice; one shard takes no CrossReplicaSum; `tf.train.Checkpoint`.
   """

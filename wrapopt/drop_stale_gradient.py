@@ -1,7 +1,6 @@
 """Asynchronous training that drops gradients of weights that are too old."""
 
 import contextlib
-import numbers
 import threading
 import typing
 import weakref
@@ -14,6 +13,7 @@ from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
 from wrapopt._wrapper import check_global_step
+from wrapopt._wrapper import check_integer
 
 tf1 = tf.compat.v1
 
@@ -102,7 +102,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   that had begun when the step was recorded; `record_step`; callable losses,
   eager mode, `tf.function`, `tf.train.Checkpoint`; several instances and
   several calls in a graph; `policy`, `staleness_stats`, `worker`; the gated op
-  is the TRAIN_OP; errors in place of wrong results.
+  is the TRAIN_OP. Errors in place of wrong results: the step must be the one
+  that was recorded, of dtype int32 or int64; `opt` must be a
+  `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the gate's;
+  a `tf.distribute` strategy has no asynchronous workers.
   """
 
   def __init__(self, opt, staleness, use_locking=False,
@@ -112,8 +115,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     Args:
       opt: A `tf.compat.v1.train.Optimizer`.
-      staleness: The limit: an integer of at least 0, or a scalar integer tensor
-        or variable, whose negative values drop every gradient.
+      staleness: The limit: an integer, or a scalar integer tensor or variable.
+        A negative limit drops every gradient.
       use_locking: Has no effect, as in 1.15; the gate always locks.
       name: The name of the optimizer.
       policy: What becomes of an admitted gradient. "drop": it is applied as it
@@ -136,8 +139,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
         is not an integer, or `global_step` is not a variable.
-      ValueError: If `staleness` is negative, `policy` is none of these, or
-        `fused` is True and there is no such op.
+      ValueError: If `policy` is none of these, or `fused` is True and there is
+        no such op.
     """
     super().__init__(opt, name)
     del use_locking
@@ -145,18 +148,13 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if not staleness.dtype.base_dtype.is_integer:
         raise TypeError("`staleness` must be an integer, got a tensor of dtype "
                         f"{staleness.dtype.base_dtype.name}.")
-    elif (not isinstance(staleness, numbers.Integral) or
-          isinstance(staleness, bool)):
-      raise TypeError(f"`staleness` must be an integer, got {staleness!r}.")
-    elif staleness < 0:
-      raise ValueError(
-          f"`staleness` must be at least 0, got {staleness}. To drop every "
-          "gradient for a while, give a variable.")
+    else:
+      staleness = check_integer("staleness", staleness)
     if policy not in ("drop", "scale") and not callable(policy):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
     if global_step is not None:
-      check_global_step(global_step)
+      global_step = check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     self._fused = None if fused is None else bool(fused)
@@ -249,10 +247,6 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if self._global_step is not None:
       return self._global_step
     step = tf1.train.get_global_step()
-    # A step that is found by its name is a tensor.
-    if step is not None and not isinstance(step, tf.Variable):
-      step = next((v for v in tf1.global_variables() + tf1.local_variables()
-                   if v.name == step.name), None)
     if step is None:
       raise ValueError(
           "A global step is required, and this graph has none. Make one with "

@@ -149,8 +149,14 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   does not deadlock; several instances in a graph and in a cluster; `get_slot`,
   `get_slot_names` and `variables` are the inner optimizer's; few transfers, and
   none between exchanges; a worker takes one step at a time; no exchange is
-  lost; what `apply_gradients` returns is an operation, and the TRAIN_OP; wrong
-  arguments are refused.
+  lost; what `apply_gradients` returns is an operation, and the TRAIN_OP. Errors
+  in place of wrong results: a `moving_rate` outside of [0, 1], with which
+  worker and center do not approach, or a negative `rho`, which drives them
+  apart, also by a negative learning rate; numbers of workers or steps that are
+  no integers of at least 1; an empty `var_list`, which trained all variables.
+  `opt` must be a `tf.compat.v1.train.Optimizer`, and `ea_custom_getter` an
+  `ElasticAverageCustomGetter`. Shapes must be known when the graph is built,
+  for values travel together.
   """
 
   BETA = 0.9
@@ -166,7 +172,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       ea_custom_getter: The `ElasticAverageCustomGetter` that makes the trained
         variables, before or after this.
       communication_period: The number of a worker's steps from one exchange to
-        the next.
+        the next: an integer of at least 1, or a scalar integer tensor or
+        variable.
       moving_rate: The part of its distance that each of worker and center moves
         in an exchange: a number in [0, 1], or a scalar tensor or variable. By
         default `0.9 / communication_period / num_worker`.
@@ -195,13 +202,18 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     super().__init__(opt, name)
     del use_locking
     _centers.require_graph(type(self).__name__)
-    _centers.check_count("num_worker", num_worker)
-    _centers.check_count("communication_period", communication_period)
+    num_worker = _centers.check_count("num_worker", num_worker)
+    communication_period = _centers.check_period("communication_period",
+                                                 communication_period)
     if not isinstance(ea_custom_getter, ElasticAverageCustomGetter):
       raise TypeError(
           "`ea_custom_getter` must be the ElasticAverageCustomGetter of the "
           f"model's variables, got {ea_custom_getter!r}.")
     if moving_rate is None:
+      if not isinstance(communication_period, int):
+        raise ValueError("`moving_rate` must be given where "
+                         "`communication_period` is no integer, got "
+                         f"{communication_period!r}.")
       moving_rate = self.BETA / communication_period / num_worker
     elif isinstance(moving_rate, numbers.Real) and not 0 <= moving_rate <= 1:
       raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")

@@ -11,7 +11,7 @@ from wrapopt import _routes
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import check_global_step
+from wrapopt._wrapper import variable_of
 
 tf1 = tf.compat.v1
 
@@ -163,7 +163,12 @@ class ModelAverageOptimizer(WrapperOptimizer):
   flow v2; the inner optimizer's variables are local, so that a session of a
   worker that is not the chief becomes ready; `local_step` is on the worker
   wherever the constructor runs, and a worker takes one step at a time; several
-  instances, in one graph or in one cluster; errors in place of wrong results.
+  instances, in one graph or in one cluster. Errors in place of wrong results:
+  numbers of workers are integers of at least 1, and so is an `interval_steps`
+  that is a number; workers without a device have names. `opt` must be a
+  `tf.compat.v1.train.Optimizer`, and `ma_custom_getter` a
+  `ModelAverageCustomGetter`. Shapes must be known when the graph is built, for
+  values travel together.
   """
 
   def __init__(self, opt, num_worker, is_chief, ma_custom_getter,
@@ -177,7 +182,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       num_worker: How many workers there are, the chief among them.
       is_chief: Whether this worker is the chief. There is exactly one.
       ma_custom_getter: The `ModelAverageCustomGetter` that makes the variables.
-      interval_steps: How many steps of this worker a round has, at least 1.
+      interval_steps: How many steps of this worker a round has: an integer of
+        at least 1, or a scalar integer tensor or variable.
       use_locking: Has no effect, as in 1.15; the averaging always locks.
       name: The name of the optimizer, the same for all workers.
       min_workers: How many workers are enough for a round whose time is over,
@@ -188,7 +194,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
         round, or to open the first; by default 1200, or twice
         `round_timeout_secs` where that is more.
       worker: What this worker is called, unlike all others and the same after a
-        restart; by default, its device, from the getter.
+        restart; by default, its device, from the getter. One worker alone needs
+        no name.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
@@ -199,15 +206,15 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     super().__init__(opt, name)
     del use_locking
-    _centers.check_count("num_worker", num_worker)
-    _centers.check_count("interval_steps", interval_steps)
+    num_worker = _centers.check_count("num_worker", num_worker)
+    interval_steps = _centers.check_period("interval_steps", interval_steps)
     if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
       raise TypeError("`ma_custom_getter` must be the ModelAverageCustomGetter "
                       "that makes the variables, got "
                       f"{type(ma_custom_getter).__qualname__}.")
     if min_workers is None:
       min_workers = num_worker
-    _centers.check_count("min_workers", min_workers)
+    min_workers = _centers.check_count("min_workers", min_workers)
     if min_workers > num_worker:
       raise ValueError(f"`min_workers` must be at most {num_worker}, the number "
                        f"of workers, got {min_workers}.")
@@ -230,9 +237,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._device = ma_custom_getter.worker_device
     self._rounds = [self._new_rounds()]
     self._worker = worker or self._rounds[0].local_step.device
-    if not self._worker:
+    if not self._worker and num_worker > 1:
       raise ValueError("`worker` must be a name where the getter's worker_device "
-                       "is none, got None.")
+                       "is none and there are several workers, got None.")
+    self._worker = self._worker or "worker"
     self._applied = 0  # How many of `_rounds` have their `apply_gradients`.
 
   def _new_rounds(self):
@@ -260,7 +268,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
       is a `tf.errors.InvalidArgumentError`.
 
     Raises:
-      TypeError: If `global_step` is not an integer variable.
+      TypeError: If `global_step` is not a variable.
       ValueError: If there is no variable or no gradient, no global step, or a
         variable that `ma_custom_getter` did not make.
     """
@@ -274,7 +282,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
       raise ValueError("Must supply at least one variable")
     if step.global_step is None:
       raise ValueError("Global step is required")
-    check_global_step(step.global_step)
+    if not isinstance(step.global_step, tf.Variable):
+      raise TypeError("`global_step` must be a variable, got "
+                      f"{step.global_step!r}.")
     pairs = [(v, self._center_of(v)) for g, v in step.grads_and_vars
              if g is not None]
     with self._making_state():

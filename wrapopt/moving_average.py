@@ -64,7 +64,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
   `seed_averages`; the whole optimizer interface; eager mode and `tf.function`;
   `tf.train.Checkpoint`; `1 - decay` is computed in float64; any number of
   `apply_gradients` calls; the saver goes by variables, whatever their keys; one
-  pass for step and averages.
+  pass for step and averages. Errors in place of numbers that are no averages: a
+  decay outside of [0, 1], a negative `num_updates`. `opt` must be a
+  `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the wrapper's.
   """
 
   def __init__(self, opt, average_decay=0.9999, num_updates=None,
@@ -373,14 +375,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    session, graph = self._place(session, "seed_averages")
-    if session is None:
+    raw, graph = self._place(session, "seed_averages")
+    if raw is None:
       for k in range(len(self._decays)):
         for variable, shadow in self._pairs(graph, k):
           shadow.assign(tf.cast(variable, shadow.dtype))
     else:
       # An average's initial value is its variable's value, where it has one.
-      session.run([shadow.initializer for shadow in self._averages(graph)])
+      seeds = [shadow.initializer for shadow in self._averages(graph)]
+      _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
   def averages(self):
     """All averages in this graph, or in eager mode: a list of variables."""
@@ -399,8 +402,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Args:
       session: In a graph, the session, which may be a `MonitoredSession`, whose
-        hooks do not run for the exchange; by default the default session. The
-        graph may be finalized.
+        hooks do not run for the exchange, and which is made anew as in its
+        `run`; by default the default session. The graph may be finalized.
       decay: Which of several decays; by default the first.
 
     Yields:
@@ -415,17 +418,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if raw is None:
       back = self._swap_eager(self._pairs(graph, k))
     else:
-      back = self._swap_session(raw, self._exchanges[graph][k],
-                                self._pairs(graph, k))
+      raw, back = _sessions.in_raw(session, lambda raw: (
+          raw, self._swap_session(raw, self._exchanges[graph][k],
+                                  self._pairs(graph, k))))
     self._in_place.append(raw)
     try:
       yield
     finally:
       self._in_place.remove(raw)
-      # A monitored session that was lost and made anew has restored the raw
-      # weights from a checkpoint: there is nothing to put back.
-      if raw is None or _sessions.raw(session) is raw:
+      if raw is None:
         back()
+      else:
+        # A monitored session that was lost and made anew has restored the raw
+        # weights from a checkpoint: there is nothing to put back.
+        _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_eager(self, pairs):
     pairs = _components(pairs)
@@ -586,11 +592,9 @@ def _start_at_value(shadows, variable, initial_value):
     initial_value: Its initial value, in the dtype of the averages.
   """
   is_ref = not hasattr(variable, "handle")
-  with contextlib.ExitStack() as stack:
-    stack.enter_context(ops.device_of(variable))
-    if is_ref:
-      stack.enter_context(_control_flow.control_flow_v1())
-    value = tf.cond(
+  cond = _control_flow.cond_of_refs if is_ref else tf.cond
+  with ops.device_of(variable):
+    value = cond(
         tf.compat.v1.is_variable_initialized(variable),
         lambda: tf.cast(variable.read_value(), initial_value.dtype),
         lambda: initial_value)

@@ -6,6 +6,7 @@ what to do through a pipe, and ends when that is closed: so also when the
 process that started it is killed.
 """
 
+import logging
 import multiprocessing
 import os
 import queue
@@ -169,6 +170,18 @@ class Task:
     return tf1.Session(self.server.target, graph=graph, config=self.config())
 
 
+def _log_lost_sessions():
+  """Has stderr say why a monitored session is made anew.
+
+  Variables that are not in a checkpoint have their initial values then, and
+  else nothing tells. TensorFlow logs the error as one of many INFO messages.
+  """
+  logger = tf.get_logger()
+  logger.setLevel(logging.INFO)
+  logger.addFilter(lambda record: record.levelno > logging.INFO or
+                   "new session will be created" in record.getMessage())
+
+
 def _run(pipe, functions, spec, job, number):
   """What a process does."""
   told = queue.Queue()
@@ -187,6 +200,7 @@ def _run(pipe, functions, spec, job, number):
   for name in ("http_proxy", "https_proxy", "grpc_proxy"):
     os.environ.pop(name, None)
     os.environ.pop(name.upper(), None)
+  _log_lost_sessions()
   task = Task(spec, job, number, lambda value: pipe.send(("report", value)))
   pipe.send(("value", None))
   while True:

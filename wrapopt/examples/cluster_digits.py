@@ -101,9 +101,9 @@ def average(task, rounds, seed):
         hooks=[opt.make_session_run_hook()]) as session:
       if is_chief:
         task.report(0)
-      evaluate = lambda: session.run_step_fn(
-          lambda step_context: model.accuracy(
-              step_context.session, held_out))
+      # Not by `run_step_fn`: called again in a session that was made anew, it
+      # passes on the one before, which is closed.
+      evaluate = lambda: model.accuracy(session, held_out)
       steps, over, curve = 0, 0, []
       while over < rounds:
         for _ in range(_INTERVAL - 1):

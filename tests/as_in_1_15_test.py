@@ -1,0 +1,143 @@
+"""What worked with the optimizers of 1.15 beside what their docs say: works."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from training import graph_of
+import wrapopt
+
+tf1 = tf.compat.v1
+sgd = tf1.train.GradientDescentOptimizer
+
+
+@pytest.fixture(params=["ref", "resource"], autouse=True)
+def kind(request):
+  with graph_of(request.param):
+    yield request.param
+
+
+def averaged(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
+  """A model of one worker: (its training op, its variable, its hook)."""
+  getter = wrapopt.ModelAverageCustomGetter(device)
+  with tf1.variable_scope("", custom_getter=getter):
+    v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.ModelAverageOptimizer(sgd(1.0), num_worker, True, getter,
+                                      interval_steps)
+  return opt.minimize(-v, global_step), v, opt.make_session_run_hook()
+
+
+def elastic(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
+  """The same with elastic averaging, which draws the center after the worker."""
+  getter = wrapopt.ElasticAverageCustomGetter(device)
+  with tf1.variable_scope("", custom_getter=getter):
+    v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.ElasticAverageOptimizer(
+      sgd(1.0), num_worker, getter, interval_steps, moving_rate=0.0, rho=0.0)
+  return (opt.minimize(-v, global_step), v,
+          opt.make_session_run_hook(True, 0))
+
+
+def gated(global_step, **kwargs):
+  del kwargs
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.DropStaleGradientOptimizer(sgd(1.0), 0)
+  return opt.minimize(-v, global_step), v, None
+
+
+def with_averages(global_step, fused=None, **kwargs):
+  del kwargs
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5, num_updates=global_step,
+                                       fused=fused)
+  return opt.minimize(-v, global_step), v, None
+
+
+def with_averages_after(global_step, **kwargs):
+  return with_averages(global_step, fused=False, **kwargs)
+
+
+def steps(model, global_step, count=4):
+  """The variable and the step after each of some steps."""
+  train, v, hook = model
+  with tf1.train.MonitoredSession(hooks=[hook] if hook else []) as session:
+    seen = []
+    for _ in range(count):
+      session.run(train)
+      seen.append([x.item() for x in session.run([v, global_step])])
+  return seen
+
+
+@pytest.mark.parametrize("make", [averaged, elastic, gated, with_averages,
+                                  with_averages_after])
+def test_a_step_that_is_found_by_its_name(make):
+  """`get_global_step` gives a tensor where the variable is in no collection."""
+  tf1.Variable(0, name="global_step", trainable=False, use_resource=False)
+  step = tf1.train.get_global_step()
+  assert not isinstance(step, tf.Variable)
+  assert steps(make(step), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint8])
+@pytest.mark.parametrize("make", [averaged, elastic, with_averages,
+                                  with_averages_after])
+def test_a_step_of_another_dtype(make, dtype):
+  step = tf1.Variable(dtype(0), name="step", trainable=False)
+  assert steps(make(step), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+@pytest.mark.parametrize("make", [averaged, elastic])
+@pytest.mark.parametrize("count", [
+    lambda x: np.array(x), lambda x: np.int64(x)], ids=["array", "int64"])
+def test_counts_of_numpy(make, count):
+  step = tf1.train.create_global_step()
+  assert steps(make(step, count(1), count(2)), step) == [
+      [1, 0], [2, 1], [3, 1], [4, 2]]
+
+
+@pytest.mark.parametrize("make", [averaged, elastic])
+@pytest.mark.parametrize("dtype", [tf.int32, tf.int64])
+def test_a_period_that_changes(make, dtype):
+  """Every second step at first, and then every third."""
+  step = tf1.train.create_global_step()
+  period = tf1.get_variable("period", initializer=tf.constant(2, dtype),
+                            trainable=False)
+  train, v, hook = make(step, interval_steps=period)
+  change = tf1.assign(period, tf.constant(3, dtype)).op
+  with tf1.train.MonitoredSession(hooks=[hook]) as session:
+    seen = []
+    for i in range(1, 10):
+      if i == 5:
+        session.run(change)
+      session.run(train)
+      seen.append(session.run(step).item())
+    assert session.run(v) == 9
+  assert seen == [0, 1, 1, 2, 2, 3, 3, 3, 4]
+
+
+@pytest.mark.parametrize("make", [averaged, elastic])
+def test_a_period_of_zero(make):
+  step = tf1.train.create_global_step()
+  train, _, hook = make(step, interval_steps=tf.constant(0))
+  with tf1.train.MonitoredSession(hooks=[hook]) as session:
+    with pytest.raises(tf.errors.InvalidArgumentError, match="by zero"):
+      session.run(train)
+
+
+@pytest.mark.parametrize("make", [averaged, elastic])
+@pytest.mark.parametrize("device", ["", None])
+def test_one_worker_without_a_device(make, device):
+  step = tf1.train.create_global_step()
+  assert steps(make(step, device=device), step) == [
+      [1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_settings_of_numpy():
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), np.array(0.75),
+                                       num_updates=np.array(1))
+  train = opt.minimize(-v)  # The decay is 2 / 11.
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train)
+    assert session.run(opt.average(v)) == np.float32(9 / 11)
