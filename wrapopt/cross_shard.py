@@ -59,9 +59,9 @@ class CrossShardOptimizer(WrapperOptimizer):
 
   Differences from it: runs without a TPU, in eager mode and with strategies;
   `tf.IndexedSlices` stay sparse, for which the inner optimizer must have a
-  sparse update; callable losses on several shards; groups may
-  be any sequences, are checked when the optimizer is made, and may not name a
-  shard twice; one shard takes no CrossReplicaSum; `tf.train.Checkpoint`.
+  sparse update; callable losses on several shards; groups may be any sequences,
+  are checked when the optimizer is made, and may not name a shard twice; one
+  shard takes no CrossReplicaSum; `tf.train.Checkpoint`.
   """
 
   def __init__(self, opt, reduction=_Reduction.MEAN,

@@ -150,10 +150,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   `get_slot_names` and `variables` are the inner optimizer's; few transfers, and
   none between exchanges; a worker takes one step at a time; no exchange is
   lost; what `apply_gradients` returns is an operation, and the TRAIN_OP. Errors
-  in place of wrong results: a `moving_rate` outside of [0, 1], with which
-  worker and center do not approach, or a negative `rho`, which drives them
-  apart, also by a negative learning rate; numbers of workers or steps that are
-  no integers of at least 1; an empty `var_list`, which trained all variables.
+  in place of wrong results: a `moving_rate` outside of [0, 1]; a negative `rho`,
+  which would drive worker and center apart, and a learning rate that gives
+  one; numbers of workers or steps that are no integers of at least 1; an empty
+  `var_list`, with which 1.15 trained all variables.
   `opt` must be a `tf.compat.v1.train.Optimizer`, and `ea_custom_getter` an
   `ElasticAverageCustomGetter`. Shapes must be known when the graph is built,
   for values travel together.
