@@ -101,6 +101,18 @@ def test_values_of_either_branch():
         assert session.run(value, {which: x}) == want
 
 
+def test_branches_in_branches_give_values_from_outside():
+  with control_flow(v2=True), tf.Graph().as_default():
+    outer, inner = (tf1.placeholder(tf.bool, []) for _ in range(2))
+    a, b, c = map(tf.constant, (1, 2, 3))
+    value = _control_flow.cond_of_refs(
+        outer, lambda: _control_flow.cond_of_refs(
+            inner, lambda: a, lambda: b), lambda: c)
+    with tf1.Session() as session:
+      assert [session.run(value, {outer: x, inner: y})
+              for x in (True, False) for y in (True, False)] == [1, 2, 3, 3]
+
+
 def test_a_meta_graph_holds_the_branches(tmp_path):
   path = str(tmp_path / "graph.meta")
   with control_flow(v2=True), tf.Graph().as_default():
