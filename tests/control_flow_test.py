@@ -101,16 +101,22 @@ def test_values_of_either_branch():
         assert session.run(value, {which: x}) == want
 
 
-def test_branches_in_branches_give_values_from_outside():
-  with control_flow(v2=True), tf.Graph().as_default():
-    outer, inner = (tf1.placeholder(tf.bool, []) for _ in range(2))
-    a, b, c = map(tf.constant, (1, 2, 3))
-    value = _control_flow.cond_of_refs(
-        outer, lambda: _control_flow.cond_of_refs(
-            inner, lambda: a, lambda: b), lambda: c)
+def test_branches_give_values_from_outside():
+  """Of their own branch and of the loop that they are in."""
+  with control_flow(v2=False), tf.Graph().as_default():
+    outer = tf1.placeholder(tf.bool, [])
+    a, b, c = map(tf.constant, (1, 10, 100))
+
+    def body(i, total):
+      return i + 1, total + _control_flow.cond_of_refs(
+          outer, lambda: _control_flow.cond_of_refs(
+              tf.equal(i % 2, 0), lambda: a, lambda: b), lambda: c)
+
+    _, total = tf1.while_loop(lambda i, total: i < 5, body,
+                              [tf.constant(0), tf.constant(0)])
     with tf1.Session() as session:
-      assert [session.run(value, {outer: x, inner: y})
-              for x in (True, False) for y in (True, False)] == [1, 2, 3, 3]
+      assert session.run(total, {outer: True}) == 23
+      assert session.run(total, {outer: False}) == 500
 
 
 def test_a_meta_graph_holds_the_branches(tmp_path):
