@@ -166,6 +166,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._policy = policy
     self._global_step = global_step
     self._worker = worker
+    self._start_records()
+
+  def _start_records(self):
+    """Makes what belongs to this object alone, and to no copy of it."""
     # The record that gradients belong to which do not tell: in a graph, the
     # name of its last; in eager mode, this thread's last.
     self._last_in_graph = weakref.WeakKeyDictionary()
@@ -176,6 +180,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._worker_histograms = weakref.WeakKeyDictionary()
     # Blocks of `record_step` that this thread is in.
     self._blocks = threading.local()
+
+  def __getstate__(self):
+    state = dict(vars(self))
+    for name in ("_last_in_graph", "_eager", "_of_gradient",
+                 "_worker_histograms", "_blocks"):
+      del state[name]
+    return state
+
+  def __setstate__(self, state):
+    vars(self).update(state)
+    self._start_records()
 
   @property
   def fused(self):
