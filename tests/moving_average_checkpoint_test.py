@@ -1149,6 +1149,42 @@ def test_eager_evaluation_in_a_function():
   assert evaluate(1.0) == 2
 
 
+def test_training_inside_is_refused():
+  w, step = tf.Variable([0.0, 0.0]), tf.Variable(0)
+  opt = wrap(0.5)
+  descend(opt, w)
+  # Also through a wrapper, and before anything else is done.
+  for outer in opt, wrapopt.CrossShardOptimizer(opt):
+    def take():
+      outer.apply_gradients([(-tf.ones_like(w), w)], step)
+
+    function = tf.function(take)
+    with opt.averaged_weights():
+      for train in take, function:
+        with pytest.raises(RuntimeError, match="apply_gradients " + IN_PLACE):
+          train()
+      assert w.numpy().tolist() == [0.5, 0.5]
+      assert opt.average(w).numpy().tolist() == [1, 1]
+    assert w.numpy().tolist() == [1, 1]
+    assert opt.average(w).numpy().tolist() == [0.5, 0.5]
+    assert step.numpy() == 0
+  function()
+  assert (w.numpy().tolist(), step.numpy()) == ([2, 2], 1)
+
+
+def test_a_graph_is_built_while_eager_averages_are_in_place():
+  w = tf.Variable([0.0, 0.0])
+  opt = wrap(0.5)
+  descend(opt, w)
+  with opt.averaged_weights():
+    with graph_of("resource"):
+      v = v1.get_variable("v", initializer=0.0)
+      train_op = opt.minimize(-v)
+      with session_of() as session:
+        session.run(train_op)
+        assert session.run([v, opt.average(v)]) == [1, 0.5]
+
+
 # Monitored sessions.
 
 

@@ -7,8 +7,12 @@ optimizer_contract_test.py.
 """
 
 import collections
+import copy
 import gc
 import inspect
+import pickle
+import re
+import threading
 import weakref
 
 import numpy as np
@@ -18,6 +22,7 @@ import tensorflow as tf
 import wrapopt
 from modes import control_flow
 from processes import run_python
+from threads import in_threads
 from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
@@ -175,10 +180,48 @@ def test_the_inner_optimizer_must_be_one():
     ([0.5, lambda: 0.9],
      r"^A sequence of `average_decay` must hold numbers, got <function .*>\. "
      r"A tensor, variable or callable stands alone\.$"),
+    (np.array([[0.5, 0.75]]),
+     r"^A sequence of `average_decay` must hold numbers, got array\(.*\)\. "
+     r"A tensor, variable or callable stands alone\.$"),
+    (tf.constant([0.5, 0.75]),
+     r"^`average_decay` must be a scalar where it is a tensor or a variable, "
+     r"got one of shape \(2,\)\.$"),
 ])
 def test_average_decay_is_checked(decay, text):
   with pytest.raises(ValueError, match=text):
     wrap(decay)
+
+
+@pytest.mark.parametrize("decay", [None, "0.5", {0.5, 0.75}, object()])
+def test_the_type_of_average_decay_is_checked(decay):
+  with pytest.raises(TypeError, match=re.escape(
+      "`average_decay` must be a number, a sequence of numbers, a scalar "
+      f"tensor or variable, or a callable, got {decay!r}.")):
+    wrap(decay)
+
+
+@pytest.mark.parametrize("decays", [
+    [0.5, 0.75], (0.5, 0.75), np.array([0.5, 0.75]), np.float32([0.5, 0.75]),
+    collections.deque([0.5, 0.75])], ids=lambda x: type(x).__name__)
+@both_paths
+def test_decays_may_be_any_sequence(decays, fused):
+  w = tf.Variable(0.0, name="w")
+  opt = wrap(decays, fused=fused)
+  descend(opt, w)
+  assert [x.numpy() for x in opt.averages()] == [0.5, 0.25]
+  assert opt.average(w, 0.75).numpy() == 0.25
+  assert opt.get_slot_names() == ["ExponentialMovingAverage",
+                                  "ExponentialMovingAverage_0.75"]
+
+
+def test_an_array_without_dimensions_is_a_number():
+  w = tf.Variable(0.0)
+  opt = wrap(np.array(0.5))
+  descend(opt, w)
+  assert opt.average(w).numpy() == 0.5
+  with pytest.raises(ValueError, match=(
+      r"^`average_decay` must be in \[0, 1\], got 1\.5\.$")):
+    wrap(np.array(1.5))
 
 
 def test_decays_may_be_numpy_numbers():
@@ -858,6 +901,34 @@ def test_a_variable_of_unknown_shape(kind, fused):
     assert session.run(opt.average(v)).tolist() == [0.5, 0.5]
 
 
+def test_the_averages_in_a_function():
+  # They are those of the variables, which are eager.
+  a, b = tf.Variable(0.0), tf.Variable(2.0)
+  opt = wrap([0.5, 0.75])
+  descend(opt, a, b)
+  seen = []
+
+  @tf.function
+  def function():
+    seen.extend(opt.averages())
+    return tf.stack(seen)
+
+  assert function().numpy().tolist() == [0.5, 2.5, 0.25, 2.25]
+  assert [x.ref() for x in seen] == [x.ref() for x in opt.averages()]
+
+
+def test_the_averages_in_a_branch_of_a_graph():
+  with graph_of("resource"), control_flow(v2=True):
+    v = v1.get_variable("v", initializer=0.0)
+    opt = wrap(0.5)
+    train_op = descend(opt, v)
+    value = tf.cond(tf.constant(True), lambda: tf.stack(opt.averages()),
+                    lambda: tf.zeros([1]))
+    with session_of() as session:
+      run(session, train_op)
+      assert session.run(value) == [0.5]
+
+
 # Several decays.
 
 
@@ -1000,14 +1071,156 @@ def test_a_function_that_makes_its_variables():
     step()
 
 
-def test_a_variable_that_is_gone_is_not_kept():
-  w = tf.Variable(tf.zeros([8]))
-  opt = wrap()
-  descend(opt, w)
-  gone = weakref.ref(opt.average(w)), weakref.ref(w)
-  del w, opt
+@both_paths
+def test_a_variable_that_is_gone_is_not_kept(fused):
+  kept, w = tf.Variable(0.0), tf.Variable(tf.zeros([8]))
+  opt = wrap([0.5, 0.75], fused=fused)
+  descend(opt, kept, w)
+  gone = [weakref.ref(v) for v in (w, opt.average(w), opt.average(w, 0.75))]
+  del w
   gc.collect()
-  assert [r() for r in gone] == [None, None]
+  assert [r() for r in gone] == [None] * 3
+  # The optimizer goes on with the rest.
+  descend(opt, kept)
+  assert [x.numpy() for x in opt.averages()] == [1.25, 0.6875]
+  assert len(opt.variables()) == 2
+  with opt.averaged_weights():
+    assert kept.numpy() == 1.25
+
+
+def graphs_left(opt):
+  """Of three graphs, in which the optimizer was used: those that are kept."""
+  graphs = []
+  for _ in range(3):
+    with graph_of("resource") as graph:
+      descend(opt, v1.get_variable("v", initializer=0.0))
+    graphs.append(weakref.ref(graph))
+    del graph
+  gc.collect()
+  return [ref() is not None for ref in graphs]
+
+
+@both_paths
+def test_a_graph_that_is_gone_is_not_kept(fused):
+  # The inner optimizer holds its learning rate in the last one.
+  assert graphs_left(sgd()) == [False, False, True]
+  assert graphs_left(wrap([0.5, 0.75], fused=fused)) == [False, False, True]
+
+
+@both_paths
+def test_a_graph_that_is_there_keeps_its_averages(kind, fused):
+  del kind
+  opt = wrap(0.5, fused=fused)
+
+  def build():
+    # Nobody else holds the variable.
+    v = v1.Variable(0.0, trainable=False, collections=[])
+    return v.initializer, descend(opt, v)
+
+  initializer, train_op = build()
+  gc.collect()
+  [average] = opt.averages()
+  with v1.Session() as session:
+    session.run(initializer)
+    session.run(average.initializer)
+    run(session, train_op, 2)
+    with opt.averaged_weights(session):
+      assert session.run(average) == 2
+    assert session.run(average) == 1.25
+
+
+# Copies.
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda opt: pickle.loads(pickle.dumps(opt)),
+}
+COPIED = {
+    "bare": v1.train.MomentumOptimizer,
+    "average": lambda *args: wrapopt.MovingAverageOptimizer(
+        v1.train.MomentumOptimizer(*args), [0.5, 0.75]),
+    "gate": lambda *args: wrapopt.DropStaleGradientOptimizer(
+        v1.train.MomentumOptimizer(*args), 0, worker="w"),
+    "gate_of_average": lambda *args: wrapopt.DropStaleGradientOptimizer(
+        wrapopt.MovingAverageOptimizer(v1.train.MomentumOptimizer(*args)), 0),
+    "average_of_gate": lambda *args: wrapopt.MovingAverageOptimizer(
+        wrapopt.DropStaleGradientOptimizer(
+            v1.train.MomentumOptimizer(*args), 0)),
+}
+
+
+@pytest.mark.parametrize("copied", COPIES)
+@pytest.mark.parametrize("which", COPIED)
+def test_a_copy_goes_on_by_itself(which, copied):
+  w, step = tf.Variable(0.0), tf.Variable(0, dtype=tf.int64)
+  opt = COPIED[which](1.0, 0.5)
+  take = lambda o: o.minimize(lambda: -w, step, [w])
+  values = lambda o: {v.name: v.numpy().tolist() for v in o.variables()}
+  of_new = COPIES[copied](opt)
+  take(opt)
+  one = COPIES[copied](opt)
+  before = values(opt)
+  assert values(one) == before
+  # Steps add 1 + .5 to the momentum of the copy.
+  take(one)
+  assert one.get_slot(w, "momentum").numpy() == -1.5
+  assert w.numpy() == 2.5
+  assert values(opt) == before != values(one)
+  take(of_new)
+  assert of_new.get_slot(w, "momentum").numpy() == -1
+  assert w.numpy() == 3.5
+
+
+@pytest.mark.parametrize("copied", COPIES)
+def test_a_copy_has_averages_of_its_own(copied):
+  w = tf.Variable(0.0)
+  opt = wrap(0.5)
+  descend(opt, w)
+  one = COPIES[copied](opt)
+  descend(one, w)
+  # From .5 half of the way to 2.
+  assert [x.numpy() for x in one.averages()] == [1.25]
+  assert [x.numpy() for x in opt.averages()] == [0.5]
+  with one.averaged_weights():
+    assert w.numpy() == 1.25
+    assert opt.average(w).numpy() == 0.5
+    with pytest.raises(RuntimeError, match=(
+        "^An optimizer cannot be copied inside averaged_weights: the averages "
+        r"are in place of the weights\. Leave the `with` block first\.$")):
+      COPIES[copied](one)
+  assert w.numpy() == 2
+
+
+# Threads.
+
+
+@both_paths
+def test_the_first_step_of_several_threads(fused):
+  n = 4
+  for _ in range(5):
+    w, made = tf.Variable(0.0), []
+    opt = wrap([0.5, 0.75], fused=fused)
+    barrier = threading.Barrier(n)
+
+    def creator(next_creator, **kwargs):
+      made.append(next_creator(**kwargs))
+      return made[-1]
+
+    def step():
+      with tf.variable_creator_scope(creator):
+        barrier.wait(60)
+        descend(opt, w)
+
+    in_threads(*[step] * n)
+    # One for each decay, and no other that had the update of a thread.
+    assert [x.ref() for x in opt.averages()] == [x.ref() for x in made] == [
+        opt.average(w).ref(), opt.average(w, 0.75).ref()]
+    assert w.numpy() == n
+    average = opt.average(w).numpy()
+    with opt.averaged_weights():
+      assert w.numpy() == average
+    assert w.numpy() == n
 
 
 # The base class.
@@ -1114,3 +1327,100 @@ def test_a_strategy(strategy, devices):
       "[[1.5], [2.5]]",
       "[[2.5], [1.5]]",
       str(devices)]
+
+
+# As above, in a graph of TensorFlow 1; and as TensorFlow's own
+# `optimizer_test.testGetSlotUnderDistributedStrategy` has it.
+DISTRIBUTED_V1 = """
+import sys
+import tensorflow as tf
+tf1 = tf.compat.v1
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import wrapopt
+
+def new_strategy():
+  return {
+      "Mirrored": tf.distribute.MirroredStrategy,
+      "CentralStorage": tf.distribute.experimental.CentralStorageStrategy,
+  }[sys.argv[1]](["/cpu:0", "/cpu:1"])
+
+def test(fused):
+  strategy = new_strategy()
+  with strategy.scope():
+    w = tf1.get_variable("w", initializer=[0.0, 0.0])
+    h = tf1.get_variable("h", initializer=tf.zeros([2], tf.float16))
+    step = tf1.train.get_or_create_global_step()
+    opt = wrapopt.MovingAverageOptimizer(
+        tf1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75],
+        shadow_dtype=tf.float32, fused=fused)
+  results = strategy.experimental_local_results
+
+  def replica():
+    g = tf.constant([-0.5, -0.5])
+    return opt.apply_gradients([(g, w), (tf.cast(g, tf.float16), h)], step)
+
+  train = results(strategy.run(replica))
+  init = tf1.global_variables_initializer()
+  saver = opt.swapping_saver()
+  values = [[results(v) for v in (x, opt.average(x), opt.average(x, 0.75))]
+            for x in (w, h)]
+  tf1.get_default_graph().finalize()
+  with tf1.Session() as session:
+    def show(what):
+      # Of w and of h: the values that are in any replica.
+      print(what, *[[sorted({float(y[0]) for y in x}) for x in row]
+                    for row in session.run(values)])
+
+    session.run(init)
+    for _ in range(2):
+      session.run(train)
+      show("step")
+    with opt.averaged_weights(session):
+      show("averaged")
+    show("raw")
+    path = saver.save(session, sys.argv[2])
+    print("saved", tf.train.load_checkpoint(path).get_tensor("w")[0])
+    opt.seed_averages(session)
+    show("seeded")
+    saver.restore(session, path)
+    show("restored")
+
+def get_slot(fused):
+  opt = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(), fused=fused)
+  kinds = []
+
+  def f():
+    v = tf1.Variable([1.0])
+    opt.apply_gradients([(tf.convert_to_tensor([1.0]), v)])
+    for name in opt.get_slot_names():
+      kinds.append(type(opt.get_slot(v, name)) is type(v))
+  strategy = new_strategy()
+  strategy.run(f)
+  print(sorted(set(kinds)), len(kinds) // 3, "replicas,", len(opt.averages()))
+
+for fused in None, False:
+  for body in test, get_slot:
+    with tf.Graph().as_default():
+      body(fused)
+"""
+
+
+@pytest.mark.parametrize("strategy", ["Mirrored", "CentralStorage"])
+def test_a_strategy_in_a_graph(strategy, tmp_path):
+  process = run_python("-c", DISTRIBUTED_V1, strategy, str(tmp_path / "model"))
+  assert process.returncode == 0, process.stderr
+  two = "[[2.5], [1.5], [0.8125]]"
+  expected = [
+      "step [[1.0], [0.5], [0.25]] [[1.0], [0.5], [0.25]]",
+      f"step {two} {two}",
+      # A float32 average of a float16 variable stays as it is.
+      "averaged [[1.5], [2.5], [0.8125]] [[1.5], [1.5], [0.8125]]",
+      f"raw {two} {two}",
+      "saved 1.5",
+      "seeded [[2.5], [2.5], [2.5]] [[2.5], [2.5], [2.5]]",
+      f"restored {two} {two}",
+      # All slots are as the variable is: m, v and the average.
+      "[True] 2 replicas, 1"]
+  assert process.stdout.splitlines() == expected * 2

@@ -4,6 +4,7 @@ import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.training.saving import saveable_object_util
 
+from wrapopt import _replicas
 from wrapopt import _sessions
 
 
@@ -46,8 +47,30 @@ def _named(var_list):
         tf.compat.v1.global_variables() +
         tf.compat.v1.get_collection(
             tf.compat.v1.GraphKeys.SAVEABLE_OBJECTS))
-  return saveable_object_util.op_list_to_dict(
-      list(var_list), convert_variable_to_tensor=False)
+  var_list = list(var_list)
+  named = saveable_object_util.op_list_to_dict(
+      var_list, convert_variable_to_tensor=False)
+  # In place of a strategy's variable, TensorFlow has the object that saves it.
+  named.update({v.name.split(":")[0]: v for v in var_list if _has_replicas(v)})
+  return named
+
+
+def _has_replicas(saved):
+  return (isinstance(saved, tf.Variable) and
+          isinstance(saved, tf.distribute.DistributedValues))
+
+
+def _entry(key, variables):
+  """Variables as an entry of a Saver's dict."""
+  # A list of slices stays one.
+  if len(variables) != 1 or variables[0]._get_save_slice_info():
+    return variables
+  [variable] = variables
+  if _has_replicas(variable):
+    # A Saver would take it for the variable of its first replica.
+    [saveable] = variable._gather_saveables_for_checkpoint().values()
+    return saveable(key)
+  return variable
 
 
 def _slices(saved):
@@ -90,9 +113,7 @@ def _swap(pairs, named):
       saved = [v for v in saved if v is not None]
       if not saved:
         continue
-      # A list of slices stays one.
-      if len(saved) == 1 and not saved[0]._get_save_slice_info():
-        saved = saved[0]
+      saved = _entry(key, saved)
     result[key] = saved
   return {**result, **converted}
 
@@ -121,8 +142,7 @@ def replaced(var_list, replacements):
   result = {}
   for key, saved in _resolved(_named(var_list), replacements).items():
     variables = [replacements.get(v, v) for v in _slices(saved)]
-    one = len(variables) == 1 and not variables[0]._get_save_slice_info()
-    result[key] = variables[0] if one else variables or saved
+    result[key] = _entry(key, variables) if variables else saved
   return result
 
 
@@ -162,6 +182,7 @@ class _ConvertingSaveable(saveable_object.SaveableObject):
 
   def restore(self, restored_tensors, restored_shapes):
     _, raw, average = restored_tensors
+    raw = tf.cast(raw, self._variable.dtype.base_dtype)
     return tf.group(
-        self._variable.assign(tf.cast(raw, self._variable.dtype.base_dtype)),
-        self._average.assign(average))
+        *[v.assign(raw) for v in _replicas.values(self._variable)],
+        *[s.assign(average) for s in _replicas.values(self._average)])

@@ -1,12 +1,15 @@
 """Moving averages of the weights, updated by every optimizer step."""
 
-import collections
+import collections.abc
 import contextlib
 import numbers
 
+import numpy as np
 import tensorflow as tf
 
+from wrapopt import _averaged
 from wrapopt import _control_flow
+from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
 from wrapopt import ops
@@ -76,8 +79,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Args:
       opt: A `tf.compat.v1.train.Optimizer`.
-      average_decay: A number in [0, 1], or a tensor, variable or callable that
-        gives one; or a sequence of different numbers, for as many averages.
+      average_decay: A number in [0, 1], or a scalar tensor or variable, or a
+        callable that gives one; or a sequence or an array of different numbers,
+        for as many averages.
       num_updates: A count of updates: a number, tensor, variable or callable.
         Where given, the decay of a step is
         `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
@@ -102,27 +106,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
         have the same names, and are in checkpoints as they were.
 
     Raises:
-      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`.
-      ValueError: If a decay or `num_updates` is out of range, decays repeat, or
-        `fused` is True and there is no op for the inner optimizer.
+      TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, or
+        `average_decay` is none of these.
+      ValueError: If a decay or `num_updates` is out of range, decays repeat,
+        `fused` is True and there is no op for the inner optimizer, or `opt` has
+        a `MovingAverageOptimizer` inside.
     """
     super().__init__(opt, name)
-    several = isinstance(average_decay, (list, tuple))
-    decays = list(average_decay) if several else [average_decay]
-    if not decays:
-      raise ValueError("`average_decay` must hold at least one decay, got none.")
-    for decay in decays:
-      if isinstance(decay, numbers.Real):
-        if not 0 <= decay <= 1:
-          raise ValueError(
-              f"`average_decay` must be in [0, 1], got {decay}.")
-      elif several:
-        raise ValueError(
-            "A sequence of `average_decay` must hold numbers, got "
-            f"{decay!r}. A tensor, variable or callable stands alone.")
-    if several and len(set(decays)) != len(decays):
-      raise ValueError(f"`average_decay` must hold different decays, got "
-                       f"{average_decay}.")
+    decays = _checked_decays(average_decay)
     if isinstance(num_updates, numbers.Real) and num_updates < 0:
       raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
     if shadow_dtype is not None and tf.as_dtype(shadow_dtype) != tf.float32:
@@ -140,13 +131,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
     # A decay's averages are the slots of this name.
     self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
-    # By graph (None: eager): the averaged variables in order of their first
-    # step, and the ops that exchange them with the averages of each decay.
-    self._averaged = collections.defaultdict(list)
-    self._exchanges = collections.defaultdict(
-        lambda: [[] for _ in self._decays])
-    # Sessions (None: eager) in which the averages are in place now.
-    self._in_place = []
+    self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
+    self._averaged = _averaged.Averaged()
 
   # Training
 
@@ -168,6 +154,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       TypeError: If a variable is not of a floating dtype, or what should be a
         gradient cannot be made a tensor.
       ValueError: If there is no variable, or none has a gradient.
+      RuntimeError: In eager mode, inside `averaged_weights`.
     """
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
@@ -193,12 +180,22 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"An averaged variable must be of dtype "
             f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+    if _current_graph() is None:
+      self._refuse_in_place(None, "apply_gradients")
     # Before the step: in eager mode an average starts at the value before it.
     self._create_averages(variables)
     return variables
 
   def _create_averages(self, variables):
-    with tf.init_scope(), self._making_state():
+    """Makes the averages that `variables` do not have yet."""
+    if (tf.distribute.has_strategy() and
+        not tf.distribute.in_cross_replica_context()):
+      # Once for all replicas, as slots are made.
+      tf.distribute.get_replica_context().merge_call(
+          lambda strategy, variables: self._create_averages(variables),
+          args=(variables,))
+      return
+    with self._averaged.lock, tf.init_scope(), self._making_state():
       self._make_averages(variables)
 
   def _create_slots(self, var_list):
@@ -224,7 +221,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _update_averages(self, pairs, counted_by):
     """Updates averages, given as (variable, average) pairs of each decay."""
-    pairs = [_components(row) for row in pairs]
+    pairs = [_replicas.components(row) for row in pairs]
     return ops.ema_update([[s for _, s in row] for row in pairs],
                           [v for v, _ in pairs[0]],
                           self._decays_now(counted_by))
@@ -270,23 +267,23 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self._slot_of_decay
 
   def _make_averages(self, variables):
-    """Makes the averages that `variables` do not have yet."""
-    averaged = self._averaged[_current_graph()]
-    known = {v.ref() for v in averaged}
-    new = [v for v in variables if v.ref() not in known]
+    averaged = self._averaged.of(_current_graph())
+    new = [v for v in variables if v not in averaged]
     for variable in new:
       self._make_average(variable)
-    averaged.extend(new)
+      averaged.add(variable, self._slots.values())
     if new and not tf.executing_eagerly():
       # A graph may be finalized when averaged_weights() needs this.
-      for k, exchanges in enumerate(self._exchanges[_current_graph()]):
-        pairs = [p for p in self._pairs_of(new, k) if _same_dtype(*p)]
+      for k in range(len(self._decays)):
+        pairs = _replicas.components(
+            p for p in self._pairs_of(new, k) if _same_dtype(*p))
         if pairs:
-          exchanges.append(ops.exchange(*zip(*pairs)))
+          averaged.exchanges[k].append(ops.exchange(*zip(*pairs)).name)
 
   def _make_average(self, variable):
     """The averages of `variable`, one for each decay, made where missing."""
     if not tf.executing_eagerly():
+      # It holds the variable as long as the graph is there.
       collection = tf.compat.v1.get_collection_ref(
           tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
       if all(v is not variable for v in collection):
@@ -300,22 +297,24 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"'{variable.name}' must have a value before its first step, got a "
             "variable that the running tf.function has just made. Make it "
             "before the function is called.")
-      value = tf.convert_to_tensor(variable)
+      values = [tf.cast(variable, dtype)]
     else:
-      # As its initializer has it: guarded against the order of initializers.
-      value = variable.initializer.inputs[1]
-    value = tf.cast(value, dtype)
-    shadows = [self._get_or_make_slot(variable, value, slot, slot)
+      # As their initializers have them: guarded against the order of these.
+      values = [tf.cast(v.initializer.inputs[1], dtype)
+                for v in _replicas.values(variable)]
+    shadows = [self._get_or_make_slot(variable, values[0], slot, slot)
                for slot in self._slot_of_decay]
     if not tf.executing_eagerly():
-      _start_at_value(shadows, variable, value)
+      for v, value, *of_v in zip(_replicas.values(variable), values,
+                                 *map(_replicas.values, shadows)):
+        _start_at_value(of_v, v, value)
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
     if slot_name in self._own_slot_names() and tf.executing_eagerly():
       # Made here, the average has its own name and start; the base class would
       # name it after the optimizer.
-      self._make_averages([variable])
+      self._create_averages([variable])
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
@@ -382,11 +381,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
           shadow.assign(tf.cast(variable, shadow.dtype))
     else:
       # An average's initial value is its variable's value, where it has one.
-      seeds = [shadow.initializer for shadow in self._averages(graph)]
+      seeds = [v.initializer for shadow in self._averages(graph)
+               for v in _replicas.values(shadow)]
       _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
   def averages(self):
-    """All averages in this graph, or in eager mode: a list of variables."""
+    """All averages in this graph: a list of variables.
+
+    In eager mode and in a `tf.function`, those of eager mode.
+    """
     return self._averages(_current_graph())
 
   @contextlib.contextmanager
@@ -398,7 +401,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
     for bit. Buffers are exchanged: nothing is copied. Only an average of another
     dtype than its variable is copied into it, converted, and stays as it is.
 
-    Do not train inside the block.
+    Do not train inside the block: a step would start at the averages, and
+    afterwards be a part of them. In eager mode, and where a `tf.function` is
+    traced, `apply_gradients` raises an error in the block. A session, and a
+    `tf.function` that was traced before, are not checked.
 
     Args:
       session: In a graph, the session, which may be a `MonitoredSession`, whose
@@ -418,14 +424,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if raw is None:
       back = self._swap_eager(self._pairs(graph, k))
     else:
+      exchanges = self._averaged.of(graph).exchanges[k]
+      pairs = _replicas.components(self._pairs(graph, k))
       raw, back = _sessions.in_raw(session, lambda raw: (
-          raw, self._swap_session(raw, self._exchanges[graph][k],
-                                  self._pairs(graph, k))))
-    self._in_place.append(raw)
+          raw, self._swap_session(raw, exchanges, pairs)))
+    self._averaged.in_place.append(raw)
     try:
       yield
     finally:
-      self._in_place.remove(raw)
+      self._averaged.in_place.remove(raw)
       if raw is None:
         back()
       else:
@@ -434,7 +441,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
         _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_eager(self, pairs):
-    pairs = _components(pairs)
+    pairs = _replicas.components(pairs)
     same = [pair for pair in pairs if _same_dtype(*pair)]
     exchange = (lambda: ops.exchange(*zip(*same))) if same else (lambda: None)
     raw = [(v, v.read_value()) for v, s in pairs if not _same_dtype(v, s)]
@@ -515,7 +522,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
   # Helpers
 
   def _pairs(self, graph, k):
-    return self._pairs_of(self._averaged.get(graph, []), k)
+    return self._pairs_of(self._averaged.of(graph), k)
 
   def _pairs_of(self, variables, k):
     return [(v, self._shadow(v, k)) for v in variables]
@@ -543,29 +550,56 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return raw, graph
 
   def _require_averages(self, graph, what):
-    if not self._averaged.get(graph):
+    if not self._averaged.of(graph):
       raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
 
   def _refuse_in_place(self, session, what):
-    if any(session is s for s in self._in_place):
+    if any(session is s for s in self._averaged.in_place):
       raise RuntimeError(
           f"{what} cannot be used inside averaged_weights: the averages are in "
           "place of the weights. Leave the `with` block first.")
 
 
+def _checked_decays(average_decay):
+  """The decays, a list: numbers, or one tensor, variable or callable."""
+  if isinstance(average_decay, np.ndarray) and average_decay.ndim == 0:
+    average_decay = average_decay[()]
+  several = (isinstance(average_decay, np.ndarray) or
+             isinstance(average_decay, collections.abc.Sequence) and
+             not isinstance(average_decay, (str, bytes)))
+  decays = list(average_decay) if several else [average_decay]
+  if not decays:
+    raise ValueError("`average_decay` must hold at least one decay, got none.")
+  for decay in decays:
+    if isinstance(decay, numbers.Real):
+      if not 0 <= decay <= 1:
+        raise ValueError(f"`average_decay` must be in [0, 1], got {decay}.")
+    elif several:
+      raise ValueError(
+          "A sequence of `average_decay` must hold numbers, got "
+          f"{decay!r}. A tensor, variable or callable stands alone.")
+    elif isinstance(decay, tf.Variable) or tf.is_tensor(decay):
+      if not decay.shape.is_compatible_with([]):
+        raise ValueError(
+            "`average_decay` must be a scalar where it is a tensor or a "
+            f"variable, got one of shape {decay.shape}.")
+    elif not callable(decay):
+      raise TypeError(
+          "`average_decay` must be a number, a sequence of numbers, a scalar "
+          f"tensor or variable, or a callable, got {decay!r}.")
+  if several and len(set(decays)) != len(decays):
+    raise ValueError(f"`average_decay` must hold different decays, got "
+                     f"{average_decay}.")
+  return decays
+
+
 def _current_graph():
-  return (None if tf.executing_eagerly()
-          else tf.compat.v1.get_default_graph())
-
-
-def _components(pairs):
-  """Pairs of a `tf.distribute` strategy as those of each of its replicas."""
-  def values(variable):
-    if isinstance(variable, tf.distribute.DistributedValues):
-      return variable.values
-    return [variable]
-
-  return [pair for v, s in pairs for pair in zip(values(v), values(s))]
+  """The graph that holds the variables of this place; None in eager mode."""
+  if tf.executing_eagerly():
+    return None
+  with tf.init_scope():  # Out of a tf.function.
+    return (None if tf.executing_eagerly()
+            else tf.compat.v1.get_default_graph())
 
 
 def _value_now(x):

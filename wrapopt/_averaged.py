@@ -1,0 +1,123 @@
+"""Which variables an optimizer averages, and in which slots."""
+
+import collections.abc
+import contextlib
+import threading
+import weakref
+
+from tensorflow.python.training import optimizer as tf_optimizer
+
+
+class Slots(collections.abc.MutableMapping):
+  """The slots of one name, as `tf.compat.v1.train.Optimizer` looks them up.
+
+  They hold no graph: a graph's slots are in its collections, and go with it.
+  """
+
+  def __init__(self, eager=()):
+    self._eager = dict(eager)
+    # By graph, then by the name of a variable.
+    self._of_graph = weakref.WeakKeyDictionary()
+
+  def __reduce__(self):
+    # A graph's variables are not copied, neither by TensorFlow.
+    return Slots, (self._eager,)
+
+  def __getitem__(self, key):
+    slots, name = self._find(key)
+    return slots[name]
+
+  def __setitem__(self, key, slot):
+    slots, name = self._find(key)
+    slots[name] = slot
+
+  def __delitem__(self, key):
+    slots, name = self._find(key)
+    del slots[name]
+
+  def items(self):
+    # A list, as another thread may add to what this one goes through.
+    return [*self._eager.copy().items(),
+            *(((graph, name), slot)
+              for graph, slots in list(self._of_graph.items())
+              for name, slot in list(slots.items()))]
+
+  def __iter__(self):
+    return (key for key, _ in self.items())
+
+  def __len__(self):
+    # Cheap: each look-up of a slot asks whether there are any.
+    return len(self._eager) + sum(map(len, self._of_graph.values()))
+
+  def _find(self, key):
+    # The base class's key of a variable is a string in eager mode.
+    if isinstance(key, str):
+      return self._eager, key
+    graph, name = key
+    return self._of_graph.setdefault(graph, weakref.WeakValueDictionary()), name
+
+
+class Averaged:
+  """The variables that an optimizer averages.
+
+  Attributes:
+    lock: Held while averages are made.
+    in_place: Sessions (None: eager) in which the averages are in place now.
+  """
+
+  def __init__(self):
+    self.lock = threading.RLock()
+    self.in_place = []
+    self._eager = _Variables()
+    self._of_graph = weakref.WeakKeyDictionary()
+
+  def __reduce__(self):
+    if self.in_place:
+      raise RuntimeError(
+          "An optimizer cannot be copied inside averaged_weights: the averages "
+          "are in place of the weights. Leave the `with` block first.")
+    # A copy averages what it is given itself.
+    return Averaged, ()
+
+  def of(self, graph):
+    """The `_Variables` of a graph, or of eager mode (None)."""
+    if graph is None:
+      return self._eager
+    return self._of_graph.setdefault(graph, _Variables())
+
+
+class _Variables:
+  """Averaged variables, in order of their first step. It holds none of them.
+
+  Attributes:
+    exchanges: For each decay, the names of the ops that exchange variables and
+      averages; none in eager mode.
+  """
+
+  def __init__(self):
+    self._refs = {}  # By id.
+    self.exchanges = collections.defaultdict(list)
+
+  def __contains__(self, variable):
+    return id(variable) in self._refs
+
+  def __iter__(self):
+    variables = (ref() for ref in list(self._refs.values()))
+    return (v for v in variables if v is not None)
+
+  def __bool__(self):
+    return any(True for _ in self)
+
+  def add(self, variable, slots):
+    """Adds a variable, which takes what `slots` hold of it with it."""
+    refs, i = self._refs, id(variable)
+    slots, key = list(slots), tf_optimizer._var_key(variable)
+
+    def gone(_):
+      refs.pop(i, None)
+      for of_name in slots:
+        of_name.pop(key, None)
+
+    # A graph's slots go with the graph: to know its key is to hold it.
+    refs[i] = weakref.ref(
+        variable, gone if isinstance(key, str) else lambda _: refs.pop(i, None))
