@@ -1,14 +1,13 @@
 """Moving averages of the weights, updated by every optimizer step."""
 
-import collections.abc
 import contextlib
-import numbers
 
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import _averaged
 from wrapopt import _control_flow
+from wrapopt import _decays
+from wrapopt import _exchange
 from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
@@ -113,9 +112,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
         a `MovingAverageOptimizer` inside.
     """
     super().__init__(opt, name)
-    decays = _checked_decays(average_decay)
-    if isinstance(num_updates, numbers.Real) and num_updates < 0:
-      raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
+    decays = _decays.checked(average_decay)
+    _decays.check_num_updates(num_updates)
     if shadow_dtype is not None and tf.as_dtype(shadow_dtype) != tf.float32:
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
@@ -251,14 +249,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
       global_step: A variable that the step is yet to increment: the averages
         see it incremented.
     """
-    decays = [_value_now(decay) for decay in self._decays]
+    decays = [_decays.value_now(decay) for decay in self._decays]
     if self._num_updates is None:
       return decays
-    n = ops.float64(_value_now(self._num_updates))
+    n = ops.float64(_decays.value_now(self._num_updates))
     if self._num_updates is global_step:
       n += 1
-    warm_up = (1 + n) / (10 + n)
-    return [tf.minimum(ops.float64(d), warm_up) for d in decays]
+    return _decays.warmed_up(decays, n)
 
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
@@ -276,7 +273,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       # A graph may be finalized when averaged_weights() needs this.
       for k in range(len(self._decays)):
         pairs = _replicas.components(
-            p for p in self._pairs_of(new, k) if _same_dtype(*p))
+            p for p in self._pairs_of(new, k) if _exchange.same_dtype(*p))
         if pairs:
           averaged.exchanges[k].append(ops.exchange(*zip(*pairs)).name)
 
@@ -332,7 +329,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       The variable that holds the average, or None where `var` has none: it has
       had no gradient yet.
     """
-    slot = self._slot_of_decay[self._index(decay)]
+    slot = self._slot_of_decay[_decays.index_of(decay, self._decays)]
     if isinstance(var, tf.Variable):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
@@ -351,7 +348,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if average is not None:
       return average.name.split(":")[0]
     return (var.name.split(":")[0] + "/" +
-            self._slot_of_decay[self._index(decay)])
+            self._slot_of_decay[_decays.index_of(decay, self._decays)])
 
   def seed_averages(self, session=None):
     """Sets every average, of every decay, to its variable's value of now.
@@ -419,10 +416,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
       RuntimeError: If there is no average yet, or the averages are in place
         already.
     """
-    k = self._index(decay)
+    k = _decays.index_of(decay, self._decays)
     raw, graph = self._place(session, "averaged_weights")
     if raw is None:
-      back = self._swap_eager(self._pairs(graph, k))
+      back = _exchange.put_in_place(self._pairs(graph, k))
     else:
       exchanges = self._averaged.of(graph).exchanges[k]
       pairs = _replicas.components(self._pairs(graph, k))
@@ -440,24 +437,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
         # weights from a checkpoint: there is nothing to put back.
         _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
-  def _swap_eager(self, pairs):
-    pairs = _replicas.components(pairs)
-    same = [pair for pair in pairs if _same_dtype(*pair)]
-    exchange = (lambda: ops.exchange(*zip(*same))) if same else (lambda: None)
-    raw = [(v, v.read_value()) for v, s in pairs if not _same_dtype(v, s)]
-    exchange()
-    for variable, shadow in pairs:
-      if not _same_dtype(variable, shadow):
-        variable.assign(tf.cast(shadow, variable.dtype))
-
-    def back():
-      exchange()
-      for variable, value in raw:
-        variable.assign(value)
-    return back
-
   def _swap_session(self, session, exchanges, pairs):
-    pairs = [pair for pair in pairs if not _same_dtype(*pair)]
+    pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
     raw, averages = session.run(
         ([v for v, _ in pairs], [s for _, s in pairs]))
     session.run(exchanges)
@@ -511,7 +492,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       ValueError: If a variable is to be saved without its average, or an
         average without its variable.
     """
-    k = self._index(decay)
+    k = _decays.index_of(decay, self._decays)
     graph = _current_graph()
     self._require_averages(graph, "creating the swapping_saver")
     return SwappingSaver(
@@ -529,14 +510,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _averages(self, graph):
     return [s for k in range(len(self._decays)) for _, s in self._pairs(graph, k)]
-
-  def _index(self, decay):
-    if decay is None:
-      return 0
-    if decay not in self._decays:
-      raise ValueError(f"`decay` must be one of this optimizer's, "
-                       f"{self._decays}, got {decay}.")
-    return self._decays.index(decay)
 
   def _place(self, session, what):
     """(raw session, graph) to do `what` in; (None, None) in eager mode."""
@@ -560,39 +533,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
           "place of the weights. Leave the `with` block first.")
 
 
-def _checked_decays(average_decay):
-  """The decays, a list: numbers, or one tensor, variable or callable."""
-  if isinstance(average_decay, np.ndarray) and average_decay.ndim == 0:
-    average_decay = average_decay[()]
-  several = (isinstance(average_decay, np.ndarray) or
-             isinstance(average_decay, collections.abc.Sequence) and
-             not isinstance(average_decay, (str, bytes)))
-  decays = list(average_decay) if several else [average_decay]
-  if not decays:
-    raise ValueError("`average_decay` must hold at least one decay, got none.")
-  for decay in decays:
-    if isinstance(decay, numbers.Real):
-      if not 0 <= decay <= 1:
-        raise ValueError(f"`average_decay` must be in [0, 1], got {decay}.")
-    elif several:
-      raise ValueError(
-          "A sequence of `average_decay` must hold numbers, got "
-          f"{decay!r}. A tensor, variable or callable stands alone.")
-    elif isinstance(decay, tf.Variable) or tf.is_tensor(decay):
-      if not decay.shape.is_compatible_with([]):
-        raise ValueError(
-            "`average_decay` must be a scalar where it is a tensor or a "
-            f"variable, got one of shape {decay.shape}.")
-    elif not callable(decay):
-      raise TypeError(
-          "`average_decay` must be a number, a sequence of numbers, a scalar "
-          f"tensor or variable, or a callable, got {decay!r}.")
-  if several and len(set(decays)) != len(decays):
-    raise ValueError(f"`average_decay` must hold different decays, got "
-                     f"{average_decay}.")
-  return decays
-
-
 def _current_graph():
   """The graph that holds the variables of this place; None in eager mode."""
   if tf.executing_eagerly():
@@ -600,17 +540,6 @@ def _current_graph():
   with tf.init_scope():  # Out of a tf.function.
     return (None if tf.executing_eagerly()
             else tf.compat.v1.get_default_graph())
-
-
-def _value_now(x):
-  if isinstance(x, tf.Variable):
-    # Not a conversion: that of a ref variable reads whenever it likes.
-    return x.read_value()
-  return x() if callable(x) else x
-
-
-def _same_dtype(a, b):
-  return a.dtype.base_dtype == b.dtype.base_dtype
 
 
 def _start_at_value(shadows, variable, initial_value):

@@ -1,0 +1,136 @@
+"""Which Keras optimizers have a one-pass op, and how their state is read.
+
+Only an optimizer of exactly one of these types is taken apart: a subclass may
+have overridden anything.
+"""
+
+import typing
+
+import keras
+import tensorflow as tf
+
+from wrapopt import ops
+
+_optimizers = keras.optimizers
+
+
+class _Rule(typing.NamedTuple):
+  """How an optimizer maps to `wrapopt.ops.apply`."""
+  rule: str  # The name in cc/rules/rules.h.
+  slots: dict[str, list]  # State of the rule: the optimizer's, by variable.
+  scalars: dict[str, typing.Any]  # All but the learning rate and weight decay.
+  decays_weights: bool = True  # Whether the rule has a weight decay.
+
+
+def _sgd(opt):
+  if opt.momentum == 0:
+    return _Rule("SGDW", {}, {})
+  return _Rule("MomentumW", {"velocity": opt.momentums},
+               {"momentum": opt.momentum, "use_nesterov": bool(opt.nesterov)})
+
+
+def _adam(opt):
+  # Of the step that is taken, counted from 1.
+  t = ops.float64(opt.iterations + 1)
+  scalars = {"beta1": opt.beta_1, "beta2": opt.beta_2, "epsilon": opt.epsilon,
+             "beta1_power": tf.pow(ops.float64(opt.beta_1), t),
+             "beta2_power": tf.pow(ops.float64(opt.beta_2), t)}
+  slots = {"m": opt._momentums, "v": opt._velocities}
+  if opt.amsgrad:
+    return _Rule("AdamWithAmsgrad", {**slots, "vhat": opt._velocity_hats},
+                 scalars)
+  return _Rule("Adam", slots, {**scalars, "use_nesterov": False})
+
+
+def _adagrad(opt):
+  return _Rule("AdagradW", {"accum": opt._accumulators},
+               {"epsilon": opt.epsilon})
+
+
+def _rms_prop(opt):
+  slots = {"rms": opt._velocities}
+  scalars = {"rho": opt.rho, "epsilon": opt.epsilon}
+  name = "RMSPropW"
+  if opt.centered:
+    name = "CenteredRMSPropW"
+    slots["mg"] = opt._average_gradients
+  if opt.momentum == 0:
+    return _Rule(name, slots, scalars)
+  return _Rule(name.removesuffix("W"), {**slots, "mom": opt._momentums},
+               {**scalars, "momentum": opt.momentum}, decays_weights=False)
+
+
+def _lion(opt):
+  return _Rule("Lion", {"m": opt._momentums},
+               {"beta1": opt.beta_1, "beta2": opt.beta_2})
+
+
+_RULES = {
+    _optimizers.Adagrad: _adagrad,
+    _optimizers.Adam: _adam,
+    _optimizers.AdamW: _adam,
+    _optimizers.Lion: _lion,
+    _optimizers.RMSprop: _rms_prop,
+    _optimizers.SGD: _sgd,
+}
+
+
+def has_rule(opt):
+  """Whether there is a one-pass op for an optimizer."""
+  return type(opt) in _RULES
+
+
+def rule_of(opt, cls):
+  """How `opt`, which is of class `cls`, takes a step in one pass, or None."""
+  find = _RULES.get(cls)
+  return find(opt) if find else None
+
+
+def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
+  """Updates variables, by one op for each device and dtype.
+
+  Args:
+    opt: A Keras optimizer, which is built.
+    cls: Its class.
+    rule: Its `rule_of`.
+    grads: Gradients: tensors or `tf.IndexedSlices`.
+    variables: As many variables of the optimizer.
+    learning_rate: A number, tensor or variable.
+    shadows: Rows of averages, one row for each decay.
+    decays: As in `wrapopt.ops.apply`.
+  """
+  values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+  grads = [_cast(g, v.dtype) for g, v in zip(grads, values)]
+  # Those whose weights decay by the rule, and those whose do not.
+  groups = {True: [], False: []}
+  apart = []
+  for i, (grad, variable) in enumerate(zip(grads, variables)):
+    decays_here = (opt.weight_decay is not None and
+                   opt._use_weight_decay(variable))
+    # Of a sparse gradient a rule may update some rows; Keras decays them all.
+    by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
+    if decays_here and not by_rule:
+      apart.append(variable)
+    groups[decays_here and by_rule].append(i)
+  if apart:
+    cls._apply_weight_decay(opt, apart)
+  rate = ops.float64(tf.convert_to_tensor(learning_rate))
+  for decays_here, members in groups.items():
+    if not members:
+      continue
+    chosen = lambda row: [row[i] for i in members]
+    indices = [opt._get_variable_index(variables[i]) for i in members]
+    states = {state: [slots[i].value for i in indices]
+              for state, slots in rule.slots.items()}
+    scalars = {"lr": rate, **rule.scalars}
+    if rule.decays_weights:
+      scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
+    ops.apply(rule.rule, {"var": chosen(values), **states}, chosen(grads),
+              scalars, shadows=[chosen(row) for row in shadows], decay=decays)
+
+
+def _cast(grad, dtype):
+  if isinstance(grad, tf.IndexedSlices):
+    return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices,
+                            grad.dense_shape)
+  return tf.cast(grad, dtype)

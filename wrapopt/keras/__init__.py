@@ -1,0 +1,21 @@
+"""Averaging wrappers for Keras 3 optimizers, on TensorFlow.
+
+`import wrapopt` does not import this: it needs Keras.
+"""
+
+import keras as _keras
+
+if _keras.version().split(".")[0] != "3":
+  raise ImportError(f"wrapopt.keras needs Keras 3, got {_keras.version()}. "
+                    "Install it: pip install 'keras>=3.15'.")
+if _keras.backend.backend() != "tensorflow":
+  raise ImportError(
+      "wrapopt.keras needs Keras's TensorFlow backend, got the backend "
+      f"'{_keras.backend.backend()}'. Set the environment variable "
+      "KERAS_BACKEND=tensorflow before Keras is imported.")
+
+from wrapopt.keras.lookahead import Lookahead
+from wrapopt.keras.moving_average import MovingAverage
+from wrapopt.keras.swa import SWA
+
+__all__ = ["Lookahead", "MovingAverage", "SWA"]

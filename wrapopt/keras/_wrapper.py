@@ -1,0 +1,469 @@
+"""What every wrapper around a Keras optimizer shares."""
+
+import collections.abc
+import contextlib
+import numbers
+
+import keras
+from keras.src import backend
+from keras.src.saving.keras_saveable import KerasSaveable
+import tensorflow as tf
+
+from wrapopt import _exchange
+from wrapopt import _inner_keras
+from wrapopt import _replicas
+from wrapopt.keras import _steps
+
+
+class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
+  """A Keras optimizer around another one, with averages of the weights.
+
+  Learning rate, count of steps, clipping, accumulation, weight decay and loss
+  scaling are the inner optimizer's. To whatever saves and restores, the wrapper
+  looks like the inner optimizer, with the averages beside it.
+  """
+
+  # What TensorFlow tracks is the inner optimizer's, see `_trackable_children`.
+  _self_setattr_tracking = False
+
+  def __init__(self, optimizer, name):
+    if isinstance(optimizer, (str, dict)):
+      optimizer = keras.optimizers.get(optimizer)
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+      raise TypeError(
+          "`optimizer` must be a Keras optimizer, or the name or configuration "
+          f"of one, got {type(optimizer).__module__}."
+          f"{type(optimizer).__qualname__}. For optimizers of "
+          "tf.compat.v1.train, wrapopt has wrappers of its own.")
+    super().__init__(learning_rate=_no_rate, name=name)
+    # The inner optimizer has them.
+    self._untrack_variable(self._iterations)
+    vars(self)["_iterations"] = optimizer._iterations
+    # In an object that neither Keras nor TensorFlow looks into.
+    self._held = _Held(optimizer, _steps.followed(optimizer, [self]))
+    # Keras saves it under the name of its class.
+    kind = type(self).__name__
+    self._state = type(f"{kind}Averages", (State,), {})(f"wrapopt_{kind}")
+
+  # Steps
+
+  def inner(self):
+    """The optimizer that this wraps."""
+    return self._held.optimizer
+
+  @property
+  def fused(self):
+    """Whether one native op takes the inner optimizer's step: a bool.
+
+    Even then the step is left to the inner optimizer in a `tf.distribute`
+    strategy.
+    """
+    return all(map(_inner_keras.has_rule, _steps.innermost(self)))
+
+  def build(self, variables):
+    """Makes the variables of the inner optimizer and of this one.
+
+    Args:
+      variables: The variables to train.
+    """
+    if self.built:
+      return
+    variables = list(variables)
+    inner = self.inner()
+    # Averages start at values, also where a tf.function is traced.
+    with tf.init_scope():
+      if not inner.built:
+        with backend.name_scope(inner.name, caller=inner):
+          inner.build(variables)
+        inner.built = True
+      super().build(variables)
+      with backend.name_scope(self.name, caller=self):
+        self._make_state(variables)
+
+  def _make_state(self, variables):
+    """Makes the variables of this wrapper."""
+    raise NotImplementedError
+
+  def _make_average(self, variable, name, dtype=None):
+    """A variable that starts at the value of another one.
+
+    Args:
+      variable: A trained variable.
+      name: What this is of it, such as "average".
+      dtype: Its dtype; by default that of `variable`.
+
+    Returns:
+      A `keras.Variable`, which is saved as `<path of variable>/<name>`.
+    """
+    value = _value(variable)
+    dtype = dtype or value.dtype
+    path = getattr(variable, "path", None) or variable.name.split(":")[0]
+    with self._distribution_strategy.extended.colocate_vars_with(value):
+      average = self.add_variable(
+          shape=value.shape, dtype=tf.as_dtype(dtype).name,
+          initializer=lambda shape, dtype: tf.cast(value, dtype),
+          name=f"{path.replace('/', '_')}_{name}")
+    self._state.add(f"{path}/{name}", average, variable)
+    return average
+
+  def apply(self, grads, trainable_variables=None):
+    """Takes the inner optimizer's step, and updates the averages.
+
+    Args:
+      grads: A list of gradients: tensors, `tf.IndexedSlices` or None.
+      trainable_variables: As many variables. They may be left out once the
+        optimizer is built.
+
+    Raises:
+      ValueError: If no variable has a gradient, or a variable is not one that
+        the optimizer was built with.
+      RuntimeError: If the averages are in place of the weights.
+    """
+    grads = list(grads)
+    if not grads:
+      return
+    self._state.refuse_in_place("apply")
+    if not self.built:
+      if trainable_variables is None:
+        raise ValueError(
+            "`trainable_variables` must be given to the first apply(), got "
+            "None. Or call build(trainable_variables) first.")
+      trainable_variables = list(trainable_variables)
+      self.build(trainable_variables)
+    self.stepped = False
+    self._held.followed.apply(grads, trainable_variables)
+    if not self.stepped:
+      raise NotImplementedError(
+          f"{type(self).__name__} must know when variables are updated, and "
+          f"{type(self.inner()).__qualname__} updates them by a method of its "
+          "own. Let that call `_backend_update_step`, as in Keras.")
+
+  def apply_gradients(self, grads_and_vars):
+    """As `apply`.
+
+    Args:
+      grads_and_vars: An iterable of (gradient, variable).
+
+    Returns:
+      The variable that counts the steps.
+    """
+    grads, variables = zip(*grads_and_vars)
+    self.apply(grads, variables)
+    return self.iterations
+
+  # What is the inner optimizer's.
+
+  @property
+  def iterations(self):
+    return self.inner().iterations
+
+  @property
+  def learning_rate(self):
+    return self.inner().learning_rate
+
+  @learning_rate.setter
+  def learning_rate(self, learning_rate):
+    self.inner().learning_rate = learning_rate
+
+  @property
+  def loss_scale_factor(self):
+    return self.inner().loss_scale_factor if self._is_made() else None
+
+  @loss_scale_factor.setter
+  def loss_scale_factor(self, factor):
+    # Keras's LossScaleOptimizer sets it in what it wraps.
+    if self._is_made():
+      self.inner().loss_scale_factor = factor
+
+  def _is_made(self):
+    return "_held" in vars(self)
+
+  def scale_loss(self, loss):
+    return self.inner().scale_loss(loss)
+
+  def exclude_from_weight_decay(self, var_list=None, var_names=None):
+    self.inner().exclude_from_weight_decay(var_list, var_names)
+
+  def finalize_variable_values(self, var_list):
+    self.inner().finalize_variable_values(var_list)
+
+  # State
+
+  @property
+  def variables(self):
+    return self.inner().variables + self._variables
+
+  def set_weights(self, weights):
+    inner = self.inner()
+    count = len(inner.variables)
+    inner.set_weights(weights[:count])
+    for variable, weight in zip(self._variables, weights[count:]):
+      variable.assign(weight)
+
+  def save_own_variables(self, store):
+    self.inner().save_own_variables(store)
+
+  def load_own_variables(self, store):
+    self.inner().load_own_variables(store)
+
+  @property
+  def averages_of_wrappers(self):
+    """Where Keras saves and loads the averages: a list."""
+    inner = self.inner()
+    return ([*inner.averages_of_wrappers]
+            if isinstance(inner, WrapperOptimizer) else []) + [self._state]
+
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    return {**self.inner()._trackable_children(save_type, **kwargs),
+            self._state.name: self._state}
+
+  def _lookup_dependency(self, name, *args, **kwargs):
+    if name == self._state.name:
+      return self._state
+    return self.inner()._lookup_dependency(name, *args, **kwargs)
+
+  @property
+  def _deferred_dependencies(self):
+    # What a checkpoint holds for variables that the inner optimizer has not
+    # made yet: it looks there when it makes them.
+    self.inner()._maybe_initialize_trackable()
+    return self.inner()._deferred_dependencies
+
+  def get_config(self):
+    return {"optimizer": keras.saving.serialize_keras_object(self.inner()),
+            "name": self.name}
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    config = dict(config)
+    config["optimizer"] = keras.saving.deserialize_keras_object(
+        config["optimizer"], custom_objects=custom_objects)
+    return cls(**config)
+
+
+class AveragingOptimizer(WrapperOptimizer):
+  """A wrapper whose averages are weights to evaluate."""
+
+  def average(self, variable):
+    """The average of a variable.
+
+    Args:
+      variable: A variable that the optimizer was built with.
+
+    Returns:
+      The `keras.Variable` that holds its average.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+      KeyError: If the variable is none of the optimizer's.
+    """
+    self._require_built("average")
+    return self._rows[0][self._var_key(variable)]
+
+  def seed_averages(self):
+    """Sets every average to its variable's value of now.
+
+    For a run that goes on from a checkpoint which has no averages, if that was
+    restored by `tf.train.Checkpoint`: restore, then call this. What Keras loads
+    does it by itself.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or averages are in place.
+    """
+    self._require_built("seed_averages")
+    self._state.refuse_in_place("seed_averages")
+    self._state.seed()
+
+  @contextlib.contextmanager
+  def averaged_weights(self, model=None):
+    """Puts the averages in place of the weights for a `with` block.
+
+    Inside, every trained variable holds its average, and the average holds the
+    raw weight. Afterwards, also after an exception, each is back as it was, bit
+    for bit. Buffers are exchanged: nothing is copied. Only an average of
+    another dtype than its variable is copied into it, converted, and stays as
+    it is.
+
+    Args:
+      model: The model; by default all variables of the optimizer. Of another
+        model, the averages of the variables that it has.
+
+    Yields:
+      None.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or averages are in place
+        already.
+    """
+    self._require_built("averaged_weights")
+    self._state.refuse_in_place("averaged_weights")
+    row = self._rows[0]
+    variables = (self._trainable_variables if model is None
+                 else model.trainable_variables)
+    pairs = [(_value(v), row[self._var_key(v)].value) for v in variables
+             if self._var_key(v) in row]
+    with self._state.in_place_of(pairs):
+      yield
+
+  def finalize_variable_values(self, var_list):
+    """Sets variables to their averages, as Keras does at the end of `fit`.
+
+    Args:
+      var_list: Variables that the optimizer was built with.
+    """
+    super().finalize_variable_values(var_list)
+    if not self.built:
+      return
+    row = self._rows[0]
+    for variable in var_list:
+      average = row.get(self._var_key(variable))
+      if average is not None:
+        for v, s in _replicas.components([(_value(variable), average.value)]):
+          v.assign(tf.cast(s, v.dtype))
+
+  def _require_built(self, what):
+    if not self.built:
+      raise RuntimeError(
+          f"{what}() must come after the first step, or after "
+          f"build(variables), got a {type(self).__name__} that is not built.")
+
+
+def _no_rate():
+  """In the place of a learning rate, so that no variable is made for it."""
+
+
+class _Held:
+
+  def __init__(self, optimizer, followed):
+    self.optimizer, self.followed = optimizer, followed
+
+
+class Row(collections.abc.Mapping):
+  """Averages by the key of their variable, which nothing tracks."""
+
+  def __init__(self, averages):
+    self._averages = averages
+
+  def __getitem__(self, key):
+    return self._averages[key]
+
+  def __iter__(self):
+    return iter(self._averages)
+
+  def __len__(self):
+    return len(self._averages)
+
+
+class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
+  """The averages of a wrapper, for what saves and restores them.
+
+  They are known by the path of their variable. What a file lacks starts at the
+  variable's value.
+
+  Attributes:
+    name: What checkpoints call it.
+  """
+
+  def __init__(self, name):
+    self.name = name
+    # In tuples, so that TensorFlow does not track what is added.
+    self._known = ({},)
+    self._in_place = ([],)
+
+  def _obj_type(self):
+    return "Optimizer"
+
+  def add(self, key, average, variable):
+    """Adds the average of a variable; `key` is its name in checkpoints."""
+    [known] = self._known
+    unique, number = key, 0
+    while unique in known:
+      number += 1
+      unique = f"{key}_{number}"
+    known[unique] = average, variable
+    self._track_trackable(average.value, unique)
+
+  def seed(self):
+    """Sets all averages to the values of their variables."""
+    for average, variable in self._known[0].values():
+      _seed(average, variable)
+
+  def save_own_variables(self, store):
+    for key, (average, variable) in self._known[0].items():
+      # A model that is saved with its averages in place starts from them.
+      value = _value(variable if self._in_place[0] else average)
+      store[_file_key(key)] = tf.cast(value, average.dtype).numpy()
+
+  def load_own_variables(self, store):
+    keys = set(store.keys())
+    for key, (average, variable) in self._known[0].items():
+      if _file_key(key) in keys:
+        average.assign(store[_file_key(key)])
+      else:
+        _seed(average, variable)
+
+  def refuse_in_place(self, what):
+    """Raises an error inside `in_place_of`."""
+    if self._in_place[0]:
+      raise RuntimeError(
+          f"{what}() must not be called inside averaged_weights(): the "
+          "averages are in place of the weights. Leave the `with` block first.")
+
+  @contextlib.contextmanager
+  def in_place_of(self, pairs):
+    """Exchanges (variable, average) pairs for a `with` block."""
+    back = _exchange.put_in_place(pairs)
+    self._in_place[0].append(pairs)
+    try:
+      yield
+    finally:
+      self._in_place[0].pop()
+      back()
+
+
+def _seed(average, variable):
+  for s, v in _replicas.components([(average.value, _value(variable))]):
+    s.assign(tf.cast(v, s.dtype))
+
+
+def _file_key(path):
+  # In a file, a slash would begin a group.
+  return path.replace("/", ".")
+
+
+def _value(variable):
+  return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def where(condition, function):
+  """Calls `function` where `condition`, a scalar bool tensor, is true."""
+  if tf.executing_eagerly():
+    if condition:
+      function()
+    return
+
+  def called():
+    function()
+    return True
+
+  tf.cond(condition, called, lambda: False)
+
+
+def float32_for_half(dtype):
+  """The dtype in which averages of a variable's dtype do not stall."""
+  dtype = tf.as_dtype(dtype)
+  return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def check_integer(name, value, least):
+  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+  if value < least:
+    raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+
+
+def check_fraction(name, value):
+  if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    raise TypeError(f"`{name}` must be a number, got {value!r}.")
+  if not 0 <= value <= 1:
+    raise ValueError(f"`{name}` must be in [0, 1], got {value}.")

@@ -1,0 +1,86 @@
+"""Lookahead: slow weights that the inner optimizer's weights return to."""
+
+import keras
+
+from wrapopt import _replicas
+from wrapopt import ops
+from wrapopt.keras import _wrapper
+
+
+@keras.saving.register_keras_serializable("wrapopt")
+class Lookahead(_wrapper.WrapperOptimizer):
+  """Lets the inner optimizer run ahead, and then goes a part of its way.
+
+  Each variable `v` has a slow one `s`, which starts at its value. After every
+  `sync_period` steps of the inner optimizer
+
+      s += slow_step_size (v - s)
+      v = s
+
+  The slots of the inner optimizer stay as they are.
+
+  Example:
+
+  >>> w = keras.Variable([0.0])
+  >>> opt = wrapopt.keras.Lookahead(keras.optimizers.SGD(1.0), 2)
+  >>> for _ in range(3):
+  ...   opt.apply([tf.constant([-1.0])], [w])
+  ...   print(w.numpy())
+  [1.]
+  [1.]
+  [2.]
+
+  References: Zhang, Lucas, Hinton and Ba, "Lookahead optimizer: k steps
+  forward, 1 step back", NeurIPS 2019; `tfa.optimizers.Lookahead` of TensorFlow
+  Addons.
+
+  Differences from TensorFlow Addons: nothing is written in the steps between; a
+  `sync_period` that is not positive is refused.
+  """
+
+  def __init__(self, optimizer, sync_period=6, slow_step_size=0.5, name=None):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: A Keras optimizer, or its name or configuration.
+      sync_period: The number of steps of the inner optimizer between two moves
+        of the slow weights.
+      slow_step_size: The part of the way that the slow weights go: a number in
+        [0, 1].
+      name: The name of the optimizer.
+
+    Raises:
+      TypeError: If `optimizer` is no Keras optimizer, or an argument is of a
+        wrong type.
+      ValueError: If a number is out of range.
+    """
+    super().__init__(optimizer, name)
+    _wrapper.check_integer("sync_period", sync_period, 1)
+    _wrapper.check_fraction("slow_step_size", slow_step_size)
+    self._sync_period = sync_period
+    self._slow_step_size = slow_step_size
+
+  def _make_state(self, variables):
+    self._slow = _wrapper.Row({
+        self._var_key(v): self._make_average(
+            v, "slow", _wrapper.float32_for_half(v.dtype))
+        for v in variables if not self._overwrite_variable_with_gradient(v)})
+
+  def slow_weights(self, variable):
+    """The slow weights of a variable: a `keras.Variable`."""
+    return self._slow[self._var_key(variable)]
+
+  def follow(self, step):
+    pairs = _replicas.components(
+        zip(step.variables, [s.value for s in step.of(self._slow)]))
+    fast, slow = map(list, zip(*pairs))
+
+    def sync():
+      ops.averaging_assign([slow, fast], [slow, fast],
+                           [1 - self._slow_step_size, self._slow_step_size])
+
+    _wrapper.where((step.iterations + 1) % self._sync_period == 0, sync)
+
+  def get_config(self):
+    return {**super().get_config(), "sync_period": self._sync_period,
+            "slow_step_size": self._slow_step_size}

@@ -1,0 +1,152 @@
+"""Moving averages of the weights that a Keras optimizer trains."""
+
+import keras
+import tensorflow as tf
+
+from wrapopt import _decays
+from wrapopt import _replicas
+from wrapopt import ops
+from wrapopt.keras import _wrapper
+
+
+@keras.saving.register_keras_serializable("wrapopt")
+class MovingAverage(_wrapper.AveragingOptimizer):
+  """Keeps exponential moving averages of the weights that it trains.
+
+  After each step of the inner optimizer that changes weights, the average `s`
+  of each variable `v` that had a gradient moves:
+
+      s += (1 - decay) (v - s)
+
+  A step that only accumulates gradients, or that loss scaling skips, moves no
+  average. An average starts at the value of its variable before the first step.
+
+  If the inner optimizer is exactly one of Keras's SGD, Adam, AdamW, Adagrad,
+  RMSprop and Lion, one native op takes its step, its weight decay and all
+  averages in one pass over memory (`fused`). Around any other optimizer, one op
+  updates the averages after its step.
+
+  Example:
+
+  >>> w = keras.Variable([1.0])
+  >>> opt = wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), 0.5)
+  >>> opt.apply([tf.constant([1.0])], [w])
+  >>> w.numpy(), opt.average(w).numpy()
+  (array([0.], dtype=float32), array([0.5], dtype=float32))
+  >>> with opt.averaged_weights():
+  ...   print(w.numpy())
+  [0.5]
+
+  In a model: `model.compile(wrapopt.keras.MovingAverage("adam"), ...)`.
+
+  References: Polyak and Juditsky, "Acceleration of stochastic approximation by
+  averaging", 1992; `tfa.optimizers.MovingAverage` of TensorFlow Addons.
+
+  Differences from TensorFlow Addons: any Keras 3 optimizer; several decays;
+  clipping and accumulation of the inner optimizer; `num_updates` is read in
+  each step; `averaged_weights` is exact and works everywhere, in place of
+  `shadow_copy`, `swap_weights` and `assign_average_vars`.
+  """
+
+  def __init__(self, optimizer, average_decay=0.99, num_updates=None,
+               start_step=0, dynamic_decay=False, name=None, *,
+               shadow_dtype=None):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: A Keras optimizer, or its name or configuration.
+      average_decay: A number in [0, 1], or a sequence of different numbers, for
+        as many averages.
+      num_updates: A count of updates: a number, variable or callable. If given,
+        the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
+      start_step: The number of steps before averaging begins: until then an
+        average is its variable.
+      dynamic_decay: Whether the decay of the t-th step after `start_step`,
+        counted from 0, is at most `(1 + t) / (10 + t)`.
+      name: The name of the optimizer.
+      shadow_dtype: The dtype of the averages, such as "float32"; by default
+        float32 for float16 and bfloat16 variables, and the variable's own for
+        others. A float16 or bfloat16 average hardly moves at decays near 1.
+
+    Raises:
+      TypeError: If `optimizer` is no Keras optimizer, or an argument is of a
+        wrong type.
+      ValueError: If a number is out of range.
+    """
+    super().__init__(optimizer, name)
+    self._decays = _decays.checked(average_decay)
+    if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
+           for d in self._decays):
+      raise TypeError("`average_decay` must be a number or a sequence of "
+                      f"numbers, got {average_decay!r}.")
+    self._average_decay = average_decay
+    _decays.check_num_updates(num_updates)
+    _wrapper.check_integer("start_step", start_step, 0)
+    self._num_updates = num_updates
+    self._start_step = start_step
+    self._dynamic_decay = bool(dynamic_decay)
+    self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
+
+  def _make_state(self, variables):
+    self._rows = []
+    for k, decay in enumerate(self._decays):
+      name = "average" if k == 0 else f"average_{decay}"
+      self._rows.append(_wrapper.Row({
+          self._var_key(v): self._make_average(v, name, self._dtype_of(v))
+          for v in variables if not self._overwrite_variable_with_gradient(v)}))
+
+  def _dtype_of(self, variable):
+    return self._shadow_dtype or _wrapper.float32_for_half(
+        variable.dtype)
+
+  def average(self, variable, decay=None):
+    """The average of a variable.
+
+    Args:
+      variable: A variable that the optimizer was built with.
+      decay: Which of several decays; by default the first.
+
+    Returns:
+      The `keras.Variable` that holds its average.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+      ValueError: If `decay` is none of the optimizer's.
+      KeyError: If the variable is none of the optimizer's.
+    """
+    self._require_built("average")
+    return self._rows[_decays.index_of(decay, self._decays)][
+        self._var_key(variable)]
+
+  def averages(self, step):
+    rows = [[s.value for s in step.of(row)] for row in self._rows]
+    return rows, self._decays_now(step.iterations)
+
+  def follow(self, step):
+    pairs = [_replicas.components(
+        zip(step.variables, [s.value for s in step.of(row)]))
+             for row in self._rows]
+    ops.ema_update([[s for _, s in row] for row in pairs],
+                   [v for v, _ in pairs[0]], self._decays_now(step.iterations))
+
+  def _decays_now(self, iterations):
+    """The decays of the step after so many."""
+    decays = self._decays
+    if self._num_updates is not None:
+      decays = _decays.warmed_up(decays,
+                                 _decays.value_now(self._num_updates))
+    since = iterations - self._start_step
+    if self._dynamic_decay:
+      decays = _decays.warmed_up(decays, since)
+    if self._start_step:
+      decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
+                for d in decays]
+    return decays
+
+  def get_config(self):
+    return {**super().get_config(),
+            "average_decay": self._average_decay,
+            "num_updates": self._num_updates,
+            "start_step": self._start_step,
+            "dynamic_decay": self._dynamic_decay,
+            "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name}

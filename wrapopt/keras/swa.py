@@ -1,0 +1,81 @@
+"""Stochastic weight averaging: the mean of weights along the training."""
+
+import keras
+import tensorflow as tf
+
+from wrapopt import _replicas
+from wrapopt import ops
+from wrapopt.keras import _wrapper
+
+
+@keras.saving.register_keras_serializable("wrapopt")
+class SWA(_wrapper.AveragingOptimizer):
+  """Keeps the mean of the weights of every so many steps.
+
+  With i the number of steps before this one, the average `s` of a variable `v`
+  counts it if `i >= start_averaging` and `i - start_averaging` is a multiple of
+  `average_period`. With n the number of those before,
+
+      s += (v - s) / (n + 1)
+
+  Until then the average is what its variable was at the start, and the first
+  replaces it.
+
+  Example:
+
+  >>> w = keras.Variable([0.0])
+  >>> opt = wrapopt.keras.SWA(keras.optimizers.SGD(1.0), 0, average_period=2)
+  >>> for _ in range(3):
+  ...   opt.apply([tf.constant([-1.0])], [w])
+  >>> w.numpy(), opt.average(w).numpy()  # The mean of 1 and 3.
+  (array([3.], dtype=float32), array([2.], dtype=float32))
+
+  References: Izmailov et al., "Averaging weights leads to wider optima and
+  better generalization", UAI 2018; `tfa.optimizers.SWA` of TensorFlow Addons.
+
+  Differences from TensorFlow Addons: an average starts at its variable, not at
+  zero; float16 and bfloat16 variables, whose averages are float32.
+  """
+
+  def __init__(self, optimizer, start_averaging=0, average_period=10,
+               name=None):
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: A Keras optimizer, or its name or configuration.
+      start_averaging: The number of steps before the first that counts.
+      average_period: Every how many steps one counts.
+      name: The name of the optimizer.
+
+    Raises:
+      TypeError: If `optimizer` is no Keras optimizer, or a number no integer.
+      ValueError: If a number is out of range.
+    """
+    super().__init__(optimizer, name)
+    _wrapper.check_integer("average_period", average_period, 1)
+    _wrapper.check_integer("start_averaging", start_averaging, 0)
+    self._start_averaging = start_averaging
+    self._average_period = average_period
+
+  def _make_state(self, variables):
+    self._rows = [_wrapper.Row({
+        self._var_key(v): self._make_average(
+            v, "average", _wrapper.float32_for_half(v.dtype))
+        for v in variables if not self._overwrite_variable_with_gradient(v)})]
+
+  def follow(self, step):
+    since = step.iterations - self._start_averaging
+    counts = (since >= 0) & (since % self._average_period == 0)
+    n = ops.float64(since // self._average_period)
+    pairs = _replicas.components(
+        zip(step.variables, [s.value for s in step.of(self._rows[0])]))
+
+    def count():
+      ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
+
+    _wrapper.where(counts, count)
+
+  def get_config(self):
+    return {**super().get_config(),
+            "start_averaging": self._start_averaging,
+            "average_period": self._average_period}
