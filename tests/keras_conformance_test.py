@@ -8,7 +8,7 @@ import collections
 import functools
 import inspect
 import itertools
-import warnings
+import re
 
 import keras
 import ml_dtypes
@@ -224,9 +224,8 @@ def bare(inner, dtypes):
                sparse=inner not in NO_SPARSE).values
 
 
-@functools.cache
-def bare_lookahead(inner, dtypes):
-  """Keras's steps, and the moves of slow weights between them in float64."""
+def slow_weights():
+  """A `sync` of `train`: Lookahead in float64."""
   slow = list(map(np.float64, (values_at_start()[n] for n in NAMES)))
 
   def sync(t, fast):
@@ -236,7 +235,12 @@ def bare_lookahead(inner, dtypes):
       slow[i] = slow[i] + STEP_SIZE * (np.float64(v) - slow[i])
     return [s.astype(v.dtype) for s, v in zip(slow, fast)]
 
-  return train(INNER[inner], "eager", dtypes, sync,
+  return sync
+
+
+@functools.cache
+def bare_lookahead(inner, dtypes):
+  return train(INNER[inner], "eager", dtypes, slow_weights(),
                sparse=inner not in NO_SPARSE).values
 
 
@@ -322,6 +326,74 @@ def cases():
           if case[0] not in NO_FLOAT64 or case[3] != "float64"]
 
 
+def walk(opt, steps, start=0.0, grad=-1.0):
+  """Values of a variable, and of its average, after steps of SGD by 1."""
+  w = keras.Variable([start])
+  trace = []
+  for _ in range(steps):
+    opt.apply([tf.constant([grad])], [w])
+    s = opt.average(w) if hasattr(opt, "average") else opt.slow_weights(w)
+    trace.append((float(w.numpy()[0]), float(s.numpy()[0])))
+  return trace
+
+
+def test_moving_average_in_the_head():
+  # w goes 1, 2, 3; s goes half of the way to it.
+  assert walk(wk.MovingAverage(K.SGD(1.0), 0.5), 3) == [
+      (1, 0.5), (2, 1.25), (3, 2.125)]
+
+
+def test_swa_in_the_head():
+  # w goes 1, 2, 3, 4, 5; s is the mean of 2, then of 2 and 4.
+  assert walk(wk.SWA(K.SGD(1.0), 1, 2), 5) == [
+      (1, 0), (2, 2), (3, 2), (4, 3), (5, 3)]
+
+
+def test_lookahead_in_the_head():
+  # Every second step, w goes back to the half of the way.
+  assert walk(wk.Lookahead(K.SGD(1.0), 2, 0.5), 5) == [
+      (1, 0), (1, 1), (2, 1), (2, 2), (3, 2)]
+
+
+def test_moving_average_as_in_tf_addons():
+  """Its numbers, by its own formulas."""
+  # From 1 to 0.9, at decay 0.5.
+  [(w, s)] = walk(wk.MovingAverage(K.SGD(0.1), 0.5), 1, 1.0, 1.0)
+  np.testing.assert_allclose([w, s], [0.9, 0.95], rtol=1e-6)
+  # Until start_step, averages are variables: the decay is 0.
+  assert walk(wk.MovingAverage(K.SGD(1.0), 0.5, start_step=2), 4) == [
+      (1, 1), (2, 2), (3, 2.5), (4, 3.25)]
+  # Decays 1/10, 2/11, 3/12, and then 0.25.
+  s, want = 0, []
+  for w, decay in zip((1, 2, 3, 4), (1 / 10, 2 / 11, 0.25, 0.25)):
+    s = decay * s + (1 - decay) * w
+    want.append((w, s))
+  dynamic = lambda **more: wk.MovingAverage(
+      K.SGD(1.0), 0.25, dynamic_decay=True, **more)
+  np.testing.assert_allclose(walk(dynamic(), 4), want, rtol=1e-6)
+  # Counted from start_step.
+  later = [(w + 1, s + 1) for w, s in want]
+  np.testing.assert_allclose(walk(dynamic(start_step=1), 5), [(1, 1), *later],
+                             rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["number", "variable", "callable"])
+def test_num_updates(kind):
+  count = tf.Variable(0.0)
+  given = {"number": 8, "variable": count, "callable": count.read_value}[kind]
+  opt = wk.MovingAverage(K.SGD(1.0), 0.9, num_updates=given)
+  w = keras.Variable([0.0])
+  opt.build([w])
+  step = tf.function(lambda: opt.apply([tf.constant([-1.0])], [w]))
+  step()
+  # (1 + 0) / (10 + 0) at 0, and (1 + 8) / (10 + 8) at 8.
+  s = 0.5 if kind == "number" else 0.9
+  np.testing.assert_allclose(opt.average(w), [s], rtol=1e-6)
+  count.assign(8.0)  # Of now: TF Addons reads it once, when it is made.
+  step()
+  np.testing.assert_allclose(opt.average(w), [s + (2 - s) / 2], rtol=1e-6)
+
+
 def test_nothing_is_missing():
   classes = {x for x in vars(wk).values() if inspect.isclass(x)}
   assert {c.__name__ for c in classes} == set(WRAPPERS) == set(wk.__all__)
@@ -358,3 +430,557 @@ def test_steps(inner, wrapper, mode, dtype):
   exact = inner in UNFUSED and mode == "eager" and wrapper != "Lookahead"
   assert_variables(trace, inner, wrapper, dtypes, exact)
   check_averages(trace, wrapper, dtypes)
+
+
+def native_ops(function, *args):
+  """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
+  graph = function.get_concrete_function(*args).graph.as_graph_def()
+  nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+  return collections.Counter(
+      n.op.partition(">")[2] for n in nodes if n.op.startswith("Wrapopt>"))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("inner", ["Adam", "Nadam"])
+def test_one_op_for_the_whole_model(inner, wrapper):
+  dtypes = DTYPES["float32"]
+  trace = train(lambda: WRAPPERS[wrapper](INNER[inner]()), "function", dtypes,
+                sparse=False)
+  found = native_ops(trace.function, tensors(0, dtypes[1], sparse=False))
+  want = {"Apply" + inner: 1} if inner == "Adam" else {}
+  if wrapper == "Lookahead":
+    want["AveragingAssign"] = 1
+  elif wrapper == "SWA" or inner == "Nadam":
+    want["EmaUpdate"] = 1
+  assert found == want
+
+
+@pytest.mark.parametrize("inner, op", [
+    ("SGD", "ApplySGDW"), ("SGD momentum", "ApplyMomentumW"),
+    ("Adam", "ApplyAdam"), ("AdamW", "ApplyAdam"),
+    ("Adam AMSGrad", "ApplyAdamWithAmsgrad"), ("Adagrad", "ApplyAdagradW"),
+    ("RMSprop", "ApplyRMSPropW"),
+    ("RMSprop centered", "ApplyCenteredRMSPropW"),
+    ("RMSprop momentum", "ApplyRMSProp"), ("Lion", "ApplyLion")])
+def test_the_op_is_in_what_xla_compiles(inner, op):
+  names = ["kernel", "scalar"]
+  variables = variables_of(numerics.FLOAT, names)
+  opt = wk.MovingAverage(INNER[inner](), DECAYS)
+  opt.build(variables)
+
+  @functools.partial(tf.function, jit_compile=True)
+  def step(a, b):
+    opt.apply([a, b], variables)
+
+  hlo = step.experimental_get_compiler_ir(*tensors(
+      0, numerics.FLOAT, names=names))("hlo")
+  # What Keras would have done in ops of TensorFlow is not there.
+  assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>" + op}
+
+
+@functools.cache
+def strategy():
+  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+def mirrored(make, function, sync=None):
+  """As `train`, for each replica; their gradients sum up to those of `train`."""
+  dtype = numerics.FLOAT
+  with strategy().scope():
+    variables = variables_of(dtype)
+    opt = make()
+    opt.build(variables)
+
+  def step(grads):
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    share = tf.where(replica == 0, 0.25, 0.75)
+    opt.apply([g if g is None else g * share for g in grads], variables)
+
+  run = lambda grads: strategy().run(step, args=(grads,))
+  if function:
+    run = tf.function(run)
+  replicas = [Trace(NAMES, [], [], run, opt) for _ in range(2)]
+  rows = []
+  if isinstance(opt, wk._wrapper.WrapperOptimizer):
+    rows = [[row[opt._var_key(v)] for v in variables]
+            for row in getattr(opt, "_rows", None) or [opt._slow]]
+
+  def record():
+    for i, replica in enumerate(replicas):
+      local = lambda v: np.array(
+          strategy().experimental_local_results(v.value)[i].numpy())
+      replica.values.append(list(map(local, variables)))
+      replica.averages.append([list(map(local, row)) for row in rows])
+
+  record()
+  for t in range(STEPS):
+    run(tensors(t, dtype, sparse=False))
+    if sync:
+      for v, x in zip(variables, sync(t, numbers(variables))):
+        v.assign(x)
+    record()
+  return replicas
+
+
+@pytest.mark.parametrize("inner, wrapper, function", [
+    *((inner, list(WRAPPERS)[i % 3], False) for i, inner in enumerate(INNER)),
+    *(("Adam", wrapper, True) for wrapper in WRAPPERS)])
+def test_mirrored(inner, wrapper, function):
+  dtypes = DTYPES["float32"]
+  lookahead = wrapper == "Lookahead"
+  replicas = mirrored(lambda: WRAPPERS[wrapper](INNER[inner]()), function)
+  for replica in replicas:
+    check_averages(replica, wrapper, dtypes)
+  for got, want in zip(*(tf.nest.flatten([r.values, r.averages])
+                         for r in replicas)):
+    numerics.assert_same_bits(got, want)
+  stock = mirrored(INNER[inner], function, slow_weights() if lookahead else None)
+  for got, want in zip(tf.nest.flatten(replicas[0].values),
+                       tf.nest.flatten(stock[0].values)):
+    if lookahead:
+      numerics.assert_close(got, np.float64(want), tolerance(numerics.FLOAT))
+    else:
+      numerics.assert_same_bits(got, want)
+  for name, start, end in zip(NAMES, replicas[0].values[0],
+                              replicas[0].values[-1]):
+    assert (start != end).any() == (name not in ("empty", "unused"))
+
+
+MODE = pytest.mark.parametrize("mode", MODES)
+
+
+def stepping(opt, variables, mode):
+  """A function of gradients, which takes the optimizer's step."""
+  opt.build(variables)
+  step = lambda *grads: opt.apply(list(grads), variables)
+  if mode == "eager":
+    return step
+  return tf.function(step, jit_compile=mode == "jit")
+
+
+@MODE
+@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_accumulated_gradients(wrapper, inner, mode):
+  """Only each third call takes a step, and is one to SWA and Lookahead."""
+  if mode == "jit" and inner is K.Adamax:
+    pytest.skip("compiles long, and has nothing that the others do not have")
+  w, plain = keras.Variable([2.0]), keras.Variable([2.0])
+  opt = WRAPPERS[wrapper](inner(0.5, gradient_accumulation_steps=3))
+  stock = WRAPPERS[wrapper](inner(0.5))
+  step = stepping(opt, [w], mode)
+  stock.build([plain])
+  for _ in range(2):
+    for grad in (1.0, 2.0, 6.0):
+      before = [v.numpy() for v in (w, *opt._variables)]
+      step(tf.constant([grad]))
+      moved = [(v.numpy() != x).any() for v, x in zip((w, *opt._variables),
+                                                       before)]
+      assert any(moved) == (grad == 6.0 and any(moved))
+    stock.apply([tf.constant([3.0])], [plain])
+    for got, want in zip((w, *opt._variables), (plain, *stock._variables)):
+      np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6)
+  assert int(opt.iterations) == 2 and w.numpy() != 2.0
+
+
+@MODE
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_steps_that_loss_scaling_skips(wrapper, around, mode):
+  """Nothing moves, and SWA and Lookahead do not count them."""
+  make = (lambda opt: K.LossScaleOptimizer(WRAPPERS[wrapper](opt), 4.0)
+          ) if around else (
+              lambda opt: WRAPPERS[wrapper](K.LossScaleOptimizer(opt, 4.0)))
+  w, plain = keras.Variable([2.0]), keras.Variable([2.0])
+  opt, stock = make(K.SGD(0.5)), WRAPPERS[wrapper](K.SGD(0.5))
+  step = stepping(opt, [w], mode)
+  ours = opt.inner_optimizer if around else opt
+  stock.build([plain])
+  for grad in (1.0, np.inf, 2.0, np.nan, 3.0):
+    before = [v.numpy() for v in (w, *ours._variables)]
+    scale = float(opt.scale_loss(1.0))
+    step(tf.constant([grad * scale]))
+    after = [v.numpy() for v in (w, *ours._variables)]
+    if np.isfinite(grad):
+      stock.apply([tf.constant([grad])], [plain])
+      for got, want in zip(after, (plain, *stock._variables)):
+        np.testing.assert_array_equal(got, want.numpy())
+    else:
+      for got, want in zip(after, before):
+        numerics.assert_same_bits(got, want)
+  assert int(opt.iterations) == 3 and w.numpy() < 1
+
+
+# (outer, inner) of all that make sense; of the others there is an error.
+NESTED = [(outer, inner) for outer in WRAPPERS for inner in WRAPPERS
+          if outer != inner]
+
+
+@MODE
+@pytest.mark.parametrize("outer, inner", NESTED)
+def test_nested(outer, inner, mode):
+  """Each follows the steps of what it holds, as in this model."""
+  w = keras.Variable([2.0])
+  held = WRAPPERS[inner](K.SGD(0.5))
+  opt = WRAPPERS[outer](held)
+  step = stepping(opt, [w], mode)
+  assert opt.fused
+  v = 2.0
+  rows = {name: [2.0] * (2 if name == "MovingAverage" else 1)
+          for name in (outer, inner)}
+  for t, grad in enumerate((1.0, -2.0, 4.0, 1.0)):
+    step(tf.constant([grad]))
+    v -= 0.5 * grad
+    for name in (inner, outer):
+      if name == "MovingAverage":
+        rows[name] = [s + (1 - d) * (v - s)
+                      for s, d in zip(rows[name], DECAYS)]
+      elif name == "SWA" and t in (1, 3):
+        rows[name] = [s + (v - s) / {1: 1, 3: 2}[t] for s in rows[name]]
+      elif name == "Lookahead" and t in (1, 3):
+        v = rows[name][0] + STEP_SIZE * (v - rows[name][0])
+        rows[name] = [v]
+    np.testing.assert_array_equal(w.numpy(), [v])
+    for name, x in ((inner, held), (outer, opt)):
+      np.testing.assert_array_equal(
+          np.ravel(averages_of(x, [w])), rows[name])
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_no_wrapper_in_itself(name):
+  make = WRAPPERS[name]
+  between = {"it": lambda opt: opt, "LossScaleOptimizer": K.LossScaleOptimizer,
+             "MultiOptimizer": lambda opt: K.MultiOptimizer(
+                 K.OptimizerMap(opt)),
+             **{other: WRAPPERS[other] for other in WRAPPERS if other != name}}
+  for kind in between.values():
+    held = kind(make(K.SGD(0.5)))
+    with pytest.raises(ValueError, match=(
+        f"`optimizer` of {name} must not be or hold a {name}: .*. Got "
+        f"{type(held).__name__}")):
+      make(held)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_within_a_multi_optimizer(wrapper):
+  """A wrapper of a part, around both, and another around all."""
+  part = WRAPPERS[wrapper](K.SGD(0.5))
+  other = next(make for name, make in WRAPPERS.items() if name != wrapper)
+  opt = other(K.MultiOptimizer(K.OptimizerMap(K.SGD(0.25), {"a": part})))
+  a, b = keras.Variable([2.0], name="a"), keras.Variable([2.0], name="b")
+  alone = other(WRAPPERS[wrapper](K.SGD(0.5))), other(K.SGD(0.25))
+  plain = keras.Variable([2.0]), keras.Variable([2.0])
+  for _ in range(4):
+    opt.apply([tf.constant([1.0])] * 2, [a, b])
+    for x, p in zip(alone, plain):
+      x.apply([tf.constant([1.0])], [p])
+  for x, p, v in zip(alone, plain, (a, b)):
+    np.testing.assert_array_equal(v.numpy(), p.numpy())
+    np.testing.assert_array_equal(averages_of(opt, [v]), averages_of(x, [p]))
+  np.testing.assert_array_equal(averages_of(part, [a]),
+                                averages_of(alone[0].inner(), [plain[0]]))
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_what_is_the_inner_optimizers(wrapper):
+  inner = K.SGD(0.5, clipnorm=2.0, weight_decay=0.25, loss_scale_factor=8.0)
+  opt = {"MovingAverage": wk.MovingAverage, "SWA": wk.SWA,
+         "Lookahead": lambda opt: wk.Lookahead(opt, 100)}[wrapper](inner)
+  assert opt.learning_rate is inner.learning_rate
+  assert (opt.clipnorm, opt.weight_decay, opt.clipvalue) == (2.0, 0.25, None)
+  assert opt.scale_loss(3.0) == 24.0
+  opt.learning_rate, opt.clipnorm, opt.loss_scale_factor = 0.125, None, None
+  opt.weight_decay, opt.global_clipnorm = None, 0.5
+  w = keras.Variable([2.0])
+  opt.build([w])
+  opt.apply([tf.constant([4.0])])
+  np.testing.assert_array_equal(w.numpy(), [2.0 - 0.125 * 0.5])
+  assert (opt.iterations is inner.iterations) and int(opt.iterations) == 1
+  assert opt.variables[:len(inner.variables)] == inner.variables
+  names = [v.path for v in opt.variables]
+  assert len(set(names)) == len(names)
+  # A schedule in the place of a number.
+  opt.learning_rate = K.schedules.PiecewiseConstantDecay([1], [1.0, 0.25])
+  assert not any(v is inner.learning_rate for v in opt.variables)
+  for value in (1.0, 0.25):
+    before = w.numpy()
+    opt.apply([tf.constant([0.25])])
+    np.testing.assert_array_equal(w.numpy(), before - value * 0.25)
+
+
+@MODE
+@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+def test_averages_are_of_constrained_weights(inner, mode):
+  w = keras.Variable([1.0, -1.0])
+  w.constraint = keras.constraints.NonNeg()
+  opt = wk.SWA(wk.MovingAverage(wk.Lookahead(inner(4.0), 2, 0.5), 0.5), 0, 1)
+  step = stepping(opt, [w], mode)
+  step(tf.constant([1.0, -1.0]))
+  now = w.numpy()
+  assert now[0] == 0 and now[1] > 0
+  np.testing.assert_array_equal(opt.average(w), now)
+  np.testing.assert_array_equal(opt.inner().average(w), [0.5, (now[1] - 1) / 2])
+  step(tf.constant([1.0, 0.0]))
+  # The slow weight went from 1 to 0.5, not further.
+  assert w.numpy()[0] == 0.5
+
+
+@pytest.mark.parametrize("wrapper", ["SWA", "Lookahead"])
+def test_variables_that_have_gradients_in_other_steps(wrapper):
+  """Two tasks in turn: each variable is averaged, and synced, as the other."""
+  a, b = keras.Variable([0.0]), keras.Variable([0.0])
+  opt = (wk.SWA(K.SGD(1.0), 1, 2) if wrapper == "SWA" else
+         wk.Lookahead(K.SGD(1.0), 2, 0.5))
+  opt.build([a, b])
+  grad = tf.constant([-1.0])
+  for t in range(4):
+    opt.apply([[grad, None], [None, grad]][t % 2])
+  if wrapper == "SWA":
+    # After two and four steps: 1 and 2.
+    assert opt.average(a).numpy() == opt.average(b).numpy() == 1.5
+  else:
+    # From 0 to 1, half of it, from there to 1.5, half of that.
+    assert a.numpy() == b.numpy() == 1.0
+  moving = wk.MovingAverage(K.SGD(1.0), 0.5)
+  moving.build([a, b])
+  before = moving.average(b).numpy()
+  a.assign([8.0])
+  b.assign([8.0])
+  moving.apply([grad, None])
+  assert moving.average(b).numpy() == before != moving.average(a).numpy()
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_repeated_rows_are_one_row(wrapper):
+  """As in a dense gradient, which is not so in bare Keras."""
+  values, finals = [[1.0], [2.0], [1.0]], []
+  for make in (lambda: K.Adam(**ADAM), lambda: WRAPPERS[wrapper](
+      K.Adam(**ADAM))):
+    for dense in (False, True):
+      w, opt = keras.Variable([[1.0], [1.0]]), make()
+      grad = tf.IndexedSlices(tf.constant(values), tf.constant([0, 1, 0]),
+                              tf.constant([2, 1]))
+      opt.apply([tf.convert_to_tensor(grad) if dense else grad], [w])
+      finals.append(w.numpy())
+  stock, stock_dense, ours, ours_dense = finals
+  assert np.abs(stock - stock_dense).max() > 0.01
+  np.testing.assert_allclose(ours, ours_dense, rtol=1e-6)
+  np.testing.assert_allclose(ours, stock_dense, rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["function", "jit"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_built_where_it_is_traced(wrapper, mode):
+  w = tf.Variable([2.0])
+  opt = WRAPPERS[wrapper](K.Adam(**ADAM))
+
+  @functools.partial(tf.function, jit_compile=mode == "jit")
+  def step(grad):
+    opt.apply([grad], [w])
+
+  step(tf.constant([1.0]))
+  step(tf.constant([1.0]))
+  assert int(opt.iterations) == 2
+  other = tf.Variable([2.0])
+  eager = WRAPPERS[wrapper](K.Adam(**ADAM))
+  for _ in range(2):
+    eager.apply([tf.constant([1.0])], [other])
+  np.testing.assert_allclose(w.numpy(), other.numpy(), rtol=1e-6)
+  np.testing.assert_allclose(averages_of(opt, [w]), averages_of(eager, [other]),
+                             rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy, jit", [("mixed_float16", True),
+                                         ("mixed_bfloat16", False)])
+def test_models_of_mixed_precision(policy, jit):
+  """compile() and train as with the bare optimizer; weights are float32.
+
+  Under mixed_float16, Keras wraps a LossScaleOptimizer around ours.
+  """
+  finals = []
+  for ours in (False, True):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([
+        keras.Input((2,), dtype="int32"),
+        keras.layers.Embedding(5, 4, dtype=policy),
+        keras.layers.Flatten(), keras.layers.Dense(1, dtype=policy)])
+    model.dtype_policy = policy
+    opt = K.SGD(0.125, momentum=0.5)
+    if ours:
+      opt = wk.Lookahead(wk.SWA(wk.MovingAverage(opt, DECAYS), 0, 1), 100)
+    model.compile(opt, "mse", jit_compile=jit)
+    assert (model.optimizer is opt) == (policy != "mixed_float16")
+    x, y = np.array([[0, 1], [2, 3]]), np.array([[1.0], [2.0]])
+    for _ in range(3):
+      model.train_on_batch(x, y)
+    finals.append([v.numpy() for v in model.trainable_variables])
+  for got, want in zip(*finals):
+    np.testing.assert_allclose(got, want, atol=2**-18)
+  swa, moving = opt.inner(), opt.inner().inner()
+  for v in model.trainable_variables:
+    assert moving.average(v).dtype == swa.average(v).dtype == "float32"
+    distance = [np.abs(s - v.numpy()).max() for s in (
+        moving.average(v, DECAYS[0]).numpy(),
+        moving.average(v, DECAYS[1]).numpy(), swa.average(v).numpy())]
+    assert 0 < distance[0] < distance[1] and distance[2] > 0
+  # Keras has the last step of fit() put the averages into the weights.
+  model.fit(x, y, verbose=0)
+  for v in model.trainable_variables:
+    numerics.assert_same_bits(v.numpy(), swa.average(v).numpy())
+
+
+def test_loss_scaling_twice():
+  inside = wk.MovingAverage(K.LossScaleOptimizer(K.SGD(0.5)))
+  for around in (K.LossScaleOptimizer, wk.SWA):
+    if around is wk.SWA:
+      inside = wk.SWA(inside)
+    with pytest.raises(ValueError, match="gradients would be unscaled twice"):
+      K.LossScaleOptimizer(inside)
+
+
+class OwnUpdate(K.SGD):
+
+  def apply(self, grads, trainable_variables=None):
+    for grad, v in zip(grads, trainable_variables):
+      v.assign_sub(grad)
+
+
+class Centralized(K.SGD):
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply([g - tf.reduce_mean(g) for g in grads], trainable_variables)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_optimizers_of_users(wrapper, mode):
+  w = keras.Variable([1.0, 2.0])
+  step = stepping(WRAPPERS[wrapper](OwnUpdate(0.5)), [w], mode)
+  with pytest.raises(NotImplementedError, match=(
+      f"{wrapper} must know when variables are updated, and OwnUpdate")):
+    step(tf.constant([1.0, 3.0]))
+  w.assign([1.0, 2.0])
+  opt = WRAPPERS[wrapper](Centralized(0.5))
+  assert not opt.fused
+  step = stepping(opt, [w], mode)
+  step(tf.constant([1.0, 3.0]))
+  np.testing.assert_array_equal(w.numpy(), [1.5, 1.5])
+  if wrapper == "MovingAverage":
+    np.testing.assert_array_equal(opt.average(w), [1.25, 1.75])
+
+
+def test_settings_that_switch_off():
+  """Decay 1 keeps the start, 0 copies, and slow steps of 1 change nothing."""
+  w, plain = keras.Variable([1.0]), keras.Variable([1.0])
+  stock = K.Adam(**ADAM)
+  opt = wk.Lookahead(wk.MovingAverage(K.Adam(**ADAM), [1.0, 0.0]), 1, 1.0)
+  for _ in range(3):
+    stock.apply([tf.constant([1.0])], [plain])
+    opt.apply([tf.constant([1.0])], [w])
+    np.testing.assert_allclose(w.numpy(), plain.numpy(), rtol=1e-6)
+    average = opt.inner().average
+    assert average(w).numpy() == 1 and average(w, 0.0).numpy() == w.numpy()
+
+
+def test_no_step_while_averages_are_in_place():
+  """Of none of the wrappers."""
+  w = keras.Variable([1.0])
+  swa = wk.SWA(wk.MovingAverage(K.SGD(1.0), 0.5), 0, 1)
+  moving = swa.inner()
+  opt = wk.Lookahead(swa)
+  opt.apply([tf.constant([1.0])], [w])
+  for x in (swa, moving):
+    before = [v.numpy() for v in (w, *opt.variables)]
+    with x.averaged_weights():
+      for y in (opt, swa, moving) if x is moving else (opt, swa):
+        with pytest.raises(RuntimeError, match=r"apply\(\) must not be called"):
+          y.apply([tf.constant([1.0])], [w])
+    for v, value in zip((w, *opt.variables), before):
+      numerics.assert_same_bits(v.numpy(), value)
+
+
+@pytest.mark.parametrize("make, error, text", [
+    (lambda opt: wk.MovingAverage(opt, 1.5), ValueError,
+     r"`average_decay` must be in \[0, 1\], got 1.5"),
+    (lambda opt: wk.MovingAverage(opt, []), ValueError, "at least one decay"),
+    (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
+     "different decays"),
+    (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
+     "`average_decay` must be a number or a sequence of numbers"),
+    (lambda opt: wk.MovingAverage(opt, "0.5"), TypeError, "average_decay"),
+    (lambda opt: wk.MovingAverage(opt, num_updates=-1), ValueError,
+     "`num_updates` must be at least 0, got -1"),
+    (lambda opt: wk.MovingAverage(opt, num_updates="1"), TypeError,
+     "`num_updates` must be a number, tensor, variable or callable, got '1'"),
+    (lambda opt: wk.MovingAverage(opt, start_step=-1), ValueError,
+     "`start_step` must be at least 0, got -1"),
+    (lambda opt: wk.MovingAverage(opt, start_step=1.5), TypeError,
+     "`start_step` must be an integer, got 1.5"),
+    (lambda opt: wk.MovingAverage(opt, shadow_dtype="int32"), TypeError,
+     "`shadow_dtype` must be float16, bfloat16, float32 or float64, got"),
+    (lambda opt: wk.SWA(opt, average_period=0), ValueError,
+     "`average_period` must be at least 1, got 0"),
+    (lambda opt: wk.SWA(opt, start_averaging=-1), ValueError,
+     "`start_averaging` must be at least 0, got -1"),
+    (lambda opt: wk.SWA(opt, average_period=True), TypeError,
+     "`average_period` must be an integer, got True"),
+    (lambda opt: wk.Lookahead(opt, 0), ValueError,
+     "`sync_period` must be at least 1, got 0"),
+    (lambda opt: wk.Lookahead(opt, 2, 1.5), ValueError,
+     r"`slow_step_size` must be in \[0, 1\], got 1.5"),
+    (lambda opt: wk.Lookahead(opt, 2, "1"), TypeError,
+     "`slow_step_size` must be a number, got '1'"),
+    *((lambda opt, make=make: make(tf.compat.v1.train.AdamOptimizer()),
+       TypeError, "`optimizer` must be a Keras optimizer, or .*AdamOptimizer")
+      for make in WRAPPERS.values())])
+def test_arguments(make, error, text):
+  with pytest.raises(error, match=text):
+    make(K.SGD(0.5))
+
+
+def test_shadow_dtypes():
+  w = {dtype: keras.Variable([1.0], dtype=dtype)
+       for dtype in ("float16", "bfloat16", "float32", "float64")}
+  kept_as = lambda opt, dtype: (opt.build([w[dtype]]),
+                                opt.average(w[dtype]).dtype)[1]
+  for dtype, want in (("float16", "float32"), ("bfloat16", "float32"),
+                      ("float32", "float32"), ("float64", "float64")):
+    assert kept_as(wk.MovingAverage(K.SGD(0.5)), dtype) == want
+    assert kept_as(wk.MovingAverage(K.SGD(0.5), shadow_dtype=dtype),
+                   dtype) == dtype
+    assert kept_as(wk.SWA(K.SGD(0.5)), dtype) == want
+  for dtype, asked in (("float32", "bfloat16"), ("float32", "float64"),
+                       ("float64", "float32"), ("float16", "bfloat16")):
+    opt = wk.MovingAverage(K.SGD(0.5), shadow_dtype=asked)
+    with pytest.raises(ValueError, match=(
+        f"`shadow_dtype` must be {dtype}.*, got {asked}, for '")):
+      opt.build([w[dtype]])
+    assert not opt.built
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_errors_of_steps(wrapper):
+  w, other = keras.Variable([1.0]), keras.Variable([1.0])
+  opt = WRAPPERS[wrapper](K.SGD(0.5))
+  with pytest.raises(ValueError, match="`trainable_variables` must be given"):
+    opt.apply([tf.constant([1.0])])
+  assert opt.apply([]) is None and not opt.built
+  opt.build([w])
+  for grads, variables, text in (
+      ([None], [w], "No gradients provided"),
+      ([tf.constant([1.0])], [other], "Unknown variable"),
+      ([tf.constant([1.0])] * 2, None, "Received a list of 2 gradients")):
+    with pytest.raises(ValueError, match=text):
+      opt.apply(grads, variables)
+  assert w.numpy() == 1 and int(opt.iterations) == 0
+  name = "average" if wrapper != "Lookahead" else "slow_weights"
+  with pytest.raises(KeyError):
+    getattr(opt, name)(other)
+  with pytest.raises(RuntimeError, match="must come after the first step"):
+    getattr(WRAPPERS[wrapper](K.SGD(0.5)), name)(w)
+
+
+@pytest.mark.parametrize("given", ["adam", {"class_name": "Adam", "config": {}}])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_by_name_and_configuration(wrapper, given):
+  assert type(WRAPPERS[wrapper](given).inner()) is K.Adam

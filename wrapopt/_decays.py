@@ -55,9 +55,15 @@ def checked(average_decay):
 
 
 def check_num_updates(num_updates):
-  """Refuses a number that is no count of updates."""
-  if isinstance(num_updates, numbers.Real) and num_updates < 0:
-    raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
+  """Refuses what is no count of updates; None is none."""
+  if isinstance(num_updates, numbers.Real):
+    if num_updates < 0:
+      raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
+  elif not (num_updates is None or callable(num_updates) or
+            isinstance(num_updates, (np.ndarray, tf.Variable)) or
+            tf.is_tensor(num_updates)):
+    raise TypeError("`num_updates` must be a number, tensor, variable or "
+                    f"callable, got {num_updates!r}.")
 
 
 def index_of(decay, decays):

@@ -96,6 +96,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if self.built:
       return
     variables = list(variables)
+    self._check_variables(variables)
     inner = self.inner()
     # Averages start at values, also where a tf.function is traced.
     with tf.init_scope():
@@ -111,6 +112,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self._held.followed = _steps.followed(inner, [self])
       with backend.name_scope(self.name, caller=self):
         self._make_state(variables)
+
+  def _check_variables(self, variables):
+    """Refuses variables for which `_make_state` would fail."""
 
   def _make_state(self, variables):
     """Makes the variables of this wrapper."""
@@ -129,7 +133,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     value = _value(variable)
     dtype = dtype or value.dtype
-    path = getattr(variable, "path", None) or variable.name.split(":")[0]
+    path = path_of(variable)
     with self._distribution_strategy.extended.colocate_vars_with(value):
       average = self.add_variable(
           shape=value.shape, dtype=tf.as_dtype(dtype).name,
@@ -179,6 +183,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self.apply(grads, variables)
     return self.iterations
 
+  def _require_built(self, what):
+    if not self.built:
+      raise RuntimeError(
+          f"{what}() must come after the first step, or after "
+          f"build(variables), got a {type(self).__name__} that is not built.")
+
   # What is the inner optimizer's.
 
   @property
@@ -201,22 +211,31 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def loss_scale_factor(self):
-    return self.inner().loss_scale_factor if _is_made(self) else None
+    if not _is_made(self):
+      return None
+    scaling = self._loss_scaling()
+    if scaling is None:
+      return self.inner().loss_scale_factor
+    return scaling.dynamic_scale if scaling.built else scaling.initial_scale
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
     if not _is_made(self):
       return
-    for x in _steps.within(self):
-      if isinstance(x, keras.optimizers.LossScaleOptimizer):
-        # Keras's LossScaleOptimizer sets it in what it wraps.
-        raise ValueError(
-            f"`loss_scale_factor` of a {type(self).__qualname__} around a "
-            "LossScaleOptimizer must not be set, and a LossScaleOptimizer must "
-            "not be around that: gradients would be unscaled twice. Pass "
-            "auto_scale_loss=False to compile(), which else wraps the "
-            "optimizer of a mixed_float16 model.")
+    # Keras's LossScaleOptimizer sets it in what it wraps.
+    if self._loss_scaling() is not None:
+      raise ValueError(
+          f"`loss_scale_factor` of a {type(self).__qualname__} around a "
+          "LossScaleOptimizer must not be set, and no LossScaleOptimizer must "
+          "be around that: gradients would be unscaled twice. Pass "
+          "auto_scale_loss=False to compile(), which else wraps one around the "
+          "optimizer of a mixed_float16 model.")
     self.inner().loss_scale_factor = factor
+
+  def _loss_scaling(self):
+    """The LossScaleOptimizer inside, or None."""
+    return next((x for x in _steps.within(self)
+                 if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
 
   def scale_loss(self, loss):
     return self.inner().scale_loss(loss)
@@ -361,12 +380,6 @@ class AveragingOptimizer(WrapperOptimizer):
         for v, s in _replicas.components([(_value(variable), average.value)]):
           v.assign(tf.cast(s, v.dtype))
 
-  def _require_built(self, what):
-    if not self.built:
-      raise RuntimeError(
-          f"{what}() must come after the first step, or after "
-          f"build(variables), got a {type(self).__name__} that is not built.")
-
 
 def _no_rate():
   """In the place of a learning rate, so that no variable is made for it."""
@@ -474,6 +487,11 @@ def _file_key(path):
 
 def _value(variable):
   return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def path_of(variable):
+  """The name that a variable has in checkpoints."""
+  return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def where(condition, function):

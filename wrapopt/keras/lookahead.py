@@ -68,7 +68,19 @@ class Lookahead(_wrapper.WrapperOptimizer):
         for v in variables if not self._overwrite_variable_with_gradient(v)})
 
   def slow_weights(self, variable):
-    """The slow weights of a variable: a `keras.Variable`."""
+    """The slow weights of a variable.
+
+    Args:
+      variable: A variable that the optimizer was built with.
+
+    Returns:
+      The `keras.Variable` that holds them.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+      KeyError: If the variable is none of the optimizer's.
+    """
+    self._require_built("slow_weights")
     return self._slow[self._var_key(variable)]
 
   def follow(self, step):

@@ -88,6 +88,19 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._start_step = start_step
     self._dynamic_decay = bool(dynamic_decay)
     self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
+    if self._shadow_dtype not in (None, tf.float16, tf.bfloat16, tf.float32,
+                                  tf.float64):
+      raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
+                      f"float64, got {self._shadow_dtype.name}.")
+
+  def _check_variables(self, variables):
+    for v in variables:
+      allowed = {tf.as_dtype(v.dtype).name,
+                 _wrapper.float32_for_half(v.dtype).name}
+      if self._shadow_dtype and self._shadow_dtype.name not in allowed:
+        raise ValueError(
+            f"`shadow_dtype` must be {' or '.join(sorted(allowed))}, got "
+            f"{self._shadow_dtype.name}, for '{_wrapper.path_of(v)}'.")
 
   def _make_state(self, variables):
     self._rows = []
