@@ -790,6 +790,23 @@ def test_built_where_it_is_traced(wrapper, mode):
                              rtol=1e-6)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_model_that_is_built_where_it_is_traced(jit):
+  """Its variables have no values yet when the optimizer is built."""
+  model = keras.Sequential([keras.layers.Dense(
+      1, use_bias=False, kernel_initializer=keras.initializers.Constant(2.0))])
+  moving = wk.MovingAverage(K.SGD(1.0), 0.5)
+  opt = wk.Lookahead(wk.SWA(moving, 0, 1), 2, 0.5)
+  model.compile(opt, lambda _, y: tf.reduce_mean(y), jit_compile=jit)
+  for v, average, mean in ((1.0, 1.5, 1.0), (1.0, 0.75, 0.5)):
+    model.train_on_batch(np.ones((4, 1)), np.ones((4, 1)))
+    [w] = model.trainable_variables
+    # The second step went from 1 to 0, and back half of the way to 2.
+    np.testing.assert_array_equal(
+        [x.numpy().item() for x in (w, moving.average(w), opt.inner().average(w))],
+        [v, average, mean])
+
+
 @pytest.mark.parametrize("policy, jit", [("mixed_float16", True),
                                          ("mixed_bfloat16", False)])
 def test_models_of_mixed_precision(policy, jit):

@@ -98,20 +98,19 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     variables = list(variables)
     self._check_variables(variables)
     inner = self.inner()
+    if not inner.built:
+      with backend.name_scope(inner.name, caller=inner):
+        inner.build(variables)
+      inner.built = True
+    vars(self).update(
+        _trainable_variables=variables, built=True,
+        _trainable_variables_indices={
+            self._var_key(v): i for i, v in enumerate(variables)})
+    # Keras's MultiOptimizer may have found its optimizers just now.
+    self._held.followed = _steps.followed(inner, [self])
     # Averages start at values, also where a tf.function is traced.
-    with tf.init_scope():
-      if not inner.built:
-        with backend.name_scope(inner.name, caller=inner):
-          inner.build(variables)
-        inner.built = True
-      vars(self).update(
-          _trainable_variables=variables, built=True,
-          _trainable_variables_indices={
-              self._var_key(v): i for i, v in enumerate(variables)})
-      # Keras's MultiOptimizer may have found its optimizers just now.
-      self._held.followed = _steps.followed(inner, [self])
-      with backend.name_scope(self.name, caller=self):
-        self._make_state(variables)
+    with tf.init_scope(), backend.name_scope(self.name, caller=self):
+      self._make_state(variables)
 
   def _check_variables(self, variables):
     """Refuses variables for which `_make_state` would fail."""
@@ -134,13 +133,32 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     value = _value(variable)
     dtype = dtype or value.dtype
     path = path_of(variable)
+    has_value = bool(value.is_initialized())
     with self._distribution_strategy.extended.colocate_vars_with(value):
       average = self.add_variable(
           shape=value.shape, dtype=tf.as_dtype(dtype).name,
-          initializer=lambda shape, dtype: tf.cast(value, dtype),
+          initializer=((lambda shape, dtype: tf.cast(value, dtype))
+                       if has_value else "zeros"),
           name=f"{path.replace('/', '_')}_{name}")
+    if not has_value:
+      self._held.unseeded.append((average, variable))
     self._state.add(f"{path}/{name}", average, variable)
     return average
+
+  def _seed_late(self):
+    """Seeds averages of variables that had no value in `build`.
+
+    A model that a tf.function builds while it is traced has such variables.
+    TensorFlow initializes them after that, and traces once more what it runs.
+    """
+    with tf.init_scope():
+      unseeded = self._held.unseeded
+      self._held.unseeded = []
+      for average, variable in unseeded:
+        if _value(variable).is_initialized():
+          _seed(average, variable)
+        else:
+          self._held.unseeded.append((average, variable))
 
   def apply(self, grads, trainable_variables=None):
     """Takes the inner optimizer's step, and updates the averages.
@@ -158,9 +176,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     grads = list(grads)
     if not grads:
       return
-    for opt in [self, *_steps.within(self)]:
-      if isinstance(opt, WrapperOptimizer):
-        opt._state.refuse_in_place("apply")
+    wrappers = [opt for opt in [self, *_steps.within(self)]
+                if isinstance(opt, WrapperOptimizer)]
+    for wrapper in wrappers:
+      wrapper._state.refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
         raise ValueError(
@@ -168,6 +187,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             "None. Or call build(trainable_variables) first.")
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
+    for wrapper in wrappers:
+      wrapper._seed_late()
     self._held.followed.apply(grads, trainable_variables)
 
   def apply_gradients(self, grads_and_vars):
@@ -390,6 +411,8 @@ class _Held:
 
   def __init__(self, optimizer):
     self.optimizer, self.followed = optimizer, None
+    # (average, variable) without a value yet.
+    self.unseeded = []
 
 
 class Row(collections.abc.Mapping):

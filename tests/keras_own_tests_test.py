@@ -1,0 +1,139 @@
+"""Keras's own tests of its optimizers, with each of them in a wrapper of ours.
+
+They come from Keras's wheel. In a copy of a test module, the names of the
+optimizers make wrapped ones; settings of the wrappers leave the variables'
+numbers as they are, so that Keras's tests expect what they always do.
+"""
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import unittest
+from unittest import mock
+
+import keras
+from keras.src import optimizers
+import pytest
+
+import wrapopt.keras as wk
+
+MODULES = sorted(
+    m.name for m in pkgutil.iter_modules(optimizers.__path__)
+    if m.name.endswith("_test"))
+
+WRAPPERS = {
+    "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),
+    "SWA": lambda opt: wk.SWA(opt, 0, 1),
+    "Lookahead": lambda opt: wk.Lookahead(opt, 1_000_000),
+}
+
+CLASSES = {x for x in vars(keras.optimizers).values()
+           if inspect.isclass(x) and issubclass(x, keras.optimizers.Optimizer)
+           } - {keras.optimizers.Optimizer}
+HOLDERS = {keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer}
+
+_NAME = "compares the name of the class, or a name or a count made from it"
+_ENDS = "reads weights after fit(), which ends with our averages in them"
+_PARTS = ("calls a part of a step by itself, which a wrapper leaves to the "
+          "optimizer inside")
+_PATCHED = ("watches assign() of the optimizer that it was given, and of all "
+            "variables: steps are the inner optimizer's, or a native op's. "
+            "test_sparse_correctness has the numbers")
+_TWICE = "would be a wrapper in a wrapper of its own class"
+
+# {(module, where the wrapper is, or which one it is, test): why it must fail}.
+# A test fails if one of these passes.
+LEFT_OUT = {}
+
+
+def _read_inside(self, name):
+  """Keras's tests read attributes of an optimizer: they are the inner one's."""
+  if name.startswith("__") or "_held" not in vars(self):
+    raise AttributeError(name)
+  return getattr(self.inner(), name)
+
+
+class _Wrapped(type):
+  """A class of optimizers whose objects are made in a wrapper."""
+
+  def __call__(cls, *args, **kwargs):
+    return cls.wrap(cls.stock(*args, **kwargs))
+
+  def __instancecheck__(cls, x):
+    return isinstance(x, cls.stock) or (
+        hasattr(x, "inner") and isinstance(x.inner(), cls.stock))
+
+  def __getattr__(cls, name):
+    return getattr(cls.stock, name)
+
+
+class _Namespace:
+  """`keras.src.optimizers` with wrapped classes."""
+
+  def __init__(self, wrapped, wrap):
+    self._wrapped, self._wrap = wrapped, wrap
+
+  def __getattr__(self, name):
+    return self._wrapped.get(name, getattr(optimizers, name))
+
+  def get(self, identifier):
+    found = optimizers.get(identifier)
+    return (self._wrap(found) if type(found).__name__ in self._wrapped
+            else found)
+
+
+def cases_of(name, wrapper, classes):
+  """The tests of a module of Keras's, in which `classes` are wrapped: a list."""
+  wrap = WRAPPERS[wrapper]
+  wrapped = {cls.__name__: _Wrapped(cls.__name__, (), {
+      "stock": cls, "wrap": staticmethod(wrap)}) for cls in classes}
+  spec = importlib.util.find_spec(f"{optimizers.__name__}.{name}")
+  module = importlib.util.module_from_spec(spec)
+  with contextlib.ExitStack() as patched:
+    for cls in classes:
+      patched.enter_context(mock.patch.object(
+          importlib.import_module(cls.__module__), cls.__name__,
+          wrapped[cls.__name__]))
+    patched.enter_context(mock.patch.object(
+        keras.src, "optimizers", _Namespace(wrapped, wrap)))
+    spec.loader.exec_module(module)
+  suites = unittest.defaultTestLoader.loadTestsFromModule(module)
+  return [test for suite in suites for test in suite]
+
+
+def run(test):
+  """None if it passes or is skipped, else its traceback."""
+  result = unittest.TestResult()
+  with mock.patch.object(wk._wrapper.WrapperOptimizer, "__getattr__",
+                         _read_inside, create=True):
+    test.run(result)
+  assert result.testsRun == 1
+  return next((text for _, text in result.failures + result.errors), None)
+
+
+CASES = [(name, wrapper, "inside") for name in MODULES for wrapper in WRAPPERS
+         ] + [(name, wrapper, "around") for wrapper in WRAPPERS for name in
+              ("loss_scale_optimizer_test", "multi_optimizer_test")]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name, wrapper, where", CASES)
+def test_module(name, wrapper, where):
+  classes = HOLDERS if where == "around" else CLASSES - HOLDERS
+  tests = cases_of(name, wrapper, classes)
+  assert tests
+  wrong = {}
+  for test in tests:
+    method = test.id().rpartition(".")[2]
+    failed = run(test)
+    print(method, failed)
+    expected = any((name, method, w) in LEFT_OUT for w in (where, wrapper))
+    if failed and not expected:
+      wrong[method] = failed
+    elif not failed and expected:
+      wrong[method] = "passes, and is in LEFT_OUT"
+  for method, text in wrong.items():
+    print(f"{name}.{method}: {text}")
+  assert not wrong, list(wrong)
