@@ -148,6 +148,51 @@ def lion(states, inputs, scalars):
           (b2 * m + (1 - b2) * g, np.abs(b2 * m) + np.abs(g))]
 
 
+def _decayed(new, w, lr, decay):
+  """The same, but that w' is less by lr wd w."""
+  (value, size), *others = new
+  return [(value - lr * decay * w, size), *others]
+
+
+def sgdw(states, inputs, scalars):
+  """w' = (1 - lr wd) w - lr g."""
+  lr, decay = scalars
+  return _decayed(gradient_descent(states, inputs, [lr]), *states, lr, decay)
+
+
+def momentum_w(states, inputs, scalars):
+  """v' = m v - lr g; w' = (1 - lr wd) w + v', or + m v' - lr g."""
+  (w, v), (g,), (lr, m, decay, nesterov) = states, inputs, scalars
+  new, size = m * v - lr * g, np.abs(m * v) + np.abs(lr * g)
+  step = m * new - lr * g if nesterov else new
+  step_size = m * size + np.abs(lr * g) if nesterov else size
+  return _decayed([(w + step, np.abs(w) + step_size), (new, size)],
+                  w, lr, decay)
+
+
+def adagrad_w(states, inputs, scalars):
+  """a' = a + g^2; w' = (1 - lr wd) w - lr g / sqrt(a' + e)."""
+  (w, a), (g,), (lr, e, decay) = states, inputs, scalars
+  new = a + g * g
+  step = lr * g / np.sqrt(new + e)
+  return _decayed([(w - step, np.abs(w) + np.abs(step)), (new, new)],
+                  w, lr, decay)
+
+
+def rms_prop_w(states, inputs, scalars):
+  """As rms_prop without momentum; w' is less by lr wd w."""
+  lr, rho, e, decay = scalars
+  *new, _ = rms_prop([*states, 0], inputs, [lr, rho, 0, e])
+  return _decayed(new, states[0], lr, decay)
+
+
+def centered_rms_prop_w(states, inputs, scalars):
+  """As centered_rms_prop without momentum; w' is less by lr wd w."""
+  lr, rho, e, decay = scalars
+  *new, _ = centered_rms_prop([*states, 0], inputs, [lr, rho, 0, e])
+  return _decayed(new, states[0], lr, decay)
+
+
 def weighted_sum(states, inputs, scalars):
   """m' = m + w x, or w x where it is the first; x counts where w is not 0."""
   (m,), (x,), (w, first) = states, inputs, scalars
@@ -162,16 +207,21 @@ def weighted_sum(states, inputs, scalars):
 RULES = {
     "Adadelta": (adadelta, 12),
     "Adagrad": (adagrad, 8),
+    "AdagradW": (adagrad_w, 12),
     "Adam": (adam, 16),
     "AdamWithAmsgrad": (adam_with_amsgrad, 16),
     "CenteredRMSProp": (centered_rms_prop, 16),
+    "CenteredRMSPropW": (centered_rms_prop_w, 16),
     # Rounded: the rate where it becomes float32, difference, product, sum.
     "Ema": (ema, 4),
     "Ftrl": (ftrl, 12),
     "GradientDescent": (gradient_descent, 4),
     "Lion": (lion, 8),
     "Momentum": (momentum, 8),
+    "MomentumW": (momentum_w, 8),
     "RMSProp": (rms_prop, 12),
+    "RMSPropW": (rms_prop_w, 12),
+    "SGDW": (sgdw, 8),
     # Rounded: the weight where it becomes float32, product, sum.
     "WeightedSum": (weighted_sum, 3),
 }
@@ -180,12 +230,15 @@ RULES = {
 NOT_NEGATIVE = {
     "Adadelta": ("accum", "accum_update"),
     "Adagrad": ("accum",),
+    "AdagradW": ("accum",),
     "Adam": ("v",),
     "AdamWithAmsgrad": ("v", "vhat"),
     # A variance above zero needs more than that: no mean is far from zero.
     "CenteredRMSProp": ("rms",),
+    "CenteredRMSPropW": ("rms",),
     "Ftrl": ("accum",),
     "RMSProp": ("rms",),
+    "RMSPropW": ("rms",),
 }
 
 
@@ -198,9 +251,11 @@ if missing := _native.rules().keys() - RULES:
 
 def scalars(rule):
   """Scalars that no binary format holds exactly."""
-  if rule == "CenteredRMSProp":
-    return [0.1, 0.2, 0.3, 50.4]  # The last makes the variance positive.
-  return [0.1 * (k + 1) for k in range(len(_native.rules()[rule].scalars))]
+  names = _native.rules()[rule].scalars
+  numbers = [0.1 * (k + 1) for k in range(len(names))]
+  if rule.startswith("CenteredRMSProp"):
+    numbers[names.index("epsilon")] += 50  # Makes the variance positive.
+  return numbers
 
 
 def reference(rule, states, inputs, scalars):

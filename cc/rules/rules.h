@@ -33,21 +33,27 @@
 
 #include "cc/rules/adadelta.h"
 #include "cc/rules/adagrad.h"
+#include "cc/rules/adagrad_w.h"
 #include "cc/rules/adam.h"
 #include "cc/rules/adam_with_amsgrad.h"
 #include "cc/rules/centered_rms_prop.h"
+#include "cc/rules/centered_rms_prop_w.h"
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
 #include "cc/rules/lion.h"
 #include "cc/rules/momentum.h"
+#include "cc/rules/momentum_w.h"
 #include "cc/rules/rms_prop.h"
+#include "cc/rules/rms_prop_w.h"
+#include "cc/rules/sgdw.h"
 #include "cc/rules/weighted_sum.h"
 
 //  X(rule, states, inputs, scalars, sparse)
 #define WRAPOPT_RULES(X)                                                     \
   X(Adadelta, "var accum accum_update", "grad", "lr rho epsilon", kRows)     \
   X(Adagrad, "var accum", "grad", "lr", kRows)                               \
+  X(AdagradW, "var accum", "grad", "lr epsilon weight_decay", kRows)         \
   X(Adam, "var m v", "grad",                                                 \
     "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "   \
     "beta2_power",                                                     \
@@ -58,12 +64,18 @@
     kAll)                                                                    \
   X(CenteredRMSProp, "var mg rms mom", "grad", "lr rho momentum epsilon",    \
     kRows)                                                                   \
+  X(CenteredRMSPropW, "var mg rms", "grad", "lr rho epsilon weight_decay",   \
+    kAll)                                                                    \
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
+  X(MomentumW, "var velocity", "grad",                                       \
+    "lr momentum weight_decay use_nesterov?", kAll)                          \
   X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
+  X(RMSPropW, "var rms", "grad", "lr rho epsilon weight_decay", kAll)        \
+  X(SGDW, "var", "grad", "lr weight_decay", kRows)                           \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
 namespace wrapopt {
