@@ -20,6 +20,8 @@ class _Rule(typing.NamedTuple):
   slots: dict[str, list]  # State of the rule: the optimizer's, by variable.
   scalars: dict[str, typing.Any]  # All but the learning rate and weight decay.
   decays_weights: bool = True  # Whether the rule has a weight decay.
+  # Whether the op updates as many rows by a sparse gradient as Keras does.
+  sparse: bool = True
 
 
 def _sgd(opt):
@@ -57,7 +59,8 @@ def _rms_prop(opt):
   if opt.momentum == 0:
     return _Rule(name, slots, scalars)
   return _Rule(name.removesuffix("W"), {**slots, "mom": opt._momentums},
-               {**scalars, "momentum": opt.momentum}, decays_weights=False)
+               {**scalars, "momentum": opt.momentum}, decays_weights=False,
+               sparse=False)
 
 
 def _lion(opt):
@@ -101,6 +104,8 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
   """
   values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
   grads = [_cast(g, v.dtype) for g, v in zip(grads, values)]
+  if not rule.sparse:
+    grads = list(map(tf.convert_to_tensor, grads))
   # Those whose weights decay by the rule, and those whose do not.
   groups = {True: [], False: []}
   apart = []

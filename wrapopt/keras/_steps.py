@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from wrapopt import _inner_keras
+from wrapopt import _replicas
 from wrapopt import ops
 
 _interim = tf.__internal__.distribute.interim
@@ -22,14 +23,26 @@ class Step(typing.NamedTuple):
     iterations: How many steps it had taken before: an int64 scalar.
     variables: The tf.Variables that it updates.
     keys: Their keys.
+    trained: (tf.Variable, key) of all variables of the optimizer, those without
+      a gradient too.
   """
   iterations: typing.Any
   variables: list
   keys: list
+  trained: list
 
   def of(self, row):
-    """The variables of a dict from keys, in the order of `variables`."""
-    return [row[key] for key in self.keys]
+    """The tf.Variables of a dict from keys, in the order of `variables`."""
+    return [row[key].value for key in self.keys]
+
+  def pairs(self, row):
+    """(updated variable, its in a dict from keys) of each replica: a list."""
+    return _replicas.components(zip(self.variables, self.of(row)))
+
+  def all_pairs(self, row):
+    """The same of all variables that the optimizer trains."""
+    return _replicas.components((variable, row[key].value)
+                                for variable, key in self.trained if key in row)
 
 
 def followed(opt, followers):
@@ -51,21 +64,58 @@ def followed(opt, followers):
   held = _held(opt)
   if held:
     return _view(opt, {name: _property(name, followers) for name in held})
+  return _followed_innermost(opt, followers)
+
+
+def _followed_innermost(opt, followers):
   cls = type(opt)
+  # How often Keras's code came to where a step is taken, or put off.
+  reached = 0
+
+  def apply(self, grads, trainable_variables=None):
+    before = reached
+    cls.apply(self, grads, trainable_variables)
+    if reached == before and not all(map(
+        self._overwrite_variable_with_gradient,
+        trainable_variables or self._trainable_variables)):
+      raise NotImplementedError(
+          f"{type(followers[-1]).__name__} must know when variables are "
+          f"updated, and {cls.__qualname__} updates them by a method of its "
+          "own. Let that call `_backend_update_step`, as in Keras.")
+
+  def update(self, grads, variables, learning_rate):
+    nonlocal reached
+    reached += 1
+    _update(self, cls, grads, variables, learning_rate, followers)
+
+  def accumulate(self, grads, accumulators):
+    nonlocal reached
+    reached += 1
+    cls._backend_increment_gradient_accumulators(self, grads, accumulators)
+
   return _view(opt, {
+      "apply": apply,
       # A part of the update.
       "_apply_weight_decay": lambda self, variables: None,
-      "_backend_update_step": lambda self, grads, variables, learning_rate: (
-          _update(self, cls, grads, variables, learning_rate, followers))})
+      "_backend_update_step": update,
+      "_backend_increment_gradient_accumulators": accumulate})
+
+
+def within(opt):
+  """What an optimizer holds, and what that holds, and so on: an iterator."""
+  if isinstance(opt, Follower):
+    held = [opt.inner()]
+  else:
+    held = [x for xs in _held(opt).values()
+            for x in (xs if isinstance(xs, list) else [xs])]
+  for x in held:
+    yield x
+    yield from within(x)
 
 
 def innermost(opt):
   """The optimizers that take the steps of an optimizer: a list."""
-  if isinstance(opt, Follower):
-    return innermost(opt.inner())
-  held = [x for xs in _held(opt).values()
-          for x in (xs if isinstance(xs, list) else [xs])]
-  return [x for h in held for x in innermost(h)] or [opt]
+  return [x for x in [opt, *within(opt)] if not any(within(x))]
 
 
 class Follower:
@@ -129,36 +179,47 @@ def _property(name, followers):
 @ops.not_converted
 def _update(opt, cls, grads, variables, learning_rate, followers):
   """Updates variables as `cls` does for `opt`, and then has wrappers follow."""
-  for follower in followers:
-    follower.stepped = True
-  values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
-  keys = [opt._var_key(v) for v in variables]
+  values = list(map(_value, variables))
+  keys = list(map(opt._var_key, variables))
+  trained = [(_value(v), opt._var_key(v)) for v in opt._trainable_variables]
+  constraints = [v.constraint for v in variables]
   iterations = tf.convert_to_tensor(opt.iterations)
   if tf.distribute.has_strategy():
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)
     _interim.maybe_merge_call(
         lambda strategy, iterations: _follow(
-            followers, Step(_one(strategy, iterations), values, keys)),
+            followers,
+            Step(_one(strategy, iterations), values, keys, trained),
+            constraints),
         opt._distribution_strategy, iterations)
     return
-  step = Step(iterations, values, keys)
+  step = Step(iterations, values, keys, trained)
   rule = _inner_keras.rule_of(opt, cls)
   if rule is None:
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)
-    _follow(followers, step)
+    _follow(followers, step, constraints)
     return
   first, *others = followers
-  averages = first.averages(step)
+  averages = None if any(constraints) else first.averages(step)
   _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
                      *(averages or ((), ())))
-  _follow(others if averages else followers, step)
+  _follow(others if averages else followers, step, constraints)
 
 
-def _follow(followers, step):
+def _follow(followers, step, constraints):
+  # Keras does it last. The averages are of weights that fulfil them.
+  for variable, constraint in zip(step.variables, constraints):
+    if constraint is not None:
+      for v in _replicas.values(variable):
+        v.assign(constraint(v.read_value()))
   for follower in followers:
     follower.follow(step)
+
+
+def _value(variable):
+  return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def _one(strategy, value):

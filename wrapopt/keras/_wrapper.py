@@ -15,6 +15,23 @@ from wrapopt import _replicas
 from wrapopt.keras import _steps
 
 
+def _is_made(wrapper):
+  return "_held" in vars(wrapper)
+
+
+def _of_inner(name):
+  """An attribute that is the inner optimizer's."""
+  def read(self):
+    return getattr(self.inner(), name) if _is_made(self) else None
+
+  def write(self, value):
+    # Before that, Keras's constructor gives the wrapper its own.
+    if _is_made(self):
+      setattr(self.inner(), name, value)
+
+  return property(read, write)
+
+
 class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   """A Keras optimizer around another one, with averages of the weights.
 
@@ -26,6 +43,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   # What TensorFlow tracks is the inner optimizer's, see `_trackable_children`.
   _self_setattr_tracking = False
 
+  # Of each public class: why it does not hold another of its class.
+  why_not_twice = None
+
   def __init__(self, optimizer, name):
     if isinstance(optimizer, (str, dict)):
       optimizer = keras.optimizers.get(optimizer)
@@ -35,12 +55,19 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           f"of one, got {type(optimizer).__module__}."
           f"{type(optimizer).__qualname__}. For optimizers of "
           "tf.compat.v1.train, wrapopt has wrappers of its own.")
+    public = next(c for c in type(self).__mro__ if "why_not_twice" in vars(c))
+    if any(isinstance(x, public)
+           for x in [optimizer, *_steps.within(optimizer)]):
+      raise ValueError(
+          f"`optimizer` of {public.__name__} must not be or hold a "
+          f"{public.__name__}: {self.why_not_twice}. Got "
+          f"{type(optimizer).__qualname__}.")
     super().__init__(learning_rate=_no_rate, name=name)
     # The inner optimizer has them.
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow looks into.
-    self._held = _Held(optimizer, _steps.followed(optimizer, [self]))
+    self._held = _Held(optimizer)
     # Keras saves it under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (State,), {})(f"wrapopt_{kind}")
@@ -76,7 +103,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         with backend.name_scope(inner.name, caller=inner):
           inner.build(variables)
         inner.built = True
-      super().build(variables)
+      vars(self).update(
+          _trainable_variables=variables, built=True,
+          _trainable_variables_indices={
+              self._var_key(v): i for i, v in enumerate(variables)})
+      # Keras's MultiOptimizer may have found its optimizers just now.
+      self._held.followed = _steps.followed(inner, [self])
       with backend.name_scope(self.name, caller=self):
         self._make_state(variables)
 
@@ -122,7 +154,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     grads = list(grads)
     if not grads:
       return
-    self._state.refuse_in_place("apply")
+    for opt in [self, *_steps.within(self)]:
+      if isinstance(opt, WrapperOptimizer):
+        opt._state.refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
         raise ValueError(
@@ -130,13 +164,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             "None. Or call build(trainable_variables) first.")
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
-    self.stepped = False
     self._held.followed.apply(grads, trainable_variables)
-    if not self.stepped:
-      raise NotImplementedError(
-          f"{type(self).__name__} must know when variables are updated, and "
-          f"{type(self.inner()).__qualname__} updates them by a method of its "
-          "own. Let that call `_backend_update_step`, as in Keras.")
 
   def apply_gradients(self, grads_and_vars):
     """As `apply`.
@@ -165,18 +193,30 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def learning_rate(self, learning_rate):
     self.inner().learning_rate = learning_rate
 
+  weight_decay = _of_inner("weight_decay")
+  clipnorm = _of_inner("clipnorm")
+  global_clipnorm = _of_inner("global_clipnorm")
+  clipvalue = _of_inner("clipvalue")
+  gradient_accumulation_steps = _of_inner("gradient_accumulation_steps")
+
   @property
   def loss_scale_factor(self):
-    return self.inner().loss_scale_factor if self._is_made() else None
+    return self.inner().loss_scale_factor if _is_made(self) else None
 
   @loss_scale_factor.setter
   def loss_scale_factor(self, factor):
-    # Keras's LossScaleOptimizer sets it in what it wraps.
-    if self._is_made():
-      self.inner().loss_scale_factor = factor
-
-  def _is_made(self):
-    return "_held" in vars(self)
+    if not _is_made(self):
+      return
+    for x in _steps.within(self):
+      if isinstance(x, keras.optimizers.LossScaleOptimizer):
+        # Keras's LossScaleOptimizer sets it in what it wraps.
+        raise ValueError(
+            f"`loss_scale_factor` of a {type(self).__qualname__} around a "
+            "LossScaleOptimizer must not be set, and a LossScaleOptimizer must "
+            "not be around that: gradients would be unscaled twice. Pass "
+            "auto_scale_loss=False to compile(), which else wraps the "
+            "optimizer of a mixed_float16 model.")
+    self.inner().loss_scale_factor = factor
 
   def scale_loss(self, loss):
     return self.inner().scale_loss(loss)
@@ -333,9 +373,10 @@ def _no_rate():
 
 
 class _Held:
+  """An optimizer and, once that is built, its view."""
 
-  def __init__(self, optimizer, followed):
-    self.optimizer, self.followed = optimizer, followed
+  def __init__(self, optimizer):
+    self.optimizer, self.followed = optimizer, None
 
 
 class Row(collections.abc.Mapping):

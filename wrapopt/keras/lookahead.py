@@ -2,7 +2,6 @@
 
 import keras
 
-from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 
@@ -38,6 +37,8 @@ class Lookahead(_wrapper.WrapperOptimizer):
   `sync_period` that is not positive is refused.
   """
 
+  why_not_twice = "a variable has one slow one. Use one of the two"
+
   def __init__(self, optimizer, sync_period=6, slow_step_size=0.5, name=None):
     """Wraps `optimizer`.
 
@@ -71,9 +72,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
     return self._slow[self._var_key(variable)]
 
   def follow(self, step):
-    pairs = _replicas.components(
-        zip(step.variables, [s.value for s in step.of(self._slow)]))
-    fast, slow = map(list, zip(*pairs))
+    fast, slow = map(list, zip(*step.all_pairs(self._slow)))
 
     def sync():
       ops.averaging_assign([slow, fast], [slow, fast],

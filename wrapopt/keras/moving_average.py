@@ -4,7 +4,6 @@ import keras
 import tensorflow as tf
 
 from wrapopt import _decays
-from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 
@@ -47,6 +46,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   each step; `averaged_weights` is exact and works everywhere, in place of
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
+
+  why_not_twice = ("one optimizer keeps several averages in one pass. Give it "
+                   "several decays: average_decay=[0.99, 0.999]")
 
   def __init__(self, optimizer, average_decay=0.99, num_updates=None,
                start_step=0, dynamic_decay=False, name=None, *,
@@ -119,13 +121,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         self._var_key(variable)]
 
   def averages(self, step):
-    rows = [[s.value for s in step.of(row)] for row in self._rows]
-    return rows, self._decays_now(step.iterations)
+    return list(map(step.of, self._rows)), self._decays_now(step.iterations)
 
   def follow(self, step):
-    pairs = [_replicas.components(
-        zip(step.variables, [s.value for s in step.of(row)]))
-             for row in self._rows]
+    pairs = list(map(step.pairs, self._rows))
     ops.ema_update([[s for _, s in row] for row in pairs],
                    [v for v, _ in pairs[0]], self._decays_now(step.iterations))
 

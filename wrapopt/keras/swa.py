@@ -3,7 +3,6 @@
 import keras
 import tensorflow as tf
 
-from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 
@@ -37,6 +36,8 @@ class SWA(_wrapper.AveragingOptimizer):
   zero; float16 and bfloat16 variables, whose averages are float32.
   """
 
+  why_not_twice = "a variable has one mean of this kind. Use one of the two"
+
   def __init__(self, optimizer, start_averaging=0, average_period=10,
                name=None):
     """Wraps `optimizer`.
@@ -67,8 +68,7 @@ class SWA(_wrapper.AveragingOptimizer):
     since = step.iterations - self._start_averaging
     counts = (since >= 0) & (since % self._average_period == 0)
     n = ops.float64(since // self._average_period)
-    pairs = _replicas.components(
-        zip(step.variables, [s.value for s in step.of(self._rows[0])]))
+    pairs = step.all_pairs(self._rows[0])
 
     def count():
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
