@@ -90,6 +90,28 @@ def test_what_is_refused_by_accept_is_not_looked_at(mode):
   numerics.assert_same_bits(mode.values([v])[0], np.float32([1, 2]))
 
 
+def test_subnormal_numbers_are_taken_for_zero(mode):
+  tiny = 2**-126  # The smallest normal number.
+  v, s = (mode.variable(np.float32(x)) for x in (
+      [tiny / 4, 1.5 * tiny, 3 * tiny], [tiny / 2, tiny / 2, 0]))
+  mode.run(lambda: sgd(v, np.float32([0, 2.25 * tiny, 2 * tiny]), shadows=[s],
+                       decay=0.5))
+  got_v, got_s = mode.values([v, s])
+  numerics.assert_same_bits(got_v, np.float32([0, 0, 2 * tiny]))
+  numerics.assert_same_bits(got_s, np.float32([0, 0, tiny]))
+
+
+def test_subnormal_gradients_of_a_row_are_taken_for_zero(mode):
+  tiny = 2**-126
+  v = mode.variable(np.zeros((2, 2), np.float32))
+  # Three quarters of the smallest normal number, twice: they do not add up.
+  grad = np.float32([[0.75 * tiny, 4 * tiny]] * 2)
+  mode.run(lambda: sgd(v, tf.IndexedSlices(tf.constant(grad),
+                                           tf.constant([1, 1]))))
+  numerics.assert_same_numbers(mode.values([v])[0],
+                               np.float32([[0, 0], [0, -4 * tiny]]))
+
+
 @pytest.mark.parametrize("use_locking", [False, True])
 @pytest.mark.parametrize("indices", [[1, 0, 1], [2, 0, 1]])
 def test_rows(mode, indices, use_locking):

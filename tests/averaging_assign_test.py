@@ -76,6 +76,16 @@ def test_a_trajectory(mode):
   assert [x.item() for x in mode.values([a, b])] == [2, 6]
 
 
+def test_subnormal_numbers_are_taken_for_zero(mode):
+  tiny = 2**-126  # The smallest normal number.
+  target, a, b = (mode.variable(np.float32(x)) for x in (
+      [7, 7, 7], [tiny / 2, 1.5 * tiny, 4 * tiny],
+      [tiny / 2, 1.5 * tiny, 2 * tiny]))
+  mode.run(lambda: averaging_assign([target], [[a], [b]]))
+  numerics.assert_same_bits(mode.values([target])[0],
+                            np.float32([0, 0, 3 * tiny]))
+
+
 @pytest.mark.parametrize("what", ["variables", "tensors", "both"])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
 def test_the_formula(mode, dtypes, what):

@@ -239,6 +239,18 @@ def test_the_end_of_a_round(mode):
   assert rounds.wait(9) == 10
 
 
+def test_no_round_follows_the_last(mode):
+  rounds = opened(mode, 1)
+  last = np.int64(2**63 - 1)
+  assert rounds.next(last - 1) == last
+  for _ in range(2):
+    with pytest.raises(FailedPrecondition, match=(
+        f"averaging rounds '{rounds.name}' cannot go on after round {last}, "
+        "the last: use another shared_name")):
+      rounds.next(0, reset=True)
+    assert rounds.wait(0) == last
+
+
 def test_the_last_round(mode):
   rounds = opened(mode, 1)
   last = np.int64(2**63 - 1)

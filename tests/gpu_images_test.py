@@ -58,10 +58,19 @@ def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
 
 def test_operations_are_rounded_one_by_one():
   for kernel, text in ptx().items():
-    # A product and a sum in one, subnormal numbers as zero, approximations.
-    for word in "fma.", "mad.rn.f", ".ftz", "approx", "div.full":
+    # A product and a sum in one, approximations.
+    for word in "fma.", "mad.rn.f", "approx", "div.full":
       assert word not in text, (kernel, word)
-  assert "div.rn.f32" in ptx()["wrapopt_large_Adam_float"]
+  assert "div.rn.ftz.f32" in ptx()["wrapopt_large_Adam_float"]
+
+
+def test_subnormal_numbers_of_float_are_flushed():
+  arithmetic = re.compile(
+      r"\b((?:add|sub|mul|div|sqrt|setp|max|min|neg|abs)\.[\w.]*f32)\b")
+  for kernel, text in ptx().items():
+    found = arithmetic.findall(text)
+    assert bool(found) == kernel.endswith("_float"), kernel
+    assert all(".ftz." in operation for operation in found), (kernel, found)
 
 
 def resources(image):

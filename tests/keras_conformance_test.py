@@ -94,6 +94,10 @@ UNFUSED = {
 }
 INNER = {**FUSED, **UNFUSED}
 
+# Their gradients and rates change before the update: no news for XLA.
+NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
+          "SGD loss_scale_factor", "SGD schedule"}
+
 # No optimizer: a base class that takes no step, and a table of optimizers.
 NO_INNER = {K.Optimizer, K.OptimizerMap}
 
@@ -321,7 +325,8 @@ def cases():
       found.append((inner, wrapper, "eager", dtypes[i % 6]))
     other = dtypes[(i + i // 6 + 1) % 6]
     found.append((inner, wrappers[i % 3], "function", other))
-    found.append((inner, wrappers[(i + 1) % 3], "jit", other))
+    if inner not in NO_JIT:
+      found.append((inner, wrappers[(i + 1) % 3], "jit", other))
   return [case for case in found
           if case[0] not in NO_FLOAT64 or case[3] != "float64"]
 
@@ -395,8 +400,9 @@ def test_num_updates(kind):
 
 
 def test_nothing_is_missing():
-  classes = {x for x in vars(wk).values() if inspect.isclass(x)}
-  assert {c.__name__ for c in classes} == set(WRAPPERS) == set(wk.__all__)
+  classes = {x for x in vars(wk).values()
+             if inspect.isclass(x) and issubclass(x, K.Optimizer)}
+  assert {c.__name__ for c in classes} == set(WRAPPERS) <= set(wk.__all__)
   assert {type(WRAPPERS[name](K.SGD())) for name in WRAPPERS} == classes
   found = {x for x in vars(K).values() if inspect.isclass(x)} - NO_INNER
   assert {type(make()) for make in INNER.values()} == found
@@ -404,7 +410,8 @@ def test_nothing_is_missing():
   assert ({case[:2] for case in seen} ==
           set(itertools.product(INNER.keys() - NO_FLOAT64, WRAPPERS)))
   assert ({case[::2] for case in seen} ==
-          set(itertools.product(INNER.keys() - NO_FLOAT64, MODES)))
+          set(itertools.product(INNER.keys() - NO_FLOAT64, MODES)) -
+          set(itertools.product(NO_JIT, ["jit"])))
   assert ({case[1:] for case in seen} ==
           set(itertools.product(WRAPPERS, MODES, DTYPES)))
 
@@ -523,7 +530,8 @@ def mirrored(make, function, sync=None):
 
 
 @pytest.mark.parametrize("inner, wrapper, function", [
-    *((inner, list(WRAPPERS)[i % 3], False) for i, inner in enumerate(INNER)),
+    *((inner, list(WRAPPERS)[i % 3], False)
+      for i, inner in enumerate(x for x in INNER if x not in NO_JIT)),
     *(("Adam", wrapper, True) for wrapper in WRAPPERS)])
 def test_mirrored(inner, wrapper, function):
   dtypes = DTYPES["float32"]

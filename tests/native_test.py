@@ -1,6 +1,8 @@
 """The CPU engine on numpy arrays: every rule, dtype and instruction set."""
 
 import gc
+
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -181,6 +183,64 @@ def every(dtype):
   return np.arange(1 << 16, dtype=np.uint16).view(dtype)
 
 
+def is_flushed(array):
+  """Which numbers arithmetic takes for zero: the subnormal ones.
+
+  Those of half are normal numbers of float, in which half is computed.
+  """
+  if array.dtype == HALF:
+    return np.zeros(array.shape, bool)
+  smallest = array.dtype.type(ml_dtypes.finfo(array.dtype).smallest_normal)
+  return (array != 0) & (np.abs(array) < smallest)
+
+
+def flushed(array):
+  return np.where(is_flushed(array), array * array.dtype.type(0), array).astype(
+      array.dtype)
+
+
+def around_the_smallest_normal(rng, dtype, count):
+  tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+  signs = rng.choice([-1, 1], count)
+  return (signs * tiny * np.exp2(rng.uniform(-4, 4, count))).astype(dtype)
+
+
+@parametrize(rule=RULES, pair=PAIRS, isa=ISAS)
+def test_subnormal_numbers_are_taken_for_zero(rule, pair, isa):
+  rng = np.random.default_rng(5)
+  states, inputs = random_arrays(rng, rule, pair, 1000)
+  for array in states + inputs:
+    # Some of them; and of some rules a root of what is tiny, too.
+    tiny = around_the_smallest_normal(rng, array.dtype, array.size)
+    some = rng.uniform(size=array.size) < 0.7
+    negative = array is not states[0] and array is not inputs[0]
+    array[some] = np.abs(tiny[some]) if negative else tiny[some]
+  assert any(is_flushed(array).any() for array in states + inputs) or (
+      pair == (HALF, HALF))
+  want = [flushed(array) for array in states]
+  scalars = numerics.scalars(rule)
+  _native.step(rule, want, [flushed(array) for array in inputs], scalars,
+               isa=isa)
+  _native.step(rule, states, inputs, scalars, isa=isa)
+  for got, expected in zip(states, want):
+    numerics.assert_same_numbers(got, expected)
+    assert not is_flushed(got).any()
+
+
+@parametrize(dtype=[BFLOAT16, FLOAT, DOUBLE], isa=ISAS)
+def test_results_that_are_subnormal_become_zero(dtype, isa):
+  tiny = float(ml_dtypes.finfo(dtype).smallest_normal)
+  # Three quarters of the way to the value: of the first two, 1.125 of the
+  # smallest normal number, which is one, and 0.375 are left, which is none.
+  state = np.array([1.5 * tiny, -1.5 * tiny, 0, 3 * tiny], dtype)
+  value = np.array([0, 0, 2 * tiny, tiny], dtype)
+  want = np.array([0, -0.0, 1.5 * tiny, 1.5 * tiny], dtype)
+  got = ema(np.resize(state, 101), np.resize(value, 101), 0.75, isa)
+  numerics.assert_same_bits(got, np.resize(want, 101))
+  # The thread computes as it did before.
+  assert np.float32(2**-126) / np.float32(2) > 0
+
+
 def without_minus_zero(array):
   return array[~((array == 0) & np.signbit(array))]
 
@@ -196,6 +256,7 @@ def test_loads_of_all_numbers(dtype, isa):
 @parametrize(dtype=[HALF, BFLOAT16], isa=ISAS)
 def test_all_numbers_survive_a_load_and_a_store(dtype, isa):
   state = every(dtype)
+  state = state[~is_flushed(state)]
   # s + -1 * (v - s): with v = s that is s - 0, which keeps even the sign of a
   # zero. Infinity needs another v.
   with np.errstate(invalid="ignore"):

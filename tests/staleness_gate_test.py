@@ -26,11 +26,11 @@ tf1 = tf.compat.v1
 class Gate:
   """The variables of a gate in one mode."""
 
-  def __init__(self, mode, dtype=np.int64, buckets=4):
+  def __init__(self, mode, dtype=np.int64, buckets=4, step=0, count=0):
     self.mode = mode
-    self.step = mode.variable(np.zeros([], dtype), name="step")
+    self.step = mode.variable(np.full([], step, dtype), name="step")
     self.counter = mode.variable(np.float32(0), name="stale_counter")
-    self.histogram = mode.variable(np.zeros([2, buckets], np.int64),
+    self.histogram = mode.variable(np.full([2, buckets], count, np.int64),
                                    name="histogram")
 
   @property
@@ -87,6 +87,59 @@ def test_buckets(mode):
     gate.update(recorded, -1)
   # A staleness of -5 counts as 0, of 2 and more as 2.
   assert gate.values() == (0, 5.0, [[0, 0, 0], [2, 1, 2]])
+
+
+FIRST, LAST = np.int64(-2**63), np.int64(2**63 - 1)
+
+
+@pytest.mark.parametrize("step, recorded, limit, admitted, staleness", [
+    (1, FIRST, 2, False, LAST),
+    (0, FIRST, 2, False, LAST),
+    (-1, FIRST, 2, False, LAST),
+    (-1, FIRST, LAST, True, LAST),
+    (1, FIRST, LAST, True, LAST),
+    (LAST, -1, 2, False, LAST),
+    (LAST, 0, 2, False, LAST),
+    (LAST, LAST, 0, True, 0),
+    (LAST, FIRST, 2, False, LAST),
+    (FIRST, 0, 0, True, FIRST),
+    (FIRST, 1, 0, True, FIRST),
+    (FIRST, LAST, 0, True, FIRST),
+])
+@only(Eager(), *graphs())
+def test_staleness_ends_where_int64_does(mode, step, recorded, limit, admitted,
+                                         staleness):
+  gate = Gate(mode, step=step)
+  assert gate.update(np.int64(recorded), np.int64(limit)) == (admitted,
+                                                              staleness)
+
+
+def test_the_last_steps(mode):
+  gate = Gate(mode, step=LAST)
+  gate.abort(LAST, 0)
+  # The aborted update cannot be counted any more.
+  assert gate.record() == (LAST, 0)
+
+  def build():
+    # Two in flight at once.
+    first = gate.gate(LAST, 0)
+    with tf.control_dependencies([first.accept]):
+      second = gate.gate(LAST, 0)
+    with tf.control_dependencies([second.accept]):
+      return [tf.identity(x) for x in (
+          first.accept, first.staleness, second.accept, second.staleness)]
+
+  assert evaluate(mode, build) == [True, 0, True, 0]
+  # The step wraps around, as TensorFlow's does, and the gate goes with it.
+  assert gate.update(LAST, 0) == (True, 0)
+  assert gate.values()[0] == FIRST
+
+
+def test_a_histogram_that_is_full(mode):
+  gate = Gate(mode, count=LAST)
+  assert gate.update(0, 0) == (True, 0)
+  assert gate.update(0, 0) == (False, 1)
+  assert gate.values() == (1, 1.0, [[LAST] * 4] * 2)
 
 
 def test_a_negative_limit_drops_always(mode):

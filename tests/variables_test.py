@@ -152,15 +152,19 @@ def _graph():
     yield mode
 
 
+def destroy(variable):
+  return tf.raw_ops.DestroyResourceOp(resource=variable.handle,
+                                      ignore_lookup_error=False)
+
+
 def test_a_variable_that_was_destroyed_is_not_remembered(graph):
   shadow, value = (graph.variable(np.full(3, i, FLOAT)) for i in (1, 5))
   op = ema_update([shadow], [value], 0.5)
-  destroy = tf.raw_ops.DestroyResourceOp(resource=shadow.handle,
-                                         ignore_lookup_error=False)
+  end = destroy(shadow)
   for _ in range(3):
     graph.session.run(op)
   assert graph.values([shadow])[0][0] == 4.5
-  graph.session.run(destroy)
+  graph.session.run(end)
   with pytest.raises(tf.errors.FailedPreconditionError,
                      match=r"shadows\[0\].* is not initialized"):
     graph.session.run(op)
@@ -170,6 +174,71 @@ def test_a_variable_that_was_destroyed_is_not_remembered(graph):
     graph.session.run(op)
     np.testing.assert_array_equal(graph.values([shadow])[0],
                                   np.full(3, expected, FLOAT))
+
+
+def test_a_variable_made_anew_gets_the_updates_while_the_old_one_is_in_use(
+    graph):
+  shadow, value, copy = (graph.variable(np.full(3, i, FLOAT)) for i in range(3))
+  op = ema_update([shadow], [value], 0)
+  # This one holds the shadow for as long as the large variables take.
+  a, b = (graph.variable(np.zeros(2**22, FLOAT)) for _ in range(2))
+  use = ema_update([copy, a], [shadow, b], 0.5)
+  end = destroy(shadow)
+  graph.session.run([op, use])
+  done = threading.Event()
+
+  def keep_in_use():
+    while not done.is_set():
+      try:
+        graph.session.run(use)
+      except tf.errors.FailedPreconditionError:
+        pass  # It is not initialized yet.
+
+  def make_anew():
+    for _ in range(10):
+      graph.session.run(end)
+      graph.session.run(shadow.initializer)
+      graph.session.run(op)
+      # 0: the op updated the variable that is no more.
+      np.testing.assert_array_equal(graph.values([shadow])[0], 1)
+
+  in_threads(keep_in_use, lambda: then_set(done, make_anew))
+
+
+def test_no_step_that_begins_later_updates_a_destroyed_variable(graph):
+  # Steps that overlap hold the variable for one another.
+  shadow, value = (graph.variable(np.full(2**20, i, FLOAT)) for i in (0, 1))
+  op = ema_update([shadow], [value], 0.5)
+  end = destroy(shadow)
+  graph.session.run(op)
+  ends = [0]  # Odd: of a variable that was destroyed and is not made anew.
+  done = threading.Event()
+  late = []
+
+  def step():
+    while not done.is_set():
+      before = ends[0]
+      try:
+        graph.session.run(op)
+        if before % 2 and ends[0] == before:
+          late.append(before)
+      except tf.errors.FailedPreconditionError:
+        pass
+
+  def destroy_and_make_anew():
+    for _ in range(10):
+      graph.session.run(end)
+      ends[0] += 1
+      for _ in range(5):
+        with pytest.raises(tf.errors.FailedPreconditionError):
+          graph.session.run(op)
+      ends[0] += 1
+      graph.session.run(shadow.initializer)
+      for _ in range(5):
+        graph.session.run(op)
+
+  in_threads(*[step] * 4, lambda: then_set(done, destroy_and_make_anew))
+  assert not late
 
 
 def either(which, a, b):

@@ -13,9 +13,10 @@ import pathlib
 _OPTIONS = [
     "--std=c++17",
     # The numbers of the CPU's kernels: each operation rounded by itself, each
-    # root and quotient to the nearest, subnormal numbers kept.
+    # root and quotient to the nearest, subnormal numbers of float flushed. Those
+    # of double a GPU cannot flush.
     "--fmad=false",
-    "--ftz=false",
+    "--ftz=true",
     "--prec-div=true",
     "--prec-sqrt=true",
     # Functions without an annotation are the device's, there is no other.

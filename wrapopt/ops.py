@@ -8,12 +8,22 @@ inside a `tf.function`, and in a `tf.Graph`.
 program that XLA compiles, for CPU, GPU or TPU: in a
 `tf.function(jit_compile=True)`, or by autoclustering. Such a program updates
 resource variables in place. Numbers agree with those of the CPU's kernels to
-rounding. What is wrong with shapes, dtypes and numbers that are known when it
-is compiled is an error then. What is known only when it runs it cannot refuse:
-an index out of range is left out, and of a decay, rate or weight out of range
-comes what the formula gives. `read_packed` and `assign_packed` are not compiled.
-The others are the parameter server's side of asynchronous training, and run on
-the host only.
+rounding, but for subnormal numbers on a GPU. What is wrong with shapes, dtypes
+and numbers that are known when it is compiled is an error then. What is known
+only when it runs it cannot refuse: an index out of range is left out, and of a
+decay, rate or weight out of range comes what the formula gives. `read_packed`
+and `assign_packed` are not compiled. The others are the parameter server's side
+of asynchronous training, and run on the host only.
+
+Subnormal numbers, those between zero and the smallest normal number, are zero
+to arithmetic, with their sign: operands and results, of float32, bfloat16 and
+float64 (below 2^-126, 2^-126 and 2^-1022). TensorFlow's own ops and XLA compute
+so on a CPU, where subnormal numbers may be slow. Subnormal float16 numbers are
+normal float32 numbers, and count. On a GPU, too, the ops' kernels compute so, as
+TensorFlow's do, but float64 keeps its subnormal numbers, which a GPU cannot
+flush. What XLA compiles for a GPU keeps those of float32 too, unless
+`XLA_FLAGS=--xla_gpu_ftz=true` is set. A copy, such as of decay 0 or rate 1,
+keeps all bits.
 """
 
 import collections

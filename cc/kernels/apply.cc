@@ -16,6 +16,7 @@
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/subnormals.h"
 #include "cc/kernels/variables.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/kernel_def_builder.h"
@@ -217,6 +218,7 @@ class ApplyOp : public OpKernel {
         sum_dtype_, tensorflow::TensorShape({unique, row}), &rows->sums));
     if (IsOnGpu(ctx)) return SumRowsOnGpu(ctx, grad, index, order, row, rows);
     auto sum = [&](auto* sums) {
+      const FlushSubnormals flush;
       std::fill_n(sums, unique * row, 0);
       int64_t to = -1;
       for (int64_t j = 0; j < m; ++j) {

@@ -55,6 +55,8 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::tstring;
 
+constexpr int64_t kLastRound = std::numeric_limits<int64_t>::max();
+
 // Calls functions when their time has come, from one thread for all of them.
 // There is one for the process, and it is never destroyed: at the end of the
 // process that thread may still be asleep in it.
@@ -247,10 +249,15 @@ class Rounds : public std::enable_shared_from_this<Rounds> {
     tensorflow::mutex_lock lock(mu_);
     if (reset) {
       round = open_;
-      expected_.reset();
     } else if (round < open_) {
       return NotOpen("the end of a round", round);
     }
+    if (round == kLastRound) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          subject_, " cannot go on after round ", kLastRound,
+          ", the last: use another shared_name"));
+    }
+    if (reset) expected_.reset();
     Open(round + 1, &after);
     Settle(&after);
     *open = open_;
@@ -478,7 +485,7 @@ absl::Status ReadScalar(OpKernelContext* ctx, const char* name, Value* value) {
 absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
   // There must be one after it.
-  if (*round < std::numeric_limits<int64_t>::max()) return absl::OkStatus();
+  if (*round < kLastRound) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("round must be less than 2^63 - 1, got ", *round));
 }

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "cc/kernels/subnormals.h"
+
 // The three versions are compiled from one text by `target`, not by -mavx2 on
 // a file: that flag would also compile the inline functions of the standard
 // library for AVX2, and the linker may keep those for everybody.
@@ -65,6 +67,7 @@ struct Arity {
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
                                size_t begin, size_t end, const Ahead& ahead) {
+    const FlushSubnormals flush;
     Loop<R, State, Input>(operands, scalars, begin, end, ahead,
                           std::make_index_sequence<kStates>(),
                           std::make_index_sequence<kInputs>(),

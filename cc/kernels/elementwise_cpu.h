@@ -26,7 +26,8 @@ struct Ahead {
 };
 
 // One rule's loop over the elements [begin, end) of its arrays, which must not
-// overlap. `operands` are the states and then the inputs.
+// overlap. `operands` are the states and then the inputs. It flushes subnormal
+// numbers, as subnormals.h says, whatever thread runs it.
 using StepFn = void (*)(void* const* operands, const double* scalars,
                         size_t begin, size_t end, const Ahead& ahead);
 

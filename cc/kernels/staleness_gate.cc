@@ -13,6 +13,7 @@
 // no clock is needed to find the dead.
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -35,6 +36,21 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
+// A sum or a difference, or where it would be beyond int64, the last number on
+// that side: a step may be anything, as may what is recorded of it.
+int64_t Sum(int64_t a, int64_t b) {
+  int64_t sum;
+  if (!__builtin_add_overflow(a, b, &sum)) return sum;
+  return a < 0 ? std::numeric_limits<int64_t>::min()
+               : std::numeric_limits<int64_t>::max();
+}
+int64_t Difference(int64_t a, int64_t b) {
+  int64_t difference;
+  if (!__builtin_sub_overflow(a, b, &difference)) return difference;
+  return a < 0 ? std::numeric_limits<int64_t>::min()
+               : std::numeric_limits<int64_t>::max();
+}
+
 // What a step variable does not tell of its updates. Of one step there is one,
 // however many workers, sessions and ops there are.
 class Updates : public tensorflow::ResourceBase {
@@ -46,7 +62,7 @@ class Updates : public tensorflow::ResourceBase {
   int64_t Record(int64_t step, int64_t* in_flight) {
     tensorflow::mutex_lock lock(mu_);
     *in_flight = in_flight_;
-    return step + aborted_;
+    return Sum(step, aborted_);
   }
 
   // Returns whether the update is admitted: it is in flight then.
@@ -55,11 +71,11 @@ class Updates : public tensorflow::ResourceBase {
     tensorflow::mutex_lock lock(mu_);
     // Of the updates in flight some may have incremented the step already, and
     // somebody else may set it to anything.
-    const int64_t done = step + aborted_;
-    admitted_ = std::clamp(admitted_, done, done + in_flight_);
-    *staleness = admitted_ - recorded;
+    const int64_t done = Sum(step, aborted_);
+    admitted_ = std::clamp(admitted_, done, Sum(done, in_flight_));
+    *staleness = Difference(admitted_, recorded);
     if (limit < 0 || *staleness > limit) return false;
-    ++admitted_;
+    admitted_ = Sum(admitted_, 1);
     ++in_flight_;
     return true;
   }
@@ -259,8 +275,9 @@ class StalenessGateOp : public OpKernel {
     }
     const int64_t buckets = shape.dim_size(1);
     const int64_t bucket = std::clamp<int64_t>(stale, 0, buckets - 1);
-    variables.tensor(histogram)
-        ->matrix<int64_t>()(admitted ? 0 : 1, bucket) += 1;
+    int64_t& count = variables.tensor(histogram)
+                         ->matrix<int64_t>()(admitted ? 0 : 1, bucket);
+    count = Sum(count, 1);
   }
 
  private:

@@ -17,6 +17,7 @@ namespace wrapopt {
 
 using tensorflow::OpKernel;
 using tensorflow::Tensor;
+using tensorflow::Var;
 
 Variables::~Variables() {
   Unlock();
@@ -34,17 +35,39 @@ absl::Status Variables::Find(const char* list, Access access, int* first) {
   *first = entries_.size();
   // Lock() keeps pointers into the entries, so this is the last time they move.
   entries_.reserve(entries_.size() + (stop - start));
+  if (memory_ != nullptr) memory_->handles_.resize(ctx_->num_inputs());
+  std::vector<int> known;
+  std::vector<std::pair<const std::string*, const std::string*>> names;
   for (int input = start; input < stop; ++input) {
     entries_.push_back({list, input - start, input, access});
     Entry& entry = entries_.back();
     if (ctx_->input_is_ref(input)) {
       entry.mu = ctx_->input_ref_mutex(input);
+    } else if (const Memory::Handle* handle = Remembered(input)) {
+      known.push_back(entries_.size() - 1);
+      names.push_back({&handle->container, &handle->name});
     } else {
       TF_RETURN_IF_ERROR(FindResource(&entry));
       entry.mu = entry.var->mu();
     }
   }
+  std::vector<VarPtr> found;
+  TF_RETURN_IF_ERROR(ctx_->resource_manager()->LookupMany<Var>(names, &found));
+  for (size_t k = 0; k < known.size(); ++k) {
+    if (found[k] == nullptr) return NotInitialized(known[k]);
+    Entry& entry = entries_[known[k]];
+    entry.var = std::move(found[k]);
+    entry.mu = entry.var->mu();
+  }
   return absl::OkStatus();
+}
+
+const Variables::Memory::Handle* Variables::Remembered(int input) const {
+  if (memory_ == nullptr) return nullptr;
+  const Memory::Handle& handle = memory_->handles_[input];
+  const void* const data = ctx_->input(input).data();
+  // A tensor of no handles has no buffer.
+  return data != nullptr && data == handle.tensor.data() ? &handle : nullptr;
 }
 
 absl::Status Variables::FindResource(Entry* entry) {
@@ -53,15 +76,6 @@ absl::Status Variables::FindResource(Entry* entry) {
     return absl::InvalidArgumentError(absl::StrCat(
         entry->list, "[", entry->position, "] must be one resource handle, ",
         "got a tensor of shape ", tensor.shape().DebugString()));
-  }
-  Memory::Found* memory = nullptr;
-  if (memory_ != nullptr) {
-    memory_->found_.resize(ctx_->num_inputs());
-    memory = &memory_->found_[entry->input];
-    if (memory->handle.data() == tensor.data()) {
-      entry->var = memory->var.GetNewRef();
-      if (entry->var != nullptr) return absl::OkStatus();
-    }
   }
   const auto& handle =
       *static_cast<const tensorflow::ResourceHandle*>(tensor.data());
@@ -76,10 +90,9 @@ absl::Status Variables::FindResource(Entry* entry) {
   }
   // A handle that counts references is quick to follow, and to hold it would
   // keep its variable alive.
-  if (memory != nullptr && !handle.IsRefCounting()) {
-    memory->handle = tensor;
-    memory->var =
-        tensorflow::core::WeakPtr<tensorflow::Var>(entry->var.get());
+  if (memory_ != nullptr && !handle.IsRefCounting()) {
+    memory_->handles_[entry->input] = {tensor, handle.container(),
+                                       handle.name()};
   }
   return absl::OkStatus();
 }

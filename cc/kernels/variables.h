@@ -36,22 +36,26 @@ class Variables final : public CheckedVariables {
   // is locked once, for writing, and both names stand for the one buffer.
   enum class Access { kRead, kReadWritten, kWrite, kWriteUnlocked };
 
-  // What a kernel remembers of its variables from one call to the next. With
-  // hundreds of small variables most of a call's time went into looking each
-  // up by its name, and into sorting them for Lock().
+  // What a kernel remembers of its handles from one call to the next. With
+  // hundreds of small variables, most of a call's time went into following
+  // handles that lie scattered in memory, and into sorting variables for Lock().
+  // The variables themselves are looked up each time: one may have been
+  // destroyed, and another made under its name, while a step still holds it.
   class Memory {
    private:
     friend class Variables;
 
-    struct Found {
-      // Holds the handle's buffer, so that its address stays its own.
-      tensorflow::Tensor handle;
-      tensorflow::core::WeakPtr<tensorflow::Var> var;
+    // One that names a variable of this device.
+    struct Handle {
+      // Holds the buffer, so that its address stays its own.
+      tensorflow::Tensor tensor;
+      std::string container;
+      std::string name;
     };
 
     tensorflow::mutex mu_;
-    std::vector<Found> found_ TF_GUARDED_BY(mu_);  // By input of the op.
-    std::vector<int> order_ TF_GUARDED_BY(mu_);    // For Lock().
+    std::vector<Handle> handles_ TF_GUARDED_BY(mu_);  // By input of the op.
+    std::vector<int> order_ TF_GUARDED_BY(mu_);       // For Lock().
   };
 
   // Calls that run at the same time do not wait for each other's memory.
@@ -110,6 +114,8 @@ class Variables final : public CheckedVariables {
   void Swap(int a, int b);
 
  private:
+  using VarPtr = tensorflow::core::RefCountPtr<tensorflow::Var>;
+
   struct Entry {
     const char* list;
     int position;
@@ -117,7 +123,7 @@ class Variables final : public CheckedVariables {
     Access access;
     tensorflow::mutex* mu;
     // Of a resource variable; a ref variable has none.
-    tensorflow::core::RefCountPtr<tensorflow::Var> var;
+    VarPtr var;
     // Of a ref variable: another name for its buffer.
     tensorflow::Tensor ref;
     // The variable's own tensor, or `ref`.
@@ -128,6 +134,8 @@ class Variables final : public CheckedVariables {
   // Whether a reader that is still alive holds the buffer of a variable that
   // is to be written.
   static bool IsShared(const Entry& entry);
+  // The handle of an input if it is the one of the call before.
+  const Memory::Handle* Remembered(int input) const;
   absl::Status FindResource(Entry* entry);
   // The order for Lock(): all entries by their mutex, and of one mutex, the one
   // first that says how it is locked.

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _fused
+from wrapopt import _step
 from wrapopt.bench import harness
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 
@@ -107,7 +108,7 @@ def _in_session(shapes):
 
     trains = {
         _UNGATED: _fused.apply_gradients(
-            inner, _fused.rule_of(inner), pairs, lambda v: [], [], step, None),
+            inner, _fused.rule_of(inner), _step.Step(pairs, step)),
         "gated, admitted": gated(10**9),
         "ungated, stock": inner.apply_gradients(pairs, step),
         _COND: compared(10**9),

@@ -26,6 +26,7 @@ import tensorflow as tf
 
 from wrapopt import _fused
 from wrapopt import _native
+from wrapopt import _step
 from wrapopt import MovingAverageOptimizer
 from wrapopt.bench import harness
 
@@ -171,8 +172,8 @@ class Steps:
         return self.stock.apply([v for _, v in grads_and_vars])
     k = _averages(step)
     if k == 0:
-      return _fused.apply_gradients(self.opt, self.rule, grads_and_vars,
-                                    lambda v: [], [], None, None)
+      return _fused.apply_gradients(self.opt, self.rule,
+                                    _step.Step(grads_and_vars))
     return self.wrappers[k].apply_gradients(grads_and_vars)
 
   def averages(self, values):

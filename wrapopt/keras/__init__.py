@@ -14,8 +14,11 @@ if _keras.backend.backend() != "tensorflow":
       f"'{_keras.backend.backend()}'. Set the environment variable "
       "KERAS_BACKEND=tensorflow before Keras is imported.")
 
+from wrapopt.keras.batch_norm import recalibrate_batch_norm
+from wrapopt.keras.evaluate_with_averages import EvaluateWithAverages
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
 from wrapopt.keras.swa import SWA
 
-__all__ = ["Lookahead", "MovingAverage", "SWA"]
+__all__ = ["EvaluateWithAverages", "Lookahead", "MovingAverage", "SWA",
+           "recalibrate_batch_norm"]

@@ -103,14 +103,17 @@ def _followed_innermost(opt, followers):
 
 def within(opt):
   """What an optimizer holds, and what that holds, and so on: an iterator."""
-  if isinstance(opt, Follower):
-    held = [opt.inner()]
-  else:
-    held = [x for xs in _held(opt).values()
-            for x in (xs if isinstance(xs, list) else [xs])]
-  for x in held:
+  for x in held_by(opt):
     yield x
     yield from within(x)
+
+
+def held_by(opt):
+  """The optimizers that an optimizer holds itself: a list."""
+  if isinstance(opt, Follower):
+    return [opt.inner()]
+  return [x for xs in _held(opt).values()
+          for x in (xs if isinstance(xs, list) else [xs])]
 
 
 def innermost(opt):

@@ -2,17 +2,21 @@
 
 import collections.abc
 import contextlib
+import copy
 import numbers
+import warnings
 
 import keras
 from keras.src import backend
 from keras.src.saving.keras_saveable import KerasSaveable
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _replicas
 from wrapopt.keras import _steps
+from wrapopt.keras import batch_norm as _batch_norm
 
 
 def _is_made(wrapper):
@@ -128,7 +132,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       dtype: Its dtype; by default that of `variable`.
 
     Returns:
-      A `keras.Variable`, which is saved as `<path of variable>/<name>`.
+      A `keras.Variable`.
     """
     value = _value(variable)
     dtype = dtype or value.dtype
@@ -142,7 +146,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           name=f"{path.replace('/', '_')}_{name}")
     if not has_value:
       self._held.unseeded.append((average, variable))
-    self._state.add(f"{path}/{name}", average, variable)
+    self._state.add(name, average, variable)
     return average
 
   def _seed_late(self):
@@ -176,10 +180,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     grads = list(grads)
     if not grads:
       return
-    wrappers = [opt for opt in [self, *_steps.within(self)]
-                if isinstance(opt, WrapperOptimizer)]
-    for wrapper in wrappers:
-      wrapper._state.refuse_in_place("apply")
+    self._refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
         raise ValueError(
@@ -187,7 +188,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             "None. Or call build(trainable_variables) first.")
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
-    for wrapper in wrappers:
+    for wrapper in self._wrappers():
       wrapper._seed_late()
     self._held.followed.apply(grads, trainable_variables)
 
@@ -271,14 +272,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def variables(self):
-    return self.inner().variables + self._variables
+    """The inner optimizer's: averages are not among them.
+
+    Keras's LossScaleOptimizer saves what it finds here, in one row.
+    """
+    return self.inner().variables
 
   def set_weights(self, weights):
-    inner = self.inner()
-    count = len(inner.variables)
-    inner.set_weights(weights[:count])
-    for variable, weight in zip(self._variables, weights[count:]):
-      variable.assign(weight)
+    self.inner().set_weights(weights)
 
   def save_own_variables(self, store):
     self.inner().save_own_variables(store)
@@ -292,6 +293,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     inner = self.inner()
     return ([*inner.averages_of_wrappers]
             if isinstance(inner, WrapperOptimizer) else []) + [self._state]
+
+  def _refuse_in_place(self, what):
+    for wrapper in self._wrappers():
+      wrapper._state.refuse_in_place(what)
+
+  def _wrappers(self):
+    """This one and those inside: a list."""
+    return [opt for opt in [self, *_steps.within(self)]
+            if isinstance(opt, WrapperOptimizer)]
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     return {**self.inner()._trackable_children(save_type, **kwargs),
@@ -315,10 +325,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
-    config = dict(config)
-    config["optimizer"] = keras.saving.deserialize_keras_object(
-        config["optimizer"], custom_objects=custom_objects)
-    return cls(**config)
+    # Keras takes apart what it is given.
+    optimizer = keras.saving.deserialize_keras_object(
+        copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
+    return cls(**{**config, "optimizer": optimizer})
 
 
 class AveragingOptimizer(WrapperOptimizer):
@@ -351,7 +361,7 @@ class AveragingOptimizer(WrapperOptimizer):
       RuntimeError: If the optimizer is not built, or averages are in place.
     """
     self._require_built("seed_averages")
-    self._state.refuse_in_place("seed_averages")
+    self._refuse_in_place("seed_averages")
     self._state.seed()
 
   @contextlib.contextmanager
@@ -366,24 +376,54 @@ class AveragingOptimizer(WrapperOptimizer):
 
     Args:
       model: The model; by default all variables of the optimizer. Of another
-        model, the averages of the variables that it has.
+        model, the averages of the variables that it has. Inside, its batch
+        normalizations may be recalibrated: what they hold is put back too.
 
     Yields:
       None.
 
     Raises:
       RuntimeError: If the optimizer is not built, or averages are in place
-        already.
+        already, of this optimizer or of one inside.
     """
+    batch_norm = [] if model is None else [
+        _value(v) for v in _batch_norm.statistics(model)]
+    with self.in_place(model):
+      held = [(v, v.read_value()) for variable in batch_norm
+              for v in _replicas.values(variable)]
+      try:
+        yield
+      finally:
+        for variable, value in held:
+          variable.assign(value)
+
+  def in_place(self, model=None):
+    """As `averaged_weights`, for a block that changes no variable."""
     self._require_built("averaged_weights")
-    self._state.refuse_in_place("averaged_weights")
+    self._refuse_in_place("averaged_weights")
+    return self._state.in_place_of([
+        (_value(v), s.value) for v, s in self._averaged(model)])
+
+  def _averaged(self, model):
+    """(variable, average) pairs: those of a model, by default all."""
+    return self._of(self._trainable_variables if model is None
+                    else model.trainable_variables)
+
+  def _of(self, variables):
     row = self._rows[0]
-    variables = (self._trainable_variables if model is None
-                 else model.trainable_variables)
-    pairs = [(_value(v), row[self._var_key(v)].value) for v in variables
-             if self._var_key(v) in row]
-    with self._state.in_place_of(pairs):
-      yield
+    return [(v, row[self._var_key(v)]) for v in variables
+            if self._var_key(v) in row]
+
+  def know(self, model):
+    """Tells the optimizer the model that it trains."""
+    del model
+
+  def adopt(self, model):
+    """Sets the averages of variables that have other values to these."""
+    for variable, average in self._averaged(model):
+      for v, s in _replicas.components([(_value(variable), average.value)]):
+        if not np.array_equal(tf.cast(s, v.dtype), v):
+          s.assign(tf.cast(v, s.dtype))
 
   def finalize_variable_values(self, var_list):
     """Sets variables to their averages, as Keras does at the end of `fit`.
@@ -392,14 +432,8 @@ class AveragingOptimizer(WrapperOptimizer):
       var_list: Variables that the optimizer was built with.
     """
     super().finalize_variable_values(var_list)
-    if not self.built:
-      return
-    row = self._rows[0]
-    for variable in var_list:
-      average = row.get(self._var_key(variable))
-      if average is not None:
-        for v, s in _replicas.components([(_value(variable), average.value)]):
-          v.assign(tf.cast(s, v.dtype))
+    if self.built:
+      assign_all(self._of(var_list))
 
 
 def _no_rate():
@@ -431,57 +465,81 @@ class Row(collections.abc.Mapping):
     return len(self._averages)
 
 
+# Names of averages end so that are made when the optimizer is given a model.
+OF_BATCH_NORM = "_of_batch_norm"
+
+
 class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   """The averages of a wrapper, for what saves and restores them.
 
-  They are known by the path of their variable. What a file lacks starts at the
+  An average is known by its name, such as "average", and by its place among
+  those of that name: as Keras knows an optimizer's variables, whose names differ
+  from one model of a process to the next. What a file lacks starts at the
   variable's value.
 
   Attributes:
     name: What checkpoints call it.
   """
 
+  # Only averages are tracked, see `add`.
+  _self_setattr_tracking = False
+
   def __init__(self, name):
     self.name = name
-    # In tuples, so that TensorFlow does not track what is added.
-    self._known = ({},)
-    self._in_place = ([],)
+    self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._late = {}  # What a file has for averages that are made late.
+    self._in_place = None  # The pairs of `in_place_of`.
 
   def _obj_type(self):
     return "Optimizer"
 
-  def add(self, key, average, variable):
-    """Adds the average of a variable; `key` is its name in checkpoints."""
-    [known] = self._known
-    unique, number = key, 0
-    while unique in known:
-      number += 1
-      unique = f"{key}_{number}"
-    known[unique] = average, variable
-    self._track_trackable(average.value, unique)
+  def add(self, name, average, variable):
+    """Adds the next average of a name."""
+    key = f"{name}.{len(self._rows[name])}"
+    self._rows[name].append((average, variable))
+    self._track_trackable(average.value, key)
+    if key in self._late:
+      _load(average, variable, self._late.pop(key))
+
+  def pairs(self):
+    """All (average, variable) pairs."""
+    return [pair for row in self._rows.values() for pair in row]
 
   def seed(self):
     """Sets all averages to the values of their variables."""
-    for average, variable in self._known[0].values():
+    for average, variable in self.pairs():
       _seed(average, variable)
 
   def save_own_variables(self, store):
-    for key, (average, variable) in self._known[0].items():
-      # A model that is saved with its averages in place starts from them.
-      value = _value(variable if self._in_place[0] else average)
-      store[_file_key(key)] = tf.cast(value, average.dtype).numpy()
+    in_place = {id(s) for _, s in self._in_place or ()}
+    for name, row in self._rows.items():
+      for i, (average, variable) in enumerate(row):
+        # A model that is saved with its averages in place starts from them.
+        value = _value(variable if id(average.value) in in_place else average)
+        store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
 
   def load_own_variables(self, store):
-    keys = set(store.keys())
-    for key, (average, variable) in self._known[0].items():
-      if _file_key(key) in keys:
-        average.assign(store[_file_key(key)])
-      else:
-        _seed(average, variable)
+    self.refuse_in_place("load")
+    names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
+    for name, row in self._rows.items():
+      found = names.get(name, 0)
+      if found not in (0, len(row)):
+        warnings.warn(
+            f"The file has {found} averages named '{name}', and the optimizer "
+            f"{len(row)}: they start at the values of their variables.")
+      for i, (average, variable) in enumerate(row):
+        _load(average, variable,
+              store[f"{name}.{i}"] if found == len(row) else None)
+    # The file will be closed.
+    self._late = {
+        f"{name}.{i}": np.array(store[f"{name}.{i}"])
+        for name, found in names.items()
+        if name.endswith(OF_BATCH_NORM) and name not in self._rows
+        for i in range(found)}
 
   def refuse_in_place(self, what):
     """Raises an error inside `in_place_of`."""
-    if self._in_place[0]:
+    if self._in_place is not None:
       raise RuntimeError(
           f"{what}() must not be called inside averaged_weights(): the "
           "averages are in place of the weights. Leave the `with` block first.")
@@ -490,22 +548,34 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def in_place_of(self, pairs):
     """Exchanges (variable, average) pairs for a `with` block."""
     back = _exchange.put_in_place(pairs)
-    self._in_place[0].append(pairs)
+    self._in_place = pairs
     try:
       yield
     finally:
-      self._in_place[0].pop()
+      self._in_place = None
       back()
+
+
+def _load(average, variable, value):
+  """Gives an average the value that a file has for it, if any.
+
+  In another shape it is that of another variable, and Keras has told so.
+  """
+  if value is not None and tuple(value.shape) == tuple(average.shape):
+    average.assign(value)
+  else:
+    _seed(average, variable)
+
+
+def assign_all(pairs):
+  """Assigns averages to their variables: (variable, average) pairs."""
+  for v, s in _replicas.components([(_value(v), s.value) for v, s in pairs]):
+    v.assign(tf.cast(s, v.dtype))
 
 
 def _seed(average, variable):
   for s, v in _replicas.components([(average.value, _value(variable))]):
     s.assign(tf.cast(v, s.dtype))
-
-
-def _file_key(path):
-  # In a file, a slash would begin a group.
-  return path.replace("/", ".")
 
 
 def _value(variable):

@@ -1,11 +1,15 @@
 """Moving averages of the weights that a Keras optimizer trains."""
 
+import weakref
+
 import keras
 import tensorflow as tf
 
 from wrapopt import _decays
+from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _wrapper
+from wrapopt.keras import batch_norm
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -52,7 +56,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def __init__(self, optimizer, average_decay=0.99, num_updates=None,
                start_step=0, dynamic_decay=False, name=None, *,
-               shadow_dtype=None):
+               shadow_dtype=None, average_batch_norm=False):
     """Wraps `optimizer`.
 
     Args:
@@ -69,6 +73,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       shadow_dtype: The dtype of the averages, such as "float32"; by default
         float32 for float16 and bfloat16 variables, and the variable's own for
         others. A float16 or bfloat16 average hardly moves at decays near 1.
+      average_batch_norm: Whether the moving statistics of batch normalizations
+        are averaged as the weights are, and are in place where these are. By
+        default averaged weights are evaluated with the statistics as they are.
+        The optimizer must know the model: give `fit` the callback
+        `EvaluateWithAverages`, or call `know(model)`. In place of either,
+        `recalibrate_batch_norm` computes the statistics that fit the averages.
 
     Raises:
       TypeError: If `optimizer` is no Keras optimizer, or an argument is of a
@@ -92,6 +102,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
                                   tf.float64):
       raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
                       f"float64, got {self._shadow_dtype.name}.")
+    self._average_batch_norm = bool(average_batch_norm)
+    self._held.model = None
 
   def _check_variables(self, variables):
     for v in variables:
@@ -103,12 +115,44 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             f"{self._shadow_dtype.name}, for '{_wrapper.path_of(v)}'.")
 
   def _make_state(self, variables):
-    self._rows = []
-    for k, decay in enumerate(self._decays):
-      name = "average" if k == 0 else f"average_{decay}"
-      self._rows.append(_wrapper.Row({
-          self._var_key(v): self._make_average(v, name, self._dtype_of(v))
-          for v in variables if not self._overwrite_variable_with_gradient(v)}))
+    self._rows = self._make_rows(
+        [v for v in variables if not self._overwrite_variable_with_gradient(v)])
+    self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
+
+  def _make_rows(self, variables, suffix=""):
+    """Averages of variables, a row for each decay."""
+    return [_wrapper.Row({
+        self._var_key(v): self._make_average(
+            v, ("average" if k == 0 else f"average_{decay}") + suffix,
+            self._dtype_of(v))
+        for v in variables}) for k, decay in enumerate(self._decays)]
+
+  def know(self, model):
+    """Tells the optimizer the model, for `average_batch_norm`.
+
+    For custom training loops: `fit` does it by `EvaluateWithAverages`.
+
+    Args:
+      model: The model that the optimizer trains.
+    """
+    self._held.model = weakref.ref(model)
+
+  def _statistics(self):
+    """(variables, rows of averages) of batch normalizations."""
+    if not self._average_batch_norm:
+      return [], [{} for _ in self._decays]
+    if not self._of_batch_norm:
+      model = self._held.model and self._held.model()
+      if model is None:
+        raise RuntimeError(
+            "With average_batch_norm=True the optimizer must know the model, "
+            "got none. Give fit() the callback EvaluateWithAverages, or call "
+            "know(model).")
+      variables = batch_norm.statistics(model)
+      with tf.init_scope(), self._distribution_strategy.scope():
+        rows = self._make_rows(variables, _wrapper.OF_BATCH_NORM)
+      self._of_batch_norm = variables, rows
+    return self._of_batch_norm
 
   def _dtype_of(self, variable):
     return self._shadow_dtype or _wrapper.float32_for_half(
@@ -133,13 +177,41 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return self._rows[_decays.index_of(decay, self._decays)][
         self._var_key(variable)]
 
+  def _averaged(self, model):
+    if model is not None:
+      self.know(model)
+    variables, rows = self._statistics()
+    return super()._averaged(model) + [
+        (v, rows[0][self._var_key(v)]) for v in variables]
+
+  def finalize_variable_values(self, var_list):
+    super().finalize_variable_values(var_list)
+    if self.built:
+      variables, rows = self._statistics()
+      _wrapper.assign_all((v, rows[0][self._var_key(v)]) for v in variables)
+
   def averages(self, step):
-    return list(map(step.of, self._rows)), self._decays_now(step.iterations)
+    decays = self._decays_now(step.iterations)
+    # The forward pass has updated them.
+    of_batch_norm = self._batch_norm_pairs()
+    if of_batch_norm[0]:
+      self._update(of_batch_norm, decays)
+    return list(map(step.of, self._rows)), decays
 
   def follow(self, step):
-    pairs = list(map(step.pairs, self._rows))
+    self._update([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
+        self._rows, self._batch_norm_pairs())],
+                 self._decays_now(step.iterations))
+
+  def _batch_norm_pairs(self):
+    """(variable, average) pairs of each replica: a list for each decay."""
+    variables, rows = self._statistics()
+    return [_replicas.components((v.value, row[self._var_key(v)].value)
+                                 for v in variables) for row in rows]
+
+  def _update(self, pairs, decays):
     ops.ema_update([[s for _, s in row] for row in pairs],
-                   [v for v, _ in pairs[0]], self._decays_now(step.iterations))
+                   [v for v, _ in pairs[0]], decays)
 
   def _decays_now(self, iterations):
     """The decays of the step after so many."""
@@ -161,4 +233,5 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "num_updates": self._num_updates,
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
-            "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name}
+            "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
+            "average_batch_norm": self._average_batch_norm}

@@ -1,0 +1,215 @@
+"""Batch normalization under averaged weights."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt.keras
+
+layers = keras.layers
+recalibrate = wrapopt.keras.recalibrate_batch_norm
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+  keras.utils.set_random_seed(0)
+
+
+def data(n=50):
+  rng = np.random.default_rng(0)
+  x = (rng.standard_normal((n, 6, 3)) * [1, 2, 3] + [5, 0, -1])
+  return np.float32(x), np.float32(x.sum((1, 2))[:, None] / 10)
+
+
+def batches(x, size=16):
+  """The last one is smaller than the others."""
+  return tf.data.Dataset.from_tensor_slices(x).batch(size)
+
+
+def make(optimizer=None, **kwargs):
+  model = keras.Sequential([
+      keras.Input((6, 3)), layers.BatchNormalization(name="first"),
+      layers.Dropout(0.5), layers.Dense(4, "relu"),
+      layers.BatchNormalization(name="second", **kwargs), layers.Flatten(),
+      layers.Dense(1)])
+  model.compile(optimizer or "sgd", loss="mse")
+  return model
+
+
+def statistics(model, name):
+  layer = model.get_layer(name)
+  return layer.moving_mean.numpy(), layer.moving_variance.numpy()
+
+
+def moments(x):
+  """In float64, over all but channels."""
+  return np.float64(x).mean((0, 1)), np.float64(x).var((0, 1))
+
+
+def close(got, want):
+  for g, w in zip(got, want, strict=True):
+    # The result is rounded to float32, and so are inputs of the second layer.
+    np.testing.assert_allclose(g, w, rtol=2e-6, atol=2e-6)
+
+
+def test_statistics_are_those_of_the_data_set():
+  model, (x, y) = make(), data()
+  weights = [v.numpy() for v in model.trainable_variables]
+  recalibrate(model, tf.data.Dataset.zip(batches(x), batches(y)))
+  close(statistics(model, "first"), moments(x))
+  # The second sees what the first gives, by the statistics of each batch.
+  dense = model.layers[2]
+  seen = []
+  for batch in batches(x):
+    mean, variance = moments(batch)
+    normal = (batch - mean) / np.sqrt(variance + 1e-3)
+    seen.append(np.maximum(normal @ np.float64(dense.kernel), 0))
+  close(statistics(model, "second"), moments(np.concatenate(seen)))
+  for v, w in zip(model.trainable_variables, weights):
+    np.testing.assert_array_equal(v, w)
+  # One batch of all, from a generator of x alone.
+  recalibrate(model, iter([x]))
+  close(statistics(model, "first"), moments(x))
+
+
+def test_large_means_do_not_cancel():
+  model = keras.Sequential([keras.Input((6, 3)), layers.BatchNormalization()])
+  x = data()[0] + np.float32(3e4)
+  recalibrate(model, batches(x))
+  close(statistics(model, model.layers[0].name), moments(x))
+
+
+def test_training_and_inference_are_as_before():
+  model, (x, y) = make(), data()
+  recalibrate(model, batches(x))
+  layer = model.get_layer("first")
+  assert layer.momentum == 0.99 and layer.trainable
+  assert "call" not in vars(layer)
+  mean, variance = statistics(model, "first")
+  np.testing.assert_allclose(
+      layer(x, training=False), (x - mean) / np.sqrt(variance + 1e-3),
+      rtol=1e-5, atol=1e-5)
+  layer(x + 100, training=True)
+  np.testing.assert_allclose(layer.moving_mean, mean + 1, rtol=1e-4, atol=1e-4)
+
+
+def test_other_layers():
+  x = data()[0]
+  mask = np.arange(50) % 2 == 0
+  model = keras.Sequential([
+      keras.Input((6, 3)), layers.Masking(0.0),
+      layers.BatchNormalization(name="masked", center=False),
+      layers.Permute((2, 1)),
+      layers.BatchNormalization(axis=1, name="renorm", renorm=True),
+      layers.BatchNormalization(axis=1, name="frozen", trainable=False)])
+  recalibrate(model, batches(x * mask[:, None, None]))
+  close(statistics(model, "masked"), moments(x[mask]))
+  renorm = model.get_layer("renorm")
+  np.testing.assert_allclose(renorm.moving_stddev,
+                             np.sqrt(renorm.moving_variance + 1e-3), rtol=1e-6)
+  np.testing.assert_array_equal(renorm.renorm_mean, renorm.moving_mean)
+  assert (renorm.moving_variance.numpy() != 1).all()
+  close(statistics(model, "frozen"), (np.zeros(3), np.ones(3)))
+  # A layer that sees nothing, and a model without any.
+  recalibrate(model, batches(x * 0))
+  assert np.isfinite(statistics(model, "masked")).all()
+  recalibrate(keras.Sequential([keras.Input((3,)), layers.Dense(1)]), [])
+
+
+def test_errors_change_nothing():
+  model, (x, _) = make(), data()
+  before = [v.numpy() for v in model.variables]
+
+  def fails():
+    yield x
+    raise KeyboardInterrupt
+
+  for dataset, error, match in [
+      (x, TypeError, "must be an iterable of batches.*got ndarray"),
+      (3, TypeError, "must be an iterable of batches.*got int"),
+      ([], ValueError, "must have a batch"),
+      (batches(x).repeat(), ValueError, "must be finite"),
+      (fails(), KeyboardInterrupt, None)]:
+    with pytest.raises(error, match=match):
+      recalibrate(model, dataset)
+    assert not any("call" in vars(layer) for layer in model.layers)
+    for v, w in zip(model.variables, before):
+      np.testing.assert_array_equal(v, w)
+
+
+def test_recalibration_inside_averaged_weights_is_put_back():
+  model, (x, y) = make(wrapopt.keras.MovingAverage("sgd", 0.5)), data()
+  for _ in range(2):
+    model.train_on_batch(x, y)
+  before = [v.numpy() for v in model.variables]
+  with model.optimizer.averaged_weights(model):
+    recalibrate(model, batches(x))
+    close(statistics(model, "first"), moments(x))
+  for v, w in zip(model.variables, before):
+    np.testing.assert_array_equal(v, w)
+
+
+OPTIMIZERS = {"fused": lambda: "adam", "general": lambda: "nadam"}
+
+
+@pytest.mark.parametrize("inner,jit", [("fused", True), ("fused", False),
+                                       ("general", True)])
+def test_averaged_statistics(inner, jit):
+  model = make(wrapopt.keras.MovingAverage(
+      OPTIMIZERS[inner](), [0.75, 0.5], average_batch_norm=True))
+  model.jit_compile = jit
+  x, y = data()
+  opt, first = model.optimizer, model.get_layer("first")
+  opt.know(model)
+  want = np.zeros(3)  # As before the first step.
+  for _ in range(3):
+    model.train_on_batch(x, y)
+    want = 0.75 * want + 0.25 * first.moving_mean.numpy()
+  raw = statistics(model, "first")
+  with opt.averaged_weights(model):
+    got = statistics(model, "first")
+  np.testing.assert_allclose(got[0], want, rtol=1e-5)
+  assert np.abs(got[0] - raw[0]).max() > 1e-3
+  np.testing.assert_array_equal(statistics(model, "first"), raw)
+
+
+def test_averaged_statistics_in_fit_and_files(tmp_path):
+  make_one = lambda: make(
+      wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  x, y = data()
+  with pytest.raises(RuntimeError, match="must know the model"):
+    make_one().fit(x, y, verbose=0)
+  model = make_one()
+  callback = wrapopt.keras.EvaluateWithAverages()
+  seen = []
+
+  class Watch(keras.callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      with model.optimizer.averaged_weights(model):
+        want = model.evaluate(x, y, verbose=0)
+      seen.append((logs["val_loss"], want, statistics(model, "first")))
+      model.save(tmp_path / "model.keras")
+
+  model.fit(x, y, verbose=0, epochs=2, validation_data=(x, y),
+            callbacks=[callback, Watch()])
+  for val_loss, want, _ in seen:
+    assert val_loss == want
+  loaded = keras.models.load_model(tmp_path / "model.keras")
+  np.testing.assert_array_equal(statistics(loaded, "first"), seen[-1][2])
+  np.testing.assert_allclose(
+      loaded.evaluate(x, y, verbose=0, callbacks=[callback]), seen[-1][0],
+      rtol=1e-6)
+  # fit ended with the averages of all.
+  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), seen[-1][0],
+                             rtol=1e-6)
+  assert np.abs(statistics(model, "first")[0] - seen[-1][2][0]).max() > 1e-4
+
+
+def test_by_default_averages_are_evaluated_with_the_statistics_as_they_are():
+  model, (x, y) = make(wrapopt.keras.MovingAverage("sgd", 0.5)), data()
+  model.train_on_batch(x, y)
+  raw = statistics(model, "first")
+  with model.optimizer.averaged_weights(model):
+    np.testing.assert_array_equal(statistics(model, "first"), raw)

@@ -1,0 +1,528 @@
+"""Keras optimizers' averages in `tf.distribute` strategies.
+
+Replicas are two CPUs, two worker processes, or workers of parameter servers.
+"""
+
+import contextlib
+import functools
+import json
+import socket
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from processes import run_python
+import wrapopt.keras
+
+REPLICAS = 2
+# Before TensorFlow starts: a device for each replica.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
+
+optimizers = keras.optimizers
+
+
+@functools.cache
+def mirrored():
+  """One for all tests: collectives of a second one have the first one's keys."""
+  return tf.distribute.MirroredStrategy(
+      [f"CPU:{i}" for i in range(REPLICAS)])
+
+
+# By name: a wrapper, and the formula of its weights and averages. A formula
+# takes the start and the steps of SGD, and returns the weights and, by the name
+# that the file of a checkpoint has for them, the averages. All numbers here are
+# of few bits, so that they are exact.
+
+
+def ema(decay):
+  def numbers(start, steps):
+    w = average = start
+    for step in steps:
+      w = w + step
+      average = decay * average + (1 - decay) * w
+    return w, {"average": average}
+  return numbers
+
+
+def two_decays(start, steps):
+  w, averages = ema(0.5)(start, steps)
+  _, [(_, other)] = w, list(ema(0.75)(start, steps)[1].items())
+  return w, {**averages, "average_0.75": other}
+
+
+def swa(start, steps):
+  w, seen = start, []
+  for i, step in enumerate(steps):
+    w = w + step
+    if i % 2 == 0:
+      seen.append(w)
+  return w, {"average": np.mean(seen, axis=0)}
+
+
+def lookahead(start, steps):
+  return nested(start, steps)[0], {"slow": nested(start, steps)[1]["slow"]}
+
+
+def nested(start, steps):
+  w = slow = average = start
+  for i, step in enumerate(steps):
+    w = w + step
+    if i % 2:
+      w = slow = slow + (w - slow) / 2
+    average = (average + w) / 2
+  return w, {"slow": slow, "average": average}
+
+
+WRAPPERS = {
+    "MovingAverage": (lambda o: wrapopt.keras.MovingAverage(o, 0.5), ema(0.5)),
+    "two decays": (lambda o: wrapopt.keras.MovingAverage(o, [0.5, 0.75]),
+                   two_decays),
+    "SWA": (lambda o: wrapopt.keras.SWA(o, 0, 2), swa),
+    "Lookahead": (lambda o: wrapopt.keras.Lookahead(o, 2), lookahead),
+    "MovingAverage of Lookahead": (
+        lambda o: wrapopt.keras.MovingAverage(wrapopt.keras.Lookahead(o, 2),
+                                              0.5), nested),
+}
+
+STEPS = 3
+# None is empty: TensorFlow's sum of empty gradients over CPUs has another shape.
+STARTS = {"matrix": np.array([[1, -0.5], [2, 3]], np.float32),
+          "scalar": np.array(2, np.float32),
+          "table": np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)}
+
+
+def gradients(step, replica):
+  """{variable: its gradient in a replica's step}; the table's is sparse.
+
+  Both replicas have row 1, and each another one.
+  """
+  size = (1 + step) * (1 + replica * 4)
+  table = np.zeros_like(STARTS["table"])
+  table[[1, 2 * replica]] = size
+  return {**{name: np.full_like(STARTS[name], size)
+             for name in ("matrix", "scalar")}, "table": table}
+
+
+def steps_of(name, replicas=REPLICAS):
+  """What SGD(0.5) adds to a variable: replicas' gradients are summed."""
+  return [-0.5 * sum(gradients(step, r)[name] for r in range(replicas))
+          for step in range(STEPS)]
+
+
+def replicas_of(variable):
+  """A variable's values in all replicas of this process, NumPy arrays."""
+  value = (variable.value if isinstance(variable, keras.Variable)
+           else variable)
+  return [v.numpy() for v in getattr(value, "values", [value])]
+
+
+def the_one(variable):
+  """A variable's value, which all replicas must have."""
+  first, *others = replicas_of(variable)
+  assert len(others) == REPLICAS - 1
+  for other in others:
+    np.testing.assert_array_equal(other, first)
+  return first
+
+
+def state_of(opt):
+  """{name of an average: its `keras.Variable`}, of all wrappers."""
+  return {key: average for state in opt.averages_of_wrappers
+          for key, (average, _) in state._known[0].items()}
+
+
+def taking(opt, variables):
+  """A function that takes a step in the calling replica."""
+  all_grads = {name: tf.constant([[gradients(s, r)[name]
+                                   for r in range(REPLICAS)]
+                                  for s in range(STEPS)])
+               for name in variables}
+
+  def step(number):
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    grads = []
+    for name in variables:
+      grad = all_grads[name][number, replica]
+      if name == "table":
+        rows = tf.stack([1, 2 * replica])
+        grad = tf.IndexedSlices(tf.gather(grad, rows), rows, tf.shape(grad))
+      grads.append(grad)
+    opt.apply(grads, list(variables.values()))
+  return step
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_loop_in_replicas(wrapper, mode):
+  wrap, numbers = WRAPPERS[wrapper]
+  strategy = mirrored()
+  with strategy.scope():
+    variables = {name: keras.Variable(start, name=name)
+                 for name, start in STARTS.items()}
+    opt = wrap(optimizers.SGD(0.5))
+    opt.build(variables.values())
+  take = taking(opt, variables)
+  run = lambda number: strategy.run(take, args=(number,))
+  run = tf.function(run) if mode == "function" else run
+  for number in range(STEPS):
+    run(tf.constant(number))
+  assert the_one(opt.iterations) == STEPS
+  averages = state_of(opt)
+  for name, variable in variables.items():
+    want, wanted = numbers(STARTS[name], steps_of(name))
+    np.testing.assert_array_equal(the_one(variable), want)
+    for key, average in wanted.items():
+      np.testing.assert_array_equal(
+          the_one(averages.pop(f"{name}/{key}")), average)
+  assert not averages
+  if mode == "function":
+    assert run.experimental_get_tracing_count() == 1
+
+
+def test_built_by_the_first_step_in_replicas():
+  """As Keras's own optimizers can be."""
+  strategy = mirrored()
+  with strategy.scope():
+    variables = {"matrix": tf.Variable(STARTS["matrix"])}  # TensorFlow's.
+    opt = wrapopt.keras.MovingAverage(optimizers.SGD(0.5), 0.5)
+  for number in range(STEPS):
+    strategy.run(taking(opt, variables), args=(tf.constant(number),))
+  w, want = ema(0.5)(STARTS["matrix"], steps_of("matrix"))
+  np.testing.assert_array_equal(the_one(variables["matrix"]), w)
+  np.testing.assert_array_equal(
+      the_one(opt.average(variables["matrix"])), want["average"])
+
+
+# Models.
+
+ROWS = 32
+BATCH = 8
+INPUTS = np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32)
+TARGETS = INPUTS @ np.ones((4, 1), np.float32)
+
+
+def compiled(wrap, inner, strategy=None, dtype="float32"):
+  keras.utils.clear_session()  # Names are counted anew.
+  keras.utils.set_random_seed(1)
+  with strategy.scope() if strategy else contextlib.nullcontext():
+    model = keras.Sequential([
+        keras.Input((4,)),
+        keras.layers.Dense(8, activation="tanh", dtype=dtype),
+        keras.layers.Dense(1, dtype=dtype)])
+    # XLA compiles no step of several devices, nor does it with Keras's own
+    # optimizers.
+    model.compile(wrap(inner()), "mse", jit_compile=False)
+  return model
+
+
+def fit(model, *callbacks):
+  model.fit(INPUTS, TARGETS, batch_size=BATCH, epochs=2, verbose=0,
+            shuffle=False, callbacks=list(callbacks))
+
+
+class Weights(keras.callbacks.Callback):
+  """The weights before the first step, and after each."""
+
+  def on_train_begin(self, logs=None):
+    self.seen = [self.model.get_weights()]
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.seen.append(self.model.get_weights())
+
+
+INNER = {
+    # One op takes the step, were there no strategy.
+    "Adam": lambda: optimizers.Adam(0.01),
+    "AdamW": lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+    # None does.
+    "Nadam": lambda: optimizers.Nadam(0.01),
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("wrapper", ["MovingAverage", "SWA"])
+def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
+  wrap, numbers = WRAPPERS[wrapper]
+  bare = compiled(lambda opt: opt, INNER[inner])
+  weights = Weights()
+  fit(bare, weights)
+  model = compiled(wrap, INNER[inner], mirrored())
+  last = Weights()
+  fit(model, last)
+  steps = 2 * ROWS // BATCH
+  assert the_one(model.optimizer.iterations) == steps == len(weights.seen) - 1
+  for i, variable in enumerate(model.trainable_variables):
+    values = np.array([row[i] for row in weights.seen], np.float64)
+    _, want = numbers(values[0], np.diff(values, axis=0))
+    # Sums of a batch's halves round otherwise than those of the batch; a step
+    # of Adam is 0.01, also where the gradient is of the order of its rounding.
+    average = the_one(model.optimizer.average(variable))
+    np.testing.assert_allclose(last.seen[-1][i], values[-1], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(average, want["average"], rtol=0, atol=2e-5)
+    # Keras finalizes them.
+    np.testing.assert_array_equal(the_one(variable), average)
+  assert not np.allclose(average, values[-1], rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_averages_in_place_of_weights(dtype):
+  """On all replicas, and back bit for bit, after an error too."""
+  wrap, _ = WRAPPERS["MovingAverage"]
+  inner = lambda: optimizers.SGD(0.1)
+  model = compiled(wrap, inner, mirrored(), dtype)
+  fit(model)
+  model.train_on_batch(INPUTS[:BATCH], TARGETS[:BATCH])  # Raw weights again.
+  opt = model.optimizer
+  variables = model.trainable_variables
+  raw = [the_one(v) for v in variables]
+  averages = [the_one(opt.average(v)) for v in variables]
+  assert {a.dtype.name for a in averages} == {"float32"}
+  averages = [a.astype(dtype) for a in averages]
+  plain = compiled(lambda opt: opt, inner, dtype=dtype)
+  plain.set_weights(averages)
+  with pytest.raises(KeyError, match="an error"):
+    with opt.averaged_weights(model):
+      for v, average in zip(variables, averages):
+        np.testing.assert_array_equal(the_one(v), average)
+      assert model.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(
+          plain.evaluate(INPUTS, TARGETS, verbose=0), rel=1e-5 if dtype == "float32" else 1e-2)
+      raise KeyError("an error")
+  for v, value, average in zip(variables, raw, averages):
+    assert not np.array_equal(value, average)
+    np.testing.assert_array_equal(the_one(v), value)
+    np.testing.assert_array_equal(
+        the_one(opt.average(v)).astype(dtype), average)
+  opt.seed_averages()
+  for v, value in zip(variables, raw):
+    np.testing.assert_array_equal(
+        the_one(opt.average(v)), value.astype(np.float32))
+    opt.average(v).assign(np.ones_like(value))
+  opt.finalize_variable_values(variables)
+  for v in variables:
+    np.testing.assert_array_equal(the_one(v), np.ones_like(the_one(v)))
+
+
+def test_a_skipped_step_moves_no_average():
+  strategy = mirrored()
+  with strategy.scope():
+    w = keras.Variable([1.0], name="w")
+    opt = optimizers.LossScaleOptimizer(
+        wrapopt.keras.MovingAverage(optimizers.SGD(0.5), 0.5),
+        initial_scale=4.0)
+    opt.build([w])
+
+  @tf.function
+  def step(infinite):
+    def replica():
+      opt.apply([tf.where(infinite, [np.inf], [4.0])], [w])
+    strategy.run(replica)
+
+  average = opt.inner_optimizer.average(w)
+  seen = []
+  for infinite in (False, True, False):
+    step(tf.constant(infinite))
+    seen.append((float(the_one(w)[0]), float(the_one(average)[0])))
+  # The gradients are divided by the scale of the loss: first 4, then 2.
+  assert seen == [(0, 0.5), (0, 0.5), (-2, -0.75)]
+  assert the_one(opt.inner_optimizer.iterations) == 2
+
+
+def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
+  wrap, _ = WRAPPERS["MovingAverage of Lookahead"]
+  model = compiled(wrap, INNER["Nadam"], mirrored())
+  fit(model)
+  path = tf.train.Checkpoint(model=model, opt=model.optimizer).save(
+      str(tmp_path / "checkpoint"))
+  restored = compiled(wrap, INNER["Nadam"])
+  restored.optimizer.build(restored.trainable_variables)
+  tf.train.Checkpoint(model=restored, opt=restored.optimizer).restore(
+      path).assert_consumed()
+  want, got = (m.optimizer.variables + m.weights for m in (model, restored))
+  assert len(want) == 2 + 1 + 4 * 5  # Nadam has a product of its own.
+  for a, b in zip(want, got, strict=True):
+    np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+# Processes: worker r's gradient is 1 + r. Keras 3.15 has no `fit` there, around
+# no optimizer.
+WORKERS = """
+import json
+import multiprocessing
+import os
+import sys
+
+import keras
+import tensorflow as tf
+import wrapopt.keras
+
+def work(workers, index):
+  os.environ["TF_CONFIG"] = json.dumps({
+      "cluster": {"worker": workers},
+      "task": {"type": "worker", "index": index}})
+  # A worker whose peers are gone must end.
+  strategy = tf.distribute.MultiWorkerMirroredStrategy(
+      communication_options=tf.distribute.experimental.CommunicationOptions(
+          timeout_seconds=120))
+  assert strategy.num_replicas_in_sync == len(workers)
+  found = {}
+  for name, wrap in {
+      "ema": lambda opt: wrapopt.keras.MovingAverage(opt, 0.5),
+      "swa": lambda opt: wrapopt.keras.SWA(opt, 0, 2),
+      "lookahead": lambda opt: wrapopt.keras.Lookahead(opt, 2)}.items():
+    with strategy.scope():
+      w = keras.Variable([16.0], name="w")
+      opt = wrap(keras.optimizers.SGD(0.5))
+      opt.build([w])
+
+    @tf.function
+    def step():
+      def replica():
+        shard = tf.distribute.get_replica_context().replica_id_in_sync_group
+        opt.apply([tf.reshape(1.0 + tf.cast(shard, tf.float32), [1])], [w])
+      strategy.run(replica)
+
+    for _ in range(3):
+      step()
+    found[name] = [w.numpy().item(), opt.variables[-1].numpy().item()]
+    if name == "ema":
+      with opt.averaged_weights():
+        found[name].append(w.numpy().item())
+      found[name].append(w.numpy().item())
+  # In one piece: others write to the same pipe.
+  os.write(1, f"{json.dumps([index, found])}\\n".encode())
+
+# They start fast: the import is done, and nothing of TensorFlow has run yet.
+processes = [
+    multiprocessing.get_context("fork").Process(
+        target=work, args=(sys.argv[1:], index), daemon=True)
+    for index in range(len(sys.argv) - 1)]
+for process in processes:
+  process.start()
+for process in processes:
+  process.join()
+sys.exit(any(process.exitcode for process in processes))
+"""
+
+
+def run(script, *args):
+  done = run_python("-c", script, *args, CUDA_VISIBLE_DEVICES="-1",
+                    no_grpc_proxy="localhost")
+  assert done.returncode == 0, done.stderr
+  return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_worker_processes():
+  with contextlib.ExitStack() as stack:
+    sockets = [stack.enter_context(socket.socket()) for _ in range(2)]
+    for s in sockets:
+      s.bind(("localhost", 0))
+    addresses = [f"localhost:{s.getsockname()[1]}" for s in sockets]
+  found = dict(run(WORKERS, *addresses))
+  start, steps = np.array(16.0), [np.array(-1.5)] * 3
+  want = {name: [float(w), float(averages.popitem()[1])]
+          for name, numbers in (
+              ("ema", ema(0.5)), ("swa", swa), ("lookahead", lookahead))
+          for w, averages in [numbers(start, steps)]}
+  w, average = want["ema"]
+  want["ema"] += [average, w]  # In place, and back.
+  for both in found.values():
+    assert both == want
+  assert sorted(found) == [0, 1]
+
+
+# A script, since TensorFlow ends a process that has lost its cluster.
+PARAMETER_SERVERS = """
+import json
+import os
+
+import keras
+import numpy as np
+import tensorflow as tf
+import wrapopt.keras
+from wrapopt.examples import _cluster
+
+def main():
+  with _cluster.Cluster([], ps=2, worker=2) as cluster:
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc")
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    for name, wrap in {
+        "bare": lambda opt: opt,
+        "ema": lambda opt: wrapopt.keras.MovingAverage(opt, 0.5),
+        "swa": lambda opt: wrapopt.keras.SWA(opt, 0, 2),
+        "lookahead": lambda opt: wrapopt.keras.Lookahead(opt, 2)}.items():
+      with strategy.scope():
+        w = keras.Variable([16.0], name="w")
+        table = keras.Variable(tf.fill([3, 1], 16.0), name="table")
+        opt = wrap(keras.optimizers.SGD(0.5))
+        opt.build([w, table])
+      assert len({v.value.device for v in (w, table)}) == 2
+
+      @tf.function
+      def step():
+        def replica():
+          opt.apply([tf.constant([3.0]), tf.IndexedSlices(
+              tf.constant([[3.0]]), tf.constant([1]), tf.constant([3, 1]))],
+                    [w, table])
+        strategy.run(replica)
+
+      for _ in range(3):
+        coordinator.schedule(step)
+        coordinator.join()  # Or else steps run at once.
+      values = lambda: [w.numpy().tolist(), table.numpy().ravel().tolist()]
+      found = {"values": values(), "averages": [
+          v.numpy().ravel().tolist() for v in opt.variables[2:]]}
+      for v, s in zip((w, table), opt.variables[2:]):
+        assert v.value.device == s.value.device, (v.value.device,
+                                                  s.value.device)
+      if hasattr(opt, "averaged_weights"):
+        with opt.averaged_weights():
+          found["in place"] = values()
+        found["back"] = values()
+      # At once: none of them fails, and averages are between start and end.
+      for _ in range(20):
+        coordinator.schedule(step)
+      coordinator.join()
+      found["later"] = [values(), [
+          v.numpy().ravel().tolist() for v in opt.variables[2:]]]
+      os.write(1, f"{json.dumps([name, found])}\\n".encode())
+
+if __name__ == "__main__":
+  main()
+  os._exit(0)
+"""
+
+
+def test_parameter_servers(tmp_path):
+  # The cluster's processes import it.
+  path = tmp_path / "parameter_servers.py"
+  path.write_text(PARAMETER_SERVERS)
+  done = run_python(str(path), CUDA_VISIBLE_DEVICES="-1",
+                    no_grpc_proxy="localhost")
+  assert done.returncode == 0, done.stderr
+  found = dict(map(json.loads, done.stdout.splitlines()))
+  steps = [np.array(-1.5)] * 3
+  formulas = {"bare": lambda start, steps: (start + sum(steps), {}),
+              "ema": ema(0.5), "swa": swa, "lookahead": lookahead}
+  assert sorted(found) == sorted(formulas)
+  for name, numbers in formulas.items():
+    w, averages = numbers(np.array(16.0), steps)
+    values = lambda x: [[x], [16.0, x, 16.0]]
+    got = found[name]
+    assert got["values"] == values(w)
+    want = [values(x) for x in averages.values()]
+    assert got["averages"] == [x for row in want for x in row]
+    if "in place" in got:
+      assert got["in place"] == want[0]
+      assert got["back"] == got["values"]
+    [[later], [_, row, _]], later_averages = got["later"]
+    for end, average in zip((later, row), later_averages):
+      assert end < w
+      assert end <= average[len(average) // 2] < averages.popitem()[1] or (
+          name == "lookahead")
+      break

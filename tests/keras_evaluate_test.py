@@ -1,0 +1,331 @@
+"""wrapopt.keras.EvaluateWithAverages in real fits."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt.keras
+
+callbacks = keras.callbacks
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+  keras.utils.set_random_seed(0)
+
+
+def data(n=64):
+  x = np.random.default_rng(0).standard_normal((n, 3)).astype(np.float32)
+  return x, x @ np.float32([[1], [-2], [0.5]]) + 1
+
+
+def make(optimizer=None, **kwargs):
+  model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
+                            keras.layers.Dense(1)])
+  if optimizer is None:
+    optimizer = wrapopt.keras.MovingAverage("sgd", 0.9)
+  model.compile(optimizer, loss="mse", **kwargs)
+  return model
+
+
+def values(variables):
+  return [v.numpy() for v in variables]
+
+
+def averages(model, optimizer=None):
+  optimizer = optimizer or model.optimizer
+  return [optimizer.average(v).numpy() for v in model.trainable_variables]
+
+
+def assert_same(got, want):
+  assert len(got) == len(want)
+  for g, w in zip(got, want):
+    np.testing.assert_array_equal(g, w)
+
+
+def loss_of(weights):
+  model = make("sgd")
+  model.set_weights(weights)
+  return model.evaluate(*data(), verbose=0)
+
+
+def trained(optimizer=None, **kwargs):
+  """A model between the steps of a training, with averages that lag behind."""
+  model = make(optimizer, **kwargs)
+  x, y = data()
+  for _ in range(4):
+    model.train_on_batch(x, y)
+  return model
+
+
+MODES = {"jit": {}, "function": {"jit_compile": False},
+         "eager": {"run_eagerly": True}, "steps": {"steps_per_execution": 2}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_evaluate_and_predict_use_averages_and_leave_the_weights(mode):
+  model = trained(**MODES[mode])
+  x, y = data()
+  raw, average = values(model.weights), averages(model)
+  raw_loss = model.evaluate(x, y, verbose=0)
+  # Also after it has been traced with the raw weights.
+  callback = wrapopt.keras.EvaluateWithAverages()
+  got = model.evaluate(x, y, verbose=0, callbacks=[callback])
+  np.testing.assert_allclose(got, loss_of(average), rtol=1e-5)
+  assert abs(got - raw_loss) > 1e-2 * raw_loss
+  got = model.predict(x, verbose=0, callbacks=[callback])
+  with model.optimizer.averaged_weights():
+    assert_same([model.predict(x, verbose=0)], [got])
+  assert np.abs(got - model.predict(x, verbose=0)).max() > 1e-3
+  assert model.evaluate(x, y, verbose=0) == raw_loss
+  assert_same(values(model.weights), raw)
+  assert_same(averages(model), average)
+
+
+def test_validation_in_fit_uses_averages():
+  x, y = data()
+  seen = []
+  model = make()
+
+  class Watch(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      seen.append((logs["val_loss"], averages(model), values(model.weights)))
+
+  model.fit(x, y, epochs=3, verbose=0, validation_data=(x, y),
+            callbacks=[wrapopt.keras.EvaluateWithAverages(), Watch()])
+  for val_loss, average, raw in seen:
+    np.testing.assert_allclose(val_loss, loss_of(average), rtol=1e-5)
+    assert abs(val_loss - loss_of(raw)) > 1e-3
+  # fit ends with the averages in the weights.
+  assert_same(values(model.weights), seen[-1][1])
+
+
+class Stop(BaseException):
+  """As KeyboardInterrupt is."""
+
+
+class Fails(callbacks.Callback):
+  """Raises in one of its methods."""
+
+  def __init__(self, method):
+    super().__init__()
+    setattr(self, method, self._fail)
+
+  def _fail(self, *args, **kwargs):
+    raise Stop
+
+
+@pytest.mark.parametrize("kind", ["test", "predict"])
+@pytest.mark.parametrize("when", ["begin", "batch_begin", "batch_end", "end"])
+def test_nothing_stays_in_place_after_an_exception(kind, when):
+  model = trained(run_eagerly=True)
+  x, y = data()
+  raw, average = values(model.weights), averages(model)
+  uses = [lambda: model.evaluate(x, y, verbose=0),
+          lambda: model.test_on_batch(x, y),
+          lambda: model.predict(x, verbose=0),
+          lambda: model.predict_on_batch(x)]
+  for use in uses:
+    want = use()
+    # Those that come later fail in their turn.
+    found = [wrapopt.keras.EvaluateWithAverages(), Fails(f"on_{kind}_{when}")]
+    with pytest.raises(Stop):
+      if kind == "test":
+        model.evaluate(x, y, verbose=0, callbacks=found)
+      else:
+        model.predict(x, verbose=0, callbacks=found)
+    assert_same(values(model.weights), raw)
+    assert_same(averages(model), average)
+    assert_same([use()], [want])
+
+
+@pytest.mark.parametrize("kind", ["test", "predict"])
+def test_nothing_stays_in_place_if_the_model_or_the_data_fail(kind):
+  model = trained(run_eagerly=True)
+  x, y = data()
+  raw, average = values(model.weights), averages(model)
+  want = model.evaluate(x, y, verbose=0)
+  callback = wrapopt.keras.EvaluateWithAverages()
+  run = {"test": model.evaluate, "predict": model.predict}[kind]
+
+  def batches():
+    yield x, y
+    raise Stop
+
+  def step(data):
+    assert_same(values(model.weights), average)
+    raise Stop
+
+  # Keras tells of a generator's exception by one of TensorFlow's.
+  with pytest.raises((Stop, tf.errors.OpError)):
+    run(batches(), verbose=0, callbacks=[callback])
+  assert_same(values(model.weights), raw)
+  setattr(model, f"{kind}_step", step)
+  setattr(model, f"{kind}_function", None)
+  with pytest.raises(Stop):
+    run(x, verbose=0, callbacks=[callback])
+  assert_same(values(model.weights), raw)
+  assert_same(averages(model), average)
+  delattr(model, f"{kind}_step")
+  setattr(model, f"{kind}_function", None)
+  assert model.evaluate(x, y, verbose=0) == want
+
+
+class Worse(callbacks.Callback):
+  """Makes the averages worse from the second epoch on."""
+
+  def on_epoch_begin(self, epoch, logs=None):
+    if epoch >= 2:
+      self.model.optimizer.learning_rate = -0.1
+
+
+def fit(model, *found, epochs=8):
+  x, y = data()
+  return model.fit(x, y, epochs=epochs, verbose=0, validation_data=(x, y),
+                   callbacks=[Worse(), *found]).history["val_loss"]
+
+
+def test_model_checkpoint_keeps_the_best_averages(tmp_path):
+  path = str(tmp_path / "best.keras")
+  plain = str(tmp_path / "best.weights.h5")
+  model = make()
+  losses = fit(model, wrapopt.keras.EvaluateWithAverages([
+      callbacks.ModelCheckpoint(path, save_best_only=True),
+      callbacks.ModelCheckpoint(plain, save_best_only=True,
+                                save_weights_only=True)]))
+  best = min(losses)
+  assert 0 < losses.index(best) < len(losses) - 1
+  x, y = data()
+  loaded = keras.models.load_model(path)
+  np.testing.assert_allclose(loaded.evaluate(x, y, verbose=0), best, rtol=1e-5)
+  # As good with its averages, and training goes on from them.
+  np.testing.assert_allclose(
+      loaded.evaluate(x, y, verbose=0,
+                      callbacks=[wrapopt.keras.EvaluateWithAverages()]),
+      best, rtol=1e-5)
+  bare = make("sgd")
+  bare.load_weights(plain)
+  np.testing.assert_allclose(bare.evaluate(x, y, verbose=0), best, rtol=1e-5)
+
+
+def test_early_stopping_restores_the_best_averages():
+  model = make()
+  stopping = callbacks.EarlyStopping(patience=2, restore_best_weights=True)
+  losses = fit(model, wrapopt.keras.EvaluateWithAverages(stopping), epochs=50)
+  assert len(losses) < 50
+  x, y = data()
+  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
+                             rtol=1e-5)
+  # They are the averages too.
+  np.testing.assert_allclose(
+      model.evaluate(x, y, verbose=0,
+                     callbacks=[wrapopt.keras.EvaluateWithAverages()]),
+      min(losses), rtol=1e-5)
+  assert_same(averages(model), values(model.weights))
+
+
+def test_save_freq_saves_averages(tmp_path):
+  model = make()
+  x, y = data()
+  seen = []
+
+  class Watch(callbacks.Callback):
+
+    def on_train_batch_end(self, batch, logs=None):
+      seen.append(averages(model))
+
+  model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+      Watch(), wrapopt.keras.EvaluateWithAverages(callbacks.ModelCheckpoint(
+          str(tmp_path / "{batch}.weights.h5"), save_weights_only=True,
+          save_freq=2))])
+  assert sorted(os.listdir(tmp_path)) == ["2.weights.h5", "4.weights.h5"]
+  for number in 2, 4:
+    bare = make("sgd")
+    bare.load_weights(tmp_path / f"{number}.weights.h5")
+    assert_same(values(bare.weights), seen[number - 1])
+
+
+def test_backup_and_restore_resumes_raw_weights(tmp_path):
+  x, y = data()
+
+  def run(model, *found, epochs=4):
+    model.fit(x, y, epochs=epochs, verbose=0, shuffle=False,
+              validation_data=(x, y),
+              callbacks=[wrapopt.keras.EvaluateWithAverages(), *found])
+    return values(model.weights)
+
+  want = run(make())
+  keras.utils.set_random_seed(0)
+  model = make()
+
+  class Dies(callbacks.Callback):
+
+    def on_epoch_begin(self, epoch, logs=None):
+      if epoch == 2:
+        raise Stop
+
+  backup = callbacks.BackupAndRestore(str(tmp_path / "backup"))
+  with pytest.raises(Stop):
+    run(model, backup, Dies())
+  keras.utils.set_random_seed(1)
+  assert_same(run(make(), backup), want)
+  with pytest.raises(ValueError, match="must not hold a BackupAndRestore"):
+    wrapopt.keras.EvaluateWithAverages([backup])
+
+
+def wrappers():
+  kinds = wrapopt.keras
+  sgd = lambda: keras.optimizers.SGD(0.05)
+  return {
+      "loss_scale": lambda: keras.optimizers.LossScaleOptimizer(
+          kinds.MovingAverage(sgd(), 0.9)),
+      "nested": lambda: kinds.MovingAverage(
+          kinds.SWA(sgd(), average_period=1), 0.9),
+      "inside": lambda: kinds.Lookahead(kinds.MovingAverage(sgd(), 0.9)),
+      "multi": lambda: keras.optimizers.MultiOptimizer(
+          keras.optimizers.OptimizerMap(
+              kinds.MovingAverage(sgd(), 0.9),
+              {".*bias": kinds.MovingAverage(sgd(), 0.9)})),
+  }
+
+
+@pytest.mark.parametrize("kind", list(wrappers()))
+def test_averages_are_those_of_the_outermost_wrapper(kind):
+  # The loss is scaled by Keras; MultiOptimizer has no learning rate to show.
+  model = trained(wrappers()[kind]())
+  opt = model.optimizer
+  found = {"loss_scale": lambda v: opt.inner_optimizer,
+           "nested": lambda v: opt,
+           "inside": lambda v: opt.inner(),
+           "multi": lambda v: opt._optimizer_map(v)}[kind]
+  want = [found(v).average(v).numpy() for v in model.trainable_variables]
+  raw = values(model.weights)
+  x, y = data()
+  got = model.evaluate(x, y, verbose=0,
+                       callbacks=[wrapopt.keras.EvaluateWithAverages()])
+  np.testing.assert_allclose(got, loss_of(want), rtol=1e-5)
+  assert abs(got - loss_of(raw)) > 1e-3
+  assert_same(values(model.weights), raw)
+
+
+def test_a_model_that_never_trained():
+  model = make()
+  x, y = data()
+  callback = wrapopt.keras.EvaluateWithAverages()
+  assert model.evaluate(x, y, verbose=0, callbacks=[callback]) == (
+      model.evaluate(x, y, verbose=0))
+
+
+def test_an_optimizer_without_averages_is_an_error():
+  model = make(wrapopt.keras.Lookahead("sgd"))
+  x, y = data()
+  with pytest.raises(ValueError, match="needs an optimizer that keeps averages"
+                     ".*got Lookahead"):
+    model.evaluate(x, y, verbose=0,
+                   callbacks=[wrapopt.keras.EvaluateWithAverages()])
+  with pytest.raises(TypeError, match="must be Keras callbacks, got str"):
+    wrapopt.keras.EvaluateWithAverages(["early"])

@@ -1,0 +1,322 @@
+"""Files and checkpoints of Keras models with averages."""
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt.keras
+from wrapopt.keras import Lookahead
+from wrapopt.keras import MovingAverage
+from wrapopt.keras import SWA
+
+optimizers = keras.optimizers
+
+
+@pytest.fixture(autouse=True)
+def _seed_and_warnings():
+  keras.utils.set_random_seed(0)
+  with warnings.catch_warnings():
+    # As Keras tells of what it could not load.
+    warnings.simplefilter("error", UserWarning)
+    yield
+
+
+def data():
+  x = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
+  return x, x.sum(1, keepdims=True)
+
+
+def make(optimizer=None, dtype=None, **kwargs):
+  # Names that Keras makes differ from one model to the next.
+  model = keras.Sequential([
+      keras.Input((3,)), keras.layers.Dense(4, "tanh", dtype=dtype),
+      keras.layers.Dense(4, dtype=dtype), keras.layers.Dense(1, dtype=dtype)])
+  if optimizer is not None:
+    model.compile(optimizer, loss="mse", jit_compile=False, **kwargs)
+    model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def train(model, steps=3):
+  for _ in range(steps):
+    model.train_on_batch(*data())
+  return model
+
+
+def values(variables):
+  return [v.numpy() for v in variables]
+
+
+def assert_same(got, want):
+  for g, w in zip(got, want, strict=True):
+    np.testing.assert_array_equal(g, w)
+
+
+def assert_close(got, want):
+  for g, w in zip(got, want, strict=True):
+    # Steps are of 1e-3.
+    np.testing.assert_allclose(g, w, rtol=0, atol=1e-6)
+
+
+def averages(model, optimizer=None, **kwargs):
+  optimizer = optimizer or model.optimizer
+  return [optimizer.average(v, **kwargs).numpy()
+          for v in model.trainable_variables]
+
+
+def everything(model):
+  """All that a step changes or reads."""
+  found = [model, model.optimizer]
+  while found[-1]:
+    opt = found[-1]
+    found.append(opt.inner() if hasattr(opt, "inner") else
+                 getattr(opt, "inner_optimizer", None))
+  state = values(model.weights) + values(model.optimizer.variables)
+  for opt in found[1:-1]:
+    if hasattr(opt, "_state"):
+      state += values(s for s, _ in opt._state.pairs())
+  return state
+
+
+KINDS = {
+    "moving_average": lambda: MovingAverage("adam", [0.9, 0.5]),
+    "swa": lambda: SWA("adam", average_period=2),
+    "lookahead": lambda: Lookahead("adam", 2),
+    "nested": lambda: Lookahead(MovingAverage(SWA("adam", 0, 2), 0.5), 2),
+    "loss_scale_around": lambda: optimizers.LossScaleOptimizer(
+        MovingAverage("adam", 0.5)),
+    "loss_scale_inside": lambda: MovingAverage(
+        optimizers.LossScaleOptimizer(optimizers.Adam()), 0.5),
+    "multi_inside": lambda: MovingAverage(
+        optimizers.MultiOptimizer(optimizers.OptimizerMap(
+            optimizers.Adam(), {".*bias": optimizers.SGD(0.1, 0.9)})), 0.5),
+    "schedule": lambda: MovingAverage(optimizers.SGD(
+        optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)), 0.5),
+    "accumulation": lambda: MovingAverage(
+        optimizers.Adam(gradient_accumulation_steps=2), 0.5),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_and_checkpoints_round_trip(kind, tmp_path):
+  model = train(make(KINDS[kind]()))
+  want = everything(model)
+  config = model.optimizer.get_config()
+  assert type(model.optimizer).from_config(
+      copy.deepcopy(config)).get_config() == config
+  model.save(tmp_path / "model.keras")
+  loaded = keras.models.load_model(tmp_path / "model.keras")
+  assert_same(everything(loaded), want)
+  assert loaded.optimizer.get_config() == config
+  model.save_weights(tmp_path / "model.weights.h5")
+  other = make(KINDS[kind]())
+  other.load_weights(tmp_path / "model.weights.h5")
+  assert_same(everything(other), want)
+  if kind == "multi_inside":
+    # A checkpoint of Keras's MultiOptimizer has no state of its optimizers.
+    return
+  path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(
+      str(tmp_path / "ckpt"))
+  third = make(KINDS[kind]())
+  tf.train.Checkpoint(model=third, optimizer=third.optimizer).read(
+      path).assert_consumed()
+  assert_same(everything(third), want)
+  # Before anything is built.
+  fourth = make()
+  optimizer = KINDS[kind]()
+  status = tf.train.Checkpoint(model=fourth, optimizer=optimizer).read(path)
+  fourth.compile(optimizer, loss="mse", jit_compile=False)
+  fourth.optimizer.build(fourth.trainable_variables)
+  status.assert_consumed()
+  assert_same(everything(fourth), want)
+  # All go on alike.
+  want = everything(train(model))
+  for m in loaded, other, third, fourth:
+    assert_same(everything(train(m)), want)
+
+
+@pytest.mark.parametrize("around", [lambda opt: opt,
+                                    optimizers.LossScaleOptimizer],
+                         ids=["bare", "loss_scale"])
+@pytest.mark.parametrize("way", ["weights", "checkpoint"])
+def test_to_a_run_with_averages_and_back(way, around, tmp_path):
+  path = str(tmp_path / "run.weights.h5")
+
+  def save(model):
+    if way == "weights":
+      model.save_weights(path)
+    else:
+      tf.train.Checkpoint(model=model).write(path)
+
+  def load(model):
+    if way == "weights":
+      model.load_weights(path)
+    else:
+      tf.train.Checkpoint(model=model).read(path)
+
+  bare = train(make(around(optimizers.Adam())))
+  save(bare)
+  averaging = make(around(MovingAverage(optimizers.Adam(), 0.5)))
+  opt = averaging.optimizer
+  opt = getattr(opt, "inner_optimizer", opt)
+  load(averaging)
+  if way == "checkpoint":
+    opt.seed_averages()
+  assert_same(values(averaging.weights), values(bare.weights))
+  assert_same(averages(averaging, opt), values(bare.trainable_variables))
+  # The steps are as in the bare run, up to what the one-pass op rounds.
+  train(bare)
+  train(averaging)
+  assert_close(values(averaging.weights), values(bare.weights))
+  save(averaging)
+  back = make(around(optimizers.Adam()))
+  load(back)
+  assert_same(values(back.weights), values(averaging.weights))
+  train(back)
+  train(averaging)
+  assert_close(values(back.weights), values(averaging.weights))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_variables(dtype, tmp_path):
+  model = train(make(MovingAverage("sgd", 0.9), dtype=dtype))
+  want = everything(model)
+  assert all(s.dtype == np.float32 for s in averages(model))
+  model.save(tmp_path / "model.keras")
+  assert_same(everything(keras.models.load_model(tmp_path / "model.keras")),
+              want)
+  with model.optimizer.averaged_weights(model):
+    inside = values(model.weights)
+    model.save(tmp_path / "averaged.keras")
+  assert_same(inside, [s.astype(v.dtype) for s, v in zip(
+      averages(model), inside)])
+  loaded = keras.models.load_model(tmp_path / "averaged.keras")
+  assert_same(values(loaded.weights), inside)
+  assert_same(everything(model), want)
+
+
+def test_one_more_decay_starts_at_the_weights(tmp_path):
+  path = tmp_path / "run.weights.h5"
+  model = train(make(MovingAverage("adam", 0.9)))
+  model.save_weights(path)
+  other = make(MovingAverage("adam", [0.9, 0.5]))
+  other.load_weights(path)
+  assert_same(averages(other), averages(model))
+  assert_same(averages(other, decay=0.5), values(model.trainable_variables))
+
+
+def test_another_model(tmp_path):
+  path = tmp_path / "run.weights.h5"
+  train(make(MovingAverage("sgd", 0.9))).save_weights(path)
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always", UserWarning)
+    model = make(MovingAverage("sgd", 0.9))
+    model.layers[0].trainable = False
+    model.compile(MovingAverage("sgd", 0.9), loss="mse")
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(path)
+  assert any("The file has 6 averages named 'average', and the optimizer 4"
+             in str(w.message) for w in found)
+  assert_same(averages(model), values(model.trainable_variables))
+  # A layer of another shape, where that is asked for.
+  keras.utils.set_random_seed(1)
+  model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4),
+                            keras.layers.Dense(4), keras.layers.Dense(2)])
+  model.compile(MovingAverage("sgd", 0.9), loss="mse")
+  model.optimizer.build(model.trainable_variables)
+  with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    model.load_weights(path, skip_mismatch=True)
+  assert_same(averages(model)[4:], values(model.trainable_variables)[4:])
+
+
+def test_two_variables_of_one_path(tmp_path):
+  def run():
+    variables = [keras.Variable(np.float32([i]), name="v") for i in range(2)]
+    opt = MovingAverage(optimizers.SGD(1.0), 0.5)
+    opt.build(variables)
+    return variables, opt
+
+  variables, opt = run()
+  opt.apply([tf.ones([1]), -tf.ones([1])], variables)
+  path = tf.train.Checkpoint(opt=opt).write(str(tmp_path / "ckpt"))
+  others, restored = run()
+  tf.train.Checkpoint(opt=restored).read(path).assert_consumed()
+  assert [float(restored.average(v)[0]) for v in others] == [-0.5, 1.5]
+
+
+def test_saving_inside_averaged_weights(tmp_path):
+  model = train(make(MovingAverage("adam", 0.5)))
+  want, average = everything(model), averages(model)
+  raw = values(model.weights)
+  whole, plain = tmp_path / "averaged.keras", tmp_path / "averaged.weights.h5"
+  with model.optimizer.averaged_weights():
+    model.save(whole)
+    model.save_weights(plain)
+    with pytest.raises(ValueError, match="load.. must not be called inside"):
+      model.load_weights(plain)
+    assert_same(averages(model), raw)
+  assert_same(everything(model), want)
+  loaded = keras.models.load_model(whole)
+  assert_same(values(loaded.weights), average)
+  assert_same(averages(loaded), average)
+  bare = make("adam")
+  bare.load_weights(plain)
+  assert_same(values(bare.weights), average)
+  # Those of a part of the model alone.
+  with model.optimizer.averaged_weights(model.layers[0]):
+    model.save_weights(plain)
+  loaded.load_weights(plain)
+  assert_same(values(loaded.weights), average[:2] + raw[2:])
+  assert_same(averages(loaded), average)
+
+
+PLAIN = """
+import sys
+import keras, numpy as np, tensorflow as tf
+weights, exported, x, wants = sys.argv[1:]
+model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, "tanh"),
+                          keras.layers.Dense(4), keras.layers.Dense(1)])
+model.load_weights(weights)
+x, want = np.load(x), np.load(wants)
+np.testing.assert_allclose(model(x), want, rtol=1e-5)
+loaded = tf.saved_model.load(exported)
+np.testing.assert_allclose(loaded.serve(x), want,
+                           rtol=1e-5)
+assert "wrapopt" not in sys.modules
+"""
+
+
+def test_plain_keras_loads_exported_averages(tmp_path):
+  model = train(make(MovingAverage("adam", 0.5)))
+  x = data()[0]
+  paths = [str(tmp_path / name) for name in (
+      "averaged.weights.h5", "exported", "x.npy", "want.npy")]
+  raw = np.array(model(x))
+  with model.optimizer.averaged_weights():
+    model.save_weights(paths[0])
+    model.export(paths[1], verbose=False)
+    want = np.array(model(x))
+  assert np.abs(want - raw).max() > 1e-4
+  np.save(paths[2], x)
+  np.save(paths[3], want)
+  subprocess.run([sys.executable, "-P", "-c", PLAIN, *paths], check=True,
+                 env={**os.environ, "PYTHONPATH": os.pathsep.join(
+                     p for p in sys.path if "wrapopt" not in p)})
+
+
+def test_copies():
+  opt = copy.deepcopy(MovingAverage("adam", 0.5))
+  assert opt.get_config()["average_decay"] == 0.5
+  model = train(make(MovingAverage("adam", 0.5)))
+  other = copy.deepcopy(model)
+  assert_same(everything(other), everything(model))
+  train(other)
+  assert_same(averages(train(model)), averages(other))

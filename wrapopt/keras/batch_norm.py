@@ -1,0 +1,157 @@
+"""The statistics of batch normalization for weights that are averages."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+
+def recalibrate_batch_norm(model, dataset):
+  """Sets moving statistics of batch normalizations to those of a data set.
+
+  Averaged weights were never trained with, so that what the layers remember of
+  their inputs is of other weights. One pass over the data set sets the mean and
+  the variance of each `keras.layers.BatchNormalization` of the model to those
+  of all that it sees in this pass: exactly, whatever the sizes of batches are.
+  As in training, such a layer normalizes by the statistics of each batch; all
+  other layers run as in inference, so that dropout is off. A layer that is
+  frozen (`trainable = False`) is left as it is.
+
+  Example:
+
+      model.fit(...)  # Ends with the averages in place of the weights.
+      wrapopt.keras.recalibrate_batch_norm(model, dataset)
+
+      # Or in the midst of training, and back as it was afterwards:
+      with optimizer.averaged_weights(model):
+        wrapopt.keras.recalibrate_batch_norm(model, dataset)
+        model.evaluate(...)
+
+  Args:
+    model: A Keras model, which is built.
+    dataset: Batches as for `fit`: a `tf.data.Dataset` or another iterable of x,
+      (x, y) or (x, y, sample_weight); x alone is used.
+
+  Raises:
+    TypeError: If `dataset` is no iterable of batches.
+    ValueError: If it is empty or infinite. All layers are then as before.
+
+  References: Izmailov et al., "Averaging weights leads to wider optima and
+  better generalization", UAI 2018, section 3.2.
+
+  Differences from the paper, and from PyTorch's `update_bn`: the variance is
+  that of the whole set, not the mean of those of batches; batches count by
+  their sizes; dropout is off.
+  """
+  if isinstance(dataset, (np.ndarray, tf.Tensor)) or not hasattr(
+      dataset, "__iter__"):
+    raise TypeError(
+        "`dataset` must be an iterable of batches, such as a tf.data.Dataset, "
+        f"got {type(dataset).__qualname__}. Of an array x, "
+        "tf.data.Dataset.from_tensor_slices(x).batch(128) is one.")
+  if isinstance(dataset, tf.data.Dataset) and (
+      dataset.cardinality() == tf.data.INFINITE_CARDINALITY):
+    raise ValueError("`dataset` must be finite, got one that repeats without "
+                     "end. Use dataset.take(number_of_batches).")
+  moments = [_Moments(layer) for layer in layers(model) if layer.trainable]
+  if not moments:
+    return
+
+  @tf.function(reduce_retracing=True)
+  def see(x):
+    model(x, training=False)
+
+  empty = True
+  try:
+    for m in moments:
+      # Not by Keras's __setattr__: nothing is to be tracked.
+      vars(m.layer)["call"] = m.call
+    for batch in dataset:
+      see(keras.utils.unpack_x_y_sample_weight(batch)[0])
+      empty = False
+  finally:
+    for m in moments:
+      vars(m.layer).pop("call", None)
+  if empty:
+    raise ValueError("`dataset` must have a batch, got an empty one.")
+  for m in moments:
+    m.assign()
+
+
+def layers(model):
+  """The batch normalizations of a model that are built: a list."""
+  return [layer for layer in model._flatten_layers()
+          if isinstance(layer, keras.layers.BatchNormalization) and layer.built]
+
+
+def statistics(model):
+  """What batch normalizations of a model remember: a list of variables."""
+  return [v for layer in layers(model) for v in layer.non_trainable_variables
+          if not any(v is w for w in (layer.gamma, layer.beta))]
+
+
+class _Moments:
+  """The count, mean and sum of squared deviations of a layer's inputs.
+
+  They are merged as in Chan, Golub and LeVeque, "Updating formulae and a
+  pairwise algorithm for computing sample variances", 1979.
+  """
+
+  def __init__(self, layer):
+    self.layer = layer
+    zeros = tf.zeros(layer.moving_mean.shape, tf.float64)
+    # Of a channel, since a mask may be the channels' own.
+    self._count = tf.Variable(0, dtype=tf.float64, trainable=False)
+    self._mean = tf.Variable(zeros, trainable=False)
+    self._squares = tf.Variable(zeros, trainable=False)
+
+  def call(self, inputs, training=None, mask=None):
+    """In the place of the layer's own `call`."""
+    del training
+    layer = self.layer
+    x = tf.cast(inputs, tf.float64)
+    weights = tf.ones(tf.shape(x), tf.float64)
+    if mask is not None:
+      weights *= tf.cast(tf.expand_dims(mask, -1), tf.float64)
+    axes = layer._reduction_axes
+    kept = lambda y: tf.reshape(y, self._broadcast)
+    count = tf.reduce_sum(weights) / layer.moving_mean.shape[0]
+    mean = tf.math.divide_no_nan(tf.reduce_sum(x * weights, axes), count)
+    squares = tf.reduce_sum(
+        weights * tf.square(x - kept(mean)), axes)
+    self._merge(count, mean, squares)
+    variance = tf.math.divide_no_nan(squares, count)
+    y = (x - kept(mean)) * tf.math.rsqrt(kept(variance) + layer.epsilon)
+    if layer.scale:
+      y *= tf.cast(kept(layer.gamma), tf.float64)
+    if layer.center:
+      y += tf.cast(kept(layer.beta), tf.float64)
+    return tf.cast(y, layer.compute_dtype)
+
+  @property
+  def _broadcast(self):
+    shape = [1] * self.layer.input_spec.ndim
+    shape[self.layer.axis] = -1
+    return shape
+
+  def _merge(self, count, mean, squares):
+    total = self._count + count
+    share = tf.math.divide_no_nan(count, total)
+    delta = mean - self._mean
+    self._squares.assign_add(
+        squares + tf.square(delta) * self._count * share)
+    self._mean.assign_add(delta * share)
+    self._count.assign(total)
+
+  def assign(self):
+    """Sets the layer's moving statistics."""
+    layer = self.layer
+    if self._count == 0:  # The model did not call it.
+      return
+    mean, variance = self._mean.read_value(), self._squares / self._count
+    new = {"moving_mean": mean, "moving_variance": variance}
+    if layer.renorm:
+      stddev = tf.sqrt(variance + layer.epsilon)
+      new.update(moving_stddev=stddev, renorm_mean=mean, renorm_stddev=stddev)
+    for name, value in new.items():
+      variable = getattr(layer, name)
+      variable.assign(tf.cast(value, variable.dtype))
