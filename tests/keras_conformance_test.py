@@ -319,14 +319,12 @@ def cases():
   Each wrapper and mode meets each dtype. Tracing and compiling takes long: one
   wrapper for an optimizer there.
   """
-  wrappers, dtypes, found = list(WRAPPERS), list(DTYPES), []
-  for i, inner in enumerate(INNER):
-    for wrapper in wrappers:
-      found.append((inner, wrapper, "eager", dtypes[i % 6]))
-    other = dtypes[(i + i // 6 + 1) % 6]
-    found.append((inner, wrappers[i % 3], "function", other))
-    if inner not in NO_JIT:
-      found.append((inner, wrappers[(i + 1) % 3], "jit", other))
+  wrappers, dtypes = list(WRAPPERS), list(DTYPES)
+  found = [(inner, wrapper, "eager", dtypes[i % 6])
+           for i, inner in enumerate(INNER) for wrapper in wrappers]
+  for mode, left_out in (("function", ()), ("jit", NO_JIT)):
+    for i, inner in enumerate(x for x in INNER if x not in left_out):
+      found.append((inner, wrappers[i % 3], mode, dtypes[i // 3 % 6]))
   return [case for case in found
           if case[0] not in NO_FLOAT64 or case[3] != "float64"]
 
