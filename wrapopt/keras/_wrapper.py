@@ -134,12 +134,17 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     value = _value(variable)
     dtype = dtype or value.dtype
     path = getattr(variable, "path", None) or variable.name.split(":")[0]
+    # What a tf.function makes itself has its value only after the first trace.
+    has_value = bool(value.is_initialized())
     with self._distribution_strategy.extended.colocate_vars_with(value):
       average = self.add_variable(
           shape=value.shape, dtype=tf.as_dtype(dtype).name,
-          initializer=lambda shape, dtype: tf.cast(value, dtype),
+          initializer=(lambda shape, dtype: tf.cast(value, dtype))
+          if has_value else "zeros",
           name=f"{path.replace('/', '_')}_{name}")
     self._state.add(name, average, variable)
+    if not has_value:
+      self._state.without_value.append((average, variable))
     return average
 
   def apply(self, grads, trainable_variables=None):
@@ -166,6 +171,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             "None. Or call build(trainable_variables) first.")
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
+    else:
+      # Before its first step, TensorFlow traces a function a second time.
+      for opt in [self, *_steps.within(self)]:
+        if isinstance(opt, WrapperOptimizer):
+          opt._state.seed_those_without_value()
     self._held.followed.apply(grads, trainable_variables)
 
   def apply_gradients(self, grads_and_vars):
@@ -440,6 +450,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   Attributes:
     name: What checkpoints call it.
+    without_value: The (average, variable) pairs whose variable had no value yet
+      when the average was made.
   """
 
   # Only averages are tracked, see `add`.
@@ -450,6 +462,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._late = {}  # What a file has for averages that are made late.
     self._in_place = None  # The pairs of `in_place_of`.
+    self.without_value = []
 
   def _obj_type(self):
     return "Optimizer"
@@ -470,6 +483,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Sets all averages to the values of their variables."""
     for average, variable in self.pairs():
       _seed(average, variable)
+
+  def seed_those_without_value(self):
+    """Seeds the averages whose variables have got their first values."""
+    with tf.init_scope():
+      while self.without_value:
+        _seed(*self.without_value.pop())
 
   def save_own_variables(self, store):
     in_place = {id(s) for _, s in self._in_place or ()}
