@@ -16,6 +16,7 @@ README = os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")
 
 # What a block of the README prints, in their order.
 PRINTS = (
+    r"averaged weights: \[[^]]+\]\n",
     r"averaged: \[[^]]+\]\nraw:      \[[^]]+\]\n",
     "",
     r"admitted, dropped: 100 0\n",
@@ -25,7 +26,7 @@ PRINTS = (
     r"\[0\.25 0\.5 \]\n",
 )
 # The one that saves a model.
-SAVES = 1
+SAVES = 2
 
 
 def blocks():

@@ -7,6 +7,11 @@ import tensorflow as tf
 
 import wrapopt.keras
 
+# Before TensorFlow starts: a device for each of two replicas.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
 layers = keras.layers
 recalibrate = wrapopt.keras.recalibrate_batch_norm
 
@@ -213,3 +218,29 @@ def test_by_default_averages_are_evaluated_with_the_statistics_as_they_are():
   raw = statistics(model, "first")
   with model.optimizer.averaged_weights(model):
     np.testing.assert_array_equal(statistics(model, "first"), raw)
+
+
+def test_averaged_statistics_in_a_strategy():
+  with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = make(
+        wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  x, y = data(48)
+  seen = []
+
+  class Watch(keras.callbacks.Callback):
+
+    def on_train_batch_end(self, batch, logs=None):
+      seen.append(statistics(model, "first")[0])
+
+  model.fit(x, y, verbose=0, epochs=1, batch_size=16, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(), Watch()])
+  want = np.zeros(3)
+  for mean in seen:
+    want = 0.5 * want + 0.5 * mean
+  np.testing.assert_allclose(statistics(model, "first")[0], want, rtol=1e-5)
+  assert np.abs(want - seen[-1]).max() > 1e-3
+  # What one device computes is what all hold.
+  recalibrate(model, batches(x))
+  close(statistics(model, "first"), moments(x))
+  for value in model.get_layer("first").moving_mean.value.values:
+    np.testing.assert_allclose(value, moments(x)[0], rtol=2e-6, atol=2e-6)

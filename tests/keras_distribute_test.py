@@ -131,8 +131,9 @@ def the_one(variable):
 
 def state_of(opt):
   """{name of an average: its `keras.Variable`}, of all wrappers."""
-  return {key: average for state in opt.averages_of_wrappers
-          for key, (average, _) in state._known[0].items()}
+  return {f"{variable.path}/{name}": average
+          for state in opt.averages_of_wrappers
+          for name, row in state._rows.items() for average, variable in row}
 
 
 def taking(opt, variables):

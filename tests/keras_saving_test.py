@@ -109,8 +109,10 @@ def test_files_and_checkpoints_round_trip(kind, tmp_path):
   model = train(make(KINDS[kind]()))
   want = everything(model)
   config = model.optimizer.get_config()
-  assert type(model.optimizer).from_config(
-      copy.deepcopy(config)).get_config() == config
+  given = copy.deepcopy(config)
+  assert type(model.optimizer).from_config(given).get_config() == config
+  # Keras's own take apart what they are given.
+  assert given == config or kind == "loss_scale_around"
   model.save(tmp_path / "model.keras")
   loaded = keras.models.load_model(tmp_path / "model.keras")
   assert_same(everything(loaded), want)

@@ -22,8 +22,8 @@ so on a CPU, where subnormal numbers may be slow. Subnormal float16 numbers are
 normal float32 numbers, and count. On a GPU, too, the ops' kernels compute so, as
 TensorFlow's do, but float64 keeps its subnormal numbers, which a GPU cannot
 flush. What XLA compiles for a GPU keeps those of float32 too, unless
-`XLA_FLAGS=--xla_gpu_ftz=true` is set. A copy, such as of decay 0 or rate 1,
-keeps all bits.
+`XLA_FLAGS=--xla_gpu_ftz=true` is set. On a CPU a copy, such as of decay 0 or
+rate 1, keeps all bits; on a GPU it is arithmetic, too.
 """
 
 import collections

@@ -158,11 +158,26 @@ def plot(curve, path):
   plt.close(figure)
 
 
-def _steps(text):
-  steps = int(text)
-  if steps < 1:
+def print_table(curve, held_out):
+  """Prints some rows of a curve, the last one too.
+
+  Args:
+    curve: A list of (step, raw accuracy, averaged accuracy).
+    held_out: On how many scans.
+  """
+  print(f"\naccuracy on {held_out} held-out scans")
+  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}")
+  stride = max(1, len(curve) // 8)
+  for step, *both in curve[::-1][::stride][::-1]:
+    print(f"{step:>8}  {both[0]:>8.2%}  {both[1]:>8.2%}")
+
+
+def count(text):
+  """An argument that is a count: an integer above 0."""
+  value = int(text)
+  if value < 1:
     raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-  return steps
+  return value
 
 
 def main(argv=None):
@@ -170,7 +185,7 @@ def main(argv=None):
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.examples.digits", description=__doc__,
       formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--steps", type=_steps, default=2000,
+  parser.add_argument("--steps", type=count, default=2000,
                       help="steps of the optimizer; default %(default)s")
   parser.add_argument("--out", default="results/digits", metavar="DIR",
                       help="where to write; default %(default)s")
@@ -218,11 +233,7 @@ def main(argv=None):
     json.dump(results, f, indent=2)
     f.write("\n")
 
-  print(f"\naccuracy on {len(held_out[0])} held-out scans")
-  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}")
-  stride = max(1, len(curve) // 8)
-  for step, *both in curve[::-1][::stride][::-1]:
-    print(f"{step:>8}  {both[0]:>8.2%}  {both[1]:>8.2%}")
+  print_table(curve, len(held_out[0]))
   print(f"\nThe averaged model, restored by a plain Saver: {restored:.2%}, "
         "logits equal bit for bit.")
   print(f"{curves}\n{results_path}\n{checkpoint}.*")

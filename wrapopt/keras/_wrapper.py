@@ -473,8 +473,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   """The averages of a wrapper, for what saves and restores them.
 
   An average is known by its name, such as "average", and by its place among
-  those of that name: as Keras knows an optimizer's variables, whose names differ
-  from one model of a process to the next. What a file lacks starts at the
+  those of that name, as Keras knows an optimizer's variables: paths differ from
+  one model of a process to the next. An average that a file lacks starts at its
   variable's value.
 
   Attributes:

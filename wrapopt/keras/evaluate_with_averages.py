@@ -13,9 +13,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   """Has `evaluate`, `predict` and validation in `fit` use averaged weights.
 
   Averages are in place while the model computes a batch, and at no other time:
-  no exception and no interrupt leaves them there. The callbacks that it is given
-  see them too where they save the model or keep its weights: at the end of an
-  epoch, and of a training batch for a callback with a method for that.
+  no exception and no interrupt leaves them there. The callbacks that it is
+  given see them too where they save the model or keep its weights: at the end
+  of an epoch, and of a training batch for a callback with a method for that.
 
   Example:
 
@@ -33,8 +33,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   callback of this one then sets weights, as EarlyStopping does, these are the
   averages from there on.
 
-  The averages are those of the outermost wrapper that has some: around or inside
-  Keras's LossScaleOptimizer and MultiOptimizer too. float16 and bfloat16
+  The averages are those of the outermost wrapper that has some: around or
+  inside Keras's LossScaleOptimizer and MultiOptimizer too. float16 and bfloat16
   variables with float32 averages are converted at each batch; all others trade
   buffers.
   """
@@ -82,8 +82,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def set_model(self, model):
     if not averaging(model.optimizer):
       raise ValueError(
-          "EvaluateWithAverages needs an optimizer that keeps averages, such as "
-          "wrapopt.keras.MovingAverage, got "
+          "EvaluateWithAverages needs an optimizer that keeps averages, such "
+          "as wrapopt.keras.MovingAverage, got "
           f"{type(model.optimizer).__qualname__}.")
     super().set_model(model)
     self._functions = [_Function(model, kind, self._in_place)
@@ -212,4 +212,4 @@ class _Function:
 
 
 def _are_default(callback, *names):
-  return all(map(python_utils.is_default, (getattr(callback, n) for n in names)))
+  return all(python_utils.is_default(getattr(callback, n)) for n in names)

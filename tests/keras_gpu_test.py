@@ -1,0 +1,76 @@
+"""The one-pass step of a Keras optimizer, with its variables on a GPU."""
+
+import os
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import modes
+import numerics
+import wrapopt.keras
+
+# By the name of their rule.
+INNER = {
+    "SGDW": lambda: keras.optimizers.SGD(0.5, weight_decay=0.25),
+    "MomentumW": lambda: keras.optimizers.SGD(0.5, momentum=0.75,
+                                              nesterov=True),
+    "Adam": lambda: keras.optimizers.Adam(0.5),
+    "Lion": lambda: keras.optimizers.Lion(0.5),
+}
+STEPS = 2
+
+
+@pytest.fixture(autouse=True)
+def zeros_are_copied(monkeypatch):
+  """A fake GPU has none of TensorFlow's kernels, such as that of `tf.zeros`."""
+  monkeypatch.setattr(
+      keras.initializers.Zeros, "__call__",
+      lambda self, shape, dtype=None: tf.constant(np.zeros(shape, dtype)))
+
+
+def launched():
+  """What the fake GPU was asked to run: [(kernel, its variables)].
+
+  A real one keeps no such log: None.
+  """
+  path = os.environ.get("WRAPOPT_FAKE_GPU_LOG")
+  if path is None:
+    return None
+  if not os.path.exists(path):
+    return []
+  with open(path, encoding="utf-8") as f:
+    lines = [line.split() for line in f if line.startswith("launch")]
+  return [(words[1].split("_", 2)[2], int(words[words.index("variables") + 1]))
+          for words in lines if "variables" in words]
+
+
+def train(inner, device):
+  """The variables, slots and averages after STEPS steps on a device."""
+  rng = np.random.default_rng(0)
+  shapes = [(3, 2), (5,), ()]
+  arrays = [[rng.normal(size=shape).astype(np.float32) for shape in shapes]
+            for _ in range(1 + STEPS)]
+  with tf.device(device):
+    values = [tf.Variable(x) for x in arrays[0]]
+  opt = wrapopt.keras.MovingAverage(inner(), 0.75)
+  opt.build(values)
+  for grads in arrays[1:]:
+    opt.apply([tf.constant(g) for g in grads], values)
+  row = [opt.average(v).value for v in values]
+  slots = [v.value for v in opt.inner().variables[2:]]
+  assert all(device in v.device for v in values + row + slots)
+  return [v.numpy() for v in values + slots + row]
+
+
+@pytest.mark.parametrize("rule", INNER)
+def test_a_step_gives_the_bits_of_the_cpu(rule):
+  want = train(INNER[rule], modes.OTHERS)
+  before = launched()
+  got = train(INNER[rule], modes.VARIABLES)
+  for a, b in zip(want, got, strict=True):
+    numerics.assert_same_numbers(b, a)
+  if before is not None:
+    # One for each step, of three variables.
+    assert launched()[len(before):] == [(f"{rule}_float", 3)] * STEPS
