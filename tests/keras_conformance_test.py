@@ -279,13 +279,17 @@ def assert_variables(trace, inner, wrapper, dtypes, exact):
   assert moved > 0.1
 
 
-def assert_ema(before, value, rate, got, context):
+def assert_ema(before, value, rate, got, unrounded, context):
   [(want, allowed)] = numerics.reference("Ema", [before], [value], [rate])
-  numerics.assert_close(got, want, allowed, context)
+  numerics.assert_close(got, want, allowed + unrounded, context)
 
 
-def check_averages(trace, wrapper, dtypes):
-  """Against the formula in float64, from the values that were recorded."""
+def check_averages(trace, wrapper, dtypes, fused_by_xla=False):
+  """Against the formula in float64, from the values that were recorded.
+
+  XLA may give the average a value of Keras's step before it rounds that to a
+  narrower dtype: `fused_by_xla`.
+  """
   narrow = dtypes[0] in (numerics.HALF, numerics.BFLOAT16)
   kept_as = numerics.FLOAT if narrow else dtypes[0]
   for t, (before, after) in enumerate(zip(trace.averages, trace.averages[1:])):
@@ -310,7 +314,11 @@ def check_averages(trace, wrapper, dtypes):
         if rate == 0:
           numerics.assert_same_bits(new, s, context)
         elif rate:
-          assert_ema(s, v, rate, new, context)
+          unrounded = 0
+          if fused_by_xla and narrow:
+            unrounded = (rate * float(ml_dtypes.finfo(v.dtype).eps) / 2
+                         * np.abs(np.float64(v)))
+          assert_ema(s, v, rate, new, unrounded, context)
 
 
 def cases():
@@ -434,13 +442,14 @@ def test_steps(inner, wrapper, mode, dtype):
   # Graphs are rewritten before they run.
   exact = inner in UNFUSED and mode == "eager" and wrapper != "Lookahead"
   assert_variables(trace, inner, wrapper, dtypes, exact)
-  check_averages(trace, wrapper, dtypes)
+  check_averages(trace, wrapper, dtypes, inner in UNFUSED and mode == "jit")
 
 
 def native_ops(function, *args):
   """Numbers of wrapopt's ops in the graph of a tf.function, by type."""
   graph = function.get_concrete_function(*args).graph.as_graph_def()
-  nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+  nodes = [*graph.node,
+           *(n for f in graph.library.function for n in f.node_def)]
   return collections.Counter(
       n.op.partition(">")[2] for n in nodes if n.op.startswith("Wrapopt>"))
 
@@ -489,7 +498,7 @@ def strategy():
 
 
 def mirrored(make, function, sync=None):
-  """As `train`, for each replica; their gradients sum up to those of `train`."""
+  """As `train`, for each replica, whose gradients sum up to those there."""
   dtype = numerics.FLOAT
   with strategy().scope():
     variables = variables_of(dtype)
@@ -540,7 +549,8 @@ def test_mirrored(inner, wrapper, function):
   for got, want in zip(*(tf.nest.flatten([r.values, r.averages])
                          for r in replicas)):
     numerics.assert_same_bits(got, want)
-  stock = mirrored(INNER[inner], function, slow_weights() if lookahead else None)
+  stock = mirrored(INNER[inner], function,
+                   slow_weights() if lookahead else None)
   for got, want in zip(tf.nest.flatten(replicas[0].values),
                        tf.nest.flatten(stock[0].values)):
     if lookahead:
@@ -809,7 +819,8 @@ def test_a_model_that_is_built_where_it_is_traced(jit):
     [w] = model.trainable_variables
     # The second step went from 1 to 0, and back half of the way to 2.
     np.testing.assert_array_equal(
-        [x.numpy().item() for x in (w, moving.average(w), opt.inner().average(w))],
+        [x.numpy().item()
+         for x in (w, moving.average(w), opt.inner().average(w))],
         [v, average, mean])
 
 
@@ -1003,7 +1014,8 @@ def test_errors_of_steps(wrapper):
     getattr(WRAPPERS[wrapper](K.SGD(0.5)), name)(w)
 
 
-@pytest.mark.parametrize("given", ["adam", {"class_name": "Adam", "config": {}}])
+@pytest.mark.parametrize("given", [
+    "adam", {"class_name": "Adam", "config": {}}])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_by_name_and_configuration(wrapper, given):
   assert type(WRAPPERS[wrapper](given).inner()) is K.Adam

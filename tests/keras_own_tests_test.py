@@ -115,7 +115,7 @@ class _Namespace:
 
 
 def cases_of(name, wrapper, classes):
-  """The tests of a module of Keras's, in which `classes` are wrapped: a list."""
+  """The tests of a module of Keras's, in which `classes` are wrapped."""
   wrap = WRAPPERS[wrapper]
   wrapped = {cls.__name__: _Wrapped(cls.__name__, (), {
       "stock": cls, "wrap": staticmethod(wrap)}) for cls in classes}
