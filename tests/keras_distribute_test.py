@@ -342,8 +342,12 @@ def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
   restored.optimizer.build(restored.trainable_variables)
   tf.train.Checkpoint(model=restored, opt=restored.optimizer).restore(
       path).assert_consumed()
-  want, got = (m.optimizer.variables + m.weights for m in (model, restored))
-  assert len(want) == 2 + 1 + 4 * 5  # Nadam has a product of its own.
+  want, got = (
+      [*m.optimizer.inner().inner().variables, *m.weights,
+       *(average for state in m.optimizer.averages_of_wrappers
+         for average, _ in state.pairs())] for m in (model, restored))
+  # Nadam has two slots and a product; there are two averages.
+  assert len(want) == 3 + 4 * (2 + 1 + 2)
   for a, b in zip(want, got, strict=True):
     np.testing.assert_array_equal(a.numpy(), b.numpy())
 
@@ -388,7 +392,8 @@ def work(workers, index):
 
     for _ in range(3):
       step()
-    found[name] = [w.numpy().item(), opt.variables[-1].numpy().item()]
+    average = (opt.slow_weights if name == "lookahead" else opt.average)(w)
+    found[name] = [w.numpy().item(), average.numpy().item()]
     if name == "ema":
       with opt.averaged_weights():
         found[name].append(w.numpy().item())
@@ -475,10 +480,14 @@ def main():
       for _ in range(3):
         coordinator.schedule(step)
         coordinator.join()  # Or else steps run at once.
+      averages = []
+      if name != "bare":
+        average = opt.slow_weights if name == "lookahead" else opt.average
+        averages = [average(w), average(table)]
       values = lambda: [w.numpy().tolist(), table.numpy().ravel().tolist()]
       found = {"values": values(), "averages": [
-          v.numpy().ravel().tolist() for v in opt.variables[2:]]}
-      for v, s in zip((w, table), opt.variables[2:]):
+          v.numpy().ravel().tolist() for v in averages]}
+      for v, s in zip((w, table), averages):
         assert v.value.device == s.value.device, (v.value.device,
                                                   s.value.device)
       if hasattr(opt, "averaged_weights"):
@@ -490,7 +499,7 @@ def main():
         coordinator.schedule(step)
       coordinator.join()
       found["later"] = [values(), [
-          v.numpy().ravel().tolist() for v in opt.variables[2:]]]
+          v.numpy().ravel().tolist() for v in averages]]
       os.write(1, f"{json.dumps([name, found])}\\n".encode())
 
 if __name__ == "__main__":
@@ -521,9 +530,9 @@ def test_parameter_servers(tmp_path):
     if "in place" in got:
       assert got["in place"] == want[0]
       assert got["back"] == got["values"]
-    [[later], [_, row, _]], later_averages = got["later"]
-    for end, average in zip((later, row), later_averages):
-      assert end < w
-      assert end <= average[len(average) // 2] < averages.popitem()[1] or (
-          name == "lookahead")
-      break
+    # Of steps at once.
+    later, later_averages = got["later"]
+    for (end, average), first in zip(
+        zip(sum(later, []), sum(later_averages, [])),
+        sum(sum(want, []), [])):
+      assert end <= average <= first
