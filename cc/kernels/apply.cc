@@ -3,6 +3,7 @@
 // result in one pass.
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -54,7 +55,7 @@ class ApplyOp : public OpKernel {
     sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
-    sum_ = FindSum(NumberOf(sum_dtype_), NumberOf(grad_dtype_), isa);
+    sum_ = FindSum(NumberOf(grad_dtype_), isa);
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -83,8 +84,9 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
     std::vector<Rows> rows(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, sparse_ ? ReadRows(ctx, variables, var, i, &rows[i])
-                                  : CheckGrad(ctx, variables, var, i));
+      OP_REQUIRES_OK(ctx,
+                     sparse_ ? ReadRows(ctx, variables, states, i, &rows[i])
+                             : CheckGrad(ctx, variables, var, i));
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
@@ -92,10 +94,8 @@ class ApplyOp : public OpKernel {
       OP_REQUIRES_OK(ctx,
                      ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
     } else if (sparse_) {
-      tensorflow::OpInputList grads;
-      OP_REQUIRES_OK(ctx, ctx->input_list("grad", &grads));
       for (int i = 0; i < n; ++i) {
-        ApplyRows(ctx, &variables, states, i, grads[i], rows[i].sorted,
+        ApplyRows(ctx, &variables, states, i, rows[i].values, rows[i].sorted,
                   scalars);
       }
     }
@@ -130,8 +130,9 @@ class ApplyOp : public OpKernel {
  private:
   // The sparse gradient of one variable.
   struct Rows {
+    Tensor values;
     SparseRows sorted;
-    // On a GPU: the rows, in order, each once.
+    // On a GPU: the rows, in order, each once, and their gradients.
     std::vector<int64_t> index;
     std::vector<const void*> grad;
     Tensor sums;  // Where one row has several gradients.
@@ -160,60 +161,72 @@ class ApplyOp : public OpKernel {
   }
 
   // Checks a sparse gradient and sorts its rows.
-  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables, int var,
-                        int i, Rows* rows) const {
+  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables,
+                        const std::vector<int>& states, int i,
+                        Rows* rows) const {
     tensorflow::OpInputList grads, indices_list;
     TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
     TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices_list));
     const Tensor& indices = indices_list[i];
-    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var + i, i,
-                                           grads[i].shape(), indices.shape()));
-    const int64_t limit = variables.tensor(var + i)->dim_size(0);
+    const int var = states[0] + i;
+    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grads[i].shape(),
+                                           indices.shape()));
+    const int64_t limit = variables.tensor(var)->dim_size(0);
     if (const RowGrad* bad = rows->sorted.Sort(ctx, indices, limit)) {
       return absl::InvalidArgumentError(absl::StrCat(
           "indices[", i, "][", bad->position, "] must be in [0, ", limit,
-          "), the rows of ", variables.Describe(var + i), ", got ", bad->row));
+          "), the rows of ", variables.Describe(var), ", got ", bad->row));
     }
-    return IsOnGpu(ctx) ? FindRowsOnGpu(ctx, grads[i], rows) : absl::OkStatus();
+    rows->values = grads[i];
+    // A ref variable is read in place. The step of one row must not change the
+    // gradient of another.
+    for (const int state : states) {
+      if (!rows->values.SharesBufferWith(*variables.tensor(state + i))) continue;
+      TF_RETURN_IF_ERROR(ctx->allocate_temp(
+          grads[i].dtype(), grads[i].shape(), &rows->values));
+      if (IsOnGpu(ctx)) {
+        TF_RETURN_IF_ERROR(CopyOnGpu(ctx, grads[i], &rows->values));
+      } else {
+        std::memcpy(rows->values.data(), grads[i].data(),
+                    grads[i].TotalBytes());
+      }
+    }
+    return IsOnGpu(ctx) ? FindRowsOnGpu(ctx, rows) : absl::OkStatus();
   }
 
-  // Finds the gradient of each row, in device memory, where rows that have
-  // several are summed.
-  absl::Status FindRowsOnGpu(OpKernelContext* ctx, const Tensor& grad,
-                             Rows* rows) const {
+  // Finds the gradient of each row, in device memory. If a row has several, all
+  // rows are summed.
+  absl::Status FindRowsOnGpu(OpKernelContext* ctx, Rows* rows) const {
     const SparseRows& sorted = rows->sorted;
     if (sorted.size() == 0) return absl::OkStatus();
+    const int64_t row = rows->values.NumElements() / sorted.size();
+    auto add = [rows, row](const Tensor& from, int64_t position) {
+      rows->grad.push_back(
+          static_cast<const char*>(from.data()) +
+          position * row * tensorflow::DataTypeSize(from.dtype()));
+    };
     gpu::RowSum sum;
-    sum.elements = grad.NumElements() / sorted.size();
     for (int64_t j = 0; j < sorted.size(); ++j) {
-      if (sorted.BeginsRow(j)) {
-        rows->index.push_back(sorted[j].row);
-        sum.runs.push_back({sum.runs.size(), {}});
+      if (sorted.BeginsRow(j)) rows->index.push_back(sorted[j].row);
+      if (!sorted.repeat()) {
+        add(rows->values, sorted[j].position);
+        continue;
       }
+      if (sorted.BeginsRow(j)) sum.runs.push_back({sum.runs.size(), {}});
       sum.runs.back().grads.push_back(sorted[j].position);
     }
-    if (sorted.repeat()) {
-      TF_RETURN_IF_ERROR(ctx->allocate_temp(
-          sum_dtype_,
-          tensorflow::TensorShape({static_cast<int64_t>(sum.runs.size()),
-                                   static_cast<int64_t>(sum.elements)}),
-          &rows->sums));
-      TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
-      sum.grads = reinterpret_cast<gpu::Address>(grad.data());
-      sum.number = NumberOf(grad_dtype_);
-      sum.sums = reinterpret_cast<gpu::Address>(rows->sums.data());
-      sum.is_double = sum_dtype_ == tensorflow::DT_DOUBLE;
-      TF_RETURN_IF_ERROR(wrapopt::SumRowsOnGpu(ctx, sum));
-    }
-    const Tensor& found = sorted.repeat() ? rows->sums : grad;
-    const char* data = static_cast<const char*>(found.data());
-    const size_t bytes =
-        sum.elements * tensorflow::DataTypeSize(found.dtype());
-    for (const gpu::RowSum::Run& run : sum.runs) {
-      rows->grad.push_back(
-          data + (sorted.repeat() ? run.row : run.grads[0]) * bytes);
-    }
-    return absl::OkStatus();
+    if (!sorted.repeat()) return absl::OkStatus();
+    const int64_t runs = sum.runs.size();
+    TF_RETURN_IF_ERROR(ctx->allocate_temp(
+        sum_dtype_, tensorflow::TensorShape({runs, row}), &rows->sums));
+    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
+    for (int64_t run = 0; run < runs; ++run) add(rows->sums, run);
+    sum.grads = reinterpret_cast<gpu::Address>(rows->values.data());
+    sum.number = NumberOf(grad_dtype_);
+    sum.sums = reinterpret_cast<gpu::Address>(rows->sums.data());
+    sum.is_double = sum_dtype_ == tensorflow::DT_DOUBLE;
+    sum.elements = row;
+    return wrapopt::SumRowsOnGpu(ctx, sum);
   }
 
   // ApplyRows of all variables. A row, or several that follow each other, are to
@@ -231,7 +244,9 @@ class ApplyOp : public OpKernel {
       std::vector<void*> operands(states.size() + 1);
       for (size_t i = 0; i < rows.size(); ++i) {
         const Tensor& value = *variables->tensor(states[0] + i);
-        if (rows[i].sorted.repeat() != summed || value.NumElements() == 0) continue;
+        if (rows[i].sorted.repeat() != summed || value.NumElements() == 0) {
+          continue;
+        }
         const int64_t row = value.NumElements() / value.dim_size(0);
         auto add = [&](const void* grad, int64_t begin, int64_t end) {
           for (size_t s = 0; s < states.size(); ++s) {
@@ -279,10 +294,10 @@ class ApplyOp : public OpKernel {
                  const std::vector<int>& states, int i, const Tensor& grad,
                  const SparseRows& rows,
                  const std::vector<double>& scalars) const {
-    const int64_t elements = variables->tensor(states[0] + i)->NumElements();
+    const Tensor& value = *variables->tensor(states[0] + i);
+    const int64_t elements = value.NumElements();
     if (elements == 0) return;
-    const int64_t row =
-        elements / variables->tensor(states[0] + i)->dim_size(0);
+    const int64_t row = elements / value.dim_size(0);
     const size_t bytes = SizeOf(NumberOf(dtype_));
     const size_t grad_bytes = SizeOf(NumberOf(grad_dtype_));
     const StepFn step = rows.repeat() ? sum_step_.loop : step_.loop;
@@ -360,7 +375,7 @@ class ApplyOp : public OpKernel {
         });
   }
 
-  // Elements whose sums are on the stack, and a row is cut into.
+  // Elements that are summed on the stack, and that a row is cut into.
   static constexpr int64_t kBlock = Pass::kBlock;
 
   static constexpr size_t kMaxStates = [] {

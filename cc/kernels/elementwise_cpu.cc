@@ -78,7 +78,7 @@ struct Arity {
   }
 };
 
-// Sums of rows, where a rule has its Arity.
+// Sums gradients of a row.
 struct RowSum {
   using Fn = SumFn;
 
@@ -95,7 +95,7 @@ struct RowSum {
                                           rows[i].position * row_elements +
                                           begin;
       for (size_t e = 0; e < elements; ++e) {
-        Store(to[e], Load(to[e]) + Load(from[e]));
+        to[e] += Load(from[e]);
       }
     }
   }
@@ -126,6 +126,7 @@ void X86_64_v4Wide(Args... args) {
   R::template Run<State, Input>(args...);
 }
 
+// Run<State, Input> of an R, as a function of the type R::Fn.
 template <class R, class State, class Input>
 typename R::Fn ForIsa(Isa isa) {
   switch (isa) {
@@ -185,8 +186,18 @@ RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
   return {rule, states, inputs, FindLoop(rule, states, inputs, isa)};
 }
 
-SumFn FindSum(Number sums, Number grads, Isa isa) {
-  return ForNumbers<RowSum>(sums, grads, isa);
+SumFn FindSum(Number grads, Isa isa) {
+  switch (grads) {
+    case Number::kHalf:
+      return ForIsa<RowSum, float, Half>(isa);
+    case Number::kBfloat16:
+      return ForIsa<RowSum, float, Bfloat16>(isa);
+    case Number::kFloat:
+      return ForIsa<RowSum, float, float>(isa);
+    case Number::kDouble:
+      return ForIsa<RowSum, double, double>(isa);
+  }
+  return nullptr;
 }
 
 void Pass::AddStage(const Stage& stage) {
