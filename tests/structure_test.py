@@ -154,11 +154,12 @@ def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
     assert fetches >= arrays, isa
 
 
-@pytest.mark.parametrize("library", [wrapopt.sysconfig.get_lib(),
-                                     _native.__file__],
-                         ids=["ops", "python"])
-def test_the_libraries_hold_these_loops(loops, library):
+@pytest.mark.parametrize("library, names", [
+    (wrapopt.sysconfig.get_lib(), {*_native.rules(), "RowSum"}),
+    # Nothing in Python sums rows: the linker leaves that out.
+    (_native.__file__, {*_native.rules()})], ids=["ops", "python"])
+def test_the_libraries_hold_these_loops(loops, library, names):
   text = "\n".join(plain(code) for _, code in disassemble(library))
-  missing = [key for key, found in loops.items()
+  missing = [key for key, found in loops.items() if key[1] in names
              if not all(plain(loop) in text for loop in found)]
   assert not missing
