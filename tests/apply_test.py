@@ -126,6 +126,92 @@ def test_rows(mode, indices, use_locking):
   numerics.assert_same_bits(mode.values([v])[0], want)
 
 
+def many_rows(dtype, index_dtype):
+  """Sparse gradients: many short rows, few long ones, one row very often."""
+  rng = np.random.default_rng(5)
+  result = []
+  for count, shape in ((70_000, (3000, 5)), (40, (9, 1300))):
+    indices = rng.integers(0, shape[0], count)
+    indices[rng.permutation(count)[:count // 3]] = 1
+    indices[indices == 2] = 3  # No gradient for this row.
+    result.append((np.asarray(rng.normal(size=(count, *shape[1:])), dtype),
+                   indices.astype(index_dtype), shape))
+  return result
+
+
+@pytest.mark.cpu("compares the CPU's threads")
+@pytest.mark.parametrize("pair, index_dtype", [
+    ((numerics.FLOAT, numerics.FLOAT), np.int64),
+    ((numerics.HALF, numerics.HALF), np.int32),
+    ((numerics.BFLOAT16, numerics.FLOAT), np.int64),
+    ((numerics.DOUBLE, numerics.DOUBLE), np.int32)],
+    ids=lambda x: "-".join(d.name for d in x) if isinstance(x, tuple)
+    else x.__name__)
+@pytest.mark.parametrize("use_resource", [True, False])
+@pytest.mark.parametrize("rule", ["Momentum", "Adam"])
+def test_many_rows_are_summed_in_parallel_as_they_come(
+    rule, use_resource, pair, index_dtype):
+  dtype, grad_dtype = pair
+  info = _native.rules()[rule]
+  scalars = {name.rstrip("?"): False if name.endswith("?") else x
+             for name, x in zip(info.scalars, numerics.scalars(rule))}
+  grads = many_rows(grad_dtype, index_dtype)
+  rng = np.random.default_rng(6)
+  values = [[np.asarray(rng.uniform(0.1, 1, shape), dtype)
+             for _, _, shape in grads] for _ in info.states]
+  results = []
+
+  def step(threads, slices):
+    graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
+                        use_per_session_threads=True)
+    with graph.entered() as mode:
+      states = [[mode.variable(x) for x in row] for row in values]
+      mode.run(lambda: apply(
+          rule, dict(zip(info.states, states)),
+          [tf.IndexedSlices(tf.constant(x), tf.constant(i), shape)
+           for x, i, shape in slices], scalars))
+      results.append([x for row in states for x in mode.values(row)])
+
+  # Sums one gradient after the other, and then each row has one gradient.
+  sums = []
+  for x, indices, shape in grads:
+    total = np.zeros(shape, np.promote_types(grad_dtype, np.float32))
+    np.add.at(total, indices, x.astype(total.dtype))
+    rows = np.unique(indices)
+    sums.append((total[rows], rows, shape))
+  step(1, sums)
+  for threads in (1, 4):
+    step(threads, grads)
+    for got, want in zip(results[-1], results[0], strict=True):
+      numerics.assert_same_bits(got, want)
+
+
+@modes.only(*modes.UNCOMPILED)
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+def test_the_first_of_many_indices_out_of_range(mode, index_dtype):
+  v = mode.variable(np.ones((4, 2), np.float32))
+  indices = np.zeros(70_000, index_dtype)
+  indices[[20_000, 20_001, 60_000]] = 4, -1, 5
+  refused(
+      mode, [v], tf.errors.InvalidArgumentError,
+      r"indices\[0\]\[20000\] must be in \[0, 4\), the rows of .*, got 4",
+      lambda: sgd(v, tf.IndexedSlices(tf.ones([70_000, 2]),
+                                      tf.constant(indices))))
+
+
+@modes.only(*modes.UNCOMPILED)
+@pytest.mark.parametrize("indices", [[1, 2, 0, 3], [1, 2, 1, 0]])
+def test_a_gradient_that_is_the_variable(mode, indices):
+  value = np.float32([[1, 2], [4, 8], [16, 32], [64, 128]])
+  v = mode.variable(value)
+  # A ref variable's value is its buffer, not a copy.
+  mode.run(lambda: sgd(v, tf.IndexedSlices(tf.convert_to_tensor(v),
+                                           tf.constant(indices))))
+  want = value.copy()
+  np.subtract.at(want, indices, 0.5 * value)
+  numerics.assert_same_bits(mode.values([v])[0], want)
+
+
 # XLA leaves it out: see xla_test.
 @modes.only(*modes.UNCOMPILED)
 @pytest.mark.parametrize("bad", [-1, 4])

@@ -2,7 +2,8 @@
 // a `var` by a `grad`: the inner optimizer's step and the averages of its
 // result in one pass.
 #include <algorithm>
-#include <numeric>
+#include <cstddef>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,7 +17,7 @@
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
-#include "cc/kernels/subnormals.h"
+#include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/kernel_def_builder.h"
@@ -32,20 +33,6 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-
-double ReadNumber(Number number, const void* p) {
-  switch (number) {
-    case Number::kHalf:
-      return Load(*static_cast<const Half*>(p));
-    case Number::kBfloat16:
-      return Load(*static_cast<const Bfloat16*>(p));
-    case Number::kFloat:
-      return *static_cast<const float*>(p);
-    case Number::kDouble:
-      return *static_cast<const double*>(p);
-  }
-  return 0;
-}
 
 class ApplyOp : public OpKernel {
  public:
@@ -68,6 +55,7 @@ class ApplyOp : public OpKernel {
     sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
+    sum_ = FindSum(NumberOf(grad_dtype_), isa);
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -96,8 +84,9 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
     std::vector<Rows> rows(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, sparse_ ? ReadRows(ctx, variables, var, i, &rows[i])
-                                  : CheckGrad(ctx, variables, var, i));
+      OP_REQUIRES_OK(ctx,
+                     sparse_ ? ReadRows(ctx, variables, states, i, &rows[i])
+                             : CheckGrad(ctx, variables, var, i));
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
@@ -106,7 +95,8 @@ class ApplyOp : public OpKernel {
                      ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
     } else if (sparse_) {
       for (int i = 0; i < n; ++i) {
-        ApplyRows(ctx, &variables, states, i, rows[i], scalars);
+        ApplyRows(ctx, &variables, states, i, rows[i].values, rows[i].sorted,
+                  scalars);
       }
     }
     Pass pass;
@@ -138,12 +128,14 @@ class ApplyOp : public OpKernel {
   }
 
  private:
-  // The gradient of one variable: its rows, in order, each once.
+  // The sparse gradient of one variable.
   struct Rows {
+    Tensor values;
+    SparseRows sorted;
+    // On a GPU: the rows, in order, each once, and their gradients.
     std::vector<int64_t> index;
     std::vector<const void*> grad;
     Tensor sums;  // Where one row has several gradients.
-    bool summed = false;
   };
 
   absl::Status ReadScalars(OpKernelContext* ctx,
@@ -168,99 +160,72 @@ class ApplyOp : public OpKernel {
     return variables.CheckSameShape(grads[i].shape(), "grad", i, var + i);
   }
 
-  // Checks a sparse gradient, sorts its rows and sums those of one index.
-  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables, int var,
-                        int i, Rows* rows) const {
+  // Checks a sparse gradient and sorts its rows.
+  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables,
+                        const std::vector<int>& states, int i,
+                        Rows* rows) const {
     tensorflow::OpInputList grads, indices_list;
     TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
     TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices_list));
-    const Tensor& grad = grads[i];
     const Tensor& indices = indices_list[i];
-    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var + i, i, grad.shape(),
+    const int var = states[0] + i;
+    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grads[i].shape(),
                                            indices.shape()));
-    const Tensor& value = *variables.tensor(var + i);
-    const int64_t m = indices.NumElements();
-    std::vector<int64_t> index(m);
-    for (int64_t j = 0; j < m; ++j) {
-      index[j] = indices.dtype() == tensorflow::DT_INT32
-                     ? indices.vec<int32_t>()(j)
-                     : indices.vec<int64_t>()(j);
-      if (index[j] < 0 || index[j] >= value.dim_size(0)) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "indices[", i, "][", j, "] must be in [0, ", value.dim_size(0),
-            "), the rows of ", variables.Describe(var + i), ", got ",
-            index[j]));
+    const int64_t limit = variables.tensor(var)->dim_size(0);
+    if (const RowGrad* bad = rows->sorted.Sort(ctx, indices, limit)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "indices[", i, "][", bad->position, "] must be in [0, ", limit,
+          "), the rows of ", variables.Describe(var), ", got ", bad->row));
+    }
+    rows->values = grads[i];
+    // A ref variable is read in place. The step of one row must not change the
+    // gradient of another.
+    for (const int state : states) {
+      if (!rows->values.SharesBufferWith(*variables.tensor(state + i))) continue;
+      TF_RETURN_IF_ERROR(ctx->allocate_temp(
+          grads[i].dtype(), grads[i].shape(), &rows->values));
+      if (IsOnGpu(ctx)) {
+        TF_RETURN_IF_ERROR(CopyOnGpu(ctx, grads[i], &rows->values));
+      } else {
+        std::memcpy(rows->values.data(), grads[i].data(),
+                    grads[i].TotalBytes());
       }
     }
-    std::vector<int64_t> order(m);
-    std::iota(order.begin(), order.end(), 0);
-    // Stable, so that gradients of one row are summed as they come.
-    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-      return index[a] < index[b];
-    });
-    for (int64_t j = 0; j < m; ++j) {
-      if (j == 0 || index[order[j]] != index[order[j - 1]]) {
-        rows->index.push_back(index[order[j]]);
-      }
-    }
-    const int64_t row = m == 0 ? 0 : grad.NumElements() / m;
-    const Number number = NumberOf(grad_dtype_);
-    const char* data = static_cast<const char*>(grad.data());
-    const int64_t unique = rows->index.size();
-    if (unique == m) {
-      for (const int64_t j : order) {
-        rows->grad.push_back(data + j * row * SizeOf(number));
-      }
-      return absl::OkStatus();
-    }
-    rows->summed = true;
-    TF_RETURN_IF_ERROR(ctx->allocate_temp(
-        sum_dtype_, tensorflow::TensorShape({unique, row}), &rows->sums));
-    if (IsOnGpu(ctx)) return SumRowsOnGpu(ctx, grad, index, order, row, rows);
-    auto sum = [&](auto* sums) {
-      const FlushSubnormals flush;
-      std::fill_n(sums, unique * row, 0);
-      int64_t to = -1;
-      for (int64_t j = 0; j < m; ++j) {
-        to += j == 0 || index[order[j]] != index[order[j - 1]];
-        for (int64_t e = 0; e < row; ++e) {
-          sums[to * row + e] += ReadNumber(
-              number, data + (order[j] * row + e) * SizeOf(number));
-        }
-      }
-      for (int64_t u = 0; u < unique; ++u) {
-        rows->grad.push_back(sums + u * row);
-      }
-    };
-    if (sum_dtype_ == tensorflow::DT_DOUBLE) {
-      sum(rows->sums.flat<double>().data());
-    } else {
-      sum(rows->sums.flat<float>().data());
-    }
-    return absl::OkStatus();
+    return IsOnGpu(ctx) ? FindRowsOnGpu(ctx, rows) : absl::OkStatus();
   }
 
-  // What follows the allocation of the sums, for a gradient in device memory.
-  absl::Status SumRowsOnGpu(OpKernelContext* ctx, const Tensor& grad,
-                            const std::vector<int64_t>& index,
-                            const std::vector<int64_t>& order, int64_t row,
-                            Rows* rows) const {
-    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
+  // Finds the gradient of each row, in device memory. If a row has several, all
+  // rows are summed.
+  absl::Status FindRowsOnGpu(OpKernelContext* ctx, Rows* rows) const {
+    const SparseRows& sorted = rows->sorted;
+    if (sorted.size() == 0) return absl::OkStatus();
+    const int64_t row = rows->values.NumElements() / sorted.size();
+    auto add = [rows, row](const Tensor& from, int64_t position) {
+      rows->grad.push_back(
+          static_cast<const char*>(from.data()) +
+          position * row * tensorflow::DataTypeSize(from.dtype()));
+    };
     gpu::RowSum sum;
-    sum.grads = reinterpret_cast<gpu::Address>(grad.data());
+    for (int64_t j = 0; j < sorted.size(); ++j) {
+      if (sorted.BeginsRow(j)) rows->index.push_back(sorted[j].row);
+      if (!sorted.repeat()) {
+        add(rows->values, sorted[j].position);
+        continue;
+      }
+      if (sorted.BeginsRow(j)) sum.runs.push_back({sum.runs.size(), {}});
+      sum.runs.back().grads.push_back(sorted[j].position);
+    }
+    if (!sorted.repeat()) return absl::OkStatus();
+    const int64_t runs = sum.runs.size();
+    TF_RETURN_IF_ERROR(ctx->allocate_temp(
+        sum_dtype_, tensorflow::TensorShape({runs, row}), &rows->sums));
+    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
+    for (int64_t run = 0; run < runs; ++run) add(rows->sums, run);
+    sum.grads = reinterpret_cast<gpu::Address>(rows->values.data());
     sum.number = NumberOf(grad_dtype_);
     sum.sums = reinterpret_cast<gpu::Address>(rows->sums.data());
     sum.is_double = sum_dtype_ == tensorflow::DT_DOUBLE;
     sum.elements = row;
-    const char* sums = static_cast<const char*>(rows->sums.data());
-    for (size_t j = 0; j < order.size(); ++j) {
-      if (j == 0 || index[order[j]] != index[order[j - 1]]) {
-        rows->grad.push_back(sums + sum.runs.size() * row *
-                                        SizeOf(NumberOf(sum_dtype_)));
-        sum.runs.push_back({sum.runs.size(), {}});
-      }
-      sum.runs.back().grads.push_back(order[j]);
-    }
     return wrapopt::SumRowsOnGpu(ctx, sum);
   }
 
@@ -279,7 +244,9 @@ class ApplyOp : public OpKernel {
       std::vector<void*> operands(states.size() + 1);
       for (size_t i = 0; i < rows.size(); ++i) {
         const Tensor& value = *variables->tensor(states[0] + i);
-        if (rows[i].summed != summed || value.NumElements() == 0) continue;
+        if (rows[i].sorted.repeat() != summed || value.NumElements() == 0) {
+          continue;
+        }
         const int64_t row = value.NumElements() / value.dim_size(0);
         auto add = [&](const void* grad, int64_t begin, int64_t end) {
           for (size_t s = 0; s < states.size(); ++s) {
@@ -321,63 +288,103 @@ class ApplyOp : public OpKernel {
   // To the launcher, an array of zeros.
   static constexpr const void* kZeros = nullptr;
 
+  // Sums the gradients of each row of one variable and takes the step with the
+  // sum while the first-level cache has it.
   void ApplyRows(OpKernelContext* ctx, Variables* variables,
-                 const std::vector<int>& states, int i, const Rows& rows,
+                 const std::vector<int>& states, int i, const Tensor& grad,
+                 const SparseRows& rows,
                  const std::vector<double>& scalars) const {
     const Tensor& value = *variables->tensor(states[0] + i);
-    if (value.NumElements() == 0) return;
-    const int64_t row = value.NumElements() / value.dim_size(0);
+    const int64_t elements = value.NumElements();
+    if (elements == 0) return;
+    const int64_t row = elements / value.dim_size(0);
     const size_t bytes = SizeOf(NumberOf(dtype_));
-    const StepFn step = rows.summed ? sum_step_.loop : step_.loop;
+    const size_t grad_bytes = SizeOf(NumberOf(grad_dtype_));
+    const StepFn step = rows.repeat() ? sum_step_.loop : step_.loop;
+    char* data[kMaxStates];
+    for (size_t s = 0; s < states.size(); ++s) {
+      data[s] = static_cast<char*>(variables->data(states[s] + i));
+    }
 
     // Takes the step for elements [begin, end) of the variable.
     auto apply = [&](const void* grad, int64_t begin, int64_t end) {
-      std::vector<void*> operands;
-      operands.reserve(states.size() + 1);
-      for (const int state : states) {
-        operands.push_back(static_cast<char*>(variables->data(state + i)) +
-                           begin * bytes);
+      void* operands[kMaxStates + 1];
+      for (size_t s = 0; s < states.size(); ++s) {
+        operands[s] = data[s] + begin * bytes;
       }
-      operands.push_back(const_cast<void*>(grad));
-      step(operands.data(), scalars.data(), 0, end - begin, Ahead());
+      operands[states.size()] = const_cast<void*>(grad);
+      step(operands, scalars.data(), 0, end - begin, Ahead());
     };
-    const int64_t cycles_per_row = 50 + row * bytes * states.size() / 4;
+    // Takes it for elements [begin, end) of the row that begins at `j`.
+    auto apply_row = [&](int64_t j, int64_t begin, int64_t end) {
+      const int64_t first = rows[j].row * row;
+      if (!rows.repeat()) {
+        apply(static_cast<const char*>(grad.data()) +
+                  (rows[j].position * row + begin) * grad_bytes,
+              first + begin, first + end);
+        return;
+      }
+      alignas(64) double sums[kBlock];
+      for (int64_t next; begin < end; begin = next) {
+        next = std::min(begin + kBlock, end);
+        sum_(sums, grad.data(), row, &rows[j], rows.EndOfRow(j) - j, begin,
+             next);
+        apply(sums, first + begin, first + next);
+      }
+    };
+
     if (rule_.sparse == Sparse::kRows) {
-      RunParallel(ctx, rows.index.size(), cycles_per_row,
+      // Each gradient has a unit for each block of its row. Those of a row's
+      // first gradient do the work.
+      const int64_t blocks = (row + kBlock - 1) / kBlock;
+      const int64_t cycles_per_unit =
+          40 + std::min(row, kBlock) * (grad_bytes + bytes * states.size()) / 4;
+      RunParallel(ctx, rows.size() * blocks, cycles_per_unit,
                   [&](int64_t begin, int64_t end) {
-                    for (int64_t u = begin; u < end; ++u) {
-                      apply(rows.grad[u], rows.index[u] * row,
-                            (rows.index[u] + 1) * row);
+                    int64_t j = begin / blocks, block = begin % blocks;
+                    for (; begin < end; ++begin) {
+                      if (rows.BeginsRow(j)) {
+                        apply_row(j, block * kBlock,
+                                  std::min((block + 1) * kBlock, row));
+                      }
+                      if (++block == blocks) block = 0, ++j;
                     }
                   });
       return;
     }
     // Rows without a gradient have gradient zero.
-    constexpr int64_t kZerosSize = 4096;
-    static constexpr double kZeros[kZerosSize] = {};
+    static constexpr double kZeros[kBlock] = {};
     RunParallel(
-        ctx, value.dim_size(0), cycles_per_row,
-        [&](int64_t begin, int64_t end) {
-          auto zeros = [&](int64_t from, int64_t to) {
-            for (; from < to; from += kZerosSize) {
-              apply(kZeros, from, std::min(to, from + kZerosSize));
+        ctx, (elements + kBlock - 1) / kBlock,
+        50 + kBlock * bytes * states.size() / 4,
+        [&](int64_t block, int64_t end_block) {
+          int64_t begin = block * kBlock;
+          const int64_t end = std::min(end_block * kBlock, elements);
+          for (int64_t j = rows.Find(begin / row); begin < end;) {
+            const int64_t first = j < rows.size() ? rows[j].row * row : end;
+            for (int64_t next; begin < std::min(first, end); begin = next) {
+              next = std::min({begin + kBlock, first, end});
+              apply(kZeros, begin, next);
             }
-          };
-          int64_t next = begin;
-          auto u = std::lower_bound(rows.index.begin(), rows.index.end(),
-                                    begin) -
-                   rows.index.begin();
-          for (; u < static_cast<int64_t>(rows.index.size()) &&
-                 rows.index[u] < end;
-               ++u) {
-            zeros(next * row, rows.index[u] * row);
-            apply(rows.grad[u], rows.index[u] * row,
-                  (rows.index[u] + 1) * row);
-            next = rows.index[u] + 1;
+            if (begin == end) break;
+            const int64_t next = std::min(first + row, end);
+            apply_row(j, begin - first, next - first);
+            begin = next;
+            j = rows.EndOfRow(j);
           }
-          zeros(next * row, end * row);
         });
   }
+
+  // Elements that are summed on the stack, and that a row is cut into.
+  static constexpr int64_t kBlock = Pass::kBlock;
+
+  static constexpr size_t kMaxStates = [] {
+    size_t most = 0;
+    for (const RuleInfo& rule : kRules) {
+      most = std::max(most, CountNames(rule.states));
+    }
+    return most;
+  }();
 
   const RuleInfo& rule_;
   const bool sparse_;
@@ -389,6 +396,7 @@ class ApplyOp : public OpKernel {
   tensorflow::DataType grad_dtype_;
   tensorflow::DataType sum_dtype_;
   RuleStep step_;
+  SumFn sum_;
   RuleStep sum_step_;
 };
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
 #include "cc/kernels/subnormals.h"
@@ -64,6 +65,8 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
 // A rule with the numbers of its states, inputs and scalars.
 template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
+  using Fn = StepFn;
+
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
                                size_t begin, size_t end, const Ahead& ahead) {
@@ -75,37 +78,57 @@ struct Arity {
   }
 };
 
-template <class R, class State, class Input>
-void Baseline(void* const* operands, const double* scalars, size_t begin,
-              size_t end, const Ahead& ahead) {
-  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
+// Sums gradients of a row.
+struct RowSum {
+  using Fn = SumFn;
+
+  template <class Sum, class Grad>
+  WRAPOPT_RULE static void Run(void* sums, const void* grads,
+                               size_t row_elements, const RowGrad* rows,
+                               size_t count, size_t begin, size_t end) {
+    const FlushSubnormals flush;
+    Sum* const __restrict to = static_cast<Sum*>(sums);
+    const size_t elements = end - begin;
+    std::memset(to, 0, elements * sizeof(Sum));
+    for (size_t i = 0; i < count; ++i) {
+      const Grad* const __restrict from = static_cast<const Grad*>(grads) +
+                                          rows[i].position * row_elements +
+                                          begin;
+      for (size_t e = 0; e < elements; ++e) {
+        to[e] += Load(from[e]);
+      }
+    }
+  }
+};
+
+template <class R, class State, class Input, class... Args>
+void Baseline(Args... args) {
+  R::template Run<State, Input>(args...);
 }
 
-template <class R, class State, class Input>
+template <class R, class State, class Input, class... Args>
 WRAPOPT_TARGET("arch=x86-64-v3")
-void X86_64_v3(void* const* operands, const double* scalars, size_t begin,
-               size_t end, const Ahead& ahead) {
-  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
+void X86_64_v3(Args... args) {
+  R::template Run<State, Input>(args...);
 }
 
 // Memory is what bounds float and double, and Zen 4 streams 15 % faster through
 // half of the registers' width. Arithmetic is what bounds half and bfloat16.
-template <class R, class State, class Input>
+template <class R, class State, class Input, class... Args>
 WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=256")
-void X86_64_v4(void* const* operands, const double* scalars, size_t begin,
-               size_t end, const Ahead& ahead) {
-  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
+void X86_64_v4(Args... args) {
+  R::template Run<State, Input>(args...);
 }
 
-template <class R, class State, class Input>
+template <class R, class State, class Input, class... Args>
 WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
-void X86_64_v4Wide(void* const* operands, const double* scalars, size_t begin,
-                   size_t end, const Ahead& ahead) {
-  R::template Run<State, Input>(operands, scalars, begin, end, ahead);
+void X86_64_v4Wide(Args... args) {
+  R::template Run<State, Input>(args...);
 }
 
+// Run<State, Input> of an R, as a function of the type R::Fn.
 template <class R, class State, class Input>
-StepFn ForIsa(Isa isa) {
+typename R::Fn ForIsa(Isa isa) {
   switch (isa) {
     case Isa::kBaseline:
       return &Baseline<R, State, Input>;
@@ -122,7 +145,7 @@ StepFn ForIsa(Isa isa) {
 }
 
 template <class R>
-StepFn ForNumbers(Number states, Number inputs, Isa isa) {
+typename R::Fn ForNumbers(Number states, Number inputs, Isa isa) {
   switch (states) {
     case Number::kHalf:
       if (inputs == Number::kHalf) return ForIsa<R, Half, Half>(isa);
@@ -161,6 +184,20 @@ StepFn FindLoop(RuleId rule, Number states, Number inputs, Isa isa) {
 
 RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
   return {rule, states, inputs, FindLoop(rule, states, inputs, isa)};
+}
+
+SumFn FindSum(Number grads, Isa isa) {
+  switch (grads) {
+    case Number::kHalf:
+      return ForIsa<RowSum, float, Half>(isa);
+    case Number::kBfloat16:
+      return ForIsa<RowSum, float, Bfloat16>(isa);
+    case Number::kFloat:
+      return ForIsa<RowSum, float, float>(isa);
+    case Number::kDouble:
+      return ForIsa<RowSum, double, double>(isa);
+  }
+  return nullptr;
 }
 
 void Pass::AddStage(const Stage& stage) {

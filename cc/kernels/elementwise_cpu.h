@@ -45,6 +45,22 @@ struct RuleStep {
 
 RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa);
 
+// A gradient of one row of a variable: row number `position` of the gradients.
+struct RowGrad {
+  int64_t row;
+  int64_t position;
+};
+
+// Sums elements [begin, end) of `count` gradients of one row, in their order,
+// from zero: sums[e - begin] is the sum of grads[position * row_elements + e].
+// It flushes subnormal numbers, as a StepFn does.
+using SumFn = void (*)(void* sums, const void* grads, size_t row_elements,
+                       const RowGrad* rows, size_t count, size_t begin,
+                       size_t end);
+
+// For gradients stored as given. Sums are float, those of double are double.
+SumFn FindSum(Number grads, Isa isa);
+
 // What an op does to each of its variables: a list of stages, each of them one
 // rule applied to some of the variable's arrays.
 //

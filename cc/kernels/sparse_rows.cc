@@ -1,0 +1,134 @@
+#include "cc/kernels/sparse_rows.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "cc/kernels/parallel.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernelContext;
+
+// The gradients in chunks, which threads take.
+class Chunks {
+ public:
+  Chunks(OpKernelContext* ctx, int64_t size)
+      : ctx_(ctx),
+        size_(size),
+        count_(std::clamp<int64_t>(
+            size / kSize, 1,
+            ctx->device()->tensorflow_cpu_worker_threads()->num_threads)) {}
+
+  int64_t count() const { return count_; }
+
+  // Calls work(chunk, begin, end) for each.
+  template <class Work>
+  void ForEach(const Work& work) const {
+    constexpr int64_t kCyclesPerGrad = 15;
+    RunParallel(ctx_, count_, kCyclesPerGrad * size_ / count_,
+                [&](int64_t begin, int64_t end) {
+                  for (int64_t c = begin; c < end; ++c) {
+                    work(c, c * size_ / count_, (c + 1) * size_ / count_);
+                  }
+                });
+  }
+
+ private:
+  static constexpr int64_t kSize = 16384;  // At least, if there are several.
+
+  OpKernelContext* const ctx_;
+  const int64_t size_;
+  const int64_t count_;
+};
+
+// Reads the indices; returns as SparseRows::Sort does.
+template <class Index>
+const RowGrad* Read(const Chunks& chunks, const Index* indices, int64_t rows,
+                    RowGrad* grads) {
+  std::vector<const RowGrad*> bad(chunks.count());
+  chunks.ForEach([&](int64_t chunk, int64_t begin, int64_t end) {
+    for (int64_t j = end; j-- > begin;) {
+      // Once: a tensor may share its buffer with a variable.
+      const int64_t row = *static_cast<const volatile Index*>(indices + j);
+      grads[j] = {row, j};
+      if (row < 0 || row >= rows) bad[chunk] = &grads[j];
+    }
+  });
+  for (const RowGrad* grad : bad) {
+    if (grad != nullptr) return grad;
+  }
+  return nullptr;
+}
+
+// One pass of a radix sort: by `bits` bits of the row, from bit `shift` on.
+void SortByDigit(const Chunks& chunks, int shift, int bits,
+                 const RowGrad* from, RowGrad* to) {
+  const int64_t digits = int64_t{1} << bits;
+  auto digit = [=](int64_t j) {
+    return (from[j].row >> shift) & (digits - 1);
+  };
+  // Of each chunk: how many gradients have a digit, then where the next goes.
+  std::vector<int64_t> places(chunks.count() * digits);
+  chunks.ForEach([&](int64_t chunk, int64_t begin, int64_t end) {
+    int64_t* const count = &places[chunk * digits];
+    for (int64_t j = begin; j < end; ++j) ++count[digit(j)];
+  });
+  int64_t next = 0;
+  for (int64_t d = 0; d < digits; ++d) {
+    for (int64_t chunk = 0; chunk < chunks.count(); ++chunk) {
+      int64_t& place = places[chunk * digits + d];
+      next += std::exchange(place, next);
+    }
+  }
+  chunks.ForEach([&](int64_t chunk, int64_t begin, int64_t end) {
+    int64_t* const place = &places[chunk * digits];
+    for (int64_t j = begin; j < end; ++j) to[place[digit(j)]++] = from[j];
+  });
+}
+
+}  // namespace
+
+const RowGrad* SparseRows::Sort(OpKernelContext* ctx,
+                                const tensorflow::Tensor& indices,
+                                int64_t rows) {
+  size_ = indices.NumElements();
+  // Without zeros, which a vector would write.
+  grads_.reset(new RowGrad[size_]);
+  const Chunks chunks(ctx, size_);
+  const RowGrad* const bad =
+      indices.dtype() == tensorflow::DT_INT32
+          ? Read(chunks, indices.flat<int32_t>().data(), rows, grads_.get())
+          : Read(chunks, indices.flat<int64_t>().data(), rows, grads_.get());
+  if (bad != nullptr) return bad;
+
+  int bits = 0;
+  while (bits < 63 && (rows - 1) >> bits > 0) ++bits;
+  // More digits at once, and the places that are written leave the first-level
+  // cache.
+  constexpr int kBits = 9;
+  const int passes = (bits + kBits - 1) / kBits;
+  std::unique_ptr<RowGrad[]> other(new RowGrad[passes == 0 ? 0 : size_]);
+  for (int pass = 0; pass < passes; ++pass) {
+    const int shift = bits * pass / passes;
+    SortByDigit(chunks, shift, bits * (pass + 1) / passes - shift,
+                grads_.get(), other.get());
+    grads_.swap(other);
+  }
+  int64_t j = 1;
+  while (j < size_ && BeginsRow(j)) ++j;
+  repeat_ = j < size_;
+  return nullptr;
+}
+
+int64_t SparseRows::Find(int64_t row) const {
+  return std::lower_bound(grads_.get(), grads_.get() + size_, row,
+                          [](const RowGrad& grad, int64_t row) {
+                            return grad.row < row;
+                          }) -
+         grads_.get();
+}
+
+}  // namespace wrapopt
