@@ -27,7 +27,7 @@ optimizers = keras.optimizers
 
 @functools.cache
 def mirrored():
-  """One for all tests: collectives of a second one have the first one's keys."""
+  """One for all tests: a second one's collectives have the first one's keys."""
   return tf.distribute.MirroredStrategy(
       [f"CPU:{i}" for i in range(REPLICAS)])
 
@@ -89,7 +89,7 @@ WRAPPERS = {
 }
 
 STEPS = 3
-# None is empty: TensorFlow's sum of empty gradients over CPUs has another shape.
+# None is empty: the sum over CPUs of gradients of shape [0, 2] has shape [0].
 STARTS = {"matrix": np.array([[1, -0.5], [2, 3]], np.float32),
           "scalar": np.array(2, np.float32),
           "table": np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.float32)}
@@ -290,7 +290,8 @@ def test_averages_in_place_of_weights(dtype):
       for v, average in zip(variables, averages):
         np.testing.assert_array_equal(the_one(v), average)
       assert model.evaluate(INPUTS, TARGETS, verbose=0) == pytest.approx(
-          plain.evaluate(INPUTS, TARGETS, verbose=0), rel=1e-5 if dtype == "float32" else 1e-2)
+          plain.evaluate(INPUTS, TARGETS, verbose=0),
+          rel=1e-5 if dtype == "float32" else 1e-2)
       raise KeyError("an error")
   for v, value, average in zip(variables, raw, averages):
     assert not np.array_equal(value, average)

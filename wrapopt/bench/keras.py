@@ -214,8 +214,8 @@ def measure_swap(layers, width, n_rounds):
   # pylint: disable=g-import-not-at-top
   batch = tuple(map(tf.constant, _dense(1, width)))
   make = lambda **kwargs: keras.optimizers.SGD(1e-2, **kwargs)
-  models = {contender: _compiled(contender, lambda: _mlp(layers, width), batch, make,
-                                 False)
+  models = {contender: _compiled(
+      contender, lambda: _mlp(layers, width), batch, make, False)
             for contender in (_USE_EMA, _WRAPOPT)}
   for model in models.values():
     _first_step(model, batch)

@@ -127,8 +127,9 @@ def main(argv=None):
   averaged_logits, restored_logits = (
       m.predict(held_out[0], verbose=0) for m in (model, plain))
   if not np.array_equal(restored_logits, averaged_logits):
+    off = np.abs(restored_logits - averaged_logits).max()
     sys.exit(f"The model restored from {weights} is not the averaged one: "
-             f"logits differ by {np.abs(restored_logits - averaged_logits).max()}")
+             f"logits differ by {off}")
 
   _, raw, averaged = curve[-1]
   restored = digits.accuracy_of(restored_logits, held_out[1])
