@@ -34,7 +34,7 @@ CLASSES = {x for x in vars(keras.optimizers).values()
            } - {keras.optimizers.Optimizer}
 HOLDERS = {keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer}
 
-_NAME = "compares the name of the class, or a name or a count made from it"
+_NAME = "compares the name of the class, or a name or a config made from it"
 _ENDS = "reads weights after fit(), which ends with our averages in them"
 _PARTS = ("calls a part of a step by itself, which a wrapper leaves to the "
           "optimizer inside")
@@ -69,7 +69,6 @@ LEFT_OUT = {
     ("muon_test", "test_muon_single_step"): (_ALL, _PARTS),
     ("optimizer_test", "test_ema_with_model_fit"): (_AVERAGES, _ENDS),
     ("optimizer_test", "test_optimizer_auto_naming"): (_ALL, _NAME),
-    ("sgd_test", "test_single_step"): (_ALL, _NAME),
     **{("optimizer_sparse_test", f"test_sparse_gradients_{name}"): (
         _ALL, _PATCHED) for name in (
             "adadelta", "adafactor", "adagrad", "adamax", "adamw",
