@@ -155,11 +155,15 @@ def test_recalibration_inside_averaged_weights_is_put_back():
     np.testing.assert_array_equal(v, w)
 
 
-OPTIMIZERS = {"fused": lambda: "adam", "general": lambda: "nadam"}
+OPTIMIZERS = {
+    "fused": lambda: "adam", "general": lambda: "nadam",
+    "several": lambda: keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.SGD(), {".*kernel": keras.optimizers.Adam()}))}
 
 
 @pytest.mark.parametrize("inner,jit", [("fused", True), ("fused", False),
-                                       ("general", True)])
+                                       ("general", True), ("several", False)])
 def test_averaged_statistics(inner, jit):
   model = make(wrapopt.keras.MovingAverage(
       OPTIMIZERS[inner](), [0.75, 0.5], average_batch_norm=True))

@@ -193,19 +193,23 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   def averages(self, step):
     decays = self._decays_now(step.iterations)
     # The forward pass has updated them.
-    of_batch_norm = self._batch_norm_pairs()
+    of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
       self._update(of_batch_norm, decays)
     return list(map(step.of, self._rows)), decays
 
   def follow(self, step):
     self._update([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
-        self._rows, self._batch_norm_pairs())],
+        self._rows, self._batch_norm_pairs(step))],
                  self._decays_now(step.iterations))
 
-  def _batch_norm_pairs(self):
+  def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
     variables, rows = self._statistics()
+    # Keras's MultiOptimizer takes several steps, of which one stands for all.
+    first = self._var_key(self._trainable_variables[0])
+    if all(key != first for _, key in step.trained):
+      variables = []
     return [_replicas.components((v.value, row[self._var_key(v)].value)
                                  for v in variables) for row in rows]
 
