@@ -574,13 +574,13 @@ def stepping(opt, variables, mode):
   return tf.function(step, jit_compile=mode == "jit")
 
 
-@MODE
-@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+# What is not fused compiles long, and has nothing there that others do not have.
+@pytest.mark.parametrize("inner, mode", [
+    *((K.SGD, mode) for mode in MODES), (K.Adamax, "eager"),
+    (K.Adamax, "function")])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_accumulated_gradients(wrapper, inner, mode):
   """Only each third call takes a step, and is one to SWA and Lookahead."""
-  if mode == "jit" and inner is K.Adamax:
-    pytest.skip("compiles long, and has nothing that the others do not have")
   w, plain = keras.Variable([2.0]), keras.Variable([2.0])
   opt = WRAPPERS[wrapper](inner(0.5, gradient_accumulation_steps=3))
   stock = WRAPPERS[wrapper](inner(0.5))
@@ -592,7 +592,7 @@ def test_accumulated_gradients(wrapper, inner, mode):
       step(tf.constant([grad]))
       moved = [(v.numpy() != x).any() for v, x in zip((w, *opt._variables),
                                                        before)]
-      assert any(moved) == (grad == 6.0 and any(moved))
+      assert not any(moved) or grad == 6.0
     stock.apply([tf.constant([3.0])], [plain])
     for got, want in zip((w, *opt._variables), (plain, *stock._variables)):
       np.testing.assert_allclose(got.numpy(), want.numpy(), rtol=1e-6)
