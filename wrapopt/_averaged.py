@@ -1,7 +1,6 @@
 """Which variables an optimizer averages, and in which slots."""
 
 import collections.abc
-import contextlib
 import threading
 import weakref
 

@@ -78,6 +78,11 @@ _RULES = {
 }
 
 
+def value(variable):
+  """The tf.Variable of a variable, which may be one of Keras."""
+  return variable.value if isinstance(variable, keras.Variable) else variable
+
+
 def has_rule(opt):
   """Whether there is a one-pass op for an optimizer."""
   return type(opt) in _RULES
@@ -102,7 +107,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
     shadows: Rows of averages, one row for each decay.
     decays: As in `wrapopt.ops.apply`.
   """
-  values = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+  values = list(map(value, variables))
   grads = [_cast(g, v.dtype) for g, v in zip(grads, values)]
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))

@@ -11,7 +11,6 @@ from wrapopt import _routes
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import variable_of
 
 tf1 = tf.compat.v1
 

@@ -14,6 +14,7 @@ from wrapopt import _replicas
 from wrapopt import ops
 
 _interim = tf.__internal__.distribute.interim
+_value = _inner_keras.value
 
 
 class Step(typing.NamedTuple):
@@ -219,10 +220,6 @@ def _follow(followers, step, constraints):
         v.assign(constraint(v.read_value()))
   for follower in followers:
     follower.follow(step)
-
-
-def _value(variable):
-  return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def _one(strategy, value):

@@ -15,9 +15,11 @@ import tensorflow as tf
 from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _replicas
+from wrapopt import _wrapper as _checks
 from wrapopt.keras import _steps
 from wrapopt.keras import batch_norm as _batch_norm
 
+_value = _inner_keras.value
 
 def _is_made(wrapper):
   return "_held" in vars(wrapper)
@@ -578,10 +580,6 @@ def _seed(average, variable):
     s.assign(tf.cast(v, s.dtype))
 
 
-def _value(variable):
-  return variable.value if isinstance(variable, keras.Variable) else variable
-
-
 def path_of(variable):
   """The name that a variable has in checkpoints."""
   return getattr(variable, "path", None) or variable.name.split(":")[0]
@@ -608,10 +606,11 @@ def float32_for_half(dtype):
 
 
 def check_integer(name, value, least):
-  if not isinstance(value, numbers.Integral) or isinstance(value, bool):
-    raise TypeError(f"`{name}` must be an integer, got {value!r}.")
+  """`value` as an int; raises an error if it is none, or less than `least`."""
+  value = _checks.check_integer(name, value)
   if value < least:
     raise ValueError(f"`{name}` must be at least {least}, got {value}.")
+  return value
 
 
 def check_fraction(name, value):

@@ -56,7 +56,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
       ValueError: If a number is out of range.
     """
     super().__init__(optimizer, name)
-    _wrapper.check_integer("sync_period", sync_period, 1)
+    sync_period = _wrapper.check_integer("sync_period", sync_period, 1)
     _wrapper.check_fraction("slow_step_size", slow_step_size)
     self._sync_period = sync_period
     self._slow_step_size = slow_step_size

@@ -93,7 +93,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
                       f"numbers, got {average_decay!r}.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
-    _wrapper.check_integer("start_step", start_step, 0)
+    start_step = _wrapper.check_integer("start_step", start_step, 0)
     self._num_updates = num_updates
     self._start_step = start_step
     self._dynamic_decay = bool(dynamic_decay)

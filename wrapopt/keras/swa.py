@@ -53,8 +53,9 @@ class SWA(_wrapper.AveragingOptimizer):
       ValueError: If a number is out of range.
     """
     super().__init__(optimizer, name)
-    _wrapper.check_integer("average_period", average_period, 1)
-    _wrapper.check_integer("start_averaging", start_averaging, 0)
+    average_period = _wrapper.check_integer("average_period", average_period, 1)
+    start_averaging = _wrapper.check_integer("start_averaging",
+                                             start_averaging, 0)
     self._start_averaging = start_averaging
     self._average_period = average_period
 
