@@ -365,7 +365,7 @@ import keras
 import tensorflow as tf
 import wrapopt.keras
 
-def work(workers, index):
+def work(workers, index, all_done):
   os.environ["TF_CONFIG"] = json.dumps({
       "cluster": {"worker": workers},
       "task": {"type": "worker", "index": index}})
@@ -401,12 +401,16 @@ def work(workers, index):
       found[name].append(w.numpy().item())
   # In one piece: others write to the same pipe.
   os.write(1, f"{json.dumps([index, found])}\\n".encode())
+  # A worker that ends aborts the collective that a slower one is still in.
+  all_done.wait(120)
 
 # They start fast: the import is done, and nothing of TensorFlow has run yet.
+context = multiprocessing.get_context("fork")
+workers = sys.argv[1:]
+all_done = context.Barrier(len(workers))
 processes = [
-    multiprocessing.get_context("fork").Process(
-        target=work, args=(sys.argv[1:], index), daemon=True)
-    for index in range(len(sys.argv) - 1)]
+    context.Process(target=work, args=(workers, index, all_done), daemon=True)
+    for index in range(len(workers))]
 for process in processes:
   process.start()
 for process in processes:
