@@ -316,7 +316,7 @@ def pack(variables, groups=None):
   flats = []
   for group in buckets(variables) if groups is None else groups:
     first, *others = [variables[i] for i in group]
-    if others or not hasattr(first, "handle"):
+    if others or ops.is_ref_variable(first):
       flats.append(ops.read_packed([first, *others]))
       continue
     # Its buffer itself, which whoever writes to the variable leaves alone.
@@ -340,7 +340,7 @@ def assign_packed(variables, flats, groups=None):
   assigned = []
   for group, flat in zip(groups, flats, strict=True):
     first, *others = [variables[i] for i in group]
-    if others or not hasattr(first, "handle"):
+    if others or ops.is_ref_variable(first):
       assigned.append(ops.assign_packed([first, *others], flat))
       continue
     # It takes the buffer. The shape is a constant, which must not be there

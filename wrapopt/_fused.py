@@ -9,6 +9,8 @@ import typing
 import tensorflow as tf
 
 from wrapopt import _control_flow
+from wrapopt import _lazy
+from wrapopt import _native
 from wrapopt import ops
 
 _train = tf.compat.v1.train
@@ -103,6 +105,12 @@ def rule_of(opt):
   return find(opt) if find else None
 
 
+def leaves_rows(opt):
+  """Whether `opt` leaves rows alone that a sparse gradient lacks."""
+  rule = rule_of(opt)
+  return rule is not None and not _native.rules()[rule.rule].all_rows
+
+
 def can_apply(grads_and_vars):
   """Whether these gradients can be applied by one op."""
   variables = [v for g, v in grads_and_vars if g is not None]
@@ -141,11 +149,16 @@ def apply_gradients(opt, rule, step):
     for state, slot in rule.slots.items():
       states[state] = [opt.get_slot(v, slot) for v in variables]
     shadows = [averages.shadows(v) for v in variables] if averages else []
+    lazy = leaves_rows(opt)
+    log_decays = [
+        lazy and isinstance(g, tf.IndexedSlices) and _lazy.begin(of_variable) or
+        [None] * len(of_variable) for g, of_variable in zip(grads, shadows)]
     update = ops.apply(
         rule.rule, states, grads, rule.scalars(opt),
         shadows=[list(row) for row in zip(*shadows)],
         decay=averages.decays(step.global_step) if averages else [],
-        accept=step.accept, use_locking=opt._use_locking)
+        accept=step.accept, use_locking=opt._use_locking,
+        log_decays=zip(*log_decays))
     updates = [] if update is None else [update]
     if step.global_step is None or step.accept is not True:
       done = _finish(opt, updates, scope, step.accept)
@@ -161,7 +174,7 @@ def _finish(opt, updates, name, accept):
   if accept is True or (
       type(opt)._finish is tf.compat.v1.train.Optimizer._finish):
     return opt._finish(updates, name)
-  has_refs = any(not hasattr(v, "handle") for v in opt._non_slot_variables())
+  has_refs = any(ops.is_ref_variable(v) for v in opt._non_slot_variables())
   with tf.control_dependencies(updates):
     return _control_flow.cond(accept, lambda: opt._finish([], name), has_refs)
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from wrapopt import _control_flow
 from wrapopt import _fused
+from wrapopt import ops
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
@@ -23,15 +24,21 @@ class Averages(typing.NamedTuple):
     shadows: A function that gives a variable's averages, one for each decay.
     decays: A function that gives the decays of this step. It takes the step
       variable that is yet to count this step, or None.
-    update: A function of the operation that takes the step (or None), and of
-      what `decays` takes. It updates the averages, and returns an operation that
-      has done both (or None).
+    begin: A function that is called before a step that `update` follows. It
+      takes the step's gradients and whether the step leaves rows alone that a
+      sparse gradient lacks. It returns operations to run before the step, and
+      what `update` must know.
+    update: A function of the operation that takes the step (or None), of what
+      `decays` takes, and of what `begin` has returned for it, if anything. It
+      updates the averages, and returns an operation that has done both (or
+      None).
     last: Whether they must be updated by an operation of their own, after the
       step is taken and counted.
   """
   shadows: typing.Callable[[tf.Variable], list[tf.Variable]]
   decays: typing.Callable[[typing.Any], list[typing.Any]]
-  update: typing.Callable[[typing.Any, typing.Any], typing.Any]
+  begin: typing.Callable[[list, bool], tuple[list, typing.Any]]
+  update: typing.Callable[..., typing.Any]
   last: bool
 
 
@@ -106,11 +113,14 @@ def take(opt, step):
             type(opt).apply_gradients is not _Optimizer.apply_gradients)
 
   def apply(step):
-    applied = opt.apply_gradients(
-        step.grads_and_vars, global_step=step.global_step if counts else None,
-        name=step.name, **step.options)
-    return Taken(follow(applied, averages, None if counts else step.global_step),
-                 counts)
+    first, of_step = averages.begin(
+        step.grads_and_vars, _fused.leaves_rows(opt)) if averages else ([], None)
+    with tf.control_dependencies(first):
+      applied = opt.apply_gradients(
+          step.grads_and_vars, global_step=step.global_step if counts else None,
+          name=step.name, **step.options)
+    return Taken(follow(applied, averages,
+                        None if counts else step.global_step, of_step), counts)
 
   return where_accepted(opt, step, apply)
 
@@ -141,18 +151,20 @@ def where_accepted(opt, step, apply):
   return Taken(done, all(counted))
 
 
-def follow(applied, averages, counted_by=None):
+def follow(applied, averages, counted_by=None, of_step=None):
   """Updates averages after a step.
 
   Args:
     applied: The operation or tensor that tells that the step was taken, or None.
     averages: Averages, or None.
     counted_by: The step variable that is yet to count this step, or None.
+    of_step: What `averages.begin` has returned for `update`, if it was called.
 
   Returns:
     `applied`, or an operation that has updated the averages too, or None.
   """
-  return applied if averages is None else averages.update(applied, counted_by)
+  return (applied if averages is None
+          else averages.update(applied, counted_by, of_step))
 
 
 def group(*operations, name=None):
@@ -198,7 +210,7 @@ def _names_of_non_slots():
 
 
 def _any_ref(grads_and_vars):
-  return any(isinstance(v, tf.Variable) and not hasattr(v, "handle")
+  return any(isinstance(v, tf.Variable) and ops.is_ref_variable(v)
              for _, v in grads_and_vars)
 
 

@@ -699,7 +699,7 @@ def _reads_after(recorded):
                                            *tf1.local_variables(),
                                            *tf1.trainable_variables())
                       if isinstance(v, tf.Variable)
-                      and not hasattr(v, "handle")}.values()]
+                      and ops.is_ref_variable(v)}.values()]
   # The tensor that a ref variable is converted to was made with the variable.
   before = [v._snapshot for v in refs]
   with tf.control_dependencies([recorded.op]):

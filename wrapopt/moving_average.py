@@ -8,6 +8,8 @@ from wrapopt import _averaged
 from wrapopt import _control_flow
 from wrapopt import _decays
 from wrapopt import _exchange
+from wrapopt import _fused
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
@@ -160,10 +162,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     variables = self._averaged_variables(step.grads_and_vars)
     taken = self._take_inner(step.with_one_pass(self._fused)._replace(
         averages=_step.Averages(
-            lambda v: [self._shadow(v, k) for k in range(len(self._decays))],
+            self._shadows,
             self._decays_now,
-            lambda applied, counted_by: self._update_after(
-                applied, variables, counted_by),
+            self._begin,
+            lambda applied, counted_by, rows=None: self._update_after(
+                applied, variables, counted_by, rows or {}),
             self._has_callables())))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
@@ -180,12 +183,19 @@ class MovingAverageOptimizer(WrapperOptimizer):
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
     if _current_graph() is None:
       self._refuse_in_place(None, "apply_gradients")
+    sparse = {v.ref() for g, v in grads_and_vars
+              if isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value before it.
-    self._create_averages(variables)
+    self._create_averages(variables, sparse)
     return variables
 
-  def _create_averages(self, variables):
-    """Makes the averages that `variables` do not have yet."""
+  def _create_averages(self, variables, sparse=()):
+    """Makes the averages that `variables` do not have yet.
+
+    Args:
+      variables: A list.
+      sparse: The references of those with a sparse gradient.
+    """
     if (tf.distribute.has_strategy() and
         not tf.distribute.in_cross_replica_context()):
       # Once for all replicas, as slots are made.
@@ -194,16 +204,40 @@ class MovingAverageOptimizer(WrapperOptimizer):
           args=(variables,))
       return
     with self._averaged.lock, tf.init_scope(), self._making_state():
-      self._make_averages(variables)
+      self._make_averages(variables, sparse)
 
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
     self._create_averages(var_list)
 
-  def _update_after(self, applied, variables, counted_by):
+  def _begin(self, grads_and_vars, leaves_rows):
+    """Prepares averages for a step: the `begin` of `_step.Averages`.
+
+    Returns:
+      Operations to run first, and the indices of the rows that move, by the
+      references of those variables of which only some do.
+    """
+    with_grads = [(g, v) for g, v in grads_and_vars
+                  if g is not None and isinstance(v, tf.Variable)]
+    rows = {v.ref(): g.indices for g, v in with_grads
+            if isinstance(g, tf.IndexedSlices) and self._sequential_update and
+            leaves_rows and _lazy.begin(self._shadows(v))}
+    if len({v.ref() for _, v in with_grads}) < len(with_grads):
+      rows = {}  # A variable that is named twice is updated twice.
+    first = []
+    for _, v in with_grads:
+      lazy = [s for s in self._shadows(v) if _lazy.is_lazy(s)]
+      if lazy:
+        caught_up = _lazy.catch_up(lazy, v, rows.get(v.ref()))
+        first.extend([caught_up] if caught_up is not None else [])
+    return first, rows
+
+  def _update_after(self, applied, variables, counted_by, rows):
     """Updates averages: the `update` of `_step.Averages`."""
     after = ([applied] if self._sequential_update and applied is not None
              else [])
+    lazy = [v for v in variables if v.ref() in rows]
+    variables = [v for v in variables if v.ref() not in rows]
     pairs = [self._pairs_of(variables, k) for k in range(len(self._decays))]
     with tf.control_dependencies(after):
       if (tf.distribute.has_strategy() and
@@ -212,7 +246,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
         updated = tf.distribute.get_replica_context().merge_call(
             lambda strategy: self._update_averages(pairs, counted_by))
       else:
-        updated = self._update_averages(pairs, counted_by)
+        updated = (self._update_averages(pairs, counted_by) if variables
+                   else None)
+        if lazy:
+          updated = _step.group(updated,
+                                self._update_rows(lazy, counted_by, rows))
     # After the step it stands for both.
     return updated if after and updated is not None else _step.group(
         applied, updated)
@@ -223,6 +261,16 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return ops.ema_update([[s for _, s in row] for row in pairs],
                           [v for v, _ in pairs[0]],
                           self._decays_now(counted_by))
+
+  def _update_rows(self, variables, counted_by, rows):
+    """Updates some rows of averages."""
+    indices = [rows[v.ref()] for v in variables]
+    updates = []
+    for k, decay in enumerate(self._decays_now(counted_by)):
+      shadows = [self._shadow(v, k) for v in variables]
+      updates.append(ops.sparse_ema_update(
+          shadows, variables, [s.log_decays for s in shadows], indices, decay))
+    return _step.group(*updates)
 
   @property
   def fused(self):
@@ -260,14 +308,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
 
+  def _shadows(self, variable):
+    """The averages of a variable, one for each decay."""
+    return [self._shadow(variable, k) for k in range(len(self._decays))]
+
   def _own_slot_names(self):
     return self._slot_of_decay
 
-  def _make_averages(self, variables):
+  def _make_averages(self, variables, sparse):
     averaged = self._averaged.of(_current_graph())
     new = [v for v in variables if v not in averaged]
     for variable in new:
-      self._make_average(variable)
+      self._make_average(variable, variable.ref() in sparse)
       averaged.add(variable, self._slots.values())
     if new and not tf.executing_eagerly():
       # A graph may be finalized when averaged_weights() needs this.
@@ -277,8 +329,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
         if pairs:
           averaged.exchanges[k].append(ops.exchange(*zip(*pairs)).name)
 
-  def _make_average(self, variable):
-    """The averages of `variable`, one for each decay, made where missing."""
+  def _make_average(self, variable, is_sparse):
+    """The averages of `variable`, one for each decay, made where missing.
+
+    Args:
+      variable: A variable.
+      is_sparse: Whether they are made for a sparse gradient.
+    """
     if not tf.executing_eagerly():
       # It holds the variable as long as the graph is there.
       collection = tf.compat.v1.get_collection_ref(
@@ -301,6 +358,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
                 for v in _replicas.values(variable)]
     shadows = [self._get_or_make_slot(variable, values[0], slot, slot)
                for slot in self._slot_of_decay]
+    if _fused.leaves_rows(self._innermost()) and (
+        is_sparse or tf.executing_eagerly()):
+      for shadow in shadows:
+        _lazy.watch(shadow, variable)
+      if not tf.executing_eagerly():
+        # Before there is an initializer, which must know.
+        _lazy.begin(shadows)
     if not tf.executing_eagerly():
       for v, value, *of_v in zip(_replicas.values(variable), values,
                                  *map(_replicas.values, shadows)):
@@ -315,6 +379,24 @@ class MovingAverageOptimizer(WrapperOptimizer):
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
+
+  def is_lazy(self, var):
+    """Whether the averages of a variable move by the rows of its gradients.
+
+    It is so for an inner optimizer that leaves rows alone which a sparse
+    gradient lacks, as all of `fused` do but Adam. A step then costs no more than
+    the rows that it touches. The other rows make up for the steps they have
+    missed, exactly, before an average is read. It is not so for ref variables,
+    on a GPU, in a `tf.distribute` strategy, and for a variable whose first
+    gradient in a graph was dense.
+
+    Args:
+      var: A variable.
+
+    Returns:
+      A bool.
+    """
+    return any(_lazy.is_lazy(s) for s in self._shadows(var))
 
   # The averages
 
@@ -554,7 +636,7 @@ def _start_at_value(shadows, variable, initial_value):
     variable: A variable of a graph.
     initial_value: Its initial value, in the dtype of the averages.
   """
-  is_ref = not hasattr(variable, "handle")
+  is_ref = ops.is_ref_variable(variable)
   cond = _control_flow.cond_of_refs if is_ref else tf.cond
   with ops.device_of(variable):
     value = cond(

@@ -50,9 +50,11 @@ __all__ = [
     "averaging_push",
     "averaging_rounds",
     "averaging_wait",
+    "catch_up",
     "ema_update",
     "exchange",
     "read_packed",
+    "sparse_ema_update",
     "staleness_complete",
     "staleness_gate",
     "staleness_record",
@@ -165,7 +167,7 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
         _check_kind(f"{subject}[{i}]", row[i], like, first)
         dtype = _check_mixed_dtype(f"{subject}[{i}]", row[i], dtype)
         _check_shape(f"{subject}[{i}]", row[i], like, first)
-      groups[_is_ref(first), first.device, dtype,
+      groups[is_ref_variable(first), first.device, dtype,
              tuple(row[i].dtype.base_dtype for _, row in targets),
              tuple((isinstance(row[i], tf.Variable), row[i].dtype.base_dtype)
                    for _, row in sources)].append(i)
@@ -399,7 +401,7 @@ def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pyli
   with device_of(first):
     arguments = {"rounds": rounds, "round": _int64(round), "workers": workers,
                  "value": value, "name": name}
-    if _is_ref(first):
+    if is_ref_variable(first):
       return _result([_named(
           _raw.wrapopt_averaging_mean_ref(centers=centers, **arguments),
           centers=centers)])
@@ -522,7 +524,7 @@ def ema_update(shadows, values, decay, name=None):
 
   groups = collections.defaultdict(list)
   for i, value in enumerate(values):
-    groups[_is_ref(value), value.device, value.dtype.base_dtype,
+    groups[is_ref_variable(value), value.device, value.dtype.base_dtype,
            tuple(row[i].dtype.base_dtype for row in shadows)].append(i)
   with tf.name_scope(name or "EmaUpdate"):
     updates = []
@@ -544,6 +546,117 @@ def ema_update(shadows, values, decay, name=None):
             updates.append(_raw.wrapopt_ema_update(
                 [s.handle for s in flat], [v.handle for v in read], vector,
                 T=read[0].dtype, S=dtype))
+    return _result(updates)
+
+
+@not_converted
+def catch_up(shadows, values, log_decays, indices=(), name=None):
+  """Brings averages up to date of which steps have moved some rows only.
+
+  A step that leaves row `r` of a value `v` as it is moves the row's average `s`
+  towards a constant. Several such steps do so by the product of their decays.
+  So `apply` and `sparse_ema_update` with `log_decays` leave such rows alone, and
+  their cost does not depend on the size of the table. This function makes up for
+  all steps that a row has missed, exactly:
+
+      s[r] += (1 - exp(l[R] - l[r])) (v[r] - s[r])
+
+  where `l` are the log decays of `v`, and R is the number of its rows. Call it
+  before an average is read or written, and before anything but these functions
+  changes a value. It costs nothing where no step was taken since the last call.
+
+  Example:
+
+  >>> v, s = tf.Variable([[1.], [2.]]), tf.Variable([[0.], [0.]])
+  >>> log_decays = tf.Variable(tf.zeros([3], tf.float64))
+  >>> wrapopt.ops.sparse_ema_update([s], [v], [log_decays], [[0]], decay=0.75)
+  >>> s.numpy()[:, 0]
+  array([0.25, 0.  ], dtype=float32)
+  >>> wrapopt.ops.catch_up([s], [v], [log_decays])
+  >>> s.numpy()[:, 0]
+  array([0.25, 0.5 ], dtype=float32)
+
+  Args:
+    shadows: N variables, the averages, each of the shape of its value, and of
+      its dtype or float32 where the value is float16 or bfloat16.
+    values: N variables with rows, of dtype float16, bfloat16, float32 or
+      float64. They are only read.
+    log_decays: N float64 variables of shape [R + 1]. The last element is the sum
+      of log(decay) over all steps; element `r` is that sum when row `r` was last
+      up to date. They start at zeros; one that is not initialized counts as
+      zeros.
+    indices: Empty: all rows catch up, and the log decays become zeros. Or N
+      int32 or int64 vectors: these rows do.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    As `ema_update`.
+  """
+  values, shadows, log_decays = _lazy_variables(values, shadows, log_decays)
+  indices = [tf.convert_to_tensor(x) for x in indices]
+  updates = []
+  with tf.name_scope(name or "CatchUp"):
+    for members in _alike(values, shadows, indices):
+      with device_of(values[members[0]]):
+        updates.append(_raw.wrapopt_catch_up(
+            [shadows[i]._handle for i in members],
+            [values[i].handle for i in members],
+            [log_decays[i]._handle for i in members],
+            [indices[i] for i in members] if indices else [],
+            T=values[members[0]].dtype, S=shadows[members[0]].dtype))
+    return _result(updates)
+
+
+@not_converted
+def sparse_ema_update(shadows, values, log_decays, indices, decay, name=None):
+  """Updates averages after a step that has changed some rows of their values.
+
+  As `ema_update`, at the cost of these rows: the others lag behind until
+  `catch_up`. Before the step that changes the values, these rows must catch up:
+
+      wrapopt.ops.catch_up(shadows, values, log_decays, indices)
+      ... the step ...
+      wrapopt.ops.sparse_ema_update(shadows, values, log_decays, indices, decay)
+
+  Args:
+    shadows: As in `catch_up`.
+    values: As in `catch_up`.
+    log_decays: As in `catch_up`.
+    indices: N int32 or int64 vectors: the rows that the step has changed. A row
+      may be named several times, and moves once.
+    decay: A number in [0, 1], or a scalar tensor or variable of any floating
+      dtype.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
+    range.
+  """
+  values, shadows, log_decays = _lazy_variables(values, shadows, log_decays)
+  indices = [tf.convert_to_tensor(x) for x in indices]
+  if len(indices) != len(values):
+    raise ValueError(f"`indices` must hold one vector for each of the "
+                     f"{len(values)} values, got {len(indices)}.")
+  [decay], _ = _shadows([decay], [shadows], values, "values")
+  updates = []
+  with tf.name_scope(name or "SparseEmaUpdate"):
+    for members in _alike(values, shadows, indices):
+      first = values[members[0]]
+      with host_of(first):
+        vector = _float64_vector([decay])
+      with device_of(first):
+        updates.append(_raw.wrapopt_sparse_ema_update(
+            [shadows[i]._handle for i in members],
+            [values[i].handle for i in members],
+            [log_decays[i]._handle for i in members],
+            [indices[i] for i in members], vector,
+            T=first.dtype, S=shadows[members[0]].dtype))
     return _result(updates)
 
 
@@ -590,8 +703,8 @@ def exchange(a, b, name=None):
     _check_dtype(f"b[{i}]", y, (x.dtype.base_dtype,))
     _check_shape(f"b[{i}]", y, f"a[{i}]", x)
     # A ref op's variables are of one dtype; handles tell their own.
-    groups[_is_ref(x), x.device,
-           x.dtype.base_dtype if _is_ref(x) else None].append((x, y))
+    groups[is_ref_variable(x), x.device,
+           x.dtype.base_dtype if is_ref_variable(x) else None].append((x, y))
   with tf.name_scope(name or "Exchange"):
     exchanges = []
     for (is_ref, _, _), pairs in groups.items():
@@ -641,7 +754,7 @@ def read_packed(variables, name=None):
   """
   variables = _packed_variables(variables)
   with device_of(variables[0]):
-    if _is_ref(variables[0]):
+    if is_ref_variable(variables[0]):
       packed = _raw.wrapopt_read_packed_ref(variables, name=name)
       _named(packed.op, variables=variables)
       return packed
@@ -681,7 +794,7 @@ def assign_packed(variables, packed, name=None):
   with device_of(first):
     packed = tf.convert_to_tensor(packed)
     _check_dtype("packed", packed, (first.dtype.base_dtype,))
-    if _is_ref(first):
+    if is_ref_variable(first):
       assigned = _raw.wrapopt_assign_packed_ref(variables, packed, name=name)
       _not_with_tensors(assigned, first)
       return _result([_named(assigned, variables=variables)])
@@ -691,7 +804,7 @@ def assign_packed(variables, packed, name=None):
 
 @not_converted
 def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
-          use_locking=True, name=None):
+          use_locking=True, name=None, log_decays=()):
   """Takes an optimizer's step and averages the result, in one pass over memory.
 
   For each variable, its slots and its gradient, the update rule of that name
@@ -733,6 +846,10 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
       constant, a step that changes nothing takes as long as one that does.)
     use_locking: Whether the variables are locked against other updates.
     name: A name for the operation.
+    log_decays: Empty, or for each shadow a variable as in `catch_up` or None.
+      A shadow that has one, of a variable with a sparse gradient, moves in the
+      rows that the gradient holds; the others lag behind until `catch_up`. Only
+      for a rule that changes no other row, and not on a GPU.
 
   Returns:
     As `ema_update`.
@@ -765,6 +882,7 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
                    _FLOATS if state == "var" else (var.dtype.base_dtype,))
       _check_shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]", var)
   decays, shadows = _shadows(decay, shadows, variables, "states['var']")
+  log_decays = [list(row) for row in log_decays]
 
   groups = collections.defaultdict(list)
   for i, (var, grad) in enumerate(zip(variables, grads)):
@@ -785,19 +903,29 @@ def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
     if len(dtypes) > 1:
       raise TypeError(f"The shadows of '{var.name}' must be of one dtype, got "
                       f"{' and '.join(sorted(d.name for d in dtypes))}.")
-    groups[_is_ref(var), var.device, var.dtype.base_dtype, grad_dtype,
+    groups[is_ref_variable(var), var.device, var.dtype.base_dtype, grad_dtype,
            dtypes.pop() if dtypes else var.dtype.base_dtype,
-           sparse and grad.indices.dtype].append(i)
+           sparse and grad.indices.dtype,
+           sparse and _is_lazy(log_decays, shadows, i)].append(i)
   with tf.name_scope(name or f"Apply{rule}"):
     updates = []
-    for (is_ref, _, dtype, _, shadow_dtype, sparse), members in groups.items():
+    for (is_ref, _, dtype, _, shadow_dtype, sparse,
+         lazy), members in groups.items():
       op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_{suffix}"
                    f"{'_ref' if is_ref else ''}")
       def chosen(variables):
         chosen = [variables[i] for i in members]
         return chosen if is_ref else [v.handle for v in chosen]
       arguments = {state: chosen(slots) for state, slots in states.items()}
-      arguments["shadows"] = [s for row in shadows for s in chosen(row)]
+      if lazy:
+        # Not `handle`, which belongs to an average that has caught up.
+        arguments["shadows"], arguments["log_decays"] = (
+            [row[i]._handle for row in rows for i in members]
+            for rows in (shadows, log_decays))
+      else:
+        arguments["shadows"] = [s for row in shadows for s in chosen(row)]
+        if sparse and not is_ref:
+          arguments["log_decays"] = []
       if sparse:
         arguments["grad"] = [grads[i].values for i in members]
         arguments["indices"] = [grads[i].indices for i in members]
@@ -861,7 +989,7 @@ def staleness_record(step, name=None):
   """
   _check_step(step)
   with device_of(step):
-    if _is_ref(step):
+    if is_ref_variable(step):
       return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
     return tuple(_raw.wrapopt_staleness_record(step.handle, name=name))
 
@@ -932,7 +1060,7 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
   state = (step, stale_counter, histogram)
   with device_of(step):
     arguments = (_int64(recorded), _int64(limit))
-    if _is_ref(step):
+    if is_ref_variable(step):
       return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
           *state, *arguments, name=name))
     return StalenessVerdict(*_raw.wrapopt_staleness_gate(
@@ -965,7 +1093,7 @@ def staleness_complete(ticket, step, increment=True, name=None):
   """
   _check_step(step)
   with device_of(step):
-    if _is_ref(step):
+    if is_ref_variable(step):
       return _result([_raw.wrapopt_staleness_complete_ref(
           ticket, step, increment=increment, name=name)])
     return _result([_raw.wrapopt_staleness_complete(
@@ -1001,6 +1129,49 @@ def _shadows(decay, shadows, values, values_name):
       _check_dtype(f"{subject}[{i}]", shadow, _shadow_dtypes(value.dtype))
       _check_shape(f"{subject}[{i}]", shadow, f"{values_name}[{i}]", value)
   return decays, shadows
+
+
+def _lazy_variables(values, shadows, log_decays):
+  """The arguments of `catch_up` as lists, checked."""
+  values = _variables("values", values)
+  _, [shadows] = _shadows([0], [shadows], values, "values")
+  log_decays = _variables("log_decays", log_decays)
+  if len(log_decays) != len(values):
+    raise ValueError(f"`log_decays` must hold one variable for each of the "
+                     f"{len(values)} values, got {len(log_decays)}.")
+  for i, (value, x) in enumerate(zip(values, log_decays)):
+    _check_dtype(f"values[{i}]", value, _FLOATS)
+    _check_dtype(f"log_decays[{i}]", x, (tf.float64,))
+    for subject, y in (("values", value), ("shadows", shadows[i]),
+                       ("log_decays", x)):
+      if is_ref_variable(y):
+        raise TypeError(f"`{subject}[{i}]` ('{y.name}') must be a resource "
+                        "variable, got a ref variable.")
+  return values, shadows, log_decays
+
+
+def _alike(values, shadows, indices):
+  """Groups of positions that one op serves: lists."""
+  groups = collections.defaultdict(list)
+  for i, (value, shadow) in enumerate(zip(values, shadows)):
+    groups[value.device, value.dtype, shadow.dtype,
+           indices[i].dtype if indices else None].append(i)
+  return groups.values()
+
+
+def _is_lazy(log_decays, shadows, i):
+  """Whether the shadows of variable `i` have log decays."""
+  row = [of_decay[i] for of_decay in log_decays]
+  if all(x is None for x in row):
+    return False
+  if len(row) != len(shadows) or any(x is None for x in row):
+    raise ValueError(
+        "`log_decays` must hold one variable for each shadow of a variable or "
+        f"None for all of them, got {row} for variable {i}.")
+  for k, x in enumerate(row):
+    _check_variable(f"log_decays[{k}][{i}]", x)
+    _check_dtype(f"log_decays[{k}][{i}]", x, (tf.float64,))
+  return True
 
 
 def _read(x):
@@ -1099,11 +1270,11 @@ def _weight_vector(weights, order):
 
 
 def _check_kind(subject, x, like_subject, like):
-  if isinstance(x, tf.Variable) and _is_ref(x) != _is_ref(like):
+  if isinstance(x, tf.Variable) and is_ref_variable(x) != is_ref_variable(like):
     kinds = {True: "ref", False: "resource"}
     raise TypeError(
-        f"`{subject}` ('{x.name}') must be a {kinds[_is_ref(like)]} variable "
-        f"as {like_subject} ('{like.name}') is, got a {kinds[_is_ref(x)]} "
+        f"`{subject}` ('{x.name}') must be a {kinds[is_ref_variable(like)]} variable "
+        f"as {like_subject} ('{like.name}') is, got a {kinds[is_ref_variable(x)]} "
         "variable.")
 
 
@@ -1188,8 +1359,10 @@ def _check_variable(subject, variable):
     raise TypeError(f"`{subject}` must be a variable, got {variable!r}.")
 
 
-def _is_ref(variable):
-  return not hasattr(variable, "handle")
+def is_ref_variable(variable):
+  """Whether a variable is one of TensorFlow 1's, without a handle."""
+  # First the class: to take an average's handle brings it up to date.
+  return not (hasattr(type(variable), "handle") or hasattr(variable, "handle"))
 
 
 def _named(op, **variables):

@@ -48,6 +48,7 @@ class ApplyOp : public OpKernel {
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
     OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
     dtype_ = contract_.dtype();
     grad_dtype_ = contract_.grad_dtype();
     step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
@@ -64,9 +65,10 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, CheckScalar("accept", accept->shape()));
     if (!accept->scalar<bool>()()) return;
 
-    std::vector<double> scalars, rates;
+    std::vector<double> scalars, rates, logs;
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
-    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
+    const bool lazy = averages_.lazy();
 
     Variables variables(ctx, &memory_);
     std::vector<int> states(contract_.states().size());
@@ -76,11 +78,17 @@ class ApplyOp : public OpKernel {
     }
     int shadows;
     OP_REQUIRES_OK(ctx, variables.Find("shadows", access_, &shadows));
+    int log_decays = -1;
+    if (lazy) {
+      OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
+    }
     OP_REQUIRES_OK(ctx, variables.Lock());
 
     const int n = contract_.variables();
     const int var = states[0];
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, var));
+    OP_REQUIRES_OK(ctx,
+                   averages_.CheckLogDecays(&variables, log_decays, var));
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
     std::vector<Rows> rows(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
@@ -91,13 +99,23 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
     if (sparse_ && IsOnGpu(ctx)) {
+      OP_REQUIRES(ctx, !lazy,
+                  absl::UnimplementedError(
+                      "log_decays must be empty on a GPU: there the averages "
+                      "of all rows move in each step"));
       OP_REQUIRES_OK(ctx,
                      ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
     } else if (sparse_) {
       for (int i = 0; i < n; ++i) {
+        std::vector<LazyAverage> averages;
+        if (lazy) {
+          averages = averages_.OfValue(&variables, shadows, var, log_decays, i,
+                                       rates, logs);
+        }
         ApplyRows(ctx, &variables, states, i, rows[i].values, rows[i].sorted,
-                  scalars);
+                  scalars, averages);
       }
+      if (lazy) return;
     }
     Pass pass;
     const size_t var_bytes = SizeOf(NumberOf(dtype_));
@@ -171,12 +189,7 @@ class ApplyOp : public OpKernel {
     const int var = states[0] + i;
     TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grads[i].shape(),
                                            indices.shape()));
-    const int64_t limit = variables.tensor(var)->dim_size(0);
-    if (const RowGrad* bad = rows->sorted.Sort(ctx, indices, limit)) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "indices[", i, "][", bad->position, "] must be in [0, ", limit,
-          "), the rows of ", variables.Describe(var), ", got ", bad->row));
-    }
+    TF_RETURN_IF_ERROR(rows->sorted.Sort(ctx, indices, i, variables, var));
     rows->values = grads[i];
     // A ref variable is read in place. The step of one row must not change the
     // gradient of another.
@@ -292,8 +305,8 @@ class ApplyOp : public OpKernel {
   // sum while the first-level cache has it.
   void ApplyRows(OpKernelContext* ctx, Variables* variables,
                  const std::vector<int>& states, int i, const Tensor& grad,
-                 const SparseRows& rows,
-                 const std::vector<double>& scalars) const {
+                 const SparseRows& rows, const std::vector<double>& scalars,
+                 const std::vector<LazyAverage>& averages) const {
     const Tensor& value = *variables->tensor(states[0] + i);
     const int64_t elements = value.NumElements();
     if (elements == 0) return;
@@ -317,39 +330,53 @@ class ApplyOp : public OpKernel {
     };
     // Takes it for elements [begin, end) of the row that begins at `j`.
     auto apply_row = [&](int64_t j, int64_t begin, int64_t end) {
-      const int64_t first = rows[j].row * row;
-      if (!rows.repeat()) {
-        apply(static_cast<const char*>(grad.data()) +
-                  (rows[j].position * row + begin) * grad_bytes,
-              first + begin, first + end);
-        return;
-      }
+      const int64_t index = rows[j].row;
+      const int64_t first = index * row;
       alignas(64) double sums[kBlock];
       for (int64_t next; begin < end; begin = next) {
         next = std::min(begin + kBlock, end);
-        sum_(sums, grad.data(), row, &rows[j], rows.EndOfRow(j) - j, begin,
-             next);
-        apply(sums, first + begin, first + next);
+        for (const LazyAverage& average : averages) {
+          average.CatchUp(index, begin, next);
+        }
+        if (rows.repeat()) {
+          sum_(sums, grad.data(), row, &rows[j], rows.EndOfRow(j) - j, begin,
+               next);
+          apply(sums, first + begin, first + next);
+        } else {
+          apply(static_cast<const char*>(grad.data()) +
+                    (rows[j].position * row + begin) * grad_bytes,
+                first + begin, first + next);
+        }
+        for (const LazyAverage& average : averages) {
+          average.Step(index, begin, next);
+        }
       }
     };
 
     if (rule_.sparse == Sparse::kRows) {
-      // Each gradient has a unit for each block of its row. Those of a row's
-      // first gradient do the work.
-      const int64_t blocks = (row + kBlock - 1) / kBlock;
+      // Each gradient has a unit for each part of its row. Those of a row's
+      // first gradient do the work. A row whose averages may lag behind is one
+      // part, for it is marked when it is done.
+      const int64_t part = averages.empty() ? kBlock : row;
+      const int64_t parts = (row + part - 1) / part;
       const int64_t cycles_per_unit =
-          40 + std::min(row, kBlock) * (grad_bytes + bytes * states.size()) / 4;
-      RunParallel(ctx, rows.size() * blocks, cycles_per_unit,
+          40 + std::min(row, part) *
+                   (grad_bytes + bytes * (states.size() + averages.size())) / 4;
+      RunParallel(ctx, rows.size() * parts, cycles_per_unit,
                   [&](int64_t begin, int64_t end) {
-                    int64_t j = begin / blocks, block = begin % blocks;
+                    int64_t j = begin / parts, at = begin % parts;
                     for (; begin < end; ++begin) {
                       if (rows.BeginsRow(j)) {
-                        apply_row(j, block * kBlock,
-                                  std::min((block + 1) * kBlock, row));
+                        apply_row(j, at * part,
+                                  std::min((at + 1) * part, row));
+                        for (const LazyAverage& average : averages) {
+                          average.Mark(rows[j].row);
+                        }
                       }
-                      if (++block == blocks) block = 0, ++j;
+                      if (++at == parts) at = 0, ++j;
                     }
                   });
+      for (const LazyAverage& average : averages) average.EndStep();
       return;
     }
     // Rows without a gradient have gradient zero.
@@ -419,6 +446,7 @@ void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
   }
   if (ref) return;
   kernel->HostMemory("shadows");
+  if (sparse) kernel->HostMemory("log_decays");
   for (const absl::string_view name : absl::StrSplit(rule.states, ' ')) {
     kernel->HostMemory(std::string(name).c_str());
   }

@@ -23,14 +23,40 @@ absl::Status Averages::Init(tensorflow::OpKernelConstruction* ctx, Isa isa) {
   TF_RETURN_IF_ERROR(ShadowContract::Init(ctx));
   step_ = FindStep(RuleId::kEma, NumberOf(shadow_dtype()),
                    NumberOf(value_dtype()), isa);
+  catch_up_ =
+      FindCatchUp(NumberOf(shadow_dtype()), NumberOf(value_dtype()), isa);
+  return absl::OkStatus();
+}
+
+absl::Status Averages::FindLogDecays(Variables* variables, int* first) const {
+  return variables->FindOrMake("log_decays", Variables::Access::kWrite,
+                               tensorflow::DT_DOUBLE, first);
+}
+
+absl::Status Averages::CheckLogDecays(Variables* variables, int first,
+                                      int values) const {
+  if (!lazy()) return absl::OkStatus();
+  for (int i = 0; i < this->values(); ++i) {
+    tensorflow::TensorShape shape;
+    TF_RETURN_IF_ERROR(ShapeOfLogDecays(*variables, values + i, &shape));
+    for (int k = 0; k < per_value(); ++k) {
+      TF_RETURN_IF_ERROR(
+          variables->CheckShape(first + k * this->values() + i, shape));
+    }
+  }
   return absl::OkStatus();
 }
 
 absl::Status Averages::ReadDecays(tensorflow::OpKernelContext* ctx,
-                                  std::vector<double>* rates) const {
+                                  std::vector<double>* rates,
+                                  std::vector<double>* logs) const {
   const tensorflow::Tensor* decays;
   TF_RETURN_IF_ERROR(ctx->input("decays", &decays));
-  return ToRates(*decays, rates);
+  TF_RETURN_IF_ERROR(ToRates(*decays, rates));
+  for (int k = 0; logs != nullptr && k < per_value(); ++k) {
+    logs->push_back(LogOf(decays->vec<double>()(k)));
+  }
+  return absl::OkStatus();
 }
 
 void Averages::AddStages(const std::vector<double>& rates, size_t value_bytes,
@@ -49,6 +75,25 @@ void Averages::AddOperands(Variables* variables, int shadows, int values,
     operands->push_back(variables->data(shadows + k * this->values() + i));
     operands->push_back(variables->data(values + i));
   }
+}
+
+std::vector<LazyAverage> Averages::OfValue(
+    Variables* variables, int shadows, int values, int log_decays, int i,
+    const std::vector<double>& rates, const std::vector<double>& logs) const {
+  std::vector<LazyAverage> result;
+  const tensorflow::Tensor& value = *variables->tensor(values + i);
+  const int64_t rows = value.dim_size(0);
+  for (int k = 0; k < per_value(); ++k) {
+    const int at = k * this->values() + i;
+    result.push_back(
+        {catch_up_, step_, static_cast<char*>(variables->data(shadows + at)),
+         static_cast<const char*>(variables->data(values + i)),
+         SizeOf(NumberOf(shadow_dtype())), SizeOf(NumberOf(value_dtype())),
+         rows, rows == 0 ? 0 : value.NumElements() / rows,
+         static_cast<double*>(variables->data(log_decays + at)),
+         rates.empty() ? 0 : rates[k], logs.empty() ? 0 : logs[k]});
+  }
+  return result;
 }
 
 }  // namespace wrapopt

@@ -17,14 +17,71 @@ namespace wrapopt {
 
 Number NumberOf(tensorflow::DataType dtype);
 
+// One average of a variable, of which a step moves the rows that it touches. The
+// others lag behind until a step touches them or somebody reads them.
+//
+// log_decays[r] is the sum of log(decay) over all steps up to the one when row r
+// was up to date; that of all steps is the last element.
+struct LazyAverage {
+  CatchUpFn catch_up;
+  StepFn step;
+  char* shadow;
+  const char* value;
+  size_t shadow_bytes, value_bytes;  // Of an element.
+  int64_t rows, row_elements;
+  double* log_decays;
+  double rate, log_decay;  // Of this step.
+
+  double& all_steps() const { return log_decays[rows]; }
+
+  // Brings rows up to date but for this step: while the value is what it was.
+  void CatchUp(int64_t row, int64_t count) const {
+    catch_up(Shadow(row), Value(row), log_decays + row, all_steps(),
+             row_elements, count);
+  }
+  // The same for elements [begin, end) of a row.
+  void CatchUp(int64_t row, int64_t begin, int64_t end) const {
+    catch_up(Shadow(row) + begin * shadow_bytes,
+             Value(row) + begin * value_bytes, log_decays + row, all_steps(),
+             end - begin, 1);
+  }
+
+  // Takes this step, for elements [begin, end) of a row that has caught up.
+  void Step(int64_t row, int64_t begin, int64_t end) const {
+    void* const operands[] = {Shadow(row), const_cast<char*>(Value(row))};
+    step(operands, &rate, begin, end, Ahead());
+  }
+
+  // The row has taken this step.
+  void Mark(int64_t row) const {
+    log_decays[row] = all_steps() + log_decay;
+  }
+  // All rows have taken it that are going to.
+  void EndStep() const { all_steps() += log_decay; }
+
+ private:
+  char* Shadow(int64_t row) const {
+    return shadow + row * row_elements * shadow_bytes;
+  }
+  const char* Value(int64_t row) const {
+    return value + row * row_elements * value_bytes;
+  }
+};
+
 // How the CPU updates K averages of each of an op's N values.
 class Averages : public ShadowContract {
  public:
   absl::Status Init(tensorflow::OpKernelConstruction* ctx, Isa isa);
 
-  // The op's input "decays" as rates.
+  // The op's input "log_decays", and what it must be.
+  absl::Status FindLogDecays(Variables* variables, int* first) const;
+  absl::Status CheckLogDecays(Variables* variables, int first,
+                              int values) const;
+
+  // The op's input "decays" as rates, and as logarithms.
   absl::Status ReadDecays(tensorflow::OpKernelContext* ctx,
-                          std::vector<double>* rates) const;
+                          std::vector<double>* rates,
+                          std::vector<double>* logs = nullptr) const;
 
   // One stage for each decay; `value_bytes` is what the first of them pays for
   // reading an element of the value.
@@ -35,8 +92,16 @@ class Averages : public ShadowContract {
   void AddOperands(Variables* variables, int shadows, int values, int i,
                    std::vector<void*>* operands) const;
 
+  // The averages of value `i`, which may lag behind, in the step of these
+  // decays; none in no step. `log_decays` is the first of that input's.
+  std::vector<LazyAverage> OfValue(Variables* variables, int shadows,
+                                   int values, int log_decays, int i,
+                                   const std::vector<double>& rates,
+                                   const std::vector<double>& logs) const;
+
  private:
   RuleStep step_;
+  CatchUpFn catch_up_;
 };
 
 }  // namespace wrapopt

@@ -78,6 +78,16 @@ absl::Status ShadowContract::Init(OpKernelConstruction* ctx) {
                      " values, got ", shadows));
   }
   k_ = shadows / n_;
+  if (ctx->HasAttr("NL")) {
+    int log_decays;
+    TF_RETURN_IF_ERROR(ctx->GetAttr("NL", &log_decays));
+    lazy_ = log_decays > 0;
+    if (lazy_ && log_decays != shadows) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "log_decays must be none or one for each of the ", shadows,
+          " shadows, got ", log_decays));
+    }
+  }
   if (k_ > 0 && !FitsLowPrecision(shadow_dtype_, value_dtype_)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "shadows must be of dtype ", DataTypeString(value_dtype_),
@@ -106,6 +116,23 @@ absl::Status ShadowContract::ToRates(const Tensor& decays,
     }
     rates->push_back(1 - decay);
   }
+  return absl::OkStatus();
+}
+
+double ShadowContract::LogOf(double decay) {
+  // Not -infinity, of which two have no difference. exp(-800) is 0.
+  return std::max(std::log(decay), -800.0);
+}
+
+absl::Status ShadowContract::ShapeOfLogDecays(
+    const CheckedVariables& variables, int value, TensorShape* shape) {
+  const TensorShape& of_value = variables.shape(value);
+  if (of_value.dims() == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(variables.Describe(value),
+                     " must have rows for log_decays, got a scalar"));
+  }
+  *shape = TensorShape({of_value.dim_size(0) + 1});
   return absl::OkStatus();
 }
 
@@ -141,6 +168,14 @@ absl::Status ApplyContract::Init(OpKernelConstruction* ctx,
     scalars_.push_back({std::string(name), is_attribute, value ? 1.0 : 0.0});
   }
   return absl::OkStatus();
+}
+
+absl::Status ApplyContract::CheckLazy(const ShadowContract& averages,
+                                      const RuleInfo& rule) const {
+  if (!averages.lazy() || rule.sparse == Sparse::kRows) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "log_decays must be empty for ", rule.name,
+      ", whose step changes all rows of a variable"));
 }
 
 absl::Status ApplyContract::CheckStates(const CheckedVariables& variables,

@@ -62,9 +62,20 @@ class ShadowContract {
   absl::Status ToRates(const tensorflow::Tensor& decays,
                        std::vector<double>* rates) const;
 
+  // The same as log(decay), of a decay of 0 as a number that is small enough.
+  static double LogOf(double decay);
+
   // Dtypes and shapes of the shadows and the dtypes of their values.
   absl::Status Check(const CheckedVariables& variables, int shadows,
                      int values) const;
+
+  // Whether there is an input "log_decays" that is not empty: rows of the
+  // shadows may lag behind.
+  bool lazy() const { return lazy_; }
+  // The shape of the log decays of `value`, which must have rows.
+  static absl::Status ShapeOfLogDecays(const CheckedVariables& variables,
+                                       int value,
+                                       tensorflow::TensorShape* shape);
 
   int values() const { return n_; }
   int per_value() const { return k_; }
@@ -74,6 +85,7 @@ class ShadowContract {
  private:
   int n_;
   int k_;
+  bool lazy_ = false;
   tensorflow::DataType value_dtype_;
   tensorflow::DataType shadow_dtype_;
 };
@@ -92,6 +104,10 @@ class ApplyContract {
   // that are scalars of the rule.
   absl::Status Init(tensorflow::OpKernelConstruction* ctx,
                     const RuleInfo& rule);
+
+  // Whether rows of averages may lag behind: not where a step moves them all.
+  absl::Status CheckLazy(const ShadowContract& averages,
+                         const RuleInfo& rule) const;
 
   // The states, `states` being the first of each list.
   absl::Status CheckStates(const CheckedVariables& variables,

@@ -101,6 +101,71 @@ struct RowSum {
   }
 };
 
+// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from -40 on. Not
+// the library's, which no compiler turns into vector code.
+WRAPOPT_RULE double OneMinusExp(double x) {
+  x = x > -40 ? x : -40;
+  // x = n log(2) + r, and exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).
+  constexpr double kLog2High = 0x1.62e42fee00000p-1;
+  constexpr double kLog2Low = 0x1.a39ef35793c76p-33;
+  // Added to a small number, it leaves that number's integer in the last bits.
+  constexpr double kToInteger = 0x1.8p52;
+  const double shifted = x * 0x1.71547652b82fep0 + kToInteger;
+  const double n = shifted - kToInteger;
+  const double r = (x - n * kLog2High) - n * kLog2Low;
+  // exp(r) = 1 + r + r^2 (1 / 2! + r / 3! + ... + r^11 / 13!)
+  constexpr double kTerms[] = {1. / 6227020800, 1. / 479001600, 1. / 39916800,
+                               1. / 3628800,    1. / 362880,    1. / 40320,
+                               1. / 5040,       1. / 720,       1. / 120,
+                               1. / 24,         1. / 6,         1. / 2};
+  double sum = 0;
+#pragma GCC unroll 12
+  for (int i = 0; i < 12; ++i) sum = sum * r + kTerms[i];
+  const double power =
+      BitCast<double>((BitCast<uint64_t>(shifted) + 1023) << 52);
+  return (1 - power) - power * (r + r * r * sum);
+}
+
+struct RowsCatchUp {
+  using Fn = CatchUpFn;
+
+  template <class State, class Input>
+  WRAPOPT_RULE static void Run(void* shadows, const void* values,
+                               const double* log_decays, double now,
+                               size_t row_elements, size_t rows) {
+    const FlushSubnormals flush;
+    using Compute = typename ComputeTypeOf<State>::type;
+    State* __restrict shadow = static_cast<State*>(shadows);
+    const Input* __restrict value = static_cast<const Input*>(values);
+    constexpr size_t kRows = 32;
+    alignas(kLine) double rates[kRows];
+    for (size_t from = 0; from < rows; from += kRows) {
+      const size_t count = std::min(kRows, rows - from);
+      if (count == kRows) {
+        for (size_t r = 0; r < kRows; ++r) {
+          rates[r] = OneMinusExp(now - log_decays[from + r]);
+        }
+      } else {
+        for (size_t r = 0; r < count; ++r) {
+          rates[r] = OneMinusExp(now - log_decays[from + r]);
+        }
+      }
+      for (size_t r = 0; r < count; ++r) {
+        if (rates[r] != 0) {
+          const Compute rate = static_cast<Compute>(rates[r]);
+          for (size_t e = 0; e < row_elements; ++e) {
+            Compute s = static_cast<Compute>(Load(shadow[e]));
+            Ema::Step(s, static_cast<Compute>(Load(value[e])), rate);
+            Store(shadow[e], s);
+          }
+        }
+        shadow += row_elements;
+        value += row_elements;
+      }
+    }
+  }
+};
+
 template <class R, class State, class Input, class... Args>
 void Baseline(Args... args) {
   R::template Run<State, Input>(args...);
@@ -198,6 +263,10 @@ SumFn FindSum(Number grads, Isa isa) {
       return ForIsa<RowSum, double, double>(isa);
   }
   return nullptr;
+}
+
+CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa) {
+  return ForNumbers<RowsCatchUp>(shadows, values, isa);
 }
 
 void Pass::AddStage(const Stage& stage) {

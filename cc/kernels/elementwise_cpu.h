@@ -61,6 +61,22 @@ using SumFn = void (*)(void* sums, const void* grads, size_t row_elements,
 // For gradients stored as given. Sums are float, those of double are double.
 SumFn FindSum(Number grads, Isa isa);
 
+// Brings rows of an average up to date that no step has touched for a while.
+//
+// In such steps the average s of a value v decayed towards a constant:
+//
+//   s += (1 - exp(now - log_decays[r])) (v - s)
+//
+// in row r, `log_decays[r]` and `now` being the sums of log(decay) over all steps
+// up to the one when the row was last up to date, and up to now. The arrays
+// begin at the first of the rows. It flushes subnormal numbers, as a StepFn does.
+using CatchUpFn = void (*)(void* shadows, const void* values,
+                           const double* log_decays, double now,
+                           size_t row_elements, size_t rows);
+
+// nullptr for a pair for which FindStep finds none.
+CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa);
+
 // What an op does to each of its variables: a list of stages, each of them one
 // rule applied to some of the variable's arrays.
 //

@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "cc/kernels/parallel.h"
 #include "tensorflow/core/framework/types.h"
 
@@ -44,7 +45,8 @@ class Chunks {
   const int64_t count_;
 };
 
-// Reads the indices; returns as SparseRows::Sort does.
+// Reads the indices. Returns the first gradient whose row is not in [0, rows), or
+// nullptr.
 template <class Index>
 const RowGrad* Read(const Chunks& chunks, const Index* indices, int64_t rows,
                     RowGrad* grads) {
@@ -91,9 +93,11 @@ void SortByDigit(const Chunks& chunks, int shift, int bits,
 
 }  // namespace
 
-const RowGrad* SparseRows::Sort(OpKernelContext* ctx,
-                                const tensorflow::Tensor& indices,
-                                int64_t rows) {
+absl::Status SparseRows::Sort(OpKernelContext* ctx,
+                              const tensorflow::Tensor& indices, int i,
+                              const CheckedVariables& variables,
+                              int variable) {
+  const int64_t rows = variables.shape(variable).dim_size(0);
   size_ = indices.NumElements();
   // Without zeros, which a vector would write.
   grads_.reset(new RowGrad[size_]);
@@ -102,7 +106,11 @@ const RowGrad* SparseRows::Sort(OpKernelContext* ctx,
       indices.dtype() == tensorflow::DT_INT32
           ? Read(chunks, indices.flat<int32_t>().data(), rows, grads_.get())
           : Read(chunks, indices.flat<int64_t>().data(), rows, grads_.get());
-  if (bad != nullptr) return bad;
+  if (bad != nullptr) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "indices[", i, "][", bad->position, "] must be in [0, ", rows,
+        "), the rows of ", variables.Describe(variable), ", got ", bad->row));
+  }
 
   int bits = 0;
   while (bits < 63 && (rows - 1) >> bits > 0) ++bits;
@@ -120,7 +128,7 @@ const RowGrad* SparseRows::Sort(OpKernelContext* ctx,
   int64_t j = 1;
   while (j < size_ && BeginsRow(j)) ++j;
   repeat_ = j < size_;
-  return nullptr;
+  return absl::OkStatus();
 }
 
 int64_t SparseRows::Find(int64_t row) const {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <memory>
 
+#include "absl/status/status.h"
+#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -15,11 +17,12 @@ namespace wrapopt {
 // the number of threads changes no bit of a result.
 class SparseRows {
  public:
-  // Sorts the int32 or int64 vector `indices`, on TensorFlow's intra-op thread
-  // pool. Returns nullptr; or the first gradient whose row is not in [0, rows),
-  // and sorts nothing.
-  const RowGrad* Sort(tensorflow::OpKernelContext* ctx,
-                      const tensorflow::Tensor& indices, int64_t rows);
+  // Sorts `indices`, an int32 or int64 vector that is number `i` of that input,
+  // on TensorFlow's intra-op thread pool. All must be rows of `variable`; if not,
+  // nothing is sorted.
+  absl::Status Sort(tensorflow::OpKernelContext* ctx,
+                    const tensorflow::Tensor& indices, int i,
+                    const CheckedVariables& variables, int variable);
 
   int64_t size() const { return size_; }
   const RowGrad& operator[](int64_t j) const { return grads_[j]; }

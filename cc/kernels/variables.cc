@@ -30,6 +30,17 @@ void Variables::LeaveMemory() {
 }
 
 absl::Status Variables::Find(const char* list, Access access, int* first) {
+  return Find(list, access, std::nullopt, first);
+}
+
+absl::Status Variables::FindOrMake(const char* list, Access access,
+                                   tensorflow::DataType dtype, int* first) {
+  return Find(list, access, dtype, first);
+}
+
+absl::Status Variables::Find(const char* list, Access access,
+                             std::optional<tensorflow::DataType> made_of,
+                             int* first) {
   int start, stop;
   TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange(list, &start, &stop));
   *first = entries_.size();
@@ -41,6 +52,7 @@ absl::Status Variables::Find(const char* list, Access access, int* first) {
   for (int input = start; input < stop; ++input) {
     entries_.push_back({list, input - start, input, access});
     Entry& entry = entries_.back();
+    entry.made_of = made_of;
     if (ctx_->input_is_ref(input)) {
       entry.mu = ctx_->input_ref_mutex(input);
     } else if (const Memory::Handle* handle = Remembered(input)) {
@@ -54,9 +66,12 @@ absl::Status Variables::Find(const char* list, Access access, int* first) {
   std::vector<VarPtr> found;
   TF_RETURN_IF_ERROR(ctx_->resource_manager()->LookupMany<Var>(names, &found));
   for (size_t k = 0; k < known.size(); ++k) {
-    if (found[k] == nullptr) return NotInitialized(known[k]);
     Entry& entry = entries_[known[k]];
     entry.var = std::move(found[k]);
+    if (entry.var == nullptr) {
+      if (!made_of) return NotInitialized(known[k]);
+      TF_RETURN_IF_ERROR(FindResource(&entry));
+    }
     entry.mu = entry.var->mu();
   }
   return absl::OkStatus();
@@ -79,7 +94,14 @@ absl::Status Variables::FindResource(Entry* entry) {
   }
   const auto& handle =
       *static_cast<const tensorflow::ResourceHandle*>(tensor.data());
-  const absl::Status found = LookupResource(ctx_, handle, &entry->var);
+  const absl::Status found =
+      entry->made_of
+          ? tensorflow::LookupOrCreateResource<Var>(ctx_, handle, &entry->var,
+                                        [entry](Var** var) {
+                                          *var = new Var(*entry->made_of);
+                                          return absl::OkStatus();
+                                        })
+          : LookupResource(ctx_, handle, &entry->var);
   if (absl::IsNotFound(found)) {
     return NotInitialized(entries_.size() - 1);
   }
@@ -171,16 +193,15 @@ absl::Status Variables::Lock() {
   }
   for (size_t i = 0; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
-    bool initialized;
     if (entry.var != nullptr) {
       entry.tensor = entry.var->tensor();
-      initialized = entry.var->is_initialized;
+      entry.has_value = entry.var->is_initialized;
     } else {
       entry.ref = ctx_->mutable_input(entry.input, /*lock_held=*/true);
       entry.tensor = &entry.ref;
-      initialized = entry.ref.IsInitialized();
+      entry.has_value = entry.ref.IsInitialized();
     }
-    if (!initialized) return NotInitialized(i);
+    if (!entry.has_value && !entry.made_of) return NotInitialized(i);
   }
   return absl::OkStatus();
 }
@@ -232,8 +253,36 @@ absl::Status Variables::Copy(Entry& entry) {
   return absl::OkStatus();
 }
 
+absl::Status Variables::CheckShape(int variable,
+                                   const tensorflow::TensorShape& shape) {
+  Entry& entry = entries_[variable];
+  entry.made_shape = shape;
+  if (!entry.has_value) return absl::OkStatus();
+  TF_RETURN_IF_ERROR(CheckDtype(variable, *entry.made_of));
+  if (entry.tensor->shape() == shape) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(Describe(variable), " misshapen: got ",
+                   entry.tensor->shape().DebugString(), " but expected ",
+                   shape.DebugString()));
+}
+
+absl::Status Variables::MakeZeros(Entry& entry) {
+  TF_RETURN_IF_ERROR(ctx_->allocate_temp(*entry.made_of, entry.made_shape,
+                                         entry.tensor));
+  if (entry.tensor->TotalBytes() > 0) {
+    std::memset(entry.tensor->data(), 0, entry.tensor->TotalBytes());
+  }
+  entry.var->is_initialized = true;
+  entry.has_value = true;
+  return absl::OkStatus();
+}
+
 absl::Status Variables::PrepareToWrite() {
   for (Entry& entry : entries_) {
+    if (!entry.has_value) {
+      TF_RETURN_IF_ERROR(MakeZeros(entry));
+      continue;
+    }
     if (entry.access == Access::kWrite && IsShared(entry)) {
       TF_RETURN_IF_ERROR(Copy(entry));
     }

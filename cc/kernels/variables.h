@@ -13,6 +13,7 @@
 #ifndef WRAPOPT_CC_KERNELS_VARIABLES_H_
 #define WRAPOPT_CC_KERNELS_VARIABLES_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -70,6 +71,11 @@ class Variables final : public CheckedVariables {
   // this class are `first(list)` + position in the list.
   absl::Status Find(const char* list, Access access, int* first);
 
+  // The same for variables that are to be written and that nobody has to make or
+  // to initialize: what has no value yet is all zeros.
+  absl::Status FindOrMake(const char* list, Access access,
+                          tensorflow::DataType dtype, int* first);
+
   // Locks all of them, those that are only read in shared mode, in the order
   // of their mutex's address: the order that TensorFlow's own training kernels
   // use, so that the two cannot deadlock. A variable that is written must not
@@ -80,6 +86,11 @@ class Variables final : public CheckedVariables {
   int Written(int variable) const override {
     return entries_[variable].written;
   }
+
+  // Whether a variable of `FindOrMake` has a value yet. Another has one.
+  bool has_value(int variable) const { return entries_[variable].has_value; }
+  // Which shape a variable of `FindOrMake` must have. It is written later.
+  absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
 
   // Gives each written variable a buffer that no reader shares. Call it last:
   // it is the first to change anything, though no value.
@@ -129,6 +140,10 @@ class Variables final : public CheckedVariables {
     // The variable's own tensor, or `ref`.
     tensorflow::Tensor* tensor = nullptr;
     int written = -1;
+    // Of `FindOrMake`: its dtype, and the shape that it is to have.
+    std::optional<tensorflow::DataType> made_of;
+    tensorflow::TensorShape made_shape;
+    bool has_value = true;
   };
 
   // Whether a reader that is still alive holds the buffer of a variable that
@@ -136,6 +151,8 @@ class Variables final : public CheckedVariables {
   static bool IsShared(const Entry& entry);
   // The handle of an input if it is the one of the call before.
   const Memory::Handle* Remembered(int input) const;
+  absl::Status Find(const char* list, Access access,
+                    std::optional<tensorflow::DataType> made_of, int* first);
   absl::Status FindResource(Entry* entry);
   // The order for Lock(): all entries by their mutex, and of one mutex, the one
   // first that says how it is locked.
@@ -148,6 +165,7 @@ class Variables final : public CheckedVariables {
   void LockEach(const std::vector<int>& order);
   void Unlock();
   absl::Status Copy(Entry& entry);
+  absl::Status MakeZeros(Entry& entry);
 
   tensorflow::OpKernelContext* const ctx_;
   Memory* memory_;  // Locked; nullptr where there is none (any more).

@@ -22,7 +22,8 @@ using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
 // Inputs in order: each state (N), grad (N), indices (N, sparse), the scalars
-// that are inputs, shadows (NK), decays, accept.
+// that are inputs, shadows (NK), decays, accept, log_decays (NL, sparse, not
+// ref).
 absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
                         bool ref) {
   int n;
@@ -52,20 +53,10 @@ absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
     const ShapeHandle var = VariableShape(c, i, ref);
     ShapeHandle expected = var;
     if (sparse) {
-      const ShapeHandle indices = c->input(input + n);
-      ShapeHandle vector;
-      if (!c->WithRank(indices, 1, &vector).ok()) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("indices[", i, "] misshapen: got ",
-                         c->DebugString(indices), " but expected a vector"));
-      }
+      TF_RETURN_IF_ERROR(CheckIndices(c, i, input + n, var, "var"));
       if (!c->RankKnown(var)) continue;
-      if (c->Rank(var) == 0) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "var[", i, "] must have rows for a sparse gradient, got a scalar"));
-      }
       TF_RETURN_IF_ERROR(
-          c->ReplaceDim(var, 0, c->Dim(vector, 0), &expected));
+          c->ReplaceDim(var, 0, c->Dim(c->input(input + n), 0), &expected));
     }
     ShapeHandle merged;
     if (!c->Merge(c->input(input), expected, &merged).ok()) {
@@ -100,7 +91,8 @@ absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
         c->DebugString(c->input(input + shadows + 1)),
         " but expected [] (a scalar)"));
   }
-  return absl::OkStatus();
+  return sparse && !ref ? CheckLogDecays(c, /*values=*/0, input + shadows + 2)
+                        : absl::OkStatus();
 }
 
 constexpr char kDoc[] = R"doc(
@@ -130,6 +122,12 @@ indices: N vectors: the rows of each variable that its gradient is for.
   Gradients of one row are summed first.
 )doc";
 
+constexpr char kLazyArguments[] = R"doc(
+log_decays: None, and each step moves all rows of the shadows; or one for each
+  shadow, and a step moves the rows that it touches: see CatchUp. Not for a
+  rule that changes all rows, nor on a GPU.
+)doc";
+
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
                                  const std::string& summary,
                                  const std::string& details) {
@@ -150,8 +148,11 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
   op.Input(ref ? "shadows: Ref(NK * S)" : "shadows: NK * resource");
   op.Input("decays: double");
   op.Input("accept: bool");
+  const bool lazy = sparse && !ref;
+  if (lazy) op.Input("log_decays: NL * resource");
   op.Attr("N: int >= 1");
   op.Attr("NK: int >= 0");
+  if (lazy) op.Attr("NL: int >= 0");
   for (const char* dtype : {"T", "G"}) {
     op.Attr(absl::StrCat(dtype, ": {half, bfloat16, float, double}"));
   }
@@ -164,7 +165,8 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
     return ApplyShape(c, rule, sparse, ref);
   });
   op.Doc(absl::StrCat("\n", summary, kDoc, details, kCommonArguments + 1,
-                      sparse ? kSparseArguments + 1 : ""));
+                      sparse ? kSparseArguments + 1 : "",
+                      lazy ? kLazyArguments + 1 : ""));
   return op;
 }
 

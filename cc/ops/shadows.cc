@@ -7,6 +7,7 @@
 
 namespace wrapopt {
 
+using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
@@ -42,8 +43,9 @@ absl::Status CheckShadows(InferenceContext* c, bool ref, int shadows,
   }
   const int64_t averages = nk / n;
   ShapeHandle vector;
-  if (!c->WithRank(c->input(decays), 1, &vector).ok() ||
-      !c->Merge(vector, c->Vector(averages), &vector).ok()) {
+  if (decays >= 0 &&
+      (!c->WithRank(c->input(decays), 1, &vector).ok() ||
+       !c->Merge(vector, c->Vector(averages), &vector).ok())) {
     return absl::InvalidArgumentError(
         absl::StrCat("decays misshapen: got ",
                      c->DebugString(c->input(decays)), " but expected [",
@@ -65,6 +67,57 @@ absl::Status CheckShadows(InferenceContext* c, bool ref, int shadows,
       TF_RETURN_IF_ERROR(
           CheckSameShape(c, ref, shadows + shadow, subject, values + i, value));
     }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckLogDecays(InferenceContext* c, int values, int log_decays) {
+  int n, nk, nl;
+  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+  TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
+  TF_RETURN_IF_ERROR(c->GetAttr("NL", &nl));
+  if (nl != 0 && nl != nk) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("log_decays must be none or one for each of the ", nk,
+                     " shadows, got ", nl));
+  }
+  for (int at = 0; at < nl; ++at) {
+    const std::string subject = absl::StrCat("log_decays[", at, "]");
+    TF_RETURN_IF_ERROR(CheckVariableDtype(c, log_decays + at, subject,
+                                          tensorflow::DT_DOUBLE));
+    const ShapeHandle value = VariableShape(c, values + at % n, false);
+    if (!c->RankKnown(value)) continue;
+    if (c->Rank(value) == 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          subject, " must be of a value with rows, got one that is a scalar"));
+    }
+    DimensionHandle length;
+    TF_RETURN_IF_ERROR(c->Add(c->Dim(value, 0), 1, &length));
+    const ShapeHandle got = VariableShape(c, log_decays + at, false);
+    ShapeHandle merged;
+    if (!c->Merge(got, c->Vector(length), &merged).ok()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          subject, " misshapen: got ", c->DebugString(got), " but expected ",
+          c->DebugString(c->Vector(length)),
+          " (a number for each row of its value, and one)"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckIndices(InferenceContext* c, int i, int indices,
+                          ShapeHandle value, const std::string& values_name) {
+  ShapeHandle vector;
+  if (!c->WithRank(c->input(indices), 1, &vector).ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("indices[", i, "] misshapen: got ",
+                     c->DebugString(c->input(indices)),
+                     " but expected a vector"));
+  }
+  if (c->RankKnown(value) && c->Rank(value) == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(values_name, "[", i,
+                     "] must have rows for a sparse gradient, got a scalar"));
   }
   return absl::OkStatus();
 }

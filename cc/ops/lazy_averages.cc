@@ -1,0 +1,127 @@
+// The ops of averages of which a step moves the rows that it touches.
+#include <string>
+
+#include "absl/status/status.h"
+#include "cc/ops/handle_shapes.h"
+#include "cc/ops/shadows.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/shape_inference.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+
+// Inputs in order: shadows (NK), values (N), log_decays (NL), indices (NI), and
+// of an op that has them, decays.
+absl::Status Shape(InferenceContext* c, int indices_count, bool has_decays) {
+  int n, nk, nl;
+  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+  TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
+  TF_RETURN_IF_ERROR(c->GetAttr("NL", &nl));
+  const int log_decays = nk + n, indices = log_decays + nl;
+  TF_RETURN_IF_ERROR(CheckShadows(c, /*ref=*/false, /*shadows=*/0,
+                                  /*values=*/nk, "values",
+                                  has_decays ? indices + indices_count : -1));
+  TF_RETURN_IF_ERROR(CheckLogDecays(c, /*values=*/nk, log_decays));
+  if (nl == 0) {
+    return absl::InvalidArgumentError(
+        "log_decays must be one for each shadow, got none");
+  }
+  if (indices_count != 0 && indices_count != n) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("indices must be none or one vector for each of the ", n,
+                     " values, got ", indices_count));
+  }
+  for (int i = 0; i < indices_count; ++i) {
+    TF_RETURN_IF_ERROR(CheckIndices(c, i, indices + i,
+                                    VariableShape(c, nk + i, false),
+                                    "values"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+REGISTER_OP("Wrapopt>CatchUp")
+    .Input("shadows: NK * resource")
+    .Input("values: N * resource")
+    .Input("log_decays: NL * resource")
+    .Input("indices: NI * I")
+    .Attr("N: int >= 1")
+    .Attr("NK: int >= 1")
+    .Attr("NL: int >= 1")
+    .Attr("NI: int >= 0")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("I: {int32, int64} = DT_INT64")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      int indices;
+      TF_RETURN_IF_ERROR(c->GetAttr("NI", &indices));
+      return Shape(c, indices, /*has_decays=*/false);
+    })
+    .Doc(R"doc(
+Brings averages up to date of which steps have moved some rows only.
+
+A step that leaves a row of a value as it is moves the row's average towards a
+constant, and several such steps do so by the product of their decays. So a step
+of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows alone.
+This op makes up for all steps that a row has missed, as long as the value is
+still what it was in them:
+
+    shadow[r] += (1 - exp(log_decays[R] - log_decays[r])) (value[r] - shadow[r])
+
+for each row r of R rows. Call it before the averages are read or written, and
+before anything but these ops changes the values.
+
+shadows: N * K averages: all N of the first decay, then all N of the second,
+  and so on. Each has the shape of its value.
+values: N variables with rows. They are only read.
+log_decays: One for each shadow, of shape [R + 1] and dtype double. The last
+  element is the sum of log(decay) over all steps; element r is that sum when
+  row r was last up to date. One without a value counts as zeros, and means that
+  all rows are up to date: then this op needs no value of the others.
+indices: None: all rows catch up, and the log decays become zeros. Or N
+  vectors: these rows do.
+T: dtype of the values.
+S: dtype of the shadows: T, or float where T is half or bfloat16.
+)doc");
+
+REGISTER_OP("Wrapopt>SparseEmaUpdate")
+    .Input("shadows: NK * resource")
+    .Input("values: N * resource")
+    .Input("log_decays: NL * resource")
+    .Input("indices: N * I")
+    .Input("decays: double")
+    .Attr("N: int >= 1")
+    .Attr("NK: int >= 1")
+    .Attr("NL: int >= 1")
+    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("I: {int32, int64}")
+    .SetIsStateful()
+    .SetShapeFn([](InferenceContext* c) {
+      int n;
+      TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+      return Shape(c, n, /*has_decays=*/true);
+    })
+    .Doc(R"doc(
+Updates averages of variables after a step that has changed some of their rows.
+
+As EmaUpdate, at the cost of these rows: the others lag behind until CatchUp.
+Before the step that changes them, the rows must have caught up: run CatchUp with
+the same indices.
+
+shadows: N * K averages: all N of the first decay, then all N of the second,
+  and so on. Each has the shape of its value.
+values: N variables with rows. They are only read.
+log_decays: As in CatchUp.
+indices: N vectors: the rows of each value that the step has changed. A row may
+  be named several times, and moves once.
+decays: [K], each in [0, 1].
+T: dtype of the values.
+S: dtype of the shadows: T, or float where T is half or bfloat16.
+)doc");
+
+}  // namespace wrapopt
