@@ -216,6 +216,7 @@ RULES = {
     "Ema": (ema, 4),
     "Ftrl": (ftrl, 12),
     "GradientDescent": (gradient_descent, 4),
+    "LazyAdam": (adam, 16),
     "Lion": (lion, 8),
     "Momentum": (momentum, 8),
     "MomentumW": (momentum_w, 8),
@@ -233,6 +234,7 @@ NOT_NEGATIVE = {
     "AdagradW": ("accum",),
     "Adam": ("v",),
     "AdamWithAmsgrad": ("v", "vhat"),
+    "LazyAdam": ("v",),
     # A variance above zero needs more than that: no mean is far from zero.
     "CenteredRMSProp": ("rms",),
     "CenteredRMSPropW": ("rms",),

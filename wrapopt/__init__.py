@@ -27,6 +27,7 @@ from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
+from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
@@ -37,6 +38,7 @@ __all__ = [
     "DropStaleGradientOptimizer",
     "ElasticAverageCustomGetter",
     "ElasticAverageOptimizer",
+    "LazyAdamOptimizer",
     "ModelAverageCustomGetter",
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",

@@ -11,6 +11,7 @@ import tensorflow as tf
 from wrapopt import _control_flow
 from wrapopt import _lazy
 from wrapopt import _native
+from wrapopt import lazy_adam
 from wrapopt import ops
 
 _train = tf.compat.v1.train
@@ -88,7 +89,12 @@ def _ftrl(opt):
   return _Rule("Ftrl", {"accum": "accum", "linear": "linear"}, scalars)
 
 
+def _lazy_adam(opt):
+  return _adam(opt)._replace(rule="LazyAdam")
+
+
 _RULES = {
+    lazy_adam.LazyAdamOptimizer: _lazy_adam,
     _train.AdadeltaOptimizer: _adadelta,
     _train.AdagradOptimizer: _adagrad,
     _train.AdamOptimizer: _adam,

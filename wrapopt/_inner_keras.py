@@ -9,6 +9,8 @@ import typing
 import keras
 import tensorflow as tf
 
+from wrapopt import _lazy
+from wrapopt import _native
 from wrapopt import ops
 
 _optimizers = keras.optimizers
@@ -31,7 +33,8 @@ def _sgd(opt):
                {"momentum": opt.momentum, "use_nesterov": bool(opt.nesterov)})
 
 
-def _adam(opt):
+def adam(opt):
+  """The rule of Adam."""
   # Of the step that is taken, counted from 1.
   t = ops.float64(opt.iterations + 1)
   scalars = {"beta1": opt.beta_1, "beta2": opt.beta_2, "epsilon": opt.epsilon,
@@ -70,12 +73,17 @@ def _lion(opt):
 
 _RULES = {
     _optimizers.Adagrad: _adagrad,
-    _optimizers.Adam: _adam,
-    _optimizers.AdamW: _adam,
+    _optimizers.Adam: adam,
+    _optimizers.AdamW: adam,
     _optimizers.Lion: _lion,
     _optimizers.RMSprop: _rms_prop,
     _optimizers.SGD: _sgd,
 }
+
+
+def add_rule(cls, name):
+  """Has a subclass of Adam, one of this package, take its steps by a rule."""
+  _RULES[cls] = lambda opt: adam(opt)._replace(rule=name)
 
 
 def value(variable):
@@ -108,19 +116,26 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
     decays: As in `wrapopt.ops.apply`.
   """
   values = list(map(value, variables))
-  grads = [_cast(g, v.dtype) for g, v in zip(grads, values)]
+  grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
+  leaves_rows = not _native.rules()[rule.rule].all_rows
+  log_decays = [None] * len(variables)
   # Those whose weights decay by the rule, and those whose do not.
   groups = {True: [], False: []}
   apart = []
   for i, (grad, variable) in enumerate(zip(grads, variables)):
     decays_here = (opt.weight_decay is not None and
                    opt._use_weight_decay(variable))
+    is_sparse = isinstance(grad, tf.IndexedSlices)
+    averages = [row[i] for row in shadows]
     # Of a sparse gradient a rule may update some rows; Keras decays them all.
-    by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
+    by_rule = rule.decays_weights and not is_sparse
     if decays_here and not by_rule:
       apart.append(variable)
+      _lazy.settle(averages, values[i])
+    elif leaves_rows and is_sparse and averages:
+      log_decays[i] = _lazy.begin(averages)
     groups[decays_here and by_rule].append(i)
   if apart:
     cls._apply_weight_decay(opt, apart)
@@ -136,10 +151,13 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
     ops.apply(rule.rule, {"var": chosen(values), **states}, chosen(grads),
-              scalars, shadows=[chosen(row) for row in shadows], decay=decays)
+              scalars, shadows=[chosen(row) for row in shadows], decay=decays,
+              log_decays=zip(*[log_decays[i] or [None] * len(shadows)
+                               for i in members]))
 
 
-def _cast(grad, dtype):
+def cast(grad, dtype):
+  """A gradient, which may be sparse, in another dtype."""
   if isinstance(grad, tf.IndexedSlices):
     return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices,
                             grad.dense_shape)

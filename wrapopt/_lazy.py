@@ -62,6 +62,19 @@ def catch_up(averages, variable, indices=None):
       () if indices is None else [indices] * len(averages))
 
 
+def settle(averages, variable):
+  """Brings those averages of a variable up to date that are lazy.
+
+  For a step that changes all of its rows.
+
+  Returns:
+    Operations of a graph that must run before the step: a list.
+  """
+  lazy = [s for s in averages if is_lazy(s)]
+  done = catch_up(lazy, variable) if lazy else None
+  return [] if done is None else [done]
+
+
 class LazyAverage(resource_variable_ops.ResourceVariable):
   """An average that is up to date for all who take its handle.
 

@@ -226,10 +226,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
       rows = {}  # A variable that is named twice is updated twice.
     first = []
     for _, v in with_grads:
-      lazy = [s for s in self._shadows(v) if _lazy.is_lazy(s)]
-      if lazy:
-        caught_up = _lazy.catch_up(lazy, v, rows.get(v.ref()))
-        first.extend([caught_up] if caught_up is not None else [])
+      if v.ref() not in rows:
+        first.extend(_lazy.settle(self._shadows(v), v))
+        continue
+      caught_up = _lazy.catch_up(self._shadows(v), v, rows[v.ref()])
+      first.extend([caught_up] if caught_up is not None else [])
     return first, rows
 
   def _update_after(self, applied, variables, counted_by, rows):

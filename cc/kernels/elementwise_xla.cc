@@ -103,6 +103,15 @@ void Step(RuleId rule, xla::PrimitiveType storage,
 
 Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
            XlaOp grad, XlaOp indices)
+    : Rows(storage, dimensions, indices) {
+  grad_ = xla::ConvertElementType(grad, ComputeType(storage_));
+  if (grad.builder()->GetShape(grad).value().is_dynamic_dimension(0)) {
+    grad_ = xla::RemoveDynamicDimension(grad_, 0);
+  }
+}
+
+Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
+           XlaOp indices)
     : storage_(storage), dimensions_(dimensions.begin(), dimensions.end()) {
   XlaBuilder* builder = indices.builder();
   const xla::Shape shape = builder->GetShape(indices).value();
@@ -116,7 +125,6 @@ Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
   counts_ = xla::And(xla::Ge(wide, xla::ScalarLike(wide, 0)),
                      xla::Lt(wide, xla::ScalarLike(wide, end)));
   index_ = xla::ConvertElementType(indices, index_type_);
-  grad_ = xla::ConvertElementType(grad, ComputeType(storage_));
   if (shape.is_dynamic_dimension(0)) {
     const XlaOp size = xla::ConvertElementType(
         xla::GetDimensionSize(indices, 0), index_type_);
@@ -124,13 +132,11 @@ Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
                        xla::Lt(xla::Iota(builder, index_type_, count_), size));
     index_ = xla::RemoveDynamicDimension(index_, 0);
   }
-  if (builder->GetShape(grad).value().is_dynamic_dimension(0)) {
-    grad_ = xla::RemoveDynamicDimension(grad_, 0);
-  }
   index_ = xla::Select(counts_, index_, xla::ScalarLike(index_, end));
 }
 
 void Rows::Keep(XlaOp accept) {
+  accept_ = accept;
   counts_ = xla::And(counts_, accept);
   index_ = xla::Select(accept, index_, xla::ScalarLike(index_, dimensions_[0]));
 }
@@ -169,6 +175,42 @@ void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
   }
 }
 
+XlaOp Rows::Put(XlaOp array, XlaOp rows) const {
+  return Scatter(array, index_, rows,
+                 Replace(array.builder()->GetShape(array)->element_type(),
+                         array.builder()));
+}
+
+XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
+                     XlaOp value, XlaOp log_decays) const {
+  // Those that do not count read the last element: they lack no step.
+  return wrapopt::CaughtUp(
+      Get(shadow), shadow_storage, Get(value),
+      xla::ConcatInDim(log_decays.builder(),
+                       {Gather(log_decays, index_),
+                        xla::SliceInDim(log_decays, dimensions_[0],
+                                        dimensions_[0] + 1, 1, 0)},
+                       0));
+}
+
+XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
+  XlaBuilder* builder = log_decays.builder();
+  const int64_t end = dimensions_[0];
+  const XlaOp all_steps =
+      xla::SliceInDim(log_decays, end, end + 1, 1, 0) + log_decay;
+  XlaOp last = xla::ConstantR0WithType(builder, index_type_, end);
+  const XlaOp none = xla::ScalarLike(last, end + 1);
+  if (accept_) last = xla::Select(*accept_, last, none);
+  const XlaOp index = xla::ConcatInDim(
+      builder,
+      {xla::Select(counts_, index_, xla::Broadcast(none, {count_})),
+       xla::Reshape(last, {1})},
+      0);
+  return Scatter(log_decays, index,
+                 xla::Broadcast(xla::Reshape(all_steps, {}), {count_ + 1}),
+                 Replace(xla::F64, builder));
+}
+
 XlaOp Rows::Scatter(XlaOp array, XlaOp index, XlaOp updates,
                     const xla::XlaComputation& combine, bool unique) const {
   const int rank = array.builder()->GetShape(array)->dimensions_size();
@@ -192,6 +234,21 @@ XlaOp Rows::Gather(XlaOp array, XlaOp index) const {
   sizes[0] = 1;
   for (size_t d = 1; d < sizes.size(); ++d) numbers.add_offset_dims(d);
   return xla::Gather(array, index, numbers, sizes);
+}
+
+XlaOp CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage, XlaOp value,
+               XlaOp log_decays) {
+  const xla::Shape shape = shadow.builder()->GetShape(shadow).value();
+  const int64_t rows = shape.dimensions(0);
+  const XlaOp lags =
+      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {}) -
+      xla::SliceInDim(log_decays, 0, rows, 1, 0);
+  const XlaOp rates = xla::BroadcastInDim(
+      xla::ConvertElementType(-xla::Expm1(lags), ComputeType(shadow_storage)),
+      shape.dimensions(), {0});
+  Step(RuleId::kEma, shadow_storage, absl::MakeSpan(&shadow, 1), {value},
+       {rates});
+  return shadow;
 }
 
 XlaOp Rows::Zeros(int64_t rows) const {

@@ -4,6 +4,7 @@
 #define WRAPOPT_CC_KERNELS_ELEMENTWISE_XLA_H_
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "absl/types/span.h"
@@ -40,8 +41,24 @@ class Rows {
   Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
        xla::XlaOp grad, xla::XlaOp indices);
 
+  // The same without gradients: rows that a step has changed.
+  Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
+       xla::XlaOp indices);
+
   // None counts unless `accept`.
   void Keep(xla::XlaOp accept);
+
+  // These rows of an array of the variable's shape, one for each index.
+  xla::XlaOp Get(xla::XlaOp array) const { return Gather(array, index_); }
+  // The array with these rows, which are equal where their indices are.
+  xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
+
+  // These rows of a shadow, up to date: see CatchUpFn. `value` is what the
+  // variable held in the steps that they lack.
+  xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
+                      xla::XlaOp value, xla::XlaOp log_decays) const;
+  // The log decays after a step for these rows.
+  xla::XlaOp Marked(xla::XlaOp log_decays, xla::XlaOp log_decay) const;
 
   // The whole gradient, zero where it has no row.
   xla::XlaOp Dense() const;
@@ -65,8 +82,13 @@ class Rows {
   xla::XlaOp grad_;
   xla::XlaOp index_;   // Of those that do not count, one past the last row.
   xla::XlaOp counts_;
+  std::optional<xla::XlaOp> accept_;
   int64_t count_;
 };
+
+// A whole shadow, up to date.
+xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
+                    xla::XlaOp value, xla::XlaOp log_decays);
 
 }  // namespace wrapopt
 

@@ -115,6 +115,37 @@ class XlaAverages : public ShadowContract {
     return absl::OkStatus();
   }
 
+  // The same as logarithms, in double.
+  absl::Status ReadLogs(XlaOpKernelContext* ctx,
+                        std::vector<XlaOp>* logs) const {
+    const std::optional<Tensor> known = Known(ctx, "decays");
+    for (int k = 0; k < per_value(); ++k) {
+      if (known) {
+        logs->push_back(Scalar(ctx, xla::F64, LogOf(known->vec<double>()(k))));
+        continue;
+      }
+      const XlaOp decay = Element(ctx->Input("decays"), k);
+      logs->push_back(
+          xla::Max(xla::Log(decay), xla::ScalarLike(decay, LogOf(0))));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status FindLogDecays(XlaVariables* variables, int values,
+                             int* first) const {
+    TF_RETURN_IF_ERROR(
+        variables->FindOrMake("log_decays", tensorflow::DT_DOUBLE, first));
+    for (int i = 0; i < this->values(); ++i) {
+      TensorShape shape;
+      TF_RETURN_IF_ERROR(ShapeOfLogDecays(*variables, values + i, &shape));
+      for (int k = 0; k < per_value(); ++k) {
+        TF_RETURN_IF_ERROR(
+            variables->CheckShape(*first + k * this->values() + i, shape));
+      }
+    }
+    return absl::OkStatus();
+  }
+
   // The new value of the shadow that is `shadow`, of the value `value`.
   XlaOp Updated(XlaOp shadow, XlaOp value, XlaOp rate) const {
     Step(RuleId::kEma, XlaType(shadow_dtype()), absl::MakeSpan(&shadow, 1),
@@ -153,12 +184,87 @@ class EmaUpdateXlaOp : public XlaOpKernel {
   XlaAverages averages_;
 };
 
+// Wrapopt>CatchUp and Wrapopt>SparseEmaUpdate.
+class LazyAveragesXlaOp : public XlaOpKernel {
+ public:
+  LazyAveragesXlaOp(OpKernelConstruction* ctx, bool is_step)
+      : XlaOpKernel(ctx), is_step_(is_step) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    std::vector<XlaOp> rates, logs;
+    if (is_step_) {
+      OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
+    }
+    XlaVariables variables(ctx);
+    int shadows, values, log_decays;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+    OP_REQUIRES_OK(
+        ctx, averages_.FindLogDecays(&variables, values, &log_decays));
+    Inputs indices;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    const int n = averages_.values();
+    const xla::PrimitiveType type = XlaType(averages_.shadow_dtype());
+    for (int i = 0; i < n; ++i) {
+      const XlaOp value = variables.value(values + i);
+      const TensorShape& shape = variables.shape(values + i);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        const int shadow = shadows + k * n + i, log = log_decays + k * n + i;
+        const XlaOp before = variables.value(shadow);
+        if (indices.ops.empty()) {
+          OP_REQUIRES_OK(ctx, variables.Assign(
+                                  shadow, CaughtUp(before, type, value,
+                                                   variables.value(log))));
+          OP_REQUIRES_OK(ctx, variables.Assign(
+                                  log, xla::ZerosLike(variables.value(log))));
+          continue;
+        }
+        OP_REQUIRES(ctx, indices.shapes[i].dims() == 1,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "indices[", i, "] misshapen: got ",
+                        indices.shapes[i].DebugString(),
+                        " but expected a vector")));
+        if (shape.num_elements() == 0) continue;
+        const Rows rows(type, shape.dim_sizes(), indices.ops[i]);
+        XlaOp moved =
+            rows.CaughtUp(before, type, value, variables.value(log));
+        if (is_step_) {
+          moved = averages_.Updated(moved, rows.Get(value), rates[k]);
+        }
+        OP_REQUIRES_OK(ctx,
+                       variables.Assign(shadow, rows.Put(before, moved)));
+        OP_REQUIRES_OK(
+            ctx, variables.Assign(
+                     log, rows.Marked(variables.value(log),
+                                      is_step_ ? logs[k]
+                                               : Scalar(ctx, xla::F64, 0))));
+      }
+    }
+  }
+
+ private:
+  const bool is_step_;
+  XlaAverages averages_;
+};
+
+template <bool kIsStep>
+class LazyAveragesXlaOpOf : public LazyAveragesXlaOp {
+ public:
+  explicit LazyAveragesXlaOpOf(OpKernelConstruction* ctx)
+      : LazyAveragesXlaOp(ctx, kIsStep) {}
+};
+
 class ApplyXlaOp : public XlaOpKernel {
  public:
   ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
       : XlaOpKernel(ctx), rule_(rule), sparse_(sparse) {
     OP_REQUIRES_OK(ctx, averages_.Init(ctx));
     OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
     type_ = XlaType(contract_.dtype());
     compute_ = ComputeType(type_);
   }
@@ -186,6 +292,13 @@ class ApplyXlaOp : public XlaOpKernel {
     OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, states[0]));
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
+    int log_decays = -1;
+    std::vector<XlaOp> logs;
+    if (averages_.lazy()) {
+      OP_REQUIRES_OK(
+          ctx, averages_.FindLogDecays(&variables, states[0], &log_decays));
+      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
+    }
     Inputs grads, indices;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, "grad", &grads));
     if (sparse_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
@@ -213,6 +326,8 @@ class ApplyXlaOp : public XlaOpKernel {
                    : value;
       };
       bool is_step_accepted = false;
+      std::optional<Rows> moved;  // The rows that the averages move in.
+      std::vector<XlaOp> caught_up;
       if (!sparse_) {
         Step(rule_.id, type_, absl::MakeSpan(after), {grads.ops[i]}, scalars);
       } else if (shape.num_elements() > 0) {
@@ -224,6 +339,14 @@ class ApplyXlaOp : public XlaOpKernel {
           // An array of which some rows are written is written in place; one
           // that is selected as a whole would be copied.
           if (accept) rows.Keep(*accept);
+          for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
+            const int at = k * averages_.values() + i;
+            caught_up.push_back(rows.CaughtUp(
+                variables.value(shadows + at),
+                XlaType(averages_.shadow_dtype()), after[0],
+                variables.value(log_decays + at)));
+            moved.emplace(rows);
+          }
           rows.Step(rule_.id, absl::MakeSpan(after), scalars);
           is_step_accepted = true;
         }
@@ -235,6 +358,20 @@ class ApplyXlaOp : public XlaOpKernel {
       const XlaOp value = Stored(after[0], type_);
       for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
+        if (averages_.lazy()) {
+          if (!moved) continue;  // It has no element.
+          const int log = log_decays + k * averages_.values() + i;
+          OP_REQUIRES_OK(
+              ctx, variables.Assign(
+                       shadow, moved->Put(variables.value(shadow),
+                                          averages_.Updated(
+                                              caught_up[k], moved->Get(value),
+                                              rates[k]))));
+          OP_REQUIRES_OK(ctx, variables.Assign(
+                                  log, moved->Marked(variables.value(log),
+                                                     logs[k])));
+          continue;
+        }
         const XlaOp updated =
             averages_.Updated(variables.value(shadow), value, rates[k]);
         OP_REQUIRES_OK(ctx,
@@ -404,6 +541,9 @@ void RegisterApply(std::integer_sequence<int, rules...>) {
 
 const bool registered = [] {
   RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
+  RegisterXlaKernel("Wrapopt>CatchUp", &Make<LazyAveragesXlaOpOf<false>>);
+  RegisterXlaKernel("Wrapopt>SparseEmaUpdate",
+                    &Make<LazyAveragesXlaOpOf<true>>);
   RegisterXlaKernel("Wrapopt>AveragingAssign", &Make<AveragingAssignXlaOp>);
   RegisterXlaKernel("Wrapopt>Exchange", &Make<ExchangeXlaOp>);
   RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());

@@ -3,12 +3,39 @@
 #include "absl/strings/str_cat.h"
 #include "tensorflow/compiler/tf2xla/type_util.h"
 #include "tensorflow/core/platform/errors.h"
+#include "xla/hlo/builder/lib/constants.h"
 
 namespace wrapopt {
 
 using tensorflow::XlaResource;
 
 absl::Status XlaVariables::Find(const char* list, Access access, int* first) {
+  return Find(list, access, std::nullopt, first);
+}
+
+absl::Status XlaVariables::FindOrMake(const char* list,
+                                      tensorflow::DataType dtype, int* first) {
+  return Find(list, Access::kWrite, dtype, first);
+}
+
+absl::Status XlaVariables::CheckShape(int variable,
+                                      const tensorflow::TensorShape& shape) {
+  Entry& entry = entries_[variable];
+  if (!entry.resource->initialized()) {
+    entry.value = xla::Broadcast(xla::Zero(ctx_->builder(), type(variable)),
+                                 shape.dim_sizes());
+    return absl::OkStatus();
+  }
+  if (entry.resource->shape() == shape) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      Describe(variable), " misshapen: got ",
+      entry.resource->shape().DebugString(), " but expected ",
+      shape.DebugString()));
+}
+
+absl::Status XlaVariables::Find(const char* list, Access access,
+                                std::optional<tensorflow::DataType> made_of,
+                                int* first) {
   int start, stop;
   TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange(list, &start, &stop));
   *first = entries_.size();
@@ -22,7 +49,15 @@ absl::Status XlaVariables::Find(const char* list, Access access, int* first) {
           Describe(variable), " is not a variable, but a ",
           XlaResource::KindToString(entry.resource->kind())));
     }
-    if (!entry.resource->initialized()) return NotInitialized(variable);
+    entry.made_of = made_of;
+    const bool has_value = entry.resource->initialized();
+    if (!has_value && !made_of) return NotInitialized(variable);
+    if (has_value && made_of && entry.resource->type() != *made_of) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          Describe(variable), " must be of dtype ",
+          tensorflow::DataTypeString(*made_of), ", got ",
+          tensorflow::DataTypeString(entry.resource->type())));
+    }
 
     const auto written = written_.find(entry.resource);
     if (written != written_.end()) {
@@ -33,6 +68,7 @@ absl::Status XlaVariables::Find(const char* list, Access access, int* first) {
     } else if (access == Access::kWrite) {
       written_[entry.resource] = variable;
     }
+    if (!has_value) continue;
     TF_RETURN_IF_ERROR(ctx_->ReadVariableInput(input, dtype(variable),
                                                /*shape=*/nullptr,
                                                &entry.value));

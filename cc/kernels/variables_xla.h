@@ -5,6 +5,7 @@
 #ifndef WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
 #define WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,9 +33,16 @@ class XlaVariables final : public CheckedVariables {
   // are written are to be found before those that are only read.
   absl::Status Find(const char* list, Access access, int* first);
 
+  // The same for variables that may have no value yet, which then counts as
+  // zeros of the shape that CheckShape() is told.
+  absl::Status FindOrMake(const char* list, tensorflow::DataType dtype,
+                          int* first);
+  absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
+
   std::string Describe(int variable) const override;
   tensorflow::DataType dtype(int variable) const override {
-    return entries_[variable].resource->type();
+    const Entry& entry = entries_[variable];
+    return entry.made_of ? *entry.made_of : entry.resource->type();
   }
   const tensorflow::TensorShape& shape(int variable) const override {
     return entries_[variable].resource->shape();
@@ -59,7 +67,11 @@ class XlaVariables final : public CheckedVariables {
     tensorflow::XlaResource* resource = nullptr;
     xla::XlaOp value;
     int written = -1;
+    std::optional<tensorflow::DataType> made_of;  // Of FindOrMake.
   };
+
+  absl::Status Find(const char* list, Access access,
+                    std::optional<tensorflow::DataType> made_of, int* first);
 
   tensorflow::XlaOpKernelContext* const ctx_;
   std::vector<Entry> entries_;

@@ -41,6 +41,7 @@
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
+#include "cc/rules/lazy_adam.h"
 #include "cc/rules/lion.h"
 #include "cc/rules/momentum.h"
 #include "cc/rules/momentum_w.h"
@@ -69,6 +70,10 @@
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
+  X(LazyAdam, "var m v", "grad",                                             \
+    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "   \
+    "beta2_power",                                                     \
+    kRows)                                                                   \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
   X(MomentumW, "var velocity", "grad",                                       \

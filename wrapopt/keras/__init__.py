@@ -16,9 +16,10 @@ if _keras.backend.backend() != "tensorflow":
 
 from wrapopt.keras.batch_norm import recalibrate_batch_norm
 from wrapopt.keras.evaluate_with_averages import EvaluateWithAverages
+from wrapopt.keras.lazy_adam import LazyAdam
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
 from wrapopt.keras.swa import SWA
 
-__all__ = ["EvaluateWithAverages", "Lookahead", "MovingAverage", "SWA",
-           "recalibrate_batch_norm"]
+__all__ = ["EvaluateWithAverages", "LazyAdam", "Lookahead", "MovingAverage",
+           "SWA", "recalibrate_batch_norm"]

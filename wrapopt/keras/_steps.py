@@ -137,6 +137,14 @@ class Follower:
     """
     del step
 
+  def begin(self, step):
+    """Does what this wrapper does before a step that `averages` is not asked for.
+
+    Args:
+      step: A Step, which is about to be taken.
+    """
+    del step
+
   def follow(self, step):
     """Does what this wrapper does after a step.
 
@@ -200,6 +208,9 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
     return
   step = Step(iterations, values, keys, trained)
   rule = _inner_keras.rule_of(opt, cls)
+  if rule is None or any(constraints):
+    for follower in followers:
+      follower.begin(step)
   if rule is None:
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)

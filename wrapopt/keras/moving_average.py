@@ -6,6 +6,8 @@ import keras
 import tensorflow as tf
 
 from wrapopt import _decays
+from wrapopt import _inner_keras
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _wrapper
@@ -127,6 +129,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             self._dtype_of(v))
         for v in variables}) for k, decay in enumerate(self._decays)]
 
+  def _make_average(self, variable, name, dtype=None):
+    average = super()._make_average(variable, name, dtype)
+    _lazy.watch(average.value, _inner_keras.value(variable))
+    return average
+
   def know(self, model):
     """Tells the optimizer the model, for `average_batch_norm`.
 
@@ -177,6 +184,25 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return self._rows[_decays.index_of(decay, self._decays)][
         self._var_key(variable)]
 
+  def is_lazy(self, variable):
+    """Whether the averages of a variable move by the rows of its gradients.
+
+    It is so for an inner optimizer that leaves rows alone which a sparse
+    gradient lacks: SGD without momentum, Adagrad and `LazyAdam`, if the weight
+    does not decay. A step then costs no more than the rows that it touches. The
+    other rows make up for the steps they have missed, exactly, before an average
+    is read. It is not so on a GPU, in a `tf.distribute` strategy, and for a
+    variable whose first gradient in a `tf.function` was dense.
+
+    Args:
+      variable: A variable that the optimizer was built with.
+
+    Returns:
+      A bool.
+    """
+    self._require_built("is_lazy")
+    return _lazy.is_lazy(self._rows[0][self._var_key(variable)].value)
+
   def _averaged(self, model):
     if model is not None:
       self.know(model)
@@ -197,6 +223,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     if of_batch_norm[0]:
       self._update(of_batch_norm, decays)
     return list(map(step.of, self._rows)), decays
+
+  def begin(self, step):
+    for variable, *averages in zip(step.variables, *map(step.of, self._rows)):
+      _lazy.settle(averages, variable)
 
   def follow(self, step):
     self._update([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(

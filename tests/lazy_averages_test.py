@@ -1,0 +1,594 @@
+"""Averages of which a step moves the rows that it touches, and no other."""
+
+import contextlib
+import threading
+
+import hypothesis
+from hypothesis import strategies
+import numpy as np
+import pytest
+import tensorflow as tf
+import wrapopt
+
+import modes
+import numerics
+
+tf1 = tf.compat.v1
+ops = wrapopt.ops
+
+ROWS, COLUMNS = 7, 3
+DECAYS = [0.9, 0.0, 1.0]
+MODES = [modes.Eager(), modes.Function(), modes.Jit(), modes.Graph(True)]
+
+# Inner optimizers that leave rows alone which a sparse gradient lacks.
+INNER = {
+    "sgd": lambda: tf1.train.GradientDescentOptimizer(0.5),
+    "momentum": lambda: tf1.train.MomentumOptimizer(0.5, 0.9),
+    "adagrad": lambda: tf1.train.AdagradOptimizer(0.5),
+    "adadelta": lambda: tf1.train.AdadeltaOptimizer(0.5),
+    "ftrl": lambda: tf1.train.FtrlOptimizer(0.5),
+    "rms_prop": lambda: tf1.train.RMSPropOptimizer(0.5),
+    "lazy_adam": lambda: wrapopt.LazyAdamOptimizer(0.5),
+}
+
+
+def table(dtype="float32"):
+  return np.linspace(-1, 1, ROWS * COLUMNS).reshape(
+      ROWS, COLUMNS).astype(dtype)
+
+
+def gradient(step, count=4):
+  """(values, indices) of a step: some rows, one of them twice."""
+  rng = np.random.default_rng(step)
+  indices = rng.integers(0, ROWS, count)
+  indices[-1] = indices[0]
+  return rng.normal(size=(count, COLUMNS)).astype(np.float32), indices
+
+
+class Training:
+  """Steps of an optimizer in a mode, and what its variable was after each."""
+
+  def __init__(self, mode, opt, variable):
+    self._mode, self.opt, self.variable = mode, opt, variable
+    self.history = []
+    if isinstance(mode, modes.Graph):
+      values = tf1.placeholder(variable.dtype, [None, COLUMNS])
+      indices = tf1.placeholder(tf.int64, [None])
+      self._sparse = values, indices, self._apply(values, indices)
+      dense = tf1.placeholder(variable.dtype, [ROWS, COLUMNS])
+      self._dense = dense, opt.apply_gradients([(dense, variable)])
+      mode.session.run(tf1.global_variables_initializer())
+      self._sparse_step = self._dense_step = None
+    else:
+      jit = mode.jit_compile if isinstance(mode, modes.Function) else None
+      wrap = ((lambda f: tf.function(f, jit_compile=jit, autograph=False))
+              if isinstance(mode, modes.Function) else lambda f: f)
+      self._sparse_step = wrap(self._apply)
+      self._dense_step = wrap(
+          lambda g: opt.apply_gradients([(g, variable)]))
+
+  def _apply(self, values, indices):
+    return self.opt.apply_gradients(
+        [(tf.IndexedSlices(values, indices, [ROWS, COLUMNS]), self.variable)])
+
+  def sparse(self, values, indices):
+    if self._sparse_step is None:
+      feed_values, feed_indices, op = self._sparse
+      self._mode.session.run(op, {feed_values: values, feed_indices: indices})
+    else:
+      self._sparse_step(tf.constant(values, self.variable.dtype),
+                        tf.constant(indices))
+    self._record()
+
+  def dense(self, values):
+    if self._dense_step is None:
+      feed, op = self._dense
+      self._mode.session.run(op, {feed: values})
+    else:
+      self._dense_step(tf.constant(values, self.variable.dtype))
+    self._record()
+
+  def _record(self):
+    [value] = self._mode.values([self.variable])
+    self.history.append(value.astype(np.float64))
+
+  def averages(self, start, decays):
+    """What the averages of the recorded values are: in float64."""
+    result = []
+    for k, decay in enumerate(decays):
+      average = start.astype(np.float64)
+      for t, value in enumerate(self.history):
+        average += (1 - (decay(t) if callable(decay) else decay)) * (
+            value - average)
+      result.append(average)
+    return result
+
+
+def raw(mode, variable):
+  """What an average holds, whether or not it is up to date."""
+  with contextlib.nullcontext() if mode.name != "graph" else (
+      mode.graph.as_default()):
+    value = tf.raw_ops.ReadVariableOp(resource=variable._handle,
+                                      dtype=variable.dtype)
+  return mode.session.run(value) if mode.name == "graph" else value.numpy()
+
+
+@modes.only(*MODES)
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "not fused"])
+def test_rows_move_and_the_others_catch_up(mode, inner, fused):
+  w = mode.variable(table(), name="w")
+  opt = wrapopt.MovingAverageOptimizer(INNER[inner](), DECAYS, fused=fused)
+  training = Training(mode, opt, w)
+  start = table()
+  for t in range(6):
+    before = ([raw(mode, opt.average(w, d)) for d in DECAYS] if t else
+              [start] * 3)
+    values, indices = gradient(t)
+    training.sparse(values, indices)
+    assert opt.is_lazy(w)
+    untouched = np.setdiff1d(np.arange(ROWS), indices)
+    assert len(untouched)
+    for was, decay in zip(before, DECAYS):
+      now = raw(mode, opt.average(w, decay))
+      numerics.assert_same_bits(now[untouched], was[untouched])
+    touched = np.unique(indices)
+    np.testing.assert_allclose(
+        raw(mode, opt.average(w, 0.9))[touched],
+        training.averages(start, [0.9])[0][touched], rtol=1e-5, atol=1e-6)
+  got = mode.values([opt.average(w, d) for d in DECAYS])
+  for average, want in zip(got, training.averages(start, DECAYS)):
+    np.testing.assert_allclose(average, want, rtol=1e-5, atol=1e-6)
+  # Exact at the ends.
+  numerics.assert_same_bits(got[1], mode.values([w])[0])
+  numerics.assert_same_bits(got[2], start)
+
+
+@modes.only(*MODES)
+def test_dense_and_sparse_gradients_in_turn(mode):
+  w = mode.variable(table(), name="w")
+  opt = wrapopt.MovingAverageOptimizer(
+      INNER["momentum"](), 0.9, num_updates=mode.variable(3))
+  training = Training(mode, opt, w)
+  for t in range(8):
+    if t % 3 == 2:
+      training.dense(np.full([ROWS, COLUMNS], 0.1 * t, np.float32))
+    else:
+      training.sparse(*gradient(t))
+  assert opt.is_lazy(w)
+  [want] = training.averages(table(), [4 / 13])
+  np.testing.assert_allclose(mode.values([opt.average(w)])[0], want,
+                             rtol=1e-5, atol=1e-6)
+
+
+def test_a_traced_dense_step_keeps_the_average_dense():
+  w = tf.Variable(table())
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+  training = Training(modes.Function(), opt, w)
+  training.dense(table())
+  training.sparse(*gradient(0))
+  assert not opt.is_lazy(w)
+  training.dense(table())
+  np.testing.assert_allclose(opt.average(w), training.averages(
+      table(), [0.9])[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shadow_dtype", [None, tf.float32])
+@modes.only(*MODES)
+def test_dtypes(mode, dtype, shadow_dtype):
+  dtype = tf.as_dtype(dtype)
+  w = mode.variable(tf.cast(table(), dtype) if mode.name != "graph" else
+                    table().astype(dtype.as_numpy_dtype), name="w")
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9,
+                                       shadow_dtype=shadow_dtype)
+  training = Training(mode, opt, w)
+  for t in range(5):
+    training.sparse(*gradient(t))
+  assert opt.is_lazy(w)
+  [got] = mode.values([opt.average(w)])
+  assert got.dtype == (shadow_dtype.as_numpy_dtype if shadow_dtype and
+                       dtype.size == 2 else dtype.as_numpy_dtype)
+  coarse = got.dtype.itemsize == 2
+  np.testing.assert_allclose(
+      got.astype(np.float64),
+      training.averages(np.asarray(tf.cast(tf.cast(table(), dtype), tf.float64))
+                        if mode.name != "graph" else
+                        table().astype(dtype.as_numpy_dtype), [0.9])[0],
+      rtol=3e-2 if coarse else 1e-5, atol=3e-2 if coarse else 1e-6)
+
+
+def test_5000_steps_are_more_exact_than_dense_ones():
+  rows, steps, count = 40, 5000, 4
+  rng = np.random.default_rng(0)
+  indices = rng.integers(0, rows, [steps, count])
+  values = 0.01 * rng.normal(size=[steps, count, 2]).astype(np.float32)
+  decays = np.minimum(0.9999, (1 + np.arange(steps)) / (10 + np.arange(steps)))
+  start = rng.normal(size=[rows, 2]).astype(np.float32)
+  w, lazy, dense = (tf.Variable(start) for _ in range(3))
+  log_decays = tf.Variable(tf.zeros([rows + 1], tf.float64))
+
+  @tf.function
+  def run():
+    for t in tf.range(steps):
+      decay = tf.constant(decays)[t]
+      ops.apply("GradientDescent", {"var": [w]},
+                [tf.IndexedSlices(tf.constant(values)[t],
+                                  tf.constant(indices)[t])],
+                {"lr": 0.5}, [lazy], decay, log_decays=[[log_decays]])
+      ops.ema_update([dense], [w], decay)
+
+  run()
+  ops.catch_up([lazy], [w], [log_decays])
+  value, want = start.copy(), start.astype(np.float64)
+  for t in range(steps):
+    total = np.zeros_like(value)
+    np.add.at(total, indices[t], values[t])
+    value -= np.float32(0.5) * total
+    want += (1 - decays[t]) * (value - want)
+  np.testing.assert_array_equal(w, value)
+  error = [np.abs(x.numpy() - want).max() for x in (lazy, dense)]
+  assert error[0] <= error[1] < 1e-4
+  assert not np.any(log_decays)
+
+
+@hypothesis.given(
+    lags=strategies.lists(strategies.floats(-900, 0), min_size=1, max_size=80))
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_the_rate_of_a_lag(lags):
+  n = len(lags)
+  shadow = tf.Variable(tf.zeros([n, 1], tf.float64))
+  value = tf.Variable(tf.ones([n, 1], tf.float64))
+  log_decays = tf.Variable([-1 - x for x in lags] + [-1.0], dtype=tf.float64)
+  ops.catch_up([shadow], [value], [log_decays])
+  want = -np.expm1(-1.0 - np.array([-1 - x for x in lags]))
+  np.testing.assert_allclose(shadow.numpy()[:, 0], want, rtol=4e-16)
+  assert not np.any(log_decays)
+
+
+# Reading
+
+
+@contextlib.contextmanager
+def session_of_lazy_steps(partitions=None, decay=0.9):
+  """A session with a table whose average lags behind, and what it should be."""
+  with tf.Graph().as_default(), tf1.Session() as session:
+    partitioner = partitions and tf1.fixed_size_partitioner(partitions)
+    w = tf1.get_variable("w", initializer=table(), use_resource=True)  \
+        if not partitions else tf1.get_variable(
+            "w", [ROWS, COLUMNS], use_resource=True, partitioner=partitioner,
+            initializer=tf1.constant_initializer(0.5))
+    opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
+    loss = tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4]))
+    train = opt.minimize(loss)
+    session.run(tf1.global_variables_initializer())
+    start = session.run(tf.convert_to_tensor(w))
+    step = np.zeros([ROWS, COLUMNS], np.float32)
+    step[1], step[4] = 1, 0.5
+    yield session, opt, w, train, lambda n: _averages_of(start, step, n, decay)
+
+
+def _averages_of(start, step, n, decay):
+  """(value, average) after n steps."""
+  value = average = start.astype(np.float64)
+  for _ in range(n):
+    value = value - step
+    average = average + (1 - decay) * (value - average)
+  return value, average
+
+
+def test_a_session_reads_what_has_caught_up():
+  with session_of_lazy_steps() as (session, opt, w, train, want):
+    average = opt.average(w)
+    assert opt.is_lazy(w)
+    with tf.control_dependencies([train]):
+      after = average.read_value()
+    for n in (1, 2, 3):
+      np.testing.assert_allclose(session.run(after), want(n)[1], rtol=1e-6)
+    for read in (average, average.value(), average[:4], average + 0,
+                 tf.gather(average, [0, 1, 2, 3])):
+      session.run(train)
+      n += 1
+      np.testing.assert_allclose(session.run(read)[:4], want(n)[1][:4],
+                                 rtol=1e-6)
+
+
+@pytest.mark.parametrize("partitions", [None, 3])
+def test_savers(partitions, tmp_path):
+  with session_of_lazy_steps(partitions) as (session, opt, w, train, want):
+    saver, swapping = tf1.train.Saver(), opt.swapping_saver()
+    for _ in range(3):
+      session.run(train)
+    path = saver.save(session, str(tmp_path / "plain"))
+    swapped = swapping.save(session, str(tmp_path / "swapped"))
+    value, average = want(3)
+    for file, (first, second) in ((path, (value, average)),
+                                  (swapped, (average, value))):
+      reader = tf.train.load_checkpoint(file)
+      # Plain averages, and nothing else.
+      assert set(reader.get_variable_to_shape_map()) == {
+          "w", "w/ExponentialMovingAverage"}
+      np.testing.assert_allclose(reader.get_tensor("w"), first, rtol=1e-6)
+      np.testing.assert_allclose(
+          reader.get_tensor("w/ExponentialMovingAverage"), second, rtol=1e-6)
+    # In a session that goes on: what it lacked since counts no more.
+    for restoring, file in ((saver, path), (swapping, swapped)):
+      for _ in range(2):
+        session.run(train)
+      restoring.restore(session, file)
+      for _ in range(2):
+        session.run(train)
+      shadows = opt.average(w) if not partitions else opt.average(list(w))
+      got = session.run(shadows)
+      if partitions:
+        got = np.concatenate(got)
+      np.testing.assert_allclose(got, want(5)[1], rtol=1e-6)
+
+
+def test_a_new_session_goes_on_from_a_checkpoint(tmp_path):
+  with session_of_lazy_steps() as (session, opt, w, train, want):
+    for _ in range(3):
+      session.run(train)
+    path = tf1.train.Saver().save(session, str(tmp_path / "plain"))
+    # No initializer runs there.
+    with tf1.Session() as other:
+      tf1.train.Saver().restore(other, path)
+      other.run(train)
+      np.testing.assert_allclose(other.run(opt.average(w)), want(4)[1],
+                                 rtol=1e-6)
+
+
+def test_a_monitored_session(tmp_path):
+  for n in (2, 4):
+    with session_of_lazy_steps() as (_, opt, w, train, want):
+      tf1.train.create_global_step()
+      with tf1.train.MonitoredTrainingSession(
+          checkpoint_dir=str(tmp_path), save_checkpoint_steps=1) as session:
+        for _ in range(2):
+          session.run(train)
+        np.testing.assert_allclose(session.run(opt.average(w)), want(n)[1],
+                                   rtol=1e-6)
+
+
+def test_averaged_weights_and_seeds_in_a_session():
+  with session_of_lazy_steps() as (session, opt, w, train, want):
+    session.graph.finalize()
+    for _ in range(3):
+      session.run(train)
+    value, average = want(3)
+    with opt.averaged_weights(session):
+      np.testing.assert_allclose(session.run(w), average, rtol=1e-6)
+    np.testing.assert_allclose(session.run(w), value, rtol=1e-6)
+    session.run(train)
+    np.testing.assert_allclose(session.run(opt.average(w)), want(4)[1],
+                               rtol=1e-6)
+    session.run(train)
+    opt.seed_averages(session)
+    np.testing.assert_array_equal(session.run(opt.average(w)), session.run(w))
+
+
+def eager_lazy_steps(n, decay=0.9):
+  w = tf.Variable(table())
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
+  for _ in range(n):
+    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
+  step = np.zeros([ROWS, COLUMNS], np.float32)
+  step[1], step[4] = 1, 0.5
+  return w, opt, lambda n: _averages_of(table(), step, n, decay)
+
+
+def test_eager_reads_and_writes():
+  w, opt, want = eager_lazy_steps(3)
+  average = opt.average(w)
+  assert opt.is_lazy(w)
+  np.testing.assert_allclose(average, want(3)[1], rtol=1e-6)
+
+  def step():
+    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
+
+  reads = [lambda: average.numpy(), lambda: average.value(),
+           lambda: average + 0, lambda: tf.gather(average, range(ROWS)),
+           lambda: tf.function(lambda: average + 0)(),
+           lambda: tf.function(lambda: average + 0, jit_compile=True)()]
+  for n, read in enumerate(reads, 4):
+    step()
+    np.testing.assert_allclose(read(), want(n)[1], rtol=1e-6)
+  step()
+  with opt.averaged_weights():
+    np.testing.assert_allclose(w, want(10)[1], rtol=1e-6)
+  step()
+  average.assign(tf.zeros([ROWS, COLUMNS]))
+  assert not np.any(average)
+  step()
+  opt.seed_averages()
+  np.testing.assert_array_equal(average, w)
+
+
+def test_object_based_checkpoints(tmp_path):
+  w, opt, want = eager_lazy_steps(3)
+  path = tf.train.Checkpoint(w=w, opt=opt).save(str(tmp_path / "lazy"))
+  names = [name for name, _ in tf.train.list_variables(path)]
+  assert not any("log_decays" in name for name in names)
+  # Into one that lags behind, and one that is dense.
+  for n, fused_again in ((2, True), (0, False)):
+    w2, opt2, _ = eager_lazy_steps(n)
+    if not fused_again:
+      opt2 = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+    tf.train.Checkpoint(w=w2, opt=opt2).restore(path)
+    opt2.minimize(lambda: tf.nn.embedding_lookup(w2, [1, 1, 4]),
+                  var_list=[w2])
+    np.testing.assert_allclose(opt2.average(w2), want(4)[1], rtol=1e-6)
+
+
+# Where it is not valid
+
+
+@modes.only(modes.Function(), modes.Graph(True))
+def test_an_optimizer_that_moves_all_rows_is_dense(mode):
+  w = mode.variable(table(), name="w")
+  opt = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(0.5), 0.9)
+  training = Training(mode, opt, w)
+  for t in range(3):
+    training.sparse(*gradient(t))
+  assert not opt.is_lazy(w)
+  np.testing.assert_allclose(mode.values([opt.average(w)])[0],
+                             training.averages(table(), [0.9])[0], rtol=1e-5)
+
+
+def test_ref_variables_are_dense():
+  with modes.Graph(False).entered() as mode:
+    w = mode.variable(table(), name="w")
+    opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+    training = Training(mode, opt, w)
+    training.sparse(*gradient(0))
+    assert not opt.is_lazy(w)
+
+
+def test_a_variable_that_is_named_twice_catches_up_first():
+  w = tf.Variable(table())
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+  training = Training(modes.Eager(), opt, w)
+  for t in range(3):
+    training.sparse(*gradient(t))
+  values, indices = gradient(3)
+  grad = tf.IndexedSlices(values, indices)
+  opt.apply_gradients([(grad, w), (grad, w)])
+  training._record()
+  np.testing.assert_allclose(opt.average(w), training.averages(
+      table(), [0.9])[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_dropped_step_advances_nothing():
+  w, step = tf.Variable(table()), tf.Variable(0, dtype=tf.int64)
+  opt = wrapopt.DropStaleGradientOptimizer(
+      wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9), staleness=0)
+
+  def minimize():
+    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), step, [w])
+
+  minimize()
+  average = opt._optimizer.average(w)
+  assert opt._optimizer.is_lazy(w)
+  before = average.log_decays.numpy(), average.numpy(), w.numpy()
+  late = opt.compute_gradients(
+      lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), [w])
+  step.assign_add(5)
+  opt.apply_gradients(late, step)
+  after = average.log_decays.numpy(), average.numpy(), w.numpy()
+  for x, y in zip(before[1:], after[1:]):
+    numerics.assert_same_bits(x, y)
+
+
+def test_the_step_moves_rows_by_one_op():
+  with tf.Graph().as_default() as graph:
+    w = tf1.get_variable("w", initializer=table(), use_resource=True)
+    opt = wrapopt.MovingAverageOptimizer(INNER["adagrad"](), [0.9, 0.99])
+    opt.minimize(tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4])))
+    [op] = [op for op in graph.get_operations() if "Apply" in op.type]
+    assert op.type == "Wrapopt>SparseApplyAdagrad"
+    assert op.get_attr("NL") == 2
+    assert not any("Ema" in op.type for op in graph.get_operations())
+
+
+# The ops
+
+
+def lazy(shape=(ROWS, COLUMNS), dtype="float32"):
+  value = tf.Variable(tf.ones(shape, dtype))
+  shadow = tf.Variable(tf.zeros(shape, dtype))
+  log_decays = tf.Variable(tf.zeros([shape[0] + 1], tf.float64))
+  return shadow, value, log_decays
+
+
+@pytest.mark.parametrize("what, error, text", [
+    ("length", tf.errors.InvalidArgumentError,
+     r"log_decays\[0\].* misshapen: got \[3\] but expected \[8\]"),
+    ("dtype", TypeError, r"`log_decays\[0\]` .*must be of dtype float64"),
+    ("scalar", tf.errors.InvalidArgumentError, "scalar"),
+    ("index", tf.errors.InvalidArgumentError,
+     r"indices\[0\]\[1\] must be in \[0, 7\), .* got 7"),
+    ("matrix", tf.errors.InvalidArgumentError,
+     r"indices\[0\] misshapen: got \[1,2\] but expected a vector"),
+    ("twice", tf.errors.InvalidArgumentError, "named twice"),
+    ("count", ValueError, "one vector for each of the 1 values, got 2"),
+    ("decay", ValueError, r"must be in \[0, 1\], got 2")])
+def test_errors_change_nothing(what, error, text):
+  shadow, value, log_decays = lazy()
+  indices, decay = [[0, 1]], 0.5
+  if what == "length":
+    log_decays = tf.Variable(tf.zeros([3], tf.float64))
+  elif what == "dtype":
+    log_decays = tf.Variable(tf.zeros([8], tf.float32))
+  elif what == "scalar":
+    shadow, value = tf.Variable(0.0), tf.Variable(1.0)
+  elif what == "index":
+    indices = [[0, 7]]
+  elif what == "matrix":
+    indices = [[[0, 1]]]
+  elif what == "twice":
+    value = shadow
+  elif what == "count":
+    indices = [[0], [1]]
+  elif what == "decay":
+    decay = 2
+  variables = [shadow, value, log_decays]
+  before = [v.numpy() for v in variables]
+  with pytest.raises(error, match=text):
+    ops.sparse_ema_update([shadow], [value], [log_decays], indices, decay)
+  for v, was in zip(variables, before):
+    numerics.assert_same_bits(v.numpy(), was)
+
+
+def test_a_rule_that_moves_all_rows_refuses_log_decays():
+  shadow, w, log_decays = lazy()
+  m, v = tf.Variable(0 * w), tf.Variable(0 * w)
+  scalars = dict(lr=.1, beta1=.9, beta2=.9, epsilon=.1, weight_decay=0,
+                 beta1_power=.9, beta2_power=.9)
+  with pytest.raises(tf.errors.InvalidArgumentError,
+                     match="log_decays must be empty for Adam"):
+    ops.apply("Adam", {"var": [w], "m": [m], "v": [v]},
+              [tf.IndexedSlices(tf.ones([1, COLUMNS]), [0])], scalars,
+              [shadow], 0.9, log_decays=[[log_decays]])
+  np.testing.assert_array_equal(w, tf.ones_like(w))
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (4, 0), (4,), (3, 2, 2), (5, 1200)])
+def test_shapes(shape):
+  shadow, w, log_decays = lazy(shape)
+  indices = [0, 2, 0] if shape[0] else []
+  grad = tf.IndexedSlices(tf.ones([len(indices), *shape[1:]]),
+                          tf.constant(indices, tf.int32))
+  for _ in range(2):
+    ops.apply("GradientDescent", {"var": [w]}, [grad], {"lr": 0.5}, [shadow],
+              0.5, log_decays=[[log_decays]])
+  ops.catch_up([shadow], [w], [log_decays])
+  want = np.full(shape, 0.75)
+  if shape[0]:
+    want[0] = (0 + 0) / 2 * 0.5 + -1 * 0.5
+    want[2] = 0.5 / 2 * 0.5 + 0 * 0.5
+  np.testing.assert_allclose(shadow, want)
+
+
+def test_threads_step_and_read_one_table():
+  """Reads run beside steps; what is left is the exact average."""
+  w = tf.Variable(tf.zeros([64, 8]))
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 1.0)
+  opt.apply_gradients([(tf.IndexedSlices(tf.ones([1, 8]), [0]), w)])
+  average, errors = opt.average(w), []
+
+  def step(row):
+    try:
+      for _ in range(50):
+        opt.apply_gradients(
+            [(tf.IndexedSlices(tf.ones([2, 8]), [row, row]), w)])
+    except Exception as e:  # Reported below.
+      errors.append(e)
+
+  threads = [threading.Thread(target=step, args=(row,)) for row in range(4)]
+  for thread in threads:
+    thread.start()
+  while any(thread.is_alive() for thread in threads):
+    average.numpy()
+  assert not errors
+  np.testing.assert_array_equal(average, tf.zeros([64, 8]))
+  np.testing.assert_array_equal(w[1:4], tf.fill([3, 8], -50.0))

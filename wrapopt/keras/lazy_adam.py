@@ -1,0 +1,62 @@
+"""Adam for embeddings: a step costs the rows that it touches."""
+
+import keras
+import tensorflow as tf
+
+from wrapopt import _inner_keras
+from wrapopt import _replicas
+from wrapopt import ops
+
+
+@keras.saving.register_keras_serializable("wrapopt")
+class LazyAdam(keras.optimizers.Adam):
+  """Adam that leaves rows alone which a sparse gradient lacks.
+
+  Adam's moments decay in each step, so that it moves all rows of an embedding
+  whatever the batch has touched. This optimizer updates the moments and the
+  weights of the touched rows only, as if each row were trained by itself but for
+  the count of steps. With a dense gradient it is Adam.
+
+  Inside a `MovingAverage` the averages cost no more than these rows, either.
+
+  Example:
+
+  >>> w = keras.Variable([[1.0], [1.0]])
+  >>> opt = wrapopt.keras.LazyAdam(0.5)
+  >>> opt.apply([tf.IndexedSlices([[1.0]], [1], [2, 1])], [w])
+  >>> w.numpy()[:, 0]
+  array([1. , 0.5], dtype=float32)
+
+  Args: those of `keras.optimizers.Adam`, but `amsgrad`.
+
+  References: Kingma and Ba, "Adam: a method for stochastic optimization", 2015;
+  `tfa.optimizers.LazyAdam` of TensorFlow Addons.
+
+  Differences from TensorFlow Addons: one native op for a variable's step.
+  """
+
+  def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999,
+               epsilon=1e-7, amsgrad=False, **kwargs):
+    if amsgrad:
+      raise ValueError("`amsgrad` of LazyAdam must be False: the largest second "
+                       "moments are those of Adam. Use keras.optimizers.Adam.")
+    kwargs.setdefault("name", "lazy_adam")
+    super().__init__(learning_rate, beta_1, beta_2, epsilon, **kwargs)
+
+  def update_step(self, gradient, variable, learning_rate):
+    if not isinstance(gradient, tf.IndexedSlices):
+      super().update_step(gradient, variable, learning_rate)
+      return
+    rule = _inner_keras.adam(self)
+    index = self._get_variable_index(variable)
+    [value] = _replicas.values(_inner_keras.value(variable))
+    ops.apply("LazyAdam",
+              {"var": [value],
+               **{state: _replicas.values(slots[index].value)
+                  for state, slots in rule.slots.items()}},
+              [_inner_keras.cast(gradient, value.dtype)],
+              {"lr": ops.float64(tf.convert_to_tensor(learning_rate)),
+               "weight_decay": 0.0, **rule.scalars})
+
+
+_inner_keras.add_rule(LazyAdam, "LazyAdam")
