@@ -11,6 +11,7 @@ import tensorflow as tf
 import wrapopt
 
 import modes
+from modes import mode  # pylint: disable=unused-import
 import numerics
 
 tf1 = tf.compat.v1
@@ -63,9 +64,14 @@ class Training:
       jit = mode.jit_compile if isinstance(mode, modes.Function) else None
       wrap = ((lambda f: tf.function(f, jit_compile=jit, autograph=False))
               if isinstance(mode, modes.Function) else lambda f: f)
-      self._sparse_step = wrap(self._apply)
-      self._dense_step = wrap(
-          lambda g: opt.apply_gradients([(g, variable)]))
+
+      def sparse(values, indices):
+        self._apply(values, indices)
+
+      def dense(values):
+        opt.apply_gradients([(values, variable)])
+
+      self._sparse_step, self._dense_step = wrap(sparse), wrap(dense)
 
   def _apply(self, values, indices):
     return self.opt.apply_gradients(
@@ -113,9 +119,13 @@ def raw(mode, variable):
   return mode.session.run(value) if mode.name == "graph" else value.numpy()
 
 
-@modes.only(*MODES)
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("fused", [None, False], ids=["fused", "not fused"])
+@pytest.mark.parametrize(
+    "inner, fused, mode",
+    [(inner, fused, mode) for inner in INNER for fused in (None, False)
+     for mode in MODES
+     # The others' sparse steps XLA has from this package only.
+     if fused is None or mode.name != "jit" or inner in ("sgd", "lazy_adam")],
+    ids=lambda x: getattr(x, "name", str(x)), indirect=["mode"])
 def test_rows_move_and_the_others_catch_up(mode, inner, fused):
   w = mode.variable(table(), name="w")
   opt = wrapopt.MovingAverageOptimizer(INNER[inner](), DECAYS, fused=fused)
@@ -341,11 +351,12 @@ def test_a_new_session_goes_on_from_a_checkpoint(tmp_path):
 def test_a_monitored_session(tmp_path):
   for n in (2, 4):
     with session_of_lazy_steps() as (_, opt, w, train, want):
-      tf1.train.create_global_step()
+      with tf.control_dependencies([train]):
+        counted = tf1.train.create_global_step().assign_add(1)
       with tf1.train.MonitoredTrainingSession(
           checkpoint_dir=str(tmp_path), save_checkpoint_steps=1) as session:
         for _ in range(2):
-          session.run(train)
+          session.run(counted)
         np.testing.assert_allclose(session.run(opt.average(w)), want(n)[1],
                                    rtol=1e-6)
 
@@ -451,7 +462,7 @@ def test_a_variable_that_is_named_twice_catches_up_first():
   for t in range(3):
     training.sparse(*gradient(t))
   values, indices = gradient(3)
-  grad = tf.IndexedSlices(values, indices)
+  grad = tf.IndexedSlices(tf.constant(values), tf.constant(indices))
   opt.apply_gradients([(grad, w), (grad, w)])
   training._record()
   np.testing.assert_allclose(opt.average(w), training.averages(
@@ -461,7 +472,8 @@ def test_a_variable_that_is_named_twice_catches_up_first():
 def test_a_dropped_step_advances_nothing():
   w, step = tf.Variable(table()), tf.Variable(0, dtype=tf.int64)
   opt = wrapopt.DropStaleGradientOptimizer(
-      wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9), staleness=0)
+      wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9), staleness=0,
+      global_step=step)
 
   def minimize():
     opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), step, [w])
@@ -509,7 +521,7 @@ def lazy(shape=(ROWS, COLUMNS), dtype="float32"):
      r"indices\[0\]\[1\] must be in \[0, 7\), .* got 7"),
     ("matrix", tf.errors.InvalidArgumentError,
      r"indices\[0\] misshapen: got \[1,2\] but expected a vector"),
-    ("twice", tf.errors.InvalidArgumentError, "named twice"),
+    ("twice", tf.errors.InvalidArgumentError, "are one variable"),
     ("count", ValueError, "one vector for each of the 1 values, got 2"),
     ("decay", ValueError, r"must be in \[0, 1\], got 2")])
 def test_errors_change_nothing(what, error, text):

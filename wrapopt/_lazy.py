@@ -8,9 +8,14 @@ up for it later: see `wrapopt.ops.catch_up`.
 import weakref
 
 import tensorflow as tf
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.ops import resource_variable_ops
 
 from wrapopt import ops
+
+# Made outside of a tf.function, and while one is traced.
+_PLAIN = (resource_variable_ops.ResourceVariable,
+          polymorphic_function.UnliftedInitializerVariable)
 
 
 def watch(average, variable):
@@ -20,9 +25,7 @@ def watch(average, variable):
     average: A variable that nothing in a graph or `tf.function` has read.
     variable: A variable.
   """
-  if (type(average) is resource_variable_ops.ResourceVariable and
-      type(variable) in (resource_variable_ops.ResourceVariable,
-                         LazyAverage) and
+  if (type(average) in _PLAIN and type(variable) in _PLAIN and
       average.shape.is_fully_defined() and average.shape.rank and
       tf.DeviceSpec.from_string(average.device).device_type in (None, "CPU")):
     # The slot of an optimizer is made by TensorFlow.
@@ -108,8 +111,8 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
             tf.zeros([self.shape[0] + 1], tf.float64), trainable=False,
             name=f"{self._shared_name}/log_decays", **(
                 {} if tf.executing_eagerly() else {"collections": []}))
-        if not tf.executing_eagerly():
-          self._refer_to_caught_up()
+      if not tf.executing_eagerly():
+        self._refer_to_caught_up()
     return self.log_decays
 
   def catch_up(self):
@@ -122,12 +125,16 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
     return catch_up([self], variable)
 
   def _refer_to_caught_up(self):
-    # What a session runs for the variable itself, and where a Saver reads and
-    # restores.
-    handle = self.handle
-    self._graph_element = tf.raw_ops.ReadVariableOp(
-        resource=handle, dtype=self.dtype)
+    # What a session runs for the variable itself.
+    with tf.init_scope():
+      self._graph_element = tf.raw_ops.ReadVariableOp(
+          resource=self.handle, dtype=self.dtype)
     self._graph_element.set_shape(self.shape)
+    # A Saver then reads and restores by the handle, not by that.
+    if self._get_save_slice_info() is None:
+      self._set_save_slice_info(_Whole(
+          self._shared_name, self.shape.as_list(), [0] * self.shape.rank,
+          self.shape.as_list()))
 
   @property
   def handle(self):
@@ -161,3 +168,11 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
 
   def is_initialized(self, name=None):
     return tf.raw_ops.VarIsInitializedOp(resource=self._handle, name=name)
+
+
+class _Whole(tf.Variable.SaveSliceInfo):
+  """All of a variable as a slice, which a Saver writes as a whole."""
+
+  @property
+  def spec(self):
+    return ""
