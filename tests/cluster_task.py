@@ -151,6 +151,25 @@ def traffic(task, prefix, fused, v2):
   return answer
 
 
+def embedding(task, prefix, rows):
+  """What a parameter server gets for a step of a table, and the average."""
+  g = Graph(task, prefix)
+  with g.build():
+    w = tf1.get_variable("w", [rows, 16], tf.float32, tf1.ones_initializer(),
+                         use_resource=True)
+    opt = wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0.5)
+    g.train = opt.minimize(
+        tf.reduce_sum(tf.nn.embedding_lookup(w, [3, 5, 3])), var_list=[w])
+    log_decays = opt.average(w).log_decays
+    assert opt.is_lazy(w) and log_decays.device == w.device, w.device
+    some = tf.gather(opt.average(w), [0, 3, 5])
+  with g.session() as session:
+    steps = [stats(session, g.train, {}) for _ in range(4)]
+    return {"step": max(steps, key=lambda step: len(step["received"])),
+            "average": session.run(some)[:, 0].tolist()}
+
+
 def stats(session, fetch, feeds):
   metadata = tf1.RunMetadata()
   session.run(fetch, feeds, run_metadata=metadata, options=tf1.RunOptions(
@@ -181,4 +200,4 @@ def hang(task, prefix, limit, path):
     session.run(g.train)
 
 
-FUNCTIONS = (update_log, traffic, train, hang)
+FUNCTIONS = (update_log, traffic, embedding, train, hang)

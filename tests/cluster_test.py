@@ -59,6 +59,21 @@ def received(steps):
   return sum(float(size[1]) * units[size[2]] for size in sizes)
 
 
+def test_of_an_embedding_only_touched_rows_cross_the_network(cluster):
+  worker = workers(cluster)[0]
+  for rows in (100, 100000):
+    answer = worker.ask("embedding", prefix=f"rows_{rows}", rows=rows)
+    # Three rows of 16 numbers, their indices, and what a step takes besides.
+    assert 3 * 16 * 4 <= received(answer["step"]) < 3 * 16 * 4 + 200
+    # Rows of no gradient, of two and of one.
+    average = [1.0, 1.0, 1.0]
+    value = [1.0, 1.0, 1.0]
+    for _ in range(4):
+      value = [v - g for v, g in zip(value, (0, 2, 1))]
+      average = [a + 0.5 * (v - a) for a, v in zip(average, value)]
+    assert answer["average"] == average
+
+
 def ran(steps, op):
   return sum(f" = {op}(" in label for label in steps["ran"])
 
