@@ -35,9 +35,9 @@ import statistics
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _native
 from wrapopt import ops
 from wrapopt.bench import harness
+from wrapopt.bench.stream_limit import StreamLimit
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.examples import _cluster
@@ -140,7 +140,7 @@ def _limits(shapes, sources):
   def place():
     nonlocal limit
     limit = None  # Not both at once.
-    limit = _native.StreamLimit(*harness.streams(shapes, 1, sources))
+    limit = StreamLimit(*harness.streams(shapes, 1, sources))
 
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
               lambda n=n: limit.run(n)
