@@ -38,7 +38,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 class Rule(typing.NamedTuple):
   """A line of cc/rules/rules.h."""
-  index: int
+  number: int  # Its place in the list.
   states: list[str]
   inputs: list[str]
   scalars: list[str]  # With a question mark, those that are attributes.
@@ -151,5 +151,5 @@ def step(rule, states, inputs, scalars, isa=""):
   dtypes = [_DTYPES.index(str(arrays[0].dtype))
             for arrays in (states, inputs or states)]
   _value(_library.wrapopt_step(
-      info.index, (ctypes.c_void_p * len(operands))(*operands), *dtypes,
+      info.number, (ctypes.c_void_p * len(operands))(*operands), *dtypes,
       (ctypes.c_double * len(scalars))(*scalars), states[0].size, isa.encode()))

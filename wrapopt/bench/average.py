@@ -36,6 +36,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import ops
+from wrapopt._types import V1Optimizer
 from wrapopt.bench import harness
 from wrapopt.bench.stream_limit import StreamLimit
 from wrapopt.elastic_average import ElasticAverageCustomGetter
@@ -215,7 +216,7 @@ def _check(name, what, got, want):
 # A round of a cluster. What its processes do comes first.
 
 
-class _NoTraining(_tf1.train.Optimizer):
+class _NoTraining(V1Optimizer):
   """Leaves all weights as they are: what is measured is the round."""
 
   def __init__(self):
