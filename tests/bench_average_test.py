@@ -37,7 +37,7 @@ def test_the_limit_reads_and_writes_as_many_arrays():
   assert all(run() > 0 for run in limits.values())
   read, written = harness.streams(_SHAPES, 1, 4)
   assert (len(read), len(written)) == (4, 1)
-  assert average._native.StreamLimit(read, written).bytes == 126 * 4 * (4 + 2)
+  assert average.StreamLimit(read, written).bytes == 126 * 4 * (4 + 2)
 
 
 def test_a_contender_that_does_other_work_is_refused():

@@ -1,57 +1,95 @@
-"""The examples of the README and of the docstrings do what they say."""
+"""The examples of the guides and of the docstrings do what they say."""
 
 import doctest
 import inspect
+import multiprocessing
 import os
 import re
+import runpy
 
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 import wrapopt
-from processes import run_python
 
-README = os.path.join(os.path.dirname(os.path.dirname(__file__)), "README.md")
-
-# What a block of the README prints, in their order.
-PRINTS = (
-    r"averaged weights: \[[^]]+\]\n",
-    r"averaged: \[[^]]+\]\nraw:      \[[^]]+\]\n",
-    "",
-    r"admitted, dropped: 100 0\n",
-    r"rounds: 10\n",
-    r"\[0\.5, 0\.5, 2\.5, 2\.5\]\n",
-    r"True False\n",
-    r"\[0\.25 0\.5 \]\n",
-)
-# The one that saves a model.
-SAVES = 2
+ROOT = os.path.dirname(os.path.dirname(__file__))
+GUIDES = ["README.md", *sorted(
+    f"docs/{name}" for name in os.listdir(os.path.join(ROOT, "docs"))
+    if name.endswith(".md"))]
 
 
-def blocks():
-  with open(README, encoding="utf-8") as f:
-    return re.findall(r"^```python\n(.*?)^```$", f.read(), re.M | re.S)
+def read(guide):
+  with open(os.path.join(ROOT, guide), encoding="utf-8") as f:
+    return f.read()
 
 
-def test_every_block_of_the_readme_has_a_test():
-  assert len(blocks()) == len(PRINTS)
+# A block of Python and, if it prints something, the block of text after it, in
+# which `...` stands for anything.
+BLOCK = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+                   re.M | re.S)
+BLOCKS = {f"{guide}-{i}": match.groups("")
+          for guide in GUIDES
+          for i, match in enumerate(BLOCK.finditer(read(guide)))}
 
 
-@pytest.mark.parametrize("index", range(len(PRINTS)))
-def test_readme(index, tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  process = run_python("-c", blocks()[index])
-  assert process.returncode == 0, process.stderr
-  assert re.fullmatch(PRINTS[index], process.stdout), process.stdout
-  assert os.listdir(tmp_path) == (["averaged"] if index == SAVES else [])
-  if index == SAVES:
-    names = [name for name, _ in tf.train.list_variables("averaged/model")]
+def run_block(program, out, err, folder):
+  """Runs a program, with its output and its errors in files."""
+  os.chdir(folder)
+  for path, number in (out, 1), (err, 2):
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+  runpy.run_path(str(program), run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def server():
+  """Forks processes that have imported what takes long, and run none of it."""
+  context = multiprocessing.get_context("forkserver")
+  context.set_forkserver_preload(
+      ["keras", "tensorflow", "wrapopt", "wrapopt.keras"])
+  return context
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block(name, server, tmp_path):
+  code, expected = BLOCKS[name]
+  program, out, err = (tmp_path / name for name in ("block.py", "out", "err"))
+  program.write_text(code, encoding="utf-8")
+  folder = tmp_path / "folder"
+  folder.mkdir()
+  process = server.Process(target=run_block, args=(program, out, err, folder))
+  process.start()
+  process.join(300)
+  assert process.exitcode == 0, err.read_text(encoding="utf-8")
+  pattern = ".*?".join(map(re.escape, expected.split("...")))
+  printed = out.read_text(encoding="utf-8")
+  assert re.fullmatch(pattern, printed, re.S), printed
+  if "saver.save(session, \"averaged/model\")" in code:
+    names = [name for name, _ in tf.train.list_variables(
+        str(folder / "averaged" / "model"))]
     assert {"w", "w/ExponentialMovingAverage", "w/Adam"} <= set(names)
 
 
+def test_there_are_blocks():
+  assert len([name for name in BLOCKS if name.startswith("README")]) == 3
+  assert len([name for name in BLOCKS if "migration" in name]) >= 8
+
+
 def test_the_first_example_is_short():
-  assert len(blocks()[0].splitlines()) <= 12
+  assert len(BLOCKS["README.md-0"][0].splitlines()) <= 12
+
+
+def test_the_readme_is_short():
+  assert len(read("README.md").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("guide", [
+    *GUIDES, "CHANGELOG.md", "CONTRIBUTING.md", "cc/README.md",
+    "tests/README.md", "wrapopt/bench/README.md", "wrapopt/examples/README.md"])
+def test_links(guide):
+  for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(guide)):
+    path = os.path.normpath(os.path.join(ROOT, os.path.dirname(guide), target))
+    assert os.path.exists(path), f"{guide} names {target}"
 
 
 def documented():

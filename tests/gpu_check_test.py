@@ -1,4 +1,4 @@
-"""cc/gpu/check, which compares the kernels with the CPU's."""
+"""cc/gpu/check: programs that compare the GPU kernels and measure them."""
 
 import re
 import subprocess
@@ -20,8 +20,9 @@ def gpu(request, monkeypatch):
                      request.config.getoption("--fake_gpu"))
 
 
-def check(*args):
-  return subprocess.run(["cc/gpu/check", *args], capture_output=True, text=True,
+def check(program, *args):
+  return subprocess.run([f"cc/gpu/check/{program}", *args],
+                        capture_output=True, text=True,
                         check=False)
 
 

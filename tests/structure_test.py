@@ -157,7 +157,7 @@ def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
 @pytest.mark.parametrize("library, names", [
     (wrapopt.sysconfig.get_lib(), {*_native.rules(), "RowSum"}),
     # Nothing in Python sums rows: the linker leaves that out.
-    (_native.__file__, {*_native.rules()})], ids=["ops", "python"])
+    (_native.LIBRARY, {*_native.rules()})], ids=["ops", "python"])
 def test_the_libraries_hold_these_loops(loops, library, names):
   text = "\n".join(plain(code) for _, code in disassemble(library))
   missing = [key for key, found in loops.items() if key[1] in names

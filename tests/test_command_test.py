@@ -1,4 +1,4 @@
-"""./tools/test makes .venv-tensorflow only for targets that need it."""
+"""./tools/test: which targets it runs, and what it makes for them."""
 
 import os
 import pathlib
@@ -9,12 +9,14 @@ import pytest
 
 FILES = ("requirements.txt", "tools/setup", "tools/test")
 
-# Stand for Bazel, whose `cquery` finds the targets in $NEEDING, and for the
-# interpreter of an environment that is made. They tell of all calls in `calls`.
+# Stand for Bazel, whose `cquery` finds the targets in $NEEDING and whose `query`
+# finds two, and for the interpreter of an environment that is made. They write
+# all calls to `calls`.
 BAZEL = """#!/bin/bash
 [ "$1" = --version ] && echo bazel 4.2.3 && exit
 echo bazel "$@" >>calls
 [ "$1" = cquery ] && printf '%s' "$NEEDING"
+[ "$1" = query ] && printf '//tests:night\\n//tests:long\\n'
 exit 0
 """
 PYTHON = """#!/bin/bash
@@ -79,3 +81,12 @@ def test_all_targets(run):
   calls, _ = run()
   assert any("set(//...)" in call for call in calls)
   assert any(call.startswith("bazel test //... ") for call in calls)
+
+
+def test_all_targets_and_those_of_the_night(run):
+  calls, _ = run("--nightly")
+  assert "bazel query --ui_event_filters=-info attr(tags, nightly, //...)" in (
+      calls)
+  assert any("set(//... //tests:night //tests:long)" in call for call in calls)
+  assert any(call.startswith("bazel test //... //tests:night //tests:long ")
+             for call in calls)

@@ -23,7 +23,15 @@ from processes import run_python
 TENSORFLOW_LIBRARIES = frozenset(
     {"libtensorflow_cc.so.2", "libtensorflow_framework.so.2"})
 
-LIBRARIES = ["wrapopt/_native.so", "wrapopt/_wrapopt_ops.so"]
+LIBRARIES = ["wrapopt/_wrapopt_native.so", "wrapopt/_wrapopt_ops.so",
+             "wrapopt/bench/_stream_limit.so"]
+# What each exports. The loader asks the first before TensorFlow.
+EXPORTS = {
+    "_wrapopt_native.so": {"wrapopt_cpu_isa", "wrapopt_facts", "wrapopt_gpus",
+                           "wrapopt_step"},
+    "_wrapopt_ops.so": set(),
+    "_stream_limit.so": {"wrapopt_stream_pass"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,55 +65,18 @@ def interpreters():
   return {"the test's own": sys.executable, "the other": other}
 
 
-# Where TensorFlow comes from, then the package from the folder it is installed
-# in: an op, the optimizer in a graph, and the command.
-SMOKE = """
-import importlib.metadata
-import sys
-
-import tensorflow as tf
-
-for name in importlib.metadata.packages_distributions()["tensorflow"]:
-  print(name, importlib.metadata.version(name))
-
-import wrapopt
-
-assert wrapopt.__file__.startswith(sys.argv[1]), wrapopt.__file__
-assert importlib.metadata.version("wrapopt") == wrapopt.__version__
-
-value, shadow = tf.Variable([8.0, 4.0]), tf.Variable([0.0, 0.0])
-wrapopt.ops.ema_update([shadow], [value], decay=0.75)
-assert shadow.numpy().tolist() == [2.0, 1.0], shadow
-
-with tf.Graph().as_default():
-  var = tf.compat.v1.get_variable("var", initializer=[0.0])
-  opt = wrapopt.MovingAverageOptimizer(
-      tf.compat.v1.train.GradientDescentOptimizer(1.0), average_decay=0.5)
-  train = opt.minimize(-tf.reduce_sum(var))
-  with tf.compat.v1.Session() as session:
-    session.run(tf.compat.v1.global_variables_initializer())
-    session.run(train)
-    session.run(train)
-    # var goes 1, 2 and its average 0.5, 1.25.
-    saver = opt.swapping_saver()
-    path = saver.save(session, sys.argv[2])
-reader = tf.train.load_checkpoint(path)
-assert reader.get_tensor("var").tolist() == [1.25]
-assert reader.get_tensor("var/ExponentialMovingAverage").tolist() == [2.0]
-"""
-
-
 @pytest.mark.parametrize("which", interpreters())
-def test_installed_files_work(site, tmp_path, capsys, which):
+def test_installed_files_work(site, capsys, which):
   python = interpreters()[which]
   if not os.path.exists(python):
     pytest.skip(f"there is no {python}, an interpreter with the other one of "
                 "tensorflow and tensorflow-cpu")
-  process = run_python("-c", SMOKE, str(site), str(tmp_path / "model"),
-                       python=python, PYTHONPATH=str(site))
+  # tools/wheel runs it too, with other versions of Python.
+  process = run_python("tests/wheel_smoke.py", str(site), python=python,
+                       PYTHONPATH=str(site))
   assert process.returncode == 0, process.stderr
   with capsys.disabled():
-    print(f"\nworks with {process.stdout.strip()} of {python}")
+    print(f"\nworks with {process.stdout.strip()}")
   command = run_python("-m", "wrapopt", python=python, PYTHONPATH=str(site))
   assert command.returncode == 0, command.stderr
   assert f"library      {site}/wrapopt/_wrapopt_ops.so\n" in command.stdout
@@ -122,8 +93,8 @@ def test_tag(wheel):
   assert not found.overall_policy < wanted, (
       f"the libraries need {found.overall_policy.name}: build on an older "
       "system, or name that tag in BUILD")
-  version = f"cp{sys.version_info[0]}{sys.version_info[1]}"
-  assert (tag.interpreter, tag.abi) == (version, version)
+  # One wheel serves all versions of Python.
+  assert (tag.interpreter, tag.abi) == ("py3", "none")
 
 
 def test_metadata(wheel, info):
@@ -131,7 +102,13 @@ def test_metadata(wheel, info):
     metadata = email.message_from_bytes(z.read(f"{info}/METADATA"))
   assert metadata["Name"] == "wrapopt"
   assert metadata["Version"] == wheel.name.split("-")[1]
-  assert metadata["Requires-Python"] == "==%d.%d.*" % sys.version_info[:2]
+  assert metadata["Requires-Python"] == ">=3.10"
+  assert metadata["License-Expression"] == "Apache-2.0"
+  assert metadata["License-File"] == "LICENSE"
+  assert "exponential moving average" in metadata["Keywords"].split(",")
+  for version in "3.10", "3.11", "3.12", "3.13":
+    assert f"Programming Language :: Python :: {version}" in (
+        metadata.get_all("Classifier"))
   assert metadata["Description-Content-Type"] == "text/markdown"
   with open("README.md", encoding="utf-8") as f:
     assert metadata.get_payload() == f.read()
@@ -159,9 +136,14 @@ def test_holds_wrapopt_and_nothing_else(wheel, info):
     names = z.namelist()
     assert z.testzip() is None
   assert {n for n in names if n.startswith(info)} == {
-      f"{info}/{n}" for n in ["METADATA", "RECORD", "WHEEL", "top_level.txt"]}
+      f"{info}/{n}" for n in ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE",
+                              "top_level.txt"]}
+  with zipfile.ZipFile(wheel) as z, open("LICENSE", "rb") as f:
+    assert z.read(f"{info}/licenses/LICENSE") == f.read()
   package = [n for n in names if not n.startswith(info)]
-  assert [n for n in package if not n.endswith(".py")] == LIBRARIES
+  assert [n for n in package if not n.endswith((".py", "/py.typed"))] == (
+      LIBRARIES)
+  assert "wrapopt/py.typed" in package
   assert all(n.startswith("wrapopt/") for n in package)
   assert "wrapopt/__init__.py" in package
   assert "wrapopt/BUILD" not in package
@@ -189,16 +171,15 @@ def library(site, request):
   return site / request.param
 
 
-def test_library_exports_only_the_entry_point_of_python(library):
+def test_library_exports_only_its_c_functions(library):
   with open(library, "rb") as f:
     elf = elffile.ELFFile(f)
-    exported = [
+    exported = {
         symbol.name
         for symbol in elf.get_section_by_name(".dynsym").iter_symbols()
         if symbol["st_shndx"] != "SHN_UNDEF"
-        and symbol["st_info"]["bind"] != "STB_LOCAL"]
-    assert exported == (
-        ["PyInit__native"] if library.name == "_native.so" else [])
+        and symbol["st_info"]["bind"] != "STB_LOCAL"}
+    assert exported == EXPORTS[library.name]
     assert elf.get_section_by_name(".symtab") is None, "not stripped"
 
 
@@ -208,7 +189,7 @@ def test_library_finds_tensorflow_beside_the_package(library):
   needed = {t.needed for t in tags if t.entry.d_tag == "DT_NEEDED"}
   runpath = [t.runpath for t in tags if t.entry.d_tag == "DT_RUNPATH"]
   tensorflow = {n for n in needed if "tensorflow" in n}
-  if library.name == "_native.so":  # The loader asks it before TensorFlow.
+  if library.name != "_wrapopt_ops.so":
     assert not tensorflow and not runpath
   else:
     assert tensorflow == TENSORFLOW_LIBRARIES
@@ -223,14 +204,16 @@ def test_library_names_no_folder_of_the_build_machine(library):
 
 
 BUILD_WHEEL = ["tools/build_wheel.py", "--package=p", "--version=1",
-               "--tag=py3-none-any", "--summary=s", "--requires_python=>=3"]
+               "--tag=py3-none-any", "--summary=s", "--requires_python=>=3",
+               "--license=MIT", "--keywords=k"]
 
 
 def build_wheel(tmp_path, *args):
   (tmp_path / "README").write_text("text\n")
   out = tmp_path / "out.whl"
   process = run_python(*BUILD_WHEEL, f"--out={out}",
-                       f"--readme={tmp_path / 'README'}", *args)
+                       f"--readme={tmp_path / 'README'}",
+                       f"--license_file={tmp_path / 'README'}", *args)
   return process, out.read_bytes() if out.exists() else None
 
 

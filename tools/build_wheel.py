@@ -12,12 +12,16 @@ import zipfile
 def metadata(args):
   """The METADATA file: who the package is and what it needs."""
   lines = [
-      "Metadata-Version: 2.1",
+      "Metadata-Version: 2.4",
       f"Name: {args.package}",
       f"Version: {args.version}",
       f"Summary: {args.summary}",
+      f"Keywords: {args.keywords}",
+      f"License-Expression: {args.license}",
+      "License-File: LICENSE",
       f"Requires-Python: {args.requires_python}",
   ]
+  lines += [f"Classifier: {classifier}" for classifier in args.classifier]
   lines += [f"Requires-Dist: {requirement}" for requirement in args.requires]
   extras = sorted(pair.split("=", 1) for pair in args.extra)
   lines += [f"Provides-Extra: {extra}"
@@ -76,6 +80,10 @@ def main():
   parser.add_argument("--tag", required=True)
   parser.add_argument("--summary", required=True)
   parser.add_argument("--readme", required=True)
+  parser.add_argument("--license", required=True)
+  parser.add_argument("--license_file", required=True)
+  parser.add_argument("--keywords", required=True)
+  parser.add_argument("--classifier", action="append", default=[])
   parser.add_argument("--requires_python", required=True)
   parser.add_argument("--requires", action="append", default=[])
   parser.add_argument("--extra", action="append", default=[],
@@ -85,9 +93,12 @@ def main():
   args = parser.parse_args()
 
   info = f"{args.package}-{args.version}.dist-info"
+  with open(args.license_file, "rb") as f:
+    license_text = f.read()
   files = sorted(package_files(args).items()) + [
       (f"{info}/METADATA", metadata(args).encode()),
       (f"{info}/WHEEL", wheel_info(args).encode()),
+      (f"{info}/licenses/LICENSE", license_text),
       (f"{info}/top_level.txt", f"{args.package}\n".encode()),
   ]
   record = [record_line(name, data) for name, data in files]

@@ -1,4 +1,4 @@
-"""What PyTorch takes for the steps that `cc/gpu/check bandwidth` measures.
+"""What PyTorch takes for the steps that `cc/gpu/check/bandwidth` measures.
 
 Its averages and its fused Adam are launches of their own; an average after the
 step reads the variable once more.
@@ -10,7 +10,7 @@ import torch
 
 
 def resnet50():
-  """The sizes of cc/gpu/check.cc."""
+  """The sizes of cc/gpu/check/measure.cc."""
   sizes, width_in = [7 * 7 * 3 * 64, 64, 64], 64
   for blocks, width in (3, 64), (4, 128), (6, 256), (3, 512):
     for block in range(blocks):

@@ -41,15 +41,16 @@ def tf_shared_library(name, **kwargs):
         **kwargs
     )
 
-def python_module(name, **kwargs):
-    """A Python module in C++. `name` is PYBIND11_MODULE's, and `.so`.
-
-    It finds Python's symbols in the interpreter, hence no -z defs.
-    """
-    _shared_library(name, inputs = [], linkopts = [], **kwargs)
+def native_library(name, **kwargs):
+    """A library for Python's ctypes. It needs neither TensorFlow nor Python."""
+    _shared_library(name, inputs = [], linkopts = ["-Wl,-z,defs"], **kwargs)
 
 def tf_python_module(name, **kwargs):
-    """The same, for a process that has imported TensorFlow."""
+    """A Python module in C++, for a process that has imported TensorFlow.
+
+    `name` is PYBIND11_MODULE's, and `.so`. It finds Python's symbols in the
+    interpreter, hence no -z defs.
+    """
     _shared_library(
         name,
         inputs = _TENSORFLOW,

@@ -3,13 +3,43 @@
 # Of a test that uses .venv-tensorflow: tools/test makes that for these alone.
 NEEDS_CUDA_WHEEL = ["cuda-wheel"]
 
+# Of a test that only `./tools/test --nightly` runs; //... leaves it out.
+_NIGHTLY = ["manual", "nightly"]
+
 # TensorFlow imports Keras, which takes a third of its time in each process of
 # each test. This names the other Keras, which is not installed.
 _WITHOUT_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
-def pytest_test(src, name = None, main = "//tools:pytest_main.py", deps = ["//wrapopt"], data = [], args = [], with_keras = False, **kwargs):
+def pytest_test(src, name = None, nightly = None, args = [], tags = [], **kwargs):
+    """The tests of a file.
+
+    Args:
+      src: the file.
+      name: the target's name, by default the file's.
+      nightly: the cases that run at night alone, as an expression of pytest's
+        -k; "all" for all of them. The target has the others, and
+        X_nightly_test these.
+      args: arguments of pytest.
+      tags: as of any test.
+      **kwargs: as of _pytest_test.
+    """
+    name = name or src[:-len(".py")]
+    if nightly == "all":
+        tags = tags + _NIGHTLY
+    elif nightly:
+        _pytest_test(
+            name = name[:-len("test")] + "nightly_test",
+            src = src,
+            args = args + ["-k='%s'" % nightly],
+            tags = tags + _NIGHTLY,
+            **kwargs
+        )
+        args = args + ["-k='not (%s)'" % nightly]
+    _pytest_test(name = name, src = src, args = args, tags = tags, **kwargs)
+
+def _pytest_test(name, src, main = "//tools:pytest_main.py", deps = ["//wrapopt"], data = [], args = [], with_keras = False, **kwargs):
     native.py_test(
-        name = name or src[:-len(".py")],
+        name = name,
         # A new process imports TensorFlow, which takes a slow machine long.
         timeout = "long",
         srcs = [src, main],

@@ -12,6 +12,10 @@ def _wheel_impl(ctx):
     args.add("--tag", ctx.attr.tag)
     args.add("--summary", ctx.attr.summary)
     args.add("--readme", ctx.file.readme)
+    args.add("--license", ctx.attr.license)
+    args.add("--license_file", ctx.file.license_file)
+    args.add_joined("--keywords", ctx.attr.keywords, join_with = ",")
+    args.add_all(ctx.attr.classifiers, before_each = "--classifier")
     args.add("--requires_python", ctx.attr.requires_python)
     args.add_all(ctx.attr.requires, before_each = "--requires")
     for extra, requirements in ctx.attr.extras.items():
@@ -20,7 +24,7 @@ def _wheel_impl(ctx):
         args.add("--file", f, format = f.short_path + "=%s")
     ctx.actions.run(
         outputs = [out],
-        inputs = ctx.files.srcs + [ctx.file.readme, ctx.file._builder],
+        inputs = ctx.files.srcs + [ctx.file.license_file, ctx.file.readme, ctx.file._builder],
         # Not a py_binary: its launcher starts with `/usr/bin/env python3`,
         # which an action without $PATH may not find.
         executable = PYTHON,
@@ -34,7 +38,11 @@ def _wheel_impl(ctx):
 wheel = rule(
     implementation = _wheel_impl,
     attrs = {
+        "classifiers": attr.string_list(),
         "extras": attr.string_list_dict(doc = "Requirements by extra."),
+        "keywords": attr.string_list(),
+        "license": attr.string(doc = "As SPDX writes it.", mandatory = True),
+        "license_file": attr.label(allow_single_file = True, mandatory = True),
         "package": attr.string(mandatory = True),
         "readme": attr.label(allow_single_file = True, mandatory = True),
         "requires": attr.string_list(),

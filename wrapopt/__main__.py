@@ -44,7 +44,7 @@ def main():
       "library": sysconfig.get_lib(),
       "built for": (f"TensorFlow {_native.tensorflow_version}, "
                     f"C++ ABI {_native.cxx11_abi}, "
-                    f"absl {_native.absl_namespace}, {_native.python_tag}"),
+                    f"absl {_native.absl_namespace}"),
       "built with": _native.compiler,
       "runs on": (f"TensorFlow {tf.__version__}, "
                   f"Python {platform.python_version()}, "

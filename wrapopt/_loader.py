@@ -5,22 +5,9 @@ name, or loads and crashes later. So all that can differ is compared first, and
 said in words.
 """
 
-import importlib
-import os
 import sys
 
-try:
-  _native = importlib.import_module("wrapopt._native")
-except ModuleNotFoundError as e:
-  if e.name != "wrapopt._native":
-    raise
-  raise ImportError(
-      f"{os.path.dirname(__file__)} holds the sources of wrapopt, without the "
-      "native library that a build makes. Python looks for packages in the "
-      "folder where it is run, before it looks for installed ones. Run it in "
-      "another folder, or as `python -P`; ./tools/quickstart builds and "
-      "installs wrapopt.") from None
-
+from wrapopt import _native
 from wrapopt import sysconfig
 
 _REBUILD = ("build wrapopt for the TensorFlow that is installed (./tools/"

@@ -1,13 +1,17 @@
 """What every wrapper around a `tf.compat.v1.train.Optimizer` shares."""
 
+from __future__ import annotations
+
 import contextlib
 import operator
+from typing import Any, Optional
 
 import tensorflow as tf
 
 from wrapopt import _composition
 from wrapopt import _fused
 from wrapopt import _step
+from wrapopt._types import Gradient, GradsAndVars, Loss, Operation, Variable
 
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
@@ -104,17 +108,22 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   # What users call.
 
-  def compute_gradients(self, *args, **kwargs):
+  def compute_gradients(
+      self, *args: Any,
+      **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
     """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner."""
     return self._optimizer.compute_gradients(*args, **kwargs)
 
-  def minimize(self, loss, global_step=None, *args, **kwargs):
+  def minimize(self, loss: Loss, global_step: Optional[Variable] = None,
+               *args: Any, **kwargs: Any) -> Optional[Operation]:
     """See `tf.compat.v1.train.Optimizer.minimize`."""
     with self._recording(loss, global_step):
       return super().minimize(loss, global_step, *args, **kwargs)
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
-                      **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """See `tf.compat.v1.train.Optimizer.apply_gradients`."""
     train_ops = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
     taken = self._take(_step.Step(
@@ -137,17 +146,17 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   def _own_slot_names(self):
     return sorted(self._slots)
 
-  def get_slot(self, var, name):
+  def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
     """The slot `name` of `var`: the inner optimizer's, or the wrapper's own."""
     if name in self._own_slot_names():
       return super().get_slot(var, name)
     return self._optimizer.get_slot(var, name)
 
-  def get_slot_names(self):
+  def get_slot_names(self) -> list[str]:
     """Names of the slots of the inner optimizer and of the wrapper."""
     return sorted({*self._optimizer.get_slot_names(), *self._own_slot_names()})
 
-  def variables(self):
+  def variables(self) -> list[Variable]:
     """The state of the inner optimizer and of the wrapper in this graph."""
     own = super().variables()
     return sorted(self._optimizer.variables() + own, key=lambda v: v.name)

@@ -1,13 +1,19 @@
 """Training steps on gradients that are summed over shards."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 import contextlib
 import itertools
 import operator
+from typing import Any, Optional
 
 import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.tpu import tpu_function
 
+from wrapopt._types import (
+    Gradient, GradsAndVars, Loss, Operation, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
 
 _Reduction = tf.compat.v1.losses.Reduction
@@ -64,8 +70,10 @@ class CrossShardOptimizer(WrapperOptimizer):
   shard takes no CrossReplicaSum; `tf.train.Checkpoint`.
   """
 
-  def __init__(self, opt, reduction=_Reduction.MEAN,
-               name="CrossShardOptimizer", group_assignment=None):
+  def __init__(
+      self, opt: V1Optimizer, reduction: str = _Reduction.MEAN,
+      name: str = "CrossShardOptimizer",
+      group_assignment: Optional[Sequence[Sequence[int]]] = None) -> None:
     """Wraps `opt`.
 
     Args:
@@ -91,7 +99,9 @@ class CrossShardOptimizer(WrapperOptimizer):
     self._reduction = reduction
     self._groups = _checked_groups(group_assignment)
 
-  def compute_gradients(self, loss, *args, **kwargs):
+  def compute_gradients(
+      self, loss: Loss, *args: Any,
+      **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
     """Gradients of this shard's loss, scaled for their sum over the shards.
 
     Args:
@@ -114,8 +124,10 @@ class CrossShardOptimizer(WrapperOptimizer):
               else unscaled * scale)
     return self._optimizer.compute_gradients(loss, *args, **kwargs)
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
-                      **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """Sums gradients over the shards and takes the inner optimizer's step.
 
     Every shard must call it with gradients of the same variables.

@@ -1,8 +1,13 @@
 """Asynchronous training that drops gradients of weights that are too old."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Iterator
 import contextlib
 import threading
 import typing
+from typing import Any, Optional, Union
 import weakref
 
 import numpy as np
@@ -10,6 +15,9 @@ import tensorflow as tf
 
 from wrapopt import _step
 from wrapopt import ops
+from wrapopt._types import (
+    Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
+    Variable)
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
 from wrapopt._wrapper import check_global_step
@@ -108,9 +116,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   a `tf.distribute` strategy has no asynchronous workers.
   """
 
-  def __init__(self, opt, staleness, use_locking=False,
-               name="DropStaleGradient", *, policy="drop", global_step=None,
-               worker=None, fused=None):
+  def __init__(self, opt: V1Optimizer, staleness: Integer,
+               use_locking: bool = False, name: str = "DropStaleGradient", *,
+               policy: Union[str, Callable[[Tensor], Any]] = "drop",
+               global_step: Optional[Variable] = None,
+               worker: Optional[str] = None,
+               fused: Optional[bool] = None) -> None:
     """Wraps `opt`.
 
     Args:
@@ -193,7 +204,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._start_records()
 
   @property
-  def fused(self):
+  def fused(self) -> bool:
     """Whether a native op takes the inner optimizer's step: a bool.
 
     Even then the step is left to the inner optimizer where a variable has a
@@ -207,7 +218,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   # Recording the step
 
   @contextlib.contextmanager
-  def record_step(self, global_step=None):
+  def record_step(self,
+                  global_step: Optional[Variable] = None) -> Iterator[Tensor]:
     """Records the step; what the `with` block builds reads weights after that.
 
     `compute_gradients` and `minimize` do this for a `loss` that is a function.
@@ -269,7 +281,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "optimizer one as `global_step`.")
     return check_global_step(step)
 
-  def compute_gradients(self, loss, *args, **kwargs):
+  def compute_gradients(
+      self, loss: Loss, *args: Any,
+      **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
     """Records the step, then has the inner optimizer compute gradients.
 
     Args:
@@ -331,8 +345,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   # Applying gradients
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None, *,
-                      recorded=None, **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None, *,
+                      recorded: Optional[Tensor] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """Applies gradients if they are fresh enough.
 
     The step that counts is the one that was recorded by the
@@ -535,7 +552,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   # What a user sees
 
-  def staleness_stats(self, worker=False):
+  def staleness_stats(self, worker: bool = False) -> StalenessStats:
     """What this gate has admitted and dropped.
 
     Args:

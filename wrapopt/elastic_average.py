@@ -1,9 +1,13 @@
 """Elastic averaging: workers explore around a center that they share."""
 
+from __future__ import annotations
+
 import collections
+from collections.abc import Iterable
 import math
 import numbers
 import time
+from typing import Any, Optional
 
 import tensorflow as tf
 
@@ -12,6 +16,9 @@ from wrapopt import _routes
 from wrapopt import _step
 from wrapopt import _swapping_saver
 from wrapopt import ops
+from wrapopt._types import (
+    Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
+    V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -55,7 +62,7 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
   initializer; regularizers and constraints are the worker's variable's alone.
   """
 
-  def __init__(self, worker_device):
+  def __init__(self, worker_device: str) -> None:
     """Makes the getter of one worker.
 
     Args:
@@ -161,9 +168,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   BETA = 0.9
 
-  def __init__(self, opt, num_worker, ea_custom_getter, communication_period=10,
-               moving_rate=None, rho=None, use_locking=True, synchronous=False,
-               name="ElasticAverageOptimizer", *, start_timeout_secs=600):
+  def __init__(self, opt: V1Optimizer, num_worker: int,
+               ea_custom_getter: ElasticAverageCustomGetter,
+               communication_period: Integer = 10,
+               moving_rate: Optional[Float] = None, rho: Optional[Float] = None,
+               use_locking: bool = True, synchronous: bool = False,
+               name: str = "ElasticAverageOptimizer", *,
+               start_timeout_secs: float = 600) -> None:
     """Wraps `opt`, in the graph of one worker.
 
     Args:
@@ -215,9 +226,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                          "`communication_period` is no integer, got "
                          f"{communication_period!r}.")
       moving_rate = self.BETA / communication_period / num_worker
-    elif isinstance(moving_rate, numbers.Real) and not 0 <= moving_rate <= 1:
+    elif (isinstance(moving_rate, numbers.Real)
+          and not 0 <= float(moving_rate) <= 1):
       raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")
-    if isinstance(rho, numbers.Real) and not 0 <= rho < math.inf:
+    if isinstance(rho, numbers.Real) and not 0 <= float(rho) < math.inf:
       raise ValueError(f"`rho` must be at least 0 and finite, got {rho}.")
     if not start_timeout_secs > 0:
       raise ValueError(
@@ -234,7 +246,9 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   # Training
 
-  def compute_gradients(self, loss, var_list=None, *args, **kwargs):
+  def compute_gradients(
+      self, loss: Loss, var_list: Optional[Iterable[Variable]] = None,
+      *args: Any, **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
     """Computes gradients of the loss and of the pull towards the centers.
 
     Args:
@@ -272,8 +286,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       return rate / lr
     return ops.float64(rate) / ops.float64(lr)
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
-                      **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """Takes a step of the inner optimizer, and exchanges where that is due.
 
     Args:
@@ -397,7 +413,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   # Starting
 
-  def get_init_op(self, task_index):
+  def get_init_op(self, task_index: int) -> Operation:
     """What a worker does before its first step.
 
     Args:
@@ -455,7 +471,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         self._on_started(i, lambda handle: tf.raw_ops.VarIsInitializedOp(
             resource=handle)) for i in range(self._num_worker)])
 
-  def make_session_run_hook(self, is_chief, task_index):
+  def make_session_run_hook(self, is_chief: bool,
+                            task_index: int) -> SessionRunHook:
     """The hook that every worker's session needs.
 
     It starts the worker from the centers whenever its session is created: at
@@ -475,7 +492,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   # Checkpoints
 
-  def swapping_saver(self, var_list=None, name="swapping_saver", **kwargs):
+  def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver",
+                     **kwargs: Any) -> _swapping_saver.SwappingSaver:
     """A Saver that writes centers under the names of the variables.
 
     To evaluate and to serve the model that its workers train together: there a
@@ -506,7 +524,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         **kwargs)
 
 
-class _StartHook(tf1.train.SessionRunHook):
+class _StartHook(SessionRunHook):
   """See `ElasticAverageOptimizer.make_session_run_hook`."""
 
   _PAUSE_SECS = 0.1

@@ -1,5 +1,9 @@
 """Adam for embeddings: a step costs the rows that it touches."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import tensorflow as tf
 
 from wrapopt import ops
@@ -31,8 +35,9 @@ class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
   row are summed, whatever their order.
   """
 
-  def __init__(self, learning_rate=0.001, beta1=0.9, beta2=0.999, epsilon=1e-8,
-               use_locking=False, name="Adam"):
+  def __init__(self, learning_rate: Any = 0.001, beta1: Any = 0.9,
+               beta2: Any = 0.999, epsilon: Any = 1e-08,
+               use_locking: bool = False, name: str = "Adam") -> None:
     """Makes the optimizer.
 
     Args:

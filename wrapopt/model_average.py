@@ -1,8 +1,11 @@
 """Averages the weights that several workers train apart from each other."""
 
+from __future__ import annotations
+
 import collections
 import numbers
 import typing
+from typing import Any, Optional
 
 import tensorflow as tf
 
@@ -10,6 +13,8 @@ from wrapopt import _centers
 from wrapopt import _routes
 from wrapopt import _step
 from wrapopt import ops
+from wrapopt._types import (
+    GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -64,7 +69,7 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   reuse; partitioned and resource variables.
   """
 
-  def __init__(self, worker_device):
+  def __init__(self, worker_device: str) -> None:
     """Makes the getter of one worker.
 
     Args:
@@ -170,10 +175,14 @@ class ModelAverageOptimizer(WrapperOptimizer):
   values travel together.
   """
 
-  def __init__(self, opt, num_worker, is_chief, ma_custom_getter,
-               interval_steps=100, use_locking=True,
-               name="ModelAverageOptimizer", *, min_workers=None,
-               round_timeout_secs=None, chief_timeout_secs=None, worker=None):
+  def __init__(self, opt: V1Optimizer, num_worker: int, is_chief: bool,
+               ma_custom_getter: ModelAverageCustomGetter,
+               interval_steps: Integer = 100, use_locking: bool = True,
+               name: str = "ModelAverageOptimizer", *,
+               min_workers: Optional[int] = None,
+               round_timeout_secs: Optional[float] = None,
+               chief_timeout_secs: Optional[float] = None,
+               worker: Optional[str] = None) -> None:
     """Wraps `opt`.
 
     Args:
@@ -250,8 +259,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return _Rounds(f"{self.get_name()}/{local_step.op.name}", local_step,
                    local_round)
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
-                      **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """Applies gradients to this worker's variables, and averages when it is time.
 
     Args:
@@ -441,7 +452,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
       return tf.group(*[r.local_round.assign(number).op
                         for r, number in rounds])
 
-  def get_init_op(self):
+  def get_init_op(self) -> Operation:
     """An operation that starts this worker's variables from the centers.
 
     The hook of `make_session_run_hook` runs it. Without the hook: run it once
@@ -463,7 +474,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return ops.averaging_wait(self._handle(rounds, self._lead()), number,
                               self._chief_timeout_secs, self._worker)
 
-  def make_session_run_hook(self):
+  def make_session_run_hook(self) -> SessionRunHook:
     """A hook that starts this worker from the centers.
 
     Give it to the worker's session, such as
@@ -504,7 +515,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
       return ops.averaging_next(lead, _NO_ROUND, reset=True)
 
 
-class _Hook(tf1.train.SessionRunHook):
+class _Hook(SessionRunHook):
   """See `ModelAverageOptimizer.make_session_run_hook`."""
 
   def __init__(self, optimizer):

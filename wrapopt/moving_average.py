@@ -1,6 +1,10 @@
 """Moving averages of the weights, updated by every optimizer step."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
 import contextlib
+from typing import Any, Optional
 
 import tensorflow as tf
 
@@ -15,6 +19,8 @@ from wrapopt import _sessions
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._swapping_saver import SwappingSaver
+from wrapopt._types import (
+    GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
 
 _SLOT = "ExponentialMovingAverage"
@@ -73,9 +79,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the wrapper's.
   """
 
-  def __init__(self, opt, average_decay=0.9999, num_updates=None,
-               sequential_update=True, name="MovingAverageOptimizer", *,
-               shadow_dtype=None, fused=None):
+  def __init__(self, opt: V1Optimizer, average_decay: Any = 0.9999,
+               num_updates: Any = None, sequential_update: bool = True,
+               name: str = "MovingAverageOptimizer", *,
+               shadow_dtype: Any = None, fused: Optional[bool] = None) -> None:
     """Wraps `opt`.
 
     Args:
@@ -136,8 +143,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   # Training
 
-  def apply_gradients(self, grads_and_vars, global_step=None, name=None,
-                      **kwargs):
+  def apply_gradients(self, grads_and_vars: GradsAndVars,
+                      global_step: Optional[Variable] = None,
+                      name: Optional[str] = None,
+                      **kwargs: Any) -> Optional[Operation]:
     """Takes the inner optimizer's step and updates the averages.
 
     Args:
@@ -274,7 +283,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return _step.group(*updates)
 
   @property
-  def fused(self):
+  def fused(self) -> bool:
     """Whether step and averages are taken in one pass over memory: a bool.
 
     Even then a call of `apply_gradients` leaves the step to the inner
@@ -401,7 +410,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   # The averages
 
-  def average(self, var, decay=None):
+  def average(self, var: Any, decay: Optional[float] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -417,7 +426,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
 
-  def average_name(self, var, decay=None):
+  def average_name(self, var: Variable, decay: Optional[float] = None) -> str:
     """The name of a variable's average, in graphs and checkpoints.
 
     Args:
@@ -433,7 +442,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return (var.name.split(":")[0] + "/" +
             self._slot_of_decay[_decays.index_of(decay, self._decays)])
 
-  def seed_averages(self, session=None):
+  def seed_averages(self, session: Optional[Session] = None) -> None:
     """Sets every average, of every decay, to its variable's value of now.
 
     For a run that goes on from a checkpoint which has no averages. Restore the
@@ -465,7 +474,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
                for v in _replicas.values(shadow)]
       _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
-  def averages(self):
+  def averages(self) -> list[Variable]:
     """All averages in this graph: a list of variables.
 
     In eager mode and in a `tf.function`, those of eager mode.
@@ -473,7 +482,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self._averages(_current_graph())
 
   @contextlib.contextmanager
-  def averaged_weights(self, session=None, decay=None):
+  def averaged_weights(self, session: Optional[Session] = None,
+                       decay: Optional[float] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside, every averaged variable holds its average, and the average holds the
@@ -543,8 +553,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   # Checkpoints
 
-  def swapping_saver(self, var_list=None, name="swapping_saver", *, decay=None,
-                     **kwargs):
+  def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver",
+                     *, decay: Optional[float] = None,
+                     **kwargs: Any) -> SwappingSaver:
     """A Saver that writes averages under the names of their variables.
 
     In its files, `v` holds the average of `v` and `v/ExponentialMovingAverage`

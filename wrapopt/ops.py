@@ -26,18 +26,26 @@ flush. What XLA compiles for a GPU keeps those of float32 too, unless
 rate 1, keeps all bits; on a GPU it is arithmetic, too.
 """
 
+from __future__ import annotations
+
 import collections
+from collections.abc import Mapping
+from collections.abc import Sequence
 import contextlib
 import math
 import numbers
 import re
 import typing
+from typing import Any, Optional, Union
 
 import numpy as np
 import tensorflow as tf
 
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
+from wrapopt._types import (
+    Bool, Float, Gradient, Integer, Operation, String, Tensor, Variable,
+    Variables)
 
 __all__ = [
     "StalenessVerdict",
@@ -69,8 +77,9 @@ not_converted = tf.autograph.experimental.do_not_convert
 
 
 @not_converted
-def averaging_assign(targets, sources, weights=None, rate=1.0,
-                     use_locking=True, name=None):
+def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
+                     rate: Float = 1.0, use_locking: bool = True,
+                     name: Optional[str] = None) -> Optional[Operation]:
   """Moves variables towards the weighted mean of others, in place.
 
   For each variable with sources `x[0], x[1], ...` and targets `t[0], t[1], ...`
@@ -155,7 +164,7 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
     sources = [(subject, _sources(subject, row, targets[0][1]))
                for subject, row in sources]
     weights = _weights(weights, len(sources))
-    if isinstance(rate, numbers.Real) and not 0 <= rate <= 1:
+    if isinstance(rate, numbers.Real) and not 0 <= float(rate) <= 1:
       raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
 
     _check_targets(targets, sources)
@@ -197,7 +206,8 @@ def averaging_assign(targets, sources, weights=None, rate=1.0,
 
 
 @not_converted
-def averaging_rounds(num_workers, shared_name, container="", name=None):
+def averaging_rounds(num_workers: int, shared_name: str, container: str = "",
+                     name: Optional[str] = None) -> Tensor:
   """The rounds of averaging that a group of workers makes, on one device.
 
   This and the five functions after it are the parameter server's side of model
@@ -267,7 +277,9 @@ def averaging_rounds(num_workers, shared_name, container="", name=None):
 
 
 @not_converted
-def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable=redefined-builtin
+def averaging_push(rounds: Tensor, worker: String, round: Integer,  # pylint: disable=redefined-builtin
+                   values: Sequence[Union[Tensor, Variable]],
+                   name: Optional[str] = None) -> Tensor:
   """Leaves a worker's values with a round.
 
   They replace those that the worker left with the same round, and are refused
@@ -307,7 +319,8 @@ def averaging_push(rounds, worker, round, values, name=None):  # pylint: disable
 
 
 @not_converted
-def averaging_gather(rounds, round, min_workers, timeout_secs, name=None):  # pylint: disable=redefined-builtin
+def averaging_gather(rounds: Tensor, round: Integer, min_workers: Integer,  # pylint: disable=redefined-builtin
+                     timeout_secs: Float, name: Optional[str] = None) -> Tensor:
   """Waits for the workers of the open round, and closes it for others.
 
   It waits until all `num_workers` have pushed; where `min_workers` is less than
@@ -353,7 +366,9 @@ def averaging_gather(rounds, round, min_workers, timeout_secs, name=None):  # py
 
 
 @not_converted
-def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pylint: disable=redefined-builtin
+def averaging_mean(rounds: Tensor, round: Integer, workers: Tensor,  # pylint: disable=redefined-builtin
+                   centers: Variables, value: int = 0,
+                   name: Optional[str] = None) -> Optional[Operation]:
   """Assigns the mean of workers' values to variables, in place.
 
   In one pass over memory: each value is read once and each center written once.
@@ -410,7 +425,8 @@ def averaging_mean(rounds, round, workers, centers, value=0, name=None):  # pyli
 
 
 @not_converted
-def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=redefined-builtin
+def averaging_next(rounds: Tensor, round: Integer, reset: bool = False,  # pylint: disable=redefined-builtin
+                   name: Optional[str] = None) -> Tensor:
   """Ends a round and opens the next one.
 
   Its values are dropped, and all who wait for its end are answered. Rounds that
@@ -438,7 +454,8 @@ def averaging_next(rounds, round, reset=False, name=None):  # pylint: disable=re
 
 
 @not_converted
-def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint: disable=redefined-builtin
+def averaging_wait(rounds: Tensor, round: Integer, timeout_secs: Float,  # pylint: disable=redefined-builtin
+                   worker: str = "", name: Optional[str] = None) -> Tensor:
   """Waits for the end of a round: while this round is the open one.
 
   Example: see `averaging_rounds`.
@@ -466,7 +483,9 @@ def averaging_wait(rounds, round, timeout_secs, worker="", name=None):  # pylint
 
 
 @not_converted
-def ema_update(shadows, values, decay, name=None):
+def ema_update(shadows: Any, values: Variables,
+               decay: Union[Float, Sequence[Float]],
+               name: Optional[str] = None) -> Optional[Operation]:
   """Updates exponential moving averages of variables, in place.
 
   For each value `v` and its shadow `s`
@@ -550,7 +569,9 @@ def ema_update(shadows, values, decay, name=None):
 
 
 @not_converted
-def catch_up(shadows, values, log_decays, indices=(), name=None):
+def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
+             indices: Sequence[Any] = (),
+             name: Optional[str] = None) -> Optional[Operation]:
   """Brings averages up to date of which steps have moved some rows only.
 
   A step that leaves row `r` of a value `v` as it is moves the row's average `s`
@@ -611,7 +632,10 @@ def catch_up(shadows, values, log_decays, indices=(), name=None):
 
 
 @not_converted
-def sparse_ema_update(shadows, values, log_decays, indices, decay, name=None):
+def sparse_ema_update(shadows: Any, values: Variables, log_decays: Variables,
+                      indices: Sequence[Any],
+                      decay: Union[Float, Sequence[Float]],
+                      name: Optional[str] = None) -> Optional[Operation]:
   """Updates averages after a step that has changed some rows of their values.
 
   As `ema_update`, at the cost of these rows: the others lag behind until
@@ -661,7 +685,8 @@ def sparse_ema_update(shadows, values, log_decays, indices, decay, name=None):
 
 
 @not_converted
-def exchange(a, b, name=None):
+def exchange(a: Variables, b: Variables,
+             name: Optional[str] = None) -> Optional[Operation]:
   """Exchanges the values of pairs of variables, bit for bit.
 
   The two of a pair trade buffers: the cost is that of two pointers, whatever
@@ -720,7 +745,7 @@ def exchange(a, b, name=None):
 
 
 @not_converted
-def read_packed(variables, name=None):
+def read_packed(variables: Variables, name: Optional[str] = None) -> Tensor:
   """Reads variables into one vector, which crosses to another device as one.
 
   One native op reads all of them, under their locks. The vector shares no
@@ -763,7 +788,8 @@ def read_packed(variables, name=None):
 
 
 @not_converted
-def assign_packed(variables, packed, name=None):
+def assign_packed(variables: Variables, packed: Tensor,
+                  name: Optional[str] = None) -> Optional[Operation]:
   """Assigns the parts of a vector to variables, in place.
 
   One native op assigns all. It checks all before it changes any, and holds
@@ -803,8 +829,11 @@ def assign_packed(variables, packed, name=None):
 
 
 @not_converted
-def apply(rule, states, grads, scalars, shadows=(), decay=(), accept=True,
-          use_locking=True, name=None, log_decays=()):
+def apply(rule: str, states: Mapping[str, Sequence[Variable]],
+          grads: Sequence[Gradient], scalars: Mapping[str, Any],
+          shadows: Any = (), decay: Any = (), accept: Bool = True,
+          use_locking: bool = True, name: Optional[str] = None,
+          log_decays: Sequence[Any] = ()) -> Optional[Operation]:
   """Takes an optimizer's step and averages the result, in one pass over memory.
 
   For each variable, its slots and its gradient, the update rule of that name
@@ -970,7 +999,8 @@ class StalenessVerdict(typing.NamedTuple):
 
 
 @not_converted
-def staleness_record(step, name=None):
+def staleness_record(step: Variable,
+                     name: Optional[str] = None) -> tuple[Tensor, Tensor]:
   """Records the step, before a worker reads the weights.
 
   Example: see `staleness_gate`.
@@ -995,7 +1025,9 @@ def staleness_record(step, name=None):
 
 
 @not_converted
-def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
+def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
+                   recorded: Tensor, limit: Integer,
+                   name: Optional[str] = None) -> StalenessVerdict:
   """Admits an update if the weights that it was computed from are fresh enough.
 
   The staleness of an update is the number of updates that its weights may lack:
@@ -1068,7 +1100,8 @@ def staleness_gate(step, stale_counter, histogram, recorded, limit, name=None):
 
 
 @not_converted
-def staleness_complete(ticket, step, increment=True, name=None):
+def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
+                       name: Optional[str] = None) -> Optional[Operation]:
   """Ends an update that `staleness_gate` admitted; others it leaves alone.
 
   Run it after all changes of the update.

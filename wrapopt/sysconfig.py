@@ -1,12 +1,14 @@
 """Where wrapopt keeps what other programs need of it."""
 
+from __future__ import annotations
+
 import os
 import re
 
 __all__ = ["get_lib"]
 
 
-def get_lib():
+def get_lib() -> str:
   """Returns the path of the library with the ops and kernels.
 
   `tf.load_op_library(path)` makes the ops usable in a program that does not

@@ -2,7 +2,8 @@
 // variables, and the averages of its result.
 //
 // NVRTC compiles this for each GPU, once with small and once with large tables
-// (WRAPOPT_LARGE). g++ compiles it for the tests' fake GPU.
+// (WRAPOPT_LARGE). Another compiler defines these three macros, and threadIdx,
+// blockIdx and gridDim, before it includes this.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -11,7 +12,7 @@
 #include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
-#if defined(__CUDACC__)
+#if !defined(WRAPOPT_KERNEL)
 #define WRAPOPT_KERNEL(...) \
   extern "C" __global__ void __launch_bounds__(wrapopt::gpu::kThreads) \
       __VA_ARGS__
@@ -21,8 +22,6 @@
 #else
 #define WRAPOPT_TABLE(type) const type
 #endif
-#else
-#include "tests/fake_gpu/emulation.h"
 #endif
 
 #if defined(WRAPOPT_LARGE)

@@ -78,8 +78,6 @@ def main():
   print(json.dumps({
       "wrapopt_version": run("version.py")["__version__"],
       "python": sys.executable,
-      "python_version": "%d.%d" % sys.version_info[:2],
-      "python_tag": "cp%d%d" % sys.version_info[:2],
       "python_include": python_include(tf),
       "machine": platform.machine(),
       "tf_dir": tf,

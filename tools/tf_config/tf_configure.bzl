@@ -47,8 +47,6 @@ def _tf_configure_impl(ctx):
         "MACHINE = %r" % found["machine"],
         "NVRTC_VERSION = %r" % found["nvrtc_version"],
         "PYTHON = %r" % found["python"],
-        "PYTHON_TAG = %r" % found["python_tag"],
-        "PYTHON_VERSION = %r" % found["python_version"],
         "TF_VERSION = %r" % found["tf_version"],
         "WRAPOPT_VERSION = %r" % found["wrapopt_version"],
         "",

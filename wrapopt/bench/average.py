@@ -35,9 +35,10 @@ import statistics
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _native
 from wrapopt import ops
+from wrapopt._types import V1Optimizer
 from wrapopt.bench import harness
+from wrapopt.bench.stream_limit import StreamLimit
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.examples import _cluster
@@ -140,7 +141,7 @@ def _limits(shapes, sources):
   def place():
     nonlocal limit
     limit = None  # Not both at once.
-    limit = _native.StreamLimit(*harness.streams(shapes, 1, sources))
+    limit = StreamLimit(*harness.streams(shapes, 1, sources))
 
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
               lambda n=n: limit.run(n)
@@ -215,7 +216,7 @@ def _check(name, what, got, want):
 # A round of a cluster. What its processes do comes first.
 
 
-class _NoTraining(_tf1.train.Optimizer):
+class _NoTraining(V1Optimizer):
   """Leaves all weights as they are: what is measured is the round."""
 
   def __init__(self):

@@ -19,9 +19,9 @@ import statistics
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _native
 from wrapopt import ops
 from wrapopt.bench import harness
+from wrapopt.bench.stream_limit import StreamLimit
 
 _DECAYS = (0.999, 0.99, 0.9)
 _STOCK = "ExponentialMovingAverage, v1 session"
@@ -103,7 +103,7 @@ def _limits(shapes, averages):
   def place():
     nonlocal limit
     limit = None  # Not both at once.
-    limit = _native.StreamLimit(*harness.streams(shapes, averages))
+    limit = StreamLimit(*harness.streams(shapes, averages))
 
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
               lambda n=n: limit.run(n)

@@ -188,7 +188,7 @@ def _time(call, calls):
 
 
 def streams(shapes, written, read=1):
-  """Arrays for `_native.StreamLimit`, made as TensorFlow makes a variable's.
+  """Arrays for `StreamLimit`, made as TensorFlow makes a variable's.
 
   Where memory lies makes its speed: so what is compared is made alike, by the
   same ops, one array after another.

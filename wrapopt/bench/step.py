@@ -25,10 +25,10 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _fused
-from wrapopt import _native
 from wrapopt import _step
 from wrapopt import MovingAverageOptimizer
 from wrapopt.bench import harness
+from wrapopt.bench.stream_limit import StreamLimit
 
 _tf1 = tf.compat.v1
 _DECAYS = (0.999, 0.99, 0.9)
@@ -145,7 +145,7 @@ def _limits(shapes, slots):
     limits.clear()  # Not both at once.
     read, written = harness.streams(shapes, 1 + slots + len(_DECAYS))
     for k in _WRAPOPT:
-      limits[k] = _native.StreamLimit(read, written[:1 + slots + k])
+      limits[k] = StreamLimit(read, written[:1 + slots + k])
 
   return {(k, n): lambda k=k, n=n: limits[k].run(n)
           for k in _WRAPOPT for n in sorted({1, harness.threads()})}, place

@@ -7,7 +7,7 @@ import keras as _keras
 
 if _keras.version().split(".")[0] != "3":
   raise ImportError(f"wrapopt.keras needs Keras 3, got {_keras.version()}. "
-                    "Install it: pip install 'keras>=3.15'.")
+                    "Install it: pip install 'keras>=3.12'.")
 if _keras.backend.backend() != "tensorflow":
   raise ImportError(
       "wrapopt.keras needs Keras's TensorFlow backend, got the backend "

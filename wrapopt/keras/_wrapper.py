@@ -1,9 +1,14 @@
 """What every wrapper around a Keras optimizer shares."""
 
+from __future__ import annotations
+
 import collections.abc
+from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import copy
 import numbers
+from typing import Any, Optional
 import warnings
 
 import keras
@@ -50,7 +55,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   _self_setattr_tracking = False
 
   # Of each public class: why it does not hold another of its class.
-  why_not_twice = None
+  why_not_twice: Optional[str] = None
 
   def __init__(self, optimizer, name):
     if isinstance(optimizer, (str, dict)):
@@ -85,7 +90,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return self._held.optimizer
 
   @property
-  def fused(self):
+  def fused(self) -> bool:
     """Whether one native op takes the inner optimizer's step: a bool.
 
     Even then the step is left to the inner optimizer in a `tf.distribute`
@@ -93,7 +98,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     return all(map(_inner_keras.has_rule, _steps.innermost(self)))
 
-  def build(self, variables):
+  def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
 
     Args:
@@ -108,7 +113,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       with backend.name_scope(inner.name, caller=inner):
         inner.build(variables)
       inner.built = True
-    vars(self).update(
+    self.__dict__.update(
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
@@ -166,7 +171,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         else:
           self._held.unseeded.append((average, variable))
 
-  def apply(self, grads, trainable_variables=None):
+  def apply(
+      self, grads: Sequence[Any],
+      trainable_variables: Optional[Sequence[keras.Variable]] = None) -> None:
     """Takes the inner optimizer's step, and updates the averages.
 
     Args:
@@ -321,7 +328,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self.inner()._maybe_initialize_trackable()
     return self.inner()._deferred_dependencies
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     return {"optimizer": keras.saving.serialize_keras_object(self.inner()),
             "name": self.name}
 
@@ -336,7 +343,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 class AveragingOptimizer(WrapperOptimizer):
   """A wrapper whose averages are weights to evaluate."""
 
-  def average(self, variable):
+  def average(self, variable: keras.Variable) -> Any:
     """The average of a variable.
 
     Args:
@@ -352,7 +359,7 @@ class AveragingOptimizer(WrapperOptimizer):
     self._require_built("average")
     return self._rows[0][self._var_key(variable)]
 
-  def seed_averages(self):
+  def seed_averages(self) -> None:
     """Sets every average to its variable's value of now.
 
     For a run that goes on from a checkpoint which has no averages, if that was
@@ -367,7 +374,8 @@ class AveragingOptimizer(WrapperOptimizer):
     self._state.seed()
 
   @contextlib.contextmanager
-  def averaged_weights(self, model=None):
+  def averaged_weights(self,
+                       model: Optional[keras.Model] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside, every trained variable holds its average, and the average holds the
@@ -416,7 +424,7 @@ class AveragingOptimizer(WrapperOptimizer):
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
-  def know(self, model):
+  def know(self, model: keras.Model) -> None:
     """Tells the optimizer the model that it trains."""
     del model
 

@@ -1,11 +1,16 @@
 """The statistics of batch normalization for weights that are averages."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 import keras
 import numpy as np
 import tensorflow as tf
 
 
-def recalibrate_batch_norm(model, dataset):
+def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   """Sets moving statistics of batch normalizations to those of a data set.
 
   Averaged weights were never trained with, so that what the layers remember of

@@ -1,6 +1,10 @@
 """Averages in place of the weights wherever Keras evaluates a model."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
 import contextlib
+from typing import Any, Optional
 
 import keras
 from keras.src.utils import python_utils
@@ -39,7 +43,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   buffers.
   """
 
-  def __init__(self, callbacks=None):
+  def __init__(
+      self,
+      callbacks: Optional[Iterable[keras.callbacks.Callback]] = None) -> None:
     """Makes the callback.
 
     Args:
@@ -72,7 +78,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                  "on_predict_batch_end"):
       if all(_are_default(c, "on_batch_end", name) for c in self._callbacks):
         setattr(self, name, getattr(super(), name))
-    self._functions = []
+    self._functions: list[Any] = []
 
   def set_params(self, params):
     super().set_params(params)

@@ -1,5 +1,9 @@
 """Adam for embeddings: a step costs the rows that it touches."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import keras
 import tensorflow as tf
 
@@ -35,8 +39,9 @@ class LazyAdam(keras.optimizers.Adam):
   Differences from TensorFlow Addons: one native op for a variable's step.
   """
 
-  def __init__(self, learning_rate=0.001, beta_1=0.9, beta_2=0.999,
-               epsilon=1e-7, amsgrad=False, **kwargs):
+  def __init__(self, learning_rate: Any = 0.001, beta_1: float = 0.9,
+               beta_2: float = 0.999, epsilon: float = 1e-07,
+               amsgrad: bool = False, **kwargs: Any) -> None:
     if amsgrad:
       raise ValueError("`amsgrad` of LazyAdam must be False: the largest second "
                        "moments are those of Adam. Use keras.optimizers.Adam.")

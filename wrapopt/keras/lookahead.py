@@ -1,5 +1,9 @@
 """Lookahead: slow weights that the inner optimizer's weights return to."""
 
+from __future__ import annotations
+
+from typing import Any, Optional, Union
+
 import keras
 
 from wrapopt import ops
@@ -39,7 +43,10 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   why_not_twice = "a variable has one slow one. Use one of the two"
 
-  def __init__(self, optimizer, sync_period=6, slow_step_size=0.5, name=None):
+  def __init__(
+      self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
+      sync_period: int = 6, slow_step_size: float = 0.5,
+      name: Optional[str] = None) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -67,7 +74,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
             v, "slow", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})
 
-  def slow_weights(self, variable):
+  def slow_weights(self, variable: keras.Variable) -> Any:
     """The slow weights of a variable.
 
     Args:
@@ -92,6 +99,6 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
     _wrapper.where((step.iterations + 1) % self._sync_period == 0, sync)
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "sync_period": self._sync_period,
             "slow_step_size": self._slow_step_size}

@@ -1,5 +1,9 @@
 """Moving averages of the weights that a Keras optimizer trains."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Optional, Union
 import weakref
 
 import keras
@@ -56,9 +60,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   why_not_twice = ("one optimizer keeps several averages in one pass. Give it "
                    "several decays: average_decay=[0.99, 0.999]")
 
-  def __init__(self, optimizer, average_decay=0.99, num_updates=None,
-               start_step=0, dynamic_decay=False, name=None, *,
-               shadow_dtype=None, average_batch_norm=False):
+  def __init__(
+      self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
+      average_decay: Union[float, Sequence[float]] = 0.99,
+      num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
+      name: Optional[str] = None, *, shadow_dtype: Any = None,
+      average_batch_norm: bool = False) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -134,7 +141,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     _lazy.watch(average.value, _inner_keras.value(variable))
     return average
 
-  def know(self, model):
+  def know(self, model: keras.Model) -> None:
     """Tells the optimizer the model, for `average_batch_norm`.
 
     For custom training loops: `fit` does it by `EvaluateWithAverages`.
@@ -165,7 +172,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return self._shadow_dtype or _wrapper.float32_for_half(
         variable.dtype)
 
-  def average(self, variable, decay=None):
+  def average(self, variable: keras.Variable,
+              decay: Optional[float] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -261,7 +269,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
                 for d in decays]
     return decays
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
             "average_decay": self._average_decay,
             "num_updates": self._num_updates,

@@ -1,5 +1,9 @@
 """Stochastic weight averaging: the mean of weights along the training."""
 
+from __future__ import annotations
+
+from typing import Any, Optional, Union
+
 import keras
 import tensorflow as tf
 
@@ -38,8 +42,10 @@ class SWA(_wrapper.AveragingOptimizer):
 
   why_not_twice = "a variable has one mean of this kind. Use one of the two"
 
-  def __init__(self, optimizer, start_averaging=0, average_period=10,
-               name=None):
+  def __init__(
+      self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
+      start_averaging: int = 0, average_period: int = 10,
+      name: Optional[str] = None) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -76,7 +82,7 @@ class SWA(_wrapper.AveragingOptimizer):
 
     _wrapper.where(counts, count)
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
             "start_averaging": self._start_averaging,
             "average_period": self._average_period}

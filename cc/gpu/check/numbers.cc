@@ -1,138 +1,26 @@
-// The GPU kernels without TensorFlow:
-//
-//   check numbers    compares them with the CPU's, bit for bit, and with the
-//                    same steps in double
-//   check huge       takes arrays of more than 2^32 elements (2^31, where there
-//                    is not the memory)
-//   check bandwidth  measures them beside a copy
-//   check chunks     measures them with blocks of each size
-//
-// Needs a driver and a GPU, or the tests' fake one.
-#include <dlfcn.h>
-
+// Compares the GPU kernels with the CPU's, bit for bit, and with the same steps in
+// double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <functional>
 #include <memory>
 #include <random>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "cc/gpu/driver.h"
-#include "cc/gpu/images.h"
+#include "cc/gpu/check/device.h"
 #include "cc/gpu/launcher.h"
 #include "cc/gpu/table.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/rules/rules.h"
 
 namespace wrapopt {
 namespace gpu {
 namespace {
-
-void Fail(const std::string& what) {
-  std::fprintf(stderr, "%s\n", what.c_str());
-  std::exit(2);
-}
-
-// What the launcher has no use for: memory, copies, streams, events.
-template <class... Arguments>
-void Call(const char* name, Arguments... arguments) {
-  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-  using Function = Result (*)(Arguments...);
-  const auto function =
-      library == nullptr
-          ? nullptr
-          : reinterpret_cast<Function>(dlsym(library, name));
-  if (function == nullptr) Fail(std::string("no ") + name + " in libcuda.so.1");
-  const Result result = function(arguments...);
-  if (result != 0) Fail(ErrorText(name, result));
-}
-
-class Array {
- public:
-  explicit Array(size_t bytes) : bytes_(bytes) {
-    Call("cuMemAlloc_v2", &address_, std::max<size_t>(bytes, 1));
-  }
-  ~Array() { Call("cuMemFree_v2", address_); }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-
-  void Write(const std::vector<char>& data) {
-    Call("cuMemcpyHtoD_v2", address_, static_cast<const void*>(data.data()),
-         data.size());
-  }
-  std::vector<char> Read() const {
-    std::vector<char> data(bytes_);
-    Call("cuMemcpyDtoH_v2", static_cast<void*>(data.data()), address_, bytes_);
-    return data;
-  }
-  Address address() const { return address_; }
-
- private:
-  const size_t bytes_;
-  Address address_ = 0;
-};
-
-Stream stream;
-
-void Wait() { Call("cuStreamSynchronize", stream); }
-
-template <class Launch>
-void Run(const Launch& launch) {
-  const std::string error = Enqueue(launch, stream);
-  if (!error.empty()) Fail(error);
-}
-
-// What an update enqueues, as a CUDA graph. Its kernels must have been loaded.
-class Graph {
- public:
-  explicit Graph(const Update& update) {
-    constexpr int kGlobal = 0;  // Nothing else may be done in the meantime.
-    Call("cuStreamBeginCapture_v2", stream, kGlobal);
-    ::wrapopt::gpu::Run(update);
-    Call("cuStreamEndCapture", stream, &graph_);
-  }
-  ~Graph() { Call("cuGraphDestroy", graph_); }
-  Graph(const Graph&) = delete;
-  Graph& operator=(const Graph&) = delete;
-
-  size_t launches() const {
-    size_t count;
-    Call("cuGraphGetNodes", graph_, static_cast<void*>(nullptr), &count);
-    return count;
-  }
-
-  void Run() const {
-    void* executable;
-    Call("cuGraphInstantiateWithFlags", &executable, graph_, 0ull);
-    Call("cuGraphLaunch", executable, stream);
-    Wait();
-    Call("cuGraphExecDestroy", executable);
-  }
-
- private:
-  void* graph_;
-};
-
-const char* NameOf(Number number) {
-  switch (number) {
-    case Number::kHalf:
-      return "half";
-    case Number::kBfloat16:
-      return "bfloat16";
-    case Number::kFloat:
-      return "float";
-    case Number::kDouble:
-      return "double";
-  }
-  return "";
-}
 
 void Put(Number number, char* to, double x) {
   switch (number) {
@@ -175,8 +63,6 @@ double EpsilonOf(Number number) {
   }
   return 0;
 }
-
-std::mt19937 generator(1);
 
 // Arrays of many variables in one buffer, with space between them that nothing
 // may touch. Some begin where 16 bytes do not.
@@ -266,16 +152,6 @@ Isa TheIsa() {
   std::string error;
   if (!ChosenIsa(&isa, &error)) Fail(error);
   return isa;
-}
-
-// No two alike; 1 for a flag.
-std::vector<double> ScalarsOf(const RuleInfo& rule) {
-  std::vector<double> scalars;
-  std::istringstream names{std::string(rule.scalars)};
-  for (std::string name; names >> name;) {
-    scalars.push_back(name.back() == '?' ? 1 : 0.4 + 0.07 * scalars.size());
-  }
-  return scalars;
 }
 
 // Operands in double, without what lies between the variables.
@@ -479,12 +355,6 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-size_t FreeMemory() {
-  size_t free, total;
-  Call("cuMemGetInfo_v2", &free, &total);
-  return free;
-}
-
 // Arrays that lie farther apart than a table can tell.
 bool CheckFar() {
   constexpr size_t kBytes = (size_t{17} << 30) + 4096;
@@ -519,42 +389,6 @@ bool CheckFar() {
   }
   if (!right) std::printf("  WRONG: arrays 17 GiB apart\n");
   return right;
-}
-
-int CheckHuge() {
-  constexpr uint64_t kSpace = 4096;
-  const auto bytes_of = [](uint64_t elements) { return 2 * elements + kSpace; };
-  uint64_t elements = 0;
-  for (const int log2 : {31, 32}) {
-    const uint64_t more = (uint64_t{1} << log2) + 12345;
-    if (FreeMemory() > 2 * bytes_of(more) + (size_t{1} << 30)) elements = more;
-  }
-  if (elements == 0) {
-    std::printf("NOT CHECKED: there are not 10 GB of free memory\n");
-    return 0;
-  }
-  const size_t bytes = bytes_of(elements);
-  Array shadow(bytes), value(bytes);
-  Call("cuMemsetD8_v2", shadow.address(), static_cast<unsigned char>(0), bytes);
-  Call("cuMemsetD8_v2", value.address(), static_cast<unsigned char>(0x3c),
-       bytes);
-  Update update;
-  update.sources = {{1, Number::kBfloat16}};
-  update.targets = {{1, Number::kBfloat16}};
-  update.arrays = 2;
-  update.elements = {elements};
-  update.addresses = {value.address(), shadow.address()};
-  Run(update);
-  Wait();
-  const std::vector<char> got = shadow.Read();
-  const uint64_t copied = std::count(got.begin(), got.end(), 0x3c);
-  const bool right =
-      copied == 2 * elements &&
-      std::count(got.end() - kSpace, got.end(), 0) == kSpace;
-  std::printf("%s: %llu of %llu bytes\n", right ? "right" : "WRONG",
-              static_cast<unsigned long long>(copied),
-              static_cast<unsigned long long>(2 * elements));
-  return right ? 0 : 1;
 }
 
 int CheckNumbers() {
@@ -600,229 +434,11 @@ int CheckNumbers() {
   return wrong == 0 ? 0 : 1;
 }
 
-// Seconds of functions that enqueue, by the GPU's own clock: medians of turns
-// that alternate.
-std::vector<double> Seconds(const std::vector<std::function<void()>>& works) {
-  void *begin, *end;
-  Call("cuEventCreate", &begin, 0u);
-  Call("cuEventCreate", &end, 0u);
-  constexpr int kWarmUp = 3, kTurns = 21;
-  std::vector<std::vector<float>> times(works.size());
-  for (int turn = 0; turn < kWarmUp + kTurns; ++turn) {
-    for (size_t w = 0; w < works.size(); ++w) {
-      Call("cuEventRecord", begin, stream);
-      works[w]();
-      Call("cuEventRecord", end, stream);
-      Call("cuEventSynchronize", end);
-      float milliseconds;
-      Call("cuEventElapsedTime", &milliseconds, begin, end);
-      if (turn >= kWarmUp) times[w].push_back(milliseconds);
-    }
-  }
-  Call("cuEventDestroy_v2", begin);
-  Call("cuEventDestroy_v2", end);
-  std::vector<double> medians;
-  for (std::vector<float>& of_one : times) {
-    std::nth_element(of_one.begin(), of_one.begin() + kTurns / 2, of_one.end());
-    medians.push_back(of_one[kTurns / 2] / 1000);
-  }
-  return medians;
-}
-
-// ResNet-50's variables: of each convolution its kernel and the two of its
-// batch normalization, and the last layer.
-std::vector<uint64_t> ResNet50() {
-  std::vector<uint64_t> sizes = {7 * 7 * 3 * 64, 64, 64};
-  auto convolution = [&](uint64_t width, uint64_t in, uint64_t out) {
-    sizes.insert(sizes.end(), {width * width * in * out, out, out});
-  };
-  uint64_t in = 64;
-  for (const auto& [blocks, width] :
-       {std::pair<int, uint64_t>(3, 64), {4, 128}, {6, 256}, {3, 512}}) {
-    for (int block = 0; block < blocks; ++block) {
-      convolution(1, in, width);
-      convolution(3, width, width);
-      convolution(1, width, 4 * width);
-      if (block == 0) convolution(1, in, 4 * width);
-      in = 4 * width;
-    }
-  }
-  sizes.insert(sizes.end(), {2048 * 1000, 1000});
-  return sizes;
-}
-
-// An update and its average, over arrays in one buffer.
-class Work {
- public:
-  Work(const std::string& sizes_name, const RuleInfo* rule, Number number,
-       std::vector<uint64_t> sizes, uint64_t divisor)
-      : arrays_(rule == nullptr ? 2 : CountNames(rule->states) + 2),
-        name_((rule == nullptr ? "EMA" : std::string(rule->name) + ", EMA")) {
-    name_.resize(16, ' ');
-    name_ += " " + sizes_name;
-    name_.resize(31, ' ');
-    name_ += NameOf(number);
-    name_.resize(40, ' ');
-    const auto padded = [](uint64_t size) { return (size + 127) / 128 * 128; };
-    uint64_t total = 0;
-    for (uint64_t& size : sizes) {
-      size = (size - 1) / divisor + 1;
-      total += padded(size);
-      elements_ += size;
-    }
-    const size_t bytes = SizeOf(number);
-    buffer_ = std::make_unique<Array>(total * bytes * arrays_);
-    Call("cuMemsetD8_v2", buffer_->address(), static_cast<unsigned char>(0x3c),
-         total * bytes * arrays_);
-    half_ = total * bytes * arrays_ / 2;
-    moved_ = static_cast<double>(elements_) * bytes * (2 * arrays_ - 1);
-    update_.is_double = number == Number::kDouble;
-    update_.state = update_.input = number;
-    update_.arrays = arrays_;
-    update_.elements = sizes;
-    if (rule == nullptr) {
-      update_.sources = {{1, number}};
-    } else {
-      update_.rule = rule->id;
-      update_.scalars = ScalarsOf(*rule);
-    }
-    update_.targets = {{0.1, number}};
-    uint64_t begin = 0;
-    for (const uint64_t size : sizes) {
-      for (size_t a = 0; a < arrays_; ++a) {
-        update_.addresses.push_back(buffer_->address() +
-                                    (a * total + begin) * bytes);
-      }
-      begin += padded(size);
-    }
-  }
-
-  void set_chunk_log2(int log2) { update_.chunk_log2 = log2; }
-  void Enqueue() const { Run(update_); }
-
-  // A copy from one half of the buffer to the other.
-  void EnqueueCopy() const {
-    Call("cuMemcpyDtoDAsync_v2", buffer_->address() + half_,
-         buffer_->address(), half_, stream);
-  }
-
-  const std::string& name() const { return name_; }
-  size_t variables() const { return update_.elements.size(); }
-  size_t launches() const { return Graph(update_).launches(); }
-  // Bytes. Each array is read, and all are written but the gradient or the
-  // value.
-  double moved() const { return moved_; }
-  double copied() const { return 2.0 * half_; }
-
- private:
-  const size_t arrays_;
-  std::string name_;
-  uint64_t elements_ = 0;
-  std::unique_ptr<Array> buffer_;
-  uint64_t half_;
-  double moved_;
-  Update update_;
-};
-
-using Sizes = std::pair<std::string, std::vector<uint64_t>>;
-
-// One variable of 1 GiB, or less where the memory would not do for all arrays.
-Sizes OneLarge(Number number) {
-  const uint64_t mib = std::min<uint64_t>(1024, FreeMemory() / 8 >> 20);
-  return {"one, " + std::to_string(mib) + " MiB",
-          {(mib << 20) / SizeOf(number)}};
-}
-
-// `divisor` makes all arrays smaller.
-int MeasureBandwidth(uint64_t divisor) {
-  std::vector<uint64_t> tiny;
-  for (int i = 0; i < 4000; ++i) tiny.push_back(64 + generator() % 4000);
-  for (const Number number : {Number::kFloat, Number::kBfloat16,
-                              Number::kHalf, Number::kDouble}) {
-    for (const Sizes& sizes : {OneLarge(number), Sizes("ResNet-50", ResNet50()),
-                               Sizes("4000 small", tiny)}) {
-      for (const RuleInfo* rule :
-           {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kMomentum),
-            &Info(RuleId::kAdam)}) {
-        const Work work(sizes.first, rule, number, sizes.second, divisor);
-        const std::vector<double> seconds = Seconds(
-            {[&] { work.Enqueue(); }, [&] { work.EnqueueCopy(); }});
-        const double speed = work.moved() / seconds[0];
-        const double copy = work.copied() / seconds[1];
-        std::printf("%s %9.2f MB moved %9.4f ms %7.0f GB/s, %5.1f %% of a "
-                    "copy's %.0f GB/s, %zu launches for %zu variables\n",
-                    work.name().c_str(), work.moved() / 1e6, seconds[0] * 1e3,
-                    speed / 1e9, 100 * speed / copy, copy / 1e9,
-                    work.launches(), work.variables());
-        std::fflush(stdout);
-      }
-    }
-  }
-  return 0;
-}
-
-int MeasureChunks(uint64_t divisor) {
-  for (const Number number : {Number::kFloat, Number::kBfloat16}) {
-    for (const Sizes& sizes :
-         {OneLarge(number), Sizes("ResNet-50", ResNet50())}) {
-      for (const RuleInfo* rule :
-           {static_cast<const RuleInfo*>(nullptr), &Info(RuleId::kAdam)}) {
-        Work work(sizes.first, rule, number, sizes.second, divisor);
-        // 0 is the launcher's own choice.
-        std::vector<int> log2s = {0};
-        std::vector<std::function<void()>> works;
-        for (int k = kMinChunkLog2; k <= kMaxChunkLog2; ++k) log2s.push_back(k);
-        for (const int log2 : log2s) {
-          works.push_back([&work, log2] {
-            work.set_chunk_log2(log2);
-            work.Enqueue();
-          });
-        }
-        const std::vector<double> seconds = Seconds(works);
-        std::printf("%s", work.name().c_str());
-        for (size_t i = 0; i < log2s.size(); ++i) {
-          const std::string log2 =
-              i == 0 ? "chosen" : "2^" + std::to_string(log2s[i]);
-          std::printf(" %s %.0f", log2.c_str(),
-                      work.moved() / seconds[i] / 1e9);
-        }
-        std::printf(" GB/s\n");
-        std::fflush(stdout);
-      }
-    }
-  }
-  return 0;
-}
-
-int Main(int argc, char** argv) {
-  std::vector<DeviceInfo> devices;
-  const std::string error = Describe(&devices);
-  if (!error.empty()) Fail(error);
-  if (devices.empty()) Fail("there is no GPU");
-  const DeviceInfo& info = devices[0];
-  std::printf("%s, compute capability %d.%d, driver for CUDA %d.%d\n",
-              info.name.c_str(), info.compute_capability / 10,
-              info.compute_capability % 10, info.driver / 1000,
-              info.driver % 1000 / 10);
-  Device device;
-  Context context;
-  Call("cuDeviceGet", &device, 0);
-  Call("cuDevicePrimaryCtxRetain", &context, device);
-  Call("cuCtxSetCurrent", context);
-  constexpr unsigned kNonBlocking = 1;
-  Call("cuStreamCreate", &stream, kNonBlocking);
-  const std::string command = argc > 1 ? argv[1] : "";
-  const uint64_t divisor = argc > 2 ? std::max(1ll, std::atoll(argv[2])) : 1;
-  if (command == "numbers") return CheckNumbers();
-  if (command == "huge") return CheckHuge();
-  if (command == "bandwidth") return MeasureBandwidth(divisor);
-  if (command == "chunks") return MeasureChunks(divisor);
-  Fail("usage: check numbers | huge | bandwidth [divisor] | chunks [divisor]");
-  return 2;
-}
-
 }  // namespace
 }  // namespace gpu
 }  // namespace wrapopt
 
-int main(int argc, char** argv) { return wrapopt::gpu::Main(argc, argv); }
+int main() {
+  wrapopt::gpu::Start();
+  return wrapopt::gpu::CheckNumbers();
+}

@@ -1,12 +1,11 @@
-#include "cc/python/stream_limit.h"
-
+// The memory bandwidth of this machine, which the benchmarks hold the ops
+// against: the C function of wrapopt/bench/stream_limit.py.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <stdexcept>
-#include <string>
+#include <cstddef>
 #include <thread>
-#include <utility>
+#include <vector>
 
 namespace wrapopt {
 namespace {
@@ -35,25 +34,46 @@ WRAPOPT_CLONES void StreamLoop(const std::vector<const float*>& read,
   }
 }
 
-}  // namespace
+// Arrays of one size: those that are read are added to each that is written.
+struct Arrays {
+  size_t size;
+  std::vector<const float*> read;
+  std::vector<float*> written;
+};
 
-StreamLimit::StreamLimit(std::vector<Arrays> arrays)
-    : arrays_(std::move(arrays)) {
-  for (const Arrays& a : arrays_) elements_ += a.size;
-}
-
-size_t StreamLimit::bytes() const {
-  size_t bytes = 0;
-  for (const Arrays& a : arrays_) {
-    bytes += a.size * sizeof(float) * (a.read.size() + 2 * a.written.size());
+// Goes over the elements [begin, end) of all arrays, one after another.
+void Pass(const std::vector<Arrays>& arrays, size_t begin, size_t end) {
+  size_t first = 0;  // Of the array, among all elements.
+  for (const Arrays& a : arrays) {
+    if (first >= end) return;
+    if (first + a.size > begin) {
+      StreamLoop(a.read, a.written, std::max(begin, first) - first,
+                 std::min(end - first, a.size));
+    }
+    first += a.size;
   }
-  return bytes;
 }
 
-double StreamLimit::Run(int threads) const {
-  if (threads < 1) {
-    throw std::invalid_argument("threads must be at least 1, got " +
-                                std::to_string(threads));
+}  // namespace
+}  // namespace wrapopt
+
+// Seconds for one pass by `threads` threads, at least one, over `count` columns
+// of float32 arrays. read[r * count + i] and written[w * count + i] have
+// sizes[i] elements.
+extern "C" __attribute__((visibility("default"))) double wrapopt_stream_pass(
+    size_t count, const size_t* sizes, size_t reads, const float* const* read,
+    size_t writes, float* const* written, int threads) {
+  std::vector<wrapopt::Arrays> arrays(count);
+  size_t elements = 0;
+  for (size_t i = 0; i < count; ++i) {
+    arrays[i].size = sizes[i];
+    elements += sizes[i];
+    for (size_t r = 0; r < reads; ++r) {
+      arrays[i].read.push_back(read[r * count + i]);
+    }
+    for (size_t w = 0; w < writes; ++w) {
+      arrays[i].written.push_back(written[w * count + i]);
+    }
   }
   // Each thread takes the next range, so that all are done at one time. One
   // that has its own half of the arrays waits for the other, and the two meet
@@ -63,8 +83,8 @@ double StreamLimit::Run(int threads) const {
   auto part = [&] {
     for (;;) {
       const size_t begin = next.fetch_add(kRange);
-      if (begin >= elements_) return;
-      Pass(begin, std::min(begin + kRange, elements_));
+      if (begin >= elements) return;
+      wrapopt::Pass(arrays, begin, std::min(begin + kRange, elements));
     }
   };
   const auto start = std::chrono::steady_clock::now();
@@ -75,17 +95,3 @@ double StreamLimit::Run(int threads) const {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start)
       .count();
 }
-
-void StreamLimit::Pass(size_t begin, size_t end) const {
-  size_t first = 0;  // Of the array, among all elements.
-  for (const Arrays& a : arrays_) {
-    if (first >= end) return;
-    if (first + a.size > begin) {
-      StreamLoop(a.read, a.written, std::max(begin, first) - first,
-                 std::min(end - first, a.size));
-    }
-    first += a.size;
-  }
-}
-
-}  // namespace wrapopt

@@ -1,0 +1,119 @@
+// What the programs here need of a GPU beyond the launcher: memory, copies, a
+// stream, graphs. They need a driver and a GPU, or the tests' fake one.
+#ifndef WRAPOPT_CC_GPU_CHECK_DEVICE_H_
+#define WRAPOPT_CC_GPU_CHECK_DEVICE_H_
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cc/gpu/driver.h"
+#include "cc/gpu/launcher.h"
+#include "cc/rules/rules.h"
+
+namespace wrapopt {
+namespace gpu {
+
+[[noreturn]] void Fail(const std::string& what);
+
+// What the launcher has no use for: memory, copies, streams, events.
+template <class... Arguments>
+void Call(const char* name, Arguments... arguments) {
+  static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+  using Function = Result (*)(Arguments...);
+  const auto function =
+      library == nullptr
+          ? nullptr
+          : reinterpret_cast<Function>(dlsym(library, name));
+  if (function == nullptr) Fail(std::string("no ") + name + " in libcuda.so.1");
+  const Result result = function(arguments...);
+  if (result != 0) Fail(ErrorText(name, result));
+}
+
+class Array {
+ public:
+  explicit Array(size_t bytes) : bytes_(bytes) {
+    Call("cuMemAlloc_v2", &address_, std::max<size_t>(bytes, 1));
+  }
+  ~Array() { Call("cuMemFree_v2", address_); }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+
+  void Write(const std::vector<char>& data) {
+    Call("cuMemcpyHtoD_v2", address_, static_cast<const void*>(data.data()),
+         data.size());
+  }
+  std::vector<char> Read() const {
+    std::vector<char> data(bytes_);
+    Call("cuMemcpyDtoH_v2", static_cast<void*>(data.data()), address_, bytes_);
+    return data;
+  }
+  Address address() const { return address_; }
+
+ private:
+  const size_t bytes_;
+  Address address_ = 0;
+};
+
+extern Stream stream;
+
+// Of the sizes and numbers that are random.
+extern std::mt19937 generator;
+
+// Makes the stream, and prints what GPU it is on.
+void Start();
+
+void Wait();
+
+template <class Launch>
+void Run(const Launch& launch) {
+  const std::string error = Enqueue(launch, stream);
+  if (!error.empty()) Fail(error);
+}
+
+// What an update enqueues, as a CUDA graph. Its kernels must have been loaded.
+class Graph {
+ public:
+  explicit Graph(const Update& update) {
+    constexpr int kGlobal = 0;  // Nothing else may be done in the meantime.
+    Call("cuStreamBeginCapture_v2", stream, kGlobal);
+    ::wrapopt::gpu::Run(update);
+    Call("cuStreamEndCapture", stream, &graph_);
+  }
+  ~Graph() { Call("cuGraphDestroy", graph_); }
+  Graph(const Graph&) = delete;
+  Graph& operator=(const Graph&) = delete;
+
+  size_t launches() const {
+    size_t count;
+    Call("cuGraphGetNodes", graph_, static_cast<void*>(nullptr), &count);
+    return count;
+  }
+
+  void Run() const {
+    void* executable;
+    Call("cuGraphInstantiateWithFlags", &executable, graph_, 0ull);
+    Call("cuGraphLaunch", executable, stream);
+    Wait();
+    Call("cuGraphExecDestroy", executable);
+  }
+
+ private:
+  void* graph_;
+};
+
+size_t FreeMemory();
+
+const char* NameOf(Number number);
+
+// No two alike; 1 for a flag.
+std::vector<double> ScalarsOf(const RuleInfo& rule);
+
+}  // namespace gpu
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_GPU_CHECK_DEVICE_H_

@@ -1,0 +1,53 @@
+// Calls functions when their time has come.
+#ifndef WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
+#define WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
+
+#include <chrono>  // NOLINT(build/c++11)
+#include <condition_variable>  // NOLINT(build/c++11)
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <mutex>  // NOLINT(build/c++11)
+#include <utility>
+
+namespace wrapopt {
+
+class Timer {
+ public:
+  using Id = uint64_t;
+
+  virtual ~Timer() = default;
+
+  // Calls `ring` after `seconds`, from another thread and without a lock.
+  virtual Id Set(double seconds, std::function<void()> ring) = 0;
+
+  // One that has rung already, or is about to, may be cancelled too.
+  virtual void Cancel(Id id) = 0;
+};
+
+// One thread serves all. There is one timer for the process, and it is never
+// destroyed: when the process ends, that thread may still be asleep in it.
+class DeadlineTimer : public Timer {
+ public:
+  static DeadlineTimer& Get();
+
+  Id Set(double seconds, std::function<void()> ring) override;
+  void Cancel(Id id) override;
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  using Deadline = std::pair<Clock::time_point, Id>;
+
+  [[noreturn]] void Run();
+
+  std::mutex mu_;
+  std::condition_variable earlier_;
+  std::map<Deadline, std::function<void()>> set_;
+  std::map<Id, Clock::time_point> times_;
+  Id next_ = 0;
+  bool running_ = false;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_

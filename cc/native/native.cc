@@ -1,0 +1,167 @@
+// The C functions of wrapopt/_native.py: what this copy of wrapopt was built
+// with, and the CPU engine on arrays. They need no TensorFlow: the loader asks
+// for the build facts before TensorFlow's library is touched. Nor do they need
+// a Python, so that one library serves all its versions.
+#include <cstddef>
+#include <cstdio>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cc/gpu/driver.h"
+#include "cc/gpu/images.h"
+#include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/rules/rules.h"
+
+#define WRAPOPT_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace wrapopt {
+namespace {
+
+// What a function returns is JSON.
+
+std::string Json(std::string_view text) {
+  std::string json = "\"";
+  for (const char c : text) {
+    if (static_cast<unsigned char>(c) < 0x20) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof(escaped), "\\u%04x", c);
+      json += escaped;
+      continue;
+    }
+    if (c == '"' || c == '\\') json += '\\';
+    json += c;
+  }
+  return json + "\"";
+}
+
+template <class Strings>
+std::string JsonList(const Strings& strings) {
+  std::string json = "[";
+  for (const auto& s : strings) json += (json.size() > 1 ? "," : "") + Json(s);
+  return json + "]";
+}
+
+// {"value": what make() returns}, or {"error": why it threw}. The text lives
+// until the next call of the same thread.
+template <class Make>
+const char* Answer(Make make) {
+  thread_local std::string answer;
+  try {
+    answer = "{\"value\":" + make() + "}";
+  } catch (const std::exception& e) {
+    answer = "{\"error\":" + Json(e.what()) + "}";
+  }
+  return answer.c_str();
+}
+
+Isa IsaOf(const std::string& name) {
+  Isa isa;
+  std::string error;
+  if (!(name.empty() ? ChosenIsa(&isa, &error)
+                     : IsaFromName(name, &isa, &error))) {
+    throw std::invalid_argument(error);
+  }
+  return isa;
+}
+
+std::string Facts() {
+  std::vector<std::string> isas;
+  for (const Isa isa : SupportedIsas()) {
+    isas.push_back(kIsaNames[static_cast<int>(isa)]);
+  }
+  std::vector<std::string> images;
+  for (const gpu::Image& image : gpu::Images()) {
+    images.push_back(gpu::NameOf(image));
+  }
+  std::string rules;
+  for (const RuleInfo& rule : kRules) {
+    rules += (rules.empty() ? "[" : ",") + JsonList(std::vector<std::string_view>{
+        rule.name, rule.states, rule.inputs, rule.scalars,
+        rule.sparse == Sparse::kAll ? "all rows" : ""});
+  }
+  return "{\"version\":" + Json(WRAPOPT_VERSION) +
+         ",\"tensorflow_version\":" + Json(WRAPOPT_TF_VERSION) +
+         ",\"cxx11_abi\":" + std::to_string(WRAPOPT_CXX11_ABI) +
+         ",\"absl_namespace\":" + Json(WRAPOPT_ABSL_NAMESPACE) +
+         ",\"compiler\":" + Json("g++ " __VERSION__) +
+         ",\"cpu_isas\":" + JsonList(isas) +
+         ",\"gpu_images\":" + JsonList(images) + ",\"rules\":" + rules + "]}";
+}
+
+std::string Version(int major, int minor) {
+  return std::to_string(major) + "." + std::to_string(minor);
+}
+
+std::string Gpus() {
+  std::vector<gpu::DeviceInfo> devices;
+  const std::string error = gpu::Describe(&devices);
+  if (!error.empty()) throw std::runtime_error(error);
+  std::string gpus;
+  for (const gpu::DeviceInfo& device : devices) {
+    std::vector<std::string> images;
+    for (const bool is_large : {false, true}) {
+      if (const gpu::Image* image = gpu::ChooseImage(device, is_large)) {
+        images.push_back(gpu::NameOf(*image));
+      }
+    }
+    gpus += (gpus.empty() ? "[" : ",[") + Json(device.name) + "," +
+            Json(Version(device.compute_capability / 10,
+                         device.compute_capability % 10)) +
+            "," +
+            Json(Version(device.driver / 1000, device.driver % 1000 / 10)) +
+            "," + JsonList(images) + "]";
+  }
+  return "[" + gpus + "]";
+}
+
+constexpr const char* kNumberNames[] = {"float16", "bfloat16", "float32",
+                                        "float64"};
+
+}  // namespace
+}  // namespace wrapopt
+
+// What does not change while the process runs.
+WRAPOPT_EXPORT const char* wrapopt_facts() {
+  return wrapopt::Answer(wrapopt::Facts);
+}
+
+// The instruction set in use.
+WRAPOPT_EXPORT const char* wrapopt_cpu_isa() {
+  return wrapopt::Answer([] {
+    const wrapopt::Isa isa = wrapopt::IsaOf("");
+    return wrapopt::Json(wrapopt::kIsaNames[static_cast<int>(isa)]);
+  });
+}
+
+// [[name, compute capability, CUDA version of the driver, [image, ...]], ...]
+WRAPOPT_EXPORT const char* wrapopt_gpus() {
+  return wrapopt::Answer(wrapopt::Gpus);
+}
+
+// Applies a rule, in place: `operands` are its states and inputs, each of
+// `size` numbers. wrapopt/_native.py has checked all but the instruction set
+// and whether there is a kernel for these types of number.
+WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
+                                        int state, int input,
+                                        const double* scalars, size_t size,
+                                        const char* isa) {
+  return wrapopt::Answer([&] {
+    using namespace wrapopt;  // NOLINT
+    const RuleInfo& info = kRules[rule];
+    const StepFn step =
+        FindStep(info.id, static_cast<Number>(state),
+                 static_cast<Number>(input), IsaOf(isa));
+    if (step == nullptr) {
+      throw std::invalid_argument(
+          std::string(info.name) + " has no kernel for states of dtype " +
+          kNumberNames[state] + " and inputs of dtype " + kNumberNames[input]);
+    }
+    step(operands, scalars, 0, size, {size});
+    return std::string("null");
+  });
+}

@@ -1,0 +1,277 @@
+// The rounds of model averaging without TensorFlow, and their deadlines.
+#include "cc/kernels/rounds.h"
+
+#include <condition_variable>  // NOLINT(build/c++11)
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>  // NOLINT(build/c++11)
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cc/kernels/deadline_timer.h"
+#include "tests/cc/expect.h"
+
+namespace wrapopt {
+namespace {
+
+using IntRounds = Rounds<int>;
+using Code = RoundsStatus::Code;
+
+// Rings when the test says so.
+class FakeTimer : public Timer {
+ public:
+  Id Set(double seconds, std::function<void()> ring) override {
+    set[next] = {seconds, std::move(ring)};
+    return next++;
+  }
+  void Cancel(Id id) override { set.erase(id); }
+
+  void RingFirst() {
+    const auto ring = set.begin()->second.second;
+    set.erase(set.begin());
+    ring();
+  }
+
+  std::map<Id, std::pair<double, std::function<void()>>> set;
+  Id next = 0;
+};
+
+// What a wait was answered.
+struct Heard {
+  int times = 0;
+  IntRounds::Answer answer;
+
+  std::string workers() const {
+    std::string names;
+    for (const std::string& worker : answer.workers) names += worker + " ";
+    return names;
+  }
+};
+
+struct Fixture {
+  bool Push(const std::string& worker, int64_t round, int value) {
+    bool accepted;
+    const RoundsStatus status =
+        rounds->Push(worker, round, {value}, &accepted);
+    EXPECT_EQ(status.message, "");
+    return accepted;
+  }
+
+  int64_t Next(int64_t round, bool reset = false) {
+    int64_t open = -7;
+    EXPECT_EQ(rounds->Next(round, reset, &open).message, "");
+    return open;
+  }
+
+  std::shared_ptr<Heard> Gather(int64_t round, int64_t min_workers) {
+    return Start(round, min_workers, "");
+  }
+  std::shared_ptr<Heard> WaitFor(int64_t round,
+                                 const std::string& worker = "") {
+    return Start(round, 0, worker);
+  }
+
+  std::shared_ptr<Heard> Start(int64_t round, int64_t min_workers,
+                               const std::string& worker) {
+    const auto heard = std::make_shared<Heard>();
+    IntRounds::Wait wait;
+    wait.round = round;
+    wait.min_workers = min_workers;
+    wait.timeout_secs = 9;
+    wait.worker = worker;
+    if (watch) {
+      wait.watch = watch;
+      wait.unwatch = [this] { ++unwatched; };
+    }
+    wait.done = [heard](const IntRounds::Answer& answer) {
+      ++heard->times;
+      heard->answer = answer;
+    };
+    rounds->Start(std::move(wait));
+    return heard;
+  }
+
+  FakeTimer timer;
+  std::vector<std::string> warnings;
+  std::function<bool(std::function<void()>)> watch;
+  int unwatched = 0;
+  std::shared_ptr<IntRounds> rounds = std::make_shared<IntRounds>(
+      "r", 2, &timer,
+      [this](const std::string& warning) { warnings.push_back(warning); });
+};
+
+void ARoundOfAll() {
+  Fixture f;
+  EXPECT_EQ(f.Next(0, /*reset=*/true), 0);
+  const auto chief = f.Gather(0, 2);
+  const auto worker = f.WaitFor(0);
+  EXPECT_EQ(f.timer.set.size(), 2u);
+  EXPECT_EQ(f.timer.set[0].first, 9.0);
+  EXPECT_EQ(f.Push("b", 0, 3), true);
+  EXPECT_EQ(chief->times, 0);
+  EXPECT_EQ(f.Push("a", 0, 5), true);
+  EXPECT_EQ(chief->times, 1);
+  EXPECT_EQ(chief->workers(), "a b ");
+  std::vector<int> values;
+  EXPECT_EQ(f.rounds->Values(0, {"b", "a"}, 0, &values).message, "");
+  EXPECT_EQ(values[0], 3);
+  EXPECT_EQ(values[1], 5);
+  EXPECT_EQ(worker->times, 0);
+  EXPECT_EQ(f.Next(0), 1);
+  EXPECT_EQ(worker->times, 1);
+  EXPECT_EQ(worker->answer.open, 1);
+  // Answered waits leave no deadline behind.
+  EXPECT_EQ(f.timer.set.size(), 0u);
+  EXPECT_EQ(f.Push("a", 0, 1), false);
+  EXPECT_EQ(f.warnings.size(), 0u);
+}
+
+void AQuorumAfterTheDeadline() {
+  Fixture f;
+  f.Next(0, /*reset=*/true);
+  f.Push("a", 0, 1);
+  const auto first = f.Gather(0, 1);
+  EXPECT_EQ(first->times, 0);
+  f.timer.RingFirst();
+  EXPECT_EQ(first->workers(), "a ");
+  EXPECT_EQ(f.warnings.size(), 1u);
+  EXPECT_EQ(f.warnings[0],
+            "Round 0 of averaging rounds 'r' is made of 1 of 2 workers: 'a'.");
+  // The dead worker is not expected again, so this round has no need to wait.
+  f.Next(0);
+  f.Push("a", 1, 1);
+  EXPECT_EQ(f.Gather(1, 1)->times, 1);
+  // It is back: now it is.
+  f.Next(1);
+  EXPECT_EQ(f.WaitFor(2, "b")->times, 0);
+  f.Push("a", 2, 1);
+  const auto third = f.Gather(2, 1);
+  EXPECT_EQ(third->times, 0);
+  f.Push("b", 2, 1);
+  EXPECT_EQ(third->workers(), "a b ");
+}
+
+void TooFewAtTheDeadline() {
+  Fixture f;
+  f.Next(0, /*reset=*/true);
+  f.Push("a", 0, 1);
+  const auto chief = f.Gather(0, 2);
+  f.timer.RingFirst();
+  EXPECT_EQ(chief->times, 1);
+  EXPECT_EQ(chief->answer.status.code == Code::kDeadlineExceeded, true);
+  EXPECT_EQ(chief->answer.status.message,
+            "round 0 of averaging rounds 'r' got values of 1 workers within 9 "
+            "seconds ('a'), but 2 of 2 are needed: are the others alive? Start "
+            "them again, wait longer, or need fewer");
+}
+
+void AStepThatEnds() {
+  Fixture f;
+  std::function<void()> end;
+  f.watch = [&end](std::function<void()> ended) {
+    end = std::move(ended);
+    return true;
+  };
+  const auto worker = f.WaitFor(-1);
+  EXPECT_EQ(worker->times, 0);
+  end();
+  EXPECT_EQ(worker->times, 1);
+  EXPECT_EQ(worker->answer.status.code == Code::kCancelled, true);
+  EXPECT_EQ(f.timer.set.size(), 0u);
+  // The one that watches has called; it is not called in turn.
+  EXPECT_EQ(f.unwatched, 0);
+  end();
+  EXPECT_EQ(worker->times, 1);
+
+  const auto other = f.WaitFor(-1);
+  f.Next(0, /*reset=*/true);
+  EXPECT_EQ(other->times, 1);
+  EXPECT_EQ(f.unwatched, 1);
+
+  f.watch = [](std::function<void()>) { return false; };
+  const auto late = f.WaitFor(0);
+  EXPECT_EQ(late->times, 1);
+  EXPECT_EQ(late->answer.status.code == Code::kCancelled, true);
+  EXPECT_EQ(f.timer.set.size(), 0u);
+}
+
+void TheEndOfTheRounds() {
+  Fixture f;
+  const auto worker = f.WaitFor(-1);
+  f.rounds->End();
+  EXPECT_EQ(worker->answer.status.code == Code::kAborted, true);
+  EXPECT_EQ(f.WaitFor(-1)->answer.status.code == Code::kAborted, true);
+  // A deadline that rings after the rounds are gone finds nothing.
+  Fixture g;
+  const auto waits = g.WaitFor(-1);
+  g.rounds.reset();
+  g.timer.RingFirst();
+  EXPECT_EQ(waits->times, 0);
+}
+
+void WhatIsRefused() {
+  Fixture f;
+  int64_t open;
+  f.Next(0, /*reset=*/true);
+  f.Next(0);
+  EXPECT_EQ(f.rounds->Next(0, false, &open).code == Code::kFailedPrecondition,
+            true);
+  EXPECT_EQ(f.Gather(0, 1)->answer.status.code == Code::kFailedPrecondition,
+            true);
+  f.Push("a", 1, 1);
+  std::vector<int> values;
+  EXPECT_EQ(f.rounds->Values(1, {"b"}, 0, &values).code ==
+                Code::kFailedPrecondition,
+            true);
+  EXPECT_EQ(f.rounds->Values(1, {"a"}, 1, &values).message,
+            "value must be less than 1, the number of values that worker 'a' "
+            "pushed to averaging rounds 'r', got 1");
+  f.Push("b", 1, 1);
+  bool accepted;
+  EXPECT_EQ(f.rounds->Push("c", 1, {1}, &accepted).code ==
+                Code::kInvalidArgument,
+            true);
+}
+
+// By the real clock: one that is set later and comes earlier ends the wait of
+// the timer's thread.
+void TheEarliestDeadline() {
+  std::mutex mu;
+  std::condition_variable rung;
+  std::string order;
+  const auto ring = [&](char name) {
+    return [&, name] {
+      std::lock_guard<std::mutex> lock(mu);
+      order += name;
+      rung.notify_all();
+    };
+  };
+  DeadlineTimer& timer = DeadlineTimer::Get();
+  const Timer::Id far = timer.Set(1000, ring('f'));
+  const Timer::Id cancelled = timer.Set(500, ring('x'));
+  timer.Cancel(cancelled);
+  timer.Cancel(cancelled);
+  timer.Set(0.05, ring('a'));
+  std::unique_lock<std::mutex> lock(mu);
+  while (order.find('a') == std::string::npos) rung.wait(lock);
+  EXPECT_EQ(order, "a");
+  lock.unlock();
+  timer.Cancel(far);
+}
+
+}  // namespace
+}  // namespace wrapopt
+
+int main() {
+  wrapopt::ARoundOfAll();
+  wrapopt::AQuorumAfterTheDeadline();
+  wrapopt::TooFewAtTheDeadline();
+  wrapopt::AStepThatEnds();
+  wrapopt::TheEndOfTheRounds();
+  wrapopt::WhatIsRefused();
+  wrapopt::TheEarliestDeadline();
+  return wrapopt::failures == 0 ? 0 : 1;
+}

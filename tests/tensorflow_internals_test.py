@@ -1,0 +1,231 @@
+"""What wrapopt uses of TensorFlow and Keras beyond their public API.
+
+This is the list. One test for each name: a new minor version of TensorFlow or
+Keras shows at once what it has moved. The last tests hold the list to the
+sources. Of C++, the compiler tells: cc/README.md says what to look at.
+"""
+
+import ast
+import functools
+import glob
+import importlib
+import inspect
+import os
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+
+import wrapopt
+import wrapopt.keras
+
+tf1 = tf.compat.v1
+
+# Modules, and names in them.
+IMPORTS = [
+    "keras.src.backend",
+    "keras.src.saving.keras_saveable.KerasSaveable",
+    "keras.src.utils.python_utils",
+    "tensorflow.core.framework.op_def_pb2",
+    "tensorflow.python.client.pywrap_tf_session",
+    "tensorflow.python.distribute.ps_values",
+    "tensorflow.python.framework.kernels",
+    "tensorflow.python.framework.ops",
+    "tensorflow.python.ops.control_flow_ops",
+    "tensorflow.python.tpu.tpu_function",
+    "tensorflow.python.training.optimizer",
+    "tensorflow.python.training.saving.saveable_object",
+    "tensorflow.python.training.saving.saveable_object_util",
+    "tensorflow.python.util.pywrap_xla_ops",
+]
+
+
+def prepared(make):
+  """An optimizer of tf.compat.v1.train, as it is while it takes a step."""
+  opt = make()
+  opt.apply_gradients([(tf.constant([1.0]), tf.Variable([1.0]))])
+  return opt
+
+
+def graph_operation():
+  with tf.Graph().as_default():
+    return tf.constant(1.0).op
+
+
+def ref_variable(partitioned=False):
+  with tf.Graph().as_default():
+    partitioner = tf1.fixed_size_partitioner(2) if partitioned else None
+    return tf1.get_variable("v", [2], use_resource=False,
+                            partitioner=partitioner)
+
+
+def replica_context():
+  strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+  return strategy.run(tf.distribute.get_replica_context)
+
+
+def built(opt):
+  opt.build([keras.Variable([1.0])])
+  return opt
+
+
+def in_keras_model():
+  model = keras.Sequential([keras.layers.BatchNormalization()])
+  model.build((None, 2))
+  return model
+
+
+# {how an owner is made: its attributes that are used}
+ATTRIBUTES = {
+    lambda: prepared(lambda: tf1.train.GradientDescentOptimizer(0.1)): [
+        "_get_or_make_slot", "_handle_deferred_dependencies",
+        "_learning_rate_tensor", "_maybe_initialize_trackable",
+        "_non_slot_dict", "_non_slot_variables", "_prepare", "_use_locking"],
+    lambda: prepared(lambda: tf1.train.MomentumOptimizer(0.1, 0.9)): [
+        "_learning_rate_tensor", "_momentum_tensor", "_use_nesterov"],
+    lambda: prepared(lambda: tf1.train.AdamOptimizer(0.1)): [
+        "_beta1_t", "_beta2_t", "_epsilon_t", "_get_beta_accumulators",
+        "_lr_t"],
+    lambda: prepared(lambda: tf1.train.AdadeltaOptimizer(0.1)): [
+        "_epsilon_t", "_lr_t", "_rho_t"],
+    lambda: prepared(lambda: tf1.train.RMSPropOptimizer(0.1)): [
+        "_centered", "_decay_tensor", "_epsilon_tensor", "_momentum_tensor"],
+    lambda: prepared(lambda: tf1.train.FtrlOptimizer(
+        0.1, l2_shrinkage_regularization_strength=0.1)): [
+            "_adjusted_l2_regularization_strength_tensor",
+            "_l1_regularization_strength_tensor", "_learning_rate_power",
+            "_l2_shrinkage_regularization_strength",
+            "_l2_shrinkage_regularization_strength_tensor"],
+    lambda: importlib.import_module(
+        "tensorflow.python.training.optimizer"): ["_var_key"],
+    graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
+                      "_set_device"],
+    ref_variable: ["_get_save_slice_info", "_initial_value",
+                   "_initializer_op", "_ref", "_snapshot"],
+    lambda: ref_variable(partitioned=True): ["_get_variable_list"],
+    lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint"],
+    replica_context: ["_replica_id_in_sync_group"],
+    lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [
+        "_apply_weight_decay", "_backend_increment_gradient_accumulators", "_backend_update_step",
+        "_distribution_strategy", "_get_variable_index", "_iterations",
+        "_momentums",
+        "_overwrite_variable_with_gradient", "_track_trackable",
+        "_trainable_variables", "_untrack_variable", "_use_weight_decay",
+        "_var_key", "_velocities", "_velocity_hats"],
+    lambda: built(keras.optimizers.RMSprop(centered=True)): [
+        "_average_gradients"],
+    lambda: built(keras.optimizers.SGD(use_ema=True)): [
+        "_model_variables_moving_average"],
+    lambda: in_keras_model().layers[0]: ["_reduction_axes"],
+    in_keras_model: ["_flatten_layers"],
+    lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
+}
+
+# Private methods and properties that wrapopt's classes have in place of those of
+# a base class: {its name: their names}.
+OVERRIDES = {
+    "keras.src.saving.keras_saveable.KerasSaveable": {"_obj_type"},
+    "tensorflow.python.distribute.distribute_lib.ReplicaContextBase": {
+        "_merge_call"},
+    "tensorflow.python.trackable.autotrackable.AutoTrackable": {
+        "_trackable_children"},
+    "tensorflow.python.trackable.base.Trackable": {
+        "_deferred_dependencies", "_lookup_dependency", "_trackable_children"},
+    "tensorflow.python.training.optimizer.Optimizer": {
+        "_create_or_restore_slot_variable", "_create_slots",
+        "_lookup_dependency", "_trackable_children"},
+}
+
+# Attributes of what is not TensorFlow's.
+_OTHERS = {"_exit", "_replace"}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_import(name):
+  try:
+    importlib.import_module(name)
+  except ModuleNotFoundError:
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute), name
+
+
+@pytest.mark.parametrize("owner, name", [
+    pytest.param(owner, name, id=name)
+    for owner, names in ATTRIBUTES.items() for name in names])
+def test_attribute(owner, name):
+  assert hasattr(owner(), name)
+
+
+def overrides():
+  """As OVERRIDES, of all classes of wrapopt."""
+  classes = set()
+  for module in list(sys.modules.values()):
+    if module.__name__.startswith("wrapopt"):
+      classes.update(thing for thing in vars(module).values()
+                     if inspect.isclass(thing)
+                     and thing.__module__.startswith("wrapopt"))
+  found = {}
+  for cls in classes:
+    for base in cls.__mro__:
+      if base.__module__.startswith(("tensorflow.", "keras.")):
+        names = {name for name in vars(cls) if name in vars(base)
+                 and name.startswith("_") and not name.startswith("__")}
+        if names:
+          found.setdefault(f"{base.__module__}.{base.__name__}",
+                           set()).update(names)
+  return found
+
+
+# A base class that no longer has the method calls it no more.
+def test_overrides():
+  assert overrides() == OVERRIDES
+
+
+@functools.cache
+def trees():
+  folder = os.path.dirname(wrapopt.__file__)
+  found = []
+  for path in glob.glob(os.path.join(folder, "**", "*.py"), recursive=True):
+    with open(path, encoding="utf-8") as f:
+      found.append(ast.parse(f.read()))
+  assert len(found) > 30
+  return found
+
+
+def nodes(*kinds):
+  for tree in trees():
+    for node in ast.walk(tree):
+      if isinstance(node, kinds):
+        yield node
+
+
+def test_all_imports_are_listed():
+  used = {f"{node.module}.{alias.name}"
+          for node in nodes(ast.ImportFrom)
+          if (node.module or "").split(".")[0] in ("keras", "tensorflow")
+          for alias in node.names}
+  assert used == set(IMPORTS)
+  for node in nodes(ast.Import):
+    for alias in node.names:
+      assert "." not in alias.name or alias.name.split(".")[0] not in (
+          "keras", "tensorflow") or alias.name == "tensorflow.compat.v1", (
+              alias.name)
+
+
+def test_all_attributes_are_listed():
+  # What wrapopt defines itself is its own, though TensorFlow may have the like.
+  own = {node.name for node in nodes(ast.FunctionDef, ast.ClassDef)}
+  own |= {node.id for node in nodes(ast.Name)
+          if isinstance(node.ctx, ast.Store)}
+  own |= {alias.asname or alias.name for node in nodes(ast.ImportFrom)
+          for alias in node.names}
+  own |= {node.attr for node in nodes(ast.Attribute)
+          if isinstance(node.ctx, ast.Store)
+          and ast.unparse(node.value) in ("self", "cls")}
+  used = {node.attr for node in nodes(ast.Attribute)
+          if node.attr.startswith("_") and not node.attr.startswith("__")}
+  listed = {name for names in ATTRIBUTES.values() for name in names}
+  missing = used - own - listed - _OTHERS
+  assert not missing, f"used, and not in ATTRIBUTES: {sorted(missing)}"
+  assert not listed - used, "in ATTRIBUTES, and not used"
