@@ -5,6 +5,7 @@ average of the others towards a constant. So it leaves them alone, and they make
 up for it later: see `wrapopt.ops.catch_up`.
 """
 
+import threading
 import weakref
 
 import tensorflow as tf
@@ -18,6 +19,10 @@ _PLAIN = (resource_variable_ops.ResourceVariable,
           polymorphic_function.UnliftedInitializerVariable)
 
 
+# Held while an average is made lazy.
+_lock = threading.Lock()
+
+
 def watch(average, variable):
   """Makes it possible for an average of `variable` to be lazy.
 
@@ -27,10 +32,17 @@ def watch(average, variable):
   """
   if (type(average) in _PLAIN and type(variable) in _PLAIN and
       average.shape.is_fully_defined() and average.shape.rank and
-      tf.DeviceSpec.from_string(average.device).device_type in (None, "CPU")):
+      _is_on_cpu(average.device)):
     # The slot of an optimizer is made by TensorFlow.
     average.__class__ = LazyAverage
     average._watch(variable)
+
+
+def _is_on_cpu(device):
+  kind = tf.DeviceSpec.from_string(device).device_type
+  # In a graph TensorFlow may put it on a GPU later.
+  return kind == "CPU" or (
+      kind is None and not tf.config.list_logical_devices("GPU"))
 
 
 def begin(averages):
@@ -39,9 +51,11 @@ def begin(averages):
   Returns:
     The log decays of each, or None.
   """
-  if not all(isinstance(s, LazyAverage) and s.can_be_lazy() for s in averages):
-    return None
-  return [s.begin() for s in averages]
+  with _lock:
+    if not all(isinstance(s, LazyAverage) and s.can_be_lazy()
+               for s in averages):
+      return None
+    return [s.begin() for s in averages]
 
 
 def is_lazy(average):

@@ -45,6 +45,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
   memory, all decays together. Elsewhere the inner optimizer takes its step, and
   one op per device and dtype updates all averages after it.
 
+  Embeddings: a step by a sparse gradient costs the rows that it touches, if the
+  inner optimizer leaves the other rows alone (`is_lazy`). Their averages make up
+  for the steps that they have missed, exactly, before an average is read, saved
+  or put in place. If you assign to such a variable yourself, read its average
+  first.
+
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
   decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph its
@@ -390,7 +396,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
 
-  def is_lazy(self, var):
+  def is_lazy(self, var: Variable) -> bool:
     """Whether the averages of a variable move by the rows of its gradients.
 
     It is so for an inner optimizer that leaves rows alone which a sparse

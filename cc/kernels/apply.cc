@@ -69,6 +69,10 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     const bool lazy = averages_.lazy();
+    OP_REQUIRES(ctx, !lazy || !IsOnGpu(ctx),
+                absl::InvalidArgumentError(
+                    "log_decays must be empty on a GPU, where a step moves the "
+                    "averages of all rows"));
 
     Variables variables(ctx, &memory_);
     std::vector<int> states(contract_.states().size());
@@ -99,10 +103,6 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
     if (sparse_ && IsOnGpu(ctx)) {
-      OP_REQUIRES(ctx, !lazy,
-                  absl::UnimplementedError(
-                      "log_decays must be empty on a GPU: there the averages "
-                      "of all rows move in each step"));
       OP_REQUIRES_OK(ctx,
                      ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
     } else if (sparse_) {

@@ -35,6 +35,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   averages in one pass over memory (`fused`). Around any other optimizer, one op
   updates the averages after its step.
 
+  A step by the sparse gradient of an embedding costs the rows that it touches, if
+  the inner optimizer leaves the other rows alone (`is_lazy`). Their averages make
+  up for the steps that they have missed, exactly, before an average is read,
+  saved or put in place. If you assign to such a variable yourself, read its
+  average first.
+
   Example:
 
   >>> w = keras.Variable([1.0])
@@ -192,7 +198,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return self._rows[_decays.index_of(decay, self._decays)][
         self._var_key(variable)]
 
-  def is_lazy(self, variable):
+  def is_lazy(self, variable: tf.Variable) -> bool:
     """Whether the averages of a variable move by the rows of its gradients.
 
     It is so for an inner optimizer that leaves rows alone which a sparse
