@@ -47,7 +47,7 @@ def both_ways(is_open, values):
   """Sends there and back; what arrives, or none of it where it is closed."""
   with tf.device(NEAR):
     taken, skipped = _routes.branch(is_open)
-  line = _routes.Line(NEAR, FAR, taken)
+  line = _routes.Link(NEAR, FAR, taken)
   there, sent = zip(*map(line.send, values))
   with tf.device(FAR):
     there = [tf.identity(x) for x in there]
@@ -129,7 +129,7 @@ def test_lines_of_one_graph_are_apart(session):
 
 def test_it_is_sent_after(session):
   v = tf1.get_variable("v", initializer=1.0, use_resource=True)
-  line = _routes.Line(NEAR, FAR, tf.constant(True))
+  line = _routes.Link(NEAR, FAR, tf.constant(True))
   there, sent = line.send(tf.constant(5.0), after=[v.assign(7.0).op])
   with tf.control_dependencies([there]):
     seen = v.read_value()
@@ -141,7 +141,7 @@ def test_it_is_sent_after(session):
 
 def test_ends_of_one_device(session):
   """As where the centers are on the worker."""
-  line = _routes.Line(NEAR, NEAR, tf.constant(True))
+  line = _routes.Link(NEAR, NEAR, tf.constant(True))
   there, sent = line.send(tf.constant([1, 2]))
   back, sent_back = line.send_back(3 * there)
   assert session.run([back, sent, sent_back])[0].tolist() == [3, 6]
@@ -151,7 +151,7 @@ def test_ends_of_one_device(session):
     ("/device:CPU:0", "/device:CPU:1"), ("", "/cpu:1"), ("/cpu:1", ""),
     ("/task:0/cpu:0", "/job:localhost/cpu:1")])
 def test_names_in_part(session, near, far):
-  line = _routes.Line(near, far, tf.constant(True))
+  line = _routes.Link(near, far, tf.constant(True))
   there, sent = line.send(tf.constant(1))
   back, sent_back = line.send_back(there + 1)
   assert session.run([back, sent, line.done([sent_back])])[0] == 2

@@ -33,6 +33,7 @@ IMPORTS = [
     "tensorflow.python.framework.kernels",
     "tensorflow.python.framework.ops",
     "tensorflow.python.ops.control_flow_ops",
+    "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.tpu.tpu_function",
     "tensorflow.python.training.optimizer",
     "tensorflow.python.training.saving.saveable_object",
@@ -99,12 +100,15 @@ ATTRIBUTES = {
             "_l2_shrinkage_regularization_strength_tensor"],
     lambda: importlib.import_module(
         "tensorflow.python.training.optimizer"): ["_var_key"],
+    tf.Graph: ["_add_control_dependencies"],
     graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
                       "_set_device"],
     ref_variable: ["_get_save_slice_info", "_initial_value",
                    "_initializer_op", "_ref", "_snapshot"],
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
-    lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint"],
+    lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint",
+                               "_shared_name"],
+    lambda: tf.Variable(1.0).handle: ["_handle_data"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [
         "_apply_weight_decay", "_backend_increment_gradient_accumulators", "_backend_update_step",
@@ -133,8 +137,9 @@ OVERRIDES = {
     "tensorflow.python.trackable.base.Trackable": {
         "_deferred_dependencies", "_lookup_dependency", "_trackable_children"},
     "tensorflow.python.training.optimizer.Optimizer": {
-        "_create_or_restore_slot_variable", "_create_slots",
-        "_lookup_dependency", "_trackable_children"},
+        "_apply_sparse_duplicate_indices", "_create_or_restore_slot_variable",
+        "_create_slots", "_lookup_dependency",
+        "_resource_apply_sparse_duplicate_indices", "_trackable_children"},
 }
 
 # Attributes of what is not TensorFlow's.
@@ -170,7 +175,8 @@ def overrides():
     for base in cls.__mro__:
       if base.__module__.startswith(("tensorflow.", "keras.")):
         names = {name for name in vars(cls) if name in vars(base)
-                 and name.startswith("_") and not name.startswith("__")}
+                 and name.startswith("_") and not name.startswith("__")
+                 and name != "_abc_impl"}  # Python's, of each abstract class.
         if names:
           found.setdefault(f"{base.__module__}.{base.__name__}",
                            set()).update(names)

@@ -3,7 +3,7 @@
 In a `tf.cond`, each tensor that crosses to another task in a branch costs a
 call in every step: where the branch is not taken, the receiver has to be told
 that there is none. And each variable that a branch takes from outside costs
-nodes of its own. With `branch` and `Line`, a step in which nothing is to be
+nodes of its own. With `branch` and `Link`, a step in which nothing is to be
 done costs one such call there and two back, whatever the number of tensors and
 variables.
 """
@@ -35,16 +35,16 @@ def join(taken, skipped):
   return tf.raw_ops.Merge(inputs=[skipped, taken])[0]
 
 
-class Line:
+class Link:
   """Between two devices, in the steps in which it is open."""
 
   def __init__(self, near, far, opened):
-    """Makes a line.
+    """Makes a link.
 
     Args:
       near: The device at the near end, a CPU.
       far: The one at the far end.
-      opened: A tensor that is there in the steps in which the line is open.
+      opened: A tensor that is there in the steps in which the link is open.
     """
     self._near, self._far = near, far
     with _on(near), tf.control_dependencies([opened]):

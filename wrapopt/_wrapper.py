@@ -1,7 +1,5 @@
 """What every wrapper around a `tf.compat.v1.train.Optimizer` shares."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from typing import Any, Optional

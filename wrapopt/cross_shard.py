@@ -1,7 +1,5 @@
 """Training steps on gradients that are summed over shards."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 import contextlib
 import itertools

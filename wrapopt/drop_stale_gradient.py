@@ -1,7 +1,5 @@
 """Asynchronous training that drops gradients of weights that are too old."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from collections.abc import Iterator
 import contextlib

@@ -1,7 +1,5 @@
 """Elastic averaging: workers explore around a center that they share."""
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Iterable
 import math
@@ -353,25 +351,25 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     here = ops.host_device(self._local_step.device)
     done, at_servers = [], []
     for device, of_server in servers.items():
-      line = _routes.Line(here, ops.host_device(device), due)
+      link = _routes.Link(here, ops.host_device(device), due)
       # Both as they are before any is changed; the centers only once, and not
       # before the step, whose gradients depend on the worker's copies of them.
-      now, sent = line.send(due, after=[applied])
+      now, sent = link.send(due, after=[applied])
       done.append(sent)
       with tf.control_dependencies([now]):
         packed = _centers.pack(centers, of_server)
-      center_flats, updates = map(list, zip(*map(line.send_back, packed)))
+      center_flats, updates = map(list, zip(*map(link.send_back, packed)))
       with tf.control_dependencies([applied, due]):
         flats = _centers.pack(variables, of_server)
       rate = far_rate = self._moving_rate
       if not isinstance(rate, numbers.Real):
         with tf.control_dependencies([due]), ops.host_of(self._local_step):
           rate = tf.identity(ops.float64(rate))
-        far_rate, sent = line.send(rate)
+        far_rate, sent = link.send(rate)
         done.append(sent)
       for group, *values in zip(of_server, flats, center_flats, strict=True):
         sent, updated = self._exchange_group(
-            line, [variables[i] for i in group], [centers[i] for i in group],
+            link, [variables[i] for i in group], [centers[i] for i in group],
             [local_centers[i] for i in group], *values, rate, far_rate)
         done.append(sent)
         updates.append(updated)
@@ -380,7 +378,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with tf.control_dependencies(at_servers):
       return [*done, *at_servers, *[_increment(step) for step in steps]]
 
-  def _exchange_group(self, line, variables, centers, local_centers, flat,
+  def _exchange_group(self, link, variables, centers, local_centers, flat,
                       center_flat, rate, far_rate):
     """Exchanges variables whose values are `flat`, and `center_flat`."""
     with ops.device_of(variables[0]):
@@ -390,7 +388,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with tf.control_dependencies([seen, difference]):
       pulled = ops.averaging_assign(variables, local_centers, rate=rate)
     # First the worker: it refuses a rate that is out of range.
-    far_difference, sent = line.send(difference, after=[pulled])
+    far_difference, sent = link.send(difference, after=[pulled])
     # Constants, too, are only there then.
     with tf.control_dependencies([far_difference]):
       with ops.device_of(centers[0]):

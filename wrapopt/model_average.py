@@ -1,7 +1,5 @@
 """Averages the weights that several workers train apart from each other."""
 
-from __future__ import annotations
-
 import collections
 import numbers
 import typing
@@ -364,7 +362,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     servers[self._lead()] = servers.pop(self._lead(), [])
     *others, lead = servers
     worker = ops.host_device(rounds.local_round.device)
-    lines = {device: _routes.Line(worker, ops.host_device(device), due)
+    links = {device: _routes.Link(worker, ops.host_device(device), due)
              for device in servers}
 
     with tf.control_dependencies([stepped, due]):
@@ -374,7 +372,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     numbers, arrived, handles, sent = {}, {}, {}, []
 
     def send(device, value):
-      value, sends = lines[device].send(value)
+      value, sends = links[device].send(value)
       sent.append(sends)
       return value
 
@@ -411,8 +409,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       with tf.control_dependencies([opened]):
         packed = _centers.pack(centers, [groups[g] for g in of_server])
       back = packed + ([opened] if device == lead else [])
-      flats, sends = zip(*map(lines[device].send_back, back))
-      started.append(lines[device].done(sends))
+      flats, sends = zip(*map(links[device].send_back, back))
+      started.append(links[device].done(sends))
       if device == lead:
         *flats, opened_here = flats
       if of_server:  # Who leads may have none.

@@ -1,7 +1,5 @@
 """Moving averages of the weights, updated by every optimizer step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 import contextlib
 from typing import Any, Optional

@@ -26,8 +26,6 @@ flush. What XLA compiles for a GPU keeps those of float32 too, unless
 rate 1, keeps all bits; on a GPU it is arithmetic, too.
 """
 
-from __future__ import annotations
-
 import collections
 from collections.abc import Mapping
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Where wrapopt keeps what other programs need of it."""
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -10,6 +10,11 @@
 #include "cc/ops/shadows.h"
 #include "tensorflow/core/platform/errors.h"
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+// As it is called before glibc 2.29: that of later versions sets no errno.
+__asm__(".symver log,log@GLIBC_2.2.5");
+#endif
+
 namespace wrapopt {
 
 using tensorflow::DataType;

@@ -1,12 +1,28 @@
 #include "cc/kernels/deadline_timer.h"
 
+#include <time.h>
+
 #include <thread>  // NOLINT(build/c++11)
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+// As it is called before glibc 2.34, which moved it to another library.
+__asm__(
+    ".symver pthread_condattr_setclock,pthread_condattr_setclock@GLIBC_2.3.3");
+#endif
 
 namespace wrapopt {
 
 DeadlineTimer& DeadlineTimer::Get() {
   static DeadlineTimer* const timer = new DeadlineTimer;
   return *timer;
+}
+
+DeadlineTimer::DeadlineTimer() {
+  pthread_condattr_t attributes;
+  pthread_condattr_init(&attributes);
+  pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+  pthread_cond_init(&earlier_, &attributes);
+  pthread_condattr_destroy(&attributes);
 }
 
 Timer::Id DeadlineTimer::Set(double seconds, std::function<void()> ring) {
@@ -21,7 +37,7 @@ Timer::Id DeadlineTimer::Set(double seconds, std::function<void()> ring) {
     running_ = true;
     std::thread([this] { Run(); }).detach();
   } else if (here == set_.begin()) {
-    earlier_.notify_one();
+    pthread_cond_signal(&earlier_);
   }
   return id;
 }
@@ -38,13 +54,19 @@ void DeadlineTimer::Run() {
   std::unique_lock<std::mutex> lock(mu_);
   for (;;) {
     if (set_.empty()) {
-      // `wait` without a time would tie the wheel to GLIBCXX_3.4.30.
-      earlier_.wait_for(lock, std::chrono::hours(1));
+      pthread_cond_wait(&earlier_, mu_.native_handle());
       continue;
     }
     const Deadline first = set_.begin()->first;
     if (Clock::now() < first.first) {
-      earlier_.wait_until(lock, first.first);
+      const auto time = first.first.time_since_epoch();
+      const auto seconds =
+          std::chrono::duration_cast<std::chrono::seconds>(time);
+      const timespec until = {
+          static_cast<time_t>(seconds.count()),
+          static_cast<long>(  // NOLINT(runtime/int)
+              std::chrono::nanoseconds(time - seconds).count())};
+      pthread_cond_timedwait(&earlier_, mu_.native_handle(), &until);
       continue;
     }
     const std::function<void()> ring =

@@ -2,8 +2,9 @@
 #ifndef WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
 #define WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
 
+#include <pthread.h>
+
 #include <chrono>  // NOLINT(build/c++11)
-#include <condition_variable>  // NOLINT(build/c++11)
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -35,13 +36,17 @@ class DeadlineTimer : public Timer {
   void Cancel(Id id) override;
 
  private:
+  // CLOCK_MONOTONIC, by which `earlier_` waits.
   using Clock = std::chrono::steady_clock;
   using Deadline = std::pair<Clock::time_point, Id>;
+
+  DeadlineTimer();
 
   [[noreturn]] void Run();
 
   std::mutex mu_;
-  std::condition_variable earlier_;
+  // Not std::condition_variable: what it calls of glibc is newer than 2.27.
+  pthread_cond_t earlier_;
   std::map<Deadline, std::function<void()>> set_;
   std::map<Id, Clock::time_point> times_;
   Id next_ = 0;

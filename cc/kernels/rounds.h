@@ -63,7 +63,8 @@ struct RoundsStatus {
 
 template <class... Parts>
 std::string Text(const Parts&... parts) {
-  std::ostringstream text;
+  // Not the default constructor: it is newer than glibc 2.27.
+  std::ostringstream text{std::string()};
   (text << ... << parts);
   return text.str();
 }
@@ -125,7 +126,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       after.dropped.push_back(std::move(values));
     }
     if (expected_) expected_->insert(worker);
-    Settle(&after);
+    AnswerReadyWaits(&after);
     return RoundsStatus();
   }
 
@@ -142,7 +143,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     if (expected_ && !wait.worker.empty()) expected_->insert(wait.worker);
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
-    Settle(&after);
+    AnswerReadyWaits(&after);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
 
@@ -203,7 +204,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
     if (reset) expected_.reset();
     Open(round + 1, &after);
-    Settle(&after);
+    AnswerReadyWaits(&after);
     *open = open_;
     return RoundsStatus();
   }
@@ -274,7 +275,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // Closes the round if somebody waits for what is there, and answers all who
   // can be answered.
-  void Settle(Deferred* after) {
+  void AnswerReadyWaits(Deferred* after) {
     for (const auto& [id, wait] : waits_) {
       if (!closed_ && wait.min_workers > 0 && wait.round == open_ &&
           IsQuorum(wait.min_workers)) {
@@ -335,7 +336,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       expected_.emplace();
       for (const auto& [worker, values] : values_) expected_->insert(worker);
       Close();
-      return Settle(&after);
+      return AnswerReadyWaits(&after);
     }
     const RoundsStatus status = RoundsStatus::DeadlineExceeded(Missed(wait));
     after.Add(std::move(wait), {status});

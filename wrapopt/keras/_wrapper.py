@@ -1,7 +1,5 @@
 """What every wrapper around a Keras optimizer shares."""
 
-from __future__ import annotations
-
 import collections.abc
 from collections.abc import Iterator
 from collections.abc import Sequence

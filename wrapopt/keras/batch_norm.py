@@ -1,7 +1,5 @@
 """The statistics of batch normalization for weights that are averages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

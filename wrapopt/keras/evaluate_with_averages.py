@@ -1,7 +1,5 @@
 """Averages in place of the weights wherever Keras evaluates a model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 import contextlib
 from typing import Any, Optional

@@ -1,7 +1,5 @@
 """Adam for embeddings: a step costs the rows that it touches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import keras

@@ -1,7 +1,5 @@
 """Lookahead: slow weights that the inner optimizer's weights return to."""
 
-from __future__ import annotations
-
 from typing import Any, Optional, Union
 
 import keras

@@ -1,7 +1,5 @@
 """Moving averages of the weights that a Keras optimizer trains."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 import weakref

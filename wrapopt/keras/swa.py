@@ -1,7 +1,5 @@
 """Stochastic weight averaging: the mean of weights along the training."""
 
-from __future__ import annotations
-
 from typing import Any, Optional, Union
 
 import keras
