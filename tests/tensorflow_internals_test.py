@@ -30,6 +30,7 @@ IMPORTS = [
     "tensorflow.core.framework.op_def_pb2",
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function",
     "tensorflow.python.framework.kernels",
     "tensorflow.python.framework.ops",
     "tensorflow.python.ops.control_flow_ops",
@@ -107,7 +108,7 @@ ATTRIBUTES = {
                    "_initializer_op", "_ref", "_snapshot"],
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
     lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint",
-                               "_shared_name"],
+                               "_set_save_slice_info", "_shared_name"],
     lambda: tf.Variable(1.0).handle: ["_handle_data"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [

@@ -1,6 +1,6 @@
 """Workers' own variables and their centers, which all workers share.
 
-What the optimizers that average the weights of several workers have in common.
+Shared by the optimizers that average the weights of several workers.
 """
 
 import collections

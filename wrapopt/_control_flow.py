@@ -66,7 +66,7 @@ def cond_of_refs(pred, taken, skipped):
 
 
 def _branch(pred, pivot, number, function):
-  """What `function` gives, which runs where `pred` is true (1) or false (0)."""
+  """Result of `function`, which runs if `pred` is true (1) or false (0)."""
   context = control_flow_ops.CondContext(pred, pivot, branch=number)
   context.Enter()
   try:

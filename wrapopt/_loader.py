@@ -1,8 +1,8 @@
 """Finds TensorFlow, checks that it fits, and loads the native library, once.
 
 A library for another TensorFlow fails in the dynamic linker with a mangled
-name, or loads and crashes later. So all that can differ is compared first, and
-said in words.
+name, or loads and crashes later. So this module compares versions and ABIs
+first, and its errors name the difference.
 """
 
 import sys

@@ -1,11 +1,10 @@
-"""Steps of which only some talk to another task.
+"""Transfers between tasks in some steps only.
 
-In a `tf.cond`, each tensor that crosses to another task in a branch costs a
-call in every step: where the branch is not taken, the receiver has to be told
-that there is none. And each variable that a branch takes from outside costs
-nodes of its own. With `branch` and `Link`, a step in which nothing is to be
-done costs one such call there and two back, whatever the number of tensors and
-variables.
+In a `tf.cond`, each tensor that a branch transfers to another task costs a call
+in every step: if the branch is not taken, the receiver must be told so. Each
+variable that a branch captures costs further nodes. With `branch` and `Link`, a
+step without transfers costs one call there and two back, whatever the number of
+tensors and variables.
 """
 
 import contextlib
@@ -22,8 +21,9 @@ def branch(pred):
     pred: A scalar bool tensor.
 
   Returns:
-    (taken, skipped). What depends on `taken`, be it by control dependencies
-    alone, runs where `pred` is true, and on `skipped`, where it is false.
+    (taken, skipped). Ops that depend on `taken`, if only by a control
+    dependency, run if `pred` is true. Ops that depend on `skipped` run if it is
+    false.
   """
   skipped, taken = tf.raw_ops.Switch(data=pred, pred=pred)
   # A control dependency on a Switch is one on the op, which always runs.

@@ -21,7 +21,7 @@ def raw(session):
 
 
 def in_raw(session, do):
-  """What `do` gives, a function of the `tf.compat.v1.Session`.
+  """Returns the result of `do`, a function of the `tf.compat.v1.Session`.
 
   A `MonitoredSession` whose cluster lost a task is made anew, as in its `run`;
   then `do` is called again, with the session that is there now.

@@ -38,7 +38,7 @@ def _raw(session):
 
 
 def _named(var_list):
-  """What is to be saved, as a dict from names."""
+  """Returns the variables to save, as a dict from names."""
   if isinstance(var_list, dict):
     return dict(var_list)
   if var_list is None:
@@ -130,7 +130,7 @@ def _resolved(named, variables):
 
 
 def replaced(var_list, replacements):
-  """What is to be saved, as a dict from names, with other variables.
+  """Returns the variables to save, with some replaced, as a dict from names.
 
   Args:
     var_list: As in a Saver.

@@ -1,4 +1,4 @@
-"""What every wrapper around a `tf.compat.v1.train.Optimizer` shares."""
+"""The base class of the wrappers of `tf.compat.v1.train.Optimizer`."""
 
 import contextlib
 import operator

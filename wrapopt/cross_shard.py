@@ -29,24 +29,23 @@ class CrossShardOptimizer(WrapperOptimizer):
   each other, each on the gradients of its own shards; `n` is then the size of a
   group.
 
-  What a shard is depends on where the program is built, so that one program
-  runs on a laptop and on a pod:
+  One program runs on a laptop and on a pod. A shard is, depending on where the
+  program is built:
 
-  *   In a TPU shard context (`tf.compat.v1.tpu.shard` and whatever else makes
-      one), a shard of it. A gradient passes a CrossReplicaSum; the rows of
-      `tf.IndexedSlices` are gathered by AllToAll, so that they stay sparse.
-  *   In `tf.distribute.Strategy.run`, a replica. The sum is the strategy's
-      all-reduce, on its devices and workers. For several groups the sums of all
-      of them go through it side by side, as many times the bytes as there are
-      groups, and each replica applies its own group's to its own copy of the
-      variables. Such copies differ between groups from then on. Whatever reads
-      or saves them outside of the replicas takes the first of its process, and
-      a restored checkpoint makes all copies the same.
-  *   Elsewhere the program is the only shard, and the step is exactly the inner
-      optimizer's, with no op added.
+  *   In a TPU shard context, such as that of `tf.compat.v1.tpu.shard`: a shard
+      of it. A gradient passes a CrossReplicaSum. AllToAll gathers the rows of
+      `tf.IndexedSlices`, so that they stay sparse.
+  *   In `tf.distribute.Strategy.run`: a replica. The sum is the strategy's
+      all-reduce, on its devices and workers. With several groups, one
+      all-reduce carries the sums of all groups, which is as many times the
+      bytes, and each replica applies the sum of its group to its own copy of
+      the variables. The copies of different groups then differ. A read or a
+      checkpoint outside of the replicas takes the first copy of its process. A
+      restored checkpoint makes all copies the same.
+  *   Elsewhere: the whole program, as the only shard. The step is exactly the
+      inner optimizer's, and no op is added.
 
-  Between `compute_gradients` and `apply_gradients` a gradient is the shard's
-  own, scaled already: its norm is about `scale` times that of the loss.
+  `compute_gradients` returns the shard's own gradients, multiplied by `scale`.
 
   Example:
 

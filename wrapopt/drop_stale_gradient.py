@@ -28,7 +28,7 @@ _RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
 
 
 class StalenessStats(typing.NamedTuple):
-  """What a gate has let through so far, from all workers together.
+  """The number of admitted and dropped updates, of all workers together.
 
   Tensors in a graph and in a `tf.function`, NumPy arrays in eager mode.
 
@@ -60,16 +60,16 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   For asynchronous training: several workers compute gradients of shared weights
   and apply them without waiting for each other. The staleness of a gradient is
-  the number of updates that its weights may lack: those that other workers had
-  begun but not completed when this worker began to read the weights, and those
-  that were admitted since. A gradient of a staleness of at most the limit is
-  applied by the inner optimizer; any other changes nothing but the counters,
-  and is not sent to the parameter servers.
+  the number of updates that its weights may miss. These are the updates that
+  other workers had begun and not completed when this worker began to read the
+  weights, and the updates that were admitted since. If the staleness is at most
+  the limit, the inner optimizer applies the gradient. If not, only the counters
+  change, and the gradient is not sent to the parameter servers.
 
-  The decision is one native op on the device of the global step, atomic with
-  its counting: however many workers race, no update is made from weights that
-  lack more than `staleness` updates. A worker that dies in the middle of an
-  update takes its place with it.
+  One native op on the device of the global step decides and counts, atomically.
+  However many workers race, no update is computed from weights that miss more
+  than `staleness` updates. If a worker dies during an update, its slot is
+  released.
 
   State: the variables `stale_counter` (float32 scalar, the number of dropped
   gradients) and `staleness_histogram` (int64, [2, 64], see `staleness_stats`),
@@ -78,7 +78,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   on. A checkpoint of 1.15 has no `staleness_histogram`: leave it out of the
   Saver that restores one.
 
-  Example, a gradient whose weights lack one update:
+  Example, a gradient whose weights miss one update:
 
   >>> w, step = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
   >>> opt = wrapopt.DropStaleGradientOptimizer(
@@ -91,10 +91,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   >>> print(w.numpy(), step.numpy(), opt.staleness_stats().dropped)
   0.5 1 1
 
-  In a graph: `train_op = opt.minimize(loss, global_step)`. There the step is
-  recorded before the gradients are computed, but TensorFlow may read weights
-  for a `loss` that is built already before that. So build it, or give
-  `minimize` a function that builds it, as
+  In a graph: `train_op = opt.minimize(loss, global_step)`. The step is recorded
+  before the gradients are computed. But TensorFlow may read the weights of a
+  `loss` that was built before even earlier. So build the loss as below, or give
+  `minimize` a function that builds it:
 
       with opt.record_step():
         loss = model(images)
@@ -128,12 +128,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         A negative limit drops every gradient.
       use_locking: Has no effect, as in 1.15; the gate always locks.
       name: The name of the optimizer.
-      policy: What becomes of an admitted gradient. "drop": it is applied as it
-        is. "scale": it is divided by max(1, its staleness), which for gradient
-        descent divides the update, as staleness-aware SGD does; optimizers that
-        normalize gradients undo a part of it. A function: it is multiplied by
-        what the function gives for its staleness, a scalar int64 tensor. Beyond
-        the limit, all of them drop.
+      policy: How an admitted gradient is applied. "drop": unchanged. "scale":
+        divided by max(1, its staleness). For gradient descent this divides the
+        update, as in staleness-aware SGD; optimizers that normalize gradients
+        undo a part of it. A function: multiplied by the result of the function
+        for its staleness, a scalar int64 tensor. A gradient beyond the limit is
+        dropped with each policy.
       global_step: The step variable; by default what `minimize` and
         `apply_gradients` are given, and for `compute_gradients` and
         `record_step` the graph's.
@@ -364,7 +364,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       name: A name for the operations.
       recorded: What `record_step` gave, for gradients that do not come from
         `compute_gradients`.
-      **kwargs: What else the inner optimizer takes.
+      **kwargs: Further arguments of the inner optimizer.
 
     Returns:
       A float32 scalar tensor: the number of dropped gradients, from all
@@ -479,7 +479,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     return [op.outputs[0] for op in found]
 
   def _transform(self, staleness):
-    """What becomes of an admitted gradient."""
+    """Applies the policy to an admitted gradient."""
     if self._policy == "drop":
       return None
     if self._policy == "scale":
@@ -551,7 +551,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   # What a user sees
 
   def staleness_stats(self, worker: bool = False) -> StalenessStats:
-    """What this gate has admitted and dropped.
+    """The numbers of updates that this gate has admitted and dropped.
 
     Args:
       worker: Whether of this optimizer object alone, which the constructor's

@@ -84,45 +84,44 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
 
 
 class ElasticAverageOptimizer(WrapperOptimizer):
-  """Trains workers apart from each other, on a spring to a common center.
+  """Trains a model per worker, and pulls worker and center to each other.
 
   Each of `num_worker` asynchronous workers trains variables of its own. After
-  every `communication_period` of its steps it exchanges with the centers, which
-  are on the parameter servers: with `v` the worker's variable and `c` its
-  center, as they were before,
+  every `communication_period` of its steps, it exchanges with the centers on
+  the parameter servers. With `v` the worker's variable and `c` its center, both
+  before the exchange,
 
       local_center = c
       v += moving_rate (c - v)
       c += moving_rate (v - c)
 
-  In between, each gradient pulls towards the center that the worker saw last:
-  `compute_gradients` adds to the loss
+  Between two exchanges, each gradient pulls towards the center of the last
+  exchange: `compute_gradients` adds to the loss
 
       rho / 2 sum |v - local_center|^2
 
-  The centers are the model. The workers may stray from it and from each other,
-  which explores more than asynchronous descent does, at a fraction of its
-  traffic.
+  The centers are the model. The workers may differ from it and from each other.
+  This explores more than asynchronous descent, with a fraction of its traffic.
 
-  In an exchange, variables travel together: for up to 4 MiB of them, or a
-  larger one alone, the centers cross to the worker as one tensor, differences
-  cross back as one, and a native op updates them on either side. The ops lock
-  the centers, so that nothing that another worker adds is lost.
+  An exchange packs variables: for up to 4 MiB of them, or for one larger
+  variable, one tensor carries the centers to the worker and one carries the
+  differences back, and a native op updates each side. The ops lock the centers,
+  so that no update of another worker is lost.
 
-  A step between exchanges runs what the inner optimizer's step runs and some
-  dozen nodes more, whatever the number of variables; no value crosses.
+  A step between exchanges runs the inner optimizer's step and some dozen nodes
+  more, whatever the number of variables. It transfers no value.
 
   `global_step` counts the exchanges of all workers, not steps.
 
   The variables come from an `ElasticAverageCustomGetter`. State: `local_step`
   (int32 scalar, the number of this worker's steps; further instances get
-  `local_step_1` and so on), and what the inner optimizer makes. All of that is
-  the worker's own: in LOCAL_VARIABLES, on its device, and never in a
-  checkpoint, which holds `global_center_variable/<name>`. The hook starts each
-  worker from the centers, also from restored ones.
+  `local_step_1` and so on), and the inner optimizer's variables. All of these
+  are in LOCAL_VARIABLES, on the worker's device, and not in a checkpoint. The
+  checkpoint holds `global_center_variable/<name>`. The hook starts each worker
+  from the centers, restored or not.
 
-  Example, of a single worker with a center at 0; it takes two steps of 1, then
-  both meet half way:
+  Example of a single worker with a center at 0. It takes two steps of 1, then
+  both move half of the way to each other:
 
   >>> import tensorflow.compat.v1 as tf1
   >>> with tf.Graph().as_default():
@@ -295,7 +294,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         None gradient is neither trained nor exchanged.
       global_step: A variable that an exchange increments, or None.
       name: A name for the operation.
-      **kwargs: What else the inner optimizer takes.
+      **kwargs: Further arguments of the inner optimizer.
 
     Returns:
       An `Operation`. A worker must take one step at a time; that two ran at the
@@ -412,7 +411,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   # Starting
 
   def get_init_op(self, task_index: int) -> Operation:
-    """What a worker does before its first step.
+    """An operation that a worker runs before its first step.
 
     Args:
       task_index: The number of this worker, unlike those of the others, in

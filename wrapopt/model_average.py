@@ -97,7 +97,7 @@ class _Rounds(typing.NamedTuple):
 
 
 class ModelAverageOptimizer(WrapperOptimizer):
-  """Workers that train apart, and start again from their mean every few steps.
+  """Trains a model per worker, and replaces them by their mean at intervals.
 
   Each worker trains variables of its own. Every `interval_steps` steps of the
   inner optimizer it sends their values to the parameter servers and waits. The
@@ -105,9 +105,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
       center = (1 / M) sum_k local_k,
 
-  is computed by the parameter servers in float (double for double), in place
-  and in one pass over memory, once all M workers have sent theirs. Then the
-  global step is incremented, and every worker goes on from the centers: the
+  is computed on the parameter servers in float (double for double), in place
+  and in one pass over memory, once all M workers have sent their values. Then
+  the global step is incremented, and every worker resumes from the centers. The
   global step counts these rounds, not the steps of the inner optimizer.
 
   Of `num_worker` workers one is the chief. Each of them builds the same graph,
@@ -116,25 +116,26 @@ class ModelAverageOptimizer(WrapperOptimizer):
   of `make_session_run_hook`: it starts the worker from the centers, as they are
   after initialization or after a checkpoint was restored.
 
-  A worker that is slow or dead: a round ends `round_timeout_secs` after the
-  chief has come to it, with the workers that came, if these are `min_workers` or
-  more. Who comes later, or again after a restart, starts from the centers and
-  takes part in the next round. A worker that missed a round is not waited for
-  until it comes back. With too few workers the chief's step fails with
-  `tf.errors.DeadlineExceededError`, which names those that came. A chief that
-  is gone is the same error to the others, after `chief_timeout_secs`.
+  Slow and dead workers: a round ends `round_timeout_secs` after the chief has
+  reached it, with the workers that have pushed by then, if these are
+  `min_workers` or more. Late or restarted workers resume from the centers and
+  take part in the next round. No round waits for a worker that missed one until
+  it is back. With too few workers the chief's step fails with
+  `tf.errors.DeadlineExceededError`, which names the workers that pushed.
+  Without a chief, the others get the same error after `chief_timeout_secs`.
 
-  A step between rounds runs what the inner optimizer's step runs and some dozen
-  nodes more, whatever the number of variables; no value crosses. A session
-  starts all of its graph, so each parameter server is called in each step, while
-  the worker computes.
+  A step between rounds runs the inner optimizer's step and some dozen nodes
+  more, whatever the number of variables. It transfers no value. A session
+  starts all of its graph, so each parameter server is called in each step,
+  while the worker computes.
 
   State: on the parameter servers a center for each variable, and as many copies
   of the variables as there are workers while a round is open; on the worker the
   variables `local_step` (int32 scalar, steps of this worker) and `local_round`
-  (int64 scalar, its round). What is on the worker, the inner optimizer's slots
-  among it, is in LOCAL_VARIABLES and no part of a checkpoint, which holds the
-  centers as `global_center_variable/<name>` and the global step.
+  (int64 scalar, its round). The variables of the worker, with the inner
+  optimizer's slots, are in LOCAL_VARIABLES and not in a checkpoint. The
+  checkpoint holds the centers as `global_center_variable/<name>`, and the
+  global step.
 
   Example, one worker, in one process:
 
@@ -199,9 +200,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
       chief_timeout_secs: How many seconds a worker waits for the chief to end a
         round, or to open the first; by default 1200, or twice
         `round_timeout_secs` where that is more.
-      worker: What this worker is called, unlike all others and the same after a
-        restart; by default, its device, from the getter. One worker alone needs
-        no name.
+      worker: The name of this worker, different from all others and the same
+        after a restart; by default, its device, from the getter. A single
+        worker needs no name.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
@@ -268,7 +269,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
         gradient are not averaged.
       global_step: The step variable, which counts the rounds.
       name: A name for the returned tensor.
-      **kwargs: What else the inner optimizer takes.
+      **kwargs: Further arguments of the inner optimizer.
 
     Returns:
       A scalar bool tensor: whether this step ended a round. Running it is the

@@ -78,7 +78,7 @@ def threads():
 
 
 def environment():
-  """What a reader of the figures has to know of this process."""
+  """Facts about this process that the figures depend on."""
   # pylint: disable=g-import-not-at-top
   from wrapopt.version import __version__
   return {
