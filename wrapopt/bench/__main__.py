@@ -11,7 +11,7 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("average", "ema", "gate", "keras", "step", "xla")
+_BENCHMARKS = ("average", "embedding", "ema", "gate", "keras", "step", "xla")
 
 
 def main(argv=None):

@@ -1,0 +1,346 @@
+"""Trains embeddings that predict the next word, and averages them.
+
+What a recommender does: of what came last, predict what comes next. The words
+are those of the documentation strings in Python's standard library. The last
+words, by themselves and together, are hashed into a table of 262,144 rows; the
+sum of their rows gives a score to each of the 2,000 most frequent words.
+
+`wrapopt.keras.LazyAdam` inside `wrapopt.keras.MovingAverage` trains the table and
+averages it. Both cost the rows that a batch touches, not those of the table.
+Validation sees the averages, by the callback `EvaluateWithAverages`. At the end
+the model holds them, and their file is loaded by a plain Keras model. Last, a
+step is timed with that average, without one, and with Keras's `use_ema`.
+"""
+
+import argparse
+import ast
+import collections
+import itertools
+import json
+import os
+import platform
+import re
+import statistics
+import sys
+import sysconfig
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
+from wrapopt import _extras
+from wrapopt.bench import harness
+from wrapopt.examples import digits
+import wrapopt.keras
+
+_ROWS, _WIDTH = 2**18, 64
+_VOCABULARY = 2000  # With one for all other words.
+# Which of the last words, counted backwards from 1, are looked up together.
+_FEATURES = ((1,), (2,), (3,), (1, 2), (1, 2, 3))
+_BATCH = 256
+_LEARNING_RATE = 0.003
+_DECAY = 0.998
+_EVALUATIONS = 20
+_HITS = "hits"  # The share of samples whose word is among the first ten.
+_TIMED = _NO_AVERAGE, _WRAPOPT, _USE_EMA = (
+    "no average", "wrapopt.keras.MovingAverage", "use_ema")
+
+
+def read_documents(limit=None):
+  """The documentation strings of the standard library, as lists of words.
+
+  Args:
+    limit: How many source files to read; by default all.
+  """
+  root = sysconfig.get_path("stdlib")
+  paths = []
+  for folder, folders, files in os.walk(root):
+    # What is installed beside it, and what holds hardly any words.
+    folders[:] = sorted(set(folders) - {
+        "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
+        "tests"})
+    paths += [os.path.join(folder, name) for name in sorted(files)
+              if name.endswith(".py")]
+  documents = []
+  with _extras.load("tqdm").tqdm(paths[:limit], unit="file",
+                                 file=sys.stderr) as progress:
+    for path in progress:
+      with open(path, "rb") as f:
+        try:
+          tree = ast.parse(f.read())
+        except SyntaxError:
+          continue  # Some are templates, or bad on purpose.
+      for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
+                             ast.AsyncFunctionDef)):
+          words = re.findall("[a-z]+", (ast.get_docstring(node) or "").lower())
+          if words:
+            documents.append(tuple(words))
+  # The same text twice could be on both sides of the split.
+  return list(dict.fromkeys(documents))
+
+
+def make_samples(documents, seed):
+  """The documents as ((rows, words) to train on, (rows, words) held out).
+
+  Args:
+    documents: Lists of words.
+    seed: Of the split.
+
+  Returns:
+    For each of the two, of each word the rows of the table that belong to the
+    words before it, and its number in the vocabulary, 0 for all that are not.
+  """
+  order = np.random.default_rng(seed).permutation(len(documents))
+  documents = [documents[i] for i in order]
+  n_held_out = len(documents) // 10
+  counts = collections.Counter(
+      itertools.chain.from_iterable(documents[n_held_out:]))
+  numbers = {word: i + 1 for i, (word, _) in enumerate(counts.most_common())}
+
+  def samples(documents):
+    longest = max(max(f) for f in _FEATURES)
+    # Before a document stands word 0, as for each word never seen.
+    words = np.array([n for document in documents for n in (
+        *[0] * longest, *(numbers.get(word, 0) for word in document))])
+    starts = np.cumsum([0, *(longest + len(d) for d in documents[:-1])])
+    is_word = np.ones(len(words), bool)
+    for i in range(longest):
+      is_word[starts + i] = False
+    at = np.flatnonzero(is_word)
+    rows = [_hash(i, *(words[at - back] for back in feature))
+            for i, feature in enumerate(_FEATURES)]
+    return (np.stack(rows, axis=1),
+            np.where(words[at] < _VOCABULARY, words[at], 0).astype(np.int32))
+
+  return samples(documents[n_held_out:]), samples(documents[:n_held_out])
+
+
+def _hash(feature, *words):
+  """The rows of the table for a feature's words: arrays of their numbers."""
+  result = np.full(words[0].shape, feature, np.uint64)
+  for word in words:
+    result = ((result ^ word.astype(np.uint64)) *
+              np.uint64(0x9E3779B97F4A7C15))
+    result ^= result >> np.uint64(29)
+  return (result % np.uint64(_ROWS)).astype(np.int32)
+
+
+def make_model():
+  layers = keras.layers
+  return keras.Sequential([
+      keras.Input((len(_FEATURES),), dtype="int32"),
+      layers.Embedding(_ROWS, _WIDTH),
+      layers.GlobalAveragePooling1D(),
+      layers.Dense(_VOCABULARY),
+  ])
+
+
+def _compiled(optimizer):
+  model = make_model()
+  model.compile(
+      optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=[keras.metrics.SparseTopKCategoricalAccuracy(10, name=_HITS)],
+      jit_compile=False)
+  return model
+
+
+class Curve(keras.callbacks.Callback):
+  """Shows progress, and evaluates the raw weights beside the averages.
+
+  Attributes:
+    rows: A list of dicts: the step, and of the raw and of the averaged weights
+      the perplexity and the share of hits.
+  """
+
+  def __init__(self, held_out, progress):
+    super().__init__()
+    self.rows = []
+    self._held_out, self._progress = held_out, progress
+
+  def on_train_batch_end(self, batch, logs=None):
+    self._progress.update()
+
+  def on_epoch_end(self, epoch, logs=None):
+    # `val_` is of the averages; this call has no callback that puts them there.
+    raw = self.model.evaluate(*self._held_out, batch_size=4096, verbose=0,
+                              return_dict=True)
+    self.rows.append({
+        "step": int(self.model.optimizer.iterations.numpy()),
+        "raw_perplexity": float(np.exp(raw["loss"])),
+        "averaged_perplexity": float(np.exp(logs["val_loss"])),
+        "raw_hits": raw[_HITS],
+        "averaged_hits": logs["val_" + _HITS]})
+    self._progress.set_postfix(
+        raw=f"{self.rows[-1]['raw_perplexity']:.1f}",
+        averaged=f"{self.rows[-1]['averaged_perplexity']:.1f}")
+
+
+def train(data, held_out, steps, seed):
+  """Trains a model.
+
+  Args:
+    data: (rows, words) to train on.
+    held_out: (rows, words) to evaluate on.
+    steps: How many steps of the optimizer.
+    seed: Of the initial weights and the batches.
+
+  Returns:
+    The model, and the rows of its `Curve`.
+  """
+  keras.utils.set_random_seed(seed)
+  batches = tf.data.Dataset.from_tensor_slices(data).shuffle(
+      len(data[0]), seed=seed).repeat().batch(_BATCH)
+  model = _compiled(wrapopt.keras.MovingAverage(
+      wrapopt.keras.LazyAdam(_LEARNING_RATE), _DECAY, dynamic_decay=True))
+  evaluations = min(_EVALUATIONS, steps)
+  with _extras.load("tqdm").tqdm(total=steps, unit="step",
+                                 file=sys.stderr) as progress:
+    curve = Curve(held_out, progress)
+    model.fit(batches, epochs=evaluations, steps_per_epoch=steps // evaluations,
+              validation_data=held_out, validation_batch_size=4096,
+              shuffle=False, verbose=0,
+              callbacks=[wrapopt.keras.EvaluateWithAverages(), curve])
+  return model, curve.rows
+
+
+def time_steps(data, n_rounds):
+  """Milliseconds of a training step, by what averages the weights."""
+  batches = [tuple(map(tf.constant, (x[i:i + _BATCH] for x in data)))
+             for i in range(0, len(data[0]) - _BATCH + 1, _BATCH)][:500]
+  lazy_adam = lambda **kwargs: wrapopt.keras.LazyAdam(_LEARNING_RATE, **kwargs)
+  optimizers = {
+      _NO_AVERAGE: lazy_adam(),
+      _WRAPOPT: wrapopt.keras.MovingAverage(lazy_adam(), _DECAY),
+      _USE_EMA: lazy_adam(use_ema=True, ema_momentum=_DECAY),
+  }
+  steps = {}
+  for name, optimizer in optimizers.items():
+    model = _compiled(optimizer)
+    optimizer.build(model.trainable_variables)
+    # What `fit` makes of it, without an iterator.
+    function = tf.function(model.train_step, reduce_retracing=True)
+    steps[name] = (lambda function=function, batches=itertools.cycle(batches):
+                   function(next(batches)))
+  seconds = harness.alternate(steps, n_rounds, "a step")
+  return {name: 1e3 * statistics.median(times)
+          for name, times in seconds.items()}
+
+
+def plot(curve, path):
+  """Draws what is held out, raw and averaged, over the steps."""
+  _extras.load("matplotlib").use("Agg")
+  plt = _extras.load("matplotlib.pyplot")
+  figure, axes = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
+  steps = [row["step"] for row in curve]
+  for ax, what, label, factor in (
+      (axes[0], "perplexity", "held-out perplexity", 1),
+      (axes[1], "hits", "held-out words among the first ten (%)", 100)):
+    for weights, color in (("raw", "tab:orange"), ("averaged", "tab:blue")):
+      ax.plot(steps, [factor * row[f"{weights}_{what}"] for row in curve],
+              marker=".", color=color, label=f"{weights} weights")
+    ax.set_xlabel("optimizer steps")
+    ax.set_ylabel(label)
+    ax.grid(alpha=0.3)
+  # What matters happens below; the first steps may lie far above.
+  shown = [row[f"{w}_perplexity"] for row in curve for w in ("raw", "averaged")]
+  axes[0].set_ylim(0.95 * min(shown), 1.05 * np.quantile(shown, 0.9))
+  axes[0].legend(loc="upper right")
+  figure.suptitle("the next word in the standard library's documentation, "
+                  f"LazyAdam, averages of decay {_DECAY}")
+  figure.savefig(path, dpi=120)
+  plt.close(figure)
+
+
+def print_table(curve, held_out):
+  """Prints some rows of a curve, the last one too."""
+  print(f"\n{held_out:,} held-out words: perplexity, and how many are among the "
+        "first ten")
+  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}  {'raw':>8}  {'averaged':>8}")
+  stride = max(1, len(curve) // 8)
+  for row in curve[::-1][::stride][::-1]:
+    print(f"{row['step']:>8}  {row['raw_perplexity']:>8.1f}  "
+          f"{row['averaged_perplexity']:>8.1f}  {row['raw_hits']:>8.2%}  "
+          f"{row['averaged_hits']:>8.2%}")
+
+
+def main(argv=None):
+  start = time.perf_counter()
+  parser = argparse.ArgumentParser(
+      prog="python -m wrapopt.examples.embeddings", description=__doc__,
+      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--steps", type=digits.count, default=3000,
+                      help="steps of the optimizer; default %(default)s")
+  parser.add_argument("--files", type=digits.count, metavar="N",
+                      help="read N source files only; default all")
+  parser.add_argument("--out", default="results/embeddings", metavar="DIR",
+                      help="where to write; default %(default)s")
+  parser.add_argument("--seed", type=int, default=0,
+                      help="of split, weights and batches; default %(default)s")
+  options = parser.parse_args(argv)
+  # Before any work: a missing package must not cost a training.
+  for module in ("matplotlib", "tqdm"):
+    _extras.load(module)
+  os.makedirs(options.out, exist_ok=True)
+
+  documents = read_documents(options.files)
+  data, held_out = make_samples(documents, options.seed)
+  model, curve = train(data, held_out, options.steps, options.seed)
+  table = model.layers[0].embeddings
+  weights = os.path.join(options.out, "averaged.weights.h5")
+  model.save_weights(weights)
+  plain = make_model()
+  plain.load_weights(weights)
+  averaged_logits, restored_logits = (
+      m.predict(held_out[0][:4096], verbose=0) for m in (model, plain))
+  if not np.array_equal(restored_logits, averaged_logits):
+    off = np.abs(restored_logits - averaged_logits).max()
+    sys.exit(f"The model restored from {weights} is not the averaged one: "
+             f"logits differ by {off}")
+  steps_taken = int(model.optimizer.iterations.numpy())
+  lazy = model.optimizer.is_lazy(table)
+  del model, plain, table
+  keras.utils.clear_session()
+  milliseconds = time_steps(data, 5)
+
+  curves = os.path.join(options.out, "curves.png")
+  plot(curve, curves)
+  results = {
+      **{key: value for key, value in curve[-1].items() if key != "step"},
+      "steps": steps_taken,
+      "seed": options.seed,
+      "lazy": lazy,
+      "milliseconds": milliseconds,
+      "seconds": round(time.perf_counter() - start, 2),
+      "documents": len(documents),
+      "words": {"trained_on": len(data[0]), "held_out": len(held_out[0])},
+      "table": {"rows": _ROWS, "width": _WIDTH,
+                "trained_rows": len(np.unique(data[0]))},
+      "curve": curve,
+      "versions": {
+          "wrapopt": wrapopt.__version__,
+          "tensorflow": tf.__version__,
+          "keras": keras.__version__,
+          "numpy": np.__version__,
+          "python": platform.python_version(),
+      },
+      "wrapopt_path": os.path.dirname(os.path.abspath(wrapopt.__file__)),
+  }
+  results_path = os.path.join(options.out, "results.json")
+  with open(results_path, "w", encoding="utf-8") as f:
+    json.dump(results, f, indent=2)
+    f.write("\n")
+
+  print_table(curve, len(held_out[0]))
+  print(f"\na step of {_BATCH} samples, {_BATCH * len(_FEATURES):,} indices of a "
+        f"table of {_ROWS:,} x {_WIDTH}")
+  for name, ms in milliseconds.items():
+    print(f"{name:<28}  {ms:>8.2f} ms  {ms / milliseconds[_NO_AVERAGE]:>6.2f} x")
+  print("\nThe averaged model, loaded by plain Keras: logits equal bit for bit.")
+  print(f"{curves}\n{results_path}\n{weights}")
+
+
+if __name__ == "__main__":
+  main()
