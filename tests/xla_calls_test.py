@@ -124,7 +124,7 @@ class Lagging:
     self.log_decays = tf.Variable(np.zeros(rows + 1))
 
   def apply(self, indices, decay, accept=True):
-    grad = tf.IndexedSlices(tf.ones([len(indices), 3], self.table.dtype),
+    grad = tf.IndexedSlices(tf.ones([indices.shape[0], 3], self.table.dtype),
                             indices, [6, 3])
     ops.apply("GradientDescent", {"var": [self.table]}, [grad], {"lr": 0.25},
               shadows=[[self.average]], decay=[decay], accept=accept,
@@ -137,7 +137,7 @@ class Lagging:
     """A step of an optimizer that has no native op."""
     self.catch_up(indices)
     self.table.scatter_sub(tf.IndexedSlices(
-        tf.ones([len(indices), 3], self.table.dtype), indices))
+        tf.ones([indices.shape[0], 3], self.table.dtype), indices))
     ops.sparse_ema_update([self.average], [self.table], [self.log_decays],
                           [indices], decay)
 
@@ -171,12 +171,12 @@ def test_averages_that_lag_behind(dtype, on_cpu, monkeypatch):
   numerics.assert_close(
       np.float64(compiled.average.numpy()), np.float64(eager.average.numpy()),
       16 * np.finfo(np.float32).eps * np.ones((6, 3)), "average")
-  got = {call for hlo in (
-      program(steps[0][1], tf.constant([4, 1, 4]), decay),
-      program(steps[0][2], tf.constant([5, 1]), decay),
-      program(steps[0][3])) for call in calls(hlo)}
-  assert got == ({"wrapopt_sparse_apply", "wrapopt_move_rows"}
-                 if on_cpu == "call" else set())
+  _, apply, other_step, catch_up = steps[0]
+  got = [calls(hlo) for hlo in (
+      program(apply, tf.constant([4, 1, 4]), decay),
+      program(other_step, tf.constant([5, 1]), decay), program(catch_up))]
+  assert got == ([["wrapopt_sparse_apply"], ["wrapopt_move_rows"] * 2,
+                  ["wrapopt_move_rows"]] if on_cpu == "call" else [[]] * 3)
 
 
 # In place
@@ -374,7 +374,8 @@ def test_an_index_out_of_range_changes_nothing():
         run(indices)
       said.append(re.search(r"indices\[1\]\[1\] must be in .*? got -?\d+",
                             e.value.message, re.DOTALL)[0])
-    assert said[0] == said[1], said
+    # A name has a number behind it in eager mode.
+    assert re.sub(r"/\d+'\)", "')", said[0]) == said[1], said
     assert f"got {bad}" in said[0]
     assert (w.numpy() == 1).all() and (other.numpy() == 1).all()
   compiled(tf.constant([0, 2]))
