@@ -1,4 +1,4 @@
-"""Every op and a whole train step become HLO for CPU, GPU and TPU.
+"""Every op and a whole train step become plain HLO for CPU, GPU and TPU.
 
 No such device is needed: what is looked at is the program that XLA's compiler
 for the device would begin with.
@@ -16,6 +16,7 @@ import wrapopt
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt.__main__ import devices_of_kernels
+from xla_programs import instructions
 
 DEVICES = ("XLA_CPU_JIT", "XLA_GPU_JIT", "XLA_TPU_JIT")
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
@@ -24,7 +25,7 @@ RULES = sorted(name for name, rule in _native.rules().items()
                if rule.is_update)
 
 
-def lower(function, device, *args):
+def lower(function, device, *args, ahead_of_time=False):
   """The HLO of a function of `args`, with its variables, for a device type."""
   concrete = tf.function(function).get_concrete_function(*args)
   library = function_pb2.FunctionDefLibrary()
@@ -40,13 +41,7 @@ def lower(function, device, *args):
       arguments.append((False, x.dtype.as_datatype_enum, x.shape.as_list()))
   return _xla_lower.lower(
       library.SerializeToString(), concrete.function_def.signature.name,
-      arguments, device)
-
-
-def instructions(hlo):
-  """[(shape, opcode, what follows)]."""
-  return re.findall(r"^ +(?:ROOT )?%\S+ = (\(.*?\)|\S+) ([\w-]+)\((.*)$", hlo,
-                    re.MULTILINE)
+      arguments, device, ahead_of_time)
 
 
 def check(hlo, op, written, device):
@@ -98,7 +93,10 @@ def test_the_checks_find_what_they_look_for():
 
 
 @pytest.fixture(params=DEVICES)
-def device(request):
+def device(request, monkeypatch):
+  if request.param == "XLA_CPU_JIT":
+    # Without this, the ops would be calls: see xla_calls_test.py.
+    monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
   return request.param
 
 
@@ -143,6 +141,25 @@ def test_apply(device, rule, dtype, sparse):
   # An average is that of the rounded variable: without this a compiler may
   # leave out the rounding where the number goes on as float32.
   assert ("opt-barrier" in hlo) == (dtype.size < 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+def test_averages_that_lag_behind(device, dtype):
+  value, shadow = variables(dtype, 1), variables(float32_where_narrow(dtype), 1)
+  log_decays = variables(tf.float64, 1, (SHAPE[0] + 1,))
+  indices = tf.constant([1, 4])
+  # The log decays are of float64 on every device.
+  hlo = lower(lambda i: ops.catch_up(shadow, value, log_decays, [i]), device,
+              indices)
+  check(hlo, "Wrapopt>CatchUp", 2, "XLA_CPU_JIT")
+  hlo = lower(lambda i, d: ops.sparse_ema_update(
+      shadow, value, log_decays, [i], d), device, indices, tf.constant(0.5))
+  check(hlo, "Wrapopt>SparseEmaUpdate", 2, "XLA_CPU_JIT")
+  hlo = lower(lambda i, g: ops.apply(
+      "GradientDescent", {"var": value}, [tf.IndexedSlices(g, i, SHAPE)],
+      {"lr": 1.0}, shadows=[shadow], decay=[0.5], log_decays=[log_decays]),
+              device, indices, tf.ones((2, 3), dtype))
+  check(hlo, "Wrapopt>SparseApplyGradientDescent", 3, "XLA_CPU_JIT")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -193,9 +210,20 @@ def test_a_train_step(device, rule, make_inner, dtype):
   batch = tf.constant([1, 1, 6]), tf.constant([0, 1, 1])
   tf.function(train)(*batch)  # Makes slots and averages.
   state = [rows, kernel, step, *opt.variables()]
+  log_decays = 2 if opt.is_lazy(rows) else 0
   hlo = lower(train, device, *batch)
   for kind in "Apply", "SparseApply":
-    check(hlo, f"Wrapopt>{kind}{rule}", len(state), device)
+    check(hlo, f"Wrapopt>{kind}{rule}", len(state) + log_decays,
+          "XLA_CPU_JIT" if log_decays else device)
+
+
+def test_what_is_compiled_ahead_of_time_calls_nothing_of_this_process():
+  value, shadow = variables(tf.float32, 1), variables(tf.float32, 1)
+  update = lambda: ops.ema_update(shadow, value, 0.5)
+  check(lower(update, "XLA_CPU_JIT", ahead_of_time=True), "Wrapopt>EmaUpdate", 1,
+        "XLA_CPU_JIT")
+  with pytest.raises(AssertionError, match="custom-call"):
+    check(lower(update, "XLA_CPU_JIT"), "Wrapopt>EmaUpdate", 1, "XLA_CPU_JIT")
 
 
 def test_no_op_is_left_out():
@@ -207,7 +235,7 @@ def test_no_op_is_left_out():
                     "Mean|Next|Wait)|ReadPacked|AssignPacked|Route|RouteBack|"
                     "Send|Receive)")
   tested = {f"Wrapopt>{name}" for name in (
-      "EmaUpdate", "AveragingAssign", "Exchange",
+      "EmaUpdate", "CatchUp", "SparseEmaUpdate", "AveragingAssign", "Exchange",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
         for rule in RULES))}
   devices_of_ops = devices_of_kernels()

@@ -1,4 +1,7 @@
-"""XLA's kernels: the numbers of the CPU's, in one program, in place."""
+"""XLA's kernels in plain HLO: the numbers of the CPU's, in one program, in place.
+
+What a program for the CPU is instead: xla_calls_test.py.
+"""
 
 import re
 
@@ -15,33 +18,21 @@ from processes import run_python
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt._loader import ops as raw
+from xla_programs import DTYPES
+from xla_programs import jit
+from xla_programs import name_of
+from xla_programs import Problem
+from xla_programs import program
+from xla_programs import RULES
+from xla_programs import SHAPES
 
 v1 = tf.compat.v1.train
 
-RULES = sorted(name for name, rule in _native.rules().items()
-               if rule.is_update)
-# Dtypes of (variable, gradient, shadow).
-DTYPES = [
-    *((dtype, dtype, dtype) for dtype in numerics.DTYPES),
-    *((dtype, numerics.FLOAT, numerics.FLOAT)
-      for dtype in (numerics.HALF, numerics.BFLOAT16)),
-]
-SHAPES = [(), (0,), (7,), (3, 5), (2, 0)]
 
-
-def jit(function):
-  # What AutoGraph would convert is the test: the ops' functions forbid it.
-  return tf.function(function, jit_compile=True, autograph=False)
-
-
-def name_of(value):
-  if isinstance(value, tuple):
-    return "-".join(np.dtype(dtype).name for dtype in value)
-  return str(value)
-
-
-def program(function, *args, stage="hlo"):
-  return function.experimental_get_compiler_ir(*args)(stage=stage)
+@pytest.fixture(autouse=True)
+def plain_hlo(monkeypatch):
+  """On this CPU, what a program for another device would be."""
+  monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
 
 
 def assert_compiled(function, op, *args):
@@ -62,82 +53,6 @@ def test_the_check_of_a_program():
   assign = jit(lambda: ops.averaging_assign([v], [tf.constant([1.0, 2.0])]))
   with pytest.raises(AssertionError, match="a constant of shape 2"):
     assert_compiled(assign, "Wrapopt>AveragingAssign")
-
-
-class Problem:
-  """Variables of several shapes for one rule, in NumPy and in TensorFlow."""
-
-  def __init__(self, rule, dtypes, shapes, nesterov=False, seed=0):
-    rng = np.random.default_rng(seed)
-    self.rule = rule
-    self.dtypes = dtypes
-    var, grad, shadow = dtypes
-    info = _native.rules()[rule]
-    names, scalars = info.states, info.scalars
-    self.names = names
-    numbers = numerics.scalars(rule)
-    self.attributes = {s[:-1]: nesterov for s in scalars if s.endswith("?")}
-    self.scalars = {s: x for s, x in zip(scalars, numbers)
-                    if not s.endswith("?")}
-    self.numbers = [float(nesterov) if s.endswith("?") else x
-                    for s, x in zip(scalars, numbers)]
-    self.decays = [0.9, 0.5]
-    # States in [0.1, 1): some must not be negative.
-    self.before = [[rng.uniform(0.1, 1, shape).astype(var) for shape in shapes]
-                   for _ in names]
-    self.shadows_before = [
-        [np.asarray(rng.standard_normal(shape)).astype(shadow)
-         for shape in shapes] for _ in self.decays]
-    self.grads = [np.asarray(rng.standard_normal(shape)).astype(grad)
-                  for shape in shapes]
-    self.states = {name: [tf.Variable(x) for x in row]
-                   for name, row in zip(names, self.before)}
-    self.shadows = [[tf.Variable(x) for x in row]
-                    for row in self.shadows_before]
-
-  def apply(self, grads, scalars, decays, accept):
-    ops.apply(self.rule, self.states, grads, {**self.attributes, **scalars},
-              shadows=self.shadows, decay=decays, accept=accept)
-
-  def args(self, accept=True):
-    """Tensors for `apply`: nothing of it is known when it is compiled."""
-    return ([tf.constant(g) for g in self.grads],
-            {k: tf.constant(x, tf.float64) for k, x in self.scalars.items()},
-            [tf.constant(d, tf.float64) for d in self.decays],
-            tf.constant(accept))
-
-  def all_values(self):
-    return [v.numpy() for row in (*self.states.values(), *self.shadows)
-            for v in row]
-
-  def check_unchanged(self):
-    before = [x for row in (*self.before, *self.shadows_before) for x in row]
-    for got, want in zip(self.all_values(), before, strict=True):
-      numerics.assert_same_bits(got, want)
-
-  def check(self, grads, rows=None):
-    """Asserts one step of dense gradients, of variables or of some rows."""
-    for i, grad in enumerate(grads):
-      before = [row[i] for row in self.before]
-      got = [self.states[name][i].numpy() for name in self.names]
-      touched = slice(None) if rows is None else rows[i]
-      if rows is not None:
-        others = np.setdiff1d(np.arange(len(before[0])), touched)
-        for g, b in zip(got, before):
-          numerics.assert_same_bits(g[others], b[others])
-      reference = numerics.reference(
-          self.rule, [b[touched] if b.ndim else b for b in before],
-          [grad[touched] if grad.ndim else grad], self.numbers)
-      for name, g, (want, tolerance) in zip(self.names, got, reference):
-        numerics.assert_close(g[touched] if g.ndim else g, want, tolerance,
-                              f"{name}[{i}] of {self.rule}")
-      # The average is that of what the variable holds, rounded.
-      for row, row_before, decay in zip(
-          self.shadows, self.shadows_before, self.decays):
-        [(want, tolerance)] = numerics.reference(
-            "Ema", [row_before[i]], [got[0]], [1 - decay])
-        numerics.assert_close(row[i].numpy(), want, tolerance,
-                              f"shadow of decay {decay} of {self.rule}[{i}]")
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=name_of)
@@ -486,6 +401,8 @@ def train(compiled, make_inner, dtype, steps=3):
   assert step.numpy() == steps
   state = [table, kernel, bias, *sorted(opt.variables(),
                                         key=lambda v: v.name)]
+  assert opt.is_lazy(table) == (not _native.rules()[
+      type(make_inner()).__name__.removesuffix("Optimizer")].all_rows)
   return [tf.cast(v, tf.float64).numpy() for v in state], take, batch
 
 
@@ -514,7 +431,9 @@ def test_moving_average_optimizer_in_one_program(rule, dtype):
   for host in ("custom-call", "infeed", "outfeed", "send(", "recv("):
     assert host not in hlo
   header = hlo.split("\n", 1)[0]
-  assert header.count("may-alias") == len(got) + 1  # And the step.
+  # And the step, and what tells how the averages of the table lag behind.
+  lazy = not _native.rules()[rule].all_rows
+  assert header.count("may-alias") == len(got) + 1 + 2 * lazy
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -575,6 +494,7 @@ CLUSTERS = ("--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
 def test_autoclustering(mode, tmp_path):
   process = run_python(
       "-c", AUTOCLUSTERED, mode, TF_XLA_FLAGS=CLUSTERS,
+      WRAPOPT_XLA_ON_CPU="",
       XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
   assert process.returncode == 0, process.stderr
   # 1: the velocity is 1, then 3/4 + 1/2, so 1 goes to 3/4 and 7/16, and its
@@ -617,7 +537,8 @@ with tf.Graph().as_default():
 
 def test_autoclustering_of_a_gate_that_holds_gradients_back():
   # A step that is dropped has gradients of another shape.
-  process = run_python("-c", GATED, TF_XLA_FLAGS=CLUSTERS)
+  process = run_python("-c", GATED, TF_XLA_FLAGS=CLUSTERS,
+                       WRAPOPT_XLA_ON_CPU="")
   assert process.returncode == 0, process.stderr
   assert process.stdout.splitlines() == [
       "[1.0, 2.0]", "[0.5, 1.0]", "[0.25, 0.5]", *["[0.25, 0.5]"] * 3]
@@ -648,7 +569,7 @@ print(step.experimental_get_compiler_ir(tf.constant([1.0]))("hlo"))
 
 
 def test_a_library_that_is_loaded_after_the_first_compilation():
-  process = run_python("-c", LATE)
+  process = run_python("-c", LATE, WRAPOPT_XLA_ON_CPU="")
   assert process.returncode == 0, process.stderr
   values, hlo = process.stdout.split("\n", 1)
   assert values == "[-1.] [-1.5]"

@@ -7,11 +7,14 @@ inside a `tf.function`, and in a `tf.Graph`.
 `apply`, `averaging_assign`, `ema_update` and `exchange` can also be part of a
 program that XLA compiles, for CPU, GPU or TPU: in a
 `tf.function(jit_compile=True)`, or by autoclustering. Such a program updates
-resource variables in place. Numbers agree with those of the CPU's kernels to
-rounding, but for subnormal numbers on a GPU. What is wrong with shapes, dtypes
-and numbers that are known when it is compiled is an error then. What is known
-only when it runs it cannot refuse: an index out of range is left out, and of a
-decay, rate or weight out of range comes what the formula gives. `read_packed`
+resource variables in place. On a CPU, it calls the CPU kernels of `apply`,
+`ema_update`, `catch_up` and `sparse_ema_update`. All else is plain HLO. Numbers
+of plain HLO agree with those of the CPU's kernels to rounding, but for subnormal
+numbers on a GPU. What is wrong with shapes, dtypes and numbers that are known
+when it is compiled is an error then. A decay or an index out of range that is
+known only when the program runs is an error of a call. Plain HLO cannot refuse
+it: an index out of range is left out, and of a decay, rate or weight out of
+range comes what the formula gives. `read_packed`
 and `assign_packed` are not compiled. The others are the parameter server's side
 of asynchronous training, and run on the host only.
 
@@ -869,8 +872,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
     shadows: As in `ema_update`, or empty for none.
     decay: As in `ema_update`, or empty for none.
     accept: A bool, or a scalar bool tensor. Where false, nothing is changed,
-      and the op returns at once. (Compiled by XLA, where the tensor is no
-      constant, a step that changes nothing takes as long as one that does.)
+      and the op returns at once. (Compiled by XLA for another device than a
+      CPU, a step that changes nothing takes as long as one that does, unless
+      the tensor is a constant.)
     use_locking: Whether the variables are locked against other updates.
     name: A name for the operation.
     log_decays: Empty, or for each shadow a variable as in `catch_up` or None.
@@ -883,7 +887,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
 
   Raises:
     As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
-    range, but not where XLA has compiled it. An op checks all of its variables
+    range, but not where XLA has compiled it to plain HLO. An op checks all of its variables
     before it changes any.
   """
   suffix = _UPDATES.get(rule)

@@ -17,6 +17,7 @@
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/row_step.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/rules/rules.h"
@@ -56,7 +57,7 @@ class ApplyOp : public OpKernel {
     sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
-    sum_ = FindSum(NumberOf(grad_dtype_), isa);
+    row_step_ = RowStep(rule, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -106,14 +107,18 @@ class ApplyOp : public OpKernel {
       OP_REQUIRES_OK(ctx,
                      ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
     } else if (sparse_) {
+      const IntraOpThreads threads(ctx);
       for (int i = 0; i < n; ++i) {
+        std::vector<void*> data;
+        for (const int state : states) data.push_back(variables.data(state + i));
         std::vector<LazyAverage> averages;
         if (lazy) {
           averages = averages_.OfValue(&variables, shadows, var, log_decays, i,
                                        rates, logs);
         }
-        ApplyRows(ctx, &variables, states, i, rows[i].values, rows[i].sorted,
-                  scalars, averages);
+        row_step_.Run(threads, data, variables.shape(var + i).dim_size(0),
+                      variables.size(var + i), rows[i].values.data(),
+                      rows[i].sorted, scalars.data(), averages);
       }
       if (lazy) return;
     }
@@ -301,118 +306,6 @@ class ApplyOp : public OpKernel {
   // To the launcher, an array of zeros.
   static constexpr const void* kZeros = nullptr;
 
-  // Sums the gradients of each row of one variable and takes the step with the
-  // sum while the first-level cache has it.
-  void ApplyRows(OpKernelContext* ctx, Variables* variables,
-                 const std::vector<int>& states, int i, const Tensor& grad,
-                 const SparseRows& rows, const std::vector<double>& scalars,
-                 const std::vector<LazyAverage>& averages) const {
-    const Tensor& value = *variables->tensor(states[0] + i);
-    const int64_t elements = value.NumElements();
-    if (elements == 0) return;
-    const int64_t row = elements / value.dim_size(0);
-    const size_t bytes = SizeOf(NumberOf(dtype_));
-    const size_t grad_bytes = SizeOf(NumberOf(grad_dtype_));
-    const StepFn step = rows.repeat() ? sum_step_.loop : step_.loop;
-    char* data[kMaxStates];
-    for (size_t s = 0; s < states.size(); ++s) {
-      data[s] = static_cast<char*>(variables->data(states[s] + i));
-    }
-
-    // Takes the step for elements [begin, end) of the variable.
-    auto apply = [&](const void* grad, int64_t begin, int64_t end) {
-      void* operands[kMaxStates + 1];
-      for (size_t s = 0; s < states.size(); ++s) {
-        operands[s] = data[s] + begin * bytes;
-      }
-      operands[states.size()] = const_cast<void*>(grad);
-      step(operands, scalars.data(), 0, end - begin, Ahead());
-    };
-    // Takes it for elements [begin, end) of the row that begins at `j`.
-    auto apply_row = [&](int64_t j, int64_t begin, int64_t end) {
-      const int64_t index = rows[j].row;
-      const int64_t first = index * row;
-      alignas(64) double sums[kBlock];
-      for (int64_t next; begin < end; begin = next) {
-        next = std::min(begin + kBlock, end);
-        for (const LazyAverage& average : averages) {
-          average.CatchUp(index, begin, next);
-        }
-        if (rows.repeat()) {
-          sum_(sums, grad.data(), row, &rows[j], rows.EndOfRow(j) - j, begin,
-               next);
-          apply(sums, first + begin, first + next);
-        } else {
-          apply(static_cast<const char*>(grad.data()) +
-                    (rows[j].position * row + begin) * grad_bytes,
-                first + begin, first + next);
-        }
-        for (const LazyAverage& average : averages) {
-          average.Step(index, begin, next);
-        }
-      }
-    };
-
-    if (rule_.sparse == Sparse::kRows) {
-      // Each gradient has a unit for each part of its row. Those of a row's
-      // first gradient do the work. A row whose averages may lag behind is one
-      // part, for it is marked when it is done.
-      const int64_t part = averages.empty() ? kBlock : row;
-      const int64_t parts = (row + part - 1) / part;
-      const int64_t cycles_per_unit =
-          40 + std::min(row, part) *
-                   (grad_bytes + bytes * (states.size() + averages.size())) / 4;
-      RunParallel(ctx, rows.size() * parts, cycles_per_unit,
-                  [&](int64_t begin, int64_t end) {
-                    int64_t j = begin / parts, at = begin % parts;
-                    for (; begin < end; ++begin) {
-                      if (rows.BeginsRow(j)) {
-                        apply_row(j, at * part,
-                                  std::min((at + 1) * part, row));
-                        for (const LazyAverage& average : averages) {
-                          average.Mark(rows[j].row);
-                        }
-                      }
-                      if (++at == parts) at = 0, ++j;
-                    }
-                  });
-      for (const LazyAverage& average : averages) average.EndStep();
-      return;
-    }
-    // Rows without a gradient have gradient zero.
-    static constexpr double kZeros[kBlock] = {};
-    RunParallel(
-        ctx, (elements + kBlock - 1) / kBlock,
-        50 + kBlock * bytes * states.size() / 4,
-        [&](int64_t block, int64_t end_block) {
-          int64_t begin = block * kBlock;
-          const int64_t end = std::min(end_block * kBlock, elements);
-          for (int64_t j = rows.Find(begin / row); begin < end;) {
-            const int64_t first = j < rows.size() ? rows[j].row * row : end;
-            for (int64_t next; begin < std::min(first, end); begin = next) {
-              next = std::min({begin + kBlock, first, end});
-              apply(kZeros, begin, next);
-            }
-            if (begin == end) break;
-            const int64_t next = std::min(first + row, end);
-            apply_row(j, begin - first, next - first);
-            begin = next;
-            j = rows.EndOfRow(j);
-          }
-        });
-  }
-
-  // Elements that are summed on the stack, and that a row is cut into.
-  static constexpr int64_t kBlock = Pass::kBlock;
-
-  static constexpr size_t kMaxStates = [] {
-    size_t most = 0;
-    for (const RuleInfo& rule : kRules) {
-      most = std::max(most, CountNames(rule.states));
-    }
-    return most;
-  }();
-
   const RuleInfo& rule_;
   const bool sparse_;
   Variables::Memory memory_;
@@ -423,8 +316,8 @@ class ApplyOp : public OpKernel {
   tensorflow::DataType grad_dtype_;
   tensorflow::DataType sum_dtype_;
   RuleStep step_;
-  SumFn sum_;
   RuleStep sum_step_;
+  RowStep row_step_;
 };
 
 template <int kRule, bool kSparse>

@@ -1,5 +1,7 @@
 #include "cc/kernels/averages.h"
 
+#include <algorithm>
+
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/platform/errors.h"
@@ -16,6 +18,42 @@ Number NumberOf(tensorflow::DataType dtype) {
       return Number::kDouble;
     default:
       return Number::kFloat;
+  }
+}
+
+void LazyAverage::CatchUpAll(const Threads& threads) const {
+  if (all_steps() == 0) return;
+  const int64_t bytes = 2 * sizeof(double) +
+                        row_elements * (2 * shadow_bytes + value_bytes);
+  RunParallel(threads, rows, bytes / 8, [&](int64_t begin, int64_t end) {
+    CatchUp(begin, end - begin);
+    std::fill(log_decays + begin, log_decays + end, 0.0);
+  });
+  all_steps() = 0;
+}
+
+void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
+                           bool is_step) const {
+  const int64_t bytes = row_elements * (3 * shadow_bytes + value_bytes);
+  RunParallel(threads, sorted.size(), 40 + bytes / 4,
+              [&](int64_t begin, int64_t end) {
+                for (int64_t j = begin; j < end; ++j) {
+                  if (!sorted.BeginsRow(j)) continue;
+                  const int64_t row = sorted[j].row;
+                  CatchUp(row, 1);
+                  if (is_step) Step(row, 0, row_elements);
+                  Mark(row);
+                }
+              });
+  EndStep();
+}
+
+void AddAverages(const RuleStep& step, const std::vector<double>& rates,
+                 size_t value_bytes, Pass* pass) {
+  for (size_t k = 0; k < rates.size(); ++k) {
+    pass->AddStage({step, &rates[k], 2,
+                    2 * SizeOf(step.state) + (k == 0 ? value_bytes : 0),
+                    k == 0 && value_bytes > 0});
   }
 }
 
@@ -57,16 +95,6 @@ absl::Status Averages::ReadDecays(tensorflow::OpKernelContext* ctx,
     logs->push_back(LogOf(decays->vec<double>()(k)));
   }
   return absl::OkStatus();
-}
-
-void Averages::AddStages(const std::vector<double>& rates, size_t value_bytes,
-                         Pass* pass) const {
-  const size_t shadow_bytes = 2 * SizeOf(NumberOf(shadow_dtype()));
-  for (int k = 0; k < per_value(); ++k) {
-    pass->AddStage(
-        {step_, &rates[k], 2, shadow_bytes + (k == 0 ? value_bytes : 0),
-         k == 0 && value_bytes > 0});
-  }
 }
 
 void Averages::AddOperands(Variables* variables, int shadows, int values,

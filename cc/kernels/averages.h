@@ -9,6 +9,8 @@
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
+#include "cc/kernels/sparse_rows.h"
+#include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
@@ -59,6 +61,12 @@ struct LazyAverage {
   // All rows have taken it that are going to.
   void EndStep() const { all_steps() += log_decay; }
 
+  // Brings all rows up to date.
+  void CatchUpAll(const Threads& threads) const;
+  // Brings some rows up to date, and takes this step with them if there is one.
+  void MoveRows(const Threads& threads, const SparseRows& sorted,
+                bool is_step) const;
+
  private:
   char* Shadow(int64_t row) const {
     return shadow + row * row_elements * shadow_bytes;
@@ -67,6 +75,11 @@ struct LazyAverage {
     return value + row * row_elements * value_bytes;
   }
 };
+
+// One stage of `pass` for each of a value's averages; `value_bytes` is what the
+// first of them pays for reading an element of the value.
+void AddAverages(const RuleStep& step, const std::vector<double>& rates,
+                 size_t value_bytes, Pass* pass);
 
 // How the CPU updates K averages of each of an op's N values.
 class Averages : public ShadowContract {
@@ -83,10 +96,10 @@ class Averages : public ShadowContract {
                           std::vector<double>* rates,
                           std::vector<double>* logs = nullptr) const;
 
-  // One stage for each decay; `value_bytes` is what the first of them pays for
-  // reading an element of the value.
   void AddStages(const std::vector<double>& rates, size_t value_bytes,
-                 Pass* pass) const;
+                 Pass* pass) const {
+    AddAverages(step_, rates, value_bytes, pass);
+  }
 
   // The operands of these stages for value `i`.
   void AddOperands(Variables* variables, int shadows, int values, int i,

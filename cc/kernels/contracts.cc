@@ -71,6 +71,18 @@ absl::Status CheckScalar(absl::string_view name, const TensorShape& shape) {
                    " but expected [] (a scalar)"));
 }
 
+absl::Status ToRates(absl::Span<const double> decays,
+                     std::vector<double>* rates) {
+  for (size_t k = 0; k < decays.size(); ++k) {
+    if (!(decays[k] >= 0 && decays[k] <= 1)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("decays[", k, "] must be in [0, 1], got ", decays[k]));
+    }
+    rates->push_back(1 - decays[k]);
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ShadowContract::Init(OpKernelConstruction* ctx) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("T", &value_dtype_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("S", &shadow_dtype_));
@@ -113,15 +125,8 @@ absl::Status ShadowContract::CheckDecays(const TensorShape& shape) const {
 absl::Status ShadowContract::ToRates(const Tensor& decays,
                                      std::vector<double>* rates) const {
   TF_RETURN_IF_ERROR(CheckDecays(decays.shape()));
-  for (int64_t k = 0; k < k_; ++k) {
-    const double decay = decays.vec<double>()(k);
-    if (!(decay >= 0 && decay <= 1)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("decays[", k, "] must be in [0, 1], got ", decay));
-    }
-    rates->push_back(1 - decay);
-  }
-  return absl::OkStatus();
+  return wrapopt::ToRates(
+      absl::MakeConstSpan(decays.vec<double>().data(), k_), rates);
 }
 
 double ShadowContract::LogOf(double decay) {

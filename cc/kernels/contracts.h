@@ -8,6 +8,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -47,6 +48,11 @@ class CheckedVariables {
 absl::Status CheckScalar(absl::string_view name,
                          const tensorflow::TensorShape& shape);
 
+// What the input "decays" holds, as rates 1 - decay, in double: 1 - 0.9999 in
+// float is off by 1.7e-5.
+absl::Status ToRates(absl::Span<const double> decays,
+                     std::vector<double>* rates);
+
 // The shadows of EmaUpdate and of the Apply ops: K averages of each of N
 // values, in the order of the op's input: all N of the first decay, then all N
 // of the second, and so on.
@@ -57,8 +63,7 @@ class ShadowContract {
 
   // The input "decays".
   absl::Status CheckDecays(const tensorflow::TensorShape& shape) const;
-  // What it holds, as rates 1 - decay, in double: 1 - 0.9999 in float is off by
-  // 1.7e-5.
+  // What it holds, as rates.
   absl::Status ToRates(const tensorflow::Tensor& decays,
                        std::vector<double>* rates) const;
 

@@ -75,14 +75,15 @@ class LazyAveragesOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
+    const IntraOpThreads threads(ctx);
     for (int i = 0; i < averages_.values(); ++i) {
       const std::vector<LazyAverage> averages = averages_.OfValue(
           &variables, shadows, values, log_decays, i, rates, logs);
       for (const LazyAverage& average : averages) {
         if (rows.empty()) {
-          CatchUpAll(ctx, average);
+          average.CatchUpAll(threads);
         } else {
-          Move(ctx, average, rows[i]);
+          average.MoveRows(threads, rows[i], is_step_);
         }
       }
     }
@@ -118,35 +119,6 @@ class LazyAveragesOp : public OpKernel {
                 numbers.flat<double>()(numbers.NumElements() - 1) != 0;
     }
     return absl::OkStatus();
-  }
-
-  void CatchUpAll(OpKernelContext* ctx, const LazyAverage& average) const {
-    if (average.all_steps() == 0) return;
-    const int64_t bytes = 2 * sizeof(double) +
-                          average.row_elements * (2 * average.shadow_bytes +
-                                                  average.value_bytes);
-    RunParallel(ctx, average.rows, bytes / 8, [&](int64_t begin, int64_t end) {
-      average.CatchUp(begin, end - begin);
-      std::fill(average.log_decays + begin, average.log_decays + end, 0.0);
-    });
-    average.all_steps() = 0;
-  }
-
-  void Move(OpKernelContext* ctx, const LazyAverage& average,
-            const SparseRows& rows) const {
-    const int64_t bytes =
-        average.row_elements * (3 * average.shadow_bytes + average.value_bytes);
-    RunParallel(ctx, rows.size(), 40 + bytes / 4,
-                [&](int64_t begin, int64_t end) {
-                  for (int64_t j = begin; j < end; ++j) {
-                    if (!rows.BeginsRow(j)) continue;
-                    const int64_t row = rows[j].row;
-                    average.CatchUp(row, 1);
-                    if (is_step_) average.Step(row, 0, average.row_elements);
-                    average.Mark(row);
-                  }
-                });
-    average.EndStep();
   }
 
   const bool is_step_;

@@ -1,8 +1,9 @@
 // The ops' kernels for XLA: on CPU, GPU and TPU, the operations that become
 // part of the program that a device runs.
 //
-// What is known only when that program runs, such as a decay or an index that is
-// no constant, it cannot refuse. Then a decay, rate or weight out of range gives
+// On a CPU, an op is a call of its CPU kernel. Elsewhere it is plain HLO, which
+// cannot refuse what is known only when the program runs, such as a decay or an
+// index that is no constant. There a decay, rate or weight out of range gives
 // what the formula gives, and an index out of range is left out.
 #include <iterator>
 #include <optional>
@@ -12,7 +13,10 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/types/span.h"
+#include "cc/kernels/calls.h"
+#include "cc/kernels/calls_xla.h"
 #include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_xla.h"
 #include "cc/kernels/registration_xla.h"
@@ -63,6 +67,12 @@ XlaOp Element(XlaOp vector, int64_t i) {
   return xla::Reshape(xla::SliceInDim(vector, i, i + 1, 1, 0), {});
 }
 
+// Scalars of one type as a vector.
+XlaOp Vector(xla::XlaBuilder* builder, std::vector<XlaOp> scalars) {
+  for (XlaOp& scalar : scalars) scalar = xla::Reshape(scalar, {1});
+  return xla::ConcatInDim(builder, scalars, 0);
+}
+
 // An input of one dtype that is rows of N tensors. A tensor of bounded dynamic
 // shape has its bounds in `shapes`.
 struct Inputs {
@@ -88,6 +98,32 @@ absl::Status CheckStatic(const char* list, int position, XlaOp tensor,
         ": compute it outside of the compiled function"));
   }
   return absl::OkStatus();
+}
+
+// What does not change with the number of gradients that count: the array that
+// has room for all of them.
+XlaOp Padded(XlaOp array) {
+  const bool dynamic =
+      array.builder()->GetShape(array).value().is_dynamic_dimension(0);
+  return dynamic ? xla::RemoveDynamicDimension(array, 0) : array;
+}
+
+// How many indices count in each of some vectors, as a vector of int64.
+XlaOp Counts(xla::XlaBuilder* builder, const std::vector<XlaOp>& indices) {
+  std::vector<XlaOp> counts;
+  for (const XlaOp of_variable : indices) {
+    counts.push_back(xla::ConvertElementType(
+        xla::GetDimensionSize(of_variable, 0), xla::S64));
+  }
+  return counts.empty() ? xla::ConstantR1<int64_t>(builder, {})
+                        : Vector(builder, counts);
+}
+
+// What errors call the variables from `first` on, a zero byte between two.
+std::string Names(const XlaVariables& variables, int first, int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) names.push_back(variables.Describe(first + i));
+  return Quoted(absl::StrJoin(names, std::string(1, '\0')));
 }
 
 // The averages of EmaUpdate and of the Apply ops.
@@ -168,6 +204,19 @@ class EmaUpdateXlaOp : public XlaOpKernel {
     OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
     OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls) {
+      KernelCall call(&variables);
+      call.Read(ctx->Input("decays"));
+      call.Write(shadows, values - shadows);
+      for (int i = 0; i < averages_.values(); ++i) {
+        call.Read(variables.value(values + i));
+      }
+      OP_REQUIRES_OK(ctx, call.Emit(ctx->builder(), kEmaUpdateCall));
+      return;
+    }
     for (int k = 0; k < averages_.per_value(); ++k) {
       for (int i = 0; i < averages_.values(); ++i) {
         const int shadow = shadows + k * averages_.values() + i;
@@ -207,7 +256,32 @@ class LazyAveragesXlaOp : public XlaOpKernel {
         ctx, averages_.FindLogDecays(&variables, values, &log_decays));
     Inputs indices;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    for (size_t i = 0; i < indices.shapes.size(); ++i) {
+      OP_REQUIRES(ctx, indices.shapes[i].dims() == 1,
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "indices[", i, "] misshapen: got ",
+                      indices.shapes[i].DebugString(),
+                      " but expected a vector")));
+    }
     const int n = averages_.values();
+
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls) {
+      KernelCall call(&variables);
+      call.Read(is_step_ ? ctx->Input("decays")
+                         : xla::ConstantR1<double>(ctx->builder(), {}));
+      call.Read(Counts(ctx->builder(), indices.ops));
+      call.Write(shadows, averages_.per_value() * n);
+      call.Write(log_decays, averages_.per_value() * n);
+      for (int i = 0; i < n; ++i) call.Read(variables.value(values + i));
+      for (const XlaOp of_value : indices.ops) call.Read(Padded(of_value));
+      OP_REQUIRES_OK(
+          ctx, call.Emit(ctx->builder(), kMoveRowsCall,
+                         absl::StrCat("{n = ", n, " : i64, names = ",
+                                      Names(variables, values, n), "}")));
+      return;
+    }
     const xla::PrimitiveType type = XlaType(averages_.shadow_dtype());
     for (int i = 0; i < n; ++i) {
       const XlaOp value = variables.value(values + i);
@@ -223,11 +297,6 @@ class LazyAveragesXlaOp : public XlaOpKernel {
                                   log, xla::ZerosLike(variables.value(log))));
           continue;
         }
-        OP_REQUIRES(ctx, indices.shapes[i].dims() == 1,
-                    absl::InvalidArgumentError(absl::StrCat(
-                        "indices[", i, "] misshapen: got ",
-                        indices.shapes[i].DebugString(),
-                        " but expected a vector")));
         if (shape.num_elements() == 0) continue;
         const Rows rows(type, shape.dim_sizes(), indices.ops[i]);
         XlaOp moved =
@@ -279,7 +348,7 @@ class ApplyXlaOp : public XlaOpKernel {
       accept = ctx->Input("accept");
     }
     std::vector<XlaOp> scalars, rates;
-    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, compute_, &scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
 
     XlaVariables variables(ctx);
@@ -313,6 +382,13 @@ class ApplyXlaOp : public XlaOpKernel {
                                       /*first_dimension=*/sparse_ ? 1 : 0));
     }
 
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls) {
+      OP_REQUIRES_OK(ctx, Call(ctx, &variables, states, shadows, log_decays,
+                               grads.ops, indices.ops));
+      return;
+    }
     for (int i = 0; i < contract_.variables(); ++i) {
       const TensorShape& shape = variables.shape(states[0] + i);
       std::vector<XlaOp> after;
@@ -381,19 +457,46 @@ class ApplyXlaOp : public XlaOpKernel {
   }
 
  private:
-  absl::Status ReadScalars(XlaOpKernelContext* ctx,
+  absl::Status Call(XlaOpKernelContext* ctx, XlaVariables* variables,
+                    const std::vector<int>& states, int shadows,
+                    int log_decays, const std::vector<XlaOp>& grads,
+                    const std::vector<XlaOp>& indices) const {
+    xla::XlaBuilder* builder = ctx->builder();
+    std::vector<XlaOp> scalars;
+    TF_RETURN_IF_ERROR(ReadScalars(ctx, xla::F64, &scalars));
+    const int n = contract_.variables();
+    KernelCall call(variables);
+    call.Read(ctx->Input("accept"));
+    call.Read(ctx->Input("decays"));
+    call.Read(Vector(builder, scalars));
+    if (sparse_) call.Read(Counts(builder, indices));
+    for (const int state : states) call.Write(state, n);
+    call.Write(shadows, averages_.per_value() * n);
+    if (averages_.lazy()) call.Write(log_decays, averages_.per_value() * n);
+    for (const XlaOp grad : grads) call.Read(sparse_ ? Padded(grad) : grad);
+    for (const XlaOp of_variable : indices) call.Read(Padded(of_variable));
+    const std::string rule = absl::StrCat("rule = ", Quoted(rule_.name));
+    return sparse_ ? call.Emit(builder, kSparseApplyCall,
+                               absl::StrCat("{", rule, ", names = ",
+                                            Names(*variables, states[0], n),
+                                            "}"))
+                   : call.Emit(builder, kApplyCall,
+                               absl::StrCat("{", rule, "}"));
+  }
+
+  absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type,
                            std::vector<XlaOp>* scalars) const {
     for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
       if (scalar.is_attribute) {
-        scalars->push_back(Scalar(ctx, compute_, scalar.attribute));
+        scalars->push_back(Scalar(ctx, type, scalar.attribute));
         continue;
       }
       const char* name = scalar.name.c_str();
       TF_RETURN_IF_ERROR(CheckScalar(name, ctx->InputShape(name)));
       const std::optional<Tensor> known = Known(ctx, name);
       scalars->push_back(
-          known ? Scalar(ctx, compute_, known->scalar<double>()())
-                : xla::ConvertElementType(ctx->Input(name), compute_));
+          known ? Scalar(ctx, type, known->scalar<double>()())
+                : xla::ConvertElementType(ctx->Input(name), type));
     }
     return absl::OkStatus();
   }

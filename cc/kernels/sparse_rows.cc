@@ -1,6 +1,7 @@
 #include "cc/kernels/sparse_rows.h"
 
 #include <algorithm>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,12 +17,12 @@ using tensorflow::OpKernelContext;
 // The gradients in chunks, which threads take.
 class Chunks {
  public:
-  Chunks(OpKernelContext* ctx, int64_t size)
-      : ctx_(ctx),
+  Chunks(const Threads& threads, int64_t size)
+      : threads_(threads),
         size_(size),
-        count_(std::clamp<int64_t>(
-            size / kSize, 1,
-            ctx->device()->tensorflow_cpu_worker_threads()->num_threads)) {}
+        // Without threads of its own, a pool is its user's.
+        count_(std::clamp<int64_t>(size / kSize, 1,
+                                   std::max<int64_t>(1, threads.count()))) {}
 
   int64_t count() const { return count_; }
 
@@ -29,7 +30,7 @@ class Chunks {
   template <class Work>
   void ForEach(const Work& work) const {
     constexpr int64_t kCyclesPerGrad = 15;
-    RunParallel(ctx_, count_, kCyclesPerGrad * size_ / count_,
+    RunParallel(threads_, count_, kCyclesPerGrad * size_ / count_,
                 [&](int64_t begin, int64_t end) {
                   for (int64_t c = begin; c < end; ++c) {
                     work(c, c * size_ / count_, (c + 1) * size_ / count_);
@@ -40,7 +41,7 @@ class Chunks {
  private:
   static constexpr int64_t kSize = 16384;  // At least, if there are several.
 
-  OpKernelContext* const ctx_;
+  const Threads& threads_;
   const int64_t size_;
   const int64_t count_;
 };
@@ -97,19 +98,29 @@ absl::Status SparseRows::Sort(OpKernelContext* ctx,
                               const tensorflow::Tensor& indices, int i,
                               const CheckedVariables& variables,
                               int variable) {
+  const IntraOpThreads threads(ctx);
+  const int64_t count = indices.NumElements();
   const int64_t rows = variables.shape(variable).dim_size(0);
-  size_ = indices.NumElements();
+  const std::string name = variables.Describe(variable);
+  return indices.dtype() == tensorflow::DT_INT32
+             ? Sort(threads, indices.flat<int32_t>().data(), count, i, rows,
+                    name)
+             : Sort(threads, indices.flat<int64_t>().data(), count, i, rows,
+                    name);
+}
+
+template <class Index>
+absl::Status SparseRows::Sort(const Threads& threads, const Index* indices,
+                              int64_t count, int i, int64_t rows,
+                              const std::string& name) {
+  size_ = count;
   // Without zeros, which a vector would write.
   grads_.reset(new RowGrad[size_]);
-  const Chunks chunks(ctx, size_);
-  const RowGrad* const bad =
-      indices.dtype() == tensorflow::DT_INT32
-          ? Read(chunks, indices.flat<int32_t>().data(), rows, grads_.get())
-          : Read(chunks, indices.flat<int64_t>().data(), rows, grads_.get());
-  if (bad != nullptr) {
+  const Chunks chunks(threads, size_);
+  if (const RowGrad* bad = Read(chunks, indices, rows, grads_.get())) {
     return absl::InvalidArgumentError(absl::StrCat(
         "indices[", i, "][", bad->position, "] must be in [0, ", rows,
-        "), the rows of ", variables.Describe(variable), ", got ", bad->row));
+        "), the rows of ", name, ", got ", bad->row));
   }
 
   int bits = 0;
@@ -130,6 +141,15 @@ absl::Status SparseRows::Sort(OpKernelContext* ctx,
   repeat_ = j < size_;
   return absl::OkStatus();
 }
+
+template absl::Status SparseRows::Sort(const Threads& threads,
+                                       const int32_t* indices, int64_t count,
+                                       int i, int64_t rows,
+                                       const std::string& name);
+template absl::Status SparseRows::Sort(const Threads& threads,
+                                       const int64_t* indices, int64_t count,
+                                       int i, int64_t rows,
+                                       const std::string& name);
 
 int64_t SparseRows::Find(int64_t row) const {
   return std::lower_bound(grads_.get(), grads_.get() + size_, row,

@@ -4,10 +4,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/threads.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
@@ -17,12 +19,17 @@ namespace wrapopt {
 // the number of threads changes no bit of a result.
 class SparseRows {
  public:
-  // Sorts `indices`, an int32 or int64 vector that is number `i` of that input,
-  // on TensorFlow's intra-op thread pool. All must be rows of `variable`; if not,
-  // nothing is sorted.
+  // Sorts the vector `indices` of int32 or int64, which is number `i` of that
+  // input. All must be rows of `variable`; if not, nothing is sorted.
   absl::Status Sort(tensorflow::OpKernelContext* ctx,
                     const tensorflow::Tensor& indices, int i,
                     const CheckedVariables& variables, int variable);
+  // The same of `count` indices, for a variable of so many rows, which is called
+  // `name`.
+  template <class Index>
+  absl::Status Sort(const Threads& threads, const Index* indices,
+                    int64_t count, int i, int64_t rows,
+                    const std::string& name);
 
   int64_t size() const { return size_; }
   const RowGrad& operator[](int64_t j) const { return grads_[j]; }

@@ -61,7 +61,7 @@ using Argument = std::tuple<bool, int, std::vector<int64_t>>;
 
 std::string Lower(const std::string& library, const std::string& function,
                   const std::vector<Argument>& arguments,
-                  const std::string& device) {
+                  const std::string& device, bool ahead_of_time) {
   tf::FunctionDefLibrary functions;
   if (!functions.ParseFromString(library)) {
     throw std::runtime_error("`library` must be a serialized FunctionDefLibrary");
@@ -71,8 +71,14 @@ std::string Lower(const std::string& library, const std::string& function,
   tf::XlaCompiler::Options options;
   options.device_type = tf::DeviceType(device);
   // The host's will do: nothing is run.
-  options.client = Value(xla::ClientLibrary::GetOrCreateLocalClient(
-      Value(stream_executor::PlatformManager::PlatformWithName("Host"))));
+  const auto host =
+      Value(stream_executor::PlatformManager::PlatformWithName("Host"));
+  if (ahead_of_time) {
+    options.client =
+        Value(xla::ClientLibrary::GetOrCreateCompileOnlyClient(host));
+  } else {
+    options.client = Value(xla::ClientLibrary::GetOrCreateLocalClient(host));
+  }
   options.flib_def = &definitions;
 
   std::vector<tf::XlaCompiler::Argument> compiled;
@@ -107,5 +113,6 @@ std::string Lower(const std::string& library, const std::string& function,
 
 PYBIND11_MODULE(_xla_lower, m) {
   m.def("lower", &Lower, pybind11::arg("library"), pybind11::arg("function"),
-        pybind11::arg("arguments"), pybind11::arg("device"));
+        pybind11::arg("arguments"), pybind11::arg("device"),
+        pybind11::arg("ahead_of_time"));
 }

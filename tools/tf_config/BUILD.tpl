@@ -54,6 +54,13 @@ cc_library(
     deps = [":tf_headers"],
 )
 
+# What a kernel includes that a program of XLA calls.
+cc_library(
+    name = "tf_ffi_headers",
+    hdrs = glob(["include/xla/ffi/api/*.h"]),
+    deps = [":tf_headers"],
+)
+
 # What an XLA kernel includes on top. XLA's headers include those of
 # HighwayHash and FarmHash, which the wheel keeps under external/.
 cc_library(

@@ -1,0 +1,41 @@
+// The step of a rule for a variable of which some rows have gradients.
+#ifndef WRAPOPT_CC_KERNELS_ROW_STEP_H_
+#define WRAPOPT_CC_KERNELS_ROW_STEP_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "cc/kernels/averages.h"
+#include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/isa.h"
+#include "cc/kernels/number.h"
+#include "cc/kernels/sparse_rows.h"
+#include "cc/kernels/threads.h"
+#include "cc/rules/rules.h"
+
+namespace wrapopt {
+
+class RowStep {
+ public:
+  RowStep() = default;
+  // For states and gradients stored as given.
+  RowStep(const RuleInfo& rule, Number states, Number grads, Isa isa);
+
+  // Sums the gradients of each row and takes the step with the sum while the
+  // first-level cache has it. `grads` are in the order in which they came.
+  void Run(const Threads& threads, const std::vector<void*>& states,
+           int64_t rows, int64_t elements, const void* grads,
+           const SparseRows& sorted, const double* scalars,
+           const std::vector<LazyAverage>& averages) const;
+
+ private:
+  const RuleInfo* rule_ = nullptr;
+  size_t bytes_ = 0, grad_bytes_ = 0;  // Of an element.
+  RuleStep step_;
+  SumFn sum_ = nullptr;
+  RuleStep sum_step_;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_ROW_STEP_H_

@@ -1,0 +1,83 @@
+// Shares a kernel's work among threads: those of TensorFlow, or of a program of
+// XLA.
+#ifndef WRAPOPT_CC_KERNELS_THREADS_H_
+#define WRAPOPT_CC_KERNELS_THREADS_H_
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "absl/synchronization/notification.h"
+#include "cc/kernels/elementwise_cpu.h"
+
+namespace wrapopt {
+
+// A pool of threads.
+class Threads {
+ public:
+  virtual int64_t count() const = 0;
+  // Runs `task` when one of them is free.
+  virtual void Schedule(std::function<void()> task) const = 0;
+
+ protected:
+  ~Threads() = default;
+};
+
+// Runs `work` on ranges that together are [0, units). A small total runs on
+// this thread.
+template <class Work>
+void RunParallel(const Threads& threads, int64_t units,
+                 int64_t cycles_per_unit, const Work& work) {
+  // What a thread costs to wake, and what a range should take: so short that
+  // no thread has much left to do when the others are done.
+  constexpr int64_t kCyclesToShare = 200000;
+  constexpr int64_t kCyclesPerRange = 200000;
+  cycles_per_unit = std::max<int64_t>(1, cycles_per_unit);
+  if (units == 0) return;
+  if (units * cycles_per_unit < kCyclesToShare) return work(0, units);
+  const int64_t range = std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit);
+  const int64_t tasks =
+      std::min<int64_t>(threads.count(), (units + range - 1) / range);
+  // This thread and the pool's each take the next range: those that begin late,
+  // because the pool is busy or slow to wake, find less left to do. This one
+  // waits for ranges that were taken, not for tasks that never began: it may be
+  // one of the pool's, and so may all others that wait.
+  struct Shared {
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> left;
+    absl::Notification done;
+  };
+  const auto shared = std::make_shared<Shared>();
+  shared->left = units;
+  // `work` is there as long as there is some left.
+  const auto take = [shared, units, range, &work] {
+    for (;;) {
+      const int64_t begin = shared->next.fetch_add(range);
+      if (begin >= units) return;
+      const int64_t end = std::min(begin + range, units);
+      work(begin, end);
+      if (shared->left.fetch_sub(end - begin) == end - begin) {
+        shared->done.Notify();
+      }
+    }
+  };
+  for (int64_t task = 1; task < tasks; ++task) threads.Schedule(take);
+  take();
+  shared->done.WaitForNotification();
+}
+
+inline void RunPass(const Threads& threads, const Pass& pass) {
+  // What one core moves in a cycle when another is busy too.
+  constexpr double kBytesPerCycle = 8;
+  if (pass.blocks() == 0) return;
+  RunParallel(threads, pass.blocks(),
+              static_cast<int64_t>(pass.bytes() / pass.blocks() /
+                                   kBytesPerCycle),
+              [&pass](int64_t begin, int64_t end) { pass.Run(begin, end); });
+}
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_KERNELS_THREADS_H_
