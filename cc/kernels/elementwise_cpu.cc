@@ -7,15 +7,7 @@
 #include <utility>
 
 #include "cc/kernels/subnormals.h"
-
-// The three versions are compiled from one text by `target`, not by -mavx2 on
-// a file: that flag would also compile the inline functions of the standard
-// library for AVX2, and the linker may keep those for everybody.
-#if defined(__x86_64__)
-#define WRAPOPT_TARGET(isa) __attribute__((target(isa)))
-#else
-#define WRAPOPT_TARGET(isa)
-#endif
+#include "cc/kernels/target.h"
 
 namespace wrapopt {
 namespace {

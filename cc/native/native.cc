@@ -14,6 +14,7 @@
 #include "cc/gpu/images.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
+#include "cc/kernels/merge.h"
 #include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
@@ -162,6 +163,23 @@ WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
           kNumberNames[state] + " and inputs of dtype " + kNumberNames[input]);
     }
     step(operands, scalars, 0, size, {size});
+    return std::string("null");
+  });
+}
+
+// Weighted sums in double of elements [begin, end) of arrays: see merge.h.
+WRAPOPT_EXPORT const char* wrapopt_merge(
+    const void* const* inputs, const int* numbers, const double* weights,
+    int count, bool is_first, double* sums, void* output, int output_number,
+    size_t begin, size_t end, const char* isa) {
+  return wrapopt::Answer([&] {
+    using namespace wrapopt;  // NOLINT
+    Merge merge{{}, is_first, sums, output, static_cast<Number>(output_number)};
+    for (int i = 0; i < count; ++i) {
+      merge.inputs.push_back(
+          {inputs[i], static_cast<Number>(numbers[i]), weights[i]});
+    }
+    merge.Run(begin, end, IsaOf(isa));
     return std::string("null");
   });
 }

@@ -1,0 +1,134 @@
+#include "cc/kernels/merge.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cc/kernels/target.h"
+#include "cc/rules/weighted_sum.h"
+
+namespace wrapopt {
+namespace {
+
+// Sums of a block stay in the first-level cache, 16 KiB. Shorter runs of each
+// input are too short for the processor to fetch ahead.
+constexpr size_t kBlock = 2048;
+
+// A double as a float, rounded to odd: rounded once more, to half or bfloat16, it
+// is as if the double had been rounded once (Boldo and Melquiond, "When double
+// rounding is odd", 2005).
+WRAPOPT_RULE float RoundToOdd(double x) {
+  const float nearest = static_cast<float>(x);
+  const double back = nearest;
+  const uint32_t bits = BitCast<uint32_t>(nearest);
+  const double magnitude = x < 0 ? -x : x;
+  const double back_magnitude = back < 0 ? -back : back;
+  const uint32_t toward_zero = bits - (back_magnitude > magnitude ? 1u : 0u);
+  // A NaN is neither less nor greater.
+  const bool is_inexact = back < x || back > x;
+  return BitCast<float>(is_inexact ? toward_zero | 1u : bits);
+}
+
+WRAPOPT_RULE void StoreOnce(double& to, double x) { to = x; }
+WRAPOPT_RULE void StoreOnce(float& to, double x) { to = static_cast<float>(x); }
+WRAPOPT_RULE void StoreOnce(Half& to, double x) { Store(to, RoundToOdd(x)); }
+WRAPOPT_RULE void StoreOnce(Bfloat16& to, double x) {
+  Store(to, RoundToOdd(x));
+}
+
+struct Add {
+  template <class T>
+  WRAPOPT_RULE static void Run(void* sums, const void* input, double weight,
+                               double is_first, size_t elements) {
+    double* const __restrict to = static_cast<double*>(sums);
+    const T* const __restrict from = static_cast<const T*>(input);
+    for (size_t j = 0; j < elements; ++j) {
+      WeightedSum::Step(to[j], static_cast<double>(Load(from[j])), weight,
+                        is_first);
+    }
+  }
+};
+
+struct Round {
+  template <class T>
+  WRAPOPT_RULE static void Run(void* output, const void* sums, double, double,
+                               size_t elements) {
+    T* const __restrict to = static_cast<T*>(output);
+    const double* const __restrict from = static_cast<const double*>(sums);
+    for (size_t j = 0; j < elements; ++j) StoreOnce(to[j], from[j]);
+  }
+};
+
+using Fn = void (*)(void* to, const void* from, double weight, double is_first,
+                    size_t elements);
+
+template <class F, class T, class... Args>
+void MergeBaseline(Args... args) {
+  F::template Run<T>(args...);
+}
+
+template <class F, class T, class... Args>
+WRAPOPT_TARGET("arch=x86-64-v3")
+void MergeX86_64_v3(Args... args) {
+  F::template Run<T>(args...);
+}
+
+template <class F, class T, class... Args>
+WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
+void MergeX86_64_v4(Args... args) {
+  F::template Run<T>(args...);
+}
+
+template <class F, class T>
+Fn ForIsa(Isa isa) {
+  switch (isa) {
+    case Isa::kBaseline:
+      return &MergeBaseline<F, T>;
+    case Isa::kX86_64_v3:
+      return &MergeX86_64_v3<F, T>;
+    case Isa::kX86_64_v4:
+      return &MergeX86_64_v4<F, T>;
+  }
+  return nullptr;
+}
+
+template <class F>
+Fn ForNumber(Number number, Isa isa) {
+  switch (number) {
+    case Number::kHalf:
+      return ForIsa<F, Half>(isa);
+    case Number::kBfloat16:
+      return ForIsa<F, Bfloat16>(isa);
+    case Number::kFloat:
+      return ForIsa<F, float>(isa);
+    case Number::kDouble:
+      return ForIsa<F, double>(isa);
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+void Merge::Run(size_t begin, size_t end, Isa isa) const {
+  std::vector<Fn> add;
+  for (const Input& input : inputs) {
+    add.push_back(ForNumber<Add>(input.number, isa));
+  }
+  const Fn round = ForNumber<Round>(output_number, isa);
+  alignas(64) double scratch[kBlock];
+  for (size_t from = begin; from < end; from += kBlock) {
+    const size_t elements = std::min(kBlock, end - from);
+    double* const to = sums == nullptr ? scratch : sums + from;
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const Input& input = inputs[i];
+      add[i](to,
+             static_cast<const char*>(input.data) + from * SizeOf(input.number),
+             input.weight, is_first && i == 0 ? 1.0 : 0.0, elements);
+    }
+    if (output != nullptr) {
+      round(static_cast<char*>(output) + from * SizeOf(output_number), to, 0, 0,
+            elements);
+    }
+  }
+}
+
+}  // namespace wrapopt

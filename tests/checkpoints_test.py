@@ -1,0 +1,394 @@
+"""Averages of checkpoints: formats, numbers, what is refused."""
+
+import os
+import zipfile
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from wrapopt import _native
+from wrapopt import checkpoints
+
+v1 = tf.compat.v1
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
+          np.dtype(np.float64)]
+
+
+def rounded_once(x, dtype):
+  """float64 numbers, rounded to nearest even in one go."""
+  if dtype != BFLOAT16:
+    with np.errstate(over="ignore"):
+      return x.astype(dtype)
+  # ml_dtypes goes by way of float32, and rounds twice.
+  exponent = np.frexp(np.where(np.isfinite(x), x, 0))[1]
+  unit = np.ldexp(1.0, np.maximum(exponent, -125) - 8)
+  with np.errstate(over="ignore", invalid="ignore"):
+    return (np.rint(x / unit) * unit).astype(BFLOAT16)
+
+
+def mean_of(values, dtype, weights=None):
+  """The reference: NumPy in float64, in order, rounded once."""
+  weights = weights or [1 / len(values)] * len(values)
+  total = 0
+  for weight, value in zip(weights, values):
+    total = total + np.float64(weight) * np.asarray(value).astype(np.float64)
+  return rounded_once(np.asarray(total), np.dtype(dtype))
+
+
+def assert_same_bits(got, expected):
+  got, expected = np.asarray(got), np.asarray(expected)
+  assert got.dtype == expected.dtype and got.shape == expected.shape
+  kind = f"u{got.dtype.itemsize}"
+  np.testing.assert_array_equal(np.atleast_1d(got).view(kind),
+                                np.atleast_1d(expected).view(kind))
+
+
+# The kernel
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_are_numpys_in_float64_rounded_once(dtype, isa):
+  rng = np.random.default_rng(0)
+  for size in (0, 1, 7, 2047, 2048, 5001):
+    # Of every input dtype, and with numbers that one of two roundings hits.
+    inputs = [(rng.standard_normal(size) * 10.0**rng.integers(-3, 4)).astype(d)
+              for d in (*DTYPES, dtype)]
+    weights = list(rng.uniform(-1, 1, len(inputs)))
+    expected = mean_of(inputs, dtype, weights)
+    output = np.full(size, 7, dtype)
+    _native.merge(inputs, weights, None, output, True, 0, size, isa)
+    assert_same_bits(output, expected)
+    # In two goes, of which the second has the rest.
+    sums, output = np.full(size, np.nan), np.full(size, 7, dtype)
+    _native.merge(inputs[:2], weights[:2], sums, None, True, 0, size, isa)
+    _native.merge(inputs[2:], weights[2:], sums, output, False, 0, size, isa)
+    assert_same_bits(output, expected)
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rounding_once(dtype, isa):
+  # Just beside the middle of two neighbors, where float32 in between would
+  # round to the middle, and then to even: 1 + 2^-k (1 + 2^-30) and its like.
+  bits = {np.dtype(np.float16): 11, BFLOAT16: 8}.get(dtype, 24)
+  middle = 1 + 2.0**-bits
+  values = np.array([middle * (1 + 2.0**-40), middle * (1 - 2.0**-40), middle,
+                     1 + 3 * 2.0**-bits, 65519.999999, 65520, 1e-8, 2.0**-25,
+                     2.0**-25 * (1 + 2.0**-50), 2.0**-134 * (1 + 2.0**-40),
+                     2.0**-134, 3.4e38, 3.3961775292304601e38, 1e300, 5e-324,
+                     0.0, -0.0, np.inf, np.nan])
+  values = np.concatenate([values, -values[:-1]])
+  output = np.empty(values.size, dtype)
+  _native.merge([values], [1.0], None, output, True, 0, values.size, isa)
+  expected = rounded_once(values, dtype)
+  np.testing.assert_array_equal(output.astype(np.float64),
+                                expected.astype(np.float64))
+  assert (np.signbit(output) == np.signbit(expected))[~np.isnan(values)].all()
+
+
+def test_the_kernel_refuses_what_does_not_fit():
+  x = np.zeros(4, np.float32)
+  with pytest.raises(ValueError, match="inputs must hold at least one"):
+    _native.merge([], [], None, x, True, 0, 4)
+  with pytest.raises(ValueError, match="takes 1 weights, got 2"):
+    _native.merge([x], [1, 2], None, x, True, 0, 4)
+  with pytest.raises(ValueError, match=r"inputs\[1\] misshapen: got 3 elements"):
+    _native.merge([x, x[:3]], [1, 2], None, x, True, 0, 4)
+  with pytest.raises(ValueError, match="at most 4, got 0 and 5"):
+    _native.merge([x], [1], None, x, True, 0, 5)
+  with pytest.raises(ValueError, match="sums must be an array unless"):
+    _native.merge([x], [1], None, x, False, 0, 4)
+  with pytest.raises(ValueError, match="one of sums and output"):
+    _native.merge([x], [1], None, None, True, 0, 4)
+  with pytest.raises(ValueError, match="sums must be of dtype float64"):
+    _native.merge([x], [1], x, None, True, 0, 4)
+  with pytest.raises(ValueError, match="got int32"):
+    _native.merge([x.astype(np.int32)], [1], None, x, True, 0, 4)
+  with pytest.raises(ValueError, match="contiguous"):
+    _native.merge([x[::2]], [1], None, x[:2].copy(), True, 0, 2)
+
+
+# TensorFlow's checkpoints
+
+
+def values_of(path):
+  reader = tf.train.load_checkpoint(str(path))
+  return {name: reader.get_tensor(name)
+          for name in reader.get_variable_to_shape_map()}
+
+
+def save_by_saver(path, values):
+  with tf.Graph().as_default(), v1.Session() as session:
+    saver = v1.train.Saver({
+        name: v1.Variable(tf.constant(value), use_resource=True)
+        for name, value in values.items()})
+    session.run(v1.global_variables_initializer())
+    return saver.save(session, str(path), write_meta_graph=False)
+
+
+def some_values(seed, dtypes=("float32",) * 4):
+  rng = np.random.default_rng(seed)
+  shapes = {"a": (3, 5), "b/kernel": (700, 300), "scalar": (), "empty": (0, 2)}
+  values = {name: np.asarray(rng.standard_normal(shape)).astype(dtype)
+            for (name, shape), dtype in zip(shapes.items(), dtypes)}
+  return {**values, "global_step": np.int64(seed * 100),
+          "flag": np.bool_(seed % 2)}
+
+
+def test_a_trajectory(tmp_path):
+  for step, w in (1, 1.0), (2, 3.0), (3, 7.0):
+    save_by_saver(tmp_path / f"run-{step}",
+                  {"w": np.float32([w]), "global_step": np.int64(step)})
+  paths = [tmp_path / f"run-{step}" for step in (1, 2, 3)]
+  checkpoints.merge(paths[:2], tmp_path / "mean")
+  assert values_of(tmp_path / "mean") == {"w": [2.0], "global_step": 2}
+  checkpoints.merge(paths, tmp_path / "weighted", weights=[2, 1, 1])
+  assert values_of(tmp_path / "weighted") == {"w": [3.0], "global_step": 3}
+  checkpoints.lawa(paths, tmp_path / "lawa", window=2)
+  assert values_of(tmp_path / "lawa") == {"w": [5.0], "global_step": 3}
+  # 1, half way to 3 is 2, half way to 7 is 4.5.
+  checkpoints.ema(paths, tmp_path / "ema", decay=0.5)
+  assert values_of(tmp_path / "ema") == {"w": [4.5], "global_step": 3}
+
+
+def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
+  # Several variables a batch, several inputs at once, and several files.
+  inputs = [some_values(seed, dtypes) for seed, dtypes in enumerate([
+      ("float64", "float16", "float32", "float32"),
+      ("float32", "float32", "float64", "float32"),
+      ("float16", "bfloat16", "float64", "float32"),
+      ("float32", "float32", "bfloat16", "float16")])]
+  paths = [save_by_saver(tmp_path / f"in-{i}", x)
+           for i, x in enumerate(inputs)]
+  weights = [0.1, 0.2, 0.3, 0.4]
+  for in_flight, shard in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
+    monkeypatch.setattr(checkpoints._merge, "_IN_FLIGHT", in_flight)
+    monkeypatch.setattr(checkpoints._formats, "_SHARD", shard)
+    output = tmp_path / f"out-{in_flight}-{shard}"
+    checkpoints.merge(paths, output, weights, progress=True)
+    got = values_of(output)
+    assert got.keys() == inputs[0].keys()
+    for name, last in inputs[-1].items():
+      if last.dtype in DTYPES:
+        last = mean_of([x[name] for x in inputs], last.dtype, weights)
+      assert_same_bits(got[name], last)
+  assert not list(tmp_path.glob(".*"))
+
+  with tf.Graph().as_default(), v1.Session() as session:
+    # A plain Saver loads it, a part of a variable too.
+    parts = v1.get_variable(
+        "a", (3, 5), use_resource=True,
+        partitioner=v1.fixed_size_partitioner(3))
+    kernel = v1.get_variable("b/kernel", (700, 300))
+    v1.train.Saver([parts, kernel]).restore(session, str(output))
+    assert_same_bits(session.run(parts.as_tensor()), got["a"])
+    assert_same_bits(session.run(kernel), got["b/kernel"])
+
+
+def test_only_says_what_is_averaged(tmp_path):
+  for i in 1, 2:
+    save_by_saver(tmp_path / f"run-{i}", {
+        "w": np.float32(i), "w/Adam": np.float32(i), "step": np.int32(i)})
+  checkpoints.merge(tmp_path, tmp_path / "out" / "mean", only="^w$")
+  assert values_of(tmp_path / "out" / "mean") == {
+      "w": 1.5, "w/Adam": 2, "step": 2}
+  checkpoints.merge(tmp_path, tmp_path / "out" / "all")
+  assert values_of(tmp_path / "out" / "all")["w/Adam"] == 1.5
+
+
+@pytest.mark.parametrize("kind", ["keras", "v1"])
+def test_object_based_checkpoints(tmp_path, kind):
+  def make(seed):
+    if kind == "keras":
+      model, opt = make_model(seed), keras.optimizers.Adam(0.1)
+      variables = model.trainable_variables
+    else:
+      model, opt = tf.Module(), v1.train.AdamOptimizer(0.1)
+      model.w = tf.Variable(np.float32([seed, 2]))
+      model.seen = tf.Variable(seed)
+      variables = [model.w]
+    for _ in range(seed + 1):
+      opt.apply_gradients([(tf.ones(v.shape), v) for v in variables])
+    return model, tf.train.Checkpoint(model=model, opt=opt)
+
+  made = [make(seed) for seed in range(3)]
+  paths = [c.save(str(tmp_path / f"run/{i}")) for i, (_, c) in enumerate(made)]
+  checkpoints.merge(paths, tmp_path / "mean")
+  last, got = values_of(paths[-1]), values_of(tmp_path / "mean")
+  assert got.keys() == last.keys()
+  # Rates, slots, powers and counts are the last one's.
+  state = [name for name in got if "SLOT" in name or "_power" in name or
+           name.startswith(("opt/_learning", "opt/_iter", "opt/_variables"))]
+  assert len(state) == (2 + 12 if kind == "keras" else 2 + 2)
+  for name in state:
+    assert np.array_equal(got[name], last[name]), name
+
+  model, checkpoint = make(0)
+  checkpoint.restore(str(tmp_path / "mean")).assert_consumed()
+  assert model.variables
+  for got, *of_inputs in zip(model.variables, *[m.variables for m, _ in made]):
+    if got.dtype in ("float32", tf.float32):
+      assert_same_bits(got.numpy(), mean_of(
+          [v.numpy() for v in of_inputs], np.float32))
+    else:
+      assert np.array_equal(got.numpy(), of_inputs[-1].numpy())
+
+
+# Keras's files
+
+
+def make_model(seed=0, dtype="float32"):
+  keras.utils.set_random_seed(seed)
+  layers = keras.layers
+  model = keras.Sequential([
+      keras.Input((4,)), layers.Dense(8, dtype=dtype),
+      layers.BatchNormalization(dtype=dtype),
+      layers.Dense(1, dtype=dtype)], name="model")
+  for v in model.variables:
+    v.assign(np.random.default_rng(seed).standard_normal(v.shape))
+  return model
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("ending", ["weights.h5", "keras"])
+def test_files_of_keras(tmp_path, ending, dtype, monkeypatch):
+  monkeypatch.setattr(checkpoints._merge, "_PART", 16)
+  models = [make_model(seed, dtype) for seed in range(3)]
+  paths = []
+  for i, model in enumerate(models):
+    model.compile(keras.optimizers.Adam(0.1 * (i + 1)), "mse")
+    model.optimizer.build(model.trainable_variables)
+    model.optimizer.iterations.assign(10 * i)
+    paths.append(tmp_path / f"run/{i}.{ending}")
+    paths[-1].parent.mkdir(exist_ok=True)
+    if ending == "keras":
+      model.save(paths[-1])
+    else:
+      model.save_weights(paths[-1])
+  output = tmp_path / f"mean.{ending}"
+  checkpoints.merge(tmp_path / "run", output, [1, 2, 1])
+  if ending == "keras":
+    loaded = keras.models.load_model(output)
+    with zipfile.ZipFile(output) as got, zipfile.ZipFile(paths[-1]) as last:
+      assert got.namelist() == last.namelist()
+      assert got.read("config.json") == last.read("config.json")
+  else:
+    loaded = make_model(7, dtype)
+    loaded.compile(keras.optimizers.Adam(0.5), "mse")
+    loaded.optimizer.build(loaded.trainable_variables)
+    loaded.load_weights(output)
+  for got, *of_inputs in zip(loaded.variables, *[m.variables for m in models]):
+    assert_same_bits(got.numpy(), mean_of(
+        [v.numpy() for v in of_inputs],
+        BFLOAT16 if dtype == "bfloat16" else dtype, [0.25, 0.5, 0.25]))
+  assert loaded.optimizer.iterations.numpy() == 20
+  np.testing.assert_array_equal(loaded.optimizer.learning_rate.numpy(),
+                                models[-1].optimizer.learning_rate.numpy())
+  assert not list(tmp_path.glob(".*"))
+
+
+def test_an_hdf5_file_of_another_kind(tmp_path):
+  for i in range(2):
+    with h5py.File(tmp_path / f"in-{i}.h5", "w") as file:
+      file.attrs["what"] = "a test"
+      file.create_dataset("g/chunked", data=np.full((64, 3), i, ">f4"),
+                          chunks=(8, 3), compression="gzip")
+      file["g/strings"] = np.array([b"x", b"yy"], object)
+      file["g/half"] = np.float16(i)
+      file.create_group("nothing").attrs["n"] = 3
+  checkpoints.merge(tmp_path, tmp_path / "out" / "mean.h5")
+  with h5py.File(tmp_path / "out" / "mean.h5") as file:
+    assert file.attrs["what"] == "a test" and file["nothing"].attrs["n"] == 3
+    assert (file["g/chunked"][()] == 0.5).all()
+    assert file["g/strings"][1] == b"yy" and file["g/half"][()] == 0.5
+
+
+# What is refused
+
+
+@pytest.fixture
+def two(tmp_path):
+  return [save_by_saver(tmp_path / f"in-{i}", {
+      "w": np.float32([i, 2]), "b": np.float32(i)}) for i in range(2)]
+
+
+def refused(tmp_path, error, match, function, *args, **kwargs):
+  before = {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")}
+  with pytest.raises(error, match=match):
+    function(*args, **kwargs)
+  assert {f: f.stat().st_mtime_ns for f in tmp_path.rglob("*")} == before
+
+
+@pytest.mark.parametrize("values, error", [
+    ({"w": np.float32([1, 2])},
+     r"odd must have the variable 'b', which .*in-1 has, got 'w'\. All inputs"),
+    ({"w": np.float32([1]), "b": np.float32(0)},
+     r"Variable 'w' of .*odd misshapen: got \[1\] but expected \[2\] \(its "
+     r"shape in .*in-1\)"),
+    ({"w": np.int32([1, 2]), "b": np.float32(0)},
+     r"Variable 'w' of .*odd must be of dtype float16, bfloat16, float32, "
+     r"float64, as in .*in-1, got int32"),
+    ({"w": np.float32([1, 2]), "b": np.float32(0), "c": np.float32(0)},
+     r"odd must not have variables that .*in-1 lacks, got 'c'"),
+])
+def test_inputs_that_do_not_go_together(tmp_path, two, values, error):
+  odd = save_by_saver(tmp_path / "odd", values)
+  refused(tmp_path, ValueError, error, checkpoints.merge,
+          [two[0], odd, two[1]], tmp_path / "new" / "out")
+
+
+def test_bad_arguments(tmp_path, two):
+  out = tmp_path / "out"
+  for error, match, function, args, kwargs in [
+      (ValueError, "`inputs` must hold at least one path", checkpoints.merge,
+       ([], out), {}),
+      (FileNotFoundError, "There is no checkpoint .*none", checkpoints.merge,
+       ([*two, tmp_path / "none"], out), {}),
+      (FileNotFoundError, "There is no checkpoint .*none.keras",
+       checkpoints.merge, ([*two, tmp_path / "none.keras"], out), {}),
+      (ValueError, "`weights` must hold one number for each of the 2 inputs, "
+       "got 1", checkpoints.merge, (two, out, [1]), {}),
+      (ValueError, "`weights` must be finite", checkpoints.merge,
+       (two, out, [1, np.nan]), {}),
+      (ValueError, "sum of `weights` must be greater than 0, got 0",
+       checkpoints.merge, (two, out, [1, -1]), {}),
+      (ValueError, "`decay` must be in", checkpoints.ema, (two, out, 1.5), {}),
+      (ValueError, "`window` must be an integer from 1 to the number of inputs, "
+       "2, got 3", checkpoints.lawa, (two, out, 3), {}),
+      (ValueError, "must not end in '.keras', '.h5'", checkpoints.merge,
+       (two, tmp_path / "out.weights.h5"), {}),
+      (FileExistsError, "in-0.index exists. Remove it", checkpoints.merge,
+       (two, two[0]), {}),
+      (ValueError, "variables to average that match 'nothing', got 'b', 'w'",
+       checkpoints.merge, (two, out), {"only": "nothing"}),
+  ]:
+    refused(tmp_path, error, match, function, *args, **kwargs)
+
+
+def test_a_file_that_is_damaged(tmp_path, two):
+  data = two[0] + ".data-00000-of-00001"
+  with open(data, "r+b") as file:
+    file.write(b"\xff")
+  refused(tmp_path, OSError, "Variable '[bw]' of .*in-0 cannot be read: ",
+          checkpoints.merge, two, tmp_path / "out")
+  (tmp_path / "odd.h5").write_bytes(b"not HDF5")
+  refused(tmp_path, OSError, "odd.h5|signature", checkpoints.merge,
+          tmp_path / "odd.h5", tmp_path / "out.h5")
+  (tmp_path / "odd.keras").write_bytes(b"not a zip")
+  refused(tmp_path, OSError, "odd.keras cannot be read", checkpoints.merge,
+          tmp_path / "odd.keras", tmp_path / "out.keras")
+
+
+def test_directories_are_in_the_order_of_their_numbers(tmp_path):
+  for i in 10, 9, 100:
+    save_by_saver(tmp_path / f"model.ckpt-{i}", {"w": np.float32(i)})
+  checkpoints.lawa(tmp_path, tmp_path / "out" / "mean", window=2)
+  assert values_of(tmp_path / "out" / "mean") == {"w": 55}

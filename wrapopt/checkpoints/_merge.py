@@ -1,0 +1,273 @@
+"""Weighted sums of checkpoints, a few variables at a time."""
+
+import concurrent.futures
+import contextlib
+import math
+import numbers
+import os
+import re
+import typing
+
+import numpy as np
+
+from wrapopt import _native
+from wrapopt.checkpoints import _formats
+
+# Bytes of values that are read and not summed yet: so many, or twice the largest
+# variable.
+_IN_FLIGHT = 256 << 20
+# The least part of a variable that is worth a read.
+_PART = 4 << 20
+
+
+def weighted(inputs, output, weights, only=None, progress=None):
+  """Writes a weighted sum of checkpoints.
+
+  Args:
+    inputs: Sources.
+    output: The path of what is written.
+    weights: As many numbers.
+    only: A regular expression, or None: see `wrapopt.checkpoints.merge`.
+    progress: A function that makes a progress bar of tqdm's arguments, or None.
+
+  Raises:
+    As `wrapopt.checkpoints.merge`.
+  """
+  last = inputs[-1]
+  _formats.check_output(output, last)
+  names = check(inputs, only)
+  specs = {name: spec._replace(dtype=last.dtype(name)) if name in names else spec
+           for name, spec in last.specs.items()}
+  sink = _formats.sink_like(last, output, specs)
+  try:
+    with contextlib.ExitStack() as stack:
+      bar = stack.enter_context(progress(
+          total=sum(s.specs[name].nbytes for s, weight in zip(inputs, weights)
+                    if weight != 0 for name in names),
+          unit="B", unit_scale=True, desc=os.path.basename(output))
+                                ) if progress else None
+      _sum(inputs, weights, names, specs, sink, bar)
+      _copy(last, [name for name in last.specs if name not in names], sink)
+    sink.publish()
+  finally:
+    sink.discard()
+
+
+def check(inputs, only=None):
+  """Which variables of checkpoints are summed.
+
+  Args:
+    inputs: Sources.
+    only: As in `weighted`.
+
+  Returns:
+    A list of names, in the order of the names.
+
+  Raises:
+    ValueError: If the checkpoints do not go together, or nothing is summed.
+  """
+  last = inputs[-1]
+  wanted = (re.compile(only).search if only is not None else
+            lambda name: not last.is_optimizer_state(name))
+  names = sorted(name for name, spec in last.specs.items()
+                 if spec.dtype in _formats.FLOATS and wanted(name))
+  if not names:
+    raise ValueError(
+        f"{last.path} must have floating-point variables to average" +
+        (f" that match '{only}'" if only is not None else "") +
+        f", got {_few(sorted(last.specs))}.")
+  for source in inputs[:-1]:
+    for name in names:
+      spec, expected = source.specs.get(name), last.specs[name]
+      if spec is None:
+        raise ValueError(
+            f"{source.path} must have the variable '{name}', which {last.path} "
+            f"has, got {_few(sorted(source.specs))}. All inputs must be of one "
+            "model.")
+      if spec.shape != expected.shape:
+        raise ValueError(
+            f"Variable '{name}' of {source.path} misshapen: got "
+            f"{list(spec.shape)} but expected {list(expected.shape)} (its shape "
+            f"in {last.path}).")
+      if spec.dtype not in _formats.FLOATS:
+        raise ValueError(
+            f"Variable '{name}' of {source.path} must be of dtype "
+            f"{', '.join(map(str, _formats.FLOATS))}, as in {last.path}, got "
+            f"{spec.dtype}.")
+    more = sorted(name for name, spec in source.specs.items()
+                  if name not in last.specs and spec.dtype in _formats.FLOATS
+                  and (re.search(only, name) if only is not None else
+                       not source.is_optimizer_state(name)))
+    if more:
+      raise ValueError(
+          f"{source.path} must not have variables that {last.path} lacks, got "
+          f"{_few(more)}. All inputs must be of one model.")
+  return names
+
+
+def checked_weights(weights, count):
+  """Weights of `count` inputs whose sum is 1: a list; None is the mean."""
+  if weights is None:
+    return [1 / count] * count
+  weights = list(weights)
+  for weight in weights:
+    if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+      raise ValueError(f"`weights` must be finite numbers, got {weights}.")
+  if len(weights) != count:
+    raise ValueError(f"`weights` must hold one number for each of the {count} "
+                     f"inputs, got {len(weights)}.")
+  total = math.fsum(weights)
+  if not total > 0:
+    raise ValueError("The sum of `weights` must be greater than 0, got "
+                     f"{total:g}.")
+  return [weight / total for weight in weights]
+
+
+def _few(names):
+  if not names:
+    return "none"
+  return ", ".join(map(repr, names[:3])) + (
+      f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class _Piece(typing.NamedTuple):
+  """A variable, or rows of it.
+
+  Attributes:
+    name: Of the variable.
+    rows: A slice of the first dimension, or None.
+    shape: Its shape.
+  """
+  name: str
+  rows: typing.Any
+  shape: tuple[int, ...]
+
+  @property
+  def size(self):
+    return math.prod(self.shape)
+
+
+def _pieces(names, specs, itemsize, can_slice):
+  """Variables in order, cut into pieces of some `_PART` bytes if possible."""
+  for name in names:
+    shape = specs[name].shape
+    nbytes = math.prod(shape) * itemsize[name]
+    if not can_slice or nbytes <= _PART:
+      yield _Piece(name, None, shape)
+      continue
+    step = max(1, _PART * shape[0] // nbytes)
+    for first in range(0, shape[0], step):
+      end = min(first + step, shape[0])
+      yield _Piece(name, slice(first, end), (end - first, *shape[1:]))
+
+
+def _batches(pieces, itemsize, limit):
+  """Lists of pieces that are read at once, of `limit` bytes or one piece."""
+  batch, total = [], 0
+  for piece in pieces:
+    # Each begins at a line of the cache.
+    nbytes = -(-piece.size * itemsize[piece.name] // 64) * 64
+    if batch and total + nbytes > limit:
+      yield batch, total
+      batch, total = [], 0
+    batch.append(piece)
+    total += nbytes
+  if batch:
+    yield batch, total
+
+
+def _sum(inputs, weights, names, specs, sink, bar):
+  """Sums `names` of the inputs into the sink."""
+  # Those of weight 0 do not count.
+  inputs, weights = zip(*[(s, w) for s, w in zip(inputs, weights) if w != 0])
+  itemsize = {name: max(s.specs[name].dtype.itemsize for s in inputs)
+              for name in names}
+  can_slice = all(source.can_slice for source in inputs)
+  pieces = list(_pieces(names, specs, itemsize, can_slice))
+  largest = max(piece.size * itemsize[piece.name] for piece in pieces)
+  # One half is read while the other is summed.
+  half = max(_IN_FLIGHT // 2, largest)
+  batches = list(_batches(pieces, itemsize, half // len(inputs)))
+  longest = max(nbytes for _, nbytes in batches)
+  group = max(1, min(len(inputs), half // max(longest, 1)))
+  rounds = [(batch, first) for batch, _ in batches
+            for first in range(0, len(inputs), group)]
+  buffers = [[np.empty(longest, np.uint8) for _ in range(group)]
+             for _ in range(2)] if can_slice else [[None] * group] * 2
+  threads = len(os.sched_getaffinity(0))
+  with (concurrent.futures.ThreadPoolExecutor(threads) as readers,
+        concurrent.futures.ThreadPoolExecutor(threads) as summers,
+        concurrent.futures.ThreadPoolExecutor(1) as writer):
+
+    def read(i):
+      batch, first = rounds[i]
+      return [readers.submit(_read, source, batch, buffer) for source, buffer in
+              zip(inputs[first:first + group], buffers[i % 2])]
+
+    coming, writing = read(0), None
+    for i, (batch, first) in enumerate(rounds):
+      values = [future.result() for future in coming]
+      if i + 1 < len(rounds):
+        coming = read(i + 1)
+      is_last = first + group >= len(inputs)
+      if first == 0:
+        sums = (None if is_last else
+                [np.empty(piece.shape, np.float64) for piece in batch])
+      outputs = ([np.empty(piece.shape, specs[piece.name].dtype)
+                  for piece in batch] if is_last else None)
+      for k, piece in enumerate(batch):
+        _merge(summers, threads, [of_input[k] for of_input in values],
+               weights[first:first + group], sums and sums[k],
+               outputs and outputs[k], first == 0)
+      if is_last:
+        if writing is not None:
+          writing.result()
+        writing = writer.submit(sink.write, [
+            (piece.name, piece.rows, x) for piece, x in zip(batch, outputs)])
+      if bar is not None:
+        bar.update(sum(x.nbytes for of_input in values for x in of_input))
+      del values, outputs
+    writing.result()
+
+
+def _read(source, batch, buffer):
+  """The values of a batch: a list of arrays, in `buffer` where it is used."""
+  values, begin = [], 0
+  for piece in batch:
+    dtype = source.specs[piece.name].dtype
+    into = None
+    if buffer is not None:
+      nbytes = piece.size * dtype.itemsize
+      into = buffer[begin:begin + nbytes].view(dtype).reshape(piece.shape)
+      begin += -(-nbytes // 64) * 64
+    values.append(source.read(piece.name, piece.rows, into))
+  return values
+
+
+def _merge(pool, threads, inputs, weights, sums, output, is_first):
+  """The native kernel, by several threads where there is enough to do."""
+  size = inputs[0].size
+  # Whole blocks of the kernel's.
+  step = max(1 << 16, -(-size // threads // 2048) * 2048)
+
+  def run(begin):
+    _native.merge(inputs, weights, sums, output, is_first, begin,
+                  min(size, begin + step))
+
+  if size <= step:
+    run(0)
+  else:
+    list(pool.map(run, range(0, size, step)))
+
+
+def _copy(source, names, sink):
+  """Copies variables, a few at a time."""
+  batch, total = [], 0
+  for name in names:
+    batch.append((name, None, source.read(name)))
+    total += source.specs[name].nbytes
+    if total > _IN_FLIGHT // 4:
+      sink.write(batch)
+      batch, total = [], 0
+  if batch:
+    sink.write(batch)
