@@ -24,6 +24,7 @@ WORKERS = {ELASTIC, MODEL}
 
 RATE = 0.5
 DECAY = 0.5
+POWER = wrapopt.PowerDecay(gamma=1)
 LIMIT = 2
 PERIOD = 2
 MOVING_RATE = 0.25
@@ -54,6 +55,8 @@ class Model:
   Attributes:
     values: The variables.
     averages: Their averages.
+    powers: Their averages of the POWER.
+    moved: How many steps the averages have taken.
     centers: Their centers.
     step: The global step.
     dropped: How many steps were dropped.
@@ -62,6 +65,8 @@ class Model:
   def __init__(self):
     self.values = [np.array(x, np.float64) for x in INITIAL]
     self.averages = [x.copy() for x in self.values]
+    self.powers = [x.copy() for x in self.values]
+    self.moved = 0
     self.centers = [x.copy() for x in self.values]
     self.step = self.local_step = self.dropped = 0
 
@@ -89,8 +94,12 @@ class Model:
     self.take(inner, gradients, lag, counts)
     if outer == MOVING and self.dropped == before:
       decay = min(DECAY, (1 + self.step) / (10 + self.step))
-      for average, value in zip(self.averages, self.values):
+      self.moved += 1
+      power = (1 - 1 / self.moved)**(POWER.gamma + 1)
+      for average, of_power, value in zip(self.averages, self.powers,
+                                          self.values):
         average += (1 - decay) * (value - average)
+        of_power += (1 - power) * (value - of_power)
 
   def exchange(self, rate):
     for value, center in zip(self.values, self.centers):
@@ -128,7 +137,8 @@ class Wrapped:
   def wrap(self, name):
     if name == MOVING:
       return wrapopt.MovingAverageOptimizer(
-          self.opt, DECAY, num_updates=self.step, fused=self.fused)
+          self.opt, [DECAY, POWER], num_updates=self.step,
+          fused=self.fused)
     if name == DROP:
       return wrapopt.DropStaleGradientOptimizer(
           self.opt, LIMIT, policy="scale", fused=self.fused)
@@ -198,9 +208,13 @@ def check(mode, chain, fused=None):
         tensors, want = [*wrapped.variables, wrapped.step], [
             *model.values, model.step]
         if MOVING in chain:
-          tensors += [wrapped.wrappers[MOVING].average(v)
+          moving = wrapped.wrappers[MOVING]
+          tensors += [moving.average(v, decay) for decay in (DECAY, POWER)
                       for v in wrapped.variables]
-          want += model.averages
+          want += model.averages + model.powers
+          if moving.average_steps() is not None:
+            tensors.append(moving.average_steps())
+            want.append(model.moved)
         if wrapped.getter is not None:
           tensors += [wrapped.getter.centers[v] for v in wrapped.variables]
           want += model.centers

@@ -178,10 +178,12 @@ def test_the_inner_optimizer_must_be_one():
     ([0.5, 0.5],
      r"^`average_decay` must hold different decays, got \[0\.5, 0\.5\]\.$"),
     ([0.5, lambda: 0.9],
-     r"^A sequence of `average_decay` must hold numbers, got <function .*>\. "
+     r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
+     r"HalfLives, got <function .*>\. "
      r"A tensor, variable or callable stands alone\.$"),
     (np.array([[0.5, 0.75]]),
-     r"^A sequence of `average_decay` must hold numbers, got array\(.*\)\. "
+     r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
+     r"HalfLives, got array\(.*\)\. "
      r"A tensor, variable or callable stands alone\.$"),
     (tf.constant([0.5, 0.75]),
      r"^`average_decay` must be a scalar where it is a tensor or a variable, "
@@ -195,8 +197,9 @@ def test_average_decay_is_checked(decay, text):
 @pytest.mark.parametrize("decay", [None, "0.5", {0.5, 0.75}, object()])
 def test_the_type_of_average_decay_is_checked(decay):
   with pytest.raises(TypeError, match=re.escape(
-      "`average_decay` must be a number, a sequence of numbers, a scalar "
-      f"tensor or variable, or a callable, got {decay!r}.")):
+      "`average_decay` must be a number, a PowerDecay or a HalfLife, a sequence "
+      "of these, a scalar tensor or variable, or a callable, got "
+      f"{decay!r}.")):
     wrap(decay)
 
 

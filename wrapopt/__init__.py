@@ -23,6 +23,8 @@ worker's own, and no checkpoint holds them.
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
 from wrapopt import ops
 from wrapopt import sysconfig
+from wrapopt._decays import HalfLife
+from wrapopt._decays import PowerDecay
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
@@ -38,10 +40,12 @@ __all__ = [
     "DropStaleGradientOptimizer",
     "ElasticAverageCustomGetter",
     "ElasticAverageOptimizer",
+    "HalfLife",
     "LazyAdamOptimizer",
     "ModelAverageCustomGetter",
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",
+    "PowerDecay",
     "__version__",
     "ops",
     "sysconfig",

@@ -1,6 +1,7 @@
 """The decays of moving averages, whatever the kind of optimizer."""
 
 import collections.abc
+import math
 import numbers
 
 import numpy as np
@@ -9,15 +10,199 @@ import tensorflow as tf
 from wrapopt import ops
 
 
+class PowerDecay:
+  """A decay that makes an average of a fixed part of the run so far.
+
+  In step t of the averages, counted from 1,
+
+      beta_t = (1 - 1/t)^(gamma + 1)
+      s = beta_t s + (1 - beta_t) v
+
+  so that the value of step tau has the weight
+
+      (tau^(gamma + 1) - (tau - 1)^(gamma + 1)) / t^(gamma + 1)
+
+  a power function of tau. The first decay is 0: the average starts at the first
+  value, and what it held before does not count. Unlike a number, it needs no
+  warm-up, and it does not have to be chosen for the length of the run. Two of
+  them are enough to make any other after training, see
+  `wrapopt.checkpoints.posthoc`.
+
+  The relative width is the standard deviation of that weight over tau, as a
+  fraction of t:
+
+      relative_width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))
+
+  0.05 is a gamma of 16.97, 0.10 one of 6.94.
+
+  t counts the updates of the optimizer's averages, for all variables together:
+  steps that change weights. A step that only accumulates gradients, that loss
+  scaling skips or that a gate drops does not count. A variable without a
+  gradient in a step keeps its average in that step. `seed_averages` has t begin
+  anew. t is saved and restored with the averages.
+
+  Example:
+
+      opt = wrapopt.keras.MovingAverage(
+          "adam", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.10)])
+
+  Reference: Karras et al., "Analyzing and improving the training dynamics of
+  diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3.1 and appendix C.
+  """
+
+  def __init__(self, relative_width=None, *, gamma=None):
+    """Makes a decay of a relative width, or of a gamma.
+
+    Args:
+      relative_width: A number greater than 0 and at most 1/sqrt(12), 0.2887,
+        which is the mean of all steps.
+      gamma: In place of that, a finite number that is at least 0.
+
+    Raises:
+      TypeError: If both or none are given, or it is no number.
+      ValueError: If it is out of range.
+    """
+    if (relative_width is None) == (gamma is None):
+      raise TypeError("PowerDecay takes one of `relative_width` and `gamma`, got "
+                      f"{relative_width!r} and {gamma!r}.")
+    self._gamma = (gamma_of(relative_width) if gamma is None else
+                   _checked_number("gamma", gamma, 0))
+
+  @property
+  def gamma(self):
+    """The exponent: a float."""
+    return self._gamma
+
+  @property
+  def relative_width(self):
+    """The standard deviation as a fraction of the run: a float."""
+    return relative_width_of(self._gamma)
+
+  def at(self, t):
+    """The decay of step t, a float64 tensor that is at least 1."""
+    return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
+
+  def __eq__(self, other):
+    return isinstance(other, PowerDecay) and str(self) == str(other)
+
+  def __hash__(self):
+    return hash(str(self))
+
+  def __repr__(self):
+    return f"PowerDecay(gamma={self._gamma:.6g})"
+
+  def __str__(self):
+    # A part of the names of averages.
+    return f"power_{self._gamma:.6g}"
+
+  def get_config(self):
+    return {"gamma": self._gamma}
+
+  @classmethod
+  def from_config(cls, config):
+    return cls(**config)
+
+
+class HalfLife:
+  """A decay by its half-life: the latest steps that have half of the weight.
+
+  `HalfLife(steps=1000)` is the decay 2^(-1/1000): the latest 1000 steps have half
+  of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay` of which
+  the latest twentieth of the run so far has half of the weight, however long the
+  run is.
+
+  An optimizer takes it as an `average_decay`, and holds the number or the
+  PowerDecay that it stands for, its `decay`.
+  """
+
+  def __init__(self, *, steps=None, fraction=None):
+    """Makes a decay.
+
+    Args:
+      steps: A finite number greater than 0.
+      fraction: In place of that, a number greater than 0 and at most 0.5, which
+        is the mean of all steps.
+
+    Raises:
+      TypeError: If both or none are given, or it is no number.
+      ValueError: If it is out of range.
+    """
+    if (steps is None) == (fraction is None):
+      raise TypeError("HalfLife takes one of `steps` and `fraction`, got "
+                      f"{steps!r} and {fraction!r}.")
+    self._config = {"steps": steps, "fraction": fraction}
+    if steps is not None:
+      self.decay = 2 ** (-1 / _checked_number("steps", steps))
+    else:
+      # (1 - fraction)^(gamma + 1) = 1/2.
+      fraction = _checked_number("fraction", fraction, most=0.5)
+      self.decay = PowerDecay(
+          gamma=max(0.0, math.log(2) / -math.log1p(-fraction) - 1))
+
+  def __eq__(self, other):
+    return isinstance(other, HalfLife) and self.decay == other.decay
+
+  def __hash__(self):
+    return hash(self.decay)
+
+  def __repr__(self):
+    [(name, value)] = [x for x in self._config.items() if x[1] is not None]
+    return f"HalfLife({name}={value})"
+
+  def get_config(self):
+    return self._config
+
+  @classmethod
+  def from_config(cls, config):
+    return cls(**config)
+
+
+# Of the uniform mean, whose gamma is 0.
+_WIDEST = 1 / math.sqrt(12)
+
+
+def relative_width_of(gamma):
+  """The relative width of the average of an exponent."""
+  return math.sqrt((gamma + 1) / ((gamma + 2)**2 * (gamma + 3)))
+
+
+def gamma_of(relative_width):
+  """The exponent of the average of a relative width."""
+  width = _checked_number("relative_width", relative_width)
+  if width > _WIDEST * (1 + 1e-15):
+    raise ValueError("`relative_width` must be at most 1/sqrt(12), 0.288675, "
+                     f"got {width}.")
+  # It falls as gamma rises: between 0 and a gamma whose width is less, as
+  # width < 1 / (gamma + 2).
+  low, high = 0.0, 1 / width
+  while low < (middle := (low + high) / 2) < high:
+    if relative_width_of(middle) > width:
+      low = middle
+    else:
+      high = middle
+  return 0.0 if width >= _WIDEST else high
+
+
+def _checked_number(name, x, least=None, most=math.inf):
+  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+    raise TypeError(f"`{name}` must be a number, got {x!r}.")
+  if (not math.isfinite(x) or x > most or
+      (x <= 0 if least is None else x < least)):
+    bound = "greater than 0" if least is None else f"at least {least}"
+    raise ValueError(f"`{name}` must be finite and {bound}" + (
+        f", and at most {most}" if most < math.inf else "") + f", got {x}.")
+  return float(x)
+
+
 def checked(average_decay):
   """The decays of an argument `average_decay`.
 
   Args:
-    average_decay: A number, or a sequence or an array of different numbers; or
-      one scalar tensor or variable, or a callable.
+    average_decay: A number, a PowerDecay or a HalfLife, or a sequence or an
+      array of different ones; or one scalar tensor or variable, or a callable.
 
   Returns:
-    A list.
+    A list, in which no HalfLife is.
 
   Raises:
     TypeError: If it is none of these.
@@ -28,17 +213,21 @@ def checked(average_decay):
   several = (isinstance(average_decay, np.ndarray) or
              isinstance(average_decay, collections.abc.Sequence) and
              not isinstance(average_decay, (str, bytes)))
-  decays = list(average_decay) if several else [average_decay]
+  decays = [_plain(decay)
+            for decay in (average_decay if several else [average_decay])]
   if not decays:
     raise ValueError("`average_decay` must hold at least one decay, got none.")
   for decay in decays:
     if isinstance(decay, numbers.Real):
       if not 0 <= decay <= 1:
         raise ValueError(f"`average_decay` must be in [0, 1], got {decay}.")
+    elif isinstance(decay, PowerDecay):
+      pass
     elif several:
       raise ValueError(
-          "A sequence of `average_decay` must hold numbers, got "
-          f"{decay!r}. A tensor, variable or callable stands alone.")
+          "A sequence of `average_decay` must hold numbers, PowerDecays and "
+          f"HalfLives, got {decay!r}. A tensor, variable or callable stands "
+          "alone.")
     elif isinstance(decay, tf.Variable) or tf.is_tensor(decay):
       if not decay.shape.is_compatible_with([]):
         raise ValueError(
@@ -46,12 +235,34 @@ def checked(average_decay):
             f"variable, got one of shape {decay.shape}.")
     elif not callable(decay):
       raise TypeError(
-          "`average_decay` must be a number, a sequence of numbers, a scalar "
-          f"tensor or variable, or a callable, got {decay!r}.")
+          "`average_decay` must be a number, a PowerDecay or a HalfLife, a "
+          "sequence of these, a scalar tensor or variable, or a callable, got "
+          f"{decay!r}.")
   if several and len(set(decays)) != len(decays):
     raise ValueError(f"`average_decay` must hold different decays, got "
                      f"{average_decay}.")
   return decays
+
+
+def _plain(decay):
+  return decay.decay if isinstance(decay, HalfLife) else decay
+
+
+def has_power(decays):
+  """Whether one of an optimizer's decays is a PowerDecay."""
+  return any(isinstance(decay, PowerDecay) for decay in decays)
+
+
+def of_step(decays, t):
+  """The decays of a step: numbers, or float64 tensors.
+
+  Args:
+    decays: A list, in which a PowerDecay stands for what depends on the step.
+    t: A function that gives the number of the step, from 1.
+  """
+  now = t() if has_power(decays) else None
+  return [decay.at(now) if isinstance(decay, PowerDecay) else decay
+          for decay in decays]
 
 
 def check_num_updates(num_updates):
@@ -70,6 +281,7 @@ def index_of(decay, decays):
   """Which of an optimizer's decays `decay` is; None is the first."""
   if decay is None:
     return 0
+  decay = _plain(decay)
   if decay not in decays:
     raise ValueError(f"`decay` must be one of this optimizer's, {decays}, got "
                      f"{decay}.")
@@ -85,7 +297,11 @@ def value_now(x):
 
 
 def warmed_up(decays, num_updates):
-  """Decays that are at most (1 + num_updates) / (10 + num_updates): a list."""
+  """Decays that are at most (1 + num_updates) / (10 + num_updates): a list.
+
+  A PowerDecay is one: it moves fast at the start by itself.
+  """
   n = ops.float64(num_updates)
   at_most = (1 + n) / (10 + n)
-  return [tf.minimum(ops.float64(decay), at_most) for decay in decays]
+  return [decay if isinstance(decay, PowerDecay) else
+          tf.minimum(ops.float64(decay), at_most) for decay in decays]

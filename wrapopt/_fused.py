@@ -166,6 +166,8 @@ def apply_gradients(opt, rule, step):
         accept=step.accept, use_locking=opt._use_locking,
         log_decays=zip(*log_decays))
     updates = [] if update is None else [update]
+    if averages:
+      updates = averages.count(updates, step.accept)
     if step.global_step is None or step.accept is not True:
       done = _finish(opt, updates, scope, step.accept)
     else:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 import contextlib
 from typing import Any, Optional
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _averaged
@@ -22,6 +23,7 @@ from wrapopt._types import (
 from wrapopt._wrapper import WrapperOptimizer
 
 _SLOT = "ExponentialMovingAverage"
+_STEPS = "average_steps"
 _FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
@@ -91,9 +93,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Args:
       opt: A `tf.compat.v1.train.Optimizer`.
-      average_decay: A number in [0, 1], or a scalar tensor or variable, or a
-        callable that gives one; or a sequence or an array of different numbers,
-        for as many averages.
+      average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
+        `wrapopt.HalfLife`; or a sequence or an array of different ones, for as
+        many averages; or a scalar tensor or variable, or a callable that gives
+        one.
       num_updates: A count of updates: a number, tensor, variable or callable.
         Where given, the decay of a step is
         `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
@@ -180,7 +183,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
             self._begin,
             lambda applied, counted_by, rows=None: self._update_after(
                 applied, variables, counted_by, rows or {}),
-            self._has_callables())))
+            self._has_callables(), self._count)))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   def _averaged_variables(self, grads_and_vars):
@@ -258,13 +261,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
           not tf.distribute.in_cross_replica_context()):
         # Not in each replica: they may share the variables.
         updated = tf.distribute.get_replica_context().merge_call(
-            lambda strategy: self._update_averages(pairs, counted_by))
+            lambda strategy: self._counted(
+                self._update_averages(pairs, counted_by)))
       else:
         updated = (self._update_averages(pairs, counted_by) if variables
                    else None)
         if lazy:
           updated = _step.group(updated,
                                 self._update_rows(lazy, counted_by, rows))
+        updated = self._counted(updated)
     # After the step it stands for both.
     return updated if after and updated is not None else _step.group(
         applied, updated)
@@ -312,12 +317,30 @@ class MovingAverageOptimizer(WrapperOptimizer):
         see it incremented.
     """
     decays = [_decays.value_now(decay) for decay in self._decays]
-    if self._num_updates is None:
-      return decays
-    n = ops.float64(_decays.value_now(self._num_updates))
-    if self._num_updates is global_step:
-      n += 1
-    return _decays.warmed_up(decays, n)
+    if self._num_updates is not None:
+      n = ops.float64(_decays.value_now(self._num_updates))
+      if self._num_updates is global_step:
+        n += 1
+      decays = _decays.warmed_up(decays, n)
+    return _decays.of_step(
+        decays,
+        lambda: _replicas.values(self.average_steps())[0].read_value() + 1)
+
+  def _counted(self, updated):
+    """An update of the averages, or an operation that has counted it too."""
+    if self.average_steps() is None:
+      return updated
+    return _step.group(*self._count([] if updated is None else [updated]))
+
+  def _count(self, updates, accept=True):
+    """Counts an update of the averages: the `count` of `_step.Averages`."""
+    steps = self.average_steps()
+    if steps is None:
+      return updates
+    with tf.control_dependencies(updates):
+      counted = [v.assign_add(tf.cast(accept, tf.int64), read_value=False)
+                 for v in _replicas.values(steps)]
+    return updates + [op for op in counted if op is not None]
 
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
@@ -330,6 +353,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self._slot_of_decay
 
   def _make_averages(self, variables, sparse):
+    if variables and _decays.has_power(self._decays):
+      self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
     averaged = self._averaged.of(_current_graph())
     new = [v for v in variables if v not in averaged]
     for variable in new:
@@ -430,6 +455,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
 
+  def average_steps(self):
+    """The variable that counts the updates of the averages.
+
+    Returns:
+      An int64 variable, "average_steps" in graphs and checkpoints. None where
+      there is no average yet, and where no decay is a `PowerDecay`: nothing
+      counts then.
+    """
+    return self._steps_of(_current_graph())
+
+  def _steps_of(self, graph):
+    # Not `_get_non_slot_variable`, which gives one replica's.
+    return self._non_slot_dict.get((_STEPS, graph))
+
   def average_name(self, var: Variable, decay: Optional[float] = None) -> str:
     """The name of a variable's average, in graphs and checkpoints.
 
@@ -454,7 +493,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
         saver = tf.compat.v1.train.Saver(
             [v for v in tf.compat.v1.global_variables()
-             if v not in opt.averages()])
+             if v not in opt.averages() and v is not opt.average_steps()])
         saver.restore(session, path)
         opt.seed_averages(session)
 
@@ -472,10 +511,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
       for k in range(len(self._decays)):
         for variable, shadow in self._pairs(graph, k):
           shadow.assign(tf.cast(variable, shadow.dtype))
+      if self.average_steps() is not None:
+        self.average_steps().assign(0)
     else:
       # An average's initial value is its variable's value, where it has one.
       seeds = [v.initializer for shadow in self._averages(graph)
                for v in _replicas.values(shadow)]
+      steps = self._steps_of(graph)
+      seeds += [] if steps is None else [
+          v.initializer for v in _replicas.values(steps)]
       _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
   def averages(self) -> list[Variable]:

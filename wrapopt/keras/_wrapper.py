@@ -154,6 +154,22 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self._state.add(name, average, variable)
     return average
 
+  def _make_count(self, name, value):
+    """An int64 variable that is saved and restored with the averages.
+
+    Args:
+      name: Its name.
+      value: What it starts at, and is where averages start anew.
+
+    Returns:
+      A `keras.Variable`.
+    """
+    count = self.add_variable(
+        shape=(), dtype="int64", name=name,
+        initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
+    self._state.add_count(name, count, value)
+    return count
+
   def _seed_late(self):
     """Seeds averages of variables that had no value in `build`.
 
@@ -497,6 +513,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._late = {}  # What a file has for averages that are made late.
     self._in_place = None  # The pairs of `in_place_of`.
+    self._counts = {}  # (variable, where it starts) by name.
 
   def _obj_type(self):
     return "Optimizer"
@@ -509,6 +526,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if key in self._late:
       _load(average, variable, self._late.pop(key))
 
+  def add_count(self, name, variable, value):
+    """Adds a variable that starts at a value where averages start anew."""
+    self._counts[name] = variable, value
+    self._track_trackable(variable.value, name)
+
   def pairs(self):
     """All (average, variable) pairs."""
     return [pair for row in self._rows.values() for pair in row]
@@ -517,6 +539,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Sets all averages to the values of their variables."""
     for average, variable in self.pairs():
       _seed(average, variable)
+    for variable, value in self._counts.values():
+      variable.assign(value)
 
   def save_own_variables(self, store):
     in_place = {id(s) for _, s in self._in_place or ()}
@@ -525,9 +549,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         # A model that is saved with its averages in place starts from them.
         value = _value(variable if id(average.value) in in_place else average)
         store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
+    for name, (variable, _) in self._counts.items():
+      store[name] = variable.numpy()
 
   def load_own_variables(self, store):
     self.refuse_in_place("load")
+    for name, (variable, value) in self._counts.items():
+      variable.assign(store[name] if name in store.keys() else value)
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     for name, row in self._rows.items():
       found = names.get(name, 0)

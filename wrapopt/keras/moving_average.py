@@ -12,8 +12,13 @@ from wrapopt import _inner_keras
 from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
+
+# Configurations hold them.
+keras.saving.register_keras_serializable("wrapopt")(_decays.PowerDecay)
+keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -74,8 +79,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
-      average_decay: A number in [0, 1], or a sequence of different numbers, for
-        as many averages.
+      average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
+        `wrapopt.HalfLife`, or a sequence of different ones, for as many averages.
       num_updates: A count of updates: a number, variable or callable. If given,
         the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
       start_step: The number of steps before averaging begins: until then an
@@ -102,8 +107,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
            for d in self._decays):
-      raise TypeError("`average_decay` must be a number or a sequence of "
-                      f"numbers, got {average_decay!r}.")
+      raise TypeError(
+          "`average_decay` must be a number, a PowerDecay or a HalfLife, or a "
+          f"sequence of these, got {average_decay!r}.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
     start_step = _wrapper.check_integer("start_step", start_step, 0)
@@ -131,6 +137,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._rows = self._make_rows(
         [v for v in variables if not self._overwrite_variable_with_gradient(v)])
     self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
+    self._first = (self._make_count("first_average_step", -1)
+                   if _decays.has_power(self._decays) else None)
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay."""
@@ -268,10 +276,37 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     since = iterations - self._start_step
     if self._dynamic_decay:
       decays = _decays.warmed_up(decays, since)
+    decays = _decays.of_step(decays, lambda: self._steps_since(iterations) + 1)
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
     return decays
+
+  def _steps_since(self, iterations):
+    """How many steps the averages have taken, after so many of the optimizer.
+
+    They begin with the next step where they have not begun.
+    """
+    first = self._first.value
+    begun = tf.where(first.read_value() < 0, iterations, first.read_value())
+    first.assign(begun)
+    return tf.maximum(iterations - tf.maximum(begun, self._start_step),
+                      tf.constant(0, tf.int64))
+
+  def average_steps(self):
+    """How many steps the averages have taken: an int, or None.
+
+    None where no decay is a `PowerDecay`: then nobody counts them.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+    """
+    self._require_built("average_steps")
+    if self._first is None:
+      return None
+    first = int(self._first.numpy())
+    iterations = int(_steps.innermost(self)[0].iterations)
+    return max(0, iterations - max(first, self._start_step)) if first >= 0 else 0
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
@@ -281,3 +316,14 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
             "average_batch_norm": self._average_batch_norm}
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    def decay_of(x):
+      # Keras gives what a file has of a PowerDecay.
+      return (keras.saving.deserialize_keras_object(x) if isinstance(x, dict)
+              else [*map(decay_of, x)] if isinstance(x, (list, tuple)) else x)
+
+    return super().from_config(
+        {**config, "average_decay": decay_of(config["average_decay"])},
+        custom_objects)

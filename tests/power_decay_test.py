@@ -1,0 +1,332 @@
+"""`wrapopt.PowerDecay` and `wrapopt.HalfLife` in v1 optimizers and in Keras."""
+
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from training import GRAPH_MODES
+from training import graph_of
+from training import session_of
+import wrapopt.keras
+
+v1 = tf.compat.v1
+
+
+def power_average(values, gamma):
+  """The reference: after each of the values, in float64."""
+  average, averages = 0.0, []
+  for t, value in enumerate(values, 1):
+    beta = (1 - 1 / t)**(gamma + 1)
+    average = beta * average + (1 - beta) * np.float64(value)
+    averages.append(average)
+  return averages
+
+
+# A float32 average is rounded three times in each step, to 2^-24 of what it is.
+def assert_close(got, expected, steps=20):
+  scale = np.abs(expected).max() + 1
+  assert abs(float(got) - expected[-1]) <= 3 * steps * 2**-24 * scale
+
+
+# Decays
+
+
+def test_widths_and_exponents():
+  assert wrapopt.PowerDecay(0.05).gamma == pytest.approx(16.97, abs=0.005)
+  assert wrapopt.PowerDecay(0.10).gamma == pytest.approx(6.94, abs=0.005)
+  assert wrapopt.PowerDecay(gamma=0).relative_width == pytest.approx(
+      1 / math.sqrt(12), rel=1e-15)
+  assert wrapopt.PowerDecay(1 / math.sqrt(12)).gamma == 0
+  for width in (1e-6, 0.003, 0.05, 0.1, 0.25, 0.2886):
+    decay = wrapopt.PowerDecay(width)
+    assert decay.relative_width == pytest.approx(width, rel=1e-14)
+    # The standard deviation of the weights of a long run.
+    if width > 0.01:
+      tau = np.arange(200000) + 0.5
+      p = tau**decay.gamma / np.sum(tau**decay.gamma)
+      mean = np.sum(p * tau)
+      deviation = np.sqrt(np.sum(p * (tau - mean)**2))
+      assert deviation / 200000 == pytest.approx(width, rel=1e-4)
+
+
+def test_half_lives():
+  decay = wrapopt.HalfLife(steps=10).decay
+  assert decay**10 == pytest.approx(0.5, rel=1e-15)
+  decay = wrapopt.HalfLife(fraction=0.05).decay
+  # The weight of the first 95 % of a run.
+  assert 0.95**(decay.gamma + 1) == pytest.approx(0.5, rel=1e-14)
+  assert wrapopt.HalfLife(fraction=0.5).decay == wrapopt.PowerDecay(gamma=0)
+
+
+@pytest.mark.parametrize("make, error, match", [
+    (lambda: wrapopt.PowerDecay(), TypeError, "one of `relative_width` and "),
+    (lambda: wrapopt.PowerDecay(0.1, gamma=3), TypeError, "got 0.1 and 3"),
+    (lambda: wrapopt.PowerDecay("0.1"), TypeError, "must be a number, got '0.1'"),
+    (lambda: wrapopt.PowerDecay(0), ValueError, "finite and greater than 0"),
+    (lambda: wrapopt.PowerDecay(0.3), ValueError, "at most 1/sqrt"),
+    (lambda: wrapopt.PowerDecay(math.nan), ValueError, "must be finite"),
+    (lambda: wrapopt.PowerDecay(gamma=-0.1), ValueError, "at least 0, got -0.1"),
+    (lambda: wrapopt.PowerDecay(gamma=math.inf), ValueError, "must be finite"),
+    (lambda: wrapopt.HalfLife(), TypeError, "one of `steps` and `fraction`"),
+    (lambda: wrapopt.HalfLife(steps=0), ValueError, "greater than 0, got 0"),
+    (lambda: wrapopt.HalfLife(fraction=0.6), ValueError, "at most 0.5, got 0.6"),
+    (lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0),
+        [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.05)]),
+     ValueError, "must hold different decays"),
+])
+def test_what_is_refused(make, error, match):
+  with pytest.raises(error, match=match):
+    make()
+
+
+# v1. What composition_test.py has: the steps that a gate drops do not count.
+
+
+def descending(decay, **kwargs):
+  return wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), decay, **kwargs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_a_trajectory(mode, fused):
+  # gamma 0 is the mean of all values after steps: 1, 2, 3, 4. What the average
+  # started at, 0, does not count. The other decay has a trajectory of its own.
+  opt = descending([wrapopt.PowerDecay(gamma=0), 0.5], fused=fused)
+  w = tf.Variable([0.0])
+
+  def step():
+    opt.apply_gradients([(-tf.ones(1), w)])
+
+  if mode != "eager":
+    step = tf.function(step, jit_compile=mode == "jit")
+  averages = []
+  for _ in range(4):
+    step()
+    averages.append(float(opt.average(w)[0]))
+  assert averages == [1.0, 1.5, 2.0, 2.5]
+  assert opt.average(w, 0.5).numpy() == [3.0625]
+  assert opt.average_steps().numpy() == 4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_graphs_and_savers(kind, fused, tmp_path):
+  decays = [wrapopt.PowerDecay(0.1), wrapopt.HalfLife(fraction=0.2), 0.9]
+  values = np.random.default_rng(0).standard_normal(12).cumsum()
+  expected = [power_average(values, wrapopt.PowerDecay(0.1).gamma),
+              power_average(values, wrapopt.HalfLife(fraction=0.2).decay.gamma)]
+
+  def build():
+    opt = descending(decays, fused=fused)
+    w = v1.get_variable("w", initializer=0.0)
+    value = v1.placeholder(tf.float32, [])
+    gradient = tf.identity(w) - value
+    return opt, w, value, opt.apply_gradients([(gradient, w)])
+
+  with graph_of(kind):
+    opt, w, value, train = build()
+    names = [v.op.name for v in v1.global_variables()]
+    assert names[1:] == [
+        "average_steps", "w/ExponentialMovingAverage",
+        "w/ExponentialMovingAverage_power_2.10628",
+        "w/ExponentialMovingAverage_0.9"]
+    saver = v1.train.Saver()
+    with session_of() as session:
+      session.run(v1.global_variables_initializer())
+      for x in values[:7]:
+        session.run(train, {value: x})
+      path = saver.save(session, str(tmp_path / "model"))
+  with graph_of(kind):
+    opt, w, value, train = build()
+    saver = v1.train.Saver()
+    with session_of() as session:
+      saver.restore(session, path)
+      for x in values[7:]:
+        session.run(train, {value: x})
+      assert session.run(opt.average_steps()) == 12
+      for decay, want in zip(decays, expected):
+        assert_close(session.run(opt.average(w, decay)), want)
+      opt.seed_averages(session)
+      assert session.run(opt.average_steps()) == 0
+      session.run(train, {value: 5.0})
+      assert session.run(opt.average(w)) == session.run(w)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_checkpoints_of_objects(fused, tmp_path):
+  def make():
+    w = tf.Variable([0.0])
+    opt = descending(wrapopt.PowerDecay(0.1), fused=fused)
+    return w, opt, tf.train.Checkpoint(w=w, opt=opt)
+
+  def train(opt, w, steps):
+    for _ in range(steps):
+      opt.apply_gradients([(-tf.ones(1), w)])
+
+  w, opt, checkpoint = make()
+  train(opt, w, 6)
+  path = checkpoint.save(str(tmp_path / "model"))
+  train(opt, w, 6)
+  other, other_opt, checkpoint = make()
+  status = checkpoint.restore(path)
+  train(other_opt, other, 6)
+  status.assert_consumed()
+  assert other_opt.average_steps().numpy() == 12
+  assert other_opt.average(other).numpy() == opt.average(w).numpy()
+  assert_close(opt.average(w)[0], power_average(
+      range(1, 13), wrapopt.PowerDecay(0.1).gamma))
+
+
+def test_an_error_counts_no_step():
+  opt = descending(wrapopt.PowerDecay(gamma=0))
+  w = tf.Variable([0.0])
+  opt.apply_gradients([(-tf.ones(1), w)])
+  with pytest.raises((ValueError, tf.errors.InvalidArgumentError)):
+    opt.apply_gradients([(tf.ones(3), w)])
+  assert opt.average_steps().numpy() == 1
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_in_a_strategy(fused):
+  strategy = tf.distribute.MirroredStrategy(["/cpu:0"])
+  with strategy.scope():
+    w = tf.Variable([0.0])
+    opt = descending(wrapopt.PowerDecay(gamma=0), fused=fused)
+  for _ in range(3):
+    strategy.run(lambda: opt.apply_gradients([(-tf.ones(1), w)]))
+  assert opt.average(w).numpy() == [2.0]
+
+
+def test_without_a_power_decay_nothing_is_counted():
+  opt = descending(wrapopt.HalfLife(steps=1))
+  w = tf.Variable([0.0])
+  opt.apply_gradients([(-tf.ones(1), w)])
+  assert opt.average(w).numpy() == [0.5]
+  assert opt.average_steps() is None
+  assert len(opt.variables()) == 1
+
+
+# Keras
+
+
+def keras_step(opt, w):
+  opt.apply([tf.constant([-1.0])], [w])
+
+
+@pytest.mark.parametrize("inner", [
+    keras.optimizers.SGD, keras.optimizers.Nadam])
+@pytest.mark.parametrize("jit", [None, False, True])
+def test_keras_averages(inner, jit):
+  opt = wrapopt.keras.MovingAverage(
+      inner(1.0), [wrapopt.PowerDecay(0.1), wrapopt.HalfLife(steps=3)])
+  w = keras.Variable([0.0])
+  opt.build([w])
+  step = lambda: keras_step(opt, w)
+  step = step if jit is None else tf.function(step, jit_compile=jit)
+  values = []
+  for _ in range(5):
+    step()
+    values.append(w.numpy()[0])
+  assert_close(opt.average(w).numpy()[0], power_average(
+      values, wrapopt.PowerDecay(0.1).gamma))
+  assert opt.average_steps() == 5
+
+
+def test_keras_counts_steps_that_change_weights():
+  opt = wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(1.0, gradient_accumulation_steps=2),
+      wrapopt.PowerDecay(gamma=0))
+  w = keras.Variable([0.0])
+  for _ in range(6):
+    keras_step(opt, w)
+  assert (w.numpy(), opt.average(w).numpy()) == ([3.0], [2.0])
+  assert opt.average_steps() == 3
+
+
+def test_keras_averages_begin_with_the_first_step_that_they_see():
+  inner = keras.optimizers.SGD(1.0)
+  w = keras.Variable([0.0])
+  for _ in range(10):
+    inner.apply([tf.constant([-1.0])], [w])
+  opt = wrapopt.keras.MovingAverage(inner, wrapopt.PowerDecay(gamma=0))
+  for _ in range(3):
+    keras_step(opt, w)
+  assert opt.average(w).numpy() == [12.0]
+  opt.seed_averages()
+  assert opt.average_steps() == 0
+  keras_step(opt, w)
+  assert opt.average(w).numpy() == [14.0]
+
+
+def test_keras_start_step():
+  opt = wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(1.0), wrapopt.PowerDecay(gamma=0), start_step=2,
+      num_updates=0)
+  w = keras.Variable([0.0])
+  averages = []
+  for _ in range(5):
+    keras_step(opt, w)
+    averages.append(float(opt.average(w).numpy()[0]))
+  assert averages == [1, 2, 3, 3.5, 4]
+
+
+def make_model(decay):
+  keras.utils.set_random_seed(0)
+  model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+  model.compile(wrapopt.keras.MovingAverage(
+      keras.optimizers.Adam(0.1), decay), "mse")
+  return model
+
+
+@pytest.mark.parametrize("how", ["keras", "weights", "checkpoint"])
+def test_keras_saves_and_restores(how, tmp_path):
+  x = np.random.default_rng(0).standard_normal((16, 3)).astype(np.float32)
+  fit = lambda model: [model.train_on_batch(x, x[:, :1]) for _ in range(4)]
+  decays = [wrapopt.PowerDecay(0.1), wrapopt.HalfLife(fraction=0.3), 0.9]
+  model = make_model(decays)
+  fit(model)
+  if how == "keras":
+    model.save(tmp_path / "model.keras")
+    other = keras.models.load_model(tmp_path / "model.keras")
+    assert other.optimizer.get_config() == model.optimizer.get_config()
+  else:
+    other = make_model(decays)
+    other.optimizer.build(other.trainable_variables)
+    if how == "weights":
+      model.save_weights(tmp_path / "model.weights.h5")
+      other.load_weights(tmp_path / "model.weights.h5")
+    else:
+      path = tf.train.Checkpoint(model=model, opt=model.optimizer).save(
+          str(tmp_path / "model"))
+      tf.train.Checkpoint(model=other, opt=other.optimizer).restore(
+          path).assert_consumed()
+  fit(model)
+  fit(other)
+  assert other.optimizer.average_steps() == 8
+  for decay in decays:
+    for v, u in zip(model.trainable_variables, other.trainable_variables):
+      np.testing.assert_array_equal(model.optimizer.average(v, decay),
+                                    other.optimizer.average(u, decay))
+
+
+def test_keras_file_without_averages_begins_anew(tmp_path):
+  x = np.ones((4, 3), np.float32)
+  plain = make_model(0.9)
+  plain.compile(keras.optimizers.Adam(0.1), "mse")
+  for _ in range(3):
+    plain.train_on_batch(x, x[:, :1])
+  plain.save_weights(tmp_path / "plain.weights.h5")
+  model = make_model(wrapopt.PowerDecay(0.1))
+  model.train_on_batch(x, x[:, :1])
+  model.load_weights(tmp_path / "plain.weights.h5")
+  assert model.optimizer.average_steps() == 0
+  model.train_on_batch(x, x[:, :1])
+  assert model.optimizer.average_steps() == 1
+  for v in model.trainable_variables:
+    np.testing.assert_array_equal(model.optimizer.average(v), v.value)
