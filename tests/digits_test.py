@@ -175,7 +175,7 @@ def test_a_missing_package_is_said_before_any_work(
   with pytest.raises(SystemExit) as e:
     digits.main(["--out", str(out)])
   assert str(e.value) == (
-      f"The examples and benchmarks need the Python module '{package}', which "
+      f"The examples, benchmarks and commands need the Python module '{package}', which "
       "is not installed. Install what they need with: "
       "pip install 'wrapopt[examples]'")
   assert not out.exists()

@@ -1,4 +1,4 @@
-"""Packages that only the examples and benchmarks need."""
+"""Packages that only the examples, benchmarks and commands need."""
 
 import importlib
 
@@ -22,6 +22,6 @@ def load(module):
     if e.name is None or e.name.split(".")[0] != package:
       raise
     raise SystemExit(
-        f"The examples and benchmarks need the Python module '{package}', "
-        "which is not installed. Install what they need with: "
+        f"The examples, benchmarks and commands need the Python module "
+        f"'{package}', which is not installed. Install what they need with: "
         "pip install 'wrapopt[examples]'") from None

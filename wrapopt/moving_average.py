@@ -529,6 +529,16 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """
     return self._averages(_current_graph())
 
+  def averages_by_decay(self, graph):
+    """[(decay, [(variable, average)])] of a graph, or of eager mode (None).
+
+    Raises:
+      RuntimeError: If there is no average yet.
+    """
+    self._require_averages(graph, "averages_by_decay")
+    return [(decay, self._pairs(graph, k))
+            for k, decay in enumerate(self._decays)]
+
   @contextlib.contextmanager
   def averaged_weights(self, session: Optional[Session] = None,
                        decay: Optional[float] = None) -> Iterator[None]:

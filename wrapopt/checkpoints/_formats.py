@@ -34,6 +34,7 @@ _NOTE = "wrapopt/snapshot"
 _SHARD = 128 << 20
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_PARTIAL = ".partial"
 _WEIGHTS = "model.weights.h5"  # In a .keras file.
 
 
@@ -292,6 +293,11 @@ def kind_of(path):
   return _TensorFlow
 
 
+def ending_of(path):
+  """What the names of files of a path's format end in."""
+  return {_Keras: ".keras", _H5: ".weights.h5", _TensorFlow: ""}[kind_of(path)]
+
+
 def open_source(path):
   """Opens a checkpoint.
 
@@ -355,7 +361,7 @@ class Sink:
   """A checkpoint to write. It appears when it is whole, in `publish`.
 
   Until then it is in a directory beside it, whose name begins with a dot and
-  ends in ".partial".
+  ends in ".partial". A process that is killed leaves that directory behind.
   """
 
   def __init__(self, path):
@@ -363,7 +369,7 @@ class Sink:
     parent = os.path.dirname(os.path.abspath(path))
     os.makedirs(parent, exist_ok=True)
     self._directory = tempfile.mkdtemp(
-        prefix=f".{os.path.basename(path)}.", suffix=".partial", dir=parent)
+        prefix=f".{os.path.basename(path)}.", suffix=_PARTIAL, dir=parent)
     self._parent = parent
 
   def write(self, values):
@@ -371,11 +377,20 @@ class Sink:
     raise NotImplementedError
 
   def publish(self):
-    """Has the checkpoint appear, after all is on the disk."""
-    for file in self._finish():
-      to_disk(file)
-      os.replace(file, os.path.join(self._parent, os.path.basename(file)))
-    to_disk(self._parent)
+    """Has the checkpoint appear, in place of one of its name, when it is whole.
+    """
+    files = list(self._finish())
+    for file in files:
+      _to_disk(file)
+    to = [os.path.join(self._parent, os.path.basename(f)) for f in files]
+    if len(files) > 1:
+      # Another's last file must not stand beside this one's first.
+      with contextlib.suppress(FileNotFoundError):
+        os.unlink(to[-1])
+        _to_disk(self._parent)
+    for file, name in zip(files, to):
+      os.replace(file, name)
+    _to_disk(self._parent)
 
   def _finish(self):
     """Files of the checkpoint, of which the last makes it one: an iterable."""
@@ -386,7 +401,7 @@ class Sink:
     shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def to_disk(path):
+def _to_disk(path):
   """Returns when a file or directory is on the disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
@@ -457,7 +472,8 @@ class H5Sink(Sink):
     Args:
       path: Where it is to appear.
       specs: {name: Spec} of all variables.
-      like: A Source in HDF5, whose groups and attributes it gets.
+      like: What has a `file` of HDF5 and its `datasets`, whose groups and
+        attributes it gets, or None.
       note: Of a snapshot, a dict.
     """
     super().__init__(path)
@@ -473,7 +489,7 @@ class H5Sink(Sink):
             name, spec.shape,
             "V2" if of_bytes else
             h5py.string_dtype() if spec.dtype == object else spec.dtype)
-        if like is not None:
+        if like is not None and name in like.datasets:
           _copy_attributes(like.datasets[name], dataset, without="dtype")
         if of_bytes:
           dataset.attrs["dtype"] = "bfloat16"
@@ -500,6 +516,18 @@ class H5Sink(Sink):
     with contextlib.suppress(Exception):
       self._file.close()
     super().discard()
+
+
+def remove_partial(directory, prefix):
+  """Removes what killed processes have left of checkpoints in a directory.
+
+  Args:
+    directory: Its path.
+    prefix: What the names of the checkpoints begin with.
+  """
+  for name in os.listdir(directory):
+    if name.startswith("." + prefix) and name.endswith(_PARTIAL):
+      shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
 
 
 def _copy_attributes(source, to, without=None):

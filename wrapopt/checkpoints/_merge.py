@@ -53,6 +53,26 @@ def weighted(inputs, output, weights, only=None, progress=None):
     sink.discard()
 
 
+def averaged(source, only=None):
+  """Names of the variables of a Source that can be averaged, and are to be.
+
+  Args:
+    source: A Source.
+    only: As in `weighted`.
+
+  Returns:
+    A list, sorted.
+  """
+  try:
+    wanted = (re.compile(only).search if only is not None else
+              lambda name: not source.is_optimizer_state(name))
+  except re.error as e:
+    raise ValueError(f"`only` must be a regular expression, got {only!r}: {e}."
+                    ) from e
+  return sorted(name for name, spec in source.specs.items()
+                if spec.dtype in _formats.FLOATS and wanted(name))
+
+
 def check(inputs, only=None):
   """Which variables of checkpoints are summed.
 
@@ -67,10 +87,7 @@ def check(inputs, only=None):
     ValueError: If the checkpoints do not go together, or nothing is summed.
   """
   last = inputs[-1]
-  wanted = (re.compile(only).search if only is not None else
-            lambda name: not last.is_optimizer_state(name))
-  names = sorted(name for name, spec in last.specs.items()
-                 if spec.dtype in _formats.FLOATS and wanted(name))
+  names = averaged(last, only)
   if not names:
     raise ValueError(
         f"{last.path} must have floating-point variables to average" +
@@ -94,10 +111,7 @@ def check(inputs, only=None):
             f"Variable '{name}' of {source.path} must be of dtype "
             f"{', '.join(map(str, _formats.FLOATS))}, as in {last.path}, got "
             f"{spec.dtype}.")
-    more = sorted(name for name, spec in source.specs.items()
-                  if name not in last.specs and spec.dtype in _formats.FLOATS
-                  and (re.search(only, name) if only is not None else
-                       not source.is_optimizer_state(name)))
+    more = [name for name in averaged(source, only) if name not in last.specs]
     if more:
       raise ValueError(
           f"{source.path} must not have variables that {last.path} lacks, got "

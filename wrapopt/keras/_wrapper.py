@@ -438,6 +438,16 @@ class AveragingOptimizer(WrapperOptimizer):
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
+  def averages_by_decay(self, model):
+    """What there is to write of a model.
+
+    Returns:
+      [(decay or None, how many steps the averages have taken or None, a function
+      that gives the average of a variable or None)].
+    """
+    averages = {id(v): s for v, s in self._averaged(model)}
+    return [(None, None, lambda v: averages.get(id(v)))]
+
   def know(self, model: keras.Model) -> None:
     """Tells the optimizer the model that it trains."""
     del model

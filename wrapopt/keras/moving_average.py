@@ -230,6 +230,15 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return super()._averaged(model) + [
         (v, rows[0][self._var_key(v)]) for v in variables]
 
+  def averages_by_decay(self, model):
+    self._require_built("averages_by_decay")
+    self.know(model)
+    _, of_batch_norm = self._statistics()
+    steps = self.average_steps()
+    return [(decay, steps, lambda v, rows=rows: next(
+        (row[key] for row in rows if (key := self._var_key(v)) in row), None))
+            for decay, *rows in zip(self._decays, self._rows, of_batch_norm)]
+
   def finalize_variable_values(self, var_list):
     super().finalize_variable_values(var_list)
     if self.built:

@@ -1,0 +1,487 @@
+"""Snapshots of averages, and averages of any width that are made of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import h5py
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from training import GRAPH_MODES
+from training import graph_of
+from wrapopt import checkpoints
+from wrapopt.checkpoints import __main__ as command
+from wrapopt.checkpoints import _profiles
+import wrapopt.keras
+
+v1 = tf.compat.v1
+
+NARROW, WIDE = wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)
+
+
+def values_of(path):
+  reader = tf.train.load_checkpoint(str(path))
+  return {name: reader.get_tensor(name)
+          for name in reader.get_variable_to_shape_map()}
+
+
+# Profiles
+
+
+def weights_of(gamma, steps, of):
+  """What each of `of` steps weighs in an average, written as in PowerDecay."""
+  weights = np.zeros(of)
+  for t in range(1, steps + 1):
+    beta = (1 - 1 / t)**(gamma + 1)
+    weights *= beta
+    weights[t - 1] += 1 - beta
+  return weights
+
+
+def test_inner_products():
+  # In pieces of a step a PowerDecay's weights are the integrals of its profile.
+  n = 4000
+  for a, b in [((16.97, n), (6.94, n)), ((16.97, n), (6.94, n // 2)),
+               ((0.0, n // 4), (3.0, n)), ((1.5, n), (1.5, n))]:
+    got = _profiles.inner_product(_profiles.Profile(*a), _profiles.Profile(*b))
+    assert got == _profiles.inner_product(_profiles.Profile(*b),
+                                          _profiles.Profile(*a))
+    want = weights_of(*a, n) @ weights_of(*b, n)
+    assert got == pytest.approx(want, rel=1e-3)
+
+
+def profiles(n, steps=1000):
+  return [_profiles.Profile(d.gamma, steps * (i + 1) / n)
+          for i in range(n) for d in (NARROW, WIDE)]
+
+
+@pytest.mark.parametrize("width, error", [
+    (0.03, 4e-2), (0.07, 4e-3), (0.15, 1e-2), (0.2, 2.5e-2), (0.25, 8e-2)])
+def test_fits(width, error):
+  snapshots = profiles(16)
+  wanted = _profiles.Profile(wrapopt.PowerDecay(width).gamma, 1000)
+  fit = _profiles.fit(snapshots, wanted)
+  assert fit.weights.sum() == pytest.approx(1, abs=1e-12)
+  # What docs say, and the distance of the weights themselves.
+  assert 0.8 * error < fit.error < error
+  total = sum(w * weights_of(s.gamma, round(s.steps), 1000)
+              for w, s in zip(fit.weights, [
+                  s._replace(steps=round(s.steps)) for s in snapshots]))
+  want = weights_of(wanted.gamma, 1000, 1000)
+  assert np.linalg.norm(total - want) / np.linalg.norm(want) == pytest.approx(
+      fit.error, rel=0.05)
+  # No other weights of sum 1 are nearer.
+  gram = np.array([[_profiles.inner_product(a, b) for b in snapshots]
+                   for a in snapshots])
+  products = np.array([_profiles.inner_product(s, wanted) for s in snapshots])
+  slope = gram @ fit.weights - products
+  assert np.ptp(slope) < 1e-6 * np.abs(products).max()
+
+
+def test_a_snapshot_itself_is_its_own_fit():
+  fit = _profiles.fit(profiles(16), _profiles.Profile(WIDE.gamma, 1000))
+  np.testing.assert_allclose(fit.weights, [0] * 31 + [1], atol=1e-6)
+  assert fit.error < 1e-6
+  fit = _profiles.fit(profiles(1)[:1], _profiles.Profile(WIDE.gamma, 1000))
+  assert fit.weights == [1] and fit.error > 0.1
+
+
+# Sessions
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_snapshots_of_a_session(tmp_path, kind, dtype):
+  directory = tmp_path / "snapshots"
+  with graph_of(kind):
+    step = v1.train.get_or_create_global_step()
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), [NARROW, 0.5],
+        shadow_dtype=tf.float32)
+    v = v1.get_variable("v", [3], initializer=v1.zeros_initializer)
+    h = v1.get_variable("h", [2], tf.float16, v1.zeros_initializer)
+    parts = v1.get_variable("parts", [4, 2], initializer=v1.zeros_initializer,
+                            partitioner=v1.fixed_size_partitioner(2))
+    train = opt.apply_gradients(
+        [(-tf.ones_like(x), x) for x in (v, h, *parts)], step)
+    hook = checkpoints.SnapshotHook(opt, directory, 3, dtype)
+    with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+      for _ in range(7):
+        session.run(train)
+  for path, half in ("snapshot-{}-power_16.9723", False), (
+      "snapshot-{}-0.5", True):
+    for at in 3, 6:
+      values = values_of(directory / path.format(at))
+      want = ([(1 - 2.0**-(k + 1)) for k in range(at)] if half else None)
+      average = 0.0
+      for t in range(1, at + 1):
+        beta = 0.5 if half else (1 - 1 / t)**(NARROW.gamma + 1)
+        average = beta * average + (1 - beta) * t
+      del want
+      note = json.loads(values.pop("wrapopt/snapshot"))
+      assert (note["step"], note["steps"]) == (at, at)
+      assert note["gamma"] == (None if half else NARROW.gamma)
+      assert {name: x.shape for name, x in values.items()} == {
+          "v": (3,), "h": (2,), "parts": (4, 2)}
+      for x in values.values():
+        assert x.dtype == (ml_dtypes.bfloat16 if dtype else np.float32)
+        np.testing.assert_allclose(np.float64(x), average,
+                                   rtol=2**-8 if dtype else 1e-6)
+  assert {f.name.split(".")[0].split("-")[1] for f in directory.iterdir()} == {
+      "3", "6"}
+  # A plain Saver loads what is made of them, in the dtypes of the variables.
+  checkpoints.posthoc([directory / f"snapshot-{i}-power_16.9723" for i in (3, 6)],
+                      tmp_path / "out", gamma=NARROW.gamma)
+  with graph_of(kind), v1.Session() as session:
+    h = v1.get_variable("h", [2], tf.float16)
+    parts = v1.get_variable("parts", [4, 2],
+                            partitioner=v1.fixed_size_partitioner(2))
+    v1.train.Saver([h, parts]).restore(session, str(tmp_path / "out"))
+    np.testing.assert_array_equal(
+        session.run(h), values_of(tmp_path / "out")["h"])
+
+
+def test_a_hook_is_checked(tmp_path):
+  sgd = v1.train.GradientDescentOptimizer(1.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd, NARROW)
+  for error, match, args in [
+      (TypeError, "`opt` must be a wrapopt.MovingAverageOptimizer, got ",
+       (sgd, tmp_path, 1)),
+      (TypeError, "`save_steps` must be an integer", (opt, tmp_path, 1.5)),
+      (ValueError, "`save_steps` must be at least 1", (opt, tmp_path, 0)),
+      (ValueError, "`dtype` must be None, float16, bfloat16 or float32, got "
+       "float64", (opt, tmp_path, 1, "float64"))]:
+    with pytest.raises(error, match=match):
+      checkpoints.SnapshotHook(*args)
+  with graph_of("resource"):
+    hook = checkpoints.SnapshotHook(opt, tmp_path, 1)
+    with pytest.raises(RuntimeError, match="needs the global step"):
+      hook.begin()
+    v1.train.get_or_create_global_step()
+    with pytest.raises(RuntimeError, match="Must call apply_gradients"):
+      hook.begin()
+
+
+# Keras
+
+
+def digits_like():
+  rng = np.random.default_rng(0)
+  x = rng.standard_normal((256, 8)).astype(np.float32)
+  return x, (x @ rng.standard_normal((8, 3))).argmax(1)
+
+
+def make_model(decays, optimizer=None):
+  keras.utils.set_random_seed(0)
+  model = keras.Sequential([
+      keras.Input((8,)), keras.layers.Dense(16, activation="relu"),
+      keras.layers.BatchNormalization(), keras.layers.Dense(3)])
+  model.compile(
+      optimizer or wrapopt.keras.MovingAverage(
+          keras.optimizers.SGD(0.1), decays),
+      keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+      metrics=["accuracy"])
+  return model
+
+
+class Record(keras.callbacks.Callback):
+  """Keeps the weights of each step."""
+
+  def __init__(self):
+    super().__init__()
+    self.weights = []
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.weights.append(np.concatenate([
+        np.ravel(v.numpy()) for v in self.model.trainable_variables]))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+  """A run with snapshots: (model, its directory, weights of each step)."""
+  directory = tmp_path_factory.mktemp("run")
+  widths = [0.03, 0.07, 0.15, 0.2, 0.25]
+  model = make_model([NARROW, WIDE, *map(wrapopt.PowerDecay, widths)])
+  record = Record()
+  x, y = digits_like()
+  model.fit(x, y, batch_size=16, epochs=10, verbose=0, callbacks=[
+      wrapopt.keras.Snapshots(directory / "snapshots", 10), record])
+  return model, directory, np.array(record.weights, np.float64)
+
+
+def two_of(directory):
+  return sorted(
+      path for path in (directory / "snapshots").iterdir()
+      if path.name.endswith((f"-{NARROW}.weights.h5", f"-{WIDE}.weights.h5")))
+
+
+@pytest.mark.parametrize("width", [0.03, 0.07, 0.15, 0.2, 0.25])
+def test_widths_made_afterwards_are_those_that_were_tracked(run, width, tmp_path):
+  model, directory, weights = run
+  snapshots = two_of(directory)
+  assert len(snapshots) == 32
+  output = tmp_path / "width.weights.h5"
+  fit = checkpoints.posthoc(snapshots, output, width)
+  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
+  loaded.load_weights(output)
+  got, tracked = (np.concatenate([np.ravel(x) for x in of]) for of in (
+      [v.numpy() for v in loaded.trainable_variables],
+      [model.optimizer.average(v, wrapopt.PowerDecay(width)).numpy()
+       for v in model.trainable_variables]))
+  # The difference is a sum of values of steps, whose weights have this norm and
+  # the sum 0: by Cauchy and Schwarz. Float32 averages of 160 steps.
+  size = np.linalg.norm(weights_of(wrapopt.PowerDecay(width).gamma, 160, 160))
+  bound = 1.05 * fit.error * size * np.linalg.norm(
+      weights - weights.mean(axis=0), axis=0)
+  rounding = 3 * 160 * 2**-24 * np.abs(weights).max(axis=0) * np.abs(
+      fit.weights).sum()
+  assert (np.abs(got - tracked) <= bound + rounding).all()
+  # Which is much less than what the choice of the width changes.
+  narrow = np.concatenate([np.ravel(model.optimizer.average(v, NARROW))
+                           for v in model.trainable_variables])
+  if width != 0.07:
+    assert np.linalg.norm(got - tracked) < 0.1 * np.linalg.norm(narrow - tracked)
+  # What there is beside the weights is that of the last snapshot.
+  for a, b in zip(loaded.non_trainable_variables,
+                  model.non_trainable_variables):
+    np.testing.assert_array_equal(a, b)
+
+
+def test_a_snapshot_is_a_file_of_the_model(run):
+  model, directory, _ = run
+  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
+  loaded.load_weights(
+      directory / "snapshots" / f"snapshot-160-{WIDE}.weights.h5")
+  for v, u in zip(model.trainable_variables, loaded.trainable_variables):
+    np.testing.assert_array_equal(model.optimizer.average(v, WIDE), u)
+  with h5py.File(directory / "snapshots" /
+                 f"snapshot-160-{WIDE}.weights.h5") as file:
+    assert "optimizer" not in file
+    note = json.loads(file["wrapopt/snapshot"][()])
+  assert note == {"step": 160, "steps": 160, "gamma": WIDE.gamma,
+                  "decay": str(WIDE), "dtypes": {}}
+
+
+def test_an_earlier_time(run, tmp_path):
+  _, directory, _ = run
+  checkpoints.posthoc(two_of(directory), tmp_path / "early.weights.h5",
+                      gamma=WIDE.gamma, steps=80)
+  with h5py.File(tmp_path / "early.weights.h5") as got, h5py.File(
+      directory / "snapshots" / f"snapshot-80-{WIDE}.weights.h5") as want:
+    name = "layers/dense/vars/0"
+    np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-6)
+    assert "wrapopt" not in got
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_as_large(run, tmp_path, dtype):
+  model = make_model([NARROW, WIDE])
+  x, y = digits_like()
+  model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
+      wrapopt.keras.Snapshots(tmp_path / "snapshots", 4, dtype)])
+  loaded = make_model([NARROW], keras.optimizers.SGD(0.1))
+  loaded.load_weights(
+      tmp_path / "snapshots" / f"snapshot-16-{WIDE}.weights.h5")
+  checkpoints.posthoc(tmp_path / "snapshots", tmp_path / "out.weights.h5", 0.1)
+  with h5py.File(tmp_path / "out.weights.h5") as file:
+    got = file["layers/dense/vars/0"]
+    assert got.dtype == np.float32
+    want = model.optimizer.average(model.trainable_variables[0], WIDE).numpy()
+    np.testing.assert_allclose(
+        got, want, rtol=2e-3 if dtype == "float16" else 2**-7, atol=1e-3)
+
+
+def test_what_does_not_fit_into_float16_is_an_error(tmp_path):
+  model = make_model(NARROW)
+  model.trainable_variables[0].assign(
+      np.full(model.trainable_variables[0].shape, 1e5))
+  x, y = digits_like()
+  with pytest.raises(ValueError, match="must be within 65504 to be stored"):
+    model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
+        wrapopt.keras.Snapshots(tmp_path, 4, "float16")])
+  assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_thread_ends_the_training(tmp_path):
+  model = make_model(NARROW)
+  x, y = digits_like()
+  (tmp_path / "file").write_text("")
+  with pytest.raises(OSError):
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+        wrapopt.keras.Snapshots(tmp_path / "file", 4)])
+  with pytest.raises(ValueError, match="Snapshots needs one optimizer that "
+                     "keeps averages, such as .*, got SGD with 0"):
+    make_model(NARROW, keras.optimizers.SGD()).fit(
+        x, y, callbacks=[wrapopt.keras.Snapshots(tmp_path, 4)])
+
+
+@pytest.mark.parametrize("wrapper", [
+    wrapopt.keras.SWA, wrapopt.keras.Lookahead])
+def test_other_averages(wrapper, tmp_path):
+  model = make_model(None, wrapper(keras.optimizers.SGD(0.1)))
+  x, y = digits_like()
+  fit = lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+      wrapopt.keras.Snapshots(tmp_path, 16)])
+  if wrapper is wrapopt.keras.Lookahead:
+    with pytest.raises(ValueError, match="got Lookahead with 0"):
+      fit()
+    return
+  fit()
+  path = tmp_path / "snapshot-16-average.weights.h5"
+  with h5py.File(path) as file:
+    np.testing.assert_array_equal(
+        file["layers/dense/vars/0"],
+        model.optimizer.average(model.trainable_variables[0]))
+  with pytest.raises(ValueError, match="must be a snapshot of a PowerDecay, got "
+                     "one of None"):
+    checkpoints.posthoc(path, tmp_path / "out.weights.h5", 0.1)
+
+
+def test_averages_of_batch_normalizations_are_in_snapshots(tmp_path):
+  model = make_model(None, wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.1), NARROW, average_batch_norm=True))
+  x, y = digits_like()
+  model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(),
+      wrapopt.keras.Snapshots(tmp_path, 16)])
+  # After fit the model holds its averages.
+  with h5py.File(tmp_path / f"snapshot-16-{NARROW}.weights.h5") as file:
+    np.testing.assert_array_equal(
+        file["layers/batch_normalization/vars/2"],
+        model.layers[1].moving_mean.numpy())
+
+
+def test_what_is_no_snapshot(run, tmp_path):
+  _, directory, _ = run
+  model = make_model(NARROW)
+  model.save_weights(tmp_path / "plain.weights.h5")
+  out = tmp_path / "out.weights.h5"
+  with pytest.raises(ValueError, match="plain.weights.h5 must be a snapshot of a "
+                     "PowerDecay, got a checkpoint without a note"):
+    checkpoints.posthoc(tmp_path / "plain.weights.h5", out, 0.1)
+  with pytest.raises(ValueError, match="`steps` must be .* 160, got 200"):
+    checkpoints.posthoc(two_of(directory), out, 0.1, steps=200)
+  with pytest.raises(ValueError, match="`steps` must be at least the steps of"):
+    checkpoints.posthoc(two_of(directory), out, 0.1, steps=2)
+  with pytest.raises(TypeError, match="one of `relative_width` and `gamma`"):
+    checkpoints.posthoc(two_of(directory), out)
+  assert not out.exists()
+
+
+# The command
+
+
+def accuracy(path):
+  """What test_sweep evaluates."""
+  model = make_model([NARROW], keras.optimizers.SGD(0.1))
+  model.load_weights(path)
+  return model.evaluate(*digits_like(), verbose=0)[1]
+
+
+def test_sweep(run, tmp_path, capsys):
+  _, directory, _ = run
+  command.main(["posthoc", *map(str, two_of(directory)), "--sweep", "0.05", "0.2",
+                "--evaluate", "snapshots_test:accuracy", "--quiet",
+                "--output", str(tmp_path / "sweep")])
+  with open(tmp_path / "sweep" / "results.json", encoding="utf-8") as file:
+    rows = json.load(file)
+  assert [row["relative_width"] for row in rows] == [0.05, 0.2]
+  assert all(0.5 < row["quality"] <= 1 for row in rows)
+  assert rows[0]["error"] < 1e-6 < rows[1]["error"]
+  assert (tmp_path / "sweep" / "quality.png").stat().st_size > 1000
+  assert "0.05" in capsys.readouterr().out
+  assert not list((directory / "snapshots").glob(".*"))
+
+
+def test_command(run, tmp_path, capsys):
+  _, directory, _ = run
+  paths = [str(p) for p in two_of(directory)]
+  for arguments in (
+      ["merge", *paths[:2], "--weights", "1", "3"], ["ema", *paths[:3]],
+      ["lawa", *paths, "--window", "3"],
+      ["posthoc", *paths, "--relative-width", "0.08"]):
+    output = tmp_path / f"{arguments[0]}.weights.h5"
+    command.main([*arguments, "--quiet", "--output", str(output)])
+    assert output.exists()
+  assert "of 32 snapshots, error of the profile 0.2" in capsys.readouterr().out
+  command.main(["list", paths[-1], str(tmp_path / "ema.weights.h5"),
+                "--variables"])
+  out = capsys.readouterr().out
+  assert "snapshot of step 90, decay power_6.9372, 90 steps averaged" in out
+  assert "averaged: 8 variables, 243 numbers of float32" in out, out
+  assert "averaged  layers/dense/vars/0  float32 [8, 16]" in out
+  with pytest.raises(SystemExit, match="error: The output .* exists"):
+    command.main(["merge", *paths[:2], "--quiet",
+                  "--output", str(tmp_path / "ema.weights.h5")])
+  with pytest.raises(SystemExit):
+    command.main(["posthoc", *paths, "--sweep", "--output", "x"])
+  assert "--sweep and --evaluate go together" in capsys.readouterr().err
+
+
+# Kills
+
+_CHILD = """
+import sys
+import numpy as np
+from wrapopt.checkpoints import _formats, _snapshots
+directory, first = sys.argv[1], int(sys.argv[2])
+writer = _snapshots.Snapshots(directory, 1, "float16" if first % 2 else None)
+writer.begin(first)
+print("ready", flush=True)
+for step in range(first, 10**9):
+  # Both formats; names come again, so that old snapshots are replaced.
+  for ending in ("", ".weights.h5"):
+    writer.write(
+        lambda path, specs, note, e=ending: (
+            _formats.H5Sink(path + e, specs, None, note) if e else
+            _formats.TensorFlowSink(path, note)),
+        step % 3, None, step, {f"v{i}": (
+            np.full((50, 50), step % 1000, np.float32), np.dtype(np.float32))
+                               for i in range(20)})
+"""
+
+
+def kill_in_a_loop(directory, kills, seconds):
+  """Kills writers of snapshots, and looks at what they leave."""
+  directory.mkdir()
+  seen = set()
+  for k in range(kills):
+    child = subprocess.Popen(
+        [sys.executable, "-c", _CHILD, str(directory), str(1000 * k)],
+        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+            sys.path)})
+    assert child.stdout.readline() == b"ready\n"
+    for _ in range(2000):
+      if len(list(directory.glob("snapshot-*"))) > 3:
+        break
+      time.sleep(0.01)
+    time.sleep(seconds * np.random.default_rng(k).uniform())
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    for path in checkpoints._formats.expand(directory):
+      source = checkpoints._formats.open_source(path)
+      values = [source.read(name) for name in source.specs]
+      assert len(values) == 20
+      assert all((x == source.note["steps"] % 1000).all() for x in values), path
+      seen.add((source.kind, source.note["steps"]))
+      source.close()
+  assert {kind for kind, _ in seen} == {"TensorFlow", "HDF5"}
+  assert len(seen) > kills
+  return directory
+
+
+def test_a_kill_leaves_whole_snapshots_only(tmp_path):
+  directory = kill_in_a_loop(tmp_path / "snapshots", 2, 0.3)
+  # The next run removes what a killed one has not finished.
+  (directory / ".snapshot-7-x.partial").mkdir()
+  checkpoints._snapshots.Snapshots(directory, 1, None).begin(0)
+  assert not list(directory.glob(".*"))

@@ -1,0 +1,239 @@
+"""Makes averages of checkpoints, without the model and its code.
+
+  merge     the mean of checkpoints, or a weighted one
+  lawa      the mean of the latest few checkpoints of a run
+  ema       an exponential moving average along the checkpoints of a run
+  posthoc   from the snapshots of a run, the average of any width
+  list      what checkpoints are and hold
+
+A checkpoint is named as you would load it: a .weights.h5 or .keras file of
+Keras, or the prefix of a TensorFlow checkpoint, which is what stands before
+".index" in the names of its files. A directory stands for all checkpoints in it,
+in the order of their names, in which numbers count as such.
+
+The output is the last input with averaged variables: load it as you load that.
+It appears when it is whole. Integers (counts of steps), strings and the state of
+optimizers are the last input's.
+
+Examples:
+
+  python -m wrapopt.checkpoints merge a.keras b.keras --output mean.keras
+  python -m wrapopt.checkpoints merge run/model-1000 run/model-2000 \\
+      --weights 0.3 0.7 --output run/mean
+  python -m wrapopt.checkpoints lawa run --window 5 --output averaged/model
+  python -m wrapopt.checkpoints posthoc run/snapshots --relative-width 0.08 \\
+      --output width.weights.h5
+  python -m wrapopt.checkpoints posthoc run/snapshots \\
+      --sweep 0.03 0.05 0.1 0.2 --evaluate my_module:accuracy --output sweep
+"""
+
+import argparse
+import collections
+import importlib
+import json
+import os
+import sys
+
+from wrapopt import _extras
+from wrapopt import checkpoints
+from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _merge
+
+_WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.17, 0.22)
+
+
+def main(argv=None):
+  parser = argparse.ArgumentParser(
+      prog="python -m wrapopt.checkpoints", description=__doc__,
+      formatter_class=argparse.RawDescriptionHelpFormatter)
+  commands = parser.add_subparsers(metavar="COMMAND", required=True,
+                                   help="what to do; COMMAND --help says more")
+
+  command = _add(commands, "merge", _run_merge, checkpoints.merge)
+  command.add_argument(
+      "--weights", type=float, nargs="+", metavar="W",
+      help="as many numbers as inputs; they are divided by their sum. Default: "
+      "the mean")
+  command = _add(commands, "ema", _run_ema, checkpoints.ema)
+  command.add_argument(
+      "--decay", type=float, default=0.5, metavar="D",
+      help="in [0, 1]: how much of the average stays when the next checkpoint "
+      "comes. Default: %(default)s")
+  command = _add(commands, "lawa", _run_lawa, checkpoints.lawa)
+  command.add_argument(
+      "--window", type=int, default=5, metavar="N",
+      help="how many of the latest checkpoints count. Default: %(default)s")
+
+  command = _add(commands, "posthoc", _run_posthoc, checkpoints.posthoc)
+  wanted = command.add_mutually_exclusive_group(required=True)
+  wanted.add_argument(
+      "--relative-width", type=float, metavar="W",
+      help="the wanted average: the standard deviation of its weight over "
+      "training, as a fraction of training; up to 0.288")
+  wanted.add_argument("--gamma", type=float, metavar="G",
+                      help="the same, by the exponent of its power function")
+  wanted.add_argument(
+      "--sweep", type=float, nargs="*", metavar="W",
+      help="evaluate averages of these widths, by default "
+      f"{' '.join(map(str, _WIDTHS))}. Needs --evaluate. The output is a "
+      "directory for results.json and quality.png")
+  command.add_argument(
+      "--evaluate", metavar="MODULE:FUNCTION",
+      help="a Python function of the path of a checkpoint, which loads it and "
+      "returns a number")
+  command.add_argument(
+      "--steps", type=float, metavar="T",
+      help="the average after so many steps. Default: after all")
+
+  command = commands.add_parser(
+      "list", help="what checkpoints are and hold",
+      description="Says what checkpoints are and hold.")
+  command.add_argument("inputs", nargs="+", metavar="INPUT",
+                       help="a checkpoint, or a directory of them")
+  command.add_argument("--variables", action="store_true",
+                       help="list the variables, too")
+  command.set_defaults(run=_run_list)
+
+  options = parser.parse_args(argv)
+  try:
+    options.run(options, parser)
+  except (OSError, ValueError) as e:
+    sys.exit(f"{parser.prog}: error: {e}")
+
+
+def _add(commands, name, run, function):
+  """A command that writes an average of inputs."""
+  text = function.__doc__.split("\n\n  Args:")[0].replace("\n  ", "\n")
+  command = commands.add_parser(
+      name, help=text.splitlines()[0].removesuffix("."), description=text,
+      formatter_class=argparse.RawDescriptionHelpFormatter)
+  command.add_argument("inputs", nargs="+", metavar="INPUT",
+                       help="a checkpoint, or a directory of them")
+  command.add_argument("--output", required=True, metavar="OUTPUT",
+                       help="where to write; nothing may be there")
+  command.add_argument(
+      "--only", metavar="REGEX",
+      help="average the variables in whose names this is found; all else is the "
+      "last input's. Default: all but the state of optimizers")
+  command.add_argument("--quiet", action="store_true",
+                       help="show no progress bar")
+  command.set_defaults(run=run)
+  return command
+
+
+def _common(options):
+  return {"only": options.only, "progress": not options.quiet}
+
+
+def _run_merge(options, parser):
+  del parser
+  checkpoints.merge(options.inputs, options.output, options.weights,
+                    **_common(options))
+
+
+def _run_ema(options, parser):
+  del parser
+  checkpoints.ema(options.inputs, options.output, options.decay,
+                  **_common(options))
+
+
+def _run_lawa(options, parser):
+  del parser
+  checkpoints.lawa(options.inputs, options.output, options.window,
+                   **_common(options))
+
+
+def _run_posthoc(options, parser):
+  if (options.sweep is None) != (options.evaluate is None):
+    parser.error("--sweep and --evaluate go together")
+  if options.sweep is not None:
+    _run_sweep(options, parser)
+    return
+  fitted = checkpoints.posthoc(
+      options.inputs, options.output, options.relative_width,
+      gamma=options.gamma, steps=options.steps, **_common(options))
+  print(f"{options.output}: of {len(fitted.weights)} snapshots, error of the "
+        f"profile {fitted.error:.2%}")
+
+
+def _run_sweep(options, parser):
+  plt = _extras.load("matplotlib.pyplot")
+  module, _, name = options.evaluate.partition(":")
+  sys.path.insert(0, os.getcwd())
+  try:
+    evaluate = getattr(importlib.import_module(module), name)
+  except (ImportError, AttributeError) as e:
+    parser.error(f"argument --evaluate: must be MODULE:FUNCTION, got "
+                 f"{options.evaluate}: {e}")
+  os.makedirs(options.output, exist_ok=True)
+  widths = checkpoints.sweep(
+      options.inputs, evaluate, options.sweep or _WIDTHS, steps=options.steps,
+      **_common(options))
+  print("relative width  error of the profile  quality")
+  for width in widths:
+    print(f"{width.relative_width:14.4g}  {width.error:20.2%}  "
+          f"{width.quality:.6g}")
+  results = os.path.join(options.output, "results.json")
+  with open(results, "w", encoding="utf-8") as file:
+    json.dump([width._asdict() for width in widths], file, indent=2)
+    file.write("\n")
+  plot(plt, {"": widths}, os.path.join(options.output, "quality.png"))
+  print(results)
+
+
+def plot(plt, curves, path, ylabel="quality"):
+  """Draws quality over width.
+
+  Args:
+    plt: matplotlib.pyplot.
+    curves: {label: list of Widths}.
+    path: Of the PNG.
+    ylabel: What quality is.
+  """
+  figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120)
+  for label, widths in curves.items():
+    axes.plot([w.relative_width for w in widths], [w.quality for w in widths],
+              marker="o", label=label or None)
+  axes.set(xscale="log", xlabel="relative width of the average", ylabel=ylabel)
+  axes.grid(alpha=0.3)
+  if any(curves):
+    axes.legend()
+  figure.tight_layout()
+  figure.savefig(path)
+  plt.close(figure)
+
+
+def _run_list(options, parser):
+  del parser
+  for given in options.inputs:
+    for path in _formats.expand(given):
+      source = _formats.open_source(path)
+      try:
+        _describe(source, options.variables)
+      finally:
+        source.close()
+
+
+def _describe(source, with_variables):
+  specs = source.specs
+  averaged = set(_merge.averaged(source))
+  print(f"{source.path}: {source.kind}, {len(specs)} variables, "
+        f"{sum(s.nbytes for s in specs.values()) / 1e6:.1f} MB")
+  if source.note:
+    steps = source.note["steps"]
+    print(f"  snapshot of step {source.note['step']}, decay "
+          f"{source.note['decay']}" + (
+              "" if steps is None else f", {steps} steps averaged"))
+  numbers = collections.Counter()
+  for name in averaged:
+    numbers[str(specs[name].dtype)] += specs[name].size
+  print("  averaged: " + f"{len(averaged)} variables, " + ", ".join(
+      f"{n} numbers of {dtype}" for dtype, n in sorted(numbers.items())))
+  if with_variables:
+    for name, spec in sorted(specs.items()):
+      print(f"  {'averaged' if name in averaged else 'copied  '}  {name}  "
+            f"{spec.dtype} {list(spec.shape)}")
+
+
+if __name__ == "__main__":
+  main()

@@ -1,0 +1,263 @@
+"""Snapshots: files of averages, written by a thread while training goes on."""
+
+import concurrent.futures
+import os
+import threading
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _replicas
+from wrapopt import _wrapper
+from wrapopt import moving_average
+from wrapopt.checkpoints import _formats
+
+_PREFIX = "snapshot-"
+_DTYPES = {None: None, "float32": np.dtype(np.float32),
+           "float16": np.dtype(np.float16), "bfloat16": _formats.BFLOAT16}
+
+
+class Snapshots:
+  """A directory of snapshots, and the thread that writes them.
+
+  Each is a file, or files, of the averages of one decay under the names of their
+  variables, named `snapshot-<step>-<decay>`. It appears when it is whole and on
+  the disk. A note in it says what it is.
+  """
+
+  # Those that are in memory at a time: one is written, the other waits.
+  _PENDING = 2
+
+  def __init__(self, directory, save_steps, dtype):
+    """Makes the directory.
+
+    Args:
+      directory: Its path.
+      save_steps: Every how many steps there is a snapshot.
+      dtype: What averages are stored in: "float32", "float16", "bfloat16", or
+        None for their own dtypes.
+
+    Raises:
+      TypeError: If `save_steps` is no integer.
+      ValueError: If an argument is out of range.
+    """
+    save_steps = _wrapper.check_integer("save_steps", save_steps)
+    if save_steps < 1:
+      raise ValueError(f"`save_steps` must be at least 1, got {save_steps}.")
+    name = dtype if dtype is None else tf.as_dtype(dtype).name
+    if name not in _DTYPES:
+      raise ValueError("`dtype` must be None, float16, bfloat16 or float32, got "
+                       f"{name}.")
+    self.directory = os.fspath(directory)
+    self.save_steps = save_steps
+    self._dtype = _DTYPES[name]
+    self._last = None
+    self._thread = None
+    self._pending = []
+    self._free = threading.BoundedSemaphore(self._PENDING)
+
+  def begin(self, step):
+    """Begins a run that has taken so many steps."""
+    self._last = step
+    os.makedirs(self.directory, exist_ok=True)
+    _formats.remove_partial(self.directory, _PREFIX)
+    self._thread = concurrent.futures.ThreadPoolExecutor(
+        1, thread_name_prefix="wrapopt-snapshots")
+
+  def is_due(self, step):
+    """Whether there is to be a snapshot after so many steps."""
+    return step // self.save_steps > self._last // self.save_steps
+
+  def write(self, make_sink, step, decay, steps, averages, others=()):
+    """Has the thread write a snapshot; waits where it has two to write.
+
+    Args:
+      make_sink: A function of a path, {name: Spec} and a note, which makes the
+        Sink.
+      step: How many steps the run has taken.
+      decay: The decay of the averages, or None.
+      steps: How many steps the averages have taken, or None.
+      averages: {name: (array, dtype of the variable)}.
+      others: {name: array} of what the file must have beside averages.
+
+    Raises:
+      What the thread has raised for an earlier snapshot.
+    """
+    self._last = step
+    self._raise_errors()
+    self._free.acquire()
+    self._pending.append(self._thread.submit(
+        self._write, make_sink, step, decay, steps, averages, dict(others)))
+
+  def _write(self, make_sink, step, decay, steps, averages, others):
+    try:
+      values = {name: self._stored(name, value)
+                for name, (value, _) in averages.items()}
+      note = {
+          "step": step, "steps": steps, "decay": str(decay),
+          "gamma": getattr(decay, "gamma", None),
+          "dtypes": {name: str(dtype) for name, (_, dtype) in averages.items()
+                     if dtype != values[name].dtype}}
+      values.update(others)
+      name = f"{_PREFIX}{step}-{'average' if decay is None else decay}"
+      sink = make_sink(os.path.join(self.directory, name), {
+          name: _formats.Spec(x.shape, x.dtype) for name, x in values.items()},
+                       note)
+      try:
+        sink.write([(name, None, x) for name, x in values.items()])
+        sink.publish()
+      finally:
+        sink.discard()
+    finally:
+      self._free.release()
+
+  def _stored(self, name, value):
+    if self._dtype is None:
+      return value
+    with np.errstate(over="ignore"):
+      stored = value.astype(self._dtype)
+    if (self._dtype == np.float16 and
+        not np.array_equal(np.isfinite(stored), np.isfinite(value))):
+      raise ValueError(
+          f"The average of '{name}' must be within 65504 to be stored in "
+          f"float16, got {np.abs(value[np.isfinite(value)]).max()}. Choose the "
+          "dtype bfloat16 or float32.")
+    return stored
+
+  def _raise_errors(self):
+    pending, self._pending = self._pending, []
+    for i, future in enumerate(pending):
+      if not future.done():
+        self._pending.append(future)
+      elif future.exception() is not None:
+        self._pending.extend(pending[i + 1:])
+        raise future.exception()
+
+  def end(self):
+    """Waits until all is written.
+
+    Raises:
+      What the thread has raised.
+    """
+    if self._thread is not None:
+      self._thread.shutdown()
+      self._raise_errors()
+
+
+class SnapshotHook(tf.compat.v1.train.SessionRunHook):
+  """Writes averages of a `MovingAverageOptimizer` as snapshots, in sessions.
+
+  A snapshot is a checkpoint with the averages of one decay under the names of
+  their variables, and nothing else: a `tf.compat.v1.train.Saver` of these
+  variables restores it. A thread writes it while training goes on, and it appears
+  when it is whole and on the disk. `wrapopt.checkpoints.posthoc` makes averages
+  of any width of snapshots.
+
+  Example:
+
+      opt = wrapopt.MovingAverageOptimizer(
+          inner, [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
+      train_op = opt.minimize(loss, global_step)
+      with tf.compat.v1.train.MonitoredTrainingSession(hooks=[
+          wrapopt.checkpoints.SnapshotHook(opt, "run/snapshots", 1000)]) as s:
+        ...
+
+  Of several workers that share variables, give it to the chief only.
+  """
+
+  def __init__(self, opt, directory, save_steps, dtype=None, *,
+               global_step=None):
+    """Makes the hook.
+
+    Args:
+      opt: A `wrapopt.MovingAverageOptimizer`, whose train op is made before the
+        session.
+      directory: Where snapshots are written.
+      save_steps: Every how many steps.
+      dtype: What the averages are stored in: `tf.float32`, `tf.float16`,
+        `tf.bfloat16`, or None for their own dtypes. float16 and bfloat16 halve
+        the files; what is made of them is of the dtype of the variables again.
+      global_step: The variable that counts steps; by default the graph's.
+
+    Raises:
+      TypeError: If `opt` is another optimizer, or `save_steps` no integer.
+      ValueError: If an argument is out of range.
+    """
+    if not isinstance(opt, moving_average.MovingAverageOptimizer):
+      raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, got "
+                      f"{type(opt).__module__}.{type(opt).__qualname__}.")
+    self._opt = opt
+    self._snapshots = Snapshots(directory, save_steps, dtype)
+    self._global_step = global_step
+
+  def begin(self):
+    step = self._global_step
+    if step is None:
+      step = tf.compat.v1.train.get_global_step()
+    if step is None:
+      raise RuntimeError(
+          "SnapshotHook needs the global step, and the graph has none. Make it "
+          "with tf.compat.v1.train.get_or_create_global_step().")
+    graph = tf.compat.v1.get_default_graph()
+    self._step = step
+    self._rows = self._opt.averages_by_decay(graph)
+    steps = self._opt.average_steps()
+    # Of a strategy's replicas, one stands for all.
+    self._fetches = {"step": step, "rows": [
+        [_replicas.values(s)[0] for _, s in row] for _, row in self._rows]}
+    if steps is not None:
+      self._fetches["steps"] = _replicas.values(steps)[0]
+
+  def after_create_session(self, session, coord):
+    del coord
+    # A session may be made anew.
+    self._snapshots.end()
+    self._snapshots.begin(int(session.run(self._step)))
+
+  def before_run(self, run_context):
+    del run_context
+    return tf.compat.v1.train.SessionRunArgs(self._step)
+
+  def after_run(self, run_context, run_values):
+    # The step that was fetched may be the one before.
+    if self._snapshots.is_due(int(run_values.results) + 1):
+      step = int(run_context.session.run(self._step))
+      if self._snapshots.is_due(step):
+        self._write(run_context.session)
+
+  def _write(self, session):
+    values = session.run(self._fetches)
+    for (decay, row), arrays in zip(self._rows, values["rows"]):
+      averages = {}
+      for (variable, _), value in zip(row, arrays):
+        _add(averages, variable, value)
+      self._snapshots.write(
+          lambda path, specs, note: _formats.TensorFlowSink(path, note),
+          int(values["step"]), decay, _int(values.get("steps")), averages)
+
+  def end(self, session):
+    del session
+    self._snapshots.end()
+
+
+def _int(x):
+  return x if x is None else int(x)
+
+
+def _add(averages, variable, value):
+  """Adds a copy of an average, under the name that a Saver has for a variable.
+
+  Args:
+    averages: {name: (array, dtype of the variable)}.
+    variable: A variable, or a part of one.
+    value: Its average.
+  """
+  dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)
+  info = variable._get_save_slice_info()
+  if info is None:
+    averages[variable.op.name] = np.array(value), dtype
+    return
+  whole, _ = averages.setdefault(
+      info.full_name, (np.empty(info.full_shape, value.dtype), dtype))
+  whole[tuple(slice(begin, begin + length) for begin, length in zip(
+      info.var_offset, info.var_shape))] = value
