@@ -69,8 +69,15 @@ class Source:
     self.specs = {}
     self.note = None
 
-  def is_optimizer_state(self, name):
-    """Whether a variable is one that an optimizer keeps for itself."""
+  def is_averaged(self, name):
+    """Whether a variable is averaged by default.
+
+    Not that which an optimizer keeps for itself, and in a snapshot only averages.
+    """
+    return not (self._is_optimizer_state(name) or
+                self.note and name in self.note["others"])
+
+  def _is_optimizer_state(self, name):
     raise NotImplementedError
 
   def dtype(self, name):
@@ -124,7 +131,7 @@ class _TensorFlow(Source):
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
-  def is_optimizer_state(self, name):
+  def _is_optimizer_state(self, name):
     return name in self._state
 
   def _read(self, name, rows, into):
@@ -188,7 +195,7 @@ class _H5(Source):
     if isinstance(item, h5py.Dataset):
       self.datasets[name] = item
 
-  def is_optimizer_state(self, name):
+  def _is_optimizer_state(self, name):
     # "optimizer" of Keras 3, "optimizer_weights" of its older files.
     return re.match("optimizer(_weights)?/", name) is not None
 

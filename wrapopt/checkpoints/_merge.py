@@ -64,8 +64,8 @@ def averaged(source, only=None):
     A list, sorted.
   """
   try:
-    wanted = (re.compile(only).search if only is not None else
-              lambda name: not source.is_optimizer_state(name))
+    wanted = (source.is_averaged if only is None else
+              re.compile(only).search)
   except re.error as e:
     raise ValueError(f"`only` must be a regular expression, got {only!r}: {e}."
                     ) from e

@@ -95,7 +95,7 @@ class Snapshots:
                 for name, (value, _) in averages.items()}
       note = {
           "step": step, "steps": steps, "decay": str(decay),
-          "gamma": getattr(decay, "gamma", None),
+          "gamma": getattr(decay, "gamma", None), "others": [*others],
           "dtypes": {name: str(dtype) for name, (_, dtype) in averages.items()
                      if dtype != values[name].dtype}}
       values.update(others)
