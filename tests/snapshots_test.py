@@ -1,11 +1,6 @@
 """Snapshots of averages, and averages of any width that are made of them."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import h5py
 import keras
@@ -15,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from snapshot_kills import kill_in_a_loop
 from training import GRAPH_MODES
 from training import graph_of
 from wrapopt import checkpoints
@@ -426,58 +422,10 @@ def test_command(run, tmp_path, capsys):
 
 # Kills
 
-_CHILD = """
-import sys
-import numpy as np
-from wrapopt.checkpoints import _formats, _snapshots
-directory, first = sys.argv[1], int(sys.argv[2])
-writer = _snapshots.Snapshots(directory, 1, "float16" if first % 2 else None)
-writer.begin(first)
-print("ready", flush=True)
-for step in range(first, 10**9):
-  # Both formats; names come again, so that old snapshots are replaced.
-  for ending in ("", ".weights.h5"):
-    writer.write(
-        lambda path, specs, note, e=ending: (
-            _formats.H5Sink(path + e, specs, None, note) if e else
-            _formats.TensorFlowSink(path, note)),
-        step % 3, None, step, {f"v{i}": (
-            np.full((50, 50), step % 1000, np.float32), np.dtype(np.float32))
-                               for i in range(20)})
-"""
-
-
-def kill_in_a_loop(directory, kills, seconds):
-  """Kills writers of snapshots, and looks at what they leave."""
-  directory.mkdir()
-  seen = set()
-  for k in range(kills):
-    child = subprocess.Popen(
-        [sys.executable, "-c", _CHILD, str(directory), str(1000 * k)],
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONSAFEPATH": "1"})
-    assert child.stdout.readline() == b"ready\n"
-    for _ in range(2000):
-      if len(list(directory.glob("snapshot-*"))) > 3:
-        break
-      time.sleep(0.01)
-    time.sleep(seconds * np.random.default_rng(k).uniform())
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
-    for path in checkpoints._formats.expand(directory):
-      source = checkpoints._formats.open_source(path)
-      values = [source.read(name) for name in source.specs]
-      assert len(values) == 20
-      assert all((x == source.note["steps"] % 1000).all() for x in values), path
-      seen.add((source.kind, source.note["steps"]))
-      source.close()
-  assert {kind for kind, _ in seen} == {"TensorFlow", "HDF5"}
-  assert len(seen) > kills
-  return directory
-
 
 def test_a_kill_leaves_whole_snapshots_only(tmp_path):
-  directory = kill_in_a_loop(tmp_path / "snapshots", 2, 0.3)
+  # Many kills: snapshot_kills_test.py.
+  directory = kill_in_a_loop(tmp_path / "snapshots", 1, 0.3)
   # The next run removes what a killed one has not finished.
   (directory / ".snapshot-7-x.partial").mkdir()
   checkpoints._snapshots.Snapshots(directory, 1, None).begin(0)

@@ -1,0 +1,7 @@
+"""Many kills in the middle of a snapshot leave whole snapshots only."""
+
+from snapshot_kills import kill_in_a_loop
+
+
+def test_kills(tmp_path):
+  kill_in_a_loop(tmp_path / "snapshots", 20, 1)

@@ -1,0 +1,175 @@
+"""Merging checkpoints, beside a plain loop that reads and writes as many bytes.
+
+Each round reads all inputs: once by a loop that reads them into one buffer per
+thread, writes as many bytes as the output has, and has them on the disk; and once
+by `wrapopt.checkpoints.merge`, in a process of its own, whose memory is measured.
+Before each of them the files are dropped from the page cache, so that they come
+from the disk; where they stay there, as on a file system in memory, memory is
+the limit.
+"""
+
+import concurrent.futures
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import numpy as np
+
+from wrapopt import _extras
+from wrapopt.bench import harness
+from wrapopt.checkpoints import _formats
+
+_FORMATS = {"tensorflow": "", "h5": ".weights.h5"}
+
+_CHILD = """
+import json, re, sys, time
+from wrapopt import checkpoints
+inputs, output = json.loads(sys.argv[1]), sys.argv[2]
+# What the first of all TensorFlow sessions costs is not the merge's.
+checkpoints.merge(sys.argv[3], output + "-first" + sys.argv[4])
+def resident(name):
+  with open("/proc/self/status") as status:
+    return 1024 * int(re.search(name + r":\\s*(\\d+) kB", status.read())[1])
+with open("/proc/self/clear_refs", "w") as file:
+  file.write("5")  # The peak is what there is now.
+before, start = resident("VmRSS"), time.perf_counter()
+checkpoints.merge(inputs, output + sys.argv[4])
+print(json.dumps({"seconds": time.perf_counter() - start,
+                  "bytes": resident("VmHWM") - before}))
+"""
+
+
+def add_arguments(parser):
+  parser.add_argument("--inputs", type=int, default=16, metavar="N",
+                      help="how many checkpoints; default %(default)s")
+  parser.add_argument("--megabytes", type=int, default=1024, metavar="M",
+                      help="of each of them; default %(default)s")
+  parser.add_argument(
+      "--variables", type=int, default=16, metavar="V",
+      help="float32 variables, one of them half of the bytes of all; default "
+      "%(default)s")
+  parser.add_argument("--formats", nargs="+", choices=list(_FORMATS),
+                      default=list(_FORMATS), metavar="FORMAT",
+                      help=f"of {', '.join(_FORMATS)}; default both")
+  parser.add_argument("--rounds", type=int, default=3,
+                      help="default %(default)s")
+  parser.add_argument(
+      "--directory", metavar="DIR", default=None,
+      help="where the checkpoints are for a while; default: that of temporary "
+      "files")
+  parser.add_argument("--json", metavar="FILE", help="where to write results")
+
+
+def run(options):
+  results = []
+  for name in options.formats:
+    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
+      results.append({"format": name, **_measure(options, name, directory)})
+  print(harness.table(
+      ["format", "inputs", "MB each", "plain, s", "merge, s", "merge, GB/s",
+       "of the limit", "memory, MB", "of the largest"],
+      [[r["format"], str(options.inputs), str(options.megabytes),
+        f"{r['plain']:.2f}", f"{r['merge']:.2f}", f"{r['rate'] / 1e9:.2f}",
+        f"{r['of_limit']:.0%}", f"{r['peak_bytes'] / 1e6:.0f}",
+        f"{r['of_largest']:.1f}"] for r in results]))
+  return results
+
+
+def _sizes(options):
+  """Numbers of elements of the variables: one is half of all."""
+  total = options.megabytes * 2**20 // 4
+  if options.variables == 1:
+    return [total]
+  return [total // 2] + [total // 2 // (options.variables - 1)] * (
+      options.variables - 1)
+
+
+def _measure(options, name, directory):
+  sizes, ending = _sizes(options), _FORMATS[name]
+  paths = [os.path.join(directory, f"in-{i}{ending}")
+           for i in range(options.inputs)]
+  rng = np.random.default_rng(0)
+  with _extras.load("tqdm").tqdm(paths, desc=f"{name}: inputs", leave=False
+                                 ) as bar:
+    for path in bar:
+      _write(path, {f"v{k}": rng.standard_normal(size, np.float32)
+                    for k, size in enumerate(sizes)})
+  files = sorted(os.path.join(directory, f) for f in os.listdir(directory))
+  small = os.path.join(directory, f"small{ending}")
+  _write(small, {"v": np.zeros(3, np.float32)})
+  bytes_in = sum(map(os.path.getsize, files))
+  bytes_out = bytes_in // options.inputs
+  plain, merged, peaks = [], [], []
+  for i in range(options.rounds):
+    _drop(files)
+    plain.append(_plain(files, os.path.join(directory, "plain"), bytes_out))
+    _drop(files)
+    done = subprocess.run(
+        [sys.executable, "-c", _CHILD, json.dumps(paths),
+         os.path.join(directory, f"out-{i}"), small, ending],
+        check=True, capture_output=True, text=True, env={
+            **os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
+            "PYTHONSAFEPATH": "1"})
+    found = json.loads(done.stdout.splitlines()[-1])
+    merged.append(found["seconds"])
+    peaks.append(found["bytes"])
+    for file in os.listdir(directory):
+      if file.startswith(("out-", "plain")):
+        os.remove(os.path.join(directory, file))
+  return {
+      "inputs": options.inputs, "bytes_in": bytes_in,
+      "plain": statistics.median(plain), "merge": statistics.median(merged),
+      "rate": bytes_in / statistics.median(merged),
+      "of_limit": harness.speedup(merged, plain),
+      "peak_bytes": max(peaks),
+      "of_largest": max(peaks) / (max(sizes) * 4)}
+
+
+def _write(path, values):
+  specs = {name: _formats.Spec(x.shape, x.dtype) for name, x in values.items()}
+  sink = (_formats.H5Sink(path, specs) if path.endswith(".h5") else
+          _formats.TensorFlowSink(path))
+  try:
+    sink.write([(name, None, x) for name, x in values.items()])
+    sink.publish()
+  finally:
+    sink.discard()
+
+
+def _drop(files):
+  """Drops files from the page cache."""
+  for file in files:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+      os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+      os.close(descriptor)
+
+
+def _plain(files, output, bytes_out):
+  """Seconds to read files, and to have so many bytes on the disk."""
+  size = 8 << 20
+
+  def read(file):
+    buffer = memoryview(bytearray(size))
+    with open(file, "rb", buffering=0) as f:
+      while f.readinto(buffer):
+        pass
+
+  def write():
+    with open(output, "wb", buffering=0) as f:
+      for _ in range(0, bytes_out, size):
+        f.write(block)
+      os.fsync(f.fileno())
+
+  block = os.urandom(size)
+  start = time.perf_counter()
+  with concurrent.futures.ThreadPoolExecutor(harness.threads() + 1) as pool:
+    writing = pool.submit(write)
+    list(pool.map(read, files))
+    writing.result()
+  return time.perf_counter() - start
