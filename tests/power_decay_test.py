@@ -11,6 +11,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import graph_of
 from training import session_of
+import wrapopt.checkpoints
 import wrapopt.keras
 
 v1 = tf.compat.v1
@@ -330,3 +331,62 @@ def test_keras_file_without_averages_begins_anew(tmp_path):
   assert model.optimizer.average_steps() == 1
   for v in model.trainable_variables:
     np.testing.assert_array_equal(model.optimizer.average(v), v.value)
+
+
+# Rows that lag behind
+
+
+def of_rows(rows, gamma, steps, rate=1.0):
+  """Values and averages of a table of 4 rows, of which steps move some."""
+  values, averages = np.zeros((4, 1)), np.zeros((4, 1))
+  for t in range(1, steps + 1):
+    values[list(rows[t - 1])] += rate
+    beta = (1 - 1 / t)**(gamma + 1)
+    averages = beta * averages + (1 - beta) * values
+  return values, averages
+
+
+ROWS = [(0, 1), (1,), (0, 3), (1, 3), (3,), (0,)]  # Row 2 never moves.
+
+
+@pytest.mark.parametrize("mode", ["eager", "function", "resource", "keras"])
+def test_rows_that_lag_behind_catch_up(mode, tmp_path):
+  decays = [wrapopt.PowerDecay(0.1), wrapopt.PowerDecay(gamma=0)]
+  gradient = lambda rows: tf.IndexedSlices(
+      -tf.ones([tf.size(rows), 1]), rows, [4, 1])
+  expected = [of_rows(ROWS, d.gamma, 6) for d in decays]
+  if mode == "resource":
+    with graph_of("resource"):
+      step = v1.train.get_or_create_global_step()
+      opt = descending(decays)
+      w = v1.get_variable("w", initializer=np.zeros((4, 1), np.float32))
+      rows = v1.placeholder(tf.int32, [None])
+      train = opt.apply_gradients([(gradient(rows), w)], step)
+      assert opt.is_lazy(w)
+      hook = wrapopt.checkpoints.SnapshotHook(opt, tmp_path, 6)
+      with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+        for of_step in ROWS:
+          session.run(train, {rows: of_step})
+        got = session.run([opt.average(w, d) for d in decays])
+    # A snapshot has caught up, too.
+    for decay, (_, want) in zip(decays, expected):
+      np.testing.assert_allclose(tf.train.load_variable(
+          str(tmp_path / f"snapshot-6-{decay}"), "w"), want, atol=1e-5)
+  else:
+    if mode == "keras":
+      w = keras.Variable(np.zeros((4, 1)))
+      opt = wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), decays)
+      opt.build([w])
+      step = lambda rows: opt.apply([gradient(rows)], [w])
+    else:
+      w, opt = tf.Variable(np.zeros((4, 1), np.float32)), descending(decays)
+      def step(rows):
+        opt.apply_gradients([(gradient(rows), w)])
+    if mode == "function":
+      step = tf.function(step, reduce_retracing=True)
+    for of_step in ROWS:
+      step(tf.constant(of_step))
+    assert mode == "function" or opt.is_lazy(w)
+    got = [opt.average(w, d).numpy() for d in decays]
+  for average, (_, want) in zip(got, expected):
+    np.testing.assert_allclose(average, want, rtol=0, atol=1e-5)
