@@ -41,10 +41,16 @@ class PowerDecay:
   gradient in a step keeps its average in that step. `seed_averages` has t begin
   anew. t is saved and restored with the averages.
 
-  Example:
+  Example, with the mean of all values after steps:
 
-      opt = wrapopt.keras.MovingAverage(
-          "adam", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.10)])
+  >>> w = tf.Variable([0.0])
+  >>> opt = wrapopt.MovingAverageOptimizer(
+  ...     tf.compat.v1.train.GradientDescentOptimizer(1.0),
+  ...     [wrapopt.PowerDecay(gamma=0), wrapopt.PowerDecay(0.1)])
+  >>> for _ in range(3):
+  ...   opt.minimize(lambda: -w, var_list=[w])
+  >>> opt.average(w).numpy()  # Of 1, 2 and 3.
+  array([2.], dtype=float32)
 
   Reference: Karras et al., "Analyzing and improving the training dynamics of
   diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3.1 and appendix C.
@@ -96,10 +102,12 @@ class PowerDecay:
     return f"power_{self._gamma:.6g}"
 
   def get_config(self):
+    """What Keras saves: the arguments, a dict."""
     return {"gamma": self._gamma}
 
   @classmethod
   def from_config(cls, config):
+    """The decay of a `get_config`."""
     return cls(**config)
 
 
@@ -113,6 +121,13 @@ class HalfLife:
 
   An optimizer takes it as an `average_decay`, and holds the number or the
   PowerDecay that it stands for, its `decay`.
+
+  Example:
+
+  >>> round(wrapopt.HalfLife(steps=10).decay**10, 6)
+  0.5
+  >>> wrapopt.HalfLife(fraction=0.05).decay
+  PowerDecay(gamma=12.5134)
   """
 
   def __init__(self, *, steps=None, fraction=None):
@@ -150,10 +165,12 @@ class HalfLife:
     return f"HalfLife({name}={value})"
 
   def get_config(self):
+    """What Keras saves: the arguments, a dict."""
     return self._config
 
   @classmethod
   def from_config(cls, config):
+    """The decay of a `get_config`."""
     return cls(**config)
 
 
