@@ -138,6 +138,11 @@ def test_graphs_and_savers(kind, fused, tmp_path):
         "w/ExponentialMovingAverage_power_2.10628",
         "w/ExponentialMovingAverage_0.9"]
     saver = v1.train.Saver()
+    # All averages in one pass, with the step where that has an op.
+    assert [op.type.removesuffix("Ref")
+            for op in v1.get_default_graph().get_operations()
+            if op.type.startswith(("Wrapopt>Apply", "Wrapopt>Ema"))] == [
+                "Wrapopt>ApplyGradientDescent" if fused else "Wrapopt>EmaUpdate"]
     with session_of() as session:
       session.run(v1.global_variables_initializer())
       for x in values[:7]:
