@@ -10,7 +10,11 @@ import numpy as np
 
 from wrapopt.checkpoints import _formats
 
-_CHILD = """
+# So many that a good part of the time is that of writing them.
+_VARIABLES = 200
+
+_CHILD = f"""
+VARIABLES = {_VARIABLES}""" + """
 import sys
 import numpy as np
 from wrapopt.checkpoints import _formats, _snapshots
@@ -26,9 +30,27 @@ for step in range(first, 10**9):
             _formats.H5Sink(path + e, specs, None, note) if e else
             _formats.TensorFlowSink(path, note)),
         step % 3, None, step, {f"v{i}": (
-            np.full((50, 50), step % 1000, np.float32), np.dtype(np.float32))
-                               for i in range(20)})
+            np.full((9, 9), step % 1000, np.float32), np.dtype(np.float32))
+                               for i in range(VARIABLES)})
 """
+
+
+def check_whole(directory, variables=_VARIABLES):
+  """Checks that all snapshots are whole: gives {(format, step of the average)}.
+
+  All numbers of a snapshot are its step, modulo 1000.
+  """
+  seen = set()
+  if any(name.startswith("snapshot") and "data" not in name
+         for name in os.listdir(directory)):
+    for path in _formats.expand(directory):
+      source = _formats.open_source(path)
+      values = [source.read(name) for name in source.specs]
+      assert len(values) == variables, path
+      assert all((x == source.note["steps"] % 1000).all() for x in values), path
+      seen.add((source.kind, source.note["steps"]))
+      source.close()
+  return seen
 
 
 def kill_in_a_loop(directory, kills, seconds):
@@ -48,13 +70,7 @@ def kill_in_a_loop(directory, kills, seconds):
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    for path in _formats.expand(directory):
-      source = _formats.open_source(path)
-      values = [source.read(name) for name in source.specs]
-      assert len(values) == 20
-      assert all((x == source.note["steps"] % 1000).all() for x in values), path
-      seen.add((source.kind, source.note["steps"]))
-      source.close()
+    seen |= check_whole(directory)
   assert {kind for kind, _ in seen} == {"TensorFlow", "HDF5"}
   assert len(seen) > kills
   return directory

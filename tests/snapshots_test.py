@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from snapshot_kills import check_whole
 from snapshot_kills import kill_in_a_loop
 from training import GRAPH_MODES
 from training import graph_of
@@ -422,6 +423,42 @@ def test_command(run, tmp_path, capsys):
 
 # Kills
 
+
+@pytest.mark.parametrize("shard", [1, 1 << 30])
+def test_whenever_it_is_killed_all_that_is_there_is_whole(
+    tmp_path, monkeypatch, shard):
+  formats, seen = checkpoints._formats, set()
+
+  def watch(where, name):
+    function = getattr(where, name)
+
+    def watched(*args, **kwargs):
+      seen.update(check_whole(tmp_path, 2))
+      result = function(*args, **kwargs)
+      seen.update(check_whole(tmp_path, 2))
+      return result
+
+    monkeypatch.setattr(where, name, watched)
+
+  monkeypatch.setattr(formats, "_SHARD", shard)
+  watch(formats, "_to_disk")
+  watch(formats.os, "replace")
+  watch(formats.os, "unlink")
+  watch(formats.H5Sink, "write")
+  watch(formats.H5Sink, "_finish")
+  watch(formats.TensorFlowSink, "_write_part")
+  for steps in 1, 2:  # The second is written in place of the first.
+    value = np.full(3, steps, np.float32)
+    for make in (
+        lambda path, specs, note: formats.H5Sink(path + ".h5", specs, None, note),
+        lambda path, specs, note: formats.TensorFlowSink(path, note)):
+      writer = checkpoints._snapshots.Snapshots(tmp_path, 1, None)
+      writer.begin(0)
+      writer.write(make, 7, None, steps,
+                   {"a": (value, value.dtype), "b": (value, value.dtype)})
+      writer.end()
+  assert seen == {(kind, steps) for kind in ("HDF5", "TensorFlow")
+                  for steps in (1, 2)}
 
 def test_a_kill_leaves_whole_snapshots_only(tmp_path):
   # Many kills: snapshot_kills_test.py.
