@@ -96,7 +96,7 @@ def _measure(options, name, directory):
   with _extras.load("tqdm").tqdm(paths, desc=f"{name}: inputs", leave=False
                                  ) as bar:
     for path in bar:
-      _write(path, {f"v{k}": rng.standard_normal(size, np.float32)
+      _write(path, {f"v{k}": rng.random(size, np.float32)
                     for k, size in enumerate(sizes)})
   files = sorted(os.path.join(directory, f) for f in os.listdir(directory))
   small = os.path.join(directory, f"small{ending}")
