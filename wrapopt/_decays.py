@@ -3,6 +3,7 @@
 import collections.abc
 import math
 import numbers
+from typing import Any, Optional, Union
 
 import numpy as np
 import tensorflow as tf
@@ -56,7 +57,8 @@ class PowerDecay:
   diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3.1 and appendix C.
   """
 
-  def __init__(self, relative_width=None, *, gamma=None):
+  def __init__(self, relative_width: Optional[float] = None, *,
+               gamma: Optional[float] = None):
     """Makes a decay of a relative width, or of a gamma.
 
     Args:
@@ -75,16 +77,16 @@ class PowerDecay:
                    _checked_number("gamma", gamma, 0))
 
   @property
-  def gamma(self):
+  def gamma(self) -> float:
     """The exponent: a float."""
     return self._gamma
 
   @property
-  def relative_width(self):
+  def relative_width(self) -> float:
     """The standard deviation as a fraction of the run: a float."""
     return relative_width_of(self._gamma)
 
-  def at(self, t):
+  def at(self, t) -> tf.Tensor:
     """The decay of step t, a float64 tensor that is at least 1."""
     return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
 
@@ -101,7 +103,7 @@ class PowerDecay:
     # A part of the names of averages.
     return f"power_{self._gamma:.6g}"
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     """What Keras saves: the arguments, a dict."""
     return {"gamma": self._gamma}
 
@@ -130,7 +132,8 @@ class HalfLife:
   PowerDecay(gamma=12.5134)
   """
 
-  def __init__(self, *, steps=None, fraction=None):
+  def __init__(self, *, steps: Optional[float] = None,
+               fraction: Optional[float] = None):
     """Makes a decay.
 
     Args:
@@ -164,7 +167,7 @@ class HalfLife:
     [(name, value)] = [x for x in self._config.items() if x[1] is not None]
     return f"HalfLife({name}={value})"
 
-  def get_config(self):
+  def get_config(self) -> dict[str, Any]:
     """What Keras saves: the arguments, a dict."""
     return self._config
 
@@ -173,6 +176,8 @@ class HalfLife:
     """The decay of a `get_config`."""
     return cls(**config)
 
+
+Decay = Union[float, PowerDecay, HalfLife]
 
 # Of the uniform mean, whose gamma is 0.
 _WIDEST = 1 / math.sqrt(12)

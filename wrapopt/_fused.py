@@ -167,7 +167,7 @@ def apply_gradients(opt, rule, step):
         log_decays=zip(*log_decays))
     updates = [] if update is None else [update]
     if averages:
-      updates = averages.count(updates, step.accept)
+      updates = averages.count_update(updates, step.accept)
     if step.global_step is None or step.accept is not True:
       done = _finish(opt, updates, scope, step.accept)
     else:

@@ -34,7 +34,7 @@ class Averages(typing.NamedTuple):
       None).
     last: Whether they must be updated by an operation of their own, after the
       step is taken and counted.
-    count: A function of operations that have updated the averages, and of
+    count_update: A function of operations that have updated the averages, and of
       whether the step is accepted. It counts the update where that is so, and
       returns the operations to run for all of it, a list. `update` calls it by
       itself.
@@ -44,7 +44,7 @@ class Averages(typing.NamedTuple):
   begin: typing.Callable[[list, bool], tuple[list, typing.Any]]
   update: typing.Callable[..., typing.Any]
   last: bool
-  count: typing.Callable[[list, typing.Any], list]
+  count_update: typing.Callable[[list, typing.Any], list]
 
 
 class Step(typing.NamedTuple):

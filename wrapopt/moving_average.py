@@ -333,7 +333,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return _step.group(*self._count([] if updated is None else [updated]))
 
   def _count(self, updates, accept=True):
-    """Counts an update of the averages: the `count` of `_step.Averages`."""
+    """Counts an update of the averages: the `count_update` of `_step.Averages`."""
     steps = self.average_steps()
     if steps is None:
       return updates
@@ -439,7 +439,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   # The averages
 
-  def average(self, var: Any, decay: Optional[float] = None) -> Any:
+  def average(self, var: Any, decay: Optional[_decays.Decay] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -455,7 +455,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
 
-  def average_steps(self):
+  def average_steps(self) -> Optional[Variable]:
     """The variable that counts the updates of the averages.
 
     Returns:
@@ -469,7 +469,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     # Not `_get_non_slot_variable`, which gives one replica's.
     return self._non_slot_dict.get((_STEPS, graph))
 
-  def average_name(self, var: Variable, decay: Optional[float] = None) -> str:
+  def average_name(self, var: Variable, decay: Optional[_decays.Decay] = None) -> str:
     """The name of a variable's average, in graphs and checkpoints.
 
     Args:
@@ -541,7 +541,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   @contextlib.contextmanager
   def averaged_weights(self, session: Optional[Session] = None,
-                       decay: Optional[float] = None) -> Iterator[None]:
+                       decay: Optional[_decays.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside, every averaged variable holds its average, and the average holds the
@@ -612,7 +612,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
   # Checkpoints
 
   def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver",
-                     *, decay: Optional[float] = None,
+                     *, decay: Optional[_decays.Decay] = None,
                      **kwargs: Any) -> SwappingSaver:
     """A Saver that writes averages under the names of their variables.
 

@@ -60,12 +60,12 @@ latest weight averaging" (LAWA), 2022, arXiv 2209.14981; Wortsman et al., "Model
 soups", 2022.
 """
 
+from collections.abc import Callable, Sequence
 import contextlib
-import math
 import numbers
 import os
 import tempfile
-import typing
+from typing import NamedTuple, Optional, Union
 
 from wrapopt import _decays
 from wrapopt import _extras
@@ -76,8 +76,13 @@ from wrapopt.checkpoints._snapshots import SnapshotHook
 
 __all__ = ["SnapshotHook", "ema", "lawa", "merge", "posthoc", "sweep"]
 
+_Path = Union[str, os.PathLike]
+_Paths = Union[_Path, Sequence[_Path]]
 
-def merge(inputs, output, weights=None, *, only=None, progress=False):
+
+def merge(inputs: _Paths, output: _Path,
+          weights: Optional[Sequence[float]] = None, *,
+          only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the mean of checkpoints, or a weighted one.
 
   Args:
@@ -103,7 +108,8 @@ def merge(inputs, output, weights=None, *, only=None, progress=False):
                     _bar(progress))
 
 
-def ema(inputs, output, decay=0.5, *, only=None, progress=False):
+def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
+        only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the exponential moving average along checkpoints.
 
   It starts at the first input, and moves for each of the others:
@@ -129,7 +135,8 @@ def ema(inputs, output, decay=0.5, *, only=None, progress=False):
     _merge.weighted(sources, os.fspath(output), weights, only, _bar(progress))
 
 
-def lawa(inputs, output, window=5, *, only=None, progress=False):
+def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
+         only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the mean of the latest checkpoints of a run.
 
   Args:
@@ -150,8 +157,11 @@ def lawa(inputs, output, window=5, *, only=None, progress=False):
   merge(paths[-window:], output, only=only, progress=progress)
 
 
-def posthoc(inputs, output, relative_width=None, *, gamma=None, steps=None,
-            only=None, progress=False):
+def posthoc(inputs: _Paths, output: _Path,
+            relative_width: Optional[float] = None, *,
+            gamma: Optional[float] = None, steps: Optional[float] = None,
+            only: Optional[str] = None, progress: bool = False
+            ) -> _profiles.Fit:
   """Writes the average of a power function, made of snapshots of others.
 
   The snapshots are those of a run with two or more `PowerDecay`s, or with one.
@@ -189,7 +199,7 @@ def posthoc(inputs, output, relative_width=None, *, gamma=None, steps=None,
                 "a checkpoint without a note of what it is an average of."))
     most = max(source.note["steps"] for source in sources)
     steps = most if steps is None else steps
-    if not isinstance(steps, numbers.Real) or not 0 < steps <= most:
+    if not isinstance(steps, (int, float)) or not 0 < steps <= most:
       raise ValueError("`steps` must be greater than 0 and at most the steps of "
                        f"the latest snapshot, {most}, got {steps!r}.")
     sources = sorted((s for s in sources if 0 < s.note["steps"] <= steps),
@@ -205,7 +215,7 @@ def posthoc(inputs, output, relative_width=None, *, gamma=None, steps=None,
   return fitted
 
 
-class Width(typing.NamedTuple):
+class Width(NamedTuple):
   """What `sweep` has found for a relative width.
 
   Attributes:
@@ -218,8 +228,9 @@ class Width(typing.NamedTuple):
   quality: float
 
 
-def sweep(inputs, evaluate, relative_widths, *, steps=None, only=None,
-          progress=False):
+def sweep(inputs: _Paths, evaluate: Callable[[str], float],
+          relative_widths: Sequence[float], *, steps: Optional[float] = None,
+          only: Optional[str] = None, progress: bool = False) -> list[Width]:
   """Evaluates the averages of several widths.
 
   Args:

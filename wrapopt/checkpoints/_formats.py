@@ -61,7 +61,7 @@ class Source:
     note: The note of a snapshot, a dict, or None.
     can_slice: Whether rows of a variable can be read without the others.
   """
-  kind = None
+  kind = ""
   can_slice = False
 
   def __init__(self, path):

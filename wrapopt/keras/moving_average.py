@@ -185,7 +185,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         variable.dtype)
 
   def average(self, variable: keras.Variable,
-              decay: Optional[float] = None) -> Any:
+              decay: Optional[_decays.Decay] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -302,7 +302,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
                       tf.constant(0, tf.int64))
 
-  def average_steps(self):
+  def average_steps(self) -> Optional[int]:
     """How many steps the averages have taken: an int, or None.
 
     None where no decay is a `PowerDecay`: then nobody counts them.
