@@ -116,10 +116,10 @@ class PowerDecay:
 class HalfLife:
   """A decay by its half-life: the latest steps that have half of the weight.
 
-  `HalfLife(steps=1000)` is the decay 2^(-1/1000): the latest 1000 steps have half
-  of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay` of which
-  the latest twentieth of the run so far has half of the weight, however long the
-  run is.
+  `HalfLife(steps=1000)` is the decay 2^(-1/1000): the latest 1000 steps have
+  half of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay` of
+  which the latest twentieth of the run so far has half of the weight, however
+  long the run is.
 
   An optimizer takes it as an `average_decay`, and holds the number or the
   PowerDecay that it stands for, its `decay`.

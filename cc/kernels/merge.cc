@@ -13,9 +13,9 @@ namespace {
 // input are too short for the processor to fetch ahead.
 constexpr size_t kBlock = 2048;
 
-// A double as a float, rounded to odd: rounded once more, to half or bfloat16, it
-// is as if the double had been rounded once (Boldo and Melquiond, "When double
-// rounding is odd", 2005).
+// A double as a float, rounded to odd: rounded once more, to half or bfloat16,
+// it is as if the double had been rounded once (Boldo and Melquiond, "When
+// double rounding is odd", 2005).
 WRAPOPT_RULE float RoundToOdd(double x) {
   const float nearest = static_cast<float>(x);
   const double back = nearest;

@@ -11,12 +11,12 @@
 
 namespace wrapopt {
 
-// The sums of elements [begin, end) of `inputs`, each times its weight, added in
-// their order. Where `is_first` is false they are added to `sums`; else what
-// `sums` holds does not matter. `sums` may be nullptr where `is_first`. `output`,
-// if it is not nullptr, gets the sums rounded to nearest even, once. Unlike the
-// loops of the engine these do not flush subnormal numbers: the numbers are those
-// of float64 arithmetic.
+// The sums of elements [begin, end) of `inputs`, each times its weight, added
+// in their order. Where `is_first` is false they are added to `sums`; else what
+// `sums` holds does not matter. `sums` may be nullptr where `is_first`.
+// `output`, if it is not nullptr, gets the sums rounded to nearest even, once.
+// Unlike the loops of the engine these do not flush subnormal numbers: the
+// numbers are those of float64 arithmetic.
 struct Merge {
   struct Input {
     const void* data;

@@ -1,11 +1,11 @@
 """Merging checkpoints, beside a plain loop that reads and writes as many bytes.
 
 Each round reads all inputs: once by a loop that reads them into one buffer per
-thread, writes as many bytes as the output has, and has them on the disk; and once
-by `wrapopt.checkpoints.merge`, in a process of its own, whose memory is measured.
-Before each of them the files are dropped from the page cache, so that they come
-from the disk; where they stay there, as on a file system in memory, memory is
-the limit.
+thread, writes as many bytes as the output has, and has them on the disk; and
+once by `wrapopt.checkpoints.merge`, in a process of its own, whose memory is
+measured. Before each of them the files are dropped from the page cache, so that
+they come from the disk; where they stay there, as on a file system in memory,
+memory is the limit.
 """
 
 import concurrent.futures

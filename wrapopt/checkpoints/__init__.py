@@ -11,21 +11,21 @@ and these functions make averages of files, without the model and its code:
 
 The same as a command, which says more with `--help`:
 
-    python -m wrapopt.checkpoints merge run/a.keras run/b.keras --output mean.keras
+    python -m wrapopt.checkpoints merge a.keras b.keras --output mean.keras
 
 Inputs are checkpoints of TensorFlow (of `tf.compat.v1.train.Saver` and of
-`tf.train.Checkpoint`, named by their prefix), `.weights.h5` and `.keras` files of
-Keras, and other HDF5 files of variables. The output is the last input with other
-values: plain TensorFlow or Keras loads it as it loads that. A directory stands
-for all checkpoints in it, in the order of their names, in which numbers count as
-such.
+`tf.train.Checkpoint`, named by their prefix), `.weights.h5` and `.keras` files
+of Keras, and other HDF5 files of variables. The output is the last input with
+other values: plain TensorFlow or Keras loads it as it loads that. A directory
+stands for all checkpoints in it, in the order of their names, in which numbers
+count as such.
 
 What is averaged: all variables of dtype float16, bfloat16, float32 and float64,
 in float64, rounded once to their dtype in the last input. All else is the last
 input's: integers (counts of steps), strings, and the state of optimizers where
-the format tells it (slots, learning rates and kept averages in Keras's files and
-in those of `tf.train.Checkpoint`). A Saver's file does not tell a slot from a
-weight; `only` says which variables are averaged there, or anywhere.
+the format tells it (slots, learning rates and kept averages in Keras's files
+and in those of `tf.train.Checkpoint`). A Saver's file does not tell a slot from
+a weight; `only` says which variables are averaged there, or anywhere.
 
 Before anything is written, all inputs are checked: they must have the same
 variables, in the same shapes. Dtypes may differ. The output appears when it is
@@ -166,15 +166,16 @@ def posthoc(inputs: _Paths, output: _Path,
 
   The snapshots are those of a run with two or more `PowerDecay`s, or with one.
   Their weighted sum whose profile over the steps of training is nearest to the
-  wanted one, in the sense of least squares, is what that average would have been,
-  but for the error of the profile. With the relative widths 0.05 and 0.10 and 16
-  snapshots of each, that is 0.4 % for a width of 0.07 and 0.9 % for 0.15; widths
-  beyond the two take more snapshots (4 % for 0.03, 2 % for 0.20).
+  wanted one, in the sense of least squares, is what that average would have
+  been, but for the error of the profile. With the relative widths 0.05 and 0.10
+  and 16 snapshots of each, that is 0.4 % for a width of 0.07 and 0.9 % for
+  0.15; widths beyond the two take more snapshots (4 % for 0.03, 2 % for 0.20).
 
   Args:
     inputs: As in `merge`: all snapshots of one run, in any order.
     output: As in `merge`.
-    relative_width: The relative width of the wanted average, as in `PowerDecay`.
+    relative_width: The relative width of the wanted average, as in
+      `PowerDecay`.
     gamma: In place of that, its exponent.
     steps: After how many steps of the averages; by default the most that a
       snapshot has. Later snapshots do not count.
@@ -235,8 +236,8 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
 
   Args:
     inputs: As in `posthoc`.
-    evaluate: A function of the path of a checkpoint, which is removed after that.
-      It returns a number.
+    evaluate: A function of the path of a checkpoint, which is removed after
+      that. It returns a number.
     relative_widths: The widths.
     steps: As in `posthoc`.
     only: As in `merge`.

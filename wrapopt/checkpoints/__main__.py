@@ -12,8 +12,8 @@ Keras, or the prefix of a TensorFlow checkpoint, which is what stands before
 in the order of their names, in which numbers count as such.
 
 The output is the last input with averaged variables: load it as you load that.
-It appears when it is whole. Integers (counts of steps), strings and the state of
-optimizers are the last input's.
+It appears when it is whole. Integers (counts of steps), strings and the state
+of optimizers are the last input's.
 
 Examples:
 

@@ -2,8 +2,8 @@
 
 A `Source` is a checkpoint to read, a `Sink` one to write. Of TensorFlow: the
 files of a Saver and of `tf.train.Checkpoint`, which are one format. Of Keras:
-`.weights.h5`, `.keras`, and any other HDF5 file of variables. A snapshot is such
-a checkpoint with a note of what it is an average of.
+`.weights.h5`, `.keras`, and any other HDF5 file of variables. A snapshot is
+such a checkpoint with a note of what it is an average of.
 """
 
 import contextlib
@@ -72,7 +72,8 @@ class Source:
   def is_averaged(self, name):
     """Whether a variable is averaged by default.
 
-    Not that which an optimizer keeps for itself, and in a snapshot only averages.
+    Not that which an optimizer keeps for itself, and in a snapshot only
+    averages.
     """
     return not (self._is_optimizer_state(name) or
                 self.note and name in self.note["others"])
@@ -319,8 +320,9 @@ def open_source(path):
     ValueError: If it is not what its name says.
   """
   kind = kind_of(path)
-  if not os.path.exists(path + ".index" if kind is _TensorFlow else path) and (
-      kind is not _TensorFlow or not tf.compat.v1.train.checkpoint_exists(path)):
+  # A TensorFlow checkpoint may be of the format before ".index".
+  if not (tf.compat.v1.train.checkpoint_exists(path) if kind is _TensorFlow
+          else os.path.exists(path)):
     raise FileNotFoundError(
         f"There is no checkpoint {path}. Name a .weights.h5 or .keras file, or "
         "the prefix of a TensorFlow checkpoint, which is what stands before "

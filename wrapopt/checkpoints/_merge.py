@@ -13,8 +13,8 @@ import numpy as np
 from wrapopt import _native
 from wrapopt.checkpoints import _formats
 
-# Bytes of values that are read and not summed yet: so many, or twice the largest
-# variable.
+# Bytes of values that are read and not summed yet: so many, or twice the
+# largest variable.
 _IN_FLIGHT = 256 << 20
 # The least part of a variable that is worth a read.
 _PART = 4 << 20

@@ -5,9 +5,10 @@ with the profile
 
     p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1)
 
-and a PowerDecay has exactly this weight for the value of a step, over the unit of
-time that the step takes. A sum of snapshots has the sum of their profiles. So
-that of a wanted average is approximated in the sense of least squares over tau.
+and a PowerDecay has exactly this weight for the value of a step, over the unit
+of time that the step takes. A sum of snapshots has the sum of their profiles.
+So that of a wanted average is approximated in the sense of least squares over
+tau.
 
 Reference: Karras et al., "Analyzing and improving the training dynamics of
 diffusion models" (EDM2), 2023, arXiv 2312.02696, appendix C.3. Deviations: the

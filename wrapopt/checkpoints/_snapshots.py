@@ -20,9 +20,9 @@ _DTYPES = {None: None, "float32": np.dtype(np.float32),
 class Snapshots:
   """A directory of snapshots, and the thread that writes them.
 
-  Each is a file, or files, of the averages of one decay under the names of their
-  variables, named `snapshot-<step>-<decay>`. It appears when it is whole and on
-  the disk. A note in it says what it is.
+  Each is a file, or files, of the averages of one decay under the names of
+  their variables, named `snapshot-<step>-<decay>`. It appears when it is whole
+  and on the disk. A note in it says what it is.
   """
 
   # Those that are in memory at a time: one is written, the other waits.
@@ -149,9 +149,9 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
 
   A snapshot is a checkpoint with the averages of one decay under the names of
   their variables, and nothing else: a `tf.compat.v1.train.Saver` of these
-  variables restores it. A thread writes it while training goes on, and it appears
-  when it is whole and on the disk. `wrapopt.checkpoints.posthoc` makes averages
-  of any width of snapshots.
+  variables restores it. A thread writes it while training goes on, and it
+  appears when it is whole and on the disk. `wrapopt.checkpoints.posthoc` makes
+  averages of any width of snapshots.
 
   Example:
 

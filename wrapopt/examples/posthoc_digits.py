@@ -1,10 +1,10 @@
 """Trains a Keras model of handwritten digits, and chooses the average after it.
 
-The run keeps averages of two relative widths, 0.05 and 0.10, and writes snapshots
-of them. From these files the averages of other widths are made afterwards, at
-several points of the training, and evaluated. The same run keeps averages of five
-other widths as well, which it would not need: they show that what is made
-afterwards is what a run that had known the width would have had.
+The run keeps averages of two relative widths, 0.05 and 0.10, and writes
+snapshots of them. From these files the averages of other widths are made
+afterwards, at several points of the training, and evaluated. The same run keeps
+averages of five other widths as well, which it would not need: they show that
+what is made afterwards is what a run that had known the width would have had.
 """
 
 import argparse

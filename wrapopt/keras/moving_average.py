@@ -80,7 +80,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
-        `wrapopt.HalfLife`, or a sequence of different ones, for as many averages.
+        `wrapopt.HalfLife`, or a sequence of different ones, for as many
+        averages.
       num_updates: A count of updates: a number, variable or callable. If given,
         the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
       start_step: The number of steps before averaging begins: until then an
@@ -315,7 +316,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       return None
     first = int(self._first.numpy())
     iterations = int(_steps.innermost(self)[0].iterations)
-    return max(0, iterations - max(first, self._start_step)) if first >= 0 else 0
+    return (max(0, iterations - max(first, self._start_step)) if first >= 0
+            else 0)
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),

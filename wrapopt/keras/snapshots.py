@@ -18,8 +18,8 @@ class Snapshots(keras.callbacks.Callback):
   A snapshot is a `.weights.h5` file of the model with the averages of one decay
   in place of its weights: `model.load_weights` loads it. Beside them it holds
   what else the model has, such as statistics of batch normalizations, and no
-  state of the optimizer. A thread writes it, and it appears when it is whole and
-  on the disk. `wrapopt.checkpoints.posthoc` makes averages of any width of
+  state of the optimizer. A thread writes it, and it appears when it is whole
+  and on the disk. `wrapopt.checkpoints.posthoc` makes averages of any width of
   snapshots.
 
   Example:
