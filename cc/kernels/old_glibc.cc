@@ -2,6 +2,7 @@
 // those of TensorFlow's own wheel, glibc 2.27 and libstdc++ of g++ 7. Hidden, as
 // all symbols of the library are. tests/wheel_test.py holds the wheel to that.
 #include <new>
+#include <sstream>
 
 // glibc 2.32. Whether the process has one thread, so that std::shared_ptr may
 // count without atomic instructions: a process with TensorFlow has many.
@@ -13,3 +14,7 @@ char __libc_single_threaded = 0;  // NOLINT
 namespace std {
 void __throw_bad_array_new_length() { throw std::bad_array_new_length(); }
 }  // namespace std
+
+// libstdc++ of g++ 9.
+template std::basic_ostringstream<char>::basic_ostringstream();
+template std::basic_stringstream<char>::basic_stringstream();

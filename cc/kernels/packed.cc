@@ -1,5 +1,5 @@
-// Wrapopt>ReadPacked and AssignPacked: many variables as one tensor, which
-// crosses to another device in one transfer.
+// Wrapopt>ReadPacked and AssignPacked: many variables as one tensor, which one
+// transfer carries to another device.
 #include <algorithm>
 #include <cstring>
 #include <vector>

@@ -63,8 +63,7 @@ struct RoundsStatus {
 
 template <class... Parts>
 std::string Text(const Parts&... parts) {
-  // Not the default constructor: it is newer than glibc 2.27.
-  std::ostringstream text{std::string()};
+  std::ostringstream text;
   (text << ... << parts);
   return text.str();
 }

@@ -1,5 +1,5 @@
-// Wrapopt>Route, RouteBack, Send and Receive: tensors that cross between
-// devices without an edge of the graph, by the rendezvous of the step.
+// Wrapopt>Route, RouteBack, Send and Receive: transfers between devices without
+// an edge of the graph, by the rendezvous of the step.
 #include <cstdint>
 #include <string>
 #include <utility>

@@ -1,16 +1,16 @@
 // Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
-// which updates of asynchronous training are let through.
+// which updates of asynchronous training are admitted.
 //
-// Three numbers decide. `recorded` is what a worker's weights are known to
-// hold: all updates that had completed when it recorded the step. The count of
-// admissions is what they may hold once all updates in flight have completed.
-// Their difference is the staleness: the number of updates that the weights may
-// lack.
+// Three numbers decide. `recorded` counts the updates that a worker's weights
+// surely contain: those that had completed when it recorded the step. The count
+// of admissions is the number that they may contain once all updates in flight
+// have completed. The difference is the staleness: the number of updates that
+// the weights may miss.
 //
 // An update is in flight from its admission until its ticket is completed or
-// destroyed. Every way in which a step can end destroys the tensors that it
-// made, also that in which the worker that runs it is killed: so no lease and
-// no clock is needed to find the dead.
+// destroyed. However a step ends, TensorFlow destroys the tensors that it made,
+// also if the worker that runs the step is killed. So no lease and no clock is
+// needed to find dead workers.
 #include <algorithm>
 #include <cstdint>
 #include <limits>

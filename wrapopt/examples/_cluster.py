@@ -1,9 +1,9 @@
 """A TensorFlow cluster of processes on this machine, which end together.
 
-The processes are forked from one that has imported TensorFlow and has not yet
-run any of it: that import is the longest part of starting one. Each is told
-what to do through a pipe, and ends when that is closed: so also when the
-process that started it is killed.
+The processes are forked from one that has imported TensorFlow and has run none
+of it, because the import takes most of the time of a start. Each process gets
+its orders through a pipe and ends when the pipe is closed, also if the process
+that started it is killed.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """Asynchronous training of a digits classifier, with a worker that is slow.
 
-One parameter server and three workers, each a process of its own on this
-machine, train one small convolutional net on scikit-learn's scans of digits.
-Nobody waits for anybody. The last worker rests between reading the weights and
-sending its gradients, so that these are of weights that are long gone:
-`wrapopt.DropStaleGradientOptimizer` drops them, and hardly any of the others.
+One parameter server and three workers, each a process on this machine, train
+one small convolutional net on scikit-learn's scans of digits. No worker waits
+for another. The last worker rests between reading the weights and sending its
+gradients, so its gradients are of old weights.
+`wrapopt.DropStaleGradientOptimizer` drops these, and hardly any others.
 """
 
 import argparse

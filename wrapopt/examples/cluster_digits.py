@@ -1,14 +1,15 @@
 """Three workers that train apart on the digits, and average their weights.
 
-One parameter server, a chief and two workers, each a process of its own on this
-machine. Each worker sees a third of scikit-learn's scans of digits, and trains a
-small convolutional net of its own by momentum; every few steps
-`wrapopt.ModelAverageOptimizer` replaces the weights of all by their mean. At the
-end stand the accuracies of what each worker had just before the last mean, of
-the mean, and of nets that one worker trained alone: on a third, and on all.
+One parameter server, a chief and two workers, each a process on this machine.
+Each worker has a third of scikit-learn's scans of digits and trains a small
+convolutional net of its own by momentum. Every few steps
+`wrapopt.ModelAverageOptimizer` replaces the weights of all workers by their
+mean. At the end the example prints the accuracy of each worker's weights before
+the last mean, of the mean, and of two nets that one worker trained alone, on a
+third of the scans and on all.
 
---kill-worker kills the last worker in the middle, as a machine may: the others
-go on without it.
+--kill-worker kills the last worker in the middle of the run. The others
+continue without it.
 """
 
 import argparse

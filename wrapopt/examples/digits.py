@@ -2,8 +2,8 @@
 
 TensorFlow 1 code: a graph, a session, a Saver. A small convolutional net
 learns scikit-learn's 1,797 scans of digits by momentum, in small batches and at
-a learning rate that is too high to settle: its accuracy jumps about, that of
-the averages of its weights hardly does. At the end `swapping_saver` writes the
+a learning rate that is too high to settle: its accuracy jumps, and that of the
+averages of its weights hardly does. At the end `swapping_saver` writes the
 averages under the names of the weights, and a plain Saver restores them into a
 fresh graph that knows nothing of averages.
 """

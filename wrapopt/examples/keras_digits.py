@@ -2,7 +2,7 @@
 
 A small convolutional net learns scikit-learn's 1,797 scans of digits by
 momentum, in small batches and at a learning rate that is too high to settle:
-its accuracy jumps about, that of the averages of its weights hardly does.
+its accuracy jumps, and the accuracy of the averages of its weights hardly does.
 Validation sees the averages, by the callback `EvaluateWithAverages`. At the end
 the model holds them, and their file is loaded by a plain Keras model.
 """
