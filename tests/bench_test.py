@@ -290,7 +290,7 @@ def test_steps_run_one_native_op_on_resource_variables():
     types = [op.type for op in
              function.get_concrete_function().graph.get_operations()]
     ours = name.startswith("wrapopt")
-    assert types.count("Wrapopt>ApplyMomentum") == int(ours)
+    assert types.count("Wrapopt>ApplyBundle") == int(ours)
     assert ("ResourceApplyMomentum" in types) == (not ours)
     assert types.count("AssignSubVariableOp") == (
         len(_SHAPES) if name == "stock + EMA" else 0)
