@@ -1,4 +1,8 @@
-"""What is remembered of a list of variables from one step to the next."""
+"""What is remembered of a list of variables from one eager step to the next.
+
+A step asks the same of the same hundreds of variables as the one before. So it
+asks once, and knows the list again by the identity of its variables.
+"""
 
 import weakref
 
@@ -6,15 +10,12 @@ import weakref
 _MOST = 16
 
 
-class Facts(dict):
-  """What is known of one list, by name. It must not hold the variables."""
-
-
 class Memory:
-  """Facts about lists of variables, by the identity of the variables.
+  """What is known of lists of variables.
 
-  A list is forgotten with the first of its variables that is deleted: another
-  variable may get its place in memory.
+  A list is forgotten with the first of its variables that is deleted, for
+  another may get that one's place in memory. What is remembered must not hold
+  the variables.
   """
 
   def __init__(self):
@@ -25,23 +26,22 @@ class Memory:
     # A copy finds out itself.
     return Memory, ()
 
-  def of(self, variables):
-    """The Facts of these variables in this order; at first there are none."""
-    key = tuple(map(id, variables))
-    facts = self._facts.get(key)
-    return self._begin(key, variables) if facts is None else facts
+  def get(self, variables):
+    """The dict that `begin` gave for these, in this order, or None."""
+    return self._facts.get(tuple(map(id, variables)))
 
-  def _begin(self, key, variables):
+  def begin(self, variables):
+    """A new dict, for what is to be remembered of these variables."""
     for oldest in list(self._facts)[:1 - _MOST]:
       self._forget(oldest)
-    memory = weakref.ref(self)
+    key, memory = tuple(map(id, variables)), weakref.ref(self)
 
     def gone(_):
       if (self := memory()) is not None:
         self._forget(key)
 
     self._refs[key] = [weakref.ref(v, gone) for v in variables]
-    facts = self._facts[key] = Facts()
+    facts = self._facts[key] = {}
     return facts
 
   def _forget(self, key):

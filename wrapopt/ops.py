@@ -33,9 +33,10 @@ import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import functools
+import itertools
 import math
 import numbers
+import operator
 import re
 import typing
 from typing import Any, Optional, Union
@@ -1010,11 +1011,11 @@ class Update:
                                   first.device)
       group.may_lag = [row[i] for row in self._shadows for i in group.members
                        if hasattr(row[i], "log_decays")]
-    # Who takes their handles brings them up to date.
-    if tf.executing_eagerly() and any(
-        s.log_decays is not None for s in group.may_lag):
-      return None
-    return group.bundle
+    # To take their handles would bring them up to date.
+    up_to_date = not tf.executing_eagerly() or all(
+        map(operator.is_, map(operator.attrgetter("log_decays"), group.may_lag),
+            itertools.repeat(None)))
+    return group.bundle if up_to_date else None
 
   def _take_bundled(self, group, bundle, grads, scalars, decays, accept,
                     use_locking):
