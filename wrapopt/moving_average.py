@@ -152,6 +152,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   # Training
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,
