@@ -467,7 +467,7 @@ def test_one_op_for_the_whole_model(inner, wrapper):
   if wrapper == "Lookahead":
     want["AveragingAssign"] = 1
   elif wrapper == "SWA" or inner == "Nadam":
-    want["EmaUpdate"] = 1
+    want["EmaUpdateBundle"] = 1
   assert found == want
 
 

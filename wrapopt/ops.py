@@ -18,6 +18,13 @@ range comes what the formula gives. `read_packed`
 and `assign_packed` are not compiled. The others are the parameter server's side
 of asynchronous training, and run on the host only.
 
+In a `tf.function` that XLA does not compile, `apply` and `ema_update` take the
+handles of all their variables as one tensor: TensorFlow hands over each tensor
+that a function captures at a price, in every call. They run in program order
+with all else that takes one of the variables. `tf.saved_model.save` saves such a
+`tf.function`, and `jit_compile=True` compiles it, since both trace it once more;
+a concrete function of it they refuse.
+
 Subnormal numbers, those between zero and the smallest normal number, are zero
 to arithmetic, with their sign: operands and results, of float32, bfloat16 and
 float64 (below 2^-126, 2^-126 and 2^-1022). TensorFlow's own ops and XLA compute
@@ -566,10 +573,22 @@ def ema_update(shadows: Any, values: Variables,
                 _raw.wrapopt_ema_update_ref(flat, read, vector),
                 shadows=flat, values=read))
           else:
-            updates.append(_raw.wrapopt_ema_update(
-                [s.handle for s in flat], [v.handle for v in read], vector,
-                T=read[0].dtype, S=dtype))
+            updates.append(_ema_update(list(map(_taken, flat)),
+                                       list(map(_taken, read)), vector,
+                                       read[0], dtype))
     return _result(updates)
+
+
+def _ema_update(shadows, values, decays, first, shadow_dtype):
+  """Emits the op of `ema_update` on handles, of variables like `first`."""
+  bundle = None
+  if not tf.executing_eagerly() and _bundle.allowed():
+    bundle = _bundle.make(shadows + values, first.device)
+  dtypes = {"T": first.dtype, "S": shadow_dtype}
+  if bundle is None:
+    return _raw.wrapopt_ema_update(shadows, values, decays, **dtypes)
+  return _raw.wrapopt_ema_update_bundle(
+      bundle, decays, N=len(values), NK=len(shadows), **dtypes)
 
 
 @not_converted
