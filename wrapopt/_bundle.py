@@ -28,8 +28,8 @@ EagerTensor = tf_ops.EagerTensor
 def allowed():
   """Whether an op may take a bundle where it is being built: a bool.
 
-  Not in a graph of TensorFlow 1, whose variables have no handle before a session
-  runs. Not where XLA is to compile the op: it must see each variable. Not in a
+  Not in a graph of TensorFlow 1, whose variables have no handle before a
+  session runs. Not where XLA is to compile the op: it must see each variable. Not in a
   function that is saved, for the program that loads it has other variables. Not
   in a strategy, where a variable may be several.
   """
@@ -63,10 +63,12 @@ def make(handles, device):
     device: The device.
 
   Returns:
-    A tensor, or None if there is a handle whose variable is not known before
-    the function runs, such as that of an argument.
+    A tensor, or None if the variables are on another machine, or there is a
+    handle whose variable is not known before the function runs, such as that of
+    an argument.
   """
-  if not all(type(handle) is EagerTensor for handle in handles):
+  if (tf.DeviceSpec.from_string(device or "").job not in (None, "localhost") or
+      not all(type(handle) is EagerTensor for handle in handles)):
     return None
   with tf.init_scope(), tf.device(None), tf.device(device):
     bundle = _raw.wrapopt_bundle(handles)

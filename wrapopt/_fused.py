@@ -127,8 +127,7 @@ def can_apply(opt, grads_and_vars):
   variables = [v for g, v in grads_and_vars if g is not None]
   if not variables or tf.distribute.has_strategy():
     return False  # A strategy reduces gradients between its replicas first.
-  facts = _remembered_of(opt, variables)
-  return (facts is not None or
+  return (_remembered_of(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None
               for v in variables) and
           # A variable that is named twice is updated twice.
@@ -240,9 +239,10 @@ def _log_decays(opt, grads, shadows):
   if not leaves_rows(opt) or not any(
       issubclass(cls, tf.IndexedSlices) for cls in set(map(type, grads))):
     return ()
+  averages = zip(*shadows)
   return zip(*[
       isinstance(g, tf.IndexedSlices) and _lazy.begin(of_variable) or
-      [None] * len(of_variable) for g, of_variable in zip(grads, zip(*shadows))])
+      [None] * len(of_variable) for g, of_variable in zip(grads, averages)])
 
 
 def _finish(opt, updates, name, accept):

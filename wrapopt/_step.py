@@ -193,8 +193,11 @@ def checked_gradients(grads_and_vars):
   Raises:
     TypeError: If what should be a gradient cannot be made a tensor.
   """
-  return [(g if g is None or type(g) is _bundle.EagerTensor
-           else _fused.gradient(g, v), v) for g, v in grads_and_vars]
+  grads_and_vars = list(grads_and_vars)
+  if {type(g) for g, _ in grads_and_vars} == {_bundle.EagerTensor}:
+    return grads_and_vars
+  return [(None if g is None else _fused.gradient(g, v), v)
+          for g, v in grads_and_vars]
 
 
 def _create_slots(opt, step):

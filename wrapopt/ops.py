@@ -40,10 +40,8 @@ import collections
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import itertools
 import math
 import numbers
-import operator
 import re
 import typing
 from typing import Any, Optional, Union
@@ -971,22 +969,22 @@ class Update:
       raise ValueError(f"`grads` must hold one gradient for each of the "
                        f"{len(self._variables)} variables, got {len(grads)}.")
     log_decays = [list(row) for row in log_decays]
-    kinds = [g._datatype_enum() if type(g) is _bundle.EagerTensor else None
-             for g in grads]
-    if None in kinds:
-      for i, kind in enumerate(kinds):
-        if kind is None:
-          grads[i], kinds[i] = _gradient_and_kind(
-              grads[i], lambda i=i: _is_lazy(log_decays, self._shadows, i))
-    kinds = tuple(kinds)
+    kinds = _one_kind(grads)
+    if kinds is None:
+      grads, kinds = zip(*[
+          _gradient_and_kind(
+              grad, lambda i=i: _is_lazy(log_decays, self._shadows, i))
+          for i, grad in enumerate(grads)])
     groups = self._groups.get(kinds)
     if groups is None:
-      groups = self._groups[kinds] = self._grouped(kinds)
+      groups = self._groups[kinds] = self._grouped(
+          kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
     updates = []
     with tf.name_scope(name or f"Apply{self._rule}"):
       for group in groups:
         arguments = (
-            grads if len(groups) == 1 else [grads[i] for i in group.members],
+            list(grads) if len(groups) == 1 else
+            [grads[i] for i in group.members],
             scalars, decays, accept, use_locking)
         bundle = self._bundle_of(group)
         updates.append(
@@ -1031,9 +1029,9 @@ class Update:
       group.may_lag = [row[i] for row in self._shadows for i in group.members
                        if hasattr(row[i], "log_decays")]
     # To take their handles would bring them up to date.
-    up_to_date = not tf.executing_eagerly() or all(
-        map(operator.is_, map(operator.attrgetter("log_decays"), group.may_lag),
-            itertools.repeat(None)))
+    up_to_date = not tf.executing_eagerly() or not group.may_lag or (
+        not type(group.may_lag[0]).any_is_lazy) or all(
+            s.log_decays is None for s in group.may_lag)
     return group.bundle if up_to_date else None
 
   def _take_bundled(self, group, bundle, grads, scalars, decays, accept,
@@ -1126,6 +1124,15 @@ class _Group:
     self.members = []
     self.bundle = None
     self.may_lag = ()
+
+
+def _one_kind(grads):
+  """The kind of all gradients, if they are eager, dense and of one dtype."""
+  try:
+    kinds = set(map(_bundle.EagerTensor._datatype_enum, grads))
+  except TypeError:  # Another class.
+    return None
+  return kinds.pop() if len(kinds) == 1 else None
 
 
 def _gradient_and_kind(grad, is_lazy):
