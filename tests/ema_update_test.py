@@ -295,7 +295,7 @@ def test_a_function_holds_one_op_and_is_traced_once():
   assert shadow.numpy() == 2.5
   assert len(traces) == 1
   assert op_types(update.get_concrete_function(tf.constant(0.)).graph).count(
-      "Wrapopt>EmaUpdate") == 1
+      "Wrapopt>EmaUpdateBundle") == 1
 
 
 @modes.only(*modes.graphs())
