@@ -1,5 +1,6 @@
 """The benchmarks run, and compare what does the same work."""
 
+import importlib.util
 import json
 import os
 
@@ -180,10 +181,10 @@ def test_functions_run_what_they_say():
   ops = {
       name: [op.type for op in f.get_concrete_function().graph.get_operations()]
       for name, f in contenders.items()}
-  assert ops["wrapopt, tf.function"].count("Wrapopt>EmaUpdate") == 1
+  assert ops["wrapopt, tf.function"].count("Wrapopt>EmaUpdateBundle") == 1
   for name in _CONTENDERS[3:]:
     assert ops[name].count("AssignSubVariableOp") == 6
-    assert "Wrapopt>EmaUpdate" not in ops[name]
+    assert "Wrapopt>EmaUpdateBundle" not in ops[name]
   compiled = contenders["assign_sub, jit_compile"]
   assert "fusion" in compiled.experimental_get_compiler_ir()(
       stage="optimized_hlo")
@@ -237,19 +238,31 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
                                    ("400x256", 400), ("bert-base", 199)) for k in (1, 3)]
 
 
+def _in_torch(optimizer):
+  """The contenders of PyTorch, where that is installed."""
+  if importlib.util.find_spec("torch") is None:
+    return []
+  kinds = ["foreach"] if optimizer == "RMSProp" else ["fused", "foreach"]
+  return [("PyTorch", kind) for kind in kinds]
+
+
 @pytest.mark.parametrize("optimizer, slots", [
     ("SGD", 0), ("Momentum", 1), ("Adam", 2), ("Adagrad", 1), ("RMSProp", 2)])
 def test_measure_steps(optimizer, slots, capsys):
   assert set(step.OPTIMIZERS) == {"SGD", "Momentum", "Adam", "Adagrad",
                                    "RMSProp"}
   results = step.measure("some", _SHAPES, optimizer, n_rounds=3)
+  graphs = "v1 session", "tf.function", "train function"
   keys = [("limit", "K=0"), ("limit", "K=1"), ("limit", "K=3"),
-          *((mode, contender) for mode in ("v1 session", "tf.function")
-            for contender in _STEPS)]
+          *((mode, contender) for mode in graphs[:2] for contender in _STEPS),
+          ("train function", "no step"),
+          *((mode, contender) for mode in ("train function", "eager")
+            for contender in _STEPS), *_in_torch(optimizer)]
   assert [(r["mode"], r["contender"]) for r in results] == keys
   by_key = dict(zip(keys, results))
   for (mode, contender), r in by_key.items():
-    k = {"stock": 0, "stock + EMA": 1}.get(contender)
+    k = {"stock": 0, "stock + EMA": 1, "no step": 0, "fused": 1,
+         "foreach": 1}.get(contender)
     k = int(contender[-1]) if k is None else k
     assert (r["set"], r["optimizer"], r["rounds"]) == ("some", optimizer, 3)
     # 126 gradients are read; values, slots and averages are read and written.
@@ -257,9 +270,11 @@ def test_measure_steps(optimizer, slots, capsys):
     assert r["gigabytes_per_second"] * r["milliseconds"] * 1e6 == (
         pytest.approx(moved))
     assert r["spread"] >= 0 and r["of_limit"] > 0
-    if mode != "limit":
+    if mode in graphs and contender != "no step":
       assert r["ops"] > 0 and r["build_seconds"] > 0
-  for mode in ("v1 session", "tf.function"):
+    assert ("adds_milliseconds" in r) == (mode == "train function")
+  assert by_key["train function", "no step"]["adds_milliseconds"] == 0
+  for mode in graphs:
     assert by_key[mode, "stock"]["x_stock"] == 1
     assert by_key[mode, "stock + EMA"]["x_stock_ema"] == 1
     assert (by_key[mode, "wrapopt K=1"]["ops"] <
@@ -267,7 +282,7 @@ def test_measure_steps(optimizer, slots, capsys):
   title, header, *rows = capsys.readouterr().out.strip().splitlines()
   assert title.startswith(f"some: 3 variables, 126 numbers, {optimizer}:")
   assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock",
-                            "x", "stock+EMA", "ops", "build", "s"]
+                            "x", "stock+EMA", "adds", "ops", "build", "s"]
   assert [row.split("  ")[0] for row in rows] == [
       ", ".join(key) for key in keys]
 
@@ -290,7 +305,7 @@ def test_steps_run_one_native_op_on_resource_variables():
     types = [op.type for op in
              function.get_concrete_function().graph.get_operations()]
     ours = name.startswith("wrapopt")
-    assert types.count("Wrapopt>ApplyMomentum") == int(ours)
+    assert types.count("Wrapopt>ApplyBundle") == int(ours)
     assert ("ResourceApplyMomentum" in types) == (not ours)
     assert types.count("AssignSubVariableOp") == (
         len(_SHAPES) if name == "stock + EMA" else 0)
@@ -352,7 +367,7 @@ def test_step_command(monkeypatch, tmp_path):
   command.main(["step", "--quick", "--sets", "some", "--optimizers", "SGD",
                 "--json", str(path)])
   results = json.loads(path.read_text())["results"]
-  assert len(results) == 3 + 2 * len(_STEPS)
+  assert len(results) == 3 + 4 * len(_STEPS) + 1 + len(_in_torch("SGD"))
   assert {r["optimizer"] for r in results} == {"SGD"}
 
 

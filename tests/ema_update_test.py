@@ -295,7 +295,7 @@ def test_a_function_holds_one_op_and_is_traced_once():
   assert shadow.numpy() == 2.5
   assert len(traces) == 1
   assert op_types(update.get_concrete_function(tf.constant(0.)).graph).count(
-      "Wrapopt>EmaUpdate") == 1
+      "Wrapopt>EmaUpdateBundle") == 1
 
 
 @modes.only(*modes.graphs())
@@ -327,8 +327,8 @@ def test_one_op_serves_400_variables_in_a_function():
   shadows = [tf.Variable([0.]) for _ in values]
   update = tf.function(lambda: ema_update(shadows, values, 0.5))
   types = op_types(update.get_concrete_function().graph)
-  assert types.count("Wrapopt>EmaUpdate") == 1
-  assert set(types) == {"Placeholder", "Const", "Wrapopt>EmaUpdate"}
+  assert types.count("Wrapopt>EmaUpdateBundle") == 1
+  assert set(types) == {"Placeholder", "Const", "Wrapopt>EmaUpdateBundle"}
 
 
 @modes.only(*modes.graphs())

@@ -350,8 +350,8 @@ def test_two_devices_eagerly_and_in_a_function():
       f"dense{n} CPU:{n} [2.0, 2.0] ('CPU:{n}', [1.25, 1.25])",
       f"sparse{n} CPU:{n} [0.0, 2.0] ('CPU:{n}', [0.0, 1.25])",
       f"none{n} CPU:{n} [0.0, 0.0] None")]
-  assert ops == str([("Wrapopt>ApplyAdam", "CPU:0"),
-                     ("Wrapopt>ApplyAdam", "CPU:1"),
+  assert ops == str([("Wrapopt>ApplyBundle", "CPU:0"),
+                     ("Wrapopt>ApplyBundle", "CPU:1"),
                      ("Wrapopt>SparseApplyAdam", "CPU:0"),
                      ("Wrapopt>SparseApplyAdam", "CPU:1")])
 

@@ -452,7 +452,8 @@ def native_ops(function, *args):
   nodes = [*graph.node,
            *(n for f in graph.library.function for n in f.node_def)]
   return collections.Counter(
-      n.op.partition(">")[2] for n in nodes if n.op.startswith("Wrapopt>"))
+      n.op.partition(">")[2] + n.attr["rule"].s.decode()
+      for n in nodes if n.op.startswith("Wrapopt>"))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -462,11 +463,11 @@ def test_one_op_for_the_whole_model(inner, wrapper):
   trace = train(lambda: WRAPPERS[wrapper](INNER[inner]()), "function", dtypes,
                 sparse=False)
   found = native_ops(trace.function, tensors(0, dtypes[1], sparse=False))
-  want = {"Apply" + inner: 1} if inner == "Adam" else {}
+  want = {"ApplyBundle" + inner: 1} if inner == "Adam" else {}
   if wrapper == "Lookahead":
     want["AveragingAssign"] = 1
   elif wrapper == "SWA" or inner == "Nadam":
-    want["EmaUpdate"] = 1
+    want["EmaUpdateBundle"] = 1
   assert found == want
 
 

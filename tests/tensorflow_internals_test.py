@@ -31,10 +31,14 @@ IMPORTS = [
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function",
+    "tensorflow.python.framework.auto_control_deps",
+    "tensorflow.python.framework.func_graph",
     "tensorflow.python.framework.kernels",
     "tensorflow.python.framework.ops",
     "tensorflow.python.ops.control_flow_ops",
+    "tensorflow.python.ops.control_flow_util",
     "tensorflow.python.ops.resource_variable_ops",
+    "tensorflow.python.saved_model.save_context",
     "tensorflow.python.tpu.tpu_function",
     "tensorflow.python.training.optimizer",
     "tensorflow.python.training.saving.saveable_object",
@@ -101,7 +105,8 @@ ATTRIBUTES = {
             "_l2_shrinkage_regularization_strength_tensor"],
     lambda: importlib.import_module(
         "tensorflow.python.training.optimizer"): ["_var_key"],
-    tf.Graph: ["_add_control_dependencies"],
+    lambda: tf.constant(1.0): ["_datatype_enum"],
+    tf.Graph: ["_add_control_dependencies", "_attr_scope_map"],
     graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
                       "_set_device"],
     ref_variable: ["_get_save_slice_info", "_initial_value",
@@ -144,7 +149,7 @@ OVERRIDES = {
 }
 
 # Attributes of what is not TensorFlow's.
-_OTHERS = {"_exit", "_replace"}
+_OTHERS = {"_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

@@ -64,6 +64,13 @@ def ops_of_type(type_, graph=None):
   return [op for op in graph.get_operations() if op.type == type_]
 
 
+def type_of(op):
+  """The type of an op; of one that takes a bundle, of the op that takes lists."""
+  if op.type == "Wrapopt>ApplyBundle":
+    return "Wrapopt>Apply" + op.get_attr("rule").decode()
+  return {"Wrapopt>EmaUpdateBundle": "Wrapopt>EmaUpdate"}.get(op.type, op.type)
+
+
 def ema_op(kind):
   """The type of the native op of an average, in a graph of this kind."""
   return "Wrapopt>EmaUpdateRef" if kind == "ref" else "Wrapopt>EmaUpdate"
@@ -198,7 +205,7 @@ def train(mode, make_optimizer, initial, steps, getter=None, make_hook=None):
     # Not a new trace: the structure of the arguments is that of the calls.
     graph = step.get_concrete_function(_tensors(steps[0], initial)).graph
     assert count == trace.traces[-1]
-    trace.op_types = [op.type for op in graph.get_operations()]
+    trace.op_types = list(map(type_of, graph.get_operations()))
   return trace
 
 

@@ -4,13 +4,18 @@ Only an optimizer of exactly one of these types is taken apart: a subclass may
 have overridden anything.
 """
 
+import operator
 import typing
+import weakref
 
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _control_flow
 from wrapopt import _lazy
 from wrapopt import _native
+from wrapopt import _remembered
 from wrapopt import lazy_adam
 from wrapopt import ops
 
@@ -117,17 +122,16 @@ def leaves_rows(opt):
   return rule is not None and not _native.rules()[rule.rule].all_rows
 
 
-def can_apply(grads_and_vars):
-  """Whether these gradients can be applied by one op."""
+def can_apply(opt, grads_and_vars):
+  """Whether `opt` can apply these gradients by one op."""
   variables = [v for g, v in grads_and_vars if g is not None]
-  return (
-      bool(variables) and
-      # A strategy reduces gradients between its replicas first.
-      not tf.distribute.has_strategy() and
-      all(isinstance(v, tf.Variable) and v.constraint is None
-          for v in variables) and
-      # A variable that is named twice is updated twice.
-      len({v.ref() for v in variables}) == len(variables))
+  if not variables or tf.distribute.has_strategy():
+    return False  # A strategy reduces gradients between its replicas first.
+  return (_remembered_of(opt, variables) is not None or
+          all(isinstance(v, tf.Variable) and v.constraint is None
+              for v in variables) and
+          # A variable that is named twice is updated twice.
+          len({v.ref() for v in variables}) == len(variables))
 
 
 @ops.not_converted
@@ -147,25 +151,16 @@ def apply_gradients(opt, rule, step):
   grads, variables = zip(*[(g, v) for g, v in step.grads_and_vars
                            if g is not None])
   averages = step.averages
-  with tf.init_scope():
-    opt._create_slots(variables)
+  shadows = averages.shadows(variables) if averages else ()
+  update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
-    states = {"var": list(variables)}
-    for state, slot in rule.slots.items():
-      states[state] = [opt.get_slot(v, slot) for v in variables]
-    shadows = [averages.shadows(v) for v in variables] if averages else []
-    lazy = leaves_rows(opt)
-    log_decays = [
-        lazy and isinstance(g, tf.IndexedSlices) and _lazy.begin(of_variable) or
-        [None] * len(of_variable) for g, of_variable in zip(grads, shadows)]
-    update = ops.apply(
-        rule.rule, states, grads, rule.scalars(opt),
-        shadows=[list(row) for row in zip(*shadows)],
-        decay=averages.decays(step.global_step) if averages else [],
-        accept=step.accept, use_locking=opt._use_locking,
-        log_decays=zip(*log_decays))
-    updates = [] if update is None else [update]
+    done = update.run(
+        grads, rule.scalars(opt),
+        averages.decays(step.global_step) if averages else [],
+        step.accept, opt._use_locking,
+        log_decays=_log_decays(opt, grads, shadows))
+    updates = [] if done is None else [done]
     if averages:
       updates = averages.count_update(updates, step.accept)
     if step.global_step is None or step.accept is not True:
@@ -175,6 +170,79 @@ def apply_gradients(opt, rule, step):
         with ops.device_of(step.global_step):
           done = step.global_step.assign_add(1, name=scope, read_value=False)
     return done if tf.executing_eagerly() else _operations(done)[0]
+
+
+# By inner optimizer: its `_Remembered` of lists of variables.
+_memories = weakref.WeakKeyDictionary()
+
+
+class _Remembered(typing.NamedTuple):
+  """An `ops.Update` of eager mode, and what it is made of.
+
+  Attributes:
+    shadows: Rows of averages, the very list.
+    slots: For each slot name of the optimizer, a list.
+    update: The `ops.Update`.
+  """
+  shadows: typing.Any
+  slots: dict[str, list]
+  update: ops.Update
+
+
+def _remembered_of(opt, variables):
+  """What is remembered of these in eager mode, or None."""
+  memory = _memories.get(opt) if tf.executing_eagerly() else None
+  return memory and memory.get(variables)
+
+
+def _update_of(opt, rule, variables, shadows):
+  """The `ops.Update` of a step, and slots of the optimizer where it has none.
+
+  Args:
+    opt: The inner optimizer.
+    rule: Its `rule_of`.
+    variables: Those that have a gradient.
+    shadows: Rows of their averages.
+
+  Returns:
+    An `ops.Update`.
+  """
+  facts = _remembered_of(opt, variables)
+  # Wrappers with averages of their own may share the inner optimizer.
+  found = facts and facts.get((rule.rule, id(shadows)))
+  if found and all(
+      all(map(operator.is_, row, map(
+          opt._slots.get(slot, {}).get, facts["keys"])))
+      for slot, row in found.slots.items()):
+    return found.update
+  with tf.init_scope():
+    opt._create_slots(variables)
+  slots = {slot: [opt.get_slot(v, slot) for v in variables]
+           for slot in rule.slots.values()}
+  states = {"var": variables,
+            **{state: slots[slot] for state, slot in rule.slots.items()}}
+  remember = tf.executing_eagerly() and all(
+      isinstance(v, resource_variable_ops.BaseResourceVariable)
+      for v in variables)
+  update = ops.Update(rule.rule, states, list(shadows), [0.0] * len(shadows),
+                      bundled=remember or None)
+  if remember:
+    if facts is None:
+      facts = _memories.setdefault(opt, _remembered.Memory()).begin(variables)
+      facts["keys"] = list(map(tf_optimizer._var_key, variables))
+    facts[rule.rule, id(shadows)] = _Remembered(shadows, slots, update)
+  return update
+
+
+def _log_decays(opt, grads, shadows):
+  """What `ops.apply` takes for averages that are lazy from this step on."""
+  if not leaves_rows(opt) or not any(
+      issubclass(cls, tf.IndexedSlices) for cls in set(map(type, grads))):
+    return ()
+  averages = zip(*shadows)
+  return zip(*[
+      isinstance(g, tf.IndexedSlices) and _lazy.begin(of_variable) or
+      [None] * len(of_variable) for g, of_variable in zip(grads, averages)])
 
 
 def _finish(opt, updates, name, accept):

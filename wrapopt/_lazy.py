@@ -105,6 +105,8 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
       saved has caught up.
   """
 
+  any_is_lazy = False  # Whether there is or was one anywhere that is lazy.
+
   def _watch(self, variable):
     self._variable = weakref.ref(variable)
     self.log_decays = None
@@ -118,6 +120,7 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
   def begin(self):
     """Lets rows lag behind from now on. Returns `log_decays`."""
     if self.log_decays is None:
+      LazyAverage.any_is_lazy = True
       with tf.init_scope(), ops.device_of(self), tf.compat.v1.name_scope(None):
         # Where it has no value, as in a graph whose initializers and savers do
         # not know it, it counts as zeros.

@@ -10,6 +10,7 @@ import typing
 
 import tensorflow as tf
 
+from wrapopt import _bundle
 from wrapopt import _control_flow
 from wrapopt import _fused
 from wrapopt import ops
@@ -21,7 +22,8 @@ class Averages(typing.NamedTuple):
   """Averages of the variables that a step is to update.
 
   Attributes:
-    shadows: A function that gives a variable's averages, one for each decay.
+    shadows: A function that gives rows of averages of a list of variables, one
+      row for each decay.
     decays: A function that gives the decays of this step. It takes the step
       variable that is yet to count this step, or None.
     begin: A function that is called before a step that `update` follows. It
@@ -39,7 +41,7 @@ class Averages(typing.NamedTuple):
       returns the operations to run for all of it, a list. `update` calls it by
       itself.
   """
-  shadows: typing.Callable[[tf.Variable], list[tf.Variable]]
+  shadows: typing.Callable[[list[tf.Variable]], list[list[tf.Variable]]]
   decays: typing.Callable[[typing.Any], list[typing.Any]]
   begin: typing.Callable[[list, bool], tuple[list, typing.Any]]
   update: typing.Callable[..., typing.Any]
@@ -108,7 +110,7 @@ def take(opt, step):
   is_late = averages is not None and averages.last
   rule = _fused.rule_of(opt) if step.one_pass else None
   if (rule is not None and not is_late and step.options.keys() <= _OPTIONS and
-      _fused.can_apply(step.grads_and_vars)):
+      _fused.can_apply(opt, step.grads_and_vars)):
     if is_gated:
       _create_slots(opt, step)
       step = step._replace(grads_and_vars=_hold_back(step))
@@ -191,6 +193,9 @@ def checked_gradients(grads_and_vars):
   Raises:
     TypeError: If what should be a gradient cannot be made a tensor.
   """
+  grads_and_vars = list(grads_and_vars)
+  if {type(g) for g, _ in grads_and_vars} == {_bundle.EagerTensor}:
+    return grads_and_vars
   return [(None if g is None else _fused.gradient(g, v), v)
           for g, v in grads_and_vars]
 

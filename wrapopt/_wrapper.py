@@ -9,6 +9,7 @@ import tensorflow as tf
 from wrapopt import _composition
 from wrapopt import _fused
 from wrapopt import _step
+from wrapopt import ops
 from wrapopt._types import Gradient, GradsAndVars, Loss, Operation, Variable
 
 
@@ -118,6 +119,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     with self._recording(loss, global_step):
       return super().minimize(loss, global_step, *args, **kwargs)
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,

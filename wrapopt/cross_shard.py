@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.tpu import tpu_function
 
+from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Loss, Operation, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
@@ -121,6 +122,7 @@ class CrossShardOptimizer(WrapperOptimizer):
               else unscaled * scale)
     return self._optimizer.compute_gradients(loss, *args, **kwargs)
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,

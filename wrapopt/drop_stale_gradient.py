@@ -343,6 +343,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   # Applying gradients
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None, *,

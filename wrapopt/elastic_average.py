@@ -283,6 +283,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       return rate / lr
     return ops.float64(rate) / ops.float64(lr)
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,

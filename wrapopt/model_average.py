@@ -258,6 +258,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return _Rounds(f"{self.get_name()}/{local_step.op.name}", local_step,
                    local_round)
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,

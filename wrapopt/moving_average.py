@@ -13,6 +13,7 @@ from wrapopt import _decays
 from wrapopt import _exchange
 from wrapopt import _fused
 from wrapopt import _lazy
+from wrapopt import _remembered
 from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
@@ -147,9 +148,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
     self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
     self._averaged = _averaged.Averaged()
+    self._memory = _remembered.Memory()
 
   # Training
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,
@@ -178,7 +181,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     variables = self._averaged_variables(step.grads_and_vars)
     taken = self._take_inner(step.with_one_pass(self._fused)._replace(
         averages=_step.Averages(
-            self._shadows,
+            self._rows,
             self._decays_now,
             self._begin,
             lambda applied, counted_by, rows=None: self._update_after(
@@ -188,6 +191,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _averaged_variables(self, grads_and_vars):
     """The variables that have a gradient; makes their averages."""
+    if tf.executing_eagerly() and not tf.distribute.has_strategy():
+      self._refuse_in_place(None, "apply_gradients")
+      variables = [v for g, v in grads_and_vars if g is not None]
+      if self._memory.get(variables) is not None:
+        return variables
     # What is no variable is for the inner optimizer to refuse.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
@@ -203,6 +211,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
               if isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value before it.
     self._create_averages(variables, sparse)
+    if tf.executing_eagerly() and not tf.distribute.has_strategy():
+      self._memory.begin(variables)["rows"] = self._rows(variables)
     return variables
 
   def _create_averages(self, variables, sparse=()):
@@ -344,6 +354,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
+
+  def _rows(self, variables):
+    """Averages of variables, one row for each decay: the `shadows` of a step."""
+    facts = self._memory.get(variables) if tf.executing_eagerly() else None
+    if facts:
+      return facts["rows"]
+    return [[self._shadow(v, k) for v in variables]
+            for k in range(len(self._decays))]
 
   def _shadows(self, variable):
     """The averages of a variable, one for each decay."""

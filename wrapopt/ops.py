@@ -18,6 +18,13 @@ range comes what the formula gives. `read_packed`
 and `assign_packed` are not compiled. The others are the parameter server's side
 of asynchronous training, and run on the host only.
 
+In a `tf.function` that XLA does not compile, `apply` and `ema_update` take the
+handles of all their variables as one tensor: TensorFlow hands over each tensor
+that a function captures at a price, in every call. They run in program order
+with all else that takes one of the variables. `tf.saved_model.save` saves such a
+`tf.function`, and `jit_compile=True` compiles it, since both trace it once more;
+a concrete function of it they refuse.
+
 Subnormal numbers, those between zero and the smallest normal number, are zero
 to arithmetic, with their sign: operands and results, of float32, bfloat16 and
 float64 (below 2^-126, 2^-126 and 2^-1022). TensorFlow's own ops and XLA compute
@@ -42,6 +49,7 @@ from typing import Any, Optional, Union
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _bundle
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
 from wrapopt._types import (
@@ -563,10 +571,22 @@ def ema_update(shadows: Any, values: Variables,
                 _raw.wrapopt_ema_update_ref(flat, read, vector),
                 shadows=flat, values=read))
           else:
-            updates.append(_raw.wrapopt_ema_update(
-                [s.handle for s in flat], [v.handle for v in read], vector,
-                T=read[0].dtype, S=dtype))
+            updates.append(_ema_update(list(map(_taken, flat)),
+                                       list(map(_taken, read)), vector,
+                                       read[0], dtype))
     return _result(updates)
+
+
+def _ema_update(shadows, values, decays, first, shadow_dtype):
+  """Emits the op of `ema_update` on handles, of variables like `first`."""
+  bundle = None
+  if not tf.executing_eagerly() and _bundle.allowed():
+    bundle = _bundle.make(shadows + values, first.device)
+  dtypes = {"T": first.dtype, "S": shadow_dtype}
+  if bundle is None:
+    return _raw.wrapopt_ema_update(shadows, values, decays, **dtypes)
+  return _raw.wrapopt_ema_update_bundle(
+      bundle, decays, N=len(values), NK=len(shadows), **dtypes)
 
 
 @not_converted
@@ -890,99 +910,266 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
     range, but not where XLA has compiled it to plain HLO. An op checks all of its variables
     before it changes any.
   """
-  suffix = _UPDATES.get(rule)
-  if suffix is None:
-    raise ValueError(f"`rule` must be one of {', '.join(sorted(_UPDATES))}, got "
-                     f"{rule!r}.")
-  states = {state: _variables(f"states['{state}']", variables)
-            for state, variables in states.items()}
-  if "var" not in states:
-    raise ValueError(f"`states` must hold 'var', got {sorted(states)}.")
-  variables = states["var"]
-  grads = list(grads)
-  if len(grads) != len(variables):
-    raise ValueError(f"`grads` must hold one gradient for each of the "
-                     f"{len(variables)} variables, got {len(grads)}.")
-  for state, slots in states.items():
-    if len(slots) != len(variables):
-      raise ValueError(
-          f"`states['{state}']` must hold one variable for each of the "
-          f"{len(variables)} in states['var'], got {len(slots)}.")
-    for i, (slot, var) in enumerate(zip(slots, variables)):
-      _check_dtype(f"states['{state}'][{i}]", slot,
-                   _FLOATS if state == "var" else (var.dtype.base_dtype,))
-      _check_shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]", var)
-  decays, shadows = _shadows(decay, shadows, variables, "states['var']")
-  log_decays = [list(row) for row in log_decays]
+  return Update(rule, states, shadows, decay).run(
+      grads, scalars, decay, accept, use_locking, name, log_decays)
 
-  groups = collections.defaultdict(list)
-  for i, (var, grad) in enumerate(zip(variables, grads)):
-    sparse = isinstance(grad, tf.IndexedSlices)
-    if sparse:
-      grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
-                              tf.convert_to_tensor(grad.indices))
-    else:
-      grad = tf.convert_to_tensor(grad)
-    grads[i] = grad
-    grad_dtype = grad.dtype.base_dtype  # A ref op's output is a ref.
-    if grad_dtype not in _shadow_dtypes(var.dtype):
-      raise TypeError(
-          f"`grads[{i}]` must be of dtype "
-          f"{' or '.join(d.name for d in _shadow_dtypes(var.dtype))}, got "
-          f"{grad_dtype.name} for '{var.name}'.")
-    dtypes = {row[i].dtype.base_dtype for row in shadows}
-    if len(dtypes) > 1:
-      raise TypeError(f"The shadows of '{var.name}' must be of one dtype, got "
-                      f"{' and '.join(sorted(d.name for d in dtypes))}.")
-    groups[is_ref_variable(var), var.device, var.dtype.base_dtype, grad_dtype,
-           dtypes.pop() if dtypes else var.dtype.base_dtype,
-           sparse and grad.indices.dtype,
-           sparse and _is_lazy(log_decays, shadows, i)].append(i)
-  with tf.name_scope(name or f"Apply{rule}"):
+
+class Update:
+  """The variables of an update, checked once for all of its steps: see `apply`.
+
+  It holds resource variables that are trained by their handles only.
+  """
+
+  def __init__(self, rule, states, shadows=(), decay=(), bundled=None):
+    """Checks variables.
+
+    Args:
+      rule: As in `apply`.
+      states: As there.
+      shadows: As there.
+      decay: As there. Each step may have others.
+      bundled: Whether the op takes all handles as one tensor, if it can. By
+        default only in a `tf.function`: to make that tensor takes as long as a
+        step.
+    """
+    if rule not in _UPDATES:
+      raise ValueError(f"`rule` must be one of {', '.join(sorted(_UPDATES))}, "
+                       f"got {rule!r}.")
+    states = {state: _variables(f"states['{state}']", variables)
+              for state, variables in states.items()}
+    if "var" not in states:
+      raise ValueError(f"`states` must hold 'var', got {sorted(states)}.")
+    variables = states["var"]
+    for state, slots in states.items():
+      if len(slots) != len(variables):
+        raise ValueError(
+            f"`states['{state}']` must hold one variable for each of the "
+            f"{len(variables)} in states['var'], got {len(slots)}.")
+      for i, (slot, var) in enumerate(zip(slots, variables)):
+        _check_dtype(f"states['{state}'][{i}]", slot,
+                     _FLOATS if state == "var" else (var.dtype.base_dtype,))
+        _check_shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]",
+                     var)
+    _, shadows = _shadows(decay, shadows, variables, "states['var']")
+    self._rule = rule
+    self._bundled = bundled
+    self._variables = [_Updated(v, [row[i] for row in shadows])
+                       for i, v in enumerate(variables)]
+    self._states = {state: list(slots) for state, slots in states.items()}
+    self._states["var"] = list(map(_taken, variables))
+    self._shadows = shadows
+    self._groups = {}  # By the kinds of the gradients.
+
+  def run(self, grads, scalars, decay=(), accept=True, use_locking=True,
+          name=None, log_decays=()):
+    """Takes a step; arguments and result are as in `apply`."""
+    decays = _decays(decay)
+    grads = list(grads)
+    if len(grads) != len(self._variables):
+      raise ValueError(f"`grads` must hold one gradient for each of the "
+                       f"{len(self._variables)} variables, got {len(grads)}.")
+    log_decays = [list(row) for row in log_decays]
+    kinds = _one_kind(grads)
+    if kinds is None:
+      grads, kinds = zip(*[
+          _gradient_and_kind(
+              grad, lambda i=i: _is_lazy(log_decays, self._shadows, i))
+          for i, grad in enumerate(grads)])
+    groups = self._groups.get(kinds)
+    if groups is None:
+      groups = self._groups[kinds] = self._grouped(
+          kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
     updates = []
-    for (is_ref, _, dtype, _, shadow_dtype, sparse,
-         lazy), members in groups.items():
-      op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_{suffix}"
-                   f"{'_ref' if is_ref else ''}")
-      def chosen(variables):
-        chosen = [variables[i] for i in members]
-        return chosen if is_ref else [v.handle for v in chosen]
-      arguments = {state: chosen(slots) for state, slots in states.items()}
-      if lazy:
-        # Not `handle`, which belongs to an average that has caught up.
-        arguments["shadows"], arguments["log_decays"] = (
-            [row[i]._handle for row in rows for i in members]
-            for rows in (shadows, log_decays))
-      else:
-        arguments["shadows"] = [s for row in shadows for s in chosen(row)]
-        if sparse and not is_ref:
-          arguments["log_decays"] = []
-      if sparse:
-        arguments["grad"] = [grads[i].values for i in members]
-        arguments["indices"] = [grads[i].indices for i in members]
-      else:
-        arguments["grad"] = [grads[i] for i in members]
-      if not is_ref:  # Handles do not tell.
-        arguments.update(T=dtype, S=shadow_dtype)
-      # However many rows a sparse gradient has.
-      shapes_known = all(
-          g.shape.rank is not None and
-          g.shape[1 if sparse else 0:].is_fully_defined()
-          for g in arguments["grad"])
-      allowed = accept is True or shapes_known
-      with host_of(variables[members[0]]):
-        arguments.update(
-            {k: v if isinstance(v, bool) else float64(v)
-             for k, v in scalars.items()},
-            decays=_float64_vector(decays),
-            accept=tf.convert_to_tensor(accept))
-      with device_of(variables[members[0]]), _compiled_where(allowed):
-        update = op(**arguments, use_locking=use_locking)
-      if is_ref:
-        _not_with_tensors(update, variables[members[0]])
-        _named(update, **arguments)
-      updates.append(update)
+    with tf.name_scope(name or f"Apply{self._rule}"):
+      for group in groups:
+        arguments = (
+            list(grads) if len(groups) == 1 else
+            [grads[i] for i in group.members],
+            scalars, decays, accept, use_locking)
+        bundle = self._bundle_of(group)
+        updates.append(
+            self._take_listed(group, *arguments, log_decays)
+            if bundle is None else
+            self._take_bundled(group, bundle, *arguments))
     return _result(updates)
+
+  def _grouped(self, kinds):
+    """What one op each can update, by the kinds of the gradients: a list."""
+    groups = {}
+    for i, (variable, kind) in enumerate(zip(self._variables, kinds)):
+      grad_dtype, indices_dtype, lazy = _kind_of(kind)
+      if grad_dtype not in _shadow_dtypes(variable.dtype):
+        raise TypeError(
+            f"`grads[{i}]` must be of dtype "
+            f"{' or '.join(d.name for d in _shadow_dtypes(variable.dtype))}, "
+            f"got {grad_dtype.name} for '{variable.name}'.")
+      key = (variable.is_ref, variable.device, variable.dtype, grad_dtype,
+             variable.shadow_dtype, indices_dtype, lazy)
+      if key not in groups:
+        groups[key] = _Group(variable, indices_dtype, lazy)
+      groups[key].members.append(i)
+    return list(groups.values())
+
+  def _rows(self, group, rows):
+    """The group's part of some rows, as one list of what an op takes."""
+    return [_taken(row[i]) for row in rows for i in group.members]
+
+  def _bundle_of(self, group):
+    """The handles that the group's op takes as one tensor, or None."""
+    first = group.first
+    if (first.is_ref or group.indices_dtype or
+        self._bundled is None and tf.executing_eagerly() or
+        not _bundle.allowed()):
+      return None
+    if group.bundle is None:
+      states = [self._states[state]
+                for state in _native.rules()[self._rule].states]
+      group.bundle = _bundle.make(self._rows(group, states + self._shadows),
+                                  first.device)
+      group.may_lag = [row[i] for row in self._shadows for i in group.members
+                       if hasattr(row[i], "log_decays")]
+    # To take their handles would bring them up to date.
+    up_to_date = not tf.executing_eagerly() or not group.may_lag or (
+        not type(group.may_lag[0]).any_is_lazy) or all(
+            s.log_decays is None for s in group.may_lag)
+    return group.bundle if up_to_date else None
+
+  def _take_bundled(self, group, bundle, grads, scalars, decays, accept,
+                    use_locking):
+    first = group.first
+    with host_of(first):
+      scalars = _float64_vector(_in_order(self._rule, scalars))
+      decays = _float64_vector(decays)
+      accept = tf.convert_to_tensor(accept)
+    with device_of(first):
+      return _raw.wrapopt_apply_bundle(
+          bundle, grads, scalars, decays, accept, rule=self._rule,
+          NK=len(self._shadows) * len(grads), T=first.dtype,
+          S=first.shadow_dtype, use_locking=use_locking)
+
+  def _take_listed(self, group, grads, scalars, decays, accept, use_locking,
+                   log_decays):
+    first, sparse = group.first, group.indices_dtype
+    op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_"
+                 f"{_UPDATES[self._rule]}{'_ref' if first.is_ref else ''}")
+    arguments = {state: self._rows(group, [slots])
+                 for state, slots in self._states.items()}
+    if group.lazy:
+      # Not `handle`, which belongs to an average that has caught up.
+      arguments["shadows"], arguments["log_decays"] = (
+          [row[i]._handle for row in rows for i in group.members]
+          for rows in (self._shadows, log_decays))
+    else:
+      arguments["shadows"] = self._rows(group, self._shadows)
+      if sparse and not first.is_ref:
+        arguments["log_decays"] = []
+    if sparse:
+      arguments["grad"] = [g.values for g in grads]
+      arguments["indices"] = [g.indices for g in grads]
+    else:
+      arguments["grad"] = grads
+    if not first.is_ref:  # Handles do not tell.
+      arguments.update(T=first.dtype, S=first.shadow_dtype)
+    # However many rows a sparse gradient has.
+    shapes_known = all(
+        g.shape.rank is not None and
+        g.shape[1 if sparse else 0:].is_fully_defined()
+        for g in arguments["grad"])
+    allowed = accept is True or shapes_known
+    with host_of(first):
+      arguments.update(
+          {k: v if isinstance(v, bool) else float64(v)
+           for k, v in scalars.items()},
+          decays=_float64_vector(decays),
+          accept=tf.convert_to_tensor(accept))
+    with device_of(first), _compiled_where(allowed):
+      update = op(**arguments, use_locking=use_locking)
+    if first.is_ref:
+      _not_with_tensors(update, first)
+      _named(update, **arguments)
+    return update
+
+
+class _Updated:
+  """What an `Update` has to know of a variable."""
+
+  def __init__(self, variable, shadows):
+    self.name = variable.name
+    self.dtype = variable.dtype.base_dtype
+    self.device = variable.device
+    self.is_ref = is_ref_variable(variable)
+    dtypes = {s.dtype.base_dtype for s in shadows}
+    if len(dtypes) > 1:
+      raise TypeError(f"The shadows of '{self.name}' must be of one dtype, got "
+                      f"{' and '.join(sorted(d.name for d in dtypes))}.")
+    self.shadow_dtype = dtypes.pop() if dtypes else self.dtype
+
+
+class _Group:
+  """Variables that one op updates.
+
+  Attributes:
+    first: What is known of one of them.
+    indices_dtype: That of sparse gradients; None for dense ones.
+    lazy: Whether rows of their averages lag behind.
+    members: Their places among all variables of an `Update`.
+    bundle: Their handles as one tensor, once it is made.
+    may_lag: Then, those of their averages that other steps may leave behind.
+  """
+
+  def __init__(self, first, indices_dtype, lazy):
+    self.first = first
+    self.indices_dtype = indices_dtype
+    self.lazy = lazy
+    self.members = []
+    self.bundle = None
+    self.may_lag = ()
+
+
+def _one_kind(grads):
+  """The kind of all gradients, if they are eager, dense and of one dtype."""
+  try:
+    kinds = set(map(_bundle.EagerTensor._datatype_enum, grads))
+  except TypeError:  # Another class.
+    return None
+  return kinds.pop() if len(kinds) == 1 else None
+
+
+def _gradient_and_kind(grad, is_lazy):
+  """A gradient as a tensor or tensors, and what `_kind_of` takes."""
+  if isinstance(grad, tf.IndexedSlices):
+    grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
+                            tf.convert_to_tensor(grad.indices))
+    return grad, (grad.dtype.base_dtype, grad.indices.dtype, is_lazy())
+  grad = tf.convert_to_tensor(grad)
+  # A ref op's output is a ref.
+  return grad, grad.dtype.base_dtype.as_datatype_enum
+
+
+def _kind_of(kind):
+  """(dtype, dtype of the indices or None, whether averages are to lag)."""
+  return (kind if isinstance(kind, tuple)
+          else (tf.as_dtype(kind), None, False))
+
+
+def _taken(variable):
+  """What an op takes of a variable: a ref, or a handle."""
+  if isinstance(variable, tf.Variable) and not is_ref_variable(variable):
+    return variable.handle
+  return variable  # A ref, or a handle already.
+
+
+def _in_order(rule, scalars):
+  """The scalars of a rule, a dict, as a list in the order of the rule."""
+  # Attributes have a default.
+  given = {name[:-1]: False for name in _native.rules()[rule].scalars
+           if name.endswith("?")} | scalars
+  names = [name.removesuffix("?") for name in _native.rules()[rule].scalars]
+  if given.keys() != set(names):
+    raise ValueError(f"`scalars` must hold {', '.join(names)}, got "
+                     f"{', '.join(sorted(scalars))}.")
+  return [float(x) if isinstance(x, bool) else x
+          for x in map(given.get, names)]
 
 
 class StalenessVerdict(typing.NamedTuple):
@@ -1141,13 +1328,19 @@ _UPDATES = {
     for rule, info in _native.rules().items() if info.is_update}
 
 
-def _shadows(decay, shadows, values, values_name):
-  """(list of decays, list of as many lists of shadows), checked."""
-  several = isinstance(decay, (list, tuple))
-  decays = list(decay) if several else [decay]
+def _decays(decay):
+  """A list of decays, of which those that are numbers are checked."""
+  decays = list(decay) if isinstance(decay, (list, tuple)) else [decay]
   for k, d in enumerate(decays):
     if isinstance(d, numbers.Real) and not 0 <= d <= 1:
       raise ValueError(f"`decay[{k}]` must be in [0, 1], got {d}.")
+  return decays
+
+
+def _shadows(decay, shadows, values, values_name):
+  """(list of decays, list of as many lists of shadows), checked."""
+  several = isinstance(decay, (list, tuple))
+  decays = _decays(decay)
   shadows = [
       _variables(f"shadows[{k}]" if several else "shadows", row)
       for k, row in enumerate(shadows if several else [shadows])]
@@ -1506,8 +1699,12 @@ def _check_shape(subject, x, like_subject, like):
 
 def _float64_vector(scalars):
   """Numbers, tensors and variables as one float64 vector."""
+  if tf.executing_eagerly():
+    # Not one op for each.
+    scalars = [x.numpy().item() if tf.is_tensor(x) and x.shape.rank == 0 else x
+               for x in map(_read, scalars)]
   if all(isinstance(scalar, numbers.Real) for scalar in scalars):
-    return tf.constant(scalars, tf.float64, [len(scalars)])
+    return tf.constant(np.array(scalars, np.float64))
   return tf.stack([float64(scalar) for scalar in scalars])
 
 

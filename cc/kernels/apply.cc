@@ -1,6 +1,6 @@
 // Wrapopt>Apply<Rule> and Wrapopt>SparseApply<Rule> for every rule that updates
-// a `var` by a `grad`: the inner optimizer's step and the averages of its
-// result in one pass.
+// a `var` by a `grad`, and Wrapopt>ApplyBundle for any of them: the inner
+// optimizer's step and the averages of its result in one pass.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -20,6 +20,7 @@
 #include "cc/kernels/row_step.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/apply_op.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/kernel_def_builder.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -37,8 +38,9 @@ using tensorflow::Tensor;
 
 class ApplyOp : public OpKernel {
  public:
-  ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
-      : OpKernel(ctx), rule_(rule), sparse_(sparse) {
+  ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
+          bool bundled = false)
+      : OpKernel(ctx), rule_(rule), sparse_(sparse), bundled_(bundled) {
     Isa isa;
     std::string error;
     OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
@@ -48,7 +50,10 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
-    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
+                                       bundled
+                                           ? ApplyContract::Scalars::kVector
+                                           : ApplyContract::Scalars::kByName));
     OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
     dtype_ = contract_.dtype();
     grad_dtype_ = contract_.grad_dtype();
@@ -76,30 +81,34 @@ class ApplyOp : public OpKernel {
                     "averages of all rows"));
 
     Variables variables(ctx, &memory_);
+    const int n = contract_.variables();
     std::vector<int> states(contract_.states().size());
     for (size_t s = 0; s < states.size(); ++s) {
-      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
-                                         access_, &states[s]));
+      OP_REQUIRES_OK(ctx, Find(contract_.states()[s].c_str(), n, &variables,
+                               &states[s]));
     }
     int shadows;
-    OP_REQUIRES_OK(ctx, variables.Find("shadows", access_, &shadows));
+    OP_REQUIRES_OK(ctx, Find("shadows", n * averages_.per_value(), &variables,
+                             &shadows));
     int log_decays = -1;
     if (lazy) {
       OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
     }
     OP_REQUIRES_OK(ctx, variables.Lock());
 
-    const int n = contract_.variables();
     const int var = states[0];
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, var));
     OP_REQUIRES_OK(ctx,
                    averages_.CheckLogDecays(&variables, log_decays, var));
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
+    tensorflow::OpInputList grads;
+    OP_REQUIRES_OK(ctx, ctx->input_list("grad", &grads));
     std::vector<Rows> rows(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
       OP_REQUIRES_OK(ctx,
                      sparse_ ? ReadRows(ctx, variables, states, i, &rows[i])
-                             : CheckGrad(ctx, variables, var, i));
+                             : variables.CheckSameShape(grads[i].shape(),
+                                                        "grad", i, var + i));
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
@@ -132,8 +141,6 @@ class ApplyOp : public OpKernel {
     }
     averages_.AddStages(rates, sparse_ ? var_bytes : 0, &pass);
     if (!sparse_ || averages_.per_value() > 0) {
-      tensorflow::OpInputList grads;
-      OP_REQUIRES_OK(ctx, ctx->input_list("grad", &grads));
       std::vector<void*> operands;
       for (int i = 0; i < n; ++i) {
         operands.clear();
@@ -161,8 +168,23 @@ class ApplyOp : public OpKernel {
     Tensor sums;  // Where one row has several gradients.
   };
 
+  // Finds the `count` variables of a list.
+  absl::Status Find(const char* list, int count, Variables* variables,
+                    int* first) const {
+    return bundled_ ? variables->FindInBundle(list, count, access_, first)
+                    : variables->Find(list, access_, first);
+  }
+
   absl::Status ReadScalars(OpKernelContext* ctx,
                            std::vector<double>* scalars) const {
+    if (bundled_) {
+      const Tensor* vector;
+      TF_RETURN_IF_ERROR(ctx->input("scalars", &vector));
+      TF_RETURN_IF_ERROR(contract_.CheckScalars(vector->shape()));
+      const auto values = vector->vec<double>();
+      scalars->assign(values.data(), values.data() + values.size());
+      return absl::OkStatus();
+    }
     for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
       if (scalar.is_attribute) {
         scalars->push_back(scalar.attribute);
@@ -174,13 +196,6 @@ class ApplyOp : public OpKernel {
       scalars->push_back(tensor->scalar<double>()());
     }
     return absl::OkStatus();
-  }
-
-  absl::Status CheckGrad(OpKernelContext* ctx, Variables& variables, int var,
-                         int i) const {
-    tensorflow::OpInputList grads;
-    TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
-    return variables.CheckSameShape(grads[i].shape(), "grad", i, var + i);
   }
 
   // Checks a sparse gradient and sorts its rows.
@@ -308,6 +323,7 @@ class ApplyOp : public OpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
+  const bool bundled_;
   Variables::Memory memory_;
   Averages averages_;
   ApplyContract contract_;
@@ -382,6 +398,36 @@ bool RegisterAll(std::integer_sequence<int, rules...>) {
 
 const bool registered =
     RegisterAll(std::make_integer_sequence<int, std::size(kRules)>());
+
+OpKernel* MakeApplyBundle(OpKernelConstruction* ctx) {
+  std::string name;
+  const RuleInfo* rule = nullptr;
+  absl::Status status = ctx->GetAttr("rule", &name);
+  if (status.ok()) status = FindUpdate(name, &rule);
+  ctx->SetStatus(status);
+  return status.ok() ? new ApplyOp(ctx, *rule, /*sparse=*/false,
+                                   /*bundled=*/true)
+                     : nullptr;
+}
+
+bool RegisterApplyBundle() {
+  constexpr char kName[] = "Wrapopt>ApplyBundle";
+  for (const char* device : {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
+    tensorflow::KernelDefBuilder kernel(kName);
+    kernel.Device(device);
+    if (device == tensorflow::DEVICE_GPU) {
+      for (const char* name : {"handles", "scalars", "decays", "accept"}) {
+        kernel.HostMemory(name);
+      }
+    }
+    // As above.
+    new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), kName,
+                                                      MakeApplyBundle);
+  }
+  return true;
+}
+
+const bool apply_bundle_registered = RegisterApplyBundle();
 
 }  // namespace
 }  // namespace wrapopt

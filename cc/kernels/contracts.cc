@@ -160,7 +160,7 @@ absl::Status ShadowContract::Check(const CheckedVariables& variables,
 }
 
 absl::Status ApplyContract::Init(OpKernelConstruction* ctx,
-                                 const RuleInfo& rule) {
+                                 const RuleInfo& rule, Scalars scalars) {
   TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("G", &grad_dtype_));
@@ -173,7 +173,8 @@ absl::Status ApplyContract::Init(OpKernelConstruction* ctx,
   states_ = absl::StrSplit(rule.states, ' ');
   for (absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
     bool value = false;
-    const bool is_attribute = absl::ConsumeSuffix(&name, "?");
+    const bool is_attribute =
+        absl::ConsumeSuffix(&name, "?") && scalars == Scalars::kByName;
     if (is_attribute) TF_RETURN_IF_ERROR(ctx->GetAttr(name, &value));
     scalars_.push_back({std::string(name), is_attribute, value ? 1.0 : 0.0});
   }
@@ -186,6 +187,16 @@ absl::Status ApplyContract::CheckLazy(const ShadowContract& averages,
   return absl::InvalidArgumentError(absl::StrCat(
       "log_decays must be empty for ", rule.name,
       ", whose step changes all rows of a variable"));
+}
+
+absl::Status ApplyContract::CheckScalars(const TensorShape& shape) const {
+  const int64_t expected = scalars_.size();
+  if (shape.dims() == 1 && shape.num_elements() == expected) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("scalars misshapen: got ", shape.DebugString(),
+                   " but expected [", expected, "] (those of the rule)"));
 }
 
 absl::Status ApplyContract::CheckStates(const CheckedVariables& variables,

@@ -98,6 +98,10 @@ class ShadowContract {
 // The Apply ops, but for what is in ShadowContract.
 class ApplyContract {
  public:
+  // How an op takes the scalars of its rule: as inputs and attributes, or all
+  // of them in one input, the vector "scalars".
+  enum class Scalars { kByName, kVector };
+
   // One scalar of the rule: an input of the op, or an attribute that is 1 or 0.
   struct Scalar {
     std::string name;
@@ -108,7 +112,10 @@ class ApplyContract {
   // Reads the attributes N, T (of the variables), G (of the gradients) and those
   // that are scalars of the rule.
   absl::Status Init(tensorflow::OpKernelConstruction* ctx,
-                    const RuleInfo& rule);
+                    const RuleInfo& rule, Scalars scalars = Scalars::kByName);
+
+  // The input "scalars".
+  absl::Status CheckScalars(const tensorflow::TensorShape& shape) const;
 
   // Whether rows of averages may lag behind: not where a step moves them all.
   absl::Status CheckLazy(const ShadowContract& averages,

@@ -19,7 +19,8 @@ using tensorflow::OpKernelContext;
 // Serves resource and ref variables: `Variables` knows the difference.
 class EmaUpdateOp : public OpKernel {
  public:
-  explicit EmaUpdateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+  explicit EmaUpdateOp(OpKernelConstruction* ctx, bool bundled = false)
+      : OpKernel(ctx), bundled_(bundled) {
     Isa isa;
     std::string error;
     OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
@@ -32,10 +33,11 @@ class EmaUpdateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
     Variables variables(ctx, &memory_);
     int shadows, values;
-    OP_REQUIRES_OK(
-        ctx, variables.Find("shadows", Variables::Access::kWrite, &shadows));
-    OP_REQUIRES_OK(
-        ctx, variables.Find("values", Variables::Access::kRead, &values));
+    OP_REQUIRES_OK(ctx, Find("shadows", Variables::Access::kWrite,
+                             averages_.values() * averages_.per_value(),
+                             &variables, &shadows));
+    OP_REQUIRES_OK(ctx, Find("values", Variables::Access::kRead,
+                             averages_.values(), &variables, &values));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
@@ -53,8 +55,22 @@ class EmaUpdateOp : public OpKernel {
   }
 
  private:
+  // Finds the `count` variables of a list.
+  absl::Status Find(const char* list, Variables::Access access, int count,
+                    Variables* variables, int* first) const {
+    return bundled_ ? variables->FindInBundle(list, count, access, first)
+                    : variables->Find(list, access, first);
+  }
+
+  const bool bundled_;
   Variables::Memory memory_;
   Averages averages_;
+};
+
+class EmaUpdateBundleOp : public EmaUpdateOp {
+ public:
+  explicit EmaUpdateBundleOp(OpKernelConstruction* ctx)
+      : EmaUpdateOp(ctx, /*bundled=*/true) {}
 };
 
 REGISTER_KERNEL_BUILDER(
@@ -71,6 +87,14 @@ REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdateRef")
                             .Device(tensorflow::DEVICE_GPU)
                             .HostMemory("decays"),
                         EmaUpdateOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>EmaUpdateBundle").Device(tensorflow::DEVICE_CPU),
+    EmaUpdateBundleOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdateBundle")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("handles")
+                            .HostMemory("decays"),
+                        EmaUpdateBundleOp);
 
 }  // namespace
 }  // namespace wrapopt

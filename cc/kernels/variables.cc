@@ -46,17 +46,52 @@ absl::Status Variables::Find(const char* list, Access access,
   *first = entries_.size();
   // Lock() keeps pointers into the entries, so this is the last time they move.
   entries_.reserve(entries_.size() + (stop - start));
-  if (memory_ != nullptr) memory_->handles_.resize(ctx_->num_inputs());
-  std::vector<int> known;
-  std::vector<std::pair<const std::string*, const std::string*>> names;
   for (int input = start; input < stop; ++input) {
-    entries_.push_back({list, input - start, input, access});
+    entries_.push_back({list, input - start, input, /*element=*/0, access});
     Entry& entry = entries_.back();
     entry.made_of = made_of;
     if (ctx_->input_is_ref(input)) {
       entry.mu = ctx_->input_ref_mutex(input);
-    } else if (const Memory::Handle* handle = Remembered(input)) {
-      known.push_back(entries_.size() - 1);
+    } else if (const Tensor& tensor = ctx_->input(input);
+               tensor.NumElements() != 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          entry.list, "[", entry.position, "] must be one resource handle, ",
+          "got a tensor of shape ", tensor.shape().DebugString()));
+    }
+  }
+  return FindEach(*first);
+}
+
+absl::Status Variables::FindInBundle(const char* list, int count,
+                                     Access access, int* first) {
+  int input, stop;
+  TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange("handles", &input, &stop));
+  const int64_t found = bundled_ + static_cast<int64_t>(count);
+  if (const Tensor& tensor = ctx_->input(input); tensor.NumElements() < found) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "handles misshapen: got ", tensor.shape().DebugString(),
+        " but expected at least [", found, "] (a handle for each of ", list,
+        " and of those before)"));
+  }
+  *first = entries_.size();
+  entries_.reserve(entries_.size() + count);
+  for (int i = 0; i < count; ++i) {
+    entries_.push_back({list, i, input, bundled_++, access});
+  }
+  return FindEach(*first);
+}
+
+absl::Status Variables::FindEach(int first) {
+  if (memory_ != nullptr) {
+    memory_->handles_.resize(ctx_->num_inputs() + bundled_);
+  }
+  std::vector<int> known;
+  std::vector<std::pair<const std::string*, const std::string*>> names;
+  for (size_t i = first; i < entries_.size(); ++i) {
+    Entry& entry = entries_[i];
+    if (ctx_->input_is_ref(entry.input)) continue;
+    if (const Memory::Handle* handle = Remembered(entry)) {
+      known.push_back(i);
       names.push_back({&handle->container, &handle->name});
     } else {
       TF_RETURN_IF_ERROR(FindResource(&entry));
@@ -69,7 +104,7 @@ absl::Status Variables::Find(const char* list, Access access,
     Entry& entry = entries_[known[k]];
     entry.var = std::move(found[k]);
     if (entry.var == nullptr) {
-      if (!made_of) return NotInitialized(known[k]);
+      if (!entry.made_of) return NotInitialized(known[k]);
       TF_RETURN_IF_ERROR(FindResource(&entry));
     }
     entry.mu = entry.var->mu();
@@ -77,23 +112,24 @@ absl::Status Variables::Find(const char* list, Access access,
   return absl::OkStatus();
 }
 
-const Variables::Memory::Handle* Variables::Remembered(int input) const {
+const tensorflow::ResourceHandle& Variables::handle(const Entry& entry) const {
+  return static_cast<const tensorflow::ResourceHandle*>(
+      ctx_->input(entry.input).data())[entry.element];
+}
+
+size_t Variables::Place(const Entry& entry) const {
+  return bundled_ == 0 ? entry.input : ctx_->num_inputs() + entry.element;
+}
+
+const Variables::Memory::Handle* Variables::Remembered(
+    const Entry& entry) const {
   if (memory_ == nullptr) return nullptr;
-  const Memory::Handle& handle = memory_->handles_[input];
-  const void* const data = ctx_->input(input).data();
-  // A tensor of no handles has no buffer.
-  return data != nullptr && data == handle.tensor.data() ? &handle : nullptr;
+  const Memory::Handle& remembered = memory_->handles_[Place(entry)];
+  return &handle(entry) == remembered.handle ? &remembered : nullptr;
 }
 
 absl::Status Variables::FindResource(Entry* entry) {
-  const Tensor& tensor = ctx_->input(entry->input);
-  if (tensor.NumElements() != 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        entry->list, "[", entry->position, "] must be one resource handle, ",
-        "got a tensor of shape ", tensor.shape().DebugString()));
-  }
-  const auto& handle =
-      *static_cast<const tensorflow::ResourceHandle*>(tensor.data());
+  const tensorflow::ResourceHandle& handle = this->handle(*entry);
   const absl::Status found =
       entry->made_of
           ? tensorflow::LookupOrCreateResource<Var>(ctx_, handle, &entry->var,
@@ -102,19 +138,18 @@ absl::Status Variables::FindResource(Entry* entry) {
                                           return absl::OkStatus();
                                         })
           : LookupResource(ctx_, handle, &entry->var);
-  if (absl::IsNotFound(found)) {
-    return NotInitialized(entries_.size() - 1);
-  }
+  const int variable = entry - entries_.data();
+  if (absl::IsNotFound(found)) return NotInitialized(variable);
   if (!found.ok()) {
     return absl::InvalidArgumentError(
-        absl::StrCat(Describe(entries_.size() - 1),
+        absl::StrCat(Describe(variable),
                      " is not a variable of this device: ", found.message()));
   }
   // A handle that counts references is quick to follow, and to hold it would
   // keep its variable alive.
   if (memory_ != nullptr && !handle.IsRefCounting()) {
-    memory_->handles_[entry->input] = {tensor, handle.container(),
-                                       handle.name()};
+    memory_->handles_[Place(*entry)] = {ctx_->input(entry->input), &handle,
+                                        handle.container(), handle.name()};
   }
   return absl::OkStatus();
 }
@@ -305,10 +340,7 @@ std::string Variables::Describe(int variable) const {
         where, " (variable '",
         told ? names[variable] : op.requested_input(entry.input), "')");
   }
-  return absl::StrCat(
-      where, " (variable '",
-      ctx_->input(entry.input).flat<tensorflow::ResourceHandle>()(0).name(),
-      "')");
+  return absl::StrCat(where, " (variable '", handle(entry).name(), "')");
 }
 
 absl::Status Variables::PrepareToSwap(int a, int b) {

@@ -20,6 +20,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
@@ -48,14 +49,16 @@ class Variables final : public CheckedVariables {
 
     // One that names a variable of this device.
     struct Handle {
-      // Holds the buffer, so that its address stays its own.
+      // Holds the buffer, so that the handle's address stays its own.
       tensorflow::Tensor tensor;
+      const tensorflow::ResourceHandle* handle = nullptr;
       std::string container;
       std::string name;
     };
 
     tensorflow::mutex mu_;
-    std::vector<Handle> handles_ TF_GUARDED_BY(mu_);  // By input of the op.
+    // By input of the op, and after them, by element of a bundle.
+    std::vector<Handle> handles_ TF_GUARDED_BY(mu_);
     std::vector<int> order_ TF_GUARDED_BY(mu_);       // For Lock().
   };
 
@@ -75,6 +78,11 @@ class Variables final : public CheckedVariables {
   // to initialize: what has no value yet is all zeros.
   absl::Status FindOrMake(const char* list, Access access,
                           tensorflow::DataType dtype, int* first);
+
+  // The same for an op that takes all of its lists as one bundle: the vector
+  // `handles`, of which these are the next `count`.
+  absl::Status FindInBundle(const char* list, int count, Access access,
+                            int* first);
 
   // Locks all of them, those that are only read in shared mode, in the order
   // of their mutex's address: the order that TensorFlow's own training kernels
@@ -131,6 +139,7 @@ class Variables final : public CheckedVariables {
     const char* list;
     int position;
     int input;
+    int element;  // Of a bundle; else 0.
     Access access;
     tensorflow::mutex* mu;
     // Of a resource variable; a ref variable has none.
@@ -149,10 +158,16 @@ class Variables final : public CheckedVariables {
   // Whether a reader that is still alive holds the buffer of a variable that
   // is to be written.
   static bool IsShared(const Entry& entry);
-  // The handle of an input if it is the one of the call before.
-  const Memory::Handle* Remembered(int input) const;
   absl::Status Find(const char* list, Access access,
                     std::optional<tensorflow::DataType> made_of, int* first);
+  // Finds entry `first` and those after it, which are resource variables or ref
+  // variables that are found already.
+  absl::Status FindEach(int first);
+  const tensorflow::ResourceHandle& handle(const Entry& entry) const;
+  // Its place in the memory.
+  size_t Place(const Entry& entry) const;
+  // The handle of an entry if it is the one of the call before.
+  const Memory::Handle* Remembered(const Entry& entry) const;
   absl::Status FindResource(Entry* entry);
   // The order for Lock(): all entries by their mutex, and of one mutex, the one
   // first that says how it is locked.
@@ -169,6 +184,7 @@ class Variables final : public CheckedVariables {
 
   tensorflow::OpKernelContext* const ctx_;
   Memory* memory_;  // Locked; nullptr where there is none (any more).
+  int bundled_ = 0;  // Elements of the bundle that are found.
   std::vector<Entry> entries_;
   std::vector<int> locked_;  // In the order of locking.
 };

@@ -186,4 +186,18 @@ bool DefineApplyOps(RuleId rule, const std::string& summary,
   return true;
 }
 
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule) {
+  std::string names;
+  for (const RuleInfo& info : kRules) {
+    if (info.inputs != "grad") continue;
+    if (name == info.name) {
+      *rule = &info;
+      return absl::OkStatus();
+    }
+    absl::StrAppend(&names, names.empty() ? "" : ", ", info.name);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("rule must be one of ", names, ", got '", name, "'"));
+}
+
 }  // namespace wrapopt

@@ -5,6 +5,8 @@
 
 #include <string>
 
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -13,6 +15,9 @@ namespace wrapopt {
 // the states and scalars of the rule, one "name: what it is" a line.
 bool DefineApplyOps(RuleId rule, const std::string& summary,
                     const std::string& details);
+
+// The rule of that name, which updates a `var` by a `grad`.
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule);
 
 }  // namespace wrapopt
 

@@ -1,7 +1,7 @@
 """A step of training: an optimizer's update, with averages of its result.
 
-Compares, for each optimizer of tf.compat.v1.train, in a v1 session and in a
-tf.function,
+Compares, for each optimizer of tf.compat.v1.train, in a v1 session, in a
+tf.function and eagerly,
 
   stock         the optimizer
   stock + EMA   the optimizer, and then TensorFlow's ExponentialMovingAverage
@@ -13,11 +13,20 @@ tf.function,
 All of them take the same step of the same float32 resource variables, and are
 checked to; the gradients are given. GB/s counts what a pass must move: each
 gradient is read, each variable, slot and average is read and written.
+
+To a tf.function, given gradients are variables that it captures, each at a
+price. A train function reads its weights and makes the gradients: "train
+function" does that, here by a product, and "adds" is what the step makes it take
+longer than such a function that takes no step.
+
+Where PyTorch is installed, its optimizers take the step too, by their "fused"
+and their "foreach" code, and `torch._foreach_lerp_` the average.
 """
 
 import contextlib
 import functools
 import gc
+import importlib.util
 import statistics
 import time
 
@@ -44,7 +53,18 @@ _STOCK_EMA = "stock + EMA"
 # By K, the averages of a variable.
 _WRAPOPT = {k: f"wrapopt K={k}" for k in (0, 1, len(_DECAYS))}
 STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
-_MODES = ("v1 session", "tf.function")
+_SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH = (
+    "v1 session", "tf.function", "train function", "eager", "PyTorch")
+_GRAPHS = (_SESSION, _FUNCTION, _TRAIN)  # The modes that have one.
+_NO_STEP = "no step"
+# By the name of an optimizer above: a class of torch.optim, and its arguments.
+_IN_TORCH = {
+    "SGD": ("SGD", {"lr": 1e-3}),
+    "Momentum": ("SGD", {"lr": 1e-3, "momentum": 0.9}),
+    "Adam": ("Adam", {"lr": 1e-3}),
+    "Adagrad": ("Adagrad", {"lr": 1e-3}),
+    "RMSProp": ("RMSprop", {"lr": 1e-3, "momentum": 0.9}),
+}
 
 
 def add_arguments(parser):
@@ -72,17 +92,22 @@ def measure(name, shapes, optimizer, n_rounds):
   make = OPTIMIZERS[optimizer]
   slots = len(_fused.rule_of(make()).slots)
   builds = {mode: {step: _build(mode, shapes, make, step) for step in STEPS}
-            for mode in _MODES}
+            for mode in _GRAPHS}
   limits, place_limits = _limits(shapes, slots)
   session, in_session, place_session = _in_session(shapes, make)
   with contextlib.closing(session):
-    in_functions, place_functions = _in_functions(shapes, make)
+    others = [_in_functions(shapes, make),
+              _in_functions(shapes, make, made=True), _eagerly(shapes, make)]
+    if importlib.util.find_spec("torch"):
+      others.append(_in_torch(shapes, optimizer))
+    contenders = {**limits, **in_session}
+    for of_mode, _ in others:
+      contenders.update(of_mode)
     seconds = harness.alternate(
-        {**limits, **in_session, **in_functions}, n_rounds,
-        f"{name}, {optimizer}",
-        places=[place_limits, place_session, place_functions])
+        contenders, n_rounds, f"{name}, {optimizer}",
+        places=[place_limits, place_session, *(place for _, place in others)])
   # The next set wants the memory.
-  del in_session, in_functions, place_limits, place_session, place_functions
+  del contenders, in_session, others, place_limits, place_session
   gc.collect()
 
   limit = {}
@@ -94,7 +119,8 @@ def measure(name, shapes, optimizer, n_rounds):
   for key, times in [*((("limit", k), limit[k]) for k in limit),
                      *seconds.items()]:
     mode, step = key
-    k = step if mode == "limit" else _averages(step)
+    k = (step if mode == "limit" else 1 if mode == _TORCH
+         else _averages(step))
     moved = 4 * sum(sizes) * (1 + 2 * (1 + slots + k))
     result = {
         "set": name,
@@ -107,32 +133,36 @@ def measure(name, shapes, optimizer, n_rounds):
         "of_limit": harness.speedup(times, limit[k]),
         "rounds": n_rounds,
     }
-    if mode != "limit":
+    if mode not in ("limit", _TORCH):
       stock, stock_ema = seconds[mode, _STOCK], seconds[mode, _STOCK_EMA]
-      ops, build_seconds = builds[mode][step]
-      result.update(
-          x_stock=1 / harness.speedup(times, stock),
-          x_stock_ema=1 / harness.speedup(times, stock_ema),
-          ops=ops, build_seconds=build_seconds)
+      result.update(x_stock=1 / harness.speedup(times, stock),
+                    x_stock_ema=1 / harness.speedup(times, stock_ema))
+    if mode == _TRAIN:
+      result["adds_milliseconds"] = 1e3 * statistics.median(
+          x - y for x, y in zip(times, seconds[mode, _NO_STEP]))
+    if mode in _GRAPHS and step != _NO_STEP:
+      result["ops"], result["build_seconds"] = builds[mode][step]
     results.append(result)
   print(f"\n{name}: {len(shapes)} variables, {sum(sizes):,} numbers, "
         f"{optimizer}: {4e-6 * sum(sizes) * (3 + 2 * slots):,.1f} MB a step, "
         f"{8e-6 * sum(sizes):,.1f} MB an average")
   print(harness.table(
-      ("", "ms", "+-", "GB/s", "of limit", "x stock", "x stock+EMA", "ops",
-       "build s"),
+      ("", "ms", "+-", "GB/s", "of limit", "x stock", "x stock+EMA", "adds",
+       "ops", "build s"),
       [(f"{r['mode']}, {r['contender']}", f"{r['milliseconds']:.3f}",
         f"{r['spread']:.0%}", f"{r['gigabytes_per_second']:.1f}",
         f"{r['of_limit']:.0%}",
-        *((f"{r['x_stock']:.2f}", f"{r['x_stock_ema']:.2f}", f"{r['ops']}",
-           f"{r['build_seconds']:.2f}") if "ops" in r else [""] * 4))
+        *(f"{r[key]:{form}}" if key in r else "" for key, form in (
+            ("x_stock", ".2f"), ("x_stock_ema", ".2f"),
+            ("adds_milliseconds", ".3f"), ("ops", "d"),
+            ("build_seconds", ".2f"))))
        for r in results]), flush=True)
   return results
 
 
 def _averages(step):
   """The number of averages that a contender keeps of each variable."""
-  if step in (_STOCK, _STOCK_EMA):
+  if step in (_NO_STEP, _STOCK, _STOCK_EMA):
     return int(step == _STOCK_EMA)
   return next(k for k, name in _WRAPOPT.items() if name == step)
 
@@ -228,16 +258,35 @@ def _pairs(values, grads):
   return [(g.read_value(), v) for g, v in zip(grads, values)]
 
 
-def function(steps, step, values, grads, jit_compile=None):
+def function(steps, step, values, grads, jit_compile=None, made=False):
+  """A tf.function that takes a step.
+
+  Args:
+    steps: Steps.
+    step: One of STEPS, or _NO_STEP.
+    values: The variables to train.
+    grads: Variables that hold their gradients.
+    jit_compile: As in `tf.function`.
+    made: Whether it makes gradients, of `values`, instead.
+
+  Returns:
+    A function.
+  """
   @tf.function(jit_compile=jit_compile)
-  def function():  # It returns nothing: what it returned would be copied.
-    steps.apply(step, _pairs(values, grads))
+  def function():
+    pairs = ([(0.5 * v, v) for v in values] if made
+             else _pairs(values, grads))
+    if step == _NO_STEP:
+      with tf.control_dependencies([g for g, _ in pairs]):
+        return tf.constant(0)  # Else nothing would run.
+    steps.apply(step, pairs)
+    return None  # What it returned would be copied.
   return function
 
 
 def _build(mode, shapes, make, step):
   """(number of ops, seconds) that it takes to build a contender's step."""
-  in_graph = mode == "v1 session"
+  in_graph = mode == _SESSION
   with (tf.Graph().as_default() if in_graph else contextlib.nullcontext(),
         tf.device("/cpu:0")):
     values, grads = variables(shapes)
@@ -250,8 +299,8 @@ def _build(mode, shapes, make, step):
     if in_graph:
       steps.apply(step, pairs)
     else:
-      graph = function(
-          steps, step, values, grads).get_concrete_function().graph
+      graph = function(steps, step, values, grads,
+                       made=mode == _TRAIN).get_concrete_function().graph
       before = 0
     return (len(graph.get_operations()) - before, time.perf_counter() - start)
 
@@ -273,28 +322,89 @@ def _in_session(shapes, make):
     state = steps.sample(values)
   session = _tf1.Session(graph=graph)
   session.run(init)
-  contenders = {("v1 session", step): session.make_callable(op)
+  contenders = {(_SESSION, step): session.make_callable(op)
                 for step, op in updates.items()}
   place = session.make_callable(fill)
   check_all(contenders, place, lambda: session.run(state))
   return session, contenders, place
 
 
-def _in_functions(shapes, make):
+def _in_functions(shapes, make, made=False):
   with tf.device("/cpu:0"):
     values, grads = variables(shapes)
   steps = Steps(make)
+  mode = _TRAIN if made else _FUNCTION
+  contenders = {(mode, step): function(steps, step, values, grads, made=made)
+                for step in STEPS}
+  place = _start(contenders, steps, values, grads)
+  if made:
+    contenders = {(mode, _NO_STEP): function(steps, _NO_STEP, values, grads,
+                                             made=True), **contenders}
+  return contenders, place
+
+
+def _eagerly(shapes, make):
+  with tf.device("/cpu:0"):
+    values, grads = variables(shapes)
+  steps = Steps(make)
+  given = []  # The gradients, as tensors.
   contenders = {
-      ("tf.function", step): function(steps, step, values, grads)
+      (_EAGER, step): lambda step=step: steps.apply(step, given[:])
       for step in STEPS}
+
+  def refresh():
+    given[:] = _pairs(values, grads)
+
+  return contenders, _start(contenders, steps, values, grads, refresh)
+
+
+def _start(contenders, steps, values, grads, refresh=lambda: None):
+  """Takes and checks first steps; returns what puts arrays in a new place."""
+  refresh()
   for step in contenders.values():
     step()  # Makes slots and averages.
 
   def place():
     with tf.device("/cpu:0"):
       steps.fill(values, grads)
+    refresh()
 
   check_all(contenders, place, lambda: steps.sample(values))
+  return place
+
+
+def _in_torch(shapes, optimizer):
+  import torch  # pylint: disable=g-import-not-at-top
+
+  torch.set_num_threads(harness.threads())
+  name, arguments = _IN_TORCH[optimizer]
+  contenders, placed = {}, {}
+
+  def make(kind):
+    values = [torch.nn.Parameter(torch.rand(shape)) for shape in shapes]
+    for v in values:
+      v.grad = torch.rand(v.shape)
+    averages = [v.detach().clone() for v in values]
+    opt = getattr(torch.optim, name)(values, **arguments, **{kind: True})
+    placed[kind] = opt, averages, values
+
+  def step(kind):
+    opt, averages, values = placed[kind]
+    opt.step()
+    with torch.no_grad():
+      torch._foreach_lerp_(averages, values, 1 - _DECAYS[0])
+
+  for kind in ("fused", "foreach"):
+    try:
+      make(kind)
+    except (TypeError, RuntimeError):
+      continue  # It has no such code for this optimizer.
+    contenders[_TORCH, kind] = functools.partial(step, kind)
+
+  def place():
+    for kind in list(placed):
+      make(kind)
+
   return contenders, place
 
 

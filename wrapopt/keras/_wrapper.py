@@ -19,6 +19,7 @@ from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _replicas
 from wrapopt import _wrapper as _checks
+from wrapopt import ops
 from wrapopt.keras import _steps
 from wrapopt.keras import batch_norm as _batch_norm
 
@@ -185,6 +186,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         else:
           self._held.unseeded.append((average, variable))
 
+  @ops.not_converted
   def apply(
       self, grads: Sequence[Any],
       trainable_variables: Optional[Sequence[keras.Variable]] = None) -> None:
@@ -215,6 +217,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       wrapper._seed_late()
     self._held.followed.apply(grads, trainable_variables)
 
+  @ops.not_converted
   def apply_gradients(self, grads_and_vars):
     """As `apply`.
 

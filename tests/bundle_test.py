@@ -1,0 +1,362 @@
+"""Steps whose ops take the handles of all variables as one tensor."""
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from training import ancestors
+from wrapopt import _bundle
+
+v1 = tf.compat.v1
+
+
+def make(count=3, inner=None, decay=0.5):
+  """(variables, optimizer), whose averages and slots are made."""
+  variables = [tf.Variable([1.0, 2.0]) for _ in range(count)]
+  opt = wrapopt.MovingAverageOptimizer(
+      inner or v1.train.MomentumOptimizer(1.0, 0.5), decay)
+  opt.apply_gradients([(tf.zeros([2]), v) for v in variables])
+  return variables, opt
+
+
+def step_of(opt, variables):
+  opt.apply_gradients([(tf.ones([2]), v) for v in variables])
+
+
+def types(function, *args):
+  return [op.type for op in
+          function.get_concrete_function(*args).graph.get_operations()]
+
+
+# What a function captures.
+
+
+@pytest.mark.parametrize("decays", [0.5, [0.5, 0.75, 0.875]])
+def test_a_step_captures_one_tensor(decays):
+  variables, opt = make(20, decay=decays)
+  function = tf.function(lambda: step_of(opt, variables))
+  function()
+  concrete = function.get_concrete_function()
+  # Not 20 variables, 20 slots and 20 averages for each decay.
+  assert len(concrete.captured_inputs) == 1
+  [bundle] = concrete.captured_inputs
+  k = len(np.atleast_1d(decays))
+  assert bundle.shape == [20 * (2 + k)] and bundle.dtype == tf.resource
+  assert types(function).count("Wrapopt>ApplyBundle") == 1
+  before = len(concrete.graph.get_operations())
+  more, opt = make(40, decay=decays)
+  function = tf.function(lambda: step_of(opt, more))
+  # Each gradient is an op.
+  assert len(function.get_concrete_function().graph.get_operations()) == (
+      before + 20)
+
+
+def test_weights_that_are_read_are_captured_beside_it():
+  variables, opt = make(5)
+
+  @tf.function
+  def function():
+    with tf.GradientTape() as tape:
+      loss = tf.add_n([tf.reduce_sum(v * v) for v in variables])
+    opt.apply_gradients(zip(tape.gradient(loss, variables), variables))
+
+  function()
+  assert len(function.get_concrete_function().captured_inputs) == 5 + 1
+
+
+# Order.
+
+
+def read_all(opt, v):
+  return (v.read_value(), opt.get_slot(v, "momentum").read_value(),
+          opt.average(v).read_value())
+
+
+def assert_history(got, want=((1, 0, 1), (0, 1, 0.5), (-1.5, 1.5, -0.5))):
+  """(value, velocity, average) of the first element at each time.
+
+  By gradients of 1 from 1: the velocity is 1, then 1/2 + 1.
+
+  Args:
+    got: What `read_all` gave before the first step and after each.
+    want: What it should have given.
+  """
+  for at, (x, y) in enumerate(zip(got, want, strict=True)):
+    np.testing.assert_array_equal([a.numpy()[0] for a in x], y, err_msg=f"{at}")
+
+
+def steps_in_a_function(opt, variables):
+  @tf.function
+  def function():
+    before = read_all(opt, variables[0])
+    step_of(opt, variables)
+    between = read_all(opt, variables[0])
+    step_of(opt, variables)
+    return before, between, read_all(opt, variables[0])
+
+  return function
+
+
+def nested(opt, variables):
+  step = tf.function(lambda: step_of(opt, variables))
+  read = tf.function(lambda: read_all(opt, variables[0]))
+  step.get_concrete_function(), read.get_concrete_function()
+
+  @tf.function
+  def function():
+    before = read()
+    step()
+    between = read()
+    step()
+    return before, between, read_all(opt, variables[0])
+
+  return function
+
+
+def in_branches(opt, variables):
+  @tf.function
+  def function(yes):
+    before = read_all(opt, variables[0])
+    if yes:
+      step_of(opt, variables)
+      between = read_all(opt, variables[0])
+    else:
+      between = before
+    if yes:
+      step_of(opt, variables)
+    return before, between, read_all(opt, variables[0])
+
+  return lambda: function(tf.constant(True))
+
+
+def in_a_loop(opt, variables):
+  @tf.function
+  def function(n):
+    history = [read_all(opt, variables[0])]
+    seen = [tf.TensorArray(tf.float32, 2) for _ in history[0]]
+    for i in tf.range(n):
+      step_of(opt, variables)
+      seen = [a.write(i, x)
+              for a, x in zip(seen, read_all(opt, variables[0]))]
+    seen = [a.stack() for a in seen]
+    return history + [tuple(x[i] for x in seen) for i in range(2)]
+
+  return lambda: function(tf.constant(2))
+
+
+def by_another_bundle(opt, variables):
+  """Two ops that take no handle but those in their bundles."""
+  slots = [opt.get_slot(v, "momentum") for v in variables]
+  averages = [opt.average(v) for v in variables]
+
+  def by_hand():
+    wrapopt.ops.apply(
+        "Momentum", {"var": variables[::-1], "accum": slots[::-1]},
+        [tf.ones([2])] * len(variables), {"lr": 1.0, "momentum": 0.5},
+        shadows=averages[::-1], decay=0.5)
+
+  @tf.function
+  def function():
+    step_of(opt, variables)
+    by_hand()
+
+  def call():
+    before = read_all(opt, variables[0])
+    function()
+    return before, read_all(opt, variables[0])
+
+  call.function = function
+  return call
+
+
+@pytest.mark.parametrize("make_function", [
+    steps_in_a_function, nested, in_branches, in_a_loop],
+                         ids=lambda f: f.__name__)
+def test_reads_are_in_program_order(make_function):
+  variables, opt = make()
+  call = make_function(opt, variables)
+  for _ in range(20):
+    for v in variables:
+      v.assign([1.0, 2.0])
+      opt.get_slot(v, "momentum").assign([0.0, 0.0])
+      opt.average(v).assign([1.0, 2.0])
+    assert_history(call())
+
+
+def test_bundles_that_share_variables_are_in_program_order():
+  variables, opt = make()
+  call = by_another_bundle(opt, variables)
+  first, second = call()
+  assert_history([first, second], ((1, 0, 1), (-1.5, 1.5, -0.5)))
+  graph = call.function.get_concrete_function().graph
+  one, two = [op for op in graph.get_operations()
+              if op.type == "Wrapopt>ApplyBundle"]
+  assert one in two.control_inputs
+
+
+def test_each_read_has_an_edge_to_the_step():
+  # What happens to run in order proves little.
+  variables, opt = make()
+  graph = steps_in_a_function(
+      opt, variables).get_concrete_function().graph
+  of = {id(v.handle): i for i, v in enumerate(
+      [variables[0], opt.get_slot(variables[0], "momentum"),
+       opt.average(variables[0])])}
+  inside = {id(inner): of[id(outer)] for outer, inner in graph.captures
+            if id(outer) in of}
+  order = [op for op in graph.get_operations()
+           if op.type in ("ReadVariableOp", "Wrapopt>ApplyBundle")]
+  steps = [i for i, op in enumerate(order) if op.type != "ReadVariableOp"]
+  assert len(steps) == 2 and len(inside) == 3 and len(order) == 2 + 9
+  for i, op in enumerate(order):
+    if op.type == "ReadVariableOp":
+      for k in steps:
+        first, last = sorted([i, k])
+        assert order[first] in ancestors(order[last])
+  assert order[steps[0]] in ancestors(order[steps[1]])
+
+
+def test_an_average_that_is_assigned_before_and_after():
+  variables, opt = make()
+  average = opt.average(variables[0])
+
+  @tf.function
+  def function():
+    average.assign([8.0, 8.0])
+    step_of(opt, variables)  # To 0, half of the way from 8.
+    seen = average.read_value()
+    average.assign_add([1.0, 1.0])
+    return seen
+
+  for _ in range(20):
+    variables[0].assign([1.0, 1.0])
+    opt.get_slot(variables[0], "momentum").assign([0.0, 0.0])
+    assert function().numpy()[0] == 4.0
+    assert average.numpy()[0] == 5.0
+
+
+def test_exchanged_in_a_function():
+  variables, opt = make()
+  v, average = variables[0], opt.average(variables[0])
+
+  @tf.function
+  def function():
+    step_of(opt, variables)
+    wrapopt.ops.exchange([v], [average])
+    swapped = v.read_value()
+    wrapopt.ops.exchange([v], [average])
+    step_of(opt, variables)
+    return swapped, v.read_value(), average.read_value()
+
+  assert [x.numpy()[0] for x in function()] == [0.5, -1.5, -0.5]
+  with opt.averaged_weights():
+    assert v.numpy()[0] == -0.5
+  # The velocities are 1.75 and 1.875.
+  assert [x.numpy()[0] for x in function()] == [-1.875, -5.125, -3.5]
+
+
+# What is the old form.
+
+
+def test_xla_sees_every_variable():
+  variables, opt = make()
+  function = tf.function(lambda: step_of(opt, variables), jit_compile=True)
+  function()
+  assert "Wrapopt>ApplyMomentum" in types(function)
+  assert "Wrapopt>ApplyBundle" not in types(function)
+  inner = tf.function(lambda: step_of(opt, variables))
+  inner()
+  assert "Wrapopt>ApplyBundle" in types(inner)
+  tf.function(inner, jit_compile=True)()  # Traced once more.
+  np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
+                                [1.75, 1.75])
+
+
+def test_xla_refuses_a_concrete_function():
+  variables, opt = make()
+  concrete = tf.function(
+      lambda: step_of(opt, variables)).get_concrete_function()
+  with pytest.raises(NotImplementedError, match=(
+      "must be traced where it is compiled: in a function with "
+      "jit_compile=True, call the tf.function, not a concrete function of it")):
+    tf.function(lambda: concrete(), jit_compile=True)()
+
+
+class Trainer(tf.Module):
+
+  def __init__(self):
+    super().__init__()
+    self.values, opt = make(2)
+    self.state = opt.variables()
+    # TensorFlow 2 cannot load an optimizer of TensorFlow 1.
+    self.opt = lambda: opt
+
+  @tf.function(input_signature=[])
+  def train(self):
+    self.train_one_more()
+
+  @tf.function
+  def train_one_more(self):
+    step_of(self.opt(), self.values)
+
+  @tf.function(input_signature=[])
+  def read(self):
+    return read_all(self.opt(), self.values[0])
+
+
+def test_a_function_that_is_saved(tmp_path):
+  trainer = Trainer()
+  trainer.train()
+  assert "StatefulPartitionedCall" in types(trainer.train)
+  assert types(trainer.train_one_more).count("Wrapopt>ApplyBundle") == 1
+  tf.saved_model.save(trainer, str(tmp_path))
+  loaded = tf.saved_model.load(str(tmp_path))
+  assert_history([loaded.read()], [(0, 1, 0.5)])
+  loaded.train()
+  assert_history([loaded.read(), trainer.read()],
+                 [(-1.5, 1.5, -0.5), (0, 1, 0.5)])
+
+
+def test_a_concrete_function_is_not_saved(tmp_path):
+  trainer = Trainer()
+  trainer.concrete = trainer.train.get_concrete_function()
+  with pytest.raises(ValueError, match=(
+      r"Save the tf\.function, not a concrete function of it")):
+    tf.saved_model.save(trainer, str(tmp_path))
+
+
+def test_where_xla_may_choose(monkeypatch):
+  variables, opt = make()
+  def now():
+    return "Wrapopt>ApplyBundle" in types(
+        tf.function(lambda: step_of(opt, variables)))
+
+  def in_a_scope(compile_ops):
+    def function():
+      with tf.xla.experimental.jit_scope(compile_ops):
+        step_of(opt, variables)
+    return "Wrapopt>ApplyBundle" in types(tf.function(function))
+
+  assert now() and in_a_scope(False) and not in_a_scope(True)
+  tf.config.optimizer.set_jit("autoclustering")
+  assert not now() and in_a_scope(False)
+  tf.config.optimizer.set_jit(False)
+  assert now()
+  for flag, usual in (("2", False), ("1", False), ("0", True), ("-1", True)):
+    monkeypatch.setenv("TF_XLA_FLAGS", f"--a=1 --tf_xla_auto_jit={flag} --b")
+    assert now() == usual
+
+
+def test_a_session():
+  with tf.Graph().as_default() as graph:
+    v = v1.get_variable("v", [2], use_resource=True)
+    wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0)).apply_gradients(
+            [(tf.ones([2]), v)])
+    found = {op.type for op in graph.get_operations()}
+    assert "Wrapopt>ApplyGradientDescent" in found
+    assert not any("Bundle" in type_ for type_ in found)

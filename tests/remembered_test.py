@@ -1,0 +1,298 @@
+"""Eager steps, which ask once about a list of variables and remember it."""
+
+import copy
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from wrapopt import _fused
+from wrapopt import _remembered
+from wrapopt import ops
+
+v1 = tf.compat.v1
+
+
+def make(inner=None, decay=0.5):
+  return wrapopt.MovingAverageOptimizer(
+      inner or v1.train.MomentumOptimizer(1.0, 0.5), decay)
+
+
+def variables_of(count=3):
+  return [tf.Variable([1.0, 2.0]) for _ in range(count)]
+
+
+def step(opt, variables, gradient=1.0):
+  opt.apply_gradients([(gradient * tf.ones([2]), v) for v in variables])
+
+
+def state(opt, v):
+  """(value, velocity, average) of the first element."""
+  return [float(x[0]) for x in (v, opt.get_slot(v, "momentum"), opt.average(v))]
+
+
+# What a step does.
+
+
+class Counter:
+  """Counts calls of a function while it takes its place."""
+
+  def __init__(self, monkeypatch, owner, name):
+    self.calls = 0
+    called = getattr(owner, name)
+
+    def counted(*args, **kwargs):
+      self.calls += 1
+      return called(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, counted)
+
+
+# Each would be asked once for each of the variables.
+ASKED = [(ops, "_check_dtype"), (ops, "_check_shape"), (ops, "_check_variable"),
+         (ops, "is_ref_variable"), (ops, "_gradient_and_kind"),
+         (_fused, "gradient"), (v1.train.Optimizer, "get_slot"),
+         (v1.train.Optimizer, "_get_or_make_slot"),
+         (wrapopt.MovingAverageOptimizer, "get_slot"),
+         (tf, "convert_to_tensor")]
+
+
+@pytest.mark.parametrize("inner", [
+    lambda: v1.train.GradientDescentOptimizer(1.0),
+    lambda: v1.train.MomentumOptimizer(1.0, 0.5), v1.train.AdamOptimizer])
+def test_nothing_is_asked_of_each_variable_again(inner, monkeypatch):
+  variables, opt = variables_of(50), make(inner())
+  counters = [Counter(monkeypatch, *asked) for asked in ASKED]
+  step(opt, variables)
+  assert sum(c.calls for c in counters) > 5 * 50
+  for c in counters:
+    c.calls = 0
+  step(opt, variables)
+  assert sum(c.calls for c in counters) < 50
+
+
+class _Executed:
+  """The types of the ops that are executed eagerly inside."""
+
+  def __enter__(self):
+    self.names = []
+    self._raw = ops._raw
+    outer = self
+
+    class Named:
+
+      def __getattr__(self, name):
+        function = getattr(outer._raw, name)
+
+        def run(*args, **kwargs):
+          outer.names.append(name)
+          return function(*args, **kwargs)
+
+        return run
+
+    ops._raw = Named()
+    return self
+
+  def __exit__(self, *_):
+    ops._raw = self._raw
+
+
+def executed(call):
+  with _Executed() as run:
+    call()
+  return run.names
+
+
+def test_a_step_is_one_native_call():
+  variables, opt = variables_of(20), make(decay=[0.5, 0.75])
+  for _ in range(3):
+    assert executed(lambda: step(opt, variables)) == ["wrapopt_apply_bundle"]
+
+
+def test_two_lists_that_take_turns():
+  variables, opt = variables_of(4), make()
+  for _ in range(2):
+    step(opt, variables[:2])
+    step(opt, variables[2:])
+    step(opt, variables[::-1])
+  # Velocities 1, 3/2, 7/4, 15/8 and their sum from 1.
+  for v in variables:
+    assert state(opt, v)[:2] == [1 - 6.125, 1.875]
+  memory = _fused._memories[opt._optimizer]
+  assert len(memory._facts) == 3
+
+
+def test_many_lists_are_not_all_remembered():
+  opt, all_ = make(), variables_of(8)
+  for i in range(1, 60):
+    step(opt, [v for k, v in enumerate(all_) if i >> k & 1])
+  assert len(opt._memory._facts) == _remembered._MOST
+  assert len(opt._memory._refs) == _remembered._MOST
+  before = state(opt, all_[0])
+  step(opt, all_[:1])  # One that was forgotten.
+  assert state(opt, all_[0])[1] == before[1] / 2 + 1
+
+
+# What is seen.
+
+
+def test_a_list_is_forgotten_with_a_variable():
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  memories = opt._memory, _fused._memories[opt._optimizer]
+  assert [len(m._facts) for m in memories] == [1, 1]
+  [remembered] = [x for x in _fused._memories[opt._optimizer].get(
+      variables).values() if isinstance(x, _fused._Remembered)]
+  gone = [weakref.ref(variables[0]), weakref.ref(opt.average(variables[0])),
+          weakref.ref(remembered.update)]
+  del variables[0], remembered
+  gc.collect()
+  assert [len(m._facts) + len(m._refs) for m in memories] == [0, 0]
+  assert [ref() for ref in gone] == [None] * 3
+
+
+def test_a_variable_in_the_place_of_another():
+  # A new variable often gets the address of the one that is deleted.
+  opt, keep, addresses = make(), variables_of(1), set()
+  for i in range(50):
+    v = tf.Variable([float(i), 0.0])
+    addresses.add(id(v))
+    step(opt, [keep[0], v])
+    assert state(opt, v) == [i - 1, 1, i - 0.5]
+    del v
+    gc.collect()
+  assert len(addresses) < 50
+
+
+def test_a_variable_of_another_shape():
+  v = tf.Variable([1.0, 2.0], shape=tf.TensorShape(None))
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), 0.5)
+  opt.apply_gradients([(tf.ones([2]), v)])
+  opt.apply_gradients([(tf.ones([2]), v)])
+  v.assign([1.0, 2.0, 3.0])
+  with pytest.raises(tf.errors.InvalidArgumentError, match="misshapen"):
+    opt.apply_gradients([(tf.ones([3]), v)])
+  np.testing.assert_array_equal(v, [1.0, 2.0, 3.0])
+  v.assign([1.0, 2.0])
+  opt.apply_gradients([(tf.ones([2]), v)])
+  np.testing.assert_array_equal(v, [0.0, 1.0])
+
+
+def test_slots_that_were_replaced():
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  slots = opt._optimizer._slots["momentum"]
+  key, old = next(iter(slots.items()))
+  slots[key] = tf.Variable([8.0, 8.0])
+  step(opt, variables)
+  assert old.numpy()[0] == 1
+  assert state(opt, variables[0])[1] == 5
+  slots.clear()
+  step(opt, variables)
+  assert state(opt, variables[0])[1] == 1
+
+
+def test_gradients_of_other_kinds():
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  sparse = tf.IndexedSlices(tf.constant([1.0]), tf.constant([0]),
+                            tf.constant([2]))
+  opt.apply_gradients([(sparse, variables[0]), (np.float32([1, 1]),
+                                                variables[1]),
+                       (tf.ones([2]), variables[2])])
+  for v in variables:
+    assert state(opt, v)[:2] == [-1.5, 1.5]
+  with pytest.raises(TypeError, match=(
+      r"`grads\[1\]` must be of dtype float32, got float64")):
+    opt.apply_gradients([(tf.ones([2], "float64" if i == 1 else "float32"), v)
+                         for i, v in enumerate(variables)])
+  with pytest.raises(tf.errors.InvalidArgumentError,
+                     match=r"grad\[2\] misshapen"):
+    opt.apply_gradients([(tf.ones([2 + i // 2]), v)
+                         for i, v in enumerate(variables)])
+  for v in variables:
+    assert state(opt, v)[:2] == [-1.5, 1.5]
+
+
+def test_sparse_and_dense_steps_take_turns():
+  # Rows lag behind after a sparse step; a dense one must not see that.
+  want = None
+  for dense_only in (True, False):
+    v, opt = tf.Variable([[1.0], [2.0]]), make(
+        v1.train.GradientDescentOptimizer(1.0), 0.5)
+    for i in range(6):
+      g = tf.constant([[1.0], [0.0]])
+      if i % 3 and not dense_only:
+        g = tf.IndexedSlices(g[:1], tf.constant([0]), tf.constant([2, 1]))
+      opt.apply_gradients([(g, v)])
+    got = v.numpy(), opt.average(v).numpy()
+    want = want or got
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_variable_that_is_named_twice():
+  opt, variables = make(), variables_of(2)
+  step(opt, variables)
+  opt.apply_gradients([(tf.ones([2]), v) for v in variables + variables[:1]])
+  assert state(opt, variables[0])[1] == 1.75
+  assert state(opt, variables[1])[1] == 1.5
+
+
+def test_settings_are_read_in_each_step():
+  rate, decay = tf.Variable(1.0), tf.Variable(0.5)
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(lambda: rate.read_value()), decay)
+  v = tf.Variable([1.0])
+  for r, d, want in ((1, 0.5, (0, 0.5)), (2, 0.5, (-2, -0.75)),
+                     (2, 0, (-4, -4))):
+    rate.assign(r), decay.assign(d)
+    opt.apply_gradients([(tf.ones([1]), v)])
+    assert (v.numpy()[0], opt.average(v).numpy()[0]) == want
+
+
+def test_wrappers_that_share_an_optimizer():
+  inner = v1.train.MomentumOptimizer(1.0, 0.5)
+  one, two = make(inner), make(inner, [0.75, 0.875])
+  [v] = variables_of(1)
+  for _ in range(3):
+    step(one, [v])
+    step(two, [v])
+  assert state(one, v)[1] == 1.96875
+  # 1 -> 0 -> -1.5 -> ...: each average moves at the steps of its own wrapper.
+  assert state(one, v)[2] != state(two, v)[2]
+
+
+def test_a_copy_remembers_nothing():
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  copied = copy.deepcopy(opt)
+  assert not copied._memory._facts
+  step(copied, variables)
+  step(opt, variables)
+
+
+def test_averages_in_place_refuse_a_step_that_is_known():
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  step(opt, variables)
+  with opt.averaged_weights():
+    with pytest.raises(RuntimeError, match="averaged_weights"):
+      step(opt, variables)
+  step(opt, variables)
+  assert state(opt, variables[0])[1] == 1.75
+
+
+def test_restored_state_is_used(tmp_path):
+  opt, variables = make(), variables_of()
+  step(opt, variables)
+  checkpoint = tf.train.Checkpoint(opt=opt, v=variables)
+  path = checkpoint.save(str(tmp_path / "x"))
+  step(opt, variables)
+  checkpoint.restore(path)
+  assert state(opt, variables[0]) == [0, 1, 0.5]
+  step(opt, variables)
+  assert state(opt, variables[0]) == [-1.5, 1.5, -0.5]
