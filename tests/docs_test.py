@@ -15,7 +15,8 @@ import wrapopt
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(
-    f"docs/{name}" for name in os.listdir(os.path.join(ROOT, "docs"))
+    f"wrapopt/docs/{name}"
+    for name in os.listdir(os.path.join(ROOT, "wrapopt", "docs"))
     if name.endswith(".md"))]
 
 
