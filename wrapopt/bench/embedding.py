@@ -345,8 +345,9 @@ def _in_keras(problem, jit):
         _STOCK: lambda: opts[_STOCK]._model_variables_moving_average[0],
         _WRAPOPT: lambda: opts[_WRAPOPT].average(table),
     }.get(name, lambda: None)()
-    return _pair([tf.gather(v.value, rows).numpy() for v in (table, average)
-                  if v is not None])
+    # To gather from the variable itself would put it into that mode.
+    return _pair([tf.gather(v.value.read_value(), rows).numpy()
+                  for v in (table, average) if v is not None])
 
   yield Contest(
       steps, [(tf.constant(ids), target) for ids in problem.batches], assign,

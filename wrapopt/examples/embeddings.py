@@ -40,8 +40,8 @@ _VOCABULARY = 2000  # With one for all other words.
 # Which of the last words, counted backwards from 1, are looked up together.
 _FEATURES = ((1,), (2,), (3,), (1, 2), (1, 2, 3))
 _BATCH = 256
-_LEARNING_RATE = 0.003
-_DECAY = 0.998
+_LEARNING_RATE = 0.01
+_DECAY = 0.995
 _EVALUATIONS = 20
 _HITS = "hits"  # The share of samples whose word is among the first ten.
 _TIMED = _NO_AVERAGE, _WRAPOPT, _USE_EMA = (
