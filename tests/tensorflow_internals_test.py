@@ -10,6 +10,7 @@ import functools
 import glob
 import importlib
 import inspect
+import io
 import os
 import sys
 
@@ -26,8 +27,10 @@ tf1 = tf.compat.v1
 IMPORTS = [
     "keras.src.backend",
     "keras.src.saving.keras_saveable.KerasSaveable",
+    "keras.src.saving.saving_lib",
     "keras.src.utils.python_utils",
     "tensorflow.core.framework.op_def_pb2",
+    "tensorflow.core.protobuf.trackable_object_graph_pb2",
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function",
@@ -105,6 +108,14 @@ ATTRIBUTES = {
             "_l2_shrinkage_regularization_strength_tensor"],
     lambda: importlib.import_module(
         "tensorflow.python.training.optimizer"): ["_var_key"],
+    lambda: tf1.train.GradientDescentOptimizer(0.1): [
+        "_create_non_slot_variable"],
+    lambda: importlib.import_module("keras.src.saving.saving_lib"): [
+        "_save_state"],
+    lambda: importlib.import_module("keras.src.saving.saving_lib").H5IOStore(
+        io.BytesIO(), mode="w"): [
+            "_create_h5_group", "_h5_entry_group", "_h5_entry_initialized",
+            "_h5_entry_path"],
     lambda: tf.constant(1.0): ["_datatype_enum"],
     tf.Graph: ["_add_control_dependencies", "_attr_scope_map"],
     graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
@@ -117,7 +128,8 @@ ATTRIBUTES = {
     lambda: tf.Variable(1.0).handle: ["_handle_data"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [
-        "_apply_weight_decay", "_backend_increment_gradient_accumulators", "_backend_update_step",
+        "_apply_weight_decay", "_backend_increment_gradient_accumulators",
+        "_backend_update_step",
         "_distribution_strategy", "_get_variable_index", "_iterations",
         "_momentums",
         "_overwrite_variable_with_gradient", "_track_trackable",
@@ -149,7 +161,7 @@ OVERRIDES = {
 }
 
 # Attributes of what is not TensorFlow's.
-_OTHERS = {"_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
+_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

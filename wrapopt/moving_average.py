@@ -547,7 +547,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """
     return self._averages(_current_graph())
 
-  def averages_by_decay(self, graph):
+  def averages_by_decay(self, graph: Any) -> list[Any]:
     """[(decay, [(variable, average)])] of a graph, or of eager mode (None).
 
     Raises:

@@ -441,7 +441,7 @@ class AveragingOptimizer(WrapperOptimizer):
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
-  def averages_by_decay(self, model):
+  def averages_by_decay(self, model: keras.Model) -> list[Any]:
     """What there is to write of a model.
 
     Returns:

@@ -231,7 +231,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return super()._averaged(model) + [
         (v, rows[0][self._var_key(v)]) for v in variables]
 
-  def averages_by_decay(self, model):
+  def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
     self.know(model)
     _, of_batch_norm = self._statistics()

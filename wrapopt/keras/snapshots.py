@@ -1,6 +1,7 @@
 """Snapshots of the averages that a Keras optimizer keeps."""
 
 import io
+from typing import Any
 
 import keras
 from keras.src.saving import saving_lib
@@ -29,7 +30,8 @@ class Snapshots(keras.callbacks.Callback):
       model.fit(..., callbacks=[wrapopt.keras.Snapshots("run/snapshots", 500)])
   """
 
-  def __init__(self, directory, save_steps, dtype=None):
+  def __init__(self, directory: str, save_steps: int,
+               dtype: Any = None) -> None:
     """Makes the callback.
 
     Args:
