@@ -437,7 +437,7 @@ def test_programs_that_run_at_once():
 
 
 def test_a_function_that_is_called_at_once():
-  """Its variables are locked while it runs: no step is lost."""
+  """A call may begin with what another began with, too; none is torn."""
   w = tf.Variable(np.zeros(100_000, np.float32))
   step = jit(lambda: ops.apply("GradientDescent", {"var": [w]},
                                [tf.ones_like(w)], {"lr": 1.0}))
