@@ -144,7 +144,8 @@ def test_a_large_update_is_parallel_and_a_small_one_is_not():
     return lambda: ema_update([shadow], [value], 0.5)
 
   large, small = update(4_000_000), update(20_000)
-  assert all(other_threads_that_run(large) for _ in range(10))
+  # On a busy machine this thread may have done it all before others begin.
+  assert any(other_threads_that_run(large) for _ in range(50))
   # A thread may have a reason of its own to run, but not each time.
   assert not all(other_threads_that_run(small) for _ in range(10))
 

@@ -642,7 +642,9 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
   updates = []
   with tf.name_scope(name or "CatchUp"):
     for members in _alike(values, shadows, indices):
-      with device_of(values[members[0]]):
+      # Not compiled by chance: before a session's initializers have run, it
+      # finds nothing to catch up with, and XLA no values.
+      with device_of(values[members[0]]), _compiled_where(False):
         updates.append(_raw.wrapopt_catch_up(
             [shadows[i]._handle for i in members],
             [values[i].handle for i in members],
