@@ -27,7 +27,8 @@ RULES = sorted(name for name, rule in _native.rules().items()
 
 def lower(function, device, *args, ahead_of_time=False):
   """The HLO of a function of `args`, with its variables, for a device type."""
-  concrete = tf.function(function).get_concrete_function(*args)
+  concrete = tf.function(
+      function, jit_compile=True).get_concrete_function(*args)
   library = function_pb2.FunctionDefLibrary()
   library.CopyFrom(concrete.graph.as_graph_def().library)
   library.function.append(concrete.function_def)
