@@ -231,10 +231,11 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
-  # And what crosses between tasks.
+  # What crosses between tasks. Handles as one tensor: XLA must see each, and
+  # gets the ops that take them one by one.
   host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
                     "Mean|Next|Wait)|ReadPacked|AssignPacked|Route|RouteBack|"
-                    "Send|Receive)")
+                    "Send|Receive|Bundle|ApplyBundle|EmaUpdateBundle)")
   tested = {f"Wrapopt>{name}" for name in (
       "EmaUpdate", "CatchUp", "SparseEmaUpdate", "AveragingAssign", "Exchange",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
