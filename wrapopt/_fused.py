@@ -173,7 +173,7 @@ def apply_gradients(opt, rule, step):
 
 
 # By inner optimizer: its `_Remembered` of lists of variables.
-_memories = weakref.WeakKeyDictionary()
+_memories: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class _Remembered(typing.NamedTuple):
