@@ -271,7 +271,11 @@ def session_of_lazy_steps(partitions=None, decay=0.9):
     opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
     loss = tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4]))
     train = opt.minimize(loss)
+    # Elsewhere than the values, so that each step moves all rows of an average.
+    averages = opt.average(list(w)) if partitions else [opt.average(w)]
+    away = [s.assign_add(tf.ones_like(s), read_value=False) for s in averages]
     session.run(tf1.global_variables_initializer())
+    session.run(away)
     start = session.run(tf.convert_to_tensor(w))
     step = np.zeros([ROWS, COLUMNS], np.float32)
     step[1], step[4] = 1, 0.5
@@ -279,8 +283,9 @@ def session_of_lazy_steps(partitions=None, decay=0.9):
 
 
 def _averages_of(start, step, n, decay):
-  """(value, average) after n steps."""
-  value = average = start.astype(np.float64)
+  """(value, average) after n steps, of an average that was greater by 1."""
+  value = start.astype(np.float64)
+  average = value + 1
   for _ in range(n):
     value = value - step
     average = average + (1 - decay) * (value - average)
@@ -294,13 +299,14 @@ def test_a_session_reads_what_has_caught_up():
     with tf.control_dependencies([train]):
       after = average.read_value()
     for n in (1, 2, 3):
-      np.testing.assert_allclose(session.run(after), want(n)[1], rtol=1e-6)
+      np.testing.assert_allclose(session.run(after), want(n)[1], rtol=1e-6,
+                                 atol=1e-6)
     for read in (average, average.value(), average[:4], average + 0,
                  tf.gather(average, [0, 1, 2, 3])):
       session.run(train)
       n += 1
       np.testing.assert_allclose(session.run(read)[:4], want(n)[1][:4],
-                                 rtol=1e-6)
+                                 rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("partitions", [None, 3])
@@ -318,9 +324,11 @@ def test_savers(partitions, tmp_path):
       # Plain averages, and nothing else.
       assert set(reader.get_variable_to_shape_map()) == {
           "w", "w/ExponentialMovingAverage"}
-      np.testing.assert_allclose(reader.get_tensor("w"), first, rtol=1e-6)
+      np.testing.assert_allclose(reader.get_tensor("w"), first, rtol=1e-6,
+                                 atol=1e-6)
       np.testing.assert_allclose(
-          reader.get_tensor("w/ExponentialMovingAverage"), second, rtol=1e-6)
+          reader.get_tensor("w/ExponentialMovingAverage"), second, rtol=1e-6,
+          atol=1e-6)
     # In a session that goes on: what it lacked since counts no more.
     for restoring, file in ((saver, path), (swapping, swapped)):
       for _ in range(2):
@@ -332,7 +340,7 @@ def test_savers(partitions, tmp_path):
       got = session.run(shadows)
       if partitions:
         got = np.concatenate(got)
-      np.testing.assert_allclose(got, want(5)[1], rtol=1e-6)
+      np.testing.assert_allclose(got, want(5)[1], rtol=1e-6, atol=1e-6)
 
 
 def test_a_new_session_goes_on_from_a_checkpoint(tmp_path):
@@ -345,7 +353,7 @@ def test_a_new_session_goes_on_from_a_checkpoint(tmp_path):
       tf1.train.Saver().restore(other, path)
       other.run(train)
       np.testing.assert_allclose(other.run(opt.average(w)), want(4)[1],
-                                 rtol=1e-6)
+                                 rtol=1e-6, atol=1e-6)
 
 
 def test_a_monitored_session(tmp_path):
@@ -353,12 +361,15 @@ def test_a_monitored_session(tmp_path):
     with session_of_lazy_steps() as (_, opt, w, train, want):
       with tf.control_dependencies([train]):
         counted = tf1.train.create_global_step().assign_add(1)
+      away = opt.average(w).assign_add(tf.ones_like(w), read_value=False)
       with tf1.train.MonitoredTrainingSession(
           checkpoint_dir=str(tmp_path), save_checkpoint_steps=1) as session:
+        if n == 2:
+          session.run(away)
         for _ in range(2):
           session.run(counted)
         np.testing.assert_allclose(session.run(opt.average(w)), want(n)[1],
-                                   rtol=1e-6)
+                                   rtol=1e-6, atol=1e-6)
 
 
 def test_averaged_weights_and_seeds_in_a_session():
@@ -368,23 +379,25 @@ def test_averaged_weights_and_seeds_in_a_session():
       session.run(train)
     value, average = want(3)
     with opt.averaged_weights(session):
-      np.testing.assert_allclose(session.run(w), average, rtol=1e-6)
-    np.testing.assert_allclose(session.run(w), value, rtol=1e-6)
+      np.testing.assert_allclose(session.run(w), average, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(session.run(w), value, rtol=1e-6, atol=1e-6)
     session.run(train)
     np.testing.assert_allclose(session.run(opt.average(w)), want(4)[1],
-                               rtol=1e-6)
+                               rtol=1e-6, atol=1e-6)
     session.run(train)
     opt.seed_averages(session)
     np.testing.assert_array_equal(session.run(opt.average(w)), session.run(w))
 
 
 def eager_lazy_steps(n, decay=0.9):
-  w = tf.Variable(table())
-  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
-  for _ in range(n):
-    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
   step = np.zeros([ROWS, COLUMNS], np.float32)
   step[1], step[4] = 1, 0.5
+  w = tf.Variable(table() + step)
+  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
+  for i in range(n + 1):
+    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
+    if i == 0:
+      opt.average(w).assign(table() + 1)
   return w, opt, lambda n: _averages_of(table(), step, n, decay)
 
 
@@ -392,7 +405,7 @@ def test_eager_reads_and_writes():
   w, opt, want = eager_lazy_steps(3)
   average = opt.average(w)
   assert opt.is_lazy(w)
-  np.testing.assert_allclose(average, want(3)[1], rtol=1e-6)
+  np.testing.assert_allclose(average, want(3)[1], rtol=1e-6, atol=1e-6)
 
   def step():
     opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
@@ -403,10 +416,10 @@ def test_eager_reads_and_writes():
            lambda: tf.function(lambda: average + 0, jit_compile=True)()]
   for n, read in enumerate(reads, 4):
     step()
-    np.testing.assert_allclose(read(), want(n)[1], rtol=1e-6)
+    np.testing.assert_allclose(read(), want(n)[1], rtol=1e-6, atol=1e-6)
   step()
   with opt.averaged_weights():
-    np.testing.assert_allclose(w, want(10)[1], rtol=1e-6)
+    np.testing.assert_allclose(w, want(10)[1], rtol=1e-6, atol=1e-6)
   step()
   average.assign(tf.zeros([ROWS, COLUMNS]))
   assert not np.any(average)
@@ -428,7 +441,8 @@ def test_object_based_checkpoints(tmp_path):
     tf.train.Checkpoint(w=w2, opt=opt2).restore(path)
     opt2.minimize(lambda: tf.nn.embedding_lookup(w2, [1, 1, 4]),
                   var_list=[w2])
-    np.testing.assert_allclose(opt2.average(w2), want(4)[1], rtol=1e-6)
+    np.testing.assert_allclose(opt2.average(w2), want(4)[1], rtol=1e-6,
+                               atol=1e-6)
 
 
 # Where it is not valid
