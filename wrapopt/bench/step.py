@@ -27,7 +27,11 @@ import contextlib
 import functools
 import gc
 import importlib.util
+import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -57,6 +61,7 @@ _SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH = (
     "v1 session", "tf.function", "train function", "eager", "PyTorch")
 _GRAPHS = (_SESSION, _FUNCTION, _TRAIN)  # The modes that have one.
 _NO_STEP = "no step"
+_TORCH_PROGRAM = os.path.join(os.path.dirname(__file__), "torch_step.py")
 # By the name of an optimizer above: a class of torch.optim, and its arguments.
 _IN_TORCH = {
     "SGD": ("SGD", {"lr": 1e-3}),
@@ -95,11 +100,12 @@ def measure(name, shapes, optimizer, n_rounds):
             for mode in _GRAPHS}
   limits, place_limits = _limits(shapes, slots)
   session, in_session, place_session = _in_session(shapes, make)
-  with contextlib.closing(session):
+  with contextlib.ExitStack() as stack:
+    stack.enter_context(contextlib.closing(session))
     others = [_in_functions(shapes, make),
               _in_functions(shapes, make, made=True), _eagerly(shapes, make)]
     if importlib.util.find_spec("torch"):
-      others.append(_in_torch(shapes, optimizer))
+      others.append(stack.enter_context(_in_torch(shapes, optimizer)))
     contenders = {**limits, **in_session}
     for of_mode, _ in others:
       contenders.update(of_mode)
@@ -373,39 +379,22 @@ def _start(contenders, steps, values, grads, refresh=lambda: None):
   return place
 
 
+@contextlib.contextmanager
 def _in_torch(shapes, optimizer):
-  import torch  # pylint: disable=g-import-not-at-top
-
-  torch.set_num_threads(harness.threads())
   name, arguments = _IN_TORCH[optimizer]
-  contenders, placed = {}, {}
+  given = (shapes, name, arguments, _DECAYS[0], harness.threads())
+  with subprocess.Popen(
+      [sys.executable, _TORCH_PROGRAM, json.dumps(given)],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
-  def make(kind):
-    values = [torch.nn.Parameter(torch.rand(shape)) for shape in shapes]
-    for v in values:
-      v.grad = torch.rand(v.shape)
-    averages = [v.detach().clone() for v in values]
-    opt = getattr(torch.optim, name)(values, **arguments, **{kind: True})
-    placed[kind] = opt, averages, values
+    def ask(*line):
+      process.stdin.write(json.dumps(line) + "\n")
+      process.stdin.flush()
+      return json.loads(process.stdout.readline())
 
-  def step(kind):
-    opt, averages, values = placed[kind]
-    opt.step()
-    with torch.no_grad():
-      torch._foreach_lerp_(averages, values, 1 - _DECAYS[0])
-
-  for kind in ("fused", "foreach"):
-    try:
-      make(kind)
-    except (TypeError, RuntimeError):
-      continue  # It has no such code for this optimizer.
-    contenders[_TORCH, kind] = functools.partial(step, kind)
-
-  def place():
-    for kind in list(placed):
-      make(kind)
-
-  return contenders, place
+    yield ({(_TORCH, code): harness.Elsewhere(
+        functools.partial(ask, "seconds", code)) for code in ask("codes")},
+           lambda: ask("place"))
 
 
 def check_all(contenders, place, state):

@@ -9,9 +9,7 @@ fresh graph that knows nothing of averages.
 """
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 
@@ -20,6 +18,7 @@ import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
+from wrapopt.examples import _results
 
 tf1 = tf.compat.v1
 
@@ -220,18 +219,8 @@ def main(argv=None):
       "seconds": round(time.perf_counter() - start, 2),
       "images": {"trained_on": len(data[0]), "held_out": len(held_out[0])},
       "curve": [dict(zip(("step", "raw", "averaged"), row)) for row in curve],
-      "versions": {
-          "wrapopt": wrapopt.__version__,
-          "tensorflow": tf.__version__,
-          "numpy": np.__version__,
-          "python": platform.python_version(),
-      },
-      "wrapopt_path": os.path.dirname(os.path.abspath(wrapopt.__file__)),
   }
-  results_path = os.path.join(options.out, "results.json")
-  with open(results_path, "w", encoding="utf-8") as f:
-    json.dump(results, f, indent=2)
-    f.write("\n")
+  results_path = _results.write(options.out, results, tf, np)
 
   print_table(curve, len(held_out[0]))
   print(f"\nThe averaged model, restored by a plain Saver: {restored:.2%}, "

@@ -16,9 +16,7 @@ import argparse
 import ast
 import collections
 import itertools
-import json
 import os
-import platform
 import re
 import statistics
 import sys
@@ -32,6 +30,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt.bench import harness
+from wrapopt.examples import _results
 from wrapopt.examples import digits
 import wrapopt.keras
 
@@ -319,19 +318,8 @@ def main(argv=None):
       "table": {"rows": _ROWS, "width": _WIDTH,
                 "trained_rows": len(np.unique(data[0]))},
       "curve": curve,
-      "versions": {
-          "wrapopt": wrapopt.__version__,
-          "tensorflow": tf.__version__,
-          "keras": keras.__version__,
-          "numpy": np.__version__,
-          "python": platform.python_version(),
-      },
-      "wrapopt_path": os.path.dirname(os.path.abspath(wrapopt.__file__)),
   }
-  results_path = os.path.join(options.out, "results.json")
-  with open(results_path, "w", encoding="utf-8") as f:
-    json.dump(results, f, indent=2)
-    f.write("\n")
+  results_path = _results.write(options.out, results, tf, keras, np)
 
   print_table(curve, len(held_out[0]))
   print(f"\na step of {_BATCH} samples, {_BATCH * len(_FEATURES):,} indices of a "

@@ -8,9 +8,7 @@ what is made afterwards is what a run that had known the width would have had.
 """
 
 import argparse
-import json
 import os
-import platform
 import sys
 import time
 
@@ -22,6 +20,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt import checkpoints
+from wrapopt.examples import _results
 from wrapopt.examples import digits
 from wrapopt.examples import keras_digits
 import wrapopt.keras
@@ -226,19 +225,8 @@ def main(argv=None):
       "snapshots": len(os.listdir(snapshots)),
       "seconds": round(time.perf_counter() - start, 2),
       "images": {"trained_on": len(data[0]), "held_out": len(held_out[0])},
-      "versions": {
-          "wrapopt": wrapopt.__version__,
-          "tensorflow": tf.__version__,
-          "keras": keras.__version__,
-          "numpy": np.__version__,
-          "python": platform.python_version(),
-      },
-      "wrapopt_path": os.path.dirname(os.path.abspath(wrapopt.__file__)),
   }
-  results_path = os.path.join(options.out, "results.json")
-  with open(results_path, "w", encoding="utf-8") as f:
-    json.dump(results, f, indent=2)
-    f.write("\n")
+  results_path = _results.write(options.out, results, tf, keras, np)
 
   print_table(rows, len(held_out[0]))
   print(f"\nThe best width at the end: {best['relative_width']}, "

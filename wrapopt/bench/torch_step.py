@@ -1,0 +1,69 @@
+"""The steps of PyTorch's optimizers, as a program that bench/step.py talks to.
+
+It runs in a process of its own: PyTorch and TensorFlow cannot be loaded into one,
+since each brings LLVM along. So it imports neither TensorFlow nor wrapopt. Each
+line of input is a list in JSON, a function's name and its arguments; each line of
+output is what the function returned.
+"""
+
+import json
+import sys
+import time
+
+import torch
+
+
+class Steps:
+  """Optimizers of one kind that step alike: {code: (optimizer, averages)}."""
+
+  def __init__(self, shapes, name, arguments, decay, threads):
+    torch.set_num_threads(threads)
+    self._shapes = shapes
+    self._name = name
+    self._arguments = arguments
+    self._decay = decay
+    self._placed = {}
+
+  def codes(self):
+    """The codes that PyTorch has for this optimizer; makes their arrays."""
+    for code in "fused", "foreach":
+      try:
+        self._placed[code] = self._make(code)
+      except (TypeError, RuntimeError):
+        pass  # It has no such code.
+    return list(self._placed)
+
+  def place(self):
+    """Makes new arrays."""
+    for code in self._placed:
+      self._placed[code] = self._make(code)
+
+  def seconds(self, code, calls):
+    """Seconds of a step, of as many as `calls`."""
+    optimizer, averages = self._placed[code]
+    values = optimizer.param_groups[0]["params"]
+    start = time.perf_counter()
+    for _ in range(calls):
+      optimizer.step()
+      with torch.no_grad():
+        torch._foreach_lerp_(averages, values, 1 - self._decay)
+    return (time.perf_counter() - start) / calls
+
+  def _make(self, code):
+    values = [torch.nn.Parameter(torch.rand(shape)) for shape in self._shapes]
+    for v in values:
+      v.grad = torch.rand(v.shape)
+    optimizer = getattr(torch.optim, self._name)(
+        values, **self._arguments, **{code: True})
+    return optimizer, [v.detach().clone() for v in values]
+
+
+def main():
+  steps = Steps(*json.loads(sys.argv[1]))
+  for line in sys.stdin:
+    name, *arguments = json.loads(line)
+    print(json.dumps(getattr(steps, name)(*arguments)), flush=True)
+
+
+if __name__ == "__main__":
+  main()
