@@ -38,6 +38,9 @@ void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
   RunParallel(threads, sorted.size(), 40 + bytes / 4,
               [&](int64_t begin, int64_t end) {
                 for (int64_t j = begin; j < end; ++j) {
+                  if (j + kRowsAhead < sorted.size()) {
+                    Prefetch(sorted[j + kRowsAhead].row);
+                  }
                   if (!sorted.BeginsRow(j)) continue;
                   const int64_t row = sorted[j].row;
                   CatchUp(row, 1);

@@ -54,6 +54,12 @@ struct LazyAverage {
     step(operands, &rate, begin, end, Ahead());
   }
 
+  // A row that will be moved soon.
+  void Prefetch(int64_t row) const {
+    PrefetchRow(log_decays + row, sizeof(double));
+    PrefetchRow(Shadow(row), row_elements * shadow_bytes);
+  }
+
   // The row has taken this step.
   void Mark(int64_t row) const {
     log_decays[row] = all_steps() + log_decay;

@@ -77,6 +77,19 @@ using CatchUpFn = void (*)(void* shadows, const void* values,
 // nullptr for a pair for which FindStep finds none.
 CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa);
 
+// So many gradients before its own, a row is asked for.
+constexpr int64_t kRowsAhead = 24;
+
+// Asks for a row that a step will write soon: its first lines, after which the
+// processor goes on by itself.
+inline void PrefetchRow(const void* row, size_t bytes) {
+  constexpr size_t kLine = 64, kMost = 16 * kLine;
+  for (size_t at = 0; at < (bytes < kMost ? bytes : kMost); at += kLine) {
+    __builtin_prefetch(static_cast<const char*>(row) + at, /*rw=*/1);
+  }
+  asm volatile("");  // g++ removes calls of a function that only prefetches.
+}
+
 // What an op does to each of its variables: a list of stages, each of them one
 // rule applied to some of the variable's arrays.
 //

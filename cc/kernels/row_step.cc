@@ -71,6 +71,15 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
     }
   };
 
+  // Rows lie anywhere in memory, each in a page of its own.
+  auto prefetch = [&](int64_t index) {
+    for (void* const state : states) {
+      PrefetchRow(static_cast<char*>(state) + index * row * bytes_,
+                  row * bytes_);
+    }
+    for (const LazyAverage& average : averages) average.Prefetch(index);
+  };
+
   if (rule_->sparse == Sparse::kRows) {
     // Each gradient has a unit for each part of its row. Those of a row's
     // first gradient do the work. A row whose averages may lag behind is one
@@ -84,6 +93,9 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
                 [&](int64_t begin, int64_t end) {
                   int64_t j = begin / parts, at = begin % parts;
                   for (; begin < end; ++begin) {
+                    if (at == 0 && j + kRowsAhead < sorted.size()) {
+                      prefetch(sorted[j + kRowsAhead].row);
+                    }
                     if (sorted.BeginsRow(j)) {
                       apply_row(j, at * part,
                                 std::min((at + 1) * part, row));

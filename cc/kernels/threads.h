@@ -11,6 +11,7 @@
 
 #include "absl/synchronization/notification.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/subnormals.h"
 
 namespace wrapopt {
 
@@ -36,6 +37,7 @@ void RunParallel(const Threads& threads, int64_t units,
   constexpr int64_t kCyclesPerRange = 200000;
   cycles_per_unit = std::max<int64_t>(1, cycles_per_unit);
   if (units == 0) return;
+  const FlushSubnormals flush;  // Once, rather than in each call of a loop.
   if (units * cycles_per_unit < kCyclesToShare) return work(0, units);
   const int64_t range = std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit);
   const int64_t tasks =
@@ -53,6 +55,7 @@ void RunParallel(const Threads& threads, int64_t units,
   shared->left = units;
   // `work` is there as long as there is some left.
   const auto take = [shared, units, range, &work] {
+    const FlushSubnormals flush;
     for (;;) {
       const int64_t begin = shared->next.fetch_add(range);
       if (begin >= units) return;

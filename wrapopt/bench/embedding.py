@@ -411,7 +411,8 @@ def _gradient(values, rows, problem):
 
 
 def _check_close(name, what, got, want):
-  error = np.abs(got - want).max()
+  # A sum of thousands of duplicates' gradients in float32, among others.
+  error = (np.abs(got - want) / (1 + 10 * np.abs(want))).max()
   if not error <= 2e-6:
     raise AssertionError(f"{name}: {what} is off by {error:.3g} after one "
                          "step.")
