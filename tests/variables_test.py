@@ -13,14 +13,14 @@ import pytest
 import tensorflow as tf
 
 import modes
-import wrapopt
 from threads import in_threads
+from wrapopt import _loader
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
 from wrapopt.ops import exchange
 
-_raw_averaging_assign = wrapopt.ops._raw.wrapopt_averaging_assign
-_raw_ema_update = wrapopt.ops._raw.wrapopt_ema_update
+_raw_averaging_assign = _loader.ops.wrapopt_averaging_assign
+_raw_ema_update = _loader.ops.wrapopt_ema_update
 
 FLOAT = np.float32
 

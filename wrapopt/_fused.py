@@ -14,8 +14,8 @@ from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _control_flow
 from wrapopt import _lazy
+from wrapopt import _lookup_cache
 from wrapopt import _native
-from wrapopt import _remembered
 from wrapopt import lazy_adam
 from wrapopt import ops
 
@@ -127,7 +127,7 @@ def can_apply(opt, grads_and_vars):
   variables = [v for g, v in grads_and_vars if g is not None]
   if not variables or tf.distribute.has_strategy():
     return False  # A strategy reduces gradients between its replicas first.
-  return (_remembered_of(opt, variables) is not None or
+  return (_cached(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None
               for v in variables) and
           # A variable that is named twice is updated twice.
@@ -172,12 +172,12 @@ def apply_gradients(opt, rule, step):
     return done if tf.executing_eagerly() else _operations(done)[0]
 
 
-# By inner optimizer: its `_Remembered` of lists of variables.
-_memories: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# By inner optimizer: the `_CachedUpdate`s of lists of variables.
+_caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-class _Remembered(typing.NamedTuple):
-  """An `ops.Update` of eager mode, and what it is made of.
+class _CachedUpdate(typing.NamedTuple):
+  """An `ops.Update` of eager mode, and the variables that it was made for.
 
   Attributes:
     shadows: Rows of averages, the very list.
@@ -189,10 +189,10 @@ class _Remembered(typing.NamedTuple):
   update: ops.Update
 
 
-def _remembered_of(opt, variables):
-  """What is remembered of these in eager mode, or None."""
-  memory = _memories.get(opt) if tf.executing_eagerly() else None
-  return memory and memory.get(variables)
+def _cached(opt, variables):
+  """The cached facts of these variables in eager mode, or None."""
+  cache = _caches.get(opt) if tf.executing_eagerly() else None
+  return cache and cache.get(variables)
 
 
 def _update_of(opt, rule, variables, shadows):
@@ -207,7 +207,7 @@ def _update_of(opt, rule, variables, shadows):
   Returns:
     An `ops.Update`.
   """
-  facts = _remembered_of(opt, variables)
+  facts = _cached(opt, variables)
   # Wrappers with averages of their own may share the inner optimizer.
   found = facts and facts.get((rule.rule, id(shadows)))
   if found and all(
@@ -221,16 +221,17 @@ def _update_of(opt, rule, variables, shadows):
            for slot in rule.slots.values()}
   states = {"var": variables,
             **{state: slots[slot] for state, slot in rule.slots.items()}}
-  remember = tf.executing_eagerly() and all(
+  cacheable = tf.executing_eagerly() and all(
       isinstance(v, resource_variable_ops.BaseResourceVariable)
       for v in variables)
   update = ops.Update(rule.rule, states, list(shadows), [0.0] * len(shadows),
-                      bundled=remember or None)
-  if remember:
+                      bundled=cacheable or None)
+  if cacheable:
     if facts is None:
-      facts = _memories.setdefault(opt, _remembered.Memory()).begin(variables)
+      cache = _caches.setdefault(opt, _lookup_cache.LookupCache())
+      facts = cache.begin(variables)
       facts["keys"] = list(map(tf_optimizer._var_key, variables))
-    facts[rule.rule, id(shadows)] = _Remembered(shadows, slots, update)
+    facts[rule.rule, id(shadows)] = _CachedUpdate(shadows, slots, update)
   return update
 
 

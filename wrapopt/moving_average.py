@@ -13,7 +13,7 @@ from wrapopt import _decays
 from wrapopt import _exchange
 from wrapopt import _fused
 from wrapopt import _lazy
-from wrapopt import _remembered
+from wrapopt import _lookup_cache
 from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
@@ -148,7 +148,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
     self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
     self._averaged = _averaged.Averaged()
-    self._memory = _remembered.Memory()
+    self._cache = _lookup_cache.LookupCache()
 
   # Training
 
@@ -194,7 +194,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._refuse_in_place(None, "apply_gradients")
       variables = [v for g, v in grads_and_vars if g is not None]
-      if self._memory.get(variables) is not None:
+      if self._cache.get(variables) is not None:
         return variables
     # What is no variable is for the inner optimizer to refuse.
     variables = list({v.ref(): v for g, v in grads_and_vars
@@ -212,7 +212,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     # Before the step: in eager mode an average starts at the value before it.
     self._create_averages(variables, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self._memory.begin(variables)["rows"] = self._rows(variables)
+      self._cache.begin(variables)["rows"] = self._rows(variables)
     return variables
 
   def _create_averages(self, variables, sparse=()):
@@ -357,7 +357,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _rows(self, variables):
     """Averages of variables, one row for each decay: the `shadows` of a step."""
-    facts = self._memory.get(variables) if tf.executing_eagerly() else None
+    facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
       return facts["rows"]
     return [[self._shadow(v, k) for v in variables]

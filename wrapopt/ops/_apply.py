@@ -1,0 +1,358 @@
+"""Steps of optimizers, with averages of the result."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence
+import re
+from typing import Any, Optional
+
+import tensorflow as tf
+
+from wrapopt import _bundle
+from wrapopt import _native
+from wrapopt._loader import ops as _raw
+from wrapopt._types import Bool, Gradient, Operation, Variable
+from wrapopt.ops import _check
+from wrapopt.ops import _emit
+from wrapopt.ops import _variables
+from wrapopt.ops._scalars import float64
+from wrapopt.ops._scalars import float64_vector
+
+# {update rule: the part of it in the names of TensorFlow's Python functions}
+_RULES = {
+    rule: re.sub("(?<=[a-z])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", rule).lower()
+    for rule, info in _native.rules().items() if info.is_update}
+
+
+@_emit.not_converted
+def apply(rule: str, states: Mapping[str, Sequence[Variable]],
+          grads: Sequence[Gradient], scalars: Mapping[str, Any],
+          shadows: Any = (), decay: Any = (), accept: Bool = True,
+          use_locking: bool = True, name: Optional[str] = None,
+          log_decays: Sequence[Any] = ()) -> Optional[Operation]:
+  """Takes an optimizer's step and averages the result, in one pass over memory.
+
+  For each variable, its slots and its gradient, it applies the update rule of
+  that name. cc/rules/<rule>.h and the documentation of the raw op have its
+  mathematics. Then for each shadow `s` of the new variable `v`
+
+      s += (1 - decay) (v - s)
+
+  Both happen to a part of the arrays while it is in the processor's cache. One
+  native op serves all variables that share a device and dtypes. It checks all
+  of its variables before it changes any. float16 and bfloat16 are computed in
+  float32 and rounded once. A result that is not a number is a NaN on every
+  processor, but its sign and payload may depend on the instruction set.
+
+  Example:
+
+  >>> v, s = tf.Variable([1., 2.]), tf.Variable([1., 2.])
+  >>> wrapopt.ops.apply("GradientDescent", {"var": [v]}, [tf.constant([1., 1.])],
+  ...                   {"lr": 0.5}, shadows=[s], decay=0.5)
+  >>> v.numpy(), s.numpy()
+  (array([0.5, 1.5], dtype=float32), array([0.75, 1.75], dtype=float32))
+
+  Args:
+    rule: The name of an update rule, such as "Momentum". The error for an
+      unknown name lists them all.
+    states: A dict from the names of the rule's states ("var" and the slots) to
+      sequences of N variables, float16, bfloat16, float32 or float64. All
+      states of a variable have its shape and dtype.
+    grads: N tensors or `tf.IndexedSlices`, of the variable's shape, and of its
+      dtype or, if it is float16 or bfloat16, float32. Duplicate indices are
+      summed. A sparse gradient updates the rows that it holds, or all rows, as
+      in TensorFlow (Adam) and Keras (Lion). Averages move in all rows.
+    scalars: A dict from the names of the rule's scalars to numbers, tensors or
+      variables; for attributes (`use_nesterov`) to bools.
+    shadows: As in `ema_update`, or empty for none.
+    decay: As in `ema_update`, or empty for none.
+    accept: A bool, or a scalar bool tensor. If it is false, nothing changes and
+      the op returns at once. (If XLA compiles the op for another device than a
+      CPU, a step that is not accepted takes as long as one that is, unless the
+      tensor is a constant.)
+    use_locking: Whether the variables are locked against other updates.
+    name: A name for the operation.
+    log_decays: Empty, or for each shadow a variable as in `catch_up` or None.
+      If a shadow has one and its variable has a sparse gradient, the shadow
+      moves in the rows that the gradient holds. The others lag behind until
+      `catch_up`. This needs a rule that changes no other row, and is not
+      possible on a GPU.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
+    range, unless XLA has compiled the op to plain HLO.
+  """
+  return Update(rule, states, shadows, decay).run(
+      grads, scalars, decay, accept, use_locking, name, log_decays)
+
+
+class Update:
+  """The variables of an update, checked once for all of its steps: see `apply`.
+
+  It holds only the handles of resource variables that are trained, not the
+  variables.
+  """
+
+  def __init__(self, rule, states, shadows=(), decay=(), bundled=None):
+    """Checks variables.
+
+    Args:
+      rule: As in `apply`.
+      states: As there.
+      shadows: As there.
+      decay: As there. Each step may have others.
+      bundled: Whether the op takes all handles as one tensor, if it can. By
+        default only in a `tf.function`: to make that tensor takes as long as a
+        step.
+    """
+    if rule not in _RULES:
+      raise ValueError(f"`rule` must be one of {', '.join(sorted(_RULES))}, "
+                       f"got {rule!r}.")
+    states = {state: _check.variables(f"states['{state}']", variables)
+              for state, variables in states.items()}
+    if "var" not in states:
+      raise ValueError(f"`states` must hold 'var', got {sorted(states)}.")
+    variables = states["var"]
+    for state, slots in states.items():
+      if len(slots) != len(variables):
+        raise ValueError(
+            f"`states['{state}']` must hold one variable for each of the "
+            f"{len(variables)} in states['var'], got {len(slots)}.")
+      for i, (slot, var) in enumerate(zip(slots, variables)):
+        _check.dtype(
+            f"states['{state}'][{i}]", slot,
+            _check.FLOATS if state == "var" else (var.dtype.base_dtype,))
+        _check.shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]",
+                     var)
+    _, shadows = _check.shadows(decay, shadows, variables, "states['var']")
+    self._rule = rule
+    self._bundled = bundled
+    self._variables = [_VariableInfo(v, [row[i] for row in shadows])
+                       for i, v in enumerate(variables)]
+    self._states = {state: list(slots) for state, slots in states.items()}
+    self._states["var"] = list(map(_variables.handle_or_ref, variables))
+    self._shadows = shadows
+    self._groups = {}  # By the kinds of the gradients.
+
+  def run(self, grads, scalars, decay=(), accept=True, use_locking=True,
+          name=None, log_decays=()):
+    """Takes a step; arguments and result are as in `apply`."""
+    decays = _check.decays(decay)
+    grads = list(grads)
+    if len(grads) != len(self._variables):
+      raise ValueError(f"`grads` must hold one gradient for each of the "
+                       f"{len(self._variables)} variables, got {len(grads)}.")
+    log_decays = [list(row) for row in log_decays]
+    kinds = _common_kind(grads)
+    if kinds is None:
+      grads, kinds = zip(*[
+          _gradient_and_kind(
+              grad, lambda i=i: _has_log_decays(log_decays, self._shadows, i))
+          for i, grad in enumerate(grads)])
+    groups = self._groups.get(kinds)
+    if groups is None:
+      groups = self._groups[kinds] = self._make_groups(
+          kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
+    updates = []
+    with tf.name_scope(name or f"Apply{self._rule}"):
+      for group in groups:
+        arguments = (
+            list(grads) if len(groups) == 1 else
+            [grads[i] for i in group.members],
+            scalars, decays, accept, use_locking)
+        bundle = self._bundle_of(group)
+        updates.append(
+            self._emit_with_lists(group, *arguments, log_decays)
+            if bundle is None else
+            self._emit_with_bundle(group, bundle, *arguments))
+    return _emit.result(updates)
+
+  def _make_groups(self, kinds):
+    """A list of groups of variables, given the kinds of their gradients."""
+    groups = {}
+    for i, (variable, kind) in enumerate(zip(self._variables, kinds)):
+      grad_dtype, indices_dtype, lazy = _parts_of_kind(kind)
+      dtypes = _check.shadow_dtypes(variable.dtype)
+      if grad_dtype not in dtypes:
+        raise TypeError(
+            f"`grads[{i}]` must be of dtype "
+            f"{' or '.join(d.name for d in dtypes)}, got {grad_dtype.name} for "
+            f"'{variable.name}'.")
+      key = (variable.is_ref, variable.device, variable.dtype, grad_dtype,
+             variable.shadow_dtype, indices_dtype, lazy)
+      if key not in groups:
+        groups[key] = _Group(variable, indices_dtype, lazy)
+      groups[key].members.append(i)
+    return list(groups.values())
+
+  def _flat(self, group, rows):
+    """The handles or refs of a group's variables in some rows, as one list."""
+    return [_variables.handle_or_ref(row[i])
+            for row in rows for i in group.members]
+
+  def _bundle_of(self, group):
+    """The handles that the group's op takes as one tensor, or None."""
+    first = group.first
+    if (first.is_ref or group.indices_dtype or
+        self._bundled is None and tf.executing_eagerly() or
+        not _bundle.allowed()):
+      return None
+    if group.bundle is None:
+      states = [self._states[state]
+                for state in _native.rules()[self._rule].states]
+      group.bundle = _bundle.make(self._flat(group, states + self._shadows),
+                                  first.device)
+      group.may_lag = [row[i] for row in self._shadows for i in group.members
+                       if hasattr(row[i], "log_decays")]
+    # To read their handles would bring them up to date.
+    up_to_date = not tf.executing_eagerly() or not group.may_lag or (
+        not type(group.may_lag[0]).any_is_lazy) or all(
+            s.log_decays is None for s in group.may_lag)
+    return group.bundle if up_to_date else None
+
+  def _emit_with_bundle(self, group, bundle, grads, scalars, decays, accept,
+                        use_locking):
+    first = group.first
+    with _emit.host_of(first):
+      scalars = float64_vector(_scalars_in_order(self._rule, scalars))
+      decays = float64_vector(decays)
+      accept = tf.convert_to_tensor(accept)
+    with _emit.device_of(first):
+      return _raw.wrapopt_apply_bundle(
+          bundle, grads, scalars, decays, accept, rule=self._rule,
+          NK=len(self._shadows) * len(grads), T=first.dtype,
+          S=first.shadow_dtype, use_locking=use_locking)
+
+  def _emit_with_lists(self, group, grads, scalars, decays, accept, use_locking,
+                       log_decays):
+    first, sparse = group.first, group.indices_dtype
+    op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_"
+                 f"{_RULES[self._rule]}{'_ref' if first.is_ref else ''}")
+    arguments = {state: self._flat(group, [slots])
+                 for state, slots in self._states.items()}
+    if group.lazy:
+      # Not `handle`: to read it brings the average up to date.
+      arguments["shadows"], arguments["log_decays"] = (
+          [row[i]._handle for row in rows for i in group.members]
+          for rows in (self._shadows, log_decays))
+    else:
+      arguments["shadows"] = self._flat(group, self._shadows)
+      if sparse and not first.is_ref:
+        arguments["log_decays"] = []
+    if sparse:
+      arguments["grad"] = [g.values for g in grads]
+      arguments["indices"] = [g.indices for g in grads]
+    else:
+      arguments["grad"] = grads
+    if not first.is_ref:  # Handles do not tell their dtypes.
+      arguments.update(T=first.dtype, S=first.shadow_dtype)
+    # A sparse gradient may have any number of rows.
+    shapes_known = all(
+        g.shape.rank is not None and
+        g.shape[1 if sparse else 0:].is_fully_defined()
+        for g in arguments["grad"])
+    allowed = accept is True or shapes_known
+    with _emit.host_of(first):
+      arguments.update(
+          {k: v if isinstance(v, bool) else float64(v)
+           for k, v in scalars.items()},
+          decays=float64_vector(decays),
+          accept=tf.convert_to_tensor(accept))
+    with _emit.device_of(first), _emit.compiled_where(allowed):
+      update = op(**arguments, use_locking=use_locking)
+    if first.is_ref:
+      _emit.place_with(update, first)
+      _emit.set_variable_names(update, **arguments)
+    return update
+
+
+class _VariableInfo:
+  """What an `Update` keeps of a variable."""
+
+  def __init__(self, variable, shadows):
+    self.name = variable.name
+    self.dtype = variable.dtype.base_dtype
+    self.device = variable.device
+    self.is_ref = _variables.is_ref(variable)
+    dtypes = {s.dtype.base_dtype for s in shadows}
+    if len(dtypes) > 1:
+      raise TypeError(f"The shadows of '{self.name}' must be of one dtype, got "
+                      f"{' and '.join(sorted(d.name for d in dtypes))}.")
+    self.shadow_dtype = dtypes.pop() if dtypes else self.dtype
+
+
+class _Group:
+  """Variables that one op updates.
+
+  Attributes:
+    first: The `_VariableInfo` of one of them.
+    indices_dtype: That of sparse gradients; None for dense ones.
+    lazy: Whether rows of their averages lag behind.
+    members: Their positions among all variables of an `Update`.
+    bundle: Their handles as one tensor, once it is made.
+    may_lag: Then, those of their averages that other steps may leave behind.
+  """
+
+  def __init__(self, first, indices_dtype, lazy):
+    self.first = first
+    self.indices_dtype = indices_dtype
+    self.lazy = lazy
+    self.members = []
+    self.bundle = None
+    self.may_lag = ()
+
+
+def _common_kind(grads):
+  """The kind of all gradients, if they are eager, dense and of one dtype."""
+  try:
+    kinds = set(map(_bundle.EagerTensor._datatype_enum, grads))
+  except TypeError:  # Another class.
+    return None
+  return kinds.pop() if len(kinds) == 1 else None
+
+
+def _gradient_and_kind(grad, is_lazy):
+  """A gradient as a tensor or tensors, and its kind for `_parts_of_kind`."""
+  if isinstance(grad, tf.IndexedSlices):
+    grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
+                            tf.convert_to_tensor(grad.indices))
+    return grad, (grad.dtype.base_dtype, grad.indices.dtype, is_lazy())
+  grad = tf.convert_to_tensor(grad)
+  # A ref op's output is a ref.
+  return grad, grad.dtype.base_dtype.as_datatype_enum
+
+
+def _parts_of_kind(kind):
+  """(dtype, dtype of the indices or None, whether averages are to lag)."""
+  return (kind if isinstance(kind, tuple)
+          else (tf.as_dtype(kind), None, False))
+
+
+def _has_log_decays(log_decays, shadows, i):
+  """Whether the shadows of variable `i` have log decays."""
+  row = [of_decay[i] for of_decay in log_decays]
+  if all(x is None for x in row):
+    return False
+  if len(row) != len(shadows) or any(x is None for x in row):
+    raise ValueError(
+        "`log_decays` must hold one variable for each shadow of a variable or "
+        f"None for all of them, got {row} for variable {i}.")
+  for k, x in enumerate(row):
+    _check.variable(f"log_decays[{k}][{i}]", x)
+    _check.dtype(f"log_decays[{k}][{i}]", x, (tf.float64,))
+  return True
+
+
+def _scalars_in_order(rule, scalars):
+  """The scalars of a rule, a dict, as a list in the order of the rule."""
+  # Attributes have a default.
+  given = {name[:-1]: False for name in _native.rules()[rule].scalars
+           if name.endswith("?")} | scalars
+  names = [name.removesuffix("?") for name in _native.rules()[rule].scalars]
+  if given.keys() != set(names):
+    raise ValueError(f"`scalars` must hold {', '.join(names)}, got "
+                     f"{', '.join(sorted(scalars))}.")
+  return [float(x) if isinstance(x, bool) else x
+          for x in map(given.get, names)]

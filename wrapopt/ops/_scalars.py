@@ -1,0 +1,32 @@
+"""Scalar arguments of an op: numbers, tensors and variables, as tensors."""
+
+import numbers
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt.ops import _variables
+
+
+
+def float64(x):
+  """A number, tensor or variable as a float64 scalar, with all its digits."""
+  x = _variables.read_value(x)
+  return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
+      x, tf.float64)
+
+
+def int64(x):
+  """An integer, tensor or variable as an int64 tensor."""
+  return tf.cast(_variables.read_value(x), tf.int64)
+
+
+def float64_vector(scalars):
+  """Numbers, tensors and variables as one float64 vector."""
+  if tf.executing_eagerly():
+    # Reading each value is cheaper than an op for each.
+    scalars = [x.numpy().item() if tf.is_tensor(x) and x.shape.rank == 0 else x
+               for x in map(_variables.read_value, scalars)]
+  if all(isinstance(scalar, numbers.Real) for scalar in scalars):
+    return tf.constant(np.array(scalars, np.float64))
+  return tf.stack([float64(scalar) for scalar in scalars])

@@ -1,0 +1,169 @@
+"""The gate that admits updates by their staleness."""
+
+import typing
+from typing import Optional
+
+import tensorflow as tf
+
+from wrapopt._loader import ops as _raw
+from wrapopt._types import Integer, Operation, Tensor, Variable
+from wrapopt.ops import _check
+from wrapopt.ops import _emit
+from wrapopt.ops import _variables
+from wrapopt.ops._scalars import int64
+
+
+class StalenessVerdict(typing.NamedTuple):
+  """The decision of `staleness_gate`.
+
+  Attributes:
+    accept: A scalar bool tensor: whether the update is admitted.
+    staleness: A scalar int64 tensor: how many updates its weights may miss.
+    ticket: A scalar resource tensor, for `staleness_complete`. It owns the
+      admission: an update is aborted if the last reference to its ticket is
+      dropped before the update is complete.
+  """
+  accept: tf.Tensor
+  staleness: tf.Tensor
+  ticket: tf.Tensor
+
+
+@_emit.not_converted
+def staleness_record(step: Variable,
+                     name: Optional[str] = None) -> tuple[Tensor, Tensor]:
+  """Records the step, before a worker reads the weights.
+
+  Example: see `staleness_gate`.
+
+  Args:
+    step: A scalar variable, int32 or int64: the number of completed updates.
+    name: A name for the operation.
+
+  Returns:
+    Two scalar int64 tensors: the argument `recorded` of `staleness_gate`, and
+    the number of updates in flight: admitted, but not complete.
+
+  Raises:
+    TypeError: If `step` is not such a variable.
+    tf.errors.FailedPreconditionError: When it runs: it is not initialized.
+  """
+  _check_step(step)
+  with _emit.device_of(step):
+    if _variables.is_ref(step):
+      return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
+    return tuple(_raw.wrapopt_staleness_record(step.handle, name=name))
+
+
+@_emit.not_converted
+def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
+                   recorded: Tensor, limit: Integer,
+                   name: Optional[str] = None) -> StalenessVerdict:
+  """Admits an update if its weights miss at most `limit` other updates.
+
+  The staleness of an update is the number of updates that its weights may miss:
+  those in flight when its worker recorded the step, and those admitted since.
+  The update is admitted if `0 <= limit` and `staleness <= limit`. Decision and
+  counting are one atomic step, whatever the number of threads, sessions and
+  processes. So the weights of an update never miss more than `limit` others
+  when it is admitted.
+
+  An admitted update is in flight until `staleness_complete`. If its step fails
+  or its worker dies first, its ticket is dropped, and the update is aborted. It
+  may have changed weights, so it counts in the staleness of others like a
+  complete update.
+
+  Example:
+
+  >>> step = tf.Variable(0, dtype=tf.int64)
+  >>> counter = tf.Variable(0.0)
+  >>> histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
+  >>> recorded, _ = wrapopt.ops.staleness_record(step)
+  >>> for _ in range(2):  # Two updates from the same weights.
+  ...   verdict = wrapopt.ops.staleness_gate(
+  ...       step, counter, histogram, recorded, limit=0)
+  ...   print(verdict.accept.numpy(), verdict.staleness.numpy())
+  ...   wrapopt.ops.staleness_complete(verdict.ticket, step)
+  True 0
+  False 1
+  >>> print(step.numpy(), counter.numpy())
+  1 1.0
+
+  Args:
+    step: A scalar variable, int32 or int64: the number of completed updates.
+    stale_counter: A scalar float32 variable: the number of dropped updates.
+    histogram: An int64 variable of shape [2, B]: how many updates of each
+      staleness were admitted ([0]) and dropped ([1]). The last bucket also
+      counts those staler than B - 1. The first also counts those below 0, which
+      occur if the step is set back.
+    recorded: An int64 scalar, from `staleness_record`.
+    limit: An integer, or a scalar integer tensor or variable. If it is
+      negative, every update is dropped.
+    name: A name for the operation.
+
+  Returns:
+    A `StalenessVerdict`.
+
+  Raises:
+    TypeError: If a variable is not one, or of another dtype.
+    ValueError: If a variable is misshapen. If its shape is known only at run
+      time, that is a tf.errors.InvalidArgumentError.
+    tf.errors.InvalidArgumentError: When it runs: a variable is named twice.
+      Nothing is changed then.
+    tf.errors.FailedPreconditionError: When it runs: a variable is not
+      initialized.
+
+  Reference: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15,
+  whose check and update are not atomic.
+  """
+  _check_step(step)
+  _check.variable("stale_counter", stale_counter)
+  _check.dtype("stale_counter", stale_counter, (tf.float32,))
+  _check.variable("histogram", histogram)
+  _check.dtype("histogram", histogram, (tf.int64,))
+  state = (step, stale_counter, histogram)
+  with _emit.device_of(step):
+    arguments = (int64(recorded), int64(limit))
+    if _variables.is_ref(step):
+      return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
+          *state, *arguments, name=name))
+    return StalenessVerdict(*_raw.wrapopt_staleness_gate(
+        *[v.handle for v in state], *arguments, name=name))
+
+
+@_emit.not_converted
+def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
+                       name: Optional[str] = None) -> Optional[Operation]:
+  """Ends an update that `staleness_gate` admitted, and ignores a dropped one.
+
+  Run it after all changes of the update.
+
+  Example: see `staleness_gate`.
+
+  Args:
+    ticket: From the verdict.
+    step: The step variable of that gate.
+    increment: Whether to increment the step, atomically with the completion. If
+      it is False, increment the step between the changes and this op.
+    name: A name for the operation.
+
+  Returns:
+    As `ema_update`.
+
+  Raises:
+    TypeError: If `step` is not a scalar variable, int32 or int64.
+    tf.errors.InvalidArgumentError: When it runs: it is not that gate's step.
+    tf.errors.FailedPreconditionError: When it runs: the update is already
+      complete.
+  """
+  _check_step(step)
+  with _emit.device_of(step):
+    if _variables.is_ref(step):
+      return _emit.result([_raw.wrapopt_staleness_complete_ref(
+          ticket, step, increment=increment, name=name)])
+    return _emit.result([_raw.wrapopt_staleness_complete(
+        ticket, step.handle, increment=increment, name=name)])
+
+
+def _check_step(step):
+  _check.variable("step", step)
+  _check.dtype("step", step, (tf.int32, tf.int64))

@@ -1,0 +1,26 @@
+"""What an op takes of a variable."""
+
+import tensorflow as tf
+
+
+def is_ref(variable):
+  """Whether a variable is one of TensorFlow 1's, without a handle."""
+  # The class is asked first: to read the handle of an average brings it up to
+  # date.
+  return not (hasattr(type(variable), "handle") or hasattr(variable, "handle"))
+
+
+def handle_or_ref(variable):
+  """The handle of a resource variable; a ref variable, or a handle, itself."""
+  if isinstance(variable, tf.Variable) and not is_ref(variable):
+    return variable.handle
+  return variable
+
+
+def read_value(x):
+  """The present value of a variable; else `x` itself.
+
+  TensorFlow orders no control dependency before the conversion of a ref
+  variable to a tensor.
+  """
+  return x.read_value() if isinstance(x, tf.Variable) else x
