@@ -256,6 +256,17 @@ def test_the_rate_of_a_lag(lags):
   assert not np.any(log_decays)
 
 
+def test_subnormal_numbers_are_taken_for_zero():
+  """In Python's own thread, which keeps them."""
+  tiny = 2**-126  # The smallest normal number.
+  shadow, value = (tf.Variable(np.float32([x]).T) for x in (
+      [tiny / 2, 3 * tiny, tiny], [0, 0, tiny / 2]))
+  log_decays = tf.Variable([0, 0, 0, np.log(0.5)], dtype=tf.float64)
+  ops.catch_up([shadow], [value], [log_decays])
+  numerics.assert_same_bits(shadow.numpy()[:, 0],
+                            np.float32([0, 1.5 * tiny, 0]))
+
+
 # Reading
 
 
