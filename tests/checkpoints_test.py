@@ -1,5 +1,7 @@
 """Averages of checkpoints: formats, numbers, what is refused."""
 
+import contextlib
+import functools
 import os
 import zipfile
 
@@ -13,6 +15,8 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _native
 from wrapopt import checkpoints
+from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _merge
 
 v1 = tf.compat.v1
 
@@ -371,6 +375,70 @@ def test_bad_arguments(tmp_path, two):
        checkpoints.merge, (two, out), {"only": "nothing"}),
   ]:
     refused(tmp_path, error, match, function, *args, **kwargs)
+
+
+def test_variables_are_read_from_where_they_are(tmp_path):
+  # Hundreds of names, in several blocks of the index, which shortens them.
+  values = {f"layer_{i // 9}/kernel_{i % 9}": np.full((1 + i % 5, 3), i, dtype)
+            for i in range(400)
+            for dtype in [(np.float16, np.float32, np.float64)[i % 3]]}
+  values.update({"none": np.zeros((0, 4), np.float32),
+                 "scalar": np.float32(3), "step": np.int64(7)})
+  save_by_saver(tmp_path / "in", values)
+  with contextlib.closing(
+      _formats.open_source(str(tmp_path / "in"))) as source:
+    assert [n for n in values if not source.can_slice(n)] == ["step"]
+    for name, value in values.items():
+      assert_same_bits(source.read(name), value)
+    rows = np.empty((2, 3), values["layer_0/kernel_4"].dtype)
+    source.read("layer_0/kernel_4", slice(1, 3), rows)
+    assert_same_bits(rows, values["layer_0/kernel_4"][1:3])
+
+
+@pytest.mark.parametrize("isa", _native.cpu_isas())
+def test_the_checksum(isa):
+  crc32c = functools.partial(_native.crc32c, isa=isa)
+  # RFC 3720, appendix B.4.
+  assert crc32c(np.zeros(32, np.uint8)) == 0x8a9136aa
+  assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46dd794e
+  data = np.frombuffer(b"123456789", np.uint8)
+  assert crc32c(data) == 0xe3069283
+  for cut in range(10):
+    assert crc32c(data[cut:], crc32c(data[:cut])) == 0xe3069283
+  with pytest.raises(ValueError, match="array must be contiguous"):
+    crc32c(data[::2])
+
+
+def test_a_damaged_part_of_a_variable(tmp_path, monkeypatch):
+  # One bit, in the last of several parts that are read after each other.
+  monkeypatch.setattr(_merge, "_PART", 1 << 10)
+  paths = [tmp_path / f"in-{i}" for i in range(2)]
+  for path in paths:
+    save_by_saver(path, {"a": np.ones(3, np.float32),
+                         "w": np.ones((999, 7), np.float32)})
+  data = f"{paths[1]}.data-00000-of-00001"
+  with open(data, "r+b") as file:
+    file.seek(-2, os.SEEK_END)
+    byte, = file.read(1)
+    file.seek(-2, os.SEEK_END)
+    file.write(bytes([byte ^ 1]))
+  refused(tmp_path, OSError, "Variable 'w' of .*in-1 cannot be read: the file "
+          ".*in-1.data-00000-of-00001 is damaged: the checksum of bytes 12 to "
+          "27984", checkpoints.merge, paths, tmp_path / "out")
+  os.truncate(data, 20000)
+  refused(tmp_path, OSError, "Variable 'w' of .*in-1 cannot be read: the file "
+          ".*-of-00001 ends before byte 27984",
+          checkpoints.merge, paths, tmp_path / "out")
+
+
+def test_a_damaged_index(tmp_path, two):
+  with open(two[0] + ".index", "r+b") as file:
+    file.seek(5)
+    byte, = file.read(1)
+    file.seek(5)
+    file.write(bytes([byte ^ 1]))
+  refused(tmp_path, (OSError, ValueError), "in-0", checkpoints.merge, two,
+          tmp_path / "out")
 
 
 def test_a_file_that_is_damaged(tmp_path, two):

@@ -28,7 +28,7 @@ for step in range(first, 10**9):
     writer.write(
         lambda path, specs, note, e=ending: (
             _formats.H5Sink(path + e, specs, None, note) if e else
-            _formats.TensorFlowSink(path, note)),
+            _formats.TensorFlowSink(path, specs, note)),
         step % 3, None, step, {f"v{i}": (
             np.full((9, 9), step % 1000, np.float32), np.dtype(np.float32))
                                for i in range(VARIABLES)})

@@ -451,7 +451,7 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
     value = np.full(3, steps, np.float32)
     for make in (
         lambda path, specs, note: formats.H5Sink(path + ".h5", specs, None, note),
-        lambda path, specs, note: formats.TensorFlowSink(path, note)):
+        formats.TensorFlowSink):
       writer = checkpoints._snapshots.Snapshots(tmp_path, 1, None)
       writer.begin(0)
       writer.write(make, 7, None, steps,

@@ -27,7 +27,7 @@ except OSError as e:
 
 for _function in (_library.wrapopt_facts, _library.wrapopt_cpu_isa,
                   _library.wrapopt_gpus, _library.wrapopt_step,
-                  _library.wrapopt_merge):
+                  _library.wrapopt_merge, _library.wrapopt_crc32c):
   _function.restype = ctypes.c_char_p
 _library.wrapopt_step.argtypes = [
     ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_int,
@@ -38,6 +38,8 @@ _library.wrapopt_merge.argtypes = [
     ctypes.POINTER(ctypes.c_double), ctypes.c_int, ctypes.c_bool,
     ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t,
     ctypes.c_size_t, ctypes.c_char_p]
+_library.wrapopt_crc32c.argtypes = [
+    ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 # In the order of the C++ enumeration `Number`.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -222,3 +224,23 @@ def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
       (ctypes.c_double * count)(*weights), count, is_first, data(sums),
       data(output), 0 if output is None else _DTYPES.index(str(output.dtype)),
       begin, end, isa.encode()))
+
+
+def crc32c(array, crc=0, isa=""):
+  """The CRC-32C of bytes: the checksum in TensorFlow's checkpoints.
+
+  Args:
+    array: A contiguous array.
+    crc: The checksum of the bytes before it.
+    isa: An instruction set; by default the one in use.
+
+  Returns:
+    An int.
+
+  Raises:
+    ValueError: if an argument does not fit.
+  """
+  if not array.flags.c_contiguous:
+    raise ValueError("array must be contiguous")
+  return _value(_library.wrapopt_crc32c(
+      crc, array.ctypes.data, array.nbytes, isa.encode()))

@@ -3,6 +3,7 @@
 // for the build facts before TensorFlow's library is touched. Nor do they need
 // a Python, so that one library serves all its versions.
 #include <cstddef>
+#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 
 #include "cc/gpu/driver.h"
 #include "cc/gpu/images.h"
+#include "cc/kernels/crc32c.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/merge.h"
@@ -181,5 +183,14 @@ WRAPOPT_EXPORT const char* wrapopt_merge(
     }
     merge.Run(begin, end, IsaOf(isa));
     return std::string("null");
+  });
+}
+
+// The checksum of bytes that follow others: see crc32c.h.
+WRAPOPT_EXPORT const char* wrapopt_crc32c(uint32_t crc, const void* data,
+                                          size_t bytes, const char* isa) {
+  return wrapopt::Answer([&] {
+    return std::to_string(
+        wrapopt::Crc32c(crc, data, bytes, wrapopt::IsaOf(isa)));
   });
 }

@@ -132,7 +132,7 @@ def _measure(options, name, directory):
 def _write(path, values):
   specs = {name: _formats.Spec(x.shape, x.dtype) for name, x in values.items()}
   sink = (_formats.H5Sink(path, specs) if path.endswith(".h5") else
-          _formats.TensorFlowSink(path))
+          _formats.TensorFlowSink(path, specs))
   try:
     sink.write([(name, None, x) for name, x in values.items()])
     sink.publish()

@@ -23,6 +23,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
+from wrapopt.checkpoints import _places
+
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
           np.dtype(np.float64))
@@ -59,15 +61,14 @@ class Source:
     path: Where it is.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
-    can_slice: Whether rows of a variable can be read without the others.
   """
   kind = ""
-  can_slice = False
 
   def __init__(self, path):
     self.path = path
     self.specs = {}
     self.note = None
+    self._placed = _places.Reader({})
 
   def is_averaged(self, name):
     """Whether a variable is averaged by default.
@@ -88,6 +89,10 @@ class Source:
                       self.note["dtypes"][name])
     return self.specs[name].dtype
 
+  def can_slice(self, name):
+    """Whether rows of a variable can be read without the others."""
+    return name in self._placed
+
   def read(self, name, rows=None, into=None):
     """The value of a variable.
 
@@ -103,16 +108,25 @@ class Source:
       OSError: If it cannot be read.
     """
     try:
-      return self._read(name, rows, into)
+      if name not in self._placed:
+        return self._read(name, rows, into)
+      spec = self.specs[name]
+      if into is None:
+        into = np.empty(spec.shape, spec.dtype)
+      if into.size:
+        begin = rows.start * spec.nbytes // spec.shape[0] if rows else 0
+        self._placed.read(name, begin, into)
+      return into
     except Exception as e:
       raise OSError(f"Variable '{name}' of {self.path} cannot be read: "
                     f"{e}") from e
 
   def _read(self, name, rows, into):
+    """The same of a variable that has no place."""
     raise NotImplementedError
 
   def close(self):
-    pass
+    self._placed.close()
 
 
 class _TensorFlow(Source):
@@ -129,6 +143,7 @@ class _TensorFlow(Source):
         for name, dtype in self._reader.get_variable_to_dtype_map().items()}
     if self.specs.pop(_NOTE, None):
       self.note = json.loads(self._reader.get_tensor(_NOTE))
+    self._placed = _places.Reader(_places.of_tensorflow(path))
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
@@ -177,20 +192,27 @@ def _reached(graph, root, without):
 class _H5(Source):
   """A file of variables in HDF5, as Keras writes it."""
   kind = "HDF5"
-  can_slice = True
 
   def __init__(self, path):
     super().__init__(path)
-    self._open(path)
+    self._open(h5py.File(path, "r"))
 
-  def _open(self, file):
-    self.file = h5py.File(file, "r")
+  def _open(self, file, begin=0, descriptor=None):
+    self.file = file
     self.datasets = {}
     self.file.visititems(self._add)
     note = self.datasets.pop(_NOTE, None)
     self.note = note and json.loads(note[()])
     self.specs = {name: Spec(dataset.shape, _dtype(dataset))
                   for name, dataset in self.datasets.items()}
+    self._placed = _places.Reader(
+        _places.of_hdf5(self.path, begin, {
+            name: dataset for name, dataset in self.datasets.items()
+            if self.specs[name].dtype in FLOATS}),
+        file.id.get_vfd_handle() if descriptor is None else descriptor)
+
+  def can_slice(self, name):
+    return True
 
   def _add(self, name, item):
     if isinstance(item, h5py.Dataset):
@@ -211,6 +233,7 @@ class _H5(Source):
     return into
 
   def close(self):
+    super().close()
     self.file.close()
 
 
@@ -242,7 +265,8 @@ class _Keras(_H5):
             "Load it with Keras, and save it anew.")
     # Buffered, it reads as much as it is asked for.
     self._part = io.BufferedReader(_Part(path, info))
-    self._open(self._part)
+    self._open(h5py.File(self._part, "r"), self._part.raw.begin,
+               self._part.fileno())
 
   def close(self):
     super().close()
@@ -259,15 +283,18 @@ class _Part(io.RawIOBase):
     super().__init__()
     self._file = open(path, "rb", buffering=0)
     # In front of the part: 30 bytes, which end with the lengths of two strings.
-    header = os.pread(self._file.fileno(), 30, info.header_offset)
-    self._begin = (info.header_offset + 30 +
-                   int.from_bytes(header[26:28], "little") +
-                   int.from_bytes(header[28:30], "little"))
+    header = os.pread(self.fileno(), 30, info.header_offset)
+    self.begin = (info.header_offset + 30 +
+                  int.from_bytes(header[26:28], "little") +
+                  int.from_bytes(header[28:30], "little"))
     self._size = info.file_size
     self._at = 0
 
   def readable(self):
     return True
+
+  def fileno(self):
+    return self._file.fileno()
 
   def seekable(self):
     return True
@@ -283,7 +310,7 @@ class _Part(io.RawIOBase):
   def readinto(self, buffer):
     view = memoryview(buffer).cast("B")
     view = view[:max(0, self._size - self._at)]
-    got = os.preadv(self._file.fileno(), [view], self._begin + self._at)
+    got = os.preadv(self.fileno(), [view], self.begin + self._at)
     self._at += got
     return got
 
@@ -382,7 +409,10 @@ class Sink:
     self._parent = parent
 
   def write(self, values):
-    """Writes variables: [(name, rows, array)], where None is for all rows."""
+    """Writes variables: [(name, rows, array)], where None is for all rows.
+
+    The rows of a variable come in their order, none missing.
+    """
     raise NotImplementedError
 
   def publish(self):
@@ -422,15 +452,27 @@ def _to_disk(path):
 class TensorFlowSink(Sink):
   """Writes a checkpoint of TensorFlow, in files of some `_SHARD` bytes."""
 
-  def __init__(self, path, note=None):
+  def __init__(self, path, specs, note=None):
+    """`specs`: {name: Spec} of variables that are written by rows."""
     super().__init__(path)
+    self._specs = specs
     self._parts = []
     self._values = {}  # What the next file will hold.
+    self._coming = None  # The variable of which some rows are written.
     if note is not None:
       self.write([(_NOTE, None, np.array(json.dumps(note).encode(), object))])
 
   def write(self, values):
-    self._values.update((name, value) for name, _, value in values)
+    for name, rows, value in values:
+      if rows is not None:
+        shape, dtype = self._specs[name]
+        if rows.start == 0:
+          self._coming = np.empty(shape, dtype)
+        self._coming[rows] = value
+        if rows.stop < shape[0]:
+          continue
+        value, self._coming = self._coming, None
+      self._values[name] = value
     if sum(x.nbytes for x in self._values.values()) >= _SHARD:
       self._write_part()
 
@@ -572,7 +614,7 @@ class KerasSink(H5Sink):
 def sink_like(source, path, specs):
   """A Sink for variables in the format, and with the structure, of a Source."""
   if isinstance(source, _TensorFlow):
-    return TensorFlowSink(path)
+    return TensorFlowSink(path, specs)
   return (KerasSink if isinstance(source, _Keras) else H5Sink)(
       path, specs, source)
 

@@ -161,12 +161,12 @@ class _Piece(typing.NamedTuple):
     return math.prod(self.shape)
 
 
-def _pieces(names, specs, itemsize, can_slice):
+def _pieces(inputs, names, specs, itemsize):
   """Variables in order, cut into pieces of some `_PART` bytes if possible."""
   for name in names:
     shape = specs[name].shape
     nbytes = math.prod(shape) * itemsize[name]
-    if not can_slice or nbytes <= _PART:
+    if nbytes <= _PART or not all(s.can_slice(name) for s in inputs):
       yield _Piece(name, None, shape)
       continue
     step = max(1, _PART * shape[0] // nbytes)
@@ -196,8 +196,7 @@ def _sum(inputs, weights, names, specs, sink, bar):
   inputs, weights = zip(*[(s, w) for s, w in zip(inputs, weights) if w != 0])
   itemsize = {name: max(s.specs[name].dtype.itemsize for s in inputs)
               for name in names}
-  can_slice = all(source.can_slice for source in inputs)
-  pieces = list(_pieces(names, specs, itemsize, can_slice))
+  pieces = list(_pieces(inputs, names, specs, itemsize))
   largest = max(piece.size * itemsize[piece.name] for piece in pieces)
   # One half is read while the other is summed.
   half = max(_IN_FLIGHT // 2, largest)
@@ -207,7 +206,7 @@ def _sum(inputs, weights, names, specs, sink, bar):
   rounds = [(batch, first) for batch, _ in batches
             for first in range(0, len(inputs), group)]
   buffers = [[np.empty(longest, np.uint8) for _ in range(group)]
-             for _ in range(2)] if can_slice else [[None] * group] * 2
+             for _ in range(2)]
   threads = len(os.sched_getaffinity(0))
   with (concurrent.futures.ThreadPoolExecutor(threads) as readers,
         concurrent.futures.ThreadPoolExecutor(threads) as summers,
@@ -249,11 +248,9 @@ def _read(source, batch, buffer):
   values, begin = [], 0
   for piece in batch:
     dtype = source.specs[piece.name].dtype
-    into = None
-    if buffer is not None:
-      nbytes = piece.size * dtype.itemsize
-      into = buffer[begin:begin + nbytes].view(dtype).reshape(piece.shape)
-      begin += -(-nbytes // 64) * 64
+    nbytes = piece.size * dtype.itemsize
+    into = buffer[begin:begin + nbytes].view(dtype).reshape(piece.shape)
+    begin += -(-nbytes // 64) * 64
     values.append(source.read(piece.name, piece.rows, into))
   return values
 

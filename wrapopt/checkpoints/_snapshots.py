@@ -232,8 +232,8 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
       for (variable, _), value in zip(row, arrays):
         _add(averages, variable, value)
       self._snapshots.write(
-          lambda path, specs, note: _formats.TensorFlowSink(path, note),
-          int(values["step"]), decay, _int(values.get("steps")), averages)
+          _formats.TensorFlowSink, int(values["step"]), decay,
+          _int(values.get("steps")), averages)
 
   def end(self, session):
     del session

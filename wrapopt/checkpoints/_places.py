@@ -1,0 +1,224 @@
+"""Where the files of checkpoints hold variables.
+
+A variable whose bytes follow each other in a file is read from there. That takes
+no copy and no lock, and a part can be read without the rest.
+"""
+
+import os
+import struct
+import typing
+
+import h5py
+import numpy as np
+import tensorflow as tf
+from tensorflow.core.protobuf import tensor_bundle_pb2
+
+from wrapopt import _native
+
+# Bytes that are read at once, so that the second-level cache still has them
+# when their checksum is taken.
+_AT_ONCE = 512 << 10
+# The last 8 bytes of a table of LevelDB.
+_MAGIC = 0xdb4775248b80fb57
+
+
+class Place(typing.NamedTuple):
+  """Bytes of a file.
+
+  Attributes:
+    path: Of the file.
+    offset: The first byte.
+    size: The number of bytes.
+    checksum: Their CRC-32C, or None.
+  """
+  path: str
+  offset: int
+  size: int
+  checksum: int | None = None
+
+
+class Reader:
+  """Reads the variables of a checkpoint that have a place."""
+
+  def __init__(self, places, descriptor=None):
+    """Makes a reader.
+
+    Args:
+      places: {name: Place}.
+      descriptor: Of their file if that is open: one of its name may have been
+        put in its place since. By default the files are opened.
+    """
+    self._places = places
+    self._descriptor = descriptor
+    self._files = {}
+    self._read = {}  # {name: (bytes read from the beginning, their checksum)}
+
+  def __contains__(self, name):
+    return name in self._places
+
+  def read(self, name, begin, into):
+    """Reads a part of a variable.
+
+    The checksum of a variable is compared if its parts are read in order.
+
+    Args:
+      name: Its name.
+      begin: The first byte of the part.
+      into: A contiguous array of the size of the part.
+
+    Raises:
+      OSError: If the file ends before, or its bytes are not those that were
+        written.
+    """
+    place = self._places[name]
+    view = into.reshape(-1).view(np.uint8)
+    done, checksum = self._read.get(name, (0, 0))
+    if begin == 0:
+      done, checksum = 0, 0
+    is_checked = place.checksum is not None and done == begin
+    for at in range(0, view.size, _AT_ONCE):
+      part = view[at:at + _AT_ONCE]
+      self._fill(place, begin + at, part)
+      if is_checked:
+        checksum = _native.crc32c(part, checksum)
+    if is_checked:
+      done += view.size
+      self._read[name] = done, checksum
+      if done == place.size and checksum != place.checksum:
+        raise OSError(f"the file {place.path} is damaged: the checksum of bytes "
+                      f"{place.offset} to {place.offset + place.size} is "
+                      f"{checksum:#010x}, written as {place.checksum:#010x}")
+
+  def _fill(self, place, begin, view):
+    descriptor = self._descriptor
+    if descriptor is None:
+      if place.path not in self._files:
+        self._files[place.path] = os.open(place.path, os.O_RDONLY)
+      descriptor = self._files[place.path]
+    while view.size:
+      got = os.preadv(descriptor, [view], place.offset + begin)
+      if not got:
+        raise OSError(f"the file {place.path} ends before byte "
+                      f"{place.offset + place.size}")
+      begin += got
+      view = view[got:]
+
+  def close(self):
+    for descriptor in self._files.values():
+      os.close(descriptor)
+    self._files.clear()
+
+
+def of_tensorflow(prefix):
+  """The places of the variables of a TensorFlow checkpoint.
+
+  Args:
+    prefix: The prefix of its files.
+
+  Returns:
+    {name: Place} of those that were saved whole. Partitioned variables are saved
+    in slices, strings in a form of their own.
+  """
+  try:
+    with open(prefix + ".index", "rb") as file:
+      table = dict(_table(file.read()))
+  except FileNotFoundError:
+    return {}  # The format before this one.
+  header = tensor_bundle_pb2.BundleHeaderProto.FromString(table.pop(b""))
+  if header.endianness != tensor_bundle_pb2.BundleHeaderProto.LITTLE:
+    return {}
+  places = {}
+  for key, value in table.items():
+    entry = tensor_bundle_pb2.BundleEntryProto.FromString(value)
+    dtype = tf.as_dtype(entry.dtype)
+    count = int(np.prod([d.size for d in entry.shape.dim], dtype=np.int64))
+    if (dtype.is_floating and not entry.slices and
+        entry.size == count * dtype.size):
+      places[key.decode()] = Place(
+          f"{prefix}.data-{entry.shard_id:05d}-of-{header.num_shards:05d}",
+          entry.offset, entry.size, _unmasked(entry.crc32c))
+  return places
+
+
+def of_hdf5(path, begin, datasets):
+  """The places of the variables of an HDF5 file.
+
+  Args:
+    path: Of the file that holds it.
+    begin: Where it begins there.
+    datasets: {name: dataset}.
+
+  Returns:
+    {name: Place} of those that lie in one piece, as numbers of this machine.
+  """
+  places = {}
+  for name, dataset in datasets.items():
+    offset = dataset.id.get_offset()
+    if (offset is not None and dataset.dtype.kind in "fV" and
+        dataset.dtype.isnative and
+        dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS and
+        not dataset.external):
+      places[name] = Place(
+          path, begin + offset, dataset.size * dataset.dtype.itemsize)
+  return places
+
+
+def _unmasked(crc):
+  """A checksum: in a file it is turned by 15 bits, and a number is added."""
+  turned = (crc - 0xa282ead8) & 0xffffffff
+  return (turned >> 17 | turned << 15) & 0xffffffff
+
+
+def _table(data):
+  """The keys and values of a table of LevelDB, which TensorFlow's index is."""
+  footer = data[-48:]
+  magic, = struct.unpack("<Q", footer[-8:])
+  if magic != _MAGIC:
+    raise ValueError("The index of the checkpoint is damaged: it must end in "
+                     f"{_MAGIC:#x}, got {magic:#x}.")
+  at = 0
+  for _ in range(2):  # The index of the blocks is behind that of filters.
+    offset, at = _varint(footer, at)
+    size, at = _varint(footer, at)
+  for _, handle in _block(data, offset, size):
+    offset, at = _varint(handle, 0)
+    size, _ = _varint(handle, at)
+    yield from _block(data, offset, size)
+
+
+def _block(data, offset, size):
+  """The keys and values of a block: a key is told by its end, from a prefix on.
+  """
+  block, kind = data[offset:offset + size], data[offset + size]
+  checksum, = struct.unpack_from("<I", data, offset + size + 1)
+  found = _native.crc32c(np.frombuffer(data, np.uint8, size + 1, offset))
+  if found != _unmasked(checksum):
+    raise ValueError("The index of the checkpoint is damaged: the checksum of a "
+                     f"block is {found:#010x}, written as "
+                     f"{_unmasked(checksum):#010x}.")
+  if kind != 0:
+    raise ValueError("The index of the checkpoint must not be compressed, got "
+                     f"compression {kind}. Save the checkpoint with TensorFlow "
+                     "2.")
+  restarts, = struct.unpack_from("<I", block, size - 4)
+  at, end, key = 0, size - 4 - 4 * restarts, b""
+  while at < end:
+    shared, at = _varint(block, at)
+    more, at = _varint(block, at)
+    length, at = _varint(block, at)
+    key = key[:shared] + block[at:at + more]
+    at += more
+    yield key, block[at:at + length]
+    at += length
+
+
+def _varint(data, at):
+  """A number of 7 bits a byte, and where it ends."""
+  value = shift = 0
+  while True:
+    byte = data[at]
+    at += 1
+    value |= (byte & 0x7f) << shift
+    shift += 7
+    if byte < 0x80:
+      return value, at
