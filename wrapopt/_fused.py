@@ -124,7 +124,7 @@ def leaves_rows(opt):
 
 def can_apply(opt, grads_and_vars):
   """Whether `opt` can apply these gradients by one op."""
-  variables = [v for g, v in grads_and_vars if g is not None]
+  _, variables = _lookup_cache.trained(grads_and_vars)
   if not variables or tf.distribute.has_strategy():
     return False  # A strategy reduces gradients between its replicas first.
   return (_cached(opt, variables) is not None or
@@ -148,8 +148,7 @@ def apply_gradients(opt, rule, step):
   Returns:
     As `opt.apply_gradients`.
   """
-  grads, variables = zip(*[(g, v) for g, v in step.grads_and_vars
-                           if g is not None])
+  grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
   shadows = averages.shadows(variables) if averages else ()
   update = _update_of(opt, rule, variables, shadows)

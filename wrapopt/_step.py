@@ -13,6 +13,7 @@ import tensorflow as tf
 from wrapopt import _bundle
 from wrapopt import _control_flow
 from wrapopt import _fused
+from wrapopt import _lookup_cache
 from wrapopt import ops
 
 _Optimizer = tf.compat.v1.train.Optimizer
@@ -193,11 +194,11 @@ def checked_gradients(grads_and_vars):
   Raises:
     TypeError: If what should be a gradient cannot be made a tensor.
   """
-  grads_and_vars = list(grads_and_vars)
-  if {type(g) for g, _ in grads_and_vars} == {_bundle.EagerTensor}:
-    return grads_and_vars
-  return [(None if g is None else _fused.gradient(g, v), v)
-          for g, v in grads_and_vars]
+  pairs = _lookup_cache.Pairs(grads_and_vars)
+  if {type(g) for g, _ in pairs} == {_bundle.EagerTensor}:
+    return pairs
+  return _lookup_cache.Pairs(
+      (None if g is None else _fused.gradient(g, v), v) for g, v in pairs)
 
 
 def _create_slots(opt, step):

@@ -193,7 +193,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """The variables that have a gradient; makes their averages."""
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._refuse_in_place(None, "apply_gradients")
-      variables = [v for g, v in grads_and_vars if g is not None]
+      _, variables = _lookup_cache.trained(grads_and_vars)
       if self._cache.get(variables) is not None:
         return variables
     # What is no variable is for the inner optimizer to refuse.
