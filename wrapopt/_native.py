@@ -226,7 +226,7 @@ def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
 
 
 def crc32c(array, crc=0, isa=""):
-  """The CRC-32C of bytes: the checksum in TensorFlow's checkpoints.
+  """Returns the CRC-32C of bytes, the checksum of TensorFlow's checkpoints.
 
   Args:
     array: A contiguous array.
@@ -237,7 +237,7 @@ def crc32c(array, crc=0, isa=""):
     An int.
 
   Raises:
-    ValueError: if an argument does not fit.
+    ValueError: if an argument is wrong.
   """
   if not array.flags.c_contiguous:
     raise ValueError("array must be contiguous")

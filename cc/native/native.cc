@@ -186,7 +186,7 @@ WRAPOPT_EXPORT const char* wrapopt_merge(
   });
 }
 
-// The checksum of bytes that follow others: see crc32c.h.
+// Continues a checksum with more bytes: see crc32c.h.
 WRAPOPT_EXPORT const char* wrapopt_crc32c(uint32_t crc, const void* data,
                                           size_t bytes, const char* isa) {
   return wrapopt::Answer([&] {

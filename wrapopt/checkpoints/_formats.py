@@ -89,7 +89,7 @@ class Source:
     return self.specs[name].dtype
 
   def can_slice(self, name):
-    """Whether rows of a variable can be read without the others."""
+    """Whether some rows of a variable can be read alone."""
     return name in self._placed
 
   def read(self, name, rows=None, into=None):
@@ -122,7 +122,7 @@ class Source:
                     f"{e}") from e
 
   def _read(self, name, rows, into):
-    """The same of a variable that has no place."""
+    """The value of a variable that has no Place."""
     raise NotImplementedError
 
   def close(self):
@@ -455,7 +455,7 @@ class TensorFlowSink(Sink):
   """Writes a TensorFlow checkpoint, in files of at least `_SHARD` bytes."""
 
   def __init__(self, path, specs, note=None):
-    """`specs`: {name: Spec} of variables that are written by rows."""
+    """`specs` are {name: Spec} of the variables that are written in parts."""
     super().__init__(path)
     self._specs = specs
     self._parts = []
