@@ -1,4 +1,4 @@
-"""All that is public has types, which a checker of a user's code reads.
+"""All public functions have type annotations, for a user's type checker.
 
 `./tools/types` checks that they are right.
 """

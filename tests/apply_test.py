@@ -1,4 +1,4 @@
-"""apply and the ops under it: what they leave alone and what they refuse."""
+"""wrapopt.ops.apply and its ops: effects and errors."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What worked with the optimizers of 1.15 beside what their docs say: works."""
+"""Features that worked with the optimizers of 1.15 without documentation."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The example of asynchronous training, run as a user runs it."""
+"""Runs the example of asynchronous training."""
 
 import json
 import uuid

@@ -1,4 +1,4 @@
-"""averaging_assign and the ops under it: numbers, aliases, graphs, refusals."""
+"""averaging_assign and its ops: numbers, aliases, graphs, errors."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The parameter server's side of model averaging: rounds, means and waits."""
+"""Model averaging on a parameter server: rounds, means and waits."""
 
 import itertools
 import math
@@ -130,10 +130,10 @@ def test_nobody_has_opened_a_round(mode):
   assert rounds.wait(0) == -1
   with pytest.raises(DeadlineExceeded, match=(
       f"no chief has opened averaging rounds '{rounds.name}' within 0.01 "
-      "seconds: does the chief run, and its hook")):
+      "seconds: start the chief with its hook")):
     rounds.wait(-1, 0.01)
   with pytest.raises(FailedPrecondition, match=(
-      f"got round 0 of averaging rounds '{rounds.name}', which is yet to come, "
+      f"got round 0 of averaging rounds '{rounds.name}', which is not yet open, "
       "round -1 is open")):
     rounds.gather(0, 1)
   assert rounds.next(-1) == 0
@@ -169,7 +169,7 @@ def test_what_is_refused(mode):
   # Over; and never to come.
   for r in (0, -1, -2):
     assert not rounds.push("a", r, [2.])
-  with pytest.raises(FailedPrecondition, match="no values of worker 'a'"):
+  with pytest.raises(FailedPrecondition, match="must have values of worker 'a'"):
     rounds.mean(1, ["a"], center)
   # Gathered.
   rounds.push("a", 1, [3.])
@@ -207,7 +207,7 @@ def test_a_push_to_a_round_that_is_to_come_opens_it(mode):
   # What was there before was dropped.
   rounds.push("a", 58)
   with pytest.raises(FailedPrecondition, match=(
-      "no values of worker 'b' in round 58, they have those of 'a': ")):
+      "must have values of worker 'b' in round 58, got values of 'a': ")):
     rounds.mean(58, ["a", "b"], center)
 
 
@@ -218,7 +218,7 @@ def test_more_workers_than_there_are(mode):
   rounds.push("b", 0, [3.])
   with pytest.raises(InvalidArgument, match=(
       f"averaging rounds '{rounds.name}' have num_workers = 2, but 'c' came to "
-      "round 0 after 'a', 'b': give each worker a name of its own")):
+      "round 0 after 'a', 'b': give each worker a unique name")):
     rounds.push("c", 0, [9.])
   assert rounds.push("b", 0, [5.])
   rounds.mean(0, rounds.gather(0, 2), center)
@@ -229,7 +229,7 @@ def test_the_end_of_a_round(mode):
   rounds = opened(mode, 1)
   assert [rounds.next(r) for r in (0, 1)] == [1, 2]
   with pytest.raises(FailedPrecondition, match=(
-      "the end of a round must be of the round that is open, got round 0 of "
+      "the end of a round must be of the open round, got round 0 of "
       f"averaging rounds '{rounds.name}', which is over, round 2 is open")):
     rounds.next(0)
   # One that has not come that far moves on.
@@ -245,7 +245,7 @@ def test_no_round_follows_the_last(mode):
   assert rounds.next(last - 1) == last
   for _ in range(2):
     with pytest.raises(FailedPrecondition, match=(
-        f"averaging rounds '{rounds.name}' cannot go on after round {last}, "
+        f"averaging rounds '{rounds.name}' cannot continue after round {last}, "
         "the last: use another shared_name")):
       rounds.next(0, reset=True)
     assert rounds.wait(0) == last
@@ -265,7 +265,7 @@ def test_the_last_round(mode):
 def test_a_gather_of_a_round_that_is_not_open(mode):
   rounds = opened(mode, 1)
   rounds.next(56)
-  for r, where in ((0, "over"), (58, "yet to come")):
+  for r, where in ((0, "over"), (58, "not yet open")):
     with pytest.raises(FailedPrecondition, match=(
         f"got round {r} of averaging rounds '{rounds.name}', which is {where}, "
         r"round 57 is open: run get_init_op\(\) or the hook first")):
@@ -276,7 +276,7 @@ def test_the_same_name_is_the_same_rounds(mode):
   rounds = opened(mode, 2)
   with pytest.raises(InvalidArgument, match=(
       f"averaging rounds '{rounds.name}' have num_workers = 2, got num_workers "
-      "= 3: all who share them must say the same, or use another shared_name")):
+      "= 3: use the same num_workers, or another shared_name")):
     Rounds(mode, 3, rounds.name).wait(5)
   assert Rounds(mode, 2, rounds.name).wait(-1) == 0
 
@@ -356,8 +356,8 @@ def test_too_few_came_in_time(mode):
     rounds.push(worker, 0)
     with pytest.raises(DeadlineExceeded, match=(
         rf"round 0 of averaging rounds '{rounds.name}' got values of \d workers "
-        rf"within 0.01 seconds \({names}\), but 3 of 3 are needed: are the "
-        "others alive")):
+        rf"within 0.01 seconds \({names}\), but needs 3 of 3: restart the "
+        "others")):
       rounds.gather(0, 3, 0.01)
   # It can be tried again.
   assert rounds.push("c", 0)
@@ -479,7 +479,7 @@ def test_a_chief_that_does_not_end_a_round(mode):
   rounds.next(6)
   with pytest.raises(DeadlineExceeded, match=(
       f"the chief did not end round 7 of averaging rounds '{rounds.name}' "
-      "within 0.25 seconds: is it alive")):
+      "within 0.25 seconds: restart the chief")):
     rounds.wait(7, 0.25)
   # Other waits are as before.
   rounds.next(7)
@@ -492,8 +492,8 @@ def test_another_chief_ends_the_round_that_is_gathered():
     rounds = eager(2)
     rounds.push("a", 0)
     with pytest.raises(FailedPrecondition, match=(
-        f"round 0 of averaging rounds '{rounds.name}' ended while it was "
-        "gathered, round 1 is open: another chief has taken over")):
+        f"round 0 of averaging rounds '{rounds.name}' ended during its "
+        "gather, round 1 is open: there is a second chief")):
       meanwhile(lambda: rounds.gather(0, 2), lambda: end(rounds))  # pylint: disable=cell-var-from-loop
 
 
@@ -1012,7 +1012,7 @@ def test_a_mean_again_gives_the_same(mode):
   # But not when the round is over.
   rounds.next(0)
   refused(mode, [center], FailedPrecondition,
-          "a mean must be of the round that is open, got round 0 of .*, which "
+          "a mean must be of the open round, got round 0 of .*, which "
           "is over, round 1 is open",
           lambda: ops.averaging_mean(rounds.handle, 0, ["a", "b"], center))
 
@@ -1157,8 +1157,8 @@ def good(mode, dtype=FLOAT):
 def test_a_worker_that_did_not_come(mode):
   rounds, centers = good(mode)
   refused(mode, centers, FailedPrecondition,
-          f"averaging rounds '{rounds.name}' have no values of worker 'c' in "
-          "round 0, they have those of 'a', 'b': it must push there before",
+          f"averaging rounds '{rounds.name}' must have values of worker 'c' in "
+          "round 0, got values of 'a', 'b': the worker must push before",
           lambda: ops.averaging_mean(rounds.handle, 0, ["a", "c"], centers))
 
 
@@ -1166,7 +1166,7 @@ def test_workers_that_are_no_list_of_workers(mode):
   rounds, centers = good(mode)
   for workers, text in (
       (tf1.placeholder_with_default(tf.constant([], tf.string), [None]),
-       "workers must name at least one worker to take the mean of, got none"),
+       "workers must name at least one worker, got none"),
       (["a", "b", "a"], "workers must name each worker once, got 'a' twice")):
     refused(mode, centers, InvalidArgument, text,
             lambda: ops.averaging_mean(rounds.handle, 0, workers, centers))  # pylint: disable=cell-var-from-loop
@@ -1178,10 +1178,11 @@ def test_workers_that_are_no_list_of_workers(mode):
 def test_values_that_are_not_the_centers(mode):
   for bad, text in (
       (np.zeros(4, FLOAT), r"misshapen: got \[4\] but expected \[3\] \(the "
-                           "elements of the 2 centers one after another"),
+                           "elements of the 2 centers."),
       (np.zeros(2, FLOAT), r"misshapen: got \[2\] but expected \[3\]"),
       (np.zeros((1, 3), FLOAT), r"misshapen: got \[1,3\] but expected \[3\]"),
-      (np.zeros(3, HALF), "must be of dtype float, the centers', got half")):
+      (np.zeros(3, HALF),
+       r"must be of dtype float \(the dtype of the centers\), got half")):
     rounds, centers = good(mode)
     rounds.push("b", 0, bad)
     refused(mode, centers, InvalidArgument, "value 0 of worker 'b' " + text,

@@ -1,4 +1,4 @@
-"""What the worker of averaging_rounds_test.py does in a cluster."""
+"""The worker of averaging_rounds_test.py in a cluster."""
 
 import math
 

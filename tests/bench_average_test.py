@@ -1,4 +1,4 @@
-"""The benchmark of averages measures what it says."""
+"""The measurements of the benchmark of averages are right."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The benchmark of the gate measures what it says."""
+"""The measurements of the benchmark of the gate are right."""
 
 import json
 

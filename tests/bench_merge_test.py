@@ -1,4 +1,4 @@
-"""The benchmark of merging runs, and measures what it says."""
+"""The benchmark of merging runs, and its measurements are right."""
 
 import json
 

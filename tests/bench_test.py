@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what does the same work."""
+"""The benchmarks run, and their contenders do the same work."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""The benchmark of XLA measures what it says."""
+"""The measurements of the benchmark of XLA are right."""
 
 import json
 

@@ -281,8 +281,8 @@ def test_xla_refuses_a_concrete_function():
   concrete = tf.function(
       lambda: step_of(opt, variables)).get_concrete_function()
   with pytest.raises(NotImplementedError, match=(
-      "must be traced where it is compiled: in a function with "
-      "jit_compile=True, call the tf.function, not a concrete function of it")):
+      "must be traced inside the function with jit_compile=True that calls it, "
+      "got a concrete function .* Call the tf.function")):
     tf.function(lambda: concrete(), jit_compile=True)()
 
 
@@ -325,7 +325,7 @@ def test_a_concrete_function_is_not_saved(tmp_path):
   trainer = Trainer()
   trainer.concrete = trainer.train.get_concrete_function()
   with pytest.raises(ValueError, match=(
-      r"Save the tf\.function, not a concrete function of it")):
+      r"Save the tf\.function, which is then traced again")):
     tf.saved_model.save(trainer, str(tmp_path))
 
 

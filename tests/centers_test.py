@@ -1,4 +1,4 @@
-"""How variables travel together, and whose an optimizer's variables are."""
+"""Packing of variables, and the variables of workers' optimizers."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Averages of checkpoints: formats, numbers, what is refused."""
+"""Averages of checkpoints: formats, numbers, errors."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""The example of model averaging, run as a user runs it."""
+"""Runs the example of model averaging."""
 
 import json
 import uuid

@@ -1,4 +1,4 @@
-"""The cluster of cluster_test.py: what its tasks do."""
+"""The tasks of the cluster of cluster_test.py."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The gate in a real cluster: races, bytes, and a worker that is killed."""
+"""The gate in a real cluster: races, transferred bytes, a killed worker."""
 
 import re
 import time

@@ -1,4 +1,4 @@
-"""Wrappers in wrappers: the numbers of a model in NumPy, or a refusal."""
+"""Wrappers in wrappers: the numbers of a NumPy model, or an error."""
 
 import contextlib
 import itertools
@@ -308,8 +308,8 @@ def test_what_another_optimizer_hides(hide):
   with graph_of("resource"):
     hidden = hide(wrapopt.DropStaleGradientOptimizer(
         tf1.train.GradientDescentOptimizer(1.0), 0))
-    with pytest.raises(ValueError, match="must not be or hold a DropStale.*: it "
-                       f"would average .* Wrap {type(hidden).__qualname__} "
+    with pytest.raises(ValueError, match="must not be or hold a DropStale.*: "
+                       f".* does not tell .* Wrap {type(hidden).__qualname__} "
                        r"around both. Got .*\(DropStaleGradientOptimizer"):
       wrapopt.MovingAverageOptimizer(hidden)
     wrapopt.DropStaleGradientOptimizer(hide(wrapopt.MovingAverageOptimizer(

@@ -1,7 +1,7 @@
 """Every wrapper around every optimizer of `tf.compat.v1.train`.
 
-Wrappers and optimizers are found, not listed: a new one is tested, or the test
-that nothing is missing fails.
+The test discovers wrappers and optimizers. If it cannot make a new one, a test
+fails.
 """
 
 import contextlib

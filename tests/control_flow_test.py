@@ -1,4 +1,4 @@
-"""Branches of ref variables, also while other threads build graphs."""
+"""Branches with ref variables, also while other threads build graphs."""
 
 import functools
 import threading

@@ -1,4 +1,4 @@
-"""The last line of ./tools/test tells of every failure."""
+"""The last line of ./tools/test counts every failure."""
 
 import json
 

@@ -1,7 +1,7 @@
 """CrossShardOptimizer: one shard, shards of a TPU, replicas of strategies.
 
-There is no TPU: its graphs are compared with TensorFlow's own, and run with
-what the collectives would give computed here.
+Without a TPU, its graphs are compared with TensorFlow's own, and run with
+collectives that are computed here.
 """
 
 import contextlib
@@ -824,7 +824,8 @@ def test_a_variable_that_replicas_share(strategy):
     v = tf.Variable([1.0])
   opt = sgd_shards(group_assignment=PAIRS)
   with pytest.raises(ValueError, match="must have its own copy of a variable "
-                     r"that several groups train, .*, got one for all: 'w:0'"):
+                     r"if there are several groups, .*, got one copy for all "
+                     r"of 'w:0'"):
     strategy.run(lambda: opt.apply_gradients(
         [(tf.constant([1.0]), v), (tf.constant([1.0]), w)]))
   assert w.numpy() == 1 and copies(strategy, v) == [1] * SHARDS

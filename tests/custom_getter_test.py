@@ -1,4 +1,4 @@
-"""Variables of workers and their centers."""
+"""Local variables of workers and their centers."""
 
 import contextlib
 import functools
@@ -346,7 +346,7 @@ def test_maps(make, kind):
   for m in maps.values():
     assert v in m and other not in m and "v" not in m and len(m) == 1
     assert list(m.items()) == [(v, m[v])] and m.get(other) is None
-    with pytest.raises(KeyError, match="'other:0' was not made by the custom"):
+    with pytest.raises(KeyError, match="'other:0' must be a variable that the cu"):
       m[other]
     del m[v]
     assert v not in m and not m

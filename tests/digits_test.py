@@ -1,4 +1,4 @@
-"""The example trains, and the file that it writes holds the averaged model."""
+"""The example trains, and its file holds the averaged model."""
 
 import importlib
 import json
@@ -176,7 +176,7 @@ def test_a_missing_package_is_said_before_any_work(
     digits.main(["--out", str(out)])
   assert str(e.value) == (
       f"The examples, benchmarks and commands need the Python module '{package}', which "
-      "is not installed. Install what they need with: "
+      "is not installed. Install it with: "
       "pip install 'wrapopt[examples]'")
   assert not out.exists()
 

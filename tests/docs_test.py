@@ -1,4 +1,4 @@
-"""The examples of the guides and of the docstrings do what they say."""
+"""The examples in the guides and docstrings have the documented output."""
 
 import doctest
 import inspect

@@ -1,4 +1,4 @@
-"""DropStaleGradientOptimizer: what is dropped, and what a user sees of it."""
+"""DropStaleGradientOptimizer: dropped gradients, state and statistics."""
 
 import glob
 
@@ -459,7 +459,7 @@ def test_arguments(arguments, error, text):
 
 def test_no_global_step(graph):
   w = tf1.Variable(1.0, name="w")
-  with pytest.raises(ValueError, match="A global step is required, and this "):
+  with pytest.raises(ValueError, match="A global step is required, got a "):
     Drop(sgd(), 0).compute_gradients(w * 1.0, [w])
   with pytest.raises(ValueError, match="`global_step` must be the step variab"):
     Drop(sgd(), 0).apply_gradients([(tf.constant(1.0), w)])
@@ -471,7 +471,7 @@ def test_nothing_recorded(place):
   def train():
     Drop(sgd(), 0).apply_gradients([(tf.constant(1.0), w)], step)
 
-  with pytest.raises(ValueError, match="The step was not recorded for these gradients"):
+  with pytest.raises(ValueError, match="The step must be recorded before gra"):
     (tf.function(train) if place == "function" else train)()
 
 

@@ -1,4 +1,4 @@
-"""What a worker of elastic_average_cluster_test.py does."""
+"""A worker of elastic_average_cluster_test.py."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""ema_update and the ops under it: numbers, graphs, refusals, readers."""
+"""ema_update and its ops: numbers, graphs, errors, concurrent readers."""
 
 import contextlib
 import pathlib

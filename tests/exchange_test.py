@@ -1,4 +1,4 @@
-"""exchange and the ops under it: bits, buffers, refusals, readers."""
+"""exchange and its ops: bits, buffers, errors, concurrent readers."""
 
 import ml_dtypes
 import numpy as np

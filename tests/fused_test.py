@@ -1,4 +1,4 @@
-"""One pass and two: the same numbers, names and files, from different ops."""
+"""One pass and two: the same numbers, names and files from different ops."""
 
 import collections
 import re
@@ -222,8 +222,8 @@ def test_a_subclass_is_not_taken_apart(inner):
   made.__class__ = type("Mine", (type(made),), {})
   assert not wrapopt.MovingAverageOptimizer(made).fused
   with pytest.raises(ValueError, match=(
-      "^`fused` must not be True: Mine as it is set has no op that takes its "
-      r"step and the averages in one pass\.$")):
+      "^`fused` must not be True: Mine with these arguments has no op that takes "
+      r"its step and updates the averages in one pass\. Leave `fused` at None\.$")):
     wrapopt.MovingAverageOptimizer(made, fused=True)
 
 

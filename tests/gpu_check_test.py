@@ -1,4 +1,4 @@
-"""cc/gpu/check: programs that compare the GPU kernels and measure them."""
+"""cc/gpu/check: programs that check and measure the GPU kernels."""
 
 import re
 import subprocess
@@ -58,7 +58,7 @@ def test_numbers_with_small_tables(monkeypatch):
 def test_huge_takes_much_memory():
   process = check("huge")
   assert process.returncode == 0, process.stderr
-  assert "NOT CHECKED: there are not 10 GB" in process.stdout
+  assert "NOT CHECKED: needs 10 GB" in process.stdout
 
 
 # Of the fake one, these test the commands alone.

@@ -1,4 +1,4 @@
-"""What is in the images: the GPU kernels as they were compiled."""
+"""The machine code of the GPU kernels in the images."""
 
 import collections
 import pathlib

@@ -1,7 +1,6 @@
-"""The kernels on a GPU: every rule, dtype and image, and how they are launched.
+"""The kernels on a GPU: every rule, dtype and image, and their launches.
 
-What the ops refuse, and much else, is in the tests of the ops, which run on the
-GPU too.
+The tests of the ops also run on the GPU, and test errors and more.
 """
 
 import collections

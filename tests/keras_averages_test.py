@@ -1,6 +1,6 @@
-"""Defects of averages elsewhere in Keras, shown there and absent here.
+"""Defects of averages in Keras itself, which wrapopt's averages do not have.
 
-Each test has a part on Keras's own `use_ema`: it fails if Keras mends it.
+Each test also tests Keras's own `use_ema`, and fails if Keras mends the defect.
 """
 
 import warnings

@@ -133,7 +133,7 @@ def test_errors_change_nothing():
   for dataset, error, match in [
       (x, TypeError, "must be an iterable of batches.*got ndarray"),
       (3, TypeError, "must be an iterable of batches.*got int"),
-      ([], ValueError, "must have a batch"),
+      ([], ValueError, "must have at least one batch"),
       (batches(x).repeat(), ValueError, "must be finite"),
       (fails(), KeyboardInterrupt, None)]:
     with pytest.raises(error, match=match):

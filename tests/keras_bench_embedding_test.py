@@ -1,4 +1,4 @@
-"""The benchmark of embeddings measures what it says."""
+"""The measurements of the benchmark of embeddings are right."""
 
 import contextlib
 import json

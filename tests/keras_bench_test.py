@@ -1,4 +1,4 @@
-"""The Keras benchmark runs, and compares what trains alike."""
+"""The Keras benchmark runs, and its contenders train alike."""
 
 import json
 

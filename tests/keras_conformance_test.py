@@ -1,7 +1,7 @@
 """Every wrapper of `wrapopt.keras` around every optimizer of Keras.
 
-Wrappers and optimizers are found, not listed: a new one is tested, or the test
-that nothing is missing fails.
+The test discovers wrappers and optimizers. If it cannot make a new one, a test
+fails.
 """
 
 import collections
@@ -893,7 +893,8 @@ def test_optimizers_of_users(wrapper, mode):
   w = keras.Variable([1.0, 2.0])
   step = stepping(WRAPPERS[wrapper](OwnUpdate(0.5)), [w], mode)
   with pytest.raises(NotImplementedError, match=(
-      f"{wrapper} must know when variables are updated, and OwnUpdate")):
+      f"OwnUpdate inside of {wrapper} must update variables by "
+      "`_backend_update_step`")):
     step(tf.constant([1.0, 3.0]))
   w.assign([1.0, 2.0])
   opt = WRAPPERS[wrapper](Centralized(0.5))
@@ -1012,7 +1013,7 @@ def test_errors_of_steps(wrapper):
   name = "average" if wrapper != "Lookahead" else "slow_weights"
   with pytest.raises(KeyError):
     getattr(opt, name)(other)
-  with pytest.raises(RuntimeError, match="must come after the first step"):
+  with pytest.raises(RuntimeError, match="must be called after the first step"):
     getattr(WRAPPERS[wrapper](K.SGD(0.5)), name)(w)
 
 

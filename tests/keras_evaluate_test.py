@@ -273,7 +273,7 @@ def test_backup_and_restore_resumes_raw_weights(tmp_path):
     run(model, backup, Dies())
   keras.utils.set_random_seed(1)
   assert_same(run(make(), backup), want)
-  with pytest.raises(ValueError, match="must not hold a BackupAndRestore"):
+  with pytest.raises(ValueError, match="must not contain a BackupAndRestore"):
     wrapopt.keras.EvaluateWithAverages([backup])
 
 

@@ -1,8 +1,8 @@
-"""Keras's own tests of its optimizers, with each of them in a wrapper of ours.
+"""Keras's own tests of its optimizers, with each optimizer in a wrapper.
 
-They come from Keras's wheel. In a copy of a test module, the names of the
-optimizers make wrapped ones; settings of the wrappers leave the variables'
-numbers as they are, so that Keras's tests expect what they always do.
+They are part of Keras's wheel. In a copy of a test module, the names of the
+optimizers make wrapped ones. The wrappers' settings do not change the
+variables' numbers, so Keras's expectations hold.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Rules that Keras has, too: one step is one of Keras's optimizer."""
+"""Rules that Keras also has: one step equals one of Keras's optimizer."""
 
 import keras
 import numpy as np

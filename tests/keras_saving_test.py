@@ -224,7 +224,8 @@ def test_another_model(tmp_path):
     model.compile(MovingAverage("sgd", 0.9), loss="mse")
     model.optimizer.build(model.trainable_variables)
     model.load_weights(path)
-  assert any("The file has 6 averages named 'average', and the optimizer 4"
+  assert any("The file must have 4 averages named 'average' like the "
+             "optimizer, got 6"
              in str(w.message) for w in found)
   assert_same(averages(model), values(model.trainable_variables))
   # A layer of another shape, where that is asked for.

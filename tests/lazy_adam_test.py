@@ -1,4 +1,4 @@
-"""LazyAdamOptimizer: Adam of the rows that a sparse gradient holds."""
+"""LazyAdamOptimizer: Adam that updates only the rows in a sparse gradient."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Averages of which a step moves the rows that it touches, and no other."""
+"""Averages of which a step moves only the touched rows."""
 
 import contextlib
 import threading

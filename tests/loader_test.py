@@ -1,4 +1,4 @@
-"""What `import wrapopt` refuses, what it does, and that it does no more."""
+"""`import wrapopt`: its errors, its effects, and their limits."""
 
 import os
 import shutil
@@ -71,11 +71,10 @@ def test_the_source_tree(tmp_path, arguments):
   # -S: without TensorFlow, which there is no need for.
   error = _last_line(run_python("-S", *arguments, pythonpath=[str(tmp_path)]))
   assert error == (
-      f"ImportError: {tree} holds the sources of wrapopt, without the native "
-      "library that a build makes. Python looks for packages in the folder "
-      "where it is run, before it looks for installed ones. Run it in another "
-      "folder, or as `python -P`; ./tools/quickstart builds and installs "
-      "wrapopt.")
+      f"ImportError: {tree} must hold the native library of wrapopt, got only "
+      "its sources. Python searches the current folder before the installed "
+      "packages. Run Python in another folder, or as `python -P`. To build and "
+      "install wrapopt, run ./tools/quickstart.")
 
 
 def test_a_native_library_that_cannot_be_opened(tmp_path):

@@ -1,4 +1,4 @@
-"""Eager steps look up what they need about a list of variables once."""
+"""Eager steps, which cache facts about their lists of variables."""
 
 import copy
 import gc
@@ -42,7 +42,7 @@ def state(opt, v):
 
 
 class Counter:
-  """Counts calls of a function while it takes its place."""
+  """Counts calls of a function that it replaces."""
 
   def __init__(self, monkeypatch, owner, name):
     self.calls = 0
@@ -55,7 +55,7 @@ class Counter:
     monkeypatch.setattr(owner, name, counted)
 
 
-# Each would be asked once for each of the variables.
+# Functions that an uncached step calls for each variable.
 ASKED = [(_check, "dtype"), (_check, "shape"), (_check, "variable"),
          (_variables, "is_ref"), (ops, "is_ref_variable"),
          (_apply, "_gradient_and_kind"),

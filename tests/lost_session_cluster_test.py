@@ -1,4 +1,4 @@
-"""What the session of a worker does when a parameter server is restarted."""
+"""The session of a worker after a restart of a parameter server."""
 
 import lost_session_task
 from wrapopt.examples import _cluster

@@ -1,4 +1,4 @@
-"""The cluster of lost_session_cluster_test.py: what its tasks do."""
+"""The tasks of the cluster of lost_session_cluster_test.py."""
 
 import tensorflow as tf
 

@@ -258,7 +258,7 @@ class TestLostWorkers:
     job.start("chief", gradient=-1.0)
     with pytest.raises(RuntimeError, match=(
         r"(?s)DeadlineExceededError.* got values of 1 workers within 1 seconds "
-        r"\('/job:chief/task:0'\), but 2 of 2 are needed")):
+        r"\('/job:chief/task:0'\), but needs 2 of 2")):
       job.result("chief")
 
   def test_no_chief_is_an_error(self, cluster, tmp_path):

@@ -1,4 +1,4 @@
-"""The cluster of model_average_cluster_test.py: what its tasks do."""
+"""The tasks of the cluster of model_average_cluster_test.py."""
 
 import os
 import time

@@ -306,7 +306,7 @@ def test_two_steps_of_a_worker_at_once_are_refused(target):
       assert not session.run(train)
       go_on.set()
       with pytest.raises(tf.errors.InvalidArgumentError,
-                         match="(?s)one step at a time.*expected, got.*1.*2"):
+                         match="(?s)one step at a time.*Expected and got.*1.*2"):
         slow.result(60)
       assert session.run([local_step, step]) == [2, 0]
 
@@ -565,7 +565,7 @@ def test_a_worker_without_a_device_needs_a_name():
   with tf.Graph().as_default():
     getter = wrapopt.ModelAverageCustomGetter("")
     arguments = (tf1.train.GradientDescentOptimizer(1.0), 2, True, getter)
-    with pytest.raises(ValueError, match="`worker` must be a name where"):
+    with pytest.raises(ValueError, match="`worker` must be a name if"):
       wrapopt.ModelAverageOptimizer(*arguments)
     wrapopt.ModelAverageOptimizer(*arguments, worker="me")
 
@@ -593,7 +593,7 @@ def test_apply_gradients_is_checked():
     opt.apply_gradients(zip([g], [v]), step)
   with worker.build(getter=False):
     w = tf1.get_variable("w", initializer=0.0)
-    with pytest.raises(ValueError, match="'w:0' has no center: a variable that"):
+    with pytest.raises(ValueError, match="'w:0' must have a center, got a"):
       opt.apply_gradients([(g, w)], step)
 
 

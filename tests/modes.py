@@ -1,8 +1,7 @@
-"""The ways in which a program runs TensorFlow, behind one face.
+"""The modes in which a program runs TensorFlow, with one interface.
 
-A test that takes the fixture `mode` runs in each of them: eagerly, in a
-tf.function, in one that XLA compiles, and in v1 graphs with variables of either
-kind.
+A test with the fixture `mode` runs in each of them: eagerly, in a tf.function,
+in one that XLA compiles, and in v1 graphs with ref and resource variables.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""`wrapopt.MovingAverageOptimizer`: what it saves, restores and evaluates."""
+"""`wrapopt.MovingAverageOptimizer`: savers, checkpoints and evaluation."""
 
 import contextlib
 import glob
@@ -1006,7 +1006,7 @@ def test_no_session(kind):
   descend(opt, v)
   for call in lambda: opt.averaged_weights().__enter__(), opt.seed_averages:
     with pytest.raises(RuntimeError, match=(
-        "^`session` must be given in a graph where there is no default session,"
+        "^`session` must be given in a graph without a default session,"
         " got None.$")):
       call()
 

@@ -180,13 +180,13 @@ def test_the_inner_optimizer_must_be_one():
     ([0.5, lambda: 0.9],
      r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
      r"HalfLives, got <function .*>\. "
-     r"A tensor, variable or callable stands alone\.$"),
+     r"Pass a tensor, variable or callable alone\.$"),
     (np.array([[0.5, 0.75]]),
      r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
      r"HalfLives, got array\(.*\)\. "
-     r"A tensor, variable or callable stands alone\.$"),
+     r"Pass a tensor, variable or callable alone\.$"),
     (tf.constant([0.5, 0.75]),
-     r"^`average_decay` must be a scalar where it is a tensor or a variable, "
+     r"^`average_decay` must be a scalar if it is a tensor or a variable, "
      r"got one of shape \(2,\)\.$"),
 ])
 def test_average_decay_is_checked(decay, text):
@@ -1069,8 +1069,8 @@ def test_a_function_that_makes_its_variables():
 
   with pytest.raises(RuntimeError, match=(
       r"'late:0' must have a value before its first step, got a variable that "
-      r"the running tf\.function has just made\. Make it before the function "
-      r"is called\.")):
+      r"the running tf\.function has just made\. Make it before you call the "
+      r"function\.")):
     step()
 
 

@@ -1,4 +1,4 @@
-"""The CPU engine on numpy arrays: every rule, dtype and instruction set."""
+"""The CPU engine on NumPy arrays: every rule, dtype and instruction set."""
 
 import ml_dtypes
 import numpy as np

@@ -1,7 +1,7 @@
-"""What users of `tf.compat.v1.train.Optimizer` rely on, also in a wrapper.
+"""The contract of `tf.compat.v1.train.Optimizer`, also for wrappers.
 
-Each test runs the bare optimizer too, so that what is expected of a wrapper is
-what TensorFlow does.
+Each test also runs the bare optimizer, so that the expectations are
+TensorFlow's.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""read_packed, assign_packed and the ops under them."""
+"""read_packed, assign_packed and their ops."""
 
 import ml_dtypes
 import numpy as np

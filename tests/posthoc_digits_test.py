@@ -1,4 +1,4 @@
-"""The example: widths made afterwards are those that were tracked."""
+"""The example: computed averages of other widths equal the tracked ones."""
 
 import json
 

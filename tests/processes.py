@@ -1,4 +1,4 @@
-"""Python in a process of its own."""
+"""Starts Python processes."""
 
 import os
 import signal

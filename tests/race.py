@@ -1,8 +1,8 @@
-"""Whether a gate let through what it must not: an independent log and judge.
+"""Judges from an independent log whether a gate admitted a stale update.
 
-A worker that reads weights, asks the gate, and changes the weights notes the
-time of each on the machine's clock. An update is a violation where more others
-than the limit had surely been admitted before it asked, and had surely not
+A worker that reads weights, asks the gate, and changes the weights logs the
+time of each on the machine's clock. An update is a violation if more other
+updates than the limit were surely admitted before it asked, and had surely not
 changed the weights when it read them.
 """
 

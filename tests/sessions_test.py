@@ -1,4 +1,4 @@
-"""What runs in a session after that was lost, as with a parameter server."""
+"""Evaluations in a session that was lost, as with a parameter server."""
 
 import contextlib
 

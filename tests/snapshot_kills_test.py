@@ -1,4 +1,4 @@
-"""Many kills in the middle of a snapshot leave whole snapshots only."""
+"""Many kills during a snapshot leave only complete snapshots."""
 
 from snapshot_kills import kill_in_a_loop
 

@@ -1,4 +1,4 @@
-"""Snapshots of averages, and averages of any width that are made of them."""
+"""Snapshots of averages, and averages of any width computed from them."""
 
 import json
 
@@ -157,7 +157,7 @@ def test_a_hook_is_checked(tmp_path):
       checkpoints.SnapshotHook(*args)
   with graph_of("resource"):
     hook = checkpoints.SnapshotHook(opt, tmp_path, 1)
-    with pytest.raises(RuntimeError, match="needs the global step"):
+    with pytest.raises(RuntimeError, match="needs a global step"):
       hook.begin()
     v1.train.get_or_create_global_step()
     with pytest.raises(RuntimeError, match="Must call apply_gradients"):
@@ -299,7 +299,7 @@ def test_what_does_not_fit_into_float16_is_an_error(tmp_path):
   model.trainable_variables[0].assign(
       np.full(model.trainable_variables[0].shape, 1e5))
   x, y = digits_like()
-  with pytest.raises(ValueError, match="must be within 65504 to be stored"):
+  with pytest.raises(ValueError, match="must be at most 65504 in magnitude"):
     model.fit(x, y, batch_size=16, epochs=1, verbose=0, callbacks=[
         wrapopt.keras.Snapshots(tmp_path, 4, "float16")])
   assert not list(tmp_path.iterdir())
@@ -312,8 +312,8 @@ def test_an_error_of_the_thread_ends_the_training(tmp_path):
   with pytest.raises(OSError):
     model.fit(x, y, batch_size=16, verbose=0, callbacks=[
         wrapopt.keras.Snapshots(tmp_path / "file", 4)])
-  with pytest.raises(ValueError, match="Snapshots needs one optimizer that "
-                     "keeps averages, such as .*, got SGD with 0"):
+  with pytest.raises(ValueError, match="Snapshots needs exactly one optimizer "
+                     "that keeps averages, such as .*, got SGD with 0"):
     make_model(NARROW, keras.optimizers.SGD()).fit(
         x, y, callbacks=[wrapopt.keras.Snapshots(tmp_path, 4)])
 
@@ -336,7 +336,7 @@ def test_other_averages(wrapper, tmp_path):
         file["layers/dense/vars/0"],
         model.optimizer.average(model.trainable_variables[0]))
   with pytest.raises(ValueError, match="must be a snapshot of a PowerDecay, got "
-                     "one of None"):
+                     "a snapshot with the decay None"):
     checkpoints.posthoc(path, tmp_path / "out.weights.h5", 0.1)
 
 
@@ -360,7 +360,7 @@ def test_what_is_no_snapshot(run, tmp_path):
   model.save_weights(tmp_path / "plain.weights.h5")
   out = tmp_path / "out.weights.h5"
   with pytest.raises(ValueError, match="plain.weights.h5 must be a snapshot of a "
-                     "PowerDecay, got a checkpoint without a note"):
+                     "PowerDecay, got a checkpoint that is not a"):
     checkpoints.posthoc(tmp_path / "plain.weights.h5", out, 0.1)
   with pytest.raises(ValueError, match="`steps` must be .* 160, got 200"):
     checkpoints.posthoc(two_of(directory), out, 0.1, steps=200)
@@ -418,7 +418,7 @@ def test_command(run, tmp_path, capsys):
                   "--output", str(tmp_path / "ema.weights.h5")])
   with pytest.raises(SystemExit):
     command.main(["posthoc", *paths, "--sweep", "--output", "x"])
-  assert "--sweep and --evaluate go together" in capsys.readouterr().err
+  assert "--sweep and --evaluate must be given" in capsys.readouterr().err
 
 
 # Kills

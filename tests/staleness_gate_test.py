@@ -1,4 +1,4 @@
-"""The gate's ops: what they admit, count, refuse, and how they race."""
+"""The gate's ops: admission, counts, errors, races."""
 
 import itertools
 import random

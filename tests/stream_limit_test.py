@@ -1,4 +1,4 @@
-"""The loop that the benchmarks hold the ops against."""
+"""The loop that measures the streaming limit of the benchmarks."""
 
 import gc
 

@@ -1,8 +1,8 @@
-"""What the compiler made of the engine: that each loop is vector code.
+"""The machine code of the engine: each loop is vector code.
 
-That a loop is slow shows in no result, so the machine code is read: first that
-of the engine's archive, in which functions have names, then that of the two
-libraries, which have none and must hold the same loops.
+No result shows that a loop is slow, so the test reads the machine code: first
+that of the engine's archive, in which functions have names, then that of the
+two libraries, which have none and must contain the same loops.
 """
 
 import re

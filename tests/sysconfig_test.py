@@ -1,4 +1,4 @@
-"""The library in a program that never imports wrapopt."""
+"""The library in a program that does not import wrapopt."""
 
 import os
 

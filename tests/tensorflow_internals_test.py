@@ -1,8 +1,8 @@
-"""What wrapopt uses of TensorFlow and Keras beyond their public API.
+"""The names of TensorFlow and Keras that wrapopt uses beyond the public API.
 
-This is the list. One test for each name: a new minor version of TensorFlow or
-Keras shows at once what it has moved. The last tests hold the list to the
-sources. Of C++, the compiler tells: cc/README.md says what to look at.
+This file is the list, with one test for each name. A new minor version of
+TensorFlow or Keras shows here what has moved. The last tests compare the list
+with the sources. For C++, the compiler finds changes; see cc/README.md.
 """
 
 import ast

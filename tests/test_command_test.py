@@ -1,4 +1,4 @@
-"""./tools/test: which targets it runs, and what it makes for them."""
+"""./tools/test: the targets that it runs and the environments that it makes."""
 
 import os
 import pathlib

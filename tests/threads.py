@@ -1,4 +1,4 @@
-"""Functions that run at once."""
+"""Runs functions concurrently."""
 
 import threading
 

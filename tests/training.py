@@ -1,4 +1,4 @@
-"""Trains variables on given gradients, and says what averages must be."""
+"""Trains variables with given gradients, and computes expected averages."""
 
 import contextlib
 import dataclasses

@@ -1,6 +1,7 @@
-"""How the ops of this package find and lock their variables.
+"""The ops find and lock their variables.
 
-No deadlock, no half of an update, and always the variable of now.
+There is no deadlock and no partial update, and the variable is always the
+current one.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""./tools/wheel: with which Pythons it tests the wheel."""
+"""./tools/wheel: the Pythons with which it tests the wheel."""
 
 import os
 import pathlib
@@ -76,7 +76,7 @@ def test_all_that_are_there(run):
     assert re.search(rf"^{version} .*/tests/wheel_smoke.py ", calls, re.M)
   assert process.stdout.endswith(
       "The wheel works with Python 3.10 3.11 3.12\n"
-      "Not tried, for they are not here: 3.13\n")
+      "Not tried, because missing: 3.13\n")
 
 
 def test_one_of_the_day_is_not_that_of_the_tests(run):

@@ -1,4 +1,4 @@
-"""The wheel: its tag, its metadata, what it holds, and that it works."""
+"""The wheel: its tag, its metadata, its contents, and that it works."""
 
 import base64
 import email

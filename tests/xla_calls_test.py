@@ -1,4 +1,4 @@
-"""XLA's programs for the CPU: an op is one call of its CPU kernel, in place."""
+"""XLA programs for the CPU: an op is one in-place call of its CPU kernel."""
 
 import re
 import sys

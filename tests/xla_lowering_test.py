@@ -1,7 +1,7 @@
 """Every op and a whole train step become plain HLO for CPU, GPU and TPU.
 
-No such device is needed: what is looked at is the program that XLA's compiler
-for the device would begin with.
+The devices are not needed: the tests inspect the input program of XLA's
+compiler for the device.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""What the tests of XLA's kernels share: a step of any rule, and programs."""
+"""Shared by the tests of XLA's kernels: steps of any rule, and programs."""
 
 import re
 

@@ -1,6 +1,6 @@
-"""XLA's kernels in plain HLO: the numbers of the CPU's, in one program, in place.
+"""XLA's kernels in plain HLO: the numbers of the CPU kernels, in place.
 
-What a program for the CPU is instead: xla_calls_test.py.
+For programs that call the CPU kernels, see xla_calls_test.py.
 """
 
 import re
@@ -259,7 +259,7 @@ def test_a_tensor_of_dynamic_size_for_a_whole_variable(update, text):
   v = tf.Variable(np.ones(3, np.float32), shape=tf.TensorShape(None))
   with pytest.raises(
       tf.errors.InvalidArgumentError,
-      match=text + r" must be of a shape that is known when it is compiled, "
+      match=text + r" must have a shape that is known at compile time, "
       r"got f32\[<=3\]"):
     jit(lambda x: update(v, tf.boolean_mask(x, x > 0)))(tf.constant([1., -1, 1]))
   assert v.numpy().tolist() == [1, 1, 1]

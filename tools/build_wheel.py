@@ -1,4 +1,4 @@
-"""Writes a wheel, with the standard library only: same input, same bytes."""
+"""Writes a wheel with the standard library only. The output is reproducible."""
 
 import argparse
 import base64
@@ -10,7 +10,7 @@ import zipfile
 
 
 def metadata(args):
-  """The METADATA file: who the package is and what it needs."""
+  """The METADATA file: name, description and requirements of the package."""
   lines = [
       "Metadata-Version: 2.4",
       f"Name: {args.package}",
@@ -34,7 +34,7 @@ def metadata(args):
 
 
 def wheel_info(args):
-  """The WHEEL file: what an installer must know."""
+  """The WHEEL file, which installers read."""
   return (f"Wheel-Version: 1.0\n"
           f"Generator: {args.package} build_wheel.py\n"
           f"Root-Is-Purelib: false\n"
@@ -42,7 +42,7 @@ def wheel_info(args):
 
 
 def package_files(args):
-  """{name in the wheel: bytes} of what the package consists of."""
+  """{name in the wheel: bytes} of the package's files."""
   files = {}
   for pair in args.file:
     name, path = pair.split("=", 1)
@@ -62,7 +62,7 @@ def record_line(name, data):
 
 
 def write(path, files):
-  """Writes a zip whose bytes depend on nothing but `files`."""
+  """Writes a zip whose bytes depend only on `files`."""
   with zipfile.ZipFile(path, "w") as wheel:
     for name, data in files:
       item = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))

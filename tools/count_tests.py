@@ -31,7 +31,7 @@ def reports(events):
       paths = [parse.unquote(parse.urlparse(output["uri"]).path)
                for output in event["testResult"].get("testActionOutput", [])
                if output["name"] == "test.xml"]
-      # A later attempt of the same run replaces an earlier one.
+      # A later attempt of a run replaces an earlier one.
       run = test.get("run"), test.get("shard")
       found.setdefault(test["label"], {})[run] = paths[0] if paths else None
   return [path for runs in found.values() for path in runs.values() or [None]]

@@ -11,7 +11,7 @@ def _gpu_images_impl(ctx):
         args.add(ctx.file._compiler)
         args.add("compile")
 
-        # In the action's key, too: another version compiles anew.
+        # Also part of the action's key, so that another version recompiles.
         args.add("--nvrtc", NVRTC_VERSION)
         args.add("--architecture", architecture)
         if large:

@@ -1,4 +1,4 @@
-"""Compiles the GPU kernels with NVRTC, and collects what comes out.
+"""Compiles the GPU kernels with NVRTC, and collects the images.
 
 NVRTC comes from PyPI and is a whole compiler: it takes no CUDA toolkit. It is
 not needed where the kernels run.
@@ -12,20 +12,20 @@ import pathlib
 
 _OPTIONS = [
     "--std=c++17",
-    # The numbers of the CPU's kernels: each operation rounded by itself, each
-    # root and quotient to the nearest, subnormal numbers of float flushed. Those
-    # of double a GPU cannot flush.
+    # The same numbers as the CPU kernels: each operation is rounded separately,
+    # roots and quotients are rounded to nearest, and subnormal numbers of float
+    # are flushed. A GPU cannot flush those of double.
     "--fmad=false",
     "--ftz=true",
     "--prec-div=true",
     "--prec-sqrt=true",
-    # Functions without an annotation are the device's, there is no other.
+    # Functions without an annotation are device functions.
     "--device-as-default-execution-space",
 ]
 
 
 class Nvrtc:
-  """The library, of one version."""
+  """The NVRTC library of a certain version."""
 
   def __init__(self, version):
     files = importlib.metadata.files("nvidia-cuda-nvrtc-cu12")
@@ -51,7 +51,7 @@ class Nvrtc:
     return data.raw
 
   def compile(self, source, name, architecture, options):
-    """Returns machine code for an sm_*, PTX for a compute_*."""
+    """Returns machine code for sm_*, PTX for compute_*."""
     program = ctypes.c_void_p()
     self._call("nvrtcCreateProgram", ctypes.byref(program), source,
                name.encode(), 0, None, None)
@@ -63,7 +63,7 @@ class Nvrtc:
       log = self._bytes("nvrtcGetProgramLogSize", "nvrtcGetProgramLog", program)
       raise SystemExit(f"{e}\n{log.decode()}") from None
     if architecture.startswith("compute_"):
-      # With its closing NUL, by which the driver finds its end.
+      # Including the NUL by which the driver finds the end.
       return self._bytes("nvrtcGetPTXSize", "nvrtcGetPTX", program)
     return self._bytes("nvrtcGetCUBINSize", "nvrtcGetCUBIN", program)
 
@@ -78,13 +78,13 @@ def _compile(args):
 
 
 def _collect(args):
-  """Writes all images to one file, and where each of them is to another."""
+  """Writes all images to one file, and their offsets to another."""
   data, rows = b"", []
   for image in args.image:
     name, path = image.split("=", 1)
     architecture, *large = name.split("-")
     kind, number = architecture.split("_")
-    # The driver reads machine code as an ELF file, which wants alignment.
+    # The driver reads machine code as an ELF file, which must be aligned.
     data += bytes(-len(data) % 64)
     content = pathlib.Path(path).read_bytes()
     rows.append("{%s, %s, %s, %d, %d},\n" % (
@@ -94,8 +94,8 @@ def _collect(args):
   pathlib.Path(args.data).write_bytes(data)
   pathlib.Path(args.table).write_text("".join(rows), encoding="utf-8")
   pathlib.Path(args.assembly).write_text(
-      # Other images, another text: what is included is no dependency of the
-      # assembler's, as far as Bazel can see.
+      # The hash changes with the images, because Bazel does not know the
+      # included file as a dependency of the assembler.
       f'# {hashlib.sha256(data).hexdigest()}\n'
       '\t.section .rodata\n'
       '\t.balign 64\n'

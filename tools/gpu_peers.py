@@ -1,4 +1,4 @@
-"""What PyTorch takes for the steps that `cc/gpu/check/bandwidth` measures.
+"""Measures PyTorch's times for the steps of `cc/gpu/check/bandwidth`.
 
 Its averages and its fused Adam are launches of their own; an average after the
 step reads the variable once more.

@@ -2,7 +2,7 @@
 
 _EXPORTS = "//tools:exports.lds"
 
-# Most of XLA is in the second.
+# The second contains most of XLA.
 _TENSORFLOW = [
     "@local_config_tf//:libtensorflow_framework.so.2",
     "@local_config_tf//:libtensorflow_cc.so.2",
@@ -14,7 +14,7 @@ def _shared_library(name, inputs, linkopts, **kwargs):
         additional_linker_inputs = inputs + [_EXPORTS],
         linkopts = linkopts + [
             "-Wl,--version-script=$(location %s)" % _EXPORTS,
-            # No symbol table: nobody links against these.
+            # No symbol table, because nothing links against these libraries.
             "-Wl,-s",
         ],
         linkshared = True,
@@ -32,8 +32,8 @@ def tf_shared_library(name, **kwargs):
         name,
         inputs = _TENSORFLOW,
         linkopts = ["$(location %s)" % library for library in _TENSORFLOW] + [
-            # For ldd and for a process that has not imported TensorFlow: the
-            # package lies beside `tensorflow` in site-packages.
+            # For ldd, and for a process that has not imported TensorFlow: the
+            # package is next to `tensorflow` in site-packages.
             "-Wl,-rpath,$$ORIGIN/../tensorflow",
             # An undefined symbol is an error here, not at load time.
             "-Wl,-z,defs",
@@ -42,7 +42,7 @@ def tf_shared_library(name, **kwargs):
     )
 
 def native_library(name, **kwargs):
-    """A library for Python's ctypes. It needs neither TensorFlow nor Python."""
+    """A library for Python's ctypes, without TensorFlow and Python."""
     _shared_library(name, inputs = [], linkopts = ["-Wl,-z,defs"], **kwargs)
 
 def tf_python_module(name, **kwargs):

@@ -1,13 +1,14 @@
 """One Bazel test per pytest file."""
 
-# Of a test that uses .venv-tensorflow: tools/test makes that for these alone.
+# The tag of a test that uses .venv-tensorflow, which tools/test makes if
+# needed.
 NEEDS_CUDA_WHEEL = ["cuda-wheel"]
 
-# Of a test that only `./tools/test --nightly` runs; //... leaves it out.
+# The tag of a test that only `./tools/test --nightly` runs; //... excludes it.
 _NIGHTLY = ["manual", "nightly"]
 
-# TensorFlow imports Keras, which takes a third of its time in each process of
-# each test. This names the other Keras, which is not installed.
+# TensorFlow imports Keras, which takes a third of the import time in each
+# process. This selects the legacy Keras, which is not installed.
 _WITHOUT_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
 def pytest_test(src, name = None, nightly = None, args = [], tags = [], **kwargs):
@@ -40,12 +41,12 @@ def pytest_test(src, name = None, nightly = None, args = [], tags = [], **kwargs
 def _pytest_test(name, src, main = "//tools:pytest_main.py", deps = ["//wrapopt"], data = [], args = [], with_keras = False, **kwargs):
     native.py_test(
         name = name,
-        # A new process imports TensorFlow, which takes a slow machine long.
+        # Each process imports TensorFlow, which takes long on a slow machine.
         timeout = "long",
         srcs = [src, main],
         main = main,
         args = ["$(rootpath %s)" % src] + args,
-        # The list of installed packages: a changed venv runs the tests anew.
+        # The list of installed packages: a changed venv reruns the tests.
         data = data + ["@local_config_tf//:environment.txt"],
         deps = deps + [":support"],
         env = {} if with_keras else _WITHOUT_KERAS,
@@ -53,7 +54,7 @@ def _pytest_test(name, src, main = "//tools:pytest_main.py", deps = ["//wrapopt"
     )
 
 def gpu_pytest_test(name, src, data = [], args = [], **kwargs):
-    """The same with variables on a GPU, or on a fake one where there is none."""
+    """The tests of a file with variables on a GPU, or on a fake one."""
     pytest_test(
         name = name,
         src = src,

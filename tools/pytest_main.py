@@ -17,8 +17,8 @@ def main():
   scratch = os.environ.get("TEST_TMPDIR")
   if scratch:
     args.append(f"--basetemp={scratch}/pytest")
-    # What a library keeps in the user's home, Matplotlib's font list say, must
-    # not tie a test to the machine.
+    # Tests must not depend on files in the user's home, such as Matplotlib's
+    # list of fonts.
     os.environ["HOME"] = os.environ["MPLCONFIGDIR"] = scratch
   # The runfiles tree is read-only.
   args += ["-p", "no:cacheprovider", "--rootdir", os.getcwd(), "-q", "-rs"]

@@ -32,7 +32,7 @@ def _wheel_impl(ctx):
         mnemonic = "Wheel",
     )
 
-    # Named as runfiles too: Bazel 4 gives a test nothing else of its `data`.
+    # Also as runfiles: Bazel 4 passes only these of its `data` to a test.
     return [DefaultInfo(files = depset([out]), runfiles = ctx.runfiles(files = [out]))]
 
 wheel = rule(

@@ -9,8 +9,8 @@ def _is_bazel_4():
 
 def wrapopt_repositories():
     if _is_bazel_4():
-        # @bazel_tools of Bazel 4 downloads these three from GitHub; what it
-        # uses of them is little enough to write down.
+        # @bazel_tools of Bazel 4 downloads these three from GitHub. tools/stubs
+        # has the small parts that it uses.
         for name in ["rules_cc", "rules_java", "remote_coverage_tools"]:
             native.local_repository(
                 name = name,

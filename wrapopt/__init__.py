@@ -1,10 +1,11 @@
 """wrapopt: averaging and gating wrappers for TensorFlow optimizers.
 
-Native ops, one pass over memory, behind thin Python classes. See the README.
+Thin Python classes use native ops that work in one pass over memory. See the
+README.
 
-Wrappers wrap each other. This table says which may wrap (rows) which (columns,
-in the same order), directly or with others in between. A constructor refuses
-the rest with a ValueError that says why.
+A wrapper may wrap another one, directly or with others in between, if the table
+says so: rows wrap columns, in the same order. Otherwise the constructor raises
+a ValueError with the reason.
 
     CrossShardOptimizer          no   yes  yes  yes  yes
     DropStaleGradientOptimizer   yes  no   yes  yes  yes
@@ -12,12 +13,12 @@ the rest with a ValueError that says why.
     ModelAverageOptimizer        yes  no   no   no   yes
     MovingAverageOptimizer       yes  yes  yes  yes  no
 
-The order matters. Averages of a MovingAverageOptimizer follow the step of what
-it wraps: around a ModelAverageOptimizer, they follow its rounds; inside of one,
-the steps before them. A gradient that a gate drops advances no average, no count
-of steps and no round, wherever these stand. Variables that a wrapper makes for
-an ElasticAverageOptimizer or ModelAverageOptimizer, inside or around, are the
-worker's own, and no checkpoint holds them.
+The order matters. A MovingAverageOptimizer updates its averages after the step
+of its inner optimizer: around a ModelAverageOptimizer, after a round; inside of
+one, after the step and before the round. A gradient that a gate drops advances
+no average, no count of steps and no round, whatever the order. If a wrapper is
+inside or around an ElasticAverageOptimizer or ModelAverageOptimizer, its
+variables are local to the worker, and no checkpoint holds them.
 """
 
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.

@@ -1,4 +1,4 @@
-"""`python -m wrapopt` prints what this copy of wrapopt is and runs on."""
+"""`python -m wrapopt` prints versions, kernels, GPUs and ops."""
 
 import platform
 
@@ -15,7 +15,7 @@ from wrapopt import sysconfig
 
 def devices_of_kernels():
   """Returns {op: [types of device that have a kernel]} of wrapopt's ops."""
-  # Makes the kernels of all XLA devices, as the first compilation does.
+  # Registers the kernels of all XLA devices, as the first compilation does.
   pywrap_xla_ops.get_cpu_kernel_names()
   registered = op_def_pb2.OpList.FromString(
       c_api.TF_GetBuffer(c_api.TF_GetAllOpList()))
@@ -27,7 +27,7 @@ def devices_of_kernels():
 
 
 def _gpus():
-  """Returns {"GPU 0": what it is and what it gets} of this machine's GPUs."""
+  """Returns {"GPU 0": description} of this machine's GPUs."""
   try:
     gpus = _native.gpus()
   except RuntimeError as e:

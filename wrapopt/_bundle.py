@@ -1,12 +1,11 @@
 """Handles of many variables as one tensor.
 
-What a tf.function or an op of eager mode takes, it takes at a price: a function
-some 2 us for each tensor that it captures, in every call, and an optimizer that
-keeps averages has several variables for each one that it trains. So the ops
-that update them take one tensor that holds all their handles.
+Each tensor that a tf.function captures costs some 2 us in every call, and an
+optimizer with averages has several variables for each trained one. So the ops
+that update them take one tensor, a bundle, that holds all their handles.
 
 TensorFlow runs the ops of a function in program order if they take the same
-handle. Here it is told which handles a bundle stands for.
+handle. This module tells TensorFlow which handles a bundle holds.
 """
 
 import os
@@ -26,12 +25,15 @@ EagerTensor = tf_ops.EagerTensor
 
 
 def allowed():
-  """Whether an op may take a bundle where it is being built: a bool.
+  """Whether an op may take a bundle in the current context: a bool.
 
-  Not in a graph of TensorFlow 1, whose variables have no handle before a
-  session runs. Not where XLA is to compile the op: it must see each variable. Not in a
-  function that is saved, for the program that loads it has other variables. Not
-  in a strategy, where a variable may be several.
+  It may not:
+
+  *   in a graph of TensorFlow 1, whose variables have no handle before a
+      session runs;
+  *   if XLA is to compile the op: XLA must see each variable;
+  *   in a function that is saved: a program that loads it has other variables;
+  *   in a strategy, in which a variable may consist of several.
   """
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
@@ -45,7 +47,7 @@ def allowed():
 
 
 def _autoclusters(graph):
-  """Whether XLA may choose the ops of a graph that it compiles."""
+  """Whether XLA may choose to compile ops of a graph."""
   scope = graph._attr_scope_map.get("_XlaCompile")  # Of jit_scope().
   if scope is not None:
     return callable(scope) or scope.b
@@ -56,16 +58,16 @@ def _autoclusters(graph):
 
 
 def make(handles, device):
-  """A bundle.
+  """Makes a bundle.
 
   Args:
-    handles: Handles of resource variables that are on one device.
+    handles: Handles of resource variables on one device.
     device: The device.
 
   Returns:
-    A tensor, or None if the variables are on another machine, or there is a
-    handle whose variable is not known before the function runs, such as that of
-    an argument.
+    A tensor, or None if the variables are on another machine, or the variable
+    of a handle is not known before the function runs, such as that of an
+    argument.
   """
   if (tf.DeviceSpec.from_string(device or "").job not in (None, "localhost") or
       not all(type(handle) is EagerTensor for handle in handles)):
@@ -74,7 +76,7 @@ def make(handles, device):
     bundle = _raw.wrapopt_bundle(handles)
   bundle._wrapopt_handles = handles
   if not tf.executing_eagerly():
-    # Functions that are traced in those that XLA compiles are to take handles.
+    # A function that is traced inside one that XLA compiles must take handles.
     control_flow_ops.XLAControlFlowContext.RequiresUniqueFunctionRetracing = (
         lambda self: True)
     graph = tf.compat.v1.get_default_graph()
@@ -85,25 +87,25 @@ def make(handles, device):
 
 
 _NOT_SAVED = (
-    "It holds the state of an optimizer as one tensor. Save the tf.function, "
-    "not a concrete function of it: then it is traced once more, for that.")
+    "The concrete function holds the state of an optimizer as one tensor. Save "
+    "the tf.function, which is then traced again.")
 _NOT_COMPILED = (
-    "A function that takes the step of an optimizer of wrapopt must be traced "
-    "where it is compiled: in a function with jit_compile=True, call the "
-    "tf.function, not a concrete function of it.")
+    "A function with an optimizer step of wrapopt must be traced inside the "
+    "function with jit_compile=True that calls it, got a concrete function "
+    "that was traced before. Call the tf.function instead.")
 
 
 @auto_control_deps.register_acd_resource_resolver
 def _wrapopt_bundle_resolver(op, reads, writes):
-  """Adds to what an op writes that for which its bundles stand.
+  """Adds the handles of an op's bundles to the resources that the op writes.
 
   Args:
     op: An op of a function that is being built.
-    reads: The resource tensors that it reads.
-    writes: Those that it may change, to which others are added.
+    reads: The resource tensors that the op reads.
+    writes: The resource tensors that the op may write. Handles are added to it.
 
   Returns:
-    Whether any was added.
+    Whether any handle was added.
   """
   # The handle of a variable is a scalar.
   vectors = [t for t in writes if t.shape.rank == 1]
@@ -123,7 +125,7 @@ def _wrapopt_bundle_resolver(op, reads, writes):
   for vector in vectors:
     _, handles = stand_for.get(id(vector), (None, ()))
     writes.update(inside[h] for h in handles if h in inside)
-    # Others that share a variable, which nothing else in the graph may take.
+    # Other bundles with a common variable, whose handle the graph may lack.
     writes.update(other for other, shared in stand_for.values()
                   if not shared.isdisjoint(handles))
   return len(writes) > before

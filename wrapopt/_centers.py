@@ -1,6 +1,6 @@
-"""Workers' own variables and their centers, which all workers share.
+"""Local variables of workers, and the centers that all workers share.
 
-Shared by the optimizers that average the weights of several workers.
+For the optimizers that average the weights of several workers.
 """
 
 import collections
@@ -28,20 +28,20 @@ _ARGUMENTS = (
 
 
 def require_graph(what):
-  """Refuses to do `what` where there is no graph of a cluster's worker."""
+  """Raises an error in eager mode and in a strategy; `what` is the subject."""
   if tf1.executing_eagerly_outside_functions():
     raise RuntimeError(
         f"{what} must be used in a tf.Graph, got eager mode: workers share "
-        "centers by the names that these have in graphs. Build the model in "
+        "centers by their names in graphs. Build the model in "
         "`with tf.Graph().as_default():`.")
   if tf.distribute.has_strategy():
     raise NotImplementedError(
         f"{what} must not be used in a tf.distribute strategy, which places "
-        "variables itself. Use it between asynchronous workers.")
+        "the variables. Use it between asynchronous workers.")
 
 
 def check_count(subject, x):
-  """`x` as an int; raises an error if it is none, or less than 1."""
+  """`x` as an int; raises an error if it is not an integer of at least 1."""
   x = check_integer(subject, x)
   if x < 1:
     raise ValueError(f"`{subject}` must be at least 1, got {x}.")
@@ -49,7 +49,7 @@ def check_count(subject, x):
 
 
 def check_period(subject, x):
-  """The same for a number of steps, which may be a tensor or a variable."""
+  """Checks a number of steps, which may also be a tensor or a variable."""
   if not tf.is_tensor(x) and not isinstance(x, tf.Variable):
     return check_count(subject, x)
   if not x.dtype.base_dtype.is_integer or x.shape.rank not in (None, 0):
@@ -59,7 +59,7 @@ def check_period(subject, x):
 
 
 class VariableMap(collections.abc.MutableMapping):
-  """A dict whose keys are variables, also of those that have no hash."""
+  """A dict whose keys are variables, which need not be hashable."""
 
   def __init__(self):
     self._items = {}  # By reference: (variable, value).
@@ -68,9 +68,9 @@ class VariableMap(collections.abc.MutableMapping):
     if variable not in self:
       name = getattr(variable, "name", variable)
       raise KeyError(
-          f"'{name}' was not made by the custom getter: make it with "
-          "tf.compat.v1.get_variable and trainable=True in a variable_scope "
-          "that has the getter.")
+          f"'{name}' must be a variable that the custom getter made. Make it "
+          "with tf.compat.v1.get_variable and trainable=True in a "
+          "variable_scope that has the getter.")
     return self._items[variable.ref()][1]
 
   def __setitem__(self, variable, value):
@@ -90,25 +90,25 @@ class VariableMap(collections.abc.MutableMapping):
     return len(self._items)
 
   def in_graph(self):
-    """The keys that are of the current graph: a list."""
+    """The keys in the current graph: a list."""
     graph = tf1.get_default_graph()
     return [variable for variable in self if variable.graph is graph]
 
 
 def slices(variable):
-  """The variables that a `PartitionedVariable` consists of, or itself."""
+  """The slices of a `PartitionedVariable`; [variable] for other variables."""
   return (variable._get_variable_list()
           if hasattr(variable, "_get_variable_list") else [variable])
 
 
 class CenterGetter:
-  """A custom getter that gives each trainable variable of a worker a center.
+  """A custom getter that makes a center for each trainable variable.
 
-  The first getter of a variable makes the center, and gives both later.
+  The first call for a variable makes both. Later calls reuse them.
 
   Attributes:
-    worker_device: The device of the worker's own variables.
-    centers: A VariableMap from them to their centers.
+    worker_device: The device of the worker's local variables.
+    centers: A VariableMap from these variables to their centers.
   """
 
   def __init__(self, worker_device):
@@ -133,18 +133,19 @@ class CenterGetter:
     return variable
 
   def _make_copies(self, getter, name, variable, kwargs):
-    # Where the caller is: replica_device_setter has a parameter server for it.
+    # In the caller's device scope: replica_device_setter chooses a parameter
+    # server.
     self._copy(getter, f"{CENTER}/{name}", variable, kwargs, _GLOBAL,
                self.centers)
 
   def _copy(self, getter, name, variable, kwargs, collection, copies):
-    """Gets a variable that is like `variable`; notes it in `copies`."""
+    """Gets a variable like `variable`, and adds it to `copies`."""
     shape = variable.get_shape()
     initial_values = {_offset(v): v.initial_value for v in slices(variable)}
 
-    # The very tensor that the worker's variable starts with: in one run of the
-    # initializers both get the same random values. The variable itself is not
-    # read, for a chief initializes centers first.
+    # The initial value is the same tensor as that of the worker's variable: one
+    # run of the initializers gives both the same random values. The variable
+    # itself is not read, because a chief initializes centers first.
     def initial_value(shape=None, dtype=None, partition_info=None):
       del shape, dtype
       offset = partition_info.var_offset if partition_info else ()
@@ -155,7 +156,7 @@ class CenterGetter:
         "shape": shape if shape.is_fully_defined() else None,
         "dtype": variable.dtype.base_dtype, "initializer": initial_value,
         "trainable": False, "collections": [collection],
-        # What is done to the worker's variable is not done again.
+        # Only the worker's variable is regularized and constrained.
         "regularizer": None, "constraint": None, "caching_device": None})
     copies.update(zip(slices(variable), slices(copy), strict=True))
 
@@ -173,7 +174,7 @@ def _offset(variable):
 
 
 def _local(names):
-  """Collections of a variable that is to be a local one."""
+  """The collections of a local variable."""
   names = [name for name in names or () if name != _GLOBAL]
   return names if _LOCAL in names else [*names, _LOCAL]
 
@@ -183,7 +184,7 @@ def worker_variable(name, dtype, value, worker_device):
   if isinstance(worker_device, str):
     spec = tf.DeviceSpec.from_string(worker_device)
     if spec.device_type not in (None, "CPU"):
-      # TensorFlow does not count int32 there.
+      # TensorFlow has no int32 counters on a GPU.
       worker_device = spec.replace(device_type="CPU",
                                    device_index=0).to_string()
   return get_unique_variable(name, [], dtype, tf1.constant_initializer(value),
@@ -191,24 +192,26 @@ def worker_variable(name, dtype, value, worker_device):
 
 
 def make_local_step(worker_device):
-  """The count of a worker's steps."""
+  """The variable that counts a worker's steps."""
   return worker_variable("local_step", tf.int32, 0, worker_device)
 
 
 def count_step(local_step, stepped, period):
-  """Counts a step of a worker; every so many have something to do at their end.
+  """Counts a step of a worker, and decides whether a round or exchange is due.
 
-  Whether this one has is known when it begins: what a session does on other
-  tasks in each step is under way then while the step is computed.
+  The decision is made at the start of the step, so that the session's calls to
+  other tasks overlap with the computation of the step.
 
   Args:
     local_step: The count.
     stepped: The step, an operation.
-    period: Every how many steps: an integer, a tensor or a variable.
+    period: The number of steps between rounds: an integer, a tensor or a
+      variable.
 
   Returns:
-    (due, not_due, counted). One of the first two is there in a step, on the host
-    of the count; the last is an operation, after the step.
+    (due, not_due, counted). `due` and `not_due` are tensors on the host of the
+    count. In each step, one of them is dead. `counted` is an operation that
+    runs after the step.
   """
   with ops.host_of(local_step):
     count = local_step.read_value() + 1
@@ -220,18 +223,18 @@ def count_step(local_step, stepped, period):
       now = tf.identity(local_step.assign_add(1))
     return due, not_due, tf.raw_ops.Assert(
         condition=tf.equal(now, count), data=[
-            "A worker must take one step at a time: run its train op from one "
-            "thread. Another step was counted during this one: expected, got",
-            count, now])
+            "A worker must take one step at a time, but another step was "
+            "counted during this one. Run the train op from one thread. "
+            "Expected and got count:", count, now])
 
 
 @contextlib.contextmanager
 def worker_state(device):
-  """Makes the variables that are made inside the worker's own.
+  """Makes local variables of the worker of all variables made inside.
 
-  An optimizer's slots would be global variables on the worker's device: a
-  worker that is not the chief waits for the chief to initialize those, which
-  knows only its own.
+  Otherwise an optimizer's slots would be global variables on the worker's
+  device. A worker that is not the chief would wait for the chief to initialize
+  them, and the chief has only its own.
 
   Args:
     device: The worker's device.
@@ -245,7 +248,7 @@ def worker_state(device):
       return next_creator(**kwargs)
     with tf.device(device):
       variable = next_creator(**kwargs)
-    # Not by `collections`, which a variable of TensorFlow 2 has none of.
+    # Not by `collections`: a variable of TensorFlow 2 has none.
     made = tf1.get_collection_ref(_GLOBAL)
     made[:] = [v for v in made if v is not variable]
     if _LOCAL not in names:
@@ -256,27 +259,27 @@ def worker_state(device):
     yield
 
 
-# Many variables as a few tensors, since each that crosses to another task costs
-# a call.
+# Many variables as a few tensors, since each transfer of a tensor to another
+# task costs a call.
 
-# Enough for the cost of a call not to count, and few enough for large models to
-# be copied, sent and computed on at the same time.
+# Large enough to make the cost of a call negligible. Small enough to let
+# copies, transfers and computation of a large model overlap.
 _MOST_BYTES = 4 * 2**20
 
 
 def buckets(*rows):
-  """Which variables go together into a tensor.
+  """Groups variables that share a tensor.
 
-  Those of one dtype, device and kind, up to 4 MiB of them; a larger variable
-  goes alone.
+  A group holds variables of one dtype, device and kind, up to 4 MiB of them, or
+  one larger variable.
 
   Args:
-    *rows: Sequences of N variables. The i-th of each are of one dtype and
-      shape: the places where one value is read from or goes to.
+    *rows: Sequences of N variables. The i-th variables of all rows have the
+      same dtype and shape: one value is read from some and assigned to others.
 
   Returns:
     A list of lists of indices into each row. In a list, the variables of a row
-    are on one device, of one dtype, and all ref variables or none; their
+    have one device and one dtype, and are all ref variables or none; their
     indices ascend.
 
   Raises:
@@ -289,7 +292,7 @@ def buckets(*rows):
       if not v.shape.is_fully_defined():
         raise ValueError(
             f"The shape of '{v.name}' must be known when the graph is built, "
-            f"for its value is sent together with others, got {v.shape}.")
+            f"because its value is packed with others, got {v.shape}.")
     key = (variables[0].dtype.base_dtype,
            *[(v.device, hasattr(v, "handle")) for v in variables])
     size = _bytes(variables[0])
@@ -303,15 +306,16 @@ def buckets(*rows):
 
 
 def pack(variables, groups=None):
-  """The values of variables, joined to vectors on their own device.
+  """The values of variables, concatenated to vectors on their device.
 
   Args:
     variables: A sequence of variables.
-    groups: Their `buckets`, with those of others; by default of them alone.
+    groups: The result of `buckets` for these and other variables; by default
+      for these alone.
 
   Returns:
-    A list with a tensor of rank 1 for each of the groups. It holds the values
-    from after the caller's control dependencies, and keeps them.
+    A list with a tensor of rank 1 for each group. It holds the values after the
+    caller's control dependencies. Later updates do not change it.
   """
   flats = []
   for group in buckets(variables) if groups is None else groups:
@@ -319,7 +323,7 @@ def pack(variables, groups=None):
     if others or ops.is_ref_variable(first):
       flats.append(ops.read_packed([first, *others]))
       continue
-    # Its buffer itself, which whoever writes to the variable leaves alone.
+    # The variable's buffer: a later write to the variable copies it first.
     with ops.device_of(first):
       flats.append(tf.reshape(first.read_value(), [-1]))
   return flats
@@ -334,7 +338,7 @@ def assign_packed(variables, flats, groups=None):
     groups: As in `pack`.
 
   Returns:
-    An operation. What it does, it does on the device of the variables.
+    An operation. All of its work is on the device of the variables.
   """
   groups = buckets(variables) if groups is None else groups
   assigned = []
@@ -343,8 +347,8 @@ def assign_packed(variables, flats, groups=None):
     if others or ops.is_ref_variable(first):
       assigned.append(ops.assign_packed([first, *others], flat))
       continue
-    # It takes the buffer. The shape is a constant, which must not be there
-    # where the vector is not.
+    # The assignment takes the buffer. The shape is a constant, which the
+    # control dependency makes dead if the vector is dead.
     with ops.device_of(first), tf.control_dependencies([flat]):
       assigned.append(first.assign(tf.reshape(flat, first.shape),
                                    read_value=False))
@@ -353,7 +357,7 @@ def assign_packed(variables, flats, groups=None):
 
 
 def split(flat, variables):
-  """A vector of a group as tensors of the shapes of its variables."""
+  """Splits the vector of a group into tensors of its variables' shapes."""
   sizes = [v.shape.num_elements() for v in variables]
   parts = tf.split(flat, sizes) if sizes[1:] else [flat]
   return [tf.reshape(part, v.shape) for part, v in zip(parts, variables)]
@@ -364,7 +368,7 @@ def copy_packed(sources, *copies):
 
   Args:
     sources: N variables.
-    *copies: Rows of N variables of the same dtypes and shapes, which take the
+    *copies: Rows of N variables of the same dtypes and shapes, which get the
       values of `sources`. They need not be initialized.
 
   Returns:
@@ -375,7 +379,7 @@ def copy_packed(sources, *copies):
   for group, flat in zip(groups, pack(sources, groups), strict=True):
     for targets in ([row[i] for i in group] for row in copies):
       with ops.device_of(targets[0]):
-        # Only then does a ref variable lock.
+        # `use_locking` locks a ref variable; a resource variable always locks.
         assigned += [v.assign(value, use_locking=True, read_value=False)
                      for v, value in zip(targets, split(flat, targets))]
   with tf.device(None):

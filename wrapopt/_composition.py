@@ -1,7 +1,7 @@
-"""Which wrapper may hold which.
+"""Checks which wrapper may contain which.
 
-A wrapper may stand anywhere around or inside another, in any depth, unless the
-pair is listed here.
+A wrapper may be anywhere around or inside another one, at any depth, unless
+`REFUSED` lists the pair.
 """
 
 import tensorflow as tf
@@ -16,39 +16,42 @@ _SHARDS = "CrossShardOptimizer"
 
 NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING)
 
-_OWN_STEPS = ("a gate counts steps that all workers share, and these are a "
-              "worker's own. Wrap the gate around")
+_OWN_STEPS = ("a gate counts updates of shared weights, and these weights are "
+              "local to a worker. Wrap the gate around")
 _ONE_CENTER = "a variable has one center. Use one of the two optimizers"
 
-# (outer, inner): why not.
+# {(outer, inner): the reason}.
 REFUSED = {
-    (_MOVING, _MOVING): "one optimizer keeps several averages in one pass. Give "
-                        "it several decays: average_decay=[0.99, 0.999]",
-    (_GATE, _GATE): "a gradient passes one gate. Use the lower limit of the two",
-    (_SHARDS, _SHARDS): "gradients would be summed twice. Use one of them",
+    (_MOVING, _MOVING): (
+        "one optimizer keeps several averages in one pass. Give it several "
+        "decays: average_decay=[0.99, 0.999]"),
+    (_GATE, _GATE): (
+        "a gradient passes one gate. Use the lower limit of the two"),
+    (_SHARDS, _SHARDS): "gradients would be summed twice. Use one of the two",
     **{(outer, _GATE): _OWN_STEPS for outer in (_ELASTIC, _MODEL)},
     **{(outer, inner): _ONE_CENTER for outer in (_ELASTIC, _MODEL)
        for inner in (_ELASTIC, _MODEL)},
 }
 
-# An optimizer that is not of this package does not tell the wrappers around it
-# whether a step was taken, nor where variables have to be made.
+# An optimizer of another package does not tell the wrappers around it whether a
+# step was taken, and where variables must be made.
 _HIDDEN = {
-    (_MOVING, inner): "it would average without knowing of that. Wrap "
-                      "{hider} around both"
+    (_MOVING, inner): (
+        "{hider} between the two does not tell whether a step was taken. Wrap "
+        "{hider} around both")
     for inner in (_GATE, _ELASTIC, _MODEL)
 }
 
 
 def check(outer, opt):
-  """Refuses an inner optimizer with which a wrapper would be wrong.
+  """Raises an error if a wrapper must not contain an inner optimizer.
 
   Args:
     outer: The class of the wrapper.
     opt: Its inner optimizer, a `tf.compat.v1.train.Optimizer`.
 
   Raises:
-    ValueError: If it must not hold what `opt` is or holds.
+    ValueError: If it must not contain `opt`, or an optimizer inside `opt`.
   """
   outer = _name(outer)
   for inner, hider in _inside(opt, None):
@@ -62,7 +65,7 @@ def check(outer, opt):
 
 
 def _name(cls):
-  """Which of NAMES a class is or is derived from, or None."""
+  """The one of NAMES that a class is or is derived from, or None."""
   return next((c.__name__ for c in cls.__mro__ if c.__name__ in NAMES and
                c.__module__.split(".")[0] == __package__), None)
 
@@ -72,7 +75,7 @@ def _held(opt):
 
 
 def _inside(opt, hider):
-  """(one of NAMES, the optimizer that hides it or None) of all in `opt`."""
+  """Yields (one of NAMES, the optimizer that hides it or None)."""
   name = _name(type(opt))
   if name is not None:
     yield name, hider

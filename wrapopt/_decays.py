@@ -1,4 +1,4 @@
-"""The decays of moving averages, whatever the kind of optimizer."""
+"""The decays of moving averages, for all optimizers."""
 
 import collections.abc
 import math
@@ -12,7 +12,7 @@ from wrapopt import ops
 
 
 class PowerDecay:
-  """A decay that makes an average of a fixed part of the run so far.
+  """A decay whose average covers a fixed fraction of the run so far.
 
   In step t of the averages, counted from 1,
 
@@ -23,24 +23,23 @@ class PowerDecay:
 
       (tau^(gamma + 1) - (tau - 1)^(gamma + 1)) / t^(gamma + 1)
 
-  a power function of tau. The first decay is 0: the average starts at the first
-  value, and what it held before does not count. Unlike a number, it needs no
-  warm-up, and it does not have to be chosen for the length of the run. Two of
-  them are enough to make any other after training, see
-  `wrapopt.checkpoints.posthoc`.
+  a power function of tau. The first decay is 0, so the average starts at the
+  first value, whatever it held before. Unlike a number, a PowerDecay needs no
+  warm-up and fits every length of the run. Any other PowerDecay can be computed
+  after training from the averages of two, see `wrapopt.checkpoints.posthoc`.
 
   The relative width is the standard deviation of that weight over tau, as a
   fraction of t:
 
       relative_width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3))
 
-  0.05 is a gamma of 16.97, 0.10 one of 6.94.
+  A relative width of 0.05 is a gamma of 16.97, one of 0.10 a gamma of 6.94.
 
-  t counts the updates of the optimizer's averages, for all variables together:
-  steps that change weights. A step that only accumulates gradients, that loss
-  scaling skips or that a gate drops does not count. A variable without a
-  gradient in a step keeps its average in that step. `seed_averages` has t begin
-  anew. t is saved and restored with the averages.
+  t counts the updates of the optimizer's averages: one count for all variables,
+  of the steps that change weights. A step that only accumulates gradients, that
+  loss scaling skips or that a gate drops does not count. A variable without a
+  gradient in a step keeps its average in that step. `seed_averages` resets t.
+  t is saved and restored with the averages.
 
   Example, with the mean of all values after steps:
 
@@ -64,15 +63,16 @@ class PowerDecay:
     Args:
       relative_width: A number greater than 0 and at most 1/sqrt(12), 0.2887,
         which is the mean of all steps.
-      gamma: In place of that, a finite number that is at least 0.
+      gamma: Instead of `relative_width`, a finite number of at least 0.
 
     Raises:
-      TypeError: If both or none are given, or it is no number.
-      ValueError: If it is out of range.
+      TypeError: If both or none are given, or the argument is not a number.
+      ValueError: If the argument is out of range.
     """
     if (relative_width is None) == (gamma is None):
-      raise TypeError("PowerDecay takes one of `relative_width` and `gamma`, got "
-                      f"{relative_width!r} and {gamma!r}.")
+      raise TypeError(
+          "PowerDecay takes one of `relative_width` and `gamma`, got "
+          f"{relative_width!r} and {gamma!r}.")
     self._gamma = (gamma_of(relative_width) if gamma is None else
                    _checked_number("gamma", gamma, 0))
 
@@ -87,7 +87,7 @@ class PowerDecay:
     return relative_width_of(self._gamma)
 
   def at(self, t) -> tf.Tensor:
-    """The decay of step t, a float64 tensor that is at least 1."""
+    """The decay of step t, which is at least 1: a float64 tensor."""
     return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
 
   def __eq__(self, other):
@@ -100,29 +100,29 @@ class PowerDecay:
     return f"PowerDecay(gamma={self._gamma:.6g})"
 
   def __str__(self):
-    # A part of the names of averages.
+    # Names of averages contain it.
     return f"power_{self._gamma:.6g}"
 
   def get_config(self) -> dict[str, Any]:
-    """What Keras saves: the arguments, a dict."""
+    """The arguments, which Keras saves: a dict."""
     return {"gamma": self._gamma}
 
   @classmethod
   def from_config(cls, config):
-    """The decay of a `get_config`."""
+    """Makes a decay from the result of `get_config`."""
     return cls(**config)
 
 
 class HalfLife:
-  """A decay by its half-life: the latest steps that have half of the weight.
+  """A decay given by its half-life.
 
   `HalfLife(steps=1000)` is the decay 2^(-1/1000): the latest 1000 steps have
-  half of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay` of
-  which the latest twentieth of the run so far has half of the weight, however
-  long the run is.
+  half of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay`
+  whose latest twentieth of the run so far has half of the weight, for every
+  length of the run.
 
-  An optimizer takes it as an `average_decay`, and holds the number or the
-  PowerDecay that it stands for, its `decay`.
+  Use it as `average_decay` of an optimizer. The optimizer keeps its attribute
+  `decay`: a number or a PowerDecay.
 
   Example:
 
@@ -138,12 +138,12 @@ class HalfLife:
 
     Args:
       steps: A finite number greater than 0.
-      fraction: In place of that, a number greater than 0 and at most 0.5, which
-        is the mean of all steps.
+      fraction: Instead of `steps`, a number greater than 0 and at most 0.5,
+        which is the mean of all steps.
 
     Raises:
-      TypeError: If both or none are given, or it is no number.
-      ValueError: If it is out of range.
+      TypeError: If both or none are given, or the argument is not a number.
+      ValueError: If the argument is out of range.
     """
     if (steps is None) == (fraction is None):
       raise TypeError("HalfLife takes one of `steps` and `fraction`, got "
@@ -168,34 +168,35 @@ class HalfLife:
     return f"HalfLife({name}={value})"
 
   def get_config(self) -> dict[str, Any]:
-    """What Keras saves: the arguments, a dict."""
+    """The arguments, which Keras saves: a dict."""
     return self._config
 
   @classmethod
   def from_config(cls, config):
-    """The decay of a `get_config`."""
+    """Makes a decay from the result of `get_config`."""
     return cls(**config)
 
 
 Decay = Union[float, PowerDecay, HalfLife]
 
-# Of the uniform mean, whose gamma is 0.
+# The relative width of the uniform mean, whose gamma is 0.
 _WIDEST = 1 / math.sqrt(12)
 
 
 def relative_width_of(gamma):
-  """The relative width of the average of an exponent."""
+  """The relative width of the average with exponent `gamma`."""
   return math.sqrt((gamma + 1) / ((gamma + 2)**2 * (gamma + 3)))
 
 
 def gamma_of(relative_width):
-  """The exponent of the average of a relative width."""
+  """The exponent of the average with a relative width."""
   width = _checked_number("relative_width", relative_width)
   if width > _WIDEST * (1 + 1e-15):
     raise ValueError("`relative_width` must be at most 1/sqrt(12), 0.288675, "
                      f"got {width}.")
-  # It falls as gamma rises: between 0 and a gamma whose width is less, as
-  # width < 1 / (gamma + 2).
+  # Bisection, since the width falls as gamma rises. The width of the upper
+  # bound is less than `width`, since relative_width_of(gamma) < 1 / (gamma +
+  # 2).
   low, high = 0.0, 1 / width
   while low < (middle := (low + high) / 2) < high:
     if relative_width_of(middle) > width:
@@ -217,17 +218,17 @@ def _checked_number(name, x, least=None, most=math.inf):
 
 
 def checked(average_decay):
-  """The decays of an argument `average_decay`.
+  """Checks an argument `average_decay`.
 
   Args:
     average_decay: A number, a PowerDecay or a HalfLife, or a sequence or an
       array of different ones; or one scalar tensor or variable, or a callable.
 
   Returns:
-    A list, in which no HalfLife is.
+    A list of decays, without a HalfLife.
 
   Raises:
-    TypeError: If it is none of these.
+    TypeError: If it has another type.
     ValueError: If a number is out of range, or decays repeat.
   """
   if isinstance(average_decay, np.ndarray) and average_decay.ndim == 0:
@@ -248,13 +249,13 @@ def checked(average_decay):
     elif several:
       raise ValueError(
           "A sequence of `average_decay` must hold numbers, PowerDecays and "
-          f"HalfLives, got {decay!r}. A tensor, variable or callable stands "
+          f"HalfLives, got {decay!r}. Pass a tensor, variable or callable "
           "alone.")
     elif isinstance(decay, tf.Variable) or tf.is_tensor(decay):
       if not decay.shape.is_compatible_with([]):
         raise ValueError(
-            "`average_decay` must be a scalar where it is a tensor or a "
-            f"variable, got one of shape {decay.shape}.")
+            "`average_decay` must be a scalar if it is a tensor or a variable, "
+            f"got one of shape {decay.shape}.")
     elif not callable(decay):
       raise TypeError(
           "`average_decay` must be a number, a PowerDecay or a HalfLife, a "
@@ -271,7 +272,7 @@ def _plain(decay):
 
 
 def has_power(decays):
-  """Whether one of an optimizer's decays is a PowerDecay."""
+  """Whether an optimizer's decays contain a PowerDecay."""
   return any(isinstance(decay, PowerDecay) for decay in decays)
 
 
@@ -279,8 +280,8 @@ def of_step(decays, t):
   """The decays of a step: numbers, or float64 tensors.
 
   Args:
-    decays: A list, in which a PowerDecay stands for what depends on the step.
-    t: A function that gives the number of the step, from 1.
+    decays: A list of numbers, tensors and PowerDecays.
+    t: A function that returns the number of the step, from 1.
   """
   now = t() if has_power(decays) else None
   return [decay.at(now) if isinstance(decay, PowerDecay) else decay
@@ -288,7 +289,7 @@ def of_step(decays, t):
 
 
 def check_num_updates(num_updates):
-  """Refuses what is no count of updates; None is none."""
+  """Raises an error if `num_updates` is not a count of updates or None."""
   if isinstance(num_updates, numbers.Real):
     if num_updates < 0:
       raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
@@ -300,7 +301,7 @@ def check_num_updates(num_updates):
 
 
 def index_of(decay, decays):
-  """Which of an optimizer's decays `decay` is; None is the first."""
+  """The index of `decay` in an optimizer's decays; 0 for None."""
   if decay is None:
     return 0
   decay = _plain(decay)
@@ -313,15 +314,15 @@ def index_of(decay, decays):
 def value_now(x):
   """A number, tensor, variable or callable as a number or tensor."""
   if isinstance(x, tf.Variable):
-    # Not a conversion: that of a ref variable reads whenever it likes.
+    # Not a conversion: the time at which it reads a ref variable is undefined.
     return x.read_value()
   return x() if callable(x) else x
 
 
 def warmed_up(decays, num_updates):
-  """Decays that are at most (1 + num_updates) / (10 + num_updates): a list.
+  """Limits decays to at most (1 + num_updates) / (10 + num_updates): a list.
 
-  A PowerDecay is one: it moves fast at the start by itself.
+  A PowerDecay is left unchanged: its average moves fast at the start anyway.
   """
   n = ops.float64(num_updates)
   at_most = (1 + n) / (10 + n)

@@ -1,4 +1,4 @@
-"""Averages in place of their variables, in eager mode."""
+"""Puts averages in place of their variables, in eager mode."""
 
 import tensorflow as tf
 
@@ -14,11 +14,11 @@ def put_in_place(pairs):
   """Puts averages in place of their variables.
 
   Args:
-    pairs: (variable, average) pairs. Those of one dtype exchange their buffers;
-      of others the variable takes the average's value, converted.
+    pairs: (variable, average) pairs. A pair of one dtype exchanges its buffers.
+      In other pairs, the average is converted and assigned to the variable.
 
   Returns:
-    A function that puts all back as it was.
+    A function that restores all values.
   """
   pairs = _replicas.components(pairs)
   same = [pair for pair in pairs if same_dtype(*pair)]

@@ -13,7 +13,8 @@ def load(module):
     The module.
 
   Raises:
-    SystemExit: If the package is not installed; says how to install it.
+    SystemExit: If the package is not installed. The message says how to install
+      it.
   """
   try:
     return importlib.import_module(module)
@@ -23,5 +24,5 @@ def load(module):
       raise
     raise SystemExit(
         f"The examples, benchmarks and commands need the Python module "
-        f"'{package}', which is not installed. Install what they need with: "
+        f"'{package}', which is not installed. Install it with: "
         "pip install 'wrapopt[examples]'") from None

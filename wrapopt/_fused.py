@@ -1,7 +1,6 @@
-"""Which inner optimizers have a one-pass op, and how their state is read.
+"""The inner optimizers of TensorFlow that have a one-pass op.
 
-Only an optimizer of exactly one of these types is taken apart: a subclass may
-have overridden anything.
+The type must match exactly: a subclass may have overridden any method.
 """
 
 import operator
@@ -23,9 +22,9 @@ _train = tf.compat.v1.train
 
 
 class _Rule(typing.NamedTuple):
-  """How an inner optimizer maps to `wrapopt.ops.apply`.
+  """Maps an inner optimizer to `wrapopt.ops.apply`.
 
-  The functions take the optimizer, whose `_prepare` has run.
+  The argument of `scalars` is the optimizer, after its `_prepare`.
   """
   rule: str  # The name in cc/rules/rules.h.
   slots: dict[str, str]  # State of the rule: slot of the optimizer.
@@ -83,7 +82,7 @@ def _adam(opt):
 def _ftrl(opt):
   power = opt._learning_rate_power
   if not isinstance(power, (int, float)) or power != -0.5:
-    return None  # The op has a square root, not any power.
+    return None  # The op computes a square root, not any power.
   def scalars(o):
     shrinkage = o._l2_shrinkage_regularization_strength
     return {"lr": o._learning_rate_tensor,
@@ -111,13 +110,13 @@ _RULES = {
 
 
 def rule_of(opt):
-  """The rule of an inner optimizer, or None where it has no one-pass op."""
+  """The rule of an inner optimizer, or None if it has no one-pass op."""
   find = _RULES.get(type(opt))
   return find(opt) if find else None
 
 
 def leaves_rows(opt):
-  """Whether `opt` leaves rows alone that a sparse gradient lacks."""
+  """Whether `opt` changes only the rows that a sparse gradient touches."""
   rule = rule_of(opt)
   return rule is not None and not _native.rules()[rule.rule].all_rows
 
@@ -130,23 +129,23 @@ def can_apply(opt, grads_and_vars):
   return (_cached(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None
               for v in variables) and
-          # A variable that is named twice is updated twice.
+          # A variable that is listed twice is updated twice.
           len({v.ref() for v in variables}) == len(variables))
 
 
 @ops.not_converted
 def apply_gradients(opt, rule, step):
-  """What `opt.apply_gradients` does, with averages of the result, in one pass.
+  """Replaces `opt.apply_gradients`, with averages of the result, in one pass.
 
   Args:
     opt: The inner optimizer.
-    rule: Its `rule_of`.
-    step: A `_step.Step`, for whose gradients `can_apply`. The global step is
-      incremented only if `step.accept` is True; if that is a tensor, whoever
-      has made it counts the step.
+    rule: The result of `rule_of(opt)`.
+    step: A `_step.Step`; `can_apply` must be True for its gradients. The global
+      step is incremented only if `step.accept` is True. If `step.accept` is a
+      tensor, the wrapper that made it counts the step.
 
   Returns:
-    As `opt.apply_gradients`.
+    The same as `opt.apply_gradients`.
   """
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
@@ -171,15 +170,15 @@ def apply_gradients(opt, rule, step):
     return done if tf.executing_eagerly() else _operations(done)[0]
 
 
-# By inner optimizer: the `_CachedUpdate`s of lists of variables.
+# {inner optimizer: LookupCache of its `_CachedUpdate`s}.
 _caches: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class _CachedUpdate(typing.NamedTuple):
-  """An `ops.Update` of eager mode, and the variables that it was made for.
+  """An `ops.Update` of eager mode, and its parts.
 
   Attributes:
-    shadows: Rows of averages, the very list.
+    shadows: Rows of averages, the identical list.
     slots: For each slot name of the optimizer, a list.
     update: The `ops.Update`.
   """
@@ -189,25 +188,25 @@ class _CachedUpdate(typing.NamedTuple):
 
 
 def _cached(opt, variables):
-  """The cached facts of these variables in eager mode, or None."""
+  """The cached facts about `variables` in eager mode, or None."""
   cache = _caches.get(opt) if tf.executing_eagerly() else None
   return cache and cache.get(variables)
 
 
 def _update_of(opt, rule, variables, shadows):
-  """The `ops.Update` of a step, and slots of the optimizer where it has none.
+  """The `ops.Update` of a step; makes the missing slots of the optimizer.
 
   Args:
     opt: The inner optimizer.
-    rule: Its `rule_of`.
-    variables: Those that have a gradient.
+    rule: The result of `rule_of(opt)`.
+    variables: The variables that have a gradient.
     shadows: Rows of their averages.
 
   Returns:
     An `ops.Update`.
   """
   facts = _cached(opt, variables)
-  # Wrappers with averages of their own may share the inner optimizer.
+  # Several wrappers, each with its averages, may share the inner optimizer.
   found = facts and facts.get((rule.rule, id(shadows)))
   if found and all(
       all(map(operator.is_, row, map(
@@ -235,7 +234,7 @@ def _update_of(opt, rule, variables, shadows):
 
 
 def _log_decays(opt, grads, shadows):
-  """What `ops.apply` takes for averages that are lazy from this step on."""
+  """The `log_decays` of `ops.apply`, for averages that are lazy from now on."""
   if not leaves_rows(opt) or not any(
       issubclass(cls, tf.IndexedSlices) for cls in set(map(type, grads))):
     return ()
@@ -246,7 +245,7 @@ def _log_decays(opt, grads, shadows):
 
 
 def _finish(opt, updates, name, accept):
-  """What the inner optimizer does after its updates, where `accept`."""
+  """Runs the inner optimizer's `_finish` after its updates, if `accept`."""
   if accept is True or (
       type(opt)._finish is tf.compat.v1.train.Optimizer._finish):
     return opt._finish(updates, name)
@@ -256,8 +255,8 @@ def _finish(opt, updates, name, accept):
 
 
 def gradient(gradient, variable):
-  """A gradient as a tensor or `tf.IndexedSlices`; else raises a TypeError."""
-  # In eager mode what cannot be converted is a ValueError, else a TypeError.
+  """Converts a gradient to a tensor or `tf.IndexedSlices`."""
+  # A failed conversion is a ValueError in eager mode, else a TypeError.
   try:
     tensor = tf.compat.v1.convert_to_tensor_or_indexed_slices(gradient)
   except (TypeError, ValueError):

@@ -1,7 +1,6 @@
-"""Which Keras optimizers have a one-pass op, and how their state is read.
+"""The Keras optimizers that have a one-pass op.
 
-Only an optimizer of exactly one of these types is taken apart: a subclass may
-have overridden anything.
+The type must match exactly: a subclass may have overridden any method.
 """
 
 import typing
@@ -17,12 +16,12 @@ _optimizers = keras.optimizers
 
 
 class _Rule(typing.NamedTuple):
-  """How an optimizer maps to `wrapopt.ops.apply`."""
+  """Maps an optimizer to `wrapopt.ops.apply`."""
   rule: str  # The name in cc/rules/rules.h.
-  slots: dict[str, list]  # State of the rule: the optimizer's, by variable.
+  slots: dict[str, list]  # State of the rule: slots, one for each variable.
   scalars: dict[str, typing.Any]  # All but the learning rate and weight decay.
   decays_weights: bool = True  # Whether the rule has a weight decay.
-  # Whether the op updates as many rows by a sparse gradient as Keras does.
+  # Whether the op and Keras update the same rows for a sparse gradient.
   sparse: bool = True
 
 
@@ -35,7 +34,7 @@ def _sgd(opt):
 
 def adam(opt):
   """The rule of Adam."""
-  # Of the step that is taken, counted from 1.
+  # The number of this step, counted from 1.
   t = ops.float64(opt.iterations + 1)
   scalars = {"beta1": opt.beta_1, "beta2": opt.beta_2, "epsilon": opt.epsilon,
              "beta1_power": tf.pow(ops.float64(opt.beta_1), t),
@@ -82,35 +81,35 @@ _RULES = {
 
 
 def add_rule(cls, name):
-  """Has a subclass of Adam, one of this package, take its steps by a rule."""
+  """Makes `name` the rule of a subclass of Adam, one of this package."""
   _RULES[cls] = lambda opt: adam(opt)._replace(rule=name)
 
 
 def value(variable):
-  """The tf.Variable of a variable, which may be one of Keras."""
+  """The tf.Variable of a variable of Keras or TensorFlow."""
   return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 def has_rule(opt):
-  """Whether there is a one-pass op for an optimizer."""
+  """Whether an optimizer has a one-pass op."""
   return type(opt) in _RULES
 
 
 def rule_of(opt, cls):
-  """How `opt`, which is of class `cls`, takes a step in one pass, or None."""
+  """The rule of `opt`, which is of class `cls`, or None."""
   find = _RULES.get(cls)
   return find(opt) if find else None
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
-  """Updates variables, by one op for each device and dtype.
+  """Updates variables, with one op for each device and dtype.
 
   Args:
     opt: A Keras optimizer, which is built.
     cls: Its class.
-    rule: Its `rule_of`.
+    rule: The result of `rule_of(opt, cls)`.
     grads: Gradients: tensors or `tf.IndexedSlices`.
-    variables: As many variables of the optimizer.
+    variables: The variables of the gradients.
     learning_rate: A number, tensor or variable.
     shadows: Rows of averages, one row for each decay.
     decays: As in `wrapopt.ops.apply`.
@@ -121,7 +120,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
     grads = list(map(tf.convert_to_tensor, grads))
   leaves_rows = not _native.rules()[rule.rule].all_rows
   log_decays = [None] * len(variables)
-  # Those whose weights decay by the rule, and those whose do not.
+  # Indices of variables: with weight decay by the rule, and without.
   groups = {True: [], False: []}
   apart = []
   for i, (grad, variable) in enumerate(zip(grads, variables)):
@@ -129,7 +128,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
                    opt._use_weight_decay(variable))
     is_sparse = isinstance(grad, tf.IndexedSlices)
     averages = [row[i] for row in shadows]
-    # Of a sparse gradient a rule may update some rows; Keras decays them all.
+    # For a sparse gradient, a rule may update only some rows. Keras decays all.
     by_rule = rule.decays_weights and not is_sparse
     if decays_here and not by_rule:
       apart.append(variable)
@@ -157,7 +156,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
 
 
 def cast(grad, dtype):
-  """A gradient, which may be sparse, in another dtype."""
+  """Casts a gradient, which may be sparse."""
   if isinstance(grad, tf.IndexedSlices):
     return tf.IndexedSlices(tf.cast(grad.values, dtype), grad.indices,
                             grad.dense_shape)

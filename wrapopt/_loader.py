@@ -1,4 +1,4 @@
-"""Finds TensorFlow, checks that it fits, and loads the native library, once.
+"""Imports TensorFlow, checks its version and ABI, and loads the native library.
 
 A library for another TensorFlow fails in the dynamic linker with a mangled
 name, or loads and crashes later. So this module compares versions and ABIs
@@ -49,7 +49,7 @@ def _import_tensorflow():
         f"a TensorFlow {tf.__version__} with _GLIBCXX_USE_CXX11_ABI="
         f"{tf.sysconfig.CXX11_ABI_FLAG}", _REBUILD)
   namespace = sysconfig._absl_namespace(tf.sysconfig.get_include())
-  # A TensorFlow without headers cannot be asked; its linker will say.
+  # Without headers the namespace is unknown; a mismatch fails in the linker.
   if namespace is not None and namespace != _native.absl_namespace:
     raise _error(
         "a TensorFlow with the absl namespace", f"'{_native.absl_namespace}'",
@@ -59,7 +59,7 @@ def _import_tensorflow():
 
 
 def _load():
-  """Opens the library; returns TensorFlow, which has its ops from then on."""
+  """Opens the library, which registers its ops; returns TensorFlow."""
   tf = _import_tensorflow()
   try:
     tf.load_library(sysconfig.get_lib())
@@ -73,9 +73,9 @@ def _load():
 class _Ops:
   """The Python functions of the ops, such as `ops.wrapopt_ema_update`.
 
-  TensorFlow writes and compiles half a megabyte of Python for them, which takes
-  many times as long as to open the library. So they are made when the first is
-  asked for: not by an import, nor in a parameter server, which asks for none.
+  TensorFlow generates and compiles half a megabyte of Python for them, which
+  takes much longer than opening the library. So the first use of a function
+  makes them: an import and a parameter server do not.
   """
 
   def __getattr__(self, name):

@@ -1,13 +1,13 @@
-"""Caches what an eager step looks up about its variables, for the next step.
+"""A cache of facts about a list of variables, for eager steps.
 
-A step asks the same questions about the same hundreds of variables as the one
-before it. The cache knows a list of variables by the identity of its elements.
+Each eager step looks up the same facts about the same hundreds of variables.
+The cache finds them by the identity of the variables in the list.
 """
 
 import functools
 import weakref
 
-# Lists of one optimizer that are cached at a time.
+# The number of lists that a cache holds.
 _MOST = 16
 
 
@@ -36,10 +36,10 @@ def trained(grads_and_vars):
 
 
 class LookupCache:
-  """A dict for each list of variables.
+  """Facts about lists of variables.
 
-  A list is forgotten when one of its variables is deleted, because another
-  variable may get the same id. Values in the cache must not hold the variables.
+  If a variable is deleted, its lists are dropped, because another variable may
+  get the same `id`. The facts must not hold the variables.
   """
 
   def __init__(self):
@@ -47,15 +47,15 @@ class LookupCache:
     self._refs = {}
 
   def __reduce__(self):
-    # A copy of the optimizer looks up again.
+    # A copy starts empty.
     return LookupCache, ()
 
   def get(self, variables):
-    """The dict that `begin` returned for these, in this order, or None."""
+    """The dict that `begin` returned for this list of variables, or None."""
     return self._facts.get(_key(variables))
 
   def begin(self, variables):
-    """A new dict for these variables."""
+    """Adds and returns a new dict for facts about these variables."""
     for oldest in list(self._facts)[:1 - _MOST]:
       self._forget(oldest)
     key, cache = _key(variables), weakref.ref(self)

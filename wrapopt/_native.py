@@ -1,7 +1,7 @@
-"""What this copy of wrapopt was built with, and its CPU engine on numpy arrays.
+"""Facts about the build of wrapopt, and the CPU engine on NumPy arrays.
 
-The library behind it has a C interface and needs neither TensorFlow nor a
-certain version of Python.
+The native library has a C interface. It depends on neither TensorFlow nor a
+version of Python.
 """
 
 import ctypes
@@ -14,11 +14,10 @@ LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)),
 
 if not os.path.exists(LIBRARY):
   raise ImportError(
-      f"{os.path.dirname(LIBRARY)} holds the sources of wrapopt, without the "
-      "native library that a build makes. Python looks for packages in the "
-      "folder where it is run, before it looks for installed ones. Run it in "
-      "another folder, or as `python -P`; ./tools/quickstart builds and "
-      "installs wrapopt.")
+      f"{os.path.dirname(LIBRARY)} must hold the native library of wrapopt, "
+      "got only its sources. Python searches the current folder before the "
+      "installed packages. Run Python in another folder, or as `python -P`. To "
+      "build and install wrapopt, run ./tools/quickstart.")
 
 try:
   _library = ctypes.CDLL(LIBRARY)
@@ -50,17 +49,17 @@ class Rule(typing.NamedTuple):
   number: int  # Its place in the list.
   states: list[str]
   inputs: list[str]
-  scalars: list[str]  # With a question mark, those that are attributes.
-  all_rows: bool  # Whether a sparse gradient's step is taken for all rows.
+  scalars: list[str]  # A name with a question mark is an attribute of the op.
+  all_rows: bool  # Whether a sparse gradient updates all rows.
 
   @property
   def is_update(self) -> bool:
-    """Whether it is an optimizer's step and has ops, Apply<Rule>."""
+    """Whether the rule is an optimizer's step, with the ops Apply<Rule>."""
     return self.inputs == ["grad"]
 
 
 def _value(answer, error=ValueError):
-  """Returns what the library answered; raises `error` if it refused."""
+  """Returns the value in a library's answer, or raises `error`."""
   answer = json.loads(answer.decode(errors="replace"))
   if "error" in answer:
     raise error(answer["error"])
@@ -93,24 +92,24 @@ def cpu_isas() -> list[str]:
 
 
 def cpu_isa() -> str:
-  """Returns the one in use: the best, or what WRAPOPT_CPU_ISA names."""
+  """Returns the instruction set in use: WRAPOPT_CPU_ISA, else the best."""
   return _value(_library.wrapopt_cpu_isa())
 
 
 def gpu_images() -> list[str]:
-  """Returns what the GPU kernels are compiled for."""
+  """Returns the architectures for which the GPU kernels are compiled."""
   return list(_facts["gpu_images"])
 
 
 def gpus() -> list[tuple[str, str, str, list[str]]]:
-  """Returns what GPUs this machine has.
+  """Returns the GPUs of this machine.
 
   Returns:
     A list of (name, compute capability, CUDA version of the driver, images that
-    it gets).
+    the GPU uses).
 
   Raises:
-    RuntimeError: if the driver gives no answer.
+    RuntimeError: if the driver does not answer.
   """
   return [tuple(gpu) for gpu in _value(_library.wrapopt_gpus(), RuntimeError)]
 
@@ -126,7 +125,7 @@ def step(rule, states, inputs, scalars, isa=""):
     isa: An instruction set; by default the one in use.
 
   Raises:
-    ValueError: if an argument does not fit, or there is no kernel for it.
+    ValueError: if an argument is wrong, or there is no kernel for it.
   """
   if rule not in _rules:
     raise ValueError(f"no rule '{rule}'")
@@ -165,23 +164,23 @@ def step(rule, states, inputs, scalars, isa=""):
 
 
 def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
-  """Sums elements [begin, end) of arrays, each times its weight, in float64.
+  """Computes the weighted sum of elements [begin, end) of arrays, in float64.
 
-  They are added in their order. Subnormal numbers are not flushed.
+  The arrays are added in their order. Subnormal numbers are not flushed.
 
   Args:
-    inputs: Contiguous arrays of one size, of any of the four dtypes each.
-    weights: As many numbers.
-    sums: A float64 array of that size, to which the sums are added unless
-      `is_first`; or None, if that and `output` is given.
-    output: An array of that size, which gets the sums rounded once, or None.
-    is_first: Whether what `sums` holds does not matter.
+    inputs: Contiguous arrays of one size, each of any of the four dtypes.
+    weights: A number for each array.
+    sums: A float64 array of the same size. The result is added to it, or
+      overwrites it if `is_first`. None if `is_first` and `output` is given.
+    output: An array of the same size for the total, rounded once, or None.
+    is_first: Whether to ignore the previous value of `sums`.
     begin: The first element.
-    end: One past the last.
+    end: One past the last element.
     isa: An instruction set; by default the one in use.
 
   Raises:
-    ValueError: if an argument does not fit.
+    ValueError: if an argument is wrong.
   """
   if not inputs:
     raise ValueError("inputs must hold at least one array, got none")
@@ -227,7 +226,7 @@ def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
 
 
 def crc32c(array, crc=0, isa=""):
-  """The CRC-32C of bytes: the checksum in TensorFlow's checkpoints.
+  """Returns the CRC-32C of bytes, the checksum of TensorFlow's checkpoints.
 
   Args:
     array: A contiguous array.
@@ -238,7 +237,7 @@ def crc32c(array, crc=0, isa=""):
     An int.
 
   Raises:
-    ValueError: if an argument does not fit.
+    ValueError: if an argument is wrong.
   """
   if not array.flags.c_contiguous:
     raise ValueError("array must be contiguous")

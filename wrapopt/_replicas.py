@@ -1,11 +1,11 @@
-"""The variables behind those of `tf.distribute` strategies."""
+"""The components of variables of `tf.distribute` strategies."""
 
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values
 
 
 def values(variable):
-  """The variables behind that of a strategy; of any other, itself: a list."""
+  """The component variables of a strategy's variable; else [variable]."""
   if isinstance(variable, tf.distribute.DistributedValues):
     return list(variable.values)
   if isinstance(variable, ps_values.AggregatingVariable):
@@ -14,5 +14,5 @@ def values(variable):
 
 
 def components(pairs):
-  """Pairs of a strategy's variables as those of each of its replicas."""
+  """Splits pairs of a strategy's variables into pairs of each replica."""
   return [pair for v, s in pairs for pair in zip(values(v), values(s))]

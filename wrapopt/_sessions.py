@@ -4,9 +4,9 @@ import tensorflow as tf
 
 
 def raw(session):
-  """The `tf.compat.v1.Session` behind `session`, or behind the default one.
+  """The `tf.compat.v1.Session` inside `session`, or inside the default one.
 
-  A monitored session's hooks do not see what runs in it.
+  A run in it calls no hooks of a monitored session.
 
   Args:
     session: A session, a `MonitoredSession`, or None for the default session.
@@ -23,8 +23,8 @@ def raw(session):
 def in_raw(session, do):
   """Returns the result of `do`, a function of the `tf.compat.v1.Session`.
 
-  A `MonitoredSession` whose cluster lost a task is made anew, as in its `run`;
-  then `do` is called again, with the session that is there now.
+  If its cluster lost a task, a `MonitoredSession` is recreated, as in its
+  `run`. Then `do` is called again, with the new session.
 
   Args:
     session: As in `raw`.
@@ -40,14 +40,14 @@ def in_raw(session, do):
     session = tf.compat.v1.get_default_session()
     if session is None:
       raise RuntimeError(
-          "`session` must be given in a graph where there is no default "
-          "session, got None.")
+          "`session` must be given in a graph without a default session, got "
+          "None.")
   if not hasattr(session, "run_step_fn"):
     return do(session)
 
   def step(step_context):
-    # Its session is not the one to use: TensorFlow passes the closed session
-    # when it calls a step function again in a new one.
+    # Not its session: TensorFlow passes the closed session when it calls a step
+    # function again in a new one.
     del step_context
     return do(session.run_step_fn(lambda step_context: step_context.session))
 

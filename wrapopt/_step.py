@@ -1,8 +1,7 @@
-"""A step on its way through the wrappers, and the optimizer that takes it.
+"""A step that wrappers pass to their inner optimizers.
 
-A wrapper passes a `Step` to what it wraps, changed as the wrapper sees fit, and
-gets a `Taken` back. The optimizer inside of all wrappers takes the step with
-`take`.
+A wrapper passes a `Step`, which it may change, to its inner optimizer, and gets
+a `Taken` back. The optimizer inside of all wrappers takes the step with `take`.
 """
 
 import contextlib
@@ -20,27 +19,26 @@ _Optimizer = tf.compat.v1.train.Optimizer
 
 
 class Averages(typing.NamedTuple):
-  """Averages of the variables that a step is to update.
+  """The averages that a step must update.
 
   Attributes:
-    shadows: A function that gives rows of averages of a list of variables, one
-      row for each decay.
-    decays: A function that gives the decays of this step. It takes the step
-      variable that is yet to count this step, or None.
-    begin: A function that is called before a step that `update` follows. It
-      takes the step's gradients and whether the step leaves rows alone that a
-      sparse gradient lacks. It returns operations to run before the step, and
-      what `update` must know.
-    update: A function of the operation that takes the step (or None), of what
-      `decays` takes, and of what `begin` has returned for it, if anything. It
-      updates the averages, and returns an operation that has done both (or
-      None).
-    last: Whether they must be updated by an operation of their own, after the
-      step is taken and counted.
-    count_update: A function of operations that have updated the averages, and of
-      whether the step is accepted. It counts the update where that is so, and
-      returns the operations to run for all of it, a list. `update` calls it by
-      itself.
+    shadows: A function of a list of variables. It returns rows of their
+      averages, one row for each decay.
+    decays: A function of the step variable that will count this step, or of
+      None. It returns the decays of this step.
+    begin: A function to call before a step if `update` is called after it. Its
+      arguments are the step's gradients, and whether the step changes only the
+      rows that a sparse gradient touches. It returns operations to run before
+      the step, and an argument for `update`.
+    update: A function to call after the step. Its arguments are the operation
+      that takes the step (or None), the argument of `decays`, and the second
+      result of `begin`, if called. It updates and counts the averages, and
+      returns an operation for the step and the update (or None).
+    last: Whether a separate operation must update the averages, after the step
+      is taken and counted.
+    count_update: A function of the operations that update the averages, and of
+      whether the step is accepted. It counts an accepted update, and returns
+      the list of operations to run. `update` calls it itself.
   """
   shadows: typing.Callable[[list[tf.Variable]], list[list[tf.Variable]]]
   decays: typing.Callable[[typing.Any], list[typing.Any]]
@@ -51,19 +49,19 @@ class Averages(typing.NamedTuple):
 
 
 class Step(typing.NamedTuple):
-  """What `apply_gradients` is asked for.
+  """A request to `apply_gradients`.
 
   Attributes:
     grads_and_vars: A list of (gradient, variable). A gradient is a tensor,
       `tf.IndexedSlices` or None.
     global_step: The step variable to increment, or None.
     name: As in `tf.compat.v1.train.Optimizer.apply_gradients`.
-    options: What else the inner optimizer's `apply_gradients` takes.
-    accept: True, or a scalar bool tensor. If it is false, nothing is changed.
+    options: Further arguments of the inner optimizer's `apply_gradients`.
+    accept: True, or a scalar bool tensor. If it is false, nothing changes.
     transform: A function that is applied to each accepted gradient, or None.
     averages: The Averages that this step updates, or None.
-    one_pass: Whether a native op is to take the step where there is one. None
-      if no wrapper has asked for it; False if one has forbidden it.
+    one_pass: Whether a native op takes the step if there is one. None if no
+      wrapper has set it; False if one has disabled it.
   """
   grads_and_vars: list
   global_step: tf.Variable | None = None
@@ -75,29 +73,29 @@ class Step(typing.NamedTuple):
   one_pass: bool | None = None
 
   def with_one_pass(self, fused):
-    """This step as a wrapper whose argument is `fused` wants it taken."""
+    """This step with `one_pass` set by the argument `fused` of a wrapper."""
     allowed = fused is not False and self.one_pass is not False
     return self._replace(one_pass=allowed)
 
 
 class Taken(typing.NamedTuple):
-  """What has become of a Step.
+  """The result of a Step.
 
   Attributes:
-    done: An operation or tensor that is there when the step was taken or was
-      found to be not accepted; None if there is none, as in eager mode.
-    counted: Whether `global_step` is incremented by it.
+    done: An operation or tensor that runs after the step was taken or skipped;
+      None if there is none, as in eager mode.
+    counted: Whether the step increments `global_step`.
   """
   done: typing.Any
   counted: bool
 
 
-# What an `apply_gradients` of TensorFlow takes beside what a Step has of its own.
+# Arguments of TensorFlow's `apply_gradients` that are not attributes of a Step.
 _OPTIONS = {"skip_gradients_aggregation"}
 
 
 def take(opt, step):
-  """Has an optimizer that is no wrapper of this package take a step.
+  """Takes a step with an optimizer that is not a wrapper of this package.
 
   Args:
     opt: A `tf.compat.v1.train.Optimizer`.
@@ -116,13 +114,14 @@ def take(opt, step):
       _create_slots(opt, step)
       step = step._replace(grads_and_vars=_hold_back(step))
     return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
-  # An optimizer with a method of its own may want the step for more.
+  # An overridden `apply_gradients` may use the global step for more.
   counts = (not is_gated or is_late or
             type(opt).apply_gradients is not _Optimizer.apply_gradients)
 
   def apply(step):
     first, of_step = averages.begin(
-        step.grads_and_vars, _fused.leaves_rows(opt)) if averages else ([], None)
+        step.grads_and_vars, _fused.leaves_rows(opt)) if averages else (
+            [], None)
     with tf.control_dependencies(first):
       applied = opt.apply_gradients(
           step.grads_and_vars, global_step=step.global_step if counts else None,
@@ -134,12 +133,12 @@ def take(opt, step):
 
 
 def where_accepted(opt, step, apply):
-  """Takes a step if and where it is accepted.
+  """Takes a step if it is accepted.
 
   Args:
     opt: The optimizer that takes it.
     step: A Step.
-    apply: A function that takes a Step that is accepted, and gives a Taken.
+    apply: A function that takes an accepted Step and returns a Taken.
 
   Returns:
     A Taken.
@@ -163,36 +162,36 @@ def follow(applied, averages, counted_by=None, of_step=None):
   """Updates averages after a step.
 
   Args:
-    applied: The operation or tensor that tells that the step was taken, or None.
+    applied: An operation or tensor that runs after the step, or None.
     averages: Averages, or None.
-    counted_by: The step variable that is yet to count this step, or None.
-    of_step: What `averages.begin` has returned for `update`, if it was called.
+    counted_by: The step variable that will count this step, or None.
+    of_step: The second result of `averages.begin`, if it was called.
 
   Returns:
-    `applied`, or an operation that has updated the averages too, or None.
+    `applied`, or an operation that has also updated the averages, or None.
   """
   return (applied if averages is None
           else averages.update(applied, counted_by, of_step))
 
 
 def group(*operations, name=None):
-  """An operation that has run all of these, of which some may be None."""
+  """An operation that runs after all `operations` that are not None."""
   operations = [op for op in operations if op is not None]
   return (None if tf.executing_eagerly() or not operations
           else tf.group(*operations, name=name))
 
 
 def checked_gradients(grads_and_vars):
-  """[(tensor or IndexedSlices or None, variable)].
+  """Converts gradients to tensors.
 
   Args:
-    grads_and_vars: What a user gave, an iterable.
+    grads_and_vars: An iterable of (gradient, variable).
 
   Returns:
-    A list.
+    A list of (tensor or IndexedSlices or None, variable).
 
   Raises:
-    TypeError: If what should be a gradient cannot be made a tensor.
+    TypeError: If a gradient cannot be converted to a tensor.
   """
   pairs = _lookup_cache.Pairs(grads_and_vars)
   if {type(g) for g, _ in pairs} == {_bundle.EagerTensor}:
@@ -202,15 +201,15 @@ def checked_gradients(grads_and_vars):
 
 
 def _create_slots(opt, step):
-  """Makes the slots of an optimizer before a branch of a `cond` does."""
+  """Makes the slots of an optimizer outside of the branches of a `cond`."""
   with _names_of_non_slots(), tf.init_scope():
     opt._create_slots([v for g, v in step.grads_and_vars if g is not None])
 
 
 @contextlib.contextmanager
 def _names_of_non_slots():
-  # In TensorFlow 1.15 the branch of a cond made the inner optimizer's variables
-  # that are no slots: checkpoints hold `cond/beta1_power`.
+  # In TensorFlow 1.15, the branch of a cond made the non-slot variables of the
+  # inner optimizer: checkpoints hold `cond/beta1_power`.
   if (tf.executing_eagerly() or
       tf.compat.v1.executing_eagerly_outside_functions() or
       tf.compat.v1.control_flow_v2_enabled()):
@@ -238,15 +237,15 @@ def _transformed(step):
 def _hold_back(step):
   """Gradients for an op that ignores them if the step is not accepted.
 
-  A gradient that has to travel to the variable's machine does so only if it is
-  accepted: else something empty goes in its place. On one machine it stays what
-  it is, for there is nothing to save, unless it is to be transformed.
+  If a gradient and its variable are on different machines, an empty tensor
+  replaces a gradient that is not accepted, to save the transfer. On one
+  machine, a gradient is not changed, unless `step.transform` applies.
 
   Args:
     step: A Step.
 
   Returns:
-    Its `grads_and_vars` with other gradients.
+    The `grads_and_vars` of the step with these gradients.
   """
   if tf.executing_eagerly():
     return _transformed(step)
@@ -271,7 +270,7 @@ def _held_back(accept, g, transform):
     parts = (g.values, g.indices) if sparse else (g,)
     return [tf.zeros([0], part.dtype) for part in parts]
 
-  # Not a shape that is known: there are two.
+  # The static shape is unknown, because the branches have different ones.
   parts = tf.cond(accept, admitted, dropped)
   if not sparse:
     return parts[0] if isinstance(parts, (list, tuple)) else parts

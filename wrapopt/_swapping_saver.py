@@ -1,4 +1,4 @@
-"""A Saver in which variables and their averages trade names."""
+"""A Saver that swaps the names of variables and their averages."""
 
 import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
@@ -17,8 +17,8 @@ class SwappingSaver(tf.compat.v1.train.Saver):
     Args:
       pairs: (variable, average) pairs.
       var_list: As in `swapping_saver`.
-      refuse: A function of the raw session (None: eager) that raises where the
-        saver must not be used now.
+      refuse: A function of the raw session (None: eager) that raises an error
+        if the saver must not be used now.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
     """
     self._refuse = refuse
@@ -38,11 +38,11 @@ def _raw(session):
 
 
 def _named(var_list):
-  """Returns the variables to save, as a dict from names."""
+  """Returns the variables to save: a dict from names."""
   if isinstance(var_list, dict):
     return dict(var_list)
   if var_list is None:
-    # As a Saver has it.
+    # As in a Saver.
     var_list = (
         tf.compat.v1.global_variables() +
         tf.compat.v1.get_collection(
@@ -50,7 +50,7 @@ def _named(var_list):
   var_list = list(var_list)
   named = saveable_object_util.op_list_to_dict(
       var_list, convert_variable_to_tensor=False)
-  # In place of a strategy's variable, TensorFlow has the object that saves it.
+  # TensorFlow replaces a strategy's variable by the object that saves it.
   named.update({v.name.split(":")[0]: v for v in var_list if _has_replicas(v)})
   return named
 
@@ -62,19 +62,19 @@ def _has_replicas(saved):
 
 def _entry(key, variables):
   """Variables as an entry of a Saver's dict."""
-  # A list of slices stays one.
+  # A list of slices stays a list.
   if len(variables) != 1 or variables[0]._get_save_slice_info():
     return variables
   [variable] = variables
   if _has_replicas(variable):
-    # A Saver would take it for the variable of its first replica.
+    # A Saver would save only the variable of the first replica.
     [saveable] = variable._gather_saveables_for_checkpoint().values()
     return saveable(key)
   return variable
 
 
 def _slices(saved):
-  """The variables behind an entry of a Saver's dict; none behind others."""
+  """The variables of an entry of a Saver's dict; [] if it has none."""
   if isinstance(saved, (list, tuple)):
     return list(saved)
   if isinstance(saved, tf.Variable):
@@ -85,7 +85,7 @@ def _slices(saved):
 
 
 def _swap(pairs, named):
-  """`named` with variables and averages in each other's place."""
+  """`named` with variables and averages swapped."""
   named = _resolved(named, [v for pair in pairs for v in pair])
   key_of = {v.ref(): (key, i) for key, saved in named.items()
             for i, v in enumerate(_slices(saved))}
@@ -119,7 +119,8 @@ def _swap(pairs, named):
 
 
 def _resolved(named, variables):
-  """`named` with `variables` where a tensor stands for one of them."""
+  """`named` with tensors that read one of `variables` replaced by the variable.
+  """
   if tf.executing_eagerly():
     return named
   variables = {v.op: v for v in variables}
@@ -130,11 +131,11 @@ def _resolved(named, variables):
 
 
 def replaced(var_list, replacements):
-  """Returns the variables to save, with some replaced, as a dict from names.
+  """Returns the variables to save, with some replaced: a dict from names.
 
   Args:
     var_list: As in a Saver.
-    replacements: A mapping from variables to those to save in their place.
+    replacements: A mapping from variables to their replacements.
 
   Returns:
     A dict from names to variables, and lists of slices.
@@ -153,11 +154,11 @@ def _source(tensor):
 
 
 class _ConvertingSaveable(saveable_object.SaveableObject):
-  """A variable and its average of a wider dtype, in each other's place.
+  """Swaps a variable and its average of a wider dtype.
 
-  The average cannot go under the variable's name as it is, since a plain Saver
-  restores that name into a variable of the narrow dtype. The raw value fits
-  into the average's dtype exactly.
+  The average is converted for the variable's name, since a plain Saver restores
+  that name into a variable of the narrow dtype. The average's dtype represents
+  the raw value exactly.
   """
 
   def __init__(self, variable, average, key, average_key):

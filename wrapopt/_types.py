@@ -12,17 +12,17 @@ Tensor: TypeAlias = tf.Tensor
 Variable: TypeAlias = tf.Variable
 V1Optimizer: TypeAlias = tf.compat.v1.train.Optimizer
 SessionRunHook: TypeAlias = tf.compat.v1.train.SessionRunHook
-# Or a monitored one, which is no subclass.
+# A MonitoredSession is not a subclass of Session.
 Session: TypeAlias = Union[tf.compat.v1.Session,
                            tf.compat.v1.train.MonitoredSession]
 
-# A scalar tensor or variable of any such dtype will do, too.
+# Python values, or scalar tensors or variables of such a dtype.
 Bool: TypeAlias = Union[bool, Tensor]
 Float: TypeAlias = Union[float, Tensor, Variable]
 Integer: TypeAlias = Union[int, Tensor, Variable]
 String: TypeAlias = Union[str, Tensor]
 
-# One variable may stand for a sequence of one.
+# A single variable is the same as a sequence of one.
 Variables: TypeAlias = Union[Variable, Sequence[Variable]]
 Gradient: TypeAlias = Union[Tensor, tf.IndexedSlices]
 GradsAndVars: TypeAlias = Iterable[tuple[Optional[Gradient], Variable]]

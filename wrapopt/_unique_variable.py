@@ -1,4 +1,4 @@
-"""Variables of a wrapper, of which a graph may have several."""
+"""Variables with unique names, for several wrappers in a graph."""
 
 import tensorflow as tf
 
@@ -7,22 +7,22 @@ tf1 = tf.compat.v1
 
 def get_unique_variable(name, shape, dtype, initializer, device, collection,
                         use_resource=None):
-  """A new variable; where the variable scope has one of its name, `<name>_1`.
+  """Makes a variable `<name>`, or `<name>_1` and so on if the name is taken.
 
   Args:
     name: Its name, in the current variable scope.
     shape: Its shape.
     dtype: Its dtype.
     initializer: Its initializer.
-    device: Where it is, whatever tf.device() the caller is in.
-    collection: The only collection that it joins.
+    device: Its device, whatever the caller's tf.device().
+    collection: Its only collection.
     use_resource: As in `tf.compat.v1.get_variable`.
 
   Returns:
     A variable that is not trainable.
   """
   scope = tf1.get_variable_scope()
-  # What is there already is another optimizer's, also in a scope that reuses.
+  # An existing variable belongs to another optimizer, even if the scope reuses.
   prefix = f"{scope.name}/" if scope.name else ""
   taken = set() if tf.executing_eagerly() else {
       v.op.name for v in (*tf1.global_variables(), *tf1.local_variables())}
@@ -33,8 +33,8 @@ def get_unique_variable(name, shape, dtype, initializer, device, collection,
     unique = f"{name}_{number}"
   with tf.device(None), tf.device(device), tf1.variable_scope(
       scope, reuse=tf1.AUTO_REUSE, auxiliary_name_scope=False) as own:
-    # What a user wants of the model's variables is not for this one.
-    if not tf.executing_eagerly():  # There it has none.
+    # The scope's settings for the model's variables do not apply.
+    if not tf.executing_eagerly():  # Eager scopes have no caching device.
       own.set_caching_device(None)
     own.set_custom_getter(None)
     own.set_partitioner(None)

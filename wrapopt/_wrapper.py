@@ -16,9 +16,9 @@ from wrapopt._types import Gradient, GradsAndVars, Loss, Operation, Variable
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   """Forwards the whole base interface to the optimizer that it wraps.
 
-  To `tf.train.Checkpoint` the wrapper looks like the inner optimizer plus the
-  slots that the wrapper adds: a checkpoint of the bare inner optimizer restores
-  into the wrapper, and the other way round.
+  In a `tf.train.Checkpoint` the wrapper has the structure of the inner
+  optimizer, plus the wrapper's slots. So a checkpoint of the bare inner
+  optimizer restores into the wrapper, and the other way round.
   """
 
   def __init__(self, opt, name):
@@ -32,18 +32,19 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
-    # A subclass whose `apply_gradients` is its own is stepped by that.
+    # If a subclass overrides only `apply_gradients`, wrappers around it call
+    # that, and not `_take`.
     if "apply_gradients" in vars(cls):
       cls._has_own_step = "_take" not in vars(cls)
 
-  # The protocol of wrappers. Each of these forwards to the inner optimizer; a
-  # wrapper overrides what it changes. A step goes down through `_take` of each
-  # wrapper and comes back as its result.
+  # The protocol of wrappers. These methods forward to the inner optimizer; a
+  # wrapper overrides some. The `_take` of each wrapper calls that of the next
+  # one inside.
 
   _has_own_step = False
 
   def _take(self, step):
-    """Takes a step, if and where `step.accept` says so.
+    """Takes a step if `step.accept` is true.
 
     Args:
       step: A `_step.Step`.
@@ -54,15 +55,15 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     return self._take_inner(step)
 
   def _take_inner(self, step):
-    """Has the inner optimizer take a step, as `_take`."""
+    """Takes a step with the inner optimizer, as `_take`."""
     if self._inner_wrapper is not None:
       return self._inner_wrapper._take(step)
     return _step.take(self._optimizer, step)
 
   def _making_state(self):
-    """The context in which variables beside the trained ones are made.
+    """The context in which state variables are made.
 
-    A wrapper enters that of its inner optimizer where it makes its own.
+    A wrapper enters that of its inner optimizer to make its own state.
 
     Returns:
       A context manager.
@@ -76,7 +77,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
     Args:
       loss: As in `minimize`.
-      global_step: As there.
+      global_step: As in `minimize`.
 
     Returns:
       A context manager.
@@ -86,7 +87,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     return contextlib.nullcontext()
 
   def _has_one_pass(self):
-    """Whether a native op can take the inner optimizer's step, with averages."""
+    """Whether a native op can take the inner step and update averages."""
     if self._inner_wrapper is not None:
       return self._inner_wrapper._has_one_pass()
     return _fused.rule_of(self._optimizer) is not None
@@ -99,13 +100,13 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   @property
   def _inner_wrapper(self):
-    """The inner optimizer, if it follows this protocol, or None."""
+    """The inner optimizer, if it implements this protocol, or None."""
     opt = self._optimizer
     if isinstance(opt, WrapperOptimizer) and not opt._has_own_step:
       return opt
     return None
 
-  # What users call.
+  # The public interface.
 
   def compute_gradients(
       self, *args: Any,
@@ -130,24 +131,24 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
         _step.checked_gradients(grads_and_vars), variable_of(global_step), name,
         kwargs))
     if not tf.executing_eagerly():
-      # In place of what the inner optimizer put there.
+      # Replaces the train op of the inner optimizer.
       tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
           *train_ops, getattr(taken.done, "op", taken.done)]
     return taken.done
 
   def _create_slots(self, var_list):
-    """Makes all variables of a step, before a branch of a `cond` would."""
+    """Makes all variables of a step, outside of the branches of a `cond`."""
     with self._making_state():
       self._optimizer._create_slots(var_list)
 
-  # Slots: the wrapper's own are those in its `_slots`, all others are the
-  # inner optimizer's.
+  # Slots: the wrapper's are in its `_slots`; all others are the inner
+  # optimizer's.
 
   def _own_slot_names(self):
     return sorted(self._slots)
 
   def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
-    """The slot `name` of `var`: the inner optimizer's, or the wrapper's own."""
+    """The slot `name` of `var`, of the wrapper or of the inner optimizer."""
     if name in self._own_slot_names():
       return super().get_slot(var, name)
     return self._optimizer.get_slot(var, name)
@@ -161,9 +162,9 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     own = super().variables()
     return sorted(self._optimizer.variables() + own, key=lambda v: v.name)
 
-  # tf.train.Checkpoint. The inner optimizer is no child of the wrapper: its
-  # slots would then be found twice, which TensorFlow refuses to save. Its
-  # children and slots are the wrapper's instead.
+  # tf.train.Checkpoint. The inner optimizer is not a child of the wrapper:
+  # TensorFlow would find its slots twice, and raise an error. Instead, its
+  # children and slots are also those of the wrapper.
 
   def _trackable_children(self, *args, **kwargs):
     return {**self._optimizer._trackable_children(*args, **kwargs),
@@ -177,8 +178,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   @property
   def _deferred_dependencies(self):
-    # What a checkpoint holds for non-slot variables (Adam's beta powers) that
-    # the inner optimizer has not made yet: it looks there when it makes them.
+    # Values from a checkpoint for non-slot variables (Adam's beta powers) that
+    # the inner optimizer will make later. It looks them up then.
     self._optimizer._maybe_initialize_trackable()
     return self._optimizer._deferred_dependencies
 
@@ -192,7 +193,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
 
 def check_integer(subject, x):
-  """`x` as an int; raises a TypeError if it is none, and no NumPy integer."""
+  """`x` as an int; raises a TypeError if it is no int and no NumPy integer."""
   try:
     if not isinstance(x, bool):
       return operator.index(x)
@@ -202,16 +203,16 @@ def check_integer(subject, x):
 
 
 def variable_of(step):
-  """The variable of `step`, where that is a tensor of one.
+  """The variable of `step`, if `step` is the tensor of a ref variable.
 
-  `tf.compat.v1.train.get_global_step` gives a tensor where it finds a ref
-  variable by its name only.
+  `tf.compat.v1.train.get_global_step` returns a tensor if it finds a ref
+  variable only by its name.
 
   Args:
-    step: A step variable, or what the caller was given for one.
+    step: A step variable, a tensor, or another argument of the caller.
 
   Returns:
-    The variable; `step` itself, if it is no tensor of a variable.
+    The variable; `step` itself, if it is not the tensor of a variable.
   """
   if isinstance(step, tf.Tensor) and not tf.executing_eagerly():
     for v in (*tf.compat.v1.global_variables(),
@@ -222,7 +223,7 @@ def variable_of(step):
 
 
 def check_global_step(step):
-  """The variable of `step`, if it is an integer; else raises a TypeError."""
+  """The variable of `step`; raises a TypeError if it is not an integer."""
   step = variable_of(step)
   if (not isinstance(step, tf.Variable) or
       step.dtype.base_dtype not in (tf.int32, tf.int64)):

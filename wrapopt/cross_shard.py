@@ -1,4 +1,4 @@
-"""Training steps on gradients that are summed over shards."""
+"""Steps on gradients that are summed over shards."""
 
 from collections.abc import Sequence
 import contextlib
@@ -26,24 +26,24 @@ class CrossShardOptimizer(WrapperOptimizer):
       g = sum over the shards s of a group of scale * d loss_s / d v
 
   with `scale` 1 / n for the mean of the losses and 1 for their sum. By default
-  all shards are one group, and stay in step. Several groups train apart from
-  each other, each on the gradients of its own shards; `n` is then the size of a
-  group.
+  all shards are one group, and their weights stay equal. Several groups train
+  independently of each other, each on the gradients of its own shards; `n` is
+  then the size of a group.
 
-  One program runs on a laptop and on a pod. A shard is, depending on where the
-  program is built:
+  The same program runs on a laptop and on a pod. The meaning of a shard depends
+  on the context in which the program is built:
 
   *   In a TPU shard context, such as that of `tf.compat.v1.tpu.shard`: a shard
-      of it. A gradient passes a CrossReplicaSum. AllToAll gathers the rows of
-      `tf.IndexedSlices`, so that they stay sparse.
+      of the TPU computation. CrossReplicaSum sums a gradient. AllToAll gathers
+      the rows of `tf.IndexedSlices`, so that they stay sparse.
   *   In `tf.distribute.Strategy.run`: a replica. The sum is the strategy's
-      all-reduce, on its devices and workers. With several groups, one
-      all-reduce carries the sums of all groups, which is as many times the
-      bytes, and each replica applies the sum of its group to its own copy of
-      the variables. The copies of different groups then differ. A read or a
-      checkpoint outside of the replicas takes the first copy of its process. A
-      restored checkpoint makes all copies the same.
-  *   Elsewhere: the whole program, as the only shard. The step is exactly the
+      all-reduce, on its devices and workers. With G groups, one all-reduce
+      carries the sums of all groups, which is G times the bytes. Each replica
+      applies the sum of its group to its own copy of the variables, so the
+      copies of different groups differ. A read or a checkpoint outside of the
+      replicas takes the first copy of its process. A restored checkpoint makes
+      all copies the same.
+  *   Otherwise: the whole program is the only shard. The step is exactly the
       inner optimizer's, and no op is added.
 
   `compute_gradients` returns the shard's own gradients, multiplied by `scale`.
@@ -58,14 +58,14 @@ class CrossShardOptimizer(WrapperOptimizer):
   >>> w.numpy()
   array([-0.5], dtype=float32)
 
-  References: `tf.tpu.CrossShardOptimizer` of TensorFlow 1.15, which is
-  `tf.compat.v1.tpu.CrossShardOptimizer` now.
+  References: `tf.tpu.CrossShardOptimizer` of TensorFlow 1.15, now
+  `tf.compat.v1.tpu.CrossShardOptimizer`.
 
-  Differences from it: runs without a TPU, in eager mode and with strategies;
-  `tf.IndexedSlices` stay sparse, for which the inner optimizer must have a
-  sparse update; callable losses on several shards; groups may be any sequences,
-  are checked when the optimizer is made, and may not name a shard twice; one
-  shard takes no CrossReplicaSum; `tf.train.Checkpoint`.
+  Differences from 1.15: works without a TPU, in eager mode and with strategies;
+  `tf.IndexedSlices` stay sparse, so the inner optimizer must have a sparse
+  update; callable losses on several shards; groups may be any sequences, are
+  checked in the constructor, and must not name a shard twice; one shard needs
+  no CrossReplicaSum; `tf.train.Checkpoint`.
   """
 
   def __init__(
@@ -79,14 +79,14 @@ class CrossShardOptimizer(WrapperOptimizer):
       reduction: `tf.compat.v1.losses.Reduction.MEAN` or `SUM`: whether to train
         on the mean or the sum of the losses of a group's shards.
       name: The name of the optimizer.
-      group_assignment: A sequence of groups, which are sequences of shards:
-        each of 0, 1, ..., shards - 1 once, in groups of one size. By default
-        (None, or empty) all shards are one group.
+      group_assignment: A sequence of groups of equal size. A group is a
+        sequence of shards. The groups hold each of 0, 1, ..., shards - 1 once.
+        By default (None, or empty) all shards are one group.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`.
       ValueError: If `reduction` is neither of the two, or `group_assignment`
-        cannot be that of any number of shards.
+        is not valid for any number of shards.
     """
     if reduction not in (_Reduction.SUM, _Reduction.MEAN):
       raise ValueError(
@@ -103,7 +103,7 @@ class CrossShardOptimizer(WrapperOptimizer):
     """Gradients of this shard's loss, scaled for their sum over the shards.
 
     Args:
-      loss: A tensor, or a callable that gives one; in eager mode a callable.
+      loss: A tensor, or a callable that returns one; in eager mode a callable.
       *args: See `tf.compat.v1.train.Optimizer.compute_gradients`.
       **kwargs: See there.
 
@@ -111,7 +111,7 @@ class CrossShardOptimizer(WrapperOptimizer):
       A list of (gradient, variable).
 
     Raises:
-      ValueError: If `group_assignment` is not one of the shards there are.
+      ValueError: If `group_assignment` does not fit the number of shards.
       RuntimeError: If called in the scope of a strategy, outside of its `run`.
     """
     shards = _number_of_shards()
@@ -133,20 +133,20 @@ class CrossShardOptimizer(WrapperOptimizer):
 
     Args:
       grads_and_vars: An iterable of (gradient, variable). A None gradient is
-        left to the inner optimizer.
+        passed to the inner optimizer.
       global_step: A variable to increment by one, or None.
       name: A name for the inner optimizer's operation.
-      **kwargs: What else the inner optimizer takes. With
-        `skip_gradients_aggregation=True` the gradients are sums already.
+      **kwargs: Further arguments of the inner optimizer. With
+        `skip_gradients_aggregation=True` the gradients must be sums already.
 
     Returns:
-      What the inner optimizer returns: in a graph, an `Operation`.
+      The result of the inner optimizer: in a graph, an `Operation`.
 
     Raises:
-      TypeError: If what should be a gradient cannot be made a tensor.
+      TypeError: If a gradient cannot be converted to a tensor.
       ValueError: If there is no variable, none has a gradient,
-        `group_assignment` is not one of the shards there are, or a replica of
-        one of several groups has no copy of its own of a variable.
+        `group_assignment` does not fit the number of shards, or there are
+        several groups and the replicas share a variable.
       RuntimeError: If called in the scope of a strategy, outside of its `run`.
     """
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
@@ -158,14 +158,14 @@ class CrossShardOptimizer(WrapperOptimizer):
     context = contextlib.nullcontext()
     in_replica = tf.distribute.has_strategy()
     if in_replica and all(g is None for g, _ in grads_and_vars):
-      # Strategies make nothing of it.
+      # A strategy would not report it.
       raise ValueError(
           "No gradients provided for any variable, got variables "
           f"{[getattr(v, 'name', v) for _, v in grads_and_vars]}.")
     if shards == 1 or step.options.get("skip_gradients_aggregation"):
       pass
     elif in_replica and len(groups) == 1:
-      pass  # The inner optimizer has its strategy take the sum.
+      pass  # The strategy sums the gradients in the inner optimizer's step.
     else:
       if in_replica:
         _check_copies(grads_and_vars, groups)
@@ -177,7 +177,7 @@ class CrossShardOptimizer(WrapperOptimizer):
       return self._take_inner(step)
 
   def _groups_of(self, shards):
-    """The groups of so many shards: a list of lists."""
+    """The groups of `shards` shards: a list of lists."""
     if self._groups is None:
       return [list(range(shards))]
     named = sum(map(len, self._groups))
@@ -210,7 +210,7 @@ def _checked_groups(assignment):
 
 
 def _tpu_shards():
-  """How many shards the TPU computation has that is built now, or None."""
+  """The number of shards of the TPU computation being built, or None."""
   return tpu_function.get_tpu_context().number_of_shards
 
 
@@ -222,12 +222,12 @@ def _number_of_shards():
     raise RuntimeError(
         "CrossShardOptimizer must be used in a replica, got the scope of a "
         f"{type(tf.distribute.get_strategy()).__name__} outside of its run(). "
-        "Call it in a function that is given to strategy.run().")
+        "Call it in a function that you pass to strategy.run().")
   return context.num_replicas_in_sync
 
 
 def _map_gradients(function, grads_and_vars):
-  """Replaces all gradients but None by what a function of them all gives."""
+  """Replaces all gradients but None by the results of a function of all."""
   gradients = [_of_tensors(g) for g, _ in grads_and_vars if g is not None]
   mapped = iter(function(gradients) if gradients else [])
   return [(None if g is None else next(mapped), v) for g, v in grads_and_vars]
@@ -252,7 +252,8 @@ def _sums_over_shards(gradients, groups):
     with framework_ops.colocate_with(gradient):
       if not isinstance(gradient, tf.IndexedSlices):
         return tf.compat.v1.tpu.cross_replica_sum(gradient, groups)
-      # TPUs have no collectives of 64 bit integers, nor that many rows.
+      # TPUs have no collectives of 64-bit integers. Row numbers fit into 32
+      # bits.
       indices = _gather_rows(tf.cast(gradient.indices, tf.int32), groups)
       return tf.IndexedSlices(_gather_rows(gradient.values, groups),
                               tf.cast(indices, gradient.indices.dtype),
@@ -263,14 +264,14 @@ def _sums_over_shards(gradients, groups):
 
 def _gather_rows(x, groups):
   """The rows of all shards of a group, in the group's order."""
-  # One copy for each of them.
+  # One copy for each shard of the group.
   size = len(groups[0])
   return tf.raw_ops.AllToAll(
       input=tf.concat([x] * size, axis=0), group_assignment=groups,
       concat_dimension=0, split_dimension=0, split_count=size)
 
 
-# In a replica of a strategy, whose collectives are of all replicas.
+# In a replica of a strategy, whose collectives include all replicas.
 
 
 def _check_copies(grads_and_vars, groups):
@@ -278,8 +279,8 @@ def _check_copies(grads_and_vars, groups):
     if gradient is not None and not isinstance(
         variable, tf.distribute.DistributedValues):
       raise ValueError(
-          "Every replica must have its own copy of a variable that several "
-          f"groups train, {groups}, got one for all: "
+          "Every replica must have its own copy of a variable if there are "
+          f"several groups, {groups}, got one copy for all of "
           f"'{getattr(variable, 'name', variable)}'. Make it in the scope of a "
           "strategy that mirrors variables.")
 
@@ -295,18 +296,18 @@ def _sums_over_replicas(gradients, groups):
   mine = tf.gather(group_of, context.replica_id_in_sync_group)
 
   def place(gradient):
-    """Puts it where the sum of this group lies beside those of the others."""
+    """Puts a gradient in this group's place among those of all groups."""
     if isinstance(gradient, tf.IndexedSlices):
       indices = tf.cast(gradient.indices, tf.int64)
       return tf.IndexedSlices(
-          # There is no collective that gathers bfloat16.
+          # No collective gathers bfloat16.
           tf.cast(gradient.values, tf.float32)
           if gradient.dtype == tf.bfloat16 else gradient.values,
           indices * len(groups) + tf.cast(mine, tf.int64),
           gradient.dense_shape)
     flat = tf.reshape(gradient, [1, -1])
     here = tf.equal(tf.range(len(groups)), mine)
-    # Not a product: what is not finite would be in all groups.
+    # Not a product: a number that is not finite would spread to all groups.
     return tf.where(here[:, tf.newaxis], flat, tf.zeros_like(flat))
 
   def take(total, gradient):
@@ -324,12 +325,13 @@ def _sums_over_replicas(gradients, groups):
 
 
 class _ReducedContext(tf.distribute.ReplicaContext):
-  """A replica's context in which optimizers find gradients summed already.
+  """A replica's context in which an optimizer does not sum gradients.
 
   In a replica, an optimizer calls `merge_call` of the context with a function
-  of the strategy, which sums the gradients of all replicas and then updates
-  each replica's copy of a variable, its slots and the rest of its state. Here
-  that function gets a strategy that leaves every replica its own gradient.
+  of the strategy. The function sums the gradients of all replicas and then
+  updates each replica's copies of variables, slots and other state. In this
+  context, the function gets a strategy whose sum is each replica's own
+  gradient.
   """
 
   def __init__(self, context):
@@ -354,7 +356,7 @@ class _Changed:
 
 
 def _reduced(strategy):
-  """A strategy that takes the gradients of each replica for the sum."""
+  """A strategy whose sum of gradients is each replica's own gradient."""
 
   def batch_reduce_to(reduce_op, value_destination_pairs, options=None):
     del reduce_op, options

@@ -1,4 +1,4 @@
-"""Asynchronous training that drops gradients of weights that are too old."""
+"""Asynchronous training that drops gradients of old weights."""
 
 from collections.abc import Callable
 from collections.abc import Iterator
@@ -35,11 +35,11 @@ class StalenessStats(typing.NamedTuple):
   Attributes:
     admitted: int64 scalar, the number of admitted updates.
     dropped: int64 scalar, the number of dropped ones.
-    drop_rate: float64 scalar, the part that was dropped, in [0, 1]; 0 before
-      the first.
-    admitted_histogram: int64, [64]: how many admitted updates had a staleness
-      of 0, 1, ... 62, and of 63 or more.
-    dropped_histogram: The same of the dropped ones.
+    drop_rate: float64 scalar, the dropped fraction, in [0, 1]; 0 before the
+      first update.
+    admitted_histogram: int64, [64]: the numbers of admitted updates of
+      staleness 0, 1, ... 62, and of 63 or more.
+    dropped_histogram: The same numbers of dropped updates.
   """
   admitted: typing.Any
   dropped: typing.Any
@@ -56,27 +56,27 @@ class _State(typing.NamedTuple):
 
 
 class DropStaleGradientOptimizer(WrapperOptimizer):
-  """Drops gradients that were computed from weights that are too old.
+  """Drops gradients that were computed from old weights.
 
   For asynchronous training: several workers compute gradients of shared weights
   and apply them without waiting for each other. The staleness of a gradient is
   the number of updates that its weights may miss. These are the updates that
   other workers had begun and not completed when this worker began to read the
-  weights, and the updates that were admitted since. If the staleness is at most
-  the limit, the inner optimizer applies the gradient. If not, only the counters
-  change, and the gradient is not sent to the parameter servers.
+  weights, and the updates that were admitted after that. If the staleness is at
+  most the limit, the inner optimizer applies the gradient. If not, only the
+  counters change, and the gradient is not sent to the parameter servers.
 
   One native op on the device of the global step decides and counts, atomically.
-  However many workers race, no update is computed from weights that miss more
-  than `staleness` updates. If a worker dies during an update, its slot is
-  released.
+  No admitted update is computed from weights that miss more than `staleness`
+  updates, however many workers run concurrently. If a worker dies during an
+  update, its slot is released.
 
   State: the variables `stale_counter` (float32 scalar, the number of dropped
-  gradients) and `staleness_histogram` (int64, [2, 64], see `staleness_stats`),
-  not trainable, beside the global step, named in the variable scope of the
-  first `apply_gradients`; further instances there get `stale_counter_1` and so
-  on. A checkpoint of 1.15 has no `staleness_histogram`: leave it out of the
-  Saver that restores one.
+  gradients) and `staleness_histogram` (int64, [2, 64], see `staleness_stats`).
+  They are not trainable, are on the device of the global step, and are named in
+  the variable scope of the first `apply_gradients`; further instances there get
+  `stale_counter_1` and so on. A checkpoint of 1.15 has no
+  `staleness_histogram`: leave that variable out of the Saver that restores one.
 
   Example, a gradient whose weights miss one update:
 
@@ -91,10 +91,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   >>> print(w.numpy(), step.numpy(), opt.staleness_stats().dropped)
   0.5 1 1
 
-  In a graph: `train_op = opt.minimize(loss, global_step)`. The step is recorded
-  before the gradients are computed. But TensorFlow may read the weights of a
-  `loss` that was built before even earlier. So build the loss as below, or give
-  `minimize` a function that builds it:
+  In a graph: `train_op = opt.minimize(loss, global_step)`. The step must be
+  recorded before the weights are read. If `loss` was built earlier, TensorFlow
+  may read them first. So build the loss as below, or pass `minimize` a function
+  that builds it:
 
       with opt.record_step():
         loss = model(images)
@@ -108,10 +108,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   that had begun when the step was recorded; `record_step`; callable losses,
   eager mode, `tf.function`, `tf.train.Checkpoint`; several instances and
   several calls in a graph; `policy`, `staleness_stats`, `worker`; the gated op
-  is the TRAIN_OP. Errors in place of wrong results: the step must be the one
-  that was recorded, of dtype int32 or int64; `opt` must be a
-  `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the gate's;
-  a `tf.distribute` strategy has no asynchronous workers.
+  is the TRAIN_OP. Arguments are checked: the step must be the recorded one, of
+  dtype int32 or int64; `opt` must be a `tf.compat.v1.train.Optimizer`. Its
+  slots and checkpoints are the gate's. A `tf.distribute` strategy is an error:
+  it has no asynchronous workers.
   """
 
   def __init__(self, opt: V1Optimizer, staleness: Integer,
@@ -131,25 +131,25 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       policy: How an admitted gradient is applied. "drop": unchanged. "scale":
         divided by max(1, its staleness). For gradient descent this divides the
         update, as in staleness-aware SGD; optimizers that normalize gradients
-        undo a part of it. A function: multiplied by the result of the function
-        for its staleness, a scalar int64 tensor. A gradient beyond the limit is
-        dropped with each policy.
-      global_step: The step variable; by default what `minimize` and
-        `apply_gradients` are given, and for `compute_gradients` and
-        `record_step` the graph's.
-      worker: A name for this worker, such as "worker_1": gradients of this
-        optimizer object are counted for it too, in a local variable, and shown
-        in TensorBoard as `<worker>/staleness/admitted`,
+        undo a part of it. A function: multiplied by the result of the function,
+        whose argument is the staleness, a scalar int64 tensor. Every policy
+        drops a gradient beyond the limit.
+      global_step: The step variable. By default, the argument of `minimize` or
+        `apply_gradients`; for `compute_gradients` and `record_step`, the
+        graph's global step.
+      worker: A name for this worker, such as "worker_1". If given, gradients of
+        this optimizer object are also counted in a local variable. TensorBoard
+        shows the counts as `<worker>/staleness/admitted`,
         `<worker>/staleness/dropped` and `<worker>/drop_rate`.
-      fused: Whether the inner optimizer's step is taken by a native op: True
-        insists, None where there is one for it, False leaves it to the inner
-        optimizer. The numbers agree to rounding.
+      fused: Whether a native op takes the inner optimizer's step. None: if
+        there is one. True: raise an error if there is none. False: never. The
+        numbers agree to rounding.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
         is not an integer, or `global_step` is not a variable.
-      ValueError: If `policy` is none of these, or `fused` is True and there is
-        no such op.
+      ValueError: If `policy` is neither of the two names nor a function, or
+        `fused` is True and there is no such op.
     """
     super().__init__(opt, name)
     del use_locking
@@ -169,8 +169,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._fused = None if fused is None else bool(fused)
     if fused and not self.fused:
       raise ValueError(
-          f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
-          "no op for its step.")
+          f"`fused` must not be True: {type(opt).__qualname__} with these "
+          "arguments has no op that takes its step. Leave `fused` at None.")
     self._limit = staleness
     self._policy = policy
     self._global_step = global_step
@@ -178,17 +178,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._start_records()
 
   def _start_records(self):
-    """Makes what belongs to this object alone, and to no copy of it."""
-    # The record that gradients belong to which do not tell: in a graph, the
-    # name of its last, or None once that has served; in eager mode, this
-    # thread's last.
+    """Makes the attributes that a copy of this object does not share."""
+    # The record of gradients for which none is found: in a graph, the name of
+    # the graph's last one, or None once it has served; in eager mode, this
+    # thread's last one.
     self._last_in_graph = weakref.WeakKeyDictionary()
     self._eager = threading.local()
     # In eager mode, by the id of a gradient: (weak reference, record).
     self._of_gradient = {}
-    # By graph, or by this optimizer for eager mode.
+    # By graph; by this optimizer for eager mode.
     self._worker_histograms = weakref.WeakKeyDictionary()
-    # Blocks of `record_step` that this thread is in.
+    # The open blocks of `record_step` of this thread.
     self._blocks = threading.local()
 
   def __getstate__(self):
@@ -206,8 +206,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def fused(self) -> bool:
     """Whether a native op takes the inner optimizer's step: a bool.
 
-    Even then the step is left to the inner optimizer where a variable has a
-    constraint or is named twice.
+    Even if True, the inner optimizer takes the step if a variable has a
+    constraint or is listed twice.
     """
     return self._has_one_pass()
 
@@ -219,26 +219,27 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   @contextlib.contextmanager
   def record_step(self,
                   global_step: Optional[Variable] = None) -> Iterator[Tensor]:
-    """Records the step; what the `with` block builds reads weights after that.
+    """Records the step; ops of the `with` block read weights after that.
 
     `compute_gradients` and `minimize` do this for a `loss` that is a function.
-    A `loss` that is a tensor is built before they are called: build it in such
-    a block. Its gradients are then taken for computed from the weights of the
-    block. Ref variables that are converted to tensors in the block are read
-    anew there, resource variables are so anyway.
+    A `loss` that is a tensor exists before they are called: build it in such a
+    block. Its gradients then have the record of the block. In the block, the
+    conversion of a ref variable to a tensor is a new read, as it always is for
+    resource variables.
 
     Args:
       global_step: The step variable; by default the constructor's or the
         graph's.
 
     Yields:
-      The record, an int64 scalar, which `apply_gradients` takes as `recorded`.
+      The record, an int64 scalar: the argument `recorded` of `apply_gradients`.
 
     Raises:
       TypeError: If `global_step` is not an integer variable.
-      ValueError: If there is none.
+      ValueError: If there is no global step.
     """
-    step = self._find_step() if global_step is None else check_global_step(global_step)
+    step = (self._find_step() if global_step is None
+            else check_global_step(global_step))
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
@@ -275,21 +276,21 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     step = tf1.train.get_global_step()
     if step is None:
       raise ValueError(
-          "A global step is required, and this graph has none. Make one with "
-          "tf.compat.v1.train.get_or_create_global_step(), or give the "
+          "A global step is required, got a graph without one. Make one with "
+          "tf.compat.v1.train.get_or_create_global_step(), or pass the "
           "optimizer one as `global_step`.")
     return check_global_step(step)
 
   def compute_gradients(
       self, loss: Loss, *args: Any,
       **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
-    """Records the step, then has the inner optimizer compute gradients.
+    """Records the step, then lets the inner optimizer compute gradients.
 
     Args:
-      loss: A tensor, or a function that gives one. A function is called after
+      loss: A tensor, or a function that returns one. A function is called after
         the step is recorded. For a tensor, see `record_step`.
       *args: See `tf.compat.v1.train.Optimizer.compute_gradients`.
-      **kwargs: As well.
+      **kwargs: See there.
 
     Returns:
       A list of (gradient, variable).
@@ -314,7 +315,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _compute(self, recorded, loss, args, kwargs):
     if kwargs.get("grad_loss") is not None and not tf.executing_eagerly():
-      # It may become a gradient as it is, which has to tell its record.
+      # A `grad_loss` may become a gradient itself, which must have a record.
       with tf.control_dependencies([recorded]):
         kwargs = {**kwargs,
                   "grad_loss": tf.nest.map_structure(
@@ -352,31 +353,31 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                       **kwargs: Any) -> Optional[Operation]:
     """Applies gradients if they are fresh enough.
 
-    The step that counts is the one that was recorded by the
-    `compute_gradients` that gave these gradients, whatever else was done with
-    them since. A gradient of a `tf.GradientTape`, and in eager mode one that
-    was changed since, may not tell its record. Unless `recorded` is given, it
-    is then that of the last `compute_gradients` or `record_step`, in eager mode
-    of this thread. In eager mode and in a `tf.function`, it serves one
-    `apply_gradients`.
+    Staleness is counted from the step that was recorded by the
+    `compute_gradients` that returned these gradients, even if they were changed
+    since. A gradient of a `tf.GradientTape`, and in eager mode a gradient that
+    was changed since, may have no record. Its record is then `recorded`, if
+    given, or that of the last `compute_gradients` or `record_step`, in eager
+    mode of this thread. In eager mode and in a `tf.function`, that record
+    serves one `apply_gradients`.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
       global_step: The step variable, which an admitted update increments; by
-        default the constructor's. It must be the one that was recorded.
+        default the constructor's. It must be the recorded one.
       name: A name for the operations.
-      recorded: What `record_step` gave, for gradients that do not come from
-        `compute_gradients`.
+      recorded: The record that `record_step` yielded, for gradients that do not
+        come from `compute_gradients`.
       **kwargs: Further arguments of the inner optimizer.
 
     Returns:
       A float32 scalar tensor: the number of dropped gradients, from all
-      workers, after this one. In a graph, running it is the gated step.
+      workers, after this one. In a graph, running it takes the gated step.
 
     Raises:
       TypeError: If `global_step` is not an integer variable.
-      ValueError: If there is no variable or no gradient, no global step or
-        another one than was recorded, or if nothing was recorded.
+      ValueError: If there is no variable, no gradient or no global step, if
+        another global step was recorded, or if no step was recorded.
     """
     if recorded is not None:
       kwargs["recorded"] = recorded
@@ -388,13 +389,14 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                    else step.global_step)
     if global_step is None:
       raise ValueError(
-          "`global_step` must be the step variable that staleness is counted "
-          "by, got None.")
+          "`global_step` must be the step variable, which counts updates, got "
+          "None.")
     check_global_step(global_step)
     if tf.distribute.has_strategy():
       raise NotImplementedError(
-          f"{type(self).__name__} must not be used in a tf.distribute strategy, "
-          "whose replicas share one step. Use it between asynchronous workers.")
+          f"{type(self).__name__} must not be used in a tf.distribute "
+          "strategy, whose replicas share one step. Use it between "
+          "asynchronous workers.")
     gradients = [g for g, _ in step.grads_and_vars if g is not None]
     options = dict(step.options)
     recorded = options.pop("recorded", None)
@@ -402,7 +404,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       recorded = self._recorded(gradients, global_step)
     state = self._state(global_step, gradients[0].device)
 
-    # Control edges only: whether gradients travel is not decided yet.
+    # Control edges only, so that a dropped gradient is not transferred.
     with tf.control_dependencies(_when_ready(gradients)):
       verdict = ops.staleness_gate(
           global_step, state.stale_counter, state.histogram, recorded,
@@ -416,8 +418,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness)))
       except BaseException:
-        # The update is in flight as long as its ticket is there, and the
-        # traceback would keep it.
+        # The update is in flight as long as its ticket exists, and the
+        # traceback would keep the ticket alive.
         del verdict
         raise
       after = [*([] if taken.done is None else [taken.done]), *new]
@@ -429,8 +431,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
     with tf.control_dependencies(after), ops.device_of(state.stale_counter):
-      # What is written is not read before: `read_value` of a ref variable may
-      # be the variable's own buffer.
+      # The identity runs after the update: `read_value` of a ref variable may
+      # return the variable's own buffer.
       counter = tf.identity(state.stale_counter.read_value(),
                             name=step.name or self._name)
     if tf1.executing_eagerly_outside_functions():
@@ -438,18 +440,19 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     return _step.Taken(counter, True)
 
   def _recorded(self, gradients, step):
-    """The record that these gradients were computed after."""
+    """The record of these gradients."""
     records = (self._recorded_eagerly(gradients, step)
                if tf.executing_eagerly() else
                self._recorded_in_graph(gradients, step))
     if not records:
       raise ValueError(
-          "The step was not recorded for these gradients. Take them from "
-          "compute_gradients of this optimizer (or call minimize); or compute "
-          "them in `with opt.record_step(global_step) as recorded:` and give "
-          "`recorded` to apply_gradients. In eager mode and in a tf.function, "
-          "a record serves one apply_gradients.")
-    # Of several, the weights of the oldest.
+          "The step must be recorded before gradients are computed, got "
+          "gradients without a record. Take them from compute_gradients of "
+          "this optimizer (or call minimize); or compute them in `with "
+          "opt.record_step(global_step) as recorded:` and pass `recorded` to "
+          "apply_gradients. In eager mode and in a tf.function, a record "
+          "serves one apply_gradients.")
+    # The oldest of several records counts.
     with ops.device_of(step):
       return tf.reduce_min(tf.stack(records)) if records[1:] else records[0]
 
@@ -462,7 +465,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if record.step is not step:
         raise _another_step(step, record.step.name)
     if any(record is last for record in records):
-      # It tells nothing of gradients that come later.
+      # Later gradients need a record of their own.
       self._eager.last = None
     return [record.recorded for record in records]
 
@@ -476,7 +479,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if _from_outside(op.inputs[0]) is not handle:
         raise _another_step(step, op.inputs[0].name)
     if last in found and tf1.executing_eagerly_outside_functions():
-      # As in eager mode. But other branches may take it, too.
+      # As in eager mode. Not deleted, because other branches may look it up.
       self._last_in_graph[graph] = None
     return [op.outputs[0] for op in found]
 
@@ -486,7 +489,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if graph in self._last_in_graph:
         name = self._last_in_graph[graph]
         return name and graph.get_operation_by_name(name)
-      # In a branch, gradients may come from outside of it.
+      # In a branch, gradients may come from the graph around it.
       graph = getattr(graph, "outer_graph", None)
     return None
 
@@ -566,9 +569,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     """The numbers of updates that this gate has admitted and dropped.
 
     Args:
-      worker: Whether of this optimizer object alone, which the constructor's
-        `worker` names, since its variables were initialized; else of all
-        workers together.
+      worker: True: the updates of this optimizer object, since its local
+        variable was initialized; the constructor must have been given a
+        `worker`. False: the updates of all workers.
 
     Returns:
       A `StalenessStats`: tensors, or NumPy arrays in eager mode.
@@ -578,14 +581,14 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       ValueError: If `worker` is True and the constructor was given no name.
     """
     if worker and self._worker is None:
-      raise ValueError("`worker` must not be True for an optimizer that was "
-                       "made without the name of its `worker`.")
+      raise ValueError("`worker` must not be True for an optimizer without the "
+                       "name of its worker. Pass `worker` to the constructor.")
     graph = (None if tf1.executing_eagerly_outside_functions()
              else tf1.get_default_graph())
     histogram = (self._worker_histograms.get(graph or self) if worker else
                  self._non_slot_dict.get(("staleness_histogram", graph)))
     if histogram is None:
-      raise RuntimeError("staleness_stats() is there after the first "
+      raise RuntimeError("staleness_stats() must be called after the first "
                          "apply_gradients or minimize in this graph.")
     with ops.device_of(histogram):
       stats = _stats(histogram)
@@ -594,8 +597,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     return stats
 
   def _make_summaries(self, state, step):
-    # A part of what summaries are merged into, which is run by itself too: so
-    # they do not wait for the update.
+    # The summaries do not wait for the update: the merged summary may also run
+    # without it.
     tf1.summary.scalar(
         "Gradient_staleness_percentage",
         state.stale_counter / tf.cast(step + 1, tf.float32))
@@ -609,7 +612,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
             summary_metadata=_metadata("histograms"))
 
   def _write_summaries(self, state, step):
-    # Functions, for most programs have no writer that would call them.
+    # Functions, which are called only if there is a summary writer.
     step = tf.cast(step.read_value(), tf.int64)
     tf.summary.write(
         "Gradient_staleness_percentage",
@@ -630,7 +633,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
 class _Record(typing.NamedTuple):
   recorded: tf.Tensor
-  step: tf.Variable | None  # None where only a graph's tensors tell.
+  step: tf.Variable | None  # None if a graph's tensors imply it.
 
 
 def _current_graph():
@@ -644,12 +647,12 @@ def _graph_of(tensor):
 def _another_step(step, recorded):
   return ValueError(
       "`global_step` must be the step variable that was recorded, "
-      f"'{recorded}', got '{step.name}'. Give the optimizer the right one as "
+      f"'{recorded}', got '{step.name}'. Pass the optimizer the right one as "
       "`global_step`.")
 
 
 def _check_pairs(grads_and_vars):
-  """Refuses what the inner optimizer would, before anything is decided."""
+  """Checks what the inner optimizer checks, before the gate decides."""
   if not grads_and_vars:
     raise ValueError("No variables provided.")
   for _, v in grads_and_vars:
@@ -666,17 +669,17 @@ def _tensor_of(gradient):
 
 
 def _graph_input(step):
-  """The tensor by which ops take a step variable."""
+  """The tensor that is the input of ops on a step variable."""
   return step.handle if hasattr(step, "handle") else step._ref()
 
 
-# By these ops a tensor enters a branch or loop of control flow version 1.
+# Ops by which a tensor enters a branch or loop of control flow version 1.
 _ENTRANCES = ("Switch", "RefSwitch", "Enter", "RefEnter")
 
 
 def _from_outside(tensor):
-  """The tensor that a branch, loop or function got by this one; else itself."""
-  while not hasattr(tensor, "numpy"):  # An eager tensor comes from nowhere.
+  """The tensor outside all branches, loops and functions that `tensor` is."""
+  while not hasattr(tensor, "numpy"):  # An eager tensor is outside.
     if tensor.op.type in _ENTRANCES:
       tensor = tensor.op.inputs[0]
       continue
@@ -688,7 +691,7 @@ def _from_outside(tensor):
 
 
 def _captured(tensor):
-  """What a placeholder of a function's graph stands for, or None."""
+  """The tensor that a placeholder of a function's graph captures, or None."""
   if tensor.op.type != "Placeholder":
     return None
   for outside, inside in getattr(tensor.graph, "captures", ()):
@@ -698,7 +701,7 @@ def _captured(tensor):
 
 
 def _records_before(targets):
-  """Ops that recorded a step and that `targets` come after, first one first."""
+  """Ops that record a step and on which `targets` depend, in order."""
   seen, pending, found = set(), list(targets), []
   while pending:
     op = pending.pop()
@@ -718,7 +721,7 @@ def _records_before(targets):
 
 @contextlib.contextmanager
 def _reads_after(recorded):
-  """Variables are read after `recorded` is there."""
+  """Makes the reads of variables in the block run after `recorded`."""
   if tf.executing_eagerly():
     yield
     return
@@ -727,7 +730,7 @@ def _reads_after(recorded):
                                            *tf1.trainable_variables())
                       if isinstance(v, tf.Variable)
                       and ops.is_ref_variable(v)}.values()]
-  # The tensor that a ref variable is converted to was made with the variable.
+  # A ref variable converts to a tensor that was made with the variable.
   before = [v._snapshot for v in refs]
   with tf.control_dependencies([recorded.op]):
     for v in refs:
@@ -741,7 +744,7 @@ def _reads_after(recorded):
 
 
 def _when_ready(gradients):
-  """One operation that waits for all gradients, on their side."""
+  """An operation on the device of the gradients that waits for all of them."""
   if tf.executing_eagerly():
     return []
   with tf.device(None), tf.device(gradients[0].device):
@@ -750,10 +753,10 @@ def _when_ready(gradients):
 
 @contextlib.contextmanager
 def _new_stateful_ops():
-  """Yields a list, to which the ops are added that a tf.function makes inside.
+  """Yields a list; adds the stateful ops that a tf.function makes in the block.
 
-  There an update has no operation to wait for: all are run in program order, as
-  far as they share a resource. A gate shares none with the weights.
+  In a tf.function an update returns no operation to wait for. TensorFlow orders
+  ops that share a resource, but a gate shares none with the weights.
   """
   new = []
   if (tf.executing_eagerly() or

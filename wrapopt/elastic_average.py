@@ -1,4 +1,4 @@
-"""Elastic averaging: workers explore around a center that they share."""
+"""Elastic averaging: workers explore around a shared center."""
 
 import collections
 from collections.abc import Iterable
@@ -25,15 +25,15 @@ LOCAL_CENTER = "local_center_variable"
 
 
 class ElasticAverageCustomGetter(_centers.CenterGetter):
-  """Gives each worker variables of its own, and all of them shared centers.
+  """Makes local variables of a worker, and centers that all workers share.
 
-  The `custom_getter` of a variable scope, inside of which a worker builds its
-  model for `ElasticAverageOptimizer`, under a `replica_device_setter`.
+  The `custom_getter` of a variable scope in which a worker builds its model for
+  `ElasticAverageOptimizer`, under a `replica_device_setter`.
 
-  As `ModelAverageCustomGetter`; beside a variable `<name>` and its center
-  `global_center_variable/<name>`, the worker has its own copy of the center
-  from the last exchange: `local_center_variable/<name>`, not trainable, in
-  LOCAL_VARIABLES, on `worker_device`.
+  It makes the same variables as `ModelAverageCustomGetter`, and one more: for a
+  variable `<name>` and its center `global_center_variable/<name>`, the worker's
+  copy of the center from the last exchange, `local_center_variable/<name>`, not
+  trainable, in LOCAL_VARIABLES, on `worker_device`.
 
   Example:
 
@@ -49,23 +49,23 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
   model/w /job:worker/task:0
   local_center_variable/model/w /job:worker/task:0
 
-  Raises, when it is called:
+  Raises, when the getter is called:
     RuntimeError: In eager mode.
     NotImplementedError: In a `tf.distribute` strategy.
 
   Reference: `tf.contrib.opt.ElasticAverageCustomGetter` of TensorFlow 1.15.
 
   Differences from 1.15: the caller's collections are kept, and may be None;
-  reuse; all three variables start with the same value, also of a random
-  initializer; regularizers and constraints are the worker's variable's alone.
+  reuse; all three variables start with the same value, even with a random
+  initializer; only the worker's variable has regularizers and constraints.
   """
 
   def __init__(self, worker_device: str) -> None:
     """Makes the getter of one worker.
 
     Args:
-      worker_device: The device of its variables, as `tf.device` takes it, such
-        as "/job:worker/task:0".
+      worker_device: The device of the worker's variables, as in `tf.device`,
+        such as "/job:worker/task:0".
 
     Raises:
       ValueError: If `worker_device` is a string that names no device.
@@ -86,9 +86,9 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
 class ElasticAverageOptimizer(WrapperOptimizer):
   """Trains a model per worker, and pulls worker and center to each other.
 
-  Each of `num_worker` asynchronous workers trains variables of its own. After
-  every `communication_period` of its steps, it exchanges with the centers on
-  the parameter servers. With `v` the worker's variable and `c` its center, both
+  Each of `num_worker` asynchronous workers trains local variables. After every
+  `communication_period` of its steps, it exchanges with the centers on the
+  parameter servers. With `v` the worker's variable and `c` its center, both
   before the exchange,
 
       local_center = c
@@ -108,20 +108,20 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   differences back, and a native op updates each side. The ops lock the centers,
   so that no update of another worker is lost.
 
-  A step between exchanges runs the inner optimizer's step and some dozen nodes
-  more, whatever the number of variables. It transfers no value.
+  A step between exchanges runs the inner optimizer's step and some dozen other
+  nodes, whatever the number of variables. It transfers no value.
 
   `global_step` counts the exchanges of all workers, not steps.
 
-  The variables come from an `ElasticAverageCustomGetter`. State: `local_step`
+  An `ElasticAverageCustomGetter` makes the variables. State: `local_step`
   (int32 scalar, the number of this worker's steps; further instances get
   `local_step_1` and so on), and the inner optimizer's variables. All of these
   are in LOCAL_VARIABLES, on the worker's device, and not in a checkpoint. The
-  checkpoint holds `global_center_variable/<name>`. The hook starts each worker
-  from the centers, restored or not.
+  checkpoint holds `global_center_variable/<name>`. The hook of
+  `make_session_run_hook` starts each worker from the centers, restored or not.
 
   Example of a single worker with a center at 0. It takes two steps of 1, then
-  both move half of the way to each other:
+  worker and center move half of the way to each other:
 
   >>> import tensorflow.compat.v1 as tf1
   >>> with tf.Graph().as_default():
@@ -153,14 +153,14 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   does not deadlock; several instances in a graph and in a cluster; `get_slot`,
   `get_slot_names` and `variables` are the inner optimizer's; few transfers, and
   none between exchanges; a worker takes one step at a time; no exchange is
-  lost; what `apply_gradients` returns is an operation, and the TRAIN_OP. Errors
-  in place of wrong results: a `moving_rate` outside of [0, 1]; a negative `rho`,
-  which would drive worker and center apart, and a learning rate that gives
-  one; numbers of workers or steps that are no integers of at least 1; an empty
-  `var_list`, with which 1.15 trained all variables.
-  `opt` must be a `tf.compat.v1.train.Optimizer`, and `ea_custom_getter` an
+  lost; `apply_gradients` returns an operation, which is the TRAIN_OP. Arguments
+  are checked: `moving_rate` must be in [0, 1]; `rho`, given or computed from
+  the learning rate, must not be negative, since it would drive worker and
+  center apart; numbers of workers or steps must be integers of at least 1;
+  `var_list` must not be empty (1.15 then trained all variables). `opt` must be
+  a `tf.compat.v1.train.Optimizer`, and `ea_custom_getter` an
   `ElasticAverageCustomGetter`. Shapes must be known when the graph is built,
-  for values travel together.
+  because a transfer holds many values.
   """
 
   BETA = 0.9
@@ -178,32 +178,31 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       opt: A `tf.compat.v1.train.Optimizer`.
       num_worker: The number of workers, the chief included.
       ea_custom_getter: The `ElasticAverageCustomGetter` that makes the trained
-        variables, before or after this.
+        variables, before or after this call.
       communication_period: The number of a worker's steps from one exchange to
         the next: an integer of at least 1, or a scalar integer tensor or
         variable.
-      moving_rate: The part of its distance that each of worker and center moves
-        in an exchange: a number in [0, 1], or a scalar tensor or variable. By
-        default `0.9 / communication_period / num_worker`.
+      moving_rate: The fraction of their distance that worker and center each
+        move in an exchange: a number in [0, 1], or a scalar tensor or variable.
+        By default `0.9 / communication_period / num_worker`.
       rho: The stiffness of the pull between exchanges: a number of at least 0,
-        which adds nothing to the loss if it is 0; or a scalar tensor or
-        variable. By default `moving_rate` divided by the learning rate of the
-        inner optimizer, or of the one that this wraps, where it has one that
-        scales gradients.
+        or a scalar tensor or variable. The number 0 adds nothing to the loss.
+        By default `moving_rate` divided by the learning rate of the optimizer
+        inside all wrappers, if its learning rate scales gradients.
       use_locking: Has no effect, as in 1.15; the centers are always locked.
-      synchronous: Whether the hook lets no worker begin before all of them
-        have started. Who starts again finds the others started, and does not
-        wait; nor does a job that is started again on parameter servers that
-        went on running.
+      synchronous: Whether the hook makes each worker wait until all workers
+        have started. A restarted worker does not wait. A restarted job does not
+        wait either, if its parameter servers kept running.
       name: The name of the optimizer.
-      start_timeout_secs: How long the hook waits if `synchronous`, in seconds.
+      start_timeout_secs: The time that the hook waits if `synchronous`, in
+        seconds.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
         `ea_custom_getter` is not an `ElasticAverageCustomGetter`, or a count is
         not an integer.
-      ValueError: If a number is out of range, or the learning rate is not known
-        and `rho` is not given.
+      ValueError: If a number is out of range, or `rho` is not given and the
+        learning rate is not known.
       RuntimeError: In eager mode.
       NotImplementedError: In a `tf.distribute` strategy.
     """
@@ -219,8 +218,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
           f"model's variables, got {ea_custom_getter!r}.")
     if moving_rate is None:
       if not isinstance(communication_period, int):
-        raise ValueError("`moving_rate` must be given where "
-                         "`communication_period` is no integer, got "
+        raise ValueError("`moving_rate` must be given if "
+                         "`communication_period` is not an integer, got "
                          f"{communication_period!r}.")
       moving_rate = self.BETA / communication_period / num_worker
     elif (isinstance(moving_rate, numbers.Real)
@@ -249,16 +248,16 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """Computes gradients of the loss and of the pull towards the centers.
 
     Args:
-      loss: A tensor, or a function that gives one.
+      loss: A tensor, or a function that returns one.
       var_list: The variables to train; by default all trainable ones.
       *args: See `tf.compat.v1.train.Optimizer.compute_gradients`.
-      **kwargs: As well.
+      **kwargs: See there.
 
     Returns:
       A list of (gradient, variable).
 
     Raises:
-      ValueError: If there is no variable, or one that the getter did not make.
+      ValueError: If there is no variable, or the getter did not make one.
     """
     if var_list is None:
       var_list = tf1.trainable_variables()
@@ -288,7 +287,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,
                       **kwargs: Any) -> Optional[Operation]:
-    """Takes a step of the inner optimizer, and exchanges where that is due.
+    """Takes a step of the inner optimizer, and exchanges if due.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable). A variable with a
@@ -298,12 +297,12 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       **kwargs: Further arguments of the inner optimizer.
 
     Returns:
-      An `Operation`. A worker must take one step at a time; that two ran at the
-      same time is a `tf.errors.InvalidArgumentError`.
+      An `Operation`. A worker must take one step at a time: two concurrent
+      steps are a `tf.errors.InvalidArgumentError`.
 
     Raises:
-      ValueError: If there is no variable, none has a gradient, or one was not
-        made by the getter.
+      ValueError: If there is no variable, none has a gradient, or the getter
+        did not make one.
     """
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
@@ -311,7 +310,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     return _step.where_accepted(self, step, self._take_accepted)
 
   def _take_accepted(self, step):
-    # What is no variable is for the inner optimizer to refuse.
+    # The inner optimizer refuses anything that is not a variable.
     variables = list({v.ref(): v for g, v in step.grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     centers, local_centers = self._copies(variables)
@@ -339,21 +338,21 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     return False  # An exchange may follow the inner optimizer's step.
 
   def _exchange(self, variables, centers, local_centers, steps, applied, due):
-    """An exchange after `applied`, in the steps in which `due` is there.
+    """An exchange after `applied`, in the steps in which `due` is not dead.
 
     Returns:
       A list of operations.
     """
     groups = _centers.buckets(variables, centers)
-    servers = collections.defaultdict(list)  # Which of the groups each has.
+    servers = collections.defaultdict(list)  # The groups of each server.
     for group in groups:
       servers[centers[group[0]].device].append(group)
     here = ops.host_device(self._local_step.device)
     done, at_servers = [], []
     for device, of_server in servers.items():
       link = _routes.Link(here, ops.host_device(device), due)
-      # Both as they are before any is changed; the centers only once, and not
-      # before the step, whose gradients depend on the worker's copies of them.
+      # Values and centers are read before either is changed. The centers are
+      # read once, and after the step, whose gradients depend on their copies.
       now, sent = link.send(due, after=[applied])
       done.append(sent)
       with tf.control_dependencies([now]):
@@ -380,31 +379,31 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   def _exchange_group(self, link, variables, centers, local_centers, flat,
                       center_flat, rate, far_rate):
-    """Exchanges variables whose values are `flat`, and `center_flat`."""
+    """Exchanges variables of values `flat` with centers `center_flat`."""
     with ops.device_of(variables[0]):
       difference = flat - center_flat
     seen = _centers.assign_packed(local_centers, [center_flat],
                                   [range(len(variables))])
     with tf.control_dependencies([seen, difference]):
       pulled = ops.averaging_assign(variables, local_centers, rate=rate)
-    # First the worker: it refuses a rate that is out of range.
+    # After the worker's update, which refuses a rate that is out of range.
     far_difference, sent = link.send(difference, after=[pulled])
-    # Constants, too, are only there then.
+    # The dependency also makes constants dead in steps without an exchange.
     with tf.control_dependencies([far_difference]):
       with ops.device_of(centers[0]):
         differences = _centers.split(far_difference, centers)
-      # The centers of now, which others may have moved since they were read.
+      # The current centers: others may have moved them since they were read.
       return sent, ops.averaging_assign(centers, [centers, differences],
                                         weights=[1.0, far_rate])
 
   def _copies(self, variables):
-    """(their centers, the worker's copies of these)."""
+    """(the centers of `variables`, the worker's copies of the centers)."""
     for v in variables:
       if v not in self._getter.centers:
         raise ValueError(
-            f"'{v.name}' has no center: a variable that is averaged must be "
-            "made by the optimizer's ElasticAverageCustomGetter, with "
-            "trainable=True, in tf.compat.v1.variable_scope(..., "
+            f"'{v.name}' must have a center, got a variable that the "
+            "optimizer's ElasticAverageCustomGetter did not make. Make it with "
+            "trainable=True in tf.compat.v1.variable_scope(..., "
             "custom_getter=getter).")
     return ([self._getter.centers[v] for v in variables],
             [self._getter.local_centers[v] for v in variables])
@@ -415,16 +414,16 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """An operation that a worker runs before its first step.
 
     Args:
-      task_index: The number of this worker, unlike those of the others, in
-        [0, num_worker). It matters only if `synchronous`.
+      task_index: The number of this worker, different from those of the others,
+        in [0, num_worker). It matters only if `synchronous`.
 
     Returns:
       An operation that sets the worker's variables, and its copies of the
-      centers, to the centers. If `synchronous`, it also notes that this worker
-      has started. It is the hook that waits for the others.
+      centers, to the centers. If `synchronous`, it also marks this worker as
+      started. The operation does not wait for the others; the hook does.
 
     Raises:
-      ValueError: If there is no variable yet, or no worker of that number.
+      ValueError: If there is no variable yet, or `task_index` is out of range.
     """
     if self._synchronous and not 0 <= task_index < self._num_worker:
       raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
@@ -432,8 +431,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     variables = self._getter.centers.in_graph()
     if not variables:
       raise ValueError(
-          "The list of variables that were made by the custom getter should "
-          "not be empty. Build the model first.")
+          "The custom getter must have made at least one variable, got none. "
+          "Build the model first.")
     centers, local_centers = self._copies(variables)
     with tf.name_scope(f"{self._name}/init"):
       init = _centers.copy_packed(centers, variables, local_centers)
@@ -444,17 +443,17 @@ class ElasticAverageOptimizer(WrapperOptimizer):
             tf.raw_ops.AssignVariableOp(resource=handle, value=True)))
 
   def _on_started(self, task_index, function):
-    """Has `function` do something to a mark that the workers share.
+    """Calls `function` with the handle of the mark that a worker has started.
 
-    A worker has started where a resource of its number is there. That needs no
-    initialization, and is no variable of a checkpoint.
+    A worker has started if the resource of its number exists. It needs no
+    initialization, and no checkpoint holds it.
 
     Args:
-      task_index: Of the worker that the mark is of.
+      task_index: The number of the worker.
       function: A function of a handle.
 
     Returns:
-      What it returns.
+      The result of `function`.
     """
     center = self._getter.centers[self._getter.centers.in_graph()[0]]
     with ops.device_of(center):
@@ -464,7 +463,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
           f"{self._local_step.op.name}/started_{task_index}"))
 
   def _started(self):
-    """A vector that tells of each worker whether it has started."""
+    """A bool vector: for each worker, whether it has started."""
     return tf.stack([
         self._on_started(i, lambda handle: tf.raw_ops.VarIsInitializedOp(
             resource=handle)) for i in range(self._num_worker)])
@@ -474,16 +473,15 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """The hook that every worker's session needs.
 
     It starts the worker from the centers whenever its session is created: at
-    the start, from restored centers, and after a failure.
+    the start, after a restore, and after a failure.
 
     Args:
-      is_chief: Whether this is the chief, which does nothing else here.
+      is_chief: Whether this is the chief. It has no effect.
       task_index: As in `get_init_op`.
 
     Returns:
       A `tf.compat.v1.train.SessionRunHook`. If `synchronous`, it raises a
-      `tf.errors.DeadlineExceededError` where the other workers have not all
-      started in time.
+      `tf.errors.DeadlineExceededError` if a worker has not started in time.
     """
     del is_chief
     return _StartHook(self, task_index)
@@ -494,14 +492,15 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                      **kwargs: Any) -> _swapping_saver.SwappingSaver:
     """A Saver that writes centers under the names of the variables.
 
-    To evaluate and to serve the model that its workers train together: there a
-    plain `tf.compat.v1.train.Saver` restores such a file into variables that
-    are made without the getter. Here it restores the centers.
+    For the program that evaluates or serves the model: its plain
+    `tf.compat.v1.train.Saver` restores such a file into variables that were
+    made without the getter. In a worker's graph, this saver restores the
+    centers.
 
     Args:
-      var_list: What to save: None for all trainable variables, an iterable of
-        variables, or a dict from names to variables. Variables without a center
-        are saved as they are.
+      var_list: The variables to save: None for all trainable variables, an
+        iterable of variables, or a dict from names to variables. Variables
+        without a center are saved unchanged.
       name: A name for the saver's operations.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
 
@@ -513,8 +512,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     """
     if not self._getter.centers.in_graph():
       raise RuntimeError(
-          "There is no center yet: make the model's variables with the "
-          "ElasticAverageCustomGetter before the swapping_saver.")
+          "swapping_saver needs at least one center, got none. Make the "
+          "variables with the ElasticAverageCustomGetter first.")
     if var_list is None:
       var_list = tf1.trainable_variables()
     return tf1.train.Saver(
@@ -541,7 +540,7 @@ class _StartHook(SessionRunHook):
       self._wait(session, coord)
 
   def _wait(self, session, coord):
-    # Nothing waits on the parameter server, where it would outlive this worker.
+    # The worker polls: a wait on the parameter server would outlive the worker.
     timeout = self._opt._start_timeout_secs
     deadline = time.monotonic() + timeout
     while not coord.should_stop():
@@ -552,19 +551,19 @@ class _StartHook(SessionRunHook):
       if time.monotonic() > deadline:
         raise tf.errors.DeadlineExceededError(
             None, None,
-            f"Workers {missing} of {self._opt._num_worker} have not started "
-            f"within {timeout} seconds (`start_timeout_secs`).")
+            f"All {self._opt._num_worker} workers must start within {timeout} "
+            f"seconds (`start_timeout_secs`), but workers {missing} have not.")
       time.sleep(self._PAUSE_SECS)
 
 
 def _learning_rate(opt):
-  """What the gradients of `opt` are scaled by: a number, tensor or callable."""
+  """The learning rate of `opt`: a number, tensor or callable."""
   lr = getattr(opt, "_learning_rate", None)
   if lr is None or isinstance(lr, numbers.Real) and not lr > 0:
     raise ValueError(
-        "`rho` must be given: it is `moving_rate` divided by the learning rate "
-        f"by default, but {type(opt).__qualname__} has "
-        f"{'none' if lr is None else lr} by which gradients are scaled.")
+        f"`rho` must be given: {type(opt).__qualname__} must have a positive "
+        "learning rate that scales gradients for the default of `rho`, got "
+        f"{'none' if lr is None else lr}.")
   return lr
 
 
@@ -582,6 +581,6 @@ def _pull(rho, pairs):
 
 def _increment(step):
   with ops.device_of(step):
-    # Not without the lock of a ref variable: other workers increment it too.
+    # Lock a ref variable: other workers increment it too.
     return tf1.assign_add(step, tf.ones([], step.dtype.base_dtype),
                           use_locking=True).op

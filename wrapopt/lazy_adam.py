@@ -8,15 +8,15 @@ from wrapopt import ops
 
 
 class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
-  """Adam that leaves rows alone which a sparse gradient lacks.
+  """Adam that updates only the rows that a sparse gradient touches.
 
-  Adam's moments decay in each step, so that it moves all rows of an embedding
-  whatever the batch has touched. This optimizer updates the moments and the
-  weights of the touched rows only, as if each row were trained by itself but for
-  the count of steps. With a dense gradient it is Adam.
+  Adam's moments decay in each step, so Adam moves all rows of an embedding,
+  whatever rows a batch touches. This optimizer updates the moments and the
+  weights of the touched rows only. Each row is trained like a variable of its
+  own, but the step count is common to all rows. A dense gradient is a step of
+  Adam.
 
-  Inside a `MovingAverageOptimizer` the averages cost no more than these rows,
-  either.
+  Inside a `MovingAverageOptimizer`, the averages also cost only these rows.
 
   Example:
 
@@ -29,8 +29,8 @@ class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
   References: Kingma and Ba, "Adam: a method for stochastic optimization", 2015;
   `tf.contrib.opt.LazyAdamOptimizer` of TensorFlow 1.15.
 
-  Differences from 1.15: one native op for a variable's step; gradients of one
-  row are summed, whatever their order.
+  Differences from 1.15: one native op for a variable's step; if a row occurs
+  several times in a gradient, its gradients are summed.
   """
 
   def __init__(self, learning_rate: Any = 0.001, beta1: Any = 0.9,
@@ -48,8 +48,8 @@ class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
     """
     super().__init__(learning_rate, beta1, beta2, epsilon, use_locking, name)
 
-  # TensorFlow sums the gradients of one row before it calls `_apply_sparse`. The
-  # op does that itself.
+  # TensorFlow sums the gradients of each row before it calls `_apply_sparse`.
+  # The op sums them itself.
 
   def _apply_sparse_duplicate_indices(self, grad, var):
     return self._apply_rows(grad, var)
@@ -67,5 +67,5 @@ class LazyAdamOptimizer(tf.compat.v1.train.AdamOptimizer):
          "epsilon": self._epsilon_t, "weight_decay": 0.0,
          "use_nesterov": False, "beta1_power": beta1_power,
          "beta2_power": beta2_power}, use_locking=self._use_locking)
-    # In a tf.function it runs by itself; TensorFlow asks for an operation.
+    # In a tf.function the update runs anyway; TensorFlow needs an operation.
     return tf.no_op() if update is None else update

@@ -1,4 +1,4 @@
-"""Averages the weights that several workers train apart from each other."""
+"""Averages the weights of workers that train independently of each other."""
 
 import collections
 import numbers
@@ -19,29 +19,30 @@ tf1 = tf.compat.v1
 
 _ROUND_TIMEOUT_SECS = 600.0
 _CHIEF_TIMEOUT_SECS = 1200.0
-# No round has this number: to wait for its end is not to wait.
+# No round has this number: a wait for its end returns at once.
 _NO_ROUND = -2
-# The number of the round that is open before a chief has opened one.
+# The number of the open round before a chief has opened one.
 _UNOPENED = -1
 
 
 class ModelAverageCustomGetter(_centers.CenterGetter):
-  """Gives each worker variables of its own, and all of them shared centers.
+  """Makes local variables of a worker, and centers that all workers share.
 
-  The `custom_getter` of a variable scope, inside of which a worker builds its
-  model for `ModelAverageOptimizer`, under a `replica_device_setter`.
+  The `custom_getter` of a variable scope in which a worker builds its model for
+  `ModelAverageOptimizer`, under a `replica_device_setter`.
 
-  A trainable variable `<name>` becomes the worker's own: on `worker_device`, in
-  the collection LOCAL_VARIABLES in place of GLOBAL_VARIABLES, and in the others
-  that the caller names. Beside it comes its center, which the workers share:
+  A trainable variable `<name>` becomes a local variable of the worker: on
+  `worker_device`, in the collection LOCAL_VARIABLES instead of
+  GLOBAL_VARIABLES, and in the other collections that the caller names. The
+  getter also makes its center, which all workers share:
   `global_center_variable/<name>`, not trainable, in GLOBAL_VARIABLES, of the
-  same dtype and shape, on the device that the caller's scope gives it. It
-  starts with the initial value of the worker's variable, without reading the
-  variable. A `PartitionedVariable` has a center for each slice. A variable that
-  is got again keeps its center.
+  same dtype and shape, on the device that the caller's scope chooses. The
+  center starts with the initial value of the worker's variable, without reading
+  the variable. A `PartitionedVariable` has a center for each slice. A variable
+  that is reused keeps its center.
 
-  Other variables are left alone, but for those of LOCAL_VARIABLES, which are
-  put on `worker_device`.
+  Other variables are not changed, except that those of LOCAL_VARIABLES are
+  placed on `worker_device`.
 
   Example, of one worker and a parameter server:
 
@@ -57,7 +58,7 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   model/w /job:worker/task:0
   global_center_variable/model/w /job:ps/task:0
 
-  Raises, when it is called:
+  Raises, when the getter is called:
     RuntimeError: In eager mode.
     NotImplementedError: In a `tf.distribute` strategy.
 
@@ -71,8 +72,8 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
     """Makes the getter of one worker.
 
     Args:
-      worker_device: The device of its variables, as `tf.device` takes it, such
-        as "/job:worker/task:0".
+      worker_device: The device of the worker's variables, as in `tf.device`,
+        such as "/job:worker/task:0".
 
     Raises:
       ValueError: If `worker_device` is a string that names no device.
@@ -86,10 +87,10 @@ class _Rounds(typing.NamedTuple):
   """The averaging of one `apply_gradients`.
 
   Attributes:
-    name: Of the rounds, one for all workers.
-    local_step: int32 scalar variable, the steps that this worker has taken.
-    local_round: int64 scalar variable, the round that this worker takes part in:
-      it was the open one when the worker last started from the centers.
+    name: The name of the rounds, the same for all workers.
+    local_step: int32 scalar variable, the number of steps of this worker.
+    local_round: int64 scalar variable, the round that this worker takes part
+      in: the open one when the worker last started from the centers.
   """
   name: str
   local_step: tf.Variable
@@ -99,45 +100,45 @@ class _Rounds(typing.NamedTuple):
 class ModelAverageOptimizer(WrapperOptimizer):
   """Trains a model per worker, and replaces them by their mean at intervals.
 
-  Each worker trains variables of its own. Every `interval_steps` steps of the
-  inner optimizer it sends their values to the parameter servers and waits. The
-  mean over the workers,
+  Each worker trains local variables. Every `interval_steps` steps of the inner
+  optimizer it sends their values to the parameter servers and waits. Once all M
+  workers have sent their values, the parameter servers compute their mean
 
-      center = (1 / M) sum_k local_k,
+      center = (1 / M) sum_k local_k
 
-  is computed on the parameter servers in float (double for double), in place
-  and in one pass over memory, once all M workers have sent their values. Then
-  the global step is incremented, and every worker resumes from the centers. The
-  global step counts these rounds, not the steps of the inner optimizer.
+  in float (double for double), in place and in one pass over memory. Then the
+  global step is incremented, and every worker resumes from the centers. This is
+  a round. The global step counts rounds, not steps of the inner optimizer.
 
-  Of `num_worker` workers one is the chief. Each of them builds the same graph,
-  makes its variables with a `ModelAverageCustomGetter` under
-  `tf.compat.v1.train.replica_device_setter`, and gives its session the hook
-  of `make_session_run_hook`: it starts the worker from the centers, as they are
-  after initialization or after a checkpoint was restored.
+  One of the `num_worker` workers is the chief. Each worker builds the same
+  graph, makes its variables with a `ModelAverageCustomGetter` under
+  `tf.compat.v1.train.replica_device_setter`, and gives its session the hook of
+  `make_session_run_hook`. The hook starts the worker from the centers, after
+  they were initialized or restored from a checkpoint.
 
   Slow and dead workers: a round ends `round_timeout_secs` after the chief has
-  reached it, with the workers that have pushed by then, if these are
-  `min_workers` or more. Late or restarted workers resume from the centers and
-  take part in the next round. No round waits for a worker that missed one until
-  it is back. With too few workers the chief's step fails with
+  reached it, if at least `min_workers` workers have pushed their values. Late
+  or restarted workers resume from the centers and take part in the next round.
+  After a worker has missed a round, no round waits for it until it returns.
+  With too few workers, the chief's step fails with
   `tf.errors.DeadlineExceededError`, which names the workers that pushed.
-  Without a chief, the others get the same error after `chief_timeout_secs`.
+  Without a chief, the other workers get the same error after
+  `chief_timeout_secs`.
 
-  A step between rounds runs the inner optimizer's step and some dozen nodes
-  more, whatever the number of variables. It transfers no value. A session
-  starts all of its graph, so each parameter server is called in each step,
-  while the worker computes.
+  A step between rounds runs the inner optimizer's step and some dozen other
+  nodes, whatever the number of variables. It transfers no value. A session
+  starts all of its graph, so each step calls each parameter server, while the
+  worker computes.
 
-  State: on the parameter servers a center for each variable, and as many copies
-  of the variables as there are workers while a round is open; on the worker the
-  variables `local_step` (int32 scalar, steps of this worker) and `local_round`
-  (int64 scalar, its round). The variables of the worker, with the inner
-  optimizer's slots, are in LOCAL_VARIABLES and not in a checkpoint. The
+  State: the parameter servers hold a center for each variable and, while a
+  round is open, one copy of the variables for each worker. The worker holds the
+  variables `local_step` (int32 scalar, the number of its steps) and
+  `local_round` (int64 scalar, its round). The worker's variables and the inner
+  optimizer's slots are in LOCAL_VARIABLES and not in a checkpoint. The
   checkpoint holds the centers as `global_center_variable/<name>`, and the
   global step.
 
-  Example, one worker, in one process:
+  Example of one worker, in one process:
 
   >>> with tf.Graph().as_default():
   ...   getter = wrapopt.ModelAverageCustomGetter("/cpu:0")
@@ -158,20 +159,20 @@ class ModelAverageOptimizer(WrapperOptimizer):
   References: `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15; Zhang,
   De Sa, Mitliagkas and Re, "Parallel SGD: when does averaging help?", 2016.
 
-  Differences from 1.15: workers start from the centers, after initialization
-  and after a restore, which 1.15 overwrote with initial values; deadlines,
-  `min_workers`, and workers that come back; a worker's values cross in a few
-  transfers instead of one for each variable, none between rounds, and the sum
-  does not overflow in half precision; all dtypes; resource variables and control
-  flow v2; the inner optimizer's variables are local, so that a session of a
-  worker that is not the chief becomes ready; `local_step` is on the worker
-  wherever the constructor runs, and a worker takes one step at a time; several
-  instances, in one graph or in one cluster. Errors in place of wrong results:
-  numbers of workers are integers of at least 1, and so is an `interval_steps`
-  that is a number; workers without a device have names. `opt` must be a
-  `tf.compat.v1.train.Optimizer`, and `ma_custom_getter` a
-  `ModelAverageCustomGetter`. Shapes must be known when the graph is built, for
-  values travel together.
+  Differences from 1.15: workers start from the centers after initialization and
+  after a restore (1.15 overwrote restored centers with initial values);
+  deadlines, `min_workers`, and restarted workers; a worker sends its values in
+  a few transfers instead of one for each variable, and sends none between
+  rounds; the sum does not overflow in half precision; all dtypes; resource
+  variables and control flow v2; the inner optimizer's variables are local, so
+  that the session of a worker that is not the chief becomes ready; `local_step`
+  is on the worker, whatever the device scope of the constructor; a worker takes
+  one step at a time; several instances in one graph or in one cluster.
+  Arguments are checked: numbers of workers must be integers of at least 1, and
+  so must an `interval_steps` that is a number; workers without a device must
+  have names. `opt` must be a `tf.compat.v1.train.Optimizer`, and
+  `ma_custom_getter` a `ModelAverageCustomGetter`. Shapes must be known when the
+  graph is built, because a transfer holds many values.
   """
 
   def __init__(self, opt: V1Optimizer, num_worker: int, is_chief: bool,
@@ -186,22 +187,22 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     Args:
       opt: A `tf.compat.v1.train.Optimizer`, for the variables of this worker.
-      num_worker: How many workers there are, the chief among them.
-      is_chief: Whether this worker is the chief. There is exactly one.
+      num_worker: The number of workers, including the chief.
+      is_chief: Whether this worker is the chief. There is exactly one chief.
       ma_custom_getter: The `ModelAverageCustomGetter` that makes the variables.
-      interval_steps: How many steps of this worker a round has: an integer of
-        at least 1, or a scalar integer tensor or variable.
+      interval_steps: The number of steps of this worker in a round: an integer
+        of at least 1, or a scalar integer tensor or variable.
       use_locking: Has no effect, as in 1.15; the averaging always locks.
       name: The name of the optimizer, the same for all workers.
-      min_workers: How many workers are enough for a round whose time is over,
-        from 1 to `num_worker`; by default, `num_worker`.
-      round_timeout_secs: How many seconds the chief waits in a round for the
-        other workers; by default, 600.
-      chief_timeout_secs: How many seconds a worker waits for the chief to end a
-        round, or to open the first; by default 1200, or twice
-        `round_timeout_secs` where that is more.
+      min_workers: The number of workers that end a round after
+        `round_timeout_secs`, from 1 to `num_worker`; by default `num_worker`.
+      round_timeout_secs: The time that the chief waits in a round for the other
+        workers, in seconds; by default 600.
+      chief_timeout_secs: The time that a worker waits for the chief to end a
+        round, or to open the first, in seconds; by default 1200, or twice
+        `round_timeout_secs` if that is more.
       worker: The name of this worker, different from all others and the same
-        after a restart; by default, its device, from the getter. A single
+        after a restart; by default the `worker_device` of the getter. A single
         worker needs no name.
 
     Raises:
@@ -223,8 +224,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
       min_workers = num_worker
     min_workers = _centers.check_count("min_workers", min_workers)
     if min_workers > num_worker:
-      raise ValueError(f"`min_workers` must be at most {num_worker}, the number "
-                       f"of workers, got {min_workers}.")
+      raise ValueError(
+          f"`min_workers` must be at most {num_worker}, the number of workers, "
+          f"got {min_workers}.")
     if round_timeout_secs is None:
       round_timeout_secs = _ROUND_TIMEOUT_SECS
     _check_seconds("round_timeout_secs", round_timeout_secs)
@@ -245,10 +247,11 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._rounds = [self._new_rounds()]
     self._worker = worker or self._rounds[0].local_step.device
     if not self._worker and num_worker > 1:
-      raise ValueError("`worker` must be a name where the getter's worker_device "
-                       "is none and there are several workers, got None.")
+      raise ValueError(
+          "`worker` must be a name if the getter's worker_device is None and "
+          "there are several workers, got None.")
     self._worker = self._worker or "worker"
-    self._applied = 0  # How many of `_rounds` have their `apply_gradients`.
+    self._applied = 0  # The number of calls of `apply_gradients`.
 
   def _new_rounds(self):
     local_step = _centers.make_local_step(self._device)
@@ -263,7 +266,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None,
                       **kwargs: Any) -> Optional[Operation]:
-    """Applies gradients to this worker's variables, and averages when it is time.
+    """Applies gradients to this worker's variables, and averages if due.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable). Variables without a
@@ -273,14 +276,14 @@ class ModelAverageOptimizer(WrapperOptimizer):
       **kwargs: Further arguments of the inner optimizer.
 
     Returns:
-      A scalar bool tensor: whether this step ended a round. Running it is the
-      step. A worker must take one step at a time; that two ran at the same time
-      is a `tf.errors.InvalidArgumentError`.
+      A scalar bool tensor: whether this step ended a round. Running it takes
+      the step. A worker must take one step at a time: two concurrent steps are
+      a `tf.errors.InvalidArgumentError`.
 
     Raises:
       TypeError: If `global_step` is not a variable.
-      ValueError: If there is no variable or no gradient, no global step, or a
-        variable that `ma_custom_getter` did not make.
+      ValueError: If there is no variable, no gradient or no global step, or
+        `ma_custom_getter` did not make a variable.
     """
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
@@ -326,9 +329,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
   def _center_of(self, variable):
     if variable not in self._getter.centers:
       raise ValueError(
-          f"'{variable.name}' has no center: a variable that is averaged must be "
-          "made by the optimizer's ModelAverageCustomGetter, with trainable="
-          "True, in tf.compat.v1.variable_scope(..., custom_getter=getter).")
+          f"'{variable.name}' must have a center, got a variable that the "
+          "optimizer's ModelAverageCustomGetter did not make. Make it with "
+          "trainable=True in tf.compat.v1.variable_scope(..., "
+          "custom_getter=getter).")
     return self._getter.centers[variable]
 
   def _lead(self):
@@ -347,8 +351,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
     Args:
       rounds: Its _Rounds.
       pairs: [(this worker's variable, its center)].
-      stepped: The operation after which the worker has its values.
-      due: A tensor that is there in the steps that have a round.
+      stepped: The operation after which the worker's variables have the values
+        to send.
+      due: A tensor that is dead in a step between rounds.
       global_step: Counts the rounds.
 
     Returns:
@@ -356,8 +361,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     local_vars, centers = zip(*pairs)
     groups = _centers.buckets(local_vars, centers)
-    # By parameter server: which of the groups it has. The one that leads comes
-    # last: whom it counts is there with all values.
+    # By parameter server: the indices of its groups. The lead comes last: once
+    # it counts a worker, all servers have that worker's values.
     servers = collections.defaultdict(list)
     for g, group in enumerate(groups):
       servers[centers[group[0]].device].append(g)
@@ -404,8 +409,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
             for device in servers for value, g in enumerate(servers[device])]
         opened = self._end_round(means, numbers, handles, global_step)
 
-    # The number is older than the values: of a round that ended between the
-    # two, the worker is known to have missed it.
+    # The number is read before the values. If a round ends between the two, the
+    # number tells that the worker missed that round.
     started = []
     for device, of_server in servers.items():
       with tf.control_dependencies([opened]):
@@ -415,21 +420,21 @@ class ModelAverageOptimizer(WrapperOptimizer):
       started.append(links[device].done(sends))
       if device == lead:
         *flats, opened_here = flats
-      if of_server:  # Who leads may have none.
+      if of_server:  # The lead may have no group.
         started.append(_centers.assign_packed(
             local_vars, flats, [groups[g] for g in of_server]))
     with tf.control_dependencies(started + sent), tf.device(None):
       return rounds.local_round.assign(opened_here).op
 
   def _end_round(self, means, numbers, handles, global_step):
-    """After the means: the step, and then the next round, whose number it is."""
+    """Counts the step after the means, and opens the next round: its number."""
     *others, lead = handles
     with tf.control_dependencies(means):
       ended = [ops.averaging_next(handles[device], numbers[device])
                for device in others]
       with ops.device_of(global_step):
         ended.append(global_step.assign_add(1).op)
-    # The others go on now. They are to see the step.
+    # This lets the other workers continue. They must see the incremented step.
     with tf.control_dependencies(ended):
       return ops.averaging_next(handles[lead], numbers[lead])
 
@@ -444,8 +449,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       An operation.
     """
     local_vars, centers = zip(*pairs)
-    # Numbers are older than values: of a round that ended between the two, the
-    # worker is known to have missed it.
+    # The numbers are read before the values. If a round ends between the two,
+    # its number tells that the worker missed it.
     with tf.control_dependencies([number for _, number in rounds]):
       started = _centers.copy_packed(centers, local_vars)
     with tf.control_dependencies([started]), tf.device(None):
@@ -455,8 +460,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
   def get_init_op(self) -> Operation:
     """An operation that starts this worker's variables from the centers.
 
-    The hook of `make_session_run_hook` runs it. Without the hook: run it once
-    all variables are initialized, in each worker, after the chief.
+    The hook of `make_session_run_hook` runs it. Without the hook, run it in
+    each worker once all variables are initialized, first in the chief.
 
     Returns:
       An operation.
@@ -466,7 +471,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
     if not pairs:
-      raise ValueError("The list of local_variables should not be empty")
+      raise ValueError("The list of local_variables should not be empty. Build "
+                       "the model first, with the ModelAverageCustomGetter.")
     return self._start(pairs, [
         (r, self._wait(r, _NO_ROUND)) for r in self._rounds])
 
@@ -478,10 +484,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """A hook that starts this worker from the centers.
 
     Give it to the worker's session, such as
-    `tf.compat.v1.train.MonitoredTrainingSession`. Whenever a session is made,
-    after initialization or after a checkpoint was restored, it ends the open
-    round, if this worker is the chief, or else waits until the chief has opened
-    one, and then runs `get_init_op`.
+    `tf.compat.v1.train.MonitoredTrainingSession`. Whenever a session is
+    created, after initialization or a restore, the hook of the chief ends the
+    open round and opens the next. The hook of another worker waits until a
+    round is open. Then the hook runs `get_init_op`.
 
     Returns:
       A `tf.compat.v1.train.SessionRunHook`.
@@ -489,7 +495,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return _Hook(self)
 
   def _make_ready_op(self):
-    """Before `get_init_op`: the chief opens rounds, the others wait for that."""
+    """Runs before `get_init_op`: opens a round, or waits until one is open."""
     with tf.device(None), tf.device(self._lead()):
       return tf.group(*[self._open(r) if self._is_chief else
                         self._wait(r, _UNOPENED) for r in self._rounds])
@@ -505,8 +511,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
                                for device in sorted(others)])]
     caught_up = []
     if elsewhere:
-      # One that leads and was restarted begins anew; the others refuse what is
-      # older than their own.
+      # A restarted lead counts rounds from the start. The other servers refuse
+      # a round that is older than their own.
       latest = tf.reduce_max(tf.stack(elsewhere))
       caught_up.append(tf.cond(
           latest > opened + 1, lambda: ops.averaging_next(lead, latest - 1),

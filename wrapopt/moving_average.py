@@ -36,28 +36,28 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
       s += (1 - decay) (v - s)
 
-  The averages are usually the better weights to evaluate and to serve; the
-  variables themselves are what goes on training. `averaged_weights` puts the
-  averages in place for a while, `swapping_saver` writes them into a checkpoint
+  Training continues with the variables. The averages are usually better weights
+  to evaluate and to serve. `averaged_weights` puts them in place of the
+  variables for a `with` block. `swapping_saver` writes them into a checkpoint
   under the variables' names.
 
-  Where there is a native op for the inner optimizer (`fused`), one op per
-  device and dtype takes the step and updates all averages in one pass over
-  memory, all decays together. Elsewhere the inner optimizer takes its step, and
-  one op per device and dtype updates all averages after it.
+  If there is a native op for the inner optimizer (`fused`), one op per device
+  and dtype takes the step and updates the averages of all decays in one pass
+  over memory. Otherwise the inner optimizer takes its step, and then one op per
+  device and dtype updates all averages.
 
-  Embeddings: a step by a sparse gradient costs the rows that it touches, if the
-  inner optimizer leaves the other rows alone (`is_lazy`). Their averages make up
-  for the steps that they have missed, exactly, before an average is read, saved
-  or put in place. If you assign to such a variable yourself, read its average
-  first.
+  Embeddings: a step with a sparse gradient costs only the rows that it touches,
+  if the inner optimizer does not change the other rows (`is_lazy`). The
+  averages of the other rows catch up, exactly, with the steps that they missed
+  before an average is read, saved or put in place. If you assign to such a
+  variable yourself, read its average first.
 
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
-  decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph its
-  initializer takes the initial value of `v`, or the value of `v` where that is
-  initialized already; in eager mode it starts at the value of `v` before its
-  first step.
+  decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph, its
+  initializer takes the value of `v` if `v` is initialized, else the initial
+  value of `v`. In eager mode, it starts at the value of `v` before the first
+  step.
 
   Example, eager:
 
@@ -80,10 +80,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   Differences from 1.15: several decays, `shadow_dtype`, `averaged_weights`,
   `seed_averages`; the whole optimizer interface; eager mode and `tf.function`;
   `tf.train.Checkpoint`; `1 - decay` is computed in float64; any number of
-  `apply_gradients` calls; the saver goes by variables, whatever their keys; one
-  pass for step and averages. Errors in place of numbers that are no averages: a
-  decay outside of [0, 1], a negative `num_updates`. `opt` must be a
-  `tf.compat.v1.train.Optimizer`, whose slots and checkpoints are the wrapper's.
+  `apply_gradients` calls; the saver swaps variables, whatever their keys; one
+  pass for step and averages. A decay outside of [0, 1] and a negative
+  `num_updates` are errors. `opt` must be a `tf.compat.v1.train.Optimizer`. Its
+  slots and checkpoints are the wrapper's.
   """
 
   def __init__(self, opt: V1Optimizer, average_decay: Any = 0.9999,
@@ -95,38 +95,39 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Args:
       opt: A `tf.compat.v1.train.Optimizer`.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
-        `wrapopt.HalfLife`; or a sequence or an array of different ones, for as
-        many averages; or a scalar tensor or variable, or a callable that gives
+        `wrapopt.HalfLife`; or a sequence or an array of different ones, one for
+        each average; or a scalar tensor or variable, or a callable that returns
         one.
       num_updates: A count of updates: a number, tensor, variable or callable.
-        Where given, the decay of a step is
+        If given, the decay of a step is
         `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
         the averages move faster at the start of training.
       sequential_update: Whether the averages are updated after the step of the
-        inner optimizer and count the increment of the global step. If False, a
-        graph leaves the order to chance, as it was in 1.15; eager mode,
-        `tf.function` and one pass for both always keep it.
+        inner optimizer, and `num_updates` is read after the increment of the
+        global step. If False, the order in a graph is undefined, as in 1.15.
+        Eager mode, `tf.function` and one pass for both always keep the order.
       name: The name of the optimizer.
-      shadow_dtype: Where `tf.float32`, averages of float16 and bfloat16
-        variables are kept in float32. By default an average has the dtype of
-        its variable, as in 1.15; a float16 or bfloat16 average hardly moves at
-        decays near 1, since its steps are rounded away.
-      fused: Whether the inner optimizer's step and the averages are taken in
-        one pass over memory. By default (None) where there is an op for it: the
+      shadow_dtype: If `tf.float32`, averages of float16 and bfloat16 variables
+        are kept in float32. By default an average has the dtype of its
+        variable, as in 1.15. A float16 or bfloat16 average hardly moves at
+        decays near 1, since its increments are rounded away.
+      fused: Whether one pass over memory takes the inner optimizer's step and
+        updates the averages. By default (None), if there is an op for it: the
         inner optimizer is exactly an `AdadeltaOptimizer`, `AdagradOptimizer`,
         `AdamOptimizer`, `FtrlOptimizer` (of `learning_rate_power` -0.5),
         `GradientDescentOptimizer`, `MomentumOptimizer` or `RMSPropOptimizer` of
-        `tf.compat.v1.train`, and no subclass of it. True insists; False leaves
-        the step to the inner optimizer, so that variables and slots are
-        TensorFlow's bit for bit. In one pass they agree with them to rounding,
-        have the same names, and are in checkpoints as they were.
+        `tf.compat.v1.train`, or a `LazyAdamOptimizer`, and no subclass of it.
+        True raises an error if there is none. False leaves the step to the
+        inner optimizer: variables and slots then equal TensorFlow's bit for
+        bit. In one pass they equal TensorFlow's to rounding. Names and
+        checkpoints are the same in both cases.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, or
-        `average_decay` is none of these.
+        `average_decay` has another type.
       ValueError: If a decay or `num_updates` is out of range, decays repeat,
-        `fused` is True and there is no op for the inner optimizer, or `opt` has
-        a `MovingAverageOptimizer` inside.
+        `fused` is True and there is no op for the inner optimizer, or `opt`
+        contains a `MovingAverageOptimizer`.
     """
     super().__init__(opt, name)
     decays = _decays.checked(average_decay)
@@ -138,13 +139,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._fused = None if fused is None else bool(fused)
     if fused and not self.fused:
       raise ValueError(
-          f"`fused` must not be True: {type(opt).__qualname__} as it is set has "
-          "no op that takes its step and the averages in one pass.")
+          f"`fused` must not be True: {type(opt).__qualname__} with these "
+          "arguments has no op that takes its step and updates the averages in "
+          "one pass. Leave `fused` at None.")
     self._decays = decays
     self._num_updates = num_updates
     self._sequential_update = sequential_update
     self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
-    # A decay's averages are the slots of this name.
+    # The name of the slots that hold a decay's averages.
     self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
     self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
     self._averaged = _averaged.Averaged()
@@ -164,14 +166,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
         None gradient is neither trained nor averaged.
       global_step: A variable to increment by one, or None.
       name: A name for the inner optimizer's operation.
-      **kwargs: What else the inner optimizer takes.
+      **kwargs: Further arguments of the inner optimizer.
 
     Returns:
       In a graph, an `Operation` named `train_with_avg`. In eager mode, None.
 
     Raises:
-      TypeError: If a variable is not of a floating dtype, or what should be a
-        gradient cannot be made a tensor.
+      TypeError: If a variable is not of a floating dtype, or a gradient cannot
+        be converted to a tensor.
       ValueError: If there is no variable, or none has a gradient.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
@@ -190,13 +192,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   def _averaged_variables(self, grads_and_vars):
-    """The variables that have a gradient; makes their averages."""
+    """Returns the variables that have a gradient, and makes their averages."""
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._refuse_in_place(None, "apply_gradients")
       _, variables = _lookup_cache.trained(grads_and_vars)
       if self._cache.get(variables) is not None:
         return variables
-    # What is no variable is for the inner optimizer to refuse.
+    # The inner optimizer refuses anything that is not a variable.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     for variable in variables:
@@ -209,22 +211,22 @@ class MovingAverageOptimizer(WrapperOptimizer):
       self._refuse_in_place(None, "apply_gradients")
     sparse = {v.ref() for g, v in grads_and_vars
               if isinstance(g, tf.IndexedSlices)}
-    # Before the step: in eager mode an average starts at the value before it.
+    # Before the step: in eager mode an average starts at the value then.
     self._create_averages(variables, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._cache.begin(variables)["rows"] = self._rows(variables)
     return variables
 
   def _create_averages(self, variables, sparse=()):
-    """Makes the averages that `variables` do not have yet.
+    """Makes the missing averages of `variables`.
 
     Args:
       variables: A list.
-      sparse: The references of those with a sparse gradient.
+      sparse: The references of the variables that have a sparse gradient.
     """
     if (tf.distribute.has_strategy() and
         not tf.distribute.in_cross_replica_context()):
-      # Once for all replicas, as slots are made.
+      # Once for all replicas, like slots.
       tf.distribute.get_replica_context().merge_call(
           lambda strategy, variables: self._create_averages(variables),
           args=(variables,))
@@ -240,8 +242,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """Prepares averages for a step: the `begin` of `_step.Averages`.
 
     Returns:
-      Operations to run first, and the indices of the rows that move, by the
-      references of those variables of which only some do.
+      Operations to run first, and a dict. The dict maps the reference of each
+      variable of which only some rows move to the indices of these rows.
     """
     with_grads = [(g, v) for g, v in grads_and_vars
                   if g is not None and isinstance(v, tf.Variable)]
@@ -269,7 +271,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     with tf.control_dependencies(after):
       if (tf.distribute.has_strategy() and
           not tf.distribute.in_cross_replica_context()):
-        # Not in each replica: they may share the variables.
+        # Once, since replicas may share the variables.
         updated = tf.distribute.get_replica_context().merge_call(
             lambda strategy: self._counted(
                 self._update_averages(pairs, counted_by)))
@@ -280,12 +282,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
           updated = _step.group(updated,
                                 self._update_rows(lazy, counted_by, rows))
         updated = self._counted(updated)
-    # After the step it stands for both.
+    # An update that runs after the step stands for both.
     return updated if after and updated is not None else _step.group(
         applied, updated)
 
   def _update_averages(self, pairs, counted_by):
-    """Updates averages, given as (variable, average) pairs of each decay."""
+    """Updates averages: a list of (variable, average) pairs for each decay."""
     pairs = [_replicas.components(row) for row in pairs]
     return ops.ema_update([[s for _, s in row] for row in pairs],
                           [v for v, _ in pairs[0]],
@@ -303,12 +305,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   @property
   def fused(self) -> bool:
-    """Whether step and averages are taken in one pass over memory: a bool.
+    """Whether one pass over memory takes the step and updates the averages.
 
-    Even then a call of `apply_gradients` leaves the step to the inner
-    optimizer, and the averages follow it, where a variable has a constraint or
-    is named twice, in a `tf.distribute` strategy, and where a decay or
-    `num_updates` is a callable, which must be called after the step.
+    Even if True, the inner optimizer takes the step, and the averages are
+    updated after it, if a variable has a constraint or is listed twice, in a
+    `tf.distribute` strategy, and if a decay or `num_updates` is a callable,
+    which must be called after the step.
     """
     return self._has_one_pass()
 
@@ -323,8 +325,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """The decays of this step: numbers, or float64 tensors.
 
     Args:
-      global_step: A variable that the step is yet to increment: the averages
-        see it incremented.
+      global_step: A variable that this step will increment, or None. The decays
+        count the increment.
     """
     decays = [_decays.value_now(decay) for decay in self._decays]
     if self._num_updates is not None:
@@ -337,13 +339,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
         lambda: _replicas.values(self.average_steps())[0].read_value() + 1)
 
   def _counted(self, updated):
-    """An update of the averages, or an operation that has counted it too."""
+    """An operation that has also counted the update of the averages."""
     if self.average_steps() is None:
       return updated
     return _step.group(*self._count([] if updated is None else [updated]))
 
   def _count(self, updates, accept=True):
-    """Counts an update of the averages: the `count_update` of `_step.Averages`."""
+    """Counts an update: the `count_update` of `_step.Averages`."""
     steps = self.average_steps()
     if steps is None:
       return updates
@@ -356,7 +358,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self.get_slot(variable, self._slot_of_decay[k])
 
   def _rows(self, variables):
-    """Averages of variables, one row for each decay: the `shadows` of a step."""
+    """Rows of averages, one for each decay: the `shadows` of a step."""
     facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
       return facts["rows"]
@@ -379,7 +381,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       self._make_average(variable, variable.ref() in sparse)
       averaged.add(variable, self._slots.values())
     if new and not tf.executing_eagerly():
-      # A graph may be finalized when averaged_weights() needs this.
+      # Made now, because the graph may be finalized before averaged_weights().
       for k in range(len(self._decays)):
         pairs = _replicas.components(
             p for p in self._pairs_of(new, k) if _exchange.same_dtype(*p))
@@ -387,14 +389,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
           averaged.exchanges[k].append(ops.exchange(*zip(*pairs)).name)
 
   def _make_average(self, variable, is_sparse):
-    """The averages of `variable`, one for each decay, made where missing.
+    """Makes the missing averages of `variable`, one for each decay.
 
     Args:
       variable: A variable.
-      is_sparse: Whether they are made for a sparse gradient.
+      is_sparse: Whether its gradient is sparse.
     """
     if not tf.executing_eagerly():
-      # It holds the variable as long as the graph is there.
+      # The collection keeps the variable alive as long as the graph.
       collection = tf.compat.v1.get_collection_ref(
           tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
       if all(v is not variable for v in collection):
@@ -407,10 +409,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
         raise RuntimeError(
             f"'{variable.name}' must have a value before its first step, got a "
             "variable that the running tf.function has just made. Make it "
-            "before the function is called.")
+            "before you call the function.")
       values = [tf.cast(variable, dtype)]
     else:
-      # As their initializers have them: guarded against the order of these.
+      # The inputs of the initializers do not depend on the order of these.
       values = [tf.cast(v.initializer.inputs[1], dtype)
                 for v in _replicas.values(variable)]
     shadows = [self._get_or_make_slot(variable, values[0], slot, slot)
@@ -420,7 +422,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       for shadow in shadows:
         _lazy.watch(shadow, variable)
       if not tf.executing_eagerly():
-        # Before there is an initializer, which must know.
+        # Before the initializer is made, which depends on it.
         _lazy.begin(shadows)
     if not tf.executing_eagerly():
       for v, value, *of_v in zip(_replicas.values(variable), values,
@@ -430,22 +432,22 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
     if slot_name in self._own_slot_names() and tf.executing_eagerly():
-      # Made here, the average has its own name and start; the base class would
-      # name it after the optimizer.
+      # The base class would name the average after the optimizer, and not start
+      # it at the variable's value.
       self._create_averages([variable])
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
 
   def is_lazy(self, var: Variable) -> bool:
-    """Whether the averages of a variable move by the rows of its gradients.
+    """Whether a step updates only the touched rows of a variable's averages.
 
-    It is so for an inner optimizer that leaves rows alone which a sparse
-    gradient lacks, as all of `fused` do but Adam. A step then costs no more than
-    the rows that it touches. The other rows make up for the steps they have
-    missed, exactly, before an average is read. It is not so for ref variables,
-    on a GPU, in a `tf.distribute` strategy, and for a variable whose first
-    gradient in a graph was dense.
+    It does if the inner optimizer changes only the rows that a sparse gradient
+    touches: all optimizers of `fused` but Adam. A step then costs only these
+    rows. The averages of the other rows catch up, exactly, with the steps that
+    they missed before an average is read. It does not for ref variables, on a
+    GPU, in a `tf.distribute` strategy, and for a variable whose first gradient
+    in a graph was dense.
 
     Args:
       var: A variable.
@@ -465,8 +467,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
       decay: Which of several decays; by default the first.
 
     Returns:
-      The variable that holds the average, or None where `var` has none: it has
-      had no gradient yet.
+      The variable that holds the average, or None if `var` has had no gradient
+      yet.
     """
     slot = self._slot_of_decay[_decays.index_of(decay, self._decays)]
     if isinstance(var, tf.Variable):
@@ -477,17 +479,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """The variable that counts the updates of the averages.
 
     Returns:
-      An int64 variable, "average_steps" in graphs and checkpoints. None where
-      there is no average yet, and where no decay is a `PowerDecay`: nothing
-      counts then.
+      An int64 variable, "average_steps" in graphs and checkpoints. None if
+      there is no average yet, or no decay is a `PowerDecay`: then updates are
+      not counted.
     """
     return self._steps_of(_current_graph())
 
   def _steps_of(self, graph):
-    # Not `_get_non_slot_variable`, which gives one replica's.
+    # Not `_get_non_slot_variable`, which returns that of one replica.
     return self._non_slot_dict.get((_STEPS, graph))
 
-  def average_name(self, var: Variable, decay: Optional[_decays.Decay] = None) -> str:
+  def average_name(self, var: Variable,
+                   decay: Optional[_decays.Decay] = None) -> str:
     """The name of a variable's average, in graphs and checkpoints.
 
     Args:
@@ -504,9 +507,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
             self._slot_of_decay[_decays.index_of(decay, self._decays)])
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
-    """Sets every average, of every decay, to its variable's value of now.
+    """Sets every average, of every decay, to its variable's current value.
 
-    For a run that goes on from a checkpoint which has no averages. Restore the
+    For a run that resumes from a checkpoint without averages. Restore the
     variables, then seed the averages:
 
         saver = tf.compat.v1.train.Saver(
@@ -532,7 +535,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
       if self.average_steps() is not None:
         self.average_steps().assign(0)
     else:
-      # An average's initial value is its variable's value, where it has one.
+      # The initializer of an average takes the value of an initialized
+      # variable.
       seeds = [v.initializer for shadow in self._averages(graph)
                for v in _replicas.values(shadow)]
       steps = self._steps_of(graph)
@@ -543,12 +547,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def averages(self) -> list[Variable]:
     """All averages in this graph: a list of variables.
 
-    In eager mode and in a `tf.function`, those of eager mode.
+    In eager mode and in a `tf.function`, the averages of eager mode.
     """
     return self._averages(_current_graph())
 
   def averages_by_decay(self, graph: Any) -> list[Any]:
-    """[(decay, [(variable, average)])] of a graph, or of eager mode (None).
+    """Returns [(decay, [(variable, average)])] of a graph (None: eager mode).
 
     Raises:
       RuntimeError: If there is no average yet.
@@ -562,20 +566,21 @@ class MovingAverageOptimizer(WrapperOptimizer):
                        decay: Optional[_decays.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
-    Inside, every averaged variable holds its average, and the average holds the
-    raw weight. Afterwards, also after an exception, each is back as it was, bit
-    for bit. Buffers are exchanged: nothing is copied. Only an average of another
-    dtype than its variable is copied into it, converted, and stays as it is.
+    Inside the block, every averaged variable holds its average, and the average
+    holds the raw weight. After the block, also after an exception, both have
+    their own values again, bit for bit. Buffers are exchanged: nothing is
+    copied. Only if an average has another dtype than its variable, it is
+    converted and copied into the variable, and keeps its value.
 
-    Do not train inside the block: a step would start at the averages, and
-    afterwards be a part of them. In eager mode, and where a `tf.function` is
-    traced, `apply_gradients` raises an error in the block. A session, and a
+    Do not train inside the block: a step would start at the averages, and the
+    averages would then contain it. In eager mode, and if a `tf.function` is
+    traced in the block, `apply_gradients` raises an error. A session, and a
     `tf.function` that was traced before, are not checked.
 
     Args:
-      session: In a graph, the session, which may be a `MonitoredSession`, whose
-        hooks do not run for the exchange, and which is made anew as in its
-        `run`; by default the default session. The graph may be finalized.
+      session: In a graph, the session; by default the default session. In a
+        `MonitoredSession`, the exchange runs no hooks, and the session is
+        recreated as in `run`. The graph may be finalized.
       decay: Which of several decays; by default the first.
 
     Yields:
@@ -602,8 +607,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
       if raw is None:
         back()
       else:
-        # A monitored session that was lost and made anew has restored the raw
-        # weights from a checkpoint: there is nothing to put back.
+        # A monitored session that was recreated has restored the raw weights
+        # from a checkpoint: there is nothing to put back.
         _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_session(self, session, exchanges, pairs):
@@ -613,8 +618,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     session.run(exchanges)
 
     def load(values):
-      # Through the initializers, which a finalized graph has too; one by one,
-      # for some may share an initial value.
+      # By the initializers, which a finalized graph has too; one by one,
+      # because several may share an initial value.
       for (variable, _), value in zip(pairs, values):
         session.run(variable.initializer,
                     {variable.initializer.inputs[1]: value})
@@ -635,27 +640,26 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """A Saver that writes averages under the names of their variables.
 
     In its files, `v` holds the average of `v` and `v/ExponentialMovingAverage`
-    the raw value. Restored through a plain `tf.compat.v1.train.Saver`, such a
-    file gives the averaged model; restored through this saver it gives back the
-    state that was saved.
+    the raw value. A plain `tf.compat.v1.train.Saver` restores the averaged
+    model from such a file. This saver restores the state that was saved.
 
-    Where an average is of another dtype than its variable, `v` holds it in the
-    dtype of `v`, and `v/ExponentialMovingAverage/full_precision` holds it as it
-    is.
+    If an average has another dtype than its variable, `v` holds the average in
+    the dtype of `v`, and `v/ExponentialMovingAverage/full_precision` holds it
+    in its own dtype.
 
     Args:
-      var_list: What to save: None for all global variables that there are now,
-        an iterable of variables, or a dict from names to variables. A variable
-        is swapped with its average whatever the names. Variables without an
-        average are saved as they are.
+      var_list: The variables to save: None for all current global variables, an
+        iterable of variables, or a dict from names to variables. A variable is
+        swapped with its average, whatever the names. Variables without an
+        average are saved unchanged.
       name: A name for the saver's operations.
       decay: Which of several decays; by default the first. The averages of the
-        others are saved as they are.
+        other decays are saved unchanged.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
 
     Returns:
-      A `tf.compat.v1.train.Saver`. It refuses to save or restore while the
-      averages are in place (`averaged_weights`).
+      A `tf.compat.v1.train.Saver`. Inside `averaged_weights`, its `save` and
+      `restore` raise a RuntimeError.
 
     Raises:
       RuntimeError: If there is no average yet.
@@ -679,10 +683,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return [(v, self._shadow(v, k)) for v in variables]
 
   def _averages(self, graph):
-    return [s for k in range(len(self._decays)) for _, s in self._pairs(graph, k)]
+    return [s for k in range(len(self._decays))
+            for _, s in self._pairs(graph, k)]
 
   def _place(self, session, what):
-    """(raw session, graph) to do `what` in; (None, None) in eager mode."""
+    """The (raw session, graph) of method `what`; (None, None) in eager mode."""
     if session is None and tf.executing_eagerly():
       raw = graph = None
     else:
@@ -704,7 +709,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
 
 def _current_graph():
-  """The graph that holds the variables of this place; None in eager mode."""
+  """The graph that holds the variables made here; None in eager mode."""
   if tf.executing_eagerly():
     return None
   with tf.init_scope():  # Out of a tf.function.
@@ -715,9 +720,9 @@ def _current_graph():
 def _start_at_value(shadows, variable, initial_value):
   """Makes the initializers of `shadows` take the value of `variable`.
 
-  In one run of all initializers an average gets the very value that its
-  variable gets, also where that is random; in a later run of its own, the
-  variable's value of then.
+  If one run initializes both, an average gets the same value as its variable,
+  even if that value is random. If a later run initializes the average alone, it
+  gets the variable's value at that time.
 
   Args:
     shadows: Averages of the variable.
@@ -732,8 +737,9 @@ def _start_at_value(shadows, variable, initial_value):
         lambda: tf.cast(variable.read_value(), initial_value.dtype),
         lambda: initial_value)
     for shadow in shadows:
-      # Not as the initial value of a new variable: TensorFlow would replace each
-      # ref variable in it by a cond of its own, whose other branch is unguarded.
+      # Not as the initial value of a new variable: TensorFlow would replace
+      # each ref variable in it by another cond, whose other branch is
+      # unguarded.
       if is_ref:
         initializer = tf.compat.v1.assign(
             shadow, value, validate_shape=value.shape.is_fully_defined()).op

@@ -1,4 +1,4 @@
-"""Where wrapopt keeps what other programs need of it."""
+"""Paths of wrapopt's files, for other programs."""
 
 import os
 import re
@@ -9,9 +9,10 @@ __all__ = ["get_lib"]
 def get_lib() -> str:
   """Returns the path of the library with the ops and kernels.
 
-  `tf.load_op_library(path)` makes the ops usable in a program that does not
-  import wrapopt, and `TF_LoadLibrary` in one without Python. It must run the
-  TensorFlow that this wrapopt was built for: `python -m wrapopt` says which.
+  A program that does not import wrapopt loads the ops with
+  `tf.load_op_library(path)`, and a program without Python with
+  `TF_LoadLibrary`. The program must use the TensorFlow version that wrapopt was
+  built for; `python -m wrapopt` prints it.
   """
   return os.path.join(os.path.dirname(os.path.abspath(__file__)),
                       "_wrapopt_ops.so")
@@ -20,10 +21,10 @@ def get_lib() -> str:
 def _absl_namespace(include):
   """Returns the inline namespace of the absl whose headers are in `include`.
 
-  It is part of the mangled name of every symbol of absl, so that a library can
-  only be loaded beside the one it was compiled with. Returns "" where absl has
-  none, and None where TensorFlow came without these headers. The build asks
-  the same function.
+  The namespace is part of the mangled name of every symbol of absl, so a
+  library works only with the absl it was compiled with. Returns "" if absl has
+  no inline namespace, and None if TensorFlow has no such headers. The build
+  uses the same function.
   """
   try:
     with open(os.path.join(include, "absl", "base", "options.h"),

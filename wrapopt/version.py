@@ -1,3 +1,3 @@
-"""The version; the build and the wheel take it from here."""
+"""The version of wrapopt, which the build and the wheel read here."""
 
 __version__ = "0.1.0"

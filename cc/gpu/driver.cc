@@ -3,7 +3,7 @@
 #include <dlfcn.h>
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-// As they are called before glibc 2.34, which moved them to another library.
+// The versions in glibc before 2.34, which moved them to another library.
 __asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
 __asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
 #endif

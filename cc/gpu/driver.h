@@ -1,5 +1,5 @@
-// NVIDIA's driver, found while the program runs: nothing to link, and a machine
-// without it loads the library all the same.
+// NVIDIA's driver, which is loaded at run time: the library links nothing of it
+// and also loads on a machine without it.
 #ifndef WRAPOPT_CC_GPU_DRIVER_H_
 #define WRAPOPT_CC_GPU_DRIVER_H_
 
@@ -37,11 +37,12 @@ struct Driver {
                          void** arguments, void** extra);
   Result (*GetErrorString)(Result result, const char** text);
 
-  // What could not be found, if anything: nothing may be called then.
+  // The missing library or function, or "". If not "", no function may be
+  // called.
   std::string missing;
 };
 
-// The driver of this machine, which is looked for once.
+// The driver of this machine. The first call loads it.
 const Driver& GetDriver();
 
 // Attributes of a device.
@@ -53,10 +54,10 @@ struct DeviceInfo {
   std::string name;
   int compute_capability;  // 10 * major + minor.
   int multiprocessors;
-  int driver;  // The CUDA version that the driver is for: 12040 is 12.4.
+  int driver;  // The CUDA version of the driver: 12040 is 12.4.
 };
 
-// These return an error's text, empty if there is none.
+// These return the text of an error, or "".
 std::string Describe(Device device, DeviceInfo* info);
 // All GPUs of this machine.
 std::string Describe(std::vector<DeviceInfo>* devices);

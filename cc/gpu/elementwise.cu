@@ -1,9 +1,9 @@
-// The kernels: every rule, in float and in double, over the arrays of many
+// The GPU kernels: every rule, in float and in double, over the arrays of many
 // variables, and the averages of its result.
 //
 // NVRTC compiles this for each GPU, once with small and once with large tables
-// (WRAPOPT_LARGE). Another compiler defines these three macros, and threadIdx,
-// blockIdx and gridDim, before it includes this.
+// (WRAPOPT_LARGE). For another compiler, define these three macros, and
+// threadIdx, blockIdx and gridDim, before the include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -46,7 +46,7 @@ struct alignas(16) Quad {
   uint32_t words[4];
 };
 
-// Whether a number is stored in 2 bytes rather than as it is computed.
+// Whether a number is stored in 2 bytes, not in its compute type.
 template <class Compute>
 WRAPOPT_DEVICE bool IsNarrow(Number number) {
   return sizeof(Compute) == 4 && number != Number::kFloat;
@@ -57,15 +57,15 @@ WRAPOPT_DEVICE uint32_t BytesOf(Number number) {
   return IsNarrow<Compute>(number) ? 2 : sizeof(Compute);
 }
 
-// How a thread reads and writes its numbers of an array. Both ways have
+// The ways in which a thread reads and writes its numbers of an array. Both
+// have
 //
-//   kCount   how many numbers they are;
-//   Raw      those numbers as they are stored: Load does not wait for them,
-//            Unpack does.
+//   kCount   the number of these numbers;
+//   Raw      the numbers as stored: Load does not wait for them, Unpack does.
 
-// kLanes numbers by 16 bytes each, in two runs: `gap` elements lie between
-// their beginnings. They lie side by side for half and bfloat16, which take one
-// quad for both. All arrays must begin where 16 bytes do.
+// kLanes numbers in accesses of 16 bytes, in two runs whose starts are `gap`
+// elements apart. For half and bfloat16 the runs are adjacent, and one access
+// serves both. All arrays must be aligned to 16 bytes.
 template <class Compute>
 struct Lanes {
   static constexpr int kCount = kLanes<Compute>;
@@ -160,8 +160,8 @@ struct Lanes {
   }
 };
 
-// One number: of an array that begins elsewhere, such as a slice of a tensor,
-// and of the last few.
+// One number: for arrays that are not aligned, such as a slice of a tensor, and
+// for the last elements.
 template <class Compute>
 struct Single {
   static constexpr int kCount = 1;
@@ -250,7 +250,7 @@ WRAPOPT_DEVICE void Read(Word word, float* x) {
 }
 WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
 
-// The value that a rule's step leaves in state 0.
+// The value of state 0 after a rule's step.
 template <class Rule, size_t kStates, size_t kInputs, size_t kScalars>
 struct StepOf {
   static constexpr size_t kArrays = kStates + kInputs;
@@ -275,7 +275,7 @@ struct StepOf {
                                  std::index_sequence<c...>) {
     const Number state = static_cast<Number>(header.state);
     const Number input = static_cast<Number>(header.input);
-    // All are on their way before the first is waited for.
+    // Start all loads before waiting for the first.
     typename Access::Raw raw[kArrays];
     (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
     (LoadInput(access, arrays.FindInput<Compute>(kStates + i, input), input,
@@ -292,7 +292,7 @@ struct StepOf {
     }
     (Access::Pack(x[s], state, &raw[s]), ...);
     (access.Store(arrays.Find<Compute>(s, state), state, raw[s]), ...);
-    // What is averaged is what was stored.
+    // The average is of the stored, rounded value.
     Access::Unpack(raw[0], state, value);
   }
 
@@ -336,7 +336,7 @@ struct SumOfSources {
   }
 };
 
-// A variable's averages, each of which `value` moves towards itself.
+// A variable's averages, which move towards `value`.
 template <class Compute, class Access>
 class Targets {
  public:
@@ -364,7 +364,7 @@ class Targets {
   }
 
  private:
-  // Ahead of its turn, as nobody waits for it yet.
+  // Starts the load early; nothing waits for it yet.
   WRAPOPT_DEVICE void Fetch(int target) {
     if (target >= count_) return;
     const Number number = NumberOf(target);
@@ -404,7 +404,7 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
   const size_t stride = 1 + count;
-  // The last variable whose first chunk is not after this one.
+  // The variable of this chunk: the last whose first chunk is not after it.
   const uint32_t chunk = blockIdx.x;
   uint32_t low = 0, high = header.variables;
   while (high - low > 1) {

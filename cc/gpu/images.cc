@@ -4,8 +4,8 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-// Machine code runs on GPUs of its own major version and its minor or a later
-// one; text is compiled for any that is not older.
+// Machine code runs on GPUs of its major version with the same or a later minor
+// version. The driver compiles PTX for any GPU that is not older.
 bool Fits(const Image& image, int compute_capability) {
   return image.compute_capability <= compute_capability &&
          (image.is_ptx ||

@@ -12,14 +12,14 @@ namespace wrapopt {
 namespace gpu {
 
 struct Image {
-  bool is_ptx;             // Text that the driver compiles, or machine code.
+  bool is_ptx;             // PTX, which the driver compiles, or machine code.
   int compute_capability;  // 10 * major + minor.
-  bool is_large;           // What size of tables its kernels take.
-  size_t offset;           // Where it is among the images.
+  bool is_large;           // Whether its kernels take large tables.
+  size_t offset;           // Its offset in the images.
   size_t size;
 };
 
-// "sm_90", "compute_90"; with "large" where it is.
+// "sm_90" or "compute_90", with "large" for large tables.
 std::string NameOf(const Image& image);
 
 const std::vector<Image>& Images();
@@ -28,7 +28,7 @@ const std::vector<Image>& Images();
 // a driver for CUDA 12.1.
 const Image* ChooseImage(const DeviceInfo& device, bool is_large);
 
-// Why there is none.
+// The error text if there is no image for a GPU.
 std::string NoImage(const DeviceInfo& device);
 
 }  // namespace gpu

@@ -17,7 +17,7 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-// The kernels that are no rule's.
+// Indices of the kernels that are not a rule's.
 constexpr int kAverage = std::size(kRules);
 constexpr int kSum = kAverage + 1;
 constexpr int kKernels = kSum + 1;
@@ -30,10 +30,10 @@ std::string KernelName(int kernel, bool is_double, bool is_large) {
          (is_double ? "_double" : "_float");
 }
 
-// What is loaded into one context.
+// The images and kernels that are loaded into one context.
 class Loaded {
  public:
-  // Those of the current context.
+  // The object of the current context.
   static std::string Current(Loaded** loaded) {
     const Driver& driver = GetDriver();
     if (!driver.missing.empty()) return "there is no " + driver.missing;
@@ -50,7 +50,7 @@ class Loaded {
 
   const DeviceInfo& device() const { return device_; }
 
-  // Whether kernels of that size of tables are to be had.
+  // Whether there are kernels for that size of tables.
   bool Has(bool is_large) const { return images_[is_large] != nullptr; }
 
   std::string Find(int kernel, bool is_double, bool is_large,
@@ -126,12 +126,12 @@ Word ToWord(double x, bool is_double) {
   return word;
 }
 
-// Where an update's variables have their arrays of one kind.
+// The address range of an update's arrays of one kind.
 class Range {
  public:
   explicit Range(size_t size) : size_(size) {}
 
-  // Whether a table can tell that array's address beside the others'.
+  // Whether the offset of an array from the others fits into a table.
   bool Reaches(Address address) const {
     if (address == 0 || is_empty()) return true;
     const Address low = std::min(low_, address);
@@ -154,7 +154,7 @@ class Range {
                         : static_cast<uint32_t>((address - low_) / size_);
   }
 
-  size_t size() const { return size_; }  // Of an element.
+  size_t size() const { return size_; }  // Bytes of an element.
 
  private:
   bool is_empty() const { return high_ < low_; }
@@ -164,7 +164,7 @@ class Range {
   Address high_ = 0;
 };
 
-// The launches that an update takes.
+// The launches of an update.
 class Launches {
  public:
   Launches(const Update& update, Loaded* loaded, Stream stream)
@@ -204,7 +204,7 @@ class Launches {
              " arrays, got " + std::to_string(update_.arrays);
     }
     while (left_ > 0) {
-      // Small ones cost less to launch.
+      // Launches with small tables cost less.
       const bool fits_small = left_ <= MostVariables<SmallTable>();
       const bool is_large =
           loaded_.Has(true) && (!fits_small || !loaded_.Has(false));
@@ -216,15 +216,15 @@ class Launches {
   }
 
  private:
-  // A variable, or as much of it as a launch takes.
+  // A variable, or the part of it in a launch.
   struct Part {
     size_t variable;
     uint64_t begin, elements;
     uint32_t first_chunk;
   };
 
-  // So few chunks that a block is not mostly set up and torn down, so many that
-  // each multiprocessor has several, and the last of them not much to wait for.
+  // Large chunks, so that starting and ending a block costs little; but enough
+  // chunks for several on each multiprocessor, and for a short tail.
   int ChunkLog2(uint64_t elements) const {
     int log2 = kMaxChunkLog2;
     while (log2 > kMinChunkLog2 &&
@@ -257,7 +257,7 @@ class Launches {
     return true;
   }
 
-  // Takes what a launch can, and returns its chunks.
+  // Takes the parts of the next launch, and returns the number of their chunks.
   uint32_t Take(size_t most_variables) {
     parts_.clear();
     for (Range& range : ranges_) range.Clear();
@@ -293,7 +293,7 @@ class Launches {
              " arrays, too many for a launch on " + loaded_.device().name;
     }
     const uint32_t chunks = Take(most_variables);
-    // Only what is filled is read.
+    // The kernel reads only the words that are set.
     AnyTable table;
     Word* to = std::copy(prefix_.begin(), prefix_.end(), table.words);
     for (const Range& range : ranges_) *to++ = range.base();
@@ -336,12 +336,12 @@ class Launches {
   Loaded& loaded_;
   const Stream stream_;
   int chunk_log2_;
-  std::vector<Word> prefix_;   // What is the same in all tables.
-  std::vector<Range> ranges_;  // Of the launch's arrays.
-  std::vector<Part> parts_;    // Of the launch.
-  size_t next_ = 0;            // Variable,
-  uint64_t begin_ = 0;         // of which so many elements are done.
-  size_t left_ = 0;            // Variables with elements that are not done.
+  std::vector<Word> prefix_;   // The words that all tables share.
+  std::vector<Range> ranges_;  // Ranges of the launch's arrays.
+  std::vector<Part> parts_;    // Parts of the launch.
+  size_t next_ = 0;            // The next variable.
+  uint64_t begin_ = 0;         // Its first element that is not done.
+  size_t left_ = 0;            // The number of variables that are not done.
 };
 
 template <class AnyTable>
@@ -367,7 +367,7 @@ std::string RunSum(const RowSum& sum, Loaded* loaded, bool is_large,
     return launched;
   };
   for (const RowSum::Run& run : sum.runs) {
-    // A run that does not fit goes on in the next launch.
+    // A run that does not fit continues in the next launch.
     for (size_t done = 0; done < run.grads.size();) {
       const size_t used = 2 * runs + grads.size();
       if (used + 3 > AnyTable::kWords) {

@@ -1,9 +1,9 @@
-// Runs the kernels of cc/gpu/elementwise.cu. Knows nothing of TensorFlow: a
-// stream and device addresses are all that it takes.
+// Runs the kernels of cc/gpu/elementwise.cu. Does not depend on TensorFlow: its
+// arguments are a stream and device addresses.
 //
-// A launch neither waits nor allocates nor copies, so that a CUDA graph may
-// capture it; the first launch of a kernel loads it. The stream's context must
-// be the current one.
+// A launch does not wait, allocate or copy, so a CUDA graph can capture it. But
+// the first launch of a kernel loads it. The stream's context must be the
+// current one.
 #ifndef WRAPOPT_CC_GPU_LAUNCHER_H_
 #define WRAPOPT_CC_GPU_LAUNCHER_H_
 
@@ -23,47 +23,47 @@ namespace gpu {
 // One step for each of many variables: see cc/gpu/table.h.
 struct Update {
   struct Member {
-    double scalar;  // A source's weight, a target's rate.
+    double scalar;  // The weight of a source, the rate of a target.
     Number number;
   };
 
-  // Without one, the value is the weighted sum of the sources; with one, there
-  // are no sources.
+  // Without a rule, the value is the weighted sum of the sources. With a rule,
+  // there are no sources.
   std::optional<RuleId> rule;
   Number state = Number::kFloat;
   Number input = Number::kFloat;
   std::vector<double> scalars;
   std::vector<Member> sources;
   std::vector<Member> targets;
-  // Whether it is computed in double, or in float.
+  // Whether the compute type is double, or float.
   bool is_double = false;
-  // A block takes 2^chunk_log2 elements, 3 to 15; 0 for what seems best.
+  // The log2 of a block's elements, 3 to 15; 0 lets the launcher choose.
   int chunk_log2 = 0;
 
-  // Of each variable.
+  // The number of elements of each variable.
   std::vector<uint64_t> elements;
-  // Its arrays: states, inputs, sources, targets. An input at 0 stands for
-  // zeros.
+  // The number of arrays of a variable: states, inputs, sources, targets. The
+  // address 0 of an input means zeros.
   size_t arrays = 0;
   std::vector<Address> addresses;
 };
 
-// Enqueues the step; no two of its arrays may overlap, but sources and targets
-// may be one array. Returns an error's text, empty if there is none.
+// Enqueues the step. No two of its arrays may overlap, but a source and a
+// target may be the same array. Returns the text of an error, or "".
 std::string Enqueue(const Update& update, Stream stream);
 
-// Gradients of the rows of one array of which some have several.
+// Sums the gradients of rows that have several.
 struct RowSum {
   struct Run {
-    uint64_t row;  // In `sums`.
+    uint64_t row;  // The row in `sums`.
     std::vector<uint64_t> grads;
   };
 
   Address grads;
-  Number number;  // How they are stored.
-  Address sums;   // In double or in float, as `is_double` says.
+  Number number;  // The storage type of the gradients.
+  Address sums;   // double if `is_double`, else float.
   bool is_double;
-  uint64_t elements;  // Of a row of either.
+  uint64_t elements;  // Elements of a row.
   std::vector<Run> runs;
 };
 

@@ -1,19 +1,18 @@
-// What a kernel launch is told, by value: which arrays, how their numbers are
-// stored, and the scalars. Shared by the device code and by what launches it.
+// The argument of a kernel launch: its arrays, their storage types and the
+// scalars. For the device code and the launcher.
 //
-// A table that is a kernel's argument needs no device memory, no copy and
-// nothing whose life must be managed, and a CUDA graph may capture it. Its size
-// is what the driver allows: 4 KiB on every GPU; 32764 bytes from compute
-// capability 7.0 and CUDA 12.1 on. So an array is 4 bytes of it, an offset from
-// the first of its kind.
+// The table is passed by value. So it needs no device memory, no copy and no
+// lifetime management, and a CUDA graph can capture it. The driver limits its
+// size to 4 KiB, and from compute capability 7.0 and CUDA 12.1 on to 32764
+// bytes. So an array takes 4 bytes: an offset from the first array of its kind.
 //
 // A launch takes one step for each of its variables:
 //
 //   value = the step of a rule (state 0 after it), or the weighted sum of the
 //           variable's sources;
-//   each of its targets moves towards `value` as Ema says.
+//   each of its targets moves towards `value` by the rule Ema.
 //
-// Each variable's arrays are: states, inputs, sources, targets.
+// The arrays of a variable are states, inputs, sources and targets.
 #ifndef WRAPOPT_CC_GPU_TABLE_H_
 #define WRAPOPT_CC_GPU_TABLE_H_
 
@@ -25,10 +24,10 @@
 namespace wrapopt {
 namespace gpu {
 
-constexpr int kThreads = 256;  // Of a block.
+constexpr int kThreads = 256;  // Threads of a block.
 
-// A thread's share of an array at a time: 32 bytes of the type that is computed
-// in, in two runs of 16 bytes.
+// A thread's share of an array at a time: 32 bytes of the compute type, in two
+// runs of 16 bytes.
 constexpr int kShareBytes = 32;
 template <class Compute>
 constexpr int kLanes = kShareBytes / sizeof(Compute);
@@ -38,34 +37,33 @@ constexpr int kRun = kLanes<Compute> / 2;
 // A block takes one chunk of 2^k elements of one variable.
 constexpr int kMinChunkLog2 = 11;
 constexpr int kMaxChunkLog2 = 15;
-constexpr uint32_t kMaxChunks = 1 << 16;  // Of a launch.
+constexpr uint32_t kMaxChunks = 1 << 16;  // Chunks of a launch.
 
-// Words of a table are read as an integer, a pointer, or a number of the type
-// that is computed in.
+// A word of a table is an integer, a pointer, or a number of the compute type.
 using Word = uint64_t;
 
 struct Header {
   uint32_t variables;
-  uint32_t chunks;   // Of all variables.
-  uint16_t sources;  // Per variable, as are the targets.
+  uint32_t chunks;   // The number of chunks of all variables.
+  uint16_t sources;  // The number per variable, like targets.
   uint16_t targets;
   uint8_t chunk_log2;
   uint8_t state;  // Number, as is the input.
   uint8_t input;
-  // Whether a thread's two runs lie side by side, so that half and bfloat16 are
-  // read by 16 bytes. Otherwise a warp's first runs do, and its second runs:
-  // each of its accesses is 512 bytes without gaps.
+  // Whether a thread's two runs are adjacent, so that half and bfloat16 are
+  // read in 16 bytes. Otherwise the first runs of a warp are adjacent, and so
+  // are its second runs: each access of a warp is 512 bytes without gaps.
   uint8_t is_dense;
 };
 
 // The words of a table:
 //
 //   the scalars of the rule;
-//   of each source and target: its weight or rate, and its Number;
-//   of each array: its base, the lowest address of it that a variable has;
+//   for each source and target: its weight or rate, and its Number;
+//   for each array: its base, the lowest address of the variables' arrays;
 //
-// and then, by 4 bytes, of each variable: its place, and of each of its arrays
-// the elements between the base and it.
+// and then, in 4 bytes each, for each variable: its place, and for each of its
+// arrays the distance from the base, in elements.
 template <size_t kBytes>
 struct Table {
   static constexpr size_t kWords = (kBytes - sizeof(Header)) / sizeof(Word);
@@ -76,13 +74,13 @@ struct Table {
 using SmallTable = Table<4096>;
 using LargeTable = Table<32760>;  // The most that words of 8 bytes fill.
 
-constexpr size_t kWordsPerMember = 2;  // Of a source or a target.
+constexpr size_t kWordsPerMember = 2;  // Words of a source or a target.
 
-// Of an input of zeros.
+// The distance of an input of zeros.
 constexpr uint32_t kNoArray = 0xffffffff;
 
-// Where a variable is: its first chunk, how many elements its last one has, and
-// whether all of its arrays begin where 16 bytes do.
+// The place of a variable: its first chunk, the number of elements in its last
+// chunk, and whether all of its arrays are aligned to 16 bytes.
 constexpr uint32_t Place(uint32_t first_chunk, uint32_t last_elements,
                          bool is_aligned) {
   return first_chunk | (last_elements - 1) << 16 | uint32_t{is_aligned} << 31;
@@ -96,17 +94,17 @@ static_assert(kMaxChunkLog2 <= 15 && kMaxChunks <= 1 << 16,
               "they have 15 and 16 bits of a place");
 
 // Sums the gradients of rows that have several. A block takes a run: the
-// gradients of one row, in their order, which are added to `sums[row]`.
+// gradients of one row. It adds them to `sums[row]`, in their order.
 struct SumHeader {
   uint32_t runs;
-  uint32_t number;  // How the gradients are stored.
-  uint64_t grads;   // Both arrays have `elements` elements in a row.
+  uint32_t number;  // The storage type of the gradients.
+  uint64_t grads;   // Rows of both arrays have `elements` elements.
   uint64_t sums;
   uint64_t elements;
 };
 
-// The words of a table: of each run, its row in `sums` and one past its last
-// gradient; then the gradients' rows in `grads`, of all runs.
+// The words of a table: for each run, its row in `sums` and one past its last
+// gradient; then the rows in `grads` of the gradients of all runs.
 template <size_t kBytes>
 struct SumTable {
   static constexpr size_t kWords = (kBytes - sizeof(SumHeader)) / sizeof(Word);

@@ -58,7 +58,7 @@ class ApplyOp : public OpKernel {
     dtype_ = contract_.dtype();
     grad_dtype_ = contract_.grad_dtype();
     step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
-    // Gradients of one row are summed in the type that the rule computes in.
+    // Gradients of one row are summed in the rule's compute type.
     sum_dtype_ = dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
@@ -80,7 +80,7 @@ class ApplyOp : public OpKernel {
                     "log_decays must be empty on a GPU, where a step moves the "
                     "averages of all rows"));
 
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     const int n = contract_.variables();
     std::vector<int> states(contract_.states().size());
     for (size_t s = 0; s < states.size(); ++s) {
@@ -119,7 +119,9 @@ class ApplyOp : public OpKernel {
       const IntraOpThreads threads(ctx);
       for (int i = 0; i < n; ++i) {
         std::vector<void*> data;
-        for (const int state : states) data.push_back(variables.data(state + i));
+        for (const int state : states) {
+          data.push_back(variables.data(state + i));
+        }
         std::vector<LazyAverage> averages;
         if (lazy) {
           averages = averages_.OfValue(&variables, shadows, var, log_decays, i,
@@ -162,10 +164,10 @@ class ApplyOp : public OpKernel {
   struct Rows {
     Tensor values;
     SparseRows sorted;
-    // On a GPU: the rows, in order, each once, and their gradients.
+    // On a GPU: the different rows, sorted, and their gradients.
     std::vector<int64_t> index;
     std::vector<const void*> grad;
-    Tensor sums;  // Where one row has several gradients.
+    Tensor sums;  // If a row has several gradients.
   };
 
   // Finds the `count` variables of a list.
@@ -211,10 +213,12 @@ class ApplyOp : public OpKernel {
                                            indices.shape()));
     TF_RETURN_IF_ERROR(rows->sorted.Sort(ctx, indices, i, variables, var));
     rows->values = grads[i];
-    // A ref variable is read in place. The step of one row must not change the
-    // gradient of another.
+    // A ref variable is read in place: the step of one row must not change the
+    // gradient of another one.
     for (const int state : states) {
-      if (!rows->values.SharesBufferWith(*variables.tensor(state + i))) continue;
+      if (!rows->values.SharesBufferWith(*variables.tensor(state + i))) {
+        continue;
+      }
       TF_RETURN_IF_ERROR(ctx->allocate_temp(
           grads[i].dtype(), grads[i].shape(), &rows->values));
       if (IsOnGpu(ctx)) {
@@ -262,8 +266,8 @@ class ApplyOp : public OpKernel {
     return wrapopt::SumRowsOnGpu(ctx, sum);
   }
 
-  // ApplyRows of all variables. A row, or several that follow each other, are to
-  // the launcher what a variable is.
+  // ApplyRows for all variables. The launcher gets a row, or several
+  // consecutive rows, as a variable.
   absl::Status ApplyRowsOnGpu(OpKernelContext* ctx, Variables* variables,
                               const std::vector<int>& states,
                               const std::vector<Rows>& rows,
@@ -301,7 +305,7 @@ class ApplyOp : public OpKernel {
         };
         int64_t next = 0;
         for (size_t u = 0; u < index.size();) {
-          // Rows that follow each other, as do their gradients, are as one.
+          // Consecutive rows with consecutive gradients are one array.
           size_t end = u + 1;
           while (end < index.size() && follows(end)) ++end;
           if (rule_.sparse == Sparse::kAll) add(kZeros, next, index[u]);
@@ -318,13 +322,13 @@ class ApplyOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // To the launcher, an array of zeros.
+  // The launcher's name for an array of zeros.
   static constexpr const void* kZeros = nullptr;
 
   const RuleInfo& rule_;
   const bool sparse_;
   const bool bundled_;
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   Averages averages_;
   ApplyContract contract_;
   Variables::Access access_;
@@ -343,8 +347,8 @@ class ApplyOpOf : public ApplyOp {
       : ApplyOp(ctx, kRules[kRule], kSparse) {}
 };
 
-// What the kernel reads itself lies in the host's memory, that of a sparse
-// gradient's rows too: their numbers are checked.
+// The inputs that the kernel reads on the host are in host memory. The row
+// numbers of a sparse gradient are among them, because they are checked.
 void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
                 tensorflow::KernelDefBuilder* kernel) {
   for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
@@ -374,7 +378,7 @@ void Register() {
       if (device == tensorflow::DEVICE_GPU) {
         KeepOnHost(kRules[kRule], kSparse, ref, &kernel);
       }
-      // Lives as long as the process, as every registration does.
+      // Never deleted, like every registration.
       new tensorflow::kernel_factory::OpKernelRegistrar(
           kernel.Build(), name, [](OpKernelConstruction* ctx) -> OpKernel* {
             return new ApplyOpOf<kRule, kSparse>(ctx);
@@ -420,7 +424,7 @@ bool RegisterApplyBundle() {
         kernel.HostMemory(name);
       }
     }
-    // As above.
+    // Never deleted, as above.
     new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), kName,
                                                       MakeApplyBundle);
   }

@@ -23,7 +23,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Serves resource and ref variables: `Variables` knows the difference.
+// For resource and ref variables: `Variables` handles the difference.
 class AveragingAssignOp : public OpKernel {
  public:
   explicit AveragingAssignOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -41,13 +41,13 @@ class AveragingAssignOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     double rate;
     OP_REQUIRES_OK(ctx, ReadRate(ctx, &rate));
-    // Of each source: the scalars of its stage.
+    // For each source: the scalars of its stage.
     std::vector<std::array<double, 2>> weights;
     OP_REQUIRES_OK(ctx, ReadWeights(ctx, &weights));
     tensorflow::OpInputList tensors;
     OP_REQUIRES_OK(ctx, ctx->input_list("tensors", &tensors));
 
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int targets, sources;
     OP_REQUIRES_OK(ctx, variables.Find("targets", access_, &targets));
     OP_REQUIRES_OK(ctx, variables.Find("sources",
@@ -125,7 +125,7 @@ class AveragingAssignOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   Isa isa_;
   Variables::Access access_;
   AveragingAssignContract contract_;

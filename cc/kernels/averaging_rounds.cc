@@ -1,5 +1,5 @@
-// Wrapopt>AveragingRounds, Push, Gather, Mean, Next and Wait: model averaging on
-// a parameter server. The rounds themselves are in rounds.h.
+// Wrapopt>AveragingRounds, Push, Gather, Mean, Next and Wait: model averaging
+// on a parameter server. The rounds themselves are in rounds.h.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -63,7 +63,7 @@ absl::Status ToStatus(const RoundsStatus& status) {
   return absl::InternalError(status.message);
 }
 
-// Has the wait answered if the op's step ends.
+// Ends the wait if the op's step ends.
 void WatchStep(OpKernelContext* ctx, TensorRounds::Wait* wait) {
   CancellationManager* const manager = ctx->cancellation_manager();
   if (manager == nullptr) return;
@@ -74,7 +74,7 @@ void WatchStep(OpKernelContext* ctx, TensorRounds::Wait* wait) {
   wait->unwatch = [manager, token] { manager->DeregisterCallback(token); };
 }
 
-// A wait must not keep the rounds alive: when they are deleted it is answered.
+// A wait does not keep the rounds alive. Their deletion ends the wait.
 class RoundsResource : public tensorflow::ResourceBase {
  public:
   RoundsResource(const std::string& name, int64_t num_workers)
@@ -109,7 +109,7 @@ absl::Status ReadScalar(OpKernelContext* ctx, const char* name, Value* value) {
 
 absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
-  // There must be one after it.
+  // Round + 1 must not overflow.
   if (*round < kLastRound) return absl::OkStatus();
   return absl::InvalidArgumentError(
       absl::StrCat("round must be less than 2^63 - 1, got ", *round));
@@ -123,7 +123,8 @@ absl::Status ReadTimeout(OpKernelContext* ctx, double* timeout_secs) {
       *timeout_secs));
 }
 
-absl::Status FindRounds(OpKernelContext* ctx, std::shared_ptr<TensorRounds>* rounds) {
+absl::Status FindRounds(OpKernelContext* ctx,
+                        std::shared_ptr<TensorRounds>* rounds) {
   const Tensor* handle;
   TF_RETURN_IF_ERROR(ctx->input("rounds", &handle));
   if (handle->dims() != 0) return Misshapen("rounds", *handle, "[] (a scalar)");
@@ -160,7 +161,7 @@ class AveragingRoundsOp
     return absl::InvalidArgumentError(absl::StrCat(
         rounds.subject(), " have num_workers = ", rounds.num_workers(),
         ", got num_workers = ", num_workers_,
-        ": all who share them must say the same, or use another shared_name"));
+        ": use the same num_workers, or another shared_name"));
   }
 
   int64_t num_workers_;
@@ -181,7 +182,7 @@ class AveragingPushOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->input_list("values", &list));
     std::vector<Tensor> values;
     for (const Tensor& value : list) {
-      // Nobody can write to a buffer that has no other owner.
+      // A buffer without another owner cannot change: no copy.
       if (value.RefCountIsOne()) {
         values.push_back(value);
         continue;
@@ -284,7 +285,7 @@ class AveragingNextOp : public OpKernel {
   bool reset_;
 };
 
-// Serves resource and ref variables: `Variables` knows the difference.
+// For resource and ref variables: `Variables` handles the difference.
 class AveragingMeanOp : public OpKernel {
  public:
   explicit AveragingMeanOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -303,12 +304,12 @@ class AveragingMeanOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadRound(ctx, &round));
     std::vector<std::string> workers;
     OP_REQUIRES_OK(ctx, ReadWorkers(ctx, &workers));
-    // Holds them while they are read: others may drop them meanwhile.
+    // References, since a concurrent op may drop the values.
     std::vector<Tensor> values;
     OP_REQUIRES_OK(ctx,
                    ToStatus(rounds->Values(round, workers, value_, &values)));
 
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int centers;
     OP_REQUIRES_OK(
         ctx, variables.Find("centers", Variables::Access::kWrite, &centers));
@@ -323,8 +324,8 @@ class AveragingMeanOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    // The mean of the first k values in the scratch array, k = 1, 2, ...: of
-    // values that are all the same it is exactly that. Then the assignment.
+    // The mean of the first k values in the scratch array, k = 1, 2, ..., then
+    // the assignment. The mean of equal values is exact.
     const Number center = NumberOf(dtype_);
     const Number mean =
         center == Number::kDouble ? Number::kDouble : Number::kFloat;
@@ -338,7 +339,7 @@ class AveragingMeanOp : public OpKernel {
     }
     pass.AddStage({FindStep(RuleId::kEma, center, mean, isa_), &assign, 2,
                    2 * SizeOf(center), /*new_inputs=*/false, /*scratch=*/1});
-    size_t offset = 0;  // Bytes in each value.
+    size_t offset = 0;  // In bytes, into each value.
     std::vector<void*> operands;
     for (int i = 0; i < n_; ++i) {
       operands.clear();
@@ -365,7 +366,7 @@ class AveragingMeanOp : public OpKernel {
     const auto names = tensor->vec<tstring>();
     if (names.size() == 0) {
       return absl::InvalidArgumentError(
-          "workers must name at least one worker to take the mean of, got none");
+          "workers must name at least one worker, got none");
     }
     std::set<std::string> seen;
     for (int64_t w = 0; w < names.size(); ++w) {
@@ -386,17 +387,17 @@ class AveragingMeanOp : public OpKernel {
     if (value.dtype() != dtype_) {
       return absl::InvalidArgumentError(absl::StrCat(
           subject, " must be of dtype ", DataTypeString(dtype_),
-          ", the centers', got ", DataTypeString(value.dtype())));
+          " (the dtype of the centers), got ", DataTypeString(value.dtype())));
     }
     if (value.dims() == 1 && value.NumElements() == elements) {
       return absl::OkStatus();
     }
     return Misshapen(subject, value,
                      absl::StrCat("[", elements, "] (the elements of the ", n_,
-                                  " centers one after another)"));
+                                  " centers)"));
   }
 
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   Isa isa_;
   tensorflow::DataType dtype_;
   int n_;

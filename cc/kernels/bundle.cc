@@ -1,4 +1,4 @@
-// Wrapopt>Bundle: the handles of variables as one tensor.
+// Wrapopt>Bundle: packs the handles of variables into one tensor.
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "tensorflow/core/framework/op_kernel.h"

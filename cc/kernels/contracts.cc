@@ -11,7 +11,7 @@
 #include "tensorflow/core/platform/errors.h"
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-// As it is called before glibc 2.29: that of later versions sets no errno.
+// The version of `log` in glibc before 2.29. The later one sets no errno.
 __asm__(".symver log,log@GLIBC_2.2.5");
 #endif
 
@@ -130,7 +130,7 @@ absl::Status ShadowContract::ToRates(const Tensor& decays,
 }
 
 double ShadowContract::LogOf(double decay) {
-  // Not -infinity, of which two have no difference. exp(-800) is 0.
+  // Not -infinity: the difference of two would be NaN. exp(-800) is 0.
   return std::max(std::log(decay), -800.0);
 }
 
@@ -196,7 +196,7 @@ absl::Status ApplyContract::CheckScalars(const TensorShape& shape) const {
   }
   return absl::InvalidArgumentError(
       absl::StrCat("scalars misshapen: got ", shape.DebugString(),
-                   " but expected [", expected, "] (those of the rule)"));
+                   " but expected [", expected, "] (the rule's scalars)"));
 }
 
 absl::Status ApplyContract::CheckStates(const CheckedVariables& variables,
@@ -320,8 +320,8 @@ absl::Status AveragingAssignContract::CheckVariables(
   }
   for (int v = sources; v < sources + n_ * sources_; ++v) {
     TF_RETURN_IF_ERROR(CheckVariable(variables, targets, sources, v));
-    // A source that is written, too, is so where it is read: elsewhere it would
-    // be luck whether it is read before or after.
+    // A source that is also written must be written at the position at which it
+    // is read. Otherwise the order of the read and the write is undefined.
     const int target = variables.Written(v);
     if (target >= 0 && (target - targets) % n_ != (v - sources) % n_) {
       return absl::InvalidArgumentError(absl::StrCat(

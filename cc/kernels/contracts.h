@@ -1,5 +1,5 @@
-// What the ops ask of their inputs, and what they say where it is not so: in
-// one place, for the kernels of all back ends.
+// The checks of the ops' inputs and their error messages, for the kernels of
+// all back ends.
 #ifndef WRAPOPT_CC_KERNELS_CONTRACTS_H_
 #define WRAPOPT_CC_KERNELS_CONTRACTS_H_
 
@@ -17,7 +17,7 @@
 
 namespace wrapopt {
 
-// An op's variables, as far as a check needs to know them. A variable is called
+// The facts about an op's variables that checks need. A variable is identified
 // by its position in all lists of the op that were looked up.
 class CheckedVariables {
  public:
@@ -25,14 +25,14 @@ class CheckedVariables {
   virtual std::string Describe(int variable) const = 0;
   virtual tensorflow::DataType dtype(int variable) const = 0;
   virtual const tensorflow::TensorShape& shape(int variable) const = 0;
-  // Of one that is read and may be written, too: which of the written ones it
-  // is, or -1.
+  // For a variable that is read and may also be written: the position of the
+  // written one, or -1.
   virtual int Written(int variable) const = 0;
 
   absl::Status CheckDtype(int variable, tensorflow::DataType dtype) const;
   // `variable` must have the shape of `like`.
   absl::Status CheckSameShape(int variable, int like) const;
-  // So must the tensor that is `list[position]`.
+  // The tensor `list[position]` must have the shape of `like`.
   absl::Status CheckSameShape(const tensorflow::TensorShape& shape,
                               const char* list, int position, int like) const;
 
@@ -40,16 +40,15 @@ class CheckedVariables {
   ~CheckedVariables() = default;
 
   absl::Status NotInitialized(int variable) const;
-  // For two that are one variable, of which both are written, or one is and the
-  // other may not be.
+  // The error if two positions are one variable and at least one is written.
   absl::Status NamedTwice(int a, int b) const;
 };
 
 absl::Status CheckScalar(absl::string_view name,
                          const tensorflow::TensorShape& shape);
 
-// What the input "decays" holds, as rates 1 - decay, in double: 1 - 0.9999 in
-// float is off by 1.7e-5.
+// Converts decays to rates 1 - decay, in double: the relative error of
+// 1 - 0.9999 in float is 1.7e-5.
 absl::Status ToRates(absl::Span<const double> decays,
                      std::vector<double>* rates);
 
@@ -61,21 +60,21 @@ class ShadowContract {
   // Reads the attributes N, NK, T (of the values) and S (of the shadows).
   absl::Status Init(tensorflow::OpKernelConstruction* ctx);
 
-  // The input "decays".
+  // Checks the shape of the input "decays".
   absl::Status CheckDecays(const tensorflow::TensorShape& shape) const;
-  // What it holds, as rates.
+  // Converts the input "decays" to rates.
   absl::Status ToRates(const tensorflow::Tensor& decays,
                        std::vector<double>* rates) const;
 
-  // The same as log(decay), of a decay of 0 as a number that is small enough.
+  // log(decay), but a finite number for a decay of 0.
   static double LogOf(double decay);
 
-  // Dtypes and shapes of the shadows and the dtypes of their values.
+  // Checks the dtypes and shapes of the shadows and the dtypes of their values.
   absl::Status Check(const CheckedVariables& variables, int shadows,
                      int values) const;
 
-  // Whether there is an input "log_decays" that is not empty: rows of the
-  // shadows may lag behind.
+  // Whether the input "log_decays" is not empty, so that rows of the shadows
+  // may lag behind.
   bool lazy() const { return lazy_; }
   // The shape of the log decays of `value`, which must have rows.
   static absl::Status ShapeOfLogDecays(const CheckedVariables& variables,
@@ -95,11 +94,11 @@ class ShadowContract {
   tensorflow::DataType shadow_dtype_;
 };
 
-// The Apply ops, but for what is in ShadowContract.
+// The Apply ops, except for their shadows.
 class ApplyContract {
  public:
-  // How an op takes the scalars of its rule: as inputs and attributes, or all
-  // of them in one input, the vector "scalars".
+  // The form of the rule's scalars: inputs and attributes, or one input, the
+  // vector "scalars".
   enum class Scalars { kByName, kVector };
 
   // One scalar of the rule: an input of the op, or an attribute that is 1 or 0.
@@ -109,22 +108,22 @@ class ApplyContract {
     double attribute;
   };
 
-  // Reads the attributes N, T (of the variables), G (of the gradients) and those
-  // that are scalars of the rule.
+  // Reads the attributes N, T (of the variables), G (of the gradients) and the
+  // attributes that are scalars of the rule.
   absl::Status Init(tensorflow::OpKernelConstruction* ctx,
                     const RuleInfo& rule, Scalars scalars = Scalars::kByName);
 
-  // The input "scalars".
+  // Checks the shape of the input "scalars".
   absl::Status CheckScalars(const tensorflow::TensorShape& shape) const;
 
-  // Whether rows of averages may lag behind: not where a step moves them all.
+  // Checks that no rows of averages may lag behind if a step moves all rows.
   absl::Status CheckLazy(const ShadowContract& averages,
                          const RuleInfo& rule) const;
 
-  // The states, `states` being the first of each list.
+  // Checks the states; `states` are the first positions of their lists.
   absl::Status CheckStates(const CheckedVariables& variables,
                            const std::vector<int>& states) const;
-  // A sparse gradient of `var`.
+  // Checks a sparse gradient of `var`.
   absl::Status CheckRows(const CheckedVariables& variables, int var, int i,
                          const tensorflow::TensorShape& grad,
                          const tensorflow::TensorShape& indices) const;
@@ -149,12 +148,13 @@ class AveragingAssignContract {
   absl::Status Init(tensorflow::OpKernelConstruction* ctx,
                     const tensorflow::OpKernel& op);
 
-  // The inputs "rate" and "weights", and what they hold.
+  // Check the inputs "rate" and "weights".
   absl::Status CheckRate(double rate) const;
   absl::Status CheckWeights(const tensorflow::TensorShape& shape) const;
   absl::Status CheckWeight(int source, double weight) const;
 
-  // Dtypes and shapes, and that a target is a source only of its own mean.
+  // Checks dtypes and shapes, and that a target is a source only of its own
+  // mean.
   absl::Status CheckVariables(const CheckedVariables& variables, int targets,
                               int sources) const;
   absl::Status CheckTensor(const CheckedVariables& variables, int targets,
@@ -163,7 +163,7 @@ class AveragingAssignContract {
                            const tensorflow::TensorShape& shape) const;
 
   int variables() const { return n_; }
-  // For each of the variables.
+  // The numbers for each variable.
   int targets() const { return targets_; }
   int sources() const { return sources_; }
   int tensors() const { return tensors_; }
@@ -174,11 +174,11 @@ class AveragingAssignContract {
   }
 
  private:
-  // How many rows of N an input list has.
+  // Counts the rows of N in an input list.
   absl::Status CountRows(const tensorflow::OpKernel& op, const char* list,
                          int* rows) const;
-  // For a dtype that is not the op's, nor float where that is half or bfloat16,
-  // or not that of the first of its row.
+  // The error for a dtype that is neither the op's, nor float if the op's is
+  // half or bfloat16, or that is not the dtype of the first of its row.
   absl::Status DtypeError(const std::string& subject, tensorflow::DataType got,
                           const std::string& first_subject,
                           tensorflow::DataType first) const;
@@ -190,7 +190,7 @@ class AveragingAssignContract {
   tensorflow::DataType dtype_;
 };
 
-// `a` and `b` may trade values.
+// Checks that `a` and `b` can exchange values.
 absl::Status CheckExchange(const CheckedVariables& variables, int a, int b);
 
 }  // namespace wrapopt

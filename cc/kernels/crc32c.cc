@@ -48,7 +48,7 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes, Isa isa) {
   const auto* const from = static_cast<const unsigned char*>(data);
   crc = ~crc;
 #if defined(__x86_64__)
-  // x86-64-v2 has the instruction.
+  // The instruction is part of x86-64-v2.
   if (isa != Isa::kBaseline) return ~ByInstruction(crc, from, bytes);
 #endif
   return ~ByTable(crc, from, bytes);

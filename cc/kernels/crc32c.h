@@ -1,4 +1,4 @@
-// The checksum of TensorFlow's checkpoints. Knows nothing of TensorFlow.
+// The checksum of TensorFlow's checkpoints. Does not depend on TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_CRC32C_H_
 #define WRAPOPT_CC_KERNELS_CRC32C_H_
 
@@ -9,8 +9,8 @@
 
 namespace wrapopt {
 
-// The CRC-32C (RFC 3720, appendix B.4) of bytes whose checksum is `crc`, 0 for
-// none, followed by these.
+// Continues a CRC-32C (RFC 3720, appendix B.4) with more bytes. `crc` is the
+// checksum of the bytes before, 0 for none.
 uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes, Isa isa);
 
 }  // namespace wrapopt

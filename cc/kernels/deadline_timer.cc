@@ -5,7 +5,7 @@
 #include <thread>  // NOLINT(build/c++11)
 
 #if defined(__x86_64__) && defined(__GLIBC__)
-// As it is called before glibc 2.34, which moved it to another library.
+// The version in glibc before 2.34, which moved it to another library.
 __asm__(
     ".symver pthread_condattr_setclock,pthread_condattr_setclock@GLIBC_2.3.3");
 #endif

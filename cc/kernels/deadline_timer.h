@@ -1,4 +1,4 @@
-// Calls functions when their time has come.
+// Calls functions after a delay.
 #ifndef WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
 #define WRAPOPT_CC_KERNELS_DEADLINE_TIMER_H_
 
@@ -19,15 +19,15 @@ class Timer {
 
   virtual ~Timer() = default;
 
-  // Calls `ring` after `seconds`, from another thread and without a lock.
+  // Calls `ring` after `seconds`, in another thread and without a lock.
   virtual Id Set(double seconds, std::function<void()> ring) = 0;
 
-  // One that has rung already, or is about to, may be cancelled too.
+  // Has no effect on a call that has started or is about to start.
   virtual void Cancel(Id id) = 0;
 };
 
-// One thread serves all. There is one timer for the process, and it is never
-// destroyed: when the process ends, that thread may still be asleep in it.
+// A timer with one thread. The process has one, which is never destroyed: at
+// the end of the process the thread may still be sleeping in it.
 class DeadlineTimer : public Timer {
  public:
   static DeadlineTimer& Get();
@@ -36,7 +36,7 @@ class DeadlineTimer : public Timer {
   void Cancel(Id id) override;
 
  private:
-  // CLOCK_MONOTONIC, by which `earlier_` waits.
+  // CLOCK_MONOTONIC, the clock of `earlier_`.
   using Clock = std::chrono::steady_clock;
   using Deadline = std::pair<Clock::time_point, Id>;
 
@@ -45,7 +45,7 @@ class DeadlineTimer : public Timer {
   [[noreturn]] void Run();
 
   std::mutex mu_;
-  // Not std::condition_variable: what it calls of glibc is newer than 2.27.
+  // Not std::condition_variable, which needs a glibc newer than 2.27.
   pthread_cond_t earlier_;
   std::map<Deadline, std::function<void()>> set_;
   std::map<Id, Clock::time_point> times_;

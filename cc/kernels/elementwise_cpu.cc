@@ -12,8 +12,8 @@
 namespace wrapopt {
 namespace {
 
-constexpr size_t kLine = 64;   // Bytes of a line of the cache.
-constexpr size_t kGroup = 64;  // Elements between two looks ahead.
+constexpr size_t kLine = 64;   // Bytes of a cache line.
+constexpr size_t kGroup = 64;  // Elements between two prefetches.
 
 template <class Rule, class State, class Input, size_t... s, size_t... i,
           size_t... c>
@@ -22,7 +22,7 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
                        std::index_sequence<s...>, std::index_sequence<i...>,
                        std::index_sequence<c...>) {
   using Compute = typename ComputeTypeOf<State>::type;
-  // Arrays of no elements are not C++: each holds one more than it needs.
+  // With one unused element, because C++ has no arrays of no elements.
   State* const states[] = {static_cast<State*>(operands[s])..., nullptr};
   const Input* const inputs[] = {
       static_cast<const Input*>(operands[sizeof...(s) + i])..., nullptr};
@@ -30,8 +30,8 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
   for (size_t from = begin; from < end; from += kGroup) {
     const size_t to = std::min(from + kGroup, end);
     if (const size_t next = from + Pass::kBlock; next < ahead.elements) {
-      // Into the second-level cache: the first is full of this block. Written
-      // out, for g++ removes calls of a function that does nothing else.
+      // Into the second-level cache: the first is full of this block. Not in a
+      // function, because g++ removes calls of a function that only prefetches.
       for (size_t j = ahead.states ? 0 : kGroup; j < kGroup;
            j += kLine / sizeof(State)) {
         (__builtin_prefetch(states[s] + next + j, /*rw=*/0, /*locality=*/2),
@@ -54,7 +54,7 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
   static_cast<void>(k);
 }
 
-// A rule with the numbers of its states, inputs and scalars.
+// A rule, and the numbers of its states, inputs and scalars.
 template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
   using Fn = StepFn;
@@ -70,7 +70,7 @@ struct Arity {
   }
 };
 
-// Sums gradients of a row.
+// Sums the gradients of a row.
 struct RowSum {
   using Fn = SumFn;
 
@@ -93,14 +93,14 @@ struct RowSum {
   }
 };
 
-// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from -40 on. Not
-// the library's, which no compiler turns into vector code.
+// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 for x <= -40. Not
+// the library's, which compilers do not vectorize.
 WRAPOPT_RULE double OneMinusExp(double x) {
   x = x > -40 ? x : -40;
   // x = n log(2) + r, and exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).
   constexpr double kLog2High = 0x1.62e42fee00000p-1;
   constexpr double kLog2Low = 0x1.a39ef35793c76p-33;
-  // Added to a small number, it leaves that number's integer in the last bits.
+  // The sum with a small number has the number's integer part in its last bits.
   constexpr double kToInteger = 0x1.8p52;
   const double shifted = x * 0x1.71547652b82fep0 + kToInteger;
   const double n = shifted - kToInteger;
@@ -169,8 +169,8 @@ void X86_64_v3(Args... args) {
   R::template Run<State, Input>(args...);
 }
 
-// Memory is what bounds float and double, and Zen 4 streams 15 % faster through
-// half of the registers' width. Arithmetic is what bounds half and bfloat16.
+// float and double are bound by memory, and Zen 4 streams 15 % faster through
+// half of the registers' width. half and bfloat16 are bound by arithmetic.
 template <class R, class State, class Input, class... Args>
 WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=256")
 void X86_64_v4(Args... args) {
@@ -284,7 +284,7 @@ double Pass::bytes() const {
 
 void Pass::Run(size_t begin, size_t end) const {
   alignas(kLine) std::byte scratch[kBlock * sizeof(double)] = {};
-  std::vector<void*> own;  // Operands where some are this thread's scratch.
+  std::vector<void*> own;  // Operands, some of them this thread's scratch.
   // The first variable with a block at or after `begin`.
   auto variable = std::upper_bound(
       variables_.begin(), variables_.end(), begin,
@@ -299,8 +299,9 @@ void Pass::Run(size_t begin, size_t end) const {
           operands_.data() + index * operands_per_variable_;
       if (!scratch_operands_.empty()) {
         own.assign(operands, operands + operands_per_variable_);
-        // A step counts in elements of the variable: its element `from` is the
-        // first of the scratch. No pointer may point there, a number may.
+        // A step indexes by elements of the variable, and its element `from` is
+        // the first of the scratch. The address of element 0 may be invalid, so
+        // it is an integer, not a pointer.
         const uintptr_t element_0 =
             reinterpret_cast<uintptr_t>(scratch) - from * scratch_bytes_;
         for (const int i : scratch_operands_) {

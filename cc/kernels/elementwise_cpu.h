@@ -1,5 +1,5 @@
-// The CPU engine: every rule, for every number type, on every instruction set,
-// over the arrays of many variables. Knows nothing of TensorFlow.
+// The CPU engine: every rule, for every number type and instruction set, over
+// the arrays of many variables. Does not depend on TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_ELEMENTWISE_CPU_H_
 #define WRAPOPT_CC_KERNELS_ELEMENTWISE_CPU_H_
 
@@ -13,27 +13,26 @@
 
 namespace wrapopt {
 
-// What the loop below fetches ahead of its turn: the next Pass::kBlock elements
-// where the arrays hold so many, `elements` in all. The processor's own
-// prefetchers do well with one or two arrays and arithmetic that is done in no
-// time. With four arrays, a root and a division (Adam) they let memory idle for
-// a fifth of the time.
+// The elements that the loop below prefetches: the next Pass::kBlock elements
+// of arrays of `elements` elements. The processor's own prefetchers suffice for
+// one or two arrays and fast arithmetic. With four arrays, a root and a
+// division (Adam), memory would idle for a fifth of the time.
 struct Ahead {
   size_t elements = 0;
-  // False for those that the cache has already.
+  // False if the cache already has them.
   bool inputs = true;
   bool states = true;
 };
 
-// One rule's loop over the elements [begin, end) of its arrays, which must not
+// A rule's loop over the elements [begin, end) of its arrays, which must not
 // overlap. `operands` are the states and then the inputs. It flushes subnormal
-// numbers, as subnormals.h says, whatever thread runs it.
+// numbers, see subnormals.h, in every thread.
 using StepFn = void (*)(void* const* operands, const double* scalars,
                         size_t begin, size_t end, const Ahead& ahead);
 
-// A rule for states and inputs stored as given, and its loop: nullptr for a
-// pair that no op has. They are of one type, or one is float and the other half
-// or bfloat16.
+// The loop of a rule for types of states and inputs; nullptr for a pair that no
+// op has. The two types are equal, or one is float and the other half or
+// bfloat16.
 struct RuleStep {
   RuleId rule;
   Number state;
@@ -53,35 +52,36 @@ struct RowGrad {
 
 // Sums elements [begin, end) of `count` gradients of one row, in their order,
 // from zero: sums[e - begin] is the sum of grads[position * row_elements + e].
-// It flushes subnormal numbers, as a StepFn does.
+// It flushes subnormal numbers, like a StepFn.
 using SumFn = void (*)(void* sums, const void* grads, size_t row_elements,
                        const RowGrad* rows, size_t count, size_t begin,
                        size_t end);
 
-// For gradients stored as given. Sums are float, those of double are double.
+// The function for a type of gradients. Sums of double are double, others
+// float.
 SumFn FindSum(Number grads, Isa isa);
 
-// Brings rows of an average up to date that no step has touched for a while.
+// Makes rows of an average catch up with the steps that did not touch them.
 //
-// In such steps the average s of a value v decayed towards a constant:
+// In these steps, the value v of a row was constant. In row r of the average s,
 //
 //   s += (1 - exp(now - log_decays[r])) (v - s)
 //
-// in row r, `log_decays[r]` and `now` being the sums of log(decay) over all steps
-// up to the one when the row was last up to date, and up to now. The arrays
-// begin at the first of the rows. It flushes subnormal numbers, as a StepFn does.
+// where `log_decays[r]` is the sum of log(decay) over all steps until the row
+// was last up to date, and `now` the sum until now. The arrays begin at the
+// first of the rows. It flushes subnormal numbers, like a StepFn.
 using CatchUpFn = void (*)(void* shadows, const void* values,
                            const double* log_decays, double now,
                            size_t row_elements, size_t rows);
 
-// nullptr for a pair for which FindStep finds none.
+// nullptr for a pair for which FindStep returns nullptr.
 CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa);
 
-// So many gradients before its own, a row is asked for.
+// The distance, in gradients, at which rows are prefetched.
 constexpr int64_t kRowsAhead = 24;
 
-// Asks for a row that a step will write soon: its first lines, after which the
-// processor goes on by itself.
+// Prefetches the first lines of a row that a step will write soon. The
+// processor's prefetchers continue with the rest.
 inline void PrefetchRow(const void* row, size_t bytes) {
   constexpr size_t kLine = 64, kMost = 16 * kLine;
   for (size_t at = 0; at < (bytes < kMost ? bytes : kMost); at += kLine) {
@@ -90,49 +90,49 @@ inline void PrefetchRow(const void* row, size_t bytes) {
   asm volatile("");  // g++ removes calls of a function that only prefetches.
 }
 
-// What an op does to each of its variables: a list of stages, each of them one
-// rule applied to some of the variable's arrays.
+// The work of an op on each of its variables: a list of stages. A stage applies
+// a rule to some of the variable's arrays.
 //
-// The variables are cut into blocks small enough for the first-level cache,
-// and all stages of a block run before the next block is touched. So an array
-// that several stages use, such as the value that K averages are taken of, is
-// read from memory once.
+// The variables are divided into blocks that fit into the first-level cache.
+// All stages of a block run before the next block begins. So an array that
+// several stages use, such as the value of K averages, is read from memory
+// once.
 //
-// Stages may hand numbers on in a scratch array that never leaves that cache:
-// it holds one block, and each thread has its own.
+// Stages may pass numbers on in a scratch array that stays in the cache: it
+// holds one block, and each thread has one.
 class Pass {
  public:
-  // 2 KiB of float. All arrays of a block, and the next block's that are on
-  // their way, stay in the cache; four times as much takes 10 % longer with many
-  // arrays, half as much nowhere less.
+  // 2 KiB of float. All arrays of a block, and the prefetched ones of the next,
+  // stay in the cache. Blocks of four times the size take 10 % longer with many
+  // arrays. Blocks of half the size are not faster.
   static constexpr size_t kBlock = 512;
 
   struct Stage {
     RuleStep step;
     const double* scalars;
     int operands;
-    size_t bytes;  // What one element moves between memory and the core.
-    bool new_inputs;  // False where a stage before has them in the cache.
-    int scratch = -1;  // Which of its operands is the scratch array, if any.
+    size_t bytes;  // The memory traffic of one element.
+    bool new_inputs;  // False if an earlier stage has read them.
+    int scratch = -1;  // The index of the scratch array among its operands.
   };
 
-  // `scratch` is how the scratch array stores its numbers.
+  // `scratch` is the type of the scratch array.
   explicit Pass(Number scratch = Number::kFloat)
       : scratch_bytes_(SizeOf(scratch)) {}
 
   void AddStage(const Stage& stage);
 
-  // `operands` are those of the first stage, of the second stage, and so on,
+  // `operands` are those of the first stage, then of the second, and so on;
   // nullptr for the scratch array.
   void AddVariable(size_t elements, const std::vector<void*>& operands);
 
-  // Blocks of all variables together.
+  // The number of blocks of all variables.
   size_t blocks() const { return variables_.empty() ? 0 : variables_.back().end; }
 
-  // Bytes that the whole pass moves.
+  // The memory traffic of the whole pass, in bytes.
   double bytes() const;
 
-  // What a back end with loops of its own reads.
+  // For a back end with other loops.
   const std::vector<Stage>& stages() const { return stages_; }
   size_t variables() const { return variables_.size(); }
   size_t elements(size_t variable) const {
@@ -142,8 +142,7 @@ class Pass {
     return operands_.data() + variable * operands_per_variable_;
   }
 
-  // Runs the blocks [begin, end). Calls for distinct ranges may run at the
-  // same time.
+  // Runs the blocks [begin, end). Calls for disjoint ranges may be concurrent.
   void Run(size_t begin, size_t end) const;
 
  private:
@@ -152,8 +151,8 @@ class Pass {
     size_t end;  // One past its last block.
   };
 
-  const size_t scratch_bytes_;  // Of an element.
-  std::vector<int> scratch_operands_;  // Where a variable's operands have it.
+  const size_t scratch_bytes_;  // Bytes of a scratch element.
+  std::vector<int> scratch_operands_;  // Indices among a variable's operands.
   int operands_per_variable_ = 0;
   std::vector<Stage> stages_;
   std::vector<Variable> variables_;

@@ -18,7 +18,7 @@ namespace {
 using xla::XlaBuilder;
 using xla::XlaOp;
 
-// A rule's number: the operation that computes it.
+// A rule's number type: the operation that computes the number.
 struct Number {
   XlaOp op;
 };
@@ -28,7 +28,7 @@ Number operator-(const Number& a, const Number& b) { return {a.op - b.op}; }
 Number operator*(const Number& a, const Number& b) { return {a.op * b.op}; }
 Number operator/(const Number& a, const Number& b) { return {a.op / b.op}; }
 
-// What cc/rules/maths.h has for float and double.
+// The functions of cc/rules/maths.h.
 
 Number ScalarLike(const Number& like, double x) {
   return {xla::ScalarLike(like.op, x)};
@@ -39,7 +39,7 @@ Number Gt(const Number& a, const Number& b) { return {xla::Gt(a.op, b.op)}; }
 Number Select(const Number& which, const Number& yes, const Number& no) {
   return {xla::Select(which.op, yes.op, no.op)};
 }
-// Not XLA's, whose result is a NaN where either of the two is.
+// Not XLA's, whose result is NaN if either operand is.
 Number Max(const Number& a, const Number& b) { return Select(Gt(a, b), a, b); }
 
 template <class R, size_t... s, size_t... i, size_t... c>
@@ -51,14 +51,14 @@ void StepOf(absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
   ((states[s] = x[s].op), ...);
 }
 
-// Without a conversion to what it is already: a step has several arrays, a
+// Adds no operation if the type is already right: a step has several arrays, a
 // program hundreds of steps.
 XlaOp Convert(XlaOp x, xla::PrimitiveType type) {
   const xla::PrimitiveType from = x.builder()->GetShape(x)->element_type();
   return from == type ? x : xla::ConvertElementType(x, type);
 }
 
-// A scatter's computation: the update, whatever was there.
+// A scatter's computation that replaces the old value.
 xla::XlaComputation Replace(xla::PrimitiveType type, XlaBuilder* builder) {
   const auto replace = builder->CreateSubBuilder("Replace");
   const xla::Shape scalar = xla::ShapeUtil::MakeShape(type, {});
@@ -120,7 +120,7 @@ Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
   index_type_ =
       std::max(count_, end) <= std::numeric_limits<int32_t>::max() ? xla::S32
                                                                    : xla::S64;
-  // Compared before they may become narrower.
+  // Compared in 64 bits, before a conversion to a narrower type.
   const XlaOp wide = xla::ConvertElementType(indices, xla::S64);
   counts_ = xla::And(xla::Ge(wide, xla::ScalarLike(wide, 0)),
                      xla::Lt(wide, xla::ScalarLike(wide, end)));
@@ -151,13 +151,13 @@ void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
                 absl::Span<const XlaOp> scalars) const {
   XlaBuilder* builder = grad_.builder();
   const xla::PrimitiveType type = ComputeType(storage_);
-  // Of the gradients of one row, the first is to be the sum of all.
+  // The first gradient of each row becomes the sum of all of them.
   const XlaOp number = xla::Iota(builder, index_type_, count_);
   const XlaOp first_of_row = Scatter(
       xla::Broadcast(xla::ConstantR0WithType(builder, index_type_, count_),
                      {dimensions_[0]}),
       index_, number, xla::CreateScalarMinComputation(index_type_, builder));
-  // Of those that do not count, each stays alone.
+  // A gradient that does not count is in a group of its own.
   const XlaOp first =
       xla::Select(counts_, Gather(first_of_row, index_), number);
   const XlaOp sums = Scatter(Zeros(count_), first, grad_,
@@ -183,7 +183,7 @@ XlaOp Rows::Put(XlaOp array, XlaOp rows) const {
 
 XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
                      XlaOp value, XlaOp log_decays) const {
-  // Those that do not count read the last element: they lack no step.
+  // Rows that do not count read the last element, and need no catch-up.
   return wrapopt::CaughtUp(
       Get(shadow), shadow_storage, Get(value),
       xla::ConcatInDim(log_decays.builder(),

@@ -1,5 +1,5 @@
 // The XLA engine: every rule as operations of an XLA computation, for every
-// number type and array shape. Knows nothing of TensorFlow.
+// number type and array shape. Does not depend on TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_ELEMENTWISE_XLA_H_
 #define WRAPOPT_CC_KERNELS_ELEMENTWISE_XLA_H_
 
@@ -15,37 +15,37 @@
 
 namespace wrapopt {
 
-// The type that numbers are computed in which are stored as `storage`: float
-// for half and bfloat16, else the same.
+// The compute type of numbers that are stored as `storage`: float for half and
+// bfloat16, else the same.
 xla::PrimitiveType ComputeType(xla::PrimitiveType storage);
 
-// Takes one step of a rule. `states` are stored as `storage`, before and after;
-// `inputs`, of the states' shape, as any type. `scalars` have no dimension and
-// are of the type that the step is computed in.
+// Takes one step of a rule. `states` are stored as `storage`, before and after.
+// `inputs` have the states' shape and any type. `scalars` have no dimension and
+// the compute type.
 void Step(RuleId rule, xla::PrimitiveType storage,
           absl::Span<xla::XlaOp> states, absl::Span<const xla::XlaOp> inputs,
           absl::Span<const xla::XlaOp> scalars);
 
-// The same array, as a reader of its storage sees it. XLA may leave out the
-// conversion of a result to half or bfloat16 where it is converted back.
+// The array after rounding to its storage type. XLA may omit the conversion of
+// a result to half or bfloat16 if it is converted back.
 xla::XlaOp Stored(xla::XlaOp array, xla::PrimitiveType storage);
 
-// A sparse gradient: rows for some of a variable's, in any order, of which
-// several may be for one.
+// A sparse gradient: gradients of some rows of a variable, in any order. A row
+// may have several.
 //
-// A row whose index is out of range does not count, nor does one past the end
-// of a gradient of dynamic size.
+// A gradient whose index is out of range does not count, and neither does one
+// past the end of a gradient of dynamic size.
 class Rows {
  public:
-  // `storage` and `dimensions` are those of the variable, which has a row.
+  // `storage` and `dimensions` are those of the variable, which must have rows.
   Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
        xla::XlaOp grad, xla::XlaOp indices);
 
-  // The same without gradients: rows that a step has changed.
+  // Without gradients: the rows that a step has changed.
   Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
        xla::XlaOp indices);
 
-  // None counts unless `accept`.
+  // If `accept` is false, no row counts.
   void Keep(xla::XlaOp accept);
 
   // These rows of an array of the variable's shape, one for each index.
@@ -53,8 +53,8 @@ class Rows {
   // The array with these rows, which are equal where their indices are.
   xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
 
-  // These rows of a shadow, up to date: see CatchUpFn. `value` is what the
-  // variable held in the steps that they lack.
+  // These rows of a shadow after they caught up: see CatchUpFn. `value` is the
+  // variable's value in the missed steps.
   xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
                       xla::XlaOp value, xla::XlaOp log_decays) const;
   // The log decays after a step for these rows.
@@ -63,13 +63,13 @@ class Rows {
   // The whole gradient, zero where it has no row.
   xla::XlaOp Dense() const;
 
-  // Takes the step of a rule for those rows of `states` that have a gradient:
-  // the sum of all of that row.
+  // Takes the step of a rule for the rows of `states` that have gradients, with
+  // the sum of each row's gradients.
   void Step(RuleId rule, absl::Span<xla::XlaOp> states,
             absl::Span<const xla::XlaOp> scalars) const;
 
  private:
-  // With the rows at `index` of `updates` combined into the array's.
+  // The array with `updates` combined into its rows `index`.
   xla::XlaOp Scatter(xla::XlaOp array, xla::XlaOp index, xla::XlaOp updates,
                      const xla::XlaComputation& combine,
                      bool unique = false) const;
@@ -80,13 +80,13 @@ class Rows {
   const std::vector<int64_t> dimensions_;
   xla::PrimitiveType index_type_;
   xla::XlaOp grad_;
-  xla::XlaOp index_;   // Of those that do not count, one past the last row.
+  xla::XlaOp index_;   // One past the last row if the gradient does not count.
   xla::XlaOp counts_;
   std::optional<xla::XlaOp> accept_;
   int64_t count_;
 };
 
-// A whole shadow, up to date.
+// A whole shadow after it caught up.
 xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
                     xla::XlaOp value, xla::XlaOp log_decays);
 

@@ -16,7 +16,7 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
-// Serves resource and ref variables: `Variables` knows the difference.
+// For resource and ref variables: `Variables` handles the difference.
 class EmaUpdateOp : public OpKernel {
  public:
   explicit EmaUpdateOp(OpKernelConstruction* ctx, bool bundled = false)
@@ -31,7 +31,7 @@ class EmaUpdateOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     std::vector<double> rates;
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int shadows, values;
     OP_REQUIRES_OK(ctx, Find("shadows", Variables::Access::kWrite,
                              averages_.values() * averages_.per_value(),
@@ -63,7 +63,7 @@ class EmaUpdateOp : public OpKernel {
   }
 
   const bool bundled_;
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   Averages averages_;
 };
 

@@ -11,13 +11,13 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
-// Serves resource and ref variables: `Variables` knows the difference.
+// For resource and ref variables: `Variables` handles the difference.
 class ExchangeOp : public OpKernel {
  public:
   explicit ExchangeOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int a, b;
     OP_REQUIRES_OK(ctx, variables.Find("a", Variables::Access::kWrite, &a));
     OP_REQUIRES_OK(ctx, variables.Find("b", Variables::Access::kWrite, &b));
@@ -33,7 +33,7 @@ class ExchangeOp : public OpKernel {
   }
 
  private:
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
 };
 
 REGISTER_KERNEL_BUILDER(

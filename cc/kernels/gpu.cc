@@ -49,13 +49,13 @@ absl::Status ZeroOnGpu(OpKernelContext* ctx, Tensor* tensor) {
                                                      tensor->TotalBytes());
 }
 
-// A pass is the step of a rule or a weighted sum, then averages of what came
-// out, or averages alone.
+// A pass is the step of a rule or a weighted sum, then averages of the result;
+// or averages alone.
 absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass) {
   if (pass.stages().empty()) return absl::OkStatus();
   gpu::Update update;
   update.is_double = pass.stages().front().step.state == Number::kDouble;
-  // Which of a variable's operands are the arrays of the update.
+  // Indices of the update's arrays among a variable's operands.
   std::vector<int> arrays, targets;
   int operand = 0;
   for (const Pass::Stage& stage : pass.stages()) {

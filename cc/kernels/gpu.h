@@ -1,5 +1,4 @@
-// What kernels do differently on a GPU: all of it is enqueued on TensorFlow's
-// stream, after what is there already.
+// The work of kernels on a GPU. All of it is enqueued on TensorFlow's stream.
 #ifndef WRAPOPT_CC_KERNELS_GPU_H_
 #define WRAPOPT_CC_KERNELS_GPU_H_
 
@@ -14,7 +13,7 @@ namespace wrapopt {
 // Whether the kernel runs on a GPU.
 bool IsOnGpu(tensorflow::OpKernelContext* ctx);
 
-// `to` is of the dtype and shape of `from`.
+// `to` has the dtype and shape of `from`.
 absl::Status CopyOnGpu(tensorflow::OpKernelContext* ctx,
                        const tensorflow::Tensor& from, tensorflow::Tensor* to);
 

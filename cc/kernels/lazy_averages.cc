@@ -52,7 +52,7 @@ class LazyAveragesOp : public OpKernel {
     tensorflow::OpInputList indices;
     OP_REQUIRES_OK(ctx, ctx->input_list("indices", &indices));
 
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int shadows, values, log_decays;
     OP_REQUIRES_OK(
         ctx, variables.Find("shadows", Variables::Access::kWrite, &shadows));
@@ -122,7 +122,7 @@ class LazyAveragesOp : public OpKernel {
   }
 
   const bool is_step_;
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   Averages averages_;
 };
 

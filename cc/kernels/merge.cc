@@ -9,13 +9,13 @@
 namespace wrapopt {
 namespace {
 
-// Sums of a block stay in the first-level cache, 16 KiB. Shorter runs of each
-// input are too short for the processor to fetch ahead.
+// The sums of a block, 16 KiB, stay in the first-level cache. In smaller
+// blocks, the runs of each input are too short for the processor's prefetchers.
 constexpr size_t kBlock = 2048;
 
-// A double as a float, rounded to odd: rounded once more, to half or bfloat16,
-// it is as if the double had been rounded once (Boldo and Melquiond, "When
-// double rounding is odd", 2005).
+// Rounds a double to float, to odd. A second rounding to half or bfloat16 then
+// has the result of rounding the double once (Boldo and Melquiond, "When double
+// rounding is odd", 2005).
 WRAPOPT_RULE float RoundToOdd(double x) {
   const float nearest = static_cast<float>(x);
   const double back = nearest;
@@ -23,7 +23,7 @@ WRAPOPT_RULE float RoundToOdd(double x) {
   const double magnitude = x < 0 ? -x : x;
   const double back_magnitude = back < 0 ? -back : back;
   const uint32_t toward_zero = bits - (back_magnitude > magnitude ? 1u : 0u);
-  // A NaN is neither less nor greater.
+  // False for a NaN.
   const bool is_inexact = back < x || back > x;
   return BitCast<float>(is_inexact ? toward_zero | 1u : bits);
 }

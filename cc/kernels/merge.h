@@ -1,5 +1,5 @@
-// Weighted sums of arrays in double, rounded once: how checkpoints are merged.
-// Knows nothing of TensorFlow.
+// Weighted sums of arrays in double, rounded once, for merging checkpoints.
+// Does not depend on TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_MERGE_H_
 #define WRAPOPT_CC_KERNELS_MERGE_H_
 
@@ -11,12 +11,11 @@
 
 namespace wrapopt {
 
-// The sums of elements [begin, end) of `inputs`, each times its weight, added
-// in their order. Where `is_first` is false they are added to `sums`; else what
-// `sums` holds does not matter. `sums` may be nullptr where `is_first`.
-// `output`, if it is not nullptr, gets the sums rounded to nearest even, once.
-// Unlike the loops of the engine these do not flush subnormal numbers: the
-// numbers are those of float64 arithmetic.
+// Weighted sums of elements [begin, end) of `inputs`, added in the order of the
+// inputs. If `is_first`, they overwrite `sums`, which may be nullptr; else they
+// are added to it. `output`, if not nullptr, gets the sums rounded to nearest
+// even, once. Unlike the engine's loops, this does not flush subnormal numbers:
+// the numbers are those of float64 arithmetic.
 struct Merge {
   struct Input {
     const void* data;

@@ -1,9 +1,9 @@
-// How numbers are stored, and the type that they are computed in: half and
-// bfloat16 compute in float, float and double in themselves.
+// The storage types of numbers and their compute types: float for half and
+// bfloat16, the same type for float and double.
 //
-// Load and Store are branch-free integer and float code, so that the same text
-// vectorises for every instruction set and gives the same bits on each; F16C
-// and AVX512-BF16 are not used.
+// Load and Store are branch-free integer and float code without F16C and
+// AVX512-BF16. So the same source vectorizes for every instruction set and
+// gives the same bits on each.
 #ifndef WRAPOPT_CC_KERNELS_NUMBER_H_
 #define WRAPOPT_CC_KERNELS_NUMBER_H_
 
@@ -53,7 +53,8 @@ WRAPOPT_RULE float Load(Bfloat16 x) {
 }
 
 #if defined(__CUDA_ARCH__)
-// A GPU has an instruction each, which give the same but for the bits of a NaN.
+// A GPU has an instruction for each, with equal results except for the bits of
+// a NaN.
 WRAPOPT_RULE float Load(Half x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -66,12 +67,12 @@ WRAPOPT_RULE void Store(Half& to, float x) {
 WRAPOPT_RULE float Load(Half x) {
   const uint32_t sign = (uint32_t{x.bits} & 0x8000) << 16;
   const uint32_t magnitude = uint32_t{x.bits} & 0x7fff;
-  // Exponent and mantissa in a float's places; the exponent is rebiased by a
-  // product, 2^112, in which infinity and NaN need one more correction.
+  // Exponent and mantissa at a float's positions. A product with 2^112 rebiases
+  // the exponent; infinity and NaN need another correction.
   const float scaled = BitCast<float>(magnitude << 13) * 0x1p112f;
   const uint32_t special = magnitude >= 0x7c00 ? 0x7f800000u : 0u;
-  // A subnormal half would be a subnormal float before that product, which a
-  // thread that flushes subnormals takes for zero: those go another way,
+  // A subnormal half would be a subnormal float before that product, and a
+  // thread that flushes subnormals would make it zero. So it is computed as
   // 2^-24 times an integer below 1024.
   const float tiny =
       static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f;
@@ -88,12 +89,12 @@ WRAPOPT_RULE void Store(Half& to, float x) {
   const uint32_t normal =
       (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
   // Below 2^-14 (subnormal halves and zero): adding 0.5, whose last mantissa
-  // bit is worth 2^-24, makes the adder round to the right place.
+  // bit is 2^-24, rounds at the right bit.
   const uint32_t subnormal =
       BitCast<uint32_t>(BitCast<float>(magnitude) + 0.5f) -
       BitCast<uint32_t>(0.5f);
   const uint32_t finite = magnitude < (113u << 23) ? subnormal : normal;
-  // From 65520 on the nearest half is infinity.
+  // The nearest half is infinity for 65520 and above.
   const uint32_t special = magnitude > 0x7f800000u ? 0x7e00u : 0x7c00u;
   to.bits = static_cast<uint16_t>(
       sign | (magnitude >= 0x477ff000u ? special : finite));

@@ -1,11 +1,12 @@
-// What g++ 12 would otherwise take from a glibc or libstdc++ that is newer than
-// those of TensorFlow's own wheel, glibc 2.27 and libstdc++ of g++ 7. Hidden, as
-// all symbols of the library are. tests/wheel_test.py holds the wheel to that.
+// Definitions of symbols that g++ 12 would otherwise take from a newer glibc or
+// libstdc++ than TensorFlow's own wheel needs: glibc 2.27 and the libstdc++ of
+// g++ 7. They are hidden, like all symbols of the library. tests/wheel_test.py
+// checks that the wheel needs no newer symbols.
 #include <new>
 #include <sstream>
 
-// glibc 2.32. Whether the process has one thread, so that std::shared_ptr may
-// count without atomic instructions: a process with TensorFlow has many.
+// glibc 2.32. If true, the process has one thread, and std::shared_ptr counts
+// without atomic instructions. A process with TensorFlow has many threads.
 extern "C" {
 char __libc_single_threaded = 0;  // NOLINT
 }

@@ -1,10 +1,10 @@
-// The ops' kernels for XLA: on CPU, GPU and TPU, the operations that become
-// part of the program that a device runs.
+// The ops' kernels for XLA. They build operations of the program that a CPU,
+// GPU or TPU runs.
 //
-// On a CPU, an op is a call of its CPU kernel. Elsewhere it is plain HLO, which
-// cannot refuse what is known only when the program runs, such as a decay or an
-// index that is no constant. There a decay, rate or weight out of range gives
-// what the formula gives, and an index out of range is left out.
+// On a CPU, an op is a call of its CPU kernel. On other devices it is plain
+// HLO, which does not check values known only at run time, such as a decay or
+// an index that is not a constant. There, the formula is applied to a decay,
+// rate or weight out of range, and an index out of range is ignored.
 #include <iterator>
 #include <optional>
 #include <string>
@@ -46,14 +46,14 @@ using tensorflow::XlaOpKernelContext;
 using xla::XlaOp;
 using Access = XlaVariables::Access;
 
-// Of a dtype that the ops' attributes allow.
+// The XLA type of a dtype that the ops' attributes allow.
 xla::PrimitiveType XlaType(tensorflow::DataType dtype) {
   xla::PrimitiveType type = xla::PRIMITIVE_TYPE_INVALID;
   tensorflow::DataTypeToPrimitiveType(dtype, &type).IgnoreError();
   return type;
 }
 
-// An input that is known while the computation is built.
+// The value of an input that is known when the computation is built.
 std::optional<Tensor> Known(XlaOpKernelContext* ctx, const char* name) {
   return ctx->InputExpression(name).constant_value();
 }
@@ -73,8 +73,8 @@ XlaOp Vector(xla::XlaBuilder* builder, std::vector<XlaOp> scalars) {
   return xla::ConcatInDim(builder, scalars, 0);
 }
 
-// An input of one dtype that is rows of N tensors. A tensor of bounded dynamic
-// shape has its bounds in `shapes`.
+// An input list of rows of N tensors of one dtype. `shapes` has the bounds of a
+// tensor of bounded dynamic shape.
 struct Inputs {
   std::vector<XlaOp> ops;
   std::vector<TensorShape> shapes;
@@ -85,7 +85,7 @@ absl::Status ReadInputs(XlaOpKernelContext* ctx, const char* list,
   return ctx->InputList(list, &inputs->ops, &inputs->shapes);
 }
 
-// What is added to all of a variable must be known to be as large.
+// A tensor that is combined with a whole variable must have a static shape.
 absl::Status CheckStatic(const char* list, int position, XlaOp tensor,
                          int first_dimension = 0) {
   TF_ASSIGN_OR_RETURN(const xla::Shape shape,
@@ -93,22 +93,21 @@ absl::Status CheckStatic(const char* list, int position, XlaOp tensor,
   for (int d = first_dimension; d < shape.dimensions_size(); ++d) {
     if (!shape.is_dynamic_dimension(d)) continue;
     return absl::InvalidArgumentError(absl::StrCat(
-        list, "[", position, "] must be of a shape that is known when it is ",
-        "compiled, got ", shape.ToString(),
+        list, "[", position, "] must have a shape that is known at compile ",
+        "time, got ", shape.ToString(),
         ": compute it outside of the compiled function"));
   }
   return absl::OkStatus();
 }
 
-// What does not change with the number of gradients that count: the array that
-// has room for all of them.
+// An array of dynamic size, padded to its bound.
 XlaOp Padded(XlaOp array) {
   const bool dynamic =
       array.builder()->GetShape(array).value().is_dynamic_dimension(0);
   return dynamic ? xla::RemoveDynamicDimension(array, 0) : array;
 }
 
-// How many indices count in each of some vectors, as a vector of int64.
+// The numbers of indices that count in each of several vectors, as int64.
 XlaOp Counts(xla::XlaBuilder* builder, const std::vector<XlaOp>& indices) {
   std::vector<XlaOp> counts;
   for (const XlaOp of_variable : indices) {
@@ -119,7 +118,7 @@ XlaOp Counts(xla::XlaBuilder* builder, const std::vector<XlaOp>& indices) {
                         : Vector(builder, counts);
 }
 
-// What errors call the variables from `first` on, a zero byte between two.
+// The names of `count` variables in errors, separated by zero bytes.
 std::string Names(const XlaVariables& variables, int first, int count) {
   std::vector<std::string> names;
   for (int i = 0; i < count; ++i) names.push_back(variables.Describe(first + i));
@@ -129,7 +128,7 @@ std::string Names(const XlaVariables& variables, int first, int count) {
 // The averages of EmaUpdate and of the Apply ops.
 class XlaAverages : public ShadowContract {
  public:
-  // The input "decays" as rates, in the type that the shadows are computed in.
+  // The input "decays" as rates, in the shadows' compute type.
   absl::Status ReadDecays(XlaOpKernelContext* ctx,
                           std::vector<XlaOp>* rates) const {
     const xla::PrimitiveType type = ComputeType(XlaType(shadow_dtype()));
@@ -151,7 +150,7 @@ class XlaAverages : public ShadowContract {
     return absl::OkStatus();
   }
 
-  // The same as logarithms, in double.
+  // The input "decays" as logarithms, in double.
   absl::Status ReadLogs(XlaOpKernelContext* ctx,
                         std::vector<XlaOp>* logs) const {
     const std::optional<Tensor> known = Known(ctx, "decays");
@@ -182,7 +181,7 @@ class XlaAverages : public ShadowContract {
     return absl::OkStatus();
   }
 
-  // The new value of the shadow that is `shadow`, of the value `value`.
+  // The new value of `shadow`, an average of `value`.
   XlaOp Updated(XlaOp shadow, XlaOp value, XlaOp rate) const {
     Step(RuleId::kEma, XlaType(shadow_dtype()), absl::MakeSpan(&shadow, 1),
          {value}, {rate});
@@ -340,7 +339,7 @@ class ApplyXlaOp : public XlaOpKernel {
 
   void Compile(XlaOpKernelContext* ctx) override {
     OP_REQUIRES_OK(ctx, CheckScalar("accept", ctx->InputShape("accept")));
-    // No value where it is known to be true.
+    // No value if it is known to be true.
     std::optional<XlaOp> accept;
     if (const std::optional<Tensor> known = Known(ctx, "accept")) {
       if (!known->scalar<bool>()()) return;
@@ -395,7 +394,7 @@ class ApplyXlaOp : public XlaOpKernel {
       for (const int state : states) {
         after.push_back(variables.value(state + i));
       }
-      // Not as a product: what is refused may hold infinity or NaN.
+      // Not a product: a step that is not accepted may hold infinity or NaN.
       auto accepted = [&](XlaOp value, int variable) {
         return accept
                    ? xla::Select(*accept, value, variables.value(variable))
@@ -412,8 +411,8 @@ class ApplyXlaOp : public XlaOpKernel {
           Step(rule_.id, type_, absl::MakeSpan(after), {rows.Dense()},
                scalars);
         } else {
-          // An array of which some rows are written is written in place; one
-          // that is selected as a whole would be copied.
+          // A scatter of some rows is in place. A select of whole arrays would
+          // copy them.
           if (accept) rows.Keep(*accept);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
             const int at = k * averages_.values() + i;
@@ -435,7 +434,7 @@ class ApplyXlaOp : public XlaOpKernel {
       for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
         if (averages_.lazy()) {
-          if (!moved) continue;  // It has no element.
+          if (!moved) continue;  // The variable has no element.
           const int log = log_decays + k * averages_.values() + i;
           OP_REQUIRES_OK(
               ctx, variables.Assign(

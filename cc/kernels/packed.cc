@@ -1,5 +1,5 @@
-// Wrapopt>ReadPacked and AssignPacked: many variables as one tensor, which one
-// transfer carries to another device.
+// Wrapopt>ReadPacked and AssignPacked: many variables as one tensor, so that
+// one transfer copies them to another device.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -21,7 +21,7 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Copies that are shared by bytes, not by number, among threads.
+// Copies whose bytes, not whose number, are divided among threads.
 class Copies {
  public:
   void Add(const void* from, void* to, int64_t bytes) {
@@ -43,7 +43,7 @@ class Copies {
   struct Copy {
     const char* from;
     char* to;
-    int64_t offset;  // The bytes of those before it.
+    int64_t offset;  // The bytes of all copies before it.
   };
 
   void RunRange(int64_t begin, int64_t end) const {
@@ -64,7 +64,7 @@ class Copies {
   int64_t bytes_ = 0;
 };
 
-// Serves resource and ref variables: `Variables` knows the difference.
+// For resource and ref variables: `Variables` handles the difference.
 template <bool kAssign>
 class PackedOp : public OpKernel {
  public:
@@ -74,7 +74,7 @@ class PackedOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int first;
     OP_REQUIRES_OK(ctx, variables.Find("variables",
                                        kAssign ? Variables::Access::kWrite
@@ -119,7 +119,7 @@ class PackedOp : public OpKernel {
   }
 
  private:
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   tensorflow::DataType dtype_;
   int n_;
 };

@@ -1,5 +1,4 @@
-// Runs a kernel's work: on TensorFlow's intra-op thread pool, or on the stream of
-// a GPU.
+// Runs a kernel's work on TensorFlow's intra-op thread pool or a GPU's stream.
 #ifndef WRAPOPT_CC_KERNELS_PARALLEL_H_
 #define WRAPOPT_CC_KERNELS_PARALLEL_H_
 

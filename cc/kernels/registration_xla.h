@@ -1,9 +1,9 @@
-// Registers an XLA kernel, also in a library that is loaded late.
+// Registers an XLA kernel, also if the library is loaded late.
 //
-// TensorFlow makes kernels of the registrations of REGISTER_XLA_OP once in a
-// process: when XLA first compiles something. An op of a library that is loaded
-// after that, after the user's first tf.function(jit_compile=True) for example,
-// would have no kernel: "No registered 'X' OpKernel for XLA_CPU_JIT devices".
+// TensorFlow turns the registrations of REGISTER_XLA_OP into kernels once per
+// process: at XLA's first compilation. An op of a library that is loaded later,
+// such as after the first tf.function(jit_compile=True), would have no kernel:
+// "No registered 'X' OpKernel for XLA_CPU_JIT devices".
 #ifndef WRAPOPT_CC_KERNELS_REGISTRATION_XLA_H_
 #define WRAPOPT_CC_KERNELS_REGISTRATION_XLA_H_
 
@@ -15,7 +15,7 @@
 
 namespace wrapopt {
 
-// Whether TensorFlow has made its kernels: MatMul's for CPU is one of them.
+// Whether TensorFlow has made its kernels, such as that of MatMul for CPU.
 inline bool XlaKernelsAreMade() {
   const tensorflow::KernelList kernels =
       tensorflow::GetRegisteredKernelsForOp("MatMul");
@@ -25,13 +25,12 @@ inline bool XlaKernelsAreMade() {
   return false;
 }
 
-// `name` and `factory` are for an op whose types all devices have.
+// For an op whose types all devices support.
 inline void RegisterXlaKernel(
     const std::string& name,
     tensorflow::OpKernel* (*factory)(tensorflow::OpKernelConstruction*)) {
   static const bool made = XlaKernelsAreMade();
-  // These live as long as the process, as every registration does. This one is
-  // what says that an op can be compiled.
+  // Never deleted, like every registration. This one makes the op compilable.
   new tensorflow::XlaOpRegistrar(
       tensorflow::XlaOpRegistrationBuilder::Name(name).Build(factory));
   if (!made) return;

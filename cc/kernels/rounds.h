@@ -1,10 +1,10 @@
 // The rounds of model averaging on a parameter server: the values that workers
-// have pushed, and the waits of workers for one another. Nothing of TensorFlow.
+// have pushed, and the waits of workers. Does not depend on TensorFlow.
 //
-// A wait holds no thread: it leaves its callback behind. It is answered by
-// another call, by its deadline, by the end of its step or by the end of the
-// rounds, whichever takes it out of the list first. Callbacks run after the lock
-// is released, because they may call the rounds again.
+// A wait is a callback in a list and holds no thread. Another call, its
+// deadline, the end of its step or the end of the rounds removes it from the
+// list and runs the callback. Callbacks run after the lock is released, because
+// they may call the rounds again.
 #ifndef WRAPOPT_CC_KERNELS_ROUNDS_H_
 #define WRAPOPT_CC_KERNELS_ROUNDS_H_
 
@@ -28,7 +28,7 @@ namespace wrapopt {
 
 inline constexpr int64_t kLastRound = std::numeric_limits<int64_t>::max();
 
-// Success, or an error of the kind that TensorFlow's status has by that name.
+// Success, or an error with the code of the same name in TensorFlow.
 struct RoundsStatus {
   enum class Code {
     kOk,
@@ -68,7 +68,7 @@ std::string Text(const Parts&... parts) {
   return text.str();
 }
 
-// `Value` is a tensor, or what stands for one in a test.
+// `Value` is a tensor, or another type in a test.
 template <class Value>
 class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  public:
@@ -78,15 +78,16 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::vector<std::string> workers;
   };
 
-  // What AveragingGather and AveragingWait leave behind.
+  // The wait of AveragingGather or AveragingWait.
   struct Wait {
     int64_t round;
-    // 0: for the end of the round. Else: for those who make it up.
+    // 0: waits for the end of the round. Else: for the members of the round.
     int64_t min_workers = 0;
     double timeout_secs;
-    std::string worker;  // Who is alive, or "".
-    // Has a function called if the step of the wait ends; false if it has ended
-    // already. `unwatch` takes that back. Neither, if no step can end.
+    std::string worker;  // The name of a worker that is alive, or "".
+    // Registers a function to call if the step of the wait ends; returns false
+    // if the step has ended. `unwatch` unregisters it. Both are empty if the
+    // step cannot end.
     std::function<bool(std::function<void()>)> watch;
     std::function<void()> unwatch;
     std::function<void(const Answer&)> done;
@@ -95,7 +96,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::optional<Timer::Id> timer = std::nullopt;
   };
 
-  // Outlived by the timer. `warn` gets a sentence for the log.
+  // The timer must outlive the rounds. `warn` writes a sentence to the log.
   Rounds(const std::string& name, int64_t num_workers, Timer* timer,
          std::function<void(const std::string&)> warn)
       : subject_("averaging rounds '" + name + "'"),
@@ -118,8 +119,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         return RoundsStatus::InvalidArgument(Text(
             subject_, " have num_workers = ", num_workers_,
             ", but '", worker, "' came to round ", open_, " after ",
-            Names(), ": give each worker a name of its own that it keeps, or ",
-            "say how many there are"));
+            Names(), ": give each worker a unique name that does not change, ",
+            "or correct num_workers"));
       }
       values_[worker].swap(values);
       after.dropped.push_back(std::move(values));
@@ -129,7 +130,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return RoundsStatus();
   }
 
-  // Answers now or later.
+  // Starts a wait, whose callback may run before this returns.
   void Start(Wait wait) {
     Deferred after(timer_);
     std::lock_guard<std::mutex> lock(mu_);
@@ -147,7 +148,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     if (found == waits_.end()) return;
 
     Wait& waiting = found->second;
-    // The rounds may be gone when one of these is called.
+    // The rounds may be deleted before one of these is called.
     const std::weak_ptr<Rounds> weak = this->weak_from_this();
     if (waiting.watch) {
       waiting.is_watched = waiting.watch([weak, id] {
@@ -155,7 +156,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       });
       if (!waiting.is_watched) return Cancel(found, &after);
     }
-    // Longer than any process: steady_clock counts to 292 years.
+    // No timer for longer waits: steady_clock overflows after 292 years.
     constexpr double kForever = 1e9;
     if (waiting.timeout_secs < kForever) {
       waiting.timer = timer_->Set(waiting.timeout_secs, [weak, id] {
@@ -164,7 +165,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
   }
 
-  // One tensor of each of the workers.
+  // Returns value number `value` of each worker.
   RoundsStatus Values(int64_t round, const std::vector<std::string>& workers,
                       size_t value, std::vector<Value>* values) {
     std::lock_guard<std::mutex> lock(mu_);
@@ -173,9 +174,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const auto found = values_.find(worker);
       if (found == values_.end()) {
         return RoundsStatus::FailedPrecondition(Text(
-            subject_, " have no values of worker '", worker, "' in round ",
-            open_, ", they have those of ", Names(),
-            ": it must push there before the mean is taken"));
+            subject_, " must have values of worker '", worker, "' in round ",
+            open_, ", got values of ", Names(),
+            ": the worker must push before the mean is taken"));
       }
       if (value >= found->second.size()) {
         return RoundsStatus::InvalidArgument(Text(
@@ -198,7 +199,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
     if (round == kLastRound) {
       return RoundsStatus::FailedPrecondition(Text(
-          subject_, " cannot go on after round ", kLastRound,
+          subject_, " cannot continue after round ", kLastRound,
           ", the last: use another shared_name"));
     }
     if (reset) expected_.reset();
@@ -208,7 +209,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return RoundsStatus();
   }
 
-  // Answers all that wait. No op finds these rounds any more.
+  // Answers all waits. No op can find these rounds any more.
   void End() {
     Deferred after(timer_);
     std::lock_guard<std::mutex> lock(mu_);
@@ -222,13 +223,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   using Pushed = std::map<std::string, std::vector<Value>>;
   using Waits = std::map<uint64_t, Wait>;
 
-  // What is to be done once the lock is released: declared before it is taken.
+  // Work for after the lock is released. Declare it before the lock.
   struct Deferred {
     explicit Deferred(Timer* timer) : timer(timer) {}
     ~Deferred() {
       for (auto& [wait, answer] : answers) {
         if (wait.timer) timer->Cancel(*wait.timer);
-        // The step lives until it has its answer.
+        // The step lives until `done`.
         if (wait.is_watched) wait.unwatch();
         wait.done(answer);
       }
@@ -240,7 +241,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
     Timer* const timer;
     std::vector<std::pair<Wait, Answer>> answers;
-    // To return gigabytes to the system takes a while.
+    // Freed after the lock is released, since freeing gigabytes takes time.
     std::vector<std::vector<Value>> dropped;
     Pushed all_dropped;
   };
@@ -272,8 +273,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
                "."));
   }
 
-  // Closes the round if somebody waits for what is there, and answers all who
-  // can be answered.
+  // Closes the round if its values suffice for a gather, and answers all waits
+  // that are over.
   void AnswerReadyWaits(Deferred* after) {
     for (const auto& [id, wait] : waits_) {
       if (!closed_ && wait.min_workers > 0 && wait.round == open_ &&
@@ -290,9 +291,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         answer.open = open_;
       } else if (wait.round != open_) {
         answer.status = RoundsStatus::FailedPrecondition(Text(
-            "round ", wait.round, " of ", subject_, " ended while it was ",
-            "gathered, round ", open_, " is open: another chief has taken ",
-            "over, or this one has been restarted; only one may run"));
+            "round ", wait.round, " of ", subject_, " ended during its ",
+            "gather, round ", open_, " is open: there is a second chief, or ",
+            "this one was restarted; only one may run"));
       } else if (closed_) {
         for (const auto& [worker, values] : values_) {
           answer.workers.push_back(worker);
@@ -305,7 +306,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
   }
 
-  // Called by the one that watches, which cannot be taken back then.
+  // Called by `watch`'s registration, which `unwatch` then must not remove.
   void Cancel(uint64_t id) {
     Deferred after(timer_);
     std::lock_guard<std::mutex> lock(mu_);
@@ -331,7 +332,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     Wait& wait = found->second;
     const int64_t came = values_.size();
     if (wait.min_workers > 0 && came >= wait.min_workers) {
-      // Who did not come is not waited for again before it is heard of.
+      // A missing worker is not expected again until it pushes or waits.
       expected_.emplace();
       for (const auto& [worker, values] : values_) expected_->insert(worker);
       Close();
@@ -347,22 +348,22 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     if (wait.min_workers > 0) {
       return Text(
           "round ", open_, " of ", subject_, " got values of ", values_.size(),
-          " workers within ", limit, " (", Names(), "), but ",
-          wait.min_workers, " of ", num_workers_, " are needed: are the ",
-          "others alive? Start them again, wait longer, or need fewer");
+          " workers within ", limit, " (", Names(), "), but needs ",
+          wait.min_workers, " of ", num_workers_, ": restart the others, ",
+          "wait longer, or reduce min_workers");
     }
     if (wait.round < 0) {
       return Text("no chief has opened ", subject_, " within ", limit,
-                          ": does the chief run, and its hook or get_init_op()?");
+                  ": start the chief with its hook, or run its get_init_op()");
     }
-    return Text("the chief did not end round ", wait.round, " of ",
-                        subject_, " within ", limit, ": is it alive?");
+    return Text("the chief did not end round ", wait.round, " of ", subject_,
+                " within ", limit, ": restart the chief if it is dead");
   }
 
   RoundsStatus NotOpen(const char* what, int64_t round) const {
     return RoundsStatus::FailedPrecondition(Text(
-        what, " must be of the round that is open, got round ", round, " of ",
-        subject_, ", which ", round < open_ ? "is over" : "is yet to come",
+        what, " must be of the open round, got round ", round, " of ",
+        subject_, ", which ", round < open_ ? "is over" : "is not yet open",
         ", round ", open_, " is open: run get_init_op() or the hook first"));
   }
 
@@ -388,9 +389,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   bool gone_ = false;
   int64_t open_ = -1;
   bool closed_ = false;
-  // Of the open round. Once it is closed, its members.
+  // The values of the open round; once it is closed, of its members.
   Pushed values_;
-  // Who is known to be alive; none: all are taken for it.
+  // The workers that a gather expects; nullopt: all.
   std::optional<std::set<std::string>> expected_;
   Waits waits_;
   uint64_t next_wait_ = 0;

@@ -6,7 +6,8 @@
 namespace wrapopt {
 namespace {
 
-// Elements that are summed on the stack, and that a row is cut into.
+// The number of elements that are summed on the stack; rows are divided into
+// parts of this size.
 constexpr int64_t kBlock = Pass::kBlock;
 
 constexpr size_t kMaxStates = [] {
@@ -22,7 +23,7 @@ constexpr size_t kMaxStates = [] {
 RowStep::RowStep(const RuleInfo& rule, Number states, Number grads, Isa isa)
     : rule_(&rule), bytes_(SizeOf(states)), grad_bytes_(SizeOf(grads)) {
   step_ = FindStep(rule.id, states, grads, isa);
-  // Gradients of one row are summed in the type that the rule computes in.
+  // Gradients of one row are summed in the rule's compute type.
   const Number sums =
       states == Number::kDouble ? Number::kDouble : Number::kFloat;
   sum_step_ = FindStep(rule.id, states, sums, isa);
@@ -46,7 +47,7 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
     operands[states.size()] = const_cast<void*>(grad);
     step(operands, scalars, 0, end - begin, Ahead());
   };
-  // Takes it for elements [begin, end) of the row that begins at `j`.
+  // Takes the step for elements [begin, end) of the row that begins at `j`.
   auto apply_row = [&](int64_t j, int64_t begin, int64_t end) {
     const int64_t index = sorted[j].row;
     const int64_t first = index * row;
@@ -81,9 +82,9 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
   };
 
   if (rule_->sparse == Sparse::kRows) {
-    // Each gradient has a unit for each part of its row. Those of a row's
-    // first gradient do the work. A row whose averages may lag behind is one
-    // part, for it is marked when it is done.
+    // Each gradient has a unit of work for each part of its row. The units of a
+    // row's first gradient do the work. A row whose averages may lag behind is
+    // one part, because it is marked as up to date when it is done.
     const int64_t part = averages.empty() ? kBlock : row;
     const int64_t parts = (row + part - 1) / part;
     const int64_t cycles_per_unit =

@@ -1,4 +1,4 @@
-// The step of a rule for a variable of which some rows have gradients.
+// The step of a rule for a variable with a sparse gradient.
 #ifndef WRAPOPT_CC_KERNELS_ROW_STEP_H_
 #define WRAPOPT_CC_KERNELS_ROW_STEP_H_
 
@@ -18,11 +18,11 @@ namespace wrapopt {
 class RowStep {
  public:
   RowStep() = default;
-  // For states and gradients stored as given.
+  // `states` and `grads` are the storage types.
   RowStep(const RuleInfo& rule, Number states, Number grads, Isa isa);
 
-  // Sums the gradients of each row and takes the step with the sum while the
-  // first-level cache has it. `grads` are in the order in which they came.
+  // Sums the gradients of each row, and takes the step with the sum while it is
+  // in the first-level cache. `grads` are in the order of the input.
   void Run(const Threads& threads, const std::vector<void*>& states,
            int64_t rows, int64_t elements, const void* grads,
            const SparseRows& sorted, const double* scalars,
@@ -30,7 +30,7 @@ class RowStep {
 
  private:
   const RuleInfo* rule_ = nullptr;
-  size_t bytes_ = 0, grad_bytes_ = 0;  // Of an element.
+  size_t bytes_ = 0, grad_bytes_ = 0;  // Bytes of an element.
   RuleStep step_;
   SumFn sum_ = nullptr;
   RuleStep sum_step_;

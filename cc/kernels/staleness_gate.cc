@@ -1,16 +1,15 @@
 // Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
-// which updates of asynchronous training are admitted.
+// admit or drop the updates of asynchronous training.
 //
-// Three numbers decide. `recorded` counts the updates that a worker's weights
-// surely contain: those that had completed when it recorded the step. The count
-// of admissions is the number that they may contain once all updates in flight
-// have completed. The difference is the staleness: the number of updates that
-// the weights may miss.
+// `recorded` is the number of updates that had completed when the worker
+// recorded the step. Its weights surely contain these. `admitted` is the number
+// of completed updates once all updates in flight are complete. The difference
+// is the staleness: the number of updates that the weights may miss.
 //
 // An update is in flight from its admission until its ticket is completed or
-// destroyed. However a step ends, TensorFlow destroys the tensors that it made,
-// also if the worker that runs the step is killed. So no lease and no clock is
-// needed to find dead workers.
+// destroyed. TensorFlow destroys the tensors of a step at its end, also if the
+// worker that runs the step is killed. So dead workers need no lease and no
+// clock.
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -36,8 +35,8 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// A sum or a difference, or where it would be beyond int64, the last number on
-// that side: a step may be anything, as may what is recorded of it.
+// A sum or a difference that saturates at the ends of int64: a step and its
+// record may be any number.
 int64_t Sum(int64_t a, int64_t b) {
   int64_t sum;
   if (!__builtin_add_overflow(a, b, &sum)) return sum;
@@ -51,26 +50,26 @@ int64_t Difference(int64_t a, int64_t b) {
                : std::numeric_limits<int64_t>::max();
 }
 
-// What a step variable does not tell of its updates. Of one step there is one,
-// however many workers, sessions and ops there are.
+// The state of a step's updates that is not in the step variable. There is one
+// for each step, shared by all workers, sessions and ops.
 class Updates : public tensorflow::ResourceBase {
  public:
   std::string DebugString() const override { return "staleness gate"; }
 
-  // What has happened by now, where the step variable says `step`: updates that
-  // were aborted may have changed weights, so they count as well.
+  // The record at the value `step` of the step variable. Aborted updates may
+  // have changed weights, so they count.
   int64_t Record(int64_t step, int64_t* in_flight) {
     tensorflow::mutex_lock lock(mu_);
     *in_flight = in_flight_;
     return Sum(step, aborted_);
   }
 
-  // Returns whether the update is admitted: it is in flight then.
+  // Returns whether the update is admitted, and then in flight.
   bool Admit(int64_t step, int64_t recorded, int64_t limit,
              int64_t* staleness) {
     tensorflow::mutex_lock lock(mu_);
-    // Of the updates in flight some may have incremented the step already, and
-    // somebody else may set it to anything.
+    // Some updates in flight may have incremented the step already, and other
+    // ops may have set it to any number.
     const int64_t done = Sum(step, aborted_);
     admitted_ = std::clamp(admitted_, done, Sum(done, in_flight_));
     *staleness = Difference(admitted_, recorded);
@@ -132,10 +131,11 @@ class Ticket : public tensorflow::ResourceBase {
   }
 
   bool admitted() const { return state_ != State::kRefused; }
-  // Null where the update is not admitted.
+  // Null if the update is not admitted.
   const Updates* updates() const { return updates_.get(); }
 
-  // Whether this call, and none before it, completed the update.
+  // Returns whether this call completed the update; false if an earlier one
+  // did.
   bool Complete() {
     tensorflow::mutex_lock lock(mu_);
     if (state_ != State::kInFlight) return false;
@@ -171,7 +171,7 @@ int64_t ReadStep(const Tensor& t) {
                                            : t.scalar<int64_t>()();
 }
 
-// At its end a step wraps around, as TensorFlow's does.
+// The step wraps around on overflow, as in TensorFlow.
 void IncrementStep(Tensor* t) {
   if (t->dtype() == tensorflow::DT_INT32) {
     int32_t& step = t->scalar<int32_t>()();
@@ -200,7 +200,7 @@ class StalenessRecordOp : public OpKernel {
   explicit StalenessRecordOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int step;
     OP_REQUIRES_OK(ctx,
                    variables.Find("step", Variables::Access::kRead, &step));
@@ -217,7 +217,7 @@ class StalenessRecordOp : public OpKernel {
   }
 
  private:
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
 };
 
 class StalenessGateOp : public OpKernel {
@@ -228,7 +228,7 @@ class StalenessGateOp : public OpKernel {
     int64_t recorded, limit;
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "recorded", &recorded));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "limit", &limit));
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int step, counter, histogram;
     OP_REQUIRES_OK(ctx,
                    variables.Find("step", Variables::Access::kRead, &step));
@@ -281,7 +281,7 @@ class StalenessGateOp : public OpKernel {
   }
 
  private:
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
 };
 
 class StalenessCompleteOp : public OpKernel {
@@ -306,7 +306,7 @@ class StalenessCompleteOp : public OpKernel {
                                  "on this device: ", found.message())));
     if (!ticket->admitted()) return;
 
-    Variables variables(ctx, &memory_);
+    Variables variables(ctx, &lookup_cache_);
     int step;
     OP_REQUIRES_OK(
         ctx, variables.Find("step", increment_ ? Variables::Access::kWrite
@@ -322,7 +322,7 @@ class StalenessCompleteOp : public OpKernel {
                     " must be the step of the gate that made the ticket, got ",
                     "another variable")));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
-    // The step is locked: no gate sees one without the other.
+    // The step is locked, so a gate sees both changes or none.
     OP_REQUIRES(ctx, ticket->Complete(),
                 absl::FailedPreconditionError(
                     "ticket must be completed once, got one whose update is "
@@ -331,7 +331,7 @@ class StalenessCompleteOp : public OpKernel {
   }
 
  private:
-  Variables::Memory memory_;
+  Variables::LookupCache lookup_cache_;
   bool increment_;
 };
 

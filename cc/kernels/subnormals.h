@@ -1,4 +1,4 @@
-// How the CPU's kernels compute with subnormal numbers: not at all.
+// Makes the CPU kernels flush subnormal numbers to zero.
 #ifndef WRAPOPT_CC_KERNELS_SUBNORMALS_H_
 #define WRAPOPT_CC_KERNELS_SUBNORMALS_H_
 
@@ -8,18 +8,18 @@
 
 namespace wrapopt {
 
-// While one is alive, its thread's arithmetic takes subnormal operands and
-// results for zero, with their sign. TensorFlow's own threads do so; others,
-// such as that of Python in eager mode, need not. Many processors take a
-// hundred times as long for a subnormal number, which an average that decays
-// towards zero would be full of in the end.
+// While an object is alive, its thread's arithmetic replaces subnormal operands
+// and results by zeros of the same sign. TensorFlow's own threads do so anyway;
+// other threads, such as Python's in eager mode, may not. Many processors take
+// a hundred times as long for subnormal numbers, and an average that decays
+// towards zero ends up with many of them.
 class FlushSubnormals {
  public:
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 
 #if defined(__SSE2__)
-  // To read the register is cheap, to write it is not.
+  // Reading the register is cheap, writing it is not.
   FlushSubnormals() : before_(_mm_getcsr()) {
     if ((before_ & kFlush) != kFlush) _mm_setcsr(before_ | kFlush);
   }
@@ -32,7 +32,7 @@ class FlushSubnormals {
   static constexpr unsigned kFlush = 0x8000 | 0x0040;
   const unsigned before_;
 #else
-  // Elsewhere, what the thread does decides.
+  // On other processors, the thread's mode applies.
   FlushSubnormals() {}
 #endif
 };

@@ -1,8 +1,8 @@
-// A function compiled for an instruction set of its own.
+// Compiles a function for a certain instruction set.
 //
-// The versions are compiled from one text by `target`, not by -mavx2 on a file:
-// that flag would also compile the inline functions of the standard library for
-// AVX2, and the linker may keep those for everybody.
+// The attribute `target` compiles the versions from one source. The flag -mavx2
+// on a file would also compile inline functions of the standard library for
+// AVX2, and the linker might use those in the whole library.
 #ifndef WRAPOPT_CC_KERNELS_TARGET_H_
 #define WRAPOPT_CC_KERNELS_TARGET_H_
 

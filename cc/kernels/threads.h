@@ -1,5 +1,4 @@
-// Shares a kernel's work among threads: those of TensorFlow, or of a program of
-// XLA.
+// Divides a kernel's work among the threads of TensorFlow or of an XLA program.
 #ifndef WRAPOPT_CC_KERNELS_THREADS_H_
 #define WRAPOPT_CC_KERNELS_THREADS_H_
 
@@ -19,20 +18,20 @@ namespace wrapopt {
 class Threads {
  public:
   virtual int64_t count() const = 0;
-  // Runs `task` when one of them is free.
+  // Runs `task` once a thread is free.
   virtual void Schedule(std::function<void()> task) const = 0;
 
  protected:
   ~Threads() = default;
 };
 
-// Runs `work` on ranges that together are [0, units). A small total runs on
-// this thread.
+// Runs `work` on ranges that together are [0, units). This thread runs all of
+// it if it is little.
 template <class Work>
 void RunParallel(const Threads& threads, int64_t units,
                  int64_t cycles_per_unit, const Work& work) {
-  // What a thread costs to wake, and what a range should take: so short that
-  // no thread has much left to do when the others are done.
+  // The least cost of work that is worth waking threads for, and the cost of a
+  // range: short, so that all threads end at about the same time.
   constexpr int64_t kCyclesToShare = 200000;
   constexpr int64_t kCyclesPerRange = 200000;
   cycles_per_unit = std::max<int64_t>(1, cycles_per_unit);
@@ -42,10 +41,10 @@ void RunParallel(const Threads& threads, int64_t units,
   const int64_t range = std::max<int64_t>(1, kCyclesPerRange / cycles_per_unit);
   const int64_t tasks =
       std::min<int64_t>(threads.count(), (units + range - 1) / range);
-  // This thread and the pool's each take the next range: those that begin late,
-  // because the pool is busy or slow to wake, find less left to do. This one
-  // waits for ranges that were taken, not for tasks that never began: it may be
-  // one of the pool's, and so may all others that wait.
+  // This thread and the pool's threads each take the next range. A thread that
+  // begins late, because the pool is busy or slow to wake, takes fewer. This
+  // thread waits only for ranges that were taken, not for tasks that have not
+  // begun: all threads of the pool may be waiting here.
   struct Shared {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> left;
@@ -53,7 +52,7 @@ void RunParallel(const Threads& threads, int64_t units,
   };
   const auto shared = std::make_shared<Shared>();
   shared->left = units;
-  // `work` is there as long as there is some left.
+  // `work` exists as long as there are ranges left.
   const auto take = [shared, units, range, &work] {
     const FlushSubnormals flush;
     for (;;) {
@@ -72,7 +71,7 @@ void RunParallel(const Threads& threads, int64_t units,
 }
 
 inline void RunPass(const Threads& threads, const Pass& pass) {
-  // What one core moves in a cycle when another is busy too.
+  // The memory traffic of a core per cycle while another core is busy.
   constexpr double kBytesPerCycle = 8;
   if (pass.blocks() == 0) return;
   RunParallel(threads, pass.blocks(),

@@ -21,12 +21,12 @@ using tensorflow::Var;
 
 Variables::~Variables() {
   Unlock();
-  LeaveMemory();
+  LeaveCache();
 }
 
-void Variables::LeaveMemory() {
-  if (memory_ != nullptr) memory_->mu_.unlock();
-  memory_ = nullptr;
+void Variables::LeaveCache() {
+  if (lookup_cache_ != nullptr) lookup_cache_->mu_.unlock();
+  lookup_cache_ = nullptr;
 }
 
 absl::Status Variables::Find(const char* list, Access access, int* first) {
@@ -44,7 +44,7 @@ absl::Status Variables::Find(const char* list, Access access,
   int start, stop;
   TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange(list, &start, &stop));
   *first = entries_.size();
-  // Lock() keeps pointers into the entries, so this is the last time they move.
+  // Lock() keeps pointers into the entries, which must not move after this.
   entries_.reserve(entries_.size() + (stop - start));
   for (int input = start; input < stop; ++input) {
     entries_.push_back({list, input - start, input, /*element=*/0, access});
@@ -71,7 +71,7 @@ absl::Status Variables::FindInBundle(const char* list, int count,
     return absl::InvalidArgumentError(absl::StrCat(
         "handles misshapen: got ", tensor.shape().DebugString(),
         " but expected at least [", found, "] (a handle for each of ", list,
-        " and of those before)"));
+        " and of the lists before)"));
   }
   *first = entries_.size();
   entries_.reserve(entries_.size() + count);
@@ -82,15 +82,15 @@ absl::Status Variables::FindInBundle(const char* list, int count,
 }
 
 absl::Status Variables::FindEach(int first) {
-  if (memory_ != nullptr) {
-    memory_->handles_.resize(ctx_->num_inputs() + bundled_);
+  if (lookup_cache_ != nullptr) {
+    lookup_cache_->handles_.resize(ctx_->num_inputs() + bundled_);
   }
   std::vector<int> known;
   std::vector<std::pair<const std::string*, const std::string*>> names;
   for (size_t i = first; i < entries_.size(); ++i) {
     Entry& entry = entries_[i];
     if (ctx_->input_is_ref(entry.input)) continue;
-    if (const Memory::Handle* handle = Remembered(entry)) {
+    if (const LookupCache::Handle* handle = Cached(entry)) {
       known.push_back(i);
       names.push_back({&handle->container, &handle->name});
     } else {
@@ -121,11 +121,11 @@ size_t Variables::Place(const Entry& entry) const {
   return bundled_ == 0 ? entry.input : ctx_->num_inputs() + entry.element;
 }
 
-const Variables::Memory::Handle* Variables::Remembered(
+const Variables::LookupCache::Handle* Variables::Cached(
     const Entry& entry) const {
-  if (memory_ == nullptr) return nullptr;
-  const Memory::Handle& remembered = memory_->handles_[Place(entry)];
-  return &handle(entry) == remembered.handle ? &remembered : nullptr;
+  if (lookup_cache_ == nullptr) return nullptr;
+  const LookupCache::Handle& cached = lookup_cache_->handles_[Place(entry)];
+  return &handle(entry) == cached.handle ? &cached : nullptr;
 }
 
 absl::Status Variables::FindResource(Entry* entry) {
@@ -145,11 +145,11 @@ absl::Status Variables::FindResource(Entry* entry) {
         absl::StrCat(Describe(variable),
                      " is not a variable of this device: ", found.message()));
   }
-  // A handle that counts references is quick to follow, and to hold it would
-  // keep its variable alive.
-  if (memory_ != nullptr && !handle.IsRefCounting()) {
-    memory_->handles_[Place(*entry)] = {ctx_->input(entry->input), &handle,
-                                        handle.container(), handle.name()};
+  // A ref-counting handle has a pointer to its variable, and a copy of it would
+  // keep the variable alive.
+  if (lookup_cache_ != nullptr && !handle.IsRefCounting()) {
+    lookup_cache_->handles_[Place(*entry)] = {
+        ctx_->input(entry->input), &handle, handle.container(), handle.name()};
   }
   return absl::OkStatus();
 }
@@ -161,7 +161,7 @@ bool IsWritten(Variables::Access access) {
          access == Variables::Access::kWriteUnlocked;
 }
 
-// The place of an access among those of one variable.
+// The rank of an access among several accesses of one variable.
 int Rank(Variables::Access access) {
   if (IsWritten(access)) return 0;
   return access == Variables::Access::kRead ? 1 : 2;
@@ -195,17 +195,18 @@ std::vector<int>::const_iterator Variables::FirstConflict(
 }
 
 absl::Status Variables::Lock() {
-  // Nothing is locked before it is known that no lock is asked for twice.
+  // Check that no lock is taken twice before the first is taken.
   std::vector<int> order;
-  if (memory_ != nullptr && memory_->order_.size() == entries_.size() &&
-      FirstConflict(memory_->order_) == memory_->order_.end()) {
-    order = memory_->order_;
+  if (lookup_cache_ != nullptr &&
+      lookup_cache_->order_.size() == entries_.size() &&
+      FirstConflict(lookup_cache_->order_) == lookup_cache_->order_.end()) {
+    order = lookup_cache_->order_;
   } else {
     TF_RETURN_IF_ERROR(OrderLocks(&order));
-    if (memory_ != nullptr) memory_->order_ = order;
+    if (lookup_cache_ != nullptr) lookup_cache_->order_ = order;
   }
-  LeaveMemory();
-  int first = -1;  // Of those of one mutex.
+  LeaveCache();
+  int first = -1;  // The first entry of the same mutex.
   size_t kept = 0;
   for (const int i : order) {
     if (first < 0 || entries_[first].mu != entries_[i].mu) {
@@ -216,7 +217,7 @@ absl::Status Variables::Lock() {
   }
   order.resize(kept);
   LockEach(order);
-  // A buffer that a reader holds must be replaced, and that needs the lock.
+  // A shared buffer must be replaced, which needs the exclusive lock.
   if (std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
         return entry.access == Access::kWriteUnlocked && IsShared(entry);
       })) {
@@ -265,16 +266,15 @@ void Variables::Unlock() {
 }
 
 bool Variables::IsShared(const Entry& entry) {
-  // A ref variable has one buffer for life. A resource variable in copy-on-read
-  // mode shares its buffer with nobody, else each reader that is still alive
-  // counts as a reference.
+  // A ref variable keeps its buffer. A resource variable in copy-on-read mode
+  // does not share its buffer. In other modes, each reader holds a reference.
   return entry.var != nullptr && !entry.var->tensor()->RefCountIsOne();
 }
 
 absl::Status Variables::Copy(Entry& entry) {
   Tensor copy;
   tensorflow::AllocatorAttributes attributes;
-  // As TensorFlow allocates a variable's buffer.
+  // TensorFlow allocates variables' buffers with the same attributes.
   attributes.set_gpu_compatible(true);
   attributes.set_nic_compatible(true);
   TF_RETURN_IF_ERROR(ctx_->allocate_temp(
@@ -345,7 +345,7 @@ std::string Variables::Describe(int variable) const {
 
 absl::Status Variables::PrepareToSwap(int a, int b) {
   // A variable in copy-on-read mode must not get a buffer that readers of the
-  // other one still hold.
+  // other variable hold.
   for (const auto& [to, from] : {std::pair(a, b), std::pair(b, a)}) {
     const Entry& target = entries_[to];
     if (target.var != nullptr && target.var->copy_on_read_mode.load() &&

@@ -1,13 +1,12 @@
-// The variables that an op reads and writes: found, locked, checked and made
-// writable in one place, for resource and for ref variables alike.
+// Finds, locks and checks the variables that an op reads and writes, and makes
+// them writable. Resource and ref variables have the same interface.
 //
-// A kernel goes through the same steps, and writes nothing before the last of
-// them has passed:
+// A kernel takes these steps, and writes nothing before all have succeeded:
 //
-//   Variables variables(ctx, &memory_);
+//   Variables variables(ctx, &lookup_cache_);
 //   Find(list, access) for each input list
 //   Lock()
-//   CheckDtype(), CheckSameShape(), and what else the op asks for
+//   CheckDtype(), CheckSameShape(), and the op's other checks
 //   PrepareToWrite()
 //   ... data(variable) ...
 #ifndef WRAPOPT_CC_KERNELS_VARIABLES_H_
@@ -30,26 +29,26 @@ namespace wrapopt {
 
 class Variables final : public CheckedVariables {
  public:
-  // kWriteUnlocked lets other updates in at the same time, as TensorFlow's
-  // use_locking=False does: what the variables hold is then up to luck, but
-  // always some update's.
+  // kWriteUnlocked allows concurrent updates, like TensorFlow's
+  // use_locking=False: each element then has the value of one of the updates.
   //
-  // kReadWritten reads what may be among the written ones, too: such a variable
-  // is locked once, for writing, and both names stand for the one buffer.
+  // kReadWritten reads variables that may also be among the written ones. Such
+  // a variable is locked once, for writing, and both entries share its buffer.
   enum class Access { kRead, kReadWritten, kWrite, kWriteUnlocked };
 
-  // What a kernel remembers of its handles from one call to the next. With
-  // hundreds of small variables, most of a call's time went into following
-  // handles that lie scattered in memory, and into sorting variables for Lock().
-  // The variables themselves are looked up each time: one may have been
-  // destroyed, and another made under its name, while a step still holds it.
-  class Memory {
+  // A kernel's cache of handles and of their order, from one call to the next.
+  // With hundreds of small variables, most of a call's time went into reading
+  // handles that are scattered in memory, and into sorting variables for
+  // Lock(). The variables themselves are looked up in each call: one may have
+  // been destroyed, and another made under its name, while a step still holds
+  // it.
+  class LookupCache {
    private:
     friend class Variables;
 
-    // One that names a variable of this device.
+    // The handle of a variable of this device.
     struct Handle {
-      // Holds the buffer, so that the handle's address stays its own.
+      // Keeps the buffer, so that no other handle gets the same address.
       tensorflow::Tensor tensor;
       const tensorflow::ResourceHandle* handle = nullptr;
       std::string container;
@@ -57,15 +56,15 @@ class Variables final : public CheckedVariables {
     };
 
     tensorflow::mutex mu_;
-    // By input of the op, and after them, by element of a bundle.
+    // One for each input of the op, then one for each element of a bundle.
     std::vector<Handle> handles_ TF_GUARDED_BY(mu_);
     std::vector<int> order_ TF_GUARDED_BY(mu_);       // For Lock().
   };
 
-  // Calls that run at the same time do not wait for each other's memory.
-  Variables(tensorflow::OpKernelContext* ctx, Memory* memory)
+  // A concurrent call that holds the cache makes this one work without it.
+  Variables(tensorflow::OpKernelContext* ctx, LookupCache* cache)
       : ctx_(ctx),
-        memory_(memory->mu_.try_lock() ? memory : nullptr) {}
+        lookup_cache_(cache->mu_.try_lock() ? cache : nullptr) {}
   ~Variables();
   Variables(const Variables&) = delete;
   Variables& operator=(const Variables&) = delete;
@@ -74,43 +73,44 @@ class Variables final : public CheckedVariables {
   // this class are `first(list)` + position in the list.
   absl::Status Find(const char* list, Access access, int* first);
 
-  // The same for variables that are to be written and that nobody has to make or
-  // to initialize: what has no value yet is all zeros.
+  // The same for written variables that need not exist or be initialized: a
+  // variable without a value becomes zeros.
   absl::Status FindOrMake(const char* list, Access access,
                           tensorflow::DataType dtype, int* first);
 
-  // The same for an op that takes all of its lists as one bundle: the vector
-  // `handles`, of which these are the next `count`.
+  // The same for an op whose lists are in one bundle: this list is the next
+  // `count` elements of the vector `handles`.
   absl::Status FindInBundle(const char* list, int count, Access access,
                             int* first);
 
-  // Locks all of them, those that are only read in shared mode, in the order
-  // of their mutex's address: the order that TensorFlow's own training kernels
-  // use, so that the two cannot deadlock. A variable that is written must not
-  // be named twice, but for kReadWritten, and each must be initialized.
+  // Locks all variables, in shared mode if they are only read, in the order of
+  // their mutexes' addresses. TensorFlow's training kernels use the same order,
+  // so the two cannot deadlock. Each variable must be initialized. A written
+  // variable must not be named twice, except by kReadWritten.
   absl::Status Lock();
 
-  // From here on, dtype() and shape() too.
+  // Valid after Lock(), like dtype() and shape().
   int Written(int variable) const override {
     return entries_[variable].written;
   }
 
-  // Whether a variable of `FindOrMake` has a value yet. Another has one.
+  // Whether a variable has a value; false only for some of `FindOrMake`.
   bool has_value(int variable) const { return entries_[variable].has_value; }
-  // Which shape a variable of `FindOrMake` must have. It is written later.
+  // Checks, or for a variable without a value sets, the shape of a variable of
+  // `FindOrMake`.
   absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
 
-  // Gives each written variable a buffer that no reader shares. Call it last:
-  // it is the first to change anything, though no value.
+  // Gives each written variable a buffer that no reader shares. Call it after
+  // all checks: it is the first call with an effect on variables, though it
+  // changes no value.
   absl::Status PrepareToWrite();
 
-  // The same for one variable, whatever handle or name it was found by, and
-  // different for two that are alive.
+  // A pointer that identifies a variable, whatever handle or name found it.
   const void* Identity(int variable) const { return entries_[variable].mu; }
 
-  // A handle knows its variable's name. Those of ref variables may be in the
-  // op's attribute "_variables", in the order in which they were found; else
-  // they are what the op's inputs are called.
+  // The name is that in the handle. For a ref variable it is in the op's
+  // attribute "_variables", in the order of the calls of Find, if the op has
+  // it; else it is the name of the op's input.
   std::string Describe(int variable) const override;
 
   tensorflow::DataType dtype(int variable) const override {
@@ -127,8 +127,8 @@ class Variables final : public CheckedVariables {
     return entries_[variable].tensor->NumElements();
   }
 
-  // For an op that swaps buffers instead of writing to them: Prepare for all
-  // pairs first, then Swap. Both variables are of one dtype and shape.
+  // For an op that swaps buffers instead of writing to them: call PrepareToSwap
+  // for all pairs, then Swap. The two must have the same dtype and shape.
   absl::Status PrepareToSwap(int a, int b);
   void Swap(int a, int b);
 
@@ -139,52 +139,50 @@ class Variables final : public CheckedVariables {
     const char* list;
     int position;
     int input;
-    int element;  // Of a bundle; else 0.
+    int element;  // The index in a bundle; else 0.
     Access access;
     tensorflow::mutex* mu;
-    // Of a resource variable; a ref variable has none.
+    // The resource variable; nullptr for a ref variable.
     VarPtr var;
-    // Of a ref variable: another name for its buffer.
+    // The tensor of a ref variable, which shares its buffer.
     tensorflow::Tensor ref;
-    // The variable's own tensor, or `ref`.
+    // The tensor of `var`, or `ref`.
     tensorflow::Tensor* tensor = nullptr;
     int written = -1;
-    // Of `FindOrMake`: its dtype, and the shape that it is to have.
+    // For `FindOrMake`: the dtype and shape of the new variable.
     std::optional<tensorflow::DataType> made_of;
     tensorflow::TensorShape made_shape;
     bool has_value = true;
   };
 
-  // Whether a reader that is still alive holds the buffer of a variable that
-  // is to be written.
+  // Whether a reader holds the buffer of a variable to write.
   static bool IsShared(const Entry& entry);
   absl::Status Find(const char* list, Access access,
                     std::optional<tensorflow::DataType> made_of, int* first);
-  // Finds entry `first` and those after it, which are resource variables or ref
-  // variables that are found already.
+  // Finds the resource variables among entry `first` and those after it.
   absl::Status FindEach(int first);
   const tensorflow::ResourceHandle& handle(const Entry& entry) const;
-  // Its place in the memory.
+  // The index of an entry in the cache.
   size_t Place(const Entry& entry) const;
-  // The handle of an entry if it is the one of the call before.
-  const Memory::Handle* Remembered(const Entry& entry) const;
+  // The cached handle of an entry, or nullptr if the handle is another one.
+  const LookupCache::Handle* Cached(const Entry& entry) const;
   absl::Status FindResource(Entry* entry);
-  // The order for Lock(): all entries by their mutex, and of one mutex, the one
-  // first that says how it is locked.
+  // The order for Lock(): by mutex. Of several entries with one mutex, the
+  // entry that determines the kind of lock is first.
   absl::Status OrderLocks(std::vector<int>* order) const;
-  // The first two neighbours that are not in that order, or that name one
-  // variable when only one of them may.
+  // The first two neighbours that are out of this order, or that must not name
+  // the same variable but do.
   std::vector<int>::const_iterator FirstConflict(
       const std::vector<int>& order) const;
-  void LeaveMemory();
+  void LeaveCache();
   void LockEach(const std::vector<int>& order);
   void Unlock();
   absl::Status Copy(Entry& entry);
   absl::Status MakeZeros(Entry& entry);
 
   tensorflow::OpKernelContext* const ctx_;
-  Memory* memory_;  // Locked; nullptr where there is none (any more).
-  int bundled_ = 0;  // Elements of the bundle that are found.
+  LookupCache* lookup_cache_;  // Locked by this call, or nullptr.
+  int bundled_ = 0;  // The number of elements found in the bundle.
   std::vector<Entry> entries_;
   std::vector<int> locked_;  // In the order of locking.
 };

@@ -84,7 +84,7 @@ std::string XlaVariables::Describe(int variable) const {
 
 xla::PrimitiveType XlaVariables::type(int variable) const {
   xla::PrimitiveType type = xla::PRIMITIVE_TYPE_INVALID;
-  // A variable that was read is of a type that XLA has.
+  // Succeeds, since a variable that was read has a type of XLA.
   tensorflow::DataTypeToPrimitiveType(dtype(variable), &type).IgnoreError();
   return type;
 }

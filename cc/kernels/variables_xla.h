@@ -1,7 +1,7 @@
 // The resource variables that an op reads and writes in an XLA computation.
 //
-// A kernel goes through the same steps as with `Variables`, without locks:
-// Find(list, access) for each input list, checks, then value() and Assign().
+// A kernel takes the same steps as with `Variables`, without locks: Find(list,
+// access) for each input list, checks, then value() and Assign().
 #ifndef WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
 #define WRAPOPT_CC_KERNELS_VARIABLES_XLA_H_
 
@@ -23,18 +23,18 @@ namespace wrapopt {
 
 class XlaVariables final : public CheckedVariables {
  public:
-  // As of `Variables`.
+  // As in `Variables`.
   enum class Access { kRead, kReadWritten, kWrite };
 
   explicit XlaVariables(tensorflow::XlaOpKernelContext* ctx) : ctx_(ctx) {}
 
   // Finds the variables of one input list and reads them. Their positions in
-  // all calls of this class are `first(list)` + position in the list. Lists that
-  // are written are to be found before those that are only read.
+  // all calls of this class are `first(list)` + position in the list. Find
+  // lists that are written before those that are only read.
   absl::Status Find(const char* list, Access access, int* first);
 
-  // The same for variables that may have no value yet, which then counts as
-  // zeros of the shape that CheckShape() is told.
+  // The same for variables that may have no value: they become zeros of the
+  // shape in the call of CheckShape().
   absl::Status FindOrMake(const char* list, tensorflow::DataType dtype,
                           int* first);
   absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
@@ -51,10 +51,10 @@ class XlaVariables final : public CheckedVariables {
     return entries_[variable].written;
   }
 
-  // The dtype as XLA calls it.
+  // The dtype as a type of XLA.
   xla::PrimitiveType type(int variable) const;
 
-  // What a variable held before the op.
+  // The value of a variable before the op.
   xla::XlaOp value(int variable) const { return entries_[variable].value; }
 
   absl::Status Assign(int variable, xla::XlaOp value);
@@ -67,7 +67,7 @@ class XlaVariables final : public CheckedVariables {
     tensorflow::XlaResource* resource = nullptr;
     xla::XlaOp value;
     int written = -1;
-    std::optional<tensorflow::DataType> made_of;  // Of FindOrMake.
+    std::optional<tensorflow::DataType> made_of;  // For FindOrMake.
   };
 
   absl::Status Find(const char* list, Access access,

@@ -1,7 +1,7 @@
-// The C functions of wrapopt/_native.py: what this copy of wrapopt was built
-// with, and the CPU engine on arrays. They need no TensorFlow: the loader asks
-// for the build facts before TensorFlow's library is touched. Nor do they need
-// a Python, so that one library serves all its versions.
+// The C functions of wrapopt/_native.py: facts about the build, and the CPU
+// engine on arrays. They do not need TensorFlow, because the loader reads the
+// facts before it loads TensorFlow's library. They do not need Python either,
+// so one library serves all its versions.
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -25,7 +25,7 @@
 namespace wrapopt {
 namespace {
 
-// What a function returns is JSON.
+// The functions return JSON.
 
 std::string Json(std::string_view text) {
   std::string json = "\"";
@@ -49,8 +49,8 @@ std::string JsonList(const Strings& strings) {
   return json + "]";
 }
 
-// {"value": what make() returns}, or {"error": why it threw}. The text lives
-// until the next call of the same thread.
+// Returns {"value": the result of make()}, or {"error": the message of its
+// exception}. The text lives until the next call in the same thread.
 template <class Make>
 const char* Answer(Make make) {
   thread_local std::string answer;
@@ -128,7 +128,7 @@ constexpr const char* kNumberNames[] = {"float16", "bfloat16", "float32",
 }  // namespace
 }  // namespace wrapopt
 
-// What does not change while the process runs.
+// Facts that do not change while the process runs.
 WRAPOPT_EXPORT const char* wrapopt_facts() {
   return wrapopt::Answer(wrapopt::Facts);
 }
@@ -147,8 +147,8 @@ WRAPOPT_EXPORT const char* wrapopt_gpus() {
 }
 
 // Applies a rule, in place: `operands` are its states and inputs, each of
-// `size` numbers. wrapopt/_native.py has checked all but the instruction set
-// and whether there is a kernel for these types of number.
+// `size` numbers. wrapopt/_native.py has checked all arguments, except the
+// instruction set and whether there is a kernel for these types.
 WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
                                         int state, int input,
                                         const double* scalars, size_t size,
@@ -186,7 +186,7 @@ WRAPOPT_EXPORT const char* wrapopt_merge(
   });
 }
 
-// The checksum of bytes that follow others: see crc32c.h.
+// Continues a checksum with more bytes: see crc32c.h.
 WRAPOPT_EXPORT const char* wrapopt_crc32c(uint32_t crc, const void* data,
                                           size_t bytes, const char* isa) {
   return wrapopt::Answer([&] {

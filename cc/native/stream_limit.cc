@@ -1,5 +1,5 @@
-// The memory bandwidth of this machine, which the benchmarks hold the ops
-// against: the C function of wrapopt/bench/stream_limit.py.
+// Measures the memory bandwidth of this machine, the limit of the ops in the
+// benchmarks: the C function of wrapopt/bench/stream_limit.py.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -16,9 +16,9 @@ namespace {
 #define WRAPOPT_CLONES
 #endif
 
-// A block of 2 KiB of each array at a time was fastest of 256 bytes to 64 KiB,
-// by a quarter where there are many arrays: all stay in the first-level cache,
-// so that memory sees each array once and the prefetchers see few at a time.
+// Blocks of 2 KiB of each array were the fastest of 256 bytes to 64 KiB, by a
+// quarter with many arrays: all stay in the first-level cache, so each array is
+// read from memory once, and the prefetchers handle few arrays at a time.
 WRAPOPT_CLONES void StreamLoop(const std::vector<const float*>& read,
                                const std::vector<float*>& written, size_t begin,
                                size_t end) {
@@ -34,16 +34,16 @@ WRAPOPT_CLONES void StreamLoop(const std::vector<const float*>& read,
   }
 }
 
-// Arrays of one size: those that are read are added to each that is written.
+// Arrays of one size. Each of `read` is added to each of `written`.
 struct Arrays {
   size_t size;
   std::vector<const float*> read;
   std::vector<float*> written;
 };
 
-// Goes over the elements [begin, end) of all arrays, one after another.
+// Processes the elements [begin, end) of all arrays in sequence.
 void Pass(const std::vector<Arrays>& arrays, size_t begin, size_t end) {
-  size_t first = 0;  // Of the array, among all elements.
+  size_t first = 0;  // The number of the array's first element.
   for (const Arrays& a : arrays) {
     if (first >= end) return;
     if (first + a.size > begin) {
@@ -75,9 +75,9 @@ extern "C" __attribute__((visibility("default"))) double wrapopt_stream_pass(
       arrays[i].written.push_back(written[w * count + i]);
     }
   }
-  // Each thread takes the next range, so that all are done at one time. One
-  // that has its own half of the arrays waits for the other, and the two meet
-  // in the same banks of memory wherever a half is a power of two long.
+  // Each thread takes the next range, so that all end at the same time. With a
+  // fixed half of the arrays for each thread, one would wait for the other, and
+  // both would use the same banks of memory if a half is a power of two long.
   constexpr size_t kRange = size_t{1} << 16;
   std::atomic<size_t> next{0};
   auto part = [&] {

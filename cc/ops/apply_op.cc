@@ -110,22 +110,22 @@ shadows: N * K averages, K >= 0: all N of the first decay, then all N of the
   second, and so on. Each has the shape of its variable.
 decays: [K], each in [0, 1]. shadow += (1 - decay) (var - shadow) for the var
   after its update.
-accept: A scalar. If false, nothing is changed, and the op returns at once.
+accept: A scalar. If false, nothing changes, and the op returns at once.
 T: dtype of the variables and their slots.
-G: dtype of the gradients: T, or float where T is half or bfloat16.
-S: dtype of the shadows: T, or float where T is half or bfloat16.
+G: dtype of the gradients: T, or float if T is half or bfloat16.
+S: dtype of the shadows: T, or float if T is half or bfloat16.
 use_locking: Whether the variables are locked against other updates.
 )doc";
 
 constexpr char kSparseArguments[] = R"doc(
-indices: N vectors: the rows of each variable that its gradient is for.
-  Gradients of one row are summed first.
+indices: N vectors: the row numbers of each gradient. Gradients of one row are
+  summed first.
 )doc";
 
 constexpr char kLazyArguments[] = R"doc(
-log_decays: None, and each step moves all rows of the shadows; or one for each
-  shadow, and a step moves the rows that it touches: see CatchUp. Not for a
-  rule that changes all rows, nor on a GPU.
+log_decays: Empty: each step moves all rows of the shadows. Or one variable for
+  each shadow: a step moves only the rows that it touches, see CatchUp. Must be
+  empty on a GPU and for a rule that changes all rows.
 )doc";
 
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
@@ -156,7 +156,7 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
   for (const char* dtype : {"T", "G"}) {
     op.Attr(absl::StrCat(dtype, ": {half, bfloat16, float, double}"));
   }
-  // Stands for itself where there are no shadows to tell.
+  // With a default, because there may be no shadows to infer it from.
   op.Attr("S: {half, bfloat16, float, double} = DT_FLOAT");
   if (sparse) op.Attr("I: {int32, int64}");
   op.Attr("use_locking: bool = true");

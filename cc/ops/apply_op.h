@@ -1,5 +1,5 @@
 // Defines the ops of an update rule: Wrapopt>Apply<Rule>, its sparse form, and
-// for both the sibling that takes ref variables.
+// the versions of both for ref variables.
 #ifndef WRAPOPT_CC_OPS_APPLY_OP_H_
 #define WRAPOPT_CC_OPS_APPLY_OP_H_
 
@@ -11,8 +11,9 @@
 
 namespace wrapopt {
 
-// `summary` is the first line of the ops' documentation, `details` documents
-// the states and scalars of the rule, one "name: what it is" a line.
+// `summary` is the first line of the ops' documentation. `details` documents
+// the states and scalars of the rule, with one line "name: description" for
+// each.
 bool DefineApplyOps(RuleId rule, const std::string& summary,
                     const std::string& details);
 

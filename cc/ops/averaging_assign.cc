@@ -23,7 +23,7 @@ absl::Status CountRows(const char* list, int count, int n, int* rows) {
       absl::StrCat(list, " must be rows of N = ", n, ", got ", count));
 }
 
-// A dtype must be the op's or what fits it. Where it is not known, it fits.
+// A dtype must be the op's, or float if that is half or bfloat16, or unknown.
 absl::Status CheckDtype(const std::string& subject, DataType got,
                         DataType dtype) {
   if (got == tensorflow::DT_INVALID || FitsLowPrecision(got, dtype)) {
@@ -130,21 +130,20 @@ and then, for each of its targets,
 in one pass over memory: a source is read once, a target written once. half and
 bfloat16 are computed in float. The sum is taken in the order of the weights.
 
-Each of the three lists is rows of N: the first target of all N variables, then
-the second of all, and so on. The dtypes of rows may differ. A target may be a
-source of its own sum: all of them see the values of before.
+Each of the three lists consists of rows of N: the first target of all N
+variables, then the second target of all N, and so on. The dtypes of rows may
+differ. A target may be a source of its own sum, which uses the old value.
 
 All variables are checked before any is changed.
 
 targets: The variables to move, 1 or more rows.
 sources: Variables that are only read, or targets of the same position in a row.
-tensors: The sources that are no variables. There is 1 or more rows of both.
-weights: One for each row of sources, then for each row of tensors; finite. A
-  source of weight 0 does not count, infinity and NaN included.
-rate: A scalar in [0, 1]. 1 assigns the sum, whatever the target held. 0 leaves
-  all as it is.
-T: dtype of the variables. One row or another may be of dtype float where it is
-  half or bfloat16.
+tensors: Sources that are not variables. Together with sources, 1 or more rows.
+weights: A finite number for each row of sources, then for each row of tensors.
+  A source of weight 0 does not count, even if it is infinite or NaN.
+rate: A scalar in [0, 1]. 1 assigns the sum, whatever the target held. 0 changes
+  nothing.
+T: dtype of the variables. If it is half or bfloat16, rows may have dtype float.
 V: dtypes of the tensors.
 use_locking: Whether the variables are locked against other updates.
 )doc";

@@ -88,24 +88,25 @@ absl::Status WaitShape(InferenceContext* c) {
 constexpr char kMeanDoc[] = R"doc(
 Assigns the mean of workers' values to variables.
 
-A value of the open round is a vector that holds the elements of all N centers
-one after another, each in row-major order. Their mean over the workers goes
-into the centers in one pass over memory: each value is read once, each center
-written once. It is computed in float (in double for double) as a running mean
+A value is a vector of the elements of all N centers, in the order of the
+centers, each in row-major order. The op assigns the mean of the workers' values
+to the centers in one pass over memory: each value is read once, each center
+written once. The mean is computed in float (in double for double) as a running
+mean
 
     mean_k = mean_{k-1} + (value_k - mean_{k-1}) / k
 
-so that the mean of values that are all the same is exactly that, and the mean
-of large half values does not overflow. The order is that of `workers`.
+so that the mean of equal values is exact, and the mean of large half values
+does not overflow. The order is that of `workers`.
 
-All is checked before any center is changed. The values stay where they are.
+All inputs are checked before any center is changed. The round keeps the values.
 
 rounds: From Wrapopt>AveragingRounds.
 round: The open round.
-workers: [M], M >= 1 names of workers that pushed to the round, each once.
+workers: [M], M >= 1 different names of workers that pushed to the round.
 centers: N variables, all different.
 T: dtype of the centers and the values.
-value: Which of the values of each worker.
+value: The index of the value among those that each worker pushed.
 )doc";
 
 }  // namespace
@@ -118,25 +119,26 @@ REGISTER_OP("Wrapopt>AveragingRounds")
     .SetIsStateful()
     .SetShapeFn(RoundsShape)
     .Doc(R"doc(
-The rounds of averaging that a group of workers makes, on one device.
+The averaging rounds of a group of workers, on one device.
 
-Rounds are numbered, and one of them is open. At first that is -1, a round like
-others for workers that do not wait until their chief opens round 0. Workers
-push the values that they have to the open round, one of them, the chief,
-gathers those who came, takes means of their values, and opens the next round,
-for which the others wait.
+Rounds are numbered, and one round is open. At first it is round -1, which is
+like any other round; workers may wait for its end, when the chief opens round
+0. Each worker pushes its values to the open round. One of the workers, the
+chief, gathers the workers that pushed, takes means of their values, and opens
+the next round. The other workers wait for that.
 
-Where the variables to average are on several devices, each device has rounds
-of its own for its values. Those of one device lead: workers are gathered and
-waited for there. The others' follow, for they open the round that is pushed to.
+If the variables to average are on several devices, each device has rounds for
+its values. The rounds of one device lead: workers are gathered and wait there.
+On the other devices, a push to a later round opens that round.
 
-At most num_workers sets of values are held, those of the open round.
+A round holds at most num_workers sets of values. Only the open round has any.
 
 rounds: A handle. It must not leave the device.
-num_workers: How many workers there are. All who share the rounds say the same.
+num_workers: The number of workers. It must be the same in all ops that share
+  the rounds.
 container: If non-empty, the container that holds the rounds.
-shared_name: Who gives the same name on the same device, from whatever graph,
-  session or process, shares the rounds. If empty, nobody does.
+shared_name: Ops with the same name on the same device share the rounds, in all
+  graphs, sessions and processes. If empty, the rounds are not shared.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingPush")
@@ -149,22 +151,22 @@ REGISTER_OP("Wrapopt>AveragingPush")
     .SetIsStateful()
     .SetShapeFn(PushShape)
     .Doc(R"doc(
-Leaves a worker's values with a round.
+Adds a worker's values to a round.
 
-The values replace those that the worker left with the same round. They are
-refused, and dropped, where the round is over, or has been gathered already, or
-is below 0. A round that is yet to come is opened by its first values, which
-ends the one that was open: this is how the rounds of devices that do not lead
-go on.
+The values replace those that the worker pushed to the same round before. They
+are dropped if the round is over or has been gathered already. A push to a later
+round than the open one ends the open round and opens the later one: this
+advances the rounds of devices that do not lead.
 
-Accepted or not, the worker counts as alive for Wrapopt>AveragingGather.
+The worker counts as alive for Wrapopt>AveragingGather, even if its values are
+not accepted.
 
 rounds: From Wrapopt>AveragingRounds.
-worker: A scalar, the worker's name. At most num_workers different ones may
+worker: A scalar, the worker's name. At most num_workers different workers may
   push to a round.
 round: A scalar.
-values: Any number of tensors. One whose buffer nobody else holds is kept
-  without a copy.
+values: Any number of tensors. A tensor whose buffer has no other owner is not
+  copied.
 accepted: Whether the values are part of the round.
 )doc");
 
@@ -177,26 +179,26 @@ REGISTER_OP("Wrapopt>AveragingGather")
     .SetIsStateful()
     .SetShapeFn(GatherShape)
     .Doc(R"doc(
-Waits for the workers of the open round, and accepts no more values then.
+Waits for the workers of the open round, and closes it for further values.
 
-It waits until all num_workers have pushed, but where min_workers is less than
-that, only until min_workers have pushed, and with them all who are expected;
-and when timeout_secs have passed, it takes those who came, if they are
-min_workers, or fails.
+The op waits until all expected workers have pushed, at least min_workers. After
+timeout_secs, it closes the round with the workers that have pushed, if they are
+at least min_workers. Otherwise it fails.
 
-Expected are all, until a round is made of those who came in time: from then on,
-these and all who have pushed since, be it too late. So a worker that is dead is
-waited for once, and again when it is back. When all num_workers have come, or
+At first all num_workers workers are expected. After a round that its deadline
+has closed, the expected workers are those of that round and all that have
+pushed or waited since, even if too late. So the rounds wait for a dead worker
+once, and again after it has returned. After a round of all num_workers, and
 after a reset, all are expected again.
 
-To gather a round again gives the same workers. It fails where another round is
-open, or is opened meanwhile.
+A second gather of a round returns the same workers. The op fails if another
+round is open, or is opened during the wait.
 
 rounds: From Wrapopt>AveragingRounds.
 round: A scalar, the open round.
 min_workers: A scalar in [1, num_workers].
 timeout_secs: A scalar greater than 0; infinity for no deadline.
-workers: [M] names of those whose values make up the round, sorted;
+workers: [M] names of the workers of the round, sorted;
   min_workers <= M <= num_workers.
 )doc");
 
@@ -235,15 +237,15 @@ REGISTER_OP("Wrapopt>AveragingNext")
     .Doc(R"doc(
 Ends a round and opens the next one.
 
-The values are dropped, and all who wait for the end of a round are answered. It
-fails where the round is over already. Rounds that have not come that far, those
-of a device that does not lead and got no values, move on.
+The op drops the values, and ends all waits for the end of the round. It fails
+if the round is already over. Rounds whose open round is an earlier one, on a
+device that does not lead and got no values, skip to round + 1.
 
 rounds: From Wrapopt>AveragingRounds.
 round: A scalar, the round that ends.
-open: The number of the one that is open now: round + 1.
-reset: For a chief that begins, or begins again: ends whatever round is open,
-  ignores `round`, and all num_workers are expected again.
+open: The number of the open round after this op: round + 1.
+reset: For a chief that starts or restarts: ends the open round, whatever its
+  number, ignores `round`, and expects all num_workers again.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingWait")
@@ -255,14 +257,15 @@ REGISTER_OP("Wrapopt>AveragingWait")
     .SetIsStateful()
     .SetShapeFn(WaitShape)
     .Doc(R"doc(
-Waits for the end of a round: while this round is the open one.
+Waits while a round is the open one.
 
 rounds: From Wrapopt>AveragingRounds.
 round: A scalar; -1 waits for a chief to open the rounds.
-timeout_secs: A scalar greater than 0; infinity for no deadline. It fails when
-  they have passed.
-open: The number of the round that is open then.
-worker: Who waits: from now on a gather expects this worker. "" for nobody.
+timeout_secs: A scalar greater than 0; infinity for no deadline. After that, the
+  op fails.
+open: The number of the open round after the wait.
+worker: The name of the waiting worker, which a gather expects from now on. ""
+  for none.
 )doc");
 
 }  // namespace wrapopt

@@ -15,7 +15,7 @@ namespace {
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// The input must be a vector of so many elements.
+// The input must be a vector of `size` elements.
 absl::Status CheckVector(InferenceContext* c, const char* name, int64_t size,
                          const char* of) {
   std::vector<ShapeHandle> input;
@@ -34,8 +34,8 @@ absl::Status BundleShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-// `lists` are the lists of N handles beside the shadows. What is to be known of
-// the variables is known when the op runs.
+// `lists` is the number of lists of N handles, without the shadows. The kernel
+// checks the variables.
 absl::Status CheckBundle(InferenceContext* c, int64_t lists) {
   int n, nk;
   TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
@@ -53,7 +53,8 @@ absl::Status ApplyBundleShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(FindUpdate(name, &rule));
   TF_RETURN_IF_ERROR(CheckBundle(c, CountNames(rule->states)));
   TF_RETURN_IF_ERROR(
-      CheckVector(c, "scalars", CountNames(rule->scalars), "those of the rule"));
+      CheckVector(c, "scalars", CountNames(rule->scalars),
+                  "the rule's scalars"));
   std::vector<ShapeHandle> accept;
   TF_RETURN_IF_ERROR(c->input("accept", &accept));
   ShapeHandle scalar;
@@ -71,13 +72,13 @@ REGISTER_OP("Wrapopt>Bundle")
     .Attr("N: int >= 1")
     .SetShapeFn(BundleShape)
     .Doc(R"doc(
-The handles of variables as one tensor.
+Packs the handles of variables into one tensor.
 
-A function that captures the tensor captures one thing in place of N, each of
-which costs time in every call.
+A function that captures this tensor has one capture instead of N. Each capture
+costs time in every call.
 
 variables: N variables on the op's device.
-handles: [N]. It stands for the variables as their handles do.
+handles: [N] handles of the variables.
 )doc");
 
 REGISTER_OP("Wrapopt>ApplyBundle")
@@ -96,19 +97,19 @@ REGISTER_OP("Wrapopt>ApplyBundle")
     .SetIsStateful()
     .SetShapeFn(ApplyBundleShape)
     .Doc(R"doc(
-Does what Wrapopt>Apply<Rule> does, for variables in a bundle.
+Wrapopt>Apply<Rule> for variables in a bundle.
 
 handles: From Wrapopt>Bundle: the rule's states, N of each, in the order of the
   inputs of Wrapopt>Apply<Rule>; then the N * K shadows.
 grad: N gradients, each of the shape of its variable.
 scalars: The rule's scalars, in the order of cc/rules/rules.h. A bool is 0 or 1.
 decays: [K], as in Wrapopt>Apply<Rule>.
-accept: A scalar. If false, nothing is changed, and the op returns at once.
+accept: A scalar. If false, nothing changes, and the op returns at once.
 rule: The name of an update rule, such as Adam.
 NK: N * K.
 T: dtype of the variables and their slots.
-G: dtype of the gradients: T, or float where T is half or bfloat16.
-S: dtype of the shadows: T, or float where T is half or bfloat16.
+G: dtype of the gradients: T, or float if T is half or bfloat16.
+S: dtype of the shadows: T, or float if T is half or bfloat16.
 use_locking: Whether the variables are locked against other updates.
 )doc");
 
@@ -122,13 +123,13 @@ REGISTER_OP("Wrapopt>EmaUpdateBundle")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return CheckBundle(c, 1); })
     .Doc(R"doc(
-Does what Wrapopt>EmaUpdate does, for variables in a bundle.
+Wrapopt>EmaUpdate for variables in a bundle.
 
 handles: From Wrapopt>Bundle: the N * K shadows, then the N values.
 decays: [K], as in Wrapopt>EmaUpdate.
 NK: N * K.
 T: dtype of the values.
-S: dtype of the shadows: T, or float where T is half or bfloat16.
+S: dtype of the shadows: T, or float if T is half or bfloat16.
 )doc");
 
 }  // namespace wrapopt

@@ -32,9 +32,9 @@ update, values in shared mode.
 shadows: N * K averages: all N of the first decay, then all N of the second,
   and so on. Each has the shape of its value.
 values: N variables. They are only read.
-decays: [K], each in [0, 1]. 0 copies the value, 1 leaves the shadow alone.
+decays: [K], each in [0, 1]. 0 copies the value, 1 does not change the shadow.
 T: dtype of the values.
-S: dtype of the shadows: T, or float where T is half or bfloat16.
+S: dtype of the shadows: T, or float if T is half or bfloat16.
 )doc";
 
 }  // namespace

@@ -27,8 +27,8 @@ absl::Status ExchangeShape(InferenceContext* c) {
 constexpr char kDoc[] = R"doc(
 Exchanges the values of pairs of variables: a[i] <-> b[i].
 
-The two trade buffers, so the cost does not depend on their size and every bit
-is kept. All variables are checked before any is changed.
+The two exchange buffers, so the cost does not depend on their size and every
+bit is kept. All variables are checked before any is changed.
 
 a: N variables, all different and different from those in b.
 b: N variables. b[i] has the dtype and shape of a[i].

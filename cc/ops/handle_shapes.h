@@ -1,4 +1,4 @@
-// What an op's shape function knows of the variables behind its handles.
+// Shapes and dtypes of the variables of handles, for shape functions.
 #ifndef WRAPOPT_CC_OPS_HANDLE_SHAPES_H_
 #define WRAPOPT_CC_OPS_HANDLE_SHAPES_H_
 
@@ -9,7 +9,7 @@
 
 namespace wrapopt {
 
-// The shape of the variable that input `input` names, by handle or by ref.
+// The shape of the variable at input `input`, a handle or a ref.
 inline tensorflow::shape_inference::ShapeHandle VariableShape(
     tensorflow::shape_inference::InferenceContext* c, int input, bool ref) {
   if (ref) return c->input(input);
@@ -18,7 +18,7 @@ inline tensorflow::shape_inference::ShapeHandle VariableShape(
   return (*variable)[0].shape;
 }
 
-// The variable's dtype, or DT_INVALID where the handle does not tell.
+// The variable's dtype, or DT_INVALID if the handle does not have it.
 inline tensorflow::DataType VariableDtype(
     tensorflow::shape_inference::InferenceContext* c, int input) {
   const auto* variable = c->input_handle_shapes_and_types(input);
@@ -37,8 +37,8 @@ inline absl::Status CheckVariableDtype(
                    tensorflow::DataTypeString(got)));
 }
 
-// The variable at `input` must have the shape of the one at `like`, as far as
-// both are known.
+// The variable at `input` must have the shape of the one at `like`, if both
+// shapes are known.
 inline absl::Status CheckSameShape(
     tensorflow::shape_inference::InferenceContext* c, bool ref, int input,
     const std::string& subject, int like, const std::string& like_subject) {

@@ -14,7 +14,8 @@ using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
 using tensorflow::shape_inference::ShapeHandle;
 
-// The elements of all variables, the first inputs, as far as that is known.
+// The number of elements of all variables, which are the first inputs, if
+// known.
 template <bool kRef>
 absl::Status CountElements(InferenceContext* c, DimensionHandle* elements) {
   int n;
@@ -57,8 +58,8 @@ absl::Status AssignShape(InferenceContext* c) {
 constexpr char kReadDoc[] = R"doc(
 Reads variables into one vector.
 
-It holds the elements of all variables one after another, each in row-major
-order. All variables are locked for reading together.
+The vector holds the elements of all variables, in the order of the variables,
+each in row-major order. All variables are locked for reading together.
 
 variables: N variables of dtype T.
 packed: [the sum of their sizes].
@@ -67,8 +68,8 @@ packed: [the sum of their sizes].
 constexpr char kAssignDoc[] = R"doc(
 Assigns the parts of one vector to variables, in place.
 
-The vector holds the elements of all variables one after another, each in
-row-major order. All is checked before any variable is changed.
+The vector holds the elements of all variables, in the order of the variables,
+each in row-major order. All inputs are checked before any variable is changed.
 
 variables: N variables of dtype T, all different. Each keeps its shape.
 packed: [the sum of their sizes].

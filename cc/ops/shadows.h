@@ -1,4 +1,4 @@
-// The checks of an op's shadows and decays while a graph is built.
+// The checks of an op's shadows and decays in shape functions.
 #ifndef WRAPOPT_CC_OPS_SHADOWS_H_
 #define WRAPOPT_CC_OPS_SHADOWS_H_
 
@@ -10,22 +10,24 @@
 
 namespace wrapopt {
 
-// Whether what belongs to a variable of `dtype` may be of `other`: the same, or
-// float for half and bfloat16.
+// Whether gradients, shadows or sources of a variable of dtype `dtype` may have
+// dtype `other`: the same, or float for half and bfloat16.
 bool FitsLowPrecision(tensorflow::DataType other, tensorflow::DataType dtype);
 
-// `shadows`, `values` and `decays` are the first inputs of each; `decays` is -1
-// for an op without.
+// `shadows`, `values` and `decays` are the numbers of their first inputs;
+// `decays` is -1 for an op without decays.
 absl::Status CheckShadows(tensorflow::shape_inference::InferenceContext* c,
                           bool ref, int shadows, int values,
                           const std::string& values_name, int decays);
 
-// Of an op with attribute NL, `log_decays` being the first of that input: none,
-// or one for each shadow, of as many numbers as its value has rows, and one.
+// For an op with attribute NL, whose input number `log_decays` is the first of
+// the list: the list must be empty or have one variable for each shadow, with a
+// number for each row of its value and one more.
 absl::Status CheckLogDecays(tensorflow::shape_inference::InferenceContext* c,
                             int values, int log_decays);
 
-// Input number `indices` is indices[i], the rows of the `i`-th of `values_name`.
+// Checks input number `indices`, which is indices[i]: the rows of
+// `values_name`[i].
 absl::Status CheckIndices(tensorflow::shape_inference::InferenceContext* c,
                           int i, int indices,
                           tensorflow::shape_inference::ShapeHandle value,

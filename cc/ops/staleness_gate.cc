@@ -23,7 +23,7 @@ absl::Status CheckScalar(InferenceContext* c, ShapeHandle shape,
                    " but expected [] (a scalar)"));
 }
 
-// The step's dtype is an attribute only where it is a ref variable.
+// For a ref variable, the attribute T restricts the step's dtype.
 absl::Status CheckStep(InferenceContext* c, int step, bool ref) {
   const tensorflow::DataType dtype =
       ref ? tensorflow::DT_INVALID : VariableDtype(c, step);
@@ -81,36 +81,37 @@ constexpr char kRecordDoc[] = R"doc(
 Records the step, before a worker reads the weights.
 
 step: A scalar variable, int32 or int64: the number of completed updates.
-recorded: For Wrapopt>StalenessGate: the step, plus the number of updates that
-  were aborted, which may have changed weights.
-in_flight: How many updates were admitted and are not yet complete. The weights
-  that are read now may lack any part of these.
+recorded: For Wrapopt>StalenessGate: the step, plus the number of aborted
+  updates, which may have changed weights.
+in_flight: The number of updates that are admitted and not complete. Weights
+  that are read now may miss all or a part of these.
 )doc";
 
 constexpr char kGateDoc[] = R"doc(
 Admits an update if the weights that it was computed from are fresh enough.
 
-The staleness of an update is the number of updates that its weights may lack:
-those that were in flight when its worker recorded the step, and those that
-were admitted since. It is admitted where
+The staleness of an update is the number of updates that its weights may miss:
+the updates that were in flight when its worker recorded the step, and those
+that were admitted since. The update is admitted if
 
     0 <= limit and staleness <= limit
 
-which is decided atomically with the counting, whatever the number of workers.
-It is then in flight until its ticket is completed by Wrapopt>StalenessComplete,
-or is destroyed because the step that made it has ended, by an error or by the
-end of the worker that ran it.
+The op decides and counts atomically, for any number of workers. An admitted
+update is in flight until Wrapopt>StalenessComplete completes its ticket, or the
+ticket is destroyed. It is destroyed if the session step that made it ends with
+an error, or its worker dies.
 
 step: A scalar variable, int32 or int64: the number of completed updates. It is
   only read.
 stale_counter: A scalar float variable: the number of dropped updates.
-histogram: An int64 variable of shape [2, B]: how many updates of which
-  staleness were admitted ([0, :]) and dropped ([1, :]). The last bucket also
-  has all that are staler, the first those below 0: of a step that was set back.
+histogram: An int64 variable of shape [2, B]: the numbers of admitted updates
+  ([0, :]) and of dropped ones ([1, :]) by staleness. The last bucket also
+  counts larger staleness. The first also counts negative staleness, after the
+  step was set back.
 recorded: A scalar, from Wrapopt>StalenessRecord.
 limit: A scalar.
 accept: Whether the update is admitted.
-staleness: What was compared with the limit.
+staleness: The staleness of the update.
 ticket: Owns the admission. It must not leave the device.
 )doc";
 
@@ -123,12 +124,12 @@ does nothing.
 ticket: From Wrapopt>StalenessGate.
 step: The step variable of that gate.
 increment: Whether to increment the step, atomically with the completion. If
-  not, somebody else does, after the changes of the update and before this.
+  false, another op must increment it, after the update and before this op.
 )doc";
 
 }  // namespace
 
-// Each has a sibling for the ref variables of TensorFlow 1 graphs.
+// Each op has a version for the ref variables of TensorFlow 1 graphs.
 
 REGISTER_OP("Wrapopt>StalenessRecord")
     .Input("step: resource")

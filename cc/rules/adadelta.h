@@ -1,4 +1,4 @@
-// Adadelta, as TensorFlow's ApplyAdadelta has it (Zeiler 2012).
+// Adadelta, as in TensorFlow's ApplyAdadelta (Zeiler 2012).
 //
 //   a' = rho a + (1 - rho) g^2
 //   u  = sqrt(d + epsilon) / sqrt(a' + epsilon) g

@@ -1,4 +1,4 @@
-// Adagrad, as TensorFlow's ApplyAdagrad has it (Duchi et al. 2011).
+// Adagrad, as in TensorFlow's ApplyAdagrad (Duchi et al. 2011).
 //
 //   a' = a + g^2
 //   w' = w - lr g / sqrt(a')

@@ -1,4 +1,4 @@
-// Adagrad, as Keras has it (Duchi et al. 2011), with weight decay decoupled
+// Adagrad, as in Keras (Duchi et al. 2011), with weight decay decoupled
 // from the gradient.
 //
 //   a' = a + g^2

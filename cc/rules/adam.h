@@ -1,6 +1,6 @@
-// Adam, as TensorFlow's ApplyAdam has it (Kingma and Ba 2015, section 2's
-// efficient form; Nesterov's look-ahead, Dozat 2016; weight decay decoupled from
-// the gradient, Loshchilov and Hutter 2019).
+// Adam, as in TensorFlow's ApplyAdam (Kingma and Ba 2015, the efficient form in
+// section 2; Nesterov's look-ahead, Dozat 2016; weight decay decoupled from the
+// gradient, Loshchilov and Hutter 2019).
 //
 //   r  = lr sqrt(1 - beta2^t) / (1 - beta1^t)
 //   m' = m + (1 - beta1) (g - m)
@@ -9,8 +9,8 @@
 //   n  = beta1 m' + (1 - beta1) g            Nesterov
 //   w' = (1 - lr weight_decay) w - r n / (sqrt(v') + epsilon)
 //
-// epsilon stands outside of the square root and beside sqrt(v'), not beside the
-// bias-corrected one: the paper's epsilon hat.
+// epsilon is added to sqrt(v'), outside of the square root and without bias
+// correction: the paper's epsilon hat.
 #ifndef WRAPOPT_CC_RULES_ADAM_H_
 #define WRAPOPT_CC_RULES_ADAM_H_
 

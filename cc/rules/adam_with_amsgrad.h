@@ -1,5 +1,5 @@
-// Adam that divides by the largest second moment so far, as TensorFlow's
-// ApplyAdamWithAmsgrad has it (Reddi et al. 2018).
+// Adam that divides by the largest second moment so far, as in TensorFlow's
+// ApplyAdamWithAmsgrad (Reddi et al. 2018).
 //
 //   r  = lr sqrt(1 - beta2^t) / (1 - beta1^t)
 //   m' = m + (1 - beta1) (g - m)

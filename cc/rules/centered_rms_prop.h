@@ -1,4 +1,4 @@
-// Centered RMSProp, as TensorFlow's ApplyCenteredRMSProp has it (Graves 2013).
+// Centered RMSProp, as in TensorFlow's ApplyCenteredRMSProp (Graves 2013).
 //
 //   c' = c + (1 - rho) (g - c)
 //   s' = s + (1 - rho) (g^2 - s)

@@ -1,4 +1,4 @@
-// Centered RMSProp, as Keras's RMSprop without momentum has it (Graves 2013),
+// Centered RMSProp, as in Keras's RMSprop without momentum (Graves 2013),
 // with weight decay decoupled from the gradient.
 //
 //   c' = c + (1 - rho) (g - c)

@@ -3,14 +3,14 @@
 //   s' = s + r (v - s),   r = 1 - decay
 //
 //   s  shadow    the average                         state
-//   v  value     what is averaged                    input
+//   v  value     the averaged value                  input
 //   r  rate      1 - decay, in [0, 1]                scalar
 //
-// Three roundings an element: the difference, the product, the sum. This form
-// and not decay * s + r * v: with s == v it leaves s exactly as it is.
+// Three roundings per element: the difference, the product, the sum. Unlike
+// decay * s + r * v, this form does not change s if s == v.
 //
-// At the ends the result is exact, whatever the two hold, infinity and NaN
-// included: r = 0 leaves s alone, r = 1 copies v.
+// At the ends the result is exact, even for infinity and NaN: r = 0 does not
+// change s, r = 1 copies v.
 #ifndef WRAPOPT_CC_RULES_EMA_H_
 #define WRAPOPT_CC_RULES_EMA_H_
 

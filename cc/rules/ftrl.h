@@ -1,11 +1,11 @@
-// FTRL-Proximal, as TensorFlow's ApplyFtrl and ApplyFtrlV2 have it for a
-// learning rate power of -1/2 (McMahan et al. 2013; l2_shrinkage as in
-// TensorFlow, on the loss instead of the update).
+// FTRL-Proximal, as in TensorFlow's ApplyFtrl and ApplyFtrlV2 with a learning
+// rate power of -1/2 (McMahan et al. 2013; l2_shrinkage as in TensorFlow, in
+// the loss instead of the update).
 //
 //   h  = g + 2 l2_shrinkage w
 //   a' = a + g^2
 //   z' = z + h - (sqrt(a') - sqrt(a)) / lr w
-//   w' = (sign(z') l1 - z') / (sqrt(a') / lr + 2 l2)    where |z'| > l1, else 0
+//   w' = (sign(z') l1 - z') / (sqrt(a') / lr + 2 l2)    if |z'| > l1, else 0
 //
 // a is accum, z is linear.
 #ifndef WRAPOPT_CC_RULES_FTRL_H_

@@ -1,4 +1,4 @@
-// Gradient descent, as TensorFlow's ApplyGradientDescent has it.
+// Gradient descent, as in TensorFlow's ApplyGradientDescent.
 //
 //   w' = w - lr g
 #ifndef WRAPOPT_CC_RULES_GRADIENT_DESCENT_H_

@@ -1,6 +1,6 @@
-// Adam that leaves rows alone which a sparse gradient lacks: their moments do
-// not decay (TensorFlow 1.15's tf.contrib.opt.LazyAdamOptimizer). With a dense
-// gradient it is Adam.
+// Adam that updates only the rows in a sparse gradient: the moments of other
+// rows do not decay (tf.contrib.opt.LazyAdamOptimizer of TensorFlow 1.15). With
+// a dense gradient it is Adam.
 #ifndef WRAPOPT_CC_RULES_LAZY_ADAM_H_
 #define WRAPOPT_CC_RULES_LAZY_ADAM_H_
 

@@ -1,11 +1,11 @@
-// Lion, as Keras has it (Chen et al. 2023, algorithm 2; weight decay decoupled
+// Lion, as in Keras (Chen et al. 2023, algorithm 2; weight decay decoupled
 // from the gradient).
 //
 //   u  = beta1 m + (1 - beta1) g
 //   w' = (1 - lr weight_decay) w - lr sign(u)
 //   m' = beta2 m + (1 - beta2) g
 //
-// sign(u) is u where u is a zero or a NaN.
+// sign(u) is u if u is a zero or a NaN.
 #ifndef WRAPOPT_CC_RULES_LION_H_
 #define WRAPOPT_CC_RULES_LION_H_
 

@@ -1,4 +1,4 @@
-// Momentum, as TensorFlow's ApplyMomentum has it (Polyak 1964; with Nesterov's
+// Momentum, as in TensorFlow's ApplyMomentum (Polyak 1964; with Nesterov's
 // look-ahead, Sutskever et al. 2013).
 //
 //   a' = momentum a + g

@@ -1,6 +1,6 @@
-// Momentum, as Keras's SGD has it, with weight decay decoupled from the
-// gradient. Unlike in cc/rules/momentum.h, the velocity has the learning rate
-// in it, so that a change of the rate does not change past gradients' share.
+// Momentum, as in Keras's SGD, with weight decay decoupled from the gradient.
+// Unlike in cc/rules/momentum.h, the velocity includes the learning rate, so a
+// change of the rate does not affect past gradients.
 //
 //   v' = momentum v - lr g
 //   w' = (1 - lr weight_decay) w + v'                      plain

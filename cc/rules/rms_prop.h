@@ -1,4 +1,4 @@
-// RMSProp, as TensorFlow's ApplyRMSProp has it (Tieleman and Hinton 2012).
+// RMSProp, as in TensorFlow's ApplyRMSProp (Tieleman and Hinton 2012).
 //
 //   s' = s + (1 - rho) (g^2 - s)
 //   m' = momentum m + lr g / sqrt(s' + epsilon)

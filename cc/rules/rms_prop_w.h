@@ -1,4 +1,4 @@
-// RMSProp, as Keras's RMSprop without momentum has it (Tieleman and Hinton
+// RMSProp, as in Keras's RMSprop without momentum (Tieleman and Hinton
 // 2012), with weight decay decoupled from the gradient.
 //
 //   s' = s + (1 - rho) (g^2 - s)

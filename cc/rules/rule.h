@@ -1,5 +1,5 @@
-// What every rule header starts from. No TensorFlow, no CUDA, no XLA include:
-// each back end brings its own number type V.
+// Included by every rule header. Includes nothing of TensorFlow, CUDA or XLA:
+// each back end has its number type V.
 #ifndef WRAPOPT_CC_RULES_RULE_H_
 #define WRAPOPT_CC_RULES_RULE_H_
 

@@ -1,30 +1,30 @@
-// The list of update rules. Every back end registers from it.
+// The list of update rules, which every back end registers.
 //
 // To add one: write cc/rules/<rule>.h, include it here and add its line, define
 // its ops in cc/ops/apply_<rule>.cc, and add its formula to tests/numerics.py.
-// Nothing else changes: every back end, wrapopt.ops.apply and the tests take
-// the rules from here.
+// Nothing else changes: every back end, wrapopt.ops.apply and the tests read
+// the rules here.
 //
-// `Step` of a rule takes its states as V&, then its inputs and then its scalars
-// as const V&. It is pure data flow: Select instead of `if`, no loop, and the
-// functions and literals of cc/rules/maths.h.
+// The arguments of a rule's `Step` are its states as V&, then its inputs and
+// then its scalars as const V&. Its code is pure data flow: Select instead of
+// `if`, no loop, and the functions and literals of cc/rules/maths.h.
 //
-// A line names them, in the order of `Step`. Of the scalars,
+// A line names the arguments, in the order of `Step`. Of the scalars,
 //
 //   lr                    is a scalar input of the op;
 //   use_nesterov?         is an attribute of the op, true or false: 1 or 0;
 //
-// The last is what the step does with a sparse gradient:
+// The last argument is the step with a sparse gradient:
 //
-//   kRows   it is taken for the rows that the gradient holds and for no other
-//   kAll    it is taken for all rows; those that the gradient lacks count as
-//           zero, so that the result is that of the dense gradient
+//   kRows   updates only the rows in the gradient
+//   kAll    updates all rows, with zero for rows that are not in the gradient;
+//           the result is that of the dense gradient
 //
-// It is as in the optimizer that users know the rule from: TensorFlow's, else
-// Keras's. For a rule that neither has, take kRows only where a gradient of
-// zero changes no state but by an underflow, as in plain gradient descent: the
-// result is the same then, and the step touches fewer rows. Take kAll for the
-// others, such as a rule with a mean of gradients, which decays in each step.
+// Choose the same as the optimizer in TensorFlow, else the one in Keras. If
+// neither has the rule, choose kRows only if a gradient of zero changes no
+// state except by an underflow, as in plain gradient descent: the result is
+// then the same, and the step touches fewer rows. Choose kAll for other rules,
+// such as a rule with a mean of gradients, which decays in each step.
 #ifndef WRAPOPT_CC_RULES_RULES_H_
 #define WRAPOPT_CC_RULES_RULES_H_
 
@@ -113,7 +113,7 @@ constexpr const RuleInfo& Info(RuleId rule) {
   return kRules[static_cast<int>(rule)];
 }
 
-// Names in a line of the list are separated by single spaces.
+// Counts names that are separated by single spaces.
 constexpr size_t CountNames(std::string_view names) {
   size_t count = names.empty() ? 0 : 1;
   for (const char c : names) count += c == ' ';

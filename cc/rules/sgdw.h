@@ -1,4 +1,4 @@
-// Gradient descent, as Keras's SGD without momentum has it, with weight decay
+// Gradient descent, as in Keras's SGD without momentum, with weight decay
 // decoupled from the gradient (Loshchilov and Hutter 2019).
 //
 //   w' = (1 - lr weight_decay) w - lr g

@@ -6,15 +6,16 @@
 //   m  sum        the sum so far                             state
 //   x  source     the term                                   input
 //   w  weight     its weight                                 scalar
-//   is_first      1 for the first term: what the sum held    scalar
-//                 before does not matter, be it NaN
+//   is_first      1 for the first term, which ignores the    scalar
+//                 old value of the sum, even a NaN
 //
-// The terms have their weights before they are added, so that the mean of large
-// numbers does not overflow. A term of weight 0 does not count, infinity and NaN
-// included. One term of weight 1 is copied, the sign of a zero included.
+// Terms are multiplied by their weights before they are added, so that the mean
+// of large numbers does not overflow. A term of weight 0 does not count, even
+// if it is infinite or NaN. A single term of weight 1 is copied, with the sign
+// of a zero.
 //
-// AveragingAssign takes this step for each source and then Ema's, of the sum
-// and the op's rate, for each target.
+// AveragingAssign takes this step for each source, and then the step of Ema
+// with the sum and the op's rate for each target.
 #ifndef WRAPOPT_CC_RULES_WEIGHTED_SUM_H_
 #define WRAPOPT_CC_RULES_WEIGHTED_SUM_H_
 

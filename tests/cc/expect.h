@@ -1,4 +1,4 @@
-// What the C++ tests need of a framework: EXPECT, which tells what it compared.
+// A minimal framework for the C++ tests: EXPECT, which prints what it compared.
 #ifndef WRAPOPT_TESTS_CC_EXPECT_H_
 #define WRAPOPT_TESTS_CC_EXPECT_H_
 

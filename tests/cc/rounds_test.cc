@@ -164,8 +164,8 @@ void TooFewAtTheDeadline() {
   EXPECT_EQ(chief->answer.status.code == Code::kDeadlineExceeded, true);
   EXPECT_EQ(chief->answer.status.message,
             "round 0 of averaging rounds 'r' got values of 1 workers within 9 "
-            "seconds ('a'), but 2 of 2 are needed: are the others alive? Start "
-            "them again, wait longer, or need fewer");
+            "seconds ('a'), but needs 2 of 2: restart the others, wait longer, "
+            "or reduce min_workers");
 }
 
 void AStepThatEnds() {

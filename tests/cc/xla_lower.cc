@@ -1,7 +1,7 @@
-// For tests: lowers a function, with its variables, to the HLO of any device
-// type that XLA compiles for, also of one that this machine does not have.
+// For tests: lowers a function, with its variables, to HLO for any device type
+// that XLA supports, even if this machine does not have such a device.
 //
-// TensorFlow's own experimental_get_compiler_ir wants the device to be there.
+// TensorFlow's experimental_get_compiler_ir needs the device.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -1,20 +1,18 @@
-// NVIDIA's driver, libcuda.so.1, for tests on a machine without a GPU: as much
-// of it as TensorFlow needs for a GPU:0 with memory, copies and our kernels.
-// Kernels of TensorFlow's do not run on it.
+// An emulation of NVIDIA's driver, libcuda.so.1, for tests on a machine without
+// a GPU. It has the parts that TensorFlow needs for a GPU:0 with memory, copies
+// and wrapopt's kernels. TensorFlow's own kernels do not run on it.
 //
-// "Device memory" is one memory file that is mapped twice. The addresses handed
-// out are those of the mapping that nobody may read or write, so that host code
-// which follows a device pointer dies. Copies and kernels go through the other
-// mapping, and refuse what is not a device address. A stream does what it is
-// asked at once.
+// "Device memory" is a memory file that is mapped twice. Device addresses are
+// those of the mapping that is not readable or writable, so host code that
+// dereferences one crashes. Copies and kernels use the other mapping, and
+// refuse addresses outside of device memory. A stream executes work at once.
 //
 // Environment variables:
 //   WRAPOPT_FAKE_GPU_CC      compute capability, 10 * major + minor (90)
 //   WRAPOPT_FAKE_GPU_DRIVER  the CUDA version of the driver (12080)
-//   WRAPOPT_FAKE_GPU_MEMORY  GiB (1), of which those that are touched take the
-//                            machine's
-//   WRAPOPT_FAKE_GPU_LOG     a file that each loaded image, launch, allocation,
-//                            copy and fill is written to
+//   WRAPOPT_FAKE_GPU_MEMORY  GiB (1); only touched pages use real memory
+//   WRAPOPT_FAKE_GPU_LOG     a file for a log of loaded images, launches,
+//                            allocations, copies and fills
 #include <dlfcn.h>
 #include <stdlib.h>
 #include <string.h>

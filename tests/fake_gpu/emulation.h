@@ -1,6 +1,6 @@
-// What the kernels' source needs besides C++, for a compiler of the host: they
-// use no shared memory and no barrier, so that one thread may run after the
-// other.
+// The parts of CUDA C++ in the kernels' source, for a host compiler. The
+// kernels use no shared memory and no barrier, so threads can run one after
+// another.
 #ifndef WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 #define WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 

@@ -1,4 +1,4 @@
-// What TensorFlow calls of libnvidia-ml.so.1 to set a GPU up.
+// The functions of libnvidia-ml.so.1 that TensorFlow calls to set up a GPU.
 #include <cstdio>
 
 #define API(result, name, ...) \

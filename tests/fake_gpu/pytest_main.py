@@ -1,8 +1,8 @@
-"""Runs pytest on a machine with a GPU, as far as TensorFlow can tell.
+"""Runs pytest on a machine with a GPU, real or emulated.
 
-Where there is one, tests run on it. Elsewhere the libraries beside this file
-stand for one, and the interpreter of .venv-tensorflow, which lies beside .venv,
-has TensorFlow's CUDA wheel.
+On a machine with a GPU, tests run on it. On others, the libraries in this
+folder emulate one, and the interpreter of .venv-tensorflow, a folder next to
+.venv, has TensorFlow's CUDA wheel.
 """
 
 import os

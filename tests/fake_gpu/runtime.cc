@@ -1,4 +1,4 @@
-// What TensorFlow calls of libcudart.so.12 to set a GPU up.
+// The functions of libcudart.so.12 that TensorFlow calls to set up a GPU.
 #include <dlfcn.h>
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what the build needs to know of this interpreter.
+"""Prints the facts about this interpreter that the build needs, as JSON.
 
 Usage: probe.py WRAPOPT_PACKAGE_DIR
 
@@ -26,7 +26,7 @@ def package_dir(name):
 
 
 def tensorflow_version():
-  """The version of the distribution, whichever it is, that has tensorflow."""
+  """The version of the distribution that contains tensorflow."""
   for name in importlib.metadata.packages_distributions()["tensorflow"]:
     files = importlib.metadata.files(name) or []
     if any(str(file) == "tensorflow/__init__.py" for file in files):
@@ -46,7 +46,7 @@ def nvrtc_version():
 def tensorflow_cxx11_abi(tf):
   """The value of _GLIBCXX_USE_CXX11_ABI that TensorFlow was compiled with.
 
-  It shows in the mangled name of any function that takes a std::string.
+  The mangled name of a function with a std::string argument depends on it.
   """
   with open(os.path.join(tf, "libtensorflow_framework.so.2"), "rb") as f:
     with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as library:
@@ -55,7 +55,7 @@ def tensorflow_cxx11_abi(tf):
 
 
 def python_include(tf):
-  # Debian keeps Python.h in python3.11-dev; TensorFlow's wheel carries one too.
+  # Debian's Python.h is in python3.11-dev; TensorFlow's wheel also has one.
   include = sysconfig.get_paths()["include"]
   if os.path.exists(os.path.join(include, "Python.h")):
     return include
@@ -84,12 +84,12 @@ def main():
       "tf_include": tf_include,
       "tf_version": tensorflow_version(),
       "cxx11_abi": tensorflow_cxx11_abi(tf),
-      # The same function reads it when the built package is imported.
+      # The built package reads it with the same function at import.
       "absl_namespace": run("sysconfig.py")["_absl_namespace"](tf_include),
       "nvrtc_version": nvrtc_version(),
       "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
-      # Not wrapopt: tools/quickstart installs it into the interpreter, and
-      # the tests run the one that was built.
+      # Not wrapopt, which tools/quickstart installs into the interpreter: the
+      # tests run the built one.
       "packages": sorted({
           f"{d.metadata['Name']}=={d.version}"
           for d in importlib.metadata.distributions()

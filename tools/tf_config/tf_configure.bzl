@@ -3,8 +3,8 @@
 The interpreter is $PYTHON_BIN_PATH, else <workspace>/.venv/bin/python.
 """
 
-# Headers of TensorFlow's dependencies that the wheel keeps under external/
-# while XLA's own headers include them from their root.
+# Headers of TensorFlow's dependencies that are under external/ in the wheel,
+# and that XLA's headers include from their root.
 _TF_EXTERNAL_INCLUDES = [
     "external/highwayhash",
     "external/farmhash_archive/src",
@@ -15,13 +15,13 @@ def _find_python(ctx, workspace):
     if not path:
         path = "{}/.venv/bin/python".format(workspace)
     if not ctx.path(path).exists:
-        fail("there is no {}: run ./tools/quickstart, or set PYTHON_BIN_PATH".format(path))
+        fail("{} must exist: run ./tools/quickstart, or set PYTHON_BIN_PATH".format(path))
     return path
 
 def _tf_configure_impl(ctx):
     workspace = ctx.path(Label("//:WORKSPACE")).dirname
 
-    # Naming these as labels runs this rule anew when one of them changes.
+    # As labels, so that a change of one reruns this rule.
     probe = ctx.path(Label("//tools/tf_config:probe.py"))
     package = ctx.path(Label("//wrapopt:version.py")).dirname
     ctx.path(Label("//wrapopt:sysconfig.py"))
@@ -38,7 +38,7 @@ def _tf_configure_impl(ctx):
     ctx.symlink(found["pybind11_include"], "pybind11_include")
     ctx.symlink(found["python_include"], "python_include")
 
-    # Tests take this as an input: a changed venv runs them anew.
+    # An input of tests, so that a changed venv reruns them.
     ctx.file("environment.txt", "\n".join(found["packages"]) + "\n")
 
     ctx.file("config.bzl", "\n".join([

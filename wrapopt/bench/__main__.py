@@ -1,4 +1,4 @@
-"""`python -m wrapopt.bench NAME` runs a benchmark, each a module beside this.
+"""`python -m wrapopt.bench NAME` runs a benchmark: a module in this folder.
 
 A benchmark's module has a docstring, whose first line is its help,
 `add_arguments(parser)`, and `run(options)`, which prints its tables and returns
@@ -18,7 +18,7 @@ _BENCHMARKS = ("average", "embedding", "ema", "gate", "keras", "merge", "step",
 def main(argv=None):
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.bench",
-      description="Compares wrapopt with its peers, in one process, in turns.")
+      description="Compares wrapopt with its peers in one process, in turns.")
   commands = parser.add_subparsers(
       metavar="NAME", required=True, help="the benchmark:")
   for name in _BENCHMARKS:
@@ -31,7 +31,7 @@ def main(argv=None):
     command.set_defaults(name=name, run=benchmark.run)
   options = parser.parse_args(argv)
 
-  # Opened first: a wrong path must not cost the minutes of a run.
+  # Opened first, so that a wrong path fails before the run.
   output = None
   if options.json is not None:
     try:

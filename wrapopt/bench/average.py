@@ -1,4 +1,4 @@
-"""Averages of weights: the op that takes them, and a round of a cluster.
+"""Averages of weights: the averaging op, and a round of averaging in a cluster.
 
 The mean of S variables into another one, in a v1 session. Compares
 `wrapopt.ops.averaging_assign` with
@@ -6,26 +6,26 @@ The mean of S variables into another one, in a v1 session. Compares
   tf.add_n              of the S, times 1 / S, and an assignment
   the streaming limit   native threads that add S arrays to another one
 
-GB/s counts what a pass must move: each source is read, each target is read and
-written. A contender that moves more than that has fewer GB/s, not more.
+GB/s counts the least traffic of a pass: each source is read, each target is
+read and written. More traffic does not give a contender more GB/s.
 
 Then a round of two workers and a parameter server, which are processes on this
-machine: it takes the mean of the workers' weights, and starts them from it.
-Compares `wrapopt.ModelAverageOptimizer` with
+machine: it takes the mean of the workers' weights, and the workers resume from
+it. Compares `wrapopt.ModelAverageOptimizer` with
 
-  accumulators          a ConditionalAccumulator for each variable and a queue of
+  accumulators          a ConditionalAccumulator for each variable and a queue
+  of
                         tokens, as in TensorFlow 1.15
 
 without a step of training. Counts the transfers of tensors between processes,
-and their bytes, as the workers' step stats have them.
+and their bytes, from the workers' step stats.
 
 Then a step between rounds, of one worker and a parameter server: of gradient
 descent alone, and in `wrapopt.ModelAverageOptimizer` and
-`wrapopt.ElasticAverageOptimizer`. Counts the nodes that run in either process,
-the calls by which one asks the other for a tensor, or for word that there is
-none, and the bytes that cross.
+`wrapopt.ElasticAverageOptimizer`. Counts the nodes that run in each process,
+the calls between the two for a tensor, dead or not, and the transferred bytes.
 
-All variables are of float32, and all contenders are checked to take that mean.
+All variables are float32. All contenders are checked to compute the mean.
 """
 
 import contextlib
@@ -54,17 +54,17 @@ _ACCUMULATORS = "accumulators"
 _ROUNDS = ("wrapopt", _ACCUMULATORS)
 _INNER = "GradientDescent"
 _STEPS = (_INNER, "ModelAverage", "ElasticAverage")
-# Of a turn: one alone is short.
+# The number of calls in a turn, since one call is short.
 _STEPS_OF_TURN = 20
 
 
 def add_arguments(parser):
   harness.add_arguments(parser)
-  # Nine times BERT, twice, is more than most machines have memory for.
+  # Nine copies of BERT, twice, exceed the memory of most machines.
   parser.set_defaults(sets=["2x4096x4096", "resnet50", "400x256"])
   parser.add_argument(
       "--parts", nargs="+", choices=_PARTS, metavar="PART", default=_PARTS,
-      help=f"what to measure, of {', '.join(_PARTS)}; default all")
+      help=f"the parts to measure, of {', '.join(_PARTS)}; default all")
 
 
 def run(options):
@@ -89,11 +89,11 @@ def measure_op(name, shapes, sources, n_rounds):
   Args:
     name: The name of the set.
     shapes: The shapes of its variables.
-    sources: How many variables of each shape a mean is taken of.
-    n_rounds: How often each contender has its turn.
+    sources: The number of variables of each shape in a mean.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   numbers = sum(harness.sizes(shapes))
   moved = 4 * numbers * (sources + 2)
@@ -103,11 +103,11 @@ def measure_op(name, shapes, sources, n_rounds):
     seconds = harness.alternate(
         {**limits, **contenders}, n_rounds, f"{name}, S = {sources}",
         places=[place_limits, place_session])
-  # The next set wants the memory.
+  # Free the memory for the next set.
   del contenders, place_limits, place_session
   gc.collect()
 
-  # The threads of a small set's limit cost more than they bring.
+  # For a small set, threads slow the limit down.
   limit = min(limits, key=lambda n: statistics.median(seconds[n]))
   for other in limits:
     if other != limit:
@@ -135,7 +135,7 @@ def measure_op(name, shapes, sources, n_rounds):
 
 
 def _limits(shapes, sources):
-  """{name: function that makes a pass}, what gives new arrays."""
+  """{name: function that makes a pass}, and a function for new arrays."""
   limit = None
 
   def place():
@@ -149,10 +149,10 @@ def _limits(shapes, sources):
 
 
 def _in_session(shapes, sources):
-  """The session, {name: function that assigns once}, what gives new arrays."""
+  """The session, {name: function that assigns once}, and as in `_limits`."""
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
-    # One after another, as the streaming limit's are made.
+    # In the same order as the arrays of the streaming limit.
     placed = []
     rows = []
     for row in range(sources + 1):
@@ -189,12 +189,12 @@ def _sample(variables):
 
 
 def check_means(contenders, state, reset):
-  """Raises unless each contender assigns the mean, and nothing else.
+  """Raises an error unless each contender assigns the mean, and nothing else.
 
   Args:
     contenders: {name: function that assigns once}.
     state: A function that returns the target and its sources.
-    reset: A function that assigns the target something else.
+    reset: A function that assigns the target another value.
   """
   for name, assign in contenders.items():
     reset()
@@ -213,11 +213,11 @@ def _check(name, what, got, want):
                          f"{np.abs(got - want).max():.3g}.")
 
 
-# A round of a cluster. What its processes do comes first.
+# A round of a cluster. The functions of its processes come first.
 
 
 class _NoTraining(V1Optimizer):
-  """Leaves all weights as they are: what is measured is the round."""
+  """An optimizer that changes no weights, to measure only the round."""
 
   def __init__(self):
     super().__init__(use_locking=False, name="NoTraining")
@@ -230,7 +230,7 @@ class _NoTraining(V1Optimizer):
 
 
 def _accumulators(pairs, is_chief, step):
-  """A round as TensorFlow 1.15 makes it.
+  """A round as in TensorFlow 1.15.
 
   Args:
     pairs: [(this worker's variable, its center)].
@@ -320,7 +320,7 @@ def transfers(task, contender):
 
 def _crossed(session, op):
   most = []
-  # A server hands in what it noted of its transfers when it gets to it.
+  # A server reports its transfers later.
   for _ in range(10):
     metadata = _tf1.RunMetadata()
     session.run(
@@ -336,7 +336,7 @@ def _crossed(session, op):
 
 
 def start_steps(task, shapes):
-  """Makes this worker's graph and session of steps that are followed by none."""
+  """Makes this worker's graph and session of steps without a round."""
   never = 2**30
   graph = tf.Graph()
   with graph.as_default(), _tf1.device(task.placement()):
@@ -384,7 +384,7 @@ def make_steps(task, contender):
 
 
 def what_runs(task, contender):
-  """({job: nodes that run in a step}, calls for tensors, bytes that cross)."""
+  """({job: nodes that run in a step}, calls for tensors, transferred bytes)."""
   metadata = _tf1.RunMetadata()
   task.session_of_steps.run(
       task.step_ops[contender], run_metadata=metadata,
@@ -457,11 +457,11 @@ def measure_round(name, shapes, n_rounds):
 
 
 def check_round_of(contender, answers):
-  """Raises unless all workers have the mean of what they had.
+  """Raises an error unless all workers have the mean of their values.
 
   Args:
     contender: Its name.
-    answers: Of each worker, what check_round returned.
+    answers: The result of check_round of each worker.
   """
   want = np.mean([np.array(before[0], np.float64)
                   for before, _ in answers], axis=0)

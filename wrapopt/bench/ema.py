@@ -7,9 +7,9 @@ Compares `wrapopt.ops.ema_update`, in a v1 session and in a tf.function, with
   tf.function(jit_compile=True)                 of assign_sub, by XLA
   the streaming limit                           native threads that only add
 
-All of them update the same float32 resource variables, and are checked to.
-GB/s counts what a pass must move: each value is read, each average is read and
-written. A contender that moves more than that has fewer GB/s, not more.
+All of them update the same float32 resource variables; the results are checked.
+GB/s counts the least traffic of a pass: each value is read, each average is
+read and written. More traffic does not give a contender more GB/s.
 """
 
 import contextlib
@@ -46,10 +46,10 @@ def measure(name, shapes, decays, n_rounds):
     name: The name of the set.
     shapes: The shapes of its variables.
     decays: One decay for each average of a variable.
-    n_rounds: How often each contender has its turn.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   sizes = harness.sizes(shapes)
   values, moved = sum(sizes), 4 * sum(sizes) * (1 + 2 * len(decays))
@@ -61,11 +61,11 @@ def measure(name, shapes, decays, n_rounds):
         {**limits, **in_session, **in_functions}, n_rounds,
         f"{name}, K = {len(decays)}",
         places=[place_limits, place_session, place_functions])
-  # The next set wants the memory.
+  # Free the memory for the next set.
   del in_session, in_functions, place_limits, place_session, place_functions
   gc.collect()
 
-  # The threads of a small set's limit cost more than they bring.
+  # For a small set, threads slow the limit down.
   limit = min(limits, key=lambda n: statistics.median(seconds[n]))
   for other in limits:
     if other != limit:
@@ -93,8 +93,8 @@ def measure(name, shapes, decays, n_rounds):
 
 
 # Each of these returns {name: function that updates once}, and a function that
-# puts random numbers into new arrays: no two variables alike, and no page of
-# the zeros that memory begins with.
+# puts random numbers into new arrays, so that no two variables are equal and no
+# page is a zero page.
 
 
 def _limits(shapes, averages):
@@ -102,7 +102,7 @@ def _limits(shapes, averages):
 
   def place():
     nonlocal limit
-    limit = None  # Not both at once.
+    limit = None  # Free the old arrays first.
     limit = StreamLimit(*harness.streams(shapes, averages))
 
   return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
@@ -111,7 +111,7 @@ def _limits(shapes, averages):
 
 
 def _in_session(shapes, decays):
-  """The session too, first."""
+  """Also returns the session, first."""
   tf1 = tf.compat.v1
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
@@ -130,9 +130,9 @@ def _in_session(shapes, decays):
   session = tf1.Session(graph=graph)
 
   def place():
-    # The averages begin as equal to the values, and would stay so however often
-    # updated; so the values come once more. Each by itself: together, an average
-    # may begin as its value was before or as it is after.
+    # The averages begin equal to the values, and no update would change them.
+    # So the values are initialized again. Separate runs, because in one run an
+    # average may start at the old or the new value.
     for init in init_values, init_averages, init_values:
       session.run(init)
 
@@ -170,7 +170,7 @@ def _in_functions(shapes, decays):
 
 
 def _state(shadows, values):
-  """What check_all compares: a sample of the numbers of each variable."""
+  """A sample of the numbers of each variable, for check_all."""
 
   def sample(variables):
     return tf.concat(
@@ -181,12 +181,12 @@ def _state(shadows, values):
 
 
 def check_all(contenders, decays, state):
-  """Raises unless each contender makes the update that the others make.
+  """Raises an error unless all contenders make the same update.
 
   Args:
     contenders: {name: function that updates once}.
     decays: One decay for each average.
-    state: A function that returns ([an average for each decay], their value).
+    state: A function that returns ([average for each decay], value).
   """
   for name, update in contenders.items():
     before, value = (np.array(x, np.float64) for x in state())

@@ -1,4 +1,4 @@
-"""Steps of embedding tables, whose averages cost the rows that a step touches.
+"""Steps of embedding tables, whose averages cost only the touched rows.
 
 Compares, on whole training steps (lookup, loss, gradient, update) of one table,
 
@@ -6,16 +6,15 @@ Compares, on whole training steps (lookup, loss, gradient, update) of one table,
   stock average     the same with `tf.train.ExponentialMovingAverage`, or with
                     Keras's own averages, `use_ema=True`
   wrapopt           `wrapopt.MovingAverageOptimizer`, or `keras.MovingAverage`
-  wrapopt, K = 0    the op that wrapopt takes the step by, without an average
+  wrapopt, K = 0    the op of wrapopt's step, without an average
 
 in a v1 session, in a `tf.function`, and in Keras with `jit_compile` off and on.
-Each step has other indices: `uniform` ones, which repeat seldom, or those of
-`zipf`, of which the r-th row has a share of 1 / r, as words and products have.
-All are checked to make the step that they should, and the averages to be
-averages in all rows. TensorFlow has no LazyAdam: there `plain` is wrapopt's, and
-so it is its own K = 0.
+Each step has different indices: `uniform` ones, which rarely repeat, or `zipf`
+ones, in which the share of the r-th row is 1 / r, as for words and products.
+The steps of all contenders and the averages of all rows are checked. TensorFlow
+has no LazyAdam: `plain` is then wrapopt's, which is also its K = 0.
 
-And how long it takes to bring all rows of an average up to date, beside the
+Then the time of the catch-up of all rows of an average, compared with the
 streaming limit: native threads that only add, over the bytes of the value and
 the average.
 """
@@ -40,7 +39,7 @@ from wrapopt.moving_average import MovingAverageOptimizer
 
 _DECAY = 0.99
 _WIDTH = 64
-# The loss is a mean. A row that is in every tenth sample must not diverge.
+# The loss is a mean, and a row in every tenth sample must not diverge.
 _RATE = 4.0
 _ACCUMULATOR = 0.1
 _ADAM_RATE = 1e-3
@@ -71,8 +70,8 @@ def _uniform(rng, rows, count):
 
 
 def _zipf(rng, rows, count):
-  # The inverse of sum(1 / r) to within the first ranks, scattered over the
-  # table as a hash would do it.
+  # The inverse of sum(1 / r), accurate but for the first ranks, scattered over
+  # the table like a hash.
   ranks = np.exp(rng.random(count) * np.log(rows + 1)).astype(np.int64) - 1
   return (ranks * 2654435761 % rows).astype(np.int32)
 
@@ -86,18 +85,18 @@ class Problem(typing.NamedTuple):
   rows: int
   optimizer: str
   batches: list  # Vectors of indices.
-  target: np.ndarray  # Of each sample of a batch.
+  target: np.ndarray  # One for each sample of a batch.
 
 
 class Contest(typing.NamedTuple):
-  """Contenders, and what they train.
+  """Contenders, and the variables that they train.
 
   Attributes:
     steps: {name: function that takes a step with a batch}.
-    batches: The batches, as these functions take them.
-    assign: A function that gives the table, or each contender's, new numbers.
+    batches: The batches, arguments of these functions.
+    assign: A function that assigns new numbers to the tables.
     read: A function that returns some rows of a contender's table, and of its
-      average or None. It brings the average up to date.
+      average or None. It makes the average catch up.
     is_lazy: A function that returns whether wrapopt's average is lazy.
   """
   steps: dict
@@ -153,7 +152,7 @@ def measure(optimizer, ids, rows, counts, modes, n_rounds):
     rows: The number of rows of the table.
     counts: Numbers of indices of a step.
     modes: Names of modes.
-    n_rounds: How often each contender has its turn.
+    n_rounds: The number of turns of each contender.
 
   Returns:
     A list of dicts, one for each number of indices, mode and contender.
@@ -168,7 +167,7 @@ def measure(optimizer, ids, rows, counts, modes, n_rounds):
           {name: lambda step=step: step(next(batches))
            for name, step in contest.steps.items()}, n_rounds,
           f"{optimizer}, {rows:,} rows, {count:,} indices, {mode}")
-    del contest, batches  # The next one wants the memory.
+    del contest, batches  # Free the memory for the next contest.
     keras.utils.clear_session()
     gc.collect()
     results += [{
@@ -180,7 +179,7 @@ def measure(optimizer, ids, rows, counts, modes, n_rounds):
         "contender": name,
         "milliseconds": 1e3 * statistics.median(times),
         "spread": harness.spread(times),
-        # How many times as long, each by the median round.
+        # The ratio of times, as the median of the rounds.
         "x_plain": harness.speedup(seconds[_PLAIN], times),
         "x_without": (harness.speedup(seconds[_WITHOUT], times)
                       if _WITHOUT in seconds else None),
@@ -211,7 +210,7 @@ def _line(results, count, mode):
 def make_problem(rows, count, ids, optimizer):
   """A Problem of steps with `count` indices."""
   rng = np.random.default_rng(0)
-  # So many that no cache has the rows of the first when it comes again.
+  # Enough batches to evict the rows of the first before it repeats.
   batches = [IDS[ids](rng, rows, count) for _ in range(
       max(8, min(2_000_000, 4 * rows) // count))]
   return Problem(rows, optimizer, batches,
@@ -322,14 +321,14 @@ def _in_keras(problem, jit):
   target = tf.constant(problem.target)
   steps, tables = {}, {}
   for name, opt in opts.items():
-    # Of its own: TensorFlow's sparse steps put a table into a mode in which
-    # whoever reads it, as Keras does to look up rows, copies all of it.
+    # A table for each contender: TensorFlow's sparse steps put a table into a
+    # mode in which a read, such as Keras's lookup of rows, copies all of it.
     layer = keras.layers.Embedding(problem.rows, _WIDTH,
                                    embeddings_initializer="zeros")
     model = keras.Sequential([keras.Input((), dtype="int32"), layer])
     model.compile(opt, lambda y, x: _loss(x, y), jit_compile=jit)
     opt.build(model.trainable_variables)
-    # What `fit` makes of it, without an iterator.
+    # The function that `fit` calls, without an iterator.
     function = tf.function(model.train_step, jit_compile=jit,
                            reduce_retracing=True)
     steps[name] = lambda batch, function=function: function(batch)
@@ -345,7 +344,7 @@ def _in_keras(problem, jit):
         _STOCK: lambda: opts[_STOCK]._model_variables_moving_average[0],
         _WRAPOPT: lambda: opts[_WRAPOPT].average(table),
     }.get(name, lambda: None)()
-    # To gather from the variable itself would put it into that mode.
+    # A gather from the variable itself would put it into that mode.
     return _pair([tf.gather(v.value.read_value(), rows).numpy()
                   for v in (table, average) if v is not None])
 
@@ -369,7 +368,7 @@ MODES = {
 
 
 def check(problem, contest):
-  """Raises unless each contender makes the step that its name says."""
+  """Raises an error unless each contender makes the right step."""
   contest.assign(1)
   for step in contest.steps.values():
     step(contest.batches[0])  # Averages begin.
@@ -378,7 +377,7 @@ def check(problem, contest):
                         problem.batches[1])[:50]
   rows = np.concatenate([touched, others]).astype(np.int32)
   for name in contest.steps:
-    contest.read(name, rows)  # Brings averages up to date.
+    contest.read(name, rows)  # Makes averages catch up.
   contest.assign(2)
   for name, step in contest.steps.items():
     table, average = contest.read(name, rows)
@@ -388,7 +387,7 @@ def check(problem, contest):
     moved = table.astype(np.float64) - new_table
     if problem.optimizer == "SGD":
       _check_close(name, "the table", moved, _RATE * gradient)
-    # The others' steps depend on those before, too.
+    # The steps of the other contenders also depend on earlier steps.
     elif not np.array_equal(moved.any(axis=1), gradient.any(axis=1)):
       raise AssertionError(f"{name}: other rows move than those with a "
                            "gradient.")
@@ -400,7 +399,7 @@ def check(problem, contest):
 
 
 def _gradient(values, rows, problem):
-  """The gradient of some rows, whose values are given, in the second batch."""
+  """The gradient of some rows of given values, in the second batch."""
   result = np.zeros_like(values)
   count = len(problem.batches[1])
   for i, row in enumerate(rows):
@@ -419,13 +418,13 @@ def _check_close(name, what, got, want):
 
 
 def measure_catch_up(rows, n_rounds):
-  """Compares the catch-up of all rows with the streaming limit; as `measure`."""
+  """Compares the catch-up of all rows with the streaming limit."""
   catch_up, place = _catching_up(rows)
   limit = None
 
   def place_limit():
     nonlocal limit
-    limit = None  # Not both at once.
+    limit = None  # Free the old arrays first.
     limit = StreamLimit(*harness.streams([(rows, _WIDTH)], 1))
 
   seconds = harness.alternate(
@@ -455,14 +454,14 @@ def measure_catch_up(rows, n_rounds):
 
 
 def _catching_up(rows):
-  """A function that has all rows catch up, and one that makes new arrays."""
+  """A function that makes all rows catch up, and one that makes new arrays."""
   with tf.device("/cpu:0"):
     value, shadow = (tf.Variable(tf.zeros([rows, _WIDTH])) for _ in range(2))
     log_decays = tf.Variable(tf.zeros([rows + 1], tf.float64))
 
   @tf.function(autograph=False)
   def catch_up():
-    # A step of one row, for the others to lag behind.
+    # A step of one row, so that the others lag behind.
     ops.sparse_ema_update([shadow], [value], [log_decays], [[0]], _DECAY)
     ops.catch_up([shadow], [value], [log_decays])
 

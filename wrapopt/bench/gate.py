@@ -1,15 +1,16 @@
-"""The staleness gate: what an admitted and a dropped step cost.
+"""The staleness gate: the cost of an admitted and of a dropped step.
 
-Momentum steps of given gradients, in a v1 session on float32 resource
+Momentum steps with given gradients, in a v1 session on float32 resource
 variables. Compares `wrapopt.DropStaleGradientOptimizer` with
 
-  ungated, one op        the op that the gate takes the step by, without a gate
+  ungated, one op        the op of the gate's step, without a gate
   ungated, stock         MomentumOptimizer
-  tf.cond around stock   the same behind a comparison of steps, as in 1.15
+  tf.cond around stock   the same after a comparison of steps, as in 1.15
 
-Admitted steps are made in turns with dropped ones; all are checked to change
-the variables as they should, or not at all. What a dropped step costs must not
-depend on the size of the variables, only a little on their number.
+Admitted and dropped steps alternate. The benchmark checks that admitted steps
+change the variables correctly and dropped steps do not change them. The cost of
+a dropped step must not depend on the size of the variables, and only a little
+on their number.
 """
 
 import contextlib
@@ -44,22 +45,22 @@ def measure(name, shapes, n_rounds):
   Args:
     name: The name of the set.
     shapes: The shapes of its variables.
-    n_rounds: How often each contender has its turn.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   session, contenders, place = _in_session(shapes)
   with contextlib.closing(session):
     seconds = harness.alternate(contenders, n_rounds, name, places=[place])
   del contenders, place
-  gc.collect()  # The next set wants the memory.
+  gc.collect()  # Free the memory for the next set.
   results = [{
       "set": name,
       "contender": contender,
       "milliseconds": 1e3 * statistics.median(times),
       "spread": harness.spread(times),
-      # How many times as long, each by the median round.
+      # The ratio of times, as the median of the rounds.
       "of_ungated": harness.speedup(seconds[_UNGATED], times),
       "of_cond": harness.speedup(seconds[_COND], times),
       "rounds": n_rounds,
@@ -75,7 +76,7 @@ def measure(name, shapes, n_rounds):
 
 
 def _in_session(shapes):
-  """The session, {name: function that steps once}, what gives new arrays."""
+  """The session, {name: function that steps once}, and one for new arrays."""
   tf1 = tf.compat.v1
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
@@ -138,7 +139,7 @@ def _sample(variables):
 
 
 def check_all(contenders, state):
-  """Raises unless each contender makes the step that its name says.
+  """Raises an error unless each contender makes the right step.
 
   Args:
     contenders: {name: function that steps once}.

@@ -1,4 +1,4 @@
-"""What the benchmarks share: sets of variables, the clock, the tables."""
+"""Shared by the benchmarks: sets of variables, timing, tables."""
 
 import math
 import os
@@ -78,7 +78,7 @@ def threads():
 
 
 def environment():
-  """Facts about this process that the figures depend on."""
+  """Facts about this process that affect the figures."""
   # pylint: disable=g-import-not-at-top
   from wrapopt.version import __version__
   return {
@@ -87,7 +87,7 @@ def environment():
       "kernels": _native.cpu_isa(),
       "threads": threads(),
       "processor": _processor(),
-      # Above 0 at the start, something else wanted the processor too.
+      # If it is above 0 at the start, other work uses the processor.
       "load": round(os.getloadavg()[0], 2),
   }
 
@@ -111,12 +111,12 @@ def add_arguments(parser):
       help=f"the sets of variables, of {', '.join(VARIABLE_SETS)}; default all")
   parser.add_argument(
       "--quick", action="store_true",
-      help="5 rounds instead of 15: for a look, not for figures")
-  parser.add_argument("--json", metavar="FILE", help="where to write results")
+      help="5 rounds instead of 15; not for figures")
+  parser.add_argument("--json", metavar="FILE", help="a file for the results")
 
 
 def add_optimizer_arguments(parser, optimizers):
-  """The same, of a benchmark that measures each of some optimizers' steps."""
+  """The arguments of a benchmark that measures steps of several optimizers."""
   add_arguments(parser)
   parser.add_argument(
       "--optimizers", nargs="+", choices=list(optimizers), metavar="NAME",
@@ -125,7 +125,7 @@ def add_optimizer_arguments(parser, optimizers):
 
 
 def measure_optimizers(options, measure):
-  """The results of `measure(set, shapes, optimizer, rounds)`, of all."""
+  """All results of `measure(set, shapes, optimizer, rounds)`."""
   return [result for name in options.sets for optimizer in options.optimizers
           for result in measure(name, VARIABLE_SETS[name], optimizer,
                                 rounds(options))]
@@ -136,20 +136,21 @@ def rounds(options):
 
 
 def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
-  """Times functions in turns, so that all of them meet the same machine.
+  """Times functions in turns, so that drifts of the machine affect all of them.
 
   Each round has one turn for each contender, in random order. A turn is one
-  call that is not timed, which puts the caches into the contender's own state,
-  and then as many timed calls as take some `turn_seconds`.
+  call that is not timed, to warm the caches, and then about `turn_seconds` of
+  timed calls.
 
-  Where a large array lies in physical memory makes up to 30 % of the speed, and
-  lasts as long as the array. So each round has new arrays.
+  The location of a large array in physical memory changes its speed by up to
+  30 %, as long as the array exists. So each round has new arrays.
 
   Args:
-    contenders: {name: function of no arguments, or Elsewhere}.
+    contenders: {name: function of no arguments, or RemoteContender}.
     n_rounds: The number of rounds.
-    label: What the progress bar says.
-    places: Functions that give contenders new arrays, called in random order.
+    label: The label of the progress bar.
+    places: Functions that make new arrays for contenders, called in random
+      order.
     turn_seconds: Seconds of a turn.
 
   Returns:
@@ -164,7 +165,7 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
   new_places()
   calls = {}
   for name, call in contenders.items():
-    call()  # Compiles, traces, and touches what it allocates.
+    call()  # Compiles, traces and allocates.
     call()
     calls[name] = max(1, round(turn_seconds / max(_time(call, 1), 1e-9)))
   seconds = {name: [] for name in contenders}
@@ -180,11 +181,11 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
   return seconds
 
 
-class Elsewhere:
-  """A contender in another process, which takes the time itself."""
+class RemoteContender:
+  """A contender in another process, which measures the time itself."""
 
   def __init__(self, seconds):
-    """`seconds(calls)` calls it so often: seconds per call."""
+    """`seconds(calls)` makes that many calls and returns seconds per call."""
     self.seconds = seconds
 
   def __call__(self):
@@ -192,7 +193,7 @@ class Elsewhere:
 
 
 def _time(call, calls):
-  if isinstance(call, Elsewhere):
+  if isinstance(call, RemoteContender):
     return call.seconds(calls)
   start = time.perf_counter()
   for _ in range(calls):
@@ -201,15 +202,15 @@ def _time(call, calls):
 
 
 def streams(shapes, written, read=1):
-  """Arrays for `StreamLimit`, made as TensorFlow makes a variable's.
+  """Arrays for `StreamLimit`, made in the same way as TensorFlow's variables.
 
-  Where memory lies makes its speed: so what is compared is made alike, by the
-  same ops, one array after another.
+  The location of memory affects its speed. So all arrays are made by the same
+  ops, in the same order.
 
   Args:
     shapes: Shapes.
-    written: How many arrays of each shape are written.
-    read: How many are only read.
+    written: The number of arrays of each shape that are written.
+    read: The number of arrays that are only read.
 
   Returns:
     Lists of arrays, one for each shape: `read` of them, and `written` of them.
@@ -217,28 +218,28 @@ def streams(shapes, written, read=1):
   with tf.device("/cpu:0"):
     rows = [[numbers(shape, (row, i)) for i, shape in enumerate(shapes)]
             for row in range(read + written)]
-  # Not copies.
+  # Without copies.
   rows = [[np.frombuffer(memoryview(x), np.float32) if 0 not in x.shape
            else np.zeros(0, np.float32) for x in row] for row in rows]
   return rows[:read], rows[read:]
 
 
 def numbers(shape, seed):
-  """Numbers in [0.1, 1), the same whenever asked for: no page is of zeros."""
+  """Numbers in [0.1, 1), the same in every call, so that no page is zero."""
   return tf.random.stateless_uniform(shape, seed, 0.1, 1)
 
 
 def speedup(seconds, reference):
-  """How many times as fast `seconds` is as `reference`, by the median round.
+  """The median ratio of speeds of `seconds` and `reference` in a round.
 
-  The two of a round were measured a moment apart, so that what else the machine
-  did weighs on both.
+  The two are measured shortly after each other, so that other work on the
+  machine affects both.
   """
   return statistics.median(r / s for s, r in zip(seconds, reference))
 
 
 def spread(seconds):
-  """Half the distance of the quartiles, relative to the median."""
+  """Half the interquartile range, relative to the median."""
   if len(seconds) < 2:
     return 0.0
   low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")

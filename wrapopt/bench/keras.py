@@ -1,4 +1,4 @@
-"""A step of training in Keras, with an average of the weights, and without.
+"""A step of training in Keras, with and without an average of the weights.
 
 Compares, in `tf.function`s with and without `jit_compile`,
 
@@ -6,14 +6,14 @@ Compares, in `tf.function`s with and without `jit_compile`,
   use_ema       the same optimizer with Keras's own averages, `use_ema=True`
   wrapopt       `wrapopt.keras.MovingAverage` around the optimizer
 
-on the whole step that `model.fit` takes: forward, backward, update. Beside its
-time stand the number of ops in the graph of the step, those of the functions
-that it calls included, and the seconds to the first step, with the tracing and
-the compilation. All of them are given the same batch, and are checked to train
-alike.
+on the whole step of `model.fit`: forward, backward, update. Next to its time,
+the table has the number of ops in the graph of the step, including those of
+called functions, and the seconds until the first step has ended, including
+tracing and compilation. All contenders get the same batch, and are checked to
+train alike.
 
-And how long it takes to put averages in place of the weights and back, by
-`averaged_weights` and by Keras's `SwapEMAWeights`.
+Then the time to put averages in place of the weights and back, with
+`averaged_weights` and with Keras's `SwapEMAWeights`.
 """
 
 import gc
@@ -46,8 +46,8 @@ def _ids(batch, rows, width):
           np.float32(rng.normal(size=(batch, width))))
 
 
-# {name: (layers, inputs and targets, optimizer)}, each a function; the
-# optimizer's takes the arguments that switch Keras's averages on.
+# {name: (layers, inputs and targets, optimizer)}, each a function. The
+# arguments of the optimizer's function enable Keras's averages.
 MODELS = {
     "mlp 8x1024, Adam": (
         lambda: _mlp(8, 1024), lambda: _dense(64, 1024),
@@ -85,7 +85,7 @@ def run(options):
       results += measure_swap(_SWAP_LAYERS, _SWAP_WIDTH, n_rounds)
     else:
       results += measure(name, *MODELS[name], n_rounds)
-    keras.utils.clear_session()  # The next model wants the memory.
+    keras.utils.clear_session()  # Free the memory for the next model.
     gc.collect()
   return results
 
@@ -94,14 +94,15 @@ def measure(name, layers, data, optimizer, n_rounds):
   """Compares all contenders on one model and prints a table.
 
   Args:
-    name: What the table calls the model.
+    name: The name of the model in the table.
     layers: A function that makes the model's layers.
     data: A function that returns a batch: inputs and targets.
-    optimizer: A function of Keras's `use_ema` arguments that makes it.
-    n_rounds: How often each contender has its turn.
+    optimizer: A function of Keras's `use_ema` arguments that makes the
+      optimizer.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   batch = tuple(map(tf.constant, data()))
   steps, models, first_seconds = {}, {}, {}
@@ -163,7 +164,7 @@ def _compiled(contender, layers, batch, optimizer, jit):
 def _first_step(model, batch):
   """A function that takes a step of `fit`, and the seconds of the first."""
   start = time.perf_counter()
-  # What `fit` makes of it, without an iterator.
+  # The function that `fit` calls, without an iterator.
   function = tf.function(model.train_step, jit_compile=model.jit_compile,
                          reduce_retracing=True)
   model.train_function_of_bench = function
@@ -176,14 +177,14 @@ def _first_step(model, batch):
 
 
 def count_ops(function, *arguments):
-  """The number of ops in the graph of a function and of those that it calls."""
+  """The number of ops in the graphs of a function and of called functions."""
   graph = function.get_concrete_function(*arguments).graph.as_graph_def()
   return len(graph.node) + sum(
       len(f.node_def) for f in graph.library.function)
 
 
 def _check_same_training(models, steps):
-  """Raises unless all contenders train alike, and averages are averages."""
+  """Raises an error unless weights and averages of all contenders agree."""
   first = None
   for (mode, contender), model in models.items():
     steps[mode, contender]()
@@ -210,7 +211,7 @@ def _numbers(values):
 
 
 def measure_swap(layers, width, n_rounds):
-  """Compares how averages are put in place and taken back; as `measure`."""
+  """Compares putting averages in place and back; as `measure`."""
   # pylint: disable=g-import-not-at-top
   batch = tuple(map(tf.constant, _dense(1, width)))
   make = lambda **kwargs: keras.optimizers.SGD(1e-2, **kwargs)

@@ -1,11 +1,10 @@
-"""Merging checkpoints, beside a plain loop that reads and writes as many bytes.
+"""Merging checkpoints, compared with a plain loop that moves as many bytes.
 
-Each round reads all inputs: once by a loop that reads them into one buffer per
-thread, writes as many bytes as the output has, and has them on the disk; and
-once by `wrapopt.checkpoints.merge`, in a process of its own, whose memory is
-measured. Before each of them the files are dropped from the page cache, so that
-they come from the disk; where they stay there, as on a file system in memory,
-memory is the limit.
+Each round reads all inputs twice: in a loop that reads them into one buffer per
+thread and writes and syncs as many bytes as the output has; and in
+`wrapopt.checkpoints.merge`, in a separate process, whose memory is measured.
+Before each of them the files are dropped from the page cache, so that they are
+read from the disk. In a file system in memory they stay there.
 """
 
 import concurrent.futures
@@ -29,13 +28,13 @@ _CHILD = """
 import json, re, sys, time
 from wrapopt import checkpoints
 inputs, output = json.loads(sys.argv[1]), sys.argv[2]
-# What the first of all TensorFlow sessions costs is not the merge's.
+# The first session of TensorFlow has a cost that is not the merge's.
 checkpoints.merge(sys.argv[3], output + "-first" + sys.argv[4])
 def resident(name):
   with open("/proc/self/status") as status:
     return 1024 * int(re.search(name + r":\\s*(\\d+) kB", status.read())[1])
 with open("/proc/self/clear_refs", "w") as file:
-  file.write("5")  # The peak is what there is now.
+  file.write("5")  # Resets the peak.
 before, start = resident("VmRSS"), time.perf_counter()
 checkpoints.merge(inputs, output + sys.argv[4])
 print(json.dumps({"seconds": time.perf_counter() - start,
@@ -80,7 +79,7 @@ def run(options):
 
 
 def _sizes(options):
-  """Numbers of elements of the variables: one is half of all."""
+  """Numbers of elements of the variables; one has half of all."""
   total = options.megabytes * 2**20 // 4
   if options.variables == 1:
     return [total]
@@ -151,7 +150,7 @@ def _drop(files):
 
 
 def _plain(files, output, bytes_out):
-  """Seconds to read files, and to have so many bytes on the disk."""
+  """Seconds to read files, and to write and sync that many bytes."""
   size = 8 << 20
 
   def read(file):

@@ -10,17 +10,17 @@ tf.function and eagerly,
   wrapopt K=3   the same with three averages of different decays
   limit K=...   native threads that only add, to as many arrays
 
-All of them take the same step of the same float32 resource variables, and are
-checked to; the gradients are given. GB/s counts what a pass must move: each
-gradient is read, each variable, slot and average is read and written.
+All of them take the same step of the same float32 resource variables with given
+gradients; the results are checked. GB/s counts the least traffic of a pass:
+each gradient is read, each variable, slot and average is read and written.
 
-To a tf.function, given gradients are variables that it captures, each at a
-price. A train function reads its weights and makes the gradients: "train
-function" does that, here by a product, and "adds" is what the step makes it take
-longer than such a function that takes no step.
+In a tf.function, given gradients are variables that it captures, each at a
+cost. A train function reads its weights and computes the gradients: "train
+function" does that, here with a product. "adds" is the additional time of the
+step in it.
 
-Where PyTorch is installed, its optimizers take the step too, by their "fused"
-and their "foreach" code, and `torch._foreach_lerp_` the average.
+If PyTorch is installed, its optimizers also take the step, with their "fused"
+and their "foreach" code, and `torch._foreach_lerp_` updates the average.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ OPTIMIZERS = {
 }
 _STOCK = "stock"
 _STOCK_EMA = "stock + EMA"
-# By K, the averages of a variable.
+# {K, the number of averages of a variable: decays}.
 _WRAPOPT = {k: f"wrapopt K={k}" for k in (0, 1, len(_DECAYS))}
 STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
 _SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH = (
@@ -88,10 +88,10 @@ def measure(name, shapes, optimizer, n_rounds):
     name: The name of the set.
     shapes: The shapes of its variables.
     optimizer: The name of an optimizer.
-    n_rounds: How often each contender has its turn.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   sizes = harness.sizes(shapes)
   make = OPTIMIZERS[optimizer]
@@ -112,13 +112,13 @@ def measure(name, shapes, optimizer, n_rounds):
     seconds = harness.alternate(
         contenders, n_rounds, f"{name}, {optimizer}",
         places=[place_limits, place_session, *(place for _, place in others)])
-  # The next set wants the memory.
+  # Free the memory for the next set.
   del contenders, in_session, others, place_limits, place_session
   gc.collect()
 
   limit = {}
   for k in _WRAPOPT:
-    # The threads of a small set's limit cost more than they bring.
+    # For a small set, threads slow the limit down.
     limit[k] = min((seconds.pop(key) for key in list(limits) if key[0] == k),
                    key=statistics.median)
   results = []
@@ -178,7 +178,7 @@ def _limits(shapes, slots):
   limits = {}
 
   def place():
-    limits.clear()  # Not both at once.
+    limits.clear()  # Free the old arrays first.
     read, written = harness.streams(shapes, 1 + slots + len(_DECAYS))
     for k in _WRAPOPT:
       limits[k] = StreamLimit(read, written[:1 + slots + k])
@@ -188,7 +188,7 @@ def _limits(shapes, slots):
 
 
 class Steps:
-  """The steps of all contenders, on one inner optimizer."""
+  """The steps of all contenders, with one inner optimizer."""
 
   def __init__(self, make):
     self.opt = make()
@@ -199,7 +199,7 @@ class Steps:
     self.stock = tf.train.ExponentialMovingAverage(_DECAYS[0], name="stock")
 
   def apply(self, step, grads_and_vars):
-    """Emits the ops of a contender's step; returns what runs it in a graph."""
+    """Makes the ops of a contender's step; returns the op to run in a graph."""
     if step in (_STOCK, _STOCK_EMA):
       update = self.opt.apply_gradients(grads_and_vars)
       if step == _STOCK:
@@ -220,21 +220,21 @@ class Steps:
               for decay in _DECAYS[:k])]
 
   def slots(self, values):
-    """The inner optimizer's state, what it keeps of each value first."""
+    """The inner optimizer's state, the slots first."""
     names = self.rule.slots.values()
     slots = [self.opt.get_slot(v, name) for name in names for v in values]
     known = {v.ref() for v in slots}
     return slots + [v for v in self.opt.variables() if v.ref() not in known]
 
   def fill(self, values, grads):
-    """Puts numbers that are always the same into everything there is.
+    """Assigns fixed numbers to all variables.
 
-    No two arrays that a step reads are alike. One after another, as the
-    streaming limit's are made.
+    No two arrays that a step reads are equal. The order is that of the arrays
+    of the streaming limit.
     """
     rows = [values, grads, self.slots(values)]
     seeds = list(range(len(rows)))
-    # Averages of one value begin alike, so that contenders can be compared.
+    # Averages of one value start equal, so that contenders can be compared.
     averages = self.averages(values)
     done = []
     for row, seed in zip(rows + averages, seeds + [-1] * len(averages)):
@@ -246,7 +246,7 @@ class Steps:
     return done
 
   def sample(self, values):
-    """What check_all compares: some numbers of each variable."""
+    """A sample of the numbers of each variable, for check_all."""
     return [
         tf.concat([tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
                    for v in row], axis=0)
@@ -273,7 +273,7 @@ def function(steps, step, values, grads, jit_compile=None, made=False):
     values: The variables to train.
     grads: Variables that hold their gradients.
     jit_compile: As in `tf.function`.
-    made: Whether it makes gradients, of `values`, instead.
+    made: Whether to compute gradients from `values` instead of using `grads`.
 
   Returns:
     A function.
@@ -284,9 +284,9 @@ def function(steps, step, values, grads, jit_compile=None, made=False):
              else _pairs(values, grads))
     if step == _NO_STEP:
       with tf.control_dependencies([g for g, _ in pairs]):
-        return tf.constant(0)  # Else nothing would run.
+        return tf.constant(0)  # Otherwise nothing would run.
     steps.apply(step, pairs)
-    return None  # What it returned would be copied.
+    return None  # A result would be copied.
   return function
 
 
@@ -312,11 +312,11 @@ def _build(mode, shapes, make, step):
 
 
 # Each of these returns {(mode, contender): function that takes a step}, and a
-# function that puts all arrays in a new place and into the state of the start.
+# function that makes new arrays with the initial state.
 
 
 def _in_session(shapes, make):
-  """The session too, first."""
+  """Also returns the session, first."""
   graph = tf.Graph()
   with graph.as_default(), tf.device("/cpu:0"):
     values, grads = variables(shapes)
@@ -365,7 +365,7 @@ def _eagerly(shapes, make):
 
 
 def _start(contenders, steps, values, grads, refresh=lambda: None):
-  """Takes and checks first steps; returns what puts arrays in a new place."""
+  """Takes and checks first steps; returns the function for new arrays."""
   refresh()
   for step in contenders.values():
     step()  # Makes slots and averages.
@@ -392,17 +392,17 @@ def _in_torch(shapes, optimizer):
       process.stdin.flush()
       return json.loads(process.stdout.readline())
 
-    yield ({(_TORCH, code): harness.Elsewhere(
+    yield ({(_TORCH, code): harness.RemoteContender(
         functools.partial(ask, "seconds", code)) for code in ask("codes")},
            lambda: ask("place"))
 
 
 def check_all(contenders, place, state):
-  """Raises unless each contender takes the step that the others take.
+  """Raises an error unless all contenders take the same step.
 
   Args:
     contenders: {(mode, contender): function that takes a step}.
-    place: A function that sets the state of the start.
+    place: A function that sets the initial state.
     state: A function that returns samples of the values, of the slots, and of
       each row of Steps.averages.
   """

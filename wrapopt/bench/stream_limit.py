@@ -1,4 +1,4 @@
-"""The memory bandwidth of this machine: what the ops are held against."""
+"""The memory bandwidth of this machine, the limit of the ops."""
 
 import ctypes
 import os
@@ -17,9 +17,9 @@ _library.wrapopt_stream_pass.argtypes = [
 class StreamLimit:
   """A threaded loop that only adds.
 
-  It adds the arrays of each list in `read`, float32 all, to those in the same
-  place of each list in `written`. It writes also to arrays that are read-only
-  to numpy, as tensors are.
+  It adds the float32 arrays of each list in `read` to the arrays at the same
+  position of each list in `written`. It also writes to arrays that are
+  read-only in NumPy, such as tensors.
   """
 
   def __init__(self, read, written):
@@ -30,7 +30,7 @@ class StreamLimit:
       written: The same.
 
     Raises:
-      ValueError: if an array is of another type, or the lists differ in their
+      ValueError: if an array has another type, or the lists differ in their
         number of arrays or in the size of an array.
     """
     rows = [(f"{name}[{k}]", row)

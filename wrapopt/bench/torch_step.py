@@ -1,9 +1,9 @@
-"""The steps of PyTorch's optimizers, as a program that bench/step.py talks to.
+"""The steps of PyTorch's optimizers: a program that bench/step.py starts.
 
-It runs in a process of its own: PyTorch and TensorFlow cannot be loaded into one,
-since each brings LLVM along. So it imports neither TensorFlow nor wrapopt. Each
-line of input is a list in JSON, a function's name and its arguments; each line of
-output is what the function returned.
+It runs in a separate process, because PyTorch and TensorFlow both contain LLVM
+and cannot be loaded into one process. So it imports neither TensorFlow nor
+wrapopt. Each line of input is a JSON list of a function's name and its
+arguments. Each line of output is the result of the function in JSON.
 """
 
 import json
@@ -14,7 +14,7 @@ import torch
 
 
 class Steps:
-  """Optimizers of one kind that step alike: {code: (optimizer, averages)}."""
+  """Optimizers of one kind: {code: (optimizer, averages)}."""
 
   def __init__(self, shapes, name, arguments, decay, threads):
     torch.set_num_threads(threads)
@@ -30,7 +30,7 @@ class Steps:
       try:
         self._placed[code] = self._make(code)
       except (TypeError, RuntimeError):
-        pass  # It has no such code.
+        pass  # The optimizer has no such code.
     return list(self._placed)
 
   def place(self):
@@ -39,7 +39,7 @@ class Steps:
       self._placed[code] = self._make(code)
 
   def seconds(self, code, calls):
-    """Seconds of a step, of as many as `calls`."""
+    """Seconds per step, in `calls` steps."""
     optimizer, averages = self._placed[code]
     values = optimizer.param_groups[0]["params"]
     start = time.perf_counter()

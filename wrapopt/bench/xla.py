@@ -7,10 +7,10 @@ Compares, in a tf.function(jit_compile=True),
   wrapopt K=0   the same step by `wrapopt.ops.apply`, without averages
   wrapopt K=1   `wrapopt.MovingAverageOptimizer` around the optimizer
 
-All of them take the same step of the same float32 resource variables, and are
-checked to; the gradients are given. "trace" is the time that it takes to trace
-the function, "compile" the time of its first call after that, and "HLO" the
-number of instructions that XLA begins with and ends with.
+All of them take the same step of the same float32 resource variables with given
+gradients; the results are checked. "trace" is the time to trace the function,
+"compile" the time of its first call after that, and "HLO" the number of
+instructions before and after XLA's optimization.
 """
 
 import gc
@@ -25,7 +25,7 @@ from wrapopt.bench import step as step_bench
 
 _OPTIMIZERS = ("Momentum", "Adam")
 _STOCK, _STOCK_EMA = "stock", "stock + EMA"
-# Each contender, and what it is compared with.
+# {contender: the contender that it is compared with}.
 _PEERS = {_STOCK: _STOCK, _STOCK_EMA: _STOCK_EMA, "wrapopt K=0": _STOCK,
           "wrapopt K=1": _STOCK_EMA}
 
@@ -46,16 +46,16 @@ def measure(name, shapes, optimizer, n_rounds):
     name: The name of the set.
     shapes: The shapes of its variables.
     optimizer: The name of an optimizer.
-    n_rounds: How often each contender has its turn.
+    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts: what is in a row of the table.
+    A list of dicts, one for each row of the table.
   """
   contenders, place, builds = compiled(shapes, optimizer)
   seconds = harness.alternate(contenders, n_rounds, f"{name}, {optimizer}",
                               places=[place])
   del contenders, place
-  gc.collect()  # The next set wants the memory.
+  gc.collect()  # Free the memory for the next set.
   results = [
       {
           "set": name,
@@ -87,9 +87,8 @@ def compiled(shapes, optimizer):
     optimizer: The name of an optimizer.
 
   Returns:
-    {contender: function that takes a step}; a function that puts all arrays in a
-    new place and into the state of the start; and {contender: a dict of what it
-    took to build it}.
+    {contender: function that takes a step}; a function that makes new arrays
+    with the initial state; and {contender: a dict of the costs of building it}.
   """
   with tf.device("/cpu:0"):
     values, grads = step_bench.variables(shapes)

@@ -1,57 +1,57 @@
-"""Averages of checkpoints, made after training.
+"""Averages of checkpoints, computed after training.
 
-A run leaves checkpoints. Their averages are often better than the last of them,
-and these functions make averages of files, without the model and its code:
+The average of a run's checkpoints is often better than the last checkpoint.
+These functions average files, without the model and its code:
 
-    wrapopt.checkpoints.merge    the mean of checkpoints, or a weighted one
-    wrapopt.checkpoints.lawa     the mean of the latest few of a run
+    wrapopt.checkpoints.merge    the mean of checkpoints, or a weighted mean
+    wrapopt.checkpoints.lawa     the mean of the latest checkpoints of a run
     wrapopt.checkpoints.ema      an exponential moving average along a run
-    wrapopt.checkpoints.posthoc  the power-function average of any width, of the
-                                 snapshots of a run that kept two of them
+    wrapopt.checkpoints.posthoc  the power-function average of any width, from
+                                 the snapshots of a run with two such averages
 
-The same as a command, which says more with `--help`:
+The same as a command; `--help` lists its options:
 
     python -m wrapopt.checkpoints merge a.keras b.keras --output mean.keras
 
 Inputs are checkpoints of TensorFlow (of `tf.compat.v1.train.Saver` and of
 `tf.train.Checkpoint`, named by their prefix), `.weights.h5` and `.keras` files
-of Keras, and other HDF5 files of variables. The output is the last input with
-other values: plain TensorFlow or Keras loads it as it loads that. A directory
-stands for all checkpoints in it, in the order of their names, in which numbers
-count as such.
+of Keras, and other HDF5 files of variables. The output is a copy of the last
+input with averaged values, and loads in the same way. A directory means all
+checkpoints in it, sorted by name, with numbers in names sorted by value.
 
-What is averaged: all variables of dtype float16, bfloat16, float32 and float64,
-in float64, rounded once to their dtype in the last input. All else is the last
-input's: integers (counts of steps), strings, and the state of optimizers where
-the format tells it (slots, learning rates and kept averages in Keras's files
-and in those of `tf.train.Checkpoint`). A Saver's file does not tell a slot from
-a weight; `only` says which variables are averaged there, or anywhere.
+The functions average all variables of dtype float16, bfloat16, float32 and
+float64. They sum in float64 and round once, to the variable's dtype in the last
+input. All other data are copied from the last input: integers (counts of
+steps), strings, and the state of optimizers (slots, learning rates and
+averages) in Keras's files and in those of `tf.train.Checkpoint`. A Saver's file
+does not distinguish slots from weights. `only` selects the variables to
+average, in any format.
 
-Before anything is written, all inputs are checked: they must have the same
-variables, in the same shapes. Dtypes may differ. The output appears when it is
-whole and on the disk, or not at all. Files are read a few variables at a time:
-memory is needed for half a gigabyte, or six times the largest variable of a
-TensorFlow checkpoint, however many and however large the inputs are.
+All inputs are checked before anything is written: they must have the same
+variables, in the same shapes. Dtypes may differ. The output appears once it is
+complete and on the disk, or not at all. Files are read a few variables at a
+time. This takes half a gigabyte of memory, or six times the largest variable of
+a TensorFlow checkpoint, whatever the number and the size of the inputs.
 
-The whole way to a width that is chosen after training:
+All steps to an average whose width is chosen after training:
 
-1. Keep two averages in the run, and write snapshots of them:
+1. Keep two averages in the run, and write their snapshots:
 
        opt = wrapopt.keras.MovingAverage(
            "adam", [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
        model.compile(opt, ...)
        model.fit(..., callbacks=[wrapopt.keras.Snapshots("run/snapshots", 500)])
 
-   In a v1 session, `wrapopt.checkpoints.SnapshotHook` is a hook of a
+   In a v1 session, pass `wrapopt.checkpoints.SnapshotHook` to a
    `MonitoredSession`.
 
-2. Make an average of any width, or of several, and evaluate them:
+2. Compute averages of any width, and evaluate them:
 
        wrapopt.checkpoints.posthoc("run/snapshots", "width.weights.h5",
                                    relative_width=0.08)
        model.load_weights("width.weights.h5")
 
-`python -m wrapopt.examples.posthoc_digits` goes this way on real data.
+`python -m wrapopt.examples.posthoc_digits` does both on real data.
 
 References: Karras et al., "Analyzing and improving the training dynamics of
 diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3 and appendix C;
@@ -83,24 +83,25 @@ _Paths = Union[_Path, Sequence[_Path]]
 def merge(inputs: _Paths, output: _Path,
           weights: Optional[Sequence[float]] = None, *,
           only: Optional[str] = None, progress: bool = False) -> None:
-  """Writes the mean of checkpoints, or a weighted one.
+  """Writes the mean of checkpoints, or a weighted mean.
 
   Args:
-    inputs: A path, or a sequence of them.
-    output: The path of what is written, of the format of the last input.
-    weights: As many finite numbers as inputs, with a sum greater than 0, by
-      which they are divided; None for the mean.
-    only: A regular expression. Variables in whose names it is found are
-      averaged, if they are floating-point; all others are the last input's. By
-      default all are averaged but the state of optimizers.
-    progress: Whether to show a progress bar, for which tqdm must be installed.
+    inputs: A path, or a sequence of paths.
+    output: The path of the output, which has the format of the last input.
+    weights: A finite number for each input. They are divided by their sum,
+      which must be greater than 0. None for the mean.
+    only: A regular expression. If given, the floating-point variables in whose
+      names it is found are averaged, and all others are copied from the last
+      input. By default, all floating-point variables but the state of
+      optimizers are averaged.
+    progress: Whether to show a progress bar, which needs tqdm.
 
   Raises:
     FileNotFoundError: If an input is missing.
-    FileExistsError: If there is an output already.
+    FileExistsError: If the output exists.
     OSError: If an input cannot be read, or the output cannot be written.
-    ValueError: If inputs do not go together, a number is out of range, or the
-      output's name is of another format.
+    ValueError: If the inputs have different variables or shapes, a number is
+      out of range, or the output's name belongs to another format.
   """
   with _opened(inputs) as sources:
     _merge.weighted(sources, os.fspath(output),
@@ -112,7 +113,7 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
         only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the exponential moving average along checkpoints.
 
-  It starts at the first input, and moves for each of the others:
+  It starts at the first input. Each of the others moves it:
 
       s += (1 - decay) (v - s)
 
@@ -124,7 +125,7 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
     progress: As in `merge`.
 
   Raises:
-    As `merge`.
+    The same errors as `merge`.
   """
   if not isinstance(decay, numbers.Real) or not 0 <= decay <= 1:
     raise ValueError(f"`decay` must be in [0, 1], got {decay!r}.")
@@ -142,12 +143,13 @@ def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
   Args:
     inputs: As in `merge`, in the order of training.
     output: As in `merge`.
-    window: How many of them count, an integer from 1 to their number.
+    window: The number of checkpoints to average, an integer from 1 to the
+      number of inputs.
     only: As in `merge`.
     progress: As in `merge`.
 
   Raises:
-    As `merge`.
+    The same errors as `merge`.
   """
   paths = _paths(inputs)
   if (isinstance(window, bool) or not isinstance(window, numbers.Integral) or
@@ -162,33 +164,35 @@ def posthoc(inputs: _Paths, output: _Path,
             gamma: Optional[float] = None, steps: Optional[float] = None,
             only: Optional[str] = None, progress: bool = False
             ) -> _profiles.Fit:
-  """Writes the average of a power function, made of snapshots of others.
+  """Writes a power-function average that is computed from snapshots of others.
 
-  The snapshots are those of a run with two or more `PowerDecay`s, or with one.
-  Their weighted sum whose profile over the steps of training is nearest to the
-  wanted one, in the sense of least squares, is what that average would have
-  been, but for the error of the profile. With the relative widths 0.05 and 0.10
-  and 16 snapshots of each, that is 0.4 % for a width of 0.07 and 0.9 % for
-  0.15; widths beyond the two take more snapshots (4 % for 0.03, 2 % for 0.20).
+  The snapshots come from a run with one or more `PowerDecay`s, best with two.
+  The output is a weighted sum of the snapshots. Its profile, the weights of the
+  training steps in it, is the least-squares fit to the profile of the wanted
+  average. The error of the profile is the only error of the result. With the
+  relative widths 0.05 and 0.10 and 16 snapshots of each, the error is 0.4 % for
+  a width of 0.07 and 0.9 % for 0.15. Widths outside of this range need more
+  snapshots (4 % for 0.03, 2 % for 0.20).
 
   Args:
     inputs: As in `merge`: all snapshots of one run, in any order.
     output: As in `merge`.
     relative_width: The relative width of the wanted average, as in
       `PowerDecay`.
-    gamma: In place of that, its exponent.
-    steps: After how many steps of the averages; by default the most that a
-      snapshot has. Later snapshots do not count.
+    gamma: Instead of `relative_width`, the exponent of the wanted average.
+    steps: The number of steps of the wanted average; by default the largest
+      number of a snapshot. Later snapshots are not used.
     only: As in `merge`.
     progress: As in `merge`.
 
   Returns:
-    A NamedTuple: `weights`, one for each snapshot that counts, in the order of
-    their steps, and `error`, the distance of their profile from the wanted one
-    relative to the size of that.
+    A NamedTuple: `weights`, one for each snapshot that is used, in the order of
+    their steps; and `error`, the distance of the profile from the wanted one,
+    divided by the norm of the wanted one.
 
   Raises:
-    As `merge`; ValueError also if an input is no snapshot of a `PowerDecay`.
+    The same errors as `merge`; also ValueError if an input is not a snapshot of
+    a `PowerDecay`.
   """
   wanted = _decays.PowerDecay(relative_width, gamma=gamma)
   with _opened(inputs) as sources:
@@ -196,13 +200,15 @@ def posthoc(inputs: _Paths, output: _Path,
       if not source.note or source.note["gamma"] is None:
         raise ValueError(
             f"{source.path} must be a snapshot of a PowerDecay, got " + (
-                f"one of {source.note['decay']}." if source.note else
-                "a checkpoint without a note of what it is an average of."))
+                f"a snapshot with the decay {source.note['decay']}."
+                if source.note else
+                "a checkpoint that is not a snapshot."))
     most = max(source.note["steps"] for source in sources)
     steps = most if steps is None else steps
     if not isinstance(steps, (int, float)) or not 0 < steps <= most:
-      raise ValueError("`steps` must be greater than 0 and at most the steps of "
-                       f"the latest snapshot, {most}, got {steps!r}.")
+      raise ValueError(
+          "`steps` must be greater than 0 and at most the steps of the latest "
+          f"snapshot, {most}, got {steps!r}.")
     sources = sorted((s for s in sources if 0 < s.note["steps"] <= steps),
                      key=lambda s: (s.note["steps"], s.note["gamma"], s.path))
     if not sources:
@@ -217,12 +223,12 @@ def posthoc(inputs: _Paths, output: _Path,
 
 
 class Width(NamedTuple):
-  """What `sweep` has found for a relative width.
+  """The result of `sweep` for a relative width.
 
   Attributes:
     relative_width: The width.
-    error: That of the profile, see `posthoc`.
-    quality: What the function has returned.
+    error: The error of the profile, see `posthoc`.
+    quality: The result of the function `evaluate`.
   """
   relative_width: float
   error: float
@@ -236,8 +242,8 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
 
   Args:
     inputs: As in `posthoc`.
-    evaluate: A function of the path of a checkpoint, which is removed after
-      that. It returns a number.
+    evaluate: A function of the path of a checkpoint. It returns a number. The
+      checkpoint is removed after the call.
     relative_widths: The widths.
     steps: As in `posthoc`.
     only: As in `merge`.
@@ -247,10 +253,10 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
     A list of `Width`s.
 
   Raises:
-    As `posthoc`, and what `evaluate` raises.
+    The same errors as `posthoc`, and those of `evaluate`.
   """
   paths = _paths(inputs)
-  # All of them are checked before the first takes its time.
+  # Check all widths before the first is evaluated.
   for width in relative_widths:
     _decays.PowerDecay(width)
   ending = _formats.ending_of(paths[-1])
@@ -266,7 +272,7 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
 
 
 def _paths(inputs):
-  """The paths that an argument `inputs` stands for: a list."""
+  """The paths of checkpoints in an argument `inputs`: a list."""
   if isinstance(inputs, (str, os.PathLike)):
     inputs = [inputs]
   paths = [path for given in inputs for path in _formats.expand(given)]

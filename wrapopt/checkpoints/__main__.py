@@ -1,19 +1,19 @@
-"""Makes averages of checkpoints, without the model and its code.
+"""Averages checkpoints, without the model and its code.
 
-  merge     the mean of checkpoints, or a weighted one
-  lawa      the mean of the latest few checkpoints of a run
+  merge     the mean of checkpoints, or a weighted mean
+  lawa      the mean of the latest checkpoints of a run
   ema       an exponential moving average along the checkpoints of a run
-  posthoc   from the snapshots of a run, the average of any width
-  list      what checkpoints are and hold
+  posthoc   the average of any width, from the snapshots of a run
+  list      the kind and the contents of checkpoints
 
-A checkpoint is named as you would load it: a .weights.h5 or .keras file of
-Keras, or the prefix of a TensorFlow checkpoint, which is what stands before
-".index" in the names of its files. A directory stands for all checkpoints in it,
-in the order of their names, in which numbers count as such.
+A checkpoint is a .weights.h5 or .keras file of Keras, or the prefix of a
+TensorFlow checkpoint, which is the part before ".index" in the names of its
+files. A directory means all checkpoints in it, sorted by name, with numbers in
+names sorted by value.
 
-The output is the last input with averaged variables: load it as you load that.
-It appears when it is whole. Integers (counts of steps), strings and the state
-of optimizers are the last input's.
+The output is a copy of the last input with averaged variables, and loads in the
+same way. It appears once it is complete. Integers (counts of steps), strings
+and the state of optimizers are copied from the last input.
 
 Examples:
 
@@ -47,22 +47,22 @@ def main(argv=None):
       prog="python -m wrapopt.checkpoints", description=__doc__,
       formatter_class=argparse.RawDescriptionHelpFormatter)
   commands = parser.add_subparsers(metavar="COMMAND", required=True,
-                                   help="what to do; COMMAND --help says more")
+                                   help="COMMAND --help lists its options")
 
   command = _add(commands, "merge", _run_merge, checkpoints.merge)
   command.add_argument(
       "--weights", type=float, nargs="+", metavar="W",
-      help="as many numbers as inputs; they are divided by their sum. Default: "
+      help="a number for each input; they are divided by their sum. Default: "
       "the mean")
   command = _add(commands, "ema", _run_ema, checkpoints.ema)
   command.add_argument(
       "--decay", type=float, default=0.5, metavar="D",
-      help="in [0, 1]: how much of the average stays when the next checkpoint "
-      "comes. Default: %(default)s")
+      help="in [0, 1]: the weight of the old average at each checkpoint. "
+      "Default: %(default)s")
   command = _add(commands, "lawa", _run_lawa, checkpoints.lawa)
   command.add_argument(
       "--window", type=int, default=5, metavar="N",
-      help="how many of the latest checkpoints count. Default: %(default)s")
+      help="the number of latest checkpoints to average. Default: %(default)s")
 
   command = _add(commands, "posthoc", _run_posthoc, checkpoints.posthoc)
   wanted = command.add_mutually_exclusive_group(required=True)
@@ -71,27 +71,28 @@ def main(argv=None):
       help="the wanted average: the standard deviation of its weight over "
       "training, as a fraction of training; up to 0.288")
   wanted.add_argument("--gamma", type=float, metavar="G",
-                      help="the same, by the exponent of its power function")
+                      help="the wanted average: the exponent of its power "
+                      "function")
   wanted.add_argument(
       "--sweep", type=float, nargs="*", metavar="W",
-      help="evaluate averages of these widths, by default "
+      help="evaluate averages of these widths; default: "
       f"{' '.join(map(str, _WIDTHS))}. Needs --evaluate. The output is a "
-      "directory for results.json and quality.png")
+      "directory with results.json and quality.png")
   command.add_argument(
       "--evaluate", metavar="MODULE:FUNCTION",
       help="a Python function of the path of a checkpoint, which loads it and "
       "returns a number")
   command.add_argument(
       "--steps", type=float, metavar="T",
-      help="the average after so many steps. Default: after all")
+      help="the number of steps of the average. Default: all")
 
   command = commands.add_parser(
-      "list", help="what checkpoints are and hold",
-      description="Says what checkpoints are and hold.")
+      "list", help="the kind and the contents of checkpoints",
+      description="Prints the kind and the contents of checkpoints.")
   command.add_argument("inputs", nargs="+", metavar="INPUT",
                        help="a checkpoint, or a directory of them")
   command.add_argument("--variables", action="store_true",
-                       help="list the variables, too")
+                       help="also list the variables")
   command.set_defaults(run=_run_list)
 
   options = parser.parse_args(argv)
@@ -102,7 +103,7 @@ def main(argv=None):
 
 
 def _add(commands, name, run, function):
-  """A command that writes an average of inputs."""
+  """Adds a command that writes an average of inputs."""
   text = function.__doc__.split("\n\n  Args:")[0].replace("\n  ", "\n")
   command = commands.add_parser(
       name, help=text.splitlines()[0].removesuffix("."), description=text,
@@ -110,11 +111,11 @@ def _add(commands, name, run, function):
   command.add_argument("inputs", nargs="+", metavar="INPUT",
                        help="a checkpoint, or a directory of them")
   command.add_argument("--output", required=True, metavar="OUTPUT",
-                       help="where to write; nothing may be there")
+                       help="the path to write; must not exist")
   command.add_argument(
       "--only", metavar="REGEX",
-      help="average the variables in whose names this is found; all else is the "
-      "last input's. Default: all but the state of optimizers")
+      help="average the variables in whose names this is found; copy the "
+      "others from the last input. Default: all but the state of optimizers")
   command.add_argument("--quiet", action="store_true",
                        help="show no progress bar")
   command.set_defaults(run=run)
@@ -145,7 +146,7 @@ def _run_lawa(options, parser):
 
 def _run_posthoc(options, parser):
   if (options.sweep is None) != (options.evaluate is None):
-    parser.error("--sweep and --evaluate go together")
+    parser.error("--sweep and --evaluate must be given together")
   if options.sweep is not None:
     _run_sweep(options, parser)
     return
@@ -188,7 +189,7 @@ def plot(plt, curves, path, ylabel="quality"):
     plt: matplotlib.pyplot.
     curves: {label: list of Widths}.
     path: Of the PNG.
-    ylabel: What quality is.
+    ylabel: The label of the quality.
   """
   figure, axes = plt.subplots(figsize=(7, 4.5), dpi=120)
   for label, widths in curves.items():

@@ -1,9 +1,9 @@
-"""The formats of checkpoints: how variables are read, and written whole.
+"""Reads and writes checkpoints of several formats.
 
-A `Source` is a checkpoint to read, a `Sink` one to write. Of TensorFlow: the
-files of a Saver and of `tf.train.Checkpoint`, which are one format. Of Keras:
-`.weights.h5`, `.keras`, and any other HDF5 file of variables. A snapshot is
-such a checkpoint with a note of what it is an average of.
+A `Source` is a checkpoint to read, a `Sink` one to write. The formats are those
+of TensorFlow (a Saver and `tf.train.Checkpoint` use the same one) and of Keras
+(`.weights.h5`, `.keras`, and any other HDF5 file of variables). A snapshot is
+such a checkpoint with a note that describes its averages.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
           np.dtype(np.float64))
 
-# The variable in which a snapshot has its note, a string.
+# The variable that holds the note of a snapshot, a string.
 _NOTE = "wrapopt/snapshot"
 
-# Bytes of a file of a TensorFlow checkpoint.
+# The least size of a file of a TensorFlow checkpoint but the last, in bytes.
 _SHARD = 128 << 20
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -41,7 +41,7 @@ _WEIGHTS = "model.weights.h5"  # In a .keras file.
 
 
 class Spec(typing.NamedTuple):
-  """What is known of a variable before it is read."""
+  """The shape and dtype of a variable."""
   shape: tuple[int, ...]
   dtype: np.dtype
 
@@ -58,7 +58,7 @@ class Source:
   """A checkpoint to read.
 
   Attributes:
-    path: Where it is.
+    path: Its path.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
   """
@@ -73,8 +73,7 @@ class Source:
   def is_averaged(self, name):
     """Whether a variable is averaged by default.
 
-    Not that which an optimizer keeps for itself, and in a snapshot only
-    averages.
+    State of optimizers is not. In a snapshot, only averages are.
     """
     return not (self._is_optimizer_state(name) or
                 self.note and name in self.note["others"])
@@ -83,14 +82,14 @@ class Source:
     raise NotImplementedError
 
   def dtype(self, name):
-    """The dtype of the variable in the model: a snapshot's may be narrower."""
+    """The dtype of the variable in the model; a snapshot may be narrower."""
     if self.note and name in self.note["dtypes"]:
       return np.dtype(getattr(ml_dtypes, self.note["dtypes"][name], None) or
                       self.note["dtypes"][name])
     return self.specs[name].dtype
 
   def can_slice(self, name):
-    """Whether rows of a variable can be read without the others."""
+    """Whether some rows of a variable can be read alone."""
     return name in self._placed
 
   def read(self, name, rows=None, into=None):
@@ -98,14 +97,15 @@ class Source:
 
     Args:
       name: Its name.
-      rows: A slice of its first dimension, if it `can_slice`.
-      into: A contiguous array of the value's shape and dtype, that may be used.
+      rows: A slice of its first dimension, if `can_slice`; None for all rows.
+      into: A contiguous array of the value's shape and dtype for the result, or
+        None. It may be ignored.
 
     Returns:
       An array, which may be `into`.
 
     Raises:
-      OSError: If it cannot be read.
+      OSError: If the variable cannot be read.
     """
     try:
       if name not in self._placed:
@@ -122,7 +122,7 @@ class Source:
                     f"{e}") from e
 
   def _read(self, name, rows, into):
-    """The same of a variable that has no place."""
+    """The value of a variable that has no Place."""
     raise NotImplementedError
 
   def close(self):
@@ -136,7 +136,7 @@ class _TensorFlow(Source):
   def __init__(self, path):
     super().__init__(path)
     self._reader = tf.train.load_checkpoint(path)
-    self._lock = threading.Lock()  # A reader serves one thread at a time.
+    self._lock = threading.Lock()  # A reader is not thread-safe.
     shapes = self._reader.get_variable_to_shape_map()
     self.specs = {
         name: Spec(tuple(shapes[name]), np.dtype(dtype.as_numpy_dtype))
@@ -157,16 +157,16 @@ class _TensorFlow(Source):
 
 
 def _state_of_optimizers(graph):
-  """Keys of the variables that are optimizers' in an object-based checkpoint."""
+  """Keys of optimizers' variables in an object-based checkpoint."""
   graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(graph)
   found, todo = set(), []
   for node in graph.nodes:
     children = {child.local_name: child.node_id for child in node.children}
-    # Those of TensorFlow have slots; Keras's have these.
+    # An optimizer of TensorFlow has slots, one of Keras these children.
     if node.slot_variables or {"_iterations", "_learning_rate"} <= {*children}:
       todo.extend(children.values())
       todo.extend(slot.slot_variable_node_id for slot in node.slot_variables)
-  # An optimizer may know the model: what the model has by itself is not its.
+  # An optimizer may refer to the model, whose variables are not its state.
   model = _reached(graph, 0, without={*todo})
   keys = set()
   while todo:
@@ -190,7 +190,7 @@ def _reached(graph, root, without):
 
 
 class _H5(Source):
-  """A file of variables in HDF5, as Keras writes it."""
+  """An HDF5 file of variables, as Keras writes it."""
   kind = "HDF5"
 
   def __init__(self, path):
@@ -219,7 +219,7 @@ class _H5(Source):
       self.datasets[name] = item
 
   def _is_optimizer_state(self, name):
-    # "optimizer" of Keras 3, "optimizer_weights" of its older files.
+    # "optimizer" in Keras 3, "optimizer_weights" in older files.
     return re.match("optimizer(_weights)?/", name) is not None
 
   def _read(self, name, rows, into):
@@ -238,7 +238,7 @@ class _H5(Source):
 
 
 def _dtype(dataset):
-  # HDF5 has no bfloat16. Keras has its bytes, and says so.
+  # HDF5 has no bfloat16. Keras stores its bytes, and an attribute.
   name = dataset.attrs.get("dtype")
   return BFLOAT16 if name == "bfloat16" else dataset.dtype.newbyteorder("=")
 
@@ -248,7 +248,7 @@ def _stored(array):
 
 
 class _Keras(_H5):
-  """A model of Keras: an archive with its variables in HDF5."""
+  """A Keras model: an archive with the variables in an HDF5 file."""
   kind = "Keras"
 
   def __init__(self, path):
@@ -256,14 +256,15 @@ class _Keras(_H5):
     with zipfile.ZipFile(path) as archive:
       if _WEIGHTS not in archive.namelist():
         raise ValueError(
-            f"{path} must hold a {_WEIGHTS}, got {archive.namelist()}. Save the "
-            "model with model.save().")
+            f"{path} must contain {_WEIGHTS}, got {archive.namelist()}. Save "
+            "the model with model.save().")
       info = archive.getinfo(_WEIGHTS)
       if info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(
-            f"{path} must hold its {_WEIGHTS} uncompressed, as Keras writes it. "
-            "Load it with Keras, and save it anew.")
-    # Buffered, it reads as much as it is asked for.
+            f"{path} must contain an uncompressed {_WEIGHTS}, as Keras writes "
+            "it, got a compressed one. Load the model with Keras and save it "
+            "again.")
+    # A buffered reader returns as many bytes as requested.
     self._part = io.BufferedReader(_Part(path, info))
     self._open(h5py.File(self._part, "r"), self._part.raw.begin,
                self._part.fileno())
@@ -274,15 +275,17 @@ class _Keras(_H5):
 
 
 class _Part(io.RawIOBase):
-  """A file that is stored in an archive: a part of it.
+  """An uncompressed file in an archive.
 
-  `ZipFile.open` reads all that is before a place to go back to it.
+  Unlike this class, the file of `ZipFile.open` seeks backwards by reading from
+  the start again.
   """
 
   def __init__(self, path, info):
     super().__init__()
     self._file = open(path, "rb", buffering=0)
-    # In front of the part: 30 bytes, which end with the lengths of two strings.
+    # The header: 30 bytes, which end with the lengths of the two strings that
+    # follow.
     header = os.pread(self.fileno(), 30, info.header_offset)
     self.begin = (info.header_offset + 30 +
                   int.from_bytes(header[26:28], "little") +
@@ -320,7 +323,7 @@ class _Part(io.RawIOBase):
 
 
 def kind_of(path):
-  """The class of the format that a path is named for."""
+  """The Source class for the name of a path."""
   if path.endswith(".keras"):
     return _Keras
   if path.endswith((".h5", ".hdf5")):
@@ -329,7 +332,7 @@ def kind_of(path):
 
 
 def ending_of(path):
-  """What the names of files of a path's format end in."""
+  """The ending of file names in a path's format."""
   return {_Keras: ".keras", _H5: ".weights.h5", _TensorFlow: ""}[kind_of(path)]
 
 
@@ -343,16 +346,16 @@ def open_source(path):
     A Source.
 
   Raises:
-    OSError: If there is none, or it cannot be read.
-    ValueError: If it is not what its name says.
+    OSError: If there is no checkpoint, or it cannot be read.
+    ValueError: If its contents do not fit its name.
   """
   kind = kind_of(path)
-  # A TensorFlow checkpoint may be of the format before ".index".
+  # An old TensorFlow checkpoint has no ".index" file.
   if not (tf.compat.v1.train.checkpoint_exists(path) if kind is _TensorFlow
           else os.path.exists(path)):
     raise FileNotFoundError(
-        f"There is no checkpoint {path}. Name a .weights.h5 or .keras file, or "
-        "the prefix of a TensorFlow checkpoint, which is what stands before "
+        f"There is no checkpoint {path}. Pass a .weights.h5 or .keras file, or "
+        "the prefix of a TensorFlow checkpoint, which is the part before "
         "'.index'.")
   try:
     return kind(path)
@@ -363,18 +366,18 @@ def open_source(path):
 
 
 def expand(path):
-  """The checkpoints that a path stands for.
+  """The checkpoints of a path.
 
   Args:
-    path: Of a checkpoint, of a file of one that ends in ".index", or of a
-      directory, which stands for all checkpoints in it.
+    path: The path of a checkpoint, of its file that ends in ".index", or of a
+      directory, which means all checkpoints in it.
 
   Returns:
-    A list of paths. Those of a directory are in the order of their names, in
-    which numbers count as such.
+    A list of paths. Those of a directory are sorted by name, with numbers in
+    names sorted by value.
 
   Raises:
-    FileNotFoundError: If a directory has none.
+    FileNotFoundError: If a directory contains no checkpoint.
   """
   path = os.fspath(path)
   if not os.path.isdir(path):
@@ -394,10 +397,10 @@ def expand(path):
 
 
 class Sink:
-  """A checkpoint to write. It appears when it is whole, in `publish`.
+  """A checkpoint to write. It appears complete, in `publish`.
 
-  Until then it is in a directory beside it, whose name begins with a dot and
-  ends in ".partial". A process that is killed leaves that directory behind.
+  Before, its files are in a temporary directory next to it, whose name begins
+  with a dot and ends in ".partial". A killed process leaves this directory.
   """
 
   def __init__(self, path):
@@ -409,21 +412,20 @@ class Sink:
     self._parent = parent
 
   def write(self, values):
-    """Writes variables: [(name, rows, array)], where None is for all rows.
+    """Writes variables: [(name, rows, array)]; `rows` None means all rows.
 
-    The rows of a variable come in their order, none missing.
+    The parts of a variable must be in the order of its rows, without gaps.
     """
     raise NotImplementedError
 
   def publish(self):
-    """Has the checkpoint appear, in place of one of its name, when it is whole.
-    """
+    """Makes the complete checkpoint appear; replaces one of the same name."""
     files = list(self._finish())
     for file in files:
       _to_disk(file)
     to = [os.path.join(self._parent, os.path.basename(f)) for f in files]
     if len(files) > 1:
-      # Another's last file must not stand beside this one's first.
+      # The old last file must not be next to the new first one.
       with contextlib.suppress(FileNotFoundError):
         os.unlink(to[-1])
         _to_disk(self._parent)
@@ -432,11 +434,11 @@ class Sink:
     _to_disk(self._parent)
 
   def _finish(self):
-    """Files of the checkpoint, of which the last makes it one: an iterable."""
+    """The files of the checkpoint, an iterable; the last one completes it."""
     raise NotImplementedError
 
   def discard(self):
-    """Removes what is not published."""
+    """Removes files that are not published."""
     shutil.rmtree(self._directory, ignore_errors=True)
 
 
@@ -450,14 +452,14 @@ def _to_disk(path):
 
 
 class TensorFlowSink(Sink):
-  """Writes a checkpoint of TensorFlow, in files of some `_SHARD` bytes."""
+  """Writes a TensorFlow checkpoint, in files of at least `_SHARD` bytes."""
 
   def __init__(self, path, specs, note=None):
-    """`specs`: {name: Spec} of variables that are written by rows."""
+    """`specs` are {name: Spec} of the variables that are written in parts."""
     super().__init__(path)
     self._specs = specs
     self._parts = []
-    self._values = {}  # What the next file will hold.
+    self._values = {}  # The contents of the next file.
     self._coming = None  # The variable of which some rows are written.
     if note is not None:
       self.write([(_NOTE, None, np.array(json.dumps(note).encode(), object))])
@@ -501,12 +503,12 @@ class TensorFlowSink(Sink):
         delete_old_dirs=False), {}))
     for i in range(len(self._parts)):
       yield f"{prefix}.data-{i:05d}-of-{len(self._parts):05d}"
-    # Without it, the others are no checkpoint.
+    # The other files are not a checkpoint without it.
     yield prefix + ".index"
 
 
 def _run(build):
-  """Runs the op that `build` makes, in whatever mode TensorFlow is in."""
+  """Runs the op that `build` makes, in eager mode and in graphs."""
   with tf.Graph().as_default(), tf.device("/cpu:0"):
     op, feed = build()
     with tf.compat.v1.Session(config=tf.compat.v1.ConfigProto(
@@ -515,17 +517,17 @@ def _run(build):
 
 
 class H5Sink(Sink):
-  """Writes a file of variables in HDF5."""
+  """Writes an HDF5 file of variables."""
 
   def __init__(self, path, specs, like=None, note=None):
     """Makes the file.
 
     Args:
-      path: Where it is to appear.
+      path: Its path.
       specs: {name: Spec} of all variables.
-      like: What has a `file` of HDF5 and its `datasets`, whose groups and
-        attributes it gets, or None.
-      note: Of a snapshot, a dict.
+      like: An object with an HDF5 `file` and its `datasets`, whose groups and
+        attributes are copied, or None.
+      note: The note of a snapshot, a dict, or None.
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
@@ -570,11 +572,11 @@ class H5Sink(Sink):
 
 
 def remove_partial(directory, prefix):
-  """Removes what killed processes have left of checkpoints in a directory.
+  """Removes partial checkpoints of killed processes in a directory.
 
   Args:
     directory: Its path.
-    prefix: What the names of the checkpoints begin with.
+    prefix: The prefix of the names of the checkpoints.
   """
   for name in os.listdir(directory):
     if name.startswith("." + prefix) and name.endswith(_PARTIAL):
@@ -588,7 +590,7 @@ def _copy_attributes(source, to, without=None):
 
 
 class KerasSink(H5Sink):
-  """Writes a model of Keras: another one's, with these variables."""
+  """Writes a copy of a Keras model with other variables."""
 
   def __init__(self, path, specs, like):
     super().__init__(path, specs, like)
@@ -612,7 +614,7 @@ class KerasSink(H5Sink):
 
 
 def sink_like(source, path, specs):
-  """A Sink for variables in the format, and with the structure, of a Source."""
+  """A Sink of the format and structure of a Source."""
   if isinstance(source, _TensorFlow):
     return TensorFlowSink(path, specs)
   return (KerasSink if isinstance(source, _Keras) else H5Sink)(
@@ -620,24 +622,24 @@ def sink_like(source, path, specs):
 
 
 def check_output(path, like):
-  """Refuses where no checkpoint like a Source can be written.
+  """Checks the path of an output that has the format of a Source.
 
   Args:
-    path: Of the output.
+    path: The path of the output.
     like: A Source.
 
   Raises:
-    ValueError: If the name is of another format.
-    FileExistsError: If something is there already.
+    ValueError: If the name belongs to another format.
+    FileExistsError: If the output exists.
   """
   kind = kind_of(path)
   if kind is not type(like):
     endings = {_Keras: "'.keras'", _H5: "'.h5'"}
     wanted = (f"end in {endings[type(like)]}" if type(like) in endings else
               "not end in '.keras', '.h5' or '.hdf5'")
-    raise ValueError(f"The output must {wanted}, as it is of the format of "
-                     f"{like.path}, got {path}.")
+    raise ValueError(f"The name of the output must {wanted}, since the output "
+                     f"has the format of {like.path}, got {path}.")
   for file in path, path + ".index":
     if os.path.exists(file):
       raise FileExistsError(
-          f"The output {file} exists. Remove it, or name another output.")
+          f"The output {file} exists. Remove it, or choose another output.")

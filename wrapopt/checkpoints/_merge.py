@@ -13,10 +13,10 @@ import numpy as np
 from wrapopt import _native
 from wrapopt.checkpoints import _formats
 
-# Bytes of values that are read and not summed yet: so many, or twice the
-# largest variable.
+# The limit of bytes that are read and not yet summed, or twice the largest
+# variable if that is more.
 _IN_FLIGHT = 256 << 20
-# The least part of a variable that is worth a read.
+# The size in bytes of the parts in which a large variable is read.
 _PART = 4 << 20
 
 
@@ -25,18 +25,20 @@ def weighted(inputs, output, weights, only=None, progress=None):
 
   Args:
     inputs: Sources.
-    output: The path of what is written.
-    weights: As many numbers.
+    output: The path of the output.
+    weights: A number for each input.
     only: A regular expression, or None: see `wrapopt.checkpoints.merge`.
-    progress: A function that makes a progress bar of tqdm's arguments, or None.
+    progress: A function that makes a progress bar from tqdm's arguments, or
+      None.
 
   Raises:
-    As `wrapopt.checkpoints.merge`.
+    The same errors as `wrapopt.checkpoints.merge`.
   """
   last = inputs[-1]
   _formats.check_output(output, last)
   names = check(inputs, only)
-  specs = {name: spec._replace(dtype=last.dtype(name)) if name in names else spec
+  specs = {name: (spec._replace(dtype=last.dtype(name)) if name in names
+                  else spec)
            for name, spec in last.specs.items()}
   sink = _formats.sink_like(last, output, specs)
   try:
@@ -54,7 +56,7 @@ def weighted(inputs, output, weights, only=None, progress=None):
 
 
 def averaged(source, only=None):
-  """Names of the variables of a Source that can be averaged, and are to be.
+  """Names of the variables of a Source that are to be averaged.
 
   Args:
     source: A Source.
@@ -74,17 +76,18 @@ def averaged(source, only=None):
 
 
 def check(inputs, only=None):
-  """Which variables of checkpoints are summed.
+  """Checks checkpoints, and returns the variables to sum.
 
   Args:
     inputs: Sources.
     only: As in `weighted`.
 
   Returns:
-    A list of names, in the order of the names.
+    A sorted list of names.
 
   Raises:
-    ValueError: If the checkpoints do not go together, or nothing is summed.
+    ValueError: If the checkpoints have different variables or shapes, or there
+      is no variable to sum.
   """
   last = inputs[-1]
   names = averaged(last, only)
@@ -104,8 +107,8 @@ def check(inputs, only=None):
       if spec.shape != expected.shape:
         raise ValueError(
             f"Variable '{name}' of {source.path} misshapen: got "
-            f"{list(spec.shape)} but expected {list(expected.shape)} (its shape "
-            f"in {last.path}).")
+            f"{list(spec.shape)} but expected {list(expected.shape)} (its "
+            f"shape in {last.path}).")
       if spec.dtype not in _formats.FLOATS:
         raise ValueError(
             f"Variable '{name}' of {source.path} must be of dtype "
@@ -120,7 +123,7 @@ def check(inputs, only=None):
 
 
 def checked_weights(weights, count):
-  """Weights of `count` inputs whose sum is 1: a list; None is the mean."""
+  """Scales the weights of `count` inputs to a sum of 1: a list."""
   if weights is None:
     return [1 / count] * count
   weights = list(weights)
@@ -145,12 +148,12 @@ def _few(names):
 
 
 class _Piece(typing.NamedTuple):
-  """A variable, or rows of it.
+  """A variable, or some rows of it.
 
   Attributes:
-    name: Of the variable.
+    name: The name of the variable.
     rows: A slice of the first dimension, or None.
-    shape: Its shape.
+    shape: The shape of the piece.
   """
   name: str
   rows: typing.Any
@@ -162,7 +165,7 @@ class _Piece(typing.NamedTuple):
 
 
 def _pieces(inputs, names, specs, itemsize):
-  """Variables in order, cut into pieces of some `_PART` bytes if possible."""
+  """Variables in order, in pieces of about `_PART` bytes if possible."""
   for name in names:
     shape = specs[name].shape
     nbytes = math.prod(shape) * itemsize[name]
@@ -176,10 +179,10 @@ def _pieces(inputs, names, specs, itemsize):
 
 
 def _batches(pieces, itemsize, limit):
-  """Lists of pieces that are read at once, of `limit` bytes or one piece."""
+  """Lists of pieces to read together, of at most `limit` bytes or one piece."""
   batch, total = [], 0
   for piece in pieces:
-    # Each begins at a line of the cache.
+    # Each piece begins at a cache line.
     nbytes = -(-piece.size * itemsize[piece.name] // 64) * 64
     if batch and total + nbytes > limit:
       yield batch, total
@@ -192,7 +195,7 @@ def _batches(pieces, itemsize, limit):
 
 def _sum(inputs, weights, names, specs, sink, bar):
   """Sums `names` of the inputs into the sink."""
-  # Those of weight 0 do not count.
+  # Inputs of weight 0 are not read.
   inputs, weights = zip(*[(s, w) for s, w in zip(inputs, weights) if w != 0])
   itemsize = {name: max(s.specs[name].dtype.itemsize for s in inputs)
               for name in names}
@@ -244,7 +247,7 @@ def _sum(inputs, weights, names, specs, sink, bar):
 
 
 def _read(source, batch, buffer):
-  """The values of a batch: a list of arrays, in `buffer` where it is used."""
+  """The values of a batch: a list of arrays, in `buffer` if it is not None."""
   values, begin = [], 0
   for piece in batch:
     dtype = source.specs[piece.name].dtype
@@ -256,9 +259,9 @@ def _read(source, batch, buffer):
 
 
 def _merge(pool, threads, inputs, weights, sums, output, is_first):
-  """The native kernel, by several threads where there is enough to do."""
+  """Runs the native kernel, in several threads for large arrays."""
   size = inputs[0].size
-  # Whole blocks of the kernel's.
+  # A multiple of the kernel's block.
   step = max(1 << 16, -(-size // threads // 2048) * 2048)
 
   def run(begin):

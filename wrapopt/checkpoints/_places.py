@@ -1,7 +1,7 @@
-"""Where the files of checkpoints hold variables.
+"""Reads variables directly from the files of checkpoints.
 
-A variable whose bytes follow each other in a file is read from there. That takes
-no copy and no lock, and a part can be read without the rest.
+A variable that is contiguous in a file is read from there, without a copy and
+without a lock, and in parts.
 """
 
 import os
@@ -15,10 +15,10 @@ from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from wrapopt import _native
 
-# Bytes that are read at once, so that the second-level cache still has them
-# when their checksum is taken.
+# The size of a read in bytes, small enough for the second-level cache to hold
+# the bytes until their checksum is computed.
 _AT_ONCE = 512 << 10
-# The last 8 bytes of a table of LevelDB.
+# The last 8 bytes of a LevelDB table.
 _MAGIC = 0xdb4775248b80fb57
 
 
@@ -26,7 +26,7 @@ class Place(typing.NamedTuple):
   """Bytes of a file.
 
   Attributes:
-    path: Of the file.
+    path: The path of the file.
     offset: The first byte.
     size: The number of bytes.
     checksum: Their CRC-32C, or None.
@@ -45,13 +45,13 @@ class Reader:
 
     Args:
       places: {name: Place}.
-      descriptor: Of their file if that is open: one of its name may have been
-        put in its place since. By default the files are opened.
+      descriptor: The descriptor of their file, if it is open. Another file may
+        have replaced it under its path. By default the files are opened.
     """
     self._places = places
     self._descriptor = descriptor
     self._files = {}
-    self._read = {}  # {name: (bytes read from the beginning, their checksum)}
+    self._read = {}  # {name: (bytes read from the start, their checksum)}
 
   def __contains__(self, name):
     return name in self._places
@@ -59,7 +59,7 @@ class Reader:
   def read(self, name, begin, into):
     """Reads a part of a variable.
 
-    The checksum of a variable is compared if its parts are read in order.
+    If the parts of a variable are read in order, its checksum is checked.
 
     Args:
       name: Its name.
@@ -67,8 +67,7 @@ class Reader:
       into: A contiguous array of the size of the part.
 
     Raises:
-      OSError: If the file ends before, or its bytes are not those that were
-        written.
+      OSError: If the file is too short, or its checksum is wrong.
     """
     place = self._places[name]
     view = into.reshape(-1).view(np.uint8)
@@ -116,14 +115,14 @@ def of_tensorflow(prefix):
     prefix: The prefix of its files.
 
   Returns:
-    {name: Place} of those that were saved whole. Partitioned variables are saved
-    in slices, strings in a form of their own.
+    {name: Place} of the variables that are contiguous. Partitioned variables
+    are saved in slices, and strings in another format.
   """
   try:
     with open(prefix + ".index", "rb") as file:
       table = dict(_table(file.read()))
   except FileNotFoundError:
-    return {}  # The format before this one.
+    return {}  # An old checkpoint, without an index file.
   header = tensor_bundle_pb2.BundleHeaderProto.FromString(table.pop(b""))
   if header.endianness != tensor_bundle_pb2.BundleHeaderProto.LITTLE:
     return {}
@@ -144,12 +143,13 @@ def of_hdf5(path, begin, datasets):
   """The places of the variables of an HDF5 file.
 
   Args:
-    path: Of the file that holds it.
-    begin: Where it begins there.
+    path: The path of the file that contains it.
+    begin: Its offset in that file.
     datasets: {name: dataset}.
 
   Returns:
-    {name: Place} of those that lie in one piece, as numbers of this machine.
+    {name: Place} of the datasets that are contiguous and have this machine's
+    byte order.
   """
   places = {}
   for name, dataset in datasets.items():
@@ -164,20 +164,20 @@ def of_hdf5(path, begin, datasets):
 
 
 def _unmasked(crc):
-  """A checksum: in a file it is turned by 15 bits, and a number is added."""
-  turned = (crc - 0xa282ead8) & 0xffffffff
-  return (turned >> 17 | turned << 15) & 0xffffffff
+  """Unmasks a checksum: files store it rotated by 15 bits, plus a constant."""
+  rotated = (crc - 0xa282ead8) & 0xffffffff
+  return (rotated >> 17 | rotated << 15) & 0xffffffff
 
 
 def _table(data):
-  """The keys and values of a table of LevelDB, which TensorFlow's index is."""
+  """Yields the keys and values of a LevelDB table, TensorFlow's index."""
   footer = data[-48:]
   magic, = struct.unpack("<Q", footer[-8:])
   if magic != _MAGIC:
     raise ValueError("The index of the checkpoint is damaged: it must end in "
                      f"{_MAGIC:#x}, got {magic:#x}.")
   at = 0
-  for _ in range(2):  # The index of the blocks is behind that of filters.
+  for _ in range(2):  # The handle of the filters, then that of the index.
     offset, at = _varint(footer, at)
     size, at = _varint(footer, at)
   for _, handle in _block(data, offset, size):
@@ -187,8 +187,7 @@ def _table(data):
 
 
 def _block(data, offset, size):
-  """The keys and values of a block: a key is told by its end, from a prefix on.
-  """
+  """Yields the keys and values of a block, whose keys share prefixes."""
   block, kind = data[offset:offset + size], data[offset + size]
   checksum, = struct.unpack_from("<I", data, offset + size + 1)
   found = _native.crc32c(np.frombuffer(data, np.uint8, size + 1, offset))
@@ -213,7 +212,7 @@ def _block(data, offset, size):
 
 
 def _varint(data, at):
-  """A number of 7 bits a byte, and where it ends."""
+  """Decodes a number with 7 bits per byte; returns it and its end."""
   value = shift = 0
   while True:
     byte = data[at]

@@ -1,18 +1,18 @@
-"""Power-function profiles: which sum of snapshots is nearest to an average.
+"""Power-function profiles: fits a sum of snapshots to a wanted average.
 
-The average of gamma after t steps weighs the value of time tau, 0 <= tau <= t,
+The average of gamma after t steps weighs the value at time tau, 0 <= tau <= t,
 with the profile
 
     p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1)
 
-and a PowerDecay has exactly this weight for the value of a step, over the unit
-of time that the step takes. A sum of snapshots has the sum of their profiles.
-So that of a wanted average is approximated in the sense of least squares over
-tau.
+The weight of a step in a PowerDecay is the integral of the profile over the
+step's unit of time. The profile of a sum of snapshots is the sum of their
+profiles. The weights of the sum are the least-squares fit, over tau, to the
+profile of the wanted average.
 
 Reference: Karras et al., "Analyzing and improving the training dynamics of
-diffusion models" (EDM2), 2023, arXiv 2312.02696, appendix C.3. Deviations: the
-weights sum to 1, so that what all snapshots agree in stays as it is.
+diffusion models" (EDM2), 2023, arXiv 2312.02696, appendix C.3. Deviation: the
+weights sum to 1, so that a value that all snapshots share is not changed.
 """
 
 import typing
@@ -25,7 +25,7 @@ class Profile(typing.NamedTuple):
 
   Attributes:
     gamma: Its exponent.
-    steps: t, how many steps it has taken.
+    steps: t, the number of its steps.
   """
   gamma: float
   steps: float
@@ -35,9 +35,9 @@ class Fit(typing.NamedTuple):
   """A sum of snapshots.
 
   Attributes:
-    weights: One for each snapshot, an array of sum 1.
-    error: The distance of its profile from the wanted one, relative to the
-      size of that: norms of functions of tau. 0 is exact.
+    weights: An array of sum 1, with a weight for each snapshot.
+    error: The distance of its profile from the wanted one, divided by the norm
+      of the wanted one: norms of functions of tau. 0 is exact.
   """
   weights: np.ndarray
   error: float
@@ -47,13 +47,13 @@ def inner_product(a, b):
   """The integral of the product of two profiles over tau."""
   if a.steps > b.steps:
     a, b = b, a
-  # t^(...) with the two times as a ratio, which neither over- nor underflows.
+  # The ratio of the two times neither overflows nor underflows.
   return ((a.gamma + 1) * (b.gamma + 1) / (a.gamma + b.gamma + 1) / b.steps *
           (a.steps / b.steps)**b.gamma)
 
 
 def fit(snapshots, wanted):
-  """The sum of snapshots that is nearest to a profile.
+  """Fits a sum of snapshots to a profile.
 
   Args:
     snapshots: Profiles of the snapshots.
@@ -62,18 +62,18 @@ def fit(snapshots, wanted):
   Returns:
     A Fit.
   """
-  # In units of each snapshot's own norm, which differ by orders of magnitude.
+  # In units of each snapshot's norm: the norms differ by orders of magnitude.
   norms = np.sqrt([inner_product(s, s) for s in snapshots])
   gram = np.array([[inner_product(a, b) for b in snapshots] for a in snapshots])
   gram /= np.outer(norms, norms)
   size = inner_product(wanted, wanted)
   products = np.array([inner_product(s, wanted) for s in snapshots]) / norms
-  # x = x0 + N y, where the weights x / norms sum to 1 whatever y is.
+  # x = x0 + N y, where the weights x / norms sum to 1 for each y.
   ones = 1 / norms
   x0 = ones / (ones @ ones)
   free = np.linalg.svd(ones[None])[2][1:].T
-  # The Gram matrix is nearly singular where snapshots overlap: singular values
-  # that are rounding errors are left out.
+  # The Gram matrix is nearly singular if snapshots overlap. lstsq drops
+  # singular values that are rounding errors.
   y = np.linalg.lstsq(free.T @ gram @ free, free.T @ (products - gram @ x0),
                       rcond=None)[0]
   x = x0 + free @ y

@@ -1,4 +1,4 @@
-"""Snapshots: files of averages, written by a thread while training goes on."""
+"""Snapshots: files of averages, which a thread writes during training."""
 
 import concurrent.futures
 import os
@@ -20,12 +20,12 @@ _DTYPES = {None: None, "float32": np.dtype(np.float32),
 class Snapshots:
   """A directory of snapshots, and the thread that writes them.
 
-  Each is a file, or files, of the averages of one decay under the names of
-  their variables, named `snapshot-<step>-<decay>`. It appears when it is whole
-  and on the disk. A note in it says what it is.
+  A snapshot holds the averages of one decay under the names of their variables,
+  in one or several files named `snapshot-<step>-<decay>`. It appears once it is
+  complete and on the disk. A note in it describes it.
   """
 
-  # Those that are in memory at a time: one is written, the other waits.
+  # The maximum of snapshots in memory: one being written, one waiting.
   _PENDING = 2
 
   def __init__(self, directory, save_steps, dtype):
@@ -33,12 +33,12 @@ class Snapshots:
 
     Args:
       directory: Its path.
-      save_steps: Every how many steps there is a snapshot.
-      dtype: What averages are stored in: "float32", "float16", "bfloat16", or
-        None for their own dtypes.
+      save_steps: The number of steps between snapshots.
+      dtype: The dtype in which averages are stored: "float32", "float16",
+        "bfloat16", or None for their own dtypes.
 
     Raises:
-      TypeError: If `save_steps` is no integer.
+      TypeError: If `save_steps` is not an integer.
       ValueError: If an argument is out of range.
     """
     save_steps = _wrapper.check_integer("save_steps", save_steps)
@@ -46,8 +46,8 @@ class Snapshots:
       raise ValueError(f"`save_steps` must be at least 1, got {save_steps}.")
     name = dtype if dtype is None else tf.as_dtype(dtype).name
     if name not in _DTYPES:
-      raise ValueError("`dtype` must be None, float16, bfloat16 or float32, got "
-                       f"{name}.")
+      raise ValueError(
+          f"`dtype` must be None, float16, bfloat16 or float32, got {name}.")
     self.directory = os.fspath(directory)
     self.save_steps = save_steps
     self._dtype = _DTYPES[name]
@@ -57,7 +57,7 @@ class Snapshots:
     self._free = threading.BoundedSemaphore(self._PENDING)
 
   def begin(self, step):
-    """Begins a run that has taken so many steps."""
+    """Begins a run, after `step` steps."""
     self._last = step
     os.makedirs(self.directory, exist_ok=True)
     _formats.remove_partial(self.directory, _PREFIX)
@@ -65,23 +65,23 @@ class Snapshots:
         1, thread_name_prefix="wrapopt-snapshots")
 
   def is_due(self, step):
-    """Whether there is to be a snapshot after so many steps."""
+    """Whether a snapshot is due after `step` steps."""
     return step // self.save_steps > self._last // self.save_steps
 
   def write(self, make_sink, step, decay, steps, averages, others=()):
-    """Has the thread write a snapshot; waits where it has two to write.
+    """Passes a snapshot to the thread; waits while two are pending.
 
     Args:
       make_sink: A function of a path, {name: Spec} and a note, which makes the
         Sink.
-      step: How many steps the run has taken.
+      step: The number of steps of the run.
       decay: The decay of the averages, or None.
-      steps: How many steps the averages have taken, or None.
+      steps: The number of steps of the averages, or None.
       averages: {name: (array, dtype of the variable)}.
-      others: {name: array} of what the file must have beside averages.
+      others: {name: array} of other values in the file.
 
     Raises:
-      What the thread has raised for an earlier snapshot.
+      The error of the thread for an earlier snapshot, if any.
     """
     self._last = step
     self._raise_errors()
@@ -119,9 +119,9 @@ class Snapshots:
     if (self._dtype == np.float16 and
         not np.array_equal(np.isfinite(stored), np.isfinite(value))):
       raise ValueError(
-          f"The average of '{name}' must be within 65504 to be stored in "
-          f"float16, got {np.abs(value[np.isfinite(value)]).max()}. Choose the "
-          "dtype bfloat16 or float32.")
+          f"The average of '{name}' must be at most 65504 in magnitude to be "
+          f"stored in float16, got {np.abs(value[np.isfinite(value)]).max()}. "
+          "Choose the dtype bfloat16 or float32.")
     return stored
 
   def _raise_errors(self):
@@ -134,10 +134,10 @@ class Snapshots:
         raise future.exception()
 
   def end(self):
-    """Waits until all is written.
+    """Waits until all snapshots are written.
 
     Raises:
-      What the thread has raised.
+      The error of the thread, if any.
     """
     if self._thread is not None:
       self._thread.shutdown()
@@ -172,15 +172,16 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
     Args:
       opt: A `wrapopt.MovingAverageOptimizer`, whose train op is made before the
         session.
-      directory: Where snapshots are written.
-      save_steps: Every how many steps.
-      dtype: What the averages are stored in: `tf.float32`, `tf.float16`,
+      directory: The directory of the snapshots.
+      save_steps: The number of steps between snapshots.
+      dtype: The dtype in which averages are stored: `tf.float32`, `tf.float16`,
         `tf.bfloat16`, or None for their own dtypes. float16 and bfloat16 halve
-        the files; what is made of them is of the dtype of the variables again.
+        the files. Averages computed from them have the dtypes of the variables.
       global_step: The variable that counts steps; by default the graph's.
 
     Raises:
-      TypeError: If `opt` is another optimizer, or `save_steps` no integer.
+      TypeError: If `opt` is another optimizer, or `save_steps` is not an
+        integer.
       ValueError: If an argument is out of range.
     """
     if not isinstance(opt, moving_average.MovingAverageOptimizer):
@@ -196,13 +197,13 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
       step = tf.compat.v1.train.get_global_step()
     if step is None:
       raise RuntimeError(
-          "SnapshotHook needs the global step, and the graph has none. Make it "
+          "SnapshotHook needs a global step, got a graph without one. Make it "
           "with tf.compat.v1.train.get_or_create_global_step().")
     graph = tf.compat.v1.get_default_graph()
     self._step = step
     self._rows = self._opt.averages_by_decay(graph)
     steps = self._opt.average_steps()
-    # Of a strategy's replicas, one stands for all.
+    # The first replica of a strategy stands for all.
     self._fetches = {"step": step, "rows": [
         [_replicas.values(s)[0] for _, s in row] for _, row in self._rows]}
     if steps is not None:
@@ -210,7 +211,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
 
   def after_create_session(self, session, coord):
     del coord
-    # A session may be made anew.
+    # The session may be a recreated one.
     self._snapshots.end()
     self._snapshots.begin(int(session.run(self._step)))
 
@@ -219,7 +220,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
     return tf.compat.v1.train.SessionRunArgs(self._step)
 
   def after_run(self, run_context, run_values):
-    # The step that was fetched may be the one before.
+    # The fetched step may be that before the increment.
     if self._snapshots.is_due(int(run_values.results) + 1):
       step = int(run_context.session.run(self._step))
       if self._snapshots.is_due(step):
@@ -245,11 +246,11 @@ def _int(x):
 
 
 def _add(averages, variable, value):
-  """Adds a copy of an average, under the name that a Saver has for a variable.
+  """Adds a copy of an average, under the name of the variable in a Saver.
 
   Args:
     averages: {name: (array, dtype of the variable)}.
-    variable: A variable, or a part of one.
+    variable: A variable, or a slice of one.
     value: Its average.
   """
   dtype = np.dtype(variable.dtype.base_dtype.as_numpy_dtype)

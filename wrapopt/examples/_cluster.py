@@ -1,9 +1,9 @@
 """A TensorFlow cluster of processes on this machine, which end together.
 
-The processes are forked from one that has imported TensorFlow and has run none
-of it, because the import takes most of the time of a start. Each process gets
-its orders through a pipe and ends when the pipe is closed, also if the process
-that started it is killed.
+The processes are forked from one that has imported TensorFlow but has not run
+it, because the import takes most of the start time. Each process receives calls
+through a pipe and ends when the pipe is closed, also if the process that
+started it is killed.
 """
 
 import logging
@@ -19,7 +19,7 @@ tf1 = tf.compat.v1
 
 
 class Process:
-  """One process of a cluster, seen from the one that started it."""
+  """A process of a cluster, in the process that started it."""
 
   def __init__(self, context, do, spec, job, number):
     self.name = f"/job:{job}/task:{number}"
@@ -30,17 +30,17 @@ class Process:
     end.close()
 
   def tell(self, name, **arguments):
-    """Has it call the function of this name."""
+    """Makes the process call the function of this name."""
     self._pipe.send((name, arguments))
 
   def answer(self, report=None):
-    """What the function returned; raises RuntimeError where it failed.
+    """Waits for the result of the function.
 
     Args:
-      report: A function of what it hands to `Task.report` meanwhile.
+      report: A function that is called with each argument of `Task.report`.
 
     Returns:
-      What the function returned.
+      The result of the function.
 
     Raises:
       RuntimeError: If the function failed, or the process has ended.
@@ -70,7 +70,7 @@ class Process:
 
 
 class Cluster:
-  """A context in which there is a process for each task.
+  """A context with a process for each task.
 
   Attributes:
     spec: {job: [address]}.
@@ -78,13 +78,13 @@ class Cluster:
   """
 
   def __init__(self, functions, preload=(), **jobs):
-    """Sets up a cluster, which `with` starts.
+    """Prepares a cluster, which `with` starts.
 
     Args:
-      functions: What a task can be told to do: functions of its `Task` and of
-        what else it is told, which can be pickled, as arguments and results.
+      functions: The functions that a task can call. Their first argument is its
+        `Task`. Their other arguments and results must be picklable.
       preload: Modules to import before the processes are forked.
-      **jobs: How many tasks each job has.
+      **jobs: The number of tasks of each job.
     """
     ports = iter(_free_ports(sum(jobs.values())))
     self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
@@ -112,7 +112,7 @@ class Cluster:
     return process
 
   def restart(self, job, number):
-    """Kills a task and starts it anew; returns its `Process`."""
+    """Kills a task and starts it again; returns its `Process`."""
     self.tasks[job, number].kill()
     process = self._start(job, number)
     process.answer()
@@ -135,12 +135,12 @@ def _free_ports(n):
 
 
 class Task:
-  """This process as a task of a cluster.
+  """This process, a task of a cluster.
 
   Attributes:
     job: The name of its job.
-    number: Its number in it.
-    report: A function that hands its argument to who waits for the answer.
+    number: Its number in the job.
+    report: A function that passes its argument to the process that waits.
     server: Its `tf.distribute.Server`.
   """
 
@@ -149,7 +149,7 @@ class Task:
     self.report = report
     self.server = tf.distribute.Server(
         tf.train.ClusterSpec(spec), job_name=job, task_index=number,
-        # Many share this machine.
+        # Many processes share this machine.
         config=tf1.ConfigProto(intra_op_parallelism_threads=1,
                                inter_op_parallelism_threads=8))
 
@@ -158,12 +158,12 @@ class Task:
     return f"/job:{self.job}/task:{self.number}"
 
   def placement(self):
-    """A device function: variables on the parameter servers, the rest here."""
+    """A device function: variables on the parameter servers, other ops here."""
     return tf1.train.replica_device_setter(
         cluster=tf.train.ClusterSpec(self._spec), worker_device=self.device)
 
   def config(self):
-    """What keeps a session from waiting for other workers, or failing with one."""
+    """A session config: do not wait for other workers, or fail with one."""
     return tf1.ConfigProto(device_filters=["/job:ps", self.device])
 
   def session(self, graph):
@@ -171,10 +171,10 @@ class Task:
 
 
 def _log_lost_sessions():
-  """Has stderr say why a monitored session is made anew.
+  """Prints to stderr why a monitored session is recreated.
 
-  Variables that are not in a checkpoint have their initial values then, and
-  else nothing tells. TensorFlow logs the error as one of many INFO messages.
+  Variables that are not in a checkpoint then have their initial values, without
+  another sign. TensorFlow logs the error as one of many INFO messages.
   """
   logger = tf.get_logger()
   logger.setLevel(logging.INFO)
@@ -183,7 +183,7 @@ def _log_lost_sessions():
 
 
 def _run(pipe, functions, spec, job, number):
-  """What a process does."""
+  """The main function of a process."""
   told = queue.Queue()
 
   def listen():
@@ -191,7 +191,7 @@ def _run(pipe, functions, spec, job, number):
       while True:
         told.put(pipe.recv())
     except (EOFError, OSError):  # Closed, or reset with an answer unread.
-      # The other thread may be inside TensorFlow: no time for goodbyes.
+      # End at once, because the other thread may be inside TensorFlow.
       os._exit(0)
 
   threading.Thread(target=listen, daemon=True).start()

@@ -8,12 +8,12 @@ import wrapopt
 
 
 def write(out, results, *packages):
-  """Writes results.json, with what has made the results.
+  """Writes results.json, with the versions of packages.
 
   Args:
     out: A folder.
     results: A dict.
-    *packages: The packages whose versions count, beside wrapopt.
+    *packages: The packages whose versions are written, besides wrapopt.
 
   Returns:
     The path of the file.

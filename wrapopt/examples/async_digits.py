@@ -1,9 +1,9 @@
-"""Asynchronous training of a digits classifier, with a worker that is slow.
+"""Asynchronous training of a digits classifier, with a slow worker.
 
 One parameter server and three workers, each a process on this machine, train
 one small convolutional net on scikit-learn's scans of digits. No worker waits
-for another. The last worker rests between reading the weights and sending its
-gradients, so its gradients are of old weights.
+for another. The last worker sleeps between reading the weights and sending its
+gradients, so its gradients come from old weights.
 `wrapopt.DropStaleGradientOptimizer` drops these, and hardly any others.
 """
 
@@ -29,18 +29,20 @@ _COLORS = ("tab:blue", "tab:orange", "tab:red")
 
 
 def train(task, steps, limit, rest, seed):
-  """What a worker does.
+  """Trains as a worker.
 
   Args:
     task: Its `_cluster.Task`.
     steps: The global step at which to stop.
-    limit: The staleness that is admitted.
-    rest: How many seconds to rest between weights and gradients.
-    seed: Of the initial weights, and with the worker's number of the batches.
+    limit: The largest staleness to admit.
+    rest: The time to sleep between reading weights and sending gradients, in
+      seconds.
+    seed: The seed of the initial weights, and with the worker's number of the
+      batches.
 
   Returns:
-    A dict: "tried", "admitted", "dropped", "admitted_histogram" and
-    "dropped_histogram" of this worker, "seconds" that it trained.
+    A dict: "tried", "admitted", "dropped", "admitted_histogram",
+    "dropped_histogram" and "seconds" of this worker's training.
   """
   data, _ = digits.load_digits(seed)
   rng = np.random.default_rng([seed, task.number])
@@ -88,7 +90,7 @@ def train(task, steps, limit, rest, seed):
 
 
 def evaluate(task, seed):
-  """Accuracy of the weights on the parameter servers on held-out scans."""
+  """The accuracy of the parameter servers' weights on held-out scans."""
   _, held_out = digits.load_digits(seed)
   with tf.Graph().as_default() as graph, tf1.device(task.placement()):
     tf1.get_variable_scope().set_use_resource(True)
@@ -103,7 +105,7 @@ def _loss(images, labels):
 
 
 def plot(workers, limit, path):
-  """Draws a histogram of staleness, a color for each worker."""
+  """Draws a histogram of staleness, with a color for each worker."""
   _extras.load("matplotlib").use("Agg")
   plt = _extras.load("matplotlib.pyplot")
   figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -132,7 +134,7 @@ def _at_least(least, kind):
     if not value >= least:
       raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
     return value
-  parse.__name__ = kind.__name__  # What an error calls it.
+  parse.__name__ = kind.__name__  # The name in errors.
   return parse
 
 
@@ -143,7 +145,7 @@ def main(argv=None):
   parser.add_argument("--steps", type=_at_least(1, int), default=2000,
                       help="updates, of all workers; default %(default)s")
   parser.add_argument("--limit", type=_at_least(0, int), default=20,
-                      help="the staleness that is admitted; default %(default)s")
+                      help="the largest staleness to admit; default %(default)s")
   parser.add_argument("--rest", type=_at_least(0, float), default=0.5,
                       metavar="SECONDS", help="how long the slow worker rests "
                       "in each step; default %(default)s")
@@ -152,7 +154,7 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0,
                       help="of split, weights and batches; default %(default)s")
   options = parser.parse_args(argv)
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "sklearn"):
     _extras.load(module)
   os.makedirs(options.out, exist_ok=True)

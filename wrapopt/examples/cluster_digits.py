@@ -1,12 +1,11 @@
-"""Three workers that train apart on the digits, and average their weights.
+"""Three workers that train independently on digits, and average their weights.
 
 One parameter server, a chief and two workers, each a process on this machine.
 Each worker has a third of scikit-learn's scans of digits and trains a small
-convolutional net of its own by momentum. Every few steps
-`wrapopt.ModelAverageOptimizer` replaces the weights of all workers by their
-mean. At the end the example prints the accuracy of each worker's weights before
-the last mean, of the mean, and of two nets that one worker trained alone, on a
-third of the scans and on all.
+convolutional net with momentum. Every few steps `wrapopt.ModelAverageOptimizer`
+replaces the weights of all workers by their mean. At the end the example prints
+the accuracy of each worker's weights before the last mean, of the mean, and of
+two nets that one worker trained alone, on a third of the scans and on all.
 
 --kill-worker kills the last worker in the middle of the run. The others
 continue without it.
@@ -28,12 +27,12 @@ from wrapopt.examples import digits
 
 tf1 = tf.compat.v1
 
-_WORKERS = 3  # With the chief.
+_WORKERS = 3  # Including the chief.
 _BATCH = 8
 _LEARNING_RATE = 0.02
 _MOMENTUM = 0.9
 _INTERVAL = 20
-# For those who are late, or dead.
+# For late or dead workers.
 _ROUND_SECONDS = 20.0
 _COLORS = ("tab:blue", "tab:orange", "tab:red")
 
@@ -71,17 +70,17 @@ class _Model:
 
 
 def average(task, rounds, seed):
-  """What a worker does in the cluster.
+  """Trains as a worker of the cluster.
 
   Args:
-    task: Its `_cluster.Task`; the chief's reports the number of rounds that are
-      over, beginning with 0 as soon as other workers may start.
-    rounds: How many rounds there are.
-    seed: Of the split, the weights and the batches.
+    task: Its `_cluster.Task`. The chief's reports the number of rounds that are
+      over, first 0 once other workers may start.
+    rounds: The number of rounds.
+    seed: The seed of the split, the weights and the batches.
 
   Returns:
-    A dict: "scans" that it trained on, "steps" that it took, and for each round
-    that it came to its number, and the accuracies before and after, "curve".
+    A dict: the numbers "scans" and "steps" of its training, and "curve": for
+    each of its rounds the number, and the accuracies before and after.
   """
   is_chief = task.job == "chief"
   data, held_out = digits.load_digits(seed)
@@ -102,8 +101,8 @@ def average(task, rounds, seed):
         hooks=[opt.make_session_run_hook()]) as session:
       if is_chief:
         task.report(0)
-      # Not by `run_step_fn`: called again in a session that was made anew, it
-      # passes on the one before, which is closed.
+      # Not by `run_step_fn`: in a recreated session, it passes the old session,
+      # which is closed, to the function.
       evaluate = lambda: model.accuracy(session, held_out)
       steps, over, curve = 0, 0, []
       while over < rounds:
@@ -138,7 +137,7 @@ def alone(task, steps, parts, seed):
 
 
 def run_cluster(rounds, seed, kill_worker):
-  """Trains; returns what each worker gave, None for one that was killed."""
+  """Trains; returns the result of each worker, None for a killed one."""
   tqdm = _extras.load("tqdm").tqdm
   with _cluster.Cluster([average, alone], preload=[digits.__name__], ps=1,
                         chief=1, worker=_WORKERS - 1) as cluster, \
@@ -214,7 +213,7 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0,
                       help="of split, weights and batches; default %(default)s")
   options = parser.parse_args(argv)
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "sklearn", "tqdm"):
     _extras.load(module)
   os.makedirs(options.out, exist_ok=True)

@@ -1,11 +1,11 @@
 """Trains a classifier of handwritten digits, and averages its weights.
 
-TensorFlow 1 code: a graph, a session, a Saver. A small convolutional net
-learns scikit-learn's 1,797 scans of digits by momentum, in small batches and at
-a learning rate that is too high to settle: its accuracy jumps, and that of the
-averages of its weights hardly does. At the end `swapping_saver` writes the
-averages under the names of the weights, and a plain Saver restores them into a
-fresh graph that knows nothing of averages.
+TensorFlow 1 code: a graph, a session, a Saver. A small convolutional net learns
+scikit-learn's 1,797 scans of digits with momentum, in small batches and with a
+learning rate that is too high to converge: the accuracy of the weights
+fluctuates, and that of their averages is nearly stable. At the end
+`swapping_saver` writes the averages under the names of the weights, and a plain
+Saver restores them into another graph, which has no averages.
 """
 
 import argparse
@@ -74,14 +74,14 @@ def train(data, held_out, steps, seed, checkpoint):
   Args:
     data: (images, labels) to train on.
     held_out: (images, labels) to evaluate on.
-    steps: How many steps of the optimizer.
-    seed: Of the initial weights and the batches.
-    checkpoint: Where to save.
+    steps: The number of optimizer steps.
+    seed: The seed of the initial weights and the batches.
+    checkpoint: The path of the checkpoint.
 
   Returns:
-    A list of (step, raw accuracy, averaged accuracy), the averaged model's
-    logits of the held-out images at the end, and whether the optimizer took
-    step and averages in one pass.
+    A list of (step, raw accuracy, averaged accuracy); the averaged model's
+    logits of the held-out images at the end; and whether the optimizer took the
+    step and updated the averages in one pass.
   """
   tqdm = _extras.load("tqdm").tqdm
   rng = np.random.default_rng(seed)
@@ -125,7 +125,7 @@ def train(data, held_out, steps, seed, checkpoint):
 
 
 def restore(images_held_out, checkpoint):
-  """Logits of the saved model, in a graph that knows nothing of averages."""
+  """Logits of the saved model, in a graph without averages."""
   with tf.Graph().as_default():
     images = tf1.placeholder(tf.float32, [None, 8, 8, 1])
     logits = logits_of(images)
@@ -144,7 +144,7 @@ def plot(curve, path):
             label="raw weights")
   axes.plot(steps, 100 * np.array(averaged), marker=".", color="tab:blue",
             label=f"averaged weights (decay {_DECAY})")
-  # What matters happens near the top; the first steps may fall below.
+  # Shows the range near the top; the first steps may be below.
   axes.set_ylim(bottom=max(0, 100 * np.quantile(raw + averaged, 0.1) - 4),
                 top=100.5)
   axes.set_xlabel("optimizer steps")
@@ -162,7 +162,7 @@ def print_table(curve, held_out):
 
   Args:
     curve: A list of (step, raw accuracy, averaged accuracy).
-    held_out: On how many scans.
+    held_out: The number of held-out scans.
   """
   print(f"\naccuracy on {held_out} held-out scans")
   print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}")
@@ -191,7 +191,7 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0,
                       help="of split, weights and batches; default %(default)s")
   options = parser.parse_args(argv)
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "sklearn", "tqdm"):
     _extras.load(module)
   os.makedirs(options.out, exist_ok=True)

@@ -1,15 +1,17 @@
 """Trains embeddings that predict the next word, and averages them.
 
-What a recommender does: of what came last, predict what comes next. The words
-are those of the documentation strings in Python's standard library. The last
-words, by themselves and together, are hashed into a table of 262,144 rows; the
-sum of their rows gives a score to each of the 2,000 most frequent words.
+Like a recommender, the model predicts the next item from the last ones. The
+words are those of the docstrings in Python's standard library. The last words,
+alone and combined, are hashed to the rows of a table of 262,144 rows. From the
+sum of these rows, the model computes a score for each of the 2,000 most
+frequent words.
 
-`wrapopt.keras.LazyAdam` inside `wrapopt.keras.MovingAverage` trains the table and
-averages it. Both cost the rows that a batch touches, not those of the table.
-Validation sees the averages, by the callback `EvaluateWithAverages`. At the end
-the model holds them, and their file is loaded by a plain Keras model. Last, a
-step is timed with that average, without one, and with Keras's `use_ema`.
+`wrapopt.keras.LazyAdam` inside `wrapopt.keras.MovingAverage` trains the table
+and averages it. Both cost only the rows that a batch touches. Validation uses
+the averages, with the callback `EvaluateWithAverages`. At the end the model
+holds the averages, and a plain Keras model loads their file. Last, the example
+compares the times of a step with this average, without one, and with Keras's
+`use_ema`.
 """
 
 import argparse
@@ -35,8 +37,8 @@ from wrapopt.examples import digits
 import wrapopt.keras
 
 _ROWS, _WIDTH = 2**18, 64
-_VOCABULARY = 2000  # With one for all other words.
-# Which of the last words, counted backwards from 1, are looked up together.
+_VOCABULARY = 2000  # Including one entry for all other words.
+# The combinations of last words, counted backwards from 1, that are looked up.
 _FEATURES = ((1,), (2,), (3,), (1, 2), (1, 2, 3))
 _BATCH = 256
 _LEARNING_RATE = 0.01
@@ -48,15 +50,15 @@ _TIMED = _NO_AVERAGE, _WRAPOPT, _USE_EMA = (
 
 
 def read_documents(limit=None):
-  """The documentation strings of the standard library, as lists of words.
+  """The docstrings of the standard library, as lists of words.
 
   Args:
-    limit: How many source files to read; by default all.
+    limit: The number of source files to read; by default all.
   """
   root = sysconfig.get_path("stdlib")
   paths = []
   for folder, folders, files in os.walk(root):
-    # What is installed beside it, and what holds hardly any words.
+    # Skip other installed packages, and files with hardly any words.
     folders[:] = sorted(set(folders) - {
         "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
         "tests"})
@@ -70,14 +72,14 @@ def read_documents(limit=None):
         try:
           tree = ast.parse(f.read())
         except SyntaxError:
-          continue  # Some are templates, or bad on purpose.
+          continue  # Templates, and files with errors on purpose.
       for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
                              ast.AsyncFunctionDef)):
           words = re.findall("[a-z]+", (ast.get_docstring(node) or "").lower())
           if words:
             documents.append(tuple(words))
-  # The same text twice could be on both sides of the split.
+  # Without duplicates, which could be on both sides of the split.
   return list(dict.fromkeys(documents))
 
 
@@ -86,11 +88,11 @@ def make_samples(documents, seed):
 
   Args:
     documents: Lists of words.
-    seed: Of the split.
+    seed: The seed of the split.
 
   Returns:
-    For each of the two, of each word the rows of the table that belong to the
-    words before it, and its number in the vocabulary, 0 for all that are not.
+    Two pairs of arrays. For each word, `rows` has the rows of the table for the
+    words before it, and `words` its number in the vocabulary, 0 for others.
   """
   order = np.random.default_rng(seed).permutation(len(documents))
   documents = [documents[i] for i in order]
@@ -101,7 +103,7 @@ def make_samples(documents, seed):
 
   def samples(documents):
     longest = max(max(f) for f in _FEATURES)
-    # Before a document stands word 0, as for each word never seen.
+    # Word 0 precedes a document and replaces unknown words.
     words = np.array([n for document in documents for n in (
         *[0] * longest, *(numbers.get(word, 0) for word in document))])
     starts = np.cumsum([0, *(longest + len(d) for d in documents[:-1])])
@@ -118,7 +120,7 @@ def make_samples(documents, seed):
 
 
 def _hash(feature, *words):
-  """The rows of the table for a feature's words: arrays of their numbers."""
+  """The rows of the table for a feature, from arrays of its word numbers."""
   result = np.full(words[0].shape, feature, np.uint64)
   for word in words:
     result = ((result ^ word.astype(np.uint64)) *
@@ -147,10 +149,10 @@ def _compiled(optimizer):
 
 
 class Curve(keras.callbacks.Callback):
-  """Shows progress, and evaluates the raw weights beside the averages.
+  """Shows progress, and also evaluates the raw weights.
 
   Attributes:
-    rows: A list of dicts: the step, and of the raw and of the averaged weights
+    rows: A list of dicts: the step, and for the raw and the averaged weights
       the perplexity and the share of hits.
   """
 
@@ -163,7 +165,8 @@ class Curve(keras.callbacks.Callback):
     self._progress.update()
 
   def on_epoch_end(self, epoch, logs=None):
-    # `val_` is of the averages; this call has no callback that puts them there.
+    # `val_` is for the averages; this call has no callback, so it is for the
+    # raw weights.
     raw = self.model.evaluate(*self._held_out, batch_size=4096, verbose=0,
                               return_dict=True)
     self.rows.append({
@@ -183,8 +186,8 @@ def train(data, held_out, steps, seed):
   Args:
     data: (rows, words) to train on.
     held_out: (rows, words) to evaluate on.
-    steps: How many steps of the optimizer.
-    seed: Of the initial weights and the batches.
+    steps: The number of optimizer steps.
+    seed: The seed of the initial weights and the batches.
 
   Returns:
     The model, and the rows of its `Curve`.
@@ -206,7 +209,7 @@ def train(data, held_out, steps, seed):
 
 
 def time_steps(data, n_rounds):
-  """Milliseconds of a training step, by what averages the weights."""
+  """Milliseconds of a training step, for each way of averaging."""
   batches = [tuple(map(tf.constant, (x[i:i + _BATCH] for x in data)))
              for i in range(0, len(data[0]) - _BATCH + 1, _BATCH)][:500]
   lazy_adam = lambda **kwargs: wrapopt.keras.LazyAdam(_LEARNING_RATE, **kwargs)
@@ -219,7 +222,7 @@ def time_steps(data, n_rounds):
   for name, optimizer in optimizers.items():
     model = _compiled(optimizer)
     optimizer.build(model.trainable_variables)
-    # What `fit` makes of it, without an iterator.
+    # The function that `fit` calls, without an iterator.
     function = tf.function(model.train_step, reduce_retracing=True)
     steps[name] = (lambda function=function, batches=itertools.cycle(batches):
                    function(next(batches)))
@@ -229,7 +232,7 @@ def time_steps(data, n_rounds):
 
 
 def plot(curve, path):
-  """Draws what is held out, raw and averaged, over the steps."""
+  """Draws the quality on held-out words, raw and averaged, over the steps."""
   _extras.load("matplotlib").use("Agg")
   plt = _extras.load("matplotlib.pyplot")
   figure, axes = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
@@ -243,7 +246,7 @@ def plot(curve, path):
     ax.set_xlabel("optimizer steps")
     ax.set_ylabel(label)
     ax.grid(alpha=0.3)
-  # What matters happens below; the first steps may lie far above.
+  # Shows the lower range; the first steps may be far above.
   shown = [row[f"{w}_perplexity"] for row in curve for w in ("raw", "averaged")]
   axes[0].set_ylim(0.95 * min(shown), 1.05 * np.quantile(shown, 0.9))
   axes[0].legend(loc="upper right")
@@ -254,7 +257,7 @@ def plot(curve, path):
 
 
 def print_table(curve, held_out):
-  """Prints some rows of a curve, the last one too."""
+  """Prints some rows of a curve, including the last."""
   print(f"\n{held_out:,} held-out words: perplexity, and how many are among the "
         "first ten")
   print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}  {'raw':>8}  {'averaged':>8}")
@@ -279,7 +282,7 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0,
                       help="of split, weights and batches; default %(default)s")
   options = parser.parse_args(argv)
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "tqdm"):
     _extras.load(module)
   os.makedirs(options.out, exist_ok=True)

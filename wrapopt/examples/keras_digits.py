@@ -1,10 +1,11 @@
 """Trains a Keras model of handwritten digits, and averages its weights.
 
-A small convolutional net learns scikit-learn's 1,797 scans of digits by
-momentum, in small batches and at a learning rate that is too high to settle:
-its accuracy jumps, and the accuracy of the averages of its weights hardly does.
-Validation sees the averages, by the callback `EvaluateWithAverages`. At the end
-the model holds them, and their file is loaded by a plain Keras model.
+A small convolutional net learns scikit-learn's 1,797 scans of digits with
+momentum, in small batches and with a learning rate that is too high to
+converge: the accuracy of the weights fluctuates, and that of their averages is
+nearly stable. Validation uses the averages, with the callback
+`EvaluateWithAverages`. At the end the model holds the averages, and a plain
+Keras model loads their file.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def make_model():
 
 
 class Curve(keras.callbacks.Callback):
-  """Shows progress, and evaluates the raw weights beside the averages.
+  """Shows progress, and also evaluates the raw weights.
 
   Attributes:
     rows: A list of (step, raw accuracy, averaged accuracy).
@@ -59,7 +60,8 @@ class Curve(keras.callbacks.Callback):
     self._progress.update()
 
   def on_epoch_end(self, epoch, logs=None):
-    # `val_` is of the averages; this call has no callback that puts them there.
+    # `val_` is for the averages; this call has no callback, so it is for the
+    # raw weights.
     raw = self.model.evaluate(*self._held_out, verbose=0, return_dict=True)
     self.rows.append(((epoch + 1) * _STEPS_PER_EPOCH, raw["accuracy"],
                       logs["val_accuracy"]))
@@ -73,8 +75,8 @@ def train(data, held_out, epochs, seed):
   Args:
     data: (images, labels) to train on.
     held_out: (images, labels) to evaluate on.
-    epochs: How many epochs, of 50 steps each.
-    seed: Of the initial weights and the batches.
+    epochs: The number of epochs, of 50 steps each.
+    seed: The seed of the initial weights and the batches.
 
   Returns:
     The model, and the rows of its `Curve`.
@@ -112,7 +114,7 @@ def main(argv=None):
   parser.add_argument("--seed", type=int, default=0,
                       help="of split, weights and batches; default %(default)s")
   options = parser.parse_args(argv)
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "sklearn", "tqdm"):
     _extras.load(module)
   os.makedirs(options.out, exist_ok=True)

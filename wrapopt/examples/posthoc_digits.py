@@ -1,10 +1,10 @@
-"""Trains a Keras model of handwritten digits, and chooses the average after it.
+"""Trains a Keras model of digits, and chooses the average after the training.
 
 The run keeps averages of two relative widths, 0.05 and 0.10, and writes
-snapshots of them. From these files the averages of other widths are made
-afterwards, at several points of the training, and evaluated. The same run keeps
-averages of five other widths as well, which it would not need: they show that
-what is made afterwards is what a run that had known the width would have had.
+snapshots of them. After the training, averages of other widths are computed
+from these files, at several points of the training, and evaluated. Only for
+comparison, the run also keeps averages of five other widths. They show that the
+computed averages equal those that the run would have kept.
 """
 
 import argparse
@@ -29,15 +29,15 @@ _BATCH = 8
 _LEARNING_RATE = 0.02
 _MOMENTUM = 0.9
 _STEPS_PER_EPOCH = 50
-_KEPT = (0.05, 0.10)  # Of which snapshots are used.
-_TRACKED = (0.03, 0.07, 0.15, 0.20, 0.25)  # To compare with.
+_KEPT = (0.05, 0.10)  # Widths of the snapshots.
+_TRACKED = (0.03, 0.07, 0.15, 0.20, 0.25)  # Widths for comparison.
 _WIDTHS = (0.03, 0.04, 0.05, 0.07, 0.10, 0.13, 0.15, 0.20, 0.25)
-_SNAPSHOTS = 16  # Of each average.
-_POINTS = (0.25, 0.5, 1.0)  # Of the training.
+_SNAPSHOTS = 16  # The number of snapshots of each average.
+_POINTS = (0.25, 0.5, 1.0)  # Fractions of the training.
 
 
 class Progress(keras.callbacks.Callback):
-  """Shows how far the training is."""
+  """Shows the progress of the training."""
 
   def __init__(self, bar):
     super().__init__()
@@ -52,9 +52,9 @@ def train(data, epochs, seed, directory):
 
   Args:
     data: (images, labels) to train on.
-    epochs: How many epochs, of 50 steps each.
-    seed: Of the initial weights and the batches.
-    directory: Where snapshots are written.
+    epochs: The number of epochs, of 50 steps each.
+    seed: The seed of the initial weights and the batches.
+    directory: The directory of the snapshots.
   """
   keras.utils.set_random_seed(seed)
   batches = tf.data.Dataset.from_tensor_slices(data).shuffle(
@@ -90,14 +90,14 @@ def weights_of(path):
 
 
 def evaluate_widths(directory, steps_of_run, steps, evaluate, bar):
-  """Makes averages after so many steps, and evaluates them.
+  """Computes averages at a step of the training, and evaluates them.
 
   Args:
-    directory: Of the snapshots.
-    steps_of_run: How many steps the whole training has.
-    steps: After how many steps.
-    evaluate: A function of a path, which gives an accuracy.
-    bar: A progress bar, to be moved by one for each width.
+    directory: The directory of the snapshots.
+    steps_of_run: The number of steps of the whole training.
+    steps: The step.
+    evaluate: A function of a path, which returns an accuracy.
+    bar: A progress bar, which moves by one for each width.
 
   Returns:
     A list of dicts.
@@ -129,7 +129,7 @@ def evaluate_widths(directory, steps_of_run, steps, evaluate, bar):
 
 
 def plot(rows, path):
-  """Draws accuracy over width, made afterwards and tracked."""
+  """Draws accuracy over width, of computed and of tracked averages."""
   _extras.load("matplotlib").use("Agg")
   plt = _extras.load("matplotlib.pyplot")
   figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
@@ -189,7 +189,7 @@ def main(argv=None):
     parser.error(f"argument --epochs: {options.epochs} epochs of "
                  f"{_STEPS_PER_EPOCH} steps must be a multiple of {_SNAPSHOTS} "
                  "steps, such as 8, 16 or 40")
-  # Before any work: a missing package must not cost a training.
+  # Import first, so that a missing package fails before the training.
   for module in ("matplotlib", "sklearn", "tqdm"):
     _extras.load(module)
   snapshots = os.path.join(options.out, "snapshots")

@@ -1,13 +1,13 @@
 """Averaging wrappers for Keras 3 optimizers, on TensorFlow.
 
-`import wrapopt` does not import this: it needs Keras.
+`import wrapopt` does not import this package, because it needs Keras.
 """
 
 import keras as _keras
 
 if _keras.version().split(".")[0] != "3":
   raise ImportError(f"wrapopt.keras needs Keras 3, got {_keras.version()}. "
-                    "Install it: pip install 'keras>=3.12'.")
+                    "Install it with: pip install 'keras>=3.12'")
 if _keras.backend.backend() != "tensorflow":
   raise ImportError(
       "wrapopt.keras needs Keras's TensorFlow backend, got the backend "

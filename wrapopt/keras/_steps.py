@@ -1,7 +1,8 @@
-"""How a Keras optimizer's step is taken with what wrappers do after it.
+"""Steps of Keras optimizers, followed by the work of wrappers.
 
 Keras's own code clips and accumulates gradients, scales losses, applies
-constraints and counts. Only the innermost update of the variables is another.
+constraints and counts. This module replaces only the innermost update of the
+variables.
 """
 
 import typing
@@ -21,11 +22,11 @@ class Step(typing.NamedTuple):
   """A step that an optimizer has taken, or is about to take.
 
   Attributes:
-    iterations: How many steps it had taken before: an int64 scalar.
+    iterations: The number of steps before this one: an int64 scalar.
     variables: The tf.Variables that it updates.
     keys: Their keys.
-    trained: (tf.Variable, key) of all variables of the optimizer, those without
-      a gradient too.
+    trained: (tf.Variable, key) of all variables of the optimizer, also of those
+      without a gradient.
   """
   iterations: typing.Any
   variables: list
@@ -33,28 +34,28 @@ class Step(typing.NamedTuple):
   trained: list
 
   def of(self, row):
-    """The tf.Variables of a dict from keys, in the order of `variables`."""
+    """The tf.Variables in a dict from keys, in the order of `variables`."""
     return [row[key].value for key in self.keys]
 
   def pairs(self, row):
-    """(updated variable, its in a dict from keys) of each replica: a list."""
+    """[(updated variable, its value in a dict from keys)] of all replicas."""
     return _replicas.components(zip(self.variables, self.of(row)))
 
   def all_pairs(self, row):
-    """The same of all variables that the optimizer trains."""
+    """The same for all variables that the optimizer trains."""
     return _replicas.components((variable, row[key].value)
                                 for variable, key in self.trained if key in row)
 
 
 def followed(opt, followers):
-  """A view of an optimizer whose steps are followed by what wrappers do.
+  """Makes a view of an optimizer whose steps are followed by wrappers' work.
 
   A view shares all attributes of the optimizer, and is of a subclass of its
-  class. The optimizer itself is left as it is.
+  class. The optimizer is not changed.
 
   Args:
-    opt: A `keras.optimizers.Optimizer`, which may hold others, as Keras's
-      LossScaleOptimizer and MultiOptimizer do.
+    opt: A `keras.optimizers.Optimizer`, which may hold others, like Keras's
+      LossScaleOptimizer and MultiOptimizer.
     followers: Wrappers, the innermost first.
 
   Returns:
@@ -70,7 +71,7 @@ def followed(opt, followers):
 
 def _followed_innermost(opt, followers):
   cls = type(opt)
-  # How often Keras's code came to where a step is taken, or put off.
+  # The number of steps that Keras's code took or accumulated.
   reached = 0
 
   def apply(self, grads, trainable_variables=None):
@@ -80,9 +81,9 @@ def _followed_innermost(opt, followers):
         self._overwrite_variable_with_gradient,
         trainable_variables or self._trainable_variables)):
       raise NotImplementedError(
-          f"{type(followers[-1]).__name__} must know when variables are "
-          f"updated, and {cls.__qualname__} updates them by a method of its "
-          "own. Let that call `_backend_update_step`, as in Keras.")
+          f"{cls.__qualname__} inside of {type(followers[-1]).__name__} must "
+          "update variables by `_backend_update_step`, got another method. "
+          "Call `_backend_update_step` in it, as in Keras.")
 
   def update(self, grads, variables, learning_rate):
     nonlocal reached
@@ -96,21 +97,21 @@ def _followed_innermost(opt, followers):
 
   return _view(opt, {
       "apply": apply,
-      # A part of the update.
+      # The update includes the weight decay.
       "_apply_weight_decay": lambda self, variables: None,
       "_backend_update_step": update,
       "_backend_increment_gradient_accumulators": accumulate})
 
 
 def within(opt):
-  """What an optimizer holds, and what that holds, and so on: an iterator."""
+  """All optimizers inside of an optimizer, at any depth: an iterator."""
   for x in held_by(opt):
     yield x
     yield from within(x)
 
 
 def held_by(opt):
-  """The optimizers that an optimizer holds itself: a list."""
+  """The optimizers that an optimizer holds directly: a list."""
   if isinstance(opt, Follower):
     return [opt.inner()]
   return [x for xs in _held(opt).values()
@@ -118,19 +119,19 @@ def held_by(opt):
 
 
 def innermost(opt):
-  """The optimizers that take the steps of an optimizer: a list."""
+  """The optimizers inside of all others, which take the steps: a list."""
   return [x for x in [opt, *within(opt)] if not any(within(x))]
 
 
 class Follower:
-  """What `followed` asks of a wrapper."""
+  """The interface of a wrapper in `followed`."""
 
   def inner(self):
     """The optimizer that this wraps."""
     raise NotImplementedError
 
   def averages(self, step):
-    """(rows of averages, decays) for the pass of the update itself, or None.
+    """(rows of averages, decays) to update in the pass of the step, or None.
 
     Args:
       step: A Step, which is about to be taken.
@@ -138,7 +139,7 @@ class Follower:
     del step
 
   def begin(self, step):
-    """Does what this wrapper does before a step that `averages` is not asked for.
+    """Prepares for a step, if `averages` is not called.
 
     Args:
       step: A Step, which is about to be taken.
@@ -146,7 +147,7 @@ class Follower:
     del step
 
   def follow(self, step):
-    """Does what this wrapper does after a step.
+    """Does the work of this wrapper after a step.
 
     Args:
       step: A Step, which was taken.
@@ -158,13 +159,13 @@ def _view(opt, attributes):
   cls = type(opt)
   view = object.__new__(type(cls.__name__, (cls,), {
       "__module__": cls.__module__, "__doc__": cls.__doc__, **attributes}))
-  # Keras would take it for one of its attributes.
+  # Keras's __setattr__ would track it as an attribute.
   object.__setattr__(view, "__dict__", vars(opt))
   return view
 
 
 def _held(opt):
-  """{attribute: optimizer or list of optimizers} that `opt` holds itself."""
+  """{attribute: optimizer or list of optimizers} of `opt`."""
   def is_optimizer(x):
     return isinstance(x, keras.optimizers.Optimizer)
 
@@ -190,7 +191,7 @@ def _property(name, followers):
 
 @ops.not_converted
 def _update(opt, cls, grads, variables, learning_rate, followers):
-  """Updates variables as `cls` does for `opt`, and then has wrappers follow."""
+  """Updates variables as `cls` does for `opt`, and then runs the followers."""
   values = list(map(_value, variables))
   keys = list(map(opt._var_key, variables))
   trained = [(_value(v), opt._var_key(v)) for v in opt._trainable_variables]
@@ -224,7 +225,7 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
 
 
 def _follow(followers, step, constraints):
-  # Keras does it last. The averages are of weights that fulfil them.
+  # Keras applies constraints last. Averages are of the constrained weights.
   for variable, constraint in zip(step.variables, constraints):
     if constraint is not None:
       for v in _replicas.values(variable):

@@ -1,4 +1,4 @@
-"""What every wrapper around a Keras optimizer shares."""
+"""The base classes of the wrappers of Keras optimizers."""
 
 import collections.abc
 from collections.abc import Iterator
@@ -30,12 +30,12 @@ def _is_made(wrapper):
 
 
 def _of_inner(name):
-  """An attribute that is the inner optimizer's."""
+  """An attribute that reads and writes that of the inner optimizer."""
   def read(self):
     return getattr(self.inner(), name) if _is_made(self) else None
 
   def write(self, value):
-    # Before that, Keras's constructor gives the wrapper its own.
+    # Keras's constructor sets it before the inner optimizer is known.
     if _is_made(self):
       setattr(self.inner(), name, value)
 
@@ -46,14 +46,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   """A Keras optimizer around another one, with averages of the weights.
 
   Learning rate, count of steps, clipping, accumulation, weight decay and loss
-  scaling are the inner optimizer's. To whatever saves and restores, the wrapper
-  looks like the inner optimizer, with the averages beside it.
+  scaling are the inner optimizer's. When saved or restored, the wrapper has the
+  structure of the inner optimizer, plus the averages.
   """
 
-  # What TensorFlow tracks is the inner optimizer's, see `_trackable_children`.
+  # TensorFlow tracks the inner optimizer instead, see `_trackable_children`.
   _self_setattr_tracking = False
 
-  # Of each public class: why it does not hold another of its class.
+  # The reason why a public class must not hold another of its class.
   why_not_twice: Optional[str] = None
 
   def __init__(self, optimizer, name):
@@ -63,8 +63,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       raise TypeError(
           "`optimizer` must be a Keras optimizer, or the name or configuration "
           f"of one, got {type(optimizer).__module__}."
-          f"{type(optimizer).__qualname__}. For optimizers of "
-          "tf.compat.v1.train, wrapopt has wrappers of its own.")
+          f"{type(optimizer).__qualname__}. For an optimizer of "
+          "tf.compat.v1.train, use the wrappers in `wrapopt`.")
     public = next(c for c in type(self).__mro__ if "why_not_twice" in vars(c))
     if any(isinstance(x, public)
            for x in [optimizer, *_steps.within(optimizer)]):
@@ -73,12 +73,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           f"{public.__name__}: {self.why_not_twice}. Got "
           f"{type(optimizer).__qualname__}.")
     super().__init__(learning_rate=_no_rate, name=name)
-    # The inner optimizer has them.
+    # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
-    # In an object that neither Keras nor TensorFlow looks into.
+    # In an object that neither Keras nor TensorFlow tracks.
     self._held = _Held(optimizer)
-    # Keras saves it under the name of its class.
+    # Keras saves the state under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (State,), {})(f"wrapopt_{kind}")
 
@@ -92,7 +92,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def fused(self) -> bool:
     """Whether one native op takes the inner optimizer's step: a bool.
 
-    Even then the step is left to the inner optimizer in a `tf.distribute`
+    Even if True, the inner optimizer takes the step in a `tf.distribute`
     strategy.
     """
     return all(map(_inner_keras.has_rule, _steps.innermost(self)))
@@ -116,25 +116,25 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
-    # Keras's MultiOptimizer may have found its optimizers just now.
+    # After the build, in which Keras's MultiOptimizer makes its optimizers.
     self._held.followed = _steps.followed(inner, [self])
-    # Averages start at values, also where a tf.function is traced.
+    # Averages start at values, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
 
   def _check_variables(self, variables):
-    """Refuses variables for which `_make_state` would fail."""
+    """Raises an error for variables for which `_make_state` would fail."""
 
   def _make_state(self, variables):
     """Makes the variables of this wrapper."""
     raise NotImplementedError
 
   def _make_average(self, variable, name, dtype=None):
-    """A variable that starts at the value of another one.
+    """Makes a variable that starts at the value of another one.
 
     Args:
       variable: A trained variable.
-      name: What this is of it, such as "average".
+      name: The kind of the new variable, such as "average".
       dtype: Its dtype; by default that of `variable`.
 
     Returns:
@@ -156,11 +156,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return average
 
   def _make_count(self, name, value):
-    """An int64 variable that is saved and restored with the averages.
+    """Makes an int64 variable that is saved and restored with the averages.
 
     Args:
       name: Its name.
-      value: What it starts at, and is where averages start anew.
+      value: Its value at the start, and after averages are seeded.
 
     Returns:
       A `keras.Variable`.
@@ -174,8 +174,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _seed_late(self):
     """Seeds averages of variables that had no value in `build`.
 
-    A model that a tf.function builds while it is traced has such variables.
-    TensorFlow initializes them after that, and traces once more what it runs.
+    A model that is built while a tf.function is traced has such variables.
+    TensorFlow initializes them after the trace, and traces the function again.
     """
     with tf.init_scope():
       unseeded = self._held.unseeded
@@ -234,10 +234,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _require_built(self, what):
     if not self.built:
       raise RuntimeError(
-          f"{what}() must come after the first step, or after "
+          f"{what}() must be called after the first step, or after "
           f"build(variables), got a {type(self).__name__} that is not built.")
 
-  # What is the inner optimizer's.
+  # Attributes and methods of the inner optimizer.
 
   @property
   def iterations(self):
@@ -270,14 +270,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def loss_scale_factor(self, factor):
     if not _is_made(self):
       return
-    # Keras's LossScaleOptimizer sets it in what it wraps.
+    # A LossScaleOptimizer of Keras sets it in its inner optimizer.
     if self._loss_scaling() is not None:
       raise ValueError(
           f"`loss_scale_factor` of a {type(self).__qualname__} around a "
-          "LossScaleOptimizer must not be set, and no LossScaleOptimizer must "
-          "be around that: gradients would be unscaled twice. Pass "
-          "auto_scale_loss=False to compile(), which else wraps one around the "
-          "optimizer of a mixed_float16 model.")
+          "LossScaleOptimizer must not be set, neither by the user nor by "
+          "another LossScaleOptimizer around it: gradients would be unscaled "
+          "twice. Pass auto_scale_loss=False to compile(), which otherwise "
+          "wraps the optimizer of a mixed_float16 model in one.")
     self.inner().loss_scale_factor = factor
 
   def _loss_scaling(self):
@@ -298,9 +298,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def variables(self):
-    """The inner optimizer's: averages are not among them.
+    """The variables of the inner optimizer, without averages.
 
-    Keras's LossScaleOptimizer saves what it finds here, in one row.
+    Keras's LossScaleOptimizer saves this list.
     """
     return self.inner().variables
 
@@ -315,7 +315,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def averages_of_wrappers(self):
-    """Where Keras saves and loads the averages: a list."""
+    """The objects with which Keras saves and loads the averages: a list."""
     inner = self.inner()
     return ([*inner.averages_of_wrappers]
             if isinstance(inner, WrapperOptimizer) else []) + [self._state]
@@ -325,7 +325,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       wrapper._state.refuse_in_place(what)
 
   def _wrappers(self):
-    """This one and those inside: a list."""
+    """This wrapper and the wrappers inside: a list."""
     return [opt for opt in [self, *_steps.within(self)]
             if isinstance(opt, WrapperOptimizer)]
 
@@ -340,8 +340,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def _deferred_dependencies(self):
-    # What a checkpoint holds for variables that the inner optimizer has not
-    # made yet: it looks there when it makes them.
+    # Values from a checkpoint for variables that the inner optimizer will make
+    # later. It looks them up then.
     self.inner()._maybe_initialize_trackable()
     return self.inner()._deferred_dependencies
 
@@ -351,14 +351,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
-    # Keras takes apart what it is given.
+    # A copy, because Keras modifies its argument.
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
     return cls(**{**config, "optimizer": optimizer})
 
 
 class AveragingOptimizer(WrapperOptimizer):
-  """A wrapper whose averages are weights to evaluate."""
+  """A wrapper whose averages replace the weights in an evaluation."""
 
   def average(self, variable: keras.Variable) -> Any:
     """The average of a variable.
@@ -371,17 +371,17 @@ class AveragingOptimizer(WrapperOptimizer):
 
     Raises:
       RuntimeError: If the optimizer is not built.
-      KeyError: If the variable is none of the optimizer's.
+      KeyError: If the optimizer does not have the variable.
     """
     self._require_built("average")
     return self._rows[0][self._var_key(variable)]
 
   def seed_averages(self) -> None:
-    """Sets every average to its variable's value of now.
+    """Sets every average to its variable's current value.
 
-    For a run that goes on from a checkpoint which has no averages, if that was
-    restored by `tf.train.Checkpoint`: restore, then call this. What Keras loads
-    does it by itself.
+    For a run that resumes from a checkpoint without averages: restore it with
+    `tf.train.Checkpoint`, then call this. Keras's own loading seeds missing
+    averages itself.
 
     Raises:
       RuntimeError: If the optimizer is not built, or averages are in place.
@@ -395,23 +395,24 @@ class AveragingOptimizer(WrapperOptimizer):
                        model: Optional[keras.Model] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
-    Inside, every trained variable holds its average, and the average holds the
-    raw weight. Afterwards, also after an exception, each is back as it was, bit
-    for bit. Buffers are exchanged: nothing is copied. Only an average of
-    another dtype than its variable is copied into it, converted, and stays as
-    it is.
+    Inside the block, every trained variable holds its average, and the average
+    holds the raw weight. After the block, also after an exception, both have
+    their own values again, bit for bit. Buffers are exchanged: nothing is
+    copied. Only if an average has another dtype than its variable, it is
+    converted and copied into the variable, and keeps its value.
 
     Args:
-      model: The model; by default all variables of the optimizer. Of another
-        model, the averages of the variables that it has. Inside, its batch
-        normalizations may be recalibrated: what they hold is put back too.
+      model: The model whose variables get their averages; by default all
+        variables of the optimizer. If given, the statistics of its batch
+        normalizations are restored after the block, too, so that the block may
+        call `recalibrate_batch_norm`.
 
     Yields:
       None.
 
     Raises:
-      RuntimeError: If the optimizer is not built, or averages are in place
-        already, of this optimizer or of one inside.
+      RuntimeError: If the optimizer is not built, or averages of this optimizer
+        or of one inside are in place already.
     """
     batch_norm = [] if model is None else [
         _value(v) for v in _batch_norm.statistics(model)]
@@ -432,7 +433,7 @@ class AveragingOptimizer(WrapperOptimizer):
         (_value(v), s.value) for v, s in self._averaged(model)])
 
   def _averaged(self, model):
-    """(variable, average) pairs: those of a model, by default all."""
+    """The (variable, average) pairs of a model, by default all."""
     return self._of(self._trainable_variables if model is None
                     else model.trainable_variables)
 
@@ -442,21 +443,21 @@ class AveragingOptimizer(WrapperOptimizer):
             if self._var_key(v) in row]
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
-    """What there is to write of a model.
+    """The averages of a model's variables, for snapshots.
 
     Returns:
-      [(decay or None, how many steps the averages have taken or None, a function
-      that gives the average of a variable or None)].
+      A list of (decay or None, number of steps of the averages or None,
+      function). The function maps a variable to its average or None.
     """
     averages = {id(v): s for v, s in self._averaged(model)}
     return [(None, None, lambda v: averages.get(id(v)))]
 
   def know(self, model: keras.Model) -> None:
-    """Tells the optimizer the model that it trains."""
+    """Sets the model that the optimizer trains."""
     del model
 
   def adopt(self, model):
-    """Sets the averages of variables that have other values to these."""
+    """Sets each average to its variable's value, if the two differ."""
     for variable, average in self._averaged(model):
       for v, s in _replicas.components([(_value(variable), average.value)]):
         if not np.array_equal(tf.cast(s, v.dtype), v):
@@ -474,20 +475,20 @@ class AveragingOptimizer(WrapperOptimizer):
 
 
 def _no_rate():
-  """In the place of a learning rate, so that no variable is made for it."""
+  """A learning rate for Keras's constructor, which makes no variable for it."""
 
 
 class _Held:
-  """An optimizer and, once that is built, its view."""
+  """An optimizer and, once it is built, its view."""
 
   def __init__(self, optimizer):
     self.optimizer, self.followed = optimizer, None
-    # (average, variable) without a value yet.
+    # (average, variable) pairs that have no value yet.
     self.unseeded = []
 
 
 class Row(collections.abc.Mapping):
-  """Averages by the key of their variable, which nothing tracks."""
+  """Averages by the key of their variable, in a mapping that is not tracked."""
 
   def __init__(self, averages):
     self._averages = averages
@@ -502,20 +503,20 @@ class Row(collections.abc.Mapping):
     return len(self._averages)
 
 
-# Names of averages end so that are made when the optimizer is given a model.
+# The suffix of names of averages that are made when the model is known.
 OF_BATCH_NORM = "_of_batch_norm"
 
 
 class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
-  """The averages of a wrapper, for what saves and restores them.
+  """The averages of a wrapper, for saving and restoring.
 
-  An average is known by its name, such as "average", and by its place among
-  those of that name, as Keras knows an optimizer's variables: paths differ from
-  one model of a process to the next. An average that a file lacks starts at its
-  variable's value.
+  The key of an average is its name, such as "average", and its index among the
+  averages of that name, as Keras does for an optimizer's variables: paths
+  differ between the models of a process. An average that a file lacks starts at
+  its variable's value.
 
   Attributes:
-    name: What checkpoints call it.
+    name: The name in checkpoints.
   """
 
   # Only averages are tracked, see `add`.
@@ -524,9 +525,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def __init__(self, name):
     self.name = name
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
-    self._late = {}  # What a file has for averages that are made late.
+    self._late = {}  # Values from a file for averages that are made later.
     self._in_place = None  # The pairs of `in_place_of`.
-    self._counts = {}  # (variable, where it starts) by name.
+    self._counts = {}  # (variable, its initial value) by name.
 
   def _obj_type(self):
     return "Optimizer"
@@ -540,7 +541,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       _load(average, variable, self._late.pop(key))
 
   def add_count(self, name, variable, value):
-    """Adds a variable that starts at a value where averages start anew."""
+    """Adds a variable that `seed` sets to `value`."""
     self._counts[name] = variable, value
     self._track_trackable(variable.value, name)
 
@@ -559,7 +560,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     in_place = {id(s) for _, s in self._in_place or ()}
     for name, row in self._rows.items():
       for i, (average, variable) in enumerate(row):
-        # A model that is saved with its averages in place starts from them.
+        # If the model is saved with averages in place, these are its weights.
         value = _value(variable if id(average.value) in in_place else average)
         store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
@@ -574,12 +575,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       found = names.get(name, 0)
       if found not in (0, len(row)):
         warnings.warn(
-            f"The file has {found} averages named '{name}', and the optimizer "
-            f"{len(row)}: they start at the values of their variables.")
+            f"The file must have {len(row)} averages named '{name}' like the "
+            f"optimizer, got {found}. They start at the values of their "
+            "variables.")
       for i, (average, variable) in enumerate(row):
         _load(average, variable,
               store[f"{name}.{i}"] if found == len(row) else None)
-    # The file will be closed.
+    # Copies, because the file will be closed.
     self._late = {
         f"{name}.{i}": np.array(store[f"{name}.{i}"])
         for name, found in names.items()
@@ -606,9 +608,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
 
 def _load(average, variable, value):
-  """Gives an average the value that a file has for it, if any.
+  """Assigns an average its value from a file, or seeds it.
 
-  In another shape it is that of another variable, and Keras has told so.
+  A value of another shape belongs to another variable; Keras has reported it.
   """
   if value is not None and tuple(value.shape) == tuple(average.shape):
     average.assign(value)
@@ -628,12 +630,12 @@ def _seed(average, variable):
 
 
 def path_of(variable):
-  """The name that a variable has in checkpoints."""
+  """The name of a variable in checkpoints."""
   return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def where(condition, function):
-  """Calls `function` where `condition`, a scalar bool tensor, is true."""
+  """Calls `function` if `condition`, a scalar bool tensor, is true."""
   if tf.executing_eagerly():
     if condition:
       function()
@@ -647,13 +649,13 @@ def where(condition, function):
 
 
 def float32_for_half(dtype):
-  """The dtype in which averages of a variable's dtype do not stall."""
+  """The dtype of averages: float32 for float16 and bfloat16, else `dtype`."""
   dtype = tf.as_dtype(dtype)
   return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
 def check_integer(name, value, least):
-  """`value` as an int; raises an error if it is none, or less than `least`."""
+  """`value` as an int; raises an error if it is no int of at least `least`."""
   value = _checks.check_integer(name, value)
   if value < least:
     raise ValueError(f"`{name}` must be at least {least}, got {value}.")

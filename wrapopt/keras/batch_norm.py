@@ -1,4 +1,4 @@
-"""The statistics of batch normalization for weights that are averages."""
+"""The statistics of batch normalizations, for averaged weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,20 +11,20 @@ import tensorflow as tf
 def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   """Sets moving statistics of batch normalizations to those of a data set.
 
-  Averaged weights were never trained with, so that what the layers remember of
-  their inputs is of other weights. One pass over the data set sets the mean and
-  the variance of each `keras.layers.BatchNormalization` of the model to those
-  of all that it sees in this pass: exactly, whatever the sizes of batches are.
-  As in training, such a layer normalizes by the statistics of each batch; all
-  other layers run as in inference, so that dropout is off. A layer that is
-  frozen (`trainable = False`) is left as it is.
+  The moving statistics come from the raw weights of the training, and do not
+  fit the averaged weights. One pass over the data set sets the mean and the
+  variance of each `keras.layers.BatchNormalization` to those of all its inputs
+  in this pass: exactly, whatever the sizes of batches. As in training, such a
+  layer normalizes by the statistics of each batch; all other layers run as in
+  inference, so dropout is off. A frozen layer (`trainable = False`) is not
+  changed.
 
   Example:
 
       model.fit(...)  # Ends with the averages in place of the weights.
       wrapopt.keras.recalibrate_batch_norm(model, dataset)
 
-      # Or in the midst of training, and back as it was afterwards:
+      # Or during training; the block restores weights and statistics:
       with optimizer.averaged_weights(model):
         wrapopt.keras.recalibrate_batch_norm(model, dataset)
         model.evaluate(...)
@@ -35,22 +35,22 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
       (x, y) or (x, y, sample_weight); x alone is used.
 
   Raises:
-    TypeError: If `dataset` is no iterable of batches.
-    ValueError: If it is empty or infinite. All layers are then as before.
+    TypeError: If `dataset` is not an iterable of batches.
+    ValueError: If `dataset` is empty or infinite. The model is then unchanged.
 
   References: Izmailov et al., "Averaging weights leads to wider optima and
   better generalization", UAI 2018, section 3.2.
 
   Differences from the paper, and from PyTorch's `update_bn`: the variance is
-  that of the whole set, not the mean of those of batches; batches count by
-  their sizes; dropout is off.
+  that of the whole set, not the mean of the batches' variances; batches are
+  weighted by their sizes; dropout is off.
   """
   if isinstance(dataset, (np.ndarray, tf.Tensor)) or not hasattr(
       dataset, "__iter__"):
     raise TypeError(
         "`dataset` must be an iterable of batches, such as a tf.data.Dataset, "
-        f"got {type(dataset).__qualname__}. Of an array x, "
-        "tf.data.Dataset.from_tensor_slices(x).batch(128) is one.")
+        f"got {type(dataset).__qualname__}. Convert an array x with "
+        "tf.data.Dataset.from_tensor_slices(x).batch(128).")
   if isinstance(dataset, tf.data.Dataset) and (
       dataset.cardinality() == tf.data.INFINITE_CARDINALITY):
     raise ValueError("`dataset` must be finite, got one that repeats without "
@@ -66,7 +66,7 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   empty = True
   try:
     for m in moments:
-      # Not by Keras's __setattr__: nothing is to be tracked.
+      # Not by Keras's __setattr__, which would track it.
       vars(m.layer)["call"] = m.call
     for batch in dataset:
       see(keras.utils.unpack_x_y_sample_weight(batch)[0])
@@ -75,19 +75,19 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
     for m in moments:
       vars(m.layer).pop("call", None)
   if empty:
-    raise ValueError("`dataset` must have a batch, got an empty one.")
+    raise ValueError("`dataset` must have at least one batch, got none.")
   for m in moments:
     m.assign()
 
 
 def layers(model):
-  """The batch normalizations of a model that are built: a list."""
+  """The built batch normalizations of a model: a list."""
   return [layer for layer in model._flatten_layers()
           if isinstance(layer, keras.layers.BatchNormalization) and layer.built]
 
 
 def statistics(model):
-  """What batch normalizations of a model remember: a list of variables."""
+  """The moving statistics of batch normalizations: a list of variables."""
   return [v for layer in layers(model) for v in layer.non_trainable_variables
           if not any(v is w for w in (layer.gamma, layer.beta))]
 
@@ -102,13 +102,13 @@ class _Moments:
   def __init__(self, layer):
     self.layer = layer
     zeros = tf.zeros(layer.moving_mean.shape, tf.float64)
-    # Of a channel, since a mask may be the channels' own.
+    # A count per channel, since a mask may differ between channels.
     self._count = tf.Variable(0, dtype=tf.float64, trainable=False)
     self._mean = tf.Variable(zeros, trainable=False)
     self._squares = tf.Variable(zeros, trainable=False)
 
   def call(self, inputs, training=None, mask=None):
-    """In the place of the layer's own `call`."""
+    """Replaces the layer's `call`."""
     del training
     layer = self.layer
     x = tf.cast(inputs, tf.float64)

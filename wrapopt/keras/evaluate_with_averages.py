@@ -1,4 +1,4 @@
-"""Averages in place of the weights wherever Keras evaluates a model."""
+"""A callback that puts averages in place of the weights in evaluations."""
 
 from collections.abc import Iterable
 import contextlib
@@ -12,12 +12,12 @@ from wrapopt.keras import _wrapper
 
 
 class EvaluateWithAverages(keras.callbacks.Callback):
-  """Has `evaluate`, `predict` and validation in `fit` use averaged weights.
+  """Makes `evaluate`, `predict` and validation in `fit` use averaged weights.
 
-  Averages are in place while the model computes a batch, and at no other time:
-  no exception and no interrupt leaves them there. The callbacks that it is
-  given see them too where they save the model or keep its weights: at the end
-  of an epoch, and of a training batch for a callback with a method for that.
+  Averages are in place while the model computes a batch. After an exception or
+  an interrupt, the raw weights are in place again. The callbacks in `callbacks`
+  also run with averages in place: `on_epoch_end`, and `on_train_batch_end` if
+  the callback implements it.
 
   Example:
 
@@ -31,14 +31,14 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           keras.callbacks.BackupAndRestore("backup")])
       model.evaluate(..., callbacks=[wrapopt.keras.EvaluateWithAverages()])
 
-  `fit` ends with the averages in the model, as Keras does for `use_ema`. If a
-  callback of this one then sets weights, as EarlyStopping does, these are the
-  averages from there on.
+  After `fit`, the model holds the averages, as with Keras's `use_ema`. If a
+  callback in `callbacks` then sets weights, like EarlyStopping, the averages
+  are set to these weights.
 
-  The averages are those of the outermost wrapper that has some: around or
-  inside Keras's LossScaleOptimizer and MultiOptimizer too. float16 and bfloat16
-  variables with float32 averages are converted at each batch; all others trade
-  buffers.
+  The averages are those of the outermost wrapper that keeps averages, which may
+  be inside Keras's LossScaleOptimizer or MultiOptimizer. A float32 average of a
+  float16 or bfloat16 variable is converted for each batch. All other averages
+  exchange buffers with their variables.
   """
 
   def __init__(
@@ -47,13 +47,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     """Makes the callback.
 
     Args:
-      callbacks: A callback, or a list of callbacks, that are to see the
-        averages. A BackupAndRestore must stand beside this one: it saves the
-        state of the training, which is of the raw weights.
+      callbacks: A callback, or a list of callbacks, to run with the averages in
+        place. Do not pass BackupAndRestore, which saves the state of the
+        training and needs the raw weights: pass it to `fit`.
 
     Raises:
-      TypeError: If `callbacks` are no callbacks.
-      ValueError: If one is a BackupAndRestore.
+      TypeError: If `callbacks` contains anything but callbacks.
+      ValueError: If `callbacks` contains a BackupAndRestore.
     """
     super().__init__()
     if isinstance(callbacks, keras.callbacks.Callback):
@@ -65,13 +65,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                         f"{type(callback).__qualname__}.")
       if isinstance(callback, keras.callbacks.BackupAndRestore):
         raise ValueError(
-            "`callbacks` must not hold a BackupAndRestore: it would resume the "
-            "training from averages. Give it to fit() beside "
+            "`callbacks` must not contain a BackupAndRestore: it would resume "
+            "the training from averages. Pass it to fit() next to "
             "EvaluateWithAverages.")
     self._at_batch_end = [
         c for c in self._callbacks if getattr(c, "save_freq", None) != "epoch"
         and not _are_default(c, "on_batch_end", "on_train_batch_end")]
-    # Keras need not wait for results of which no callback wants to know.
+    # Keras then does not wait for results that no callback uses.
     for name in ("on_train_batch_end", "on_test_batch_end",
                  "on_predict_batch_end"):
       if all(_are_default(c, "on_batch_end", name) for c in self._callbacks):
@@ -168,7 +168,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
 
 def averaging(optimizer):
-  """The outermost optimizers with averages to evaluate: a list."""
+  """The outermost optimizers that keep averages: a list."""
   if isinstance(optimizer, _wrapper.AveragingOptimizer):
     return [optimizer]
   return [found for inner in _steps.held_by(optimizer)
@@ -176,10 +176,10 @@ def averaging(optimizer):
 
 
 class _Function:
-  """A model's test or predict function, replaced by one with averages in place.
+  """Replaces a model's test or predict function by one with averages in place.
 
-  Keras calls `make_test_function` where it begins to evaluate in any way. That
-  puts the model's own function back, if an exception has left the other.
+  Keras calls `make_test_function` at the start of each evaluation. If an
+  exception has left the replacement, this call restores the model's function.
   """
 
   def __init__(self, model, kind, in_place):
@@ -188,7 +188,7 @@ class _Function:
     self._own = self._other = None
 
   def put(self):
-    """Replaces the function, unless it is replaced already."""
+    """Replaces the function, unless it is already replaced."""
     model, own = self._model, getattr(self._model, self._name)
     if self._other is not None and own is self._other:
       return
@@ -206,7 +206,7 @@ class _Function:
     setattr(model, self._make_name, make)
 
   def put_back(self):
-    """Puts the model's own function back, if it is replaced."""
+    """Restores the model's function, if it is replaced."""
     model = self._model
     if self._other is not None and getattr(model, self._name) is self._other:
       setattr(model, self._name, self._own)

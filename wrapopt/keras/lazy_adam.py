@@ -12,14 +12,15 @@ from wrapopt import ops
 
 @keras.saving.register_keras_serializable("wrapopt")
 class LazyAdam(keras.optimizers.Adam):
-  """Adam that leaves rows alone which a sparse gradient lacks.
+  """Adam that updates only the rows that a sparse gradient touches.
 
-  Adam's moments decay in each step, so that it moves all rows of an embedding
-  whatever the batch has touched. This optimizer updates the moments and the
-  weights of the touched rows only, as if each row were trained by itself but for
-  the count of steps. With a dense gradient it is Adam.
+  Adam's moments decay in each step, so Adam moves all rows of an embedding,
+  whatever rows a batch touches. This optimizer updates the moments and the
+  weights of the touched rows only. Each row is trained like a variable of its
+  own, but the step count is common to all rows. A dense gradient is a step of
+  Adam.
 
-  Inside a `MovingAverage` the averages cost no more than these rows, either.
+  Inside a `MovingAverage`, the averages also cost only these rows.
 
   Example:
 
@@ -29,7 +30,7 @@ class LazyAdam(keras.optimizers.Adam):
   >>> w.numpy()[:, 0].round(3)
   array([1. , 0.5], dtype=float32)
 
-  Args: those of `keras.optimizers.Adam`, but `amsgrad`.
+  The arguments are those of `keras.optimizers.Adam`; `amsgrad` must be False.
 
   References: Kingma and Ba, "Adam: a method for stochastic optimization", 2015;
   `tfa.optimizers.LazyAdam` of TensorFlow Addons.
@@ -41,8 +42,8 @@ class LazyAdam(keras.optimizers.Adam):
                beta_2: float = 0.999, epsilon: float = 1e-07,
                amsgrad: bool = False, **kwargs: Any) -> None:
     if amsgrad:
-      raise ValueError("`amsgrad` of LazyAdam must be False: the largest second "
-                       "moments are those of Adam. Use keras.optimizers.Adam.")
+      raise ValueError("`amsgrad` of LazyAdam must be False, got True. Use "
+                       "keras.optimizers.Adam for AMSGrad.")
     kwargs.setdefault("name", "lazy_adam")
     super().__init__(learning_rate, beta_1, beta_2, epsilon, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Lookahead: slow weights that the inner optimizer's weights return to."""
+"""Lookahead: slow weights to which the fast weights return at intervals."""
 
 from typing import Any, Optional, Union
 
@@ -10,15 +10,15 @@ from wrapopt.keras import _wrapper
 
 @keras.saving.register_keras_serializable("wrapopt")
 class Lookahead(_wrapper.WrapperOptimizer):
-  """Lets the inner optimizer run ahead, and then goes a part of its way.
+  """Moves slow weights towards the weights that the inner optimizer trains.
 
-  Each variable `v` has a slow one `s`, which starts at its value. After every
+  Each variable `v` has slow weights `s`, which start at its value. After every
   `sync_period` steps of the inner optimizer
 
       s += slow_step_size (v - s)
       v = s
 
-  The slots of the inner optimizer stay as they are.
+  The slots of the inner optimizer do not change.
 
   Example:
 
@@ -35,11 +35,11 @@ class Lookahead(_wrapper.WrapperOptimizer):
   forward, 1 step back", NeurIPS 2019; `tfa.optimizers.Lookahead` of TensorFlow
   Addons.
 
-  Differences from TensorFlow Addons: nothing is written in the steps between; a
-  `sync_period` that is not positive is refused.
+  Differences from TensorFlow Addons: the steps between two moves write nothing;
+  `sync_period` must be positive.
   """
 
-  why_not_twice = "a variable has one slow one. Use one of the two"
+  why_not_twice = "a variable has one set of slow weights. Use one of the two"
 
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
@@ -51,12 +51,12 @@ class Lookahead(_wrapper.WrapperOptimizer):
       optimizer: A Keras optimizer, or its name or configuration.
       sync_period: The number of steps of the inner optimizer between two moves
         of the slow weights.
-      slow_step_size: The part of the way that the slow weights go: a number in
-        [0, 1].
+      slow_step_size: The fraction of the distance that the slow weights move: a
+        number in [0, 1].
       name: The name of the optimizer.
 
     Raises:
-      TypeError: If `optimizer` is no Keras optimizer, or an argument is of a
+      TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
       ValueError: If a number is out of range.
     """
@@ -83,7 +83,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
     Raises:
       RuntimeError: If the optimizer is not built.
-      KeyError: If the variable is none of the optimizer's.
+      KeyError: If the optimizer does not have the variable.
     """
     self._require_built("slow_weights")
     return self._slow[self._var_key(variable)]

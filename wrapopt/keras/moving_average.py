@@ -38,11 +38,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   averages in one pass over memory (`fused`). Around any other optimizer, one op
   updates the averages after its step.
 
-  A step by the sparse gradient of an embedding costs the rows that it touches, if
-  the inner optimizer leaves the other rows alone (`is_lazy`). Their averages make
-  up for the steps that they have missed, exactly, before an average is read,
-  saved or put in place. If you assign to such a variable yourself, read its
-  average first.
+  A step with the sparse gradient of an embedding costs only the rows that it
+  touches, if the inner optimizer does not change the other rows (`is_lazy`).
+  The averages of the other rows catch up, exactly, with the steps that they
+  missed before an average is read, saved or put in place. If you assign to such
+  a variable yourself, read its average first.
 
   Example:
 
@@ -62,7 +62,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   Differences from TensorFlow Addons: any Keras 3 optimizer; several decays;
   clipping and accumulation of the inner optimizer; `num_updates` is read in
-  each step; `averaged_weights` is exact and works everywhere, in place of
+  each step; `averaged_weights` is exact and works everywhere, and replaces
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
 
@@ -80,12 +80,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
-        `wrapopt.HalfLife`, or a sequence of different ones, for as many
-        averages.
+        `wrapopt.HalfLife`, or a sequence of different ones, one for each
+        average.
       num_updates: A count of updates: a number, variable or callable. If given,
         the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
-      start_step: The number of steps before averaging begins: until then an
-        average is its variable.
+      start_step: The number of steps before averaging begins. Until then, an
+        average equals its variable.
       dynamic_decay: Whether the decay of the t-th step after `start_step`,
         counted from 0, is at most `(1 + t) / (10 + t)`.
       name: The name of the optimizer.
@@ -93,14 +93,14 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         float32 for float16 and bfloat16 variables, and the variable's own for
         others. A float16 or bfloat16 average hardly moves at decays near 1.
       average_batch_norm: Whether the moving statistics of batch normalizations
-        are averaged as the weights are, and are in place where these are. By
-        default averaged weights are evaluated with the statistics as they are.
-        The optimizer must know the model: give `fit` the callback
-        `EvaluateWithAverages`, or call `know(model)`. In place of either,
+        are averaged and put in place together with the weights. By default,
+        averaged weights are evaluated with the statistics of the raw weights.
+        If True, the optimizer must know the model: pass `fit` the callback
+        `EvaluateWithAverages`, or call `know(model)`. As an alternative,
         `recalibrate_batch_norm` computes the statistics that fit the averages.
 
     Raises:
-      TypeError: If `optimizer` is no Keras optimizer, or an argument is of a
+      TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
       ValueError: If a number is out of range.
     """
@@ -155,9 +155,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return average
 
   def know(self, model: keras.Model) -> None:
-    """Tells the optimizer the model, for `average_batch_norm`.
+    """Sets the model, for `average_batch_norm`.
 
-    For custom training loops: `fit` does it by `EvaluateWithAverages`.
+    For custom training loops: in `fit`, `EvaluateWithAverages` calls it.
 
     Args:
       model: The model that the optimizer trains.
@@ -173,7 +173,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       if model is None:
         raise RuntimeError(
             "With average_batch_norm=True the optimizer must know the model, "
-            "got none. Give fit() the callback EvaluateWithAverages, or call "
+            "got none. Pass fit() the callback EvaluateWithAverages, or call "
             "know(model).")
       variables = batch_norm.statistics(model)
       with tf.init_scope(), self._distribution_strategy.scope():
@@ -198,22 +198,22 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
     Raises:
       RuntimeError: If the optimizer is not built.
-      ValueError: If `decay` is none of the optimizer's.
-      KeyError: If the variable is none of the optimizer's.
+      ValueError: If the optimizer does not have the decay.
+      KeyError: If the optimizer does not have the variable.
     """
     self._require_built("average")
     return self._rows[_decays.index_of(decay, self._decays)][
         self._var_key(variable)]
 
   def is_lazy(self, variable: tf.Variable) -> bool:
-    """Whether the averages of a variable move by the rows of its gradients.
+    """Whether a step updates only the touched rows of a variable's averages.
 
-    It is so for an inner optimizer that leaves rows alone which a sparse
-    gradient lacks: SGD without momentum, Adagrad and `LazyAdam`, if the weight
-    does not decay. A step then costs no more than the rows that it touches. The
-    other rows make up for the steps they have missed, exactly, before an average
-    is read. It is not so on a GPU, in a `tf.distribute` strategy, and for a
-    variable whose first gradient in a `tf.function` was dense.
+    It does if the inner optimizer changes only the rows that a sparse gradient
+    touches: SGD without momentum, Adagrad and `LazyAdam`, without weight decay.
+    A step then costs only these rows. The averages of the other rows catch up,
+    exactly, with the steps that they missed before an average is read. It does
+    not on a GPU, in a `tf.distribute` strategy, and for a variable whose first
+    gradient in a `tf.function` was dense.
 
     Args:
       variable: A variable that the optimizer was built with.
@@ -248,7 +248,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def averages(self, step):
     decays = self._decays_now(step.iterations)
-    # The forward pass has updated them.
+    # The forward pass has updated the statistics.
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
       self._update(of_batch_norm, decays)
@@ -266,7 +266,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
     variables, rows = self._statistics()
-    # Keras's MultiOptimizer takes several steps, of which one stands for all.
+    # Of the several steps of a MultiOptimizer, one updates the statistics.
     first = self._var_key(self._trainable_variables[0])
     if all(key != first for _, key in step.trained):
       variables = []
@@ -278,7 +278,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
                    [v for v, _ in pairs[0]], decays)
 
   def _decays_now(self, iterations):
-    """The decays of the step after so many."""
+    """The decays of the step that follows `iterations` steps."""
     decays = self._decays
     if self._num_updates is not None:
       decays = _decays.warmed_up(decays,
@@ -293,9 +293,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return decays
 
   def _steps_since(self, iterations):
-    """How many steps the averages have taken, after so many of the optimizer.
+    """The number of steps of the averages, after `iterations` of the optimizer.
 
-    They begin with the next step where they have not begun.
+    If the averages have not begun, they begin with the next step.
     """
     first = self._first.value
     begun = tf.where(first.read_value() < 0, iterations, first.read_value())
@@ -304,9 +304,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
                       tf.constant(0, tf.int64))
 
   def average_steps(self) -> Optional[int]:
-    """How many steps the averages have taken: an int, or None.
+    """The number of steps of the averages: an int, or None.
 
-    None where no decay is a `PowerDecay`: then nobody counts them.
+    None if no decay is a `PowerDecay`: then steps are not counted.
 
     Raises:
       RuntimeError: If the optimizer is not built.
@@ -331,7 +331,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   @classmethod
   def from_config(cls, config, custom_objects=None):
     def decay_of(x):
-      # Keras gives what a file has of a PowerDecay.
+      # Keras passes the serialized dict of a PowerDecay.
       return (keras.saving.deserialize_keras_object(x) if isinstance(x, dict)
               else [*map(decay_of, x)] if isinstance(x, (list, tuple)) else x)
 

@@ -14,14 +14,14 @@ from wrapopt.keras import evaluate_with_averages
 
 
 class Snapshots(keras.callbacks.Callback):
-  """Writes averages as snapshots, while `fit` goes on.
+  """Writes snapshots of averages during `fit`.
 
   A snapshot is a `.weights.h5` file of the model with the averages of one decay
-  in place of its weights: `model.load_weights` loads it. Beside them it holds
-  what else the model has, such as statistics of batch normalizations, and no
-  state of the optimizer. A thread writes it, and it appears when it is whole
-  and on the disk. `wrapopt.checkpoints.posthoc` makes averages of any width of
-  snapshots.
+  in place of its weights; `model.load_weights` loads it. It also holds the
+  other variables of the model, such as statistics of batch normalizations, but
+  no state of the optimizer. A thread writes the file, which appears once it is
+  complete and on the disk. `wrapopt.checkpoints.posthoc` computes averages of
+  any width from snapshots.
 
   Example:
 
@@ -35,14 +35,14 @@ class Snapshots(keras.callbacks.Callback):
     """Makes the callback.
 
     Args:
-      directory: Where snapshots are written.
-      save_steps: Every how many steps of the optimizer.
-      dtype: What the averages are stored in: "float32", "float16", "bfloat16",
-        or None for their own dtypes. float16 and bfloat16 halve the files; what
-        is made of them is of the dtype of the variables again.
+      directory: The directory of the snapshots.
+      save_steps: The number of optimizer steps between snapshots.
+      dtype: The dtype in which averages are stored: "float32", "float16",
+        "bfloat16", or None for their own dtypes. float16 and bfloat16 halve the
+        files. Averages computed from them have the dtypes of the variables.
 
     Raises:
-      TypeError: If `save_steps` is no integer.
+      TypeError: If `save_steps` is not an integer.
       ValueError: If an argument is out of range.
     """
     super().__init__()
@@ -52,9 +52,10 @@ class Snapshots(keras.callbacks.Callback):
     averaging = evaluate_with_averages.averaging(model.optimizer)
     if len(averaging) != 1:
       raise ValueError(
-          "Snapshots needs one optimizer that keeps averages, such as "
-          f"wrapopt.keras.MovingAverage, got {type(model.optimizer).__qualname__}"
-          f" with {len(averaging)}. Put the wrapper around the others.")
+          "Snapshots needs exactly one optimizer that keeps averages, such as "
+          "wrapopt.keras.MovingAverage, got "
+          f"{type(model.optimizer).__qualname__} with {len(averaging)}. Put "
+          "one wrapper around all other optimizers.")
     super().set_model(model)
 
   def on_train_begin(self, logs=None):
@@ -95,12 +96,13 @@ def _array(x):
 
 
 class _Layout(saving_lib.H5IOStore):
-  """Where Keras has a model's variables in its files.
+  """The layout of a model's variables in Keras's files.
 
   Attributes:
-    values: {name of a dataset: a `keras.Variable`, or what else a layer saves}.
-    file: A file of HDF5 in memory, with the groups and nothing in them.
-    datasets: None of them.
+    values: {name of a dataset: a `keras.Variable`, or another value that a
+      layer saves}.
+    file: An HDF5 file in memory, with the groups and no datasets.
+    datasets: An empty dict.
   """
 
   def __init__(self, model):

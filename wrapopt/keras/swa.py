@@ -1,4 +1,4 @@
-"""Stochastic weight averaging: the mean of weights along the training."""
+"""Stochastic weight averaging: the mean of weights during the training."""
 
 from typing import Any, Optional, Union
 
@@ -11,16 +11,16 @@ from wrapopt.keras import _wrapper
 
 @keras.saving.register_keras_serializable("wrapopt")
 class SWA(_wrapper.AveragingOptimizer):
-  """Keeps the mean of the weights of every so many steps.
+  """Keeps the mean of the weights after every `average_period` steps.
 
-  With i the number of steps before this one, the average `s` of a variable `v`
-  counts it if `i >= start_averaging` and `i - start_averaging` is a multiple of
-  `average_period`. With n the number of those before,
+  Let i be the number of steps before this one. The average `s` of a variable
+  `v` counts the step if `i >= start_averaging` and `i - start_averaging` is a
+  multiple of `average_period`. With n the number of steps counted before,
 
       s += (v - s) / (n + 1)
 
-  Until then the average is what its variable was at the start, and the first
-  replaces it.
+  Before the first counted step, the average is the initial value of its
+  variable. The first counted step replaces it.
 
   Example:
 
@@ -34,8 +34,8 @@ class SWA(_wrapper.AveragingOptimizer):
   References: Izmailov et al., "Averaging weights leads to wider optima and
   better generalization", UAI 2018; `tfa.optimizers.SWA` of TensorFlow Addons.
 
-  Differences from TensorFlow Addons: an average starts at its variable, not at
-  zero; float16 and bfloat16 variables, whose averages are float32.
+  Differences from TensorFlow Addons: an average starts at its variable's value,
+  not at zero; float16 and bfloat16 variables, whose averages are float32.
   """
 
   why_not_twice = "a variable has one mean of this kind. Use one of the two"
@@ -48,12 +48,13 @@ class SWA(_wrapper.AveragingOptimizer):
 
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
-      start_averaging: The number of steps before the first that counts.
-      average_period: Every how many steps one counts.
+      start_averaging: The number of steps before the first counted one.
+      average_period: The number of steps from one counted step to the next.
       name: The name of the optimizer.
 
     Raises:
-      TypeError: If `optimizer` is no Keras optimizer, or a number no integer.
+      TypeError: If `optimizer` is not a Keras optimizer, or a number is not an
+        integer.
       ValueError: If a number is out of range.
     """
     super().__init__(optimizer, name)

@@ -1,4 +1,4 @@
-// Measures the GPU kernels beside a copy.
+// Compares the bandwidth of the GPU kernels with that of a copy.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -46,7 +46,7 @@ int MeasureBandwidth(uint64_t divisor) {
 }  // namespace gpu
 }  // namespace wrapopt
 
-// An argument makes all arrays smaller by that factor.
+// An argument divides the sizes of all arrays.
 int main(int argc, char** argv) {
   wrapopt::gpu::Start();
   return wrapopt::gpu::MeasureBandwidth(argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);

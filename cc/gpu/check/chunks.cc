@@ -54,7 +54,7 @@ int MeasureChunks(uint64_t divisor) {
 }  // namespace gpu
 }  // namespace wrapopt
 
-// An argument makes all arrays smaller by that factor.
+// An argument divides the sizes of all arrays.
 int main(int argc, char** argv) {
   wrapopt::gpu::Start();
   return wrapopt::gpu::MeasureChunks(argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);

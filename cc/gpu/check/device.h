@@ -1,5 +1,5 @@
-// What the programs here need of a GPU beyond the launcher: memory, copies, a
-// stream, graphs. They need a driver and a GPU, or the tests' fake one.
+// Memory, copies, a stream and graphs of a GPU, for the programs in this
+// folder. They need a driver and a GPU, or the tests' fake GPU.
 #ifndef WRAPOPT_CC_GPU_CHECK_DEVICE_H_
 #define WRAPOPT_CC_GPU_CHECK_DEVICE_H_
 
@@ -20,7 +20,7 @@ namespace gpu {
 
 [[noreturn]] void Fail(const std::string& what);
 
-// What the launcher has no use for: memory, copies, streams, events.
+// Calls a function of the driver that the launcher does not use.
 template <class... Arguments>
 void Call(const char* name, Arguments... arguments) {
   static void* const library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -61,10 +61,10 @@ class Array {
 
 extern Stream stream;
 
-// Of the sizes and numbers that are random.
+// Generates random sizes and numbers.
 extern std::mt19937 generator;
 
-// Makes the stream, and prints what GPU it is on.
+// Makes the stream, and prints the GPU.
 void Start();
 
 void Wait();
@@ -75,11 +75,11 @@ void Run(const Launch& launch) {
   if (!error.empty()) Fail(error);
 }
 
-// What an update enqueues, as a CUDA graph. Its kernels must have been loaded.
+// The launches of an update as a CUDA graph. Its kernels must have been loaded.
 class Graph {
  public:
   explicit Graph(const Update& update) {
-    constexpr int kGlobal = 0;  // Nothing else may be done in the meantime.
+    constexpr int kGlobal = 0;  // No other call is allowed during the capture.
     Call("cuStreamBeginCapture_v2", stream, kGlobal);
     ::wrapopt::gpu::Run(update);
     Call("cuStreamEndCapture", stream, &graph_);
@@ -110,7 +110,7 @@ size_t FreeMemory();
 
 const char* NameOf(Number number);
 
-// No two alike; 1 for a flag.
+// Different scalars; 1 for a flag.
 std::vector<double> ScalarsOf(const RuleInfo& rule);
 
 }  // namespace gpu

@@ -1,4 +1,4 @@
-// Takes arrays of more than 2^32 elements (2^31, where there is not the memory).
+// Checks arrays of more than 2^32 elements (2^31 if memory does not suffice).
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -22,7 +22,7 @@ int CheckHuge() {
     if (FreeMemory() > 2 * bytes_of(more) + (size_t{1} << 30)) elements = more;
   }
   if (elements == 0) {
-    std::printf("NOT CHECKED: there are not 10 GB of free memory\n");
+    std::printf("NOT CHECKED: needs 10 GB of free memory\n");
     return 0;
   }
   const size_t bytes = bytes_of(elements);

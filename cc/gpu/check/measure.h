@@ -1,4 +1,4 @@
-// What the measurements share: variables, updates of them, and their times.
+// Variables, their updates and timing, for the measurements.
 #ifndef WRAPOPT_CC_GPU_CHECK_MEASURE_H_
 #define WRAPOPT_CC_GPU_CHECK_MEASURE_H_
 
@@ -18,17 +18,17 @@
 namespace wrapopt {
 namespace gpu {
 
-// Seconds of functions that enqueue, by the GPU's own clock: medians of turns
-// that alternate.
+// Seconds of functions that enqueue work, by the GPU's clock: medians of
+// alternating turns.
 std::vector<double> Seconds(const std::vector<std::function<void()>>& works);
 
-// ResNet-50's variables: of each convolution its kernel and the two of its
-// batch normalization, and the last layer.
+// ResNet-50's variables: for each convolution its kernel and the two variables
+// of its batch normalization; and the last layer.
 std::vector<uint64_t> ResNet50();
 
 using Sizes = std::pair<std::string, std::vector<uint64_t>>;
 
-// One variable of 1 GiB, or less where the memory would not do for all arrays.
+// One variable of 1 GiB, or less if memory does not suffice for all arrays.
 Sizes OneLarge(Number number);
 
 // An update and its average, over arrays in one buffer.
@@ -89,8 +89,8 @@ class Work {
   const std::string& name() const { return name_; }
   size_t variables() const { return update_.elements.size(); }
   size_t launches() const { return Graph(update_).launches(); }
-  // Bytes. Each array is read, and all are written but the gradient or the
-  // value.
+  // Bytes: all arrays are read, and all but the gradient or the value are
+  // written.
   double moved() const { return moved_; }
   double copied() const { return 2.0 * half_; }
 

@@ -1,5 +1,5 @@
-// Compares the GPU kernels with the CPU's, bit for bit, and with the same steps in
-// double.
+// Compares the GPU kernels with the CPU kernels bit for bit, and with the same
+// steps in double.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -64,8 +64,8 @@ double EpsilonOf(Number number) {
   return 0;
 }
 
-// Arrays of many variables in one buffer, with space between them that nothing
-// may touch. Some begin where 16 bytes do not.
+// Arrays of many variables in one buffer, with gaps that no kernel may change.
+// Some are not aligned to 16 bytes.
 struct Layout {
   explicit Layout(const std::vector<uint64_t>& sizes) : sizes(sizes) {
     for (size_t i = 0; i < sizes.size(); ++i) {
@@ -82,7 +82,8 @@ struct Layout {
 };
 
 struct Operand {
-  // Numbers of which no rule makes a NaN: its bits would be the processor's.
+  // Numbers from which no rule computes a NaN, whose bits depend on the
+  // processor.
   Operand(const Layout& layout, Number number, bool has_signs)
       : number(number),
         host(layout.total * SizeOf(number)),
@@ -101,7 +102,7 @@ struct Operand {
   Array device;
 };
 
-// Compares all bytes, those between the variables too.
+// Compares all bytes, also those of the gaps.
 bool IsEqual(const Operand& operand, const std::string& what) {
   const std::vector<char> got = operand.device.Read();
   if (got == operand.host) return true;
@@ -114,7 +115,7 @@ bool IsEqual(const Operand& operand, const std::string& what) {
   return false;
 }
 
-// Below, at and above what a thread, a block and a chunk take.
+// Sizes below, at and above the numbers of a thread, a block and a chunk.
 std::vector<uint64_t> FewSizes() {
   return {0, 1, 3, 4, 7, 8, 9, 1023, 1024, 1025, 2047, 2048, 2049, 200001};
 }
@@ -125,7 +126,7 @@ std::vector<uint64_t> ManySizes(int more) {
   return sizes;
 }
 
-// A rule, or averages of `number` alone, and `targets` averages.
+// A rule, or no rule and averages of `number`, with `targets` averages.
 struct Case {
   const RuleInfo* rule;
   Number number;
@@ -154,7 +155,7 @@ Isa TheIsa() {
   return isa;
 }
 
-// Operands in double, without what lies between the variables.
+// Operands in double, without the gaps.
 using Doubles = std::vector<std::vector<double>>;
 
 Doubles ReadDoubles(const Layout& layout,
@@ -176,13 +177,13 @@ Doubles ReadDoubles(const Layout& layout,
   return result;
 }
 
-// Whether numbers are what one of `wants` has, or between two of these.
+// Whether numbers are near those of one of `wants`, or between two of these.
 bool IsNear(const Doubles& got, const std::vector<Doubles>& wants,
             const std::vector<std::unique_ptr<Operand>>& operands,
             const std::string& what) {
   bool right = true;
   for (size_t o = 0; o < operands.size(); ++o) {
-    // An average is of what was stored.
+    // An average is of the stored value.
     const double epsilon = std::max(EpsilonOf(operands[o]->number),
                                     EpsilonOf(operands[0]->number));
     double worst = 0;
@@ -196,7 +197,7 @@ bool IsNear(const Doubles& got, const std::vector<Doubles>& wants,
       const double error = !(x >= low) ? low - x : !(x <= high) ? x - high : 0;
       const double epsilons =
           error / std::max(1.0, std::abs(wants[0][o][i])) / epsilon;
-      // Not a number is worst of all.
+      // True also for a NaN.
       if (!(epsilons <= worst)) worst = epsilons;
     }
     if (worst <= 8) continue;
@@ -253,7 +254,7 @@ bool CheckStep(const Case& c) {
   }
   Wait();
 
-  // The same by the CPU, stage by stage, over one array of each operand.
+  // The same on the CPU, stage by stage, over one array of each operand.
   const auto run_on_cpu = [&](uint64_t size, Number state, Number input,
                               Number average, Number sum,
                               const std::vector<Number>& numbers,
@@ -295,8 +296,8 @@ bool CheckStep(const Case& c) {
     run_on_cpu(layout.sizes[v], c.number, c.input, c.average, sum, numbers,
                arrays);
   }
-  // A rule may jump, as a sign does: where roundings before the jump decide to
-  // which side, so do inputs that differ by some roundings.
+  // A rule may be discontinuous, as a sign is. If roundings decide the side of
+  // a jump, inputs that differ by some roundings may be on the other side.
   constexpr double kRoundings = 4;
   std::vector<Doubles> wants;
   for (const double roundings : {0.0, -kRoundings, kRoundings}) {
@@ -319,7 +320,7 @@ bool CheckStep(const Case& c) {
                         wants, operands, c.Name());
 }
 
-// Rows that have one, several and very many gradients.
+// Checks rows that have one, several and very many gradients.
 bool CheckSum(Number number, bool is_double) {
   const Number sum_number = is_double ? Number::kDouble : Number::kFloat;
   constexpr uint64_t kRows = 300, kGrads = 20000, kElements = 37;
@@ -355,7 +356,7 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// Arrays that lie farther apart than a table can tell.
+// Checks arrays whose distance does not fit into a table.
 bool CheckFar() {
   constexpr size_t kBytes = (size_t{17} << 30) + 4096;
   if (FreeMemory() < kBytes + (size_t{1} << 30)) {
@@ -405,7 +406,7 @@ int CheckNumbers() {
     wrong += !right;
   };
   for (const auto& [number, input] : pairs) {
-    // More than a launch takes with small tables, once also with large ones.
+    // More than fit into a launch with small tables; once also with large ones.
     const auto many = ManySizes(number == Number::kFloat ? 3000 : 400);
     for (const RuleInfo& rule : kRules) {
       if (rule.inputs != "grad") continue;
