@@ -536,25 +536,77 @@ def test_a_failed_eager_step_is_not_in_flight(fused):
   np.testing.assert_array_equal(w.numpy(), [0.0, 1.0])
 
 
-def test_gradients_of_a_tape_in_eager_mode():
+def gradients_of_a_tape(w):
+  with tf.GradientTape() as tape:
+    loss = 1.0 * w
+  return [(tape.gradient(loss, w), w)]
+
+
+@pytest.mark.parametrize("run", [lambda f: f, tf.function],
+                         ids=["eager", "function"])
+def test_gradients_of_a_tape(run):
   """A record serves once: it tells nothing of later gradients."""
   w, step = tf.Variable(8.0), make_step()
   opt = Drop(sgd(), 0, global_step=step)
-  opt.minimize(lambda: 1.0 * w, step, [w])
 
-  def gradients():
-    with tf.GradientTape() as tape:
-      loss = 1.0 * w
-    return [(tape.gradient(loss, w), w)]
+  def minimize():
+    opt.minimize(lambda: 1.0 * w, step, [w])
 
-  for _ in range(2):
-    with pytest.raises(ValueError, match="In eager mode a record serves one"):
-      opt.apply_gradients(gradients(), step)
-  for _ in range(3):
+  def recorded():
     with opt.record_step():
-      pairs = gradients()
-    assert opt.apply_gradients(pairs, step).numpy() == 0
+      pairs = gradients_of_a_tape(w)
+    opt.apply_gradients(pairs, step)
+
+  def not_recorded():
+    opt.apply_gradients(gradients_of_a_tape(w), step)
+
+  def steps(*each):
+    def take():
+      for one in each:
+        one()
+    run(take)()
+
+  steps(minimize)
+  for before in minimize, recorded:
+    with pytest.raises(ValueError, match="a record serves one apply_gradients"):
+      steps(before, not_recorded)
+  w.assign(7.0), step.assign(1)  # Eager steps were taken before the error.
+  steps(*[recorded] * 3)
   assert w.numpy() == 4 and step.numpy() == 4
+  assert opt.staleness_stats().dropped == 0
+
+
+def test_a_record_serves_either_branch_of_a_function():
+  w, step = tf.Variable(8.0), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+
+  @tf.function
+  def train(g, twice):
+    with opt.record_step():
+      pass  # Nothing here leads to the gradient.
+    if twice:
+      opt.apply_gradients([(2 * g, w)], step)
+    else:
+      opt.apply_gradients([(g, w)], step)
+
+  for twice in True, False:
+    train(tf.constant(1.0), tf.constant(twice))
+  assert w.numpy() == 5 and step.numpy() == 2
+
+
+def test_a_record_serves_all_ops_of_a_graph(graph):
+  """It is made anew in each run of a session."""
+  w, step = tf1.Variable(8.0, name="w"), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+  with opt.record_step():
+    pass  # Nothing here leads to the gradients.
+  trains = [opt.apply_gradients([(tf.constant(g), w)], step)
+            for g in (1.0, 2.0)]
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    for train in trains:
+      assert session.run(train) == 0
+    assert session.run([w, step]) == [5, 2]
 
 
 # In branches and loops

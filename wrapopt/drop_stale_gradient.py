@@ -180,7 +180,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _start_records(self):
     """Makes what belongs to this object alone, and to no copy of it."""
     # The record that gradients belong to which do not tell: in a graph, the
-    # name of its last; in eager mode, this thread's last.
+    # name of its last, or None once that has served; in eager mode, this
+    # thread's last.
     self._last_in_graph = weakref.WeakKeyDictionary()
     self._eager = threading.local()
     # In eager mode, by the id of a gradient: (weak reference, record).
@@ -353,10 +354,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     The step that counts is the one that was recorded by the
     `compute_gradients` that gave these gradients, whatever else was done with
-    them since. In eager mode a gradient that was changed since, or that comes
-    from a `tf.GradientTape`, does not tell its record: unless `recorded` is
-    given, it is that of this thread's last `compute_gradients` or
-    `record_step`, which serves one `apply_gradients`.
+    them since. A gradient of a `tf.GradientTape`, and in eager mode one that
+    was changed since, may not tell its record. Unless `recorded` is given, it
+    is then that of the last `compute_gradients` or `record_step`, in eager mode
+    of this thread. In eager mode and in a `tf.function`, it serves one
+    `apply_gradients`.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
@@ -445,8 +447,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "The step was not recorded for these gradients. Take them from "
           "compute_gradients of this optimizer (or call minimize); or compute "
           "them in `with opt.record_step(global_step) as recorded:` and give "
-          "`recorded` to apply_gradients. In eager mode a record serves one "
-          "apply_gradients.")
+          "`recorded` to apply_gradients. In eager mode and in a tf.function, "
+          "a record serves one apply_gradients.")
     # Of several, the weights of the oldest.
     with ops.device_of(step):
       return tf.reduce_min(tf.stack(records)) if records[1:] else records[0]
@@ -465,19 +467,28 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     return [record.recorded for record in records]
 
   def _recorded_in_graph(self, gradients, step):
-    found = _records_before([_tensor_of(g).op for g in gradients])
     graph = tf1.get_default_graph()
-    while not found and graph is not None:
-      # In a branch, gradients may come from outside of it.
-      last = self._last_in_graph.get(graph)
-      if last is not None:
-        found = [graph.get_operation_by_name(last)]
-      graph = getattr(graph, "outer_graph", None)
+    last = self._last_before(graph)
+    found = (_records_before([_tensor_of(g).op for g in gradients]) or
+             ([last] if last is not None else []))
     handle = _from_outside(_graph_input(step))
     for op in found:
       if _from_outside(op.inputs[0]) is not handle:
         raise _another_step(step, op.inputs[0].name)
+    if last in found and tf1.executing_eagerly_outside_functions():
+      # As in eager mode. But other branches may take it, too.
+      self._last_in_graph[graph] = None
     return [op.outputs[0] for op in found]
+
+  def _last_before(self, graph):
+    """The op of the record that is the last one in a graph, or None."""
+    while graph is not None:
+      if graph in self._last_in_graph:
+        name = self._last_in_graph[graph]
+        return name and graph.get_operation_by_name(name)
+      # In a branch, gradients may come from outside of it.
+      graph = getattr(graph, "outer_graph", None)
+    return None
 
   def _transform(self, staleness):
     """Applies the policy to an admitted gradient."""
