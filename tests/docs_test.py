@@ -2,6 +2,7 @@
 
 import doctest
 import inspect
+import itertools
 import multiprocessing
 import os
 import re
@@ -12,6 +13,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 import wrapopt
+from wrapopt import _composition
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(
@@ -78,6 +80,20 @@ def test_there_are_blocks():
 
 def test_the_first_example_is_short():
   assert len(BLOCKS["README.md-0"][0].splitlines()) <= 12
+
+
+def test_what_may_wrap_what():
+  """The README's table, whose columns omit `Optimizer`."""
+  header, _, *rows = [
+      re.findall(r"[\w-]+", line) for line in read("README.md").partition(
+          "## What may wrap what\n")[2].partition("\n## ")[0].splitlines()
+      if line.startswith("|")]
+  columns = [f"{name}Optimizer" for name in header]
+  assert sorted(columns) == sorted(_composition.NAMES)
+  assert {(outer, inner): word == "yes" for outer, *words in rows
+          for inner, word in zip(columns, words, strict=True)} == {
+              pair: pair not in _composition.REFUSED
+              for pair in itertools.product(columns, repeat=2)}
 
 
 def test_the_readme_is_short():
