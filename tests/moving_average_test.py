@@ -1091,6 +1091,21 @@ def test_a_variable_that_is_gone_is_not_kept(fused):
     assert kept.numpy() == 1.25
 
 
+@both_paths
+def test_a_function_that_is_gone_keeps_nothing(fused):
+  w, opt = tf.Variable(0.0), wrap(0.5, fused=fused)
+
+  @tf.function
+  def step():
+    opt.minimize(lambda: -w, var_list=[w])
+
+  step()
+  gone = [weakref.ref(x) for x in (step, w, opt.average(w))]
+  del step, w
+  gc.collect()
+  assert [r() for r in gone] == [None] * 3
+
+
 def graphs_left(opt):
   """Of three graphs, in which the optimizer was used: those that are kept."""
   graphs = []

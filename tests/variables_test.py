@@ -153,6 +153,15 @@ def _graph():
     yield mode
 
 
+@pytest.fixture(name="busy_graph")
+def _busy_graph():
+  """One whose session runs many ops at once."""
+  [mode, _] = modes.graphs(inter_op_parallelism_threads=8,
+                           use_per_session_threads=True)
+  with mode.entered():
+    yield mode
+
+
 def destroy(variable):
   return tf.raw_ops.DestroyResourceOp(resource=variable.handle,
                                       ignore_lookup_error=False)
@@ -206,8 +215,10 @@ def test_a_variable_made_anew_gets_the_updates_while_the_old_one_is_in_use(
   in_threads(keep_in_use, lambda: then_set(done, make_anew))
 
 
-def test_no_step_that_begins_later_updates_a_destroyed_variable(graph):
+def test_no_step_that_begins_later_updates_a_destroyed_variable(
+    busy_graph):
   # Steps that overlap hold the variable for one another.
+  graph = busy_graph
   shadow, value = (graph.variable(np.full(2**20, i, FLOAT)) for i in (0, 1))
   op = ema_update([shadow], [value], 0.5)
   end = destroy(shadow)

@@ -118,7 +118,10 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
                *args: Any, **kwargs: Any) -> Optional[Operation]:
     """See `tf.compat.v1.train.Optimizer.minimize`."""
     with self._recording(loss, global_step):
-      return super().minimize(loss, global_step, *args, **kwargs)
+      # Of a plain super(), AutoGraph looks for `self` in the frames of all
+      # callers, which keep what is in them from then on.
+      return super(WrapperOptimizer, self).minimize(
+          loss, global_step, *args, **kwargs)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
