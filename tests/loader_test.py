@@ -11,7 +11,8 @@ import wrapopt
 from processes import run_python
 from wrapopt import _native
 
-MINOR = ".".join(tf.__version__.split(".")[:2])
+_MAJOR, _MINOR = map(int, tf.__version__.split(".")[:2])
+MINOR = f"{_MAJOR}.{_MINOR}"
 
 # Stands in for TensorFlow where it must differ from the one that is installed.
 # To open the library is the last step of the loader.
@@ -109,7 +110,9 @@ def test_a_module_that_tensorflow_misses_is_named(tmp_path):
   assert error == "ModuleNotFoundError: No module named 'no_such_module'"
 
 
-@pytest.mark.parametrize("version", ["2.20.1", "2.22.0-rc0", "3.21.0"])
+@pytest.mark.parametrize("version", [
+    f"{_MAJOR}.{_MINOR - 1}.1", f"{_MAJOR}.{_MINOR + 1}.0-rc0",
+    f"{_MAJOR + 1}.{_MINOR}.0"])
 def test_another_minor_version(import_beside, version):
   error = import_beside(version=version)
   assert error.startswith(

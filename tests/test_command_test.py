@@ -46,12 +46,12 @@ def run(tmp_path):
   (tmp_path / ".venv" / ".installed").write_text(
       "tensorflow-cpu==2.21.0\n" + pathlib.Path("requirements.txt").read_text())
 
-  def command(*args, needing=""):
+  def command(*args, needing="", **env):
     process = subprocess.run(
         ["tools/test", *args], cwd=tmp_path, capture_output=True, text=True,
         check=False, env={
             **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
-            "PYTHON": "python", "BAZEL": "bazel", "NEEDING": needing})
+            "PYTHON": "python", "BAZEL": "bazel", "NEEDING": needing, **env})
     assert process.returncode == 0, process.stdout + process.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     return calls, (tmp_path / ".venv-tensorflow" / ".installed").exists()
@@ -89,4 +89,38 @@ def test_all_targets_and_those_of_the_night(run):
       calls)
   assert any("set(//... //tests:night //tests:long)" in call for call in calls)
   assert any(call.startswith("bazel test //... //tests:night //tests:long ")
+             for call in calls)
+
+
+def test_another_tensorflow(run, tmp_path):
+  calls, made = run("//tests:a", needing="//tests:a (1)\n",
+                    TENSORFLOW="2.22.0rc0")
+  assert made
+  pip = [call for call in calls if "-m pip -q" in call]
+  # Nothing of the other one is left, nor of its Keras.
+  assert pip[0].endswith("uninstall -y tensorflow keras keras-nightly")
+  assert pip[1].endswith("install tensorflow-cpu==2.22.0rc0 -r requirements.txt")
+  # Bazel has seen the packages as they were.
+  assert calls.index("bazel shutdown") > calls.index(pip[1])
+  for venv, wanted in (".venv", "tensorflow-cpu==2.22.0rc0"), (
+      ".venv-tensorflow", "tensorflow==2.22.0rc0"):
+    assert (tmp_path / venv / ".installed").read_text().startswith(
+        f"{wanted}\n")
+  # The next command brings back the one that is supported.
+  (tmp_path / "calls").unlink()
+  calls, _ = run("//tests:a")
+  assert any(call.endswith("install tensorflow-cpu==2.21.0 -r requirements.txt")
+             for call in calls)
+
+
+def test_a_change_of_packages_that_fails_is_done_again(run, tmp_path):
+  python = tmp_path / ".venv" / "bin" / "python"
+  works = python.read_text()
+  python.write_text(works.replace(
+      "exit 0", '[[ "$*" != *install*==2.22.0rc0* ]]'))
+  with pytest.raises(AssertionError, match="FAILED: Python packages"):
+    run("//tests:a", TENSORFLOW="2.22.0rc0")
+  python.write_text(works)
+  calls, _ = run("//tests:a")
+  assert any(call.endswith("install tensorflow-cpu==2.21.0 -r requirements.txt")
              for call in calls)

@@ -14,6 +14,7 @@ from auditwheel import wheel_abi
 from elftools.elf import elffile
 from packaging import requirements
 from packaging import utils
+from packaging.version import Version
 import pytest
 import tensorflow as tf
 
@@ -122,8 +123,10 @@ def test_metadata(wheel, info):
       extra: {r.name: str(r.specifier) for r in needs
               if r.marker and r.marker.evaluate({"extra": extra})}
       for extra in metadata.get_all("Provides-Extra")}
-  major, minor = map(int, tf.__version__.split(".")[:2])
-  versions = f"<{major}.{minor + 1},>={major}.{minor}"
+  tensorflow = Version(tf.__version__)
+  major, minor = tensorflow.release[:2]
+  least = tensorflow if tensorflow.is_prerelease else f"{major}.{minor}"
+  versions = f"<{major}.{minor + 1},>={least}"
   assert extras == {
       "examples": {"matplotlib": "", "scikit-learn": "", "tqdm": ""},
       "tensorflow": {"tensorflow": versions},

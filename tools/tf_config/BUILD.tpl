@@ -48,8 +48,7 @@ cc_library(
     name = "tf_stream_headers",
     hdrs = glob([
         "include/xla/*.pb.h",
-        "include/xla/stream_executor/*.h",
-        "include/xla/stream_executor/*/*_compute_capability*.h",
+        "include/xla/stream_executor/**/*.h",
     ]),
     deps = [":tf_headers"],
 )
