@@ -604,6 +604,11 @@ def test_another_shape_that_shows_when_it_runs(mode):
   assert [x.tolist() for x in mode.values([t, s])] == [[5, 6, 7], [1, 2]]
 
 
+def unknown_shape(tensor):
+  """A tensor of which the shape function knows nothing."""
+  return tf1.placeholder_with_default(tensor, shape=None)
+
+
 @pytest.mark.parametrize("bad", [-0.5, 1.5, np.nan, np.inf])
 def test_a_decay_outside_its_range(mode, bad):
   v, s = good(mode)
@@ -612,17 +617,14 @@ def test_a_decay_outside_its_range(mode, bad):
     refused(mode, [v, s, t], ValueError,
             rf"`decay\[{k}\]` must be in \[0, 1\], got {bad}\.",
             lambda: ema_update(rows, [v, v], decays))  # pylint: disable=cell-var-from-loop
-  refused(mode, [v, s, t], InvalidArgument,
-          rf"decays\[0\] must be in \[0, 1\], got {bad}",
-          lambda: ema_update([s, t], [v, v], tf.constant(bad)))
-  refused(mode, [v, s, t], InvalidArgument,
-          rf"decays\[1\] must be in \[0, 1\], got {bad}",
-          lambda: ema_update([[s], [t]], [v], [0.5, tf.constant(bad)]))
-
-
-def unknown_shape(tensor):
-  """A tensor of which the shape function knows nothing."""
-  return tf1.placeholder_with_default(tensor, shape=None)
+  for make, error in ((tf.constant, at_build(mode, InvalidArgument)),
+                      (unknown_shape, InvalidArgument)):
+    refused(mode, [v, s, t], error,
+            rf"decays\[0\] must be in \[0, 1\], got {bad}",
+            lambda: ema_update([s, t], [v, v], make(bad)))  # pylint: disable=cell-var-from-loop
+    refused(mode, [v, s, t], error,
+            rf"decays\[1\] must be in \[0, 1\], got {bad}",
+            lambda: ema_update([[s], [t]], [v], [0.5, make(bad)]))  # pylint: disable=cell-var-from-loop
 
 
 @pytest.mark.parametrize("decays, got", [

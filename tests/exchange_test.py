@@ -287,10 +287,10 @@ def test_another_dtype(mode):
           lambda: exchange([a, c], [b, d]))
   if mode.name == "ref-graph":
     return  # A list of refs is of one dtype.
-  text = (rf"b\[1\] {called('d')} must be of dtype float \(the dtype of a\[1\] "
-          rf"{called('c')}\), got double: buffers are exchanged, not converted"
-          if mode.name == "eager"
-          else r"b\[1\] must be of dtype float, got double")
+  name_c, name_d = (" " + called(name) if mode.name == "eager" else ""
+                    for name in "cd")
+  text = (rf"b\[1\]{name_d} must be of dtype float \(the dtype of a\[1\]{name_c}"
+          r"\), got double: buffers are exchanged, not converted")
   refused(mode, [a, b, c, d], at_build(mode, InvalidArgument), text,
           lambda: raw_exchange(mode, [a, c], [b, d]))
 

@@ -13,6 +13,7 @@ import wrapopt
 import modes
 from modes import mode  # pylint: disable=unused-import
 import numerics
+from wrapopt import _loader
 
 tf1 = tf.compat.v1
 ops = wrapopt.ops
@@ -545,7 +546,7 @@ def lazy(shape=(ROWS, COLUMNS), dtype="float32"):
     ("index", tf.errors.InvalidArgumentError,
      r"indices\[0\]\[1\] must be in \[0, 7\), .* got 7"),
     ("matrix", tf.errors.InvalidArgumentError,
-     r"indices\[0\] misshapen: got \[1,2\] but expected a vector"),
+     r"indices\[0\] misshapen: got \[1,2\] but expected \[M\]"),
     ("twice", tf.errors.InvalidArgumentError, "are one variable"),
     ("count", ValueError, "one vector for each of the 1 values, got 2"),
     ("decay", ValueError, r"must be in \[0, 1\], got 2")])
@@ -573,6 +574,23 @@ def test_errors_change_nothing(what, error, text):
   with pytest.raises(error, match=text):
     ops.sparse_ema_update([shadow], [value], [log_decays], indices, decay)
   for v, was in zip(variables, before):
+    numerics.assert_same_bits(v.numpy(), was)
+
+
+def test_indices_of_some_values_only():
+  rows = [lazy() for _ in range(2)]
+  for row in rows:  # Something to catch up with.
+    row[2].assign(tf.fill(row[2].shape, tf.constant(-1, tf.float64)))
+  before = [v.numpy() for row in rows for v in row]
+  run = lambda: _loader.ops.wrapopt_catch_up(  # pylint: disable=g-long-lambda-assignment
+      *([v.handle for v in column] for column in zip(*rows)), [[0, 1]],
+      T=tf.float32, S=tf.float32)
+  text = ("indices must be none or one vector for each of the 2 values, got 1")
+  with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+    run()
+  with pytest.raises(ValueError, match=text):
+    tf.function(run)()
+  for v, was in zip((v for row in rows for v in row), before):
     numerics.assert_same_bits(v.numpy(), was)
 
 

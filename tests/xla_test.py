@@ -268,11 +268,15 @@ def test_a_tensor_of_dynamic_size_for_a_whole_variable(update, text):
 # What is refused, in the same words as by the CPU's kernels
 
 
+# A constant of which an op's shape function knows nothing, and XLA knows all.
+hidden = tf.function(lambda x: x, autograph=False)
+
+
 def raw_sgd(var, grad, lr=1.0, shadows=(), decays=(), accept=True):
   raw.wrapopt_apply_gradient_descent(
       var=[var.handle], grad=[grad], lr=tf.constant(lr, tf.float64),
       shadows=[s.handle for s in shadows],
-      decays=tf.constant(decays, tf.float64), accept=tf.constant(accept),
+      decays=hidden(tf.constant(decays, tf.float64)), accept=tf.constant(accept),
       T=tf.float32, S=tf.float32)
 
 
@@ -281,7 +285,7 @@ def raw_averaging_assign(targets, sources, **kwargs):
   raw.wrapopt_averaging_assign(
       targets=[v.handle for v in targets], sources=[v.handle for v in sources],
       tensors=[], N=len(targets), T=tf.float32,
-      **{k: tf.constant(x, tf.float64) for k, x in arguments.items()})
+      **{k: hidden(tf.constant(x, tf.float64)) for k, x in arguments.items()})
 
 
 def sgd(variables, grads):

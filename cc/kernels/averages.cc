@@ -77,13 +77,11 @@ absl::Status Averages::FindLogDecays(Variables* variables, int* first) const {
 absl::Status Averages::CheckLogDecays(Variables* variables, int first,
                                       int values) const {
   if (!lazy()) return absl::OkStatus();
-  for (int i = 0; i < this->values(); ++i) {
-    tensorflow::TensorShape shape;
-    TF_RETURN_IF_ERROR(ShapeOfLogDecays(*variables, values + i, &shape));
-    for (int k = 0; k < per_value(); ++k) {
-      TF_RETURN_IF_ERROR(
-          variables->CheckShape(first + k * this->values() + i, shape));
-    }
+  TF_RETURN_IF_ERROR(
+      ShadowContract::CheckLogDecays(*variables, first, values));
+  for (int at = 0; at < per_value() * this->values(); ++at) {
+    const int value = values + at % this->values();
+    variables->SetShape(first + at, {variables->shape(value).dim_size(0) + 1});
   }
   return absl::OkStatus();
 }

@@ -5,13 +5,13 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/threads.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
 

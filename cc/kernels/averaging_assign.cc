@@ -4,12 +4,12 @@
 
 #include "absl/status/status.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -34,7 +34,7 @@ class AveragingAssignOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
-    OP_REQUIRES_OK(ctx, contract_.Init(ctx, *this));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx));
     sum_ = NumberOf(contract_.sum_dtype());
   }
 
@@ -116,11 +116,9 @@ class AveragingAssignOp : public OpKernel {
                            std::vector<std::array<double, 2>>* weights) const {
     const Tensor* tensor;
     TF_RETURN_IF_ERROR(ctx->input("weights", &tensor));
-    TF_RETURN_IF_ERROR(contract_.CheckWeights(tensor->shape()));
+    TF_RETURN_IF_ERROR(contract_.CheckWeights(tensor->shape(), tensor));
     for (int s = 0; s < tensor->NumElements(); ++s) {
-      const double weight = tensor->vec<double>()(s);
-      TF_RETURN_IF_ERROR(contract_.CheckWeight(s, weight));
-      weights->push_back({weight, s == 0 ? 1.0 : 0.0});
+      weights->push_back({tensor->vec<double>()(s), s == 0 ? 1.0 : 0.0});
     }
     return absl::OkStatus();
   }

@@ -20,6 +20,7 @@
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/rounds.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -27,6 +28,7 @@
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/logging.h"
 
@@ -91,18 +93,11 @@ class RoundsResource : public tensorflow::ResourceBase {
   const std::shared_ptr<TensorRounds> rounds_;
 };
 
-absl::Status Misshapen(const std::string& subject, const Tensor& tensor,
-                       const std::string& expected) {
-  return absl::InvalidArgumentError(
-      absl::StrCat(subject, " misshapen: got ", tensor.shape().DebugString(),
-                   " but expected ", expected));
-}
-
 template <class Value>
 absl::Status ReadScalar(OpKernelContext* ctx, const char* name, Value* value) {
   const Tensor* tensor;
   TF_RETURN_IF_ERROR(ctx->input(name, &tensor));
-  if (tensor->dims() != 0) return Misshapen(name, *tensor, "[] (a scalar)");
+  TF_RETURN_IF_ERROR(CheckScalar(name, tensor->shape()));
   *value = tensor->scalar<Value>()();
   return absl::OkStatus();
 }
@@ -117,17 +112,14 @@ absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
 
 absl::Status ReadTimeout(OpKernelContext* ctx, double* timeout_secs) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "timeout_secs", timeout_secs));
-  if (*timeout_secs > 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "timeout_secs must be greater than 0, infinity for no deadline, got ",
-      *timeout_secs));
+  return CheckTimeout(*timeout_secs);
 }
 
 absl::Status FindRounds(OpKernelContext* ctx,
                         std::shared_ptr<TensorRounds>* rounds) {
   const Tensor* handle;
   TF_RETURN_IF_ERROR(ctx->input("rounds", &handle));
-  if (handle->dims() != 0) return Misshapen("rounds", *handle, "[] (a scalar)");
+  TF_RETURN_IF_ERROR(CheckScalar("rounds", handle->shape()));
   tensorflow::core::RefCountPtr<RoundsResource> resource;
   const absl::Status found = LookupResource(
       ctx, handle->scalar<tensorflow::ResourceHandle>()(), &resource);
@@ -314,11 +306,9 @@ class AveragingMeanOp : public OpKernel {
     OP_REQUIRES_OK(
         ctx, variables.Find("centers", Variables::Access::kWrite, &centers));
     OP_REQUIRES_OK(ctx, variables.Lock());
-    int64_t elements = 0;
-    for (int i = 0; i < n_; ++i) {
-      OP_REQUIRES_OK(ctx, variables.CheckDtype(centers + i, dtype_));
-      elements += variables.size(centers + i);
-    }
+    int64_t elements;
+    OP_REQUIRES_OK(ctx,
+                   variables.CountElements(centers, n_, dtype_, &elements));
     for (size_t w = 0; w < values.size(); ++w) {
       OP_REQUIRES_OK(ctx, CheckValue(workers[w], values[w], elements));
     }
@@ -360,9 +350,7 @@ class AveragingMeanOp : public OpKernel {
                                   std::vector<std::string>* workers) {
     const Tensor* tensor;
     TF_RETURN_IF_ERROR(ctx->input("workers", &tensor));
-    if (tensor->dims() != 1) {
-      return Misshapen("workers", *tensor, "[M] (names of workers)");
-    }
+    TF_RETURN_IF_ERROR(CheckWorkers(tensor->shape()));
     const auto names = tensor->vec<tstring>();
     if (names.size() == 0) {
       return absl::InvalidArgumentError(
@@ -389,12 +377,9 @@ class AveragingMeanOp : public OpKernel {
           subject, " must be of dtype ", DataTypeString(dtype_),
           " (the dtype of the centers), got ", DataTypeString(value.dtype())));
     }
-    if (value.dims() == 1 && value.NumElements() == elements) {
-      return absl::OkStatus();
-    }
-    return Misshapen(subject, value,
-                     absl::StrCat("[", elements, "] (the elements of the ", n_,
-                                  " centers)"));
+    return CheckShape(
+        subject, value.shape(), tensorflow::PartialTensorShape({elements}),
+        absl::StrCat("the elements of the ", n_, " centers"));
   }
 
   Variables::LookupCache lookup_cache_;

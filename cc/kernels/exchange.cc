@@ -1,6 +1,6 @@
 #include "absl/status/status.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
 

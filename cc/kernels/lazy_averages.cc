@@ -5,13 +5,12 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_var.h"
@@ -35,9 +34,6 @@ class LazyAveragesOp : public OpKernel {
     OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
                 absl::InvalidArgumentError(error));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
-    OP_REQUIRES(ctx, averages_.lazy(),
-                absl::InvalidArgumentError(
-                    "log_decays must be one for each shadow, got none"));
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -65,11 +61,7 @@ class LazyAveragesOp : public OpKernel {
                    averages_.CheckLogDecays(&variables, log_decays, values));
     std::vector<SparseRows> rows(indices.size());
     for (int i = 0; i < indices.size(); ++i) {
-      OP_REQUIRES(ctx, indices[i].dims() == 1,
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "indices[", i, "] misshapen: got ",
-                      indices[i].shape().DebugString(),
-                      " but expected a vector")));
+      OP_REQUIRES_OK(ctx, CheckIndices(i, indices[i].shape()));
       OP_REQUIRES_OK(ctx,
                      rows[i].Sort(ctx, indices[i], i, variables, values + i));
     }

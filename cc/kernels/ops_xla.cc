@@ -17,10 +17,10 @@
 #include "absl/types/span.h"
 #include "cc/kernels/calls.h"
 #include "cc/kernels/calls_xla.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_xla.h"
 #include "cc/kernels/registration_xla.h"
 #include "cc/kernels/variables_xla.h"
+#include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/compiler/tf2xla/type_util.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
@@ -170,13 +170,11 @@ class XlaAverages : public ShadowContract {
                              int* first) const {
     TF_RETURN_IF_ERROR(
         variables->FindOrMake("log_decays", tensorflow::DT_DOUBLE, first));
-    for (int i = 0; i < this->values(); ++i) {
-      TensorShape shape;
-      TF_RETURN_IF_ERROR(ShapeOfLogDecays(*variables, values + i, &shape));
-      for (int k = 0; k < per_value(); ++k) {
-        TF_RETURN_IF_ERROR(
-            variables->CheckShape(*first + k * this->values() + i, shape));
-      }
+    TF_RETURN_IF_ERROR(CheckLogDecays(*variables, *first, values));
+    for (int at = 0; at < per_value() * this->values(); ++at) {
+      const int value = values + at % this->values();
+      variables->SetShape(*first + at,
+                          {variables->shape(value).dim_size(0) + 1});
     }
     return absl::OkStatus();
   }
@@ -256,11 +254,7 @@ class LazyAveragesXlaOp : public XlaOpKernel {
     Inputs indices;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
     for (size_t i = 0; i < indices.shapes.size(); ++i) {
-      OP_REQUIRES(ctx, indices.shapes[i].dims() == 1,
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "indices[", i, "] misshapen: got ",
-                      indices.shapes[i].DebugString(),
-                      " but expected a vector")));
+      OP_REQUIRES_OK(ctx, CheckIndices(i, indices.shapes[i]));
     }
     const int n = averages_.values();
 
@@ -510,7 +504,7 @@ class ApplyXlaOp : public XlaOpKernel {
 class AveragingAssignXlaOp : public XlaOpKernel {
  public:
   explicit AveragingAssignXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, contract_.Init(ctx, *this));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx));
     sum_ = XlaType(contract_.sum_dtype());
   }
 
@@ -575,13 +569,12 @@ class AveragingAssignXlaOp : public XlaOpKernel {
 
   absl::Status ReadWeights(XlaOpKernelContext* ctx,
                            std::vector<XlaOp>* weights) const {
-    TF_RETURN_IF_ERROR(contract_.CheckWeights(ctx->InputShape("weights")));
     const std::optional<Tensor> known = Known(ctx, "weights");
+    TF_RETURN_IF_ERROR(contract_.CheckWeights(ctx->InputShape("weights"),
+                                              known ? &*known : nullptr));
     for (int s = 0; s < contract_.sources() + contract_.tensors(); ++s) {
       if (known) {
-        const double weight = known->vec<double>()(s);
-        TF_RETURN_IF_ERROR(contract_.CheckWeight(s, weight));
-        weights->push_back(Scalar(ctx, sum_, weight));
+        weights->push_back(Scalar(ctx, sum_, known->vec<double>()(s)));
       } else {
         weights->push_back(
             xla::ConvertElementType(Element(ctx->Input("weights"), s), sum_));

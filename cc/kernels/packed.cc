@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
@@ -81,19 +81,12 @@ class PackedOp : public OpKernel {
                                                : Variables::Access::kRead,
                                        &first));
     OP_REQUIRES_OK(ctx, variables.Lock());
-    int64_t elements = 0;
-    for (int i = 0; i < n_; ++i) {
-      OP_REQUIRES_OK(ctx, variables.CheckDtype(first + i, dtype_));
-      elements += variables.size(first + i);
-    }
+    int64_t elements;
+    OP_REQUIRES_OK(ctx, variables.CountElements(first, n_, dtype_, &elements));
     Tensor packed;
     if constexpr (kAssign) {
       packed = ctx->input(n_);
-      OP_REQUIRES(ctx, packed.dims() == 1 && packed.NumElements() == elements,
-                  absl::InvalidArgumentError(absl::StrCat(
-                      "packed misshapen: got ", packed.shape().DebugString(),
-                      " but expected [", elements, "] (the elements of all ",
-                      n_, " variables)")));
+      OP_REQUIRES_OK(ctx, CheckPacked(packed.shape(), n_, elements));
       OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
     } else {
       Tensor* output;

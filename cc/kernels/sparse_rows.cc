@@ -100,7 +100,7 @@ absl::Status SparseRows::Sort(OpKernelContext* ctx,
                               int variable) {
   const IntraOpThreads threads(ctx);
   const int64_t count = indices.NumElements();
-  const int64_t rows = variables.shape(variable).dim_size(0);
+  const int64_t rows = variables.known_shape(variable).dim_size(0);
   const std::string name = variables.Describe(variable);
   return indices.dtype() == tensorflow::DT_INT32
              ? Sort(threads, indices.flat<int32_t>().data(), count, i, rows,

@@ -7,9 +7,9 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "cc/kernels/contracts.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/threads.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 

@@ -19,6 +19,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -152,20 +153,6 @@ class Ticket : public tensorflow::ResourceBase {
   State state_ = State::kRefused;
 };
 
-absl::Status CheckStep(const Variables& variables, int step, const Tensor& t) {
-  if (t.dtype() != tensorflow::DT_INT32 && t.dtype() != tensorflow::DT_INT64) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(variables.Describe(step), " must be of dtype int32 or ",
-                     "int64, got ", tensorflow::DataTypeString(t.dtype())));
-  }
-  if (t.dims() != 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        variables.Describe(step), " misshapen: got ", t.shape().DebugString(),
-        " but expected [] (a scalar)"));
-  }
-  return absl::OkStatus();
-}
-
 int64_t ReadStep(const Tensor& t) {
   return t.dtype() == tensorflow::DT_INT32 ? t.scalar<int32_t>()()
                                            : t.scalar<int64_t>()();
@@ -186,11 +173,7 @@ absl::Status ReadScalar(OpKernelContext* ctx, const char* name,
                         int64_t* value) {
   const Tensor* t;
   TF_RETURN_IF_ERROR(ctx->input(name, &t));
-  if (t->dims() != 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(name, " misshapen: got ", t->shape().DebugString(),
-                     " but expected [] (a scalar)"));
-  }
+  TF_RETURN_IF_ERROR(CheckScalar(name, t->shape()));
   *value = t->scalar<int64_t>()();
   return absl::OkStatus();
 }
@@ -205,8 +188,8 @@ class StalenessRecordOp : public OpKernel {
     OP_REQUIRES_OK(ctx,
                    variables.Find("step", Variables::Access::kRead, &step));
     OP_REQUIRES_OK(ctx, variables.Lock());
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step));
     const Tensor& value = *variables.tensor(step);
-    OP_REQUIRES_OK(ctx, CheckStep(variables, step, value));
     Tensor *recorded, *in_flight;
     OP_REQUIRES_OK(ctx, ctx->allocate_output("recorded", {}, &recorded));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("in_flight", {}, &in_flight));
@@ -237,19 +220,8 @@ class StalenessGateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.Find("histogram", Variables::Access::kWrite,
                                        &histogram));
     OP_REQUIRES_OK(ctx, variables.Lock());
+    OP_REQUIRES_OK(ctx, CheckGate(variables, step, counter, histogram));
     const Tensor& value = *variables.tensor(step);
-    OP_REQUIRES_OK(ctx, CheckStep(variables, step, value));
-    OP_REQUIRES_OK(ctx, variables.CheckDtype(counter, tensorflow::DT_FLOAT));
-    OP_REQUIRES_OK(ctx, variables.CheckSameShape(counter, step));
-    OP_REQUIRES_OK(ctx, variables.CheckDtype(histogram, tensorflow::DT_INT64));
-    const tensorflow::TensorShape& shape =
-        variables.tensor(histogram)->shape();
-    OP_REQUIRES(ctx, shape.dims() == 2 && shape.dim_size(0) == 2 &&
-                         shape.dim_size(1) >= 1,
-                absl::InvalidArgumentError(absl::StrCat(
-                    variables.Describe(histogram), " misshapen: got ",
-                    shape.DebugString(), " but expected [2, B] with B >= 1 ",
-                    "(admitted and dropped, in B buckets)")));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
     Tensor *accept, *staleness, *handle;
@@ -273,7 +245,7 @@ class StalenessGateOp : public OpKernel {
     } else {
       variables.tensor(counter)->scalar<float>()() += 1;
     }
-    const int64_t buckets = shape.dim_size(1);
+    const int64_t buckets = variables.shape(histogram).dim_size(1);
     const int64_t bucket = std::clamp<int64_t>(stale, 0, buckets - 1);
     int64_t& count = variables.tensor(histogram)
                          ->matrix<int64_t>()(admitted ? 0 : 1, bucket);
@@ -293,10 +265,7 @@ class StalenessCompleteOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     const Tensor* handle;
     OP_REQUIRES_OK(ctx, ctx->input("ticket", &handle));
-    OP_REQUIRES(ctx, handle->dims() == 0,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "ticket misshapen: got ", handle->shape().DebugString(),
-                    " but expected [] (a scalar)")));
+    OP_REQUIRES_OK(ctx, CheckScalar("ticket", handle->shape()));
     tensorflow::core::RefCountPtr<Ticket> ticket;
     const absl::Status found = LookupResource(
         ctx, handle->scalar<tensorflow::ResourceHandle>()(), &ticket);
@@ -313,7 +282,7 @@ class StalenessCompleteOp : public OpKernel {
                                                : Variables::Access::kRead,
                             &step));
     OP_REQUIRES_OK(ctx, variables.Lock());
-    OP_REQUIRES_OK(ctx, CheckStep(variables, step, *variables.tensor(step)));
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step));
     UpdatesPtr updates;
     OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
     OP_REQUIRES(ctx, updates.get() == ticket->updates(),

@@ -288,19 +288,6 @@ absl::Status Variables::Copy(Entry& entry) {
   return absl::OkStatus();
 }
 
-absl::Status Variables::CheckShape(int variable,
-                                   const tensorflow::TensorShape& shape) {
-  Entry& entry = entries_[variable];
-  entry.made_shape = shape;
-  if (!entry.has_value) return absl::OkStatus();
-  TF_RETURN_IF_ERROR(CheckDtype(variable, *entry.made_of));
-  if (entry.tensor->shape() == shape) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(Describe(variable), " misshapen: got ",
-                   entry.tensor->shape().DebugString(), " but expected ",
-                   shape.DebugString()));
-}
-
 absl::Status Variables::MakeZeros(Entry& entry) {
   TF_RETURN_IF_ERROR(ctx_->allocate_temp(*entry.made_of, entry.made_shape,
                                          entry.tensor));

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cc/kernels/contracts.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_var.h"
@@ -96,9 +96,10 @@ class Variables final : public CheckedVariables {
 
   // Whether a variable has a value; false only for some of `FindOrMake`.
   bool has_value(int variable) const { return entries_[variable].has_value; }
-  // Checks, or for a variable without a value sets, the shape of a variable of
-  // `FindOrMake`.
-  absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
+  // Sets the shape that a variable of `FindOrMake` gets if it has no value.
+  void SetShape(int variable, const tensorflow::TensorShape& shape) {
+    entries_[variable].made_shape = shape;
+  }
 
   // Gives each written variable a buffer that no reader shares. Call it after
   // all checks: it is the first call with an effect on variables, though it
@@ -113,10 +114,20 @@ class Variables final : public CheckedVariables {
   // it; else it is the name of the op's input.
   std::string Describe(int variable) const override;
 
-  tensorflow::DataType dtype(int variable) const override {
+  tensorflow::DataType known_dtype(int variable) const override {
+    return entries_[variable].has_value ? dtype(variable)
+                                        : *entries_[variable].made_of;
+  }
+  const tensorflow::PartialTensorShape& known_shape(
+      int variable) const override {
+    static const auto& unknown = *new tensorflow::PartialTensorShape;
+    if (!entries_[variable].has_value) return unknown;
+    return shape(variable);
+  }
+  tensorflow::DataType dtype(int variable) const {
     return entries_[variable].tensor->dtype();
   }
-  const tensorflow::TensorShape& shape(int variable) const override {
+  const tensorflow::TensorShape& shape(int variable) const {
     return entries_[variable].tensor->shape();
   }
   tensorflow::Tensor* tensor(int variable) {

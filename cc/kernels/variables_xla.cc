@@ -18,19 +18,12 @@ absl::Status XlaVariables::FindOrMake(const char* list,
   return Find(list, Access::kWrite, dtype, first);
 }
 
-absl::Status XlaVariables::CheckShape(int variable,
-                                      const tensorflow::TensorShape& shape) {
+void XlaVariables::SetShape(int variable,
+                            const tensorflow::TensorShape& shape) {
   Entry& entry = entries_[variable];
-  if (!entry.resource->initialized()) {
-    entry.value = xla::Broadcast(xla::Zero(ctx_->builder(), type(variable)),
-                                 shape.dim_sizes());
-    return absl::OkStatus();
-  }
-  if (entry.resource->shape() == shape) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      Describe(variable), " misshapen: got ",
-      entry.resource->shape().DebugString(), " but expected ",
-      shape.DebugString()));
+  if (entry.resource->initialized()) return;
+  entry.value = xla::Broadcast(xla::Zero(ctx_->builder(), type(variable)),
+                               shape.dim_sizes());
 }
 
 absl::Status XlaVariables::Find(const char* list, Access access,
@@ -52,12 +45,7 @@ absl::Status XlaVariables::Find(const char* list, Access access,
     entry.made_of = made_of;
     const bool has_value = entry.resource->initialized();
     if (!has_value && !made_of) return NotInitialized(variable);
-    if (has_value && made_of && entry.resource->type() != *made_of) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          Describe(variable), " must be of dtype ",
-          tensorflow::DataTypeString(*made_of), ", got ",
-          tensorflow::DataTypeString(entry.resource->type())));
-    }
+    if (made_of) TF_RETURN_IF_ERROR(CheckDtype(variable, *made_of));
 
     const auto written = written_.find(entry.resource);
     if (written != written_.end()) {

@@ -11,7 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
-#include "cc/kernels/contracts.h"
+#include "cc/ops/contracts.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
 #include "tensorflow/compiler/tf2xla/xla_resource.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -34,17 +34,27 @@ class XlaVariables final : public CheckedVariables {
   absl::Status Find(const char* list, Access access, int* first);
 
   // The same for variables that may have no value: they become zeros of the
-  // shape in the call of CheckShape().
+  // shape in the call of SetShape().
   absl::Status FindOrMake(const char* list, tensorflow::DataType dtype,
                           int* first);
-  absl::Status CheckShape(int variable, const tensorflow::TensorShape& shape);
+  void SetShape(int variable, const tensorflow::TensorShape& shape);
 
   std::string Describe(int variable) const override;
-  tensorflow::DataType dtype(int variable) const override {
+  tensorflow::DataType known_dtype(int variable) const override {
     const Entry& entry = entries_[variable];
-    return entry.made_of ? *entry.made_of : entry.resource->type();
+    return entry.resource->initialized() ? entry.resource->type()
+                                         : *entry.made_of;
   }
-  const tensorflow::TensorShape& shape(int variable) const override {
+  const tensorflow::PartialTensorShape& known_shape(
+      int variable) const override {
+    static const auto& unknown = *new tensorflow::PartialTensorShape;
+    if (!entries_[variable].resource->initialized()) return unknown;
+    return shape(variable);
+  }
+  tensorflow::DataType dtype(int variable) const {
+    return known_dtype(variable);
+  }
+  const tensorflow::TensorShape& shape(int variable) const {
     return entries_[variable].resource->shape();
   }
   int Written(int variable) const override {

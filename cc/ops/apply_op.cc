@@ -1,98 +1,64 @@
 #include "cc/ops/apply_op.h"
 
-#include <cstdint>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "cc/ops/handle_shapes.h"
-#include "cc/ops/shadows.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 
 namespace wrapopt {
 namespace {
 
-using tensorflow::shape_inference::DimensionHandle;
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
-// Inputs in order: each state (N), grad (N), indices (N, sparse), the scalars
-// that are inputs, shadows (NK), decays, accept, log_decays (NL, sparse, not
-// ref).
 absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
                         bool ref) {
-  int n;
-  tensorflow::DataType dtype, grad_dtype;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("T", &dtype));
-  TF_RETURN_IF_ERROR(c->GetAttr("G", &grad_dtype));
-  if (!FitsLowPrecision(grad_dtype, dtype)) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "grad must be of dtype ", tensorflow::DataTypeString(dtype),
-        ", the variables', or float for half and bfloat16, got ",
-        tensorflow::DataTypeString(grad_dtype)));
+  ApplyContract contract;
+  ShadowContract averages;
+  TF_RETURN_IF_ERROR(contract.Init(c, rule));
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  TF_RETURN_IF_ERROR(contract.CheckLazy(averages, rule));
+  InferredInputs inputs(c, ref);
+  std::vector<int> states;
+  for (const std::string& state : contract.states()) {
+    TF_RETURN_IF_ERROR(
+        inputs.FindVariables(state.c_str(), "T", &states.emplace_back()));
   }
-  const std::vector<std::string> states = absl::StrSplit(rule.states, ' ');
-  int input = 0;
-  for (const std::string& state : states) {
-    for (int i = 0; i < n; ++i, ++input) {
-      const std::string subject = absl::StrCat(state, "[", i, "]");
-      if (!ref) {
-        TF_RETURN_IF_ERROR(CheckVariableDtype(c, input, subject, dtype));
-      }
-      TF_RETURN_IF_ERROR(CheckSameShape(c, ref, input, subject, i,
-                                        absl::StrCat("var[", i, "]")));
-    }
-  }
-  for (int i = 0; i < n; ++i, ++input) {
-    const ShapeHandle var = VariableShape(c, i, ref);
-    ShapeHandle expected = var;
-    if (sparse) {
-      TF_RETURN_IF_ERROR(CheckIndices(c, i, input + n, var, "var"));
-      if (!c->RankKnown(var)) continue;
-      TF_RETURN_IF_ERROR(
-          c->ReplaceDim(var, 0, c->Dim(c->input(input + n), 0), &expected));
-    }
-    ShapeHandle merged;
-    if (!c->Merge(c->input(input), expected, &merged).ok()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("grad[", i, "] misshapen: got ",
-                       c->DebugString(c->input(input)), " but expected ",
-                       c->DebugString(expected),
-                       sparse ? " (a row for each index)" : " (the shape of ",
-                       sparse ? "" : absl::StrCat("var[", i, "])")));
-    }
-  }
-  if (sparse) input += n;
-  for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    if (absl::EndsWith(name, "?")) continue;
-    ShapeHandle scalar;
-    if (!c->WithRank(c->input(input), 0, &scalar).ok()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat(name, " misshapen: got ",
-                       c->DebugString(c->input(input)),
-                       " but expected [] (a scalar)"));
-    }
-    ++input;
+  std::vector<PartialTensorShape> grads, indices;
+  TF_RETURN_IF_ERROR(inputs.FindTensors("grad", &grads));
+  if (sparse) TF_RETURN_IF_ERROR(inputs.FindTensors("indices", &indices));
+  for (const ApplyContract::Scalar& scalar : contract.scalars()) {
+    if (scalar.is_attribute) continue;
+    TF_RETURN_IF_ERROR(inputs.FindScalar(scalar.name.c_str()));
   }
   int shadows;
-  TF_RETURN_IF_ERROR(c->GetAttr("NK", &shadows));
-  TF_RETURN_IF_ERROR(
-      CheckShadows(c, ref, input, /*values=*/0, "var", input + shadows));
-  ShapeHandle accept;
-  if (!c->WithRank(c->input(input + shadows + 1), 0, &accept).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "accept misshapen: got ",
-        c->DebugString(c->input(input + shadows + 1)),
-        " but expected [] (a scalar)"));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("shadows", "S", &shadows));
+  TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("accept"));
+
+  const int var = states[0];
+  TF_RETURN_IF_ERROR(averages.Check(inputs, shadows, var));
+  if (averages.lazy()) {
+    int log_decays;
+    TF_RETURN_IF_ERROR(
+        inputs.FindVariables("log_decays", nullptr, &log_decays));
+    TF_RETURN_IF_ERROR(averages.CheckLogDecays(inputs, log_decays, var));
   }
-  return sparse && !ref ? CheckLogDecays(c, /*values=*/0, input + shadows + 2)
-                        : absl::OkStatus();
+  TF_RETURN_IF_ERROR(contract.CheckStates(inputs, states));
+  for (int i = 0; i < contract.variables(); ++i) {
+    TF_RETURN_IF_ERROR(
+        sparse ? contract.CheckRows(inputs, var + i, i, grads[i], indices[i])
+               : inputs.CheckSameShape(grads[i], "grad", i, var + i));
+  }
+  return absl::OkStatus();
 }
 
 constexpr char kDoc[] = R"doc(

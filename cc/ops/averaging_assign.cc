@@ -1,117 +1,43 @@
-#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
-#include "cc/ops/shadows.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 namespace {
 
-using tensorflow::DataType;
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
-absl::Status CountRows(const char* list, int count, int n, int* rows) {
-  *rows = count / n;
-  if (count % n == 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(list, " must be rows of N = ", n, ", got ", count));
-}
-
-// A dtype must be the op's, or float if that is half or bfloat16, or unknown.
-absl::Status CheckDtype(const std::string& subject, DataType got,
-                        DataType dtype) {
-  if (got == tensorflow::DT_INVALID || FitsLowPrecision(got, dtype)) {
-    return absl::OkStatus();
-  }
-  const bool low = dtype != tensorflow::DT_FLOAT &&
-                   FitsLowPrecision(tensorflow::DT_FLOAT, dtype);
-  return absl::InvalidArgumentError(absl::StrCat(
-      subject, " must be of dtype ", tensorflow::DataTypeString(dtype),
-      ", the op's", low ? ", or float" : "", ", got ",
-      tensorflow::DataTypeString(got)));
-}
-
-// Inputs in order: targets, sources, tensors, weights, rate.
 absl::Status AveragingAssignShape(InferenceContext* c, bool ref) {
-  int n;
-  DataType dtype;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("T", &dtype));
-  std::vector<DataType> target_dtypes, source_dtypes, tensor_dtypes;
+  AveragingAssignContract contract;
+  TF_RETURN_IF_ERROR(contract.Init(c));
+  InferredInputs inputs(c, ref);
   int targets, sources;
-  TF_RETURN_IF_ERROR(c->GetAttr("V", &tensor_dtypes));
-  if (ref) {
-    TF_RETURN_IF_ERROR(c->GetAttr("TT", &target_dtypes));
-    TF_RETURN_IF_ERROR(c->GetAttr("ST", &source_dtypes));
-    targets = target_dtypes.size();
-    sources = source_dtypes.size();
-  } else {
-    TF_RETURN_IF_ERROR(c->GetAttr("NT", &targets));
-    TF_RETURN_IF_ERROR(c->GetAttr("NS", &sources));
-    for (int i = 0; i < targets; ++i) {
-      target_dtypes.push_back(VariableDtype(c, i));
-    }
-    for (int i = 0; i < sources; ++i) {
-      source_dtypes.push_back(VariableDtype(c, targets + i));
-    }
+  TF_RETURN_IF_ERROR(inputs.FindVariables("targets", "TT", &targets));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("sources", "ST", &sources));
+  std::vector<PartialTensorShape> tensors;
+  TF_RETURN_IF_ERROR(inputs.FindTensors("tensors", &tensors));
+  PartialTensorShape weights;
+  TF_RETURN_IF_ERROR(inputs.FindTensor("weights", &weights));
+  TF_RETURN_IF_ERROR(contract.CheckWeights(weights, inputs.Constant()));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("rate"));
+  if (const tensorflow::Tensor* rate = inputs.Constant(); rate != nullptr) {
+    TF_RETURN_IF_ERROR(contract.CheckRate(rate->scalar<double>()()));
   }
-  const int tensors = tensor_dtypes.size();
-  int target_rows, source_rows, tensor_rows;
-  TF_RETURN_IF_ERROR(CountRows("targets", targets, n, &target_rows));
-  TF_RETURN_IF_ERROR(CountRows("sources", sources, n, &source_rows));
-  TF_RETURN_IF_ERROR(CountRows("tensors", tensors, n, &tensor_rows));
-  if (target_rows == 0 || source_rows + tensor_rows == 0) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "each variable must have a target and a source, got ", target_rows,
-        " targets and ", source_rows + tensor_rows, " sources"));
-  }
-
-  auto check_variables = [&](const char* list, int first,
-                             const std::vector<DataType>& dtypes)
-      -> absl::Status {
-    for (int i = 0; i < static_cast<int>(dtypes.size()); ++i) {
-      const std::string subject = absl::StrCat(list, "[", i, "]");
-      TF_RETURN_IF_ERROR(CheckDtype(subject, dtypes[i], dtype));
-      TF_RETURN_IF_ERROR(CheckSameShape(c, ref, first + i, subject, i % n,
-                                        absl::StrCat("targets[", i % n, "]")));
-    }
-    return absl::OkStatus();
-  };
-  TF_RETURN_IF_ERROR(check_variables("targets", 0, target_dtypes));
-  TF_RETURN_IF_ERROR(check_variables("sources", targets, source_dtypes));
-  for (int i = 0; i < tensors; ++i) {
-    const std::string subject = absl::StrCat("tensors[", i, "]");
-    TF_RETURN_IF_ERROR(CheckDtype(subject, tensor_dtypes[i], dtype));
-    const ShapeHandle got = c->input(targets + sources + i);
-    const ShapeHandle expected = VariableShape(c, i % n, ref);
-    ShapeHandle merged;
-    if (!c->Merge(got, expected, &merged).ok()) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          subject, " misshapen: got ", c->DebugString(got), " but expected ",
-          c->DebugString(expected), " (the shape of targets[", i % n, "])"));
-    }
-  }
-
-  const ShapeHandle weights = c->input(targets + sources + tensors);
-  ShapeHandle vector;
-  if (!c->WithRank(weights, 1, &vector).ok() ||
-      !c->Merge(vector, c->Vector(source_rows + tensor_rows), &vector).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "weights misshapen: got ", c->DebugString(weights), " but expected [",
-        source_rows + tensor_rows, "] (one weight for each source)"));
-  }
-  const ShapeHandle rate = c->input(targets + sources + tensors + 1);
-  ShapeHandle scalar;
-  if (!c->WithRank(rate, 0, &scalar).ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rate misshapen: got ", c->DebugString(rate),
-                     " but expected [] (a scalar)"));
+  TF_RETURN_IF_ERROR(contract.CheckVariables(inputs, targets, sources));
+  std::vector<tensorflow::DataType> dtypes;
+  TF_RETURN_IF_ERROR(c->GetAttr("V", &dtypes));
+  for (size_t p = 0; p < tensors.size(); ++p) {
+    TF_RETURN_IF_ERROR(contract.CheckTensor(
+        inputs, targets, p, dtypes[p], dtypes[p - p % contract.variables()],
+        tensors[p]));
   }
   return absl::OkStatus();
 }

@@ -1,28 +1,34 @@
-#include <string>
-#include <vector>
+#include <cstdint>
+#include <initializer_list>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 namespace {
 
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
-absl::Status CheckScalar(InferenceContext* c, const char* name) {
-  std::vector<ShapeHandle> shape;
-  TF_RETURN_IF_ERROR(c->input(name, &shape));
-  ShapeHandle scalar;
-  if (c->WithRank(shape[0], 0, &scalar).ok()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " misshapen: got ", c->DebugString(shape[0]),
-                   " but expected [] (a scalar)"));
+absl::Status FindScalars(InferredInputs* inputs,
+                         std::initializer_list<const char*> names) {
+  for (const char* name : names) {
+    TF_RETURN_IF_ERROR(inputs->FindScalar(name));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status FindTimeout(InferredInputs* inputs) {
+  TF_RETURN_IF_ERROR(inputs->FindScalar("timeout_secs"));
+  const tensorflow::Tensor* value = inputs->Constant();
+  return value == nullptr ? absl::OkStatus()
+                          : CheckTimeout(value->scalar<double>()());
 }
 
 absl::Status RoundsShape(InferenceContext* c) {
@@ -31,58 +37,45 @@ absl::Status RoundsShape(InferenceContext* c) {
 }
 
 absl::Status PushShape(InferenceContext* c) {
-  for (const char* name : {"rounds", "worker", "round"}) {
-    TF_RETURN_IF_ERROR(CheckScalar(c, name));
-  }
+  InferredInputs inputs(c);
   c->set_output(0, c->Scalar());
-  return absl::OkStatus();
+  return FindScalars(&inputs, {"rounds", "worker", "round"});
 }
 
 absl::Status GatherShape(InferenceContext* c) {
-  for (const char* name : {"rounds", "round", "min_workers", "timeout_secs"}) {
-    TF_RETURN_IF_ERROR(CheckScalar(c, name));
-  }
+  InferredInputs inputs(c);
   c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-  return absl::OkStatus();
+  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round", "min_workers"}));
+  return FindTimeout(&inputs);
 }
 
-// Inputs in order: rounds, round, workers, centers.
 template <bool kRef>
 absl::Status MeanShape(InferenceContext* c) {
-  for (const char* name : {"rounds", "round"}) {
-    TF_RETURN_IF_ERROR(CheckScalar(c, name));
-  }
-  constexpr int kWorkers = 2, kCenters = 3;
-  ShapeHandle vector;
-  if (!c->WithRank(c->input(kWorkers), 1, &vector).ok()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "workers misshapen: got ", c->DebugString(c->input(kWorkers)),
-        " but expected [M] (names of workers)"));
-  }
-  if (kRef) return absl::OkStatus();
+  InferredInputs inputs(c, kRef);
+  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round"}));
+  tensorflow::PartialTensorShape workers;
+  TF_RETURN_IF_ERROR(inputs.FindTensor("workers", &workers));
+  TF_RETURN_IF_ERROR(CheckWorkers(workers));
+  int n, centers;
   tensorflow::DataType dtype;
+  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
   TF_RETURN_IF_ERROR(c->GetAttr("T", &dtype));
-  for (int i = kCenters; i < c->num_inputs(); ++i) {
-    TF_RETURN_IF_ERROR(CheckVariableDtype(
-        c, i, absl::StrCat("centers[", i - kCenters, "]"), dtype));
-  }
-  return absl::OkStatus();
+  TF_RETURN_IF_ERROR(inputs.FindVariables("centers", "T", &centers));
+  int64_t elements;
+  return inputs.CountElements(centers, n, dtype, &elements);
 }
 
 absl::Status NextShape(InferenceContext* c) {
-  for (const char* name : {"rounds", "round"}) {
-    TF_RETURN_IF_ERROR(CheckScalar(c, name));
-  }
+  InferredInputs inputs(c);
   c->set_output(0, c->Scalar());
-  return absl::OkStatus();
+  return FindScalars(&inputs, {"rounds", "round"});
 }
 
 absl::Status WaitShape(InferenceContext* c) {
-  for (const char* name : {"rounds", "round", "timeout_secs"}) {
-    TF_RETURN_IF_ERROR(CheckScalar(c, name));
-  }
+  InferredInputs inputs(c);
   c->set_output(0, c->Scalar());
-  return absl::OkStatus();
+  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round"}));
+  return FindTimeout(&inputs);
 }
 
 constexpr char kMeanDoc[] = R"doc(

@@ -3,47 +3,42 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "cc/ops/apply_op.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 
 namespace wrapopt {
 namespace {
 
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
-// The input must be a vector of `size` elements.
-absl::Status CheckVector(InferenceContext* c, const char* name, int64_t size,
-                         const char* of) {
-  std::vector<ShapeHandle> input;
-  TF_RETURN_IF_ERROR(c->input(name, &input));
-  ShapeHandle merged;
-  if (c->Merge(input[0], c->Vector(size), &merged).ok()) {
-    return absl::OkStatus();
-  }
-  return absl::InvalidArgumentError(
-      absl::StrCat(name, " misshapen: got ", c->DebugString(input[0]),
-                   " but expected [", size, "] (", of, ")"));
-}
 
 absl::Status BundleShape(InferenceContext* c) {
   c->set_output(0, c->Vector(c->num_inputs()));
   return absl::OkStatus();
 }
 
-// `lists` is the number of lists of N handles, without the shadows. The kernel
-// checks the variables.
-absl::Status CheckBundle(InferenceContext* c, int64_t lists) {
-  int n, nk;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
-  TF_RETURN_IF_ERROR(
-      CheckVector(c, "handles", lists * n + nk, "one for each variable"));
-  return CheckVector(c, "decays", nk / n,
-                     "one decay for each shadow of a value");
+// `lists` is the number of lists of N handles beside the shadows. Dtypes and
+// shapes of the variables are known when the op runs.
+absl::Status FindHandles(InferredInputs* inputs, const ShadowContract& averages,
+                         int lists) {
+  PartialTensorShape handles;
+  TF_RETURN_IF_ERROR(inputs->FindTensor("handles", &handles));
+  const int64_t count = averages.values() * (lists + averages.per_value());
+  return CheckShape("handles", handles, PartialTensorShape({count}),
+                    "one for each variable");
+}
+
+absl::Status EmaUpdateBundleShape(InferenceContext* c) {
+  ShadowContract averages;
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  InferredInputs inputs(c);
+  TF_RETURN_IF_ERROR(FindHandles(&inputs, averages, /*lists=*/1));
+  return inputs.FindDecays(averages);
 }
 
 absl::Status ApplyBundleShape(InferenceContext* c) {
@@ -51,17 +46,20 @@ absl::Status ApplyBundleShape(InferenceContext* c) {
   const RuleInfo* rule;
   TF_RETURN_IF_ERROR(c->GetAttr("rule", &name));
   TF_RETURN_IF_ERROR(FindUpdate(name, &rule));
-  TF_RETURN_IF_ERROR(CheckBundle(c, CountNames(rule->states)));
+  ApplyContract contract;
+  ShadowContract averages;
   TF_RETURN_IF_ERROR(
-      CheckVector(c, "scalars", CountNames(rule->scalars),
-                  "the rule's scalars"));
-  std::vector<ShapeHandle> accept;
-  TF_RETURN_IF_ERROR(c->input("accept", &accept));
-  ShapeHandle scalar;
-  if (c->WithRank(accept[0], 0, &scalar).ok()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("accept misshapen: got ", c->DebugString(accept[0]),
-                   " but expected [] (a scalar)"));
+      contract.Init(c, *rule, ApplyContract::Scalars::kVector));
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  InferredInputs inputs(c);
+  TF_RETURN_IF_ERROR(FindHandles(&inputs, averages, contract.states().size()));
+  std::vector<PartialTensorShape> grads;
+  TF_RETURN_IF_ERROR(inputs.FindTensors("grad", &grads));
+  PartialTensorShape scalars;
+  TF_RETURN_IF_ERROR(inputs.FindTensor("scalars", &scalars));
+  TF_RETURN_IF_ERROR(contract.CheckScalars(scalars));
+  TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
+  return inputs.FindScalar("accept");
 }
 
 }  // namespace
@@ -121,7 +119,7 @@ REGISTER_OP("Wrapopt>EmaUpdateBundle")
     .Attr("T: {half, bfloat16, float, double}")
     .Attr("S: {half, bfloat16, float, double}")
     .SetIsStateful()
-    .SetShapeFn([](InferenceContext* c) { return CheckBundle(c, 1); })
+    .SetShapeFn(EmaUpdateBundleShape)
     .Doc(R"doc(
 Wrapopt>EmaUpdate for variables in a bundle.
 

@@ -1,5 +1,6 @@
 #include "absl/status/status.h"
-#include "cc/ops/shadows.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -8,12 +9,15 @@ namespace {
 
 using tensorflow::shape_inference::InferenceContext;
 
-// Inputs in order: shadows (NK), values (N), decays.
 absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
-  int n, nk;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
-  return CheckShadows(c, ref, /*shadows=*/0, /*values=*/nk, "values", nk + n);
+  ShadowContract averages;
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  InferredInputs inputs(c, ref);
+  int shadows, values;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("shadows", "S", &shadows));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("values", "T", &values));
+  TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
+  return averages.Check(inputs, shadows, values);
 }
 
 constexpr char kDoc[] = R"doc(

@@ -1,6 +1,6 @@
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -11,15 +11,12 @@ using tensorflow::shape_inference::InferenceContext;
 
 template <bool kRef>
 absl::Status ExchangeShape(InferenceContext* c) {
-  const int n = c->num_inputs() / 2;
-  for (int i = 0; i < n; ++i) {
-    const std::string a = absl::StrCat("a[", i, "]");
-    const std::string b = absl::StrCat("b[", i, "]");
-    TF_RETURN_IF_ERROR(CheckSameShape(c, kRef, n + i, b, i, a));
-    if (VariableDtype(c, i) != tensorflow::DT_INVALID) {
-      TF_RETURN_IF_ERROR(
-          CheckVariableDtype(c, n + i, b, VariableDtype(c, i)));
-    }
+  InferredInputs inputs(c, kRef);
+  int a, b;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("a", "T", &a));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("b", "T", &b));
+  for (int i = 0; i < b - a; ++i) {
+    TF_RETURN_IF_ERROR(CheckExchange(inputs, a + i, b + i));
   }
   return absl::OkStatus();
 }

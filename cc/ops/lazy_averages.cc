@@ -1,42 +1,34 @@
 // The ops of averages of which a step moves the rows that it touches.
-#include <string>
+#include <vector>
 
 #include "absl/status/status.h"
-#include "cc/ops/handle_shapes.h"
-#include "cc/ops/shadows.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 
 namespace wrapopt {
 namespace {
 
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
 
-// Inputs in order: shadows (NK), values (N), log_decays (NL), indices (NI), and
-// of an op that has them, decays.
-absl::Status Shape(InferenceContext* c, int indices_count, bool has_decays) {
-  int n, nk, nl;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("NK", &nk));
-  TF_RETURN_IF_ERROR(c->GetAttr("NL", &nl));
-  const int log_decays = nk + n, indices = log_decays + nl;
-  TF_RETURN_IF_ERROR(CheckShadows(c, /*ref=*/false, /*shadows=*/0,
-                                  /*values=*/nk, "values",
-                                  has_decays ? indices + indices_count : -1));
-  TF_RETURN_IF_ERROR(CheckLogDecays(c, /*values=*/nk, log_decays));
-  if (nl == 0) {
-    return absl::InvalidArgumentError(
-        "log_decays must be one for each shadow, got none");
-  }
-  if (indices_count != 0 && indices_count != n) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("indices must be none or one vector for each of the ", n,
-                     " values, got ", indices_count));
-  }
-  for (int i = 0; i < indices_count; ++i) {
-    TF_RETURN_IF_ERROR(CheckIndices(c, i, indices + i,
-                                    VariableShape(c, nk + i, false),
-                                    "values"));
+absl::Status Shape(InferenceContext* c, bool has_decays) {
+  ShadowContract averages;
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  InferredInputs inputs(c);
+  int shadows, values, log_decays;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("shadows", nullptr, &shadows));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("values", nullptr, &values));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("log_decays", nullptr, &log_decays));
+  std::vector<PartialTensorShape> indices;
+  TF_RETURN_IF_ERROR(inputs.FindTensors("indices", &indices));
+  if (has_decays) TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
+  TF_RETURN_IF_ERROR(averages.Check(inputs, shadows, values));
+  TF_RETURN_IF_ERROR(averages.CheckLogDecays(inputs, log_decays, values));
+  for (size_t i = 0; i < indices.size(); ++i) {
+    TF_RETURN_IF_ERROR(CheckIndices(i, indices[i]));
   }
   return absl::OkStatus();
 }
@@ -57,9 +49,7 @@ REGISTER_OP("Wrapopt>CatchUp")
     .Attr("I: {int32, int64} = DT_INT64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      int indices;
-      TF_RETURN_IF_ERROR(c->GetAttr("NI", &indices));
-      return Shape(c, indices, /*has_decays=*/false);
+      return Shape(c, /*has_decays=*/false);
     })
     .Doc(R"doc(
 Brings averages up to date of which steps have moved some rows only.
@@ -102,9 +92,7 @@ REGISTER_OP("Wrapopt>SparseEmaUpdate")
     .Attr("I: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
-      int n;
-      TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-      return Shape(c, n, /*has_decays=*/true);
+      return Shape(c, /*has_decays=*/true);
     })
     .Doc(R"doc(
 Updates averages of variables after a step that has changed some of their rows.

@@ -1,58 +1,48 @@
-#include <string>
+#include <cstdint>
 
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 namespace {
 
-using tensorflow::shape_inference::DimensionHandle;
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
 
-// The number of elements of all variables, which are the first inputs, if
-// known.
-template <bool kRef>
-absl::Status CountElements(InferenceContext* c, DimensionHandle* elements) {
-  int n;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
+// The number of variables, and the elements of all, -1 if that is not known.
+absl::Status CountElements(InferenceContext* c, InferredInputs* inputs,
+                           int* count, int64_t* elements) {
+  int first;
   tensorflow::DataType dtype;
+  TF_RETURN_IF_ERROR(c->GetAttr("N", count));
   TF_RETURN_IF_ERROR(c->GetAttr("T", &dtype));
-  *elements = c->MakeDim(0);
-  for (int i = 0; i < n; ++i) {
-    if (!kRef) {
-      TF_RETURN_IF_ERROR(CheckVariableDtype(
-          c, i, absl::StrCat("variables[", i, "]"), dtype));
-    }
-    TF_RETURN_IF_ERROR(
-        c->Add(*elements, c->NumElements(VariableShape(c, i, kRef)), elements));
-  }
-  return absl::OkStatus();
+  TF_RETURN_IF_ERROR(inputs->FindVariables("variables", "T", &first));
+  return inputs->CountElements(first, *count, dtype, elements);
 }
 
 template <bool kRef>
 absl::Status ReadShape(InferenceContext* c) {
-  DimensionHandle elements;
-  TF_RETURN_IF_ERROR(CountElements<kRef>(c, &elements));
+  InferredInputs inputs(c, kRef);
+  int count;
+  int64_t elements;
+  TF_RETURN_IF_ERROR(CountElements(c, &inputs, &count, &elements));
   c->set_output(0, c->Vector(elements));
   return absl::OkStatus();
 }
 
 template <bool kRef>
 absl::Status AssignShape(InferenceContext* c) {
-  DimensionHandle elements;
-  TF_RETURN_IF_ERROR(CountElements<kRef>(c, &elements));
-  const ShapeHandle got = c->input(c->num_inputs() - 1);
-  const ShapeHandle expected = c->Vector(elements);
-  ShapeHandle merged;
-  if (c->Merge(got, expected, &merged).ok()) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "packed misshapen: got ", c->DebugString(got), " but expected ",
-      c->DebugString(expected), " (the elements of all variables)"));
+  InferredInputs inputs(c, kRef);
+  int count;
+  int64_t elements;
+  TF_RETURN_IF_ERROR(CountElements(c, &inputs, &count, &elements));
+  tensorflow::PartialTensorShape packed;
+  TF_RETURN_IF_ERROR(inputs.FindTensor("packed", &packed));
+  return CheckPacked(packed, count, elements);
 }
 
 constexpr char kReadDoc[] = R"doc(

@@ -1,80 +1,45 @@
-#include <string>
-
 #include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
-#include "cc/ops/handle_shapes.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
-#include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 namespace {
 
 using tensorflow::shape_inference::InferenceContext;
-using tensorflow::shape_inference::ShapeHandle;
-
-absl::Status CheckScalar(InferenceContext* c, ShapeHandle shape,
-                         const std::string& subject) {
-  ShapeHandle scalar;
-  if (c->WithRank(shape, 0, &scalar).ok()) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat(subject, " misshapen: got ", c->DebugString(shape),
-                   " but expected [] (a scalar)"));
-}
-
-// For a ref variable, the attribute T restricts the step's dtype.
-absl::Status CheckStep(InferenceContext* c, int step, bool ref) {
-  const tensorflow::DataType dtype =
-      ref ? tensorflow::DT_INVALID : VariableDtype(c, step);
-  if (dtype != tensorflow::DT_INVALID && dtype != tensorflow::DT_INT32 &&
-      dtype != tensorflow::DT_INT64) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("step must be of dtype int32 or int64, got ",
-                     tensorflow::DataTypeString(dtype)));
-  }
-  return CheckScalar(c, VariableShape(c, step, ref), "step");
-}
 
 template <bool kRef>
 absl::Status RecordShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckStep(c, 0, kRef));
+  InferredInputs inputs(c, kRef);
+  int step;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
   c->set_output(0, c->Scalar());
   c->set_output(1, c->Scalar());
-  return absl::OkStatus();
+  return CheckStep(inputs, step);
 }
 
-// Inputs in order: step, stale_counter, histogram, recorded, limit.
 template <bool kRef>
 absl::Status GateShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckStep(c, 0, kRef));
-  if (!kRef) {
-    TF_RETURN_IF_ERROR(
-        CheckVariableDtype(c, 1, "stale_counter", tensorflow::DT_FLOAT));
-    TF_RETURN_IF_ERROR(
-        CheckVariableDtype(c, 2, "histogram", tensorflow::DT_INT64));
-  }
-  TF_RETURN_IF_ERROR(CheckScalar(c, VariableShape(c, 1, kRef),
-                                 "stale_counter"));
-  const ShapeHandle histogram = VariableShape(c, 2, kRef);
-  ShapeHandle merged;
-  if (!c->Merge(histogram, c->Matrix(2, c->UnknownDim()), &merged).ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("histogram misshapen: got ", c->DebugString(histogram),
-                     " but expected [2, B] with B >= 1 (admitted and dropped, "
-                     "in B buckets)"));
-  }
-  TF_RETURN_IF_ERROR(CheckScalar(c, c->input(3), "recorded"));
-  TF_RETURN_IF_ERROR(CheckScalar(c, c->input(4), "limit"));
+  InferredInputs inputs(c, kRef);
+  int step, counter, histogram;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("stale_counter", nullptr, &counter));
+  TF_RETURN_IF_ERROR(inputs.FindVariables("histogram", nullptr, &histogram));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("recorded"));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("limit"));
   for (int i = 0; i < 3; ++i) c->set_output(i, c->Scalar());
-  return absl::OkStatus();
+  return CheckGate(inputs, step, counter, histogram);
 }
 
-// Inputs in order: ticket, step.
 template <bool kRef>
 absl::Status CompleteShape(InferenceContext* c) {
-  TF_RETURN_IF_ERROR(CheckScalar(c, c->input(0), "ticket"));
-  return CheckStep(c, 1, kRef);
+  InferredInputs inputs(c, kRef);
+  TF_RETURN_IF_ERROR(inputs.FindScalar("ticket"));
+  int step;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
+  return CheckStep(inputs, step);
 }
 
 constexpr char kRecordDoc[] = R"doc(

@@ -2,7 +2,6 @@
 
 import collections
 from collections.abc import Sequence
-import math
 import numbers
 from typing import Any, Optional
 
@@ -78,10 +77,10 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
   Raises:
     TypeError: If `targets` are not variables, or dtypes or kinds of variables
       do not match.
-    ValueError: If numbers of variables, of weights or shapes do not match, a
-      number is out of range, one target is named twice, or a target is a source
-      of another variable's mean.
-    tf.errors.InvalidArgumentError: When it runs: a weight or rate tensor out of
+    ValueError: If numbers of variables, of weights or shapes do not match, one
+      target is named twice, or a target is a source of another variable's mean;
+      in a graph, if a weight or rate that is a constant is out of range.
+    tf.errors.InvalidArgumentError: When it runs: a weight or rate is out of
       range or NaN, or a rule is broken that could not be checked before.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
@@ -106,9 +105,6 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
     sources = [(subject, _convert_sources(subject, row, targets[0][1]))
                for subject, row in sources]
     weights = _check_weights(weights, len(sources))
-    if isinstance(rate, numbers.Real) and not 0 <= float(rate) <= 1:
-      raise ValueError(f"`rate` must be in [0, 1], got {rate}.")
-
     _check_targets(targets, sources)
     groups = collections.defaultdict(list)
     for i, first in enumerate(targets[0][1]):
@@ -226,13 +222,10 @@ def _check_mixed_dtype(subject, x, dtype):
 
 
 def _check_weights(weights, count):
-  """`weights` as a list of `count` or as one vector, checked."""
+  """`weights` as a list of `count` or as one vector."""
   if weights is None:
     return [1 / count] * count
   if isinstance(weights, tf.Variable) or tf.is_tensor(weights):
-    if not weights.shape.is_compatible_with([count]):
-      raise ValueError(f"`weights` misshapen: got {weights.shape} but expected "
-                       f"({count},) (one weight for each source).")
     return weights
   if isinstance(weights, numbers.Real):
     raise TypeError("`weights` must be a sequence, one weight for each source, "
@@ -241,9 +234,6 @@ def _check_weights(weights, count):
   if len(weights) != count:
     raise ValueError(f"`weights` must hold one weight for each of the {count} "
                      f"sources, got {len(weights)}.")
-  for s, weight in enumerate(weights):
-    if isinstance(weight, numbers.Real) and not math.isfinite(weight):
-      raise ValueError(f"`weights[{s}]` must be finite, got {weight}.")
   return weights
 
 

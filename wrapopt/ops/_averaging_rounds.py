@@ -1,7 +1,6 @@
 """The parameter server's side of model averaging."""
 
 from collections.abc import Sequence
-import numbers
 from typing import Optional, Union
 
 import tensorflow as tf
@@ -71,16 +70,15 @@ def averaging_rounds(num_workers: int, shared_name: str, container: str = "",
     Each graph needs one of its own.
 
   Raises:
-    ValueError: If `num_workers` is less than 1, or `shared_name` is empty.
+    ValueError: If `shared_name` is empty, or in a graph, if `num_workers` is
+      less than 1.
     tf.errors.InvalidArgumentError: When it runs: the rounds of this name have
-      another `num_workers`.
+      another `num_workers`, or it is less than 1.
 
   Reference: the accumulators and the token queue of
   `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15. There, a round may
   count values of another round, and a worker may wait for ever.
   """
-  if num_workers < 1:
-    raise ValueError(f"`num_workers` must be at least 1, got {num_workers}.")
   if not shared_name:
     raise ValueError("`shared_name` must name the rounds, got an empty string.")
   return _raw.wrapopt_averaging_rounds(
@@ -164,7 +162,8 @@ def averaging_gather(rounds: Tensor, round: Integer, min_workers: Integer,  # py
     make up the round, `min_workers` <= M <= `num_workers`.
 
   Raises:
-    ValueError: If `timeout_secs` is a number, but not greater than 0.
+    ValueError: In a graph: `timeout_secs` is a constant, and not greater than
+      0.
     tf.errors.InvalidArgumentError: When it runs: an argument is out of range.
     tf.errors.DeadlineExceededError: When it runs: too few workers pushed in
       time.
@@ -176,7 +175,7 @@ def averaging_gather(rounds: Tensor, round: Integer, min_workers: Integer,  # py
   """
   with _emit.device_of(rounds):
     return _raw.wrapopt_averaging_gather(
-        rounds, int64(round), int64(min_workers), _timeout(timeout_secs),
+        rounds, int64(round), int64(min_workers), float64(timeout_secs),
         name=name)
 
 
@@ -212,10 +211,12 @@ def averaging_mean(rounds: Tensor, round: Integer, workers: Tensor,  # pylint: d
     As `ema_update`.
 
   Raises:
-    TypeError: If `centers` are not variables of one such dtype, or some are ref
-      variables and some are not.
-    ValueError: If they are on different devices, or `value` is negative.
-    tf.errors.InvalidArgumentError: When it runs: a value is of another dtype or
+    TypeError: If `centers` are not variables, the first is not of such a dtype,
+      or some are ref variables and some are not.
+    ValueError: If they are on different devices; in a graph, if they are of
+      different dtypes or `value` is negative.
+    tf.errors.InvalidArgumentError: When it runs: centers are of different
+      dtypes or `value` is negative; a value is of another dtype or
       size, or a worker has no value of this number; `workers` is empty, or
       holds a name twice; a center is named twice.
     tf.errors.FailedPreconditionError: When it runs: another round is open, a
@@ -225,8 +226,6 @@ def averaging_mean(rounds: Tensor, round: Integer, workers: Tensor,  # pylint: d
   first = centers[0]
   _check.dtype("centers[0]", first, _check.FLOATS)
   _check.alike("centers", centers, "Each device has rounds of its own.")
-  if value < 0:
-    raise ValueError(f"`value` must be at least 0, got {value}.")
   with _emit.device_of(first):
     arguments = {"rounds": rounds, "round": int64(round), "workers": workers,
                  "value": value, "name": name}
@@ -286,20 +285,13 @@ def averaging_wait(rounds: Tensor, round: Integer, timeout_secs: Float,  # pylin
     A scalar int64 tensor: the number of the round that is open then.
 
   Raises:
-    ValueError: If `timeout_secs` is a number, but not greater than 0.
+    ValueError, tf.errors.InvalidArgumentError: As `averaging_gather`, for
+      `timeout_secs`.
     tf.errors.DeadlineExceededError: When it runs: the round did not end in
       time.
     tf.errors.CancelledError, tf.errors.AbortedError: As `averaging_gather`.
   """
   with _emit.device_of(rounds):
     return _raw.wrapopt_averaging_wait(
-        rounds, int64(round), _timeout(timeout_secs), worker=worker,
+        rounds, int64(round), float64(timeout_secs), worker=worker,
         name=name)
-
-
-def _timeout(timeout_secs):
-  """The argument `timeout_secs` as a tensor, checked."""
-  if isinstance(timeout_secs, numbers.Real) and not timeout_secs > 0:
-    raise ValueError("`timeout_secs` must be greater than 0, infinity for no "
-                     f"deadline, got {timeout_secs}.")
-  return float64(timeout_secs)

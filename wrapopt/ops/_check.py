@@ -1,5 +1,9 @@
 """Checks that the public functions share.
 
+An op checks its inputs before it changes a variable: cc/ops/contracts.h has the
+rules. The checks here are of what no op can see: Python objects, and, because
+one call may run several ops, all variables of the call before the first op runs.
+
 A function that takes `subject`, the name of an argument, raises a TypeError or
 a ValueError that begins with it.
 """
@@ -66,7 +70,7 @@ def kind(subject, x, like_subject, like):
 
 
 def alike(subject, given, reason):
-  """All variables must be of one kind and dtype and on one device.
+  """All variables must be of one kind and on one device, to be one op's.
 
   Args:
     subject: The name of the list of variables.
@@ -76,7 +80,6 @@ def alike(subject, given, reason):
   first = given[0]
   for i, x in enumerate(given):
     kind(f"{subject}[{i}]", x, f"{subject}[0]", first)
-    dtype(f"{subject}[{i}]", x, (first.dtype.base_dtype,))
     if x.device != first.device:
       raise ValueError(
           f"`{subject}[{i}]` ('{x.name}') must be on the device of "

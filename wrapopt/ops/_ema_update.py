@@ -60,8 +60,8 @@ def ema_update(shadows: Any, values: Variables,
     ValueError: If the numbers of variables or their shapes do not match, or a
       decay is a number outside [0, 1].
     tf.errors.InvalidArgumentError: When it runs: a decay tensor outside [0, 1]
-      or NaN, one shadow named twice, or a rule is broken that could not be
-      checked before.
+      or NaN (a ValueError if it is a constant of a graph), one shadow named
+      twice, or a rule is broken that could not be checked before.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
 

@@ -38,9 +38,11 @@ def read_packed(variables: Variables, name: Optional[str] = None) -> Tensor:
     order, each in row-major order.
 
   Raises:
-    TypeError: If they are not variables of one dtype, or some are ref variables
-      and some are not.
-    ValueError: If they are on different devices.
+    TypeError: If they are not variables, or some are ref variables and some are
+      not.
+    ValueError: If they are on different devices; in a graph, if they are of
+      different dtypes.
+    tf.errors.InvalidArgumentError: When it runs: they are of different dtypes.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
   """
@@ -78,7 +80,8 @@ def assign_packed(variables: Variables, packed: Tensor,
     ValueError: If they are on different devices, or `packed` is misshapen. If
       its shape is known only at run time, that is a
       tf.errors.InvalidArgumentError.
-    tf.errors.InvalidArgumentError: When it runs: a variable is named twice.
+    tf.errors.InvalidArgumentError: When it runs: a variable is named twice, or
+      as `read_packed`.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
   """

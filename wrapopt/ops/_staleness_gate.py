@@ -44,10 +44,12 @@ def staleness_record(step: Variable,
     the number of updates in flight: admitted, but not complete.
 
   Raises:
-    TypeError: If `step` is not such a variable.
+    TypeError: If `step` is not a variable.
+    ValueError: In a graph: it is of another dtype or no scalar.
+    tf.errors.InvalidArgumentError: The same, when it runs.
     tf.errors.FailedPreconditionError: When it runs: it is not initialized.
   """
-  _check_step(step)
+  _check.variable("step", step)
   with _emit.device_of(step):
     if _variables.is_ref(step):
       return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
@@ -104,22 +106,19 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
     A `StalenessVerdict`.
 
   Raises:
-    TypeError: If a variable is not one, or of another dtype.
-    ValueError: If a variable is misshapen. If its shape is known only at run
-      time, that is a tf.errors.InvalidArgumentError.
-    tf.errors.InvalidArgumentError: When it runs: a variable is named twice.
-      Nothing is changed then.
+    TypeError: If a variable is not one.
+    ValueError: In a graph: a variable is of another dtype or misshapen.
+    tf.errors.InvalidArgumentError: The same, when it runs, or a variable is
+      named twice. Nothing is changed then.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
 
   Reference: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15,
   whose check and update are not atomic.
   """
-  _check_step(step)
+  _check.variable("step", step)
   _check.variable("stale_counter", stale_counter)
-  _check.dtype("stale_counter", stale_counter, (tf.float32,))
   _check.variable("histogram", histogram)
-  _check.dtype("histogram", histogram, (tf.int64,))
   state = (step, stale_counter, histogram)
   with _emit.device_of(step):
     arguments = (int64(recorded), int64(limit))
@@ -150,20 +149,15 @@ def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
     As `ema_update`.
 
   Raises:
-    TypeError: If `step` is not a scalar variable, int32 or int64.
-    tf.errors.InvalidArgumentError: When it runs: it is not that gate's step.
+    TypeError, ValueError: As `staleness_record`.
+    tf.errors.InvalidArgumentError: When it runs: `step` is not that gate's.
     tf.errors.FailedPreconditionError: When it runs: the update is already
       complete.
   """
-  _check_step(step)
+  _check.variable("step", step)
   with _emit.device_of(step):
     if _variables.is_ref(step):
       return _emit.result([_raw.wrapopt_staleness_complete_ref(
           ticket, step, increment=increment, name=name)])
     return _emit.result([_raw.wrapopt_staleness_complete(
         ticket, step.handle, increment=increment, name=name)])
-
-
-def _check_step(step):
-  _check.variable("step", step)
-  _check.dtype("step", step, (tf.int32, tf.int64))

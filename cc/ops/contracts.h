@@ -1,8 +1,13 @@
-// The checks of the ops' inputs and their error messages, for the kernels of
-// all back ends.
-#ifndef WRAPOPT_CC_KERNELS_CONTRACTS_H_
-#define WRAPOPT_CC_KERNELS_CONTRACTS_H_
+// The rules that the inputs of the ops must meet, and the errors of inputs that
+// break them.
+//
+// Each rule is written once. The kernels of all back ends apply it when an op
+// runs. The op's shape function applies it to what is known while a graph is
+// built. A shape or dtype that is not known breaks no rule.
+#ifndef WRAPOPT_CC_OPS_CONTRACTS_H_
+#define WRAPOPT_CC_OPS_CONTRACTS_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -10,31 +15,61 @@
 #include "absl/strings/string_view.h"
 #include "absl/types/span.h"
 #include "cc/rules/rules.h"
-#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 
+// "subject misshapen: got [3] but expected [4] (the shape of x)".
+absl::Status Misshapen(absl::string_view subject,
+                       const tensorflow::PartialTensorShape& got,
+                       absl::string_view expected, absl::string_view why);
+
+absl::Status CheckShape(absl::string_view subject,
+                        const tensorflow::PartialTensorShape& got,
+                        const tensorflow::PartialTensorShape& expected,
+                        absl::string_view why);
+
+absl::Status CheckScalar(absl::string_view name,
+                         const tensorflow::PartialTensorShape& shape);
+
+// Checks indices[i], the rows of a variable.
+absl::Status CheckIndices(int i, const tensorflow::PartialTensorShape& shape);
+
+// Whether gradients, shadows or sources of a variable of dtype `dtype` may have
+// dtype `other`: the same, or float for half and bfloat16.
+bool FitsLowPrecision(tensorflow::DataType other, tensorflow::DataType dtype);
+
 // The facts about an op's variables that checks need. A variable is identified
 // by its position in all lists of the op that were looked up.
 class CheckedVariables {
  public:
-  // "values[3] (variable 'w')".
+  // "values[3]", and when the op runs, "values[3] (variable 'w')".
   virtual std::string Describe(int variable) const = 0;
-  virtual tensorflow::DataType dtype(int variable) const = 0;
-  virtual const tensorflow::TensorShape& shape(int variable) const = 0;
+  // DT_INVALID if it is not known.
+  virtual tensorflow::DataType known_dtype(int variable) const = 0;
+  virtual const tensorflow::PartialTensorShape& known_shape(
+      int variable) const = 0;
   // For a variable that is read and may also be written: the position of the
   // written one, or -1.
   virtual int Written(int variable) const = 0;
 
   absl::Status CheckDtype(int variable, tensorflow::DataType dtype) const;
+  absl::Status CheckShape(int variable,
+                          const tensorflow::PartialTensorShape& expected,
+                          absl::string_view why) const;
   // `variable` must have the shape of `like`.
   absl::Status CheckSameShape(int variable, int like) const;
   // The tensor `list[position]` must have the shape of `like`.
-  absl::Status CheckSameShape(const tensorflow::TensorShape& shape,
+  absl::Status CheckSameShape(const tensorflow::PartialTensorShape& shape,
                               const char* list, int position, int like) const;
+  absl::Status CheckHasRows(int variable) const;
+
+  // Checks the dtype of `count` variables from `first` on, and counts their
+  // elements: -1 if that is not known.
+  absl::Status CountElements(int first, int count, tensorflow::DataType dtype,
+                             int64_t* elements) const;
 
  protected:
   ~CheckedVariables() = default;
@@ -43,9 +78,6 @@ class CheckedVariables {
   // The error if two positions are one variable and at least one is written.
   absl::Status NamedTwice(int a, int b) const;
 };
-
-absl::Status CheckScalar(absl::string_view name,
-                         const tensorflow::TensorShape& shape);
 
 // Converts decays to rates 1 - decay, in double: the relative error of
 // 1 - 0.9999 in float is 1.7e-5.
@@ -57,11 +89,15 @@ absl::Status ToRates(absl::Span<const double> decays,
 // of the second, and so on.
 class ShadowContract {
  public:
-  // Reads the attributes N, NK, T (of the values) and S (of the shadows).
-  absl::Status Init(tensorflow::OpKernelConstruction* ctx);
+  // Reads the attributes N, NK, T (of the values), S (of the shadows) and, if
+  // the op has them, NL and NI. A context is one of a kernel's construction or
+  // of a shape function, here and below.
+  template <class Context>
+  absl::Status Init(Context* ctx);
 
-  // Checks the shape of the input "decays".
-  absl::Status CheckDecays(const tensorflow::TensorShape& shape) const;
+  // Checks the shape of the input "decays", and its value if that is known.
+  absl::Status CheckDecays(const tensorflow::PartialTensorShape& shape,
+                           const tensorflow::Tensor* value = nullptr) const;
   // Converts the input "decays" to rates.
   absl::Status ToRates(const tensorflow::Tensor& decays,
                        std::vector<double>* rates) const;
@@ -76,10 +112,13 @@ class ShadowContract {
   // Whether the input "log_decays" is not empty, so that rows of the shadows
   // may lag behind.
   bool lazy() const { return lazy_; }
+  // Checks their dtypes and shapes.
+  absl::Status CheckLogDecays(const CheckedVariables& variables,
+                              int log_decays, int values) const;
   // The shape of the log decays of `value`, which must have rows.
   static absl::Status ShapeOfLogDecays(const CheckedVariables& variables,
                                        int value,
-                                       tensorflow::TensorShape* shape);
+                                       tensorflow::PartialTensorShape* shape);
 
   int values() const { return n_; }
   int per_value() const { return k_; }
@@ -110,11 +149,12 @@ class ApplyContract {
 
   // Reads the attributes N, T (of the variables), G (of the gradients) and the
   // attributes that are scalars of the rule.
-  absl::Status Init(tensorflow::OpKernelConstruction* ctx,
-                    const RuleInfo& rule, Scalars scalars = Scalars::kByName);
+  template <class Context>
+  absl::Status Init(Context* ctx, const RuleInfo& rule,
+                    Scalars scalars = Scalars::kByName);
 
   // Checks the shape of the input "scalars".
-  absl::Status CheckScalars(const tensorflow::TensorShape& shape) const;
+  absl::Status CheckScalars(const tensorflow::PartialTensorShape& shape) const;
 
   // Checks that no rows of averages may lag behind if a step moves all rows.
   absl::Status CheckLazy(const ShadowContract& averages,
@@ -125,8 +165,8 @@ class ApplyContract {
                            const std::vector<int>& states) const;
   // Checks a sparse gradient of `var`.
   absl::Status CheckRows(const CheckedVariables& variables, int var, int i,
-                         const tensorflow::TensorShape& grad,
-                         const tensorflow::TensorShape& indices) const;
+                         const tensorflow::PartialTensorShape& grad,
+                         const tensorflow::PartialTensorShape& indices) const;
 
   const std::vector<std::string>& states() const { return states_; }
   const std::vector<Scalar>& scalars() const { return scalars_; }
@@ -144,14 +184,15 @@ class ApplyContract {
 
 class AveragingAssignContract {
  public:
-  // Reads the attributes N and T and counts the inputs of `op`.
-  absl::Status Init(tensorflow::OpKernelConstruction* ctx,
-                    const tensorflow::OpKernel& op);
+  // Reads the attributes N and T and those that tell the lengths of the lists.
+  template <class Context>
+  absl::Status Init(Context* ctx);
 
-  // Check the inputs "rate" and "weights".
+  // Checks the input "rate".
   absl::Status CheckRate(double rate) const;
-  absl::Status CheckWeights(const tensorflow::TensorShape& shape) const;
-  absl::Status CheckWeight(int source, double weight) const;
+  // Checks the shape of the input "weights", and its value if that is known.
+  absl::Status CheckWeights(const tensorflow::PartialTensorShape& shape,
+                            const tensorflow::Tensor* value = nullptr) const;
 
   // Checks dtypes and shapes, and that a target is a source only of its own
   // mean.
@@ -160,7 +201,7 @@ class AveragingAssignContract {
   absl::Status CheckTensor(const CheckedVariables& variables, int targets,
                            int position, tensorflow::DataType dtype,
                            tensorflow::DataType first_of_row,
-                           const tensorflow::TensorShape& shape) const;
+                           const tensorflow::PartialTensorShape& shape) const;
 
   int variables() const { return n_; }
   // The numbers for each variable.
@@ -174,11 +215,11 @@ class AveragingAssignContract {
   }
 
  private:
-  // Counts the rows of N in an input list.
-  absl::Status CountRows(const tensorflow::OpKernel& op, const char* list,
-                         int* rows) const;
-  // The error for a dtype that is neither the op's, nor float if the op's is
-  // half or bfloat16, or that is not the dtype of the first of its row.
+  // Counts the rows of N in an input list of `count`.
+  absl::Status CountRows(const char* list, int count, int* rows) const;
+  // A dtype must be the op's, or float if the op's is half or bfloat16, and the
+  // dtype of the first of its row.
+  bool FitsRow(tensorflow::DataType got, tensorflow::DataType first) const;
   absl::Status DtypeError(const std::string& subject, tensorflow::DataType got,
                           const std::string& first_subject,
                           tensorflow::DataType first) const;
@@ -193,6 +234,20 @@ class AveragingAssignContract {
 // Checks that `a` and `b` can exchange values.
 absl::Status CheckExchange(const CheckedVariables& variables, int a, int b);
 
+// Checks the shape of the input "packed" of `count` variables, which have this
+// number of elements, -1 if it is not known.
+absl::Status CheckPacked(const tensorflow::PartialTensorShape& shape, int count,
+                         int64_t elements);
+
+// Check the variables of the staleness ops.
+absl::Status CheckStep(const CheckedVariables& variables, int step);
+absl::Status CheckGate(const CheckedVariables& variables, int step, int counter,
+                       int histogram);
+
+// Check the inputs "timeout_secs" and "workers" of the averaging ops.
+absl::Status CheckTimeout(double timeout_secs);
+absl::Status CheckWorkers(const tensorflow::PartialTensorShape& shape);
+
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_KERNELS_CONTRACTS_H_
+#endif  // WRAPOPT_CC_OPS_CONTRACTS_H_
