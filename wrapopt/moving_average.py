@@ -444,8 +444,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     gradient lacks, as all of `fused` do but Adam. A step then costs no more than
     the rows that it touches. The other rows make up for the steps they have
     missed, exactly, before an average is read. It is not so for ref variables,
-    on a GPU, in a `tf.distribute` strategy, and for a variable whose first
-    gradient in a graph was dense.
+    in a `tf.distribute` strategy, and for a variable whose first gradient in a
+    graph was dense.
 
     Args:
       var: A variable.

@@ -14,6 +14,17 @@
 //   each of its targets moves towards `value` as Ema says.
 //
 // Each variable's arrays are: states, inputs, sources, targets.
+//
+// If the targets are lazy, a variable is some rows of a table that follow each
+// other. Before the step, a target makes up for the steps that a row has missed:
+// it moves towards the value of then by
+//
+//   1 - exp(now - log_decays[row])
+//
+// Further arrays of such a variable are: the log decays of each target, which
+// begin at its first row, and `now` of each, one double. They are only read; when
+// the step is done, a launch of another kernel writes them. Where there is a step,
+// the place of such a variable says that it is not aligned.
 #ifndef WRAPOPT_CC_GPU_TABLE_H_
 #define WRAPOPT_CC_GPU_TABLE_H_
 
@@ -55,7 +66,8 @@ struct Header {
   // Whether a thread's two runs lie side by side, so that half and bfloat16 are
   // read by 16 bytes. Otherwise a warp's first runs do, and its second runs:
   // each of its accesses is 512 bytes without gaps.
-  uint8_t is_dense;
+  uint8_t is_dense : 1;
+  uint8_t is_lazy : 1;  // Whether the targets are.
 };
 
 // The words of a table:
@@ -64,17 +76,21 @@ struct Header {
 //   of each source and target: its weight or rate, and its Number;
 //   of each array: its base, the lowest address of it that a variable has;
 //
-// and then, by 4 bytes, of each variable: its place, and of each of its arrays
-// the elements between the base and it.
-template <size_t kBytes>
+// and then, by 4 bytes, of each variable: its place, of each of its arrays the
+// elements between the base and it, and if the targets are lazy, the elements of
+// its rows, or 0 where it is one row.
+template <class AnyHeader, size_t kBytes>
 struct Table {
-  static constexpr size_t kWords = (kBytes - sizeof(Header)) / sizeof(Word);
-  Header header;
+  static constexpr size_t kWords = (kBytes - sizeof(AnyHeader)) / sizeof(Word);
+  AnyHeader header;
   Word words[kWords];
 };
 
-using SmallTable = Table<4096>;
-using LargeTable = Table<32760>;  // The most that words of 8 bytes fill.
+constexpr size_t kSmall = 4096;
+constexpr size_t kLarge = 32760;  // The most that words of 8 bytes fill.
+
+using SmallTable = Table<Header, kSmall>;
+using LargeTable = Table<Header, kLarge>;
 
 constexpr size_t kWordsPerMember = 2;  // Of a source or a target.
 
@@ -107,15 +123,29 @@ struct SumHeader {
 
 // The words of a table: of each run, its row in `sums` and one past its last
 // gradient; then the gradients' rows in `grads`, of all runs.
-template <size_t kBytes>
-struct SumTable {
-  static constexpr size_t kWords = (kBytes - sizeof(SumHeader)) / sizeof(Word);
-  SumHeader header;
-  Word words[kWords];
+using SmallSumTable = Table<SumHeader, kSmall>;
+using LargeSumTable = Table<SumHeader, kLarge>;
+
+// Ends a step of lazy targets. A block takes a target: in its log decays it marks
+// rows that have taken the step, and if these are the last, ends it for all.
+struct MarkHeader {
+  uint64_t targets;
 };
 
-using SmallSumTable = SumTable<4096>;
-using LargeSumTable = SumTable<32760>;
+// Of each target: its log decays; how many rows they are of, which is where the
+// sum over all steps lies; that of this step; and its Marked. Then the rows.
+using SmallMarkTable = Table<MarkHeader, kSmall>;
+using LargeMarkTable = Table<MarkHeader, kLarge>;
+
+constexpr size_t kWordsPerMark = 4;
+
+// Rows [begin, end) of a table's, and whether they are the last of a step.
+constexpr Word Marked(size_t begin, size_t end, bool is_last) {
+  return begin | end << 16 | Word{is_last} << 32;
+}
+constexpr uint32_t FirstMarked(Word marked) { return marked & 0xffff; }
+constexpr uint32_t EndMarked(Word marked) { return marked >> 16 & 0xffff; }
+constexpr bool IsLastMarked(Word marked) { return marked >> 32; }
 
 }  // namespace gpu
 }  // namespace wrapopt

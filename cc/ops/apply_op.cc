@@ -125,7 +125,7 @@ indices: N vectors: the rows of each variable that its gradient is for.
 constexpr char kLazyArguments[] = R"doc(
 log_decays: None, and each step moves all rows of the shadows; or one for each
   shadow, and a step moves the rows that it touches: see CatchUp. Not for a
-  rule that changes all rows, nor on a GPU.
+  rule that changes all rows.
 )doc";
 
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,

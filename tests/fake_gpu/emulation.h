@@ -1,6 +1,6 @@
 // What the kernels' source needs besides C++, for a compiler of the host: they
-// use no shared memory and no barrier, so that one thread may run after the
-// other.
+// use no shared memory, and after a barrier only the last thread does anything, so
+// that one thread may run after the other.
 #ifndef WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 #define WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 
@@ -24,6 +24,7 @@ extern thread_local Index thread, block, grid;
 #define WRAPOPT_KERNEL(...) \
   extern "C" __attribute__((visibility("default"))) void __VA_ARGS__
 #define WRAPOPT_DEVICE inline
+#define WRAPOPT_BARRIER()
 #define WRAPOPT_TABLE(type) const type&
 
 #endif  // WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_

@@ -212,8 +212,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     gradient lacks: SGD without momentum, Adagrad and `LazyAdam`, if the weight
     does not decay. A step then costs no more than the rows that it touches. The
     other rows make up for the steps they have missed, exactly, before an average
-    is read. It is not so on a GPU, in a `tf.distribute` strategy, and for a
-    variable whose first gradient in a `tf.function` was dense.
+    is read. It is not so in a `tf.distribute` strategy, and for a variable whose
+    first gradient in a `tf.function` was dense.
 
     Args:
       variable: A variable that the optimizer was built with.
