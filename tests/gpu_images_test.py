@@ -9,7 +9,9 @@ import pytest
 
 from wrapopt import _native
 
-KERNELS = [*_native.rules(), "Average", "Sum"]
+KERNELS = [f"{kernel}_{dtype}" for dtype in ("float", "double")
+           for kernel in (*_native.rules(), "Average", "CatchUp", "Sum")]
+KERNELS.append("Mark_double")
 
 # As in cc/gpu/images.inc: {is PTX, compute capability, has large tables,
 # offset, bytes}.
@@ -37,18 +39,17 @@ def test_every_image_has_every_kernel():
   assert len(images()) == 12
   for (_, _, is_large), image in images().items():
     for kernel in KERNELS:
-      for dtype in "float", "double":
-        size = "large" if is_large else "small"
-        assert f"wrapopt_{size}_{kernel}_{dtype}".encode() in image
+      size = "large" if is_large else "small"
+      assert f"wrapopt_{size}_{kernel}".encode() in image
 
 
 @pytest.mark.parametrize("dtype", ["float", "double"])
-@pytest.mark.parametrize("rule", [*_native.rules(), "Average"])
+@pytest.mark.parametrize("rule", [*_native.rules(), "Average", "CatchUp"])
 def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
   text = ptx()[f"wrapopt_large_{rule}_{dtype}"]
   # A share of an array is two times 16 bytes; a source, and an average, is read
   # in a loop.
-  states, inputs = ((), ("source",)) if rule == "Average" else (
+  states, inputs = ((), ("source",)) if rule in ("Average", "CatchUp") else (
       _native.rules()[rule].states, _native.rules()[rule].inputs)
   loads = len(re.findall(r"ld\.global\.v4\.\w32|ld\.global\.v2\.\w64", text))
   stores = len(re.findall(r"st\.global\.v4\.\w32|st\.global\.v2\.\w64", text))
@@ -104,9 +105,10 @@ def test_numbers_stay_in_registers():
     if name[0]:
       continue
     of = resources(image)
-    assert len(of[frame_size]) >= 2 * len(KERNELS), name
-    assert len(of[registers]) >= 2 * len(KERNELS), name
-    # A table that was copied would take 4096 bytes of a thread's memory.
-    assert max(of[frame_size]) <= 16, name
+    assert len(of[frame_size]) >= len(KERNELS), name
+    assert len(of[registers]) >= len(KERNELS), name
+    # A table that was copied would take 4096 bytes of a thread's memory; a few
+    # numbers the compiler itself keeps there, for one more block.
+    assert max(of[frame_size]) <= 24, name
     # So that two blocks share a multiprocessor.
     assert max(of[registers]) <= 128, name

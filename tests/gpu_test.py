@@ -18,6 +18,7 @@ from numerics import DOUBLE
 from processes import run_python
 import wrapopt
 from wrapopt import _native
+from wrapopt._loader import ops as _raw
 from wrapopt.ops import apply
 from wrapopt.ops import averaging_assign
 from wrapopt.ops import ema_update
@@ -67,9 +68,12 @@ class Log:
   def assert_launched(self, *want):
     assert not self._path or self.launched == list(want)
 
-  def assert_launched_in_any_order(self, *want):
-    count = collections.Counter
-    assert not self._path or count(self.launched) == count(want)
+  def assert_launched_in_any_order(self, *want, reads=False):
+    """If `reads`, averages of one variable have caught up besides."""
+    got = collections.Counter(self.launched)
+    if reads and self._path:
+      assert got.pop(("CatchUp_float", 1)) > 0
+    assert not self._path or got == collections.Counter(want)
 
 
 def rule_of(name):
@@ -186,6 +190,148 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
     found.append([v.numpy() for row in [*variables, averages] for v in row])
   for want, got in zip(*found, strict=True):
     numerics.assert_same_numbers(got, want)
+
+
+# Rows of averages that lag behind
+
+LAZY_RULES = [rule for rule in RULES if not _native.rules()[rule].all_rows]
+
+
+def lazy_steps(device, rule, values, averages, steps, decays, finish):
+  """What variables on a device are after some steps, with their log decays."""
+  states, scalars = rule_of(rule)
+  variables = [on(device, row) for row in values]
+  shadows = [on(device, row) for row in averages]
+  with tf.device(device):
+    log_decays = [[tf.Variable(np.zeros(len(v) + 1)) for v in row]
+                  for row in averages]
+  for grads, decay in zip(steps, decays):
+    apply(rule, {state: [row[i] for row in variables]
+                 for i, state in enumerate(states)},
+          grads, dict(zip([s.rstrip("?") for s in scalars],
+                          (True if s.endswith("?") else x for s, x in zip(
+                              scalars, numerics.scalars(rule))))),
+          shadows=shadows, decay=decay, log_decays=log_decays)
+  finish(shadows, [row[0] for row in variables], log_decays)
+  return [v.numpy() for row in [*variables, *shadows, *log_decays]
+          for v in row]
+
+
+@pytest.mark.parametrize("pair", [(numerics.HALF, numerics.HALF),
+                                  (numerics.BFLOAT16, numerics.FLOAT),
+                                  (numerics.FLOAT, numerics.FLOAT),
+                                  (DOUBLE, DOUBLE)],
+                         ids=lambda p: "-".join(d.name for d in p))
+@pytest.mark.parametrize("rule", LAZY_RULES)
+def test_lazy_rows_give_the_bits_of_the_cpu(rule, pair):
+  dtype, other = pair
+  rng = np.random.default_rng(5)
+  # More rows than a launch takes; a row of several blocks; rows that are read
+  # by 16 bytes; one of more elements than kMaxRowElements; none at all.
+  shapes = [(3000, 3), (6, 5000), (40, 2, 8), (30,), (3, 70_000), (0, 4),
+            (4, 0)]
+  counts = [4000, 3, 30, 20, 2, 0, 2]
+  values = [arrays(rng, rule, rule_of(rule)[0], shape, dtype)
+            for shape in shapes]
+  averages = [[np.asarray(rng.normal(size=shape), other) for shape in shapes]
+              for _ in range(4)]
+  steps = [[rows_of(rng, shape, count * (step != 2), other)
+            for shape, count in zip(shapes, counts)] for step in range(4)]
+  decays = [[decay, 0., 1., 0.7] for decay in (0.9, 0.5, 1., 0.999)]
+
+  def finish(shadows, variables, log_decays):
+    for row, logs in zip(shadows, log_decays):
+      # Of one of them no row, of the others some.
+      wrapopt.ops.catch_up(row[:3], variables[:3], logs[:3], [
+          np.int64(rows) for rows in ([], [5, 1, 5], [7, 8, 9, 20])])
+    wrapopt.ops.catch_up(shadows[1], variables, log_decays[1])
+
+  found = [lazy_steps(device, rule, values, averages, steps, decays, finish)
+           for device in (modes.OTHERS, modes.VARIABLES)]
+  for want, got in zip(*found, strict=True):
+    numerics.assert_same_numbers(got, want)
+
+
+def lazy(count=300, width=3):
+  """A value, its average, its log decays."""
+  return on(modes.VARIABLES, [
+      np.float32(np.arange(count * width).reshape(count, width)),
+      np.zeros([count, width], np.float32), np.zeros([count + 1])])
+
+
+def test_catching_up_and_the_step_are_one_launch():
+  v, s, log_decays = lazy()
+  (s2, log_decays2), (m,) = lazy()[1:], on(
+      modes.VARIABLES, [np.zeros([300, 3], np.float32)])
+
+  def step(indices):
+    log = Log()
+    apply("Momentum", {"var": [v], "accum": [m]}, [tf.IndexedSlices(
+        tf.ones([len(indices), 3]), np.int64(indices), [300, 3])],
+          {"lr": 1., "momentum": 0.5}, shadows=[[s], [s2]], decay=[0.5, 0.75],
+          log_decays=[[log_decays], [log_decays2]])
+    return log
+
+  for _ in range(2):
+    step([1, 2, 9]).assert_launched(("Momentum_float", 2),
+                                    ("Mark_double", None))
+  step([4, 4]).assert_launched(("Sum_float", None), ("Momentum_float", 1),
+                               ("Mark_double", None))
+  step([]).assert_launched(("Mark_double", None))
+  # All of a table's rows are as one.
+  log = Log()
+  wrapopt.ops.catch_up([s, s2], [v, v], [log_decays, log_decays2])
+  log.assert_launched(("CatchUp_float", 2))
+  np.testing.assert_allclose(s.numpy()[5], 15 / 16 * v.numpy()[5])
+  np.testing.assert_allclose(s2.numpy()[5], (1 - 0.75 ** 4) * v.numpy()[5])
+  assert not np.any(log_decays.numpy()) and not np.any(log_decays2.numpy())
+
+
+def test_rows_catch_up_before_another_step():
+  v, s, log_decays = lazy()
+  log = Log()
+  wrapopt.ops.catch_up([s], [v], [log_decays], [[2, 1, 2]])
+  wrapopt.ops.sparse_ema_update([s], [v], [log_decays], [[2, 1, 2]], 0.5)
+  log.assert_launched(("CatchUp_float", 1), ("Mark_double", None),
+                      ("Average_float", 1), ("Mark_double", None))
+  assert s.numpy()[1:4].tolist() == [[1.5, 2, 2.5], [3, 3.5, 4], [0, 0, 0]]
+  np.testing.assert_allclose(log_decays.numpy()[[0, 1, 2, 3, -1]],
+                             np.log([1, 0.5, 0.5, 1, 0.5]))
+
+
+def test_log_decays_without_a_value():
+  v, s, _ = lazy()
+  with tf.device(modes.VARIABLES):
+    log_decays = tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[301])
+  log = Log()
+  arguments = [s.handle], [v.handle], [log_decays]
+  dtypes = {"T": tf.float32, "S": tf.float32}
+  _raw.wrapopt_catch_up(*arguments, [], **dtypes)
+  log.assert_launched()
+  _raw.wrapopt_sparse_ema_update(*arguments, [tf.constant([1])],
+                                tf.constant([0.5], tf.float64), **dtypes)
+  read = tf.raw_ops.ReadVariableOp(resource=log_decays, dtype=tf.float64)
+  np.testing.assert_allclose(read.numpy()[[0, 1, -1]], np.log([1, 0.5, 0.5]))
+
+
+@pytest.mark.parametrize("index", [-1, 300])
+def test_a_bad_index_of_lazy_rows_is_refused(index):
+  v, s, log_decays = lazy()
+  wrapopt.ops.sparse_ema_update([s], [v], [log_decays], [[1]], 0.5)
+  before = [x.numpy() for x in (v, s, log_decays)]
+  grad = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([1, index]), [300, 3])
+  text = rf"indices\[0\]\[1\] must be in \[0, 300\), .* got {index}"
+  with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+    apply("GradientDescent", {"var": [v]}, [grad], {"lr": 1.}, [s], 0.5,
+          log_decays=[[log_decays]])
+  for call in (lambda: wrapopt.ops.catch_up([s], [v], [log_decays],
+                                            [grad.indices]),
+               lambda: wrapopt.ops.sparse_ema_update(
+                   [s], [v], [log_decays], [grad.indices], 0.5)):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=text):
+      call()
+  for x, was in zip((v, s, log_decays), before):
+    numerics.assert_same_bits(x.numpy(), was)
 
 
 def test_few_launches_serve_many_variables():
@@ -442,10 +588,53 @@ def test_moving_averages(mode, rule):
   for x, y in zip(got, want, strict=True):
     numerics.assert_same_numbers(x, y)
   # One launch for each kind of gradient, in any order, and for rows one for
-  # their sums and one for their averages.
+  # their sums and one that marks them; those of ref variables are dense.
   log.assert_launched_in_any_order(*[
       (f"{rule}_float", 1), ("Sum_float", None), (f"{rule}_float", 2),
-      ("Average_float", 1)] * 3)
+      ("Mark_double", None) if mode.use_resource else ("Average_float", 1)] * 3,
+                                   reads=mode.use_resource)
+
+
+def lazy_average(mode, device, path):
+  """An average after sparse and dense steps, as it is read and saved."""
+  with tf.device(device):
+    v = tf1.Variable(np.float32(np.arange(12).reshape(6, 2)), use_resource=True)
+    opt = wrapopt.MovingAverageOptimizer(INNER["GradientDescent"](), 0.75)
+
+  def sparse():
+    return opt.apply_gradients([(tf.IndexedSlices(
+        tf.constant([[1., 2.], [3., 4.]]), np.int64([4, 1]), [6, 2]), v)])
+
+  def dense():
+    return opt.apply_gradients([(tf.constant(np.ones([6, 2], np.float32)), v)])
+
+  turns = [0, 0, 1, 0, 0, 1, 1, 0]
+  if isinstance(mode, modes.Graph):
+    steps = [sparse(), dense()]
+    saver = opt.swapping_saver()
+    mode.session.run(tf1.global_variables_initializer())
+    for turn in turns:
+      mode.session.run(steps[turn])
+    saver.save(mode.session, path)
+    name = v.op.name
+  else:
+    for turn in turns:
+      mode.run([sparse, dense][turn])
+    path = tf.train.Checkpoint(average=opt.average(v)).save(path)
+    name = "average/.ATTRIBUTES/VARIABLE_VALUE"
+  assert opt.is_lazy(v)
+  assert device in opt.average(v).log_decays.device
+  saved = tf.train.load_checkpoint(path).get_tensor(name)
+  return [*mode.values([v, opt.average(v)]), saved]
+
+
+@modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
+def test_lazy_averages_are_read_and_saved(mode, tmp_path):
+  want = lazy_average(mode, modes.OTHERS, str(tmp_path / "cpu"))
+  got = lazy_average(mode, modes.VARIABLES, str(tmp_path / "gpu"))
+  for x, y in zip(got, want, strict=True):
+    numerics.assert_same_bits(x, y)
+  numerics.assert_same_bits(got[1], got[2])
 
 
 @modes.only(*modes.graphs())

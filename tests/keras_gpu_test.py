@@ -19,6 +19,11 @@ INNER = {
     "Adam": lambda: keras.optimizers.Adam(0.5),
     "Lion": lambda: keras.optimizers.Lion(0.5),
 }
+# Those of them that leave rows alone which a sparse gradient lacks.
+LAZY = {
+    "LazyAdam": lambda: wrapopt.keras.LazyAdam(0.5),
+    "SGDW": lambda: keras.optimizers.SGD(0.5),
+}
 STEPS = 2
 
 
@@ -46,18 +51,21 @@ def launched():
           for words in lines if "variables" in words]
 
 
-def train(inner, device):
+def train(inner, device, lazy=False):
   """The variables, slots and averages after STEPS steps on a device."""
   rng = np.random.default_rng(0)
-  shapes = [(3, 2), (5,), ()]
+  shapes = [(3, 2), (5, 4)] if lazy else [(3, 2), (5,), ()]
   arrays = [[rng.normal(size=shape).astype(np.float32) for shape in shapes]
             for _ in range(1 + STEPS)]
   with tf.device(device):
     values = [tf.Variable(x) for x in arrays[0]]
   opt = wrapopt.keras.MovingAverage(inner(), 0.75)
   opt.build(values)
-  for grads in arrays[1:]:
-    opt.apply([tf.constant(g) for g in grads], values)
+  for t, grads in enumerate(arrays[1:]):
+    opt.apply([tf.IndexedSlices(tf.constant(g[:2]), tf.constant([2, t]),
+                                g.shape) if lazy else tf.constant(g)
+               for g in grads], values)
+  assert all(opt.is_lazy(v) == lazy for v in values)
   row = [opt.average(v).value for v in values]
   slots = [v.value for v in opt.inner().variables[2:]]
   assert all(device in v.device for v in values + row + slots)
@@ -74,3 +82,17 @@ def test_a_step_gives_the_bits_of_the_cpu(rule):
   if before is not None:
     # One for each step, of three variables.
     assert launched()[len(before):] == [(f"{rule}_float", 3)] * STEPS
+
+
+@pytest.mark.parametrize("rule", LAZY)
+def test_rows_of_averages_lag_behind(rule):
+  want = train(LAZY[rule], modes.OTHERS, lazy=True)
+  before = launched()
+  got = train(LAZY[rule], modes.VARIABLES, lazy=True)
+  for a, b in zip(want, got, strict=True):
+    numerics.assert_same_numbers(b, a)
+  if before is not None:
+    # Of a step, rows 2 and t of two variables; then the averages are read.
+    after = launched()[len(before):]
+    assert after[:STEPS] == [(f"{rule}_float", 4)] * STEPS
+    assert set(after[STEPS:]) == {("CatchUp_float", 1)}

@@ -32,17 +32,14 @@ def watch(average, variable):
   """
   if (type(average) in _PLAIN and type(variable) in _PLAIN and
       average.shape.is_fully_defined() and average.shape.rank and
-      _is_on_cpu(average.device)):
+      _has_kernels(average.device)):
     # The slot of an optimizer is made by TensorFlow.
     average.__class__ = LazyAverage
     average._watch(variable)
 
 
-def _is_on_cpu(device):
-  kind = tf.DeviceSpec.from_string(device).device_type
-  # In a graph TensorFlow may put it on a GPU later.
-  return kind == "CPU" or (
-      kind is None and not tf.config.list_logical_devices("GPU"))
+def _has_kernels(device):
+  return tf.DeviceSpec.from_string(device).device_type in (None, "CPU", "GPU")
 
 
 def begin(averages):
@@ -122,11 +119,12 @@ class LazyAverage(resource_variable_ops.ResourceVariable):
     if self.log_decays is None:
       LazyAverage.any_is_lazy = True
       with tf.init_scope(), ops.device_of(self), tf.compat.v1.name_scope(None):
+        with ops.host_of(self):
+          zeros = tf.zeros([self.shape[0] + 1], tf.float64)
         # Where it has no value, as in a graph whose initializers and savers do
         # not know it, it counts as zeros.
         self.log_decays = resource_variable_ops.ResourceVariable(
-            tf.zeros([self.shape[0] + 1], tf.float64), trainable=False,
-            name=f"{self._shared_name}/log_decays", **(
+            zeros, trainable=False, name=f"{self._shared_name}/log_decays", **(
                 {} if tf.executing_eagerly() else {"collections": []}))
       if not tf.executing_eagerly():
         self._refer_to_caught_up()

@@ -445,9 +445,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
     It does if the inner optimizer changes only the rows that a sparse gradient
     touches: all optimizers of `fused` but Adam. A step then costs only these
     rows. The averages of the other rows catch up, exactly, with the steps that
-    they missed before an average is read. It does not for ref variables, on a
-    GPU, in a `tf.distribute` strategy, and for a variable whose first gradient
-    in a graph was dense.
+    they missed before an average is read. It does not for ref variables, in a
+    `tf.distribute` strategy, and for a variable whose first gradient in a graph
+    was dense.
 
     Args:
       var: A variable.

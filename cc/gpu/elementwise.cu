@@ -10,6 +10,7 @@
 
 #include "cc/gpu/table.h"
 #include "cc/kernels/number.h"
+#include "cc/kernels/one_minus_exp.h"
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
@@ -17,6 +18,7 @@
   extern "C" __global__ void __launch_bounds__(wrapopt::gpu::kThreads) \
       __VA_ARGS__
 #define WRAPOPT_DEVICE __device__ __forceinline__
+#define WRAPOPT_BARRIER() __syncthreads()
 #if __CUDA_ARCH__ >= 700
 #define WRAPOPT_TABLE(type) __grid_constant__ const type
 #else
@@ -37,9 +39,11 @@ namespace {
 #if defined(WRAPOPT_LARGE)
 using TheTable = LargeTable;
 using TheSumTable = LargeSumTable;
+using TheMarkTable = LargeMarkTable;
 #else
 using TheTable = SmallTable;
 using TheSumTable = SmallSumTable;
+using TheMarkTable = SmallMarkTable;
 #endif
 
 struct alignas(16) Quad {
@@ -250,11 +254,20 @@ WRAPOPT_DEVICE void Read(Word word, float* x) {
 }
 WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
 
-// The value of state 0 after a rule's step.
-template <class Rule, size_t kStates, size_t kInputs, size_t kScalars>
+// The value that a rule's step leaves in state 0.
+template <class Rule, size_t kStates, size_t kInputs, size_t kScalars,
+          Sparse kSparse>
 struct StepOf {
   static constexpr size_t kArrays = kStates + kInputs;
   static constexpr size_t kFirstMember = kScalars;
+  // Where all rows step, no target is lazy.
+  static constexpr bool kMayBeLazy = kSparse == Sparse::kRows;
+  static constexpr bool kIsStep = true;
+
+  // How array 0 is stored, which has the value of before the step.
+  WRAPOPT_DEVICE static Number ValueNumber(const Header& header, const Word*) {
+    return static_cast<Number>(header.state);
+  }
 
   template <class Compute, class Access>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
@@ -312,6 +325,12 @@ struct StepOf {
 struct SumOfSources {
   static constexpr size_t kArrays = 0;
   static constexpr size_t kFirstMember = 0;
+  static constexpr bool kMayBeLazy = true;
+  static constexpr bool kIsStep = true;
+
+  WRAPOPT_DEVICE static Number ValueNumber(const Header&, const Word* words) {
+    return static_cast<Number>(words[1]);
+  }
 
   template <class Compute, class Access>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
@@ -336,7 +355,49 @@ struct SumOfSources {
   }
 };
 
-// A variable's averages, which move towards `value`.
+// No step: lazy targets make up for those that were.
+struct NoStep : SumOfSources {
+  static constexpr bool kIsStep = false;
+};
+
+// Lazy targets make up for the steps that a row has missed.
+template <class Compute, class Access>
+WRAPOPT_DEVICE void CatchUp(const char* value_array, Number value_number,
+                            const Word* members, int targets,
+                            const Arrays& arrays, const Access& access) {
+  const Arrays log_decays = arrays.From(targets), now = log_decays.From(targets);
+  const uint32_t row_elements = now.offsets[targets];
+  // A launch takes no more elements of a variable.
+  static_assert(uint64_t{kMaxChunks} << kMaxChunkLog2 <= uint64_t{1} << 32);
+  const uint32_t row =
+      row_elements == 0 ? 0 : static_cast<uint32_t>(access.begin) / row_elements;
+#pragma unroll 1
+  for (int target = 0; target < targets; ++target) {
+    const auto read = [target](const Arrays& doubles, uint64_t i) {
+      return reinterpret_cast<const double*>(
+          doubles.Find<double>(target, Number::kDouble))[i];
+    };
+    const double rate = OneMinusExp(read(now, 0) - read(log_decays, row));
+    if (rate == 0) continue;
+    const Number number =
+        static_cast<Number>(members[target * kWordsPerMember + 1]);
+    char* const array = arrays.Find<Compute>(target, number);
+    typename Access::Raw raw, raw_value;
+    access.Load(array, number, &raw);
+    access.Load(value_array, value_number, &raw_value);
+    Compute x[Access::kCount], value[Access::kCount];
+    Access::Unpack(raw, number, x);
+    Access::Unpack(raw_value, value_number, value);
+#pragma unroll
+    for (int j = 0; j < Access::kCount; ++j) {
+      Ema::Step(x[j], value[j], static_cast<Compute>(rate));
+    }
+    Access::Pack(x, number, &raw);
+    access.Store(array, number, raw);
+  }
+}
+
+// A variable's averages, each of which `value` moves towards itself.
 template <class Compute, class Access>
 class Targets {
  public:
@@ -386,25 +447,39 @@ template <class Value, class Compute, class Access>
 WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
                            const Access& access) {
   const Header& header = table.header;
-  const Word* const members = table.words + Value::kFirstMember;
-  Targets<Compute, Access> targets(
-      header.targets, members + header.sources * kWordsPerMember,
-      arrays.From(Value::kArrays + header.sources), access);
-  Compute value[Access::kCount];
-  Value::Run(header, table.words, arrays, access, value);
-  targets.Move(value);
+  const Word* const members = table.words + Value::kFirstMember +
+                              header.sources * kWordsPerMember;
+  const Arrays of_targets = arrays.From(Value::kArrays + header.sources);
+  // A step's lazy targets are taken one by one: so they cost the others no
+  // register.
+  if constexpr (Value::kMayBeLazy && (!Value::kIsStep || Access::kCount == 1)) {
+    if (header.is_lazy) {
+      const Number number = Value::ValueNumber(header, table.words);
+      CatchUp<Compute>(arrays.Find<Compute>(0, number), number, members,
+                       header.targets, of_targets, access);
+    }
+  }
+  if constexpr (Value::kIsStep) {
+    Targets<Compute, Access> targets(header.targets, members, of_targets,
+                                     access);
+    Compute value[Access::kCount];
+    Value::Run(header, table.words, arrays, access, value);
+    targets.Move(value);
+  }
 }
 
 template <class Value, class Compute>
 WRAPOPT_DEVICE void Run(const TheTable& table) {
   const Header& header = table.header;
-  const size_t count = Value::kArrays + header.sources + header.targets;
+  const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
+  const size_t count =
+      Value::kArrays + header.sources + header.targets * (is_lazy ? 3 : 1);
   const Word* const bases = table.words + Value::kFirstMember +
                             (header.sources + header.targets) * kWordsPerMember;
   const uint32_t* const variables =
       reinterpret_cast<const uint32_t*>(bases + count);
-  const size_t stride = 1 + count;
-  // The variable of this chunk: the last whose first chunk is not after it.
+  const size_t stride = 1 + count + is_lazy;
+  // The last variable whose first chunk is not after this one.
   const uint32_t chunk = blockIdx.x;
   uint32_t low = 0, high = header.variables;
   while (high - low > 1) {
@@ -438,6 +513,7 @@ WRAPOPT_DEVICE void Run(const TheTable& table) {
     const uint32_t gap = (is_dense ? 1 : kThreads) * kRun<Compute>;
     Update<Value, Compute>(table, arrays, Lanes<Compute>{first + i, gap});
   }
+#pragma unroll 1
   for (uint32_t i = whole + threadIdx.x; i < elements; i += kThreads) {
     Update<Value, Compute>(table, arrays, Single<Compute>{first + i});
   }
@@ -470,6 +546,21 @@ WRAPOPT_DEVICE void SumRun(const TheSumTable& table) {
   }
 }
 
+WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
+  const Word* const target = table.words + blockIdx.x * kWordsPerMark;
+  const Word* const rows = table.words + table.header.targets * kWordsPerMark;
+  double* const log_decays = reinterpret_cast<double*>(target[0]);
+  double* const all_steps = log_decays + target[1];
+  const double now = *all_steps + BitCast<double>(target[2]);
+  const uint32_t end = EndMarked(target[3]);
+  for (uint32_t i = FirstMarked(target[3]) + threadIdx.x; i < end;
+       i += kThreads) {
+    log_decays[rows[i]] = now;
+  }
+  WRAPOPT_BARRIER();  // All threads have read what the last one writes.
+  if (IsLastMarked(target[3]) && threadIdx.x == kThreads - 1) *all_steps = now;
+}
+
 }  // namespace
 }  // namespace gpu
 }  // namespace wrapopt
@@ -489,13 +580,15 @@ WRAPOPT_DEVICE void SumRun(const TheSumTable& table) {
   namespace gpu {                                                   \
   using StepOf##rule =                                              \
       StepOf<rule, CountNames(states), CountNames(inputs),          \
-             CountNames(scalars)>;                                  \
+             CountNames(scalars), Sparse::sparse>;                  \
   }                                                                 \
   }                                                                 \
   WRAPOPT_KERNELS_OF(rule, wrapopt::gpu::StepOf##rule)
 WRAPOPT_RULES(WRAPOPT_RULE_KERNELS)
 
 WRAPOPT_KERNELS_OF(Average, wrapopt::gpu::SumOfSources)
+
+WRAPOPT_KERNELS_OF(CatchUp, wrapopt::gpu::NoStep)
 
 WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Sum, float)(
     WRAPOPT_TABLE(wrapopt::gpu::TheSumTable) table)) {
@@ -504,4 +597,9 @@ WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Sum, float)(
 WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Sum, double)(
     WRAPOPT_TABLE(wrapopt::gpu::TheSumTable) table)) {
   wrapopt::gpu::SumRun<double>(table);
+}
+
+WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Mark, double)(
+    WRAPOPT_TABLE(wrapopt::gpu::TheMarkTable) table)) {
+  wrapopt::gpu::MarkRows(table);
 }

@@ -19,14 +19,18 @@ namespace {
 
 // Indices of the kernels that are not a rule's.
 constexpr int kAverage = std::size(kRules);
-constexpr int kSum = kAverage + 1;
-constexpr int kKernels = kSum + 1;
+constexpr int kCatchUp = kAverage + 1;
+constexpr int kSum = kCatchUp + 1;
+constexpr int kMark = kSum + 1;
+constexpr int kKernels = kMark + 1;
 
 std::string KernelName(int kernel, bool is_double, bool is_large) {
   return std::string("wrapopt_") + (is_large ? "large_" : "small_") +
-         (kernel == kAverage ? "Average"
-          : kernel == kSum   ? "Sum"
-                             : kRules[kernel].name) +
+         (kernel == kAverage   ? "Average"
+          : kernel == kCatchUp ? "CatchUp"
+          : kernel == kSum     ? "Sum"
+          : kernel == kMark    ? "Mark"
+                               : kRules[kernel].name) +
          (is_double ? "_double" : "_float");
 }
 
@@ -196,6 +200,11 @@ class Launches {
         ranges_.emplace_back(SizeOf(member.number));
       }
     }
+    numbers_ = ranges_.size();
+    if (is_lazy()) {
+      ranges_.resize(numbers_ + 2 * update.targets.size(),
+                     Range(sizeof(double)));
+    }
   }
 
   std::string Run() {
@@ -235,19 +244,37 @@ class Launches {
     return log2;
   }
 
+  bool is_lazy() const { return !update_.row_elements.empty(); }
+
+  // Whether each thread's share of an array is of one row.
+  bool IsShared(uint64_t row) const {
+    const size_t bytes = update_.is_double ? sizeof(double) : sizeof(float);
+    return row * bytes % kShareBytes == 0;
+  }
+
+  uint64_t RowElements(size_t variable) const {
+    return is_lazy() ? update_.row_elements[variable] : 0;
+  }
+
   template <class AnyTable>
   size_t MostVariables() const {
     const size_t used = prefix_.size() + update_.arrays;
     if (used > AnyTable::kWords) return 0;
     return (AnyTable::kWords - used) * sizeof(Word) /
-           ((1 + update_.arrays) * sizeof(uint32_t));
+           ((1 + update_.arrays + is_lazy()) * sizeof(uint32_t));
   }
 
   // The address of a part's array; 0 for an input of zeros.
   Address Find(size_t variable, uint64_t begin, size_t array) const {
     const Address address =
         update_.addresses[variable * update_.arrays + array];
-    return address == 0 ? 0 : address + begin * ranges_[array].size();
+    if (address == 0) return 0;
+    if (array >= numbers_ + update_.targets.size()) return address;
+    if (array >= numbers_) {
+      const uint64_t row = RowElements(variable);
+      begin = row == 0 ? 0 : begin / row;
+    }
+    return address + begin * ranges_[array].size();
   }
 
   bool Reaches() const {
@@ -267,7 +294,11 @@ class Launches {
       if (elements > 0) {
         if (!Reaches()) break;
         const uint64_t room = uint64_t{kMaxChunks - chunks} << chunk_log2_;
-        const uint64_t taken = std::min(elements, room);
+        uint64_t taken = std::min(elements, room);
+        // A part begins with a row.
+        const uint64_t row = RowElements(next_);
+        if (row > 0 && taken < elements) taken -= taken % row;
+        if (taken == 0) break;
         parts_.push_back({next_, begin_, taken, chunks});
         for (size_t a = 0; a < ranges_.size(); ++a) {
           ranges_[a].Add(Find(next_, begin_, a));
@@ -304,8 +335,9 @@ class Launches {
     };
     for (const Part& part : parts_) {
       const uint64_t before = (part.elements - 1) >> chunk_log2_ << chunk_log2_;
-      bool is_aligned = true;
-      for (size_t a = 0; a < ranges_.size(); ++a) {
+      const uint64_t row = RowElements(part.variable);
+      bool is_aligned = !is_lazy() || (!update_.is_step && IsShared(row));
+      for (size_t a = 0; a < numbers_; ++a) {
         is_aligned &= Find(part.variable, part.begin, a) % 16 == 0;
       }
       put(Place(part.first_chunk, static_cast<uint32_t>(part.elements - before),
@@ -313,8 +345,9 @@ class Launches {
       for (size_t a = 0; a < ranges_.size(); ++a) {
         put(ranges_[a].Offset(Find(part.variable, part.begin, a)));
       }
+      if (is_lazy()) put(static_cast<uint32_t>(row));
     }
-    bool is_dense = false;
+    bool is_dense = is_lazy();
     for (const Range& range : ranges_) is_dense |= range.size() == 2;
     table.header = {static_cast<uint32_t>(parts_.size()),
                     chunks,
@@ -323,11 +356,14 @@ class Launches {
                     static_cast<uint8_t>(chunk_log2_),
                     static_cast<uint8_t>(update_.state),
                     static_cast<uint8_t>(update_.input),
-                    is_dense};
+                    is_dense,
+                    is_lazy()};
     Function function;
-    const std::string error = loaded_.Find(
-        update_.rule.has_value() ? static_cast<int>(*update_.rule) : kAverage,
-        update_.is_double, is_large, &function);
+    const std::string error =
+        loaded_.Find(update_.rule.has_value() ? static_cast<int>(*update_.rule)
+                     : update_.is_step        ? kAverage
+                                              : kCatchUp,
+                     update_.is_double, is_large, &function);
     if (!error.empty()) return error;
     return Launch(function, chunks, 1, &table, stream_);
   }
@@ -336,13 +372,61 @@ class Launches {
   Loaded& loaded_;
   const Stream stream_;
   int chunk_log2_;
-  std::vector<Word> prefix_;   // The words that all tables share.
-  std::vector<Range> ranges_;  // Ranges of the launch's arrays.
-  std::vector<Part> parts_;    // Parts of the launch.
-  size_t next_ = 0;            // The next variable.
-  uint64_t begin_ = 0;         // Its first element that is not done.
-  size_t left_ = 0;            // The number of variables that are not done.
+  std::vector<Word> prefix_;   // What is the same in all tables.
+  std::vector<Range> ranges_;  // Of the launch's arrays.
+  size_t numbers_;             // Those of them that are not log decays.
+  std::vector<Part> parts_;    // Of the launch.
+  size_t next_ = 0;            // Variable,
+  uint64_t begin_ = 0;         // of which so many elements are done.
+  size_t left_ = 0;            // Variables with elements that are not done.
 };
+
+template <class AnyTable>
+std::string RunMarks(const RowMarks& marks, Loaded* loaded, bool is_large,
+                     Stream stream) {
+  Function function;
+  const std::string error =
+      loaded->Find(kMark, /*is_double=*/true, is_large, &function);
+  if (!error.empty()) return error;
+  AnyTable table;
+  std::vector<Word> rows;
+  unsigned targets = 0;
+  auto launch = [&]() -> std::string {
+    table.header = {targets};
+    std::copy(rows.begin(), rows.end(), table.words + kWordsPerMark * targets);
+    const std::string launched = Launch(function, targets, 1, &table, stream);
+    rows.clear();
+    targets = 0;
+    return launched;
+  };
+  for (const RowMarks::Average& average : marks.averages) {
+    const std::vector<uint64_t>& touched = marks.touched[average.touched];
+    size_t done = 0;
+    for (bool is_last = false; !is_last;) {
+      // Rows that do not fit go on in the next launch.
+      const size_t used = kWordsPerMark * (targets + 1) + rows.size();
+      if (used + 1 > AnyTable::kWords) {
+        const std::string launched = launch();
+        if (!launched.empty()) return launched;
+        continue;
+      }
+      const size_t begin = rows.size();
+      const size_t count =
+          std::min(touched.size() - done, AnyTable::kWords - used);
+      rows.insert(rows.end(), touched.begin() + done,
+                  touched.begin() + done + count);
+      done += count;
+      is_last = done == touched.size();
+      const Word words[] = {
+          average.log_decays, average.rows,
+          ToWord(average.log_decay, /*is_double=*/true),
+          Marked(begin, rows.size(), is_last)};
+      std::copy_n(words, kWordsPerMark,
+                  table.words + kWordsPerMark * targets++);
+    }
+  }
+  return targets == 0 ? "" : launch();
+}
 
 template <class AnyTable>
 std::string RunSum(const RowSum& sum, Loaded* loaded, bool is_large,
@@ -406,6 +490,15 @@ std::string Enqueue(const RowSum& sum, Stream stream) {
              ? RunSum<LargeSumTable>(
                    sum, loaded, true, stream)
              : RunSum<SmallSumTable>(sum, loaded, false, stream);
+}
+
+std::string Enqueue(const RowMarks& marks, Stream stream) {
+  Loaded* loaded;
+  const std::string error = Loaded::Current(&loaded);
+  if (!error.empty()) return error;
+  return loaded->Has(true)
+             ? RunMarks<LargeMarkTable>(marks, loaded, true, stream)
+             : RunMarks<SmallMarkTable>(marks, loaded, false, stream);
 }
 
 }  // namespace gpu

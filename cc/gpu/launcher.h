@@ -35,7 +35,9 @@ struct Update {
   std::vector<double> scalars;
   std::vector<Member> sources;
   std::vector<Member> targets;
-  // Whether the compute type is double, or float.
+  // False: lazy targets catch up with the only source, and no step is taken.
+  bool is_step = true;
+  // Whether it is computed in double, or in float.
   bool is_double = false;
   // The log2 of a block's elements, 3 to 15; 0 lets the launcher choose.
   int chunk_log2 = 0;
@@ -46,10 +48,16 @@ struct Update {
   // address 0 of an input means zeros.
   size_t arrays = 0;
   std::vector<Address> addresses;
+  // If the targets are lazy: of how many elements its rows are, at most
+  // kMaxRowElements, or 0 where it is one row. Else empty.
+  std::vector<uint64_t> row_elements;
 };
 
-// Enqueues the step. No two of its arrays may overlap, but a source and a
-// target may be the same array. Returns the text of an error, or "".
+// Of a row that is not a variable by itself.
+constexpr uint64_t kMaxRowElements = 1 << 16;
+
+// Enqueues the step; no two of its arrays may overlap, but sources and targets
+// may be one array. Returns an error's text, empty if there is none.
 std::string Enqueue(const Update& update, Stream stream);
 
 // Sums the gradients of rows that have several.
@@ -70,6 +78,22 @@ struct RowSum {
 // Enqueues the addition of each run's gradients to its row of `sums`, in their
 // order.
 std::string Enqueue(const RowSum& sum, Stream stream);
+
+// The rows that have taken a step, of averages whose rows may lag behind.
+struct RowMarks {
+  struct Average {
+    Address log_decays;
+    uint64_t rows;     // Of the variable: log_decays[rows] is of all steps.
+    double log_decay;  // Of this step.
+    size_t touched;    // Which of the lists below has its rows.
+  };
+
+  std::vector<Average> averages;
+  std::vector<std::vector<uint64_t>> touched;
+};
+
+// Enqueues the marks of these rows, and adds the step to the sums over all steps.
+std::string Enqueue(const RowMarks& marks, Stream stream);
 
 }  // namespace gpu
 }  // namespace wrapopt

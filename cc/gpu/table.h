@@ -50,10 +50,11 @@ struct Header {
   uint8_t chunk_log2;
   uint8_t state;  // Number, as is the input.
   uint8_t input;
-  // Whether a thread's two runs are adjacent, so that half and bfloat16 are
-  // read in 16 bytes. Otherwise the first runs of a warp are adjacent, and so
-  // are its second runs: each access of a warp is 512 bytes without gaps.
-  uint8_t is_dense;
+  // Whether a thread's two runs lie side by side, so that half and bfloat16 are
+  // read by 16 bytes. Otherwise a warp's first runs do, and its second runs:
+  // each of its accesses is 512 bytes without gaps.
+  uint8_t is_dense : 1;
+  uint8_t is_lazy : 1;  // Whether the targets are.
 };
 
 // The words of a table:
@@ -62,17 +63,21 @@ struct Header {
 //   for each source and target: its weight or rate, and its Number;
 //   for each array: its base, the lowest address of the variables' arrays;
 //
-// and then, in 4 bytes each, for each variable: its place, and for each of its
-// arrays the distance from the base, in elements.
-template <size_t kBytes>
+// and then, by 4 bytes, of each variable: its place, of each of its arrays the
+// elements between the base and it, and if the targets are lazy, the elements of
+// its rows, or 0 where it is one row.
+template <class AnyHeader, size_t kBytes>
 struct Table {
-  static constexpr size_t kWords = (kBytes - sizeof(Header)) / sizeof(Word);
-  Header header;
+  static constexpr size_t kWords = (kBytes - sizeof(AnyHeader)) / sizeof(Word);
+  AnyHeader header;
   Word words[kWords];
 };
 
-using SmallTable = Table<4096>;
-using LargeTable = Table<32760>;  // The most that words of 8 bytes fill.
+constexpr size_t kSmall = 4096;
+constexpr size_t kLarge = 32760;  // The most that words of 8 bytes fill.
+
+using SmallTable = Table<Header, kSmall>;
+using LargeTable = Table<Header, kLarge>;
 
 constexpr size_t kWordsPerMember = 2;  // Words of a source or a target.
 
@@ -103,17 +108,31 @@ struct SumHeader {
   uint64_t elements;
 };
 
-// The words of a table: for each run, its row in `sums` and one past its last
-// gradient; then the rows in `grads` of the gradients of all runs.
-template <size_t kBytes>
-struct SumTable {
-  static constexpr size_t kWords = (kBytes - sizeof(SumHeader)) / sizeof(Word);
-  SumHeader header;
-  Word words[kWords];
+// The words of a table: of each run, its row in `sums` and one past its last
+// gradient; then the gradients' rows in `grads`, of all runs.
+using SmallSumTable = Table<SumHeader, kSmall>;
+using LargeSumTable = Table<SumHeader, kLarge>;
+
+// Ends a step of lazy targets. A block takes a target: in its log decays it marks
+// rows that have taken the step, and if these are the last, ends it for all.
+struct MarkHeader {
+  uint64_t targets;
 };
 
-using SmallSumTable = SumTable<4096>;
-using LargeSumTable = SumTable<32760>;
+// Of each target: its log decays; how many rows they are of, which is where the
+// sum over all steps lies; that of this step; and its Marked. Then the rows.
+using SmallMarkTable = Table<MarkHeader, kSmall>;
+using LargeMarkTable = Table<MarkHeader, kLarge>;
+
+constexpr size_t kWordsPerMark = 4;
+
+// Rows [begin, end) of a table's, and whether they are the last of a step.
+constexpr Word Marked(size_t begin, size_t end, bool is_last) {
+  return begin | end << 16 | Word{is_last} << 32;
+}
+constexpr uint32_t FirstMarked(Word marked) { return marked & 0xffff; }
+constexpr uint32_t EndMarked(Word marked) { return marked >> 16 & 0xffff; }
+constexpr bool IsLastMarked(Word marked) { return marked >> 32; }
 
 }  // namespace gpu
 }  // namespace wrapopt

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/kernels/averages.h"
+#include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/isa.h"
@@ -75,10 +76,6 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     const bool lazy = averages_.lazy();
-    OP_REQUIRES(ctx, !lazy || !IsOnGpu(ctx),
-                absl::InvalidArgumentError(
-                    "log_decays must be empty on a GPU, where a step moves the "
-                    "averages of all rows"));
 
     Variables variables(ctx, &lookup_cache_);
     const int n = contract_.variables();
@@ -112,9 +109,15 @@ class ApplyOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
+    // Of each variable with averages that may lag behind.
+    std::vector<std::vector<LazyAverage>> averages(n);
+    for (int i = 0; lazy && i < n; ++i) {
+      averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
+                                      rates, logs);
+    }
     if (sparse_ && IsOnGpu(ctx)) {
-      OP_REQUIRES_OK(ctx,
-                     ApplyRowsOnGpu(ctx, &variables, states, rows, scalars));
+      OP_REQUIRES_OK(ctx, ApplyRowsOnGpu(ctx, &variables, states, rows, scalars,
+                                         rates, averages));
     } else if (sparse_) {
       const IntraOpThreads threads(ctx);
       for (int i = 0; i < n; ++i) {
@@ -122,17 +125,12 @@ class ApplyOp : public OpKernel {
         for (const int state : states) {
           data.push_back(variables.data(state + i));
         }
-        std::vector<LazyAverage> averages;
-        if (lazy) {
-          averages = averages_.OfValue(&variables, shadows, var, log_decays, i,
-                                       rates, logs);
-        }
         row_step_.Run(threads, data, variables.shape(var + i).dim_size(0),
                       variables.size(var + i), rows[i].values.data(),
-                      rows[i].sorted, scalars.data(), averages);
+                      rows[i].sorted, scalars.data(), averages[i]);
       }
-      if (lazy) return;
     }
+    if (lazy) return;
     Pass pass;
     const size_t var_bytes = SizeOf(NumberOf(dtype_));
     if (!sparse_) {
@@ -271,14 +269,21 @@ class ApplyOp : public OpKernel {
   absl::Status ApplyRowsOnGpu(OpKernelContext* ctx, Variables* variables,
                               const std::vector<int>& states,
                               const std::vector<Rows>& rows,
-                              const std::vector<double>& scalars) const {
+                              const std::vector<double>& scalars,
+                              const std::vector<double>& rates,
+                              const std::vector<std::vector<LazyAverage>>&
+                                  averages) const {
     const size_t bytes = SizeOf(NumberOf(dtype_));
+    const bool lazy = averages_.lazy();
+    gpu::RowMarks marks;
     for (const bool summed : {false, true}) {
       Pass pass;
+      LazyRows lazy_rows;
       pass.AddStage({summed ? sum_step_ : step_, scalars.data(),
                      static_cast<int>(states.size()) + 1, 0,
                      /*new_inputs=*/true});
-      std::vector<void*> operands(states.size() + 1);
+      if (lazy) averages_.AddStages(rates, /*value_bytes=*/0, &pass);
+      std::vector<void*> operands;
       for (size_t i = 0; i < rows.size(); ++i) {
         const Tensor& value = *variables->tensor(states[0] + i);
         if (rows[i].sorted.repeat() != summed || value.NumElements() == 0) {
@@ -286,11 +291,15 @@ class ApplyOp : public OpKernel {
         }
         const int64_t row = value.NumElements() / value.dim_size(0);
         auto add = [&](const void* grad, int64_t begin, int64_t end) {
-          for (size_t s = 0; s < states.size(); ++s) {
-            operands[s] = static_cast<char*>(variables->data(states[s] + i)) +
-                          begin * row * bytes;
+          operands.clear();
+          for (const int state : states) {
+            operands.push_back(static_cast<char*>(variables->data(state + i)) +
+                               begin * row * bytes);
           }
-          operands.back() = const_cast<void*>(grad);
+          operands.push_back(const_cast<void*>(grad));
+          if (lazy) {
+            AddLazyRows(averages[i], begin, end, &operands, &lazy_rows);
+          }
           pass.AddVariable((end - begin) * row, operands);
         };
         const std::vector<int64_t>& index = rows[i].index;
@@ -298,7 +307,7 @@ class ApplyOp : public OpKernel {
         const int64_t grad_bytes =
             row * SizeOf(NumberOf(summed ? sum_dtype_ : grad_dtype_));
         auto follows = [&](size_t u) {
-          return index[u] == index[u - 1] + 1 &&
+          return (!lazy || AreAsOne(row)) && index[u] == index[u - 1] + 1 &&
                  static_cast<const char*>(grad[u]) -
                          static_cast<const char*>(grad[u - 1]) ==
                      grad_bytes;
@@ -316,10 +325,12 @@ class ApplyOp : public OpKernel {
         if (rule_.sparse == Sparse::kAll) {
           add(kZeros, next, value.dim_size(0));
         }
+        if (lazy) AddMarks(averages[i], index, &marks);
       }
-      TF_RETURN_IF_ERROR(RunPassOnGpu(ctx, pass));
+      TF_RETURN_IF_ERROR(
+          RunPassOnGpu(ctx, pass, lazy ? &lazy_rows : nullptr));
     }
-    return absl::OkStatus();
+    return lazy ? MarkRowsOnGpu(ctx, marks) : absl::OkStatus();
   }
 
   // The launcher's name for an array of zeros.

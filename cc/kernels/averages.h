@@ -73,7 +73,6 @@ struct LazyAverage {
   void MoveRows(const Threads& threads, const SparseRows& sorted,
                 bool is_step) const;
 
- private:
   char* Shadow(int64_t row) const {
     return shadow + row * row_elements * shadow_bytes;
   }

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cc/kernels/one_minus_exp.h"
 #include "cc/kernels/subnormals.h"
 #include "cc/kernels/target.h"
 
@@ -92,31 +93,6 @@ struct RowSum {
     }
   }
 };
-
-// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 for x <= -40. Not
-// the library's, which compilers do not vectorize.
-WRAPOPT_RULE double OneMinusExp(double x) {
-  x = x > -40 ? x : -40;
-  // x = n log(2) + r, and exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).
-  constexpr double kLog2High = 0x1.62e42fee00000p-1;
-  constexpr double kLog2Low = 0x1.a39ef35793c76p-33;
-  // The sum with a small number has the number's integer part in its last bits.
-  constexpr double kToInteger = 0x1.8p52;
-  const double shifted = x * 0x1.71547652b82fep0 + kToInteger;
-  const double n = shifted - kToInteger;
-  const double r = (x - n * kLog2High) - n * kLog2Low;
-  // exp(r) = 1 + r + r^2 (1 / 2! + r / 3! + ... + r^11 / 13!)
-  constexpr double kTerms[] = {1. / 6227020800, 1. / 479001600, 1. / 39916800,
-                               1. / 3628800,    1. / 362880,    1. / 40320,
-                               1. / 5040,       1. / 720,       1. / 120,
-                               1. / 24,         1. / 6,         1. / 2};
-  double sum = 0;
-#pragma GCC unroll 12
-  for (int i = 0; i < 12; ++i) sum = sum * r + kTerms[i];
-  const double power =
-      BitCast<double>((BitCast<uint64_t>(shifted) + 1023) << 52);
-  return (1 - power) - power * (r + r * r * sum);
-}
 
 struct RowsCatchUp {
   using Fn = CatchUpFn;

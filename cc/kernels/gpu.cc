@@ -49,10 +49,11 @@ absl::Status ZeroOnGpu(OpKernelContext* ctx, Tensor* tensor) {
                                                      tensor->TotalBytes());
 }
 
-// A pass is the step of a rule or a weighted sum, then averages of the result;
-// or averages alone.
-absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass) {
-  if (pass.stages().empty()) return absl::OkStatus();
+// A pass is the step of a rule or a weighted sum, then averages of what came
+// out, or averages alone.
+absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass,
+                          const LazyRows* lazy) {
+  if (pass.stages().empty() || pass.variables() == 0) return absl::OkStatus();
   gpu::Update update;
   update.is_double = pass.stages().front().step.state == Number::kDouble;
   // Indices of the update's arrays among a variable's operands.
@@ -89,17 +90,30 @@ absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass) {
     operand += stage.operands;
   }
   arrays.insert(arrays.end(), targets.begin(), targets.end());
-  update.arrays = arrays.size();
+  const size_t log_decays = lazy == nullptr ? 0 : 2 * targets.size();
+  if (lazy != nullptr) {
+    update.row_elements = lazy->row_elements;
+    update.is_step = lazy->is_step;
+  }
+  update.arrays = arrays.size() + log_decays;
   update.elements.reserve(pass.variables());
-  update.addresses.reserve(pass.variables() * arrays.size());
+  update.addresses.reserve(pass.variables() * update.arrays);
   for (size_t i = 0; i < pass.variables(); ++i) {
     update.elements.push_back(pass.elements(i));
     for (const int array : arrays) {
       update.addresses.push_back(
           reinterpret_cast<gpu::Address>(pass.operands(i)[array]));
     }
+    for (size_t l = i * log_decays; l < (i + 1) * log_decays; ++l) {
+      update.addresses.push_back(
+          reinterpret_cast<gpu::Address>(lazy->log_decays[l]));
+    }
   }
   return Enqueue(ctx, update);
+}
+
+absl::Status MarkRowsOnGpu(OpKernelContext* ctx, const gpu::RowMarks& marks) {
+  return Enqueue(ctx, marks);
 }
 
 absl::Status SumRowsOnGpu(OpKernelContext* ctx, const gpu::RowSum& sum) {

@@ -6,6 +6,8 @@
 
 #include "absl/status/status.h"
 #include "cc/kernels/averages.h"
+#include "cc/kernels/averages_gpu.h"
+#include "cc/kernels/gpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/sparse_rows.h"
@@ -67,11 +69,22 @@ class LazyAveragesOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
+    std::vector<std::vector<LazyAverage>> averages;
+    for (int i = 0; i < averages_.values(); ++i) {
+      averages.push_back(averages_.OfValue(&variables, shadows, values,
+                                           log_decays, i, rates, logs));
+    }
+    if (IsOnGpu(ctx)) {
+      OP_REQUIRES_OK(ctx, RunOnGpu(ctx, averages, rows, rates));
+      const int n = averages_.values() * averages_.per_value();
+      for (int i = log_decays; rows.empty() && i < log_decays + n; ++i) {
+        OP_REQUIRES_OK(ctx, ZeroOnGpu(ctx, variables.tensor(i)));
+      }
+      return;
+    }
     const IntraOpThreads threads(ctx);
     for (int i = 0; i < averages_.values(); ++i) {
-      const std::vector<LazyAverage> averages = averages_.OfValue(
-          &variables, shadows, values, log_decays, i, rates, logs);
-      for (const LazyAverage& average : averages) {
+      for (const LazyAverage& average : averages[i]) {
         if (rows.empty()) {
           average.CatchUpAll(threads);
         } else {
@@ -82,8 +95,56 @@ class LazyAveragesOp : public OpKernel {
   }
 
  private:
+  // What LazyAverage does for these rows of each value, or for all where there are
+  // no `rows`, but for the zeros that it leaves then.
+  absl::Status RunOnGpu(OpKernelContext* ctx,
+                        const std::vector<std::vector<LazyAverage>>& averages,
+                        const std::vector<SparseRows>& rows,
+                        std::vector<double> rates) const {
+    rates.resize(averages_.per_value());
+    Pass pass;
+    averages_.AddStages(rates, /*value_bytes=*/0, &pass);
+    LazyRows lazy;
+    lazy.is_step = is_step_;
+    gpu::RowMarks marks;
+    std::vector<void*> operands;
+    std::vector<int64_t> touched;
+    for (int i = 0; i < averages_.values(); ++i) {
+      const LazyAverage& first = averages[i].front();
+      auto add = [&](int64_t begin, int64_t end) {
+        operands.clear();
+        AddLazyRows(averages[i], begin, end, &operands, &lazy);
+        pass.AddVariable((end - begin) * first.row_elements, operands);
+      };
+      const bool as_one = AreAsOne(first.row_elements);
+      if (rows.empty()) {
+        for (int64_t begin = 0, end; begin < first.rows; begin = end) {
+          end = as_one ? first.rows : begin + 1;
+          add(begin, end);
+        }
+        continue;
+      }
+      touched.clear();
+      for (int64_t j = 0; j < rows[i].size(); j = rows[i].EndOfRow(j)) {
+        touched.push_back(rows[i][j].row);
+      }
+      for (size_t u = 0, end; u < touched.size(); u = end) {
+        end = u + 1;
+        while (as_one && end < touched.size() &&
+               touched[end] == touched[end - 1] + 1) {
+          ++end;
+        }
+        add(touched[u], touched[end - 1] + 1);
+      }
+      AddMarks(averages[i], touched, &marks);
+    }
+    TF_RETURN_IF_ERROR(RunPassOnGpu(ctx, pass, &lazy));
+    return MarkRowsOnGpu(ctx, marks);
+  }
+
   // Whether there is anything to catch up with. If not, the averages and their
-  // values need not be there yet.
+  // values need not be there yet. Of what a GPU has, only that there is something
+  // is known here: its rates may all be zero.
   absl::Status AnyIsBehind(OpKernelContext* ctx, bool* behind) const {
     int start, stop;
     TF_RETURN_IF_ERROR(InputRange("log_decays", &start, &stop));
@@ -106,7 +167,7 @@ class LazyAveragesOp : public OpKernel {
       tensorflow::tf_shared_lock lock(*var->mu());
       if (!var->is_initialized) continue;
       const Tensor& numbers = *var->tensor();
-      *behind = numbers.dtype() != tensorflow::DT_DOUBLE ||
+      *behind = IsOnGpu(ctx) || numbers.dtype() != tensorflow::DT_DOUBLE ||
                 numbers.NumElements() == 0 ||
                 numbers.flat<double>()(numbers.NumElements() - 1) != 0;
     }
@@ -135,6 +196,21 @@ REGISTER_KERNEL_BUILDER(
 REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>SparseEmaUpdate").Device(tensorflow::DEVICE_CPU),
     SparseEmaUpdateOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>CatchUp")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("shadows")
+                            .HostMemory("values")
+                            .HostMemory("log_decays")
+                            .HostMemory("indices"),
+                        CatchUpOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>SparseEmaUpdate")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("shadows")
+                            .HostMemory("values")
+                            .HostMemory("log_decays")
+                            .HostMemory("indices")
+                            .HostMemory("decays"),
+                        SparseEmaUpdateOp);
 
 }  // namespace
 }  // namespace wrapopt

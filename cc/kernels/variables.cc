@@ -291,7 +291,9 @@ absl::Status Variables::Copy(Entry& entry) {
 absl::Status Variables::MakeZeros(Entry& entry) {
   TF_RETURN_IF_ERROR(ctx_->allocate_temp(*entry.made_of, entry.made_shape,
                                          entry.tensor));
-  if (entry.tensor->TotalBytes() > 0) {
+  if (IsOnGpu(ctx_)) {
+    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx_, entry.tensor));
+  } else if (entry.tensor->TotalBytes() > 0) {
     std::memset(entry.tensor->data(), 0, entry.tensor->TotalBytes());
   }
   entry.var->is_initialized = true;

@@ -219,9 +219,13 @@ int MoveAddresses(const std::string& rule, Table* table) {
   for (size_t m = 0; m < members; ++m, word += gpu::kWordsPerMember) {
     sizes.push_back(SizeOf(static_cast<Number>(word[1])));
   }
+  const size_t numbers = sizes.size();
+  if (header.is_lazy) {
+    sizes.resize(numbers + 2 * header.targets, sizeof(double));
+  }
   Word* const bases = word;
   const char* entry = reinterpret_cast<const char*>(bases + sizes.size());
-  const size_t row = (1 + sizes.size()) * sizeof(uint32_t);
+  const size_t row = (1 + sizes.size() + header.is_lazy) * sizeof(uint32_t);
   if (entry + header.variables * row > reinterpret_cast<char*>(table + 1)) {
     return kInvalidValue;
   }
@@ -238,11 +242,16 @@ int MoveAddresses(const std::string& rule, Table* table) {
     const uint64_t elements =
         (uint64_t{end - gpu::FirstChunk(place) - 1} << header.chunk_log2) +
         gpu::LastElements(place);
+    const uint32_t in_row = header.is_lazy ? number(v, 1 + sizes.size()) : 0;
+    const uint64_t rows = in_row == 0 ? 1 : elements / in_row;
     for (size_t a = 0; a < sizes.size(); ++a) {
       const uint32_t offset = number(v, 1 + a);
+      const uint64_t count = a < numbers                    ? elements
+                             : a < numbers + header.targets ? rows
+                                                            : 1;
       if (offset != gpu::kNoArray &&
           Memory::Get().Host(bases[a] + offset * sizes[a],
-                             elements * sizes[a]) == nullptr) {
+                             count * sizes[a]) == nullptr) {
         return kIllegalAddress;
       }
     }
@@ -283,8 +292,22 @@ int Run(const Function& function, const void* table) {
   return kSuccess;
 }
 
+template <class MarkTable>
+int MoveLogDecays(MarkTable* table) {
+  Word* target = table->words;
+  for (size_t t = 0; t < table->header.targets; ++t) {
+    if (Memory::Get().Host(target[0], (target[1] + 1) * sizeof(double)) ==
+            nullptr ||
+        !Move(&target[0])) {
+      return kIllegalAddress;
+    }
+    target += gpu::kWordsPerMark;
+  }
+  return kSuccess;
+}
+
 // What a launch does, its argument taken along.
-template <class Table, class SumTable>
+template <class Table, class SumTable, class MarkTable>
 std::function<int()> ReadLaunch(const Function& function,
                                 const void* argument) {
   const Index all = grid;
@@ -297,6 +320,15 @@ std::function<int()> ReadLaunch(const Function& function,
         return kIllegalAddress;
       }
       return Run(function, &moved);
+    };
+  }
+  if (RuleOf(function.name) == "Mark") {
+    return [function, all, table = *static_cast<const MarkTable*>(argument)] {
+      auto moved = table;
+      grid = all;
+      Log("launch %s grid %u %u\n", function.name.c_str(), all.x, all.y);
+      const int result = MoveLogDecays(&moved);
+      return result != kSuccess ? result : Run(function, &moved);
     };
   }
   return [function, all, table = *static_cast<const Table*>(argument)] {
@@ -734,8 +766,10 @@ API(cuLaunchKernel, Function* function, unsigned grid_x, unsigned grid_y,
   grid = {grid_x, grid_y};
   std::function<int()> launch =
       function->name.find("_large_") != std::string::npos
-          ? ReadLaunch<LargeTable, LargeSumTable>(*function, arguments[0])
-          : ReadLaunch<SmallTable, SmallSumTable>(*function, arguments[0]);
+          ? ReadLaunch<LargeTable, LargeSumTable, LargeMarkTable>(
+                *function, arguments[0])
+          : ReadLaunch<SmallTable, SmallSumTable, SmallMarkTable>(
+                *function, arguments[0]);
   if (captured == nullptr) return launch();
   captured->launches.push_back(std::move(launch));
   return kSuccess;

@@ -1,6 +1,6 @@
 // The parts of CUDA C++ in the kernels' source, for a host compiler. The
-// kernels use no shared memory and no barrier, so threads can run one after
-// another.
+// kernels use no shared memory, and after a barrier only the last thread writes,
+// so threads can run one after another.
 #ifndef WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 #define WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 
@@ -24,6 +24,7 @@ extern thread_local Index thread, block, grid;
 #define WRAPOPT_KERNEL(...) \
   extern "C" __attribute__((visibility("default"))) void __VA_ARGS__
 #define WRAPOPT_DEVICE inline
+#define WRAPOPT_BARRIER()
 #define WRAPOPT_TABLE(type) const type&
 
 #endif  // WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_

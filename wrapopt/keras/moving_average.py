@@ -212,8 +212,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     touches: SGD without momentum, Adagrad and `LazyAdam`, without weight decay.
     A step then costs only these rows. The averages of the other rows catch up,
     exactly, with the steps that they missed before an average is read. It does
-    not on a GPU, in a `tf.distribute` strategy, and for a variable whose first
-    gradient in a `tf.function` was dense.
+    not in a `tf.distribute` strategy, and for a variable whose first gradient in
+    a `tf.function` was dense.
 
     Args:
       variable: A variable that the optimizer was built with.

@@ -74,8 +74,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
     log_decays: Empty, or for each shadow a variable as in `catch_up` or None.
       If a shadow has one and its variable has a sparse gradient, the shadow
       moves in the rows that the gradient holds. The others lag behind until
-      `catch_up`. This needs a rule that changes no other row, and is not
-      possible on a GPU.
+      `catch_up`. This needs a rule that changes no other row.
 
   Returns:
     As `ema_update`.

@@ -30,7 +30,8 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
 
   where `l` are the log decays of `v`, and R is the number of its rows. Call it
   before an average is read or written, and before any other op changes a value.
-  It costs nothing if no step was taken since the last call.
+  It costs nothing if no step was taken since the last call; on a GPU it then reads
+  the log decays.
 
   Example:
 

@@ -4,7 +4,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <memory>
+#include <numeric>
 #include <random>
 #include <string>
 #include <utility>
@@ -356,7 +358,159 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// Checks arrays whose distance does not fit into a table.
+// A step of some rows of a table, without a rule of its averages alone, and then
+// all rows catch up.
+bool CheckLazy(const RuleInfo* rule, Number number, Number input,
+               uint64_t rows, uint64_t row_elements, int chunk_log2 = 0) {
+  const Layout layout({rows * row_elements}), layout_of_logs({rows + 1});
+  const std::string name =
+      std::string("lazy ") + (rule == nullptr ? "average" : rule->name) +
+      " of " + NameOf(number) + " and " + NameOf(input) + ", " +
+      std::to_string(rows) + " rows of " + std::to_string(row_elements);
+  const Isa isa = TheIsa();
+  Update update;
+  update.is_double = number == Number::kDouble;
+  update.state = number;
+  update.input = input;
+  std::vector<std::unique_ptr<Operand>> operands;
+  const size_t states = rule == nullptr ? 1 : CountNames(rule->states);
+  for (size_t s = 0; s < states; ++s) {
+    operands.push_back(std::make_unique<Operand>(layout, number, s == 0));
+  }
+  if (rule == nullptr) {
+    update.sources = {{1, number}};
+  } else {
+    update.rule = rule->id;
+    update.scalars = ScalarsOf(*rule);
+    operands.push_back(std::make_unique<Operand>(layout, input, true));
+  }
+  const size_t targets = operands.size();
+  // The second of the averages copies the value.
+  update.targets = {{0.25, input}, {1, input}};
+  const double log_decay[] = {std::log(0.75), -800};
+  std::vector<std::unique_ptr<Operand>> logs;
+  for (int k = 0; k < 2; ++k) {
+    operands.push_back(std::make_unique<Operand>(layout, input, true));
+    Operand& log = *logs.emplace_back(
+        std::make_unique<Operand>(layout_of_logs, Number::kDouble, false));
+    double* const of_row =
+        reinterpret_cast<double*>(log.host.data()) + layout_of_logs.begins[0];
+    // Some rows have caught up, others lag by more than numbers can tell.
+    constexpr double kNow = -60;
+    const double lags[] = {0, 1e-9, 0.01, 0.3, 2, 30, 59};
+    for (uint64_t r = 0; r < rows; ++r) {
+      of_row[r] = kNow + lags[generator() % std::size(lags)];
+    }
+    of_row[rows] = kNow;
+    log.device.Write(log.host);
+  }
+  const auto element = [&](Operand& operand, uint64_t row) {
+    return (layout.begins[0] + row * row_elements) * SizeOf(operand.number);
+  };
+  const auto of_row = [&](Operand& log) {
+    return reinterpret_cast<double*>(log.host.data()) +
+           layout_of_logs.begins[0];
+  };
+  const auto address_of_log = [&](const Operand& log, uint64_t row) {
+    return log.device.address() +
+           (layout_of_logs.begins[0] + row) * sizeof(double);
+  };
+  // Adds rows of these arrays.
+  const auto add = [&](Update* to, uint64_t begin, uint64_t end,
+                       const std::vector<size_t>& arrays) {
+    to->elements.push_back((end - begin) * row_elements);
+    to->row_elements.push_back(end - begin == 1 ? 0 : row_elements);
+    for (const size_t a : arrays) {
+      to->addresses.push_back(operands[a]->device.address() +
+                              element(*operands[a], begin));
+    }
+    for (const uint64_t row : {begin, rows}) {
+      for (const auto& log : logs) {
+        to->addresses.push_back(address_of_log(*log, row));
+      }
+    }
+    to->arrays = arrays.size() + 2 * logs.size();
+  };
+  const auto catch_up_on_cpu = [&](uint64_t begin, uint64_t end) {
+    for (int k = 0; k < 2; ++k) {
+      Operand& shadow = *operands[targets + k];
+      FindCatchUp(input, number, isa)(
+          shadow.host.data() + element(shadow, begin),
+          operands[0]->host.data() + element(*operands[0], begin),
+          of_row(*logs[k]) + begin, of_row(*logs[k])[rows], row_elements,
+          end - begin);
+    }
+  };
+  const auto are_equal = [&](const std::string& what) {
+    bool right = true;
+    for (size_t i = 0; i < operands.size(); ++i) {
+      right &= IsEqual(*operands[i],
+                       name + what + ", array " + std::to_string(i));
+    }
+    for (const auto& log : logs) {
+      right &= IsEqual(*log, name + what + ", log decays");
+    }
+    return right;
+  };
+
+  std::vector<size_t> all(operands.size());
+  std::iota(all.begin(), all.end(), 0);
+  RowMarks marks;
+  marks.touched.emplace_back();
+  for (uint64_t begin = 0, end; begin < rows; begin = end) {
+    end = begin + 1;
+    if (generator() % 4 == 0) continue;
+    // By itself or as one with those that follow.
+    if (row_elements <= kMaxRowElements) {
+      while (end < rows && generator() % 3 == 0) ++end;
+    }
+    add(&update, begin, end, all);
+    for (uint64_t r = begin; r < end; ++r) marks.touched[0].push_back(r);
+    catch_up_on_cpu(begin, end);
+    const size_t elements = (end - begin) * row_elements;
+    std::vector<void*> arrays;
+    for (const auto& operand : operands) {
+      arrays.push_back(operand->host.data() + element(*operand, begin));
+    }
+    if (rule != nullptr) {
+      FindStep(rule->id, number, input, isa)
+          .loop(arrays.data(), update.scalars.data(), 0, elements, Ahead());
+    }
+    for (int k = 0; k < 2; ++k) {
+      void* const average[] = {arrays[targets + k], arrays[0]};
+      FindStep(RuleId::kEma, input, number, isa)
+          .loop(average, &update.targets[k].scalar, 0, elements, Ahead());
+    }
+  }
+  for (int k = 0; k < 2; ++k) {
+    marks.averages.push_back(
+        {address_of_log(*logs[k], 0), rows, log_decay[k], 0});
+    double* const log = of_row(*logs[k]);
+    log[rows] += log_decay[k];
+    for (const uint64_t r : marks.touched[0]) log[r] = log[rows];
+  }
+  Run(update);
+  Run(marks);
+  Wait();
+  bool right = are_equal("");
+
+  Update catch_up;
+  catch_up.is_double = update.is_double;
+  catch_up.is_step = false;
+  catch_up.sources = {{1, number}};
+  catch_up.targets = update.targets;
+  const uint64_t at_once = row_elements <= kMaxRowElements ? rows : 1;
+  for (uint64_t r = 0; r < rows; r += at_once) {
+    add(&catch_up, r, r + at_once, {0, targets, targets + 1});
+  }
+  catch_up_on_cpu(0, rows);
+  catch_up.chunk_log2 = chunk_log2;
+  Run(catch_up);
+  Wait();
+  return right & are_equal(", all rows");
+}
+
+// Arrays that lie farther apart than a table can tell.
 bool CheckFar() {
   constexpr size_t kBytes = (size_t{17} << 30) + 4096;
   if (FreeMemory() < kBytes + (size_t{1} << 30)) {
@@ -419,7 +573,20 @@ int CheckNumbers() {
                        FewSizes()}));
     }
     count(CheckSum(input, number == Number::kDouble));
+    for (const RuleInfo& rule : kRules) {
+      if (rule.inputs != "grad" || rule.sparse != Sparse::kRows) continue;
+      // Once more rows than a launch takes.
+      count(CheckLazy(&rule, number, input, 5000, 5));
+      count(CheckLazy(&rule, number, input, 100, 16));
+    }
+    count(CheckLazy(nullptr, number, input, 5000, 1));
+    count(CheckLazy(nullptr, number, input, 300, 8));
+    count(CheckLazy(nullptr, number, input, 12, 5000));
+    count(CheckLazy(nullptr, number, input, 5, kMaxRowElements + 1));
   }
+  // A table that takes several launches, each of whole rows.
+  count(CheckLazy(nullptr, Number::kFloat, Number::kFloat, 110000, 5,
+                  /*chunk_log2=*/3));
   const RuleInfo& adam = Info(RuleId::kAdam);
   Case captured = {&adam, Number::kFloat, Number::kFloat, Number::kFloat, 0, 2,
                    ManySizes(3000)};
