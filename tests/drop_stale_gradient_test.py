@@ -660,6 +660,25 @@ def test_applied_inside_of_what_it_was_computed_outside(kind, v2, inside):
       assert session.run([w, step]) == [3, 2]
 
 
+@pytest.mark.parametrize("inside", [
+    in_a_branch, in_a_loop, in_a_branch_of_a_loop])
+@pytest.mark.parametrize("kind, v2", [
+    (kind, v2) for kind, v2 in PLACES if kind == "resource" or not v2])
+def test_recorded_inside(kind, v2, inside):
+  """There the op that records takes the step through a Switch or an Enter."""
+  with control_flow(v2), graph_of(kind):
+    w, step = tf1.Variable(8.0, name="w"), make_step()
+    opt = Drop(sgd(), 0, global_step=step)
+    train = inside(lambda: opt.minimize(w * 2.0, step, [w]))
+    with pytest.raises(ValueError, match="must be the step variable that was "):
+      inside(lambda: opt.apply_gradients(
+          opt.compute_gradients(w * 2.0, [w]), make_step()))
+    with tf1.Session() as session:
+      session.run(tf1.global_variables_initializer())
+      session.run(train)
+      assert session.run([w, step]) == [6, 1]
+
+
 @pytest.mark.parametrize("kind, v2", [
     (kind, v2) for kind, v2 in PLACES if kind == "resource" or not v2])
 def test_inside_of_a_loss_scale_optimizer(kind, v2):

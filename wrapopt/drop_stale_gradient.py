@@ -601,7 +601,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     # without it.
     tf1.summary.scalar(
         "Gradient_staleness_percentage",
-        state.stale_counter / tf.cast(step + 1, tf.float32))
+        # Not `step + 1`: what a ref variable is converted to may be in a loop.
+        state.stale_counter / tf.cast(step.read_value() + 1, tf.float32))
     if state.worker_histogram is not None:
       stats = _stats(state.worker_histogram)
       tf1.summary.scalar(f"{self._worker}/drop_rate", stats.drop_rate)
