@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 
+from packaging.version import Version
 import pytest
 import tensorflow as tf
 
@@ -180,7 +181,8 @@ def test_a_library_that_cannot_be_opened(tmp_path, content, why):
 
 def test_facts_of_the_build():
   assert _native.version == wrapopt.__version__
-  assert _native.tensorflow_version == tf.__version__
+  # pip writes 2.22.0rc0, TensorFlow itself 2.22.0-rc0.
+  assert Version(_native.tensorflow_version) == Version(tf.__version__)
   assert _native.cxx11_abi == tf.sysconfig.CXX11_ABI_FLAG
   # The namespace as it stands in the symbols of TensorFlow's library.
   namespace = _native.absl_namespace
