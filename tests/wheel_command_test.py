@@ -97,7 +97,7 @@ def test_a_version(run):
 def test_one_that_is_not_there(run, name):
   process, calls = run(name)
   assert process.returncode != 0 and not calls
-  assert "FAILED: interpreters" in process.stderr
+  assert "FAILED: finding interpreters" in process.stderr
 
 
 def test_a_wheel_that_does_not_work(run):
