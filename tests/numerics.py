@@ -227,7 +227,7 @@ RULES = {
     "WeightedSum": (weighted_sum, 3),
 }
 
-# States that are sums or means of squares.
+# States that the formula needs to be at least 0, such as means of squares.
 NOT_NEGATIVE = {
     "Adadelta": ("accum", "accum_update"),
     "Adagrad": ("accum",),

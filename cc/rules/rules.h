@@ -2,8 +2,8 @@
 //
 // To add one: write cc/rules/<rule>.h, include it here and add its line, define
 // its ops in cc/ops/apply_<rule>.cc, and add its formula to tests/numerics.py.
-// Nothing else changes: every back end, wrapopt.ops.apply and the tests read
-// the rules here.
+// The code needs no other edit: every back end, wrapopt.ops.apply and the tests
+// read the rules here. cc/README.md says how to test it.
 //
 // The arguments of a rule's `Step` are its states as V&, then its inputs and
 // then its scalars as const V&. Its code is pure data flow: Select instead of
@@ -12,7 +12,12 @@
 // A line names the arguments, in the order of `Step`. Of the scalars,
 //
 //   lr                    is a scalar input of the op;
-//   use_nesterov?         is an attribute of the op, true or false: 1 or 0;
+//   use_nesterov?         is an attribute of the op, true or false: 1 or 0.
+//
+// Names of TensorFlow's and Keras's arguments keep to one spelling, as in the
+// lines below: `weight_decay`, `beta1_power`. A rule of Keras's optimizers has
+// `weight_decay`. Its name ends in W if TensorFlow's optimizer of that name
+// computes other numbers.
 //
 // The last argument is the step with a sparse gradient:
 //
@@ -56,8 +61,8 @@
   X(Adagrad, "var accum", "grad", "lr", kRows)                               \
   X(AdagradW, "var accum", "grad", "lr epsilon weight_decay", kRows)         \
   X(Adam, "var m v", "grad",                                                 \
-    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "   \
-    "beta2_power",                                                     \
+    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "         \
+    "beta2_power",                                                           \
     kAll)                                                                    \
   X(AdamWithAmsgrad, "var m v vhat", "grad",                                 \
     "lr beta1 beta2 epsilon weight_decay beta1_power "                 \
@@ -71,8 +76,8 @@
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(LazyAdam, "var m v", "grad",                                             \
-    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "   \
-    "beta2_power",                                                     \
+    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "         \
+    "beta2_power",                                                           \
     kRows)                                                                   \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
