@@ -63,9 +63,9 @@ def test_buckets_of_two_places(kind):
     _centers.buckets(workers, centers[:2])
 
 
-def test_buckets_are_of_4_mib(kind):
+def test_how_much_a_bucket_holds(kind):
   del kind
-  part = 2**12  # Numbers in a 256th of that.
+  part = _centers._MOST_BYTES // 4 // 256  # Numbers in a 256th of that.
   sizes = [100, 100, 56, 1, 300, 0, 2, 256, 1, 254]
   groups = _centers.buckets([of_shape([s, part]) for s in sizes])
   assert groups == [[0, 1, 2], [3], [4], [5, 6], [7], [8, 9]]

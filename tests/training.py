@@ -44,10 +44,6 @@ def ancestors(op):
     if op not in seen:
       seen.add(op)
       pending += [t.op for t in op.inputs] + list(op.control_inputs)
-      if op.type == "Wrapopt>Receive":
-        pending += [sender for sender in op.graph.get_operations()
-                    if sender.type == "Wrapopt>Send" and
-                    sender.get_attr("channel") == op.get_attr("channel")]
   return seen
 
 

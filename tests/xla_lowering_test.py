@@ -234,8 +234,8 @@ def test_no_op_is_left_out():
   # What crosses between tasks. Handles as one tensor: XLA must see each, and
   # gets the ops that take them one by one.
   host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
-                    "Mean|Next|Wait)|ReadPacked|AssignPacked|Route|RouteBack|"
-                    "Send|Receive|Bundle|ApplyBundle|EmaUpdateBundle)")
+                    "Mean|Next|Wait)|ReadPacked|AssignPacked|Bundle|"
+                    "ApplyBundle|EmaUpdateBundle)")
   tested = {f"Wrapopt>{name}" for name in (
       "EmaUpdate", "CatchUp", "SparseEmaUpdate", "AveragingAssign", "Exchange",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")

@@ -1,4 +1,4 @@
-"""Branches that may hold ref variables."""
+"""Branches that may hold ref variables, and reach other tasks."""
 
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_ops
@@ -55,18 +55,39 @@ def cond_of_refs(pred, taken, skipped):
     # A function cannot capture ref variables.
     return tf.cond(pred, taken, skipped)
   with tf.name_scope("cond"):
-    pivots = tf.raw_ops.Switch(data=pred, pred=pred)
-    # A control dependency on a Switch would always be met.
-    pivots = [tf.identity(pivot, name=name)
-              for pivot, name in zip(pivots, ("switch_f", "switch_t"))]
+    if_true, if_false = branch(pred)
     pred = tf.identity(pred, name="pred_id")
-    results = [_branch(pred, pivot, number, function) for
-               number, (pivot, function) in
-               enumerate(zip(pivots, (skipped, taken)))]
-    return tf.raw_ops.Merge(inputs=results)[0]
+    if_false = _result(pred, if_false, 0, skipped)
+    return join(_result(pred, if_true, 1, taken), if_false)
 
 
-def _branch(pred, pivot, number, function):
+def branch(pred):
+  """Two tensors, of which only one is live in a step.
+
+  An op runs if all that it depends on is live. The other way to a branch,
+  `tf.cond`, makes functions: each variable that they capture costs nodes in
+  every step.
+
+  Args:
+    pred: A scalar bool tensor.
+
+  Returns:
+    (taken, skipped). Ops that depend on `taken`, if only by a control
+    dependency, run if `pred` is true. Ops that depend on `skipped` run if it is
+    false.
+  """
+  skipped, taken = tf.raw_ops.Switch(data=pred, pred=pred)
+  # A control dependency on a Switch would always be met.
+  return (tf.identity(taken, name="switch_t"),
+          tf.identity(skipped, name="switch_f"))
+
+
+def join(taken, skipped):
+  """The live one of two tensors."""
+  return tf.raw_ops.Merge(inputs=[skipped, taken])[0]
+
+
+def _result(pred, pivot, number, function):
   """The result of `function`, which runs if `pred` is `number` (0 or 1)."""
   context = control_flow_ops.CondContext(pred, pivot, branch=number)
   context.Enter()

@@ -10,7 +10,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from wrapopt import _centers
-from wrapopt import _routes
+from wrapopt import _control_flow
 from wrapopt import _step
 from wrapopt import _swapping_saver
 from wrapopt import ops
@@ -103,13 +103,15 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   The centers are the model. The workers may differ from it and from each other.
   This explores more than asynchronous descent, with a fraction of its traffic.
 
-  An exchange packs variables: for up to 4 MiB of them, or for one larger
-  variable, one tensor carries the centers to the worker and one carries the
-  differences back, and a native op updates each side. The ops lock the centers,
-  so that no update of another worker is lost.
+  An exchange packs variables: for up to 128 MiB of them, or for one larger
+  variable, one tensor carries the worker's values to the parameter server and
+  one carries the centers back. A native op updates each side. The ops lock the
+  centers, so that no update of another worker is lost.
 
   A step between exchanges runs the inner optimizer's step and some dozen other
-  nodes, whatever the number of variables. It transfers no value.
+  nodes, whatever the number of variables. It transfers no value. A session
+  starts all of its graph, so each step makes a call for each tensor of an
+  exchange, which is answered that there is none.
 
   `global_step` counts the exchanges of all workers, not steps.
 
@@ -326,7 +328,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       with ops.host_of(self._local_step):
         with tf.control_dependencies(exchanged):
           taken = tf.identity(due)
-        done = _routes.join(taken, not_due)
+        done = _control_flow.join(taken, not_due)
     with ops.device_of(self._local_step):
       train = tf.group(done, counted, name=step.name or self._name)
     return _step.Taken(_step.follow(train, step.averages), True)
@@ -343,58 +345,54 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     Returns:
       A list of operations.
     """
+    rate, ready = self._moving_rate, [applied, due]
+    if not isinstance(rate, numbers.Real):
+      with tf.control_dependencies([due]), ops.host_of(self._local_step):
+        rate = _checked_rate(ops.float64(rate))
+      ready.append(rate)  # If it is out of range, no value leaves.
     groups = _centers.buckets(variables, centers)
-    servers = collections.defaultdict(list)  # The groups of each server.
-    for group in groups:
-      servers[centers[group[0]].device].append(group)
-    here = ops.host_device(self._local_step.device)
-    done, at_servers = [], []
-    for device, of_server in servers.items():
-      link = _routes.Link(here, ops.host_device(device), due)
-      # Values and centers are read before either is changed. The centers are
-      # read once, and after the step, whose gradients depend on their copies.
-      now, sent = link.send(due, after=[applied])
-      done.append(sent)
-      with tf.control_dependencies([now]):
-        packed = _centers.pack(centers, of_server)
-      center_flats, updates = map(list, zip(*map(link.send_back, packed)))
-      with tf.control_dependencies([applied, due]):
-        flats = _centers.pack(variables, of_server)
-      rate = far_rate = self._moving_rate
-      if not isinstance(rate, numbers.Real):
-        with tf.control_dependencies([due]), ops.host_of(self._local_step):
-          rate = tf.identity(ops.float64(rate))
-        far_rate, sent = link.send(rate)
-        done.append(sent)
-      for group, *values in zip(of_server, flats, center_flats, strict=True):
-        sent, updated = self._exchange_group(
-            link, [variables[i] for i in group], [centers[i] for i in group],
-            [local_centers[i] for i in group], *values, rate, far_rate)
-        done.append(sent)
-        updates.append(updated)
+    with tf.control_dependencies(ready):
+      flats = _centers.pack(variables, groups)
+    pushed, pulled = collections.defaultdict(list), []
+    for group, flat in zip(groups, flats, strict=True):
+      push, pull = self._exchange_group(
+          [variables[i] for i in group], [centers[i] for i in group],
+          [local_centers[i] for i in group], flat, rate)
+      pushed[centers[group[0]].device].append(push)
+      pulled.append(pull)
+    at_servers = []
+    for device, pushes in pushed.items():
       with tf.device(None), tf.device(device):
-        at_servers.append(tf.group(*updates))
+        at_servers.append(tf.group(*pushes))
     with tf.control_dependencies(at_servers):
-      return [*done, *at_servers, *[_increment(step) for step in steps]]
+      return [*pulled, *[_increment(step) for step in steps]]
 
-  def _exchange_group(self, link, variables, centers, local_centers, flat,
-                      center_flat, rate, far_rate):
-    """Exchanges variables of values `flat` with centers `center_flat`."""
-    with ops.device_of(variables[0]):
-      difference = flat - center_flat
-    seen = _centers.assign_packed(local_centers, [center_flat],
-                                  [range(len(variables))])
-    with tf.control_dependencies([seen, difference]):
-      pulled = ops.averaging_assign(variables, local_centers, rate=rate)
-    # After the worker's update, which refuses a rate that is out of range.
-    far_difference, sent = link.send(difference, after=[pulled])
-    # The dependency also makes constants dead in steps without an exchange.
-    with tf.control_dependencies([far_difference]):
+  def _exchange_group(self, variables, centers, local_centers, flat, rate):
+    """Exchanges variables of values `flat`.
+
+    Returns:
+      (the operation that moves the centers, the one that moves the variables).
+    """
+    together = [range(len(variables))]
+    flat = _centers.at(centers[0].device, flat)
+    # The centers are read once, and after the step, whose gradients depend on
+    # the worker's copies of them. The dependency also makes constants dead in
+    # steps without an exchange.
+    with tf.control_dependencies([flat]):
+      [center_flat] = _centers.pack(centers, together)
       with ops.device_of(centers[0]):
-        differences = _centers.split(far_difference, centers)
+        differences = _centers.split(flat - center_flat, centers)
+      far_rate = (rate if isinstance(rate, numbers.Real)
+                  else _centers.at(centers[0].device, rate))
       # The current centers: others may have moved them since they were read.
-      return sent, ops.averaging_assign(centers, [centers, differences],
-                                        weights=[1.0, far_rate])
+      pushed = ops.averaging_assign(centers, [centers, differences],
+                                    weights=[1.0, far_rate])
+    # The worker gets them after the push: that takes no edge of its own.
+    with tf.control_dependencies([pushed]), ops.device_of(centers[0]):
+      center_flat = tf.identity(center_flat)
+    seen = _centers.assign_packed(local_centers, [center_flat], together)
+    with tf.control_dependencies([seen]):
+      return pushed, ops.averaging_assign(variables, local_centers, rate=rate)
 
   def _copies(self, variables):
     """(the centers of `variables`, the worker's copies of the centers)."""
@@ -577,6 +575,13 @@ def _pull(rho, pairs):
     with ops.device_of(v):
       distances.append(tf.cast(tf.nn.l2_loss(v - center), dtype))
   return tf.cast(ops.float64(rho), dtype) * tf.add_n(distances)
+
+
+def _checked_rate(rate):
+  is_in_range = tf.logical_and(rate >= 0, rate <= 1)
+  with tf.control_dependencies([tf.raw_ops.Assert(condition=is_in_range, data=[
+      "`moving_rate` must be in [0, 1], got", rate])]):
+    return tf.identity(rate)
 
 
 def _increment(step):

@@ -8,7 +8,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from wrapopt import _centers
-from wrapopt import _routes
+from wrapopt import _control_flow
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
@@ -127,8 +127,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   A step between rounds runs the inner optimizer's step and some dozen other
   nodes, whatever the number of variables. It transfers no value. A session
-  starts all of its graph, so each step calls each parameter server, while the
-  worker computes.
+  starts all of its graph, so each step makes a call for each tensor of a round,
+  which is answered that there is none: two for up to 128 MiB of variables or
+  for one larger variable, and two more for a parameter server.
 
   State: the parameter servers hold a center for each variable and, while a
   round is open, one copy of the variables for each worker. The worker holds the
@@ -316,7 +317,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
         averaged = tf.identity(due)
       with tf.control_dependencies([counted]):
         only_stepped = tf.identity(not_due)
-      done = tf.identity(_routes.join(averaged, only_stepped),
+      done = tf.identity(_control_flow.join(averaged, only_stepped),
                          step.name or self._name)
     return _step.Taken(_step.follow(done, step.averages), True)
 
@@ -368,29 +369,21 @@ class ModelAverageOptimizer(WrapperOptimizer):
       servers[centers[group[0]].device].append(g)
     servers[self._lead()] = servers.pop(self._lead(), [])
     *others, lead = servers
-    worker = ops.host_device(rounds.local_round.device)
-    links = {device: _routes.Link(worker, ops.host_device(device), due)
-             for device in servers}
 
     with tf.control_dependencies([stepped, due]):
       values = _centers.pack(local_vars, groups)
     with ops.device_of(rounds.local_round), tf.control_dependencies([due]):
       number = tf.identity(rounds.local_round.read_value())
-    numbers, arrived, handles, sent = {}, {}, {}, []
-
-    def send(device, value):
-      value, sends = links[device].send(value)
-      sent.append(sends)
-      return value
+    numbers, handles = {}, {}
 
     def push(device):
       with tf.device(None), tf.device(device):
         return ops.averaging_push(handles[device], self._worker,
-                                  numbers[device], arrived[device])
+                                  numbers[device],
+                                  [values[g] for g in servers[device]])
 
-    for device, of_server in servers.items():
-      numbers[device] = send(device, number)
-      arrived[device] = [send(device, values[g]) for g in of_server]
+    for device in servers:
+      numbers[device] = _centers.at(device, number)
       with tf.control_dependencies([numbers[device]]):
         handles[device] = self._handle(rounds, device)
     with tf.control_dependencies([push(device) for device in others]):
@@ -415,16 +408,11 @@ class ModelAverageOptimizer(WrapperOptimizer):
     for device, of_server in servers.items():
       with tf.control_dependencies([opened]):
         packed = _centers.pack(centers, [groups[g] for g in of_server])
-      back = packed + ([opened] if device == lead else [])
-      flats, sends = zip(*map(links[device].send_back, back))
-      started.append(links[device].done(sends))
-      if device == lead:
-        *flats, opened_here = flats
       if of_server:  # The lead may have no group.
         started.append(_centers.assign_packed(
-            local_vars, flats, [groups[g] for g in of_server]))
-    with tf.control_dependencies(started + sent), tf.device(None):
-      return rounds.local_round.assign(opened_here).op
+            local_vars, packed, [groups[g] for g in of_server]))
+    with tf.control_dependencies(started), tf.device(None):
+      return rounds.local_round.assign(opened).op
 
   def _end_round(self, means, numbers, handles, global_step):
     """Counts the step after the means, and opens the next round: its number."""
