@@ -30,6 +30,7 @@ IMPORTS = [
     "keras.src.saving.saving_lib",
     "keras.src.utils.python_utils",
     "tensorflow.core.framework.op_def_pb2",
+    "tensorflow.core.protobuf.tensor_bundle_pb2",
     "tensorflow.core.protobuf.trackable_object_graph_pb2",
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
