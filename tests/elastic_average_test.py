@@ -719,7 +719,7 @@ def test_a_gate_around_it(kind, control_flow):
      {"rho": np.inf}),
     (ValueError, "`rho` must be given: AdamOptimizer must have .* got none",
      {"make_inner": tf1.train.AdamOptimizer}),
-    (ValueError, "`rho` must be given: GradientDescentOptimizer must .* got 0\.0",
+    (ValueError, "`rho` must be given: GradientDescentOptimizer must .* got 0",
      {"make_inner": lambda: sgd(0.0)}),
     (ValueError, "`start_timeout_secs` must be above 0, got 0",
      {"start_timeout_secs": 0}),
