@@ -344,8 +344,10 @@ def test_strings(mode):
   # Their bytes lie elsewhere: TensorFlow's strings are no plain numbers.
   a, b = good(mode)
   c, d = mode.variable(["c"], name="c"), mode.variable(["d"], name="d")
-  with pytest.raises(InvalidArgument, match=(
-      rf"a\[\d\] {called('c')} must be of a numeric dtype, got string")):
+  # In a graph, the shape function refuses them; it knows no names.
+  name = " " + called("c") if mode.name == "eager" else ""
+  with pytest.raises(at_build(mode, InvalidArgument), match=(
+      rf"a\[\d\]{name} must be of a numeric dtype, got string")):
     mode.run(lambda: exchange([a, c], [b, d]))
   # Two ref ops: one for each dtype.
   if mode.name != "ref-graph":
