@@ -410,8 +410,8 @@ def _gradient(values, rows, problem):
 
 
 def _check_close(name, what, got, want):
-  # A sum of thousands of duplicates' gradients in float32, among others.
-  error = (np.abs(got - want) / (1 + 10 * np.abs(want))).max()
+  # Plain float32 sums of thousands of gradients of one row are off by 1e-4.
+  error = (np.abs(got - want) / (1 + 100 * np.abs(want))).max()
   if not error <= 2e-6:
     raise AssertionError(f"{name}: {what} is off by {error:.3g} after one "
                          "step.")
