@@ -32,7 +32,8 @@ FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
 # The variable that holds the note of a snapshot, a string.
 _NOTE = "wrapopt/snapshot"
 
-# The least size of a file of a TensorFlow checkpoint but the last, in bytes.
+# The least size of a file of a TensorFlow checkpoint but the last, in bytes. So
+# many bytes are sent to the disk while others are read, also those of HDF5.
 _SHARD = 128 << 20
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
@@ -493,6 +494,7 @@ class TensorFlowSink(Sink):
               zip(tensors, values.values()))
 
     _run(save)
+    _to_disk(part + ".data-00000-of-00001")
 
   def _finish(self):
     if self._values:
@@ -531,6 +533,7 @@ class H5Sink(Sink):
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
+    self._unsent = 0  # Bytes written since the last were sent to the disk.
     try:
       self._file = h5py.File(self._name, "w")
       if like is not None:
@@ -560,6 +563,11 @@ class H5Sink(Sink):
     for name, rows, value in values:
       if value.size:
         self._file[name][() if rows is None else rows] = _stored(value)
+        self._unsent += value.nbytes
+    if self._unsent >= _SHARD:
+      self._file.flush()
+      _to_disk(self._name)
+      self._unsent = 0
 
   def _finish(self):
     self._file.close()
