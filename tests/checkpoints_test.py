@@ -17,6 +17,7 @@ from wrapopt import _native
 from wrapopt import checkpoints
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
+from wrapopt.checkpoints import _places
 
 v1 = tf.compat.v1
 
@@ -405,8 +406,36 @@ def test_the_checksum(isa):
   assert crc32c(data) == 0xe3069283
   for cut in range(10):
     assert crc32c(data[cut:], crc32c(data[:cut])) == 0xe3069283
+  # Long enough for several rounds of the instructions' three chains.
+  data = np.random.default_rng(0).integers(256, size=20_001, dtype=np.uint8)
+  for cut in 0, 1, 6143, 6144, 12_289:
+    assert crc32c(data[cut:], crc32c(data[:cut])) == 0xcd6dc5df
   with pytest.raises(ValueError, match="array must be contiguous"):
     crc32c(data[::2])
+
+
+@pytest.mark.parametrize("is_too_much", [False, True])
+def test_inputs_larger_than_the_page_cache(tmp_path, monkeypatch, is_too_much):
+  monkeypatch.setattr(_places, "AT_ONCE", 4096)
+  monkeypatch.setattr(_places, "is_too_much", lambda nbytes: is_too_much)
+  dropped = []
+  monkeypatch.setattr(
+      os, "posix_fadvise", lambda file, first, size, advice:
+      dropped.append((os.path.basename(os.readlink(f"/proc/self/fd/{file}")),
+                      first, size, advice)))
+  values = [some_values(seed) for seed in range(2)]
+  paths = [save_by_saver(tmp_path / f"in-{i}", v) for i, v in enumerate(values)]
+  checkpoints.merge(paths, tmp_path / "out")
+  reader = tf.train.load_checkpoint(str(tmp_path / "out"))
+  for name in ("a", "b/kernel", "scalar"):
+    assert_same_bits(reader.get_tensor(name), mean_of(
+        [v[name] for v in values], np.float32))
+  # All whole blocks of each file, once.
+  size = os.path.getsize(paths[0] + ".data-00000-of-00001")
+  assert sorted(dropped) == ([
+      (f"in-{i}.data-00000-of-00001", first, 4096, os.POSIX_FADV_DONTNEED)
+      for i in range(2) for first in range(0, size - 4095, 4096)]
+                             if is_too_much else [])
 
 
 def test_a_damaged_part_of_a_variable(tmp_path, monkeypatch):

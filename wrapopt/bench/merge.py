@@ -3,8 +3,9 @@
 Each round reads all inputs twice: in a loop that reads them into one buffer per
 thread and writes and syncs as many bytes as the output has; and in
 `wrapopt.checkpoints.merge`, in a separate process, whose memory is measured.
-Before each of them the files are dropped from the page cache, so that they are
-read from the disk. In a file system in memory they stay there.
+Both drop what they have read from the page cache if the inputs have more bytes
+than half of the memory. Before each of them the files are dropped from it, so
+that they are read from the disk. In a file system in memory they stay there.
 """
 
 import concurrent.futures
@@ -21,6 +22,7 @@ import numpy as np
 from wrapopt import _extras
 from wrapopt.bench import harness
 from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _places
 
 _FORMATS = {"tensorflow": "", "h5": ".weights.h5"}
 
@@ -110,7 +112,7 @@ def _measure(options, name, directory):
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, json.dumps(paths),
          os.path.join(directory, f"out-{i}"), small, ending],
-        check=True, capture_output=True, text=True, env={
+        check=True, stdout=subprocess.PIPE, text=True, env={
             **os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONSAFEPATH": "1"})
     found = json.loads(done.stdout.splitlines()[-1])
@@ -151,13 +153,14 @@ def _drop(files):
 
 def _plain(files, output, bytes_out):
   """Seconds to read files, and to write and sync that many bytes."""
-  size = 8 << 20
+  size = _places.AT_ONCE
+  drop = _places.is_too_much(sum(map(os.path.getsize, files)))
 
   def read(file):
-    buffer = memoryview(bytearray(size))
+    buffer, at = np.empty(size, np.uint8), 0
     with open(file, "rb", buffering=0) as f:
-      while f.readinto(buffer):
-        pass
+      while got := _places.read(f.fileno(), buffer, at, drop):
+        at += got
 
   def write():
     with open(output, "wb", buffering=0) as f:

@@ -55,6 +55,14 @@ class Spec(typing.NamedTuple):
     return self.size * self.dtype.itemsize
 
 
+def empty(shape, dtype):
+  """An array that TensorFlow does not copy, since it begins at a cache line."""
+  spec = Spec(shape, np.dtype(dtype))
+  memory = np.empty(spec.nbytes + 63, np.uint8)
+  begin = -memory.ctypes.data % 64
+  return memory[begin:begin + spec.nbytes].view(dtype).reshape(shape)
+
+
 class Source:
   """A checkpoint to read.
 
@@ -62,8 +70,10 @@ class Source:
     path: Its path.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
+    drops_pages: Whether to drop what is read from the page cache.
   """
   kind = ""
+  drops_pages = False
 
   def __init__(self, path):
     self.path = path
@@ -116,7 +126,7 @@ class Source:
         into = np.empty(spec.shape, spec.dtype)
       if into.size:
         begin = rows.start * spec.nbytes // spec.shape[0] if rows else 0
-        self._placed.read(name, begin, into)
+        self._placed.read(name, begin, into, self.drops_pages)
       return into
     except Exception as e:
       raise OSError(f"Variable '{name}' of {self.path} cannot be read: "
@@ -470,7 +480,7 @@ class TensorFlowSink(Sink):
       if rows is not None:
         shape, dtype = self._specs[name]
         if rows.start == 0:
-          self._coming = np.empty(shape, dtype)
+          self._coming = empty(shape, dtype)
         self._coming[rows] = value
         if rows.stop < shape[0]:
           continue

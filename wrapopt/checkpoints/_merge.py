@@ -1,5 +1,6 @@
 """Weighted sums of checkpoints, a few variables at a time."""
 
+import collections
 import concurrent.futures
 import contextlib
 import math
@@ -12,6 +13,7 @@ import numpy as np
 
 from wrapopt import _native
 from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _places
 
 # The limit of bytes that are read and not yet summed, or twice the largest
 # variable if that is more.
@@ -40,14 +42,16 @@ def weighted(inputs, output, weights, only=None, progress=None):
   specs = {name: (spec._replace(dtype=last.dtype(name)) if name in names
                   else spec)
            for name, spec in last.specs.items()}
+  read = sum(s.specs[name].nbytes for s, weight in zip(inputs, weights)
+             if weight != 0 for name in names)
+  for source in inputs:
+    source.drops_pages = _places.is_too_much(read)
   sink = _formats.sink_like(last, output, specs)
   try:
     with contextlib.ExitStack() as stack:
       bar = stack.enter_context(progress(
-          total=sum(s.specs[name].nbytes for s, weight in zip(inputs, weights)
-                    if weight != 0 for name in names),
-          unit="B", unit_scale=True, desc=os.path.basename(output))
-                                ) if progress else None
+          total=read, unit="B", unit_scale=True,
+          desc=os.path.basename(output))) if progress else None
       _sum(inputs, weights, names, specs, sink, bar)
       _copy(last, [name for name in last.specs if name not in names], sink)
     sink.publish()
@@ -210,8 +214,10 @@ def _sum(inputs, weights, names, specs, sink, bar):
             for first in range(0, len(inputs), group)]
   buffers = [[np.empty(longest, np.uint8) for _ in range(group)]
              for _ in range(2)]
+  # Batches that may wait while a file is sent to the disk.
+  writable = max(1, half // longest)
   threads = len(os.sched_getaffinity(0))
-  with (concurrent.futures.ThreadPoolExecutor(threads) as readers,
+  with (concurrent.futures.ThreadPoolExecutor(2 * threads) as readers,
         concurrent.futures.ThreadPoolExecutor(threads) as summers,
         concurrent.futures.ThreadPoolExecutor(1) as writer):
 
@@ -220,7 +226,7 @@ def _sum(inputs, weights, names, specs, sink, bar):
       return [readers.submit(_read, source, batch, buffer) for source, buffer in
               zip(inputs[first:first + group], buffers[i % 2])]
 
-    coming, writing = read(0), None
+    coming, writing = read(0), collections.deque()
     for i, (batch, first) in enumerate(rounds):
       values = [future.result() for future in coming]
       if i + 1 < len(rounds):
@@ -229,21 +235,22 @@ def _sum(inputs, weights, names, specs, sink, bar):
       if first == 0:
         sums = (None if is_last else
                 [np.empty(piece.shape, np.float64) for piece in batch])
-      outputs = ([np.empty(piece.shape, specs[piece.name].dtype)
+      outputs = ([_formats.empty(piece.shape, specs[piece.name].dtype)
                   for piece in batch] if is_last else None)
       for k, piece in enumerate(batch):
         _merge(summers, threads, [of_input[k] for of_input in values],
                weights[first:first + group], sums and sums[k],
                outputs and outputs[k], first == 0)
       if is_last:
-        if writing is not None:
-          writing.result()
-        writing = writer.submit(sink.write, [
-            (piece.name, piece.rows, x) for piece, x in zip(batch, outputs)])
+        if len(writing) == writable:
+          writing.popleft().result()
+        writing.append(writer.submit(sink.write, [
+            (piece.name, piece.rows, x) for piece, x in zip(batch, outputs)]))
       if bar is not None:
         bar.update(sum(x.nbytes for of_input in values for x in of_input))
       del values, outputs
-    writing.result()
+    for future in writing:
+      future.result()
 
 
 def _read(source, batch, buffer):

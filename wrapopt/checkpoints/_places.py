@@ -15,9 +15,9 @@ from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from wrapopt import _native
 
-# The size of a read in bytes, small enough for the second-level cache to hold
-# the bytes until their checksum is computed.
-_AT_ONCE = 512 << 10
+# The size of a read in bytes. Twice the largest pages of the page cache: those
+# of smaller reads are not dropped in time.
+AT_ONCE = 4 << 20
 # The last 8 bytes of a LevelDB table.
 _MAGIC = 0xdb4775248b80fb57
 
@@ -56,7 +56,7 @@ class Reader:
   def __contains__(self, name):
     return name in self._places
 
-  def read(self, name, begin, into):
+  def read(self, name, begin, into, drop):
     """Reads a part of a variable.
 
     If the parts of a variable are read in order, its checksum is checked.
@@ -65,6 +65,7 @@ class Reader:
       name: Its name.
       begin: The first byte of the part.
       into: A contiguous array of the size of the part.
+      drop: As in `read`.
 
     Raises:
       OSError: If the file is too short, or its checksum is wrong.
@@ -75,9 +76,9 @@ class Reader:
     if begin == 0:
       done, checksum = 0, 0
     is_checked = place.checksum is not None and done == begin
-    for at in range(0, view.size, _AT_ONCE):
-      part = view[at:at + _AT_ONCE]
-      self._fill(place, begin + at, part)
+    for at in range(0, view.size, AT_ONCE):
+      part = view[at:at + AT_ONCE]
+      self._fill(place, begin + at, part, drop)
       if is_checked:
         checksum = _native.crc32c(part, checksum)
     if is_checked:
@@ -88,14 +89,14 @@ class Reader:
                       f"{place.offset} to {place.offset + place.size} is "
                       f"{checksum:#010x}, written as {place.checksum:#010x}")
 
-  def _fill(self, place, begin, view):
+  def _fill(self, place, begin, view, drop):
     descriptor = self._descriptor
     if descriptor is None:
       if place.path not in self._files:
         self._files[place.path] = os.open(place.path, os.O_RDONLY)
       descriptor = self._files[place.path]
     while view.size:
-      got = os.preadv(descriptor, [view], place.offset + begin)
+      got = read(descriptor, view, place.offset + begin, drop)
       if not got:
         raise OSError(f"the file {place.path} ends before byte "
                       f"{place.offset + place.size}")
@@ -106,6 +107,32 @@ class Reader:
     for descriptor in self._files.values():
       os.close(descriptor)
     self._files.clear()
+
+
+def is_too_much(nbytes):
+  """Whether the page cache cannot keep the inputs of a merge."""
+  return nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def read(descriptor, into, offset, drop):
+  """Reads bytes of a file.
+
+  Args:
+    descriptor: The descriptor of a file that is read in order.
+    into: A writable buffer.
+    offset: The first byte to read.
+    drop: Whether to drop the bytes from the page cache. They would displace
+      others, and the kernel would have to find a free page for each.
+
+  Returns:
+    The number of bytes read, 0 at the end of the file.
+  """
+  got = os.preadv(descriptor, [into], offset)
+  # Whole blocks, since the rest of the last one is still to be read.
+  first, end = (x // AT_ONCE * AT_ONCE for x in (offset, offset + got))
+  if drop and end > first:
+    os.posix_fadvise(descriptor, first, end - first, os.POSIX_FADV_DONTNEED)
+  return got
 
 
 def of_tensorflow(prefix):
