@@ -15,6 +15,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _native
 from wrapopt import checkpoints
+from wrapopt.checkpoints import _bundles
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _places
@@ -165,7 +166,8 @@ def test_a_trajectory(tmp_path):
 
 
 def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
-  # Several variables a batch, several inputs at once, and several files.
+  # Several variables a batch, several inputs at once, and the file is sent to
+  # the disk several times.
   inputs = [some_values(seed, dtypes) for seed, dtypes in enumerate([
       ("float64", "float16", "float32", "float32"),
       ("float32", "float32", "float64", "float32"),
@@ -174,10 +176,10 @@ def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
   paths = [save_by_saver(tmp_path / f"in-{i}", x)
            for i, x in enumerate(inputs)]
   weights = [0.1, 0.2, 0.3, 0.4]
-  for in_flight, shard in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
+  for in_flight, send in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
     monkeypatch.setattr(checkpoints._merge, "_IN_FLIGHT", in_flight)
-    monkeypatch.setattr(checkpoints._formats, "_SHARD", shard)
-    output = tmp_path / f"out-{in_flight}-{shard}"
+    monkeypatch.setattr(checkpoints._formats, "SEND", send)
+    output = tmp_path / f"out-{in_flight}-{send}"
     checkpoints.merge(paths, output, weights, progress=True)
     got = values_of(output)
     assert got.keys() == inputs[0].keys()
@@ -396,6 +398,41 @@ def test_variables_are_read_from_where_they_are(tmp_path):
     assert_same_bits(rows, values["layer_0/kernel_4"][1:3])
 
 
+def test_files_are_those_that_tensorflow_writes(tmp_path):
+  rng = np.random.default_rng(0)
+  values = {f"v{i:03d}": rng.random(i % 4).astype(dtype)
+            for i, dtype in enumerate(50 * [
+                "bool", "int8", "uint16", "int64", "float64", "complex64",
+                BFLOAT16])}
+  values.update({
+      "scalar": np.ones((), np.float32), "cube": np.ones((2, 3, 4), np.float16),
+      "empty": np.zeros((0, 2), np.int32), "no string": np.zeros(0, object),
+      "rows": rng.random((9, 5), np.float32), "string": np.array(b"a\0", object),
+      "strings": np.array([[b"", b"x" * 127], [b"y" * 128, b"z" * 70_000]],
+                          object)})
+  names = sorted(values)
+  theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+  tf.raw_ops.SaveV2(prefix=theirs, tensor_names=names,
+                    shape_and_slices=[""] * len(names),
+                    tensors=[tf.constant(values[name]) for name in names])
+  writer = _bundles.Writer(ours)
+  for name in names:
+    parts = np.split(values[name], [2, 7]) if name == "rows" else [values[name]]
+    for part in parts:
+      writer.write(name, part, values[name].shape)
+  writer.close()
+  for ending in ".data-00000-of-00001", ".index":
+    with open(theirs + ending, "rb") as a, open(ours + ending, "rb") as b:
+      a, b = a.read(), b.read()
+    if ending == ".index":  # TensorFlow's keys share prefixes.
+      a, b = (dict(_bundles._table(x)) for x in (a, b))
+    assert a == b
+  reader = tf.train.load_checkpoint(ours)
+  for name, value in values.items():
+    np.testing.assert_array_equal(
+        np.asarray(reader.get_tensor(name), value.dtype), value)
+
+
 @pytest.mark.parametrize("isa", _native.cpu_isas())
 def test_the_checksum(isa):
   crc32c = functools.partial(_native.crc32c, isa=isa)
@@ -430,11 +467,13 @@ def test_inputs_larger_than_the_page_cache(tmp_path, monkeypatch, is_too_much):
   for name in ("a", "b/kernel", "scalar"):
     assert_same_bits(reader.get_tensor(name), mean_of(
         [v[name] for v in values], np.float32))
-  # All whole blocks of each file, once.
+  # All whole blocks of each input, once, and the output.
   size = os.path.getsize(paths[0] + ".data-00000-of-00001")
   assert sorted(dropped) == ([
       (f"in-{i}.data-00000-of-00001", first, 4096, os.POSIX_FADV_DONTNEED)
-      for i in range(2) for first in range(0, size - 4095, 4096)]
+      for i in range(2) for first in range(0, size - 4095, 4096)] + [
+          (f"out.{ending}", 0, 0, os.POSIX_FADV_DONTNEED)
+          for ending in ("data-00000-of-00001", "index")]
                              if is_too_much else [])
 
 

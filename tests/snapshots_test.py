@@ -424,9 +424,9 @@ def test_command(run, tmp_path, capsys):
 # Kills
 
 
-@pytest.mark.parametrize("shard", [1, 1 << 30])
+@pytest.mark.parametrize("send", [1, 1 << 30])
 def test_whenever_it_is_killed_all_that_is_there_is_whole(
-    tmp_path, monkeypatch, shard):
+    tmp_path, monkeypatch, send):
   formats, seen = checkpoints._formats, set()
 
   def watch(where, name):
@@ -440,13 +440,14 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
 
     monkeypatch.setattr(where, name, watched)
 
-  monkeypatch.setattr(formats, "_SHARD", shard)
-  watch(formats, "_to_disk")
+  monkeypatch.setattr(formats, "SEND", send)
+  watch(formats, "to_disk")
   watch(formats.os, "replace")
   watch(formats.os, "unlink")
   watch(formats.H5Sink, "write")
   watch(formats.H5Sink, "_finish")
-  watch(formats.TensorFlowSink, "_write_part")
+  watch(formats.TensorFlowSink, "write")
+  watch(formats._bundles.Writer, "close")
   for steps in 1, 2:  # The second is written in place of the first.
     value = np.full(3, steps, np.float32)
     for make in (

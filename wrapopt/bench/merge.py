@@ -164,9 +164,10 @@ def _plain(files, output, bytes_out):
 
   def write():
     with open(output, "wb", buffering=0) as f:
-      for _ in range(0, bytes_out, size):
+      for written in range(size, bytes_out + size, size):
         f.write(block)
-      os.fsync(f.fileno())
+        if written % _formats.SEND == 0 or written >= bytes_out:
+          _formats.to_disk(output, drop)
 
   block = os.urandom(size)
   start = time.perf_counter()

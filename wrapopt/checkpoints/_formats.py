@@ -23,6 +23,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
+from wrapopt.checkpoints import _bundles
 from wrapopt.checkpoints import _places
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -32,9 +33,8 @@ FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
 # The variable that holds the note of a snapshot, a string.
 _NOTE = "wrapopt/snapshot"
 
-# The least size of a file of a TensorFlow checkpoint but the last, in bytes. So
-# many bytes are sent to the disk while others are read, also those of HDF5.
-_SHARD = 128 << 20
+# So many bytes are written to a file before they are sent to the disk.
+SEND = 128 << 20
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PARTIAL = ".partial"
@@ -53,14 +53,6 @@ class Spec(typing.NamedTuple):
   @property
   def nbytes(self):
     return self.size * self.dtype.itemsize
-
-
-def empty(shape, dtype):
-  """An array that TensorFlow does not copy, since it begins at a cache line."""
-  spec = Spec(shape, np.dtype(dtype))
-  memory = np.empty(spec.nbytes + 63, np.uint8)
-  begin = -memory.ctypes.data % 64
-  return memory[begin:begin + spec.nbytes].view(dtype).reshape(shape)
 
 
 class Source:
@@ -154,7 +146,7 @@ class _TensorFlow(Source):
         for name, dtype in self._reader.get_variable_to_dtype_map().items()}
     if self.specs.pop(_NOTE, None):
       self.note = json.loads(self._reader.get_tensor(_NOTE))
-    self._placed = _places.Reader(_places.of_tensorflow(path))
+    self._placed = _places.Reader(_bundles.places_of(path))
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
@@ -164,7 +156,7 @@ class _TensorFlow(Source):
   def _read(self, name, rows, into):
     del rows, into
     with self._lock:
-      return np.asarray(self._reader.get_tensor(name))
+      return np.asarray(self._reader.get_tensor(name), self.specs[name].dtype)
 
 
 def _state_of_optimizers(graph):
@@ -412,7 +404,12 @@ class Sink:
 
   Before, its files are in a temporary directory next to it, whose name begins
   with a dot and ends in ".partial". A killed process leaves this directory.
+
+  Attributes:
+    path: Its path.
+    drops_pages: Whether to drop what is on the disk from the page cache.
   """
+  drops_pages = False
 
   def __init__(self, path):
     self.path = path
@@ -421,28 +418,37 @@ class Sink:
     self._directory = tempfile.mkdtemp(
         prefix=f".{os.path.basename(path)}.", suffix=_PARTIAL, dir=parent)
     self._parent = parent
+    self._unsent = 0  # Bytes written since the last were sent to the disk.
 
   def write(self, values):
     """Writes variables: [(name, rows, array)]; `rows` None means all rows.
 
-    The parts of a variable must be in the order of its rows, without gaps.
+    The parts of a variable must follow each other in the order of its rows.
     """
     raise NotImplementedError
+
+  def _send(self, nbytes, flush, file):
+    """Sends a file, after `nbytes` more, to the disk while others are read."""
+    self._unsent += nbytes
+    if self._unsent >= SEND:
+      flush()
+      to_disk(file, self.drops_pages)
+      self._unsent = 0
 
   def publish(self):
     """Makes the complete checkpoint appear; replaces one of the same name."""
     files = list(self._finish())
     for file in files:
-      _to_disk(file)
+      to_disk(file, self.drops_pages)
     to = [os.path.join(self._parent, os.path.basename(f)) for f in files]
     if len(files) > 1:
       # The old last file must not be next to the new first one.
       with contextlib.suppress(FileNotFoundError):
         os.unlink(to[-1])
-        _to_disk(self._parent)
+        to_disk(self._parent)
     for file, name in zip(files, to):
       os.replace(file, name)
-    _to_disk(self._parent)
+    to_disk(self._parent)
 
   def _finish(self):
     """The files of the checkpoint, an iterable; the last one completes it."""
@@ -453,79 +459,48 @@ class Sink:
     shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _to_disk(path):
-  """Returns when a file or directory is on the disk."""
+def to_disk(path, drop=False):
+  """Returns when a file or directory is on the disk.
+
+  Args:
+    path: Its path.
+    drop: Whether to drop it from the page cache.
+  """
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
+    if drop:
+      os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
   finally:
     os.close(descriptor)
 
 
 class TensorFlowSink(Sink):
-  """Writes a TensorFlow checkpoint, in files of at least `_SHARD` bytes."""
+  """Writes a TensorFlow checkpoint."""
 
   def __init__(self, path, specs, note=None):
-    """`specs` are {name: Spec} of the variables that are written in parts."""
+    """`specs` are {name: Spec} of all variables."""
     super().__init__(path)
     self._specs = specs
-    self._parts = []
-    self._values = {}  # The contents of the next file.
-    self._coming = None  # The variable of which some rows are written.
+    self._bundle = _bundles.Writer(
+        os.path.join(self._directory, os.path.basename(path)))
     if note is not None:
-      self.write([(_NOTE, None, np.array(json.dumps(note).encode(), object))])
+      self._bundle.write(_NOTE, np.array(json.dumps(note).encode(), object), ())
 
   def write(self, values):
-    for name, rows, value in values:
-      if rows is not None:
-        shape, dtype = self._specs[name]
-        if rows.start == 0:
-          self._coming = empty(shape, dtype)
-        self._coming[rows] = value
-        if rows.stop < shape[0]:
-          continue
-        value, self._coming = self._coming, None
-      self._values[name] = value
-    if sum(x.nbytes for x in self._values.values()) >= _SHARD:
-      self._write_part()
-
-  def _write_part(self):
-    part = os.path.join(self._directory, f"part-{len(self._parts)}")
-    self._parts.append(part)
-    values, self._values = self._values, {}
-
-    def save():
-      tensors = [tf.compat.v1.placeholder(
-          tf.as_dtype(x.dtype) if x.dtype != object else tf.string, x.shape)
-                 for x in values.values()]
-      return tf.raw_ops.SaveV2(
-          prefix=part, tensor_names=list(values),
-          shape_and_slices=[""] * len(values), tensors=tensors), dict(
-              zip(tensors, values.values()))
-
-    _run(save)
-    _to_disk(part + ".data-00000-of-00001")
+    for name, _, value in values:
+      self._bundle.write(name, value, self._specs[name].shape)
+      self._send(value.nbytes, self._bundle.flush, self._bundle.data)
 
   def _finish(self):
-    if self._values:
-      self._write_part()
-    prefix = os.path.join(self._directory, os.path.basename(self.path))
-    _run(lambda: (tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=self._parts, destination_prefix=prefix,
-        delete_old_dirs=False), {}))
-    for i in range(len(self._parts)):
-      yield f"{prefix}.data-{i:05d}-of-{len(self._parts):05d}"
-    # The other files are not a checkpoint without it.
-    yield prefix + ".index"
+    self._bundle.close()
+    yield self._bundle.data
+    # The other file is not a checkpoint without it.
+    yield self._bundle.index
 
-
-def _run(build):
-  """Runs the op that `build` makes, in eager mode and in graphs."""
-  with tf.Graph().as_default(), tf.device("/cpu:0"):
-    op, feed = build()
-    with tf.compat.v1.Session(config=tf.compat.v1.ConfigProto(
-        device_count={"GPU": 0})) as session:
-      session.run(op, feed)
+  def discard(self):
+    self._bundle.discard()
+    super().discard()
 
 
 class H5Sink(Sink):
@@ -543,7 +518,6 @@ class H5Sink(Sink):
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
-    self._unsent = 0  # Bytes written since the last were sent to the disk.
     try:
       self._file = h5py.File(self._name, "w")
       if like is not None:
@@ -573,11 +547,7 @@ class H5Sink(Sink):
     for name, rows, value in values:
       if value.size:
         self._file[name][() if rows is None else rows] = _stored(value)
-        self._unsent += value.nbytes
-    if self._unsent >= _SHARD:
-      self._file.flush()
-      _to_disk(self._name)
-      self._unsent = 0
+        self._send(value.nbytes, self._file.flush, self._name)
 
   def _finish(self):
     self._file.close()

@@ -44,9 +44,9 @@ def weighted(inputs, output, weights, only=None, progress=None):
            for name, spec in last.specs.items()}
   read = sum(s.specs[name].nbytes for s, weight in zip(inputs, weights)
              if weight != 0 for name in names)
-  for source in inputs:
-    source.drops_pages = _places.is_too_much(read)
   sink = _formats.sink_like(last, output, specs)
+  for file in *inputs, sink:
+    file.drops_pages = _places.is_too_much(read)
   try:
     with contextlib.ExitStack() as stack:
       bar = stack.enter_context(progress(
@@ -235,7 +235,7 @@ def _sum(inputs, weights, names, specs, sink, bar):
       if first == 0:
         sums = (None if is_last else
                 [np.empty(piece.shape, np.float64) for piece in batch])
-      outputs = ([_formats.empty(piece.shape, specs[piece.name].dtype)
+      outputs = ([np.empty(piece.shape, specs[piece.name].dtype)
                   for piece in batch] if is_last else None)
       for k, piece in enumerate(batch):
         _merge(summers, threads, [of_input[k] for of_input in values],

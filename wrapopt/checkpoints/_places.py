@@ -5,22 +5,16 @@ without a lock, and in parts.
 """
 
 import os
-import struct
 import typing
 
 import h5py
 import numpy as np
-import tensorflow as tf
-from tensorflow.core.protobuf import tensor_bundle_pb2
 
 from wrapopt import _native
 
 # The size of a read in bytes. Twice the largest pages of the page cache: those
 # of smaller reads are not dropped in time.
 AT_ONCE = 4 << 20
-# The last 8 bytes of a LevelDB table.
-_MAGIC = 0xdb4775248b80fb57
-
 
 class Place(typing.NamedTuple):
   """Bytes of a file.
@@ -135,37 +129,6 @@ def read(descriptor, into, offset, drop):
   return got
 
 
-def of_tensorflow(prefix):
-  """The places of the variables of a TensorFlow checkpoint.
-
-  Args:
-    prefix: The prefix of its files.
-
-  Returns:
-    {name: Place} of the variables that are contiguous. Partitioned variables
-    are saved in slices, and strings in another format.
-  """
-  try:
-    with open(prefix + ".index", "rb") as file:
-      table = dict(_table(file.read()))
-  except FileNotFoundError:
-    return {}  # An old checkpoint, without an index file.
-  header = tensor_bundle_pb2.BundleHeaderProto.FromString(table.pop(b""))
-  if header.endianness != tensor_bundle_pb2.BundleHeaderProto.LITTLE:
-    return {}
-  places = {}
-  for key, value in table.items():
-    entry = tensor_bundle_pb2.BundleEntryProto.FromString(value)
-    dtype = tf.as_dtype(entry.dtype)
-    count = int(np.prod([d.size for d in entry.shape.dim], dtype=np.int64))
-    if (dtype.is_floating and not entry.slices and
-        entry.size == count * dtype.size):
-      places[key.decode()] = Place(
-          f"{prefix}.data-{entry.shard_id:05d}-of-{header.num_shards:05d}",
-          entry.offset, entry.size, _unmasked(entry.crc32c))
-  return places
-
-
 def of_hdf5(path, begin, datasets):
   """The places of the variables of an HDF5 file.
 
@@ -188,63 +151,3 @@ def of_hdf5(path, begin, datasets):
       places[name] = Place(
           path, begin + offset, dataset.size * dataset.dtype.itemsize)
   return places
-
-
-def _unmasked(crc):
-  """Unmasks a checksum: files store it rotated by 15 bits, plus a constant."""
-  rotated = (crc - 0xa282ead8) & 0xffffffff
-  return (rotated >> 17 | rotated << 15) & 0xffffffff
-
-
-def _table(data):
-  """Yields the keys and values of a LevelDB table, TensorFlow's index."""
-  footer = data[-48:]
-  magic, = struct.unpack("<Q", footer[-8:])
-  if magic != _MAGIC:
-    raise ValueError("The index of the checkpoint is damaged: it must end in "
-                     f"{_MAGIC:#x}, got {magic:#x}.")
-  at = 0
-  for _ in range(2):  # The handle of the filters, then that of the index.
-    offset, at = _varint(footer, at)
-    size, at = _varint(footer, at)
-  for _, handle in _block(data, offset, size):
-    offset, at = _varint(handle, 0)
-    size, _ = _varint(handle, at)
-    yield from _block(data, offset, size)
-
-
-def _block(data, offset, size):
-  """Yields the keys and values of a block, whose keys share prefixes."""
-  block, kind = data[offset:offset + size], data[offset + size]
-  checksum, = struct.unpack_from("<I", data, offset + size + 1)
-  found = _native.crc32c(np.frombuffer(data, np.uint8, size + 1, offset))
-  if found != _unmasked(checksum):
-    raise ValueError("The index of the checkpoint is damaged: the checksum of a "
-                     f"block is {found:#010x}, written as "
-                     f"{_unmasked(checksum):#010x}.")
-  if kind != 0:
-    raise ValueError("The index of the checkpoint must not be compressed, got "
-                     f"compression {kind}. Save the checkpoint with TensorFlow "
-                     "2.")
-  restarts, = struct.unpack_from("<I", block, size - 4)
-  at, end, key = 0, size - 4 - 4 * restarts, b""
-  while at < end:
-    shared, at = _varint(block, at)
-    more, at = _varint(block, at)
-    length, at = _varint(block, at)
-    key = key[:shared] + block[at:at + more]
-    at += more
-    yield key, block[at:at + length]
-    at += length
-
-
-def _varint(data, at):
-  """Decodes a number with 7 bits per byte; returns it and its end."""
-  value = shift = 0
-  while True:
-    byte = data[at]
-    at += 1
-    value |= (byte & 0x7f) << shift
-    shift += 7
-    if byte < 0x80:
-      return value, at
