@@ -6,6 +6,7 @@
 
 #include "absl/status/status.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/huge_pages.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/sparse_rows.h"
@@ -35,6 +36,14 @@ struct LazyAverage {
   double rate, log_decay;  // Of this step.
 
   double& all_steps() const { return log_decays[rows]; }
+
+  // Comes before a step. After the first one, and after all rows were up to
+  // date, the arrays may be new.
+  void BeginStep() const {
+    if (all_steps() != 0) return;
+    UseHugePages(shadow, rows * row_elements * shadow_bytes);
+    UseHugePages(log_decays, rows * sizeof(double));
+  }
 
   // Brings rows up to date but for this step: while the value is what it was.
   void CatchUp(int64_t row, int64_t count) const {

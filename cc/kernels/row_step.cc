@@ -73,7 +73,12 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
   };
 
   // Rows lie anywhere in memory, each in a page of its own.
-  auto prefetch = [&](int64_t index) {
+  auto prefetch = [&](int64_t j) {
+    const int64_t index = sorted[j].row;
+    PrefetchRow(static_cast<const char*>(grads) +
+                    sorted[j].position * row * grad_bytes_,
+                row * grad_bytes_);
+    if (!sorted.BeginsRow(j)) return;
     for (void* const state : states) {
       PrefetchRow(static_cast<char*>(state) + index * row * bytes_,
                   row * bytes_);
@@ -87,6 +92,7 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
     // one part, because it is marked as up to date when it is done.
     const int64_t part = averages.empty() ? kBlock : row;
     const int64_t parts = (row + part - 1) / part;
+    for (const LazyAverage& average : averages) average.BeginStep();
     const int64_t cycles_per_unit =
         40 + std::min(row, part) *
                  (grad_bytes_ + bytes_ * (states.size() + averages.size())) / 4;
@@ -95,7 +101,7 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
                   int64_t j = begin / parts, at = begin % parts;
                   for (; begin < end; ++begin) {
                     if (at == 0 && j + kRowsAhead < sorted.size()) {
-                      prefetch(sorted[j + kRowsAhead].row);
+                      prefetch(j + kRowsAhead);
                     }
                     if (sorted.BeginsRow(j)) {
                       apply_row(j, at * part,
