@@ -1,6 +1,10 @@
 """Averages of which a step moves only the touched rows."""
 
 import contextlib
+import ctypes
+import gc
+import mmap
+import re
 import threading
 
 import hypothesis
@@ -279,6 +283,43 @@ def test_subnormal_numbers_are_taken_for_zero():
   # The last: half of the distance to zero is a subnormal number, and so no step.
   numerics.assert_same_bits(shadow.numpy()[:, 0],
                             np.float32([0, 1.5 * tiny, tiny]))
+
+
+@pytest.mark.cpu("is about the CPU's pages")
+def test_a_large_average_moves_to_huge_pages():
+  rows = 300_000  # 19 MB.
+  with tf.device("/cpu:0"):
+    shadow, value = (tf.Variable(tf.ones([rows, 16])) for _ in range(2))
+    value.assign(tf.random.stateless_normal([rows, 16], (1, 2)))
+    log_decays = tf.Variable(tf.zeros([rows + 1], tf.float64))
+  before = shadow.numpy().copy()
+  # What the kernel does for anybody, before Linux 6.1 nothing.
+  has_collapse = _collapse(mmap.mmap(-1, 8 << 20, mmap.MAP_PRIVATE))
+  gc.collect()
+  bytes_before = _in_huge_pages()
+  ops.sparse_ema_update([shadow], [value], [log_decays], [[0, rows - 1]], 0.5)
+  moved = _in_huge_pages() - bytes_before
+  assert moved >= 14 << 20 if has_collapse else moved == 0
+  after = shadow.numpy()
+  numerics.assert_same_bits(after[1:-1], before[1:-1])
+  np.testing.assert_allclose(
+      after[[0, -1]], (before + value.numpy())[[0, -1]] / 2, atol=1e-6)
+
+
+def _collapse(memory):
+  """Calls madvise(MADV_COLLAPSE); returns whether it works."""
+  memory[:] = bytes([1]) * len(memory)
+  at = (ctypes.c_char * len(memory)).from_buffer(memory)
+  page = 2 << 20
+  begin = -(-ctypes.addressof(at) // page) * page
+  madvise = ctypes.CDLL(None).madvise
+  return madvise(ctypes.c_void_p(begin), ctypes.c_size_t(page), 25) == 0
+
+
+def _in_huge_pages():
+  """Bytes of this process's memory that is no file's."""
+  with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
+    return 1024 * int(re.search(r"AnonHugePages:\s*(\d+) kB", file.read())[1])
 
 
 # Reading

@@ -29,9 +29,11 @@ average, in any format.
 
 All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Dtypes may differ. The output appears once it is
-complete and on the disk, or not at all. Files are read a few variables at a
-time. This takes half a gigabyte of memory, or six times the largest variable of
-a TensorFlow checkpoint, whatever the number and the size of the inputs.
+complete and on the disk, or not at all. Files are read in parts. This takes
+half a gigabyte of memory, or six times the largest variable that a TensorFlow
+checkpoint holds in slices, whatever the number and the size of the inputs.
+Inputs of more bytes than half of the machine's memory are dropped from the page
+cache once they are read, and so is their output.
 
 All steps to an average whose width is chosen after training:
 
