@@ -37,8 +37,8 @@ struct LazyAverage {
 
   double& all_steps() const { return log_decays[rows]; }
 
-  // Comes before a step. After the first one, and after all rows were up to
-  // date, the arrays may be new.
+  // Comes before a step. If all rows are up to date, the arrays may be new: no
+  // step has used them, or somebody has read or assigned them since.
   void BeginStep() const {
     if (all_steps() != 0) return;
     UseHugePages(shadow, rows * row_elements * shadow_bytes);
