@@ -26,28 +26,22 @@ void LazyAverage::CatchUpAll(const Threads& threads) const {
   const int64_t bytes = 2 * sizeof(double) +
                         row_elements * (2 * shadow_bytes + value_bytes);
   RunParallel(threads, rows, bytes / 8, [&](int64_t begin, int64_t end) {
-    CatchUp(begin, end - begin);
-    std::fill(log_decays + begin, log_decays + end, 0.0);
+    catch_up(Shadow(begin), Value(begin), log_decays + begin, all_steps(),
+             /*mark=*/0, row_elements, /*rows=*/nullptr, end - begin);
   });
   all_steps() = 0;
 }
 
-void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
-                           bool is_step) const {
-  if (is_step) BeginStep();
-  const int64_t bytes = row_elements * (3 * shadow_bytes + value_bytes);
+void LazyAverage::MoveRows(const Threads& threads,
+                           const SparseRows& sorted) const {
+  BeginStep();
+  const int64_t bytes = row_elements * (2 * shadow_bytes + value_bytes);
   RunParallel(threads, sorted.size(), 40 + bytes / 4,
               [&](int64_t begin, int64_t end) {
-                for (int64_t j = begin; j < end; ++j) {
-                  if (j + kRowsAhead < sorted.size()) {
-                    Prefetch(sorted[j + kRowsAhead].row);
-                  }
-                  if (!sorted.BeginsRow(j)) continue;
-                  const int64_t row = sorted[j].row;
-                  CatchUp(row, 1);
-                  if (is_step) Step(row, 0, row_elements);
-                  Mark(row);
-                }
+                ForGroups(
+                    sorted, begin, end,
+                    [&](const RowGroup& group) { Prefetch(group); },
+                    [&](const RowGroup& group) { CatchUp(group); });
               });
   EndStep();
 }
@@ -109,19 +103,19 @@ void Averages::AddOperands(Variables* variables, int shadows, int values,
 
 std::vector<LazyAverage> Averages::OfValue(
     Variables* variables, int shadows, int values, int log_decays, int i,
-    const std::vector<double>& rates, const std::vector<double>& logs) const {
+    const std::vector<double>& logs) const {
   std::vector<LazyAverage> result;
   const tensorflow::Tensor& value = *variables->tensor(values + i);
   const int64_t rows = value.dim_size(0);
   for (int k = 0; k < per_value(); ++k) {
     const int at = k * this->values() + i;
     result.push_back(
-        {catch_up_, step_, static_cast<char*>(variables->data(shadows + at)),
+        {catch_up_, static_cast<char*>(variables->data(shadows + at)),
          static_cast<const char*>(variables->data(values + i)),
          SizeOf(NumberOf(shadow_dtype())), SizeOf(NumberOf(value_dtype())),
          rows, rows == 0 ? 0 : value.NumElements() / rows,
          static_cast<double*>(variables->data(log_decays + at)),
-         rates.empty() ? 0 : rates[k], logs.empty() ? 0 : logs[k]});
+         logs.empty() ? 0 : logs[k]});
   }
   return result;
 }

@@ -20,67 +20,52 @@ namespace wrapopt {
 
 Number NumberOf(tensorflow::DataType dtype);
 
-// One average of a variable, of which a step moves the rows that it touches. The
-// others lag behind until a step touches them or somebody reads them.
+// One average of a variable of which steps change some rows. A row lags behind
+// until the next step that changes it, or until somebody reads the average.
 //
 // log_decays[r] is the sum of log(decay) over all steps up to the one when row r
 // was up to date; that of all steps is the last element.
 struct LazyAverage {
   CatchUpFn catch_up;
-  StepFn step;
   char* shadow;
   const char* value;
   size_t shadow_bytes, value_bytes;  // Of an element.
   int64_t rows, row_elements;
   double* log_decays;
-  double rate, log_decay;  // Of this step.
+  double log_decay;  // Of this step.
 
   double& all_steps() const { return log_decays[rows]; }
 
-  // Comes before a step. If all rows are up to date, the arrays may be new: no
-  // step has used them, or somebody has read or assigned them since.
-  void BeginStep() const {
-    if (all_steps() != 0) return;
+  // Comes before a step. Returns whether the arrays may be new, because all rows
+  // are up to date: no step has used them, or somebody has read or assigned them
+  // since.
+  bool BeginStep() const {
+    if (all_steps() != 0) return false;
     UseHugePages(shadow, rows * row_elements * shadow_bytes);
     UseHugePages(log_decays, rows * sizeof(double));
+    return true;
   }
 
-  // Brings rows up to date but for this step: while the value is what it was.
-  void CatchUp(int64_t row, int64_t count) const {
-    catch_up(Shadow(row), Value(row), log_decays + row, all_steps(),
-             row_elements, count);
-  }
-  // The same for elements [begin, end) of a row.
-  void CatchUp(int64_t row, int64_t begin, int64_t end) const {
-    catch_up(Shadow(row) + begin * shadow_bytes,
-             Value(row) + begin * value_bytes, log_decays + row, all_steps(),
-             end - begin, 1);
+  // Brings rows up to date but for this step: while the value is what it was. They
+  // lag behind after it by this step alone.
+  void CatchUp(const RowGroup& group) const {
+    catch_up(shadow, value, log_decays, all_steps(), /*mark=*/all_steps(),
+             row_elements, group.rows, group.count);
   }
 
-  // Takes this step, for elements [begin, end) of a row that has caught up.
-  void Step(int64_t row, int64_t begin, int64_t end) const {
-    void* const operands[] = {Shadow(row), const_cast<char*>(Value(row))};
-    step(operands, &rate, begin, end, Ahead());
+  // Rows that will catch up soon.
+  void Prefetch(const RowGroup& group) const {
+    PrefetchRows(log_decays, sizeof(double), group.rows, group.count);
+    PrefetchRows(shadow, row_elements * shadow_bytes, group.rows, group.count);
   }
 
-  // A row that will be moved soon.
-  void Prefetch(int64_t row) const {
-    PrefetchRow(log_decays + row, sizeof(double));
-    PrefetchRow(Shadow(row), row_elements * shadow_bytes);
-  }
-
-  // The row has taken this step.
-  void Mark(int64_t row) const {
-    log_decays[row] = all_steps() + log_decay;
-  }
-  // All rows have taken it that are going to.
+  // All rows have taken this step that are going to.
   void EndStep() const { all_steps() += log_decay; }
 
   // Brings all rows up to date.
   void CatchUpAll(const Threads& threads) const;
-  // Brings some rows up to date, and takes this step with them if there is one.
-  void MoveRows(const Threads& threads, const SparseRows& sorted,
-                bool is_step) const;
+  // Brings some rows up to date, and takes a step after that.
+  void MoveRows(const Threads& threads, const SparseRows& sorted) const;
 
   char* Shadow(int64_t row) const {
     return shadow + row * row_elements * shadow_bytes;
@@ -123,7 +108,6 @@ class Averages : public ShadowContract {
   // decays; none in no step. `log_decays` is the first of that input's.
   std::vector<LazyAverage> OfValue(Variables* variables, int shadows,
                                    int values, int log_decays, int i,
-                                   const std::vector<double>& rates,
                                    const std::vector<double>& logs) const;
 
  private:

@@ -83,10 +83,18 @@ struct RowSum {
     Sum* const __restrict to = static_cast<Sum*>(sums);
     const size_t elements = end - begin;
     std::memset(to, 0, elements * sizeof(Sum));
+    const auto grad = [&](size_t i) {
+      return static_cast<const Grad*>(grads) +
+             rows[i].position * row_elements + begin;
+    };
+    constexpr size_t kAhead = 8;
     for (size_t i = 0; i < count; ++i) {
-      const Grad* const __restrict from = static_cast<const Grad*>(grads) +
-                                          rows[i].position * row_elements +
-                                          begin;
+      if (i + kAhead < count) {
+        for (size_t e = 0; e < elements; e += kLine / sizeof(Grad)) {
+          __builtin_prefetch(grad(i + kAhead) + e);
+        }
+      }
+      const Grad* const __restrict from = grad(i);
       for (size_t e = 0; e < elements; ++e) {
         to[e] += Load(from[e]);
       }
@@ -99,36 +107,35 @@ struct RowsCatchUp {
 
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* shadows, const void* values,
-                               const double* log_decays, double now,
-                               size_t row_elements, size_t rows) {
+                               double* log_decays, double now, double mark,
+                               size_t row_elements, const int64_t* rows,
+                               size_t count) {
     const FlushSubnormals flush;
     using Compute = typename ComputeTypeOf<State>::type;
-    State* __restrict shadow = static_cast<State*>(shadows);
-    const Input* __restrict value = static_cast<const Input*>(values);
-    constexpr size_t kRows = 32;
-    alignas(kLine) double rates[kRows];
-    for (size_t from = 0; from < rows; from += kRows) {
-      const size_t count = std::min(kRows, rows - from);
-      if (count == kRows) {
-        for (size_t r = 0; r < kRows; ++r) {
-          rates[r] = OneMinusExp(now - log_decays[from + r]);
-        }
-      } else {
-        for (size_t r = 0; r < count; ++r) {
-          rates[r] = OneMinusExp(now - log_decays[from + r]);
-        }
+    // As many as fill the registers of two exponentials: one waits for itself.
+    constexpr size_t kAtOnce = 8;
+    for (size_t from = 0; from < count; from += kAtOnce) {
+      const size_t some = std::min(kAtOnce, count - from);
+      size_t row[kAtOnce];
+      alignas(kLine) double late[kAtOnce] = {};
+      alignas(kLine) double rates[kAtOnce];
+      for (size_t r = 0; r < some; ++r) {
+        row[r] = rows == nullptr ? from + r : rows[from + r];
+        late[r] = now - std::exchange(log_decays[row[r]], mark);
       }
-      for (size_t r = 0; r < count; ++r) {
-        if (rates[r] != 0) {
-          const Compute rate = static_cast<Compute>(rates[r]);
-          for (size_t e = 0; e < row_elements; ++e) {
-            Compute s = static_cast<Compute>(Load(shadow[e]));
-            Ema::Step(s, static_cast<Compute>(Load(value[e])), rate);
-            Store(shadow[e], s);
-          }
+      for (size_t r = 0; r < kAtOnce; ++r) rates[r] = OneMinusExp(late[r]);
+      for (size_t r = 0; r < some; ++r) {
+        if (rates[r] == 0) continue;
+        State* const __restrict shadow =
+            static_cast<State*>(shadows) + row[r] * row_elements;
+        const Input* const __restrict value =
+            static_cast<const Input*>(values) + row[r] * row_elements;
+        const Compute rate = static_cast<Compute>(rates[r]);
+        for (size_t e = 0; e < row_elements; ++e) {
+          Compute s = static_cast<Compute>(Load(shadow[e]));
+          Ema::Step(s, static_cast<Compute>(Load(value[e])), rate);
+          Store(shadow[e], s);
         }
-        shadow += row_elements;
-        value += row_elements;
       }
     }
   }

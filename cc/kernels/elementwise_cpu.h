@@ -61,31 +61,41 @@ using SumFn = void (*)(void* sums, const void* grads, size_t row_elements,
 // float.
 SumFn FindSum(Number grads, Isa isa);
 
-// Makes rows of an average catch up with the steps that did not touch them.
+// Makes `count` rows of an average catch up with the steps that did not touch
+// them: those of `rows`, all different, or the first ones if it is nullptr.
 //
 // In these steps, the value v of a row was constant. In row r of the average s,
 //
-//   s += (1 - exp(now - log_decays[r])) (v - s)
+//   s += (1 - exp(now - log_decays[r])) (v - s),   log_decays[r] = mark
 //
 // where `log_decays[r]` is the sum of log(decay) over all steps until the row
-// was last up to date, and `now` the sum until now. The arrays begin at the
-// first of the rows. It flushes subnormal numbers, like a StepFn.
+// was last up to date, and `now` the sum until now. It flushes subnormal numbers,
+// like a StepFn.
 using CatchUpFn = void (*)(void* shadows, const void* values,
-                           const double* log_decays, double now,
-                           size_t row_elements, size_t rows);
+                           double* log_decays, double now, double mark,
+                           size_t row_elements, const int64_t* rows,
+                           size_t count);
 
 // nullptr for a pair for which FindStep returns nullptr.
 CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa);
 
-// The distance, in gradients, at which rows are prefetched.
-constexpr int64_t kRowsAhead = 24;
-
-// Prefetches the first lines of a row that a step will write soon. The
-// processor's prefetchers continue with the rest.
-inline void PrefetchRow(const void* row, size_t bytes) {
+// Prefetches some rows of an array, of `bytes` bytes each, that will be written
+// soon. The processor's prefetchers continue with what is beyond their first
+// lines.
+//
+// A prefetch waits until the page of its address is found. So the first lines of
+// all rows come first: their pages are searched for at the same time.
+inline void PrefetchRows(const void* array, size_t bytes, const int64_t* rows,
+                         size_t count) {
   constexpr size_t kLine = 64, kMost = 16 * kLine;
-  for (size_t at = 0; at < (bytes < kMost ? bytes : kMost); at += kLine) {
-    __builtin_prefetch(static_cast<const char*>(row) + at, /*rw=*/1);
+  const char* const begin = static_cast<const char*>(array);
+  for (size_t r = 0; r < count; ++r) {
+    __builtin_prefetch(begin + rows[r] * bytes, /*rw=*/1);
+  }
+  for (size_t r = 0; r < count; ++r) {
+    for (size_t at = kLine; at < (bytes < kMost ? bytes : kMost); at += kLine) {
+      __builtin_prefetch(begin + rows[r] * bytes + at, /*rw=*/1);
+    }
   }
   asm volatile("");  // g++ removes calls of a function that only prefetches.
 }

@@ -1,4 +1,4 @@
-// Huge pages for arrays of which steps use a few rows each.
+// Huge pages for arrays of which a step uses a few rows.
 #ifndef WRAPOPT_CC_KERNELS_HUGE_PAGES_H_
 #define WRAPOPT_CC_KERNELS_HUGE_PAGES_H_
 

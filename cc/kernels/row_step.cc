@@ -36,10 +36,9 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
                   const std::vector<LazyAverage>& averages) const {
   if (elements == 0) return;
   const int64_t row = elements / rows;
-  const StepFn step = sorted.repeat() ? sum_step_.loop : step_.loop;
 
   // Takes the step for elements [begin, end) of the variable.
-  auto apply = [&](const void* grad, int64_t begin, int64_t end) {
+  auto apply = [&](StepFn step, const void* grad, int64_t begin, int64_t end) {
     void* operands[kMaxStates + 1];
     for (size_t s = 0; s < states.size(); ++s) {
       operands[s] = static_cast<char*>(states[s]) + begin * bytes_;
@@ -47,72 +46,70 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
     operands[states.size()] = const_cast<void*>(grad);
     step(operands, scalars, 0, end - begin, Ahead());
   };
-  // Takes the step for elements [begin, end) of the row that begins at `j`.
-  auto apply_row = [&](int64_t j, int64_t begin, int64_t end) {
-    const int64_t index = sorted[j].row;
-    const int64_t first = index * row;
+  // Takes the step for elements [begin, end) of the row of gradients [j, next_j).
+  auto apply_row = [&](int64_t j, int64_t next_j, int64_t begin, int64_t end) {
+    const int64_t first = sorted[j].row * row;
+    if (next_j == j + 1) {
+      apply(step_.loop,
+            static_cast<const char*>(grads) +
+                (sorted[j].position * row + begin) * grad_bytes_,
+            first + begin, first + end);
+      return;
+    }
     alignas(64) double sums[kBlock];
     for (int64_t next; begin < end; begin = next) {
       next = std::min(begin + kBlock, end);
-      for (const LazyAverage& average : averages) {
-        average.CatchUp(index, begin, next);
-      }
-      if (sorted.repeat()) {
-        sum_(sums, grads, row, &sorted[j], sorted.EndOfRow(j) - j, begin,
-             next);
-        apply(sums, first + begin, first + next);
-      } else {
-        apply(static_cast<const char*>(grads) +
-                  (sorted[j].position * row + begin) * grad_bytes_,
-              first + begin, first + next);
-      }
-      for (const LazyAverage& average : averages) {
-        average.Step(index, begin, next);
-      }
+      sum_(sums, grads, row, &sorted[j], next_j - j, begin, next);
+      apply(sum_step_.loop, sums, first + begin, first + next);
     }
   };
 
-  // Rows lie anywhere in memory, each in a page of its own.
-  auto prefetch = [&](int64_t j) {
-    const int64_t index = sorted[j].row;
-    PrefetchRow(static_cast<const char*>(grads) +
-                    sorted[j].position * row * grad_bytes_,
-                row * grad_bytes_);
-    if (!sorted.BeginsRow(j)) return;
-    for (void* const state : states) {
-      PrefetchRow(static_cast<char*>(state) + index * row * bytes_,
-                  row * bytes_);
+  // The sum of many gradients prefetches what is left out here.
+  auto prefetch_grads = [&](const RowGroup& group) {
+    constexpr int64_t kMost = 4 * RowGroup::kMost;
+    int64_t positions[kMost];
+    int64_t count = 0;
+    for (int64_t j = group.begin[0];
+         j < group.begin[group.count] && count < kMost; ++j) {
+      positions[count++] = sorted[j].position;
     }
-    for (const LazyAverage& average : averages) average.Prefetch(index);
+    PrefetchRows(grads, row * grad_bytes_, positions, count);
   };
 
   if (rule_->sparse == Sparse::kRows) {
-    // Each gradient has a unit of work for each part of its row. The units of a
-    // row's first gradient do the work. A row whose averages may lag behind is
-    // one part, because it is marked as up to date when it is done.
-    const int64_t part = averages.empty() ? kBlock : row;
-    const int64_t parts = (row + part - 1) / part;
-    for (const LazyAverage& average : averages) average.BeginStep();
-    const int64_t cycles_per_unit =
-        40 + std::min(row, part) *
-                 (grad_bytes_ + bytes_ * (states.size() + averages.size())) / 4;
-    RunParallel(threads, sorted.size() * parts, cycles_per_unit,
-                [&](int64_t begin, int64_t end) {
-                  int64_t j = begin / parts, at = begin % parts;
-                  for (; begin < end; ++begin) {
-                    if (at == 0 && j + kRowsAhead < sorted.size()) {
-                      prefetch(j + kRowsAhead);
-                    }
-                    if (sorted.BeginsRow(j)) {
-                      apply_row(j, at * part,
-                                std::min((at + 1) * part, row));
-                      for (const LazyAverage& average : averages) {
-                        average.Mark(sorted[j].row);
-                      }
-                    }
-                    if (++at == parts) at = 0, ++j;
-                  }
-                });
+    bool may_be_new = false;
+    for (const LazyAverage& average : averages) {
+      may_be_new |= average.BeginStep();
+    }
+    for (void* const state : states) {
+      if (may_be_new) UseHugePages(state, elements * bytes_);
+    }
+    const int64_t cycles_per_row =
+        40 + row * (grad_bytes_ + bytes_ * (states.size() + averages.size())) / 4;
+    // Gradients are the units of work; the first of a row does all of it.
+    RunParallel(
+        threads, sorted.size(), cycles_per_row,
+        [&](int64_t begin, int64_t end) {
+          ForGroups(
+              sorted, begin, end,
+              [&](const RowGroup& group) {
+                prefetch_grads(group);
+                for (void* const state : states) {
+                  PrefetchRows(state, row * bytes_, group.rows, group.count);
+                }
+                for (const LazyAverage& average : averages) {
+                  average.Prefetch(group);
+                }
+              },
+              [&](const RowGroup& group) {
+                for (const LazyAverage& average : averages) {
+                  average.CatchUp(group);
+                }
+                for (int64_t k = 0; k < group.count; ++k) {
+                  apply_row(group.begin[k], group.begin[k + 1], 0, row);
+                }
+              });
+        });
     for (const LazyAverage& average : averages) average.EndStep();
     return;
   }
@@ -128,13 +125,14 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
           const int64_t first = j < sorted.size() ? sorted[j].row * row : end;
           for (int64_t next; begin < std::min(first, end); begin = next) {
             next = std::min({begin + kBlock, first, end});
-            apply(kZeros, begin, next);
+            apply(step_.loop, kZeros, begin, next);
           }
           if (begin == end) break;
           const int64_t next = std::min(first + row, end);
-          apply_row(j, begin - first, next - first);
+          const int64_t next_j = sorted.EndOfRow(j);
+          apply_row(j, next_j, begin - first, next - first);
           begin = next;
-          j = sorted.EndOfRow(j);
+          j = next_j;
         }
       });
 }

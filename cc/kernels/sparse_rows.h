@@ -57,6 +57,40 @@ class SparseRows {
   bool repeat_ = false;
 };
 
+// Different rows that are prefetched, and moved, together.
+struct RowGroup {
+  static constexpr int64_t kMost = 8;
+  int64_t count = 0;
+  int64_t rows[kMost];
+  // Row k has gradients [begin[k], begin[k + 1]).
+  int64_t begin[kMost + 1];
+};
+
+// Calls work(group) for the rows that begin in gradients [begin, end), and
+// prefetch(group) for each group while it is at work on groups before it.
+template <class Work, class Prefetch>
+void ForGroups(const SparseRows& sorted, int64_t begin, int64_t end,
+               const Prefetch& prefetch, const Work& work) {
+  // Of the last, rows are already in the cache.
+  constexpr int kAhead = 2;
+  RowGroup groups[kAhead + 1];
+  while (begin < end && !sorted.BeginsRow(begin)) ++begin;
+  for (int at = -kAhead;; ++at) {
+    RowGroup& next = groups[(at + kAhead) % (kAhead + 1)];
+    for (next.count = 0; begin < end && next.count < RowGroup::kMost;) {
+      next.rows[next.count] = sorted[begin].row;
+      next.begin[next.count++] = begin;
+      begin = sorted.EndOfRow(begin);
+    }
+    next.begin[next.count] = begin;
+    prefetch(next);
+    if (at < 0) continue;
+    const RowGroup& group = groups[at % (kAhead + 1)];
+    if (group.count == 0) return;
+    work(group);
+  }
+}
+
 }  // namespace wrapopt
 
 #endif  // WRAPOPT_CC_KERNELS_SPARSE_ROWS_H_

@@ -358,8 +358,8 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// A step of some rows of a table, without a rule of its averages alone, and then
-// all rows catch up.
+// A step of some rows of a table, of which averages catch up first; without a rule
+// the averages alone; and then all rows catch up.
 bool CheckLazy(const RuleInfo* rule, Number number, Number input,
                uint64_t rows, uint64_t row_elements, int chunk_log2 = 0) {
   const Layout layout({rows * row_elements}), layout_of_logs({rows + 1});
@@ -378,6 +378,7 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
     operands.push_back(std::make_unique<Operand>(layout, number, s == 0));
   }
   if (rule == nullptr) {
+    update.is_step = false;
     update.sources = {{1, number}};
   } else {
     update.rule = rule->id;
@@ -434,11 +435,14 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
   const auto catch_up_on_cpu = [&](uint64_t begin, uint64_t end) {
     for (int k = 0; k < 2; ++k) {
       Operand& shadow = *operands[targets + k];
+      double* const log = of_row(*logs[k]);
+      // Copied: a GPU marks them later.
+      std::vector<double> marks(log + begin, log + end);
       FindCatchUp(input, number, isa)(
           shadow.host.data() + element(shadow, begin),
           operands[0]->host.data() + element(*operands[0], begin),
-          of_row(*logs[k]) + begin, of_row(*logs[k])[rows], row_elements,
-          end - begin);
+          marks.data(), /*now=*/log[rows], /*mark=*/0, row_elements,
+          /*rows=*/nullptr, end - begin);
     }
   };
   const auto are_equal = [&](const std::string& what) {
@@ -476,18 +480,13 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
       FindStep(rule->id, number, input, isa)
           .loop(arrays.data(), update.scalars.data(), 0, elements, Ahead());
     }
-    for (int k = 0; k < 2; ++k) {
-      void* const average[] = {arrays[targets + k], arrays[0]};
-      FindStep(RuleId::kEma, input, number, isa)
-          .loop(average, &update.targets[k].scalar, 0, elements, Ahead());
-    }
   }
   for (int k = 0; k < 2; ++k) {
     marks.averages.push_back(
         {address_of_log(*logs[k], 0), rows, log_decay[k], 0});
     double* const log = of_row(*logs[k]);
-    log[rows] += log_decay[k];
     for (const uint64_t r : marks.touched[0]) log[r] = log[rows];
+    log[rows] += log_decay[k];
   }
   Run(update);
   Run(marks);
