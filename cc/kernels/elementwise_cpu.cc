@@ -112,8 +112,9 @@ struct RowsCatchUp {
                                size_t count) {
     const FlushSubnormals flush;
     using Compute = typename ComputeTypeOf<State>::type;
-    // As many as fill the registers of two exponentials: one waits for itself.
-    constexpr size_t kAtOnce = 8;
+    // Each exponential is a chain of operations that wait for each other. So
+    // vectors of them are computed at the same time, if there are so many rows.
+    constexpr size_t kAtOnce = 32, kExps = 8;
     for (size_t from = 0; from < count; from += kAtOnce) {
       const size_t some = std::min(kAtOnce, count - from);
       size_t row[kAtOnce];
@@ -123,7 +124,9 @@ struct RowsCatchUp {
         row[r] = rows == nullptr ? from + r : rows[from + r];
         late[r] = now - std::exchange(log_decays[row[r]], mark);
       }
-      for (size_t r = 0; r < kAtOnce; ++r) rates[r] = OneMinusExp(late[r]);
+      for (size_t r = 0; r < some; r += kExps) {
+        for (size_t e = r; e < r + kExps; ++e) rates[e] = OneMinusExp(late[e]);
+      }
       for (size_t r = 0; r < some; ++r) {
         if (rates[r] == 0) continue;
         State* const __restrict shadow =
