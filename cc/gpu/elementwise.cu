@@ -325,7 +325,7 @@ struct StepOf {
 struct SumOfSources {
   static constexpr size_t kArrays = 0;
   static constexpr size_t kFirstMember = 0;
-  static constexpr bool kMayBeLazy = false;
+  static constexpr bool kMayBeLazy = true;
   static constexpr bool kIsStep = true;
 
   WRAPOPT_DEVICE static Number ValueNumber(const Header&, const Word* words) {
@@ -357,7 +357,6 @@ struct SumOfSources {
 
 // No step: lazy targets make up for those that were.
 struct NoStep : SumOfSources {
-  static constexpr bool kMayBeLazy = true;
   static constexpr bool kIsStep = false;
 };
 
@@ -461,10 +460,8 @@ WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
     }
   }
   if constexpr (Value::kIsStep) {
-    // Lazy targets make up for this step later, too.
-    const bool is_lazy = Value::kMayBeLazy && header.is_lazy;
-    Targets<Compute, Access> targets(is_lazy ? 0 : header.targets, members,
-                                     of_targets, access);
+    Targets<Compute, Access> targets(header.targets, members, of_targets,
+                                     access);
     Compute value[Access::kCount];
     Value::Run(header, table.words, arrays, access, value);
     targets.Move(value);
@@ -554,16 +551,14 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
   const Word* const rows = table.words + table.header.targets * kWordsPerMark;
   double* const log_decays = reinterpret_cast<double*>(target[0]);
   double* const all_steps = log_decays + target[1];
-  const double now = *all_steps;
+  const double now = *all_steps + BitCast<double>(target[2]);
   const uint32_t end = EndMarked(target[3]);
   for (uint32_t i = FirstMarked(target[3]) + threadIdx.x; i < end;
        i += kThreads) {
     log_decays[rows[i]] = now;
   }
   WRAPOPT_BARRIER();  // All threads have read what the last one writes.
-  if (IsLastMarked(target[3]) && threadIdx.x == kThreads - 1) {
-    *all_steps = now + BitCast<double>(target[2]);
-  }
+  if (IsLastMarked(target[3]) && threadIdx.x == kThreads - 1) *all_steps = now;
 }
 
 }  // namespace

@@ -35,8 +35,7 @@ struct Update {
   std::vector<double> scalars;
   std::vector<Member> sources;
   std::vector<Member> targets;
-  // False: lazy targets catch up with the only source, and no step is taken. If
-  // one is, it does not move lazy targets.
+  // False: lazy targets catch up with the only source, and no step is taken.
   bool is_step = true;
   // Whether it is computed in double, or in float.
   bool is_double = false;
@@ -80,8 +79,7 @@ struct RowSum {
 // order.
 std::string Enqueue(const RowSum& sum, Stream stream);
 
-// The rows that have caught up before a step, of averages whose rows may lag
-// behind.
+// The rows that have taken a step, of averages whose rows may lag behind.
 struct RowMarks {
   struct Average {
     Address log_decays;

@@ -114,7 +114,7 @@ using SmallSumTable = Table<SumHeader, kSmall>;
 using LargeSumTable = Table<SumHeader, kLarge>;
 
 // Ends a step of lazy targets. A block takes a target: in its log decays it marks
-// rows that caught up before the step, and if these are the last, ends it for all.
+// rows that have taken the step, and if these are the last, ends it for all.
 struct MarkHeader {
   uint64_t targets;
 };

@@ -113,7 +113,7 @@ class ApplyOp : public OpKernel {
     std::vector<std::vector<LazyAverage>> averages(n);
     for (int i = 0; lazy && i < n; ++i) {
       averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
-                                      logs);
+                                      rates, logs);
     }
     if (sparse_ && IsOnGpu(ctx)) {
       OP_REQUIRES_OK(ctx, ApplyRowsOnGpu(ctx, &variables, states, rows, scalars,

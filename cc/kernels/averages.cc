@@ -32,16 +32,21 @@ void LazyAverage::CatchUpAll(const Threads& threads) const {
   all_steps() = 0;
 }
 
-void LazyAverage::MoveRows(const Threads& threads,
-                           const SparseRows& sorted) const {
-  BeginStep();
-  const int64_t bytes = row_elements * (2 * shadow_bytes + value_bytes);
+void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
+                           bool is_step) const {
+  if (is_step) BeginStep();
+  const int64_t bytes = row_elements * (3 * shadow_bytes + value_bytes);
   RunParallel(threads, sorted.size(), 40 + bytes / 4,
               [&](int64_t begin, int64_t end) {
                 ForGroups(
                     sorted, begin, end,
                     [&](const RowGroup& group) { Prefetch(group); },
-                    [&](const RowGroup& group) { CatchUp(group); });
+                    [&](const RowGroup& group) {
+                      CatchUp(group);
+                      for (int64_t k = 0; is_step && k < group.count; ++k) {
+                        Step(group.rows[k]);
+                      }
+                    });
               });
   EndStep();
 }
@@ -103,19 +108,19 @@ void Averages::AddOperands(Variables* variables, int shadows, int values,
 
 std::vector<LazyAverage> Averages::OfValue(
     Variables* variables, int shadows, int values, int log_decays, int i,
-    const std::vector<double>& logs) const {
+    const std::vector<double>& rates, const std::vector<double>& logs) const {
   std::vector<LazyAverage> result;
   const tensorflow::Tensor& value = *variables->tensor(values + i);
   const int64_t rows = value.dim_size(0);
   for (int k = 0; k < per_value(); ++k) {
     const int at = k * this->values() + i;
     result.push_back(
-        {catch_up_, static_cast<char*>(variables->data(shadows + at)),
+        {catch_up_, step_, static_cast<char*>(variables->data(shadows + at)),
          static_cast<const char*>(variables->data(values + i)),
          SizeOf(NumberOf(shadow_dtype())), SizeOf(NumberOf(value_dtype())),
          rows, rows == 0 ? 0 : value.NumElements() / rows,
          static_cast<double*>(variables->data(log_decays + at)),
-         logs.empty() ? 0 : logs[k]});
+         rates.empty() ? 0 : rates[k], logs.empty() ? 0 : logs[k]});
   }
   return result;
 }

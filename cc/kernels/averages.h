@@ -20,19 +20,20 @@ namespace wrapopt {
 
 Number NumberOf(tensorflow::DataType dtype);
 
-// One average of a variable of which steps change some rows. A row lags behind
-// until the next step that changes it, or until somebody reads the average.
+// One average of a variable, of which a step moves the rows that it touches. The
+// others lag behind until a step touches them or somebody reads them.
 //
 // log_decays[r] is the sum of log(decay) over all steps up to the one when row r
 // was up to date; that of all steps is the last element.
 struct LazyAverage {
   CatchUpFn catch_up;
+  StepFn step;
   char* shadow;
   const char* value;
   size_t shadow_bytes, value_bytes;  // Of an element.
   int64_t rows, row_elements;
   double* log_decays;
-  double log_decay;  // Of this step.
+  double rate, log_decay;  // Of this step.
 
   double& all_steps() const { return log_decays[rows]; }
 
@@ -46,11 +47,18 @@ struct LazyAverage {
     return true;
   }
 
-  // Brings rows up to date but for this step: while the value is what it was. They
-  // lag behind after it by this step alone.
+  // Brings rows up to date but for this step, while the value is what it was, and
+  // marks them as if they had taken it.
   void CatchUp(const RowGroup& group) const {
-    catch_up(shadow, value, log_decays, all_steps(), /*mark=*/all_steps(),
-             row_elements, group.rows, group.count);
+    catch_up(shadow, value, log_decays, all_steps(),
+             /*mark=*/all_steps() + log_decay, row_elements, group.rows,
+             group.count);
+  }
+
+  // Takes this step, for a row that has caught up.
+  void Step(int64_t row) const {
+    void* const operands[] = {Shadow(row), const_cast<char*>(Value(row))};
+    step(operands, &rate, 0, row_elements, Ahead());
   }
 
   // Rows that will catch up soon.
@@ -64,8 +72,9 @@ struct LazyAverage {
 
   // Brings all rows up to date.
   void CatchUpAll(const Threads& threads) const;
-  // Brings some rows up to date, and takes a step after that.
-  void MoveRows(const Threads& threads, const SparseRows& sorted) const;
+  // Brings some rows up to date, and takes this step with them if there is one.
+  void MoveRows(const Threads& threads, const SparseRows& sorted,
+                bool is_step) const;
 
   char* Shadow(int64_t row) const {
     return shadow + row * row_elements * shadow_bytes;
@@ -108,6 +117,7 @@ class Averages : public ShadowContract {
   // decays; none in no step. `log_decays` is the first of that input's.
   std::vector<LazyAverage> OfValue(Variables* variables, int shadows,
                                    int values, int log_decays, int i,
+                                   const std::vector<double>& rates,
                                    const std::vector<double>& logs) const;
 
  private:

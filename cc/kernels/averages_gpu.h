@@ -21,7 +21,7 @@ inline bool AreAsOne(int64_t row_elements) {
 void AddLazyRows(const std::vector<LazyAverage>& averages, int64_t begin,
                  int64_t end, std::vector<void*>* operands, LazyRows* lazy);
 
-// All averages of a value had caught up before the step, in the rows `touched`.
+// All averages of a value have taken the step, in the rows `touched`.
 void AddMarks(const std::vector<LazyAverage>& averages,
               const std::vector<int64_t>& touched, gpu::RowMarks* marks);
 

@@ -222,6 +222,7 @@ void UpdateAverages(const Threads& threads, const std::vector<double>& rates,
 std::vector<LazyAverage> LazyAverages(const Arrays& shadows,
                                       const Arrays& values,
                                       const Arrays& log_decays, size_t i,
+                                      const std::vector<double>& rates,
                                       absl::Span<const double> decays,
                                       Isa isa) {
   std::vector<LazyAverage> averages;
@@ -231,10 +232,11 @@ std::vector<LazyAverage> LazyAverages(const Arrays& shadows,
     const size_t k = at / n;
     averages.push_back(
         {FindCatchUp(shadows.number, values.number, isa),
+         FindStep(RuleId::kEma, shadows.number, values.number, isa),
          static_cast<char*>(shadows[at]), static_cast<const char*>(values[i]),
          SizeOf(shadows.number), SizeOf(values.number), rows,
          rows == 0 ? 0 : values.elements(i) / rows,
-         static_cast<double*>(log_decays[at]),
+         static_cast<double*>(log_decays[at]), rates.empty() ? 0 : rates[k],
          decays.empty() ? 0 : ShadowContract::LogOf(decays[k])});
   }
   return averages;
@@ -359,8 +361,8 @@ absl::Status SparseApply(const Threads& threads, Operands* operands,
     }
     row_step.Run(threads, states, var.rows(i), var.elements(i), grads, sorted[i],
                  step.scalars.data(),
-                 LazyAverages(step.shadows, var, log_decays, i, step.decays,
-                              step.isa));
+                 LazyAverages(step.shadows, var, log_decays, i, step.rates,
+                              step.decays, step.isa));
   }
   if (!lazy) {
     UpdateAverages(threads, step.rates, step.shadows, var, step.isa);
@@ -387,7 +389,7 @@ absl::Status MoveRows(const Threads& threads, Operands* operands, int64_t n,
   TF_RETURN_IF_ERROR(FindIsa(&isa));
   const absl::Span<const double> decays = operands->Doubles();
   std::vector<double> rates;
-  TF_RETURN_IF_ERROR(ToRates(decays, &rates));  // Checks them.
+  TF_RETURN_IF_ERROR(ToRates(decays, &rates));
   const absl::Span<const int64_t> counts = operands->Counts();
   const size_t averages = (operands->left() - n - counts.size()) / 2;
   const Arrays shadows = operands->Written(averages);
@@ -400,11 +402,11 @@ absl::Status MoveRows(const Threads& threads, Operands* operands, int64_t n,
 
   for (int64_t i = 0; i < n; ++i) {
     for (const LazyAverage& average : LazyAverages(
-             shadows, values, log_decays, i, decays, isa)) {
+             shadows, values, log_decays, i, rates, decays, isa)) {
       if (sorted.empty()) {
         average.CatchUpAll(threads);
       } else {
-        average.MoveRows(threads, sorted[i]);
+        average.MoveRows(threads, sorted[i], /*is_step=*/!decays.empty());
       }
     }
   }

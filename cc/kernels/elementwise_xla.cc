@@ -185,7 +185,7 @@ XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
                      XlaOp value, XlaOp log_decays) const {
   // Rows that do not count read the last element, and need no catch-up.
   return wrapopt::CaughtUp(
-      Gather(shadow, index_), shadow_storage, Gather(value, index_),
+      Get(shadow), shadow_storage, Get(value),
       xla::ConcatInDim(log_decays.builder(),
                        {Gather(log_decays, index_),
                         xla::SliceInDim(log_decays, dimensions_[0],
@@ -196,7 +196,8 @@ XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
 XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
   XlaBuilder* builder = log_decays.builder();
   const int64_t end = dimensions_[0];
-  const XlaOp all_steps = xla::SliceInDim(log_decays, end, end + 1, 1, 0);
+  const XlaOp all_steps =
+      xla::SliceInDim(log_decays, end, end + 1, 1, 0) + log_decay;
   XlaOp last = xla::ConstantR0WithType(builder, index_type_, end);
   const XlaOp none = xla::ScalarLike(last, end + 1);
   if (accept_) last = xla::Select(*accept_, last, none);
@@ -205,12 +206,9 @@ XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
       {xla::Select(counts_, index_, xla::Broadcast(none, {count_})),
        xla::Reshape(last, {1})},
       0);
-  const XlaOp marks = xla::ConcatInDim(
-      builder,
-      {xla::Broadcast(xla::Reshape(all_steps, {}), {count_}),
-       all_steps + log_decay},
-      0);
-  return Scatter(log_decays, index, marks, Replace(xla::F64, builder));
+  return Scatter(log_decays, index,
+                 xla::Broadcast(xla::Reshape(all_steps, {}), {count_ + 1}),
+                 Replace(xla::F64, builder));
 }
 
 XlaOp Rows::Scatter(XlaOp array, XlaOp index, XlaOp updates,

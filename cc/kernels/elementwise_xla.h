@@ -48,6 +48,8 @@ class Rows {
   // If `accept` is false, no row counts.
   void Keep(xla::XlaOp accept);
 
+  // These rows of an array of the variable's shape, one for each index.
+  xla::XlaOp Get(xla::XlaOp array) const { return Gather(array, index_); }
   // The array with these rows, which are equal where their indices are.
   xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
 
@@ -55,7 +57,7 @@ class Rows {
   // variable's value in the missed steps.
   xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
                       xla::XlaOp value, xla::XlaOp log_decays) const;
-  // The log decays after a step, but for which these rows are up to date.
+  // The log decays after a step for these rows.
   xla::XlaOp Marked(xla::XlaOp log_decays, xla::XlaOp log_decay) const;
 
   // The whole gradient, zero where it has no row.

@@ -93,7 +93,7 @@ absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass,
   const size_t log_decays = lazy == nullptr ? 0 : 2 * targets.size();
   if (lazy != nullptr) {
     update.row_elements = lazy->row_elements;
-    update.is_step = update.rule.has_value();
+    update.is_step = lazy->is_step;
   }
   update.arrays = arrays.size() + log_decays;
   update.elements.reserve(pass.variables());

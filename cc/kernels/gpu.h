@@ -31,6 +31,7 @@ struct LazyRows {
   // Of each average: the log decays from its first row on; then of each: those of
   // all steps.
   std::vector<const double*> log_decays;
+  bool is_step = true;  // Whether they do anything but catch up.
 };
 
 absl::Status RunPassOnGpu(tensorflow::OpKernelContext* ctx, const Pass& pass,

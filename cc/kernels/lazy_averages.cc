@@ -1,5 +1,5 @@
-// Averages whose rows lag behind until the next step that changes them:
-// Wrapopt>CatchUp and Wrapopt>SparseEmaUpdate.
+// Averages of which a step moves the rows that it touches: Wrapopt>CatchUp and
+// Wrapopt>SparseEmaUpdate.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -72,10 +72,10 @@ class LazyAveragesOp : public OpKernel {
     std::vector<std::vector<LazyAverage>> averages;
     for (int i = 0; i < averages_.values(); ++i) {
       averages.push_back(averages_.OfValue(&variables, shadows, values,
-                                           log_decays, i, logs));
+                                           log_decays, i, rates, logs));
     }
     if (IsOnGpu(ctx)) {
-      OP_REQUIRES_OK(ctx, RunOnGpu(ctx, averages, rows));
+      OP_REQUIRES_OK(ctx, RunOnGpu(ctx, averages, rows, rates));
       const int n = averages_.values() * averages_.per_value();
       for (int i = log_decays; rows.empty() && i < log_decays + n; ++i) {
         OP_REQUIRES_OK(ctx, ZeroOnGpu(ctx, variables.tensor(i)));
@@ -88,7 +88,7 @@ class LazyAveragesOp : public OpKernel {
         if (rows.empty()) {
           average.CatchUpAll(threads);
         } else {
-          average.MoveRows(threads, rows[i]);
+          average.MoveRows(threads, rows[i], is_step_);
         }
       }
     }
@@ -99,12 +99,13 @@ class LazyAveragesOp : public OpKernel {
   // no `rows`, but for the zeros that it leaves then.
   absl::Status RunOnGpu(OpKernelContext* ctx,
                         const std::vector<std::vector<LazyAverage>>& averages,
-                        const std::vector<SparseRows>& rows) const {
+                        const std::vector<SparseRows>& rows,
+                        std::vector<double> rates) const {
+    rates.resize(averages_.per_value());
     Pass pass;
-    // No step is taken, whose rates these would be.
-    const std::vector<double> rates(averages_.per_value());
     averages_.AddStages(rates, /*value_bytes=*/0, &pass);
     LazyRows lazy;
+    lazy.is_step = is_step_;
     gpu::RowMarks marks;
     std::vector<void*> operands;
     std::vector<int64_t> touched;

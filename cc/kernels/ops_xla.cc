@@ -241,7 +241,7 @@ class LazyAveragesXlaOp : public XlaOpKernel {
   void Compile(XlaOpKernelContext* ctx) override {
     std::vector<XlaOp> rates, logs;
     if (is_step_) {
-      OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));  // Checks them.
+      OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
       OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
     }
     XlaVariables variables(ctx);
@@ -292,11 +292,13 @@ class LazyAveragesXlaOp : public XlaOpKernel {
         }
         if (shape.num_elements() == 0) continue;
         const Rows rows(type, shape.dim_sizes(), indices.ops[i]);
-        OP_REQUIRES_OK(
-            ctx, variables.Assign(
-                     shadow, rows.Put(before, rows.CaughtUp(
-                                                  before, type, value,
-                                                  variables.value(log)))));
+        XlaOp moved =
+            rows.CaughtUp(before, type, value, variables.value(log));
+        if (is_step_) {
+          moved = averages_.Updated(moved, rows.Get(value), rates[k]);
+        }
+        OP_REQUIRES_OK(ctx,
+                       variables.Assign(shadow, rows.Put(before, moved)));
         OP_REQUIRES_OK(
             ctx, variables.Assign(
                      log, rows.Marked(variables.value(log),
@@ -393,6 +395,8 @@ class ApplyXlaOp : public XlaOpKernel {
                    : value;
       };
       bool is_step_accepted = false;
+      std::optional<Rows> moved;  // The rows that the averages move in.
+      std::vector<XlaOp> caught_up;
       if (!sparse_) {
         Step(rule_.id, type_, absl::MakeSpan(after), {grads.ops[i]}, scalars);
       } else if (shape.num_elements() > 0) {
@@ -406,18 +410,11 @@ class ApplyXlaOp : public XlaOpKernel {
           if (accept) rows.Keep(*accept);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
             const int at = k * averages_.values() + i;
-            const XlaOp shadow = variables.value(shadows + at);
-            const XlaOp log_decay = variables.value(log_decays + at);
-            OP_REQUIRES_OK(
-                ctx, variables.Assign(
-                         shadows + at,
-                         rows.Put(shadow,
-                                  rows.CaughtUp(
-                                      shadow, XlaType(averages_.shadow_dtype()),
-                                      after[0], log_decay))));
-            OP_REQUIRES_OK(ctx,
-                           variables.Assign(log_decays + at,
-                                            rows.Marked(log_decay, logs[k])));
+            caught_up.push_back(rows.CaughtUp(
+                variables.value(shadows + at),
+                XlaType(averages_.shadow_dtype()), after[0],
+                variables.value(log_decays + at)));
+            moved.emplace(rows);
           }
           rows.Step(rule_.id, absl::MakeSpan(after), scalars);
           is_step_accepted = true;
@@ -428,8 +425,22 @@ class ApplyXlaOp : public XlaOpKernel {
         OP_REQUIRES_OK(ctx, variables.Assign(states[s] + i, after[s]));
       }
       const XlaOp value = Stored(after[0], type_);
-      for (int k = 0; !averages_.lazy() && k < averages_.per_value(); ++k) {
+      for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
+        if (averages_.lazy()) {
+          if (!moved) continue;  // The variable has no element.
+          const int log = log_decays + k * averages_.values() + i;
+          OP_REQUIRES_OK(
+              ctx, variables.Assign(
+                       shadow, moved->Put(variables.value(shadow),
+                                          averages_.Updated(
+                                              caught_up[k], moved->Get(value),
+                                              rates[k]))));
+          OP_REQUIRES_OK(ctx, variables.Assign(
+                                  log, moved->Marked(variables.value(log),
+                                                     logs[k])));
+          continue;
+        }
         const XlaOp updated =
             averages_.Updated(variables.value(shadow), value, rates[k]);
         OP_REQUIRES_OK(ctx,

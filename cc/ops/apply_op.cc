@@ -90,8 +90,8 @@ indices: N vectors: the row numbers of each gradient. Gradients of one row are
 
 constexpr char kLazyArguments[] = R"doc(
 log_decays: Empty: each step moves all rows of the shadows. Or one variable for
-  each shadow: a step only brings the rows up to date that it is about to change,
-  see CatchUp. Must be empty for a rule that changes all rows.
+  each shadow: a step moves only the rows that it touches, see CatchUp. Must be
+  empty for a rule that changes all rows.
 )doc";
 
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,

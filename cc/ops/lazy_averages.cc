@@ -56,9 +56,7 @@ Brings averages up to date of which steps have moved some rows only.
 
 A step that leaves a row of a value as it is moves the row's average towards a
 constant, and several such steps do so by the product of their decays. So a step
-of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows alone. A
-row that it changes has its new value from then on: so its average also waits for
-the next such step or for this op, which moves it in one go.
+of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows alone.
 This op makes up for all steps that a row has missed, as long as the value is
 still what it was in them:
 
@@ -97,18 +95,18 @@ REGISTER_OP("Wrapopt>SparseEmaUpdate")
       return Shape(c, /*has_decays=*/true);
     })
     .Doc(R"doc(
-Counts a step that has changed some rows of variables, for their averages.
+Updates averages of variables after a step that has changed some of their rows.
 
-As EmaUpdate, at the cost of these rows: the averages move at CatchUp. Before the
-step that changes them, the rows must have caught up: run CatchUp with the same
-indices.
+As EmaUpdate, at the cost of these rows: the others lag behind until CatchUp.
+Before the step that changes them, the rows must have caught up: run CatchUp with
+the same indices.
 
 shadows: N * K averages: all N of the first decay, then all N of the second,
   and so on. Each has the shape of its value.
 values: N variables with rows. They are only read.
 log_decays: As in CatchUp.
 indices: N vectors: the rows of each value that the step has changed. A row may
-  be named several times.
+  be named several times, and moves once.
 decays: [K], each in [0, 1].
 T: dtype of the values.
 S: dtype of the shadows: T, or float where T is half or bfloat16.

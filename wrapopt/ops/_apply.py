@@ -72,8 +72,8 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
     use_locking: Whether the variables are locked against other updates.
     name: A name for the operation.
     log_decays: Empty, or for each shadow a variable as in `catch_up` or None.
-      If a shadow has one and its variable has a sparse gradient, the rows that
-      the gradient holds catch up before the step. The shadow lags behind until
+      If a shadow has one and its variable has a sparse gradient, the shadow
+      moves in the rows that the gradient holds. The others lag behind until
       `catch_up`. This needs a rule that changes no other row.
 
   Returns:

@@ -1,4 +1,4 @@
-"""Averages whose rows lag behind until the next step that changes them."""
+"""Averages that move in the rows that a step changes."""
 
 import collections
 from collections.abc import Sequence
@@ -23,9 +23,8 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
   If a step leaves row `r` of a value `v` unchanged, the row's average `s` moves
   towards a constant. Several such steps together move it by the product of
   their decays. So `apply` and `sparse_ema_update` with `log_decays` do not
-  touch such rows, and their cost does not depend on the size of the table. A
-  row that a step changes waits too, with its new value, for the next step that
-  changes it. This function applies all steps that a row has missed, exactly:
+  touch such rows, and their cost does not depend on the size of the table. This
+  function applies all steps that a row has missed, exactly:
 
       s[r] += (1 - exp(l[R] - l[r])) (v[r] - s[r])
 
@@ -40,7 +39,7 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
   >>> log_decays = tf.Variable(tf.zeros([3], tf.float64))
   >>> wrapopt.ops.sparse_ema_update([s], [v], [log_decays], [[0]], decay=0.75)
   >>> s.numpy()[:, 0]
-  array([0., 0.], dtype=float32)
+  array([0.25, 0.  ], dtype=float32)
   >>> wrapopt.ops.catch_up([s], [v], [log_decays])
   >>> s.numpy()[:, 0]
   array([0.25, 0.5 ], dtype=float32)
@@ -86,10 +85,10 @@ def sparse_ema_update(shadows: Any, values: Variables, log_decays: Variables,
                       indices: Sequence[Any],
                       decay: Union[Float, Sequence[Float]],
                       name: Optional[str] = None) -> Optional[Operation]:
-  """Counts a step that has changed some rows of values, for their averages.
+  """Updates averages after a step that has changed some rows of their values.
 
-  As `ema_update`, at the cost of these rows: the averages move at `catch_up`.
-  Before the step that changes the values, these rows must catch up:
+  As `ema_update`, at the cost of these rows: the others lag behind until
+  `catch_up`. Before the step that changes the values, these rows must catch up:
 
       wrapopt.ops.catch_up(shadows, values, log_decays, indices)
       ... the step ...
@@ -100,7 +99,7 @@ def sparse_ema_update(shadows: Any, values: Variables, log_decays: Variables,
     values: As in `catch_up`.
     log_decays: As in `catch_up`.
     indices: N int32 or int64 vectors: the rows that the step has changed. A row
-      may be named several times.
+      may be named several times, and moves once.
     decay: A number in [0, 1], or a scalar tensor or variable of any floating
       dtype.
     name: A name for the operation.

@@ -358,8 +358,8 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// A step of some rows of a table, of which averages catch up first; without a rule
-// the averages alone; and then all rows catch up.
+// A step of some rows of a table, without a rule of its averages alone, and then
+// all rows catch up.
 bool CheckLazy(const RuleInfo* rule, Number number, Number input,
                uint64_t rows, uint64_t row_elements, int chunk_log2 = 0) {
   const Layout layout({rows * row_elements}), layout_of_logs({rows + 1});
@@ -378,7 +378,6 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
     operands.push_back(std::make_unique<Operand>(layout, number, s == 0));
   }
   if (rule == nullptr) {
-    update.is_step = false;
     update.sources = {{1, number}};
   } else {
     update.rule = rule->id;
@@ -480,13 +479,18 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
       FindStep(rule->id, number, input, isa)
           .loop(arrays.data(), update.scalars.data(), 0, elements, Ahead());
     }
+    for (int k = 0; k < 2; ++k) {
+      void* const average[] = {arrays[targets + k], arrays[0]};
+      FindStep(RuleId::kEma, input, number, isa)
+          .loop(average, &update.targets[k].scalar, 0, elements, Ahead());
+    }
   }
   for (int k = 0; k < 2; ++k) {
     marks.averages.push_back(
         {address_of_log(*logs[k], 0), rows, log_decay[k], 0});
     double* const log = of_row(*logs[k]);
-    for (const uint64_t r : marks.touched[0]) log[r] = log[rows];
     log[rows] += log_decay[k];
+    for (const uint64_t r : marks.touched[0]) log[r] = log[rows];
   }
   Run(update);
   Run(marks);
