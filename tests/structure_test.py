@@ -21,9 +21,9 @@ REGISTERS = {"Baseline": "xmm", "X86_64_v3": "ymm", "X86_64_v4": "ymm",
 CPP_NAMES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float",
              "float64": "double"}
 
-# Each rule, the rows of averages that catch up, and sums of gradients of a row:
+# Each rule, the rows of averages that move, and sums of gradients of a row:
 # in float or double.
-LOOPS = [*((rule, pair) for rule in [*_native.rules(), "RowsCatchUp"]
+LOOPS = [*((rule, pair) for rule in [*_native.rules(), "RowsMove"]
            for pair in PAIRS),
          *(("RowSum", pair) for pair in PAIRS if pair[0].itemsize > 2)]
 
@@ -163,7 +163,7 @@ def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
 
 
 @pytest.mark.parametrize("library, names", [
-    (wrapopt.sysconfig.get_lib(), {*_native.rules(), "RowSum", "RowsCatchUp"}),
+    (wrapopt.sysconfig.get_lib(), {*_native.rules(), "RowSum", "RowsMove"}),
     # Nothing in Python has rows: the linker leaves that out.
     (_native.LIBRARY, {*_native.rules()})], ids=["ops", "python"])
 def test_the_libraries_hold_these_loops(loops, library, names):

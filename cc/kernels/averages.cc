@@ -26,8 +26,8 @@ void LazyAverage::CatchUpAll(const Threads& threads) const {
   const int64_t bytes = 2 * sizeof(double) +
                         row_elements * (2 * shadow_bytes + value_bytes);
   RunParallel(threads, rows, bytes / 8, [&](int64_t begin, int64_t end) {
-    catch_up(Shadow(begin), Value(begin), log_decays + begin, all_steps(),
-             /*mark=*/0, row_elements, /*rows=*/nullptr, end - begin);
+    move(Shadow(begin), Value(begin), /*rate=*/nullptr, log_decays + begin,
+         all_steps(), /*mark=*/0, row_elements, /*rows=*/nullptr, end - begin);
   });
   all_steps() = 0;
 }
@@ -43,9 +43,7 @@ void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
                     [&](const RowGroup& group) { Prefetch(group); },
                     [&](const RowGroup& group) {
                       CatchUp(group);
-                      for (int64_t k = 0; is_step && k < group.count; ++k) {
-                        Step(group.rows[k]);
-                      }
+                      if (is_step) Step(group);
                     });
               });
   EndStep();
@@ -64,8 +62,8 @@ absl::Status Averages::Init(tensorflow::OpKernelConstruction* ctx, Isa isa) {
   TF_RETURN_IF_ERROR(ShadowContract::Init(ctx));
   step_ = FindStep(RuleId::kEma, NumberOf(shadow_dtype()),
                    NumberOf(value_dtype()), isa);
-  catch_up_ =
-      FindCatchUp(NumberOf(shadow_dtype()), NumberOf(value_dtype()), isa);
+  move_ =
+      FindMoveRows(NumberOf(shadow_dtype()), NumberOf(value_dtype()), isa);
   return absl::OkStatus();
 }
 
@@ -115,7 +113,7 @@ std::vector<LazyAverage> Averages::OfValue(
   for (int k = 0; k < per_value(); ++k) {
     const int at = k * this->values() + i;
     result.push_back(
-        {catch_up_, step_, static_cast<char*>(variables->data(shadows + at)),
+        {move_, static_cast<char*>(variables->data(shadows + at)),
          static_cast<const char*>(variables->data(values + i)),
          SizeOf(NumberOf(shadow_dtype())), SizeOf(NumberOf(value_dtype())),
          rows, rows == 0 ? 0 : value.NumElements() / rows,

@@ -26,8 +26,7 @@ Number NumberOf(tensorflow::DataType dtype);
 // log_decays[r] is the sum of log(decay) over all steps up to the one when row r
 // was up to date; that of all steps is the last element.
 struct LazyAverage {
-  CatchUpFn catch_up;
-  StepFn step;
+  MoveRowsFn move;
   char* shadow;
   const char* value;
   size_t shadow_bytes, value_bytes;  // Of an element.
@@ -50,15 +49,15 @@ struct LazyAverage {
   // Brings rows up to date but for this step, while the value is what it was, and
   // marks them as if they had taken it.
   void CatchUp(const RowGroup& group) const {
-    catch_up(shadow, value, log_decays, all_steps(),
-             /*mark=*/all_steps() + log_decay, row_elements, group.rows,
-             group.count);
+    move(shadow, value, /*rate=*/nullptr, log_decays, all_steps(),
+         /*mark=*/all_steps() + log_decay, row_elements, group.rows,
+         group.count);
   }
 
-  // Takes this step, for a row that has caught up.
-  void Step(int64_t row) const {
-    void* const operands[] = {Shadow(row), const_cast<char*>(Value(row))};
-    step(operands, &rate, 0, row_elements, Ahead());
+  // Takes this step, for rows that have caught up.
+  void Step(const RowGroup& group) const {
+    move(shadow, value, &rate, nullptr, 0, 0, row_elements, group.rows,
+         group.count);
   }
 
   // Rows that will catch up soon.
@@ -122,7 +121,7 @@ class Averages : public ShadowContract {
 
  private:
   RuleStep step_;
-  CatchUpFn catch_up_;
+  MoveRowsFn move_;
 };
 
 }  // namespace wrapopt

@@ -231,8 +231,7 @@ std::vector<LazyAverage> LazyAverages(const Arrays& shadows,
   for (size_t at = i; at < log_decays.buffers.size(); at += n) {
     const size_t k = at / n;
     averages.push_back(
-        {FindCatchUp(shadows.number, values.number, isa),
-         FindStep(RuleId::kEma, shadows.number, values.number, isa),
+        {FindMoveRows(shadows.number, values.number, isa),
          static_cast<char*>(shadows[at]), static_cast<const char*>(values[i]),
          SizeOf(shadows.number), SizeOf(values.number), rows,
          rows == 0 ? 0 : values.elements(i) / rows,

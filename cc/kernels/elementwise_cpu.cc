@@ -102,14 +102,14 @@ struct RowSum {
   }
 };
 
-struct RowsCatchUp {
-  using Fn = CatchUpFn;
+struct RowsMove {
+  using Fn = MoveRowsFn;
 
   template <class State, class Input>
   WRAPOPT_RULE static void Run(void* shadows, const void* values,
-                               double* log_decays, double now, double mark,
-                               size_t row_elements, const int64_t* rows,
-                               size_t count) {
+                               const double* rate, double* log_decays,
+                               double now, double mark, size_t row_elements,
+                               const int64_t* rows, size_t count) {
     const FlushSubnormals flush;
     using Compute = typename ComputeTypeOf<State>::type;
     // Each exponential is a chain of operations that wait for each other. So
@@ -122,9 +122,13 @@ struct RowsCatchUp {
       alignas(kLine) double rates[kAtOnce];
       for (size_t r = 0; r < some; ++r) {
         row[r] = rows == nullptr ? from + r : rows[from + r];
-        late[r] = now - std::exchange(log_decays[row[r]], mark);
+        if (rate != nullptr) {
+          rates[r] = *rate;
+        } else {
+          late[r] = now - std::exchange(log_decays[row[r]], mark);
+        }
       }
-      for (size_t r = 0; r < some; r += kExps) {
+      for (size_t r = 0; rate == nullptr && r < some; r += kExps) {
         for (size_t e = r; e < r + kExps; ++e) rates[e] = OneMinusExp(late[e]);
       }
       for (size_t r = 0; r < some; ++r) {
@@ -133,10 +137,10 @@ struct RowsCatchUp {
             static_cast<State*>(shadows) + row[r] * row_elements;
         const Input* const __restrict value =
             static_cast<const Input*>(values) + row[r] * row_elements;
-        const Compute rate = static_cast<Compute>(rates[r]);
+        const Compute by = static_cast<Compute>(rates[r]);
         for (size_t e = 0; e < row_elements; ++e) {
           Compute s = static_cast<Compute>(Load(shadow[e]));
-          Ema::Step(s, static_cast<Compute>(Load(value[e])), rate);
+          Ema::Step(s, static_cast<Compute>(Load(value[e])), by);
           Store(shadow[e], s);
         }
       }
@@ -243,8 +247,8 @@ SumFn FindSum(Number grads, Isa isa) {
   return nullptr;
 }
 
-CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa) {
-  return ForNumbers<RowsCatchUp>(shadows, values, isa);
+MoveRowsFn FindMoveRows(Number shadows, Number values, Isa isa) {
+  return ForNumbers<RowsMove>(shadows, values, isa);
 }
 
 void Pass::AddStage(const Stage& stage) {

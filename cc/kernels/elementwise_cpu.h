@@ -61,23 +61,26 @@ using SumFn = void (*)(void* sums, const void* grads, size_t row_elements,
 // float.
 SumFn FindSum(Number grads, Isa isa);
 
-// Makes `count` rows of an average catch up with the steps that did not touch
-// them: those of `rows`, all different, or the first ones if it is nullptr.
+// Moves `count` rows of an average s towards its value v: those of `rows`, all
+// different, or the first ones if it is nullptr.
 //
-// In these steps, the value v of a row was constant. In row r of the average s,
+//   s += rate (v - s)
 //
-//   s += (1 - exp(now - log_decays[r])) (v - s),   log_decays[r] = mark
+// By `*rate`, in a step. Or if it is nullptr, by the rate of all steps that a row
+// has missed, in which its value was constant:
 //
-// where `log_decays[r]` is the sum of log(decay) over all steps until the row
-// was last up to date, and `now` the sum until now. It flushes subnormal numbers,
-// like a StepFn.
-using CatchUpFn = void (*)(void* shadows, const void* values,
-                           double* log_decays, double now, double mark,
-                           size_t row_elements, const int64_t* rows,
-                           size_t count);
+//   rate = 1 - exp(now - log_decays[r]),   log_decays[r] = mark
+//
+// where `log_decays[r]` is the sum of log(decay) over all steps until row r was
+// last up to date, and `now` the sum until now. It flushes subnormal numbers, like
+// a StepFn.
+using MoveRowsFn = void (*)(void* shadows, const void* values,
+                            const double* rate, double* log_decays, double now,
+                            double mark, size_t row_elements,
+                            const int64_t* rows, size_t count);
 
 // nullptr for a pair for which FindStep returns nullptr.
-CatchUpFn FindCatchUp(Number shadows, Number values, Isa isa);
+MoveRowsFn FindMoveRows(Number shadows, Number values, Isa isa);
 
 // Prefetches some rows of an array, of `bytes` bytes each, that will be written
 // soon. The processor's prefetchers continue with what is beyond their first

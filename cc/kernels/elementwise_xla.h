@@ -53,7 +53,7 @@ class Rows {
   // The array with these rows, which are equal where their indices are.
   xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
 
-  // These rows of a shadow after they caught up: see CatchUpFn. `value` is the
+  // These rows of a shadow after they caught up: see MoveRowsFn. `value` is the
   // variable's value in the missed steps.
   xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
                       xla::XlaOp value, xla::XlaOp log_decays) const;

@@ -107,9 +107,9 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
                 }
                 for (int64_t k = 0; k < group.count; ++k) {
                   apply_row(group.begin[k], group.begin[k + 1], 0, row);
-                  for (const LazyAverage& average : averages) {
-                    average.Step(group.rows[k]);
-                  }
+                }
+                for (const LazyAverage& average : averages) {
+                  average.Step(group);
                 }
               });
         });

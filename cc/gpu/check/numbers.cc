@@ -437,11 +437,11 @@ bool CheckLazy(const RuleInfo* rule, Number number, Number input,
       double* const log = of_row(*logs[k]);
       // Copied: a GPU marks them later.
       std::vector<double> marks(log + begin, log + end);
-      FindCatchUp(input, number, isa)(
+      FindMoveRows(input, number, isa)(
           shadow.host.data() + element(shadow, begin),
           operands[0]->host.data() + element(*operands[0], begin),
-          marks.data(), /*now=*/log[rows], /*mark=*/0, row_elements,
-          /*rows=*/nullptr, end - begin);
+          /*rate=*/nullptr, marks.data(), /*now=*/log[rows], /*mark=*/0,
+          row_elements, /*rows=*/nullptr, end - begin);
     }
   };
   const auto are_equal = [&](const std::string& what) {
