@@ -260,6 +260,43 @@ def test_triples(chain, mode):
   check(mode, chain)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_an_exchange_moves_rows_that_no_gradient_touches(fused):
+  """So averages inside must not lag behind."""
+  value = np.array(INITIAL[1])
+  average, center = value.copy(), value.copy()
+  with graph_of("resource"):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      w = tf1.get_variable("w", initializer=np.float32(value))
+    step = tf1.Variable(0, dtype=tf.int64, trainable=False, name="step")
+    moving = wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(RATE), DECAY, fused=fused)
+    opt = wrapopt.ElasticAverageOptimizer(moving, 1, getter, PERIOD,
+                                          MOVING_RATE, rho=0.0)
+    row = tf1.placeholder(tf.int64, [1])
+    train = opt.apply_gradients(
+        [(tf.IndexedSlices(tf.constant([[2.0]]), row, [3, 1]), w)], step)
+    hook = opt.make_session_run_hook(True, 0)
+    hook.begin()
+    with tf1.Session() as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      hook.after_create_session(session, tf.train.Coordinator())
+      for t in range(5):
+        session.run(train, {row: [t % 2]})
+        value[t % 2] -= RATE * 2.0
+        average += (1 - DECAY) * (value - average)
+        if t % PERIOD == PERIOD - 1:
+          difference = MOVING_RATE * (value - center)
+          value -= difference
+          center += difference
+      np.testing.assert_allclose(session.run(w), value, atol=1e-6)
+      np.testing.assert_allclose(session.run(moving.average(w)), average,
+                                 atol=1e-6)
+  assert not moving.is_lazy(w)
+
+
 @pytest.mark.parametrize("chain", [
     c for n in (2, 3) for c in chains(n) if is_refused(c)], ids=name_of)
 def test_refusals(chain):

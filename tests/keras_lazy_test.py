@@ -150,6 +150,27 @@ def test_a_constraint_keeps_averages_dense():
                              average_of(table(), history, 0.9), rtol=1e-5)
 
 
+def test_lookahead_moves_rows_that_no_gradient_touches():
+  """So averages inside must not lag behind."""
+  w = keras.Variable(table())
+  averaged = wk.MovingAverage(K.SGD(0.5), 0.5)
+  opt = wk.Lookahead(averaged, sync_period=2, slow_step_size=0.5)
+  opt.build([w])
+  value = table().astype(np.float64)
+  slow, average = value.copy(), value.copy()
+  for t in range(7):
+    opt.apply([tf.IndexedSlices(tf.ones([1, COLUMNS]), tf.constant([t % 2]),
+                                [ROWS, COLUMNS])], [w])
+    value[t % 2] -= 0.5
+    average += 0.5 * (value - average)
+    if t % 2:
+      slow += 0.5 * (value - slow)
+      value = slow.copy()
+  np.testing.assert_allclose(w.numpy(), value, atol=1e-6)
+  np.testing.assert_allclose(averaged.average(w).numpy(), average, atol=1e-6)
+  assert not averaged.is_lazy(w)
+
+
 def test_weight_decay_that_is_switched_on_catches_up_first():
   w = keras.Variable(table())
   opt = wk.MovingAverage(K.SGD(0.5), 0.9)

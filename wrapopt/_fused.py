@@ -157,7 +157,8 @@ def apply_gradients(opt, rule, step):
         grads, rule.scalars(opt),
         averages.decays(step.global_step) if averages else [],
         step.accept, opt._use_locking,
-        log_decays=_log_decays(opt, grads, shadows))
+        log_decays=(_log_decays(opt, grads, shadows) if step.leaves_rows
+                    else ()))
     updates = [] if done is None else [done]
     if averages:
       updates = averages.count_update(updates, step.accept)

@@ -101,7 +101,8 @@ def rule_of(opt, cls):
   return find(opt) if find else None
 
 
-def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
+def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
+          leaves_rows):
   """Updates variables, with one op for each device and dtype.
 
   Args:
@@ -113,12 +114,14 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays):
     learning_rate: A number, tensor or variable.
     shadows: Rows of averages, one row for each decay.
     decays: As in `wrapopt.ops.apply`.
+    leaves_rows: False if a wrapper may change rows that no gradient touches,
+      after the step. Averages must not lag behind then.
   """
   values = list(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
-  leaves_rows = not _native.rules()[rule.rule].all_rows
+  leaves_rows = leaves_rows and not _native.rules()[rule.rule].all_rows
   log_decays = [None] * len(variables)
   # Indices of variables: with weight decay by the rule, and without.
   groups = {True: [], False: []}

@@ -62,6 +62,8 @@ class Step(typing.NamedTuple):
     averages: The Averages that this step updates, or None.
     one_pass: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
+    leaves_rows: False if a wrapper may change rows that no gradient touches,
+      after the step. Averages must not lag behind then.
   """
   grads_and_vars: list
   global_step: tf.Variable | None = None
@@ -71,6 +73,7 @@ class Step(typing.NamedTuple):
   transform: typing.Callable | None = None
   averages: Averages | None = None
   one_pass: bool | None = None
+  leaves_rows: bool = True
 
   def with_one_pass(self, fused):
     """This step with `one_pass` set by the argument `fused` of a wrapper."""
@@ -120,8 +123,8 @@ def take(opt, step):
 
   def apply(step):
     first, of_step = averages.begin(
-        step.grads_and_vars, _fused.leaves_rows(opt)) if averages else (
-            [], None)
+        step.grads_and_vars, step.leaves_rows and _fused.leaves_rows(opt)
+    ) if averages else ([], None)
     with tf.control_dependencies(first):
       applied = opt.apply_gradients(
           step.grads_and_vars, global_step=step.global_step if counts else None,

@@ -318,7 +318,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     centers, local_centers = self._copies(variables)
     with self._making_state():
       stepped = self._take_inner(step._replace(
-          global_step=None, name=None, averages=None)).done
+          global_step=None, name=None, averages=None,
+          leaves_rows=False)).done
     steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,

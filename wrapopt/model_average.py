@@ -303,7 +303,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
              if g is not None]
     with self._making_state():
       stepped = self._take_inner(step._replace(
-          global_step=None, name=None, averages=None)).done
+          global_step=None, name=None, averages=None,
+          leaves_rows=False)).done
     if self._applied == len(self._rounds):
       self._rounds.append(self._new_rounds())
     rounds = self._rounds[self._applied]

@@ -180,7 +180,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
   def _take(self, step):
-    variables = self._averaged_variables(step.grads_and_vars)
+    variables = self._averaged_variables(step)
     taken = self._take_inner(step.with_one_pass(self._fused)._replace(
         averages=_step.Averages(
             self._rows,
@@ -191,8 +191,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
             self._has_callables(), self._count)))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
-  def _averaged_variables(self, grads_and_vars):
+  def _averaged_variables(self, step):
     """Returns the variables that have a gradient, and makes their averages."""
+    grads_and_vars = step.grads_and_vars
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._refuse_in_place(None, "apply_gradients")
       _, variables = _lookup_cache.trained(grads_and_vars)
@@ -210,7 +211,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if _current_graph() is None:
       self._refuse_in_place(None, "apply_gradients")
     sparse = {v.ref() for g, v in grads_and_vars
-              if isinstance(g, tf.IndexedSlices)}
+              if step.leaves_rows and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
     self._create_averages(variables, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
@@ -446,8 +447,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     touches: all optimizers of `fused` but Adam. A step then costs only these
     rows. The averages of the other rows catch up, exactly, with the steps that
     they missed before an average is read. It does not for ref variables, in a
-    `tf.distribute` strategy, and for a variable whose first gradient in a graph
-    was dense.
+    `tf.distribute` strategy, for a variable whose first gradient in a graph was
+    dense, and in an optimizer that averages over workers.
+
+    Before anything but the optimizer changes the variable, read its average:
+    rows can only catch up with a value that is still there.
 
     Args:
       var: A variable.

@@ -124,7 +124,13 @@ def innermost(opt):
 
 
 class Follower:
-  """The interface of a wrapper in `followed`."""
+  """The interface of a wrapper in `followed`.
+
+  Attributes:
+    changes_weights: Whether `follow` may change weights that the step did not.
+  """
+
+  changes_weights = False
 
   def inner(self):
     """The optimizer that this wraps."""
@@ -220,7 +226,8 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
   first, *others = followers
   averages = None if any(constraints) else first.averages(step)
   _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
-                     *(averages or ((), ())))
+                     *(averages or ((), ())),
+                     leaves_rows=not any(f.changes_weights for f in others))
   _follow(others if averages else followers, step, constraints)
 
 

@@ -88,6 +88,8 @@ class Lookahead(_wrapper.WrapperOptimizer):
     self._require_built("slow_weights")
     return self._slow[self._var_key(variable)]
 
+  changes_weights = True
+
   def follow(self, step):
     fast, slow = map(list, zip(*step.all_pairs(self._slow)))
 

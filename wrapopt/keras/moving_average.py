@@ -212,8 +212,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     touches: SGD without momentum, Adagrad and `LazyAdam`, without weight decay.
     A step then costs only these rows. The averages of the other rows catch up,
     exactly, with the steps that they missed before an average is read. It does
-    not in a `tf.distribute` strategy, and for a variable whose first gradient in
-    a `tf.function` was dense.
+    not in a `tf.distribute` strategy, for a variable whose first gradient in a
+    `tf.function` was dense, and in a `Lookahead`.
+
+    Before anything but the optimizer changes the variable, read its average:
+    rows can only catch up with a value that is still there.
 
     Args:
       variable: A variable that the optimizer was built with.
