@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstddef>
 
+#include "cc/kernels/huge_pages.h"
+
 namespace wrapopt {
 namespace {
 

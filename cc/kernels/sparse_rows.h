@@ -71,8 +71,7 @@ struct RowGroup {
 template <class Work, class Prefetch>
 void ForGroups(const SparseRows& sorted, int64_t begin, int64_t end,
                const Prefetch& prefetch, const Work& work) {
-  // Of the last, rows are already in the cache.
-  constexpr int kAhead = 2;
+  constexpr int kAhead = 2;  // Groups between the prefetch and the work.
   RowGroup groups[kAhead + 1];
   while (begin < end && !sorted.BeginsRow(begin)) ++begin;
   for (int at = -kAhead;; ++at) {

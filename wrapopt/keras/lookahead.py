@@ -41,6 +41,8 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   why_not_twice = "a variable has one set of slow weights. Use one of the two"
 
+  changes_weights = True
+
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       sync_period: int = 6, slow_step_size: float = 0.5,
@@ -87,8 +89,6 @@ class Lookahead(_wrapper.WrapperOptimizer):
     """
     self._require_built("slow_weights")
     return self._slow[self._var_key(variable)]
-
-  changes_weights = True
 
   def follow(self, step):
     fast, slow = map(list, zip(*step.all_pairs(self._slow)))
