@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
 
@@ -21,8 +22,14 @@ def put_in_place(pairs):
     A function that restores all values.
   """
   pairs = _replicas.components(pairs)
+  # Of all averages of the variables, not only of these.
+  _lazy.settle([v for v, _ in pairs])
   same = [pair for pair in pairs if same_dtype(*pair)]
-  trade = (lambda: ops.exchange(*zip(*same))) if same else (lambda: None)
+
+  def trade():
+    if same:
+      ops.exchange([v for v, _ in same], [_lazy.raw(s) for _, s in same])
+
   others = [pair for pair in pairs if not same_dtype(*pair)]
   raw = [(v, v.read_value()) for v, _ in others]
   trade()

@@ -150,15 +150,18 @@ def apply_gradients(opt, rule, step):
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
   shadows = averages.shadows(variables) if averages else ()
+  first, lazy = (
+      averages.begin(grads, variables, step.leaves_rows and leaves_rows(opt))
+      if averages else _lazy.before_step(grads, variables))
   update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
-    done = update.run(
-        grads, rule.scalars(opt),
-        averages.decays(step.global_step) if averages else [],
-        step.accept, opt._use_locking,
-        log_decays=(_log_decays(opt, grads, shadows) if step.leaves_rows
-                    else ()))
+    with tf.control_dependencies(first):
+      done = update.run(
+          grads, rule.scalars(opt),
+          averages.decays(step.global_step) if averages else [],
+          step.accept, opt._use_locking,
+          log_decays=_log_decays(lazy, len(shadows)))
     updates = [] if done is None else [done]
     if averages:
       updates = averages.count_update(updates, step.accept)
@@ -234,15 +237,17 @@ def _update_of(opt, rule, variables, shadows):
   return update
 
 
-def _log_decays(opt, grads, shadows):
-  """The `log_decays` of `ops.apply`, for averages that are lazy from now on."""
-  if not leaves_rows(opt) or not any(
-      issubclass(cls, tf.IndexedSlices) for cls in set(map(type, grads))):
+def _log_decays(lazy, count):
+  """The `log_decays` of `ops.apply`, for averages of `count` decays.
+
+  Args:
+    lazy: The second result of `_lazy.before_step`.
+    count: A number.
+  """
+  if not any(lazy):
     return ()
-  averages = zip(*shadows)
-  return zip(*[
-      isinstance(g, tf.IndexedSlices) and _lazy.begin(of_variable) or
-      [None] * len(of_variable) for g, of_variable in zip(grads, averages)])
+  return zip(*[[s.log_decays for s in of_variable] if of_variable else
+               [None] * count for of_variable in lazy])
 
 
 def _finish(opt, updates, name, accept):

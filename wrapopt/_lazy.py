@@ -1,193 +1,562 @@
 """Averages whose rows lag behind until a step touches them or somebody reads.
 
 A step by a sparse gradient, of an optimizer that changes no other row, moves the
-average of the others towards a constant. So it leaves them alone, and they make
-up for it later: see `wrapopt.ops.catch_up`.
+averages of the other rows towards constants. So it leaves them alone, and they
+catch up later: see `wrapopt.ops.catch_up`.
+
+Nobody but this module sees the rows that lag behind. All others see a
+`LazyAverage`, whose reads bring them up to date.
 """
 
 import threading
-import weakref
 
+import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework import variable_pb2
 from tensorflow.python.eager.polymorphic_function import polymorphic_function
+from tensorflow.python.framework import func_graph
+from tensorflow.python.framework import ops as tf_ops
+from tensorflow.python.framework import tensor as tf_tensor
+from tensorflow.python.framework import tensor_conversion_registry
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.saved_model import save_context
+from tensorflow.python.trackable import base as trackable
+from tensorflow.python.training.saving import saveable_object
+from tensorflow.python.util import object_identity
 
 from wrapopt import ops
+from wrapopt._loader import ops as _raw
+from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 
 # Made outside of a tf.function, and while one is traced.
 _PLAIN = (resource_variable_ops.ResourceVariable,
           polymorphic_function.UnliftedInitializerVariable)
 
+# The collection that carries the LazyAverages of a graph into its MetaGraphDef.
+_COLLECTION = "wrapopt_lazy_averages"
 
-# Held while an average is made lazy.
-_lock = threading.Lock()
+_NOT_SAVED = (
+    "The concrete function reads an average of which rows may lag behind. Save "
+    "the tf.function, which is then traced again.")
 
-
-def watch(average, variable):
-  """Makes it possible for an average of `variable` to be lazy.
-
-  Args:
-    average: A variable that nothing in a graph or `tf.function` has read.
-    variable: A variable.
-  """
-  if (type(average) in _PLAIN and type(variable) in _PLAIN and
-      average.shape.is_fully_defined() and average.shape.rank and
-      _has_kernels(average.device)):
-    # The slot of an optimizer is made by TensorFlow.
-    average.__class__ = LazyAverage
-    average._watch(variable)
+settle = _lagging.settle
+moving = _lagging.moving
 
 
-def _has_kernels(device):
-  return tf.DeviceSpec.from_string(device).device_type in (None, "CPU", "GPU")
-
-
-def begin(averages):
-  """Makes averages of one variable lazy, where they can be.
-
-  Returns:
-    The log decays of each, or None.
-  """
-  with _lock:
-    if not all(isinstance(s, LazyAverage) and s.can_be_lazy()
-               for s in averages):
-      return None
-    return [s.begin() for s in averages]
+def may_be_lazy(variable):
+  """Whether a LazyAverage of `variable` can be made here."""
+  return (type(variable) in _PLAIN and variable.shape.is_fully_defined() and
+          variable.shape.rank > 0 and not tf.distribute.has_strategy() and
+          tf.DeviceSpec.from_string(variable.device).device_type in (
+              None, "CPU", "GPU"))
 
 
 def is_lazy(average):
-  """Whether rows of an average may lag behind."""
-  return isinstance(average, LazyAverage) and average.log_decays is not None
+  """Whether rows of an average may lag behind now."""
+  return isinstance(average, LazyAverage) and average.may_lag
 
 
-def catch_up(averages, variable, indices=None):
-  """Brings lazy averages of a variable up to date.
+def raw(average):
+  """The variable that holds an average, for code that has settled it."""
+  return average.rows if isinstance(average, LazyAverage) else average
+
+
+def checked_argument(lazy):
+  """The argument `lazy` of an optimizer; raises an error for any other value."""
+  if lazy is not None and lazy is not False:
+    raise ValueError(
+        "`lazy` must be None (rows lag behind where that is exact) or False "
+        f"(never), got {lazy!r}.")
+  return lazy
+
+
+def make(variable, value, name):
+  """Makes a LazyAverage of a variable, for code of `tf.compat.v1`.
 
   Args:
-    averages: LazyAverages.
-    variable: Their variable.
-    indices: The rows that must be; by default all.
+    variable: The variable; `may_be_lazy` must be True.
+    value: Its initial value: a tensor.
+    name: The last part of its name.
 
   Returns:
-    As `wrapopt.ops.catch_up`.
+    A LazyAverage. In a graph, `set_initial_value` must be called.
   """
-  return ops.catch_up(
-      averages, [variable] * len(averages), [s.log_decays for s in averages],
-      () if indices is None else [indices] * len(averages))
+  prefix = variable._shared_name
+  with tf.compat.v1.variable_scope(None, f"{prefix}/{name}") as scope:
+    scope.set_partitioner(None)
+    with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
+      rows = tf.compat.v1.get_variable(
+          "rows", initializer=value, trainable=False, use_resource=True,
+          collections=[])
+  info = variable._get_save_slice_info()
+  if info is not None:
+    info = tf.Variable.SaveSliceInfo(
+        f"{info.full_name}/{scope.name[len(prefix) + 1:]}", info.full_shape,
+        info.var_offset, info.var_shape)
+  return LazyAverage(rows, variable, scope.name, info)
 
 
-def settle(averages, variable):
-  """Brings those averages of a variable up to date that are lazy.
+def settle_ops(variables):
+  """The operations of a graph that settle variables: a list. It adds none."""
+  return [s.settle_op for s in _lagging.averages(variables)]
 
-  For a step that changes all of its rows.
+
+def before_step(grads, variables, averages=(), leaves_rows=lambda i: False):
+  """Prepares all averages of variables for a step, which comes next.
+
+  Args:
+    grads: The gradients: tensors or `tf.IndexedSlices`.
+    variables: Their variables.
+    averages: Rows of averages that the step moves, one row for each decay.
+    leaves_rows: A function of the position of a sparse gradient: whether the
+      step changes only the rows that the gradient touches.
 
   Returns:
-    Operations of a graph that must run before the step: a list.
+    The operations that the step must wait for (a list), and for each variable
+    its averages, one for each decay, if they are to move in the touched rows
+    only, else None.
   """
-  lazy = [s for s in averages if is_lazy(s)]
-  done = catch_up(lazy, variable) if lazy else None
-  return [] if done is None else [done]
+  lazy = [None] * len(variables)
+  keep = []
+  if averages and any(issubclass(cls, tf.IndexedSlices)
+                      for cls in set(map(type, grads))):
+    for i, grad in enumerate(grads):
+      if not isinstance(grad, tf.IndexedSlices) or not leaves_rows(i):
+        continue
+      of_variable = [row[i] for row in averages]
+      if all(isinstance(s, LazyAverage) and s.can_lag() for s in of_variable):
+        for s in of_variable:
+          s.begin()
+        lazy[i] = of_variable
+        keep += of_variable
+  return settle(variables, keep), lazy
 
 
-class LazyAverage(resource_variable_ops.ResourceVariable):
-  """An average that is up to date for all who take its handle.
+class LazyAverage(trackable.Trackable):
+  """An average of a variable with rows. Reading it brings it up to date.
 
-  That is whatever reads or writes a variable: `tf.Variable`'s methods, savers,
-  checkpoints, other ops. Only the steps that move some rows take the handle
-  without that, as `_handle`.
+  It is no `tf.Variable`, but TensorFlow converts it to a tensor like one. It
+  has a `tf.Variable`'s methods to read and assign it, and is saved and restored
+  as one. It has no `handle`: an op that takes the handle would read rows that
+  lag behind. Make the optimizer with `lazy=False` to get a variable.
 
   Attributes:
-    log_decays: A variable that tells by how much each row lags behind, or None
-      as long as no step has moved single rows. No checkpoint has it: what is
-      saved has caught up.
+    name: Its name in graphs and checkpoints, with ":0".
+    device: The name of its device.
+    log_decays: The variable that tells how far rows lag behind, or None.
+    rows: The variable that holds it. Only this package uses it.
+    initializer: In a graph, the operation that initializes it.
+    settle_op: In a graph, an operation that brings all rows up to date.
   """
 
-  any_is_lazy = False  # Whether there is or was one anywhere that is lazy.
+  trainable = False
 
-  def _watch(self, variable):
-    self._variable = weakref.ref(variable)
-    self.log_decays = None
-    # Whether a graph holds an op that counts on all rows to be up to date.
-    self._is_dense = False
+  def __init__(self, rows, variable, name, slice_info=None):
+    """Makes an average that holds the value of `rows`.
 
-  def can_be_lazy(self):
-    """Whether `begin` may be called."""
-    return self.log_decays is not None or not self._is_dense
+    Args:
+      rows: A new variable, which nobody else uses.
+      variable: The variable that it is an average of.
+      name: Its name in graphs, or in checkpoints of Savers.
+      slice_info: A `SaveSliceInfo`, if it is a part of a partitioned variable.
+    """
+    self.rows, self.device = rows, rows.device
+    self._name = name
+    self._dtype, self._shape = rows.dtype, rows.shape
+    self._slice_info = slice_info
+    # Not the variable, which an average does not keep alive. Its value stays.
+    self._rows_handle, self._value_handle = rows.handle, variable.handle
+    self._value_dtype = variable.dtype
+    self.log_decays = self._element = self._initializer = None
+    self._lock = threading.Lock()
+    self._entry = _lagging.add(self, variable)
+    self._is_dense = self._entry.is_changed_in_graph
+    if not tf.executing_eagerly():
+      self.begin()
+      with tf.compat.v1.name_scope(None), ops.device_of(rows):
+        # The name as it is, though it is also a scope.
+        self._element = self._read_op(f"{name}/")
+        self.settle_op = self.catch_up()
+      for collection in tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, _COLLECTION:
+        tf.compat.v1.add_to_collection(collection, self)
+
+  # The rows that lag behind.
+
+  @property
+  def may_lag(self):
+    """Whether rows may lag behind now."""
+    return self.log_decays is not None
+
+  def can_lag(self):
+    """Whether a step here may let rows lag behind."""
+    return not (self._is_dense or tf.distribute.has_strategy() or
+                not tf.executing_eagerly() and save_context.in_save_context())
+
+  def keep_dense(self):
+    """No row may lag behind from now on."""
+    self._is_dense = True
 
   def begin(self):
-    """Lets rows lag behind from now on. Returns `log_decays`."""
-    if self.log_decays is None:
-      LazyAverage.any_is_lazy = True
-      with tf.init_scope(), ops.device_of(self), tf.compat.v1.name_scope(None):
-        with ops.host_of(self):
-          zeros = tf.zeros([self.shape[0] + 1], tf.float64)
-        # Where it has no value, as in a graph whose initializers and savers do
-        # not know it, it counts as zeros.
-        self.log_decays = resource_variable_ops.ResourceVariable(
-            zeros, trainable=False, name=f"{self._shared_name}/log_decays", **(
-                {} if tf.executing_eagerly() else {"collections": []}))
-      if not tf.executing_eagerly():
-        self._refer_to_caught_up()
-    return self.log_decays
+    """Lets rows lag behind from now on."""
+    with self._lock:
+      if self.log_decays is None:
+        with tf.init_scope(), ops.device_of(self), tf.compat.v1.name_scope(None):
+          with ops.host_of(self):
+            zeros = self._zeros()
+          self.log_decays = resource_variable_ops.ResourceVariable(
+              zeros, trainable=False, name=f"{self._name}/log_decays", **(
+                  {} if tf.executing_eagerly() else {"collections": []}))
+        self._entry.begin()
 
-  def catch_up(self):
-    """Brings all rows up to date: an operation in a graph, else None."""
-    variable = self._variable()
-    if variable is None:
-      raise RuntimeError(
-          f"The average '{self.name}' cannot be read: its variable is gone, and "
-          "with it what rows that no step touched would move towards.")
-    return catch_up([self], variable)
+  def _zeros(self):
+    return tf.zeros([self._shape[0] + 2], tf.float64)
 
-  def _refer_to_caught_up(self):
-    # What a session runs for the variable itself.
-    with tf.init_scope():
-      self._graph_element = tf.raw_ops.ReadVariableOp(
-          resource=self.handle, dtype=self.dtype)
-    self._graph_element.set_shape(self.shape)
-    # A Saver then reads and restores by the handle, not by that.
-    if self._get_save_slice_info() is None:
-      self._set_save_slice_info(_Whole(
-          self._shared_name, self.shape.as_list(), [0] * self.shape.rank,
-          self.shape.as_list()))
+  def catch_up(self, indices=None):
+    """Brings rows up to date.
+
+    Args:
+      indices: A vector of row numbers; by default all rows.
+
+    Returns:
+      An operation in a graph, else None.
+    """
+    # Not autoclustered: before a session's initializers have run, the op has
+    # nothing to do, but XLA would miss the values.
+    with ops.device_of(self), _emit.compiled_where(False):
+      return _raw.wrapopt_catch_up(
+          [self._rows_handle], [self._value_handle],
+          [self._log_decays_handle()], [] if indices is None else [indices],
+          T=self._value_dtype, S=self._dtype)
+
+  def _read_op(self, name=None):
+    [value] = _raw.wrapopt_read_averages(
+        [self._rows_handle], [self._value_handle], [self._log_decays_handle()],
+        T=self._value_dtype, S=self._dtype, name=name)
+    value.set_shape(self._shape)
+    return value
+
+  def _log_decays_handle(self):
+    return self.log_decays.handle
+
+  # Reading
+
+  def read_value(self):
+    """The average now: a tensor."""
+    if not tf.executing_eagerly():
+      if save_context.in_save_context():
+        return self._read_rows()
+      graph = tf.compat.v1.get_default_graph()
+      if not self.may_lag and not self._is_dense:
+        self.begin()
+      if self.may_lag and isinstance(graph, func_graph.FuncGraph):
+        graph.mark_as_unsaveable(_NOT_SAVED)
+    if not self.may_lag:
+      return self._read_rows()
+    with ops.device_of(self):
+      return self._read_op()
+
+  def _read_rows(self):
+    with ops.device_of(self):
+      value = tf.raw_ops.ReadVariableOp(resource=self._rows_handle,
+                                        dtype=self._dtype)
+    value.set_shape(self._shape)
+    return value
+
+  def value(self):
+    """The average now: a tensor."""
+    return self.read_value()
+
+  def numpy(self):
+    """In eager mode, the average now: an array."""
+    if not tf.executing_eagerly():
+      raise NotImplementedError("numpy() is only available in eager mode.")
+    return self.read_value().numpy()
+
+  def eval(self, session=None):
+    """In a graph, the average in a session: an array."""
+    return self._element.eval(session=session)
+
+  def __array__(self, dtype=None, copy=None):
+    del copy  # What a session or numpy() returns may be read-only.
+    return np.array(self.numpy(), dtype)
+
+  def _as_graph_element(self):
+    # What a session fetches or feeds.
+    return self._element
+
+  # Writing
+
+  def assign(self, value, use_locking=None, name=None, read_value=True):
+    """Sets the average, as `tf.Variable.assign`.
+
+    Args:
+      value: A tensor, or what can be converted to one.
+      use_locking: Ignored.
+      name: A name for the operation.
+      read_value: Whether to return the new value in a graph.
+
+    Returns:
+      In a graph, the new value, or the operation; else the average itself.
+    """
+    del use_locking
+    value = tf.convert_to_tensor(value, self._dtype)
+    assigned = self._assign(value, name)
+    if tf.executing_eagerly() or tf.compat.v1.get_default_graph(
+        ).building_function:
+      return self
+    if not read_value:
+      return assigned
+    with tf.control_dependencies([assigned]):
+      return self.read_value()
+
+  def _assign(self, value, name=None):
+    if not self._shape.is_compatible_with(value.shape):
+      raise ValueError(
+          f"A value for '{self.name}' misshapen: got {value.shape} but expected "
+          f"{self._shape}.")
+    zeroed = []
+    if self.may_lag and not (
+        not tf.executing_eagerly() and save_context.in_save_context()):
+      with ops.device_of(self):
+        zeroed.append(tf.raw_ops.AssignVariableOp(
+            resource=self._log_decays_handle(), value=self._zeros()))
+    elif not tf.executing_eagerly():
+      # The graph does not know of rows that lag behind later.
+      self.keep_dense()
+    with tf.control_dependencies([op for op in zeroed if op is not None]):
+      with ops.device_of(self):
+        return tf.raw_ops.AssignVariableOp(
+            resource=self._rows_handle, value=value, name=name)
+
+  def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+    """Adds to the average, as `tf.Variable.assign_add`."""
+    return self.assign(self.read_value() + tf.cast(delta, self._dtype),
+                       use_locking, name, read_value)
+
+  def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+    """Subtracts from the average, as `tf.Variable.assign_sub`."""
+    return self.assign(self.read_value() - tf.cast(delta, self._dtype),
+                       use_locking, name, read_value)
+
+  def set_initial_value(self, value):
+    """In a graph, makes `initializer` assign a value: a tensor."""
+    self._initializer = self._assign(value)
 
   @property
-  def handle(self):
-    handle = self._handle
-    if self.log_decays is None:
-      self._is_dense |= not tf.executing_eagerly()
-      return handle
-    caught_up = self.catch_up()
-    # In a tf.function, ops that share a handle run in the order of the program.
-    if (tf.executing_eagerly() or
-        tf.compat.v1.get_default_graph()._add_control_dependencies):
-      return handle
-    with tf.control_dependencies([caught_up]), ops.device_of(self):
-      result = tf.identity(handle)
-    result._handle_data = handle._handle_data
-    return result
+  def initializer(self):
+    return self._initializer
 
-  # These change nothing and read nothing.
+  def is_initialized(self, name=None):
+    return tf.raw_ops.VarIsInitializedOp(resource=self._rows_handle, name=name)
+
+  # What TensorFlow asks a variable.
 
   @property
-  def device(self):
-    return self._handle.device
+  def name(self):
+    return f"{self._name}:0"
 
   @property
-  def graph(self):
-    return self._handle.graph
+  def dtype(self):
+    return self._dtype
+
+  @property
+  def shape(self):
+    return self._shape
 
   @property
   def op(self):
-    return self._handle.op
-
-  def is_initialized(self, name=None):
-    return tf.raw_ops.VarIsInitializedOp(resource=self._handle, name=name)
-
-
-class _Whole(tf.Variable.SaveSliceInfo):
-  """All of a variable as a slice, which a Saver writes as a whole."""
+    return self._element.op
 
   @property
-  def spec(self):
-    return ""
+  def graph(self):
+    return self._rows_handle.graph
+
+  @property
+  def _shared_name(self):
+    return self._name
+
+  def get_shape(self):
+    return self.shape
+
+  def _get_save_slice_info(self):
+    return self._slice_info
+
+  def ref(self):
+    """A hashable reference, as `tf.Variable.ref`."""
+    return object_identity.Reference(self)
+
+  def __repr__(self):
+    return (f"<LazyAverage '{self.name}' shape={self._shape} "
+            f"dtype={self._dtype.name}>")
+
+  def __getitem__(self, index):
+    return self.read_value()[index]
+
+  def __iter__(self):
+    return iter(self.read_value())
+
+  def __reduce__(self):
+    # A copy is an average of nothing: a variable.
+    if not tf.executing_eagerly():
+      raise NotImplementedError(
+          f"'{self.name}' can only be copied and pickled in eager mode.")
+    return _variable, (self.numpy(), self._name)
+
+  # tf.train.Checkpoint, and Savers.
+
+  def _serialize_to_tensors(self):
+    return {trackable.VARIABLE_VALUE_KEY: self.read_value()}
+
+  def _restore_from_tensors(self, restored_tensors):
+    return self._assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
+
+  def _gather_saveables_for_checkpoint(self):
+    info = self._slice_info
+    return {trackable.VARIABLE_VALUE_KEY: lambda name=(
+        info.full_name if info else self._name): Saveable(self, name)}
+
+  def _copy_trackable_to_cpu(self, object_map):
+    if self not in object_map:
+      with tf.init_scope(), tf.device(ops.host_device(self.device)):
+        object_map[self] = tf.Variable(
+            tf.zeros(self._shape, self._dtype), trainable=False,
+            name=self._name)
+    object_map[self].assign(self.read_value())
+
+  # tf.saved_model: the average is saved as a variable, and the functions that
+  # are saved read it as one.
+
+  @property
+  def _should_act_as_resource_variable(self):
+    if save_context.in_save_context():
+      return True
+    raise AttributeError("_should_act_as_resource_variable")
+
+  def _export_to_saved_model_graph(self, object_map=None, tensor_map=None,
+                                   options=None, **kwargs):
+    exported = self.rows._export_to_saved_model_graph(
+        object_map=object_map, tensor_map=tensor_map, options=options, **kwargs)
+    object_map[self] = object_map[self.rows]
+    return exported
+
+  def _write_object_proto(self, proto, options):
+    self.rows._write_object_proto(proto, options)
+    proto.variable.name = self._name
+
+  # The meta graph.
+
+  def to_proto(self, export_scope=None):
+    """None: the graph's collection of variables leaves it to another one."""
+    del export_scope
+
+  def to_own_proto(self, export_scope=None):
+    """The average for a MetaGraphDef: a VariableDef, or None."""
+    if export_scope and not self._name.startswith(export_scope):
+      return None
+    strip = lambda name: tf_ops.strip_name_scope(name, export_scope)
+    return variable_pb2.VariableDef(
+        variable_name=strip(self._rows_handle.name),
+        snapshot_name=strip(self._element.name),
+        initializer_name=strip(self._initializer.name), is_resource=True,
+        save_slice_info_def=self._slice_info and self._slice_info.to_proto(
+            export_scope))
+
+
+class _Imported(LazyAverage):
+  """A LazyAverage of an imported graph, whose variables are not known."""
+
+  may_lag = True
+
+  def __init__(self, proto, import_scope=None):  # pylint: disable=super-init-not-called
+    graph = tf.compat.v1.get_default_graph()
+    find = lambda name: graph.as_graph_element(
+        tf_ops.prepend_name_scope(name, import_scope))
+    self._element = find(proto.snapshot_name)
+    self._initializer = find(proto.initializer_name)
+    self._rows_handle, self._value_handle, self._sums_handle = (
+        self._element.op.inputs)
+    self.rows = None
+    self._dtype, self._shape = self._element.dtype, self._element.shape
+    self._value_dtype = self._element.op.get_attr("T")
+    self.device = self._element.device
+    self._name = self._element.op.name
+    self._is_dense = False
+    self._slice_info = (tf.Variable.SaveSliceInfo(
+        save_slice_info_def=proto.save_slice_info_def,
+        import_scope=import_scope)
+                        if proto.HasField("save_slice_info_def") else None)
+    tf.compat.v1.add_to_collection(
+        tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, self)
+
+  def _log_decays_handle(self):
+    return self._sums_handle
+
+
+def _add_operators():
+  """Adds the operators of tensors, like those of `tf.Variable`."""
+  def of_value(name):
+    function = getattr(tf_tensor.Tensor, name)
+    return lambda self, *args: function(self.read_value(), *args)
+
+  for name in tf_tensor.Tensor.OVERLOADABLE_OPERATORS:
+    # Averages are compared by identity, because they are in sets and dicts.
+    if name not in ("__getitem__", "__eq__", "__ne__"):
+      setattr(LazyAverage, name, of_value(name))
+
+
+_add_operators()
+
+
+def _to_tensor(average, dtype=None, name=None, as_ref=False):
+  del name
+  if as_ref and not tf.executing_eagerly():
+    # What tf.gradients differentiates with respect to: the same tensor for all
+    # reads.
+    return average._rows_handle
+  if dtype is not None and not dtype.is_compatible_with(average._dtype):
+    raise ValueError(
+        f"'{average.name}' must be converted to {average._dtype.name}, its "
+        f"dtype, got {dtype.name}. Use tf.cast.")
+  return average.read_value()
+
+
+tensor_conversion_registry.register_tensor_conversion_function(
+    LazyAverage, _to_tensor)
+
+tf_ops.register_proto_function(
+    _COLLECTION, proto_type=variable_pb2.VariableDef,
+    to_proto=lambda average, export_scope=None: average.to_own_proto(
+        export_scope),
+    from_proto=lambda proto, import_scope=None: _Imported(proto, import_scope))
+
+
+@tf.RegisterGradient("Wrapopt>ReadAverages")
+def _read_averages_gradient(op, *grads):
+  """The gradients of averages with respect to their handles are themselves."""
+  return [*grads, *[None] * (len(op.inputs) - len(grads))]
+
+
+class Saveable(saveable_object.SaveableObject):
+  """A LazyAverage in a checkpoint."""
+
+  def __init__(self, average, name):
+    self.average = average
+    info = average._get_save_slice_info()
+    slice_spec = info.spec if info else ""
+    element = average._as_graph_element()
+    spec = saveable_object.SaveSpec(
+        average.read_value if element is None else element, slice_spec, name,
+        dtype=average._dtype, device=average.device)
+    # The parts of a variable have one name in the file.
+    super().__init__(average, [spec], f"{name} {slice_spec}".strip())
+
+  def restore(self, restored_tensors, restored_shapes):
+    [value] = restored_tensors
+    if restored_shapes is not None:
+      value = tf.reshape(value, restored_shapes[0])
+    return self.average._assign(value)
+
+
+def _variable(value, name):
+  return tf.Variable(value, trainable=False, name=name)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from wrapopt import _bundle
 from wrapopt import _control_flow
 from wrapopt import _fused
+from wrapopt import _lazy
 from wrapopt import _lookup_cache
 from wrapopt import ops
 
@@ -26,14 +27,13 @@ class Averages(typing.NamedTuple):
       averages, one row for each decay.
     decays: A function of the step variable that will count this step, or of
       None. It returns the decays of this step.
-    begin: A function to call before a step if `update` is called after it. Its
-      arguments are the step's gradients, and whether the step changes only the
-      rows that a sparse gradient touches. It returns operations to run before
-      the step, and an argument for `update`.
+    begin: A function to call before a step. Its arguments are the gradients of
+      the step, their variables, and whether the step changes only the rows that
+      a sparse gradient touches. It returns the results of `_lazy.before_step`.
     update: A function to call after the step. Its arguments are the operation
       that takes the step (or None), the argument of `decays`, and the second
-      result of `begin`, if called. It updates and counts the averages, and
-      returns an operation for the step and the update (or None).
+      result of `_begin`, if it was called. It updates and counts the averages,
+      and returns an operation for the step and the update (or None).
     last: Whether a separate operation must update the averages, after the step
       is taken and counted.
     count_update: A function of the operations that update the averages, and of
@@ -42,7 +42,7 @@ class Averages(typing.NamedTuple):
   """
   shadows: typing.Callable[[list[tf.Variable]], list[list[tf.Variable]]]
   decays: typing.Callable[[typing.Any], list[typing.Any]]
-  begin: typing.Callable[[list, bool], tuple[list, typing.Any]]
+  begin: typing.Callable[[list, list, bool], tuple[list, list]]
   update: typing.Callable[..., typing.Any]
   last: bool
   count_update: typing.Callable[[list, typing.Any], list]
@@ -122,17 +122,45 @@ def take(opt, step):
             type(opt).apply_gradients is not _Optimizer.apply_gradients)
 
   def apply(step):
-    first, of_step = averages.begin(
-        step.grads_and_vars, step.leaves_rows and _fused.leaves_rows(opt)
-    ) if averages else ([], None)
-    with tf.control_dependencies(first):
+    first, of_step = _begin(opt, step)
+    averages = [s for _, of_variable in of_step.values() for s in of_variable]
+    with tf.control_dependencies(first), _lazy.moving(averages):
       applied = opt.apply_gradients(
           step.grads_and_vars, global_step=step.global_step if counts else None,
           name=step.name, **step.options)
-    return Taken(follow(applied, averages,
+    return Taken(follow(applied, step.averages,
                         None if counts else step.global_step, of_step), counts)
 
   return where_accepted(opt, step, apply)
+
+
+def _begin(opt, step):
+  """Prepares averages for a step that an optimizer takes without a native op.
+
+  Args:
+    opt: The optimizer.
+    step: A Step.
+
+  Returns:
+    The operations that the step must wait for. And for each variable of which
+    averages move in the touched rows only, by its reference: the indices of the
+    rows, which have caught up, and the averages.
+  """
+  grads_and_vars = [(g, v) for g, v in step.grads_and_vars
+                    if g is not None and isinstance(v, tf.Variable)]
+  grads, variables = [g for g, _ in grads_and_vars], [
+      v for _, v in grads_and_vars]
+  if step.averages is None:
+    return _lazy.before_step(grads, variables)[0], {}
+  first, lazy = step.averages.begin(
+      grads, variables, step.leaves_rows and _fused.leaves_rows(opt) and
+      # A variable that is listed twice is updated twice.
+      len({v.ref() for v in variables}) == len(variables))
+  rows = {v.ref(): (g.indices, averages)
+          for g, v, averages in zip(grads, variables, lazy) if averages}
+  for indices, averages in rows.values():
+    first += [op for s in averages if (op := s.catch_up(indices)) is not None]
+  return first, rows
 
 
 def where_accepted(opt, step, apply):
@@ -168,7 +196,7 @@ def follow(applied, averages, counted_by=None, of_step=None):
     applied: An operation or tensor that runs after the step, or None.
     averages: Averages, or None.
     counted_by: The step variable that will count this step, or None.
-    of_step: The second result of `averages.begin`, if it was called.
+    of_step: The second result of `_begin`, if it was called.
 
   Returns:
     `applied`, or an operation that has also updated the averages, or None.

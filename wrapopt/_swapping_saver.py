@@ -4,6 +4,7 @@ import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.training.saving import saveable_object_util
 
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import _sessions
 
@@ -50,8 +51,16 @@ def _named(var_list):
   var_list = list(var_list)
   named = saveable_object_util.op_list_to_dict(
       var_list, convert_variable_to_tensor=False)
-  # TensorFlow replaces a strategy's variable by the object that saves it.
+  # TensorFlow replaces these by the objects that save them.
   named.update({v.name.split(":")[0]: v for v in var_list if _has_replicas(v)})
+  for key, saved in list(named.items()):
+    if isinstance(saved, _lazy.Saveable):
+      del named[key]
+      info = saved.average._get_save_slice_info()
+      if info is None:
+        named[key] = saved.average
+      else:
+        named.setdefault(info.full_name, []).append(saved.average)
   return named
 
 
@@ -62,10 +71,16 @@ def _has_replicas(saved):
 
 def _entry(key, variables):
   """Variables as an entry of a Saver's dict."""
+  variables = [_lazy.Saveable(v, key) if isinstance(v, _lazy.LazyAverage) else v
+               for v in variables]
   # A list of slices stays a list.
-  if len(variables) != 1 or variables[0]._get_save_slice_info():
+  if len(variables) != 1:
     return variables
   [variable] = variables
+  if isinstance(variable, _lazy.Saveable):
+    return variable
+  if variable._get_save_slice_info():
+    return variables
   if _has_replicas(variable):
     # A Saver would save only the variable of the first replica.
     [saveable] = variable._gather_saveables_for_checkpoint().values()
@@ -77,7 +92,7 @@ def _slices(saved):
   """The variables of an entry of a Saver's dict; [] if it has none."""
   if isinstance(saved, (list, tuple)):
     return list(saved)
-  if isinstance(saved, tf.Variable):
+  if isinstance(saved, (tf.Variable, _lazy.LazyAverage)):
     return [saved]
   if hasattr(saved, "_get_variable_list"):  # A PartitionedVariable.
     return saved._get_variable_list()

@@ -98,6 +98,12 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       return self._inner_wrapper._innermost()
     return self._optimizer
 
+  def _leaves_rows(self):
+    """Whether a step changes only the rows that a sparse gradient touches."""
+    if self._inner_wrapper is not None:
+      return self._inner_wrapper._leaves_rows()
+    return _fused.leaves_rows(self._optimizer)
+
   @property
   def _inner_wrapper(self):
     """The inner optimizer, if it implements this protocol, or None."""

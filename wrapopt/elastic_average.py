@@ -311,6 +311,10 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   def _take(self, step):
     return _step.where_accepted(self, step, self._take_accepted)
 
+  def _leaves_rows(self):
+    # An exchange changes all rows.
+    return False
+
   def _take_accepted(self, step):
     # The inner optimizer refuses anything that is not a variable.
     variables = list({v.ref(): v for g, v in step.grads_and_vars

@@ -291,6 +291,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
   def _take(self, step):
     return _step.where_accepted(self, step, self._take_accepted)
 
+  def _leaves_rows(self):
+    # An exchange changes all rows.
+    return False
+
   def _take_accepted(self, step):
     if not step.grads_and_vars:
       raise ValueError("Must supply at least one variable")

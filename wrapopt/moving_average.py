@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _averaged
 from wrapopt import _control_flow
@@ -49,8 +50,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   Embeddings: a step with a sparse gradient costs only the rows that it touches,
   if the inner optimizer does not change the other rows (`is_lazy`). The
   averages of the other rows catch up, exactly, with the steps that they missed
-  before an average is read, saved or put in place. If you assign to such a
-  variable yourself, read its average first.
+  before an average is read, saved or put in place, and before any other code of
+  this package changes the variable. Before your own code changes it, read its
+  averages, or set `lazy=False`: rows can only catch up with a value that is
+  still there.
 
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
@@ -89,7 +92,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def __init__(self, opt: V1Optimizer, average_decay: Any = 0.9999,
                num_updates: Any = None, sequential_update: bool = True,
                name: str = "MovingAverageOptimizer", *,
-               shadow_dtype: Any = None, fused: Optional[bool] = None) -> None:
+               shadow_dtype: Any = None, fused: Optional[bool] = None,
+               lazy: Optional[bool] = None) -> None:
     """Wraps `opt`.
 
     Args:
@@ -121,13 +125,17 @@ class MovingAverageOptimizer(WrapperOptimizer):
         inner optimizer: variables and slots then equal TensorFlow's bit for
         bit. In one pass they equal TensorFlow's to rounding. Names and
         checkpoints are the same in both cases.
+      lazy: Whether the averages of rows that a sparse gradient does not touch
+        may lag behind until they are read. By default (None), where that is
+        exact (`is_lazy`). If False, each step moves all rows, and `average`
+        always returns a `tf.Variable`.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, or
         `average_decay` has another type.
       ValueError: If a decay or `num_updates` is out of range, decays repeat,
-        `fused` is True and there is no op for the inner optimizer, or `opt`
-        contains a `MovingAverageOptimizer`.
+        `fused` is True and there is no op for the inner optimizer, `lazy` is
+        neither None nor False, or `opt` contains a `MovingAverageOptimizer`.
     """
     super().__init__(opt, name)
     decays = _decays.checked(average_decay)
@@ -142,6 +150,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
           f"`fused` must not be True: {type(opt).__qualname__} with these "
           "arguments has no op that takes its step and updates the averages in "
           "one pass. Leave `fused` at None.")
+    self._lazy = _lazy.checked_argument(lazy)
     self._decays = decays
     self._num_updates = num_updates
     self._sequential_update = sequential_update
@@ -183,7 +192,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     variables = self._averaged_variables(step)
     taken = self._take_inner(step.with_one_pass(self._fused)._replace(
         averages=_step.Averages(
-            self._rows,
+            lambda variables: self._rows(variables)[0],
             self._decays_now,
             self._begin,
             lambda applied, counted_by, rows=None: self._update_after(
@@ -239,28 +248,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
     super()._create_slots(var_list)
     self._create_averages(var_list)
 
-  def _begin(self, grads_and_vars, leaves_rows):
-    """Prepares averages for a step: the `begin` of `_step.Averages`.
-
-    Returns:
-      Operations to run first, and a dict. The dict maps the reference of each
-      variable of which only some rows move to the indices of these rows.
-    """
-    with_grads = [(g, v) for g, v in grads_and_vars
-                  if g is not None and isinstance(v, tf.Variable)]
-    rows = {v.ref(): g.indices for g, v in with_grads
-            if isinstance(g, tf.IndexedSlices) and self._sequential_update and
-            leaves_rows and _lazy.begin(self._shadows(v))}
-    if len({v.ref() for _, v in with_grads}) < len(with_grads):
-      rows = {}  # A variable that is named twice is updated twice.
-    first = []
-    for _, v in with_grads:
-      if v.ref() not in rows:
-        first.extend(_lazy.settle(self._shadows(v), v))
-        continue
-      caught_up = _lazy.catch_up(self._shadows(v), v, rows[v.ref()])
-      first.extend([caught_up] if caught_up is not None else [])
-    return first, rows
+  def _begin(self, grads, variables, leaves_rows):
+    """Prepares averages for a step: the `begin` of `_step.Averages`."""
+    _, averages = self._rows(variables)
+    leaves_rows = leaves_rows and self._sequential_update
+    return _lazy.before_step(grads, variables, averages,
+                             lambda i: leaves_rows)
 
   def _update_after(self, applied, variables, counted_by, rows):
     """Updates averages: the `update` of `_step.Averages`."""
@@ -281,7 +274,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
                    else None)
         if lazy:
           updated = _step.group(updated,
-                                self._update_rows(lazy, counted_by, rows))
+                                self._update_lazy(lazy, counted_by, rows))
         updated = self._counted(updated)
     # An update that runs after the step stands for both.
     return updated if after and updated is not None else _step.group(
@@ -290,18 +283,19 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _update_averages(self, pairs, counted_by):
     """Updates averages: a list of (variable, average) pairs for each decay."""
     pairs = [_replicas.components(row) for row in pairs]
-    return ops.ema_update([[s for _, s in row] for row in pairs],
+    return ops.ema_update([[_lazy.raw(s) for _, s in row] for row in pairs],
                           [v for v, _ in pairs[0]],
                           self._decays_now(counted_by))
 
-  def _update_rows(self, variables, counted_by, rows):
-    """Updates some rows of averages."""
-    indices = [rows[v.ref()] for v in variables]
+  def _update_lazy(self, variables, counted_by, rows):
+    """Updates averages of variables in the rows that the step has touched."""
     updates = []
     for k, decay in enumerate(self._decays_now(counted_by)):
-      shadows = [self._shadow(v, k) for v in variables]
+      averages = [rows[v.ref()][1][k] for v in variables]
       updates.append(ops.sparse_ema_update(
-          shadows, variables, [s.log_decays for s in shadows], indices, decay))
+          [s.rows for s in averages], variables,
+          [s.log_decays for s in averages],
+          [rows[v.ref()][0] for v in variables], decay))
     return _step.group(*updates)
 
   @property
@@ -359,12 +353,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
     return self.get_slot(variable, self._slot_of_decay[k])
 
   def _rows(self, variables):
-    """Rows of averages, one for each decay: the `shadows` of a step."""
+    """The averages of variables.
+
+    Returns:
+      Two lists with a row for each decay: of the variables that hold averages,
+      and of the averages.
+    """
     facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
       return facts["rows"]
-    return [[self._shadow(v, k) for v in variables]
-            for k in range(len(self._decays))]
+    averages = [[self._shadow(v, k) for v in variables]
+                for k in range(len(self._decays))]
+    return [[_lazy.raw(s) for s in row] for row in averages], averages
 
   def _shadows(self, variable):
     """The averages of a variable, one for each decay."""
@@ -387,7 +387,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
         pairs = _replicas.components(
             p for p in self._pairs_of(new, k) if _exchange.same_dtype(*p))
         if pairs:
-          averaged.exchanges[k].append(ops.exchange(*zip(*pairs)).name)
+          averaged.exchanges[k].append(ops.exchange(
+              [v for v, _ in pairs], [_lazy.raw(s) for _, s in pairs]).name)
 
   def _make_average(self, variable, is_sparse):
     """Makes the missing averages of `variable`, one for each decay.
@@ -416,19 +417,25 @@ class MovingAverageOptimizer(WrapperOptimizer):
       # The inputs of the initializers do not depend on the order of these.
       values = [tf.cast(v.initializer.inputs[1], dtype)
                 for v in _replicas.values(variable)]
-    shadows = [self._get_or_make_slot(variable, values[0], slot, slot)
+    # In a graph, a LazyAverage costs ops.
+    is_lazy = (self._lazy is not False and self._leaves_rows() and
+               (is_sparse or tf.executing_eagerly()) and
+               _lazy.may_be_lazy(variable))
+    make = self._make_lazy if is_lazy else self._get_or_make_slot
+    shadows = [make(variable, values[0], slot, slot)
                for slot in self._slot_of_decay]
-    if _fused.leaves_rows(self._innermost()) and (
-        is_sparse or tf.executing_eagerly()):
-      for shadow in shadows:
-        _lazy.watch(shadow, variable)
-      if not tf.executing_eagerly():
-        # Before the initializer is made, which depends on it.
-        _lazy.begin(shadows)
     if not tf.executing_eagerly():
       for v, value, *of_v in zip(_replicas.values(variable), values,
                                  *map(_replicas.values, shadows)):
         _start_at_value(of_v, v, value)
+
+  def _make_lazy(self, variable, value, slot, op_name):
+    """Finds or makes a LazyAverage, as `_get_or_make_slot` a variable."""
+    slots, key = self._slot_dict(slot), tf_optimizer._var_key(variable)
+    if key not in slots:
+      slots[key] = _lazy.make(variable, value, op_name)
+      self._restore_slot_variable(slot, variable, slots[key])
+    return slots[key]
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
@@ -446,12 +453,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     It does if the inner optimizer changes only the rows that a sparse gradient
     touches: all optimizers of `fused` but Adam. A step then costs only these
     rows. The averages of the other rows catch up, exactly, with the steps that
-    they missed before an average is read. It does not for ref variables, in a
-    `tf.distribute` strategy, for a variable whose first gradient in a graph was
-    dense, and in an optimizer that averages over workers.
-
-    Before anything but the optimizer changes the variable, read its average:
-    rows can only catch up with a value that is still there.
+    they missed before an average is read. It does not if `lazy` is False, for
+    ref variables, in a `tf.distribute` strategy, for a variable whose first
+    gradient in a graph was dense, around and in an optimizer that averages over
+    workers, and if a graph or `tf.function` of another optimizer changes the
+    variable.
 
     Args:
       var: A variable.
@@ -472,7 +478,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Returns:
       The variable that holds the average, or None if `var` has had no gradient
-      yet.
+      yet. If its rows may lag behind (`is_lazy`), and in eager mode if they may
+      do so later, an object that is no `tf.Variable`: it converts to a tensor,
+      and has the methods of a variable to read, assign and save it, but no
+      `handle`. `lazy=False` makes all averages variables.
     """
     slot = self._slot_of_decay[_decays.index_of(decay, self._decays)]
     if isinstance(var, tf.Variable):
@@ -616,6 +625,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
         _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_session(self, session, exchanges, pairs):
+    # Also those of other optimizers, made after the exchanges.
+    session.run(_lazy.settle_ops([v for v, _ in pairs]))
     pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
     raw, averages = session.run(
         ([v for v, _ in pairs], [s for _, s in pairs]))
@@ -744,6 +755,9 @@ def _start_at_value(shadows, variable, initial_value):
       # Not as the initial value of a new variable: TensorFlow would replace
       # each ref variable in it by another cond, whose other branch is
       # unguarded.
+      if isinstance(shadow, _lazy.LazyAverage):
+        shadow.set_initial_value(value)
+        continue
       if is_ref:
         initializer = tf.compat.v1.assign(
             shadow, value, validate_shape=value.shape.is_fully_defined()).op

@@ -10,7 +10,7 @@
 
 #include "cc/gpu/table.h"
 #include "cc/kernels/number.h"
-#include "cc/kernels/one_minus_exp.h"
+#include "cc/kernels/lags.h"
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
@@ -558,7 +558,13 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
     log_decays[rows[i]] = now;
   }
   WRAPOPT_BARRIER();  // All threads have read what the last one writes.
-  if (IsLastMarked(target[3]) && threadIdx.x == kThreads - 1) *all_steps = now;
+  if (!IsLastMarked(target[3])) return;
+  const bool rebases = now < kLeastLogDecay;
+  for (uint64_t row = threadIdx.x; rebases && row < target[1];
+       row += kThreads) {
+    log_decays[row] = Rebased(log_decays[row], now);
+  }
+  if (threadIdx.x == kThreads - 1) *all_steps = rebases ? kRebased : now;
 }
 
 }  // namespace

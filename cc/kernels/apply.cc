@@ -114,6 +114,9 @@ class ApplyOp : public OpKernel {
     for (int i = 0; lazy && i < n; ++i) {
       averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
                                       rates, logs);
+      if (!IsOnGpu(ctx)) {
+        averages_.WarnIfReplaced(variables, var + i, averages[i]);
+      }
     }
     if (sparse_ && IsOnGpu(ctx)) {
       OP_REQUIRES_OK(ctx, ApplyRowsOnGpu(ctx, &variables, states, rows, scalars,

@@ -5,6 +5,7 @@
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/platform/errors.h"
+#include "tensorflow/core/platform/logging.h"
 
 namespace wrapopt {
 
@@ -21,6 +22,16 @@ Number NumberOf(tensorflow::DataType dtype) {
   }
 }
 
+void LazyAverage::EndStep() const {
+  all_steps() += log_decay;
+  step_value() = Address();
+  if (all_steps() >= kLeastLogDecay) return;
+  for (int64_t r = 0; r < rows; ++r) {
+    log_decays[r] = Rebased(log_decays[r], all_steps());
+  }
+  all_steps() = kRebased;
+}
+
 void LazyAverage::CatchUpAll(const Threads& threads) const {
   if (all_steps() == 0) return;
   const int64_t bytes = 2 * sizeof(double) +
@@ -29,7 +40,7 @@ void LazyAverage::CatchUpAll(const Threads& threads) const {
     move(Shadow(begin), Value(begin), /*rate=*/nullptr, log_decays + begin,
          all_steps(), /*mark=*/0, row_elements, /*rows=*/nullptr, end - begin);
   });
-  all_steps() = 0;
+  all_steps() = step_value() = 0;
 }
 
 void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
@@ -46,7 +57,7 @@ void LazyAverage::MoveRows(const Threads& threads, const SparseRows& sorted,
                       if (is_step) Step(group);
                     });
               });
-  EndStep();
+  if (is_step) EndStep();
 }
 
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,
@@ -79,7 +90,8 @@ absl::Status Averages::CheckLogDecays(Variables* variables, int first,
       ShadowContract::CheckLogDecays(*variables, first, values));
   for (int at = 0; at < per_value() * this->values(); ++at) {
     const int value = values + at % this->values();
-    variables->SetShape(first + at, {variables->shape(value).dim_size(0) + 1});
+    variables->SetShape(first + at, {variables->shape(value).dim_size(0) +
+                                     kMoreLogDecays});
   }
   return absl::OkStatus();
 }
@@ -94,6 +106,19 @@ absl::Status Averages::ReadDecays(tensorflow::OpKernelContext* ctx,
     logs->push_back(LogOf(decays->vec<double>()(k)));
   }
   return absl::OkStatus();
+}
+
+void Averages::WarnIfReplaced(const Variables& variables, int value,
+                              const std::vector<LazyAverage>& averages) const {
+  for (const LazyAverage& average : averages) {
+    if (!average.IsValueReplaced()) continue;
+    LOG(ERROR) << "Rows of an average of " << variables.Describe(value)
+               << " lagged behind when something else than its optimizer "
+                  "replaced the variable. They move towards the new value now, "
+                  "and the average is wrong. Read the average before you change "
+                  "the variable, or make the optimizer with lazy=False.";
+    average.step_value() = average.Address();
+  }
 }
 
 void Averages::AddOperands(Variables* variables, int shadows, int values,

@@ -8,6 +8,7 @@
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/huge_pages.h"
 #include "cc/kernels/isa.h"
+#include "cc/kernels/lags.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/threads.h"
@@ -24,7 +25,8 @@ Number NumberOf(tensorflow::DataType dtype);
 // others lag behind until a step touches them or somebody reads them.
 //
 // log_decays[r] is the sum of log(decay) over all steps up to the one when row r
-// was up to date; that of all steps is the last element.
+// was up to date. Element [rows] is the sum over all steps. Element [rows + 1] is
+// the address of the value's buffer in the last step, or 0 if it is not known.
 struct LazyAverage {
   MoveRowsFn move;
   char* shadow;
@@ -34,7 +36,17 @@ struct LazyAverage {
   double* log_decays;
   double rate, log_decay;  // Of this step.
 
+  // False where the runtime may move the value's buffer after any step.
+  bool keeps_buffers = true;
+
   double& all_steps() const { return log_decays[rows]; }
+  double& step_value() const { return log_decays[rows + 1]; }
+
+  // Whether something else than a step has replaced the value while rows lag
+  // behind. They were to move towards what it was.
+  bool IsValueReplaced() const {
+    return all_steps() != 0 && step_value() != 0 && step_value() != Address();
+  }
 
   // Comes before a step. Returns whether the arrays may be new, because all rows
   // are up to date: no step has used them, or somebody has read or assigned them
@@ -67,13 +79,20 @@ struct LazyAverage {
   }
 
   // All rows have taken this step that are going to.
-  void EndStep() const { all_steps() += log_decay; }
+  void EndStep() const;
 
   // Brings all rows up to date.
   void CatchUpAll(const Threads& threads) const;
   // Brings some rows up to date, and takes this step with them if there is one.
   void MoveRows(const Threads& threads, const SparseRows& sorted,
                 bool is_step) const;
+
+  // A double holds every address of a process.
+  double Address() const {
+    return keeps_buffers
+               ? static_cast<double>(reinterpret_cast<uintptr_t>(value))
+               : 0;
+  }
 
   char* Shadow(int64_t row) const {
     return shadow + row * row_elements * shadow_bytes;
@@ -107,6 +126,11 @@ class Averages : public ShadowContract {
                  Pass* pass) const {
     AddAverages(step_, rates, value_bytes, pass);
   }
+
+  // Logs an error if rows of an average of a value lag behind and something else
+  // than a step has replaced the value.
+  void WarnIfReplaced(const Variables& variables, int value,
+                      const std::vector<LazyAverage>& averages) const;
 
   // The operands of these stages for value `i`.
   void AddOperands(Variables* variables, int shadows, int values, int i,

@@ -236,7 +236,8 @@ std::vector<LazyAverage> LazyAverages(const Arrays& shadows,
          SizeOf(shadows.number), SizeOf(values.number), rows,
          rows == 0 ? 0 : values.elements(i) / rows,
          static_cast<double*>(log_decays[at]), rates.empty() ? 0 : rates[k],
-         decays.empty() ? 0 : ShadowContract::LogOf(decays[k])});
+         decays.empty() ? 0 : ShadowContract::LogOf(decays[k]),
+         /*keeps_buffers=*/false});
   }
   return averages;
 }

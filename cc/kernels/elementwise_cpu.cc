@@ -6,7 +6,7 @@
 #include <cstring>
 #include <utility>
 
-#include "cc/kernels/one_minus_exp.h"
+#include "cc/kernels/lags.h"
 #include "cc/kernels/subnormals.h"
 #include "cc/kernels/target.h"
 

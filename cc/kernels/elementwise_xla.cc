@@ -4,9 +4,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <utility>
 #include <vector>
 
+#include "cc/kernels/lags.h"
 #include "xla/hlo/builder/lib/arithmetic.h"
 #include "xla/hlo/builder/lib/constants.h"
 #include "xla/shape.h"
@@ -41,6 +43,37 @@ Number Select(const Number& which, const Number& yes, const Number& no) {
 }
 // Not XLA's, whose result is NaN if either operand is.
 Number Max(const Number& a, const Number& b) { return Select(Gt(a, b), a, b); }
+
+// The log decays of an average with so many rows, with small sums.
+XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
+  XlaBuilder* const builder = log_decays.builder();
+  const xla::Shape shape = builder->GetShape(log_decays).value();
+  auto branch = [&](const char* name, auto result) {
+    const std::unique_ptr<XlaBuilder> inside = builder->CreateSubBuilder(name);
+    result(xla::Parameter(inside.get(), 0, shape, "log_decays"));
+    return inside->BuildAndNoteError();
+  };
+  const xla::XlaComputation rebased = branch("Rebased", [&](XlaOp sums) {
+    const XlaOp lags =
+        xla::Reshape(xla::SliceInDim(sums, rows, rows + 1, 1, 0), {}) -
+        xla::SliceInDim(sums, 0, rows, 1, 0);
+    xla::ConcatInDim(
+        sums.builder(),
+        {xla::ScalarLike(lags, kRebased) -
+             xla::Max(lags, xla::ScalarLike(lags, kLeastLag)),
+         xla::ConstantR1<double>(sums.builder(), {kRebased}),
+         xla::SliceInDim(sums, rows + 1, rows + 2, 1, 0)},
+        0);
+  });
+  const xla::XlaComputation unchanged = branch("Unchanged", [](XlaOp sums) {
+    xla::Copy(sums);
+  });
+  const XlaOp all_steps =
+      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {});
+  return xla::Conditional(
+      xla::Lt(all_steps, xla::ScalarLike(all_steps, kLeastLogDecay)),
+      log_decays, rebased, log_decays, unchanged);
+}
 
 template <class R, size_t... s, size_t... i, size_t... c>
 void StepOf(absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
@@ -199,16 +232,23 @@ XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
   const XlaOp all_steps =
       xla::SliceInDim(log_decays, end, end + 1, 1, 0) + log_decay;
   XlaOp last = xla::ConstantR0WithType(builder, index_type_, end);
-  const XlaOp none = xla::ScalarLike(last, end + 1);
+  const XlaOp none = xla::ScalarLike(last, end + 2);
   if (accept_) last = xla::Select(*accept_, last, none);
   const XlaOp index = xla::ConcatInDim(
       builder,
       {xla::Select(counts_, index_, xla::Broadcast(none, {count_})),
        xla::Reshape(last, {1})},
       0);
-  return Scatter(log_decays, index,
-                 xla::Broadcast(xla::Reshape(all_steps, {}), {count_ + 1}),
-                 Replace(xla::F64, builder));
+  const XlaOp marked =
+      Scatter(log_decays, index,
+              xla::Broadcast(xla::Reshape(all_steps, {}), {count_ + 1}),
+              Replace(xla::F64, builder));
+  // The address of the value's buffer is not known.
+  return RebasedLogDecays(
+      xla::DynamicUpdateSlice(
+          marked, xla::ConstantR1<double>(builder, {0}),
+          {xla::ConstantR0WithType(builder, xla::S32, end + 1)}),
+      end);
 }
 
 XlaOp Rows::Scatter(XlaOp array, XlaOp index, XlaOp updates,

@@ -1,5 +1,5 @@
-// Averages of which a step moves the rows that it touches: Wrapopt>CatchUp and
-// Wrapopt>SparseEmaUpdate.
+// Averages of which a step moves the rows that it touches: Wrapopt>CatchUp,
+// Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -27,10 +27,12 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
+enum class Kind { kCatchUp, kRead, kStep };
+
+template <Kind kind>
 class LazyAveragesOp : public OpKernel {
  public:
-  LazyAveragesOp(OpKernelConstruction* ctx, bool is_step)
-      : OpKernel(ctx), is_step_(is_step) {
+  explicit LazyAveragesOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     Isa isa;
     std::string error;
     OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
@@ -40,15 +42,21 @@ class LazyAveragesOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     std::vector<double> rates, logs;
-    if (is_step_) {
+    if (kind == Kind::kStep) {
       OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
+    } else if (kind == Kind::kRead) {
+      bool done;
+      OP_REQUIRES_OK(ctx, ReadIfUpToDate(ctx, &done));
+      if (done) return;
     } else {
       bool behind;
       OP_REQUIRES_OK(ctx, AnyIsBehind(ctx, &behind));
       if (!behind) return;
     }
     tensorflow::OpInputList indices;
-    OP_REQUIRES_OK(ctx, ctx->input_list("indices", &indices));
+    if (kind != Kind::kRead) {
+      OP_REQUIRES_OK(ctx, ctx->input_list("indices", &indices));
+    }
 
     Variables variables(ctx, &lookup_cache_);
     int shadows, values, log_decays;
@@ -74,27 +82,89 @@ class LazyAveragesOp : public OpKernel {
       averages.push_back(averages_.OfValue(&variables, shadows, values,
                                            log_decays, i, rates, logs));
     }
-    if (IsOnGpu(ctx)) {
-      OP_REQUIRES_OK(ctx, RunOnGpu(ctx, averages, rows, rates));
-      const int n = averages_.values() * averages_.per_value();
-      for (int i = log_decays; rows.empty() && i < log_decays + n; ++i) {
-        OP_REQUIRES_OK(ctx, ZeroOnGpu(ctx, variables.tensor(i)));
+    OP_REQUIRES_OK(ctx, IsOnGpu(ctx)
+                            ? RunOnGpu(ctx, averages, rows, rates)
+                            : RunOnCpu(ctx, variables, values, averages, rows));
+    const int n = averages_.values() * averages_.per_value();
+    for (int i = 0; i < n; ++i) {
+      if (IsOnGpu(ctx) && rows.empty()) {
+        OP_REQUIRES_OK(ctx, ZeroOnGpu(ctx, variables.tensor(log_decays + i)));
       }
-      return;
-    }
-    const IntraOpThreads threads(ctx);
-    for (int i = 0; i < averages_.values(); ++i) {
-      for (const LazyAverage& average : averages[i]) {
-        if (rows.empty()) {
-          average.CatchUpAll(threads);
-        } else {
-          average.MoveRows(threads, rows[i], is_step_);
-        }
+      if (kind == Kind::kRead) {
+        OP_REQUIRES_OK(ctx, Output(ctx, &variables, shadows, i));
       }
     }
   }
 
  private:
+  // For these rows of each value, or for all where there are no `rows`.
+  absl::Status RunOnCpu(OpKernelContext* ctx, const Variables& variables,
+                        int values,
+                        const std::vector<std::vector<LazyAverage>>& averages,
+                        const std::vector<SparseRows>& rows) const {
+    const IntraOpThreads threads(ctx);
+    for (int i = 0; i < averages_.values(); ++i) {
+      // In a step, the inner optimizer may have moved the value's buffer.
+      if (kind != Kind::kStep) {
+        averages_.WarnIfReplaced(variables, values + i, averages[i]);
+      }
+      for (const LazyAverage& average : averages[i]) {
+        if (rows.empty()) {
+          average.CatchUpAll(threads);
+        } else {
+          average.MoveRows(threads, rows[i], kind == Kind::kStep);
+        }
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Outputs average `i`. An op that holds the output makes later steps copy the
+  // average, as after ReadVariableOp.
+  static absl::Status Output(OpKernelContext* ctx, Variables* variables,
+                             int shadows, int i) {
+    Tensor average;
+    TF_RETURN_IF_ERROR(variables->Read(shadows + i, &average));
+    ctx->set_output(i, average);
+    return absl::OkStatus();
+  }
+
+  // Outputs the averages if no row lags behind. That takes no exclusive lock, and
+  // needs no value.
+  absl::Status ReadIfUpToDate(OpKernelContext* ctx, bool* done) {
+    *done = false;
+    if (IsOnGpu(ctx)) return absl::OkStatus();
+    Variables variables(ctx, &read_lookup_cache_);
+    int shadows, log_decays;
+    TF_RETURN_IF_ERROR(
+        variables.Find("shadows", Variables::Access::kRead, &shadows));
+    TF_RETURN_IF_ERROR(variables.FindOrMake("log_decays",
+                                            Variables::Access::kRead,
+                                            tensorflow::DT_DOUBLE,
+                                            &log_decays));
+    TF_RETURN_IF_ERROR(variables.Lock());
+    const int n = averages_.values() * averages_.per_value();
+    for (int i = 0; i < n; ++i) {
+      const int at = log_decays + i;
+      if (!variables.has_value(at)) continue;
+      const Tensor& sums = *variables.tensor(at);
+      const int64_t rows =
+          sums.NumElements() - ShadowContract::kMoreLogDecays;
+      // What is wrong with them is for CheckLogDecays to say.
+      if (sums.dtype() != tensorflow::DT_DOUBLE || rows < 0 ||
+          sums.flat<double>()(rows) != 0) {
+        return absl::OkStatus();
+      }
+    }
+    for (int i = 0; i < n; ++i) {
+      TF_RETURN_IF_ERROR(
+          variables.CheckDtype(shadows + i, averages_.shadow_dtype()));
+      TF_RETURN_IF_ERROR(Output(ctx, &variables, shadows, i));
+    }
+    *done = true;
+    return absl::OkStatus();
+  }
+
   // What LazyAverage does for these rows of each value, or for all where there are
   // no `rows`, but for the zeros that it leaves then.
   absl::Status RunOnGpu(OpKernelContext* ctx,
@@ -105,7 +175,7 @@ class LazyAveragesOp : public OpKernel {
     Pass pass;
     averages_.AddStages(rates, /*value_bytes=*/0, &pass);
     LazyRows lazy;
-    lazy.is_step = is_step_;
+    lazy.is_step = kind == Kind::kStep;
     gpu::RowMarks marks;
     std::vector<void*> operands;
     std::vector<int64_t> touched;
@@ -167,30 +237,32 @@ class LazyAveragesOp : public OpKernel {
       tensorflow::tf_shared_lock lock(*var->mu());
       if (!var->is_initialized) continue;
       const Tensor& numbers = *var->tensor();
+      const int64_t rows =
+          numbers.NumElements() - ShadowContract::kMoreLogDecays;
       *behind = IsOnGpu(ctx) || numbers.dtype() != tensorflow::DT_DOUBLE ||
-                numbers.NumElements() == 0 ||
-                numbers.flat<double>()(numbers.NumElements() - 1) != 0;
+                rows < 0 || numbers.flat<double>()(rows) != 0;
     }
     return absl::OkStatus();
   }
 
-  const bool is_step_;
   Variables::LookupCache lookup_cache_;
+  Variables::LookupCache read_lookup_cache_;
   Averages averages_;
 };
 
-class CatchUpOp : public LazyAveragesOp {
- public:
-  explicit CatchUpOp(OpKernelConstruction* ctx)
-      : LazyAveragesOp(ctx, /*is_step=*/false) {}
-};
+using CatchUpOp = LazyAveragesOp<Kind::kCatchUp>;
+using ReadAveragesOp = LazyAveragesOp<Kind::kRead>;
+using SparseEmaUpdateOp = LazyAveragesOp<Kind::kStep>;
 
-class SparseEmaUpdateOp : public LazyAveragesOp {
- public:
-  explicit SparseEmaUpdateOp(OpKernelConstruction* ctx)
-      : LazyAveragesOp(ctx, /*is_step=*/true) {}
-};
-
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>ReadAverages").Device(tensorflow::DEVICE_CPU),
+    ReadAveragesOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>ReadAverages")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("shadows")
+                            .HostMemory("values")
+                            .HostMemory("log_decays"),
+                        ReadAveragesOp);
 REGISTER_KERNEL_BUILDER(
     Name("Wrapopt>CatchUp").Device(tensorflow::DEVICE_CPU), CatchUpOp);
 REGISTER_KERNEL_BUILDER(

@@ -173,8 +173,8 @@ class XlaAverages : public ShadowContract {
     TF_RETURN_IF_ERROR(CheckLogDecays(*variables, *first, values));
     for (int at = 0; at < per_value() * this->values(); ++at) {
       const int value = values + at % this->values();
-      variables->SetShape(*first + at,
-                          {variables->shape(value).dim_size(0) + 1});
+      variables->SetShape(*first + at, {variables->shape(value).dim_size(0) +
+                                        kMoreLogDecays});
     }
     return absl::OkStatus();
   }
@@ -230,11 +230,15 @@ class EmaUpdateXlaOp : public XlaOpKernel {
   XlaAverages averages_;
 };
 
-// Wrapopt>CatchUp and Wrapopt>SparseEmaUpdate.
+// Wrapopt>CatchUp, Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate.
 class LazyAveragesXlaOp : public XlaOpKernel {
  public:
-  LazyAveragesXlaOp(OpKernelConstruction* ctx, bool is_step)
-      : XlaOpKernel(ctx), is_step_(is_step) {
+  enum class Kind { kCatchUp, kRead, kStep };
+
+  LazyAveragesXlaOp(OpKernelConstruction* ctx, Kind kind)
+      : XlaOpKernel(ctx),
+        is_step_(kind == Kind::kStep),
+        is_read_(kind == Kind::kRead) {
     OP_REQUIRES_OK(ctx, averages_.Init(ctx));
   }
 
@@ -252,16 +256,28 @@ class LazyAveragesXlaOp : public XlaOpKernel {
     OP_REQUIRES_OK(
         ctx, averages_.FindLogDecays(&variables, values, &log_decays));
     Inputs indices;
-    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    if (!is_read_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
     for (size_t i = 0; i < indices.shapes.size(); ++i) {
       OP_REQUIRES_OK(ctx, CheckIndices(i, indices.shapes[i]));
     }
-    const int n = averages_.values();
+    OP_REQUIRES_OK(ctx, Run(ctx, &variables, shadows, values, log_decays, rates,
+                            logs, indices));
+    for (int i = 0; is_read_ && i < ctx->num_outputs(); ++i) {
+      ctx->SetOutput(i, variables.assigned(shadows + i));
+    }
+  }
 
+ private:
+  absl::Status Run(XlaOpKernelContext* ctx, XlaVariables* all, int shadows,
+                   int values, int log_decays, const std::vector<XlaOp>& rates,
+                   const std::vector<XlaOp>& logs,
+                   const Inputs& indices) const {
+    XlaVariables& variables = *all;
+    const int n = averages_.values();
     bool calls;
-    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    TF_RETURN_IF_ERROR(CallsKernels(ctx, &calls));
     if (calls) {
-      KernelCall call(&variables);
+      KernelCall call(all);
       call.Read(is_step_ ? ctx->Input("decays")
                          : xla::ConstantR1<double>(ctx->builder(), {}));
       call.Read(Counts(ctx->builder(), indices.ops));
@@ -269,11 +285,9 @@ class LazyAveragesXlaOp : public XlaOpKernel {
       call.Write(log_decays, averages_.per_value() * n);
       for (int i = 0; i < n; ++i) call.Read(variables.value(values + i));
       for (const XlaOp of_value : indices.ops) call.Read(Padded(of_value));
-      OP_REQUIRES_OK(
-          ctx, call.Emit(ctx->builder(), kMoveRowsCall,
-                         absl::StrCat("{n = ", n, " : i64, names = ",
-                                      Names(variables, values, n), "}")));
-      return;
+      return call.Emit(ctx->builder(), kMoveRowsCall,
+                       absl::StrCat("{n = ", n, " : i64, names = ",
+                                    Names(variables, values, n), "}"));
     }
     const xla::PrimitiveType type = XlaType(averages_.shadow_dtype());
     for (int i = 0; i < n; ++i) {
@@ -283,11 +297,10 @@ class LazyAveragesXlaOp : public XlaOpKernel {
         const int shadow = shadows + k * n + i, log = log_decays + k * n + i;
         const XlaOp before = variables.value(shadow);
         if (indices.ops.empty()) {
-          OP_REQUIRES_OK(ctx, variables.Assign(
-                                  shadow, CaughtUp(before, type, value,
-                                                   variables.value(log))));
-          OP_REQUIRES_OK(ctx, variables.Assign(
-                                  log, xla::ZerosLike(variables.value(log))));
+          TF_RETURN_IF_ERROR(variables.Assign(
+              shadow, CaughtUp(before, type, value, variables.value(log))));
+          TF_RETURN_IF_ERROR(
+              variables.Assign(log, xla::ZerosLike(variables.value(log))));
           continue;
         }
         if (shape.num_elements() == 0) continue;
@@ -297,27 +310,25 @@ class LazyAveragesXlaOp : public XlaOpKernel {
         if (is_step_) {
           moved = averages_.Updated(moved, rows.Get(value), rates[k]);
         }
-        OP_REQUIRES_OK(ctx,
-                       variables.Assign(shadow, rows.Put(before, moved)));
-        OP_REQUIRES_OK(
-            ctx, variables.Assign(
-                     log, rows.Marked(variables.value(log),
-                                      is_step_ ? logs[k]
-                                               : Scalar(ctx, xla::F64, 0))));
+        TF_RETURN_IF_ERROR(variables.Assign(shadow, rows.Put(before, moved)));
+        TF_RETURN_IF_ERROR(variables.Assign(
+            log, rows.Marked(variables.value(log),
+                             is_step_ ? logs[k] : Scalar(ctx, xla::F64, 0))));
       }
     }
+    return absl::OkStatus();
   }
 
- private:
   const bool is_step_;
+  const bool is_read_;
   XlaAverages averages_;
 };
 
-template <bool kIsStep>
+template <LazyAveragesXlaOp::Kind kKind>
 class LazyAveragesXlaOpOf : public LazyAveragesXlaOp {
  public:
   explicit LazyAveragesXlaOpOf(OpKernelConstruction* ctx)
-      : LazyAveragesXlaOp(ctx, kIsStep) {}
+      : LazyAveragesXlaOp(ctx, kKind) {}
 };
 
 class ApplyXlaOp : public XlaOpKernel {
@@ -636,9 +647,13 @@ void RegisterApply(std::integer_sequence<int, rules...>) {
 
 const bool registered = [] {
   RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
-  RegisterXlaKernel("Wrapopt>CatchUp", &Make<LazyAveragesXlaOpOf<false>>);
+  using Kind = LazyAveragesXlaOp::Kind;
+  RegisterXlaKernel("Wrapopt>CatchUp",
+                    &Make<LazyAveragesXlaOpOf<Kind::kCatchUp>>);
+  RegisterXlaKernel("Wrapopt>ReadAverages",
+                    &Make<LazyAveragesXlaOpOf<Kind::kRead>>);
   RegisterXlaKernel("Wrapopt>SparseEmaUpdate",
-                    &Make<LazyAveragesXlaOpOf<true>>);
+                    &Make<LazyAveragesXlaOpOf<Kind::kStep>>);
   RegisterXlaKernel("Wrapopt>AveragingAssign", &Make<AveragingAssignXlaOp>);
   RegisterXlaKernel("Wrapopt>Exchange", &Make<ExchangeXlaOp>);
   RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());

@@ -271,20 +271,33 @@ bool Variables::IsShared(const Entry& entry) {
   return entry.var != nullptr && !entry.var->tensor()->RefCountIsOne();
 }
 
-absl::Status Variables::Copy(Entry& entry) {
-  Tensor copy;
+absl::Status Variables::Copy(const Tensor& from, Tensor* to) const {
   tensorflow::AllocatorAttributes attributes;
   // TensorFlow allocates variables' buffers with the same attributes.
   attributes.set_gpu_compatible(true);
   attributes.set_nic_compatible(true);
-  TF_RETURN_IF_ERROR(ctx_->allocate_temp(
-      entry.tensor->dtype(), entry.tensor->shape(), &copy, attributes));
-  if (IsOnGpu(ctx_)) {
-    TF_RETURN_IF_ERROR(CopyOnGpu(ctx_, *entry.tensor, &copy));
-  } else if (copy.TotalBytes() > 0) {
-    std::memcpy(copy.data(), entry.tensor->data(), copy.TotalBytes());
+  TF_RETURN_IF_ERROR(
+      ctx_->allocate_temp(from.dtype(), from.shape(), to, attributes));
+  if (IsOnGpu(ctx_)) return CopyOnGpu(ctx_, from, to);
+  if (to->TotalBytes() > 0) {
+    std::memcpy(to->data(), from.data(), to->TotalBytes());
   }
+  return absl::OkStatus();
+}
+
+absl::Status Variables::Copy(Entry& entry) {
+  Tensor copy;
+  TF_RETURN_IF_ERROR(Copy(*entry.tensor, &copy));
   *entry.tensor = std::move(copy);
+  return absl::OkStatus();
+}
+
+absl::Status Variables::Read(int variable, Tensor* value) {
+  const Entry& entry = entries_[variable];
+  if (entry.var != nullptr && entry.var->copy_on_read_mode.load()) {
+    return Copy(*entry.tensor, value);
+  }
+  *value = *entry.tensor;
   return absl::OkStatus();
 }
 

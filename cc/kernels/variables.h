@@ -138,6 +138,10 @@ class Variables final : public CheckedVariables {
     return entries_[variable].tensor->NumElements();
   }
 
+  // The value of a variable, for an output: it shares the buffer, unless
+  // TensorFlow writes to the buffers of that variable in place.
+  absl::Status Read(int variable, tensorflow::Tensor* value);
+
   // For an op that swaps buffers instead of writing to them: call PrepareToSwap
   // for all pairs, then Swap. The two must have the same dtype and shape.
   absl::Status PrepareToSwap(int a, int b);
@@ -188,6 +192,8 @@ class Variables final : public CheckedVariables {
   void LeaveCache();
   void LockEach(const std::vector<int>& order);
   void Unlock();
+  absl::Status Copy(const tensorflow::Tensor& from,
+                    tensorflow::Tensor* to) const;
   absl::Status Copy(Entry& entry);
   absl::Status MakeZeros(Entry& entry);
 

@@ -69,6 +69,11 @@ class XlaVariables final : public CheckedVariables {
 
   absl::Status Assign(int variable, xla::XlaOp value);
 
+  // The value of a variable after the op.
+  xla::XlaOp assigned(int variable) const {
+    return entries_[variable].resource->value();
+  }
+
  private:
   struct Entry {
     const char* list;

@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
+#include "cc/kernels/lags.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/platform/errors.h"
@@ -206,8 +207,8 @@ absl::Status ShadowContract::ToRates(const Tensor& decays,
 }
 
 double ShadowContract::LogOf(double decay) {
-  // Not -infinity: the difference of two would be NaN. exp(-800) is 0.
-  return std::max(std::log(decay), -800.0);
+  // Not -infinity: the difference of two would be NaN.
+  return std::max(std::log(decay), kLeastLag);
 }
 
 absl::Status ShadowContract::Check(const CheckedVariables& variables,
@@ -228,7 +229,7 @@ absl::Status ShadowContract::ShapeOfLogDecays(
   TF_RETURN_IF_ERROR(variables.CheckHasRows(value));
   const PartialTensorShape& of_value = variables.known_shape(value);
   const int64_t rows = of_value.unknown_rank() ? -1 : of_value.dim_size(0);
-  *shape = Vector(rows < 0 ? -1 : rows + 1);
+  *shape = Vector(rows < 0 ? -1 : rows + kMoreLogDecays);
   return absl::OkStatus();
 }
 
@@ -242,7 +243,7 @@ absl::Status ShadowContract::CheckLogDecays(const CheckedVariables& variables,
       const int at = log_decays + k * n_ + i;
       TF_RETURN_IF_ERROR(variables.CheckDtype(at, tensorflow::DT_DOUBLE));
       TF_RETURN_IF_ERROR(variables.CheckShape(
-          at, expected, "a number for each row of its value, and one"));
+          at, expected, "a number for each row of its value, and two"));
     }
   }
   return absl::OkStatus();

@@ -13,6 +13,7 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Bool, Gradient, Operation, Variable
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 from wrapopt.ops._scalars import float64
 from wrapopt.ops._scalars import float64_vector
@@ -83,12 +84,16 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
     As `ema_update`; tf.errors.InvalidArgumentError also for an index out of
     range, unless XLA has compiled the op to plain HLO.
   """
-  return Update(rule, states, shadows, decay).run(
-      grads, scalars, decay, accept, use_locking, name, log_decays)
+  update = Update(rule, states, shadows, decay)
+  with tf.control_dependencies(_lagging.settle(list(states["var"]))):
+    return update.run(
+        grads, scalars, decay, accept, use_locking, name, log_decays)
 
 
 class Update:
   """The variables of an update, checked once for all of its steps: see `apply`.
+
+  Other averages of the variables must be up to date before a step.
 
   It holds only the handles of resource variables that are trained, not the
   variables.
@@ -203,13 +208,7 @@ class Update:
                 for state in _native.rules()[self._rule].states]
       group.bundle = _bundle.make(self._flat(group, states + self._shadows),
                                   first.device)
-      group.may_lag = [row[i] for row in self._shadows for i in group.members
-                       if hasattr(row[i], "log_decays")]
-    # To read their handles would bring them up to date.
-    up_to_date = not tf.executing_eagerly() or not group.may_lag or (
-        not type(group.may_lag[0]).any_is_lazy) or all(
-            s.log_decays is None for s in group.may_lag)
-    return group.bundle if up_to_date else None
+    return group.bundle
 
   def _emit_with_bundle(self, group, bundle, grads, scalars, decays, accept,
                         use_locking):
@@ -231,15 +230,10 @@ class Update:
                  f"{_RULES[self._rule]}{'_ref' if first.is_ref else ''}")
     arguments = {state: self._flat(group, [slots])
                  for state, slots in self._states.items()}
-    if group.lazy:
-      # Not `handle`: to read it brings the average up to date.
-      arguments["shadows"], arguments["log_decays"] = (
-          [row[i]._handle for row in rows for i in group.members]
-          for rows in (self._shadows, log_decays))
-    else:
-      arguments["shadows"] = self._flat(group, self._shadows)
-      if sparse and not first.is_ref:
-        arguments["log_decays"] = []
+    arguments["shadows"] = self._flat(group, self._shadows)
+    if sparse and not first.is_ref:
+      arguments["log_decays"] = (
+          self._flat(group, log_decays) if group.lazy else [])
     if sparse:
       arguments["grad"] = [g.values for g in grads]
       arguments["indices"] = [g.indices for g in grads]
@@ -291,7 +285,6 @@ class _Group:
     lazy: Whether rows of their averages lag behind.
     members: Their positions among all variables of an `Update`.
     bundle: Their handles as one tensor, once it is made.
-    may_lag: Then, those of their averages that other steps may leave behind.
   """
 
   def __init__(self, first, indices_dtype, lazy):
@@ -300,7 +293,6 @@ class _Group:
     self.lazy = lazy
     self.members = []
     self.bundle = None
-    self.may_lag = ()
 
 
 def _common_kind(grads):

@@ -12,6 +12,7 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 from wrapopt.ops._scalars import float64
 from wrapopt.ops._scalars import float64_vector
@@ -131,7 +132,8 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
             "tensors": tensors, "weights": _weight_vector(weights, order),
             "rate": float64(rate), "N": len(members), "T": dtype,
             "use_locking": use_locking}
-      with _emit.device_of(written[0]):
+      with (tf.control_dependencies(_lagging.settle(written)),
+            _emit.device_of(written[0])):
         if is_ref:
           update = _raw.wrapopt_averaging_assign_ref(written, read, **arguments)
           _emit.place_with(update, written[0])

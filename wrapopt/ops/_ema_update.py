@@ -11,6 +11,7 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 from wrapopt.ops._scalars import float64_vector
 
@@ -90,7 +91,8 @@ def ema_update(shadows: Any, values: Variables,
         read = [values[i] for i in members]
         with _emit.host_of(read[0]):
           vector = float64_vector([decays[k] for k in chosen])
-        with _emit.device_of(read[0]):
+        with (tf.control_dependencies(_lagging.settle(flat)),
+              _emit.device_of(read[0])):
           if is_ref:
             updates.append(_emit.set_variable_names(
                 _raw.wrapopt_ema_update_ref(flat, read, vector),

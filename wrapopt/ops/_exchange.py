@@ -9,6 +9,7 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Operation, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 
 
@@ -62,8 +63,9 @@ def exchange(a: Variables, b: Variables,
   with tf.name_scope(name or "Exchange"):
     exchanges = []
     for (is_ref, _, _), pairs in groups.items():
-      with _emit.device_of(pairs[0][0]):
-        xs, ys = map(list, zip(*pairs))
+      xs, ys = map(list, zip(*pairs))
+      with (tf.control_dependencies(_lagging.settle(xs + ys)),
+            _emit.device_of(xs[0])):
         if is_ref:
           exchanges.append(_emit.set_variable_names(
               _raw.wrapopt_exchange_ref(xs, ys), a=xs, b=ys))

@@ -28,15 +28,16 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
 
       s[r] += (1 - exp(l[R] - l[r])) (v[r] - s[r])
 
-  where `l` are the log decays of `v`, and R is the number of its rows. Call it
+  where `l` are the log decays of `s`, and R is the number of its rows. Call it
   before an average is read or written, and before any other op changes a value.
   It costs nothing if no step was taken since the last call; on a GPU it then reads
-  the log decays.
+  the log decays. If something else has given a value another buffer while rows
+  of its average lag behind, it logs an error.
 
   Example:
 
   >>> v, s = tf.Variable([[1.], [2.]]), tf.Variable([[0.], [0.]])
-  >>> log_decays = tf.Variable(tf.zeros([3], tf.float64))
+  >>> log_decays = tf.Variable(tf.zeros([4], tf.float64))
   >>> wrapopt.ops.sparse_ema_update([s], [v], [log_decays], [[0]], decay=0.75)
   >>> s.numpy()[:, 0]
   array([0.25, 0.  ], dtype=float32)
@@ -49,10 +50,10 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
       its dtype or, if the value is float16 or bfloat16, float32.
     values: N variables with rows, of dtype float16, bfloat16, float32 or
       float64. They are only read.
-    log_decays: N float64 variables of shape [R + 1]. The last element is the
-      sum of log(decay) over all steps. Element `r` is that sum when row `r` was
-      last up to date. They start at zeros. One that is not initialized counts
-      as zeros.
+    log_decays: N float64 variables of shape [R + 2]. Element R is the sum of
+      log(decay) over all steps. Element `r` is that sum when row `r` was last
+      up to date. The last element belongs to the ops. They start at zeros. One
+      that is not initialized counts as zeros.
     indices: Empty: all rows catch up, and the log decays become zeros. Or N
       int32 or int64 vectors: these rows do.
     name: A name for the operation.
@@ -72,9 +73,9 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
       # nothing to do, but XLA would miss the values.
       with _emit.device_of(values[members[0]]), _emit.compiled_where(False):
         updates.append(_raw.wrapopt_catch_up(
-            [shadows[i]._handle for i in members],
+            [shadows[i].handle for i in members],
             [values[i].handle for i in members],
-            [log_decays[i]._handle for i in members],
+            [log_decays[i].handle for i in members],
             [indices[i] for i in members] if indices else [],
             T=values[members[0]].dtype, S=shadows[members[0]].dtype))
     return _emit.result(updates)
@@ -125,9 +126,9 @@ def sparse_ema_update(shadows: Any, values: Variables, log_decays: Variables,
         vector = float64_vector([decay])
       with _emit.device_of(first):
         updates.append(_raw.wrapopt_sparse_ema_update(
-            [shadows[i]._handle for i in members],
+            [shadows[i].handle for i in members],
             [values[i].handle for i in members],
-            [log_decays[i]._handle for i in members],
+            [log_decays[i].handle for i in members],
             [indices[i] for i in members], vector,
             T=first.dtype, S=shadows[members[0]].dtype))
     return _emit.result(updates)

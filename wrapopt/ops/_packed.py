@@ -8,6 +8,7 @@ from wrapopt._loader import ops as _raw
 from wrapopt._types import Operation, Tensor, Variables
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
+from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 
 
@@ -87,7 +88,8 @@ def assign_packed(variables: Variables, packed: Tensor,
   """
   variables = _checked(variables)
   first = variables[0]
-  with _emit.device_of(first):
+  with (tf.control_dependencies(_lagging.settle(variables)),
+        _emit.device_of(first)):
     packed = tf.convert_to_tensor(packed)
     _check.dtype("packed", packed, (first.dtype.base_dtype,))
     if _variables.is_ref(first):

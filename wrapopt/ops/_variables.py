@@ -5,9 +5,7 @@ import tensorflow as tf
 
 def is_ref(variable):
   """Whether a variable is one of TensorFlow 1's, without a handle."""
-  # The class is asked first: to read the handle of an average brings it up to
-  # date.
-  return not (hasattr(type(variable), "handle") or hasattr(variable, "handle"))
+  return not hasattr(variable, "handle")
 
 
 def handle_or_ref(variable):

@@ -1,8 +1,7 @@
-// By how much an average decays in the steps that a row of it has missed. Not by
-// the library's functions, which no compiler turns into vector code, and which
-// are others on a GPU: CPU and GPU give the same bits.
-#ifndef WRAPOPT_CC_KERNELS_ONE_MINUS_EXP_H_
-#define WRAPOPT_CC_KERNELS_ONE_MINUS_EXP_H_
+// How far the rows of an average lag behind: the sum of log(decay) over the steps
+// that a row has missed.
+#ifndef WRAPOPT_CC_KERNELS_LAGS_H_
+#define WRAPOPT_CC_KERNELS_LAGS_H_
 
 #include <cstdint>
 
@@ -11,9 +10,27 @@
 
 namespace wrapopt {
 
-// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from -40 on.
+// A lag of which nothing is left: 1 - exp(x) is 1 in double. A decay of 0 adds
+// this to the sum.
+constexpr double kLeastLag = -40;
+
+// The difference of two sums has the rounding of the sums. So a sum below this
+// becomes kRebased, which is not zero: zero means that no row lags behind.
+constexpr double kLeastLogDecay = -1e4;
+constexpr double kRebased = -1;
+
+// What the sum of a row becomes when that of all steps, `all_steps`, becomes
+// kRebased: the row lags behind by as much as before.
+WRAPOPT_RULE double Rebased(double log_decay, double all_steps) {
+  const double lag = all_steps - log_decay;
+  return kRebased - (lag > kLeastLag ? lag : kLeastLag);
+}
+
+// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from kLeastLag on.
+// Not by the library's functions, which no compiler turns into vector code, and
+// which are others on a GPU: CPU and GPU give the same bits.
 WRAPOPT_RULE double OneMinusExp(double x) {
-  x = x > -40 ? x : -40;
+  x = x > kLeastLag ? x : kLeastLag;
   // x = n log(2) + r, and exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).
   constexpr double kLog2High = 0x1.62e42fee00000p-1;
   constexpr double kLog2Low = 0x1.a39ef35793c76p-33;
@@ -41,4 +58,4 @@ WRAPOPT_RULE double OneMinusExp(double x) {
 
 }  // namespace wrapopt
 
-#endif  // WRAPOPT_CC_KERNELS_ONE_MINUS_EXP_H_
+#endif  // WRAPOPT_CC_KERNELS_LAGS_H_
