@@ -943,7 +943,7 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
      "different decays"),
     (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
-     "`average_decay` must be a number or a sequence of numbers"),
+     "`average_decay` must be a number, a PowerDecay or a HalfLife, or a"),
     (lambda opt: wk.MovingAverage(opt, "0.5"), TypeError, "average_decay"),
     (lambda opt: wk.MovingAverage(opt, num_updates=-1), ValueError,
      "`num_updates` must be at least 0, got -1"),
@@ -1022,3 +1022,23 @@ def test_errors_of_steps(wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_by_name_and_configuration(wrapper, given):
   assert type(WRAPPERS[wrapper](given).inner()) is K.Adam
+
+
+@pytest.mark.parametrize("inner", [K.SGD, K.AdamW, K.Adamax])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_without_weight_decay_may_be_those_of_layers(wrapper, inner):
+  finals = []
+  for wrap in (lambda opt: opt, WRAPPERS[wrapper]):
+    model = keras.Sequential([
+        keras.Input((2,)), keras.layers.Dense(2, name="body"),
+        keras.layers.LayerNormalization(name="layer_norm"),
+        keras.layers.Dense(1, name="head")])
+    for i, v in enumerate(model.trainable_variables):
+      v.assign(np.full(v.shape, i + 1))
+    opt = wrap(inner(0.125, weight_decay=0.5))
+    opt.exclude_from_weight_decay(var_names=["head/bias", "layer_norm"])
+    opt.apply([tf.ones(v.shape) for v in model.trainable_variables],
+              model.trainable_variables)
+    finals.append(numbers(model.trainable_variables))
+  for got, want in zip(*finals):
+    np.testing.assert_allclose(got, want, rtol=4e-6)
