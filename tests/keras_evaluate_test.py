@@ -329,3 +329,25 @@ def test_an_optimizer_without_averages_is_an_error():
                    callbacks=[wrapopt.keras.EvaluateWithAverages()])
   with pytest.raises(TypeError, match="must be Keras callbacks, got str"):
     wrapopt.keras.EvaluateWithAverages(["early"])
+
+
+def test_too_few_steps_for_an_average():
+  """fit() ends with what it trained."""
+  model = make(wrapopt.keras.SWA(keras.optimizers.SGD(0.1), 1000))
+  x, y = data()
+  logs = model.fit(x, y, epochs=20, verbose=0, validation_data=(x, y),
+                   callbacks=[wrapopt.keras.EvaluateWithAverages()]).history
+  loss = model.evaluate(x, y, verbose=0)
+  assert loss == logs["val_loss"][-1] < 0.5 * logs["loss"][0]
+
+
+def test_weights_that_are_set_after_an_evaluation():
+  x, y = data()
+  callback = wrapopt.keras.EvaluateWithAverages()
+  model = make()
+  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  before = [v + 100 for v in values(model.weights)]
+  model.set_weights(before)
+  model.train_on_batch(x, y)
+  for v, s, w in zip(values(model.weights), averages(model), before):
+    np.testing.assert_allclose(s, 0.9 * w + 0.1 * v, rtol=1e-6)
