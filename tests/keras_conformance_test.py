@@ -5,10 +5,12 @@ fails.
 """
 
 import collections
+import contextlib
 import functools
 import inspect
 import itertools
 import re
+import runpy
 import threading
 
 import keras
@@ -95,12 +97,21 @@ UNFUSED = {
 }
 INNER = {**FUSED, **UNFUSED}
 
+# Keras 3.12 lacks some, and its Muon takes no step.
+HAS_MUON = hasattr(K, "MultiOptimizer")
+INNER = {name: make for name, make in INNER.items()
+         if hasattr(K, name.split()[0].rstrip(",")) and (
+             name != "Muon" or HAS_MUON)}
+needs_multi_optimizer = pytest.mark.skipif(
+    not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+
 # Their gradients and rates change before the update: no news for XLA.
 NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
           "SGD loss_scale_factor", "SGD schedule"}
 
 # No optimizer: a base class that takes no step, and a table of optimizers.
-NO_INNER = {K.Optimizer, K.OptimizerMap}
+NO_INNER = {K.Optimizer, getattr(K, "OptimizerMap", K.Optimizer),
+            *(() if HAS_MUON else (K.Muon,))}
 
 # (dtype of variables, dtype of gradients).
 DTYPES = {
@@ -116,7 +127,7 @@ DTYPES = {
 # What bare Keras itself does not do, as a test says: it divides no sparse
 # gradient by a loss scale, and Muon multiplies float64 by float32.
 NO_SPARSE = {"SGD loss_scale_factor"}
-NO_FLOAT64 = {"Muon"}
+NO_FLOAT64 = {"Muon"} & INNER.keys()
 
 MODES = ("eager", "function", "jit")
 DECAYS = (0.5, 0.875)
@@ -406,6 +417,17 @@ def test_num_updates(kind):
   np.testing.assert_allclose(opt.average(w), [s + (2 - s) / 2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("version, serves", [
+    ("2.15.0", False), ("3.11.3", False), ("3.12.0", True), ("3.100.1", True),
+    ("3.16.0.dev2026102704", True), ("4.0.0", False)])
+def test_versions_of_keras(version, serves, monkeypatch):
+  monkeypatch.setattr(keras, "version", lambda: version)
+  with (contextlib.nullcontext() if serves else pytest.raises(
+      ImportError, match=f"needs Keras 3.12 or a later .* got Keras {version}"
+  )):
+    runpy.run_path(wk.__file__)
+
+
 def test_nothing_is_missing():
   classes = {x for x in vars(wk).values()
              if inspect.isclass(x) and issubclass(x, K.Optimizer) and
@@ -665,6 +687,7 @@ def test_nested(outer, inner, mode):
           np.ravel(averages_of(x, [w])), rows[name])
 
 
+@needs_multi_optimizer
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_wrapper_in_itself(name):
   make = WRAPPERS[name]
@@ -680,6 +703,7 @@ def test_no_wrapper_in_itself(name):
       make(held)
 
 
+@needs_multi_optimizer
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_within_a_multi_optimizer(wrapper):
   """A wrapper of a part, around both, and another around all."""
@@ -1063,6 +1087,7 @@ def test_swa_around_an_optimizer_that_has_trained():
   assert opt.average(w).numpy() == 13
 
 
+@needs_multi_optimizer
 def test_parts_of_a_multi_optimizer_count_their_own_steps():
   """The first trains nothing, another has trained before."""
   a, b = (keras.Variable([0.0], name=name) for name in "ab")

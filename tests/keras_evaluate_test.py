@@ -126,7 +126,8 @@ def test_nothing_stays_in_place_after_an_exception(kind, when):
   x, y = data()
   raw, average = values(model.weights), averages(model)
   uses = [lambda: model.evaluate(x, y, verbose=0),
-          lambda: model.test_on_batch(x, y),
+          # Keras 3.12 does not reset metrics itself.
+          lambda: (model.reset_metrics(), model.test_on_batch(x, y))[1],
           lambda: model.predict(x, verbose=0),
           lambda: model.predict_on_batch(x)]
   for use in uses:
@@ -293,7 +294,10 @@ def wrappers():
   }
 
 
-@pytest.mark.parametrize("kind", list(wrappers()))
+@pytest.mark.parametrize("kind", [
+    kind for kind in wrappers()
+    # Keras 3.12 has none.
+    if kind != "multi" or hasattr(keras.optimizers, "MultiOptimizer")])
 def test_averages_are_those_of_the_outermost_wrapper(kind):
   # The loss is scaled by Keras; MultiOptimizer has no learning rate to show.
   model = trained(wrappers()[kind]())
