@@ -548,8 +548,8 @@ def expand(path):
             if kind_of(path) is _TensorFlow else os.path.exists(path)):
       raise FileNotFoundError(
           f"There is no checkpoint '{path}'. Pass a .weights.h5 or .keras "
-          "file, or the prefix of a TensorFlow checkpoint, which is the part before "
-          "'.index'.")
+          "file, or the prefix of a TensorFlow checkpoint, which is the part "
+          "before '.index'.")
     return [path]
   names = {name for name in os.listdir(path) if not name.startswith(".") and
            name.endswith((".index", ".h5", ".hdf5", ".keras", "weights.json"))}
