@@ -178,6 +178,7 @@ def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
   weights = [0.1, 0.2, 0.3, 0.4]
   for in_flight, send in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
     monkeypatch.setattr(checkpoints._merge, "_IN_FLIGHT", in_flight)
+    monkeypatch.setattr(checkpoints._formats, "_COPIED", in_flight)
     monkeypatch.setattr(checkpoints._formats, "SEND", send)
     output = tmp_path / f"out-{in_flight}-{send}"
     checkpoints.merge(paths, output, weights, progress=True)
@@ -209,6 +210,41 @@ def test_only_says_what_is_averaged(tmp_path):
       "w": 1.5, "w/Adam": 2, "step": 2}
   checkpoints.merge(tmp_path, tmp_path / "out" / "all")
   assert values_of(tmp_path / "out" / "all")["w/Adam"] == 1.5
+
+
+def test_a_partitioned_variable_of_many_rows(tmp_path):
+  # From 64 on, the number of a slice's row is not ASCII in the key of the
+  # slice.
+  for i in 1, 3:
+    with tf.Graph().as_default(), v1.Session() as session:
+      parts = v1.get_variable(
+          "parts", [300, 2], initializer=v1.constant_initializer(i),
+          partitioner=v1.fixed_size_partitioner(3))
+      counts = v1.get_variable(
+          "counts", [200], tf.int64, v1.constant_initializer(i),
+          partitioner=v1.fixed_size_partitioner(2))
+      session.run(v1.global_variables_initializer())
+      v1.train.Saver([parts, counts]).save(
+          session, str(tmp_path / f"in-{i}"), write_meta_graph=False)
+  checkpoints.merge([tmp_path / "in-1", tmp_path / "in-3"], tmp_path / "out")
+  got = values_of(tmp_path / "out")
+  np.testing.assert_array_equal(got["parts"], np.full((300, 2), 2))
+  np.testing.assert_array_equal(got["counts"], np.full(200, 3))
+
+
+def test_the_state_of_an_iterator(tmp_path):
+  def make(i):
+    iterator = iter(tf.data.Dataset.range(10))
+    for _ in range(i):
+      next(iterator)
+    return tf.train.Checkpoint(w=tf.Variable([float(i)]), iterator=iterator)
+
+  for i in 1, 3:
+    make(i).write(str(tmp_path / f"in-{i}"))
+  checkpoints.merge([tmp_path / "in-1", tmp_path / "in-3"], tmp_path / "out")
+  got = make(0)
+  got.read(str(tmp_path / "out")).assert_consumed()
+  assert got.w.numpy() == [2] and next(got.iterator).numpy() == 3
 
 
 @pytest.mark.parametrize("kind", ["keras", "v1"])
@@ -318,6 +354,83 @@ def test_an_hdf5_file_of_another_kind(tmp_path):
     assert file["g/strings"][1] == b"yy" and file["g/half"][()] == 0.5
 
 
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_all_that_an_hdf5_file_may_hold(tmp_path, libver):
+  source, out = tmp_path / "in.h5", tmp_path / "out.h5"
+  with h5py.File(source, "w", libver=libver) as file:
+    file["w"] = np.ones(3, np.float32)
+    file["string"], file["none"] = "a", h5py.Empty("f4")
+    file["empty"] = np.zeros((0, 2), np.int32)
+    lists = file.create_dataset("lists", (2,), h5py.vlen_dtype(np.int32))
+    lists[0], lists[1] = [1, 2], [3]
+    file["pairs"] = np.array([(1, 2)], [("x", np.float32), ("y", np.int32)])
+    file["type"], file["flag"] = np.dtype(np.float64), True
+    file.create_dataset("rows", data=np.arange(6), chunks=(2,),
+                        maxshape=(None,), compression="gzip")
+    file.create_dataset("outside", (2,), np.int32, external=str(
+        tmp_path / "raw"))[:] = [4, 5]
+    file["group/tied"], file["group/soft"] = file["w"], h5py.SoftLink("/w")
+    file["group/top"] = file["/"]
+    attributes = file["w"].attrs
+    attributes["string"], attributes["none"] = "b", h5py.Empty("f4")
+    attributes.create("lists", np.array([np.int32([1]), np.int32([2, 3])],
+                                        object), dtype=lists.dtype)
+    file["group"].attrs["big"] = np.zeros(
+        1 << 17 if libver == "latest" else 8, np.uint8)
+  checkpoints.merge([source, source], out, [3, 1])
+  (tmp_path / "raw").unlink()
+  with h5py.File(source) as last, h5py.File(out) as got:
+    assert list(got) == list(last)
+    for name in "string", "flag", "pairs", "empty":
+      assert got[name].dtype == last[name].dtype
+      assert np.array_equal(got[name][()], last[name][()])
+    assert got["none"].shape is None and got["type"].dtype == np.float64
+    assert [list(x) for x in got["lists"]] == [[1, 2], [3]]
+    assert got["rows"].compression == "gzip" and got["rows"][5] == 5
+    assert list(got["outside"]) == [4, 5]
+    assert list(got["w"]) == [1, 1, 1] and got["w"] == got["group/tied"]
+    assert got["group"].get("soft", getlink=True).path == "/w"
+    assert got["group/top"] == got["/"]
+    assert got["w"].attrs["string"] == "b"
+    assert got["w"].attrs["none"] == h5py.Empty("f4")
+    assert [list(x) for x in got["w"].attrs["lists"]] == [[1], [2, 3]]
+    assert got["group"].attrs["big"].shape == last["group"].attrs["big"].shape
+  checkpoints.merge([out, out], tmp_path / "again.h5")
+
+
+def test_sharded_weights(tmp_path):
+  models = [make_model(seed) for seed in range(2)]
+  for i, model in enumerate(models):
+    (tmp_path / f"run/{i}").mkdir(parents=True)
+    model.save_weights(tmp_path / f"run/{i}/m.weights.json",
+                       max_shard_size=200 / 2**30)
+  inputs = [tmp_path / f"run/{i}" for i in range(2)]
+  assert len(list(inputs[0].glob("*.h5"))) > 1
+  checkpoints.merge(inputs, tmp_path / "mean.weights.h5")
+  # Beside a file of the same model in one piece.
+  models[0].save_weights(tmp_path / "run/0.weights.h5")
+  checkpoints.merge([tmp_path / "run/0.weights.h5", inputs[1]],
+                    tmp_path / "mixed.weights.h5")
+  for output in "mean", "mixed":
+    loaded = make_model(7)
+    loaded.load_weights(tmp_path / f"{output}.weights.h5")
+    for got, *of_inputs in zip(loaded.variables,
+                               *[m.variables for m in models]):
+      assert_same_bits(got.numpy(), mean_of(
+          [v.numpy() for v in of_inputs], np.float32))
+  out = tmp_path / "out.weights.json"
+  refused(tmp_path, ValueError, r"must end in '.h5', since the last input is "
+          r".*m.weights.json, got .*out.weights.json", checkpoints.merge,
+          inputs, out)
+  (tmp_path / "odd.weights.json").write_text("[]")
+  refused(tmp_path, ValueError, "odd.weights.json must be a JSON file with a "
+          "'weight_map', as .*, got other", checkpoints.merge,
+          tmp_path / "odd.weights.json", out)
+  next(inputs[0].glob("*.h5")).unlink()
+  refused(tmp_path, OSError, "m_0000.*.weights.h5", checkpoints.merge, inputs,
+          tmp_path / "new" / "out.weights.h5")
+
+
 # What is refused
 
 
@@ -352,6 +465,64 @@ def test_inputs_that_do_not_go_together(tmp_path, two, values, error):
           [two[0], odd, two[1]], tmp_path / "new" / "out")
 
 
+@pytest.mark.parametrize("last, error", [
+    (np.int32([1, 2]), r"got one of dtype float32 in .*in-0 and one of dtype "
+     r"int32 in .*last\. All inputs must be of one model"),
+    (np.array([b"x", b"y"], object), "got one of dtype float32 in .*in-0 and "
+     "one of dtype object in .*last"),
+])
+def test_an_average_of_weights_is_not_a_copy(tmp_path, two, last, error):
+  last = save_by_saver(tmp_path / "last", {"w": last, "b": np.float32(0)})
+  refused(tmp_path, ValueError, "Variable 'w' must be averaged in all inputs "
+          "or in none, " + error, checkpoints.merge, [*two, last],
+          tmp_path / "new" / "out")
+
+
+def test_links_and_references_that_a_copy_would_lose(tmp_path):
+  with h5py.File(tmp_path / "in.h5", "w") as file:
+    file["w"] = np.ones(3, np.float32)
+  for name, error in [
+      ("link", "link.h5 must contain its variables, got the link 'x' to the "
+       "file in.h5. Replace"),
+      ("reference", "reference.h5 must not contain HDF5 references, which .*, "
+       "got one in '/x'"),
+      ("of_attribute", "of_attribute.h5 must not contain HDF5 references, "
+       "which .*, got one in '/w'")]:
+    with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+      file["w"] = np.ones(3, np.float32)
+      if name == "link":
+        file["x"] = h5py.ExternalLink("in.h5", "w")
+      elif name == "reference":
+        file["x"] = file["w"].ref
+      else:
+        file["w"].attrs["x"] = file["w"].ref
+    refused(tmp_path, ValueError, error, checkpoints.merge,
+            tmp_path / f"{name}.h5", tmp_path / "new" / "out.h5")
+
+
+@pytest.mark.parametrize("output", ["", "out/", "new/out/", "new/..", "."])
+def test_outputs_without_a_name(tmp_path, monkeypatch, two, output):
+  monkeypatch.chdir(tmp_path)
+  refused(tmp_path, ValueError, "The output must end in the name of a file, "
+          f"got '{output}'. Pass a path", checkpoints.merge, two, output)
+
+
+def test_large_and_small_weights(tmp_path):
+  for i in 1, 3:
+    save_by_saver(tmp_path / f"in-{i}", {"w": np.float32(i)})
+  inputs = [tmp_path / "in-1", tmp_path / "in-3"]
+  for i, (weights, mean) in enumerate([
+      ([1e308, 1e308], 2), ([1.7e308, -1e308], (1.7 - 3) / 0.7),
+      ([5e-324, 5e-324], 2), ([1, 1e308], 3)]):
+    checkpoints.merge(inputs, tmp_path / f"out-{i}", weights)
+    assert values_of(tmp_path / f"out-{i}") == {
+        "w": pytest.approx(mean, rel=1e-6)}
+  for weights, error in [
+      ([10**400, 1], "must be finite"), ([-1e308, -1e308], "greater than 0")]:
+    refused(tmp_path, ValueError, error, checkpoints.merge, inputs,
+            tmp_path / "out", weights)
+
+
 def test_bad_arguments(tmp_path, two):
   out = tmp_path / "out"
   for error, match, function, args, kwargs in [
@@ -370,8 +541,12 @@ def test_bad_arguments(tmp_path, two):
       (ValueError, "`decay` must be in", checkpoints.ema, (two, out, 1.5), {}),
       (ValueError, "`window` must be an integer from 1 to the number of inputs, "
        "2, got 3", checkpoints.lawa, (two, out, 3), {}),
+      (FileNotFoundError, "There is no checkpoint .*none", checkpoints.lawa,
+       (tmp_path / "none", out), {}),
       (ValueError, "must not end in '.keras', '.h5'", checkpoints.merge,
        (two, tmp_path / "out.weights.h5"), {}),
+      (ValueError, "must not end in .* or '.index'", checkpoints.merge,
+       (two, tmp_path / "out.index"), {}),
       (FileExistsError, "in-0.index exists. Remove it", checkpoints.merge,
        (two, two[0]), {}),
       (ValueError, "variables to average that match 'nothing', got 'b', 'w'",
@@ -499,6 +674,48 @@ def test_a_damaged_part_of_a_variable(tmp_path, monkeypatch):
           checkpoints.merge, paths, tmp_path / "out")
 
 
+@pytest.mark.parametrize("which", ["first", "last"])
+def test_a_damaged_archive(tmp_path, which):
+  # One bit anywhere in a file of Keras: it is refused, or it changes nothing.
+  paths = [tmp_path / f"in-{i}.keras" for i in range(2)]
+  for i, path in enumerate(paths):
+    make_model(i).save(path)
+  contents = lambda path: {
+      name: archive.read(name) for archive in [zipfile.ZipFile(path)]
+      for name in archive.namelist()}
+  checkpoints.merge(paths, tmp_path / "expected.keras")
+  expected = contents(tmp_path / "expected.keras")
+  damaged = paths[which == "last"]
+  whole = damaged.read_bytes()
+  with zipfile.ZipFile(damaged) as archive:
+    weights = archive.getinfo("model.weights.h5")
+  rng = np.random.default_rng(0)
+  count = 0
+  for at in [*rng.integers(weights.header_offset + 60, weights.file_size, 20),
+             *rng.integers(0, weights.header_offset, 5),
+             *rng.integers(weights.header_offset + weights.file_size,
+                           len(whole), 15)]:
+    data = bytearray(whole)
+    data[at] ^= 1 << rng.integers(8)
+    damaged.write_bytes(data)
+    out = tmp_path / "new" / f"{at}.keras"
+    try:
+      checkpoints.merge(paths, out)
+    except (OSError, ValueError) as e:
+      assert damaged.name in str(e)
+      assert not out.parent.exists() or not list(out.parent.glob(f"*{at}*"))
+      count += 1
+    else:
+      assert contents(out) == expected
+  assert count >= 20
+  data = bytearray(whole)
+  data[weights.file_size // 2] ^= 1
+  damaged.write_bytes(data)
+  refused(tmp_path, OSError, f"The file .*{damaged.name} is damaged: the "
+          "checksum of model.weights.h5 is 0x.*, written as 0x.*Use another copy",
+          checkpoints.merge, paths, tmp_path / "more" / "out.keras")
+
+
 def test_a_damaged_index(tmp_path, two):
   with open(two[0] + ".index", "r+b") as file:
     file.seek(5)
@@ -514,7 +731,7 @@ def test_a_file_that_is_damaged(tmp_path, two):
   with open(data, "r+b") as file:
     file.write(b"\xff")
   refused(tmp_path, OSError, "Variable '[bw]' of .*in-0 cannot be read: ",
-          checkpoints.merge, two, tmp_path / "out")
+          checkpoints.merge, two, tmp_path / "new" / "folder" / "out")
   (tmp_path / "odd.h5").write_bytes(b"not HDF5")
   refused(tmp_path, OSError, "odd.h5|signature", checkpoints.merge,
           tmp_path / "odd.h5", tmp_path / "out.h5")

@@ -5,10 +5,13 @@ fails.
 """
 
 import collections
+import contextlib
 import functools
 import inspect
 import itertools
 import re
+import runpy
+import threading
 
 import keras
 import ml_dtypes
@@ -94,12 +97,21 @@ UNFUSED = {
 }
 INNER = {**FUSED, **UNFUSED}
 
+# Keras 3.12 lacks some, and its Muon takes no step.
+HAS_MUON = hasattr(K, "MultiOptimizer")
+INNER = {name: make for name, make in INNER.items()
+         if hasattr(K, name.split()[0].rstrip(",")) and (
+             name != "Muon" or HAS_MUON)}
+needs_multi_optimizer = pytest.mark.skipif(
+    not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+
 # Their gradients and rates change before the update: no news for XLA.
 NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
           "SGD loss_scale_factor", "SGD schedule"}
 
 # No optimizer: a base class that takes no step, and a table of optimizers.
-NO_INNER = {K.Optimizer, K.OptimizerMap}
+NO_INNER = {K.Optimizer, getattr(K, "OptimizerMap", K.Optimizer),
+            *(() if HAS_MUON else (K.Muon,))}
 
 # (dtype of variables, dtype of gradients).
 DTYPES = {
@@ -115,7 +127,7 @@ DTYPES = {
 # What bare Keras itself does not do, as a test says: it divides no sparse
 # gradient by a loss scale, and Muon multiplies float64 by float32.
 NO_SPARSE = {"SGD loss_scale_factor"}
-NO_FLOAT64 = {"Muon"}
+NO_FLOAT64 = {"Muon"} & INNER.keys()
 
 MODES = ("eager", "function", "jit")
 DECAYS = (0.5, 0.875)
@@ -355,9 +367,9 @@ def test_moving_average_in_the_head():
 
 
 def test_swa_in_the_head():
-  # w goes 1, 2, 3, 4, 5; s is the mean of 2, then of 2 and 4.
+  # w goes 1, 2, 3, 4, 5; s is w, then the mean of 2, then of 2 and 4.
   assert walk(wk.SWA(K.SGD(1.0), 1, 2), 5) == [
-      (1, 0), (2, 2), (3, 2), (4, 3), (5, 3)]
+      (1, 1), (2, 2), (3, 2), (4, 3), (5, 3)]
 
 
 def test_lookahead_in_the_head():
@@ -403,6 +415,17 @@ def test_num_updates(kind):
   count.assign(8.0)  # Of now: TF Addons reads it once, when it is made.
   step()
   np.testing.assert_allclose(opt.average(w), [s + (2 - s) / 2], rtol=1e-6)
+
+
+@pytest.mark.parametrize("version, serves", [
+    ("2.15.0", False), ("3.11.3", False), ("3.12.0", True), ("3.100.1", True),
+    ("3.16.0.dev2026102704", True), ("4.0.0", False)])
+def test_versions_of_keras(version, serves, monkeypatch):
+  monkeypatch.setattr(keras, "version", lambda: version)
+  with (contextlib.nullcontext() if serves else pytest.raises(
+      ImportError, match=f"needs Keras 3.12 or a later .* got Keras {version}"
+  )):
+    runpy.run_path(wk.__file__)
 
 
 def test_nothing_is_missing():
@@ -664,6 +687,7 @@ def test_nested(outer, inner, mode):
           np.ravel(averages_of(x, [w])), rows[name])
 
 
+@needs_multi_optimizer
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_wrapper_in_itself(name):
   make = WRAPPERS[name]
@@ -679,6 +703,7 @@ def test_no_wrapper_in_itself(name):
       make(held)
 
 
+@needs_multi_optimizer
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_within_a_multi_optimizer(wrapper):
   """A wrapper of a part, around both, and another around all."""
@@ -760,7 +785,7 @@ def test_variables_that_have_gradients_in_other_steps(wrapper):
     # From 0 to 1, half of it, from there to 1.5, half of that.
     assert a.numpy() == b.numpy() == 1.0
   moving = wk.MovingAverage(K.SGD(1.0), 0.5)
-  moving.build([a, b])
+  moving.apply([grad, grad], [a, b])
   before = moving.average(b).numpy()
   a.assign([8.0])
   b.assign([8.0])
@@ -943,7 +968,7 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
      "different decays"),
     (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
-     "`average_decay` must be a number or a sequence of numbers"),
+     "`average_decay` must be a number, a PowerDecay or a HalfLife, or a"),
     (lambda opt: wk.MovingAverage(opt, "0.5"), TypeError, "average_decay"),
     (lambda opt: wk.MovingAverage(opt, num_updates=-1), ValueError,
      "`num_updates` must be at least 0, got -1"),
@@ -1022,3 +1047,127 @@ def test_errors_of_steps(wrapper):
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_by_name_and_configuration(wrapper, given):
   assert type(WRAPPERS[wrapper](given).inner()) is K.Adam
+
+
+@pytest.mark.parametrize("inner", [K.SGD, K.AdamW, K.Adamax])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_without_weight_decay_may_be_those_of_layers(wrapper, inner):
+  finals = []
+  for wrap in (lambda opt: opt, WRAPPERS[wrapper]):
+    model = keras.Sequential([
+        keras.Input((2,)), keras.layers.Dense(2, name="body"),
+        keras.layers.LayerNormalization(name="layer_norm"),
+        keras.layers.Dense(1, name="head")])
+    for i, v in enumerate(model.trainable_variables):
+      v.assign(np.full(v.shape, i + 1))
+    opt = wrap(inner(0.125, weight_decay=0.5))
+    opt.exclude_from_weight_decay(var_names=["head/bias", "layer_norm"])
+    opt.apply([tf.ones(v.shape) for v in model.trainable_variables],
+              model.trainable_variables)
+    finals.append(numbers(model.trainable_variables))
+  for got, want in zip(*finals):
+    np.testing.assert_allclose(got, want, rtol=4e-6)
+
+
+def test_swa_around_an_optimizer_that_has_trained():
+  # The first counted step replaces the average, whatever came before.
+  w = keras.Variable([0.0])
+  sgd = K.SGD(1.0)
+  for _ in range(5):
+    sgd.apply([tf.constant([-1.0])], [w])
+  opt = wk.SWA(sgd, 2, 2)
+  step = stepping(opt, [w], "function")
+  for want in (6, 7, 7, 8, 8, 9):  # After 6 steps w; then of 7; 7, 9; ...
+    step(tf.constant([-1.0]))
+    assert opt.average(w).numpy() == want
+  opt.seed_averages()
+  assert opt.average(w).numpy() == w.numpy() == 11
+  step(tf.constant([-1.0]))
+  step(tf.constant([-1.0]))
+  assert opt.average(w).numpy() == 13
+
+
+@needs_multi_optimizer
+def test_parts_of_a_multi_optimizer_count_their_own_steps():
+  """The first trains nothing, another has trained before."""
+  a, b = (keras.Variable([0.0], name=name) for name in "ab")
+  trained = K.SGD(1.0)
+  for _ in range(3):
+    trained.apply([tf.constant([-1.0])], [a])
+  inner = K.MultiOptimizer(K.OptimizerMap(
+      K.SGD(1.0), {"nothing": K.SGD(), "a": trained}))
+  moving = wk.MovingAverage(inner, wrapopt.PowerDecay(gamma=0))
+  opt = wk.SWA(moving, 0, 1)
+  for _ in range(3):
+    opt.apply([tf.constant([-1.0])] * 2, [a, b])
+  assert moving.average_steps() == 3
+  for x in (moving, opt):  # Of 4, 5 and 6, and of 1, 2 and 3.
+    np.testing.assert_allclose(
+        [x.average(v).numpy().item() for v in (a, b)], [5, 2], rtol=1e-6)
+
+
+def late_weights(opt, w):
+  """Trains from a weight of 10 that is set after the optimizer is built."""
+  opt.build([w])
+  w.assign([10.0])
+  for _ in range(2):
+    opt.apply([tf.constant([-1.0])], [w])
+
+
+def test_averages_begin_at_the_values_before_the_first_step():
+  w = keras.Variable([0.0])
+  late_weights(opt := wk.MovingAverage(K.SGD(1.0), 0.5), w)
+  assert opt.average(w).numpy() == 11.25  # Of 10, 11 and 12.
+  w.assign([0.0])
+  late_weights(opt := wk.Lookahead(K.SGD(1.0), 2), w)
+  assert w.numpy() == opt.slow_weights(w).numpy() == 11
+  w.assign([20.0])
+  opt.seed_slow_weights()
+  for _ in range(2):
+    opt.apply([tf.constant([-1.0])], [w])
+  assert w.numpy() == 21
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_averages_that_have_not_begun_are_variables(wrapper):
+  w = keras.Variable([0.0])
+  opt = WRAPPERS[wrapper](K.SGD(1.0, gradient_accumulation_steps=2))
+  step = stepping(opt, [w], "function")
+  step(tf.constant([-1.0]))
+  w.assign([10.0])
+  read = opt.slow_weights if wrapper == "Lookahead" else opt.average
+  assert read(w).numpy() == 10
+  if wrapper != "Lookahead":
+    with opt.averaged_weights():
+      assert read(w).numpy() == w.numpy() == 10
+    opt.finalize_variable_values([w])
+    assert w.numpy() == 10
+  step(tf.constant([-1.0]))
+  w.assign([20.0])
+  # SWA counts the second step, Lookahead moves after it.
+  assert read(w).numpy() == {
+      "MovingAverage": 10.5, "SWA": 20, "Lookahead": 10}[wrapper]
+
+
+def test_one_thread_at_a_time_has_averages_in_place():
+  w = keras.Variable([1.0], dtype="bfloat16")
+  opt = wk.MovingAverage(K.SGD(1.0), 0.5)
+  opt.apply([tf.constant([1.0])], [w])  # The weight is 0, the average 0.5.
+  barrier, seen = threading.Barrier(2), []
+
+  def enter():
+    for _ in range(300):
+      barrier.wait()
+      try:
+        with opt.averaged_weights():
+          seen.append(float(w.numpy()[0]))
+      except RuntimeError as e:
+        assert "must not be called inside averaged_weights" in str(e)
+
+  threads = [threading.Thread(target=enter) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  for thread in threads:
+    thread.join()
+  assert len(seen) >= 300 and set(seen) == {0.5}
+  assert w.numpy() == 0 and opt.average(w).numpy() == 0.5

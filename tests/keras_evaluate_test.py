@@ -126,7 +126,8 @@ def test_nothing_stays_in_place_after_an_exception(kind, when):
   x, y = data()
   raw, average = values(model.weights), averages(model)
   uses = [lambda: model.evaluate(x, y, verbose=0),
-          lambda: model.test_on_batch(x, y),
+          # Keras 3.12 does not reset metrics itself.
+          lambda: (model.reset_metrics(), model.test_on_batch(x, y))[1],
           lambda: model.predict(x, verbose=0),
           lambda: model.predict_on_batch(x)]
   for use in uses:
@@ -293,7 +294,10 @@ def wrappers():
   }
 
 
-@pytest.mark.parametrize("kind", list(wrappers()))
+@pytest.mark.parametrize("kind", [
+    kind for kind in wrappers()
+    # Keras 3.12 has none.
+    if kind != "multi" or hasattr(keras.optimizers, "MultiOptimizer")])
 def test_averages_are_those_of_the_outermost_wrapper(kind):
   # The loss is scaled by Keras; MultiOptimizer has no learning rate to show.
   model = trained(wrappers()[kind]())
@@ -329,3 +333,25 @@ def test_an_optimizer_without_averages_is_an_error():
                    callbacks=[wrapopt.keras.EvaluateWithAverages()])
   with pytest.raises(TypeError, match="must be Keras callbacks, got str"):
     wrapopt.keras.EvaluateWithAverages(["early"])
+
+
+def test_too_few_steps_for_an_average():
+  """fit() ends with what it trained."""
+  model = make(wrapopt.keras.SWA(keras.optimizers.SGD(0.1), 1000))
+  x, y = data()
+  logs = model.fit(x, y, epochs=20, verbose=0, validation_data=(x, y),
+                   callbacks=[wrapopt.keras.EvaluateWithAverages()]).history
+  loss = model.evaluate(x, y, verbose=0)
+  assert loss == logs["val_loss"][-1] < 0.5 * logs["loss"][0]
+
+
+def test_weights_that_are_set_after_an_evaluation():
+  x, y = data()
+  callback = wrapopt.keras.EvaluateWithAverages()
+  model = make()
+  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  before = [v + 100 for v in values(model.weights)]
+  model.set_weights(before)
+  model.train_on_batch(x, y)
+  for v, s, w in zip(values(model.weights), averages(model), before):
+    np.testing.assert_allclose(s, 0.9 * w + 0.1 * v, rtol=1e-6)

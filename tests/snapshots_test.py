@@ -91,6 +91,13 @@ def test_a_snapshot_itself_is_its_own_fit():
   assert fit.weights == [1] and fit.error > 0.1
 
 
+@pytest.mark.parametrize("gamma", [0, 1e-300, 1e150, 1e155, 1e308])
+def test_exponents_far_from_those_of_snapshots(gamma):
+  fit = _profiles.fit(profiles(16), _profiles.Profile(gamma, 1000))
+  assert fit.weights.sum() == pytest.approx(1)
+  assert 0.2 < fit.error <= 1 + 1e-9
+
+
 # Sessions
 
 
@@ -354,6 +361,23 @@ def test_averages_of_batch_normalizations_are_in_snapshots(tmp_path):
         model.layers[1].moving_mean.numpy())
 
 
+def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
+  for step, averaged in (1, ["v", "m"]), (2, ["v"]):
+    writer = checkpoints._snapshots.Snapshots(tmp_path / "run", 1, None)
+    writer.begin(0)
+    x = np.ones(3, np.float32)
+    writer.write(lambda path, specs, note: checkpoints._formats.H5Sink(
+        path + ".h5", specs, None, note), step, NARROW, step,
+                 {name: (x, x.dtype) for name in averaged},
+                 {} if "m" in averaged else {"m": x})
+    writer.end()
+  with pytest.raises(ValueError, match="Variable 'm' must be averaged in all "
+                     "inputs or in none, got one of dtype float32 in .*-1-.* "
+                     "and one that is no average in .*-2-"):
+    checkpoints.posthoc(tmp_path / "run", tmp_path / "new" / "out.h5", 0.1)
+  assert not (tmp_path / "new").exists()
+
+
 def test_what_is_no_snapshot(run, tmp_path):
   _, directory, _ = run
   model = make_model(NARROW)
@@ -381,10 +405,23 @@ def accuracy(path):
   return model.evaluate(*digits_like(), verbose=0)[1]
 
 
-def test_sweep(run, tmp_path, capsys):
+def recalibrated(path):
+  """The same, with statistics of batch normalizations that fit the weights."""
+  model = make_model([NARROW], keras.optimizers.SGD(0.1))
+  model.load_weights(path)
+  x, _ = digits_like()
+  wrapopt.keras.recalibrate_batch_norm(model, [x])
+  before = model.layers[0](x).numpy()
+  np.testing.assert_allclose(model.layers[1].moving_mean, before.mean(0),
+                             rtol=1e-4, atol=1e-5)
+  return model.evaluate(*digits_like(), verbose=0)[1]
+
+
+@pytest.mark.parametrize("evaluate", [accuracy, recalibrated])
+def test_sweep(run, tmp_path, capsys, evaluate):
   _, directory, _ = run
   command.main(["posthoc", *map(str, two_of(directory)), "--sweep", "0.05", "0.2",
-                "--evaluate", "snapshots_test:accuracy", "--quiet",
+                "--evaluate", f"snapshots_test:{evaluate.__name__}", "--quiet",
                 "--output", str(tmp_path / "sweep")])
   with open(tmp_path / "sweep" / "results.json", encoding="utf-8") as file:
     rows = json.load(file)
@@ -392,8 +429,86 @@ def test_sweep(run, tmp_path, capsys):
   assert all(0.5 < row["quality"] <= 1 for row in rows)
   assert rows[0]["error"] < 1e-6 < rows[1]["error"]
   assert (tmp_path / "sweep" / "quality.png").stat().st_size > 1000
-  assert "0.05" in capsys.readouterr().out
+  printed = capsys.readouterr()
+  assert "0.05" in printed.out
+  assert (" has moving statistics of batch normalizations, 2 variables such as "
+          "'layers/batch_normalization/vars/3'. They do not fit averaged "
+          f"weights. The function snapshots_test:{evaluate.__name__} must "
+          "recalibrate them before it evaluates" in printed.err)
   assert not list((directory / "snapshots").glob(".*"))
+
+
+def test_a_sweep_that_fails_leaves_nothing(run, tmp_path, capsys):
+  _, directory, _ = run
+  for inputs, widths, error in [
+      ([tmp_path / "none"], ["0.05"], "There is no checkpoint '.*none'"),
+      (two_of(directory), ["0.05", "2"], "relative_width"),
+      (two_of(directory), ["0.05"], "no such data")]:
+    with pytest.raises(SystemExit, match=error):
+      command.main(["posthoc", *map(str, inputs), "--sweep", *widths,
+                    "--evaluate", "snapshots_test:failing", "--quiet",
+                    "--output", str(tmp_path / "a" / "sweep")])
+    assert not (tmp_path / "a").exists()
+  with pytest.raises(SystemExit):
+    command.main(["posthoc", *map(str, two_of(directory)), "--sweep",
+                  "--evaluate", "snapshots_test:failing", "--output", ""])
+  assert "--output: must be a directory, got ''" in capsys.readouterr().err
+
+
+def failing(path):
+  """What the test above evaluates."""
+  raise OSError("no such data")
+
+
+class Norms(keras.Model):
+  """Batch normalizations under names of attributes and of classes."""
+
+  def __init__(self):
+    super().__init__()
+    self.first = keras.layers.BatchNormalization()
+    self.second = keras.layers.BatchNormalization(name="stem_bn", scale=False)
+    self.rest = [keras.layers.BatchNormalization(name="x", center=False),
+                 keras.layers.LayerNormalization(), keras.layers.Dense(2)]
+
+  def call(self, x):
+    for layer in self.first, self.second, *self.rest:
+      x = layer(x)
+    return x
+
+
+def test_moving_statistics_are_found(tmp_path, capsys):
+  model = Norms()
+  model(np.zeros((2, 3), np.float32))
+  paths = [tmp_path / "a.weights.h5", tmp_path / "a.keras", tmp_path / "a"]
+  model.save_weights(paths[0])
+  model.compile("adam", "mse")
+  model.optimizer.build(model.trainable_variables)
+  model.save(paths[1])
+  tf.train.Checkpoint(model=model, opt=model.optimizer).write(str(paths[2]))
+  for path in paths:
+    output = path.with_name("mean." + path.name)
+    command.main(["lawa", str(path), "--window", "1", "--quiet", "--output",
+                  str(output)])
+    source = checkpoints._formats.open_source(str(path))
+    names = source.moving_statistics()
+    source.close()
+    assert (f"note: {output} has moving statistics of batch normalizations, "
+            f"{len(names)} variables such as '{names[-1]}'. They do not fit "
+            "averaged weights. Load the output into the model, then call "
+            "wrapopt.keras.recalibrate") in capsys.readouterr().err
+    if path.suffix:
+      assert names == ["first/vars/2", "first/vars/3", *(
+          f"layers/batch_normalization_{k}/vars/{i}"
+          for k in (1, 2) for i in (1, 2))]
+    else:  # Keras does not track lists there.
+      assert names == [
+          f"model/{layer}/moving_{which}/.ATTRIBUTES/VARIABLE_VALUE"
+          for layer in ("first", "second") for which in ("mean", "variance")]
+  keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]).save_weights(
+      tmp_path / "plain.weights.h5")
+  command.main(["lawa", str(tmp_path / "plain.weights.h5"), "--window", "1",
+                "--quiet", "--output", str(tmp_path / "out.weights.h5")])
+  assert "note" not in capsys.readouterr().err
 
 
 def test_command(run, tmp_path, capsys):

@@ -128,7 +128,8 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
   apart = []
   for i, (grad, variable) in enumerate(zip(grads, variables)):
     decays_here = (opt.weight_decay is not None and
-                   opt._use_weight_decay(variable))
+                   # As Keras: its name then contains those of its layers.
+                   opt._use_weight_decay(values[i]))
     is_sparse = isinstance(grad, tf.IndexedSlices)
     averages = [row[i] for row in shadows]
     # For a sparse gradient, a rule may update only some rows. Keras decays all.

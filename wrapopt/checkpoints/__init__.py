@@ -14,10 +14,12 @@ The same as a command; `--help` lists its options:
     python -m wrapopt.checkpoints merge a.keras b.keras --output mean.keras
 
 Inputs are checkpoints of TensorFlow (of `tf.compat.v1.train.Saver` and of
-`tf.train.Checkpoint`, named by their prefix), `.weights.h5` and `.keras` files
-of Keras, and other HDF5 files of variables. The output is a copy of the last
-input with averaged values, and loads in the same way. A directory means all
-checkpoints in it, sorted by name, with numbers in names sorted by value.
+`tf.train.Checkpoint`, named by their prefix), `.weights.h5`, `.weights.json`
+and `.keras` files of Keras, and other HDF5 files of variables. The output is a
+copy of the last input with averaged values, and loads in the same way. If the
+last input is a `.weights.json` file, which names the shards of the weights, the
+output is one `.weights.h5` file. A directory means all checkpoints in it,
+sorted by name, with numbers in names sorted by value.
 
 The functions average all variables of dtype float16, bfloat16, float32 and
 float64. They sum in float64 and round once, to the variable's dtype in the last
@@ -28,12 +30,22 @@ does not distinguish slots from weights. `only` selects the variables to
 average, in any format.
 
 All inputs are checked before anything is written: they must have the same
-variables, in the same shapes. Dtypes may differ. The output appears once it is
-complete and on the disk, or not at all. Files are read in parts. This takes
+variables, in the same shapes. Floating-point dtypes may differ. The checksums
+of TensorFlow's checkpoints and of `.keras` files are verified; HDF5 files have
+none. The output appears once it is complete and on the disk, or not at all.
+Files are read in parts. This takes
 half a gigabyte of memory, or six times the largest variable that a TensorFlow
 checkpoint holds in slices, whatever the number and the size of the inputs.
 Inputs of more bytes than half of the machine's memory are dropped from the page
 cache once they are read, and so is their output.
+
+**Batch normalization.** The moving means and variances in an output do not fit
+its weights: `merge`, `lawa` and `ema` average those of the inputs, and
+`posthoc` keeps those of the last snapshot. Compute them again, with the output
+in the model, before you evaluate it:
+
+    model.load_weights("width.weights.h5")
+    wrapopt.keras.recalibrate_batch_norm(model, dataset)
 
 All steps to an average whose width is chosen after training:
 
@@ -52,6 +64,8 @@ All steps to an average whose width is chosen after training:
        wrapopt.checkpoints.posthoc("run/snapshots", "width.weights.h5",
                                    relative_width=0.08)
        model.load_weights("width.weights.h5")
+       wrapopt.keras.recalibrate_batch_norm(model, dataset)
+       model.evaluate(...)
 
 `python -m wrapopt.examples.posthoc_digits` does both on real data.
 
@@ -87,6 +101,9 @@ def merge(inputs: _Paths, output: _Path,
           only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the mean of checkpoints, or a weighted mean.
 
+  The statistics of batch normalizations in the output do not fit its weights.
+  `help(wrapopt.checkpoints)` says what to do.
+
   Args:
     inputs: A path, or a sequence of paths.
     output: The path of the output, which has the format of the last input.
@@ -119,6 +136,8 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
 
       s += (1 - decay) (v - s)
 
+  Batch normalizations: see `merge`.
+
   Args:
     inputs: As in `merge`, in the order of training.
     output: As in `merge`.
@@ -141,6 +160,10 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
 def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
          only: Optional[str] = None, progress: bool = False) -> None:
   """Writes the mean of the latest checkpoints of a run.
+
+  The statistics of batch normalizations in the output do not fit its weights.
+  Load it into the model, then call
+  `wrapopt.keras.recalibrate_batch_norm(model, dataset)`.
 
   Args:
     inputs: As in `merge`, in the order of training.
@@ -175,6 +198,10 @@ def posthoc(inputs: _Paths, output: _Path,
   relative widths 0.05 and 0.10 and 16 snapshots of each, the error is 0.4 % for
   a width of 0.07 and 0.9 % for 0.15. Widths outside of this range need more
   snapshots (4 % for 0.03, 2 % for 0.20).
+
+  The output has the statistics of batch normalizations of the last snapshot,
+  which do not fit its weights. Load it into the model, then call
+  `wrapopt.keras.recalibrate_batch_norm(model, dataset)`.
 
   Args:
     inputs: As in `merge`: all snapshots of one run, in any order.
@@ -245,7 +272,9 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
   Args:
     inputs: As in `posthoc`.
     evaluate: A function of the path of a checkpoint. It returns a number. The
-      checkpoint is removed after the call.
+      checkpoint is removed after the call. If the model has batch
+      normalizations, the function calls `wrapopt.keras.recalibrate_batch_norm`
+      before it evaluates; otherwise the width of the best result may be wrong.
     relative_widths: The widths.
     steps: As in `posthoc`.
     only: As in `merge`.

@@ -6,14 +6,20 @@
   posthoc   the average of any width, from the snapshots of a run
   list      the kind and the contents of checkpoints
 
-A checkpoint is a .weights.h5 or .keras file of Keras, or the prefix of a
-TensorFlow checkpoint, which is the part before ".index" in the names of its
-files. A directory means all checkpoints in it, sorted by name, with numbers in
-names sorted by value.
+A checkpoint is a .weights.h5, .weights.json or .keras file of Keras, or the
+prefix of a TensorFlow checkpoint, which is the part before ".index" in the
+names of its files. A directory means all checkpoints in it, sorted by name,
+with numbers in names sorted by value.
 
 The output is a copy of the last input with averaged variables, and loads in the
 same way. It appears once it is complete. Integers (counts of steps), strings
-and the state of optimizers are copied from the last input.
+and the state of optimizers are copied from the last input. Sharded weights
+become one file.
+
+The moving statistics of batch normalizations in an output do not fit its
+weights. Load it into the model, then call
+wrapopt.keras.recalibrate_batch_norm(model, dataset). The function of --evaluate
+must do so before it evaluates.
 
 Examples:
 
@@ -29,6 +35,7 @@ Examples:
 
 import argparse
 import collections
+import contextlib
 import importlib
 import json
 import os
@@ -126,22 +133,37 @@ def _common(options):
   return {"only": options.only, "progress": not options.quiet}
 
 
+def _note_batch_norm(path, remedy=(
+    "Load the output into the model, then call "
+    "wrapopt.keras.recalibrate_batch_norm(model, dataset).")):
+  """Prints a note if a checkpoint has moving statistics."""
+  with contextlib.closing(_formats.open_source(path)) as source:
+    names = source.moving_statistics()
+  if names:
+    print(f"note: {path} has moving statistics of batch normalizations, "
+          f"{len(names)} variables such as '{names[-1]}'. They do not fit "
+          f"averaged weights. {remedy}", file=sys.stderr)
+
+
 def _run_merge(options, parser):
   del parser
   checkpoints.merge(options.inputs, options.output, options.weights,
                     **_common(options))
+  _note_batch_norm(options.output)
 
 
 def _run_ema(options, parser):
   del parser
   checkpoints.ema(options.inputs, options.output, options.decay,
                   **_common(options))
+  _note_batch_norm(options.output)
 
 
 def _run_lawa(options, parser):
   del parser
   checkpoints.lawa(options.inputs, options.output, options.window,
                    **_common(options))
+  _note_batch_norm(options.output)
 
 
 def _run_posthoc(options, parser):
@@ -155,6 +177,7 @@ def _run_posthoc(options, parser):
       gamma=options.gamma, steps=options.steps, **_common(options))
   print(f"{options.output}: of {len(fitted.weights)} snapshots, error of the "
         f"profile {fitted.error:.2%}")
+  _note_batch_norm(options.output)
 
 
 def _run_sweep(options, parser):
@@ -166,10 +189,21 @@ def _run_sweep(options, parser):
   except (ImportError, AttributeError) as e:
     parser.error(f"argument --evaluate: must be MODULE:FUNCTION, got "
                  f"{options.evaluate}: {e}")
-  os.makedirs(options.output, exist_ok=True)
-  widths = checkpoints.sweep(
-      options.inputs, evaluate, options.sweep or _WIDTHS, steps=options.steps,
-      **_common(options))
+  if not options.output:
+    parser.error("argument --output: must be a directory, got ''")
+  paths = [path for given in options.inputs for path in _formats.expand(given)]
+  _note_batch_norm(
+      paths[-1], f"The function {options.evaluate} must recalibrate them "
+      "before it evaluates, or the best width may be wrong: "
+      "wrapopt.keras.recalibrate_batch_norm(model, dataset).")
+  made = _formats.make_directories(options.output)
+  try:
+    widths = checkpoints.sweep(
+        paths, evaluate, options.sweep or _WIDTHS, steps=options.steps,
+        **_common(options))
+  except BaseException:
+    _formats.remove_empty(made)
+    raise
   print("relative width  error of the profile  quality")
   for width in widths:
     print(f"{width.relative_width:14.4g}  {width.error:20.2%}  "
@@ -209,10 +243,8 @@ def _run_list(options, parser):
   for given in options.inputs:
     for path in _formats.expand(given):
       source = _formats.open_source(path)
-      try:
+      with contextlib.closing(source):
         _describe(source, options.variables)
-      finally:
-        source.close()
 
 
 def _describe(source, with_variables):

@@ -5,8 +5,8 @@ of their names, shapes, dtypes, places and checksums. Unlike TensorFlow, this
 module reads and writes variables in parts.
 """
 
-import os
 import struct
+import typing
 
 import numpy as np
 import tensorflow as tf
@@ -19,35 +19,48 @@ from wrapopt.checkpoints import _places
 _MAGIC = 0xdb4775248b80fb57
 
 
-def places_of(prefix):
-  """The places of the variables of a TensorFlow checkpoint.
+class Bundle(typing.NamedTuple):
+  """The variables of a TensorFlow checkpoint whose bytes are contiguous.
 
-  Args:
-    prefix: The prefix of its files.
+  Others are read by TensorFlow: strings, and variables in slices.
 
-  Returns:
-    {name: Place} of the variables that are contiguous. Partitioned variables
-    are saved in slices, and strings in another format.
+  Attributes:
+    places: {name: Place} of floating-point variables.
+    variants: {name: (BundleEntryProto, Place)} of variables of dtype variant,
+      such as the states of iterators. Their checksums are not those of the
+      bytes.
   """
+  places: dict[str, _places.Place]
+  variants: dict[str, tuple]
+
+
+def bundle_of(prefix):
+  """The Bundle of a TensorFlow checkpoint; `prefix` is that of its files."""
+  bundle = Bundle({}, {})
   try:
     with open(prefix + ".index", "rb") as file:
       table = dict(_table(file.read()))
   except FileNotFoundError:
-    return {}  # An old checkpoint, without an index file.
+    return bundle  # An old checkpoint, without an index file.
   header = tensor_bundle_pb2.BundleHeaderProto.FromString(table.pop(b""))
   if header.endianness != tensor_bundle_pb2.BundleHeaderProto.LITTLE:
-    return {}
-  places = {}
+    return bundle
   for key, value in table.items():
+    if key.startswith(b"\0"):
+      continue  # A slice. Its key is no name, but binary.
     entry = tensor_bundle_pb2.BundleEntryProto.FromString(value)
     dtype = tf.as_dtype(entry.dtype)
     count = int(np.prod([d.size for d in entry.shape.dim], dtype=np.int64))
-    if (dtype.is_floating and not entry.slices and
-        entry.size == count * dtype.size):
-      places[key.decode()] = _places.Place(
-          f"{prefix}.data-{entry.shard_id:05d}-of-{header.num_shards:05d}",
-          entry.offset, entry.size, _unmasked(entry.crc32c))
-  return places
+    place = _places.Place(
+        f"{prefix}.data-{entry.shard_id:05d}-of-{header.num_shards:05d}",
+        entry.offset, entry.size)
+    if dtype == tf.variant:
+      bundle.variants[key.decode()] = entry, place
+    elif (dtype.is_floating and not entry.slices and
+          entry.size == count * dtype.size):
+      bundle.places[key.decode()] = place._replace(
+          checksum=_unmasked(entry.crc32c))
+  return bundle
 
 
 class Writer:
@@ -63,7 +76,7 @@ class Writer:
     self.index = prefix + ".index"
     self._file = open(self.data, "wb")
     self._entries = {}
-    self._checksums = {}
+    self._checksums = {}  # Of the entries, except those of `copy`.
 
   def write(self, name, value, shape):
     """Writes a variable, or its next rows.
@@ -87,6 +100,19 @@ class Writer:
     self._entries[name].size += len(data)
     self._checksums[name] = checksum
 
+  def copy(self, name, entry, data):
+    """Copies a variable with its checksum.
+
+    Args:
+      name: Its name.
+      entry: Its BundleEntryProto.
+      data: Its bytes.
+    """
+    self._entries[name] = copy = tensor_bundle_pb2.BundleEntryProto()
+    copy.CopyFrom(entry)
+    copy.shard_id, copy.offset = 0, self._file.tell()
+    self._file.write(data)
+
   def flush(self):
     """Passes the data to the operating system."""
     self._file.flush()
@@ -98,8 +124,8 @@ class Writer:
   def close(self):
     """Ends the data file and writes the index file."""
     self._file.close()
-    for name, entry in self._entries.items():
-      entry.crc32c = _masked(self._checksums[name])
+    for name, checksum in self._checksums.items():
+      self._entries[name].crc32c = _masked(checksum)
     header = tensor_bundle_pb2.BundleHeaderProto(num_shards=1)
     header.version.producer = 1
     rows = {b"": header, **{

@@ -2,10 +2,12 @@
 
 A `Source` is a checkpoint to read, a `Sink` one to write. The formats are those
 of TensorFlow (a Saver and `tf.train.Checkpoint` use the same one) and of Keras
-(`.weights.h5`, `.keras`, and any other HDF5 file of variables). A snapshot is
-such a checkpoint with a note that describes its averages.
+(`.weights.h5`, `.weights.json` with its shards, `.keras`, and any other HDF5
+file of variables). A snapshot is such a checkpoint with a note that describes
+its averages.
 """
 
+import collections
 import contextlib
 import io
 import json
@@ -16,6 +18,7 @@ import tempfile
 import threading
 import typing
 import zipfile
+import zlib
 
 import h5py
 import ml_dtypes
@@ -25,6 +28,7 @@ from tensorflow.core.protobuf import trackable_object_graph_pb2
 
 from wrapopt.checkpoints import _bundles
 from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _trees
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
@@ -36,9 +40,15 @@ _NOTE = "wrapopt/snapshot"
 # So many bytes are written to a file before they are sent to the disk.
 SEND = 128 << 20
 
+# So many bytes of variables are copied at once, or one variable.
+_COPIED = 64 << 20
+
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PARTIAL = ".partial"
 _WEIGHTS = "model.weights.h5"  # In a .keras file.
+
+# Names of layers that are batch normalizations.
+_BATCH_NORM = re.compile(r"batch_?norm|(^|_)bn(\d|_|$)", re.IGNORECASE)
 
 
 class Spec(typing.NamedTuple):
@@ -95,6 +105,18 @@ class Source:
     """Whether some rows of a variable can be read alone."""
     return name in self._placed
 
+  def moving_statistics(self):
+    """Names of variables that are statistics of batch normalizations."""
+    return sorted(name for name in self.specs
+                  if re.search("moving_(mean|variance)", name))
+
+  def verify(self):
+    """Verifies the checksums that reads do not verify.
+
+    Raises:
+      OSError: If one is wrong.
+    """
+
   def read(self, name, rows=None, into=None):
     """The value of a variable.
 
@@ -143,10 +165,13 @@ class _TensorFlow(Source):
     shapes = self._reader.get_variable_to_shape_map()
     self.specs = {
         name: Spec(tuple(shapes[name]), np.dtype(dtype.as_numpy_dtype))
-        for name, dtype in self._reader.get_variable_to_dtype_map().items()}
+        for name, dtype in self._reader.get_variable_to_dtype_map().items()
+        if dtype != tf.variant}
     if self.specs.pop(_NOTE, None):
       self.note = json.loads(self._reader.get_tensor(_NOTE))
-    self._placed = _places.Reader(_bundles.places_of(path))
+    bundle = _bundles.bundle_of(path)
+    self._placed = _places.Reader(bundle.places)
+    self._variants = bundle.variants
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
@@ -157,6 +182,16 @@ class _TensorFlow(Source):
     del rows, into
     with self._lock:
       return np.asarray(self._reader.get_tensor(name), self.specs[name].dtype)
+
+
+  def variants(self):
+    """Yields what `_bundles.Writer.copy` takes, for each of dtype variant."""
+    with contextlib.closing(_places.Reader({
+        name: place for name, (_, place) in self._variants.items()})) as reader:
+      for name, (entry, place) in self._variants.items():
+        data = np.empty(place.size, np.uint8)
+        reader.read(name, 0, data, self.drops_pages)
+        yield name, entry, data
 
 
 def _state_of_optimizers(graph):
@@ -193,7 +228,12 @@ def _reached(graph, root, without):
 
 
 class _H5(Source):
-  """An HDF5 file of variables, as Keras writes it."""
+  """An HDF5 file of variables, as Keras writes it.
+
+  Attributes:
+    trees: [Tree] of its files.
+    datasets: {name of a variable: dataset}.
+  """
   kind = "HDF5"
 
   def __init__(self, path):
@@ -201,11 +241,21 @@ class _H5(Source):
     self._open(h5py.File(path, "r"))
 
   def _open(self, file, begin=0, descriptor=None):
-    self.file = file
-    self.datasets = {}
-    self.file.visititems(self._add)
+    """Reads the structure of a file.
+
+    Args:
+      file: The `h5py.File`.
+      begin: Its offset in the file of `descriptor`.
+      descriptor: The descriptor of the file that contains it, or None.
+    """
+    self._file = file
+    tree = _trees.tree_of(file)
+    self.trees = [tree]
+    self.datasets = tree.datasets
     note = self.datasets.pop(_NOTE, None)
-    self.note = note and json.loads(note[()])
+    if note is not None:
+      self.note = json.loads(note[()])
+      del tree.groups[os.path.dirname(_NOTE)]
     self.specs = {name: Spec(dataset.shape, _dtype(dataset))
                   for name, dataset in self.datasets.items()}
     self._placed = _places.Reader(
@@ -217,18 +267,35 @@ class _H5(Source):
   def can_slice(self, name):
     return True
 
-  def _add(self, name, item):
-    if isinstance(item, h5py.Dataset):
-      self.datasets[name] = item
+  def moving_statistics(self):
+    # Keras's files have the names of layers and the numbers of variables.
+    numbers = collections.defaultdict(list)
+    for name, dataset in self.datasets.items():
+      match = re.fullmatch(r"(?:.*/)?([^/]+)/vars/(\d+)", name)
+      if (match and not self._is_optimizer_state(name) and
+          any(_BATCH_NORM.search(str(layer)) for layer in (
+              match[1], dataset.parent.attrs.get("name", "")))):
+        numbers[os.path.dirname(name)].append(int(match[2]))
+    # Scale and offset come first, if there are any.
+    return sorted([*super().moving_statistics(), *(
+        f"{group}/{i}" for group, of_layer in numbers.items()
+        for i in sorted(of_layer)[-2:])])
 
   def _is_optimizer_state(self, name):
     # "optimizer" in Keras 3, "optimizer_weights" in older files.
     return re.match("optimizer(_weights)?/", name) is not None
 
+  def is_copied_by_value(self, name):
+    """Whether to copy a variable by `read`; HDF5 copies all others.
+
+    HDF5 copies data of any type. A read is faster, and also finds data that is
+    in other files.
+    """
+    dataset = self.datasets[name]
+    return name in self._placed or dataset.is_virtual or bool(dataset.external)
+
   def _read(self, name, rows, into):
     dataset, spec = self.datasets[name], self.specs[name]
-    if spec.dtype.kind == "O":  # Strings.
-      return dataset[()]
     if into is None:
       into = np.empty(spec.shape, spec.dtype)
     if into.size:
@@ -237,7 +304,7 @@ class _H5(Source):
 
   def close(self):
     super().close()
-    self.file.close()
+    self._file.close()
 
 
 def _dtype(dataset):
@@ -248,6 +315,62 @@ def _dtype(dataset):
 
 def _stored(array):
   return array.view("V2") if array.dtype == BFLOAT16 else array
+
+
+class _Sharded(_H5):
+  """Sharded weights of Keras: several HDF5 files, and a JSON file of them."""
+  kind = "sharded HDF5"
+
+  def __init__(self, path):
+    Source.__init__(self, path)
+    self._shards = []
+    try:
+      for name in shards_of(path):
+        self._shards.append(_H5(os.path.join(os.path.dirname(path), name)))
+    except BaseException:
+      self.close()
+      raise
+    self.trees = [tree for shard in self._shards for tree in shard.trees]
+    self._of = {name: shard for shard in self._shards for name in shard.specs}
+    self.datasets = {name: shard.datasets[name]
+                     for name, shard in self._of.items()}
+    self.specs = {name: shard.specs[name] for name, shard in self._of.items()}
+
+  def is_copied_by_value(self, name):
+    return self._of[name].is_copied_by_value(name)
+
+  def read(self, name, rows=None, into=None):
+    shard = self._of[name]
+    shard.drops_pages = self.drops_pages
+    return shard.read(name, rows, into)
+
+  def close(self):
+    for shard in self._shards:
+      shard.close()
+
+
+def shards_of(path):
+  """The names of the HDF5 files of sharded weights.
+
+  Args:
+    path: The path of their JSON file.
+
+  Returns:
+    A sorted list.
+
+  Raises:
+    ValueError: If the file has other contents.
+  """
+  try:
+    with open(path, encoding="utf-8") as file:
+      weight_map = json.load(file)["weight_map"]
+    return sorted({name for names in weight_map.values() for name in (
+        [names] if isinstance(names, str) else names)})
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+        f"{path} must be a JSON file with a 'weight_map', as "
+        "model.save_weights writes it for sharded weights, got other contents: "
+        f"{type(e).__name__}: {e}. Save the weights again.") from e
 
 
 class _Keras(_H5):
@@ -272,6 +395,19 @@ class _Keras(_H5):
     self._open(h5py.File(self._part, "r"), self._part.raw.begin,
                self._part.fileno())
 
+  def verify(self):
+    self._part.raw.verify(self.drops_pages)
+    try:
+      with zipfile.ZipFile(self.path) as archive:
+        for info in archive.infolist():
+          if info.filename != _WEIGHTS:
+            with archive.open(info) as file:
+              while file.read(_places.AT_ONCE):
+                pass
+    except (zipfile.BadZipFile, zlib.error) as e:
+      raise OSError(f"The file {self.path} is damaged: {e}. Use another copy "
+                    "of it.") from e
+
   def close(self):
     super().close()
     self._part.close()
@@ -294,7 +430,25 @@ class _Part(io.RawIOBase):
                   int.from_bytes(header[26:28], "little") +
                   int.from_bytes(header[28:30], "little"))
     self._size = info.file_size
+    self._checksum = info.CRC
     self._at = 0
+
+  def verify(self, drop):
+    """Reads all, and verifies the checksum; `drop` as in `_places.read`."""
+    buffer = np.empty(_places.AT_ONCE, np.uint8)
+    at = checksum = 0
+    while at < self._size:
+      got = _places.read(self.fileno(), buffer[:self._size - at],
+                         self.begin + at, drop)
+      if not got:
+        break
+      checksum = zlib.crc32(buffer[:got], checksum)
+      at += got
+    if checksum != self._checksum:
+      raise OSError(
+          f"The file {self._file.name} is damaged: the checksum of {_WEIGHTS} "
+          f"is {checksum:#010x}, written as {self._checksum:#010x}. Use "
+          "another copy of it.")
 
   def readable(self):
     return True
@@ -329,6 +483,8 @@ def kind_of(path):
   """The Source class for the name of a path."""
   if path.endswith(".keras"):
     return _Keras
+  if path.endswith("weights.json"):
+    return _Sharded
   if path.endswith((".h5", ".hdf5")):
     return _H5
   return _TensorFlow
@@ -336,32 +492,33 @@ def kind_of(path):
 
 def ending_of(path):
   """The ending of file names in a path's format."""
-  return {_Keras: ".keras", _H5: ".weights.h5", _TensorFlow: ""}[kind_of(path)]
+  return _ENDINGS[output_kind(kind_of(path))]
+
+
+def output_kind(kind):
+  """The Source class for an output that is like one of the class `kind`."""
+  return _H5 if kind is _Sharded else kind
+
+
+_ENDINGS = {_Keras: ".keras", _H5: ".weights.h5", _TensorFlow: ""}
 
 
 def open_source(path):
   """Opens a checkpoint.
 
   Args:
-    path: A file of Keras, or the prefix of a TensorFlow checkpoint's files.
+    path: A file of Keras, or the prefix of a TensorFlow checkpoint's files;
+      one that `expand` gives.
 
   Returns:
     A Source.
 
   Raises:
-    OSError: If there is no checkpoint, or it cannot be read.
+    OSError: If it cannot be read.
     ValueError: If its contents do not fit its name.
   """
-  kind = kind_of(path)
-  # An old TensorFlow checkpoint has no ".index" file.
-  if not (tf.compat.v1.train.checkpoint_exists(path) if kind is _TensorFlow
-          else os.path.exists(path)):
-    raise FileNotFoundError(
-        f"There is no checkpoint {path}. Pass a .weights.h5 or .keras file, or "
-        "the prefix of a TensorFlow checkpoint, which is the part before "
-        "'.index'.")
   try:
-    return kind(path)
+    return kind_of(path)(path)
   except (OSError, ValueError):
     raise
   except Exception as e:
@@ -380,15 +537,25 @@ def expand(path):
     names sorted by value.
 
   Raises:
-    FileNotFoundError: If a directory contains no checkpoint.
+    FileNotFoundError: If there is no checkpoint.
+    ValueError: If a JSON file of sharded weights has other contents.
   """
   path = os.fspath(path)
   if not os.path.isdir(path):
-    return [path.removesuffix(".index")]
-  found = {os.path.join(path, name.removesuffix(".index"))
-           for name in os.listdir(path)
-           if not name.startswith(".") and
-           name.endswith((".index", ".h5", ".hdf5", ".keras"))}
+    path = path.removesuffix(".index")
+    # An old TensorFlow checkpoint has no ".index" file.
+    if not (tf.compat.v1.train.checkpoint_exists(path)
+            if kind_of(path) is _TensorFlow else os.path.exists(path)):
+      raise FileNotFoundError(
+          f"There is no checkpoint '{path}'. Pass a .weights.h5 or .keras "
+          "file, or the prefix of a TensorFlow checkpoint, which is the part "
+          "before '.index'.")
+    return [path]
+  names = {name for name in os.listdir(path) if not name.startswith(".") and
+           name.endswith((".index", ".h5", ".hdf5", ".keras", "weights.json"))}
+  for name in [name for name in names if name.endswith(".json")]:
+    names.difference_update(shards_of(os.path.join(path, name)))
+  found = {os.path.join(path, name.removesuffix(".index")) for name in names}
   if not found:
     raise FileNotFoundError(f"There is no checkpoint in the directory {path}.")
   return sorted(found, key=lambda name: [
@@ -413,11 +580,15 @@ class Sink:
 
   def __init__(self, path):
     self.path = path
-    parent = os.path.dirname(os.path.abspath(path))
-    os.makedirs(parent, exist_ok=True)
-    self._directory = tempfile.mkdtemp(
-        prefix=f".{os.path.basename(path)}.", suffix=_PARTIAL, dir=parent)
-    self._parent = parent
+    self._parent = os.path.dirname(os.path.abspath(path))
+    self._made = make_directories(self._parent)
+    try:
+      self._directory = tempfile.mkdtemp(
+          prefix=f".{os.path.basename(path)}.", suffix=_PARTIAL,
+          dir=self._parent)
+    except BaseException:
+      remove_empty(self._made)
+      raise
     self._unsent = 0  # Bytes written since the last were sent to the disk.
 
   def write(self, values):
@@ -426,6 +597,18 @@ class Sink:
     The parts of a variable must follow each other in the order of its rows.
     """
     raise NotImplementedError
+
+  def copy(self, source, names):
+    """Copies variables of a Source of the same format."""
+    batch, total = [], 0
+    for name in names:
+      batch.append((name, None, source.read(name)))
+      total += source.specs[name].nbytes
+      if total > _COPIED:
+        self.write(batch)
+        batch, total = [], 0
+    if batch:
+      self.write(batch)
 
   def _send(self, nbytes, flush, file):
     """Sends a file, after `nbytes` more, to the disk while others are read."""
@@ -457,6 +640,32 @@ class Sink:
   def discard(self):
     """Removes files that are not published."""
     shutil.rmtree(self._directory, ignore_errors=True)
+    remove_empty(self._made)
+
+
+def make_directories(path):
+  """Makes a directory and its parents.
+
+  Args:
+    path: Its path.
+
+  Returns:
+    The paths of those that were not there, children first.
+  """
+  made = []
+  parent = os.path.abspath(path)
+  while not os.path.isdir(parent):
+    made.append(parent)
+    parent = os.path.dirname(parent)
+  os.makedirs(path, exist_ok=True)
+  return made
+
+
+def remove_empty(directories):
+  """Removes the empty ones of directories; children come first."""
+  for directory in directories:
+    with contextlib.suppress(OSError):
+      os.rmdir(directory)
 
 
 def to_disk(path, drop=False):
@@ -479,18 +688,28 @@ class TensorFlowSink(Sink):
   """Writes a TensorFlow checkpoint."""
 
   def __init__(self, path, specs, note=None):
-    """`specs` are {name: Spec} of all variables."""
+    """`specs` are {name: Spec} of the variables that are written."""
     super().__init__(path)
     self._specs = specs
-    self._bundle = _bundles.Writer(
-        os.path.join(self._directory, os.path.basename(path)))
+    try:
+      self._bundle = _bundles.Writer(
+          os.path.join(self._directory, os.path.basename(path)))
+    except BaseException:
+      super().discard()
+      raise
     if note is not None:
       self._bundle.write(_NOTE, np.array(json.dumps(note).encode(), object), ())
 
   def write(self, values):
-    for name, _, value in values:
-      self._bundle.write(name, value, self._specs[name].shape)
+    for name, rows, value in values:
+      self._bundle.write(name, value, value.shape if rows is None
+                         else self._specs[name].shape)
       self._send(value.nbytes, self._bundle.flush, self._bundle.data)
+
+  def copy(self, source, names):
+    super().copy(source, names)
+    for name, entry, data in source.variants():
+      self._bundle.copy(name, entry, data)
 
   def _finish(self):
     self._bundle.close()
@@ -511,37 +730,49 @@ class H5Sink(Sink):
 
     Args:
       path: Its path.
-      specs: {name: Spec} of all variables.
-      like: An object with an HDF5 `file` and its `datasets`, whose groups and
-        attributes are copied, or None.
+      specs: {name: Spec} of the variables that are written.
+      like: An object with an HDF5 `file` and its `datasets`, or a Source. Its
+        groups, links and attributes are copied. None for none.
       note: The note of a snapshot, a dict, or None.
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
+    self._trees = ([] if like is None else like.trees if isinstance(like, _H5)
+                   else [_trees.tree_of(like.file)])
     try:
-      self._file = h5py.File(self._name, "w")
-      if like is not None:
-        _copy_attributes(like.file, self._file)
-        like.file.visititems(self._copy_group)
+      self._file = h5py.File(self._name, "w", libver=max(
+          map(_trees.libver_of, self._trees), key=bool, default=None))
+      for tree in self._trees:
+        _trees.copy_structure(tree, self._file)
       for name, spec in specs.items():
-        of_bytes = spec.dtype == BFLOAT16
-        dataset = self._file.create_dataset(
-            name, spec.shape,
-            "V2" if of_bytes else
-            h5py.string_dtype() if spec.dtype == object else spec.dtype)
-        if like is not None and name in like.datasets:
-          _copy_attributes(like.datasets[name], dataset, without="dtype")
-        if of_bytes:
-          dataset.attrs["dtype"] = "bfloat16"
+        self._create(name, spec,
+                     None if like is None else like.datasets.get(name))
       if note is not None:
         self._file[_NOTE] = json.dumps(note)
     except BaseException:
       self.discard()
       raise
 
-  def _copy_group(self, name, item):
-    if isinstance(item, h5py.Group) and name != os.path.dirname(_NOTE):
-      _copy_attributes(item, self._file.require_group(name))
+  def _create(self, name, spec, like):
+    of_bytes = spec.dtype == BFLOAT16
+    dataset = self._file.create_dataset(
+        name, spec.shape, "V2" if of_bytes else
+        h5py.string_dtype() if spec.dtype == object else spec.dtype)
+    if like is not None:
+      _trees.copy_attributes(like, dataset, without="dtype")
+    if of_bytes:
+      dataset.attrs["dtype"] = "bfloat16"
+
+  def copy(self, source, names):
+    by_value = []
+    for name in names:
+      dataset = source.datasets[name]
+      if source.is_copied_by_value(name):
+        self._create(name, source.specs[name], dataset)
+        by_value.append(name)
+      else:
+        _trees.copy_object(dataset, self._file, name)
+    super().copy(source, by_value)
 
   def write(self, values):
     for name, rows, value in values:
@@ -550,6 +781,8 @@ class H5Sink(Sink):
         self._send(value.nbytes, self._file.flush, self._name)
 
   def _finish(self):
+    for tree in self._trees:
+      _trees.copy_hard_links(tree, self._file)
     self._file.close()
     yield self._name
 
@@ -569,12 +802,6 @@ def remove_partial(directory, prefix):
   for name in os.listdir(directory):
     if name.startswith("." + prefix) and name.endswith(_PARTIAL):
       shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-
-
-def _copy_attributes(source, to, without=None):
-  for name, value in source.attrs.items():
-    if name != without:
-      to.attrs[name] = value
 
 
 class KerasSink(H5Sink):
@@ -602,7 +829,17 @@ class KerasSink(H5Sink):
 
 
 def sink_like(source, path, specs):
-  """A Sink of the format and structure of a Source."""
+  """A Sink of the format and structure of a Source.
+
+  Args:
+    source: A Source.
+    path: The path of the output.
+    specs: {name: Spec} of the variables that are written. `Sink.copy` copies
+      the others.
+
+  Returns:
+    A Sink.
+  """
   if isinstance(source, _TensorFlow):
     return TensorFlowSink(path, specs)
   return (KerasSink if isinstance(source, _Keras) else H5Sink)(
@@ -617,17 +854,22 @@ def check_output(path, like):
     like: A Source.
 
   Raises:
-    ValueError: If the name belongs to another format.
+    ValueError: If the path does not end in a name, or the name belongs to
+      another format.
     FileExistsError: If the output exists.
   """
-  kind = kind_of(path)
-  if kind is not type(like):
-    endings = {_Keras: "'.keras'", _H5: "'.h5'"}
-    wanted = (f"end in {endings[type(like)]}" if type(like) in endings else
-              "not end in '.keras', '.h5' or '.hdf5'")
-    raise ValueError(f"The name of the output must {wanted}, since the output "
-                     f"has the format of {like.path}, got {path}.")
+  if os.path.basename(path) in ("", os.curdir, os.pardir):
+    raise ValueError("The output must end in the name of a file, got "
+                     f"'{path}'. Pass a path such as 'averages/model'.")
+  kind = output_kind(type(like))
+  if kind_of(path) is not kind or path.endswith(".index"):
+    wanted = {
+        _Keras: "end in '.keras'", _H5: "end in '.h5'",
+        _TensorFlow: "not end in '.keras', '.h5', '.hdf5', 'weights.json' or "
+                     "'.index'"}[kind]
+    raise ValueError(f"The name of the output must {wanted}, since the last "
+                     f"input is {like.path}, got {path}.")
   for file in path, path + ".index":
-    if os.path.exists(file):
+    if os.path.lexists(file):
       raise FileExistsError(
           f"The output {file} exists. Remove it, or choose another output.")

@@ -39,24 +39,34 @@ def weighted(inputs, output, weights, only=None, progress=None):
   last = inputs[-1]
   _formats.check_output(output, last)
   names = check(inputs, only)
-  specs = {name: (spec._replace(dtype=last.dtype(name)) if name in names
-                  else spec)
-           for name, spec in last.specs.items()}
-  read = sum(s.specs[name].nbytes for s, weight in zip(inputs, weights)
-             if weight != 0 for name in names)
+  specs = {name: last.specs[name]._replace(dtype=last.dtype(name))
+           for name in names}
+  # Inputs of weight 0 are not read.
+  summed = [(s, weight) for s, weight in zip(inputs, weights) if weight != 0]
+  read = sum(s.specs[name].nbytes for s, _ in summed for name in names)
+  for source in inputs:
+    source.drops_pages = _places.is_too_much(read)
+  _verify({last, *(s for s, _ in summed)})
   sink = _formats.sink_like(last, output, specs)
-  for file in *inputs, sink:
-    file.drops_pages = _places.is_too_much(read)
+  sink.drops_pages = last.drops_pages
   try:
     with contextlib.ExitStack() as stack:
       bar = stack.enter_context(progress(
           total=read, unit="B", unit_scale=True,
           desc=os.path.basename(output))) if progress else None
-      _sum(inputs, weights, names, specs, sink, bar)
-      _copy(last, [name for name in last.specs if name not in names], sink)
+      _sum(*zip(*summed), names, specs, sink, bar)
+      sink.copy(last, [name for name in last.specs if name not in specs])
     sink.publish()
   finally:
     sink.discard()
+
+
+def _verify(sources):
+  """Verifies checksums of Sources that are not verified as they are read."""
+  with concurrent.futures.ThreadPoolExecutor(
+      len(os.sched_getaffinity(0))) as pool:
+    for _ in pool.map(lambda source: source.verify(), sources):
+      pass
 
 
 def averaged(source, only=None):
@@ -95,6 +105,7 @@ def check(inputs, only=None):
   """
   last = inputs[-1]
   names = averaged(last, only)
+  known = set(names)
   if not names:
     raise ValueError(
         f"{last.path} must have floating-point variables to average" +
@@ -118,12 +129,29 @@ def check(inputs, only=None):
             f"Variable '{name}' of {source.path} must be of dtype "
             f"{', '.join(map(str, _formats.FLOATS))}, as in {last.path}, got "
             f"{spec.dtype}.")
-    more = [name for name in averaged(source, only) if name not in last.specs]
+    of_source = averaged(source, only)
+    for name in of_source:
+      if name in last.specs and name not in known:
+        raise ValueError(
+            f"Variable '{name}' must be averaged in all inputs or in none, got "
+            f"one of dtype {source.specs[name].dtype} in {source.path} and "
+            f"{_why_not(last, name)} in {last.path}. All inputs must be of one "
+            "model.")
+    more = [name for name in of_source if name not in last.specs]
     if more:
       raise ValueError(
           f"{source.path} must not have variables that {last.path} lacks, got "
           f"{_few(more)}. All inputs must be of one model.")
   return names
+
+
+def _why_not(source, name):
+  """Why a variable is not averaged by default."""
+  dtype = source.specs[name].dtype
+  if dtype not in _formats.FLOATS:
+    return f"one of dtype {dtype}"
+  return ("one that is no average" if source.note else
+          "state of an optimizer")
 
 
 def checked_weights(weights, count):
@@ -132,16 +160,28 @@ def checked_weights(weights, count):
     return [1 / count] * count
   weights = list(weights)
   for weight in weights:
-    if not isinstance(weight, numbers.Real) or not math.isfinite(weight):
+    if not isinstance(weight, numbers.Real) or not _is_finite(weight):
       raise ValueError(f"`weights` must be finite numbers, got {weights}.")
   if len(weights) != count:
     raise ValueError(f"`weights` must hold one number for each of the {count} "
                      f"inputs, got {len(weights)}.")
-  total = math.fsum(weights)
+  # In units of a power of two, which is exact: the sum of large numbers may
+  # overflow.
+  weights = [float(weight) for weight in weights]
+  exponent = max((math.frexp(weight)[1] for weight in weights), default=0)
+  scaled = [math.ldexp(weight, -exponent) for weight in weights]
+  total = math.fsum(scaled)
   if not total > 0:
     raise ValueError("The sum of `weights` must be greater than 0, got "
-                     f"{total:g}.")
-  return [weight / total for weight in weights]
+                     f"{sum(weights):g}.")
+  return [weight / total for weight in scaled]
+
+
+def _is_finite(number):
+  try:
+    return math.isfinite(number)
+  except OverflowError:  # An integer that no float can hold.
+    return False
 
 
 def _few(names):
@@ -199,8 +239,6 @@ def _batches(pieces, itemsize, limit):
 
 def _sum(inputs, weights, names, specs, sink, bar):
   """Sums `names` of the inputs into the sink."""
-  # Inputs of weight 0 are not read.
-  inputs, weights = zip(*[(s, w) for s, w in zip(inputs, weights) if w != 0])
   itemsize = {name: max(s.specs[name].dtype.itemsize for s in inputs)
               for name in names}
   pieces = list(_pieces(inputs, names, specs, itemsize))
@@ -279,16 +317,3 @@ def _merge(pool, threads, inputs, weights, sums, output, is_first):
     run(0)
   else:
     list(pool.map(run, range(0, size, step)))
-
-
-def _copy(source, names, sink):
-  """Copies variables, a few at a time."""
-  batch, total = [], 0
-  for name in names:
-    batch.append((name, None, source.read(name)))
-    total += source.specs[name].nbytes
-    if total > _IN_FLIGHT // 4:
-      sink.write(batch)
-      batch, total = [], 0
-  if batch:
-    sink.write(batch)

@@ -15,6 +15,7 @@ diffusion models" (EDM2), 2023, arXiv 2312.02696, appendix C.3. Deviation: the
 weights sum to 1, so that a value that all snapshots share is not changed.
 """
 
+import math
 import typing
 
 import numpy as np
@@ -47,8 +48,11 @@ def inner_product(a, b):
   """The integral of the product of two profiles over tau."""
   if a.steps > b.steps:
     a, b = b, a
-  # The ratio of the two times neither overflows nor underflows.
-  return ((a.gamma + 1) * (b.gamma + 1) / (a.gamma + b.gamma + 1) / b.steps *
+  # Neither the ratio of the two times nor numbers in this unit, a power of two,
+  # overflow or underflow.
+  unit = math.ldexp(1, -math.frexp(b.gamma + 1)[1])
+  return ((a.gamma + 1) * ((b.gamma + 1) * unit) /
+          (a.gamma * unit + b.gamma * unit + unit) / b.steps *
           (a.steps / b.steps)**b.gamma)
 
 

@@ -5,9 +5,10 @@
 
 import keras as _keras
 
-if _keras.version().split(".")[0] != "3":
-  raise ImportError(f"wrapopt.keras needs Keras 3, got {_keras.version()}. "
-                    "Install it with: pip install 'keras>=3.12'")
+if not (3, 12) <= tuple(map(int, _keras.version().split(".")[:2])) < (4,):
+  raise ImportError(
+      f"wrapopt.keras needs Keras 3.12 or a later Keras 3, got Keras "
+      f"{_keras.version()}. Install it with: pip install 'keras>=3.12,<4'")
 if _keras.backend.backend() != "tensorflow":
   raise ImportError(
       "wrapopt.keras needs Keras's TensorFlow backend, got the backend "

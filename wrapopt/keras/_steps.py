@@ -33,6 +33,11 @@ class Step(typing.NamedTuple):
   keys: list
   trained: list
 
+  @property
+  def part(self):
+    """The key of the first variable of the optimizer that takes the step."""
+    return self.trained[0][1]
+
   def of(self, row):
     """The tf.Variables in a dict from keys, in the order of `variables`."""
     return [row[key].value for key in self.keys]

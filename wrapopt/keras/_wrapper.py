@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import contextlib
 import copy
 import numbers
+import threading
+import typing
 from typing import Any, Optional
 import warnings
 
@@ -80,7 +82,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self._held = _Held(optimizer)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
-    self._state = type(f"{kind}Averages", (State,), {})(f"wrapopt_{kind}")
+    self._state = type(f"{kind}Averages", (State,), {})(
+        f"wrapopt_{kind}", self._settle)
 
   # Steps
 
@@ -118,7 +121,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             self._var_key(v): i for i, v in enumerate(variables)})
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
     self._held.followed = _steps.followed(inner, [self])
-    # Averages start at values, even if a tf.function is being traced.
+    # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
 
@@ -130,7 +133,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     raise NotImplementedError
 
   def _make_average(self, variable, name, dtype=None):
-    """Makes a variable that starts at the value of another one.
+    """Makes a variable that starts at the value of another one, if it has one.
 
     Args:
       variable: A trained variable.
@@ -150,17 +153,18 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           initializer=((lambda shape, dtype: tf.cast(value, dtype))
                        if has_value else "zeros"),
           name=f"{path.replace('/', '_')}_{name}")
-    if not has_value:
-      self._held.unseeded.append((average, variable))
     self._state.add(name, average, variable)
     return average
 
-  def _make_count(self, name, value):
+  def _make_count(self, name, value, seeded=None, missing=None):
     """Makes an int64 variable that is saved and restored with the averages.
 
     Args:
       name: Its name.
-      value: Its value at the start, and after averages are seeded.
+      value: Its value at the start, and if a file has no averages.
+      seeded: Its value after averages are seeded; by default `value`.
+      missing: Its value if a file has averages and not this count; by default
+        `value`.
 
     Returns:
       A `keras.Variable`.
@@ -168,23 +172,66 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     count = self.add_variable(
         shape=(), dtype="int64", name=name,
         initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
-    self._state.add_count(name, count, value)
+    self._state.add_count(name, count, Count(
+        value, value if seeded is None else seeded,
+        value if missing is None else missing))
     return count
 
-  def _seed_late(self):
-    """Seeds averages of variables that had no value in `build`.
+  def _make_counts(self, name, *args, **kwargs):
+    """Makes a count for each optimizer in `_parts`: a Row by their keys."""
+    return Row({
+        key: self._make_count(name + (f"_{i}" if i else ""), *args, **kwargs)
+        for i, key in enumerate(self._parts())})
 
-    A model that is built while a tf.function is traced has such variables.
-    TensorFlow initializes them after the trace, and traces the function again.
+  def _parts(self):
+    """{`Step.part`: optimizer} of the optimizers inside that take steps.
+
+    There are several in a MultiOptimizer. One that trains nothing takes none.
     """
+    return {opt._var_key(opt._trainable_variables[0]): opt
+            for opt in _steps.innermost(self)
+            if opt.built and opt._trainable_variables}
+
+  # An average that has not begun is its variable. Averages begin with the first
+  # step that they follow. Until then, all that reads them, and the first step,
+  # calls `_settle`.
+
+  def _make_begun(self):
+    """Makes the variable that tells whether the averages have begun: 0 or 1."""
+    return self._make_count("begun", 0, seeded=1, missing=1)
+
+  def _has_begun(self):
+    """Whether the averages have begun: a bool."""
+    return int(self._begun.numpy()) != 0
+
+  def _mark_begun(self):
+    """Notes, in a step, that the averages have begun."""
+    if tf.executing_eagerly():
+      if self._held.is_marked:
+        return
+      self._held.is_marked = True
+    self._begun.value.assign(1)
+
+  def _settle(self):
+    """Sets averages that have not begun to their variables' values."""
+    if not self.built or self._state.is_in_place():
+      return
     with tf.init_scope():
-      unseeded = self._held.unseeded
-      self._held.unseeded = []
-      for average, variable in unseeded:
-        if _value(variable).is_initialized():
-          _seed(average, variable)
-        else:
-          self._held.unseeded.append((average, variable))
+      self._state.complete()
+      if not self._has_begun():
+        self._state.seed_values()
+
+  def _begin(self):
+    """Prepares the averages for a step, when it is taken or traced."""
+    if self._state.has_new_values():
+      self._held.is_settled = self._held.is_marked = False
+    if not self._held.is_settled:
+      self._settle()
+      # TensorFlow initializes variables of a model that is built in a
+      # tf.function after the trace, and traces the function again.
+      with tf.init_scope():
+        self._held.is_settled = all(
+            _value(v).is_initialized() for v in self._trainable_variables)
 
   @ops.not_converted
   def apply(
@@ -214,7 +261,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
     for wrapper in self._wrappers():
-      wrapper._seed_late()
+      wrapper._begin()
     self._held.followed.apply(grads, trainable_variables)
 
   @ops.not_converted
@@ -374,6 +421,7 @@ class AveragingOptimizer(WrapperOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("average")
+    self._settle()
     return self._rows[0][self._var_key(variable)]
 
   def seed_averages(self) -> None:
@@ -425,15 +473,23 @@ class AveragingOptimizer(WrapperOptimizer):
         for variable, value in held:
           variable.assign(value)
 
+  @contextlib.contextmanager
   def in_place(self, model=None):
     """As `averaged_weights`, for a block that changes no variable."""
     self._require_built("averaged_weights")
-    self._refuse_in_place("averaged_weights")
-    return self._state.in_place_of([
-        (_value(v), s.value) for v, s in self._averaged(model)])
+    with _exchanging:
+      self._refuse_in_place("averaged_weights")
+      self._state.put_in_place([
+          (_value(v), s.value) for v, s in self._averaged(model)])
+    try:
+      yield
+    finally:
+      with _exchanging:
+        self._state.put_back()
 
   def _averaged(self, model):
     """The (variable, average) pairs of a model, by default all."""
+    self._settle()
     return self._of(self._trainable_variables if model is None
                     else model.trainable_variables)
 
@@ -469,6 +525,8 @@ class AveragingOptimizer(WrapperOptimizer):
     Args:
       var_list: Variables that the optimizer was built with.
     """
+    if self.built:
+      self._settle()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built:
       assign_all(self._of(var_list))
@@ -483,8 +541,20 @@ class _Held:
 
   def __init__(self, optimizer):
     self.optimizer, self.followed = optimizer, None
-    # (average, variable) pairs that have no value yet.
-    self.unseeded = []
+    # Whether, in this process, the averages were settled for a step, and marked
+    # as begun.
+    self.is_settled = self.is_marked = False
+
+
+# Held while averages are put in place of their variables, or back.
+_exchanging = threading.RLock()
+
+
+class Count(typing.NamedTuple):
+  """Values of a count, see `WrapperOptimizer._make_count`."""
+  value: int
+  seeded: int
+  missing: int
 
 
 class Row(collections.abc.Mapping):
@@ -522,12 +592,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   # Only averages are tracked, see `add`.
   _self_setattr_tracking = False
 
-  def __init__(self, name):
+  def __init__(self, name, settle):
     self.name = name
+    self._settle = settle  # Called before averages are saved.
+    self._is_loaded = False  # Whether Keras has loaded a file, see below.
+    self._completed = -1  # The restored checkpoint that `complete` has seen.
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._late = {}  # Values from a file for averages that are made later.
-    self._in_place = None  # The pairs of `in_place_of`.
-    self._counts = {}  # (variable, its initial value) by name.
+    self._in_place = None  # The pairs of `put_in_place`.
+    self._put_back = None  # A function.
+    self._counts = {}  # (variable, Count) by name.
 
   def _obj_type(self):
     return "Optimizer"
@@ -541,7 +615,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       _load(average, variable, self._late.pop(key))
 
   def add_count(self, name, variable, value):
-    """Adds a variable that `seed` sets to `value`."""
+    """Adds a variable with a Count."""
     self._counts[name] = variable, value
     self._track_trackable(variable.value, name)
 
@@ -551,12 +625,44 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed(self):
     """Sets all averages to the values of their variables."""
+    self.complete()
+    self.seed_values()
+    for variable, count in self._counts.values():
+      _assign(variable, count.seeded)
+
+  def seed_values(self):
+    """As `seed`, but leaves the counts."""
     for average, variable in self.pairs():
-      _seed(average, variable)
-    for variable, value in self._counts.values():
-      variable.assign(value)
+      if _value(variable).is_initialized():
+        _seed(average, variable)
+
+  def has_new_values(self):
+    """Whether a file or checkpoint was loaded since the last call, if any."""
+    is_loaded, self._is_loaded = self._is_loaded, False
+    return is_loaded or _restored(self) != self._completed
+
+  def complete(self):
+    """Sets what the latest restored `tf.train.Checkpoint` lacked.
+
+    An average starts at its variable's value, as if a file of Keras lacked it.
+    """
+    latest = _restored(self)
+    if latest == self._completed:
+      return
+    self._completed = latest
+    lacks = lambda variable: _restored(variable.value) < latest
+    has_averages = False
+    for average, variable in self.pairs():
+      if not lacks(average):
+        has_averages = True
+      elif _value(variable).is_initialized():
+        _seed(average, variable)
+    for variable, count in self._counts.values():
+      if lacks(variable):
+        _assign(variable, count.missing if has_averages else count.value)
 
   def save_own_variables(self, store):
+    self._settle()
     in_place = {id(s) for _, s in self._in_place or ()}
     for name, row in self._rows.items():
       for i, (average, variable) in enumerate(row):
@@ -568,8 +674,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_in_place("load")
-    for name, (variable, value) in self._counts.items():
-      variable.assign(store[name] if name in store.keys() else value)
+    self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     for name, row in self._rows.items():
       found = names.get(name, 0)
@@ -581,6 +686,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       for i, (average, variable) in enumerate(row):
         _load(average, variable,
               store[f"{name}.{i}"] if found == len(row) else None)
+    has_averages = any(names.get(name) == len(row)
+                       for name, row in self._rows.items())
+    for name, (variable, count) in self._counts.items():
+      variable.assign(count.value if not has_averages else store[name]
+                      if name in store.keys() else count.missing)
     # Copies, because the file will be closed.
     self._late = {
         f"{name}.{i}": np.array(store[f"{name}.{i}"])
@@ -588,23 +698,33 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         if name.endswith(OF_BATCH_NORM) and name not in self._rows
         for i in range(found)}
 
+  def is_in_place(self):
+    """Whether averages are in place of their variables."""
+    return self._in_place is not None
+
   def refuse_in_place(self, what):
-    """Raises an error inside `in_place_of`."""
-    if self._in_place is not None:
+    """Raises an error while averages are in place."""
+    if self.is_in_place():
       raise RuntimeError(
           f"{what}() must not be called inside averaged_weights(): the "
           "averages are in place of the weights. Leave the `with` block first.")
 
-  @contextlib.contextmanager
-  def in_place_of(self, pairs):
-    """Exchanges (variable, average) pairs for a `with` block."""
-    back = _exchange.put_in_place(pairs)
+  def put_in_place(self, pairs):
+    """Exchanges (variable, average) pairs."""
+    self._put_back = _exchange.put_in_place(pairs)
     self._in_place = pairs
+
+  def put_back(self):
+    """Undoes `put_in_place`."""
     try:
-      yield
+      self._put_back()
     finally:
-      self._in_place = None
-      back()
+      self._in_place = self._put_back = None
+
+
+def _restored(trackable):
+  """The number of the latest checkpoint that was restored into an object."""
+  return getattr(trackable, "_self_update_uid", -1)
 
 
 def _load(average, variable, value):
@@ -629,6 +749,12 @@ def _seed(average, variable):
     s.assign(tf.cast(v, s.dtype))
 
 
+def _assign(variable, number):
+  # In a replica, a variable of all replicas cannot be assigned.
+  for v in _replicas.values(variable.value):
+    v.assign(number)
+
+
 def path_of(variable):
   """The name of a variable in checkpoints."""
   return getattr(variable, "path", None) or variable.name.split(":")[0]
@@ -646,6 +772,11 @@ def where(condition, function):
     return True
 
   tf.cond(condition, called, lambda: False)
+
+
+def steps_of(opt):
+  """The number of steps that an optimizer has taken: an int."""
+  return int(tf.convert_to_tensor(opt.iterations))
 
 
 def float32_for_half(dtype):

@@ -17,7 +17,8 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   in this pass: exactly, whatever the sizes of batches. As in training, such a
   layer normalizes by the statistics of each batch; all other layers run as in
   inference, so dropout is off. A frozen layer (`trainable = False`) is not
-  changed.
+  changed. The `call` of a subclass runs as in training; the inputs are those
+  that it gives to `super().call`.
 
   Example:
 
@@ -36,7 +37,9 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
 
   Raises:
     TypeError: If `dataset` is not an iterable of batches.
-    ValueError: If `dataset` is empty or infinite. The model is then unchanged.
+    ValueError: If the model is not built, `dataset` is empty or infinite, or
+      the `call` of a subclass does not call `super().call`. The model is then
+      unchanged.
 
   References: Izmailov et al., "Averaging weights leads to wider optima and
   better generalization", UAI 2018, section 3.2.
@@ -55,8 +58,11 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
       dataset.cardinality() == tf.data.INFINITE_CARDINALITY):
     raise ValueError("`dataset` must be finite, got one that repeats without "
                      "end. Use dataset.take(number_of_batches).")
+  not_built = [x for x in _all_layers(model) if not x.built]
+  if not_built and not model.built:
+    raise _not_built(model, not_built)
   moments = [_Moments(layer) for layer in layers(model) if layer.trainable]
-  if not moments:
+  if not moments and not not_built:
     return
 
   @tf.function(reduce_retracing=True)
@@ -66,24 +72,38 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   empty = True
   try:
     for m in moments:
-      # Not by Keras's __setattr__, which would track it.
-      vars(m.layer)["call"] = m.call
+      m.begin()
     for batch in dataset:
       see(keras.utils.unpack_x_y_sample_weight(batch)[0])
       empty = False
   finally:
     for m in moments:
-      vars(m.layer).pop("call", None)
+      m.end()
   if empty:
     raise ValueError("`dataset` must have at least one batch, got none.")
-  for m in moments:
-    m.assign()
+  not_built = [x for x in not_built if x.built]
+  if not_built:
+    raise _not_built(model, not_built)
+  # All values, before any variable is changed.
+  for variable, value in [pair for m in moments for pair in m.new_values()]:
+    variable.assign(value)
+
+
+def _not_built(model, not_built):
+  return ValueError(
+      f"`model` must be built, got '{model.name}', whose batch normalization "
+      f"'{not_built[0].name}' has no variables. Call the model on a batch "
+      "first.")
 
 
 def layers(model):
   """The built batch normalizations of a model: a list."""
+  return [layer for layer in _all_layers(model) if layer.built]
+
+
+def _all_layers(model):
   return [layer for layer in model._flatten_layers()
-          if isinstance(layer, keras.layers.BatchNormalization) and layer.built]
+          if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 def statistics(model):
@@ -100,16 +120,43 @@ class _Moments:
   """
 
   def __init__(self, layer):
-    self.layer = layer
+    self.layer, self._class = layer, type(layer)
+    # Whether a `call` of the layer, and one of BatchNormalization, was traced.
+    self._is_called = self._is_reached = False
     zeros = tf.zeros(layer.moving_mean.shape, tf.float64)
     # A count per channel, since a mask may differ between channels.
     self._count = tf.Variable(0, dtype=tf.float64, trainable=False)
     self._mean = tf.Variable(zeros, trainable=False)
     self._squares = tf.Variable(zeros, trainable=False)
 
-  def call(self, inputs, training=None, mask=None):
-    """Replaces the layer's `call`."""
-    del training
+  def begin(self):
+    """Records the inputs of BatchNormalization's `call` from now on."""
+    moments, own = self, self._class
+    base = keras.layers.BatchNormalization
+
+    class Recorded(base):
+
+      def call(self, inputs, training=None, mask=None):
+        del self, training
+        return moments._call(inputs, mask)
+
+    class Called(*((Recorded,) if own is base else (own, Recorded))):
+
+      def call(self, *args, **kwargs):
+        moments._is_called = True
+        if "training" in kwargs:
+          kwargs["training"] = True
+        return super().call(*args, **kwargs)
+
+    # Where `own` calls super().call, it now calls that of Recorded.
+    self.layer.__class__ = Called
+
+  def end(self):
+    """Undoes `begin`."""
+    self.layer.__class__ = self._class
+
+  def _call(self, inputs, mask):
+    self._is_reached = True
     layer = self.layer
     x = tf.cast(inputs, tf.float64)
     weights = tf.ones(tf.shape(x), tf.float64)
@@ -145,16 +192,21 @@ class _Moments:
     self._mean.assign_add(delta * share)
     self._count.assign(total)
 
-  def assign(self):
-    """Sets the layer's moving statistics."""
+  def new_values(self):
+    """The layer's moving statistics: (variable, new value) pairs."""
     layer = self.layer
+    if self._is_called and not self._is_reached:
+      raise ValueError(
+          f"`call` of {self._class.__qualname__} must call super().call, so "
+          f"that its inputs can be seen, got another one in '{layer.name}'. "
+          "Set `trainable = False` to leave the layer as it is.")
     if self._count == 0:  # The model did not call it.
-      return
+      return []
     mean, variance = self._mean.read_value(), self._squares / self._count
     new = {"moving_mean": mean, "moving_variance": variance}
-    if layer.renorm:
+    if getattr(layer, "renorm", False):  # Not in Keras 3.12.
       stddev = tf.sqrt(variance + layer.epsilon)
       new.update(moving_stddev=stddev, renorm_mean=mean, renorm_stddev=stddev)
-    for name, value in new.items():
-      variable = getattr(layer, name)
-      variable.assign(tf.cast(value, variable.dtype))
+    return [(getattr(layer, name),
+             tf.cast(value, getattr(layer, name).dtype))
+            for name, value in new.items()]

@@ -12,8 +12,8 @@ from wrapopt.keras import _wrapper
 class Lookahead(_wrapper.WrapperOptimizer):
   """Moves slow weights towards the weights that the inner optimizer trains.
 
-  Each variable `v` has slow weights `s`, which start at its value. After every
-  `sync_period` steps of the inner optimizer
+  Each variable `v` has slow weights `s`, which start at its value before the
+  first step. After every `sync_period` steps of the inner optimizer
 
       s += slow_step_size (v - s)
       v = s
@@ -73,6 +73,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
         self._var_key(v): self._make_average(
             v, "slow", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})
+    self._begun = self._make_begun()
 
   def slow_weights(self, variable: keras.Variable) -> Any:
     """The slow weights of a variable.
@@ -88,9 +89,24 @@ class Lookahead(_wrapper.WrapperOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("slow_weights")
+    self._settle()
     return self._slow[self._var_key(variable)]
 
+  def seed_slow_weights(self) -> None:
+    """Sets all slow weights to their variables' current values.
+
+    For weights that are set after the first step. Weights that are set before
+    it are where the slow weights start.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or averages are in place.
+    """
+    self._require_built("seed_slow_weights")
+    self._refuse_in_place("seed_slow_weights")
+    self._state.seed()
+
   def follow(self, step):
+    self._mark_begun()
     fast, slow = map(list, zip(*step.all_pairs(self._slow)))
 
     def sync():

@@ -12,7 +12,6 @@ from wrapopt import _inner_keras
 from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
-from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
 
@@ -31,7 +30,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       s += (1 - decay) (v - s)
 
   A step that only accumulates gradients, or that loss scaling skips, moves no
-  average. An average starts at the value of its variable before the first step.
+  average. An average starts at the value of its variable before the first step:
+  until then, it is that variable, whatever sets it.
 
   If the inner optimizer is exactly one of Keras's SGD, Adam, AdamW, Adagrad,
   RMSprop and Lion, one native op takes its step, its weight decay and all
@@ -138,7 +138,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._rows = self._make_rows(
         [v for v in variables if not self._overwrite_variable_with_gradient(v)])
     self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
-    self._first = (self._make_count("first_average_step", -1)
+    self._begun = self._make_begun()
+    self._first = (self._make_counts("first_average_step", -1)
                    if _decays.has_power(self._decays) else None)
 
   def _make_rows(self, variables, suffix=""):
@@ -202,6 +203,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("average")
+    self._settle()
     return self._rows[_decays.index_of(decay, self._decays)][
         self._var_key(variable)]
 
@@ -236,6 +238,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
+    self._settle()
     self.know(model)
     _, of_batch_norm = self._statistics()
     steps = self.average_steps()
@@ -250,7 +253,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       _wrapper.assign_all((v, rows[0][self._var_key(v)]) for v in variables)
 
   def averages(self, step):
-    decays = self._decays_now(step.iterations)
+    self._mark_begun()
+    decays = self._decays_now(step)
     # The forward pass has updated the statistics.
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
@@ -262,9 +266,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       _lazy.settle(averages, variable)
 
   def follow(self, step):
+    self._mark_begun()
     self._update([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
         self._rows, self._batch_norm_pairs(step))],
-                 self._decays_now(step.iterations))
+                 self._decays_now(step))
 
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
@@ -280,27 +285,27 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     ops.ema_update([[s for _, s in row] for row in pairs],
                    [v for v, _ in pairs[0]], decays)
 
-  def _decays_now(self, iterations):
-    """The decays of the step that follows `iterations` steps."""
+  def _decays_now(self, step):
+    """The decays of a Step."""
     decays = self._decays
     if self._num_updates is not None:
       decays = _decays.warmed_up(decays,
                                  _decays.value_now(self._num_updates))
-    since = iterations - self._start_step
+    since = step.iterations - self._start_step
     if self._dynamic_decay:
       decays = _decays.warmed_up(decays, since)
-    decays = _decays.of_step(decays, lambda: self._steps_since(iterations) + 1)
+    decays = _decays.of_step(decays, lambda: self._steps_since(step) + 1)
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
     return decays
 
-  def _steps_since(self, iterations):
-    """The number of steps of the averages, after `iterations` of the optimizer.
+  def _steps_since(self, step):
+    """The number of steps of the averages before a Step.
 
-    If the averages have not begun, they begin with the next step.
+    If the averages have not begun, they begin with this step.
     """
-    first = self._first.value
+    first, iterations = self._first[step.part].value, step.iterations
     begun = tf.where(first.read_value() < 0, iterations, first.read_value())
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
@@ -317,8 +322,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("average_steps")
     if self._first is None:
       return None
-    first = int(self._first.numpy())
-    iterations = int(_steps.innermost(self)[0].iterations)
+    part, opt = next(iter(self._parts().items()))
+    first = int(self._first[part].numpy())
+    iterations = _wrapper.steps_of(opt)
     return (max(0, iterations - max(first, self._start_step)) if first >= 0
             else 0)
 

@@ -9,6 +9,10 @@ from wrapopt import ops
 from wrapopt.keras import _wrapper
 
 
+# A number of counted steps: all that the schedule counts.
+_SINCE_START = -1
+
+
 @keras.saving.register_keras_serializable("wrapopt")
 class SWA(_wrapper.AveragingOptimizer):
   """Keeps the mean of the weights after every `average_period` steps.
@@ -19,8 +23,9 @@ class SWA(_wrapper.AveragingOptimizer):
 
       s += (v - s) / (n + 1)
 
-  Before the first counted step, the average is the initial value of its
-  variable. The first counted step replaces it.
+  Before the first counted step, the average is its variable. n is saved and
+  restored with the averages, and `seed_averages` resets it. The inner optimizer
+  may have trained before: i includes its earlier steps, n does not.
 
   Example:
 
@@ -69,14 +74,34 @@ class SWA(_wrapper.AveragingOptimizer):
         self._var_key(v): self._make_average(
             v, "average", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})]
+    # A file without the number is of a version that counted since the inner
+    # optimizer's first step.
+    self._counted = self._make_counts("counted_steps", 0, missing=_SINCE_START)
+
+  def _has_begun(self):
+    return any(
+        self._number(int(self._counted[part].numpy()),
+                     _wrapper.steps_of(opt)) > 0
+        for part, opt in self._parts().items())
+
+  def _number(self, counted, iterations):
+    """The number of steps counted in the first `iterations` steps."""
+    if counted != _SINCE_START:
+      return counted
+    since = iterations - 1 - self._start_averaging
+    return since // self._average_period + 1 if since >= 0 else 0
 
   def follow(self, step):
     since = step.iterations - self._start_averaging
     counts = (since >= 0) & (since % self._average_period == 0)
-    n = ops.float64(since // self._average_period)
     pairs = step.all_pairs(self._rows[0])
+    counted = self._counted[step.part].value
 
     def count():
+      n = counted.read_value()
+      n = tf.where(n == _SINCE_START, since // self._average_period, n)
+      counted.assign(n + 1)
+      n = ops.float64(n)
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
 
     _wrapper.where(counts, count)
