@@ -203,7 +203,7 @@ def lazy_steps(device, rule, values, averages, steps, decays, finish):
   variables = [on(device, row) for row in values]
   shadows = [on(device, row) for row in averages]
   with tf.device(device):
-    log_decays = [[tf.Variable(np.zeros(len(v) + 1)) for v in row]
+    log_decays = [[tf.Variable(np.zeros(len(v) + 2)) for v in row]
                   for row in averages]
   for grads, decay in zip(steps, decays):
     apply(rule, {state: [row[i] for row in variables]
@@ -256,7 +256,7 @@ def lazy(count=300, width=3):
   """A value, its average, its log decays."""
   return on(modes.VARIABLES, [
       np.float32(np.arange(count * width).reshape(count, width)),
-      np.zeros([count, width], np.float32), np.zeros([count + 1])])
+      np.zeros([count, width], np.float32), np.zeros([count + 2])])
 
 
 def test_catching_up_and_the_step_are_one_launch():
@@ -295,14 +295,14 @@ def test_rows_catch_up_before_another_step():
   log.assert_launched(("CatchUp_float", 1), ("Mark_double", None),
                       ("Average_float", 1), ("Mark_double", None))
   assert s.numpy()[1:4].tolist() == [[1.5, 2, 2.5], [3, 3.5, 4], [0, 0, 0]]
-  np.testing.assert_allclose(log_decays.numpy()[[0, 1, 2, 3, -1]],
+  np.testing.assert_allclose(log_decays.numpy()[[0, 1, 2, 3, -2]],
                              np.log([1, 0.5, 0.5, 1, 0.5]))
 
 
 def test_log_decays_without_a_value():
   v, s, _ = lazy()
   with tf.device(modes.VARIABLES):
-    log_decays = tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[301])
+    log_decays = tf.raw_ops.VarHandleOp(dtype=tf.float64, shape=[302])
   log = Log()
   arguments = [s.handle], [v.handle], [log_decays]
   dtypes = {"T": tf.float32, "S": tf.float32}

@@ -121,7 +121,7 @@ class Lagging:
     rng = np.random.default_rng(0)
     self.table = tf.Variable(rng.normal(size=(rows, 3)).astype(dtype))
     self.average = tf.Variable(rng.normal(size=(rows, 3)).astype(np.float32))
-    self.log_decays = tf.Variable(np.zeros(rows + 1))
+    self.log_decays = tf.Variable(np.zeros(rows + 2))
 
   def apply(self, indices, decay, accept=True):
     grad = tf.IndexedSlices(tf.ones([indices.shape[0], 3], self.table.dtype),

@@ -147,7 +147,7 @@ def test_apply(device, rule, dtype, sparse):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_averages_that_lag_behind(device, dtype):
   value, shadow = variables(dtype, 1), variables(float32_where_narrow(dtype), 1)
-  log_decays = variables(tf.float64, 1, (SHAPE[0] + 1,))
+  log_decays = variables(tf.float64, 1, (SHAPE[0] + 2,))
   indices = tf.constant([1, 4])
   # The log decays are of float64 on every device.
   hlo = lower(lambda i: ops.catch_up(shadow, value, log_decays, [i]), device,

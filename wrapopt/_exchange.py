@@ -8,7 +8,7 @@ from wrapopt import ops
 
 
 def same_dtype(a, b):
-  return a.dtype.base_dtype == b.dtype.base_dtype
+  return _lazy.raw(a).dtype.base_dtype == _lazy.raw(b).dtype.base_dtype
 
 
 def put_in_place(pairs):

@@ -161,7 +161,7 @@ def apply_gradients(opt, rule, step):
           grads, rule.scalars(opt),
           averages.decays(step.global_step) if averages else [],
           step.accept, opt._use_locking,
-          log_decays=_log_decays(lazy, len(shadows)))
+          log_decays=_lazy.log_decays(lazy, len(shadows)))
     updates = [] if done is None else [done]
     if averages:
       updates = averages.count_update(updates, step.accept)
@@ -235,19 +235,6 @@ def _update_of(opt, rule, variables, shadows):
       facts["keys"] = list(map(tf_optimizer._var_key, variables))
     facts[rule.rule, id(shadows)] = _CachedUpdate(shadows, slots, update)
   return update
-
-
-def _log_decays(lazy, count):
-  """The `log_decays` of `ops.apply`, for averages of `count` decays.
-
-  Args:
-    lazy: The second result of `_lazy.before_step`.
-    count: A number.
-  """
-  if not any(lazy):
-    return ()
-  return zip(*[[s.log_decays for s in of_variable] if of_variable else
-               [None] * count for of_variable in lazy])
 
 
 def _finish(opt, updates, name, accept):

@@ -95,13 +95,19 @@ def has_rule(opt):
   return type(opt) in _RULES
 
 
+def leaves_rows(opt):
+  """Whether `opt` may change only the rows that a sparse gradient touches."""
+  rule = rule_of(opt, type(opt)) if opt.built else None
+  return rule is not None and not _native.rules()[rule.rule].all_rows
+
+
 def rule_of(opt, cls):
   """The rule of `opt`, which is of class `cls`, or None."""
   find = _RULES.get(cls)
   return find(opt) if find else None
 
 
-def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
+def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
           leaves_rows):
   """Updates variables, with one op for each device and dtype.
 
@@ -112,7 +118,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
     grads: Gradients: tensors or `tf.IndexedSlices`.
     variables: The variables of the gradients.
     learning_rate: A number, tensor or variable.
-    shadows: Rows of averages, one row for each decay.
+    averages: Rows of averages, one row for each decay.
     decays: As in `wrapopt.ops.apply`.
     leaves_rows: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
@@ -122,7 +128,6 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
   leaves_rows = leaves_rows and not _native.rules()[rule.rule].all_rows
-  log_decays = [None] * len(variables)
   # Indices of variables: with weight decay by the rule, and without.
   groups = {True: [], False: []}
   apart = []
@@ -130,18 +135,16 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
     decays_here = (opt.weight_decay is not None and
                    # As Keras: its name then contains those of its layers.
                    opt._use_weight_decay(values[i]))
-    is_sparse = isinstance(grad, tf.IndexedSlices)
-    averages = [row[i] for row in shadows]
     # For a sparse gradient, a rule may update only some rows. Keras decays all.
-    by_rule = rule.decays_weights and not is_sparse
+    by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
     if decays_here and not by_rule:
-      apart.append(variable)
-      _lazy.settle(averages, values[i])
-    elif leaves_rows and is_sparse and averages:
-      log_decays[i] = _lazy.begin(averages)
+      apart.append(i)
     groups[decays_here and by_rule].append(i)
+  _, lazy = _lazy.before_step(
+      grads, values, averages, lambda i: leaves_rows and i not in apart)
+  shadows = [[_lazy.raw(s) for s in row] for row in averages]
   if apart:
-    cls._apply_weight_decay(opt, apart)
+    cls._apply_weight_decay(opt, [variables[i] for i in apart])
   rate = ops.float64(tf.convert_to_tensor(learning_rate))
   for decays_here, members in groups.items():
     if not members:
@@ -153,10 +156,10 @@ def apply(opt, cls, rule, grads, variables, learning_rate, shadows, decays,
     scalars = {"lr": rate, **rule.scalars}
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
-    ops.apply(rule.rule, {"var": chosen(values), **states}, chosen(grads),
-              scalars, shadows=[chosen(row) for row in shadows], decay=decays,
-              log_decays=zip(*[log_decays[i] or [None] * len(shadows)
-                               for i in members]))
+    update = ops.Update(rule.rule, {"var": chosen(values), **states},
+                        [chosen(row) for row in shadows], decays)
+    update.run(chosen(grads), scalars, decays,
+               log_decays=_lazy.log_decays(chosen(lazy), len(shadows)))
 
 
 def cast(grad, dtype):

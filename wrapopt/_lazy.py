@@ -133,6 +133,19 @@ def before_step(grads, variables, averages=(), leaves_rows=lambda i: False):
   return settle(variables, keep), lazy
 
 
+def log_decays(lazy, count):
+  """The `log_decays` of `ops.apply`, for averages of `count` decays.
+
+  Args:
+    lazy: The second result of `before_step`.
+    count: A number.
+  """
+  if not any(lazy):
+    return ()
+  return zip(*[[s.log_decays for s in of_variable] if of_variable else
+               [None] * count for of_variable in lazy])
+
+
 class LazyAverage(trackable.Trackable):
   """An average of a variable with rows. Reading it brings it up to date.
 
@@ -375,6 +388,14 @@ class LazyAverage(trackable.Trackable):
   @property
   def _shared_name(self):
     return self._name
+
+  @property
+  def _in_graph_mode(self):
+    return self._element is not None
+
+  @property
+  def _graph_key(self):
+    return self.rows._graph_key
 
   def get_shape(self):
     return self.shape

@@ -458,7 +458,7 @@ def _catching_up(rows):
   """A function that makes all rows catch up, and one that makes new arrays."""
   with tf.device("/cpu:0"):
     value, shadow = (tf.Variable(tf.zeros([rows, _WIDTH])) for _ in range(2))
-    log_decays = tf.Variable(tf.zeros([rows + 1], tf.float64))
+    log_decays = tf.Variable(tf.zeros([rows + 2], tf.float64))
 
   @tf.function(autograph=False)
   def catch_up():

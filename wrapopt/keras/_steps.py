@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from wrapopt import _inner_keras
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
 
@@ -40,7 +41,7 @@ class Step(typing.NamedTuple):
 
   def of(self, row):
     """The tf.Variables in a dict from keys, in the order of `variables`."""
-    return [row[key].value for key in self.keys]
+    return [_lazy.raw(_value(row[key])) for key in self.keys]
 
   def pairs(self, row):
     """[(updated variable, its value in a dict from keys)] of all replicas."""
@@ -48,8 +49,9 @@ class Step(typing.NamedTuple):
 
   def all_pairs(self, row):
     """The same for all variables that the optimizer trains."""
-    return _replicas.components((variable, row[key].value)
-                                for variable, key in self.trained if key in row)
+    return _replicas.components(
+        (variable, _lazy.raw(_value(row[key])))
+        for variable, key in self.trained if key in row)
 
 
 def followed(opt, followers):
@@ -142,18 +144,14 @@ class Follower:
     raise NotImplementedError
 
   def averages(self, step):
-    """(rows of averages, decays) to update in the pass of the step, or None.
+    """What to update in the pass of the step, or None.
 
     Args:
-      step: A Step, which is about to be taken.
-    """
-    del step
+      step: A Step, which is about to be taken. Only the averages that this
+        returns may lag behind after it.
 
-  def begin(self, step):
-    """Prepares for a step, if `averages` is not called.
-
-    Args:
-      step: A Step, which is about to be taken.
+    Returns:
+      Rows of averages, one for each decay, and the decays.
     """
     del step
 
@@ -208,7 +206,10 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
   trained = [(_value(v), opt._var_key(v)) for v in opt._trainable_variables]
   constraints = [v.constraint for v in variables]
   iterations = tf.convert_to_tensor(opt.iterations)
+  if any(f.changes_weights for f in followers):
+    _lazy.settle([v for v, _ in trained])
   if tf.distribute.has_strategy():
+    _lazy.before_step(grads, values)
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)
     _interim.maybe_merge_call(
@@ -220,10 +221,8 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
     return
   step = Step(iterations, values, keys, trained)
   rule = _inner_keras.rule_of(opt, cls)
-  if rule is None or any(constraints):
-    for follower in followers:
-      follower.begin(step)
   if rule is None:
+    _lazy.before_step(grads, values)
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)
     _follow(followers, step, constraints)

@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from wrapopt import _exchange
 from wrapopt import _inner_keras
+from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import _wrapper as _checks
 from wrapopt import ops
@@ -153,7 +154,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           initializer=((lambda shape, dtype: tf.cast(value, dtype))
                        if has_value else "zeros"),
           name=f"{path.replace('/', '_')}_{name}")
+    average = self._wrap_average(average, variable)
     self._state.add(name, average, variable)
+    return average
+
+  def _wrap_average(self, average, variable):
+    """What stands for a new average, a `keras.Variable`, of a variable."""
+    del variable
     return average
 
   def _make_count(self, name, value, seeded=None, missing=None):
@@ -480,7 +487,7 @@ class AveragingOptimizer(WrapperOptimizer):
     with _exchanging:
       self._refuse_in_place("averaged_weights")
       self._state.put_in_place([
-          (_value(v), s.value) for v, s in self._averaged(model)])
+          (_value(v), _value(s)) for v, s in self._averaged(model)])
     try:
       yield
     finally:
@@ -515,7 +522,7 @@ class AveragingOptimizer(WrapperOptimizer):
   def adopt(self, model):
     """Sets each average to its variable's value, if the two differ."""
     for variable, average in self._averaged(model):
-      for v, s in _replicas.components([(_value(variable), average.value)]):
+      for v, s in _replicas.components([(_value(variable), _value(average))]):
         if not np.array_equal(tf.cast(s, v.dtype), v):
           s.assign(tf.cast(v, s.dtype))
 
@@ -610,7 +617,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Adds the next average of a name."""
     key = f"{name}.{len(self._rows[name])}"
     self._rows[name].append((average, variable))
-    self._track_trackable(average.value, key)
+    self._track_trackable(_value(average), key)
     if key in self._late:
       _load(average, variable, self._late.pop(key))
 
@@ -650,7 +657,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if latest == self._completed:
       return
     self._completed = latest
-    lacks = lambda variable: _restored(variable.value) < latest
+    lacks = lambda variable: _restored(_value(variable)) < latest
     has_averages = False
     for average, variable in self.pairs():
       if not lacks(average):
@@ -667,7 +674,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for name, row in self._rows.items():
       for i, (average, variable) in enumerate(row):
         # If the model is saved with averages in place, these are its weights.
-        value = _value(variable if id(average.value) in in_place else average)
+        value = _value(variable if id(_value(average)) in in_place else average)
         store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
       store[name] = variable.numpy()
@@ -740,12 +747,16 @@ def _load(average, variable, value):
 
 def assign_all(pairs):
   """Assigns averages to their variables: (variable, average) pairs."""
-  for v, s in _replicas.components([(_value(v), s.value) for v, s in pairs]):
+  pairs = list(pairs)
+  # Of all averages of the variables, not only of these.
+  _lazy.settle([v for v, _ in _replicas.components(
+      [(_value(v), _value(s)) for v, s in pairs])])
+  for v, s in _replicas.components([(_value(v), _value(s)) for v, s in pairs]):
     v.assign(tf.cast(s, v.dtype))
 
 
 def _seed(average, variable):
-  for s, v in _replicas.components([(average.value, _value(variable))]):
+  for s, v in _replicas.components([(_value(average), _value(variable))]):
     s.assign(tf.cast(v, s.dtype))
 
 

@@ -12,6 +12,8 @@ from wrapopt import _inner_keras
 from wrapopt import _lazy
 from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt.keras import _lazy_average
+from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
 
@@ -41,8 +43,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   A step with the sparse gradient of an embedding costs only the rows that it
   touches, if the inner optimizer does not change the other rows (`is_lazy`).
   The averages of the other rows catch up, exactly, with the steps that they
-  missed before an average is read, saved or put in place. If you assign to such
-  a variable yourself, read its average first.
+  missed before an average is read, saved or put in place, and before any other
+  code of this package changes the variable. Before your own code changes it,
+  read its averages, or set `lazy=False`: rows can only catch up with a value
+  that is still there.
 
   Example:
 
@@ -74,7 +78,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       average_decay: Union[float, Sequence[float]] = 0.99,
       num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
       name: Optional[str] = None, *, shadow_dtype: Any = None,
-      average_batch_norm: bool = False) -> None:
+      average_batch_norm: bool = False, lazy: Optional[bool] = None) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -98,13 +102,19 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         If True, the optimizer must know the model: pass `fit` the callback
         `EvaluateWithAverages`, or call `know(model)`. As an alternative,
         `recalibrate_batch_norm` computes the statistics that fit the averages.
+      lazy: Whether the averages of rows that a sparse gradient does not touch
+        may lag behind until they are read. By default (None), where that is
+        exact (`is_lazy`). If False, each step moves all rows, and `average`
+        always returns a `keras.Variable`.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
-      ValueError: If a number is out of range.
+      ValueError: If a number is out of range, or `lazy` is neither None nor
+        False.
     """
     super().__init__(optimizer, name)
+    self._lazy = _lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
            for d in self._decays):
@@ -150,10 +160,15 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             self._dtype_of(v))
         for v in variables}) for k, decay in enumerate(self._decays)]
 
-  def _make_average(self, variable, name, dtype=None):
-    average = super()._make_average(variable, name, dtype)
-    _lazy.watch(average.value, _inner_keras.value(variable))
-    return average
+  def _wrap_average(self, average, variable):
+    value = _inner_keras.value(variable)
+    # Keras's own averages overwrite variables.
+    if (self._lazy is False or not variable.trainable or
+        any(opt.use_ema for opt in _steps.within(self)) or
+        not any(map(_inner_keras.leaves_rows, _steps.innermost(self))) or
+        not _lazy.may_be_lazy(value)):
+      return average
+    return _lazy_average.LazyAverage(average, value)
 
   def know(self, model: keras.Model) -> None:
     """Sets the model, for `average_batch_norm`.
@@ -195,7 +210,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       decay: Which of several decays; by default the first.
 
     Returns:
-      The `keras.Variable` that holds its average.
+      The `keras.Variable` that holds its average. If its rows may lag behind
+      (`is_lazy`), or may do so later, an object that is no variable: it
+      converts to a tensor, and has the methods of a variable to read and assign
+      it. `lazy=False` makes all averages variables.
 
     Raises:
       RuntimeError: If the optimizer is not built.
@@ -214,11 +232,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     touches: SGD without momentum, Adagrad and `LazyAdam`, without weight decay.
     A step then costs only these rows. The averages of the other rows catch up,
     exactly, with the steps that they missed before an average is read. It does
-    not in a `tf.distribute` strategy, for a variable whose first gradient in a
-    `tf.function` was dense, and in a `Lookahead`.
-
-    Before anything but the optimizer changes the variable, read its average:
-    rows can only catch up with a value that is still there.
+    not if `lazy` is False, in a `tf.distribute` strategy, for a variable whose
+    first gradient in a `tf.function` was dense, in and around a `Lookahead`,
+    around an optimizer with `use_ema`, and if a `tf.function` of another
+    optimizer changes the variable.
 
     Args:
       variable: A variable that the optimizer was built with.
@@ -227,7 +244,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       A bool.
     """
     self._require_built("is_lazy")
-    return _lazy.is_lazy(self._rows[0][self._var_key(variable)].value)
+    return _lazy.is_lazy(self._rows[0][self._var_key(variable)])
 
   def _averaged(self, model):
     if model is not None:
@@ -259,11 +276,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
       self._update(of_batch_norm, decays)
-    return list(map(step.of, self._rows)), decays
-
-  def begin(self, step):
-    for variable, *averages in zip(step.variables, *map(step.of, self._rows)):
-      _lazy.settle(averages, variable)
+    return [[_inner_keras.value(row[key]) for key in step.keys]
+            for row in self._rows], decays
 
   def follow(self, step):
     self._mark_begun()
@@ -335,7 +349,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
-            "average_batch_norm": self._average_batch_norm}
+            "average_batch_norm": self._average_batch_norm,
+            "lazy": self._lazy}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
