@@ -158,6 +158,8 @@ def test_a_hook_is_checked(tmp_path):
        (sgd, tmp_path, 1)),
       (TypeError, "`save_steps` must be an integer", (opt, tmp_path, 1.5)),
       (ValueError, "`save_steps` must be at least 1", (opt, tmp_path, 0)),
+      (ValueError, "`directory` must be the path of a directory, got ''",
+       (opt, "", 1)),
       (ValueError, "`dtype` must be None, float16, bfloat16 or float32, got "
        "float64", (opt, tmp_path, 1, "float64"))]:
     with pytest.raises(error, match=match):

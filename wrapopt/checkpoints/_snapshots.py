@@ -49,6 +49,9 @@ class Snapshots:
       raise ValueError(
           f"`dtype` must be None, float16, bfloat16 or float32, got {name}.")
     self.directory = os.fspath(directory)
+    if not self.directory:
+      raise ValueError("`directory` must be the path of a directory, got ''. "
+                       "Pass a path such as 'run/snapshots'.")
     self.save_steps = save_steps
     self._dtype = _DTYPES[name]
     self._last = None
