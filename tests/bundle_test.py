@@ -18,7 +18,7 @@ def make(count=3, inner=None, decay=0.5):
   """(variables, optimizer), whose averages and slots are made."""
   variables = [tf.Variable([1.0, 2.0]) for _ in range(count)]
   opt = wrapopt.MovingAverageOptimizer(
-      inner or v1.train.MomentumOptimizer(1.0, 0.5), decay)
+      inner or v1.train.MomentumOptimizer(1.0, 0.5), decay, lazy=False)
   opt.apply_gradients([(tf.zeros([2]), v) for v in variables])
   return variables, opt
 

@@ -1,0 +1,1130 @@
+"""No path reads an average of rows stale.
+
+A twin of each optimizer has `lazy=False`: all rows of its averages move in each
+step. The tests list the ways to read an average and the ways to change a table,
+and compare both optimizers after the same calls.
+"""
+
+import copy
+import pickle
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+import wrapopt
+import wrapopt.keras as wk
+
+from wrapopt import _lazy
+
+tf1 = tf.compat.v1
+ops = wrapopt.ops
+
+ROWS, COLUMNS = 6, 2
+DECAYS = [0.9, 0.5]
+
+
+def table():
+  return np.linspace(-1, 1, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
+
+
+def gradient(t, count=2):
+  """(values, indices)."""
+  rng = np.random.default_rng(t)
+  return rng.normal(size=[count, COLUMNS]), rng.integers(0, ROWS, count)
+
+
+def sparse(t):
+  return tf.IndexedSlices(*map(tf.constant, gradient(t)), [ROWS, COLUMNS])
+
+
+class V1:
+  """A table in float64, trained by an optimizer of tf.compat.v1."""
+
+  def __init__(self, lazy, mode="eager", inner=None, wrap=lambda opt: opt):
+    self.mode, self.t = mode, 0
+    with tf.device("cpu:0"):
+      self.w = tf.Variable(table(), name="w")
+    self.opt = wrap(wrapopt.MovingAverageOptimizer(
+        inner or tf1.train.GradientDescentOptimizer(0.5), DECAYS, lazy=lazy))
+    self._steps = {}
+
+  def apply(self, grad):
+    self.opt.apply_gradients([(grad, self.w)])
+
+  def step(self, t=None, dense=False):
+    self.t += 1
+    grad = sparse(self.t if t is None else t)
+    if dense:
+      grad = tf.convert_to_tensor(grad)
+    if self.mode == "eager":
+      self.apply(grad)
+      return
+    if dense not in self._steps:
+      function = tf.function(
+          (lambda grad: self.apply(grad)) if dense else
+          lambda values, indices: self.apply(
+              tf.IndexedSlices(values, indices, [ROWS, COLUMNS])),
+          autograph=False, jit_compile=self.mode == "jit" or None)
+      self._steps[dense] = function
+    if dense:
+      self._steps[dense](grad)
+    else:
+      self._steps[dense](grad.values, grad.indices)
+
+  def average(self, k=0):
+    return self.opt.average(self.w, DECAYS[k])
+
+  def numpy(self):
+    return [self.w.numpy(), *(self.average(k).numpy() for k in (0, 1))]
+
+  def swapped(self, k=0):
+    return self.opt.averaged_weights(decay=DECAYS[k])
+
+  def checkpoint(self):
+    return tf.train.Checkpoint(w=self.w, opt=self.opt)
+
+
+class Keras(V1):
+  """A table in float64, trained by an optimizer of Keras."""
+
+  def __init__(self, lazy, mode="eager", inner=None, wrap=lambda opt: opt,
+               **kwargs):
+    self.mode, self.t = mode, 0
+    self.w = keras.Variable(table(), dtype="float64", name="w")
+    self.averaging = wk.MovingAverage(
+        inner or keras.optimizers.SGD(0.5), DECAYS, lazy=lazy, **kwargs)
+    self.opt = wrap(self.averaging)
+    self.opt.build([self.w])
+    self._steps = {}
+
+  def apply(self, grad):
+    self.opt.apply([grad], [self.w])
+
+  def average(self, k=0):
+    return self.averaging.average(self.w, DECAYS[k])
+
+  def swapped(self, k=0):
+    del k
+    return self.averaging.averaged_weights()
+
+  def checkpoint(self):
+    return tf.train.Checkpoint(w=self.w.value, opt=self.opt)
+
+
+KINDS = {"v1": V1, "keras": Keras}
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def twins(kind, **kwargs):
+  return [KINDS[kind](lazy, **kwargs) for lazy in (None, False)]
+
+
+def lags(trained):
+  """Whether rows of its averages lag behind now."""
+  log_decays = trained.average().log_decays
+  return log_decays is not None and log_decays.numpy()[ROWS] != 0
+
+
+def assert_same(lazy, dense, rtol=1e-12):
+  for got, want in zip(lazy.numpy(), dense.numpy(), strict=True):
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=1e-13)
+
+
+# Reading
+
+_ORDER = np.arange(ROWS)
+
+
+def _in_thread(average):
+  result = []
+  thread = threading.Thread(target=lambda: result.append(average.numpy()))
+  thread.start()
+  thread.join()
+  return result[0]
+
+
+def _in_cond(average):
+  return tf.function(lambda flag: tf.cond(
+      flag, lambda: tf.convert_to_tensor(average) + 0,
+      lambda: tf.zeros([ROWS, COLUMNS], tf.float64)))(tf.constant(True))
+
+
+def _in_loop(average):
+  return tf.function(lambda: tf.while_loop(
+      lambda i, x: i < 1, lambda i, x: (i + 1, x + average),
+      [tf.constant(0), tf.zeros([ROWS, COLUMNS], tf.float64)])[1])()
+
+
+def _on_disk(average, tmp_path, **options):
+  checkpoint = tf.train.Checkpoint(average=average)
+  path = checkpoint.write(str(tmp_path / "one"), tf.train.CheckpointOptions(
+      **options))
+  checkpoint.sync() if hasattr(checkpoint, "sync") else None
+  return tf.train.load_variable(path, "average/.ATTRIBUTES/VARIABLE_VALUE")
+
+
+def _saved_model(average, tmp_path):
+  module = tf.Module()
+  module.average = average
+  module.read = tf.function(lambda: average + 0, input_signature=[])
+  module.read()
+  tf.saved_model.save(module, str(tmp_path / "module"))
+  loaded = tf.saved_model.load(str(tmp_path / "module"))
+  np.testing.assert_array_equal(loaded.read(), loaded.average)
+  return loaded.average
+
+
+READS = {
+    "numpy": lambda s: s.numpy(),
+    "asarray": np.asarray,
+    "array_of_dtype": lambda s: np.array(s, np.float32),
+    "convert_to_tensor": tf.convert_to_tensor,
+    "value": lambda s: (s.value() if callable(s.value) else s.value),
+    "read_value": lambda s: (s if hasattr(s, "read_value") else s.value
+                             ).read_value(),
+    "square": tf.square, "reduce_sum": tf.reduce_sum, "norm": tf.norm,
+    "concat": lambda s: tf.concat([s, s], 0),
+    "stack": lambda s: tf.stack([s, s]),
+    "transpose": tf.transpose,
+    "einsum": lambda s: tf.einsum("ij->ji", s),
+    "subtract": lambda s: tf.subtract(tf.ones([ROWS, COLUMNS], tf.float64), s),
+    "matmul": lambda s: tf.matmul(s, tf.ones([COLUMNS, 3], tf.float64)),
+    "cast": lambda s: tf.cast(s, tf.float32),
+    "operators": lambda s: 2. * s + s / 3. - (-s) * s ** 2,
+    "reflected": lambda s: tf.ones([ROWS, COLUMNS], tf.float64) - s,
+    "compare": lambda s: s > 0.,
+    "gather": lambda s: tf.gather(s, [4, 1, 1]),
+    "embedding_lookup": lambda s: tf.nn.embedding_lookup(s, [4, 1, 1]),
+    "slice": lambda s: s[1:4, 0], "row": lambda s: s[-1],
+    "rows": lambda s: tf.stack(list(s)),
+    "raw_op": lambda s: tf.raw_ops.AddV2(x=s, y=tf.constant(0., tf.float64)),
+    "raw_identity": lambda s: tf.raw_ops.Identity(input=s),
+    "identity": tf.identity,
+    "captured": lambda s: tf.function(lambda: s + 0)(),
+    "captured_jit": lambda s: tf.function(lambda: s + 0, jit_compile=True)(),
+    "argument": lambda s: tf.function(lambda x: tf.square(x))(s),
+    "argument_jit": lambda s: tf.function(tf.square, jit_compile=True)(s),
+    "cond": _in_cond, "loop": _in_loop,
+    "dataset": lambda s: next(iter(tf.data.Dataset.from_tensors(
+        tf.convert_to_tensor(s)))),
+    "copy": lambda s: copy.copy(s).numpy(),
+    "deepcopy": lambda s: copy.deepcopy(s).numpy(),
+    "pickle": lambda s: pickle.loads(pickle.dumps(s)).numpy(),
+    "thread": _in_thread,
+    "keras_ops": lambda s: keras.ops.add(s, 1.),
+    "keras_numpy": keras.ops.convert_to_numpy,
+    "keras_tensor": keras.ops.convert_to_tensor,
+}
+# What a keras.Variable does not do, or TensorFlow with one.
+_NOT_OF_KERAS_VARIABLES = ("pickle", "deepcopy", "copy", "rows", "stack")
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_read_is_up_to_date(kind, read, k):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    for _ in range(4):
+      trained.step()
+  assert lags(lazy)
+  want = dense.average(k)
+  if kind == "keras" and read in _NOT_OF_KERAS_VARIABLES:
+    want = want.value
+  np.testing.assert_allclose(READS[read](lazy.average(k)), READS[read](want),
+                             rtol=1e-12)
+  for trained in lazy, dense:
+    trained.step()
+  assert_same(lazy, dense)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_a_function_reads_after_each_step_inside_of_it(kind, mode):
+  lazy, dense = twins(kind)
+  found = []
+  for trained in lazy, dense:
+    trained.step(0)
+
+    def run(values, indices, trained=trained):
+      grad = tf.IndexedSlices(values, indices, [ROWS, COLUMNS])
+      reads = [tf.convert_to_tensor(trained.average())]
+      for _ in range(2):
+        trained.apply(grad)
+        reads.append(tf.square(trained.average()))
+      return reads
+
+    if mode != "eager":
+      run = tf.function(run, autograph=False, jit_compile=mode == "jit" or None)
+    grad = sparse(1)
+    found.append([*run(grad.values, grad.indices),
+                  *run(grad.values, grad.indices)])
+  assert lazy.opt.is_lazy(lazy.w)
+  for got, want in zip(*found):
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("how", ["plain", "async", "saved_model"])
+def test_files_have_caught_up(kind, how, tmp_path):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    for _ in range(4):
+      trained.step()
+  assert lags(lazy)
+  average = lazy.average()
+  got = (_saved_model(average, tmp_path) if how == "saved_model" else _on_disk(
+      average, tmp_path, experimental_enable_async_checkpoint=how == "async"))
+  np.testing.assert_allclose(got, dense.average(), rtol=1e-12)
+
+
+@EVERY_KIND
+def test_a_checkpoint_of_the_optimizer_restores_into_its_twin(kind, tmp_path):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    for _ in range(4):
+      trained.step()
+  assert lags(lazy)
+  path = lazy.checkpoint().write(str(tmp_path / "a"))
+  dense.checkpoint().read(path).assert_consumed()
+  assert_same(lazy, dense)
+  for trained in lazy, dense:
+    trained.step()
+  assert lags(lazy)
+  lazy.checkpoint().read(dense.checkpoint().write(str(tmp_path / "b")))
+  assert not lags(lazy)
+  assert_same(lazy, dense)
+
+
+def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
+  lazy, dense = twins("keras")
+  for trained in lazy, dense:
+    trained.step()
+  grad = sparse(9)
+
+  def module_of(trained):
+    module = tf.Module()
+    module.w, module.opt = trained.w.value, trained.opt
+    module.step = tf.function(
+        lambda: trained.apply(grad) or tf.square(trained.average()),
+        input_signature=[])
+    module.step()
+    return module
+
+  module_of_dense = module_of(dense)
+  module = module_of(lazy)
+  lazy.step()
+  dense.step()
+  assert lags(lazy)
+  tf.saved_model.save(module, str(tmp_path))
+  loaded = tf.saved_model.load(str(tmp_path))
+  want = module_of_dense.step()
+  # The loaded average is a variable, which each step moves as a whole.
+  np.testing.assert_allclose(loaded.step(), want, rtol=1e-12)
+  np.testing.assert_allclose(module.step(), want, rtol=1e-12)
+
+
+@EVERY_KIND
+def test_an_average_that_outlives_its_variable(kind):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    trained.step()
+  average, want = lazy.average(), dense.average().numpy()
+  assert lags(lazy)
+  del lazy, trained
+  np.testing.assert_allclose(average.numpy(), want, rtol=1e-12)
+
+
+REFUSED = {
+    "handle": (AttributeError, lambda s, w: s.handle),
+    "ema_update": (TypeError, lambda s, w: ops.ema_update([s], [w], 0.5)),
+    "exchange": (TypeError, lambda s, w: ops.exchange([w], [s])),
+    "averaging_assign": (TypeError,
+                         lambda s, w: ops.averaging_assign([s], [w], [1.])),
+    "read_packed": (TypeError, lambda s, w: ops.read_packed([s])),
+    "catch_up": (TypeError, lambda s, w: ops.catch_up([s], [w], [w])),
+    "watch": (Exception, lambda s, w: tf.GradientTape().watch(s)),
+    "raw_read": (Exception, lambda s, w: tf.raw_ops.ReadVariableOp(
+        resource=s, dtype=tf.float64)),
+    "shape": (ValueError, lambda s, w: s.assign([1.])),
+    "dtype": (ValueError, lambda s, w: tf.convert_to_tensor(s, tf.float32)),
+}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_read_or_write_rows_that_lag_behind_is_refused(kind, what):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    trained.step()
+  error, call = REFUSED[what]
+  with pytest.raises(error):
+    call(lazy.average(), getattr(lazy.w, "value", lazy.w)
+         if kind == "keras" else lazy.w)
+  assert lags(lazy)
+  assert_same(lazy, dense)
+
+
+# Writing, and changes of the table
+
+
+def _assign(trained):
+  for k in (0, 1):
+    trained.average(k).assign(np.ones([ROWS, COLUMNS]))
+
+
+def _assign_add(trained):
+  trained.average().assign_add(np.ones([ROWS, COLUMNS]))
+  trained.average(1).assign_sub(np.ones([ROWS, COLUMNS]))
+
+
+def _swap(trained):
+  with trained.swapped():
+    trained.average(1).numpy()
+    tf.square(trained.average(0))
+
+
+def _swap_both(trained):
+  for k in (1, 0):
+    with trained.swapped(k):
+      trained.average(1 - k).numpy()
+
+
+def _read_and_set(trained):
+  trained.numpy()
+  trained.w.assign(table()[::-1])
+
+
+def _exchange(trained):
+  other = tf.Variable(table()[::-1])
+  ops.exchange([_value(trained.w)], [other])
+
+
+def _averaging_assign(trained):
+  ops.averaging_assign([_value(trained.w)], [tf.Variable(table()[::-1])], [1.])
+
+
+def _raw_apply(trained):
+  ops.apply("GradientDescent", {"var": [_value(trained.w)]},
+            [tf.ones([ROWS, COLUMNS], tf.float64)], {"lr": 0.25})
+
+
+def _assign_packed(trained):
+  w = _value(trained.w)
+  ops.assign_packed([w], 2 * ops.read_packed([w]))
+
+
+def _value(w):
+  return w.value if isinstance(w, keras.Variable) else w
+
+
+def _other_v1(trained):
+  """Another optimizer trains the table, and averages it, too."""
+  if not hasattr(trained, "other"):
+    trained.other = wrapopt.MovingAverageOptimizer(
+        tf1.train.AdagradOptimizer(0.3), 0.7)
+  trained.other.apply_gradients([(sparse(77), _value(trained.w))])
+
+
+def _other_dense_v1(trained):
+  wrapopt.LazyAdamOptimizer(0.1).apply_gradients(
+      [(sparse(78), _value(trained.w))])
+
+
+def _other_keras(trained):
+  if not hasattr(trained, "other"):
+    trained.other = wk.SWA(keras.optimizers.Adam(0.1), average_period=1)
+    w = trained.w
+    if not isinstance(w, keras.Variable):
+      trained.other_w = keras.Variable(table(), dtype="float64")
+      trained.other_w._value = w
+      w = trained.other_w
+    trained.other.build([w])
+    trained.other_w = w
+  trained.other.apply([sparse(79)], [trained.other_w])
+
+
+def _seed(trained):
+  getattr(trained, "averaging", trained.opt).seed_averages()
+
+
+CHANGES = {
+    function.__name__[1:]: function for function in (
+        _assign, _assign_add, _swap, _swap_both, _read_and_set, _exchange,
+        _averaging_assign, _raw_apply, _assign_packed, _other_v1,
+        _other_dense_v1, _other_keras, _seed)}
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_comes_after_the_steps_before_it(kind, mode, change, capfd):
+  lazy, dense = twins(kind, mode=mode)
+  for trained in lazy, dense:
+    trained.step()
+    trained.step()
+    for _ in range(2):
+      if trained is lazy:
+        assert lags(lazy)
+      CHANGES[change](trained)
+      trained.step()
+      trained.step()
+  assert lags(lazy)
+  assert_same(lazy, dense)
+  assert "lagged behind" not in capfd.readouterr().err
+
+
+def test_a_graph_that_changes_the_table_keeps_later_averages_dense():
+  """Its function would not know them."""
+  lazy, dense = twins("v1")
+  for trained in lazy, dense:
+    change = tf.function(lambda trained=trained: ops.averaging_assign(
+        [trained.w], [trained.w], [1.5]))
+    change()
+    for _ in range(2):
+      trained.step()
+      change()
+      trained.step()
+  assert not lazy.opt.is_lazy(lazy.w)
+  assert_same(lazy, dense)
+
+
+def test_a_function_that_knows_the_averages_settles_them():
+  lazy, dense = twins("v1")
+  for trained in lazy, dense:
+    trained.step()
+    change = tf.function(lambda trained=trained: ops.averaging_assign(
+        [trained.w], [trained.w], [1.5]))
+    for _ in range(2):
+      change()
+      trained.step()
+  assert lags(lazy)
+  assert_same(lazy, dense)
+
+
+@EVERY_KIND
+def test_a_change_that_nobody_announced_is_logged(kind, capfd):
+  """The buffer of the table is another one."""
+  lazy = KINDS[kind](None)
+  lazy.step()
+  keep = lazy.w.assign(table()[::-1].copy())  # pylint: disable=unused-variable
+  assert lags(lazy)
+  capfd.readouterr()
+  lazy.average().numpy()
+  error = capfd.readouterr().err
+  assert "lagged behind when something else than its optimizer" in error
+  assert "lazy=False" in error
+  lazy.average().numpy()
+  lazy.step()
+  lazy.step()
+  # Both averages had rows that lagged; each is reported once.
+  assert capfd.readouterr().err.count("lagged behind") == 1
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda opt: wk.SWA(opt, average_period=2),
+    lambda opt: wk.Lookahead(opt, 2),
+    lambda opt: wk.SWA(wk.Lookahead(opt, 3))], ids=["swa", "lookahead", "both"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_wrappers_around(wrap, mode):
+  lazy, dense = twins("keras", wrap=wrap, mode=mode)
+  for trained in lazy, dense:
+    for t in range(5):
+      trained.step()
+      if isinstance(trained.opt, wk.SWA) and t == 2:
+        with trained.opt.averaged_weights():
+          trained.average(1).numpy()
+  assert_same(lazy, dense)
+
+
+@pytest.mark.parametrize("inner", ["constraint", "use_ema", "weight_decay"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_keras_changes_all_rows(inner, mode):
+  found = []
+  for lazy in None, False:
+    arguments = {"use_ema": dict(use_ema=True, ema_momentum=0.5,
+                                 ema_overwrite_frequency=2),
+                 "weight_decay": dict(weight_decay=0.1)}.get(inner, {})
+    trained = Keras(lazy, mode, keras.optimizers.SGD(0.5, **arguments))
+    if inner == "constraint":
+      trained.w.constraint = keras.constraints.UnitNorm()
+    for _ in range(5):
+      trained.step()
+    trained.opt.finalize_variable_values([trained.w])
+    trained.step()
+    found.append(trained)
+  assert_same(*found)
+
+
+@pytest.mark.parametrize("strategy", [
+    lambda: tf.distribute.OneDeviceStrategy("cpu:0"),
+    tf.distribute.experimental.CentralStorageStrategy],
+                         ids=["one_device", "central"])
+@pytest.mark.parametrize("kind", ["v1", "keras"])
+@pytest.mark.parametrize("with_dense", [False, True])
+def test_strategies(strategy, kind, with_dense):
+  found = []
+  for lazy in None, False:
+    scope = strategy()
+    count = scope.num_replicas_in_sync
+    with scope.scope():
+      if kind == "v1":
+        w, b = tf.Variable(table()), tf.Variable([1., 2.])
+        opt = wrapopt.MovingAverageOptimizer(
+            tf1.train.GradientDescentOptimizer(0.5), DECAYS, lazy=lazy)
+        apply = lambda g, v: opt.apply_gradients(list(zip(g, v)))
+      else:
+        w = keras.Variable(table(), dtype="float64")
+        b = keras.Variable([1., 2.])
+        opt = wk.MovingAverage(keras.optimizers.SGD(0.5), DECAYS, lazy=lazy)
+        opt.build([w, b] if with_dense else [w])
+        apply = opt.apply
+
+    @tf.function
+    def step(values, indices):
+      def replica():
+        grads = [tf.IndexedSlices(values, indices, tf.constant(
+            [ROWS, COLUMNS], tf.int64))]
+        apply(grads + [tf.ones([2])] if with_dense else grads,
+              [w, b] if with_dense else [w])
+      scope.run(replica)
+
+    for t in range(4):
+      grad = sparse(t)
+      step(grad.values / count, grad.indices)
+    found.append([np.array(w), *(np.array(tf.convert_to_tensor(
+        opt.average(w, d))) for d in DECAYS)])
+  assert not opt.is_lazy(w)
+  for got, want in zip(*found):
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+  history = table()
+  assert np.abs(found[0][1] - history).max() > 0.01  # It has moved.
+
+
+def test_steps_outside_and_inside_of_a_strategy():
+  lazy, dense = twins("v1")
+  for trained in lazy, dense:
+    trained.step()
+    tf.distribute.OneDeviceStrategy("cpu:0").run(trained.step)
+    trained.step()
+  assert_same(lazy, dense)
+
+
+# fit
+
+
+def _model(lazy, decays, inner=None):
+  keras.utils.set_random_seed(0)
+  model = keras.Sequential([keras.Input([3]), keras.layers.Embedding(50, 4),
+                            keras.layers.Flatten(), keras.layers.Dense(1)])
+  model.compile(wk.MovingAverage(
+      inner or keras.optimizers.SGD(0.5), decays, lazy=lazy), "mse",
+                jit_compile=False)
+  return model
+
+
+def _data(seed=0, count=64):
+  rng = np.random.default_rng(seed)
+  # Of 50 rows, few are touched.
+  return rng.integers(0, 20, [count, 3]), rng.normal(size=[count, 1])
+
+
+def _averages_of(model, decays):
+  opt, table = model.optimizer, model.layers[0].embeddings
+  return [np.array(table), *(np.array(opt.average(table, d)) for d in decays)]
+
+
+FITS = {
+    "plain": lambda tmp_path: [],
+    "evaluate": lambda tmp_path: [wk.EvaluateWithAverages()],
+    "checkpoint": lambda tmp_path: [wk.EvaluateWithAverages(
+        [keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))])],
+    "early_stopping": lambda tmp_path: [wk.EvaluateWithAverages(
+        [keras.callbacks.EarlyStopping("loss", patience=1, min_delta=1e3,
+                                       restore_best_weights=True)])],
+    "early_stopping_raw": lambda tmp_path: [
+        keras.callbacks.EarlyStopping("loss", patience=1, min_delta=1e3)],
+    "backup": lambda tmp_path: [
+        keras.callbacks.BackupAndRestore(str(tmp_path / "backup"))],
+    "snapshots": lambda tmp_path: [wk.Snapshots(str(tmp_path / "s"), 3)],
+}
+
+
+@pytest.mark.parametrize("callbacks, decays", [
+    *((name, DECAYS) for name in FITS),
+    *((name, [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.1)])
+      for name in ("checkpoint", "snapshots"))])
+def test_fit(callbacks, decays, tmp_path):
+  found = []
+  for lazy in None, False:
+    model, path = _model(lazy, decays), tmp_path / str(lazy)
+    path.mkdir()
+    x, y = _data()
+    for _ in range(2):
+      model.fit(x, y, batch_size=8, epochs=2, verbose=0, shuffle=False,
+                callbacks=FITS[callbacks](path), validation_data=(x, y))
+    found.append(_averages_of(model, decays))
+    model.save(path / "model.keras")
+    loaded = keras.saving.load_model(path / "model.keras")
+    for got, want in zip(_averages_of(loaded, decays), found[-1]):
+      np.testing.assert_array_equal(got, want)
+    if lazy is None:
+      assert model.optimizer.is_lazy(model.layers[0].embeddings)
+  for got, want in zip(*found):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_files(tmp_path):
+  found = []
+  for lazy in None, False:
+    model = _model(lazy, DECAYS)
+    x, y = _data()
+    model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
+    path = str(tmp_path / f"{lazy}.weights.h5")
+    model.save_weights(path)
+    saved = _averages_of(model, DECAYS)
+    for seed in (1, 2):
+      model.train_on_batch(*_data(seed, 8))
+    model.load_weights(path)
+    for got, want in zip(_averages_of(model, DECAYS), saved):
+      np.testing.assert_array_equal(got, want)
+    for seed in (1, 2):
+      model.train_on_batch(*_data(seed, 8))
+    found.append(_averages_of(model, DECAYS))
+  for got, want in zip(*found):
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_model_as_saved_model(tmp_path):
+  model = _model(None, DECAYS)
+  x, y = _data()
+  model.fit(x, y, batch_size=8, verbose=0)
+  model.train_on_batch(*_data(1, 8))
+  tf.saved_model.save(model, str(tmp_path))
+  tf.saved_model.load(str(tmp_path))
+  shapes = [shape for _, shape in tf.train.list_variables(
+      str(tmp_path / "variables" / "variables"))]
+  assert shapes.count([50, 4]) == 3  # The table and two averages.
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("how", ["kernel", "jit", "hlo"])
+def test_decays_of_zero_do_not_wear_out_the_sums(how, monkeypatch):
+  """100,000 of them, then decays near 1."""
+  if how == "hlo":
+    monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
+  lazy, w = tf.Variable(table()), tf.Variable(table())
+  log_decays = tf.Variable(np.zeros(ROWS + 2))
+  near_1 = 1 - 1e-6
+
+  def run(indices, decay):
+    ops.apply("GradientDescent", {"var": [w]},
+              [tf.IndexedSlices(tf.ones([1, COLUMNS], tf.float64), indices)],
+              {"lr": 0.001}, [lazy], decay, log_decays=[[log_decays]])
+
+  run = tf.function(run, autograph=False,
+                    jit_compile=None if how == "kernel" else True)
+  zero = tf.constant(0., tf.float64)
+
+  @tf.function
+  def zeros(count):
+    for _ in tf.range(count):
+      ops.apply("GradientDescent", {"var": [w]},
+                [tf.IndexedSlices(tf.ones([1, COLUMNS], tf.float64), [1])],
+                {"lr": 0.}, [lazy], zero, log_decays=[[log_decays]])
+
+  zeros(100_000 if how == "kernel" else 249)
+  for _ in range(2):
+    run(tf.constant([1]), zero)  # Sums become small in one of these.
+  assert -1e4 <= log_decays[ROWS] < 0
+  want = w.numpy()
+  for t in range(20):
+    run(tf.constant([t % 3]), tf.constant(near_1, tf.float64))
+    want += (1 - near_1) * (w.numpy() - want)
+  ops.catch_up([lazy], [w], [log_decays])
+  np.testing.assert_allclose(lazy.numpy() - w.numpy(), want - w.numpy(),
+                             rtol=1e-6, atol=1e-15)
+
+
+# Sessions
+
+
+def _graph(lazy=None, rows=ROWS, decays=DECAYS, name="w"):
+  w = tf1.get_variable(name, initializer=table()[:rows], use_resource=True)
+  opt = wrapopt.MovingAverageOptimizer(
+      tf1.train.GradientDescentOptimizer(0.5), decays, lazy=lazy)
+  values = tf1.placeholder(tf.float64, [None, COLUMNS], name="values")
+  indices = tf1.placeholder(tf.int64, [None], name="indices")
+  step = tf1.train.get_or_create_global_step()
+  train = opt.apply_gradients(
+      [(tf.IndexedSlices(values, indices, [rows, COLUMNS]), w)], step,
+      name="train")
+  return w, opt, train
+
+
+def _feed(t):
+  return dict(zip(("values:0", "indices:0"), gradient(t)))
+
+
+def _wanted(steps, k=0):
+  """(table, average) of these steps, in a dense model."""
+  value = table()
+  average = value.copy()
+  for t in steps:
+    values, indices = gradient(t)
+    np.add.at(value, indices, -0.5 * values)
+    average += (1 - DECAYS[k]) * (value - average)
+  return value, average
+
+
+@pytest.fixture(name="feeds", scope="module")
+def _feeds():
+  return [_feed(t) for t in range(12)]
+
+
+SESSION_READS = {
+    "variable": lambda s: s,
+    "element": lambda s: s.graph.get_tensor_by_name(s.name),
+    "read_value": lambda s: s.read_value(),
+    "value": lambda s: s.value(),
+    "add": lambda s: s + 0,
+    "identity": tf.identity,
+    "gather": lambda s: tf.gather(s, list(range(ROWS))),
+    "embedding_lookup": lambda s: tf.nn.embedding_lookup(s, _ORDER),
+    "slice": lambda s: s[:],
+    "concat": lambda s: tf.concat([s[:2], s[2:]], 0),
+    "while": lambda s: tf.while_loop(
+        lambda i, x: i < 1, lambda i, x: (i + 1, x + s),
+        [tf.constant(0), tf.zeros([ROWS, COLUMNS], tf.float64)])[1],
+    "cond": lambda s: tf.cond(
+        tf1.placeholder_with_default(True, []), lambda: s + 0,
+        lambda: tf.zeros([ROWS, COLUMNS], tf.float64)),
+    "py_function": lambda s: tf1.py_func(lambda x: x, [s], tf.float64),
+    "function": lambda s: tf.function(lambda: s + 0)(),
+}
+
+
+def test_sessions_read_what_is_up_to_date(feeds):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    _, opt, train = _graph()
+    reads = {name: read(opt.average(tf1.trainable_variables()[0], 0.5))
+             for name, read in SESSION_READS.items()}
+    session.run(tf1.global_variables_initializer())
+    for t, (name, read) in enumerate(reads.items()):
+      session.run(train, feeds[t % 12])
+      np.testing.assert_allclose(
+          session.run(read), _wanted([i % 12 for i in range(t + 1)], 1)[1],
+          rtol=1e-12, err_msg=name)
+
+
+def test_gradients_with_respect_to_an_average(feeds):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    average = opt.average(w)
+    [grad] = tf.gradients(tf.reduce_sum(tf.square(average) + average), average)
+    session.run(tf1.global_variables_initializer())
+    session.run(train, feeds[0])
+    np.testing.assert_allclose(session.run(grad), 2 * _wanted([0])[1] + 1,
+                               rtol=1e-12)
+
+
+def test_swaps_in_a_session_settle_all_averages(feeds, tmp_path):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    # Made after the ops that swap.
+    other = wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(0.5), 0.25)
+    grad = tf.IndexedSlices(tf.ones([1, COLUMNS], tf.float64), [2],
+                            [ROWS, COLUMNS])
+    train_other = other.apply_gradients([(grad, w)])
+    session.run(tf1.global_variables_initializer())
+    averages = [opt.average(w), opt.average(w, 0.5), other.average(w)]
+    assert opt.is_lazy(w)
+    saver = tf1.train.Saver()
+    want = [session.run(w) for _ in averages]
+    for t in range(4):
+      session.run(train, feeds[t])
+      value = session.run(w)
+      for k in (0, 1):
+        want[k] += (1 - DECAYS[k]) * (value - want[k])
+      session.run(train_other)
+      value = session.run(w)
+      want[2] += 0.75 * (value - want[2])
+      for k in (1, 0):
+        with opt.averaged_weights(session, DECAYS[k]):
+          np.testing.assert_allclose(session.run(averages[1 - k]), want[1 - k],
+                                     rtol=1e-12)
+          np.testing.assert_allclose(session.run(averages[2]), want[2],
+                                     rtol=1e-12)
+          saver.save(session, str(tmp_path / "swapped"))
+    for average, value in zip(averages, want):
+      np.testing.assert_allclose(session.run(average), value, rtol=1e-12)
+
+
+def test_an_imported_graph_reads_trains_saves_and_restores(feeds, tmp_path):
+  path = str(tmp_path / "model")
+  with tf.Graph().as_default() as graph, tf1.Session() as session:
+    _, _, train = _graph()
+    saver = tf1.train.Saver()
+    session.run(tf1.global_variables_initializer())
+    for t in range(3):
+      session.run(train, feeds[t])
+    count = len(graph.get_operations())
+    for _ in range(2):
+      saver.save(session, path)
+    assert len(graph.get_operations()) == count
+  assert dict(tf.train.list_variables(path)) == {
+      "w": [ROWS, COLUMNS], "w/ExponentialMovingAverage": [ROWS, COLUMNS],
+      "w/ExponentialMovingAverage_0.5": [ROWS, COLUMNS], "global_step": []}
+  with tf.Graph().as_default(), tf1.Session() as session:
+    tf1.train.import_meta_graph(path + ".meta").restore(session, path)
+    averages = [v for v in tf1.global_variables()
+                if "ExponentialMovingAverage" in v.name]
+    assert len(averages) == 2
+    reads = averages + [averages[0] + 0, averages[1].read_value()]
+    for t in range(3, 6):
+      session.run("train_with_avg", feeds[t])
+      for read, k in zip(reads, (0, 1, 0, 1)):
+        np.testing.assert_allclose(session.run(read),
+                                   _wanted(range(t + 1), k)[1], rtol=1e-12)
+    session.run("train_with_avg", feeds[6])
+    saver = tf1.train.Saver()
+    saver.save(session, path + "2")
+    session.run(tf1.global_variables_initializer())
+    np.testing.assert_array_equal(session.run(averages[0]), table())
+    saver.restore(session, path + "2")
+    np.testing.assert_allclose(session.run(averages[1]),
+                               _wanted(range(7), 1)[1], rtol=1e-12)
+    assert not session.run(tf1.report_uninitialized_variables()).size
+
+
+def test_a_monitored_session_and_its_meta_file(feeds, tmp_path):
+  with tf.Graph().as_default():
+    w, opt, train = _graph()
+    average = opt.average(w)
+    with tf1.train.MonitoredTrainingSession(
+        checkpoint_dir=str(tmp_path), save_checkpoint_steps=1) as session:
+      for t in range(4):
+        session.run(train, feeds[t])
+  path = tf1.train.latest_checkpoint(str(tmp_path))
+  np.testing.assert_allclose(
+      tf.train.load_variable(path, "w/ExponentialMovingAverage"),
+      _wanted(range(4))[1], rtol=1e-12)
+  with tf.Graph().as_default(), tf1.Session() as session:
+    tf1.train.import_meta_graph(path + ".meta").restore(session, path)
+    names = [v.op.name for v in tf1.global_variables()]
+    assert "w/ExponentialMovingAverage" in names and "w" in names
+    average = tf1.global_variables()[names.index("w/ExponentialMovingAverage")]
+    np.testing.assert_allclose(session.run(average), _wanted(range(4))[1],
+                               rtol=1e-12)
+
+
+def test_simple_save(feeds, tmp_path):
+  path = str(tmp_path / "model")
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    x = tf1.placeholder(tf.float64, [], name="x")
+    y = tf.identity(opt.average(w) + x, name="y")
+    session.run(tf1.global_variables_initializer())
+    for t in range(3):
+      session.run(train, feeds[t])
+    tf1.saved_model.simple_save(session, path, {"x": x}, {"y": y})
+  want = _wanted(range(3))[1]
+  with tf.Graph().as_default(), tf1.Session() as session:
+    tf1.saved_model.loader.load(session, ["serve"], path)
+    np.testing.assert_allclose(session.run("y:0", {"x:0": 0}), want, rtol=1e-12)
+  served = tf.saved_model.load(path).signatures["serving_default"]
+  np.testing.assert_allclose(served(x=tf.constant(0., tf.float64))["y"], want,
+                             rtol=1e-12)
+
+
+def test_a_server_that_outlives_a_job(feeds):
+  """The second job has fewer rows; its sums begin anew."""
+  server = tf.distribute.Server.create_local_server()
+  for rows in (ROWS, 4, ROWS):
+    with tf.Graph().as_default(), tf1.Session(server.target) as session:
+      w, opt, _ = _graph(rows=rows)
+      grad = tf.IndexedSlices(tf.ones([1, COLUMNS], tf.float64), [2],
+                              [rows, COLUMNS])
+      train = opt.apply_gradients([(grad, w)])
+      session.run(tf1.global_variables_initializer())
+      value, average = table()[:rows], table()[:rows]
+      for _ in range(3):
+        session.run(train)
+        value[2] -= 0.5
+        average += 0.1 * (value - average)
+      session.run(train)  # Rows lag behind when the job ends.
+      value[2] -= 0.5
+      average += 0.1 * (value - average)
+      got = session.run(opt.average(w))
+      np.testing.assert_allclose(got, average, rtol=1e-12)
+      session.run(train)
+
+
+# A random program
+
+
+def _random_program(kind, mode, seed, tmp_path, count=25, **kwargs):
+  lazy, dense = twins(kind, mode=mode, **kwargs)
+  rng = np.random.default_rng(seed)
+  actions = ["step"] * 8 + ["dense", "read", "read_other", "swap", "save",
+                            "restore", "other", "assign", "seed", "exchange"]
+  saved = None
+  for n in range(count):
+    action = rng.choice(actions)
+    t = int(rng.integers(1000))
+    for trained in lazy, dense:
+      trained_path = str(tmp_path / str(trained is lazy))
+      # In v1 averages exist from the first step on.
+      if action == "step":
+        trained.step(t)
+      elif action == "dense":
+        trained.step(t, dense=True)
+      elif action == "read" and trained.t:
+        tf.square(trained.average(t % 2))
+      elif action == "read_other" and trained.t:
+        tf.function(lambda s=trained.average(t % 2): s[t % ROWS])()
+      elif action == "swap" and trained.t:
+        with trained.swapped(t % 2):
+          tf.norm(trained.average(1 - t % 2))
+      elif action == "save" and trained.t:
+        trained.checkpoint().write(trained_path)
+      elif action == "restore" and saved:
+        trained.checkpoint().read(trained_path)
+      elif action == "other":
+        _other_v1(trained)
+      elif action == "assign" and trained.t:
+        trained.average(t % 2).assign(table() * t)
+      elif action == "seed" and trained.t:
+        _seed(trained)
+      elif action == "exchange":
+        _averaging_assign(trained)
+    saved = saved or action == "save" and lazy.t > 0
+    if n % 5 == 4 and lazy.t:
+      k = int(rng.integers(2))
+      np.testing.assert_allclose(
+          lazy.average(k).numpy(), dense.average(k).numpy(), rtol=1e-9,
+          atol=1e-11, err_msg=f"{seed}: {n}")
+  if lazy.t:
+    assert_same(lazy, dense, rtol=1e-9)
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("mode, seed", [
+    ("eager", 0), ("eager", 1), ("eager", 2), ("function", 3), ("function", 4),
+    ("jit", 5)])
+def test_random_programs(kind, mode, seed, tmp_path, capfd):
+  _random_program(kind, mode, seed, tmp_path)
+  assert "lagged behind" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrap, seed", [
+    (lambda opt: wk.SWA(opt, 1, 2), 6), (lambda opt: wk.Lookahead(opt, 2), 7),
+    (lambda opt: wk.SWA(wk.Lookahead(opt, 3), average_period=1), 8)])
+def test_random_programs_of_several_wrappers(wrap, seed, tmp_path, capfd):
+  _random_program("keras", "eager", seed, tmp_path, wrap=wrap)
+  assert "lagged behind" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_random_programs_in_a_session(seed, feeds, tmp_path):
+  rng = np.random.default_rng(seed)
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    averages = [opt.average(w, d) for d in DECAYS]
+    saver, swapping = tf1.train.Saver(), opt.swapping_saver(decay=DECAYS[1])
+    new_value = tf1.placeholder(tf.float64, [ROWS, COLUMNS])
+    assign = averages[0].assign(new_value)
+    session.run(tf1.global_variables_initializer())
+    want, saved = [table(), table(), table()], None
+    paths = {s: str(tmp_path / str(i)) for i, s in enumerate((saver, swapping))}
+
+    def check(k):
+      np.testing.assert_allclose(session.run(averages[k]), want[k + 1],
+                                 rtol=1e-11, atol=1e-13)
+
+    for _ in range(40):
+      k, t = int(rng.integers(2)), int(rng.integers(12))
+      action = rng.choice(["step"] * 6 + ["read", "swap", "save", "swapped",
+                                          "restore", "assign", "seed"])
+      if action == "step":
+        session.run(train, feeds[t])
+        values, indices = gradient(t)
+        np.add.at(want[0], indices, -0.5 * values)
+        for i in (0, 1):
+          want[i + 1] += (1 - DECAYS[i]) * (want[0] - want[i + 1])
+      elif action == "read":
+        check(k)
+      elif action == "swap":
+        with opt.averaged_weights(session, DECAYS[k]):
+          np.testing.assert_allclose(session.run(w), want[k + 1], rtol=1e-11,
+                                     atol=1e-13)
+          check(1 - k)
+      elif action in ("save", "swapped"):
+        writer = saver if action == "save" else swapping
+        writer.save(session, paths[writer])
+        saved = writer, copy.deepcopy(want)
+      elif action == "restore" and saved:
+        saved[0].restore(session, paths[saved[0]])
+        want = copy.deepcopy(saved[1])
+      elif action == "assign":
+        want[1] = rng.normal(size=[ROWS, COLUMNS])
+        session.run(assign, {new_value: want[1]})
+      elif action == "seed":
+        opt.seed_averages(session)
+        want = [want[0], want[0].copy(), want[0].copy()]
+    for k in (0, 1):
+      check(k)
+
+
+def test_threads_step_swap_and_read_two_averages():
+  """Each read is of whole steps: both averages of a row agree with it."""
+  trained = V1(None)
+  trained.step()
+  stop, errors = threading.Event(), []
+
+  def read():
+    try:
+      while not stop.is_set():
+        value = trained.average().numpy()
+        assert np.isfinite(value).all()
+        tf.square(trained.average(1))
+    except Exception as e:  # pylint: disable=broad-except
+      errors.append(e)
+
+  threads = [threading.Thread(target=read) for _ in range(2)]
+  for thread in threads:
+    thread.start()
+  want = [s.copy() for s in trained.numpy()[1:]]
+  for _ in range(200):
+    trained.step()
+    value = trained.w.numpy()
+    for k, average in enumerate(want):
+      average += (1 - DECAYS[k]) * (value - average)
+  stop.set()
+  for thread in threads:
+    thread.join()
+  assert not errors
+  for k, average in enumerate(want):
+    np.testing.assert_allclose(trained.average(k), average, rtol=1e-11)
+
+
+def test_lazy_is_none_or_false():
+  for lazy in (True, 0, "no"):
+    with pytest.raises(ValueError, match="`lazy` must be None"):
+      wrapopt.MovingAverageOptimizer(
+          tf1.train.GradientDescentOptimizer(0.5), lazy=lazy)
+    with pytest.raises(ValueError, match="`lazy` must be None"):
+      wk.MovingAverage("sgd", lazy=lazy)
+  for dense in (V1(False), Keras(False)):
+    dense.step()
+    assert isinstance(dense.average(), (tf.Variable, keras.Variable))
+    assert not dense.opt.is_lazy(dense.w)
+  assert wk.MovingAverage.from_config(
+      wk.MovingAverage("sgd", lazy=False).get_config())._lazy is False
+  assert isinstance(V1(None).opt, wrapopt.MovingAverageOptimizer)
+  assert _lazy.is_lazy(None) is False
