@@ -965,6 +965,25 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.MovingAverage(opt, 1.5), ValueError,
      r"`average_decay` must be in \[0, 1\], got 1.5"),
     (lambda opt: wk.MovingAverage(opt, []), ValueError, "at least one decay"),
+    *((lambda opt, decay=decay: wk.MovingAverage(opt, decay), TypeError,
+       "`average_decay` must be a number, .* got True") for decay in (
+           True, [0.5, True])),
+    (lambda opt: wk.MovingAverage(opt, float("nan")), ValueError,
+     r"`average_decay` must be in \[0, 1\], got nan"),
+    *((lambda opt, n=n: wk.MovingAverage(opt, num_updates=n), ValueError,
+       f"`num_updates` must be finite, got {n}")
+      for n in (float("nan"), float("inf"))),
+    (lambda opt: wk.MovingAverage(opt, num_updates=True), TypeError,
+     "`num_updates` must be a number, .* got True"),
+    (lambda opt: wk.MovingAverage(opt, dynamic_decay="no"), TypeError,
+     "`dynamic_decay` must be True or False, got 'no'"),
+    (lambda opt: wk.MovingAverage(opt, average_batch_norm=1), TypeError,
+     "`average_batch_norm` must be True or False, got 1"),
+    *((lambda opt, make=make: make(opt).know(None), TypeError,
+       "`model` must be a Keras model, got None")
+      for make in (wk.MovingAverage, wk.SWA)),
+    (lambda opt: wk.MovingAverage(opt, shadow_dtype=""), TypeError,
+     "`shadow_dtype` must be float16, bfloat16, float32 or float64, got ''"),
     (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
      "different decays"),
     (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
@@ -1036,7 +1055,9 @@ def test_errors_of_steps(wrapper):
       opt.apply(grads, variables)
   assert w.numpy() == 1 and int(opt.iterations) == 0
   name = "average" if wrapper != "Lookahead" else "slow_weights"
-  with pytest.raises(KeyError):
+  with pytest.raises(KeyError, match=(
+      f"`variable` must be one that this {wrapper} was built with, got "
+      f"'{other.path}'")):
     getattr(opt, name)(other)
   with pytest.raises(RuntimeError, match="must be called after the first step"):
     getattr(WRAPPERS[wrapper](K.SGD(0.5)), name)(w)

@@ -396,3 +396,48 @@ def test_a_checkpoint_that_lacks_a_decay(tmp_path):
   tf.train.Checkpoint(model=other).read(path)
   assert_same(averages(other), averages(model))
   assert_same(averages(other, decay=0.5), values(model.trainable_variables))
+
+
+@keras.saving.register_keras_serializable("tests")
+def seven():
+  return 7.0
+
+
+@pytest.mark.parametrize("given", [8, np.float32(8), np.array(8.0), seven,
+                                   tf.constant(8.0)], ids=str)
+def test_num_updates_in_a_file(given, tmp_path):
+  path = tmp_path / "model.keras"
+  model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
+  model.save(path)
+  loaded = keras.models.load_model(path)
+  assert loaded.optimizer._num_updates == given
+  assert_same(everything(train(loaded)), everything(train(model)))
+
+
+@pytest.mark.parametrize("given", [
+    tf.Variable(8.0), keras.Variable(8.0), lambda: 8.0,
+    tf.Variable(8.0).read_value], ids=["tf", "keras", "lambda", "method"])
+def test_num_updates_that_no_file_can_hold(given, tmp_path):
+  model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
+  with pytest.raises(ValueError, match=(
+      "`num_updates` of a MovingAverage that is saved must be a number, .* got "
+      ".*save_weights")):
+    model.save(tmp_path / "model.keras")
+  path = tmp_path / "model.weights.h5"
+  model.save_weights(path)
+  other = make(MovingAverage("sgd", 0.9, num_updates=given))
+  other.load_weights(path)
+  assert_same(everything(other), everything(model))
+
+
+def test_a_copy_of_a_model_has_no_averages():
+  model = train(make(MovingAverage("sgd", 0.5)))
+  with pytest.raises(ValueError, match="`model` must have variables that this "
+                     "MovingAverage averages, got '.*', which has none"):
+    with model.optimizer.averaged_weights(keras.models.clone_model(model)):
+      pass
+  # Frozen layers have theirs.
+  average = averages(model)
+  model.layers[0].trainable = False
+  with model.optimizer.averaged_weights(model):
+    assert_same(values(model.weights), average)

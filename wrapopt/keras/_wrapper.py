@@ -278,6 +278,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self.apply(grads, variables)
     return self.iterations
 
+  def _found(self, variable, *rows):
+    """The value of a variable in the first row that has it."""
+    for row in rows:
+      if self._var_key(variable) in row:
+        return row[self._var_key(variable)]
+    raise KeyError(
+        f"`variable` must be one that this {type(self).__name__} was built "
+        f"with, got '{path_of(variable)}'. A copy of a model has variables of "
+        "its own.")
+
   def _require_built(self, what):
     if not self.built:
       raise RuntimeError(
@@ -422,7 +432,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """
     self._require_built("average")
     self._settle()
-    return self._rows[0][self._var_key(variable)]
+    return self._found(variable, self._rows[0])
 
   def seed_averages(self) -> None:
     """Sets every average to its variable's current value.
@@ -461,6 +471,7 @@ class AveragingOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If the optimizer is not built, or averages of this optimizer
         or of one inside are in place already.
+      ValueError: If the optimizer averages no variable of `model`.
     """
     batch_norm = [] if model is None else [
         _value(v) for v in _batch_norm.statistics(model)]
@@ -490,8 +501,16 @@ class AveragingOptimizer(WrapperOptimizer):
   def _averaged(self, model):
     """The (variable, average) pairs of a model, by default all."""
     self._settle()
-    return self._of(self._trainable_variables if model is None
-                    else model.trainable_variables)
+    if model is None:
+      return self._of(self._trainable_variables)
+    # Also of layers that have been frozen since.
+    found = self._of(model.variables)
+    if self._rows[0] and not found:
+      raise ValueError(
+          f"`model` must have variables that this {type(self).__name__} "
+          f"averages, got '{model.name}', which has none of them. A copy of a "
+          "model has variables of its own.")
+    return found
 
   def _of(self, variables):
     row = self._rows[0]
@@ -510,7 +529,8 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def know(self, model: keras.Model) -> None:
     """Sets the model that the optimizer trains."""
-    del model
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
   def adopt(self, model):
     """Sets each average to its variable's value, if the two differ."""
@@ -791,6 +811,13 @@ def check_integer(name, value, least):
   if value < least:
     raise ValueError(f"`{name}` must be at least {least}, got {value}.")
   return value
+
+
+def check_bool(name, value):
+  """`value` as a bool; raises an error if it is none."""
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return bool(value)
 
 
 def check_fraction(name, value):
