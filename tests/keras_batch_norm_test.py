@@ -323,5 +323,5 @@ def test_a_part_of_the_model_is_not_the_model():
   model.optimizer.know(part)
   model.train_on_batch(x, y)
   with pytest.raises(ValueError, match="must know the whole model before .*"
-                     "'second/moving_mean' has no average"):
+                     "second/moving_mean' has no average"):
     model.optimizer.know(model)

@@ -744,7 +744,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
 def _restored(trackable):
   """The number of the latest checkpoint that was restored into an object."""
-  return getattr(trackable, "_self_update_uid", -1)
+  trackable._maybe_initialize_trackable()
+  return trackable._update_uid
 
 
 def _load(average, variable, value):
