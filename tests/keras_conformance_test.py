@@ -768,6 +768,16 @@ def test_averages_are_of_constrained_weights(inner, mode):
   assert w.numpy()[0] == 0.5
 
 
+def test_a_constraint_that_is_not_convex():
+  """Averages are of what the model holds, not of what Lookahead interpolates."""
+  w = keras.Variable([[1.0], [0.0]])
+  w.constraint = keras.constraints.UnitNorm()
+  opt = wk.MovingAverage(wk.Lookahead(K.SGD(1.0), 1, 0.5), 0.0)
+  opt.apply([tf.constant([[1.0], [-1.0]])], [w])
+  np.testing.assert_allclose(w, [[0.5**0.5]] * 2, rtol=1e-6)
+  np.testing.assert_allclose(opt.average(w), w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("wrapper", ["SWA", "Lookahead"])
 def test_variables_that_have_gradients_in_other_steps(wrapper):
   """Two tasks in turn: each variable is averaged, and synced, as the other."""
@@ -910,6 +920,84 @@ class Centralized(K.SGD):
 
   def apply(self, grads, trainable_variables=None):
     super().apply([g - tf.reduce_mean(g) for g in grads], trainable_variables)
+
+
+class CentralizedInFit(K.SGD):
+
+  def apply_gradients(self, grads_and_vars):
+    return super().apply_gradients(
+        [(g - tf.reduce_mean(g), v) for g, v in grads_and_vars])
+
+
+class OwnUpdateInFit(K.SGD):
+
+  def apply_gradients(self, grads_and_vars):
+    for grad, v in grads_and_vars:
+      v.assign_sub(grad)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_apply_gradients_of_users(wrapper):
+  """fit() calls it, and so do we."""
+  grad, finals = tf.constant([1.0, 3.0]), []
+  for wrap in (lambda opt: opt, WRAPPERS[wrapper]):
+    w = keras.Variable([1.0, 2.0])
+    opt = wrap(CentralizedInFit(0.5))
+    opt.apply_gradients(zip([grad], [w]))
+    finals.append(w.numpy())
+  np.testing.assert_array_equal(*finals)
+  np.testing.assert_array_equal(w, [1.5, 1.5])
+  if wrapper == "MovingAverage":
+    np.testing.assert_array_equal(opt.average(w), [1.25, 1.75])
+  with pytest.raises(NotImplementedError, match="OwnUpdateInFit inside of"):
+    WRAPPERS[wrapper](OwnUpdateInFit(0.5)).apply_gradients([(grad, w)])
+
+
+class OfTwo(K.SGD):
+  """Trains matrices itself, and all others by another optimizer."""
+
+  def __init__(self, kind):
+    super().__init__(0.5)
+    self.others = kind(K.Adam(0.5))
+
+  def build(self, variables):
+    super().build(variables[:1])
+    [other] = tf.nest.flatten(self.others)
+    other.build(variables[1:])
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply(grads[:1], trainable_variables[:1])
+    [other] = tf.nest.flatten(self.others)
+    other.apply(grads[1:], trainable_variables[1:])
+
+
+@pytest.mark.parametrize("kind", [
+    lambda x: x, lambda x: [x], lambda x: (x,), lambda x: {"adam": x}],
+                         ids=["attribute", "list", "tuple", "dict"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_optimizer_that_takes_steps_and_holds_another(wrapper, kind):
+  a, b = keras.Variable([[2.0]]), keras.Variable([2.0])
+  opt = WRAPPERS[wrapper](OfTwo(kind))
+  with pytest.raises(NotImplementedError, match=(
+      f"OfTwo inside of {wrapper} must leave all steps to the optimizers that "
+      "it holds in `others`")):
+    opt.apply([tf.ones([1, 1]), tf.ones([1])], [a, b])
+
+
+class OfUsers(wk.MovingAverage):
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply([-g for g in grads], trainable_variables)
+
+
+def test_wrappers_of_users():
+  w = keras.Variable([1.0])
+  opt = K.LossScaleOptimizer(OfUsers(K.SGD(1.0)), 1.0)
+  opt.apply([tf.constant([1.0])], [w])
+  assert w.numpy() == 2
+  with pytest.raises(ValueError, match=r"overrides apply\(\), which would not"
+                     " be called, got OfUsers"):
+    wk.SWA(opt)
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])

@@ -74,6 +74,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           f"`optimizer` of {public.__name__} must not be or hold a "
           f"{public.__name__}: {self.why_not_twice}. Got "
           f"{type(optimizer).__qualname__}.")
+    for x in [optimizer, *_steps.within(optimizer)]:
+      for name_of in ("apply", "apply_gradients"):
+        if isinstance(x, WrapperOptimizer) and (
+            getattr(type(x), name_of) is not getattr(WrapperOptimizer,
+                                                     name_of)):
+          raise ValueError(
+              f"`optimizer` of {public.__name__} must not be or hold a wrapper "
+              f"that overrides {name_of}(), which would not be called, got "
+              f"{type(x).__qualname__}. Make it the outermost wrapper.")
     super().__init__(learning_rate=_no_rate, name=name)
     # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)
@@ -248,10 +257,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       ValueError: If no variable has a gradient, or a variable is not one that
         the optimizer was built with.
       RuntimeError: If the averages are in place of the weights.
+      NotImplementedError: If the inner optimizer takes a step in a way that
+        averages cannot follow.
     """
     grads = list(grads)
-    if not grads:
-      return
+    if grads:
+      self._prepare(trainable_variables)
+      self._held.followed.apply(grads, trainable_variables)
+
+  def _prepare(self, trainable_variables):
+    """Prepares for a step."""
     self._refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
@@ -262,11 +277,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self.build(trainable_variables)
     for wrapper in self._wrappers():
       wrapper._begin()
-    self._held.followed.apply(grads, trainable_variables)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars):
-    """As `apply`.
+    """As `apply`, by the `apply_gradients` of the inner optimizer.
+
+    `fit` calls it.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
@@ -274,8 +290,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Returns:
       The variable that counts the steps.
     """
-    grads, variables = zip(*grads_and_vars)
-    self.apply(grads, variables)
+    grads_and_vars = list(grads_and_vars)
+    self._prepare([v for _, v in grads_and_vars])
+    self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
   def _found(self, variable, *rows):
