@@ -1280,3 +1280,24 @@ def test_one_thread_at_a_time_has_averages_in_place():
     thread.join()
   assert len(seen) >= 300 and set(seen) == {0.5}
   assert w.numpy() == 0 and opt.average(w).numpy() == 0.5
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_layers_that_are_frozen_at_first(wrapper):
+  """A wrapper around an optimizer of all variables has averages of all."""
+  a, b = keras.Variable([0.0]), keras.Variable([0.0])
+  sgd = K.SGD(1.0)
+  sgd.build([a, b])
+  opt = WRAPPERS[wrapper](sgd)
+  grad = tf.constant([-1.0])
+  for _ in range(2):
+    opt.apply([grad], [a])
+  for _ in range(2):
+    opt.apply([grad, grad], [a, b])
+  want = {
+      # Of 1, 2, 3, 4, and of 1, 2; the mean of 2, 4, and of 0, 2.
+      "MovingAverage": [3.0625, 1.25], "SWA": [3, 1],
+      # To 2 and back to 0.5; to 2.5 and back to 1. To 2 and back to 0.5.
+      "Lookahead": [1, 0.5]}[wrapper]
+  read = opt.slow_weights if wrapper == "Lookahead" else opt.average
+  assert [read(v).numpy().item() for v in (a, b)] == want

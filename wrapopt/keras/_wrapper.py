@@ -113,13 +113,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """Makes the variables of the inner optimizer and of this one.
 
     Args:
-      variables: The variables to train.
+      variables: The variables to train. If the inner optimizer is built, those
+        that it was built with are trained instead.
     """
     if self.built:
       return
-    variables = list(variables)
-    self._check_variables(variables)
     inner = self.inner()
+    # It may train all of its variables later, when layers are not frozen.
+    variables = list(inner._trainable_variables if inner.built else variables)
+    self._check_variables(variables)
     if not inner.built:
       with backend.name_scope(inner.name, caller=inner):
         inner.build(variables)
