@@ -621,8 +621,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   The key of an average is its name, such as "average", and its index among the
   averages of that name, as Keras does for an optimizer's variables: paths
-  differ between the models of a process. An average that a file lacks starts at
-  its variable's value.
+  differ between the models of a process. The name of a moving average contains
+  its decay. An average that a file lacks starts at its variable's value.
 
   Attributes:
     name: The name in checkpoints.
@@ -637,6 +637,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._is_loaded = False  # Whether Keras has loaded a file, see below.
     self._completed = -1  # The restored checkpoint that `complete` has seen.
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
     self._in_place = None  # The pairs of `put_in_place`.
     self._put_back = None  # A function.
@@ -645,13 +646,32 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _obj_type(self):
     return "Optimizer"
 
+  def name_in_files(self, name, in_files):
+    """Gives averages another name in files and checkpoints, before `add`.
+
+    Those of earlier versions, which have them by `name`, are still read.
+    """
+    self._in_files[name] = in_files
+
   def add(self, name, average, variable):
     """Adds the next average of a name."""
-    key = f"{name}.{len(self._rows[name])}"
+    i = len(self._rows[name])
     self._rows[name].append((average, variable))
-    self._track_trackable(average.value, key)
-    if key in self._late:
-      _load(average, variable, self._late.pop(key))
+    in_files = self._in_files.get(name, name)
+    self._track_trackable(average.value, f"{in_files}.{i}")
+    if in_files != name:
+      self._handle_deferred_dependencies(f"{name}.{i}", average.value)
+    for key in f"{in_files}.{i}", f"{name}.{i}":
+      if key in self._late:
+        _load(average, variable, self._late.pop(key))
+
+  def _lookup_dependency(self, name, *args, **kwargs):
+    kind, _, i = name.rpartition(".")
+    found = super()._lookup_dependency(name, *args, **kwargs)
+    if found is None and kind in self._in_files:
+      return super()._lookup_dependency(f"{self._in_files[kind]}.{i}", *args,
+                                        **kwargs)
+    return found
 
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
@@ -707,7 +727,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       for i, (average, variable) in enumerate(row):
         # If the model is saved with averages in place, these are its weights.
         value = _value(variable if id(average.value) in in_place else average)
-        store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
+        store[f"{self._in_files.get(name, name)}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
       store[name] = variable.numpy()
 
@@ -715,18 +735,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self.refuse_in_place("load")
     self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
+    has_averages = False
+    unread = {name for name in names if name}
     for name, row in self._rows.items():
-      found = names.get(name, 0)
+      in_file = self._in_files.get(name, name)
+      in_file = in_file if in_file in names else name
+      found = names.get(in_file, 0)
+      unread.discard(in_file)
       if found not in (0, len(row)):
         warnings.warn(
-            f"The file must have {len(row)} averages named '{name}' like the "
-            f"optimizer, got {found}. They start at the values of their "
+            f"The file must have {len(row)} averages named '{in_file}' like "
+            f"the optimizer, got {found}. They start at the values of their "
             "variables.")
       for i, (average, variable) in enumerate(row):
         _load(average, variable,
-              store[f"{name}.{i}"] if found == len(row) else None)
-    has_averages = any(names.get(name) == len(row)
-                       for name, row in self._rows.items())
+              store[f"{in_file}.{i}"] if found == len(row) else None)
+      has_averages |= found == len(row)
     for name, (variable, count) in self._counts.items():
       variable.assign(count.value if not has_averages else store[name]
                       if name in store.keys() else count.missing)
@@ -734,8 +758,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._late = {
         f"{name}.{i}": np.array(store[f"{name}.{i}"])
         for name, found in names.items()
-        if name.endswith(OF_BATCH_NORM) and name not in self._rows
+        if name in unread and name.endswith(OF_BATCH_NORM)
         for i in range(found)}
+    unread = [name for name in sorted(unread)
+              if not name.endswith(OF_BATCH_NORM)]
+    if unread:
+      warnings.warn(
+          f"The file has averages named {', '.join(map(repr, unread))}, which "
+          "the optimizer lacks" + ("" if self._rows else (
+              " as it is not built: call optimizer.build(variables) before the "
+              "file is loaded")) + ". They are not loaded.")
 
   def is_in_place(self):
     """Whether averages are in place of their variables."""

@@ -84,7 +84,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       optimizer: A Keras optimizer, or its name or configuration.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
         `wrapopt.HalfLife`, or a sequence of different ones, one for each
-        average.
+        average. Files hold an average by its decay: with another decay, it
+        starts at its variable's value.
       num_updates: A count of updates: a number, variable or callable. If given,
         the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
         A model with a variable, or with a function that is not registered by
@@ -147,6 +148,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay."""
+    # Files know averages by their decays. Earlier versions did not, for one.
+    self._state.name_in_files(f"average{suffix}",
+                              f"average_{self._decays[0]}{suffix}")
     return [_wrapper.Row({
         self._var_key(v): self._make_average(
             v, ("average" if k == 0 else f"average_{decay}") + suffix,
