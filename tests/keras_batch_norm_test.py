@@ -296,3 +296,32 @@ def test_a_model_that_is_not_built():
     model.built = built  # As a subclass whose build() makes nothing.
     with pytest.raises(ValueError, match="must be built, got .*'first' has no"):
       recalibrate(model, batches(x))
+
+
+def test_a_part_of_the_model_is_not_the_model():
+  x, y = data()
+  model = make(wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  opt = model.optimizer
+  opt.build(model.trainable_variables)
+  part = keras.Sequential(model.layers[:1])
+  with pytest.raises(RuntimeError, match="must know the model"):
+    with opt.averaged_weights(part):
+      pass
+  opt.know(part)
+  opt.know(model)
+  model.train_on_batch(x, y)
+  second = model.get_layer("second")
+  np.testing.assert_allclose(opt.average(second.moving_mean),
+                             second.moving_mean / 2, rtol=1e-5)
+  raw = [v.numpy() for v in second.variables]
+  with opt.averaged_weights(part):
+    for v, w in zip(second.variables, raw):
+      np.testing.assert_array_equal(v, w)
+  # The whole model, once averages of a part are made.
+  model = make(wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
+  part = keras.Sequential(model.layers[:1])
+  model.optimizer.know(part)
+  model.train_on_batch(x, y)
+  with pytest.raises(ValueError, match="must know the whole model before .*"
+                     "second/moving_mean' has no average"):
+    model.optimizer.know(model)

@@ -768,6 +768,16 @@ def test_averages_are_of_constrained_weights(inner, mode):
   assert w.numpy()[0] == 0.5
 
 
+def test_a_constraint_that_is_not_convex():
+  """Averages are of what the model holds, not of what Lookahead interpolates."""
+  w = keras.Variable([[1.0], [0.0]])
+  w.constraint = keras.constraints.UnitNorm()
+  opt = wk.MovingAverage(wk.Lookahead(K.SGD(1.0), 1, 0.5), 0.0)
+  opt.apply([tf.constant([[1.0], [-1.0]])], [w])
+  np.testing.assert_allclose(w, [[0.5**0.5]] * 2, rtol=1e-6)
+  np.testing.assert_allclose(opt.average(w), w, rtol=1e-6)
+
+
 @pytest.mark.parametrize("wrapper", ["SWA", "Lookahead"])
 def test_variables_that_have_gradients_in_other_steps(wrapper):
   """Two tasks in turn: each variable is averaged, and synced, as the other."""
@@ -912,6 +922,84 @@ class Centralized(K.SGD):
     super().apply([g - tf.reduce_mean(g) for g in grads], trainable_variables)
 
 
+class CentralizedInFit(K.SGD):
+
+  def apply_gradients(self, grads_and_vars):
+    return super().apply_gradients(
+        [(g - tf.reduce_mean(g), v) for g, v in grads_and_vars])
+
+
+class OwnUpdateInFit(K.SGD):
+
+  def apply_gradients(self, grads_and_vars):
+    for grad, v in grads_and_vars:
+      v.assign_sub(grad)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_apply_gradients_of_users(wrapper):
+  """fit() calls it, and so do we."""
+  grad, finals = tf.constant([1.0, 3.0]), []
+  for wrap in (lambda opt: opt, WRAPPERS[wrapper]):
+    w = keras.Variable([1.0, 2.0])
+    opt = wrap(CentralizedInFit(0.5))
+    opt.apply_gradients(zip([grad], [w]))
+    finals.append(w.numpy())
+  np.testing.assert_array_equal(*finals)
+  np.testing.assert_array_equal(w, [1.5, 1.5])
+  if wrapper == "MovingAverage":
+    np.testing.assert_array_equal(opt.average(w), [1.25, 1.75])
+  with pytest.raises(NotImplementedError, match="OwnUpdateInFit inside of"):
+    WRAPPERS[wrapper](OwnUpdateInFit(0.5)).apply_gradients([(grad, w)])
+
+
+class OfTwo(K.SGD):
+  """Trains matrices itself, and all others by another optimizer."""
+
+  def __init__(self, kind):
+    super().__init__(0.5)
+    self.others = kind(K.Adam(0.5))
+
+  def build(self, variables):
+    super().build(variables[:1])
+    [other] = tf.nest.flatten(self.others)
+    other.build(variables[1:])
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply(grads[:1], trainable_variables[:1])
+    [other] = tf.nest.flatten(self.others)
+    other.apply(grads[1:], trainable_variables[1:])
+
+
+@pytest.mark.parametrize("kind", [
+    lambda x: x, lambda x: [x], lambda x: (x,), lambda x: {"adam": x}],
+                         ids=["attribute", "list", "tuple", "dict"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_an_optimizer_that_takes_steps_and_holds_another(wrapper, kind):
+  a, b = keras.Variable([[2.0]]), keras.Variable([2.0])
+  opt = WRAPPERS[wrapper](OfTwo(kind))
+  with pytest.raises(NotImplementedError, match=(
+      f"OfTwo inside of {wrapper} must leave all steps to the optimizers that "
+      "it holds in `others`")):
+    opt.apply([tf.ones([1, 1]), tf.ones([1])], [a, b])
+
+
+class OfUsers(wk.MovingAverage):
+
+  def apply(self, grads, trainable_variables=None):
+    super().apply([-g for g in grads], trainable_variables)
+
+
+def test_wrappers_of_users():
+  w = keras.Variable([1.0])
+  opt = K.LossScaleOptimizer(OfUsers(K.SGD(1.0)), 1.0)
+  opt.apply([tf.constant([1.0])], [w])
+  assert w.numpy() == 2
+  with pytest.raises(ValueError, match=r"overrides apply\(\), which would not"
+                     " be called, got OfUsers"):
+    wk.SWA(opt)
+
+
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_optimizers_of_users(wrapper, mode):
@@ -965,6 +1053,25 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.MovingAverage(opt, 1.5), ValueError,
      r"`average_decay` must be in \[0, 1\], got 1.5"),
     (lambda opt: wk.MovingAverage(opt, []), ValueError, "at least one decay"),
+    *((lambda opt, decay=decay: wk.MovingAverage(opt, decay), TypeError,
+       "`average_decay` must be a number, .* got True") for decay in (
+           True, [0.5, True])),
+    (lambda opt: wk.MovingAverage(opt, float("nan")), ValueError,
+     r"`average_decay` must be in \[0, 1\], got nan"),
+    *((lambda opt, n=n: wk.MovingAverage(opt, num_updates=n), ValueError,
+       f"`num_updates` must be finite, got {n}")
+      for n in (float("nan"), float("inf"))),
+    (lambda opt: wk.MovingAverage(opt, num_updates=True), TypeError,
+     "`num_updates` must be a number, .* got True"),
+    (lambda opt: wk.MovingAverage(opt, dynamic_decay="no"), TypeError,
+     "`dynamic_decay` must be True or False, got 'no'"),
+    (lambda opt: wk.MovingAverage(opt, average_batch_norm=1), TypeError,
+     "`average_batch_norm` must be True or False, got 1"),
+    *((lambda opt, make=make: make(opt).know(None), TypeError,
+       "`model` must be a Keras model, got None")
+      for make in (wk.MovingAverage, wk.SWA)),
+    (lambda opt: wk.MovingAverage(opt, shadow_dtype=""), TypeError,
+     "`shadow_dtype` must be float16, bfloat16, float32 or float64, got ''"),
     (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
      "different decays"),
     (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
@@ -1036,7 +1143,9 @@ def test_errors_of_steps(wrapper):
       opt.apply(grads, variables)
   assert w.numpy() == 1 and int(opt.iterations) == 0
   name = "average" if wrapper != "Lookahead" else "slow_weights"
-  with pytest.raises(KeyError):
+  with pytest.raises(KeyError, match=(
+      f"`variable` must be one that this {wrapper} was built with, got "
+      f"'{other.path}'")):
     getattr(opt, name)(other)
   with pytest.raises(RuntimeError, match="must be called after the first step"):
     getattr(WRAPPERS[wrapper](K.SGD(0.5)), name)(w)
@@ -1171,3 +1280,24 @@ def test_one_thread_at_a_time_has_averages_in_place():
     thread.join()
   assert len(seen) >= 300 and set(seen) == {0.5}
   assert w.numpy() == 0 and opt.average(w).numpy() == 0.5
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_layers_that_are_frozen_at_first(wrapper):
+  """A wrapper around an optimizer of all variables has averages of all."""
+  a, b = keras.Variable([0.0]), keras.Variable([0.0])
+  sgd = K.SGD(1.0)
+  sgd.build([a, b])
+  opt = WRAPPERS[wrapper](sgd)
+  grad = tf.constant([-1.0])
+  for _ in range(2):
+    opt.apply([grad], [a])
+  for _ in range(2):
+    opt.apply([grad, grad], [a, b])
+  want = {
+      # Of 1, 2, 3, 4, and of 1, 2; the mean of 2, 4, and of 0, 2.
+      "MovingAverage": [3.0625, 1.25], "SWA": [3, 1],
+      # To 2 and back to 0.5; to 2.5 and back to 1. To 2 and back to 0.5.
+      "Lookahead": [1, 0.5]}[wrapper]
+  read = opt.slow_weights if wrapper == "Lookahead" else opt.average
+  assert [read(v).numpy().item() for v in (a, b)] == want

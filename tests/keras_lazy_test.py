@@ -8,6 +8,11 @@ import wrapopt.keras as wk
 
 import numerics
 
+# Before TensorFlow starts: a device for each of two replicas.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
 K = keras.optimizers
 ROWS, COLUMNS = 6, 2
 
@@ -114,12 +119,15 @@ def test_lazy_adam_of_a_dense_gradient_is_adam():
     wk.LazyAdam(amsgrad=True)
 
 
-def test_lazy_adam_in_replicas():
-  devices = tf.config.list_logical_devices("CPU")
-  strategy = tf.distribute.MirroredStrategy([d.name for d in devices])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lazy_adam_in_replicas(wrapped, replicas):
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"][:replicas])
   with strategy.scope():
     w = keras.Variable(table())
-    opt = wk.MovingAverage(wk.LazyAdam(0.1), 0.5)
+    opt = wk.LazyAdam(0.1)
+    if wrapped:
+      opt = wk.MovingAverage(opt, 0.5)
     opt.build([w])
 
   @tf.function
@@ -129,13 +137,14 @@ def test_lazy_adam_in_replicas():
                           tf.constant([ROWS, COLUMNS]))], [w]))
 
   step()
-  assert not opt.is_lazy(w)
+  assert not wrapped or not opt.is_lazy(w)
   alone = keras.Variable(table())
   other = wk.LazyAdam(0.1)
   other.apply([tf.IndexedSlices(
-      tf.fill([1, COLUMNS], float(strategy.num_replicas_in_sync)),
+      tf.fill([1, COLUMNS], float(replicas)),
       tf.constant([1]), tf.constant([ROWS, COLUMNS]))], [alone])
-  np.testing.assert_allclose(w, alone, rtol=1e-6)
+  for v in strategy.experimental_local_results(w.value):
+    np.testing.assert_allclose(v, alone, rtol=1e-6)
 
 
 def test_a_constraint_keeps_averages_dense():

@@ -229,8 +229,8 @@ def test_another_model(tmp_path):
     model.compile(MovingAverage("sgd", 0.9), loss="mse")
     model.optimizer.build(model.trainable_variables)
     model.load_weights(path)
-  assert any("The file must have 4 averages named 'average' like the "
-             "optimizer, got 6"
+  assert any("The file must have 4 averages named 'average_0.9' like "
+             "the optimizer, got 6"
              in str(w.message) for w in found)
   assert_same(averages(model), values(model.trainable_variables))
   # A layer of another shape, where that is asked for.
@@ -330,24 +330,33 @@ def test_copies():
   assert_same(averages(train(model)), averages(other))
 
 
-def without_counts(model, monkeypatch):
-  """Saves as versions did that had no counts but those of PowerDecay."""
+def of_earlier_versions(model, monkeypatch):
+  """Saves no counts but those of PowerDecay, and one average without decay."""
   state = model.optimizer._state
   monkeypatch.setattr(state, "_counts", {})
-  for name in ("begun", "counted_steps"):
-    state._self_unconditional_checkpoint_dependencies[:] = [
-        x for x in state._self_unconditional_checkpoint_dependencies
-        if x.name != name]
-    state._self_unconditional_dependency_names.pop(name, None)
+  old = {new: name for name, new in state._in_files.items()}
+  monkeypatch.setattr(state, "_in_files", {})
+
+  def children(*args, **kwargs):
+    found = type(state)._trackable_children(state, *args, **kwargs)
+    for key in list(found):
+      name, _, i = key.rpartition(".")
+      if not name and key in ("begun", "counted_steps"):
+        del found[key]
+      elif name in old:
+        found[f"{old[name]}.{i}"] = found.pop(key)
+    return found
+
+  monkeypatch.setattr(state, "_trackable_children", children, raising=False)
 
 
 @pytest.mark.parametrize("built", [True, False])
 @pytest.mark.parametrize("way", ["weights", "checkpoint"])
 @pytest.mark.parametrize("kind", ["moving_average", "swa", "lookahead"])
-def test_files_without_counts(kind, way, built, tmp_path, monkeypatch):
+def test_files_of_earlier_versions(kind, way, built, tmp_path, monkeypatch):
   path = str(tmp_path / "run.weights.h5")
   model = train(make(KINDS[kind]()), 4)
-  without_counts(model, monkeypatch)
+  of_earlier_versions(model, monkeypatch)
   if way == "weights":
     model.save_weights(path)
   else:
@@ -396,3 +405,97 @@ def test_a_checkpoint_that_lacks_a_decay(tmp_path):
   tf.train.Checkpoint(model=other).read(path)
   assert_same(averages(other), averages(model))
   assert_same(averages(other, decay=0.5), values(model.trainable_variables))
+
+
+@keras.saving.register_keras_serializable("tests")
+def seven():
+  return 7.0
+
+
+@pytest.mark.parametrize("given", [8, np.float32(8), np.array(8.0), seven,
+                                   tf.constant(8.0)], ids=str)
+def test_num_updates_in_a_file(given, tmp_path):
+  path = tmp_path / "model.keras"
+  model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
+  model.save(path)
+  loaded = keras.models.load_model(path)
+  assert loaded.optimizer._num_updates == given
+  assert_same(everything(train(loaded)), everything(train(model)))
+
+
+@pytest.mark.parametrize("given", [
+    tf.Variable(8.0), keras.Variable(8.0), lambda: 8.0,
+    tf.Variable(8.0).read_value], ids=["tf", "keras", "lambda", "method"])
+def test_num_updates_that_no_file_can_hold(given, tmp_path):
+  model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
+  with pytest.raises(ValueError, match=(
+      "`num_updates` of a MovingAverage that is saved must be a number, .* got "
+      ".*save_weights")):
+    model.save(tmp_path / "model.keras")
+  path = tmp_path / "model.weights.h5"
+  model.save_weights(path)
+  other = make(MovingAverage("sgd", 0.9, num_updates=given))
+  other.load_weights(path)
+  assert_same(everything(other), everything(model))
+
+
+def test_a_copy_of_a_model_has_no_averages():
+  model = train(make(MovingAverage("sgd", 0.5)))
+  with pytest.raises(ValueError, match="`model` must have variables that this "
+                     "MovingAverage averages, got '.*', which has none"):
+    with model.optimizer.averaged_weights(keras.models.clone_model(model)):
+      pass
+  # Frozen layers have theirs.
+  average = averages(model)
+  model.layers[0].trainable = False
+  with model.optimizer.averaged_weights(model):
+    assert_same(values(model.weights), average)
+
+
+@pytest.mark.parametrize("way", ["weights", "checkpoint"])
+def test_averages_are_known_by_their_decays(way, tmp_path):
+  path = str(tmp_path / "run.weights.h5")
+
+  def save(model):
+    if way == "weights":
+      model.save_weights(path)
+    else:
+      tf.train.Checkpoint(model=model).write(path)
+
+  def load(model):
+    with warnings.catch_warnings():
+      warnings.simplefilter("ignore", UserWarning)
+      if way == "weights":
+        model.load_weights(path)
+      else:
+        tf.train.Checkpoint(model=model).read(path)
+    return model
+
+  model = train(make(MovingAverage("sgd", [0.9, 0.5])))
+  save(model)
+  other = load(make(MovingAverage("sgd", [0.5, 0.9])))
+  for decay in (0.9, 0.5):
+    assert_same(averages(other, decay=decay), averages(model, decay=decay))
+  one = load(make(MovingAverage("sgd", 0.5)))
+  assert_same(averages(one), averages(model, decay=0.5))
+  save(one)
+  two = load(make(MovingAverage("sgd", [0.9, 0.5])))
+  assert_same(averages(two, decay=0.5), averages(model, decay=0.5))
+  assert_same(averages(two), values(model.trainable_variables))
+
+
+def test_averages_that_are_not_loaded(tmp_path):
+  path = tmp_path / "run.weights.h5"
+  train(make(MovingAverage("sgd", [0.9, 0.5]))).save_weights(path)
+  with pytest.warns(UserWarning, match=(
+      "The file has averages named 'average_0.5', which the optimizer lacks. "
+      "They are not loaded")):
+    make(MovingAverage("sgd", 0.9)).load_weights(path)
+  model = make()
+  model.compile(MovingAverage("sgd", 0.9), loss="mse")
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always", UserWarning)
+    model.load_weights(path)
+  assert any("named 'average_0.5', 'average_0.9', which the optimizer lacks as "
+             r"it is not built: call optimizer.build(variables)"
+             in str(w.message) for w in found)

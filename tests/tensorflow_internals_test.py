@@ -34,6 +34,7 @@ IMPORTS = [
     "tensorflow.core.protobuf.trackable_object_graph_pb2",
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
+    "tensorflow.python.distribute.values_util",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function",
     "tensorflow.python.framework.auto_control_deps",
     "tensorflow.python.framework.func_graph",
@@ -126,6 +127,7 @@ ATTRIBUTES = {
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
     lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint",
                                "_set_save_slice_info", "_shared_name"],
+    tf.train.Checkpoint: ["_update_uid"],
     lambda: tf.Variable(1.0).handle: ["_handle_data"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [

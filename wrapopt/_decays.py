@@ -241,12 +241,12 @@ def checked(average_decay):
   if not decays:
     raise ValueError("`average_decay` must hold at least one decay, got none.")
   for decay in decays:
-    if isinstance(decay, numbers.Real):
+    if isinstance(decay, numbers.Real) and not isinstance(decay, bool):
       if not 0 <= decay <= 1:
         raise ValueError(f"`average_decay` must be in [0, 1], got {decay}.")
     elif isinstance(decay, PowerDecay):
       pass
-    elif several:
+    elif several and not isinstance(decay, bool):
       raise ValueError(
           "A sequence of `average_decay` must hold numbers, PowerDecays and "
           f"HalfLives, got {decay!r}. Pass a tensor, variable or callable "
@@ -256,7 +256,7 @@ def checked(average_decay):
         raise ValueError(
             "`average_decay` must be a scalar if it is a tensor or a variable, "
             f"got one of shape {decay.shape}.")
-    elif not callable(decay):
+    elif isinstance(decay, bool) or not callable(decay):
       raise TypeError(
           "`average_decay` must be a number, a PowerDecay or a HalfLife, a "
           "sequence of these, a scalar tensor or variable, or a callable, got "
@@ -290,7 +290,10 @@ def of_step(decays, t):
 
 def check_num_updates(num_updates):
   """Raises an error if `num_updates` is not a count of updates or None."""
-  if isinstance(num_updates, numbers.Real):
+  if isinstance(num_updates, numbers.Real) and not isinstance(num_updates,
+                                                              bool):
+    if not math.isfinite(num_updates):
+      raise ValueError(f"`num_updates` must be finite, got {num_updates}.")
     if num_updates < 0:
       raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
   elif not (num_updates is None or callable(num_updates) or

@@ -2,6 +2,7 @@
 
 import tensorflow as tf
 from tensorflow.python.distribute import ps_values
+from tensorflow.python.distribute import values_util
 
 
 def values(variable):
@@ -11,6 +12,14 @@ def values(variable):
   if isinstance(variable, ps_values.AggregatingVariable):
     return [variable.get()]
   return [variable]
+
+
+def here(variable):
+  """The component of a strategy's variable where an update or replica runs."""
+  components_ = values(variable)
+  if len(components_) == 1:
+    return components_[0]
+  return components_[values_util.get_current_replica_id_as_int()]
 
 
 def components(pairs):

@@ -72,7 +72,9 @@ def followed(opt, followers):
     return followed(opt.inner(), [opt, *followers])
   held = _held(opt)
   if held:
-    return _view(opt, {name: _property(name, followers) for name in held})
+    return _view(opt, {
+        "_backend_update_step": _refused(type(opt), list(held), followers),
+        **{name: _property(name, followers) for name in held}})
   return _followed_innermost(opt, followers)
 
 
@@ -84,9 +86,16 @@ def _followed_innermost(opt, followers):
   def apply(self, grads, trainable_variables=None):
     before = reached
     cls.apply(self, grads, trainable_variables)
+    check(self, before, trainable_variables or self._trainable_variables)
+
+  def apply_gradients(self, grads_and_vars):
+    before = reached
+    cls.apply_gradients(self, grads_and_vars)
+    check(self, before, [v for _, v in grads_and_vars])
+
+  def check(self, before, variables):
     if reached == before and not all(map(
-        self._overwrite_variable_with_gradient,
-        trainable_variables or self._trainable_variables)):
+        self._overwrite_variable_with_gradient, variables)):
       raise NotImplementedError(
           f"{cls.__qualname__} inside of {type(followers[-1]).__name__} must "
           "update variables by `_backend_update_step`, got another method. "
@@ -104,10 +113,23 @@ def _followed_innermost(opt, followers):
 
   return _view(opt, {
       "apply": apply,
+      "apply_gradients": apply_gradients,
       # The update includes the weight decay.
       "_apply_weight_decay": lambda self, variables: None,
       "_backend_update_step": update,
       "_backend_increment_gradient_accumulators": accumulate})
+
+
+def _refused(cls, names, followers):
+  def update(self, grads, variables, learning_rate):
+    raise NotImplementedError(
+        f"{cls.__qualname__} inside of {type(followers[-1]).__name__} must "
+        "leave all steps to the optimizers that it holds in "
+        f"{', '.join(f'`{name}`' for name in names)}, got a step of its own, "
+        "which no average would follow. Use keras.optimizers.MultiOptimizer to "
+        "train variables by several optimizers.")
+
+  return update
 
 
 def within(opt):
@@ -121,8 +143,7 @@ def held_by(opt):
   """The optimizers that an optimizer holds directly: a list."""
   if isinstance(opt, Follower):
     return [opt.inner()]
-  return [x for xs in _held(opt).values()
-          for x in (xs if isinstance(xs, list) else [xs])]
+  return [x for xs in _held(opt).values() for x in tf.nest.flatten(xs)]
 
 
 def innermost(opt):
@@ -174,13 +195,14 @@ def _view(opt, attributes):
 
 
 def _held(opt):
-  """{attribute: optimizer or list of optimizers} of `opt`."""
-  def is_optimizer(x):
-    return isinstance(x, keras.optimizers.Optimizer)
+  """{attribute: optimizer, or a list, tuple or dict of some} of `opt`."""
+  def is_held(x):
+    if isinstance(x, dict):
+      x = list(x.values())
+    return isinstance(x, keras.optimizers.Optimizer) or (
+        isinstance(x, (list, tuple)) and x and all(map(is_held, x)))
 
-  return {name: x for name, x in vars(opt).items()
-          if is_optimizer(x) or
-          isinstance(x, list) and x and all(map(is_optimizer, x))}
+  return {name: x for name, x in vars(opt).items() if is_held(x)}
 
 
 def _property(name, followers):
@@ -192,8 +214,7 @@ def _property(name, followers):
     return views[id(opt)]
 
   def get(self):
-    held = vars(self)[name]
-    return list(map(seen, held)) if isinstance(held, list) else seen(held)
+    return tf.nest.map_structure(seen, vars(self)[name])
 
   return property(get)
 
@@ -237,12 +258,18 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
 
 def _follow(followers, step, constraints):
   # Keras applies constraints last. Averages are of the constrained weights.
+  _constrain(step, constraints)
+  for follower in followers:
+    follower.follow(step)
+    if follower.changes_weights:
+      _constrain(step, constraints)
+
+
+def _constrain(step, constraints):
   for variable, constraint in zip(step.variables, constraints):
     if constraint is not None:
       for v in _replicas.values(variable):
         v.assign(constraint(v.read_value()))
-  for follower in followers:
-    follower.follow(step)
 
 
 def _one(strategy, value):

@@ -75,6 +75,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           f"`optimizer` of {public.__name__} must not be or hold a "
           f"{public.__name__}: {self.why_not_twice}. Got "
           f"{type(optimizer).__qualname__}.")
+    for x in [optimizer, *_steps.within(optimizer)]:
+      for name_of in ("apply", "apply_gradients"):
+        if isinstance(x, WrapperOptimizer) and (
+            getattr(type(x), name_of) is not getattr(WrapperOptimizer,
+                                                     name_of)):
+          raise ValueError(
+              f"`optimizer` of {public.__name__} must not be or hold a wrapper "
+              f"that overrides {name_of}(), which would not be called, got "
+              f"{type(x).__qualname__}. Make it the outermost wrapper.")
     super().__init__(learning_rate=_no_rate, name=name)
     # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)
@@ -105,13 +114,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """Makes the variables of the inner optimizer and of this one.
 
     Args:
-      variables: The variables to train.
+      variables: The variables to train. If the inner optimizer is built, those
+        that it was built with are trained instead.
     """
     if self.built:
       return
-    variables = list(variables)
-    self._check_variables(variables)
     inner = self.inner()
+    # It may train all of its variables later, when layers are not frozen.
+    variables = list(inner._trainable_variables if inner.built else variables)
+    self._check_variables(variables)
     if not inner.built:
       with backend.name_scope(inner.name, caller=inner):
         inner.build(variables)
@@ -255,10 +266,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       ValueError: If no variable has a gradient, or a variable is not one that
         the optimizer was built with.
       RuntimeError: If the averages are in place of the weights.
+      NotImplementedError: If the inner optimizer takes a step in a way that
+        averages cannot follow.
     """
     grads = list(grads)
-    if not grads:
-      return
+    if grads:
+      self._prepare(trainable_variables)
+      self._held.followed.apply(grads, trainable_variables)
+
+  def _prepare(self, trainable_variables):
+    """Prepares for a step."""
     self._refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
@@ -269,11 +286,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self.build(trainable_variables)
     for wrapper in self._wrappers():
       wrapper._begin()
-    self._held.followed.apply(grads, trainable_variables)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars):
-    """As `apply`.
+    """As `apply`, by the `apply_gradients` of the inner optimizer.
+
+    `fit` calls it.
 
     Args:
       grads_and_vars: An iterable of (gradient, variable).
@@ -281,9 +299,20 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Returns:
       The variable that counts the steps.
     """
-    grads, variables = zip(*grads_and_vars)
-    self.apply(grads, variables)
+    grads_and_vars = list(grads_and_vars)
+    self._prepare([v for _, v in grads_and_vars])
+    self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
+
+  def _found(self, variable, *rows):
+    """The value of a variable in the first row that has it."""
+    for row in rows:
+      if self._var_key(variable) in row:
+        return row[self._var_key(variable)]
+    raise KeyError(
+        f"`variable` must be one that this {type(self).__name__} was built "
+        f"with, got '{path_of(variable)}'. A copy of a model has variables of "
+        "its own.")
 
   def _require_built(self, what):
     if not self.built:
@@ -429,7 +458,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """
     self._require_built("average")
     self._settle()
-    return self._rows[0][self._var_key(variable)]
+    return self._found(variable, self._rows[0])
 
   def seed_averages(self) -> None:
     """Sets every average to its variable's current value.
@@ -468,6 +497,7 @@ class AveragingOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If the optimizer is not built, or averages of this optimizer
         or of one inside are in place already.
+      ValueError: If the optimizer averages no variable of `model`.
     """
     batch_norm = [] if model is None else [
         _value(v) for v in _batch_norm.statistics(model)]
@@ -497,8 +527,16 @@ class AveragingOptimizer(WrapperOptimizer):
   def _averaged(self, model):
     """The (variable, average) pairs of a model, by default all."""
     self._settle()
-    return self._of(self._trainable_variables if model is None
-                    else model.trainable_variables)
+    if model is None:
+      return self._of(self._trainable_variables)
+    # Also of layers that have been frozen since.
+    found = self._of(model.variables)
+    if self._rows[0] and not found:
+      raise ValueError(
+          f"`model` must have variables that this {type(self).__name__} "
+          f"averages, got '{model.name}', which has none of them. A copy of a "
+          "model has variables of its own.")
+    return found
 
   def _of(self, variables):
     row = self._rows[0]
@@ -517,7 +555,8 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def know(self, model: keras.Model) -> None:
     """Sets the model that the optimizer trains."""
-    del model
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
   def adopt(self, model):
     """Sets each average to its variable's value, if the two differ."""
@@ -589,8 +628,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   The key of an average is its name, such as "average", and its index among the
   averages of that name, as Keras does for an optimizer's variables: paths
-  differ between the models of a process. An average that a file lacks starts at
-  its variable's value.
+  differ between the models of a process. The name of a moving average contains
+  its decay. An average that a file lacks starts at its variable's value.
 
   Attributes:
     name: The name in checkpoints.
@@ -605,6 +644,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._is_loaded = False  # Whether Keras has loaded a file, see below.
     self._completed = -1  # The restored checkpoint that `complete` has seen.
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
     self._in_place = None  # The pairs of `put_in_place`.
     self._put_back = None  # A function.
@@ -613,13 +653,32 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _obj_type(self):
     return "Optimizer"
 
+  def name_in_files(self, name, in_files):
+    """Gives averages another name in files and checkpoints, before `add`.
+
+    Those of earlier versions, which have them by `name`, are still read.
+    """
+    self._in_files[name] = in_files
+
   def add(self, name, average, variable):
     """Adds the next average of a name."""
-    key = f"{name}.{len(self._rows[name])}"
+    i = len(self._rows[name])
     self._rows[name].append((average, variable))
-    self._track_trackable(_value(average), key)
-    if key in self._late:
-      _load(average, variable, self._late.pop(key))
+    in_files = self._in_files.get(name, name)
+    self._track_trackable(_value(average), f"{in_files}.{i}")
+    if in_files != name:
+      self._handle_deferred_dependencies(f"{name}.{i}", _value(average))
+    for key in f"{in_files}.{i}", f"{name}.{i}":
+      if key in self._late:
+        _load(average, variable, self._late.pop(key))
+
+  def _lookup_dependency(self, name, *args, **kwargs):
+    kind, _, i = name.rpartition(".")
+    found = super()._lookup_dependency(name, *args, **kwargs)
+    if found is None and kind in self._in_files:
+      return super()._lookup_dependency(f"{self._in_files[kind]}.{i}", *args,
+                                        **kwargs)
+    return found
 
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
@@ -675,7 +734,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       for i, (average, variable) in enumerate(row):
         # If the model is saved with averages in place, these are its weights.
         value = _value(variable if id(_value(average)) in in_place else average)
-        store[f"{name}.{i}"] = tf.cast(value, average.dtype).numpy()
+        in_files = self._in_files.get(name, name)
+        store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
       store[name] = variable.numpy()
 
@@ -683,18 +743,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self.refuse_in_place("load")
     self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
+    has_averages = False
+    unread = {name for name in names if name}
     for name, row in self._rows.items():
-      found = names.get(name, 0)
+      in_file = self._in_files.get(name, name)
+      in_file = in_file if in_file in names else name
+      found = names.get(in_file, 0)
+      unread.discard(in_file)
       if found not in (0, len(row)):
         warnings.warn(
-            f"The file must have {len(row)} averages named '{name}' like the "
-            f"optimizer, got {found}. They start at the values of their "
+            f"The file must have {len(row)} averages named '{in_file}' like "
+            f"the optimizer, got {found}. They start at the values of their "
             "variables.")
       for i, (average, variable) in enumerate(row):
         _load(average, variable,
-              store[f"{name}.{i}"] if found == len(row) else None)
-    has_averages = any(names.get(name) == len(row)
-                       for name, row in self._rows.items())
+              store[f"{in_file}.{i}"] if found == len(row) else None)
+      has_averages |= found == len(row)
     for name, (variable, count) in self._counts.items():
       variable.assign(count.value if not has_averages else store[name]
                       if name in store.keys() else count.missing)
@@ -702,8 +766,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._late = {
         f"{name}.{i}": np.array(store[f"{name}.{i}"])
         for name, found in names.items()
-        if name.endswith(OF_BATCH_NORM) and name not in self._rows
+        if name in unread and name.endswith(OF_BATCH_NORM)
         for i in range(found)}
+    unread = [name for name in sorted(unread)
+              if not name.endswith(OF_BATCH_NORM)]
+    if unread:
+      warnings.warn(
+          f"The file has averages named {', '.join(map(repr, unread))}, which "
+          "the optimizer lacks" + ("" if self._rows else (
+              " as it is not built: call optimizer.build(variables) before the "
+              "file is loaded")) + ". They are not loaded.")
 
   def is_in_place(self):
     """Whether averages are in place of their variables."""
@@ -731,7 +803,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
 def _restored(trackable):
   """The number of the latest checkpoint that was restored into an object."""
-  return getattr(trackable, "_self_update_uid", -1)
+  trackable._maybe_initialize_trackable()
+  return trackable._update_uid
 
 
 def _load(average, variable, value):
@@ -802,6 +875,13 @@ def check_integer(name, value, least):
   if value < least:
     raise ValueError(f"`{name}` must be at least {least}, got {value}.")
   return value
+
+
+def check_bool(name, value):
+  """`value` as a bool; raises an error if it is none."""
+  if not isinstance(value, (bool, np.bool_)):
+    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+  return bool(value)
 
 
 def check_fraction(name, value):

@@ -53,10 +53,10 @@ class LazyAdam(keras.optimizers.Adam):
       return
     rule = _inner_keras.adam(self)
     index = self._get_variable_index(variable)
-    [value] = _replicas.values(_inner_keras.value(variable))
+    value = _replicas.here(_inner_keras.value(variable))
     ops.apply("LazyAdam",
               {"var": [value],
-               **{state: _replicas.values(slots[index].value)
+               **{state: [_replicas.here(slots[index].value)]
                   for state, slots in rule.slots.items()}},
               [_inner_keras.cast(gradient, value.dtype)],
               {"lr": ops.float64(tf.convert_to_tensor(learning_rate)),

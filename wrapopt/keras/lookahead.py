@@ -90,7 +90,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
     """
     self._require_built("slow_weights")
     self._settle()
-    return self._slow[self._var_key(variable)]
+    return self._found(variable, self._slow)
 
   def seed_slow_weights(self) -> None:
     """Sets all slow weights to their variables' current values.

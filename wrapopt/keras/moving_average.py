@@ -1,10 +1,13 @@
 """Moving averages of the weights that a Keras optimizer trains."""
 
 from collections.abc import Sequence
+import contextlib
+import numbers
 from typing import Any, Optional, Union
 import weakref
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _decays
@@ -85,9 +88,13 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       optimizer: A Keras optimizer, or its name or configuration.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
         `wrapopt.HalfLife`, or a sequence of different ones, one for each
-        average.
+        average. Files hold an average by its decay: with another decay, it
+        starts at its variable's value.
       num_updates: A count of updates: a number, variable or callable. If given,
         the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
+        A model with a variable, or with a function that is not registered by
+        `keras.saving.register_keras_serializable`, cannot be saved as a whole:
+        use `save_weights`.
       start_step: The number of steps before averaging begins. Until then, an
         average equals its variable.
       dynamic_decay: Whether the decay of the t-th step after `start_step`,
@@ -126,13 +133,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     start_step = _wrapper.check_integer("start_step", start_step, 0)
     self._num_updates = num_updates
     self._start_step = start_step
-    self._dynamic_decay = bool(dynamic_decay)
-    self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
-    if self._shadow_dtype not in (None, tf.float16, tf.bfloat16, tf.float32,
-                                  tf.float64):
-      raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
-                      f"float64, got {self._shadow_dtype.name}.")
-    self._average_batch_norm = bool(average_batch_norm)
+    self._dynamic_decay = _wrapper.check_bool("dynamic_decay", dynamic_decay)
+    self._shadow_dtype = _checked_dtype(shadow_dtype)
+    self._average_batch_norm = _wrapper.check_bool("average_batch_norm",
+                                                   average_batch_norm)
     self._held.model = None
 
   def _check_variables(self, variables):
@@ -154,6 +158,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay."""
+    # Files know averages by their decays. Earlier versions did not, for one.
+    self._state.name_in_files(f"average{suffix}",
+                              f"average_{self._decays[0]}{suffix}")
     return [_wrapper.Row({
         self._var_key(v): self._make_average(
             v, ("average" if k == 0 else f"average_{decay}") + suffix,
@@ -177,8 +184,27 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
     Args:
       model: The model that the optimizer trains.
+
+    Raises:
+      TypeError: If `model` is not a Keras model.
+      ValueError: If the statistics of another model are averaged already, and
+        `model` has more of them.
     """
-    self._held.model = weakref.ref(model)
+    super().know(model)
+    if not self._of_batch_norm_is_made():
+      self._held.model = weakref.ref(model)
+      return
+    _, rows = self._of_batch_norm
+    for v in batch_norm.statistics(model):
+      if self._var_key(v) not in rows[0]:
+        raise ValueError(
+            "A MovingAverage with average_batch_norm=True must know the whole "
+            f"model before averages of its statistics are made, got the model "
+            f"'{model.name}' later, whose '{_wrapper.path_of(v)}' has no "
+            "average. Call know(model) first.")
+
+  def _of_batch_norm_is_made(self):
+    return self.built and bool(self._of_batch_norm)
 
   def _statistics(self):
     """(variables, rows of averages) of batch normalizations."""
@@ -206,7 +232,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     """The average of a variable.
 
     Args:
-      variable: A variable that the optimizer was built with.
+      variable: A variable that the optimizer was built with, or a moving
+        statistic of a batch normalization that it averages.
       decay: Which of several decays; by default the first.
 
     Returns:
@@ -222,8 +249,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     """
     self._require_built("average")
     self._settle()
-    return self._rows[_decays.index_of(decay, self._decays)][
-        self._var_key(variable)]
+    k = _decays.index_of(decay, self._decays)
+    _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
+    return self._found(variable, self._rows[k], of_batch_norm[k])
 
   def is_lazy(self, variable: tf.Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.
@@ -244,14 +272,18 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       A bool.
     """
     self._require_built("is_lazy")
-    return _lazy.is_lazy(self._rows[0][self._var_key(variable)])
+    return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
   def _averaged(self, model):
-    if model is not None:
-      self.know(model)
+    found = super()._averaged(model)
+    if (self._average_batch_norm and self._held.model is None and
+        isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
+      self.know(model)  # It has all variables that the optimizer trains.
     variables, rows = self._statistics()
-    return super()._averaged(model) + [
-        (v, rows[0][self._var_key(v)]) for v in variables]
+    if model is not None:
+      its = {self._var_key(v) for v in batch_norm.statistics(model)}
+      variables = [v for v in variables if self._var_key(v) in its]
+    return found + [(v, rows[0][self._var_key(v)]) for v in variables]
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
@@ -345,7 +377,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
             "average_decay": self._average_decay,
-            "num_updates": self._num_updates,
+            "num_updates": _serialized_count(self._num_updates),
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
@@ -359,6 +391,38 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       return (keras.saving.deserialize_keras_object(x) if isinstance(x, dict)
               else [*map(decay_of, x)] if isinstance(x, (list, tuple)) else x)
 
+    num_updates = config.get("num_updates")
+    if isinstance(num_updates, dict):
+      num_updates = keras.saving.deserialize_keras_object(
+          num_updates, custom_objects=custom_objects)
     return super().from_config(
-        {**config, "average_decay": decay_of(config["average_decay"])},
-        custom_objects)
+        {**config, "average_decay": decay_of(config["average_decay"]),
+         "num_updates": num_updates}, custom_objects)
+
+
+def _checked_dtype(shadow_dtype):
+  if shadow_dtype is None:
+    return None
+  with contextlib.suppress(TypeError):
+    dtype = tf.as_dtype(shadow_dtype)
+    if dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+      return dtype
+  raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
+                  f"float64, got {shadow_dtype!r}.")
+
+
+def _serialized_count(num_updates):
+  """An argument `num_updates` in a configuration."""
+  if num_updates is None or isinstance(num_updates, numbers.Real):
+    return num_updates
+  if isinstance(num_updates, (np.ndarray, tf.Tensor)) and (
+      hasattr(num_updates, "__array__")):  # No tensor of a graph.
+    return np.array(num_updates).item()
+  if callable(num_updates) and keras.saving.get_registered_object(
+      keras.saving.get_registered_name(num_updates)) is num_updates:
+    return keras.saving.serialize_keras_object(num_updates)
+  raise ValueError(
+      "`num_updates` of a MovingAverage that is saved must be a number, or a "
+      "function registered by keras.saving.register_keras_serializable, got "
+      f"{num_updates!r}. Save the model with save_weights(), or use "
+      "dynamic_decay=True.")
