@@ -30,6 +30,7 @@ IMPORTS = [
     "keras.src.saving.saving_lib",
     "keras.src.utils.python_utils",
     "tensorflow.core.framework.op_def_pb2",
+    "tensorflow.core.framework.variable_pb2",
     "tensorflow.core.protobuf.tensor_bundle_pb2",
     "tensorflow.core.protobuf.trackable_object_graph_pb2",
     "tensorflow.python.client.pywrap_tf_session",
@@ -40,14 +41,18 @@ IMPORTS = [
     "tensorflow.python.framework.func_graph",
     "tensorflow.python.framework.kernels",
     "tensorflow.python.framework.ops",
+    "tensorflow.python.framework.tensor",
+    "tensorflow.python.framework.tensor_conversion_registry",
     "tensorflow.python.ops.control_flow_ops",
     "tensorflow.python.ops.control_flow_util",
     "tensorflow.python.ops.resource_variable_ops",
     "tensorflow.python.saved_model.save_context",
     "tensorflow.python.tpu.tpu_function",
+    "tensorflow.python.trackable.base",
     "tensorflow.python.training.optimizer",
     "tensorflow.python.training.saving.saveable_object",
     "tensorflow.python.training.saving.saveable_object_util",
+    "tensorflow.python.util.object_identity",
     "tensorflow.python.util.pywrap_xla_ops",
 ]
 
@@ -92,7 +97,8 @@ ATTRIBUTES = {
     lambda: prepared(lambda: tf1.train.GradientDescentOptimizer(0.1)): [
         "_get_or_make_slot", "_handle_deferred_dependencies",
         "_learning_rate_tensor", "_maybe_initialize_trackable",
-        "_non_slot_dict", "_non_slot_variables", "_prepare", "_use_locking"],
+        "_non_slot_dict", "_non_slot_variables", "_prepare",
+        "_restore_slot_variable", "_slot_dict", "_use_locking"],
     lambda: prepared(lambda: tf1.train.MomentumOptimizer(0.1, 0.9)): [
         "_learning_rate_tensor", "_momentum_tensor", "_use_nesterov"],
     lambda: prepared(lambda: tf1.train.AdamOptimizer(0.1)): [
@@ -119,16 +125,15 @@ ATTRIBUTES = {
             "_create_h5_group", "_h5_entry_group", "_h5_entry_initialized",
             "_h5_entry_path"],
     lambda: tf.constant(1.0): ["_datatype_enum"],
-    tf.Graph: ["_add_control_dependencies", "_attr_scope_map"],
+    tf.Graph: ["_attr_scope_map"],
     graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
                       "_set_device"],
     ref_variable: ["_get_save_slice_info", "_initial_value",
                    "_initializer_op", "_ref", "_snapshot"],
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
     lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint",
-                               "_set_save_slice_info", "_shared_name"],
+                               "_shared_name"],
     tf.train.Checkpoint: ["_update_uid"],
-    lambda: tf.Variable(1.0).handle: ["_handle_data"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [
         "_apply_weight_decay", "_backend_increment_gradient_accumulators",
@@ -156,7 +161,10 @@ OVERRIDES = {
     "tensorflow.python.trackable.autotrackable.AutoTrackable": {
         "_trackable_children"},
     "tensorflow.python.trackable.base.Trackable": {
-        "_deferred_dependencies", "_lookup_dependency", "_trackable_children"},
+        "_copy_trackable_to_cpu", "_deferred_dependencies",
+        "_export_to_saved_model_graph", "_gather_saveables_for_checkpoint",
+        "_lookup_dependency", "_restore_from_tensors", "_serialize_to_tensors",
+        "_trackable_children"},
     "tensorflow.python.training.optimizer.Optimizer": {
         "_apply_sparse_duplicate_indices", "_create_or_restore_slot_variable",
         "_create_slots", "_lookup_dependency",
