@@ -6,7 +6,9 @@ and compare both optimizers after the same calls.
 """
 
 import copy
+import os
 import pickle
+import tempfile
 import threading
 
 import keras
@@ -209,6 +211,11 @@ READS = {
     "cond": _in_cond, "loop": _in_loop,
     "dataset": lambda s: next(iter(tf.data.Dataset.from_tensors(
         tf.convert_to_tensor(s)))),
+    "map": lambda s: next(iter(tf.data.Dataset.range(1).map(lambda _: s + 0))),
+    "py_function": lambda s: tf.function(lambda: tf.py_function(
+        lambda: s + 0, [], tf.float64))(),
+    "method": lambda s: tf.function(
+        lambda: s.value() if callable(s.value) else s.value + 0)(),
     "copy": lambda s: copy.copy(s).numpy(),
     "deepcopy": lambda s: copy.deepcopy(s).numpy(),
     "pickle": lambda s: pickle.loads(pickle.dumps(s)).numpy(),
@@ -397,6 +404,12 @@ def _read_and_set(trained):
   trained.w.assign(table()[::-1])
 
 
+def _read_and_scatter(trained):
+  for k in (0, 1):
+    trained.average(k).numpy()
+  _value(trained.w).scatter_nd_update([[3]], [[7., 8.]])
+
+
 def _exchange(trained):
   other = tf.Variable(table()[::-1])
   ops.exchange([_value(trained.w)], [other])
@@ -446,13 +459,24 @@ def _other_keras(trained):
   trained.other.apply([sparse(79)], [trained.other_w])
 
 
+def _restore_averages(trained):
+  """Without the table."""
+  with tempfile.TemporaryDirectory() as folder:
+    checkpoint = tf.train.Checkpoint(a=_value(trained.average()),
+                                     b=_value(trained.average(1)))
+    path = checkpoint.write(os.path.join(folder, "averages"))
+    trained.step(5)
+    checkpoint.read(path)
+
+
 def _seed(trained):
   getattr(trained, "averaging", trained.opt).seed_averages()
 
 
 CHANGES = {
     function.__name__[1:]: function for function in (
-        _assign, _assign_add, _swap, _swap_both, _read_and_set, _exchange,
+        _assign, _assign_add, _swap, _swap_both, _read_and_set,
+        _read_and_scatter, _restore_averages, _exchange,
         _averaging_assign, _raw_apply, _assign_packed, _other_v1,
         _other_dense_v1, _other_keras, _seed)}
 
@@ -505,11 +529,19 @@ def test_a_function_that_knows_the_averages_settles_them():
 
 
 @EVERY_KIND
-def test_a_change_that_nobody_announced_is_logged(kind, capfd):
+@pytest.mark.parametrize("how", ["assign", "restore"])
+def test_a_change_that_nobody_announced_is_logged(kind, how, capfd, tmp_path):
   """The buffer of the table is another one."""
   lazy = KINDS[kind](None)
+  checkpoint = tf.train.Checkpoint(w=_value(lazy.w))
+  path = checkpoint.write(str(tmp_path / "table"))
   lazy.step()
-  keep = lazy.w.assign(table()[::-1].copy())  # pylint: disable=unused-variable
+  before = _value(lazy.w).read_value()  # Its buffer is not used again.
+  if how == "assign":
+    lazy.w.assign(table()[::-1])
+  else:
+    checkpoint.read(path)
+  del before
   assert lags(lazy)
   capfd.readouterr()
   lazy.average().numpy()
@@ -521,6 +553,25 @@ def test_a_change_that_nobody_announced_is_logged(kind, capfd):
   lazy.step()
   # Both averages had rows that lagged; each is reported once.
   assert capfd.readouterr().err.count("lagged behind") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_swap_that_converts_settles_all_averages(dtype):
+  """Averages of narrow tables are float32: no buffers are exchanged."""
+  found = []
+  for lazy in None, False:
+    w = keras.Variable(table(), dtype=dtype)
+    opt = wk.MovingAverage(keras.optimizers.SGD(0.5), DECAYS, lazy=lazy)
+    for t in range(3):
+      grad = tf.IndexedSlices(tf.ones([1, COLUMNS]), [t], [ROWS, COLUMNS])
+      opt.apply([grad], [w])
+      with opt.averaged_weights():
+        opt.average(w, 0.5).numpy()
+      opt.apply([grad], [w])
+    assert lazy is False or opt.is_lazy(w)
+    found.append([np.array(opt.average(w, d)) for d in DECAYS])
+  for got, want in zip(*found):
+    np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 @pytest.mark.parametrize("wrap", [
@@ -819,6 +870,25 @@ def test_sessions_read_what_is_up_to_date(feeds):
       np.testing.assert_allclose(
           session.run(read), _wanted([i % 12 for i in range(t + 1)], 1)[1],
           rtol=1e-12, err_msg=name)
+
+
+def test_savers_of_a_list_and_of_a_dict(feeds, tmp_path):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    average = opt.average(w, 0.5)
+    savers = tf1.train.Saver([w, average]), tf1.train.Saver({"x": average})
+    session.run(tf1.global_variables_initializer())
+    for saver, name in zip(savers, ("w/ExponentialMovingAverage_0.5", "x")):
+      session.run(tf1.global_variables_initializer())
+      for t in range(3):
+        session.run(train, feeds[t])
+      path = saver.save(session, str(tmp_path / "model"))
+      want = _wanted(range(3), 1)[1]
+      np.testing.assert_allclose(tf.train.load_variable(path, name), want,
+                                 rtol=1e-12)
+      session.run(train, feeds[3])
+      saver.restore(session, path)
+      np.testing.assert_allclose(session.run(average), want, rtol=1e-12)
 
 
 def test_gradients_with_respect_to_an_average(feeds):

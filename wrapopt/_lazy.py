@@ -1,8 +1,8 @@
 """Averages whose rows lag behind until a step touches them or somebody reads.
 
-A step by a sparse gradient, of an optimizer that changes no other row, moves the
-averages of the other rows towards constants. So it leaves them alone, and they
-catch up later: see `wrapopt.ops.catch_up`.
+A step by a sparse gradient, of an optimizer that changes no other row, moves
+the averages of the other rows towards constants. So it leaves them alone, and
+they catch up later: see `wrapopt.ops.catch_up`.
 
 Nobody but this module sees the rows that lag behind. All others see a
 `LazyAverage`, whose reads bring them up to date.
@@ -63,7 +63,7 @@ def raw(average):
 
 
 def checked_argument(lazy):
-  """The argument `lazy` of an optimizer; raises an error for any other value."""
+  """The argument `lazy` of an optimizer, checked."""
   if lazy is not None and lazy is not False:
     raise ValueError(
         "`lazy` must be None (rows lag behind where that is exact) or False "
@@ -214,7 +214,8 @@ class LazyAverage(trackable.Trackable):
     """Lets rows lag behind from now on."""
     with self._lock:
       if self.log_decays is None:
-        with tf.init_scope(), ops.device_of(self), tf.compat.v1.name_scope(None):
+        with (tf.init_scope(), ops.device_of(self),
+              tf.compat.v1.name_scope(None)):
           with ops.host_of(self):
             zeros = self._zeros()
           self.log_decays = resource_variable_ops.ResourceVariable(
@@ -326,8 +327,8 @@ class LazyAverage(trackable.Trackable):
   def _assign(self, value, name=None):
     if not self._shape.is_compatible_with(value.shape):
       raise ValueError(
-          f"A value for '{self.name}' misshapen: got {value.shape} but expected "
-          f"{self._shape}.")
+          f"A value for '{self.name}' misshapen: got {value.shape} but "
+          f"expected {self._shape}.")
     zeroed = []
     if self.may_lag and not (
         not tf.executing_eagerly() and save_context.in_save_context()):
@@ -489,7 +490,8 @@ class _Imported(LazyAverage):
 
   may_lag = True
 
-  def __init__(self, proto, import_scope=None):  # pylint: disable=super-init-not-called
+  # pylint: disable-next=super-init-not-called
+  def __init__(self, proto, import_scope=None):
     graph = tf.compat.v1.get_default_graph()
     find = lambda name: graph.as_graph_element(
         tf_ops.prepend_name_scope(name, import_scope))

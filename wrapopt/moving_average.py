@@ -557,8 +557,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
           v.initializer for v in _replicas.values(steps)]
       _sessions.in_raw(session, lambda raw: raw.run(seeds))
 
-  def averages(self) -> list[Variable]:
-    """All averages in this graph: a list of variables.
+  def averages(self) -> list[Any]:
+    """All averages in this graph: a list of what `average` returns.
 
     In eager mode and in a `tf.function`, the averages of eager mode.
     """

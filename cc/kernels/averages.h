@@ -21,12 +21,13 @@ namespace wrapopt {
 
 Number NumberOf(tensorflow::DataType dtype);
 
-// One average of a variable, of which a step moves the rows that it touches. The
-// others lag behind until a step touches them or somebody reads them.
+// One average of a variable, of which a step moves the rows that it touches.
+// The others lag behind until a step touches them or somebody reads them.
 //
-// log_decays[r] is the sum of log(decay) over all steps up to the one when row r
-// was up to date. Element [rows] is the sum over all steps. Element [rows + 1] is
-// the address of the value's buffer in the last step, or 0 if it is not known.
+// log_decays[r] is the sum of log(decay) over all steps up to the one when row
+// r was up to date. Element [rows] is the sum over all steps. Element [rows + 1]
+// is the address of the value's buffer in the last step, or 0 if it is not
+// known.
 struct LazyAverage {
   MoveRowsFn move;
   char* shadow;
@@ -48,9 +49,9 @@ struct LazyAverage {
     return all_steps() != 0 && step_value() != 0 && step_value() != Address();
   }
 
-  // Comes before a step. Returns whether the arrays may be new, because all rows
-  // are up to date: no step has used them, or somebody has read or assigned them
-  // since.
+  // Comes before a step. Returns whether the arrays may be new, because all
+  // rows are up to date: no step has used them, or somebody has read or
+  // assigned them since.
   bool BeginStep() const {
     if (all_steps() != 0) return false;
     UseHugePages(shadow, rows * row_elements * shadow_bytes);
@@ -58,8 +59,8 @@ struct LazyAverage {
     return true;
   }
 
-  // Brings rows up to date but for this step, while the value is what it was, and
-  // marks them as if they had taken it.
+  // Brings rows up to date but for this step, while the value is what it was,
+  // and marks them as if they had taken it.
   void CatchUp(const RowGroup& group) const {
     move(shadow, value, /*rate=*/nullptr, log_decays, all_steps(),
          /*mark=*/all_steps() + log_decay, row_elements, group.rows,
@@ -127,8 +128,8 @@ class Averages : public ShadowContract {
     AddAverages(step_, rates, value_bytes, pass);
   }
 
-  // Logs an error if rows of an average of a value lag behind and something else
-  // than a step has replaced the value.
+  // Logs an error if rows of an average of a value lag behind and something
+  // else than a step has replaced the value.
   void WarnIfReplaced(const Variables& variables, int value,
                       const std::vector<LazyAverage>& averages) const;
 

@@ -9,8 +9,8 @@ namespace wrapopt {
 // Moves a large array to huge pages, which makes the first access to a row
 // faster: without them, most of its time is the search for the row's page. A
 // thread in the background does it, with at most half of its time, and holds no
-// lock: the array may change or be freed meanwhile. Nothing happens if the array
-// is small or is there already, if the system cannot do it, or if the
+// lock: the array may change or be freed meanwhile. Nothing happens if the
+// array is small or is there already, if the system cannot do it, or if the
 // environment variable WRAPOPT_HUGE_PAGES is "off".
 void UseHugePages(void* data, size_t bytes);
 

@@ -1,5 +1,5 @@
-// How far the rows of an average lag behind: the sum of log(decay) over the steps
-// that a row has missed.
+// How far the rows of an average lag behind: the sum of log(decay) over the
+// steps that a row has missed.
 #ifndef WRAPOPT_CC_KERNELS_LAGS_H_
 #define WRAPOPT_CC_KERNELS_LAGS_H_
 
@@ -26,9 +26,9 @@ WRAPOPT_RULE double Rebased(double log_decay, double all_steps) {
   return kRebased - (lag > kLeastLag ? lag : kLeastLag);
 }
 
-// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from kLeastLag on.
-// Not by the library's functions, which no compiler turns into vector code, and
-// which are others on a GPU: CPU and GPU give the same bits.
+// 1 - exp(x) for x <= 0, to about a unit in the last place; 1 from kLeastLag
+// on. Not by the library's functions, which no compiler turns into vector code,
+// and which are others on a GPU: CPU and GPU give the same bits.
 WRAPOPT_RULE double OneMinusExp(double x) {
   x = x > kLeastLag ? x : kLeastLag;
   // x = n log(2) + r, and exp(x) - 1 = 2^n (exp(r) - 1) + (2^n - 1).

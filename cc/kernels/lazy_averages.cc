@@ -129,8 +129,8 @@ class LazyAveragesOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // Outputs the averages if no row lags behind. That takes no exclusive lock, and
-  // needs no value.
+  // Outputs the averages if no row lags behind. That takes no exclusive lock,
+  // and needs no value.
   absl::Status ReadIfUpToDate(OpKernelContext* ctx, bool* done) {
     *done = false;
     if (IsOnGpu(ctx)) return absl::OkStatus();
@@ -165,8 +165,8 @@ class LazyAveragesOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // What LazyAverage does for these rows of each value, or for all where there are
-  // no `rows`, but for the zeros that it leaves then.
+  // What LazyAverage does for these rows of each value, or for all where there
+  // are no `rows`, but for the zeros that it leaves then.
   absl::Status RunOnGpu(OpKernelContext* ctx,
                         const std::vector<std::vector<LazyAverage>>& averages,
                         const std::vector<SparseRows>& rows,
