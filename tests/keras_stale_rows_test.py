@@ -515,6 +515,26 @@ def test_a_graph_that_changes_the_table_keeps_later_averages_dense():
   assert_same(lazy, dense)
 
 
+@EVERY_KIND
+@pytest.mark.parametrize("how", ["change", "step"])
+def test_a_graph_that_knows_averages_without_lags_keeps_them_dense(kind, how):
+  lazy, dense = twins(kind)
+  for trained in lazy, dense:
+    trained.step(dense=True)
+    change = tf.function(
+        (lambda trained=trained: ops.averaging_assign(
+            [_value(trained.w)], [_value(trained.w)], [1.5]))
+        if how == "change" else
+        (lambda trained=trained: trained.apply(
+            tf.ones([ROWS, COLUMNS], tf.float64))), autograph=False)
+    for _ in range(2):
+      change()
+      trained.step()
+      trained.step()
+  assert not lazy.opt.is_lazy(lazy.w)
+  assert_same(lazy, dense)
+
+
 def test_a_function_that_knows_the_averages_settles_them():
   lazy, dense = twins("v1")
   for trained in lazy, dense:
