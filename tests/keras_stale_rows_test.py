@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.framework import convert_to_constants
 import wrapopt
 import wrapopt.keras as wk
 
@@ -303,6 +304,24 @@ def test_a_checkpoint_of_the_optimizer_restores_into_its_twin(kind, tmp_path):
   lazy.checkpoint().read(dense.checkpoint().write(str(tmp_path / "b")))
   assert not lags(lazy)
   assert_same(lazy, dense)
+
+
+def test_a_concrete_function_that_reads_is_not_saved(tmp_path):
+  lazy = V1(None)
+  lazy.step()
+  module, average = tf.Module(), lazy.average()
+  module.average = average
+  module.read = tf.function(lambda: average + 0).get_concrete_function()
+  with pytest.raises(ValueError, match="Save the tf.function"):
+    tf.saved_model.save(module, str(tmp_path), module.read)
+
+
+def test_a_frozen_function_that_reads_is_refused():
+  lazy = V1(None)
+  lazy.step()
+  read = tf.function(lambda: lazy.average() + 0).get_concrete_function()
+  with pytest.raises(ValueError):
+    convert_to_constants.convert_variables_to_constants_v2(read)()
 
 
 def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
