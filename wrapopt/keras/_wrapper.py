@@ -543,6 +543,7 @@ class AveragingOptimizer(WrapperOptimizer):
       A list of (decay or None, number of steps of the averages or None,
       function). The function maps a variable to its average or None.
     """
+    self._refuse_in_place("averages_by_decay")
     averages = {id(v): s for v, s in self._averaged(model)}
     return [(None, None, lambda v: averages.get(id(v)))]
 
@@ -552,11 +553,18 @@ class AveragingOptimizer(WrapperOptimizer):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
   def adopt(self, model):
-    """Sets each average to its variable's value, if the two differ."""
-    for variable, average in self._averaged(model):
-      for v, s in _replicas.components([(_value(variable), average.value)]):
-        if not np.array_equal(tf.cast(s, v.dtype), v):
-          s.assign(tf.cast(v, s.dtype))
+    """Sets all averages of a model to its variables, if these are no averages.
+
+    A callback has set the variables then.
+    """
+    pairs = _replicas.components(
+        [(_value(v), s.value) for v, s in self._averaged(model)])
+    if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
+      return
+    its = {self._var_key(v) for v in model.variables}
+    for average, variable in self._state.pairs():
+      if self._var_key(variable) in its:
+        _seed(average, variable)
 
   def finalize_variable_values(self, var_list):
     """Sets variables to their averages, as Keras does at the end of `fit`.
@@ -569,6 +577,14 @@ class AveragingOptimizer(WrapperOptimizer):
     super().finalize_variable_values(var_list)
     if self.built:
       assign_all(self._of(var_list))
+
+
+def averaging(optimizer):
+  """The outermost optimizers that keep averages: a list."""
+  if isinstance(optimizer, AveragingOptimizer):
+    return [optimizer]
+  return [found for inner in _steps.held_by(optimizer)
+          for found in averaging(inner)]
 
 
 def _no_rate():

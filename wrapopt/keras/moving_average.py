@@ -270,6 +270,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
+    self._refuse_in_place("averages_by_decay")
     self._settle()
     self.know(model)
     _, of_batch_norm = self._statistics()
