@@ -17,6 +17,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _decays
 from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _replicas
@@ -468,8 +469,9 @@ class AveragingOptimizer(WrapperOptimizer):
     self._state.seed()
 
   @contextlib.contextmanager
-  def averaged_weights(self,
-                       model: Optional[keras.Model] = None) -> Iterator[None]:
+  def averaged_weights(
+      self, model: Optional[keras.Model] = None, *,
+      decay: Optional[_decays.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every trained variable holds its average, and the average
@@ -483,6 +485,7 @@ class AveragingOptimizer(WrapperOptimizer):
         variables of the optimizer. If given, the statistics of its batch
         normalizations are restored after the block, too, so that the block may
         call `recalibrate_batch_norm`.
+      decay: Which of several decays; by default the first.
 
     Yields:
       None.
@@ -490,11 +493,12 @@ class AveragingOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If the optimizer is not built, or averages of this optimizer
         or of one inside are in place already.
-      ValueError: If the optimizer averages no variable of `model`.
+      ValueError: If the optimizer averages no variable of `model`, or does not
+        have the decay.
     """
     batch_norm = [] if model is None else [
         _value(v) for v in _batch_norm.statistics(model)]
-    with self.in_place(model):
+    with self.in_place(model, decay):
       held = [(v, v.read_value()) for variable in batch_norm
               for v in _replicas.values(variable)]
       try:
@@ -504,26 +508,33 @@ class AveragingOptimizer(WrapperOptimizer):
           variable.assign(value)
 
   @contextlib.contextmanager
-  def in_place(self, model=None):
+  def in_place(self, model=None, decay=None):
     """As `averaged_weights`, for a block that changes no variable."""
     self._require_built("averaged_weights")
     with _exchanging:
       self._refuse_in_place("averaged_weights")
       self._state.put_in_place([
-          (_value(v), s.value) for v, s in self._averaged(model)])
+          (_value(v), s.value) for v, s in self._averaged(model, decay)])
     try:
       yield
     finally:
       with _exchanging:
         self._state.put_back()
 
-  def _averaged(self, model):
+  def index_of(self, decay):
+    """The index of a decay's row of averages; 0 for None."""
+    if decay is not None:
+      raise ValueError(f"`decay` must be None for a {type(self).__name__}, "
+                       f"which keeps one average, got {decay}.")
+    return 0
+
+  def _averaged(self, model, decay=None):
     """The (variable, average) pairs of a model, by default all."""
     self._settle()
     if model is None:
-      return self._of(self._trainable_variables)
+      return self._of(self._trainable_variables, decay)
     # Also of layers that have been frozen since.
-    found = self._of(model.variables)
+    found = self._of(model.variables, decay)
     if self._rows[0] and not found:
       raise ValueError(
           f"`model` must have variables that this {type(self).__name__} "
@@ -531,8 +542,8 @@ class AveragingOptimizer(WrapperOptimizer):
           "model has variables of its own.")
     return found
 
-  def _of(self, variables):
-    row = self._rows[0]
+  def _of(self, variables, decay=None):
+    row = self._rows[self.index_of(decay)]
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
@@ -552,13 +563,17 @@ class AveragingOptimizer(WrapperOptimizer):
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
-  def adopt(self, model):
+  def assign_averages(self, model, decay):
+    """Sets the variables of a model to their averages."""
+    assign_all(self._averaged(model, decay))
+
+  def adopt(self, model, decay=None):
     """Sets all averages of a model to its variables, if these are no averages.
 
     A callback has set the variables then.
     """
     pairs = _replicas.components(
-        [(_value(v), s.value) for v, s in self._averaged(model)])
+        [(_value(v), s.value) for v, s in self._averaged(model, decay)])
     if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
       return
     its = {self._var_key(v) for v in model.variables}

@@ -7,6 +7,7 @@ from typing import Any, Optional
 import keras
 from keras.src.utils import python_utils
 
+from wrapopt import _decays
 from wrapopt.keras import _wrapper
 from wrapopt.keras import snapshots
 
@@ -42,8 +43,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   """
 
   def __init__(
-      self,
-      callbacks: Optional[Iterable[keras.callbacks.Callback]] = None) -> None:
+      self, callbacks: Optional[Iterable[keras.callbacks.Callback]] = None, *,
+      decay: Optional[_decays.Decay] = None) -> None:
     """Makes the callback.
 
     Args:
@@ -51,12 +52,15 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         place. Do not pass BackupAndRestore, which saves the state of the
         training and needs the raw weights, nor Snapshots, which reads the
         averages itself: pass them to `fit`.
+      decay: Which of an optimizer's decays; by default the first. `fit` then
+        ends with these averages in the weights.
 
     Raises:
       TypeError: If `callbacks` contains anything but callbacks.
       ValueError: If `callbacks` contains a BackupAndRestore or a Snapshots.
     """
     super().__init__()
+    self._decay = decay
     if isinstance(callbacks, keras.callbacks.Callback):
       callbacks = [callbacks]
     self._callbacks = list(callbacks or ())
@@ -95,6 +99,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "EvaluateWithAverages needs an optimizer that keeps averages, such "
           "as wrapopt.keras.MovingAverage, got "
           f"{type(model.optimizer).__qualname__}.")
+    for optimizer in _wrapper.averaging(model.optimizer):
+      optimizer.index_of(self._decay)
     super().set_model(model)
     self._functions = [_Function(model, kind, self._in_place)
                        for kind in ("test", "predict")]
@@ -110,7 +116,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for optimizer in _wrapper.averaging(model.optimizer):
         if optimizer.built:  # Part of a MultiOptimizer may train nothing.
-          stack.enter_context(optimizer.in_place(model))
+          stack.enter_context(optimizer.in_place(model, self._decay))
       yield
 
   def on_train_begin(self, logs=None):
@@ -119,11 +125,14 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
+    found = [x for x in _wrapper.averaging(self.model.optimizer) if x.built]
+    if self._decay is not None:  # Keras has put the first in place.
+      for optimizer in found:
+        optimizer.assign_averages(self.model, self._decay)
     self._call("on_train_end", logs)
     if self._callbacks:
-      for optimizer in _wrapper.averaging(self.model.optimizer):
-        if optimizer.built:
-          optimizer.adopt(self.model)
+      for optimizer in found:
+        optimizer.adopt(self.model, self._decay)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
