@@ -769,7 +769,7 @@ def test_averages_are_of_constrained_weights(inner, mode):
 
 
 def test_a_constraint_that_is_not_convex():
-  """Averages are of what the model holds, not of what Lookahead interpolates."""
+  """Averages are of what the model holds, not of Lookahead's interpolation."""
   w = keras.Variable([[1.0], [0.0]])
   w.constraint = keras.constraints.UnitNorm()
   opt = wk.MovingAverage(wk.Lookahead(K.SGD(1.0), 1, 0.5), 0.0)

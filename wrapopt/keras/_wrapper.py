@@ -521,7 +521,7 @@ class AveragingOptimizer(WrapperOptimizer):
       with _exchanging:
         self._state.put_back()
 
-  def index_of(self, decay):
+  def _index_of(self, decay):
     """The index of a decay's row of averages; 0 for None."""
     if decay is not None:
       raise ValueError(f"`decay` must be None for a {type(self).__name__}, "
@@ -543,7 +543,7 @@ class AveragingOptimizer(WrapperOptimizer):
     return found
 
   def _of(self, variables, decay=None):
-    row = self._rows[self.index_of(decay)]
+    row = self._rows[self._index_of(decay)]
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
@@ -562,6 +562,10 @@ class AveragingOptimizer(WrapperOptimizer):
     """Sets the model that the optimizer trains."""
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+
+  def check_decay(self, decay):
+    """Raises an error if the optimizer does not have a decay or None."""
+    self._index_of(decay)
 
   def assign_averages(self, model, decay):
     """Sets the variables of a model to their averages."""
@@ -758,7 +762,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       for i, (average, variable) in enumerate(row):
         # If the model is saved with averages in place, these are its weights.
         value = _value(variable if id(average.value) in in_place else average)
-        store[f"{self._in_files.get(name, name)}.{i}"] = tf.cast(value, average.dtype).numpy()
+        store[f"{self._in_files.get(name, name)}.{i}"] = tf.cast(
+            value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
       store[name] = variable.numpy()
 

@@ -100,7 +100,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "as wrapopt.keras.MovingAverage, got "
           f"{type(model.optimizer).__qualname__}.")
     for optimizer in _wrapper.averaging(model.optimizer):
-      optimizer.index_of(self._decay)
+      optimizer.check_decay(self._decay)
     super().set_model(model)
     self._functions = [_Function(model, kind, self._in_place)
                        for kind in ("test", "predict")]

@@ -231,7 +231,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     """
     self._require_built("average")
     self._settle()
-    k = self.index_of(decay)
+    k = self._index_of(decay)
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
     return self._found(variable, self._rows[k], of_batch_norm[k])
 
@@ -257,7 +257,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(self._found(variable, self._rows[0]).value)
 
-  def index_of(self, decay):
+  def _index_of(self, decay):
     return _decays.index_of(decay, self._decays)
 
   def _averaged(self, model, decay=None):
@@ -269,7 +269,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     if model is not None:
       its = {self._var_key(v) for v in batch_norm.statistics(model)}
       variables = [v for v in variables if self._var_key(v) in its]
-    row = rows[self.index_of(decay)]
+    row = rows[self._index_of(decay)]
     return found + [(v, row[self._var_key(v)]) for v in variables]
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
