@@ -366,7 +366,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return self.inner().scale_loss(loss)
 
   def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    self.inner().exclude_from_weight_decay(var_list, var_names)
+    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
+    for opt in _steps.innermost(self):
+      opt.exclude_from_weight_decay(var_list, var_names)
 
   def finalize_variable_values(self, var_list):
     self.inner().finalize_variable_values(var_list)
