@@ -769,7 +769,7 @@ def test_averages_are_of_constrained_weights(inner, mode):
 
 
 def test_a_constraint_that_is_not_convex():
-  """Averages are of what the model holds, not of what Lookahead interpolates."""
+  """Averages are of what the model holds, not of Lookahead's interpolation."""
   w = keras.Variable([[1.0], [0.0]])
   w.constraint = keras.constraints.UnitNorm()
   opt = wk.MovingAverage(wk.Lookahead(K.SGD(1.0), 1, 0.5), 0.0)
@@ -1301,3 +1301,14 @@ def test_layers_that_are_frozen_at_first(wrapper):
       "Lookahead": [1, 0.5]}[wrapper]
   read = opt.slow_weights if wrapper == "Lookahead" else opt.average
   assert [read(v).numpy().item() for v in (a, b)] == want
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_weight_decay_is_excluded_at_any_depth(wrapper):
+  w = keras.Variable([1.0], name="w")
+  opt = WRAPPERS[wrapper](K.LossScaleOptimizer(
+      wk.SWA(K.SGD(1.0, weight_decay=0.5)) if wrapper != "SWA" else
+      K.SGD(1.0, weight_decay=0.5), 1.0))
+  opt.exclude_from_weight_decay([w])
+  opt.apply([tf.constant([1.0])], [w])
+  assert w.numpy() == 0

@@ -213,8 +213,9 @@ def test_model_checkpoint_keeps_the_best_averages(tmp_path):
   np.testing.assert_allclose(bare.evaluate(x, y, verbose=0), best, rtol=1e-5)
 
 
-def test_early_stopping_restores_the_best_averages():
-  model = make()
+@pytest.mark.parametrize("decays", [0.9, [0.9, 0.5]])
+def test_early_stopping_restores_the_best_averages(decays):
+  model = make(wrapopt.keras.MovingAverage("sgd", decays))
   stopping = callbacks.EarlyStopping(patience=2, restore_best_weights=True)
   losses = fit(model, wrapopt.keras.EvaluateWithAverages(stopping), epochs=50)
   assert len(losses) < 50
@@ -226,7 +227,9 @@ def test_early_stopping_restores_the_best_averages():
       model.evaluate(x, y, verbose=0,
                      callbacks=[wrapopt.keras.EvaluateWithAverages()]),
       min(losses), rtol=1e-5)
-  assert_same(averages(model), values(model.weights))
+  for decay in model.optimizer._decays:
+    assert_same([model.optimizer.average(v, decay).numpy()
+                 for v in model.trainable_variables], values(model.weights))
 
 
 def test_save_freq_saves_averages(tmp_path):
@@ -290,7 +293,8 @@ def wrappers():
       "multi": lambda: keras.optimizers.MultiOptimizer(
           keras.optimizers.OptimizerMap(
               kinds.MovingAverage(sgd(), 0.9),
-              {".*bias": kinds.MovingAverage(sgd(), 0.9)})),
+              {".*bias": kinds.MovingAverage(sgd(), 0.9),
+               "nothing": kinds.MovingAverage(sgd(), 0.9)})),
   }
 
 
@@ -355,3 +359,58 @@ def test_weights_that_are_set_after_an_evaluation():
   model.train_on_batch(x, y)
   for v, s, w in zip(values(model.weights), averages(model), before):
     np.testing.assert_allclose(s, 0.9 * w + 0.1 * v, rtol=1e-6)
+
+
+def test_no_snapshots_while_averages_are_in_place(tmp_path):
+  snapshots = wrapopt.keras.Snapshots(str(tmp_path), 1)
+  with pytest.raises(ValueError, match="must not contain a Snapshots: while"):
+    wrapopt.keras.EvaluateWithAverages([snapshots])
+  model = trained()
+  snapshots.set_model(model)
+  snapshots.on_train_begin()
+  with model.optimizer.averaged_weights():
+    with pytest.raises(RuntimeError, match="must not be called inside"):
+      snapshots._write(1)
+  snapshots.on_train_end()
+
+
+def test_each_of_several_decays():
+  x, y = data()
+  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  seen = []
+
+  class Watch(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      seen.append([model.optimizer.average(v, 0.5).numpy()
+                   for v in model.trainable_variables])
+
+  found = wrapopt.keras.EvaluateWithAverages(decay=0.5)
+  losses = model.fit(x, y, epochs=2, verbose=0, validation_data=(x, y),
+                     callbacks=[found, Watch()]).history["val_loss"]
+  for loss, average in zip(losses, seen, strict=True):
+    np.testing.assert_allclose(loss, loss_of(average), rtol=1e-5)
+  assert_same(values(model.weights), seen[-1])
+  model.train_on_batch(x, y)
+  raw, first = values(model.weights), averages(model)
+  with model.optimizer.averaged_weights(decay=0.5):
+    assert np.abs(values(model.weights)[0] - raw[0]).max() > 0
+    assert_same(averages(model), first)
+  assert_same(values(model.weights), raw)
+  other = wrapopt.keras.EvaluateWithAverages(decay=0.7)
+  with pytest.raises(ValueError, match="`decay` must be one of .* got 0.7"):
+    model.evaluate(x, y, verbose=0, callbacks=[other])
+  with pytest.raises(ValueError, match="`decay` must be None for a SWA"):
+    make(wrapopt.keras.SWA("sgd")).evaluate(x, y, verbose=0, callbacks=[other])
+
+
+def test_early_stopping_by_another_decay():
+  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  x, y = data()
+  stopping = callbacks.EarlyStopping(patience=2, restore_best_weights=True)
+  losses = fit(model, wrapopt.keras.EvaluateWithAverages(stopping, decay=0.5),
+               epochs=50)
+  assert len(losses) < 50
+  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
+                             rtol=1e-5)
+  assert_same(averages(model), values(model.weights))

@@ -17,6 +17,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _decays
 from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _lazy
@@ -372,7 +373,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return self.inner().scale_loss(loss)
 
   def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    self.inner().exclude_from_weight_decay(var_list, var_names)
+    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
+    for opt in _steps.innermost(self):
+      opt.exclude_from_weight_decay(var_list, var_names)
 
   def finalize_variable_values(self, var_list):
     self.inner().finalize_variable_values(var_list)
@@ -475,8 +478,9 @@ class AveragingOptimizer(WrapperOptimizer):
     self._state.seed()
 
   @contextlib.contextmanager
-  def averaged_weights(self,
-                       model: Optional[keras.Model] = None) -> Iterator[None]:
+  def averaged_weights(
+      self, model: Optional[keras.Model] = None, *,
+      decay: Optional[_decays.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every trained variable holds its average, and the average
@@ -490,6 +494,7 @@ class AveragingOptimizer(WrapperOptimizer):
         variables of the optimizer. If given, the statistics of its batch
         normalizations are restored after the block, too, so that the block may
         call `recalibrate_batch_norm`.
+      decay: Which of several decays; by default the first.
 
     Yields:
       None.
@@ -497,11 +502,12 @@ class AveragingOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If the optimizer is not built, or averages of this optimizer
         or of one inside are in place already.
-      ValueError: If the optimizer averages no variable of `model`.
+      ValueError: If the optimizer averages no variable of `model`, or does not
+        have the decay.
     """
     batch_norm = [] if model is None else [
         _value(v) for v in _batch_norm.statistics(model)]
-    with self.in_place(model):
+    with self.in_place(model, decay):
       held = [(v, v.read_value()) for variable in batch_norm
               for v in _replicas.values(variable)]
       try:
@@ -511,26 +517,33 @@ class AveragingOptimizer(WrapperOptimizer):
           variable.assign(value)
 
   @contextlib.contextmanager
-  def in_place(self, model=None):
+  def in_place(self, model=None, decay=None):
     """As `averaged_weights`, for a block that changes no variable."""
     self._require_built("averaged_weights")
     with _exchanging:
       self._refuse_in_place("averaged_weights")
       self._state.put_in_place([
-          (_value(v), _value(s)) for v, s in self._averaged(model)])
+          (_value(v), _value(s)) for v, s in self._averaged(model, decay)])
     try:
       yield
     finally:
       with _exchanging:
         self._state.put_back()
 
-  def _averaged(self, model):
+  def _index_of(self, decay):
+    """The index of a decay's row of averages; 0 for None."""
+    if decay is not None:
+      raise ValueError(f"`decay` must be None for a {type(self).__name__}, "
+                       f"which keeps one average, got {decay}.")
+    return 0
+
+  def _averaged(self, model, decay=None):
     """The (variable, average) pairs of a model, by default all."""
     self._settle()
     if model is None:
-      return self._of(self._trainable_variables)
+      return self._of(self._trainable_variables, decay)
     # Also of layers that have been frozen since.
-    found = self._of(model.variables)
+    found = self._of(model.variables, decay)
     if self._rows[0] and not found:
       raise ValueError(
           f"`model` must have variables that this {type(self).__name__} "
@@ -538,8 +551,8 @@ class AveragingOptimizer(WrapperOptimizer):
           "model has variables of its own.")
     return found
 
-  def _of(self, variables):
-    row = self._rows[0]
+  def _of(self, variables, decay=None):
+    row = self._rows[self._index_of(decay)]
     return [(v, row[self._var_key(v)]) for v in variables
             if self._var_key(v) in row]
 
@@ -550,6 +563,7 @@ class AveragingOptimizer(WrapperOptimizer):
       A list of (decay or None, number of steps of the averages or None,
       function). The function maps a variable to its average or None.
     """
+    self._refuse_in_place("averages_by_decay")
     averages = {id(v): s for v, s in self._averaged(model)}
     return [(None, None, lambda v: averages.get(id(v)))]
 
@@ -558,12 +572,27 @@ class AveragingOptimizer(WrapperOptimizer):
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
-  def adopt(self, model):
-    """Sets each average to its variable's value, if the two differ."""
-    for variable, average in self._averaged(model):
-      for v, s in _replicas.components([(_value(variable), _value(average))]):
-        if not np.array_equal(tf.cast(s, v.dtype), v):
-          s.assign(tf.cast(v, s.dtype))
+  def check_decay(self, decay):
+    """Raises an error if the optimizer does not have a decay or None."""
+    self._index_of(decay)
+
+  def assign_averages(self, model, decay):
+    """Sets the variables of a model to their averages."""
+    assign_all(self._averaged(model, decay))
+
+  def adopt(self, model, decay=None):
+    """Sets all averages of a model to its variables, if these are no averages.
+
+    A callback has set the variables then.
+    """
+    pairs = _replicas.components(
+        [(_value(v), _value(s)) for v, s in self._averaged(model, decay)])
+    if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
+      return
+    its = {self._var_key(v) for v in model.variables}
+    for average, variable in self._state.pairs():
+      if self._var_key(variable) in its:
+        _seed(average, variable)
 
   def finalize_variable_values(self, var_list):
     """Sets variables to their averages, as Keras does at the end of `fit`.
@@ -576,6 +605,14 @@ class AveragingOptimizer(WrapperOptimizer):
     super().finalize_variable_values(var_list)
     if self.built:
       assign_all(self._of(var_list))
+
+
+def averaging(optimizer):
+  """The outermost optimizers that keep averages: a list."""
+  if isinstance(optimizer, AveragingOptimizer):
+    return [optimizer]
+  return [found for inner in _steps.held_by(optimizer)
+          for found in averaging(inner)]
 
 
 def _no_rate():

@@ -7,8 +7,9 @@ from typing import Any, Optional
 import keras
 from keras.src.utils import python_utils
 
-from wrapopt.keras import _steps
+from wrapopt import _decays
 from wrapopt.keras import _wrapper
+from wrapopt.keras import snapshots
 
 
 class EvaluateWithAverages(keras.callbacks.Callback):
@@ -33,7 +34,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   After `fit`, the model holds the averages, as with Keras's `use_ema`. If a
   callback in `callbacks` then sets weights, like EarlyStopping, the averages
-  are set to these weights.
+  of all decays are set to these weights.
 
   The averages are those of the outermost wrapper that keeps averages, which may
   be inside Keras's LossScaleOptimizer or MultiOptimizer. A float32 average of a
@@ -42,20 +43,24 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   """
 
   def __init__(
-      self,
-      callbacks: Optional[Iterable[keras.callbacks.Callback]] = None) -> None:
+      self, callbacks: Optional[Iterable[keras.callbacks.Callback]] = None, *,
+      decay: Optional[_decays.Decay] = None) -> None:
     """Makes the callback.
 
     Args:
       callbacks: A callback, or a list of callbacks, to run with the averages in
         place. Do not pass BackupAndRestore, which saves the state of the
-        training and needs the raw weights: pass it to `fit`.
+        training and needs the raw weights, nor Snapshots, which reads the
+        averages itself: pass them to `fit`.
+      decay: Which of an optimizer's decays; by default the first. `fit` then
+        ends with these averages in the weights.
 
     Raises:
       TypeError: If `callbacks` contains anything but callbacks.
-      ValueError: If `callbacks` contains a BackupAndRestore.
+      ValueError: If `callbacks` contains a BackupAndRestore or a Snapshots.
     """
     super().__init__()
+    self._decay = decay
     if isinstance(callbacks, keras.callbacks.Callback):
       callbacks = [callbacks]
     self._callbacks = list(callbacks or ())
@@ -68,6 +73,11 @@ class EvaluateWithAverages(keras.callbacks.Callback):
             "`callbacks` must not contain a BackupAndRestore: it would resume "
             "the training from averages. Pass it to fit() next to "
             "EvaluateWithAverages.")
+      if isinstance(callback, snapshots.Snapshots):
+        raise ValueError(
+            "`callbacks` must not contain a Snapshots: while averages are in "
+            "place, it would write raw weights as averages. Pass it to fit() "
+            "next to EvaluateWithAverages.")
     self._at_batch_end = [
         c for c in self._callbacks if getattr(c, "save_freq", None) != "epoch"
         and not _are_default(c, "on_batch_end", "on_train_batch_end")]
@@ -84,11 +94,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_params(params)
 
   def set_model(self, model):
-    if not averaging(model.optimizer):
+    if not _wrapper.averaging(model.optimizer):
       raise ValueError(
           "EvaluateWithAverages needs an optimizer that keeps averages, such "
           "as wrapopt.keras.MovingAverage, got "
           f"{type(model.optimizer).__qualname__}.")
+    for optimizer in _wrapper.averaging(model.optimizer):
+      optimizer.check_decay(self._decay)
     super().set_model(model)
     self._functions = [_Function(model, kind, self._in_place)
                        for kind in ("test", "predict")]
@@ -102,20 +114,25 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
     with contextlib.ExitStack() as stack:
-      for optimizer in averaging(model.optimizer):
-        stack.enter_context(optimizer.in_place(model))
+      for optimizer in _wrapper.averaging(model.optimizer):
+        if optimizer.built:  # Part of a MultiOptimizer may train nothing.
+          stack.enter_context(optimizer.in_place(model, self._decay))
       yield
 
   def on_train_begin(self, logs=None):
-    for optimizer in averaging(self.model.optimizer):
+    for optimizer in _wrapper.averaging(self.model.optimizer):
       optimizer.know(self.model)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
+    found = [x for x in _wrapper.averaging(self.model.optimizer) if x.built]
+    if self._decay is not None:  # Keras has put the first in place.
+      for optimizer in found:
+        optimizer.assign_averages(self.model, self._decay)
     self._call("on_train_end", logs)
     if self._callbacks:
-      for optimizer in averaging(self.model.optimizer):
-        optimizer.adopt(self.model)
+      for optimizer in found:
+        optimizer.adopt(self.model, self._decay)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
@@ -165,14 +182,6 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _call(self, method, *args):
     for callback in self._callbacks:
       getattr(callback, method)(*args)
-
-
-def averaging(optimizer):
-  """The outermost optimizers that keep averages: a list."""
-  if isinstance(optimizer, _wrapper.AveragingOptimizer):
-    return [optimizer]
-  return [found for inner in _steps.held_by(optimizer)
-          for found in averaging(inner)]
 
 
 class _Function:

@@ -249,7 +249,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     """
     self._require_built("average")
     self._settle()
-    k = _decays.index_of(decay, self._decays)
+    k = self._index_of(decay)
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
     return self._found(variable, self._rows[k], of_batch_norm[k])
 
@@ -274,8 +274,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
-  def _averaged(self, model):
-    found = super()._averaged(model)
+  def _index_of(self, decay):
+    return _decays.index_of(decay, self._decays)
+
+  def _averaged(self, model, decay=None):
+    found = super()._averaged(model, decay)
     if (self._average_batch_norm and self._held.model is None and
         isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
       self.know(model)  # It has all variables that the optimizer trains.
@@ -283,10 +286,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     if model is not None:
       its = {self._var_key(v) for v in batch_norm.statistics(model)}
       variables = [v for v in variables if self._var_key(v) in its]
-    return found + [(v, rows[0][self._var_key(v)]) for v in variables]
+    row = rows[self._index_of(decay)]
+    return found + [(v, row[self._var_key(v)]) for v in variables]
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
+    self._refuse_in_place("averages_by_decay")
     self._settle()
     self.know(model)
     _, of_batch_norm = self._statistics()
