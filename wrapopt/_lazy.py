@@ -97,11 +97,6 @@ def make(variable, value, name):
   return LazyAverage(rows, variable, scope.name, info)
 
 
-def settle_ops(variables):
-  """The operations of a graph that settle variables: a list. It adds none."""
-  return [s.settle_op for s in _lagging.averages(variables)]
-
-
 def before_step(grads, variables, averages=(), leaves_rows=lambda i: False):
   """Prepares all averages of variables for a step, which comes next.
 
@@ -160,7 +155,6 @@ class LazyAverage(trackable.Trackable):
     log_decays: The variable that tells how far rows lag behind, or None.
     rows: The variable that holds it. Only this package uses it.
     initializer: In a graph, the operation that initializes it.
-    settle_op: In a graph, an operation that brings all rows up to date.
   """
 
   trainable = False
@@ -190,7 +184,6 @@ class LazyAverage(trackable.Trackable):
       with tf.compat.v1.name_scope(None), ops.device_of(rows):
         # The name as it is, though it is also a scope.
         self._element = self._read_op(f"{name}/")
-        self.settle_op = self.catch_up()
       for collection in tf.compat.v1.GraphKeys.GLOBAL_VARIABLES, _COLLECTION:
         tf.compat.v1.add_to_collection(collection, self)
 

@@ -625,8 +625,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
         _sessions.in_raw(session, lambda now: back() if now is raw else None)
 
   def _swap_session(self, session, exchanges, pairs):
-    # Also those of other optimizers, made after the exchanges.
-    session.run(_lazy.settle_ops([v for v, _ in pairs]))
     pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
     raw, averages = session.run(
         ([v for v, _ in pairs], [s for _, s in pairs]))

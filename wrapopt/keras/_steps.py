@@ -227,8 +227,6 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
   trained = [(_value(v), opt._var_key(v)) for v in opt._trainable_variables]
   constraints = [v.constraint for v in variables]
   iterations = tf.convert_to_tensor(opt.iterations)
-  if any(f.changes_weights for f in followers):
-    _lazy.settle([v for v, _ in trained])
   if tf.distribute.has_strategy():
     _lazy.before_step(grads, values)
     cls._apply_weight_decay(opt, variables)

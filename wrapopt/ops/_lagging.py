@@ -92,13 +92,6 @@ def moving(averages):
     _moved.averages = before
 
 
-def averages(variables):
-  """The averages of variables of which rows may lag behind now: a list."""
-  entries = [_entries[id(v)] for v in variables if id(v) in _lagging]
-  return [s for entry in entries for ref in list(entry.averages)
-          if (s := ref()) is not None and s.may_lag]
-
-
 def settle(variables, but=()):
   """Brings the averages of variables up to date. Call it before a change.
 
