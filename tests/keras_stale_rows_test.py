@@ -465,6 +465,17 @@ def _other_dense_v1(trained):
       [(sparse(78), _value(trained.w))])
 
 
+def _other_wrapper(trained):
+  wrapopt.CrossShardOptimizer(tf1.train.GradientDescentOptimizer(
+      0.1)).apply_gradients([(sparse(76), _value(trained.w))])
+
+
+def _other_wrapper_without_an_op(trained):
+  wrapopt.CrossShardOptimizer(tf1.train.ProximalGradientDescentOptimizer(
+      0.1)).apply_gradients([(tf.convert_to_tensor(sparse(75)),
+                              _value(trained.w))])
+
+
 def _other_keras(trained):
   if not hasattr(trained, "other"):
     trained.other = wk.SWA(keras.optimizers.Adam(0.1), average_period=1)
@@ -497,7 +508,8 @@ CHANGES = {
         _assign, _assign_add, _swap, _swap_both, _read_and_set,
         _read_and_scatter, _restore_averages, _exchange,
         _averaging_assign, _raw_apply, _assign_packed, _other_v1,
-        _other_dense_v1, _other_keras, _seed)}
+        _other_dense_v1, _other_wrapper, _other_wrapper_without_an_op,
+        _other_keras, _seed)}
 
 
 @EVERY_KIND

@@ -48,6 +48,7 @@ def may_be_lazy(variable):
   """Whether a LazyAverage of `variable` can be made here."""
   return (type(variable) in _PLAIN and variable.shape.is_fully_defined() and
           variable.shape.rank > 0 and not tf.distribute.has_strategy() and
+          not _lagging.is_changed_in_graph(variable) and
           tf.DeviceSpec.from_string(variable.device).device_type in (
               None, "CPU", "GPU"))
 
@@ -178,7 +179,7 @@ class LazyAverage(trackable.Trackable):
     self.log_decays = self._element = self._initializer = None
     self._lock = threading.Lock()
     self._entry = _lagging.add(self, variable)
-    self._is_dense = self._entry.is_changed_in_graph
+    self._is_dense = False
     if not tf.executing_eagerly():
       self.begin()
       with tf.compat.v1.name_scope(None), ops.device_of(rows):

@@ -56,6 +56,15 @@ def _entry(variable):
   return entry
 
 
+def is_changed_in_graph(variable):
+  """Whether a graph or `tf.function` of this package changes a variable.
+
+  It would not bring averages up to date that are made later.
+  """
+  with _lock:
+    return _entry(variable).is_changed_in_graph
+
+
 def add(average, variable):
   """Adds an average of a variable.
 
@@ -66,8 +75,7 @@ def add(average, variable):
     variable: The variable.
 
   Returns:
-    The _Entry of the variable. If `is_changed_in_graph`, no row of the average
-    may lag behind: that graph or `tf.function` does not know the average.
+    The _Entry of the variable.
   """
   with _lock:
     entry = _entry(variable)
