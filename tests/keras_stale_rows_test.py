@@ -470,10 +470,13 @@ def _other_wrapper(trained):
       0.1)).apply_gradients([(sparse(76), _value(trained.w))])
 
 
+class _Subclass(tf1.train.GradientDescentOptimizer):
+  """An optimizer without an op of wrapopt."""
+
+
 def _other_wrapper_without_an_op(trained):
-  wrapopt.CrossShardOptimizer(tf1.train.ProximalGradientDescentOptimizer(
-      0.1)).apply_gradients([(tf.convert_to_tensor(sparse(75)),
-                              _value(trained.w))])
+  wrapopt.CrossShardOptimizer(_Subclass(0.1)).apply_gradients(
+      [(sparse(75), _value(trained.w))])
 
 
 def _other_keras(trained):
