@@ -42,7 +42,8 @@ _ENDS = "reads weights after fit(), which ends with our averages in them"
 _PARTS = ("calls a part of a step by itself, which a wrapper leaves to the "
           "optimizer inside")
 _PATCHED = ("watches assign() of the optimizer that it was given, and of all "
-            "variables: steps are the inner optimizer's, or a native op's. "
+            "variables: steps are the inner optimizer's, or a native op's, "
+            "and averages are set before the first one. "
             "test_sparse_correctness has the numbers")
 _TWICE = "would be a wrapper in a wrapper of its own class"
 
@@ -74,9 +75,11 @@ LEFT_OUT = {
     ("optimizer_test", "test_optimizer_auto_naming"): (_ALL, _NAME),
     **{("optimizer_sparse_test", f"test_sparse_gradients_{name}"): (
         _ALL, _PATCHED) for name in (
-            "adadelta", "adafactor", "adagrad", "adamax", "adamw",
-            "adamw_amsgrad", "ftrl", "loss_scale_optimizer_sgd",
-            "nadam", "rmsprop", "sgd")},
+            "adadelta", "adafactor", "adagrad", "adam", "adam_amsgrad",
+            "adamax", "adamw", "adamw_amsgrad", "ftrl", "lion",
+            "loss_scale_optimizer_sgd", "nadam", "rmsprop",
+            "rmsprop_momentum", "rmsprop_momentum_centered", "sgd",
+            "sgd_momentum", "sgd_momentum_nesterov")},
 }
 
 

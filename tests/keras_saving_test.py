@@ -412,10 +412,12 @@ def seven():
   return 7.0
 
 
-@pytest.mark.parametrize("given", [8, np.float32(8), np.array(8.0), seven,
-                                   tf.constant(8.0)], ids=str)
-def test_num_updates_in_a_file(given, tmp_path):
-  path = tmp_path / "model.keras"
+@pytest.mark.parametrize("make_count", [
+    lambda: 8, lambda: np.float32(8), lambda: np.array(8.0), lambda: seven,
+    lambda: tf.constant(8.0)], ids=["int", "float32", "array", "function",
+                                    "tensor"])
+def test_num_updates_in_a_file(make_count, tmp_path):
+  given, path = make_count(), tmp_path / "model.keras"
   model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
   model.save(path)
   loaded = keras.models.load_model(path)
@@ -423,10 +425,12 @@ def test_num_updates_in_a_file(given, tmp_path):
   assert_same(everything(train(loaded)), everything(train(model)))
 
 
-@pytest.mark.parametrize("given", [
-    tf.Variable(8.0), keras.Variable(8.0), lambda: 8.0,
-    tf.Variable(8.0).read_value], ids=["tf", "keras", "lambda", "method"])
-def test_num_updates_that_no_file_can_hold(given, tmp_path):
+@pytest.mark.parametrize("make_count", [
+    lambda: tf.Variable(8.0), lambda: keras.Variable(8.0), lambda: lambda: 8.0,
+    lambda: tf.Variable(8.0).read_value],
+                         ids=["tf", "keras", "lambda", "method"])
+def test_num_updates_that_no_file_can_hold(make_count, tmp_path):
+  given = make_count()
   model = train(make(MovingAverage("sgd", 0.9, num_updates=given)))
   with pytest.raises(ValueError, match=(
       "`num_updates` of a MovingAverage that is saved must be a number, .* got "
