@@ -988,6 +988,24 @@ def test_swaps_in_a_session_settle_all_averages(feeds, tmp_path):
       np.testing.assert_allclose(session.run(average), value, rtol=1e-12)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_gate_on_the_table_of_an_average(fused, feeds):
+  with tf.Graph().as_default(), tf1.Session() as session:
+    w, opt, train = _graph()
+    gate = wrapopt.DropStaleGradientOptimizer(
+        tf1.train.GradientDescentOptimizer(0.5), staleness=10, fused=fused)
+    train_gate = gate.minimize(tf.reduce_sum(tf.gather(w, [2])),
+                               global_step=tf1.train.get_global_step())
+    session.run(tf1.global_variables_initializer())
+    want = table()
+    for t in range(4):
+      session.run(train, feeds[t])
+      want += 0.1 * (session.run(w) - want)
+      session.run(train_gate)
+    assert opt.is_lazy(w)
+    np.testing.assert_allclose(session.run(opt.average(w)), want, rtol=1e-12)
+
+
 def test_an_imported_graph_reads_trains_saves_and_restores(feeds, tmp_path):
   path = str(tmp_path / "model")
   with tf.Graph().as_default() as graph, tf1.Session() as session:
