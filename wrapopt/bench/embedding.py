@@ -162,6 +162,7 @@ def measure(optimizer, ids, rows, counts, modes, n_rounds):
     problem = make_problem(rows, count, ids, optimizer)
     with MODES[mode](problem) as contest:
       check(problem, contest)
+      harness.wait_for_huge_pages()
       batches = itertools.cycle(contest.batches)
       seconds = harness.alternate(
           {name: lambda step=step: step(next(batches))
@@ -470,6 +471,8 @@ def _catching_up(rows):
     with tf.device("/cpu:0"):
       value.assign(harness.numbers(value.shape, (1, 1)))
       shadow.assign(harness.numbers(value.shape, (2, 2)))
+    catch_up()
+    harness.wait_for_huge_pages()
 
   place()
   before, now = (v[-1].numpy().astype(np.float64) for v in (shadow, value))

@@ -42,5 +42,5 @@ class LazyAverage(_lazy.LazyAverage):
 
   @property
   def value(self):
-    """The average now: a tensor."""
-    return self.read_value()
+    """The average itself, which has the methods of a `tf.Variable`."""
+    return self
