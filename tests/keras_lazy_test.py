@@ -43,7 +43,8 @@ def train(opt, w, steps, mode="eager"):
   """Takes steps; returns what the variable was after each."""
   # A variable may have two gradients in turn.
   def step(values, indices):
-    opt.apply([tf.IndexedSlices(values, indices, [ROWS, COLUMNS])], [w])
+    opt.apply([tf.IndexedSlices(values, indices, tf.constant(
+        [ROWS, COLUMNS]))], [w])
 
   step, history = STEPS[mode](step), []
   for t in steps:
@@ -117,6 +118,59 @@ def test_lazy_adam_of_a_dense_gradient_is_adam():
   np.testing.assert_array_equal(*found)
   with pytest.raises(ValueError, match="`amsgrad` of LazyAdam must be False"):
     wk.LazyAdam(amsgrad=True)
+
+
+SQUARES = {
+    "adam": lambda: K.Adam(0.1), "adamw": lambda: K.AdamW(0.1),
+    "amsgrad": lambda: K.Adam(0.1, amsgrad=True, weight_decay=0.1),
+    "adagrad": lambda: K.Adagrad(0.1),
+    "adagrad_decay": lambda: K.Adagrad(0.1, weight_decay=0.1),
+    "rmsprop": lambda: K.RMSprop(0.1),
+    "centered": lambda: K.RMSprop(0.1, centered=True),
+    "rmsprop_momentum": lambda: K.RMSprop(0.1, momentum=0.5)}
+
+WRAP = {"average": wk.MovingAverage, "swa": wk.SWA,
+        "lookahead": lambda *args, **kwargs: wk.Lookahead(*args, 100, **kwargs)}
+
+
+@pytest.mark.parametrize("mode", STEPS)
+@pytest.mark.parametrize("name", SQUARES)
+def test_a_row_that_is_named_twice_trains_as_in_the_inner_optimizer(name, mode):
+  """Keras squares each gradient of a row, and then sums."""
+  plain = keras.Variable(table())
+  opt = SQUARES[name]()
+  opt.build([plain])
+  want = train(opt, plain, range(4), mode)
+  for wrap in WRAP if mode == "eager" else ["average"]:
+    w = keras.Variable(table())
+    wrapper = WRAP[wrap](SQUARES[name]())
+    wrapper.build([w])
+    got = train(wrapper, w, range(4), mode)
+    np.testing.assert_allclose(got, want, rtol=2e-6, err_msg=wrap)
+    if wrap == "average":
+      assert wrapper.is_lazy(w) == (name == "adagrad")
+      np.testing.assert_allclose(
+          wrapper.average(w), average_of(table(), got, 0.99), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", SQUARES)
+def test_duplicates_are_summed_on_request(name):
+  """As if the batch named each row once, with the sum."""
+  w, other = keras.Variable(table()), keras.Variable(table())
+  wrapper = wk.MovingAverage(SQUARES[name](), 0.9, sum_duplicates=True)
+  opt = SQUARES[name]()
+  for t in range(3):
+    values, indices = gradient(t)
+    wrapper.apply([tf.IndexedSlices(values, indices, [ROWS, COLUMNS])], [w])
+    unique, at = tf.unique(indices)
+    opt.apply([tf.IndexedSlices(
+        tf.math.unsorted_segment_sum(values, at, len(unique)), unique,
+        [ROWS, COLUMNS])], [other])
+  np.testing.assert_allclose(w, other, atol=1e-5)
+  again = wk.MovingAverage.from_config(wrapper.get_config())
+  assert again.sum_duplicates is True
+  with pytest.raises(TypeError, match="`sum_duplicates` must be"):
+    wk.SWA("adam", sum_duplicates="yes")
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -23,6 +23,9 @@ class _Rule(typing.NamedTuple):
   decays_weights: bool = True  # Whether the rule has a weight decay.
   # Whether the op and Keras update the same rows for a sparse gradient.
   sparse: bool = True
+  # Whether the rule squares gradients. If a batch names a row several times,
+  # Keras squares each of the row's gradients; the op sums them before.
+  squares: bool = False
 
 
 def _sgd(opt):
@@ -42,13 +45,13 @@ def adam(opt):
   slots = {"m": opt._momentums, "v": opt._velocities}
   if opt.amsgrad:
     return _Rule("AdamWithAmsgrad", {**slots, "vhat": opt._velocity_hats},
-                 scalars)
-  return _Rule("Adam", slots, {**scalars, "use_nesterov": False})
+                 scalars, squares=True)
+  return _Rule("Adam", slots, {**scalars, "use_nesterov": False}, squares=True)
 
 
 def _adagrad(opt):
   return _Rule("AdagradW", {"accum": opt._accumulators},
-               {"epsilon": opt.epsilon})
+               {"epsilon": opt.epsilon}, squares=True)
 
 
 def _rms_prop(opt):
@@ -59,10 +62,10 @@ def _rms_prop(opt):
     name = "CenteredRMSPropW"
     slots["mg"] = opt._average_gradients
   if opt.momentum == 0:
-    return _Rule(name, slots, scalars)
+    return _Rule(name, slots, scalars, squares=True)
   return _Rule(name.removesuffix("W"), {**slots, "mom": opt._momentums},
                {**scalars, "momentum": opt.momentum}, decays_weights=False,
-               sparse=False)
+               sparse=False, squares=True)
 
 
 def _lion(opt):
@@ -82,7 +85,7 @@ _RULES = {
 
 def add_rule(cls, name):
   """Makes `name` the rule of a subclass of Adam, one of this package."""
-  _RULES[cls] = lambda opt: adam(opt)._replace(rule=name)
+  _RULES[cls] = lambda opt: adam(opt)._replace(rule=name, squares=False)
 
 
 def value(variable):
@@ -108,8 +111,11 @@ def rule_of(opt, cls):
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          leaves_rows):
+          leaves_rows, sum_duplicates):
   """Updates variables, with one op for each device and dtype.
+
+  Keras takes the step of a sparse gradient itself, if the op would not sum the
+  gradients of a row in the same way.
 
   Args:
     opt: A Keras optimizer, which is built.
@@ -122,9 +128,13 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     decays: As in `wrapopt.ops.apply`.
     leaves_rows: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
+    sum_duplicates: Whether to use the op for these gradients, too.
   """
   values = list(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
+  of_keras = [i for i, g in enumerate(grads) if rule.squares and
+              not sum_duplicates and isinstance(g, tf.IndexedSlices)]
+  sparse = {i: grads[i] for i in of_keras}
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
   leaves_rows = leaves_rows and not _native.rules()[rule.rule].all_rows
@@ -137,12 +147,16 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
                    opt._use_weight_decay(values[i]))
     # For a sparse gradient, a rule may update only some rows. Keras decays all.
     by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
-    if decays_here and not by_rule:
+    if decays_here and (i in sparse or not by_rule):
       apart.append(i)
-    groups[decays_here and by_rule].append(i)
+    if i not in sparse:
+      groups[decays_here and by_rule].append(i)
   _, lazy = _lazy.before_step(
       grads, values, averages, lambda i: leaves_rows and i not in apart)
   shadows = [[_lazy.raw(s) for s in row] for row in averages]
+  for i in of_keras:
+    for s in lazy[i] or ():
+      s.catch_up(sparse[i].indices)
   if apart:
     cls._apply_weight_decay(opt, [variables[i] for i in apart])
   rate = ops.float64(tf.convert_to_tensor(learning_rate))
@@ -160,6 +174,17 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
                         [chosen(row) for row in shadows], decays)
     update.run(chosen(grads), scalars, decays,
                log_decays=_lazy.log_decays(chosen(lazy), len(shadows)))
+  if of_keras:
+    cls._backend_update_step(opt, list(sparse.values()),
+                             [variables[i] for i in of_keras], learning_rate)
+    dense = [i for i in of_keras if not lazy[i]]
+    if dense and averages:
+      ops.ema_update([[row[i] for i in dense] for row in shadows],
+                     [values[i] for i in dense], decays)
+    for i in of_keras:
+      for s, decay in zip(lazy[i] or (), decays):
+        ops.sparse_ema_update([s.rows], [values[i]], [s.log_decays],
+                              [sparse[i].indices], decay)
 
 
 def cast(grad, dtype):

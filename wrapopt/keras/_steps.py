@@ -156,9 +156,11 @@ class Follower:
 
   Attributes:
     changes_weights: Whether `follow` may change weights that the step did not.
+    sum_duplicates: The argument of the wrapper.
   """
 
   changes_weights = False
+  sum_duplicates = False
 
   def inner(self):
     """The optimizer that this wraps."""
@@ -250,7 +252,8 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
   averages = None if any(constraints) else first.averages(step)
   _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
                      *(averages or ((), ())),
-                     leaves_rows=not any(f.changes_weights for f in others))
+                     leaves_rows=not any(f.changes_weights for f in others),
+                     sum_duplicates=any(f.sum_duplicates for f in followers))
   _follow(others if averages else followers, step, constraints)
 
 

@@ -60,7 +60,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   # The reason why a public class must not hold another of its class.
   why_not_twice: Optional[str] = None
 
-  def __init__(self, optimizer, name):
+  def __init__(self, optimizer, name, sum_duplicates):
     if isinstance(optimizer, (str, dict)):
       optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -91,6 +91,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
     self._held = _Held(optimizer)
+    self.sum_duplicates = check_bool("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (State,), {})(
@@ -433,7 +434,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def get_config(self) -> dict[str, Any]:
     return {"optimizer": keras.saving.serialize_keras_object(self.inner()),
-            "name": self.name}
+            "name": self.name, "sum_duplicates": self.sum_duplicates}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):

@@ -46,7 +46,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       sync_period: int = 6, slow_step_size: float = 0.5,
-      name: Optional[str] = None) -> None:
+      name: Optional[str] = None, *, sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -56,13 +56,18 @@ class Lookahead(_wrapper.WrapperOptimizer):
       slow_step_size: The fraction of the distance that the slow weights move: a
         number in [0, 1].
       name: The name of the optimizer.
+      sum_duplicates: If a batch names a row of an embedding several times,
+        whether the row's gradients are summed before Adam, AdamW, Adagrad or
+        RMSprop squares them, as `LazyAdam` does. One op then takes the step,
+        which is faster. By default, the inner optimizer takes this step, with
+        its own numbers: Keras squares each gradient and sums the squares.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
       ValueError: If a number is out of range.
     """
-    super().__init__(optimizer, name)
+    super().__init__(optimizer, name, sum_duplicates)
     sync_period = _wrapper.check_integer("sync_period", sync_period, 1)
     _wrapper.check_fraction("slow_step_size", slow_step_size)
     self._sync_period = sync_period

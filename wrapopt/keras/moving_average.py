@@ -41,7 +41,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
   If the inner optimizer is exactly one of Keras's SGD, Adam, AdamW, Adagrad,
   RMSprop and Lion, one native op takes its step, its weight decay and all
   averages in one pass over memory (`fused`). Around any other optimizer, one op
-  updates the averages after its step.
+  updates the averages after its step. The same holds for sparse gradients of
+  Adam, AdamW, Adagrad and RMSprop, unless `sum_duplicates` is set.
 
   A step with the sparse gradient of an embedding costs only the rows that it
   touches, if the inner optimizer does not change the other rows (`is_lazy`).
@@ -81,7 +82,8 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       average_decay: Union[float, Sequence[float]] = 0.99,
       num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
       name: Optional[str] = None, *, shadow_dtype: Any = None,
-      average_batch_norm: bool = False, lazy: Optional[bool] = None) -> None:
+      average_batch_norm: bool = False, lazy: Optional[bool] = None,
+      sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -113,6 +115,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         may lag behind until they are read. By default (None), where that is
         exact (`is_lazy`). If False, each step moves all rows, and `average`
         always returns a `keras.Variable`.
+      sum_duplicates: If a batch names a row of an embedding several times,
+        whether the row's gradients are summed before Adam, AdamW, Adagrad or
+        RMSprop squares them, as `LazyAdam` does. One op then takes the step,
+        which is faster. By default, the inner optimizer takes this step, with
+        its own numbers: Keras squares each gradient and sums the squares.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
@@ -120,7 +127,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       ValueError: If a number is out of range, or `lazy` is neither None nor
         False.
     """
-    super().__init__(optimizer, name)
+    super().__init__(optimizer, name, sum_duplicates)
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)

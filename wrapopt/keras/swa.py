@@ -48,7 +48,7 @@ class SWA(_wrapper.AveragingOptimizer):
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       start_averaging: int = 0, average_period: int = 10,
-      name: Optional[str] = None) -> None:
+      name: Optional[str] = None, *, sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -56,13 +56,18 @@ class SWA(_wrapper.AveragingOptimizer):
       start_averaging: The number of steps before the first counted one.
       average_period: The number of steps from one counted step to the next.
       name: The name of the optimizer.
+      sum_duplicates: If a batch names a row of an embedding several times,
+        whether the row's gradients are summed before Adam, AdamW, Adagrad or
+        RMSprop squares them, as `LazyAdam` does. One op then takes the step,
+        which is faster. By default, the inner optimizer takes this step, with
+        its own numbers: Keras squares each gradient and sums the squares.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or a number is not an
         integer.
       ValueError: If a number is out of range.
     """
-    super().__init__(optimizer, name)
+    super().__init__(optimizer, name, sum_duplicates)
     average_period = _wrapper.check_integer("average_period", average_period, 1)
     start_averaging = _wrapper.check_integer("start_averaging",
                                              start_averaging, 0)
