@@ -13,6 +13,7 @@ from tensorflow.core.framework import function_pb2
 from tensorflow.python.ops import handle_data_util
 
 import wrapopt
+from wrapopt import _loader
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt.__main__ import devices_of_kernels
@@ -153,6 +154,10 @@ def test_averages_that_lag_behind(device, dtype):
   hlo = lower(lambda i: ops.catch_up(shadow, value, log_decays, [i]), device,
               indices)
   check(hlo, "Wrapopt>CatchUp", 2, "XLA_CPU_JIT")
+  hlo = lower(lambda: _loader.ops.wrapopt_read_averages(
+      *([v.handle for v in row] for row in (shadow, value, log_decays)),
+      T=dtype, S=shadow[0].dtype), device)
+  check(hlo, "Wrapopt>ReadAverages", 2, "XLA_CPU_JIT")
   hlo = lower(lambda i, d: ops.sparse_ema_update(
       shadow, value, log_decays, [i], d), device, indices, tf.constant(0.5))
   check(hlo, "Wrapopt>SparseEmaUpdate", 2, "XLA_CPU_JIT")
@@ -237,7 +242,8 @@ def test_no_op_is_left_out():
                     "Mean|Next|Wait)|ReadPacked|AssignPacked|Bundle|"
                     "ApplyBundle|EmaUpdateBundle)")
   tested = {f"Wrapopt>{name}" for name in (
-      "EmaUpdate", "CatchUp", "SparseEmaUpdate", "AveragingAssign", "Exchange",
+      "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",
+      "AveragingAssign", "Exchange",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
         for rule in RULES))}
   devices_of_ops = devices_of_kernels()
