@@ -225,39 +225,48 @@ def _loss(looked_up, target):
 
 # Each of these is a context with a Contest.
 
+# Each contender has a table and an optimizer of its own: a step of one would
+# bring the averages of another up to date.
+_NAMES = (_PLAIN, _STOCK, _WRAPOPT, _WITHOUT)
+
+
+def _without(inner, pairs):
+  """A step of wrapopt's op, without an average."""
+  return _fused.apply_gradients(inner, _fused.rule_of(inner),
+                                _step.Step(pairs, None))
+
 
 @contextlib.contextmanager
 def _in_session(problem):
   tf1 = tf.compat.v1
   graph = tf.Graph()
+  trains, averages, tables = {}, {}, {}
   with graph.as_default(), tf.device("/cpu:0"):
     seed = tf1.placeholder(tf.int32, [2])
     numbers = harness.numbers((problem.rows, _WIDTH), seed)
-    table = tf1.get_variable("table", [problem.rows, _WIDTH], use_resource=True,
-                             initializer=tf1.zeros_initializer())
     target = tf1.get_variable("target", initializer=problem.target,
                               use_resource=True, trainable=False)
     ids = tf1.placeholder(tf.int32, problem.batches[0].shape)
-    loss = _loss(tf.gather(table, ids), target)
-    inner = _V1[problem.optimizer]()
-    pairs = inner.compute_gradients(loss, [table])
-    plain = inner.apply_gradients(pairs)
+    opt = MovingAverageOptimizer(_V1[problem.optimizer](), _DECAY)
     stock = tf.train.ExponentialMovingAverage(_DECAY)
-    with tf.control_dependencies([inner.apply_gradients(pairs)]):
-      with_stock = stock.apply([table])
-    opt = MovingAverageOptimizer(inner, _DECAY)
-    trains = {
-        _PLAIN: plain,
-        _STOCK: with_stock,
-        _WRAPOPT: opt.apply_gradients(pairs),
-        _WITHOUT: _fused.apply_gradients(
-            inner, _fused.rule_of(inner), _step.Step(pairs, None)),
-    }
+    for i, name in enumerate(_NAMES):
+      table = tables[name] = tf1.get_variable(
+          f"table_{i}", [problem.rows, _WIDTH], use_resource=True,
+          initializer=tf1.zeros_initializer())
+      inner = opt if name == _WRAPOPT else _V1[problem.optimizer]()
+      pairs = inner.compute_gradients(
+          _loss(tf.gather(table, ids), target), [table])
+      trains[name] = (_without(inner, pairs) if name == _WITHOUT
+                      else inner.apply_gradients(pairs))
+      if name == _STOCK:
+        with tf.control_dependencies([trains[name]]):
+          trains[name] = stock.apply([table])
+        averages[name] = stock.average(table)
+    averages[_WRAPOPT] = opt.average(tables[_WRAPOPT])
     some = tf1.placeholder(tf.int32, [None])
-    averages = {_STOCK: stock.average(table), _WRAPOPT: opt.average(table)}
     read = {name: [tf.gather(v, some) for v in (table, averages.get(name))
-                   if v is not None] for name in trains}
-    assign = table.assign(numbers).op
+                   if v is not None] for name, table in tables.items()}
+    assign = [table.assign(numbers).op for table in tables.values()]
     init = tf1.global_variables_initializer()
   session = tf1.Session(graph=graph)
   with session:
@@ -267,21 +276,32 @@ def _in_session(problem):
          for name, train in trains.items()}, problem.batches,
         lambda n: session.run(assign, {seed: (n, n)}),
         lambda name, rows: _pair(session.run(read[name], {some: rows})),
-        lambda: opt.is_lazy(table))
+        lambda: opt.is_lazy(tables[_WRAPOPT]))
 
 
 @contextlib.contextmanager
 def _in_functions(problem):
   with tf.device("/cpu:0"):
-    table = tf.Variable(tf.zeros([problem.rows, _WIDTH]))
+    tables = {name: tf.Variable(tf.zeros([problem.rows, _WIDTH]))
+              for name in _NAMES}
     target = tf.constant(problem.target)
     batches = list(map(tf.constant, problem.batches))
-  inner = _V1[problem.optimizer]()
-  opt = MovingAverageOptimizer(inner, _DECAY)
+  inner = {name: _V1[problem.optimizer]() for name in _NAMES}
+  opt = MovingAverageOptimizer(inner[_WRAPOPT], _DECAY)
   stock = tf.train.ExponentialMovingAverage(_DECAY)
-  stock.apply([table])  # Makes the average.
+  stock.apply([tables[_STOCK]])  # Makes the average.
 
-  def step(take):
+  def with_stock(pairs):
+    inner[_STOCK].apply_gradients(pairs)
+    stock.apply([tables[_STOCK]])
+
+  takes = {_PLAIN: inner[_PLAIN].apply_gradients, _STOCK: with_stock,
+           _WRAPOPT: opt.apply_gradients,
+           _WITHOUT: lambda pairs: _without(inner[_WITHOUT], pairs)}
+
+  def step(name):
+    table, take = tables[name], takes[name]
+
     def function(ids):
       with tf.GradientTape() as tape:
         loss = _loss(tf.gather(table, ids), target)
@@ -291,24 +311,18 @@ def _in_functions(problem):
     function.get_concrete_function(batches[0])
     return function
 
-  def with_stock(pairs):
-    inner.apply_gradients(pairs)
-    stock.apply([table])
+  def assign(n):
+    for table in tables.values():
+      table.assign(harness.numbers(table.shape, (n, n)))
 
-  def without(pairs):
-    _fused.apply_gradients(inner, _fused.rule_of(inner),
-                           _step.Step(pairs, None))
+  def read(name, rows):
+    average = {_STOCK: stock, _WRAPOPT: opt}.get(name)
+    return _pair([tf.gather(v, rows).numpy() for v in (
+        tables[name], average and average.average(tables[name]))
+                  if v is not None])
 
-  yield Contest(
-      {_PLAIN: step(inner.apply_gradients), _STOCK: step(with_stock),
-       _WRAPOPT: step(opt.apply_gradients), _WITHOUT: step(without)},
-      batches,
-      lambda n: table.assign(harness.numbers(table.shape, (n, n))),
-      lambda name, rows: _pair(
-          [tf.gather(v, rows).numpy() for v in (table, {
-              _STOCK: stock.average(table),
-              _WRAPOPT: opt.average(table)}.get(name)) if v is not None]),
-      lambda: opt.is_lazy(table))
+  yield Contest({name: step(name) for name in _NAMES}, batches, assign, read,
+                lambda: opt.is_lazy(tables[_WRAPOPT]))
 
 
 @contextlib.contextmanager
@@ -318,7 +332,9 @@ def _in_keras(problem, jit):
 
   make = lambda **kwargs: _keras_optimizer(problem.optimizer, **kwargs)
   opts = {_PLAIN: make(), _STOCK: make(use_ema=True, ema_momentum=_DECAY),
-          _WRAPOPT: wrapopt.keras.MovingAverage(make(), _DECAY)}
+          # Keras's Adagrad would take the step itself.
+          _WRAPOPT: wrapopt.keras.MovingAverage(make(), _DECAY,
+                                                sum_duplicates=True)}
   target = tf.constant(problem.target)
   steps, tables = {}, {}
   for name, opt in opts.items():
