@@ -271,6 +271,28 @@ def test_the_inner_optimizer_is_not_changed():
   assert w.numpy() == 1.5
 
 
+@both_paths
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("argument", ["average_decay", "num_updates"])
+@pytest.mark.parametrize("sparse", [["b"], ["a", "b"], []],
+                         ids=lambda names: f"sparse_{''.join(names)}")
+def test_a_callable_is_called_once_a_step(argument, sparse, mode, fused):
+  calls = []
+
+  def value():
+    calls.append(None)
+    return 0.5
+
+  x = np.zeros([3, 2], np.float32)
+  rows = (np.ones([1, 2], np.float32), np.int64([1]))
+  trace = train(
+      mode, lambda step: wrap(fused=fused, **{argument: value}),
+      {"a": x, "b": x}, [{n: rows if n in sparse else x for n in "ab"}] * 3)
+  # A tf.function traces its first call twice if it makes variables.
+  times = {"eager": 3, "function": trace.traces and trace.traces[-1]}
+  assert len(calls) == times.get(mode, 1)
+
+
 # num_updates.
 
 NUM_UPDATES = {

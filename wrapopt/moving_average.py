@@ -268,29 +268,28 @@ class MovingAverageOptimizer(WrapperOptimizer):
         # Once, since replicas may share the variables.
         updated = tf.distribute.get_replica_context().merge_call(
             lambda strategy: self._counted(
-                self._update_averages(pairs, counted_by)))
+                self._update_averages(pairs, self._decays_now(counted_by))))
       else:
-        updated = (self._update_averages(pairs, counted_by) if variables
-                   else None)
+        # Once for both, because a decay may be a callable.
+        decays = self._decays_now(counted_by)
+        updated = self._update_averages(pairs, decays) if variables else None
         if lazy:
-          updated = _step.group(updated,
-                                self._update_lazy(lazy, counted_by, rows))
+          updated = _step.group(updated, self._update_lazy(lazy, decays, rows))
         updated = self._counted(updated)
     # An update that runs after the step stands for both.
     return updated if after and updated is not None else _step.group(
         applied, updated)
 
-  def _update_averages(self, pairs, counted_by):
+  def _update_averages(self, pairs, decays):
     """Updates averages: a list of (variable, average) pairs for each decay."""
     pairs = [_replicas.components(row) for row in pairs]
     return ops.ema_update([[_lazy.raw(s) for _, s in row] for row in pairs],
-                          [v for v, _ in pairs[0]],
-                          self._decays_now(counted_by))
+                          [v for v, _ in pairs[0]], decays)
 
-  def _update_lazy(self, variables, counted_by, rows):
+  def _update_lazy(self, variables, decays, rows):
     """Updates averages of variables in the rows that the step has touched."""
     updates = []
-    for k, decay in enumerate(self._decays_now(counted_by)):
+    for k, decay in enumerate(decays):
       averages = [rows[v.ref()][1][k] for v in variables]
       updates.append(ops.sparse_ema_update(
           [s.rows for s in averages], variables,
