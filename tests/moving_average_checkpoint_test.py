@@ -1,8 +1,12 @@
 """`wrapopt.MovingAverageOptimizer`: savers, checkpoints and evaluation."""
 
 import contextlib
+import functools
 import glob
 import os
+import re
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -12,12 +16,14 @@ import tensorflow as tf
 import wrapopt
 from modes import address
 from modes import control_flow
+from threads import in_threads
 from training import GRAPH_MODES
 from training import assert_same_bits
 from training import exchange_op
 from training import graph_of
 from training import ops_of_type
 from training import session_of
+from wrapopt import _exchange
 
 v1 = tf.compat.v1
 
@@ -987,6 +993,107 @@ def test_nested(place):
   assert p.read(p.variables)[0].tolist() == [1, 2]
   with p.opt.averaged_weights(p.session):
     assert p.read(p.variables)[0].tolist() == [3, 4]
+
+
+def results_at_once(*bodies):
+  """Runs functions at once; returns their results, of an error the error."""
+  barrier, results = threading.Barrier(len(bodies)), []
+
+  def thread(body):
+    barrier.wait()
+    try:
+      results.append(body())
+    except RuntimeError as e:
+      results.append(e)
+
+  in_threads(*[functools.partial(thread, body) for body in bodies])
+  return results
+
+
+@pytest.fixture
+def slow_exchange(monkeypatch):
+  """Other threads run before an exchange, after all checks."""
+  def slow(function):
+    def slowed(*args):
+      time.sleep(0.3)
+      return function(*args)
+    return slowed
+
+  monkeypatch.setattr(_exchange, "put_in_place", slow(_exchange.put_in_place))
+  monkeypatch.setattr(
+      wrapopt.MovingAverageOptimizer, "_swap_session",
+      slow(wrapopt.MovingAverageOptimizer._swap_session))
+
+
+def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
+  del slow_exchange
+  p = place(*ONE)
+  entered = threading.Event()
+
+  def enter():
+    with p.opt.averaged_weights(p.session):
+      entered.set()
+      time.sleep(0.3)
+      return p.read(p.variables)[0].tolist()
+
+  results = results_at_once(enter, enter)
+  assert entered.is_set()
+  [error] = [x for x in results if isinstance(x, RuntimeError)]
+  assert re.match("averaged_weights " + IN_PLACE, str(error))
+  assert [x for x in results if x is not error] == [[3, 4]]
+  assert p.read(p.variables)[0].tolist() == [1, 2]
+  assert p.read(p.averages)[0].tolist() == [3, 4]
+  # And again.
+  assert enter() == [3, 4]
+
+
+def test_averages_are_not_seeded_while_they_are_put_in_place(
+    place, slow_exchange):
+  del slow_exchange
+  p = place(*ONE)
+
+  def enter():
+    with p.opt.averaged_weights(p.session):
+      time.sleep(0.3)
+
+  def seed():
+    time.sleep(0.1)
+    p.opt.seed_averages(p.session)
+
+  [error] = filter(None, results_at_once(enter, seed))
+  assert re.match("seed_averages " + IN_PLACE, str(error))
+  assert p.read(p.variables)[0].tolist() == [1, 2]
+  assert p.read(p.averages)[0].tolist() == [3, 4]
+
+
+def test_averages_wait_for_a_saver(kind, tmp_path, monkeypatch):
+  """A thread must not exchange what another one saves."""
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver()
+  path, saving = str(tmp_path / "model"), threading.Event()
+  with session_of() as session:
+    session.run(model.train)
+    save = v1.train.Saver.save
+
+    def slow(*args, **kwargs):
+      saving.set()
+      time.sleep(0.3)
+      return save(*args, **kwargs)
+
+    monkeypatch.setattr(v1.train.Saver, "save", slow)
+
+    def store():
+      with session.graph.as_default():
+        saver.save(session, path)
+
+    def enter():
+      saving.wait()
+      with model.opt.averaged_weights(session):
+        time.sleep(0.6)
+
+    assert results_at_once(store, enter) == [None, None]
+    assert_contents(path, SWAPPED)
 
 
 def test_no_average_yet():

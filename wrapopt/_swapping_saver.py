@@ -12,26 +12,27 @@ from wrapopt import _sessions
 class SwappingSaver(tf.compat.v1.train.Saver):
   """See `MovingAverageOptimizer.swapping_saver`."""
 
-  def __init__(self, pairs, var_list, refuse, **kwargs):
+  def __init__(self, pairs, var_list, not_in_place, **kwargs):
     """Makes the saver.
 
     Args:
       pairs: (variable, average) pairs.
       var_list: As in `swapping_saver`.
-      refuse: A function of the raw session (None: eager) that raises an error
-        if the saver must not be used now.
+      not_in_place: A function of the raw session (None: eager) that returns a
+        context manager. It raises an error if the averages are in place of the
+        weights, and keeps other threads from putting them there.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
     """
-    self._refuse = refuse
+    self._not_in_place = not_in_place
     super().__init__(_swap(pairs, _named(var_list)), **kwargs)
 
   def save(self, sess, *args, **kwargs):
-    self._refuse(_raw(sess))
-    return super().save(sess, *args, **kwargs)
+    with self._not_in_place(_raw(sess)):
+      return super().save(sess, *args, **kwargs)
 
   def restore(self, sess, save_path):
-    self._refuse(_raw(sess))
-    return super().restore(sess, save_path)
+    with self._not_in_place(_raw(sess)):
+      return super().restore(sess, save_path)
 
 
 def _raw(session):

@@ -539,14 +539,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    raw, graph = self._place(session, "seed_averages")
-    if raw is None:
-      for k in range(len(self._decays)):
-        for variable, shadow in self._pairs(graph, k):
-          shadow.assign(tf.cast(variable, shadow.dtype))
-      if self.average_steps() is not None:
-        self.average_steps().assign(0)
-    else:
+    with self._averaged.place_lock:
+      raw, graph = self._place(session, "seed_averages")
+      if raw is None:
+        for k in range(len(self._decays)):
+          for variable, shadow in self._pairs(graph, k):
+            shadow.assign(tf.cast(variable, shadow.dtype))
+        if self.average_steps() is not None:
+          self.average_steps().assign(0)
+        return
       # The initializer of an average takes the value of an initialized
       # variable.
       seeds = [v.initializer for shadow in self._averages(graph)
@@ -584,6 +585,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
     copied. Only if an average has another dtype than its variable, it is
     converted and copied into the variable, and keeps its value.
 
+    If several threads enter such blocks of one session, or of eager mode, at
+    once, one enters and the others get the RuntimeError.
+
     Do not train inside the block: a step would start at the averages, and the
     averages would then contain it. In eager mode, and if a `tf.function` is
     traced in the block, `apply_gradients` raises an error. A session, and a
@@ -603,25 +607,30 @@ class MovingAverageOptimizer(WrapperOptimizer):
         already.
     """
     k = _decays.index_of(decay, self._decays)
-    raw, graph = self._place(session, "averaged_weights")
-    if raw is None:
-      back = _exchange.put_in_place(self._pairs(graph, k))
-    else:
-      exchanges = self._averaged.of(graph).exchanges[k]
-      pairs = _replicas.components(self._pairs(graph, k))
-      raw, back = _sessions.in_raw(session, lambda raw: (
-          raw, self._swap_session(raw, exchanges, pairs)))
-    self._averaged.in_place.append(raw)
+    with self._averaged.place_lock:
+      raw, graph = self._place(session, "averaged_weights")
+      if raw is None:
+        back = _exchange.put_in_place(self._pairs(graph, k))
+      else:
+        exchanges = self._averaged.of(graph).exchanges[k]
+        pairs = _replicas.components(self._pairs(graph, k))
+        raw, back = _sessions.in_raw(session, lambda raw: (
+            raw, self._swap_session(raw, exchanges, pairs)))
+      self._averaged.in_place.append(raw)
     try:
       yield
     finally:
-      self._averaged.in_place.remove(raw)
-      if raw is None:
-        back()
-      else:
-        # A monitored session that was recreated has restored the raw weights
-        # from a checkpoint: there is nothing to put back.
-        _sessions.in_raw(session, lambda now: back() if now is raw else None)
+      with self._averaged.place_lock:
+        try:
+          if raw is None:
+            back()
+          else:
+            # A monitored session that was recreated has restored the raw
+            # weights from a checkpoint: there is nothing to put back.
+            _sessions.in_raw(
+                session, lambda now: back() if now is raw else None)
+        finally:
+          self._averaged.in_place.remove(raw)
 
   def _swap_session(self, session, exchanges, pairs):
     pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
@@ -683,7 +692,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._require_averages(graph, "creating the swapping_saver")
     return SwappingSaver(
         self._pairs(graph, k), var_list,
-        lambda session: self._refuse_in_place(session, "swapping_saver"),
+        lambda session: self._not_in_place(session, "swapping_saver"),
         name=name, **kwargs)
 
   # Helpers
@@ -712,6 +721,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _require_averages(self, graph, what):
     if not self._averaged.of(graph):
       raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
+
+  @contextlib.contextmanager
+  def _not_in_place(self, session, what):
+    """Keeps the averages out of place for a `with` block of method `what`."""
+    with self._averaged.place_lock:
+      self._refuse_in_place(session, what)
+      yield
 
   def _refuse_in_place(self, session, what):
     if any(session is s for s in self._averaged.in_place):
