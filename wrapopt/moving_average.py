@@ -729,11 +729,27 @@ class MovingAverageOptimizer(WrapperOptimizer):
       self._refuse_in_place(session, what)
       yield
 
+  @contextlib.contextmanager
+  def _holding_place(self, session):
+    """Keeps other threads out of `averaged_weights` for a `with` block.
+
+    Args:
+      session: A `tf.compat.v1.Session`.
+
+    Yields:
+      Whether the averages are in place of the weights in this session.
+    """
+    with self._averaged.place_lock:
+      yield self._is_in_place(session)
+
   def _refuse_in_place(self, session, what):
-    if any(session is s for s in self._averaged.in_place):
+    if self._is_in_place(session):
       raise RuntimeError(
           f"{what} cannot be used inside averaged_weights: the averages are in "
           "place of the weights. Leave the `with` block first.")
+
+  def _is_in_place(self, session):
+    return any(session is s for s in self._averaged.in_place)
 
 
 def _current_graph():
