@@ -737,6 +737,139 @@ def test_the_bare_optimizer_takes_a_checkpoint(tmp_path, inner, deferred):
   assert_same_bits(two.state(), one.state())
 
 
+# Averages of several decays are known by their decays.
+
+
+def with_decays(decays):
+  return lambda: wrapopt.MovingAverageOptimizer(INNER["momentum"](), decays)
+
+
+def as_an_earlier_version(opt):
+  """Of several decays, the first had no number in a tf.train.Checkpoint."""
+  opt._slot_of_decay = opt._name_of_decay
+  opt._slots = dict(zip(opt._slot_of_decay, opt._slots.values()))
+  return opt
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("decays", [
+    [0.75, 0.5], [0.5], 0.75, [0.9, 0.75], [0.75, 0.9, 0.5], 0.9], ids=str)
+def test_decays_in_another_order(tmp_path, decays, deferred):
+  one, two = Eager(with_decays([0.5, 0.75])), Eager(with_decays(decays), 8.0)
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  if not deferred:
+    two.train()
+
+  def averages(model, of):
+    return [model.opt.average(v, decay).numpy() for v in (model.w, model.e)
+            for decay in np.ravel(decays).tolist()
+            if (decay in (0.5, 0.75)) == of]
+
+  others = None if deferred else averages(two, False)
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits(averages(two, True), averages(one, True))
+  if not deferred:
+    assert_same_bits(averages(two, False), others)
+  one.train()
+  two.train()
+  assert_same_bits(averages(two, True), averages(one, True))
+  assert_same_bits(two.state(), one.state())
+
+
+def test_a_single_average_becomes_the_first(tmp_path):
+  one = Eager(with_decays(0.5))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  two = Eager(with_decays([0.75, 0.5]), start=8.0)
+  two.train()
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits([two.opt.average(two.w, 0.75).numpy()],
+                   [one.opt.average(one.w).numpy()])
+
+
+ANOTHER_FIRST = (
+    r"^`average_decay` must begin with the decay of '.*ExponentialMovingAverage"
+    r"' in the checkpoint, got \[0\.75, 0\.\d+\]: the checkpoint has other "
+    r"averages of 0\.75\. Give the decays in the order of the run that wrote "
+    r"it\.$")
+
+
+def test_a_checkpoint_whose_first_decay_has_no_number(tmp_path):
+  make = with_decays([0.5, 0.75])
+  one = Eager(lambda: as_an_earlier_version(make()))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  want = one.averages()
+  assert f"w/.OPTIMIZER_SLOT/opt{AVERAGE}/.ATTRIBUTES/VARIABLE_VALUE" in (
+      contents(path))
+  # The same order.
+  two = Eager(make, start=8.0)
+  two.train()
+  two.checkpoint.restore(path).assert_consumed()
+  assert_same_bits(two.averages(), want)
+  # The one with a number is known.
+  two = Eager(with_decays(0.75), start=8.0)
+  two.train()
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits([two.opt.average(v).numpy() for v in (two.w, two.e)],
+                   want[2:])
+  # The one without is not.
+  for decays in [0.75, 0.5], [0.75, 0.25]:
+    two = Eager(with_decays(decays))
+    with pytest.raises(ValueError, match=ANOTHER_FIRST):
+      two.checkpoint.restore(path)
+
+
+def test_decays_in_another_order_in_a_session(kind, tmp_path):
+  def make(decays):
+    v = v1.get_variable("v", initializer=[0.0, 0.0])
+    opt = wrap(decays)
+    return opt, v, descend(opt, v), v1.train.Checkpoint(v=v, opt=opt)
+
+  opt, v, train, checkpoint = make([0.5, 0.75])
+  with session_of() as session:
+    session.run([train])
+    path = checkpoint.save(str(tmp_path / "model"), session=session)
+    saver = v1.train.Saver()
+    saver.save(session, str(tmp_path / "saver"))
+    want = session.run([opt.average(v, d) for d in (0.5, 0.75)])
+  with graph_of(kind):
+    opt, v, _, checkpoint = make([0.75, 0.5])
+    with session_of() as session:
+      checkpoint.restore(path).assert_consumed().run_restore_ops(session)
+      assert_same_bits(
+          session.run([opt.average(v, d) for d in (0.5, 0.75)]), want)
+      # A Saver knows averages by their names.
+      with pytest.raises(tf.errors.NotFoundError,
+                         match="v/ExponentialMovingAverage_0.5 not found"):
+        v1.train.Saver().restore(session, str(tmp_path / "saver"))
+
+
+@pytest.mark.parametrize("decay", [0.75, 0.25])
+def test_a_swapping_saver_of_decays_in_another_order(kind, tmp_path, decay):
+  path = str(tmp_path / "model")
+
+  def make(decays):
+    v = v1.get_variable("v", initializer=0.0)
+    # Another optimizer, of the other order.
+    u = v1.get_variable("u", initializer=0.0)
+    opt, other = wrap(decays), wrap(decays[::-1])
+    return opt, tf.group(descend(opt, v), descend(other, u))
+
+  opt, train = make([0.5, 0.75, 0.25])
+  with session_of() as session:
+    session.run(train)
+    opt.swapping_saver().save(session, path)
+    opt.swapping_saver().restore(session, path)
+  with graph_of(kind):
+    # A plain Saver finds all names.
+    opt, _ = make([0.75, 0.25])
+    with session_of() as session:
+      with pytest.raises(ValueError, match=ANOTHER_FIRST):
+        opt.swapping_saver(decay=decay).restore(session, path)
+
+
 def test_a_checkpoint_restored_in_a_function(tmp_path):
   # The averages are made, and restored, while the function is traced.
   def train(model):
