@@ -426,6 +426,25 @@ def test_what_is_scaled(place, policy, fused):
       np.testing.assert_allclose(x - y, np.multiply(factor, g), atol=1e-6)
 
 
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+def test_a_policy_is_called_once_for_all_gradients(place, fused):
+  calls, steps = [], []
+
+  class Counted(Drop):
+
+    def _take(self, step):
+      steps.append(None)
+      return super()._take(step)
+
+  def policy(staleness):
+    calls.append(staleness)
+    return 1.0
+
+  model = Model(place, lambda m: Counted(sgd(), 2, policy=policy, fused=fused))
+  model.apply(0)
+  assert len(calls) == len(steps) > 0
+
+
 # Errors
 
 

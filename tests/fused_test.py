@@ -89,7 +89,7 @@ every_mode = pytest.mark.parametrize("mode", MODES)
 both_paths = pytest.mark.parametrize("fused", [None, False])
 
 DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-DECAYS = {"ExponentialMovingAverage": 0.5, "ExponentialMovingAverage_0.9": 0.9}
+DECAYS = {f"ExponentialMovingAverage_{decay}": decay for decay in (0.5, 0.9)}
 STEPS = 5
 
 

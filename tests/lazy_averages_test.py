@@ -549,6 +549,34 @@ def test_an_optimizer_that_moves_all_rows_is_dense(mode):
                              training.averages(table(), [0.9])[0], rtol=1e-5)
 
 
+@pytest.mark.parametrize("order", ["around", "inside"])
+@pytest.mark.parametrize("name", ["Elastic", "Model"])
+@pytest.mark.parametrize("fused", [None, False])
+def test_an_average_over_workers_moves_all_rows(name, order, fused):
+  with modes.Graph(True).entered() as mode:
+    getter = getattr(wrapopt, f"{name}AverageCustomGetter")("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      w = tf1.get_variable("w", initializer=table(), use_resource=True)
+    step = tf1.train.get_or_create_global_step()
+
+    def workers(inner):
+      if name == "Elastic":
+        return wrapopt.ElasticAverageOptimizer(inner, 1, getter, 2)
+      return wrapopt.ModelAverageOptimizer(inner, 1, True, getter, 2)
+
+    inner = INNER["sgd"]()
+    moving = wrapopt.MovingAverageOptimizer(
+        workers(inner) if order == "around" else inner, 0.9, fused=fused)
+    opt = moving if order == "around" else workers(moving)
+    values, indices = map(tf.constant, gradient(0))
+    opt.apply_gradients(
+        [(tf.IndexedSlices(values, indices, [ROWS, COLUMNS]), w)], step)
+    assert not moving.is_lazy(w)
+    assert isinstance(moving.average(w), tf.Variable)
+    assert not [op for op in mode.graph.get_operations()
+                if op.type == "Wrapopt>CatchUp"]
+
+
 def test_ref_variables_are_dense():
   with modes.Graph(False).entered() as mode:
     w = mode.variable(table(), name="w")

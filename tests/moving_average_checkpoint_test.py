@@ -1,8 +1,12 @@
 """`wrapopt.MovingAverageOptimizer`: savers, checkpoints and evaluation."""
 
 import contextlib
+import functools
 import glob
 import os
+import re
+import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -12,12 +16,14 @@ import tensorflow as tf
 import wrapopt
 from modes import address
 from modes import control_flow
+from threads import in_threads
 from training import GRAPH_MODES
 from training import assert_same_bits
 from training import exchange_op
 from training import graph_of
 from training import ops_of_type
 from training import session_of
+from wrapopt import _exchange
 
 v1 = tf.compat.v1
 
@@ -731,6 +737,139 @@ def test_the_bare_optimizer_takes_a_checkpoint(tmp_path, inner, deferred):
   assert_same_bits(two.state(), one.state())
 
 
+# Averages of several decays are known by their decays.
+
+
+def with_decays(decays):
+  return lambda: wrapopt.MovingAverageOptimizer(INNER["momentum"](), decays)
+
+
+def as_an_earlier_version(opt):
+  """Of several decays, the first had no number in a tf.train.Checkpoint."""
+  opt._slot_of_decay = opt._name_of_decay
+  opt._slots = dict(zip(opt._slot_of_decay, opt._slots.values()))
+  return opt
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("decays", [
+    [0.75, 0.5], [0.5], 0.75, [0.9, 0.75], [0.75, 0.9, 0.5], 0.9], ids=str)
+def test_decays_in_another_order(tmp_path, decays, deferred):
+  one, two = Eager(with_decays([0.5, 0.75])), Eager(with_decays(decays), 8.0)
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  if not deferred:
+    two.train()
+
+  def averages(model, of):
+    return [model.opt.average(v, decay).numpy() for v in (model.w, model.e)
+            for decay in np.ravel(decays).tolist()
+            if (decay in (0.5, 0.75)) == of]
+
+  others = None if deferred else averages(two, False)
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits(averages(two, True), averages(one, True))
+  if not deferred:
+    assert_same_bits(averages(two, False), others)
+  one.train()
+  two.train()
+  assert_same_bits(averages(two, True), averages(one, True))
+  assert_same_bits(two.state(), one.state())
+
+
+def test_a_single_average_becomes_the_first(tmp_path):
+  one = Eager(with_decays(0.5))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  two = Eager(with_decays([0.75, 0.5]), start=8.0)
+  two.train()
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits([two.opt.average(two.w, 0.75).numpy()],
+                   [one.opt.average(one.w).numpy()])
+
+
+ANOTHER_FIRST = (
+    r"^`average_decay` must begin with the decay of '.*ExponentialMovingAverage"
+    r"' in the checkpoint, got \[0\.75, 0\.\d+\]: the checkpoint has other "
+    r"averages of 0\.75\. Give the decays in the order of the run that wrote "
+    r"it\.$")
+
+
+def test_a_checkpoint_whose_first_decay_has_no_number(tmp_path):
+  make = with_decays([0.5, 0.75])
+  one = Eager(lambda: as_an_earlier_version(make()))
+  one.train(2)
+  path = one.checkpoint.save(str(tmp_path / "model"))
+  want = one.averages()
+  assert f"w/.OPTIMIZER_SLOT/opt{AVERAGE}/.ATTRIBUTES/VARIABLE_VALUE" in (
+      contents(path))
+  # The same order.
+  two = Eager(make, start=8.0)
+  two.train()
+  two.checkpoint.restore(path).assert_consumed()
+  assert_same_bits(two.averages(), want)
+  # The one with a number is known.
+  two = Eager(with_decays(0.75), start=8.0)
+  two.train()
+  two.checkpoint.restore(path).expect_partial()
+  assert_same_bits([two.opt.average(v).numpy() for v in (two.w, two.e)],
+                   want[2:])
+  # The one without is not.
+  for decays in [0.75, 0.5], [0.75, 0.25]:
+    two = Eager(with_decays(decays))
+    with pytest.raises(ValueError, match=ANOTHER_FIRST):
+      two.checkpoint.restore(path)
+
+
+def test_decays_in_another_order_in_a_session(kind, tmp_path):
+  def make(decays):
+    v = v1.get_variable("v", initializer=[0.0, 0.0])
+    opt = wrap(decays)
+    return opt, v, descend(opt, v), v1.train.Checkpoint(v=v, opt=opt)
+
+  opt, v, train, checkpoint = make([0.5, 0.75])
+  with session_of() as session:
+    session.run([train])
+    path = checkpoint.save(str(tmp_path / "model"), session=session)
+    saver = v1.train.Saver()
+    saver.save(session, str(tmp_path / "saver"))
+    want = session.run([opt.average(v, d) for d in (0.5, 0.75)])
+  with graph_of(kind):
+    opt, v, _, checkpoint = make([0.75, 0.5])
+    with session_of() as session:
+      checkpoint.restore(path).assert_consumed().run_restore_ops(session)
+      assert_same_bits(
+          session.run([opt.average(v, d) for d in (0.5, 0.75)]), want)
+      # A Saver knows averages by their names.
+      with pytest.raises(tf.errors.NotFoundError,
+                         match="v/ExponentialMovingAverage_0.5 not found"):
+        v1.train.Saver().restore(session, str(tmp_path / "saver"))
+
+
+@pytest.mark.parametrize("decay", [0.75, 0.25])
+def test_a_swapping_saver_of_decays_in_another_order(kind, tmp_path, decay):
+  path = str(tmp_path / "model")
+
+  def make(decays):
+    v = v1.get_variable("v", initializer=0.0)
+    # Another optimizer, of the other order.
+    u = v1.get_variable("u", initializer=0.0)
+    opt, other = wrap(decays), wrap(decays[::-1])
+    return opt, tf.group(descend(opt, v), descend(other, u))
+
+  opt, train = make([0.5, 0.75, 0.25])
+  with session_of() as session:
+    session.run(train)
+    opt.swapping_saver().save(session, path)
+    opt.swapping_saver().restore(session, path)
+  with graph_of(kind):
+    # A plain Saver finds all names.
+    opt, _ = make([0.75, 0.25])
+    with session_of() as session:
+      with pytest.raises(ValueError, match=ANOTHER_FIRST):
+        opt.swapping_saver(decay=decay).restore(session, path)
+
+
 def test_a_checkpoint_restored_in_a_function(tmp_path):
   # The averages are made, and restored, while the function is traced.
   def train(model):
@@ -987,6 +1126,107 @@ def test_nested(place):
   assert p.read(p.variables)[0].tolist() == [1, 2]
   with p.opt.averaged_weights(p.session):
     assert p.read(p.variables)[0].tolist() == [3, 4]
+
+
+def results_at_once(*bodies):
+  """Runs functions at once; returns their results, of an error the error."""
+  barrier, results = threading.Barrier(len(bodies)), []
+
+  def thread(body):
+    barrier.wait()
+    try:
+      results.append(body())
+    except RuntimeError as e:
+      results.append(e)
+
+  in_threads(*[functools.partial(thread, body) for body in bodies])
+  return results
+
+
+@pytest.fixture
+def slow_exchange(monkeypatch):
+  """Other threads run before an exchange, after all checks."""
+  def slow(function):
+    def slowed(*args):
+      time.sleep(0.3)
+      return function(*args)
+    return slowed
+
+  monkeypatch.setattr(_exchange, "put_in_place", slow(_exchange.put_in_place))
+  monkeypatch.setattr(
+      wrapopt.MovingAverageOptimizer, "_swap_session",
+      slow(wrapopt.MovingAverageOptimizer._swap_session))
+
+
+def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
+  del slow_exchange
+  p = place(*ONE)
+  entered = threading.Event()
+
+  def enter():
+    with p.opt.averaged_weights(p.session):
+      entered.set()
+      time.sleep(0.3)
+      return p.read(p.variables)[0].tolist()
+
+  results = results_at_once(enter, enter)
+  assert entered.is_set()
+  [error] = [x for x in results if isinstance(x, RuntimeError)]
+  assert re.match("averaged_weights " + IN_PLACE, str(error))
+  assert [x for x in results if x is not error] == [[3, 4]]
+  assert p.read(p.variables)[0].tolist() == [1, 2]
+  assert p.read(p.averages)[0].tolist() == [3, 4]
+  # And again.
+  assert enter() == [3, 4]
+
+
+def test_averages_are_not_seeded_while_they_are_put_in_place(
+    place, slow_exchange):
+  del slow_exchange
+  p = place(*ONE)
+
+  def enter():
+    with p.opt.averaged_weights(p.session):
+      time.sleep(0.3)
+
+  def seed():
+    time.sleep(0.1)
+    p.opt.seed_averages(p.session)
+
+  [error] = filter(None, results_at_once(enter, seed))
+  assert re.match("seed_averages " + IN_PLACE, str(error))
+  assert p.read(p.variables)[0].tolist() == [1, 2]
+  assert p.read(p.averages)[0].tolist() == [3, 4]
+
+
+def test_averages_wait_for_a_saver(kind, tmp_path, monkeypatch):
+  """A thread must not exchange what another one saves."""
+  del kind
+  model = Model()
+  saver = model.opt.swapping_saver()
+  path, saving = str(tmp_path / "model"), threading.Event()
+  with session_of() as session:
+    session.run(model.train)
+    save = v1.train.Saver.save
+
+    def slow(*args, **kwargs):
+      saving.set()
+      time.sleep(0.3)
+      return save(*args, **kwargs)
+
+    monkeypatch.setattr(v1.train.Saver, "save", slow)
+
+    def store():
+      with session.graph.as_default():
+        saver.save(session, path)
+
+    def enter():
+      saving.wait()
+      with model.opt.averaged_weights(session):
+        time.sleep(0.6)
+
+    assert results_at_once(store, enter) == [None, None]
+    assert_contents(path, SWAPPED)
 
 
 def test_no_average_yet():

@@ -213,7 +213,7 @@ def test_decays_may_be_any_sequence(decays, fused):
   descend(opt, w)
   assert [x.numpy() for x in opt.averages()] == [0.5, 0.25]
   assert opt.average(w, 0.75).numpy() == 0.25
-  assert opt.get_slot_names() == ["ExponentialMovingAverage",
+  assert opt.get_slot_names() == ["ExponentialMovingAverage_0.5",
                                   "ExponentialMovingAverage_0.75"]
 
 
@@ -269,6 +269,28 @@ def test_the_inner_optimizer_is_not_changed():
   # And goes on alone.
   inner.apply_gradients([(tf.constant(0.0), w)])
   assert w.numpy() == 1.5
+
+
+@both_paths
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("argument", ["average_decay", "num_updates"])
+@pytest.mark.parametrize("sparse", [["b"], ["a", "b"], []],
+                         ids=lambda names: f"sparse_{''.join(names)}")
+def test_a_callable_is_called_once_a_step(argument, sparse, mode, fused):
+  calls = []
+
+  def value():
+    calls.append(None)
+    return 0.5
+
+  x = np.zeros([3, 2], np.float32)
+  rows = (np.ones([1, 2], np.float32), np.int64([1]))
+  trace = train(
+      mode, lambda step: wrap(fused=fused, **{argument: value}),
+      {"a": x, "b": x}, [{n: rows if n in sparse else x for n in "ab"}] * 3)
+  # A tf.function traces its first call twice if it makes variables.
+  times = {"eager": 3, "function": trace.traces and trace.traces[-1]}
+  assert len(calls) == times.get(mode, 1)
 
 
 # num_updates.
@@ -395,7 +417,7 @@ def test_decay_0_copies_and_decay_1_keeps(dtype, mode):
       {"w": initial}, [{"w": after}])
   [slots] = trace.slots
   assert_same_bits(trace.values[1], [after])
-  assert_same_bits([slots["ExponentialMovingAverage", 0],
+  assert_same_bits([slots["ExponentialMovingAverage_0", 0],
                     slots["ExponentialMovingAverage_1", 0]], [after, initial])
 
 
@@ -941,17 +963,19 @@ def test_several_decays(mode, fused):
   # From 0 to 1, 2:  1/2: .5, 1.25   1/4: .75, 1.6875   3/4: .25, .6875
   trace = train(mode, lambda step: wrap((0.5, 0.25, 0.75), fused=fused),
                 {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
-  names = ["ExponentialMovingAverage", "ExponentialMovingAverage_0.25",
-           "ExponentialMovingAverage_0.75"]
+  names = [f"ExponentialMovingAverage_{d}" for d in (0.5, 0.25, 0.75)]
   assert [[time[name, 0].item() for name in names] for time in trace.slots] == [
       [0.5, 0.75, 0.25], [1.25, 1.6875, 0.6875]]
   opt, [v] = trace.optimizer, trace.variables
-  assert opt.get_slot_names() == names
+  assert opt.get_slot_names() == sorted(names)
   for decay, name in zip((0.5, 0.25, 0.75), names):
     assert opt.average(v, decay) is opt.get_slot(v, name)
     assert opt.average(v, decay=decay).shape == v.shape
-    assert opt.average_name(v, decay=decay).startswith("v/" + name)
+    assert opt.average_name(v, decay=decay).startswith(
+        "v/" + name.removesuffix("_0.5"))
   assert opt.average(v) is opt.average(v, 0.5)
+  # The name of the first decay's variable.
+  assert opt.average(v) is opt.get_slot(v, "ExponentialMovingAverage")
   if mode != "eager":
     assert trace.op_types.count(update_op(mode, fused)) == 1
 
@@ -1025,7 +1049,7 @@ def test_shadow_dtype_is_for_narrow_variables(mode, fused):
       {d.name: np.zeros([2], d.as_numpy_dtype) for d in dtypes},
       [{d.name: -np.ones([2], d.as_numpy_dtype) for d in dtypes}])
   [slots] = trace.slots
-  for name, value in (("ExponentialMovingAverage", 0.5),
+  for name, value in (("ExponentialMovingAverage_0.5", 0.5),
                       ("ExponentialMovingAverage_0.25", 0.75)):
     got = [slots[name, i] for i in range(4)]
     assert [x.dtype for x in got] == [np.float32] * 3 + [np.float64]

@@ -173,6 +173,26 @@ def test_a_hook_is_checked(tmp_path):
       hook.begin()
 
 
+def test_no_snapshot_while_the_averages_are_in_place(tmp_path):
+  with graph_of("resource"):
+    step = v1.train.get_or_create_global_step()
+    v = v1.get_variable("v", initializer=0.0)
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), 0.5)
+    train = opt.apply_gradients([(-tf.ones_like(v), v)], step)
+    others = step.assign_add(5)  # The steps of other workers.
+    hook = checkpoints.SnapshotHook(opt, tmp_path, 3)
+    with v1.train.MonitoredTrainingSession(hooks=[hook]) as session:
+      session.run(train)
+      with opt.averaged_weights(session):
+        session.run(others)
+        assert session.run(v) == 0.5
+      assert not list(tmp_path.iterdir())
+      assert session.run(v) == 1
+  values = values_of(tmp_path / "snapshot-6-0.5")
+  assert values["v"] == 0.5
+
+
 # Keras
 
 

@@ -61,11 +61,14 @@ class Averaged:
 
   Attributes:
     lock: Held while averages are made.
+    place_lock: Held while averages are put in place of the weights or back, and
+      by what must not run while they are in place.
     in_place: Sessions (None: eager) in which the averages are in place now.
   """
 
   def __init__(self):
     self.lock = threading.RLock()
+    self.place_lock = threading.RLock()
     self.in_place = []
     self._eager = _Variables()
     self._of_graph = weakref.WeakKeyDictionary()

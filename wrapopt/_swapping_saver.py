@@ -12,26 +12,41 @@ from wrapopt import _sessions
 class SwappingSaver(tf.compat.v1.train.Saver):
   """See `MovingAverageOptimizer.swapping_saver`."""
 
-  def __init__(self, pairs, var_list, refuse, **kwargs):
+  def __init__(self, pairs, var_list, firsts, check_saved, not_in_place,
+               **kwargs):
     """Makes the saver.
 
     Args:
       pairs: (variable, average) pairs.
       var_list: As in `swapping_saver`.
-      refuse: A function of the raw session (None: eager) that raises an error
-        if the saver must not be used now.
+      firsts: The averages of the first decay.
+      check_saved: A function of the name of one of these in a file, and of all
+        names in the file, that raises an error if the file must not be
+        restored.
+      not_in_place: A function of the raw session (None: eager) that returns a
+        context manager. It raises an error if the averages are in place of the
+        weights, and keeps other threads from putting them there.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
     """
-    self._refuse = refuse
-    super().__init__(_swap(pairs, _named(var_list)), **kwargs)
+    self._not_in_place = not_in_place
+    self._check_saved = check_saved
+    named = _resolved(_named(var_list), [
+        *(v for pair in pairs for v in pair), *firsts])
+    keys = _keys(named)
+    self._firsts = {keys[s.ref()][0] for s in firsts if s.ref() in keys}
+    super().__init__(_swap(pairs, named, keys), **kwargs)
 
   def save(self, sess, *args, **kwargs):
-    self._refuse(_raw(sess))
-    return super().save(sess, *args, **kwargs)
+    with self._not_in_place(_raw(sess)):
+      return super().save(sess, *args, **kwargs)
 
   def restore(self, sess, save_path):
-    self._refuse(_raw(sess))
-    return super().restore(sess, save_path)
+    if tf.compat.v1.train.checkpoint_exists(save_path):
+      saved = {name for name, _ in tf.train.list_variables(save_path)}
+      for name in self._firsts:
+        self._check_saved(name, saved)
+    with self._not_in_place(_raw(sess)):
+      return super().restore(sess, save_path)
 
 
 def _raw(session):
@@ -99,11 +114,14 @@ def _slices(saved):
   return []
 
 
-def _swap(pairs, named):
-  """`named` with variables and averages swapped."""
-  named = _resolved(named, [v for pair in pairs for v in pair])
-  key_of = {v.ref(): (key, i) for key, saved in named.items()
-            for i, v in enumerate(_slices(saved))}
+def _keys(named):
+  """{variable: (its name, the number of the slice)}."""
+  return {v.ref(): (key, i) for key, saved in named.items()
+          for i, v in enumerate(_slices(saved))}
+
+
+def _swap(pairs, named, key_of):
+  """`named` with variables and averages swapped; `key_of` is its `_keys`."""
   swapped = {key: list(_slices(saved)) or saved
              for key, saved in named.items()}
   converted = {}

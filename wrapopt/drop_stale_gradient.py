@@ -132,8 +132,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         divided by max(1, its staleness). For gradient descent this divides the
         update, as in staleness-aware SGD; optimizers that normalize gradients
         undo a part of it. A function: multiplied by the result of the function,
-        whose argument is the staleness, a scalar int64 tensor. Every policy
-        drops a gradient beyond the limit.
+        whose argument is the staleness, a scalar int64 tensor. It is called
+        once a step, in a graph once for all steps. Every policy drops a
+        gradient beyond the limit.
       global_step: The step variable. By default, the argument of `minimize` or
         `apply_gradients`; for `compute_gradients` and `record_step`, the
         graph's global step.
@@ -416,7 +417,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         with _new_stateful_ops() as new:
           taken = self._take_inner(step.with_one_pass(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
-              transform=self._transform(verdict.staleness)))
+              transform=self._transform(verdict.staleness,
+                                        gradients[0].device)))
       except BaseException:
         # The update is in flight as long as its ticket exists, and the
         # traceback would keep the ticket alive.
@@ -493,17 +495,19 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       graph = getattr(graph, "outer_graph", None)
     return None
 
-  def _transform(self, staleness):
+  def _transform(self, staleness, device):
     """Applies the policy to an admitted gradient."""
     if self._policy == "drop":
       return None
-    if self._policy == "scale":
-      factor = lambda: 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
-    else:
-      factor = lambda: self._policy(staleness)
+    # Once for all gradients, because a policy may be random.
+    with tf.device(None), tf.device(device):
+      if self._policy == "scale":
+        factor = 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
+      else:
+        factor = self._policy(staleness)
 
     def transform(g):
-      by = tf.cast(factor(), g.dtype)
+      by = tf.cast(factor, g.dtype)
       if isinstance(g, tf.IndexedSlices):
         return tf.IndexedSlices(g.values * by, g.indices, g.dense_shape)
       return g * by

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 import contextlib
 from typing import Any, Optional
+import weakref
 
 import numpy as np
 import tensorflow as tf
@@ -101,7 +102,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
         `wrapopt.HalfLife`; or a sequence or an array of different ones, one for
         each average; or a scalar tensor or variable, or a callable that returns
-        one.
+        one. A `tf.train.Checkpoint` knows several averages by their decays: any
+        order restores, and a single average becomes the first. A `Saver` knows
+        them by name. The first has no decay in its name: keep it the first.
       num_updates: A count of updates: a number, tensor, variable or callable.
         If given, the decay of a step is
         `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
@@ -155,8 +158,12 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._num_updates = num_updates
     self._sequential_update = sequential_update
     self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
-    # The name of the slots that hold a decay's averages.
-    self._slot_of_decay = [_SLOT] + [f"{_SLOT}_{d}" for d in decays[1:]]
+    # The name of the slots that hold a decay's averages: in a
+    # `tf.train.Checkpoint`, several are known by their decays.
+    self._slot_of_decay = ([_SLOT] if len(decays) == 1
+                           else [_numbered(d) for d in decays])
+    # The last part of the names of these averages.
+    self._name_of_decay = [_SLOT, *map(_numbered, decays[1:])]
     self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
     self._averaged = _averaged.Averaged()
     self._cache = _lookup_cache.LookupCache()
@@ -268,29 +275,28 @@ class MovingAverageOptimizer(WrapperOptimizer):
         # Once, since replicas may share the variables.
         updated = tf.distribute.get_replica_context().merge_call(
             lambda strategy: self._counted(
-                self._update_averages(pairs, counted_by)))
+                self._update_averages(pairs, self._decays_now(counted_by))))
       else:
-        updated = (self._update_averages(pairs, counted_by) if variables
-                   else None)
+        # Once for both, because a decay may be a callable.
+        decays = self._decays_now(counted_by)
+        updated = self._update_averages(pairs, decays) if variables else None
         if lazy:
-          updated = _step.group(updated,
-                                self._update_lazy(lazy, counted_by, rows))
+          updated = _step.group(updated, self._update_lazy(lazy, decays, rows))
         updated = self._counted(updated)
     # An update that runs after the step stands for both.
     return updated if after and updated is not None else _step.group(
         applied, updated)
 
-  def _update_averages(self, pairs, counted_by):
+  def _update_averages(self, pairs, decays):
     """Updates averages: a list of (variable, average) pairs for each decay."""
     pairs = [_replicas.components(row) for row in pairs]
     return ops.ema_update([[_lazy.raw(s) for _, s in row] for row in pairs],
-                          [v for v, _ in pairs[0]],
-                          self._decays_now(counted_by))
+                          [v for v, _ in pairs[0]], decays)
 
-  def _update_lazy(self, variables, counted_by, rows):
+  def _update_lazy(self, variables, decays, rows):
     """Updates averages of variables in the rows that the step has touched."""
     updates = []
-    for k, decay in enumerate(self._decays_now(counted_by)):
+    for k, decay in enumerate(decays):
       averages = [rows[v.ref()][1][k] for v in variables]
       updates.append(ops.sparse_ema_update(
           [s.rows for s in averages], variables,
@@ -373,6 +379,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _own_slot_names(self):
     return self._slot_of_decay
 
+  def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
+    """The slot `name` of `var`, of the wrapper or of the inner optimizer.
+
+    Args:
+      var: A variable.
+      name: A string, such as "momentum". "ExponentialMovingAverage" is the
+        average of the first decay.
+
+    Returns:
+      A variable, or None.
+    """
+    return super().get_slot(
+        var, self._slot_of_decay[0] if name == _SLOT else name)
+
   def _make_averages(self, variables, sparse):
     if variables and _decays.has_power(self._decays):
       self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
@@ -422,8 +442,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
                (is_sparse or tf.executing_eagerly()) and
                _lazy.may_be_lazy(variable))
     make = self._make_lazy if is_lazy else self._get_or_make_slot
-    shadows = [make(variable, values[0], slot, slot)
-               for slot in self._slot_of_decay]
+    shadows = [make(variable, values[0], slot, name)
+               for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
     if not tf.executing_eagerly():
       for v, value, *of_v in zip(_replicas.values(variable), values,
                                  *map(_replicas.values, shadows)):
@@ -439,13 +459,35 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
-    if slot_name in self._own_slot_names() and tf.executing_eagerly():
-      # The base class would name the average after the optimizer, and not start
-      # it at the variable's value.
-      self._create_averages([variable])
+    if slot_name.startswith(_SLOT):
+      slot_name = self._slot_of_saved(slot_name, slot_variable_position)
+      if slot_name is None:
+        return
+      if tf.executing_eagerly():
+        # The base class would name the average after the optimizer, and not
+        # start it at the variable's value.
+        self._create_averages([variable])
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
+
+  def _slot_of_saved(self, name, position):
+    """The slot for averages that a `tf.train.Checkpoint` calls `name`, or None.
+
+    Args:
+      name: A string.
+      position: The CheckpointPosition of the averages of a variable.
+    """
+    numbered = dict(zip(map(_numbered, self._decays), self._slot_of_decay))
+    if name != _SLOT:
+      return numbered.get(name)
+    # One decay has no number. Earlier versions gave the first of several none.
+    saved = _saved_slot_names(position)
+    if _numbered(self._decays[0]) not in saved:
+      return self._slot_of_decay[0]
+    if numbered.keys() <= saved:
+      return None
+    raise _another_first_decay(self._decays, name)
 
   def is_lazy(self, var: Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.
@@ -517,7 +559,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if average is not None:
       return average.name.split(":")[0]
     return (var.name.split(":")[0] + "/" +
-            self._slot_of_decay[_decays.index_of(decay, self._decays)])
+            self._name_of_decay[_decays.index_of(decay, self._decays)])
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
     """Sets every average, of every decay, to its variable's current value.
@@ -540,14 +582,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    raw, graph = self._place(session, "seed_averages")
-    if raw is None:
-      for k in range(len(self._decays)):
-        for variable, shadow in self._pairs(graph, k):
-          shadow.assign(tf.cast(variable, shadow.dtype))
-      if self.average_steps() is not None:
-        self.average_steps().assign(0)
-    else:
+    with self._averaged.place_lock:
+      raw, graph = self._place(session, "seed_averages")
+      if raw is None:
+        for k in range(len(self._decays)):
+          for variable, shadow in self._pairs(graph, k):
+            shadow.assign(tf.cast(variable, shadow.dtype))
+        if self.average_steps() is not None:
+          self.average_steps().assign(0)
+        return
       # The initializer of an average takes the value of an initialized
       # variable.
       seeds = [v.initializer for shadow in self._averages(graph)
@@ -585,6 +628,9 @@ class MovingAverageOptimizer(WrapperOptimizer):
     copied. Only if an average has another dtype than its variable, it is
     converted and copied into the variable, and keeps its value.
 
+    If several threads enter such blocks of one session, or of eager mode, at
+    once, one enters and the others get the RuntimeError.
+
     Do not train inside the block: a step would start at the averages, and the
     averages would then contain it. In eager mode, and if a `tf.function` is
     traced in the block, `apply_gradients` raises an error. A session, and a
@@ -604,25 +650,30 @@ class MovingAverageOptimizer(WrapperOptimizer):
         already.
     """
     k = _decays.index_of(decay, self._decays)
-    raw, graph = self._place(session, "averaged_weights")
-    if raw is None:
-      back = _exchange.put_in_place(self._pairs(graph, k))
-    else:
-      exchanges = self._averaged.of(graph).exchanges[k]
-      pairs = _replicas.components(self._pairs(graph, k))
-      raw, back = _sessions.in_raw(session, lambda raw: (
-          raw, self._swap_session(raw, exchanges, pairs)))
-    self._averaged.in_place.append(raw)
+    with self._averaged.place_lock:
+      raw, graph = self._place(session, "averaged_weights")
+      if raw is None:
+        back = _exchange.put_in_place(self._pairs(graph, k))
+      else:
+        exchanges = self._averaged.of(graph).exchanges[k]
+        pairs = _replicas.components(self._pairs(graph, k))
+        raw, back = _sessions.in_raw(session, lambda raw: (
+            raw, self._swap_session(raw, exchanges, pairs)))
+      self._averaged.in_place.append(raw)
     try:
       yield
     finally:
-      self._averaged.in_place.remove(raw)
-      if raw is None:
-        back()
-      else:
-        # A monitored session that was recreated has restored the raw weights
-        # from a checkpoint: there is nothing to put back.
-        _sessions.in_raw(session, lambda now: back() if now is raw else None)
+      with self._averaged.place_lock:
+        try:
+          if raw is None:
+            back()
+          else:
+            # A monitored session that was recreated has restored the raw
+            # weights from a checkpoint: there is nothing to put back.
+            _sessions.in_raw(
+                session, lambda now: back() if now is raw else None)
+        finally:
+          self._averaged.in_place.remove(raw)
 
   def _swap_session(self, session, exchanges, pairs):
     pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
@@ -672,7 +723,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Returns:
       A `tf.compat.v1.train.Saver`. Inside `averaged_weights`, its `save` and
-      `restore` raise a RuntimeError.
+      `restore` raise a RuntimeError. Its `restore` raises a ValueError if the
+      file has averages of the first decay under the name of another one.
 
     Raises:
       RuntimeError: If there is no average yet.
@@ -684,10 +736,21 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._require_averages(graph, "creating the swapping_saver")
     return SwappingSaver(
         self._pairs(graph, k), var_list,
-        lambda session: self._refuse_in_place(session, "swapping_saver"),
+        [s for _, s in self._pairs(graph, 0)], self._check_saved,
+        lambda session: self._not_in_place(session, "swapping_saver"),
         name=name, **kwargs)
 
   # Helpers
+
+  def _check_saved(self, name, saved):
+    """Checks the order of the decays of a Saver's file.
+
+    Args:
+      name: The name of averages of the first decay.
+      saved: All names in the file.
+    """
+    if f"{name}_{self._decays[0]}" in saved:
+      raise _another_first_decay(self._decays, name)
 
   def _pairs(self, graph, k):
     return self._pairs_of(self._averaged.of(graph), k)
@@ -714,11 +777,70 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if not self._averaged.of(graph):
       raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
 
+  @contextlib.contextmanager
+  def _not_in_place(self, session, what):
+    """Keeps the averages out of place for a `with` block of method `what`."""
+    with self._averaged.place_lock:
+      self._refuse_in_place(session, what)
+      yield
+
+  @contextlib.contextmanager
+  def _holding_place(self, session):
+    """Keeps other threads out of `averaged_weights` for a `with` block.
+
+    Args:
+      session: A `tf.compat.v1.Session`.
+
+    Yields:
+      Whether the averages are in place of the weights in this session.
+    """
+    with self._averaged.place_lock:
+      yield self._is_in_place(session)
+
   def _refuse_in_place(self, session, what):
-    if any(session is s for s in self._averaged.in_place):
+    if self._is_in_place(session):
       raise RuntimeError(
           f"{what} cannot be used inside averaged_weights: the averages are in "
           "place of the weights. Leave the `with` block first.")
+
+  def _is_in_place(self, session):
+    return any(session is s for s in self._averaged.in_place)
+
+
+def _numbered(decay):
+  """The name of averages with their decay."""
+  return f"{_SLOT}_{decay}"
+
+
+def _another_first_decay(decays, name):
+  return ValueError(
+      f"`average_decay` must begin with the decay of '{name}' in the "
+      f"checkpoint, got {decays}: the checkpoint has other averages of "
+      f"{decays[0]}. Give the decays in the order of the run that wrote it.")
+
+
+# {a checkpoint that is being restored: {node of a slot: names of all slots of
+# its optimizer}}.
+_saved_slots: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def _saved_slot_names(position):
+  """The names of all slots of the optimizer that has a slot in a checkpoint.
+
+  Args:
+    position: The CheckpointPosition of the slot.
+
+  Returns:
+    A set of strings.
+  """
+  names = _saved_slots.get(position.checkpoint)
+  if names is None:
+    names = _saved_slots[position.checkpoint] = {}
+    for node in position.checkpoint.object_graph_proto.nodes:
+      of_node = {slot.slot_name for slot in node.slot_variables}
+      names.update((slot.slot_variable_node_id, of_node)
+                   for slot in node.slot_variables)
+  return names.get(position.proto_id, set())
 
 
 def _current_graph():

@@ -154,7 +154,8 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   their variables, and nothing else: a `tf.compat.v1.train.Saver` of these
   variables restores it. A thread writes it while training goes on, and it
   appears when it is whole and on the disk. `wrapopt.checkpoints.posthoc` makes
-  averages of any width of snapshots.
+  averages of any width of snapshots. A snapshot that is due inside
+  `averaged_weights` is written by the first run after the block.
 
   Example:
 
@@ -230,7 +231,10 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         self._write(run_context.session)
 
   def _write(self, session):
-    values = session.run(self._fetches)
+    with self._opt._holding_place(session) as in_place:
+      if in_place:
+        return  # Later: the averages hold the weights.
+      values = session.run(self._fetches)
     for (decay, row), arrays in zip(self._rows, values["rows"]):
       averages = {}
       for (variable, _), value in zip(row, arrays):
