@@ -444,7 +444,28 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
 
 class AveragingOptimizer(WrapperOptimizer):
-  """A wrapper whose averages replace the weights in an evaluation."""
+  """A wrapper whose averages replace the weights in an evaluation.
+
+  Attributes:
+    keeps_raw_weights: Whether `fit` ends with the raw weights in the model.
+    averages_batch_norm: Whether it averages statistics of batch normalizations.
+  """
+
+  averages_batch_norm = False
+
+  def __init__(self, optimizer, name, keep_raw_weights):
+    super().__init__(optimizer, name)
+    self.keeps_raw_weights = check_bool("keep_raw_weights", keep_raw_weights)
+    for x in _steps.within(self) if keep_raw_weights else ():
+      if x.use_ema if not isinstance(x, WrapperOptimizer) else (
+          isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
+        raise ValueError(
+            f"`optimizer` of a {type(self).__name__} with "
+            "keep_raw_weights=True must not be or hold an optimizer that puts "
+            "its averages in the weights at the end of fit(), got "
+            f"{type(x).__qualname__}. Pass "
+            + ("keep_raw_weights=True" if isinstance(x, WrapperOptimizer)
+               else "use_ema=False") + " to it.")
 
   def average(self, variable: keras.Variable) -> Any:
     """The average of a variable.
@@ -505,16 +526,10 @@ class AveragingOptimizer(WrapperOptimizer):
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
-    batch_norm = [] if model is None else [
-        _value(v) for v in _batch_norm.statistics(model)]
-    with self.in_place(model, decay):
-      held = [(v, v.read_value()) for variable in batch_norm
-              for v in _replicas.values(variable)]
-      try:
-        yield
-      finally:
-        for variable, value in held:
-          variable.assign(value)
+    with self.in_place(model, decay), (
+        contextlib.nullcontext() if model is None
+        else _batch_norm.restored(model)):
+      yield
 
   @contextlib.contextmanager
   def in_place(self, model=None, decay=None):
@@ -572,6 +587,13 @@ class AveragingOptimizer(WrapperOptimizer):
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
+  def decays(self):
+    """What tells the averages apart, the default first: a list."""
+    return [None]
+
+  def check_steps_per_epoch(self, steps):
+    """Raises an error if the averages are for epochs of other lengths."""
+
   def check_decay(self, decay):
     """Raises an error if the optimizer does not have a decay or None."""
     self._index_of(decay)
@@ -597,14 +619,23 @@ class AveragingOptimizer(WrapperOptimizer):
   def finalize_variable_values(self, var_list):
     """Sets variables to their averages, as Keras does at the end of `fit`.
 
+    With `keep_raw_weights`, they keep their values.
+
     Args:
       var_list: Variables that the optimizer was built with.
     """
     if self.built:
       self._settle()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
-    if self.built:
-      assign_all(self._of(var_list))
+    if self.built and not self.keeps_raw_weights:
+      assign_all(self._finalized(var_list))
+
+  def _finalized(self, var_list):
+    """The (variable, average) pairs with which `fit` ends."""
+    return self._of(var_list)
+
+  def get_config(self) -> dict[str, Any]:
+    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
 
 
 def averaging(optimizer):
