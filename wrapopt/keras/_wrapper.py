@@ -1,6 +1,7 @@
 """The base classes of the wrappers of Keras optimizers."""
 
 import collections.abc
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -8,7 +9,7 @@ import copy
 import numbers
 import threading
 import typing
-from typing import Any, Optional
+from typing import Any, Literal, Optional, Union
 import warnings
 
 import keras
@@ -545,6 +546,56 @@ class AveragingOptimizer(WrapperOptimizer):
       with _exchanging:
         self._state.put_back()
 
+  def averaged_model(
+      self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
+      recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
+  ) -> keras.Model:
+    """Makes a copy of a model whose weights are the averages.
+
+    The copy is not compiled, and shares nothing with the model. It is made by
+    `keras.models.clone_model`, which can copy functional and sequential models,
+    and others that have `get_config`. Weights without an average, such as those
+    of frozen layers, are copied.
+
+    Example:
+
+        optimizer.averaged_model(model, recalibrate=dataset).export("served")
+
+    Args:
+      model: A model with variables that the optimizer averages.
+      decay: Which of several decays; by default the first.
+      recalibrate: A finite data set of training batches, with which
+        `recalibrate_batch_norm` is called on the copy. None or False keeps the
+        statistics of batch normalizations; None also warns, if the model has
+        any that are trained, and the optimizer does not average them.
+
+    Returns:
+      A `keras.Model`.
+
+    Raises:
+      TypeError: If `model` is not a Keras model, or `recalibrate` is not a data
+        set that can be read several times.
+      RuntimeError: If the optimizer is not built, or averages are in place.
+      ValueError: If the optimizer averages no variable of `model` or does not
+        have the decay, if Keras cannot copy the model, or if `recalibrate` is
+        infinite.
+    """
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+    _batch_norm.check_recalibrate(recalibrate)
+    self._require_built("averaged_model")
+    with self.in_place(model, decay):
+      weights = model.get_weights()
+    copied = _clone(model)
+    copied.set_weights(weights)
+    if recalibrate is not None and recalibrate is not False:
+      _batch_norm.recalibrate_batch_norm(copied, recalibrate)
+    elif (recalibrate is None and not self.averages_batch_norm and
+          _batch_norm.trained(model)):
+      warnings.warn(_batch_norm.warning("averaged_model() copies averages of",
+                                        model), stacklevel=2)
+    return copied
+
   def _index_of(self, decay):
     """The index of a decay's row of averages; 0 for None."""
     if decay is not None:
@@ -636,6 +687,35 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
+
+
+def _clone(model):
+  """A copy of a model, with initial weights, that is not compiled."""
+  def shapes(model):
+    return [tuple(v.shape) for v in model.weights]
+
+  # clone_model compiles the copy of a compiled model, with a new optimizer.
+  compiled = model.compiled
+  try:
+    model.compiled = False
+    copied = keras.models.clone_model(model)
+  except Exception as e:
+    raise _not_copied(model, f"{e}\n") from e
+  finally:
+    model.compiled = compiled
+  if shapes(copied) != shapes(model):
+    raise _not_copied(
+        model, f"The copy has {len(copied.weights)} weights, the model "
+        f"{len(model.weights)}, or their shapes differ. ")
+  return copied
+
+
+def _not_copied(model, why):
+  return ValueError(
+      "`model` must be one that keras.models.clone_model can copy, got "
+      f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
+      "get_config() and build(), or make the copy yourself and call its "
+      "set_weights(model.get_weights()) inside averaged_weights(model).")
 
 
 def averaging(optimizer):

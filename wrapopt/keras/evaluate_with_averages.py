@@ -50,13 +50,15 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   With `decay="all"`, validation in `fit` evaluates the averages of all decays.
   The names of the logs of all but the first end in the decay, such as
   `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
-  with the averages of that decay in place:
+  with the averages of that decay in place. It needs `mode`, since Keras does
+  not know these names:
 
       model.compile(wrapopt.keras.MovingAverage("adam", [0.999, 0.99]), ...)
       model.fit(..., validation_data=..., callbacks=[
           wrapopt.keras.EvaluateWithAverages([
               keras.callbacks.ModelCheckpoint(
-                  "0.99.keras", monitor="val_loss_0.99", save_best_only=True),
+                  "0.99.keras", monitor="val_loss_0.99", mode="min",
+                  save_best_only=True),
           ], decay="all")])
 
   The averages are those of the outermost wrapper that keeps averages, which may
