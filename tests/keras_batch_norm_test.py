@@ -325,3 +325,237 @@ def test_a_part_of_the_model_is_not_the_model():
   with pytest.raises(ValueError, match="must know the whole model before .*"
                      "second/moving_mean' has no average"):
     model.optimizer.know(model)
+
+
+def make_averaged(average_decay=0.5, **kwargs):
+  return make(wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.1), average_decay, **kwargs))
+
+
+def all_values(model):
+  return [v.numpy() for v in model.weights]
+
+
+def assert_same(got, want):
+  for g, w in zip(got, want, strict=True):
+    np.testing.assert_array_equal(g, w)
+
+
+class Passes:
+  """Batches that can be read several times; counts the times."""
+
+  def __init__(self, x):
+    self._x, self.number = x, 0
+
+  def __iter__(self):
+    self.number += 1
+    return iter(batches(self._x))
+
+
+@pytest.mark.parametrize("mode", [
+    {}, {"jit_compile": False}, {"run_eagerly": True}], ids=str)
+def test_evaluate_recalibrates(mode):
+  model, (x, y) = make_averaged(), data()
+  model.compile(model.optimizer, "mse", **mode)
+  for _ in range(3):
+    model.train_on_batch(x, y)
+  raw, passes = all_values(model), Passes(x)
+  callback = wrapopt.keras.EvaluateWithAverages(recalibrate=passes)
+  got = model.evaluate(x, y, batch_size=10, verbose=0, callbacks=[callback])
+  outputs = model.predict(x, batch_size=10, verbose=0, callbacks=[callback])
+  assert passes.number == 2  # Once per evaluation, not once per batch.
+  assert_same(all_values(model), raw)
+  without = model.evaluate(x, y, batch_size=10, verbose=0, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(recalibrate=False)])
+  assert abs(got - without) > 1e-2 * without
+  with model.optimizer.averaged_weights(model):
+    recalibrate(model, batches(x))
+    want = model.evaluate(x, y, batch_size=10, verbose=0)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    np.testing.assert_allclose(
+        outputs, model.predict(x, batch_size=10, verbose=0), rtol=1e-5,
+        atol=1e-6)
+
+
+def test_fit_recalibrates(tmp_path):
+  """It trains as without; what it evaluates and saves is recalibrated."""
+  x, y = data()
+  seen, raw = [], []
+
+  class Watch(keras.callbacks.Callback):
+
+    def __init__(self, found):
+      super().__init__()
+      self._found = found
+
+    def on_epoch_end(self, epoch, logs=None):
+      self._found.append((logs["val_loss"], all_values(self.model)))
+
+  def fit(dataset, *found):
+    keras.utils.set_random_seed(0)
+    model = make_averaged()
+    model.fit(x, y, batch_size=10, epochs=3, verbose=0, shuffle=False,
+              validation_data=(x, y), callbacks=[
+                  wrapopt.keras.EvaluateWithAverages(
+                      found, recalibrate=dataset), Watch(raw)])
+    return model
+
+  passes = Passes(x)
+  model = fit(passes, Watch(seen), keras.callbacks.ModelCheckpoint(
+      str(tmp_path / "{epoch}.keras")))
+  assert passes.number == 3
+  recalibrated = raw[:]
+  raw.clear()
+  fit(False)
+  for (_, with_it), (_, without) in zip(recalibrated, raw, strict=True):
+    assert_same(with_it, without)
+  plain = make()
+  for epoch, (val_loss, values) in enumerate(seen):
+    plain.set_weights(values)
+    np.testing.assert_allclose(plain.evaluate(x, y, verbose=0), val_loss,
+                               rtol=1e-5)
+    close(statistics(plain, "first"), moments(x))
+    loaded = keras.models.load_model(tmp_path / f"{epoch + 1}.keras")
+    assert_same(all_values(loaded), values)
+  # fit ends with the averages and the statistics that fit them.
+  assert_same(all_values(model), seen[-1][1])
+  assert np.abs(statistics(model, "first")[0]
+                - raw[-1][1][2]).max() > 1e-2
+
+
+def test_fit_without_validation_recalibrates_at_its_end():
+  model, (x, y), passes = make_averaged([0.9, 0.5]), data(), None
+  passes = Passes(x)
+  model.fit(x, y, epochs=2, verbose=0, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(recalibrate=passes, decay=0.5)])
+  assert passes.number == 1
+  close(statistics(model, "first"), moments(x))
+  for v in model.trainable_variables:
+    np.testing.assert_array_equal(v, model.optimizer.average(v, 0.5))
+
+
+def test_early_stopping_restores_recalibrated_statistics():
+  model, (x, y) = make_averaged(), data()
+  losses = model.fit(
+      x, y, epochs=6, verbose=0, validation_data=(x, y), callbacks=[
+          wrapopt.keras.EvaluateWithAverages(
+              keras.callbacks.EarlyStopping(patience=2, mode="max",
+                                            monitor="val_loss",
+                                            restore_best_weights=True),
+              recalibrate=batches(x))]).history["val_loss"]
+  assert 2 < len(losses) and losses[0] == max(losses)
+  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), losses[0],
+                             rtol=1e-5)
+
+
+def test_a_failed_recalibration_changes_nothing():
+  model, (x, y) = make_averaged(), data()
+  model.train_on_batch(x, y)
+  before = all_values(model)
+
+  class Fails(Passes):
+
+    def __iter__(self):
+      yield x
+      raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    model.evaluate(x, y, verbose=0, callbacks=[
+        wrapopt.keras.EvaluateWithAverages(recalibrate=Fails(x))])
+  assert_same(all_values(model), before)
+
+
+def test_recalibrating_in_a_strategy():
+  with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    model = make_averaged()
+  x, y = data(48)
+  model.fit(x, y, verbose=0, batch_size=16, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(recalibrate=False)])
+  model.train_on_batch(x, y)
+  before = all_values(model)
+  callback = wrapopt.keras.EvaluateWithAverages(recalibrate=batches(x))
+  got = model.evaluate(x, y, verbose=0, callbacks=[callback])
+  assert_same(all_values(model), before)
+  copied = model.optimizer.averaged_model(model, recalibrate=batches(x))
+  copied.compile(loss="mse")
+  np.testing.assert_allclose(got, copied.evaluate(x, y, verbose=0), rtol=1e-5)
+
+
+def test_a_warning_if_nothing_is_chosen():
+  x, y = data()
+  match = ("EvaluateWithAverages evaluates averages of the weights with moving "
+           "statistics of the raw weights.*Pass recalibrate=dataset.*"
+           "average_batch_norm=True.*recalibrate=False")
+  model, callback = make_averaged(), wrapopt.keras.EvaluateWithAverages()
+  with pytest.warns(UserWarning, match=match) as found:
+    model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=[callback])
+    model.evaluate(x, y, verbose=0, callbacks=[callback])
+  assert len([w for w in found if "statistics" in str(w.message)]) == 1
+  with pytest.warns(UserWarning, match="averaged_model.. copies averages of"):
+    model.optimizer.averaged_model(model)
+
+
+@pytest.mark.filterwarnings("error:.*moving statistics.*")
+def test_no_warning_if_something_is_chosen():
+  x, y = data()
+  evaluate = wrapopt.keras.EvaluateWithAverages
+  model = make_averaged()
+  for callback in evaluate(recalibrate=batches(x)), evaluate(recalibrate=False):
+    model.evaluate(x, y, verbose=0, callbacks=[callback])
+  model.optimizer.averaged_model(model, recalibrate=False)
+  # Those of frozen layers do not depend on the weights that are trained.
+  for name in "first", "second":
+    model.get_layer(name).trainable = False
+  model.evaluate(x, y, verbose=0, callbacks=[evaluate()])
+  make_averaged(average_batch_norm=True).evaluate(
+      x, y, verbose=0, callbacks=[evaluate()])
+
+
+@pytest.mark.parametrize("dataset, error, match", [
+    (iter([1]), TypeError, "several times, got the iterator list_iterator"),
+    (True, TypeError, "`recalibrate` must be an iterable of batches.*got bool"),
+    (np.zeros(3), TypeError, "must be an iterable of batches.*got ndarray"),
+    (batches(np.zeros(3)).repeat(), ValueError, "`recalibrate` must be finite"),
+], ids=["iterator", "bool", "array", "infinite"])
+def test_what_recalibrates_is_checked(dataset, error, match):
+  with pytest.raises(error, match=match):
+    wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)
+  model = make_averaged()
+  model.optimizer.build(model.trainable_variables)
+  with pytest.raises(error, match=match):
+    model.optimizer.averaged_model(model, recalibrate=dataset)
+
+
+def test_what_does_not_go_with_recalibrating():
+  x, y = data()
+  with pytest.raises(ValueError, match="runs after each batch.*"
+                     "got ModelCheckpoint. Use save_freq"):
+    wrapopt.keras.EvaluateWithAverages(keras.callbacks.ModelCheckpoint(
+        "a.keras", save_freq=2), recalibrate=batches(x))
+  with pytest.raises(ValueError, match="must not be given if the optimizer "
+                     "averages the statistics.*Remove average_batch_norm"):
+    make_averaged(average_batch_norm=True).evaluate(
+        x, y, verbose=0, callbacks=[
+            wrapopt.keras.EvaluateWithAverages(recalibrate=batches(x))])
+
+
+def test_swa_of_epochs_with_recalibrated_statistics():
+  """Epochs 2 and 4 of 0 to 4 count."""
+  x, y = data(48)
+  dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+  opt = wrapopt.keras.SWA(keras.optimizers.SGD(0.1), 2, 2,
+                          steps_per_epoch=len(dataset))
+  model = make(opt)
+  seen = []
+
+  class Watch(keras.callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      seen.append([v.numpy() for v in self.model.trainable_variables])
+
+  model.fit(dataset, epochs=5, verbose=0, callbacks=[
+      Watch(), wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)])
+  for v, *two in zip(model.trainable_variables, seen[2], seen[4], strict=True):
+    np.testing.assert_allclose(v, sum(map(np.float64, two)) / 2, rtol=1e-6,
+                               atol=1e-7)
+  close(statistics(model, "first"), moments(x))

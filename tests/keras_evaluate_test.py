@@ -414,3 +414,175 @@ def test_early_stopping_by_another_decay():
   np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
                              rtol=1e-5)
   assert_same(averages(model), values(model.weights))
+
+
+def test_all_decays(tmp_path):
+  """Metrics of each, and a checkpoint of the best of each."""
+  x, y = data()
+  decays = [0.9, 0.5, wrapopt.PowerDecay(gamma=2)]
+  names = ["val_loss", "val_loss_0.5", "val_loss_power_2"]
+  model = make(wrapopt.keras.MovingAverage("sgd", decays), metrics=["mae"])
+  seen = []
+
+  class Watch(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      seen.append([[model.optimizer.average(v, decay).numpy()
+                    for v in model.trainable_variables] for decay in decays])
+
+  checkpoints = [callbacks.ModelCheckpoint(
+      str(tmp_path / f"{name}.keras"), monitor=name, mode="min",
+      save_best_only=True)
+                 for name in names]
+  history = model.fit(
+      x, y, batch_size=16, epochs=4, verbose=0, validation_data=(x, y),
+      callbacks=[Worse(), Watch(), wrapopt.keras.EvaluateWithAverages(
+          checkpoints, decay="all")]).history
+  assert set(history) == {"loss", "mae", *names,
+                          *(name.replace("loss", "mae") for name in names)}
+  for k, name in enumerate(names):
+    for found, loss in zip(seen, history[name], strict=True):
+      np.testing.assert_allclose(loss, loss_of(found[k]), rtol=1e-5)
+    loaded = keras.models.load_model(tmp_path / f"{name}.keras")
+    np.testing.assert_allclose(
+        loaded.evaluate(x, y, verbose=0)[0], min(history[name]), rtol=1e-5)
+  assert len({history[name][-1] for name in names}) == 3
+  assert_same(values(model.weights), seen[-1][0])
+  history = model.fit(x, y, epochs=2, verbose=0, validation_data=(x, y),
+                      validation_freq=2, callbacks=[
+                          wrapopt.keras.EvaluateWithAverages(decay="all")])
+  assert len(history.history["val_loss_0.5"]) == 1
+  # Outside of fit, the first.
+  model.optimizer.average(model.weights[0]).assign_add(model.weights[0] + 1)
+  callback = wrapopt.keras.EvaluateWithAverages(decay="all")
+  np.testing.assert_allclose(
+      model.evaluate(x, y, verbose=0, callbacks=[callback])[0],
+      loss_of(averages(model)), rtol=1e-5)
+
+
+def test_all_decays_with_recalibrated_statistics():
+  x, y = data()
+  model = keras.Sequential([
+      keras.Input((3,)), keras.layers.Dense(4), keras.layers.Dense(1),
+      keras.layers.BatchNormalization()])
+  model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
+  copies = []
+
+  class Watch(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      copies.append([model.optimizer.averaged_model(
+          model, decay=decay, recalibrate=[x]) for decay in (0.9, 0.5)])
+
+  history = model.fit(
+      x, y, epochs=2, verbose=0, validation_data=(x, y), callbacks=[
+          Watch(), wrapopt.keras.EvaluateWithAverages(
+              decay="all", recalibrate=[x])]).history
+  for epoch, row in enumerate(copies):
+    for copied, name in zip(row, ["val_loss", "val_loss_0.5"], strict=True):
+      copied.compile(loss="mse")
+      np.testing.assert_allclose(copied.evaluate(x, y, verbose=0),
+                                 history[name][epoch], rtol=1e-5)
+
+
+def test_all_of_one_decay():
+  x, y = data()
+  for opt in wrapopt.keras.MovingAverage("sgd", 0.9), wrapopt.keras.SWA("sgd"):
+    found = make(opt).fit(x, y, verbose=0, validation_data=(x, y), callbacks=[
+        wrapopt.keras.EvaluateWithAverages(decay="all")]).history
+    assert set(found) == {"loss", "val_loss"}
+  with pytest.raises(ValueError, match='must be a decay, None or "all", got'):
+    wrapopt.keras.EvaluateWithAverages(decay="every")
+
+
+@pytest.mark.parametrize("kind", ["MovingAverage", "SWA", "nested", "multi"])
+def test_fit_keeps_raw_weights(kind):
+  if kind == "multi" and not hasattr(keras.optimizers, "MultiOptimizer"):
+    pytest.skip("Keras 3.12 has none.")
+
+  def wrap(keeps):
+    moving = lambda opt: wrapopt.keras.MovingAverage(
+        opt, [0.9, 0.5], keep_raw_weights=keeps)
+    swa = lambda opt: wrapopt.keras.SWA(opt, average_period=1,
+                                        keep_raw_weights=keeps)
+    if kind == "multi":
+      return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
+          moving("sgd"), {".*bias": swa("sgd")}))
+    return {"MovingAverage": moving, "SWA": swa,
+            "nested": lambda opt: moving(swa(opt))}[kind]("sgd")
+
+  x, y = data()
+  ends = {}
+  for keeps in False, True:
+    keras.utils.set_random_seed(0)
+    model = make(wrap(keeps))
+    raw, losses = [], []
+
+    class Watch(callbacks.Callback):
+
+      def on_epoch_end(self, epoch, logs=None):
+        raw.append(values(self.model.weights))
+        losses.append(logs["val_loss"])
+
+    decay = None if kind in ("SWA", "multi") else 0.5
+    model.fit(x, y, epochs=2, verbose=0, shuffle=False, validation_data=(x, y),
+              callbacks=[wrapopt.keras.EvaluateWithAverages(
+                  callbacks.EarlyStopping(), decay=decay), Watch()])
+    ends[keeps] = values(model.weights), raw, losses, model
+  assert_same(ends[True][0], ends[True][1][-1])
+  assert np.abs(ends[False][0][0] - ends[True][0][0]).max() > 1e-3
+  for a, b in zip(ends[True][1], ends[False][1], strict=True):
+    assert_same(a, b)
+  assert ends[True][2] == ends[False][2]
+  # The averages are still there, and training goes on.
+  model = ends[True][3]
+  np.testing.assert_allclose(
+      model.evaluate(x, y, verbose=0, callbacks=[
+          wrapopt.keras.EvaluateWithAverages(decay=decay)]),
+      losses[-1], rtol=1e-5)
+
+
+def test_raw_weights_are_kept_by_all_or_none():
+  kinds = wrapopt.keras
+  for inner in kinds.SWA("sgd"), kinds.Lookahead(kinds.SWA("sgd")):
+    with pytest.raises(ValueError, match="with keep_raw_weights=True must not "
+                       "be or hold.*got SWA. Pass keep_raw_weights=True to it"):
+      kinds.MovingAverage(inner, keep_raw_weights=True)
+  with pytest.raises(ValueError, match="got SGD. Pass use_ema=False to it"):
+    kinds.SWA(keras.optimizers.SGD(use_ema=True), keep_raw_weights=True)
+  with pytest.raises(TypeError, match="`keep_raw_weights` must be True or"):
+    kinds.SWA("sgd", keep_raw_weights=1)
+  x, y = data()
+  model = make(kinds.MovingAverage("sgd", keep_raw_weights=True))
+  with pytest.raises(ValueError, match="must not contain an EarlyStopping with "
+                     "restore_best_weights=True if"):
+    model.fit(x, y, verbose=0, callbacks=[kinds.EvaluateWithAverages(
+        callbacks.EarlyStopping(restore_best_weights=True))])
+  copied = keras.optimizers.get(keras.optimizers.serialize(model.optimizer))
+  assert copied.get_config()["keep_raw_weights"] is True
+  if not hasattr(keras.optimizers, "MultiOptimizer"):
+    return  # Keras 3.12 has none.
+  model = make(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
+      kinds.SWA("sgd"), {".*bias": kinds.SWA("sgd", keep_raw_weights=True)})))
+  with pytest.raises(ValueError, match="must be the same for all optimizers"):
+    model.fit(x, y, verbose=0, callbacks=[kinds.EvaluateWithAverages()])
+
+
+def test_swa_counts_epochs():
+  """Steps 5, 7, 9 of 2-step epochs: the ends of epochs 2, 3 and 4."""
+  w = keras.Variable([0.0])
+  opt = wrapopt.keras.SWA(keras.optimizers.SGD(1.0), 2, steps_per_epoch=2)
+  for _ in range(10):
+    opt.apply([tf.constant([-1.0])], [w])
+  assert opt.average(w).numpy() == (6 + 8 + 10) / 3
+  copied = keras.optimizers.get(keras.optimizers.serialize(opt))
+  assert copied.get_config() == opt.get_config()
+  assert opt.get_config()["steps_per_epoch"] == 2
+  with pytest.raises(ValueError, match="`steps_per_epoch` must be at least 1"):
+    wrapopt.keras.SWA("sgd", steps_per_epoch=0)
+  x, y = data()
+  model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=2))
+  with pytest.raises(ValueError, match="number of steps in an epoch of fit.., "
+                     "4, got 2. Make the SWA with steps_per_epoch=4"):
+    model.fit(x, y, batch_size=16, verbose=0,
+              callbacks=[wrapopt.keras.EvaluateWithAverages()])

@@ -1,6 +1,7 @@
 """The base classes of the wrappers of Keras optimizers."""
 
 import collections.abc
+from collections.abc import Iterable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
@@ -8,7 +9,7 @@ import copy
 import numbers
 import threading
 import typing
-from typing import Any, Optional
+from typing import Any, Literal, Optional, Union
 import warnings
 
 import keras
@@ -445,7 +446,28 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
 
 class AveragingOptimizer(WrapperOptimizer):
-  """A wrapper whose averages replace the weights in an evaluation."""
+  """A wrapper whose averages replace the weights in an evaluation.
+
+  Attributes:
+    keeps_raw_weights: Whether `fit` ends with the raw weights in the model.
+    averages_batch_norm: Whether it averages statistics of batch normalizations.
+  """
+
+  averages_batch_norm = False
+
+  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
+    super().__init__(optimizer, name, sum_duplicates)
+    self.keeps_raw_weights = check_bool("keep_raw_weights", keep_raw_weights)
+    for x in _steps.within(self) if keep_raw_weights else ():
+      if x.use_ema if not isinstance(x, WrapperOptimizer) else (
+          isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
+        raise ValueError(
+            f"`optimizer` of a {type(self).__name__} with "
+            "keep_raw_weights=True must not be or hold an optimizer that puts "
+            "its averages in the weights at the end of fit(), got "
+            f"{type(x).__qualname__}. Pass "
+            + ("keep_raw_weights=True" if isinstance(x, WrapperOptimizer)
+               else "use_ema=False") + " to it.")
 
   def average(self, variable: keras.Variable) -> Any:
     """The average of a variable.
@@ -506,16 +528,10 @@ class AveragingOptimizer(WrapperOptimizer):
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
-    batch_norm = [] if model is None else [
-        _value(v) for v in _batch_norm.statistics(model)]
-    with self.in_place(model, decay):
-      held = [(v, v.read_value()) for variable in batch_norm
-              for v in _replicas.values(variable)]
-      try:
-        yield
-      finally:
-        for variable, value in held:
-          variable.assign(value)
+    with self.in_place(model, decay), (
+        contextlib.nullcontext() if model is None
+        else _batch_norm.restored(model)):
+      yield
 
   @contextlib.contextmanager
   def in_place(self, model=None, decay=None):
@@ -530,6 +546,56 @@ class AveragingOptimizer(WrapperOptimizer):
     finally:
       with _exchanging:
         self._state.put_back()
+
+  def averaged_model(
+      self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
+      recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
+  ) -> keras.Model:
+    """Makes a copy of a model whose weights are the averages.
+
+    The copy is not compiled, and shares nothing with the model. It is made by
+    `keras.models.clone_model`, which can copy functional and sequential models,
+    and others that have `get_config`. Weights without an average, such as those
+    of frozen layers, are copied.
+
+    Example:
+
+        optimizer.averaged_model(model, recalibrate=dataset).export("served")
+
+    Args:
+      model: A model with variables that the optimizer averages.
+      decay: Which of several decays; by default the first.
+      recalibrate: A finite data set of training batches, with which
+        `recalibrate_batch_norm` is called on the copy. None or False keeps the
+        statistics of batch normalizations; None also warns, if the model has
+        any that are trained, and the optimizer does not average them.
+
+    Returns:
+      A `keras.Model`.
+
+    Raises:
+      TypeError: If `model` is not a Keras model, or `recalibrate` is not a data
+        set that can be read several times.
+      RuntimeError: If the optimizer is not built, or averages are in place.
+      ValueError: If the optimizer averages no variable of `model` or does not
+        have the decay, if Keras cannot copy the model, or if `recalibrate` is
+        infinite.
+    """
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+    _batch_norm.check_recalibrate(recalibrate)
+    self._require_built("averaged_model")
+    with self.in_place(model, decay):
+      weights = model.get_weights()
+    copied = _clone(model)
+    copied.set_weights(weights)
+    if recalibrate is not None and recalibrate is not False:
+      _batch_norm.recalibrate_batch_norm(copied, recalibrate)
+    elif (recalibrate is None and not self.averages_batch_norm and
+          _batch_norm.trained(model)):
+      warnings.warn(_batch_norm.warning("averaged_model() copies averages of",
+                                        model), stacklevel=2)
+    return copied
 
   def _index_of(self, decay):
     """The index of a decay's row of averages; 0 for None."""
@@ -573,6 +639,13 @@ class AveragingOptimizer(WrapperOptimizer):
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
 
+  def decays(self):
+    """What tells the averages apart, the default first: a list."""
+    return [None]
+
+  def check_steps_per_epoch(self, steps):
+    """Raises an error if the averages are for epochs of other lengths."""
+
   def check_decay(self, decay):
     """Raises an error if the optimizer does not have a decay or None."""
     self._index_of(decay)
@@ -598,14 +671,52 @@ class AveragingOptimizer(WrapperOptimizer):
   def finalize_variable_values(self, var_list):
     """Sets variables to their averages, as Keras does at the end of `fit`.
 
+    With `keep_raw_weights`, they keep their values.
+
     Args:
       var_list: Variables that the optimizer was built with.
     """
     if self.built:
       self._settle()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
-    if self.built:
-      assign_all(self._of(var_list))
+    if self.built and not self.keeps_raw_weights:
+      assign_all(self._finalized(var_list))
+
+  def _finalized(self, var_list):
+    """The (variable, average) pairs with which `fit` ends."""
+    return self._of(var_list)
+
+  def get_config(self) -> dict[str, Any]:
+    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
+
+
+def _clone(model):
+  """A copy of a model, with initial weights, that is not compiled."""
+  def shapes(model):
+    return [tuple(v.shape) for v in model.weights]
+
+  # clone_model compiles the copy of a compiled model, with a new optimizer.
+  compiled = model.compiled
+  try:
+    model.compiled = False
+    copied = keras.models.clone_model(model)
+  except Exception as e:
+    raise _not_copied(model, f"{e}\n") from e
+  finally:
+    model.compiled = compiled
+  if shapes(copied) != shapes(model):
+    raise _not_copied(
+        model, f"The copy has {len(copied.weights)} weights, the model "
+        f"{len(model.weights)}, or their shapes differ. ")
+  return copied
+
+
+def _not_copied(model, why):
+  return ValueError(
+      "`model` must be one that keras.models.clone_model can copy, got "
+      f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
+      "get_config() and build(), or make the copy yourself and call its "
+      "set_weights(model.get_weights()) inside averaged_weights(model).")
 
 
 def averaging(optimizer):

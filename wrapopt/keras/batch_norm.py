@@ -1,11 +1,17 @@
 """The statistics of batch normalizations, for averaged weights."""
 
 from collections.abc import Iterable
+from collections.abc import Iterator
+import contextlib
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+
+from wrapopt import _exchange
+from wrapopt import _inner_keras
+from wrapopt import _replicas
 
 
 def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
@@ -48,16 +54,7 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   that of the whole set, not the mean of the batches' variances; batches are
   weighted by their sizes; dropout is off.
   """
-  if isinstance(dataset, (np.ndarray, tf.Tensor)) or not hasattr(
-      dataset, "__iter__"):
-    raise TypeError(
-        "`dataset` must be an iterable of batches, such as a tf.data.Dataset, "
-        f"got {type(dataset).__qualname__}. Convert an array x with "
-        "tf.data.Dataset.from_tensor_slices(x).batch(128).")
-  if isinstance(dataset, tf.data.Dataset) and (
-      dataset.cardinality() == tf.data.INFINITE_CARDINALITY):
-    raise ValueError("`dataset` must be finite, got one that repeats without "
-                     "end. Use dataset.take(number_of_batches).")
+  _check_dataset("dataset", dataset)
   not_built = [x for x in _all_layers(model) if not x.built]
   if not_built and not model.built:
     raise _not_built(model, not_built)
@@ -89,6 +86,34 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
     variable.assign(value)
 
 
+def check_recalibrate(recalibrate):
+  """Raises an error if an argument `recalibrate` cannot be used repeatedly.
+
+  It is a data set for `recalibrate_batch_norm`, False or None.
+  """
+  if recalibrate is None or recalibrate is False:
+    return
+  _check_dataset("recalibrate", recalibrate)
+  if isinstance(recalibrate, Iterator):
+    raise TypeError(
+        "`recalibrate` must be a data set that can be read several times, got "
+        f"the iterator {type(recalibrate).__qualname__}. Pass a "
+        "tf.data.Dataset or a list of batches.")
+
+
+def _check_dataset(name, dataset):
+  if isinstance(dataset, (np.ndarray, tf.Tensor, str, bytes, dict)) or (
+      not hasattr(dataset, "__iter__")):
+    raise TypeError(
+        f"`{name}` must be an iterable of batches, such as a tf.data.Dataset, "
+        f"got {type(dataset).__qualname__}. Convert an array x with "
+        "tf.data.Dataset.from_tensor_slices(x).batch(128).")
+  if isinstance(dataset, tf.data.Dataset) and (
+      dataset.cardinality() == tf.data.INFINITE_CARDINALITY):
+    raise ValueError(f"`{name}` must be finite, got one that repeats without "
+                     "end. Use dataset.take(number_of_batches).")
+
+
 def _not_built(model, not_built):
   return ValueError(
       f"`model` must be built, got '{model.name}', whose batch normalization "
@@ -110,6 +135,66 @@ def statistics(model):
   """The moving statistics of batch normalizations: a list of variables."""
   return [v for layer in layers(model) for v in layer.non_trainable_variables
           if not any(v is w for w in (layer.gamma, layer.beta))]
+
+
+def trained(model):
+  """The batch normalizations whose statistics a training changes: a list."""
+  return [layer for layer in _all_layers(model) if layer.trainable]
+
+
+def warning(what, model):
+  """The text of a warning that statistics do not fit averaged weights."""
+  return (
+      f"{what} the weights with moving statistics of the raw weights, which do "
+      f"not fit them, in the batch normalizations of '{model.name}'. Pass "
+      "recalibrate=dataset, a finite data set of training batches; or make the "
+      "MovingAverage with average_batch_norm=True; or pass recalibrate=False "
+      "to keep these statistics.")
+
+
+@contextlib.contextmanager
+def restored(model):
+  """Restores the statistics of a model after a `with` block, bit for bit."""
+  held = [(v, v.read_value()) for v in _values(model)]
+  try:
+    yield
+  finally:
+    for variable, value in held:
+      variable.assign(value)
+
+
+class Recalibrated:
+  """Recalibrated statistics of a model, beside those that are in place."""
+
+  def __init__(self, model, dataset):
+    with restored(model):
+      recalibrate_batch_norm(model, dataset)
+      self._pairs = [(v, _copy(v)) for v in _values(model)]
+
+  @contextlib.contextmanager
+  def in_place(self):
+    """Puts them in place for a `with` block."""
+    put_back = _exchange.put_in_place(self._pairs)
+    try:
+      yield
+    finally:
+      put_back()
+
+  def assign(self):
+    """Assigns them to the model."""
+    for variable, value in self._pairs:
+      variable.assign(value)
+
+
+def _values(model):
+  """The statistics of a model: TensorFlow's variables, of each replica."""
+  return [value for v in statistics(model)
+          for value in _replicas.values(_inner_keras.value(v))]
+
+
+def _copy(variable):
+  with tf.init_scope(), tf.device(variable.device):
+    return tf.Variable(variable, trainable=False)
 
 
 class _Moments:

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable
 import contextlib
-from typing import Any, Optional
+import itertools
+from typing import Any, Literal, Optional, Union
+import warnings
 
 import keras
 from keras.src.utils import python_utils
 
 from wrapopt import _decays
 from wrapopt.keras import _wrapper
+from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
 
 
@@ -34,7 +37,29 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   After `fit`, the model holds the averages, as with Keras's `use_ema`. If a
   callback in `callbacks` then sets weights, like EarlyStopping, the averages
-  of all decays are set to these weights.
+  of all decays are set to these weights. An optimizer with
+  `keep_raw_weights=True` keeps the raw weights in the model.
+
+  The moving statistics of batch normalizations come from the raw weights and do
+  not fit the averages. With `recalibrate=dataset`, each evaluation first
+  computes those that fit, as `recalibrate_batch_norm` does, in one pass over
+  the data set. They are in place together with the averages, also for
+  `callbacks` and at the end of `fit`. During the training, the model keeps its
+  own statistics, bit for bit.
+
+  With `decay="all"`, validation in `fit` evaluates the averages of all decays.
+  The names of the logs of all but the first end in the decay, such as
+  `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
+  with the averages of that decay in place. It needs `mode`, since Keras does
+  not know these names:
+
+      model.compile(wrapopt.keras.MovingAverage("adam", [0.999, 0.99]), ...)
+      model.fit(..., validation_data=..., callbacks=[
+          wrapopt.keras.EvaluateWithAverages([
+              keras.callbacks.ModelCheckpoint(
+                  "0.99.keras", monitor="val_loss_0.99", mode="min",
+                  save_best_only=True),
+          ], decay="all")])
 
   The averages are those of the outermost wrapper that keeps averages, which may
   be inside Keras's LossScaleOptimizer or MultiOptimizer. A float32 average of a
@@ -44,7 +69,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   def __init__(
       self, callbacks: Optional[Iterable[keras.callbacks.Callback]] = None, *,
-      decay: Optional[_decays.Decay] = None) -> None:
+      decay: Union[None, _decays.Decay, Literal["all"]] = None,
+      recalibrate: Union[None, Iterable[Any], Literal[False]] = None) -> None:
     """Makes the callback.
 
     Args:
@@ -53,14 +79,30 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         training and needs the raw weights, nor Snapshots, which reads the
         averages itself: pass them to `fit`.
       decay: Which of an optimizer's decays; by default the first. `fit` then
-        ends with these averages in the weights.
+        ends with these averages in the weights. "all": the first, and
+        validation in `fit` evaluates the others, too.
+      recalibrate: A finite data set of training batches, as for
+        `recalibrate_batch_norm`, which can be read several times. None or False
+        keeps the statistics of batch normalizations; None also warns, if the
+        model has any that are trained, and the optimizer does not average them.
 
     Raises:
-      TypeError: If `callbacks` contains anything but callbacks.
-      ValueError: If `callbacks` contains a BackupAndRestore or a Snapshots.
+      TypeError: If `callbacks` contains anything but callbacks, or
+        `recalibrate` is not a data set that can be read several times.
+      ValueError: If `callbacks` contains a BackupAndRestore or a Snapshots, or
+        with `recalibrate` a callback that runs after each batch; or if
+        `recalibrate` is infinite.
     """
     super().__init__()
+    if isinstance(decay, str) and decay != "all":
+      raise ValueError(f"`decay` must be a decay, None or \"all\", got "
+                       f"{decay!r}.")
     self._decay = decay
+    batch_norm.check_recalibrate(recalibrate)
+    self._dataset = None if recalibrate is False else recalibrate
+    self._warns = recalibrate is None
+    self._recalibrated: Optional[batch_norm.Recalibrated] = None
+    self._others: dict[str, EvaluateWithAverages] = {}  # By suffix of logs.
     if isinstance(callbacks, keras.callbacks.Callback):
       callbacks = [callbacks]
     self._callbacks = list(callbacks or ())
@@ -81,6 +123,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._at_batch_end = [
         c for c in self._callbacks if getattr(c, "save_freq", None) != "epoch"
         and not _are_default(c, "on_batch_end", "on_train_batch_end")]
+    if self._at_batch_end and self._dataset is not None:
+      raise ValueError(
+          "`callbacks` must not contain one that runs after each batch if "
+          "`recalibrate` is given: it would need a pass over the data set "
+          f"each time, got {type(self._at_batch_end[0]).__qualname__}. Use "
+          "save_freq=\"epoch\", or pass it to fit() next to "
+          "EvaluateWithAverages.")
     # Keras then does not wait for results that no callback uses.
     for name in ("on_train_batch_end", "on_test_batch_end",
                  "on_predict_batch_end"):
@@ -94,18 +143,61 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_params(params)
 
   def set_model(self, model):
-    if not _wrapper.averaging(model.optimizer):
+    found = _wrapper.averaging(model.optimizer)
+    if not found:
       raise ValueError(
           "EvaluateWithAverages needs an optimizer that keeps averages, such "
           "as wrapopt.keras.MovingAverage, got "
           f"{type(model.optimizer).__qualname__}.")
-    for optimizer in _wrapper.averaging(model.optimizer):
-      optimizer.check_decay(self._decay)
+    decays = found[0].decays() if self._decay == "all" else [self._decay]
+    for optimizer in found:
+      for decay in decays:
+        optimizer.check_decay(decay)
+    self._check_end(found)
+    self._check_batch_norm(model, found)
     super().set_model(model)
+    self._evaluated = decays[0]
+    self._recalibrated = None
     self._functions = [_Function(model, kind, self._in_place)
                        for kind in ("test", "predict")]
     for callback in self._callbacks:
       callback.set_model(model)
+    self._others = {
+        f"_{decay}": EvaluateWithAverages(
+            decay=decay,
+            recalibrate=False if self._dataset is None else self._dataset)
+        for decay in decays[1:]}
+    for other in self._others.values():
+      other.set_model(model)
+
+  def _check_end(self, found):
+    """Raises an error if the weights at the end of `fit` are not clear."""
+    keeps = {optimizer.keeps_raw_weights for optimizer in found}
+    if len(keeps) > 1:
+      raise ValueError(
+          "`keep_raw_weights` must be the same for all optimizers that keep "
+          "averages in one model, got True and False.")
+    if keeps == {True} and any(
+        isinstance(c, keras.callbacks.EarlyStopping) and c.restore_best_weights
+        for c in self._callbacks):
+      raise ValueError(
+          "`callbacks` must not contain an EarlyStopping with "
+          "restore_best_weights=True if the optimizer has "
+          "keep_raw_weights=True: it sets the weights to averages at the end "
+          "of fit(). Save the best averages with a ModelCheckpoint.")
+
+  def _check_batch_norm(self, model, found):
+    """Raises an error or warns if statistics do not fit the averages."""
+    averages = any(optimizer.averages_batch_norm for optimizer in found)
+    if self._dataset is not None and averages:
+      raise ValueError(
+          "`recalibrate` must not be given if the optimizer averages the "
+          "statistics of batch normalizations, got both. Remove "
+          "average_batch_norm=True.")
+    if self._warns and not averages and batch_norm.trained(model):
+      self._warns = False
+      warnings.warn(batch_norm.warning(
+          "EvaluateWithAverages evaluates averages of", model))
 
   @contextlib.contextmanager
   def _in_place(self):
@@ -116,42 +208,83 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for optimizer in _wrapper.averaging(model.optimizer):
         if optimizer.built:  # Part of a MultiOptimizer may train nothing.
-          stack.enter_context(optimizer.in_place(model, self._decay))
+          stack.enter_context(optimizer.in_place(model, self._evaluated))
+      if self._dataset is not None:
+        if self._recalibrated is None:
+          self._recalibrated = batch_norm.Recalibrated(model, self._dataset)
+        stack.enter_context(self._recalibrated.in_place())
       yield
 
+  def _forget(self):
+    """Discards recalibrated statistics: the weights may have changed."""
+    for callback in (self, *self._others.values()):
+      callback._recalibrated = None
+
+  def _run(self, callbacks, method, *args):
+    """Runs callbacks with the averages in place that they monitor."""
+
+    def evaluator(callback):
+      monitor = getattr(callback, "monitor", None)
+      return next((other for suffix, other in self._others.items()
+                   if isinstance(monitor, str) and monitor.startswith("val_")
+                   and monitor.endswith(suffix)), self)
+
+    for found, group in itertools.groupby(callbacks, evaluator):
+      with found._in_place():
+        for callback in group:
+          getattr(callback, method)(*args)
+
   def on_train_begin(self, logs=None):
+    steps = (self.params or {}).get("steps")
     for optimizer in _wrapper.averaging(self.model.optimizer):
       optimizer.know(self.model)
+      if steps is not None:
+        optimizer.check_steps_per_epoch(steps)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
-    found = [x for x in _wrapper.averaging(self.model.optimizer) if x.built]
-    if self._decay is not None:  # Keras has put the first in place.
-      for optimizer in found:
-        optimizer.assign_averages(self.model, self._decay)
+    found = [x for x in _wrapper.averaging(self.model.optimizer)
+             if x.built and not x.keeps_raw_weights]
+    if found:
+      if self._decay is not None:  # Keras has put the first in place.
+        for optimizer in found:
+          optimizer.assign_averages(self.model, self._evaluated)
+      if self._dataset is not None:
+        (self._recalibrated or
+         batch_norm.Recalibrated(self.model, self._dataset)).assign()
     self._call("on_train_end", logs)
     if self._callbacks:
       for optimizer in found:
-        optimizer.adopt(self.model, self._decay)
+        optimizer.adopt(self.model, self._evaluated)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
 
   def on_epoch_end(self, epoch, logs=None):
-    if self._callbacks:
-      with self._in_place():
-        self._call("on_epoch_end", epoch, logs)
+    if self._others and any(name.startswith("val_") for name in logs or ()):
+      logs.update(self._logs_of_others())
+    self._run(self._callbacks, "on_epoch_end", epoch, logs)
+
+  def _logs_of_others(self):
+    """Evaluates the averages of the other decays: the logs, a dict."""
+    found = {}
+    for suffix, other in self._others.items():
+      # On the data of the validation that has just ended.
+      logs = self.model.evaluate(
+          verbose=0, callbacks=[other], return_dict=True,
+          _use_cached_eval_dataset=True)
+      found.update({f"val_{name}{suffix}": x for name, x in logs.items()})
+    return found
 
   def on_train_batch_begin(self, batch, logs=None):
+    self._forget()
     self._call("on_train_batch_begin", batch, logs)
 
   def on_train_batch_end(self, batch, logs=None):
-    if self._at_batch_end:
-      with self._in_place():
-        for callback in self._at_batch_end:
-          callback.on_train_batch_end(batch, logs)
+    self._run(self._at_batch_end, "on_train_batch_end", batch, logs)
 
   def on_test_begin(self, logs=None):
+    self._recalibrated = None
     self._call("on_test_begin", logs)
 
   def on_test_end(self, logs=None):
@@ -166,6 +299,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_test_batch_end", batch, logs)
 
   def on_predict_begin(self, logs=None):
+    self._recalibrated = None
     self._call("on_predict_begin", logs)
 
   def on_predict_end(self, logs=None):

@@ -83,6 +83,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
       name: Optional[str] = None, *, shadow_dtype: Any = None,
       average_batch_norm: bool = False, lazy: Optional[bool] = None,
+      keep_raw_weights: bool = False,
       sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
@@ -110,11 +111,14 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         averaged weights are evaluated with the statistics of the raw weights.
         If True, the optimizer must know the model: pass `fit` the callback
         `EvaluateWithAverages`, or call `know(model)`. As an alternative,
-        `recalibrate_batch_norm` computes the statistics that fit the averages.
+        `EvaluateWithAverages(recalibrate=dataset)` and `recalibrate_batch_norm`
+        compute the statistics that fit the averages.
       lazy: Whether the averages of rows that a sparse gradient does not touch
         may lag behind until they are read. By default (None), where that is
         exact (`is_lazy`). If False, each step moves all rows, and `average`
         always returns a `keras.Variable`.
+      keep_raw_weights: Whether `fit` ends with the raw weights in the model. By
+        default, it ends with the averages.
       sum_duplicates: If a batch names a row of an embedding several times,
         whether the row's gradients are summed before Adam, AdamW, Adagrad or
         RMSprop squares them, as `LazyAdam` does. One op then takes the step,
@@ -124,10 +128,11 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
-      ValueError: If a number is out of range, or `lazy` is neither None nor
-        False.
+      ValueError: If a number is out of range, `lazy` is neither None nor False,
+        or `keep_raw_weights` is True and an optimizer inside ends `fit` with
+        its own averages.
     """
-    super().__init__(optimizer, name, sum_duplicates)
+    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates)
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
@@ -281,6 +286,14 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
+  @property
+  def averages_batch_norm(self) -> bool:
+    return self._average_batch_norm
+
+  def decays(self) -> list[_decays.Decay]:
+    """The decays of the averages: a list of numbers and PowerDecays."""
+    return list(self._decays)
+
   def _index_of(self, decay):
     return _decays.index_of(decay, self._decays)
 
@@ -307,11 +320,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         (row[key] for row in rows if (key := self._var_key(v)) in row), None))
             for decay, *rows in zip(self._decays, self._rows, of_batch_norm)]
 
-  def finalize_variable_values(self, var_list):
-    super().finalize_variable_values(var_list)
-    if self.built:
-      variables, rows = self._statistics()
-      _wrapper.assign_all((v, rows[0][self._var_key(v)]) for v in variables)
+  def _finalized(self, var_list):
+    variables, rows = self._statistics()
+    return super()._finalized(var_list) + [
+        (v, rows[0][self._var_key(v)]) for v in variables]
 
   def averages(self, step):
     self._mark_begun()

@@ -27,6 +27,18 @@ class SWA(_wrapper.AveragingOptimizer):
   restored with the averages, and `seed_averages` resets it. The inner optimizer
   may have trained before: i includes its earlier steps, n does not.
 
+  With `steps_per_epoch`, the average counts epochs, not steps: the weights
+  after the last step of the epoch `start_averaging`, counted from 0, and of
+  every `average_period`-th epoch from then on. The statistics of batch
+  normalizations do not fit the average; `EvaluateWithAverages` recalibrates
+  them:
+
+      batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(32)
+      model.compile(wrapopt.keras.SWA(
+          "sgd", start_averaging=10, steps_per_epoch=len(batches)), ...)
+      model.fit(batches, epochs=20, callbacks=[
+          wrapopt.keras.EvaluateWithAverages(recalibrate=batches)])
+
   Example:
 
   >>> w = keras.Variable([0.0])
@@ -47,15 +59,24 @@ class SWA(_wrapper.AveragingOptimizer):
 
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
-      start_averaging: int = 0, average_period: int = 10,
-      name: Optional[str] = None, *, sum_duplicates: bool = False) -> None:
+      start_averaging: int = 0, average_period: Optional[int] = None,
+      name: Optional[str] = None, *, steps_per_epoch: Optional[int] = None,
+      keep_raw_weights: bool = False,
+      sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
-      start_averaging: The number of steps before the first counted one.
-      average_period: The number of steps from one counted step to the next.
+      start_averaging: The number of steps before the first counted one. With
+        `steps_per_epoch`, the number of epochs before the first counted one.
+      average_period: The number of steps from one counted step to the next; by
+        default 10. With `steps_per_epoch`, the number of epochs; by default 1.
       name: The name of the optimizer.
+      steps_per_epoch: The number of steps of an epoch, if `start_averaging` and
+        `average_period` are numbers of epochs. `EvaluateWithAverages` compares
+        it with the epochs of `fit`.
+      keep_raw_weights: Whether `fit` ends with the raw weights in the model. By
+        default, it ends with the averages.
       sum_duplicates: If a batch names a row of an embedding several times,
         whether the row's gradients are summed before Adam, AdamW, Adagrad or
         RMSprop squares them, as `LazyAdam` does. One op then takes the step,
@@ -63,14 +84,27 @@ class SWA(_wrapper.AveragingOptimizer):
         its own numbers: Keras squares each gradient and sums the squares.
 
     Raises:
-      TypeError: If `optimizer` is not a Keras optimizer, or a number is not an
-        integer.
-      ValueError: If a number is out of range.
+      TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
+        wrong type.
+      ValueError: If a number is out of range, or `keep_raw_weights` is True and
+        an optimizer inside ends `fit` with its own averages.
     """
-    super().__init__(optimizer, name, sum_duplicates)
+    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates)
+    if average_period is None:
+      average_period = 10 if steps_per_epoch is None else 1
     average_period = _wrapper.check_integer("average_period", average_period, 1)
     start_averaging = _wrapper.check_integer("start_averaging",
                                              start_averaging, 0)
+    if steps_per_epoch is not None:
+      steps_per_epoch = _wrapper.check_integer("steps_per_epoch",
+                                               steps_per_epoch, 1)
+    self._arguments = {"start_averaging": start_averaging,
+                    "average_period": average_period,
+                    "steps_per_epoch": steps_per_epoch}
+    if steps_per_epoch is not None:
+      start_averaging = (start_averaging + 1) * steps_per_epoch - 1
+      average_period *= steps_per_epoch
+    # In steps.
     self._start_averaging = start_averaging
     self._average_period = average_period
 
@@ -111,7 +145,14 @@ class SWA(_wrapper.AveragingOptimizer):
 
     _wrapper.where(counts, count)
 
+  def check_steps_per_epoch(self, steps: int) -> None:
+    """Raises an error if `steps_per_epoch` is another number than `steps`."""
+    expected = self._arguments["steps_per_epoch"]
+    if expected not in (None, steps):
+      raise ValueError(
+          "`steps_per_epoch` of a SWA must be the number of steps in an epoch "
+          f"of fit(), {steps}, got {expected}. Make the SWA with "
+          f"steps_per_epoch={steps}.")
+
   def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(),
-            "start_averaging": self._start_averaging,
-            "average_period": self._average_period}
+    return {**super().get_config(), **self._arguments}
