@@ -114,7 +114,8 @@ def settle(variables, but=()):
     The operations that the change must wait for: a list; empty in eager mode.
   """
   in_graph = not tf.executing_eagerly()
-  if not in_graph and _lagging.keys().isdisjoint(map(id, variables)):
+  if not in_graph and (
+      not _lagging or _lagging.keys().isdisjoint(map(id, variables))):
     return []
   if in_graph and save_context.in_save_context():
     # What is saved is up to date, and the steps of a saved function are dense.
