@@ -467,6 +467,8 @@ def test_a_staleness_tensor_that_is_no_integer():
 @pytest.mark.parametrize("arguments, error, text", [
     ({"policy": "halve"}, ValueError, "`policy` must be 'drop', 'scale' or"),
     ({"worker": ""}, ValueError, "`worker` must be a name, got ''"),
+    ({"fused": "no"}, TypeError,
+     r"`fused` must be None \(if there is an op\), True or False, got 'no'"),
     ({"opt": None}, TypeError, "`opt` must be a tf.compat.v1.train.Optimizer"),
     ({"global_step": 3}, TypeError, "`global_step` must be a variable"),
     ({"opt": v1.ProximalGradientDescentOptimizer(1.0), "fused": True},

@@ -18,6 +18,7 @@ from wrapopt._types import (
     Variable)
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_fused
 from wrapopt._wrapper import check_global_step
 from wrapopt._wrapper import check_integer
 
@@ -148,7 +149,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
-        is not an integer, or `global_step` is not a variable.
+        is not an integer, `global_step` is not a variable, or `fused` is
+        neither None nor a bool.
       ValueError: If `policy` is neither of the two names nor a function, or
         `fused` is True and there is no such op.
     """
@@ -167,7 +169,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       global_step = check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
-    self._fused = None if fused is None else bool(fused)
+    self._fused = check_fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
