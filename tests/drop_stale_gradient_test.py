@@ -13,6 +13,7 @@ from training import ancestors
 from training import assert_same_bits
 from training import graph_of
 from training import ops_of_type
+from training import session_of
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -202,6 +203,62 @@ def test_names_of_beta_powers(graph, wrap):
   prefix = "" if tf1.control_flow_v2_enabled() else "cond/"
   names = [v.op.name for v in tf1.global_variables()]
   assert f"{prefix}beta1_power" in names and f"{prefix}beta2_power" in names
+
+
+def beta_powers():
+  return sorted(v.op.name for v in tf1.global_variables()
+                if "beta" in v.op.name)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
+@pytest.mark.parametrize("scope", ["", "scope"])
+def test_names_do_not_depend_on_other_conds(graph, fused, scope):
+  """So that all workers share variables, if one of them has a cond more."""
+  def model(conds):
+    with graph_of(graph), tf1.name_scope(scope):
+      for _ in range(conds):
+        tf.cond(tf.constant(True), lambda: 1.0, lambda: 2.0)
+      Model(graph, lambda m: Drop(INNER["adam"](), 0, fused=fused))
+      return beta_powers()
+
+  prefix = "" if tf1.control_flow_v2_enabled() else "cond/"
+  prefix = f"{scope}/{prefix}" if scope else prefix
+  names = [f"{prefix}beta1_power", f"{prefix}beta2_power"]
+  assert model(0) == model(1) == model(3) == names
+
+
+def test_names_of_beta_powers_of_two_gates(graph):
+  model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
+  other = Drop(INNER["adam"](), 0)
+  with other.record_step(model.step):
+    pairs = [(tf.ones([2]), model.dense)]
+  other.apply_gradients(pairs, model.step)
+  prefix = "" if tf1.control_flow_v2_enabled() else "cond/"
+  assert beta_powers() == [f"{prefix}beta{i}_power{suffix}" for i in (1, 2)
+                           for suffix in ("", "_1")]
+
+
+def test_a_checkpoint_of_a_graph_with_other_conds(tmp_path):
+  """1.15 counted the conds of the graph in its names."""
+  with control_flow(False):
+    with graph_of("ref"), session_of() as session:
+      for name, value in ("cond_2/beta1_power", 0.5), (
+          "cond_2/beta2_power", 0.25), ("w", 3.0):
+        tf1.get_variable(name, initializer=value)
+      session.run(tf1.global_variables_initializer())
+      path = tf1.train.Saver().save(session, str(tmp_path / "model"))
+    with graph_of("ref"):
+      w = tf1.get_variable("w", initializer=0.0)
+      step = make_step()
+      opt = Drop(v1.AdamOptimizer(0.1), 0)
+      opt.minimize(w, step)
+      names = {v.op.name: v for v in tf1.global_variables()}
+      old = {f"cond_2/beta{i}_power": names[f"cond/beta{i}_power"]
+             for i in (1, 2)}
+      with tf1.Session() as session:
+        session.run(tf1.global_variables_initializer())
+        tf1.train.Saver({**old, "w": w}).restore(session, path)
+        assert session.run([w, *old.values()]) == [3, 0.5, 0.25]
 
 
 def test_several_instances_and_several_calls(graph):

@@ -79,6 +79,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   `stale_counter_1` and so on. A checkpoint of 1.15 has no
   `staleness_histogram`: leave that variable out of the Saver that restores one.
 
+  With control flow version 1, the inner optimizer's other variables than slots
+  are named as in a 1.15 graph with one cond: `cond/beta1_power`. The names do
+  not depend on other conds. The migration guide restores a checkpoint with
+  `cond_2/beta1_power`.
+
   Example, a gradient whose weights miss one update:
 
   >>> w, step = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
