@@ -84,6 +84,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   not depend on other conds. The migration guide restores a checkpoint with
   `cond_2/beta1_power`.
 
+  TensorBoard shows `drop_rate` of `staleness_stats` as
+  `Gradient_staleness_percentage`, a number in [0, 1].
+
   Example, a gradient whose weights miss one update:
 
   >>> w, step = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
@@ -114,10 +117,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   that had begun when the step was recorded; `record_step`; callable losses,
   eager mode, `tf.function`, `tf.train.Checkpoint`; several instances and
   several calls in a graph; `policy`, `staleness_stats`, `worker`; the gated op
-  is the TRAIN_OP. Arguments are checked: the step must be the recorded one, of
-  dtype int32 or int64; `opt` must be a `tf.compat.v1.train.Optimizer`. Its
-  slots and checkpoints are the gate's. A `tf.distribute` strategy is an error:
-  it has no asynchronous workers.
+  is the TRAIN_OP; the summary `Gradient_staleness_percentage` is the dropped
+  fraction of all updates, not the number of dropped ones over the global step
+  plus 1. Arguments are checked: the step must be the recorded one, of dtype
+  int32 or int64; `opt` must be a `tf.compat.v1.train.Optimizer`. Its slots and
+  checkpoints are the gate's. A `tf.distribute` strategy is an error: it has no
+  asynchronous workers.
   """
 
   def __init__(self, opt: V1Optimizer, staleness: Integer,
@@ -546,7 +551,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                    [2, _BUCKETS], tf.int64),
           self._worker_histogram(graph, worker_device))
       if new and graph is not None:
-        self._make_summaries(state, step)
+        self._make_summaries(state)
     return state
 
   def _worker_histogram(self, graph, device):
@@ -607,13 +612,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       return StalenessStats(*(x.numpy() for x in stats))
     return stats
 
-  def _make_summaries(self, state, step):
+  def _make_summaries(self, state):
     # The summaries do not wait for the update: the merged summary may also run
     # without it.
-    tf1.summary.scalar(
-        "Gradient_staleness_percentage",
-        # Not `step + 1`: what a ref variable is converted to may be in a loop.
-        state.stale_counter / tf.cast(step.read_value() + 1, tf.float32))
+    with ops.device_of(state.histogram):
+      rate = _stats(state.histogram).drop_rate
+    tf1.summary.scalar("Gradient_staleness_percentage", rate)
     if state.worker_histogram is not None:
       stats = _stats(state.worker_histogram)
       tf1.summary.scalar(f"{self._worker}/drop_rate", stats.drop_rate)
@@ -628,7 +632,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     step = tf.cast(step.read_value(), tf.int64)
     tf.summary.write(
         "Gradient_staleness_percentage",
-        lambda: state.stale_counter / tf.cast(step + 1, tf.float32), step,
+        lambda: tf.cast(_stats(state.histogram).drop_rate, tf.float32), step,
         _metadata("scalars"))
     if state.worker_histogram is None:
       return
