@@ -175,9 +175,9 @@ def test_a_missing_package_is_said_before_any_work(
   with pytest.raises(SystemExit) as e:
     digits.main(["--out", str(out)])
   assert str(e.value) == (
-      f"The examples, benchmarks and commands need the Python module '{package}', which "
-      "is not installed. Install it with: "
-      "pip install 'wrapopt[examples]'")
+      "The examples, benchmarks and commands need the Python module "
+      f"'{package}', which is not installed. Install it and what else they need "
+      "with: pip install matplotlib scikit-learn tqdm")
   assert not out.exists()
 
 

@@ -721,8 +721,18 @@ def test_a_gate_around_it(kind, control_flow):
      {"make_inner": tf1.train.AdamOptimizer}),
     (ValueError, "`rho` must be given: GradientDescentOptimizer must .* got 0",
      {"make_inner": lambda: sgd(0.0)}),
-    (ValueError, "`start_timeout_secs` must be above 0, got 0",
+    (ValueError, "`start_timeout_secs` must be more than 0, got 0",
      {"start_timeout_secs": 0}),
+    (TypeError, "`start_timeout_secs` must be a number of seconds, got '1'",
+     {"start_timeout_secs": "1"}),
+    (TypeError, "`moving_rate` must be a number, or a scalar tensor or "
+     "variable, got '0.5'", {"moving_rate": "0.5"}),
+    (TypeError, "`moving_rate` must be a number, or a scalar tensor or "
+     "variable, got True", {"moving_rate": True}),
+    (TypeError, "`rho` must be a number, or a scalar tensor or variable, got ",
+     {"rho": np.ones(2)}),
+    (TypeError, "`synchronous` must be True or False, got 'no'",
+     {"synchronous": "no"}),
     (TypeError, "`opt` must be a tf.compat.v1.train.Optimizer, got",
      {"make_inner": lambda: "sgd"}),
 ])

@@ -552,6 +552,8 @@ def test_opt_and_getter_are_checked():
     (TypeError, "`round_timeout_secs` must be a number of seconds, got '1'",
      {"round_timeout_secs": "1"}),
     (ValueError, "`worker` must be a name, got ''", {"worker": ""}),
+    (TypeError, "`is_chief` must be True or False, got 'no'",
+     {"is_chief": "no"}),
 ])
 def test_arguments_are_checked(error, match, options):
   worker = Worker()

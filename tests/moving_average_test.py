@@ -239,17 +239,47 @@ def test_decays_may_be_numpy_numbers():
 
 
 def test_num_updates_is_checked():
+  for number in -1, np.array(-1):
+    with pytest.raises(ValueError, match=(
+        r"^`num_updates` must be at least 0, got -1\.$")):
+      wrap(num_updates=number)
   with pytest.raises(ValueError, match=(
-      r"^`num_updates` must be at least 0, got -1\.$")):
-    wrap(num_updates=-1)
+      "^`num_updates` must be a scalar if it is a tensor or a variable, got "
+      r"one of shape \(2,\)\.$")):
+    wrap(num_updates=tf.ones([2]))
+  with pytest.raises(TypeError, match=(
+      "^`num_updates` must be a number, tensor, variable or callable, got")):
+    wrap(num_updates=np.ones(2))
 
 
-@pytest.mark.parametrize("dtype", [tf.float64, tf.float16, tf.int32])
+@pytest.mark.parametrize("dtype", [
+    tf.float64, tf.float16, tf.int32, "", 0, False, object()], ids=str)
 def test_shadow_dtype_is_checked(dtype):
   with pytest.raises(ValueError, match=(
       r"^`shadow_dtype` must be None \(the dtype of each variable\) or "
-      rf"tf\.float32, got tf\.{dtype.name}\.$")):
+      rf"tf\.float32, got {re.escape(repr(dtype))}\.$")):
     wrap(shadow_dtype=dtype)
+
+
+@pytest.mark.parametrize("value", ["no", None, 2, 1.0, [True]], ids=str)
+def test_sequential_update_is_checked(value):
+  with pytest.raises(TypeError, match=re.escape(
+      f"`sequential_update` must be True or False, got {value!r}.")):
+    wrap(sequential_update=value)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.True_, False, 0, np.False_])
+def test_sequential_update_may_be_any_bool(value):
+  w = tf.Variable(0.0)
+  opt = wrap(0.5, sequential_update=value)
+  descend(opt, w)
+  assert opt.average(w).numpy() == 0.5
+
+
+def test_fused_is_checked():
+  with pytest.raises(TypeError, match=(
+      r"^`fused` must be None \(if there is an op\), True or False, got 'no'")):
+    wrap(fused="no")
 
 
 def test_the_signature_of_1_15():

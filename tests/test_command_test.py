@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -46,16 +47,20 @@ def run(tmp_path):
   (tmp_path / ".venv" / ".installed").write_text(
       "tensorflow-cpu==2.21.0\n" + pathlib.Path("requirements.txt").read_text())
 
-  def command(*args, needing="", **env):
-    process = subprocess.run(
+  def process(*args, needing="", **env):
+    return subprocess.run(
         ["tools/test", *args], cwd=tmp_path, capture_output=True, text=True,
         check=False, env={
             **os.environ, "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
             "PYTHON": "python", "BAZEL": "bazel", "NEEDING": needing, **env})
-    assert process.returncode == 0, process.stdout + process.stderr
+
+  def command(*args, **options):
+    done = process(*args, **options)
+    assert done.returncode == 0, done.stdout + done.stderr
     calls = (tmp_path / "calls").read_text().splitlines()
     return calls, (tmp_path / ".venv-tensorflow" / ".installed").exists()
 
+  command.process = process
   return command
 
 
@@ -111,6 +116,24 @@ def test_another_tensorflow(run, tmp_path):
   calls, _ = run("//tests:a")
   assert any(call.endswith("install tensorflow-cpu==2.21.0 -r requirements.txt")
              for call in calls)
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_a_long_command_prints_the_time(run, tmp_path, status):
+  sleep = tmp_path / "bin" / "sleep"
+  sleep.write_text("#!/bin/bash\n[ $1 = 30 ] && exec /bin/sleep 0.1\n")
+  sleep.chmod(0o755)
+  python = tmp_path / ".venv" / "bin" / "python"
+  python.write_text(python.read_text().replace(
+      "exit 0",
+      f"[[ $* != *install*-r* ]] || {{ /bin/sleep 1; exit {status}; }}"))
+  outcome = run.process("//tests:a", TENSORFLOW="2.22.0rc0")
+  assert (outcome.returncode == 0) == (status == 0)
+  said = re.findall(r"^Python packages, in .*/\.venv: [01] seconds$",
+                    outcome.stderr, re.M)
+  assert len(said) > 2
+  assert ("FAILED: Python packages" in outcome.stderr) == (status != 0)
+  assert "Terminated" not in outcome.stderr
 
 
 def test_a_change_of_packages_that_fails_is_done_again(run, tmp_path):

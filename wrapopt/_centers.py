@@ -5,6 +5,7 @@ For the optimizers that average the weights of several workers.
 
 import collections
 import contextlib
+import numbers
 
 import tensorflow as tf
 
@@ -46,6 +47,14 @@ def check_count(subject, x):
   if x < 1:
     raise ValueError(f"`{subject}` must be at least 1, got {x}.")
   return x
+
+
+def check_seconds(subject, x):
+  """Raises an error if `x` is not a positive number of seconds."""
+  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+    raise TypeError(f"`{subject}` must be a number of seconds, got {x!r}.")
+  if not x > 0:
+    raise ValueError(f"`{subject}` must be more than 0, got {x}.")
 
 
 def check_period(subject, x):

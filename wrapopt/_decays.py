@@ -290,15 +290,20 @@ def of_step(decays, t):
 
 def check_num_updates(num_updates):
   """Raises an error if `num_updates` is not a count of updates or None."""
+  if isinstance(num_updates, np.ndarray) and num_updates.ndim == 0:
+    num_updates = num_updates[()]
   if isinstance(num_updates, numbers.Real) and not isinstance(num_updates,
                                                               bool):
     if not math.isfinite(num_updates):
       raise ValueError(f"`num_updates` must be finite, got {num_updates}.")
     if num_updates < 0:
       raise ValueError(f"`num_updates` must be at least 0, got {num_updates}.")
-  elif not (num_updates is None or callable(num_updates) or
-            isinstance(num_updates, (np.ndarray, tf.Variable)) or
-            tf.is_tensor(num_updates)):
+  elif isinstance(num_updates, tf.Variable) or tf.is_tensor(num_updates):
+    if not num_updates.shape.is_compatible_with([]):
+      raise ValueError(
+          "`num_updates` must be a scalar if it is a tensor or a variable, got "
+          f"one of shape {num_updates.shape}.")
+  elif not (num_updates is None or callable(num_updates)):
     raise TypeError("`num_updates` must be a number, tensor, variable or "
                     f"callable, got {num_updates!r}.")
 

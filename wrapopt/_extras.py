@@ -24,5 +24,5 @@ def load(module):
       raise
     raise SystemExit(
         f"The examples, benchmarks and commands need the Python module "
-        f"'{package}', which is not installed. Install it with: "
-        "pip install 'wrapopt[examples]'") from None
+        f"'{package}', which is not installed. Install it and what else they "
+        "need with: pip install matplotlib scikit-learn tqdm") from None

@@ -240,13 +240,15 @@ def _create_slots(opt, step):
 @contextlib.contextmanager
 def _names_of_non_slots():
   # In TensorFlow 1.15, the branch of a cond made the non-slot variables of the
-  # inner optimizer: checkpoints hold `cond/beta1_power`.
+  # inner optimizer: checkpoints hold `cond/beta1_power`. Not `cond_1` and so on
+  # after other conds: workers whose graphs differ in these share the variables.
   if (tf.executing_eagerly() or
       tf.compat.v1.executing_eagerly_outside_functions() or
       tf.compat.v1.control_flow_v2_enabled()):
     yield
   else:
-    with tf.name_scope("cond"):
+    outer = tf.compat.v1.get_default_graph().get_name_scope()
+    with tf.name_scope(f"{outer}/cond/" if outer else "cond/"):
       yield
 
 

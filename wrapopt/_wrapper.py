@@ -4,6 +4,7 @@ import contextlib
 import operator
 from typing import Any, Optional
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _composition
@@ -209,6 +210,24 @@ def check_integer(subject, x):
   except TypeError:
     pass
   raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+
+
+def check_bool(subject, x):
+  """`x` as a bool; raises a TypeError if it is no bool, 0 or 1."""
+  if isinstance(x, (bool, np.bool_)) or isinstance(x, int) and x in (0, 1):
+    return bool(x)
+  raise TypeError(f"`{subject}` must be True or False, got {x!r}.")
+
+
+def check_fused(fused):
+  """The argument `fused` of a wrapper, checked."""
+  if fused is None:
+    return None
+  try:
+    return check_bool("fused", fused)
+  except TypeError:
+    raise TypeError("`fused` must be None (if there is an op), True or False, "
+                    f"got {fused!r}.") from None
 
 
 def variable_of(step):

@@ -18,6 +18,7 @@ from wrapopt._types import (
     Variable)
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_fused
 from wrapopt._wrapper import check_global_step
 from wrapopt._wrapper import check_integer
 
@@ -78,6 +79,14 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   `stale_counter_1` and so on. A checkpoint of 1.15 has no
   `staleness_histogram`: leave that variable out of the Saver that restores one.
 
+  With control flow version 1, the inner optimizer's other variables than slots
+  are named as in a 1.15 graph with one cond: `cond/beta1_power`. The names do
+  not depend on other conds. The migration guide restores a checkpoint with
+  `cond_2/beta1_power`.
+
+  TensorBoard shows `drop_rate` of `staleness_stats` as
+  `Gradient_staleness_percentage`, a number in [0, 1].
+
   Example, a gradient whose weights miss one update:
 
   >>> w, step = tf.Variable(1.0), tf.Variable(0, dtype=tf.int64)
@@ -108,10 +117,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   that had begun when the step was recorded; `record_step`; callable losses,
   eager mode, `tf.function`, `tf.train.Checkpoint`; several instances and
   several calls in a graph; `policy`, `staleness_stats`, `worker`; the gated op
-  is the TRAIN_OP. Arguments are checked: the step must be the recorded one, of
-  dtype int32 or int64; `opt` must be a `tf.compat.v1.train.Optimizer`. Its
-  slots and checkpoints are the gate's. A `tf.distribute` strategy is an error:
-  it has no asynchronous workers.
+  is the TRAIN_OP; the summary `Gradient_staleness_percentage` is the dropped
+  fraction of all updates, not the number of dropped ones over the global step
+  plus 1. Arguments are checked: the step must be the recorded one, of dtype
+  int32 or int64; `opt` must be a `tf.compat.v1.train.Optimizer`. Its slots and
+  checkpoints are the gate's. A `tf.distribute` strategy is an error: it has no
+  asynchronous workers.
   """
 
   def __init__(self, opt: V1Optimizer, staleness: Integer,
@@ -148,7 +159,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
-        is not an integer, or `global_step` is not a variable.
+        is not an integer, `global_step` is not a variable, or `fused` is
+        neither None nor a bool.
       ValueError: If `policy` is neither of the two names nor a function, or
         `fused` is True and there is no such op.
     """
@@ -167,7 +179,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       global_step = check_global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
-    self._fused = None if fused is None else bool(fused)
+    self._fused = check_fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
@@ -539,7 +551,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                    [2, _BUCKETS], tf.int64),
           self._worker_histogram(graph, worker_device))
       if new and graph is not None:
-        self._make_summaries(state, step)
+        self._make_summaries(state)
     return state
 
   def _worker_histogram(self, graph, device):
@@ -600,13 +612,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       return StalenessStats(*(x.numpy() for x in stats))
     return stats
 
-  def _make_summaries(self, state, step):
+  def _make_summaries(self, state):
     # The summaries do not wait for the update: the merged summary may also run
     # without it.
-    tf1.summary.scalar(
-        "Gradient_staleness_percentage",
-        # Not `step + 1`: what a ref variable is converted to may be in a loop.
-        state.stale_counter / tf.cast(step.read_value() + 1, tf.float32))
+    with ops.device_of(state.histogram):
+      rate = _stats(state.histogram).drop_rate
+    tf1.summary.scalar("Gradient_staleness_percentage", rate)
     if state.worker_histogram is not None:
       stats = _stats(state.worker_histogram)
       tf1.summary.scalar(f"{self._worker}/drop_rate", stats.drop_rate)
@@ -621,7 +632,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     step = tf.cast(step.read_value(), tf.int64)
     tf.summary.write(
         "Gradient_staleness_percentage",
-        lambda: state.stale_counter / tf.cast(step + 1, tf.float32), step,
+        lambda: tf.cast(_stats(state.histogram).drop_rate, tf.float32), step,
         _metadata("scalars"))
     if state.worker_histogram is None:
       return

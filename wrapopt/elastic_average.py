@@ -7,6 +7,7 @@ import numbers
 import time
 from typing import Any, Optional
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _centers
@@ -18,6 +19,7 @@ from wrapopt._types import (
     Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
     V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_bool
 
 tf1 = tf.compat.v1
 
@@ -201,8 +203,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
-        `ea_custom_getter` is not an `ElasticAverageCustomGetter`, or a count is
-        not an integer.
+        `ea_custom_getter` is not an `ElasticAverageCustomGetter`, a count is
+        not an integer, or another argument has a wrong type.
       ValueError: If a number is out of range, or `rho` is not given and the
         learning rate is not known.
       RuntimeError: In eager mode.
@@ -224,21 +226,23 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                          "`communication_period` is not an integer, got "
                          f"{communication_period!r}.")
       moving_rate = self.BETA / communication_period / num_worker
-    elif (isinstance(moving_rate, numbers.Real)
+    else:
+      moving_rate = _number_or_tensor("moving_rate", moving_rate)
+      if (isinstance(moving_rate, numbers.Real)
           and not 0 <= float(moving_rate) <= 1):
-      raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")
+        raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")
+    if rho is not None:
+      rho = _number_or_tensor("rho", rho)
     if isinstance(rho, numbers.Real) and not 0 <= float(rho) < math.inf:
       raise ValueError(f"`rho` must be at least 0 and finite, got {rho}.")
-    if not start_timeout_secs > 0:
-      raise ValueError(
-          f"`start_timeout_secs` must be above 0, got {start_timeout_secs}.")
+    _centers.check_seconds("start_timeout_secs", start_timeout_secs)
     self._num_worker = num_worker
     self._getter = ea_custom_getter
     self._period = communication_period
     self._moving_rate = moving_rate
     self._rho = rho
     self._rho_lr = (_learning_rate(self._innermost()) if rho is None else None)
-    self._synchronous = synchronous
+    self._synchronous = check_bool("synchronous", synchronous)
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
 
@@ -557,6 +561,18 @@ class _StartHook(SessionRunHook):
             f"All {self._opt._num_worker} workers must start within {timeout} "
             f"seconds (`start_timeout_secs`), but workers {missing} have not.")
       time.sleep(self._PAUSE_SECS)
+
+
+def _number_or_tensor(subject, x):
+  """`x`; raises a TypeError if it is no number, scalar tensor or variable."""
+  if isinstance(x, np.ndarray) and x.ndim == 0:
+    x = x.item()
+  is_tensor = isinstance(x, tf.Variable) or tf.is_tensor(x)
+  if (not x.shape.is_compatible_with([]) if is_tensor else
+      not isinstance(x, numbers.Real) or isinstance(x, bool)):
+    raise TypeError(f"`{subject}` must be a number, or a scalar tensor or "
+                    f"variable, got {x!r}.")
+  return x
 
 
 def _learning_rate(opt):

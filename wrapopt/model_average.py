@@ -1,7 +1,6 @@
 """Averages the weights of workers that train independently of each other."""
 
 import collections
-import numbers
 import typing
 from typing import Any, Optional
 
@@ -14,6 +13,7 @@ from wrapopt import ops
 from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_bool
 
 tf1 = tf.compat.v1
 
@@ -208,13 +208,14 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`,
-        `ma_custom_getter` is not a `ModelAverageCustomGetter`, or a number of
-        workers or steps is not an integer.
+        `ma_custom_getter` is not a `ModelAverageCustomGetter`, `is_chief` is
+        not a bool, or a number of workers or steps is not an integer.
       ValueError: If a number is out of its range.
       RuntimeError: In eager mode.
     """
     super().__init__(opt, name)
     del use_locking
+    is_chief = check_bool("is_chief", is_chief)
     num_worker = _centers.check_count("num_worker", num_worker)
     interval_steps = _centers.check_period("interval_steps", interval_steps)
     if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
@@ -230,15 +231,15 @@ class ModelAverageOptimizer(WrapperOptimizer):
           f"got {min_workers}.")
     if round_timeout_secs is None:
       round_timeout_secs = _ROUND_TIMEOUT_SECS
-    _check_seconds("round_timeout_secs", round_timeout_secs)
+    _centers.check_seconds("round_timeout_secs", round_timeout_secs)
     if chief_timeout_secs is None:
       chief_timeout_secs = max(_CHIEF_TIMEOUT_SECS, 2 * round_timeout_secs)
-    _check_seconds("chief_timeout_secs", chief_timeout_secs)
+    _centers.check_seconds("chief_timeout_secs", chief_timeout_secs)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     _centers.require_graph(type(self).__name__)
     self._num_worker = num_worker
-    self._is_chief = bool(is_chief)
+    self._is_chief = is_chief
     self._getter = ma_custom_getter
     self._interval_steps = interval_steps
     self._min_workers = min_workers
@@ -528,10 +529,3 @@ class _Hook(SessionRunHook):
     del coord
     session.run(self._ready)
     session.run(self._init)
-
-
-def _check_seconds(name, value):
-  if not isinstance(value, numbers.Real) or isinstance(value, bool):
-    raise TypeError(f"`{name}` must be a number of seconds, got {value!r}.")
-  if not value > 0:
-    raise ValueError(f"`{name}` must be more than 0, got {value}.")

@@ -24,6 +24,8 @@ from wrapopt._swapping_saver import SwappingSaver
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._wrapper import check_bool
+from wrapopt._wrapper import check_fused
 
 _SLOT = "ExponentialMovingAverage"
 _STEPS = "average_steps"
@@ -135,19 +137,21 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, or
-        `average_decay` has another type.
+        `average_decay`, `num_updates`, `sequential_update` or `fused` has
+        another type.
       ValueError: If a decay or `num_updates` is out of range, decays repeat,
-        `fused` is True and there is no op for the inner optimizer, `lazy` is
-        neither None nor False, or `opt` contains a `MovingAverageOptimizer`.
+        `fused` is True and there is no op for the inner optimizer,
+        `shadow_dtype` is another dtype, `lazy` is neither None nor False, or
+        `opt` contains a `MovingAverageOptimizer`.
     """
     super().__init__(opt, name)
     decays = _decays.checked(average_decay)
     _decays.check_num_updates(num_updates)
-    if shadow_dtype is not None and tf.as_dtype(shadow_dtype) != tf.float32:
+    if not (shadow_dtype is None or _is_float32(shadow_dtype)):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
-    self._fused = None if fused is None else bool(fused)
+    self._fused = check_fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
@@ -156,8 +160,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = decays
     self._num_updates = num_updates
-    self._sequential_update = sequential_update
-    self._shadow_dtype = shadow_dtype and tf.as_dtype(shadow_dtype)
+    self._sequential_update = check_bool("sequential_update", sequential_update)
+    self._shadow_dtype = None if shadow_dtype is None else tf.float32
     # The name of the slots that hold a decay's averages: in a
     # `tf.train.Checkpoint`, several are known by their decays.
     self._slot_of_decay = ([_SLOT] if len(decays) == 1
@@ -805,6 +809,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _is_in_place(self, session):
     return any(session is s for s in self._averaged.in_place)
+
+
+def _is_float32(dtype):
+  try:
+    return tf.as_dtype(dtype) == tf.float32
+  except TypeError:
+    return False
 
 
 def _numbered(decay):
