@@ -151,8 +151,8 @@ def main(argv=None):
       prog="python -m wrapopt.examples.averages_digits", description=__doc__,
       formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument(
-      "--epochs", type=digits.count, nargs="+", default=[1, 2, 4, 16], metavar="N",
-      help="epochs after which to evaluate; default 1 2 4 16")
+      "--epochs", type=digits.count, nargs="+", default=[1, 2, 4, 16],
+      metavar="N", help="epochs after which to evaluate; default 1 2 4 16")
   parser.add_argument("--out", default="results/averages_digits", metavar="DIR",
                       help="where to write; default %(default)s")
   parser.add_argument("--seeds", type=digits.count, default=3,
