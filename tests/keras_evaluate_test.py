@@ -581,8 +581,16 @@ def test_swa_counts_epochs():
   with pytest.raises(ValueError, match="`steps_per_epoch` must be at least 1"):
     wrapopt.keras.SWA("sgd", steps_per_epoch=0)
   x, y = data()
-  model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=2))
+
+  def fit(inner, steps):
+    make(wrapopt.keras.SWA(inner, steps_per_epoch=steps)).fit(
+        x, y, batch_size=16, verbose=0,
+        callbacks=[wrapopt.keras.EvaluateWithAverages()])
+
+  fit("sgd", 4)
   with pytest.raises(ValueError, match="number of steps in an epoch of fit.., "
-                     "4, got 2. Make the SWA with steps_per_epoch=4"):
-    model.fit(x, y, batch_size=16, verbose=0,
-              callbacks=[wrapopt.keras.EvaluateWithAverages()])
+                     "4, got 2. Make the SWA with that number"):
+    fit("sgd", 2)
+  fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
+  with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
+    fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)

@@ -60,7 +60,7 @@ class Evaluate(keras.callbacks.Callback):
     """Makes the callback.
 
     Args:
-      averages: {name: (wrapper, decay)}.
+      averages: {name: (wrapper, decay)}; (None, None) are the raw weights.
       batches: The data set to recalibrate with.
       held_out: (images, labels) to evaluate on.
       epochs: The numbers of epochs after which to evaluate.
@@ -75,9 +75,11 @@ class Evaluate(keras.callbacks.Callback):
   def on_epoch_end(self, epoch, logs=None):
     self._progress.update()
     if epoch + 1 in self._epochs:
-      self._add(epoch + 1, _RAW, "raw")
       for name, (wrapper, decay) in self._averages.items():
-        self._add_average(epoch + 1, name, wrapper, decay)
+        if wrapper is None:
+          self._add(epoch + 1, name, "raw")
+        else:
+          self._add_average(epoch + 1, name, wrapper, decay)
 
   def _add(self, epoch, name, statistics):
     logs = self.model.evaluate(*self._held_out, verbose=0, return_dict=True)
@@ -121,7 +123,9 @@ def train(seed, points, progress):
         list(decays.values()), dynamic_decay=warm_up, average_batch_norm=True)
     averages = {name: (moving, decay) for name, decay in decays.items()}
     optimizer = moving
-    if warm_up:
+    if not warm_up:
+      averages[_RAW] = None, None
+    else:
       optimizer = wrapopt.keras.SWA(
           moving, start_averaging=points[-1] // 2, steps_per_epoch=len(batches))
       averages[_SWA] = optimizer, None
@@ -169,8 +173,8 @@ def main(argv=None):
       total=2 * options.seeds * points[-1], unit="epoch",
       file=sys.stderr) as progress:
     for seed in range(options.seeds):
-      for epoch, *key, accuracy in train(seed, points, progress):
-        found[epoch, *key].append(accuracy)
+      for *key, accuracy in train(seed, points, progress):
+        found[tuple(key)].append(accuracy)
   means = {key: float(np.mean(accuracies))
            for key, accuracies in found.items()}
   results_path = _results.write(

@@ -235,11 +235,11 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           getattr(callback, method)(*args)
 
   def on_train_begin(self, logs=None):
-    steps = (self.params or {}).get("steps")
+    batches = (self.params or {}).get("steps")
     for optimizer in _wrapper.averaging(self.model.optimizer):
       optimizer.know(self.model)
-      if steps is not None:
-        optimizer.check_steps_per_epoch(steps)
+      if batches is not None:
+        optimizer.check_batches_per_epoch(batches)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
