@@ -9,7 +9,7 @@ def test_tables(capsys, tmp_path):
   averages_digits.main(["--epochs", "1", "2", "--seeds", "1", "--out",
                         str(tmp_path)])
   lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-  assert lines.count(["after", "epochs", "1", "2"]) == 3
+  assert lines.count(["after", "epochs", "1", "2"]) == 4
   rows = json.loads((tmp_path / "results.json").read_text())["rows"]
   found = {(row["epochs"], row["average"], row["statistics"]):
            row["accuracies"] for row in rows}

@@ -485,6 +485,15 @@ def test_all_decays_with_recalibrated_statistics():
                                  history[name][epoch], rtol=1e-5)
 
 
+def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():
+  x, y = data()
+  model = trained()
+  found = [model.evaluate(x, y, verbose=0, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)])
+           for dataset in ([x], None)]
+  assert found[0] == found[1]
+
+
 def test_all_of_one_decay():
   x, y = data()
   for opt in wrapopt.keras.MovingAverage("sgd", 0.9), wrapopt.keras.SWA("sgd"):

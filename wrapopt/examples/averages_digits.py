@@ -10,6 +10,7 @@ show means over seeds.
 
 import argparse
 import collections
+import contextlib
 import os
 import sys
 import time
@@ -76,27 +77,29 @@ class Evaluate(keras.callbacks.Callback):
     self._progress.update()
     if epoch + 1 in self._epochs:
       for name, (wrapper, decay) in self._averages.items():
-        if wrapper is None:
-          self._add(epoch + 1, name, "raw")
-        else:
-          self._add_average(epoch + 1, name, wrapper, decay)
+        self._add_all(epoch + 1, name, wrapper, decay)
 
   def _add(self, epoch, name, statistics):
     logs = self.model.evaluate(*self._held_out, verbose=0, return_dict=True)
     self.rows.append((epoch, name, statistics, logs["accuracy"]))
 
-  def _add_average(self, epoch, name, wrapper, decay):
+  def _add_all(self, epoch, name, wrapper, decay):
     model = self.model
     raw = [v.numpy() for v in model.non_trainable_variables]
-    # At its end, the block restores weights and statistics.
-    with wrapper.averaged_weights(model, decay=decay):
-      if isinstance(wrapper, wrapopt.keras.MovingAverage):
-        self._add(epoch, name, "averaged")
+
+    def restore():
       for variable, value in zip(model.non_trainable_variables, raw):
         variable.assign(value)
+
+    with (contextlib.nullcontext() if wrapper is None else
+          wrapper.averaged_weights(model, decay=decay)):
+      if isinstance(wrapper, wrapopt.keras.MovingAverage):
+        self._add(epoch, name, "averaged")
+      restore()
       self._add(epoch, name, "raw")
       wrapopt.keras.recalibrate_batch_norm(model, self._batches)
       self._add(epoch, name, "recalibrated")
+    restore()
 
 
 def train(seed, points, progress):
@@ -114,8 +117,8 @@ def train(seed, points, progress):
   rows = []
   for warm_up in False, True:
     keras.utils.set_random_seed(seed)
-    batches = tf.data.Dataset.from_tensor_slices(data).shuffle(
-        len(data[0]), seed=seed).batch(_BATCH)
+    dataset = tf.data.Dataset.from_tensor_slices(data)
+    batches = dataset.shuffle(len(data[0]), seed=seed).batch(_BATCH)
     decays = {name: decay for name, (decay, warms_up) in _AVERAGES.items()
               if warms_up == warm_up}
     moving = wrapopt.keras.MovingAverage(
@@ -134,7 +137,10 @@ def train(seed, points, progress):
     model.compile(
         optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"])
-    evaluate = Evaluate(averages, batches, held_out, points, progress)
+    # In the order of the scans: to read `batches` would change the order in
+    # later epochs.
+    evaluate = Evaluate(averages, dataset.batch(_BATCH), held_out, points,
+                        progress)
     model.fit(batches, epochs=points[-1], shuffle=False, verbose=0,
               callbacks=[evaluate])
     rows += evaluate.rows
@@ -145,8 +151,9 @@ def print_table(title, names, points, accuracy_of):
   print(f"\n{title}")
   print("after epochs".ljust(24) + "".join(f"{p:>8}" for p in points))
   for name in names:
+    found = [accuracy_of(point, name) for point in points]
     print(name.ljust(24) + "".join(
-        f"{accuracy_of(point, name):>8.1%}" for point in points))
+        " " * 8 if x is None else f"{x:>8.1%}" for x in found))
 
 
 def main(argv=None):
@@ -187,12 +194,14 @@ def main(argv=None):
 
   print_table(
       "held-out accuracy by average; statistics are recalibrated",
-      [_RAW, *_AVERAGES, _SWA], points, lambda epoch, name: means[
-          epoch, name, "raw" if name == _RAW else "recalibrated"])
-  for average in "0.99", "PowerDecay(0.1)":
+      [_RAW, *_AVERAGES, _SWA], points,
+      # The mean of SWA begins in the last half.
+      lambda epoch, name: None if name == _SWA and epoch <= points[-1] // 2
+      else means[epoch, name, "recalibrated"])
+  for average in _RAW, "0.99", "PowerDecay(0.1)":
     print_table(
-        f"held-out accuracy by statistics; the average is {average}",
-        _STATISTICS, points, lambda epoch, statistics, average=average: means[
+        f"held-out accuracy of {average} by statistics",
+        [x for x in _STATISTICS if (points[0], average, x) in means], points, lambda epoch, statistics, average=average: means[
             epoch, average, statistics])
   print(f"\n{results_path}")
 
