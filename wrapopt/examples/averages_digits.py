@@ -201,8 +201,8 @@ def main(argv=None):
   for average in _RAW, "0.99", "PowerDecay(0.1)":
     print_table(
         f"held-out accuracy of {average} by statistics",
-        [x for x in _STATISTICS if (points[0], average, x) in means], points, lambda epoch, statistics, average=average: means[
-            epoch, average, statistics])
+        [x for x in _STATISTICS if (points[0], average, x) in means], points,
+        lambda epoch, statistics, of=average: means[epoch, of, statistics])
   print(f"\n{results_path}")
 
 
