@@ -485,6 +485,15 @@ def test_all_decays_with_recalibrated_statistics():
                                  history[name][epoch], rtol=1e-5)
 
 
+def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():
+  x, y = data()
+  model = trained()
+  found = [model.evaluate(x, y, verbose=0, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(recalibrate=dataset)])
+           for dataset in ([x], None)]
+  assert found[0] == found[1]
+
+
 def test_all_of_one_decay():
   x, y = data()
   for opt in wrapopt.keras.MovingAverage("sgd", 0.9), wrapopt.keras.SWA("sgd"):
@@ -581,8 +590,16 @@ def test_swa_counts_epochs():
   with pytest.raises(ValueError, match="`steps_per_epoch` must be at least 1"):
     wrapopt.keras.SWA("sgd", steps_per_epoch=0)
   x, y = data()
-  model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=2))
+
+  def fit(inner, steps):
+    make(wrapopt.keras.SWA(inner, steps_per_epoch=steps)).fit(
+        x, y, batch_size=16, verbose=0,
+        callbacks=[wrapopt.keras.EvaluateWithAverages()])
+
+  fit("sgd", 4)
   with pytest.raises(ValueError, match="number of steps in an epoch of fit.., "
-                     "4, got 2. Make the SWA with steps_per_epoch=4"):
-    model.fit(x, y, batch_size=16, verbose=0,
-              callbacks=[wrapopt.keras.EvaluateWithAverages()])
+                     "4, got 2. Make the SWA with that number"):
+    fit("sgd", 2)
+  fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
+  with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
+    fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)

@@ -77,9 +77,12 @@ LEFT_OUT = {
         _ALL, _PATCHED) for name in (
             "adadelta", "adafactor", "adagrad", "adam", "adam_amsgrad",
             "adamax", "adamw", "adamw_amsgrad", "ftrl", "lion",
-            "loss_scale_optimizer_sgd", "nadam", "rmsprop",
-            "rmsprop_momentum", "rmsprop_momentum_centered", "sgd",
+            "loss_scale_optimizer_sgd", "nadam", "rmsprop", "sgd",
             "sgd_momentum", "sgd_momentum_nesterov")},
+    # In MovingAverage, the inner optimizer takes these steps.
+    **{("optimizer_sparse_test", f"test_sparse_gradients_{name}"): (
+        ("SWA", "Lookahead"), _PATCHED) for name in (
+            "rmsprop_momentum", "rmsprop_momentum_centered")},
 }
 
 
@@ -90,11 +93,16 @@ def _read_inside(self, name):
   return getattr(self.inner(), name)
 
 
+_MADE = []  # (class, wrapper) of what the current module has made.
+
+
 class _Wrapped(type):
   """A class of optimizers whose objects are made in a wrapper."""
 
   def __call__(cls, *args, **kwargs):
-    return cls.wrap(cls.stock(*args, **kwargs))
+    made = cls.wrap(cls.stock(*args, **kwargs))
+    _MADE.append((cls.stock, made))
+    return made
 
   def __instancecheck__(cls, x):
     return isinstance(x, cls.stock) or (
@@ -148,6 +156,11 @@ def run(test):
   return next((text for _, text in result.failures + result.errors), None)
 
 
+def module_of(cls):
+  """The module that tests a class."""
+  return cls.__module__.rpartition(".")[2] + "_test"
+
+
 CASES = [(name, wrapper, "inside") for name in MODULES for wrapper in WRAPPERS
          ] + [(name, wrapper, "around") for wrapper in WRAPPERS for name in
               ("loss_scale_optimizer_test", "multi_optimizer_test")]
@@ -159,6 +172,7 @@ def test_module(name, wrapper, where):
   classes = HOLDERS if where == "around" else CLASSES - HOLDERS
   tests = cases_of(name, wrapper, classes)
   assert tests
+  _MADE.clear()
   wrong = {}
   for test in tests:
     method = test.id().rpartition(".")[2]
@@ -170,9 +184,27 @@ def test_module(name, wrapper, where):
     elif left_out and not failed:
       wrong[method] = f"passes, and is in LEFT_OUT: {why}"
   assert not wrong, "\n\n".join(f"{test}: {x}" for test, x in wrong.items())
+  # The tests have used wrapped optimizers, those of the module's subject too.
+  assert any(opt.built for _, opt in _MADE)
+  assert {cls for cls in classes if module_of(cls) == name} <= {
+      cls for cls, _ in _MADE}
 
 
 def test_what_is_left_out_is_there():
   for name, method in LEFT_OUT:
     assert method in {test.id().rpartition(".")[2]
                       for test in cases_of(name, "SWA", set())}
+
+
+def test_all_optimizers_and_wrappers_are_there():
+  assert {module_of(cls) for cls in CLASSES} <= set(MODULES)
+  found = [importlib.import_module(f"{optimizers.__name__}.{m.name}")
+           for m in pkgutil.iter_modules(optimizers.__path__)
+           if not m.name.endswith("_test")]
+  defined = {cls for module in found for cls in vars(module).values()
+             if inspect.isclass(cls) and cls.__module__ == module.__name__
+             and issubclass(cls, keras.optimizers.Optimizer)}
+  assert defined - CLASSES == {keras.optimizers.Optimizer}
+  assert set(WRAPPERS) == {
+      name for name in wk.__all__ if inspect.isclass(getattr(wk, name))
+      and issubclass(getattr(wk, name), wk._wrapper.WrapperOptimizer)}

@@ -212,6 +212,12 @@ def overrides():
   return found
 
 
+def test_keyword_of_evaluate():
+  """EvaluateWithAverages evaluates the validation data of fit again."""
+  source = inspect.getsource(inspect.unwrap(keras.Model.evaluate))
+  assert "_use_cached_eval_dataset" in source
+
+
 # A base class that no longer has the method calls it no more.
 def test_overrides():
   assert overrides() == OVERRIDES

@@ -643,7 +643,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """What tells the averages apart, the default first: a list."""
     return [None]
 
-  def check_steps_per_epoch(self, steps):
+  def check_batches_per_epoch(self, batches):
     """Raises an error if the averages are for epochs of other lengths."""
 
   def check_decay(self, decay):

@@ -82,9 +82,11 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         ends with these averages in the weights. "all": the first, and
         validation in `fit` evaluates the others, too.
       recalibrate: A finite data set of training batches, as for
-        `recalibrate_batch_norm`, which can be read several times. None or False
-        keeps the statistics of batch normalizations; None also warns, if the
-        model has any that are trained, and the optimizer does not average them.
+        `recalibrate_batch_norm`, which can be read several times. If `fit`
+        reads the same `tf.data.Dataset` with a `shuffle`, the order of its
+        later epochs changes. None or False keeps the statistics of batch
+        normalizations; None also warns, if the model has any that are trained,
+        and the optimizer does not average them.
 
     Raises:
       TypeError: If `callbacks` contains anything but callbacks, or
@@ -235,11 +237,11 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           getattr(callback, method)(*args)
 
   def on_train_begin(self, logs=None):
-    steps = (self.params or {}).get("steps")
+    batches = (self.params or {}).get("steps")
     for optimizer in _wrapper.averaging(self.model.optimizer):
       optimizer.know(self.model)
-      if steps is not None:
-        optimizer.check_steps_per_epoch(steps)
+      if batches is not None:
+        optimizer.check_batches_per_epoch(batches)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):

@@ -147,7 +147,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._start_step = start_step
     self._dynamic_decay = _wrapper.check_bool("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
-    self._average_batch_norm = _wrapper.check_bool("average_batch_norm",
+    self.averages_batch_norm = _wrapper.check_bool("average_batch_norm",
                                                    average_batch_norm)
     self._held.model = None
 
@@ -220,7 +220,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def _statistics(self):
     """(variables, rows of averages) of batch normalizations."""
-    if not self._average_batch_norm:
+    if not self.averages_batch_norm:
       return [], [{} for _ in self._decays]
     if not self._of_batch_norm:
       model = self._held.model and self._held.model()
@@ -286,10 +286,6 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
-  @property
-  def averages_batch_norm(self) -> bool:
-    return self._average_batch_norm
-
   def decays(self) -> list[_decays.Decay]:
     """The decays of the averages: a list of numbers and PowerDecays."""
     return list(self._decays)
@@ -299,7 +295,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def _averaged(self, model, decay=None):
     found = super()._averaged(model, decay)
-    if (self._average_batch_norm and self._held.model is None and
+    if (self.averages_batch_norm and self._held.model is None and
         isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
       self.know(model)  # It has all variables that the optimizer trains.
     variables, rows = self._statistics()
@@ -405,7 +401,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
-            "average_batch_norm": self._average_batch_norm,
+            "average_batch_norm": self.averages_batch_norm,
             "lazy": self._lazy}
 
   @classmethod

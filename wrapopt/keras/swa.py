@@ -73,8 +73,9 @@ class SWA(_wrapper.AveragingOptimizer):
         default 10. With `steps_per_epoch`, the number of epochs; by default 1.
       name: The name of the optimizer.
       steps_per_epoch: The number of steps of an epoch, if `start_averaging` and
-        `average_period` are numbers of epochs. `EvaluateWithAverages` compares
-        it with the epochs of `fit`.
+        `average_period` are numbers of epochs: the number of batches, divided
+        by `gradient_accumulation_steps` if the optimizer accumulates gradients.
+        `EvaluateWithAverages` compares it with the epochs of `fit`.
       keep_raw_weights: Whether `fit` ends with the raw weights in the model. By
         default, it ends with the averages.
       sum_duplicates: If a batch names a row of an embedding several times,
@@ -145,14 +146,15 @@ class SWA(_wrapper.AveragingOptimizer):
 
     _wrapper.where(counts, count)
 
-  def check_steps_per_epoch(self, steps: int) -> None:
-    """Raises an error if `steps_per_epoch` is another number than `steps`."""
-    expected = self._arguments["steps_per_epoch"]
-    if expected not in (None, steps):
+  def check_batches_per_epoch(self, batches: int) -> None:
+    """Raises an error if `steps_per_epoch` is for other epochs."""
+    got = self._arguments["steps_per_epoch"]
+    accumulated = self.gradient_accumulation_steps or 1
+    if got is not None and got * accumulated != batches:
       raise ValueError(
           "`steps_per_epoch` of a SWA must be the number of steps in an epoch "
-          f"of fit(), {steps}, got {expected}. Make the SWA with "
-          f"steps_per_epoch={steps}.")
+          f"of fit(), {batches / accumulated:g}, got {got}. Make the SWA with "
+          "that number, which must be an integer.")
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), **self._arguments}
