@@ -324,6 +324,25 @@ def test_a_frozen_function_that_reads_is_refused():
     convert_to_constants.convert_variables_to_constants_v2(read)()
 
 
+@EVERY_KIND
+@pytest.mark.parametrize("lazy", [None, False])
+def test_no_checkpoint_while_averages_are_in_place(kind, lazy, tmp_path):
+  trained = KINDS[kind](lazy)
+  trained.step()
+  checkpoint = trained.checkpoint()
+  path = checkpoint.write(str(tmp_path / "a"))
+  want = trained.numpy()
+  with trained.swapped():
+    with pytest.raises(RuntimeError, match="inside averaged_weights"):
+      checkpoint.write(str(tmp_path / "b"))
+    with pytest.raises(RuntimeError, match="inside averaged_weights"):
+      trained.checkpoint().read(path)
+    # The model alone, with the averages as its weights.
+    tf.train.Checkpoint(w=_value(trained.w)).write(str(tmp_path / "c"))
+  for got, value in zip(trained.numpy(), want):
+    np.testing.assert_array_equal(got, value)
+
+
 def test_a_saved_step_goes_on_from_what_was_saved(tmp_path):
   lazy, dense = twins("keras")
   for trained in lazy, dense:

@@ -461,9 +461,15 @@ class MovingAverageOptimizer(WrapperOptimizer):
       self._restore_slot_variable(slot, variable, slots[key])
     return slots[key]
 
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    if save_type == "checkpoint":  # It would hold the two exchanged.
+      self._refuse_in_place(None, "tf.train.Checkpoint.write")
+    return super()._trackable_children(save_type, **kwargs)
+
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
     if slot_name.startswith(_SLOT):
+      self._refuse_in_place(None, "tf.train.Checkpoint.read")
       slot_name = self._slot_of_saved(slot_name, slot_variable_position)
       if slot_name is None:
         return

@@ -418,11 +418,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             if isinstance(opt, WrapperOptimizer)]
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
+    if save_type == "checkpoint":  # It would hold the two exchanged.
+      self._refuse_in_place("tf.train.Checkpoint.write")
     return {**self.inner()._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if name == self._state.name:
+      self._refuse_in_place("tf.train.Checkpoint.read")
       return self._state
     return self.inner()._lookup_dependency(name, *args, **kwargs)
 
