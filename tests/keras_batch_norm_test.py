@@ -423,6 +423,39 @@ def test_fit_recalibrates(tmp_path):
                 - raw[-1][1][2]).max() > 1e-2
 
 
+def test_the_model_is_traced_once():
+  x, y = data(48)
+  traces = []
+
+  class Counts(layers.Layer):
+
+    def call(self, x):
+      traces.append(x.shape)
+      return x
+
+  model = keras.Sequential([keras.Input((6, 3)), Counts(),
+                            layers.BatchNormalization(name="first"),
+                            layers.Flatten(), layers.Dense(1)])
+  model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse")
+
+  def fit(callback, epochs):
+    model.fit(x, y, epochs=epochs, verbose=0, validation_data=(x, y),
+              callbacks=[callback])
+    traces.clear()
+
+  callback = wrapopt.keras.EvaluateWithAverages(
+      recalibrate=batches(x), decay="all")
+  fit(callback, 1)
+  for _ in range(2):
+    model.evaluate(x, y, verbose=0, callbacks=[callback])
+  assert not traces
+  # Not if another set of layers is to be recalibrated.
+  model.get_layer("first").trainable = False
+  before = statistics(model, "first")
+  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  assert_same(statistics(model, "first"), before)
+
+
 def test_fit_without_validation_recalibrates_at_its_end():
   model, (x, y), passes = make_averaged([0.9, 0.5]), data(), None
   passes = Passes(x)

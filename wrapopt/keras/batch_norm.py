@@ -55,35 +55,57 @@ def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
   weighted by their sizes; dropout is off.
   """
   _check_dataset("dataset", dataset)
-  not_built = [x for x in _all_layers(model) if not x.built]
-  if not_built and not model.built:
-    raise _not_built(model, not_built)
-  moments = [_Moments(layer) for layer in layers(model) if layer.trainable]
-  if not moments and not not_built:
-    return
+  _Pass(model).run(dataset)
 
-  @tf.function(reduce_retracing=True)
-  def see(x):
-    model(x, training=False)
 
-  empty = True
-  try:
-    for m in moments:
-      m.begin()
-    for batch in dataset:
-      see(keras.utils.unpack_x_y_sample_weight(batch)[0])
-      empty = False
-  finally:
-    for m in moments:
-      m.end()
-  if empty:
-    raise ValueError("`dataset` must have at least one batch, got none.")
-  not_built = [x for x in not_built if x.built]
-  if not_built:
-    raise _not_built(model, not_built)
-  # All values, before any variable is changed.
-  for variable, value in [pair for m in moments for pair in m.new_values()]:
-    variable.assign(value)
+class _Pass:
+  """A pass over a data set, as in `recalibrate_batch_norm`.
+
+  It runs the model in a function that is traced once for several passes.
+  """
+
+  def __init__(self, model):
+    self._model = model
+    self._not_built = [x for x in _all_layers(model) if not x.built]
+    if self._not_built and not model.built:
+      raise _not_built(model, self._not_built)
+    self._moments = [_Moments(layer) for layer in layers(model)
+                     if layer.trainable]
+
+    @tf.function(reduce_retracing=True)
+    def see(x):
+      model(x, training=False)
+
+    self._see = see
+
+  def is_for(self, model):
+    """Whether it still has the layers to recalibrate."""
+    return (model is self._model and not self._not_built and
+            [m.layer for m in self._moments] == trained(model))
+
+  def run(self, dataset):
+    """Sets the moving statistics."""
+    if not self._moments and not self._not_built:
+      return
+    empty = True
+    try:
+      for m in self._moments:
+        m.begin()
+      for batch in dataset:
+        self._see(keras.utils.unpack_x_y_sample_weight(batch)[0])
+        empty = False
+    finally:
+      for m in self._moments:
+        m.end()
+    if empty:
+      raise ValueError("`dataset` must have at least one batch, got none.")
+    not_built = [x for x in self._not_built if x.built]
+    if not_built:
+      raise _not_built(self._model, not_built)
+    # All values, before any variable is changed.
+    for variable, value in [pair for m in self._moments
+                            for pair in m.new_values()]:
+      variable.assign(value)
 
 
 def check_recalibrate(recalibrate):
@@ -163,13 +185,27 @@ def restored(model):
       variable.assign(value)
 
 
+class Recalibration:
+  """Recalibrates a model repeatedly with one data set."""
+
+  def __init__(self, dataset):
+    self._dataset = dataset
+    self._pass = None
+
+  def of(self, model):
+    """The `Recalibrated` statistics of a model, which keeps its own."""
+    if self._pass is None or not self._pass.is_for(model):
+      self._pass = _Pass(model)
+    with restored(model):
+      self._pass.run(self._dataset)
+      return Recalibrated([(v, _copy(v)) for v in _values(model)])
+
+
 class Recalibrated:
   """Recalibrated statistics of a model, beside those that are in place."""
 
-  def __init__(self, model, dataset):
-    with restored(model):
-      recalibrate_batch_norm(model, dataset)
-      self._pairs = [(v, _copy(v)) for v in _values(model)]
+  def __init__(self, pairs):
+    self._pairs = pairs
 
   @contextlib.contextmanager
   def in_place(self):
@@ -216,6 +252,8 @@ class _Moments:
 
   def begin(self):
     """Records the inputs of BatchNormalization's `call` from now on."""
+    for variable in self._count, self._mean, self._squares:
+      variable.assign(tf.zeros_like(variable))
     moments, own = self, self._class
     base = keras.layers.BatchNormalization
 

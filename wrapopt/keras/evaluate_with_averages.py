@@ -102,6 +102,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._decay = decay
     batch_norm.check_recalibrate(recalibrate)
     self._dataset = None if recalibrate is False else recalibrate
+    self._recalibration = batch_norm.Recalibration(self._dataset)
     self._warns = recalibrate is None
     self._recalibrated: Optional[batch_norm.Recalibrated] = None
     self._others: dict[str, EvaluateWithAverages] = {}  # By suffix of logs.
@@ -170,6 +171,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
             recalibrate=False if self._dataset is None else self._dataset)
         for decay in decays[1:]}
     for other in self._others.values():
+      other._recalibration = self._recalibration
       other.set_model(model)
 
   def _check_end(self, found):
@@ -213,7 +215,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           stack.enter_context(optimizer.in_place(model, self._evaluated))
       if self._dataset is not None:
         if self._recalibrated is None:
-          self._recalibrated = batch_norm.Recalibrated(model, self._dataset)
+          self._recalibrated = self._recalibration.of(model)
         stack.enter_context(self._recalibrated.in_place())
       yield
 
@@ -252,8 +254,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         for optimizer in found:
           optimizer.assign_averages(self.model, self._evaluated)
       if self._dataset is not None:
-        (self._recalibrated or
-         batch_norm.Recalibrated(self.model, self._dataset)).assign()
+        (self._recalibrated or self._recalibration.of(self.model)).assign()
     self._call("on_train_end", logs)
     if self._callbacks:
       for optimizer in found:
