@@ -77,12 +77,9 @@ LEFT_OUT = {
         _ALL, _PATCHED) for name in (
             "adadelta", "adafactor", "adagrad", "adam", "adam_amsgrad",
             "adamax", "adamw", "adamw_amsgrad", "ftrl", "lion",
-            "loss_scale_optimizer_sgd", "nadam", "rmsprop", "sgd",
+            "loss_scale_optimizer_sgd", "nadam", "rmsprop",
+            "rmsprop_momentum", "rmsprop_momentum_centered", "sgd",
             "sgd_momentum", "sgd_momentum_nesterov")},
-    # In MovingAverage, the inner optimizer takes these steps.
-    **{("optimizer_sparse_test", f"test_sparse_gradients_{name}"): (
-        ("SWA", "Lookahead"), _PATCHED) for name in (
-            "rmsprop_momentum", "rmsprop_momentum_centered")},
 }
 
 
