@@ -99,8 +99,7 @@ class Case:
 
 
 def check_averages(trace, mode):
-  name = "ExponentialMovingAverage"
-  slots = [name if k == 0 else f"{name}_{d}" for k, d in enumerate(DECAYS)]
+  slots = [f"ExponentialMovingAverage_{d}" for d in DECAYS]
   count = 0
   for i, initial in enumerate(trace.values[0]):
     # No gradient, no average.
