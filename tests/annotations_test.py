@@ -38,7 +38,7 @@ def public():
 
 
 # Methods of the Keras wrappers for each other; no user calls them.
-_INTERNAL = {"averages", "begin", "follow", "is_lazy"}
+_INTERNAL = {"averaged", "averages", "begin", "follow", "is_lazy"}
 
 
 @pytest.mark.parametrize("name", sorted(

@@ -431,6 +431,24 @@ def test_sharded_weights(tmp_path):
           tmp_path / "new" / "out.weights.h5")
 
 
+def test_an_hdf5_type_that_numpy_lacks(tmp_path):
+  # bfloat16 as a type of HDF5, which h5py reads as float32.
+  bfloat16 = h5py.h5t.IEEE_F32LE.copy()
+  bfloat16.set_fields(15, 7, 8, 0, 7)
+  bfloat16.set_size(2)
+  bfloat16.set_ebias(127)
+  values = [np.float32([1, 2.5, -3]), np.float32([2, 0.5, 8])]
+  paths = [tmp_path / f"in-{i}.h5" for i in range(2)]
+  for path, value in zip(paths, values):
+    with h5py.File(path, "w") as file:
+      dataset = h5py.h5d.create(file.id, b"w", bfloat16,
+                                h5py.h5s.create_simple((3,)))
+      dataset.write(h5py.h5s.ALL, h5py.h5s.ALL, value)
+  checkpoints.merge(paths, tmp_path / "out.h5")
+  with h5py.File(tmp_path / "out.h5") as file:
+    assert_same_bits(file["w"][()], mean_of(values, np.float32))
+
+
 # What is refused
 
 

@@ -297,6 +297,29 @@ def test_an_exchange_moves_rows_that_no_gradient_touches(fused):
   assert not moving.is_lazy(w)
 
 
+def test_no_step_around_an_exchange_while_averages_are_in_place():
+  """The inner optimizer has no average, so its op cannot refuse."""
+  with graph_of("resource"):
+    getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      w = tf1.get_variable("w", initializer=[1.0])
+    opt = wrapopt.MovingAverageOptimizer(wrapopt.ElasticAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(RATE), 1, getter), DECAY)
+    train = opt.apply_gradients([(tf.constant([2.0]), w)])
+    with tf1.Session() as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      session.run(train)
+      before = session.run(w)
+      with opt.averaged_weights(session):
+        in_place = session.run(w)
+        with pytest.raises(tf.errors.FailedPreconditionError):
+          session.run(train)
+        assert session.run(w) == in_place
+      assert session.run(w) == before
+      session.run(train)
+
+
 @pytest.mark.parametrize("chain", [
     c for n in (2, 3) for c in chains(n) if is_refused(c)], ids=name_of)
 def test_refusals(chain):

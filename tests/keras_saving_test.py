@@ -1,5 +1,6 @@
 """Files and checkpoints of Keras models with averages."""
 
+import contextlib
 import copy
 import os
 import subprocess
@@ -94,6 +95,8 @@ KINDS = {
         MovingAverage("adam", 0.5)),
     "loss_scale_inside": lambda: MovingAverage(
         optimizers.LossScaleOptimizer(optimizers.Adam()), 0.5),
+    "loss_scale_between": lambda: Lookahead(
+        optimizers.LossScaleOptimizer(MovingAverage("adam", 0.5)), 2),
     "multi_inside": lambda: MovingAverage(
         optimizers.MultiOptimizer(optimizers.OptimizerMap(
             optimizers.Adam(), {".*bias": optimizers.SGD(0.1, 0.9)})), 0.5),
@@ -270,7 +273,6 @@ def test_saving_inside_averaged_weights(tmp_path):
     model.save_weights(plain)
     with pytest.raises(ValueError, match="load.. must not be called inside"):
       model.load_weights(plain)
-    assert_same(averages(model), raw)
   assert_same(everything(model), want)
   loaded = keras.models.load_model(whole)
   assert_same(values(loaded.weights), average)
@@ -481,7 +483,10 @@ def test_averages_are_known_by_their_decays(way, tmp_path):
   for decay in (0.9, 0.5):
     assert_same(averages(other, decay=decay), averages(model, decay=decay))
   one = load(make(MovingAverage("sgd", 0.5)))
-  assert_same(averages(one), averages(model, decay=0.5))
+  with (pytest.warns(UserWarning, match="checkpoint has averages named 'average"
+                     "_0.9', which the optimizer lacks") if way == "checkpoint"
+        else contextlib.nullcontext()):
+    assert_same(averages(one), averages(model, decay=0.5))
   save(one)
   two = load(make(MovingAverage("sgd", [0.9, 0.5])))
   assert_same(averages(two, decay=0.5), averages(model, decay=0.5))

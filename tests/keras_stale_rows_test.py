@@ -109,8 +109,7 @@ class Keras(V1):
     return self.averaging.average(self.w, DECAYS[k])
 
   def swapped(self, k=0):
-    del k
-    return self.averaging.averaged_weights()
+    return self.averaging.averaged_weights(decay=DECAYS[k])
 
   def checkpoint(self):
     return tf.train.Checkpoint(w=self.w.value, opt=self.opt)
@@ -428,7 +427,7 @@ def _assign_add(trained):
 def _swap(trained):
   with trained.swapped():
     trained.average(1).numpy()
-    tf.square(trained.average(0))
+    tf.square(_value(trained.w))
 
 
 def _swap_both(trained):
@@ -1002,7 +1001,8 @@ def test_swaps_in_a_session_settle_all_averages(feeds, tmp_path):
                                      rtol=1e-12)
           np.testing.assert_allclose(session.run(averages[2]), want[2],
                                      rtol=1e-12)
-          saver.save(session, str(tmp_path / "swapped"))
+          with pytest.raises(tf.errors.FailedPreconditionError):
+            saver.save(session, str(tmp_path / "swapped"))
     for average, value in zip(averages, want):
       np.testing.assert_allclose(session.run(average), value, rtol=1e-12)
 

@@ -26,13 +26,13 @@ def start(task, checkpoint):
 
 
 def averaged(task):
-  """The variable and its average, before, inside and after the exchange."""
+  """The variable and its average before and after, the variable inside."""
   del task
   session, opt, state = _open["session"], _open["opt"], _open["state"]
   with session.graph.as_default():
     seen = [session.run(state)]
     with opt.averaged_weights(session):
-      seen.append(session.run(state))
+      seen.append(session.run(state[:1]))
     seen.append(session.run(state))
   return [[x.item() for x in xs] for xs in seen]
 

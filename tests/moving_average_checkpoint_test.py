@@ -1036,6 +1036,10 @@ def place(request):
     yield make
 
 
+# TensorFlow's errors of a variable without a value that is read.
+NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
+
+
 def test_averaged_weights_are_exchanged_bit_for_bit(place):
   raw = list(PATTERNS.values())
   averages = [x[::-1].copy() for x in raw]
@@ -1044,7 +1048,9 @@ def test_averaged_weights_are_exchanged_bit_for_bit(place):
     with p.opt.averaged_weights(p.session) as nothing:
       assert nothing is None
       assert_same_bits(p.read(p.variables), averages)
-      assert_same_bits(p.read(p.averages), raw)
+      for average in p.averages:
+        with pytest.raises(NO_VALUE):
+          p.read([average])
     assert_same_bits(p.read(p.variables), raw)
     assert_same_bits(p.read(p.averages), averages)
   if place.mode != "eager":
@@ -1059,13 +1065,14 @@ def test_buffers_are_exchanged():
   opt = wrap()
   descend(opt, w)
 
-  def addresses():
-    return [address(v.read_value()) for v in (w, opt.average(w))]
+  def address_of(v):
+    return address(v.read_value())
 
-  before = addresses()
+  of_weights, of_averages = before = address_of(w), address_of(opt.average(w))
+  del of_weights
   with opt.averaged_weights():
-    assert addresses() == before[::-1]
-  assert addresses() == before
+    assert address_of(w) == of_averages
+  assert (address_of(w), address_of(opt.average(w))) == before
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
@@ -1152,10 +1159,9 @@ def slow_exchange(monkeypatch):
       return function(*args)
     return slowed
 
-  monkeypatch.setattr(_exchange, "put_in_place", slow(_exchange.put_in_place))
-  monkeypatch.setattr(
-      wrapopt.MovingAverageOptimizer, "_swap_session",
-      slow(wrapopt.MovingAverageOptimizer._swap_session))
+  monkeypatch.setattr(_exchange, "InPlace", slow(_exchange.InPlace))
+  monkeypatch.setattr(_exchange.InGraph, "put_in_place",
+                      slow(_exchange.InGraph.put_in_place))
 
 
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
@@ -1291,8 +1297,8 @@ def test_only_what_is_averaged_is_exchanged(kind):
   with session_of() as session:
     session.run(model.train)
     with model.opt.averaged_weights(session):
-      assert [x.tolist() for x in session.run(model.state)] == [
-          [.5, .5], [1, 1], [.5, .5], [1, 1], [0, 0], 1]
+      assert [x.tolist() for x in session.run(
+          [model.a, model.b, model.c])] == [[.5, .5], [.5, .5], [0, 0]]
     assert [x.tolist() for x in session.run(model.state)] == [
         [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
 
@@ -1332,8 +1338,8 @@ def test_several_decays_in_a_session(kind):
       with opt.averaged_weights(session, decay):
         assert session.run(v) == value
         # The other averages stay as they are.
-        assert sorted(session.run(opt.averages()) + [value]) == [
-            0.25, 0.5, 0.75, 1]
+        others = [s for s in opt.averages() if s is not opt.average(v, decay)]
+        assert sorted(session.run(others) + [value]) == [0.25, 0.5, 0.75]
       assert session.run([v, *opt.averages()]) == [1, 0.5, 0.25, 0.75]
 
 
@@ -1357,7 +1363,8 @@ def test_training_does_not_notice(place):
     step()
     assert read() == want
     with evaluate():
-      assert read() == want[::-1]
+      assert (w.numpy() if place.mode == "eager" else
+              session.run(w)) == want[1]
 
 
 def test_an_uninitialized_variable(kind):
@@ -1404,7 +1411,6 @@ def test_training_inside_is_refused():
         with pytest.raises(RuntimeError, match="apply_gradients " + IN_PLACE):
           train()
       assert w.numpy().tolist() == [0.5, 0.5]
-      assert opt.average(w).numpy().tolist() == [1, 1]
     assert w.numpy().tolist() == [1, 1]
     assert opt.average(w).numpy().tolist() == [0.5, 0.5]
     assert step.numpy() == 0
@@ -1458,8 +1464,7 @@ def test_a_monitored_session(kind, tmp_path):
           [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
       session.run(model.train)
       assert session.run(model.opt.average(model.a)).tolist() == [1.25, 1.25]
-      # The hook runs with the step, and refuses to save a swapped model.
-      with pytest.raises(RuntimeError, match="^swapping_saver " + IN_PLACE):
+      with pytest.raises(NO_VALUE):
         with model.opt.averaged_weights(session):
           session.run(model.train)
 

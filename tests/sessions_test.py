@@ -114,7 +114,7 @@ def test_averages_are_put_in_place_in_the_new_session(model, tmp_path):
     raw = session.run(model.state)
     lose(session)
     with model.opt.averaged_weights(session):
-      assert_same_bits(session.run(model.state), raw[::-1])
+      assert_same_bits(session.run(model.state[:1]), raw[1:])
     assert_same_bits(session.run(model.state), raw)
 
 
@@ -128,7 +128,7 @@ def test_a_session_that_is_lost_when_weights_are_to_be_put_back(
     # The new session has restored them.
     assert_same_bits(session.run(model.state), raw)
     with model.opt.averaged_weights(session):
-      assert_same_bits(session.run(model.state), raw[::-1])
+      assert_same_bits(session.run(model.state[:1]), raw[1:])
 
 
 def test_averages_are_seeded_in_the_new_session(model, tmp_path):

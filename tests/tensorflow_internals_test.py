@@ -36,6 +36,7 @@ IMPORTS = [
     "tensorflow.python.client.pywrap_tf_session",
     "tensorflow.python.distribute.ps_values",
     "tensorflow.python.distribute.values_util",
+    "tensorflow.python.eager.context",
     "tensorflow.python.eager.polymorphic_function.polymorphic_function",
     "tensorflow.python.framework.auto_control_deps",
     "tensorflow.python.framework.func_graph",

@@ -189,6 +189,20 @@ def test_exchange(device, dtype):
       "parameter", "reshape", "copy", "tuple"}
 
 
+def test_check_initialized(device):
+  [v] = variables(tf.float32, 1)
+
+  def program():
+    _loader.ops.wrapopt_check_initialized([v.handle])
+    return v + 1
+
+  hlo = lower(program, device)
+  # The compiler has checked the variable.
+  assert {opcode for _, opcode, _ in instructions(hlo)} <= {
+      "parameter", "reshape", "constant", "broadcast", "add", "tuple", "fusion",
+      "copy", "call"}
+
+
 @pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16],
                          ids=lambda d: d.name)
 @pytest.mark.parametrize("rule, make_inner", [
@@ -236,14 +250,14 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
-  # What crosses between tasks. Handles as one tensor: XLA must see each, and
+  # What crosses between tasks. Variables without a value. Handles as one tensor: XLA must see each, and
   # gets the ops that take them one by one.
   host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
                     "Mean|Next|Wait)|ReadPacked|AssignPacked|Bundle|"
-                    "ApplyBundle|EmaUpdateBundle)")
+                    "ApplyBundle|EmaUpdateBundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
       "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",
-      "AveragingAssign", "Exchange",
+      "AveragingAssign", "Exchange", "CheckInitialized",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
         for rule in RULES))}
   devices_of_ops = devices_of_kernels()

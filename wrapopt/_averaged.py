@@ -74,10 +74,6 @@ class Averaged:
     self._of_graph = weakref.WeakKeyDictionary()
 
   def __reduce__(self):
-    if self.in_place:
-      raise RuntimeError(
-          "An optimizer cannot be copied inside averaged_weights: the averages "
-          "are in place of the weights. Leave the `with` block first.")
     # A copy averages what it is given itself.
     return Averaged, ()
 
@@ -92,8 +88,8 @@ class _Variables:
   """Averaged variables, in order of their first step. It holds none of them.
 
   Attributes:
-    exchanges: For each decay, the names of the ops that exchange variables and
-      averages; none in eager mode.
+    exchanges: For each decay, the `_exchange.InGraph`s of the variables; none
+      in eager mode.
   """
 
   def __init__(self):

@@ -1,44 +1,282 @@
-"""Puts averages in place of their variables, in eager mode."""
+"""Puts averages in place of their variables.
+
+While an average is in place, its variable holds its value, the raw value waits
+aside, and the average itself has none. So nobody can take one for the other:
+TensorFlow refuses to read a variable without a value, and every op of wrapopt
+refuses to use it, whoever made the step, and whenever it was compiled.
+"""
+
+import collections
+import threading
+import weakref
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from wrapopt import _lazy
 from wrapopt import _replicas
-from wrapopt import ops
+from wrapopt._loader import ops as _raw
+from wrapopt.ops import _emit
+from wrapopt.ops import _variables
 
 
 def same_dtype(a, b):
   return _lazy.raw(a).dtype.base_dtype == _lazy.raw(b).dtype.base_dtype
 
 
-def put_in_place(pairs):
-  """Puts averages in place of their variables.
+class _Occupied:
+  """Variables that hold averages, whichever optimizers put them there."""
+
+  def __init__(self):
+    self._lock = threading.Lock()
+    self._eager = {}  # {id: variable}.
+    self._of_session = weakref.WeakKeyDictionary()
+
+  def _of(self, session):
+    return (self._eager if session is None
+            else self._of_session.setdefault(session, {}))
+
+  def add(self, variables, session=None):
+    """Notes variables that are about to hold averages."""
+    with self._lock:
+      held = self._of(session)
+      for v in variables:
+        if id(v) in held:
+          raise RuntimeError(
+              "averaged_weights() must not be called while the averages of "
+              f"another optimizer are in place of a variable, got '{v.name}'. "
+              "Leave the other `with` block first.")
+      held.update((id(v), v) for v in variables)
+
+  def remove(self, variables, session=None):
+    with self._lock:
+      held = self._of(session)
+      for v in variables:
+        held.pop(id(v), None)
+
+
+_occupied = _Occupied()
+
+
+class InPlace:
+  """Averages that are in place of their variables, in eager mode."""
+
+  def __init__(self, pairs, place=None):
+    """Puts averages in place.
+
+    Args:
+      pairs: (variable, average) pairs. A pair of one dtype exchanges its
+        buffers. In other pairs, the average is converted and assigned to the
+        variable.
+      place: None, or another variable that is to have no value meanwhile.
+    """
+    pairs = _replicas.components(pairs)
+    # Of all averages of the variables, not only of these.
+    _lazy.settle([v for v, _ in pairs])
+    self._others = [pair for pair in pairs if not same_dtype(*pair)]
+    self._raw = [v.read_value() for v, _ in self._others]
+    converted = [tf.cast(s, v.dtype) for v, s in self._others]
+    self._aside = _Aside(pairs, [] if place is None else
+                         _replicas.values(place))
+    self._variables = [v for v, _ in pairs]
+    self._aside.check()  # Not half of it, if a variable has no value.
+    _occupied.add(self._variables)
+    self._holders = {id(s): v for v, s in pairs if same_dtype(v, s)}
+    self._aside.take()
+    self._aside.trade()
+    _assign(self._others, converted)
+
+  def value(self, average):
+    """The value of an average that is in place, or None for another one."""
+    average = _replicas.values(average)[0]
+    if id(average) in self._holders:
+      return self._holders[id(average)].read_value()
+    return self._aside.value(average)
+
+  def put_back(self):
+    """Restores all values."""
+    self._aside.trade()
+    _assign(self._others, self._raw)
+    replaced = self._aside.give_back()
+    _occupied.remove(self._variables)
+    _check_unassigned(replaced)
+
+
+def check(averages):
+  """Makes a step of a graph or `tf.function` fail while averages are in place.
+
+  A step's own op refuses averages without a value. This is for a step that
+  changes other variables before it reaches the averages, or does not reach
+  them.
 
   Args:
-    pairs: (variable, average) pairs. A pair of one dtype exchanges its buffers.
-      In other pairs, the average is converted and assigned to the variable.
+    averages: Variables that have no value then, and others that the step
+      changes: in a `tf.function`, what changes these waits for this.
 
   Returns:
-    A function that restores all values.
+    The operations that the step must wait for: a list, empty in eager mode,
+    where a step calls Python's own check.
   """
-  pairs = _replicas.components(pairs)
-  # Of all averages of the variables, not only of these.
-  _lazy.settle([v for v, _ in pairs])
-  same = [pair for pair in pairs if same_dtype(*pair)]
+  if tf.executing_eagerly():
+    return []
+  # In a replica, a strategy's variable has the handle of the replica's.
+  return _in_groups("check_initialized", [_lazy.raw(s) for s in averages])
 
-  def trade():
-    if same:
-      ops.exchange([v for v, _ in same], [_lazy.raw(s) for _, s in same])
 
-  others = [pair for pair in pairs if not same_dtype(*pair)]
-  raw = [(v, v.read_value()) for v, _ in others]
-  trade()
-  for variable, average in others:
-    variable.assign(tf.cast(average, variable.dtype))
+class InGraph:
+  """The ops that put averages of a graph in place, made before it is finalized.
 
-  def back():
-    trade()
-    for variable, value in raw:
-      variable.assign(value)
+  It holds no part of the graph.
+  """
 
-  return back
+  def __init__(self, pairs):
+    """Makes the ops for (variable, average) pairs."""
+    pairs = _replicas.components(pairs)
+    with tf.name_scope("AveragesInPlace"):
+      aside = _Aside(pairs)
+      self._check = [op.name for op in aside.check()]
+      with tf.control_dependencies(_lazy.settle([v for v, _ in pairs])):
+        self._take = [x.op.name for x in aside.take()]
+      self._trade = [op.name for op in aside.trade()]
+      self._give_back = [x.name for x in aside.give_back()]
+
+  @staticmethod
+  def put_in_place(made, pairs, session):
+    """Puts averages in place of their variables.
+
+    Args:
+      made: InGraphs.
+      pairs: The (variable, average) pairs of all of these.
+      session: A `tf.compat.v1.Session`.
+
+    Returns:
+      A function that restores all values.
+    """
+    pairs = _replicas.components(pairs)
+    others = [pair for pair in pairs if not same_dtype(*pair)]
+    raw, averages = session.run(
+        ([v for v, _ in others], [s for _, s in others]))
+
+    def run(part):
+      return session.run([name for x in made for name in getattr(x, part)])
+
+    def load(values):
+      # By the initializers, which a finalized graph has too; one by one,
+      # because several may share an initial value.
+      for (variable, _), value in zip(others, values):
+        session.run(variable.initializer,
+                    {variable.initializer.inputs[1]: value})
+
+    run("_check")  # Not half of it, if a variable has no value.
+    variables = [v for v, _ in pairs]
+    _occupied.add(variables, session)
+    try:
+      run("_take")
+    except tf.errors.OpError:
+      _occupied.remove(variables, session)
+      raise
+    run("_trade")
+    load([average.astype(v.dtype.as_numpy_dtype)
+          for average, (v, _) in zip(averages, others)])
+
+    def back():
+      run("_trade")
+      load(raw)
+      replaced = run("_give_back")
+      _occupied.remove(variables, session)
+      _check_unassigned(replaced)
+
+    return back
+
+
+class _Aside:
+  """Variables, without values, beside averages and `more` variables."""
+
+  def __init__(self, pairs, more=()):
+    self._averages = [_lazy.raw(s) for _, s in pairs] + list(more)
+    self._made = list(map(_without_value, self._averages))
+    self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
+                  if same_dtype(v, s)]
+
+  def value(self, average):
+    """The value that is here of an average, in eager mode, or None."""
+    for s, handle in zip(self._averages, self._made):
+      if s is _lazy.raw(average):
+        return tf.raw_ops.ReadVariableOp(resource=handle,
+                                         dtype=s.dtype.base_dtype)
+    return None
+
+  def check(self):
+    """Checks that all variables and averages have a value."""
+    return _in_groups("check_initialized",
+                      [v for v, _ in self._same] + self._averages)
+
+  def take(self):
+    """Moves all averages here; returns whether they took others' places."""
+    return _in_groups("move", self._averages, self._made)
+
+  def trade(self):
+    """Exchanges what is here with the variables of the same dtype."""
+    return _in_groups("exchange", *zip(*self._same)) if self._same else []
+
+  def give_back(self):
+    """Moves all averages back; returns whether they took others' places."""
+    return _in_groups("move", self._averages, self._made, is_reversed=True)
+
+
+def _without_value(like):
+  """A variable without a value: a handle, or a ref in a graph."""
+  arguments = {"shape": like.shape, "dtype": like.dtype.base_dtype}
+  with tf.name_scope(""), _emit.device_of(like):
+    if tf.executing_eagerly():  # It lives as long as this handle.
+      return tf.raw_ops.VarHandleOp(
+          **arguments, shared_name=context.anonymous_name())
+    name = tf.compat.v1.get_default_graph().unique_name(
+        f"{like.op.name}/aside", mark_as_used=False)
+    if _variables.is_ref(like):
+      return tf.raw_ops.VariableV2(**arguments, name=name)
+    return tf.raw_ops.VarHandleOp(**arguments, shared_name=name, name=name)
+
+
+def _in_groups(op, variables, others=None, is_reversed=False):
+  """Calls a raw op on variables, or on pairs, of one device at a time.
+
+  Args:
+    op: Its name.
+    variables: Variables.
+    others: None, or as many handles or refs.
+    is_reversed: Whether the op takes `others` first.
+
+  Returns:
+    A list of what the ops return.
+  """
+  groups = collections.defaultdict(list)
+  lists = [variables] if others is None else [variables, others]
+  for xs in zip(*lists):
+    is_ref = _variables.is_ref(xs[0])
+    # The variables of a ref op are of one dtype. Handles know their own.
+    groups[is_ref, xs[0].device,
+           xs[0].dtype.base_dtype if is_ref else None].append(
+               [_variables.handle_or_ref(x) for x in xs])
+  results = []
+  for (is_ref, device, _), members in groups.items():
+    arguments = list(map(list, zip(*members)))
+    with tf.device(None), tf.device(device):
+      results.append(getattr(_raw, f"wrapopt_{op}{'_ref' if is_ref else ''}")(
+          *(reversed(arguments) if is_reversed else arguments)))
+  return results
+
+
+def _assign(pairs, values):
+  for (variable, _), value in zip(pairs, values):
+    variable.assign(value)
+
+
+def _check_unassigned(replaced):
+  """Raises an error if a result of `_Aside.give_back` is true."""
+  if any(map(bool, replaced)):
+    raise RuntimeError(
+        "Averages must not be assigned or restored inside averaged_weights(), "
+        "while they are in place of their variables, got a new value of one. "
+        "The variables have their values from before the `with` block; the "
+        "averages may have other ones. Restore them after the block.")

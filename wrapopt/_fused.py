@@ -12,6 +12,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _control_flow
+from wrapopt import _exchange
 from wrapopt import _lazy
 from wrapopt import _lookup_cache
 from wrapopt import _native
@@ -153,6 +154,9 @@ def apply_gradients(opt, rule, step):
   first, lazy = (
       averages.begin(grads, variables, step.leaves_rows and leaves_rows(opt))
       if averages else _lazy.before_step(grads, variables))
+  if shadows and step.global_step is not None and tf.inside_function():
+    # There, the count does not wait for an op that has no outputs.
+    first = first + _exchange.check([shadows[0][0], step.global_step])
   update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()

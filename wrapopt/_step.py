@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from wrapopt import _bundle
 from wrapopt import _control_flow
+from wrapopt import _exchange
 from wrapopt import _fused
 from wrapopt import _lazy
 from wrapopt import _lookup_cache
@@ -156,11 +157,29 @@ def _begin(opt, step):
       grads, variables, step.leaves_rows and _fused.leaves_rows(opt) and
       # A variable that is listed twice is updated twice.
       len({v.ref() for v in variables}) == len(variables))
+  first += check(step)
   rows = {v.ref(): (g.indices, averages)
           for g, v, averages in zip(grads, variables, lazy) if averages}
   for indices, averages in rows.values():
     first += [op for s in averages if (op := s.catch_up(indices)) is not None]
   return first, rows
+
+
+def check(step):
+  """Makes a step fail while the averages that follow it are in place.
+
+  Args:
+    step: A Step, which changes variables before its averages.
+
+  Returns:
+    The operations that the step must wait for: a list.
+  """
+  if step.averages is None:
+    return []
+  variables = [v for g, v in step.grads_and_vars
+               if g is not None and isinstance(v, tf.Variable)]
+  return _exchange.check(
+      s for row in step.averages.shadows(variables) for s in row)
 
 
 def where_accepted(opt, step, apply):

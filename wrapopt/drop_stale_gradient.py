@@ -137,7 +137,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       opt: A `tf.compat.v1.train.Optimizer`.
       staleness: The limit: an integer, or a scalar integer tensor or variable.
         A negative limit drops every gradient.
-      use_locking: Has no effect, as in 1.15; the gate always locks.
+      use_locking: Has no effect, as in 1.15; the gate always locks. That of
+        `opt` locks the variables: without it, two admitted updates at the same
+        time may lose one of the two, as without the gate.
       name: The name of the optimizer.
       policy: How an admitted gradient is applied. "drop": unchanged. "scale":
         divided by max(1, its staleness). For gradient descent this divides the

@@ -324,7 +324,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     variables = list({v.ref(): v for g, v in step.grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     centers, local_centers = self._copies(variables)
-    with self._making_state():
+    with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._take_inner(step._replace(
           global_step=None, name=None, averages=None,
           leaves_rows=False)).done

@@ -306,7 +306,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
                       f"{step.global_step!r}.")
     pairs = [(v, self._center_of(v)) for g, v in step.grads_and_vars
              if g is not None]
-    with self._making_state():
+    with self._making_state(), tf.control_dependencies(_step.check(step)):
       stepped = self._take_inner(step._replace(
           global_step=None, name=None, averages=None,
           leaves_rows=False)).done

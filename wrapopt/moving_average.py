@@ -199,6 +199,14 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """
     return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
 
+  def __reduce_ex__(self, protocol):
+    # Before a copy reads averages without a value.
+    if self._averaged.in_place:
+      raise RuntimeError(
+          "An optimizer cannot be copied inside averaged_weights: the averages "
+          "are in place of the weights. Leave the `with` block first.")
+    return super().__reduce_ex__(protocol)
+
   def _take(self, step):
     variables = self._averaged_variables(step)
     taken = self._take_inner(step.with_one_pass(self._fused)._replace(
@@ -402,17 +410,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
       self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
     averaged = self._averaged.of(_current_graph())
     new = [v for v in variables if v not in averaged]
+    if not tf.executing_eagerly():
+      # The collection keeps the variables alive as long as the graph.
+      collection = tf.compat.v1.get_collection_ref(
+          tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
+      held = set(map(id, collection))
+      collection += [v for v in new if id(v) not in held]
     for variable in new:
       self._make_average(variable, variable.ref() in sparse)
       averaged.add(variable, self._slots.values())
     if new and not tf.executing_eagerly():
       # Made now, because the graph may be finalized before averaged_weights().
       for k in range(len(self._decays)):
-        pairs = _replicas.components(
-            p for p in self._pairs_of(new, k) if _exchange.same_dtype(*p))
-        if pairs:
-          averaged.exchanges[k].append(ops.exchange(
-              [v for v, _ in pairs], [_lazy.raw(s) for _, s in pairs]).name)
+        averaged.exchanges[k].append(
+            _exchange.InGraph(self._pairs_of(new, k)))
 
   def _make_average(self, variable, is_sparse):
     """Makes the missing averages of `variable`, one for each decay.
@@ -421,12 +432,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
       variable: A variable.
       is_sparse: Whether its gradient is sparse.
     """
-    if not tf.executing_eagerly():
-      # The collection keeps the variable alive as long as the graph.
-      collection = tf.compat.v1.get_collection_ref(
-          tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
-      if all(v is not variable for v in collection):
-        collection.append(variable)
     dtype = variable.dtype.base_dtype
     if dtype in (tf.float16, tf.bfloat16) and self._shadow_dtype is not None:
       dtype = self._shadow_dtype
@@ -633,18 +638,19 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
-    holds the raw weight. After the block, also after an exception, both have
-    their own values again, bit for bit. Buffers are exchanged: nothing is
-    copied. Only if an average has another dtype than its variable, it is
-    converted and copied into the variable, and keeps its value.
+    has no value: TensorFlow refuses to read it. After the block, also after an
+    exception, both have their own values again, bit for bit. Buffers are
+    exchanged: nothing is copied. Only if an average has another dtype than its
+    variable, it is converted and copied into the variable.
 
     If several threads enter such blocks of one session, or of eager mode, at
     once, one enters and the others get the RuntimeError.
 
-    Do not train inside the block: a step would start at the averages, and the
-    averages would then contain it. In eager mode, and if a `tf.function` is
-    traced in the block, `apply_gradients` raises an error. A session, and a
-    `tf.function` that was traced before, are not checked.
+    A step inside the block would start at the averages, and the averages would
+    then contain it. So it raises an error and changes nothing: in eager mode
+    and if a `tf.function` is traced in the block, a RuntimeError; in a session
+    and in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`.
 
     Args:
       session: In a graph, the session; by default the default session. In a
@@ -657,18 +663,18 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place
-        already.
+        already. After the block, if an average was assigned or restored in it.
     """
     k = _decays.index_of(decay, self._decays)
     with self._averaged.place_lock:
       raw, graph = self._place(session, "averaged_weights")
       if raw is None:
-        back = _exchange.put_in_place(self._pairs(graph, k))
+        back = _exchange.InPlace(self._pairs(graph, k)).put_back
       else:
-        exchanges = self._averaged.of(graph).exchanges[k]
-        pairs = _replicas.components(self._pairs(graph, k))
+        pairs = self._pairs(graph, k)
+        made = self._averaged.of(graph).exchanges[k]
         raw, back = _sessions.in_raw(session, lambda raw: (
-            raw, self._swap_session(raw, exchanges, pairs)))
+            raw, _exchange.InGraph.put_in_place(made, pairs, raw)))
       self._averaged.in_place.append(raw)
     try:
       yield
@@ -684,27 +690,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
                 session, lambda now: back() if now is raw else None)
         finally:
           self._averaged.in_place.remove(raw)
-
-  def _swap_session(self, session, exchanges, pairs):
-    pairs = [pair for pair in pairs if not _exchange.same_dtype(*pair)]
-    raw, averages = session.run(
-        ([v for v, _ in pairs], [s for _, s in pairs]))
-    session.run(exchanges)
-
-    def load(values):
-      # By the initializers, which a finalized graph has too; one by one,
-      # because several may share an initial value.
-      for (variable, _), value in zip(pairs, values):
-        session.run(variable.initializer,
-                    {variable.initializer.inputs[1]: value})
-
-    def back():
-      session.run(exchanges)
-      load(raw)
-
-    load([average.astype(v.dtype.as_numpy_dtype)
-          for average, (v, _) in zip(averages, pairs)])
-    return back
 
   # Checkpoints
 

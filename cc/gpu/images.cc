@@ -19,13 +19,6 @@ bool IsBetter(const Image& image, const Image& than) {
 
 }  // namespace
 
-const std::vector<Image>& Images() {
-  static const auto* const images = new std::vector<Image>{
-#include "cc/gpu/images.inc"  // Written by tools/gpu_images.py.
-  };
-  return *images;
-}
-
 std::string NameOf(const Image& image) {
   return (image.is_ptx ? "compute_" : "sm_") +
          std::to_string(image.compute_capability) +

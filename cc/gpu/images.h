@@ -22,6 +22,7 @@ struct Image {
 // "sm_90" or "compute_90", with "large" for large tables.
 std::string NameOf(const Image& image);
 
+// Defined apart from the functions below: a test has other images.
 const std::vector<Image>& Images();
 
 // The image for a GPU, or nullptr. Large tables need compute capability 7.0 and

@@ -18,6 +18,7 @@
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/row_step.h"
+#include "cc/kernels/sort_rows.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/apply_op.h"
@@ -212,7 +213,8 @@ class ApplyOp : public OpKernel {
     const int var = states[0] + i;
     TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grads[i].shape(),
                                            indices.shape()));
-    TF_RETURN_IF_ERROR(rows->sorted.Sort(ctx, indices, i, variables, var));
+    TF_RETURN_IF_ERROR(
+        SortRows(ctx, indices, i, variables, var, &rows->sorted));
     rows->values = grads[i];
     // A ref variable is read in place: the step of one row must not change the
     // gradient of another one.

@@ -18,6 +18,7 @@
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/row_step.h"
+#include "cc/kernels/sort_rows.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/threads.h"
 #include "cc/ops/contracts.h"
@@ -252,8 +253,8 @@ absl::Status Sort(const Threads& threads,
   sorted->resize(indices.size());
   for (size_t i = 0; i < indices.size(); ++i) {
     const auto sort = [&](const auto* data) {
-      return (*sorted)[i].Sort(threads, data, counts[i], i, values.rows(i),
-                               name[i]);
+      return SortRows(threads, data, counts[i], i, values.rows(i), name[i],
+                      &(*sorted)[i]);
     };
     const void* const data = indices[i].untyped_data();
     TF_RETURN_IF_ERROR(indices[i].element_type() == ffi::S32

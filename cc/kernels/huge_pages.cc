@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -14,8 +15,6 @@
 #include <mutex>
 #include <thread>
 #include <utility>
-
-#include "tensorflow/core/platform/logging.h"
 #endif
 
 namespace wrapopt {
@@ -31,8 +30,10 @@ bool IsOn() {
   const char* const value = std::getenv("WRAPOPT_HUGE_PAGES");
   if (value == nullptr || std::strcmp(value, "on") == 0) return true;
   if (std::strcmp(value, "off") != 0) {
-    LOG(ERROR) << "WRAPOPT_HUGE_PAGES must be 'on' or 'off', got '" << value
-               << "': it is off.";
+    std::fprintf(stderr,
+                 "wrapopt: WRAPOPT_HUGE_PAGES must be 'on' or 'off', got '%s': "
+                 "it is off.\n",
+                 value);
   }
   return false;
 }

@@ -1,4 +1,5 @@
-// Huge pages for arrays of which a step uses a few rows.
+// Huge pages for arrays of which a step uses a few rows. Does not depend on
+// TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_HUGE_PAGES_H_
 #define WRAPOPT_CC_KERNELS_HUGE_PAGES_H_
 

@@ -10,6 +10,7 @@
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/sort_rows.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
@@ -73,7 +74,8 @@ class LazyAveragesOp : public OpKernel {
     for (int i = 0; i < indices.size(); ++i) {
       OP_REQUIRES_OK(ctx, CheckIndices(i, indices[i].shape()));
       OP_REQUIRES_OK(ctx,
-                     rows[i].Sort(ctx, indices[i], i, variables, values + i));
+                     SortRows(ctx, indices[i], i, variables, values + i,
+                              &rows[i]));
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 

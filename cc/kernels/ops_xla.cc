@@ -620,6 +620,18 @@ class ExchangeXlaOp : public XlaOpKernel {
   }
 };
 
+class CheckInitializedXlaOp : public XlaOpKernel {
+ public:
+  explicit CheckInitializedXlaOp(OpKernelConstruction* ctx)
+      : XlaOpKernel(ctx) {}
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaVariables variables(ctx);
+    int first;
+    OP_REQUIRES_OK(ctx, variables.Find("variables", Access::kRead, &first));
+  }
+};
+
 template <class Op>
 OpKernel* Make(OpKernelConstruction* ctx) {
   return new Op(ctx);
@@ -655,6 +667,8 @@ const bool registered = [] {
   RegisterXlaKernel("Wrapopt>SparseEmaUpdate",
                     &Make<LazyAveragesXlaOpOf<Kind::kStep>>);
   RegisterXlaKernel("Wrapopt>AveragingAssign", &Make<AveragingAssignXlaOp>);
+  RegisterXlaKernel("Wrapopt>CheckInitialized",
+                    &Make<CheckInitializedXlaOp>);
   RegisterXlaKernel("Wrapopt>Exchange", &Make<ExchangeXlaOp>);
   RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
   return true;

@@ -1,13 +1,14 @@
-// The step of a rule for a variable with a sparse gradient.
+// The step of a rule for a variable with a sparse gradient. Does not depend on
+// TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_ROW_STEP_H_
 #define WRAPOPT_CC_KERNELS_ROW_STEP_H_
 
 #include <cstdint>
 #include <vector>
 
-#include "cc/kernels/averages.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/isa.h"
+#include "cc/kernels/lazy_average.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/threads.h"

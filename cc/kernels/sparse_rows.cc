@@ -1,18 +1,11 @@
 #include "cc/kernels/sparse_rows.h"
 
 #include <algorithm>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
-#include "cc/kernels/parallel.h"
-#include "tensorflow/core/framework/types.h"
-
 namespace wrapopt {
 namespace {
-
-using tensorflow::OpKernelContext;
 
 // The gradients in chunks, which threads take.
 class Chunks {
@@ -94,33 +87,15 @@ void SortByDigit(const Chunks& chunks, int shift, int bits,
 
 }  // namespace
 
-absl::Status SparseRows::Sort(OpKernelContext* ctx,
-                              const tensorflow::Tensor& indices, int i,
-                              const CheckedVariables& variables,
-                              int variable) {
-  const IntraOpThreads threads(ctx);
-  const int64_t count = indices.NumElements();
-  const int64_t rows = variables.known_shape(variable).dim_size(0);
-  const std::string name = variables.Describe(variable);
-  return indices.dtype() == tensorflow::DT_INT32
-             ? Sort(threads, indices.flat<int32_t>().data(), count, i, rows,
-                    name)
-             : Sort(threads, indices.flat<int64_t>().data(), count, i, rows,
-                    name);
-}
-
 template <class Index>
-absl::Status SparseRows::Sort(const Threads& threads, const Index* indices,
-                              int64_t count, int i, int64_t rows,
-                              const std::string& name) {
+const RowGrad* SparseRows::Sort(const Threads& threads, const Index* indices,
+                                int64_t count, int64_t rows) {
   size_ = count;
   // Without zeros, which a vector would write.
   grads_.reset(new RowGrad[size_]);
   const Chunks chunks(threads, size_);
   if (const RowGrad* bad = Read(chunks, indices, rows, grads_.get())) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "indices[", i, "][", bad->position, "] must be in [0, ", rows,
-        "), the rows of ", name, ", got ", bad->row));
+    return bad;
   }
 
   int bits = 0;
@@ -139,17 +114,15 @@ absl::Status SparseRows::Sort(const Threads& threads, const Index* indices,
   int64_t j = 1;
   while (j < size_ && BeginsRow(j)) ++j;
   repeat_ = j < size_;
-  return absl::OkStatus();
+  return nullptr;
 }
 
-template absl::Status SparseRows::Sort(const Threads& threads,
-                                       const int32_t* indices, int64_t count,
-                                       int i, int64_t rows,
-                                       const std::string& name);
-template absl::Status SparseRows::Sort(const Threads& threads,
-                                       const int64_t* indices, int64_t count,
-                                       int i, int64_t rows,
-                                       const std::string& name);
+template const RowGrad* SparseRows::Sort(const Threads& threads,
+                                         const int32_t* indices, int64_t count,
+                                         int64_t rows);
+template const RowGrad* SparseRows::Sort(const Threads& threads,
+                                         const int64_t* indices, int64_t count,
+                                         int64_t rows);
 
 int64_t SparseRows::Find(int64_t row) const {
   return std::lower_bound(grads_.get(), grads_.get() + size_, row,

@@ -1,17 +1,13 @@
-// The gradients of a sparse gradient, sorted by row.
+// The gradients of a sparse gradient, sorted by row. Does not depend on
+// TensorFlow.
 #ifndef WRAPOPT_CC_KERNELS_SPARSE_ROWS_H_
 #define WRAPOPT_CC_KERNELS_SPARSE_ROWS_H_
 
 #include <cstdint>
 #include <memory>
-#include <string>
 
-#include "absl/status/status.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/threads.h"
-#include "cc/ops/contracts.h"
-#include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/tensor.h"
 
 namespace wrapopt {
 
@@ -19,17 +15,12 @@ namespace wrapopt {
 // the number of threads changes no bit of a result.
 class SparseRows {
  public:
-  // Sorts the vector `indices` of int32 or int64, which is number `i` of that
-  // input. All must be rows of `variable`; if not, nothing is sorted.
-  absl::Status Sort(tensorflow::OpKernelContext* ctx,
-                    const tensorflow::Tensor& indices, int i,
-                    const CheckedVariables& variables, int variable);
-  // The same of `count` indices, for a variable of so many rows, which is called
-  // `name`.
+  // Sorts `count` indices, of int32 or int64. All must be in [0, rows); if not,
+  // nothing is sorted. Returns the first that is not, which lives as long as
+  // this; nullptr if there is none.
   template <class Index>
-  absl::Status Sort(const Threads& threads, const Index* indices,
-                    int64_t count, int i, int64_t rows,
-                    const std::string& name);
+  const RowGrad* Sort(const Threads& threads, const Index* indices,
+                      int64_t count, int64_t rows);
 
   int64_t size() const { return size_; }
   const RowGrad& operator[](int64_t j) const { return grads_[j]; }

@@ -1,32 +1,28 @@
 // Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
 // admit or drop the updates of asynchronous training.
 //
-// `recorded` is the number of updates that had completed when the worker
-// recorded the step. Its weights surely contain these. `admitted` is the number
-// of completed updates once all updates in flight are complete. The difference
-// is the staleness: the number of updates that the weights may miss.
-//
-// An update is in flight from its admission until its ticket is completed or
-// destroyed. TensorFlow destroys the tensors of a step at its end, also if the
-// worker that runs the step is killed. So dead workers need no lease and no
-// clock.
+// cc/kernels/gate.h decides. TensorFlow destroys the tensors of a step, and the
+// tickets in them, at its end, also if the worker that runs the step is killed.
+// So dead workers need no lease and no clock.
 #include <algorithm>
 #include <cstdint>
-#include <limits>
+#include <memory>
 #include <string>
-#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/kernels/gate.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/mutex.h"
+#include "tensorflow/core/platform/refcount.h"
 
 namespace wrapopt {
 namespace {
@@ -36,122 +32,51 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// A sum or a difference that saturates at the ends of int64: a step and its
-// record may be any number.
-int64_t Sum(int64_t a, int64_t b) {
-  int64_t sum;
-  if (!__builtin_add_overflow(a, b, &sum)) return sum;
-  return a < 0 ? std::numeric_limits<int64_t>::min()
-               : std::numeric_limits<int64_t>::max();
-}
-int64_t Difference(int64_t a, int64_t b) {
-  int64_t difference;
-  if (!__builtin_sub_overflow(a, b, &difference)) return difference;
-  return a < 0 ? std::numeric_limits<int64_t>::min()
-               : std::numeric_limits<int64_t>::max();
-}
-
-// The state of a step's updates that is not in the step variable. There is one
-// for each step, shared by all workers, sessions and ops.
-class Updates : public tensorflow::ResourceBase {
+// The gate of a step. There is one for each step, shared by all workers,
+// sessions and ops.
+class GateResource : public tensorflow::ResourceBase {
  public:
   std::string DebugString() const override { return "staleness gate"; }
 
-  // The record at the value `step` of the step variable. Aborted updates may
-  // have changed weights, so they count.
-  int64_t Record(int64_t step, int64_t* in_flight) {
+  // `step` is nullptr for a ref variable, which lives as long as this.
+  std::shared_ptr<Gate> Of(tensorflow::Var* step) {
     tensorflow::mutex_lock lock(mu_);
-    *in_flight = in_flight_;
-    return Sum(step, aborted_);
-  }
-
-  // Returns whether the update is admitted, and then in flight.
-  bool Admit(int64_t step, int64_t recorded, int64_t limit,
-             int64_t* staleness) {
-    tensorflow::mutex_lock lock(mu_);
-    // Some updates in flight may have incremented the step already, and other
-    // ops may have set it to any number.
-    const int64_t done = Sum(step, aborted_);
-    admitted_ = std::clamp(admitted_, done, Sum(done, in_flight_));
-    *staleness = Difference(admitted_, recorded);
-    if (limit < 0 || *staleness > limit) return false;
-    admitted_ = Sum(admitted_, 1);
-    ++in_flight_;
-    return true;
-  }
-
-  void Complete() {
-    tensorflow::mutex_lock lock(mu_);
-    --in_flight_;
-  }
-
-  void Abort() {
-    tensorflow::mutex_lock lock(mu_);
-    --in_flight_;
-    ++aborted_;
+    // The address of a deleted variable may be that of a new one.
+    if (step != nullptr && step_.GetNewRef().get() != step) {
+      step_ = tensorflow::core::WeakPtr<tensorflow::Var>(step);
+      gate_ = std::make_shared<Gate>();
+    }
+    return gate_;
   }
 
  private:
   tensorflow::mutex mu_;
-  // The step, once all updates in flight are complete, plus aborted_.
-  int64_t admitted_ = 0;
-  int64_t in_flight_ = 0;
-  int64_t aborted_ = 0;
+  tensorflow::core::WeakPtr<tensorflow::Var> step_ TF_GUARDED_BY(mu_);
+  std::shared_ptr<Gate> gate_ TF_GUARDED_BY(mu_) = std::make_shared<Gate>();
 };
 
-using UpdatesPtr = tensorflow::core::RefCountPtr<Updates>;
+struct TicketResource : public tensorflow::ResourceBase {
+  std::string DebugString() const override { return "staleness ticket"; }
 
-absl::Status FindUpdates(OpKernelContext* ctx, const Variables& variables,
-                         int step, UpdatesPtr* updates) {
+  Ticket ticket;
+};
+
+absl::Status FindGate(OpKernelContext* ctx, const Variables& variables,
+                      int step, std::shared_ptr<Gate>* gate) {
   tensorflow::ResourceMgr* const resources = ctx->resource_manager();
-  Updates* found = nullptr;
-  TF_RETURN_IF_ERROR(resources->LookupOrCreate<Updates>(
+  GateResource* found = nullptr;
+  TF_RETURN_IF_ERROR(resources->LookupOrCreate<GateResource>(
       resources->default_container(),
       absl::StrCat("wrapopt staleness gate ",
                    reinterpret_cast<uintptr_t>(variables.Identity(step))),
-      &found, [](Updates** made) {
-        *made = new Updates;
+      &found, [](GateResource** made) {
+        *made = new GateResource;
         return absl::OkStatus();
       }));
-  updates->reset(found);
+  const tensorflow::core::RefCountPtr<GateResource> resource(found);
+  *gate = resource->Of(variables.resource(step));
   return absl::OkStatus();
 }
-
-// The right to one update, and whether it was granted.
-class Ticket : public tensorflow::ResourceBase {
- public:
-  std::string DebugString() const override { return "staleness ticket"; }
-
-  ~Ticket() override {
-    if (state_ == State::kInFlight) updates_->Abort();
-  }
-
-  void Admit(UpdatesPtr updates) {
-    updates_ = std::move(updates);
-    state_ = State::kInFlight;
-  }
-
-  bool admitted() const { return state_ != State::kRefused; }
-  // Null if the update is not admitted.
-  const Updates* updates() const { return updates_.get(); }
-
-  // Returns whether this call completed the update; false if an earlier one
-  // did.
-  bool Complete() {
-    tensorflow::mutex_lock lock(mu_);
-    if (state_ != State::kInFlight) return false;
-    state_ = State::kComplete;
-    updates_->Complete();
-    return true;
-  }
-
- private:
-  enum class State { kRefused, kInFlight, kComplete };
-
-  tensorflow::mutex mu_;
-  UpdatesPtr updates_;
-  State state_ = State::kRefused;
-};
 
 int64_t ReadStep(const Tensor& t) {
   return t.dtype() == tensorflow::DT_INT32 ? t.scalar<int32_t>()()
@@ -193,9 +118,9 @@ class StalenessRecordOp : public OpKernel {
     Tensor *recorded, *in_flight;
     OP_REQUIRES_OK(ctx, ctx->allocate_output("recorded", {}, &recorded));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("in_flight", {}, &in_flight));
-    UpdatesPtr updates;
-    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
-    recorded->scalar<int64_t>()() = updates->Record(
+    std::shared_ptr<Gate> gate;
+    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
+    recorded->scalar<int64_t>()() = gate->Record(
         ReadStep(value), &in_flight->scalar<int64_t>()());
   }
 
@@ -228,20 +153,20 @@ class StalenessGateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("staleness", {}, &staleness));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("ticket", {}, &handle));
-    UpdatesPtr updates;
-    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
-    Ticket* const ticket = new Ticket;
+    std::shared_ptr<Gate> gate;
+    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
+    TicketResource* const resource = new TicketResource;
     handle->scalar<tensorflow::ResourceHandle>()() =
         tensorflow::ResourceHandle::MakeRefCountingHandle(
-            ticket, ctx->device()->name());
+            resource, ctx->device()->name());
 
     // Nothing below can fail.
     int64_t& stale = staleness->scalar<int64_t>()();
     const bool admitted =
-        updates->Admit(ReadStep(value), recorded, limit, &stale);
+        gate->Admit(ReadStep(value), recorded, limit, &stale);
     accept->scalar<bool>()() = admitted;
     if (admitted) {
-      ticket->Admit(std::move(updates));
+      resource->ticket.Admit(gate);
     } else {
       variables.tensor(counter)->scalar<float>()() += 1;
     }
@@ -249,7 +174,7 @@ class StalenessGateOp : public OpKernel {
     const int64_t bucket = std::clamp<int64_t>(stale, 0, buckets - 1);
     int64_t& count = variables.tensor(histogram)
                          ->matrix<int64_t>()(admitted ? 0 : 1, bucket);
-    count = Sum(count, 1);
+    count = SaturatedSum(count, 1);
   }
 
  private:
@@ -266,14 +191,15 @@ class StalenessCompleteOp : public OpKernel {
     const Tensor* handle;
     OP_REQUIRES_OK(ctx, ctx->input("ticket", &handle));
     OP_REQUIRES_OK(ctx, CheckScalar("ticket", handle->shape()));
-    tensorflow::core::RefCountPtr<Ticket> ticket;
+    tensorflow::core::RefCountPtr<TicketResource> resource;
     const absl::Status found = LookupResource(
-        ctx, handle->scalar<tensorflow::ResourceHandle>()(), &ticket);
+        ctx, handle->scalar<tensorflow::ResourceHandle>()(), &resource);
     OP_REQUIRES(ctx, found.ok(),
                 absl::InvalidArgumentError(
                     absl::StrCat("ticket must be one of Wrapopt>StalenessGate "
                                  "on this device: ", found.message())));
-    if (!ticket->admitted()) return;
+    Ticket& ticket = resource->ticket;
+    if (ticket.gate() == nullptr) return;
 
     Variables variables(ctx, &lookup_cache_);
     int step;
@@ -283,16 +209,16 @@ class StalenessCompleteOp : public OpKernel {
                             &step));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckStep(variables, step));
-    UpdatesPtr updates;
-    OP_REQUIRES_OK(ctx, FindUpdates(ctx, variables, step, &updates));
-    OP_REQUIRES(ctx, updates.get() == ticket->updates(),
+    std::shared_ptr<Gate> gate;
+    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
+    OP_REQUIRES(ctx, gate.get() == ticket.gate(),
                 absl::InvalidArgumentError(absl::StrCat(
                     variables.Describe(step),
                     " must be the step of the gate that made the ticket, got ",
                     "another variable")));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
     // The step is locked, so a gate sees both changes or none.
-    OP_REQUIRES(ctx, ticket->Complete(),
+    OP_REQUIRES(ctx, ticket.Complete(),
                 absl::FailedPreconditionError(
                     "ticket must be completed once, got one whose update is "
                     "complete already"));

@@ -1,4 +1,5 @@
 // Divides a kernel's work among the threads of TensorFlow or of an XLA program.
+// Does not depend on either.
 #ifndef WRAPOPT_CC_KERNELS_THREADS_H_
 #define WRAPOPT_CC_KERNELS_THREADS_H_
 
@@ -8,8 +9,8 @@
 #include <functional>
 #include <memory>
 
-#include "absl/synchronization/notification.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/notification.h"
 #include "cc/kernels/subnormals.h"
 
 namespace wrapopt {
@@ -48,7 +49,7 @@ void RunParallel(const Threads& threads, int64_t units,
   struct Shared {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> left;
-    absl::Notification done;
+    Notification done;
   };
   const auto shared = std::make_shared<Shared>();
   shared->left = units;
@@ -67,7 +68,7 @@ void RunParallel(const Threads& threads, int64_t units,
   };
   for (int64_t task = 1; task < tasks; ++task) threads.Schedule(take);
   take();
-  shared->done.WaitForNotification();
+  shared->done.Wait();
 }
 
 inline void RunPass(const Threads& threads, const Pass& pass) {

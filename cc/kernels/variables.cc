@@ -195,6 +195,14 @@ std::vector<int>::const_iterator Variables::FirstConflict(
 }
 
 absl::Status Variables::Lock() {
+  if (bundled_ > 0) {
+    const Tensor& handles = ctx_->input(entries_.back().input);
+    if (handles.NumElements() != bundled_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "handles misshapen: got ", handles.shape().DebugString(),
+          " but expected [", bundled_, "] (a handle for each variable)"));
+    }
+  }
   // Check that no lock is taken twice before the first is taken.
   std::vector<int> order;
   if (lookup_cache_ != nullptr &&
@@ -346,26 +354,68 @@ std::string Variables::Describe(int variable) const {
 }
 
 absl::Status Variables::PrepareToSwap(int a, int b) {
-  // A variable in copy-on-read mode must not get a buffer that readers of the
-  // other variable hold.
-  for (const auto& [to, from] : {std::pair(a, b), std::pair(b, a)}) {
-    const Entry& target = entries_[to];
-    if (target.var != nullptr && target.var->copy_on_read_mode.load() &&
-        !entries_[from].tensor->RefCountIsOne()) {
-      TF_RETURN_IF_ERROR(Copy(entries_[from]));
-    }
-  }
-  return absl::OkStatus();
+  TF_RETURN_IF_ERROR(PrepareToMove(a, b));
+  return PrepareToMove(b, a);
 }
 
 void Variables::Swap(int a, int b) {
   std::swap(*entries_[a].tensor, *entries_[b].tensor);
-  for (const int i : {a, b}) {
-    Entry& entry = entries_[i];
-    if (entry.var == nullptr) {
-      ctx_->replace_ref_input(entry.input, entry.ref, /*lock_held=*/true);
-    }
+  ReplaceRef(a);
+  ReplaceRef(b);
+}
+
+absl::Status Variables::PrepareToMove(int from, int to) {
+  // A variable in copy-on-read mode must not get a buffer that readers of the
+  // other variable hold.
+  const Entry& target = entries_[to];
+  if (target.var != nullptr && target.var->copy_on_read_mode.load() &&
+      !entries_[from].tensor->RefCountIsOne()) {
+    return Copy(entries_[from]);
   }
+  return absl::OkStatus();
+}
+
+absl::Status Variables::CheckDeclared(int to, int from) const {
+  if (entries_[to].var == nullptr) return absl::OkStatus();
+  for (const auto& declared : handle(entries_[to]).dtypes_and_shapes()) {
+    if (declared.dtype != dtype(from)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          Describe(to), " must be of dtype ",
+          tensorflow::DataTypeString(dtype(from)), " (the dtype of ",
+          Describe(from), "), got ",
+          tensorflow::DataTypeString(declared.dtype)));
+    }
+    TF_RETURN_IF_ERROR(wrapopt::CheckShape(
+        Describe(to), declared.shape, shape(from),
+        absl::StrCat("the shape of ", Describe(from))));
+  }
+  return absl::OkStatus();
+}
+
+void Variables::Move(int from, int to) {
+  Entry& source = entries_[from];
+  Entry& target = entries_[to];
+  *target.tensor = *source.tensor;
+  if (target.var != nullptr) target.var->is_initialized = true;
+  if (source.var != nullptr) {
+    // With this dtype and no value, TensorFlow refuses to read the variable and
+    // allows to assign it.
+    *source.tensor = Tensor(tensorflow::DT_INVALID);
+    source.var->is_initialized = false;
+  } else {
+    // TensorFlow refuses to read a ref variable without a buffer, unless it is
+    // empty.
+    source.ref = Tensor(source.ref.dtype(), source.ref.shape(),
+                        /*buf=*/nullptr);
+  }
+  ReplaceRef(from);
+  ReplaceRef(to);
+}
+
+void Variables::ReplaceRef(int variable) {
+  const Entry& entry = entries_[variable];
+  if (entry.var != nullptr) return;
+  ctx_->replace_ref_input(entry.input, entry.ref, /*lock_held=*/true);
 }
 
 }  // namespace wrapopt

@@ -73,8 +73,8 @@ class Variables final : public CheckedVariables {
   // this class are `first(list)` + position in the list.
   absl::Status Find(const char* list, Access access, int* first);
 
-  // The same for written variables that need not exist or be initialized: a
-  // variable without a value becomes zeros.
+  // The same for written variables that need not exist or be initialized. In
+  // PrepareToWrite(), a variable without a value becomes zeros.
   absl::Status FindOrMake(const char* list, Access access,
                           tensorflow::DataType dtype, int* first);
 
@@ -105,6 +105,11 @@ class Variables final : public CheckedVariables {
   // all checks: it is the first call with an effect on variables, though it
   // changes no value.
   absl::Status PrepareToWrite();
+
+  // nullptr for a ref variable.
+  tensorflow::Var* resource(int variable) const {
+    return entries_[variable].var.get();
+  }
 
   // A pointer that identifies a variable, whatever handle or name found it.
   const void* Identity(int variable) const { return entries_[variable].mu; }
@@ -146,6 +151,14 @@ class Variables final : public CheckedVariables {
   // for all pairs, then Swap. The two must have the same dtype and shape.
   absl::Status PrepareToSwap(int a, int b);
   void Swap(int a, int b);
+
+  // For an op that moves the buffer of `from` to `to`, a variable of
+  // `FindOrMake`, and leaves `from` without a value: call PrepareToMove for all
+  // pairs, then Move.
+  absl::Status PrepareToMove(int from, int to);
+  // Checks that the handle of `to` is for the dtype and shape of `from`.
+  absl::Status CheckDeclared(int to, int from) const;
+  void Move(int from, int to);
 
  private:
   using VarPtr = tensorflow::core::RefCountPtr<tensorflow::Var>;
@@ -196,6 +209,8 @@ class Variables final : public CheckedVariables {
                     tensorflow::Tensor* to) const;
   absl::Status Copy(Entry& entry);
   absl::Status MakeZeros(Entry& entry);
+  // Gives a ref variable the tensor of its entry.
+  void ReplaceRef(int variable);
 
   tensorflow::OpKernelContext* const ctx_;
   LookupCache* lookup_cache_;  // Locked by this call, or nullptr.

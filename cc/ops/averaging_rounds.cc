@@ -184,15 +184,16 @@ pushed or waited since, even if too late. So the rounds wait for a dead worker
 once, and again after it has returned. After a round of all num_workers, and
 after a reset, all are expected again.
 
-A second gather of a round returns the same workers. The op fails if another
-round is open, or is opened during the wait.
+A second gather of a round returns the same workers, even if they are fewer than
+its own min_workers. The op fails if another round is open, or is opened during
+the wait.
 
 rounds: From Wrapopt>AveragingRounds.
 round: A scalar, the open round.
 min_workers: A scalar in [1, num_workers].
 timeout_secs: A scalar greater than 0; infinity for no deadline.
 workers: [M] names of the workers of the round, sorted;
-  min_workers <= M <= num_workers.
+  min_workers <= M <= num_workers in the first gather of the round.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingMean")

@@ -129,7 +129,9 @@ absl::Status CheckedVariables::CountElements(int first, int count,
 
 absl::Status CheckedVariables::NotInitialized(int variable) const {
   return absl::FailedPreconditionError(absl::StrCat(
-      Describe(variable), " is not initialized: run its initializer first"));
+      Describe(variable), " is not initialized: run its initializer first. "
+      "If it is an average that averaged_weights() has put in place of its "
+      "variable, leave that `with` block first"));
 }
 
 absl::Status CheckedVariables::NamedTwice(int a, int b) const {

@@ -1,6 +1,9 @@
 // The rounds of model averaging without TensorFlow, and their deadlines.
 #include "cc/kernels/rounds.h"
 
+#include <gtest/gtest.h>
+
+#include <atomic>
 #include <condition_variable>  // NOLINT(build/c++11)
 #include <cstdint>
 #include <functional>
@@ -8,11 +11,14 @@
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
 #include <string>
+#include <thread>  // NOLINT(build/c++11)
 #include <utility>
 #include <vector>
 
 #include "cc/kernels/deadline_timer.h"
-#include "tests/cc/expect.h"
+#include "cc/kernels/notification.h"
+#include "tests/cc/arrays.h"
+#include "tests/cc/pool.h"
 
 namespace wrapopt {
 namespace {
@@ -103,7 +109,7 @@ struct Fixture {
       [this](const std::string& warning) { warnings.push_back(warning); });
 };
 
-void ARoundOfAll() {
+TEST(Rounds, ARoundOfAll) {
   Fixture f;
   EXPECT_EQ(f.Next(0, /*reset=*/true), 0);
   const auto chief = f.Gather(0, 2);
@@ -129,7 +135,7 @@ void ARoundOfAll() {
   EXPECT_EQ(f.warnings.size(), 0u);
 }
 
-void AQuorumAfterTheDeadline() {
+TEST(Rounds, AQuorumAfterTheDeadline) {
   Fixture f;
   f.Next(0, /*reset=*/true);
   f.Push("a", 0, 1);
@@ -154,7 +160,7 @@ void AQuorumAfterTheDeadline() {
   EXPECT_EQ(third->workers(), "a b ");
 }
 
-void TooFewAtTheDeadline() {
+TEST(Rounds, TooFewAtTheDeadline) {
   Fixture f;
   f.Next(0, /*reset=*/true);
   f.Push("a", 0, 1);
@@ -168,7 +174,7 @@ void TooFewAtTheDeadline() {
             "or reduce min_workers");
 }
 
-void AStepThatEnds() {
+TEST(Rounds, AStepThatEnds) {
   Fixture f;
   std::function<void()> end;
   f.watch = [&end](std::function<void()> ended) {
@@ -198,7 +204,7 @@ void AStepThatEnds() {
   EXPECT_EQ(f.timer.set.size(), 0u);
 }
 
-void TheEndOfTheRounds() {
+TEST(Rounds, TheEndOfTheRounds) {
   Fixture f;
   const auto worker = f.WaitFor(-1);
   f.rounds->End();
@@ -212,7 +218,7 @@ void TheEndOfTheRounds() {
   EXPECT_EQ(waits->times, 0);
 }
 
-void WhatIsRefused() {
+TEST(Rounds, WhatIsRefused) {
   Fixture f;
   int64_t open;
   f.Next(0, /*reset=*/true);
@@ -236,9 +242,26 @@ void WhatIsRefused() {
             true);
 }
 
+// A callback runs without a lock.
+TEST(Rounds, AreCalledByTheirCallbacks) {
+  Fixture f;
+  f.Next(0, /*reset=*/true);
+  std::string heard;
+  IntRounds::Wait wait;
+  wait.round = 0;
+  wait.timeout_secs = 9;
+  wait.done = [&](const IntRounds::Answer& answer) {
+    EXPECT_EQ(f.Push("a", answer.open, 5), true);
+    heard = f.Gather(answer.open, 2)->workers() + "after";
+  };
+  f.rounds->Start(std::move(wait));
+  f.Next(0);
+  EXPECT_EQ(heard, "after");
+}
+
 // By the real clock: one that is set later and comes earlier ends the wait of
 // the timer's thread.
-void TheEarliestDeadline() {
+TEST(DeadlineTimer, TheEarliestDeadline) {
   std::mutex mu;
   std::condition_variable rung;
   std::string order;
@@ -262,16 +285,129 @@ void TheEarliestDeadline() {
   timer.Cancel(far);
 }
 
+// Threads set deadlines and cancel some. Each rings once, or was cancelled.
+TEST(DeadlineTimer, InThreads) {
+  constexpr int kDeadlines = 200;
+  DeadlineTimer& timer = DeadlineTimer::Get();
+  InThreads(3, [&](int t) {
+    Random random(t);
+    std::vector<std::atomic<int>> rung(kDeadlines);
+    std::vector<bool> cancelled(kDeadlines);
+    Notification last;
+    for (int i = 0; i < kDeadlines; ++i) {
+      const bool cancel = Below(2, &random) == 0;
+      const Timer::Id id =
+          timer.Set(cancel ? 1000 : 1e-5 * Below(100, &random),
+                    [&rung, i] { ++rung[i]; });
+      if (cancel) timer.Cancel(id);
+      cancelled[i] = cancel;
+    }
+    timer.Set(0.01, [&last] { last.Notify(); });
+    last.Wait();
+    for (int i = 0; i < kDeadlines; ++i) {
+      EXPECT_EQ(rung[i], cancelled[i] ? 0 : 1);
+    }
+  });
+}
+
+// A wait of a thread, for its answer.
+IntRounds::Answer Wait(IntRounds* rounds, int64_t round, int64_t min_workers,
+                       double timeout_secs) {
+  Notification answered;
+  IntRounds::Answer result;
+  IntRounds::Wait wait;
+  wait.round = round;
+  wait.min_workers = min_workers;
+  wait.timeout_secs = timeout_secs;
+  wait.done = [&](const IntRounds::Answer& answer) {
+    result = answer;
+    answered.Notify();
+  };
+  rounds->Start(std::move(wait));
+  answered.Wait();
+  return result;
+}
+
+// A chief and workers. Each round's mean is of what all have pushed.
+TEST(Rounds, InThreads) {
+  constexpr int kWorkers = 3, kRounds = 200;
+  const auto rounds = std::make_shared<IntRounds>(
+      "r", kWorkers, &DeadlineTimer::Get(),
+      [](const std::string& warning) { ADD_FAILURE() << warning; });
+  InThreads(kWorkers + 1, [&](int t) {
+    int64_t open = -1;
+    if (t == kWorkers) {
+      EXPECT_TRUE(rounds->Next(-1, /*reset=*/true, &open).ok());
+      for (int64_t round = 0; round < kRounds; ++round) {
+        const IntRounds::Answer answer =
+            Wait(rounds.get(), round, kWorkers, 100);
+        ASSERT_EQ(answer.workers.size(), size_t{kWorkers})
+            << answer.status.message;
+        std::vector<int> values;
+        ASSERT_TRUE(rounds->Values(round, answer.workers, 0, &values).ok());
+        for (int worker = 0; worker < kWorkers; ++worker) {
+          EXPECT_EQ(values[worker], 1000 * round + worker);
+        }
+        ASSERT_TRUE(rounds->Next(round, false, &open).ok());
+      }
+      return;
+    }
+    open = Wait(rounds.get(), -1, 0, 100).open;
+    while (open < kRounds) {
+      bool accepted;
+      ASSERT_TRUE(rounds
+                      ->Push(std::to_string(t), open,
+                             {static_cast<int>(1000 * open + t)}, &accepted)
+                      .ok());
+      EXPECT_TRUE(accepted);
+      open = Wait(rounds.get(), open, 0, 100).open;
+    }
+    EXPECT_EQ(open, kRounds);
+  });
+}
+
+// Deadlines, ends of steps, pushes and the end of the rounds race. Each wait is
+// answered once.
+TEST(Rounds, EndsThatRace) {
+  constexpr int kTimes = 60, kThreads = 4, kWaits = 6;
+  for (int i = 0; i < kTimes; ++i) {
+    auto rounds = std::make_shared<IntRounds>(
+        "r", 2, &DeadlineTimer::Get(), [](const std::string&) {});
+    int64_t open;
+    rounds->Next(0, /*reset=*/true, &open);
+    std::atomic<int> answers{0};
+    Notification all;
+    InThreads(kThreads, [&](int t) {
+      Random random(kThreads * i + t);
+      std::vector<std::function<void()>> ends;
+      for (int w = 0; w < kWaits; ++w) {
+        IntRounds::Wait wait;
+        wait.round = 0;
+        wait.min_workers = Below(3, &random);
+        wait.timeout_secs = 1e-5 * Below(30, &random);
+        wait.worker = wait.min_workers == 0 ? std::to_string(t % 2) : "";
+        if (Below(2, &random) == 0) {
+          wait.watch = [&ends](std::function<void()> end) {
+            ends.push_back(std::move(end));
+            return true;
+          };
+          wait.unwatch = [] {};
+        }
+        wait.done = [&](const IntRounds::Answer&) {
+          if (++answers == kThreads * kWaits) all.Notify();
+        };
+        rounds->Start(std::move(wait));
+        bool accepted;
+        if (w == t) rounds->Push(std::to_string(t % 2), 0, {w}, &accepted);
+        if (w == 3 && t == 1) rounds->Next(0, false, &open);
+        if (w == 4 && t == 2) rounds->End();
+        if (!ends.empty()) ends[Below(ends.size(), &random)]();
+      }
+    });
+    all.Wait();
+    EXPECT_EQ(answers, kThreads * kWaits);
+  }
+}
+
 }  // namespace
 }  // namespace wrapopt
-
-int main() {
-  wrapopt::ARoundOfAll();
-  wrapopt::AQuorumAfterTheDeadline();
-  wrapopt::TooFewAtTheDeadline();
-  wrapopt::AStepThatEnds();
-  wrapopt::TheEndOfTheRounds();
-  wrapopt::WhatIsRefused();
-  wrapopt::TheEarliestDeadline();
-  return wrapopt::failures == 0 ? 0 : 1;
-}

@@ -11,8 +11,8 @@ import json
 
 from wrapopt.bench import harness
 
-_BENCHMARKS = ("average", "embedding", "ema", "gate", "keras", "merge", "step",
-               "xla")
+_BENCHMARKS = ("average", "embedding", "ema", "gate", "growth", "keras",
+               "merge", "step", "xla")
 
 
 def main(argv=None):

@@ -1,5 +1,7 @@
 """Shared by the benchmarks: sets of variables, timing, tables."""
 
+import ctypes
+import gc
 import math
 import os
 import platform
@@ -193,6 +195,15 @@ def wait_for_huge_pages():
     time.sleep(0.1)
     now = in_huge_pages()
     still, before = (still + 1 if now == before else 0), now
+
+
+def resident_bytes():
+  """Bytes of this process in memory that no file backs, without garbage."""
+  gc.collect()
+  # The allocator otherwise keeps what is free.
+  ctypes.CDLL(None).malloc_trim(0)
+  with open("/proc/self/smaps_rollup", encoding="utf-8") as file:
+    return 1024 * int(re.search(r"Anonymous:\s*(\d+)", file.read())[1])
 
 
 class RemoteContender:

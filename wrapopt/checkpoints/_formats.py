@@ -9,6 +9,8 @@ its averages.
 
 import collections
 import contextlib
+import fcntl
+import glob
 import io
 import json
 import os
@@ -16,6 +18,7 @@ import re
 import shutil
 import tempfile
 import threading
+import time
 import typing
 import zipfile
 import zlib
@@ -47,8 +50,35 @@ _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 _PARTIAL = ".partial"
 _WEIGHTS = "model.weights.h5"  # In a .keras file.
 
+# A file system may give changes that are this close the same time: a tick of
+# its clock, with a margin.
+_TICK_SECONDS = 0.02
+
 # Names of layers that are batch normalizations.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|_)bn(\d|_|$)", re.IGNORECASE)
+
+
+class NamedError(OSError):
+  """An error whose text names the file."""
+
+
+@contextlib.contextmanager
+def naming(path, what):
+  """Makes all errors OSErrors or ValueErrors whose text names a file.
+
+  Args:
+    path: The path of the file.
+    what: What failed, such as "cannot be read".
+  """
+  try:
+    yield
+  except Exception as e:
+    if isinstance(e, NamedError) or path in str(e) and (
+        isinstance(e, OSError) or type(e) is ValueError):
+      raise
+    named = NamedError(f"{path} {what}: {e or type(e).__name__}")
+    named.errno = getattr(e, "errno", None)
+    raise named from e
 
 
 class Spec(typing.NamedTuple):
@@ -79,9 +109,15 @@ class Source:
 
   def __init__(self, path):
     self.path = path
+    # Before anything is read.
+    self._stamps = {file: _stamp(file) for file in self._files()}
     self.specs = {}
     self.note = None
     self._placed = _places.Reader({})
+
+  def _files(self):
+    """The paths of the files of the checkpoint that are there."""
+    return [self.path]
 
   def is_averaged(self, name):
     """Whether a variable is averaged by default.
@@ -116,6 +152,18 @@ class Source:
     Raises:
       OSError: If one is wrong.
     """
+
+  def check_unchanged(self):
+    """Checks that no other program has written to the files.
+
+    Not all formats have checksums, and none has one of all of its files.
+
+    Raises:
+      OSError: If a file is not the one that was there at first.
+    """
+    for file, stamp in self._stamps.items():
+      if _stamp(file) != stamp:
+        raise _changed(file)
 
   def read(self, name, rows=None, into=None):
     """The value of a variable.
@@ -154,6 +202,29 @@ class Source:
     self._placed.close()
 
 
+def _stamp(path):
+  """What is another for each version of a file.
+
+  If the file has just been written, it waits until a change would give it
+  another time.
+
+  Raises:
+    OSError: If the file is being written.
+  """
+  for _ in range(2):
+    stat = os.stat(path)
+    age = time.time() - stat.st_mtime
+    if not 0 <= age < _TICK_SECONDS:
+      return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
+    time.sleep(_TICK_SECONDS)
+  raise _changed(path)
+
+
+def _changed(path):
+  return NamedError(f"The file {path} must not change while it is read, but "
+                    "something writes to it. Use a copy of it.")
+
+
 class _TensorFlow(Source):
   """A checkpoint of TensorFlow."""
   kind = "TensorFlow"
@@ -175,6 +246,12 @@ class _TensorFlow(Source):
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
+  def _files(self):
+    # An old checkpoint is one file.
+    return [file for file in (self.path, self.path + ".index",
+                              *glob.glob(glob.escape(self.path) + ".data-*"))
+            if os.path.isfile(file)]
+
   def _is_optimizer_state(self, name):
     return name in self._state
 
@@ -182,7 +259,6 @@ class _TensorFlow(Source):
     del rows, into
     with self._lock:
       return np.asarray(self._reader.get_tensor(name), self.specs[name].dtype)
-
 
   def variants(self):
     """Yields what `_bundles.Writer.copy` takes, for each of dtype variant."""
@@ -326,7 +402,9 @@ class _Sharded(_H5):
     self._shards = []
     try:
       for name in shards_of(path):
-        self._shards.append(_H5(os.path.join(os.path.dirname(path), name)))
+        shard = os.path.join(os.path.dirname(path), name)
+        with naming(path, f"names the shard {shard}, which cannot be read"):
+          self._shards.append(_H5(shard))
     except BaseException:
       self.close()
       raise
@@ -335,6 +413,11 @@ class _Sharded(_H5):
     self.datasets = {name: shard.datasets[name]
                      for name, shard in self._of.items()}
     self.specs = {name: shard.specs[name] for name, shard in self._of.items()}
+
+  def check_unchanged(self):
+    super().check_unchanged()
+    for shard in self._shards:
+      shard.check_unchanged()
 
   def is_copied_by_value(self, name):
     return self._of[name].is_copied_by_value(name)
@@ -397,16 +480,25 @@ class _Keras(_H5):
 
   def verify(self):
     self._part.raw.verify(self.drops_pages)
-    try:
-      with zipfile.ZipFile(self.path) as archive:
-        for info in archive.infolist():
-          if info.filename != _WEIGHTS:
-            with archive.open(info) as file:
-              while file.read(_places.AT_ONCE):
-                pass
-    except (zipfile.BadZipFile, zlib.error) as e:
-      raise OSError(f"The file {self.path} is damaged: {e}. Use another copy "
-                    "of it.") from e
+    with self.archive() as archive:
+      for info in archive.infolist():
+        if info.filename != _WEIGHTS:
+          for _ in self.parts_of(archive, info):
+            pass
+
+  def archive(self):
+    """The open `ZipFile`."""
+    with self._reading():
+      return zipfile.ZipFile(self.path)
+
+  def parts_of(self, archive, info):
+    """Yields the bytes of a file in the archive, and verifies its checksum."""
+    with self._reading(), archive.open(info) as file:
+      while data := file.read(_places.AT_ONCE):
+        yield data
+
+  def _reading(self):
+    return naming(self.path, "is damaged: use another copy of it")
 
   def close(self):
     super().close()
@@ -517,12 +609,8 @@ def open_source(path):
     OSError: If it cannot be read.
     ValueError: If its contents do not fit its name.
   """
-  try:
+  with naming(path, "cannot be read"):
     return kind_of(path)(path)
-  except (OSError, ValueError):
-    raise
-  except Exception as e:
-    raise OSError(f"{path} cannot be read: {e}") from e
 
 
 def expand(path):
@@ -570,7 +658,8 @@ class Sink:
   """A checkpoint to write. It appears complete, in `publish`.
 
   Before, its files are in a temporary directory next to it, whose name begins
-  with a dot and ends in ".partial". A killed process leaves this directory.
+  with a dot and ends in ".partial". A killed process leaves this directory. The
+  next Sink of the same path removes it.
 
   Attributes:
     path: Its path.
@@ -581,15 +670,22 @@ class Sink:
   def __init__(self, path):
     self.path = path
     self._parent = os.path.dirname(os.path.abspath(path))
-    self._made = make_directories(self._parent)
-    try:
-      self._directory = tempfile.mkdtemp(
-          prefix=f".{os.path.basename(path)}.", suffix=_PARTIAL,
-          dir=self._parent)
-    except BaseException:
-      remove_empty(self._made)
-      raise
+    prefix = os.path.basename(path) + "."
+    with self._writing():
+      self._made = make_directories(self._parent)
+      try:
+        remove_partial(self._parent, prefix)
+        self._directory = tempfile.mkdtemp(
+            prefix="." + prefix, suffix=_PARTIAL, dir=self._parent)
+        self._lock = _locked(self._directory)
+      except BaseException:
+        remove_empty(self._made)
+        raise
     self._unsent = 0  # Bytes written since the last were sent to the disk.
+
+  def _writing(self):
+    """A context whose errors name the output."""
+    return naming(self.path, "cannot be written")
 
   def write(self, values):
     """Writes variables: [(name, rows, array)]; `rows` None means all rows.
@@ -618,11 +714,23 @@ class Sink:
       to_disk(file, self.drops_pages)
       self._unsent = 0
 
-  def publish(self):
-    """Makes the complete checkpoint appear; replaces one of the same name."""
-    files = list(self._finish())
-    for file in files:
-      to_disk(file, self.drops_pages)
+  def publish(self, check=None):
+    """Makes the complete checkpoint appear; replaces one of the same name.
+
+    Args:
+      check: A function to call once the checkpoint is complete. If it raises,
+        the checkpoint does not appear.
+    """
+    with self._writing():
+      files = list(self._finish())
+      for file in files:
+        to_disk(file, self.drops_pages)
+    if check is not None:
+      check()
+    with self._writing():
+      self._replace(files)
+
+  def _replace(self, files):
     to = [os.path.join(self._parent, os.path.basename(f)) for f in files]
     if len(files) > 1:
       # The old last file must not be next to the new first one.
@@ -641,6 +749,9 @@ class Sink:
     """Removes files that are not published."""
     shutil.rmtree(self._directory, ignore_errors=True)
     remove_empty(self._made)
+    if self._lock is not None:
+      os.close(self._lock)
+      self._lock = None
 
 
 def make_directories(path):
@@ -692,24 +803,27 @@ class TensorFlowSink(Sink):
     super().__init__(path)
     self._specs = specs
     try:
-      self._bundle = _bundles.Writer(
-          os.path.join(self._directory, os.path.basename(path)))
+      with self._writing():
+        self._bundle = _bundles.Writer(
+            os.path.join(self._directory, os.path.basename(path)))
     except BaseException:
       super().discard()
       raise
     if note is not None:
-      self._bundle.write(_NOTE, np.array(json.dumps(note).encode(), object), ())
+      self.write([(_NOTE, None, np.array(json.dumps(note).encode(), object))])
 
   def write(self, values):
-    for name, rows, value in values:
-      self._bundle.write(name, value, value.shape if rows is None
-                         else self._specs[name].shape)
-      self._send(value.nbytes, self._bundle.flush, self._bundle.data)
+    with self._writing():
+      for name, rows, value in values:
+        self._bundle.write(name, value, value.shape if rows is None
+                           else self._specs[name].shape)
+        self._send(value.nbytes, self._bundle.flush, self._bundle.data)
 
   def copy(self, source, names):
     super().copy(source, names)
     for name, entry, data in source.variants():
-      self._bundle.copy(name, entry, data)
+      with self._writing():
+        self._bundle.copy(name, entry, data)
 
   def _finish(self):
     self._bundle.close()
@@ -718,8 +832,41 @@ class TensorFlowSink(Sink):
     yield self._bundle.index
 
   def discard(self):
-    self._bundle.discard()
+    with contextlib.suppress(OSError):  # It writes what is left.
+      self._bundle.discard()
     super().discard()
+
+
+class _Drain(io.FileIO):
+  """A file for HDF5 to write to, in which no write fails.
+
+  HDF5 crashes if it closes a file that it could not write, as on a full disk.
+  So it does not learn of an error, and the sink raises it.
+
+  Attributes:
+    error: The first OSError, or None. Nothing is written after it.
+  """
+
+  def __init__(self, path):
+    super().__init__(path, "w+")
+    self.error = None
+
+  def write(self, data):
+    data = memoryview(data).cast("B")
+    size = len(data)
+    while data and self.error is None:
+      try:
+        data = data[super().write(data):]
+      except OSError as e:
+        self.error = e
+    return size
+
+  def truncate(self, size=None):
+    try:
+      return super().truncate(size) if self.error is None else size
+    except OSError as e:
+      self.error = e
+      return size
 
 
 class H5Sink(Sink):
@@ -739,19 +886,33 @@ class H5Sink(Sink):
     self._name = os.path.join(self._directory, os.path.basename(path))
     self._trees = ([] if like is None else like.trees if isinstance(like, _H5)
                    else [_trees.tree_of(like.file)])
+    self._drain = self._file = None
     try:
-      self._file = h5py.File(self._name, "w", libver=max(
-          map(_trees.libver_of, self._trees), key=bool, default=None))
-      for tree in self._trees:
-        _trees.copy_structure(tree, self._file)
-      for name, spec in specs.items():
-        self._create(name, spec,
-                     None if like is None else like.datasets.get(name))
-      if note is not None:
-        self._file[_NOTE] = json.dumps(note)
+      with self._writing():
+        self._drain = _Drain(self._name)
+      with self._drained():
+        self._file = h5py.File(self._drain, "w", libver=max(
+            map(_trees.libver_of, self._trees), key=bool, default=None))
+        for tree in self._trees:
+          _trees.copy_structure(tree, self._file)
+        for name, spec in specs.items():
+          self._create(name, spec,
+                       None if like is None else like.datasets.get(name))
+        if note is not None:
+          self._file[_NOTE] = json.dumps(note)
     except BaseException:
       self.discard()
       raise
+
+  @contextlib.contextmanager
+  def _drained(self):
+    """A context that raises the errors of the output file."""
+    try:
+      yield
+    finally:
+      if self._drain.error is not None:
+        with self._writing():
+          raise self._drain.error
 
   def _create(self, name, spec, like):
     of_bytes = spec.dtype == BFLOAT16
@@ -765,30 +926,36 @@ class H5Sink(Sink):
 
   def copy(self, source, names):
     by_value = []
-    for name in names:
-      dataset = source.datasets[name]
-      if source.is_copied_by_value(name):
-        self._create(name, source.specs[name], dataset)
-        by_value.append(name)
-      else:
-        _trees.copy_object(dataset, self._file, name)
+    with self._drained():
+      for name in names:
+        dataset = source.datasets[name]
+        if source.is_copied_by_value(name):
+          self._create(name, source.specs[name], dataset)
+          by_value.append(name)
+        else:
+          _trees.copy_object(dataset, self._file, name)
     super().copy(source, by_value)
 
   def write(self, values):
     for name, rows, value in values:
       if value.size:
-        self._file[name][() if rows is None else rows] = _stored(value)
-        self._send(value.nbytes, self._file.flush, self._name)
+        with self._drained(), self._writing():
+          self._file[name][() if rows is None else rows] = _stored(value)
+          self._send(value.nbytes, self._file.flush, self._name)
 
   def _finish(self):
-    for tree in self._trees:
-      _trees.copy_hard_links(tree, self._file)
-    self._file.close()
+    with self._drained():
+      for tree in self._trees:
+        _trees.copy_hard_links(tree, self._file)
+      self._file.close()
+    self._drain.close()
     yield self._name
 
   def discard(self):
-    with contextlib.suppress(Exception):
-      self._file.close()
+    for file in self._file, self._drain:
+      with contextlib.suppress(Exception):
+        if file is not None:
+          file.close()
     super().discard()
 
 
@@ -801,7 +968,29 @@ def remove_partial(directory, prefix):
   """
   for name in os.listdir(directory):
     if name.startswith("." + prefix) and name.endswith(_PARTIAL):
-      shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+      path = os.path.join(directory, name)
+      lock = _locked(path)
+      if lock is not None:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked(directory):
+  """A descriptor that holds the lock of a directory as long as it is open.
+
+  Returns:
+    A descriptor; None if another process holds the lock, or if there are no
+    locks here.
+  """
+  descriptor = None
+  try:
+    descriptor = os.open(directory, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return descriptor
+  except OSError:
+    if descriptor is not None:
+      os.close(descriptor)
+    return None
 
 
 class KerasSink(H5Sink):
@@ -814,16 +1003,15 @@ class KerasSink(H5Sink):
   def _finish(self):
     for weights in super()._finish():
       whole = weights + ".whole"
-      with zipfile.ZipFile(self._like.path) as archive, zipfile.ZipFile(
-          whole, "w") as to:
+      with self._like.archive() as archive, zipfile.ZipFile(whole, "w") as to:
         for info in archive.infolist():
           if info.filename == _WEIGHTS:
             to.write(weights, _WEIGHTS)
           elif not info.is_dir():
-            with archive.open(info) as source, to.open(
-                zipfile.ZipInfo(info.filename, info.date_time), "w",
-                force_zip64=True) as target:
-              shutil.copyfileobj(source, target)
+            with to.open(zipfile.ZipInfo(info.filename, info.date_time), "w",
+                         force_zip64=True) as target:
+              for data in self._like.parts_of(archive, info):
+                target.write(data)
       os.replace(whole, weights)
       yield weights
 

@@ -47,7 +47,9 @@ def weighted(inputs, output, weights, only=None, progress=None):
   for source in inputs:
     source.drops_pages = _places.is_too_much(read)
   _verify({last, *(s for s, _ in summed)})
-  sink = _formats.sink_like(last, output, specs)
+  # Errors of the output are those of `Sink`.
+  with _formats.naming(last.path, "cannot be copied"):
+    sink = _formats.sink_like(last, output, specs)
   sink.drops_pages = last.drops_pages
   try:
     with contextlib.ExitStack() as stack:
@@ -55,8 +57,9 @@ def weighted(inputs, output, weights, only=None, progress=None):
           total=read, unit="B", unit_scale=True,
           desc=os.path.basename(output))) if progress else None
       _sum(*zip(*summed), names, specs, sink, bar)
-      sink.copy(last, [name for name in last.specs if name not in specs])
-    sink.publish()
+      with _formats.naming(last.path, "cannot be copied"):
+        sink.copy(last, [name for name in last.specs if name not in specs])
+    sink.publish(lambda: [s.check_unchanged() for s in inputs])
   finally:
     sink.discard()
 
@@ -65,8 +68,13 @@ def _verify(sources):
   """Verifies checksums of Sources that are not verified as they are read."""
   with concurrent.futures.ThreadPoolExecutor(
       len(os.sched_getaffinity(0))) as pool:
-    for _ in pool.map(lambda source: source.verify(), sources):
+    for _ in pool.map(_verify_one, sources):
       pass
+
+
+def _verify_one(source):
+  with _formats.naming(source.path, "cannot be read"):
+    source.verify()
 
 
 def averaged(source, only=None):

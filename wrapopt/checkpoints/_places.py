@@ -130,7 +130,7 @@ def read(descriptor, into, offset, drop):
 
 
 def of_hdf5(path, begin, datasets):
-  """The places of the variables of an HDF5 file.
+  """The places of the floating-point variables of an HDF5 file.
 
   Args:
     path: The path of the file that contains it.
@@ -138,14 +138,16 @@ def of_hdf5(path, begin, datasets):
     datasets: {name: dataset}.
 
   Returns:
-    {name: Place} of the datasets that are contiguous and have this machine's
-    byte order.
+    {name: Place} of the datasets that are contiguous and have a type of this
+    machine.
   """
   places = {}
   for name, dataset in datasets.items():
     offset = dataset.id.get_offset()
-    if (offset is not None and dataset.dtype.kind in "fV" and
-        dataset.dtype.isnative and
+    # HDF5 has floating-point types of any layout, for which `dtype` is only
+    # wide enough.
+    if (offset is not None and
+        dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype)) and
         dataset.id.get_create_plist().get_layout() == h5py.h5d.CONTIGUOUS and
         not dataset.external):
       places[name] = Place(

@@ -178,6 +178,9 @@ class Follower:
     """
     del step
 
+  def averaged(self):
+    """Notes that what `averages` returned has been updated."""
+
   def follow(self, step):
     """Does the work of this wrapper after a step.
 
@@ -254,6 +257,8 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
                      *(averages or ((), ())),
                      leaves_rows=not any(f.changes_weights for f in others),
                      sum_duplicates=any(f.sum_duplicates for f in followers))
+  if averages:
+    first.averaged()
   _follow(others if averages else followers, step, constraints)
 
 

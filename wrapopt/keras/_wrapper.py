@@ -219,6 +219,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _make_begun(self):
     """Makes the variable that tells whether the averages have begun: 0 or 1."""
+    self._held.marks = True
     return self._make_count("begun", 0, seeded=1, missing=1)
 
   def _has_begun(self):
@@ -246,7 +247,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """Prepares the averages for a step, when it is taken or traced."""
     if self._state.has_new_values():
       self._held.is_settled = self._held.is_marked = False
-    if not self._held.is_settled:
+    # An eager step may only accumulate, or fail, before the first one that the
+    # averages follow.
+    may_begin = (self._held.marks and not self._held.is_marked and
+                 tf.executing_eagerly())
+    if may_begin or not self._held.is_settled:
       self._settle()
       # TensorFlow initializes variables of a model that is built in a
       # tf.function after the trace, and traces the function again.
@@ -274,11 +279,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     grads = list(grads)
     if grads:
-      self._prepare(trainable_variables)
-      self._held.followed.apply(grads, trainable_variables)
+      with tf.control_dependencies(self._prepare(trainable_variables)):
+        self._held.followed.apply(grads, trainable_variables)
 
   def _prepare(self, trainable_variables):
-    """Prepares for a step."""
+    """Prepares for a step; returns the operations that it must wait for."""
     self._refuse_in_place("apply")
     if not self.built:
       if trainable_variables is None:
@@ -289,6 +294,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self.build(trainable_variables)
     for wrapper in self._wrappers():
       wrapper._begin()
+    return _exchange.check(
+        [_value(wrapper._state.place) for wrapper in self._wrappers()
+         if wrapper._state.place is not None])
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars):
@@ -303,8 +311,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       The variable that counts the steps.
     """
     grads_and_vars = list(grads_and_vars)
-    self._prepare([v for _, v in grads_and_vars])
-    self._held.followed.apply_gradients(grads_and_vars)
+    first = self._prepare([v for _, v in grads_and_vars])
+    with tf.control_dependencies(first):
+      self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
   def _found(self, variable, *rows):
@@ -404,9 +413,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   @property
   def averages_of_wrappers(self):
     """The objects with which Keras saves and loads the averages: a list."""
-    inner = self.inner()
-    return ([*inner.averages_of_wrappers]
-            if isinstance(inner, WrapperOptimizer) else []) + [self._state]
+    # Keras does not look into `_held`: also those inside of its own optimizers.
+    return [wrapper._state for wrapper in reversed(self._wrappers())]
 
   def _refuse_in_place(self, what):
     for wrapper in self._wrappers():
@@ -472,6 +480,14 @@ class AveragingOptimizer(WrapperOptimizer):
             + ("keep_raw_weights=True" if isinstance(x, WrapperOptimizer)
                else "use_ema=False") + " to it.")
 
+  def build(self, variables: Sequence[keras.Variable]) -> None:
+    if self.built:
+      return
+    super().build(variables)
+    with tf.init_scope(), backend.name_scope(self.name, caller=self):
+      self._state.place = self.add_variable(
+          shape=(), dtype="int64", name="place", initializer="zeros")
+
   def average(self, variable: keras.Variable) -> Any:
     """The average of a variable.
 
@@ -510,10 +526,15 @@ class AveragingOptimizer(WrapperOptimizer):
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every trained variable holds its average, and the average
-    holds the raw weight. After the block, also after an exception, both have
-    their own values again, bit for bit. Buffers are exchanged: nothing is
-    copied. Only if an average has another dtype than its variable, it is
-    converted and copied into the variable, and keeps its value.
+    has no value: TensorFlow refuses to read it. After the block, also after an
+    exception, both have their own values again, bit for bit. Buffers are
+    exchanged: nothing is copied. Only if an average has another dtype than its
+    variable, it is converted and copied into the variable.
+
+    A step inside the block would start at the averages, and the averages would
+    then contain it. So it raises an error and changes neither: a RuntimeError,
+    or in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`.
 
     Args:
       model: The model whose variables get their averages; by default all
@@ -527,7 +548,8 @@ class AveragingOptimizer(WrapperOptimizer):
 
     Raises:
       RuntimeError: If the optimizer is not built, or averages of this optimizer
-        or of one inside are in place already.
+        or of one inside are in place already. After the block, if an average
+        was assigned in it.
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
@@ -742,6 +764,7 @@ class _Held:
     # Whether, in this process, the averages were settled for a step, and marked
     # as begun.
     self.is_settled = self.is_marked = False
+    self.marks = False  # Whether a step marks the averages as begun.
 
 
 # Held while averages are put in place of their variables, or back.
@@ -785,6 +808,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   Attributes:
     name: The name in checkpoints.
+    place: A variable that has no value while averages are in place, or None.
   """
 
   # Only averages are tracked, see `add`.
@@ -798,8 +822,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
-    self._in_place = None  # The pairs of `put_in_place`.
-    self._put_back = None  # A function.
+    self.place = None
+    self._in_place = None  # The `_exchange.InPlace`, if averages are.
     self._counts = {}  # (variable, Count) by name.
 
   def _obj_type(self):
@@ -823,6 +847,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for key in f"{in_files}.{i}", f"{name}.{i}":
       if key in self._late:
         _load(average, variable, self._late.pop(key))
+
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    children = super()._trackable_children(save_type, **kwargs)
+    # A function that is saved, such as a step, must find its variables.
+    return (children if save_type == "checkpoint" or self.place is None
+            else {**children, "place": _value(self.place)})
 
   def _lookup_dependency(self, name, *args, **kwargs):
     kind, _, i = name.rpartition(".")
@@ -878,14 +908,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for variable, count in self._counts.values():
       if lacks(variable):
         _assign(variable, count.missing if has_averages else count.value)
+    # What the checkpoint has for variables that do not exist.
+    _warn_unread({name.rpartition(".")[0] for name in
+                  self._deferred_dependencies}, "checkpoint")
 
   def save_own_variables(self, store):
     self._settle()
-    in_place = {id(s) for _, s in self._in_place or ()}
     for name, row in self._rows.items():
-      for i, (average, variable) in enumerate(row):
+      for i, (average, _) in enumerate(row):
         # If the model is saved with averages in place, these are its weights.
-        value = _value(variable if id(_value(average)) in in_place else average)
+        value = self._in_place and self._in_place.value(_value(average))
+        if value is None:
+          value = _value(average)
         in_files = self._in_files.get(name, name)
         store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, _) in self._counts.items():
@@ -920,14 +954,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         for name, found in names.items()
         if name in unread and name.endswith(OF_BATCH_NORM)
         for i in range(found)}
-    unread = [name for name in sorted(unread)
-              if not name.endswith(OF_BATCH_NORM)]
-    if unread:
-      warnings.warn(
-          f"The file has averages named {', '.join(map(repr, unread))}, which "
-          "the optimizer lacks" + ("" if self._rows else (
-              " as it is not built: call optimizer.build(variables) before the "
-              "file is loaded")) + ". They are not loaded.")
+    _warn_unread(unread, "file", "" if self._rows else (
+        " as it is not built: call optimizer.build(variables) before the file "
+        "is loaded"))
 
   def is_in_place(self):
     """Whether averages are in place of their variables."""
@@ -942,15 +971,23 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def put_in_place(self, pairs):
     """Exchanges (variable, average) pairs."""
-    self._put_back = _exchange.put_in_place(pairs)
-    self._in_place = pairs
+    self._in_place = _exchange.InPlace(pairs, _value(self.place))
 
   def put_back(self):
     """Undoes `put_in_place`."""
     try:
-      self._put_back()
+      self._in_place.put_back()
     finally:
-      self._in_place = self._put_back = None
+      self._in_place = None
+
+
+def _warn_unread(names, source, why=""):
+  """Warns of names of averages in a file that the optimizer lacks."""
+  names = sorted(name for name in names if not name.endswith(OF_BATCH_NORM))
+  if names:
+    warnings.warn(
+        f"The {source} has averages named {', '.join(map(repr, names))}, which "
+        f"the optimizer lacks{why}. They are not loaded.")
 
 
 def _restored(trackable):

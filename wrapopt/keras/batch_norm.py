@@ -210,11 +210,11 @@ class Recalibrated:
   @contextlib.contextmanager
   def in_place(self):
     """Puts them in place for a `with` block."""
-    put_back = _exchange.put_in_place(self._pairs)
+    in_place = _exchange.InPlace(self._pairs)
     try:
       yield
     finally:
-      put_back()
+      in_place.put_back()
 
   def assign(self):
     """Assigns them to the model."""

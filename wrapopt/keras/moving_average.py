@@ -36,7 +36,9 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   A step that only accumulates gradients, or that loss scaling skips, moves no
   average. An average starts at the value of its variable before the first step:
-  until then, it is that variable, whatever sets it.
+  until then, it is that variable, whatever sets it. (In a `tf.function`, it is
+  the variable when the function is traced. Read the average if you set the
+  variable after the trace, and before the first step that moves averages.)
 
   If the inner optimizer is exactly one of Keras's SGD, Adam, AdamW, Adagrad,
   RMSprop and Lion, one native op takes its step, its weight decay and all
@@ -322,7 +324,6 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         (v, rows[0][self._var_key(v)]) for v in variables]
 
   def averages(self, step):
-    self._mark_begun()
     decays = self._decays_now(step)
     # The forward pass has updated the statistics.
     of_batch_norm = self._batch_norm_pairs(step)
@@ -330,6 +331,10 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       self._update(of_batch_norm, decays)
     return [[_inner_keras.value(row[key]) for key in step.keys]
             for row in self._rows], decays
+
+  def averaged(self):
+    # Not before the step, which may raise an error.
+    self._mark_begun()
 
   def follow(self, step):
     self._mark_begun()

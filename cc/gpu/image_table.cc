@@ -1,0 +1,14 @@
+#include "cc/gpu/images.h"
+
+namespace wrapopt {
+namespace gpu {
+
+const std::vector<Image>& Images() {
+  static const auto* const images = new std::vector<Image>{
+#include "cc/gpu/images.inc"  // Written by tools/gpu_images.py.
+  };
+  return *images;
+}
+
+}  // namespace gpu
+}  // namespace wrapopt

@@ -1,0 +1,99 @@
+// Wrapopt>Move and Wrapopt>CheckInitialized, with which averages take the place
+// of their variables.
+#include "absl/status/status.h"
+#include "cc/kernels/variables.h"
+#include "cc/ops/contracts.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+
+// For resource and ref variables: `Variables` handles the difference.
+class MoveOp : public OpKernel {
+ public:
+  explicit MoveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    Variables variables(ctx, &lookup_cache_);
+    int from, to;
+    OP_REQUIRES_OK(ctx,
+                   variables.Find("from", Variables::Access::kWrite, &from));
+    OP_REQUIRES_OK(ctx,
+                   variables.FindOrMake("to", Variables::Access::kWrite,
+                                        tensorflow::DT_INVALID, &to));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    const int n = to - from;
+    bool replaced = false;
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, CheckExchange(variables, from + i, to + i));
+      OP_REQUIRES_OK(ctx, variables.CheckDeclared(to + i, from + i));
+      // An empty ref variable has a value, even if it was never assigned.
+      replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;
+    }
+    tensorflow::Tensor* output = nullptr;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("replaced", {}, &output));
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, variables.PrepareToMove(from + i, to + i));
+    }
+    for (int i = 0; i < n; ++i) variables.Move(from + i, to + i);
+    output->scalar<bool>()() = replaced;
+  }
+
+ private:
+  Variables::LookupCache lookup_cache_;
+};
+
+class CheckInitializedOp : public OpKernel {
+ public:
+  explicit CheckInitializedOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    Variables variables(ctx, &lookup_cache_);
+    int first;
+    OP_REQUIRES_OK(
+        ctx, variables.Find("variables", Variables::Access::kRead, &first));
+    OP_REQUIRES_OK(ctx, variables.Lock());
+  }
+
+ private:
+  Variables::LookupCache lookup_cache_;
+};
+
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>Move").Device(tensorflow::DEVICE_CPU),
+                        MoveOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>MoveRef").Device(tensorflow::DEVICE_CPU),
+                        MoveOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>Move")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("from")
+                            .HostMemory("to")
+                            .HostMemory("replaced"),
+                        MoveOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>MoveRef")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("replaced"),
+                        MoveOp);
+
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>CheckInitialized").Device(tensorflow::DEVICE_CPU),
+    CheckInitializedOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>CheckInitializedRef").Device(tensorflow::DEVICE_CPU),
+    CheckInitializedOp);
+REGISTER_KERNEL_BUILDER(Name("Wrapopt>CheckInitialized")
+                            .Device(tensorflow::DEVICE_GPU)
+                            .HostMemory("variables"),
+                        CheckInitializedOp);
+REGISTER_KERNEL_BUILDER(
+    Name("Wrapopt>CheckInitializedRef").Device(tensorflow::DEVICE_GPU),
+    CheckInitializedOp);
+
+}  // namespace
+}  // namespace wrapopt

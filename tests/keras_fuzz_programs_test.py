@@ -1,0 +1,216 @@
+"""Random programs that train with wrappers give what a NumPy model says.
+
+`fuzz_programs.py` runs more of them.
+"""
+
+import sys
+
+import pytest
+import tensorflow as tf
+
+import fuzz_programs
+import processes
+import programs
+import programs_code
+import programs_model
+import wrapopt
+import wrapopt.keras as wk
+from wrapopt import _decays
+from wrapopt import _exchange
+from wrapopt import _lazy
+from wrapopt import _swapping_saver
+from wrapopt.keras import _wrapper
+
+# How many programs of each kind the daily test runs, in some 20 seconds.
+EXAMPLES = {("keras", "eager"): 50, ("keras", "function"): 6,
+            ("keras", "fit"): 12, ("keras", "jit"): 2, ("v1", "eager"): 50,
+            ("v1", "function"): 6, ("v1", "resource"): 24, ("v1", "ref"): 8,
+            ("v1", "jit"): 2}
+
+
+def assert_right(failure):
+  assert failure is None, (
+      f"\n{failure.__cause__}\n\n{programs_code.printed(failure.code)}")
+
+
+@pytest.mark.parametrize("api, mode", [
+    (api, mode) for api, modes in programs.MODES.items() for mode in modes])
+def test_programs(api, mode):
+  counts = fuzz_programs.Counts()
+  assert_right(fuzz_programs.find(EXAMPLES[api, mode], counts,
+                                  programs.programs(api, mode)))
+  assert counts.of["all"] >= EXAMPLES[api, mode] // 2
+
+
+# (t, trained, lag).
+_STEPS = tuple((t, (True, True), 0) for t in (1, 2, 3))
+_VARIABLES = (programs.Variable((2,), "float64"),
+              programs.Variable((4, 1), "float64", True))
+_DECAYS = {"decays": (0.5, "power_1"), "warm_up": False}
+
+
+def program(api, mode, name, options, *operations, inner=None):
+  return programs.Program(
+      api, mode, _VARIABLES,
+      (inner or {"keras": "SGD", "v1": "GradientDescent"}[api], {}),
+      ((name, options),), operations)
+
+
+def test_a_program_by_hand():
+  """1 - 0.5 x 1 in the variable, and half of the way in the average."""
+  model = programs_model.Model(program(
+      "v1", "eager", programs.MOVING,
+      {**_DECAYS, "shadow": False, "fused": None, "lazy": None}))
+  value = model.values[0].copy()
+  g = programs_model.gradient(model.program, 1, 0).sum
+  model.take((1, (True, True), 0))
+  assert (model.values[0] == value - 0.5 * g).all()
+  assert (model.average(programs.MOVING, 0, 0) == value - 0.25 * g).all()
+  assert (model.average(programs.MOVING, 1, 0) == model.values[0]).all()
+
+
+def test_a_printed_program_runs_by_itself(tmp_path):
+  code = programs_code.printed(programs_code.code_of(program(
+      "keras", "eager", "SWA",
+      {"start": 0, "period": 1, "sum": False, "keep": False},
+      ("steps", _STEPS), ("swap", 0, 0, "error"))))
+  for text, returncode in (code, 0), (code + 'check("no", 0, 1)\n', 1):
+    (tmp_path / "program.py").write_text(text)
+    done = processes.run_python(str(tmp_path / "program.py"),
+                                pythonpath=sys.path)
+    assert done.returncode == returncode, done.stderr
+
+
+# Defects, and the programs that find them.
+
+
+def _wrong_rate(monkeypatch):
+  monkeypatch.setattr(wk.MovingAverage, "_decays_now", _changed(
+      wk.MovingAverage._decays_now, lambda decays: [d * 0.999 for d in decays]))
+
+
+def _wrong_rate_v1(monkeypatch):
+  monkeypatch.setattr(wrapopt.MovingAverageOptimizer, "_decays_now", _changed(
+      wrapopt.MovingAverageOptimizer._decays_now,
+      lambda decays: [d * 0.999 for d in decays]))
+
+
+def _changed(method, change):
+  return lambda *args, **kwargs: change(method(*args, **kwargs))
+
+
+def _not_put_back(monkeypatch):
+  def put_back(self):
+    """The averages get the raw weights, and the variables keep the averages."""
+    self._aside.give_back()
+    _exchange._occupied.remove(self._variables)
+
+  monkeypatch.setattr(_exchange.InPlace, "put_back", put_back)
+
+
+def _stale_gradient_is_applied(monkeypatch):
+  gate = wrapopt.ops.staleness_gate
+  monkeypatch.setattr(
+      wrapopt.ops, "staleness_gate",
+      lambda step, counter, histogram, recorded, limit: gate(
+          step, counter, histogram, recorded, limit + 1))
+
+
+def _skipped_step_moves_averages(monkeypatch):
+  apply = wk.MovingAverage.apply
+
+  def moved(self, grads, trainable_variables=None):
+    apply(self, grads, trainable_variables)
+    for v in self._trainable_variables:
+      s = self.average(v)
+      s.assign(s + 0.1 * (tf.cast(v.value, s.dtype) - s))
+
+  monkeypatch.setattr(wk.MovingAverage, "apply", moved)
+
+
+def _averages_are_not_restored(monkeypatch):
+  monkeypatch.setattr(_wrapper.State, "_lookup_dependency",
+                      lambda *args, **kwargs: None)
+
+
+def _averages_are_not_loaded(monkeypatch):
+  monkeypatch.setattr(_wrapper, "_load", lambda average, variable, value:
+                      _wrapper._seed(average, variable))
+
+
+def _seeding_does_nothing(monkeypatch):
+  monkeypatch.setattr(_wrapper.State, "seed", lambda self: None)
+
+
+def _rows_do_not_catch_up(monkeypatch):
+  monkeypatch.setattr(_lazy.LazyAverage, "catch_up",
+                      lambda self, indices=None: None)
+
+
+def _updates_are_not_counted(monkeypatch):
+  monkeypatch.setattr(wrapopt.MovingAverageOptimizer, "_count",
+                      lambda self, updates, accept=True: updates)
+
+
+def _names_are_not_swapped(monkeypatch):
+  monkeypatch.setattr(_swapping_saver, "_swap",
+                      lambda pairs, named, keys: named)
+
+
+def _fit_ends_with_raw_weights(monkeypatch):
+  monkeypatch.setattr(wk.MovingAverage, "_finalized", lambda *args: [])
+
+
+def _half_a_period(monkeypatch):
+  make = wk.Lookahead.__init__
+
+  def made(self, optimizer, sync_period=6, *args, **kwargs):
+    make(self, optimizer, sync_period + 1, *args, **kwargs)
+
+  monkeypatch.setattr(wk.Lookahead, "__init__", made)
+
+
+def _warm_up_is_late(monkeypatch):
+  warmed_up = _decays.warmed_up
+  monkeypatch.setattr(_decays, "warmed_up", lambda decays, n: warmed_up(
+      decays, wrapopt.ops.float64(n) + 1))
+
+
+def _averages_begin_before_a_step_fails(monkeypatch):
+  averages = wk.MovingAverage.averages
+
+  def begun(self, step):
+    self._mark_begun()
+    return averages(self, step)
+
+  monkeypatch.setattr(wk.MovingAverage, "averages", begun)
+
+
+DEFECTS = {
+    _wrong_rate: ("keras", "eager"),
+    _wrong_rate_v1: ("v1", "resource"),
+    _not_put_back: ("v1", "eager"),
+    _stale_gradient_is_applied: ("v1", "eager"),
+    _skipped_step_moves_averages: ("keras", "eager"),
+    _averages_are_not_restored: ("keras", "eager"),
+    _averages_are_not_loaded: ("keras", "fit"),
+    _seeding_does_nothing: ("keras", "eager"),
+    _rows_do_not_catch_up: ("v1", "eager"),
+    _updates_are_not_counted: ("v1", "eager"),
+    _names_are_not_swapped: ("v1", "resource"),
+    _fit_ends_with_raw_weights: ("keras", "fit"),
+    _half_a_period: ("keras", "eager"),
+    _warm_up_is_late: ("v1", "eager"),
+    _averages_begin_before_a_step_fails: ("keras", "eager"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=lambda f: f.__name__.strip("_"))
+def test_finds_a_defect(defect, monkeypatch):
+  api, mode = DEFECTS[defect]
+  defect(monkeypatch)
+  counts = fuzz_programs.Counts()
+  failure = fuzz_programs.find(EXAMPLES[api, mode], counts,
+                               programs.programs(api, mode), shrink=False)
+  print(counts.of["all"], failure and repr(failure.__cause__)[:300])
+  assert failure is not None

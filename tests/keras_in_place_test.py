@@ -1,0 +1,364 @@
+"""While averages are in place of the weights, nobody trains or takes them."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import numerics
+from training import graph_of, session_of
+import wrapopt.keras
+from wrapopt import ops
+
+tf1 = tf.compat.v1
+wk, K = wrapopt.keras, keras.optimizers
+
+# Before TensorFlow starts: a device for each replica.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
+NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
+REFUSED = "is not initialized.* If it is an average that averaged_weights"
+
+
+def raises_refused():
+  return pytest.raises(tf.errors.FailedPreconditionError, match=REFUSED)
+
+
+# By name: an optimizer, and the wrapper whose averages are put in place.
+OPTIMIZERS = {
+    "one_pass": lambda: wk.MovingAverage(K.Adam(), [0.5, 0.75]),
+    "two_passes": lambda: wk.MovingAverage(K.Nadam(), 0.5),
+    # None of their steps counts.
+    "swa": lambda: wk.SWA(K.SGD(), 1000),
+    "swa_of_two_passes": lambda: wk.SWA(K.Nadam(), 1000),
+    "lookahead_around": lambda: wk.Lookahead(wk.MovingAverage(K.SGD(), 0.5),
+                                             sync_period=2),
+    "lookahead_inside": lambda: wk.MovingAverage(wk.Lookahead(K.SGD()), 0.5),
+    "swa_around": lambda: wk.SWA(wk.MovingAverage(K.Adam(), 0.5), 1000),
+    "average_inside": lambda: wk.SWA(wk.MovingAverage(K.Adam(), 0.5), 1000),
+    "multi": lambda: wk.MovingAverage(K.MultiOptimizer(
+        lambda v, parts=(K.SGD(), K.Nadam()): parts[v.ndim - 1]), 0.5),
+    "loss_scale": lambda: wk.MovingAverage(
+        K.LossScaleOptimizer(K.Adam(), initial_scale=1.0), 0.5),
+    "accumulates": lambda: wk.MovingAverage(
+        K.Adam(gradient_accumulation_steps=2), 0.5),
+    "constraint": lambda: wk.MovingAverage(K.Adam(), 0.5),
+}
+
+
+def swapped(name, opt):
+  return (opt.inner() if name in ("average_inside", "lookahead_around")
+          else opt)
+
+
+def variables_of(name):
+  constraint = "non_neg" if name == "constraint" else None
+  return [keras.Variable([[1.0, 2.0]], constraint=constraint),
+          keras.Variable([3.0]),
+          keras.Variable([4.0], dtype="bfloat16")]
+
+
+def values(opt, variables):
+  averages = [s.numpy() for x in [opt, *wk._steps.within(opt)]
+              if isinstance(x, wk._wrapper.WrapperOptimizer)
+              for s, _ in x._state.pairs()]
+  return [*[v.numpy() for v in variables], opt.iterations.numpy(),
+          *[v.numpy() for v in opt.variables], *averages]
+
+
+def assert_same(after, before):
+  for a, b in zip(after, before, strict=True):
+    numerics.assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_compiled_step(name, jit):
+  opt, variables = OPTIMIZERS[name](), variables_of(name)
+  opt.build(variables)
+
+  @tf.function(jit_compile=jit)
+  def train():
+    opt.apply([tf.ones(v.shape, v.dtype) for v in variables], variables)
+
+  for _ in range(2):
+    train()
+    # The second of two accumulated gradients takes the step.
+    if name == "accumulates":
+      train()
+      train()
+    swapped(name, opt).average(variables[0])  # Averages have begun.
+    before = values(opt, variables)
+    with swapped(name, opt).averaged_weights():
+      in_place = [v.numpy() for v in variables]
+      with raises_refused():
+        train()
+      assert_same([v.numpy() for v in variables], in_place)
+    assert_same(values(opt, variables), before)
+    if name == "accumulates":
+      train()
+  train()
+  assert opt.iterations.numpy() > before[len(variables)]
+
+
+def test_fit():
+  """A callback that evaluates in the middle, and forgets to leave."""
+  model = keras.Sequential([keras.layers.Dense(1)])
+  opt = wk.MovingAverage(K.Adam(), 0.5)
+  model.compile(opt, "mse")
+  x = np.ones([8, 2], np.float32)
+  model.train_on_batch(x, x[:, :1])
+  before = values(opt, model.trainable_variables)
+  with opt.averaged_weights(model):
+    with raises_refused():
+      model.train_on_batch(x, x[:, :1])
+    model.evaluate(x, x[:, :1], verbose=0)
+  assert_same(values(opt, model.trainable_variables), before)
+  model.train_on_batch(x, x[:, :1])
+
+
+@pytest.mark.parametrize("name", ["one_pass", "swa_of_two_passes"])
+def test_replicas(name):
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  with strategy.scope():
+    opt, v = OPTIMIZERS[name](), keras.Variable([1.0])
+    opt.build([v])
+
+  @tf.function
+  def train():
+    strategy.run(lambda: opt.apply([tf.constant([1.0])], [v]))
+
+  train()
+  before = v.numpy()
+  with opt.averaged_weights():
+    in_place = v.numpy()
+    with raises_refused():
+      train()
+    assert_same([v.numpy()], [in_place])
+  assert_same([v.numpy()], [before])
+  train()
+
+
+def test_only_the_averages_of_a_model_are_in_place():
+  a, b = (keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+          for _ in range(2))
+  opt = wk.SWA(K.SGD(), 0, 1)
+  variables = a.trainable_variables + b.trainable_variables
+  opt.apply([tf.ones(v.shape) for v in variables], variables)
+  with opt.averaged_weights(a):
+    for v in a.trainable_variables:
+      with pytest.raises(NO_VALUE):
+        opt.average(v).numpy()
+    for v in b.trainable_variables:
+      opt.average(v).numpy()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lazy", [None, False])
+def test_nobody_reads_an_average(dtype, lazy):
+  v = keras.Variable([[1.0], [2.0]], dtype=dtype)
+  opt = wk.MovingAverage(K.SGD(1.0), 0.5, lazy=lazy)
+  opt.apply([tf.IndexedSlices(tf.ones([1, 1], dtype), [0], [2, 1])], [v])
+  average = opt.average(v)
+  read = tf.function(lambda: tf.convert_to_tensor(average) + 0)
+  was = read().numpy()
+  raw = v.numpy()
+  with opt.averaged_weights():
+    for call in (read, lambda: tf.convert_to_tensor(average), average.numpy):
+      with pytest.raises(NO_VALUE):
+        call()
+    table = average.rows if hasattr(average, "rows") else average.value
+    with raises_refused():
+      ops.exchange([table], [tf.Variable(was)])
+  assert_same([read().numpy(), v.numpy()], [was, raw])
+
+
+def test_an_average_that_is_assigned(tmp_path):
+  v = keras.Variable([1.0])
+  opt = wk.MovingAverage(K.SGD(1.0), 0.5)
+  opt.apply([tf.constant([1.0])], [v])
+  with pytest.raises(RuntimeError, match="must not be assigned or restored"):
+    with opt.averaged_weights():
+      opt.average(v).assign([7.0])
+  assert (v.numpy(), opt.average(v).numpy()) == (0, 0.5)
+  with opt.averaged_weights():
+    assert v.numpy() == 0.5
+  assert (v.numpy(), opt.average(v).numpy()) == (0, 0.5)
+
+
+@pytest.mark.parametrize("first", ["outer", "inner"])
+def test_two_optimizers(first):
+  """Each has averages of one variable; one of them is in place."""
+  v = keras.Variable([1.0])
+  inner = wk.MovingAverage(K.SGD(1.0), 0.5)
+  outer = wk.SWA(inner, 0, 1)
+  other = wrapopt.MovingAverageOptimizer(
+      tf1.train.GradientDescentOptimizer(0.0), 0.5)
+  outer.apply([tf.constant([1.0])], [v])
+  other.apply_gradients([(tf.constant([1.0]), v.value)])
+  before = values(outer, [v])
+  opts = [outer, inner] if first == "outer" else [inner, outer]
+  with opts[0].averaged_weights():
+    in_place = v.numpy()
+    for opt in (opts[1], other):
+      with pytest.raises(RuntimeError, match="must not be called"):
+        with opt.averaged_weights():
+          pytest.fail("entered")
+    assert_same([v.numpy()], [in_place])
+  assert_same(values(outer, [v]), before)
+  with opts[1].averaged_weights():
+    pass
+  with other.averaged_weights():
+    pass
+
+
+def test_two_optimizers_in_a_session():
+  with graph_of("resource"):
+    w = tf1.get_variable("w", initializer=[1.0])
+    opts = [wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0.5) for _ in range(2)]
+    for opt in opts:
+      opt.apply_gradients([(tf.ones([1]), w)])
+    with session_of() as session, session_of() as another:
+      with opts[0].averaged_weights(session):
+        with pytest.raises(RuntimeError, match="of another optimizer.*'w:0'"):
+          with opts[1].averaged_weights(session):
+            pytest.fail("entered")
+        with opts[1].averaged_weights(another):
+          pass
+      with opts[1].averaged_weights(session):
+        pass
+
+
+# v1
+
+
+class Overridden(tf1.train.GradientDescentOptimizer):
+  """One that no native op takes steps for."""
+
+  def _apply_dense(self, grad, var):
+    return super()._apply_dense(grad, var)
+
+  def _resource_apply_dense(self, grad, var):
+    return super()._resource_apply_dense(grad, var)
+
+
+V1 = {
+    "one_pass": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.MomentumOptimizer(1.0, 0.5), [0.5, 0.75]),
+    "two_passes": lambda: wrapopt.MovingAverageOptimizer(Overridden(1.0), 0.5),
+    "callable": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), lambda: 0.5),
+    "not_fused": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0.5, fused=False),
+    "parallel": lambda: wrapopt.MovingAverageOptimizer(
+        Overridden(1.0), 0.5, sequential_update=False),
+    "cross_shard": lambda: wrapopt.MovingAverageOptimizer(
+        wrapopt.CrossShardOptimizer(Overridden(1.0)), 0.5),
+}
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("dtype", [tf.float32, tf.bfloat16])
+@pytest.mark.parametrize("kind", ["ref", "resource"])
+@pytest.mark.parametrize("name", V1)
+def test_a_session(name, kind, dtype, gated, tmp_path):
+  with graph_of(kind):
+    w = tf1.get_variable("w", initializer=tf.constant([1.0, 2.0], dtype))
+    averaging = opt = V1[name]()
+    step = tf1.train.get_or_create_global_step()
+    if gated:
+      opt = wrapopt.DropStaleGradientOptimizer(opt, 5)
+    train = opt.minimize(tf.reduce_sum(w), global_step=step)
+    saver = tf1.train.Saver()
+    with session_of() as session:
+      session.run(train)
+      state = tf1.global_variables()
+      state = [v for v in state if dtype == tf.float32 or
+               not v.name.startswith("stale")]
+      before = session.run([*state, averaging.average(w)])
+      for decay in averaging._decays:
+        with averaging.averaged_weights(session, decay):
+          in_place = session.run(w)
+          with pytest.raises(tf.errors.FailedPreconditionError):
+            session.run(train)
+          with pytest.raises(NO_VALUE):
+            saver.save(session, str(tmp_path / "model"))
+          assert_same([session.run(w)], [in_place])
+        after = session.run([*state, averaging.average(w)])
+        counts = [v.name.startswith("stale") for v in state] + [False]
+        assert_same([a for a, is_count in zip(after, counts) if not is_count],
+                    [b for b, is_count in zip(before, counts) if not is_count])
+      session.run(train)
+
+
+@pytest.mark.parametrize("name", ["one_pass", "two_passes", "not_fused"])
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_function_of_v1(name, jit):
+  opt, w, step = V1[name](), tf.Variable([1.0, 2.0]), tf.Variable(0)
+  train = tf.function(
+      lambda: opt.apply_gradients([(tf.ones([2]), w)], step) and None,
+      jit_compile=jit)
+  train()
+  read = lambda: [w.numpy(), step.numpy(), *map(
+      tf.convert_to_tensor, opt.averages())]
+  before = read()
+  with opt.averaged_weights():
+    with raises_refused():
+      train()
+  assert_same([np.array(x) for x in read()], [np.array(x) for x in before])
+  train()
+  assert step.numpy() == before[1] + 1
+
+
+@pytest.mark.parametrize("kind", ["ref", "resource"])
+def test_a_restore_inside(kind, tmp_path):
+  with graph_of(kind):
+    w = tf1.get_variable("w", initializer=[1.0, 2.0])
+    opt = V1["one_pass"]()
+    train = opt.apply_gradients([(tf.ones([2]), w)])
+    saver = tf1.train.Saver()
+    with session_of() as session:
+      path = saver.save(session, str(tmp_path / "model"))
+      session.run(train)
+      with pytest.raises(RuntimeError, match="must not be assigned or restore"):
+        with opt.averaged_weights(session):
+          saver.restore(session, path)
+      assert session.run(w).tolist() == [0, 1]
+      # And it works after the block.
+      saver.restore(session, path)
+      with opt.averaged_weights(session):
+        assert session.run(w).tolist() == [1, 2]
+      assert session.run(w).tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["ref", "resource"])
+def test_another_worker(kind):
+  """Two sessions share the variables of a server."""
+  server = tf1.train.Server.create_local_server()
+  with contextlib.ExitStack() as stack:
+    sessions = []
+    for _ in range(2):
+      stack.enter_context(graph_of(kind))
+      w = tf1.get_variable("w", initializer=[1.0])
+      opt = V1["one_pass"]()
+      train = opt.apply_gradients([(tf.ones([1]), w)])
+      session = stack.enter_context(tf1.Session(server.target))
+      sessions.append((session, opt, train, w))
+      if len(sessions) == 1:
+        session.run(tf1.global_variables_initializer())
+    (one, opt, *_), (other, its_opt, train, w) = sessions
+    other.run(train)
+    with one.graph.as_default(), opt.averaged_weights(one):
+      with pytest.raises(tf.errors.FailedPreconditionError):
+        other.run(train)
+      with pytest.raises(tf.errors.FailedPreconditionError):
+        with other.graph.as_default(), its_opt.averaged_weights(other):
+          pytest.fail("entered")
+      assert other.run(w).tolist() == [0.5]
+    assert other.run(w).tolist() == [0]
+    other.run(train)

@@ -1,0 +1,236 @@
+"""Ways to break wrapopt, and the daily tests that must notice each of them.
+
+`tools/mutants` makes these changes, one at a time, in a copy of the sources.
+"""
+
+import typing
+
+
+class Mutant(typing.NamedTuple):
+  """A change that a test must notice.
+
+  Attributes:
+    name: What is wrong then.
+    file: The path of a source.
+    before: Text in it, wherever it is.
+    after: What replaces it.
+    tests: Arguments of tools/test: the targets that notice it, and options.
+  """
+  name: str
+  file: str
+  before: str
+  after: str
+  tests: str
+
+
+_ASAN = "//tests/cc/... --config=asan --build_tests_only"
+_TSAN = "//tests/cc/... --config=tsan --build_tests_only"
+
+
+def _mutants():
+  """Makes the list: a generator of Mutants."""
+  m = Mutant
+
+  # The mathematics of the kernels.
+  yield m("Adam: epsilon inside of the root", "cc/rules/adam.h",
+          "(Sqrt(v) + epsilon)", "Sqrt(v + epsilon)",
+          "//tests:apply_test --test_filter=Adam")
+  yield m("average: moves away from the value", "cc/rules/ema.h",
+          "shadow + rate * (value - shadow)",
+          "shadow - rate * (value - shadow)", "//tests:ema_update_test")
+  yield m("loop: the last element of a group is left out",
+          "cc/kernels/elementwise_cpu.cc",
+          "for (size_t j = from; j < to; ++j)",
+          "for (size_t j = from; j + 1 < to; ++j)", "//tests:ema_update_test")
+  yield m("loop: the tail of a block is left out",
+          "cc/kernels/elementwise_cpu.cc",
+          "const size_t to = std::min(from + kBlock, variable->elements);",
+          "const size_t to = std::min(from + kBlock, variable->elements / "
+          "kGroup * kGroup);", "//tests:ema_update_test")
+  yield m("subnormal numbers are not flushed", "cc/kernels/subnormals.h",
+          "_mm_setcsr(before_ | kFlush)", "_mm_setcsr(before_)",
+          "//tests:apply_test //tests:ema_update_test "
+          "--test_filter=subnormal")
+  yield m("averages: those of two decays change places",
+          "cc/kernels/averages.cc",
+          "variables->data(shadows + k * this->values() + i)",
+          "variables->data(shadows + (per_value() - 1 - k) * this->values() + "
+          "i)", "//tests:ema_update_test")
+  yield m("mean: only the last source counts",
+          "cc/kernels/averaging_assign.cc", "s == 0 ? 1.0 : 0.0", "1.0",
+          "//tests:averaging_assign_test")
+  yield m("packed: variables overlap", "cc/kernels/packed.cc",
+          "offset += size;", "offset += size / 2;", "//tests:packed_test")
+
+  # Rows.
+  yield m("rows: an index at the end of the table is accepted",
+          "cc/kernels/sparse_rows.cc", "row >= rows", "row > rows",
+          "//tests:apply_test --test_filter=indices")
+  yield m("rows: not sorted by their last bit", "cc/kernels/sparse_rows.cc",
+          "& (digits - 1);", "& (digits - 2);",
+          "//tests:apply_test //tests:lazy_averages_test")
+  yield m("rows: sums do not start at zero", "cc/kernels/elementwise_cpu.cc",
+          "std::memset(to, 0, elements * sizeof(Sum));", "",
+          "//tests:apply_test")
+  yield m("rows: gradients behind the last one are prefetched",
+          "cc/kernels/elementwise_cpu.cc", "if (i + kAhead < count) {",
+          "if (i + kAhead <= count) {", _ASAN)
+  yield m("lazy rows: no catch-up before a step", "cc/kernels/row_step.cc",
+          "average.CatchUp(group);", "", "//tests:lazy_averages_test")
+  yield m("lazy rows: not marked as up to date",
+          "cc/kernels/elementwise_cpu.cc",
+          "now - std::exchange(log_decays[row[r]], mark)",
+          "now - log_decays[row[r]]", "//tests:lazy_averages_test")
+  yield m("lazy rows: a step counts twice", "cc/kernels/lazy_average.cc",
+          "all_steps() += log_decay;", "all_steps() += 2 * log_decay;",
+          "//tests:lazy_averages_test")
+  yield m("lazy rows: sums are not rebased", "cc/kernels/lazy_average.cc",
+          "if (all_steps() >= kLeastLogDecay) return;", "return;",
+          "//tests:lazy_averages_test //tests:keras_stale_rows_test")
+  yield m("lazy rows: the sum is kept after a catch-up",
+          "cc/kernels/lazy_average.cc", "all_steps() = step_value() = 0;",
+          "step_value() = 0;", "//tests:lazy_averages_test")
+  yield m("lazy rows: a replaced table is not noticed",
+          "cc/kernels/averages.cc", "if (!average.IsValueReplaced()) continue;",
+          "continue;",
+          "//tests:lazy_averages_test //tests:keras_stale_rows_test")
+
+  # Variables: locks, copies, checks.
+  yield m("variables: writers take shared locks", "cc/kernels/variables.cc",
+          "if (entries_[i].access == Access::kWrite) {\n"
+          "      entries_[i].mu->lock();\n    } else {",
+          "{", "//tests:variables_test")
+  yield m("variables: a buffer that a reader holds is written",
+          "cc/kernels/variables.cc",
+          "if (entry.access == Access::kWrite && IsShared(entry)) {",
+          "if (false) {", "//tests:ema_update_test")
+  yield m("variables: one that is written may be named twice",
+          "cc/kernels/variables.cc",
+          "if (IsWritten(x.access)) return y.access != Access::kReadWritten;",
+          "if (IsWritten(x.access)) return false;", "//tests:exchange_test")
+  yield m("variables: one without a value is used", "cc/kernels/variables.cc",
+          "if (!entry.has_value && !entry.made_of) return NotInitialized(i);",
+          "", "//tests:exchange_test //tests:keras_in_place_test")
+  yield m("variables: the first handle is used for ever",
+          "cc/kernels/variables.cc",
+          "return &handle(entry) == cached.handle ? &cached : nullptr;",
+          "return cached.handle != nullptr ? &cached : nullptr;",
+          "//tests:variables_test //tests:lookup_cache_test")
+  yield m("exchange: a buffer in copy-on-read mode is shared",
+          "cc/kernels/variables.cc",
+          "if (target.var != nullptr && target.var->copy_on_read_mode.load() &&",
+          "if (false &&", "//tests:exchange_test //tests:variables_test")
+  yield m("move: the average keeps its value", "cc/kernels/variables.cc",
+          "*source.tensor = Tensor(tensorflow::DT_INVALID);\n"
+          "    source.var->is_initialized = false;", "",
+          "//tests:keras_in_place_test")
+  yield m("apply: a step that is not accepted is taken",
+          "cc/kernels/apply.cc", "if (!accept->scalar<bool>()()) return;",
+          "", "//tests:apply_test --test_filter=accept")
+  yield m("check: does nothing", "cc/kernels/move.cc",
+          'ctx, variables.Find("variables", Variables::Access::kRead, &first));'
+          "\n    OP_REQUIRES_OK(ctx, variables.Lock());",
+          'ctx, variables.Find("variables", Variables::Access::kRead, &first));',
+          "//tests:keras_in_place_test")
+
+  # XLA.
+  yield m("XLA: an exchange copies one way", "cc/kernels/ops_xla.cc",
+          "variables.Assign(b + i, variables.value(a + i))",
+          "variables.Assign(b + i, variables.value(b + i))", "//tests:xla_test")
+  yield m("XLA: variables without a value are not refused",
+          "cc/kernels/ops_xla.cc",
+          'OP_REQUIRES_OK(ctx, variables.Find("variables", Access::kRead, '
+          "&first));", "static_cast<void>(first);",
+          "//tests:keras_in_place_test")
+
+  # The gate and the rounds.
+  yield m("gate: the limit itself is dropped", "cc/kernels/gate.h",
+          "*staleness > limit", "*staleness >= limit",
+          "//tests:staleness_gate_test")
+  yield m("gate: updates in flight do not count", "cc/kernels/gate.h",
+          "std::clamp(admitted_, done, SaturatedSum(done, in_flight_))",
+          "std::clamp(admitted_, done, done)", "//tests:staleness_gate_test")
+  yield m("gate: an update that was cut off does not count",
+          "cc/kernels/gate.h", "++aborted_;", "",
+          "//tests:staleness_gate_test")
+  yield m("gate: admits without its lock", "cc/kernels/gate.h",
+          "std::lock_guard<std::mutex> lock(mu_);\n    // Some updates",
+          "// Some updates", _TSAN)
+  yield m("rounds: a late push is accepted", "cc/kernels/rounds.h",
+          "round > open_ || (round == open_ && !closed_)", "round >= open_",
+          "//tests:averaging_rounds_test")
+  yield m("rounds: a push takes no lock", "cc/kernels/rounds.h",
+          "Deferred after(timer_);\n    std::lock_guard<std::mutex> lock(mu_);\n"
+          "    *accepted =", "Deferred after(timer_);\n    *accepted =",
+          _TSAN)
+
+  # Files.
+  yield m("checksum: two chains change places", "cc/kernels/crc32c.cc",
+          "AfterZeros(AfterZeros(first) ^ second) ^ third",
+          "AfterZeros(AfterZeros(first) ^ third) ^ second",
+          "//tests:native_test //tests:checkpoints_test")
+  yield m("merge: half is rounded twice", "cc/kernels/merge.cc",
+          "is_inexact ? toward_zero | 1u : bits", "bits",
+          "//tests:native_test //tests:checkpoints_test")
+
+  # The protocol of a step, in Python.
+  yield m("settle: rows that lag behind stay so", "wrapopt/ops/_lagging.py",
+          "        caught_up = average.catch_up()",
+          "        caught_up = None", "//tests:keras_stale_rows_test")
+  yield m("settle: an average that a graph does not know becomes lazy",
+          "wrapopt/ops/_lagging.py", "        average.keep_dense()",
+          "        pass", "//tests:keras_stale_rows_test")
+  yield m("Keras: rows lag behind although a wrapper changes all",
+          "wrapopt/keras/_steps.py",
+          "leaves_rows=not any(f.changes_weights for f in others)",
+          "leaves_rows=True", "//tests:keras_lazy_test")
+  yield m("Keras: duplicates are always summed", "wrapopt/keras/_steps.py",
+          "sum_duplicates=any(f.sum_duplicates for f in followers)",
+          "sum_duplicates=True", "//tests:keras_conformance_test "
+          "//tests:keras_lazy_test")
+  yield m("Keras: averages that have begun begin again",
+          "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
+          "//tests:keras_conformance_test")
+  yield m("Keras: an average that a file lacks keeps its value",
+          "wrapopt/keras/_wrapper.py",
+          "    average.assign(value)\n  else:\n    _seed(average, variable)",
+          "    average.assign(value)", "//tests:keras_saving_test")
+  yield m("SWA: the mean counts its start", "wrapopt/keras/swa.py",
+          "n / (n + 1))", "(n + 1) / (n + 2))",
+          "//tests:keras_conformance_test")
+  yield m("Lookahead: one step early", "wrapopt/keras/lookahead.py",
+          "(step.iterations + 1) % self._sync_period",
+          "step.iterations % self._sync_period",
+          "//tests:keras_conformance_test")
+  yield m("warm-up: one step late", "wrapopt/_decays.py",
+          "(1 + n) / (10 + n)", "n / (9 + n)", "//tests:moving_average_test")
+  yield m("decays: always the first", "wrapopt/_decays.py",
+          "return decays.index(decay)", "return 0",
+          "//tests:moving_average_checkpoint_test")
+  yield m("in place: compiled steps are not checked", "wrapopt/_exchange.py",
+          '  return _in_groups("check_initialized"',
+          '  return [] and _in_groups("check_initialized"',
+          "//tests:keras_in_place_test")
+  yield m("in place: two optimizers at once", "wrapopt/_exchange.py",
+          "        if id(v) in held:", "        if False:",
+          "//tests:keras_in_place_test")
+  yield m("in place: a value from inside the block is lost in silence",
+          "wrapopt/_exchange.py", "  if any(map(bool, replaced)):",
+          "  if False:", "//tests:keras_in_place_test")
+  yield m("gate: a step counts twice", "wrapopt/drop_stale_gradient.py",
+          "increment=not taken.counted", "increment=True",
+          "//tests:drop_stale_gradient_test")
+  yield m("gate: the newest of several records counts",
+          "wrapopt/drop_stale_gradient.py", "tf.reduce_min(tf.stack(records))",
+          "tf.reduce_max(tf.stack(records))",
+          "//tests:drop_stale_gradient_test")
+  yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
+          "flat - center_flat, centers", "center_flat - flat, centers",
+          "//tests:elastic_average_test")
+  yield m("saver: nothing is swapped", "wrapopt/_swapping_saver.py",
+          "swapped[key][i], swapped[average_key][j] = average, variable",
+          "swapped[key][i], swapped[average_key][j] = variable, average",
+          "//tests:moving_average_checkpoint_test")
+
+
+MUTANTS = list(_mutants())

@@ -1,0 +1,344 @@
+"""Random programs that train with wrappers, as hypothesis strategies.
+
+A Program is plain data. `programs_model.py` computes what it must give, and
+`programs_code.py` writes it as Python code.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import hypothesis
+from hypothesis import strategies as st
+
+from wrapopt import _composition
+
+CROSS, GATE, ELASTIC, MODEL, MOVING = _composition.NAMES
+WORKERS = (ELASTIC, MODEL)
+KERAS_WRAPPERS = ("MovingAverage", "SWA", "Lookahead", "LossScale")
+AVERAGING = ("MovingAverage", "SWA", MOVING)
+
+SESSIONS = ("resource", "ref")
+MODES = {"keras": ("eager", "function", "fit", "jit"),
+         "v1": ("eager", "function", *SESSIONS, "jit")}
+
+# A gradient of this age is dropped; one of a lesser age is not.
+LIMIT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Variable:
+  """A variable to train.
+
+  Attributes:
+    shape: Its shape.
+    dtype: Its dtype.
+    rows: Whether its gradients are sparse.
+  """
+  shape: tuple[int, ...]
+  dtype: str
+  rows: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """Variables, an optimizer in wrappers, and operations.
+
+  Attributes:
+    api: "keras" or "v1".
+    mode: One of MODES.
+    variables: The variables.
+    inner: (name, options) of the inner optimizer, see `programs_model.RULES`.
+    chain: (name, options) of each wrapper, the outermost first.
+    operations: Tuples of a name and arguments:
+      ("steps", (step, ...)): Steps, each (t, trained, lag): the number of its
+        gradients; which variables have one; and its lag, which is greater than
+        LIMIT if the step must be skipped by a gate or a loss scaling.
+      ("rate", x): Another learning rate.
+      ("read",): Reads all there is, and compares it.
+      ("swap", k, l, inside): A block in which the l-th decay of the k-th
+        wrapper that averages is in place. `inside` names what is tried there.
+      ("save", how), ("restore", how): To and from a file.
+      ("seed", k): Calls seed_averages() of such a wrapper.
+      ("assign", i, t): Assigns a variable another value.
+      ("fail",): A step that raises an error.
+      ("threads", steps): Steps, while a thread reads averages.
+      ("evaluate", t): Keras's evaluate with averages.
+  """
+  api: str
+  mode: str
+  variables: tuple[Variable, ...]
+  inner: tuple[str, dict[str, Any]]
+  chain: tuple[tuple[str, dict[str, Any]], ...]
+  operations: tuple[tuple[Any, ...], ...]
+
+  @property
+  def names(self):
+    """The names of the wrappers, the outermost first."""
+    return [name for name, _ in self.chain]
+
+  def options(self, name):
+    """The options of a wrapper."""
+    return dict(self.chain)[name]
+
+  def has(self, *names):
+    """Whether one of these is a wrapper."""
+    return not set(names).isdisjoint(self.names)
+
+  @property
+  def averaging(self):
+    """The names of the wrappers that keep averages, the outermost first."""
+    return [name for name in self.names if name in AVERAGING]
+
+  @property
+  def is_one_pass(self):
+    """Whether a native op takes the step of an optimizer of TensorFlow."""
+    return (self.has(GATE, MOVING) and not self.has(*WORKERS) and
+            all(options.get("fused", None) is None
+                for _, options in self.chain))
+
+  @property
+  def accumulates(self):
+    """How many gradients make a step."""
+    return self.inner[1].get("accumulate", 1)
+
+  @property
+  def steps(self):
+    """All steps."""
+    return [step for name, *rest in self.operations
+            if name in ("steps", "threads") for step in rest[0]]
+
+
+# What may wrap what in Keras is not a table: nothing twice.
+def chains(api, graph):
+  """All chains of wrappers, the shortest first."""
+  names = KERAS_WRAPPERS if api == "keras" else [
+      name for name in _composition.NAMES if graph or name not in WORKERS]
+  return [chain for n in range(4)
+          for chain in itertools.product(names, repeat=n)
+          if len(set(chain)) == n and not any(
+              pair in _composition.REFUSED
+              for pair in itertools.combinations(chain, 2))]
+
+
+# What TensorFlow and Keras do not do, with or without wrappers: {reason:
+# condition}.
+LIMITATIONS = {
+    "LossScaleOptimizer makes float32 of a half gradient, which Keras cannot "
+    "add to a half accumulator": lambda program: (
+        program.has("LossScale") and program.accumulates > 1 and
+        any(v.dtype in ("float16", "bfloat16") for v in program.variables)),
+    "TensorFlow has no kernels for sparse gradients in bfloat16": (
+        lambda program: program.api == "v1" and not program.is_one_pass and
+        program.inner[0] in ("Adadelta", "Adagrad", "RMSProp") and
+        any(v.dtype == "bfloat16" and v.rows for v in program.variables)),
+    "XLA does not compile Keras's division of a sparse gradient": (
+        lambda program: program.api == "keras" and program.mode == "jit" and
+        (program.inner[0] == "Adagrad" or program.has("LossScale")) and
+        any(v.rows for v in program.variables)),
+}
+
+_CHAINS = {(api, graph): chains(api, graph)
+           for api in MODES for graph in (True, False)}
+
+_DECAYS = st.sampled_from([0.5, 0.875, 0, 1, 0.99, "power_0", "power_1",
+                           "power_6.5"])
+
+
+@st.composite
+def _options(draw, name, keep):
+  """The options of a wrapper."""
+  if name == MOVING:
+    return {"decays": draw(_some_decays()),
+            "warm_up": draw(st.booleans()),
+            "shadow": draw(st.booleans()),
+            "fused": draw(st.sampled_from([None, False])),
+            "lazy": draw(st.sampled_from([None, False]))}
+  if name == "MovingAverage":
+    return {"decays": draw(_some_decays()),
+            "warm_up": draw(st.booleans()),
+            "start": draw(st.integers(0, 3)),
+            "lazy": draw(st.sampled_from([None, False])),
+            "keep": keep,
+            "sum": draw(st.booleans())}
+  if name == "SWA":
+    return {"start": draw(st.integers(0, 3)), "period": draw(st.integers(1, 3)),
+            "keep": keep,
+            "sum": draw(st.booleans())}
+  if name == "Lookahead":
+    return {"period": draw(st.integers(1, 3)),
+            "step": draw(st.sampled_from([0.5, 0, 1, 0.25])),
+            "sum": draw(st.booleans())}
+  if name == "LossScale":
+    return {"scale": 8.0, "growth": draw(st.sampled_from([3, 2000]))}
+  if name == GATE:
+    return {"policy": draw(st.sampled_from(["drop", "scale"])),
+            "fused": draw(st.sampled_from([None, False]))}
+  if name == MODEL:
+    return {"period": draw(st.integers(1, 3))}
+  if name == ELASTIC:
+    return {"period": draw(st.integers(1, 3)),
+            "rate": draw(st.sampled_from([0.25, 0, 1]))}
+  return {}
+
+
+def _some_decays():
+  return st.lists(_DECAYS, min_size=1, max_size=3, unique=True).map(tuple)
+
+
+_SHAPES = st.sampled_from([(2,), (), (6, 3), (0, 3), (1,)])
+_DTYPES = st.sampled_from(["float64"] * 4 + ["float32", "float16", "bfloat16"])
+
+
+@st.composite
+def _variable(draw):
+  if draw(st.booleans()):
+    return Variable((draw(st.integers(1, 6)), draw(st.integers(1, 2))),
+                    draw(_DTYPES), True)
+  return Variable(draw(_SHAPES), draw(_DTYPES))
+
+
+_INNER = {
+    "keras": ["SGD", "Momentum", "Nesterov", "Adam", "AdamW", "LazyAdam",
+              "Adagrad", "RMSprop", "SGDW", "Adamax"],
+    "v1": ["GradientDescent", "Momentum", "Nesterov", "Adam", "LazyAdam",
+           "Adagrad", "RMSProp", "Adadelta"],
+}
+
+
+def programs(api=None, mode=None):
+  """Programs of an API and a mode; by default of all."""
+  return _programs(api, mode)
+
+
+@st.composite
+def _programs(draw, api, mode):
+  api = api or draw(st.sampled_from(sorted(MODES)))
+  if mode is None:
+    modes = MODES[api]
+    # XLA takes a second for each step that it compiles.
+    mode = draw(st.sampled_from(modes[:-1] * 6 + modes[-1:]))
+  # Half of the chains of sessions are without workers, which have no files.
+  chain = draw(st.sampled_from(
+      _CHAINS[api, mode in SESSIONS and draw(st.booleans())]))
+  if mode == "jit":  # XLA does not compile gates.
+    chain = tuple(name for name in chain if name != GATE)
+  variables = tuple(draw(st.lists(_variable(), min_size=1, max_size=4)))
+  name = draw(st.sampled_from(_INNER[api]))
+  keep = mode == "fit" and draw(st.booleans())
+  options = {}
+  if api == "keras" and draw(st.integers(0, 3)) == 3:
+    options["accumulate"] = draw(st.integers(2, 3))
+  program = Program(
+      api, mode, variables, (name, options),
+      tuple((name, draw(_options(name, keep))) for name in chain), ())
+  hypothesis.assume(not any(fits(program) for fits in LIMITATIONS.values()))
+  parts = draw(st.lists(_part(program), min_size=1, max_size=6))
+  return dataclasses.replace(
+      program, operations=tuple(x for part in parts for x in part))
+
+
+def _skips(program):
+  return program.has(GATE, "LossScale")
+
+
+@st.composite
+def _steps(draw, program, least=1, most=4):
+  """Steps, of which some have to be skipped."""
+  lags = st.sampled_from([0, 0, 1, 2, 3, 5] if _skips(program) else [0])
+  n = len(program.variables)
+  # With accumulation, Keras loses what it has accumulated for a variable that
+  # has no gradient in the last of the steps.
+  may_leave_out = (n > 1 and program.mode != "fit" and
+                   program.accumulates == 1 and not program.has(*WORKERS))
+
+  def trained():
+    if may_leave_out and draw(st.integers(0, 3)) == 3:
+      i = draw(st.integers(0, n - 1))
+      return tuple(j != i for j in range(n))
+    return (True,) * n
+
+  # All batches of Keras's `fit` have gradients of 3 rows.
+  numbers = st.sampled_from([3, 7, 11] if program.mode == "fit" else range(10))
+  return tuple((draw(numbers), trained(), draw(lags))
+               for _ in range(draw(st.integers(least, most))))
+
+
+# What is seldom drawn one after the other, and finds defects together.
+_TOGETHER = [("save", "steps", "restore", "steps"),
+             ("steps", "save", "steps", "restore", "read"),
+             ("steps", "swap", "steps"), ("steps", "seed", "read"),
+             ("fail", "assign")]
+
+
+@st.composite
+def _part(draw, program):
+  """An operation, or some that belong together."""
+  kinds = _kinds(program)
+  together = [part for part in _TOGETHER if kinds.issuperset(part)]
+  part = draw(st.sampled_from(
+      ["steps", *sorted(kinds), *together, *together]))
+  return [_operation(draw, program, kind)
+          for kind in ([part] if isinstance(part, str) else part)]
+
+
+def _kinds(program):
+  """The names of the operations that a program may have."""
+  kinds = {"steps", "rate", "assign", "read"}
+  if program.averaging:
+    kinds |= {"swap", "seed"}
+    if program.mode == "fit":
+      kinds.add("evaluate")
+  if not program.has(*WORKERS):
+    kinds |= {"save", "restore"}
+    if program.averaging:
+      kinds.add("threads")
+  # Known: Keras decays weights before its step fails, and a gate counts before
+  # the step in it fails.
+  if program.mode in SESSIONS or (
+      program.mode == "eager" and program.inner[0] not in ("SGDW", "AdamW") and
+      not program.has(GATE)):
+    kinds.add("fail")
+  return kinds
+
+
+def _operation(draw, program, kind):
+  eager, session = program.mode == "eager", program.mode in SESSIONS
+  if kind == "steps":
+    return kind, draw(_steps(program))
+  if kind == "threads":
+    return kind, draw(_steps(program, 2, 4))
+  if kind == "rate":
+    return kind, draw(st.sampled_from([0.5, 0.25, 0.125]))
+  if kind in ("swap", "seed"):
+    k = draw(st.integers(0, len(program.averaging) - 1))
+    if kind == "seed":
+      return kind, k
+    inside = ["nothing", "error", "again", "seed"]
+    # Known: a gate counts a step as admitted that the averages in it refuse.
+    inside += ["step"] * (eager and not program.has(GATE))
+    inside += ["save"] * (not program.has(*WORKERS))
+    decays = program.options(program.averaging[k]).get("decays", [None])
+    return (kind, k, draw(st.integers(0, len(decays) - 1)),
+            draw(st.sampled_from(inside)))
+  if kind == "assign":
+    return (kind, draw(st.integers(0, len(program.variables) - 1)),
+            draw(st.integers(0, 9)))
+  if kind == "save":
+    return kind, draw(st.sampled_from(_files(program)))
+  if kind == "restore":
+    return kind, draw(st.sampled_from(
+        ["again", "fresh", *(["deferred"] if not session and
+                             program.mode != "fit" else [])]))
+  if kind == "evaluate":
+    return kind, draw(st.sampled_from([3, 7, 11]))
+  return (kind,)
+
+
+def _files(program):
+  """The kinds of files that hold the state of a program."""
+  if program.mode == "fit":
+    return ["checkpoint", "model", "weights"]
+  if program.mode in SESSIONS:
+    return ["swapped", "swapping"] * program.has(MOVING) + ["saver"]
+  return ["checkpoint"]

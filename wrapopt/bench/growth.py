@@ -1,0 +1,417 @@
+"""Time and memory per unit as workers, pushes, variables and rows grow.
+
+Each line is one size, and its figures are for one unit: "x first" is the ratio
+of the time per unit to that of the smallest size. The parts:
+
+  gate       workers that race for one staleness gate, each in a thread: the
+             time of an admitted step (record, gate, complete), and the memory
+             of an update in flight
+  rounds     pushes to one averaging round, of 1000 numbers each: the time of a
+             push, and of its part of the mean; the bytes that the round holds
+             per push
+  variables  the variables of a MovingAverageOptimizer, of 64 numbers each, in a
+             v1 session and in a tf.function: the time to build, and of a step,
+             per variable; the memory per variable
+  rows       the rows of a table of width 8 with a lazy average: the time of a
+             step that touches 512 rows, which must not depend on the table's
+             size; the first step; the memory per row
+
+The memory is what the process has more afterwards. No part starts if it does
+not fit.
+"""
+
+import collections
+import itertools
+import math
+import statistics
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _extras
+from wrapopt import ops
+from wrapopt.bench import harness
+from wrapopt.moving_average import MovingAverageOptimizer
+
+tf1 = tf.compat.v1
+
+_SIZES = {
+    "gate": (1, 10, 100, 1000),
+    "rounds": (1, 10, 100, 1000),
+    "variables": (10, 100, 1000, 10_000),
+    "rows": (20_000, 200_000, 2_000_000, 20_000_000),
+}
+_PUSHED = 1000  # Numbers of a push.
+_OF_VARIABLE = 64  # Numbers of a variable.
+_WIDTH = 8  # Numbers of a row.
+_TOUCHED = 512  # Rows of a step.
+_DECAY = 0.99
+# Steps of all workers of the race together; pushes of all rounds together.
+_TRIES = 4000
+# Bytes of the memory of each row at the peak, while its average is made: the
+# value, the average, its initial value and the log decays; and as much again
+# while they move to huge pages.
+_PEAK_OF_ROW = 2 * (3 * 4 * _WIDTH + 8)
+
+
+def add_arguments(parser):
+  parser.add_argument(
+      "--parts", nargs="+", choices=list(_SIZES), metavar="PART",
+      default=list(_SIZES), help=f"of {', '.join(_SIZES)}; default all")
+  parser.add_argument(
+      "--largest", type=float, metavar="N", default=math.inf,
+      help="the largest size of any part; default: no limit")
+  parser.add_argument(
+      "--quick", action="store_true",
+      help="5 rounds instead of 15, without the largest number of variables "
+      "and of rows; not for figures")
+  parser.add_argument("--json", metavar="FILE", help="a file for the results")
+  parser.add_argument("--plot", metavar="FILE", help="a file for a plot (PNG)")
+
+
+def run(options):
+  """Runs the parts, and returns their results: one for each size and mode."""
+  if options.plot is not None:
+    _extras.load("matplotlib").use("Agg")  # Fails before the run.
+  measures = {"gate": [_gate], "rounds": [_rounds],
+              "variables": [_in_session, _in_function], "rows": [_rows]}
+  results = []
+  for part in options.parts:
+    sizes = [n for n in _sizes(part, options.quick) if n <= options.largest]
+    for measure in measures[part]:
+      first = None
+      for n in sizes:
+        result = {"part": part, "size": n,
+                  **measure(n, harness.rounds(options))}
+        first = first or result
+        result["x_first"] = result["microseconds"] / first["microseconds"]
+        results.append(result)
+        _print(result, is_first=result is first)
+  if options.plot is not None:
+    plot(results, options.plot)
+  return results
+
+
+def _sizes(part, quick):
+  return _SIZES[part][:-1] if quick and part in ("variables", "rows") else (
+      _SIZES[part])
+
+
+_COLUMNS = {
+    "microseconds": "us", "spread": "+-", "x_first": "x first",
+    "of_mean_microseconds": "us of mean", "build_milliseconds": "build, ms",
+    "first_milliseconds": "first step, ms", "bytes": "bytes"}
+
+
+def _print(result, is_first):
+  """Prints a line of a table, and its header before the first."""
+  columns = [key for key in _COLUMNS if key in result]
+  if is_first:
+    mode = result["mode"]
+    print(f"\n{result['part']}, {mode}, per {result['unit']}")
+    print(f"{'':>12}" + "".join(f"{_COLUMNS[key]:>16}" for key in columns))
+  print(f"{result['size']:>12,}" + "".join(
+      f"{result[key]:>16.0%}" if key == "spread" else
+      f"{result[key]:>16,.2f}" for key in columns), flush=True)
+
+
+def _summary(unit, mode, seconds, units, **more):
+  """A result, of seconds of several rounds, each of so many units."""
+  return {"unit": unit, "mode": mode,
+          "microseconds": 1e6 * statistics.median(seconds) / units,
+          "spread": harness.spread(seconds), "rounds": len(seconds), **more}
+
+
+# The gate.
+
+
+class _Gate:
+  """A gate, and the steps of its workers."""
+
+  def __init__(self):
+    with tf.device("/cpu:0"):
+      self.step = tf.Variable(0, dtype=tf.int64)
+      self.dropped = tf.Variable(0.0)
+      self.histogram = tf.Variable(tf.zeros([2, 64], tf.int64))
+      self._limit = tf.constant(2**62, tf.int64)  # Admits all.
+
+  def begin(self):
+    """Returns the ticket of an update in flight."""
+    recorded, _ = ops.staleness_record(self.step)
+    return ops.staleness_gate(self.step, self.dropped, self.histogram, recorded,
+                              self._limit).ticket
+
+  def end(self, ticket):
+    ops.staleness_complete(ticket, self.step)
+
+
+def _gate(n, n_rounds):
+  gate = _Gate()
+  each = math.ceil(_TRIES / n)
+  seconds = [_race(gate, n, each) for _ in range(n_rounds + 1)][1:]
+  steps = n * each * (n_rounds + 1)
+  if (gate.step.numpy() != steps or gate.dropped.numpy() != 0 or
+      gate.histogram.numpy()[0].sum() != steps):
+    raise AssertionError(f"gate: {steps} steps were admitted, and it counted "
+                         f"{gate.step.numpy()}.")
+  # Of more updates than workers: pages of memory are coarse.
+  count = max(n, 10_000)
+  before = harness.resident_bytes()
+  tickets = [gate.begin() for _ in range(count)]
+  held = (harness.resident_bytes() - before) / count
+  for ticket in tickets:
+    gate.end(ticket)
+  return _summary("admitted step", "threads", seconds, n * each, bytes=held)
+
+
+def _race(gate, n, each):
+  """Seconds in which each of `n` threads takes `each` steps."""
+  start = threading.Barrier(n + 1)
+  errors = []
+
+  def work():
+    try:
+      start.wait()
+      for _ in range(each):
+        gate.end(gate.begin())
+    except Exception as e:  # pylint: disable=broad-except
+      errors.append(e)
+
+  threads = [threading.Thread(target=work) for _ in range(n)]
+  for thread in threads:
+    thread.start()
+  start.wait()
+  begin = time.perf_counter()
+  for thread in threads:
+    thread.join()
+  if errors:
+    raise errors[0]
+  return time.perf_counter() - begin
+
+
+# The averaging rounds.
+
+
+def _rounds(n, n_rounds):
+  with tf.device("/cpu:0"):
+    rounds = ops.averaging_rounds(n, shared_name=f"growth_{n}")
+    center = tf.Variable(tf.zeros([_PUSHED]))
+    value = tf.range(_PUSHED, dtype=tf.float32)
+  names = [tf.constant(f"worker {i}") for i in range(n)]
+  r = ops.averaging_next(rounds, 0, reset=True)
+  pushes, means = [], []
+  # Of so many rounds together that the clock does not matter.
+  together = max(1, _TRIES // 4 // n)
+  for i in range(n_rounds + 1):
+    push = mean = 0.0
+    for _ in range(together):
+      start = time.perf_counter()
+      for name in names:
+        ops.averaging_push(rounds, name, r, [value])
+      pushed = time.perf_counter()
+      came = ops.averaging_gather(rounds, r, n, timeout_secs=60)
+      ops.averaging_mean(rounds, r, came, [center])
+      mean += time.perf_counter() - pushed
+      push += pushed - start
+      r = ops.averaging_next(rounds, r)
+    if i > 0:  # The first is slow.
+      pushes.append(push)
+      means.append(mean)
+  # The mean of equal values is exact.
+  if not np.array_equal(center.numpy(), value.numpy()):
+    raise AssertionError("rounds: the mean is wrong.")
+  return _summary(
+      "push", "eager", pushes, n * together,
+      of_mean_microseconds=1e6 * statistics.median(means) / (n * together),
+      bytes=_bytes_of_push(n, value))
+
+
+def _bytes_of_push(n, value):
+  """The bytes that rounds hold per push, of as many rounds as are needed."""
+  with tf.device("/cpu:0"):
+    several = [ops.averaging_rounds(n, shared_name=f"growth_{n}_{k}")
+               for k in range(max(1, _TRIES // n))]
+  names = [tf.constant(f"worker {i}") for i in range(n)]
+  before = harness.resident_bytes()
+  open_rounds = [ops.averaging_next(rounds, 0, reset=True)
+                 for rounds in several]
+  for rounds, r in zip(several, open_rounds):
+    for name in names:
+      ops.averaging_push(rounds, name, r, [value])
+  held = harness.resident_bytes() - before
+  for rounds, r in zip(several, open_rounds):
+    ops.averaging_next(rounds, r)  # Drops the values.
+  return held / (n * len(several))
+
+
+# The variables.
+
+
+def _optimizer():
+  return MovingAverageOptimizer(tf1.train.GradientDescentOptimizer(0.1), _DECAY)
+
+
+def _in_session(n, n_rounds):
+  before = harness.resident_bytes()
+  with tf.Graph().as_default() as graph, tf.device("/cpu:0"):
+    values = [tf1.get_variable(f"w{i}", [_OF_VARIABLE], use_resource=True,
+                               initializer=tf1.ones_initializer())
+              for i in range(n)]
+    gradient = tf.ones([_OF_VARIABLE])
+    opt = _optimizer()
+    start = time.perf_counter()
+    train = opt.apply_gradients([(gradient, v) for v in values])
+    built = time.perf_counter()
+    init = tf1.global_variables_initializer()
+    last = opt.average(values[-1])
+  config = tf1.ConfigProto()
+  # It takes longer than all else to initialize averages of thousands of
+  # variables, also TensorFlow's own: there is a cond for each.
+  config.graph_options.rewrite_options.disable_meta_optimizer = True
+  with tf1.Session(graph=graph, config=config) as session:
+    session.run(init)
+    step = session.make_callable(train)
+    return _of_variables(
+        "session", n, n_rounds, before, built - start, step,
+        lambda: session.run((values[-1], last)))
+
+
+def _in_function(n, n_rounds):
+  before = harness.resident_bytes()
+  with tf.device("/cpu:0"):
+    values = [tf.Variable(tf.ones([_OF_VARIABLE])) for _ in range(n)]
+    gradient = tf.ones([_OF_VARIABLE])
+  opt = _optimizer()
+
+  def function():
+    opt.apply_gradients([(gradient, v) for v in values])
+
+  step = tf.function(function, autograph=False)
+  start = time.perf_counter()
+  step = step.get_concrete_function()
+  built = time.perf_counter()
+  return _of_variables(
+      "tf.function", n, n_rounds, before, built - start, step,
+      lambda: (values[-1].numpy(), opt.average(values[-1]).numpy()))
+
+
+def _of_variables(mode, n, n_rounds, before, build, step, sample):
+  """The result for steps that are built and have run nothing yet."""
+  start = time.perf_counter()
+  step()
+  first = time.perf_counter() - start
+  value, average = sample()
+  # From 1, by a gradient of 1, and the average after that.
+  if not (np.allclose(value, 0.9) and
+          np.allclose(average, 1 - (1 - _DECAY) * 0.1)):
+    raise AssertionError(f"variables, {mode}: the step is wrong.")
+  seconds = harness.alternate({mode: step}, n_rounds, f"{n:,} variables")[mode]
+  return _summary(
+      "variable", mode, seconds, n, build_milliseconds=1e3 * build / n,
+      first_milliseconds=1e3 * first / n,
+      bytes=(harness.resident_bytes() - before) / n)
+
+
+# The rows.
+
+
+def _rows(n, n_rounds):
+  _check_memory(n)
+  rng = np.random.default_rng(0)
+  with tf.device("/cpu:0"):
+    # Enough of them that the rows of the first are no longer in the caches.
+    batches = [tf.constant(rng.integers(0, n, _TOUCHED, np.int32))
+               for _ in range(2_000_000 // _TOUCHED)]
+    gradient = tf.ones([_TOUCHED, _WIDTH])
+  before = harness.resident_bytes()
+  with tf.device("/cpu:0"):
+    table = tf.Variable(tf.zeros([n, _WIDTH]))
+  _fill(table)
+  opt = _optimizer()
+
+  @tf.function(autograph=False)
+  def step(indices):
+    opt.apply_gradients([(tf.IndexedSlices(gradient, indices, [n, _WIDTH]),
+                          table)])
+
+  start = time.perf_counter()
+  step(batches[0])
+  first = time.perf_counter() - start
+  if not opt.is_lazy(table):
+    raise AssertionError("rows: the average is not lazy.")
+  harness.wait_for_huge_pages()
+  ids = itertools.cycle(batches)
+  seconds = harness.alternate({"rows": lambda: step(next(ids))}, n_rounds,
+                              f"{n:,} rows")["rows"]
+  held = (harness.resident_bytes() - before) / n
+  _check_rows(table, opt, step, batches[0])
+  result = _summary("step", "tf.function", seconds, 1,
+                    first_milliseconds=1e3 * first, bytes=held)
+  return result
+
+
+def _fill(table, at_once=20_000):
+  """Gives rows numbers that are not 0, few at once: what is freed may stay."""
+  for begin in range(0, table.shape[0], at_once):
+    count = min(at_once, table.shape[0] - begin)
+    table.scatter_update(tf.IndexedSlices(
+        harness.numbers([count, _WIDTH], (begin, 0)),
+        tf.range(begin, begin + count)))
+
+
+def _check_rows(table, opt, step, indices):
+  """Raises an error unless a step moves the average of a touched row."""
+  row = int(indices[0])
+  read = lambda: [tf.gather(x, [row]).numpy().astype(np.float64)
+                  for x in (table, opt.average(table))]
+  _, before = read()
+  step(indices)
+  value, average = read()
+  expected = before + (1 - _DECAY) * (value - before)
+  if not np.abs(average - expected).max() < 1e-5:
+    raise AssertionError("rows: the average is wrong.")
+
+
+def _check_memory(n):
+  """Raises an error if a table of `n` rows does not fit."""
+  needs = n * _PEAK_OF_ROW + 2**30
+  with open("/proc/meminfo", encoding="utf-8") as file:
+    free = next(1024 * int(line.split()[1]) for line in file
+                if line.startswith("MemAvailable:"))
+  if free < needs:
+    raise SystemExit(
+        f"A table of {n:,} rows needs {needs / 2**30:.1f} GiB of free memory, "
+        f"got {free / 2**30:.1f} GiB. Limit the rows with --largest.")
+
+
+# The plot.
+
+
+def plot(results, path):
+  """Writes a plot of time and memory per unit over the size of each part."""
+  _extras.load("matplotlib").use("Agg")
+  plt = _extras.load("matplotlib.pyplot")
+  curves = collections.defaultdict(lambda: collections.defaultdict(list))
+  for r in results:
+    curves[r["part"]][r["mode"]].append(r)
+  figure, axes = plt.subplots(2, len(curves), figsize=(4 * len(curves), 7),
+                              squeeze=False, layout="constrained")
+  names = {"gate": "workers", "rounds": "pushes of a round"}
+  for column, (part, modes) in zip(axes.T, curves.items()):
+    for ax, key, label in zip(column, ("microseconds", "bytes"),
+                              ("microseconds", "bytes")):
+      for mode, rows in modes.items():
+        ax.plot([r["size"] for r in rows], [r[key] for r in rows], marker=".",
+                label=mode)
+        unit = rows[0]["unit"]
+      if key == "bytes":
+        unit = {"gate": "update in flight", "rows": "row"}.get(part, unit)
+      ax.set(xscale="log", xlabel=names.get(part, part),
+             ylabel=f"{label} per {unit}")
+      ax.set_ylim(bottom=0)
+      ax.legend(fontsize=8)
+    column[0].set_title(part)
+  figure.savefig(path, dpi=100)
+  plt.close(figure)
