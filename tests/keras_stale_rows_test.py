@@ -1110,6 +1110,8 @@ def test_a_server_that_outlives_a_job(feeds):
       grad = tf.IndexedSlices(tf.ones([1, COLUMNS], tf.float64), [2],
                               [rows, COLUMNS])
       train = opt.apply_gradients([(grad, w)])
+      # First, for the average takes the value of an initialized variable.
+      session.run(w.initializer)
       session.run(tf1.global_variables_initializer())
       value, average = table()[:rows], table()[:rows]
       for _ in range(3):

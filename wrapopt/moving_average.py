@@ -62,8 +62,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
   decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph, its
   initializer takes the value of `v` if `v` is initialized, else the initial
-  value of `v`. In eager mode, it starts at the value of `v` before the first
-  step.
+  value of `v`. To initialize for a second time (in the same session, or on a
+  server that still has the variables of an earlier job), run the initializer of
+  `v` first: in one run with it, an average may take the old value of `v`. In
+  eager mode, it starts at the value of `v` before the first step.
 
   Example, eager:
 
@@ -859,7 +861,9 @@ def _start_at_value(shadows, variable, initial_value):
 
   If one run initializes both, an average gets the same value as its variable,
   even if that value is random. If a later run initializes the average alone, it
-  gets the variable's value at that time.
+  gets the variable's value at that time. If one run initializes both for a
+  second time, the average gets the old value or the new one: no order between
+  the two initializers is possible, since the order of two ops makes both run.
 
   Args:
     shadows: Averages of the variable.
