@@ -1,0 +1,273 @@
+"""Writes programs of the wrappers of `tf.compat.v1.train`."""
+
+import contextlib
+
+import numpy as np
+
+import programs
+import programs_model
+import programs_writer as writer
+
+# The inner optimizers.
+_INNER = {
+    "GradientDescent": "GradientDescentOptimizer(rate)",
+    "Momentum": "MomentumOptimizer(rate, {momentum})",
+    "Nesterov": "MomentumOptimizer(rate, {momentum}, use_nesterov=True)",
+    "Adam": "AdamOptimizer(rate, {b1}, {b2}, {e})",
+    "Adagrad": "AdagradOptimizer(rate, {accumulator})",
+    "RMSProp": "RMSPropOptimizer(rate, {rho}, {momentum}, {e})",
+    "Adadelta": "AdadeltaOptimizer(rate, {rho}, {e})",
+}
+
+
+class V1(writer.Functions):
+  """Optimizers of tf.compat.v1, eagerly and in a tf.function."""
+
+  def setup(self, fresh):
+    super().setup(fresh)
+    for i, v in enumerate(self.variables):
+      self.line(f"v{i} = tf.Variable(variable({i}, {v.shape!r}, {v.dtype!r}"
+                f"{', True' if fresh else ''}))")
+    self.line("step = tf.Variable(0, dtype=tf.int64, trainable=False)",
+              f"rate = tf.Variable({self.model.rate}, trainable=False)")
+    self.make_optimizer()
+
+  def make_optimizer(self):
+    name, _ = self.program.inner
+    if name == "LazyAdam":
+      made = _INNER["Adam"].replace("AdamOptimizer",
+                                       "wrapopt.LazyAdamOptimizer")
+    else:
+      made = f"tf1.train.{_INNER[name]}"
+    self.line(f"opt = {made.format(**writer.CONSTANTS)}")
+    for name, options in reversed(self.program.chain):
+      self.line(f"opt = {writer.OBJECTS[name]} = wrapopt.{name}("
+                f"{self.wrapper_arguments(name, options)})")
+
+  def wrapper_arguments(self, name, options):
+    named = {k: False for k in ("fused", "lazy") if options.get(k) is False}
+    positional = ["opt"]
+    if name == programs.MOVING:
+      decays = ", ".join(map(writer.decay_of, options["decays"]))
+      positional.append(f"[{decays}]")
+      if options["warm_up"]:
+        named["num_updates"] = "step"
+      if options["shadow"]:
+        named["shadow_dtype"] = "tf.float32"
+    elif name == programs.GATE:
+      positional.append(str(programs.LIMIT))
+      named["policy"] = repr(options["policy"])
+    elif name == programs.MODEL:
+      positional += ["1", "True", "getter", str(options["period"])]
+    elif name == programs.ELASTIC:
+      positional += ["1", "getter", str(options["period"]),
+                     str(options["rate"])]
+      named["rho"] = 0.0
+    return writer.arguments_of(positional, named)
+
+  def apply(self, grads, inside=False, step=None):
+    pairs = ", ".join(f"({g}, v{i})" for i, g in grads.items())
+    recorded = ""
+    if self.program.has(programs.GATE):
+      recorded = ", recorded=" + (
+          "recorded" if inside else self.recorded(step))
+    return f"opt.apply_gradients([{pairs}], step{recorded})"
+
+  def recorded(self, step):
+    return f"tf.constant({self.model.step - step[2]}, tf.int64)"
+
+  def extra_arguments(self, step):
+    return [self.recorded(step)] if self.program.has(programs.GATE) else []
+
+  def extra_parameters(self):
+    return ["recorded"] if self.program.has(programs.GATE) else []
+
+  def write_step(self, step):
+    self.line(self.call(step))
+
+  def set_rate(self, rate):
+    self.line(f"rate.assign({rate})")
+
+  def check_others(self):
+    self.line(f'check("{self.at}: step", step.numpy(), {self.model.step})')
+    if self.model.has_gate:
+      self.line(f'check("{self.at}: dropped", gate.staleness_stats().dropped, '
+                f"{self.model.dropped})")
+
+  def saving(self, how, name):
+    del how
+    return f'{self.checkpoint()}.write(path("{name}"))'
+
+  def checkpoint(self):
+    values = ", ".join(f"v{i}" for i in range(len(self.variables)))
+    return f"tf.train.Checkpoint(v=[{values}], opt=opt, step=step)"
+
+  def restore(self, name, kind, how):
+    del kind
+    if how != "again":
+      self.setup(True)
+    self.line(f'{self.checkpoint()}.read(path("{name}"))')
+
+
+class Session(V1):
+  """The same in a graph and a session."""
+
+  @contextlib.contextmanager
+  def entered(self):
+    with self.block("with tf.Graph().as_default():"):
+      self.line("tf1.get_variable_scope().set_use_resource("
+                f"{self.program.mode == 'resource'})")
+      self.make_graph()
+      self.line("session = tf1.Session()")
+      self.initialize()
+      yield
+      self.line("session.close()")
+
+  def make_graph(self):
+    program = self.program
+    custom = ""
+    for name in programs.WORKERS:
+      if program.has(name):
+        self.line("getter = wrapopt."
+                  f'{name.replace("Optimizer", "CustomGetter")}("/cpu:0")')
+        custom = ", custom_getter=getter"
+    with self.block(f'with tf1.variable_scope(""{custom}):'):
+      for i, v in enumerate(self.variables):
+        self.line(
+            f'v{i} = tf1.get_variable("v{i}", initializer='
+            f"np.asarray(start({i}, {v.shape!r}), "
+            f"tf.{v.dtype}.as_numpy_dtype))")
+    self.line('step = tf1.get_variable("step", initializer=np.int64(0), '
+              "trainable=False)",
+              'rate = tf1.get_variable("rate", initializer='
+              f"np.float32({programs_model.RATE}), trainable=False, "
+              "collections=[tf1.GraphKeys.LOCAL_VARIABLES])",
+              "bad = tf1.placeholder(tf.float32, [])",
+              'fault = tf.debugging.check_numerics(bad, "a gradient fails")',
+              "recorded = tf1.placeholder_with_default("
+              "tf.constant(0, tf.int64), [])",
+              "new_rate = tf1.placeholder(tf.float32, [])",
+              "set_rate = tf1.assign(rate, new_rate)")
+    self.make_optimizer()
+    for i, v in enumerate(self.variables):
+      shape = [None, *v.shape[1:]] if v.rows else list(v.shape)
+      self.line(f"p{i} = tf1.placeholder(tf.{v.dtype}, {shape})",
+                f"g{i} = p{i} + tf.cast(fault, tf.{v.dtype})")
+      if v.rows:
+        self.line(f"i{i} = tf1.placeholder(tf.int64, [None])",
+                  f"g{i} = sparse(g{i}, i{i}, {v.shape!r})")
+    everything = (True,) * len(self.variables)
+    for trained in dict.fromkeys([
+        everything, *(step[1] for step in program.steps)]):
+      grads = {i: f"g{i}" for i, x in enumerate(trained) if x}
+      self.line(f"{self.train_op(trained)} = {self.apply(grads, inside=True)}")
+    for i, v in enumerate(self.variables):
+      self.line(f"n{i} = tf1.placeholder(tf.{v.dtype}, {list(v.shape)})",
+                f"set_v{i} = tf1.assign(v{i}, n{i})")
+    if program.has(programs.MOVING):
+      self.line("averages = {}")
+      for k, decay in enumerate(self.decays(programs.MOVING)):
+        for i in range(len(self.variables)):
+          self.line(f"averages[{k}, {i}] = tf.convert_to_tensor("
+                    f"moving.average(v{i}, {decay}))")
+    for name in program.names:
+      if name == programs.MODEL:
+        self.line("hook = rounds.make_session_run_hook()", "hook.begin()")
+      elif name == programs.ELASTIC:
+        self.line("hook = elastic.make_session_run_hook(True, 0)",
+                  "hook.begin()")
+    if program.has(programs.GATE):
+      self.line("dropped = gate.staleness_stats().dropped")
+    used = [rest[0] for name, *rest in program.operations if name == "save"]
+    if used and not program.has(*programs.WORKERS):
+      self.line("saver = tf1.train.Saver()")
+    if program.has(programs.MOVING) and not program.has(*programs.WORKERS):
+      self.line("swapping = moving.swapping_saver()")
+
+  def initialize(self):
+    self.line("session.run([tf1.global_variables_initializer(), "
+              "tf1.local_variables_initializer()])")
+    if self.program.has(*programs.WORKERS):
+      self.line("hook.after_create_session(session, tf.train.Coordinator())")
+
+  def train_op(self, trained):
+    return "train_" + "".join(str(int(x)) for x in trained)
+
+  def feed(self, step, bad="0.0"):
+    fed = [f"bad: {bad}"]
+    grads = writer.grads_of(self.program, step)
+    for i, (is_sparse, arguments) in grads.items():
+      if is_sparse:
+        fed.append(f"p{i}: rows{arguments}[0], i{i}: rows{arguments}[1]")
+      else:
+        fed.append(f"p{i}: dense{arguments}")
+    if self.program.has(programs.GATE):
+      fed.append(f"recorded: {self.model.step - step[2]}")
+    return fed
+
+  def write_step(self, step):
+    self.line(f"session.run({self.train_op(step[1])}, "
+              f"{{{', '.join(self.feed(step))}}})")
+
+  def write_fail(self):
+    step = (1, (True,) * len(self.variables), 0)
+    fed = ", ".join(self.feed(step, "np.nan"))
+    self.line(f'refused("a gradient that fails", lambda: session.run('
+              f"{self.train_op(step[1])}, {{{fed}}}), "
+              "tf.errors.InvalidArgumentError)")
+
+  def tracing(self, steps):
+    return ()
+
+  def set_rate(self, rate):
+    self.line(f"session.run(set_rate, {{new_rate: {rate}}})")
+
+  def value(self, i):
+    return f"np.array(session.run(v{i}))"
+
+  def average(self, name, decay, i):
+    k = self.decays(name).index(decay)
+    return f"session.run(averages[{k}, {i}])"
+
+  def swapped(self, name, decay):
+    decay = "" if decay is None else f", decay={decay}"
+    return f"moving.averaged_weights(session{decay})"
+
+  def seeding(self, name):
+    return "moving.seed_averages(session)"
+
+  def write_assign(self, i, t):
+    for name in self.program.averaging:
+      for decay in self.decays(name):
+        self.line(self.average(name, decay, i))
+    v = self.variables[i]
+    self.line(f"session.run(set_v{i}.op, {{n{i}: np.asarray(start({t}, "
+              f"{v.shape!r}), tf.{v.dtype}.as_numpy_dtype)}})")
+    self.model.assign(i, t)
+
+  def check_others(self):
+    self.line(f'check("{self.at}: step", session.run(step), '
+              f"{self.model.step})")
+    if self.model.has_gate:
+      self.line(f'check("{self.at}: dropped", session.run(dropped), '
+                f"{self.model.dropped})")
+    if self.program.has(*programs.WORKERS):
+      for i, center in enumerate(self.model.centers):
+        self.check(f"center of v{i}", f"session.run(getter.centers[v{i}])",
+                   center, i)
+
+  def refused_save(self):
+    return self.saving("swapping", "refused")
+
+  def saving(self, how, name):
+    saver = "saver" if how == "saver" else "swapping"
+    return (f'{saver}.save(session, path("{name}"), '
+            "write_meta_graph=False)")
+
+  def restore(self, name, kind, how):
+    if how != "again" and kind != "swapped":
+      self.line("session.close()", "session = tf1.Session()")
+      self.initialize()
+      self.set_rate(self.model.rate)
+    saver = "swapping" if kind == "swapping" else "saver"
+    self.line(f'{saver}.restore(session, path("{name}"))')
