@@ -930,7 +930,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     has_averages = False
-    unread = {name for name in names if name}
+    unread = set(names)
     for name, row in self._rows.items():
       in_file = self._in_files.get(name, name)
       in_file = in_file if in_file in names else name
@@ -983,7 +983,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
 def _warn_unread(names, source, why=""):
   """Warns of names of averages in a file that the optimizer lacks."""
-  names = sorted(name for name in names if not name.endswith(OF_BATCH_NORM))
+  # Counts have no number, and so no name here.
+  names = sorted(name for name in names
+                 if name and not name.endswith(OF_BATCH_NORM))
   if names:
     warnings.warn(
         f"The {source} has averages named {', '.join(map(repr, names))}, which "
