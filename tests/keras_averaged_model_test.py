@@ -109,7 +109,7 @@ def test_batch_normalizations():
                                 model.layers[0].moving_mean)
   model = make()
   opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
-  opt.know(model)
+  opt.set_model(model)
   model.compile(opt, loss="mse")
   for _ in range(3):
     model.train_on_batch(*data())

@@ -178,7 +178,7 @@ def test_averaged_statistics(inner, jit):
   model.jit_compile = jit
   x, y = data()
   opt, first = model.optimizer, model.get_layer("first")
-  opt.know(model)
+  opt.set_model(model)
   want = np.zeros(3)  # As before the first step.
   for _ in range(3):
     model.train_on_batch(x, y)
@@ -307,8 +307,8 @@ def test_a_part_of_the_model_is_not_the_model():
   with pytest.raises(RuntimeError, match="must know the model"):
     with opt.averaged_weights(part):
       pass
-  opt.know(part)
-  opt.know(model)
+  opt.set_model(part)
+  opt.set_model(model)
   model.train_on_batch(x, y)
   second = model.get_layer("second")
   np.testing.assert_allclose(opt.average(second.moving_mean),
@@ -320,11 +320,11 @@ def test_a_part_of_the_model_is_not_the_model():
   # The whole model, once averages of a part are made.
   model = make(wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True))
   part = keras.Sequential(model.layers[:1])
-  model.optimizer.know(part)
+  model.optimizer.set_model(part)
   model.train_on_batch(x, y)
   with pytest.raises(ValueError, match="must know the whole model before .*"
                      "second/moving_mean' has no average"):
-    model.optimizer.know(model)
+    model.optimizer.set_model(model)
 
 
 def make_averaged(average_decay=0.5, **kwargs):

@@ -723,7 +723,7 @@ def test_within_a_multi_optimizer(wrapper):
     np.testing.assert_array_equal(v.numpy(), p.numpy())
     np.testing.assert_array_equal(averages_of(opt, [v]), averages_of(x, [p]))
   np.testing.assert_array_equal(averages_of(part, [a]),
-                                averages_of(alone[0].inner(), [plain[0]]))
+                                averages_of(alone[0]._inner(), [plain[0]]))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -764,7 +764,7 @@ def test_averages_are_of_constrained_weights(inner, mode):
   now = w.numpy()
   assert now[0] == 0 and now[1] > 0
   np.testing.assert_array_equal(opt.average(w), now)
-  np.testing.assert_array_equal(opt.inner().average(w), [0.5, (now[1] - 1) / 2])
+  np.testing.assert_array_equal(opt._inner().average(w), [0.5, (now[1] - 1) / 2])
   step(tf.constant([1.0, 0.0]))
   # The slow weight went from 1 to 0.5, not further.
   assert w.numpy()[0] == 0.5
@@ -859,7 +859,7 @@ def test_a_model_that_is_built_where_it_is_traced(jit):
     # The second step went from 1 to 0, and back half of the way to 2.
     np.testing.assert_array_equal(
         [x.numpy().item()
-         for x in (w, moving.average(w), opt.inner().average(w))],
+         for x in (w, moving.average(w), opt._inner().average(w))],
         [v, average, mean])
 
 
@@ -889,7 +889,7 @@ def test_models_of_mixed_precision(policy, jit):
     finals.append([v.numpy() for v in model.trainable_variables])
   for got, want in zip(*finals):
     np.testing.assert_allclose(got, want, atol=2**-18)
-  swa, moving = opt.inner(), opt.inner().inner()
+  swa, moving = opt._inner(), opt._inner()._inner()
   for v in model.trainable_variables:
     assert moving.average(v).dtype == swa.average(v).dtype == "float32"
     distance = [np.abs(s - v.numpy()).max() for s in (
@@ -1030,7 +1030,7 @@ def test_settings_that_switch_off():
     stock.apply([tf.constant([1.0])], [plain])
     opt.apply([tf.constant([1.0])], [w])
     np.testing.assert_allclose(w.numpy(), plain.numpy(), rtol=1e-6)
-    average = opt.inner().average
+    average = opt._inner().average
     assert average(w).numpy() == 1 and average(w, 0.0).numpy() == w.numpy()
 
 
@@ -1038,7 +1038,7 @@ def test_no_step_while_averages_are_in_place():
   """Of none of the wrappers."""
   w = keras.Variable([1.0])
   swa = wk.SWA(wk.MovingAverage(K.SGD(1.0), 0.5), 0, 1)
-  moving = swa.inner()
+  moving = swa._inner()
   opt = wk.Lookahead(swa)
   opt.apply([tf.constant([1.0])], [w])
   for x in (swa, moving):
@@ -1069,7 +1069,7 @@ def test_no_step_while_averages_are_in_place():
      "`dynamic_decay` must be True or False, got 'no'"),
     (lambda opt: wk.MovingAverage(opt, average_batch_norm=1), TypeError,
      "`average_batch_norm` must be True or False, got 1"),
-    *((lambda opt, make=make: make(opt).know(None), TypeError,
+    *((lambda opt, make=make: make(opt).set_model(None), TypeError,
        "`model` must be a Keras model, got None")
       for make in (wk.MovingAverage, wk.SWA)),
     (lambda opt: wk.MovingAverage(opt, shadow_dtype=""), TypeError,
@@ -1157,7 +1157,7 @@ def test_errors_of_steps(wrapper):
     "adam", {"class_name": "Adam", "config": {}}])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_by_name_and_configuration(wrapper, given):
-  assert type(WRAPPERS[wrapper](given).inner()) is K.Adam
+  assert type(WRAPPERS[wrapper](given)._inner()) is K.Adam
 
 
 @pytest.mark.parametrize("inner", [K.SGD, K.AdamW, K.Adamax])

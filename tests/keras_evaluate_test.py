@@ -308,7 +308,7 @@ def test_averages_are_those_of_the_outermost_wrapper(kind):
   opt = model.optimizer
   found = {"loss_scale": lambda v: opt.inner_optimizer,
            "nested": lambda v: opt,
-           "inside": lambda v: opt.inner(),
+           "inside": lambda v: opt._inner(),
            "multi": lambda v: opt._optimizer_map(v)}[kind]
   want = [found(v).average(v).numpy() for v in model.trainable_variables]
   raw = values(model.weights)

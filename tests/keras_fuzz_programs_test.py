@@ -172,18 +172,18 @@ def _half_a_period(monkeypatch):
 
 def _warm_up_is_late(monkeypatch):
   warmed_up = _decays.warmed_up
-  monkeypatch.setattr(_decays, "warmed_up", lambda decays, n: warmed_up(
-      decays, wrapopt.ops.float64(n) + 1))
+  monkeypatch.setattr(_decays, "warmed_up", lambda decay, n: warmed_up(
+      decay, wrapopt.ops.float64(n) + 1))
 
 
 def _averages_begin_before_a_step_fails(monkeypatch):
-  averages = wk.MovingAverage.averages
+  averages_of = wk.MovingAverage._averages_of
 
   def begun(self, step):
     self._mark_begun()
-    return averages(self, step)
+    return averages_of(self, step)
 
-  monkeypatch.setattr(wk.MovingAverage, "averages", begun)
+  monkeypatch.setattr(wk.MovingAverage, "_averages_of", begun)
 
 
 DEFECTS = {

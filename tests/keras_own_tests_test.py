@@ -87,7 +87,7 @@ def _read_inside(self, name):
   """Keras's tests read attributes of an optimizer: they are the inner one's."""
   if name.startswith("__") or "_held" not in vars(self):
     raise AttributeError(name)
-  return getattr(self.inner(), name)
+  return getattr(self._inner(), name)
 
 
 _MADE = []  # (class, wrapper) of what the current module has made.
@@ -103,7 +103,7 @@ class _Wrapped(type):
 
   def __instancecheck__(cls, x):
     return isinstance(x, cls.stock) or (
-        hasattr(x, "inner") and isinstance(x.inner(), cls.stock))
+        hasattr(x, "_inner") and isinstance(x._inner(), cls.stock))
 
   def __getattr__(cls, name):
     return getattr(cls.stock, name)

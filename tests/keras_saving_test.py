@@ -77,7 +77,7 @@ def everything(model):
   found = [model, model.optimizer]
   while found[-1]:
     opt = found[-1]
-    found.append(opt.inner() if hasattr(opt, "inner") else
+    found.append(opt._inner() if hasattr(opt, "_inner") else
                  getattr(opt, "inner_optimizer", None))
   state = values(model.weights) + values(model.optimizer.variables)
   for opt in found[1:-1]:

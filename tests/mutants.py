@@ -182,8 +182,8 @@ def _mutants():
           "        pass", "//tests:keras_stale_rows_test")
   yield m("Keras: rows lag behind although a wrapper changes all",
           "wrapopt/keras/_steps.py",
-          "leaves_rows=not any(f.changes_weights for f in others)",
-          "leaves_rows=True", "//tests:keras_lazy_test")
+          "rows_stay=not any(f.changes_weights for f in others)",
+          "rows_stay=True", "//tests:keras_lazy_test")
   yield m("Keras: duplicates are always summed", "wrapopt/keras/_steps.py",
           "sum_duplicates=any(f.sum_duplicates for f in followers)",
           "sum_duplicates=True", "//tests:keras_conformance_test "

@@ -9,10 +9,10 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import _control_flow
 from wrapopt import ops
 from wrapopt._unique_variable import get_unique_variable
-from wrapopt._wrapper import check_integer
 
 tf1 = tf.compat.v1
 
@@ -43,7 +43,7 @@ def require_graph(what):
 
 def check_count(subject, x):
   """`x` as an int; raises an error if it is not an integer of at least 1."""
-  x = check_integer(subject, x)
+  x = _checks.integer(subject, x)
   if x < 1:
     raise ValueError(f"`{subject}` must be at least 1, got {x}.")
   return x

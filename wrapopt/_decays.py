@@ -3,15 +3,46 @@
 import collections.abc
 import math
 import numbers
+import typing
 from typing import Any, Optional, Union
 
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _replicas
 from wrapopt import ops
 
 
-class PowerDecay:
+class _Decay:
+  """What an optimizer must know of a decay.
+
+  Attributes:
+    needs_count: Whether it depends on the number of the step.
+    warms_up: Whether a count of updates limits it at the start.
+    is_called: Whether a user's function computes it, after the step.
+  """
+
+  needs_count = False
+  warms_up = True
+  is_called = False
+
+  def at(self, t):
+    """The decay of step t, from 1 (None if it needs no count)."""
+    raise NotImplementedError
+
+
+class _Given(_Decay):
+  """A number, tensor, variable or callable as a decay."""
+
+  def __init__(self, value):
+    self._value = value
+    self.is_called = _is_called(value)
+
+  def at(self, t):
+    return value_now(self._value)
+
+
+class PowerDecay(_Decay):
   """A decay whose average covers a fixed fraction of the run so far.
 
   In step t of the averages, counted from 1,
@@ -55,6 +86,10 @@ class PowerDecay:
   Reference: Karras et al., "Analyzing and improving the training dynamics of
   diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3.1 and appendix C.
   """
+
+  needs_count = True
+  # Its average moves fast at the start anyway.
+  warms_up = False
 
   def __init__(self, relative_width: Optional[float] = None, *,
                gamma: Optional[float] = None):
@@ -244,7 +279,7 @@ def checked(average_decay):
     if isinstance(decay, numbers.Real) and not isinstance(decay, bool):
       if not 0 <= decay <= 1:
         raise ValueError(f"`average_decay` must be in [0, 1], got {decay}.")
-    elif isinstance(decay, PowerDecay):
+    elif isinstance(decay, _Decay):
       pass
     elif several and not isinstance(decay, bool):
       raise ValueError(
@@ -271,21 +306,84 @@ def _plain(decay):
   return decay.decay if isinstance(decay, HalfLife) else decay
 
 
-def has_power(decays):
-  """Whether an optimizer's decays contain a PowerDecay."""
-  return any(isinstance(decay, PowerDecay) for decay in decays)
+def need_count(decays):
+  """Whether one of an optimizer's decays depends on the number of the step."""
+  return any(decay.needs_count for decay in map(_decay, decays))
 
 
-def of_step(decays, t):
-  """The decays of a step: numbers, or float64 tensors.
+def of_step(decays, t, counts=()):
+  """The decays of a step: a list of numbers or float64 tensors.
 
   Args:
-    decays: A list of numbers, tensors and PowerDecays.
+    decays: What `checked` returns.
     t: A function that returns the number of the step, from 1.
+    counts: Counts of updates n: numbers or tensors. They limit the decays that
+      warm up to at most (1 + n) / (10 + n).
   """
-  now = t() if has_power(decays) else None
-  return [decay.at(now) if isinstance(decay, PowerDecay) else decay
-          for decay in decays]
+  decays = list(map(_decay, decays))
+  t = t() if any(decay.needs_count for decay in decays) else None
+  now = [decay.at(t) for decay in decays]
+  for n in counts:
+    now = [warmed_up(x, n) if decay.warms_up else x
+           for decay, x in zip(decays, now)]
+  return now
+
+
+def warmed_up(decay, num_updates):
+  """A decay, but at most (1 + num_updates) / (10 + num_updates)."""
+  n = ops.float64(num_updates)
+  return tf.minimum(ops.float64(decay), (1 + n) / (10 + n))
+
+
+class Schedule(typing.NamedTuple):
+  """The decays of an optimizer of tf.compat.v1, and what they depend on.
+
+  Attributes:
+    decays: What `checked` returns.
+    num_updates: A count of updates by which they warm up, or None.
+    steps: The variable that counts the updates of the averages, or None.
+  """
+  decays: list
+  num_updates: Any
+  steps: Optional[tf.Variable]
+
+  @property
+  def is_called(self):
+    """Whether a user's function must be called after the step."""
+    return _is_called(self.num_updates) or any(
+        decay.is_called for decay in map(_decay, self.decays))
+
+  def now(self, counted_by=None):
+    """The decays of this step: numbers, or float64 tensors.
+
+    Args:
+      counted_by: A variable that this step will increment, or None. The decays
+        count the increment.
+    """
+    counts = []
+    if self.num_updates is not None:
+      n = ops.float64(value_now(self.num_updates))
+      counts.append(n + 1 if self.num_updates is counted_by else n)
+    return of_step(
+        self.decays,
+        lambda: _replicas.values(self.steps)[0].read_value() + 1, counts)
+
+  def count(self, updates, accept=True):
+    """Counts an update of the averages.
+
+    Args:
+      updates: The operations that update them: a list.
+      accept: Whether the step is accepted: a bool, or a scalar tensor of it.
+
+    Returns:
+      The operations to run: a list.
+    """
+    if self.steps is None:
+      return updates
+    with tf.control_dependencies(updates):
+      counted = [v.assign_add(tf.cast(accept, tf.int64), read_value=False)
+                 for v in _replicas.values(self.steps)]
+    return updates + [op for op in counted if op is not None]
 
 
 def check_num_updates(num_updates):
@@ -327,12 +425,10 @@ def value_now(x):
   return x() if callable(x) else x
 
 
-def warmed_up(decays, num_updates):
-  """Limits decays to at most (1 + num_updates) / (10 + num_updates): a list.
+def _decay(x):
+  """A decay, as `checked` returns it, as a `_Decay`."""
+  return x if isinstance(x, _Decay) else _Given(x)
 
-  A PowerDecay is left unchanged: its average moves fast at the start anyway.
-  """
-  n = ops.float64(num_updates)
-  at_most = (1 + n) / (10 + n)
-  return [decay if isinstance(decay, PowerDecay) else
-          tf.minimum(ops.float64(decay), at_most) for decay in decays]
+
+def _is_called(x):
+  return callable(x) and not isinstance(x, tf.Variable)

@@ -13,9 +13,8 @@ from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _control_flow
 from wrapopt import _exchange
-from wrapopt import _lazy
 from wrapopt import _lookup_cache
-from wrapopt import _native
+from wrapopt import _plan
 from wrapopt import lazy_adam
 from wrapopt import ops
 
@@ -116,12 +115,6 @@ def rule_of(opt):
   return find(opt) if find else None
 
 
-def leaves_rows(opt):
-  """Whether `opt` changes only the rows that a sparse gradient touches."""
-  rule = rule_of(opt)
-  return rule is not None and not _native.rules()[rule.rule].all_rows
-
-
 def can_apply(opt, grads_and_vars):
   """Whether `opt` can apply these gradients by one op."""
   _, variables = _lookup_cache.trained(grads_and_vars)
@@ -150,10 +143,12 @@ def apply_gradients(opt, rule, step):
   """
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
-  shadows = averages.shadows(variables) if averages else ()
-  first, lazy = (
-      averages.begin(grads, variables, step.leaves_rows and leaves_rows(opt))
-      if averages else _lazy.before_step(grads, variables))
+  shadows = averages.held_by_decay if averages else ()
+  plan = _plan.Plan(
+      grads, variables, averages.shadows_by_decay if averages else (),
+      rule=rule.rule,
+      rows_stay=step.rows_stay and averages is not None and averages.in_order)
+  first = plan.first
   if shadows and step.global_step is not None and tf.inside_function():
     # There, the count does not wait for an op that has no outputs.
     first = first + _exchange.check([shadows[0][0], step.global_step])
@@ -161,14 +156,13 @@ def apply_gradients(opt, rule, step):
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
     with tf.control_dependencies(first):
-      done = update.run(
-          grads, rule.scalars(opt),
-          averages.decays(step.global_step) if averages else [],
-          step.accept, opt._use_locking,
-          log_decays=_lazy.log_decays(lazy, len(shadows)))
+      done = plan.run(
+          update, grads, rule.scalars(opt),
+          averages.schedule.now(step.global_step) if averages else [],
+          step.accept, opt._use_locking)
     updates = [] if done is None else [done]
     if averages:
-      updates = averages.count_update(updates, step.accept)
+      updates = averages.schedule.count(updates, step.accept)
     if step.global_step is None or step.accept is not True:
       done = _finish(opt, updates, scope, step.accept)
     else:

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from wrapopt import _lazy
-from wrapopt import _native
+from wrapopt import _plan
 from wrapopt import ops
 
 _optimizers = keras.optimizers
@@ -98,10 +98,10 @@ def has_rule(opt):
   return type(opt) in _RULES
 
 
-def leaves_rows(opt):
+def touches_few_rows(opt):
   """Whether `opt` may change only the rows that a sparse gradient touches."""
   rule = rule_of(opt, type(opt)) if opt.built else None
-  return rule is not None and not _native.rules()[rule.rule].all_rows
+  return _plan.touches_few_rows(rule and rule.rule)
 
 
 def rule_of(opt, cls):
@@ -111,7 +111,7 @@ def rule_of(opt, cls):
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          leaves_rows, sum_duplicates):
+          rows_stay, sum_duplicates):
   """Updates variables, with one op for each device and dtype.
 
   Keras takes the step of a sparse gradient itself, if the op would not sum the
@@ -126,7 +126,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     learning_rate: A number, tensor or variable.
     averages: Rows of averages, one row for each decay.
     decays: As in `wrapopt.ops.apply`.
-    leaves_rows: False if a wrapper may change rows that no gradient touches,
+    rows_stay: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
     sum_duplicates: Whether to use the op for these gradients, too.
   """
@@ -137,7 +137,6 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
   sparse = {i: grads[i] for i in of_keras}
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
-  leaves_rows = leaves_rows and not _native.rules()[rule.rule].all_rows
   # Indices of variables: with weight decay by the rule, and without.
   groups = {True: [], False: []}
   apart = []
@@ -151,12 +150,9 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
       apart.append(i)
     if i not in sparse:
       groups[decays_here and by_rule].append(i)
-  _, lazy = _lazy.before_step(
-      grads, values, averages, lambda i: leaves_rows and i not in apart)
-  shadows = [[_lazy.raw(s) for s in row] for row in averages]
-  for i in of_keras:
-    for s in lazy[i] or ():
-      s.catch_up(sparse[i].indices)
+  plan = _plan.Plan(grads, values, averages, rule=rule.rule,
+                    rows_stay=rows_stay, but=apart)
+  plan.catch_up(of_keras)
   if apart:
     cls._apply_weight_decay(opt, [variables[i] for i in apart])
   rate = ops.float64(tf.convert_to_tensor(learning_rate))
@@ -170,21 +166,15 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     scalars = {"lr": rate, **rule.scalars}
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
-    update = ops.Update(rule.rule, {"var": chosen(values), **states},
-                        [chosen(row) for row in shadows], decays)
-    update.run(chosen(grads), scalars, decays,
-               log_decays=_lazy.log_decays(chosen(lazy), len(shadows)))
+    update = ops.Update(
+        rule.rule, {"var": chosen(values), **states},
+        [list(map(_lazy.raw, chosen(row))) for row in averages], decays)
+    plan.run(update, chosen(grads), scalars, decays, members=members)
   if of_keras:
-    cls._backend_update_step(opt, list(sparse.values()),
-                             [variables[i] for i in of_keras], learning_rate)
-    dense = [i for i in of_keras if not lazy[i]]
-    if dense and averages:
-      ops.ema_update([[row[i] for i in dense] for row in shadows],
-                     [values[i] for i in dense], decays)
-    for i in of_keras:
-      for s, decay in zip(lazy[i] or (), decays):
-        ops.sparse_ema_update([s.rows], [values[i]], [s.log_decays],
-                              [sparse[i].indices], decay)
+    with plan.moving():
+      cls._backend_update_step(opt, list(sparse.values()),
+                               [variables[i] for i in of_keras], learning_rate)
+    plan.update(decays, of_keras)
 
 
 def cast(grad, dtype):

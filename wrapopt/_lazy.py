@@ -98,48 +98,20 @@ def make(variable, value, name):
   return LazyAverage(rows, variable, scope.name, info)
 
 
-def before_step(grads, variables, averages=(), leaves_rows=lambda i: False):
-  """Prepares all averages of variables for a step, which comes next.
+def begin(averages):
+  """Lets rows of averages lag behind from now on, if all of them can.
 
   Args:
-    grads: The gradients: tensors or `tf.IndexedSlices`.
-    variables: Their variables.
-    averages: Rows of averages that the step moves, one row for each decay.
-    leaves_rows: A function of the position of a sparse gradient: whether the
-      step changes only the rows that the gradient touches.
+    averages: A list of averages of a variable.
 
   Returns:
-    The operations that the step must wait for (a list), and for each variable
-    its averages, one for each decay, if they are to move in the touched rows
-    only, else None.
+    Whether they can.
   """
-  lazy = [None] * len(variables)
-  keep = []
-  if averages and any(issubclass(cls, tf.IndexedSlices)
-                      for cls in set(map(type, grads))):
-    for i, grad in enumerate(grads):
-      if not isinstance(grad, tf.IndexedSlices) or not leaves_rows(i):
-        continue
-      of_variable = [row[i] for row in averages]
-      if all(isinstance(s, LazyAverage) and s.can_lag() for s in of_variable):
-        for s in of_variable:
-          s.begin()
-        lazy[i] = of_variable
-        keep += of_variable
-  return settle(variables, keep), lazy
-
-
-def log_decays(lazy, count):
-  """The `log_decays` of `ops.apply`, for averages of `count` decays.
-
-  Args:
-    lazy: The second result of `before_step`.
-    count: A number.
-  """
-  if not any(lazy):
-    return ()
-  return zip(*[[s.log_decays for s in of_variable] if of_variable else
-               [None] * count for of_variable in lazy])
+  if not all(isinstance(s, LazyAverage) and s.can_lag() for s in averages):
+    return False
+  for s in averages:
+    s.begin()
+  return True
 
 
 class LazyAverage(trackable.Trackable):

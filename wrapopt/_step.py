@@ -1,7 +1,8 @@
 """A step that wrappers pass to their inner optimizers.
 
-A wrapper passes a `Step`, which it may change, to its inner optimizer, and gets
-a `Taken` back. The optimizer inside of all wrappers takes the step with `take`.
+The outermost wrapper makes a `Step`. Each wrapper changes it and passes it to
+its inner optimizer, and gets a `Taken` back. `Innermost` takes the step with an
+optimizer that is no wrapper.
 """
 
 import contextlib
@@ -10,43 +11,15 @@ import typing
 import tensorflow as tf
 
 from wrapopt import _bundle
+from wrapopt import _checks
 from wrapopt import _control_flow
 from wrapopt import _exchange
 from wrapopt import _fused
-from wrapopt import _lazy
 from wrapopt import _lookup_cache
+from wrapopt import _plan
 from wrapopt import ops
 
 _Optimizer = tf.compat.v1.train.Optimizer
-
-
-class Averages(typing.NamedTuple):
-  """The averages that a step must update.
-
-  Attributes:
-    shadows: A function of a list of variables. It returns rows of their
-      averages, one row for each decay.
-    decays: A function of the step variable that will count this step, or of
-      None. It returns the decays of this step.
-    begin: A function to call before a step. Its arguments are the gradients of
-      the step, their variables, and whether the step changes only the rows that
-      a sparse gradient touches. It returns the results of `_lazy.before_step`.
-    update: A function to call after the step. Its arguments are the operation
-      that takes the step (or None), the argument of `decays`, and the second
-      result of `_begin`, if it was called. It updates and counts the averages,
-      and returns an operation for the step and the update (or None).
-    last: Whether a separate operation must update the averages, after the step
-      is taken and counted.
-    count_update: A function of the operations that update the averages, and of
-      whether the step is accepted. It counts an accepted update, and returns
-      the list of operations to run. `update` calls it itself.
-  """
-  shadows: typing.Callable[[list[tf.Variable]], list[list[tf.Variable]]]
-  decays: typing.Callable[[typing.Any], list[typing.Any]]
-  begin: typing.Callable[[list, list, bool], tuple[list, list]]
-  update: typing.Callable[..., typing.Any]
-  last: bool
-  count_update: typing.Callable[[list, typing.Any], list]
 
 
 class Step(typing.NamedTuple):
@@ -60,11 +33,12 @@ class Step(typing.NamedTuple):
     options: Further arguments of the inner optimizer's `apply_gradients`.
     accept: True, or a scalar bool tensor. If it is false, nothing changes.
     transform: A function that is applied to each accepted gradient, or None.
-    averages: The Averages that this step updates, or None.
+    averages: The `_plan.Averages` that this step updates, or None.
     one_pass: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
-    leaves_rows: False if a wrapper may change rows that no gradient touches,
+    rows_stay: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
+    train_ops: The collection of train ops before the step.
   """
   grads_and_vars: list
   global_step: tf.Variable | None = None
@@ -72,9 +46,10 @@ class Step(typing.NamedTuple):
   options: dict[str, typing.Any] = {}
   accept: typing.Any = True
   transform: typing.Callable | None = None
-  averages: Averages | None = None
+  averages: _plan.Averages | None = None
   one_pass: bool | None = None
-  leaves_rows: bool = True
+  rows_stay: bool = True
+  train_ops: typing.Sequence = ()
 
   def with_one_pass(self, fused):
     """This step with `one_pass` set by the argument `fused` of a wrapper."""
@@ -94,75 +69,113 @@ class Taken(typing.NamedTuple):
   counted: bool
 
 
+def asked(grads_and_vars, global_step, name, options):
+  """The Step that a call of a wrapper's `apply_gradients` asks for.
+
+  Args:
+    grads_and_vars: As there; gradients are converted to tensors.
+    global_step: As there.
+    name: As there.
+    options: Further arguments, a dict.
+  """
+  return Step(
+      checked_gradients(grads_and_vars), _checks.variable_of(global_step), name,
+      options, train_ops=tf.compat.v1.get_collection(
+          tf.compat.v1.GraphKeys.TRAIN_OP))
+
+
+def answer(step, taken):
+  """What a wrapper's `apply_gradients` returns for a Taken of its Step."""
+  if not tf.executing_eagerly():
+    # Replaces the train op of the inner optimizer.
+    tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
+        *step.train_ops, getattr(taken.done, "op", taken.done)]
+  return taken.done
+
+
 # Arguments of TensorFlow's `apply_gradients` that are not attributes of a Step.
 _OPTIONS = {"skip_gradients_aggregation"}
 
 
-def take(opt, step):
-  """Takes a step with an optimizer that is not a wrapper of this package.
+class Innermost:
+  """The protocol of wrappers, for an optimizer that is not one of them.
+
+  It may be of TensorFlow, or of a user.
+  """
+
+  def __init__(self, opt):
+    self._opt = opt
+
+  def _take(self, step):
+    """Takes a step, and updates its averages.
+
+    Args:
+      step: A Step.
+
+    Returns:
+      A Taken.
+    """
+    opt = self._opt
+    is_gated = step.accept is not True
+    averages = step.averages
+    is_late = averages is not None and averages.schedule.is_called
+    rule = _fused.rule_of(opt)
+    if (rule is not None and step.one_pass and not is_late and
+        step.options.keys() <= _OPTIONS and
+        _fused.can_apply(opt, step.grads_and_vars)):
+      if is_gated:
+        _create_slots(opt, step)
+        step = step._replace(grads_and_vars=_hold_back(step))
+      return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
+    # An overridden `apply_gradients` may use the global step for more.
+    counts = (not is_gated or is_late or
+              type(opt).apply_gradients is not _Optimizer.apply_gradients)
+
+    def apply(step):
+      plan = _plan_of(step, rule)
+      with tf.control_dependencies(
+          [*plan.first, *check(step), *plan.catch_up()]), plan.moving():
+        applied = opt.apply_gradients(
+            step.grads_and_vars, name=step.name, **step.options,
+            global_step=step.global_step if counts else None)
+      return Taken(_after(applied, averages, plan.update,
+                          None if counts else step.global_step), counts)
+
+    return where_accepted(opt, step, apply)
+
+  def _making_state(self):
+    return contextlib.nullcontext()
+
+  def _recording(self, loss, global_step):
+    del loss, global_step
+    return contextlib.nullcontext()
+
+  def _has_one_pass(self):
+    return _fused.rule_of(self._opt) is not None
+
+  def _innermost(self):
+    return self._opt
+
+  def _touches_few_rows(self):
+    rule = _fused.rule_of(self._opt)
+    return _plan.touches_few_rows(rule and rule.rule)
+
+
+def _plan_of(step, rule):
+  """The Plan of a step that an optimizer takes without a native op.
 
   Args:
-    opt: A `tf.compat.v1.train.Optimizer`.
     step: A Step.
-
-  Returns:
-    A Taken.
+    rule: The optimizer's `_fused` rule, or None.
   """
-  is_gated = step.accept is not True
+  pairs = [(g, v) for g, v in step.grads_and_vars
+           if g is not None and isinstance(v, tf.Variable)]
+  variables = [v for _, v in pairs]
   averages = step.averages
-  is_late = averages is not None and averages.last
-  rule = _fused.rule_of(opt) if step.one_pass else None
-  if (rule is not None and not is_late and step.options.keys() <= _OPTIONS and
-      _fused.can_apply(opt, step.grads_and_vars)):
-    if is_gated:
-      _create_slots(opt, step)
-      step = step._replace(grads_and_vars=_hold_back(step))
-    return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
-  # An overridden `apply_gradients` may use the global step for more.
-  counts = (not is_gated or is_late or
-            type(opt).apply_gradients is not _Optimizer.apply_gradients)
-
-  def apply(step):
-    first, of_step = _begin(opt, step)
-    averages = [s for _, of_variable in of_step.values() for s in of_variable]
-    with tf.control_dependencies(first), _lazy.moving(averages):
-      applied = opt.apply_gradients(
-          step.grads_and_vars, global_step=step.global_step if counts else None,
-          name=step.name, **step.options)
-    return Taken(follow(applied, step.averages,
-                        None if counts else step.global_step, of_step), counts)
-
-  return where_accepted(opt, step, apply)
-
-
-def _begin(opt, step):
-  """Prepares averages for a step that an optimizer takes without a native op.
-
-  Args:
-    opt: The optimizer.
-    step: A Step.
-
-  Returns:
-    The operations that the step must wait for. And for each variable of which
-    averages move in the touched rows only, by its reference: the indices of the
-    rows, which have caught up, and the averages.
-  """
-  grads_and_vars = [(g, v) for g, v in step.grads_and_vars
-                    if g is not None and isinstance(v, tf.Variable)]
-  grads, variables = [g for g, _ in grads_and_vars], [
-      v for _, v in grads_and_vars]
-  if step.averages is None:
-    return _lazy.before_step(grads, variables)[0], {}
-  first, lazy = step.averages.begin(
-      grads, variables, step.leaves_rows and _fused.leaves_rows(opt) and
-      # A variable that is listed twice is updated twice.
-      len({v.ref() for v in variables}) == len(variables))
-  first += check(step)
-  rows = {v.ref(): (g.indices, averages)
-          for g, v, averages in zip(grads, variables, lazy) if averages}
-  for indices, averages in rows.values():
-    first += [op for s in averages if (op := s.catch_up(indices)) is not None]
-  return first, rows
+  return _plan.Plan(
+      [g for g, _ in pairs], variables,
+      averages.of(variables) if averages else (), rule=rule and rule.rule,
+      rows_stay=step.rows_stay and averages is not None and averages.in_order)
 
 
 def check(step):
@@ -179,7 +192,7 @@ def check(step):
   variables = [v for g, v in step.grads_and_vars
                if g is not None and isinstance(v, tf.Variable)]
   return _exchange.check(
-      s for row in step.averages.shadows(variables) for s in row)
+      s for row in step.averages.of(variables) for s in row)
 
 
 def where_accepted(opt, step, apply):
@@ -208,20 +221,45 @@ def where_accepted(opt, step, apply):
   return Taken(done, all(counted))
 
 
-def follow(applied, averages, counted_by=None, of_step=None):
-  """Updates averages after a step.
+def follow(applied, averages):
+  """Updates averages after a step that a wrapper has taken.
 
   Args:
     applied: An operation or tensor that runs after the step, or None.
-    averages: Averages, or None.
-    counted_by: The step variable that will count this step, or None.
-    of_step: The second result of `_begin`, if it was called.
+    averages: `_plan.Averages`, or None.
 
   Returns:
     `applied`, or an operation that has also updated the averages, or None.
   """
-  return (applied if averages is None
-          else averages.update(applied, counted_by, of_step))
+  return applied if averages is None else _after(
+      applied, averages, averages.update)
+
+
+def _after(applied, averages, update, counted_by=None):
+  """As `follow`.
+
+  Args:
+    applied: As there.
+    averages: As there.
+    update: A function of the decays of the step, which updates the averages.
+    counted_by: The step variable that will count this step, or None.
+
+  Returns:
+    As `follow`.
+  """
+  if averages is None:
+    return applied
+  schedule = averages.schedule
+  first = [applied] if averages.in_order and applied is not None else []
+
+  def updated():
+    done = update(schedule.now(counted_by))
+    return _plan.joined(schedule.count([] if done is None else [done]))
+
+  with tf.control_dependencies(first):
+    updated = _plan.once_for_all_replicas(updated)
+  # An update that runs after the step stands for both.
+  return updated if first and updated is not None else group(applied, updated)
 
 
 def group(*operations, name=None):

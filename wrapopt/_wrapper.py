@@ -1,14 +1,10 @@
 """The base class of the wrappers of `tf.compat.v1.train.Optimizer`."""
 
-import contextlib
-import operator
 from typing import Any, Optional
 
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import _composition
-from wrapopt import _fused
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import Gradient, GradsAndVars, Loss, Operation, Variable
@@ -38,9 +34,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     if "apply_gradients" in vars(cls):
       cls._has_own_step = "_take" not in vars(cls)
 
-  # The protocol of wrappers. These methods forward to the inner optimizer; a
-  # wrapper overrides some. The `_take` of each wrapper calls that of the next
-  # one inside.
+  # The protocol of wrappers, which calls from the outside to the inside. A
+  # wrapper overrides some of these methods. `_step.Innermost` ends the chain.
 
   _has_own_step = False
 
@@ -53,13 +48,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     Returns:
       A `_step.Taken`.
     """
-    return self._take_inner(step)
-
-  def _take_inner(self, step):
-    """Takes a step with the inner optimizer, as `_take`."""
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._take(step)
-    return _step.take(self._optimizer, step)
+    return self._inner._take(step)
 
   def _making_state(self):
     """The context in which state variables are made.
@@ -69,9 +58,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     Returns:
       A context manager.
     """
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._making_state()
-    return contextlib.nullcontext()
+    return self._inner._making_state()
 
   def _recording(self, loss, global_step):
     """The context in which gradients for a step are computed.
@@ -83,35 +70,27 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     Returns:
       A context manager.
     """
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._recording(loss, global_step)
-    return contextlib.nullcontext()
+    return self._inner._recording(loss, global_step)
 
   def _has_one_pass(self):
     """Whether a native op can take the inner step and update averages."""
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._has_one_pass()
-    return _fused.rule_of(self._optimizer) is not None
+    return self._inner._has_one_pass()
 
   def _innermost(self):
     """The optimizer inside of all wrappers."""
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._innermost()
-    return self._optimizer
+    return self._inner._innermost()
 
-  def _leaves_rows(self):
+  def _touches_few_rows(self):
     """Whether a step changes only the rows that a sparse gradient touches."""
-    if self._inner_wrapper is not None:
-      return self._inner_wrapper._leaves_rows()
-    return _fused.leaves_rows(self._optimizer)
+    return self._inner._touches_few_rows()
 
   @property
-  def _inner_wrapper(self):
-    """The inner optimizer, if it implements this protocol, or None."""
+  def _inner(self):
+    """What implements this protocol for the inner optimizer."""
     opt = self._optimizer
     if isinstance(opt, WrapperOptimizer) and not opt._has_own_step:
       return opt
-    return None
+    return _step.Innermost(opt)
 
   # The public interface.
 
@@ -129,22 +108,6 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       # callers, which keep what is in them from then on.
       return super(WrapperOptimizer, self).minimize(
           loss, global_step, *args, **kwargs)
-
-  @ops.not_converted
-  def apply_gradients(self, grads_and_vars: GradsAndVars,
-                      global_step: Optional[Variable] = None,
-                      name: Optional[str] = None,
-                      **kwargs: Any) -> Optional[Operation]:
-    """See `tf.compat.v1.train.Optimizer.apply_gradients`."""
-    train_ops = tf.compat.v1.get_collection(tf.compat.v1.GraphKeys.TRAIN_OP)
-    taken = self._take(_step.Step(
-        _step.checked_gradients(grads_and_vars), variable_of(global_step), name,
-        kwargs))
-    if not tf.executing_eagerly():
-      # Replaces the train op of the inner optimizer.
-      tf.compat.v1.get_collection_ref(tf.compat.v1.GraphKeys.TRAIN_OP)[:] = [
-          *train_ops, getattr(taken.done, "op", taken.done)]
-    return taken.done
 
   def _create_slots(self, var_list):
     """Makes all variables of a step, outside of the branches of a `cond`."""
@@ -200,61 +163,3 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     owner._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
-
-
-def check_integer(subject, x):
-  """`x` as an int; raises a TypeError if it is no int and no NumPy integer."""
-  try:
-    if not isinstance(x, bool):
-      return operator.index(x)
-  except TypeError:
-    pass
-  raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
-
-
-def check_bool(subject, x):
-  """`x` as a bool; raises a TypeError if it is no bool, 0 or 1."""
-  if isinstance(x, (bool, np.bool_)) or isinstance(x, int) and x in (0, 1):
-    return bool(x)
-  raise TypeError(f"`{subject}` must be True or False, got {x!r}.")
-
-
-def check_fused(fused):
-  """The argument `fused` of a wrapper, checked."""
-  if fused is None:
-    return None
-  try:
-    return check_bool("fused", fused)
-  except TypeError:
-    raise TypeError("`fused` must be None (if there is an op), True or False, "
-                    f"got {fused!r}.") from None
-
-
-def variable_of(step):
-  """The variable of `step`, if `step` is the tensor of a ref variable.
-
-  `tf.compat.v1.train.get_global_step` returns a tensor if it finds a ref
-  variable only by its name.
-
-  Args:
-    step: A step variable, a tensor, or another argument of the caller.
-
-  Returns:
-    The variable; `step` itself, if it is not the tensor of a variable.
-  """
-  if isinstance(step, tf.Tensor) and not tf.executing_eagerly():
-    for v in (*tf.compat.v1.global_variables(),
-              *tf.compat.v1.local_variables()):
-      if v.name == step.name:
-        return v
-  return step
-
-
-def check_global_step(step):
-  """The variable of `step`; raises a TypeError if it is not an integer."""
-  step = variable_of(step)
-  if (not isinstance(step, tf.Variable) or
-      step.dtype.base_dtype not in (tf.int32, tf.int64)):
-    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
-                    f"got {step!r}.")
-  return step

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.tpu import tpu_function
 
+from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Loss, Operation, V1Optimizer, Variable)
@@ -149,7 +150,8 @@ class CrossShardOptimizer(WrapperOptimizer):
         several groups and the replicas share a variable.
       RuntimeError: If called in the scope of a strategy, outside of its `run`.
     """
-    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+    step = _step.asked(grads_and_vars, global_step, name, kwargs)
+    return _step.answer(step, self._take(step))
 
   def _take(self, step):
     grads_and_vars = step.grads_and_vars
@@ -174,7 +176,7 @@ class CrossShardOptimizer(WrapperOptimizer):
       step = step._replace(grads_and_vars=_map_gradients(
           lambda gradients: sums(gradients, groups), grads_and_vars))
     with context:
-      return self._take_inner(step)
+      return self._inner._take(step)
 
   def _groups_of(self, shards):
     """The groups of `shards` shards: a list of lists."""

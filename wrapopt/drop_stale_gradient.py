@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
@@ -18,9 +19,6 @@ from wrapopt._types import (
     Variable)
 from wrapopt._unique_variable import get_unique_variable
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import check_fused
-from wrapopt._wrapper import check_global_step
-from wrapopt._wrapper import check_integer
 
 tf1 = tf.compat.v1
 
@@ -173,15 +171,15 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         raise TypeError("`staleness` must be an integer, got a tensor of dtype "
                         f"{staleness.dtype.base_dtype.name}.")
     else:
-      staleness = check_integer("staleness", staleness)
+      staleness = _checks.integer("staleness", staleness)
     if policy not in ("drop", "scale") and not callable(policy):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
     if global_step is not None:
-      global_step = check_global_step(global_step)
+      global_step = _checks.global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
-    self._fused = check_fused(fused)
+    self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
@@ -254,7 +252,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       ValueError: If there is no global step.
     """
     step = (self._find_step() if global_step is None
-            else check_global_step(global_step))
+            else _checks.global_step(global_step))
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
@@ -294,7 +292,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "A global step is required, got a graph without one. Make one with "
           "tf.compat.v1.train.get_or_create_global_step(), or pass the "
           "optimizer one as `global_step`.")
-    return check_global_step(step)
+    return _checks.global_step(step)
 
   def compute_gradients(
       self, loss: Loss, *args: Any,
@@ -396,7 +394,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     """
     if recorded is not None:
       kwargs["recorded"] = recorded
-    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+    step = _step.asked(grads_and_vars, global_step, name, kwargs)
+    return _step.answer(step, self._take(step))
 
   def _take(self, step):
     _check_pairs(step.grads_and_vars)
@@ -406,7 +405,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       raise ValueError(
           "`global_step` must be the step variable, which counts updates, got "
           "None.")
-    check_global_step(global_step)
+    _checks.global_step(global_step)
     if tf.distribute.has_strategy():
       raise NotImplementedError(
           f"{type(self).__name__} must not be used in a tf.distribute "
@@ -429,7 +428,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _new_stateful_ops() as new:
-          taken = self._take_inner(step.with_one_pass(self._fused)._replace(
+          taken = self._inner._take(step.with_one_pass(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness,
                                         gradients[0].device)))

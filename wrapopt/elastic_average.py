@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _centers
+from wrapopt import _checks
 from wrapopt import _control_flow
 from wrapopt import _step
 from wrapopt import _swapping_saver
@@ -19,7 +20,6 @@ from wrapopt._types import (
     Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
     V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import check_bool
 
 tf1 = tf.compat.v1
 
@@ -242,7 +242,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     self._moving_rate = moving_rate
     self._rho = rho
     self._rho_lr = (_learning_rate(self._innermost()) if rho is None else None)
-    self._synchronous = check_bool("synchronous", synchronous)
+    self._synchronous = _checks.boolean_or_01("synchronous", synchronous)
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
 
@@ -310,12 +310,13 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, none has a gradient, or the getter
         did not make one.
     """
-    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+    step = _step.asked(grads_and_vars, global_step, name, kwargs)
+    return _step.answer(step, self._take(step))
 
   def _take(self, step):
     return _step.where_accepted(self, step, self._take_accepted)
 
-  def _leaves_rows(self):
+  def _touches_few_rows(self):
     # An exchange changes all rows.
     return False
 
@@ -325,9 +326,9 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                       if g is not None and isinstance(v, tf.Variable)}.values())
     centers, local_centers = self._copies(variables)
     with self._making_state(), tf.control_dependencies(_step.check(step)):
-      stepped = self._take_inner(step._replace(
+      stepped = self._inner._take(step._replace(
           global_step=None, name=None, averages=None,
-          leaves_rows=False)).done
+          rows_stay=False)).done
     steps = [] if step.global_step is None else [step.global_step]
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,

@@ -7,13 +7,13 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from wrapopt import _centers
+from wrapopt import _checks
 from wrapopt import _control_flow
 from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import check_bool
 
 tf1 = tf.compat.v1
 
@@ -215,7 +215,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     super().__init__(opt, name)
     del use_locking
-    is_chief = check_bool("is_chief", is_chief)
+    is_chief = _checks.boolean_or_01("is_chief", is_chief)
     num_worker = _centers.check_count("num_worker", num_worker)
     interval_steps = _centers.check_period("interval_steps", interval_steps)
     if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
@@ -287,12 +287,13 @@ class ModelAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, no gradient or no global step, or
         `ma_custom_getter` did not make a variable.
     """
-    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+    step = _step.asked(grads_and_vars, global_step, name, kwargs)
+    return _step.answer(step, self._take(step))
 
   def _take(self, step):
     return _step.where_accepted(self, step, self._take_accepted)
 
-  def _leaves_rows(self):
+  def _touches_few_rows(self):
     # An exchange changes all rows.
     return False
 
@@ -307,9 +308,9 @@ class ModelAverageOptimizer(WrapperOptimizer):
     pairs = [(v, self._center_of(v)) for g, v in step.grads_and_vars
              if g is not None]
     with self._making_state(), tf.control_dependencies(_step.check(step)):
-      stepped = self._take_inner(step._replace(
+      stepped = self._inner._take(step._replace(
           global_step=None, name=None, averages=None,
-          leaves_rows=False)).done
+          rows_stay=False)).done
     if self._applied == len(self._rounds):
       self._rounds.append(self._new_rounds())
     rounds = self._rounds[self._applied]

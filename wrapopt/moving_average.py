@@ -10,12 +10,13 @@ import tensorflow as tf
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _averaged
+from wrapopt import _checks
 from wrapopt import _control_flow
 from wrapopt import _decays
 from wrapopt import _exchange
-from wrapopt import _fused
 from wrapopt import _lazy
 from wrapopt import _lookup_cache
+from wrapopt import _plan
 from wrapopt import _replicas
 from wrapopt import _sessions
 from wrapopt import _step
@@ -24,8 +25,6 @@ from wrapopt._swapping_saver import SwappingSaver
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._wrapper import WrapperOptimizer
-from wrapopt._wrapper import check_bool
-from wrapopt._wrapper import check_fused
 
 _SLOT = "ExponentialMovingAverage"
 _STEPS = "average_steps"
@@ -153,7 +152,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
-    self._fused = check_fused(fused)
+    self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
@@ -162,7 +161,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = decays
     self._num_updates = num_updates
-    self._sequential_update = check_bool("sequential_update", sequential_update)
+    self._sequential_update = _checks.boolean_or_01("sequential_update", sequential_update)
     self._shadow_dtype = None if shadow_dtype is None else tf.float32
     # The name of the slots that hold a decay's averages: in a
     # `tf.train.Checkpoint`, several are known by their decays.
@@ -199,7 +198,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
       ValueError: If there is no variable, or none has a gradient.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    return super().apply_gradients(grads_and_vars, global_step, name, **kwargs)
+    step = _step.asked(grads_and_vars, global_step, name, kwargs)
+    return _step.answer(step, self._take(step))
 
   def __reduce_ex__(self, protocol):
     # Before a copy reads averages without a value.
@@ -211,14 +211,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _take(self, step):
     variables = self._averaged_variables(step)
-    taken = self._take_inner(step.with_one_pass(self._fused)._replace(
-        averages=_step.Averages(
-            lambda variables: self._rows(variables)[0],
-            self._decays_now,
-            self._begin,
-            lambda applied, counted_by, rows=None: self._update_after(
-                applied, variables, counted_by, rows or {}),
-            self._has_callables(), self._count)))
+    held, shadows = self._shadows_by_decay(variables)
+    taken = self._inner._take(step.with_one_pass(self._fused)._replace(
+        averages=_plan.Averages(
+            variables, shadows, held,
+            _decays.Schedule(self._decays, self._num_updates,
+                             self.average_steps()),
+            self._sequential_update)))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   def _averaged_variables(self, step):
@@ -241,11 +240,11 @@ class MovingAverageOptimizer(WrapperOptimizer):
     if _current_graph() is None:
       self._refuse_in_place(None, "apply_gradients")
     sparse = {v.ref() for g, v in grads_and_vars
-              if step.leaves_rows and isinstance(g, tf.IndexedSlices)}
+              if step.rows_stay and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
     self._create_averages(variables, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self._cache.begin(variables)["rows"] = self._rows(variables)
+      self._cache.begin(variables)["shadows"] = self._shadows_by_decay(variables)
     return variables
 
   def _create_averages(self, variables, sparse=()):
@@ -269,55 +268,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
     super()._create_slots(var_list)
     self._create_averages(var_list)
 
-  def _begin(self, grads, variables, leaves_rows):
-    """Prepares averages for a step: the `begin` of `_step.Averages`."""
-    _, averages = self._rows(variables)
-    leaves_rows = leaves_rows and self._sequential_update
-    return _lazy.before_step(grads, variables, averages,
-                             lambda i: leaves_rows)
-
-  def _update_after(self, applied, variables, counted_by, rows):
-    """Updates averages: the `update` of `_step.Averages`."""
-    after = ([applied] if self._sequential_update and applied is not None
-             else [])
-    lazy = [v for v in variables if v.ref() in rows]
-    variables = [v for v in variables if v.ref() not in rows]
-    pairs = [self._pairs_of(variables, k) for k in range(len(self._decays))]
-    with tf.control_dependencies(after):
-      if (tf.distribute.has_strategy() and
-          not tf.distribute.in_cross_replica_context()):
-        # Once, since replicas may share the variables.
-        updated = tf.distribute.get_replica_context().merge_call(
-            lambda strategy: self._counted(
-                self._update_averages(pairs, self._decays_now(counted_by))))
-      else:
-        # Once for both, because a decay may be a callable.
-        decays = self._decays_now(counted_by)
-        updated = self._update_averages(pairs, decays) if variables else None
-        if lazy:
-          updated = _step.group(updated, self._update_lazy(lazy, decays, rows))
-        updated = self._counted(updated)
-    # An update that runs after the step stands for both.
-    return updated if after and updated is not None else _step.group(
-        applied, updated)
-
-  def _update_averages(self, pairs, decays):
-    """Updates averages: a list of (variable, average) pairs for each decay."""
-    pairs = [_replicas.components(row) for row in pairs]
-    return ops.ema_update([[_lazy.raw(s) for _, s in row] for row in pairs],
-                          [v for v, _ in pairs[0]], decays)
-
-  def _update_lazy(self, variables, decays, rows):
-    """Updates averages of variables in the rows that the step has touched."""
-    updates = []
-    for k, decay in enumerate(decays):
-      averages = [rows[v.ref()][1][k] for v in variables]
-      updates.append(ops.sparse_ema_update(
-          [s.rows for s in averages], variables,
-          [s.log_decays for s in averages],
-          [rows[v.ref()][0] for v in variables], decay))
-    return _step.group(*updates)
-
   @property
   def fused(self) -> bool:
     """Whether one pass over memory takes the step and updates the averages.
@@ -332,47 +282,10 @@ class MovingAverageOptimizer(WrapperOptimizer):
   def _has_one_pass(self):
     return self._fused is not False and super()._has_one_pass()
 
-  def _has_callables(self):
-    return any(callable(x) and not isinstance(x, tf.Variable)
-               for x in (self._num_updates, *self._decays))
-
-  def _decays_now(self, global_step=None):
-    """The decays of this step: numbers, or float64 tensors.
-
-    Args:
-      global_step: A variable that this step will increment, or None. The decays
-        count the increment.
-    """
-    decays = [_decays.value_now(decay) for decay in self._decays]
-    if self._num_updates is not None:
-      n = ops.float64(_decays.value_now(self._num_updates))
-      if self._num_updates is global_step:
-        n += 1
-      decays = _decays.warmed_up(decays, n)
-    return _decays.of_step(
-        decays,
-        lambda: _replicas.values(self.average_steps())[0].read_value() + 1)
-
-  def _counted(self, updated):
-    """An operation that has also counted the update of the averages."""
-    if self.average_steps() is None:
-      return updated
-    return _step.group(*self._count([] if updated is None else [updated]))
-
-  def _count(self, updates, accept=True):
-    """Counts an update: the `count_update` of `_step.Averages`."""
-    steps = self.average_steps()
-    if steps is None:
-      return updates
-    with tf.control_dependencies(updates):
-      counted = [v.assign_add(tf.cast(accept, tf.int64), read_value=False)
-                 for v in _replicas.values(steps)]
-    return updates + [op for op in counted if op is not None]
-
   def _shadow(self, variable, k):
     return self.get_slot(variable, self._slot_of_decay[k])
 
-  def _rows(self, variables):
+  def _shadows_by_decay(self, variables):
     """The averages of variables.
 
     Returns:
@@ -381,7 +294,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
     """
     facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
-      return facts["rows"]
+      return facts["shadows"]
     averages = [[self._shadow(v, k) for v in variables]
                 for k in range(len(self._decays))]
     return [[_lazy.raw(s) for s in row] for row in averages], averages
@@ -408,7 +321,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
         var, self._slot_of_decay[0] if name == _SLOT else name)
 
   def _make_averages(self, variables, sparse):
-    if variables and _decays.has_power(self._decays):
+    if variables and _decays.need_count(self._decays):
       self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
     averaged = self._averaged.of(_current_graph())
     new = [v for v in variables if v not in averaged]
@@ -449,7 +362,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       values = [tf.cast(v.initializer.inputs[1], dtype)
                 for v in _replicas.values(variable)]
     # In a graph, a LazyAverage costs ops.
-    is_lazy = (self._lazy is not False and self._leaves_rows() and
+    is_lazy = (self._lazy is not False and self._touches_few_rows() and
                (is_sparse or tf.executing_eagerly()) and
                _lazy.may_be_lazy(variable))
     make = self._make_lazy if is_lazy else self._get_or_make_slot

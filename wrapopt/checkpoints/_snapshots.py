@@ -7,6 +7,7 @@ import threading
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import _replicas
 from wrapopt import _wrapper
 from wrapopt import moving_average
@@ -41,7 +42,7 @@ class Snapshots:
       TypeError: If `save_steps` is not an integer.
       ValueError: If an argument is out of range.
     """
-    save_steps = _wrapper.check_integer("save_steps", save_steps)
+    save_steps = _checks.integer("save_steps", save_steps)
     if save_steps < 1:
       raise ValueError(f"`save_steps` must be at least 1, got {save_steps}.")
     name = dtype if dtype is None else tf.as_dtype(dtype).name

@@ -133,7 +133,7 @@ def train(seed, points, progress):
           moving, start_averaging=points[-1] // 2, steps_per_epoch=len(batches))
       averages[_SWA] = optimizer, None
     model = make_model()
-    moving.know(model)
+    moving.set_model(model)
     model.compile(
         optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"])

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from wrapopt import _inner_keras
 from wrapopt import _lazy
+from wrapopt import _plan
 from wrapopt import _replicas
 from wrapopt import ops
 
@@ -69,7 +70,7 @@ def followed(opt, followers):
     A view.
   """
   if isinstance(opt, Follower):
-    return followed(opt.inner(), [opt, *followers])
+    return followed(opt._inner(), [opt, *followers])
   held = _held(opt)
   if held:
     return _view(opt, {
@@ -142,7 +143,7 @@ def within(opt):
 def held_by(opt):
   """The optimizers that an optimizer holds directly: a list."""
   if isinstance(opt, Follower):
-    return [opt.inner()]
+    return [opt._inner()]
   return [x for xs in _held(opt).values() for x in tf.nest.flatten(xs)]
 
 
@@ -155,18 +156,18 @@ class Follower:
   """The interface of a wrapper in `followed`.
 
   Attributes:
-    changes_weights: Whether `follow` may change weights that the step did not.
+    changes_weights: Whether `_follow` may change weights that the step did not.
     sum_duplicates: The argument of the wrapper.
   """
 
   changes_weights = False
   sum_duplicates = False
 
-  def inner(self):
+  def _inner(self):
     """The optimizer that this wraps."""
     raise NotImplementedError
 
-  def averages(self, step):
+  def _averages_of(self, step):
     """What to update in the pass of the step, or None.
 
     Args:
@@ -178,10 +179,10 @@ class Follower:
     """
     del step
 
-  def averaged(self):
-    """Notes that what `averages` returned has been updated."""
+  def _note_update(self):
+    """Notes that what `_averages_of` returned has been updated."""
 
-  def follow(self, step):
+  def _follow(self, step):
     """Does the work of this wrapper after a step.
 
     Args:
@@ -228,45 +229,40 @@ def _property(name, followers):
 def _update(opt, cls, grads, variables, learning_rate, followers):
   """Updates variables as `cls` does for `opt`, and then runs the followers."""
   values = list(map(_value, variables))
-  keys = list(map(opt._var_key, variables))
-  trained = [(_value(v), opt._var_key(v)) for v in opt._trainable_variables]
+  step = Step(tf.convert_to_tensor(opt.iterations), values,
+              list(map(opt._var_key, variables)),
+              [(_value(v), opt._var_key(v)) for v in opt._trainable_variables])
   constraints = [v.constraint for v in variables]
-  iterations = tf.convert_to_tensor(opt.iterations)
+  rule = _inner_keras.rule_of(opt, cls)
+  if rule is not None and not tf.distribute.has_strategy():
+    first, *others = followers
+    averages = None if any(constraints) else first._averages_of(step)
+    _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
+                       *(averages or ((), ())),
+                       rows_stay=not any(f.changes_weights for f in others),
+                       sum_duplicates=any(f.sum_duplicates for f in followers))
+    if averages:
+      first._note_update()
+    _follow(others if averages else followers, step, constraints)
+    return
+  _plan.Plan(grads, values)
+  cls._apply_weight_decay(opt, variables)
+  cls._backend_update_step(opt, grads, variables, learning_rate)
   if tf.distribute.has_strategy():
-    _lazy.before_step(grads, values)
-    cls._apply_weight_decay(opt, variables)
-    cls._backend_update_step(opt, grads, variables, learning_rate)
     _interim.maybe_merge_call(
         lambda strategy, iterations: _follow(
-            followers,
-            Step(_one(strategy, iterations), values, keys, trained),
+            followers, step._replace(iterations=_one(strategy, iterations)),
             constraints),
-        opt._distribution_strategy, iterations)
-    return
-  step = Step(iterations, values, keys, trained)
-  rule = _inner_keras.rule_of(opt, cls)
-  if rule is None:
-    _lazy.before_step(grads, values)
-    cls._apply_weight_decay(opt, variables)
-    cls._backend_update_step(opt, grads, variables, learning_rate)
+        opt._distribution_strategy, step.iterations)
+  else:
     _follow(followers, step, constraints)
-    return
-  first, *others = followers
-  averages = None if any(constraints) else first.averages(step)
-  _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
-                     *(averages or ((), ())),
-                     leaves_rows=not any(f.changes_weights for f in others),
-                     sum_duplicates=any(f.sum_duplicates for f in followers))
-  if averages:
-    first.averaged()
-  _follow(others if averages else followers, step, constraints)
 
 
 def _follow(followers, step, constraints):
   # Keras applies constraints last. Averages are of the constrained weights.
   _constrain(step, constraints)
   for follower in followers:
-    follower.follow(step)
+    follower._follow(step)
     if follower.changes_weights:
       _constrain(step, constraints)
 

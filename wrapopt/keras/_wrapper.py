@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
 import copy
-import numbers
 import threading
 import typing
 from typing import Any, Literal, Optional, Union
@@ -18,12 +17,12 @@ from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import _decays
 from wrapopt import _exchange
 from wrapopt import _inner_keras
 from wrapopt import _lazy
 from wrapopt import _replicas
-from wrapopt import _wrapper as _checks
 from wrapopt import ops
 from wrapopt.keras import _steps
 from wrapopt.keras import batch_norm as _batch_norm
@@ -37,12 +36,12 @@ def _is_made(wrapper):
 def _of_inner(name):
   """An attribute that reads and writes that of the inner optimizer."""
   def read(self):
-    return getattr(self.inner(), name) if _is_made(self) else None
+    return getattr(self._inner(), name) if _is_made(self) else None
 
   def write(self, value):
     # Keras's constructor sets it before the inner optimizer is known.
     if _is_made(self):
-      setattr(self.inner(), name, value)
+      setattr(self._inner(), name, value)
 
   return property(read, write)
 
@@ -92,7 +91,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
     self._held = _Held(optimizer)
-    self.sum_duplicates = check_bool("sum_duplicates", sum_duplicates)
+    self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (State,), {})(
@@ -100,7 +99,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   # Steps
 
-  def inner(self):
+  def _inner(self):
     """The optimizer that this wraps."""
     return self._held.optimizer
 
@@ -122,7 +121,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     if self.built:
       return
-    inner = self.inner()
+    inner = self._inner()
     # It may train all of its variables later, when layers are not frozen.
     variables = list(inner._trainable_variables if inner.built else variables)
     self._check_variables(variables)
@@ -336,15 +335,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def iterations(self):
-    return self.inner().iterations
+    return self._inner().iterations
 
   @property
   def learning_rate(self):
-    return self.inner().learning_rate
+    return self._inner().learning_rate
 
   @learning_rate.setter
   def learning_rate(self, learning_rate):
-    self.inner().learning_rate = learning_rate
+    self._inner().learning_rate = learning_rate
 
   weight_decay = _of_inner("weight_decay")
   clipnorm = _of_inner("clipnorm")
@@ -358,7 +357,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       return None
     scaling = self._loss_scaling()
     if scaling is None:
-      return self.inner().loss_scale_factor
+      return self._inner().loss_scale_factor
     return scaling.dynamic_scale if scaling.built else scaling.initial_scale
 
   @loss_scale_factor.setter
@@ -373,7 +372,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           "another LossScaleOptimizer around it: gradients would be unscaled "
           "twice. Pass auto_scale_loss=False to compile(), which otherwise "
           "wraps the optimizer of a mixed_float16 model in one.")
-    self.inner().loss_scale_factor = factor
+    self._inner().loss_scale_factor = factor
 
   def _loss_scaling(self):
     """The LossScaleOptimizer inside, or None."""
@@ -381,7 +380,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
                  if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
 
   def scale_loss(self, loss):
-    return self.inner().scale_loss(loss)
+    return self._inner().scale_loss(loss)
 
   def exclude_from_weight_decay(self, var_list=None, var_names=None):
     # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
@@ -389,7 +388,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       opt.exclude_from_weight_decay(var_list, var_names)
 
   def finalize_variable_values(self, var_list):
-    self.inner().finalize_variable_values(var_list)
+    self._inner().finalize_variable_values(var_list)
 
   # State
 
@@ -399,16 +398,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
     Keras's LossScaleOptimizer saves this list.
     """
-    return self.inner().variables
+    return self._inner().variables
 
   def set_weights(self, weights):
-    self.inner().set_weights(weights)
+    self._inner().set_weights(weights)
 
   def save_own_variables(self, store):
-    self.inner().save_own_variables(store)
+    self._inner().save_own_variables(store)
 
   def load_own_variables(self, store):
-    self.inner().load_own_variables(store)
+    self._inner().load_own_variables(store)
 
   @property
   def averages_of_wrappers(self):
@@ -428,24 +427,24 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
       self._refuse_in_place("tf.train.Checkpoint.write")
-    return {**self.inner()._trackable_children(save_type, **kwargs),
+    return {**self._inner()._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if name == self._state.name:
       self._refuse_in_place("tf.train.Checkpoint.read")
       return self._state
-    return self.inner()._lookup_dependency(name, *args, **kwargs)
+    return self._inner()._lookup_dependency(name, *args, **kwargs)
 
   @property
   def _deferred_dependencies(self):
     # Values from a checkpoint for variables that the inner optimizer will make
     # later. It looks them up then.
-    self.inner()._maybe_initialize_trackable()
-    return self.inner()._deferred_dependencies
+    self._inner()._maybe_initialize_trackable()
+    return self._inner()._deferred_dependencies
 
   def get_config(self) -> dict[str, Any]:
-    return {"optimizer": keras.saving.serialize_keras_object(self.inner()),
+    return {"optimizer": keras.saving.serialize_keras_object(self._inner()),
             "name": self.name, "sum_duplicates": self.sum_duplicates}
 
   @classmethod
@@ -468,7 +467,7 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
     super().__init__(optimizer, name, sum_duplicates)
-    self.keeps_raw_weights = check_bool("keep_raw_weights", keep_raw_weights)
+    self.keeps_raw_weights = _checks.boolean("keep_raw_weights", keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
       if x.use_ema if not isinstance(x, WrapperOptimizer) else (
           isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
@@ -659,7 +658,7 @@ class AveragingOptimizer(WrapperOptimizer):
     averages = {id(v): s for v, s in self._averaged(model)}
     return [(None, None, lambda v: averages.get(id(v)))]
 
-  def know(self, model: keras.Model) -> None:
+  def set_model(self, model: keras.Model) -> None:
     """Sets the model that the optimizer trains."""
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
@@ -679,7 +678,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """Sets the variables of a model to their averages."""
     assign_all(self._averaged(model, decay))
 
-  def adopt(self, model, decay=None):
+  def _adopt(self, model, decay=None):
     """Sets all averages of a model to its variables, if these are no averages.
 
     A callback has set the variables then.
@@ -1058,25 +1057,3 @@ def float32_for_half(dtype):
   """The dtype of averages: float32 for float16 and bfloat16, else `dtype`."""
   dtype = tf.as_dtype(dtype)
   return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
-
-
-def check_integer(name, value, least):
-  """`value` as an int; raises an error if it is no int of at least `least`."""
-  value = _checks.check_integer(name, value)
-  if value < least:
-    raise ValueError(f"`{name}` must be at least {least}, got {value}.")
-  return value
-
-
-def check_bool(name, value):
-  """`value` as a bool; raises an error if it is none."""
-  if not isinstance(value, (bool, np.bool_)):
-    raise TypeError(f"`{name}` must be True or False, got {value!r}.")
-  return bool(value)
-
-
-def check_fraction(name, value):
-  if not isinstance(value, numbers.Real) or isinstance(value, bool):
-    raise TypeError(f"`{name}` must be a number, got {value!r}.")
-  if not 0 <= value <= 1:
-    raise ValueError(f"`{name}` must be in [0, 1], got {value}.")

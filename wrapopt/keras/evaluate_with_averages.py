@@ -241,7 +241,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def on_train_begin(self, logs=None):
     batches = (self.params or {}).get("steps")
     for optimizer in _wrapper.averaging(self.model.optimizer):
-      optimizer.know(self.model)
+      optimizer.set_model(self.model)
       if batches is not None:
         optimizer.check_batches_per_epoch(batches)
     self._call("on_train_begin", logs)
@@ -258,7 +258,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_train_end", logs)
     if self._callbacks:
       for optimizer in found:
-        optimizer.adopt(self.model, self._evaluated)
+        optimizer._adopt(self.model, self._evaluated)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)

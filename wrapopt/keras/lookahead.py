@@ -4,6 +4,7 @@ from typing import Any, Optional, Union
 
 import keras
 
+from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 
@@ -68,8 +69,8 @@ class Lookahead(_wrapper.WrapperOptimizer):
       ValueError: If a number is out of range.
     """
     super().__init__(optimizer, name, sum_duplicates)
-    sync_period = _wrapper.check_integer("sync_period", sync_period, 1)
-    _wrapper.check_fraction("slow_step_size", slow_step_size)
+    sync_period = _checks.integer("sync_period", sync_period, 1)
+    _checks.fraction("slow_step_size", slow_step_size)
     self._sync_period = sync_period
     self._slow_step_size = slow_step_size
 
@@ -110,7 +111,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
     self._refuse_in_place("seed_slow_weights")
     self._state.seed()
 
-  def follow(self, step):
+  def _follow(self, step):
     self._mark_begun()
     fast, slow = map(list, zip(*step.all_pairs(self._slow)))
 

@@ -10,9 +10,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import _decays
 from wrapopt import _inner_keras
 from wrapopt import _lazy
+from wrapopt import _plan
 from wrapopt import _replicas
 from wrapopt import ops
 from wrapopt.keras import _lazy_average
@@ -112,7 +114,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         are averaged and put in place together with the weights. By default,
         averaged weights are evaluated with the statistics of the raw weights.
         If True, the optimizer must know the model: pass `fit` the callback
-        `EvaluateWithAverages`, or call `know(model)`. As an alternative,
+        `EvaluateWithAverages`, or call `set_model(model)`. As an alternative,
         `EvaluateWithAverages(recalibrate=dataset)` and `recalibrate_batch_norm`
         compute the statistics that fit the averages.
       lazy: Whether the averages of rows that a sparse gradient does not touch
@@ -144,12 +146,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
           f"sequence of these, got {average_decay!r}.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
-    start_step = _wrapper.check_integer("start_step", start_step, 0)
+    start_step = _checks.integer("start_step", start_step, 0)
     self._num_updates = num_updates
     self._start_step = start_step
-    self._dynamic_decay = _wrapper.check_bool("dynamic_decay", dynamic_decay)
+    self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
-    self.averages_batch_norm = _wrapper.check_bool("average_batch_norm",
+    self.averages_batch_norm = _checks.boolean("average_batch_norm",
                                                    average_batch_norm)
     self._held.model = None
 
@@ -168,7 +170,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
     self._begun = self._make_begun()
     self._first = (self._make_counts("first_average_step", -1)
-                   if _decays.has_power(self._decays) else None)
+                   if _decays.need_count(self._decays) else None)
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay."""
@@ -186,12 +188,12 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
         any(opt.use_ema for opt in _steps.within(self)) or
-        not any(map(_inner_keras.leaves_rows, _steps.innermost(self))) or
+        not any(map(_inner_keras.touches_few_rows, _steps.innermost(self))) or
         not _lazy.may_be_lazy(value)):
       return average
     return _lazy_average.LazyAverage(average, value)
 
-  def know(self, model: keras.Model) -> None:
+  def set_model(self, model: keras.Model) -> None:
     """Sets the model, for `average_batch_norm`.
 
     For custom training loops: in `fit`, `EvaluateWithAverages` calls it.
@@ -204,7 +206,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       ValueError: If the statistics of another model are averaged already, and
         `model` has more of them.
     """
-    super().know(model)
+    super().set_model(model)
     if not self._of_batch_norm_is_made():
       self._held.model = weakref.ref(model)
       return
@@ -215,7 +217,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "A MovingAverage with average_batch_norm=True must know the whole "
             f"model before averages of its statistics are made, got the model "
             f"'{model.name}' later, whose '{_wrapper.path_of(v)}' has no "
-            "average. Call know(model) first.")
+            "average. Call set_model(model) first.")
 
   def _of_batch_norm_is_made(self):
     return self.built and bool(self._of_batch_norm)
@@ -230,7 +232,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         raise RuntimeError(
             "With average_batch_norm=True the optimizer must know the model, "
             "got none. Pass fit() the callback EvaluateWithAverages, or call "
-            "know(model).")
+            "set_model(model).")
       variables = batch_norm.statistics(model)
       with tf.init_scope(), self._distribution_strategy.scope():
         rows = self._make_rows(variables, _wrapper.OF_BATCH_NORM)
@@ -299,7 +301,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     found = super()._averaged(model, decay)
     if (self.averages_batch_norm and self._held.model is None and
         isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
-      self.know(model)  # It has all variables that the optimizer trains.
+      self.set_model(model)  # It has all variables that the optimizer trains.
     variables, rows = self._statistics()
     if model is not None:
       its = {self._var_key(v) for v in batch_norm.statistics(model)}
@@ -311,7 +313,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     self._require_built("averages_by_decay")
     self._refuse_in_place("averages_by_decay")
     self._settle()
-    self.know(model)
+    self.set_model(model)
     _, of_batch_norm = self._statistics()
     steps = self.average_steps()
     return [(decay, steps, lambda v, rows=rows: next(
@@ -323,22 +325,22 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return super()._finalized(var_list) + [
         (v, rows[0][self._var_key(v)]) for v in variables]
 
-  def averages(self, step):
+  def _averages_of(self, step):
     decays = self._decays_now(step)
     # The forward pass has updated the statistics.
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
-      self._update(of_batch_norm, decays)
+      _plan.update_all(of_batch_norm, decays)
     return [[_inner_keras.value(row[key]) for key in step.keys]
             for row in self._rows], decays
 
-  def averaged(self):
+  def _note_update(self):
     # Not before the step, which may raise an error.
     self._mark_begun()
 
-  def follow(self, step):
+  def _follow(self, step):
     self._mark_begun()
-    self._update([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
+    _plan.update_all([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
         self._rows, self._batch_norm_pairs(step))],
                  self._decays_now(step))
 
@@ -352,20 +354,16 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     return [_replicas.components((v.value, row[self._var_key(v)].value)
                                  for v in variables) for row in rows]
 
-  def _update(self, pairs, decays):
-    ops.ema_update([[s for _, s in row] for row in pairs],
-                   [v for v, _ in pairs[0]], decays)
-
   def _decays_now(self, step):
     """The decays of a Step."""
-    decays = self._decays
+    counts = []
     if self._num_updates is not None:
-      decays = _decays.warmed_up(decays,
-                                 _decays.value_now(self._num_updates))
+      counts.append(_decays.value_now(self._num_updates))
     since = step.iterations - self._start_step
     if self._dynamic_decay:
-      decays = _decays.warmed_up(decays, since)
-    decays = _decays.of_step(decays, lambda: self._steps_since(step) + 1)
+      counts.append(since)
+    decays = _decays.of_step(
+        self._decays, lambda: self._steps_since(step) + 1, counts)
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]

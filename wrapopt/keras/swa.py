@@ -5,6 +5,7 @@ from typing import Any, Optional, Union
 import keras
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _wrapper
 
@@ -93,11 +94,11 @@ class SWA(_wrapper.AveragingOptimizer):
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates)
     if average_period is None:
       average_period = 10 if steps_per_epoch is None else 1
-    average_period = _wrapper.check_integer("average_period", average_period, 1)
-    start_averaging = _wrapper.check_integer("start_averaging",
+    average_period = _checks.integer("average_period", average_period, 1)
+    start_averaging = _checks.integer("start_averaging",
                                              start_averaging, 0)
     if steps_per_epoch is not None:
-      steps_per_epoch = _wrapper.check_integer("steps_per_epoch",
+      steps_per_epoch = _checks.integer("steps_per_epoch",
                                                steps_per_epoch, 1)
     self._arguments = {"start_averaging": start_averaging,
                     "average_period": average_period,
@@ -131,7 +132,7 @@ class SWA(_wrapper.AveragingOptimizer):
     since = iterations - 1 - self._start_averaging
     return since // self._average_period + 1 if since >= 0 else 0
 
-  def follow(self, step):
+  def _follow(self, step):
     since = step.iterations - self._start_averaging
     counts = (since >= 0) & (since % self._average_period == 0)
     pairs = step.all_pairs(self._rows[0])

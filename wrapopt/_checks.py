@@ -1,0 +1,81 @@
+"""Checks of arguments, for all classes."""
+
+import numbers
+import operator
+
+import numpy as np
+import tensorflow as tf
+
+
+def integer(subject, x, least=None):
+  """`x` as an int; raises an error if it is none, or less than `least`."""
+  try:
+    if not isinstance(x, bool):
+      x = operator.index(x)
+      if least is not None and x < least:
+        raise ValueError(f"`{subject}` must be at least {least}, got {x}.")
+      return x
+  except TypeError:
+    pass
+  raise TypeError(f"`{subject}` must be an integer, got {x!r}.")
+
+
+def boolean(subject, x):
+  """`x` as a bool; raises a TypeError if it is none."""
+  if isinstance(x, (bool, np.bool_)):
+    return bool(x)
+  raise TypeError(f"`{subject}` must be True or False, got {x!r}.")
+
+
+def boolean_or_01(subject, x):
+  """As `boolean`, but takes 0 and 1 too, like the classes of TensorFlow 1."""
+  return bool(x) if isinstance(x, int) and x in (0, 1) else boolean(subject, x)
+
+
+def fraction(subject, x):
+  """Raises an error if `x` is no number in [0, 1]."""
+  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+    raise TypeError(f"`{subject}` must be a number, got {x!r}.")
+  if not 0 <= x <= 1:
+    raise ValueError(f"`{subject}` must be in [0, 1], got {x}.")
+
+
+def fused(fused):
+  """The argument `fused` of a wrapper, checked."""
+  if fused is None:
+    return None
+  try:
+    return boolean_or_01("fused", fused)
+  except TypeError:
+    raise TypeError("`fused` must be None (if there is an op), True or False, "
+                    f"got {fused!r}.") from None
+
+
+def variable_of(step):
+  """The variable of `step`, if `step` is the tensor of a ref variable.
+
+  `tf.compat.v1.train.get_global_step` returns a tensor if it finds a ref
+  variable only by its name.
+
+  Args:
+    step: A step variable, a tensor, or another argument of the caller.
+
+  Returns:
+    The variable; `step` itself, if it is not the tensor of a variable.
+  """
+  if isinstance(step, tf.Tensor) and not tf.executing_eagerly():
+    for v in (*tf.compat.v1.global_variables(),
+              *tf.compat.v1.local_variables()):
+      if v.name == step.name:
+        return v
+  return step
+
+
+def global_step(step):
+  """The variable of `step`; raises a TypeError if it is not an integer."""
+  step = variable_of(step)
+  if (not isinstance(step, tf.Variable) or
+      step.dtype.base_dtype not in (tf.int32, tf.int64)):
+    raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
+                    f"got {step!r}.")
+  return step

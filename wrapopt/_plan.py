@@ -1,0 +1,209 @@
+"""What becomes of averages in a step, for all optimizers.
+
+A wrapper says as data which averages a step must update: `Averages`. Whoever
+takes the step makes a `Plan` before it. The plan alone decides for each
+variable whether its averages move in the pass of a native op or after the step,
+and in all rows or only in those that the step touches.
+"""
+
+import typing
+
+import tensorflow as tf
+
+from wrapopt import _decays
+from wrapopt import _lazy
+from wrapopt import _native
+from wrapopt import _replicas
+from wrapopt import ops
+
+
+class Averages(typing.NamedTuple):
+  """The averages that a step of an optimizer of tf.compat.v1 must update.
+
+  Attributes:
+    variables: The averaged variables of the step, each once.
+    shadows_by_decay: For each decay, a list of the averages of `variables`:
+      variables or LazyAverages.
+    held_by_decay: The variables that hold them. In eager mode the same list in
+      each step, by which facts are found.
+    schedule: Their `_decays.Schedule`.
+    in_order: Whether a separate op must update them after the step. If not, the
+      order of the two is undefined in a graph.
+  """
+  variables: typing.Sequence[tf.Variable]
+  shadows_by_decay: list[list]
+  held_by_decay: list[list]
+  schedule: _decays.Schedule
+  in_order: bool
+
+  def of(self, variables):
+    """`shadows_by_decay` of some of the variables, in their order."""
+    position = {id(v): i for i, v in enumerate(self.variables)}
+    return [[row[position[id(v)]] for v in variables]
+            for row in self.shadows_by_decay]
+
+  def update(self, decays):
+    """Updates all rows of the averages, after a step that wrappers took.
+
+    Args:
+      decays: The decays of the step.
+
+    Returns:
+      An operation in a graph, else None.
+    """
+    return update_all([list(zip(self.variables, row))
+                       for row in self.shadows_by_decay], decays)
+
+
+def touches_few_rows(rule):
+  """Whether a rule changes only the rows that a sparse gradient touches.
+
+  Args:
+    rule: The name of an update rule, or None for an unknown one.
+  """
+  return rule is not None and not _native.rules()[rule].all_rows
+
+
+class Plan:
+  """What becomes of the averages in one step.
+
+  To make it brings other averages of the variables up to date, where rows lag
+  behind: they could not catch up after the step.
+
+  Attributes:
+    first: The operations that the step must wait for.
+  """
+
+  def __init__(self, grads, variables, shadows_by_decay=(), *, rule=None,
+               rows_stay=False, but=()):
+    """Plans a step, which comes next.
+
+    Args:
+      grads: The gradients: tensors or `tf.IndexedSlices`.
+      variables: Their variables.
+      shadows_by_decay: For each decay, the averages of the variables; or empty.
+      rule: The name of the rule by which the step is taken, or None.
+      rows_stay: Whether nobody changes rows after the step that it does not
+        touch.
+      but: Positions of variables of which the step changes other rows, too.
+    """
+    self._grads, self._variables = grads, variables
+    self._shadows = shadows_by_decay
+    # For each variable its averages, if they move in the touched rows only.
+    self._touched: list = [None] * len(variables)
+    # A variable that is listed twice is updated twice.
+    if (shadows_by_decay and rows_stay and touches_few_rows(rule) and
+        any(issubclass(cls, tf.IndexedSlices)
+            for cls in set(map(type, grads))) and
+        len(set(map(id, variables))) == len(variables)):
+      for i, grad in enumerate(grads):
+        of_variable = [row[i] for row in shadows_by_decay]
+        if (isinstance(grad, tf.IndexedSlices) and i not in but and
+            _lazy.begin(of_variable)):
+          self._touched[i] = of_variable
+    self.first = _lazy.settle(variables, self._moved())
+
+  def _moved(self):
+    return [s for of_variable in self._touched for s in of_variable or ()]
+
+  def moving(self):
+    """The context of a step that no native op takes."""
+    return _lazy.moving(self._moved())
+
+  def catch_up(self, members=None):
+    """Brings the rows up to date that a step without a native op will touch.
+
+    Args:
+      members: The positions of its variables; by default all.
+
+    Returns:
+      The operations that the step must wait for.
+    """
+    caught_up = [s.catch_up(self._grads[i].indices)
+                 for i in self._positions(members)
+                 for s in self._touched[i] or ()]
+    return [op for op in caught_up if op is not None]
+
+  def run(self, update, grads, scalars, decays, *args, members=None):
+    """Takes a step by a native op, and updates averages in its pass.
+
+    Args:
+      update: An `ops.Update` of the variables.
+      grads: Their gradients.
+      scalars: As in `ops.apply`.
+      decays: As there.
+      *args: Further arguments of `ops.Update.run`.
+      members: The positions of the variables; by default all.
+
+    Returns:
+      An operation in a graph, else None.
+    """
+    touched = [self._touched[i] for i in self._positions(members)]
+    log_decays = zip(*[
+        [s.log_decays for s in of_variable] if of_variable else
+        [None] * len(self._shadows) for of_variable in touched]) if any(
+            touched) else ()
+    return update.run(grads, scalars, decays, *args, log_decays=log_decays)
+
+  def update(self, decays, members=None):
+    """Updates averages after a step that no native op has taken.
+
+    Args:
+      decays: The decays of the step.
+      members: The positions of its variables; by default all.
+
+    Returns:
+      An operation in a graph, else None.
+    """
+    # A variable that is listed twice has one average.
+    members = {id(self._variables[i]): i
+               for i in self._positions(members)}.values()
+    if not self._shadows or not members:
+      return None
+    touched = [i for i in members if self._touched[i] is not None]
+    others = [i for i in members if self._touched[i] is None]
+    updated = [update_all([[(self._variables[i], row[i]) for i in others]
+                           for row in self._shadows],
+                          decays)] if others else []
+    for k, decay in enumerate(decays if touched else ()):
+      averages = [self._touched[i][k] for i in touched]
+      updated.append(ops.sparse_ema_update(
+          [s.rows for s in averages], [self._variables[i] for i in touched],
+          [s.log_decays for s in averages],
+          [self._grads[i].indices for i in touched], decay))
+    return joined([op for op in updated if op is not None])
+
+  def _positions(self, members):
+    return range(len(self._variables)) if members is None else members
+
+
+def update_all(pairs_by_decay, decays):
+  """Updates all rows of averages.
+
+  Args:
+    pairs_by_decay: For each decay, a list of (variable, average), also those of
+      a strategy.
+    decays: The decays.
+
+  Returns:
+    An operation in a graph, else None.
+  """
+  pairs_by_decay = list(map(_replicas.components, pairs_by_decay))
+  return ops.ema_update([[_lazy.raw(s) for _, s in row]
+                         for row in pairs_by_decay],
+                        [v for v, _ in pairs_by_decay[0]], decays)
+
+
+def joined(operations):
+  """An operation that runs after all `operations`, or None if there is none."""
+  return (tf.group(*operations) if operations[1:] else
+          operations[0] if operations else None)
+
+
+def once_for_all_replicas(function):
+  """Calls a function; in replicas of a strategy once, as they share state."""
+  if (tf.distribute.has_strategy() and
+      not tf.distribute.in_cross_replica_context()):
+    return tf.distribute.get_replica_context().merge_call(
+        lambda strategy: function())
+  return function()
