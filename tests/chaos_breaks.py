@@ -8,8 +8,8 @@ import time
 import tensorflow as tf
 
 import chaos_books
-from wrapopt import _centers
 from wrapopt import ops
+from wrapopt._v1 import _centers
 
 tf1 = tf.compat.v1
 

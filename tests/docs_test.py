@@ -13,7 +13,7 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 import wrapopt
-from wrapopt import _composition
+from wrapopt._v1 import _composition
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(

@@ -15,7 +15,7 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt
-from wrapopt import _centers
+from wrapopt._v1 import _centers
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of

@@ -15,11 +15,11 @@ import programs_code
 import programs_model
 import wrapopt
 import wrapopt.keras as wk
-from wrapopt import _decays
-from wrapopt import _exchange
-from wrapopt import _lazy
-from wrapopt import _swapping_saver
-from wrapopt.keras import _wrapper
+from wrapopt._averages import _decays
+from wrapopt._averages import _lazy
+from wrapopt._averages import _swap
+from wrapopt._v1 import _swapping_saver
+from wrapopt.keras import _state
 
 # How many programs of each kind the daily test runs, in some 20 seconds.
 EXAMPLES = {("keras", "eager"): 50, ("keras", "function"): 6,
@@ -100,12 +100,12 @@ def _changed(method, change):
 
 
 def _not_put_back(monkeypatch):
-  def put_back(self):
+  def swap_out(self):
     """The averages get the raw weights, and the variables keep the averages."""
     self._aside.give_back()
-    _exchange._occupied.remove(self._variables)
+    _swap._occupied.remove(self._variables)
 
-  monkeypatch.setattr(_exchange.InPlace, "put_back", put_back)
+  monkeypatch.setattr(_swap.SwappedIn, "swap_out", swap_out)
 
 
 def _stale_gradient_is_applied(monkeypatch):
@@ -129,17 +129,17 @@ def _skipped_step_moves_averages(monkeypatch):
 
 
 def _averages_are_not_restored(monkeypatch):
-  monkeypatch.setattr(_wrapper.State, "_lookup_dependency",
+  monkeypatch.setattr(_state.State, "_lookup_dependency",
                       lambda *args, **kwargs: None)
 
 
 def _averages_are_not_loaded(monkeypatch):
-  monkeypatch.setattr(_wrapper, "_load", lambda average, variable, value:
-                      _wrapper._seed(average, variable))
+  monkeypatch.setattr(_state, "_load", lambda average, variable, value:
+                      _state.seed(average, variable))
 
 
 def _seeding_does_nothing(monkeypatch):
-  monkeypatch.setattr(_wrapper.State, "seed", lambda self: None)
+  monkeypatch.setattr(_state.State, "seed", lambda self: None)
 
 
 def _rows_do_not_catch_up(monkeypatch):

@@ -19,7 +19,7 @@ from tensorflow.python.framework import convert_to_constants
 import wrapopt
 import wrapopt.keras as wk
 
-from wrapopt import _lazy
+from wrapopt._averages import _lazy
 
 tf1 = tf.compat.v1
 ops = wrapopt.ops

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _fused
 from wrapopt import _loader
-from wrapopt import _lookup_cache
 from wrapopt import ops
+from wrapopt._v1 import _fused
+from wrapopt._v1 import _lookup_cache
 from wrapopt.ops import _apply
 from wrapopt.ops import _check
 from wrapopt.ops import _variables

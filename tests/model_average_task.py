@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _sessions
+from wrapopt._v1 import _sessions
 
 tf1 = tf.compat.v1
 

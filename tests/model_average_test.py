@@ -13,8 +13,8 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
-from wrapopt import _centers
 from wrapopt import ops
+from wrapopt._v1 import _centers
 
 tf1 = tf.compat.v1
 

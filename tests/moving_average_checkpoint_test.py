@@ -23,7 +23,7 @@ from training import exchange_op
 from training import graph_of
 from training import ops_of_type
 from training import session_of
-from wrapopt import _exchange
+from wrapopt._averages import _swap
 
 v1 = tf.compat.v1
 
@@ -1159,9 +1159,9 @@ def slow_exchange(monkeypatch):
       return function(*args)
     return slowed
 
-  monkeypatch.setattr(_exchange, "InPlace", slow(_exchange.InPlace))
-  monkeypatch.setattr(_exchange.InGraph, "put_in_place",
-                      slow(_exchange.InGraph.put_in_place))
+  monkeypatch.setattr(_swap, "SwappedIn", slow(_swap.SwappedIn))
+  monkeypatch.setattr(_swap.SwapInGraph, "swap_in",
+                      slow(_swap.SwapInGraph.swap_in))
 
 
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):

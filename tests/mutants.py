@@ -202,20 +202,20 @@ def _mutants():
           "(step.iterations + 1) % self._sync_period",
           "step.iterations % self._sync_period",
           "//tests:keras_conformance_test")
-  yield m("warm-up: one step late", "wrapopt/_decays.py",
+  yield m("warm-up: one step late", "wrapopt/_averages/_decays.py",
           "(1 + n) / (10 + n)", "n / (9 + n)", "//tests:moving_average_test")
-  yield m("decays: always the first", "wrapopt/_decays.py",
+  yield m("decays: always the first", "wrapopt/_averages/_decays.py",
           "return decays.index(decay)", "return 0",
           "//tests:moving_average_checkpoint_test")
-  yield m("in place: compiled steps are not checked", "wrapopt/_exchange.py",
+  yield m("in place: compiled steps are not checked", "wrapopt/_averages/_swap.py",
           '  return _in_groups("check_initialized"',
           '  return [] and _in_groups("check_initialized"',
           "//tests:keras_in_place_test")
-  yield m("in place: two optimizers at once", "wrapopt/_exchange.py",
+  yield m("in place: two optimizers at once", "wrapopt/_averages/_swap.py",
           "        if id(v) in held:", "        if False:",
           "//tests:keras_in_place_test")
   yield m("in place: a value from inside the block is lost in silence",
-          "wrapopt/_exchange.py", "  if any(map(bool, replaced)):",
+          "wrapopt/_averages/_swap.py", "  if any(map(bool, replaced)):",
           "  if False:", "//tests:keras_in_place_test")
   yield m("gate: a step counts twice", "wrapopt/drop_stale_gradient.py",
           "increment=not taken.counted", "increment=True",
@@ -227,7 +227,7 @@ def _mutants():
   yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests:elastic_average_test")
-  yield m("saver: nothing is swapped", "wrapopt/_swapping_saver.py",
+  yield m("saver: nothing is swapped", "wrapopt/_v1/_swapping_saver.py",
           "swapped[key][i], swapped[average_key][j] = average, variable",
           "swapped[key][i], swapped[average_key][j] = variable, average",
           "//tests:moving_average_checkpoint_test")

@@ -24,8 +24,8 @@ variables are local to the worker, and no checkpoint holds them.
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
 from wrapopt import ops
 from wrapopt import sysconfig
-from wrapopt._decays import HalfLife
-from wrapopt._decays import PowerDecay
+from wrapopt._averages._decays import HalfLife
+from wrapopt._averages._decays import PowerDecay
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter

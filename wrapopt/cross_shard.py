@@ -10,11 +10,11 @@ import tensorflow as tf
 from tensorflow.python.framework import ops as framework_ops
 from tensorflow.python.tpu import tpu_function
 
-from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Loss, Operation, V1Optimizer, Variable)
-from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._v1 import _step
+from wrapopt._v1._wrapper import WrapperOptimizer
 
 _Reduction = tf.compat.v1.losses.Reduction
 

@@ -12,20 +12,18 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _step
 from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
-from wrapopt._unique_variable import get_unique_variable
-from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._v1 import _records
+from wrapopt._v1 import _step
+from wrapopt._v1._unique_variable import get_unique_variable
+from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
 
 _BUCKETS = 64
-_RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
-
-
 class StalenessStats(typing.NamedTuple):
   """The number of admitted and dropped updates, of all workers together.
 
@@ -264,7 +262,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     blocks = self._blocks.__dict__.setdefault("open", [])
     blocks.append(record)
     try:
-      with _reads_after(record.recorded):
+      with _records.reads_after(record.recorded):
         yield
     finally:
       blocks.pop()
@@ -272,12 +270,12 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _open_block(self):
     """The innermost block of `record_step` that builds this graph, or None."""
     for record in reversed(self._blocks.__dict__.get("open", [])):
-      if _graph_of(record.recorded) is _current_graph():
+      if _records.graph_of(record.recorded) is _graph_here():
         return record
     return None
 
   def _remember(self, record):
-    graph = _current_graph()
+    graph = _graph_here()
     if graph is None:
       self._eager.last = record
     else:
@@ -318,9 +316,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         pairs = self._compute(recorded, loss, args, kwargs)
     else:
       self._remember(record)
-      with _reads_after(record.recorded):
+      with _records.reads_after(record.recorded):
         pairs = self._compute(record.recorded, loss, args, kwargs)
-    if _current_graph() is None:
+    if _graph_here() is None:
       for g, _ in pairs:
         if g is not None:
           self._remember_gradient(g, record)
@@ -338,13 +336,13 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _record_before(self, loss):
     """The record that was made before `loss` was built, or None."""
     if not callable(loss) and tf.is_tensor(loss) and not tf.executing_eagerly():
-      found = _records_before([loss.op])
+      found = _records.records_before([loss.op])
       if found:
         return _Record(found[-1].outputs[0], None)
     return self._open_block()
 
   def _remember_gradient(self, gradient, record):
-    tensor = _tensor_of(gradient)
+    tensor = _records.tensor_of(gradient)
     key = id(tensor)
     self._of_gradient[key] = (
         weakref.ref(tensor, lambda _: self._of_gradient.pop(key, None)), record)
@@ -419,7 +417,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     state = self._state(global_step, gradients[0].device)
 
     # Control edges only, so that a dropped gradient is not transferred.
-    with tf.control_dependencies(_when_ready(gradients)):
+    with tf.control_dependencies(_records.when_ready(gradients)):
       verdict = ops.staleness_gate(
           global_step, state.stale_counter, state.histogram, recorded,
           self._limit)
@@ -427,7 +425,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     complete = None
     if not tf.executing_eagerly() or verdict.accept:
       try:
-        with _new_stateful_ops() as new:
+        with _records.new_stateful_ops() as new:
           taken = self._inner._take(step.with_one_pass(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness,
@@ -473,7 +471,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _recorded_eagerly(self, gradients, step):
     last = getattr(self._eager, "last", None)
-    found = [self._of_gradient.get(id(_tensor_of(g))) for g in gradients]
+    found = [self._of_gradient.get(id(_records.tensor_of(g))) for g in gradients]
     records = [r[1] for r in found if r and r[0]() is not None]
     records = records or ([last] if last is not None else [])
     for record in records:
@@ -487,11 +485,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _recorded_in_graph(self, gradients, step):
     graph = tf1.get_default_graph()
     last = self._last_before(graph)
-    found = (_records_before([_tensor_of(g).op for g in gradients]) or
+    found = (_records.records_before([_records.tensor_of(g).op for g in gradients]) or
              ([last] if last is not None else []))
-    handle = _from_outside(_graph_input(step))
+    handle = _records.from_outside(_records.graph_input(step))
     for op in found:
-      if _from_outside(op.inputs[0]) is not handle:
+      if _records.from_outside(op.inputs[0]) is not handle:
         raise _another_step(step, op.inputs[0].name)
     if last in found and tf1.executing_eagerly_outside_functions():
       # As in eager mode. Not deleted, because other branches may look it up.
@@ -653,12 +651,8 @@ class _Record(typing.NamedTuple):
   step: tf.Variable | None  # None if a graph's tensors imply it.
 
 
-def _current_graph():
+def _graph_here():
   return None if tf.executing_eagerly() else tf1.get_default_graph()
-
-
-def _graph_of(tensor):
-  return None if hasattr(tensor, "numpy") else tensor.graph
 
 
 def _another_step(step, recorded):
@@ -678,113 +672,6 @@ def _check_pairs(grads_and_vars):
   if all(g is None for g, _ in grads_and_vars):
     raise ValueError("No gradients provided for any variable: "
                      f"{[v.name for _, v in grads_and_vars]}.")
-
-
-def _tensor_of(gradient):
-  return (gradient.values if isinstance(gradient, tf.IndexedSlices)
-          else gradient)
-
-
-def _graph_input(step):
-  """The tensor that is the input of ops on a step variable."""
-  return step.handle if hasattr(step, "handle") else step._ref()
-
-
-# Ops by which a tensor enters a branch or loop of control flow version 1.
-_ENTRANCES = ("Switch", "RefSwitch", "Enter", "RefEnter")
-
-
-def _from_outside(tensor):
-  """The tensor outside all branches, loops and functions that `tensor` is."""
-  while not hasattr(tensor, "numpy"):  # An eager tensor is outside.
-    if tensor.op.type in _ENTRANCES:
-      tensor = tensor.op.inputs[0]
-      continue
-    outside = _captured(tensor)
-    if outside is None:
-      break
-    tensor = outside
-  return tensor
-
-
-def _captured(tensor):
-  """The tensor that a placeholder of a function's graph captures, or None."""
-  if tensor.op.type != "Placeholder":
-    return None
-  for outside, inside in getattr(tensor.graph, "captures", ()):
-    if inside is tensor:
-      return outside
-  return None
-
-
-def _records_before(targets):
-  """Ops that record a step and on which `targets` depend, in order."""
-  seen, pending, found = set(), list(targets), []
-  while pending:
-    op = pending.pop()
-    if op in seen:
-      continue
-    seen.add(op)
-    if op.type in _RECORD_OPS:
-      found.append(op)
-      continue
-    pending += [t.op for t in op.inputs] + list(op.control_inputs)
-    if op.type == "Placeholder":
-      outside = _captured(op.outputs[0])
-      if outside is not None and not hasattr(outside, "numpy"):
-        pending.append(outside.op)
-  return sorted(found, key=lambda op: op._id)
-
-
-@contextlib.contextmanager
-def _reads_after(recorded):
-  """Makes the reads of variables in the block run after `recorded`."""
-  if tf.executing_eagerly():
-    yield
-    return
-  refs = [v for v in {v.ref(): v for v in (*tf1.global_variables(),
-                                           *tf1.local_variables(),
-                                           *tf1.trainable_variables())
-                      if isinstance(v, tf.Variable)
-                      and ops.is_ref_variable(v)}.values()]
-  # A ref variable converts to a tensor that was made with the variable.
-  before = [v._snapshot for v in refs]
-  with tf.control_dependencies([recorded.op]):
-    for v in refs:
-      with ops.device_of(v):
-        v._snapshot = tf.identity(v._ref(), name=v.op.name + "/read")
-    try:
-      yield
-    finally:
-      for v, snapshot in zip(refs, before):
-        v._snapshot = snapshot
-
-
-def _when_ready(gradients):
-  """An operation on the device of the gradients that waits for all of them."""
-  if tf.executing_eagerly():
-    return []
-  with tf.device(None), tf.device(gradients[0].device):
-    return [tf.group(*[_tensor_of(g) for g in gradients])]
-
-
-@contextlib.contextmanager
-def _new_stateful_ops():
-  """Yields a list; adds the stateful ops that a tf.function makes in the block.
-
-  In a tf.function an update returns no operation to wait for. TensorFlow orders
-  ops that share a resource, but a gate shares none with the weights.
-  """
-  new = []
-  if (tf.executing_eagerly() or
-      not tf1.executing_eagerly_outside_functions()):
-    yield new
-    return
-  graph = tf1.get_default_graph()
-  before = len(graph.get_operations())
-  yield new
-  new += [op for op in graph.get_operations()[before:]
-          if op._is_stateful and op.type != "Placeholder"]
 
 
 def _stats(histogram):

@@ -10,16 +10,16 @@ from typing import Any, Optional
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _centers
 from wrapopt import _checks
-from wrapopt import _control_flow
-from wrapopt import _step
-from wrapopt import _swapping_saver
 from wrapopt import ops
 from wrapopt._types import (
     Float, Gradient, GradsAndVars, Integer, Loss, Operation, SessionRunHook,
     V1Optimizer, Variable)
-from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._v1 import _centers
+from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _step
+from wrapopt._v1 import _swapping_saver
+from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
 

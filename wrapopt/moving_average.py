@@ -3,35 +3,25 @@
 from collections.abc import Iterator
 import contextlib
 from typing import Any, Optional
-import weakref
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.training import optimizer as tf_optimizer
 
-from wrapopt import _averaged
 from wrapopt import _checks
-from wrapopt import _control_flow
-from wrapopt import _decays
-from wrapopt import _exchange
-from wrapopt import _lazy
-from wrapopt import _lookup_cache
-from wrapopt import _plan
-from wrapopt import _replicas
-from wrapopt import _sessions
-from wrapopt import _step
 from wrapopt import ops
-from wrapopt._swapping_saver import SwappingSaver
+from wrapopt._averages import _decays
+from wrapopt._averages import _lazy
+from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
+from wrapopt._averages import _swap
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
-from wrapopt._wrapper import WrapperOptimizer
+from wrapopt._v1 import _averaging
+from wrapopt._v1 import _sessions
+from wrapopt._v1 import _step
+from wrapopt._v1._swapping_saver import SwappingSaver
 
-_SLOT = "ExponentialMovingAverage"
-_STEPS = "average_steps"
-_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
-
-class MovingAverageOptimizer(WrapperOptimizer):
+class MovingAverageOptimizer(_averaging.AveragingOptimizer):
   """Keeps exponential moving averages of the variables that it trains.
 
   After each step of the inner optimizer, every variable `v` that had a gradient
@@ -145,33 +135,24 @@ class MovingAverageOptimizer(WrapperOptimizer):
         `shadow_dtype` is another dtype, `lazy` is neither None nor False, or
         `opt` contains a `MovingAverageOptimizer`.
     """
-    super().__init__(opt, name)
     decays = _decays.checked(average_decay)
     _decays.check_num_updates(num_updates)
     if not (shadow_dtype is None or _is_float32(shadow_dtype)):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
+    super().__init__(
+        opt, name, decays, None if shadow_dtype is None else tf.float32,
+        _lazy.checked_argument(lazy))
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
           f"`fused` must not be True: {type(opt).__qualname__} with these "
           "arguments has no op that takes its step and updates the averages in "
           "one pass. Leave `fused` at None.")
-    self._lazy = _lazy.checked_argument(lazy)
-    self._decays = decays
     self._num_updates = num_updates
-    self._sequential_update = _checks.boolean_or_01("sequential_update", sequential_update)
-    self._shadow_dtype = None if shadow_dtype is None else tf.float32
-    # The name of the slots that hold a decay's averages: in a
-    # `tf.train.Checkpoint`, several are known by their decays.
-    self._slot_of_decay = ([_SLOT] if len(decays) == 1
-                           else [_numbered(d) for d in decays])
-    # The last part of the names of these averages.
-    self._name_of_decay = [_SLOT, *map(_numbered, decays[1:])]
-    self._slots = {slot: _averaged.Slots() for slot in self._slot_of_decay}
-    self._averaged = _averaged.Averaged()
-    self._cache = _lookup_cache.LookupCache()
+    self._sequential_update = _checks.boolean_or_01("sequential_update",
+                                                    sequential_update)
 
   # Training
 
@@ -201,14 +182,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
     return _step.answer(step, self._take(step))
 
-  def __reduce_ex__(self, protocol):
-    # Before a copy reads averages without a value.
-    if self._averaged.in_place:
-      raise RuntimeError(
-          "An optimizer cannot be copied inside averaged_weights: the averages "
-          "are in place of the weights. Leave the `with` block first.")
-    return super().__reduce_ex__(protocol)
-
   def _take(self, step):
     variables = self._averaged_variables(step)
     held, shadows = self._shadows_by_decay(variables)
@@ -219,54 +192,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
                              self.average_steps()),
             self._sequential_update)))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
-
-  def _averaged_variables(self, step):
-    """Returns the variables that have a gradient, and makes their averages."""
-    grads_and_vars = step.grads_and_vars
-    if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self._refuse_in_place(None, "apply_gradients")
-      _, variables = _lookup_cache.trained(grads_and_vars)
-      if self._cache.get(variables) is not None:
-        return variables
-    # The inner optimizer refuses anything that is not a variable.
-    variables = list({v.ref(): v for g, v in grads_and_vars
-                      if g is not None and isinstance(v, tf.Variable)}.values())
-    for variable in variables:
-      if variable.dtype.base_dtype not in _FLOATS:
-        raise TypeError(
-            f"An averaged variable must be of dtype "
-            f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
-            f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
-    if _current_graph() is None:
-      self._refuse_in_place(None, "apply_gradients")
-    sparse = {v.ref() for g, v in grads_and_vars
-              if step.rows_stay and isinstance(g, tf.IndexedSlices)}
-    # Before the step: in eager mode an average starts at the value then.
-    self._create_averages(variables, sparse)
-    if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self._cache.begin(variables)["shadows"] = self._shadows_by_decay(variables)
-    return variables
-
-  def _create_averages(self, variables, sparse=()):
-    """Makes the missing averages of `variables`.
-
-    Args:
-      variables: A list.
-      sparse: The references of the variables that have a sparse gradient.
-    """
-    if (tf.distribute.has_strategy() and
-        not tf.distribute.in_cross_replica_context()):
-      # Once for all replicas, like slots.
-      tf.distribute.get_replica_context().merge_call(
-          lambda strategy, variables: self._create_averages(variables),
-          args=(variables,))
-      return
-    with self._averaged.lock, tf.init_scope(), self._making_state():
-      self._make_averages(variables, sparse)
-
-  def _create_slots(self, var_list):
-    super()._create_slots(var_list)
-    self._create_averages(var_list)
 
   @property
   def fused(self) -> bool:
@@ -281,143 +206,6 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
   def _has_one_pass(self):
     return self._fused is not False and super()._has_one_pass()
-
-  def _shadow(self, variable, k):
-    return self.get_slot(variable, self._slot_of_decay[k])
-
-  def _shadows_by_decay(self, variables):
-    """The averages of variables.
-
-    Returns:
-      Two lists with a row for each decay: of the variables that hold averages,
-      and of the averages.
-    """
-    facts = self._cache.get(variables) if tf.executing_eagerly() else None
-    if facts:
-      return facts["shadows"]
-    averages = [[self._shadow(v, k) for v in variables]
-                for k in range(len(self._decays))]
-    return [[_lazy.raw(s) for s in row] for row in averages], averages
-
-  def _shadows(self, variable):
-    """The averages of a variable, one for each decay."""
-    return [self._shadow(variable, k) for k in range(len(self._decays))]
-
-  def _own_slot_names(self):
-    return self._slot_of_decay
-
-  def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
-    """The slot `name` of `var`, of the wrapper or of the inner optimizer.
-
-    Args:
-      var: A variable.
-      name: A string, such as "momentum". "ExponentialMovingAverage" is the
-        average of the first decay.
-
-    Returns:
-      A variable, or None.
-    """
-    return super().get_slot(
-        var, self._slot_of_decay[0] if name == _SLOT else name)
-
-  def _make_averages(self, variables, sparse):
-    if variables and _decays.need_count(self._decays):
-      self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
-    averaged = self._averaged.of(_current_graph())
-    new = [v for v in variables if v not in averaged]
-    if not tf.executing_eagerly():
-      # The collection keeps the variables alive as long as the graph.
-      collection = tf.compat.v1.get_collection_ref(
-          tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
-      held = set(map(id, collection))
-      collection += [v for v in new if id(v) not in held]
-    for variable in new:
-      self._make_average(variable, variable.ref() in sparse)
-      averaged.add(variable, self._slots.values())
-    if new and not tf.executing_eagerly():
-      # Made now, because the graph may be finalized before averaged_weights().
-      for k in range(len(self._decays)):
-        averaged.exchanges[k].append(
-            _exchange.InGraph(self._pairs_of(new, k)))
-
-  def _make_average(self, variable, is_sparse):
-    """Makes the missing averages of `variable`, one for each decay.
-
-    Args:
-      variable: A variable.
-      is_sparse: Whether its gradient is sparse.
-    """
-    dtype = variable.dtype.base_dtype
-    if dtype in (tf.float16, tf.bfloat16) and self._shadow_dtype is not None:
-      dtype = self._shadow_dtype
-    if tf.executing_eagerly():
-      if not variable.is_initialized():
-        raise RuntimeError(
-            f"'{variable.name}' must have a value before its first step, got a "
-            "variable that the running tf.function has just made. Make it "
-            "before you call the function.")
-      values = [tf.cast(variable, dtype)]
-    else:
-      # The inputs of the initializers do not depend on the order of these.
-      values = [tf.cast(v.initializer.inputs[1], dtype)
-                for v in _replicas.values(variable)]
-    # In a graph, a LazyAverage costs ops.
-    is_lazy = (self._lazy is not False and self._touches_few_rows() and
-               (is_sparse or tf.executing_eagerly()) and
-               _lazy.may_be_lazy(variable))
-    make = self._make_lazy if is_lazy else self._get_or_make_slot
-    shadows = [make(variable, values[0], slot, name)
-               for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
-    if not tf.executing_eagerly():
-      for v, value, *of_v in zip(_replicas.values(variable), values,
-                                 *map(_replicas.values, shadows)):
-        _start_at_value(of_v, v, value)
-
-  def _make_lazy(self, variable, value, slot, op_name):
-    """Finds or makes a LazyAverage, as `_get_or_make_slot` a variable."""
-    slots, key = self._slot_dict(slot), tf_optimizer._var_key(variable)
-    if key not in slots:
-      slots[key] = _lazy.make(variable, value, op_name)
-      self._restore_slot_variable(slot, variable, slots[key])
-    return slots[key]
-
-  def _trackable_children(self, save_type="checkpoint", **kwargs):
-    if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_in_place(None, "tf.train.Checkpoint.write")
-    return super()._trackable_children(save_type, **kwargs)
-
-  def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
-                                       variable):
-    if slot_name.startswith(_SLOT):
-      self._refuse_in_place(None, "tf.train.Checkpoint.read")
-      slot_name = self._slot_of_saved(slot_name, slot_variable_position)
-      if slot_name is None:
-        return
-      if tf.executing_eagerly():
-        # The base class would name the average after the optimizer, and not
-        # start it at the variable's value.
-        self._create_averages([variable])
-    super()._create_or_restore_slot_variable(
-        slot_variable_position=slot_variable_position, slot_name=slot_name,
-        variable=variable)
-
-  def _slot_of_saved(self, name, position):
-    """The slot for averages that a `tf.train.Checkpoint` calls `name`, or None.
-
-    Args:
-      name: A string.
-      position: The CheckpointPosition of the averages of a variable.
-    """
-    numbered = dict(zip(map(_numbered, self._decays), self._slot_of_decay))
-    if name != _SLOT:
-      return numbered.get(name)
-    # One decay has no number. Earlier versions gave the first of several none.
-    saved = _saved_slot_names(position)
-    if _numbered(self._decays[0]) not in saved:
-      return self._slot_of_decay[0]
-    if numbered.keys() <= saved:
-      return None
-    raise _another_first_decay(self._decays, name)
 
   def is_lazy(self, var: Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.
@@ -468,11 +256,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
       there is no average yet, or no decay is a `PowerDecay`: then updates are
       not counted.
     """
-    return self._steps_of(_current_graph())
-
-  def _steps_of(self, graph):
-    # Not `_get_non_slot_variable`, which returns that of one replica.
-    return self._non_slot_dict.get((_STEPS, graph))
+    return self._steps_of(_averaging.graph_of_state())
 
   def average_name(self, var: Variable,
                    decay: Optional[_decays.Decay] = None) -> str:
@@ -512,8 +296,8 @@ class MovingAverageOptimizer(WrapperOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    with self._averaged.place_lock:
-      raw, graph = self._place(session, "seed_averages")
+    with self._averaged.swap_lock:
+      raw, graph = self._where(session, "seed_averages")
       if raw is None:
         for k in range(len(self._decays)):
           for variable, shadow in self._pairs(graph, k):
@@ -535,7 +319,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
 
     In eager mode and in a `tf.function`, the averages of eager mode.
     """
-    return self._averages(_current_graph())
+    return self._averages(_averaging.graph_of_state())
 
   def averages_by_decay(self, graph: Any) -> list[Any]:
     """Returns [(decay, [(variable, average)])] of a graph (None: eager mode).
@@ -581,20 +365,20 @@ class MovingAverageOptimizer(WrapperOptimizer):
         already. After the block, if an average was assigned or restored in it.
     """
     k = _decays.index_of(decay, self._decays)
-    with self._averaged.place_lock:
-      raw, graph = self._place(session, "averaged_weights")
+    with self._averaged.swap_lock:
+      raw, graph = self._where(session, "averaged_weights")
       if raw is None:
-        back = _exchange.InPlace(self._pairs(graph, k)).put_back
+        back = _swap.SwappedIn(self._pairs(graph, k)).swap_out
       else:
         pairs = self._pairs(graph, k)
-        made = self._averaged.of(graph).exchanges[k]
+        made = self._averaged.of(graph).swaps[k]
         raw, back = _sessions.in_raw(session, lambda raw: (
-            raw, _exchange.InGraph.put_in_place(made, pairs, raw)))
-      self._averaged.in_place.append(raw)
+            raw, _swap.SwapInGraph.swap_in(made, pairs, raw)))
+      self._averaged.swapped_in.append(raw)
     try:
       yield
     finally:
-      with self._averaged.place_lock:
+      with self._averaged.swap_lock:
         try:
           if raw is None:
             back()
@@ -604,7 +388,7 @@ class MovingAverageOptimizer(WrapperOptimizer):
             _sessions.in_raw(
                 session, lambda now: back() if now is raw else None)
         finally:
-          self._averaged.in_place.remove(raw)
+          self._averaged.swapped_in.remove(raw)
 
   # Checkpoints
 
@@ -642,79 +426,13 @@ class MovingAverageOptimizer(WrapperOptimizer):
         average without its variable.
     """
     k = _decays.index_of(decay, self._decays)
-    graph = _current_graph()
+    graph = _averaging.graph_of_state()
     self._require_averages(graph, "creating the swapping_saver")
     return SwappingSaver(
         self._pairs(graph, k), var_list,
         [s for _, s in self._pairs(graph, 0)], self._check_saved,
-        lambda session: self._not_in_place(session, "swapping_saver"),
+        lambda session: self._not_swapped_in(session, "swapping_saver"),
         name=name, **kwargs)
-
-  # Helpers
-
-  def _check_saved(self, name, saved):
-    """Checks the order of the decays of a Saver's file.
-
-    Args:
-      name: The name of averages of the first decay.
-      saved: All names in the file.
-    """
-    if f"{name}_{self._decays[0]}" in saved:
-      raise _another_first_decay(self._decays, name)
-
-  def _pairs(self, graph, k):
-    return self._pairs_of(self._averaged.of(graph), k)
-
-  def _pairs_of(self, variables, k):
-    return [(v, self._shadow(v, k)) for v in variables]
-
-  def _averages(self, graph):
-    return [s for k in range(len(self._decays))
-            for _, s in self._pairs(graph, k)]
-
-  def _place(self, session, what):
-    """The (raw session, graph) of method `what`; (None, None) in eager mode."""
-    if session is None and tf.executing_eagerly():
-      raw = graph = None
-    else:
-      raw = _sessions.raw(session)
-      graph = raw.graph
-    self._require_averages(graph, what)
-    self._refuse_in_place(raw, what)
-    return raw, graph
-
-  def _require_averages(self, graph, what):
-    if not self._averaged.of(graph):
-      raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
-
-  @contextlib.contextmanager
-  def _not_in_place(self, session, what):
-    """Keeps the averages out of place for a `with` block of method `what`."""
-    with self._averaged.place_lock:
-      self._refuse_in_place(session, what)
-      yield
-
-  @contextlib.contextmanager
-  def _holding_place(self, session):
-    """Keeps other threads out of `averaged_weights` for a `with` block.
-
-    Args:
-      session: A `tf.compat.v1.Session`.
-
-    Yields:
-      Whether the averages are in place of the weights in this session.
-    """
-    with self._averaged.place_lock:
-      yield self._is_in_place(session)
-
-  def _refuse_in_place(self, session, what):
-    if self._is_in_place(session):
-      raise RuntimeError(
-          f"{what} cannot be used inside averaged_weights: the averages are in "
-          "place of the weights. Leave the `with` block first.")
-
-  def _is_in_place(self, session):
-    return any(session is s for s in self._averaged.in_place)
 
 
 def _is_float32(dtype):
@@ -723,85 +441,3 @@ def _is_float32(dtype):
   except TypeError:
     return False
 
-
-def _numbered(decay):
-  """The name of averages with their decay."""
-  return f"{_SLOT}_{decay}"
-
-
-def _another_first_decay(decays, name):
-  return ValueError(
-      f"`average_decay` must begin with the decay of '{name}' in the "
-      f"checkpoint, got {decays}: the checkpoint has other averages of "
-      f"{decays[0]}. Give the decays in the order of the run that wrote it.")
-
-
-# {a checkpoint that is being restored: {node of a slot: names of all slots of
-# its optimizer}}.
-_saved_slots: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _saved_slot_names(position):
-  """The names of all slots of the optimizer that has a slot in a checkpoint.
-
-  Args:
-    position: The CheckpointPosition of the slot.
-
-  Returns:
-    A set of strings.
-  """
-  names = _saved_slots.get(position.checkpoint)
-  if names is None:
-    names = _saved_slots[position.checkpoint] = {}
-    for node in position.checkpoint.object_graph_proto.nodes:
-      of_node = {slot.slot_name for slot in node.slot_variables}
-      names.update((slot.slot_variable_node_id, of_node)
-                   for slot in node.slot_variables)
-  return names.get(position.proto_id, set())
-
-
-def _current_graph():
-  """The graph that holds the variables made here; None in eager mode."""
-  if tf.executing_eagerly():
-    return None
-  with tf.init_scope():  # Out of a tf.function.
-    return (None if tf.executing_eagerly()
-            else tf.compat.v1.get_default_graph())
-
-
-def _start_at_value(shadows, variable, initial_value):
-  """Makes the initializers of `shadows` take the value of `variable`.
-
-  If one run initializes both, an average gets the same value as its variable,
-  even if that value is random. If a later run initializes the average alone, it
-  gets the variable's value at that time. If one run initializes both for a
-  second time, the average gets the old value or the new one: no order between
-  the two initializers is possible, since the order of two ops makes both run.
-
-  Args:
-    shadows: Averages of the variable.
-    variable: A variable of a graph.
-    initial_value: Its initial value, in the dtype of the averages.
-  """
-  is_ref = ops.is_ref_variable(variable)
-  cond = _control_flow.cond_of_refs if is_ref else tf.cond
-  with ops.device_of(variable):
-    value = cond(
-        tf.compat.v1.is_variable_initialized(variable),
-        lambda: tf.cast(variable.read_value(), initial_value.dtype),
-        lambda: initial_value)
-    for shadow in shadows:
-      # Not as the initial value of a new variable: TensorFlow would replace
-      # each ref variable in it by another cond, whose other branch is
-      # unguarded.
-      if isinstance(shadow, _lazy.LazyAverage):
-        shadow.set_initial_value(value)
-        continue
-      if is_ref:
-        initializer = tf.compat.v1.assign(
-            shadow, value, validate_shape=value.shape.is_fully_defined()).op
-      else:
-        initializer = tf.raw_ops.AssignVariableOp(
-            resource=shadow.handle, value=value)
-      shadow._initializer_op = initializer
-      shadow._initial_value = value

@@ -29,9 +29,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _fused
-from wrapopt import _step
 from wrapopt import ops
+from wrapopt._v1 import _fused
+from wrapopt._v1 import _step
 from wrapopt.bench import harness
 from wrapopt.bench.stream_limit import StreamLimit
 from wrapopt.lazy_adam import LazyAdamOptimizer

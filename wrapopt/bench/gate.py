@@ -20,8 +20,8 @@ import statistics
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _fused
-from wrapopt import _step
+from wrapopt._v1 import _fused
+from wrapopt._v1 import _step
 from wrapopt.bench import harness
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 

@@ -37,9 +37,9 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _fused
-from wrapopt import _step
 from wrapopt import MovingAverageOptimizer
+from wrapopt._v1 import _fused
+from wrapopt._v1 import _step
 from wrapopt.bench import harness
 from wrapopt.bench.stream_limit import StreamLimit
 

@@ -83,8 +83,8 @@ import os
 import tempfile
 from typing import NamedTuple, Optional, Union
 
-from wrapopt import _decays
 from wrapopt import _extras
+from wrapopt._averages import _decays
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _profiles

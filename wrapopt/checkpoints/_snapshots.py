@@ -8,9 +8,8 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _replicas
-from wrapopt import _wrapper
 from wrapopt import moving_average
+from wrapopt._averages import _replicas
 from wrapopt.checkpoints import _formats
 
 _PREFIX = "snapshot-"
@@ -232,7 +231,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         self._write(run_context.session)
 
   def _write(self, session):
-    with self._opt._holding_place(session) as in_place:
+    with self._opt._holding_swap(session) as in_place:
       if in_place:
         return  # Later: the averages hold the weights.
       values = session.run(self._fetches)

@@ -1,6 +1,6 @@
 """An average whose rows may lag behind, with the attributes of Keras."""
 
-from wrapopt import _lazy
+from wrapopt._averages import _lazy
 
 
 class LazyAverage(_lazy.LazyAverage):

@@ -10,14 +10,14 @@ import typing
 import keras
 import tensorflow as tf
 
-from wrapopt import _inner_keras
-from wrapopt import _lazy
-from wrapopt import _plan
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _lazy
+from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
+from wrapopt.keras import _rules
 
 _interim = tf.__internal__.distribute.interim
-_value = _inner_keras.value
+_value = _rules.value
 
 
 class Step(typing.NamedTuple):
@@ -233,11 +233,11 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
               list(map(opt._var_key, variables)),
               [(_value(v), opt._var_key(v)) for v in opt._trainable_variables])
   constraints = [v.constraint for v in variables]
-  rule = _inner_keras.rule_of(opt, cls)
+  rule = _rules.rule_of(opt, cls)
   if rule is not None and not tf.distribute.has_strategy():
     first, *others = followers
     averages = None if any(constraints) else first._averages_of(step)
-    _inner_keras.apply(opt, cls, rule, grads, variables, learning_rate,
+    _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                        *(averages or ((), ())),
                        rows_stay=not any(f.changes_weights for f in others),
                        sum_duplicates=any(f.sum_duplicates for f in followers))

@@ -1,33 +1,22 @@
 """The base classes of the wrappers of Keras optimizers."""
 
-import collections.abc
-from collections.abc import Iterable
-from collections.abc import Iterator
 from collections.abc import Sequence
-import contextlib
 import copy
-import threading
-import typing
-from typing import Any, Literal, Optional, Union
-import warnings
+from typing import Any, Optional
 
 import keras
 from keras.src import backend
-from keras.src.saving.keras_saveable import KerasSaveable
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _decays
-from wrapopt import _exchange
-from wrapopt import _inner_keras
-from wrapopt import _lazy
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _swap
+from wrapopt.keras import _rules
+from wrapopt.keras import _state
 from wrapopt.keras import _steps
-from wrapopt.keras import batch_norm as _batch_norm
 
-_value = _inner_keras.value
+_value = _rules.value
+
 
 def _is_made(wrapper):
   return "_held" in vars(wrapper)
@@ -94,7 +83,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
-    self._state = type(f"{kind}Averages", (State,), {})(
+    self._state = type(f"{kind}Averages", (_state.State,), {})(
         f"wrapopt_{kind}", self._settle)
 
   # Steps
@@ -110,7 +99,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Even if True, the inner optimizer takes the step in a `tf.distribute`
     strategy.
     """
-    return all(map(_inner_keras.has_rule, _steps.innermost(self)))
+    return all(map(_rules.has_rule, _steps.innermost(self)))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -159,7 +148,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     value = _value(variable)
     dtype = dtype or value.dtype
-    path = path_of(variable)
+    path = _state.path_of(variable)
     has_value = bool(value.is_initialized())
     with self._distribution_strategy.extended.colocate_vars_with(value):
       average = self.add_variable(
@@ -192,14 +181,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     count = self.add_variable(
         shape=(), dtype="int64", name=name,
         initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
-    self._state.add_count(name, count, Count(
+    self._state.add_count(name, count, _state.Count(
         value, value if seeded is None else seeded,
         value if missing is None else missing))
     return count
 
   def _make_counts(self, name, *args, **kwargs):
     """Makes a count for each optimizer in `_parts`: a Row by their keys."""
-    return Row({
+    return _state.Row({
         key: self._make_count(name + (f"_{i}" if i else ""), *args, **kwargs)
         for i, key in enumerate(self._parts())})
 
@@ -235,7 +224,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _settle(self):
     """Sets averages that have not begun to their variables' values."""
-    if not self.built or self._state.is_in_place():
+    if not self.built or self._state.is_swapped_in():
       return
     with tf.init_scope():
       self._state.complete()
@@ -283,7 +272,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _prepare(self, trainable_variables):
     """Prepares for a step; returns the operations that it must wait for."""
-    self._refuse_in_place("apply")
+    self._refuse_swapped_in("apply")
     if not self.built:
       if trainable_variables is None:
         raise ValueError(
@@ -293,7 +282,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self.build(trainable_variables)
     for wrapper in self._wrappers():
       wrapper._begin()
-    return _exchange.check(
+    return _swap.check(
         [_value(wrapper._state.place) for wrapper in self._wrappers()
          if wrapper._state.place is not None])
 
@@ -322,7 +311,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         return row[self._var_key(variable)]
     raise KeyError(
         f"`variable` must be one that this {type(self).__name__} was built "
-        f"with, got '{path_of(variable)}'. A copy of a model has variables of "
+        f"with, got '{_state.path_of(variable)}'. A copy of a model has variables of "
         "its own.")
 
   def _require_built(self, what):
@@ -415,9 +404,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     # Keras does not look into `_held`: also those inside of its own optimizers.
     return [wrapper._state for wrapper in reversed(self._wrappers())]
 
-  def _refuse_in_place(self, what):
+  def _refuse_swapped_in(self, what):
     for wrapper in self._wrappers():
-      wrapper._state.refuse_in_place(what)
+      wrapper._state.refuse_swapped_in(what)
 
   def _wrappers(self):
     """This wrapper and the wrappers inside: a list."""
@@ -426,13 +415,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_in_place("tf.train.Checkpoint.write")
+      self._refuse_swapped_in("tf.train.Checkpoint.write")
     return {**self._inner()._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if name == self._state.name:
-      self._refuse_in_place("tf.train.Checkpoint.read")
+      self._refuse_swapped_in("tf.train.Checkpoint.read")
       return self._state
     return self._inner()._lookup_dependency(name, *args, **kwargs)
 
@@ -455,302 +444,6 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return cls(**{**config, "optimizer": optimizer})
 
 
-class AveragingOptimizer(WrapperOptimizer):
-  """A wrapper whose averages replace the weights in an evaluation.
-
-  Attributes:
-    keeps_raw_weights: Whether `fit` ends with the raw weights in the model.
-    averages_batch_norm: Whether it averages statistics of batch normalizations.
-  """
-
-  averages_batch_norm = False
-
-  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
-    super().__init__(optimizer, name, sum_duplicates)
-    self.keeps_raw_weights = _checks.boolean("keep_raw_weights", keep_raw_weights)
-    for x in _steps.within(self) if keep_raw_weights else ():
-      if x.use_ema if not isinstance(x, WrapperOptimizer) else (
-          isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
-        raise ValueError(
-            f"`optimizer` of a {type(self).__name__} with "
-            "keep_raw_weights=True must not be or hold an optimizer that puts "
-            "its averages in the weights at the end of fit(), got "
-            f"{type(x).__qualname__}. Pass "
-            + ("keep_raw_weights=True" if isinstance(x, WrapperOptimizer)
-               else "use_ema=False") + " to it.")
-
-  def build(self, variables: Sequence[keras.Variable]) -> None:
-    if self.built:
-      return
-    super().build(variables)
-    with tf.init_scope(), backend.name_scope(self.name, caller=self):
-      self._state.place = self.add_variable(
-          shape=(), dtype="int64", name="place", initializer="zeros")
-
-  def average(self, variable: keras.Variable) -> Any:
-    """The average of a variable.
-
-    Args:
-      variable: A variable that the optimizer was built with.
-
-    Returns:
-      The `keras.Variable` that holds its average.
-
-    Raises:
-      RuntimeError: If the optimizer is not built.
-      KeyError: If the optimizer does not have the variable.
-    """
-    self._require_built("average")
-    self._settle()
-    return self._found(variable, self._rows[0])
-
-  def seed_averages(self) -> None:
-    """Sets every average to its variable's current value.
-
-    For a run that resumes from a checkpoint without averages: restore it with
-    `tf.train.Checkpoint`, then call this. Keras's own loading seeds missing
-    averages itself.
-
-    Raises:
-      RuntimeError: If the optimizer is not built, or averages are in place.
-    """
-    self._require_built("seed_averages")
-    self._refuse_in_place("seed_averages")
-    self._state.seed()
-
-  @contextlib.contextmanager
-  def averaged_weights(
-      self, model: Optional[keras.Model] = None, *,
-      decay: Optional[_decays.Decay] = None) -> Iterator[None]:
-    """Puts the averages in place of the weights for a `with` block.
-
-    Inside the block, every trained variable holds its average, and the average
-    has no value: TensorFlow refuses to read it. After the block, also after an
-    exception, both have their own values again, bit for bit. Buffers are
-    exchanged: nothing is copied. Only if an average has another dtype than its
-    variable, it is converted and copied into the variable.
-
-    A step inside the block would start at the averages, and the averages would
-    then contain it. So it raises an error and changes neither: a RuntimeError,
-    or in a `tf.function` that was traced or compiled before, a
-    `tf.errors.FailedPreconditionError`.
-
-    Args:
-      model: The model whose variables get their averages; by default all
-        variables of the optimizer. If given, the statistics of its batch
-        normalizations are restored after the block, too, so that the block may
-        call `recalibrate_batch_norm`.
-      decay: Which of several decays; by default the first.
-
-    Yields:
-      None.
-
-    Raises:
-      RuntimeError: If the optimizer is not built, or averages of this optimizer
-        or of one inside are in place already. After the block, if an average
-        was assigned in it.
-      ValueError: If the optimizer averages no variable of `model`, or does not
-        have the decay.
-    """
-    with self.in_place(model, decay), (
-        contextlib.nullcontext() if model is None
-        else _batch_norm.restored(model)):
-      yield
-
-  @contextlib.contextmanager
-  def in_place(self, model=None, decay=None):
-    """As `averaged_weights`, for a block that changes no variable."""
-    self._require_built("averaged_weights")
-    with _exchanging:
-      self._refuse_in_place("averaged_weights")
-      self._state.put_in_place([
-          (_value(v), _value(s)) for v, s in self._averaged(model, decay)])
-    try:
-      yield
-    finally:
-      with _exchanging:
-        self._state.put_back()
-
-  def averaged_model(
-      self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
-      recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
-  ) -> keras.Model:
-    """Makes a copy of a model whose weights are the averages.
-
-    The copy is not compiled, and shares nothing with the model. It is made by
-    `keras.models.clone_model`, which can copy functional and sequential models,
-    and others that have `get_config`. Weights without an average, such as those
-    of frozen layers, are copied.
-
-    Example:
-
-        optimizer.averaged_model(model, recalibrate=dataset).export("served")
-
-    Args:
-      model: A model with variables that the optimizer averages.
-      decay: Which of several decays; by default the first.
-      recalibrate: A finite data set of training batches, with which
-        `recalibrate_batch_norm` is called on the copy. None or False keeps the
-        statistics of batch normalizations; None also warns, if the model has
-        any that are trained, and the optimizer does not average them.
-
-    Returns:
-      A `keras.Model`.
-
-    Raises:
-      TypeError: If `model` is not a Keras model, or `recalibrate` is not a data
-        set that can be read several times.
-      RuntimeError: If the optimizer is not built, or averages are in place.
-      ValueError: If the optimizer averages no variable of `model` or does not
-        have the decay, if Keras cannot copy the model, or if `recalibrate` is
-        infinite.
-    """
-    if not isinstance(model, keras.Model):
-      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
-    _batch_norm.check_recalibrate(recalibrate)
-    self._require_built("averaged_model")
-    with self.in_place(model, decay):
-      weights = model.get_weights()
-    copied = _clone(model)
-    copied.set_weights(weights)
-    if recalibrate is not None and recalibrate is not False:
-      _batch_norm.recalibrate_batch_norm(copied, recalibrate)
-    elif (recalibrate is None and not self.averages_batch_norm and
-          _batch_norm.trained(model)):
-      warnings.warn(_batch_norm.warning("averaged_model() copies averages of",
-                                        model), stacklevel=2)
-    return copied
-
-  def _index_of(self, decay):
-    """The index of a decay's row of averages; 0 for None."""
-    if decay is not None:
-      raise ValueError(f"`decay` must be None for a {type(self).__name__}, "
-                       f"which keeps one average, got {decay}.")
-    return 0
-
-  def _averaged(self, model, decay=None):
-    """The (variable, average) pairs of a model, by default all."""
-    self._settle()
-    if model is None:
-      return self._of(self._trainable_variables, decay)
-    # Also of layers that have been frozen since.
-    found = self._of(model.variables, decay)
-    if self._rows[0] and not found:
-      raise ValueError(
-          f"`model` must have variables that this {type(self).__name__} "
-          f"averages, got '{model.name}', which has none of them. A copy of a "
-          "model has variables of its own.")
-    return found
-
-  def _of(self, variables, decay=None):
-    row = self._rows[self._index_of(decay)]
-    return [(v, row[self._var_key(v)]) for v in variables
-            if self._var_key(v) in row]
-
-  def averages_by_decay(self, model: keras.Model) -> list[Any]:
-    """The averages of a model's variables, for snapshots.
-
-    Returns:
-      A list of (decay or None, number of steps of the averages or None,
-      function). The function maps a variable to its average or None.
-    """
-    self._refuse_in_place("averages_by_decay")
-    averages = {id(v): s for v, s in self._averaged(model)}
-    return [(None, None, lambda v: averages.get(id(v)))]
-
-  def set_model(self, model: keras.Model) -> None:
-    """Sets the model that the optimizer trains."""
-    if not isinstance(model, keras.Model):
-      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
-
-  def decays(self):
-    """What tells the averages apart, the default first: a list."""
-    return [None]
-
-  def check_batches_per_epoch(self, batches):
-    """Raises an error if the averages are for epochs of other lengths."""
-
-  def check_decay(self, decay):
-    """Raises an error if the optimizer does not have a decay or None."""
-    self._index_of(decay)
-
-  def assign_averages(self, model, decay):
-    """Sets the variables of a model to their averages."""
-    assign_all(self._averaged(model, decay))
-
-  def _adopt(self, model, decay=None):
-    """Sets all averages of a model to its variables, if these are no averages.
-
-    A callback has set the variables then.
-    """
-    pairs = _replicas.components(
-        [(_value(v), _value(s)) for v, s in self._averaged(model, decay)])
-    if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
-      return
-    its = {self._var_key(v) for v in model.variables}
-    for average, variable in self._state.pairs():
-      if self._var_key(variable) in its:
-        _seed(average, variable)
-
-  def finalize_variable_values(self, var_list):
-    """Sets variables to their averages, as Keras does at the end of `fit`.
-
-    With `keep_raw_weights`, they keep their values.
-
-    Args:
-      var_list: Variables that the optimizer was built with.
-    """
-    if self.built:
-      self._settle()  # Before averages inside change the variables.
-    super().finalize_variable_values(var_list)
-    if self.built and not self.keeps_raw_weights:
-      assign_all(self._finalized(var_list))
-
-  def _finalized(self, var_list):
-    """The (variable, average) pairs with which `fit` ends."""
-    return self._of(var_list)
-
-  def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
-
-
-def _clone(model):
-  """A copy of a model, with initial weights, that is not compiled."""
-  def shapes(model):
-    return [tuple(v.shape) for v in model.weights]
-
-  # clone_model compiles the copy of a compiled model, with a new optimizer.
-  compiled = model.compiled
-  try:
-    model.compiled = False
-    copied = keras.models.clone_model(model)
-  except Exception as e:
-    raise _not_copied(model, f"{e}\n") from e
-  finally:
-    model.compiled = compiled
-  if shapes(copied) != shapes(model):
-    raise _not_copied(
-        model, f"The copy has {len(copied.weights)} weights, the model "
-        f"{len(model.weights)}, or their shapes differ. ")
-  return copied
-
-
-def _not_copied(model, why):
-  return ValueError(
-      "`model` must be one that keras.models.clone_model can copy, got "
-      f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
-      "get_config() and build(), or make the copy yourself and call its "
-      "set_weights(model.get_weights()) inside averaged_weights(model).")
-
-
-def averaging(optimizer):
-  """The outermost optimizers that keep averages: a list."""
-  if isinstance(optimizer, AveragingOptimizer):
-    return [optimizer]
-  return [found for inner in _steps.held_by(optimizer)
-          for found in averaging(inner)]
-
-
 def _no_rate():
   """A learning rate for Keras's constructor, which makes no variable for it."""
 
@@ -764,274 +457,6 @@ class _Held:
     # as begun.
     self.is_settled = self.is_marked = False
     self.marks = False  # Whether a step marks the averages as begun.
-
-
-# Held while averages are put in place of their variables, or back.
-_exchanging = threading.RLock()
-
-
-class Count(typing.NamedTuple):
-  """Values of a count, see `WrapperOptimizer._make_count`."""
-  value: int
-  seeded: int
-  missing: int
-
-
-class Row(collections.abc.Mapping):
-  """Averages by the key of their variable, in a mapping that is not tracked."""
-
-  def __init__(self, averages):
-    self._averages = averages
-
-  def __getitem__(self, key):
-    return self._averages[key]
-
-  def __iter__(self):
-    return iter(self._averages)
-
-  def __len__(self):
-    return len(self._averages)
-
-
-# The suffix of names of averages that are made when the model is known.
-OF_BATCH_NORM = "_of_batch_norm"
-
-
-class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
-  """The averages of a wrapper, for saving and restoring.
-
-  The key of an average is its name, such as "average", and its index among the
-  averages of that name, as Keras does for an optimizer's variables: paths
-  differ between the models of a process. The name of a moving average contains
-  its decay. An average that a file lacks starts at its variable's value.
-
-  Attributes:
-    name: The name in checkpoints.
-    place: A variable that has no value while averages are in place, or None.
-  """
-
-  # Only averages are tracked, see `add`.
-  _self_setattr_tracking = False
-
-  def __init__(self, name, settle):
-    self.name = name
-    self._settle = settle  # Called before averages are saved.
-    self._is_loaded = False  # Whether Keras has loaded a file, see below.
-    self._completed = -1  # The restored checkpoint that `complete` has seen.
-    self._rows = collections.defaultdict(list)  # (average, variable) by name.
-    self._in_files = {}  # Names in files, by name, where they differ.
-    self._late = {}  # Values from a file for averages that are made later.
-    self.place = None
-    self._in_place = None  # The `_exchange.InPlace`, if averages are.
-    self._counts = {}  # (variable, Count) by name.
-
-  def _obj_type(self):
-    return "Optimizer"
-
-  def name_in_files(self, name, in_files):
-    """Gives averages another name in files and checkpoints, before `add`.
-
-    Those of earlier versions, which have them by `name`, are still read.
-    """
-    self._in_files[name] = in_files
-
-  def add(self, name, average, variable):
-    """Adds the next average of a name."""
-    i = len(self._rows[name])
-    self._rows[name].append((average, variable))
-    in_files = self._in_files.get(name, name)
-    self._track_trackable(_value(average), f"{in_files}.{i}")
-    if in_files != name:
-      self._handle_deferred_dependencies(f"{name}.{i}", _value(average))
-    for key in f"{in_files}.{i}", f"{name}.{i}":
-      if key in self._late:
-        _load(average, variable, self._late.pop(key))
-
-  def _trackable_children(self, save_type="checkpoint", **kwargs):
-    children = super()._trackable_children(save_type, **kwargs)
-    # A function that is saved, such as a step, must find its variables.
-    return (children if save_type == "checkpoint" or self.place is None
-            else {**children, "place": _value(self.place)})
-
-  def _lookup_dependency(self, name, *args, **kwargs):
-    kind, _, i = name.rpartition(".")
-    found = super()._lookup_dependency(name, *args, **kwargs)
-    if found is None and kind in self._in_files:
-      return super()._lookup_dependency(f"{self._in_files[kind]}.{i}", *args,
-                                        **kwargs)
-    return found
-
-  def add_count(self, name, variable, value):
-    """Adds a variable with a Count."""
-    self._counts[name] = variable, value
-    self._track_trackable(variable.value, name)
-
-  def pairs(self):
-    """All (average, variable) pairs."""
-    return [pair for row in self._rows.values() for pair in row]
-
-  def seed(self):
-    """Sets all averages to the values of their variables."""
-    self.complete()
-    self.seed_values()
-    for variable, count in self._counts.values():
-      _assign(variable, count.seeded)
-
-  def seed_values(self):
-    """As `seed`, but leaves the counts."""
-    for average, variable in self.pairs():
-      if _value(variable).is_initialized():
-        _seed(average, variable)
-
-  def has_new_values(self):
-    """Whether a file or checkpoint was loaded since the last call, if any."""
-    is_loaded, self._is_loaded = self._is_loaded, False
-    return is_loaded or _restored(self) != self._completed
-
-  def complete(self):
-    """Sets what the latest restored `tf.train.Checkpoint` lacked.
-
-    An average starts at its variable's value, as if a file of Keras lacked it.
-    """
-    latest = _restored(self)
-    if latest == self._completed:
-      return
-    self._completed = latest
-    lacks = lambda variable: _restored(_value(variable)) < latest
-    has_averages = False
-    for average, variable in self.pairs():
-      if not lacks(average):
-        has_averages = True
-      elif _value(variable).is_initialized():
-        _seed(average, variable)
-    for variable, count in self._counts.values():
-      if lacks(variable):
-        _assign(variable, count.missing if has_averages else count.value)
-    # What the checkpoint has for variables that do not exist.
-    _warn_unread({name.rpartition(".")[0] for name in
-                  self._deferred_dependencies}, "checkpoint")
-
-  def save_own_variables(self, store):
-    self._settle()
-    for name, row in self._rows.items():
-      for i, (average, _) in enumerate(row):
-        # If the model is saved with averages in place, these are its weights.
-        value = self._in_place and self._in_place.value(_value(average))
-        if value is None:
-          value = _value(average)
-        in_files = self._in_files.get(name, name)
-        store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
-    for name, (variable, _) in self._counts.items():
-      store[name] = variable.numpy()
-
-  def load_own_variables(self, store):
-    self.refuse_in_place("load")
-    self._is_loaded = True
-    names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
-    has_averages = False
-    unread = set(names)
-    for name, row in self._rows.items():
-      in_file = self._in_files.get(name, name)
-      in_file = in_file if in_file in names else name
-      found = names.get(in_file, 0)
-      unread.discard(in_file)
-      if found not in (0, len(row)):
-        warnings.warn(
-            f"The file must have {len(row)} averages named '{in_file}' like "
-            f"the optimizer, got {found}. They start at the values of their "
-            "variables.")
-      for i, (average, variable) in enumerate(row):
-        _load(average, variable,
-              store[f"{in_file}.{i}"] if found == len(row) else None)
-      has_averages |= found == len(row)
-    for name, (variable, count) in self._counts.items():
-      variable.assign(count.value if not has_averages else store[name]
-                      if name in store.keys() else count.missing)
-    # Copies, because the file will be closed.
-    self._late = {
-        f"{name}.{i}": np.array(store[f"{name}.{i}"])
-        for name, found in names.items()
-        if name in unread and name.endswith(OF_BATCH_NORM)
-        for i in range(found)}
-    _warn_unread(unread, "file", "" if self._rows else (
-        " as it is not built: call optimizer.build(variables) before the file "
-        "is loaded"))
-
-  def is_in_place(self):
-    """Whether averages are in place of their variables."""
-    return self._in_place is not None
-
-  def refuse_in_place(self, what):
-    """Raises an error while averages are in place."""
-    if self.is_in_place():
-      raise RuntimeError(
-          f"{what}() must not be called inside averaged_weights(): the "
-          "averages are in place of the weights. Leave the `with` block first.")
-
-  def put_in_place(self, pairs):
-    """Exchanges (variable, average) pairs."""
-    self._in_place = _exchange.InPlace(pairs, _value(self.place))
-
-  def put_back(self):
-    """Undoes `put_in_place`."""
-    try:
-      self._in_place.put_back()
-    finally:
-      self._in_place = None
-
-
-def _warn_unread(names, source, why=""):
-  """Warns of names of averages in a file that the optimizer lacks."""
-  # Counts have no number, and so no name here.
-  names = sorted(name for name in names
-                 if name and not name.endswith(OF_BATCH_NORM))
-  if names:
-    warnings.warn(
-        f"The {source} has averages named {', '.join(map(repr, names))}, which "
-        f"the optimizer lacks{why}. They are not loaded.")
-
-
-def _restored(trackable):
-  """The number of the latest checkpoint that was restored into an object."""
-  trackable._maybe_initialize_trackable()
-  return trackable._update_uid
-
-
-def _load(average, variable, value):
-  """Assigns an average its value from a file, or seeds it.
-
-  A value of another shape belongs to another variable; Keras has reported it.
-  """
-  if value is not None and tuple(value.shape) == tuple(average.shape):
-    average.assign(value)
-  else:
-    _seed(average, variable)
-
-
-def assign_all(pairs):
-  """Assigns averages to their variables: (variable, average) pairs."""
-  pairs = list(pairs)
-  # Of all averages of the variables, not only of these.
-  _lazy.settle([v for v, _ in _replicas.components(
-      [(_value(v), _value(s)) for v, s in pairs])])
-  for v, s in _replicas.components([(_value(v), _value(s)) for v, s in pairs]):
-    v.assign(tf.cast(s, v.dtype))
-
-
-def _seed(average, variable):
-  for s, v in _replicas.components([(_value(average), _value(variable))]):
-    s.assign(tf.cast(v, s.dtype))
-
-
-def _assign(variable, number):
-  # In a replica, a variable of all replicas cannot be assigned.
-  for v in _replicas.values(variable.value):
-    v.assign(number)
-
-
-def path_of(variable):
-  """The name of a variable in checkpoints."""
-  return getattr(variable, "path", None) or variable.name.split(":")[0]
 
 
 def where(condition, function):

@@ -9,9 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _exchange
-from wrapopt import _inner_keras
-from wrapopt import _replicas
+from wrapopt._averages import _replicas
+from wrapopt._averages import _swap
+from wrapopt.keras import _rules
 
 
 def recalibrate_batch_norm(model: keras.Model, dataset: Iterable[Any]) -> None:
@@ -208,13 +208,13 @@ class Recalibrated:
     self._pairs = pairs
 
   @contextlib.contextmanager
-  def in_place(self):
+  def swapped_in(self):
     """Puts them in place for a `with` block."""
-    in_place = _exchange.InPlace(self._pairs)
+    in_place = _swap.SwappedIn(self._pairs)
     try:
       yield
     finally:
-      in_place.put_back()
+      in_place.swap_out()
 
   def assign(self):
     """Assigns them to the model."""
@@ -225,7 +225,7 @@ class Recalibrated:
 def _values(model):
   """The statistics of a model: TensorFlow's variables, of each replica."""
   return [value for v in statistics(model)
-          for value in _replicas.values(_inner_keras.value(v))]
+          for value in _replicas.values(_rules.value(v))]
 
 
 def _copy(variable):

@@ -9,8 +9,8 @@ import warnings
 import keras
 from keras.src.utils import python_utils
 
-from wrapopt import _decays
-from wrapopt.keras import _wrapper
+from wrapopt._averages import _decays
+from wrapopt.keras import _averaging
 from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
 
@@ -146,7 +146,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_params(params)
 
   def set_model(self, model):
-    found = _wrapper.averaging(model.optimizer)
+    found = _averaging.averaging(model.optimizer)
     if not found:
       raise ValueError(
           "EvaluateWithAverages needs an optimizer that keeps averages, such "
@@ -161,7 +161,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     super().set_model(model)
     self._evaluated = decays[0]
     self._recalibrated = None
-    self._functions = [_Function(model, kind, self._in_place)
+    self._functions = [_Function(model, kind, self._swapped_in)
                        for kind in ("test", "predict")]
     for callback in self._callbacks:
       callback.set_model(model)
@@ -204,19 +204,19 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "EvaluateWithAverages evaluates averages of", model))
 
   @contextlib.contextmanager
-  def _in_place(self):
+  def _swapped_in(self):
     model = self.model
     if not model.optimizer.built:
       with model.distribute_strategy.scope():
         model.optimizer.build(model.trainable_variables)
     with contextlib.ExitStack() as stack:
-      for optimizer in _wrapper.averaging(model.optimizer):
+      for optimizer in _averaging.averaging(model.optimizer):
         if optimizer.built:  # Part of a MultiOptimizer may train nothing.
-          stack.enter_context(optimizer.in_place(model, self._evaluated))
+          stack.enter_context(optimizer.swapped_in(model, self._evaluated))
       if self._dataset is not None:
         if self._recalibrated is None:
           self._recalibrated = self._recalibration.of(model)
-        stack.enter_context(self._recalibrated.in_place())
+        stack.enter_context(self._recalibrated.swapped_in())
       yield
 
   def _forget(self):
@@ -234,20 +234,20 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                    and monitor.endswith(suffix)), self)
 
     for found, group in itertools.groupby(callbacks, evaluator):
-      with found._in_place():
+      with found._swapped_in():
         for callback in group:
           getattr(callback, method)(*args)
 
   def on_train_begin(self, logs=None):
     batches = (self.params or {}).get("steps")
-    for optimizer in _wrapper.averaging(self.model.optimizer):
+    for optimizer in _averaging.averaging(self.model.optimizer):
       optimizer.set_model(self.model)
       if batches is not None:
         optimizer.check_batches_per_epoch(batches)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
-    found = [x for x in _wrapper.averaging(self.model.optimizer)
+    found = [x for x in _averaging.averaging(self.model.optimizer)
              if x.built and not x.keeps_raw_weights]
     if found:
       if self._decay is not None:  # Keras has put the first in place.
@@ -291,7 +291,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_test_begin", logs)
 
   def on_test_end(self, logs=None):
-    self._functions[0].put_back()
+    self._functions[0].swap_out()
     self._call("on_test_end", logs)
 
   def on_test_batch_begin(self, batch, logs=None):
@@ -306,7 +306,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_predict_begin", logs)
 
   def on_predict_end(self, logs=None):
-    self._functions[1].put_back()
+    self._functions[1].swap_out()
     self._call("on_predict_end", logs)
 
   def on_predict_batch_begin(self, batch, logs=None):
@@ -329,7 +329,7 @@ class _Function:
   """
 
   def __init__(self, model, kind, in_place):
-    self._model, self._in_place = model, in_place
+    self._model, self._swapped_in = model, in_place
     self._name, self._make_name = f"{kind}_function", f"make_{kind}_function"
     self._own = self._other = None
 
@@ -340,18 +340,18 @@ class _Function:
       return
 
     def other(data):
-      with self._in_place():
+      with self._swapped_in():
         return own(data)
 
     def make(force=False):
-      self.put_back()
+      self.swap_out()
       getattr(model, self._make_name)(force)
 
     self._own, self._other = own, other
     setattr(model, self._name, other)
     setattr(model, self._make_name, make)
 
-  def put_back(self):
+  def swap_out(self):
     """Restores the model's function, if it is replaced."""
     model = self._model
     if self._other is not None and getattr(model, self._name) is self._other:

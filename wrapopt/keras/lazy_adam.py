@@ -5,9 +5,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from wrapopt import _inner_keras
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _replicas
+from wrapopt.keras import _rules
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -51,16 +51,16 @@ class LazyAdam(keras.optimizers.Adam):
     if not isinstance(gradient, tf.IndexedSlices):
       super().update_step(gradient, variable, learning_rate)
       return
-    rule = _inner_keras.adam(self)
+    rule = _rules.adam(self)
     index = self._get_variable_index(variable)
-    value = _replicas.here(_inner_keras.value(variable))
+    value = _replicas.here(_rules.value(variable))
     ops.apply("LazyAdam",
               {"var": [value],
                **{state: [_replicas.here(slots[index].value)]
                   for state, slots in rule.slots.items()}},
-              [_inner_keras.cast(gradient, value.dtype)],
+              [_rules.cast(gradient, value.dtype)],
               {"lr": ops.float64(tf.convert_to_tensor(learning_rate)),
                "weight_decay": 0.0, **rule.scalars})
 
 
-_inner_keras.add_rule(LazyAdam, "LazyAdam")
+_rules.add_rule(LazyAdam, "LazyAdam")

@@ -6,6 +6,7 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt.keras import _state
 from wrapopt.keras import _wrapper
 
 
@@ -75,7 +76,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
     self._slow_step_size = slow_step_size
 
   def _make_state(self, variables):
-    self._slow = _wrapper.Row({
+    self._slow = _state.Row({
         self._var_key(v): self._make_average(
             v, "slow", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})
@@ -108,7 +109,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built, or averages are in place.
     """
     self._require_built("seed_slow_weights")
-    self._refuse_in_place("seed_slow_weights")
+    self._refuse_swapped_in("seed_slow_weights")
     self._state.seed()
 
   def _follow(self, step):

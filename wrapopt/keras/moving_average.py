@@ -11,13 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _decays
-from wrapopt import _inner_keras
-from wrapopt import _lazy
-from wrapopt import _plan
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _decays
+from wrapopt._averages import _lazy
+from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
+from wrapopt.keras import _averaging
 from wrapopt.keras import _lazy_average
+from wrapopt.keras import _rules
+from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
@@ -28,7 +30,7 @@ keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class MovingAverage(_wrapper.AveragingOptimizer):
+class MovingAverage(_averaging.AveragingOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
 
   After each step of the inner optimizer that changes weights, the average `s`
@@ -162,7 +164,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
       if self._shadow_dtype and self._shadow_dtype.name not in allowed:
         raise ValueError(
             f"`shadow_dtype` must be {' or '.join(sorted(allowed))}, got "
-            f"{self._shadow_dtype.name}, for '{_wrapper.path_of(v)}'.")
+            f"{self._shadow_dtype.name}, for '{_state.path_of(v)}'.")
 
   def _make_state(self, variables):
     self._rows = self._make_rows(
@@ -177,18 +179,18 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     # Files know averages by their decays. Earlier versions did not, for one.
     self._state.name_in_files(f"average{suffix}",
                               f"average_{self._decays[0]}{suffix}")
-    return [_wrapper.Row({
+    return [_state.Row({
         self._var_key(v): self._make_average(
             v, ("average" if k == 0 else f"average_{decay}") + suffix,
             self._dtype_of(v))
         for v in variables}) for k, decay in enumerate(self._decays)]
 
   def _wrap_average(self, average, variable):
-    value = _inner_keras.value(variable)
+    value = _rules.value(variable)
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
         any(opt.use_ema for opt in _steps.within(self)) or
-        not any(map(_inner_keras.touches_few_rows, _steps.innermost(self))) or
+        not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
         not _lazy.may_be_lazy(value)):
       return average
     return _lazy_average.LazyAverage(average, value)
@@ -216,7 +218,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
         raise ValueError(
             "A MovingAverage with average_batch_norm=True must know the whole "
             f"model before averages of its statistics are made, got the model "
-            f"'{model.name}' later, whose '{_wrapper.path_of(v)}' has no "
+            f"'{model.name}' later, whose '{_state.path_of(v)}' has no "
             "average. Call set_model(model) first.")
 
   def _of_batch_norm_is_made(self):
@@ -235,7 +237,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
             "set_model(model).")
       variables = batch_norm.statistics(model)
       with tf.init_scope(), self._distribution_strategy.scope():
-        rows = self._make_rows(variables, _wrapper.OF_BATCH_NORM)
+        rows = self._make_rows(variables, _state.OF_BATCH_NORM)
       self._of_batch_norm = variables, rows
     return self._of_batch_norm
 
@@ -311,7 +313,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
 
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
-    self._refuse_in_place("averages_by_decay")
+    self._refuse_swapped_in("averages_by_decay")
     self._settle()
     self.set_model(model)
     _, of_batch_norm = self._statistics()
@@ -331,7 +333,7 @@ class MovingAverage(_wrapper.AveragingOptimizer):
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
       _plan.update_all(of_batch_norm, decays)
-    return [[_inner_keras.value(row[key]) for key in step.keys]
+    return [[_rules.value(row[key]) for key in step.keys]
             for row in self._rows], decays
 
   def _note_update(self):

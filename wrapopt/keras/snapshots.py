@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _snapshots
-from wrapopt.keras import _wrapper
+from wrapopt.keras import _averaging
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -49,7 +49,7 @@ class Snapshots(keras.callbacks.Callback):
     self._snapshots = _snapshots.Snapshots(directory, save_steps, dtype)
 
   def set_model(self, model):
-    averaging = _wrapper.averaging(model.optimizer)
+    averaging = _averaging.averaging(model.optimizer)
     if len(averaging) != 1:
       raise ValueError(
           "Snapshots needs exactly one optimizer that keeps averages, such as "
@@ -73,7 +73,7 @@ class Snapshots(keras.callbacks.Callback):
     self._snapshots.end()
 
   def _write(self, step):
-    [optimizer] = _wrapper.averaging(self.model.optimizer)
+    [optimizer] = _averaging.averaging(self.model.optimizer)
     layout = _Layout(self.model)
     for decay, steps, average_of in optimizer.averages_by_decay(self.model):
       averages, others = {}, {}

@@ -7,6 +7,8 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt.keras import _averaging
+from wrapopt.keras import _state
 from wrapopt.keras import _wrapper
 
 
@@ -15,7 +17,7 @@ _SINCE_START = -1
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class SWA(_wrapper.AveragingOptimizer):
+class SWA(_averaging.AveragingOptimizer):
   """Keeps the mean of the weights after every `average_period` steps.
 
   Let i be the number of steps before this one. The average `s` of a variable
@@ -111,7 +113,7 @@ class SWA(_wrapper.AveragingOptimizer):
     self._average_period = average_period
 
   def _make_state(self, variables):
-    self._rows = [_wrapper.Row({
+    self._rows = [_state.Row({
         self._var_key(v): self._make_average(
             v, "average", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})]

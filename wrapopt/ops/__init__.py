@@ -39,8 +39,8 @@ unless `XLA_FLAGS=--xla_gpu_ftz=true` is set. On a CPU a copy, such as that of
 decay 0 or rate 1, keeps all bits. On a GPU a copy is arithmetic, too.
 """
 
-from wrapopt.ops._apply import apply
 from wrapopt.ops._apply import Update as Update  # For modules of wrapopt.
+from wrapopt.ops._apply import apply
 from wrapopt.ops._averaging_assign import averaging_assign
 from wrapopt.ops._averaging_rounds import averaging_gather
 from wrapopt.ops._averaging_rounds import averaging_mean

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from wrapopt import _bundle
+from wrapopt import _handle_pack
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Bool, Gradient, Operation, Variable
@@ -99,7 +99,7 @@ class Update:
   variables.
   """
 
-  def __init__(self, rule, states, shadows=(), decay=(), bundled=None):
+  def __init__(self, rule, states, shadows=(), decay=(), packed=None):
     """Checks variables.
 
     Args:
@@ -107,7 +107,7 @@ class Update:
       states: As there.
       shadows: As there.
       decay: As there. Each step may have others.
-      bundled: Whether the op takes all handles as one tensor, if it can. By
+      packed: Whether the op takes all handles as one tensor, if it can. By
         default only in a `tf.function`: to make that tensor takes as long as a
         step.
     """
@@ -132,7 +132,7 @@ class Update:
                      var)
     _, shadows = _check.shadows(decay, shadows, variables, "states['var']")
     self._rule = rule
-    self._bundled = bundled
+    self._packed = packed
     self._variables = [_VariableInfo(v, [row[i] for row in shadows])
                        for i, v in enumerate(variables)]
     self._states = {state: list(slots) for state, slots in states.items()}
@@ -166,11 +166,11 @@ class Update:
             list(grads) if len(groups) == 1 else
             [grads[i] for i in group.members],
             scalars, decays, accept, use_locking)
-        bundle = self._bundle_of(group)
+        pack = self._pack_of(group)
         updates.append(
             self._emit_with_lists(group, *arguments, log_decays)
-            if bundle is None else
-            self._emit_with_bundle(group, bundle, *arguments))
+            if pack is None else
+            self._emit_with_pack(group, pack, *arguments))
     return _emit.result(updates)
 
   def _make_groups(self, kinds):
@@ -196,21 +196,21 @@ class Update:
     return [_variables.handle_or_ref(row[i])
             for row in rows for i in group.members]
 
-  def _bundle_of(self, group):
+  def _pack_of(self, group):
     """The handles that the group's op takes as one tensor, or None."""
     first = group.first
     if (first.is_ref or group.indices_dtype or
-        self._bundled is None and tf.executing_eagerly() or
-        not _bundle.allowed()):
+        self._packed is None and tf.executing_eagerly() or
+        not _handle_pack.allowed()):
       return None
-    if group.bundle is None:
+    if group.pack is None:
       states = [self._states[state]
                 for state in _native.rules()[self._rule].states]
-      group.bundle = _bundle.make(self._flat(group, states + self._shadows),
+      group.pack = _handle_pack.make(self._flat(group, states + self._shadows),
                                   first.device)
-    return group.bundle
+    return group.pack
 
-  def _emit_with_bundle(self, group, bundle, grads, scalars, decays, accept,
+  def _emit_with_pack(self, group, pack, grads, scalars, decays, accept,
                         use_locking):
     first = group.first
     with _emit.host_of(first):
@@ -219,7 +219,7 @@ class Update:
       accept = tf.convert_to_tensor(accept)
     with _emit.device_of(first):
       return _raw.wrapopt_apply_bundle(
-          bundle, grads, scalars, decays, accept, rule=self._rule,
+          pack, grads, scalars, decays, accept, rule=self._rule,
           NK=len(self._shadows) * len(grads), T=first.dtype,
           S=first.shadow_dtype, use_locking=use_locking)
 
@@ -284,7 +284,7 @@ class _Group:
     indices_dtype: That of sparse gradients; None for dense ones.
     lazy: Whether rows of their averages lag behind.
     members: Their positions among all variables of an `Update`.
-    bundle: Their handles as one tensor, once it is made.
+    pack: Their handles as one tensor, once it is made.
   """
 
   def __init__(self, first, indices_dtype, lazy):
@@ -292,13 +292,13 @@ class _Group:
     self.indices_dtype = indices_dtype
     self.lazy = lazy
     self.members = []
-    self.bundle = None
+    self.pack = None
 
 
 def _common_kind(grads):
   """The kind of all gradients, if they are eager, dense and of one dtype."""
   try:
-    kinds = set(map(_bundle.EagerTensor._datatype_enum, grads))
+    kinds = set(map(_handle_pack.EagerTensor._datatype_enum, grads))
   except TypeError:  # Another class.
     return None
   return kinds.pop() if len(kinds) == 1 else None

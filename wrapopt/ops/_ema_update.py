@@ -6,7 +6,7 @@ from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from wrapopt import _bundle
+from wrapopt import _handle_pack
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation, Variables
 from wrapopt.ops import _check
@@ -106,11 +106,11 @@ def _update_resources(shadows, values, decays, shadow_dtype):
   """Emits the op of `ema_update` on resource variables."""
   first = values[0]
   shadows, values = ([v.handle for v in row] for row in (shadows, values))
-  bundle = None
-  if not tf.executing_eagerly() and _bundle.allowed():
-    bundle = _bundle.make(shadows + values, first.device)
+  pack = None
+  if not tf.executing_eagerly() and _handle_pack.allowed():
+    pack = _handle_pack.make(shadows + values, first.device)
   dtypes = {"T": first.dtype, "S": shadow_dtype}
-  if bundle is None:
+  if pack is None:
     return _raw.wrapopt_ema_update(shadows, values, decays, **dtypes)
   return _raw.wrapopt_ema_update_bundle(
-      bundle, decays, N=len(values), NK=len(shadows), **dtypes)
+      pack, decays, N=len(values), NK=len(shadows), **dtypes)

@@ -8,9 +8,9 @@ import typing
 import keras
 import tensorflow as tf
 
-from wrapopt import _lazy
-from wrapopt import _plan
 from wrapopt import ops
+from wrapopt._averages import _lazy
+from wrapopt._averages import _plan
 
 _optimizers = keras.optimizers
 

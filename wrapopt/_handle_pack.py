@@ -2,10 +2,10 @@
 
 Each tensor that a tf.function captures costs some 2 us in every call, and an
 optimizer with averages has several variables for each trained one. So the ops
-that update them take one tensor, a bundle, that holds all their handles.
+that update them take one tensor, a pack, that holds all their handles.
 
 TensorFlow runs the ops of a function in program order if they take the same
-handle. This module tells TensorFlow which handles a bundle holds.
+handle. This module tells TensorFlow which handles a pack holds.
 """
 
 import os
@@ -25,7 +25,7 @@ EagerTensor = tf_ops.EagerTensor
 
 
 def allowed():
-  """Whether an op may take a bundle in the current context: a bool.
+  """Whether an op may take a pack in the current context: a bool.
 
   It may not:
 
@@ -58,7 +58,7 @@ def _autoclusters(graph):
 
 
 def make(handles, device):
-  """Makes a bundle.
+  """Makes a pack.
 
   Args:
     handles: Handles of resource variables on one device.
@@ -73,8 +73,8 @@ def make(handles, device):
       not all(type(handle) is EagerTensor for handle in handles)):
     return None
   with tf.init_scope(), tf.device(None), tf.device(device):
-    bundle = _raw.wrapopt_bundle(handles)
-  bundle._wrapopt_handles = handles
+    pack = _raw.wrapopt_bundle(handles)
+  pack._wrapopt_handles = handles
   if not tf.executing_eagerly():
     # A function that is traced inside one that XLA compiles must take handles.
     control_flow_ops.XLAControlFlowContext.RequiresUniqueFunctionRetracing = (
@@ -83,7 +83,7 @@ def make(handles, device):
     while isinstance(graph, func_graph.FuncGraph):
       graph.mark_as_unsaveable(_NOT_SAVED)
       graph = graph.outer_graph
-  return bundle
+  return pack
 
 
 _NOT_SAVED = (
@@ -96,8 +96,8 @@ _NOT_COMPILED = (
 
 
 @auto_control_deps.register_acd_resource_resolver
-def _wrapopt_bundle_resolver(op, reads, writes):
-  """Adds the handles of an op's bundles to the resources that the op writes.
+def _wrapopt_handle_pack_resolver(op, reads, writes):
+  """Adds the handles of an op's packs to the resources that the op writes.
 
   Args:
     op: An op of a function that is being built.
@@ -113,7 +113,7 @@ def _wrapopt_bundle_resolver(op, reads, writes):
     return False
   captures = getattr(op.graph, "captures", ())
   inside = {id(outer): inner for outer, inner in captures}
-  stand_for = {}  # {id of a bundle in the graph: ids of captured handles}
+  stand_for = {}  # {id of a pack in the graph: ids of captured handles}
   for outer, inner in captures:
     if inner.dtype == tf.resource and inner.shape.rank == 1:
       handles = getattr(_source(outer), "_wrapopt_handles", None)
@@ -125,7 +125,7 @@ def _wrapopt_bundle_resolver(op, reads, writes):
   for vector in vectors:
     _, handles = stand_for.get(id(vector), (None, ()))
     writes.update(inside[h] for h in handles if h in inside)
-    # Other bundles with a common variable, whose handle the graph may lack.
+    # Other packs with a common variable, whose handle the graph may lack.
     writes.update(other for other, shared in stand_for.values()
                   if not shared.isdisjoint(handles))
   return len(writes) > before

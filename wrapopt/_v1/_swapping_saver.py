@@ -4,15 +4,15 @@ import tensorflow as tf
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.training.saving import saveable_object_util
 
-from wrapopt import _lazy
-from wrapopt import _replicas
-from wrapopt import _sessions
+from wrapopt._averages import _lazy
+from wrapopt._averages import _replicas
+from wrapopt._v1 import _sessions
 
 
 class SwappingSaver(tf.compat.v1.train.Saver):
   """See `MovingAverageOptimizer.swapping_saver`."""
 
-  def __init__(self, pairs, var_list, firsts, check_saved, not_in_place,
+  def __init__(self, pairs, var_list, firsts, check_saved, not_swapped_in,
                **kwargs):
     """Makes the saver.
 
@@ -23,12 +23,12 @@ class SwappingSaver(tf.compat.v1.train.Saver):
       check_saved: A function of the name of one of these in a file, and of all
         names in the file, that raises an error if the file must not be
         restored.
-      not_in_place: A function of the raw session (None: eager) that returns a
+      not_swapped_in: A function of the raw session (None: eager) that returns a
         context manager. It raises an error if the averages are in place of the
         weights, and keeps other threads from putting them there.
       **kwargs: Arguments of `tf.compat.v1.train.Saver`.
     """
-    self._not_in_place = not_in_place
+    self._not_swapped_in = not_swapped_in
     self._check_saved = check_saved
     named = _resolved(_named(var_list), [
         *(v for pair in pairs for v in pair), *firsts])
@@ -37,7 +37,7 @@ class SwappingSaver(tf.compat.v1.train.Saver):
     super().__init__(_swap(pairs, named, keys), **kwargs)
 
   def save(self, sess, *args, **kwargs):
-    with self._not_in_place(_raw(sess)):
+    with self._not_swapped_in(_raw(sess)):
       return super().save(sess, *args, **kwargs)
 
   def restore(self, sess, save_path):
@@ -45,7 +45,7 @@ class SwappingSaver(tf.compat.v1.train.Saver):
       saved = {name for name, _ in tf.train.list_variables(save_path)}
       for name in self._firsts:
         self._check_saved(name, saved)
-    with self._not_in_place(_raw(sess)):
+    with self._not_swapped_in(_raw(sess)):
       return super().restore(sess, save_path)
 
 

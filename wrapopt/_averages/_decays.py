@@ -9,8 +9,8 @@ from typing import Any, Optional, Union
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _replicas
 
 
 class _Decay:

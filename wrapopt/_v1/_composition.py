@@ -67,7 +67,7 @@ def check(outer, opt):
 def _name(cls):
   """The one of NAMES that a class is or is derived from, or None."""
   return next((c.__name__ for c in cls.__mro__ if c.__name__ in NAMES and
-               c.__module__.split(".")[0] == __package__), None)
+               c.__module__.split(".")[0] == "wrapopt"), None)
 
 
 def _held(opt):

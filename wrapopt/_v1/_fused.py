@@ -11,12 +11,12 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
-from wrapopt import _control_flow
-from wrapopt import _exchange
-from wrapopt import _lookup_cache
-from wrapopt import _plan
 from wrapopt import lazy_adam
 from wrapopt import ops
+from wrapopt._averages import _plan
+from wrapopt._averages import _swap
+from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _lookup_cache
 
 _train = tf.compat.v1.train
 
@@ -151,7 +151,7 @@ def apply_gradients(opt, rule, step):
   first = plan.first
   if shadows and step.global_step is not None and tf.inside_function():
     # There, the count does not wait for an op that has no outputs.
-    first = first + _exchange.check([shadows[0][0], step.global_step])
+    first = first + _swap.check([shadows[0][0], step.global_step])
   update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
@@ -225,7 +225,7 @@ def _update_of(opt, rule, variables, shadows):
       isinstance(v, resource_variable_ops.BaseResourceVariable)
       for v in variables)
   update = ops.Update(rule.rule, states, list(shadows), [0.0] * len(shadows),
-                      bundled=cacheable or None)
+                      packed=cacheable or None)
   if cacheable:
     if facts is None:
       cache = _caches.setdefault(opt, _lookup_cache.LookupCache())

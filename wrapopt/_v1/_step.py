@@ -10,14 +10,14 @@ import typing
 
 import tensorflow as tf
 
-from wrapopt import _bundle
 from wrapopt import _checks
-from wrapopt import _control_flow
-from wrapopt import _exchange
-from wrapopt import _fused
-from wrapopt import _lookup_cache
-from wrapopt import _plan
+from wrapopt import _handle_pack
 from wrapopt import ops
+from wrapopt._averages import _plan
+from wrapopt._averages import _swap
+from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _fused
+from wrapopt._v1 import _lookup_cache
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
@@ -191,7 +191,7 @@ def check(step):
     return []
   variables = [v for g, v in step.grads_and_vars
                if g is not None and isinstance(v, tf.Variable)]
-  return _exchange.check(
+  return _swap.check(
       s for row in step.averages.of(variables) for s in row)
 
 
@@ -282,7 +282,7 @@ def checked_gradients(grads_and_vars):
     TypeError: If a gradient cannot be converted to a tensor.
   """
   pairs = _lookup_cache.Pairs(grads_and_vars)
-  if {type(g) for g, _ in pairs} == {_bundle.EagerTensor}:
+  if {type(g) for g, _ in pairs} == {_handle_pack.EagerTensor}:
     return pairs
   return _lookup_cache.Pairs(
       (None if g is None else _fused.gradient(g, v), v) for g, v in pairs)

@@ -61,15 +61,15 @@ class Averaged:
 
   Attributes:
     lock: Held while averages are made.
-    place_lock: Held while averages are put in place of the weights or back, and
+    swap_lock: Held while averages are put in place of the weights or back, and
       by what must not run while they are in place.
-    in_place: Sessions (None: eager) in which the averages are in place now.
+    swapped_in: Sessions (None: eager) in which the averages are in place now.
   """
 
   def __init__(self):
     self.lock = threading.RLock()
-    self.place_lock = threading.RLock()
-    self.in_place = []
+    self.swap_lock = threading.RLock()
+    self.swapped_in = []
     self._eager = _Variables()
     self._of_graph = weakref.WeakKeyDictionary()
 
@@ -88,13 +88,13 @@ class _Variables:
   """Averaged variables, in order of their first step. It holds none of them.
 
   Attributes:
-    exchanges: For each decay, the `_exchange.InGraph`s of the variables; none
-      in eager mode.
+    swaps: For each decay, the `_swap.SwapInGraph`s of the variables; none in
+      eager mode.
   """
 
   def __init__(self):
     self._refs = {}  # By id.
-    self.exchanges = collections.defaultdict(list)
+    self.swaps = collections.defaultdict(list)
 
   def __contains__(self, variable):
     return id(variable) in self._refs

@@ -10,11 +10,11 @@ import typing
 
 import tensorflow as tf
 
-from wrapopt import _decays
-from wrapopt import _lazy
 from wrapopt import _native
-from wrapopt import _replicas
 from wrapopt import ops
+from wrapopt._averages import _decays
+from wrapopt._averages import _lazy
+from wrapopt._averages import _replicas
 
 
 class Averages(typing.NamedTuple):

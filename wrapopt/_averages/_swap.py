@@ -13,8 +13,8 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from wrapopt import _lazy
-from wrapopt import _replicas
+from wrapopt._averages import _lazy
+from wrapopt._averages import _replicas
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _variables
@@ -58,7 +58,7 @@ class _Occupied:
 _occupied = _Occupied()
 
 
-class InPlace:
+class SwappedIn:
   """Averages that are in place of their variables, in eager mode."""
 
   def __init__(self, pairs, place=None):
@@ -93,7 +93,7 @@ class InPlace:
       return self._holders[id(average)].read_value()
     return self._aside.value(average)
 
-  def put_back(self):
+  def swap_out(self):
     """Restores all values."""
     self._aside.trade()
     _assign(self._others, self._raw)
@@ -123,7 +123,7 @@ def check(averages):
   return _in_groups("check_initialized", [_lazy.raw(s) for s in averages])
 
 
-class InGraph:
+class SwapInGraph:
   """The ops that put averages of a graph in place, made before it is finalized.
 
   It holds no part of the graph.
@@ -141,7 +141,7 @@ class InGraph:
       self._give_back = [x.name for x in aside.give_back()]
 
   @staticmethod
-  def put_in_place(made, pairs, session):
+  def swap_in(made, pairs, session):
     """Puts averages in place of their variables.
 
     Args:

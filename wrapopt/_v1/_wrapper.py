@@ -4,10 +4,9 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from wrapopt import _composition
-from wrapopt import _step
-from wrapopt import ops
-from wrapopt._types import Gradient, GradsAndVars, Loss, Operation, Variable
+from wrapopt._types import Gradient, Loss, Operation, Variable
+from wrapopt._v1 import _composition
+from wrapopt._v1 import _step
 
 
 class WrapperOptimizer(tf.compat.v1.train.Optimizer):

@@ -10,9 +10,9 @@ import numbers
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _control_flow
 from wrapopt import ops
-from wrapopt._unique_variable import get_unique_variable
+from wrapopt._v1 import _control_flow
+from wrapopt._v1._unique_variable import get_unique_variable
 
 tf1 = tf.compat.v1
 

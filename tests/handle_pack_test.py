@@ -1,7 +1,5 @@
 """Steps whose ops take the handles of all variables as one tensor."""
 
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ import tensorflow as tf
 
 import wrapopt
 from training import ancestors
-from wrapopt import _bundle
 
 v1 = tf.compat.v1
 
@@ -43,9 +40,9 @@ def test_a_step_captures_one_tensor(decays):
   concrete = function.get_concrete_function()
   # Not 20 variables, 20 slots and 20 averages for each decay.
   assert len(concrete.captured_inputs) == 1
-  [bundle] = concrete.captured_inputs
+  [pack] = concrete.captured_inputs
   k = len(np.atleast_1d(decays))
-  assert bundle.shape == [20 * (2 + k)] and bundle.dtype == tf.resource
+  assert pack.shape == [20 * (2 + k)] and pack.dtype == tf.resource
   assert types(function).count("Wrapopt>ApplyBundle") == 1
   before = len(concrete.graph.get_operations())
   more, opt = make(40, decay=decays)
@@ -148,8 +145,8 @@ def in_a_loop(opt, variables):
   return lambda: function(tf.constant(2))
 
 
-def by_another_bundle(opt, variables):
-  """Two ops that take no handle but those in their bundles."""
+def by_another_pack(opt, variables):
+  """Two ops that take no handle but those in their packs."""
   slots = [opt.get_slot(v, "momentum") for v in variables]
   averages = [opt.average(v) for v in variables]
 
@@ -187,9 +184,9 @@ def test_reads_are_in_program_order(make_function):
     assert_history(call())
 
 
-def test_bundles_that_share_variables_are_in_program_order():
+def test_packs_that_share_variables_are_in_program_order():
   variables, opt = make()
-  call = by_another_bundle(opt, variables)
+  call = by_another_pack(opt, variables)
   first, second = call()
   assert_history([first, second], ((1, 0, 1), (-1.5, 1.5, -0.5)))
   graph = call.function.get_concrete_function().graph

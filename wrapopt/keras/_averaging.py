@@ -1,0 +1,324 @@
+"""The base class of the Keras wrappers whose averages replace weights."""
+
+from collections.abc import Iterable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import threading
+from typing import Any, Literal, Optional, Union
+import warnings
+
+import keras
+from keras.src import backend
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _checks
+from wrapopt._averages import _decays
+from wrapopt._averages import _replicas
+from wrapopt.keras import _rules
+from wrapopt.keras import _state
+from wrapopt.keras import _steps
+from wrapopt.keras import _wrapper
+from wrapopt.keras import batch_norm as _batch_norm
+
+_value = _rules.value
+
+# Held while averages are put in place of their variables, or back.
+_swapping = threading.RLock()
+
+
+class AveragingOptimizer(_wrapper.WrapperOptimizer):
+  """A wrapper whose averages replace the weights in an evaluation.
+
+  Attributes:
+    keeps_raw_weights: Whether `fit` ends with the raw weights in the model.
+    averages_batch_norm: Whether it averages statistics of batch normalizations.
+  """
+
+  averages_batch_norm = False
+
+  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
+    super().__init__(optimizer, name, sum_duplicates)
+    self.keeps_raw_weights = _checks.boolean("keep_raw_weights", keep_raw_weights)
+    for x in _steps.within(self) if keep_raw_weights else ():
+      if x.use_ema if not isinstance(x, _wrapper.WrapperOptimizer) else (
+          isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
+        raise ValueError(
+            f"`optimizer` of a {type(self).__name__} with "
+            "keep_raw_weights=True must not be or hold an optimizer that puts "
+            "its averages in the weights at the end of fit(), got "
+            f"{type(x).__qualname__}. Pass "
+            + ("keep_raw_weights=True" if isinstance(x, _wrapper.WrapperOptimizer)
+               else "use_ema=False") + " to it.")
+
+  def build(self, variables: Sequence[keras.Variable]) -> None:
+    if self.built:
+      return
+    super().build(variables)
+    with tf.init_scope(), backend.name_scope(self.name, caller=self):
+      self._state.place = self.add_variable(
+          shape=(), dtype="int64", name="place", initializer="zeros")
+
+  def average(self, variable: keras.Variable) -> Any:
+    """The average of a variable.
+
+    Args:
+      variable: A variable that the optimizer was built with.
+
+    Returns:
+      The `keras.Variable` that holds its average.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+      KeyError: If the optimizer does not have the variable.
+    """
+    self._require_built("average")
+    self._settle()
+    return self._found(variable, self._rows[0])
+
+  def seed_averages(self) -> None:
+    """Sets every average to its variable's current value.
+
+    For a run that resumes from a checkpoint without averages: restore it with
+    `tf.train.Checkpoint`, then call this. Keras's own loading seeds missing
+    averages itself.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or averages are in place.
+    """
+    self._require_built("seed_averages")
+    self._refuse_swapped_in("seed_averages")
+    self._state.seed()
+
+  @contextlib.contextmanager
+  def averaged_weights(
+      self, model: Optional[keras.Model] = None, *,
+      decay: Optional[_decays.Decay] = None) -> Iterator[None]:
+    """Puts the averages in place of the weights for a `with` block.
+
+    Inside the block, every trained variable holds its average, and the average
+    has no value: TensorFlow refuses to read it. After the block, also after an
+    exception, both have their own values again, bit for bit. Buffers are
+    exchanged: nothing is copied. Only if an average has another dtype than its
+    variable, it is converted and copied into the variable.
+
+    A step inside the block would start at the averages, and the averages would
+    then contain it. So it raises an error and changes neither: a RuntimeError,
+    or in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`.
+
+    Args:
+      model: The model whose variables get their averages; by default all
+        variables of the optimizer. If given, the statistics of its batch
+        normalizations are restored after the block, too, so that the block may
+        call `recalibrate_batch_norm`.
+      decay: Which of several decays; by default the first.
+
+    Yields:
+      None.
+
+    Raises:
+      RuntimeError: If the optimizer is not built, or averages of this optimizer
+        or of one inside are in place already. After the block, if an average
+        was assigned in it.
+      ValueError: If the optimizer averages no variable of `model`, or does not
+        have the decay.
+    """
+    with self.swapped_in(model, decay), (
+        contextlib.nullcontext() if model is None
+        else _batch_norm.restored(model)):
+      yield
+
+  @contextlib.contextmanager
+  def swapped_in(self, model=None, decay=None):
+    """As `averaged_weights`, for a block that changes no variable."""
+    self._require_built("averaged_weights")
+    with _swapping:
+      self._refuse_swapped_in("averaged_weights")
+      self._state.swap_in([
+          (_value(v), _value(s)) for v, s in self._averaged(model, decay)])
+    try:
+      yield
+    finally:
+      with _swapping:
+        self._state.swap_out()
+
+  def averaged_model(
+      self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
+      recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
+  ) -> keras.Model:
+    """Makes a copy of a model whose weights are the averages.
+
+    The copy is not compiled, and shares nothing with the model. It is made by
+    `keras.models.clone_model`, which can copy functional and sequential models,
+    and others that have `get_config`. Weights without an average, such as those
+    of frozen layers, are copied.
+
+    Example:
+
+        optimizer.averaged_model(model, recalibrate=dataset).export("served")
+
+    Args:
+      model: A model with variables that the optimizer averages.
+      decay: Which of several decays; by default the first.
+      recalibrate: A finite data set of training batches, with which
+        `recalibrate_batch_norm` is called on the copy. None or False keeps the
+        statistics of batch normalizations; None also warns, if the model has
+        any that are trained, and the optimizer does not average them.
+
+    Returns:
+      A `keras.Model`.
+
+    Raises:
+      TypeError: If `model` is not a Keras model, or `recalibrate` is not a data
+        set that can be read several times.
+      RuntimeError: If the optimizer is not built, or averages are in place.
+      ValueError: If the optimizer averages no variable of `model` or does not
+        have the decay, if Keras cannot copy the model, or if `recalibrate` is
+        infinite.
+    """
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+    _batch_norm.check_recalibrate(recalibrate)
+    self._require_built("averaged_model")
+    with self.swapped_in(model, decay):
+      weights = model.get_weights()
+    copied = _clone(model)
+    copied.set_weights(weights)
+    if recalibrate is not None and recalibrate is not False:
+      _batch_norm.recalibrate_batch_norm(copied, recalibrate)
+    elif (recalibrate is None and not self.averages_batch_norm and
+          _batch_norm.trained(model)):
+      warnings.warn(_batch_norm.warning("averaged_model() copies averages of",
+                                        model), stacklevel=2)
+    return copied
+
+  def _index_of(self, decay):
+    """The index of a decay's row of averages; 0 for None."""
+    if decay is not None:
+      raise ValueError(f"`decay` must be None for a {type(self).__name__}, "
+                       f"which keeps one average, got {decay}.")
+    return 0
+
+  def _averaged(self, model, decay=None):
+    """The (variable, average) pairs of a model, by default all."""
+    self._settle()
+    if model is None:
+      return self._of(self._trainable_variables, decay)
+    # Also of layers that have been frozen since.
+    found = self._of(model.variables, decay)
+    if self._rows[0] and not found:
+      raise ValueError(
+          f"`model` must have variables that this {type(self).__name__} "
+          f"averages, got '{model.name}', which has none of them. A copy of a "
+          "model has variables of its own.")
+    return found
+
+  def _of(self, variables, decay=None):
+    row = self._rows[self._index_of(decay)]
+    return [(v, row[self._var_key(v)]) for v in variables
+            if self._var_key(v) in row]
+
+  def averages_by_decay(self, model: keras.Model) -> list[Any]:
+    """The averages of a model's variables, for snapshots.
+
+    Returns:
+      A list of (decay or None, number of steps of the averages or None,
+      function). The function maps a variable to its average or None.
+    """
+    self._refuse_swapped_in("averages_by_decay")
+    averages = {id(v): s for v, s in self._averaged(model)}
+    return [(None, None, lambda v: averages.get(id(v)))]
+
+  def set_model(self, model: keras.Model) -> None:
+    """Sets the model that the optimizer trains."""
+    if not isinstance(model, keras.Model):
+      raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+
+  def decays(self):
+    """What tells the averages apart, the default first: a list."""
+    return [None]
+
+  def check_batches_per_epoch(self, batches):
+    """Raises an error if the averages are for epochs of other lengths."""
+
+  def check_decay(self, decay):
+    """Raises an error if the optimizer does not have a decay or None."""
+    self._index_of(decay)
+
+  def assign_averages(self, model, decay):
+    """Sets the variables of a model to their averages."""
+    _state.assign_all(self._averaged(model, decay))
+
+  def _adopt(self, model, decay=None):
+    """Sets all averages of a model to its variables, if these are no averages.
+
+    A callback has set the variables then.
+    """
+    pairs = _replicas.components(
+        [(_value(v), _value(s)) for v, s in self._averaged(model, decay)])
+    if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
+      return
+    its = {self._var_key(v) for v in model.variables}
+    for average, variable in self._state.pairs():
+      if self._var_key(variable) in its:
+        _state.seed(average, variable)
+
+  def finalize_variable_values(self, var_list):
+    """Sets variables to their averages, as Keras does at the end of `fit`.
+
+    With `keep_raw_weights`, they keep their values.
+
+    Args:
+      var_list: Variables that the optimizer was built with.
+    """
+    if self.built:
+      self._settle()  # Before averages inside change the variables.
+    super().finalize_variable_values(var_list)
+    if self.built and not self.keeps_raw_weights:
+      _state.assign_all(self._finalized(var_list))
+
+  def _finalized(self, var_list):
+    """The (variable, average) pairs with which `fit` ends."""
+    return self._of(var_list)
+
+  def get_config(self) -> dict[str, Any]:
+    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
+
+
+def _clone(model):
+  """A copy of a model, with initial weights, that is not compiled."""
+  def shapes(model):
+    return [tuple(v.shape) for v in model.weights]
+
+  # clone_model compiles the copy of a compiled model, with a new optimizer.
+  compiled = model.compiled
+  try:
+    model.compiled = False
+    copied = keras.models.clone_model(model)
+  except Exception as e:
+    raise _not_copied(model, f"{e}\n") from e
+  finally:
+    model.compiled = compiled
+  if shapes(copied) != shapes(model):
+    raise _not_copied(
+        model, f"The copy has {len(copied.weights)} weights, the model "
+        f"{len(model.weights)}, or their shapes differ. ")
+  return copied
+
+
+def _not_copied(model, why):
+  return ValueError(
+      "`model` must be one that keras.models.clone_model can copy, got "
+      f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
+      "get_config() and build(), or make the copy yourself and call its "
+      "set_weights(model.get_weights()) inside averaged_weights(model).")
+
+
+def averaging(optimizer):
+  """The outermost optimizers that keep averages: a list."""
+  if isinstance(optimizer, AveragingOptimizer):
+    return [optimizer]
+  return [found for inner in _steps.held_by(optimizer)
+          for found in averaging(inner)]

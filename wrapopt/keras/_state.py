@@ -1,0 +1,281 @@
+"""The averages of wrappers, for saving and restoring."""
+
+import collections
+import collections.abc
+import typing
+import warnings
+
+from keras.src.saving.keras_saveable import KerasSaveable
+import numpy as np
+import tensorflow as tf
+
+from wrapopt._averages import _lazy
+from wrapopt._averages import _replicas
+from wrapopt._averages import _swap
+from wrapopt.keras import _rules
+
+_value = _rules.value
+
+
+class Count(typing.NamedTuple):
+  """Values of a count, see `WrapperOptimizer._make_count`."""
+  value: int
+  seeded: int
+  missing: int
+
+
+class Row(collections.abc.Mapping):
+  """Averages by the key of their variable, in a mapping that is not tracked."""
+
+  def __init__(self, averages):
+    self._averages = averages
+
+  def __getitem__(self, key):
+    return self._averages[key]
+
+  def __iter__(self):
+    return iter(self._averages)
+
+  def __len__(self):
+    return len(self._averages)
+
+
+# The suffix of names of averages that are made when the model is known.
+OF_BATCH_NORM = "_of_batch_norm"
+
+
+class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
+  """The averages of a wrapper, for saving and restoring.
+
+  The key of an average is its name, such as "average", and its index among the
+  averages of that name, as Keras does for an optimizer's variables: paths
+  differ between the models of a process. The name of a moving average contains
+  its decay. An average that a file lacks starts at its variable's value.
+
+  Attributes:
+    name: The name in checkpoints.
+    place: A variable that has no value while averages are in place, or None.
+  """
+
+  # Only averages are tracked, see `add`.
+  _self_setattr_tracking = False
+
+  def __init__(self, name, settle):
+    self.name = name
+    self._settle = settle  # Called before averages are saved.
+    self._is_loaded = False  # Whether Keras has loaded a file, see below.
+    self._completed = -1  # The restored checkpoint that `complete` has seen.
+    self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._in_files = {}  # Names in files, by name, where they differ.
+    self._late = {}  # Values from a file for averages that are made later.
+    self.place = None
+    self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
+    self._counts = {}  # (variable, Count) by name.
+
+  def _obj_type(self):
+    return "Optimizer"
+
+  def name_in_files(self, name, in_files):
+    """Gives averages another name in files and checkpoints, before `add`.
+
+    Those of earlier versions, which have them by `name`, are still read.
+    """
+    self._in_files[name] = in_files
+
+  def add(self, name, average, variable):
+    """Adds the next average of a name."""
+    i = len(self._rows[name])
+    self._rows[name].append((average, variable))
+    in_files = self._in_files.get(name, name)
+    self._track_trackable(_value(average), f"{in_files}.{i}")
+    if in_files != name:
+      self._handle_deferred_dependencies(f"{name}.{i}", _value(average))
+    for key in f"{in_files}.{i}", f"{name}.{i}":
+      if key in self._late:
+        _load(average, variable, self._late.pop(key))
+
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    children = super()._trackable_children(save_type, **kwargs)
+    # A function that is saved, such as a step, must find its variables.
+    return (children if save_type == "checkpoint" or self.place is None
+            else {**children, "place": _value(self.place)})
+
+  def _lookup_dependency(self, name, *args, **kwargs):
+    kind, _, i = name.rpartition(".")
+    found = super()._lookup_dependency(name, *args, **kwargs)
+    if found is None and kind in self._in_files:
+      return super()._lookup_dependency(f"{self._in_files[kind]}.{i}", *args,
+                                        **kwargs)
+    return found
+
+  def add_count(self, name, variable, value):
+    """Adds a variable with a Count."""
+    self._counts[name] = variable, value
+    self._track_trackable(variable.value, name)
+
+  def pairs(self):
+    """All (average, variable) pairs."""
+    return [pair for row in self._rows.values() for pair in row]
+
+  def seed(self):
+    """Sets all averages to the values of their variables."""
+    self.complete()
+    self.seed_values()
+    for variable, count in self._counts.values():
+      assign(variable, count.seeded)
+
+  def seed_values(self):
+    """As `seed`, but leaves the counts."""
+    for average, variable in self.pairs():
+      if _value(variable).is_initialized():
+        seed(average, variable)
+
+  def has_new_values(self):
+    """Whether a file or checkpoint was loaded since the last call, if any."""
+    is_loaded, self._is_loaded = self._is_loaded, False
+    return is_loaded or _restored(self) != self._completed
+
+  def complete(self):
+    """Sets what the latest restored `tf.train.Checkpoint` lacked.
+
+    An average starts at its variable's value, as if a file of Keras lacked it.
+    """
+    latest = _restored(self)
+    if latest == self._completed:
+      return
+    self._completed = latest
+    lacks = lambda variable: _restored(_value(variable)) < latest
+    has_averages = False
+    for average, variable in self.pairs():
+      if not lacks(average):
+        has_averages = True
+      elif _value(variable).is_initialized():
+        seed(average, variable)
+    for variable, count in self._counts.values():
+      if lacks(variable):
+        assign(variable, count.missing if has_averages else count.value)
+    # What the checkpoint has for variables that do not exist.
+    _warn_unread({name.rpartition(".")[0] for name in
+                  self._deferred_dependencies}, "checkpoint")
+
+  def save_own_variables(self, store):
+    self._settle()
+    for name, row in self._rows.items():
+      for i, (average, _) in enumerate(row):
+        # If the model is saved with averages in place, these are its weights.
+        value = self._swapped_in and self._swapped_in.value(_value(average))
+        if value is None:
+          value = _value(average)
+        in_files = self._in_files.get(name, name)
+        store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
+    for name, (variable, _) in self._counts.items():
+      store[name] = variable.numpy()
+
+  def load_own_variables(self, store):
+    self.refuse_swapped_in("load")
+    self._is_loaded = True
+    names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
+    has_averages = False
+    unread = set(names)
+    for name, row in self._rows.items():
+      in_file = self._in_files.get(name, name)
+      in_file = in_file if in_file in names else name
+      found = names.get(in_file, 0)
+      unread.discard(in_file)
+      if found not in (0, len(row)):
+        warnings.warn(
+            f"The file must have {len(row)} averages named '{in_file}' like "
+            f"the optimizer, got {found}. They start at the values of their "
+            "variables.")
+      for i, (average, variable) in enumerate(row):
+        _load(average, variable,
+              store[f"{in_file}.{i}"] if found == len(row) else None)
+      has_averages |= found == len(row)
+    for name, (variable, count) in self._counts.items():
+      variable.assign(count.value if not has_averages else store[name]
+                      if name in store.keys() else count.missing)
+    # Copies, because the file will be closed.
+    self._late = {
+        f"{name}.{i}": np.array(store[f"{name}.{i}"])
+        for name, found in names.items()
+        if name in unread and name.endswith(OF_BATCH_NORM)
+        for i in range(found)}
+    _warn_unread(unread, "file", "" if self._rows else (
+        " as it is not built: call optimizer.build(variables) before the file "
+        "is loaded"))
+
+  def is_swapped_in(self):
+    """Whether averages are in place of their variables."""
+    return self._swapped_in is not None
+
+  def refuse_swapped_in(self, what):
+    """Raises an error while averages are in place."""
+    if self.is_swapped_in():
+      raise RuntimeError(
+          f"{what}() must not be called inside averaged_weights(): the "
+          "averages are in place of the weights. Leave the `with` block first.")
+
+  def swap_in(self, pairs):
+    """Exchanges (variable, average) pairs."""
+    self._swapped_in = _swap.SwappedIn(pairs, _value(self.place))
+
+  def swap_out(self):
+    """Undoes `swap_in`."""
+    try:
+      self._swapped_in.swap_out()
+    finally:
+      self._swapped_in = None
+
+
+def _warn_unread(names, source, why=""):
+  """Warns of names of averages in a file that the optimizer lacks."""
+  # Counts have no number, and so no name here.
+  names = sorted(name for name in names
+                 if name and not name.endswith(OF_BATCH_NORM))
+  if names:
+    warnings.warn(
+        f"The {source} has averages named {', '.join(map(repr, names))}, which "
+        f"the optimizer lacks{why}. They are not loaded.")
+
+
+def _restored(trackable):
+  """The number of the latest checkpoint that was restored into an object."""
+  trackable._maybe_initialize_trackable()
+  return trackable._update_uid
+
+
+def _load(average, variable, value):
+  """Assigns an average its value from a file, or seeds it.
+
+  A value of another shape belongs to another variable; Keras has reported it.
+  """
+  if value is not None and tuple(value.shape) == tuple(average.shape):
+    average.assign(value)
+  else:
+    seed(average, variable)
+
+
+def assign_all(pairs):
+  """Assigns averages to their variables: (variable, average) pairs."""
+  pairs = list(pairs)
+  # Of all averages of the variables, not only of these.
+  _lazy.settle([v for v, _ in _replicas.components(
+      [(_value(v), _value(s)) for v, s in pairs])])
+  for v, s in _replicas.components([(_value(v), _value(s)) for v, s in pairs]):
+    v.assign(tf.cast(s, v.dtype))
+
+
+def seed(average, variable):
+  for s, v in _replicas.components([(_value(average), _value(variable))]):
+    s.assign(tf.cast(v, s.dtype))
+
+
+def assign(variable, number):
+  # In a replica, a variable of all replicas cannot be assigned.
+  for v in _replicas.values(variable.value):
+    v.assign(number)
+
+
+def path_of(variable):
+  """The name of a variable in checkpoints."""
+  return getattr(variable, "path", None) or variable.name.split(":")[0]
