@@ -1,1 +1,5 @@
 """Averages of weights, for the optimizers of TensorFlow 1 and of Keras."""
+
+from wrapopt._averages import _registered
+
+del _registered
