@@ -1,0 +1,163 @@
+"""How a gradient goes from `apply_gradients` to the op, through the files.
+
+A reader who follows it goes down only: from a file to those that it imports.
+"""
+
+import ast
+import functools
+import os
+import sys
+
+import keras
+import pytest
+import tensorflow as tf
+
+import wrapopt
+import wrapopt.keras as wk
+
+tf1 = tf.compat.v1
+ROOT = os.path.dirname(wrapopt.__file__)
+
+
+@functools.cache
+def imported(file):
+  """The files of wrapopt that a file imports."""
+  with open(os.path.join(ROOT, file)) as source:
+    nodes = list(ast.walk(ast.parse(source.read())))
+  names = ["/".join([*node.module.split(".")[1:], *name])
+           for node in nodes if isinstance(node, ast.ImportFrom) and
+           node.module.startswith("wrapopt")
+           for name in ([], *([x.name] for x in node.names))]
+  files = [name + end for name in names for end in (".py", "/__init__.py")
+           if name]
+  # To import from a package says nothing of the package's own file.
+  return [f for f in files if os.path.exists(os.path.join(ROOT, f)) and (
+      f.endswith("ops/__init__.py") or not f.endswith("__init__.py"))]
+
+
+@functools.cache
+def imports(file):
+  """The files of wrapopt that a file imports, directly or not."""
+  found, new = set(), [file]
+  while new:
+    new = [f for f in imported(new.pop()) if f not in found] + new
+    found.update(new)
+  return found
+
+
+@functools.cache
+def file_of_code(code):
+  root = os.path.realpath(ROOT) + os.sep
+  path = os.path.realpath(code.co_filename)
+  return path.removeprefix(root) if path.startswith(root) else None
+
+
+def file_of(frame):
+  """The file of wrapopt that a frame runs, or None."""
+  return file_of_code(frame.f_code)
+
+
+def followed(step):
+  """The way to the op that takes a step, and the calls that went up.
+
+  Args:
+    step: A function that takes the step.
+
+  Returns:
+    The files from the outermost to the one that makes the op, and a set of
+    (file, file above it that it called, function).
+  """
+  ways, climbs = [], set()
+
+  def event(frame, what, _):
+    if what != "call":
+      return
+    if frame.f_code.co_name.startswith(("wrapopt_apply", "wrapopt_sparse")):
+      way, at = [], frame
+      while at is not None:
+        file = file_of(at)
+        if file and (not way or way[-1] != file):
+          way.append(file)
+        at = at.f_back
+      ways.append(way[::-1])
+    file, at = file_of(frame), frame.f_back
+    if file is None:
+      return
+    while at is not None and file_of(at) is None:
+      at = at.f_back
+    caller = file_of(at) if at else None
+    if caller and file != caller and (
+        caller in imports(file) and file not in imports(caller)):
+      climbs.add((caller, file, frame.f_code.co_name))
+
+  sys.setprofile(event)
+  try:
+    step()
+  finally:
+    sys.setprofile(None)
+  return ways, climbs
+
+
+def moving(inner):
+  return wrapopt.MovingAverageOptimizer(inner, 0.9)
+
+
+def v1_step(wrap):
+  step = tf.Variable(0, dtype=tf.int64, trainable=False)
+  w = tf.Variable([1.0, 2.0])
+  opt = wrap(tf1.train.GradientDescentOptimizer(0.1), step)
+  pairs = opt.compute_gradients(lambda: tf.reduce_sum(w * w), [w])
+  return lambda: opt.apply_gradients(pairs, step)
+
+
+def gated_step():
+  def make(opt, step):
+    nonlocal gate
+    gate = wrapopt.DropStaleGradientOptimizer(moving(opt), 5, global_step=step)
+    return gate
+
+  gate = None
+  step = tf.Variable(0, dtype=tf.int64, trainable=False)
+  w = tf.Variable([1.0, 2.0])
+  make(tf1.train.GradientDescentOptimizer(0.1), step)
+
+  def take():
+    # A record serves one step.
+    with gate.record_step(step) as recorded:
+      pass
+    gate.apply_gradients([(tf.constant([1.0, 1.0]), w)], step,
+                         recorded=recorded)
+
+  return take
+
+
+def keras_step():
+  w = keras.Variable([1.0, 2.0])
+  opt = wk.MovingAverage(keras.optimizers.SGD(0.1), 0.9)
+  return lambda: opt.apply([tf.constant([1.0, 1.0])], [w])
+
+
+# The hooks of a Keras wrapper, which Keras's own step lies around.
+FOLLOWER = {"_averages_of", "_inner", "_note_update"}
+
+
+@pytest.mark.parametrize("make, most, hooks", [
+    (lambda: v1_step(lambda opt, step: moving(opt)), 6, set()),
+    (gated_step, 8, set()), (keras_step, 6, FOLLOWER)],
+                         ids=["v1", "gated", "keras"])
+def test_a_gradient_goes_down(make, most, hooks):
+  step = make()
+  step()  # Makes the state.
+  ways, climbs = followed(step)
+  assert ways and all(way[-1] == "ops/_apply.py" for way in ways)
+  assert max(map(len, ways)) <= most, ways
+  assert {name for _, _, name in climbs if name != "<genexpr>"} <= hooks, climbs
+
+
+def test_a_climb_is_found():
+  w = keras.Variable([1.0])
+  opt = wk.MovingAverage(keras.optimizers.SGD(0.1), 0.9)
+  opt.build([w])
+  # The state calls the wrapper that it was made with.
+  _, climbs = followed(lambda: opt._state.save_own_variables({}))
+  assert ("keras/_state.py", "keras/_wrapper.py", "_settle") in climbs
