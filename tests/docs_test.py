@@ -13,7 +13,11 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 import wrapopt
+import wrapopt.checkpoints
+import wrapopt.keras
+from wrapopt import __main__ as info
 from wrapopt import _composition
+from wrapopt import _native
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(
@@ -94,6 +98,60 @@ def test_what_may_wrap_what():
           for inner, word in zip(columns, words, strict=True)} == {
               pair: pair not in _composition.REFUSED
               for pair in itertools.product(columns, repeat=2)}
+
+
+def _rows(text, header):
+  """The cells of the rows of a table that begins with a header: lists."""
+  lines = text[text.index(f"| {header} |"):].partition("\n\n")[0].splitlines()
+  return [[cell.strip() for cell in line.strip("|").split(" | ")]
+          for line in lines[2:]]
+
+
+def test_all_ops_are_listed():
+  """The first table of ops.md, with the devices that have kernels."""
+  rules = [name for name, rule in _native.rules().items() if rule.is_update]
+  listed = {}
+  for names, _, _, kernels in _rows(read("wrapopt/docs/ops.md"), "op"):
+    for name in re.findall("`(.*?)`", names):
+      for rule in rules if "<Rule>" in name else [""]:
+        for ref in ["", "Ref"] if "[Ref]" in name else [""]:
+          op = name.replace("<Rule>", rule).replace("[Ref]", ref)
+          assert op not in listed
+          # XLA knows no ref variables.
+          listed[op] = set(kernels.split(", ")) - ({"XLA"} if ref else set())
+  assert listed == {
+      op: {"XLA" if device.startswith("XLA") else device for device in devices}
+      for op, devices in info.devices_of_kernels().items()}
+
+
+def test_all_rules_are_listed():
+  """The second table of ops.md, and the sentence after it."""
+  text = read("wrapopt/docs/ops.md")
+  listed = {}
+  for rule, _, states, moved in _rows(text, "rule of `wrapopt.ops.apply`"):
+    name, *attributes = re.findall("`(.*?)`", rule)
+    listed[name] = (re.findall("`(.*?)`", states), moved)
+    scalars = [s.strip("?") for s in _native.rules()[name].scalars]
+    assert set(attributes) <= set(scalars)
+    assert ("weight_decay" in scalars) == ("weight_decay" in attributes)
+  # The gradient is read; each state and average is read and written.
+  assert listed == {
+      name: (rule.states, f"{4 * (1 + 2 * len(rule.states))}, 8")
+      for name, rule in _native.rules().items() if rule.is_update}
+  others = re.search(r"Two more rules are (.*?)\.\s", text, re.S)[1]
+  assert ([name for name in _native.rules() if name not in listed] ==
+          [name for name in re.findall("`(.*?)`", others)
+           if name != "averaging_assign"])
+
+
+@pytest.mark.parametrize("module", [
+    wrapopt, wrapopt.checkpoints, wrapopt.keras, wrapopt.ops,
+    wrapopt.sysconfig], ids=lambda module: module.__name__)
+def test_the_changelog_names_all_that_is_public(module):
+  named = set(re.findall(r"[\w.]+", " ".join(
+      re.findall("`(.*?)`", read("CHANGELOG.md"), re.S))))
+  named |= {part for name in named for part in name.split(".")}
+  assert set(module.__all__) <= named
 
 
 def test_the_readme_is_short():
