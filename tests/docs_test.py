@@ -8,6 +8,7 @@ import os
 import re
 import runpy
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
@@ -170,8 +171,9 @@ def test_links(guide):
 def documented():
   """Public functions and classes, with their methods: {name: object}."""
   found = {}
-  for module in (wrapopt, wrapopt.ops, wrapopt.sysconfig):
-    for name in getattr(module, "__all__", ()):
+  for module in (wrapopt, wrapopt.checkpoints, wrapopt.keras, wrapopt.ops,
+                 wrapopt.sysconfig):
+    for name in module.__all__:
       thing = getattr(module, name)
       if callable(thing):
         found[f"{module.__name__}.{name}"] = thing
@@ -179,7 +181,10 @@ def documented():
         found.update({
             f"{module.__name__}.{name}.{method}": function
             for method, function in vars(thing).items()
-            if not method.startswith("_") and callable(function)})
+            if not method.startswith("_") and callable(function)
+            # A method of a class of TensorFlow or Keras is described there.
+            and not any(method in vars(base) for base in thing.__mro__
+                        if not base.__module__.startswith("wrapopt"))})
   return found
 
 
@@ -188,7 +193,7 @@ def test_docstring(name):
   thing = documented()[name]
   assert inspect.getdoc(thing), f"{name} has no docstring"
   tests = doctest.DocTestFinder(recurse=False).find(
-      thing, name, globs={"tf": tf, "wrapopt": wrapopt})
+      thing, name, globs={"keras": keras, "tf": tf, "wrapopt": wrapopt})
   runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
   for test in tests:
     runner.run(test)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import ops
+from wrapopt._types import Float, Integer
 
 
 class PowerDecay:
@@ -57,7 +58,7 @@ class PowerDecay:
   """
 
   def __init__(self, relative_width: Optional[float] = None, *,
-               gamma: Optional[float] = None):
+               gamma: Optional[float] = None) -> None:
     """Makes a decay of a relative width, or of a gamma.
 
     Args:
@@ -86,7 +87,7 @@ class PowerDecay:
     """The standard deviation as a fraction of the run: a float."""
     return relative_width_of(self._gamma)
 
-  def at(self, t) -> tf.Tensor:
+  def at(self, t: Union[Float, Integer]) -> tf.Tensor:
     """The decay of step t, which is at least 1: a float64 tensor."""
     return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
 
@@ -133,7 +134,7 @@ class HalfLife:
   """
 
   def __init__(self, *, steps: Optional[float] = None,
-               fraction: Optional[float] = None):
+               fraction: Optional[float] = None) -> None:
     """Makes a decay.
 
     Args:
