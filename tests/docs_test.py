@@ -3,6 +3,7 @@
 import doctest
 import inspect
 import itertools
+import json
 import multiprocessing
 import os
 import re
@@ -19,6 +20,8 @@ import wrapopt.keras
 from wrapopt import __main__ as info
 from wrapopt import _composition
 from wrapopt import _native
+from wrapopt.bench import __main__ as command
+from wrapopt.bench import tables
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(
@@ -153,6 +156,96 @@ def test_the_changelog_names_all_that_is_public(module):
       re.findall("`(.*?)`", read("CHANGELOG.md"), re.S))))
   named |= {part for name in named for part in name.split(".")}
   assert set(module.__all__) <= named
+
+
+def test_figures():
+  """All of them are in the results that the repository has."""
+  assert not tables.differing(ROOT)
+
+
+FIGURES = ["README.md", "wrapopt/bench/README.md"]
+
+
+def test_all_figures_are_made():
+  used = []
+  for document in FIGURES:
+    used += re.findall("<!-- figures: (.*) -->", read(document))
+    # A time, a share or a ratio.
+    by_hand = re.search(r"\d (ms|us|s|seconds|milliseconds|microseconds|%|"
+                        r"GB/s|times)(?!\w)|\dx ", re.sub(
+        "<!-- figures.*?<!-- end of figures -->", "", read(document),
+        flags=re.S))
+    assert not by_hand, by_hand
+  assert sorted(used) == sorted(tables.BLOCKS)
+
+
+@pytest.fixture
+def copy(tmp_path):
+  """A copy of the documents with figures, and of the results."""
+  folder = "wrapopt/bench/results"
+  for name in [*FIGURES, *(f"{folder}/{name}" for name in os.listdir(
+      os.path.join(ROOT, folder)))]:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(read(name), encoding="utf-8")
+  return tmp_path
+
+
+@pytest.mark.parametrize("document, figure, other", [
+    ("README.md", "| 1.02 |", "| 0.91 |"),
+    ("wrapopt/bench/README.md", "Machine: busy", "Machine: quiet")])
+def test_a_changed_document_is_written_again(copy, monkeypatch, document,
+                                             figure, other, capsys):
+  monkeypatch.setattr(tables, "_ROOT", str(copy))
+  command.main(["tables", "--check"])
+  path = copy / document
+  text = path.read_text(encoding="utf-8")
+  assert figure in text
+  path.write_text(text.replace(figure, other, 1), encoding="utf-8")
+  with pytest.raises(SystemExit, match="Run python -m wrapopt.bench tables."):
+    command.main(["tables", "--check"])
+  assert capsys.readouterr().out == f"{document} differs from the results\n"
+  command.main(["tables"])
+  assert path.read_text(encoding="utf-8") == text
+
+
+def test_a_changed_result_changes_all_documents(copy):
+  path = copy / "wrapopt/bench/results/step.json"
+  of_run = json.loads(path.read_text(encoding="utf-8"))
+  result, = [r for r in of_run["results"]
+             if (r["set"], r["optimizer"], r["mode"], r["contender"]) == (
+                 "resnet50", "Adam", "v1 session", "wrapopt K=1")]
+  result["x_stock"] = 7.89
+  path.write_text(json.dumps(of_run), encoding="utf-8")
+  differing = tables.differing(str(copy))
+  assert list(differing) == FIGURES
+  for text in differing.values():
+    assert text.count("7.89") == 1
+
+
+def test_table_of_figures():
+  """A column without a figure is left out."""
+  of_run = {
+      "command": "python -m wrapopt.bench gate", "date": "2030-01-02",
+      "machine": "quiet", "environment": {"processor": "P", "threads": 8},
+      "results": [
+          {"set": "400x256", "contender": "ungated, stock", "rounds": 15,
+           "milliseconds": 0.12345},
+          {"set": "400x256", "contender": "gated, admitted", "of_stock": 0.5},
+          {"set": "resnet50", "contender": "ungated, stock",
+           "milliseconds": 12345.6}]}
+  assert tables.block("gate", {"gate": of_run}) == """\
+<!-- figures: gate -->
+| variables | stock, ungated, ms | admitted, x stock |
+|---|---|---|
+| 400 x 256 | 0.123 | 0.50 |
+| ResNet-50 (161) | 12,346 | |
+
+`python -m wrapopt.bench gate`, 2030-01-02, P, 8 threads, 15 rounds. Machine:
+quiet.
+<!-- end of figures -->"""
+  with pytest.raises(SystemExit, match="The figures must be of costs, .*, got"):
+    tables.block("gates", {})
 
 
 def test_the_readme_is_short():

@@ -96,14 +96,23 @@ def measure(name, shapes, optimizer, n_rounds):
   sizes = harness.sizes(shapes)
   make = OPTIMIZERS[optimizer]
   slots = len(_fused.rule_of(make()).slots)
-  builds = {mode: {step: _build(mode, shapes, make, step) for step in STEPS}
-            for mode in _GRAPHS}
+  say = harness.progress(f"{name}, {optimizer}")
+  builds = {}
+  for mode in _GRAPHS:
+    builds[mode] = {step: _build(mode, shapes, make, step) for step in STEPS}
+    say(f"{mode} built")
   limits, place_limits = _limits(shapes, slots)
   session, in_session, place_session = _in_session(shapes, make)
   with contextlib.ExitStack() as stack:
     stack.enter_context(contextlib.closing(session))
-    others = [_in_functions(shapes, make),
-              _in_functions(shapes, make, made=True), _eagerly(shapes, make)]
+    say(f"{_SESSION} checked")
+    others = []
+    for mode, contenders_of in (
+        (_FUNCTION, lambda: _in_functions(shapes, make)),
+        (_TRAIN, lambda: _in_functions(shapes, make, made=True)),
+        (_EAGER, lambda: _eagerly(shapes, make))):
+      others.append(contenders_of())
+      say(f"{mode} checked")
     if importlib.util.find_spec("torch"):
       others.append(stack.enter_context(_in_torch(shapes, optimizer)))
     contenders = {**limits, **in_session}
@@ -112,6 +121,7 @@ def measure(name, shapes, optimizer, n_rounds):
     seconds = harness.alternate(
         contenders, n_rounds, f"{name}, {optimizer}",
         places=[place_limits, place_session, *(place for _, place in others)])
+  say(f"{n_rounds} rounds done")
   # Free the memory for the next set.
   del contenders, in_session, others, place_limits, place_session
   gc.collect()
@@ -121,6 +131,8 @@ def measure(name, shapes, optimizer, n_rounds):
     # For a small set, threads slow the limit down.
     limit[k] = min((seconds.pop(key) for key in list(limits) if key[0] == k),
                    key=statistics.median)
+  torch = min((times for (mode, _), times in seconds.items() if mode == _TORCH),
+              key=statistics.median, default=None)
   results = []
   for key, times in [*((("limit", k), limit[k]) for k in limit),
                      *seconds.items()]:
@@ -143,6 +155,8 @@ def measure(name, shapes, optimizer, n_rounds):
       stock, stock_ema = seconds[mode, _STOCK], seconds[mode, _STOCK_EMA]
       result.update(x_stock=1 / harness.speedup(times, stock),
                     x_stock_ema=1 / harness.speedup(times, stock_ema))
+      if torch is not None:
+        result["x_torch"] = 1 / harness.speedup(times, torch)
     if mode == _TRAIN:
       result["adds_milliseconds"] = 1e3 * statistics.median(
           x - y for x, y in zip(times, seconds[mode, _NO_STEP]))
