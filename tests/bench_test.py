@@ -288,7 +288,8 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
   command.main(["ema"])
   assert asked == [(name, n, k, 15)
                    for name, n in (("2x4096x4096", 2), ("resnet50", 161),
-                                   ("400x256", 400), ("bert-base", 199)) for k in (1, 3)]
+                                   ("400x256", 400), ("bert-base", 199))
+                   for k in (1, 3)]
 
 
 def _in_torch(optimizer):
@@ -399,7 +400,8 @@ def test_a_step_that_does_other_work_is_refused(off):
   state = {}
 
   def place():
-    state.update(values=np.zeros(2), slots=np.zeros(2), averages=np.zeros((5, 2)))
+    state.update(values=np.zeros(2), slots=np.zeros(2),
+                 averages=np.zeros((5, 2)))
 
   def take(rows, extra):
     state["values"] += 1 + extra.get("values", 0)

@@ -169,8 +169,8 @@ ATTRIBUTES = {
     lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
 }
 
-# Private methods and properties that wrapopt's classes have in place of those of
-# a base class: {its name: their names}.
+# Private methods and properties of base classes that classes of wrapopt
+# override: {name of the base class: their names}.
 OVERRIDES = {
     "keras.src.saving.keras_saveable.KerasSaveable": {"_obj_type"},
     "tensorflow.python.distribute.distribute_lib.ReplicaContextBase": {

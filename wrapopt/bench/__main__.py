@@ -58,8 +58,8 @@ def main(argv=None):
   others.append(harness.busy_cores())
   # All figures of the run stand for this machine and this load.
   machine = "quiet" if max(others) <= _QUIET else "busy"
-  print(f"\n{machine} machine: other work used {others[0]:.2f} cores before and "
-        f"{others[1]:.2f} after")
+  print(f"\n{machine} machine: other work used {others[0]:.2f} cores before "
+        f"and {others[1]:.2f} after")
   if output is not None:
     with output:
       json.dump({"benchmark": options.name, "command": _command(argv),

@@ -58,7 +58,7 @@ def run(options):
     if not options.check:
       with open(os.path.join(_ROOT, path), "w", encoding="utf-8") as file:
         file.write(text)
-    print(f"{path} {'differs from the results' if options.check else 'written'}")
+    print(path, "differs from the results" if options.check else "written")
   if options.check and differ:
     raise SystemExit("Run python -m wrapopt.bench tables.")
 
@@ -349,7 +349,8 @@ def _keras(results):
 def _keras_hlo(results):
   return _table(
       ["model", "wrapopt, x plain"],
-      [[_MODELS.get(r["model"], r["model"]), _cell(r, "x_plain", _ratio)] for r in results
+      [[_MODELS.get(r["model"], r["model"]),
+        _cell(r, "x_plain", _ratio)] for r in results
        if (r.get("mode"), r["contender"]) == ("jit", "wrapopt")])
 
 
