@@ -340,7 +340,9 @@ def test_measure_steps(optimizer, slots, capsys):
           for line in progress.splitlines()] == [
               "v1 session built", "tf.function built", "train function built",
               "v1 session checked", "tf.function checked",
-              "train function checked", "eager checked", "3 rounds done"]
+              "train function checked", "eager checked",
+              *(["PyTorch started"] if _in_torch(optimizer) else []),
+              "3 rounds done"]
   title, header, *rows = printed.strip().splitlines()
   assert title.startswith(f"some: 3 variables, 126 numbers, {optimizer}:")
   assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock",
@@ -428,9 +430,10 @@ def test_step_command(monkeypatch, tmp_path):
       harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
   path = tmp_path / "results.json"
   command.main(["step", "--quick", "--sets", "some", "--optimizers", "SGD",
-                "--json", str(path)])
+                "--modes", "v1 session", "eager", "--json", str(path)])
   results = json.loads(path.read_text())["results"]
-  assert len(results) == 3 + 4 * len(_STEPS) + 1 + len(_in_torch("SGD"))
+  assert [r["mode"] for r in results] == (
+      3 * ["limit"] + len(_STEPS) * ["v1 session"] + len(_STEPS) * ["eager"])
   assert {r["optimizer"] for r in results} == {"SGD"}
 
 

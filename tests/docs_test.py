@@ -248,6 +248,21 @@ quiet.
     tables.block("gates", {})
 
 
+def test_runs_of_one_machine_are_described_together():
+  def run_of(name, machine):
+    return {"command": f"bench {name}", "date": "2030-01-02",
+            "machine": machine, "results": [{"rounds": 15}],
+            "environment": {"processor": "P", "threads": 8}}
+
+  facts = "2030-01-02, P, 8 threads, 15 rounds. Machine:"
+  assert tables._origin([run_of("a", "quiet"), run_of("b", "quiet")]) == (
+      f"`bench a`, `bench b`, {facts} quiet.")
+  assert tables._origin([run_of("a", "quiet"), run_of("b", "busy")]) == (
+      f"`bench a`, {facts} quiet. `bench b`, {facts} busy.")
+  with pytest.raises(ValueError, match="must be of quiet, .*, got idle"):
+    tables._origin([run_of("a", "idle")])
+
+
 def test_the_readme_is_short():
   assert len(read("README.md").splitlines()) <= 200
 

@@ -37,10 +37,9 @@ _MODELS = {"mlp 8x1024, Adam": "8 layers of 1024, Adam",
            "embedding 200k x 64, SGD": "embedding of 200k x 64, SGD"}
 _MACHINES = ("quiet", "busy", "unknown")  # Older runs have not recorded it.
 # The steps in the README.
-_CHOSEN = (("2x4096x4096", "SGD"), ("2x4096x4096", "Momentum"),
-           ("2x4096x4096", "Adam"), ("resnet50", "Momentum"),
-           ("resnet50", "Adam"), ("400x256", "Momentum"),
-           ("bert-base", "Adam"))
+_CHOSEN = (("2x4096x4096", "SGD"), ("2x4096x4096", "Adam"),
+           ("resnet50", "Momentum"), ("resnet50", "Adam"),
+           ("400x256", "Momentum"), ("bert-base", "Adam"))
 _CHOSEN_IN_KERAS = (("mlp 8x1024", "8 layers of 1024", "Adam"),
                     ("100 layers of 32", "100 layers of 32", "Adam"))
 
@@ -102,20 +101,24 @@ def block(name, runs):
   return "\n".join([
       f"<!-- figures: {name} -->",
       make(*(of_run["results"] for of_run in of_runs)), "",
-      textwrap.fill(" ".join(map(_origin, of_runs)), 80,
-                    break_on_hyphens=False),
+      textwrap.fill(_origin(of_runs), 80, break_on_hyphens=False),
       "<!-- end of figures -->"])
 
 
-def _origin(of_run):
-  """A text about the run: how, when and where it was."""
-  facts, machine = of_run["environment"], of_run["machine"]
-  if machine not in _MACHINES:
-    raise ValueError(f"`machine` must be of {', '.join(_MACHINES)}, got "
-                     f"{machine}.")
-  return (f"`{of_run['command']}`, {of_run['date']}, {facts['processor']}, "
-          f"{facts['threads']} threads, {of_run['results'][0]['rounds']} "
-          f"rounds. Machine: {machine}.")
+def _origin(of_runs):
+  """A text about runs: how, when and where they were."""
+  commands = {}  # By what is said of them.
+  for of_run in of_runs:
+    facts, machine = of_run["environment"], of_run["machine"]
+    if machine not in _MACHINES:
+      raise ValueError(f"`machine` must be of {', '.join(_MACHINES)}, got "
+                       f"{machine}.")
+    commands.setdefault(
+        f"{of_run['date']}, {facts['processor']}, {facts['threads']} threads, "
+        f"{of_run['results'][0]['rounds']} rounds. Machine: {machine}.",
+        []).append(f"`{of_run['command']}`")
+  return " ".join(f"{', '.join(of_facts)}, {facts}"
+                  for facts, of_facts in commands.items())
 
 
 def _table(header, rows):
@@ -162,7 +165,8 @@ _count = "{:,.0f}".format
 # Each makes the table of a block from the results of a run.
 
 
-def _step_session(results):
+def _step_session(*runs):
+  results = sum(runs, [])
   found = _by(results, "mode", "set", "optimizer", "contender")
   rows = []
   for name, optimizer in _firsts(results, "set", "optimizer"):
@@ -219,8 +223,8 @@ def _step_train(results):
                  "wrapopt, no average, ms", "1 average, ms"], rows)
 
 
-def _costs(steps, in_keras):
-  found = _by(steps, "mode", "set", "optimizer", "contender")
+def _costs(steps, of_bert, in_keras):
+  found = _by(steps + of_bert, "mode", "set", "optimizer", "contender")
   rows = [
       [_SETS[name], optimizer, *(
           _cell(found.get(("v1 session", name, optimizer, contender)),
@@ -410,11 +414,13 @@ def _embedding(ids):
             optimizer, _count(count), _count(indices), _MODES[mode],
             of("plain", "milliseconds", _time),
             of("stock average", "x_plain", _ratio),
+            of("wrapopt, K = 0", "x_plain", _ratio),
             of("wrapopt", "x_plain", _ratio),
             of("wrapopt", "x_without", _ratio)])
     return _table(
         ["optimizer", "rows", "indices", "mode", "plain, ms",
-         "stock average, x plain", "wrapopt, x plain", "wrapopt, x op"], rows)
+         "stock average, x plain", "wrapopt, no average, x plain",
+         "wrapopt, x plain", "wrapopt, x op"], rows)
   return make
 
 
@@ -427,8 +433,8 @@ def _catch_up(results):
 
 # {name of a block: (names of runs, function of their results)}
 BLOCKS = {
-    "costs": ("step", "keras", _costs),
-    "step-session": ("step", _step_session),
+    "costs": ("step", "step-bert", "keras", _costs),
+    "step-session": ("step", "step-bert", _step_session),
     "step-modes": ("step", _step_modes),
     "step-train": ("step", _step_train),
     "gate": ("gate", _gate),
