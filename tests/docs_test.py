@@ -209,6 +209,12 @@ def test_a_changed_document_is_written_again(copy, monkeypatch, document,
   assert path.read_text(encoding="utf-8") == text
 
 
+def test_tables_need_the_sources(tmp_path, monkeypatch):
+  monkeypatch.setattr(tables, "_ROOT", str(tmp_path))
+  with pytest.raises(SystemExit, match="must hold the sources of wrapopt, got"):
+    command.main(["tables"])
+
+
 def test_a_changed_result_changes_all_documents(copy):
   path = copy / "wrapopt/bench/results/step.json"
   of_run = json.loads(path.read_text(encoding="utf-8"))

@@ -26,7 +26,9 @@ _QUIET = 0.1
 def main(argv=None):
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.bench",
-      description="Compares wrapopt with its peers in one process, in turns.")
+      description="Compares wrapopt with its peers in one process, in turns. "
+      "Times are medians of the rounds; ratios are medians of the rounds' "
+      "ratios.")
   commands = parser.add_subparsers(
       metavar="NAME", required=True, help="the benchmark:")
   for name in (*_BENCHMARKS, _TABLES):

@@ -8,8 +8,8 @@ blocks
     <!-- end of figures -->
 
 and this command replaces their contents. So a figure is in the results or
-nowhere: edit no figure by hand. Without the sources of wrapopt there are
-neither documents nor results.
+nowhere: edit no figure by hand. An installed package has neither documents nor
+results: run this in the sources.
 
 A ratio is the median, over the rounds, of the ratio of two times of one round.
 The quotient of two medians may differ from it by some per cent, so a table has
@@ -52,6 +52,9 @@ def add_arguments(parser):
 
 def run(options):
   """Writes the blocks of all documents, or compares them."""
+  if not os.path.exists(os.path.join(_ROOT, _RESULTS)):
+    raise SystemExit(f"{_ROOT} must hold the sources of wrapopt, got an "
+                     "installed package. Run this in the sources.")
   differ = differing(_ROOT)
   for path, text in differ.items():
     if not options.check:
