@@ -109,6 +109,8 @@ def measure(name, shapes, optimizer, n_rounds, modes=MODES):
     builds[mode] = {step: _build(mode, shapes, make, step) for step in STEPS}
     say(f"{mode} built")
   limits, place_limits = _limits(shapes, slots)
+  if not importlib.util.find_spec("torch"):
+    modes = [mode for mode in modes if mode != _TORCH]
   contenders, places = dict(limits), [place_limits]
   with contextlib.ExitStack() as stack:
     def in_session():
@@ -123,7 +125,7 @@ def measure(name, shapes, optimizer, n_rounds, modes=MODES):
         _EAGER: lambda: _eagerly(shapes, make),
         _TORCH: lambda: stack.enter_context(_in_torch(shapes, optimizer)),
     }.items():
-      if mode in modes and (mode != _TORCH or importlib.util.find_spec("torch")):
+      if mode in modes:
         of_mode, place = contenders_of()
         contenders.update(of_mode)
         places.append(place)
