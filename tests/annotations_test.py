@@ -9,13 +9,15 @@ import os
 import pytest
 
 import wrapopt
+import wrapopt.checkpoints
 import wrapopt.keras
 
 
 def public():
   """Functions, and methods of classes that wrapopt defines: {name: it}."""
   found = {}
-  for module in (wrapopt, wrapopt.keras, wrapopt.ops, wrapopt.sysconfig):
+  for module in (wrapopt, wrapopt.checkpoints, wrapopt.keras, wrapopt.ops,
+                 wrapopt.sysconfig):
     for name in module.__all__:
       thing = getattr(module, name)
       if inspect.isfunction(thing):
@@ -23,11 +25,12 @@ def public():
       if not inspect.isclass(thing):
         continue
       for base in thing.__mro__:
-        if (not base.__module__.startswith("wrapopt")
-            or "._" in base.__module__):
+        # A private base class is no user's.
+        if base is not thing and (not base.__module__.startswith("wrapopt")
+                                  or "._" in base.__module__):
           continue
         for method, function in vars(base).items():
-          # What a class of TensorFlow's or Keras's declares has its types there.
+          # A method of a class of TensorFlow or Keras has its types there.
           is_new = not any(method in vars(b) for b in thing.__mro__
                            if not b.__module__.startswith("wrapopt"))
           function = getattr(function, "fget", function)

@@ -301,5 +301,6 @@ def test_what_the_function_refuses():
   with pytest.raises(TypeError, match=r"`grads\[0\]` must be of dtype float32"):
     sgd(v, tf.ones([1], tf.float64))
   with pytest.raises(TypeError, match=r"states\['accum'\]\[0\]"):
-    apply("Momentum", {"var": [v], "accum": [tf.Variable([1.0], dtype="double")]},
+    apply("Momentum",
+          {"var": [v], "accum": [tf.Variable([1.0], dtype="double")]},
           [tf.ones([1])], {"lr": 1.0, "momentum": 0.5})

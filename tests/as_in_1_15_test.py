@@ -28,7 +28,7 @@ def averaged(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
 
 
 def elastic(global_step, num_worker=1, interval_steps=1, device="/cpu:0"):
-  """The same with elastic averaging, which draws the center after the worker."""
+  """The same with elastic averaging, which moves the center last."""
   getter = wrapopt.ElasticAverageCustomGetter(device)
   with tf1.variable_scope("", custom_getter=getter):
     v = tf1.get_variable("v", initializer=0.0)

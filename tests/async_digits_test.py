@@ -54,7 +54,8 @@ def test_the_histogram_is_an_image(ran):
 
 
 def test_no_process_is_left(ran):
-  processes.wait_until(lambda: not processes.marked(ran[2]), "processes are left")
+  processes.wait_until(lambda: not processes.marked(ran[2]),
+                       "processes are left")
 
 
 def test_no_process_is_left_of_one_that_is_killed(tmp_path):

@@ -294,7 +294,8 @@ def test_a_source_of_weight_zero_does_not_count(mode):
 
 
 @pytest.mark.parametrize("dtype, large", [
-    (HALF, 60000), (BFLOAT16, 2.0**127), (FLOAT, 2.0**127), (DOUBLE, 2.0**1023)],
+    (HALF, 60000), (BFLOAT16, 2.0**127), (FLOAT, 2.0**127),
+    (DOUBLE, 2.0**1023)],
                          ids=name_of)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_a_mean_of_large_numbers_does_not_overflow(mode, dtype, large, count):
@@ -745,8 +746,8 @@ def test_another_dtype_than_the_op_s(mode):
           rf"targets\[0\]{h_name}, the first of its row\), got float",
           lambda: raw_assign(mode, [h, t2], [s, s], T=tf.float16))
   refused(mode, others, at_build(mode, InvalidArgument),
-          r"tensors\[1\] must be of dtype half \(the dtype of tensors\[0\], the "
-          r"first of its row\), got float",
+          r"tensors\[1\] must be of dtype half \(the dtype of tensors\[0\], "
+          r"the first of its row\), got float",
           lambda: raw_assign(mode, [t, t2], [],
                              [h.read_value(), s.read_value()], T=tf.float16))
 
@@ -800,11 +801,13 @@ def test_another_shape_that_shows_when_it_runs(mode):
   s, t = good(mode)
   w, x = (mode.variable([5., 6., 7.], name=name, shape=tf.TensorShape(None))
           for name in "wx")
-  shape = rf"got \[3\] but expected \[2\] \(the shape of targets\[1\] {called('t0')}\)"
+  shape = (r"got \[3\] but expected \[2\] \(the shape of targets\[1\] "
+           rf"{called('t0')}\)")
   refused(mode, [s, t, w, x], InvalidArgument,
           rf"sources\[1\] {called('w')} misshapen: {shape}",
           lambda: averaging_assign([x, t], [w, w]))
-  refused(mode, [s, t, w, x], InvalidArgument, rf"tensors\[1\] misshapen: {shape}",
+  refused(mode, [s, t, w, x], InvalidArgument,
+          rf"tensors\[1\] misshapen: {shape}",
           lambda: raw_assign(mode, [x, t], [], [
               w.read_value(), unknown_shape(np.ones(3, FLOAT))]))
   mode.run(lambda: averaging_assign([x, t], [w, s]))
@@ -844,12 +847,14 @@ def test_a_weight_that_is_not_finite(mode, bad):
 
 
 @pytest.mark.parametrize("weights, got", [
-    ([0.5], r"\[1\]"), ([], r"\[0\]"), (0.5, r"\[\]"), ([[0.5, 0.5]], r"\[1,2\]"),
+    ([0.5], r"\[1\]"), ([], r"\[0\]"), (0.5, r"\[\]"),
+    ([[0.5, 0.5]], r"\[1,2\]"),
     ([1, 1, 1], r"\[3\]")])
 def test_another_number_of_weights(mode, weights, got):
   s, t = good(mode)
   weights = np.array(weights, DOUBLE)
-  text = rf"weights misshapen: got {got} but expected \[2\] \(one weight for each"
+  text = (rf"weights misshapen: got {got} but expected \[2\] \(one weight for "
+          "each")
   refused(mode, [s, t], at_build(mode, InvalidArgument), text,
           lambda: raw_assign(mode, [t], [s, s], weights=weights, n=1))
   refused(mode, [s, t], InvalidArgument, text,
@@ -922,14 +927,14 @@ H, B = (tf.Variable([1.], dtype=dtype, name=dtype.name)
 @pytest.mark.parametrize("targets, sources, options, error, text", [
     ([], [], {}, ValueError, "`targets` must hold at least one variable, got "
      "none."),
-    ([[]], [[]], {}, ValueError, "`targets[0]` must hold at least one variable, "
-     "got none."),
-    ([T], [], {}, ValueError, "`sources` must hold one source for each of the 1 "
-     "variables, got 0. Several sources of each are several lists."),
+    ([[]], [[]], {}, ValueError, "`targets[0]` must hold at least one "
+     "variable, got none."),
+    ([T], [], {}, ValueError, "`sources` must hold one source for each of the "
+     "1 variables, got 0. Several sources of each are several lists."),
     ([T], [S, U], {}, ValueError, "`sources` must hold one source for each of "
      "the 1 variables, got 2. Several sources of each are several lists."),
-    ([T], [[S], [S, U]], {}, ValueError, "`sources[1]` must hold one source for "
-     "each of the 1 variables, got 2. Several sources of each are several "
+    ([T], [[S], [S, U]], {}, ValueError, "`sources[1]` must hold one source "
+     "for each of the 1 variables, got 2. Several sources of each are several "
      "lists."),
     ([[T], [S, U]], [[S]], {}, ValueError, "`targets[1]` must hold one target "
      "for each of the 1 variables, got 2. Several targets of each are several "
@@ -943,10 +948,10 @@ H, B = (tf.Variable([1.], dtype=dtype, name=dtype.name)
      "float32 or float16 or bfloat16, got string."),
     ([INT], [INT], {}, TypeError, "`targets[0]` ('int:0') must be of dtype "
      "float16 or bfloat16 or float32 or float64, got int32."),
-    ([T], [INT], {}, TypeError, "`sources[0]` ('int:0') must be of dtype float32 "
-     "or float16 or bfloat16, got int32."),
-    ([T], [D], {}, TypeError, "`sources[0]` ('D:0') must be of dtype float32 or "
-     "float16 or bfloat16, got float64."),
+    ([T], [INT], {}, TypeError, "`sources[0]` ('int:0') must be of dtype "
+     "float32 or float16 or bfloat16, got int32."),
+    ([T], [D], {}, TypeError, "`sources[0]` ('D:0') must be of dtype float32 "
+     "or float16 or bfloat16, got float64."),
     ([D], [T], {}, TypeError, "`sources[0]` ('T:0') must be of dtype float64, "
      "got float32."),
     ([H], [B], {}, TypeError, "`sources[0]` ('bfloat16:0') must be of dtype "
@@ -1007,8 +1012,10 @@ def test_a_handle_that_tells_nothing():
 
 
 @pytest.mark.parametrize("ref", [False, True])
-@pytest.mark.parametrize("dtype", [tf.half, tf.bfloat16, tf.float32, tf.float64])
-@pytest.mark.parametrize("other", [tf.half, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("dtype",
+                         [tf.half, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("other",
+                         [tf.half, tf.bfloat16, tf.float32, tf.float64])
 @pytest.mark.parametrize("where", ["targets[1]", "sources[0]", "tensors[0]"])
 def test_dtypes(ref, dtype, other, where):
   fits = other == dtype or (other == tf.float32 and dtype in (tf.half,

@@ -133,8 +133,8 @@ def test_nobody_has_opened_a_round(mode):
       "seconds: start the chief with its hook")):
     rounds.wait(-1, 0.01)
   with pytest.raises(FailedPrecondition, match=(
-      f"got round 0 of averaging rounds '{rounds.name}', which is not yet open, "
-      "round -1 is open")):
+      f"got round 0 of averaging rounds '{rounds.name}', which is not yet "
+      "open, round -1 is open")):
     rounds.gather(0, 1)
   assert rounds.next(-1) == 0
 
@@ -169,7 +169,8 @@ def test_what_is_refused(mode):
   # Over; and never to come.
   for r in (0, -1, -2):
     assert not rounds.push("a", r, [2.])
-  with pytest.raises(FailedPrecondition, match="must have values of worker 'a'"):
+  with pytest.raises(FailedPrecondition,
+                     match="must have values of worker 'a'"):
     rounds.mean(1, ["a"], center)
   # Gathered.
   rounds.push("a", 1, [3.])
@@ -355,9 +356,9 @@ def test_too_few_came_in_time(mode):
   for worker, names in (("b", "'b'"), ("a", "'a', 'b'")):
     rounds.push(worker, 0)
     with pytest.raises(DeadlineExceeded, match=(
-        rf"round 0 of averaging rounds '{rounds.name}' got values of \d workers "
-        rf"within 0.01 seconds \({names}\), but needs 3 of 3: restart the "
-        "others")):
+        rf"round 0 of averaging rounds '{rounds.name}' got values of \d "
+        rf"workers within 0.01 seconds \({names}\), but needs 3 of 3: restart "
+        "the others")):
       rounds.gather(0, 3, 0.01)
   # It can be tried again.
   assert rounds.push("c", 0)
@@ -888,7 +889,8 @@ def test_the_mean_of_what_is_all_the_same(mode, dtype, m):
 
 
 @pytest.mark.parametrize("dtype, large", [
-    (HALF, 40000), (BFLOAT16, 2.0**127), (FLOAT, 2.0**127), (DOUBLE, 2.0**1023)],
+    (HALF, 40000), (BFLOAT16, 2.0**127), (FLOAT, 2.0**127),
+    (DOUBLE, 2.0**1023)],
                          ids=name_of)
 def test_the_mean_of_large_numbers(mode, dtype, large):
   rounds = opened(mode, 3)
@@ -1238,7 +1240,8 @@ def test_a_handle_of_something_else(mode):
             "rounds must be those of Wrapopt>AveragingRounds on this device: ",
             lambda: build(table()))  # pylint: disable=cell-var-from-loop
   if mode.name != "ref-graph":
-    refused(mode, centers, InvalidArgument, r"centers\[0\] .* is not a variable",
+    refused(mode, centers, InvalidArgument,
+            r"centers\[0\] .* is not a variable",
             lambda: raw.wrapopt_averaging_mean(
                 rounds.handle, 0, ["a"], [table()], T=tf.float32))
 
@@ -1364,7 +1367,8 @@ def test_what_the_functions_refuse():
        r"`values\[1\]` must be of dtype float16 or .*, got int32"),
       (lambda: mean(), ValueError, "`centers` must hold at least one variable"),
       (lambda: mean(v, [1.]), TypeError, r"`centers\[1\]` must be a variable"),
-      (lambda: mean(w), TypeError, r"`centers\[0\]` .*must be of dtype float16"),
+      (lambda: mean(w), TypeError,
+       r"`centers\[0\]` .*must be of dtype float16"),
       (lambda: tf.function(mean)(v, double), ValueError,
        r"centers\[1\] must be of dtype float, the op's, got double"),
       (lambda: mean(v, value=-1), InvalidArgument,
@@ -1383,7 +1387,8 @@ def test_centers_that_do_not_go_together(mode):
     far = mode.uninitialized([1.], name="far")
   with pytest.raises(ValueError, match=(
       r"`centers\[1\]` \('far:0'\) must be on the device of `centers\[0\]` "
-      r"\('v:0'\), '', got '/device:CPU:1'. Each device has rounds of its own")):
+      r"\('v:0'\), '', got '/device:CPU:1'. Each device has rounds of its "
+      "own")):
     ops.averaging_mean(handle, 0, ["a"], [v, far])
   with pytest.raises(TypeError, match=r"`centers\[1\]` \('u:0'\) must be a "
                      r"(ref|resource) variable as centers\[0\]"):

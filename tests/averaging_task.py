@@ -11,7 +11,7 @@ tf1 = tf.compat.v1
 
 
 def gate():
-  """(step, ...) for a staleness gate: its ticket tells when a step has ended."""
+  """(step, ...) for a staleness gate."""
   with tf1.variable_scope("gate", use_resource=True):
     return [tf1.get_variable(name, shape, dtype, tf1.zeros_initializer(),
                              trainable=False)

@@ -121,6 +121,6 @@ def test_command(monkeypatch, tmp_path, capsys):
   assert lines[title + 1].split() == ["ms", "+-", "x", "accumulators",
                                       "transfers", "MB"]
   assert [row.split("  ")[0] for row in lines[title + 2:title + 4]] == _ROUNDS
-  title = lines.index("some: 9 variables, a step between rounds of a worker and "
-                      "a parameter server")
-  assert [row.split("  ")[0] for row in lines[title + 2:]] == _STEPS
+  title = lines.index("some: 9 variables, a step between rounds of a worker "
+                      "and a parameter server")
+  assert [row.split("  ")[0] for row in lines[title + 2:-2]] == _STEPS

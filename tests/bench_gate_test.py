@@ -53,9 +53,11 @@ def test_command(monkeypatch, tmp_path, capsys):
   command.main(["gate", "--quick", "--sets", "some", "--json", str(path)])
   results = json.loads(path.read_text())["results"]
   assert [r["contender"] for r in results] == _CONTENDERS
-  assert results[0]["of_ungated"] == 1 and results[3]["of_cond"] == 1
+  assert results[0]["of_ungated"] == 1 and results[2]["of_stock"] == 1
+  assert results[3]["of_cond"] == 1
   assert {r["rounds"] for r in results} == {5}
-  title, header, *rows = capsys.readouterr().out.strip().splitlines()[2:]
+  title, header, *rows = capsys.readouterr().out.strip().splitlines()[2:-2]
   assert title == "some: 3 variables, 126 numbers"
-  assert header.split() == ["ms", "+-", "x", "ungated", "x", "tf.cond"]
+  assert header.split() == ["ms", "+-", "x", "ungated", "x", "stock", "x",
+                            "tf.cond"]
   assert [row.split("  ")[0] for row in rows] == _CONTENDERS

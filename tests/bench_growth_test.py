@@ -38,14 +38,14 @@ def test_command(tmp_path, capsys, monkeypatch):
     assert r["microseconds"] > 0 and r["rounds"] == 5
     assert r["x_first"] == 1 or r["size"] not in (1, 600)
   assert plot.read_bytes().startswith(b"\x89PNG")
-  blocks = capsys.readouterr().out.strip().split("\n\n")[1:]
+  blocks = capsys.readouterr().out.strip().split("\n\n")[1:-1]
   assert [block.splitlines()[0] for block in blocks] == [
       "gate, threads, per admitted step", "rounds, eager, per push",
       "variables, session, per variable",
       "variables, tf.function, per variable", "rows, tf.function, per step"]
   assert [len(block.splitlines()) for block in blocks] == [4] * 5
   command.main(["growth", "--parts", "rounds", "--largest", "2"])
-  assert capsys.readouterr().out.count("\n") == 5
+  assert capsys.readouterr().out.count("\n") == 7
 
 
 def test_bytes_of_what_is_pushed():

@@ -1,8 +1,12 @@
 """The benchmarks run, and their contenders do the same work."""
 
+import datetime
 import importlib.util
 import json
 import os
+import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
@@ -105,6 +109,15 @@ def test_table():
       "       ms\n"
       "a     1.0\n"
       "bcd  10.0")
+
+
+def test_busy_cores():
+  """A process that only computes is other work."""
+  with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+    try:
+      assert harness.busy_cores(2) > 0.2
+    finally:
+      process.kill()
 
 
 def test_threads():
@@ -215,7 +228,11 @@ def test_command(monkeypatch, tmp_path, capsys):
   written = json.loads(path.read_text())
   assert written["benchmark"] == "ema"
   assert written["environment"].keys() == {
-      "wrapopt", "TensorFlow", "kernels", "threads", "processor", "load"}
+      "wrapopt", "TensorFlow", "kernels", "threads", "processor", "load",
+      *(["PyTorch"] if importlib.util.find_spec("torch") else [])}
+  assert written["command"] == "python -m wrapopt.bench ema --quick --sets some"
+  assert written["date"] == datetime.date.today().isoformat()
+  assert written["machine"] in ("quiet", "busy")
   results = written["results"]
   assert len(results) == 2 * (1 + len(_CONTENDERS))
   assert {r["averages"] for r in results} == {1, 3}
@@ -227,6 +244,42 @@ def test_command(monkeypatch, tmp_path, capsys):
   assert "turn" not in output.out and "turn" in output.err
 
 
+@pytest.mark.parametrize("before, after, machine", [
+    (0.1, 0.0, "quiet"), (0.0, 0.11, "busy"), (0.11, 0.0, "busy")])
+def test_command_says_whether_the_machine_is_busy(
+    before, after, machine, monkeypatch, tmp_path, capsys):
+  busy = [before, after]
+  monkeypatch.setattr(harness, "busy_cores", lambda: busy.pop(0))
+  monkeypatch.setattr(ema, "run", lambda options: [])
+  path = tmp_path / "results.json"
+  command.main(["ema", "--json", str(path)])
+  assert json.loads(path.read_text())["machine"] == machine
+  assert capsys.readouterr().out.endswith(
+      f"{machine} machine: other work used {before:.2f} cores before and "
+      f"{after:.2f} after\n")
+
+
+def test_command_of_a_result():
+  assert command._command(["keras", "--json", "a file", "--models", "a b"]) == (
+      "python -m wrapopt.bench keras --models 'a b'")
+
+
+def test_command_of_plain_hlo(monkeypatch):
+  monkeypatch.setenv("WRAPOPT_XLA_ON_CPU", "hlo")
+  assert command._command(["xla"]) == (
+      "WRAPOPT_XLA_ON_CPU=hlo python -m wrapopt.bench xla")
+
+
+def test_progress_is_printed_at_once(monkeypatch):
+  """A pipe, unlike a terminal, shows only what is flushed."""
+  read, write = os.pipe()
+  os.set_blocking(read, False)
+  with open(read, "rb", buffering=0) as out, open(write, "w") as pipe:
+    monkeypatch.setattr(sys, "stdout", pipe)
+    harness.progress("some, SGD")("built")
+    assert out.read(100) == b"some, SGD: built, 0 s\n"
+
+
 def test_command_without_arguments_runs_all_sets(monkeypatch):
   asked = []
   monkeypatch.setattr(ema, "measure",
@@ -235,7 +288,8 @@ def test_command_without_arguments_runs_all_sets(monkeypatch):
   command.main(["ema"])
   assert asked == [(name, n, k, 15)
                    for name, n in (("2x4096x4096", 2), ("resnet50", 161),
-                                   ("400x256", 400), ("bert-base", 199)) for k in (1, 3)]
+                                   ("400x256", 400), ("bert-base", 199))
+                   for k in (1, 3)]
 
 
 def _in_torch(optimizer):
@@ -273,13 +327,23 @@ def test_measure_steps(optimizer, slots, capsys):
     if mode in graphs and contender != "no step":
       assert r["ops"] > 0 and r["build_seconds"] > 0
     assert ("adds_milliseconds" in r) == (mode == "train function")
+    assert ("x_torch" in r) == (bool(_in_torch(optimizer)) and
+                                mode not in ("limit", "PyTorch"))
   assert by_key["train function", "no step"]["adds_milliseconds"] == 0
   for mode in graphs:
     assert by_key[mode, "stock"]["x_stock"] == 1
     assert by_key[mode, "stock + EMA"]["x_stock_ema"] == 1
     assert (by_key[mode, "wrapopt K=1"]["ops"] <
             by_key[mode, "stock + EMA"]["ops"])
-  title, header, *rows = capsys.readouterr().out.strip().splitlines()
+  progress, _, printed = capsys.readouterr().out.partition("\n\n")
+  assert [re.fullmatch(rf"some, {optimizer}: (.*), \d+ s", line)[1]
+          for line in progress.splitlines()] == [
+              "v1 session built", "tf.function built", "train function built",
+              "v1 session checked", "tf.function checked",
+              "train function checked", "eager checked",
+              *(["PyTorch started"] if _in_torch(optimizer) else []),
+              "3 rounds done"]
+  title, header, *rows = printed.strip().splitlines()
   assert title.startswith(f"some: 3 variables, 126 numbers, {optimizer}:")
   assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock",
                             "x", "stock+EMA", "adds", "ops", "build", "s"]
@@ -338,7 +402,8 @@ def test_a_step_that_does_other_work_is_refused(off):
   state = {}
 
   def place():
-    state.update(values=np.zeros(2), slots=np.zeros(2), averages=np.zeros((5, 2)))
+    state.update(values=np.zeros(2), slots=np.zeros(2),
+                 averages=np.zeros((5, 2)))
 
   def take(rows, extra):
     state["values"] += 1 + extra.get("values", 0)
@@ -365,9 +430,10 @@ def test_step_command(monkeypatch, tmp_path):
       harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
   path = tmp_path / "results.json"
   command.main(["step", "--quick", "--sets", "some", "--optimizers", "SGD",
-                "--json", str(path)])
+                "--modes", "v1 session", "eager", "--json", str(path)])
   results = json.loads(path.read_text())["results"]
-  assert len(results) == 3 + 4 * len(_STEPS) + 1 + len(_in_torch("SGD"))
+  assert [r["mode"] for r in results] == (
+      3 * ["limit"] + len(_STEPS) * ["v1 session"] + len(_STEPS) * ["eager"])
   assert {r["optimizer"] for r in results} == {"SGD"}
 
 

@@ -57,7 +57,7 @@ def test_command(optimizer, monkeypatch, tmp_path, capsys):
     assert r["hlo"] > 0 and r["optimized_hlo"] > 0
   # XLA makes as small a program of ours.
   assert results[3]["optimized_hlo"] <= results[1]["optimized_hlo"]
-  title, header, *rows = capsys.readouterr().out.strip().splitlines()[2:]
+  title, header, *rows = capsys.readouterr().out.strip().splitlines()[2:-2]
   assert title == f"some: 3 variables, 126 numbers, {optimizer}"
   assert header.split() == ["ms", "+-", "x", "of", "trace", "s", "compile", "s",
                             "HLO"]

@@ -106,7 +106,8 @@ def test_the_kernel_refuses_what_does_not_fit():
     _native.merge([], [], None, x, True, 0, 4)
   with pytest.raises(ValueError, match="takes 1 weights, got 2"):
     _native.merge([x], [1, 2], None, x, True, 0, 4)
-  with pytest.raises(ValueError, match=r"inputs\[1\] misshapen: got 3 elements"):
+  with pytest.raises(ValueError,
+                     match=r"inputs\[1\] misshapen: got 3 elements"):
     _native.merge([x, x[:3]], [1, 2], None, x, True, 0, 4)
   with pytest.raises(ValueError, match="at most 4, got 0 and 5"):
     _native.merge([x], [1], None, x, True, 0, 5)
@@ -557,8 +558,8 @@ def test_bad_arguments(tmp_path, two):
       (ValueError, "sum of `weights` must be greater than 0, got 0",
        checkpoints.merge, (two, out, [1, -1]), {}),
       (ValueError, "`decay` must be in", checkpoints.ema, (two, out, 1.5), {}),
-      (ValueError, "`window` must be an integer from 1 to the number of inputs, "
-       "2, got 3", checkpoints.lawa, (two, out, 3), {}),
+      (ValueError, "`window` must be an integer from 1 to the number of "
+       "inputs, 2, got 3", checkpoints.lawa, (two, out, 3), {}),
       (FileNotFoundError, "There is no checkpoint .*none", checkpoints.lawa,
        (tmp_path / "none", out), {}),
       (ValueError, "must not end in '.keras', '.h5'", checkpoints.merge,
@@ -600,7 +601,8 @@ def test_files_are_those_that_tensorflow_writes(tmp_path):
   values.update({
       "scalar": np.ones((), np.float32), "cube": np.ones((2, 3, 4), np.float16),
       "empty": np.zeros((0, 2), np.int32), "no string": np.zeros(0, object),
-      "rows": rng.random((9, 5), np.float32), "string": np.array(b"a\0", object),
+      "rows": rng.random((9, 5), np.float32),
+      "string": np.array(b"a\0", object),
       "strings": np.array([[b"", b"x" * 127], [b"y" * 128, b"z" * 70_000]],
                           object)})
   names = sorted(values)
@@ -730,7 +732,8 @@ def test_a_damaged_archive(tmp_path, which):
   data[weights.file_size // 2] ^= 1
   damaged.write_bytes(data)
   refused(tmp_path, OSError, f"The file .*{damaged.name} is damaged: the "
-          "checksum of model.weights.h5 is 0x.*, written as 0x.*Use another copy",
+          "checksum of model.weights.h5 is 0x.*, written as 0x.*"
+          "Use another copy",
           checkpoints.merge, paths, tmp_path / "more" / "out.keras")
 
 

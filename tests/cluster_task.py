@@ -139,7 +139,8 @@ def traffic(task, prefix, fused, v2):
   """What a parameter server gets and runs for a gradient.
 
   Returns:
-    {"admitted" or "dropped": {"received": [what and how much], "ran": [nodes]}}.
+    {"admitted" or "dropped": {"received": [what and how much],
+                               "ran": [nodes]}}.
   """
   g = trained(task, prefix, 0, fused, v2)
   answer = {}

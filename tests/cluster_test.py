@@ -121,7 +121,8 @@ def test_a_worker_that_is_killed_in_the_middle_of_an_update(cluster, tmp_path):
           tf1.get_variable(name, shape, dtype, trainable=False)
           for name, shape, dtype in (("global_step", [], tf.int64),
                                      ("stale_counter", [], tf.float32),
-                                     ("staleness_histogram", [2, 64], tf.int64))]
+                                     ("staleness_histogram", [2, 64],
+                                      tf.int64))]
     record = ops.staleness_record(step)
     recorded = tf1.placeholder(tf.int64, [])
     verdict = ops.staleness_gate(step, counter, histogram, recorded, 0)

@@ -346,7 +346,8 @@ def test_maps(make, kind):
   for m in maps.values():
     assert v in m and other not in m and "v" not in m and len(m) == 1
     assert list(m.items()) == [(v, m[v])] and m.get(other) is None
-    with pytest.raises(KeyError, match="'other:0' must be a variable that the cu"):
+    with pytest.raises(KeyError,
+                       match="'other:0' must be a variable that the cu"):
       m[other]
     del m[v]
     assert v not in m and not m

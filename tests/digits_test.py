@@ -147,7 +147,8 @@ def test_a_restored_model_that_differs_is_an_error(monkeypatch, tmp_path):
   restore = digits.restore
   monkeypatch.setattr(
       digits, "restore", lambda *args: np.nextafter(restore(*args), np.inf))
-  with pytest.raises(SystemExit, match="is not the averaged one: logits differ"):
+  with pytest.raises(SystemExit,
+                     match="is not the averaged one: logits differ"):
     digits.main(["--steps", "2", "--out", str(tmp_path)])
   assert not (tmp_path / "results.json").exists()
 
@@ -176,8 +177,8 @@ def test_a_missing_package_is_said_before_any_work(
     digits.main(["--out", str(out)])
   assert str(e.value) == (
       "The examples, benchmarks and commands need the Python module "
-      f"'{package}', which is not installed. Install it and what else they need "
-      "with: pip install matplotlib scikit-learn tqdm")
+      f"'{package}', which is not installed. Install it and what else they "
+      "need with: pip install matplotlib scikit-learn tqdm")
   assert not out.exists()
 
 

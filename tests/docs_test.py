@@ -3,17 +3,25 @@
 import doctest
 import inspect
 import itertools
+import json
 import multiprocessing
 import os
 import re
 import runpy
 
+import keras
 import pytest
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 import wrapopt
+import wrapopt.checkpoints
+import wrapopt.keras
+from wrapopt import __main__ as info
+from wrapopt import _native
 from wrapopt._v1 import _composition
+from wrapopt.bench import __main__ as command
+from wrapopt.bench import tables
 
 ROOT = os.path.dirname(os.path.dirname(__file__))
 GUIDES = ["README.md", *sorted(
@@ -96,6 +104,171 @@ def test_what_may_wrap_what():
               for pair in itertools.product(columns, repeat=2)}
 
 
+def _rows(text, header):
+  """The cells of the rows of a table that begins with a header: lists."""
+  lines = text[text.index(f"| {header} |"):].partition("\n\n")[0].splitlines()
+  return [[cell.strip() for cell in line.strip("|").split(" | ")]
+          for line in lines[2:]]
+
+
+def test_all_ops_are_listed():
+  """The first table of ops.md, with the devices that have kernels."""
+  rules = [name for name, rule in _native.rules().items() if rule.is_update]
+  listed = {}
+  for names, _, _, kernels in _rows(read("wrapopt/docs/ops.md"), "op"):
+    for name in re.findall("`(.*?)`", names):
+      for rule in rules if "<Rule>" in name else [""]:
+        for ref in ["", "Ref"] if "[Ref]" in name else [""]:
+          op = name.replace("<Rule>", rule).replace("[Ref]", ref)
+          assert op not in listed
+          # XLA knows no ref variables.
+          listed[op] = set(kernels.split(", ")) - ({"XLA"} if ref else set())
+  assert listed == {
+      op: {"XLA" if device.startswith("XLA") else device for device in devices}
+      for op, devices in info.devices_of_kernels().items()}
+
+
+def test_all_rules_are_listed():
+  """The second table of ops.md, and the sentence after it."""
+  text = read("wrapopt/docs/ops.md")
+  listed = {}
+  for rule, _, states, moved in _rows(text, "rule of `wrapopt.ops.apply`"):
+    name, *attributes = re.findall("`(.*?)`", rule)
+    listed[name] = (re.findall("`(.*?)`", states), moved)
+    scalars = [s.strip("?") for s in _native.rules()[name].scalars]
+    assert set(attributes) <= set(scalars)
+    assert ("weight_decay" in scalars) == ("weight_decay" in attributes)
+  # The gradient is read; each state and average is read and written.
+  assert listed == {
+      name: (rule.states, f"{4 * (1 + 2 * len(rule.states))}, 8")
+      for name, rule in _native.rules().items() if rule.is_update}
+  others = re.search(r"Two more rules are (.*?)\.\s", text, re.S)[1]
+  assert ([name for name in _native.rules() if name not in listed] ==
+          [name for name in re.findall("`(.*?)`", others)
+           if name != "averaging_assign"])
+
+
+@pytest.mark.parametrize("module", [
+    wrapopt, wrapopt.checkpoints, wrapopt.keras, wrapopt.ops,
+    wrapopt.sysconfig], ids=lambda module: module.__name__)
+def test_the_changelog_names_all_that_is_public(module):
+  named = set(re.findall(r"[\w.]+", " ".join(
+      re.findall("`(.*?)`", read("CHANGELOG.md"), re.S))))
+  named |= {part for name in named for part in name.split(".")}
+  assert set(module.__all__) <= named
+
+
+def test_figures():
+  """All of them are in the results that the repository has."""
+  assert not tables.differing(ROOT)
+
+
+FIGURES = ["README.md", "wrapopt/bench/README.md"]
+
+
+def test_all_figures_are_made():
+  used = []
+  for document in FIGURES:
+    used += re.findall("<!-- figures: (.*) -->", read(document))
+    # A time, a share or a ratio.
+    by_hand = re.search(r"\d (ms|us|s|seconds|milliseconds|microseconds|%|"
+                        r"GB/s|times)(?!\w)|\dx ", re.sub(
+        "<!-- figures.*?<!-- end of figures -->", "", read(document),
+        flags=re.S))
+    assert not by_hand, by_hand
+  assert sorted(used) == sorted(tables.BLOCKS)
+
+
+@pytest.fixture
+def copy(tmp_path):
+  """A copy of the documents with figures, and of the results."""
+  folder = "wrapopt/bench/results"
+  for name in [*FIGURES, *(f"{folder}/{name}" for name in os.listdir(
+      os.path.join(ROOT, folder)))]:
+    path = tmp_path / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(read(name), encoding="utf-8")
+  return tmp_path
+
+
+@pytest.mark.parametrize("document, figure, other", [
+    ("README.md", "| 1.02 |", "| 0.91 |"),
+    ("wrapopt/bench/README.md", "Machine: busy", "Machine: quiet")])
+def test_a_changed_document_is_written_again(copy, monkeypatch, document,
+                                             figure, other, capsys):
+  monkeypatch.setattr(tables, "_ROOT", str(copy))
+  command.main(["tables", "--check"])
+  path = copy / document
+  text = path.read_text(encoding="utf-8")
+  assert figure in text
+  path.write_text(text.replace(figure, other, 1), encoding="utf-8")
+  with pytest.raises(SystemExit, match="Run python -m wrapopt.bench tables."):
+    command.main(["tables", "--check"])
+  assert capsys.readouterr().out == f"{document} differs from the results\n"
+  command.main(["tables"])
+  assert path.read_text(encoding="utf-8") == text
+
+
+def test_tables_need_the_sources(tmp_path, monkeypatch):
+  monkeypatch.setattr(tables, "_ROOT", str(tmp_path))
+  with pytest.raises(SystemExit, match="must hold the sources of wrapopt, got"):
+    command.main(["tables"])
+
+
+def test_a_changed_result_changes_all_documents(copy):
+  path = copy / "wrapopt/bench/results/step.json"
+  of_run = json.loads(path.read_text(encoding="utf-8"))
+  result, = [r for r in of_run["results"]
+             if (r["set"], r["optimizer"], r["mode"], r["contender"]) == (
+                 "resnet50", "Adam", "v1 session", "wrapopt K=1")]
+  result["x_stock"] = 7.89
+  path.write_text(json.dumps(of_run), encoding="utf-8")
+  differing = tables.differing(str(copy))
+  assert list(differing) == FIGURES
+  for text in differing.values():
+    assert text.count("7.89") == 1
+
+
+def test_table_of_figures():
+  """A column without a figure is left out."""
+  of_run = {
+      "command": "python -m wrapopt.bench gate", "date": "2030-01-02",
+      "machine": "quiet", "environment": {"processor": "P", "threads": 8},
+      "results": [
+          {"set": "400x256", "contender": "ungated, stock", "rounds": 15,
+           "milliseconds": 0.12345},
+          {"set": "400x256", "contender": "gated, admitted", "of_stock": 0.5},
+          {"set": "resnet50", "contender": "ungated, stock",
+           "milliseconds": 12345.6}]}
+  assert tables.block("gate", {"gate": of_run}) == """\
+<!-- figures: gate -->
+| variables | stock, ungated, ms | admitted, x stock |
+|---|---|---|
+| 400 x 256 | 0.123 | 0.50 |
+| ResNet-50 (161) | 12,346 | |
+
+`python -m wrapopt.bench gate`, 2030-01-02, P, 8 threads, 15 rounds. Machine:
+quiet.
+<!-- end of figures -->"""
+  with pytest.raises(SystemExit, match="The figures must be of costs, .*, got"):
+    tables.block("gates", {})
+
+
+def test_runs_of_one_machine_are_described_together():
+  def run_of(name, machine):
+    return {"command": f"bench {name}", "date": "2030-01-02",
+            "machine": machine, "results": [{"rounds": 15}],
+            "environment": {"processor": "P", "threads": 8}}
+
+  facts = "2030-01-02, P, 8 threads, 15 rounds. Machine:"
+  assert tables._origin([run_of("a", "quiet"), run_of("b", "quiet")]) == (
+      f"`bench a`, `bench b`, {facts} quiet.")
+  assert tables._origin([run_of("a", "quiet"), run_of("b", "busy")]) == (
+      f"`bench a`, {facts} quiet. `bench b`, {facts} busy.")
+  with pytest.raises(ValueError, match="must be of quiet, .*, got idle"):
+    tables._origin([run_of("a", "idle")])
+
+
 def test_the_readme_is_short():
   assert len(read("README.md").splitlines()) <= 200
 
@@ -112,8 +285,9 @@ def test_links(guide):
 def documented():
   """Public functions and classes, with their methods: {name: object}."""
   found = {}
-  for module in (wrapopt, wrapopt.ops, wrapopt.sysconfig):
-    for name in getattr(module, "__all__", ()):
+  for module in (wrapopt, wrapopt.checkpoints, wrapopt.keras, wrapopt.ops,
+                 wrapopt.sysconfig):
+    for name in module.__all__:
       thing = getattr(module, name)
       if callable(thing):
         found[f"{module.__name__}.{name}"] = thing
@@ -121,7 +295,10 @@ def documented():
         found.update({
             f"{module.__name__}.{name}.{method}": function
             for method, function in vars(thing).items()
-            if not method.startswith("_") and callable(function)})
+            if not method.startswith("_") and callable(function)
+            # A method of a class of TensorFlow or Keras is described there.
+            and not any(method in vars(base) for base in thing.__mro__
+                        if not base.__module__.startswith("wrapopt"))})
   return found
 
 
@@ -130,7 +307,7 @@ def test_docstring(name):
   thing = documented()[name]
   assert inspect.getdoc(thing), f"{name} has no docstring"
   tests = doctest.DocTestFinder(recurse=False).find(
-      thing, name, globs={"tf": tf, "wrapopt": wrapopt})
+      thing, name, globs={"keras": keras, "tf": tf, "wrapopt": wrapopt})
   runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
   for test in tests:
     runner.run(test)

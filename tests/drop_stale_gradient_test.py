@@ -28,7 +28,8 @@ PLACES = [(kind, v2) for kind in GRAPH_MODES for v2 in (False, True)]
 
 
 @pytest.fixture(params=["eager", "function", *PLACES],
-                ids=lambda p: p if isinstance(p, str) else f"{p[0]}-v{1 + p[1]}")
+                ids=lambda p: (p if isinstance(p, str)
+                               else f"{p[0]}-v{1 + p[1]}"))
 def place(request):
   """Eager, in a tf.function, and in graphs of all kinds."""
   if isinstance(request.param, str):
@@ -93,7 +94,7 @@ class Model:
     return self.opt.apply_gradients(pairs, self.step, **arguments)
 
   def apply(self, recorded):
-    """One update from weights of that step; returns what apply_gradients did."""
+    """One update from weights of that step; the result of apply_gradients."""
     if self.session:
       return self.session.run(self.train, {self.recorded: recorded})
     return self._apply(tf.constant(recorded, tf.int64))
@@ -517,7 +518,8 @@ def test_a_staleness_that_is_no_integer(staleness):
 
 
 def test_a_staleness_tensor_that_is_no_integer():
-  with pytest.raises(TypeError, match="must be an integer, got a tensor of dty"):
+  with pytest.raises(TypeError,
+                     match="must be an integer, got a tensor of dty"):
     Drop(sgd(), tf.constant(1.0))
 
 
@@ -561,7 +563,8 @@ def test_another_step(place):
     loss = (lambda: w * 1.0) if place in ("eager", "function") else w * 1.0
     opt.apply_gradients(opt.compute_gradients(loss, [w]), other)
 
-  with pytest.raises(ValueError, match="must be the step variable that was rec"):
+  with pytest.raises(ValueError,
+                     match="must be the step variable that was rec"):
     (tf.function(train) if place == "function" else train)()
 
 

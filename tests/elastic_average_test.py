@@ -831,7 +831,8 @@ def test_init_op_is_refused(kind):
     opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 2, getter,
                                           synchronous=True)
     tf1.get_variable("other", [2])
-    with pytest.raises(ValueError, match="must have made at least one variable"):
+    with pytest.raises(ValueError,
+                       match="must have made at least one variable"):
       opt.get_init_op(0)
     for number in (-1, 2):
       with pytest.raises(ValueError, match=r"`task_index` must be in \[0, 2\), "
@@ -1012,5 +1013,6 @@ def test_a_swapping_saver_of_nothing(kind):
     getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
     opt = wrapopt.ElasticAverageOptimizer(sgd(1.0), 1, getter)
     tf1.get_variable("other", [1])
-    with pytest.raises(RuntimeError, match="needs at least one center, got none"):
+    with pytest.raises(RuntimeError,
+                       match="needs at least one center, got none"):
       opt.swapping_saver()

@@ -140,7 +140,7 @@ def other_threads_that_run(function):
 def test_a_large_update_is_parallel_and_a_small_one_is_not():
   # Eager ops run in the thread that calls them.
   def update(elements):
-    value, shadow = tf.Variable(tf.ones(elements)), tf.Variable(tf.ones(elements))
+    value, shadow = (tf.Variable(tf.ones(elements)) for _ in range(2))
     return lambda: ema_update([shadow], [value], 0.5)
 
   large, small = update(4_000_000), update(20_000)
@@ -334,7 +334,8 @@ def test_one_op_serves_400_variables_in_a_function():
 
 @modes.only(*modes.graphs())
 def test_one_op_for_each_pair_of_dtypes(mode):
-  values = [mode.variable(np.ones(2, dtype)) for dtype in (FLOAT, np.float64) * 3]
+  values = [mode.variable(np.ones(2, dtype))
+            for dtype in (FLOAT, np.float64) * 3]
   shadows = [mode.variable(np.zeros(2, dtype))
              for dtype in (FLOAT, np.float64) * 3]
   before = len(op_types(mode.graph))
@@ -587,8 +588,8 @@ def test_another_shape(mode):
   t_name, v_name = (" " + called(name) if mode.name == "eager" else ""
                     for name in ("t", "v0"))
   refused(mode, [v, s, t], at_build(mode, InvalidArgument),
-          rf"shadows\[1\]{t_name} misshapen: got \[3\] but expected \[2\] \(the "
-          rf"shape of values\[1\]{v_name}\)",
+          rf"shadows\[1\]{t_name} misshapen: got \[3\] but expected \[2\] "
+          rf"\(the shape of values\[1\]{v_name}\)",
           lambda: raw_update(mode, [s, t], [v, v], [0.5]))
 
 
@@ -597,8 +598,8 @@ def test_another_shape_that_shows_when_it_runs(mode):
   t = mode.variable([5., 6., 7.], name="t", shape=tf.TensorShape(None))
   w = mode.variable([5., 6., 7.], name="w", shape=tf.TensorShape(None))
   refused(mode, [v, s, t], InvalidArgument,
-          rf"shadows\[1\] {called('t')} misshapen: got \[3\] but expected \[2\] "
-          rf"\(the shape of values\[1\] {called('v0')}\)",
+          rf"shadows\[1\] {called('t')} misshapen: got \[3\] but expected "
+          rf"\[2\] \(the shape of values\[1\] {called('v0')}\)",
           lambda: ema_update([s, t], [v, v], 0.5))
   mode.run(lambda: ema_update([t, s], [w, v], 0))
   assert [x.tolist() for x in mode.values([t, s])] == [[5, 6, 7], [1, 2]]
@@ -700,7 +701,8 @@ def test_shapes(ref, shadow, value, fits):
     op = raw.wrapopt_ema_update_ref if ref else raw.wrapopt_ema_update
     types = {} if ref else {"T": tf.float32, "S": tf.float32}
     # The first of each is good; the second shadow of the second value is not.
-    values = [handle_of(ref, tf.float32, [5]), handle_of(ref, tf.float32, value)]
+    values = [handle_of(ref, tf.float32, [5]),
+              handle_of(ref, tf.float32, value)]
     shadows = [handle_of(ref, tf.float32, shape)
                for shape in ([5], value, [5], shadow)]
     if fits:
@@ -737,8 +739,10 @@ def test_a_handle_that_tells_nothing():
 
 
 @pytest.mark.parametrize("ref", [False, True])
-@pytest.mark.parametrize("value", [tf.half, tf.bfloat16, tf.float32, tf.float64])
-@pytest.mark.parametrize("shadow", [tf.half, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("value",
+                         [tf.half, tf.bfloat16, tf.float32, tf.float64])
+@pytest.mark.parametrize("shadow",
+                         [tf.half, tf.bfloat16, tf.float32, tf.float64])
 def test_pairs_of_dtypes(ref, value, shadow):
   with tf.Graph().as_default():
     v, s = handle_of(ref, value, []), handle_of(ref, shadow, [])
@@ -754,7 +758,8 @@ def test_pairs_of_dtypes(ref, value, shadow):
     with pytest.raises(ValueError) as e:
       update()
     assert (f"shadows must be of dtype {name(value)}, the values'"
-            f"{', or float' if low else ''}, got {name(shadow)}") in str(e.value)
+            f"{', or float' if low else ''}, got {name(shadow)}"
+            ) in str(e.value)
 
 
 # Readers

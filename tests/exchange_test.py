@@ -121,7 +121,8 @@ def test_a_function_holds_one_op_and_is_traced_once():
   swap()
   assert [x.numpy() for x in a + b] == [1, 1, 2, 2]
   assert len(traces) == 1
-  types = [op.type for op in swap.get_concrete_function().graph.get_operations()]
+  types = [op.type for op in
+           swap.get_concrete_function().graph.get_operations()]
   assert types.count("Wrapopt>Exchange") == 1
 
 
@@ -133,7 +134,8 @@ def test_one_op_serves_all_variables(mode):
   mode.session.run(tf1.global_variables_initializer())
   before = len(mode.graph.get_operations())
   op = exchange(a, b, name="swap")
-  assert [added.type for added in mode.graph.get_operations()[before:]] == [name]
+  assert [added.type
+          for added in mode.graph.get_operations()[before:]] == [name]
   assert op.name.startswith("swap/")
   mode.session.run(op)
   assert [x.item() for x in mode.values(a + b)] == [1] * 200 + [0] * 200
@@ -289,8 +291,9 @@ def test_another_dtype(mode):
     return  # A list of refs is of one dtype.
   name_c, name_d = (" " + called(name) if mode.name == "eager" else ""
                     for name in "cd")
-  text = (rf"b\[1\]{name_d} must be of dtype float \(the dtype of a\[1\]{name_c}"
-          r"\), got double: buffers are exchanged, not converted")
+  text = (rf"b\[1\]{name_d} must be of dtype float \(the dtype of "
+          rf"a\[1\]{name_c}\), got double: buffers are exchanged, "
+          "not converted")
   refused(mode, [a, b, c, d], at_build(mode, InvalidArgument), text,
           lambda: raw_exchange(mode, [a, c], [b, d]))
 
@@ -321,8 +324,9 @@ def test_another_shape(mode):
   name_c, name_d = (" " + called(name) if mode.name == "eager" else ""
                     for name in "cd")
   refused(mode, [a, b, c, d], at_build(mode, InvalidArgument),
-          rf"b\[1\]{name_d} misshapen: got \[3\] but expected \[2\] \(the shape "
-          rf"of a\[1\]{name_c}\)", lambda: raw_exchange(mode, [a, c], [b, d]))
+          rf"b\[1\]{name_d} misshapen: got \[3\] but expected \[2\] "
+          rf"\(the shape of a\[1\]{name_c}\)",
+          lambda: raw_exchange(mode, [a, c], [b, d]))
 
 
 def test_shapes_that_show_when_it_runs(mode):
@@ -331,8 +335,9 @@ def test_shapes_that_show_when_it_runs(mode):
   d, e = (mode.variable(x, name=name, shape=tf.TensorShape(None))
           for name, x in (("d", [7., 8., 9.]), ("e", [1., 1., 1.])))
   refused(mode, [a, b, c, d], InvalidArgument,
-          rf"b\[1\] {called('d')} misshapen: got \[3\] but expected \[2\] \(the "
-          rf"shape of a\[1\] {called('c')}\)", lambda: exchange([a, c], [b, d]))
+          rf"b\[1\] {called('d')} misshapen: got \[3\] but expected \[2\] "
+          rf"\(the shape of a\[1\] {called('c')}\)",
+          lambda: exchange([a, c], [b, d]))
   mode.run(lambda: exchange([a, e], [b, d]))
   assert [x.tolist() for x in mode.values([d, e])] == [[1, 1, 1], [7, 8, 9]]
 
@@ -390,7 +395,8 @@ def test_shapes(ref, a, b, fits):
     if fits:
       assert not op(x, y).outputs
       return
-    a, b = (str(shape).replace("None", "?").replace(" ", "") for shape in (a, b))
+    a, b = (str(shape).replace("None", "?").replace(" ", "")
+            for shape in (a, b))
     with pytest.raises(ValueError) as e:
       op(x, y)
     assert (f"b[1] misshapen: got {b} but expected {a} (the shape of a[1])"

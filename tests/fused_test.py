@@ -222,8 +222,9 @@ def test_a_subclass_is_not_taken_apart(inner):
   made.__class__ = type("Mine", (type(made),), {})
   assert not wrapopt.MovingAverageOptimizer(made).fused
   with pytest.raises(ValueError, match=(
-      "^`fused` must not be True: Mine with these arguments has no op that takes "
-      r"its step and updates the averages in one pass\. Leave `fused` at None\.$")):
+      "^`fused` must not be True: Mine with these arguments has no op that "
+      "takes its step and updates the averages in one pass"
+      r"\. Leave `fused` at None\.$")):
     wrapopt.MovingAverageOptimizer(made, fused=True)
 
 

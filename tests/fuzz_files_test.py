@@ -113,6 +113,7 @@ def test_a_finding(corpus, monkeypatch, capfd, first, finding, kind, format,  # 
 def test_a_crash_of_hdf5_on_a_full_disk(corpus, monkeypatch):
   monkeypatch.setattr(_formats, "_Drain", _Plain)
   result = fuzz_files.fuzz(0, cases=8, most=8, first=250, corpus=corpus,
-                           workers=1, only=lambda case: (case.kind, case.format) == (
+                           workers=1,
+                           only=lambda case: (case.kind, case.format) == (
                                "full", "h5"))
   assert any(found == "crashes: signal 11" for _, _, found in result.findings)

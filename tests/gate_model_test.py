@@ -291,7 +291,7 @@ TestGate.settings = hypothesis.settings(max_examples=60, stateful_step_count=25)
 def test_an_abort_that_counts_twice():
   """An update that has incremented the step itself and then fails.
 
-  It is counted as an increment and as aborted, by the gate as by the next record.
+  The gate counts it as an increment and as aborted, as the next record does.
   """
   step, counter = tf.Variable(0), tf.Variable(0.)
   histogram = tf.Variable(tf.zeros([2, BUCKETS], tf.int64))

@@ -41,12 +41,14 @@ def test_command(monkeypatch, tmp_path):
   assert names == [
       *((model, mode, contender) for model in ("mlp", "embedding")
         for mode in ("function", "jit")
-        for contender in ("plain", "use_ema", "wrapopt")),
+        for contender in ("plain", "use_ema", "wrapopt", "wrapopt, K = 0")),
       ("swap", None, "SwapEMAWeights"), ("swap", None, "averaged_weights")]
   ops = {name: r["ops"] for name, r in zip(names, results) if "ops" in r}
   # One op takes the place of those of four variables.
   assert ops["mlp", "jit", "wrapopt"] < ops["mlp", "jit", "plain"] < (
       ops["mlp", "jit", "use_ema"])
+  assert (ops["mlp", "jit", "wrapopt, K = 0"] <
+          ops["mlp", "jit", "wrapopt"])
   for r in results:
     assert r["milliseconds"] > 0 and r["rounds"] == 5
     if r["contender"] == "plain":

@@ -601,7 +601,7 @@ def stepping(opt, variables, mode):
   return tf.function(step, jit_compile=mode == "jit")
 
 
-# What is not fused compiles long, and has nothing there that others do not have.
+# The others that are not fused compile long, and add nothing.
 @pytest.mark.parametrize("inner, mode", [
     *((K.SGD, mode) for mode in MODES), (K.Adamax, "eager"),
     (K.Adamax, "function")])

@@ -1,4 +1,4 @@
-"""Embeddings in Keras: averages of the rows that a step touches, and LazyAdam."""
+"""Embeddings in Keras: averages of the rows of a step, and LazyAdam."""
 
 import keras
 import numpy as np

@@ -42,8 +42,8 @@ INNER = {
 }
 
 
-# Of those, a session takes no kernel of TensorFlow's on a GPU, of which the fake one
-# has none, and other modes take none for "sgd".
+# The fake GPU has no kernel of TensorFlow's. In a session these need none, in
+# other modes "sgd" needs none.
 _ON_GPU = ("sgd", "momentum", "rms_prop")
 
 
@@ -284,7 +284,7 @@ def test_subnormal_numbers_are_taken_for_zero():
       [tiny / 2, 3 * tiny, tiny], [0, 0, tiny / 2]))
   log_decays = tf.Variable([0, 0, 0, np.log(0.5), 0], dtype=tf.float64)
   ops.catch_up([shadow], [value], [log_decays])
-  # The last: half of the distance to zero is a subnormal number, and so no step.
+  # The last: half of the distance to zero is subnormal, so it does not move.
   numerics.assert_same_bits(shadow.numpy()[:, 0],
                             np.float32([0, 1.5 * tiny, tiny]))
 
@@ -638,7 +638,8 @@ def test_the_step_moves_rows_by_one_op():
 
 def lazy(shape=(ROWS, COLUMNS)):
   return [variable(np.zeros(shape, np.float32)),
-          variable(np.ones(shape, np.float32)), variable(np.zeros(shape[0] + 2))]
+          variable(np.ones(shape, np.float32)),
+          variable(np.zeros(shape[0] + 2))]
 
 
 def variable(value):

@@ -5,7 +5,7 @@ from wrapopt.examples import _cluster
 
 
 def test_a_parameter_server_is_restarted(tmp_path, capfd):
-  """What runs beside the hooks goes on in a new session, and stderr says why."""
+  """Threads of hooks go on in a new session, and stderr says why."""
   with _cluster.Cluster(lost_session_task.FUNCTIONS,
                         preload=["lost_session_task"], ps=1,
                         worker=1) as cluster:

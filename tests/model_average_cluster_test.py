@@ -1,4 +1,4 @@
-"""ModelAverageOptimizer between processes: traces, restarts, and lost workers."""
+"""ModelAverageOptimizer between processes: traces, restarts, lost workers."""
 
 import concurrent.futures
 import itertools
@@ -182,7 +182,7 @@ class TestLostWorkers:
   options = {"num_worker": 3, "min_workers": 2, "round_timeout_secs": 2.0}
 
   def test_killed_before_it_has_come(self, cluster, tmp_path):
-    """Two go on without it; restarted, it starts from the centers and counts."""
+    """Two go on without it. Restarted, it starts from the centers."""
     job = Job(cluster, interval=1, **self.options)
     back = str(tmp_path / "back")
     job.start("chief", gradient=-1.0, steps=5, hold={3: back})

@@ -306,7 +306,8 @@ def test_two_steps_of_a_worker_at_once_are_refused(target):
       assert not session.run(train)
       go_on.set()
       with pytest.raises(tf.errors.InvalidArgumentError,
-                         match="(?s)one step at a time.*Expected and got.*1.*2"):
+                         match="(?s)one step at a time.*"
+                         "Expected and got.*1.*2"):
         slow.result(60)
       assert session.run([local_step, step]) == [2, 0]
 

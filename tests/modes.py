@@ -100,9 +100,9 @@ class Graph:
     options = ({"shape": shape} if self.use_resource
                else {"validate_shape": shape is None})
 
-    # Elsewhere: what comes to the device in a buffer of its own is assigned as it
-    # is. A copy there would for some dtypes take a kernel of TensorFlow's, which
-    # the fake GPU does not have.
+    # Elsewhere: a value that comes to the device in a buffer of its own is
+    # assigned without a copy. For some dtypes, a copy there would take a kernel
+    # of TensorFlow's, which the fake GPU does not have.
     with _on(OTHERS):
       initial_value = tf.constant(value)
     with _on(VARIABLES):

@@ -198,8 +198,8 @@ def test_average_decay_is_checked(decay, text):
 @pytest.mark.parametrize("decay", [None, "0.5", {0.5, 0.75}, object()])
 def test_the_type_of_average_decay_is_checked(decay):
   with pytest.raises(TypeError, match=re.escape(
-      "`average_decay` must be a number, a PowerDecay or a HalfLife, a sequence "
-      "of these, a scalar tensor or variable, or a callable, got "
+      "`average_decay` must be a number, a PowerDecay or a HalfLife, a "
+      "sequence of these, a scalar tensor or variable, or a callable, got "
       f"{decay!r}.")):
     wrap(decay)
 

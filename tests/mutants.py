@@ -118,7 +118,8 @@ def _mutants():
           "//tests:variables_test //tests:lookup_cache_test")
   yield m("exchange: a buffer in copy-on-read mode is shared",
           "cc/kernels/variables.cc",
-          "if (target.var != nullptr && target.var->copy_on_read_mode.load() &&",
+          "if (target.var != nullptr && "
+          "target.var->copy_on_read_mode.load() &&",
           "if (false &&", "//tests:exchange_test //tests:variables_test")
   yield m("move: the average keeps its value", "cc/kernels/variables.cc",
           "*source.tensor = Tensor(tensorflow::DT_INVALID);\n"
@@ -130,7 +131,8 @@ def _mutants():
   yield m("check: does nothing", "cc/kernels/move.cc",
           'ctx, variables.Find("variables", Variables::Access::kRead, &first));'
           "\n    OP_REQUIRES_OK(ctx, variables.Lock());",
-          'ctx, variables.Find("variables", Variables::Access::kRead, &first));',
+          'ctx, variables.Find("variables", Variables::Access::kRead, '
+          '&first));',
           "//tests:keras_in_place_test")
 
   # XLA.
@@ -160,7 +162,8 @@ def _mutants():
           "round > open_ || (round == open_ && !closed_)", "round >= open_",
           "//tests:averaging_rounds_test")
   yield m("rounds: a push takes no lock", "cc/kernels/rounds.h",
-          "Deferred after(timer_);\n    std::lock_guard<std::mutex> lock(mu_);\n"
+          "Deferred after(timer_);\n"
+          "    std::lock_guard<std::mutex> lock(mu_);\n"
           "    *accepted =", "Deferred after(timer_);\n    *accepted =",
           _TSAN)
 

@@ -75,7 +75,8 @@ class Guarded:
 
   def __init__(self, array, start):
     size = array.itemsize
-    room = np.empty((start + array.size + 2 * self.MARGIN) * size + 64, np.uint8)
+    room = np.empty((start + array.size + 2 * self.MARGIN) * size + 64,
+                    np.uint8)
     first = -room.ctypes.data % 64
     # All bits set but for the sign and one more: a NaN in each of the formats.
     self._bits = room[first:-64 + first].view(f"u{size}")

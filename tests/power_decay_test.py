@@ -66,15 +66,18 @@ def test_half_lives():
 @pytest.mark.parametrize("make, error, match", [
     (lambda: wrapopt.PowerDecay(), TypeError, "one of `relative_width` and "),
     (lambda: wrapopt.PowerDecay(0.1, gamma=3), TypeError, "got 0.1 and 3"),
-    (lambda: wrapopt.PowerDecay("0.1"), TypeError, "must be a number, got '0.1'"),
+    (lambda: wrapopt.PowerDecay("0.1"), TypeError,
+     "must be a number, got '0.1'"),
     (lambda: wrapopt.PowerDecay(0), ValueError, "finite and greater than 0"),
     (lambda: wrapopt.PowerDecay(0.3), ValueError, "at most 1/sqrt"),
     (lambda: wrapopt.PowerDecay(math.nan), ValueError, "must be finite"),
-    (lambda: wrapopt.PowerDecay(gamma=-0.1), ValueError, "at least 0, got -0.1"),
+    (lambda: wrapopt.PowerDecay(gamma=-0.1), ValueError,
+     "at least 0, got -0.1"),
     (lambda: wrapopt.PowerDecay(gamma=math.inf), ValueError, "must be finite"),
     (lambda: wrapopt.HalfLife(), TypeError, "one of `steps` and `fraction`"),
     (lambda: wrapopt.HalfLife(steps=0), ValueError, "greater than 0, got 0"),
-    (lambda: wrapopt.HalfLife(fraction=0.6), ValueError, "at most 0.5, got 0.6"),
+    (lambda: wrapopt.HalfLife(fraction=0.6), ValueError,
+     "at most 0.5, got 0.6"),
     (lambda: wrapopt.MovingAverageOptimizer(
         v1.train.GradientDescentOptimizer(1.0),
         [wrapopt.PowerDecay(0.05), wrapopt.PowerDecay(0.05)]),
@@ -142,7 +145,8 @@ def test_graphs_and_savers(kind, fused, tmp_path):
     assert [op.type.removesuffix("Ref")
             for op in v1.get_default_graph().get_operations()
             if op.type.startswith(("Wrapopt>Apply", "Wrapopt>Ema"))] == [
-                "Wrapopt>ApplyGradientDescent" if fused else "Wrapopt>EmaUpdate"]
+                "Wrapopt>ApplyGradientDescent" if fused
+                else "Wrapopt>EmaUpdate"]
     with session_of() as session:
       session.run(v1.global_variables_initializer())
       for x in values[:7]:

@@ -247,7 +247,8 @@ def two_of(directory):
 
 
 @pytest.mark.parametrize("width", [0.03, 0.07, 0.15, 0.2, 0.25])
-def test_widths_made_afterwards_are_those_that_were_tracked(run, width, tmp_path):
+def test_widths_made_afterwards_are_those_that_were_tracked(run, width,
+                                                            tmp_path):
   model, directory, weights = run
   snapshots = two_of(directory)
   assert len(snapshots) == 32
@@ -271,7 +272,8 @@ def test_widths_made_afterwards_are_those_that_were_tracked(run, width, tmp_path
   narrow = np.concatenate([np.ravel(model.optimizer.average(v, NARROW))
                            for v in model.trainable_variables])
   if width != 0.07:
-    assert np.linalg.norm(got - tracked) < 0.1 * np.linalg.norm(narrow - tracked)
+    assert np.linalg.norm(got - tracked) < (
+        0.1 * np.linalg.norm(narrow - tracked))
   # What there is beside the weights is that of the last snapshot.
   for a, b in zip(loaded.non_trainable_variables,
                   model.non_trainable_variables):
@@ -364,8 +366,8 @@ def test_other_averages(wrapper, tmp_path):
     np.testing.assert_array_equal(
         file["layers/dense/vars/0"],
         model.optimizer.average(model.trainable_variables[0]))
-  with pytest.raises(ValueError, match="must be a snapshot of a PowerDecay, got "
-                     "a snapshot with the decay None"):
+  with pytest.raises(ValueError, match="must be a snapshot of a PowerDecay, "
+                     "got a snapshot with the decay None"):
     checkpoints.posthoc(path, tmp_path / "out.weights.h5", 0.1)
 
 
@@ -405,8 +407,8 @@ def test_what_is_no_snapshot(run, tmp_path):
   model = make_model(NARROW)
   model.save_weights(tmp_path / "plain.weights.h5")
   out = tmp_path / "out.weights.h5"
-  with pytest.raises(ValueError, match="plain.weights.h5 must be a snapshot of a "
-                     "PowerDecay, got a checkpoint that is not a"):
+  with pytest.raises(ValueError, match="plain.weights.h5 must be a snapshot of "
+                     "a PowerDecay, got a checkpoint that is not a"):
     checkpoints.posthoc(tmp_path / "plain.weights.h5", out, 0.1)
   with pytest.raises(ValueError, match="`steps` must be .* 160, got 200"):
     checkpoints.posthoc(two_of(directory), out, 0.1, steps=200)
@@ -442,7 +444,8 @@ def recalibrated(path):
 @pytest.mark.parametrize("evaluate", [accuracy, recalibrated])
 def test_sweep(run, tmp_path, capsys, evaluate):
   _, directory, _ = run
-  command.main(["posthoc", *map(str, two_of(directory)), "--sweep", "0.05", "0.2",
+  command.main(["posthoc", *map(str, two_of(directory)),
+                "--sweep", "0.05", "0.2",
                 "--evaluate", f"snapshots_test:{evaluate.__name__}", "--quiet",
                 "--output", str(tmp_path / "sweep")])
   with open(tmp_path / "sweep" / "results.json", encoding="utf-8") as file:
@@ -543,7 +546,8 @@ def test_command(run, tmp_path, capsys):
     output = tmp_path / f"{arguments[0]}.weights.h5"
     command.main([*arguments, "--quiet", "--output", str(output)])
     assert output.exists()
-  assert "of 32 snapshots, error of the profile 0.30%" in capsys.readouterr().out
+  assert ("of 32 snapshots, error of the profile 0.30%" in
+          capsys.readouterr().out)
   command.main(["list", paths[-1], str(tmp_path / "ema.weights.h5"),
                 "--variables"])
   out = capsys.readouterr().out
@@ -588,7 +592,8 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
   for steps in 1, 2:  # The second is written in place of the first.
     value = np.full(3, steps, np.float32)
     for make in (
-        lambda path, specs, note: formats.H5Sink(path + ".h5", specs, None, note),
+        lambda path, specs, note: formats.H5Sink(path + ".h5", specs, None,
+                                                 note),
         formats.TensorFlowSink):
       writer = checkpoints._snapshots.Snapshots(tmp_path, 1, None)
       writer.begin(0)

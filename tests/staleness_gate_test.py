@@ -298,7 +298,8 @@ def test_shapes(mode, which, value, text):
   gate = Gate(mode)
   variables = gate.variables
   # Its shape is known only when the op runs.
-  variables[which] = mode.variable(value, name="bad", shape=tf.TensorShape(None))
+  variables[which] = mode.variable(value, name="bad",
+                                   shape=tf.TensorShape(None))
   refused(mode, [*gate.variables, variables[which]],
           tf.errors.InvalidArgumentError, called("bad") + " " + text,
           lambda: ops.staleness_gate(*variables, 0, 0).accept)
@@ -344,7 +345,8 @@ def test_an_uninitialized_variable(mode):
   variables = gate.variables
   variables[2] = mode.uninitialized(np.zeros([2, 4], np.int64), name="late")
   with pytest.raises(tf.errors.FailedPreconditionError,
-                     match=r"late.* is not initialized|uninitialized value late"):
+                     match="late.* is not initialized|"
+                     "uninitialized value late"):
     mode.session.run(ops.staleness_gate(*variables, 0, 0).accept)
   assert gate.record() == (0, 0)
 

@@ -11,7 +11,9 @@ import glob
 import importlib
 import inspect
 import io
+import operator
 import os
+import re
 import sys
 
 import keras
@@ -23,39 +25,53 @@ import wrapopt.keras
 
 tf1 = tf.compat.v1
 
-# Modules, and names in them.
-IMPORTS = [
-    "keras.src.backend",
-    "keras.src.saving.keras_saveable.KerasSaveable",
-    "keras.src.saving.saving_lib",
-    "keras.src.utils.python_utils",
-    "tensorflow.core.framework.op_def_pb2",
-    "tensorflow.core.framework.variable_pb2",
-    "tensorflow.core.protobuf.tensor_bundle_pb2",
-    "tensorflow.core.protobuf.trackable_object_graph_pb2",
-    "tensorflow.python.client.pywrap_tf_session",
-    "tensorflow.python.distribute.ps_values",
-    "tensorflow.python.distribute.values_util",
-    "tensorflow.python.eager.context",
-    "tensorflow.python.eager.polymorphic_function.polymorphic_function",
-    "tensorflow.python.framework.auto_control_deps",
-    "tensorflow.python.framework.func_graph",
-    "tensorflow.python.framework.kernels",
-    "tensorflow.python.framework.ops",
-    "tensorflow.python.framework.tensor",
-    "tensorflow.python.framework.tensor_conversion_registry",
-    "tensorflow.python.ops.control_flow_ops",
-    "tensorflow.python.ops.control_flow_util",
-    "tensorflow.python.ops.resource_variable_ops",
-    "tensorflow.python.saved_model.save_context",
-    "tensorflow.python.tpu.tpu_function",
-    "tensorflow.python.trackable.base",
-    "tensorflow.python.training.optimizer",
-    "tensorflow.python.training.saving.saveable_object",
-    "tensorflow.python.training.saving.saveable_object_util",
-    "tensorflow.python.util.object_identity",
-    "tensorflow.python.util.pywrap_xla_ops",
-]
+# {a module, or a name in one: the names in it that are used}
+IMPORTS = {
+    "keras.src.backend": ["name_scope"],
+    "keras.src.saving.keras_saveable.KerasSaveable": [],
+    "keras.src.saving.saving_lib": ["H5IOStore", "_save_state"],
+    "keras.src.utils.python_utils": ["is_default"],
+    "tensorflow.core.framework.op_def_pb2": ["OpList.FromString"],
+    "tensorflow.core.framework.variable_pb2": ["VariableDef"],
+    "tensorflow.core.protobuf.tensor_bundle_pb2": [
+        "BundleEntryProto.FromString", "BundleHeaderProto.FromString",
+        "BundleHeaderProto.LITTLE"],
+    "tensorflow.core.protobuf.trackable_object_graph_pb2": [
+        "TrackableObjectGraph.FromString"],
+    "tensorflow.python.client.pywrap_tf_session": [
+        "TF_GetAllOpList", "TF_GetBuffer"],
+    "tensorflow.python.distribute.ps_values": ["AggregatingVariable"],
+    "tensorflow.python.distribute.values_util": [
+        "get_current_replica_id_as_int"],
+    "tensorflow.python.eager.context": ["anonymous_name"],
+    "tensorflow.python.eager.polymorphic_function.polymorphic_function": [
+        "UnliftedInitializerVariable"],
+    "tensorflow.python.framework.auto_control_deps": [
+        "register_acd_resource_resolver"],
+    "tensorflow.python.framework.func_graph": ["FuncGraph"],
+    "tensorflow.python.framework.kernels": ["get_registered_kernels_for_op"],
+    "tensorflow.python.framework.ops": [
+        "EagerTensor", "colocate_with", "prepend_name_scope",
+        "register_proto_function", "strip_name_scope"],
+    "tensorflow.python.framework.tensor": ["Tensor.OVERLOADABLE_OPERATORS"],
+    "tensorflow.python.framework.tensor_conversion_registry": [
+        "register_tensor_conversion_function"],
+    "tensorflow.python.ops.control_flow_ops": [
+        "CondContext", "XLAControlFlowContext.RequiresUniqueFunctionRetracing"],
+    "tensorflow.python.ops.control_flow_util": ["GraphOrParentsInXlaContext"],
+    "tensorflow.python.ops.resource_variable_ops": [
+        "BaseResourceVariable", "ResourceVariable"],
+    "tensorflow.python.saved_model.save_context": ["in_save_context"],
+    "tensorflow.python.tpu.tpu_function": ["get_tpu_context"],
+    "tensorflow.python.trackable.base": ["Trackable", "VARIABLE_VALUE_KEY"],
+    "tensorflow.python.training.optimizer": ["_var_key"],
+    "tensorflow.python.training.saving.saveable_object": [
+        "SaveSpec", "SaveableObject"],
+    "tensorflow.python.training.saving.saveable_object_util": [
+        "op_list_to_dict"],
+    "tensorflow.python.util.object_identity": ["Reference"],
+    "tensorflow.python.util.pywrap_xla_ops": ["get_cpu_kernel_names"],
+}
 
 
 def prepared(make):
@@ -153,8 +169,8 @@ ATTRIBUTES = {
     lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
 }
 
-# Private methods and properties that wrapopt's classes have in place of those of
-# a base class: {its name: their names}.
+# Private methods and properties of base classes that classes of wrapopt
+# override: {name of the base class: their names}.
 OVERRIDES = {
     "keras.src.saving.keras_saveable.KerasSaveable": {"_obj_type"},
     "tensorflow.python.distribute.distribute_lib.ReplicaContextBase": {
@@ -179,10 +195,12 @@ _OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
 @pytest.mark.parametrize("name", IMPORTS)
 def test_import(name):
   try:
-    importlib.import_module(name)
+    owner = importlib.import_module(name)
   except ModuleNotFoundError:
     module, _, attribute = name.rpartition(".")
-    assert hasattr(importlib.import_module(module), attribute), name
+    owner = getattr(importlib.import_module(module), attribute)
+  for used in IMPORTS[name]:
+    assert operator.attrgetter(used)(owner) is not None
 
 
 @pytest.mark.parametrize("owner, name", [
@@ -243,11 +261,23 @@ def nodes(*kinds):
 
 
 def test_all_imports_are_listed():
-  used = {f"{node.module}.{alias.name}"
-          for node in nodes(ast.ImportFrom)
-          if (node.module or "").split(".")[0] in ("keras", "tensorflow")
-          for alias in node.names}
-  assert used == set(IMPORTS)
+  used = {}
+  for tree in trees():
+    imported = {alias.asname or alias.name: f"{node.module}.{alias.name}"
+                for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)
+                and (node.module or "").split(".")[0] in ("keras", "tensorflow")
+                for alias in node.names}
+    for name in imported.values():
+      used.setdefault(name, set())
+    for node in ast.walk(tree):
+      if isinstance(node, ast.Attribute):
+        owner, _, name = ast.unparse(node).partition(".")
+        if owner in imported and re.fullmatch(r"[\w.]+", name):
+          used[imported[owner]].add(name)
+  # Without a name whose attribute is in the list, such as `A` of `A.b`.
+  assert {owner: sorted(x for x in names
+                        if not any(y.startswith(f"{x}.") for y in names))
+          for owner, names in used.items()} == IMPORTS
   for node in nodes(ast.Import):
     for alias in node.names:
       assert "." not in alias.name or alias.name.split(".")[0] not in (

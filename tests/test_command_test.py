@@ -10,8 +10,8 @@ import pytest
 
 FILES = ("requirements.txt", "tools/setup", "tools/test")
 
-# Stand for Bazel, whose `cquery` finds the targets in $NEEDING and whose `query`
-# finds two, and for the interpreter of an environment that is made. They write
+# Stand for Bazel, whose `cquery` finds the targets in $NEEDING and whose
+# `query` finds two, and for the interpreter of an environment. They write
 # all calls to `calls`.
 BAZEL = """#!/bin/bash
 [ "$1" = --version ] && echo bazel 4.2.3 && exit
@@ -117,7 +117,8 @@ def test_another_tensorflow(run, tmp_path):
   pip = [call for call in calls if "-m pip -q" in call]
   # Nothing of the other one is left, nor of its Keras.
   assert pip[0].endswith("uninstall -y tensorflow keras keras-nightly")
-  assert pip[1].endswith("install tensorflow-cpu==2.22.0rc0 -r requirements.txt")
+  assert pip[1].endswith(
+      "install tensorflow-cpu==2.22.0rc0 -r requirements.txt")
   # Bazel has seen the packages as they were.
   assert calls.index("bazel shutdown") > calls.index(pip[1])
   for venv, wanted in (".venv", "tensorflow-cpu==2.22.0rc0"), (

@@ -61,7 +61,7 @@ def ops_of_type(type_, graph=None):
 
 
 def type_of(op):
-  """The type of an op; of one that takes a bundle, of the op that takes lists."""
+  """The type of an op; if it takes a bundle, of the op that takes lists."""
   if op.type == "Wrapopt>ApplyBundle":
     return "Wrapopt>Apply" + op.get_attr("rule").decode()
   return {"Wrapopt>EmaUpdateBundle": "Wrapopt>EmaUpdate"}.get(op.type, op.type)

@@ -113,9 +113,10 @@ def main():
                  check=True)
   import keras  # pylint: disable=g-import-not-at-top
   names = importlib.metadata.packages_distributions()["tensorflow"]
-  versions = [f"{n} {importlib.metadata.version(n)}" for n in sorted(set(names))]
-  print(*versions, f"Keras {keras.__version__}", f"Python {sys.version.split()[0]}",
-        sep=", ")
+  versions = [f"{n} {importlib.metadata.version(n)}"
+              for n in sorted(set(names))]
+  print(*versions, f"Keras {keras.__version__}",
+        f"Python {sys.version.split()[0]}", sep=", ")
 
 
 if __name__ == "__main__":

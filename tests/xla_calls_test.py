@@ -91,7 +91,8 @@ def test_each_rule_gives_the_bits_of_the_cpu_kernel_for_rows(dtypes):
     apply(eager, *given)
     for problem, twin in zip(problems, eager):
       assert_same(problem.all_values(), twin.all_values())
-  assert calls(program(step, *given)) == ["wrapopt_sparse_apply"] * len(problems)
+  assert calls(program(step, *given)) == (
+      ["wrapopt_sparse_apply"] * len(problems))
 
 
 @pytest.mark.parametrize("value, shadow", [
@@ -310,7 +311,7 @@ def test_a_gradient_that_is_the_variable():
   def step():
     ops.apply("GradientDescent", {"var": [dense]}, [dense.read_value()],
               {"lr": 0.25})
-    # Row 1 moves by row 0 and row 0 by row 1: neither by what the other is then.
+    # Row 1 moves by row 0, and row 0 by row 1: by what they were before.
     ops.apply("GradientDescent", {"var": [table]},
               [tf.IndexedSlices(table.read_value(), tf.constant([1, 0, 2]))],
               {"lr": 0.25})

@@ -214,7 +214,8 @@ def test_a_train_step(device, rule, make_inner, dtype):
   rows = tf.Variable(tf.ones((7, 4), dtype), name="rows")
   kernel = tf.Variable(tf.ones((4, 2), dtype), name="kernel")
   step = tf.Variable(0, dtype=tf.int64)
-  opt = wrapopt.MovingAverageOptimizer(make_inner(), [0.99, 0.9], num_updates=step,
+  opt = wrapopt.MovingAverageOptimizer(make_inner(), [0.99, 0.9],
+                                       num_updates=step,
                                        shadow_dtype=tf.float32)
 
   def train(ids, labels):
@@ -240,8 +241,8 @@ def test_a_train_step(device, rule, make_inner, dtype):
 def test_what_is_compiled_ahead_of_time_calls_nothing_of_this_process():
   value, shadow = variables(tf.float32, 1), variables(tf.float32, 1)
   update = lambda: ops.ema_update(shadow, value, 0.5)
-  check(lower(update, "XLA_CPU_JIT", ahead_of_time=True), "Wrapopt>EmaUpdate", 1,
-        "XLA_CPU_JIT")
+  check(lower(update, "XLA_CPU_JIT", ahead_of_time=True), "Wrapopt>EmaUpdate",
+        1, "XLA_CPU_JIT")
   with pytest.raises(AssertionError, match="custom-call"):
     check(lower(update, "XLA_CPU_JIT"), "Wrapopt>EmaUpdate", 1, "XLA_CPU_JIT")
 
@@ -250,8 +251,8 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
-  # What crosses between tasks. Variables without a value. Handles as one tensor: XLA must see each, and
-  # gets the ops that take them one by one.
+  # What crosses between tasks. Variables without a value. Handles as one
+  # tensor: XLA must see each, and gets the ops that take them one by one.
   host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
                     "Mean|Next|Wait)|ReadPacked|AssignPacked|Bundle|"
                     "ApplyBundle|EmaUpdateBundle|Move)")

@@ -71,8 +71,9 @@ def test_a_step(rule, nesterov, dtypes):
 @pytest.mark.parametrize("rule", ["Adam", "Ftrl", "Momentum"])
 def test_a_step_whose_numbers_are_known(rule):
   problem = Problem(rule, DTYPES[2], SHAPES)
-  jit(lambda grads: problem.apply(grads, problem.scalars, problem.decays, True))(
-      [tf.constant(g) for g in problem.grads])
+  step = jit(lambda grads: problem.apply(grads, problem.scalars,
+                                         problem.decays, True))
+  step([tf.constant(g) for g in problem.grads])
   problem.check(problem.grads)
 
 
@@ -261,7 +262,8 @@ def test_a_tensor_of_dynamic_size_for_a_whole_variable(update, text):
       tf.errors.InvalidArgumentError,
       match=text + r" must have a shape that is known at compile time, "
       r"got f32\[<=3\]"):
-    jit(lambda x: update(v, tf.boolean_mask(x, x > 0)))(tf.constant([1., -1, 1]))
+    jit(lambda x: update(v, tf.boolean_mask(x, x > 0)))(
+        tf.constant([1., -1, 1]))
   assert v.numpy().tolist() == [1, 1, 1]
 
 
@@ -276,7 +278,8 @@ def raw_sgd(var, grad, lr=1.0, shadows=(), decays=(), accept=True):
   raw.wrapopt_apply_gradient_descent(
       var=[var.handle], grad=[grad], lr=tf.constant(lr, tf.float64),
       shadows=[s.handle for s in shadows],
-      decays=hidden(tf.constant(decays, tf.float64)), accept=tf.constant(accept),
+      decays=hidden(tf.constant(decays, tf.float64)),
+      accept=tf.constant(accept),
       T=tf.float32, S=tf.float32)
 
 

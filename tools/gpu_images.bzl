@@ -5,7 +5,9 @@ load("@local_config_tf//:config.bzl", "NVRTC_VERSION", "PYTHON")
 def _gpu_images_impl(ctx):
     images = []
     for name in ctx.attr.architectures:
-        image = ctx.actions.declare_file("{}/{}.image".format(ctx.label.name, name))
+        image = ctx.actions.declare_file(
+            "{}/{}.image".format(ctx.label.name, name),
+        )
         architecture, _, large = name.partition("-")
         args = ctx.actions.args()
         args.add(ctx.file._compiler)
@@ -57,7 +59,8 @@ gpu_images = rule(
     implementation = _gpu_images_impl,
     attrs = {
         "architectures": attr.string_list(
-            doc = "sm_90: machine code. compute_90: PTX. sm_90-large: with large tables.",
+            doc = "sm_90: machine code. compute_90: PTX. " +
+                  "sm_90-large: with large tables.",
             mandatory = True,
         ),
         "hdrs": attr.label_list(allow_files = True),

@@ -11,7 +11,13 @@ _NIGHTLY = ["manual", "nightly"]
 # process. This selects the legacy Keras, which is not installed.
 _WITHOUT_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
-def pytest_test(src, name = None, nightly = None, args = [], tags = [], **kwargs):
+def pytest_test(
+        src,
+        name = None,
+        nightly = None,
+        args = [],
+        tags = [],
+        **kwargs):
     """The tests of a file.
 
     Args:
@@ -38,7 +44,15 @@ def pytest_test(src, name = None, nightly = None, args = [], tags = [], **kwargs
         args = args + ["-k='not (%s)'" % nightly]
     _pytest_test(name = name, src = src, args = args, tags = tags, **kwargs)
 
-def _pytest_test(name, src, main = "//tools:pytest_main.py", deps = ["//wrapopt"], data = [], args = [], with_keras = False, **kwargs):
+def _pytest_test(
+        name,
+        src,
+        main = "//tools:pytest_main.py",
+        deps = ["//wrapopt"],
+        data = [],
+        args = [],
+        with_keras = False,
+        **kwargs):
     native.py_test(
         name = name,
         # Each process imports TensorFlow, which takes long on a slow machine.

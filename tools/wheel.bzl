@@ -3,7 +3,11 @@
 load("@local_config_tf//:config.bzl", "PYTHON")
 
 def _wheel_impl(ctx):
-    out = ctx.actions.declare_file("{}-{}-{}.whl".format(ctx.attr.package, ctx.attr.version, ctx.attr.tag))
+    out = ctx.actions.declare_file("{}-{}-{}.whl".format(
+        ctx.attr.package,
+        ctx.attr.version,
+        ctx.attr.tag,
+    ))
     args = ctx.actions.args()
     args.add(ctx.file._builder)
     args.add("--out", out)
@@ -19,12 +23,20 @@ def _wheel_impl(ctx):
     args.add("--requires_python", ctx.attr.requires_python)
     args.add_all(ctx.attr.requires, before_each = "--requires")
     for extra, requirements in ctx.attr.extras.items():
-        args.add_all(requirements, before_each = "--extra", format_each = extra + "=%s")
+        args.add_all(
+            requirements,
+            before_each = "--extra",
+            format_each = extra + "=%s",
+        )
     for f in ctx.files.srcs:
         args.add("--file", f, format = f.short_path + "=%s")
     ctx.actions.run(
         outputs = [out],
-        inputs = ctx.files.srcs + [ctx.file.license_file, ctx.file.readme, ctx.file._builder],
+        inputs = ctx.files.srcs + [
+            ctx.file.license_file,
+            ctx.file.readme,
+            ctx.file._builder,
+        ],
         # Not a py_binary: its launcher starts with `/usr/bin/env python3`,
         # which an action without $PATH may not find.
         executable = PYTHON,
@@ -33,7 +45,10 @@ def _wheel_impl(ctx):
     )
 
     # Also as runfiles: Bazel 4 passes only these of its `data` to a test.
-    return [DefaultInfo(files = depset([out]), runfiles = ctx.runfiles(files = [out]))]
+    return [DefaultInfo(
+        files = depset([out]),
+        runfiles = ctx.runfiles(files = [out]),
+    )]
 
 wheel = rule(
     implementation = _wheel_impl,

@@ -105,7 +105,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
   The centers are the model. The workers may differ from it and from each other.
   This explores more than asynchronous descent, with a fraction of its traffic.
 
-  An exchange packs variables: for up to 128 MiB of them, or for one larger
+  An exchange packs variables: for up to 24 MiB of them, or for one larger
   variable, one tensor carries the worker's values to the parameter server and
   one carries the centers back. A native op updates each side. The ops lock the
   centers, so that no update of another worker is lost.

@@ -128,7 +128,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
   A step between rounds runs the inner optimizer's step and some dozen other
   nodes, whatever the number of variables. It transfers no value. A session
   starts all of its graph, so each step makes a call for each tensor of a round,
-  which is answered that there is none: two for up to 128 MiB of variables or
+  which is answered that there is none: two for up to 24 MiB of variables or
   for one larger variable, and two more for a parameter server.
 
   State: the parameter servers hold a center for each variable and, while a

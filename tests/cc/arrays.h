@@ -19,8 +19,8 @@
 namespace wrapopt {
 
 // `bytes` bytes, `offset` bytes after a cache line. The address sanitizer sees
-// an access one byte beyond the end. In a build without it, a canary lies there,
-// as one does before the begin in each build.
+// an access one byte beyond the end. In a build without it, a canary lies
+// there, as one does before the begin in each build.
 class Array {
  public:
   explicit Array(size_t bytes, size_t offset = 0)

@@ -138,8 +138,8 @@ TEST(RowStep, OfRowsWithoutElements) {
 
 // Gradient descent with averages whose rows lag behind, next to averages of
 // which each step moves all rows. The first differ from the others by the
-// roundings of their steps: of the average itself, whose numbers are below 4, to
-// 2^-24 of it in each, and as much of rate * (value - average).
+// roundings of their steps: of the average itself, whose numbers are below 4,
+// to 2^-24 of it in each, and as much of rate * (value - average).
 void RunLazy(const Threads& threads, int64_t rows, int64_t row, int64_t count,
              int steps, double decay, Random* random) {
   const RuleInfo& rule = Info(RuleId::kGradientDescent);

@@ -496,7 +496,7 @@ API(cuDeviceGetAttribute, int* value, int attribute, int) {
     case 76:
       *value = cc % 10;
       break;
-    case 81:  // Shared memory of a multiprocessor, and what a block may ask for.
+    case 81:  // Shared memory of a multiprocessor, and the most of a block.
     case 97:
       *value = 233472;
       break;

@@ -1,6 +1,6 @@
 // The parts of CUDA C++ in the kernels' source, for a host compiler. The
-// kernels use no shared memory, and after a barrier only the last thread writes,
-// so threads can run one after another.
+// kernels use no shared memory, and after a barrier only the last thread
+// writes, so threads can run one after another.
 #ifndef WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 #define WRAPOPT_TESTS_FAKE_GPU_EMULATION_H_
 

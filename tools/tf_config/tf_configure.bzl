@@ -15,7 +15,8 @@ def _find_python(ctx, workspace):
     if not path:
         path = "{}/.venv/bin/python".format(workspace)
     if not ctx.path(path).exists:
-        fail("{} must exist: run ./tools/quickstart, or set PYTHON_BIN_PATH".format(path))
+        fail(("{} must exist: run ./tools/quickstart, or set " +
+              "PYTHON_BIN_PATH").format(path))
     return path
 
 def _tf_configure_impl(ctx):
@@ -27,7 +28,10 @@ def _tf_configure_impl(ctx):
     ctx.path(Label("//wrapopt:sysconfig.py"))
 
     python = _find_python(ctx, workspace)
-    result = ctx.execute([python, probe, package], environment = {"PYTHONNOUSERSITE": "1"})
+    result = ctx.execute(
+        [python, probe, package],
+        environment = {"PYTHONNOUSERSITE": "1"},
+    )
     if result.return_code:
         fail("tf_configure: " + result.stderr)
     found = json.decode(result.stdout)
@@ -57,7 +61,9 @@ def _tf_configure_impl(ctx):
         {
             "%{CXX11_ABI}": str(int(found["cxx11_abi"])),
             "%{PYTHON}": found["python"],
-            "%{TF_XLA_INCLUDES}": repr(["include/" + d for d in _TF_EXTERNAL_INCLUDES]),
+            "%{TF_XLA_INCLUDES}": repr(
+                ["include/" + d for d in _TF_EXTERNAL_INCLUDES],
+            ),
         },
     )
 

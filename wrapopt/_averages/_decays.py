@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._averages import _replicas
+from wrapopt._types import Float, Integer
 
 
 class _Decay:
@@ -92,7 +93,7 @@ class PowerDecay(_Decay):
   warms_up = False
 
   def __init__(self, relative_width: Optional[float] = None, *,
-               gamma: Optional[float] = None):
+               gamma: Optional[float] = None) -> None:
     """Makes a decay of a relative width, or of a gamma.
 
     Args:
@@ -121,7 +122,7 @@ class PowerDecay(_Decay):
     """The standard deviation as a fraction of the run: a float."""
     return relative_width_of(self._gamma)
 
-  def at(self, t) -> tf.Tensor:
+  def at(self, t: Union[Float, Integer]) -> tf.Tensor:
     """The decay of step t, which is at least 1: a float64 tensor."""
     return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
 
@@ -168,7 +169,7 @@ class HalfLife:
   """
 
   def __init__(self, *, steps: Optional[float] = None,
-               fraction: Optional[float] = None):
+               fraction: Optional[float] = None) -> None:
     """Makes a decay.
 
     Args:

@@ -2,26 +2,36 @@
 
 A benchmark's module has a docstring, whose first line is its help,
 `add_arguments(parser)`, and `run(options)`, which prints its tables and returns
-its results for --json.
+its results for --json. `tables` makes the figures in the documents from files
+of results.
 """
 
 import argparse
+import datetime
 import importlib
 import json
+import os
+import shlex
+import sys
 
 from wrapopt.bench import harness
 
 _BENCHMARKS = ("average", "embedding", "ema", "gate", "growth", "keras",
                "merge", "step", "xla")
+_TABLES = "tables"
+# More use of the processor by other work, in cores, changes figures.
+_QUIET = 0.1
 
 
 def main(argv=None):
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.bench",
-      description="Compares wrapopt with its peers in one process, in turns.")
+      description="Compares wrapopt with its peers in one process, in turns. "
+      "Times are medians of the rounds; ratios are medians of the rounds' "
+      "ratios.")
   commands = parser.add_subparsers(
       metavar="NAME", required=True, help="the benchmark:")
-  for name in _BENCHMARKS:
+  for name in (*_BENCHMARKS, _TABLES):
     benchmark = importlib.import_module(f"wrapopt.bench.{name}")
     command = commands.add_parser(
         name, help=benchmark.__doc__.splitlines()[0],
@@ -30,6 +40,9 @@ def main(argv=None):
     benchmark.add_arguments(command)
     command.set_defaults(name=name, run=benchmark.run)
   options = parser.parse_args(argv)
+  if options.name == _TABLES:
+    options.run(options)
+    return
 
   # Opened first, so that a wrong path fails before the run.
   output = None
@@ -40,13 +53,33 @@ def main(argv=None):
       parser.error(f"argument --json: cannot write {options.json}: "
                    f"{e.strerror}")
   environment = harness.environment()
-  print(", ".join(f"{key} {value}" for key, value in environment.items()))
+  print(", ".join(f"{key} {value}" for key, value in environment.items()),
+        flush=True)
+  others = [harness.busy_cores()]
   results = options.run(options)
+  others.append(harness.busy_cores())
+  # All figures of the run stand for this machine and this load.
+  machine = "quiet" if max(others) <= _QUIET else "busy"
+  print(f"\n{machine} machine: other work used {others[0]:.2f} cores before "
+        f"and {others[1]:.2f} after")
   if output is not None:
     with output:
-      json.dump({"benchmark": options.name, "environment": environment,
+      json.dump({"benchmark": options.name, "command": _command(argv),
+                 "date": datetime.date.today().isoformat(),
+                 "machine": machine, "environment": environment,
                  "results": results}, output, indent=2)
       output.write("\n")
+
+
+def _command(argv):
+  """What a user types, without the file of the results."""
+  words = list(sys.argv[1:] if argv is None else argv)
+  if "--json" in words:
+    at = words.index("--json")
+    del words[at:at + 2]
+  mode = os.environ.get("WRAPOPT_XLA_ON_CPU")
+  return " ".join(filter(None, [mode and f"WRAPOPT_XLA_ON_CPU={mode}",
+                                "python -m wrapopt.bench", shlex.join(words)]))
 
 
 if __name__ == "__main__":

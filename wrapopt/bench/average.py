@@ -14,8 +14,7 @@ machine: it takes the mean of the workers' weights, and the workers resume from
 it. Compares `wrapopt.ModelAverageOptimizer` with
 
   accumulators          a ConditionalAccumulator for each variable and a queue
-  of
-                        tokens, as in TensorFlow 1.15
+                        of tokens, as in TensorFlow 1.15
 
 without a step of training. Counts the transfers of tensors between processes,
 and their bytes, from the workers' step stats.

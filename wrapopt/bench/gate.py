@@ -27,6 +27,7 @@ from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 
 _RATE, _MOMENTUM = 1e-3, 0.9
 _UNGATED = "ungated, one op"
+_STOCK = "ungated, stock"
 _COND = "tf.cond around stock, admitted"
 
 add_arguments = harness.add_arguments
@@ -62,15 +63,17 @@ def measure(name, shapes, n_rounds):
       "spread": harness.spread(times),
       # The ratio of times, as the median of the rounds.
       "of_ungated": harness.speedup(seconds[_UNGATED], times),
+      "of_stock": harness.speedup(seconds[_STOCK], times),
       "of_cond": harness.speedup(seconds[_COND], times),
       "rounds": n_rounds,
   } for contender, times in seconds.items()]
   numbers = sum(harness.sizes(shapes))
   print(f"\n{name}: {len(shapes)} variables, {numbers:,} numbers")
   print(harness.table(
-      ("", "ms", "+-", "x ungated", "x tf.cond"),
+      ("", "ms", "+-", "x ungated", "x stock", "x tf.cond"),
       [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['of_ungated']:.3f}", f"{r['of_cond']:.3f}") for r in results]),
+        f"{r['of_ungated']:.3f}", f"{r['of_stock']:.3f}",
+        f"{r['of_cond']:.3f}") for r in results]),
         flush=True)
   return results
 
@@ -111,7 +114,7 @@ def _in_session(shapes):
         _UNGATED: _fused.apply_gradients(
             inner, _fused.rule_of(inner), _step.Step(pairs, step)),
         "gated, admitted": gated(10**9),
-        "ungated, stock": inner.apply_gradients(pairs, step),
+        _STOCK: inner.apply_gradients(pairs, step),
         _COND: compared(10**9),
         "gated, dropped": gated(-1),
         "tf.cond around stock, dropped": compared(-1),

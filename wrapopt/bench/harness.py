@@ -2,6 +2,8 @@
 
 import ctypes
 import gc
+import importlib.metadata
+import importlib.util
 import math
 import os
 import platform
@@ -84,15 +86,32 @@ def environment():
   """Facts about this process that affect the figures."""
   # pylint: disable=g-import-not-at-top
   from wrapopt.version import __version__
+  torch = ({"PyTorch": importlib.metadata.version("torch")}
+           if importlib.util.find_spec("torch") else {})
   return {
       "wrapopt": __version__,
       "TensorFlow": tf.__version__,
+      **torch,
       "kernels": _native.cpu_isa(),
       "threads": threads(),
       "processor": _processor(),
       # If it is above 0 at the start, other work uses the processor.
       "load": round(os.getloadavg()[0], 2),
   }
+
+
+def busy_cores(seconds=0.5):
+  """The number of cores that other work uses, while this process sleeps."""
+  before = _busy_ticks()
+  time.sleep(seconds)
+  return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / seconds
+
+
+def _busy_ticks():
+  with open("/proc/stat", encoding="utf-8") as f:
+    # user, nice, system, idle, iowait, irq, softirq, steal: see proc(5).
+    ticks = [int(x) for x in f.readline().split()[1:9]]
+  return sum(ticks) - ticks[3] - ticks[4]
 
 
 def _processor():
@@ -132,6 +151,19 @@ def measure_optimizers(options, measure):
   return [result for name in options.sets for optimizer in options.optimizers
           for result in measure(name, VARIABLE_SETS[name], optimizer,
                                 rounds(options))]
+
+
+def progress(label):
+  """A function that prints a line at once: the label, and what is done.
+
+  With the seconds since this call. A case may take minutes before its table.
+  """
+  start = time.monotonic()
+
+  def say(what):
+    print(f"{label}: {what}, {time.monotonic() - start:.0f} s", flush=True)
+
+  return say
 
 
 def rounds(options):

@@ -2,9 +2,10 @@
 
 Compares, in `tf.function`s with and without `jit_compile`,
 
-  plain         Keras's optimizer
-  use_ema       the same optimizer with Keras's own averages, `use_ema=True`
-  wrapopt       `wrapopt.keras.MovingAverage` around the optimizer
+  plain           Keras's optimizer
+  use_ema         the same optimizer with Keras's own averages, `use_ema=True`
+  wrapopt         `wrapopt.keras.MovingAverage` around the optimizer
+  wrapopt, K = 0  the op of wrapopt's step, without an average
 
 on the whole step of `model.fit`: forward, backward, update. Next to its time,
 the table has the number of ops in the graph of the step, including those of
@@ -27,7 +28,8 @@ import tensorflow as tf
 from wrapopt.bench import harness
 
 _DECAY = 0.99
-_PLAIN, _USE_EMA, _WRAPOPT = CONTENDERS = ("plain", "use_ema", "wrapopt")
+_PLAIN, _USE_EMA, _WRAPOPT, _WITHOUT = CONTENDERS = (
+    "plain", "use_ema", "wrapopt", "wrapopt, K = 0")
 _MODES = {"function": False, "jit": True}
 
 
@@ -150,6 +152,8 @@ def _compiled(contender, layers, batch, optimizer, jit):
                      if contender == _USE_EMA else {}))
   if contender == _WRAPOPT:
     opt = wrapopt.keras.MovingAverage(opt, _DECAY)
+  elif contender == _WITHOUT:
+    opt = _without_average(opt)
   keras.utils.set_random_seed(0)
   inputs = keras.Input(batch[0].shape[1:], dtype=batch[0].dtype.name)
   outputs = inputs
@@ -159,6 +163,19 @@ def _compiled(contender, layers, batch, optimizer, jit):
   model.compile(opt, "mse", jit_compile=jit)
   opt.build(model.trainable_variables)
   return model
+
+
+def _without_average(opt):
+  """The optimizer with wrapopt's op for its step, which nothing follows."""
+  # pylint: disable=g-import-not-at-top
+  from wrapopt.keras import _steps
+
+  class Nothing(_steps.Follower):
+
+    def follow(self, step):
+      del step
+
+  return _steps.followed(opt, [Nothing()])
 
 
 def _first_step(model, batch):
@@ -194,7 +211,7 @@ def _check_same_training(models, steps):
     if not np.allclose(weights, first, rtol=0, atol=2e-3):
       raise AssertionError(f"{mode}, {contender}: the weights are off by "
                            f"{np.abs(weights - first).max():.3g}.")
-    if contender != _PLAIN:
+    if contender in (_USE_EMA, _WRAPOPT):
       averages = _numbers(opt._model_variables_moving_average
                          if contender == _USE_EMA else
                          [opt.average(v) for v in values])

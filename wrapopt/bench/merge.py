@@ -123,6 +123,7 @@ def _measure(options, name, directory):
         os.remove(os.path.join(directory, file))
   return {
       "inputs": options.inputs, "bytes_in": bytes_in,
+      "rounds": options.rounds,
       "plain": statistics.median(plain), "merge": statistics.median(merged),
       "rate": bytes_in / statistics.median(merged),
       "of_limit": harness.speedup(merged, plain),

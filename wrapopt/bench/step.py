@@ -60,6 +60,7 @@ STEPS = [_STOCK, _STOCK_EMA, *_WRAPOPT.values()]
 _SESSION, _FUNCTION, _TRAIN, _EAGER, _TORCH = (
     "v1 session", "tf.function", "train function", "eager", "PyTorch")
 _GRAPHS = (_SESSION, _FUNCTION, _TRAIN)  # The modes that have one.
+MODES = (*_GRAPHS, _EAGER, _TORCH)
 _NO_STEP = "no step"
 _TORCH_PROGRAM = os.path.join(os.path.dirname(__file__), "torch_step.py")
 # By the name of an optimizer above: a class of torch.optim, and its arguments.
@@ -74,14 +75,19 @@ _IN_TORCH = {
 
 def add_arguments(parser):
   harness.add_optimizer_arguments(parser, OPTIMIZERS)
+  parser.add_argument(
+      "--modes", nargs="+", choices=MODES, metavar="MODE", default=MODES,
+      help=f"how steps are run, of {', '.join(map(repr, MODES))}; default all. "
+      "Each mode has arrays of its own: bert-base with Adam takes 4 GB in each")
 
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
-  return harness.measure_optimizers(options, measure)
+  return harness.measure_optimizers(
+      options, functools.partial(measure, modes=options.modes))
 
 
-def measure(name, shapes, optimizer, n_rounds):
+def measure(name, shapes, optimizer, n_rounds, modes=MODES):
   """Compares all contenders on one set of variables and prints a table.
 
   Args:
@@ -89,6 +95,7 @@ def measure(name, shapes, optimizer, n_rounds):
     shapes: The shapes of its variables.
     optimizer: The name of an optimizer.
     n_rounds: The number of turns of each contender.
+    modes: Some of MODES.
 
   Returns:
     A list of dicts, one for each row of the table.
@@ -96,24 +103,39 @@ def measure(name, shapes, optimizer, n_rounds):
   sizes = harness.sizes(shapes)
   make = OPTIMIZERS[optimizer]
   slots = len(_fused.rule_of(make()).slots)
-  builds = {mode: {step: _build(mode, shapes, make, step) for step in STEPS}
-            for mode in _GRAPHS}
+  say = harness.progress(f"{name}, {optimizer}")
+  builds = {}
+  for mode in (mode for mode in _GRAPHS if mode in modes):
+    builds[mode] = {step: _build(mode, shapes, make, step) for step in STEPS}
+    say(f"{mode} built")
   limits, place_limits = _limits(shapes, slots)
-  session, in_session, place_session = _in_session(shapes, make)
+  if not importlib.util.find_spec("torch"):
+    modes = [mode for mode in modes if mode != _TORCH]
+  contenders, places = dict(limits), [place_limits]
   with contextlib.ExitStack() as stack:
-    stack.enter_context(contextlib.closing(session))
-    others = [_in_functions(shapes, make),
-              _in_functions(shapes, make, made=True), _eagerly(shapes, make)]
-    if importlib.util.find_spec("torch"):
-      others.append(stack.enter_context(_in_torch(shapes, optimizer)))
-    contenders = {**limits, **in_session}
-    for of_mode, _ in others:
-      contenders.update(of_mode)
-    seconds = harness.alternate(
-        contenders, n_rounds, f"{name}, {optimizer}",
-        places=[place_limits, place_session, *(place for _, place in others)])
+    def in_session():
+      session, *made = _in_session(shapes, make)
+      stack.enter_context(contextlib.closing(session))
+      return made
+
+    for mode, contenders_of in {
+        _SESSION: in_session,
+        _FUNCTION: lambda: _in_functions(shapes, make),
+        _TRAIN: lambda: _in_functions(shapes, make, made=True),
+        _EAGER: lambda: _eagerly(shapes, make),
+        _TORCH: lambda: stack.enter_context(_in_torch(shapes, optimizer)),
+    }.items():
+      if mode in modes:
+        of_mode, place = contenders_of()
+        contenders.update(of_mode)
+        places.append(place)
+        say(f"{mode} checked" if mode != _TORCH else f"{mode} started")
+    seconds = harness.alternate(contenders, n_rounds, f"{name}, {optimizer}",
+                                places=places)
+  say(f"{n_rounds} rounds done")
   # Free the memory for the next set.
-  del contenders, in_session, others, place_limits, place_session
+  del contenders, contenders_of, of_mode, in_session, place, places
+  del place_limits
   gc.collect()
 
   limit = {}
@@ -121,6 +143,8 @@ def measure(name, shapes, optimizer, n_rounds):
     # For a small set, threads slow the limit down.
     limit[k] = min((seconds.pop(key) for key in list(limits) if key[0] == k),
                    key=statistics.median)
+  torch = min((times for (mode, _), times in seconds.items() if mode == _TORCH),
+              key=statistics.median, default=None)
   results = []
   for key, times in [*((("limit", k), limit[k]) for k in limit),
                      *seconds.items()]:
@@ -143,6 +167,8 @@ def measure(name, shapes, optimizer, n_rounds):
       stock, stock_ema = seconds[mode, _STOCK], seconds[mode, _STOCK_EMA]
       result.update(x_stock=1 / harness.speedup(times, stock),
                     x_stock_ema=1 / harness.speedup(times, stock_ema))
+      if torch is not None:
+        result["x_torch"] = 1 / harness.speedup(times, torch)
     if mode == _TRAIN:
       result["adds_milliseconds"] = 1e3 * statistics.median(
           x - y for x, y in zip(times, seconds[mode, _NO_STEP]))

@@ -199,8 +199,8 @@ def _block(data, offset, size):
   checksum, = struct.unpack_from("<I", data, offset + size + 1)
   found = _native.crc32c(np.frombuffer(data, np.uint8, size + 1, offset))
   if found != _unmasked(checksum):
-    raise ValueError("The index of the checkpoint is damaged: the checksum of a "
-                     f"block is {found:#010x}, written as "
+    raise ValueError("The index of the checkpoint is damaged: the checksum of "
+                     f"a block is {found:#010x}, written as "
                      f"{_unmasked(checksum):#010x}.")
   if kind != 0:
     raise ValueError("The index of the checkpoint must not be compressed, got "

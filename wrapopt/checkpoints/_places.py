@@ -79,8 +79,8 @@ class Reader:
       done += view.size
       self._read[name] = done, checksum
       if done == place.size and checksum != place.checksum:
-        raise OSError(f"the file {place.path} is damaged: the checksum of bytes "
-                      f"{place.offset} to {place.offset + place.size} is "
+        raise OSError(f"the file {place.path} is damaged: the checksum of "
+                      f"bytes {place.offset} to {place.offset + place.size} is "
                       f"{checksum:#010x}, written as {place.checksum:#010x}")
 
   def _fill(self, place, begin, view, drop):

@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import threading
+from typing import Any, Optional, Union
 
 import numpy as np
 import tensorflow as tf
@@ -10,11 +11,13 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt import moving_average
 from wrapopt._averages import _replicas
+from wrapopt._types import Variable
 from wrapopt.checkpoints import _formats
 
 _PREFIX = "snapshot-"
 _DTYPES = {None: None, "float32": np.dtype(np.float32),
            "float16": np.dtype(np.float16), "bfloat16": _formats.BFLOAT16}
+_Path = Union[str, os.PathLike]
 
 
 class Snapshots:
@@ -169,8 +172,9 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   Of several workers that share variables, give it to the chief only.
   """
 
-  def __init__(self, opt, directory, save_steps, dtype=None, *,
-               global_step=None):
+  def __init__(self, opt: moving_average.MovingAverageOptimizer,
+               directory: _Path, save_steps: int, dtype: Any = None, *,
+               global_step: Optional[Variable] = None) -> None:
     """Makes the hook.
 
     Args:

@@ -145,7 +145,8 @@ def main(argv=None):
   parser.add_argument("--steps", type=_at_least(1, int), default=2000,
                       help="updates, of all workers; default %(default)s")
   parser.add_argument("--limit", type=_at_least(0, int), default=20,
-                      help="the largest staleness to admit; default %(default)s")
+                      help="the largest staleness to admit; default "
+                      "%(default)s")
   parser.add_argument("--rest", type=_at_least(0, float), default=0.5,
                       metavar="SECONDS", help="how long the slow worker rests "
                       "in each step; default %(default)s")
@@ -179,8 +180,8 @@ def main(argv=None):
     print(f"{name:>8}  {w['tried']:>9}  {w['tried'] / w['seconds']:>8.1f}  "
           f"{w['admitted']:>8}  {w['dropped']:>8}  "
           f"{w['dropped'] / max(1, w['tried']):>9.1%}")
-  print(f"\nAfter {sum(w['admitted'] for w in workers)} updates with a limit of "
-        f"{options.limit}: {accuracy:.2%} of the held-out scans are right.")
+  print(f"\nAfter {sum(w['admitted'] for w in workers)} updates with a limit "
+        f"of {options.limit}: {accuracy:.2%} of the held-out scans are right.")
   results = os.path.join(options.out, "results.json")
   with open(results, "w", encoding="utf-8") as f:
     json.dump({"workers": workers, "accuracy": accuracy,

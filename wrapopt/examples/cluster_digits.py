@@ -234,8 +234,8 @@ def main(argv=None):
   for baseline in baselines:
     print(f"{'alone':>22}  {baseline['scans']:>5}  {baseline['steps']:>6}  "
           f"{baseline['accuracy']:>7.2%}")
-  print("\nAccuracy on held-out scans: of a worker's own weights just before the "
-        "last mean,\nand of that mean.")
+  print("\nAccuracy on held-out scans: of a worker's own weights just before "
+        "the last mean,\nand of that mean.")
   results = os.path.join(options.out, "results.json")
   with open(results, "w", encoding="utf-8") as f:
     json.dump({"workers": workers, "alone": baselines,

@@ -202,8 +202,9 @@ def main(argv=None):
       data, held_out, options.steps, options.seed, checkpoint)
   restored_logits = restore(held_out[0], checkpoint)
   if not np.array_equal(restored_logits, averaged_logits):
+    difference = np.abs(restored_logits - averaged_logits).max()
     sys.exit(f"The model restored from {checkpoint} is not the averaged one: "
-             f"logits differ by {np.abs(restored_logits - averaged_logits).max()}")
+             f"logits differ by {difference}")
 
   _, raw, averaged = curve[-1]
   restored = accuracy_of(restored_logits, held_out[1])

@@ -258,9 +258,10 @@ def plot(curve, path):
 
 def print_table(curve, held_out):
   """Prints some rows of a curve, including the last."""
-  print(f"\n{held_out:,} held-out words: perplexity, and how many are among the "
-        "first ten")
-  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}  {'raw':>8}  {'averaged':>8}")
+  print(f"\n{held_out:,} held-out words: perplexity, and how many are among "
+        "the first ten")
+  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}  {'raw':>8}  "
+        f"{'averaged':>8}")
   stride = max(1, len(curve) // 8)
   for row in curve[::-1][::stride][::-1]:
     print(f"{row['step']:>8}  {row['raw_perplexity']:>8.1f}  "
@@ -325,11 +326,13 @@ def main(argv=None):
   results_path = _results.write(options.out, results, tf, keras, np)
 
   print_table(curve, len(held_out[0]))
-  print(f"\na step of {_BATCH} samples, {_BATCH * len(_FEATURES):,} indices of a "
-        f"table of {_ROWS:,} x {_WIDTH}")
+  print(f"\na step of {_BATCH} samples, {_BATCH * len(_FEATURES):,} indices of "
+        f"a table of {_ROWS:,} x {_WIDTH}")
   for name, ms in milliseconds.items():
-    print(f"{name:<28}  {ms:>8.2f} ms  {ms / milliseconds[_NO_AVERAGE]:>6.2f} x")
-  print("\nThe averaged model, loaded by plain Keras: logits equal bit for bit.")
+    print(f"{name:<28}  {ms:>8.2f} ms  "
+          f"{ms / milliseconds[_NO_AVERAGE]:>6.2f} x")
+  print("\nThe averaged model, loaded by plain Keras: logits equal bit for "
+        "bit.")
   print(f"{curves}\n{results_path}\n{weights}")
 
 

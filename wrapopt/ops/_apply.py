@@ -47,8 +47,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   Example:
 
   >>> v, s = tf.Variable([1., 2.]), tf.Variable([1., 2.])
-  >>> wrapopt.ops.apply("GradientDescent", {"var": [v]}, [tf.constant([1., 1.])],
-  ...                   {"lr": 0.5}, shadows=[s], decay=0.5)
+  >>> wrapopt.ops.apply("GradientDescent", {"var": [v]},
+  ...                   [tf.constant([1., 1.])], {"lr": 0.5}, shadows=[s],
+  ...                   decay=0.5)
   >>> v.numpy(), s.numpy()
   (array([0.5, 1.5], dtype=float32), array([0.75, 1.75], dtype=float32))
 

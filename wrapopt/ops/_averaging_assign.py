@@ -86,11 +86,12 @@ def averaging_assign(targets: Any, sources: Sequence[Any], weights: Any = None,
     tf.errors.FailedPreconditionError: When it runs: a variable is not
       initialized.
 
-  References: Zhang, Choromanska and LeCun, "Deep learning with elastic averaging
-  SGD", NeurIPS 2015; Izmailov et al., "Averaging weights leads to wider optima
-  and better generalization", UAI 2018 (`rate` 1 / (n + 1) for the n-th model
-  after the first); Zhang, Lucas, Hinton and Ba, "Lookahead optimizer", NeurIPS
-  2019 (targets and sources fast and slow, weights alpha and 1 - alpha).
+  References: Zhang, Choromanska and LeCun, "Deep learning with elastic
+  averaging SGD", NeurIPS 2015; Izmailov et al., "Averaging weights leads to
+  wider optima and better generalization", UAI 2018 (`rate` 1 / (n + 1) for the
+  n-th model after the first); Zhang, Lucas, Hinton and Ba, "Lookahead
+  optimizer", NeurIPS 2019 (targets and sources fast and slow, weights alpha and
+  1 - alpha).
   """
   targets = [(subject, _check.variables(subject, row))
              for subject, row in _named_rows("targets", targets)]

@@ -145,8 +145,8 @@ def averaging_gather(rounds: Tensor, round: Integer, min_workers: Integer,  # py
   After a round with all `num_workers`, and after a reset, all are expected
   again.
 
-  To gather a round again gives the same workers, even if they are fewer than the
-  new `min_workers`.
+  To gather a round again gives the same workers, even if they are fewer than
+  the new `min_workers`.
 
   Example: see `averaging_rounds`.
 

@@ -2,7 +2,8 @@
 
 An op checks its inputs before it changes a variable: cc/ops/contracts.h has the
 rules. The checks here are of what no op can see: Python objects, and, because
-one call may run several ops, all variables of the call before the first op runs.
+one call may run several ops, all variables of the call before the first op
+runs.
 
 A function that takes `subject`, the name of an argument, raises a TypeError or
 a ValueError that begins with it.
