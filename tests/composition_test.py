@@ -12,7 +12,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
-from wrapopt._v1 import _composition
+from wrapopt import _composition
 
 tf1 = tf.compat.v1
 

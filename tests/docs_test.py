@@ -19,7 +19,7 @@ import wrapopt.checkpoints
 import wrapopt.keras
 from wrapopt import __main__ as info
 from wrapopt import _native
-from wrapopt._v1 import _composition
+from wrapopt import _composition
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import tables
 

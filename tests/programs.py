@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-from wrapopt._v1 import _composition
+from wrapopt import _composition
 
 CROSS, GATE, ELASTIC, MODEL, MOVING = _composition.NAMES
 WORKERS = (ELASTIC, MODEL)

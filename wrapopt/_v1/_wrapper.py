@@ -5,7 +5,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from wrapopt._types import Gradient, Loss, Operation, Variable
-from wrapopt._v1 import _composition
+from wrapopt import _composition
 from wrapopt._v1 import _step
 
 

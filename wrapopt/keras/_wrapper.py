@@ -9,6 +9,7 @@ from keras.src import backend
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _swap
 from wrapopt.keras import _rules
@@ -46,9 +47,6 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   # TensorFlow tracks the inner optimizer instead, see `_trackable_children`.
   _self_setattr_tracking = False
 
-  # The reason why a public class must not hold another of its class.
-  why_not_twice: Optional[str] = None
-
   def __init__(self, optimizer, name, sum_duplicates):
     if isinstance(optimizer, (str, dict)):
       optimizer = keras.optimizers.get(optimizer)
@@ -58,22 +56,17 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           f"of one, got {type(optimizer).__module__}."
           f"{type(optimizer).__qualname__}. For an optimizer of "
           "tf.compat.v1.train, use the wrappers in `wrapopt`.")
-    public = next(c for c in type(self).__mro__ if "why_not_twice" in vars(c))
-    if any(isinstance(x, public)
-           for x in [optimizer, *_steps.within(optimizer)]):
-      raise ValueError(
-          f"`optimizer` of {public.__name__} must not be or hold a "
-          f"{public.__name__}: {self.why_not_twice}. Got "
-          f"{type(optimizer).__qualname__}.")
+    _composition.check_in_keras(type(self), optimizer,
+                                _steps.within(optimizer))
     for x in [optimizer, *_steps.within(optimizer)]:
       for name_of in ("apply", "apply_gradients"):
         if isinstance(x, WrapperOptimizer) and (
             getattr(type(x), name_of) is not getattr(WrapperOptimizer,
                                                      name_of)):
           raise ValueError(
-              f"`optimizer` of {public.__name__} must not be or hold a wrapper "
-              f"that overrides {name_of}(), which would not be called, got "
-              f"{type(x).__qualname__}. Make it the outermost wrapper.")
+              f"`optimizer` of {type(self).__name__} must not be or hold a "
+              f"wrapper that overrides {name_of}(), which would not be called, "
+              f"got {type(x).__qualname__}. Make it the outermost wrapper.")
     super().__init__(learning_rate=_no_rate, name=name)
     # The inner optimizer's count replaces that of Keras's constructor.
     self._untrack_variable(self._iterations)

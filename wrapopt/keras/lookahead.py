@@ -41,8 +41,6 @@ class Lookahead(_wrapper.WrapperOptimizer):
   `sync_period` must be positive.
   """
 
-  why_not_twice = "a variable has one set of slow weights. Use one of the two"
-
   changes_weights = True
 
   def __init__(

@@ -80,9 +80,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
 
-  why_not_twice = ("one optimizer keeps several averages in one pass. Give it "
-                   "several decays: average_decay=[0.99, 0.999]")
-
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       average_decay: Union[float, Sequence[float]] = 0.99,

@@ -58,8 +58,6 @@ class SWA(_averaging.AveragingOptimizer):
   not at zero; float16 and bfloat16 variables, whose averages are float32.
   """
 
-  why_not_twice = "a variable has one mean of this kind. Use one of the two"
-
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       start_averaging: int = 0, average_period: Optional[int] = None,

@@ -1,7 +1,7 @@
 """Checks which wrapper may contain which.
 
 A wrapper may be anywhere around or inside another one, at any depth, unless
-`REFUSED` lists the pair.
+`REFUSED` (of `tf.compat.v1.train`) or `REFUSED_IN_KERAS` lists the pair.
 """
 
 import tensorflow as tf
@@ -19,18 +19,25 @@ NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING)
 _OWN_STEPS = ("a gate counts updates of shared weights, and these weights are "
               "local to a worker. Wrap the gate around")
 _ONE_CENTER = "a variable has one center. Use one of the two optimizers"
+_SEVERAL_DECAYS = ("one optimizer keeps several averages in one pass. Give it "
+                   "several decays: average_decay=[0.99, 0.999]")
 
 # {(outer, inner): the reason}.
 REFUSED = {
-    (_MOVING, _MOVING): (
-        "one optimizer keeps several averages in one pass. Give it several "
-        "decays: average_decay=[0.99, 0.999]"),
+    (_MOVING, _MOVING): _SEVERAL_DECAYS,
     (_GATE, _GATE): (
         "a gradient passes one gate. Use the lower limit of the two"),
     (_SHARDS, _SHARDS): "gradients would be summed twice. Use one of the two",
     **{(outer, _GATE): _OWN_STEPS for outer in (_ELASTIC, _MODEL)},
     **{(outer, inner): _ONE_CENTER for outer in (_ELASTIC, _MODEL)
        for inner in (_ELASTIC, _MODEL)},
+}
+
+REFUSED_IN_KERAS = {
+    ("Lookahead", "Lookahead"): (
+        "a variable has one set of slow weights. Use one of the two"),
+    ("MovingAverage", "MovingAverage"): _SEVERAL_DECAYS,
+    ("SWA", "SWA"): "a variable has one mean of this kind. Use one of the two",
 }
 
 # An optimizer of another package does not tell the wrappers around it whether a
@@ -53,20 +60,44 @@ def check(outer, opt):
   Raises:
     ValueError: If it must not contain `opt`, or an optimizer inside `opt`.
   """
-  outer = _name(outer)
+  outer = _name(outer, NAMES)
   for inner, hider in _inside(opt, None):
     why = REFUSED.get((outer, inner))
     if why is None and hider is not None:
       why = _HIDDEN.get((outer, inner))
     if why is not None:
-      raise ValueError(
-          f"`opt` of {outer} must not be or hold a {inner}: "
-          f"{why.format(hider=hider)}. Got {_describe(opt)}.")
+      raise _refused("opt", outer, inner, why.format(hider=hider),
+                     _describe(opt))
 
 
-def _name(cls):
-  """The one of NAMES that a class is or is derived from, or None."""
-  return next((c.__name__ for c in cls.__mro__ if c.__name__ in NAMES and
+def check_in_keras(outer, opt, inside):
+  """As `check`, for a wrapper of `wrapopt.keras`.
+
+  Args:
+    outer: The class of the wrapper.
+    opt: Its inner optimizer, a Keras optimizer.
+    inside: All optimizers inside `opt`, at any depth.
+
+  Raises:
+    ValueError: If it must not contain `opt`, or one of these.
+  """
+  names = {name for pair in REFUSED_IN_KERAS for name in pair}
+  outer = _name(outer, names)
+  for x in [opt, *inside]:
+    inner = _name(type(x), names)
+    why = REFUSED_IN_KERAS.get((outer, inner))
+    if why is not None:
+      raise _refused("optimizer", outer, inner, why, type(opt).__qualname__)
+
+
+def _refused(argument, outer, inner, why, got):
+  return ValueError(f"`{argument}` of {outer} must not be or hold a {inner}: "
+                    f"{why}. Got {got}.")
+
+
+def _name(cls, names):
+  """The public name of the class that `cls` is or is derived from, or None."""
+  return next((c.__name__ for c in cls.__mro__ if c.__name__ in names and
                c.__module__.split(".")[0] == "wrapopt"), None)
 
 
@@ -76,7 +107,7 @@ def _held(opt):
 
 def _inside(opt, hider):
   """Yields (one of NAMES, the optimizer that hides it or None)."""
-  name = _name(type(opt))
+  name = _name(type(opt), NAMES)
   if name is not None:
     yield name, hider
   if name is None or opt._has_own_step:
