@@ -3,6 +3,8 @@
 import contextlib
 import functools
 import os
+import re
+import types
 import zipfile
 
 import h5py
@@ -15,10 +17,14 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _native
 from wrapopt import checkpoints
+from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _bundles
+from wrapopt.checkpoints import _format
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _source
 
 v1 = tf.compat.v1
 
@@ -179,8 +185,8 @@ def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
   weights = [0.1, 0.2, 0.3, 0.4]
   for in_flight, send in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
     monkeypatch.setattr(checkpoints._merge, "_IN_FLIGHT", in_flight)
-    monkeypatch.setattr(checkpoints._formats, "_COPIED", in_flight)
-    monkeypatch.setattr(checkpoints._formats, "SEND", send)
+    monkeypatch.setattr(_sink, "_COPIED", in_flight)
+    monkeypatch.setattr(_sink, "SEND", send)
     output = tmp_path / f"out-{in_flight}-{send}"
     checkpoints.merge(paths, output, weights, progress=True)
     got = values_of(output)
@@ -766,3 +772,88 @@ def test_directories_are_in_the_order_of_their_numbers(tmp_path):
     save_by_saver(tmp_path / f"model.ckpt-{i}", {"w": np.float32(i)})
   checkpoints.lawa(tmp_path, tmp_path / "out" / "mean", window=2)
   assert values_of(tmp_path / "out" / "mean") == {"w": 55}
+
+
+# A new format
+
+
+class NpzSource(_source.Source):
+  kind = "NPZ"
+
+  def __init__(self, path):
+    super().__init__(path)
+    with np.load(path) as file:
+      self._values = dict(file)
+    self.specs = {name: _source.Spec(value.shape, value.dtype)
+                  for name, value in self._values.items()}
+
+  def _is_optimizer_state(self, name):
+    return name.startswith("optimizer")
+
+  def _read(self, name, rows, into):
+    return self._values[name]
+
+
+class NpzSink(_sink.Sink):
+
+  def __init__(self, path, specs, like):
+    super().__init__(path)
+    self._values = {}
+
+  def write(self, values):
+    self._values.update({name: value for name, _, value in values})
+
+  def _finish(self):
+    path = os.path.join(self._directory, os.path.basename(self.path))
+    np.savez(path, **self._values)
+    yield path
+
+
+class Npz(_format.Format):
+  Source, Sink = NpzSource, NpzSink
+  endings = (".npz",)
+  ending = ".npz"
+
+
+def test_a_format_is_one_file_and_one_line(
+    tmp_path, monkeypatch, capsys, two):
+  monkeypatch.setattr(_formats, "FORMATS", (Npz, *_formats.FORMATS))
+  (tmp_path / "in").mkdir()
+  values = [{"w": np.float32([i, 2, 8]), "optimizer/m": np.float32(i),
+             "step": np.int64(i)} for i in (1, 2, 6)]
+  paths = [str(tmp_path / "in" / f"{i}.npz") for i in range(3)]
+  for path, value in zip(paths, values):
+    np.savez(path, **value)
+  # In a directory too.
+  checkpoints.merge(tmp_path / "in", tmp_path / "out.npz")
+  with np.load(tmp_path / "out.npz") as out:
+    assert out.files == ["w", "optimizer/m", "step"]
+    assert_same_bits(out["w"], np.float32([3, 2, 8]))
+    assert_same_bits(out["optimizer/m"], np.float32(6))
+    assert_same_bits(out["step"], np.int64(6))
+  command.main(["list", paths[0]])
+  assert "0.npz: NPZ, 3 variables" in capsys.readouterr().out
+  assert _formats.ending_of(paths[0]) == ".npz"
+  # Errors know it.
+  for inputs, name, rule in [
+      (paths, "out.h5", "end in '.npz'"),
+      (two, "x.npz", "not end in '.npz', '.keras', '.h5', '.hdf5', "
+       "'weights.json' or '.index'")]:
+    output = tmp_path / "new" / name
+    refused(tmp_path, ValueError, "^" + re.escape(
+        f"The name of the output must {rule}, since the last input is "
+        f"{inputs[-1]}, got {output}.") + "$", checkpoints.merge, inputs, output)
+
+
+@pytest.mark.parametrize("last, name, rule", [
+    ("in.keras", "out.h5", "end in '.keras'"),
+    ("in.h5", "out.keras", "end in '.h5'"),
+    ("in.hdf5", "out", "end in '.h5'"),
+    # The output is one file.
+    ("in.weights.json", "out.weights.json", "end in '.h5'")])
+def test_names_of_outputs(tmp_path, last, name, rule):
+  output, source = tmp_path / name, types.SimpleNamespace(path=last)
+  with pytest.raises(ValueError, match="^" + re.escape(
+      f"The name of the output must {rule}, since the last input is {last}, "
+      f"got {output}.") + "$"):
+    _formats.check_output(str(output), source)

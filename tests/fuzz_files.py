@@ -53,7 +53,10 @@ import numpy as np
 import checkpoint_files
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
-from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _h5
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _source
+from wrapopt.checkpoints import _tensorflow
 
 _INPUTS = 3
 _WEIGHTS = {"merge": [1 / 3] * 3, "weights": [0.2, 0.3, 0.5],
@@ -194,8 +197,8 @@ _CALLS = [(os, name) for name in (
     "preadv", "replace", "unlink", "fsync", "open", "rmdir", "mkdir")] + [
         ("builtins", "open"), (h5py.File, "__init__"), (h5py.File, "close"),
         (h5py.Dataset, "read_direct"), (h5py.Group, "create_dataset"),
-        (_formats.Source, "read"), (_formats.TensorFlowSink, "write"),
-        (_formats.H5Sink, "write"), (_formats.Sink, "publish")]
+        (_source.Source, "read"), (_tensorflow.TensorFlowSink, "write"),
+        (_h5.H5Sink, "write"), (_sink.Sink, "publish")]
 
 
 def _some_moment(case):

@@ -8,8 +8,12 @@ import pytest
 
 import fuzz_files
 from wrapopt.checkpoints import _bundles
-from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _files
+from wrapopt.checkpoints import _h5
+from wrapopt.checkpoints import _keras
 from wrapopt.checkpoints import _merge
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _source
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +66,16 @@ BROKEN = [
     ("no checksums of TensorFlow's files", "wrong: numbers", "damage",
      "tensorflow", _bundles, "bundle_of", _unchecked),
     ("no checksum in archives", "wrong: ", "damage", "keras",
-     _formats._Part, "verify", lambda self, drop: None),
-    ("files may change", "wrong: ", "change", "h5", _formats.Source,
+     _keras._Part, "verify", lambda self, drop: None),
+    ("files may change", "wrong: ", "change", "h5", _source.Source,
      "check_unchanged", lambda self: None),
-    ("errors without names", "names none of", "damage", "h5", _formats,
+    ("errors without names", "names none of", "damage", "h5", _files,
      "naming", lambda path, what: contextlib.nullcontext()),
     ("an output in place", "wrong: an output that cannot be read", "kill", "h5",
-     _formats.os, "replace", _in_place),
+     _sink.os, "replace", _in_place),
     ("partial files stay", "other files", "damage", "tensorflow",
-     _formats.Sink, "discard", lambda self: None),
-    ("partial files of the killed stay", "other files", "kill", "h5", _formats,
+     _sink.Sink, "discard", lambda self: None),
+    ("partial files of the killed stay", "other files", "kill", "h5", _sink,
      "remove_partial", lambda directory, prefix: None),
     ("wrong numbers", "wrong: numbers", "damage", "tensorflow", _merge,
      "checked_weights", lambda weights, count: [0.3] * count),
@@ -111,7 +115,7 @@ def test_a_finding(corpus, monkeypatch, capfd, first, finding, kind, format,  # 
 
 
 def test_a_crash_of_hdf5_on_a_full_disk(corpus, monkeypatch):
-  monkeypatch.setattr(_formats, "_Drain", _Plain)
+  monkeypatch.setattr(_h5, "_Drain", _Plain)
   result = fuzz_files.fuzz(0, cases=8, most=8, first=250, corpus=corpus,
                            workers=1,
                            only=lambda case: (case.kind, case.format) == (

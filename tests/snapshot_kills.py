@@ -17,7 +17,7 @@ _CHILD = f"""
 VARIABLES = {_VARIABLES}""" + """
 import sys
 import numpy as np
-from wrapopt.checkpoints import _formats, _snapshots
+from wrapopt.checkpoints import _h5, _snapshots, _tensorflow
 directory, first = sys.argv[1], int(sys.argv[2])
 writer = _snapshots.Snapshots(directory, 1, "float16" if first % 2 else None)
 writer.begin(first)
@@ -27,8 +27,8 @@ for step in range(first, 10**9):
   for ending in ("", ".weights.h5"):
     writer.write(
         lambda path, specs, note, e=ending: (
-            _formats.H5Sink(path + e, specs, None, note) if e else
-            _formats.TensorFlowSink(path, specs, note)),
+            _h5.H5Sink(path + e, specs, None, note) if e else
+            _tensorflow.TensorFlowSink(path, specs, note)),
         step % 3, None, step, {f"v{i}": (
             np.full((9, 9), step % 1000, np.float32), np.dtype(np.float32))
                                for i in range(VARIABLES)})

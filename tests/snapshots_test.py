@@ -1,6 +1,7 @@
 """Snapshots of averages, and averages of any width computed from them."""
 
 import json
+import os
 
 import h5py
 import keras
@@ -16,7 +17,13 @@ from training import GRAPH_MODES
 from training import graph_of
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
+from wrapopt.checkpoints import _bundles
+from wrapopt.checkpoints import _files
+from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _h5
 from wrapopt.checkpoints import _profiles
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _tensorflow
 import wrapopt.keras
 
 v1 = tf.compat.v1
@@ -390,7 +397,7 @@ def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
     writer = checkpoints._snapshots.Snapshots(tmp_path / "run", 1, None)
     writer.begin(0)
     x = np.ones(3, np.float32)
-    writer.write(lambda path, specs, note: checkpoints._formats.H5Sink(
+    writer.write(lambda path, specs, note: _h5.H5Sink(
         path + ".h5", specs, None, note), step, NARROW, step,
                  {name: (x, x.dtype) for name in averaged},
                  {} if "m" in averaged else {"m": x})
@@ -514,7 +521,7 @@ def test_moving_statistics_are_found(tmp_path, capsys):
     output = path.with_name("mean." + path.name)
     command.main(["lawa", str(path), "--window", "1", "--quiet", "--output",
                   str(output)])
-    source = checkpoints._formats.open_source(str(path))
+    source = _formats.open_source(str(path))
     names = source.moving_statistics()
     source.close()
     assert (f"note: {output} has moving statistics of batch normalizations, "
@@ -568,7 +575,7 @@ def test_command(run, tmp_path, capsys):
 @pytest.mark.parametrize("send", [1, 1 << 30])
 def test_whenever_it_is_killed_all_that_is_there_is_whole(
     tmp_path, monkeypatch, send):
-  formats, seen = checkpoints._formats, set()
+  seen = set()
 
   def watch(where, name):
     function = getattr(where, name)
@@ -581,20 +588,19 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
 
     monkeypatch.setattr(where, name, watched)
 
-  monkeypatch.setattr(formats, "SEND", send)
-  watch(formats, "to_disk")
-  watch(formats.os, "replace")
-  watch(formats.os, "unlink")
-  watch(formats.H5Sink, "write")
-  watch(formats.H5Sink, "_finish")
-  watch(formats.TensorFlowSink, "write")
-  watch(formats._bundles.Writer, "close")
+  monkeypatch.setattr(_sink, "SEND", send)
+  watch(_files, "to_disk")
+  watch(os, "replace")
+  watch(os, "unlink")
+  watch(_h5.H5Sink, "write")
+  watch(_h5.H5Sink, "_finish")
+  watch(_tensorflow.TensorFlowSink, "write")
+  watch(_bundles.Writer, "close")
   for steps in 1, 2:  # The second is written in place of the first.
     value = np.full(3, steps, np.float32)
     for make in (
-        lambda path, specs, note: formats.H5Sink(path + ".h5", specs, None,
-                                                 note),
-        formats.TensorFlowSink):
+        lambda path, specs, note: _h5.H5Sink(path + ".h5", specs, None, note),
+        _tensorflow.TensorFlowSink):
       writer = checkpoints._snapshots.Snapshots(tmp_path, 1, None)
       writer.begin(0)
       writer.write(make, 7, None, steps,

@@ -21,8 +21,11 @@ import numpy as np
 
 from wrapopt import _extras
 from wrapopt.bench import harness
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _source
 
 _FORMATS = {"tensorflow": "", "h5": ".weights.h5"}
 
@@ -132,9 +135,8 @@ def _measure(options, name, directory):
 
 
 def _write(path, values):
-  specs = {name: _formats.Spec(x.shape, x.dtype) for name, x in values.items()}
-  sink = (_formats.H5Sink(path, specs) if path.endswith(".h5") else
-          _formats.TensorFlowSink(path, specs))
+  specs = {name: _source.Spec(x.shape, x.dtype) for name, x in values.items()}
+  sink = _formats.format_of(path).Sink(path, specs)
   try:
     sink.write([(name, None, x) for name, x in values.items()])
     sink.publish()
@@ -167,8 +169,8 @@ def _plain(files, output, bytes_out):
     with open(output, "wb", buffering=0) as f:
       for written in range(size, bytes_out + size, size):
         f.write(block)
-        if written % _formats.SEND == 0 or written >= bytes_out:
-          _formats.to_disk(output, drop)
+        if written % _sink.SEND == 0 or written >= bytes_out:
+          _files.to_disk(output, drop)
 
   block = os.urandom(size)
   start = time.perf_counter()

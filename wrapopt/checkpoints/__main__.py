@@ -43,6 +43,7 @@ import sys
 
 from wrapopt import _extras
 from wrapopt import checkpoints
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 
@@ -196,13 +197,13 @@ def _run_sweep(options, parser):
       paths[-1], f"The function {options.evaluate} must recalibrate them "
       "before it evaluates, or the best width may be wrong: "
       "wrapopt.keras.recalibrate_batch_norm(model, dataset).")
-  made = _formats.make_directories(options.output)
+  made = _files.make_directories(options.output)
   try:
     widths = checkpoints.sweep(
         paths, evaluate, options.sweep or _WIDTHS, steps=options.steps,
         **_common(options))
   except BaseException:
-    _formats.remove_empty(made)
+    _files.remove_empty(made)
     raise
   print("relative width  error of the profile  quality")
   for width in widths:

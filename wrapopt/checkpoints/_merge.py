@@ -12,8 +12,10 @@ import typing
 import numpy as np
 
 from wrapopt import _native
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _source
 
 # The limit of bytes that are read and not yet summed, or twice the largest
 # variable if that is more.
@@ -48,7 +50,7 @@ def weighted(inputs, output, weights, only=None, progress=None):
     source.drops_pages = _places.is_too_much(read)
   _verify({last, *(s for s, _ in summed)})
   # Errors of the output are those of `Sink`.
-  with _formats.naming(last.path, "cannot be copied"):
+  with _files.naming(last.path, "cannot be copied"):
     sink = _formats.sink_like(last, output, specs)
   sink.drops_pages = last.drops_pages
   try:
@@ -57,7 +59,7 @@ def weighted(inputs, output, weights, only=None, progress=None):
           total=read, unit="B", unit_scale=True,
           desc=os.path.basename(output))) if progress else None
       _sum(*zip(*summed), names, specs, sink, bar)
-      with _formats.naming(last.path, "cannot be copied"):
+      with _files.naming(last.path, "cannot be copied"):
         sink.copy(last, [name for name in last.specs if name not in specs])
     sink.publish(lambda: [s.check_unchanged() for s in inputs])
   finally:
@@ -73,7 +75,7 @@ def _verify(sources):
 
 
 def _verify_one(source):
-  with _formats.naming(source.path, "cannot be read"):
+  with _files.naming(source.path, "cannot be read"):
     source.verify()
 
 
@@ -94,7 +96,7 @@ def averaged(source, only=None):
     raise ValueError(f"`only` must be a regular expression, got {only!r}: {e}."
                     ) from e
   return sorted(name for name, spec in source.specs.items()
-                if spec.dtype in _formats.FLOATS and wanted(name))
+                if spec.dtype in _source.FLOATS and wanted(name))
 
 
 def check(inputs, only=None):
@@ -132,10 +134,10 @@ def check(inputs, only=None):
             f"Variable '{name}' of {source.path} misshapen: got "
             f"{list(spec.shape)} but expected {list(expected.shape)} (its "
             f"shape in {last.path}).")
-      if spec.dtype not in _formats.FLOATS:
+      if spec.dtype not in _source.FLOATS:
         raise ValueError(
             f"Variable '{name}' of {source.path} must be of dtype "
-            f"{', '.join(map(str, _formats.FLOATS))}, as in {last.path}, got "
+            f"{', '.join(map(str, _source.FLOATS))}, as in {last.path}, got "
             f"{spec.dtype}.")
     of_source = averaged(source, only)
     for name in of_source:
@@ -156,7 +158,7 @@ def check(inputs, only=None):
 def _why_not(source, name):
   """Why a variable is not averaged by default."""
   dtype = source.specs[name].dtype
-  if dtype not in _formats.FLOATS:
+  if dtype not in _source.FLOATS:
     return f"one of dtype {dtype}"
   return ("one that is no average" if source.note else
           "state of an optimizer")

@@ -12,11 +12,13 @@ from wrapopt import _checks
 from wrapopt import moving_average
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
-from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _sink
+from wrapopt.checkpoints import _source
+from wrapopt.checkpoints import _tensorflow
 
 _PREFIX = "snapshot-"
 _DTYPES = {None: None, "float32": np.dtype(np.float32),
-           "float16": np.dtype(np.float16), "bfloat16": _formats.BFLOAT16}
+           "float16": np.dtype(np.float16), "bfloat16": _source.BFLOAT16}
 _Path = Union[str, os.PathLike]
 
 
@@ -66,7 +68,7 @@ class Snapshots:
     """Begins a run, after `step` steps."""
     self._last = step
     os.makedirs(self.directory, exist_ok=True)
-    _formats.remove_partial(self.directory, _PREFIX)
+    _sink.remove_partial(self.directory, _PREFIX)
     self._thread = concurrent.futures.ThreadPoolExecutor(
         1, thread_name_prefix="wrapopt-snapshots")
 
@@ -107,7 +109,7 @@ class Snapshots:
       values.update(others)
       name = f"{_PREFIX}{step}-{'average' if decay is None else decay}"
       sink = make_sink(os.path.join(self.directory, name), {
-          name: _formats.Spec(x.shape, x.dtype) for name, x in values.items()},
+          name: _source.Spec(x.shape, x.dtype) for name, x in values.items()},
                        note)
       try:
         sink.write([(name, None, x) for name, x in values.items()])
@@ -244,7 +246,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
       for (variable, _), value in zip(row, arrays):
         _add(averages, variable, value)
       self._snapshots.write(
-          _formats.TensorFlowSink, int(values["step"]), decay,
+          _tensorflow.TensorFlowSink, int(values["step"]), decay,
           _int(values.get("steps")), averages)
 
   def end(self, session):

@@ -8,7 +8,8 @@ from keras.src.saving import saving_lib
 import numpy as np
 import tensorflow as tf
 
-from wrapopt.checkpoints import _formats
+from wrapopt.checkpoints import _h5
+from wrapopt.checkpoints import _trees
 from wrapopt.checkpoints import _snapshots
 from wrapopt.keras import _averaging
 
@@ -86,7 +87,7 @@ class Snapshots(keras.callbacks.Callback):
         else:
           others[name] = _array(value)
       self._snapshots.write(
-          lambda path, specs, note: _formats.H5Sink(
+          lambda path, specs, note: _h5.H5Sink(
               path + ".weights.h5", specs, layout, note),
           step, decay, steps, averages, others)
 
@@ -103,6 +104,7 @@ class _Layout(saving_lib.H5IOStore):
       layer saves}.
     file: An HDF5 file in memory, with the groups and no datasets.
     datasets: An empty dict.
+    trees: As of a `_h5.H5Source`.
   """
 
   def __init__(self, model):
@@ -112,6 +114,7 @@ class _Layout(saving_lib.H5IOStore):
     saving_lib._save_state(
         model, weights_store=self, assets_store=None, inner_path="",
         visited_saveables={id(model.optimizer)})
+    self.trees = [_trees.tree_of(self.file)]
 
   def __setitem__(self, key, value):
     if not self._h5_entry_initialized:

@@ -1,0 +1,68 @@
+"""Errors that name files, new directories, and data on the disk."""
+
+import contextlib
+import os
+
+
+class NamedError(OSError):
+  """An error whose text names the file."""
+
+
+@contextlib.contextmanager
+def naming(path, what):
+  """Makes all errors OSErrors or ValueErrors whose text names a file.
+
+  Args:
+    path: The path of the file.
+    what: What failed, such as "cannot be read".
+  """
+  try:
+    yield
+  except Exception as e:
+    if isinstance(e, NamedError) or path in str(e) and (
+        isinstance(e, OSError) or type(e) is ValueError):
+      raise
+    named = NamedError(f"{path} {what}: {e or type(e).__name__}")
+    named.errno = getattr(e, "errno", None)
+    raise named from e
+
+
+def make_directories(path):
+  """Makes a directory and its parents.
+
+  Args:
+    path: Its path.
+
+  Returns:
+    The paths of those that were not there, children first.
+  """
+  made = []
+  parent = os.path.abspath(path)
+  while not os.path.isdir(parent):
+    made.append(parent)
+    parent = os.path.dirname(parent)
+  os.makedirs(path, exist_ok=True)
+  return made
+
+
+def remove_empty(directories):
+  """Removes the empty ones of directories; children come first."""
+  for directory in directories:
+    with contextlib.suppress(OSError):
+      os.rmdir(directory)
+
+
+def to_disk(path, drop=False):
+  """Returns when a file or directory is on the disk.
+
+  Args:
+    path: Its path.
+    drop: Whether to drop it from the page cache.
+  """
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+    if drop:
+      os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+  finally:
+    os.close(descriptor)

@@ -1,0 +1,90 @@
+"""Sharded weights of Keras: several HDF5 files, and a JSON file of them.
+
+They are only read.
+"""
+
+import json
+import os
+
+from wrapopt.checkpoints import _files
+from wrapopt.checkpoints import _format
+from wrapopt.checkpoints import _h5
+from wrapopt.checkpoints import _source
+
+
+class ShardedSource(_h5.H5Source):
+  """Sharded weights of Keras: several HDF5 files, and a JSON file of them."""
+  kind = "sharded HDF5"
+
+  def __init__(self, path):
+    _source.Source.__init__(self, path)
+    self._shards = []
+    try:
+      for name in _shards_of(path):
+        shard = os.path.join(os.path.dirname(path), name)
+        with _files.naming(
+            path, f"names the shard {shard}, which cannot be read"):
+          self._shards.append(_h5.H5Source(shard))
+    except BaseException:
+      self.close()
+      raise
+    self.trees = [tree for shard in self._shards for tree in shard.trees]
+    self._of = {name: shard for shard in self._shards for name in shard.specs}
+    self.datasets = {name: shard.datasets[name]
+                     for name, shard in self._of.items()}
+    self.specs = {name: shard.specs[name] for name, shard in self._of.items()}
+
+  def check_unchanged(self):
+    super().check_unchanged()
+    for shard in self._shards:
+      shard.check_unchanged()
+
+  def is_copied_by_value(self, name):
+    return self._of[name].is_copied_by_value(name)
+
+  def read(self, name, rows=None, into=None):
+    shard = self._of[name]
+    shard.drops_pages = self.drops_pages
+    return shard.read(name, rows, into)
+
+  def close(self):
+    for shard in self._shards:
+      shard.close()
+
+
+def _shards_of(path):
+  """The names of the HDF5 files of sharded weights.
+
+  Args:
+    path: The path of their JSON file.
+
+  Returns:
+    A sorted list.
+
+  Raises:
+    ValueError: If the file has other contents.
+  """
+  try:
+    with open(path, encoding="utf-8") as file:
+      weight_map = json.load(file)["weight_map"]
+    return sorted({name for names in weight_map.values() for name in (
+        [names] if isinstance(names, str) else names)})
+  except (ValueError, KeyError, TypeError, AttributeError) as e:
+    raise ValueError(
+        f"{path} must be a JSON file with a 'weight_map', as "
+        "model.save_weights writes it for sharded weights, got other contents: "
+        f"{type(e).__name__}: {e}. Save the weights again.") from e
+
+
+class Sharded(_format.Format):
+  """Sharded weights, named by their JSON file."""
+  Source = ShardedSource
+  endings = ("weights.json",)
+
+  @classmethod
+  def parts(cls, path):
+    return _shards_of(path)
+
+  @classmethod
+  def output(cls):
+    return _h5.H5
