@@ -52,9 +52,9 @@ class Job:
                f"session of {task.name}")
 
   def until(self, condition, what):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while not condition():
-      assert time.monotonic() < deadline, f"no {what} in 60 seconds"
+      assert time.monotonic() < deadline, f"no {what} in 240 seconds"
       time.sleep(0.02)
 
   def until_step(self, step, job, number=0):

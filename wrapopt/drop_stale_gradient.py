@@ -611,39 +611,42 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       return StalenessStats(*(x.numpy() for x in stats))
     return stats
 
+  def _summaries(self, state):
+    """Yields (tag, plugin of TensorBoard, function that returns the value)."""
+    def drop_rate(histogram):
+      with ops.device_of(histogram):
+        return _stats(histogram).drop_rate
+
+    def bars(of):
+      stats = _stats(state.worker_histogram)
+      return _bars(getattr(stats, f"{of}_histogram"))
+
+    yield ("Gradient_staleness_percentage", "scalars",
+           lambda: drop_rate(state.histogram))
+    if state.worker_histogram is not None:
+      yield (f"{self._worker}/drop_rate", "scalars",
+             lambda: drop_rate(state.worker_histogram))
+      for of in "admitted", "dropped":
+        yield (f"{self._worker}/staleness/{of}", "histograms",
+               lambda of=of: bars(of))
+
   def _make_summaries(self, state):
     # The summaries do not wait for the update: the merged summary may also run
     # without it.
-    with ops.device_of(state.histogram):
-      rate = _stats(state.histogram).drop_rate
-    tf1.summary.scalar("Gradient_staleness_percentage", rate)
-    if state.worker_histogram is not None:
-      stats = _stats(state.worker_histogram)
-      tf1.summary.scalar(f"{self._worker}/drop_rate", stats.drop_rate)
-      for name in ("admitted", "dropped"):
-        tf1.summary.tensor_summary(
-            f"{self._worker}/staleness/{name}",
-            _bars(getattr(stats, f"{name}_histogram")),
-            summary_metadata=_metadata("histograms"))
+    for tag, plugin, value in self._summaries(state):
+      if plugin == "scalars":
+        tf1.summary.scalar(tag, value())
+      else:
+        tf1.summary.tensor_summary(tag, value(),
+                                   summary_metadata=_metadata(plugin))
 
   def _write_summaries(self, state, step):
-    # Functions, which are called only if there is a summary writer.
+    # The functions are called only if there is a summary writer.
     step = tf.cast(step.read_value(), tf.int64)
-    tf.summary.write(
-        "Gradient_staleness_percentage",
-        lambda: tf.cast(_stats(state.histogram).drop_rate, tf.float32), step,
-        _metadata("scalars"))
-    if state.worker_histogram is None:
-      return
-    stats = lambda: _stats(state.worker_histogram)
-    tf.summary.write(f"{self._worker}/drop_rate",
-                     lambda: tf.cast(stats().drop_rate, tf.float32), step,
-                     _metadata("scalars"))
-    for name in ("admitted", "dropped"):
+    for tag, plugin, value in self._summaries(state):
       tf.summary.write(
-          f"{self._worker}/staleness/{name}",
-          lambda name=name: _bars(getattr(stats(), f"{name}_histogram")), step,
-          _metadata("histograms"))
+          tag, (lambda value=value: tf.cast(value(), tf.float32))
+          if plugin == "scalars" else value, step, _metadata(plugin))
 
 
 class _Record(typing.NamedTuple):

@@ -172,7 +172,7 @@ def _without_average(opt):
 
   class Nothing(_steps.Follower):
 
-    def follow(self, step):
+    def _follow(self, step):
       del step
 
   return _steps.followed(opt, [Nothing()])
