@@ -14,6 +14,7 @@
 #include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/gpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
@@ -44,9 +45,7 @@ class ApplyOp : public OpKernel {
           bool bundled = false)
       : OpKernel(ctx), rule_(rule), sparse_(sparse), bundled_(bundled) {
     Isa isa;
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
     bool use_locking;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
@@ -68,10 +67,9 @@ class ApplyOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor* accept;
-    OP_REQUIRES_OK(ctx, ctx->input("accept", &accept));
-    OP_REQUIRES_OK(ctx, CheckScalar("accept", accept->shape()));
-    if (!accept->scalar<bool>()()) return;
+    bool accept;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "accept", &accept));
+    if (!accept) return;
 
     std::vector<double> scalars, rates, logs;
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
@@ -194,10 +192,8 @@ class ApplyOp : public OpKernel {
         scalars->push_back(scalar.attribute);
         continue;
       }
-      const Tensor* tensor;
-      TF_RETURN_IF_ERROR(ctx->input(scalar.name, &tensor));
-      TF_RETURN_IF_ERROR(CheckScalar(scalar.name, tensor->shape()));
-      scalars->push_back(tensor->scalar<double>()());
+      TF_RETURN_IF_ERROR(
+          ReadScalar(ctx, scalar.name, &scalars->emplace_back()));
     }
     return absl::OkStatus();
   }
@@ -404,7 +400,7 @@ void Register() {
 }
 
 template <int... rules>
-bool RegisterAll(std::integer_sequence<int, rules...>) {
+bool RegisterApply(std::integer_sequence<int, rules...>) {
   auto one = [](auto rule) {
     constexpr int kRule = decltype(rule)::value;
     if constexpr (kRules[kRule].inputs == "grad") {
@@ -416,8 +412,8 @@ bool RegisterAll(std::integer_sequence<int, rules...>) {
   return true;
 }
 
-const bool registered =
-    RegisterAll(std::make_integer_sequence<int, std::size(kRules)>());
+const bool apply_registered =
+    RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
 
 OpKernel* MakeApplyBundle(OpKernelConstruction* ctx) {
   std::string name;

@@ -1,24 +1,12 @@
 #include "cc/kernels/averages.h"
 
+#include "cc/kernels/inputs.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/platform/errors.h"
 #include "tensorflow/core/platform/logging.h"
 
 namespace wrapopt {
-
-Number NumberOf(tensorflow::DataType dtype) {
-  switch (dtype) {
-    case tensorflow::DT_HALF:
-      return Number::kHalf;
-    case tensorflow::DT_BFLOAT16:
-      return Number::kBfloat16;
-    case tensorflow::DT_DOUBLE:
-      return Number::kDouble;
-    default:
-      return Number::kFloat;
-  }
-}
 
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,
                  size_t value_bytes, Pass* pass) {

@@ -16,8 +16,6 @@
 
 namespace wrapopt {
 
-Number NumberOf(tensorflow::DataType dtype);
-
 // One stage of `pass` for each of a value's averages; `value_bytes` is what the
 // first of them pays for reading an element of the value.
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,

@@ -5,6 +5,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
@@ -27,9 +28,7 @@ using tensorflow::Tensor;
 class AveragingAssignOp : public OpKernel {
  public:
   explicit AveragingAssignOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa_, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
     bool use_locking;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
@@ -105,10 +104,7 @@ class AveragingAssignOp : public OpKernel {
 
  private:
   absl::Status ReadRate(OpKernelContext* ctx, double* rate) const {
-    const Tensor* tensor;
-    TF_RETURN_IF_ERROR(ctx->input("rate", &tensor));
-    TF_RETURN_IF_ERROR(CheckScalar("rate", tensor->shape()));
-    *rate = tensor->scalar<double>()();
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "rate", rate));
     return contract_.CheckRate(*rate);
   }
 

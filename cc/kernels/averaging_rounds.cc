@@ -15,6 +15,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/deadline_timer.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
@@ -92,15 +93,6 @@ class RoundsResource : public tensorflow::ResourceBase {
  private:
   const std::shared_ptr<TensorRounds> rounds_;
 };
-
-template <class Value>
-absl::Status ReadScalar(OpKernelContext* ctx, const char* name, Value* value) {
-  const Tensor* tensor;
-  TF_RETURN_IF_ERROR(ctx->input(name, &tensor));
-  TF_RETURN_IF_ERROR(CheckScalar(name, tensor->shape()));
-  *value = tensor->scalar<Value>()();
-  return absl::OkStatus();
-}
 
 absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
@@ -281,9 +273,7 @@ class AveragingNextOp : public OpKernel {
 class AveragingMeanOp : public OpKernel {
  public:
   explicit AveragingMeanOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa_, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &n_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("value", &value_));

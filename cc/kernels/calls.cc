@@ -15,6 +15,7 @@
 #include "absl/types/span.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/number.h"
 #include "cc/kernels/row_step.h"
@@ -177,12 +178,6 @@ class Operands {
 };
 
 using Arrays = Operands::Arrays;
-
-absl::Status FindIsa(Isa* isa) {
-  std::string error;
-  if (ChosenIsa(isa, &error)) return absl::OkStatus();
-  return absl::InvalidArgumentError(error);
-}
 
 absl::Status FindRule(std::string_view name, const RuleInfo** rule) {
   for (const RuleInfo& info : kRules) {
@@ -454,7 +449,7 @@ void Register(const char* name, XLA_FFI_Handler* handler) {
   ffi::internal::DestroyError(api, error);
 }
 
-const bool registered = [] {
+const bool calls_registered = [] {
   Register(kApplyCall, kApply);
   Register(kSparseApplyCall, kSparseApply);
   Register(kEmaUpdateCall, kEmaUpdate);

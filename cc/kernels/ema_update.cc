@@ -4,6 +4,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/elementwise_cpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/variables.h"
@@ -22,9 +23,7 @@ class EmaUpdateOp : public OpKernel {
   explicit EmaUpdateOp(OpKernelConstruction* ctx, bool bundled = false)
       : OpKernel(ctx), bundled_(bundled) {
     Isa isa;
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
   }
 

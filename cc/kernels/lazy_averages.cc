@@ -8,6 +8,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/gpu.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/sort_rows.h"
@@ -35,9 +36,7 @@ class LazyAveragesOp : public OpKernel {
  public:
   explicit LazyAveragesOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     Isa isa;
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
   }
 
@@ -46,11 +45,11 @@ class LazyAveragesOp : public OpKernel {
     if (kind == Kind::kStep) {
       OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     } else if (kind == Kind::kRead) {
-      bool done;
+      bool done = false;
       OP_REQUIRES_OK(ctx, ReadIfUpToDate(ctx, &done));
       if (done) return;
     } else {
-      bool behind;
+      bool behind = false;
       OP_REQUIRES_OK(ctx, AnyIsBehind(ctx, &behind));
       if (!behind) return;
     }

@@ -657,7 +657,7 @@ void RegisterApply(std::integer_sequence<int, rules...>) {
   (one(std::integral_constant<int, rules>()), ...);
 }
 
-const bool registered = [] {
+const bool xla_registered = [] {
   RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
   using Kind = LazyAveragesXlaOp::Kind;
   RegisterXlaKernel("Wrapopt>CatchUp",

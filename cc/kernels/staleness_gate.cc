@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/kernels/gate.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -92,15 +93,6 @@ void IncrementStep(Tensor* t) {
     int64_t& step = t->scalar<int64_t>()();
     step = static_cast<uint64_t>(step) + 1;
   }
-}
-
-absl::Status ReadScalar(OpKernelContext* ctx, const char* name,
-                        int64_t* value) {
-  const Tensor* t;
-  TF_RETURN_IF_ERROR(ctx->input(name, &t));
-  TF_RETURN_IF_ERROR(CheckScalar(name, t->shape()));
-  *value = t->scalar<int64_t>()();
-  return absl::OkStatus();
 }
 
 class StalenessRecordOp : public OpKernel {

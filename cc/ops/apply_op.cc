@@ -61,7 +61,7 @@ absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
   return absl::OkStatus();
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kApplyDoc[] = R"doc(
 Updates variables by their gradients and averages the result, in one pass over
 memory.
 
@@ -130,7 +130,7 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
   op.SetShapeFn([&rule, sparse, ref](InferenceContext* c) {
     return ApplyShape(c, rule, sparse, ref);
   });
-  op.Doc(absl::StrCat("\n", summary, kDoc, details, kCommonArguments + 1,
+  op.Doc(absl::StrCat("\n", summary, kApplyDoc, details, kCommonArguments + 1,
                       sparse ? kSparseArguments + 1 : "",
                       lazy ? kLazyArguments + 1 : ""));
   return op;

@@ -42,7 +42,7 @@ absl::Status AveragingAssignShape(InferenceContext* c, bool ref) {
   return absl::OkStatus();
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kAveragingAssignDoc[] = R"doc(
 Moves variables towards the weighted sum of others, in place.
 
 For each of N variables, the weighted sum of its sources
@@ -92,7 +92,7 @@ REGISTER_OP("Wrapopt>AveragingAssign")
     .SetShapeFn([](InferenceContext* c) {
       return AveragingAssignShape(c, false);
     })
-    .Doc(kDoc);
+    .Doc(kAveragingAssignDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>AveragingAssignRef")
@@ -111,6 +111,6 @@ REGISTER_OP("Wrapopt>AveragingAssignRef")
     .SetShapeFn([](InferenceContext* c) {
       return AveragingAssignShape(c, true);
     })
-    .Doc(kDoc);
+    .Doc(kAveragingAssignDoc);
 
 }  // namespace wrapopt

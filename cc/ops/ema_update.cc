@@ -20,7 +20,7 @@ absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
   return averages.Check(inputs, shadows, values);
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kEmaUpdateDoc[] = R"doc(
 Updates exponential moving averages of variables, in place.
 
 For each of N values and each of K decays
@@ -53,7 +53,7 @@ REGISTER_OP("Wrapopt>EmaUpdate")
     .Attr("S: {half, bfloat16, float, double}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, false); })
-    .Doc(kDoc);
+    .Doc(kEmaUpdateDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>EmaUpdateRef")
@@ -66,6 +66,6 @@ REGISTER_OP("Wrapopt>EmaUpdateRef")
     .Attr("S: {half, bfloat16, float, double}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, true); })
-    .Doc(kDoc);
+    .Doc(kEmaUpdateDoc);
 
 }  // namespace wrapopt

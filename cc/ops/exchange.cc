@@ -21,7 +21,7 @@ absl::Status ExchangeShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kExchangeDoc[] = R"doc(
 Exchanges the values of pairs of variables: a[i] <-> b[i].
 
 The two exchange buffers, so the cost does not depend on their size and every
@@ -39,7 +39,7 @@ REGISTER_OP("Wrapopt>Exchange")
     .Attr("N: int >= 1")
     .SetIsStateful()
     .SetShapeFn(ExchangeShape<false>)
-    .Doc(kDoc);
+    .Doc(kExchangeDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>ExchangeRef")
@@ -49,6 +49,6 @@ REGISTER_OP("Wrapopt>ExchangeRef")
     .Attr("T: type")
     .SetIsStateful()
     .SetShapeFn(ExchangeShape<true>)
-    .Doc(kDoc);
+    .Doc(kExchangeDoc);
 
 }  // namespace wrapopt
