@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 import wrapopt
-from numerics import DOUBLE, PAIRS
+from numerics import DOUBLE, PAIRS, WITH_KERNELS
 from wrapopt import _native
 
 # Function template of cc/kernels/elementwise_cpu.cc: the registers that it is
@@ -23,12 +23,9 @@ CPP_NAMES = {"float16": "Half", "bfloat16": "Bfloat16", "float32": "float",
 
 # Each rule, the rows of averages that move, and sums of gradients of a row:
 # in float or double.
-LOOPS = [*((rule, pair) for rule in [*_native.rules(), "RowsMove"]
+LOOPS = [*((rule, pair) for rule in [*WITH_KERNELS, "RowsMove"]
            for pair in PAIRS),
          *(("RowSum", pair) for pair in PAIRS if pair[0].itemsize > 2)]
-
-# Of two equal functions the compiler keeps one: the other is a jump to it.
-SAME_AS = {"LazyAdam": "Adam"}
 
 FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")
 INSTRUCTION = re.compile(r"^ *([0-9a-f]+):\t(\S+) *(.*)$")
@@ -92,14 +89,14 @@ def functions(request):
   assert archive, "name the engine's archive with --engine=PATH"
   found = {}
   for name, code in disassemble(archive):
-    # A function is there only where the table that is asked for it names it.
-    match = re.search(r"::(\w+)<.*::(?:Arity<wrapopt::)?(\w+)(?:, \d[^>]*>)?, "
-                      r"(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+), .*>\(", name)
+    # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::Arity<
+    # wrapopt::Adam, 3ul, 1ul, 8ul>::Step<float, float>, void* const*, ...>(...)"
+    # or "... Baseline<wrapopt::(anonymous namespace)::RowSum<...>, ...>(...)".
+    match = re.search(r"wrapopt::(\w+)<wrapopt::\(anonymous namespace\)::"
+                      r"(?:Arity<wrapopt::)?(\w+)(?:, \d[^>]*>::Step)?"
+                      r"<(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+)>, ", name)
     if match:
       found.setdefault(match.groups(), []).extend(code)
-  for (isa, name, *pair), code in found.items():
-    if name in SAME_AS and [m for _, m, _ in code if "nop" not in m] == ["jmp"]:
-      found[isa, name, *pair] = found[isa, SAME_AS[name], *pair]
   return found
 
 
@@ -152,7 +149,7 @@ def test_a_loop_is_vector_code(loops, name, pair, isa):
                  f"packed arithmetic in {REGISTERS[isa]} registers")
 
 
-@pytest.mark.parametrize("rule", _native.rules())
+@pytest.mark.parametrize("rule", WITH_KERNELS)
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda x: "-".join(map(str, x)))
 def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
   arrays = len(_native.rules()[rule].states + _native.rules()[rule].inputs)
@@ -163,9 +160,9 @@ def test_a_loop_fetches_each_array_ahead(functions, rule, pair):
 
 
 @pytest.mark.parametrize("library, names", [
-    (wrapopt.sysconfig.get_lib(), {*_native.rules(), "RowSum", "RowsMove"}),
+    (wrapopt.sysconfig.get_lib(), {*WITH_KERNELS, "RowSum", "RowsMove"}),
     # Nothing in Python has rows: the linker leaves that out.
-    (_native.LIBRARY, {*_native.rules()})], ids=["ops", "python"])
+    (_native.LIBRARY, {*WITH_KERNELS})], ids=["ops", "python"])
 def test_the_libraries_hold_these_loops(loops, library, names):
   text = "\n".join(plain(code) for _, code in disassemble(library))
   missing = [key for key, found in loops.items() if key[1] in names

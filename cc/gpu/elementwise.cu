@@ -10,7 +10,7 @@
 
 #include "cc/gpu/table.h"
 #include "cc/kernels/number.h"
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
@@ -255,13 +255,15 @@ WRAPOPT_DEVICE void Read(Word word, float* x) {
 WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
 
 // The value that a rule's step leaves in state 0.
-template <class Rule, size_t kStates, size_t kInputs, size_t kScalars,
-          Sparse kSparse>
+template <class Rule, RuleId kRule>
 struct StepOf {
+  static constexpr size_t kStates = CountNames(Info(kRule).states);
+  static constexpr size_t kInputs = CountNames(Info(kRule).inputs);
+  static constexpr size_t kScalars = CountNames(Info(kRule).scalars);
   static constexpr size_t kArrays = kStates + kInputs;
   static constexpr size_t kFirstMember = kScalars;
   // Where all rows step, no target is lazy.
-  static constexpr bool kMayBeLazy = kSparse == Sparse::kRows;
+  static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
   static constexpr bool kIsStep = true;
 
   // How array 0 is stored, which has the value of before the step.
@@ -360,12 +362,14 @@ struct NoStep : SumOfSources {
   static constexpr bool kIsStep = false;
 };
 
-// Lazy targets make up for the steps that a row has missed.
+// Lazy targets catch up with the steps that a row has missed.
 template <class Compute, class Access>
-WRAPOPT_DEVICE void CatchUp(const char* value_array, Number value_number,
-                            const Word* members, int targets,
-                            const Arrays& arrays, const Access& access) {
-  const Arrays log_decays = arrays.From(targets), now = log_decays.From(targets);
+WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
+                                   Number value_number, const Word* members,
+                                   int targets, const Arrays& arrays,
+                                   const Access& access) {
+  const Arrays log_decays = arrays.From(targets);
+  const Arrays now = log_decays.From(targets);
   const uint32_t row_elements = now.offsets[targets];
   // A launch takes no more elements of a variable.
   static_assert(uint64_t{kMaxChunks} << kMaxChunkLog2 <= uint64_t{1} << 32);
@@ -377,7 +381,8 @@ WRAPOPT_DEVICE void CatchUp(const char* value_array, Number value_number,
       return reinterpret_cast<const double*>(
           doubles.Find<double>(target, Number::kDouble))[i];
     };
-    const double rate = OneMinusExp(read(now, 0) - read(log_decays, row));
+    const double rate = CatchUp::Rate(
+        CatchUp::Lag(read(now, 0), read(log_decays, row)));
     if (rate == 0) continue;
     const Number number =
         static_cast<Number>(members[target * kWordsPerMember + 1]);
@@ -455,8 +460,8 @@ WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
   if constexpr (Value::kMayBeLazy && (!Value::kIsStep || Access::kCount == 1)) {
     if (header.is_lazy) {
       const Number number = Value::ValueNumber(header, table.words);
-      CatchUp<Compute>(arrays.Find<Compute>(0, number), number, members,
-                       header.targets, of_targets, access);
+      CatchUpTargets<Compute>(arrays.Find<Compute>(0, number), number, members,
+                              header.targets, of_targets, access);
     }
   }
   if constexpr (Value::kIsStep) {
@@ -559,12 +564,14 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
   }
   WRAPOPT_BARRIER();  // All threads have read what the last one writes.
   if (!IsLastMarked(target[3])) return;
-  const bool rebases = now < kLeastLogDecay;
+  const bool rebases = CatchUp::MustRebase(now);
   for (uint64_t row = threadIdx.x; rebases && row < target[1];
        row += kThreads) {
-    log_decays[row] = Rebased(log_decays[row], now);
+    log_decays[row] = CatchUp::Rebased(now, log_decays[row]);
   }
-  if (threadIdx.x == kThreads - 1) *all_steps = rebases ? kRebased : now;
+  if (threadIdx.x == kThreads - 1) {
+    *all_steps = rebases ? CatchUp::kRebased : now;
+  }
 }
 
 }  // namespace
@@ -584,9 +591,7 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
 #define WRAPOPT_RULE_KERNELS(rule, states, inputs, scalars, sparse) \
   namespace wrapopt {                                               \
   namespace gpu {                                                   \
-  using StepOf##rule =                                              \
-      StepOf<rule, CountNames(states), CountNames(inputs),          \
-             CountNames(scalars), Sparse::sparse>;                  \
+  using StepOf##rule = StepOf<rule, RuleId::k##rule>;               \
   }                                                                 \
   }                                                                 \
   WRAPOPT_KERNELS_OF(rule, wrapopt::gpu::StepOf##rule)

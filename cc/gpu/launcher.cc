@@ -18,7 +18,7 @@ namespace gpu {
 namespace {
 
 // Indices of the kernels that are not a rule's.
-constexpr int kAverage = std::size(kRules);
+constexpr int kAverage = std::size(kRulesById);
 constexpr int kCatchUp = kAverage + 1;
 constexpr int kSum = kCatchUp + 1;
 constexpr int kMark = kSum + 1;
@@ -30,7 +30,7 @@ std::string KernelName(int kernel, bool is_double, bool is_large) {
           : kernel == kCatchUp ? "CatchUp"
           : kernel == kSum     ? "Sum"
           : kernel == kMark    ? "Mark"
-                               : kRules[kernel].name) +
+                               : kRulesById[kernel].name) +
          (is_double ? "_double" : "_float");
 }
 

@@ -22,6 +22,7 @@
 #include "cc/kernels/sort_rows.h"
 #include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/threads.h"
+#include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/platform/errors.h"
@@ -179,15 +180,6 @@ class Operands {
 
 using Arrays = Operands::Arrays;
 
-absl::Status FindRule(std::string_view name, const RuleInfo** rule) {
-  for (const RuleInfo& info : kRules) {
-    if (info.name != name) continue;
-    *rule = &info;
-    return absl::OkStatus();
-  }
-  return absl::InternalError(absl::StrCat("no rule is called '", name, "'"));
-}
-
 // The operands of AddAverages' stages for value `i`.
 void AddOperands(const Arrays& shadows, const Arrays& values, size_t i,
                  std::vector<void*>* operands) {
@@ -272,7 +264,8 @@ struct Step {
 
   // Of a step that is accepted, all that it has.
   absl::Status Take(std::string_view rule_name, Operands* operands) {
-    TF_RETURN_IF_ERROR(FindRule(rule_name, &rule));
+    TF_RETURN_IF_ERROR(
+        FindUpdate({rule_name.data(), rule_name.size()}, &rule));
     TF_RETURN_IF_ERROR(FindIsa(&isa));
     accept = operands->Bool();
     if (!accept) return operands->status();

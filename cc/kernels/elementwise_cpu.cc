@@ -6,9 +6,9 @@
 #include <cstring>
 #include <utility>
 
-#include "cc/kernels/lags.h"
+#include "cc/kernels/isa_dispatch.h"
 #include "cc/kernels/subnormals.h"
-#include "cc/kernels/target.h"
+#include "cc/rules/catch_up.h"
 
 namespace wrapopt {
 namespace {
@@ -58,24 +58,29 @@ WRAPOPT_RULE void Loop(void* const* operands, const double* scalars,
 // A rule, and the numbers of its states, inputs and scalars.
 template <class R, size_t kStates, size_t kInputs, size_t kScalars>
 struct Arity {
-  using Fn = StepFn;
-
   template <class State, class Input>
-  WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
-                               size_t begin, size_t end, const Ahead& ahead) {
-    const FlushSubnormals flush;
-    Loop<R, State, Input>(operands, scalars, begin, end, ahead,
-                          std::make_index_sequence<kStates>(),
-                          std::make_index_sequence<kInputs>(),
-                          std::make_index_sequence<kScalars>());
-  }
+  struct Step {
+    using Fn = StepFn;
+    // float and double are bound by memory, half and bfloat16 by arithmetic.
+    static constexpr bool kIsWide = sizeof(State) == 2;
+
+    WRAPOPT_RULE static void Run(void* const* operands, const double* scalars,
+                                 size_t begin, size_t end, const Ahead& ahead) {
+      const FlushSubnormals flush;
+      Loop<R, State, Input>(operands, scalars, begin, end, ahead,
+                            std::make_index_sequence<kStates>(),
+                            std::make_index_sequence<kInputs>(),
+                            std::make_index_sequence<kScalars>());
+    }
+  };
 };
 
 // Sums the gradients of a row.
+template <class Sum, class Grad>
 struct RowSum {
   using Fn = SumFn;
+  static constexpr bool kIsWide = false;
 
-  template <class Sum, class Grad>
   WRAPOPT_RULE static void Run(void* sums, const void* grads,
                                size_t row_elements, const RowGrad* rows,
                                size_t count, size_t begin, size_t end) {
@@ -102,10 +107,11 @@ struct RowSum {
   }
 };
 
+template <class State, class Input>
 struct RowsMove {
   using Fn = MoveRowsFn;
+  static constexpr bool kIsWide = sizeof(State) == 2;
 
-  template <class State, class Input>
   WRAPOPT_RULE static void Run(void* shadows, const void* values,
                                const double* rate, double* log_decays,
                                double now, double mark, size_t row_elements,
@@ -118,18 +124,21 @@ struct RowsMove {
     for (size_t from = 0; from < count; from += kAtOnce) {
       const size_t some = std::min(kAtOnce, count - from);
       size_t row[kAtOnce];
-      alignas(kLine) double late[kAtOnce] = {};
+      alignas(kLine) double lags[kAtOnce] = {};
       alignas(kLine) double rates[kAtOnce];
       for (size_t r = 0; r < some; ++r) {
         row[r] = rows == nullptr ? from + r : rows[from + r];
         if (rate != nullptr) {
           rates[r] = *rate;
         } else {
-          late[r] = now - std::exchange(log_decays[row[r]], mark);
+          lags[r] =
+              CatchUp::Lag(now, std::exchange(log_decays[row[r]], mark));
         }
       }
       for (size_t r = 0; rate == nullptr && r < some; r += kExps) {
-        for (size_t e = r; e < r + kExps; ++e) rates[e] = OneMinusExp(late[e]);
+        for (size_t e = r; e < r + kExps; ++e) {
+          rates[e] = CatchUp::Rate(lags[e]);
+        }
       }
       for (size_t r = 0; r < some; ++r) {
         if (rates[r] == 0) continue;
@@ -148,68 +157,27 @@ struct RowsMove {
   }
 };
 
-template <class R, class State, class Input, class... Args>
-void Baseline(Args... args) {
-  R::template Run<State, Input>(args...);
-}
-
-template <class R, class State, class Input, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v3")
-void X86_64_v3(Args... args) {
-  R::template Run<State, Input>(args...);
-}
-
-// float and double are bound by memory, and Zen 4 streams 15 % faster through
-// half of the registers' width. half and bfloat16 are bound by arithmetic.
-template <class R, class State, class Input, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=256")
-void X86_64_v4(Args... args) {
-  R::template Run<State, Input>(args...);
-}
-
-template <class R, class State, class Input, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
-void X86_64_v4Wide(Args... args) {
-  R::template Run<State, Input>(args...);
-}
-
-// Run<State, Input> of an R, as a function of the type R::Fn.
-template <class R, class State, class Input>
-typename R::Fn ForIsa(Isa isa) {
-  switch (isa) {
-    case Isa::kBaseline:
-      return &Baseline<R, State, Input>;
-    case Isa::kX86_64_v3:
-      return &X86_64_v3<R, State, Input>;
-    case Isa::kX86_64_v4:
-      if constexpr (sizeof(State) == 2) {
-        return &X86_64_v4Wide<R, State, Input>;
-      } else {
-        return &X86_64_v4<R, State, Input>;
-      }
-  }
-  return nullptr;
-}
-
-template <class R>
-typename R::Fn ForNumbers(Number states, Number inputs, Isa isa) {
+// The function of an F for types of numbers.
+template <template <class, class> class F>
+auto ForNumbers(Number states, Number inputs, Isa isa) ->
+    typename F<float, float>::Fn {
   switch (states) {
     case Number::kHalf:
-      if (inputs == Number::kHalf) return ForIsa<R, Half, Half>(isa);
-      if (inputs == Number::kFloat) return ForIsa<R, Half, float>(isa);
+      if (inputs == Number::kHalf) return ForIsa<F<Half, Half>>(isa);
+      if (inputs == Number::kFloat) return ForIsa<F<Half, float>>(isa);
       return nullptr;
     case Number::kBfloat16:
       if (inputs == Number::kBfloat16)
-        return ForIsa<R, Bfloat16, Bfloat16>(isa);
-      if (inputs == Number::kFloat) return ForIsa<R, Bfloat16, float>(isa);
+        return ForIsa<F<Bfloat16, Bfloat16>>(isa);
+      if (inputs == Number::kFloat) return ForIsa<F<Bfloat16, float>>(isa);
       return nullptr;
     case Number::kFloat:
-      if (inputs == Number::kFloat) return ForIsa<R, float, float>(isa);
-      if (inputs == Number::kHalf) return ForIsa<R, float, Half>(isa);
-      if (inputs == Number::kBfloat16) return ForIsa<R, float, Bfloat16>(isa);
+      if (inputs == Number::kFloat) return ForIsa<F<float, float>>(isa);
+      if (inputs == Number::kHalf) return ForIsa<F<float, Half>>(isa);
+      if (inputs == Number::kBfloat16) return ForIsa<F<float, Bfloat16>>(isa);
       return nullptr;
     case Number::kDouble:
-      if (inputs == Number::kDouble) return ForIsa<R, double, double>(isa);
+      if (inputs == Number::kDouble) return ForIsa<F<double, double>>(isa);
       return nullptr;
   }
   return nullptr;
@@ -219,8 +187,8 @@ StepFn FindLoop(RuleId rule, Number states, Number inputs, Isa isa) {
   switch (rule) {
 #define WRAPOPT_FIND(name, s, i, c, sparse)                                    \
   case RuleId::k##name:                                                        \
-    return ForNumbers<Arity<name, CountNames(s), CountNames(i), CountNames(c)>>( \
-        states, inputs, isa);
+    return ForNumbers<Arity<name, CountNames(s), CountNames(i),                \
+                            CountNames(c)>::Step>(states, inputs, isa);
     WRAPOPT_RULES(WRAPOPT_FIND)
 #undef WRAPOPT_FIND
   }
@@ -236,13 +204,13 @@ RuleStep FindStep(RuleId rule, Number states, Number inputs, Isa isa) {
 SumFn FindSum(Number grads, Isa isa) {
   switch (grads) {
     case Number::kHalf:
-      return ForIsa<RowSum, float, Half>(isa);
+      return ForIsa<RowSum<float, Half>>(isa);
     case Number::kBfloat16:
-      return ForIsa<RowSum, float, Bfloat16>(isa);
+      return ForIsa<RowSum<float, Bfloat16>>(isa);
     case Number::kFloat:
-      return ForIsa<RowSum, float, float>(isa);
+      return ForIsa<RowSum<float, float>>(isa);
     case Number::kDouble:
-      return ForIsa<RowSum, double, double>(isa);
+      return ForIsa<RowSum<double, double>>(isa);
   }
   return nullptr;
 }

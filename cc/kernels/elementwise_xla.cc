@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "xla/hlo/builder/lib/arithmetic.h"
 #include "xla/hlo/builder/lib/constants.h"
 #include "xla/shape.h"
@@ -43,6 +43,16 @@ Number Select(const Number& which, const Number& yes, const Number& no) {
 }
 // Not XLA's, whose result is NaN if either operand is.
 Number Max(const Number& a, const Number& b) { return Select(Gt(a, b), a, b); }
+Number OneMinusExp(const Number& x) { return {-xla::Expm1(x.op)}; }
+
+// The parts of log decays, which have the layout of LazyAverage.
+Number OfRows(XlaOp log_decays, int64_t rows) {
+  return {xla::SliceInDim(log_decays, 0, rows, 1, 0)};
+}
+Number OfAllSteps(XlaOp log_decays, int64_t rows) {
+  return {
+      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {})};
+}
 
 // The log decays of an average with so many rows, with small sums.
 XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
@@ -54,25 +64,19 @@ XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
     return inside->BuildAndNoteError();
   };
   const xla::XlaComputation rebased = branch("Rebased", [&](XlaOp sums) {
-    const XlaOp lags =
-        xla::Reshape(xla::SliceInDim(sums, rows, rows + 1, 1, 0), {}) -
-        xla::SliceInDim(sums, 0, rows, 1, 0);
     xla::ConcatInDim(
         sums.builder(),
-        {xla::ScalarLike(lags, kRebased) -
-             xla::Max(lags, xla::ScalarLike(lags, kLeastLag)),
-         xla::ConstantR1<double>(sums.builder(), {kRebased}),
+        {CatchUp::Rebased(OfAllSteps(sums, rows), OfRows(sums, rows)).op,
+         xla::ConstantR1<double>(sums.builder(), {CatchUp::kRebased}),
          xla::SliceInDim(sums, rows + 1, rows + 2, 1, 0)},
         0);
   });
   const xla::XlaComputation unchanged = branch("Unchanged", [](XlaOp sums) {
     xla::Copy(sums);
   });
-  const XlaOp all_steps =
-      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {});
   return xla::Conditional(
-      xla::Lt(all_steps, xla::ScalarLike(all_steps, kLeastLogDecay)),
-      log_decays, rebased, log_decays, unchanged);
+      CatchUp::MustRebase(OfAllSteps(log_decays, rows)).op, log_decays, rebased,
+      log_decays, unchanged);
 }
 
 template <class R, size_t... s, size_t... i, size_t... c>
@@ -280,11 +284,11 @@ XlaOp CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage, XlaOp value,
                XlaOp log_decays) {
   const xla::Shape shape = shadow.builder()->GetShape(shadow).value();
   const int64_t rows = shape.dimensions(0);
-  const XlaOp lags =
-      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {}) -
-      xla::SliceInDim(log_decays, 0, rows, 1, 0);
+  const Number lags =
+      CatchUp::Lag(OfAllSteps(log_decays, rows), OfRows(log_decays, rows));
   const XlaOp rates = xla::BroadcastInDim(
-      xla::ConvertElementType(-xla::Expm1(lags), ComputeType(shadow_storage)),
+      xla::ConvertElementType(CatchUp::Rate(lags).op,
+                              ComputeType(shadow_storage)),
       shape.dimensions(), {0});
   Step(RuleId::kEma, shadow_storage, absl::MakeSpan(&shadow, 1), {value},
        {rates});

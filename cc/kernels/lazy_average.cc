@@ -1,17 +1,17 @@
 #include "cc/kernels/lazy_average.h"
 
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 
 namespace wrapopt {
 
 void LazyAverage::EndStep() const {
   all_steps() += log_decay;
   step_value() = Address();
-  if (all_steps() >= kLeastLogDecay) return;
+  if (!CatchUp::MustRebase(all_steps())) return;
   for (int64_t r = 0; r < rows; ++r) {
-    log_decays[r] = Rebased(log_decays[r], all_steps());
+    log_decays[r] = CatchUp::Rebased(all_steps(), log_decays[r]);
   }
-  all_steps() = kRebased;
+  all_steps() = CatchUp::kRebased;
 }
 
 void LazyAverage::CatchUpAll(const Threads& threads) const {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cc/kernels/target.h"
+#include "cc/kernels/isa_dispatch.h"
 #include "cc/rules/weighted_sum.h"
 
 namespace wrapopt {
@@ -35,8 +35,14 @@ WRAPOPT_RULE void StoreOnce(Bfloat16& to, double x) {
   Store(to, RoundToOdd(x));
 }
 
+using SumsFn = void (*)(void* to, const void* from, double weight,
+                        double is_first, size_t elements);
+
+template <class T>
 struct Add {
-  template <class T>
+  using Fn = SumsFn;
+  static constexpr bool kIsWide = true;
+
   WRAPOPT_RULE static void Run(void* sums, const void* input, double weight,
                                double is_first, size_t elements) {
     double* const __restrict to = static_cast<double*>(sums);
@@ -48,8 +54,11 @@ struct Add {
   }
 };
 
+template <class T>
 struct Round {
-  template <class T>
+  using Fn = SumsFn;
+  static constexpr bool kIsWide = true;
+
   WRAPOPT_RULE static void Run(void* output, const void* sums, double, double,
                                size_t elements) {
     T* const __restrict to = static_cast<T*>(output);
@@ -58,50 +67,17 @@ struct Round {
   }
 };
 
-using Fn = void (*)(void* to, const void* from, double weight, double is_first,
-                    size_t elements);
-
-template <class F, class T, class... Args>
-void MergeBaseline(Args... args) {
-  F::template Run<T>(args...);
-}
-
-template <class F, class T, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v3")
-void MergeX86_64_v3(Args... args) {
-  F::template Run<T>(args...);
-}
-
-template <class F, class T, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
-void MergeX86_64_v4(Args... args) {
-  F::template Run<T>(args...);
-}
-
-template <class F, class T>
-Fn ForIsa(Isa isa) {
-  switch (isa) {
-    case Isa::kBaseline:
-      return &MergeBaseline<F, T>;
-    case Isa::kX86_64_v3:
-      return &MergeX86_64_v3<F, T>;
-    case Isa::kX86_64_v4:
-      return &MergeX86_64_v4<F, T>;
-  }
-  return nullptr;
-}
-
-template <class F>
-Fn ForNumber(Number number, Isa isa) {
+template <template <class> class F>
+SumsFn ForNumber(Number number, Isa isa) {
   switch (number) {
     case Number::kHalf:
-      return ForIsa<F, Half>(isa);
+      return ForIsa<F<Half>>(isa);
     case Number::kBfloat16:
-      return ForIsa<F, Bfloat16>(isa);
+      return ForIsa<F<Bfloat16>>(isa);
     case Number::kFloat:
-      return ForIsa<F, float>(isa);
+      return ForIsa<F<float>>(isa);
     case Number::kDouble:
-      return ForIsa<F, double>(isa);
+      return ForIsa<F<double>>(isa);
   }
   return nullptr;
 }
@@ -109,11 +85,11 @@ Fn ForNumber(Number number, Isa isa) {
 }  // namespace
 
 void Merge::Run(size_t begin, size_t end, Isa isa) const {
-  std::vector<Fn> add;
+  std::vector<SumsFn> add;
   for (const Input& input : inputs) {
     add.push_back(ForNumber<Add>(input.number, isa));
   }
-  const Fn round = ForNumber<Round>(output_number, isa);
+  const SumsFn round = ForNumber<Round>(output_number, isa);
   alignas(64) double scratch[kBlock];
   for (size_t from = begin; from < end; from += kBlock) {
     const size_t elements = std::min(kBlock, end - from);

@@ -9,8 +9,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
+#include "cc/rules/maths.h"
 #include "cc/rules/rule.h"
 
 namespace wrapopt {
@@ -35,14 +35,6 @@ constexpr size_t SizeOf(Number number) {
       return 8;
   }
   return 0;
-}
-
-template <class To, class From>
-WRAPOPT_RULE To BitCast(From from) {
-  static_assert(sizeof(To) == sizeof(From));
-  To to;
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
 }
 
 WRAPOPT_RULE float Load(float x) { return x; }

@@ -138,11 +138,13 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
 
 }  // namespace
 
-bool DefineApplyOps(RuleId rule, const std::string& summary,
+bool DefineApplyOps(const char* rule, const std::string& summary,
                     const std::string& details) {
+  const RuleInfo* info;
+  TF_CHECK_OK(FindUpdate(rule, &info));
   for (const bool sparse : {false, true}) {
     for (const bool ref : {false, true}) {
-      const auto op = Builder(Info(rule), sparse, ref, summary, details);
+      const auto op = Builder(*info, sparse, ref, summary, details);
       tensorflow::OpRegistry::Global()->Register(
           [op](tensorflow::OpRegistrationData* data) {
             return op.Finalize(data);

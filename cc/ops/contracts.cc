@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/platform/errors.h"
@@ -210,7 +210,7 @@ absl::Status ShadowContract::ToRates(const Tensor& decays,
 
 double ShadowContract::LogOf(double decay) {
   // Not -infinity: the difference of two would be NaN.
-  return std::max(std::log(decay), kLeastLag);
+  return std::max(std::log(decay), CatchUp::kLeastLag);
 }
 
 absl::Status ShadowContract::Check(const CheckedVariables& variables,

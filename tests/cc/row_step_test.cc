@@ -12,9 +12,9 @@
 
 #include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/huge_pages.h"
-#include "cc/kernels/lags.h"
 #include "cc/kernels/lazy_average.h"
 #include "cc/kernels/sparse_rows.h"
+#include "cc/rules/catch_up.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
 #include "tests/cc/reference.h"
@@ -162,7 +162,7 @@ void RunLazy(const Threads& threads, int64_t rows, int64_t row, int64_t count,
                                row,
                                log_decays.as<double>(),
                                1 - decay,
-                               std::max(std::log(decay), kLeastLag)};
+                               std::max(std::log(decay), CatchUp::kLeastLag)};
   const RowStep step(rule, number, number, isa);
   const double lr = 0.01;
   for (int s = 0; s < steps; ++s) {
