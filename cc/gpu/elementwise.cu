@@ -8,8 +8,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/catch_up.h"
 #include "cc/rules/rules.h"
 
@@ -373,8 +373,8 @@ WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
   const uint32_t row_elements = now.offsets[targets];
   // A launch takes no more elements of a variable.
   static_assert(uint64_t{kMaxChunks} << kMaxChunkLog2 <= uint64_t{1} << 32);
-  const uint32_t row =
-      row_elements == 0 ? 0 : static_cast<uint32_t>(access.begin) / row_elements;
+  const uint32_t begin = static_cast<uint32_t>(access.begin);
+  const uint32_t row = row_elements == 0 ? 0 : begin / row_elements;
 #pragma unroll 1
   for (int target = 0; target < targets; ++target) {
     const auto read = [target](const Arrays& doubles, uint64_t i) {

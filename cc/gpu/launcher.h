@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/driver.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -92,7 +92,7 @@ struct RowMarks {
   std::vector<std::vector<uint64_t>> touched;
 };
 
-// Enqueues the marks of these rows, and adds the step to the sums over all steps.
+// Marks these rows, and adds the step to the sums over all steps.
 std::string Enqueue(const RowMarks& marks, Stream stream);
 
 }  // namespace gpu

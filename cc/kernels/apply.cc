@@ -10,17 +10,17 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
+#include "cc/engine/row_step.h"
+#include "cc/engine/sparse_rows.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/averages_gpu.h"
-#include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
-#include "cc/kernels/row_step.h"
 #include "cc/kernels/sort_rows.h"
-#include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
@@ -42,8 +42,8 @@ using tensorflow::Tensor;
 class ApplyOp : public OpKernel {
  public:
   ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
-          bool bundled = false)
-      : OpKernel(ctx), rule_(rule), sparse_(sparse), bundled_(bundled) {
+          bool is_packed = false)
+      : OpKernel(ctx), rule_(rule), sparse_(sparse), is_packed_(is_packed) {
     Isa isa;
     OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
@@ -52,7 +52,7 @@ class ApplyOp : public OpKernel {
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
     OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
-                                       bundled
+                                       is_packed
                                            ? ApplyContract::Scalars::kVector
                                            : ApplyContract::Scalars::kByName));
     OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
@@ -76,16 +76,16 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     const bool lazy = averages_.lazy();
 
-    Variables variables(ctx, &lookup_cache_);
+    Variables variables(ctx, &lookup_cache_, is_packed_);
     const int n = contract_.variables();
     std::vector<int> states(contract_.states().size());
     for (size_t s = 0; s < states.size(); ++s) {
-      OP_REQUIRES_OK(ctx, Find(contract_.states()[s].c_str(), n, &variables,
-                               &states[s]));
+      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(), n,
+                                         access_, &states[s]));
     }
     int shadows;
-    OP_REQUIRES_OK(ctx, Find("shadows", n * averages_.per_value(), &variables,
-                             &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", n * averages_.per_value(),
+                                       access_, &shadows));
     int log_decays = -1;
     if (lazy) {
       OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
@@ -170,16 +170,9 @@ class ApplyOp : public OpKernel {
     Tensor sums;  // If a row has several gradients.
   };
 
-  // Finds the `count` variables of a list.
-  absl::Status Find(const char* list, int count, Variables* variables,
-                    int* first) const {
-    return bundled_ ? variables->FindInBundle(list, count, access_, first)
-                    : variables->Find(list, access_, first);
-  }
-
   absl::Status ReadScalars(OpKernelContext* ctx,
                            std::vector<double>* scalars) const {
-    if (bundled_) {
+    if (is_packed_) {
       const Tensor* vector;
       TF_RETURN_IF_ERROR(ctx->input("scalars", &vector));
       TF_RETURN_IF_ERROR(contract_.CheckScalars(vector->shape()));
@@ -339,7 +332,7 @@ class ApplyOp : public OpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
-  const bool bundled_;
+  const bool is_packed_;
   Variables::LookupCache lookup_cache_;
   Averages averages_;
   ApplyContract contract_;
@@ -415,18 +408,18 @@ bool RegisterApply(std::integer_sequence<int, rules...>) {
 const bool apply_registered =
     RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
 
-OpKernel* MakeApplyBundle(OpKernelConstruction* ctx) {
+OpKernel* MakePackedApply(OpKernelConstruction* ctx) {
   std::string name;
   const RuleInfo* rule = nullptr;
   absl::Status status = ctx->GetAttr("rule", &name);
   if (status.ok()) status = FindUpdate(name, &rule);
   ctx->SetStatus(status);
   return status.ok() ? new ApplyOp(ctx, *rule, /*sparse=*/false,
-                                   /*bundled=*/true)
+                                   /*is_packed=*/true)
                      : nullptr;
 }
 
-bool RegisterApplyBundle() {
+bool RegisterPackedApply() {
   constexpr char kName[] = "Wrapopt>ApplyBundle";
   for (const char* device : {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
     tensorflow::KernelDefBuilder kernel(kName);
@@ -438,12 +431,12 @@ bool RegisterApplyBundle() {
     }
     // Never deleted, as above.
     new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), kName,
-                                                      MakeApplyBundle);
+                                                      MakePackedApply);
   }
   return true;
 }
 
-const bool apply_bundle_registered = RegisterApplyBundle();
+const bool packed_apply_registered = RegisterPackedApply();
 
 }  // namespace
 }  // namespace wrapopt

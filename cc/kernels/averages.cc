@@ -63,8 +63,8 @@ void Averages::WarnIfReplaced(const Variables& variables, int value,
     LOG(ERROR) << "Rows of an average of " << variables.Describe(value)
                << " lagged behind when something else than its optimizer "
                   "replaced the variable. They move towards the new value now, "
-                  "and the average is wrong. Read the average before you change "
-                  "the variable, or make the optimizer with lazy=False.";
+                  "and the average is wrong. Read the average before you "
+                  "change the variable, or make the optimizer with lazy=False.";
     average.step_value() = average.Address();
   }
 }

@@ -3,11 +3,11 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"

@@ -7,8 +7,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -31,12 +31,11 @@ absl::Status ReadScalar(tensorflow::OpKernelContext* ctx,
 // The engine's name of a dtype that the ops' attributes allow.
 inline Number NumberOf(tensorflow::DataType dtype) {
   switch (dtype) {
-    case tensorflow::DT_HALF:
-      return Number::kHalf;
-    case tensorflow::DT_BFLOAT16:
-      return Number::kBfloat16;
-    case tensorflow::DT_DOUBLE:
-      return Number::kDouble;
+#define WRAPOPT_NUMBER_OF(number, storage, dtype, name, ffi) \
+  case tensorflow::DT_##dtype:                               \
+    return Number::number;
+    WRAPOPT_NUMBERS(WRAPOPT_NUMBER_OF)
+#undef WRAPOPT_NUMBER_OF
     default:
       return Number::kFloat;
   }

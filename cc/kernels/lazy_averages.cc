@@ -1,18 +1,18 @@
-// Averages of which a step moves the rows that it touches: Wrapopt>CatchUp,
-// Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate.
+// Wrapopt>CatchUp, Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate: averages
+// whose rows may lag behind.
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/sparse_rows.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/isa.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/sort_rows.h"
-#include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -98,7 +98,7 @@ class LazyAveragesOp : public OpKernel {
   }
 
  private:
-  // For these rows of each value, or for all where there are no `rows`.
+  // Moves these rows of each average, or all rows if `rows` is empty.
   absl::Status RunOnCpu(OpKernelContext* ctx, const Variables& variables,
                         int values,
                         const std::vector<std::vector<LazyAverage>>& averages,
@@ -166,8 +166,8 @@ class LazyAveragesOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // What LazyAverage does for these rows of each value, or for all where there
-  // are no `rows`, but for the zeros that it leaves then.
+  // Does the same on a GPU. If `rows` is empty, the caller must set the log
+  // decays to zero.
   absl::Status RunOnGpu(OpKernelContext* ctx,
                         const std::vector<std::vector<LazyAverage>>& averages,
                         const std::vector<SparseRows>& rows,
@@ -213,9 +213,9 @@ class LazyAveragesOp : public OpKernel {
     return MarkRowsOnGpu(ctx, marks);
   }
 
-  // Whether there is anything to catch up with. If not, the averages and their
-  // values need not be there yet. Of what a GPU has, only that there is something
-  // is known here: its rates may all be zero.
+  // Whether any row lags behind. If none does, the averages and their values
+  // need not exist yet. Log decays in GPU memory cannot be read here, so rows
+  // count as lagging behind if the log decays exist.
   absl::Status AnyIsBehind(OpKernelContext* ctx, bool* behind) const {
     int start, stop;
     TF_RETURN_IF_ERROR(InputRange("log_decays", &start, &stop));

@@ -32,7 +32,7 @@ class MoveOp : public OpKernel {
     const int n = to - from;
     bool replaced = false;
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckExchange(variables, from + i, to + i));
+      OP_REQUIRES_OK(ctx, CheckSwap(variables, from + i, to + i));
       OP_REQUIRES_OK(ctx, variables.CheckDeclared(to + i, from + i));
       // An empty ref variable has a value, even if it was never assigned.
       replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;

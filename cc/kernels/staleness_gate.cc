@@ -1,7 +1,7 @@
 // Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
 // admit or drop the updates of asynchronous training.
 //
-// cc/kernels/gate.h decides. TensorFlow destroys the tensors of a step, and the
+// cc/engine/gate.h decides. TensorFlow destroys the tensors of a step, and the
 // tickets in them, at its end, also if the worker that runs the step is killed.
 // So dead workers need no lease and no clock.
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/kernels/gate.h"
+#include "cc/engine/gate.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"

@@ -8,6 +8,7 @@
 #include "absl/strings/strip.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -97,8 +98,9 @@ log_decays: Empty: each step moves all rows of the shadows. Or one variable for
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
                                  const std::string& summary,
                                  const std::string& details) {
-  tensorflow::OpDefBuilder op(absl::StrCat(
-      "Wrapopt>", sparse ? "Sparse" : "", "Apply", rule.name, ref ? "Ref" : ""));
+  tensorflow::OpDefBuilder op(
+      absl::StrCat("Wrapopt>", sparse ? "Sparse" : "", "Apply", rule.name,
+                   ref ? "Ref" : ""));
   for (const absl::string_view state : absl::StrSplit(rule.states, ' ')) {
     op.Input(absl::StrCat(state, ref ? ": Ref(N * T)" : ": N * resource"));
   }
@@ -120,10 +122,10 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
   op.Attr("NK: int >= 0");
   if (lazy) op.Attr("NL: int >= 0");
   for (const char* dtype : {"T", "G"}) {
-    op.Attr(absl::StrCat(dtype, ": {half, bfloat16, float, double}"));
+    op.Attr(absl::StrCat(dtype, ": " WRAPOPT_NUMBER_TYPES));
   }
   // With a default, because there may be no shadows to infer it from.
-  op.Attr("S: {half, bfloat16, float, double} = DT_FLOAT");
+  op.Attr("S: " WRAPOPT_NUMBER_TYPES " = DT_FLOAT");
   if (sparse) op.Attr("I: {int32, int64}");
   op.Attr("use_locking: bool = true");
   op.SetIsStateful();

@@ -451,7 +451,7 @@ absl::Status AveragingAssignContract::CheckTensor(
                                   targets + position % n_);
 }
 
-absl::Status CheckExchange(const CheckedVariables& variables, int a, int b) {
+absl::Status CheckSwap(const CheckedVariables& variables, int a, int b) {
   const DataType got = variables.known_dtype(b);
   const DataType expected = variables.known_dtype(a);
   if (Known(got) && Known(expected) && got != expected) {

@@ -234,7 +234,7 @@ class AveragingAssignContract {
 };
 
 // Checks that `a` and `b` can exchange values.
-absl::Status CheckExchange(const CheckedVariables& variables, int a, int b);
+absl::Status CheckSwap(const CheckedVariables& variables, int a, int b);
 
 // Checks the shape of the input "packed" of `count` variables, which have this
 // number of elements, -1 if it is not known.

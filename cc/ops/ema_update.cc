@@ -1,6 +1,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -49,8 +50,8 @@ REGISTER_OP("Wrapopt>EmaUpdate")
     .Input("decays: double")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, false); })
     .Doc(kEmaUpdateDoc);
@@ -62,8 +63,8 @@ REGISTER_OP("Wrapopt>EmaUpdateRef")
     .Input("decays: double")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, true); })
     .Doc(kEmaUpdateDoc);

@@ -1,6 +1,6 @@
 // The functions that rules may use besides + - * /, for float and double. A
 // back end with another number type defines functions of the same names for it,
-// such as those for XLA in cc/kernels/elementwise_xla.cc.
+// such as those for XLA in cc/xla/elementwise.cc.
 #ifndef WRAPOPT_CC_RULES_MATHS_H_
 #define WRAPOPT_CC_RULES_MATHS_H_
 

@@ -13,14 +13,14 @@
 #include <random>
 #include <string>
 
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 
 namespace wrapopt {
 
 // `bytes` bytes, `offset` bytes after a cache line. The address sanitizer sees
-// an access one byte beyond the end. In a build without it, a canary lies there,
-// as one does before the begin in each build.
+// an access one byte beyond the end. In a build without it, a canary lies
+// there, as one does before the begin in each build.
 class Array {
  public:
   explicit Array(size_t bytes, size_t offset = 0)

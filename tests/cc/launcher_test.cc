@@ -19,7 +19,8 @@
 #include "tests/cc/arrays.h"
 #include "tests/cc/reference.h"
 
-// An image for the fake driver, which only looks for the names of kernels in it.
+// An image for the fake driver, which only looks for the names of kernels in
+// it.
 #define NAMES(name) \
   "wrapopt_small_" name "_float wrapopt_small_" name "_double " \
   "wrapopt_large_" name "_float wrapopt_large_" name "_double "

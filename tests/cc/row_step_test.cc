@@ -1,5 +1,5 @@
 // The step with a sparse gradient, and averages whose rows may lag behind.
-#include "cc/kernels/row_step.h"
+#include "cc/engine/row_step.h"
 
 #include <gtest/gtest.h>
 
@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/huge_pages.h"
-#include "cc/kernels/lazy_average.h"
-#include "cc/kernels/sparse_rows.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/huge_pages.h"
+#include "cc/engine/lazy_average.h"
+#include "cc/engine/sparse_rows.h"
 #include "cc/rules/catch_up.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
@@ -138,8 +138,8 @@ TEST(RowStep, OfRowsWithoutElements) {
 
 // Gradient descent with averages whose rows lag behind, next to averages of
 // which each step moves all rows. The first differ from the others by the
-// roundings of their steps: of the average itself, whose numbers are below 4, to
-// 2^-24 of it in each, and as much of rate * (value - average).
+// roundings of their steps: of the average itself, whose numbers are below 4,
+// to 2^-24 of it in each, and as much of rate * (value - average).
 void RunLazy(const Threads& threads, int64_t rows, int64_t row, int64_t count,
              int steps, double decay, Random* random) {
   const RuleInfo& rule = Info(RuleId::kGradientDescent);

@@ -1,6 +1,6 @@
 // The loops of all rules, for all number types and instruction sets of this
-// processor: they give the bits of the rule's own step, and touch no element but
-// theirs.
+// processor: they give the bits of the rule's own step, and touch no element
+// but theirs.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
 #include "cc/rules/catch_up.h"
 #include "cc/rules/rules.h"
 #include "tests/cc/arrays.h"
@@ -33,8 +33,8 @@ std::vector<void*> Pointers(const std::vector<Array>& arrays) {
   return pointers;
 }
 
-// Runs elements [begin, end) of arrays of `size` elements, which do not begin at
-// a vector's boundary if `offset`.
+// Runs elements [begin, end) of arrays of `size` elements, which do not begin
+// at a vector's boundary if `offset`.
 void Compare(const RuleInfo& rule, Number state, Number input, Isa isa,
              size_t size, size_t begin, size_t end, size_t offset,
              Random* random) {
@@ -92,8 +92,8 @@ TEST_P(Rules, ChangeOnlyTheirRange) {
   }
 }
 
-// The least normal number is 1.2e-38. An average of 1e-38 is 0, and one of 2e-38
-// does not move by a result of 0.25e-38.
+// The least normal number is 1.2e-38. An average of 1e-38 is 0, and one of
+// 2e-38 does not move by a result of 0.25e-38.
 TEST_P(Rules, FlushSubnormals) {
   for (const size_t size : {1, 2, 100}) {
     const Array shadow(size * sizeof(float)), value(size * sizeof(float));

@@ -1,5 +1,5 @@
 // The sort of sparse gradients by row, and their groups.
-#include "cc/kernels/sparse_rows.h"
+#include "cc/engine/sparse_rows.h"
 
 #include <gtest/gtest.h>
 

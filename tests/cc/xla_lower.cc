@@ -36,7 +36,8 @@ namespace tf = tensorflow;
 // nor that for CPU one for GPU, and so would make no kernel for them. To be
 // registered before XLA first compiles something: then kernels are made.
 const bool registered = [] {
-  const auto add = [](const char* device, absl::Span<const tf::DataType> types) {
+  const auto add = [](const char* device,
+                      absl::Span<const tf::DataType> types) {
     if (!tf::XlaOpRegistry::IsBackendRegistered(device)) {
       new tf::XlaBackendRegistrar(device, types);
     }
@@ -64,7 +65,8 @@ std::string Lower(const std::string& library, const std::string& function,
                   const std::string& device, bool ahead_of_time) {
   tf::FunctionDefLibrary functions;
   if (!functions.ParseFromString(library)) {
-    throw std::runtime_error("`library` must be a serialized FunctionDefLibrary");
+    throw std::runtime_error(
+        "`library` must be a serialized FunctionDefLibrary");
   }
   const tf::FunctionLibraryDefinition definitions(tf::OpRegistry::Global(),
                                                   functions);

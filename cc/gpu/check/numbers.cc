@@ -12,12 +12,12 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
 #include "cc/gpu/launcher.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -358,8 +358,8 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// A step of some rows of a table, without a rule of its averages alone, and then
-// all rows catch up.
+// A step of some rows of a table, without a rule of its averages alone, and
+// then all rows catch up.
 bool CheckLazy(const RuleInfo* rule, Number number, Number input,
                uint64_t rows, uint64_t row_elements, int chunk_log2 = 0) {
   const Layout layout({rows * row_elements}), layout_of_logs({rows + 1});
