@@ -89,9 +89,9 @@ def functions(request):
   assert archive, "name the archive of the loops with --loops=PATH"
   found = {}
   for name, code in disassemble(archive):
-    # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::Arity<
-    # wrapopt::Adam, 3ul, 1ul, 8ul>::Step<float, float>, void* const*, ...>(...)"
-    # or "... Baseline<wrapopt::(anonymous namespace)::RowSum<...>, ...>(...)".
+    # Such as "void wrapopt::Baseline<wrapopt::(anonymous namespace)::
+    # Arity<wrapopt::Adam, 3ul, 1ul, 8ul>::Step<float, float>, ...>(...)" or
+    # "... ::Baseline<wrapopt::(anonymous namespace)::RowSum<...>, ...>(...)".
     match = re.search(r"wrapopt::(\w+)<wrapopt::\(anonymous namespace\)::"
                       r"(?:Arity<wrapopt::)?(\w+)(?:, \d[^>]*>::Step)?"
                       r"<(?:wrapopt::)?(\w+), (?:wrapopt::)?(\w+)>, ", name)

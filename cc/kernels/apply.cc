@@ -9,7 +9,10 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -20,12 +23,12 @@
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/sort_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
-#include "tensorflow/core/framework/kernel_def_builder.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -67,7 +70,7 @@ class ApplyOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    bool accept;
+    bool accept = false;
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "accept", &accept));
     if (!accept) return;
 
@@ -108,7 +111,7 @@ class ApplyOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    // Of each variable with averages that may lag behind.
+    // For each variable: its averages, if their rows may lag behind.
     std::vector<std::vector<LazyAverage>> averages(n);
     for (int i = 0; lazy && i < n; ++i) {
       averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
@@ -352,43 +355,31 @@ class ApplyOpOf : public ApplyOp {
       : ApplyOp(ctx, kRules[kRule], kSparse) {}
 };
 
-// The inputs that the kernel reads on the host are in host memory. The row
-// numbers of a sparse gradient are among them, because they are checked.
-void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
-                tensorflow::KernelDefBuilder* kernel) {
-  for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
-  if (sparse) kernel->HostMemory("indices");
+// The inputs that the kernel reads on the host. The row numbers of a sparse
+// gradient are among them, because they are checked.
+std::vector<std::string> InputsOnHost(const RuleInfo& rule, bool sparse,
+                                      bool ref) {
+  std::vector<std::string> names = {"decays", "accept"};
+  if (sparse) names.push_back("indices");
   for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    if (absl::EndsWith(name, "?")) continue;
-    kernel->HostMemory(std::string(name).c_str());
+    if (!absl::EndsWith(name, "?")) names.emplace_back(name);
   }
-  if (ref) return;
-  kernel->HostMemory("shadows");
-  if (sparse) kernel->HostMemory("log_decays");
+  if (ref) return names;
+  names.push_back("shadows");
+  if (sparse) names.push_back("log_decays");
   for (const absl::string_view name : absl::StrSplit(rule.states, ' ')) {
-    kernel->HostMemory(std::string(name).c_str());
+    names.emplace_back(name);
   }
+  return names;
 }
 
 template <int kRule, bool kSparse>
 void Register() {
   for (const bool ref : {false, true}) {
-    const std::string name =
+    RegisterKernel<ApplyOpOf<kRule, kSparse>>(
         absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "Apply",
-                     kRules[kRule].name, ref ? "Ref" : "");
-    for (const char* device :
-         {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
-      tensorflow::KernelDefBuilder kernel(name.c_str());
-      kernel.Device(device);
-      if (device == tensorflow::DEVICE_GPU) {
-        KeepOnHost(kRules[kRule], kSparse, ref, &kernel);
-      }
-      // Never deleted, like every registration.
-      new tensorflow::kernel_factory::OpKernelRegistrar(
-          kernel.Build(), name, [](OpKernelConstruction* ctx) -> OpKernel* {
-            return new ApplyOpOf<kRule, kSparse>(ctx);
-          });
-    }
+                     kRules[kRule].name, ref ? "Ref" : ""),
+        InputsOnHost(kRules[kRule], kSparse, ref));
   }
 }
 
@@ -419,24 +410,9 @@ OpKernel* MakePackedApply(OpKernelConstruction* ctx) {
                      : nullptr;
 }
 
-bool RegisterPackedApply() {
-  constexpr char kName[] = "Wrapopt>ApplyBundle";
-  for (const char* device : {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
-    tensorflow::KernelDefBuilder kernel(kName);
-    kernel.Device(device);
-    if (device == tensorflow::DEVICE_GPU) {
-      for (const char* name : {"handles", "scalars", "decays", "accept"}) {
-        kernel.HostMemory(name);
-      }
-    }
-    // Never deleted, as above.
-    new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), kName,
-                                                      MakePackedApply);
-  }
-  return true;
-}
-
-const bool packed_apply_registered = RegisterPackedApply();
+const bool packed_apply_registered = RegisterKernel(
+    "Wrapopt>ApplyBundle", {"handles", "scalars", "decays", "accept"},
+    MakePackedApply);
 
 }  // namespace
 }  // namespace wrapopt

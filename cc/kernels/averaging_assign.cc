@@ -9,6 +9,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
@@ -126,24 +127,11 @@ class AveragingAssignOp : public OpKernel {
   Number sum_;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingAssign").Device(tensorflow::DEVICE_CPU),
-    AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingAssignRef").Device(tensorflow::DEVICE_CPU),
-    AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssign")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("targets")
-                            .HostMemory("sources")
-                            .HostMemory("weights")
-                            .HostMemory("rate"),
-                        AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssignRef")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("weights")
-                            .HostMemory("rate"),
-                        AveragingAssignOp);
+const bool averaging_assign_registered =
+    RegisterKernel<AveragingAssignOp>(
+        "Wrapopt>AveragingAssign", {"targets", "sources", "weights", "rate"}) &&
+    RegisterKernel<AveragingAssignOp>("Wrapopt>AveragingAssignRef",
+                                      {"weights", "rate"});
 
 }  // namespace
 }  // namespace wrapopt

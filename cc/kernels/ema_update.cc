@@ -7,6 +7,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "tensorflow/core/framework/op_kernel.h"
 
@@ -66,28 +67,12 @@ class PackedEmaUpdateOp : public EmaUpdateOp {
       : EmaUpdateOp(ctx, /*is_packed=*/true) {}
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>EmaUpdate").Device(tensorflow::DEVICE_CPU), EmaUpdateOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>EmaUpdateRef").Device(tensorflow::DEVICE_CPU), EmaUpdateOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdate")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("decays"),
-                        EmaUpdateOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdateRef")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("decays"),
-                        EmaUpdateOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>EmaUpdateBundle").Device(tensorflow::DEVICE_CPU),
-    PackedEmaUpdateOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>EmaUpdateBundle")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("handles")
-                            .HostMemory("decays"),
-                        PackedEmaUpdateOp);
+const bool ema_update_registered =
+    RegisterKernel<EmaUpdateOp>("Wrapopt>EmaUpdate",
+                                {"shadows", "values", "decays"}) &&
+    RegisterKernel<EmaUpdateOp>("Wrapopt>EmaUpdateRef", {"decays"}) &&
+    RegisterKernel<PackedEmaUpdateOp>("Wrapopt>EmaUpdateBundle",
+                                      {"handles", "decays"});
 
 }  // namespace
 }  // namespace wrapopt

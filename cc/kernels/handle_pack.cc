@@ -2,6 +2,7 @@
 // pack.
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/kernels/registration.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -36,13 +37,8 @@ class HandlePackOp : public OpKernel {
   }
 };
 
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>Bundle").Device(tensorflow::DEVICE_CPU),
-                        HandlePackOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>Bundle")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("variables")
-                            .HostMemory("handles"),
-                        HandlePackOp);
+const bool handle_pack_registered =
+    RegisterKernel<HandlePackOp>("Wrapopt>Bundle", {"variables", "handles"});
 
 }  // namespace
 }  // namespace wrapopt

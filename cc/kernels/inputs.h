@@ -1,4 +1,4 @@
-// What kernels read beside variables: scalar inputs, number types and the
+// Functions by which kernels read scalar inputs, number types and the
 // instruction set.
 #ifndef WRAPOPT_CC_KERNELS_INPUTS_H_
 #define WRAPOPT_CC_KERNELS_INPUTS_H_

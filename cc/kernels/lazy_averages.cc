@@ -12,6 +12,7 @@
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/sort_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
@@ -151,7 +152,7 @@ class LazyAveragesOp : public OpKernel {
       const Tensor& sums = *variables.tensor(at);
       const int64_t rows =
           sums.NumElements() - ShadowContract::kMoreLogDecays;
-      // What is wrong with them is for CheckLogDecays to say.
+      // CheckLogDecays reports errors in them.
       if (sums.dtype() != tensorflow::DT_DOUBLE || rows < 0 ||
           sums.flat<double>()(rows) != 0) {
         return absl::OkStatus();
@@ -223,7 +224,7 @@ class LazyAveragesOp : public OpKernel {
     for (int input = start; input < stop && !*behind; ++input) {
       const Tensor& handle = ctx->input(input);
       tensorflow::core::RefCountPtr<tensorflow::Var> var;
-      // What is wrong with a handle is for Variables to say.
+      // Variables reports errors in a handle.
       if (handle.NumElements() != 1) {
         *behind = true;
         continue;
@@ -251,39 +252,14 @@ class LazyAveragesOp : public OpKernel {
   Averages averages_;
 };
 
-using CatchUpOp = LazyAveragesOp<Kind::kCatchUp>;
-using ReadAveragesOp = LazyAveragesOp<Kind::kRead>;
-using SparseEmaUpdateOp = LazyAveragesOp<Kind::kStep>;
-
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>ReadAverages").Device(tensorflow::DEVICE_CPU),
-    ReadAveragesOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>ReadAverages")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays"),
-                        ReadAveragesOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>CatchUp").Device(tensorflow::DEVICE_CPU), CatchUpOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>SparseEmaUpdate").Device(tensorflow::DEVICE_CPU),
-    SparseEmaUpdateOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>CatchUp")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays")
-                            .HostMemory("indices"),
-                        CatchUpOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>SparseEmaUpdate")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays")
-                            .HostMemory("indices")
-                            .HostMemory("decays"),
-                        SparseEmaUpdateOp);
+const bool lazy_averages_registered =
+    RegisterKernel<LazyAveragesOp<Kind::kRead>>(
+        "Wrapopt>ReadAverages", {"shadows", "values", "log_decays"}) &&
+    RegisterKernel<LazyAveragesOp<Kind::kCatchUp>>(
+        "Wrapopt>CatchUp", {"shadows", "values", "log_decays", "indices"}) &&
+    RegisterKernel<LazyAveragesOp<Kind::kStep>>(
+        "Wrapopt>SparseEmaUpdate",
+        {"shadows", "values", "log_decays", "indices", "decays"});
 
 }  // namespace
 }  // namespace wrapopt

@@ -28,7 +28,7 @@ absl::Status SortRows(const Threads& threads, const Index* indices,
       "), the rows of ", name, ", got ", bad->row));
 }
 
-// The same of a vector of int32 or int64, for variable number `variable`.
+// The same for a vector of int32 or int64, and for variable `variable`.
 absl::Status SortRows(tensorflow::OpKernelContext* ctx,
                       const tensorflow::Tensor& indices, int i,
                       const CheckedVariables& variables, int variable,

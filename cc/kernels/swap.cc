@@ -1,4 +1,5 @@
 #include "absl/status/status.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -36,17 +37,9 @@ class SwapOp : public OpKernel {
   Variables::LookupCache lookup_cache_;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>Exchange").Device(tensorflow::DEVICE_CPU), SwapOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>ExchangeRef").Device(tensorflow::DEVICE_CPU), SwapOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>Exchange")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("a")
-                            .HostMemory("b"),
-                        SwapOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>ExchangeRef").Device(tensorflow::DEVICE_GPU), SwapOp);
+const bool swap_registered =
+    RegisterKernel<SwapOp>("Wrapopt>Exchange", {"a", "b"}) &&
+    RegisterKernel<SwapOp>("Wrapopt>ExchangeRef", {});
 
 }  // namespace
 }  // namespace wrapopt

@@ -474,43 +474,4 @@ absl::Status CheckPacked(const PartialTensorShape& shape, int count,
                     absl::StrCat("the elements of all ", count, " variables"));
 }
 
-absl::Status CheckStep(const CheckedVariables& variables, int step) {
-  const DataType dtype = variables.known_dtype(step);
-  if (Known(dtype) && dtype != tensorflow::DT_INT32 &&
-      dtype != tensorflow::DT_INT64) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(variables.Describe(step), " must be of dtype int32 or ",
-                     "int64, got ", DataTypeString(dtype)));
-  }
-  return variables.CheckShape(step, PartialTensorShape({}), "a scalar");
-}
-
-absl::Status CheckGate(const CheckedVariables& variables, int step, int counter,
-                       int histogram) {
-  TF_RETURN_IF_ERROR(CheckStep(variables, step));
-  TF_RETURN_IF_ERROR(variables.CheckDtype(counter, tensorflow::DT_FLOAT));
-  TF_RETURN_IF_ERROR(
-      variables.CheckShape(counter, PartialTensorShape({}), "a scalar"));
-  TF_RETURN_IF_ERROR(variables.CheckDtype(histogram, tensorflow::DT_INT64));
-  const PartialTensorShape& shape = variables.known_shape(histogram);
-  if (shape.IsCompatibleWith(PartialTensorShape({2, -1})) &&
-      (shape.unknown_rank() || shape.dim_size(1) != 0)) {
-    return absl::OkStatus();
-  }
-  return Misshapen(variables.Describe(histogram), shape, "[2, B] with B >= 1",
-                   "admitted and dropped, in B buckets");
-}
-
-absl::Status CheckTimeout(double timeout_secs) {
-  if (timeout_secs > 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "timeout_secs must be greater than 0, infinity for no deadline, got ",
-      timeout_secs));
-}
-
-absl::Status CheckWorkers(const PartialTensorShape& shape) {
-  if (shape.IsCompatibleWith(Vector(-1))) return absl::OkStatus();
-  return Misshapen("workers", shape, "[M]", "names of workers");
-}
-
 }  // namespace wrapopt

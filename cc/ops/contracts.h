@@ -115,7 +115,7 @@ class ShadowContract {
   // Checks their dtypes and shapes.
   absl::Status CheckLogDecays(const CheckedVariables& variables,
                               int log_decays, int values) const;
-  // What log decays have beside one for each row: see LazyAverage.
+  // The number of log decays besides one for each row: see LazyAverage.
   static constexpr int64_t kMoreLogDecays = 2;
   // The shape of the log decays of `value`, which must have rows.
   static absl::Status ShapeOfLogDecays(const CheckedVariables& variables,

@@ -112,7 +112,7 @@ struct RuleInfo {
   Sparse sparse;
 };
 
-// By RuleId.
+// Indexed by RuleId.
 inline constexpr RuleInfo kRulesById[] = {
 #define WRAPOPT_RULE_INFO(rule, states, inputs, scalars, sparse) \
   {RuleId::k##rule, #rule, states, inputs, scalars, Sparse::sparse},
@@ -123,7 +123,7 @@ constexpr const RuleInfo& Info(RuleId rule) {
   return kRulesById[static_cast<int>(rule)];
 }
 
-// These, and then the variants.
+// The rules, and then the variants.
 inline constexpr RuleInfo kRules[] = {
     WRAPOPT_RULES(WRAPOPT_RULE_INFO)
 #undef WRAPOPT_RULE_INFO

@@ -45,7 +45,7 @@ class FakeTimer : public Timer {
   Id next = 0;
 };
 
-// What a wait was answered.
+// The answers of a wait.
 struct Heard {
   int times = 0;
   IntRounds::Answer answer;

@@ -130,7 +130,7 @@ TEST(RowStep, OfRowsWithoutElements) {
     Compare(Pool(2), kRules[0], Number::kFloat, Number::kFloat, rows, row, 3,
             &random);
   }
-  // Of a variable without rows.
+  // A variable without rows.
   RowStep(kRules[0], Number::kFloat, Number::kFloat, Isa::kBaseline)
       .Run(Pool(2), {nullptr, nullptr, nullptr}, 0, 0, nullptr, SparseRows(),
            nullptr, {});
