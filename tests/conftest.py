@@ -14,7 +14,7 @@ hypothesis.settings.load_profile("wrapopt")
 
 def pytest_addoption(parser):
   # Outputs of the build that one test each looks at: see BUILD.
-  parser.addoption("--engine", help="archive of the CPU engine's objects")
+  parser.addoption("--loops", help="archive of the CPU engine's loops")
   parser.addoption("--fake_gpu", help="folder of the fake GPU's libraries")
   parser.addoption("--wheel", help="the wheel to test")
   parser.addoption("--device", help="where tests put their variables, e.g. "

@@ -7,10 +7,11 @@ import struct
 
 import pytest
 
+from numerics import WITH_KERNELS
 from wrapopt import _native
 
 KERNELS = [f"{kernel}_{dtype}" for dtype in ("float", "double")
-           for kernel in (*_native.rules(), "Average", "CatchUp", "Sum")]
+           for kernel in (*WITH_KERNELS, "Average", "CatchUp", "Sum")]
 KERNELS.append("Mark_double")
 
 # As in cc/gpu/images.inc: {is PTX, compute capability, has large tables,
@@ -44,7 +45,7 @@ def test_every_image_has_every_kernel():
 
 
 @pytest.mark.parametrize("dtype", ["float", "double"])
-@pytest.mark.parametrize("rule", [*_native.rules(), "Average", "CatchUp"])
+@pytest.mark.parametrize("rule", [*WITH_KERNELS, "Average", "CatchUp"])
 def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
   text = ptx()[f"wrapopt_large_{rule}_{dtype}"]
   # A share of an array is two times 16 bytes; a source, and an average, is read

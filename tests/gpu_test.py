@@ -14,7 +14,7 @@ import tensorflow as tf
 import modes
 import numerics
 from modes import mode  # pylint: disable=unused-import
-from numerics import DOUBLE
+from numerics import DOUBLE, KERNELS_OF
 from processes import run_python
 import wrapopt
 from wrapopt import _native
@@ -93,6 +93,7 @@ def on(device, values):
 
 
 def kernel(rule, dtype):
+  rule = KERNELS_OF.get(rule, rule)
   return f"{rule}_{'double' if dtype == DOUBLE else 'float'}"
 
 

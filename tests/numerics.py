@@ -250,6 +250,11 @@ if missing := _native.rules().keys() - RULES:
       "cc/rules/rules.h. Write it as a function like the others, and add its "
       "line to RULES.")
 
+# {rule: another one whose loops and GPU kernels it has}. The two differ only in
+# the step with a sparse gradient.
+KERNELS_OF = {"LazyAdam": "Adam"}
+WITH_KERNELS = [rule for rule in _native.rules() if rule not in KERNELS_OF]
+
 
 def scalars(rule):
   """Scalars that no binary format holds exactly."""

@@ -2,15 +2,15 @@
 // variables, and the averages of its result.
 //
 // NVRTC compiles this for each GPU, once with small and once with large tables
-// (WRAPOPT_LARGE). For another compiler, define these three macros, and
+// (WRAPOPT_LARGE). For another compiler, define these four macros, and
 // threadIdx, blockIdx and gridDim, before the include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/number.h"
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
@@ -32,6 +32,9 @@
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_small_##name##_##type
 #endif
 
+// Uses the macros of the above.
+#include "cc/gpu/access.h"
+
 namespace wrapopt {
 namespace gpu {
 namespace {
@@ -45,189 +48,6 @@ using TheTable = SmallTable;
 using TheSumTable = SmallSumTable;
 using TheMarkTable = SmallMarkTable;
 #endif
-
-struct alignas(16) Quad {
-  uint32_t words[4];
-};
-
-// Whether a number is stored in 2 bytes, not in its compute type.
-template <class Compute>
-WRAPOPT_DEVICE bool IsNarrow(Number number) {
-  return sizeof(Compute) == 4 && number != Number::kFloat;
-}
-
-template <class Compute>
-WRAPOPT_DEVICE uint32_t BytesOf(Number number) {
-  return IsNarrow<Compute>(number) ? 2 : sizeof(Compute);
-}
-
-// The ways in which a thread reads and writes its numbers of an array. Both
-// have
-//
-//   kCount   the number of these numbers;
-//   Raw      the numbers as stored: Load does not wait for them, Unpack does.
-
-// kLanes numbers in accesses of 16 bytes, in two runs whose starts are `gap`
-// elements apart. For half and bfloat16 the runs are adjacent, and one access
-// serves both. All arrays must be aligned to 16 bytes.
-template <class Compute>
-struct Lanes {
-  static constexpr int kCount = kLanes<Compute>;
-
-  struct Raw {
-    Quad quads[2];
-  };
-
-  uint64_t begin;
-  uint32_t gap;
-
-  WRAPOPT_DEVICE void Load(const char* array, Number number, Raw* raw) const {
-    const char* const p = array + begin * BytesOf<Compute>(number);
-    raw->quads[0] = *reinterpret_cast<const Quad*>(p);
-    if (!IsNarrow<Compute>(number)) {
-      raw->quads[1] = *reinterpret_cast<const Quad*>(p + gap * sizeof(Compute));
-    }
-  }
-
-  WRAPOPT_DEVICE void Store(char* array, Number number, const Raw& raw) const {
-    char* const p = array + begin * BytesOf<Compute>(number);
-    *reinterpret_cast<Quad*>(p) = raw.quads[0];
-    if (!IsNarrow<Compute>(number)) {
-      *reinterpret_cast<Quad*>(p + gap * sizeof(Compute)) = raw.quads[1];
-    }
-  }
-
-  WRAPOPT_DEVICE static void Unpack(const Raw& raw, Number number,
-                                    Compute (&x)[kCount]) {
-    if constexpr (sizeof(Compute) == 8) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        x[j] = BitCast<double>(uint64_t{Word(raw, 2 * j + 1)} << 32 |
-                               Word(raw, 2 * j));
-      }
-    } else if (number == Number::kFloat) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) x[j] = BitCast<float>(Word(raw, j));
-    } else if (number == Number::kHalf) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        x[j] = wrapopt::Load(Half{HalfWord(raw, j)});
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        x[j] = wrapopt::Load(Bfloat16{HalfWord(raw, j)});
-      }
-    }
-  }
-
-  WRAPOPT_DEVICE static void Pack(const Compute (&x)[kCount], Number number,
-                                  Raw* raw) {
-    if constexpr (sizeof(Compute) == 8) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const uint64_t bits = BitCast<uint64_t>(x[j]);
-        Word(*raw, 2 * j) = static_cast<uint32_t>(bits);
-        Word(*raw, 2 * j + 1) = static_cast<uint32_t>(bits >> 32);
-      }
-    } else if (number == Number::kFloat) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        Word(*raw, j) = BitCast<uint32_t>(x[j]);
-      }
-    } else if (number == Number::kHalf) {
-      PackHalves<Half>(x, raw);
-    } else {
-      PackHalves<Bfloat16>(x, raw);
-    }
-  }
-
- private:
-  template <class AnyRaw>
-  WRAPOPT_DEVICE static auto& Word(AnyRaw& raw, int i) {
-    return raw.quads[i / 4].words[i % 4];
-  }
-
-  WRAPOPT_DEVICE static uint16_t HalfWord(const Raw& raw, int j) {
-    return static_cast<uint16_t>(Word(raw, j / 2) >> (j % 2 * 16));
-  }
-
-  template <class Storage>
-  WRAPOPT_DEVICE static void PackHalves(const float (&x)[kCount], Raw* raw) {
-#pragma unroll
-    for (int j = 0; j < kCount; j += 2) {
-      Storage low, high;
-      wrapopt::Store(low, x[j]);
-      wrapopt::Store(high, x[j + 1]);
-      Word(*raw, j / 2) = uint32_t{high.bits} << 16 | low.bits;
-    }
-  }
-};
-
-// One number: for arrays that are not aligned, such as a slice of a tensor, and
-// for the last elements.
-template <class Compute>
-struct Single {
-  static constexpr int kCount = 1;
-
-  using Raw = uint64_t;
-
-  uint64_t begin;
-
-  WRAPOPT_DEVICE void Load(const char* array, Number number, Raw* raw) const {
-    if constexpr (sizeof(Compute) == 8) {
-      *raw = reinterpret_cast<const uint64_t*>(array)[begin];
-    } else if (!IsNarrow<Compute>(number)) {
-      *raw = reinterpret_cast<const uint32_t*>(array)[begin];
-    } else {
-      *raw = reinterpret_cast<const uint16_t*>(array)[begin];
-    }
-  }
-
-  WRAPOPT_DEVICE void Store(char* array, Number number, const Raw& raw) const {
-    if constexpr (sizeof(Compute) == 8) {
-      reinterpret_cast<uint64_t*>(array)[begin] = raw;
-    } else if (!IsNarrow<Compute>(number)) {
-      reinterpret_cast<uint32_t*>(array)[begin] = static_cast<uint32_t>(raw);
-    } else {
-      reinterpret_cast<uint16_t*>(array)[begin] = static_cast<uint16_t>(raw);
-    }
-  }
-
-  WRAPOPT_DEVICE static void Unpack(const Raw& raw, Number number,
-                                    Compute (&x)[kCount]) {
-    if constexpr (sizeof(Compute) == 8) {
-      x[0] = BitCast<double>(raw);
-    } else if (number == Number::kFloat) {
-      x[0] = BitCast<float>(static_cast<uint32_t>(raw));
-    } else if (number == Number::kHalf) {
-      x[0] = wrapopt::Load(Half{static_cast<uint16_t>(raw)});
-    } else {
-      x[0] = wrapopt::Load(Bfloat16{static_cast<uint16_t>(raw)});
-    }
-  }
-
-  WRAPOPT_DEVICE static void Pack(const Compute (&x)[kCount], Number number,
-                                  Raw* raw) {
-    if constexpr (sizeof(Compute) == 8) {
-      *raw = BitCast<uint64_t>(x[0]);
-    } else if (number == Number::kFloat) {
-      *raw = BitCast<uint32_t>(x[0]);
-    } else if (number == Number::kHalf) {
-      *raw = Stored<Half>(x[0]);
-    } else {
-      *raw = Stored<Bfloat16>(x[0]);
-    }
-  }
-
- private:
-  template <class Storage>
-  WRAPOPT_DEVICE static uint16_t Stored(float x) {
-    Storage to;
-    wrapopt::Store(to, x);
-    return to.bits;
-  }
-};
 
 // The arrays of one variable.
 struct Arrays {
@@ -255,13 +75,15 @@ WRAPOPT_DEVICE void Read(Word word, float* x) {
 WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
 
 // The value that a rule's step leaves in state 0.
-template <class Rule, size_t kStates, size_t kInputs, size_t kScalars,
-          Sparse kSparse>
+template <class Rule, RuleId kRule>
 struct StepOf {
+  static constexpr size_t kStates = CountNames(Info(kRule).states);
+  static constexpr size_t kInputs = CountNames(Info(kRule).inputs);
+  static constexpr size_t kScalars = CountNames(Info(kRule).scalars);
   static constexpr size_t kArrays = kStates + kInputs;
   static constexpr size_t kFirstMember = kScalars;
-  // Where all rows step, no target is lazy.
-  static constexpr bool kMayBeLazy = kSparse == Sparse::kRows;
+  // If a step changes all rows, no target is lazy.
+  static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
   static constexpr bool kIsStep = true;
 
   // How array 0 is stored, which has the value of before the step.
@@ -360,24 +182,27 @@ struct NoStep : SumOfSources {
   static constexpr bool kIsStep = false;
 };
 
-// Lazy targets make up for the steps that a row has missed.
+// Lazy targets catch up with the steps that a row has missed.
 template <class Compute, class Access>
-WRAPOPT_DEVICE void CatchUp(const char* value_array, Number value_number,
-                            const Word* members, int targets,
-                            const Arrays& arrays, const Access& access) {
-  const Arrays log_decays = arrays.From(targets), now = log_decays.From(targets);
+WRAPOPT_DEVICE void CatchUpTargets(const char* value_array,
+                                   Number value_number, const Word* members,
+                                   int targets, const Arrays& arrays,
+                                   const Access& access) {
+  const Arrays log_decays = arrays.From(targets);
+  const Arrays now = log_decays.From(targets);
   const uint32_t row_elements = now.offsets[targets];
   // A launch takes no more elements of a variable.
   static_assert(uint64_t{kMaxChunks} << kMaxChunkLog2 <= uint64_t{1} << 32);
-  const uint32_t row =
-      row_elements == 0 ? 0 : static_cast<uint32_t>(access.begin) / row_elements;
+  const uint32_t begin = static_cast<uint32_t>(access.begin);
+  const uint32_t row = row_elements == 0 ? 0 : begin / row_elements;
 #pragma unroll 1
   for (int target = 0; target < targets; ++target) {
     const auto read = [target](const Arrays& doubles, uint64_t i) {
       return reinterpret_cast<const double*>(
           doubles.Find<double>(target, Number::kDouble))[i];
     };
-    const double rate = OneMinusExp(read(now, 0) - read(log_decays, row));
+    const double rate = CatchUp::Rate(
+        CatchUp::Lag(read(now, 0), read(log_decays, row)));
     if (rate == 0) continue;
     const Number number =
         static_cast<Number>(members[target * kWordsPerMember + 1]);
@@ -455,8 +280,8 @@ WRAPOPT_DEVICE void Update(const TheTable& table, const Arrays& arrays,
   if constexpr (Value::kMayBeLazy && (!Value::kIsStep || Access::kCount == 1)) {
     if (header.is_lazy) {
       const Number number = Value::ValueNumber(header, table.words);
-      CatchUp<Compute>(arrays.Find<Compute>(0, number), number, members,
-                       header.targets, of_targets, access);
+      CatchUpTargets<Compute>(arrays.Find<Compute>(0, number), number, members,
+                              header.targets, of_targets, access);
     }
   }
   if constexpr (Value::kIsStep) {
@@ -559,12 +384,14 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
   }
   WRAPOPT_BARRIER();  // All threads have read what the last one writes.
   if (!IsLastMarked(target[3])) return;
-  const bool rebases = now < kLeastLogDecay;
+  const bool rebases = CatchUp::MustRebase(now);
   for (uint64_t row = threadIdx.x; rebases && row < target[1];
        row += kThreads) {
-    log_decays[row] = Rebased(log_decays[row], now);
+    log_decays[row] = CatchUp::Rebased(now, log_decays[row]);
   }
-  if (threadIdx.x == kThreads - 1) *all_steps = rebases ? kRebased : now;
+  if (threadIdx.x == kThreads - 1) {
+    *all_steps = rebases ? CatchUp::kRebased : now;
+  }
 }
 
 }  // namespace
@@ -584,9 +411,7 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
 #define WRAPOPT_RULE_KERNELS(rule, states, inputs, scalars, sparse) \
   namespace wrapopt {                                               \
   namespace gpu {                                                   \
-  using StepOf##rule =                                              \
-      StepOf<rule, CountNames(states), CountNames(inputs),          \
-             CountNames(scalars), Sparse::sparse>;                  \
+  using StepOf##rule = StepOf<rule, RuleId::k##rule>;               \
   }                                                                 \
   }                                                                 \
   WRAPOPT_KERNELS_OF(rule, wrapopt::gpu::StepOf##rule)

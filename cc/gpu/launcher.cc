@@ -3,111 +3,14 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <map>
-#include <mutex>
 #include <utility>
 
-#include "cc/gpu/images.h"
+#include "cc/gpu/loaded_kernels.h"
 #include "cc/gpu/table.h"
-
-extern "C" __attribute__((visibility("hidden"))) const char
-    wrapopt_gpu_images[];
 
 namespace wrapopt {
 namespace gpu {
 namespace {
-
-// Indices of the kernels that are not a rule's.
-constexpr int kAverage = std::size(kRules);
-constexpr int kCatchUp = kAverage + 1;
-constexpr int kSum = kCatchUp + 1;
-constexpr int kMark = kSum + 1;
-constexpr int kKernels = kMark + 1;
-
-std::string KernelName(int kernel, bool is_double, bool is_large) {
-  return std::string("wrapopt_") + (is_large ? "large_" : "small_") +
-         (kernel == kAverage   ? "Average"
-          : kernel == kCatchUp ? "CatchUp"
-          : kernel == kSum     ? "Sum"
-          : kernel == kMark    ? "Mark"
-                               : kRules[kernel].name) +
-         (is_double ? "_double" : "_float");
-}
-
-// The images and kernels that are loaded into one context.
-class Loaded {
- public:
-  // The object of the current context.
-  static std::string Current(Loaded** loaded) {
-    const Driver& driver = GetDriver();
-    if (!driver.missing.empty()) return "there is no " + driver.missing;
-    Context context = nullptr;
-    const Result result = driver.CtxGetCurrent(&context);
-    if (result != 0) return ErrorText("cuCtxGetCurrent", result);
-    if (context == nullptr) return "no CUDA context is current";
-    static std::mutex mu;
-    static auto* const all = new std::map<Context, Loaded>();
-    const std::lock_guard<std::mutex> lock(mu);
-    *loaded = &(*all)[context];
-    return (*loaded)->Init();
-  }
-
-  const DeviceInfo& device() const { return device_; }
-
-  // Whether there are kernels for that size of tables.
-  bool Has(bool is_large) const { return images_[is_large] != nullptr; }
-
-  std::string Find(int kernel, bool is_double, bool is_large,
-                   Function* function) {
-    const std::lock_guard<std::mutex> lock(mu_);
-    Function& found = functions_[is_large][kernel][is_double];
-    if (found == nullptr) {
-      const Driver& driver = GetDriver();
-      Module& module = modules_[is_large];
-      if (module == nullptr) {
-        const Image& image = *images_[is_large];
-        const Result result = driver.ModuleLoadData(
-            &module, wrapopt_gpu_images + image.offset);
-        if (result != 0) {
-          module = nullptr;
-          return ErrorText("loading the image " + NameOf(image) + " for " +
-                               device_.name,
-                           result);
-        }
-      }
-      const std::string name = KernelName(kernel, is_double, is_large);
-      const Result result =
-          driver.ModuleGetFunction(&found, module, name.c_str());
-      if (result != 0) {
-        found = nullptr;
-        return ErrorText("finding the kernel " + name, result);
-      }
-    }
-    *function = found;
-    return "";
-  }
-
- private:
-  std::string Init() {
-    const std::lock_guard<std::mutex> lock(mu_);
-    if (Has(false) || Has(true)) return "";
-    Device device;
-    const Result result = GetDriver().CtxGetDevice(&device);
-    if (result != 0) return ErrorText("cuCtxGetDevice", result);
-    const std::string error = Describe(device, &device_);
-    if (!error.empty()) return error;
-    for (const bool is_large : {false, true}) {
-      images_[is_large] = ChooseImage(device_, is_large);
-    }
-    return Has(false) || Has(true) ? "" : NoImage(device_);
-  }
-
-  std::mutex mu_;
-  DeviceInfo device_;
-  const Image* images_[2] = {};
-  Module modules_[2] = {};
-  Function functions_[2][kKernels][2] = {};
-};
 
 template <class AnyTable>
 std::string Launch(Function function, unsigned grid_x, unsigned grid_y,
@@ -171,7 +74,7 @@ class Range {
 // The launches of an update.
 class Launches {
  public:
-  Launches(const Update& update, Loaded* loaded, Stream stream)
+  Launches(const Update& update, LoadedKernels* loaded, Stream stream)
       : update_(update), loaded_(*loaded), stream_(stream) {
     uint64_t elements = 0;
     for (const uint64_t more : update.elements) {
@@ -369,10 +272,10 @@ class Launches {
   }
 
   const Update& update_;
-  Loaded& loaded_;
+  LoadedKernels& loaded_;
   const Stream stream_;
   int chunk_log2_;
-  std::vector<Word> prefix_;   // What is the same in all tables.
+  std::vector<Word> prefix_;   // The words that all tables share.
   std::vector<Range> ranges_;  // Of the launch's arrays.
   size_t numbers_;             // Those of them that are not log decays.
   std::vector<Part> parts_;    // Of the launch.
@@ -382,8 +285,8 @@ class Launches {
 };
 
 template <class AnyTable>
-std::string RunMarks(const RowMarks& marks, Loaded* loaded, bool is_large,
-                     Stream stream) {
+std::string RunMarks(const RowMarks& marks, LoadedKernels* loaded,
+                     bool is_large, Stream stream) {
   Function function;
   const std::string error =
       loaded->Find(kMark, /*is_double=*/true, is_large, &function);
@@ -429,7 +332,7 @@ std::string RunMarks(const RowMarks& marks, Loaded* loaded, bool is_large,
 }
 
 template <class AnyTable>
-std::string RunSum(const RowSum& sum, Loaded* loaded, bool is_large,
+std::string RunSum(const RowSum& sum, LoadedKernels* loaded, bool is_large,
                    Stream stream) {
   Function function;
   const std::string error =
@@ -475,26 +378,25 @@ std::string RunSum(const RowSum& sum, Loaded* loaded, bool is_large,
 }  // namespace
 
 std::string Enqueue(const Update& update, Stream stream) {
-  Loaded* loaded;
-  const std::string error = Loaded::Current(&loaded);
+  LoadedKernels* loaded;
+  const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
   return Launches(update, loaded, stream).Run();
 }
 
 std::string Enqueue(const RowSum& sum, Stream stream) {
   if (sum.elements == 0) return "";
-  Loaded* loaded;
-  const std::string error = Loaded::Current(&loaded);
+  LoadedKernels* loaded;
+  const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
   return loaded->Has(true)
-             ? RunSum<LargeSumTable>(
-                   sum, loaded, true, stream)
+             ? RunSum<LargeSumTable>(sum, loaded, true, stream)
              : RunSum<SmallSumTable>(sum, loaded, false, stream);
 }
 
 std::string Enqueue(const RowMarks& marks, Stream stream) {
-  Loaded* loaded;
-  const std::string error = Loaded::Current(&loaded);
+  LoadedKernels* loaded;
+  const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
   return loaded->Has(true)
              ? RunMarks<LargeMarkTable>(marks, loaded, true, stream)

@@ -13,8 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/driver.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -53,7 +53,7 @@ struct Update {
   std::vector<uint64_t> row_elements;
 };
 
-// Of a row that is not a variable by itself.
+// The most elements of a row that is only a part of a variable.
 constexpr uint64_t kMaxRowElements = 1 << 16;
 
 // Enqueues the step; no two of its arrays may overlap, but sources and targets
@@ -83,7 +83,7 @@ std::string Enqueue(const RowSum& sum, Stream stream);
 struct RowMarks {
   struct Average {
     Address log_decays;
-    uint64_t rows;     // Of the variable: log_decays[rows] is of all steps.
+    uint64_t rows;     // The variable's rows. log_decays[rows] is all_steps.
     double log_decay;  // Of this step.
     size_t touched;    // Which of the lists below has its rows.
   };
@@ -92,7 +92,7 @@ struct RowMarks {
   std::vector<std::vector<uint64_t>> touched;
 };
 
-// Enqueues the marks of these rows, and adds the step to the sums over all steps.
+// Marks these rows, and adds the step to the sums over all steps.
 std::string Enqueue(const RowMarks& marks, Stream stream);
 
 }  // namespace gpu

@@ -19,7 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cc/kernels/number.h"
+#include "cc/engine/number.h"
 
 namespace wrapopt {
 namespace gpu {
@@ -63,9 +63,9 @@ struct Header {
 //   for each source and target: its weight or rate, and its Number;
 //   for each array: its base, the lowest address of the variables' arrays;
 //
-// and then, by 4 bytes, of each variable: its place, of each of its arrays the
-// elements between the base and it, and if the targets are lazy, the elements of
-// its rows, or 0 where it is one row.
+// Then, in 4 bytes each, for each variable: its place; for each of its arrays,
+// the number of elements between the base and the array; and if the targets are
+// lazy, the elements of a row, or 0 if the variable is one row.
 template <class AnyHeader, size_t kBytes>
 struct Table {
   static constexpr size_t kWords = (kBytes - sizeof(AnyHeader)) / sizeof(Word);
@@ -113,14 +113,16 @@ struct SumHeader {
 using SmallSumTable = Table<SumHeader, kSmall>;
 using LargeSumTable = Table<SumHeader, kLarge>;
 
-// Ends a step of lazy targets. A block takes a target: in its log decays it marks
-// rows that have taken the step, and if these are the last, ends it for all.
+// Ends a step of lazy targets. A block takes a target. In its log decays, it
+// marks rows that have taken the step. If they are the last rows of the step,
+// it also updates the sum over all steps.
 struct MarkHeader {
   uint64_t targets;
 };
 
-// Of each target: its log decays; how many rows they are of, which is where the
-// sum over all steps lies; that of this step; and its Marked. Then the rows.
+// For each target: its log decays; the number of their rows, which is the index
+// of the sum over all steps; log(decay) of this step; and its Marked. Then the
+// rows.
 using SmallMarkTable = Table<MarkHeader, kSmall>;
 using LargeMarkTable = Table<MarkHeader, kLarge>;
 

@@ -9,22 +9,26 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
+#include "cc/engine/row_step.h"
+#include "cc/engine/sparse_rows.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/averages_gpu.h"
-#include "cc/kernels/elementwise_cpu.h"
 #include "cc/kernels/gpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
-#include "cc/kernels/row_step.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/sort_rows.h"
-#include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
-#include "tensorflow/core/framework/kernel_def_builder.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -41,19 +45,17 @@ using tensorflow::Tensor;
 class ApplyOp : public OpKernel {
  public:
   ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
-          bool bundled = false)
-      : OpKernel(ctx), rule_(rule), sparse_(sparse), bundled_(bundled) {
+          bool is_packed = false)
+      : OpKernel(ctx), rule_(rule), sparse_(sparse), is_packed_(is_packed) {
     Isa isa;
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
     bool use_locking;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
     OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
-                                       bundled
+                                       is_packed
                                            ? ApplyContract::Scalars::kVector
                                            : ApplyContract::Scalars::kByName));
     OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
@@ -68,26 +70,25 @@ class ApplyOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor* accept;
-    OP_REQUIRES_OK(ctx, ctx->input("accept", &accept));
-    OP_REQUIRES_OK(ctx, CheckScalar("accept", accept->shape()));
-    if (!accept->scalar<bool>()()) return;
+    bool accept = false;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "accept", &accept));
+    if (!accept) return;
 
     std::vector<double> scalars, rates, logs;
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     const bool lazy = averages_.lazy();
 
-    Variables variables(ctx, &lookup_cache_);
+    Variables variables(ctx, &lookup_cache_, is_packed_);
     const int n = contract_.variables();
     std::vector<int> states(contract_.states().size());
     for (size_t s = 0; s < states.size(); ++s) {
-      OP_REQUIRES_OK(ctx, Find(contract_.states()[s].c_str(), n, &variables,
-                               &states[s]));
+      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(), n,
+                                         access_, &states[s]));
     }
     int shadows;
-    OP_REQUIRES_OK(ctx, Find("shadows", n * averages_.per_value(), &variables,
-                             &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", n * averages_.per_value(),
+                                       access_, &shadows));
     int log_decays = -1;
     if (lazy) {
       OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
@@ -110,7 +111,7 @@ class ApplyOp : public OpKernel {
     }
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    // Of each variable with averages that may lag behind.
+    // For each variable: its averages, if their rows may lag behind.
     std::vector<std::vector<LazyAverage>> averages(n);
     for (int i = 0; lazy && i < n; ++i) {
       averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
@@ -172,16 +173,9 @@ class ApplyOp : public OpKernel {
     Tensor sums;  // If a row has several gradients.
   };
 
-  // Finds the `count` variables of a list.
-  absl::Status Find(const char* list, int count, Variables* variables,
-                    int* first) const {
-    return bundled_ ? variables->FindInBundle(list, count, access_, first)
-                    : variables->Find(list, access_, first);
-  }
-
   absl::Status ReadScalars(OpKernelContext* ctx,
                            std::vector<double>* scalars) const {
-    if (bundled_) {
+    if (is_packed_) {
       const Tensor* vector;
       TF_RETURN_IF_ERROR(ctx->input("scalars", &vector));
       TF_RETURN_IF_ERROR(contract_.CheckScalars(vector->shape()));
@@ -194,10 +188,8 @@ class ApplyOp : public OpKernel {
         scalars->push_back(scalar.attribute);
         continue;
       }
-      const Tensor* tensor;
-      TF_RETURN_IF_ERROR(ctx->input(scalar.name, &tensor));
-      TF_RETURN_IF_ERROR(CheckScalar(scalar.name, tensor->shape()));
-      scalars->push_back(tensor->scalar<double>()());
+      TF_RETURN_IF_ERROR(
+          ReadScalar(ctx, scalar.name, &scalars->emplace_back()));
     }
     return absl::OkStatus();
   }
@@ -343,7 +335,7 @@ class ApplyOp : public OpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
-  const bool bundled_;
+  const bool is_packed_;
   Variables::LookupCache lookup_cache_;
   Averages averages_;
   ApplyContract contract_;
@@ -363,48 +355,36 @@ class ApplyOpOf : public ApplyOp {
       : ApplyOp(ctx, kRules[kRule], kSparse) {}
 };
 
-// The inputs that the kernel reads on the host are in host memory. The row
-// numbers of a sparse gradient are among them, because they are checked.
-void KeepOnHost(const RuleInfo& rule, bool sparse, bool ref,
-                tensorflow::KernelDefBuilder* kernel) {
-  for (const char* name : {"decays", "accept"}) kernel->HostMemory(name);
-  if (sparse) kernel->HostMemory("indices");
+// The inputs that the kernel reads on the host. The row numbers of a sparse
+// gradient are among them, because they are checked.
+std::vector<std::string> InputsOnHost(const RuleInfo& rule, bool sparse,
+                                      bool ref) {
+  std::vector<std::string> names = {"decays", "accept"};
+  if (sparse) names.push_back("indices");
   for (const absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    if (absl::EndsWith(name, "?")) continue;
-    kernel->HostMemory(std::string(name).c_str());
+    if (!absl::EndsWith(name, "?")) names.emplace_back(name);
   }
-  if (ref) return;
-  kernel->HostMemory("shadows");
-  if (sparse) kernel->HostMemory("log_decays");
+  if (ref) return names;
+  names.push_back("shadows");
+  if (sparse) names.push_back("log_decays");
   for (const absl::string_view name : absl::StrSplit(rule.states, ' ')) {
-    kernel->HostMemory(std::string(name).c_str());
+    names.emplace_back(name);
   }
+  return names;
 }
 
 template <int kRule, bool kSparse>
 void Register() {
   for (const bool ref : {false, true}) {
-    const std::string name =
+    RegisterKernel<ApplyOpOf<kRule, kSparse>>(
         absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "Apply",
-                     kRules[kRule].name, ref ? "Ref" : "");
-    for (const char* device :
-         {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
-      tensorflow::KernelDefBuilder kernel(name.c_str());
-      kernel.Device(device);
-      if (device == tensorflow::DEVICE_GPU) {
-        KeepOnHost(kRules[kRule], kSparse, ref, &kernel);
-      }
-      // Never deleted, like every registration.
-      new tensorflow::kernel_factory::OpKernelRegistrar(
-          kernel.Build(), name, [](OpKernelConstruction* ctx) -> OpKernel* {
-            return new ApplyOpOf<kRule, kSparse>(ctx);
-          });
-    }
+                     kRules[kRule].name, ref ? "Ref" : ""),
+        InputsOnHost(kRules[kRule], kSparse, ref));
   }
 }
 
 template <int... rules>
-bool RegisterAll(std::integer_sequence<int, rules...>) {
+bool RegisterApply(std::integer_sequence<int, rules...>) {
   auto one = [](auto rule) {
     constexpr int kRule = decltype(rule)::value;
     if constexpr (kRules[kRule].inputs == "grad") {
@@ -416,38 +396,23 @@ bool RegisterAll(std::integer_sequence<int, rules...>) {
   return true;
 }
 
-const bool registered =
-    RegisterAll(std::make_integer_sequence<int, std::size(kRules)>());
+const bool apply_registered =
+    RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
 
-OpKernel* MakeApplyBundle(OpKernelConstruction* ctx) {
+OpKernel* MakePackedApply(OpKernelConstruction* ctx) {
   std::string name;
   const RuleInfo* rule = nullptr;
   absl::Status status = ctx->GetAttr("rule", &name);
   if (status.ok()) status = FindUpdate(name, &rule);
   ctx->SetStatus(status);
   return status.ok() ? new ApplyOp(ctx, *rule, /*sparse=*/false,
-                                   /*bundled=*/true)
+                                   /*is_packed=*/true)
                      : nullptr;
 }
 
-bool RegisterApplyBundle() {
-  constexpr char kName[] = "Wrapopt>ApplyBundle";
-  for (const char* device : {tensorflow::DEVICE_CPU, tensorflow::DEVICE_GPU}) {
-    tensorflow::KernelDefBuilder kernel(kName);
-    kernel.Device(device);
-    if (device == tensorflow::DEVICE_GPU) {
-      for (const char* name : {"handles", "scalars", "decays", "accept"}) {
-        kernel.HostMemory(name);
-      }
-    }
-    // Never deleted, as above.
-    new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), kName,
-                                                      MakeApplyBundle);
-  }
-  return true;
-}
-
-const bool apply_bundle_registered = RegisterApplyBundle();
+const bool packed_apply_registered = RegisterKernel(
+    "Wrapopt>ApplyBundle", {"handles", "scalars", "decays", "accept"},
+    MakePackedApply);
 
 }  // namespace
 }  // namespace wrapopt

@@ -1,24 +1,12 @@
 #include "cc/kernels/averages.h"
 
+#include "cc/kernels/inputs.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/platform/errors.h"
 #include "tensorflow/core/platform/logging.h"
 
 namespace wrapopt {
-
-Number NumberOf(tensorflow::DataType dtype) {
-  switch (dtype) {
-    case tensorflow::DT_HALF:
-      return Number::kHalf;
-    case tensorflow::DT_BFLOAT16:
-      return Number::kBfloat16;
-    case tensorflow::DT_DOUBLE:
-      return Number::kDouble;
-    default:
-      return Number::kFloat;
-  }
-}
 
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,
                  size_t value_bytes, Pass* pass) {
@@ -75,8 +63,8 @@ void Averages::WarnIfReplaced(const Variables& variables, int value,
     LOG(ERROR) << "Rows of an average of " << variables.Describe(value)
                << " lagged behind when something else than its optimizer "
                   "replaced the variable. They move towards the new value now, "
-                  "and the average is wrong. Read the average before you change "
-                  "the variable, or make the optimizer with lazy=False.";
+                  "and the average is wrong. Read the average before you "
+                  "change the variable, or make the optimizer with lazy=False.";
     average.step_value() = average.Address();
   }
 }

@@ -1,14 +1,14 @@
-// The shadows of an op's variables: what EmaUpdate and the Apply ops share.
+// The averages of an op's variables, for EmaUpdate and the Apply ops.
 #ifndef WRAPOPT_CC_KERNELS_AVERAGES_H_
 #define WRAPOPT_CC_KERNELS_AVERAGES_H_
 
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/lazy_average.h"
-#include "cc/kernels/number.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/lazy_average.h"
+#include "cc/engine/number.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -16,24 +16,22 @@
 
 namespace wrapopt {
 
-Number NumberOf(tensorflow::DataType dtype);
-
-// One stage of `pass` for each of a value's averages; `value_bytes` is what the
-// first of them pays for reading an element of the value.
+// Adds a stage to `pass` for each average of a value. `value_bytes` is the size
+// of an element of the value, or 0 if an earlier stage has read the value.
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,
                  size_t value_bytes, Pass* pass);
 
-// How the CPU updates K averages of each of an op's N values.
+// K averages of each of an op's N values.
 class Averages : public ShadowContract {
  public:
   absl::Status Init(tensorflow::OpKernelConstruction* ctx, Isa isa);
 
-  // The op's input "log_decays", and what it must be.
+  // Finds and checks the variables of the op's input "log_decays".
   absl::Status FindLogDecays(Variables* variables, int* first) const;
   absl::Status CheckLogDecays(Variables* variables, int first,
                               int values) const;
 
-  // The op's input "decays" as rates, and as logarithms.
+  // Reads the op's input "decays", as rates and as logarithms.
   absl::Status ReadDecays(tensorflow::OpKernelContext* ctx,
                           std::vector<double>* rates,
                           std::vector<double>* logs = nullptr) const;
@@ -43,17 +41,18 @@ class Averages : public ShadowContract {
     AddAverages(step_, rates, value_bytes, pass);
   }
 
-  // Logs an error if rows of an average of a value lag behind and something
-  // else than a step has replaced the value.
+  // Logs an error for each average of a value whose rows lag behind, if
+  // something else than a step has replaced the value.
   void WarnIfReplaced(const Variables& variables, int value,
                       const std::vector<LazyAverage>& averages) const;
 
-  // The operands of these stages for value `i`.
+  // Adds the operands of these stages for value `i`.
   void AddOperands(Variables* variables, int shadows, int values, int i,
                    std::vector<void*>* operands) const;
 
-  // The averages of value `i`, which may lag behind, in the step of these
-  // decays; none in no step. `log_decays` is the first of that input's.
+  // The averages of value `i`, whose rows may lag behind. `rates` and `logs`
+  // are those of a step. They are empty if there is no step. `shadows`,
+  // `values` and `log_decays` are the first positions of the lists.
   std::vector<LazyAverage> OfValue(Variables* variables, int shadows,
                                    int values, int log_decays, int i,
                                    const std::vector<double>& rates,

@@ -1,4 +1,4 @@
-// What cc/kernels/averages.h does, on a GPU.
+// The work of cc/kernels/averages.h on a GPU.
 #ifndef WRAPOPT_CC_KERNELS_AVERAGES_GPU_H_
 #define WRAPOPT_CC_KERNELS_AVERAGES_GPU_H_
 
@@ -16,8 +16,8 @@ inline bool AreAsOne(int64_t row_elements) {
   return row_elements <= static_cast<int64_t>(gpu::kMaxRowElements);
 }
 
-// The next variable of a pass is rows [begin, end) of a value: adds the operands
-// of its averages, and to `lazy` by how much they lag behind.
+// Adds rows [begin, end) of a value as the next variable of a pass: the
+// operands of its averages to `operands`, and their log decays to `lazy`.
 void AddLazyRows(const std::vector<LazyAverage>& averages, int64_t begin,
                  int64_t end, std::vector<void*>* operands, LazyRows* lazy);
 

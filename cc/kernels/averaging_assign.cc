@@ -3,11 +3,13 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
@@ -27,9 +29,7 @@ using tensorflow::Tensor;
 class AveragingAssignOp : public OpKernel {
  public:
   explicit AveragingAssignOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa_, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
     bool use_locking;
     OP_REQUIRES_OK(ctx, ctx->GetAttr("use_locking", &use_locking));
     access_ = use_locking ? Variables::Access::kWrite
@@ -105,10 +105,7 @@ class AveragingAssignOp : public OpKernel {
 
  private:
   absl::Status ReadRate(OpKernelContext* ctx, double* rate) const {
-    const Tensor* tensor;
-    TF_RETURN_IF_ERROR(ctx->input("rate", &tensor));
-    TF_RETURN_IF_ERROR(CheckScalar("rate", tensor->shape()));
-    *rate = tensor->scalar<double>()();
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "rate", rate));
     return contract_.CheckRate(*rate);
   }
 
@@ -130,24 +127,11 @@ class AveragingAssignOp : public OpKernel {
   Number sum_;
 };
 
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingAssign").Device(tensorflow::DEVICE_CPU),
-    AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>AveragingAssignRef").Device(tensorflow::DEVICE_CPU),
-    AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssign")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("targets")
-                            .HostMemory("sources")
-                            .HostMemory("weights")
-                            .HostMemory("rate"),
-                        AveragingAssignOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>AveragingAssignRef")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("weights")
-                            .HostMemory("rate"),
-                        AveragingAssignOp);
+const bool averaging_assign_registered =
+    RegisterKernel<AveragingAssignOp>(
+        "Wrapopt>AveragingAssign", {"targets", "sources", "weights", "rate"}) &&
+    RegisterKernel<AveragingAssignOp>("Wrapopt>AveragingAssignRef",
+                                      {"weights", "rate"});
 
 }  // namespace
 }  // namespace wrapopt

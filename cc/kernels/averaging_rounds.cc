@@ -12,13 +12,14 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "cc/engine/deadline_timer.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
+#include "cc/engine/rounds.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/deadline_timer.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
-#include "cc/kernels/rounds.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
@@ -92,15 +93,6 @@ class RoundsResource : public tensorflow::ResourceBase {
  private:
   const std::shared_ptr<TensorRounds> rounds_;
 };
-
-template <class Value>
-absl::Status ReadScalar(OpKernelContext* ctx, const char* name, Value* value) {
-  const Tensor* tensor;
-  TF_RETURN_IF_ERROR(ctx->input(name, &tensor));
-  TF_RETURN_IF_ERROR(CheckScalar(name, tensor->shape()));
-  *value = tensor->scalar<Value>()();
-  return absl::OkStatus();
-}
 
 absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
@@ -214,7 +206,8 @@ class AveragingGatherOp : public AsyncOpKernel {
             wait.min_workers)),
         done);
     WatchStep(ctx, &wait);
-    wait.done = [ctx, done = std::move(done)](const TensorRounds::Answer& answer) {
+    wait.done = [ctx, done = std::move(done)](
+                    const TensorRounds::Answer& answer) {
       OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
       Tensor* workers;
       const int64_t m = answer.workers.size();
@@ -242,7 +235,8 @@ class AveragingWaitOp : public AsyncOpKernel {
     OP_REQUIRES_OK_ASYNC(ctx, ReadTimeout(ctx, &wait.timeout_secs), done);
     wait.worker = worker_;
     WatchStep(ctx, &wait);
-    wait.done = [ctx, done = std::move(done)](const TensorRounds::Answer& answer) {
+    wait.done = [ctx, done = std::move(done)](
+                    const TensorRounds::Answer& answer) {
       OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
       Tensor* open;
       OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output("open", {}, &open), done);
@@ -281,9 +275,7 @@ class AveragingNextOp : public OpKernel {
 class AveragingMeanOp : public OpKernel {
  public:
   explicit AveragingMeanOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa_, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &n_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("value", &value_));

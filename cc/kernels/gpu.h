@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/engine/elementwise.h"
 #include "cc/gpu/launcher.h"
-#include "cc/kernels/elementwise_cpu.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
@@ -23,15 +23,16 @@ absl::Status CopyOnGpu(tensorflow::OpKernelContext* ctx,
 absl::Status ZeroOnGpu(tensorflow::OpKernelContext* ctx,
                        tensorflow::Tensor* tensor);
 
-// Which rows of tables the variables of a pass are, if its averages may lag
-// behind and catch up first. Of each variable:
+// The rows that are the variables of a pass, if averages lag behind and must
+// catch up first.
 struct LazyRows {
-  // How many elements its rows have, 0 where it is one row; see gpu::Update.
+  // For each variable: the elements of a row, or 0 if the variable is one row.
+  // See gpu::Update.
   std::vector<uint64_t> row_elements;
-  // Of each average: the log decays from its first row on; then of each: those of
-  // all steps.
+  // For each variable: for each average, the address of the log decay of the
+  // variable's first row; then for each average, that of all_steps.
   std::vector<const double*> log_decays;
-  bool is_step = true;  // Whether they do anything but catch up.
+  bool is_step = true;  // False if the averages only catch up.
 };
 
 absl::Status RunPassOnGpu(tensorflow::OpKernelContext* ctx, const Pass& pass,

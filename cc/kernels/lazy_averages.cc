@@ -1,17 +1,19 @@
-// Averages of which a step moves the rows that it touches: Wrapopt>CatchUp,
-// Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate.
+// Wrapopt>CatchUp, Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate: averages
+// whose rows may lag behind.
 #include <algorithm>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/sparse_rows.h"
 #include "cc/kernels/averages.h"
 #include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/gpu.h"
-#include "cc/kernels/isa.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/sort_rows.h"
-#include "cc/kernels/sparse_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -35,9 +37,7 @@ class LazyAveragesOp : public OpKernel {
  public:
   explicit LazyAveragesOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     Isa isa;
-    std::string error;
-    OP_REQUIRES(ctx, ChosenIsa(&isa, &error),
-                absl::InvalidArgumentError(error));
+    OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
   }
 
@@ -46,11 +46,11 @@ class LazyAveragesOp : public OpKernel {
     if (kind == Kind::kStep) {
       OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     } else if (kind == Kind::kRead) {
-      bool done;
+      bool done = false;
       OP_REQUIRES_OK(ctx, ReadIfUpToDate(ctx, &done));
       if (done) return;
     } else {
-      bool behind;
+      bool behind = false;
       OP_REQUIRES_OK(ctx, AnyIsBehind(ctx, &behind));
       if (!behind) return;
     }
@@ -99,7 +99,7 @@ class LazyAveragesOp : public OpKernel {
   }
 
  private:
-  // For these rows of each value, or for all where there are no `rows`.
+  // Moves these rows of each average, or all rows if `rows` is empty.
   absl::Status RunOnCpu(OpKernelContext* ctx, const Variables& variables,
                         int values,
                         const std::vector<std::vector<LazyAverage>>& averages,
@@ -152,7 +152,7 @@ class LazyAveragesOp : public OpKernel {
       const Tensor& sums = *variables.tensor(at);
       const int64_t rows =
           sums.NumElements() - ShadowContract::kMoreLogDecays;
-      // What is wrong with them is for CheckLogDecays to say.
+      // CheckLogDecays reports errors in them.
       if (sums.dtype() != tensorflow::DT_DOUBLE || rows < 0 ||
           sums.flat<double>()(rows) != 0) {
         return absl::OkStatus();
@@ -167,8 +167,8 @@ class LazyAveragesOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // What LazyAverage does for these rows of each value, or for all where there
-  // are no `rows`, but for the zeros that it leaves then.
+  // Does the same on a GPU. If `rows` is empty, the caller must set the log
+  // decays to zero.
   absl::Status RunOnGpu(OpKernelContext* ctx,
                         const std::vector<std::vector<LazyAverage>>& averages,
                         const std::vector<SparseRows>& rows,
@@ -214,9 +214,9 @@ class LazyAveragesOp : public OpKernel {
     return MarkRowsOnGpu(ctx, marks);
   }
 
-  // Whether there is anything to catch up with. If not, the averages and their
-  // values need not be there yet. Of what a GPU has, only that there is something
-  // is known here: its rates may all be zero.
+  // Whether any row lags behind. If none does, the averages and their values
+  // need not exist yet. Log decays in GPU memory cannot be read here, so rows
+  // count as lagging behind if the log decays exist.
   absl::Status AnyIsBehind(OpKernelContext* ctx, bool* behind) const {
     int start, stop;
     TF_RETURN_IF_ERROR(InputRange("log_decays", &start, &stop));
@@ -224,7 +224,7 @@ class LazyAveragesOp : public OpKernel {
     for (int input = start; input < stop && !*behind; ++input) {
       const Tensor& handle = ctx->input(input);
       tensorflow::core::RefCountPtr<tensorflow::Var> var;
-      // What is wrong with a handle is for Variables to say.
+      // Variables reports errors in a handle.
       if (handle.NumElements() != 1) {
         *behind = true;
         continue;
@@ -252,39 +252,14 @@ class LazyAveragesOp : public OpKernel {
   Averages averages_;
 };
 
-using CatchUpOp = LazyAveragesOp<Kind::kCatchUp>;
-using ReadAveragesOp = LazyAveragesOp<Kind::kRead>;
-using SparseEmaUpdateOp = LazyAveragesOp<Kind::kStep>;
-
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>ReadAverages").Device(tensorflow::DEVICE_CPU),
-    ReadAveragesOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>ReadAverages")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays"),
-                        ReadAveragesOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>CatchUp").Device(tensorflow::DEVICE_CPU), CatchUpOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>SparseEmaUpdate").Device(tensorflow::DEVICE_CPU),
-    SparseEmaUpdateOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>CatchUp")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays")
-                            .HostMemory("indices"),
-                        CatchUpOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>SparseEmaUpdate")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("shadows")
-                            .HostMemory("values")
-                            .HostMemory("log_decays")
-                            .HostMemory("indices")
-                            .HostMemory("decays"),
-                        SparseEmaUpdateOp);
+const bool lazy_averages_registered =
+    RegisterKernel<LazyAveragesOp<Kind::kRead>>(
+        "Wrapopt>ReadAverages", {"shadows", "values", "log_decays"}) &&
+    RegisterKernel<LazyAveragesOp<Kind::kCatchUp>>(
+        "Wrapopt>CatchUp", {"shadows", "values", "log_decays", "indices"}) &&
+    RegisterKernel<LazyAveragesOp<Kind::kStep>>(
+        "Wrapopt>SparseEmaUpdate",
+        {"shadows", "values", "log_decays", "indices", "decays"});
 
 }  // namespace
 }  // namespace wrapopt

@@ -1,6 +1,7 @@
 // Wrapopt>Move and Wrapopt>CheckInitialized, with which averages take the place
 // of their variables.
 #include "absl/status/status.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -32,7 +33,7 @@ class MoveOp : public OpKernel {
     const int n = to - from;
     bool replaced = false;
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckExchange(variables, from + i, to + i));
+      OP_REQUIRES_OK(ctx, CheckSwap(variables, from + i, to + i));
       OP_REQUIRES_OK(ctx, variables.CheckDeclared(to + i, from + i));
       // An empty ref variable has a value, even if it was never assigned.
       replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;
@@ -66,34 +67,12 @@ class CheckInitializedOp : public OpKernel {
   Variables::LookupCache lookup_cache_;
 };
 
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>Move").Device(tensorflow::DEVICE_CPU),
-                        MoveOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>MoveRef").Device(tensorflow::DEVICE_CPU),
-                        MoveOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>Move")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("from")
-                            .HostMemory("to")
-                            .HostMemory("replaced"),
-                        MoveOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>MoveRef")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("replaced"),
-                        MoveOp);
-
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>CheckInitialized").Device(tensorflow::DEVICE_CPU),
-    CheckInitializedOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>CheckInitializedRef").Device(tensorflow::DEVICE_CPU),
-    CheckInitializedOp);
-REGISTER_KERNEL_BUILDER(Name("Wrapopt>CheckInitialized")
-                            .Device(tensorflow::DEVICE_GPU)
-                            .HostMemory("variables"),
-                        CheckInitializedOp);
-REGISTER_KERNEL_BUILDER(
-    Name("Wrapopt>CheckInitializedRef").Device(tensorflow::DEVICE_GPU),
-    CheckInitializedOp);
+const bool move_registered =
+    RegisterKernel<MoveOp>("Wrapopt>Move", {"from", "to", "replaced"}) &&
+    RegisterKernel<MoveOp>("Wrapopt>MoveRef", {"replaced"}) &&
+    RegisterKernel<CheckInitializedOp>("Wrapopt>CheckInitialized",
+                                       {"variables"}) &&
+    RegisterKernel<CheckInitializedOp>("Wrapopt>CheckInitializedRef", {});
 
 }  // namespace
 }  // namespace wrapopt

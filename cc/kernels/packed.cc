@@ -7,6 +7,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -117,25 +118,11 @@ class PackedOp : public OpKernel {
   int n_;
 };
 
-#define WRAPOPT_REGISTER(op, kAssign)                                       \
-  REGISTER_KERNEL_BUILDER(                                                  \
-      Name("Wrapopt>" op "Packed").Device(tensorflow::DEVICE_CPU),          \
-      PackedOp<kAssign>);                                                   \
-  REGISTER_KERNEL_BUILDER(                                                  \
-      Name("Wrapopt>" op "PackedRef").Device(tensorflow::DEVICE_CPU),       \
-      PackedOp<kAssign>);                                                   \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op "Packed")                      \
-                              .Device(tensorflow::DEVICE_GPU)               \
-                              .HostMemory("variables"),                     \
-                          PackedOp<kAssign>);                               \
-  REGISTER_KERNEL_BUILDER(                                                  \
-      Name("Wrapopt>" op "PackedRef").Device(tensorflow::DEVICE_GPU),       \
-      PackedOp<kAssign>)
-
-WRAPOPT_REGISTER("Read", false);
-WRAPOPT_REGISTER("Assign", true);
-
-#undef WRAPOPT_REGISTER
+const bool packed_registered =
+    RegisterKernel<PackedOp<false>>("Wrapopt>ReadPacked", {"variables"}) &&
+    RegisterKernel<PackedOp<false>>("Wrapopt>ReadPackedRef", {}) &&
+    RegisterKernel<PackedOp<true>>("Wrapopt>AssignPacked", {"variables"}) &&
+    RegisterKernel<PackedOp<true>>("Wrapopt>AssignPackedRef", {});
 
 }  // namespace
 }  // namespace wrapopt

@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "cc/kernels/elementwise_cpu.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/threads.h"
 #include "cc/kernels/gpu.h"
-#include "cc/kernels/threads.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/platform/threadpool.h"
 

@@ -7,16 +7,16 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/kernels/sparse_rows.h"
-#include "cc/kernels/threads.h"
+#include "cc/engine/sparse_rows.h"
+#include "cc/engine/threads.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
 namespace wrapopt {
 
-// `indices` is number `i` of that input. All must be rows of the variable, of
-// which there are `rows`, and which is called `name`; if not, nothing is sorted.
+// `indices` is element `i` of the input "indices". Each must be a row of the
+// variable `name`, which has `rows` rows. If one is not, nothing is sorted.
 template <class Index>
 absl::Status SortRows(const Threads& threads, const Index* indices,
                       int64_t count, int i, int64_t rows,
@@ -28,7 +28,7 @@ absl::Status SortRows(const Threads& threads, const Index* indices,
       "), the rows of ", name, ", got ", bad->row));
 }
 
-// The same of a vector of int32 or int64, for variable number `variable`.
+// The same for a vector of int32 or int64, and for variable `variable`.
 absl::Status SortRows(tensorflow::OpKernelContext* ctx,
                       const tensorflow::Tensor& indices, int i,
                       const CheckedVariables& variables, int variable,

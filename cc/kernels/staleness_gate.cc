@@ -1,7 +1,7 @@
 // Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
 // admit or drop the updates of asynchronous training.
 //
-// cc/kernels/gate.h decides. TensorFlow destroys the tensors of a step, and the
+// cc/engine/gate.h decides. TensorFlow destroys the tensors of a step, and the
 // tickets in them, at its end, also if the worker that runs the step is killed.
 // So dead workers need no lease and no clock.
 #include <algorithm>
@@ -11,7 +11,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/kernels/gate.h"
+#include "cc/engine/gate.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
@@ -92,15 +93,6 @@ void IncrementStep(Tensor* t) {
     int64_t& step = t->scalar<int64_t>()();
     step = static_cast<uint64_t>(step) + 1;
   }
-}
-
-absl::Status ReadScalar(OpKernelContext* ctx, const char* name,
-                        int64_t* value) {
-  const Tensor* t;
-  TF_RETURN_IF_ERROR(ctx->input(name, &t));
-  TF_RETURN_IF_ERROR(CheckScalar(name, t->shape()));
-  *value = t->scalar<int64_t>()();
-  return absl::OkStatus();
 }
 
 class StalenessRecordOp : public OpKernel {

@@ -62,11 +62,12 @@ absl::Status Variables::Find(const char* list, Access access,
   return FindEach(*first);
 }
 
-absl::Status Variables::FindInBundle(const char* list, int count,
-                                     Access access, int* first) {
+absl::Status Variables::Find(const char* list, int count, Access access,
+                             int* first) {
+  if (!is_packed_) return Find(list, access, first);
   int input, stop;
   TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange("handles", &input, &stop));
-  const int64_t found = bundled_ + static_cast<int64_t>(count);
+  const int64_t found = unpacked_ + static_cast<int64_t>(count);
   if (const Tensor& tensor = ctx_->input(input); tensor.NumElements() < found) {
     return absl::InvalidArgumentError(absl::StrCat(
         "handles misshapen: got ", tensor.shape().DebugString(),
@@ -76,14 +77,14 @@ absl::Status Variables::FindInBundle(const char* list, int count,
   *first = entries_.size();
   entries_.reserve(entries_.size() + count);
   for (int i = 0; i < count; ++i) {
-    entries_.push_back({list, i, input, bundled_++, access});
+    entries_.push_back({list, i, input, unpacked_++, access});
   }
   return FindEach(*first);
 }
 
 absl::Status Variables::FindEach(int first) {
   if (lookup_cache_ != nullptr) {
-    lookup_cache_->handles_.resize(ctx_->num_inputs() + bundled_);
+    lookup_cache_->handles_.resize(ctx_->num_inputs() + unpacked_);
   }
   std::vector<int> known;
   std::vector<std::pair<const std::string*, const std::string*>> names;
@@ -118,7 +119,7 @@ const tensorflow::ResourceHandle& Variables::handle(const Entry& entry) const {
 }
 
 size_t Variables::Place(const Entry& entry) const {
-  return bundled_ == 0 ? entry.input : ctx_->num_inputs() + entry.element;
+  return unpacked_ == 0 ? entry.input : ctx_->num_inputs() + entry.element;
 }
 
 const Variables::LookupCache::Handle* Variables::Cached(
@@ -195,12 +196,12 @@ std::vector<int>::const_iterator Variables::FirstConflict(
 }
 
 absl::Status Variables::Lock() {
-  if (bundled_ > 0) {
+  if (unpacked_ > 0) {
     const Tensor& handles = ctx_->input(entries_.back().input);
-    if (handles.NumElements() != bundled_) {
+    if (handles.NumElements() != unpacked_) {
       return absl::InvalidArgumentError(absl::StrCat(
           "handles misshapen: got ", handles.shape().DebugString(),
-          " but expected [", bundled_, "] (a handle for each variable)"));
+          " but expected [", unpacked_, "] (a handle for each variable)"));
     }
   }
   // Check that no lock is taken twice before the first is taken.

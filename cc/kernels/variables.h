@@ -56,14 +56,18 @@ class Variables final : public CheckedVariables {
     };
 
     tensorflow::mutex mu_;
-    // One for each input of the op, then one for each element of a bundle.
+    // One for each input of the op, then one for each element of a handle pack.
     std::vector<Handle> handles_ TF_GUARDED_BY(mu_);
-    std::vector<int> order_ TF_GUARDED_BY(mu_);       // For Lock().
+    std::vector<int> order_ TF_GUARDED_BY(mu_);  // For Lock().
   };
 
-  // A concurrent call that holds the cache makes this one work without it.
-  Variables(tensorflow::OpKernelContext* ctx, LookupCache* cache)
+  // `is_packed`: whether the op has its lists in a handle pack, the input
+  // `handles`, and not as inputs. A concurrent call that holds the cache makes
+  // this one work without it.
+  Variables(tensorflow::OpKernelContext* ctx, LookupCache* cache,
+            bool is_packed = false)
       : ctx_(ctx),
+        is_packed_(is_packed),
         lookup_cache_(cache->mu_.try_lock() ? cache : nullptr) {}
   ~Variables();
   Variables(const Variables&) = delete;
@@ -78,10 +82,9 @@ class Variables final : public CheckedVariables {
   absl::Status FindOrMake(const char* list, Access access,
                           tensorflow::DataType dtype, int* first);
 
-  // The same for an op whose lists are in one bundle: this list is the next
-  // `count` elements of the vector `handles`.
-  absl::Status FindInBundle(const char* list, int count, Access access,
-                            int* first);
+  // The same for a list of `count` variables, which may be the next elements of
+  // a handle pack.
+  absl::Status Find(const char* list, int count, Access access, int* first);
 
   // Locks all variables, in shared mode if they are only read, in the order of
   // their mutexes' addresses. TensorFlow's training kernels use the same order,
@@ -167,7 +170,7 @@ class Variables final : public CheckedVariables {
     const char* list;
     int position;
     int input;
-    int element;  // The index in a bundle; else 0.
+    int element;  // The index in a handle pack; else 0.
     Access access;
     tensorflow::mutex* mu;
     // The resource variable; nullptr for a ref variable.
@@ -213,8 +216,9 @@ class Variables final : public CheckedVariables {
   void ReplaceRef(int variable);
 
   tensorflow::OpKernelContext* const ctx_;
+  const bool is_packed_;
   LookupCache* lookup_cache_;  // Locked by this call, or nullptr.
-  int bundled_ = 0;  // The number of elements found in the bundle.
+  int unpacked_ = 0;  // The number of elements found in the handle pack.
   std::vector<Entry> entries_;
   std::vector<int> locked_;  // In the order of locking.
 };

@@ -11,13 +11,13 @@
 #include <string_view>
 #include <vector>
 
+#include "cc/engine/checkpoint_sums.h"
+#include "cc/engine/crc32c.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/gpu/driver.h"
 #include "cc/gpu/images.h"
-#include "cc/kernels/crc32c.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/merge.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 #define WRAPOPT_EXPORT extern "C" __attribute__((visibility("default")))
@@ -83,9 +83,10 @@ std::string Facts() {
   }
   std::string rules;
   for (const RuleInfo& rule : kRules) {
-    rules += (rules.empty() ? "[" : ",") + JsonList(std::vector<std::string_view>{
+    const std::string_view facts[] = {
         rule.name, rule.states, rule.inputs, rule.scalars,
-        rule.sparse == Sparse::kAll ? "all rows" : ""});
+        rule.sparse == Sparse::kAll ? "all rows" : ""};
+    rules += (rules.empty() ? "[" : ",") + JsonList(facts);
   }
   return "{\"version\":" + Json(WRAPOPT_VERSION) +
          ",\"tensorflow_version\":" + Json(WRAPOPT_TF_VERSION) +
@@ -169,19 +170,21 @@ WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
   });
 }
 
-// Weighted sums in double of elements [begin, end) of arrays: see merge.h.
+// Weighted sums in double of elements [begin, end) of arrays: see
+// checkpoint_sums.h.
 WRAPOPT_EXPORT const char* wrapopt_merge(
     const void* const* inputs, const int* numbers, const double* weights,
     int count, bool is_first, double* sums, void* output, int output_number,
     size_t begin, size_t end, const char* isa) {
   return wrapopt::Answer([&] {
     using namespace wrapopt;  // NOLINT
-    Merge merge{{}, is_first, sums, output, static_cast<Number>(output_number)};
+    CheckpointSums merged{
+        {}, is_first, sums, output, static_cast<Number>(output_number)};
     for (int i = 0; i < count; ++i) {
-      merge.inputs.push_back(
+      merged.inputs.push_back(
           {inputs[i], static_cast<Number>(numbers[i]), weights[i]});
     }
-    merge.Run(begin, end, IsaOf(isa));
+    merged.Run(begin, end, IsaOf(isa));
     return std::string("null");
   });
 }

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_adadelta_defined = DefineApplyOps(
-    RuleId::kAdadelta,
+    "Adadelta",
     "Adadelta (cc/rules/adadelta.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_adagrad_defined = DefineApplyOps(
-    RuleId::kAdagrad,
+    "Adagrad",
     "Adagrad (cc/rules/adagrad.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_adagrad_w_defined = DefineApplyOps(
-    RuleId::kAdagradW,
+    "AdagradW",
     "Adagrad, with decoupled weight decay (cc/rules/adagrad_w.h).",
     R"doc(
 var: N variables of dtype T.

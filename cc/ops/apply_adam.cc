@@ -2,10 +2,7 @@
 
 namespace wrapopt {
 
-const bool apply_adam_defined = DefineApplyOps(
-    RuleId::kAdam,
-    "Adam, with Nesterov's look-ahead and decoupled weight decay (cc/rules/adam.h).",
-    R"doc(
+constexpr char kAdamDetails[] = R"doc(
 var: N variables of dtype T.
 m: First moments of the gradients.
 v: Second moments of the gradients.
@@ -17,6 +14,17 @@ weight_decay: The part of a variable, times lr, that a step takes away.
 use_nesterov: Whether the step looks ahead.
 beta1_power: beta1 to the power of the step, counted from 1.
 beta2_power: beta2 to the power of the step, counted from 1.
-)doc");
+)doc";
+
+const bool apply_adam_defined = DefineApplyOps(
+    "Adam",
+    "Adam, with Nesterov's look-ahead and decoupled weight decay "
+    "(cc/rules/adam.h).",
+    kAdamDetails);
+
+const bool apply_lazy_adam_defined = DefineApplyOps(
+    "LazyAdam",
+    "Adam of the rows that a sparse gradient holds (cc/rules/adam.h).",
+    kAdamDetails);
 
 }  // namespace wrapopt

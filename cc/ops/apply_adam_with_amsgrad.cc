@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_adam_with_amsgrad_defined = DefineApplyOps(
-    RuleId::kAdamWithAmsgrad,
+    "AdamWithAmsgrad",
     "Adam by the largest second moment so far (cc/rules/adam_with_amsgrad.h).",
     R"doc(
 var: N variables of dtype T.

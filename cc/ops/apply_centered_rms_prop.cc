@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_centered_rms_prop_defined = DefineApplyOps(
-    RuleId::kCenteredRMSProp,
+    "CenteredRMSProp",
     "Centered RMSProp (cc/rules/centered_rms_prop.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_centered_rms_prop_w_defined = DefineApplyOps(
-    RuleId::kCenteredRMSPropW,
+    "CenteredRMSPropW",
     "Centered RMSProp without momentum, with decoupled weight decay "
     "(cc/rules/centered_rms_prop_w.h).",
     R"doc(

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_ftrl_defined = DefineApplyOps(
-    RuleId::kFtrl,
+    "Ftrl",
     "FTRL-Proximal with a learning rate power of -1/2 (cc/rules/ftrl.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_gradient_descent_defined = DefineApplyOps(
-    RuleId::kGradientDescent,
+    "GradientDescent",
     "Gradient descent (cc/rules/gradient_descent.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_lion_defined = DefineApplyOps(
-    RuleId::kLion,
+    "Lion",
     "Lion, with decoupled weight decay (cc/rules/lion.h).",
     R"doc(
 var: N variables of dtype T.

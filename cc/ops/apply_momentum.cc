@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_momentum_defined = DefineApplyOps(
-    RuleId::kMomentum,
+    "Momentum",
     "Momentum, plain or Nesterov's (cc/rules/momentum.h).",
     R"doc(
 var: N variables of dtype T.

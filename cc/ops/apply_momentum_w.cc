@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_momentum_w_defined = DefineApplyOps(
-    RuleId::kMomentumW,
+    "MomentumW",
     "Momentum, plain or Nesterov's, with decoupled weight decay "
     "(cc/rules/momentum_w.h).",
     R"doc(

@@ -8,6 +8,7 @@
 #include "absl/strings/strip.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -61,7 +62,7 @@ absl::Status ApplyShape(InferenceContext* c, const RuleInfo& rule, bool sparse,
   return absl::OkStatus();
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kApplyDoc[] = R"doc(
 Updates variables by their gradients and averages the result, in one pass over
 memory.
 
@@ -97,8 +98,9 @@ log_decays: Empty: each step moves all rows of the shadows. Or one variable for
 tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
                                  const std::string& summary,
                                  const std::string& details) {
-  tensorflow::OpDefBuilder op(absl::StrCat(
-      "Wrapopt>", sparse ? "Sparse" : "", "Apply", rule.name, ref ? "Ref" : ""));
+  tensorflow::OpDefBuilder op(
+      absl::StrCat("Wrapopt>", sparse ? "Sparse" : "", "Apply", rule.name,
+                   ref ? "Ref" : ""));
   for (const absl::string_view state : absl::StrSplit(rule.states, ' ')) {
     op.Input(absl::StrCat(state, ref ? ": Ref(N * T)" : ": N * resource"));
   }
@@ -120,17 +122,17 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
   op.Attr("NK: int >= 0");
   if (lazy) op.Attr("NL: int >= 0");
   for (const char* dtype : {"T", "G"}) {
-    op.Attr(absl::StrCat(dtype, ": {half, bfloat16, float, double}"));
+    op.Attr(absl::StrCat(dtype, ": " WRAPOPT_NUMBER_TYPES));
   }
   // With a default, because there may be no shadows to infer it from.
-  op.Attr("S: {half, bfloat16, float, double} = DT_FLOAT");
+  op.Attr("S: " WRAPOPT_NUMBER_TYPES " = DT_FLOAT");
   if (sparse) op.Attr("I: {int32, int64}");
   op.Attr("use_locking: bool = true");
   op.SetIsStateful();
   op.SetShapeFn([&rule, sparse, ref](InferenceContext* c) {
     return ApplyShape(c, rule, sparse, ref);
   });
-  op.Doc(absl::StrCat("\n", summary, kDoc, details, kCommonArguments + 1,
+  op.Doc(absl::StrCat("\n", summary, kApplyDoc, details, kCommonArguments + 1,
                       sparse ? kSparseArguments + 1 : "",
                       lazy ? kLazyArguments + 1 : ""));
   return op;
@@ -138,11 +140,13 @@ tensorflow::OpDefBuilder Builder(const RuleInfo& rule, bool sparse, bool ref,
 
 }  // namespace
 
-bool DefineApplyOps(RuleId rule, const std::string& summary,
+bool DefineApplyOps(const char* rule, const std::string& summary,
                     const std::string& details) {
+  const RuleInfo* info;
+  TF_CHECK_OK(FindUpdate(rule, &info));
   for (const bool sparse : {false, true}) {
     for (const bool ref : {false, true}) {
-      const auto op = Builder(Info(rule), sparse, ref, summary, details);
+      const auto op = Builder(*info, sparse, ref, summary, details);
       tensorflow::OpRegistry::Global()->Register(
           [op](tensorflow::OpRegistrationData* data) {
             return op.Finalize(data);

@@ -11,10 +11,10 @@
 
 namespace wrapopt {
 
-// `summary` is the first line of the ops' documentation. `details` documents
-// the states and scalars of the rule, with one line "name: description" for
-// each.
-bool DefineApplyOps(RuleId rule, const std::string& summary,
+// `rule` is the rule's name in cc/rules/rules.h. `summary` is the first line of
+// the ops' documentation. `details` documents the states and scalars of the
+// rule, with one line "name: description" for each.
+bool DefineApplyOps(const char* rule, const std::string& summary,
                     const std::string& details);
 
 // The rule of that name, which updates a `var` by a `grad`.

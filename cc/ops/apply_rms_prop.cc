@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_rms_prop_defined = DefineApplyOps(
-    RuleId::kRMSProp,
+    "RMSProp",
     "RMSProp (cc/rules/rms_prop.h).",
     R"doc(
 var: N variables of dtype T.

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_rms_prop_w_defined = DefineApplyOps(
-    RuleId::kRMSPropW,
+    "RMSPropW",
     "RMSProp without momentum, with decoupled weight decay "
     "(cc/rules/rms_prop_w.h).",
     R"doc(

@@ -3,7 +3,7 @@
 namespace wrapopt {
 
 const bool apply_sgdw_defined = DefineApplyOps(
-    RuleId::kSGDW,
+    "SGDW",
     "Gradient descent, with decoupled weight decay (cc/rules/sgdw.h).",
     R"doc(
 var: N variables of dtype T.

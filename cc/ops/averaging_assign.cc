@@ -3,6 +3,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -42,7 +43,7 @@ absl::Status AveragingAssignShape(InferenceContext* c, bool ref) {
   return absl::OkStatus();
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kAveragingAssignDoc[] = R"doc(
 Moves variables towards the weighted sum of others, in place.
 
 For each of N variables, the weighted sum of its sources
@@ -85,14 +86,14 @@ REGISTER_OP("Wrapopt>AveragingAssign")
     .Attr("N: int >= 1")
     .Attr("NT: int >= 1")
     .Attr("NS: int >= 0")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("V: list({half, bfloat16, float, double}) >= 0")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
     .Attr("use_locking: bool = true")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       return AveragingAssignShape(c, false);
     })
-    .Doc(kDoc);
+    .Doc(kAveragingAssignDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>AveragingAssignRef")
@@ -102,15 +103,15 @@ REGISTER_OP("Wrapopt>AveragingAssignRef")
     .Input("weights: double")
     .Input("rate: double")
     .Attr("N: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("TT: list({half, bfloat16, float, double}) >= 1")
-    .Attr("ST: list({half, bfloat16, float, double}) >= 0")
-    .Attr("V: list({half, bfloat16, float, double}) >= 0")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("TT: list(" WRAPOPT_NUMBER_TYPES ") >= 1")
+    .Attr("ST: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
+    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
     .Attr("use_locking: bool = true")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
       return AveragingAssignShape(c, true);
     })
-    .Doc(kDoc);
+    .Doc(kAveragingAssignDoc);
 
 }  // namespace wrapopt

@@ -4,6 +4,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -140,7 +141,7 @@ REGISTER_OP("Wrapopt>AveragingPush")
     .Input("round: int64")
     .Input("values: T")
     .Output("accepted: bool")
-    .Attr("T: list({half, bfloat16, float, double}) >= 0")
+    .Attr("T: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
     .SetIsStateful()
     .SetShapeFn(PushShape)
     .Doc(R"doc(
@@ -201,7 +202,7 @@ REGISTER_OP("Wrapopt>AveragingMean")
     .Input("round: int64")
     .Input("workers: string")
     .Input("centers: N * resource")
-    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
     .Attr("N: int >= 1")
     .Attr("value: int >= 0 = 0")
     .SetIsStateful()
@@ -214,7 +215,7 @@ REGISTER_OP("Wrapopt>AveragingMeanRef")
     .Input("round: int64")
     .Input("workers: string")
     .Input("centers: Ref(N * T)")
-    .Attr("T: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
     .Attr("N: int >= 1")
     .Attr("value: int >= 0 = 0")
     .SetIsStateful()

@@ -7,7 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/strip.h"
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/platform/errors.h"
@@ -210,7 +210,7 @@ absl::Status ShadowContract::ToRates(const Tensor& decays,
 
 double ShadowContract::LogOf(double decay) {
   // Not -infinity: the difference of two would be NaN.
-  return std::max(std::log(decay), kLeastLag);
+  return std::max(std::log(decay), CatchUp::kLeastLag);
 }
 
 absl::Status ShadowContract::Check(const CheckedVariables& variables,
@@ -451,7 +451,7 @@ absl::Status AveragingAssignContract::CheckTensor(
                                   targets + position % n_);
 }
 
-absl::Status CheckExchange(const CheckedVariables& variables, int a, int b) {
+absl::Status CheckSwap(const CheckedVariables& variables, int a, int b) {
   const DataType got = variables.known_dtype(b);
   const DataType expected = variables.known_dtype(a);
   if (Known(got) && Known(expected) && got != expected) {
@@ -472,45 +472,6 @@ absl::Status CheckPacked(const PartialTensorShape& shape, int count,
                          int64_t elements) {
   return CheckShape("packed", shape, Vector(elements),
                     absl::StrCat("the elements of all ", count, " variables"));
-}
-
-absl::Status CheckStep(const CheckedVariables& variables, int step) {
-  const DataType dtype = variables.known_dtype(step);
-  if (Known(dtype) && dtype != tensorflow::DT_INT32 &&
-      dtype != tensorflow::DT_INT64) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(variables.Describe(step), " must be of dtype int32 or ",
-                     "int64, got ", DataTypeString(dtype)));
-  }
-  return variables.CheckShape(step, PartialTensorShape({}), "a scalar");
-}
-
-absl::Status CheckGate(const CheckedVariables& variables, int step, int counter,
-                       int histogram) {
-  TF_RETURN_IF_ERROR(CheckStep(variables, step));
-  TF_RETURN_IF_ERROR(variables.CheckDtype(counter, tensorflow::DT_FLOAT));
-  TF_RETURN_IF_ERROR(
-      variables.CheckShape(counter, PartialTensorShape({}), "a scalar"));
-  TF_RETURN_IF_ERROR(variables.CheckDtype(histogram, tensorflow::DT_INT64));
-  const PartialTensorShape& shape = variables.known_shape(histogram);
-  if (shape.IsCompatibleWith(PartialTensorShape({2, -1})) &&
-      (shape.unknown_rank() || shape.dim_size(1) != 0)) {
-    return absl::OkStatus();
-  }
-  return Misshapen(variables.Describe(histogram), shape, "[2, B] with B >= 1",
-                   "admitted and dropped, in B buckets");
-}
-
-absl::Status CheckTimeout(double timeout_secs) {
-  if (timeout_secs > 0) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "timeout_secs must be greater than 0, infinity for no deadline, got ",
-      timeout_secs));
-}
-
-absl::Status CheckWorkers(const PartialTensorShape& shape) {
-  if (shape.IsCompatibleWith(Vector(-1))) return absl::OkStatus();
-  return Misshapen("workers", shape, "[M]", "names of workers");
 }
 
 }  // namespace wrapopt

@@ -115,7 +115,7 @@ class ShadowContract {
   // Checks their dtypes and shapes.
   absl::Status CheckLogDecays(const CheckedVariables& variables,
                               int log_decays, int values) const;
-  // What log decays have beside one for each row: see LazyAverage.
+  // The number of log decays besides one for each row: see LazyAverage.
   static constexpr int64_t kMoreLogDecays = 2;
   // The shape of the log decays of `value`, which must have rows.
   static absl::Status ShapeOfLogDecays(const CheckedVariables& variables,
@@ -234,7 +234,7 @@ class AveragingAssignContract {
 };
 
 // Checks that `a` and `b` can exchange values.
-absl::Status CheckExchange(const CheckedVariables& variables, int a, int b);
+absl::Status CheckSwap(const CheckedVariables& variables, int a, int b);
 
 // Checks the shape of the input "packed" of `count` variables, which have this
 // number of elements, -1 if it is not known.

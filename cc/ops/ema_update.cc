@@ -1,6 +1,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 
@@ -20,7 +21,7 @@ absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
   return averages.Check(inputs, shadows, values);
 }
 
-constexpr char kDoc[] = R"doc(
+constexpr char kEmaUpdateDoc[] = R"doc(
 Updates exponential moving averages of variables, in place.
 
 For each of N values and each of K decays
@@ -49,11 +50,11 @@ REGISTER_OP("Wrapopt>EmaUpdate")
     .Input("decays: double")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, false); })
-    .Doc(kDoc);
+    .Doc(kEmaUpdateDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>EmaUpdateRef")
@@ -62,10 +63,10 @@ REGISTER_OP("Wrapopt>EmaUpdateRef")
     .Input("decays: double")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return EmaUpdateShape(c, true); })
-    .Doc(kDoc);
+    .Doc(kEmaUpdateDoc);
 
 }  // namespace wrapopt

@@ -4,6 +4,7 @@
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -55,8 +56,8 @@ REGISTER_OP("Wrapopt>CatchUp")
     .Attr("NK: int >= 1")
     .Attr("NL: int >= 1")
     .Attr("NI: int >= 0")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .Attr("I: {int32, int64} = DT_INT64")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -67,9 +68,9 @@ Brings averages up to date of which steps have moved some rows only.
 
 A step that leaves a row of a value as it is moves the row's average towards a
 constant, and several such steps do so by the product of their decays. So a step
-of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows alone.
-This op makes up for all steps that a row has missed, as long as the value is
-still what it was in them:
+of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows
+alone. This op makes up for all steps that a row has missed, as long as the
+value is still what it was in them:
 
     shadow[r] += (1 - exp(log_decays[R] - log_decays[r])) (value[r] - shadow[r])
 
@@ -80,12 +81,12 @@ shadows: N * K averages: all N of the first decay, then all N of the second,
   and so on. Each has the shape of its value.
 values: N variables with rows. They are only read.
 log_decays: One for each shadow, of shape [R + 2] and dtype double. Element R is
-  the sum of log(decay) over all steps; element r is that sum when row r was last
-  up to date. The last element tells the ops where the buffer of the value was in
-  the last step: if another op has replaced the value since, while rows lag
-  behind, the next op logs an error. Before a sum is less than -10000, all become
-  smaller by the same number. One without a value counts as zeros, and means
-  that all rows are up to date: then this op needs no value of the others.
+  the sum of log(decay) over all steps; element r is that sum when row r was
+  last up to date. The last element tells the ops where the buffer of the value
+  was in the last step: if another op has replaced the value since, while rows
+  lag behind, the next op logs an error. Before a sum is less than -10000, all
+  become smaller by the same number. One without a value counts as zeros, and
+  means that all rows are up to date: then this op needs no value of the others.
 indices: None: all rows catch up, and the log decays become zeros. Or N
   vectors: these rows do.
 T: dtype of the values.
@@ -100,8 +101,8 @@ REGISTER_OP("Wrapopt>ReadAverages")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
     .Attr("NL: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) { return Shape(c, {}); })
     .Doc(R"doc(
@@ -127,8 +128,8 @@ REGISTER_OP("Wrapopt>SparseEmaUpdate")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
     .Attr("NL: int >= 1")
-    .Attr("T: {half, bfloat16, float, double}")
-    .Attr("S: {half, bfloat16, float, double}")
+    .Attr("T: " WRAPOPT_NUMBER_TYPES)
+    .Attr("S: " WRAPOPT_NUMBER_TYPES)
     .Attr("I: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn([](InferenceContext* c) {
@@ -138,8 +139,8 @@ REGISTER_OP("Wrapopt>SparseEmaUpdate")
 Updates averages of variables after a step that has changed some of their rows.
 
 As EmaUpdate, at the cost of these rows: the others lag behind until CatchUp.
-Before the step that changes them, the rows must have caught up: run CatchUp with
-the same indices.
+Before the step that changes them, the rows must have caught up: run CatchUp
+with the same indices.
 
 shadows: N * K averages: all N of the first decay, then all N of the second,
   and so on. Each has the shape of its value.

@@ -45,7 +45,7 @@ absl::Status AssignShape(InferenceContext* c) {
   return CheckPacked(packed, count, elements);
 }
 
-constexpr char kReadDoc[] = R"doc(
+constexpr char kReadPackedDoc[] = R"doc(
 Reads variables into one vector.
 
 The vector holds the elements of all variables, in the order of the variables,
@@ -55,7 +55,7 @@ variables: N variables of dtype T.
 packed: [the sum of their sizes].
 )doc";
 
-constexpr char kAssignDoc[] = R"doc(
+constexpr char kAssignPackedDoc[] = R"doc(
 Assigns the parts of one vector to variables, in place.
 
 The vector holds the elements of all variables, in the order of the variables,
@@ -74,7 +74,7 @@ REGISTER_OP("Wrapopt>ReadPacked")
     .Attr("T: {numbertype, bool}")
     .SetIsStateful()
     .SetShapeFn(ReadShape<false>)
-    .Doc(kReadDoc);
+    .Doc(kReadPackedDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>ReadPackedRef")
@@ -84,7 +84,7 @@ REGISTER_OP("Wrapopt>ReadPackedRef")
     .Attr("T: {numbertype, bool}")
     .SetIsStateful()
     .SetShapeFn(ReadShape<true>)
-    .Doc(kReadDoc);
+    .Doc(kReadPackedDoc);
 
 REGISTER_OP("Wrapopt>AssignPacked")
     .Input("variables: N * resource")
@@ -93,7 +93,7 @@ REGISTER_OP("Wrapopt>AssignPacked")
     .Attr("T: {numbertype, bool}")
     .SetIsStateful()
     .SetShapeFn(AssignShape<false>)
-    .Doc(kAssignDoc);
+    .Doc(kAssignPackedDoc);
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>AssignPackedRef")
@@ -103,6 +103,6 @@ REGISTER_OP("Wrapopt>AssignPackedRef")
     .Attr("T: {numbertype, bool}")
     .SetIsStateful()
     .SetShapeFn(AssignShape<true>)
-    .Doc(kAssignDoc);
+    .Doc(kAssignPackedDoc);
 
 }  // namespace wrapopt

@@ -21,7 +21,8 @@ struct Adadelta {
                                 const V& epsilon) {
     const V rest = ScalarLike(rho, 1) - rho;
     accum = rho * accum + rest * Square(grad);
-    const V update = Sqrt(accum_update + epsilon) / Sqrt(accum + epsilon) * grad;
+    const V update =
+        Sqrt(accum_update + epsilon) / Sqrt(accum + epsilon) * grad;
     accum_update = rho * accum_update + rest * Square(update);
     var = var - lr * update;
   }

@@ -46,7 +46,6 @@
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
-#include "cc/rules/lazy_adam.h"
 #include "cc/rules/lion.h"
 #include "cc/rules/momentum.h"
 #include "cc/rules/momentum_w.h"
@@ -65,8 +64,8 @@
     "beta2_power",                                                           \
     kAll)                                                                    \
   X(AdamWithAmsgrad, "var m v vhat", "grad",                                 \
-    "lr beta1 beta2 epsilon weight_decay beta1_power "                 \
-    "beta2_power",                                                     \
+    "lr beta1 beta2 epsilon weight_decay beta1_power "                       \
+    "beta2_power",                                                           \
     kAll)                                                                    \
   X(CenteredRMSProp, "var mg rms mom", "grad", "lr rho momentum epsilon",    \
     kRows)                                                                   \
@@ -75,10 +74,6 @@
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
-  X(LazyAdam, "var m v", "grad",                                             \
-    "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "         \
-    "beta2_power",                                                           \
-    kRows)                                                                   \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
   X(MomentumW, "var velocity", "grad",                                       \
@@ -88,8 +83,18 @@
   X(SGDW, "var", "grad", "lr weight_decay", kRows)                           \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
+// Rules that differ from another one only in the step with a sparse gradient.
+// They have ops of their own, and the other rule's mathematics and kernels.
+//
+// LazyAdam is Adam in which the moments of rows that are not in the gradient do
+// not decay (tf.contrib.opt.LazyAdamOptimizer of TensorFlow 1.15).
+//
+//  X(rule, other, sparse)
+#define WRAPOPT_SPARSE_VARIANTS(X) X(LazyAdam, Adam, kRows)
+
 namespace wrapopt {
 
+// The mathematics of a rule.
 enum class RuleId {
 #define WRAPOPT_RULE_ID(rule, states, inputs, scalars, sparse) k##rule,
   WRAPOPT_RULES(WRAPOPT_RULE_ID)
@@ -107,15 +112,36 @@ struct RuleInfo {
   Sparse sparse;
 };
 
-inline constexpr RuleInfo kRules[] = {
+// Indexed by RuleId.
+inline constexpr RuleInfo kRulesById[] = {
 #define WRAPOPT_RULE_INFO(rule, states, inputs, scalars, sparse) \
   {RuleId::k##rule, #rule, states, inputs, scalars, Sparse::sparse},
     WRAPOPT_RULES(WRAPOPT_RULE_INFO)
-#undef WRAPOPT_RULE_INFO
 };
 
 constexpr const RuleInfo& Info(RuleId rule) {
-  return kRules[static_cast<int>(rule)];
+  return kRulesById[static_cast<int>(rule)];
+}
+
+// The rules, and then the variants.
+inline constexpr RuleInfo kRules[] = {
+    WRAPOPT_RULES(WRAPOPT_RULE_INFO)
+#undef WRAPOPT_RULE_INFO
+#define WRAPOPT_VARIANT_INFO(rule, other, sparse)                   \
+  {RuleId::k##other, #rule, Info(RuleId::k##other).states,          \
+   Info(RuleId::k##other).inputs, Info(RuleId::k##other).scalars,   \
+   Sparse::sparse},
+    WRAPOPT_SPARSE_VARIANTS(WRAPOPT_VARIANT_INFO)
+#undef WRAPOPT_VARIANT_INFO
+};
+
+// Whether a rule with this mathematics updates only the rows in a sparse
+// gradient.
+constexpr bool MayUpdateRows(RuleId id) {
+  for (const RuleInfo& rule : kRules) {
+    if (rule.id == id && rule.sparse == Sparse::kRows) return true;
+  }
+  return false;
 }
 
 // Counts names that are separated by single spaces.

@@ -13,8 +13,8 @@
 #include <random>
 #include <string>
 
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 
 namespace wrapopt {
 

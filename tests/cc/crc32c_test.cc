@@ -1,12 +1,12 @@
 // Checksums, against the definition, one bit after the other.
-#include "cc/kernels/crc32c.h"
+#include "cc/engine/crc32c.h"
 
 #include <gtest/gtest.h>
 
 #include <cstdint>
 #include <cstring>
 
-#include "cc/kernels/isa.h"
+#include "cc/engine/isa.h"
 #include "tests/cc/arrays.h"
 
 namespace wrapopt {

@@ -1,5 +1,5 @@
 // The staleness gate without TensorFlow.
-#include "cc/kernels/gate.h"
+#include "cc/engine/gate.h"
 
 #include <gtest/gtest.h>
 

@@ -15,7 +15,7 @@
 
 #include "cc/gpu/images.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/lags.h"
+#include "cc/rules/catch_up.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/reference.h"
 
@@ -301,7 +301,7 @@ TEST_P(Launches, CatchUpRows) {
                         log_decays.address() + rows * sizeof(double)};
     ASSERT_EQ(Enqueue(update, nullptr), "");
     for (uint64_t r = 0; r < rows; ++r) {
-      const double by = OneMinusExp(-2 - logs.as<double>()[r]);
+      const double by = CatchUp::Rate(-2 - logs.as<double>()[r]);
       void* const operands[] = {want.as<float>() + r * row,
                                 value.as<float>() + r * row};
       Reference(RuleId::kEma, number, number, operands, &by, row);

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cc/kernels/threads.h"
+#include "cc/engine/threads.h"
 
 namespace wrapopt {
 

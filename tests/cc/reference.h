@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "cc/kernels/number.h"
-#include "cc/kernels/subnormals.h"
+#include "cc/engine/number.h"
+#include "cc/engine/subnormals.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {

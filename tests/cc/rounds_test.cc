@@ -1,5 +1,5 @@
 // The rounds of model averaging without TensorFlow, and their deadlines.
-#include "cc/kernels/rounds.h"
+#include "cc/engine/rounds.h"
 
 #include <gtest/gtest.h>
 
@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "cc/kernels/deadline_timer.h"
-#include "cc/kernels/notification.h"
+#include "cc/engine/deadline_timer.h"
+#include "cc/engine/notification.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
 
@@ -45,7 +45,7 @@ class FakeTimer : public Timer {
   Id next = 0;
 };
 
-// What a wait was answered.
+// The answers of a wait.
 struct Heard {
   int times = 0;
   IntRounds::Answer answer;

@@ -1,5 +1,5 @@
 // The step with a sparse gradient, and averages whose rows may lag behind.
-#include "cc/kernels/row_step.h"
+#include "cc/engine/row_step.h"
 
 #include <gtest/gtest.h>
 
@@ -10,11 +10,11 @@
 #include <string>
 #include <vector>
 
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/huge_pages.h"
-#include "cc/kernels/lags.h"
-#include "cc/kernels/lazy_average.h"
-#include "cc/kernels/sparse_rows.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/huge_pages.h"
+#include "cc/engine/lazy_average.h"
+#include "cc/engine/sparse_rows.h"
+#include "cc/rules/catch_up.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
 #include "tests/cc/reference.h"
@@ -130,7 +130,7 @@ TEST(RowStep, OfRowsWithoutElements) {
     Compare(Pool(2), kRules[0], Number::kFloat, Number::kFloat, rows, row, 3,
             &random);
   }
-  // Of a variable without rows.
+  // A variable without rows.
   RowStep(kRules[0], Number::kFloat, Number::kFloat, Isa::kBaseline)
       .Run(Pool(2), {nullptr, nullptr, nullptr}, 0, 0, nullptr, SparseRows(),
            nullptr, {});
@@ -162,7 +162,7 @@ void RunLazy(const Threads& threads, int64_t rows, int64_t row, int64_t count,
                                row,
                                log_decays.as<double>(),
                                1 - decay,
-                               std::max(std::log(decay), kLeastLag)};
+                               std::max(std::log(decay), CatchUp::kLeastLag)};
   const RowStep step(rule, number, number, isa);
   const double lr = 0.01;
   for (int s = 0; s < steps; ++s) {

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/lags.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/rules/catch_up.h"
 #include "cc/rules/rules.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/reference.h"
@@ -184,7 +184,7 @@ TEST_P(Rules, MoveRows) {
             const double before = -1 - 0.25 * (r % 4);
             EXPECT_EQ(logs.as<double>()[r], moved && !is_step ? mark : before);
             if (!moved) continue;
-            const double by = is_step ? rate : OneMinusExp(now - before);
+            const double by = is_step ? rate : CatchUp::Rate(now - before);
             void* const operands[] = {
                 want.as<char>() + r * row * SizeOf(state),
                 values.as<char>() + r * row * SizeOf(input)};
@@ -198,7 +198,7 @@ TEST_P(Rules, MoveRows) {
 }
 
 // To two units in the last place.
-TEST(Lags, OneMinusExp) {
+TEST(Maths, OneMinusExp) {
   for (double x = 0; x > -45; x = x * 1.01 - 1e-12) {
     const double want = -std::expm1(x);
     EXPECT_NEAR(OneMinusExp(x), want, 0x1p-51 * want) << x;

@@ -1,5 +1,5 @@
 // The sort of sparse gradients by row, and their groups.
-#include "cc/kernels/sparse_rows.h"
+#include "cc/engine/sparse_rows.h"
 
 #include <gtest/gtest.h>
 
@@ -80,7 +80,7 @@ TEST(SparseRows, AreSortedAndKeepTheirOrder) {
         }
       }
     }
-    // Of several chunks, which threads take.
+    // Several chunks, which the threads share.
     for (const int64_t count : {16384, 32767, 70001}) {
       SortSome<int64_t>(pool, count, 5, &random);
       SortSome<int32_t>(pool, count, 1 << 20, &random);

@@ -1,5 +1,5 @@
 // How threads share the work of the engine.
-#include "cc/kernels/threads.h"
+#include "cc/engine/threads.h"
 
 #include <gtest/gtest.h>
 
@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "cc/kernels/elementwise_cpu.h"
+#include "cc/engine/elementwise.h"
 #include "tests/cc/arrays.h"
 #include "tests/cc/pool.h"
 #include "tests/cc/reference.h"

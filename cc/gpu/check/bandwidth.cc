@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
 #include "cc/gpu/check/measure.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -49,5 +49,6 @@ int MeasureBandwidth(uint64_t divisor) {
 // An argument divides the sizes of all arrays.
 int main(int argc, char** argv) {
   wrapopt::gpu::Start();
-  return wrapopt::gpu::MeasureBandwidth(argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);
+  return wrapopt::gpu::MeasureBandwidth(
+      argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);
 }

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
 #include "cc/gpu/check/measure.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
@@ -57,5 +57,6 @@ int MeasureChunks(uint64_t divisor) {
 // An argument divides the sizes of all arrays.
 int main(int argc, char** argv) {
   wrapopt::gpu::Start();
-  return wrapopt::gpu::MeasureChunks(argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);
+  return wrapopt::gpu::MeasureChunks(
+      argc > 1 ? std::max(1ll, std::atoll(argv[1])) : 1);
 }

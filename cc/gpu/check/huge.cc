@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
 #include "cc/gpu/launcher.h"
-#include "cc/kernels/number.h"
 
 namespace wrapopt {
 namespace gpu {

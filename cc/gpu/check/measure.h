@@ -10,9 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
 #include "cc/gpu/launcher.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {

@@ -12,121 +12,18 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
 #include "cc/gpu/check/device.h"
+#include "cc/gpu/check/operands.h"
 #include "cc/gpu/launcher.h"
 #include "cc/gpu/table.h"
-#include "cc/kernels/elementwise_cpu.h"
-#include "cc/kernels/isa.h"
-#include "cc/kernels/number.h"
 #include "cc/rules/rules.h"
 
 namespace wrapopt {
 namespace gpu {
 namespace {
-
-void Put(Number number, char* to, double x) {
-  switch (number) {
-    case Number::kHalf:
-      return Store(*reinterpret_cast<Half*>(to), static_cast<float>(x));
-    case Number::kBfloat16:
-      return Store(*reinterpret_cast<Bfloat16*>(to), static_cast<float>(x));
-    case Number::kFloat:
-      return Store(*reinterpret_cast<float*>(to), static_cast<float>(x));
-    case Number::kDouble:
-      return Store(*reinterpret_cast<double*>(to), x);
-  }
-}
-
-double Get(Number number, const char* from) {
-  switch (number) {
-    case Number::kHalf:
-      return Load(*reinterpret_cast<const Half*>(from));
-    case Number::kBfloat16:
-      return Load(*reinterpret_cast<const Bfloat16*>(from));
-    case Number::kFloat:
-      return *reinterpret_cast<const float*>(from);
-    case Number::kDouble:
-      return *reinterpret_cast<const double*>(from);
-  }
-  return 0;
-}
-
-// From 1 to the next number.
-double EpsilonOf(Number number) {
-  switch (number) {
-    case Number::kHalf:
-      return 0x1p-10;
-    case Number::kBfloat16:
-      return 0x1p-7;
-    case Number::kFloat:
-      return 0x1p-23;
-    case Number::kDouble:
-      return 0x1p-52;
-  }
-  return 0;
-}
-
-// Arrays of many variables in one buffer, with gaps that no kernel may change.
-// Some are not aligned to 16 bytes.
-struct Layout {
-  explicit Layout(const std::vector<uint64_t>& sizes) : sizes(sizes) {
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      total = (total + 63) / 64 * 64 + 64 + (i % 5 == 4 ? 1 + i % 7 : 0);
-      begins.push_back(total);
-      total += sizes[i];
-    }
-    total += 64;
-  }
-
-  std::vector<uint64_t> sizes;
-  std::vector<uint64_t> begins;
-  uint64_t total = 0;
-};
-
-struct Operand {
-  // Numbers from which no rule computes a NaN, whose bits depend on the
-  // processor.
-  Operand(const Layout& layout, Number number, bool has_signs)
-      : number(number),
-        host(layout.total * SizeOf(number)),
-        device(host.size()) {
-    std::uniform_real_distribution<double> uniform(0.6, 1);
-    for (uint64_t i = 0; i < layout.total; ++i) {
-      const double x = uniform(generator);
-      Put(number, host.data() + i * SizeOf(number),
-          has_signs && generator() % 2 ? -x : x);
-    }
-    device.Write(host);
-  }
-
-  const Number number;
-  std::vector<char> host;
-  Array device;
-};
-
-// Compares all bytes, also those of the gaps.
-bool IsEqual(const Operand& operand, const std::string& what) {
-  const std::vector<char> got = operand.device.Read();
-  if (got == operand.host) return true;
-  const size_t at =
-      std::mismatch(got.begin(), got.end(), operand.host.begin()).first -
-      got.begin();
-  std::printf("  WRONG: %s, first at element %zu of %zu\n", what.c_str(),
-              at / SizeOf(operand.number),
-              got.size() / SizeOf(operand.number));
-  return false;
-}
-
-// Sizes below, at and above the numbers of a thread, a block and a chunk.
-std::vector<uint64_t> FewSizes() {
-  return {0, 1, 3, 4, 7, 8, 9, 1023, 1024, 1025, 2047, 2048, 2049, 200001};
-}
-
-std::vector<uint64_t> ManySizes(int more) {
-  std::vector<uint64_t> sizes = FewSizes();
-  for (int i = 0; i < more; ++i) sizes.push_back(1 + generator() % 300);
-  return sizes;
-}
 
 // A rule, or no rule and averages of `number`, with `targets` averages.
 struct Case {
@@ -155,28 +52,6 @@ Isa TheIsa() {
   std::string error;
   if (!ChosenIsa(&isa, &error)) Fail(error);
   return isa;
-}
-
-// Operands in double, without the gaps.
-using Doubles = std::vector<std::vector<double>>;
-
-Doubles ReadDoubles(const Layout& layout,
-                    const std::vector<std::unique_ptr<Operand>>& operands,
-                    bool from_device) {
-  Doubles result;
-  for (const auto& operand : operands) {
-    const std::vector<char> data =
-        from_device ? operand->device.Read() : operand->host;
-    result.emplace_back();
-    for (size_t v = 0; v < layout.sizes.size(); ++v) {
-      for (uint64_t i = 0; i < layout.sizes[v]; ++i) {
-        result.back().push_back(
-            Get(operand->number, data.data() + (layout.begins[v] + i) *
-                                                   SizeOf(operand->number)));
-      }
-    }
-  }
-  return result;
 }
 
 // Whether numbers are near those of one of `wants`, or between two of these.
@@ -358,8 +233,8 @@ bool CheckSum(Number number, bool is_double) {
          IsEqual(grads, "gradients");
 }
 
-// A step of some rows of a table, without a rule of its averages alone, and then
-// all rows catch up.
+// A step of some rows of a table, without a rule of its averages alone, and
+// then all rows catch up.
 bool CheckLazy(const RuleInfo* rule, Number number, Number input,
                uint64_t rows, uint64_t row_elements, int chunk_log2 = 0) {
   const Layout layout({rows * row_elements}), layout_of_logs({rows + 1});

@@ -1,0 +1,305 @@
+#include "cc/xla/elementwise.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cc/rules/catch_up.h"
+#include "xla/hlo/builder/lib/arithmetic.h"
+#include "xla/hlo/builder/lib/constants.h"
+#include "xla/shape.h"
+#include "xla/shape_util.h"
+
+namespace wrapopt {
+namespace {
+
+using xla::XlaBuilder;
+using xla::XlaOp;
+
+// A rule's number type: the operation that computes the number.
+struct Number {
+  XlaOp op;
+};
+
+Number operator+(const Number& a, const Number& b) { return {a.op + b.op}; }
+Number operator-(const Number& a, const Number& b) { return {a.op - b.op}; }
+Number operator*(const Number& a, const Number& b) { return {a.op * b.op}; }
+Number operator/(const Number& a, const Number& b) { return {a.op / b.op}; }
+
+// The functions of cc/rules/maths.h.
+
+Number ScalarLike(const Number& like, double x) {
+  return {xla::ScalarLike(like.op, x)};
+}
+Number Sqrt(const Number& x) { return {xla::Sqrt(x.op)}; }
+Number Eq(const Number& a, const Number& b) { return {xla::Eq(a.op, b.op)}; }
+Number Gt(const Number& a, const Number& b) { return {xla::Gt(a.op, b.op)}; }
+Number Select(const Number& which, const Number& yes, const Number& no) {
+  return {xla::Select(which.op, yes.op, no.op)};
+}
+// Not XLA's, whose result is NaN if either operand is.
+Number Max(const Number& a, const Number& b) { return Select(Gt(a, b), a, b); }
+Number OneMinusExp(const Number& x) { return {-xla::Expm1(x.op)}; }
+
+// The parts of log decays, which have the layout of LazyAverage.
+Number OfRows(XlaOp log_decays, int64_t rows) {
+  return {xla::SliceInDim(log_decays, 0, rows, 1, 0)};
+}
+Number OfAllSteps(XlaOp log_decays, int64_t rows) {
+  return {
+      xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {})};
+}
+
+// The log decays of an average with so many rows, with small sums.
+XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
+  XlaBuilder* const builder = log_decays.builder();
+  const xla::Shape shape = builder->GetShape(log_decays).value();
+  auto branch = [&](const char* name, auto result) {
+    const std::unique_ptr<XlaBuilder> inside = builder->CreateSubBuilder(name);
+    result(xla::Parameter(inside.get(), 0, shape, "log_decays"));
+    return inside->BuildAndNoteError();
+  };
+  const xla::XlaComputation rebased = branch("Rebased", [&](XlaOp sums) {
+    xla::ConcatInDim(
+        sums.builder(),
+        {CatchUp::Rebased(OfAllSteps(sums, rows), OfRows(sums, rows)).op,
+         xla::ConstantR1<double>(sums.builder(), {CatchUp::kRebased}),
+         xla::SliceInDim(sums, rows + 1, rows + 2, 1, 0)},
+        0);
+  });
+  const xla::XlaComputation unchanged = branch("Unchanged", [](XlaOp sums) {
+    xla::Copy(sums);
+  });
+  return xla::Conditional(
+      CatchUp::MustRebase(OfAllSteps(log_decays, rows)).op, log_decays, rebased,
+      log_decays, unchanged);
+}
+
+template <class R, size_t... s, size_t... i, size_t... c>
+void StepOf(absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
+            absl::Span<const XlaOp> scalars, std::index_sequence<s...>,
+            std::index_sequence<i...>, std::index_sequence<c...>) {
+  Number x[] = {{states[s]}...};
+  R::Step(x[s]..., Number{inputs[i]}..., Number{scalars[c]}...);
+  ((states[s] = x[s].op), ...);
+}
+
+// Adds no operation if the type is already right: a step has several arrays, a
+// program hundreds of steps.
+XlaOp Convert(XlaOp x, xla::PrimitiveType type) {
+  const xla::PrimitiveType from = x.builder()->GetShape(x)->element_type();
+  return from == type ? x : xla::ConvertElementType(x, type);
+}
+
+// A scatter's computation that replaces the old value.
+xla::XlaComputation Replace(xla::PrimitiveType type, XlaBuilder* builder) {
+  const auto replace = builder->CreateSubBuilder("Replace");
+  const xla::Shape scalar = xla::ShapeUtil::MakeShape(type, {});
+  xla::Parameter(replace.get(), 0, scalar, "before");
+  xla::Parameter(replace.get(), 1, scalar, "update");
+  return replace->Build().value();
+}
+
+}  // namespace
+
+xla::PrimitiveType ComputeType(xla::PrimitiveType storage) {
+  return storage == xla::F16 || storage == xla::BF16 ? xla::F32 : storage;
+}
+
+XlaOp Stored(XlaOp array, xla::PrimitiveType storage) {
+  return ComputeType(storage) == storage ? array
+                                         : xla::OptimizationBarrier(array);
+}
+
+void Step(RuleId rule, xla::PrimitiveType storage,
+          absl::Span<XlaOp> states, absl::Span<const XlaOp> inputs,
+          absl::Span<const XlaOp> scalars) {
+  const xla::PrimitiveType compute = ComputeType(storage);
+  std::vector<XlaOp> converted;
+  for (XlaOp& state : states) state = Convert(state, compute);
+  for (const XlaOp& input : inputs) {
+    converted.push_back(Convert(input, compute));
+  }
+  switch (rule) {
+#define WRAPOPT_STEP(name, s, i, c, sparse)                             \
+  case RuleId::k##name:                                                 \
+    StepOf<name>(states, converted, scalars,                            \
+                 std::make_index_sequence<CountNames(s)>(),             \
+                 std::make_index_sequence<CountNames(i)>(),             \
+                 std::make_index_sequence<CountNames(c)>());            \
+    break;
+    WRAPOPT_RULES(WRAPOPT_STEP)
+#undef WRAPOPT_STEP
+  }
+  for (XlaOp& state : states) state = Convert(state, storage);
+}
+
+Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
+           XlaOp grad, XlaOp indices)
+    : Rows(storage, dimensions, indices) {
+  grad_ = xla::ConvertElementType(grad, ComputeType(storage_));
+  if (grad.builder()->GetShape(grad).value().is_dynamic_dimension(0)) {
+    grad_ = xla::RemoveDynamicDimension(grad_, 0);
+  }
+}
+
+Rows::Rows(xla::PrimitiveType storage, absl::Span<const int64_t> dimensions,
+           XlaOp indices)
+    : storage_(storage), dimensions_(dimensions.begin(), dimensions.end()) {
+  XlaBuilder* builder = indices.builder();
+  const xla::Shape shape = builder->GetShape(indices).value();
+  const int64_t end = dimensions_[0];
+  count_ = shape.dimensions(0);
+  index_type_ =
+      std::max(count_, end) <= std::numeric_limits<int32_t>::max() ? xla::S32
+                                                                   : xla::S64;
+  // Compared in 64 bits, before a conversion to a narrower type.
+  const XlaOp wide = xla::ConvertElementType(indices, xla::S64);
+  counts_ = xla::And(xla::Ge(wide, xla::ScalarLike(wide, 0)),
+                     xla::Lt(wide, xla::ScalarLike(wide, end)));
+  index_ = xla::ConvertElementType(indices, index_type_);
+  if (shape.is_dynamic_dimension(0)) {
+    const XlaOp size = xla::ConvertElementType(
+        xla::GetDimensionSize(indices, 0), index_type_);
+    counts_ = xla::And(xla::RemoveDynamicDimension(counts_, 0),
+                       xla::Lt(xla::Iota(builder, index_type_, count_), size));
+    index_ = xla::RemoveDynamicDimension(index_, 0);
+  }
+  index_ = xla::Select(counts_, index_, xla::ScalarLike(index_, end));
+}
+
+void Rows::Keep(XlaOp accept) {
+  accept_ = accept;
+  counts_ = xla::And(counts_, accept);
+  index_ = xla::Select(accept, index_, xla::ScalarLike(index_, dimensions_[0]));
+}
+
+XlaOp Rows::Dense() const {
+  const xla::PrimitiveType type = ComputeType(storage_);
+  return Scatter(Zeros(dimensions_[0]), index_, grad_,
+                 xla::CreateScalarAddComputation(type, grad_.builder()));
+}
+
+void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
+                absl::Span<const XlaOp> scalars) const {
+  XlaBuilder* builder = grad_.builder();
+  const xla::PrimitiveType type = ComputeType(storage_);
+  // The first gradient of each row becomes the sum of all of them.
+  const XlaOp number = xla::Iota(builder, index_type_, count_);
+  const XlaOp first_of_row = Scatter(
+      xla::Broadcast(xla::ConstantR0WithType(builder, index_type_, count_),
+                     {dimensions_[0]}),
+      index_, number, xla::CreateScalarMinComputation(index_type_, builder));
+  // A gradient that does not count is in a group of its own.
+  const XlaOp first =
+      xla::Select(counts_, Gather(first_of_row, index_), number);
+  const XlaOp sums = Scatter(Zeros(count_), first, grad_,
+                             xla::CreateScalarAddComputation(type, builder));
+  const XlaOp index =
+      xla::Select(xla::Eq(first, number), index_,
+                  xla::ScalarLike(index_, dimensions_[0]));
+
+  std::vector<XlaOp> rows;
+  for (const XlaOp& state : states) rows.push_back(Gather(state, index));
+  wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums}, scalars);
+  for (size_t s = 0; s < states.size(); ++s) {
+    states[s] = Scatter(states[s], index, rows[s],
+                        Replace(storage_, builder), /*unique=*/true);
+  }
+}
+
+XlaOp Rows::Put(XlaOp array, XlaOp rows) const {
+  return Scatter(array, index_, rows,
+                 Replace(array.builder()->GetShape(array)->element_type(),
+                         array.builder()));
+}
+
+XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
+                     XlaOp value, XlaOp log_decays) const {
+  // Rows that do not count read the last element, and need no catch-up.
+  return wrapopt::CaughtUp(
+      Get(shadow), shadow_storage, Get(value),
+      xla::ConcatInDim(log_decays.builder(),
+                       {Gather(log_decays, index_),
+                        xla::SliceInDim(log_decays, dimensions_[0],
+                                        dimensions_[0] + 1, 1, 0)},
+                       0));
+}
+
+XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
+  XlaBuilder* builder = log_decays.builder();
+  const int64_t end = dimensions_[0];
+  const XlaOp all_steps =
+      xla::SliceInDim(log_decays, end, end + 1, 1, 0) + log_decay;
+  XlaOp last = xla::ConstantR0WithType(builder, index_type_, end);
+  const XlaOp none = xla::ScalarLike(last, end + 2);
+  if (accept_) last = xla::Select(*accept_, last, none);
+  const XlaOp index = xla::ConcatInDim(
+      builder,
+      {xla::Select(counts_, index_, xla::Broadcast(none, {count_})),
+       xla::Reshape(last, {1})},
+      0);
+  const XlaOp marked =
+      Scatter(log_decays, index,
+              xla::Broadcast(xla::Reshape(all_steps, {}), {count_ + 1}),
+              Replace(xla::F64, builder));
+  // The address of the value's buffer is not known.
+  return RebasedLogDecays(
+      xla::DynamicUpdateSlice(
+          marked, xla::ConstantR1<double>(builder, {0}),
+          {xla::ConstantR0WithType(builder, xla::S32, end + 1)}),
+      end);
+}
+
+XlaOp Rows::Scatter(XlaOp array, XlaOp index, XlaOp updates,
+                    const xla::XlaComputation& combine, bool unique) const {
+  const int rank = array.builder()->GetShape(array)->dimensions_size();
+  xla::ScatterDimensionNumbers numbers;
+  numbers.set_index_vector_dim(1);
+  numbers.add_inserted_window_dims(0);
+  numbers.add_scatter_dims_to_operand_dims(0);
+  for (int d = 1; d < rank; ++d) numbers.add_update_window_dims(d);
+  return xla::Scatter(array, index, updates, combine, numbers,
+                      /*indices_are_sorted=*/false, unique);
+}
+
+XlaOp Rows::Gather(XlaOp array, XlaOp index) const {
+  const xla::Shape shape = array.builder()->GetShape(array).value();
+  xla::GatherDimensionNumbers numbers;
+  numbers.set_index_vector_dim(1);
+  numbers.add_collapsed_slice_dims(0);
+  numbers.add_start_index_map(0);
+  std::vector<int64_t> sizes(shape.dimensions().begin(),
+                             shape.dimensions().end());
+  sizes[0] = 1;
+  for (size_t d = 1; d < sizes.size(); ++d) numbers.add_offset_dims(d);
+  return xla::Gather(array, index, numbers, sizes);
+}
+
+XlaOp CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage, XlaOp value,
+               XlaOp log_decays) {
+  const xla::Shape shape = shadow.builder()->GetShape(shadow).value();
+  const int64_t rows = shape.dimensions(0);
+  const Number lags =
+      CatchUp::Lag(OfAllSteps(log_decays, rows), OfRows(log_decays, rows));
+  const XlaOp rates = xla::BroadcastInDim(
+      xla::ConvertElementType(CatchUp::Rate(lags).op,
+                              ComputeType(shadow_storage)),
+      shape.dimensions(), {0});
+  Step(RuleId::kEma, shadow_storage, absl::MakeSpan(&shadow, 1), {value},
+       {rates});
+  return shadow;
+}
+
+XlaOp Rows::Zeros(int64_t rows) const {
+  std::vector<int64_t> dimensions = dimensions_;
+  dimensions[0] = rows;
+  return xla::Broadcast(xla::Zero(grad_.builder(), ComputeType(storage_)),
+                        dimensions);
+}
+
+}  // namespace wrapopt

@@ -1,0 +1,58 @@
+// The CPU's kernels as functions that a program of XLA calls.
+//
+// An op is one call, even if it has hundreds of variables. XLA itself would
+// compile a loop for each variable and for each average.
+//
+// The operands of a call are the op's arrays, in the order below. The operands
+// that the call writes are also its results: both have the same buffer.
+#ifndef WRAPOPT_CC_XLA_FFI_HANDLERS_H_
+#define WRAPOPT_CC_XLA_FFI_HANDLERS_H_
+
+namespace wrapopt {
+
+// Apply<Rule>. The attribute "rule" is the rule's name. The rule has S states
+// and C scalars. There are N variables, and K averages of each.
+//
+//   accept      pred
+//   decays      f64[K]
+//   scalars     f64[C]
+//   states      S N arrays, written
+//   shadows     K N arrays, written
+//   grad        N arrays
+inline constexpr char kApplyCall[] = "wrapopt_apply";
+
+// SparseApply<Rule>. The attribute "names" has the variables' names for errors,
+// separated by zero bytes.
+//
+//   accept      pred
+//   decays      f64[K]
+//   scalars     f64[C]
+//   counts      s64[N]: only the first counts[i] rows of grad[i] count
+//   states      S N arrays, written
+//   shadows     K N arrays, written
+//   log_decays  none or K N arrays, written
+//   grad        N arrays
+//   indices     N vectors
+inline constexpr char kSparseApplyCall[] = "wrapopt_sparse_apply";
+
+// EmaUpdate.
+//
+//   decays      f64[K]
+//   shadows     K N arrays, written
+//   values      N arrays
+inline constexpr char kEmaUpdateCall[] = "wrapopt_ema_update";
+
+// CatchUp, ReadAverages and SparseEmaUpdate. The attribute "n" is N. "names" is
+// as above.
+//
+//   decays      f64[K], empty if there is no step
+//   counts      s64[N], empty if there are no indices
+//   shadows     K N arrays, written
+//   log_decays  K N arrays, written
+//   values      N arrays
+//   indices     N vectors or none
+inline constexpr char kMoveRowsCall[] = "wrapopt_move_rows";
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_XLA_FFI_HANDLERS_H_

@@ -1,0 +1,680 @@
+// The ops' kernels for XLA. They build operations of the program that a CPU,
+// GPU or TPU runs.
+//
+// On a CPU, an op is a call of its CPU kernel. On other devices it is plain
+// HLO, which does not check values known only at run time, such as a decay or
+// an index that is not a constant. There, the formula is applied to a decay,
+// rate or weight out of range, and an index out of range is ignored.
+#include <iterator>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/types/span.h"
+#include "cc/ops/contracts.h"
+#include "cc/rules/rules.h"
+#include "cc/xla/custom_call.h"
+#include "cc/xla/elementwise.h"
+#include "cc/xla/ffi_handlers.h"
+#include "cc/xla/registration.h"
+#include "cc/xla/variables.h"
+#include "tensorflow/compiler/tf2xla/type_util.h"
+#include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "xla/hlo/builder/lib/constants.h"
+#include "xla/hlo/builder/lib/slicing.h"
+#include "xla/hlo/builder/xla_builder.h"
+#include "xla/shape.h"
+#include "xla/xla_data.pb.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::XlaOpKernel;
+using tensorflow::XlaOpKernelContext;
+using xla::XlaOp;
+using Access = XlaVariables::Access;
+
+// The XLA type of a dtype that the ops' attributes allow.
+xla::PrimitiveType XlaType(tensorflow::DataType dtype) {
+  xla::PrimitiveType type = xla::PRIMITIVE_TYPE_INVALID;
+  tensorflow::DataTypeToPrimitiveType(dtype, &type).IgnoreError();
+  return type;
+}
+
+// The value of an input that is known when the computation is built.
+std::optional<Tensor> Known(XlaOpKernelContext* ctx, const char* name) {
+  return ctx->InputExpression(name).constant_value();
+}
+
+XlaOp Scalar(XlaOpKernelContext* ctx, xla::PrimitiveType type, double value) {
+  return xla::ConstantR0WithType(ctx->builder(), type, value);
+}
+
+// Element `i` of a vector.
+XlaOp Element(XlaOp vector, int64_t i) {
+  return xla::Reshape(xla::SliceInDim(vector, i, i + 1, 1, 0), {});
+}
+
+// Scalars of one type as a vector.
+XlaOp Vector(xla::XlaBuilder* builder, std::vector<XlaOp> scalars) {
+  for (XlaOp& scalar : scalars) scalar = xla::Reshape(scalar, {1});
+  return xla::ConcatInDim(builder, scalars, 0);
+}
+
+// An input list of rows of N tensors of one dtype. `shapes` has the bounds of a
+// tensor of bounded dynamic shape.
+struct Inputs {
+  std::vector<XlaOp> ops;
+  std::vector<TensorShape> shapes;
+};
+
+absl::Status ReadInputs(XlaOpKernelContext* ctx, const char* list,
+                        Inputs* inputs) {
+  return ctx->InputList(list, &inputs->ops, &inputs->shapes);
+}
+
+// A tensor that is combined with a whole variable must have a static shape.
+absl::Status CheckStatic(const char* list, int position, XlaOp tensor,
+                         int first_dimension = 0) {
+  TF_ASSIGN_OR_RETURN(const xla::Shape shape,
+                      tensor.builder()->GetShape(tensor));
+  for (int d = first_dimension; d < shape.dimensions_size(); ++d) {
+    if (!shape.is_dynamic_dimension(d)) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        list, "[", position, "] must have a shape that is known at compile ",
+        "time, got ", shape.ToString(),
+        ": compute it outside of the compiled function"));
+  }
+  return absl::OkStatus();
+}
+
+// An array of dynamic size, padded to its bound.
+XlaOp Padded(XlaOp array) {
+  const bool dynamic =
+      array.builder()->GetShape(array).value().is_dynamic_dimension(0);
+  return dynamic ? xla::RemoveDynamicDimension(array, 0) : array;
+}
+
+// The numbers of indices that count in each of several vectors, as int64.
+XlaOp Counts(xla::XlaBuilder* builder, const std::vector<XlaOp>& indices) {
+  std::vector<XlaOp> counts;
+  for (const XlaOp of_variable : indices) {
+    counts.push_back(xla::ConvertElementType(
+        xla::GetDimensionSize(of_variable, 0), xla::S64));
+  }
+  return counts.empty() ? xla::ConstantR1<int64_t>(builder, {})
+                        : Vector(builder, counts);
+}
+
+// The names of `count` variables in errors, separated by zero bytes.
+std::string Names(const XlaVariables& variables, int first, int count) {
+  std::vector<std::string> names;
+  for (int i = 0; i < count; ++i) {
+    names.push_back(variables.Describe(first + i));
+  }
+  return Quoted(absl::StrJoin(names, std::string(1, '\0')));
+}
+
+// The averages of EmaUpdate and of the Apply ops.
+class XlaAverages : public ShadowContract {
+ public:
+  // The input "decays" as rates, in the shadows' compute type.
+  absl::Status ReadDecays(XlaOpKernelContext* ctx,
+                          std::vector<XlaOp>* rates) const {
+    const xla::PrimitiveType type = ComputeType(XlaType(shadow_dtype()));
+    if (const std::optional<Tensor> decays = Known(ctx, "decays")) {
+      std::vector<double> known;
+      TF_RETURN_IF_ERROR(ToRates(*decays, &known));
+      for (const double rate : known) {
+        rates->push_back(Scalar(ctx, type, rate));
+      }
+      return absl::OkStatus();
+    }
+    TF_RETURN_IF_ERROR(CheckDecays(ctx->InputShape("decays")));
+    const XlaOp decays = ctx->Input("decays");
+    for (int k = 0; k < per_value(); ++k) {
+      const XlaOp decay = Element(decays, k);
+      rates->push_back(xla::ConvertElementType(
+          xla::ScalarLike(decay, 1.0) - decay, type));
+    }
+    return absl::OkStatus();
+  }
+
+  // The input "decays" as logarithms, in double.
+  absl::Status ReadLogs(XlaOpKernelContext* ctx,
+                        std::vector<XlaOp>* logs) const {
+    const std::optional<Tensor> known = Known(ctx, "decays");
+    for (int k = 0; k < per_value(); ++k) {
+      if (known) {
+        logs->push_back(Scalar(ctx, xla::F64, LogOf(known->vec<double>()(k))));
+        continue;
+      }
+      const XlaOp decay = Element(ctx->Input("decays"), k);
+      logs->push_back(
+          xla::Max(xla::Log(decay), xla::ScalarLike(decay, LogOf(0))));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status FindLogDecays(XlaVariables* variables, int values,
+                             int* first) const {
+    TF_RETURN_IF_ERROR(
+        variables->FindOrMake("log_decays", tensorflow::DT_DOUBLE, first));
+    TF_RETURN_IF_ERROR(CheckLogDecays(*variables, *first, values));
+    for (int at = 0; at < per_value() * this->values(); ++at) {
+      const int value = values + at % this->values();
+      variables->SetShape(*first + at, {variables->shape(value).dim_size(0) +
+                                        kMoreLogDecays});
+    }
+    return absl::OkStatus();
+  }
+
+  // The new value of `shadow`, an average of `value`.
+  XlaOp Updated(XlaOp shadow, XlaOp value, XlaOp rate) const {
+    Step(RuleId::kEma, XlaType(shadow_dtype()), absl::MakeSpan(&shadow, 1),
+         {value}, {rate});
+    return shadow;
+  }
+};
+
+class EmaUpdateXlaOp : public XlaOpKernel {
+ public:
+  explicit EmaUpdateXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    std::vector<XlaOp> rates;
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+    XlaVariables variables(ctx);
+    int shadows, values;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls) {
+      KernelCall call(&variables);
+      call.Read(ctx->Input("decays"));
+      call.Write(shadows, values - shadows);
+      for (int i = 0; i < averages_.values(); ++i) {
+        call.Read(variables.value(values + i));
+      }
+      OP_REQUIRES_OK(ctx, call.Emit(ctx->builder(), kEmaUpdateCall));
+      return;
+    }
+    for (int k = 0; k < averages_.per_value(); ++k) {
+      for (int i = 0; i < averages_.values(); ++i) {
+        const int shadow = shadows + k * averages_.values() + i;
+        OP_REQUIRES_OK(ctx, variables.Assign(
+                                shadow, averages_.Updated(
+                                            variables.value(shadow),
+                                            variables.value(values + i),
+                                            rates[k])));
+      }
+    }
+  }
+
+ private:
+  XlaAverages averages_;
+};
+
+// Wrapopt>CatchUp, Wrapopt>ReadAverages and Wrapopt>SparseEmaUpdate.
+class LazyAveragesXlaOp : public XlaOpKernel {
+ public:
+  enum class Kind { kCatchUp, kRead, kStep };
+
+  LazyAveragesXlaOp(OpKernelConstruction* ctx, Kind kind)
+      : XlaOpKernel(ctx),
+        is_step_(kind == Kind::kStep),
+        is_read_(kind == Kind::kRead) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    std::vector<XlaOp> rates, logs;
+    if (is_step_) {
+      OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
+    }
+    XlaVariables variables(ctx);
+    int shadows, values, log_decays;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+    OP_REQUIRES_OK(
+        ctx, averages_.FindLogDecays(&variables, values, &log_decays));
+    Inputs indices;
+    if (!is_read_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    for (size_t i = 0; i < indices.shapes.size(); ++i) {
+      OP_REQUIRES_OK(ctx, CheckIndices(i, indices.shapes[i]));
+    }
+    OP_REQUIRES_OK(ctx, Run(ctx, &variables, shadows, values, log_decays, rates,
+                            logs, indices));
+    for (int i = 0; is_read_ && i < ctx->num_outputs(); ++i) {
+      ctx->SetOutput(i, variables.assigned(shadows + i));
+    }
+  }
+
+ private:
+  absl::Status Run(XlaOpKernelContext* ctx, XlaVariables* all, int shadows,
+                   int values, int log_decays, const std::vector<XlaOp>& rates,
+                   const std::vector<XlaOp>& logs,
+                   const Inputs& indices) const {
+    XlaVariables& variables = *all;
+    const int n = averages_.values();
+    bool calls;
+    TF_RETURN_IF_ERROR(CallsKernels(ctx, &calls));
+    if (calls) {
+      KernelCall call(all);
+      call.Read(is_step_ ? ctx->Input("decays")
+                         : xla::ConstantR1<double>(ctx->builder(), {}));
+      call.Read(Counts(ctx->builder(), indices.ops));
+      call.Write(shadows, averages_.per_value() * n);
+      call.Write(log_decays, averages_.per_value() * n);
+      for (int i = 0; i < n; ++i) call.Read(variables.value(values + i));
+      for (const XlaOp of_value : indices.ops) call.Read(Padded(of_value));
+      return call.Emit(ctx->builder(), kMoveRowsCall,
+                       absl::StrCat("{n = ", n, " : i64, names = ",
+                                    Names(variables, values, n), "}"));
+    }
+    const xla::PrimitiveType type = XlaType(averages_.shadow_dtype());
+    for (int i = 0; i < n; ++i) {
+      const XlaOp value = variables.value(values + i);
+      const TensorShape& shape = variables.shape(values + i);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        const int shadow = shadows + k * n + i, log = log_decays + k * n + i;
+        const XlaOp before = variables.value(shadow);
+        if (indices.ops.empty()) {
+          TF_RETURN_IF_ERROR(variables.Assign(
+              shadow, CaughtUp(before, type, value, variables.value(log))));
+          TF_RETURN_IF_ERROR(
+              variables.Assign(log, xla::ZerosLike(variables.value(log))));
+          continue;
+        }
+        if (shape.num_elements() == 0) continue;
+        const Rows rows(type, shape.dim_sizes(), indices.ops[i]);
+        XlaOp moved =
+            rows.CaughtUp(before, type, value, variables.value(log));
+        if (is_step_) {
+          moved = averages_.Updated(moved, rows.Get(value), rates[k]);
+        }
+        TF_RETURN_IF_ERROR(variables.Assign(shadow, rows.Put(before, moved)));
+        TF_RETURN_IF_ERROR(variables.Assign(
+            log, rows.Marked(variables.value(log),
+                             is_step_ ? logs[k] : Scalar(ctx, xla::F64, 0))));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  const bool is_step_;
+  const bool is_read_;
+  XlaAverages averages_;
+};
+
+template <LazyAveragesXlaOp::Kind kKind>
+class LazyAveragesXlaOpOf : public LazyAveragesXlaOp {
+ public:
+  explicit LazyAveragesXlaOpOf(OpKernelConstruction* ctx)
+      : LazyAveragesXlaOp(ctx, kKind) {}
+};
+
+class ApplyXlaOp : public XlaOpKernel {
+ public:
+  ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
+      : XlaOpKernel(ctx), rule_(rule), sparse_(sparse) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
+    type_ = XlaType(contract_.dtype());
+    compute_ = ComputeType(type_);
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    OP_REQUIRES_OK(ctx, CheckScalar("accept", ctx->InputShape("accept")));
+    // No value if it is known to be true.
+    std::optional<XlaOp> accept;
+    if (const std::optional<Tensor> known = Known(ctx, "accept")) {
+      if (!known->scalar<bool>()()) return;
+    } else {
+      accept = ctx->Input("accept");
+    }
+    std::vector<XlaOp> scalars, rates;
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, compute_, &scalars));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+
+    XlaVariables variables(ctx);
+    std::vector<int> states(contract_.states().size());
+    for (size_t s = 0; s < states.size(); ++s) {
+      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
+                                         Access::kWrite, &states[s]));
+    }
+    int shadows;
+    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, states[0]));
+    OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
+    int log_decays = -1;
+    std::vector<XlaOp> logs;
+    if (averages_.lazy()) {
+      OP_REQUIRES_OK(
+          ctx, averages_.FindLogDecays(&variables, states[0], &log_decays));
+      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
+    }
+    Inputs grads, indices;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "grad", &grads));
+    if (sparse_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const int var = states[0] + i;
+      OP_REQUIRES_OK(ctx, sparse_ ? contract_.CheckRows(variables, var, i,
+                                                        grads.shapes[i],
+                                                        indices.shapes[i])
+                                  : variables.CheckSameShape(
+                                        grads.shapes[i], "grad", i, var));
+      OP_REQUIRES_OK(ctx, CheckStatic("grad", i, grads.ops[i],
+                                      /*first_dimension=*/sparse_ ? 1 : 0));
+    }
+
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls) {
+      OP_REQUIRES_OK(ctx, Call(ctx, &variables, states, shadows, log_decays,
+                               grads.ops, indices.ops));
+      return;
+    }
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const TensorShape& shape = variables.shape(states[0] + i);
+      std::vector<XlaOp> after;
+      for (const int state : states) {
+        after.push_back(variables.value(state + i));
+      }
+      // Not a product: a step that is not accepted may hold infinity or NaN.
+      auto accepted = [&](XlaOp value, int variable) {
+        return accept
+                   ? xla::Select(*accept, value, variables.value(variable))
+                   : value;
+      };
+      bool is_step_accepted = false;
+      std::optional<Rows> moved;  // The rows that the averages move in.
+      std::vector<XlaOp> caught_up;
+      if (!sparse_) {
+        Step(rule_.id, type_, absl::MakeSpan(after), {grads.ops[i]}, scalars);
+      } else if (shape.num_elements() > 0) {
+        Rows rows(type_, shape.dim_sizes(), grads.ops[i], indices.ops[i]);
+        if (rule_.sparse == Sparse::kAll) {
+          Step(rule_.id, type_, absl::MakeSpan(after), {rows.Dense()},
+               scalars);
+        } else {
+          // A scatter of some rows is in place. A select of whole arrays would
+          // copy them.
+          if (accept) rows.Keep(*accept);
+          for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
+            const int at = k * averages_.values() + i;
+            caught_up.push_back(rows.CaughtUp(
+                variables.value(shadows + at),
+                XlaType(averages_.shadow_dtype()), after[0],
+                variables.value(log_decays + at)));
+            moved.emplace(rows);
+          }
+          rows.Step(rule_.id, absl::MakeSpan(after), scalars);
+          is_step_accepted = true;
+        }
+      }
+      for (size_t s = 0; s < states.size(); ++s) {
+        if (!is_step_accepted) after[s] = accepted(after[s], states[s] + i);
+        OP_REQUIRES_OK(ctx, variables.Assign(states[s] + i, after[s]));
+      }
+      const XlaOp value = Stored(after[0], type_);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        const int shadow = shadows + k * averages_.values() + i;
+        if (averages_.lazy()) {
+          if (!moved) continue;  // The variable has no element.
+          const int log = log_decays + k * averages_.values() + i;
+          OP_REQUIRES_OK(
+              ctx, variables.Assign(
+                       shadow, moved->Put(variables.value(shadow),
+                                          averages_.Updated(
+                                              caught_up[k], moved->Get(value),
+                                              rates[k]))));
+          OP_REQUIRES_OK(ctx, variables.Assign(
+                                  log, moved->Marked(variables.value(log),
+                                                     logs[k])));
+          continue;
+        }
+        const XlaOp updated =
+            averages_.Updated(variables.value(shadow), value, rates[k]);
+        OP_REQUIRES_OK(ctx,
+                       variables.Assign(shadow, accepted(updated, shadow)));
+      }
+    }
+  }
+
+ private:
+  absl::Status Call(XlaOpKernelContext* ctx, XlaVariables* variables,
+                    const std::vector<int>& states, int shadows,
+                    int log_decays, const std::vector<XlaOp>& grads,
+                    const std::vector<XlaOp>& indices) const {
+    xla::XlaBuilder* builder = ctx->builder();
+    std::vector<XlaOp> scalars;
+    TF_RETURN_IF_ERROR(ReadScalars(ctx, xla::F64, &scalars));
+    const int n = contract_.variables();
+    KernelCall call(variables);
+    call.Read(ctx->Input("accept"));
+    call.Read(ctx->Input("decays"));
+    call.Read(Vector(builder, scalars));
+    if (sparse_) call.Read(Counts(builder, indices));
+    for (const int state : states) call.Write(state, n);
+    call.Write(shadows, averages_.per_value() * n);
+    if (averages_.lazy()) call.Write(log_decays, averages_.per_value() * n);
+    for (const XlaOp grad : grads) call.Read(sparse_ ? Padded(grad) : grad);
+    for (const XlaOp of_variable : indices) call.Read(Padded(of_variable));
+    const std::string rule = absl::StrCat("rule = ", Quoted(rule_.name));
+    return sparse_ ? call.Emit(builder, kSparseApplyCall,
+                               absl::StrCat("{", rule, ", names = ",
+                                            Names(*variables, states[0], n),
+                                            "}"))
+                   : call.Emit(builder, kApplyCall,
+                               absl::StrCat("{", rule, "}"));
+  }
+
+  absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type,
+                           std::vector<XlaOp>* scalars) const {
+    for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
+      if (scalar.is_attribute) {
+        scalars->push_back(Scalar(ctx, type, scalar.attribute));
+        continue;
+      }
+      const char* name = scalar.name.c_str();
+      TF_RETURN_IF_ERROR(CheckScalar(name, ctx->InputShape(name)));
+      const std::optional<Tensor> known = Known(ctx, name);
+      scalars->push_back(
+          known ? Scalar(ctx, type, known->scalar<double>()())
+                : xla::ConvertElementType(ctx->Input(name), type));
+    }
+    return absl::OkStatus();
+  }
+
+  const RuleInfo& rule_;
+  const bool sparse_;
+  XlaAverages averages_;
+  ApplyContract contract_;
+  xla::PrimitiveType type_, compute_;
+};
+
+class AveragingAssignXlaOp : public XlaOpKernel {
+ public:
+  explicit AveragingAssignXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx));
+    sum_ = XlaType(contract_.sum_dtype());
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaOp rate;
+    OP_REQUIRES_OK(ctx, ReadRate(ctx, &rate));
+    std::vector<XlaOp> weights;
+    OP_REQUIRES_OK(ctx, ReadWeights(ctx, &weights));
+
+    XlaVariables variables(ctx);
+    int targets, sources;
+    OP_REQUIRES_OK(ctx, variables.Find("targets", Access::kWrite, &targets));
+    OP_REQUIRES_OK(
+        ctx, variables.Find("sources", Access::kReadWritten, &sources));
+    OP_REQUIRES_OK(ctx, contract_.CheckVariables(variables, targets, sources));
+    const int n = contract_.variables();
+    int first_tensor, end;
+    OP_REQUIRES_OK(ctx, InputRange("tensors", &first_tensor, &end));
+    Inputs tensors;
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "tensors", &tensors));
+    for (int p = 0; p < n * contract_.tensors(); ++p) {
+      OP_REQUIRES_OK(ctx, contract_.CheckTensor(
+                              variables, targets, p,
+                              ctx->input_type(first_tensor + p),
+                              ctx->input_type(first_tensor + p - p % n),
+                              tensors.shapes[p]));
+      OP_REQUIRES_OK(ctx, CheckStatic("tensors", p, tensors.ops[p]));
+    }
+
+    for (int i = 0; i < n; ++i) {
+      XlaOp sum = xla::Broadcast(
+          xla::Zero(ctx->builder(), sum_),
+          variables.shape(targets + i).dim_sizes());
+      for (size_t s = 0; s < weights.size(); ++s) {
+        const int row = s - contract_.sources();
+        const XlaOp source = row < 0 ? variables.value(sources + s * n + i)
+                                     : tensors.ops[row * n + i];
+        Step(RuleId::kWeightedSum, sum_, absl::MakeSpan(&sum, 1), {source},
+             {weights[s], Scalar(ctx, sum_, s == 0 ? 1 : 0)});
+      }
+      for (int t = 0; t < contract_.targets(); ++t) {
+        const int target = targets + t * n + i;
+        XlaOp value = variables.value(target);
+        Step(RuleId::kEma, variables.type(target), absl::MakeSpan(&value, 1),
+             {sum}, {rate});
+        OP_REQUIRES_OK(ctx, variables.Assign(target, value));
+      }
+    }
+  }
+
+ private:
+  absl::Status ReadRate(XlaOpKernelContext* ctx, XlaOp* rate) const {
+    TF_RETURN_IF_ERROR(CheckScalar("rate", ctx->InputShape("rate")));
+    if (const std::optional<Tensor> known = Known(ctx, "rate")) {
+      const double value = known->scalar<double>()();
+      *rate = Scalar(ctx, sum_, value);
+      return contract_.CheckRate(value);
+    }
+    *rate = xla::ConvertElementType(ctx->Input("rate"), sum_);
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadWeights(XlaOpKernelContext* ctx,
+                           std::vector<XlaOp>* weights) const {
+    const std::optional<Tensor> known = Known(ctx, "weights");
+    TF_RETURN_IF_ERROR(contract_.CheckWeights(ctx->InputShape("weights"),
+                                              known ? &*known : nullptr));
+    for (int s = 0; s < contract_.sources() + contract_.tensors(); ++s) {
+      if (known) {
+        weights->push_back(Scalar(ctx, sum_, known->vec<double>()(s)));
+      } else {
+        weights->push_back(
+            xla::ConvertElementType(Element(ctx->Input("weights"), s), sum_));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  AveragingAssignContract contract_;
+  xla::PrimitiveType sum_;
+};
+
+class SwapXlaOp : public XlaOpKernel {
+ public:
+  explicit SwapXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {}
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaVariables variables(ctx);
+    int a, b;
+    OP_REQUIRES_OK(ctx, variables.Find("a", Access::kWrite, &a));
+    OP_REQUIRES_OK(ctx, variables.Find("b", Access::kWrite, &b));
+    const int n = b - a;
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx, CheckSwap(variables, a + i, b + i));
+    }
+    for (int i = 0; i < n; ++i) {
+      OP_REQUIRES_OK(ctx,
+                     variables.Assign(a + i, variables.value(b + i)));
+      OP_REQUIRES_OK(ctx,
+                     variables.Assign(b + i, variables.value(a + i)));
+    }
+  }
+};
+
+class CheckInitializedXlaOp : public XlaOpKernel {
+ public:
+  explicit CheckInitializedXlaOp(OpKernelConstruction* ctx)
+      : XlaOpKernel(ctx) {}
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    XlaVariables variables(ctx);
+    int first;
+    OP_REQUIRES_OK(ctx, variables.Find("variables", Access::kRead, &first));
+  }
+};
+
+template <class Op>
+OpKernel* Make(OpKernelConstruction* ctx) {
+  return new Op(ctx);
+}
+
+template <int kRule, bool kSparse>
+OpKernel* MakeApply(OpKernelConstruction* ctx) {
+  return new ApplyXlaOp(ctx, kRules[kRule], kSparse);
+}
+
+template <int... rules>
+void RegisterApply(std::integer_sequence<int, rules...>) {
+  auto one = [](auto rule) {
+    constexpr int kRule = decltype(rule)::value;
+    if constexpr (kRules[kRule].inputs == "grad") {
+      const char* name = kRules[kRule].name;
+      RegisterXlaKernel(absl::StrCat("Wrapopt>Apply", name),
+                        &MakeApply<kRule, false>);
+      RegisterXlaKernel(absl::StrCat("Wrapopt>SparseApply", name),
+                        &MakeApply<kRule, true>);
+    }
+  };
+  (one(std::integral_constant<int, rules>()), ...);
+}
+
+const bool xla_registered = [] {
+  RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
+  using Kind = LazyAveragesXlaOp::Kind;
+  RegisterXlaKernel("Wrapopt>CatchUp",
+                    &Make<LazyAveragesXlaOpOf<Kind::kCatchUp>>);
+  RegisterXlaKernel("Wrapopt>ReadAverages",
+                    &Make<LazyAveragesXlaOpOf<Kind::kRead>>);
+  RegisterXlaKernel("Wrapopt>SparseEmaUpdate",
+                    &Make<LazyAveragesXlaOpOf<Kind::kStep>>);
+  RegisterXlaKernel("Wrapopt>AveragingAssign", &Make<AveragingAssignXlaOp>);
+  RegisterXlaKernel("Wrapopt>CheckInitialized",
+                    &Make<CheckInitializedXlaOp>);
+  RegisterXlaKernel("Wrapopt>Exchange", &Make<SwapXlaOp>);
+  RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
+  return true;
+}();
+
+}  // namespace
+}  // namespace wrapopt
