@@ -195,8 +195,8 @@ def _mutants():
           "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
           "//tests:keras_conformance_test")
   yield m("Keras: an average that a file lacks keeps its value",
-          "wrapopt/keras/_wrapper.py",
-          "    average.assign(value)\n  else:\n    _seed(average, variable)",
+          "wrapopt/keras/_state.py",
+          "    average.assign(value)\n  else:\n    seed(average, variable)",
           "    average.assign(value)", "//tests:keras_saving_test")
   yield m("SWA: the mean counts its start", "wrapopt/keras/swa.py",
           "n / (n + 1))", "(n + 1) / (n + 2))",
