@@ -842,7 +842,8 @@ def test_a_format_is_one_file_and_one_line(
     output = tmp_path / "new" / name
     refused(tmp_path, ValueError, "^" + re.escape(
         f"The name of the output must {rule}, since the last input is "
-        f"{inputs[-1]}, got {output}.") + "$", checkpoints.merge, inputs, output)
+        f"{inputs[-1]}, got {output}.") + "$", checkpoints.merge, inputs,
+      output)
 
 
 @pytest.mark.parametrize("last, name, rule", [

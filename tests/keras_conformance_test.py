@@ -764,7 +764,8 @@ def test_averages_are_of_constrained_weights(inner, mode):
   now = w.numpy()
   assert now[0] == 0 and now[1] > 0
   np.testing.assert_array_equal(opt.average(w), now)
-  np.testing.assert_array_equal(opt._inner().average(w), [0.5, (now[1] - 1) / 2])
+  np.testing.assert_array_equal(opt._inner().average(w),
+                                [0.5, (now[1] - 1) / 2])
   step(tf.constant([1.0, 0.0]))
   # The slow weight went from 1 to 0.5, not further.
   assert w.numpy()[0] == 0.5

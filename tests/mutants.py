@@ -210,7 +210,8 @@ def _mutants():
   yield m("decays: always the first", "wrapopt/_averages/_decays.py",
           "return decays.index(decay)", "return 0",
           "//tests:moving_average_checkpoint_test")
-  yield m("in place: compiled steps are not checked", "wrapopt/_averages/_swap.py",
+  yield m("in place: compiled steps are not checked",
+          "wrapopt/_averages/_swap.py",
           '  return _in_groups("check_initialized"',
           '  return [] and _in_groups("check_initialized"',
           "//tests:keras_in_place_test")

@@ -1,5 +1,6 @@
 """Runs mutants: see tools/mutants."""
 
+import argparse
 import functools
 import importlib.util
 import pathlib
@@ -87,9 +88,16 @@ def _outcome(mutant):
 
 
 def main():
-  parts = sys.argv[1:]
+  parser = argparse.ArgumentParser(
+      prog="tools/mutants", description="Breaks wrapopt in chosen ways, and "
+      "tests that the daily tests notice each. See tests/mutants.py.")
+  parser.add_argument("part", nargs="*", help="a part of the names of the "
+                      "mutants to run; by default all")
+  parts = parser.parse_args().part
   chosen = [x for x in _list()
             if not parts or any(part in x.name for part in parts)]
+  if not chosen:
+    parser.error(f"no mutant has one of {', '.join(parts)} in its name")
   _update_copy()
   noticed = 0
   for mutant in chosen:

@@ -471,7 +471,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _recorded_eagerly(self, gradients, step):
     last = getattr(self._eager, "last", None)
-    found = [self._of_gradient.get(id(_records.tensor_of(g))) for g in gradients]
+    found = [self._of_gradient.get(id(_records.tensor_of(g)))
+             for g in gradients]
     records = [r[1] for r in found if r and r[0]() is not None]
     records = records or ([last] if last is not None else [])
     for record in records:
@@ -485,8 +486,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _recorded_in_graph(self, gradients, step):
     graph = tf1.get_default_graph()
     last = self._last_before(graph)
-    found = (_records.records_before([_records.tensor_of(g).op for g in gradients]) or
-             ([last] if last is not None else []))
+    found = _records.records_before(
+        [_records.tensor_of(g).op for g in gradients]) or (
+            [last] if last is not None else [])
     handle = _records.from_outside(_records.graph_input(step))
     for op in found:
       if _records.from_outside(op.inputs[0]) is not handle:

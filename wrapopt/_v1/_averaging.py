@@ -87,7 +87,8 @@ class AveragingOptimizer(WrapperOptimizer):
     # Before the step: in eager mode an average starts at the value then.
     self._create_averages(variables, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
-      self._cache.begin(variables)["shadows"] = self._shadows_by_decay(variables)
+      shadows = self._shadows_by_decay(variables)
+      self._cache.begin(variables)["shadows"] = shadows
     return variables
 
   def _create_averages(self, variables, sparse=()):

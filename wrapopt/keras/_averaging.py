@@ -40,7 +40,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
     super().__init__(optimizer, name, sum_duplicates)
-    self.keeps_raw_weights = _checks.boolean("keep_raw_weights", keep_raw_weights)
+    self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
+                                             keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
       if x.use_ema if not isinstance(x, _wrapper.WrapperOptimizer) else (
           isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
@@ -49,7 +50,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
             "keep_raw_weights=True must not be or hold an optimizer that puts "
             "its averages in the weights at the end of fit(), got "
             f"{type(x).__qualname__}. Pass "
-            + ("keep_raw_weights=True" if isinstance(x, _wrapper.WrapperOptimizer)
+            + ("keep_raw_weights=True"
+               if isinstance(x, _wrapper.WrapperOptimizer)
                else "use_ema=False") + " to it.")
 
   def build(self, variables: Sequence[keras.Variable]) -> None:

@@ -304,8 +304,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         return row[self._var_key(variable)]
     raise KeyError(
         f"`variable` must be one that this {type(self).__name__} was built "
-        f"with, got '{_state.path_of(variable)}'. A copy of a model has variables of "
-        "its own.")
+        f"with, got '{_state.path_of(variable)}'. A copy of a model has "
+        "variables of its own.")
 
   def _require_built(self, what):
     if not self.built:

@@ -151,7 +151,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
     self.averages_batch_norm = _checks.boolean("average_batch_norm",
-                                                   average_batch_norm)
+                                               average_batch_norm)
     self._held.model = None
 
   def _check_variables(self, variables):
@@ -339,9 +339,10 @@ class MovingAverage(_averaging.AveragingOptimizer):
 
   def _follow(self, step):
     self._mark_begun()
-    _plan.update_all([step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
-        self._rows, self._batch_norm_pairs(step))],
-                 self._decays_now(step))
+    _plan.update_all(
+        [step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
+            self._rows, self._batch_norm_pairs(step))],
+        self._decays_now(step))
 
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""

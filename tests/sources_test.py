@@ -1,10 +1,12 @@
-"""No line of a text file is longer than 80 characters."""
+"""What holds for the sources as a whole: short lines, known mutants."""
 
 import os
 import re
 import subprocess
 
 import pytest
+
+import mutants
 
 # The folder of the sources, also in Bazel, whose tests get links to them.
 ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
@@ -73,3 +75,10 @@ def test_exceptions_are_used(why):
     ("a.cc", "// " + 30 * "word ", False)])
 def test_what_is_allowed(file, line, allowed):
   assert is_allowed(file, line) == allowed
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
+def test_a_mutant_changes_a_source(mutant):
+  """Else nobody would know before it is run."""
+  with open(os.path.join(ROOT, mutant.file)) as f:
+    assert mutant.before in f.read()
