@@ -18,6 +18,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt.examples import _cluster
+from wrapopt.examples import _command
 from wrapopt.examples import digits
 
 tf1 = tf.compat.v1
@@ -139,9 +140,7 @@ def _at_least(least, kind):
 
 
 def main(argv=None):
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.async_digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("async_digits", __doc__)
   parser.add_argument("--steps", type=_at_least(1, int), default=2000,
                       help="updates, of all workers; default %(default)s")
   parser.add_argument("--limit", type=_at_least(0, int), default=20,
@@ -150,15 +149,10 @@ def main(argv=None):
   parser.add_argument("--rest", type=_at_least(0, float), default=0.5,
                       metavar="SECONDS", help="how long the slow worker rests "
                       "in each step; default %(default)s")
-  parser.add_argument("--out", default="results/async_digits", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "async_digits")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "sklearn"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "matplotlib", "sklearn")
 
   start = time.perf_counter()
   with _cluster.Cluster([train, evaluate], preload=[digits.__name__], ps=1,

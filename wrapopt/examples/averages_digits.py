@@ -8,10 +8,8 @@ averaged ones (`average_batch_norm=True`), and recalibrated ones. The tables
 show means over seeds.
 """
 
-import argparse
 import collections
 import contextlib
-import os
 import sys
 import time
 
@@ -21,6 +19,7 @@ import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
+from wrapopt.examples import _command
 from wrapopt.examples import _results
 from wrapopt.examples import digits
 import wrapopt.keras
@@ -158,21 +157,15 @@ def print_table(title, names, points, accuracy_of):
 
 def main(argv=None):
   start = time.perf_counter()
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.averages_digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("averages_digits", __doc__)
   parser.add_argument(
       "--epochs", type=digits.count, nargs="+", default=[1, 2, 4, 16],
       metavar="N", help="epochs after which to evaluate; default 1 2 4 16")
-  parser.add_argument("--out", default="results/averages_digits", metavar="DIR",
-                      help="where to write; default %(default)s")
+  _command.add_out(parser, "averages_digits")
   parser.add_argument("--seeds", type=digits.count, default=3,
                       help="the number of seeds; default %(default)s")
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("sklearn", "tqdm"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "sklearn", "tqdm")
 
   points = sorted(set(options.epochs))
   found = collections.defaultdict(list)

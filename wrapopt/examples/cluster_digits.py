@@ -23,6 +23,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt.examples import _cluster
+from wrapopt.examples import _command
 from wrapopt.examples import digits
 
 tf1 = tf.compat.v1
@@ -201,22 +202,15 @@ def _rounds(text):
 
 
 def main(argv=None):
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.cluster_digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("cluster_digits", __doc__)
   parser.add_argument("--rounds", type=_rounds, default=60,
                       help=f"rounds of {_INTERVAL} steps; default %(default)s")
   parser.add_argument("--kill-worker", action="store_true",
                       help="kill the last worker when half of them are over")
-  parser.add_argument("--out", default="results/cluster_digits", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "cluster_digits")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "sklearn", "tqdm"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
 
   start = time.perf_counter()
   workers, baselines = run_cluster(options.rounds, options.seed,

@@ -18,6 +18,7 @@ import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
+from wrapopt.examples import _command
 from wrapopt.examples import _results
 
 tf1 = tf.compat.v1
@@ -181,20 +182,13 @@ def count(text):
 
 def main(argv=None):
   start = time.perf_counter()
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("digits", __doc__)
   parser.add_argument("--steps", type=count, default=2000,
                       help="steps of the optimizer; default %(default)s")
-  parser.add_argument("--out", default="results/digits", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "digits")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "sklearn", "tqdm"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
   checkpoint = os.path.join(options.out, "model.ckpt")
 
   data, held_out = load_digits(options.seed)

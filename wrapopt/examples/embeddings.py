@@ -14,7 +14,6 @@ compares the times of a step with this average, without one, and with Keras's
 `use_ema`.
 """
 
-import argparse
 import ast
 import collections
 import itertools
@@ -32,6 +31,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt.bench import harness
+from wrapopt.examples import _command
 from wrapopt.examples import _results
 from wrapopt.examples import digits
 import wrapopt.keras
@@ -271,22 +271,15 @@ def print_table(curve, held_out):
 
 def main(argv=None):
   start = time.perf_counter()
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.embeddings", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("embeddings", __doc__)
   parser.add_argument("--steps", type=digits.count, default=3000,
                       help="steps of the optimizer; default %(default)s")
   parser.add_argument("--files", type=digits.count, metavar="N",
                       help="read N source files only; default all")
-  parser.add_argument("--out", default="results/embeddings", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "embeddings")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "tqdm"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "matplotlib", "tqdm")
 
   documents = read_documents(options.files)
   data, held_out = make_samples(documents, options.seed)

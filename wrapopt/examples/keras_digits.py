@@ -8,7 +8,6 @@ nearly stable. Validation uses the averages, with the callback
 Keras model loads their file.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -19,6 +18,7 @@ import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
+from wrapopt.examples import _command
 from wrapopt.examples import _results
 from wrapopt.examples import digits
 import wrapopt.keras
@@ -103,21 +103,14 @@ def train(data, held_out, epochs, seed):
 
 def main(argv=None):
   start = time.perf_counter()
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.keras_digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("keras_digits", __doc__)
   parser.add_argument(
       "--epochs", type=digits.count, default=40,
       help=f"epochs of {_STEPS_PER_EPOCH} steps; default %(default)s")
-  parser.add_argument("--out", default="results/keras_digits", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "keras_digits")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "sklearn", "tqdm"):
-    _extras.load(module)
-  os.makedirs(options.out, exist_ok=True)
+  _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
 
   data, held_out = digits.load_digits(options.seed)
   model, curve = train(data, held_out, options.epochs, options.seed)

@@ -7,7 +7,6 @@ comparison, the run also keeps averages of five other widths. They show that the
 computed averages equal those that the run would have kept.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -20,6 +19,7 @@ import tensorflow as tf
 import wrapopt
 from wrapopt import _extras
 from wrapopt import checkpoints
+from wrapopt.examples import _command
 from wrapopt.examples import _results
 from wrapopt.examples import digits
 from wrapopt.examples import keras_digits
@@ -173,27 +173,20 @@ def print_table(rows, held_out):
 
 def main(argv=None):
   start = time.perf_counter()
-  parser = argparse.ArgumentParser(
-      prog="python -m wrapopt.examples.posthoc_digits", description=__doc__,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser = _command.parser("posthoc_digits", __doc__)
   parser.add_argument(
       "--epochs", type=digits.count, default=40,
       help=f"epochs of {_STEPS_PER_EPOCH} steps; default %(default)s")
-  parser.add_argument("--out", default="results/posthoc_digits", metavar="DIR",
-                      help="where to write; default %(default)s")
-  parser.add_argument("--seed", type=int, default=0,
-                      help="of split, weights and batches; default %(default)s")
+  _command.add_out(parser, "posthoc_digits")
+  _command.add_seed(parser)
   options = parser.parse_args(argv)
   steps = options.epochs * _STEPS_PER_EPOCH
   if steps % _SNAPSHOTS:
     parser.error(f"argument --epochs: {options.epochs} epochs of "
                  f"{_STEPS_PER_EPOCH} steps must be a multiple of {_SNAPSHOTS} "
                  "steps, such as 8, 16 or 40")
-  # Import first, so that a missing package fails before the training.
-  for module in ("matplotlib", "sklearn", "tqdm"):
-    _extras.load(module)
   snapshots = os.path.join(options.out, "snapshots")
-  os.makedirs(snapshots, exist_ok=True)
+  _command.prepare(snapshots, "matplotlib", "sklearn", "tqdm")
 
   data, held_out = digits.load_digits(options.seed)
   train(data, options.epochs, options.seed, snapshots)
