@@ -106,31 +106,10 @@ def measure_op(name, shapes, sources, n_rounds):
   del contenders, place_limits, place_session
   gc.collect()
 
-  # For a small set, threads slow the limit down.
-  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
-  for other in limits:
-    if other != limit:
-      del seconds[other]
-  results = [{
-      "part": "op",
-      "set": name,
-      "sources": sources,
-      "contender": contender,
-      "milliseconds": 1e3 * statistics.median(times),
-      "spread": harness.spread(times),
-      "gigabytes_per_second": moved / statistics.median(times) / 1e9,
-      "of_limit": harness.speedup(times, seconds[limit]),
-      "of_add_n": harness.speedup(times, seconds[_ADD_N]),
-      "rounds": n_rounds,
-  } for contender, times in seconds.items()]
-  print(f"\n{name}: {len(shapes)} variables, {numbers:,} numbers, S = "
-        f"{sources}: {moved / 1e6:,.1f} MB a pass")
-  print(harness.table(
-      ("", "ms", "+-", "GB/s", "of limit", "x add_n"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
-        f"{r['of_add_n']:.2f}") for r in results]), flush=True)
-  return results
+  return harness.report_passes(
+      f"{name}: {len(shapes)} variables, {numbers:,} numbers, S = {sources}",
+      seconds, limits, moved, (_ADD_N, "of_add_n", "x add_n"),
+      {"part": "op", "set": name, "sources": sources, "rounds": n_rounds})
 
 
 def _limits(shapes, sources):

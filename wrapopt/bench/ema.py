@@ -14,7 +14,6 @@ read and written. More traffic does not give a contender more GB/s.
 
 import contextlib
 import gc
-import statistics
 
 import numpy as np
 import tensorflow as tf
@@ -65,31 +64,11 @@ def measure(name, shapes, decays, n_rounds):
   del in_session, in_functions, place_limits, place_session, place_functions
   gc.collect()
 
-  # For a small set, threads slow the limit down.
-  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
-  for other in limits:
-    if other != limit:
-      del seconds[other]
-  results = [
-      {
-          "set": name,
-          "averages": len(decays),
-          "contender": contender,
-          "milliseconds": 1e3 * statistics.median(times),
-          "spread": harness.spread(times),
-          "gigabytes_per_second": moved / statistics.median(times) / 1e9,
-          "of_limit": harness.speedup(times, seconds[limit]),
-          "of_stock": harness.speedup(times, seconds[_STOCK]),
-          "rounds": n_rounds,
-      } for contender, times in seconds.items()]
-  print(f"\n{name}: {len(shapes)} variables, {values:,} numbers, K = "
-        f"{len(decays)}: {moved / 1e6:,.1f} MB a pass")
-  print(harness.table(
-      ("", "ms", "+-", "GB/s", "of limit", "x stock"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
-        f"{r['of_stock']:.2f}") for r in results]), flush=True)
-  return results
+  return harness.report_passes(
+      f"{name}: {len(shapes)} variables, {values:,} numbers, K = "
+      f"{len(decays)}", seconds, limits, moved,
+      (_STOCK, "of_stock", "x stock"),
+      {"set": name, "averages": len(decays), "rounds": n_rounds})
 
 
 # Each of these returns {name: function that updates once}, and a function that

@@ -303,6 +303,43 @@ def spread(seconds):
   return (high - low) / 2 / median
 
 
+def report_passes(title, seconds, limits, moved, peer, common):
+  """Prints a table of contenders that each make one pass over memory.
+
+  Args:
+    title: What they pass over.
+    seconds: {contender: seconds of its turns}, with the streaming limits.
+    limits: The names of the limits. The table has the fastest.
+    moved: The bytes of a pass.
+    peer: (name of a contender, key, heading): what the others are compared
+      with, and where.
+    common: What all results have in common: a dict.
+
+  Returns:
+    A list of dicts, one for each row of the table.
+  """
+  # For a small set, threads slow the limit down.
+  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
+  contender_of_peer, key, heading = peer
+  results = [{
+      **common,
+      "contender": contender,
+      "milliseconds": 1e3 * statistics.median(times),
+      "spread": spread(times),
+      "gigabytes_per_second": moved / statistics.median(times) / 1e9,
+      "of_limit": speedup(times, seconds[limit]),
+      key: speedup(times, seconds[contender_of_peer]),
+  } for contender, times in seconds.items()
+             if contender == limit or contender not in limits]
+  print(f"\n{title}: {moved / 1e6:,.1f} MB a pass")
+  print(table(
+      ("", "ms", "+-", "GB/s", "of limit", heading),
+      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
+        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
+        f"{r[key]:.2f}") for r in results]), flush=True)
+  return results
+
+
 def table(header, rows):
   """Rows of strings as aligned text; the first column to the left."""
   rows = [header, *rows]
