@@ -90,7 +90,7 @@ class Plan:
     self._grads, self._variables = grads, variables
     self._shadows = shadows_by_decay
     # For each variable its averages, if they move in the touched rows only.
-    self._touched: list = [None] * len(variables)
+    self._touched = [None] * len(variables)
     # A variable that is listed twice is updated twice.
     if (shadows_by_decay and rows_stay and touches_few_rows(rule) and
         any(issubclass(cls, tf.IndexedSlices)
