@@ -47,8 +47,8 @@ def imports(file):
 
 @functools.cache
 def file_of_code(code):
-  root = os.path.realpath(ROOT) + os.sep
-  path = os.path.realpath(code.co_filename)
+  # Bazel links to the files: the paths as they are, not where they lead.
+  path, root = code.co_filename, ROOT + os.sep
   return path.removeprefix(root) if path.startswith(root) else None
 
 
