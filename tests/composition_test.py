@@ -13,6 +13,8 @@ from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
 from wrapopt import _composition
+from wrapopt._v1 import _step
+from wrapopt._v1 import _wrapper
 
 tf1 = tf.compat.v1
 
@@ -360,6 +362,36 @@ class Twice(wrapopt.CrossShardOptimizer):
   def apply_gradients(self, grads_and_vars, *args, **kwargs):
     return super().apply_gradients(
         [(2 * g, v) for g, v in grads_and_vars], *args, **kwargs)
+
+
+class Clip(_wrapper.WrapperOptimizer):
+  """A wrapper that `_composition` does not know."""
+
+  def __init__(self, opt):
+    super().__init__(opt, "Clip")
+
+  def _take(self, step):
+    return self._inner._take(step._replace(grads_and_vars=[
+        (tf.clip_by_value(g, -1.0, 1.0), v) for g, v in step.grads_and_vars]))
+
+  def apply_gradients(self, grads_and_vars, global_step=None, name=None):
+    step = _step.asked(grads_and_vars, global_step, name, {})
+    return _step.answer(step, self._take(step))
+
+
+def test_a_new_wrapper_hides_nothing():
+  with graph_of("resource"), tf1.Session() as session:
+    v = tf1.get_variable("v", [], initializer=tf1.zeros_initializer())
+    step = tf1.train.get_or_create_global_step()
+    gate = wrapopt.DropStaleGradientOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0)
+    opt = wrapopt.MovingAverageOptimizer(Clip(gate), 0.5)
+    apply = opt.minimize(-4.0 * v, step)
+    session.run(tf1.global_variables_initializer())
+    for _ in range(2):
+      session.run(apply)
+    # 0 and 1 give 0.5, and 2 gives 1.25.
+    assert session.run([v, opt.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("hide", [

@@ -22,6 +22,7 @@ import tensorflow as tf
 import numerics
 import wrapopt
 import wrapopt.keras as wk
+from wrapopt.keras import _wrapper
 
 K = keras.optimizers
 
@@ -779,6 +780,39 @@ def test_a_constraint_that_is_not_convex():
   opt.apply([tf.constant([[1.0], [-1.0]])], [w])
   np.testing.assert_allclose(w, [[0.5**0.5]] * 2, rtol=1e-6)
   np.testing.assert_allclose(opt.average(w), w, rtol=1e-6)
+
+
+class Jump(_wrapper.WrapperOptimizer):
+  """A wrapper without averages: adds 10 after each second step."""
+
+  changes_weights = True
+
+  def _make_state(self, variables):
+    pass
+
+  def _follow(self, step):
+    def jump():
+      for v in step.variables:
+        v.assign_add(tf.fill(v.shape, 10.0))
+
+    _wrapper.where((step.iterations + 1) % 2 == 0, jump)
+
+
+@MODE
+@pytest.mark.parametrize("is_outside", [False, True])
+def test_a_wrapper_without_averages(is_outside, mode):
+  jump = lambda opt: Jump(opt, "jump", sum_duplicates=False)
+  average = lambda opt: wk.MovingAverage(opt, 0.5)
+  w = keras.Variable([0.0])
+  opt = (average(jump(K.SGD(1.0))) if is_outside else
+         jump(average(K.SGD(1.0))))
+  step = stepping(opt, [w], mode)
+  for _ in range(2):
+    step(tf.constant([-1.0]))
+  # Of 1 and 12, or of 1 and 2.
+  assert w.numpy() == [12.0]
+  assert (opt if is_outside else opt._inner()).average(w).numpy() == [
+      6.25 if is_outside else 1.25]
 
 
 @pytest.mark.parametrize("wrapper", ["SWA", "Lookahead"])

@@ -11,6 +11,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import graph_of
 from training import session_of
+from wrapopt._averages import _decays
 import wrapopt.checkpoints
 import wrapopt.keras
 
@@ -284,6 +285,61 @@ def test_keras_start_step():
     keras_step(opt, w)
     averages.append(float(opt.average(w).numpy()[0]))
   assert averages == [1, 2, 3, 3.5, 4]
+
+
+# A new decay profile
+
+
+@keras.saving.register_keras_serializable("power_decay_test")
+class Linear(_decays._Decay):
+  """Rises from 0 to `last` within `steps` steps."""
+
+  needs_count = True
+  warms_up = False
+  gamma = 1.0  # Not that of a PowerDecay.
+
+  def __init__(self, last, steps):
+    self._config = {"last": last, "steps": steps}
+
+  def at(self, t):
+    last, steps = self._config.values()
+    return last * tf.minimum((tf.cast(t, tf.float64) - 1) / steps, 1.0)
+
+  def __repr__(self):
+    return f"Linear({self})"
+
+  def __str__(self):
+    return "linear_{last}_{steps}".format(**self._config)
+
+  def get_config(self):
+    return self._config
+
+
+def test_a_decay_profile_is_one_class(tmp_path):
+  w = tf.Variable([0.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), [0.0, Linear(0.5, 2)])
+  averages = []
+  for _ in range(4):
+    opt.minimize(lambda: -w, var_list=[w])
+    averages.append(float(opt.average(w, Linear(0.5, 2)).numpy()[0]))
+  # The decays are 0, 0.25, 0.5 and 0.5.
+  assert averages == [1, 1.75, 2.375, 3.1875]
+  assert opt.average_name(w, Linear(0.5, 2)).endswith("Average_linear_0.5_2")
+  with pytest.raises(ValueError, match="must hold different decays.*Linear"):
+    wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), [Linear(0.5, 2)] * 2)
+  # Keras saves and loads it; a snapshot is none of a PowerDecay.
+  model = make_model([Linear(0.5, 2), 0.5])
+  x = np.ones((2, 3), np.float32)
+  model.fit(x, x[:, :1], verbose=0, callbacks=[
+      wrapopt.keras.Snapshots(tmp_path, save_steps=1)])
+  model.save(tmp_path / "model.keras")
+  loaded = keras.saving.load_model(tmp_path / "model.keras").optimizer
+  assert loaded.decays() == [Linear(0.5, 2), 0.5]
+  [snapshot] = tmp_path.glob("*linear*")
+  with pytest.raises(ValueError, match="of a PowerDecay, got .* linear_0.5_2"):
+    wrapopt.checkpoints.posthoc([snapshot], tmp_path / "out.weights.h5", 0.1)
 
 
 def make_model(decay):

@@ -110,7 +110,8 @@ def _inside(opt, hider):
   name = _name(type(opt), NAMES)
   if name is not None:
     yield name, hider
-  if name is None or opt._has_own_step:
+  # Only wrappers have the attribute.
+  if getattr(opt, "_has_own_step", True):
     hider = type(opt).__qualname__
   for held in _held(opt):
     yield from _inside(held, hider)

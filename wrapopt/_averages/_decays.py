@@ -17,6 +17,9 @@ from wrapopt._types import Float, Integer
 class _Decay:
   """What an optimizer must know of a decay.
 
+  A decay profile, such as `PowerDecay`, defines `at`, `__str__`, `__repr__` and
+  `get_config`.
+
   Attributes:
     needs_count: Whether it depends on the number of the step.
     warms_up: Whether a count of updates limits it at the start.
@@ -30,6 +33,25 @@ class _Decay:
   def at(self, t):
     """The decay of step t, from 1 (None if it needs no count)."""
     raise NotImplementedError
+
+  def __str__(self):
+    """The decay in names of averages, which tell two decays apart by it."""
+    raise NotImplementedError
+
+  def __eq__(self, other):
+    return isinstance(other, _Decay) and str(self) == str(other)
+
+  def __hash__(self):
+    return hash(str(self))
+
+  def get_config(self) -> dict[str, Any]:
+    """The arguments, which Keras saves: a dict."""
+    raise NotImplementedError
+
+  @classmethod
+  def from_config(cls, config):
+    """Makes a decay from the result of `get_config`."""
+    return cls(**config)
 
 
 class _Given(_Decay):
@@ -126,27 +148,15 @@ class PowerDecay(_Decay):
     """The decay of step t, which is at least 1: a float64 tensor."""
     return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
 
-  def __eq__(self, other):
-    return isinstance(other, PowerDecay) and str(self) == str(other)
-
-  def __hash__(self):
-    return hash(str(self))
-
   def __repr__(self):
     return f"PowerDecay(gamma={self._gamma:.6g})"
 
   def __str__(self):
-    # Names of averages contain it.
     return f"power_{self._gamma:.6g}"
 
   def get_config(self) -> dict[str, Any]:
     """The arguments, which Keras saves: a dict."""
     return {"gamma": self._gamma}
-
-  @classmethod
-  def from_config(cls, config):
-    """Makes a decay from the result of `get_config`."""
-    return cls(**config)
 
 
 class HalfLife:

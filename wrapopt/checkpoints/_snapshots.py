@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import moving_average
+from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
 from wrapopt.checkpoints import _sink
@@ -103,7 +104,9 @@ class Snapshots:
                 for name, (value, _) in averages.items()}
       note = {
           "step": step, "steps": steps, "decay": str(decay),
-          "gamma": getattr(decay, "gamma", None), "others": [*others],
+          "gamma": (decay.gamma if isinstance(decay, _decays.PowerDecay)
+                    else None),
+          "others": [*others],
           "dtypes": {name: str(dtype) for name, (_, dtype) in averages.items()
                      if dtype != values[name].dtype}}
       values.update(others)

@@ -125,7 +125,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """Raises an error for variables for which `_make_state` would fail."""
 
   def _make_state(self, variables):
-    """Makes the variables of this wrapper."""
+    """Makes the variables of this wrapper.
+
+    If it makes averages, it also sets `_begun` to `_make_begun()`, and
+    `_follow` calls `_mark_begun`.
+    """
     raise NotImplementedError
 
   def _make_average(self, variable, name, dtype=None):
@@ -221,7 +225,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       return
     with tf.init_scope():
       self._state.complete()
-      if not self._has_begun():
+      # A wrapper without averages has nothing that begins.
+      if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
 
   def _begin(self):
