@@ -6,6 +6,12 @@ import operator
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _native
+
+# The dtypes of averages, and those whose numbers are computed in float32.
+FLOATS = tuple(map(tf.as_dtype, _native.DTYPES))
+LOW_PRECISION = tuple(dtype for dtype in FLOATS if dtype.size < 4)
+
 
 def integer(subject, x, least=None):
   """`x` as an int; raises an error if it is none, or less than `least`."""

@@ -41,7 +41,7 @@ _library.wrapopt_crc32c.argtypes = [
     ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 # In the order of the C++ enumeration `Number`.
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Rule(typing.NamedTuple):
@@ -145,7 +145,7 @@ def step(rule, states, inputs, scalars, isa=""):
         raise ValueError(
             f"{subject} misshapen: got {array.size} elements but expected "
             f"{states[0].size} (the size of states[0])")
-      if str(array.dtype) not in _DTYPES:
+      if str(array.dtype) not in DTYPES:
         raise ValueError(
             f"{subject} must be of dtype float16, bfloat16, float32 or "
             f"float64, got {array.dtype}")
@@ -156,7 +156,7 @@ def step(rule, states, inputs, scalars, isa=""):
         raise ValueError(f"{subject} is not writeable")
 
   operands = [array.ctypes.data for array in [*states, *inputs]]
-  dtypes = [_DTYPES.index(str(arrays[0].dtype))
+  dtypes = [DTYPES.index(str(arrays[0].dtype))
             for arrays in (states, inputs or states)]
   _value(_library.wrapopt_step(
       info.number, (ctypes.c_void_p * len(operands))(*operands), *dtypes,
@@ -207,7 +207,7 @@ def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
       raise ValueError(
           f"{subject} misshapen: got {array.size} elements but expected {size} "
           "(the size of inputs[0])")
-    if str(array.dtype) not in _DTYPES:
+    if str(array.dtype) not in DTYPES:
       raise ValueError(
           f"{subject} must be of dtype float16, bfloat16, float32 or float64, "
           f"got {array.dtype}")
@@ -219,9 +219,9 @@ def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
   _value(_library.wrapopt_merge(
       (ctypes.c_void_p * count)(*[array.ctypes.data for array in inputs]),
       (ctypes.c_int * count)(
-          *[_DTYPES.index(str(array.dtype)) for array in inputs]),
+          *[DTYPES.index(str(array.dtype)) for array in inputs]),
       (ctypes.c_double * count)(*weights), count, is_first, data(sums),
-      data(output), 0 if output is None else _DTYPES.index(str(output.dtype)),
+      data(output), 0 if output is None else DTYPES.index(str(output.dtype)),
       begin, end, isa.encode()))
 
 

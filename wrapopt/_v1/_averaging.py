@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.training import optimizer as tf_optimizer
 
+from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
@@ -22,7 +23,6 @@ from wrapopt._v1._wrapper import WrapperOptimizer
 
 _SLOT = "ExponentialMovingAverage"
 _STEPS = "average_steps"
-_FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
 class AveragingOptimizer(WrapperOptimizer):
@@ -75,10 +75,11 @@ class AveragingOptimizer(WrapperOptimizer):
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
     for variable in variables:
-      if variable.dtype.base_dtype not in _FLOATS:
+      if variable.dtype.base_dtype not in _checks.FLOATS:
+        names = [d.name for d in _checks.FLOATS]
         raise TypeError(
             f"An averaged variable must be of dtype "
-            f"{', '.join(d.name for d in _FLOATS[:-1])} or {_FLOATS[-1].name}, "
+            f"{', '.join(names[:-1])} or {names[-1]}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
     if graph_of_state() is None:
       self._refuse_swapped_in(None, "apply_gradients")
@@ -180,7 +181,7 @@ class AveragingOptimizer(WrapperOptimizer):
       is_sparse: Whether its gradient is sparse.
     """
     dtype = variable.dtype.base_dtype
-    if dtype in (tf.float16, tf.bfloat16) and self._shadow_dtype is not None:
+    if dtype in _checks.LOW_PRECISION and self._shadow_dtype is not None:
       dtype = self._shadow_dtype
     if tf.executing_eagerly():
       if not variable.is_initialized():

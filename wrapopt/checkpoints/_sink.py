@@ -20,6 +20,8 @@ _PARTIAL = ".partial"
 class Sink:
   """A checkpoint to write. It appears complete, in `publish`.
 
+  A subclass defines `write` and `_finish`.
+
   Before, its files are in a temporary directory next to it, whose name begins
   with a dot and ends in ".partial". A killed process leaves this directory. The
   next Sink of the same path removes it.
@@ -105,7 +107,11 @@ class Sink:
     _files.to_disk(self._parent)
 
   def _finish(self):
-    """The files of the checkpoint, an iterable; the last one completes it."""
+    """Completes the files of the checkpoint, in `_directory`.
+
+    Returns:
+      An iterable of their paths; the last file completes the checkpoint.
+    """
     raise NotImplementedError
 
   def discard(self):

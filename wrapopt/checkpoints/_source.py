@@ -8,12 +8,12 @@ import typing
 import ml_dtypes
 import numpy as np
 
+from wrapopt import _native
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _places
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-FLOATS = (np.dtype(np.float16), BFLOAT16, np.dtype(np.float32),
-          np.dtype(np.float64))
+FLOATS = tuple(map(np.dtype, _native.DTYPES))
 
 # The variable that holds the note of a snapshot, a string.
 NOTE = "wrapopt/snapshot"
@@ -40,7 +40,11 @@ class Spec(typing.NamedTuple):
 class Source:
   """A checkpoint to read.
 
+  A subclass sets `kind` and `specs`, and defines `_is_optimizer_state` and
+  `_read`.
+
   Attributes:
+    kind: The name of the format, for users.
     path: Its path.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
@@ -70,6 +74,7 @@ class Source:
                 self.note and name in self.note["others"])
 
   def _is_optimizer_state(self, name):
+    """Whether a variable is state of an optimizer."""
     raise NotImplementedError
 
   def dtype(self, name):

@@ -479,4 +479,4 @@ def steps_of(opt):
 def float32_for_half(dtype):
   """The dtype of averages: float32 for float16 and bfloat16, else `dtype`."""
   dtype = tf.as_dtype(dtype)
-  return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype

@@ -428,7 +428,7 @@ def _checked_dtype(shadow_dtype):
     return None
   with contextlib.suppress(TypeError):
     dtype = tf.as_dtype(shadow_dtype)
-    if dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+    if dtype in _checks.FLOATS:
       return dtype
   raise TypeError("`shadow_dtype` must be float16, bfloat16, float32 or "
                   f"float64, got {shadow_dtype!r}.")

@@ -13,11 +13,8 @@ import numbers
 
 import tensorflow as tf
 
+from wrapopt._checks import FLOATS, LOW_PRECISION
 from wrapopt.ops import _variables
-
-
-FLOATS = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
-LOW_PRECISION = (tf.float16, tf.bfloat16)
 
 
 def shadow_dtypes(value_dtype):
