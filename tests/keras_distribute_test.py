@@ -541,3 +541,34 @@ def test_parameter_servers(tmp_path):
         zip(sum(later, []), sum(later_averages, [])),
         sum(sum(want, []), [])):
       assert end <= average <= first
+
+
+class Halving(keras.optimizers.SGD):
+  """Decays weights in each replica by itself, like Keras's Muon."""
+
+  def _apply_weight_decay(self, variables):
+    for v in variables:
+      v.assign(v * 0.5)
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("wrapper", ["MovingAverage", "Lookahead"])
+def test_averages_of_all_replicas_begin_at_the_same_value(wrapper, function):
+  """When a replica's step begins, the weights of another have decayed."""
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  with strategy.scope():
+    v = keras.Variable([8.0])
+    opt = (wrapopt.keras.MovingAverage(Halving(0.25), 0.5)
+           if wrapper == "MovingAverage" else
+           wrapopt.keras.Lookahead(Halving(0.25), 2))
+    opt.build([v])
+  step = lambda: strategy.run(lambda: opt.apply([tf.constant([0.5])], [v]))
+  (tf.function(step) if function else step)()
+  average = opt._rows[0] if wrapper == "MovingAverage" else opt._slow
+  # The gradients of the two replicas sum up to 1.
+  value = 8.0 / 2 - 0.25
+  want = (8.0 + value) / 2 if wrapper == "MovingAverage" else 8.0
+  for x, expected in (v, value), (average[opt._var_key(v)], want):
+    got = [part.numpy().item() for part in
+           strategy.experimental_local_results(x.value)]
+    assert got == [expected] * 2

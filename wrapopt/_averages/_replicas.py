@@ -25,3 +25,10 @@ def here(variable):
 def components(pairs):
   """Splits pairs of a strategy's variables into pairs of each replica."""
   return [pair for v, s in pairs for pair in zip(values(v), values(s))]
+
+
+def is_first():
+  """Whether this code runs in the first replica, or for all of them."""
+  return (not tf.distribute.has_strategy() or
+          tf.distribute.in_cross_replica_context() or
+          not values_util.get_current_replica_id_as_int())

@@ -11,6 +11,7 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt import _composition
 from wrapopt import ops
+from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -231,6 +232,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _begin(self):
     """Prepares the averages for a step, when it is taken or traced."""
+    # The first replica prepares those of all, before any weight has changed. In
+    # eager mode, its weights have decayed when the next one comes here.
+    if not _replicas.is_first():
+      return
     if self._state.has_new_values():
       self._held.is_settled = self._held.is_marked = False
     # An eager step may only accumulate, or fail, before the first one that the
