@@ -555,7 +555,7 @@ class Halving(keras.optimizers.SGD):
 @pytest.mark.parametrize("wrapper", ["MovingAverage", "Lookahead"])
 def test_averages_of_all_replicas_begin_at_the_same_value(wrapper, function):
   """When a replica's step begins, the weights of another have decayed."""
-  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  strategy = mirrored()
   with strategy.scope():
     v = keras.Variable([8.0])
     opt = (wrapopt.keras.MovingAverage(Halving(0.25), 0.5)
