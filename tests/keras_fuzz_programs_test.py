@@ -90,9 +90,8 @@ def _wrong_rate(monkeypatch):
 
 
 def _wrong_rate_v1(monkeypatch):
-  monkeypatch.setattr(wrapopt.MovingAverageOptimizer, "_decays_now", _changed(
-      wrapopt.MovingAverageOptimizer._decays_now,
-      lambda decays: [d * 0.999 for d in decays]))
+  monkeypatch.setattr(_decays.Schedule, "now", _changed(
+      _decays.Schedule.now, lambda decays: [d * 0.999 for d in decays]))
 
 
 def _changed(method, change):
@@ -148,7 +147,7 @@ def _rows_do_not_catch_up(monkeypatch):
 
 
 def _updates_are_not_counted(monkeypatch):
-  monkeypatch.setattr(wrapopt.MovingAverageOptimizer, "_count",
+  monkeypatch.setattr(_decays.Schedule, "count",
                       lambda self, updates, accept=True: updates)
 
 
