@@ -376,8 +376,9 @@ def _start_at_value(shadows, variable, initial_value):
   If one run initializes both, an average gets the same value as its variable,
   even if that value is random. If a later run initializes the average alone, it
   gets the variable's value at that time. If one run initializes both for a
-  second time, the average gets the old value or the new one: no order between
-  the two initializers is possible, since the order of two ops makes both run.
+  second time, the average gets the old value or the new one: an edge that put
+  the two in order would also run the variable's initializer whenever the
+  average's runs.
 
   Args:
     shadows: Averages of the variable.

@@ -252,12 +252,12 @@ def _after(applied, averages, update, counted_by=None):
   schedule = averages.schedule
   first = [applied] if averages.in_order and applied is not None else []
 
-  def updated():
+  def update_and_count():
     done = update(schedule.now(counted_by))
     return _plan.joined(schedule.count([] if done is None else [done]))
 
   with tf.control_dependencies(first):
-    updated = _plan.once_for_all_replicas(updated)
+    updated = _plan.once_for_all_replicas(update_and_count)
   # An update that runs after the step stands for both.
   return updated if first and updated is not None else group(applied, updated)
 
