@@ -193,6 +193,44 @@ def centered_rms_prop_w(states, inputs, scalars):
   return _decayed(new, states[0], lr, decay)
 
 
+def _schedule_free(around, states, inputs, scalars):
+  """z' of a rule from z - lr d y; y' = y + a (z - y) + b (z' - z)."""
+  (y, z, *slots), (*scalars, d, a, b) = states, scalars
+  lr = scalars[0]
+  start_size = np.abs(z) + np.abs(lr * d * y)
+  (new, size), *others = around([z - lr * d * y, *slots], inputs, scalars)
+  size = size + start_size
+  return [(y + a * (z - y) + b * (new - z),
+           np.abs(y) + a * (np.abs(z) + np.abs(y)) + b * (size + np.abs(z))),
+          (new, size), *others]
+
+
+def schedule_free_sgd(states, inputs, scalars):
+  """Schedule-Free learning around sgdw."""
+  return _schedule_free(sgdw, states, inputs, scalars)
+
+
+def schedule_free_adam(states, inputs, scalars):
+  """The same around adam without the first moment."""
+  def around(states, inputs, scalars):
+    (w, v), (lr, b2, e, decay, p2) = states, scalars
+    of_w, _, of_v = adam([w, np.zeros_like(w), v], inputs,
+                         [lr, 0, b2, e, decay, 0, 0, p2])
+    return [of_w, of_v]
+
+  return _schedule_free(around, states, inputs, scalars)
+
+
+def schedule_free_rms_prop(states, inputs, scalars):
+  """The same around rms_prop_w."""
+  return _schedule_free(rms_prop_w, states, inputs, scalars)
+
+
+def schedule_free_adagrad(states, inputs, scalars):
+  """The same around adagrad_w."""
+  return _schedule_free(adagrad_w, states, inputs, scalars)
+
+
 def weighted_sum(states, inputs, scalars):
   """m' = m + w x, or w x where it is the first; x counts where w is not 0."""
   (m,), (x,), (w, first) = states, inputs, scalars
@@ -223,6 +261,10 @@ RULES = {
     "RMSProp": (rms_prop, 12),
     "RMSPropW": (rms_prop_w, 12),
     "SGDW": (sgdw, 8),
+    "ScheduleFreeAdagrad": (schedule_free_adagrad, 16),
+    "ScheduleFreeAdam": (schedule_free_adam, 20),
+    "ScheduleFreeRMSProp": (schedule_free_rms_prop, 16),
+    "ScheduleFreeSGD": (schedule_free_sgd, 16),
     # Rounded: the weight where it becomes float32, product, sum.
     "WeightedSum": (weighted_sum, 3),
 }
@@ -241,6 +283,9 @@ NOT_NEGATIVE = {
     "Ftrl": ("accum",),
     "RMSProp": ("rms",),
     "RMSPropW": ("rms",),
+    "ScheduleFreeAdagrad": ("accum",),
+    "ScheduleFreeAdam": ("v",),
+    "ScheduleFreeRMSProp": ("rms",),
 }
 
 

@@ -1,5 +1,6 @@
 """Checks of arguments, for all classes."""
 
+import math
 import numbers
 import operator
 
@@ -44,6 +45,26 @@ def fraction(subject, x):
     raise TypeError(f"`{subject}` must be a number, got {x!r}.")
   if not 0 <= x <= 1:
     raise ValueError(f"`{subject}` must be in [0, 1], got {x}.")
+
+
+def number(subject, x, least=None, most=math.inf):
+  """`x` as a float; raises an error if it is none, or out of range.
+
+  Args:
+    subject: The name of the argument.
+    x: Its value.
+    least: The least finite number that it may be; None if it must be greater
+      than 0.
+    most: The greatest.
+  """
+  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+    raise TypeError(f"`{subject}` must be a number, got {x!r}.")
+  if (not math.isfinite(x) or x > most or
+      (x <= 0 if least is None else x < least)):
+    bound = "greater than 0" if least is None else f"at least {least}"
+    raise ValueError(f"`{subject}` must be finite and {bound}" + (
+        f", and at most {most}" if most < math.inf else "") + f", got {x}.")
+  return float(x)
 
 
 def fused(fused):

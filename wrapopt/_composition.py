@@ -33,7 +33,16 @@ REFUSED = {
        for inner in (_ELASTIC, _MODEL)},
 }
 
+_FREE = "ScheduleFree"
+_AVERAGES_ITSELF = ("a ScheduleFree keeps an average of its own, from which its "
+                    "weights follow. Use one of the two")
+
 REFUSED_IN_KERAS = {
+    **{pair: _AVERAGES_ITSELF
+       for other in ("Lookahead", "MovingAverage", "SWA")
+       for pair in ((_FREE, other), (other, _FREE))},
+    (_FREE, _FREE): "a variable has one average of this kind. Use one of the "
+                    "two",
     ("Lookahead", "Lookahead"): (
         "a variable has one set of slow weights. Use one of the two"),
     ("MovingAverage", "MovingAverage"): _SEVERAL_DECAYS,

@@ -51,6 +51,7 @@
 #include "cc/rules/momentum_w.h"
 #include "cc/rules/rms_prop.h"
 #include "cc/rules/rms_prop_w.h"
+#include "cc/rules/schedule_free.h"
 #include "cc/rules/sgdw.h"
 #include "cc/rules/weighted_sum.h"
 
@@ -81,6 +82,15 @@
   X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
   X(RMSPropW, "var rms", "grad", "lr rho epsilon weight_decay", kAll)        \
   X(SGDW, "var", "grad", "lr weight_decay", kRows)                           \
+  X(ScheduleFreeAdagrad, "var z accum", "grad",                              \
+    "lr epsilon weight_decay weight_decay_at_y pull push", kAll)             \
+  X(ScheduleFreeAdam, "var z v", "grad",                                     \
+    "lr beta2 epsilon weight_decay beta2_power weight_decay_at_y pull push", \
+    kAll)                                                                    \
+  X(ScheduleFreeRMSProp, "var z rms", "grad",                                \
+    "lr rho epsilon weight_decay weight_decay_at_y pull push", kAll)         \
+  X(ScheduleFreeSGD, "var z", "grad",                                        \
+    "lr weight_decay weight_decay_at_y pull push", kAll)                     \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
 // Rules that differ from another one only in the step with a sparse gradient.

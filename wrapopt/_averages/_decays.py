@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._types import Float, Integer
@@ -132,7 +133,7 @@ class PowerDecay(_Decay):
           "PowerDecay takes one of `relative_width` and `gamma`, got "
           f"{relative_width!r} and {gamma!r}.")
     self._gamma = (gamma_of(relative_width) if gamma is None else
-                   _checked_number("gamma", gamma, 0))
+                   _checks.number("gamma", gamma, 0))
 
   @property
   def gamma(self) -> float:
@@ -196,10 +197,10 @@ class HalfLife:
                       f"{steps!r} and {fraction!r}.")
     self._config = {"steps": steps, "fraction": fraction}
     if steps is not None:
-      self.decay = 2 ** (-1 / _checked_number("steps", steps))
+      self.decay = 2 ** (-1 / _checks.number("steps", steps))
     else:
       # (1 - fraction)^(gamma + 1) = 1/2.
-      fraction = _checked_number("fraction", fraction, most=0.5)
+      fraction = _checks.number("fraction", fraction, most=0.5)
       self.decay = PowerDecay(
           gamma=max(0.0, math.log(2) / -math.log1p(-fraction) - 1))
 
@@ -236,7 +237,7 @@ def relative_width_of(gamma):
 
 def gamma_of(relative_width):
   """The exponent of the average with a relative width."""
-  width = _checked_number("relative_width", relative_width)
+  width = _checks.number("relative_width", relative_width)
   if width > _WIDEST * (1 + 1e-15):
     raise ValueError("`relative_width` must be at most 1/sqrt(12), 0.288675, "
                      f"got {width}.")
@@ -250,17 +251,6 @@ def gamma_of(relative_width):
     else:
       high = middle
   return 0.0 if width >= _WIDEST else high
-
-
-def _checked_number(name, x, least=None, most=math.inf):
-  if not isinstance(x, numbers.Real) or isinstance(x, bool):
-    raise TypeError(f"`{name}` must be a number, got {x!r}.")
-  if (not math.isfinite(x) or x > most or
-      (x <= 0 if least is None else x < least)):
-    bound = "greater than 0" if least is None else f"at least {least}"
-    raise ValueError(f"`{name}` must be finite and {bound}" + (
-        f", and at most {most}" if most < math.inf else "") + f", got {x}.")
-  return float(x)
 
 
 def checked(average_decay):

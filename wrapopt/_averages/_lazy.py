@@ -23,6 +23,7 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
 from wrapopt import ops
+from wrapopt._averages import _schedule_free
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
@@ -58,7 +59,9 @@ def is_lazy(average):
 
 def raw(average):
   """The variable that holds an average, for code that has settled it."""
-  return average.rows if isinstance(average, LazyAverage) else average
+  return (average.rows
+          if isinstance(average, (LazyAverage, _schedule_free.Interpolated))
+          else average)
 
 
 def checked_argument(lazy):

@@ -11,6 +11,8 @@ def values(variable):
     return list(variable.values)
   if isinstance(variable, ps_values.AggregatingVariable):
     return [variable.get()]
+  if hasattr(variable, "of_replicas"):  # An average that no variable holds.
+    return variable.of_replicas()
   return [variable]
 
 

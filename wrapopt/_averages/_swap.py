@@ -15,13 +15,16 @@ from tensorflow.python.eager import context
 
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
+from wrapopt._averages import _schedule_free
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _variables
 
 
-def same_dtype(a, b):
-  return _lazy.raw(a).dtype.base_dtype == _lazy.raw(b).dtype.base_dtype
+def _exchange(variable, average):
+  """Whether the two can exchange their buffers."""
+  return (not isinstance(average, _schedule_free.Interpolated) and
+          variable.dtype.base_dtype == _lazy.raw(average).dtype.base_dtype)
 
 
 class _Occupied:
@@ -66,14 +69,14 @@ class SwappedIn:
 
     Args:
       pairs: (variable, average) pairs. A pair of one dtype exchanges its
-        buffers. In other pairs, the average is converted and assigned to the
-        variable.
+        buffers. In other pairs, the average is converted or computed, and
+        assigned to the variable.
       place: None, or another variable that is to have no value meanwhile.
     """
     pairs = _replicas.components(pairs)
     # Of all averages of the variables, not only of these.
     _lazy.settle([v for v, _ in pairs])
-    self._others = [pair for pair in pairs if not same_dtype(*pair)]
+    self._others = [pair for pair in pairs if not _exchange(*pair)]
     self._raw = [v.read_value() for v, _ in self._others]
     converted = [tf.cast(s, v.dtype) for v, s in self._others]
     self._aside = _Aside(pairs, [] if place is None else
@@ -81,7 +84,7 @@ class SwappedIn:
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
-    self._holders = {id(s): v for v, s in pairs if same_dtype(v, s)}
+    self._holders = {id(s): v for v, s in pairs if _exchange(v, s)}
     self._aside.take()
     self._aside.trade()
     _assign(self._others, converted)
@@ -153,7 +156,7 @@ class SwapInGraph:
       A function that restores all values.
     """
     pairs = _replicas.components(pairs)
-    others = [pair for pair in pairs if not same_dtype(*pair)]
+    others = [pair for pair in pairs if not _exchange(*pair)]
     raw, averages = session.run(
         ([v for v, _ in others], [s for _, s in others]))
 
@@ -196,7 +199,7 @@ class _Aside:
     self._averages = [_lazy.raw(s) for _, s in pairs] + list(more)
     self._made = list(map(_without_value, self._averages))
     self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
-                  if same_dtype(v, s)]
+                  if _exchange(v, s)]
 
   def value(self, average):
     """The value that is here of an average, in eager mode, or None."""

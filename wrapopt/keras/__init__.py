@@ -20,8 +20,9 @@ from wrapopt.keras.evaluate_with_averages import EvaluateWithAverages
 from wrapopt.keras.lazy_adam import LazyAdam
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
+from wrapopt.keras.schedule_free import ScheduleFree
 from wrapopt.keras.snapshots import Snapshots
 from wrapopt.keras.swa import SWA
 
 __all__ = ["EvaluateWithAverages", "LazyAdam", "Lookahead", "MovingAverage",
-           "SWA", "Snapshots", "recalibrate_batch_norm"]
+           "SWA", "ScheduleFree", "Snapshots", "recalibrate_batch_norm"]

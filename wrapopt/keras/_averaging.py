@@ -253,14 +253,21 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """Sets the variables of a model to their averages."""
     _state.assign_all(self._averaged(model, decay))
 
-  def _adopt(self, model, decay=None):
-    """Sets all averages of a model to its variables, if these are no averages.
+  @contextlib.contextmanager
+  def _adopting(self, model):
+    """Sets all averages of a model to its variables, if the block sets these.
 
-    A callback has set the variables then.
+    Args:
+      model: A model whose variables are averages.
+
+    Yields:
+      None.
     """
-    pairs = _replicas.components(
-        [(_value(v), _value(s)) for v, s in self._averaged(model, decay)])
-    if all(np.array_equal(tf.cast(s, v.dtype), v) for v, s in pairs):
+    variables = [v for value, _ in self._averaged(model)
+                 for v in _replicas.values(_value(value))]
+    before = [v.read_value() for v in variables]
+    yield
+    if all(np.array_equal(x, v) for x, v in zip(before, variables)):
       return
     its = {self._var_key(v) for v in model.variables}
     for average, variable in self._state.pairs():

@@ -8,6 +8,7 @@ import typing
 import keras
 import tensorflow as tf
 
+from wrapopt import _native
 from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
@@ -82,6 +83,10 @@ _RULES = {
     _optimizers.SGD: _sgd,
 }
 
+# {rule: its rule in Schedule-Free learning}.
+_SCHEDULE_FREE = {"AdagradW": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
+                  "RMSPropW": "ScheduleFreeRMSProp", "SGDW": "ScheduleFreeSGD"}
+
 
 def add_rule(cls, name):
   """Makes `name` the rule of a subclass of Adam, one of this package."""
@@ -108,6 +113,79 @@ def rule_of(opt, cls):
   """The rule of `opt`, which is of class `cls`, or None."""
   find = _RULES.get(cls)
   return find(opt) if find else None
+
+
+def may_be_schedule_free(opt):
+  """Whether an optimizer without momentum has a rule of these."""
+  return (type(opt) in (_optimizers.Adagrad, _optimizers.Adam,
+                        _optimizers.AdamW, _optimizers.RMSprop,
+                        _optimizers.SGD) and
+          not getattr(opt, "amsgrad", False) and
+          not getattr(opt, "centered", False))
+
+
+def schedule_free_rule_of(opt, cls):
+  """The `_Rule` of a step of Schedule-Free learning, or None.
+
+  Its momentum is that of Schedule-Free learning.
+  """
+  rule = rule_of(opt, cls)
+  name = rule and _SCHEDULE_FREE.get(rule.rule)
+  if name is None:
+    return None
+  has = _native.rules()[name]
+  return rule._replace(
+      rule=name,
+      slots={k: row for k, row in rule.slots.items() if k in has.states},
+      scalars={k: x for k, x in rule.scalars.items() if k in has.scalars})
+
+
+def apply_schedule_free(opt, rule, grads, variables, z, motion,
+                        weight_decay_at_y):
+  """As `apply`, for a step of Schedule-Free learning.
+
+  The step moves all rows of a variable. So that of a sparse gradient is that of
+  the dense one.
+
+  Args:
+    opt: A Keras optimizer, which is built.
+    rule: The result of `schedule_free_rule_of`.
+    grads: Gradients: tensors or `tf.IndexedSlices`.
+    variables: The variables of the gradients.
+    z: The variables that hold their z.
+    motion: A `_schedule_free.Motion`.
+    weight_decay_at_y: A number.
+  """
+  values = list(map(value, variables))
+  grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
+  plan = _plan.Plan(grads, values, rule=rule.rule)
+  for decays_here, members in _by_decay(opt, values):
+    chosen = lambda row: [row[i] for i in members]
+    update = ops.Update(
+        rule.rule, {"var": chosen(values), "z": chosen(z),
+                    **_slots(opt, rule, chosen(variables))}, [], [])
+    plan.run(
+        update, chosen(grads),
+        {**rule.scalars, "lr": motion.rate, "pull": motion.pull,
+         "push": motion.push,
+         "weight_decay": (opt.weight_decay or 0.0) if decays_here else 0.0,
+         "weight_decay_at_y": weight_decay_at_y if decays_here else 0.0},
+        [], members=members)
+
+
+def _by_decay(opt, values):
+  """[(whether their weights decay, positions of variables)], without empty."""
+  decay = [bool(opt._use_weight_decay(v)) for v in values]
+  groups = [(x, [i for i, y in enumerate(decay) if y == x])
+            for x in (True, False)]
+  return [group for group in groups if group[1]]
+
+
+def _slots(opt, rule, variables):
+  """The slots of variables: {state of the rule: [tf.Variable]}."""
+  indices = [opt._get_variable_index(v) for v in variables]
+  return {state: [slots[i].value for i in indices]
+          for state, slots in rule.slots.items()}
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
@@ -160,14 +238,12 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     if not members:
       continue
     chosen = lambda row: [row[i] for i in members]
-    indices = [opt._get_variable_index(variables[i]) for i in members]
-    states = {state: [slots[i].value for i in indices]
-              for state, slots in rule.slots.items()}
     scalars = {"lr": rate, **rule.scalars}
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
     update = ops.Update(
-        rule.rule, {"var": chosen(values), **states},
+        rule.rule,
+        {"var": chosen(values), **_slots(opt, rule, chosen(variables))},
         [list(map(_lazy.raw, chosen(row))) for row in averages], decays)
     plan.run(update, chosen(grads), scalars, decays, members=members)
   if of_keras:

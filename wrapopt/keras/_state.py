@@ -19,9 +19,10 @@ _value = _rules.value
 
 class Count(typing.NamedTuple):
   """Values of a count, see `WrapperOptimizer._make_count`."""
-  value: int
-  seeded: int
-  missing: int
+  value: typing.Any
+  seeded: typing.Any
+  missing: typing.Any
+  swapped_in: typing.Callable = lambda value: value
 
 
 class Row(collections.abc.Mapping):
@@ -168,8 +169,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           value = _value(average)
         in_files = self._in_files.get(name, name)
         store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
-    for name, (variable, _) in self._counts.items():
-      store[name] = variable.numpy()
+    for name, (variable, count) in self._counts.items():
+      value = variable.numpy()
+      store[name] = count.swapped_in(value) if self._swapped_in else value
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load")

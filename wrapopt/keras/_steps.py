@@ -73,7 +73,7 @@ def followed(opt, followers):
     return followed(opt._inner(), [opt, *followers])
   held = _held(opt)
   if held:
-    return _view(opt, {
+    return view(opt, {
         "_backend_update_step": _refused(type(opt), list(held), followers),
         **{name: _property(name, followers) for name in held}})
   return _followed_innermost(opt, followers)
@@ -112,7 +112,7 @@ def _followed_innermost(opt, followers):
     reached += 1
     cls._backend_increment_gradient_accumulators(self, grads, accumulators)
 
-  return _view(opt, {
+  return view(opt, {
       "apply": apply,
       "apply_gradients": apply_gradients,
       # The update includes the weight decay.
@@ -167,6 +167,25 @@ class Follower:
     """The optimizer that this wraps."""
     raise NotImplementedError
 
+  def _take(self, step, opt, cls, grads, variables, learning_rate):
+    """Takes a step itself, in place of the optimizer.
+
+    A wrapper that does so has no other around it or inside.
+
+    Args:
+      step: A Step, which is about to be taken.
+      opt: The view of the innermost optimizer.
+      cls: The optimizer's class.
+      grads: Gradients: tensors or `tf.IndexedSlices`.
+      variables: Their variables.
+      learning_rate: The learning rate of the step.
+
+    Returns:
+      Whether it has taken it.
+    """
+    del step, opt, cls, grads, variables, learning_rate
+    return False
+
   def _averages_of(self, step):
     """What to update in the pass of the step, or None.
 
@@ -191,13 +210,19 @@ class Follower:
     raise NotImplementedError
 
 
-def _view(opt, attributes):
+def view(opt, attributes):
+  """An object that shares all attributes of an optimizer but some.
+
+  Args:
+    opt: A `keras.optimizers.Optimizer`.
+    attributes: {name: attribute of the class} of the others.
+  """
   cls = type(opt)
-  view = object.__new__(type(cls.__name__, (cls,), {
+  seen = object.__new__(type(cls.__name__, (cls,), {
       "__module__": cls.__module__, "__doc__": cls.__doc__, **attributes}))
   # Keras's __setattr__ would track it as an attribute.
-  object.__setattr__(view, "__dict__", vars(opt))
-  return view
+  object.__setattr__(seen, "__dict__", vars(opt))
+  return seen
 
 
 def _held(opt):
@@ -232,6 +257,8 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
   step = Step(tf.convert_to_tensor(opt.iterations), values,
               list(map(opt._var_key, variables)),
               [(_value(v), opt._var_key(v)) for v in opt._trainable_variables])
+  if followers[0]._take(step, opt, cls, grads, variables, learning_rate):
+    return
   constraints = [v.constraint for v in variables]
   rule = _rules.rule_of(opt, cls)
   if rule is not None and not tf.distribute.has_strategy():

@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 import keras
 from keras.src import backend
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
@@ -163,8 +164,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     del variable
     return average
 
-  def _make_count(self, name, value, seeded=None, missing=None):
-    """Makes an int64 variable that is saved and restored with the averages.
+  def _make_count(self, name, value, seeded=None, missing=None, *,
+                  dtype="int64", **kwargs):
+    """Makes a variable that is saved and restored with the averages.
 
     Args:
       name: Its name.
@@ -172,16 +174,19 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       seeded: Its value after averages are seeded; by default `value`.
       missing: Its value if a file has averages and not this count; by default
         `value`.
+      dtype: Its dtype.
+      **kwargs: `swapped_in`: a function that maps its value to the one that is
+        saved while averages are in place.
 
     Returns:
       A `keras.Variable`.
     """
     count = self.add_variable(
-        shape=(), dtype="int64", name=name,
+        shape=np.shape(value), dtype=dtype, name=name,
         initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
     self._state.add_count(name, count, _state.Count(
         value, value if seeded is None else seeded,
-        value if missing is None else missing))
+        value if missing is None else missing, **kwargs))
     return count
 
   def _make_counts(self, name, *args, **kwargs):

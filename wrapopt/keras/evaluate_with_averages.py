@@ -255,10 +255,10 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           optimizer.assign_averages(self.model, self._evaluated)
       if self._dataset is not None:
         (self._recalibrated or self._recalibration.of(self.model)).assign()
-    self._call("on_train_end", logs)
-    if self._callbacks:
-      for optimizer in found:
-        optimizer._adopt(self.model, self._evaluated)
+    with contextlib.ExitStack() as stack:
+      for optimizer in found if self._callbacks else ():
+        stack.enter_context(optimizer._adopting(self.model))
+      self._call("on_train_end", logs)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)

@@ -1,0 +1,185 @@
+"""Schedule-Free learning, for all optimizers: its numbers, and its average.
+
+The symbols are those of cc/rules/schedule_free.h.
+"""
+
+import typing
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _checks
+from wrapopt import ops
+from wrapopt._averages import _replicas
+
+# What the state of a schedule holds, a vector of float64: the number of steps,
+# the sum of their weights, the largest learning rate, and the weight of x in
+# what the variables hold now (`momentum`, or 1 where they hold x itself).
+HELD = 3
+
+
+class Motion(typing.NamedTuple):
+  """The numbers of one step.
+
+  Attributes:
+    rate: The learning rate, with warm-up.
+    c: The weight of the new z in x.
+    pull: See cc/rules/schedule_free.h.
+    push: See there.
+    state: The state of the schedule after the step.
+  """
+  rate: typing.Any
+  c: typing.Any
+  pull: typing.Any
+  push: typing.Any
+  state: typing.Any
+
+
+class Schedule(typing.NamedTuple):
+  """The arguments of an optimizer, checked.
+
+  Attributes:
+    momentum: The weight of x in y: beta.
+    warmup_steps: The number of steps in which the learning rate rises.
+    weight_lr_power: The power of the largest learning rate in a step's weight.
+    r: The power of the number of the step in its weight.
+    weight_decay_at_y: The part of y, times the rate, that a step takes from z.
+  """
+  momentum: float
+  warmup_steps: int
+  weight_lr_power: float
+  r: float
+  weight_decay_at_y: float
+
+  def initial_state(self):
+    """The state before the first step: a list."""
+    return [0.0, 0.0, 0.0, self.momentum]
+
+  def motion(self, state, learning_rate):
+    """The numbers of the next step.
+
+    Args:
+      state: The state before it: a float64 vector.
+      learning_rate: A number, tensor or variable.
+
+    Returns:
+      A Motion.
+    """
+    # In eager mode, numbers of Python take a tenth of the time of tensors.
+    maths = np if tf.executing_eagerly() else tf
+    rate = ops.float64(tf.convert_to_tensor(learning_rate))
+    if maths is np:
+      steps, weights, largest, held = map(float, state.numpy())
+      rate = float(rate)
+    else:
+      steps, weights, largest, held = tf.unstack(state)
+    if self.warmup_steps:
+      rate = rate * maths.minimum((steps + 1) / self.warmup_steps, 1.0)
+    largest = maths.maximum(largest, rate)
+    weight = (steps + 1)**self.r * largest**self.weight_lr_power
+    weights = weights + weight
+    # 0 while all rates are 0.
+    c = weight / maths.maximum(weights, np.finfo(np.float64).tiny)
+    of_x = self.momentum * (1 - c)
+    return Motion(rate, c, 1 - of_x / held, 1 - of_x,
+                  maths.stack([steps + 1, weights, largest, self.momentum]))
+
+
+def checked(momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y):
+  """The Schedule of these arguments.
+
+  Raises:
+    TypeError: If one has a wrong type.
+    ValueError: If one is out of range.
+  """
+  # A momentum of 0 would leave nothing of x in the variables.
+  return Schedule(
+      _checks.number("momentum", momentum, most=1),
+      _checks.integer("warmup_steps", warmup_steps, 0),
+      _checks.number("weight_lr_power", weight_lr_power, 0),
+      _checks.number("r", r, 0),
+      _checks.number("weight_decay_at_y", weight_decay_at_y, 0))
+
+
+def holding_x(state):
+  """A state whose variables hold x: an array."""
+  state = np.array(state)
+  state[HELD] = 1
+  return state
+
+
+def x_of(y, z, held):
+  """x, if `y` has the weight `held` of x and the rest of z: a tensor."""
+  dtype = computed_in(y.dtype)
+  apart = tf.cast(1 - 1 / held, dtype)
+  y, like = tf.cast(y, dtype), y.dtype
+  return tf.cast(y + apart * (tf.cast(z, dtype) - y), like)
+
+
+def start(y, z, motion, weight_decay_at_y):
+  """Where the inner optimizer's step starts: a tensor."""
+  if not weight_decay_at_y:
+    return tf.identity(z)
+  dtype = computed_in(y.dtype)
+  by = tf.cast(motion.rate * weight_decay_at_y, dtype)
+  return tf.cast(tf.cast(z, dtype) - by * tf.cast(y, dtype), z.dtype)
+
+
+def y_of(x, z, motion, momentum):
+  """y after a step to `z`, from x before it: a tensor."""
+  dtype = computed_in(x.dtype)
+  like, x, z = x.dtype, tf.cast(x, dtype), tf.cast(z, dtype)
+  x = x + tf.cast(motion.c, dtype) * (z - x)
+  return tf.cast(x + (1 - momentum) * (z - x), like)
+
+
+def computed_in(dtype):
+  """The dtype in which numbers of `dtype` are computed."""
+  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
+
+
+class Interpolated:
+  """x, which no variable holds: an average that follows from y and z.
+
+  It converts to a tensor.
+
+  Attributes:
+    rows: The variable that holds z.
+  """
+
+  def __init__(self, variable, rows, state):
+    """Makes the average of a variable.
+
+    Args:
+      variable: The variable, which holds y.
+      rows: The variable that holds z.
+      state: The variable that holds the state of the schedule.
+    """
+    self._variable, self.rows, self._state = variable, rows, state
+
+  @property
+  def dtype(self):
+    return self._variable.dtype
+
+  @property
+  def shape(self):
+    return self._variable.shape
+
+  def read_value(self):
+    """x now: a tensor."""
+    return x_of(self._variable.read_value(), self.rows.read_value(),
+                self._state.read_value()[HELD])
+
+  def __array__(self, dtype=None, copy=None):
+    del copy  # x is computed each time.
+    return np.array(self.read_value(), dtype)
+
+  def of_replicas(self):
+    """Those of the components of a strategy's variable: a list."""
+    return [Interpolated(*parts) for parts in zip(*map(
+        _replicas.values, (self._variable, self.rows, self._state)))]
+
+
+tf.register_tensor_conversion_function(
+    Interpolated, lambda x, dtype=None, name=None, as_ref=False: (
+        x.read_value() if dtype is None else tf.cast(x.read_value(), dtype)))
