@@ -66,8 +66,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._settle = settle  # Called before averages are saved.
     self._is_loaded = False  # Whether Keras has loaded a file, see below.
     self._completed = -1  # The restored checkpoint that `complete` has seen.
-    # {index: (average, variable)} by name.
-    self._rows = collections.defaultdict(dict)
+    self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._indices = collections.defaultdict(list)  # Of these, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
     self.place = None
@@ -95,7 +95,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
     if i is None:
       i = len(self._rows[name])
-    self._rows[name][i] = average, variable
+    self._rows[name].append((average, variable))
+    self._indices[name].append(i)
     in_files = self._in_files.get(name, name)
     self._track_trackable(_value(average), f"{in_files}.{i}")
     if in_files != name:
@@ -125,7 +126,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def pairs(self):
     """All (average, variable) pairs."""
-    return [pair for row in self._rows.values() for pair in row.values()]
+    return [pair for row in self._rows.values() for pair in row]
 
   def seed(self):
     """Sets all averages to the values of their variables."""
@@ -171,7 +172,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def save_own_variables(self, store):
     self._settle()
     for name, row in self._rows.items():
-      for i, (average, _) in row.items():
+      for i, (average, _) in zip(self._indices[name], row):
         # If the model is saved with averages in place, these are its weights.
         value = self._swapped_in and self._swapped_in.value(_value(average))
         if value is None:
@@ -193,14 +194,14 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       found = names.get(in_file, 0)
       unread.discard(in_file)
       fits = found == len(row) and all(
-          f"{in_file}.{i}" in store.keys() for i in row)
+          f"{in_file}.{i}" in store.keys() for i in self._indices[name])
       if found and not fits:
         others = " of other variables" if found == len(row) else ""
         warnings.warn(
             f"The file must have {len(row)} averages named '{in_file}' like "
             f"the optimizer, got {found}{others}. They start at the values of "
             "their variables.")
-      for i, (average, variable) in row.items():
+      for i, (average, variable) in zip(self._indices[name], row):
         _load(average, variable, store[f"{in_file}.{i}"] if fits else None)
       has_averages |= fits
     for name, (variable, count) in self._counts.items():
