@@ -87,7 +87,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
                num_updates: Any = None, sequential_update: bool = True,
                name: str = "MovingAverageOptimizer", *,
                shadow_dtype: Any = None, fused: Optional[bool] = None,
-               lazy: Optional[bool] = None) -> None:
+               lazy: Optional[bool] = None, variables: Any = None,
+               update_every: int = 1) -> None:
     """Wraps `opt`.
 
     Args:
@@ -125,15 +126,31 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         may lag behind until they are read. By default (None), where that is
         exact (`is_lazy`). If False, each step moves all rows, and `average`
         always returns a `tf.Variable`.
+      variables: Which variables are averaged; by default all. A function of a
+        variable that returns True or False, or a list of variables. A function
+        is called before a variable's first step, with the strategy's variable
+        in a `tf.distribute` strategy. Each `apply_gradients` must get all
+        listed variables. The others are trained in the same way, and an
+        evaluation uses them as they are. They have no average, at no cost.
+      update_every: The averages move in every step of this number of steps: in
+        the n-th, the 2n-th and so on, counted from the first step of the
+        averages. Only steps that change averaged variables are counted:
+        none that a gate drops. The other steps neither read nor write the
+        averages, except rows of `is_lazy` averages that must catch up. A decay
+        is one of an update, not of a step: the update after n steps multiplies
+        the average by it once. `num_updates` is divided by `update_every`,
+        without the remainder. The count, "average_steps", is saved and
+        restored; `seed_averages` resets it.
 
     Raises:
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, or
-        `average_decay`, `num_updates`, `sequential_update` or `fused` has
-        another type.
+        `average_decay`, `num_updates`, `sequential_update`, `fused`,
+        `variables` or `update_every` has another type.
       ValueError: If a decay or `num_updates` is out of range, decays repeat,
         `fused` is True and there is no op for the inner optimizer,
-        `shadow_dtype` is another dtype, `lazy` is neither None nor False, or
-        `opt` contains a `MovingAverageOptimizer`.
+        `shadow_dtype` is another dtype, `lazy` is neither None nor False,
+        `variables` is an empty list, `update_every` is less than 1, or `opt`
+        contains a `MovingAverageOptimizer`.
     """
     decays = _decays.checked(average_decay)
     _decays.check_num_updates(num_updates)
@@ -143,7 +160,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
           f"tf.float32, got {shadow_dtype!r}.")
     super().__init__(
         opt, name, decays, None if shadow_dtype is None else tf.float32,
-        _lazy.checked_argument(lazy))
+        _lazy.checked_argument(lazy), variables, update_every)
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
@@ -174,23 +191,28 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       In a graph, an `Operation` named `train_with_avg`. In eager mode, None.
 
     Raises:
-      TypeError: If a variable is not of a floating dtype, or a gradient cannot
-        be converted to a tensor.
-      ValueError: If there is no variable, or none has a gradient.
+      TypeError: If an averaged variable is not of a floating dtype, a gradient
+        cannot be converted to a tensor, or a function `variables` returns
+        anything but True or False.
+      ValueError: If there is no variable, none has a gradient, or one that
+        `variables` lists is missing.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
-    variables = self._averaged_variables(step)
+    variables = self._trained_variables(step)
     held, shadows = self._shadows_by_decay(variables)
-    taken = self._inner._take(step.with_one_pass(self._fused)._replace(
-        averages=_plan.Averages(
-            variables, shadows, held,
-            _decays.Schedule(self._decays, self._num_updates,
-                             self.average_steps()),
-            self._sequential_update)))
+    averages = None
+    if any(s is not None for s in held[0]):
+      averages = _plan.Averages(
+          variables, shadows, held,
+          _decays.Schedule(self._decays, self._num_updates,
+                           self.average_steps(), self._update_every),
+          self._sequential_update)
+    taken = self._inner._take(
+        step.with_one_pass(self._fused)._replace(averages=averages))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
 
   @property
@@ -238,7 +260,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
     Returns:
       The variable that holds the average, or None if `var` has had no gradient
-      yet. If its rows may lag behind (`is_lazy`), and in eager mode if they may
+      yet or is not averaged (`variables`). If its rows may lag behind (`is_lazy`), and in eager mode if they may
       do so later, an object that is no `tf.Variable`: it converts to a tensor,
       and has the methods of a variable to read, assign and save it, but no
       `handle`. `lazy=False` makes all averages variables.
@@ -249,12 +271,14 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     return [self.get_slot(v, slot) for v in var]
 
   def average_steps(self) -> Optional[Variable]:
-    """The variable that counts the updates of the averages.
+    """The variable that counts the steps of the averages.
+
+    After t steps, the averages have moved `t // update_every` times.
 
     Returns:
       An int64 variable, "average_steps" in graphs and checkpoints. None if
-      there is no average yet, or no decay is a `PowerDecay`: then updates are
-      not counted.
+      there is no average yet, or if no decay is a `PowerDecay` and
+      `update_every` is 1: then steps are not counted.
     """
     return self._steps_of(_averaging.graph_of_state())
 

@@ -245,8 +245,15 @@ double Pass::bytes() const {
   double elements = 0;
   for (const Variable& variable : variables_) elements += variable.elements;
   double bytes = 0;
-  for (const Stage& stage : stages_) bytes += elements * stage.bytes;
+  for (const Stage& stage : stages_) {
+    if (!stage.is_idle()) bytes += elements * stage.bytes;
+  }
   return bytes;
+}
+
+bool Pass::is_idle() const {
+  return std::all_of(stages_.begin(), stages_.end(),
+                     [](const Stage& stage) { return stage.is_idle(); });
 }
 
 void Pass::Run(size_t begin, size_t end) const {
@@ -277,9 +284,11 @@ void Pass::Run(size_t begin, size_t end) const {
         operands = own.data();
       }
       for (const Stage& stage : stages_) {
-        stage.step.loop(operands, stage.scalars, from, to,
-                        {variable->elements, stage.new_inputs,
-                         /*states=*/stage.scratch != 0});
+        if (!stage.is_idle()) {
+          stage.step.loop(operands, stage.scalars, from, to,
+                          {variable->elements, stage.new_inputs,
+                           /*states=*/stage.scratch != 0});
+        }
         operands += stage.operands;
       }
     }

@@ -122,6 +122,10 @@ class Pass {
     size_t bytes;  // The memory traffic of one element.
     bool new_inputs;  // False if an earlier stage has read them.
     int scratch = -1;  // The index of the scratch array among its operands.
+
+    // Whether the stage changes nothing: cc/rules/ema.h with a rate of 0. Then
+    // a pass does not run it, and neither reads nor writes its arrays.
+    bool is_idle() const { return step.rule == RuleId::kEma && *scalars == 0; }
   };
 
   // `scratch` is the type of the scratch array.
@@ -141,6 +145,9 @@ class Pass {
 
   // The memory traffic of the whole pass, in bytes.
   double bytes() const;
+
+  // Whether no stage changes anything.
+  bool is_idle() const;
 
   // For a back end with other loops.
   const std::vector<Stage>& stages() const { return stages_; }

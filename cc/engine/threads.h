@@ -74,7 +74,7 @@ void RunParallel(const Threads& threads, int64_t units,
 inline void RunPass(const Threads& threads, const Pass& pass) {
   // The memory traffic of a core per cycle while another core is busy.
   constexpr double kBytesPerCycle = 8;
-  if (pass.blocks() == 0) return;
+  if (pass.blocks() == 0 || pass.is_idle()) return;
   RunParallel(threads, pass.blocks(),
               static_cast<int64_t>(pass.bytes() / pass.blocks() /
                                    kBytesPerCycle),

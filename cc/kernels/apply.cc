@@ -109,6 +109,8 @@ class ApplyOp : public OpKernel {
                              : variables.CheckSameShape(grads[i].shape(),
                                                         "grad", i, var + i));
     }
+    // Rows that lag behind may have to catch up.
+    if (!lazy) averages_.LeaveIdle(rates, shadows, &variables);
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
     // For each variable: its averages, if their rows may lag behind.

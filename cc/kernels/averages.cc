@@ -10,10 +10,11 @@ namespace wrapopt {
 
 void AddAverages(const RuleStep& step, const std::vector<double>& rates,
                  size_t value_bytes, Pass* pass) {
-  for (size_t k = 0; k < rates.size(); ++k) {
-    pass->AddStage({step, &rates[k], 2,
-                    2 * SizeOf(step.state) + (k == 0 ? value_bytes : 0),
-                    k == 0 && value_bytes > 0});
+  for (const double& rate : rates) {
+    pass->AddStage({step, &rate, 2, 2 * SizeOf(step.state) + value_bytes,
+                    value_bytes > 0});
+    // The first stage that runs reads the value.
+    if (!pass->stages().back().is_idle()) value_bytes = 0;
   }
 }
 
@@ -66,6 +67,15 @@ void Averages::WarnIfReplaced(const Variables& variables, int value,
                   "and the average is wrong. Read the average before you "
                   "change the variable, or make the optimizer with lazy=False.";
     average.step_value() = average.Address();
+  }
+}
+
+void Averages::LeaveIdle(const std::vector<double>& rates, int shadows,
+                         Variables* variables) const {
+  for (int k = 0; k < per_value(); ++k) {
+    for (int i = 0; rates[k] == 0 && i < values(); ++i) {
+      variables->Leave(shadows + k * values() + i);
+    }
   }
 }
 

@@ -36,6 +36,10 @@ class Averages : public ShadowContract {
                           std::vector<double>* rates,
                           std::vector<double>* logs = nullptr) const;
 
+  // Makes PrepareToWrite() leave averages alone that move by a rate of 0.
+  void LeaveIdle(const std::vector<double>& rates, int shadows,
+                 Variables* variables) const;
+
   void AddStages(const std::vector<double>& rates, size_t value_bytes,
                  Pass* pass) const {
     AddAverages(step_, rates, value_bytes, pass);

@@ -41,6 +41,7 @@ class EmaUpdateOp : public OpKernel {
                                        &values));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
+    averages_.LeaveIdle(rates, shadows, &variables);
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
     Pass pass;

@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
 #include "xla/stream_executor/device_address.h"
 #include "xla/stream_executor/stream.h"
@@ -53,14 +54,24 @@ absl::Status ZeroOnGpu(OpKernelContext* ctx, Tensor* tensor) {
 // out, or averages alone.
 absl::Status RunPassOnGpu(OpKernelContext* ctx, const Pass& pass,
                           const LazyRows* lazy) {
-  if (pass.stages().empty() || pass.variables() == 0) return absl::OkStatus();
+  // Rows that lag behind may have to catch up.
+  const auto is_idle = [lazy](const Pass::Stage& stage) {
+    return lazy == nullptr && stage.is_idle();
+  };
+  if (pass.variables() == 0 || absl::c_all_of(pass.stages(), is_idle)) {
+    return absl::OkStatus();
+  }
   gpu::Update update;
   update.is_double = pass.stages().front().step.state == Number::kDouble;
   // Indices of the update's arrays among a variable's operands.
   std::vector<int> arrays, targets;
   int operand = 0;
   for (const Pass::Stage& stage : pass.stages()) {
-    const bool is_first = operand == 0;
+    if (is_idle(stage)) {
+      operand += stage.operands;
+      continue;
+    }
+    const bool is_first = arrays.empty();
     switch (stage.step.rule) {
       case RuleId::kWeightedSum:
         update.sources.push_back({stage.scalars[0], stage.step.input});

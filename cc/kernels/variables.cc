@@ -329,7 +329,7 @@ absl::Status Variables::PrepareToWrite() {
       TF_RETURN_IF_ERROR(MakeZeros(entry));
       continue;
     }
-    if (entry.access == Access::kWrite && IsShared(entry)) {
+    if (entry.access == Access::kWrite && !entry.is_left && IsShared(entry)) {
       TF_RETURN_IF_ERROR(Copy(entry));
     }
   }

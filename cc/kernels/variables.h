@@ -104,6 +104,10 @@ class Variables final : public CheckedVariables {
     entries_[variable].made_shape = shape;
   }
 
+  // Says that a variable of a list that is written is not: PrepareToWrite() need
+  // not copy it.
+  void Leave(int variable) { entries_[variable].is_left = true; }
+
   // Gives each written variable a buffer that no reader shares. Call it after
   // all checks: it is the first call with an effect on variables, though it
   // changes no value.
@@ -184,6 +188,7 @@ class Variables final : public CheckedVariables {
     std::optional<tensorflow::DataType> made_of;
     tensorflow::TensorShape made_shape;
     bool has_value = true;
+    bool is_left = false;  // See Leave().
   };
 
   // Whether a reader holds the buffer of a variable to write.

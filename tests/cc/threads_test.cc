@@ -207,6 +207,61 @@ TEST(Pass, OfNothing) {
   EXPECT_EQ(pass.blocks(), 0u);
 }
 
+// Averages of rate 0 have no memory here: a pass that read or wrote them would
+// crash. The other average still moves.
+TEST(Pass, LeavesAveragesOfRateZeroAlone) {
+  Random random(8);
+  const Number number = Number::kFloat;
+  const Isa isa = SupportedIsas().back();
+  const double scalars[] = {0.1, 0.9, 1}, rates[] = {0, 0.25, 0};
+  const RuleStep move = FindStep(RuleId::kEma, number, number, isa);
+  for (const int threads : {0, 3}) {
+    for (const bool with_step : {true, false}) {
+      Pass pass, idle;
+      if (with_step) {
+        pass.AddStage({FindStep(RuleId::kMomentum, number, number, isa),
+                       scalars, 3, 20, /*new_inputs=*/true});
+      }
+      for (const double& rate : rates) {
+        pass.AddStage({move, &rate, 2, 8, /*new_inputs=*/false});
+        if (rate == 0) idle.AddStage({move, &rate, 2, 8, false});
+      }
+      const size_t size = 200001;
+      std::vector<Array> got;
+      for (int a = 0; a < 4; ++a) {
+        got.push_back(Numbers(size, number, &random, a));
+      }
+      const std::vector<Array> want = got;
+      void* const var = got[0].data();
+      std::vector<void*> operands = {var, got[1].data(), got[2].data()};
+      if (!with_step) operands.clear();
+      for (void* const shadow : {static_cast<void*>(nullptr), got[3].data(),
+                                 static_cast<void*>(nullptr)}) {
+        operands.push_back(shadow);
+        operands.push_back(var);
+      }
+      pass.AddVariable(size, operands);
+      RunPass(Pool(threads), pass);
+      void* const step[] = {want[0].data(), want[1].data(), want[2].data()};
+      if (with_step) {
+        Reference(RuleId::kMomentum, number, number, step, scalars, size);
+      }
+      void* const ema[] = {want[3].data(), step[0]};
+      Reference(RuleId::kEma, number, number, ema, &rates[1], size);
+      for (int a = 0; a < 4; ++a) {
+        ExpectSame(got[a], want[a], number, "array " + std::to_string(a));
+      }
+      EXPECT_EQ(pass.bytes(), size * (with_step ? 28.0 : 8.0));
+      EXPECT_FALSE(pass.is_idle());
+
+      idle.AddVariable(size, {nullptr, nullptr, nullptr, nullptr});
+      RunPass(Pool(threads), idle);
+      EXPECT_EQ(idle.bytes(), 0);
+      EXPECT_TRUE(idle.is_idle());
+    }
+  }
+}
+
 // A weighted sum of two sources in the scratch array, towards which a target
 // moves; in double, the scratch array is full to its end.
 TEST(Pass, KeepsASumInItsScratchArray) {

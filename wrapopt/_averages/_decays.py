@@ -336,17 +336,58 @@ def warmed_up(decay, num_updates):
   return tf.minimum(ops.float64(decay), (1 + n) / (10 + n))
 
 
+# Averages that move in every n-th step: n is `every`. A decay of exactly 1 does
+# not move an average. The native ops then neither read nor write it.
+
+
+def is_due(steps, every):
+  """Whether averages move in a step.
+
+  Args:
+    steps: The number of steps of the averages before it: an integer tensor.
+    every: An int.
+
+  Returns:
+    A bool in eager mode, or if it is always True; else a tensor.
+  """
+  if every == 1:
+    return True
+  if tf.executing_eagerly():
+    return (int(steps) + 1) % every == 0
+  return tf.equal((steps + 1) % every, 0)
+
+
+def periods(n, every):
+  """The number of updates in `n` steps: a tensor or number of its dtype."""
+  return n if every == 1 else n // every
+
+
+def where_due(due, decays):
+  """The decays of a step in which averages move if `due`, as of `is_due`."""
+  if due is None or due is True:
+    return decays
+  return [tf.where(due, ops.float64(decay), tf.constant(1, tf.float64))
+          for decay in decays]
+
+
+def unmoved(decays):
+  """The decays of a step that moves no average."""
+  return [1.0] * len(decays)
+
+
 class Schedule(typing.NamedTuple):
   """The decays of an optimizer of tf.compat.v1, and what they depend on.
 
   Attributes:
     decays: What `checked` returns.
     num_updates: A count of updates by which they warm up, or None.
-    steps: The variable that counts the updates of the averages, or None.
+    steps: The variable that counts the steps of the averages, or None.
+    every: The averages move in each step of this number of steps.
   """
   decays: list
   num_updates: Any
   steps: Optional[tf.Variable]
+  every: int = 1
 
   @property
   def is_called(self):
@@ -361,16 +402,22 @@ class Schedule(typing.NamedTuple):
       counted_by: A variable that this step will increment, or None. The decays
         count the increment.
     """
+    steps = due = None
+    if self.steps is not None:
+      steps = _replicas.values(self.steps)[0].read_value()
+      due = is_due(steps, self.every)
+      if due is False:
+        return unmoved(self.decays)
     counts = []
     if self.num_updates is not None:
       n = ops.float64(value_now(self.num_updates))
-      counts.append(n + 1 if self.num_updates is counted_by else n)
-    return of_step(
-        self.decays,
-        lambda: _replicas.values(self.steps)[0].read_value() + 1, counts)
+      n = n + 1 if self.num_updates is counted_by else n
+      counts.append(periods(n, self.every))
+    return where_due(due, of_step(
+        self.decays, lambda: periods(steps, self.every) + 1, counts))
 
   def count(self, updates, accept=True):
-    """Counts an update of the averages.
+    """Counts a step of the averages.
 
     Args:
       updates: The operations that update them: a list.

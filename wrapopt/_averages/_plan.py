@@ -4,6 +4,10 @@ A wrapper says as data which averages a step must update: `Averages`. Whoever
 takes the step makes a `Plan` before it. The plan alone decides for each
 variable whether its averages move in the pass of a native op or after the step,
 and in all rows or only in those that the step touches.
+
+A variable that is not averaged has None in place of each average. Of the
+variables of a step, those with averages move in one pass with them, and the
+others in an op without averages, which runs after it.
 """
 
 import typing
@@ -21,9 +25,10 @@ class Averages(typing.NamedTuple):
   """The averages that a step of an optimizer of tf.compat.v1 must update.
 
   Attributes:
-    variables: The averaged variables of the step, each once.
+    variables: The variables of the step that have a gradient, each once. At
+      least one is averaged.
     shadows_by_decay: For each decay, a list of the averages of `variables`:
-      variables or LazyAverages.
+      variables or LazyAverages, or None for those that are not averaged.
     held_by_decay: The variables that hold them. In eager mode the same list in
       each step, by which facts are found.
     schedule: Their `_decays.Schedule`.
@@ -51,7 +56,7 @@ class Averages(typing.NamedTuple):
     Returns:
       An operation in a graph, else None.
     """
-    return update_all([list(zip(self.variables, row))
+    return update_all([_averaged(zip(self.variables, row))
                        for row in self.shadows_by_decay], decays)
 
 
@@ -81,7 +86,8 @@ class Plan:
     Args:
       grads: The gradients: tensors or `tf.IndexedSlices`.
       variables: Their variables.
-      shadows_by_decay: For each decay, the averages of the variables; or empty.
+      shadows_by_decay: For each decay, the averages of the variables, or None
+        for one that is not averaged; or empty.
       rule: The name of the rule by which the step is taken, or None.
       rows_stay: Whether nobody changes rows after the step that it does not
         touch.
@@ -156,9 +162,9 @@ class Plan:
       An operation in a graph, else None.
     """
     # A variable that is listed twice has one average.
-    members = {id(self._variables[i]): i
-               for i in self._positions(members)}.values()
-    if not self._shadows or not members:
+    members = {id(self._variables[i]): i for i in self._positions(members)
+               if self._shadows and self._shadows[0][i] is not None}.values()
+    if not members:
       return None
     touched = [i for i in members if self._touched[i] is not None]
     others = [i for i in members if self._touched[i] is None]
@@ -177,6 +183,11 @@ class Plan:
     return range(len(self._variables)) if members is None else members
 
 
+def _averaged(pairs):
+  """The (variable, average) pairs of variables that are averaged."""
+  return [(v, s) for v, s in pairs if s is not None]
+
+
 def update_all(pairs_by_decay, decays):
   """Updates all rows of averages.
 
@@ -188,6 +199,9 @@ def update_all(pairs_by_decay, decays):
   Returns:
     An operation in a graph, else None.
   """
+  if tf.executing_eagerly() and all(
+      isinstance(decay, float) and decay == 1 for decay in decays):
+    return None  # None moves: an update is not due.
   pairs_by_decay = list(map(_replicas.components, pairs_by_decay))
   return ops.ema_update([[_lazy.raw(s) for _, s in row]
                          for row in pairs_by_decay],

@@ -10,6 +10,7 @@ from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
@@ -28,7 +29,8 @@ _STEPS = "average_steps"
 class AveragingOptimizer(WrapperOptimizer):
   """A wrapper that keeps averages of variables in slots."""
 
-  def __init__(self, opt, name, decays, shadow_dtype, lazy):
+  def __init__(self, opt, name, decays, shadow_dtype, lazy, variables,
+               update_every):
     """Wraps an optimizer.
 
     Args:
@@ -38,8 +40,13 @@ class AveragingOptimizer(WrapperOptimizer):
       shadow_dtype: The dtype of averages of float16 and bfloat16 variables, or
         None for their own.
       lazy: None, or False if no row of an average may lag behind.
+      variables: Which variables are averaged: None for all, a function of a
+        variable, or a list.
+      update_every: The number of steps between two updates of the averages.
     """
     super().__init__(opt, name)
+    self._chosen = _chosen.checked(variables, _parts, "a variable")
+    self._update_every = _checks.integer("update_every", update_every, 1)
     self._decays = decays
     self._shadow_dtype = shadow_dtype
     self._lazy = lazy
@@ -63,7 +70,33 @@ class AveragingOptimizer(WrapperOptimizer):
 
   # Making them
 
-  def _averaged_variables(self, step):
+  def _chosen_of(self, variables):
+    """Those of some variables that are averaged: a list."""
+    if self._chosen is None:
+      return list(variables)
+    averaged = self._averaged.of(graph_of_state())
+    if callable(self._chosen):
+      return [v for v in variables if v in averaged or
+              _chosen.answer(self._chosen, v, v.name)]
+    listed = set(map(id, self._chosen))
+    return [v for v in variables if v in averaged or id(v) in listed]
+
+  def _check_chosen(self, grads_and_vars):
+    """Raises an error if a step lacks a variable that is to be averaged."""
+    if self._chosen is None or callable(self._chosen):
+      return
+    trained = {id(v) for _, v in grads_and_vars}
+    for v in self._chosen:
+      if id(v) not in trained:
+        raise ValueError(
+            "`variables` must hold variables that the optimizer trains, got "
+            f"'{v.name}', which apply_gradients() did not get. If different "
+            "calls get different variables, pass a function of a variable.")
+
+  def _steps_are_counted(self):
+    return self._update_every > 1 or _decays.need_count(self._decays)
+
+  def _trained_variables(self, step):
     """Returns the variables that have a gradient, and makes their averages."""
     grads_and_vars = step.grads_and_vars
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
@@ -74,7 +107,9 @@ class AveragingOptimizer(WrapperOptimizer):
     # The inner optimizer refuses anything that is not a variable.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
-    for variable in variables:
+    self._check_chosen(grads_and_vars)
+    averaged = self._chosen_of(variables)
+    for variable in averaged:
       if variable.dtype.base_dtype not in _checks.FLOATS:
         names = [d.name for d in _checks.FLOATS]
         raise TypeError(
@@ -86,7 +121,7 @@ class AveragingOptimizer(WrapperOptimizer):
     sparse = {v.ref() for g, v in grads_and_vars
               if step.rows_stay and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
-    self._create_averages(variables, sparse)
+    self._create_averages(averaged, sparse)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       shadows = self._shadows_by_decay(variables)
       self._cache.begin(variables)["shadows"] = shadows
@@ -111,7 +146,7 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
-    self._create_averages(var_list)
+    self._create_averages(self._chosen_of(var_list))
 
   # Finding them
 
@@ -119,7 +154,7 @@ class AveragingOptimizer(WrapperOptimizer):
     return self.get_slot(variable, self._slot_of_decay[k])
 
   def _shadows_by_decay(self, variables):
-    """The averages of variables.
+    """The averages of variables, or None for those that are not averaged.
 
     Returns:
       Two lists with a row for each decay: of the variables that hold averages,
@@ -154,7 +189,7 @@ class AveragingOptimizer(WrapperOptimizer):
         var, self._slot_of_decay[0] if name == _SLOT else name)
 
   def _make_averages(self, variables, sparse):
-    if variables and _decays.need_count(self._decays):
+    if variables and self._steps_are_counted():
       self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
     averaged = self._averaged.of(graph_of_state())
     new = [v for v in variables if v not in averaged]
@@ -226,7 +261,7 @@ class AveragingOptimizer(WrapperOptimizer):
     if slot_name.startswith(_SLOT):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
       slot_name = self._slot_of_saved(slot_name, slot_variable_position)
-      if slot_name is None:
+      if slot_name is None or not self._chosen_of([variable]):
         return
       if tf.executing_eagerly():
         # The base class would name the average after the optimizer, and not
@@ -293,7 +328,10 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _require_averages(self, graph, what):
     if not self._averaged.of(graph):
-      raise RuntimeError(f"Must call apply_gradients or minimize before {what}")
+      of = ("" if self._chosen is None else
+            " with a variable that `variables` selects")
+      raise RuntimeError(
+          f"Must call apply_gradients or minimize{of} before {what}")
 
   @contextlib.contextmanager
   def _not_swapped_in(self, session, what):
@@ -323,6 +361,16 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _is_swapped_in(self, session):
     return any(session is s for s in self._averaged.swapped_in)
+
+
+def _parts(x):
+  """The variables that an element of a list `variables` stands for, or None."""
+  if isinstance(x, tf.Variable):
+    return [x]
+  # A PartitionedVariable stands for its parts.
+  parts = list(x) if hasattr(x, "__iter__") and not tf.is_tensor(x) else []
+  return (parts if parts and all(isinstance(v, tf.Variable) for v in parts)
+          else None)
 
 
 def _numbered(decay):

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
+from wrapopt import _checks
 from wrapopt import lazy_adam
 from wrapopt import ops
 from wrapopt._averages import _plan
@@ -121,8 +122,8 @@ def can_apply(opt, grads_and_vars):
   if not variables or tf.distribute.has_strategy():
     return False  # A strategy reduces gradients between its replicas first.
   return (_cached(opt, variables) is not None or
-          all(isinstance(v, tf.Variable) and v.constraint is None
-              for v in variables) and
+          all(isinstance(v, tf.Variable) and v.constraint is None and
+              v.dtype.base_dtype in _checks.FLOATS for v in variables) and
           # A variable that is listed twice is updated twice.
           len({v.ref() for v in variables}) == len(variables))
 
@@ -151,7 +152,8 @@ def apply_gradients(opt, rule, step):
   first = plan.first
   if shadows and step.global_step is not None and tf.inside_function():
     # There, the count does not wait for an op that has no outputs.
-    first = first + _swap.check([shadows[0][0], step.global_step])
+    first = first + _swap.check([
+        next(s for s in shadows[0] if s is not None), step.global_step])
   update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()

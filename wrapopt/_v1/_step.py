@@ -192,7 +192,7 @@ def check(step):
   variables = [v for g, v in step.grads_and_vars
                if g is not None and isinstance(v, tf.Variable)]
   return _swap.check(
-      s for row in step.averages.of(variables) for s in row)
+      s for row in step.averages.of(variables) for s in row if s is not None)
 
 
 def where_accepted(opt, step, apply):

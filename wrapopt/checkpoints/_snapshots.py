@@ -250,15 +250,16 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         _add(averages, variable, value)
       self._snapshots.write(
           _tensorflow.TensorFlowSink, int(values["step"]), decay,
-          _int(values.get("steps")), averages)
+          _steps_of(values.get("steps"), self._opt._update_every), averages)
 
   def end(self, session):
     del session
     self._snapshots.end()
 
 
-def _int(x):
-  return x if x is None else int(x)
+def _steps_of(steps, update_every):
+  """The number of steps of averages until they moved last, or None."""
+  return steps if steps is None else int(steps) // update_every * update_every
 
 
 def _add(averages, variable, value):

@@ -16,6 +16,7 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
+from wrapopt.keras import _chosen
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
@@ -38,8 +39,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   averages_batch_norm = False
 
-  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates):
+  def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates,
+               variables=None):
     super().__init__(optimizer, name, sum_duplicates)
+    # In an object that neither Keras nor TensorFlow tracks.
+    self._held.chosen = _chosen.checked(variables)
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
@@ -53,6 +57,28 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
             + ("keep_raw_weights=True"
                if isinstance(x, _wrapper.WrapperOptimizer)
                else "use_ema=False") + " to it.")
+
+  def _check_variables(self, variables):
+    self._candidates(variables)
+
+  def _candidates(self, variables):
+    """{index: variable} of the variables that are averaged.
+
+    The index is that among the variables that can be averaged.
+    """
+    return _chosen.of(self._held.chosen, type(self).__name__, [
+        v for v in variables if not self._overwrite_variable_with_gradient(v)])
+
+  def _found(self, variable, *rows):
+    key = self._var_key(variable)
+    if (self._held.chosen is not None and
+        key in self._trainable_variables_indices and
+        not any(key in row for row in rows)):
+      raise KeyError(
+          f"`variable` must be one that this {type(self).__name__} averages, "
+          f"got '{_state.path_of(variable)}', which its argument `variables` "
+          "excludes. It is evaluated as it is.")
+    return super()._found(variable, *rows)
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     if self.built:
@@ -73,7 +99,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     Raises:
       RuntimeError: If the optimizer is not built.
-      KeyError: If the optimizer does not have the variable.
+      KeyError: If the optimizer does not have the variable, or does not average
+        it.
     """
     self._require_built("average")
     self._settle()
@@ -99,7 +126,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       decay: Optional[_decays.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
-    Inside the block, every trained variable holds its average, and the average
+    Inside the block, every averaged variable holds its average, and the average
     has no value: TensorFlow refuses to read it. After the block, also after an
     exception, both have their own values again, bit for bit. Buffers are
     exchanged: nothing is copied. Only if an average has another dtype than its
@@ -155,7 +182,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     The copy is not compiled, and shares nothing with the model. It is made by
     `keras.models.clone_model`, which can copy functional and sequential models,
     and others that have `get_config`. Weights without an average, such as those
-    of frozen layers, are copied.
+    of frozen layers and those that `variables` excludes, are copied.
 
     Example:
 
@@ -293,7 +320,17 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     return self._of(var_list)
 
   def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
+    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights,
+            "variables": _chosen.serialized(
+                self._held.chosen, type(self).__name__,
+                self._trainable_variables if self.built else ())}
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    if isinstance(config.get("variables"), dict):  # A function.
+      config = {**config, "variables": keras.saving.deserialize_keras_object(
+          config["variables"], custom_objects=custom_objects)}
+    return super().from_config(config, custom_objects)
 
 
 def _clone(model):

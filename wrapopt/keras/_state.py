@@ -48,10 +48,11 @@ OF_BATCH_NORM = "_of_batch_norm"
 class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   """The averages of a wrapper, for saving and restoring.
 
-  The key of an average is its name, such as "average", and its index among the
-  averages of that name, as Keras does for an optimizer's variables: paths
-  differ between the models of a process. The name of a moving average contains
-  its decay. An average that a file lacks starts at its variable's value.
+  The key of an average is its name, such as "average", and the index of its
+  variable among those that may have an average of that name, as Keras does for
+  an optimizer's variables: paths differ between the models of a process. The
+  name of a moving average contains its decay. An average that a file lacks
+  starts at its variable's value.
 
   Attributes:
     name: The name in checkpoints.
@@ -67,6 +68,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._is_loaded = False  # Whether Keras has loaded a file, see below.
     self._completed = -1  # The restored checkpoint that `complete` has seen.
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
+    self._indices = collections.defaultdict(list)  # Of these, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
     self.place = None
@@ -83,10 +85,19 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
     self._in_files[name] = in_files
 
-  def add(self, name, average, variable):
-    """Adds the next average of a name."""
-    i = len(self._rows[name])
+  def add(self, name, average, variable, i=None):
+    """Adds an average of a name, by default the next one.
+
+    Args:
+      name: A string.
+      average: The average.
+      variable: Its variable.
+      i: The index of the variable, if others before it have no average.
+    """
+    if i is None:
+      i = len(self._rows[name])
     self._rows[name].append((average, variable))
+    self._indices[name].append(i)
     in_files = self._in_files.get(name, name)
     self._track_trackable(_value(average), f"{in_files}.{i}")
     if in_files != name:
@@ -162,7 +173,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def save_own_variables(self, store):
     self._settle()
     for name, row in self._rows.items():
-      for i, (average, _) in enumerate(row):
+      for i, (average, _) in zip(self._indices[name], row):
         # If the model is saved with averages in place, these are its weights.
         value = self._swapped_in and self._swapped_in.value(_value(average))
         if value is None:
@@ -184,15 +195,17 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       in_file = in_file if in_file in names else name
       found = names.get(in_file, 0)
       unread.discard(in_file)
-      if found not in (0, len(row)):
+      fits = found == len(row) and all(
+          f"{in_file}.{i}" in store.keys() for i in self._indices[name])
+      if found and not fits:
+        others = " of other variables" if found == len(row) else ""
         warnings.warn(
             f"The file must have {len(row)} averages named '{in_file}' like "
-            f"the optimizer, got {found}. They start at the values of their "
-            "variables.")
-      for i, (average, variable) in enumerate(row):
-        _load(average, variable,
-              store[f"{in_file}.{i}"] if found == len(row) else None)
-      has_averages |= found == len(row)
+            f"the optimizer, got {found}{others}. They start at the values of "
+            "their variables.")
+      for i, (average, variable) in zip(self._indices[name], row):
+        _load(average, variable, store[f"{in_file}.{i}"] if fits else None)
+      has_averages |= fits
     for name, (variable, count) in self._counts.items():
       variable.assign(count.value if not has_averages else store[name]
                       if name in store.keys() else count.missing)

@@ -40,13 +40,11 @@ class Step(typing.NamedTuple):
     """The key of the first variable of the optimizer that takes the step."""
     return self.trained[0][1]
 
-  def of(self, row):
-    """The tf.Variables in a dict from keys, in the order of `variables`."""
-    return [_lazy.raw(_value(row[key])) for key in self.keys]
-
   def pairs(self, row):
     """[(updated variable, its value in a dict from keys)] of all replicas."""
-    return _replicas.components(zip(self.variables, self.of(row)))
+    return _replicas.components(
+        (variable, _lazy.raw(_value(row[key])))
+        for variable, key in zip(self.variables, self.keys) if key in row)
 
   def all_pairs(self, row):
     """The same for all variables that the optimizer trains."""
@@ -194,7 +192,8 @@ class Follower:
         returns may lag behind after it.
 
     Returns:
-      Rows of averages, one for each decay, and the decays.
+      Rows of averages, one for each decay, and the decays. A variable that
+      is not averaged has None in each row.
     """
     del step
 

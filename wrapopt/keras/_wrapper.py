@@ -134,13 +134,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     raise NotImplementedError
 
-  def _make_average(self, variable, name, dtype=None):
+  def _make_average(self, variable, name, dtype=None, i=None):
     """Makes a variable that starts at the value of another one, if it has one.
 
     Args:
       variable: A trained variable.
       name: The kind of the new variable, such as "average".
       dtype: Its dtype; by default that of `variable`.
+      i: As in `_state.State.add`.
 
     Returns:
       A `keras.Variable`.
@@ -156,7 +157,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
                        if has_value else "zeros"),
           name=f"{path.replace('/', '_')}_{name}")
     average = self._wrap_average(average, variable)
-    self._state.add(name, average, variable)
+    self._state.add(name, average, variable, i)
     return average
 
   def _wrap_average(self, average, variable):

@@ -87,7 +87,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
       name: Optional[str] = None, *, shadow_dtype: Any = None,
       average_batch_norm: bool = False, lazy: Optional[bool] = None,
       keep_raw_weights: bool = False,
-      sum_duplicates: bool = False) -> None:
+      sum_duplicates: bool = False, variables: Any = None,
+      update_every: int = 1) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -127,15 +128,37 @@ class MovingAverage(_averaging.AveragingOptimizer):
         RMSprop squares them, as `LazyAdam` does. One op then takes the step,
         which is faster. By default, the inner optimizer takes this step, with
         its own numbers: Keras squares each gradient and sums the squares.
+      variables: Which variables are averaged; by default all. A function of a
+        variable that returns True or False, or a list of variables or of their
+        paths, such as "sequential/dense/kernel". The others are trained in the
+        same way, and an evaluation uses them as they are. They have no average,
+        at no cost. A model is saved with the paths of a list, which must then
+        be unique, and the function must be registered by
+        `keras.saving.register_keras_serializable`. A file of averages of other
+        variables is not loaded: the averages start at their variables' values,
+        with a warning. The statistics of `average_batch_norm` are no weights,
+        and are averaged in any case.
+      update_every: The averages move in every step of this number of steps: in
+        the n-th, the 2n-th and so on, counted from the first step of the
+        averages or, if that is later, from `start_step`. Only steps that change
+        weights are counted: none that only accumulates gradients, or that loss
+        scaling skips. The other steps neither read nor write the averages,
+        except rows of `is_lazy` averages that must catch up. A decay is one of
+        an update, not of a step. So PowerDecay counts updates, and
+        `num_updates` and the t of `dynamic_decay` are divided by
+        `update_every`, without the remainder. The first step of the averages is
+        saved and restored; `seed_averages` resets it.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
       ValueError: If a number is out of range, `lazy` is neither None nor False,
-        or `keep_raw_weights` is True and an optimizer inside ends `fit` with
-        its own averages.
+        `variables` is empty, or `keep_raw_weights` is True and an optimizer
+        inside ends `fit` with its own averages. In `build`, if `variables`
+        selects nothing, or lists anything that the optimizer does not train.
     """
-    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates)
+    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
+                     variables)
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
@@ -146,6 +169,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
     start_step = _checks.integer("start_step", start_step, 0)
+    self._update_every = _checks.integer("update_every", update_every, 1)
     self._num_updates = num_updates
     self._start_step = start_step
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
@@ -155,7 +179,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._held.model = None
 
   def _check_variables(self, variables):
-    for v in variables:
+    for v in self._candidates(variables).values():
       allowed = {tf.as_dtype(v.dtype).name,
                  _wrapper.float32_for_half(v.dtype).name}
       if self._shadow_dtype and self._shadow_dtype.name not in allowed:
@@ -164,23 +188,28 @@ class MovingAverage(_averaging.AveragingOptimizer):
             f"{self._shadow_dtype.name}, for '{_state.path_of(v)}'.")
 
   def _make_state(self, variables):
-    self._rows = self._make_rows(
-        [v for v in variables if not self._overwrite_variable_with_gradient(v)])
+    self._rows = self._make_rows(self._candidates(variables))
     self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
     self._begun = self._make_begun()
     self._first = (self._make_counts("first_average_step", -1)
-                   if _decays.need_count(self._decays) else None)
+                   if self._update_every > 1 or _decays.need_count(self._decays)
+                   else None)
 
   def _make_rows(self, variables, suffix=""):
-    """Averages of variables, a row for each decay."""
+    """Averages of variables, a row for each decay.
+
+    Args:
+      variables: {index: variable}, see `_state.State.add`.
+      suffix: The end of their names.
+    """
     # Files know averages by their decays. Earlier versions did not, for one.
     self._state.name_in_files(f"average{suffix}",
                               f"average_{self._decays[0]}{suffix}")
     return [_state.Row({
         self._var_key(v): self._make_average(
             v, ("average" if k == 0 else f"average_{decay}") + suffix,
-            self._dtype_of(v))
-        for v in variables}) for k, decay in enumerate(self._decays)]
+            self._dtype_of(v), i)
+        for i, v in variables.items()}) for k, decay in enumerate(self._decays)]
 
   def _wrap_average(self, average, variable):
     value = _rules.value(variable)
@@ -234,7 +263,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "set_model(model).")
       variables = batch_norm.statistics(model)
       with tf.init_scope(), self._distribution_strategy.scope():
-        rows = self._make_rows(variables, _state.OF_BATCH_NORM)
+        rows = self._make_rows(dict(enumerate(variables)),
+                               _state.OF_BATCH_NORM)
       self._of_batch_norm = variables, rows
     return self._of_batch_norm
 
@@ -260,7 +290,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
     Raises:
       RuntimeError: If the optimizer is not built.
       ValueError: If the optimizer does not have the decay.
-      KeyError: If the optimizer does not have the variable.
+      KeyError: If the optimizer does not have the variable, or does not average
+        it.
     """
     self._require_built("average")
     self._settle()
@@ -315,6 +346,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self.set_model(model)
     _, of_batch_norm = self._statistics()
     steps = self.average_steps()
+    if steps is not None:  # Until the averages moved last.
+      steps -= steps % self._update_every
     return [(decay, steps, lambda v, rows=rows: next(
         (row[key] for row in rows if (key := self._var_key(v)) in row), None))
             for decay, *rows in zip(self._decays, self._rows, of_batch_norm)]
@@ -330,8 +363,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
       _plan.update_all(of_batch_norm, decays)
-    return [[_rules.value(row[key]) for key in step.keys]
-            for row in self._rows], decays
+    return [[_rules.value(row[key]) if key in row else None
+             for key in step.keys] for row in self._rows], decays
 
   def _note_update(self):
     # Not before the step, which may raise an error.
@@ -356,14 +389,21 @@ class MovingAverage(_averaging.AveragingOptimizer):
 
   def _decays_now(self, step):
     """The decays of a Step."""
+    every = self._update_every
+    steps = self._steps_since(step) if self._first is not None else None
+    since = step.iterations - self._start_step
+    due = _decays.is_due(steps, every)
+    if due is False and (not self._start_step or since >= 0):
+      return _decays.unmoved(self._decays)
     counts = []
     if self._num_updates is not None:
-      counts.append(_decays.value_now(self._num_updates))
-    since = step.iterations - self._start_step
+      n = _decays.value_now(self._num_updates)
+      counts.append(_decays.periods(
+          n if every == 1 else tf.convert_to_tensor(n), every))
     if self._dynamic_decay:
-      counts.append(since)
-    decays = _decays.of_step(
-        self._decays, lambda: self._steps_since(step) + 1, counts)
+      counts.append(_decays.periods(since, every))
+    decays = _decays.where_due(due, _decays.of_step(
+        self._decays, lambda: _decays.periods(steps, every) + 1, counts))
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
@@ -375,6 +415,12 @@ class MovingAverage(_averaging.AveragingOptimizer):
     If the averages have not begun, they begin with this step.
     """
     first, iterations = self._first[step.part].value, step.iterations
+    if tf.executing_eagerly() and self._update_every > 1:
+      # Numbers cost less than ops.
+      iterations, begun = int(iterations), int(first.read_value())
+      if begun < 0:
+        first.assign(begun := iterations)
+      return max(iterations - max(begun, self._start_step), 0)
     begun = tf.where(first.read_value() < 0, iterations, first.read_value())
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
@@ -383,7 +429,9 @@ class MovingAverage(_averaging.AveragingOptimizer):
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.
 
-    None if no decay is a `PowerDecay`: then steps are not counted.
+    None if no decay is a `PowerDecay` and `update_every` is 1: then steps are
+    not counted. After t steps, the averages have moved `t // update_every`
+    times.
 
     Raises:
       RuntimeError: If the optimizer is not built.
@@ -405,7 +453,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
             "average_batch_norm": self.averages_batch_norm,
-            "lazy": self._lazy}
+            "lazy": self._lazy, "update_every": self._update_every}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):

@@ -322,7 +322,8 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   def get_config(self) -> dict[str, Any]:
     config = super().get_config()
-    del config["sum_duplicates"]
+    for name in ("sum_duplicates", "variables"):  # These are not arguments.
+      del config[name]
     return {**config, **self._schedule._asdict()}
 
 

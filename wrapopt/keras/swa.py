@@ -63,7 +63,7 @@ class SWA(_averaging.AveragingOptimizer):
       start_averaging: int = 0, average_period: Optional[int] = None,
       name: Optional[str] = None, *, steps_per_epoch: Optional[int] = None,
       keep_raw_weights: bool = False,
-      sum_duplicates: bool = False) -> None:
+      sum_duplicates: bool = False, variables: Any = None) -> None:
     """Wraps `optimizer`.
 
     Args:
@@ -84,14 +84,26 @@ class SWA(_averaging.AveragingOptimizer):
         RMSprop squares them, as `LazyAdam` does. One op then takes the step,
         which is faster. By default, the inner optimizer takes this step, with
         its own numbers: Keras squares each gradient and sums the squares.
+      variables: Which variables are averaged; by default all. A function of a
+        variable that returns True or False, or a list of variables or of their
+        paths, such as "sequential/dense/kernel". The others are trained in the
+        same way, and an evaluation uses them as they are. They have no average,
+        at no cost. A model is saved with the paths of a list, which must then
+        be unique, and the function must be registered by
+        `keras.saving.register_keras_serializable`. A file of averages of other
+        variables is not loaded: the averages start at their variables' values,
+        with a warning.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
         wrong type.
-      ValueError: If a number is out of range, or `keep_raw_weights` is True and
-        an optimizer inside ends `fit` with its own averages.
+      ValueError: If a number is out of range, `variables` is empty, or
+        `keep_raw_weights` is True and an optimizer inside ends `fit` with its
+        own averages. In `build`, if `variables` selects nothing, or lists
+        anything that the optimizer does not train.
     """
-    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates)
+    super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
+                     variables)
     if average_period is None:
       average_period = 10 if steps_per_epoch is None else 1
     average_period = _checks.integer("average_period", average_period, 1)
@@ -113,8 +125,8 @@ class SWA(_averaging.AveragingOptimizer):
   def _make_state(self, variables):
     self._rows = [_state.Row({
         self._var_key(v): self._make_average(
-            v, "average", _wrapper.float32_for_half(v.dtype))
-        for v in variables if not self._overwrite_variable_with_gradient(v)})]
+            v, "average", _wrapper.float32_for_half(v.dtype), i)
+        for i, v in self._candidates(variables).items()})]
     # A file without the number is of a version that counted since the inner
     # optimizer's first step.
     self._counted = self._make_counts("counted_steps", 0, missing=_SINCE_START)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence
+import contextlib
 import re
 from typing import Any, Optional
 
@@ -65,7 +66,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
       in TensorFlow (Adam) and Keras (Lion). Averages move in all rows.
     scalars: A dict from the names of the rule's scalars to numbers, tensors or
       variables; for attributes (`use_nesterov`) to bools.
-    shadows: As in `ema_update`, or empty for none.
+    shadows: As in `ema_update`, or empty for none. A variable that has no
+      average has None in each sequence: another op takes its step, after those
+      of the others.
     decay: As in `ema_update`, or empty for none.
     accept: A bool, or a scalar bool tensor. If it is false, nothing changes and
       the op returns at once. (If XLA compiles the op for another device than a
@@ -131,11 +134,13 @@ class Update:
             _check.FLOATS if state == "var" else (var.dtype.base_dtype,))
         _check.shape(f"states['{state}'][{i}]", slot, f"states['var'][{i}]",
                      var)
-    _, shadows = _check.shadows(decay, shadows, variables, "states['var']")
+    _, shadows = _check.shadows(decay, shadows, variables, "states['var']",
+                                some=True)
     self._rule = rule
     self._packed = packed
-    self._variables = [_VariableInfo(v, [row[i] for row in shadows])
-                       for i, v in enumerate(variables)]
+    self._variables = [
+        _VariableInfo(v, [row[i] for row in shadows if row[i] is not None])
+        for i, v in enumerate(variables)]
     self._states = {state: list(slots) for state, slots in states.items()}
     self._states["var"] = list(map(_variables.handle_or_ref, variables))
     self._shadows = shadows
@@ -168,10 +173,11 @@ class Update:
             [grads[i] for i in group.members],
             scalars, decays, accept, use_locking)
         pack = self._pack_of(group)
-        updates.append(
-            self._emit_with_lists(group, *arguments, log_decays)
-            if pack is None else
-            self._emit_with_pack(group, pack, *arguments))
+        with _after(updates, group):
+          updates.append(
+              self._emit_with_lists(group, *arguments, log_decays)
+              if pack is None else
+              self._emit_with_pack(group, pack, *arguments))
     return _emit.result(updates)
 
   def _make_groups(self, kinds):
@@ -186,11 +192,14 @@ class Update:
             f"{' or '.join(d.name for d in dtypes)}, got {grad_dtype.name} for "
             f"'{variable.name}'.")
       key = (variable.is_ref, variable.device, variable.dtype, grad_dtype,
-             variable.shadow_dtype, indices_dtype, lazy)
+             variable.shadow_dtype, indices_dtype, lazy, variable.is_averaged)
       if key not in groups:
-        groups[key] = _Group(variable, indices_dtype, lazy)
+        groups[key] = _Group(
+            variable, indices_dtype, lazy,
+            self._shadows if variable.is_averaged else [],
+            follows=bool(self._shadows) and not variable.is_averaged)
       groups[key].members.append(i)
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda group: group.follows)
 
   def _flat(self, group, rows):
     """The handles or refs of a group's variables in some rows, as one list."""
@@ -207,7 +216,7 @@ class Update:
     if group.pack is None:
       states = [self._states[state]
                 for state in _native.rules()[self._rule].states]
-      group.pack = _handle_pack.make(self._flat(group, states + self._shadows),
+      group.pack = _handle_pack.make(self._flat(group, states + group.shadows),
                                   first.device)
     return group.pack
 
@@ -216,12 +225,12 @@ class Update:
     first = group.first
     with _emit.host_of(first):
       scalars = float64_vector(_scalars_in_order(self._rule, scalars))
-      decays = float64_vector(decays)
+      decays = float64_vector(decays if group.shadows else [])
       accept = tf.convert_to_tensor(accept)
     with _emit.device_of(first):
       return _raw.wrapopt_apply_bundle(
           pack, grads, scalars, decays, accept, rule=self._rule,
-          NK=len(self._shadows) * len(grads), T=first.dtype,
+          NK=len(group.shadows) * len(grads), T=first.dtype,
           S=first.shadow_dtype, use_locking=use_locking)
 
   def _emit_with_lists(self, group, grads, scalars, decays, accept, use_locking,
@@ -231,7 +240,7 @@ class Update:
                  f"{_RULES[self._rule]}{'_ref' if first.is_ref else ''}")
     arguments = {state: self._flat(group, [slots])
                  for state, slots in self._states.items()}
-    arguments["shadows"] = self._flat(group, self._shadows)
+    arguments["shadows"] = self._flat(group, group.shadows)
     if sparse and not first.is_ref:
       arguments["log_decays"] = (
           self._flat(group, log_decays) if group.lazy else [])
@@ -252,7 +261,7 @@ class Update:
       arguments.update(
           {k: v if isinstance(v, bool) else float64(v)
            for k, v in scalars.items()},
-          decays=float64_vector(decays),
+          decays=float64_vector(decays if group.shadows else []),
           accept=tf.convert_to_tensor(accept))
     with _emit.device_of(first), _emit.compiled_where(allowed):
       update = op(**arguments, use_locking=use_locking)
@@ -275,6 +284,7 @@ class _VariableInfo:
       raise TypeError(f"The shadows of '{self.name}' must be of one dtype, got "
                       f"{' and '.join(sorted(d.name for d in dtypes))}.")
     self.shadow_dtype = dtypes.pop() if dtypes else self.dtype
+    self.is_averaged = bool(shadows)
 
 
 class _Group:
@@ -284,16 +294,30 @@ class _Group:
     first: The `_VariableInfo` of one of them.
     indices_dtype: That of sparse gradients; None for dense ones.
     lazy: Whether rows of their averages lag behind.
+    shadows: The rows of the Update's averages; none if they have no averages.
+    follows: Whether they have none, but others of the Update have.
     members: Their positions among all variables of an `Update`.
     pack: Their handles as one tensor, once it is made.
   """
 
-  def __init__(self, first, indices_dtype, lazy):
+  def __init__(self, first, indices_dtype, lazy, shadows, follows):
     self.first = first
     self.indices_dtype = indices_dtype
     self.lazy = lazy
+    self.shadows = shadows
+    self.follows = follows
     self.members = []
     self.pack = None
+
+
+def _after(updates, group):
+  """A context in which the op of a group is made after the ops of others.
+
+  An op fails if an average is in place of its variable, or a decay is out of
+  range. Then no variable without an average may change either.
+  """
+  return (tf.control_dependencies([op for op in updates if op is not None])
+          if group.follows else contextlib.nullcontext())
 
 
 def _common_kind(grads):

@@ -94,7 +94,7 @@ def decays(decay):
   return checked
 
 
-def shadows(decay, given, values, values_name):
+def shadows(decay, given, values, values_name, some=False):
   """Checks the averages of `values`.
 
   Args:
@@ -102,6 +102,7 @@ def shadows(decay, given, values, values_name):
     given: A sequence of averages for one decay, or K of them.
     values: A list of variables.
     values_name: Its name in errors.
+    some: Whether a value without averages may have None in all lists.
 
   Returns:
     `decay` as a list, and as many lists of averages.
@@ -111,7 +112,8 @@ def shadows(decay, given, values, values_name):
   rows = list(given) if several else [given]
   subjects = ([f"shadows[{k}]" for k in range(len(rows))] if several
               else ["shadows"])
-  rows = [variables(subject, row) for subject, row in zip(subjects, rows)]
+  rows = ([list(row) for row in rows] if some else
+          [variables(subject, row) for subject, row in zip(subjects, rows)])
   if len(rows) != len(decay):
     raise ValueError(
         "`shadows` must hold one sequence of variables for each of the "
@@ -121,6 +123,15 @@ def shadows(decay, given, values, values_name):
       raise ValueError(f"`{subject}` must hold one variable for each of the "
                        f"{len(values)} values, got {len(row)}.")
     for i, (shadow, value) in enumerate(zip(row, values)):
+      if some:
+        if (shadow is None) != (rows[0][i] is None):
+          raise ValueError(
+              "`shadows` must hold one variable for each decay of a value or "
+              f"None for all of them, got both for {values_name}[{i}], "
+              f"'{value.name}'.")
+        if shadow is None:
+          continue
+        variable(f"{subject}[{i}]", shadow)
       dtype(f"{subject}[{i}]", shadow, shadow_dtypes(value.dtype))
       shape(f"{subject}[{i}]", shadow, f"{values_name}[{i}]", value)
   return decay, rows

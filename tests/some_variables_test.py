@@ -1,0 +1,398 @@
+"""Averages of some variables: the argument `variables`, in tf.compat.v1."""
+
+import contextlib
+import copy
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from processes import run_python
+from training import GRAPH_MODES
+from training import ancestors
+from training import graph_of
+from training import session_of
+from training import type_of
+import wrapopt
+import wrapopt.checkpoints
+
+v1 = tf.compat.v1
+
+FUSED = (None, False)
+TRACED = ("eager", "function", "jit")
+NAMES = ("w", "raw", "h", "table")
+CHOSEN = ("w", "table")
+
+
+def adagrad():
+  return v1.train.AdagradOptimizer(0.5)
+
+
+def momentum():
+  return v1.train.MomentumOptimizer(0.5, 0.5)
+
+
+def values():
+  return {"w": np.float32([1, 2, 3]), "raw": np.float32([4, 5]),
+          "h": np.float16([1, -1]), "table": np.ones([4, 2], np.float32)}
+
+
+def gradients(variables, t, is_dense=False):
+  """Of step t: a number for all elements; that of the table is sparse."""
+  size = tf.cast(t + 1, tf.float32)
+  pairs = [(tf.cast(tf.fill(v.shape, size), v.dtype.base_dtype), v)
+           for v in (variables if is_dense else variables[:-1])]
+  return pairs if is_dense else [*pairs, (
+      tf.IndexedSlices(tf.fill([2, 2], size), tf.constant([1, 3]),
+                       tf.constant([4, 2])), variables[-1])]
+
+
+def selection(how, variables):
+  chosen = [v for v in variables if v.name.split(":")[0] in CHOSEN]
+  return {"list": chosen, "tuple": tuple(chosen),
+          "function": lambda v: any(v is x for x in chosen)}[how]
+
+
+def train(mode, inner, steps=4, how="function", **kwargs):
+  """Trains in a mode; returns {name: (history, average or None)}.
+
+  kwargs: of MovingAverageOptimizer; None for the inner optimizer alone.
+  """
+  graph = graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext()
+  with graph:
+    make = v1.Variable if mode in GRAPH_MODES else tf.Variable
+    extra = {"use_resource": mode == "resource"} if graph is not None and (
+        mode in GRAPH_MODES) else {}
+    variables = [make(x, name=name, **extra) for name, x in values().items()]
+    opt = inner()
+    if kwargs:
+      if kwargs.get("variables") == "some":
+        kwargs["variables"] = selection(how, variables)
+      opt = wrapopt.MovingAverageOptimizer(opt, 0.75, **kwargs)
+    history = []
+    if mode in GRAPH_MODES:
+      t = v1.placeholder(tf.int32, [])
+      op = opt.apply_gradients(gradients(variables, t))
+      with session_of() as session:
+        for step in range(steps):
+          session.run(op, {t: step})
+          history.append(session.run(variables))
+        averages = [opt.average(v) if kwargs else None for v in variables]
+        averages = [None if s is None else session.run(s) for s in averages]
+    else:
+      # XLA cannot compile TensorFlow's own sparse steps.
+      is_dense = mode == "jit" and kwargs.get("fused") is False
+      step = lambda t: opt.apply_gradients(
+          gradients(variables, t, is_dense)) and None
+      if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "jit", autograph=False)
+      for t in range(steps):
+        step(tf.constant(t))
+        history.append([v.numpy() for v in variables])
+      averages = [opt.average(v) if kwargs else None for v in variables]
+      averages = [None if s is None else s.numpy() for s in averages]
+  return {name: (list(of), average)
+          for name, of, average in zip(NAMES, zip(*history), averages)}
+
+
+def average_of(start, history, decay):
+  s = start.astype(np.float64)
+  for value in history:
+    s += (1 - decay) * (value.astype(np.float64) - s)
+  return s
+
+
+@pytest.mark.parametrize("inner", [momentum, adagrad])
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("mode", [*TRACED, *GRAPH_MODES])
+def test_the_others_are_trained_as_ever(mode, fused, inner):
+  got = train(mode, inner, variables="some", fused=fused)
+  whole = train(mode, inner, fused=fused)
+  for name in NAMES:
+    history, average = got[name]
+    # The numbers are those of averages of all variables, bit for bit.
+    np.testing.assert_array_equal(history, whole[name][0])
+    if name not in CHOSEN:
+      assert average is None
+      continue
+    np.testing.assert_array_equal(average, whole[name][1])
+    # Three roundings of each step, of numbers below 8.
+    np.testing.assert_allclose(
+        average, average_of(values()[name], history, 0.75), rtol=0,
+        atol=4 * 3 * 8 * 2**-24)
+
+
+@pytest.mark.parametrize("how", ["list", "tuple", "function"])
+def test_ways_to_select(how):
+  got = train("eager", momentum, how=how, variables="some")
+  assert [name for name in NAMES if got[name][1] is not None] == [*CHOSEN]
+
+
+def two(kind="resource", **kwargs):
+  a = v1.get_variable("a", initializer=[0.0, 0.0])
+  b = v1.get_variable("b", initializer=[0.0, 0.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a], **kwargs)
+  return a, b, opt, opt.apply_gradients([(-tf.ones(2), b), (-tf.ones(2), a)])
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_what_is_not_averaged_costs_nothing(kind):
+  with graph_of(kind) as graph:
+    a, b, opt, _ = two()
+    assert [v.op.name for v in v1.global_variables()] == [
+        "a", "b", "a/ExponentialMovingAverage"]
+    assert opt.averages() == [opt.average(a)]
+    assert opt.average(b) is None and not opt.is_lazy(b)
+    assert opt.get_slot(b, "ExponentialMovingAverage") is None
+    steps = [op for op in graph.get_operations()
+             if type_of(op).startswith("Wrapopt>Apply")]
+    # The second op has no average, and runs after the first one.
+    assert [op.get_attr("NK") if "Bundle" in op.type else
+            len(op.inputs) for op in steps] == (
+                [1, 0] if "Bundle" in steps[0].type else
+                [len(steps[1].inputs) + 1, len(steps[1].inputs)])
+    assert steps[0] in ancestors(steps[1])
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("fused", FUSED)
+def test_evaluations_use_the_others_as_they_are(kind, fused, tmp_path):
+  with graph_of(kind):
+    a, b, opt, train_op = two(fused=fused)
+    saver = opt.swapping_saver()
+    with session_of() as session:
+      for _ in range(2):
+        session.run(train_op)
+      # a: 1, 2, averages 1/2, 5/4.
+      with opt.averaged_weights(session):
+        np.testing.assert_array_equal(session.run([a, b]),
+                                      [[1.25, 1.25], [2, 2]])
+        # A step fails before it changes anything, also b.
+        with pytest.raises(tf.errors.FailedPreconditionError):
+          session.run(train_op)
+        np.testing.assert_array_equal(session.run(b), [2, 2])
+      np.testing.assert_array_equal(session.run(a), [2, 2])
+      path = saver.save(session, str(tmp_path / "model"))
+  reader = tf.train.load_checkpoint(path)
+  assert reader.get_tensor("a").tolist() == [1.25, 1.25]
+  assert reader.get_tensor("b").tolist() == [2, 2]
+  assert sorted(reader.get_variable_to_shape_map()) == [
+      "a", "a/ExponentialMovingAverage", "b"]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_step_that_fails_changes_nothing(jit, fused):
+  a, b = tf.Variable([0.0]), tf.Variable([0.0])
+  decay = tf.Variable(0.5)
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), decay, variables=[a],
+      fused=fused)
+
+  @tf.function(jit_compile=jit)
+  def step():
+    opt.apply_gradients([(-tf.ones(1), b), (-tf.ones(1), a)])
+
+  step()
+  with opt.averaged_weights():
+    assert [a.numpy(), b.numpy()] == [0.5, 1]
+    with pytest.raises(tf.errors.FailedPreconditionError):
+      step()
+    assert b.numpy() == 1
+  if not fused:
+    return
+  decay.assign(1.5)
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    step()
+  assert [a.numpy(), b.numpy()] == [1, 1]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_decay_out_of_range_changes_no_other_variable(mode):
+  a, b = tf.Variable([0.0]), tf.Variable([0.0])
+  decay = tf.Variable(1.5)
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), decay, variables=[a])
+  step = lambda: opt.apply_gradients(
+      [(-tf.ones(1), b), (-tf.ones(1), a)]) and None
+  with pytest.raises((tf.errors.InvalidArgumentError, ValueError)):
+    (tf.function(step) if mode == "function" else step)()
+  assert [a.numpy(), b.numpy()] == [0, 0]
+
+
+def test_dtypes_without_averages():
+  # Neither an average nor a native op can be of complex numbers.
+  a, c = tf.Variable([0.0]), tf.Variable(tf.zeros([1], tf.complex64))
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), 0.5,
+      variables=lambda v: not v.dtype.is_complex)
+  opt.apply_gradients([(-tf.ones(1), a), (-tf.ones(1, tf.complex64), c)])
+  assert [opt.average(a).numpy(), c.numpy()] == [0.5, 1]
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_steps_of_the_others_alone(mode):
+  a, b = tf.Variable([0.0]), tf.Variable([0.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), wrapopt.PowerDecay(gamma=0),
+      variables=lambda v: v is a)
+  steps = [lambda v=v: opt.apply_gradients([(-tf.ones(1), v)])
+           for v in (b, a)]
+  if mode == "function":
+    steps = [tf.function(lambda s=s: s() and None) for s in steps]
+  steps[0]()
+  with pytest.raises(RuntimeError, match="that `variables` selects before"):
+    opt.averaged_weights().__enter__()
+  for i in (1, 0, 1, 0):
+    steps[i]()
+  # They do not count as steps of the averages.
+  assert opt.average_steps().numpy() == 2
+  assert [a.numpy(), b.numpy(), opt.average(a).numpy()] == [2, 3, 1.5]
+
+
+@pytest.mark.parametrize("variables, error, text", [
+    ([], ValueError, "`variables` must hold at least one variable"),
+    (["w"], TypeError, r"`variables\[0\]` must be a variable, got 'w'"),
+    ("w", TypeError, "`variables` must be None"),
+    (3, TypeError, "`variables` must be None"),
+    (True, TypeError, "`variables` must be None"),
+])
+def test_bad_arguments(variables, error, text):
+  with pytest.raises(error, match=text):
+    wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=variables)
+  with pytest.raises(TypeError, match="must be None"):
+    wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=tf.Variable(1.0))
+
+
+@pytest.mark.parametrize("kind", ["eager", *GRAPH_MODES])
+def test_bad_variables_change_nothing(kind):
+  with graph_of(kind) if kind != "eager" else contextlib.nullcontext():
+    a, b = (v1.Variable([0.0], name=name) for name in "ab")
+    opt = wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=[a, b])
+    with pytest.raises(ValueError, match=r"got '(b|Variable):0', which "):
+      opt.apply_gradients([(tf.ones(1), a)])
+    assert opt.average(a) is None
+    # A variable may have no gradient.
+    opt.apply_gradients([(tf.ones(1), a), (None, b)])
+    assert opt.average(b) is None
+    for answer in None, 1, tf.constant(True):
+      opt = wrapopt.MovingAverageOptimizer(
+          adagrad(), 0.5, variables=lambda v: answer)
+      with pytest.raises(TypeError, match="must return True or False, got"):
+        opt.apply_gradients([(tf.ones(1), a)])
+      assert opt.average(a) is None and opt.get_slot(a, "accumulator") is None
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_partitioned_variables(kind):
+  with graph_of(kind):
+    parts = v1.get_variable("p", initializer=tf.zeros([4, 2]),
+                            partitioner=v1.fixed_size_partitioner(2))
+    other = v1.get_variable("o", initializer=tf.zeros([4]))
+    opt = wrapopt.MovingAverageOptimizer(adagrad(), 0.5, variables=[parts])
+    opt.apply_gradients([(tf.ones(v.shape), v) for v in [*parts, other]])
+    assert None not in opt.average(parts) and opt.average(other) is None
+
+
+def test_checkpoints(tmp_path):
+  """Of averages of all variables and of some, in both directions."""
+  def make(of_some):
+    a, b = tf.Variable([0.0]), tf.Variable([0.0])
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), 0.5,
+        variables=(lambda v: v is a) if of_some else None)
+    saved = tf.train.Checkpoint(a=a, b=b, opt=opt)
+    return a, b, opt, saved, lambda: opt.apply_gradients(
+        [(-tf.ones(1), a), (-tf.ones(1), b)])
+
+  for of_some in (True, False):
+    a, b, opt, saved, step = make(of_some)
+    step()
+    path = saved.write(str(tmp_path / f"{of_some}"))
+    names = [name for name, _ in tf.train.list_variables(path)]
+    assert sum("ExponentialMovingAverage" in name for name in names) == (
+        1 if of_some else 2)
+    for then_some in (True, False):
+      a, b, opt, saved, step = make(then_some)
+      saved.read(path)
+      assert [a.numpy(), b.numpy()] == [1, 1]
+      step()
+      assert opt.average(a).numpy() == 1.25
+      if then_some:
+        assert opt.average(b) is None
+      else:
+        assert opt.average(b).numpy() == (1.5 if of_some else 1.25)
+
+
+def test_snapshots_hold_averages(tmp_path):
+  with graph_of("resource"):
+    step = v1.train.get_or_create_global_step()
+    a, b = (v1.get_variable(name, initializer=[0.0]) for name in "ab")
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), wrapopt.PowerDecay(gamma=0),
+        variables=[a])
+    train_op = opt.apply_gradients([(-tf.ones(1), v) for v in (a, b)], step)
+    hook = wrapopt.checkpoints.SnapshotHook(opt, str(tmp_path), 2)
+    with v1.train.MonitoredSession(hooks=[hook]) as session:
+      for _ in range(2):
+        session.run(train_op)
+  [path] = {str(p).split(".index")[0] for p in tmp_path.glob("*.index")}
+  assert [name for name, _ in tf.train.list_variables(path)
+          if name in "ab"] == ["a"]
+  assert tf.train.load_variable(path, "a").tolist() == [1.5]
+
+
+def test_copies():
+  a, b = tf.Variable([0.0]), tf.Variable([0.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a])
+  copied = copy.deepcopy(opt)
+  a2, b2, with_variables = copy.deepcopy((a, b, opt))
+  for o, x, y in (opt, a, b), (copied, a, b), (with_variables, a2, b2):
+    o.apply_gradients([(-tf.ones(1), x), (-tf.ones(1), y)])
+    assert o.average(x) is not None and o.average(y) is None
+
+
+STRATEGY = """
+import sys
+import tensorflow as tf
+cpu = tf.config.list_physical_devices("CPU")[0]
+tf.config.set_logical_device_configuration(
+    cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+import wrapopt
+
+strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+with strategy.scope():
+  a, b = tf.Variable([0.0]), tf.Variable([0.0])
+  step = tf.Variable(0, trainable=False)
+  opt = wrapopt.MovingAverageOptimizer(
+      tf.compat.v1.train.GradientDescentOptimizer(1.0), 0.5,
+      variables=[a] if sys.argv[1] == "list" else lambda v: v is a,
+      update_every=2)
+
+@tf.function
+def train():
+  strategy.run(lambda: opt.apply_gradients(
+      [(tf.constant([-0.5]), a), (tf.constant([-0.5]), b)]))
+
+def show(v):
+  print([float(x[0]) for x in strategy.experimental_local_results(v)])
+
+for _ in range(4):
+  train()
+  show(opt.average(a))
+assert opt.average(b) is None
+with opt.averaged_weights():
+  show(a)
+  show(b)
+"""
+
+
+@pytest.mark.parametrize("how", ["list", "function"])
+def test_in_a_strategy(how):
+  process = run_python("-c", STRATEGY, how)
+  assert process.returncode == 0, process.stderr
+  # a is 1, 2, 3, 4; its average moves in each second step.
+  assert process.stdout.splitlines() == [
+      f"[{x}, {x}]" for x in (0.0, 1.0, 1.0, 2.5, 2.5, 4.0)]

@@ -1,0 +1,100 @@
+"""The argument `variables` of the Keras wrappers that keep averages."""
+
+import collections
+
+import keras
+import tensorflow as tf
+
+from wrapopt._averages import _chosen
+from wrapopt.keras import _rules
+from wrapopt.keras import _state
+
+
+def checked(variables):
+  """An argument `variables`, checked."""
+  return _chosen.checked(
+      variables,
+      lambda x: [x] if isinstance(x, (str, keras.Variable, tf.Variable))
+      else None, "a variable or the path of one")
+
+
+def of(chosen, wrapper, candidates):
+  """Selects the variables that an optimizer averages.
+
+  Args:
+    chosen: The result of `checked`.
+    wrapper: The name of the optimizer's class.
+    candidates: The variables that it can average.
+
+  Returns:
+    {index in `candidates`: variable}.
+
+  Raises:
+    TypeError: If a function does not return a bool.
+    ValueError: If no variable is selected, or a listed one is no candidate.
+  """
+  if chosen is None or not candidates:
+    return dict(enumerate(candidates))
+  if callable(chosen):
+    found = {i: v for i, v in enumerate(candidates)
+             if _chosen.answer(chosen, v, _state.path_of(v))}
+    if not found:
+      raise ValueError(
+          f"`variables` of a {wrapper} must select at least one variable, got "
+          f"False for all {len(candidates)}.")
+    return found
+  by_id = {id(_rules.value(v)): i for i, v in enumerate(candidates)}
+  by_path = collections.defaultdict(list)
+  for i, v in enumerate(candidates):
+    by_path[_state.path_of(v)].append(i)
+  indices = set()
+  for x in chosen:
+    path = x if isinstance(x, str) else _state.path_of(x)
+    places = (by_path[x] if isinstance(x, str) else
+              [by_id[id(_rules.value(x))]] if id(_rules.value(x)) in by_id
+              else [])
+    if len(places) != 1:
+      raise ValueError(
+          f"`variables` of a {wrapper} must hold variables that the optimizer "
+          f"trains, or their paths, got '{path}', which is "
+          f"{'a path of several of them' if places else 'none of them'}. It "
+          "trains " + ", ".join(f"'{_state.path_of(v)}'" for v in candidates) +
+          ".")
+    indices.update(places)
+  return {i: candidates[i] for i in sorted(indices)}
+
+
+def serialized(chosen, wrapper, trained):
+  """An argument `variables` in a configuration.
+
+  Args:
+    chosen: The result of `checked`.
+    wrapper: The name of the optimizer's class.
+    trained: The variables that the optimizer trains; empty if not known.
+
+  Returns:
+    None, a list of paths, or the configuration of a function.
+
+  Raises:
+    ValueError: If a function is not registered, or a path is not unique.
+  """
+  if chosen is None:
+    return None
+  if callable(chosen):
+    name = keras.saving.get_registered_name(chosen)
+    if keras.saving.get_registered_object(name) is chosen:
+      return keras.saving.serialize_keras_object(chosen)
+    raise ValueError(
+        f"`variables` of a {wrapper} that is saved must be a list, or a "
+        "function registered by keras.saving.register_keras_serializable, got "
+        f"{chosen!r}. Save the model with save_weights().")
+  paths = [x if isinstance(x, str) else _state.path_of(x) for x in chosen]
+  count = collections.Counter(map(_state.path_of, trained))
+  for path in paths:
+    if count[path] > 1:
+      raise ValueError(
+          f"`variables` of a {wrapper} that is saved must hold variables with "
+          f"paths of their own, got '{path}', which {count[path]} variables "
+          "have. Give the layers different names, or save the model with "
+          "save_weights().")
+  return paths
