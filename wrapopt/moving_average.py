@@ -11,12 +11,9 @@ from wrapopt import ops
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
-from wrapopt._averages import _replicas
-from wrapopt._averages import _swap
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
-from wrapopt._v1 import _sessions
 from wrapopt._v1 import _step
 from wrapopt._v1._swapping_saver import SwappingSaver
 
@@ -320,23 +317,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place.
     """
-    with self._averaged.swap_lock:
-      raw, graph = self._where(session, "seed_averages")
-      if raw is None:
-        for k in range(len(self._decays)):
-          for variable, shadow in self._pairs(graph, k):
-            shadow.assign(tf.cast(variable, shadow.dtype))
-        if self.average_steps() is not None:
-          self.average_steps().assign(0)
-        return
-      # The initializer of an average takes the value of an initialized
-      # variable.
-      seeds = [v.initializer for shadow in self._averages(graph)
-               for v in _replicas.values(shadow)]
-      steps = self._steps_of(graph)
-      seeds += [] if steps is None else [
-          v.initializer for v in _replicas.values(steps)]
-      _sessions.in_raw(session, lambda raw: raw.run(seeds))
+    self._seed(session, 0)
 
   def averages(self) -> list[Any]:
     """All averages in this graph: a list of what `average` returns.
@@ -388,31 +369,9 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       RuntimeError: If there is no average yet, or the averages are in place
         already. After the block, if an average was assigned or restored in it.
     """
-    k = _decays.index_of(decay, self._decays)
-    with self._averaged.swap_lock:
-      raw, graph = self._where(session, "averaged_weights")
-      if raw is None:
-        back = _swap.SwappedIn(self._pairs(graph, k)).swap_out
-      else:
-        pairs = self._pairs(graph, k)
-        made = self._averaged.of(graph).swaps[k]
-        raw, back = _sessions.in_raw(session, lambda raw: (
-            raw, _swap.SwapInGraph.swap_in(made, pairs, raw)))
-      self._averaged.swapped_in.append(raw)
-    try:
+    with self._putting_in_place(
+        session, _decays.index_of(decay, self._decays)):
       yield
-    finally:
-      with self._averaged.swap_lock:
-        try:
-          if raw is None:
-            back()
-          else:
-            # A monitored session that was recreated has restored the raw
-            # weights from a checkpoint: there is nothing to put back.
-            _sessions.in_raw(
-                session, lambda now: back() if now is raw else None)
-        finally:
-          self._averaged.swapped_in.remove(raw)
 
   # Checkpoints
 
@@ -449,14 +408,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       ValueError: If a variable is to be saved without its average, or an
         average without its variable.
     """
-    k = _decays.index_of(decay, self._decays)
-    graph = _averaging.graph_of_state()
-    self._require_averages(graph, "creating the swapping_saver")
-    return SwappingSaver(
-        self._pairs(graph, k), var_list,
-        [s for _, s in self._pairs(graph, 0)], self._check_saved,
-        lambda session: self._not_swapped_in(session, "swapping_saver"),
-        name=name, **kwargs)
+    return self._make_swapping_saver(
+        _decays.index_of(decay, self._decays), var_list, name, kwargs)
 
 
 def _is_float32(dtype):

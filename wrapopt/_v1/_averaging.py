@@ -20,6 +20,7 @@ from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _lookup_cache
 from wrapopt._v1 import _sessions
 from wrapopt._v1 import _slots
+from wrapopt._v1._swapping_saver import SwappingSaver
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 _SLOT = "ExponentialMovingAverage"
@@ -29,8 +30,11 @@ _STEPS = "average_steps"
 class AveragingOptimizer(WrapperOptimizer):
   """A wrapper that keeps averages of variables in slots."""
 
-  def __init__(self, opt, name, decays, shadow_dtype, lazy, variables,
-               update_every):
+  # The name of the slots, and the last part of the names of their variables.
+  _slot_name = _SLOT
+
+  def __init__(self, opt, name, decays, shadow_dtype=None, lazy=None,
+               variables=None, update_every=1):
     """Wraps an optimizer.
 
     Args:
@@ -52,10 +56,10 @@ class AveragingOptimizer(WrapperOptimizer):
     self._lazy = lazy
     # The name of the slots that hold a decay's averages: in a
     # `tf.train.Checkpoint`, several are known by their decays.
-    self._slot_of_decay = ([_SLOT] if len(decays) == 1
+    self._slot_of_decay = ([self._slot_name] if len(decays) == 1
                            else [_numbered(d) for d in decays])
     # The last part of the names of these averages.
-    self._name_of_decay = [_SLOT, *map(_numbered, decays[1:])]
+    self._name_of_decay = [self._slot_name, *map(_numbered, decays[1:])]
     self._slots = {slot: _slots.Slots() for slot in self._slot_of_decay}
     self._averaged = _slots.Averaged()
     self._cache = _lookup_cache.LookupCache()
@@ -186,7 +190,7 @@ class AveragingOptimizer(WrapperOptimizer):
       A variable, or None.
     """
     return super().get_slot(
-        var, self._slot_of_decay[0] if name == _SLOT else name)
+        var, self._slot_of_decay[0] if name == self._slot_name else name)
 
   def _make_averages(self, variables, sparse):
     if variables and self._steps_are_counted():
@@ -258,7 +262,7 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
-    if slot_name.startswith(_SLOT):
+    if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
       slot_name = self._slot_of_saved(slot_name, slot_variable_position)
       if slot_name is None or not self._chosen_of([variable]):
@@ -290,8 +294,11 @@ class AveragingOptimizer(WrapperOptimizer):
     raise _another_first_decay(self._decays, name)
 
   def _steps_of(self, graph):
+    return self._non_slot(_STEPS, graph)
+
+  def _non_slot(self, name, graph):
     # Not `_get_non_slot_variable`, which returns that of one replica.
-    return self._non_slot_dict.get((_STEPS, graph))
+    return self._non_slot_dict.get((name, graph))
 
   def _check_saved(self, name, saved):
     """Checks the order of the decays of a Saver's file.
@@ -310,8 +317,7 @@ class AveragingOptimizer(WrapperOptimizer):
     return [(v, self._shadow(v, k)) for v in variables]
 
   def _averages(self, graph):
-    return [s for k in range(len(self._decays))
-            for _, s in self._pairs(graph, k)]
+    return [s for v in self._averaged.of(graph) for s in self._shadows(v)]
 
   def _where(self, session, what):
     """The (raw session, graph) of method `what`; (None, None) in eager mode."""
@@ -324,7 +330,72 @@ class AveragingOptimizer(WrapperOptimizer):
     self._refuse_swapped_in(raw, what)
     return raw, graph
 
+  def _counts_of(self, graph):
+    """The variables that seeds reset: a list."""
+    steps = self._steps_of(graph)
+    return [] if steps is None else [steps]
+
+  def _seed(self, session, start):
+    """Sets all averages to their variables, and all counts to `start`."""
+    with self._averaged.swap_lock:
+      raw, graph = self._where(session, "seed_averages")
+      if raw is None:
+        for variable in self._averaged.of(graph):
+          for shadow in self._shadows(variable):
+            shadow.assign(tf.cast(variable, shadow.dtype))
+        for count in self._counts_of(graph):
+          count.assign(start)
+        return
+      # The initializer of an average takes the value of an initialized
+      # variable.
+      seeds = [v.initializer
+               for x in self._averages(graph) + self._counts_of(graph)
+               for v in _replicas.values(x)]
+      _sessions.in_raw(session, lambda raw: raw.run(seeds))
+
   # In place of the weights
+
+  @contextlib.contextmanager
+  def _putting_in_place(self, session, k):
+    """`averaged_weights`, of a decay by its index."""
+    with self._averaged.swap_lock:
+      raw, graph = self._where(session, "averaged_weights")
+      if raw is None:
+        back = _swap.SwappedIn(self._pairs(graph, k)).swap_out
+      else:
+        pairs = self._pairs(graph, k)
+        made = self._averaged.of(graph).swaps[k]
+        raw, back = _sessions.in_raw(session, lambda raw: (
+            raw, _swap.SwapInGraph.swap_in(made, pairs, raw)))
+      self._averaged.swapped_in.append(raw)
+    try:
+      yield
+    finally:
+      with self._averaged.swap_lock:
+        try:
+          if raw is None:
+            back()
+          else:
+            # A monitored session that was recreated has restored the raw
+            # weights from a checkpoint: there is nothing to put back.
+            _sessions.in_raw(
+                session, lambda now: back() if now is raw else None)
+        finally:
+          self._averaged.swapped_in.remove(raw)
+
+  def _make_swapping_saver(self, k, var_list, name, options):
+    """`swapping_saver`, of a decay by its index; `options` of a Saver."""
+    graph = graph_of_state()
+    self._require_averages(graph, "creating the swapping_saver")
+    return SwappingSaver(
+        self._pairs(graph, k), var_list, self._firsts(graph),
+        self._check_saved,
+        lambda session: self._not_swapped_in(session, "swapping_saver"),
+        name=name, **options)
+
+  def _firsts(self, graph):
+    """The averages of the first decay, whose names have no decay."""
+    return [self._shadow(v, 0) for v in self._averaged.of(graph)]
 
   def _require_averages(self, graph, what):
     if not self._averaged.of(graph):
