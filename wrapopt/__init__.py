@@ -7,11 +7,12 @@ A wrapper may wrap another one, directly or with others in between, if the table
 says so: rows wrap columns, in the same order. Otherwise the constructor raises
 a ValueError with the reason.
 
-    CrossShardOptimizer          no   yes  yes  yes  yes
-    DropStaleGradientOptimizer   yes  no   yes  yes  yes
-    ElasticAverageOptimizer      yes  no   no   no   yes
-    ModelAverageOptimizer        yes  no   no   no   yes
-    MovingAverageOptimizer       yes  yes  yes  yes  no
+    CrossShardOptimizer          no   yes  yes  yes  yes  yes
+    DropStaleGradientOptimizer   yes  no   yes  yes  yes  no
+    ElasticAverageOptimizer      yes  no   no   no   yes  no
+    ModelAverageOptimizer        yes  no   no   no   yes  no
+    MovingAverageOptimizer       yes  yes  yes  yes  no   no
+    ScheduleFreeOptimizer        yes  no   no   no   no   no
 
 The order matters. A MovingAverageOptimizer updates its averages after the step
 of its inner optimizer: around a ModelAverageOptimizer, after a round; inside of
@@ -34,6 +35,7 @@ from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
+from wrapopt.schedule_free import ScheduleFreeOptimizer
 from wrapopt.version import __version__
 
 __all__ = [
@@ -47,6 +49,7 @@ __all__ = [
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",
     "PowerDecay",
+    "ScheduleFreeOptimizer",
     "__version__",
     "ops",
     "sysconfig",

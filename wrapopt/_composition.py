@@ -13,14 +13,22 @@ _ELASTIC = "ElasticAverageOptimizer"
 _MODEL = "ModelAverageOptimizer"
 _MOVING = "MovingAverageOptimizer"
 _SHARDS = "CrossShardOptimizer"
+_FREE = "ScheduleFreeOptimizer"
 
-NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING)
+NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING, _FREE)
 
 _OWN_STEPS = ("a gate counts updates of shared weights, and these weights are "
               "local to a worker. Wrap the gate around")
 _ONE_CENTER = "a variable has one center. Use one of the two optimizers"
 _SEVERAL_DECAYS = ("one optimizer keeps several averages in one pass. Give it "
                    "several decays: average_decay=[0.99, 0.999]")
+
+_AVERAGES_ITSELF = ("Schedule-Free learning keeps an average of its own, from "
+                    "which its weights follow. Use one of the two")
+_ONE_WRITER = ("the schedule of Schedule-Free learning counts the steps of one "
+               "worker, and a gate serves several")
+_ONE_OF_ITS_KIND = ("a variable has one average of this kind. Use one of the "
+                    "two")
 
 # {(outer, inner): the reason}.
 REFUSED = {
@@ -31,18 +39,19 @@ REFUSED = {
     **{(outer, _GATE): _OWN_STEPS for outer in (_ELASTIC, _MODEL)},
     **{(outer, inner): _ONE_CENTER for outer in (_ELASTIC, _MODEL)
        for inner in (_ELASTIC, _MODEL)},
+    **{pair: _AVERAGES_ITSELF for other in (_ELASTIC, _MODEL, _MOVING)
+       for pair in ((_FREE, other), (other, _FREE))},
+    **{pair: _ONE_WRITER for pair in ((_FREE, _GATE), (_GATE, _FREE))},
+    (_FREE, _FREE): _ONE_OF_ITS_KIND,
 }
 
-_FREE = "ScheduleFree"
-_AVERAGES_ITSELF = ("a ScheduleFree keeps an average of its own, from which its "
-                    "weights follow. Use one of the two")
+_FREE_IN_KERAS = "ScheduleFree"
 
 REFUSED_IN_KERAS = {
     **{pair: _AVERAGES_ITSELF
        for other in ("Lookahead", "MovingAverage", "SWA")
-       for pair in ((_FREE, other), (other, _FREE))},
-    (_FREE, _FREE): "a variable has one average of this kind. Use one of the "
-                    "two",
+       for pair in ((_FREE_IN_KERAS, other), (other, _FREE_IN_KERAS))},
+    (_FREE_IN_KERAS, _FREE_IN_KERAS): _ONE_OF_ITS_KIND,
     ("Lookahead", "Lookahead"): (
         "a variable has one set of slow weights. Use one of the two"),
     ("MovingAverage", "MovingAverage"): _SEVERAL_DECAYS,

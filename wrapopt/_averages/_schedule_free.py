@@ -102,7 +102,9 @@ def checked(momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y):
 
 
 def holding_x(state):
-  """A state whose variables hold x: an array."""
+  """A state whose variables hold x: an array, or a tensor of a graph."""
+  if tf.is_tensor(state) and not tf.executing_eagerly():
+    return tf.concat([state[:HELD], tf.ones([1], state.dtype)], 0)
   state = np.array(state)
   state[HELD] = 1
   return state
@@ -138,10 +140,24 @@ def computed_in(dtype):
   return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
 
 
+class Points(typing.NamedTuple):
+  """What a step of tf.compat.v1 must know of Schedule-Free learning.
+
+  Attributes:
+    z: The variables that hold the z of the step's variables. In eager mode the
+      same list in each step, by which facts are found.
+    state: The variable that holds the state of the schedule.
+    schedule: The Schedule.
+  """
+  z: list
+  state: tf.Variable
+  schedule: Schedule
+
+
 class Interpolated:
   """x, which no variable holds: an average that follows from y and z.
 
-  It converts to a tensor.
+  It converts to a tensor. In a graph, a session can fetch it.
 
   Attributes:
     rows: The variable that holds z.
@@ -155,7 +171,17 @@ class Interpolated:
       rows: The variable that holds z.
       state: The variable that holds the state of the schedule.
     """
-    self._variable, self.rows, self._state = variable, rows, state
+    self._variable, self.rows, self.state = variable, rows, state
+
+  def make_element(self):
+    """In a graph, makes the tensor that sessions fetch."""
+    with tf.name_scope(f"{self.rows.op.name}/x/"), ops.device_of(self.rows):
+      tf.identity(self.read_value(), name="value")
+
+  def _as_graph_element(self):
+    # By name: who holds this object holds no part of a graph.
+    return self.rows.graph.get_tensor_by_name(
+        f"{self.rows.op.name}/x/value:0")
 
   @property
   def dtype(self):
@@ -168,7 +194,7 @@ class Interpolated:
   def read_value(self):
     """x now: a tensor."""
     return x_of(self._variable.read_value(), self.rows.read_value(),
-                self._state.read_value()[HELD])
+                self.state.read_value()[HELD])
 
   def __array__(self, dtype=None, copy=None):
     del copy  # x is computed each time.
@@ -177,7 +203,7 @@ class Interpolated:
   def of_replicas(self):
     """Those of the components of a strategy's variable: a list."""
     return [Interpolated(*parts) for parts in zip(*map(
-        _replicas.values, (self._variable, self.rows, self._state)))]
+        _replicas.values, (self._variable, self.rows, self.state)))]
 
 
 tf.register_tensor_conversion_function(

@@ -480,6 +480,12 @@ def _saved_slot_names(position):
   return names.get(position.proto_id, set())
 
 
+def graph_of(variable):
+  """The graph of a variable; None in eager mode."""
+  key = tf_optimizer._var_key(variable)
+  return None if isinstance(key, str) else key[0]
+
+
 def graph_of_state():
   """The graph that holds the variables made here; None in eager mode."""
   if tf.executing_eagerly():

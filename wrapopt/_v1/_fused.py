@@ -3,6 +3,7 @@
 The type must match exactly: a subclass may have overridden any method.
 """
 
+import contextlib
 import operator
 import typing
 import weakref
@@ -12,6 +13,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
+from wrapopt import _native
 from wrapopt import lazy_adam
 from wrapopt import ops
 from wrapopt._averages import _plan
@@ -110,10 +112,36 @@ _RULES = {
 }
 
 
+# {rule: its rule in Schedule-Free learning}.
+_SCHEDULE_FREE = {
+    "Adagrad": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
+    "GradientDescent": "ScheduleFreeSGD", "RMSProp": "ScheduleFreeRMSProp"}
+
+
 def rule_of(opt):
   """The rule of an inner optimizer, or None if it has no one-pass op."""
   find = _RULES.get(type(opt))
   return find(opt) if find else None
+
+
+def schedule_free_rule_of(opt):
+  """The rule of Schedule-Free learning around an optimizer, or None.
+
+  It has no momentum of the optimizer.
+  """
+  rule = rule_of(opt)
+  name = rule and _SCHEDULE_FREE.get(rule.rule)
+  if name is None:
+    return None
+  has = _native.rules()[name]
+
+  def scalars(o):
+    # What TensorFlow's optimizers lack.
+    found = {"epsilon": 0.0, "weight_decay": 0.0, **rule.scalars(o)}
+    return {k: x for k, x in found.items() if k in has.scalars}
+
+  return _Rule(name, {state: slot for state, slot in rule.slots.items()
+                      if state in has.states}, scalars)
 
 
 def can_apply(opt, grads_and_vars):
@@ -165,13 +193,81 @@ def apply_gradients(opt, rule, step):
     updates = [] if done is None else [done]
     if averages:
       updates = averages.schedule.count(updates, step.accept)
-    if step.global_step is None or step.accept is not True:
-      done = _finish(opt, updates, scope, step.accept)
-    else:
-      with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
-        with ops.device_of(step.global_step):
-          done = step.global_step.assign_add(1, name=scope, read_value=False)
-    return done if tf.executing_eagerly() else _operations(done)[0]
+    return _end(opt, step, updates, scope)
+
+
+def _end(opt, step, updates, scope):
+  """Ends a step after its updates, as TensorFlow's `apply_gradients`."""
+  if step.global_step is None or step.accept is not True:
+    done = _finish(opt, updates, scope, step.accept)
+  else:
+    with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
+      with ops.device_of(step.global_step):
+        done = step.global_step.assign_add(1, name=scope, read_value=False)
+  return done if tf.executing_eagerly() else _operations(done)[0]
+
+
+@ops.not_converted
+def apply_schedule_free(opt, step):
+  """As `apply_gradients`, for a step of Schedule-Free learning.
+
+  Args:
+    opt: The inner optimizer; `schedule_free_rule_of` is not None.
+    step: A `_step.Step` with `points`.
+
+  Returns:
+    The same as `opt.apply_gradients`.
+  """
+  points, rule = step.points, schedule_free_rule_of(opt)
+  grads, variables = _lookup_cache.trained(step.grads_and_vars)
+  plan = _plan.Plan(grads, variables, rule=rule.rule)
+  first = plan.first
+  if tf.inside_function():
+    # There, what counts does not wait for an op that has no outputs.
+    first = first + _swap.check([points.z[0], points.state, *(
+        [] if step.global_step is None else [step.global_step])])
+  update = _update_of(opt, rule, variables, (), points.z)
+  with tf.name_scope(step.name or opt._name) as scope:
+    opt._prepare()
+    scalars = rule.scalars(opt)
+    motion = points.schedule.motion(points.state.read_value(), scalars["lr"])
+    with tf.control_dependencies(first):
+      done = plan.run(
+          update, grads,
+          {**scalars, "lr": motion.rate, "pull": motion.pull,
+           "push": motion.push,
+           "weight_decay_at_y": points.schedule.weight_decay_at_y},
+          [], True, opt._use_locking)
+    updates = [] if done is None else [done]
+    with tf.control_dependencies(updates), ops.device_of(points.state):
+      counted = points.state.assign(motion.state, read_value=False)
+    return _end(opt, step, _operations(counted) if updates else [], scope)
+
+
+@contextlib.contextmanager
+def with_slots(opt, rule):
+  """Lets an optimizer make only the slots of a rule, by their usual names."""
+  def only(make, position):
+    def made(var, *args):
+      if args[position - 1] in rule.slots.values():
+        return make(var, *args)
+      # Takes the name: those of one optimizer differ by a number.
+      with tf.compat.v1.variable_scope(None, f"{var._shared_name}/{args[-1]}"):
+        return None
+
+    return made
+
+  vars(opt).update(
+      _zeros_slot=only(opt._zeros_slot, 1),
+      _get_or_make_slot=only(opt._get_or_make_slot, 2),
+      _get_or_make_slot_with_initializer=only(
+          opt._get_or_make_slot_with_initializer, 4))
+  try:
+    yield
+  finally:
+    for name in ("_zeros_slot", "_get_or_make_slot",
+                 "_get_or_make_slot_with_initializer"):
+      del vars(opt)[name]
 
 
 # {inner optimizer: LookupCache of its `_CachedUpdate`s}.
@@ -182,11 +278,11 @@ class _CachedUpdate(typing.NamedTuple):
   """An `ops.Update` of eager mode, and its parts.
 
   Attributes:
-    shadows: Rows of averages, the identical list.
+    held: The list by which it is found.
     slots: For each slot name of the optimizer, a list.
     update: The `ops.Update`.
   """
-  shadows: typing.Any
+  held: typing.Any
   slots: dict[str, list]
   update: ops.Update
 
@@ -197,7 +293,7 @@ def _cached(opt, variables):
   return cache and cache.get(variables)
 
 
-def _update_of(opt, rule, variables, shadows):
+def _update_of(opt, rule, variables, shadows, z=None):
   """The `ops.Update` of a step; makes the missing slots of the optimizer.
 
   Args:
@@ -205,23 +301,26 @@ def _update_of(opt, rule, variables, shadows):
     rule: The result of `rule_of(opt)`.
     variables: The variables that have a gradient.
     shadows: Rows of their averages.
+    z: Their z, in Schedule-Free learning.
 
   Returns:
     An `ops.Update`.
   """
+  held = shadows if z is None else z
   facts = _cached(opt, variables)
   # Several wrappers, each with its averages, may share the inner optimizer.
-  found = facts and facts.get((rule.rule, id(shadows)))
+  found = facts and facts.get((rule.rule, id(held)))
   if found and all(
       all(map(operator.is_, row, map(
           opt._slots.get(slot, {}).get, facts["keys"])))
       for slot, row in found.slots.items()):
     return found.update
-  with tf.init_scope():
+  with tf.init_scope(), (contextlib.nullcontext() if z is None
+                         else with_slots(opt, rule)):
     opt._create_slots(variables)
   slots = {slot: [opt.get_slot(v, slot) for v in variables]
            for slot in rule.slots.values()}
-  states = {"var": variables,
+  states = {"var": variables, **({} if z is None else {"z": z}),
             **{state: slots[slot] for state, slot in rule.slots.items()}}
   cacheable = tf.executing_eagerly() and all(
       isinstance(v, resource_variable_ops.BaseResourceVariable)
@@ -233,7 +332,7 @@ def _update_of(opt, rule, variables, shadows):
       cache = _caches.setdefault(opt, _lookup_cache.LookupCache())
       facts = cache.begin(variables)
       facts["keys"] = list(map(tf_optimizer._var_key, variables))
-    facts[rule.rule, id(shadows)] = _CachedUpdate(shadows, slots, update)
+    facts[rule.rule, id(held)] = _CachedUpdate(held, slots, update)
   return update
 
 

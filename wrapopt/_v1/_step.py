@@ -14,6 +14,7 @@ from wrapopt import _checks
 from wrapopt import _handle_pack
 from wrapopt import ops
 from wrapopt._averages import _plan
+from wrapopt._averages import _schedule_free
 from wrapopt._averages import _swap
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
@@ -34,6 +35,8 @@ class Step(typing.NamedTuple):
     accept: True, or a scalar bool tensor. If it is false, nothing changes.
     transform: A function that is applied to each accepted gradient, or None.
     averages: The `_plan.Averages` that this step updates, or None.
+    points: The `_schedule_free.Points` of the step, or None. A step that has
+      them has no averages and no `accept`.
     one_pass: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
     rows_stay: False if a wrapper may change rows that no gradient touches,
@@ -47,6 +50,7 @@ class Step(typing.NamedTuple):
   accept: typing.Any = True
   transform: typing.Callable | None = None
   averages: _plan.Averages | None = None
+  points: _schedule_free.Points | None = None
   one_pass: bool | None = None
   rows_stay: bool = True
   train_ops: typing.Sequence = ()
@@ -116,6 +120,8 @@ class Innermost:
       A Taken.
     """
     opt = self._opt
+    if step.points is not None:
+      return Taken(_fused.apply_schedule_free(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages
     is_late = averages is not None and averages.schedule.is_called

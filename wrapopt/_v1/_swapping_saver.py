@@ -6,6 +6,7 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
+from wrapopt._averages import _schedule_free
 from wrapopt._v1 import _sessions
 
 
@@ -31,7 +32,7 @@ class SwappingSaver(tf.compat.v1.train.Saver):
     self._not_swapped_in = not_swapped_in
     self._check_saved = check_saved
     named = _resolved(_named(var_list), [
-        *(v for pair in pairs for v in pair), *firsts])
+        *(x for v, s in pairs for x in (v, *_variables_of(s))), *firsts])
     keys = _keys(named)
     self._firsts = {keys[s.ref()][0] for s in firsts if s.ref() in keys}
     super().__init__(_swap(pairs, named, keys), **kwargs)
@@ -124,22 +125,39 @@ def _swap(pairs, named, key_of):
   """`named` with variables and averages swapped; `key_of` is its `_keys`."""
   swapped = {key: list(_slices(saved)) or saved
              for key, saved in named.items()}
-  converted = {}
+  saveables = {}
+
+  def save_by(saveable, *places):
+    saveables[saveable.name] = saveable
+    for key, i in places:
+      swapped[key][i] = None
+
   for variable, average in pairs:
-    for one, other in ((variable, average), (average, variable)):
-      if one.ref() in key_of and other.ref() not in key_of:
-        raise ValueError(
-            f"Variable to swap {other.name.split(':')[0]} is not part of "
-            "variables to save. This breaks MovingAverageOptimizer.")
+    held, *others = _variables_of(average)
+    group = [variable, held, *others]
+    for one in group[:2]:
+      for other in group:
+        if one.ref() in key_of and other.ref() not in key_of:
+          raise ValueError(
+              f"Variable to swap {other.name.split(':')[0]} is not part of "
+              "variables to save. This breaks "
+              + ("ScheduleFreeOptimizer." if others else
+                 "MovingAverageOptimizer."))
     if variable.ref() not in key_of:
       continue
-    (key, i), (average_key, j) = key_of[variable.ref()], key_of[average.ref()]
-    if variable.dtype.base_dtype == average.dtype.base_dtype:
+    place, of_held = key_of[variable.ref()], key_of[held.ref()]
+    if isinstance(average, _schedule_free.Interpolated):
+      save_by(_InterpolatingSaveable(variable, average, place[0], of_held[0]),
+              place, of_held)
+      [state] = others
+      of_state = key_of[state.ref()]
+      save_by(_ScheduleSaveable(state, of_state[0]), of_state)
+    elif variable.dtype.base_dtype == average.dtype.base_dtype:
+      (key, i), (average_key, j) = place, of_held
       swapped[key][i], swapped[average_key][j] = average, variable
     else:
-      saveable = _ConvertingSaveable(variable, average, key, average_key)
-      converted[saveable.name] = saveable
-      swapped[key][i] = swapped[average_key][j] = None
+      save_by(_ConvertingSaveable(variable, average, place[0], of_held[0]),
+              place, of_held)
   result = {}
   for key, saved in swapped.items():
     if isinstance(saved, list):
@@ -148,7 +166,14 @@ def _swap(pairs, named, key_of):
         continue
       saved = _entry(key, saved)
     result[key] = saved
-  return {**result, **converted}
+  return {**result, **saveables}
+
+
+def _variables_of(average):
+  """What a Saver knows of an average: a list; the first holds it."""
+  if isinstance(average, _schedule_free.Interpolated):
+    return [average.rows, average.state]
+  return [average]
 
 
 def _resolved(named, variables):
@@ -186,6 +211,54 @@ def _source(tensor):
   return op.inputs[0].op if op.type == "ReadVariableOp" else op
 
 
+def _spec(variable, slice_spec, name, tensor, dtype):
+  return saveable_object.SaveSpec(
+      tensor, slice_spec, name, dtype=dtype, device=variable.device)
+
+
+class _InterpolatingSaveable(saveable_object.SaveableObject):
+  """Saves x, which no variable holds, by the name of its variable.
+
+  z keeps its name. What the variable holds, y, has a name of its own.
+  """
+
+  def __init__(self, variable, average, key, z_key):
+    info = variable._get_save_slice_info()
+    slice_spec = info.spec if info else ""
+    self._variable, self._z = variable, average.rows
+    dtype = variable.dtype.base_dtype
+    super().__init__(
+        variable,
+        [_spec(variable, slice_spec, key, average.read_value, dtype),
+         _spec(variable, slice_spec, z_key, self._z.read_value, dtype),
+         _spec(variable, slice_spec, f"{z_key}/y", variable.read_value,
+               dtype)],
+        f"{key} {slice_spec}".strip())
+
+  def restore(self, restored_tensors, restored_shapes):
+    _, z, y = restored_tensors
+    return tf.group(self._variable.assign(y), self._z.assign(z))
+
+
+class _ScheduleSaveable(saveable_object.SaveableObject):
+  """Saves the state of a schedule as that of variables that hold x."""
+
+  def __init__(self, state, key):
+    self._state = state
+    super().__init__(
+        state,
+        [_spec(state, "", key, lambda: tf.constant(
+            _schedule_free.holding_x(state.read_value())) if
+            tf.executing_eagerly() else _schedule_free.holding_x(
+                state.read_value()), state.dtype.base_dtype),
+         _spec(state, "", f"{key}/y", state.read_value,
+               state.dtype.base_dtype)],
+        key)
+
+  def restore(self, restored_tensors, restored_shapes):
+    return self._state.assign(restored_tensors[1])
+
+
 class _ConvertingSaveable(saveable_object.SaveableObject):
   """Swaps a variable and its average of a wider dtype.
 
@@ -200,8 +273,7 @@ class _ConvertingSaveable(saveable_object.SaveableObject):
     self._variable, self._average = variable, average
 
     def spec(name, tensor, dtype):
-      return saveable_object.SaveSpec(
-          tensor, slice_spec, name, dtype=dtype, device=variable.device)
+      return _spec(variable, slice_spec, name, tensor, dtype)
 
     super().__init__(
         variable,
