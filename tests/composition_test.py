@@ -22,6 +22,8 @@ CROSS, DROP, ELASTIC, MODEL, MOVING = NAMES = (
     "CrossShardOptimizer", "DropStaleGradientOptimizer",
     "ElasticAverageOptimizer", "ModelAverageOptimizer",
     "MovingAverageOptimizer")
+# Its numbers are in schedule_free_test.py.
+FREE = "ScheduleFreeOptimizer"
 WORKERS = {ELASTIC, MODEL}
 
 RATE = 0.5
@@ -43,8 +45,8 @@ def is_refused(chain):
              for pair in itertools.combinations(chain, 2))
 
 
-def chains(length):
-  return list(itertools.product(NAMES, repeat=length))
+def chains(length, names=NAMES):
+  return list(itertools.product(names, repeat=length))
 
 
 def name_of(chain):
@@ -146,6 +148,8 @@ class Wrapped:
           self.opt, LIMIT, policy="scale", fused=self.fused)
     if name == CROSS:
       return wrapopt.CrossShardOptimizer(self.opt)
+    if name == FREE:
+      return wrapopt.ScheduleFreeOptimizer(self.opt)
     if name == MODEL:
       opt = wrapopt.ModelAverageOptimizer(
           self.opt, 1, True, self.getters[MODEL], PERIOD)
@@ -323,7 +327,8 @@ def test_no_step_around_an_exchange_while_averages_are_in_place():
 
 
 @pytest.mark.parametrize("chain", [
-    c for n in (2, 3) for c in chains(n) if is_refused(c)], ids=name_of)
+    c for n, names in ((2, (*NAMES, FREE)), (3, NAMES))
+    for c in chains(n, names) if is_refused(c)], ids=name_of)
 def test_refusals(chain):
   pairs = [p for p in itertools.combinations(chain, 2)
            if p in _composition.REFUSED]
@@ -337,12 +342,14 @@ def test_refusals(chain):
 
 def test_the_table_of_the_package():
   """The docs of the package say what may wrap what."""
-  rows = re.findall(r"^    (\w+) +((?:(?:yes|no) *){5})$", wrapopt.__doc__,
+  names = (*NAMES, FREE)
+  rows = re.findall(r"^    (\w+) +((?:(?:yes|no) *){6})$", wrapopt.__doc__,
                     re.MULTILINE)
   assert {(outer, inner): word == "yes" for outer, words in rows
-          for inner, word in zip(NAMES, words.split())} == {
-              pair: pair not in _composition.REFUSED for pair in chains(2)}
-  assert set(NAMES) == set(_composition.NAMES)
+          for inner, word in zip(names, words.split())} == {
+              pair: pair not in _composition.REFUSED
+              for pair in chains(2, names)}
+  assert set(names) == set(_composition.NAMES)
 
 
 class Foreign(tf1.train.Optimizer):

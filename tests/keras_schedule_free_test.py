@@ -445,7 +445,7 @@ def test_refused(make, error, message):
 
 
 def test_refused_with_keras_s_own():
-  with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Schedule-F"):
+  with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
     wk.ScheduleFree(K.ScheduleFreeAdamW())
 
 

@@ -156,15 +156,14 @@ class ScheduleFree(_averaging.AveragingOptimizer):
             f"{name}, which is Schedule-Free already. Use "
             "keras.optimizers.AdamW with beta_1=0.")
       for momentum in _MOMENTA:
-        value = getattr(opt, momentum, None)
-        taken_over = _takes_over(type(opt)) and value == self._schedule.momentum
-        if value and not taken_over:
+        value, ours = getattr(opt, momentum, None), self._schedule.momentum
+        takes_over = _takes_over(type(opt))
+        if value and not (takes_over and value == ours):
           raise ValueError(
-              "`optimizer` of a ScheduleFree must have no momentum, which would "
-              f"act twice, got {name} with {momentum}={value} and a ScheduleFree "
-              f"with momentum={self._schedule.momentum}. Pass {momentum}="
-              + (f"{self._schedule.momentum} or 0" if _takes_over(type(opt)) else "0")
-              + f" to {name}.")
+              "`optimizer` of a ScheduleFree must have no momentum, which "
+              f"would act twice, got {name} with {momentum}={value} and a "
+              f"ScheduleFree with momentum={ours}. Pass {momentum}="
+              f"{f'{ours} or ' if takes_over else ''}0 to {name}.")
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     if self.built:
@@ -236,14 +235,14 @@ class ScheduleFree(_averaging.AveragingOptimizer):
   # At the end of `fit`, x is in all variables, since one number tells for all
   # of them what they hold.
 
-  def assign_averages(self, model, decay):
+  def assign_averages(self, model: keras.Model, decay: None) -> None:
     self._index_of(decay)
     self._hold_x()
 
   def _finalized(self, var_list):
     return ()
 
-  def finalize_variable_values(self, var_list):
+  def finalize_variable_values(self, var_list: Any) -> None:
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
       self._hold_x()
