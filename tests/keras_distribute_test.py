@@ -63,6 +63,20 @@ def swa(start, steps):
   return w, {"average": np.mean(seen, axis=0)}
 
 
+def every_second(start, steps):
+  w, average = start, start
+  for i, step in enumerate(steps):
+    w = w + step
+    if i % 2:
+      average = (average + w) / 2
+  return w, {"average": average}
+
+
+def of_arrays(start, steps):
+  w, averages = ema(0.5)(start, steps)
+  return w, averages if np.shape(start) else {}
+
+
 def lookahead(start, steps):
   return nested(start, steps)[0], {"slow": nested(start, steps)[1]["slow"]}
 
@@ -81,6 +95,12 @@ WRAPPERS = {
     "MovingAverage": (lambda o: wrapopt.keras.MovingAverage(o, 0.5), ema(0.5)),
     "two decays": (lambda o: wrapopt.keras.MovingAverage(o, [0.5, 0.75]),
                    two_decays),
+    "every second step": (
+        lambda o: wrapopt.keras.MovingAverage(o, 0.5, update_every=2),
+        every_second),
+    "some variables": (
+        lambda o: wrapopt.keras.MovingAverage(
+            o, 0.5, variables=lambda v: v.shape != ()), of_arrays),
     "SWA": (lambda o: wrapopt.keras.SWA(o, 0, 2), swa),
     "Lookahead": (lambda o: wrapopt.keras.Lookahead(o, 2), lookahead),
     "MovingAverage of Lookahead": (

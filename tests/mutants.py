@@ -56,6 +56,14 @@ def _mutants():
           "variables->data(shadows + k * this->values() + i)",
           "variables->data(shadows + (per_value() - 1 - k) * this->values() + "
           "i)", "//tests:ema_update_test")
+  yield m("averages: a step between updates runs them",
+          "cc/engine/elementwise.h",
+          "return step.rule == RuleId::kEma && *scalars == 0;",
+          "return false;", "//tests/cc:threads_test")
+  yield m("averages: a step between updates copies them",
+          "cc/kernels/averages.cc",
+          "variables->Leave(shadows + k * values() + i);", "",
+          "//tests:update_every_test")
   yield m("mean: only the last source counts",
           "cc/kernels/averaging_assign.cc", "s == 0 ? 1.0 : 0.0", "1.0",
           "//tests:averaging_assign_test")
@@ -102,7 +110,8 @@ def _mutants():
           "{", "//tests:variables_test")
   yield m("variables: a buffer that a reader holds is written",
           "cc/kernels/variables.cc",
-          "if (entry.access == Access::kWrite && IsShared(entry)) {",
+          "if (entry.access == Access::kWrite && !entry.is_left && "
+          "IsShared(entry)) {",
           "if (false) {", "//tests:ema_update_test")
   yield m("variables: one that is written may be named twice",
           "cc/kernels/variables.cc",
@@ -205,6 +214,16 @@ def _mutants():
           "(step.iterations + 1) % self._sync_period",
           "step.iterations % self._sync_period",
           "//tests:keras_conformance_test")
+  yield m("some variables: a step that fails changes the others",
+          "wrapopt/ops/_apply.py", "          if group.follows else",
+          "          if False else", "//tests:some_variables_test")
+  yield m("some variables: an average is that of another variable",
+          "wrapopt/keras/_state.py", "    self._indices[name].append(i)",
+          "    self._indices[name].append(len(self._rows[name]) - 1)",
+          "//tests:keras_some_variables_test")
+  yield m("every n-th step: one step late", "wrapopt/_averages/_decays.py",
+          "tf.equal((steps + 1) % every, 0)", "tf.equal(steps % every, 0)",
+          "//tests:update_every_test //tests:keras_update_every_test")
   yield m("warm-up: one step late", "wrapopt/_averages/_decays.py",
           "(1 + n) / (10 + n)", "n / (9 + n)", "//tests:moving_average_test")
   yield m("decays: always the first", "wrapopt/_averages/_decays.py",

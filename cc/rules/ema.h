@@ -10,7 +10,8 @@
 // decay * s + r * v, this form does not change s if s == v.
 //
 // At the ends the result is exact, even for infinity and NaN: r = 0 does not
-// change s, r = 1 copies v.
+// change s, r = 1 copies v. The CPU engine and the GPU's launcher leave out a
+// step of r = 0, see Pass::Stage::is_idle.
 #ifndef WRAPOPT_CC_RULES_EMA_H_
 #define WRAPOPT_CC_RULES_EMA_H_
 

@@ -91,10 +91,11 @@ class PowerDecay(_Decay):
   A relative width of 0.05 is a gamma of 16.97, one of 0.10 a gamma of 6.94.
 
   t counts the updates of the optimizer's averages: one count for all variables,
-  of the steps that change weights. A step that only accumulates gradients, that
-  loss scaling skips or that a gate drops does not count. A variable without a
-  gradient in a step keeps its average in that step. `seed_averages` resets t.
-  t is saved and restored with the averages.
+  of the steps that change weights, or of every n-th of them with the argument
+  `update_every=n`. A step that only accumulates gradients, that loss scaling
+  skips or that a gate drops does not count. A variable without a gradient in a
+  step keeps its average in that step. `seed_averages` resets t. t is saved and
+  restored with the averages.
 
   Example, with the mean of all values after steps:
 
@@ -166,7 +167,8 @@ class HalfLife:
   `HalfLife(steps=1000)` is the decay 2^(-1/1000): the latest 1000 steps have
   half of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay`
   whose latest twentieth of the run so far has half of the weight, for every
-  length of the run.
+  length of the run. With the argument `update_every` of an optimizer, `steps`
+  are updates.
 
   Use it as `average_decay` of an optimizer. The optimizer keeps its attribute
   `decay`: a number or a PowerDecay.

@@ -72,8 +72,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _found(self, variable, *rows):
     key = self._var_key(variable)
     if (self._held.chosen is not None and
-        key in self._trainable_variables_indices and
-        not any(key in row for row in rows)):
+        not any(key in row for row in rows) and
+        key in map(self._var_key, self._trainable_variables)):
       raise KeyError(
           f"`variable` must be one that this {type(self).__name__} averages, "
           f"got '{_state.path_of(variable)}', which its argument `variables` "

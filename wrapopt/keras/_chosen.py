@@ -44,13 +44,11 @@ def of(chosen, wrapper, candidates):
           f"False for all {len(candidates)}.")
     return found
   by_id = {id(_rules.value(v)): i for i, v in enumerate(candidates)}
-  by_path = collections.defaultdict(list)
-  for i, v in enumerate(candidates):
-    by_path[_state.path_of(v)].append(i)
+  paths = list(map(_state.path_of, candidates))
   indices = set()
   for x in chosen:
     path = x if isinstance(x, str) else _state.path_of(x)
-    places = (by_path[x] if isinstance(x, str) else
+    places = (_places(x, paths) if isinstance(x, str) else
               [by_id[id(_rules.value(x))]] if id(_rules.value(x)) in by_id
               else [])
     if len(places) != 1:
@@ -58,10 +56,21 @@ def of(chosen, wrapper, candidates):
           f"`variables` of a {wrapper} must hold variables that the optimizer "
           f"trains, or their paths, got '{path}', which is "
           f"{'a path of several of them' if places else 'none of them'}. It "
-          "trains " + ", ".join(f"'{_state.path_of(v)}'" for v in candidates) +
-          ".")
+          f"trains {', '.join(map(repr, paths))}.")
     indices.update(places)
   return {i: candidates[i] for i in sorted(indices)}
+
+
+def _places(path, paths):
+  """The indices of the variables that a path is meant for.
+
+  These are those of that path. If there is none, the first part of either path
+  may be missing: Keras names the variables of a Sequential after it when it
+  makes them, but not when it loads them.
+  """
+  exact = [i for i, x in enumerate(paths) if x == path]
+  return exact or [i for i, x in enumerate(paths)
+                   if x.endswith(f"/{path}") or path.endswith(f"/{x}")]
 
 
 def serialized(chosen, wrapper, trained):

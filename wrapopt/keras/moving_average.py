@@ -130,10 +130,11 @@ class MovingAverage(_averaging.AveragingOptimizer):
         its own numbers: Keras squares each gradient and sums the squares.
       variables: Which variables are averaged; by default all. A function of a
         variable that returns True or False, or a list of variables or of their
-        paths, such as "sequential/dense/kernel". The others are trained in the
-        same way, and an evaluation uses them as they are. They have no average,
-        at no cost. A model is saved with the paths of a list, which must then
-        be unique, and the function must be registered by
+        paths. A path may lack its first parts: "dense/kernel" is the path of
+        "sequential/dense/kernel", if no other variable has it. The others are
+        trained in the same way, and an evaluation uses them as they are. They
+        have no average, at no cost. A model is saved with the paths of a list,
+        which must then be unique; a function must be registered by
         `keras.saving.register_keras_serializable`. A file of averages of other
         variables is not loaded: the averages start at their variables' values,
         with a warning. The statistics of `average_batch_norm` are no weights,

@@ -49,7 +49,8 @@ def ema_update(shadows: Any, values: Variables,
       only read. One variable may stand for a sequence of one here and above.
     decay: A number in [0, 1], or a scalar tensor or variable of any floating
       dtype; or a sequence of K of these. 0 copies the value, 1 leaves the
-      shadow unchanged.
+      shadow unchanged. On a CPU, and on a GPU without XLA, the op then neither
+      reads nor writes the shadow.
     name: A name for the operation.
 
   Returns:
