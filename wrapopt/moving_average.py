@@ -260,10 +260,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
     Returns:
       The variable that holds the average, or None if `var` has had no gradient
-      yet or is not averaged (`variables`). If its rows may lag behind (`is_lazy`), and in eager mode if they may
-      do so later, an object that is no `tf.Variable`: it converts to a tensor,
-      and has the methods of a variable to read, assign and save it, but no
-      `handle`. `lazy=False` makes all averages variables.
+      yet or is not averaged (`variables`). If its rows may lag behind
+      (`is_lazy`), and in eager mode if they may do so later, an object that is
+      no `tf.Variable`: it converts to a tensor, and has the methods of a
+      variable to read, assign and save it, but no `handle`. `lazy=False` makes
+      all averages variables.
     """
     slot = self._slot_of_decay[_decays.index_of(decay, self._decays)]
     if isinstance(var, tf.Variable):
