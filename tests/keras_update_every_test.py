@@ -113,6 +113,14 @@ def test_decays_count_updates(inner, mode, start_step):
                    average_of(start, values, decay, 4, start_step))
 
 
+def test_a_function_is_called_once_in_each_step():
+  w, calls = keras.Variable([0.0]), []
+  opt = moving(update_every=2, num_updates=lambda: calls.append(1) or 100)
+  _, averages = train(opt, w, range(4))
+  assert len(calls) == 4
+  assert np.ravel(averages).tolist() == [0, 1, 1, 2.5]
+
+
 @pytest.mark.parametrize("mode", STEPS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32",
                                    "float64"])

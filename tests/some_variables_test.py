@@ -343,6 +343,35 @@ def test_snapshots_hold_averages(tmp_path):
   assert tf.train.load_variable(path, "a").tolist() == [1.5]
 
 
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_a_gate_drops_steps_of_all_variables(kind, fused):
+  with graph_of(kind):
+    step = v1.train.get_or_create_global_step()
+    a, b = (v1.get_variable(name, initializer=[0.0]) for name in "ab")
+    moving = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), 0.5, variables=[a],
+        fused=fused, update_every=2)
+    gate = wrapopt.DropStaleGradientOptimizer(moving, 0, global_step=step)
+    with gate.record_step(step) as recorded:
+      gradient = -tf.ones(1)
+    late = v1.placeholder(tf.int64, [])
+    with tf.control_dependencies([gradient]):
+      moved = v1.assign_add(step, late)
+    with tf.control_dependencies([moved]):
+      gradient = tf.identity(gradient)
+    train_op = gate.apply_gradients([(gradient, a), (gradient, b)], step,
+                                    recorded=recorded)
+    with session_of() as session:
+      seen = []
+      for by in (0, 1, 0, 1, 0, 0):
+        session.run(train_op, {late: by})
+        seen.append([x.item() for x in session.run(
+            [a, b, moving.average(a)])])
+      assert seen == [[1, 1, 0], [1, 1, 0], [2, 2, 1], [2, 2, 1], [3, 3, 1],
+                      [4, 4, 2.5]]
+
+
 def test_copies():
   a, b = tf.Variable([0.0]), tf.Variable([0.0])
   opt = wrapopt.MovingAverageOptimizer(

@@ -130,6 +130,17 @@ def test_a_global_step_as_the_count(mode, fused):
       0, range(1, 8), lambda t: min(0.9, (1 + t) / (10 + t)), 3)[-1])
 
 
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_function_is_called_once_in_each_step(fused):
+  w, calls = tf.Variable([0.0]), []
+  opt = wrap(lambda: calls.append("decay") or 0.5, fused=fused, update_every=2,
+             num_updates=lambda: calls.append("number") or 100)
+  for _ in range(4):
+    opt.apply_gradients([(-tf.ones(1), w)])
+  assert sorted(calls) == ["decay"] * 4 + ["number"] * 4
+  assert opt.average(w).numpy() == 2.5
+
+
 @pytest.mark.parametrize("mode", TRACED)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32,
                                    tf.float64])

@@ -104,8 +104,8 @@ class Variables final : public CheckedVariables {
     entries_[variable].made_shape = shape;
   }
 
-  // Says that a variable of a list that is written is not, so that
-  // PrepareToWrite() need not copy it.
+  // Says that a variable of a written list is not written in this call:
+  // PrepareToWrite() does not copy it then.
   void Leave(int variable) { entries_[variable].is_left = true; }
 
   // Gives each written variable a buffer that no reader shares. Call it after

@@ -368,6 +368,8 @@ def where_due(due, decays):
   """The decays of a step in which averages move if `due`, as of `is_due`."""
   if due is None or due is True:
     return decays
+  if due is False:
+    return unmoved(decays)
   return [tf.where(due, ops.float64(decay), tf.constant(1, tf.float64))
           for decay in decays]
 
@@ -408,7 +410,8 @@ class Schedule(typing.NamedTuple):
     if self.steps is not None:
       steps = _replicas.values(self.steps)[0].read_value()
       due = is_due(steps, self.every)
-      if due is False:
+      # A user's function is called once in each step.
+      if due is False and not self.is_called:
         return unmoved(self.decays)
     counts = []
     if self.num_updates is not None:

@@ -320,10 +320,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     return self._of(var_list)
 
   def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights,
-            "variables": _chosen.serialized(
-                self._held.chosen, type(self).__name__,
-                self._trainable_variables if self.built else ())}
+    return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
+
+  def _config_of_variables(self):
+    """The argument `variables` in a configuration."""
+    return {"variables": _chosen.serialized(
+        self._held.chosen, type(self).__name__,
+        self._trainable_variables if self.built else ())}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):

@@ -391,14 +391,16 @@ class MovingAverage(_averaging.AveragingOptimizer):
   def _decays_now(self, step):
     """The decays of a Step."""
     every = self._update_every
+    # A function is called once in each step.
+    n = (None if self._num_updates is None else
+         _decays.value_now(self._num_updates))
     steps = self._steps_since(step) if self._first is not None else None
     since = step.iterations - self._start_step
     due = _decays.is_due(steps, every)
     if due is False and (not self._start_step or since >= 0):
       return _decays.unmoved(self._decays)
     counts = []
-    if self._num_updates is not None:
-      n = _decays.value_now(self._num_updates)
+    if n is not None:
       counts.append(_decays.periods(
           n if every == 1 else tf.convert_to_tensor(n), every))
     if self._dynamic_decay:
@@ -454,7 +456,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
             "average_batch_norm": self.averages_batch_norm,
-            "lazy": self._lazy, "update_every": self._update_every}
+            "lazy": self._lazy, "update_every": self._update_every,
+            **self._config_of_variables()}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):

@@ -171,4 +171,5 @@ class SWA(_averaging.AveragingOptimizer):
           "that number, which must be an integer.")
 
   def get_config(self) -> dict[str, Any]:
-    return {**super().get_config(), **self._arguments}
+    return {**super().get_config(), **self._arguments,
+            **self._config_of_variables()}
