@@ -38,6 +38,27 @@ def _mutants():
   yield m("average: moves away from the value", "cc/rules/ema.h",
           "shadow + rate * (value - shadow)",
           "shadow - rate * (value - shadow)", "//tests:ema_update_test")
+  yield m("Schedule-Free: y takes the whole step of z",
+          "cc/rules/schedule_free.h", "push * (stepped - z)", "(stepped - z)",
+          "//tests:apply_test --test_filter=ScheduleFree")
+  yield m("Schedule-Free: the decay at y is that at z",
+          "cc/rules/schedule_free.h", "lr * weight_decay_at_y * var",
+          "lr * weight_decay_at_y * z",
+          "//tests:apply_test --test_filter=ScheduleFree")
+  yield m("Schedule-Free: the weight is of the rate of now",
+          "wrapopt/_averages/_schedule_free.py",
+          "largest**self.weight_lr_power", "rate**self.weight_lr_power",
+          "//tests:schedule_free_test")
+  yield m("Schedule-Free: after fit, x is taken for y",
+          "wrapopt/_averages/_schedule_free.py", "1 - of_x / held",
+          "1 - of_x / self.momentum", "//tests:keras_schedule_free_test")
+  yield m("Schedule-Free: x is y", "wrapopt/_averages/_schedule_free.py",
+          "y + apart * (tf.cast(z, dtype) - y)", "y",
+          "//tests:keras_schedule_free_test")
+  yield m("Schedule-Free: momentum acts twice in two passes",
+          "wrapopt/keras/schedule_free.py",
+          '"beta_1": property(lambda _: 0.0)', '"_": None',
+          "//tests:keras_schedule_free_test")
   yield m("loop: the last element of a group is left out",
           "cc/engine/elementwise.cc",
           "for (size_t j = from; j < to; ++j)",

@@ -9,6 +9,7 @@ import tensorflow as tf
 import numerics
 import schedule_free_model
 import wrapopt
+from wrapopt import checkpoints
 
 tf1 = tf.compat.v1
 train = tf1.train
@@ -203,6 +204,18 @@ def test_swapping_saver(mode, tmp_path):
         np.testing.assert_allclose(got, want, 1e-5)
       with pytest.raises(ValueError, match="schedule_free is not part of var"):
         run.opt.swapping_saver([run.v, run.opt.z(run.v)])
+
+
+@pytest.mark.parametrize("mode", ["resource", "ref"])
+def test_snapshots_hold_x(mode, tmp_path):
+  with Run(mode, free("Adam"), np.float32) as run:
+    hook = checkpoints.SnapshotHook(run.opt, str(tmp_path), 2)
+    with train.MonitoredSession(hooks=[hook]) as session:
+      for _ in range(2):
+        session.run(run.op, {run.grad: np.ones((4, 3)), run.rate: 0.25})
+      x = session.run(run.opt.average(run.v))
+    path = str(tmp_path / "snapshot-2-average")
+    numerics.assert_same_bits(tf.train.load_variable(path, "v"), x)
 
 
 def test_tf_checkpoint(tmp_path):

@@ -112,10 +112,11 @@ def in_keras_model():
 # {how an owner is made: its attributes that are used}
 ATTRIBUTES = {
     lambda: prepared(lambda: tf1.train.GradientDescentOptimizer(0.1)): [
-        "_get_or_make_slot", "_handle_deferred_dependencies",
-        "_learning_rate_tensor", "_maybe_initialize_trackable",
-        "_non_slot_dict", "_non_slot_variables", "_prepare",
-        "_restore_slot_variable", "_slot_dict", "_use_locking"],
+        "_get_or_make_slot", "_get_or_make_slot_with_initializer",
+        "_handle_deferred_dependencies", "_learning_rate_tensor",
+        "_maybe_initialize_trackable", "_non_slot_dict", "_non_slot_variables",
+        "_prepare", "_restore_slot_variable", "_slot_dict", "_use_locking",
+        "_zeros_slot"],
     lambda: prepared(lambda: tf1.train.MomentumOptimizer(0.1, 0.9)): [
         "_learning_rate_tensor", "_momentum_tensor", "_use_nesterov"],
     lambda: prepared(lambda: tf1.train.AdamOptimizer(0.1)): [

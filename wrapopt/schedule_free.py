@@ -232,6 +232,18 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
       return [self.z(v) for v in var]
     return self._shadow(var, 0)
 
+  def average_steps(self) -> None:
+    """None: the state of the schedule counts the steps."""
+
+  def averages_by_decay(self, graph: Any) -> list[Any]:
+    """Returns [(None, [(variable, x)])] of a graph (None: eager mode).
+
+    Raises:
+      RuntimeError: If there was no step yet.
+    """
+    self._require_averages(graph, "averages_by_decay")
+    return [(None, self._pairs(graph, 0))]
+
   def seed_averages(self, session: Optional[Session] = None) -> None:
     """Starts anew at the values of the variables, which all points get.
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import moving_average
+from wrapopt import schedule_free
 from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
@@ -177,13 +178,15 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   Of several workers that share variables, give it to the chief only.
   """
 
-  def __init__(self, opt: moving_average.MovingAverageOptimizer,
+  def __init__(self, opt: Union[moving_average.MovingAverageOptimizer,
+                                schedule_free.ScheduleFreeOptimizer],
                directory: _Path, save_steps: int, dtype: Any = None, *,
                global_step: Optional[Variable] = None) -> None:
     """Makes the hook.
 
     Args:
-      opt: A `wrapopt.MovingAverageOptimizer`, whose train op is made before the
+      opt: A `wrapopt.MovingAverageOptimizer` or
+        `wrapopt.ScheduleFreeOptimizer`, whose train op is made before the
         session.
       directory: The directory of the snapshots.
       save_steps: The number of steps between snapshots.
@@ -197,8 +200,10 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
         integer.
       ValueError: If an argument is out of range.
     """
-    if not isinstance(opt, moving_average.MovingAverageOptimizer):
-      raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, got "
+    if not isinstance(opt, (moving_average.MovingAverageOptimizer,
+                            schedule_free.ScheduleFreeOptimizer)):
+      raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer or "
+                      "wrapopt.ScheduleFreeOptimizer, got "
                       f"{type(opt).__module__}.{type(opt).__qualname__}.")
     self._opt = opt
     self._snapshots = Snapshots(directory, save_steps, dtype)

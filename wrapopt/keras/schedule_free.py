@@ -321,8 +321,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   def get_config(self) -> dict[str, Any]:
     config = super().get_config()
-    for name in ("sum_duplicates", "variables"):  # These are not arguments.
-      del config[name]
+    del config["sum_duplicates"]  # No argument.
     return {**config, **self._schedule._asdict()}
 
 
