@@ -15,6 +15,9 @@ train alike.
 
 Then the time to put averages in place of the weights and back, with
 `averaged_weights` and with Keras's `SwapEMAWeights`.
+
+With --optimizers, only the step of some optimizers with given gradients, beside
+each other: Schedule-Free learning, and what it replaces.
 """
 
 import gc
@@ -26,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt.bench import harness
+from wrapopt.bench import keras_optimizers
 
 _DECAY = 0.99
 _PLAIN, _USE_EMA, _WRAPOPT, _WITHOUT = CONTENDERS = (
@@ -72,6 +76,7 @@ def add_arguments(parser):
       default=[*MODELS, _SWAP],
       help="which, of " + ", ".join(f"'{name}'" for name in [*MODELS, _SWAP]) +
       "; default all")
+  keras_optimizers.add_arguments(parser)
   parser.add_argument(
       "--quick", action="store_true",
       help="5 rounds instead of 15: for a look, not for figures")
@@ -80,6 +85,8 @@ def add_arguments(parser):
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
+  if options.optimizers is not None:
+    return keras_optimizers.run(options)
   n_rounds = harness.rounds(options)
   results = []
   for name in options.models:

@@ -6,6 +6,7 @@ wrapopt. Each line of input is a JSON list of a function's name and its
 arguments. Each line of output is the result of the function in JSON.
 """
 
+import importlib
 import json
 import sys
 import time
@@ -45,16 +46,20 @@ class Steps:
     start = time.perf_counter()
     for _ in range(calls):
       optimizer.step()
-      with torch.no_grad():
-        torch._foreach_lerp_(averages, values, 1 - self._decay)
+      if self._decay is not None:
+        with torch.no_grad():
+          torch._foreach_lerp_(averages, values, 1 - self._decay)
     return (time.perf_counter() - start) / calls
 
   def _make(self, code):
     values = [torch.nn.Parameter(torch.rand(shape)) for shape in self._shapes]
     for v in values:
       v.grad = torch.rand(v.shape)
-    optimizer = getattr(torch.optim, self._name)(
+    module, _, name = self._name.rpartition(".")
+    optimizer = getattr(importlib.import_module(module or "torch.optim"), name)(
         values, **self._arguments, **{code: True})
+    if hasattr(optimizer, "train"):  # Of `schedulefree`.
+      optimizer.train()
     return optimizer, [v.detach().clone() for v in values]
 
 
