@@ -224,7 +224,7 @@ class Trainer:
   def __init__(self, task, split, contender, steps):
     self._task, self._split, self._contender = task, split, contender
     self._steps, self._warmup = steps, max(1, round(_WARMUP * steps))
-    self._starts = {}  # {seed: values of all variables}
+    self._starts = {}  # {seed: (weights, state of the optimizer)}
     self._model, self._optimizer = self._make(0)
     self._calibration = list(tf.data.Dataset.from_tensor_slices(
         split.training[0]).batch(256))
@@ -232,7 +232,7 @@ class Trainer:
     x, y = tf.constant(x), tf.constant(y)
     model, optimizer = self._model, self._optimizer
 
-    @tf.function
+    @tf.function(reduce_retracing=True)
     def train(batches, rates):
       for i in tf.range(tf.shape(batches)[0]):
         optimizer.learning_rate.assign(rates[i])
@@ -243,7 +243,8 @@ class Trainer:
         optimizer.apply(tape.gradient(loss, variables), variables)
 
     self._train = train
-    self._predict = tf.function(lambda x: model(x, training=False))
+    self._predict = tf.function(lambda x: model(x, training=False),
+                                reduce_retracing=True)
 
   def _make(self, seed):
     keras.utils.set_random_seed(seed)
@@ -252,17 +253,18 @@ class Trainer:
     optimizer.build(model.trainable_variables)
     return model, optimizer
 
-  def _variables(self, model, optimizer):
-    return [*model.variables, *optimizer.variables]
-
   def _reset(self, seed):
-    """Sets all variables to the values of a new model and optimizer."""
+    """Sets weights and state to those of a new model and optimizer."""
     if seed not in self._starts:
-      self._starts[seed] = [
-          v.numpy() for v in self._variables(*self._make(seed))]
-    for v, value in zip(self._variables(self._model, self._optimizer),
-                        self._starts[seed], strict=True):
-      v.assign(value)
+      model, optimizer = self._make(seed)
+      state = {}
+      optimizer.save_own_variables(state)
+      self._starts[seed] = model.get_weights(), state
+    weights, state = self._starts[seed]
+    self._model.set_weights(weights)
+    self._optimizer.load_own_variables(state)
+    if self._contender == _WRAPOPT:
+      self._optimizer.seed_averages()
 
   def run(self, seed, rate, points, part):
     """Trains from the start.
@@ -401,7 +403,7 @@ def plot(results, points, path):
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("schedule_free", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=1000,
+  parser.add_argument("--steps", type=digits.count, default=1200,
                       help="steps of the optimizer; default %(default)s")
   parser.add_argument("--seeds", type=digits.count, default=3,
                       help="the number of seeds; default %(default)s")
