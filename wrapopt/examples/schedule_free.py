@@ -24,7 +24,7 @@ is evaluated with its averages x. The statistics of batch normalizations are
 recalibrated for all four, so that only the weights differ.
 """
 
-import collections
+from collections.abc import Callable
 import contextlib
 import itertools
 import os
@@ -44,7 +44,7 @@ from wrapopt.examples import embeddings
 import wrapopt.keras
 
 _BATCH = 32
-_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
+_RATES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
 _WARMUP = 0.05  # The part of the steps in which the rate rises.
 _TUNING_SEEDS = (1000, 1001)
 _EVALUATIONS = 12
@@ -52,7 +52,6 @@ _AT = (4, 2, 1)  # The table has the steps divided by these.
 _FILES = 120  # Of the standard library.
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
 _WINDOW = 12  # Characters from which the next one is predicted.
-_FEW, _TEXT = "few", "text"
 
 _CONSTANT, _COSINE, _KERAS, _WRAPOPT = CONTENDERS = (
     "Adam, constant", "Adam, cosine", "Keras ScheduleFreeAdamW, y",
@@ -77,10 +76,10 @@ class Task(NamedTuple):
     error: A function of targets, outputs and the mean loss: the error.
     label: What the error is.
   """
-  load: collections.abc.Callable
-  make_model: collections.abc.Callable
-  loss: collections.abc.Callable
-  error: collections.abc.Callable
+  load: Callable[[int], Split]
+  make_model: Callable[[], keras.Model]
+  loss: Callable
+  error: Callable
   label: str
 
 
@@ -383,9 +382,10 @@ def plot(results, points, path):
       ax.fill_between(points, errors.min(axis=0), errors.max(axis=0),
                       color=color, alpha=0.15, linewidth=0)
     # The first errors are far above.
-    means = np.array([np.mean(row["errors"], axis=0) for row in found.values()])
-    least = min(np.min(row["errors"]) for row in found.values())
-    ax.set_ylim(0.9 * least, 1.1 * np.quantile(means, 0.85))
+    errors = np.array([row["errors"] for row in found.values()])
+    least, top = errors.min(), np.quantile(errors.mean(axis=1), 0.85)
+    room = 0.1 * (top - least) or 1
+    ax.set_ylim(least - room, top + room)
     ax.set_title(name)
     ax.set_xlabel("optimizer steps")
     ax.set_ylabel(TASKS[name].label)
