@@ -21,7 +21,8 @@ table and the plot have the mean, the least and the largest error of all seeds.
 Adam and Keras's ScheduleFreeAdamW are evaluated with the weights in the model;
 the latter are y, since it does not give its averages. wrapopt.keras.ScheduleFree
 is evaluated with its averages x. The statistics of batch normalizations are
-recalibrated for all four, so that only the weights differ.
+recalibrated for all four, so that only the weights differ. A version of Keras
+without ScheduleFreeAdamW leaves it out.
 """
 
 from collections.abc import Callable
@@ -53,9 +54,15 @@ _FILES = 120  # Of the standard library.
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
 _WINDOW = 12  # Characters from which the next one is predicted.
 
-_CONSTANT, _COSINE, _KERAS, _WRAPOPT = CONTENDERS = (
+_CONSTANT, _COSINE, _KERAS, _WRAPOPT = (
     "Adam, constant", "Adam, cosine", "Keras ScheduleFreeAdamW, y",
     "wrapopt ScheduleFree, x")
+_COLORS = {_CONSTANT: "tab:gray", _COSINE: "tab:green", _KERAS: "tab:orange",
+           _WRAPOPT: "tab:blue"}
+CONTENDERS = tuple(
+    contender for contender in _COLORS
+    # Older versions of Keras 3 lack it.
+    if contender != _KERAS or hasattr(keras.optimizers, "ScheduleFreeAdamW"))
 
 
 class Split(NamedTuple):
@@ -373,9 +380,9 @@ def plot(results, points, path):
   plt = _extras.load("matplotlib.pyplot")
   figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained")
   axes = axes.flat
-  colors = ("tab:gray", "tab:green", "tab:orange", "tab:blue")
   for ax, (name, found) in zip(axes, results.items()):
-    for (contender, row), color in zip(found.items(), colors):
+    for contender, row in found.items():
+      color = _COLORS[contender]
       errors = np.array(row["errors"])
       ax.plot(points, errors.mean(axis=0), color=color, marker=".",
               label=contender)
