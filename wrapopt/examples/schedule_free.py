@@ -19,10 +19,10 @@ runs with seeds that are not those of the table. Nothing else is tuned. The
 table and the plot have the mean, the least and the largest error of all seeds.
 
 Adam and Keras's ScheduleFreeAdamW are evaluated with the weights in the model;
-the latter are y, since it does not give its averages. wrapopt.keras.ScheduleFree
-is evaluated with its averages x. The statistics of batch normalizations are
-recalibrated for all four, so that only the weights differ. A version of Keras
-without ScheduleFreeAdamW leaves it out.
+the latter are y, since it does not give its averages. wrapopt's ScheduleFree is
+evaluated with its averages x. The statistics of batch normalizations are
+recalibrated for all four, so that only the weights differ. If Keras has no
+ScheduleFreeAdamW, it is left out.
 """
 
 from collections.abc import Callable
@@ -415,20 +415,23 @@ def main(argv=None):
   parser.add_argument("--seeds", type=digits.count, default=3,
                       help="the number of seeds; default %(default)s")
   parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS),
-                      metavar="TASK", help=f"of {', '.join(TASKS)}; default all")
+                      metavar="TASK",
+                      help=f"of {', '.join(TASKS)}; default all")
   parser.add_argument("--quick", action="store_true",
-                      help="two learning rates, tuned with one seed, and a "
-                      "short text: to see that it runs")
+                      help="two learning rates, tuned with one seed, four "
+                      "evaluations and a short text: to see that it runs")
   _command.add_out(parser, "schedule_free")
   options = parser.parse_args(argv)
   _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
 
-  rates, tuning_seeds, files = _RATES, _TUNING_SEEDS, _FILES
+  rates, tuning_seeds = _RATES, _TUNING_SEEDS
+  files, evaluations = _FILES, _EVALUATIONS
   if options.quick:
-    rates, tuning_seeds, files = (0.003, 0.01), _TUNING_SEEDS[:1], 12
+    rates, tuning_seeds = (0.003, 0.01), _TUNING_SEEDS[:1]
+    files, evaluations = 12, 4
   steps = options.steps
-  points = sorted({max(1, steps * i // _EVALUATIONS)
-                   for i in range(1, _EVALUATIONS + 1)})
+  points = sorted({max(1, steps * i // evaluations)
+                   for i in range(1, evaluations + 1)})
   tasks = list(dict.fromkeys(options.tasks))
   runs = len(rates) * len(tuning_seeds) + options.seeds
   with _extras.load("tqdm").tqdm(
