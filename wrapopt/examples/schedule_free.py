@@ -238,7 +238,9 @@ class Trainer:
     x, y = tf.constant(x), tf.constant(y)
     model, optimizer = self._model, self._optimizer
 
-    @tf.function(reduce_retracing=True)
+    # Of any number of batches or samples: traced once.
+    @tf.function(input_signature=[tf.TensorSpec([None, _BATCH], tf.int32),
+                                  tf.TensorSpec([None], tf.float32)])
     def train(batches, rates):
       for i in tf.range(tf.shape(batches)[0]):
         optimizer.learning_rate.assign(rates[i])
@@ -248,9 +250,10 @@ class Trainer:
         variables = model.trainable_variables
         optimizer.apply(tape.gradient(loss, variables), variables)
 
-    self._train = train
-    self._predict = tf.function(lambda x: model(x, training=False),
-                                reduce_retracing=True)
+    self._train = train.get_concrete_function()
+    self._predict = tf.function(
+        lambda x: model(x, training=False)).get_concrete_function(
+            tf.TensorSpec([None, *x.shape[1:]], x.dtype))
 
   def _make(self, seed):
     keras.utils.set_random_seed(seed)
@@ -361,7 +364,7 @@ def print_table(results, points, rates):
   for name, found in results.items():
     print(f"\n{name}: {TASKS[name].label}, held out")
     print("after steps".ljust(28) + "".join(f"{p:>8}" for p in shown) +
-          "  least - largest    rate")
+          "      least - largest      rate")
     for contender, row in found.items():
       errors = np.array(row["errors"])
       means = errors.mean(axis=0)
@@ -370,7 +373,7 @@ def print_table(results, points, rates):
       edge = "*" if row["rate"] in (min(rates), max(rates)) else ""
       print(contender.ljust(28) +
             "".join(f"{means[points.index(p)]:>8.2f}" for p in shown) +
-            f"{last.min():>8.2f} -{last.max():>6.2f}  {row['rate']:>8g}{edge}")
+            f"{last.min():>11.2f} - {last.max():<7.2f}{row['rate']:>10g}{edge}")
   print("\n* the end of the grid of rates")
 
 
