@@ -444,6 +444,8 @@ def test_refused(make, error, message):
     make()
 
 
+@pytest.mark.skipif(not hasattr(K, "ScheduleFreeAdamW"),
+                    reason="Keras lacks it.")
 def test_refused_with_keras_s_own():
   with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
     wk.ScheduleFree(K.ScheduleFreeAdamW())
