@@ -94,7 +94,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   Differences from `keras.optimizers.ScheduleFreeAdamW`: x can be evaluated and
   saved; the warm-up counts in the weights of the average; weight decay acts on
-  z.
+  z; x is not computed from a z of after the step, as by Keras 3.15.
   """
 
   def __init__(
