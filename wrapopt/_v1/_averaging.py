@@ -9,14 +9,13 @@ import tensorflow as tf
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
-from wrapopt import ops
 from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._types import Variable
-from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _initial_value
 from wrapopt._v1 import _lookup_cache
 from wrapopt._v1 import _sessions
 from wrapopt._v1 import _slots
@@ -243,7 +242,7 @@ class AveragingOptimizer(WrapperOptimizer):
     if not tf.executing_eagerly():
       for v, value, *of_v in zip(_replicas.values(variable), values,
                                  *map(_replicas.values, shadows)):
-        _start_at_value(of_v, v, value)
+        _initial_value.start_at_value(of_v, v, value)
 
   def _make_lazy(self, variable, value, slot, op_name):
     """Finds or makes a LazyAverage, as `_get_or_make_slot` a variable."""
@@ -493,42 +492,3 @@ def graph_of_state():
   with tf.init_scope():  # Out of a tf.function.
     return (None if tf.executing_eagerly()
             else tf.compat.v1.get_default_graph())
-
-
-def _start_at_value(shadows, variable, initial_value):
-  """Makes the initializers of `shadows` take the value of `variable`.
-
-  If one run initializes both, an average gets the same value as its variable,
-  even if that value is random. If a later run initializes the average alone, it
-  gets the variable's value at that time. If one run initializes both for a
-  second time, the average gets the old value or the new one: an edge that put
-  the two in order would also run the variable's initializer whenever the
-  average's runs.
-
-  Args:
-    shadows: Averages of the variable.
-    variable: A variable of a graph.
-    initial_value: Its initial value, in the dtype of the averages.
-  """
-  is_ref = ops.is_ref_variable(variable)
-  cond = _control_flow.cond_of_refs if is_ref else tf.cond
-  with ops.device_of(variable):
-    value = cond(
-        tf.compat.v1.is_variable_initialized(variable),
-        lambda: tf.cast(variable.read_value(), initial_value.dtype),
-        lambda: initial_value)
-    for shadow in shadows:
-      # Not as the initial value of a new variable: TensorFlow would replace
-      # each ref variable in it by another cond, whose other branch is
-      # unguarded.
-      if isinstance(shadow, _lazy.LazyAverage):
-        shadow.set_initial_value(value)
-        continue
-      if is_ref:
-        initializer = tf.compat.v1.assign(
-            shadow, value, validate_shape=value.shape.is_fully_defined()).op
-      else:
-        initializer = tf.raw_ops.AssignVariableOp(
-            resource=shadow.handle, value=value)
-      shadow._initializer_op = initializer
-      shadow._initial_value = value
