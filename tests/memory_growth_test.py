@@ -147,10 +147,24 @@ def keras_values():
   return [keras.Variable(np.ones(shape, np.float32)) for shape in SHAPES]
 
 
-@path(steps=50_000)
-def keras_eager(tmp_path):
+@path(mode=modes.Eager(), ids=["eager"], steps=50_000)
+@path(mode=modes.Function(), ids=["function"])
+@path(mode=REF, ids=["ref-graph"])
+def schedule_free(mode, tmp_path):
   del tmp_path
-  opt, values = wrapopt.keras.MovingAverage("adam", 0.9), keras_values()
+  with mode.entered():
+    opt = wrapopt.ScheduleFreeOptimizer(tf1.train.AdamOptimizer(0.1))
+    pairs = pairs_of(variables(mode))
+    yield repeated(mode, lambda: opt.apply_gradients(pairs))
+
+
+@path(steps=50_000, wrapper=lambda: wrapopt.keras.MovingAverage("adam", 0.9),
+      ids=["moving_average"])
+@path(steps=50_000, wrapper=lambda: wrapopt.keras.ScheduleFree("adam"),
+      ids=["schedule_free"])
+def keras_eager(wrapper, tmp_path):
+  del tmp_path
+  opt, values = wrapper(), keras_values()
   grads = [tf.ones(v.shape) for v in values]
   yield lambda: opt.apply(grads, values)
 
@@ -159,6 +173,7 @@ def keras_eager(tmp_path):
       ids=["moving_average"])
 @path(wrapper=lambda: wrapopt.keras.Lookahead("adam", 3), ids=["lookahead"])
 @path(wrapper=lambda: wrapopt.keras.SWA("adam", 0, 3), ids=["swa"])
+@path(wrapper=lambda: wrapopt.keras.ScheduleFree("adam"), ids=["schedule_free"])
 def keras_function(wrapper, tmp_path):
   del tmp_path
   opt, values = wrapper(), keras_values()
@@ -230,10 +245,13 @@ def averaged_weights(mode, tmp_path):
     yield enter
 
 
-@path(steps=5_000)
-def keras_averaged_weights(tmp_path):
+@path(steps=5_000, wrapper=lambda: wrapopt.keras.MovingAverage("adam", 0.9),
+      ids=["moving_average"])
+@path(steps=5_000, wrapper=lambda: wrapopt.keras.ScheduleFree("adam"),
+      ids=["schedule_free"])
+def keras_averaged_weights(wrapper, tmp_path):
   del tmp_path
-  opt, values = wrapopt.keras.MovingAverage("adam", 0.9), keras_values()
+  opt, values = wrapper(), keras_values()
   opt.apply([tf.ones(v.shape) for v in values], values)
 
   def enter():

@@ -56,6 +56,9 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
   float64 vector: the number of steps, the sum of their weights, the largest
   learning rate, and the weight of x in what the variables hold.
 
+  After you have set the variables yourself in the middle of a training, call
+  `seed_averages`: z and x do not follow them.
+
   One worker must take the steps: two that race would count wrongly, so a
   `DropStaleGradientOptimizer` cannot be around this one. In a `tf.distribute`
   strategy, use `wrapopt.keras.ScheduleFree`.

@@ -80,6 +80,9 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   In a model: `model.compile(wrapopt.keras.ScheduleFree("adam"), ...)`.
 
+  After you have set the weights yourself in the middle of a training, call
+  `seed_averages`: z and x do not follow them.
+
   Half-precision variables: x follows from y with the precision of y. Use
   float32 variables, such as those of Keras's policy mixed_bfloat16.
 

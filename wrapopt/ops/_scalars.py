@@ -12,6 +12,9 @@ from wrapopt.ops import _variables
 def float64(x):
   """A number, tensor or variable as a float64 scalar, with all its digits."""
   x = _variables.read_value(x)
+  if isinstance(x, numbers.Real):
+    # TensorFlow would keep a tensor of each Python number for ever.
+    x = np.array(x, np.float64)
   return tf.cast(x, tf.float64) if tf.is_tensor(x) else tf.constant(
       x, tf.float64)
 
