@@ -316,7 +316,8 @@ class AveragingOptimizer(WrapperOptimizer):
     return [(v, self._shadow(v, k)) for v in variables]
 
   def _averages(self, graph):
-    return [s for v in self._averaged.of(graph) for s in self._shadows(v)]
+    return [self._shadow(v, k) for k in range(len(self._decays))
+            for v in self._averaged.of(graph)]
 
   def _where(self, session, what):
     """The (raw session, graph) of method `what`; (None, None) in eager mode."""
