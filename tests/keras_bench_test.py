@@ -10,6 +10,7 @@ import tensorflow as tf
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import harness
 from wrapopt.bench import keras as bench
+from wrapopt.bench import keras_optimizers
 import wrapopt.keras
 
 
@@ -22,7 +23,7 @@ def short_turns(monkeypatch):
   alternate = harness.alternate
   monkeypatch.setattr(
       harness, "alternate",
-      lambda *args: alternate(*args, turn_seconds=1e-4))
+      lambda *args, **kwargs: alternate(*args, turn_seconds=1e-4, **kwargs))
 
 
 def test_command(monkeypatch, tmp_path):
@@ -53,6 +54,25 @@ def test_command(monkeypatch, tmp_path):
     assert r["milliseconds"] > 0 and r["rounds"] == 5
     if r["contender"] == "plain":
       assert r["x_plain"] == 1
+
+
+def test_steps_of_optimizers(monkeypatch, tmp_path):
+  monkeypatch.setitem(harness.VARIABLE_SETS, "400x256", [(4,), (), (2, 3)])
+  path = tmp_path / "results.json"
+  command.main(["keras", "--quick", "--optimizers", "--sets", "400x256",
+                "--json", str(path)])
+  results = json.loads(path.read_text())["results"]
+  names = [(r["mode"], r["contender"]) for r in results]
+  assert names[:15] == [
+      (mode, contender) for mode in ("tf.function", "jit", "eager")
+      for contender in keras_optimizers.OPTIMIZERS]
+  assert names[15:17] == [("v1 session", "Adam"),
+                          ("v1 session", "ScheduleFree(Adam)")]
+  for r in results:
+    assert r["milliseconds"] > 0 and r["gigabytes_per_second"] > 0
+    assert ("x_adam" in r) == (r["mode"] != "PyTorch, schedulefree")
+    if r["contender"] == "Adam":
+      assert r["x_adam"] == 1
 
 
 def models_of(optimizer):

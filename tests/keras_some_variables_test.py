@@ -364,6 +364,7 @@ def test_the_others_take_an_op_of_their_own_without_averages():
     assert [[op.get_attr("N"), op.get_attr("NK")] for op in ops] == expected
 
 
+@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
 def test_layers_without_averages_in_a_multi_optimizer():
   a, b = keras.Variable([0.0], name="a"), keras.Variable([0.0], name="b")
   of_a, of_b = K.SGD(1.0), K.SGD(0.5)

@@ -229,6 +229,7 @@ def test_the_count_begins_with_the_averages():
   assert opt.average_steps() == 2
 
 
+@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
 @pytest.mark.parametrize("mode", STEPS)
 def test_in_a_multi_optimizer(mode):
   a, b = (keras.Variable([0.0], name=name) for name in "ab")
@@ -273,9 +274,15 @@ def test_statistics_of_batch_normalizations():
   assert averages == [0, 0.625, 0.625, 1.84375]
 
 
+class AtMost3(keras.constraints.Constraint):
+
+  def __call__(self, w):
+    return tf.minimum(w, 3.0)
+
+
 def test_constraints():
   w = keras.Variable([0.0])
-  w.constraint = lambda x: tf.minimum(x, 3.0)
+  w.constraint = AtMost3()
   opt = moving(update_every=2)
   _, averages = train(opt, w, range(4))
   assert np.ravel(averages).tolist() == [0, 1, 1, 2]
