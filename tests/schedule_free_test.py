@@ -1,6 +1,7 @@
 """wrapopt.ScheduleFreeOptimizer: numbers, modes, swaps and checkpoints."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
@@ -10,6 +11,11 @@ import numerics
 import schedule_free_model
 import wrapopt
 from wrapopt import checkpoints
+
+# For MirroredStrategy: before anything runs.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
 
 tf1 = tf.compat.v1
 train = tf1.train
@@ -323,13 +329,105 @@ def test_refused_in_a_step():
     opt.apply_gradients([(tf.ones(1), w)])
   with pytest.raises(TypeError, match="must be of dtype"):
     opt.apply_gradients([(tf.ones(1, tf.int32), tf.Variable([1]))])
-  strategy = tf.distribute.MirroredStrategy(["CPU:0"])
-  with strategy.scope():
-    u = tf.Variable([1.0])
-  with pytest.raises(NotImplementedError, match="in a tf.distribute strategy"):
-    strategy.run(lambda: opt.apply_gradients([(tf.ones(1), u)]))
-  for x in (v, w, u):
+  for x in (v, w):
     np.testing.assert_array_equal(x, [1.0])
   with pytest.raises(RuntimeError, match="before averaged_weights"):
     with opt.averaged_weights():
       pass
+
+
+# Strategies.
+
+
+@functools.cache
+def two_replicas():
+  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("inner", ["SGD", "Adam", "RMSprop", "Adagrad"])
+def test_in_replicas(inner, function):
+  """The sum of their gradients takes the step of one process."""
+  schedule = {"warmup_steps": 2, "weight_decay_at_y": 0.125}
+  cls, arguments, _ = INNER[inner]
+  if inner == "Adam":
+    arguments = {**arguments, "beta1": 0.0}
+  make = lambda: wrapopt.ScheduleFreeOptimizer(cls(0.25, **arguments),
+                                               **schedule)
+  strategy = two_replicas()
+  with strategy.scope():
+    v = tf.Variable(START.astype(np.float32))
+    opt = make()
+  def step(g):
+    strategy.run(lambda: opt.apply_gradients([(g / 2, v)]) and None)
+  step = tf.function(step) if function else step
+  w = tf.Variable(START.astype(np.float32))
+  alone = make()
+  for t in range(4):
+    g = tf.fill([4, 3], float(t) - 1.5)
+    step(g)
+    alone.apply_gradients([(g, w)])
+  for got, want in ((v, w), (opt.z(v), alone.z(w))):
+    for local in strategy.experimental_local_results(got):
+      np.testing.assert_allclose(local, want, 1e-5, 1e-5)
+  x = alone.average(w)
+  np.testing.assert_allclose(opt.average(v), x, 1e-5, 1e-5)
+  raw = [np.array(r) for r in strategy.experimental_local_results(v)]
+  with opt.averaged_weights():
+    for local in strategy.experimental_local_results(v):
+      np.testing.assert_allclose(local, x, 1e-5, 1e-5)
+  for local, want in zip(strategy.experimental_local_results(v), raw):
+    numerics.assert_same_bits(np.array(local), want)
+
+
+def test_a_failed_step_in_replicas_changes_nothing(monkeypatch):
+  strategy = two_replicas()
+  with strategy.scope():
+    v = tf.Variable(START)
+    opt = wrapopt.ScheduleFreeOptimizer(train.AdagradOptimizer(0.25))
+  step = lambda: strategy.run(
+      lambda: opt.apply_gradients([(tf.ones_like(START), v)]) and None)
+  for _ in range(2):
+    step()
+  before = [np.array(x) for x in (opt.average(v), v, opt.z(v))]
+
+  def fail(*args):
+    raise ArithmeticError
+
+  monkeypatch.setattr(opt._optimizer, "_finish", fail)
+  with pytest.raises(ArithmeticError):
+    step()
+  for got, want in zip((opt.average(v), v, opt.z(v)), before):
+    numerics.assert_same_bits(np.array(got), want)
+
+
+def test_a_momentum_is_not_taken_over_in_replicas():
+  strategy = two_replicas()
+  with strategy.scope():
+    v = tf.Variable([1.0])
+    opt = wrapopt.ScheduleFreeOptimizer(train.AdamOptimizer(1.0))
+  with pytest.raises(NotImplementedError, match="beta1=0, got 0.9"):
+    strategy.run(lambda: opt.apply_gradients([(tf.ones(1), v)]) and None)
+  np.testing.assert_array_equal(v, [1.0])
+
+
+def test_replicas_in_a_session():
+  with tf.Graph().as_default():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+      v = tf1.get_variable("v", initializer=tf.constant([1.0, 2.0]))
+      opt = wrapopt.ScheduleFreeOptimizer(
+          train.GradientDescentOptimizer(0.25), 0.5)
+      op = strategy.group(strategy.run(
+          lambda: opt.apply_gradients([(tf.ones(2) / 2, v)])))
+    with tf1.Session() as session:
+      session.run(tf1.global_variables_initializer())
+      for _ in range(3):
+        session.run(op)
+      # z goes from 1 to 0.25; x is its mean.
+      points = session.run([opt.average(v), v, opt.z(v)])
+      np.testing.assert_allclose(
+          points, [[0.5, 1.5], [0.375, 1.375], [0.25, 1.25]], 1e-6)
+      with opt.averaged_weights(session):
+        numerics.assert_same_bits(session.run(v), points[0])
+      numerics.assert_same_bits(session.run(v), points[1])

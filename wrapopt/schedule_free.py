@@ -61,7 +61,7 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
 
   One worker must take the steps: two that race would count wrongly, so a
   `DropStaleGradientOptimizer` cannot be around this one. In a `tf.distribute`
-  strategy, use `wrapopt.keras.ScheduleFree`.
+  strategy, the inner optimizer takes its own step from z.
 
   Example, eager:
 
@@ -142,17 +142,14 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
         be converted to a tensor.
       ValueError: If there is no variable, none has a gradient, a variable is
         listed twice or has a constraint.
-      NotImplementedError: In a `tf.distribute` strategy.
+      NotImplementedError: In a `tf.distribute` strategy, if the inner optimizer
+        is an `AdamOptimizer` whose `beta1` is not 0.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
-    if tf.distribute.has_strategy():
-      raise NotImplementedError(
-          "A ScheduleFreeOptimizer takes no step in a tf.distribute strategy. "
-          "Use wrapopt.keras.ScheduleFree there.")
     trained = [v for g, v in step.grads_and_vars if g is not None]
     if not trained:  # TensorFlow has an error for it.
       return self._inner._take(step)
@@ -178,7 +175,8 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     super()._make_average(variable, is_sparse)
     if not tf.executing_eagerly():
       [(_, average)] = self._pairs_of([variable], 0)
-      average.make_element()
+      for part in average.of_replicas():
+        part.make_element()
 
   def _create_slots(self, var_list):
     opt = self._innermost()

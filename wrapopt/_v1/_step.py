@@ -19,6 +19,7 @@ from wrapopt._averages import _swap
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _lookup_cache
+from wrapopt._v1 import _two_passes
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
@@ -121,7 +122,9 @@ class Innermost:
     """
     opt = self._opt
     if step.points is not None:
-      return Taken(_fused.apply_schedule_free(opt, step), True)
+      apply = (_two_passes if tf.distribute.has_strategy()
+               else _fused).apply_schedule_free
+      return Taken(apply(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages
     is_late = averages is not None and averages.schedule.is_called

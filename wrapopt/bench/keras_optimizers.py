@@ -10,7 +10,6 @@ installed, AdamWScheduleFree of that package takes the step in another process.
 import contextlib
 import functools
 import gc
-import importlib.util
 import json
 import os
 import statistics
@@ -59,16 +58,20 @@ def add_arguments(parser):
       "--sets", nargs="+", choices=list(harness.VARIABLE_SETS), metavar="SET",
       default=[name for name in harness.VARIABLE_SETS if name != "bert-base"],
       help="the sets of variables for --optimizers")
+  parser.add_argument(
+      "--torch-python", metavar="FILE", default=sys.executable,
+      help="an interpreter that has PyTorch and schedulefree; by default this")
 
 
 def run(options):
   """Measures the optimizers; returns the results, one per contender."""
   names = options.optimizers or list(OPTIMIZERS)
   return [result for name in options.sets for result in measure(
-      name, harness.VARIABLE_SETS[name], names, harness.rounds(options))]
+      name, harness.VARIABLE_SETS[name], names, harness.rounds(options),
+      options.torch_python)]
 
 
-def measure(name, shapes, names, n_rounds):
+def measure(name, shapes, names, n_rounds, torch_python=sys.executable):
   """Compares optimizers on one set of variables and prints a table.
 
   Args:
@@ -76,6 +79,7 @@ def measure(name, shapes, names, n_rounds):
     shapes: The shapes of its variables.
     names: Some of OPTIMIZERS.
     n_rounds: The number of turns of each contender.
+    torch_python: An interpreter, which may have PyTorch and schedulefree.
 
   Returns:
     A list of dicts, one for each row of the table.
@@ -98,8 +102,10 @@ def measure(name, shapes, names, n_rounds):
       contenders.update(of_session)
       written.update(dict.fromkeys(of_session, 3))
       places.append(place)
-      if all(map(importlib.util.find_spec, ("torch", "schedulefree"))):
-        step, place = stack.enter_context(_in_torch(shapes))
+      if not subprocess.run(
+          [torch_python, "-c", "import schedulefree"], check=False,
+          capture_output=True).returncode:
+        step, place = stack.enter_context(_in_torch(shapes, torch_python))
         contenders[_TORCH, "AdamWScheduleFree"] = step
         written[_TORCH, "AdamWScheduleFree"] = 3
         places.append(place)
@@ -207,12 +213,12 @@ def _in_session(shapes):
 
 
 @contextlib.contextmanager
-def _in_torch(shapes):
+def _in_torch(shapes, python):
   """Yields (a harness.RemoteContender, function for new arrays)."""
   given = (shapes, "schedulefree.AdamWScheduleFree", {"lr": 1e-3}, None,
            harness.threads())
   with subprocess.Popen(
-      [sys.executable, _TORCH_PROGRAM, json.dumps(given)],
+      [python, _TORCH_PROGRAM, json.dumps(given)],
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
     def ask(*line):

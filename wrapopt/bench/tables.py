@@ -435,6 +435,33 @@ def _catch_up(results):
 
 
 # {name of a block: (names of runs, function of their results)}
+def _keras_optimizers(results):
+  found = _by(results, "set", "mode", "contender")
+  rows = []
+  for name, mode in _firsts(results, "set", "mode"):
+    of = lambda contender, key, form: _cell(
+        found.get((name, mode, contender)), key, form)
+    if of("Adam", "milliseconds", _time):
+      rows.append([
+          _SETS[name], mode, of("Adam", "milliseconds", _time),
+          of("ScheduleFree(Adam)", "x_adam", _ratio),
+          of("ScheduleFreeAdamW", "x_adam", _ratio),
+          "" if name in _IN_CACHES else of("ScheduleFree(Adam)", "of_limit",
+                                           _percent),
+          of("SGD, momentum", "milliseconds", _time),
+          of("ScheduleFree(SGD)", "milliseconds", _time)])
+    else:
+      rows.append([_SETS[name], mode, "", "", "", "", "", "", of(
+          "AdamWScheduleFree", "milliseconds", _time)])
+  rows = [row + [""] * (9 - len(row)) for row in rows]
+  return _table(
+      ["variables", "mode", "Adam, ms", "`ScheduleFree(Adam)`, x Adam",
+       "Keras's `ScheduleFreeAdamW`, x Adam",
+       "`ScheduleFree(Adam)`, of the streaming limit",
+       "SGD with momentum, ms", "`ScheduleFree(SGD)`, ms",
+       "AdamWScheduleFree, ms"], rows)
+
+
 BLOCKS = {
     "costs": ("step", "step-bert", "keras", _costs),
     "step-session": ("step", "step-bert", _step_session),
@@ -447,6 +474,7 @@ BLOCKS = {
     "average-steps": ("average", _average_steps),
     "keras": ("keras", _keras),
     "keras-hlo": ("keras-hlo", _keras_hlo),
+    "keras-optimizers": ("keras-optimizers", _keras_optimizers),
     "keras-swap": ("keras", _keras_swap),
     "merge": ("merge", _merge),
     "xla": ("xla", _xla),
