@@ -120,12 +120,13 @@ ATTRIBUTES = {
     lambda: prepared(lambda: tf1.train.MomentumOptimizer(0.1, 0.9)): [
         "_learning_rate_tensor", "_momentum_tensor", "_use_nesterov"],
     lambda: prepared(lambda: tf1.train.AdamOptimizer(0.1)): [
-        "_beta1_t", "_beta2_t", "_epsilon_t", "_get_beta_accumulators",
-        "_lr_t"],
+        "_beta1", "_beta1_t", "_beta2_t", "_epsilon_t",
+        "_get_beta_accumulators", "_lr_t"],
     lambda: prepared(lambda: tf1.train.AdadeltaOptimizer(0.1)): [
         "_epsilon_t", "_lr_t", "_rho_t"],
     lambda: prepared(lambda: tf1.train.RMSPropOptimizer(0.1)): [
-        "_centered", "_decay_tensor", "_epsilon_tensor", "_momentum_tensor"],
+        "_centered", "_decay_tensor", "_epsilon_tensor", "_momentum",
+        "_momentum_tensor"],
     lambda: prepared(lambda: tf1.train.FtrlOptimizer(
         0.1, l2_shrinkage_regularization_strength=0.1)): [
             "_adjusted_l2_regularization_strength_tensor",
