@@ -319,13 +319,12 @@ def _check_innermost(opt, momentum):
         "GradientDescentOptimizer, AdamOptimizer, AdagradOptimizer or "
         "RMSPropOptimizer (not centered) of tf.compat.v1.train, without "
         f"momentum, got {name}.")
-  takes_over = type(opt) is _train.AdamOptimizer
-  attribute = {_train.AdamOptimizer: "beta1",
-               _train.RMSPropOptimizer: "momentum"}.get(type(opt))
-  if attribute is None:
+  if isinstance(opt, _train.AdamOptimizer):
+    attribute, value, allowed = "beta1", opt._beta1, (0, momentum)
+  elif isinstance(opt, _train.RMSPropOptimizer):
+    attribute, value, allowed = "momentum", opt._momentum, (0,)
+  else:
     return
-  value = getattr(opt, f"_{attribute}")
-  allowed = (0, momentum) if takes_over else (0,)
   if not (isinstance(value, (int, float)) and value in allowed):
     raise ValueError(
         "`opt` of a ScheduleFreeOptimizer must have no momentum, which would "
