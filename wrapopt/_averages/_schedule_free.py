@@ -183,14 +183,6 @@ class Interpolated:
     return self.rows.graph.get_tensor_by_name(
         f"{self.rows.op.name}/x/value:0")
 
-  @property
-  def dtype(self):
-    return self._variable.dtype
-
-  @property
-  def shape(self):
-    return self._variable.shape
-
   def read_value(self):
     """x now: a tensor."""
     return x_of(self._variable.read_value(), self.rows.read_value(),

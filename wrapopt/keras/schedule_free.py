@@ -147,12 +147,14 @@ class ScheduleFree(_averaging.AveragingOptimizer):
                for opt in _steps.innermost(self))
 
   def _check_innermost(self):
-    for opt in _steps.innermost(self):
-      name = type(opt).__qualname__
+    for opt in _steps.within(self):
       if opt.use_ema:
         raise ValueError(
-            "`optimizer` of a ScheduleFree must not keep averages itself, got "
-            f"{name} with use_ema=True. Remove use_ema.")
+            "`optimizer` of a ScheduleFree must not be or hold an optimizer "
+            f"that keeps averages itself, got {type(opt).__qualname__} with "
+            "use_ema=True. Remove use_ema.")
+    for opt in _steps.innermost(self):
+      name = type(opt).__qualname__
       if type(opt).__name__.startswith("ScheduleFree"):
         raise ValueError(
             "`optimizer` of a ScheduleFree must be a plain optimizer, got "
