@@ -9,11 +9,13 @@ import os
 import sys
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
 import wrapopt
 import wrapopt.keras as wk
+from wrapopt import ops
 
 tf1 = tf.compat.v1
 ROOT = os.path.dirname(wrapopt.__file__)
@@ -161,3 +163,30 @@ def test_a_climb_is_found():
   # The state calls the wrapper that it was made with.
   _, climbs = followed(lambda: opt._state.save_own_variables({}))
   assert ("keras/_state.py", "keras/_wrapper.py", "_settle") in climbs
+
+
+def test_an_eager_step_finds_its_update(monkeypatch):
+  made = []
+  init = ops.Update.__init__
+  monkeypatch.setattr(ops.Update, "__init__", lambda self, *args, **kwargs: (
+      made.append(self), init(self, *args, **kwargs))[1])
+  v, w = keras.Variable([1.0]), keras.Variable([1.0])
+  opt = wk.MovingAverage(
+      keras.optimizers.SGD(1.0, momentum=0.5), 0.5)
+  one = tf.constant([1.0])
+  for _ in range(3):
+    opt.apply([one, one], [v, w])
+  assert len(made) == 1
+  opt.apply([one], [w])
+  opt.apply([one], [w])
+  assert len(made) == 2
+  # A slot that somebody has replaced.
+  inner = opt._inner()
+  old, new = inner.momentums[0], keras.Variable([0.0])
+  inner.momentums = [new, inner.momentums[1]]
+  before = old.numpy(), v.numpy()
+  opt.apply([one, one], [v, w])
+  assert len(made) == 3
+  np.testing.assert_array_equal(old, before[0])
+  np.testing.assert_array_equal(new, [-1.0])
+  np.testing.assert_array_equal(v, before[1] - 1.0)

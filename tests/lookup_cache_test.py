@@ -12,7 +12,7 @@ import wrapopt
 from wrapopt import _loader
 from wrapopt import ops
 from wrapopt._v1 import _fused
-from wrapopt._v1 import _lookup_cache
+from wrapopt import _lookup_cache
 from wrapopt.ops import _apply
 from wrapopt.ops import _check
 from wrapopt.ops import _variables

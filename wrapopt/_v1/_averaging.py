@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
+from wrapopt import _lookup_cache
 from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
@@ -16,7 +17,6 @@ from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._types import Variable
 from wrapopt._v1 import _initial_value
-from wrapopt._v1 import _lookup_cache
 from wrapopt._v1 import _sessions
 from wrapopt._v1 import _slots
 from wrapopt._v1._swapping_saver import SwappingSaver

@@ -13,13 +13,13 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.training import optimizer as tf_optimizer
 
 from wrapopt import _checks
+from wrapopt import _lookup_cache
 from wrapopt import _native
 from wrapopt import lazy_adam
 from wrapopt import ops
 from wrapopt._averages import _plan
 from wrapopt._averages import _swap
 from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _lookup_cache
 
 _train = tf.compat.v1.train
 

@@ -3,11 +3,13 @@
 The type must match exactly: a subclass may have overridden any method.
 """
 
+import operator
 import typing
 
 import keras
 import tensorflow as tf
 
+from wrapopt import _lookup_cache
 from wrapopt import _native
 from wrapopt import ops
 from wrapopt._averages import _lazy
@@ -141,7 +143,7 @@ def schedule_free_rule_of(opt, cls):
 
 
 def apply_schedule_free(opt, rule, grads, variables, z, motion,
-                        weight_decay_at_y):
+                        weight_decay_at_y, cache):
   """As `apply`, for a step of Schedule-Free learning.
 
   The step moves all rows of a variable. So that of a sparse gradient is that of
@@ -155,17 +157,15 @@ def apply_schedule_free(opt, rule, grads, variables, z, motion,
     z: The variables that hold their z.
     motion: A `_schedule_free.Motion`.
     weight_decay_at_y: A number.
+    cache: As in `apply`.
   """
-  values = list(map(value, variables))
+  values = _lookup_cache.Variables(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
   plan = _plan.Plan(grads, values, rule=rule.rule)
   for decays_here, members in _by_decay(opt, values):
     chosen = lambda row: [row[i] for i in members]
-    update = ops.Update(
-        rule.rule, {"var": chosen(values), "z": chosen(z),
-                    **_slots(opt, rule, chosen(variables))}, [], [])
     plan.run(
-        update, chosen(grads),
+        _update_of(opt, rule, values, members, cache, z=z), chosen(grads),
         {**rule.scalars, "lr": motion.rate, "pull": motion.pull,
          "push": motion.push,
          "weight_decay": (opt.weight_decay or 0.0) if decays_here else 0.0,
@@ -181,15 +181,50 @@ def _by_decay(opt, values):
   return [group for group in groups if group[1]]
 
 
-def _slots(opt, rule, variables):
-  """The slots of variables: {state of the rule: [tf.Variable]}."""
-  indices = [opt._get_variable_index(v) for v in variables]
-  return {state: [slots[i].value for i in indices]
-          for state, slots in rule.slots.items()}
+class _CachedUpdate(typing.NamedTuple):
+  """An `ops.Update` of eager mode, and the variables that it must be of."""
+  held: list
+  update: ops.Update
+
+
+def _update_of(opt, rule, values, members, cache, averages=(), z=None):
+  """The `ops.Update` of some variables of a step.
+
+  Args:
+    opt: A Keras optimizer.
+    rule: A `_Rule`.
+    values: The tf.Variables of the step.
+    members: The positions of those to update.
+    cache: As in `apply`.
+    averages: As there.
+    z: The variables that hold their z, in Schedule-Free learning.
+
+  Returns:
+    An `ops.Update`.
+  """
+  held = [x for row in (*rule.slots.values(), *averages, z or ()) for x in row]
+  facts = cache.get(values) if tf.executing_eagerly() else None
+  found = facts and facts.get((rule.rule, *members))
+  if found and len(found.held) == len(held) and all(
+      map(operator.is_, found.held, held)):
+    return found.update
+  chosen = lambda row: [value(row[i]) for i in members]
+  indices = [opt._get_variable_index(values[i]) for i in members]
+  update = ops.Update(
+      rule.rule,
+      {"var": chosen(values), **({} if z is None else {"z": chosen(z)}),
+       **{state: [value(slots[i]) for i in indices]
+          for state, slots in rule.slots.items()}},
+      [[_lazy.raw(row[i]) for i in members] for row in averages],
+      [0.0] * len(averages))
+  if tf.executing_eagerly():
+    facts = facts or cache.begin(values)
+    facts[rule.rule, *members] = _CachedUpdate(held, update)
+  return update
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          rows_stay, sum_duplicates):
+          rows_stay, sum_duplicates, cache):
   """Updates variables, with one op for each device and dtype.
 
   Keras takes the step of a sparse gradient itself, if the op would not sum the
@@ -207,8 +242,9 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     rows_stay: False if a wrapper may change rows that no gradient touches,
       after the step. Averages must not lag behind then.
     sum_duplicates: Whether to use the op for these gradients, too.
+    cache: A `LookupCache` of this optimizer's.
   """
-  values = list(map(value, variables))
+  values = _lookup_cache.Variables(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
   of_keras = [i for i, g in enumerate(grads) if rule.squares and
               not sum_duplicates and isinstance(g, tf.IndexedSlices)]
@@ -241,11 +277,8 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     scalars = {"lr": rate, **rule.scalars}
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
-    update = ops.Update(
-        rule.rule,
-        {"var": chosen(values), **_slots(opt, rule, chosen(variables))},
-        [list(map(_lazy.raw, chosen(row))) for row in averages], decays)
-    plan.run(update, chosen(grads), scalars, decays, members=members)
+    plan.run(_update_of(opt, rule, values, members, cache, averages),
+             chosen(grads), scalars, decays, members=members)
   if of_keras:
     with plan.moving():
       cls._backend_update_step(opt, list(sparse.values()),

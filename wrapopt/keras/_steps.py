@@ -10,6 +10,7 @@ import typing
 import keras
 import tensorflow as tf
 
+from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
@@ -29,11 +30,13 @@ class Step(typing.NamedTuple):
     keys: Their keys.
     trained: (tf.Variable, key) of all variables of the optimizer, also of those
       without a gradient.
+    cache: A `LookupCache` of the optimizer that takes it, for eager steps.
   """
   iterations: typing.Any
   variables: list
   keys: list
   trained: list
+  cache: _lookup_cache.LookupCache
 
   @property
   def part(self):
@@ -81,6 +84,7 @@ def _followed_innermost(opt, followers):
   cls = type(opt)
   # The number of steps that Keras's code took or accumulated.
   reached = 0
+  cache = _lookup_cache.LookupCache()
 
   def apply(self, grads, trainable_variables=None):
     before = reached
@@ -103,7 +107,7 @@ def _followed_innermost(opt, followers):
   def update(self, grads, variables, learning_rate):
     nonlocal reached
     reached += 1
-    _update(self, cls, grads, variables, learning_rate, followers)
+    _update(self, cls, grads, variables, learning_rate, followers, cache)
 
   def accumulate(self, grads, accumulators):
     nonlocal reached
@@ -250,12 +254,13 @@ def _property(name, followers):
 
 
 @ops.not_converted
-def _update(opt, cls, grads, variables, learning_rate, followers):
+def _update(opt, cls, grads, variables, learning_rate, followers, cache):
   """Updates variables as `cls` does for `opt`, and then runs the followers."""
   values = list(map(_value, variables))
   step = Step(tf.convert_to_tensor(opt.iterations), values,
               list(map(opt._var_key, variables)),
-              [(_value(v), opt._var_key(v)) for v in opt._trainable_variables])
+              [(_value(v), opt._var_key(v)) for v in opt._trainable_variables],
+              cache)
   if followers[0]._take(step, opt, cls, grads, variables, learning_rate):
     return
   constraints = [v.constraint for v in variables]
@@ -264,9 +269,10 @@ def _update(opt, cls, grads, variables, learning_rate, followers):
     first, *others = followers
     averages = None if any(constraints) else first._averages_of(step)
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
-                       *(averages or ((), ())),
-                       rows_stay=not any(f.changes_weights for f in others),
-                       sum_duplicates=any(f.sum_duplicates for f in followers))
+                 *(averages or ((), ())),
+                 rows_stay=not any(f.changes_weights for f in others),
+                 sum_duplicates=any(f.sum_duplicates for f in followers),
+                 cache=cache)
     if averages:
       first._note_update()
     _follow(others if averages else followers, step, constraints)

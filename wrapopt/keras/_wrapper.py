@@ -281,7 +281,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _prepare(self, trainable_variables):
     """Prepares for a step; returns the operations that it must wait for."""
-    self._refuse_swapped_in("apply")
+    wrappers = self._wrappers()
+    _refuse_swapped_in(wrappers, "apply")
     if not self.built:
       if trainable_variables is None:
         raise ValueError(
@@ -289,10 +290,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
             "None. Or call build(trainable_variables) first.")
       trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
-    for wrapper in self._wrappers():
+      # A MultiOptimizer has made its optimizers now.
+      wrappers = self._wrappers()
+    for wrapper in wrappers:
       wrapper._begin()
     return _swap.check(
-        [_value(wrapper._state.place) for wrapper in self._wrappers()
+        [_value(wrapper._state.place) for wrapper in wrappers
          if wrapper._state.place is not None])
 
   @ops.not_converted
@@ -414,8 +417,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return [wrapper._state for wrapper in reversed(self._wrappers())]
 
   def _refuse_swapped_in(self, what):
-    for wrapper in self._wrappers():
-      wrapper._state.refuse_swapped_in(what)
+    _refuse_swapped_in(self._wrappers(), what)
 
   def _wrappers(self):
     """This wrapper and the wrappers inside: a list."""
@@ -451,6 +453,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
     return cls(**{**config, "optimizer": optimizer})
+
+
+def _refuse_swapped_in(wrappers, what):
+  for wrapper in wrappers:
+    wrapper._state.refuse_swapped_in(what)
 
 
 def _no_rate():

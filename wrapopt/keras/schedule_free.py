@@ -267,7 +267,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
             _rules.schedule_free_rule_of(opt, cls))
     if rule is not None:
       _rules.apply_schedule_free(opt, rule, grads, variables, z, motion,
-                                 self._schedule.weight_decay_at_y)
+                                 self._schedule.weight_decay_at_y, step.cache)
       self._note_step(state, motion)
     else:
       self._take_around(step, opt, cls, grads, variables, z, motion)
