@@ -121,25 +121,27 @@ class Gate:
     unlogged = counted - logged
     about = (f"\nbase {base}\nnow {now}\nlogged {logged.sum(1)}, and at most "
              f"{missing} more\nseen {sorted(seen)}")
-    # A part of what is missing never reached the gate.
-    assert unlogged.min() >= 0 and unlogged.sum() <= missing, (
+    steps = now["step"] - base["step"]
+    aborted = (missing if base["aborted"] is None else
+               now["recorded"] - now["step"] - base["aborted"])
+    # A part of what is missing never reached the gate, which takes back what
+    # was aborted.
+    assert unlogged.min() >= -aborted and unlogged.sum() <= missing, (
         f"the gate counted {counted.sum(1)}{about}")
     assert not counted[0, LIMIT + 1:].any(), f"admitted beyond the limit{about}"
     assert now["stale_counter"] - base["stale_counter"] == counted[1].sum(), (
         f"stale_counter is not that of the histogram{about}")
     # A killed worker's update may have come to none, one or all variables, and
     # to the step or not.
-    most, least = counted[0].sum(), logged[0].sum()
-    steps = now["step"] - base["step"]
+    most = steps + aborted
+    least = logged[0].sum() - aborted
+    assert steps <= counted[0].sum() <= most, f"{aborted} aborted{about}"
     for name, delta in DELTA.items():
       applied = (now[name] - base[name]) / delta
       assert least <= steps <= applied <= most, (
           f"{name} has {applied} of {least} to {most} updates, and the step "
           f"{steps}{about}")
     assert now["in_flight"] == 0, f"an update did not end{about}"
-    if base["aborted"] is not None:
-      aborted = now["recorded"] - now["step"] - base["aborted"]
-      assert aborted == most - steps, f"{aborted} aborted updates{about}"
     # The worker of an update saw all that were admitted before it but LIMIT.
     # So did that of the j-th, in the order of what they saw.
     seen = (np.sort(seen) - base["a"]) / DELTA["a"]

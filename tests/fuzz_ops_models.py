@@ -558,6 +558,13 @@ def _complete(call):
     call.same(step, np.array(wrapped, dtype), "a step")
 
 
+def _begin(call):
+  _, value = _step(call)
+  number, in_flight = int(call.outputs[1]), call.probe[1]
+  if in_flight == 0 and number > value:
+    raise AssertionError(f"number {number} at step {value}")
+
+
 # Averaging rounds: the first call of a case finds them as they were made.
 
 
@@ -652,6 +659,7 @@ _MODELS = {
     "AveragingPush": _push,
     "AveragingRounds": _rounds,
     "AveragingWait": _wait,
+    "BeginUpdate": _begin,
     "Bundle": _bundle,
     "CatchUp": _lagging("catch up"),
     "CheckInitialized": _check_initialized,

@@ -230,11 +230,13 @@ class World:
         with tf.control_dependencies(made):
           return self._raw("Wrapopt>StalenessGateRef", step=step_handle,
                            stale_counter=counter, histogram=histogram,
-                           recorded=number, limit=number)[2]
+                           recorded=number, limit=number,
+                           token=tf.constant(-1, tf.int64))[2]
       try:
         return self._raw("Wrapopt>StalenessGate", step=step_handle,
                          stale_counter=counter, histogram=histogram,
-                         recorded=number, limit=number)[2]
+                         recorded=number, limit=number,
+                           token=tf.constant(-1, tf.int64))[2]
       except REFUSED:
         return counter
 
@@ -400,7 +402,8 @@ class World:
   def probe(self):
     """What StalenessRecord says of the step, or None."""
     step = self.case.inputs.get("step")
-    if not inputs.family(self.case.op).startswith("Staleness") or not step:
+    if not step or not inputs.family(self.case.op).startswith(
+        ("Staleness", "BeginUpdate")):
       return None
     try:
       return [int(x) for x in self._raw("Wrapopt>StalenessRecord",
@@ -527,7 +530,8 @@ class GraphWorld(World):
 
   def probe(self):
     step = self.case.inputs.get("step")
-    if not inputs.family(self.case.op).startswith("Staleness") or not step:
+    if not step or not inputs.family(self.case.op).startswith(
+        ("Staleness", "BeginUpdate")):
       return None
     try:
       with self.graph.as_default():

@@ -32,11 +32,16 @@ class Model:
     aborted: The number of updates that ended without `complete`.
     flying: {update: whether it has incremented the step itself}.
     surplus: How many updates the gate counts too much.
+    numbers: {update in flight: (number, whether it is of the present era)}.
+    free: Numbers of aborted updates, of this era.
+    fresh: The least number that was never given.
+    lost: The buckets of aborted updates that the histogram still counts.
   """
 
   def __init__(self):
-    self.step = self.aborted = self._next = self.surplus = 0
-    self.flying = {}
+    self.step = self.aborted = self._next = self.surplus = self.fresh = 0
+    self.flying, self.numbers, self.free = {}, {}, set()
+    self.buckets, self.lost = {}, []
     self.counter = 0
     self.histogram = np.zeros([2, BUCKETS], int)
 
@@ -44,20 +49,32 @@ class Model:
     return self.step + self.aborted, len(self.flying)
 
   def ask(self, recorded, limit):
-    """Returns (the admitted update or None, its staleness)."""
+    """Returns (the admitted update or None, its staleness, its number)."""
     counted = list(self.flying.values())
     self.surplus = min(self.surplus, counted.count(True))
     staleness = (self.record()[0] + counted.count(False) + self.surplus -
                  recorded)
     is_admitted = 0 <= limit and staleness <= limit
+    while self.lost:
+      self.histogram[0, self.lost.pop()] -= 1
     self.counter += not is_admitted
     self.histogram[int(not is_admitted),
                    min(max(staleness, 0), BUCKETS - 1)] += 1
     if not is_admitted:
-      return None, staleness
+      return None, staleness, -1
     self._next += 1
+    # All numbers but those are of complete updates: as many as the step says,
+    # unless something else has changed it.
+    if self.fresh - len(self.flying) - len(self.free) != self.step:
+      self.free, self.fresh = set(), self.step + len(self.flying)
+      self.numbers = {u: (n, False) for u, (n, _) in self.numbers.items()}
+    number = min(self.free | {self.fresh})
+    self.free.discard(number)
+    self.fresh = max(self.fresh, number + 1)
+    self.numbers[self._next] = number, True
+    self.buckets[self._next] = min(max(staleness, 0), BUCKETS - 1)
     self.flying[self._next] = False
-    return self._next, staleness
+    return self._next, staleness, number
 
   def count(self, update):
     self.step += 1
@@ -65,8 +82,13 @@ class Model:
 
   def complete(self, update):
     self.step += not self.flying.pop(update)
+    del self.numbers[update]
 
   def abort(self, update):
+    number, is_present = self.numbers.pop(update)
+    self.free |= {number} if is_present else set()
+    if update in self.buckets:
+      self.lost.append(self.buckets.pop(update))
     self.surplus += not self.flying.pop(update)
     self.aborted += 1
 
@@ -91,8 +113,8 @@ def _call_act():
 
 @tf.function(autograph=False)
 def _update_that_ends(step, counter, histogram, recorded, limit, rounds):
-  verdict = raw.wrapopt_staleness_gate(step, counter, histogram, recorded,
-                                       limit)
+  verdict = raw.wrapopt_staleness_gate(
+      step, counter, histogram, recorded, limit, token=-1)
   with tf.control_dependencies([verdict.accept]):
     begun = tf.numpy_function(_call_act, [], tf.int64)
   with tf.control_dependencies([begun]):
@@ -131,7 +153,8 @@ class Gate(stateful.RuleBasedStateMachine):
   def gate(self, recorded, limit):
     verdict = ops.staleness_gate(self.step, self.counter, self.histogram,
                                  recorded, limit)
-    return bool(verdict.accept), int(verdict.staleness), verdict.ticket
+    return (bool(verdict.accept), int(verdict.staleness), int(verdict.number),
+            verdict.ticket)
 
   @stateful.rule(target=records)
   def record(self):
@@ -145,9 +168,9 @@ class Gate(stateful.RuleBasedStateMachine):
                  ahead=strategies.sampled_from([0, 0, 0, 9]))
   def ask(self, recorded, limit, ahead):
     recorded += ahead
-    accept, staleness, ticket = self.gate(recorded, limit)
-    update, expected = self.model.ask(recorded, limit)
-    assert (accept, staleness) == (update is not None, expected)
+    accept, staleness, number, ticket = self.gate(recorded, limit)
+    update, *expected = self.model.ask(recorded, limit)
+    assert (accept, staleness, number) == (update is not None, *expected)
     if accept:
       self.tickets[update] = ticket
     else:  # It may be completed all the same, and nothing happens.
@@ -160,10 +183,24 @@ class Gate(stateful.RuleBasedStateMachine):
     got = []
     in_threads(*threads * [lambda: got.append(self.gate(recorded, limit))])
     expected = [self.model.ask(recorded, limit) for _ in range(threads)]
-    admitted = [update for update, _ in expected if update is not None]
-    assert sorted(x[:2] for x in got) == sorted(
-        (update is not None, staleness) for update, staleness in expected)
-    self.tickets.update(zip(admitted, [x[2] for x in got if x[0]]))
+    # By number: those that were not admitted have none.
+    got.sort(key=lambda x: x[:3])
+    expected.sort(key=lambda x: (x[0] is not None, *x[1:]))
+    assert [x[:3] for x in got] == [
+        (update is not None, *x) for update, *x in expected]
+    self.tickets.update((update, x[3]) for (update, *_), x in zip(expected, got)
+                        if update is not None)
+
+  @stateful.rule(recorded=records)
+  def begin(self, recorded):
+    """Without a limit or counters."""
+    model = self.model
+    counted = model.counter, model.histogram.copy(), list(model.lost)
+    update, _, number = model.ask(recorded, np.inf)
+    model.counter, model.histogram, model.lost = counted
+    del model.buckets[update]
+    accept, got, self.tickets[update] = ops.begin_update(self.step)
+    assert accept and int(got) == number
 
   @stateful.rule(data=strategies.data())
   @stateful.precondition(lambda self: self.tickets)
@@ -196,8 +233,10 @@ class Gate(stateful.RuleBasedStateMachine):
     in_threads(*ends, lambda: self.gate(0, -1))
     ends.clear()
     # Where in the order it asked is not known: with a negative limit only the
-    # counts tell.
-    self.model.counter += 1
+    # counts tell, when another one has taken all back that were aborted.
+    self.gate(0, -1)
+    self.model.counter += 2
+    self.model.lost.clear()
     self.model.histogram = self.histogram.numpy()
     assert self.model.histogram.sum() == (
         self.model.histogram[0].sum() + self.model.counter)
@@ -247,7 +286,7 @@ class Gate(stateful.RuleBasedStateMachine):
     in_threads(step)
     assert ended == [tf.errors.CancelledError if cancels else
                      tf.errors.UnknownError]
-    update, _ = self.model.ask(recorded, limit)
+    update, *_ = self.model.ask(recorded, limit)
     if update is not None:
       self.model.abort(update)
     # A step may drop its tensors just after it has returned.

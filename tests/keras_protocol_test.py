@@ -139,14 +139,28 @@ def keras_step():
   return lambda: opt.apply([tf.constant([1.0, 1.0])], [w])
 
 
+def keras_gated_step():
+  w = keras.Variable([1.0, 2.0])
+  gate = wk.DropStaleGradient(keras.optimizers.SGD(0.1), 5)
+  opt = wk.MovingAverage(gate, 0.9)
+
+  def take():
+    with gate.record_step():
+      pass
+    opt.apply([tf.constant([1.0, 1.0])], [w])
+
+  return take
+
+
 # The hooks of a Keras wrapper, which Keras's own step lies around.
 FOLLOWER = {"_averages_of", "_inner", "_note_update"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
     (lambda: v1_step(lambda opt, step: moving(opt)), 6, set()),
-    (gated_step, 8, set()), (keras_step, 6, FOLLOWER)],
-                         ids=["v1", "gated", "keras"])
+    (gated_step, 8, set()), (keras_step, 6, FOLLOWER),
+    (keras_gated_step, 8, FOLLOWER | {"_admit"})],
+                         ids=["v1", "gated", "keras", "keras_gated"])
 def test_a_gradient_goes_down(make, most, hooks):
   step = make()
   step()  # Makes the state.

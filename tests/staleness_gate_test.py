@@ -194,7 +194,36 @@ def test_an_update_that_is_not_completed_is_aborted(mode):
   assert gate.update(1, 0) == (False, 1)
   assert gate.update(2, 0) == (True, 0)
   assert gate.record() == (3, 0)
-  assert gate.values() == (2, 2.0, [[3, 0, 0, 0], [0, 2, 0, 0]])
+  # The next update has taken the one that was aborted back.
+  assert gate.values() == (2, 2.0, [[2, 0, 0, 0], [0, 2, 0, 0]])
+
+
+def test_a_second_try_counts_nothing():
+  step, counter = tf.Variable(0), tf.Variable(0.)
+  histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
+
+  def gate(limit, token):
+    return ops.staleness_gate(step, counter, histogram, 0, limit, token=token)
+
+  for limit, token in (9, 3), (-1, 4):
+    first = gate(limit, token)
+    ops.staleness_complete(first.ticket, step)
+    again = gate(9, token)
+    assert [x.numpy() for x in (again.accept, again.staleness,
+                                again.number)] == [False, -1, -1]
+    ops.staleness_complete(again.ticket, step)
+    accept, number, _ = ops.begin_update(step, token=token)
+    assert [accept.numpy(), number.numpy()] == [False, -1]
+  assert step.numpy() == counter.numpy() == 1
+  assert histogram.numpy().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
+  # The first try was cut off.
+  lost = gate(9, 5)
+  assert lost.accept and lost.number == 1
+  del lost
+  accept, number, ticket = ops.begin_update(step, token=5)
+  assert accept and number == 1
+  ops.staleness_complete(ticket, step)
+  assert step.numpy() == 2
 
 
 @only(*graphs())
@@ -356,30 +385,41 @@ def test_shape_function(ref):
   suffix = "_ref" if ref else ""
   ops_ = {name: getattr(raw, f"wrapopt_staleness_{name}{suffix}")
           for name in ("record", "gate", "complete")}
+  begin = getattr(raw, f"wrapopt_begin_update{suffix}")
 
-  def gate(step=(), counter=(), histogram=(2, 4), recorded=(), limit=()):
+  def gate(step=(), counter=(), histogram=(2, 4), recorded=(), limit=(),
+           token=()):
     return ops_["gate"](
         handle_of(ref, tf.int32, step), handle_of(ref, tf.float32, counter),
         handle_of(ref, tf.int64, histogram),
-        tf1.placeholder(tf.int64, recorded), tf1.placeholder(tf.int64, limit))
+        tf1.placeholder(tf.int64, recorded), tf1.placeholder(tf.int64, limit),
+        tf1.placeholder(tf.int64, token))
 
   with tf.Graph().as_default():
-    for verdict in (gate(), gate(None, None, None, None, None),
+    for verdict in (gate(), gate(*[None] * 6),
                     gate(histogram=(None, None))):
-      assert [x.shape.rank for x in verdict] == [0, 0, 0]
+      assert [x.shape.rank for x in verdict] == [0] * 4
     for bad, text in (
         ({"step": (1,)}, r"step\[0\] misshapen"),
         ({"counter": (1,)}, r"stale_counter\[0\] misshapen"),
         ({"histogram": (3, 4)}, r"histogram\[0\] misshapen"),
         ({"histogram": (2,)}, r"histogram\[0\] misshapen"),
         ({"recorded": (1,)}, "recorded misshapen"),
-        ({"limit": (1,)}, "limit misshapen")):
+        ({"limit": (1,)}, "limit misshapen"),
+        ({"token": (1,)}, "token misshapen")):
       with pytest.raises(ValueError, match=text):
         gate(**bad)
     record = ops_["record"](handle_of(ref, tf.int32, ()))
     assert [x.shape.rank for x in record] == [0, 0]
     with pytest.raises(ValueError, match=r"step\[0\] misshapen"):
       ops_["record"](handle_of(ref, tf.int32, (2,)))
+    begun = begin(handle_of(ref, tf.int32, ()), tf1.placeholder(tf.int64, ()))
+    assert [x.shape.rank for x in begun] == [0, 0, 0]
+    for step, token, text in (((2,), (), r"step\[0\] misshapen"),
+                              ((), (1,), "token misshapen")):
+      with pytest.raises(ValueError, match=text):
+        begin(handle_of(ref, tf.int32, step), tf1.placeholder(tf.int64, token))
+    ops_["complete"](begun.ticket, handle_of(ref, tf.int32, ()))
     ops_["complete"](gate().ticket, handle_of(ref, tf.int32, ()))
     with pytest.raises(ValueError, match="ticket misshapen"):
       ops_["complete"](tf1.placeholder(tf.resource, [2]),
@@ -391,7 +431,7 @@ def test_shape_function(ref):
                          "int64"):
         raw.wrapopt_staleness_gate(
             handle_of(ref, tf.int32, ()), handle_of(ref, tf.float32, ()),
-            handle_of(ref, tf.int32, (2, 4)), 0, 0)
+            handle_of(ref, tf.int32, (2, 4)), 0, 0, -1)
 
 
 # Races

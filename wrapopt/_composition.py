@@ -46,12 +46,16 @@ REFUSED = {
 }
 
 _FREE_IN_KERAS = "ScheduleFree"
+_GATE_IN_KERAS = "DropStaleGradient"
 
 REFUSED_IN_KERAS = {
     **{pair: _AVERAGES_ITSELF
        for other in ("Lookahead", "MovingAverage", "SWA")
        for pair in ((_FREE_IN_KERAS, other), (other, _FREE_IN_KERAS))},
     (_FREE_IN_KERAS, _FREE_IN_KERAS): _ONE_OF_ITS_KIND,
+    **{pair: _ONE_WRITER for pair in ((_FREE_IN_KERAS, _GATE_IN_KERAS),
+                                      (_GATE_IN_KERAS, _FREE_IN_KERAS))},
+    (_GATE_IN_KERAS, _GATE_IN_KERAS): REFUSED[_GATE, _GATE],
     ("Lookahead", "Lookahead"): (
         "a variable has one set of slow weights. Use one of the two"),
     ("MovingAverage", "MovingAverage"): _SEVERAL_DECAYS,

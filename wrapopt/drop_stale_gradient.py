@@ -8,41 +8,22 @@ import typing
 from typing import Any, Optional, Union
 import weakref
 
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _records
+from wrapopt import _staleness
+from wrapopt import _tokens
 from wrapopt import ops
+from wrapopt._averages import _replicas
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
-from wrapopt._v1 import _records
 from wrapopt._v1 import _step
 from wrapopt._v1._unique_variable import get_unique_variable
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
-
-_BUCKETS = 64
-class StalenessStats(typing.NamedTuple):
-  """The number of admitted and dropped updates, of all workers together.
-
-  Tensors in a graph and in a `tf.function`, NumPy arrays in eager mode.
-
-  Attributes:
-    admitted: int64 scalar, the number of admitted updates.
-    dropped: int64 scalar, the number of dropped ones.
-    drop_rate: float64 scalar, the dropped fraction, in [0, 1]; 0 before the
-      first update.
-    admitted_histogram: int64, [64]: the numbers of admitted updates of
-      staleness 0, 1, ... 62, and of 63 or more.
-    dropped_histogram: The same numbers of dropped updates.
-  """
-  admitted: typing.Any
-  dropped: typing.Any
-  drop_rate: typing.Any
-  admitted_histogram: typing.Any
-  dropped_histogram: typing.Any
 
 
 class _State(typing.NamedTuple):
@@ -164,12 +145,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     """
     super().__init__(opt, name)
     del use_locking
-    if isinstance(staleness, tf.Variable) or tf.is_tensor(staleness):
-      if not staleness.dtype.base_dtype.is_integer:
-        raise TypeError("`staleness` must be an integer, got a tensor of dtype "
-                        f"{staleness.dtype.base_dtype.name}.")
-    else:
-      staleness = _checks.integer("staleness", staleness)
+    staleness = _staleness.checked_limit(staleness)
     if policy not in ("drop", "scale") and not callable(policy):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
@@ -404,7 +380,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           "`global_step` must be the step variable, which counts updates, got "
           "None.")
     _checks.global_step(global_step)
-    if tf.distribute.has_strategy():
+    if _replicas.share_steps():
       raise NotImplementedError(
           f"{type(self).__name__} must not be used in a tf.distribute "
           "strategy, whose replicas share one step. Use it between "
@@ -420,7 +396,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     with tf.control_dependencies(_records.when_ready(gradients)):
       verdict = ops.staleness_gate(
           global_step, state.stale_counter, state.histogram, recorded,
-          self._limit)
+          self._limit, token=_tokens.next_of_function()
+          if _replicas.is_shared(global_step) else _tokens.NONE)
     counted = self._count_for_worker(state, verdict)
     complete = None
     if not tf.executing_eagerly() or verdict.accept:
@@ -440,7 +417,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         complete = ops.staleness_complete(verdict.ticket, global_step,
                                           increment=not taken.counted)
     if tf.executing_eagerly():
-      self._write_summaries(state, global_step)
+      _staleness.write(self._summaries(state), global_step)
       return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
     with tf.control_dependencies(after), ops.device_of(state.stale_counter):
@@ -449,7 +426,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       counter = tf.identity(state.stale_counter.read_value(),
                             name=step.name or self._name)
     if tf1.executing_eagerly_outside_functions():
-      self._write_summaries(state, global_step)
+      _staleness.write(self._summaries(state), global_step)
     return _step.Taken(counter, True)
 
   def _recorded(self, gradients, step):
@@ -510,22 +487,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _transform(self, staleness, device):
     """Applies the policy to an admitted gradient."""
-    if self._policy == "drop":
-      return None
     # Once for all gradients, because a policy may be random.
     with tf.device(None), tf.device(device):
-      if self._policy == "scale":
-        factor = 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
-      else:
-        factor = self._policy(staleness)
-
-    def transform(g):
-      by = tf.cast(factor, g.dtype)
-      if isinstance(g, tf.IndexedSlices):
-        return tf.IndexedSlices(g.values * by, g.indices, g.dense_shape)
-      return g * by
-
-    return transform
+      factor = _staleness.factor(self._policy, staleness)
+    return factor if factor is None else (
+        lambda g: _staleness.multiplied(g, factor))
 
   # The variables of the gate
 
@@ -538,9 +504,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         key = (name, graph)
         if key not in self._non_slot_dict:
           self._maybe_initialize_trackable()
-          v = get_unique_variable(
-              name, shape, dtype, initializer, step.device,
-              tf1.GraphKeys.GLOBAL_VARIABLES, hasattr(step, "handle"))
+          with _replicas.colocated(step):
+            v = get_unique_variable(
+                name, shape, dtype, initializer, step.device,
+                tf1.GraphKeys.GLOBAL_VARIABLES, hasattr(step, "handle"))
           self._handle_deferred_dependencies(name=name, trackable=v)
           self._non_slot_dict[key] = v
         return self._non_slot_dict[key]
@@ -549,7 +516,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       state = _State(
           variable("stale_counter", tf1.zeros_initializer(), [], tf.float32),
           variable("staleness_histogram", tf1.zeros_initializer(),
-                   [2, _BUCKETS], tf.int64),
+                   [2, _staleness.BUCKETS], tf.int64),
           self._worker_histogram(graph, worker_device))
       if new and graph is not None:
         self._make_summaries(state)
@@ -563,7 +530,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if key not in histograms:
       with tf.device(None), tf.device(device if graph else None):
         histograms[key] = tf1.Variable(
-            tf.zeros([2, _BUCKETS], tf.int64), trainable=False,
+            tf.zeros([2, _staleness.BUCKETS], tf.int64), trainable=False,
             use_resource=True, name=f"{self._worker}/staleness_histogram",
             collections=[tf1.GraphKeys.LOCAL_VARIABLES])
     return histograms[key]
@@ -571,18 +538,19 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _count_for_worker(self, state, verdict):
     if state.worker_histogram is None:
       return None
-    bucket = tf.clip_by_value(verdict.staleness, 0, _BUCKETS - 1)
+    bucket = tf.clip_by_value(verdict.staleness, 0, _staleness.BUCKETS - 1)
     row = tf.where(verdict.accept, tf.constant(0, tf.int64), 1)
     one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]),
                         tf.ones([1], tf.int64),
-                        tf.constant([2, _BUCKETS], tf.int64))
+                        tf.constant([2, _staleness.BUCKETS], tf.int64))
     with ops.device_of(state.worker_histogram):
       added = state.worker_histogram.assign_add(one, read_value=False)
     return None if tf.executing_eagerly() else getattr(added, "op", added)
 
   # What a user sees
 
-  def staleness_stats(self, worker: bool = False) -> StalenessStats:
+  def staleness_stats(
+      self, worker: bool = False) -> _staleness.StalenessStats:
     """The numbers of updates that this gate has admitted and dropped.
 
     Args:
@@ -607,30 +575,14 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if histogram is None:
       raise RuntimeError("staleness_stats() must be called after the first "
                          "apply_gradients or minimize in this graph.")
-    with ops.device_of(histogram):
-      stats = _stats(histogram)
-    if tf.executing_eagerly():
-      return StalenessStats(*(x.numpy() for x in stats))
-    return stats
+    return _staleness.stats(histogram)
 
   def _summaries(self, state):
-    """Yields (tag, plugin of TensorBoard, function that returns the value)."""
-    def drop_rate(histogram):
-      with ops.device_of(histogram):
-        return _stats(histogram).drop_rate
-
-    def bars(of):
-      stats = _stats(state.worker_histogram)
-      return _bars(getattr(stats, f"{of}_histogram"))
-
-    yield ("Gradient_staleness_percentage", "scalars",
-           lambda: drop_rate(state.histogram))
-    if state.worker_histogram is not None:
-      yield (f"{self._worker}/drop_rate", "scalars",
-             lambda: drop_rate(state.worker_histogram))
-      for of in "admitted", "dropped":
-        yield (f"{self._worker}/staleness/{of}", "histograms",
-               lambda of=of: bars(of))
+    of_worker = state.worker_histogram
+    return _staleness.summaries(
+        state.histogram,
+        *({} if of_worker is None else {name: of_worker}
+          for name in (f"{self._worker}/staleness", self._worker)))
 
   def _make_summaries(self, state):
     # The summaries do not wait for the update: the merged summary may also run
@@ -639,16 +591,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if plugin == "scalars":
         tf1.summary.scalar(tag, value())
       else:
-        tf1.summary.tensor_summary(tag, value(),
-                                   summary_metadata=_metadata(plugin))
-
-  def _write_summaries(self, state, step):
-    # The functions are called only if there is a summary writer.
-    step = tf.cast(step.read_value(), tf.int64)
-    for tag, plugin, value in self._summaries(state):
-      tf.summary.write(
-          tag, (lambda value=value: tf.cast(value(), tf.float32))
-          if plugin == "scalars" else value, step, _metadata(plugin))
+        tf1.summary.tensor_summary(
+            tag, value(), summary_metadata=_staleness.metadata(plugin))
 
 
 class _Record(typing.NamedTuple):
@@ -677,24 +621,3 @@ def _check_pairs(grads_and_vars):
   if all(g is None for g, _ in grads_and_vars):
     raise ValueError("No gradients provided for any variable: "
                      f"{[v.name for _, v in grads_and_vars]}.")
-
-
-def _stats(histogram):
-  counts = histogram.read_value()
-  admitted, dropped = tf.reduce_sum(counts[0]), tf.reduce_sum(counts[1])
-  rate = tf.math.divide_no_nan(tf.cast(dropped, tf.float64),
-                               tf.cast(admitted + dropped, tf.float64))
-  return StalenessStats(admitted, dropped, rate, counts[0], counts[1])
-
-
-def _bars(counts):
-  """[64] counts as TensorBoard's histograms: [64, 3] of left, right, count."""
-  left = np.arange(_BUCKETS) - 0.5
-  return tf.stack([tf.constant(left, tf.float64),
-                   tf.constant(left + 1, tf.float64),
-                   tf.cast(counts, tf.float64)], axis=1)
-
-
-def _metadata(plugin):
-  return tf1.SummaryMetadata(
-      plugin_data=tf1.SummaryMetadata.PluginData(plugin_name=plugin))

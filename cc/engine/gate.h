@@ -8,15 +8,30 @@
 //
 // An update is in flight from its admission until its ticket is completed or
 // destroyed.
+//
+// An admitted update gets the least number that no update in flight or
+// completed has, counted from the step. So N completed updates have N different
+// numbers, though some of their workers may have died in others.
+//
+// A worker may die when its update is complete, and before it can say so.
+// Whoever then tries the update again passes the token of the first try, and
+// learns that there is nothing left to do.
 #ifndef WRAPOPT_CC_ENGINE_GATE_H_
 #define WRAPOPT_CC_ENGINE_GATE_H_
 
 #include <algorithm>
+#include <chrono>  // NOLINT(build/c++11)
+#include <condition_variable>  // NOLINT(build/c++11)
 #include <cstdint>
+#include <deque>
 #include <limits>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace wrapopt {
 
@@ -40,6 +55,29 @@ inline int64_t SaturatedDifference(int64_t a, int64_t b) {
 // it completes an update and increments the step.
 class Gate {
  public:
+  // An update, in the words of the gate.
+  struct Number {
+    int64_t value = -1;
+    // Of the gate, which begins anew when others set the step.
+    int64_t era = -1;
+    // What all tries of the update have in common, or -1.
+    int64_t token = -1;
+    int64_t attempt = 0;  // Which of them this is.
+    // Where a histogram counts it as admitted, or -1.
+    int64_t bucket = -1;
+  };
+
+  // Returns whether to try an update: false if a try of this token is over.
+  // Waits for one that is in flight. If that takes longer than `patience`, its
+  // worker is gone and it will not end: it counts no more.
+  bool MayTry(int64_t token,
+              std::chrono::milliseconds patience = kPatience) {
+    if (token < 0) return true;
+    std::unique_lock<std::mutex> lock(mu_);
+    ended_.wait_for(lock, patience, [&] { return tries_.count(token) == 0; });
+    return over_.count(token) == 0;
+  }
+
   // The record at the value `step` of the step variable. Aborted updates may
   // have changed weights, so they count.
   int64_t Record(int64_t step, int64_t* in_flight) {
@@ -48,28 +86,85 @@ class Gate {
     return SaturatedSum(step, aborted_);
   }
 
-  // Returns whether the update is admitted, and then in flight.
+  // Returns whether the update is admitted, and then in flight with a number.
+  // The caller has set the number's token.
+  // The numbers need an update to increment the step when it completes. If
+  // something else increments it before, a number may be given twice.
   bool Admit(int64_t step, int64_t recorded, int64_t limit,
-             int64_t* staleness) {
+             int64_t* staleness, Number* number) {
     std::lock_guard<std::mutex> lock(mu_);
     // Some updates in flight may have incremented the step already, and other
     // ops may have set it to any number.
     const int64_t done = SaturatedSum(step, aborted_);
     admitted_ = std::clamp(admitted_, done, SaturatedSum(done, in_flight_));
     *staleness = SaturatedDifference(admitted_, recorded);
-    if (limit < 0 || *staleness > limit) return false;
+    if (limit < 0 || *staleness > limit) {
+      End(*number);
+      return false;
+    }
     admitted_ = SaturatedSum(admitted_, 1);
+    TakeNumber(step, number);
+    number->attempt = ++attempts_;
+    if (number->token >= 0) tries_[number->token] = number->attempt;
     ++in_flight_;
     return true;
   }
 
-  void Complete() {
+  // The buckets of updates that were aborted since the last call. A histogram
+  // counts them too much.
+  std::vector<int64_t> TakeAbortedBuckets() {
     std::lock_guard<std::mutex> lock(mu_);
-    --in_flight_;
+    return std::exchange(aborted_buckets_, {});
   }
 
-  void Abort() {
+  // Returns whether the update counts: false if another try has taken its
+  // place.
+  bool Complete(const Number& number) {
     std::lock_guard<std::mutex> lock(mu_);
+    if (number.token >= 0 && !IsTheTry(number)) {
+      Give(number);
+      return false;
+    }
+    --in_flight_;
+    End(number);
+    return true;
+  }
+
+  void Abort(const Number& number) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (number.token >= 0 && IsTheTry(number)) {
+      tries_.erase(number.token);
+      ended_.notify_all();
+    }
+    Give(number);
+  }
+
+ private:
+  // The tokens that are kept. A retry comes long before so many other updates.
+  static constexpr size_t kTokens = 1 << 16;
+  static constexpr std::chrono::milliseconds kPatience{1000};
+
+  bool IsTheTry(const Number& number) const {
+    const auto found = tries_.find(number.token);
+    return found != tries_.end() && found->second == number.attempt;
+  }
+
+  // No more tries of the update.
+  void End(const Number& number) {
+    if (number.token < 0) return;
+    tries_.erase(number.token);
+    if (over_.insert(number.token).second) order_.push_back(number.token);
+    if (order_.size() > kTokens) {
+      over_.erase(order_.front());
+      order_.pop_front();
+    }
+    ended_.notify_all();
+  }
+
+  // Takes the number of an update back, which may have changed weights.
+  void Give(const Number& number) {
+    if (number.era == era_) free_.insert(number.value);
+    if (number.bucket >= 0) aborted_buckets_.push_back(number.bucket);
     --in_flight_;
     ++aborted_;
     // If it has incremented the step itself, it counts twice. If it has not,
@@ -77,12 +172,37 @@ class Gate {
     admitted_ = SaturatedSum(admitted_, 1);
   }
 
- private:
+  void TakeNumber(int64_t step, Number* number) {
+    const int64_t completed = SaturatedDifference(
+        next_, in_flight_ + static_cast<int64_t>(free_.size()));
+    if (completed != step) {  // Others have set the step.
+      ++era_;
+      free_.clear();
+      next_ = SaturatedSum(step, in_flight_);
+    }
+    number->era = era_;
+    if (!free_.empty()) {
+      number->value = free_.extract(free_.begin()).value();
+      return;
+    }
+    number->value = next_;
+    next_ = SaturatedSum(next_, 1);
+  }
+
   std::mutex mu_;  // Guards all below.
   // The step, once all updates in flight are complete, plus aborted_.
   int64_t admitted_ = 0;
   int64_t in_flight_ = 0;
   int64_t aborted_ = 0;
+  int64_t next_ = 0;  // The least number that was never given.
+  std::set<int64_t> free_;  // Smaller ones, of aborted updates.
+  int64_t era_ = 0;
+  std::condition_variable ended_;  // A try.
+  std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} in flight.
+  int64_t attempts_ = 0;
+  std::vector<int64_t> aborted_buckets_;
+  std::unordered_set<int64_t> over_;  // Tokens of updates that have ended.
+  std::deque<int64_t> order_;  // The same, the oldest first.
 };
 
 // The right to one update, and whether it was granted.
@@ -93,12 +213,13 @@ class Ticket {
   Ticket& operator=(const Ticket&) = delete;
 
   ~Ticket() {
-    if (state_ == State::kInFlight) gate_->Abort();
+    if (state_ == State::kInFlight) gate_->Abort(number_);
   }
 
   // The gate has admitted the update. Comes before all calls of others.
-  void Admit(std::shared_ptr<Gate> gate) {
+  void Admit(std::shared_ptr<Gate> gate, const Gate::Number& number) {
     gate_ = std::move(gate);
+    number_ = number;
     state_ = State::kInFlight;
   }
 
@@ -106,12 +227,12 @@ class Ticket {
   const Gate* gate() const { return gate_.get(); }
 
   // Returns whether this call completed the update; false if an earlier one
-  // did.
-  bool Complete() {
+  // did. `counts`: whether the step is to count it.
+  bool Complete(bool* counts) {
     std::lock_guard<std::mutex> lock(mu_);
     if (state_ != State::kInFlight) return false;
     state_ = State::kComplete;
-    gate_->Complete();
+    *counts = gate_->Complete(number_);
     return true;
   }
 
@@ -120,6 +241,7 @@ class Ticket {
 
   std::mutex mu_;  // Guards state_ once others know the ticket.
   std::shared_ptr<Gate> gate_;
+  Gate::Number number_;
   State state_ = State::kRefused;
 };
 

@@ -1,11 +1,13 @@
-// Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>StalenessComplete:
-// admit or drop the updates of asynchronous training.
+// Wrapopt>StalenessRecord, Wrapopt>StalenessGate, Wrapopt>BeginUpdate,
+// Wrapopt>StalenessComplete: number the updates of asynchronous training, and
+// admit or drop them.
 //
 // cc/engine/gate.h decides. TensorFlow destroys the tensors of a step, and the
 // tickets in them, at its end, also if the worker that runs the step is killed.
 // So dead workers need no lease and no clock.
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 
@@ -79,6 +81,17 @@ absl::Status FindGate(OpKernelContext* ctx, const Variables& variables,
   return absl::OkStatus();
 }
 
+// Allocates the output `ticket`. `resource` lives as long as it.
+absl::Status MakeTicket(OpKernelContext* ctx, TicketResource** resource) {
+  Tensor* handle;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("ticket", {}, &handle));
+  *resource = new TicketResource;
+  handle->scalar<tensorflow::ResourceHandle>()() =
+      tensorflow::ResourceHandle::MakeRefCountingHandle(*resource,
+                                                        ctx->device()->name());
+  return absl::OkStatus();
+}
+
 int64_t ReadStep(const Tensor& t) {
   return t.dtype() == tensorflow::DT_INT32 ? t.scalar<int32_t>()()
                                            : t.scalar<int64_t>()();
@@ -128,6 +141,8 @@ class StalenessGateOp : public OpKernel {
     int64_t recorded, limit;
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "recorded", &recorded));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "limit", &limit));
+    Gate::Number its;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "token", &its.token));
     Variables variables(ctx, &lookup_cache_);
     int step, counter, histogram;
     OP_REQUIRES_OK(ctx,
@@ -136,37 +151,82 @@ class StalenessGateOp : public OpKernel {
                                        Variables::Access::kWrite, &counter));
     OP_REQUIRES_OK(ctx, variables.Find("histogram", Variables::Access::kWrite,
                                        &histogram));
+    std::shared_ptr<Gate> gate;
+    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
+    const bool first = gate->MayTry(its.token);
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckGate(variables, step, counter, histogram));
     const Tensor& value = *variables.tensor(step);
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    Tensor *accept, *staleness, *handle;
+    Tensor *accept, *staleness, *number;
     OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("staleness", {}, &staleness));
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("ticket", {}, &handle));
-    std::shared_ptr<Gate> gate;
-    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    TicketResource* const resource = new TicketResource;
-    handle->scalar<tensorflow::ResourceHandle>()() =
-        tensorflow::ResourceHandle::MakeRefCountingHandle(
-            resource, ctx->device()->name());
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
+    TicketResource* resource;
+    OP_REQUIRES_OK(ctx, MakeTicket(ctx, &resource));
 
     // Nothing below can fail.
     int64_t& stale = staleness->scalar<int64_t>()();
-    const bool admitted =
-        gate->Admit(ReadStep(value), recorded, limit, &stale);
+    stale = -1;
+    const bool admitted = first && gate->Admit(ReadStep(value), recorded, limit,
+                                               &stale, &its);
     accept->scalar<bool>()() = admitted;
+    number->scalar<int64_t>()() = its.value;
+    auto counts = variables.tensor(histogram)->matrix<int64_t>();
+    const int64_t last = counts.dimension(1) - 1;
+    for (const int64_t bucket : gate->TakeAbortedBuckets()) {
+      int64_t& count = counts(0, std::min(bucket, last));
+      count = SaturatedSum(count, -1);
+    }
+    if (!first) return;
+    its.bucket = std::clamp<int64_t>(stale, 0, last);
+    int64_t& count = counts(admitted ? 0 : 1, its.bucket);
+    count = SaturatedSum(count, 1);
     if (admitted) {
-      resource->ticket.Admit(gate);
+      resource->ticket.Admit(gate, its);
     } else {
       variables.tensor(counter)->scalar<float>()() += 1;
     }
-    const int64_t buckets = variables.shape(histogram).dim_size(1);
-    const int64_t bucket = std::clamp<int64_t>(stale, 0, buckets - 1);
-    int64_t& count = variables.tensor(histogram)
-                         ->matrix<int64_t>()(admitted ? 0 : 1, bucket);
-    count = SaturatedSum(count, 1);
+  }
+
+ private:
+  Variables::LookupCache lookup_cache_;
+};
+
+class BeginUpdateOp : public OpKernel {
+ public:
+  explicit BeginUpdateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    Gate::Number its;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "token", &its.token));
+    Variables variables(ctx, &lookup_cache_);
+    int step;
+    OP_REQUIRES_OK(ctx,
+                   variables.Find("step", Variables::Access::kRead, &step));
+    std::shared_ptr<Gate> gate;
+    OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
+    const bool first = gate->MayTry(its.token);
+    OP_REQUIRES_OK(ctx, variables.Lock());
+    OP_REQUIRES_OK(ctx, CheckStep(variables, step));
+    const Tensor& value = *variables.tensor(step);
+    Tensor *accept, *number;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
+    TicketResource* resource;
+    OP_REQUIRES_OK(ctx, MakeTicket(ctx, &resource));
+
+    // Nothing below can fail.
+    if (first) {
+      int64_t staleness;
+      gate->Admit(ReadStep(value), /*recorded=*/0,
+                  /*limit=*/std::numeric_limits<int64_t>::max(), &staleness,
+                  &its);
+      resource->ticket.Admit(gate, its);
+    }
+    accept->scalar<bool>()() = first;
+    number->scalar<int64_t>()() = its.value;
   }
 
  private:
@@ -187,9 +247,10 @@ class StalenessCompleteOp : public OpKernel {
     const absl::Status found = LookupResource(
         ctx, handle->scalar<tensorflow::ResourceHandle>()(), &resource);
     OP_REQUIRES(ctx, found.ok(),
-                absl::InvalidArgumentError(
-                    absl::StrCat("ticket must be one of Wrapopt>StalenessGate "
-                                 "on this device: ", found.message())));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "ticket must be one of Wrapopt>StalenessGate or "
+                    "Wrapopt>BeginUpdate on this device: ",
+                    found.message())));
     Ticket& ticket = resource->ticket;
     if (ticket.gate() == nullptr) return;
 
@@ -210,11 +271,12 @@ class StalenessCompleteOp : public OpKernel {
                     "another variable")));
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
     // The step is locked, so a gate sees both changes or none.
-    OP_REQUIRES(ctx, ticket.Complete(),
+    bool counts;
+    OP_REQUIRES(ctx, ticket.Complete(&counts),
                 absl::FailedPreconditionError(
                     "ticket must be completed once, got one whose update is "
                     "complete already"));
-    if (increment_) IncrementStep(variables.tensor(step));
+    if (increment_ && counts) IncrementStep(variables.tensor(step));
   }
 
  private:
@@ -231,6 +293,7 @@ class StalenessCompleteOp : public OpKernel {
 WRAPOPT_REGISTER("StalenessRecord", StalenessRecordOp);
 WRAPOPT_REGISTER("StalenessGate", StalenessGateOp);
 WRAPOPT_REGISTER("StalenessComplete", StalenessCompleteOp);
+WRAPOPT_REGISTER("BeginUpdate", BeginUpdateOp);
 
 #undef WRAPOPT_REGISTER
 

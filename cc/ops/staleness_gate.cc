@@ -29,8 +29,19 @@ absl::Status GateShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(inputs.FindVariables("histogram", nullptr, &histogram));
   TF_RETURN_IF_ERROR(inputs.FindScalar("recorded"));
   TF_RETURN_IF_ERROR(inputs.FindScalar("limit"));
-  for (int i = 0; i < 3; ++i) c->set_output(i, c->Scalar());
+  TF_RETURN_IF_ERROR(inputs.FindScalar("token"));
+  for (int i = 0; i < 4; ++i) c->set_output(i, c->Scalar());
   return CheckGate(inputs, step, counter, histogram);
+}
+
+template <bool kRef>
+absl::Status BeginShape(InferenceContext* c) {
+  InferredInputs inputs(c, kRef);
+  int step;
+  TF_RETURN_IF_ERROR(inputs.FindVariables("step", "T", &step));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("token"));
+  for (int i = 0; i < 3; ++i) c->set_output(i, c->Scalar());
+  return CheckStep(inputs, step);
 }
 
 template <bool kRef>
@@ -72,24 +83,48 @@ stale_counter: A scalar float variable: the number of dropped updates.
 histogram: An int64 variable of shape [2, B]: the numbers of admitted updates
   ([0, :]) and of dropped ones ([1, :]) by staleness. The last bucket also
   counts larger staleness. The first also counts negative staleness, after the
-  step was set back.
+  step was set back. The next call takes an update back that was aborted.
 recorded: A scalar, from Wrapopt>StalenessRecord.
 limit: A scalar.
+token: A scalar: a number that is the same for all tries of an update, and
+  different for all others; or -1. If a worker dies after its update is complete
+  or refused, and the update is tried again, the op counts nothing and does not
+  admit it. If the first try is in flight, the op waits for its end, or for a
+  second: then the first try will not be counted.
 accept: Whether the update is admitted.
-staleness: The staleness of the update.
+staleness: The staleness of the update; -1 if an earlier try is over.
 ticket: Owns the admission. It must not leave the device.
+number: The number of the update among all that are admitted, counted from the
+  step: the least that no update in flight or complete has, -1 if it is not
+  admitted. So N complete updates have N different numbers, also if others were
+  aborted, as long as only Wrapopt>StalenessComplete increments the step.
+)doc";
+
+constexpr char kBeginDoc[] = R"doc(
+Begins an update of asynchronous training, and gives it its number.
+
+As Wrapopt>StalenessGate, without a limit, a record or counters. The update is
+in flight until Wrapopt>StalenessComplete completes its ticket.
+
+step: A scalar variable, int32 or int64: the number of completed updates. It is
+  only read.
+token: As in Wrapopt>StalenessGate.
+accept: Whether to take the update: false if an earlier try is over.
+number: As in Wrapopt>StalenessGate.
+ticket: As there.
 )doc";
 
 constexpr char kCompleteDoc[] = R"doc(
-Ends an update that Wrapopt>StalenessGate admitted.
+Ends an update that Wrapopt>StalenessGate or Wrapopt>BeginUpdate admitted.
 
 Run it after all changes of the update. For an update that was not admitted, it
 does nothing.
 
-ticket: From Wrapopt>StalenessGate.
-step: The step variable of that gate.
+ticket: From one of these ops.
+step: The step variable of that op.
 increment: Whether to increment the step, atomically with the completion. If
   false, another op must increment it, after the update and before this op.
+  An update is not counted if another try with its token has taken its place.
 )doc";
 
 }  // namespace
@@ -119,9 +154,11 @@ REGISTER_OP("Wrapopt>StalenessGate")
     .Input("histogram: resource")
     .Input("recorded: int64")
     .Input("limit: int64")
+    .Input("token: int64")
     .Output("accept: bool")
     .Output("staleness: int64")
     .Output("ticket: resource")
+    .Output("number: int64")
     .SetIsStateful()
     .SetShapeFn(GateShape<false>)
     .Doc(kGateDoc);
@@ -132,13 +169,36 @@ REGISTER_OP("Wrapopt>StalenessGateRef")
     .Input("histogram: Ref(int64)")
     .Input("recorded: int64")
     .Input("limit: int64")
+    .Input("token: int64")
     .Output("accept: bool")
     .Output("staleness: int64")
     .Output("ticket: resource")
+    .Output("number: int64")
     .Attr("T: {int32, int64}")
     .SetIsStateful()
     .SetShapeFn(GateShape<true>)
     .Doc(kGateDoc);
+
+REGISTER_OP("Wrapopt>BeginUpdate")
+    .Input("step: resource")
+    .Input("token: int64")
+    .Output("accept: bool")
+    .Output("number: int64")
+    .Output("ticket: resource")
+    .SetIsStateful()
+    .SetShapeFn(BeginShape<false>)
+    .Doc(kBeginDoc);
+
+REGISTER_OP("Wrapopt>BeginUpdateRef")
+    .Input("step: Ref(T)")
+    .Input("token: int64")
+    .Output("accept: bool")
+    .Output("number: int64")
+    .Output("ticket: resource")
+    .Attr("T: {int32, int64}")
+    .SetIsStateful()
+    .SetShapeFn(BeginShape<true>)
+    .Doc(kBeginDoc);
 
 REGISTER_OP("Wrapopt>StalenessComplete")
     .Input("ticket: resource")

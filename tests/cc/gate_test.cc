@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>  // NOLINT(build/c++11)
 #include <cstdint>
 #include <limits>
 #include <memory>
@@ -23,40 +24,70 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
 TEST(Gate, ATrajectory) {
   const auto gate = std::make_shared<Gate>();
   int64_t step = 10, in_flight, staleness;
+  Gate::Number number;
+  bool counts;
   const int64_t slow = gate->Record(step, &in_flight);
   EXPECT_EQ(slow, 10);
   EXPECT_EQ(in_flight, 0);
   {
     Ticket first, second, third;
-    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness));
+    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness, &number));
     EXPECT_EQ(staleness, 0);
-    first.Admit(gate);
+    EXPECT_EQ(number.value, 10);
+    first.Admit(gate, number);
     // The weights may miss the first, which is in flight.
-    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness));
+    EXPECT_TRUE(gate->Admit(step, slow, 1, &staleness, &number));
     EXPECT_EQ(staleness, 1);
-    second.Admit(gate);
-    EXPECT_FALSE(gate->Admit(step, slow, 1, &staleness));
+    EXPECT_EQ(number.value, 11);
+    second.Admit(gate, number);
+    EXPECT_FALSE(gate->Admit(step, slow, 1, &staleness, &number));
     EXPECT_EQ(staleness, 2);
     EXPECT_EQ(third.gate(), nullptr);
-    EXPECT_FALSE(third.Complete());
-    EXPECT_TRUE(first.Complete());
+    EXPECT_FALSE(third.Complete(&counts));
+    EXPECT_TRUE(first.Complete(&counts));
     ++step;
-    EXPECT_FALSE(first.Complete());
+    EXPECT_FALSE(first.Complete(&counts));
     EXPECT_EQ(gate->Record(step, &in_flight), 11);
     EXPECT_EQ(in_flight, 1);
   }
   // The second was aborted: it counts, but the step does not have it.
   EXPECT_EQ(gate->Record(step, &in_flight), 12);
   EXPECT_EQ(in_flight, 0);
-  EXPECT_TRUE(gate->Admit(step, 12, 0, &staleness));
+  EXPECT_TRUE(gate->Admit(step, 12, 0, &staleness, &number));
   EXPECT_EQ(staleness, 0);
+  // Its number is free again.
+  EXPECT_EQ(number.value, 11);
+}
+
+TEST(Gate, NumbersAfterTheStepWasSet) {
+  const auto gate = std::make_shared<Gate>();
+  int64_t staleness;
+  const auto number = [&](int64_t step, Ticket* ticket) {
+    Gate::Number number;
+    EXPECT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
+    ticket->Admit(gate, number);
+    return number.value;
+  };
+  Ticket kept, later;
+  {
+    Ticket lost;
+    EXPECT_EQ(number(7, &kept), 7);
+    EXPECT_EQ(number(7, &lost), 8);
+    // A restore, while two are in flight: they will count from there.
+    EXPECT_EQ(number(100, &later), 102);
+  }
+  // The number of the lost one is of before.
+  Ticket last;
+  EXPECT_EQ(number(100, &last), 102);
 }
 
 TEST(Gate, ANegativeLimitAdmitsNothing) {
   Gate gate;
+  Gate::Number number;
   int64_t staleness;
-  EXPECT_FALSE(gate.Admit(3, 5, -1, &staleness));
+  EXPECT_FALSE(gate.Admit(3, 5, -1, &staleness, &number));
   EXPECT_EQ(staleness, -2);
+  EXPECT_EQ(number.value, -1);
 }
 
 // An op may set the step to any number, and a worker may record any.
@@ -67,9 +98,10 @@ TEST(Gate, TheEndsOfInt64) {
       const auto gate = std::make_shared<Gate>();
       for (int update = 0; update < 3; ++update) {
         int64_t staleness, in_flight;
+        Gate::Number number;
         Ticket ticket;
-        if (gate->Admit(step, recorded, kMost, &staleness)) {
-          ticket.Admit(gate);
+        if (gate->Admit(step, recorded, kMost, &staleness, &number)) {
+          ticket.Admit(gate, number);
         }
         gate->Record(step, &in_flight);
         EXPECT_EQ(in_flight, 1);
@@ -92,7 +124,8 @@ TEST(Gate, RacingWorkers) {
   int64_t step = 0;
   struct Counts {
     int64_t refused = 0, completed = 0, aborted = 0;
-    std::vector<int64_t> numbers;  // Of the updates that were admitted.
+    std::vector<int64_t> places;  // Of the updates that were admitted.
+    std::vector<int64_t> numbers;  // Of those that were completed.
   };
   std::vector<Counts> counts(kWorkers);
   InThreads(kWorkers, [&](int worker) {
@@ -100,6 +133,7 @@ TEST(Gate, RacingWorkers) {
     Counts& count = counts[worker];
     for (int i = 0; i < kUpdates; ++i) {
       int64_t recorded, in_flight, staleness;
+      Gate::Number number;
       {
         const std::shared_lock<std::shared_mutex> lock(mu);
         recorded = gate->Record(step, &in_flight);
@@ -112,25 +146,28 @@ TEST(Gate, RacingWorkers) {
       Ticket ticket;
       {
         const std::shared_lock<std::shared_mutex> lock(mu);
-        if (!gate->Admit(step, recorded, kLimit, &staleness)) {
+        if (!gate->Admit(step, recorded, kLimit, &staleness, &number)) {
           EXPECT_GT(staleness, kLimit);
           ++count.refused;
           continue;
         }
       }
-      ticket.Admit(gate);
+      ticket.Admit(gate, number);
       EXPECT_GE(staleness, 0);
       EXPECT_LE(staleness, kLimit);
       // So many updates were admitted before this one.
-      count.numbers.push_back(recorded + staleness);
+      count.places.push_back(recorded + staleness);
       if (Below(8, &random) == 0) {
         ++count.aborted;
         continue;
       }
       const std::lock_guard<std::shared_mutex> lock(mu);
-      EXPECT_TRUE(ticket.Complete());
+      bool counted;
+      EXPECT_TRUE(ticket.Complete(&counted));
+      EXPECT_TRUE(counted);
       ++step;
       ++count.completed;
+      count.numbers.push_back(number.value);
     }
   });
   Counts all;
@@ -138,32 +175,127 @@ TEST(Gate, RacingWorkers) {
     all.refused += count.refused;
     all.completed += count.completed;
     all.aborted += count.aborted;
+    all.places.insert(all.places.end(), count.places.begin(),
+                      count.places.end());
     all.numbers.insert(all.numbers.end(), count.numbers.begin(),
                        count.numbers.end());
   }
-  const int64_t admitted = all.numbers.size();
+  const int64_t admitted = all.places.size();
   EXPECT_EQ(all.completed, step);
   EXPECT_EQ(admitted, all.completed + all.aborted);
   EXPECT_EQ(admitted + all.refused, kWorkers * kUpdates);
-  // Each update was counted once: the numbers are 0, 1, 2, ...
+  // Each update was counted once: the places are 0, 1, 2, ...
+  std::sort(all.places.begin(), all.places.end());
+  for (int64_t i = 0; i < admitted; ++i) ASSERT_EQ(all.places[i], i);
+  // No two complete updates have one number. The numbers that are left free are
+  // those of the last aborted ones: the next updates get them.
   std::sort(all.numbers.begin(), all.numbers.end());
-  for (int64_t i = 0; i < admitted; ++i) ASSERT_EQ(all.numbers[i], i);
+  EXPECT_GE(all.numbers.front(), 0);
+  EXPECT_LT(all.numbers.back(), step + kWorkers);
+  Ticket next[kWorkers];
+  for (Ticket& ticket : next) {
+    Gate::Number number;
+    int64_t staleness;
+    ASSERT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
+    ticket.Admit(gate, number);
+    all.numbers.push_back(number.value);
+  }
+  std::sort(all.numbers.begin(), all.numbers.end());
+  for (int64_t i = 0; i < step + kWorkers; ++i) ASSERT_EQ(all.numbers[i], i);
+  bool counted;
+  for (Ticket& ticket : next) EXPECT_TRUE(ticket.Complete(&counted));
   int64_t in_flight;
   EXPECT_EQ(gate->Record(step, &in_flight), admitted);
   EXPECT_EQ(in_flight, 0);
+}
+
+// The worker of an update dies, and another one tries the update again.
+TEST(Gate, AnUpdateThatIsTriedAgain) {
+  const auto gate = std::make_shared<Gate>();
+  constexpr std::chrono::milliseconds kSoon{1};
+  int64_t staleness, in_flight;
+  bool counts;
+  const auto admit = [&](int64_t limit, Ticket* ticket) {
+    Gate::Number number;
+    number.token = 5;
+    if (!gate->Admit(0, 0, limit, &staleness, &number)) return int64_t{-1};
+    ticket->Admit(gate, number);
+    return number.value;
+  };
+  {  // It dies in the update.
+    Ticket lost;
+    EXPECT_TRUE(gate->MayTry(5));
+    EXPECT_EQ(admit(9, &lost), 0);
+  }
+  {  // It seems to be dead, and is in the update for long.
+    Ticket slow, second;
+    EXPECT_TRUE(gate->MayTry(5));
+    EXPECT_EQ(admit(9, &slow), 0);
+    EXPECT_TRUE(gate->MayTry(5, kSoon));
+    EXPECT_EQ(admit(9, &second), 1);
+    EXPECT_TRUE(slow.Complete(&counts));
+    EXPECT_FALSE(counts);
+    EXPECT_TRUE(second.Complete(&counts));
+    EXPECT_TRUE(counts);
+  }
+  // It dies when the update is complete.
+  EXPECT_FALSE(gate->MayTry(5));
+  gate->Record(1, &in_flight);
+  EXPECT_EQ(in_flight, 0);
+  // The update is refused.
+  EXPECT_TRUE(gate->MayTry(6));
+  Gate::Number refused;
+  refused.token = 6;
+  EXPECT_FALSE(gate->Admit(1, 0, -1, &staleness, &refused));
+  EXPECT_FALSE(gate->MayTry(6));
+  // Updates without a token have nothing in common.
+  EXPECT_TRUE(gate->MayTry(-1));
+}
+
+TEST(Gate, ARetryWaitsForTheEndOfTheFirstTry) {
+  const auto gate = std::make_shared<Gate>();
+  Gate::Number number;
+  number.token = 7;
+  int64_t staleness;
+  ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness, &number));
+  Ticket ticket;
+  ticket.Admit(gate, number);
+  InThreads(2, [&](int t) {
+    bool counts;
+    if (t == 0) {
+      EXPECT_FALSE(gate->MayTry(7, std::chrono::minutes(1)));
+    } else {
+      EXPECT_TRUE(ticket.Complete(&counts));
+      EXPECT_TRUE(counts);
+    }
+  });
+}
+
+TEST(Gate, ForgetsOldTokens) {
+  const auto gate = std::make_shared<Gate>();
+  int64_t staleness;
+  for (int64_t token = 0; token < 70000; ++token) {
+    Gate::Number number;
+    number.token = token;
+    gate->Admit(0, 0, -1, &staleness, &number);
+  }
+  EXPECT_TRUE(gate->MayTry(0));
+  EXPECT_FALSE(gate->MayTry(69999));
 }
 
 TEST(Ticket, IsCompletedOnce) {
   for (int i = 0; i < 300; ++i) {
     const auto gate = std::make_shared<Gate>();
     int64_t value;
-    ASSERT_TRUE(gate->Admit(0, 0, 0, &value));
+    Gate::Number number;
+    ASSERT_TRUE(gate->Admit(0, 0, 0, &value, &number));
     Ticket ticket;
-    ticket.Admit(gate);
+    ticket.Admit(gate, number);
     std::vector<int> completed(3);
     InThreads(3, [&](int t) {
       EXPECT_NE(ticket.gate(), nullptr);
-      completed[t] = ticket.Complete();
+      bool counts;
+      completed[t] = ticket.Complete(&counts);
     });
     EXPECT_EQ(completed[0] + completed[1] + completed[2], 1);
     gate->Record(1, &value);
@@ -175,9 +307,10 @@ TEST(Ticket, IsCompletedOnce) {
 TEST(Ticket, KeepsItsGate) {
   auto gate = std::make_shared<Gate>();
   int64_t staleness;
-  ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness));
+  Gate::Number number;
+  ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness, &number));
   Ticket ticket;
-  ticket.Admit(std::move(gate));
+  ticket.Admit(std::move(gate), number);
 }
 
 }  // namespace

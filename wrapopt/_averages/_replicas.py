@@ -1,8 +1,115 @@
-"""The components of variables of `tf.distribute` strategies."""
+"""Variables and steps of `tf.distribute` strategies."""
+
+import contextlib
+import uuid
 
 import tensorflow as tf
+from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute import ps_values
 from tensorflow.python.distribute import values_util
+
+from wrapopt import ops
+
+
+def share_steps():
+  """Whether a step here is one of several replicas, which share it.
+
+  The workers of a ParameterServerStrategy do not: each takes its own.
+  """
+  return tf.distribute.has_strategy() and not isinstance(
+      tf.distribute.get_strategy(),
+      parameter_server_strategy_v2.ParameterServerStrategyV2)
+
+
+def is_shared(variable):
+  """Whether workers that do not wait for each other share a variable.
+
+  These are the variables of a ParameterServerStrategy, also outside of its
+  scope.
+  """
+  if isinstance(variable, ps_values.AggregatingVariable):
+    variable = variable.get()
+  return isinstance(variable, ps_values.CachingVariable)
+
+
+@contextlib.contextmanager
+def near(variable):
+  """Puts ops on the server of a variable that workers share."""
+  if not is_shared(variable):
+    yield
+    return
+  with ops.device_of(variable):
+    yield
+
+
+def alone(shared):
+  """The context of a step that no other replica shares.
+
+  In that of a ParameterServerStrategy, Keras could take no step outside of
+  `strategy.run` or in a `tf.cond`.
+
+  Args:
+    shared: Whether workers share the variables of the step.
+
+  Returns:
+    A context manager.
+  """
+  if not (shared and tf.distribute.has_strategy()):
+    return contextlib.nullcontext()
+  return tf.distribute.ReplicaContext(tf.distribute.get_strategy(),
+                                      replica_id_in_sync_group=0)
+
+
+def colocated(variable):
+  """The context in which variables are made on the server of a shared one."""
+  if not is_shared(variable):
+    return contextlib.nullcontext()
+  return tf.distribute.get_strategy().extended.colocate_vars_with(variable)
+
+
+class StepLock:
+  """Lets one worker at a time take a step of several ops."""
+
+  def __init__(self):
+    self._mutex = None
+
+  def __deepcopy__(self, memo):
+    del memo
+    return StepLock()
+
+  def __reduce__(self):
+    return StepLock, ()
+
+  def acquire(self, near):
+    """Waits for the steps of others.
+
+    Args:
+      near: A variable, on whose server the lock is.
+
+    Returns:
+      A tensor, for `release`. The lock also ends with it, if the worker dies.
+    """
+    with ops.device_of(near):
+      if self._mutex is None:
+        with tf.init_scope():
+          self._mutex = tf.raw_ops.MutexV2(
+              container="", shared_name=f"wrapopt steps {uuid.uuid4()}")
+      return tf.raw_ops.MutexLock(mutex=self._mutex)
+
+  def release(self, locked, near):
+    """Lets the next worker begin."""
+    with ops.device_of(near):
+      tf.raw_ops.ConsumeMutexLock(mutex_lock=locked)
+
+
+def check_single_replica(subject):
+  """Raises an error if a worker has several replicas, on several GPUs."""
+  replicas = tf.distribute.get_strategy().num_replicas_in_sync
+  if replicas > 1:
+    raise NotImplementedError(
+        f"{subject} in a ParameterServerStrategy must have workers with at "
+        f"most one GPU, got {replicas} replicas in each worker. Start a worker "
+        "for each GPU.")
 
 
 def values(variable):

@@ -18,6 +18,7 @@ from wrapopt import _native
 from wrapopt import lazy_adam
 from wrapopt import ops
 from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._v1 import _control_flow
 
@@ -147,7 +148,7 @@ def schedule_free_rule_of(opt):
 def can_apply(opt, grads_and_vars):
   """Whether `opt` can apply these gradients by one op."""
   _, variables = _lookup_cache.trained(grads_and_vars)
-  if not variables or tf.distribute.has_strategy():
+  if not variables or _replicas.share_steps():
     return False  # A strategy reduces gradients between its replicas first.
   return (_cached(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None and

@@ -7,14 +7,18 @@ optimizer that is no wrapper.
 
 import contextlib
 import typing
+import weakref
 
 import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import _handle_pack
 from wrapopt import _lookup_cache
+from wrapopt import _records
+from wrapopt import _tokens
 from wrapopt import ops
 from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 from wrapopt._averages import _swap
 from wrapopt._v1 import _control_flow
@@ -22,6 +26,9 @@ from wrapopt._v1 import _fused
 from wrapopt._v1 import _two_passes
 
 _Optimizer = tf.compat.v1.train.Optimizer
+
+# {optimizer: its StepLock}.
+_locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 class Step(typing.NamedTuple):
@@ -120,9 +127,46 @@ class Innermost:
     Returns:
       A Taken.
     """
+    gradients = [g for g, _ in step.grads_and_vars if g is not None]
+    near = next((v for _, v in step.grads_and_vars if _replicas.is_shared(v)),
+                None)
+    if near is None or not gradients:
+      return self._take_alone(step)
+    # What TensorFlow's optimizers read and assign, such as Adam's powers, would
+    # lose steps of other workers.
+    _replicas.check_single_replica(type(self._opt).__name__)
+    lock = _locks.setdefault(self._opt, _replicas.StepLock())
+    with tf.control_dependencies(_records.when_ready(gradients)):
+      locked = lock.acquire(near)
+    first = [] if tf.executing_eagerly() else [locked]
+    with _records.new_stateful_ops() as new, _replicas.alone(True), (
+        tf.control_dependencies(first)):
+      taken = self._take_once(step)
+    with tf.control_dependencies(_records.updates(new)):
+      lock.release(locked, near)
+    return taken
+
+  def _take_once(self, step):
+    """Takes a step, unless an earlier try of its function has taken it."""
+    # A gate has asked already. Schedule-Free learning cannot skip a step.
+    token = (_tokens.NONE if step.accept is not True or step.points or
+             not _replicas.is_shared(step.global_step)
+             else _tokens.next_of_function())
+    if token is _tokens.NONE:
+      return self._take_alone(step)
+    accept, _, ticket = ops.begin_update(step.global_step, token=token)
+    with _records.new_stateful_ops() as new:
+      taken = self._take_alone(step._replace(accept=accept))
+    with tf.control_dependencies(_records.updates(new)):
+      ops.staleness_complete(ticket, step.global_step,
+                             increment=not taken.counted)
+    return taken._replace(counted=True)
+
+  def _take_alone(self, step):
+    """Takes a step, while no other worker takes one."""
     opt = self._opt
     if step.points is not None:
-      apply = (_two_passes if tf.distribute.has_strategy()
+      apply = (_two_passes if _replicas.share_steps()
                else _fused).apply_schedule_free
       return Taken(apply(opt, step), True)
     is_gated = step.accept is not True

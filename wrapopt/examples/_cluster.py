@@ -77,19 +77,22 @@ class Cluster:
     tasks: {(job, number): Process}.
   """
 
-  def __init__(self, functions, preload=(), **jobs):
+  def __init__(self, functions, preload=(), coordinator=False, **jobs):
     """Prepares a cluster, which `with` starts.
 
     Args:
       functions: The functions that a task can call. Their first argument is its
         `Task`. Their other arguments and results must be picklable.
       preload: Modules to import before the processes are forked.
+      coordinator: Whether to start a process without a server, the task
+        ("coordinator", 0), which is not in `spec`.
       **jobs: The number of tasks of each job.
     """
     ports = iter(_free_ports(sum(jobs.values())))
     self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
                  for job, n in jobs.items()}
     self.tasks = {}
+    self._coordinator = coordinator
     self._functions = {f.__name__: f for f in functions}
     self._context = multiprocessing.get_context("forkserver")
     self._context.set_forkserver_preload([__name__, "wrapopt", *preload])
@@ -99,6 +102,8 @@ class Cluster:
       for job, addresses in self.spec.items():
         for number in range(len(addresses)):
           self._start(job, number)
+      if self._coordinator:
+        self._start("coordinator", 0)
       for process in self.tasks.values():
         process.answer()
     except BaseException:
@@ -141,13 +146,17 @@ class Task:
     job: The name of its job.
     number: Its number in the job.
     report: A function that passes its argument to the process that waits.
-    server: Its `tf.distribute.Server`.
+    server: Its `tf.distribute.Server`; None for a coordinator.
+    spec: {job: [address]} of the cluster.
+    strategy: What a coordinator keeps here for its next call, or None.
+    coordinator: The same.
   """
 
   def __init__(self, spec, job, number, report):
-    self.job, self.number, self._spec = job, number, spec
+    self.job, self.number, self.spec = job, number, spec
     self.report = report
-    self.server = tf.distribute.Server(
+    self.strategy = self.coordinator = None
+    self.server = None if job not in spec else tf.distribute.Server(
         tf.train.ClusterSpec(spec), job_name=job, task_index=number,
         # Many processes share this machine.
         config=tf1.ConfigProto(intra_op_parallelism_threads=1,
@@ -160,7 +169,7 @@ class Task:
   def placement(self):
     """A device function: variables on the parameter servers, other ops here."""
     return tf1.train.replica_device_setter(
-        cluster=tf.train.ClusterSpec(self._spec), worker_device=self.device)
+        cluster=tf.train.ClusterSpec(self.spec), worker_device=self.device)
 
   def config(self):
     """A session config: do not wait for other workers, or fail with one."""

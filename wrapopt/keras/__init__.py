@@ -18,11 +18,13 @@ if _keras.backend.backend() != "tensorflow":
 from wrapopt.keras.batch_norm import recalibrate_batch_norm
 from wrapopt.keras.evaluate_with_averages import EvaluateWithAverages
 from wrapopt.keras.lazy_adam import LazyAdam
+from wrapopt.keras.drop_stale_gradient import DropStaleGradient
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
 from wrapopt.keras.schedule_free import ScheduleFree
 from wrapopt.keras.snapshots import Snapshots
 from wrapopt.keras.swa import SWA
 
-__all__ = ["EvaluateWithAverages", "LazyAdam", "Lookahead", "MovingAverage",
-           "SWA", "ScheduleFree", "Snapshots", "recalibrate_batch_norm"]
+__all__ = ["DropStaleGradient", "EvaluateWithAverages", "LazyAdam", "Lookahead",
+           "MovingAverage", "SWA", "ScheduleFree", "Snapshots",
+           "recalibrate_batch_norm"]

@@ -14,6 +14,7 @@ from wrapopt import _native
 from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
 
 _optimizers = keras.optimizers
 
@@ -100,9 +101,9 @@ def value(variable):
   return variable.value if isinstance(variable, keras.Variable) else variable
 
 
-def has_rule(opt):
-  """Whether an optimizer has a one-pass op."""
-  return type(opt) in _RULES
+def has_rule(cls):
+  """Whether the optimizers of a class have a one-pass op."""
+  return cls in _RULES
 
 
 def touches_few_rows(opt):
@@ -224,7 +225,7 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          rows_stay, sum_duplicates, cache):
+          rows_stay, sum_duplicates, cache, accept=True):
   """Updates variables, with one op for each device and dtype.
 
   Keras takes the step of a sparse gradient itself, if the op would not sum the
@@ -243,6 +244,8 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
       after the step. Averages must not lag behind then.
     sum_duplicates: Whether to use the op for these gradients, too.
     cache: A `LookupCache` of this optimizer's.
+    accept: As in `wrapopt.ops.apply`. If it is not True, Keras takes no part of
+      the step.
   """
   values = _lookup_cache.Variables(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
@@ -269,16 +272,19 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
   plan.catch_up(of_keras)
   if apart:
     cls._apply_weight_decay(opt, [variables[i] for i in apart])
-  rate = ops.float64(tf.convert_to_tensor(learning_rate))
+  common = {"lr": tf.convert_to_tensor(learning_rate), **rule.scalars}
+  if _replicas.is_shared(values[0]):
+    together = ops.together([*common.values(), *decays], opt.iterations.value)
+    common, decays = dict(zip(common, together)), together[len(common):]
   for decays_here, members in groups.items():
     if not members:
       continue
     chosen = lambda row: [row[i] for i in members]
-    scalars = {"lr": rate, **rule.scalars}
+    scalars = dict(common)
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
     plan.run(_update_of(opt, rule, values, members, cache, averages),
-             chosen(grads), scalars, decays, members=members)
+             chosen(grads), scalars, decays, accept, members=members)
   if of_keras:
     with plan.moving():
       cls._backend_update_step(opt, list(sparse.values()),

@@ -15,6 +15,7 @@ from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
+from wrapopt.keras import _admission
 from wrapopt.keras import _rules
 
 _interim = tf.__internal__.distribute.interim
@@ -85,42 +86,88 @@ def _followed_innermost(opt, followers):
   # The number of steps that Keras's code took or accumulated.
   reached = 0
   cache = _lookup_cache.LookupCache()
+  wrapper = type(followers[-1]).__name__
+  steps = _admission.Steps(cls, wrapper)
+  gate = next((f for f in followers if f.is_gate), None)
+  sums = any(f.sum_duplicates for f in followers)
+  followers = [f for f in followers if not f.is_gate] or [Alone()]
 
   def apply(self, grads, trainable_variables=None):
-    before = reached
-    cls.apply(self, grads, trainable_variables)
-    check(self, before, trainable_variables or self._trainable_variables)
+    take(self, grads, trainable_variables or self._trainable_variables,
+         lambda grads: cls.apply(self, grads, trainable_variables))
 
   def apply_gradients(self, grads_and_vars):
-    before = reached
-    cls.apply_gradients(self, grads_and_vars)
-    check(self, before, [v for _, v in grads_and_vars])
+    grads, variables = zip(*grads_and_vars)
+    take(self, grads, variables,
+         lambda grads: cls.apply_gradients(self, list(zip(grads, variables))))
+
+  def take(self, grads, variables, apply):
+    def checked(grads):
+      before = reached
+      apply(grads)
+      check(self, before, variables)
+
+    grads = list(grads)
+    if all(g is None for g in grads) or not steps.ask_first(self, gate):
+      checked(grads)
+      return
+    grads = [g if g is None or isinstance(g, tf.IndexedSlices) else
+             tf.convert_to_tensor(g) for g in grads]
+
+    def taken():
+      with steps.taking(asked):
+        checked(asked.transformed(grads))
+
+    with steps.asking(self, grads, gate, _is_one_op(
+        self, cls, grads, variables, followers, sums)) as asked:
+      where(asked.accept, taken)
 
   def check(self, before, variables):
     if reached == before and not all(map(
         self._overwrite_variable_with_gradient, variables)):
       raise NotImplementedError(
-          f"{cls.__qualname__} inside of {type(followers[-1]).__name__} must "
+          f"{cls.__qualname__} inside of {wrapper} must "
           "update variables by `_backend_update_step`, got another method. "
           "Call `_backend_update_step` in it, as in Keras.")
 
   def update(self, grads, variables, learning_rate):
     nonlocal reached
     reached += 1
-    _update(self, cls, grads, variables, learning_rate, followers, cache)
+    _update(self, cls, grads, variables, learning_rate, followers, sums, cache,
+            steps)
 
   def accumulate(self, grads, accumulators):
     nonlocal reached
     reached += 1
     cls._backend_increment_gradient_accumulators(self, grads, accumulators)
 
+  def rate(self):
+    with steps.scalars(self):
+      found = cls._get_current_learning_rate(self)
+      return found if steps.number is None else tf.convert_to_tensor(found)
+
   return view(opt, {
       "apply": apply,
       "apply_gradients": apply_gradients,
+      "_get_current_learning_rate": rate,
+      "_all_reduce_sum_gradients": lambda self, pairs: (
+          cls._all_reduce_sum_gradients(self, pairs) if steps.number is None
+          else pairs),
+      "_iterations": property(
+          lambda self: steps.number or vars(self)["_iterations"]),
       # The update includes the weight decay.
       "_apply_weight_decay": lambda self, variables: None,
       "_backend_update_step": update,
       "_backend_increment_gradient_accumulators": accumulate})
+
+
+def _is_one_op(opt, cls, grads, variables, followers, sums):
+  """Whether a step is one op on each server, which locks its variables."""
+  sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+  return (_rules.has_rule(cls) and all(f.in_pass for f in followers) and
+          not any(getattr(v, "constraint", None) for v in variables) and
+          not (sparse and (opt.weight_decay is not None or (
+              not sums and _rules.rule_of(opt, cls).squares))))
 
 
 def _refused(cls, names, followers):
@@ -159,14 +206,32 @@ class Follower:
 
   Attributes:
     changes_weights: Whether `_follow` may change weights that the step did not.
+    in_pass: Whether its work is done in the pass of a step that is one op.
+    is_gate: Whether `_admit` decides which steps are taken. It does not follow
+      them.
     sum_duplicates: The argument of the wrapper.
   """
 
   changes_weights = False
+  in_pass = False
+  is_gate = False
   sum_duplicates = False
 
   def _inner(self):
     """The optimizer that this wraps."""
+    raise NotImplementedError
+
+  def _admit(self, iterations, grads, token):
+    """Asks for the admission of a step.
+
+    Args:
+      iterations: The tf.Variable that counts the steps.
+      grads: The gradients that are not None.
+      token: As in `wrapopt.ops.staleness_gate`.
+
+    Returns:
+      An `_admission.Admitted`.
+    """
     raise NotImplementedError
 
   def _take(self, step, opt, cls, grads, variables, learning_rate):
@@ -213,6 +278,29 @@ class Follower:
     raise NotImplementedError
 
 
+def where(condition, function):
+  """Calls `function` if `condition`, True or a scalar bool tensor, is true."""
+  if condition is True or tf.executing_eagerly():
+    if condition:
+      function()
+    return
+
+  def called():
+    function()
+    return True
+
+  tf.cond(condition, called, lambda: False)
+
+
+class Alone(Follower):
+  """Does nothing: for steps that no wrapper follows."""
+
+  in_pass = True
+
+  def _follow(self, step):
+    del step
+
+
 def view(opt, attributes):
   """An object that shares all attributes of an optimizer but some.
 
@@ -254,9 +342,18 @@ def _property(name, followers):
 
 
 @ops.not_converted
-def _update(opt, cls, grads, variables, learning_rate, followers, cache):
+def _update(opt, cls, grads, variables, learning_rate, followers, sums, cache,
+            steps):
   """Updates variables as `cls` does for `opt`, and then runs the followers."""
   values = list(map(_value, variables))
+  grads, arrived = steps.at_servers(opt, grads, values)
+  with tf.control_dependencies(arrived):
+    _update_here(opt, cls, grads, variables, values, learning_rate, followers,
+                 sums, cache, steps)
+
+
+def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
+                 sums, cache, steps):
   step = Step(tf.convert_to_tensor(opt.iterations), values,
               list(map(opt._var_key, variables)),
               [(_value(v), opt._var_key(v)) for v in opt._trainable_variables],
@@ -264,15 +361,16 @@ def _update(opt, cls, grads, variables, learning_rate, followers, cache):
   if followers[0]._take(step, opt, cls, grads, variables, learning_rate):
     return
   constraints = [v.constraint for v in variables]
-  rule = _rules.rule_of(opt, cls)
-  if rule is not None and not tf.distribute.has_strategy():
+  with steps.scalars(opt):
+    rule = _rules.rule_of(opt, cls)
+  if rule is not None and not _replicas.share_steps():
     first, *others = followers
-    averages = None if any(constraints) else first._averages_of(step)
+    with steps.scalars(opt):
+      averages = None if any(constraints) else first._averages_of(step)
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                  *(averages or ((), ())),
                  rows_stay=not any(f.changes_weights for f in others),
-                 sum_duplicates=any(f.sum_duplicates for f in followers),
-                 cache=cache)
+                 sum_duplicates=sums, cache=cache, accept=steps.accept)
     if averages:
       first._note_update()
     _follow(others if averages else followers, step, constraints)

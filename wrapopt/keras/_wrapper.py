@@ -94,7 +94,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Even if True, the inner optimizer takes the step in a `tf.distribute`
     strategy.
     """
-    return all(map(_rules.has_rule, _steps.innermost(self)))
+    return all(map(_rules.has_rule, map(type, _steps.innermost(self))))
 
   def build(self, variables: Sequence[keras.Variable]) -> None:
     """Makes the variables of the inner optimizer and of this one.
@@ -106,6 +106,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if self.built:
       return
     inner = self._inner()
+    if _replicas.is_shared(_value(inner.iterations)):
+      self._refuse_holders()
     # It may train all of its variables later, when layers are not frozen.
     variables = list(inner._trainable_variables if inner.built else variables)
     self._check_variables(variables)
@@ -122,6 +124,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
+
+  def _refuse_holders(self):
+    for x in _steps.within(self):
+      if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
+        raise NotImplementedError(
+            f"`optimizer` of {type(self).__name__} must not be or hold a "
+            f"{type(x).__qualname__} in a ParameterServerStrategy: its own "
+            "state would lose steps of workers. Wrap one optimizer.")
 
   def _check_variables(self, variables):
     """Raises an error for variables for which `_make_state` would fail."""
@@ -224,7 +234,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       if self._held.is_marked:
         return
       self._held.is_marked = True
-    self._begun.value.assign(1)
+    with _replicas.near(self._begun.value):
+      self._begun.value.assign(1)
 
   def _settle(self):
     """Sets averages that have not begun to their variables' values."""
@@ -473,20 +484,6 @@ class _Held:
     # as begun.
     self.is_settled = self.is_marked = False
     self.marks = False  # Whether a step marks the averages as begun.
-
-
-def where(condition, function):
-  """Calls `function` if `condition`, a scalar bool tensor, is true."""
-  if tf.executing_eagerly():
-    if condition:
-      function()
-    return
-
-  def called():
-    function()
-    return True
-
-  tf.cond(condition, called, lambda: False)
 
 
 def steps_of(opt):

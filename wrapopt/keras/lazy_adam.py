@@ -8,6 +8,7 @@ import tensorflow as tf
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt.keras import _rules
+from wrapopt.keras import _steps
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -46,6 +47,13 @@ class LazyAdam(keras.optimizers.Adam):
                        "keras.optimizers.Adam for AMSGrad.")
     kwargs.setdefault("name", "lazy_adam")
     super().__init__(learning_rate, beta_1, beta_2, epsilon, **kwargs)
+
+  def apply(self, grads, trainable_variables=None):
+    # In a step that has begun, a number is in the place of the variable.
+    if _replicas.is_shared(_rules.value(self._iterations)):
+      _steps.followed(self, [_steps.Alone()]).apply(grads, trainable_variables)
+    else:
+      super().apply(grads, trainable_variables)
 
   def update_step(self, gradient, variable, learning_rate):
     if not isinstance(gradient, tf.IndexedSlices):

@@ -7,6 +7,7 @@ import keras
 from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _state
+from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
 
@@ -118,7 +119,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
       ops.averaging_assign([slow, fast], [slow, fast],
                            [1 - self._slow_step_size, self._slow_step_size])
 
-    _wrapper.where((step.iterations + 1) % self._sync_period == 0, sync)
+    _steps.where((step.iterations + 1) % self._sync_period == 0, sync)
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "sync_period": self._sync_period,

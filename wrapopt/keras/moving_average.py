@@ -80,6 +80,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
   `shadow_copy`, `swap_weights` and `assign_average_vars`.
   """
 
+  in_pass = True
+
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       average_decay: Union[float, Sequence[float]] = 0.99,
@@ -195,6 +197,10 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._first = (self._make_counts("first_average_step", -1)
                    if self._update_every > 1 or _decays.need_count(self._decays)
                    else None)
+    for part, opt in self._parts().items() if self._first else ():
+      if _replicas.is_shared(self._first[part].value):
+        # Of several workers that take the first step, each would be the first.
+        self._first[part].value.assign(_wrapper.steps_of(opt))
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay.

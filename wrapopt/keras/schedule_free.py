@@ -176,7 +176,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     with contextlib.ExitStack() as stack:
       for opt in _steps.innermost(self):
         if (not opt.built and _takes_over(type(opt)) and self.fused and
-            not tf.distribute.has_strategy()):
+            not _replicas.share_steps()):
           stack.enter_context(_without_first_moments(opt))
       super().build(variables)
 
@@ -263,7 +263,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     state = _value(self._schedule_states[step.part])
     motion = self._schedule.motion(state.read_value(), learning_rate)
     z = [_value(self._z[key]) for key in step.keys]
-    rule = (None if tf.distribute.has_strategy() else
+    rule = (None if _replicas.share_steps() else
             _rules.schedule_free_rule_of(opt, cls))
     if rule is not None:
       _rules.apply_schedule_free(opt, rule, grads, variables, z, motion,

@@ -18,8 +18,9 @@ that is out of range. Plain HLO cannot refuse it: it ignores an index out of
 range, and applies the formula to a decay, rate or weight out of range.
 
 XLA does not compile `read_packed` and `assign_packed`. The functions whose
-names begin with `averaging_` (but `averaging_assign`) or `staleness_` are the
-parameter server's side of asynchronous training. They run on the host only.
+names begin with `averaging_` (but `averaging_assign`) or `staleness_`, and
+`begin_update`, are the parameter server's side of asynchronous training. They
+run on the host only.
 
 In a `tf.function` that XLA does not compile, `apply` and `ema_update` take the
 handles of all their variables as one tensor, because each tensor that a
@@ -55,6 +56,7 @@ from wrapopt.ops._lazy_averages import sparse_ema_update
 from wrapopt.ops._packed import assign_packed
 from wrapopt.ops._packed import read_packed
 from wrapopt.ops._staleness_gate import StalenessVerdict
+from wrapopt.ops._staleness_gate import begin_update
 from wrapopt.ops._staleness_gate import staleness_complete
 from wrapopt.ops._staleness_gate import staleness_gate
 from wrapopt.ops._staleness_gate import staleness_record
@@ -65,6 +67,7 @@ from wrapopt.ops._emit import host_device as host_device
 from wrapopt.ops._emit import host_of as host_of
 from wrapopt.ops._emit import not_converted as not_converted
 from wrapopt.ops._scalars import float64 as float64
+from wrapopt.ops._scalars import together as together
 from wrapopt.ops._variables import is_ref as is_ref_variable
 
 __all__ = [
@@ -78,6 +81,7 @@ __all__ = [
     "averaging_push",
     "averaging_rounds",
     "averaging_wait",
+    "begin_update",
     "catch_up",
     "ema_update",
     "exchange",

@@ -1,6 +1,7 @@
 """Scalar arguments of an op: numbers, tensors and variables, as tensors."""
 
 import numbers
+import typing
 
 import numpy as np
 import tensorflow as tf
@@ -8,9 +9,35 @@ import tensorflow as tf
 from wrapopt.ops import _variables
 
 
+class _Element(typing.NamedTuple):
+  """A scalar that is an element of a vector, taken where it is used."""
+  vector: tf.Tensor
+  index: int
+
+
+def together(scalars, like):
+  """Scalars that travel to other machines as one tensor.
+
+  Args:
+    scalars: Numbers, bools, tensors and variables.
+    like: A tensor on the device where they are joined.
+
+  Returns:
+    A list of scalars for the functions of this module.
+  """
+  known = [isinstance(x, (bool, numbers.Real)) for x in scalars]
+  if sum(known) >= len(scalars) - 1:
+    return list(scalars)
+  with tf.device(None), tf.device(like.device):
+    vector = tf.stack([float64(x) for x, k in zip(scalars, known) if not k])
+  elements = (_Element(vector, i) for i in range(len(scalars)))
+  return [x if k else next(elements) for x, k in zip(scalars, known)]
+
 
 def float64(x):
   """A number, tensor or variable as a float64 scalar, with all its digits."""
+  if isinstance(x, _Element):
+    return x.vector[x.index]
   x = _variables.read_value(x)
   if isinstance(x, numbers.Real):
     # TensorFlow would keep a tensor of each Python number for ever.

@@ -1,4 +1,4 @@
-"""The gate that admits updates by their staleness."""
+"""Numbers for updates, and the gate that admits them by their staleness."""
 
 import typing
 from typing import Optional
@@ -22,10 +22,13 @@ class StalenessVerdict(typing.NamedTuple):
     ticket: A scalar resource tensor, for `staleness_complete`. It owns the
       admission: an update is aborted if the last reference to its ticket is
       dropped before the update is complete.
+    number: A scalar int64 tensor: the number of the update, see `begin_update`;
+      -1 if it is not admitted.
   """
   accept: tf.Tensor
   staleness: tf.Tensor
   ticket: tf.Tensor
+  number: tf.Tensor
 
 
 @_emit.not_converted
@@ -59,7 +62,8 @@ def staleness_record(step: Variable,
 @_emit.not_converted
 def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
                    recorded: Tensor, limit: Integer,
-                   name: Optional[str] = None) -> StalenessVerdict:
+                   name: Optional[str] = None, *,
+                   token: Integer = -1) -> StalenessVerdict:
   """Admits an update if its weights miss at most `limit` other updates.
 
   The staleness of an update is the number of updates that its weights may miss:
@@ -96,11 +100,18 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
     histogram: An int64 variable of shape [2, B]: how many updates of each
       staleness were admitted ([0]) and dropped ([1]). The last bucket also
       counts those staler than B - 1. The first also counts those below 0, which
-      occur if the step is set back.
+      occur if the step is set back. An update that is aborted counts until the
+      next call.
     recorded: An int64 scalar, from `staleness_record`.
     limit: An integer, or a scalar integer tensor or variable. If it is
       negative, every update is dropped.
     name: A name for the operation.
+    token: An integer, or a scalar integer tensor, that is the same for all
+      tries of an update and different for all others; -1 for none. If a worker
+      dies after its update is complete or dropped, and the update is tried
+      again, it is not admitted and not counted again: its staleness is -1. If
+      the first try is in flight, the op waits for its end, but no longer than a
+      second: then the first try will not be counted.
 
   Returns:
     A `StalenessVerdict`.
@@ -121,7 +132,7 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
   _check.variable("histogram", histogram)
   state = (step, stale_counter, histogram)
   with _emit.device_of(step):
-    arguments = (int64(recorded), int64(limit))
+    arguments = (int64(recorded), int64(limit), int64(token))
     if _variables.is_ref(step):
       return StalenessVerdict(*_raw.wrapopt_staleness_gate_ref(
           *state, *arguments, name=name))
@@ -130,17 +141,65 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
 
 
 @_emit.not_converted
+def begin_update(
+    step: Variable, name: Optional[str] = None, *,
+    token: Integer = -1) -> tuple[Tensor, Tensor, Tensor]:
+  """Begins an update, and gives it a number that no other update has.
+
+  For workers that count their updates in one variable, and need the count for
+  the update: for Adam's correction of the bias, or a schedule. To read the
+  variable and to increment it later would give several updates one number.
+
+  The number is the least that no update in flight or complete has. If the step
+  of an update fails or its worker dies, the next update gets its number. So
+  after N updates, the step is N and they had the numbers 0 to N - 1, if nothing
+  but `staleness_complete` changes the step.
+
+  Example:
+
+  >>> step = tf.Variable(0, dtype=tf.int64)
+  >>> _, one, ticket = wrapopt.ops.begin_update(step)
+  >>> _, two, lost = wrapopt.ops.begin_update(step)
+  >>> print(one.numpy(), two.numpy(), step.numpy())
+  0 1 0
+  >>> wrapopt.ops.staleness_complete(ticket, step)
+  >>> del lost
+  >>> print(wrapopt.ops.begin_update(step)[1].numpy(), step.numpy())
+  1 1
+
+  Args:
+    step: A scalar variable, int32 or int64: the number of completed updates.
+    name: A name for the operation.
+    token: As in `staleness_gate`.
+
+  Returns:
+    Three scalar tensors: whether to take the update, a bool, which is false if
+    an earlier try with its token is over; the number, int64; and the ticket, a
+    resource, for `staleness_complete`, as in a `StalenessVerdict`.
+
+  Raises:
+    As `staleness_record`.
+  """
+  _check.variable("step", step)
+  with _emit.device_of(step):
+    if _variables.is_ref(step):
+      return tuple(_raw.wrapopt_begin_update_ref(step, int64(token), name=name))
+    return tuple(_raw.wrapopt_begin_update(step.handle, int64(token),
+                                           name=name))
+
+
+@_emit.not_converted
 def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
                        name: Optional[str] = None) -> Optional[Operation]:
-  """Ends an update that `staleness_gate` admitted, and ignores a dropped one.
+  """Ends an update that was admitted, and ignores a dropped one.
 
   Run it after all changes of the update.
 
   Example: see `staleness_gate`.
 
   Args:
-    ticket: From the verdict.
-    step: The step variable of that gate.
+    ticket: From `staleness_gate` or `begin_update`.
+    step: The step variable of that call.
     increment: Whether to increment the step, atomically with the completion. If
       it is False, increment the step between the changes and this op.
     name: A name for the operation.

@@ -1,4 +1,4 @@
-"""Finds the recorded steps in graphs, and orders ops around them."""
+"""Finds recorded steps and updates in graphs, and orders ops around them."""
 
 import contextlib
 
@@ -9,6 +9,8 @@ from wrapopt import ops
 tf1 = tf.compat.v1
 
 _RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
+# Stateful ops that change nothing.
+_READS = ("MutexLock", "ReadVariableOp", "ResourceGather", "VarHandleOp")
 # Ops by which a tensor enters a branch or loop of control flow version 1.
 _ENTRANCES = ("Switch", "RefSwitch", "Enter", "RefEnter")
 
@@ -118,3 +120,16 @@ def new_stateful_ops():
   yield new
   new += [op for op in graph.get_operations()[before:]
           if op._is_stateful and op.type != "Placeholder"]
+
+
+def updates(operations):
+  """Operations that wait for the updates among others, one on each device."""
+  by_device = {}
+  for op in operations:
+    if op.type not in _READS:
+      by_device.setdefault(op.device, []).append(op)
+  joined = []
+  for device, members in by_device.items():
+    with tf.device(None), tf.device(device or None):
+      joined.append(tf.group(*members))
+  return joined

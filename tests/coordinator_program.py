@@ -1,0 +1,307 @@
+"""Steps that a ClusterCoordinator schedules; prints what came of them as JSON.
+
+A program of its own, since TensorFlow ends a process that has lost its cluster.
+"""
+
+import collections
+import json
+import os
+import random
+import sys
+import time
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
+import wrapopt.keras as wk
+from wrapopt.examples import _cluster
+
+tf1 = tf.compat.v1
+K = keras.optimizers
+STEPS = 60
+GRADIENTS = np.array([3., -1., .5, 2.])
+
+
+@keras.saving.register_keras_serializable("tests")
+class Own(K.schedules.LearningRateSchedule):
+  """2^-(number of the step): the sum tells which numbers the steps had."""
+
+  def __call__(self, step):
+    return 2.0 ** -tf.cast(step, tf.float64)
+
+
+def connect(cluster):
+  resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+      tf.train.ClusterSpec(cluster.spec), rpc_layer="grpc")
+  strategy = tf.distribute.ParameterServerStrategy(resolver)
+  return strategy, tf.distribute.coordinator.ClusterCoordinator(strategy)
+
+
+def schedule(coordinator, step, n):
+  for _ in range(n):
+    coordinator.schedule(step)
+  coordinator.join()
+
+
+def variables(strategy, opt, values):
+  with strategy.scope():
+    made = [keras.Variable(v, name=f"v{i}", dtype="float64")
+            for i, v in enumerate(values)]
+    opt = opt()
+    opt.build(made)
+  return made, opt
+
+
+# 1. Counts, and the numbers of the steps.
+
+
+def counts(strategy, coordinator):
+  for name, wrap in {
+      "Keras": lambda opt: opt,
+      "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),
+      "SWA": lambda opt: wk.SWA(opt, 0, 1),
+      "Lookahead": lambda opt: wk.Lookahead(opt, 1000),
+      "DropStaleGradient": lambda opt: wk.DropStaleGradient(opt, 1000),
+      "MovingAverage(DropStaleGradient)": lambda opt: wk.MovingAverage(
+          wk.DropStaleGradient(opt, 1000), 0.5)}.items():
+    for kind in K.SGD, K.Adafactor:
+      for replicas in False, True:
+        if name == "Keras" and not replicas:
+          continue
+        [w, other], opt = variables(
+            strategy, lambda: wrap(kind(Own())), [4.0, 0.0])
+        gate = next((x for x in [opt, getattr(opt, "_inner", int)()]
+                     if isinstance(x, wk.DropStaleGradient)), None)
+        one = tf.ones([], tf.float64)
+
+        def take():
+          if gate:
+            with gate.record_step():
+              gradient = tf.identity(one)
+          else:
+            gradient = one
+          opt.apply([gradient, gradient], [w, other])
+
+        @tf.function
+        def step():
+          if replicas:
+            strategy.run(take)
+          else:
+            take()
+
+        schedule(coordinator, step, STEPS)
+        yield f"{name}({kind.__name__}), replicas={replicas}", {
+            "iterations": int(opt.iterations), "w": float(w),
+            "other": float(other),
+            "servers": len({v.value.device for v in (w, other)})}
+
+
+# 2. Racing steps with recorded gradients.
+
+
+def races(strategy, coordinator):
+  for name, wrap in {
+      "Adam": lambda: wk.MovingAverage(K.Adam(0.25, 0.5, 0.75), 0.5),
+      "LazyAdam": lambda: wk.LazyAdam(0.25, 0.5, 0.75),
+      "gated": lambda: wk.DropStaleGradient(K.Adam(0.25, 0.5, 0.75), 9),
+      "Nadam": lambda: wk.MovingAverage(K.Nadam(0.25, 0.5, 0.75), 0.5)}.items():
+    for attempt in range(3):
+      made, opt = variables(strategy, wrap, [np.zeros(1), np.ones(1)])
+      gradients = tf.constant(GRADIENTS)
+
+      @tf.function
+      def step(i):
+        if isinstance(opt, wk.DropStaleGradient):
+          with opt.record_step():
+            g = gradients[i][None]
+        else:
+          g = gradients[i][None]
+        opt.apply([g, 2 * g], made)
+
+      for i in range(len(GRADIENTS)):
+        coordinator.schedule(step, args=(tf.constant(i),))
+      coordinator.join()
+      yield f"{name} {attempt}", {
+          "iterations": int(opt.iterations),
+          "values": [float(v.value[0]) for v in made],
+          "averages": [float(tf.convert_to_tensor(opt.average(v))[0])
+                       for v in made] if hasattr(opt, "average") else None}
+
+
+# 3. What a step sends.
+
+
+def graphs_in(graph):
+  """A graph and those of the branches in it."""
+  yield graph
+  for op in graph.get_operations():
+    if op.type in ("If", "StatelessIf"):
+      for branch in "then_branch", "else_branch":
+        yield from graphs_in(graph._get_function(
+            op.get_attr(branch).name).graph)
+
+
+def sent(graph):
+  """What the ops of a graph send from one process to another."""
+  handles = {id(inner): outer for outer, inner in graph.captures}
+
+  def task(op):
+    device = op.device
+    if not device and op.type in ("ReadVariableOp", "ResourceGather"):
+      # TensorFlow places it with its variable.
+      device = handles[id(op.inputs[0])].device
+    spec = tf.DeviceSpec.from_string(device or "")
+    return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
+
+  tensors, controls = set(), set()
+  for op in graph.get_operations():
+    for t in op.inputs:
+      if (t.dtype != tf.resource and t.op.type != "Placeholder" and
+          task(t.op) != task(op)):
+        tensors.add((t.ref(), task(t.op), task(op)))
+    for c in op.control_inputs:
+      if task(c) != task(op):
+        controls.add((c.name, task(c), task(op)))
+  return {"tensors": len(tensors), "controls": len(controls),
+          "updates": collections.Counter(
+              f"{op.type} on {task(op)}" for inner in graphs_in(graph)
+              for op in inner.get_operations()
+              if "Apply" in op.type or op.type.startswith("Assign"))}
+
+
+def traffic(strategy, coordinator):
+  del coordinator
+  for n in 2, 20:
+    for name, wrap in {
+        "Keras": lambda opt: opt,
+        "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),
+        "DropStaleGradient": lambda opt: wk.DropStaleGradient(opt, 3),
+    }.items():
+      made, opt = variables(strategy, lambda: wrap(K.Adam(0.5)),
+                            [np.ones(8)] * n)
+
+      @tf.function
+      def step():
+        def replica():
+          if isinstance(opt, wk.DropStaleGradient):
+            with opt.record_step():
+              gradients = [2 * v.value.read_value() for v in made]
+          else:
+            gradients = [2 * v.value.read_value() for v in made]
+          opt.apply(gradients, made)
+        strategy.run(replica)
+
+      with strategy.scope():
+        graph = step.get_concrete_function().graph
+      yield f"{name} {n}", sent(graph)
+
+
+# 4. Workers that are killed.
+
+
+def faults(strategy, coordinator, cluster, kills=20, n=1500):
+  for name, limit in ("ungated", None), ("gated", 2):
+    with strategy.scope():
+      made = [keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))]
+      opt = K.SGD(1.0)
+      opt = (wk.MovingAverage(opt, 0.5) if limit is None else
+             wk.DropStaleGradient(opt, limit))
+      opt.build(made)
+
+    @tf.function
+    def step():
+      def gradients():
+        # Takes some time.
+        x = tf.ones([200, 200])
+        for _ in tf.range(8):
+          x = tf.matmul(x, x) / 200
+        one = tf.cast(tf.reduce_mean(x), tf.float64)
+        return [one + 0 * v.value for v in made]
+
+      if limit is None:
+        found = gradients()
+      else:
+        with opt.record_step():
+          found = gradients()
+      opt.apply(found, made)
+
+    rng = random.Random(0)
+    for _ in range(n):
+      coordinator.schedule(step)
+    killed = 0
+    while not coordinator.done():
+      time.sleep(rng.uniform(0.0, 0.4))
+      if killed < kills:
+        cluster.restart("worker", rng.randrange(3))
+        killed += 1
+    coordinator.join()
+    stats = None if limit is None else opt.staleness_stats()
+    yield name, {
+        "scheduled": n, "killed": killed, "iterations": int(opt.iterations),
+        "w": [v.numpy().tolist() for v in made],
+        "in flight": int(wrapopt.ops.staleness_record(
+            opt.iterations.value)[1]),
+        "admitted": stats and stats.admitted_histogram.tolist(),
+        "dropped": stats and int(stats.dropped)}
+
+
+# 5. Optimizers of tf.compat.v1.
+
+
+def v1(strategy, coordinator):
+  train = tf1.train
+  for name, wrap in {
+      "MovingAverage": lambda opt, step: wrapopt.MovingAverageOptimizer(
+          opt, wrapopt.PowerDecay(0.1)),
+      "DropStaleGradient": lambda opt, step: wrapopt.DropStaleGradientOptimizer(
+          opt, 1000, global_step=step),
+      "MovingAverage(DropStaleGradient)":
+          lambda opt, step: wrapopt.MovingAverageOptimizer(
+              wrapopt.DropStaleGradientOptimizer(opt, 1000, global_step=step),
+              0.5)}.items():
+    for kind in (train.GradientDescentOptimizer, train.AdamOptimizer,
+                 lambda rate: train.FtrlOptimizer(rate, -0.75)):
+      for replicas in True, False:
+        if not replicas and not isinstance(kind, type):
+          continue  # TensorFlow's own steps are those of replicas.
+        with strategy.scope():
+          w, other = [tf.Variable(v, dtype=tf.float64) for v in (4.0, 0.0)]
+          count = tf.Variable(0, dtype=tf.int64)
+        opt = wrap(kind(0.125), count)
+
+        def take():
+          gradients = opt.compute_gradients(lambda: w + 2 * other, [w, other])
+          opt.apply_gradients(gradients, count)
+
+        @tf.function
+        def step():
+          if replicas:
+            strategy.run(take)
+          else:
+            take()
+
+        schedule(coordinator, step, STEPS)
+        average = (opt.average(w) if hasattr(opt, "average") else None)
+        yield f"{name}({getattr(kind, '__name__', 'Ftrl')}), replicas={replicas}", {
+            "count": int(count), "w": float(w), "other": float(other),
+            "average": None if average is None else float(average),
+            "state": sorted(float(v) for v in opt.variables()
+                            if v.shape.rank == 0 and "beta" in v.name),
+            "servers": len({v.device for v in (w, other)})}
+
+
+def main():
+  names = sys.argv[1:]
+  with _cluster.Cluster([], ps=2, worker=3) as cluster:
+    strategy, coordinator = connect(cluster)
+    for name in names:
+      for key, found in globals()[name](strategy, coordinator, *(
+          [cluster] if name == "faults" else [])):
+        print(json.dumps([name, key, found]), flush=True)
+
+
+if __name__ == "__main__":
+  main()
+  os._exit(0)

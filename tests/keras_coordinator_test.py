@@ -1,0 +1,93 @@
+"""Steps of workers that a ClusterCoordinator schedules."""
+
+import functools
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from processes import run_python
+
+from coordinator_program import GRADIENTS, STEPS
+
+
+@functools.cache
+def found():
+  """{part of the program: {case: what it found}}."""
+  done = run_python("-m", "coordinator_program", "counts", "races", "traffic",
+                    CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
+  assert done.returncode == 0, done.stderr
+  parts = {}
+  for line in done.stdout.splitlines():
+    part, case, got = json.loads(line)
+    parts.setdefault(part, {})[case] = got
+  return parts
+
+
+def test_each_step_is_counted_and_has_a_number_of_its_own():
+  cases = found()["counts"]
+  assert len(cases) == 22
+  for name, got in cases.items():
+    if name.startswith("Keras"):
+      continue  # How many it loses depends on time.
+    assert got["servers"] == 2, name
+    assert got["iterations"] == STEPS, name
+    if "SGD" in name:
+      # The sum of 2^-number over the steps: with 53 bits it is 2 - 2^-59 for
+      # the numbers 0 to 59 alone.
+      assert got["w"] == pytest.approx(4 - 2, abs=1e-12), name
+      assert got["other"] == pytest.approx(-2, abs=1e-12), name
+
+
+class Adam:
+  """Adam of one weight and its average, for many orders at once."""
+
+  def __init__(self, start):
+    self.w = self.average = start
+    self.m = self.v = 0.0
+
+  def step(self, g, number):
+    t = number + 1
+    self.m = self.m + (g - self.m) * (1 - 0.5)
+    self.v = self.v + (g * g - self.v) * (1 - 0.75)
+    rate = 0.25 * np.sqrt(1 - 0.75**t) / (1 - 0.5**t)
+    self.w = self.w - rate * self.m / (np.sqrt(self.v) + 1e-7)
+    self.average = self.average + (self.w - self.average) * 0.5
+
+
+@pytest.mark.parametrize("case", ["Adam", "LazyAdam", "gated"])
+def test_racing_steps_are_whole(case):
+  n = len(GRADIENTS)
+  # In any order, and with any numbers: 24 * 24 ways.
+  orders = np.array(list(itertools.permutations(range(n))))
+  numbers = np.tile(orders, (len(orders), 1)).T
+  orders = np.repeat(orders, len(orders), axis=0).T
+  for attempt in range(3):
+    got = found()["races"][f"{case} {attempt}"]
+    assert got["iterations"] == n
+    for i, (start, scale) in enumerate(((0.0, 1.0), (1.0, 2.0))):
+      want = Adam(np.full(orders.shape[1], start))
+      for order, number in zip(orders, numbers):
+        want.step(scale * GRADIENTS[order], number)
+      same = np.isclose(want.w, got["values"][i], rtol=1e-9, atol=0)
+      if got["averages"] is not None:
+        same &= np.isclose(want.average, got["averages"][i], rtol=1e-9, atol=0)
+      assert same.any()
+      assert not same.all()
+
+
+def test_what_a_step_sends():
+  traffic = found()["traffic"]
+  for n in 2, 20:
+    keras, average, gate = [
+        traffic[f"{name} {n}"]
+        for name in ("Keras", "MovingAverage", "DropStaleGradient")]
+    applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
+    assert {name: k for name, k in average["updates"].items()
+            if "Wrapopt" in name} == applied
+    # Each weight and each gradient once, and a number.
+    assert average["tensors"] <= 2 * n + 2
+    assert average["tensors"] + average["controls"] <= (
+        keras["tensors"] + keras["controls"])
+    del gate

@@ -1,0 +1,72 @@
+"""Tokens, by which a gate knows the tries of one function.
+
+A ClusterCoordinator runs a function again if its worker has died, which may
+have completed it just before. All tries have the same token, so that the second
+one counts nothing: see `wrapopt.ops.staleness_gate`.
+"""
+
+import secrets
+import sys
+import weakref
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.framework import func_graph
+from tensorflow.python.ops import control_flow_v2_func_graphs
+
+NONE = -1
+
+# Each function has so many tokens.
+_IN_FUNCTION = 1 << 10
+# {graph of a function: how many it has taken}.
+_taken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def next_of_function():
+  """The next token of the function that is traced here.
+
+  Returns:
+    A scalar int64 tensor, or NONE: in eager mode, in a loop, and in a function
+    that another one calls. All of these may run several times in one try.
+  """
+  graph = tf.compat.v1.get_default_graph()
+  if tf.executing_eagerly() or not isinstance(graph, func_graph.FuncGraph):
+    return NONE
+  outermost = graph
+  while isinstance(outermost, control_flow_v2_func_graphs.CondBranchFuncGraph):
+    outermost = outermost.outer_graph
+  if type(outermost) is not func_graph.FuncGraph or isinstance(
+      outermost.outer_graph, func_graph.FuncGraph):
+    return NONE
+  i = _taken[outermost] = _taken.get(outermost, -1) + 1
+  if i >= _IN_FUNCTION:
+    return NONE
+
+  def now():
+    first = _of_closure()
+    return tf.constant(np.array(first if first == NONE else first + i,
+                                np.int64))
+
+  # An op that takes a placeholder would leave it to that one to wait for what
+  # both depend on, and a placeholder does not wait.
+  with tf.control_dependencies(None):
+    return graph.capture_call_time_value(now, tf.TensorSpec([], tf.int64),
+                                         key=("wrapopt token", i))
+
+
+def _of_closure():
+  """The first token of the scheduled function that this thread runs."""
+  frame = sys._getframe()
+  while frame is not None:
+    if frame.f_code is _EXECUTE:
+      closure = frame.f_locals["self"]
+      # One that schedules a Python function may call others many times.
+      return (vars(closure).setdefault(
+          "_wrapopt_token", secrets.randbits(52) * _IN_FUNCTION)
+              if hasattr(closure, "_concrete_function") else NONE)
+    frame = frame.f_back
+  return NONE
+
+
+_EXECUTE = cluster_coordinator.Closure.execute_on.__code__

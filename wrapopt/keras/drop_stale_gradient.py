@@ -1,0 +1,273 @@
+"""Asynchronous training of Keras models that drops gradients of old weights."""
+
+from collections.abc import Callable
+from collections.abc import Iterator
+from collections.abc import Sequence
+import contextlib
+import threading
+from typing import Any, Optional, Union
+import weakref
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _records
+from wrapopt import _staleness
+from wrapopt import ops
+from wrapopt._types import Integer, Tensor
+from wrapopt.keras import _admission
+from wrapopt.keras import _rules
+from wrapopt.keras import _steps
+from wrapopt.keras import _wrapper
+
+
+@keras.saving.register_keras_serializable("wrapopt")
+class DropStaleGradient(_wrapper.WrapperOptimizer):
+  """Drops gradients that were computed from old weights.
+
+  For several workers that share a model and do not wait for each other: those
+  of a `tf.distribute.ParameterServerStrategy` with a `ClusterCoordinator`, or
+  threads of one process. The staleness of a gradient is the number of updates
+  that its weights may miss: those that other workers had begun and not
+  completed when this worker began to read the weights, and those that were
+  admitted after that. If it is at most the limit, the inner optimizer takes the
+  step. If not, only the counters change, and the gradient is not sent to the
+  parameter servers.
+
+  One native op on the device of `iterations` decides and counts, atomically. No
+  step is taken with a gradient whose weights miss more than `staleness` steps,
+  however many workers race. If a worker dies during a step, the step is not
+  counted, and its place is free again.
+
+  `iterations` is the number of steps that were taken. Each has a number of its
+  own, which Adam's correction, schedules and decays of averages use. Keras
+  itself reads and assigns the count, so that steps of several workers get lost.
+
+  A worker records the step before it reads the weights:
+
+      @tf.function
+      def train(images, labels):
+        with optimizer.record_step():
+          with tf.GradientTape() as tape:
+            loss = loss_of(model(images, training=True), labels)
+          gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+
+  Example, a gradient whose weights miss one update:
+
+  >>> w = keras.Variable([1.0])
+  >>> opt = wrapopt.keras.DropStaleGradient(keras.optimizers.SGD(0.5), 0)
+  >>> opt.build([w])
+  >>> with opt.record_step() as recorded:
+  ...   gradient = w.value
+  >>> opt.apply_recorded(recorded, [gradient], [w])
+  >>> opt.apply_recorded(recorded, [gradient], [w])  # Dropped.
+  >>> print(w.numpy(), int(opt.iterations), opt.staleness_stats().dropped)
+  [0.5] 1 1
+
+  References: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15;
+  Zhang, Gupta, Lian and Liu, "Staleness-aware async-SGD for distributed deep
+  learning", IJCAI 2016, for `policy="scale"`.
+
+  The same as `wrapopt.DropStaleGradientOptimizer`, but that the count is the
+  optimizer's `iterations`, and a gradient has the record of its `tf.function`,
+  or of its thread.
+  """
+
+  in_pass = True
+  is_gate = True
+
+  def __init__(
+      self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
+      staleness: Integer, name: Optional[str] = None, *,
+      policy: Union[str, Callable[[Tensor], Any]] = "drop",
+      sum_duplicates: bool = False) -> None:
+    """Wraps `optimizer`.
+
+    Args:
+      optimizer: A Keras optimizer, or its name or configuration.
+      staleness: The limit: an integer. A negative limit drops every gradient.
+      name: The name of the optimizer.
+      policy: How an admitted gradient is applied. "drop": unchanged. "scale":
+        divided by max(1, its staleness). A function: multiplied by the result
+        of the function, whose argument is the staleness, a scalar int64 tensor.
+        It is called once a step. Every policy drops a gradient beyond the
+        limit.
+      sum_duplicates: If a batch names a row of an embedding several times,
+        whether the row's gradients are summed before Adam, AdamW, Adagrad or
+        RMSprop squares them, as `LazyAdam` does. One op then takes the step.
+
+    Raises:
+      TypeError: If `optimizer` is not a Keras optimizer, or `staleness` is not
+        an integer.
+      ValueError: If `policy` is neither of the two names nor a function, or the
+        optimizer must not be in a gate.
+    """
+    super().__init__(optimizer, name, sum_duplicates)
+    self._limit = _staleness.checked_limit(staleness)
+    if policy not in ("drop", "scale") and not callable(policy):
+      raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
+                       f"staleness, got {policy!r}.")
+    self._policy = policy
+    self._held.records = _Records()
+    for x in [self._inner(), *_steps.within(self)]:
+      if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
+        raise ValueError(
+            "`optimizer` of a DropStaleGradient must not be or hold an "
+            "optimizer that holds others, whose steps would be admitted one by "
+            f"one, got {type(x).__qualname__}. Wrap one optimizer.")
+
+  def _make_state(self, variables):
+    del variables
+    with self._distribution_strategy.extended.colocate_vars_with(
+        _rules.value(self.iterations)):
+      self._stale_counter = self._make_count(
+          "stale_counter", 0.0, dtype="float32")
+      self._histogram = self._make_count(
+          "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
+
+  def _follow(self, step):
+    del step
+
+  @contextlib.contextmanager
+  def record_step(self) -> Iterator[Tensor]:
+    """Records the step; ops of the `with` block read weights after that.
+
+    Compute the gradients in the block. Then call `apply` or `apply_gradients`
+    once, in the same `tf.function`, or in eager mode in the same thread.
+
+    Yields:
+      The record, an int64 scalar, for `apply_recorded`.
+    """
+    recorded, _ = ops.staleness_record(_rules.value(self.iterations))
+    records = self._held.records
+    if tf.executing_eagerly():
+      records.last = recorded
+    else:
+      records.of_graph[tf.compat.v1.get_default_graph()] = recorded.op.name
+    with _records.reads_after(recorded):
+      yield recorded
+
+  @ops.not_converted
+  def apply_recorded(
+      self, recorded: Tensor, grads: Sequence[Any],
+      trainable_variables: Optional[Sequence[keras.Variable]] = None) -> None:
+    """As `apply`, for gradients of a record that is given.
+
+    By default, gradients have the record on which they depend in their
+    `tf.function`, or else its last one; in eager mode the last one of this
+    thread, which then serves once.
+
+    Args:
+      recorded: The record, which `record_step` yielded.
+      grads: As in `apply`.
+      trainable_variables: As there.
+
+    Raises:
+      As `apply`.
+    """
+    self._held.records.given = recorded
+    try:
+      self.apply(grads, trainable_variables)
+    finally:
+      self._held.records.given = None
+
+  def _admit(self, iterations, grads, token):
+    verdict = ops.staleness_gate(
+        iterations, _rules.value(self._stale_counter),
+        _rules.value(self._histogram), self._recorded(iterations, grads),
+        self._limit, token=token)
+    with tf.device(None), tf.device(grads[0].device):
+      factor = _staleness.factor(self._policy, verdict.staleness)
+    return _admission.Admitted(
+        verdict.accept, verdict.number, verdict.ticket,
+        None if factor is None else
+        lambda g: _staleness.multiplied(g, factor))
+
+  def _recorded(self, iterations, grads):
+    """The record of gradients: a tensor."""
+    records = self._held.records
+    if records.given is not None:
+      return records.given
+    if tf.executing_eagerly():
+      found, records.last = [records.last], None
+    else:
+      found = [op.outputs[0] for op in _records.records_before(
+          [_records.tensor_of(g).op for g in grads])]
+      # Others are of other optimizers.
+      found = [t for t in found if _records.from_outside(t.op.inputs[0]) is
+               _records.from_outside(_records.graph_input(iterations))]
+      if not found:
+        graph = tf.compat.v1.get_default_graph()
+        name = records.of_graph.pop(graph, None)
+        found = [name and graph.get_operation_by_name(name).outputs[0]]
+    if found[0] is None:
+      raise ValueError(
+          "The step must be recorded before gradients are computed, got "
+          "gradients without a record. Compute them in `with "
+          "optimizer.record_step():`. A record serves one apply().")
+    # The oldest of several records counts.
+    with ops.device_of(iterations):
+      return tf.reduce_min(tf.stack(found)) if found[1:] else found[0]
+
+  def staleness_stats(self) -> _staleness.StalenessStats:
+    """The numbers of gradients that were admitted and dropped, of all workers.
+
+    Returns:
+      A `StalenessStats`: tensors, or NumPy arrays in eager mode.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+    """
+    self._require_built("staleness_stats")
+    return _staleness.stats(_rules.value(self._histogram))
+
+  def write_summaries(self) -> None:
+    """Writes the summaries of the gate to TensorBoard's default writer.
+
+    `Gradient_staleness_percentage` is the dropped fraction, in [0, 1];
+    `staleness/admitted` and `staleness/dropped` are histograms of the
+    staleness, in updates. With a ClusterCoordinator, the coordinator calls it.
+
+    Raises:
+      RuntimeError: If the optimizer is not built.
+    """
+    self._require_built("write_summaries")
+    histogram = _rules.value(self._histogram)
+    _staleness.write(_staleness.summaries(histogram, {"staleness": histogram}),
+                     _rules.value(self.iterations))
+
+  def get_config(self) -> dict[str, Any]:
+    policy = self._policy
+    return {**super().get_config(), "staleness": self._limit,
+            "policy": policy if isinstance(policy, str) else
+            keras.saving.serialize_keras_object(policy)}
+
+  @classmethod
+  def from_config(cls, config, custom_objects=None):
+    if isinstance(config.get("policy"), dict):  # A function.
+      config = {**config, "policy": keras.saving.deserialize_keras_object(
+          config["policy"], custom_objects=custom_objects)}
+    return super().from_config(config, custom_objects)
+
+
+class _Records(threading.local):
+  """The records of gradients for which none is found.
+
+  Attributes:
+    last: The last one of this thread, in eager mode, or None.
+    given: The argument of the `apply` of this thread, or None.
+    of_graph: {graph: name of the op of its last one}.
+  """
+
+  def __init__(self):
+    self.last = self.given = None
+    self.of_graph = weakref.WeakKeyDictionary()
+
+  def __deepcopy__(self, memo):
+    del memo
+    return _Records()
+
+  def __reduce__(self):
+    return _Records, ()
