@@ -196,7 +196,7 @@ def copy(tmp_path):
 
 @pytest.mark.parametrize("document, figure, other", [
     ("README.md", "| 1.02 |", "| 0.91 |"),
-    ("wrapopt/bench/README.md", "Machine: busy", "Machine: quiet")])
+    ("wrapopt/bench/README.md", "Machine: quiet", "Machine: busy")])
 def test_a_changed_document_is_written_again(copy, monkeypatch, document,
                                              figure, other, capsys):
   monkeypatch.setattr(tables, "_ROOT", str(copy))

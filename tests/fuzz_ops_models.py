@@ -542,6 +542,10 @@ def _gate(call):
   bucket = min(max(staleness, 0), counts.shape[1] - 1)
   cell = want[int(not accept)]
   cell[bucket] = _clip(int(cell[bucket]) + 1)
+  # It takes the updates back that were aborted since the last call.
+  for lost in range(want.shape[1]) if now > _step(call)[1] else ():
+    if call.after[histogram][0, lost] == _clip(int(want[0, lost]) - 1):
+      want[0, lost] = _clip(int(want[0, lost]) - 1)
   call.same(histogram, want, "a histogram")
   with np.errstate(all="ignore"):
     call.close(counter, old + np.float32(not accept), 0., _tame(old),

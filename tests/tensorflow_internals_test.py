@@ -40,7 +40,12 @@ IMPORTS = {
         "TrackableObjectGraph.FromString"],
     "tensorflow.python.client.pywrap_tf_session": [
         "TF_GetAllOpList", "TF_GetBuffer"],
-    "tensorflow.python.distribute.ps_values": ["AggregatingVariable"],
+    "tensorflow.python.distribute.coordinator.cluster_coordinator": [
+        "Closure.execute_on.__code__"],
+    "tensorflow.python.distribute.parameter_server_strategy_v2": [
+        "ParameterServerStrategyV2"],
+    "tensorflow.python.distribute.ps_values": [
+        "AggregatingVariable", "CachingVariable"],
     "tensorflow.python.distribute.values_util": [
         "get_current_replica_id_as_int"],
     "tensorflow.python.eager.context": ["anonymous_name"],
@@ -58,6 +63,8 @@ IMPORTS = {
         "register_tensor_conversion_function"],
     "tensorflow.python.ops.control_flow_ops": [
         "CondContext", "XLAControlFlowContext.RequiresUniqueFunctionRetracing"],
+    "tensorflow.python.ops.control_flow_v2_func_graphs": [
+        "CondBranchFuncGraph"],
     "tensorflow.python.ops.control_flow_util": ["GraphOrParentsInXlaContext"],
     "tensorflow.python.ops.resource_variable_ops": [
         "BaseResourceVariable", "ResourceVariable"],
@@ -155,9 +162,10 @@ ATTRIBUTES = {
     tf.train.Checkpoint: ["_update_uid"],
     replica_context: ["_replica_id_in_sync_group"],
     lambda: built(keras.optimizers.Adam(amsgrad=True, weight_decay=0.1)): [
-        "_apply_weight_decay", "_backend_increment_gradient_accumulators",
-        "_backend_update_step",
-        "_distribution_strategy", "_get_variable_index", "_iterations",
+        "_all_reduce_sum_gradients", "_apply_weight_decay",
+        "_backend_increment_gradient_accumulators", "_backend_update_step",
+        "_distribution_strategy", "_get_current_learning_rate",
+        "_get_variable_index", "_iterations",
         "_momentums",
         "_overwrite_variable_with_gradient", "_track_trackable",
         "_trainable_variables", "_untrack_variable", "_use_weight_decay",
@@ -191,7 +199,8 @@ OVERRIDES = {
 }
 
 # Attributes of what is not TensorFlow's.
-_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
+_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_getframe", "_replace",
+           "_wrapopt_handles"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)
