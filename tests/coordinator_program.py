@@ -149,7 +149,7 @@ def sent(graph):
 
   def task(op):
     device = op.device
-    if not device and op.type in ("ReadVariableOp", "ResourceGather"):
+    if op.type in ("ReadVariableOp", "ResourceGather"):
       # TensorFlow places it with its variable.
       device = handles[id(op.inputs[0])].device
     spec = tf.DeviceSpec.from_string(device or "")
@@ -163,7 +163,11 @@ def sent(graph):
         tensors.add((t.ref(), task(t.op), task(op)))
     for c in op.control_inputs:
       if task(c) != task(op):
-        controls.add((c.name, task(c), task(op)))
+        controls.add((c.name, task(c), task(op), *(
+            [op.name] if os.environ.get("SHOW_TRAFFIC") else [])))
+  if os.environ.get("SHOW_TRAFFIC"):
+    for line in sorted(map(str, tensors | controls)):
+      print(line, file=sys.stderr)
   return {"tensors": len(tensors), "controls": len(controls),
           "updates": collections.Counter(
               f"{op.type} on {task(op)}" for inner in graphs_in(graph)
@@ -290,6 +294,51 @@ def v1(strategy, coordinator):
             "state": sorted(float(v) for v in opt.variables()
                             if v.shape.rank == 0 and "beta" in v.name),
             "servers": len({v.device for v in (w, other)})}
+
+
+# 6. A table with rows on both servers.
+
+
+def embeddings(strategy, coordinator):
+  for kind in K.SGD, wk.LazyAdam:
+    found = {}
+    for lazy in None, False:
+      with strategy.scope():
+        shards = []
+        for _ in range(2):  # One on each server.
+          shards.append(tf.Variable(np.ones([3, 2]), dtype=tf.float64))
+        opt = wk.MovingAverage(kind(0.5), 0.75, lazy=lazy)
+        opt.build(shards)
+      assert len({v.device for v in shards}) == 2
+
+      @tf.function
+      def step(ids):
+        with tf.GradientTape() as tape:
+          rows = tf.nn.embedding_lookup(shards, ids)
+          loss = tf.reduce_sum(rows * rows)
+        opt.apply(tape.gradient(loss, shards), shards)
+
+      for ids in [0, 3], [1, 2], [5, 5], [0, 1], [4, 0], [3, 3]:
+        coordinator.schedule(step, args=(tf.constant(ids),))
+        coordinator.join()
+      read = lambda: [tf.convert_to_tensor(v).numpy().tolist() for v in shards]
+      averages = [tf.convert_to_tensor(opt.average(v)).numpy().tolist()
+                  for v in shards]
+      values = read()
+      with opt.averaged_weights():
+        swapped = read()
+      graph = step.get_concrete_function(tf.TensorSpec([2], tf.int32)).graph
+      found[str(lazy)] = {
+          "values": values, "averages": averages, "in place": swapped,
+          "back": read(), "is lazy": opt.is_lazy(shards[0]),
+          "iterations": int(opt.iterations),
+          "reads": sum(op.type == "ResourceGather"
+                       for op in graph.get_operations()),
+          "whole": sum(op.type == "ReadVariableOp" and
+                       op.outputs[0].shape.rank == 2
+                       for op in graph.get_operations()),
+          "updates": sent(graph)["updates"]}
+    yield kind.__name__, found
 
 
 def main():

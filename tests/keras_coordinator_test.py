@@ -16,7 +16,7 @@ from coordinator_program import GRADIENTS, STEPS
 def found():
   """{part of the program: {case: what it found}}."""
   done = run_python("-m", "coordinator_program", "counts", "races", "traffic",
-                    CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
+                    "v1", "embeddings", CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
   assert done.returncode == 0, done.stderr
   parts = {}
   for line in done.stdout.splitlines():
@@ -79,15 +79,57 @@ def test_racing_steps_are_whole(case):
 
 def test_what_a_step_sends():
   traffic = found()["traffic"]
+  applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
   for n in 2, 20:
     keras, average, gate = [
         traffic[f"{name} {n}"]
         for name in ("Keras", "MovingAverage", "DropStaleGradient")]
-    applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
-    assert {name: k for name, k in average["updates"].items()
-            if "Wrapopt" in name} == applied
-    # Each weight and each gradient once, and a number.
-    assert average["tensors"] <= 2 * n + 2
-    assert average["tensors"] + average["controls"] <= (
-        keras["tensors"] + keras["controls"])
-    del gate
+    for ours in average, gate:
+      assert {name: k for name, k in ours["updates"].items()
+              if "Apply" in name} == applied
+    # Each weight and gradient, the learning rate, and all scalars of the step.
+    assert average["tensors"] == 2 * n + 2
+    sent = average["tensors"] + average["controls"] + 1  # The token.
+    assert sent <= keras["tensors"] + keras["controls"]
+    if n == 20:
+      assert sent <= 2 * n + 6 < keras["tensors"] + keras["controls"] - n / 2
+    # Outside of the branch that takes the step, the weights, but no gradient.
+    assert gate["tensors"] <= n + 2
+
+
+@pytest.mark.parametrize("kind", ["SGD", "LazyAdam"])
+def test_a_table_on_two_servers(kind):
+  got = found()["embeddings"][kind]
+  lazy, dense = got["None"], got["False"]
+  assert lazy["is lazy"] and not dense["is lazy"]
+  for both in got.values():
+    assert both["iterations"] == 6
+    assert both["in place"] == both["averages"] != both["values"]
+    assert both["back"] == both["values"]
+  np.testing.assert_array_equal(lazy["values"], dense["values"])
+  np.testing.assert_allclose(lazy["averages"], dense["averages"], rtol=1e-12)
+  # Only rows travel.
+  assert lazy["reads"] == 2 and lazy["whole"] == 0
+  assert all(name.startswith("Wrapopt>SparseApply") or "Assign" in name
+             for name in lazy["updates"])
+
+
+def test_steps_of_optimizers_of_version_1():
+  cases = found()["v1"]
+  assert len(cases) == 15
+  for name, got in cases.items():
+    assert got["count"] == STEPS, name
+    assert got["servers"] == 2, name
+    if "GradientDescent" in name:
+      assert (got["w"], got["other"]) == (4 - STEPS / 8, -STEPS / 4), name
+    if got["state"]:  # Adam's powers have lost no step either.
+      assert got["state"] == pytest.approx(
+          [0.9**(STEPS + 1), 0.999**(STEPS + 1)], rel=1e-5), name
+    # A step and its average are one: whoever takes them, in whatever order,
+    # the numbers of constant gradients are the same.
+    twin = cases[name.replace("False", "True")]
+    for key in {"w", "other", "average"} & {k for k in got if got[k]}:
+      assert got[key] == pytest.approx(twin[key], rel=1e-12), name
+  # As in one process.
+  assert cases["MovingAverage(Ftrl), replicas=True"]["average"] == (
+      pytest.approx(2.4293482825538857, rel=1e-12))

@@ -46,6 +46,7 @@ IMPORTS = {
         "ParameterServerStrategyV2"],
     "tensorflow.python.distribute.ps_values": [
         "AggregatingVariable", "CachingVariable"],
+    "tensorflow.python.distribute.sharded_variable": ["ShardedVariable"],
     "tensorflow.python.distribute.values_util": [
         "get_current_replica_id_as_int"],
     "tensorflow.python.eager.context": ["anonymous_name"],

@@ -23,6 +23,7 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
 from wrapopt import ops
+from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
@@ -45,8 +46,9 @@ moving = _lagging.moving
 
 def may_be_lazy(variable):
   """Whether a LazyAverage of `variable` can be made here."""
-  return (type(variable) in _PLAIN and variable.shape.is_fully_defined() and
-          variable.shape.rank > 0 and not tf.distribute.has_strategy() and
+  return ((type(variable) in _PLAIN or _replicas.is_shared(variable)) and
+          variable.shape.is_fully_defined() and
+          variable.shape.rank > 0 and not _replicas.share_steps() and
           not _lagging.is_changed_in_graph(variable) and
           tf.DeviceSpec.from_string(variable.device).device_type in (
               None, "CPU", "GPU"))
@@ -170,7 +172,7 @@ class LazyAverage(trackable.Trackable):
 
   def can_lag(self):
     """Whether a step here may let rows lag behind."""
-    return not (self._is_dense or tf.distribute.has_strategy() or
+    return not (self._is_dense or _replicas.share_steps() or
                 not tf.executing_eagerly() and save_context.in_save_context())
 
   def keep_dense(self):

@@ -119,13 +119,14 @@ class Steps:
         gate is not None or _replicas.is_shared(_iterations(opt)))
 
   @contextlib.contextmanager
-  def asking(self, opt, grads, gate, is_one_op):
+  def asking(self, opt, grads, gate, checks, is_one_op):
     """The context of a step that asks for admission.
 
     Args:
       opt: The optimizer.
       grads: Gradients: tensors, `tf.IndexedSlices` or None.
       gate: As in `ask_first`.
+      checks: The operations that it must wait for.
       is_one_op: Whether the step is one op on each server.
 
     Yields:
@@ -141,8 +142,9 @@ class Steps:
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
-      ready = _records.when_ready([g for g in grads if g is not None])
-      with tf.control_dependencies(ready):
+      with tf.control_dependencies(None):
+        ready = _records.when_ready([g for g in grads if g is not None])
+      with tf.control_dependencies([*ready, *checks]):
         token = _tokens.next_of_function() if shared else _tokens.NONE
         admitted = (Admitted(*ops.begin_update(iterations, token=token))
                     if gate is None else gate._admit(

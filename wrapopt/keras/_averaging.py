@@ -84,7 +84,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     if self.built:
       return
     super().build(variables)
-    with tf.init_scope(), backend.name_scope(self.name, caller=self):
+    with tf.init_scope(), backend.name_scope(
+        self.name, caller=self), _replicas.colocated(_value(self.iterations)):
       self._state.place = self.add_variable(
           shape=(), dtype="int64", name="place", initializer="zeros")
 

@@ -274,7 +274,8 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     cls._apply_weight_decay(opt, [variables[i] for i in apart])
   common = {"lr": tf.convert_to_tensor(learning_rate), **rule.scalars}
   if _replicas.is_shared(values[0]):
-    together = ops.together([*common.values(), *decays], opt.iterations.value)
+    *together, accept = ops.together([*common.values(), *decays, accept],
+                                     opt.iterations.value)
     common, decays = dict(zip(common, together)), together[len(common):]
   for decays_here, members in groups.items():
     if not members:

@@ -86,7 +86,8 @@ def _followed_innermost(opt, followers):
   # The number of steps that Keras's code took or accumulated.
   reached = 0
   cache = _lookup_cache.LookupCache()
-  wrapper = type(followers[-1]).__name__
+  outermost = followers[-1]
+  wrapper = type(outermost).__name__
   steps = _admission.Steps(cls, wrapper)
   gate = next((f for f in followers if f.is_gate), None)
   sums = any(f.sum_duplicates for f in followers)
@@ -118,7 +119,7 @@ def _followed_innermost(opt, followers):
       with steps.taking(asked):
         checked(asked.transformed(grads))
 
-    with steps.asking(self, grads, gate, _is_one_op(
+    with steps.asking(self, grads, gate, outermost._checks(), _is_one_op(
         self, cls, grads, variables, followers, sums)) as asked:
       where(asked.accept, taken)
 
@@ -220,6 +221,10 @@ class Follower:
   def _inner(self):
     """The optimizer that this wraps."""
     raise NotImplementedError
+
+  def _checks(self):
+    """Operations that fail if no step may be taken now: a list."""
+    return []
 
   def _admit(self, iterations, grads, token):
     """Asks for the admission of a step.

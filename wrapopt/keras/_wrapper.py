@@ -8,6 +8,7 @@ import keras
 from keras.src import backend
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
 
 from wrapopt import _checks
 from wrapopt import _composition
@@ -110,6 +111,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self._refuse_holders()
     # It may train all of its variables later, when layers are not frozen.
     variables = list(inner._trainable_variables if inner.built else variables)
+    for v in variables:
+      if isinstance(_value(v), sharded_variable.ShardedVariable):
+        raise ValueError(
+            f"A variable that a {type(self).__name__} trains must not be a "
+            "ShardedVariable, which Keras cannot train, got "
+            f"'{_state.path_of(v)}'. Make a tf.Variable in the scope of the "
+            "strategy, and pass its `variables`, one on each server.")
     self._check_variables(variables)
     if not inner.built:
       with backend.name_scope(inner.name, caller=inner):
@@ -126,6 +134,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self._make_state(variables)
 
   def _refuse_holders(self):
+    """Raises an error if an optimizer inside holds others, in a cluster."""
     for x in _steps.within(self):
       if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
         raise NotImplementedError(
@@ -192,9 +201,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Returns:
       A `keras.Variable`.
     """
-    count = self.add_variable(
-        shape=np.shape(value), dtype=dtype, name=name,
-        initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
+    with _replicas.colocated(_value(self.iterations)):
+      count = self.add_variable(
+          shape=np.shape(value), dtype=dtype, name=name,
+          initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
     self._state.add_count(name, count, _state.Count(
         value, value if seeded is None else seeded,
         value if missing is None else missing, **kwargs))
@@ -305,9 +315,12 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       wrappers = self._wrappers()
     for wrapper in wrappers:
       wrapper._begin()
-    return _swap.check(
-        [_value(wrapper._state.place) for wrapper in wrappers
-         if wrapper._state.place is not None])
+    # In a step that asks for admission, only that has to wait.
+    return [] if _replicas.is_shared(_value(self._inner().iterations)) else (
+        _check_in_place(wrappers))
+
+  def _checks(self):
+    return _check_in_place(self._wrappers())
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars):
@@ -464,6 +477,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
     return cls(**{**config, "optimizer": optimizer})
+
+
+def _check_in_place(wrappers):
+  """Operations that fail while averages of wrappers are in place."""
+  return _swap.check([
+      _value(wrapper._state.place) for wrapper in wrappers
+      if wrapper._state.place is not None])
 
 
 def _refuse_swapped_in(wrappers, what):

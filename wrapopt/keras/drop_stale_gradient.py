@@ -120,12 +120,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   def _make_state(self, variables):
     del variables
-    with self._distribution_strategy.extended.colocate_vars_with(
-        _rules.value(self.iterations)):
-      self._stale_counter = self._make_count(
-          "stale_counter", 0.0, dtype="float32")
-      self._histogram = self._make_count(
-          "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
+    # On the server of `iterations`.
+    self._stale_counter = self._make_count(
+        "stale_counter", 0.0, dtype="float32")
+    self._histogram = self._make_count(
+        "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
 
   def _follow(self, step):
     del step
