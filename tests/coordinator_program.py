@@ -288,7 +288,8 @@ def v1(strategy, coordinator):
 
         schedule(coordinator, step, STEPS)
         average = (opt.average(w) if hasattr(opt, "average") else None)
-        yield f"{name}({getattr(kind, '__name__', 'Ftrl')}), replicas={replicas}", {
+        of = kind.__name__ if isinstance(kind, type) else "Ftrl"
+        yield f"{name}({of}), replicas={replicas}", {
             "count": int(count), "w": float(w), "other": float(other),
             "average": None if average is None else float(average),
             "state": sorted(float(v) for v in opt.variables()

@@ -13,10 +13,12 @@ from coordinator_program import GRADIENTS, STEPS
 
 
 @functools.cache
-def found():
+def found(*names):
   """{part of the program: {case: what it found}}."""
-  done = run_python("-m", "coordinator_program", "counts", "races", "traffic",
-                    "v1", "embeddings", CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
+  done = run_python(
+      "-m", "coordinator_program",
+      *(names or ("counts", "races", "traffic", "v1", "embeddings")),
+      CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
   assert done.returncode == 0, done.stderr
   parts = {}
   for line in done.stdout.splitlines():
@@ -133,3 +135,17 @@ def test_steps_of_optimizers_of_version_1():
   # As in one process.
   assert cases["MovingAverage(Ftrl), replicas=True"]["average"] == (
       pytest.approx(2.4293482825538857, rel=1e-12))
+
+
+def test_workers_that_are_killed():
+  for name, got in found("faults")["faults"].items():
+    n, steps = got["scheduled"], got["iterations"]
+    assert got["killed"] == 20 and got["in flight"] == 0, name
+    # No step is lost, none is taken twice, and none is half.
+    assert got["w"] == [[-steps] * 3, [-steps] * 2], name
+    if name == "ungated":
+      assert steps == n
+    else:
+      assert sum(got["admitted"]) == steps
+      assert steps + got["dropped"] == n
+      assert not any(got["admitted"][3:])  # The limit is 2.

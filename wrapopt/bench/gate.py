@@ -11,6 +11,9 @@ Admitted and dropped steps alternate. The benchmark checks that admitted steps
 change the variables correctly and dropped steps do not change them. The cost of
 a dropped step must not depend on the size of the variables, and only a little
 on their number.
+
+With --cluster, it measures the gate of Keras in a cluster instead:
+wrapopt/bench/gate_cluster.py.
 """
 
 import contextlib
@@ -22,6 +25,7 @@ import tensorflow as tf
 
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
+from wrapopt.bench import gate_cluster
 from wrapopt.bench import harness
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 
@@ -30,11 +34,18 @@ _UNGATED = "ungated, one op"
 _STOCK = "ungated, stock"
 _COND = "tf.cond around stock, admitted"
 
-add_arguments = harness.add_arguments
+
+def add_arguments(parser):
+  harness.add_arguments(parser)
+  parser.add_argument(
+      "--cluster", action="store_true",
+      help="instead, steps of Keras that a coordinator schedules")
 
 
 def run(options):
   """Runs the benchmark and returns its results, one per contender."""
+  if options.cluster:
+    return gate_cluster.run(options)
   return [result for name in options.sets
           for result in measure(name, harness.VARIABLE_SETS[name],
                                 harness.rounds(options))]
