@@ -150,9 +150,16 @@ def plot(runs, limit, path):
   bars = axes[2].bar(range(len(names)), lost, color="tab:orange")
   axes[2].bar_label(bars)
   axes[2].set_xticks(range(len(names)), names)
-  axes[2].set_title("steps that were taken and not counted")
+  axes[2].set_title("steps not counted")
   figure.savefig(path, dpi=120)
   plt.close(figure)
+
+
+def _more_than_0(text):
+  value = float(text)
+  if not value > 0:
+    raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
+  return value
 
 
 def main(argv=None):
@@ -162,14 +169,12 @@ def main(argv=None):
   parser.add_argument("--limit", type=digits.count, default=8,
                       help="the largest staleness to admit; default "
                       "%(default)s")
-  parser.add_argument("--rest", type=float, default=0.5, metavar="SECONDS",
+  parser.add_argument("--rest", type=_more_than_0, default=0.2, metavar="SECONDS",
                       help="how long the slow worker is stopped at a time; "
                       "default %(default)s")
   _command.add_out(parser, "coordinator_digits")
   _command.add_seed(parser)
   options = parser.parse_args(argv)
-  if options.rest <= 0:
-    raise argparse.ArgumentTypeError("--rest must be more than 0")
   _command.prepare(options.out, "keras", "matplotlib", "sklearn")
 
   start = time.perf_counter()
