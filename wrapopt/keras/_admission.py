@@ -136,6 +136,8 @@ class Steps:
     _refuse(opt, self._cls.__qualname__)
     if shared:
       _replicas.check_single_replica(self._wrapper)
+    else:
+      _replicas.check_alone(type(gate).__name__, iterations)
     lock = None if is_one_op else self._lock
     with _replicas.alone(shared):
       # Not before the gradients are ready, so that few steps are in flight at a

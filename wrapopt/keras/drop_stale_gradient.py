@@ -105,7 +105,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
         optimizer must not be in a gate.
     """
     super().__init__(optimizer, name, sum_duplicates)
-    self._limit = _staleness.checked_limit(staleness)
+    self._limit = _staleness.checked_limit(_rules.value(staleness))
     if policy not in ("drop", "scale") and not callable(policy):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
@@ -167,19 +167,26 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     Raises:
       As `apply`.
     """
-    self._held.records.given = recorded
+    records = self._held.records
+    records.given = _checked_record(recorded)
+    if recorded is records.last:
+      records.last = None
     try:
       self.apply(grads, trainable_variables)
     finally:
-      self._held.records.given = None
+      records.given = None
 
   def _admit(self, iterations, grads, token):
     verdict = ops.staleness_gate(
         iterations, _rules.value(self._stale_counter),
         _rules.value(self._histogram), self._recorded(iterations, grads),
         self._limit, token=token)
-    with tf.device(None), tf.device(grads[0].device):
-      factor = _staleness.factor(self._policy, verdict.staleness)
+    try:
+      with tf.device(None), tf.device(grads[0].device):
+        factor = _staleness.factor(self._policy, verdict.staleness)
+    except BaseException:
+      del verdict  # The traceback would keep its ticket alive.
+      raise
     return _admission.Admitted(
         verdict.accept, verdict.number, verdict.ticket,
         None if factor is None else
@@ -206,7 +213,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       raise ValueError(
           "The step must be recorded before gradients are computed, got "
           "gradients without a record. Compute them in `with "
-          "optimizer.record_step():`. A record serves one apply().")
+          "optimizer.record_step():`; for fit(), in a train_step() of the "
+          "model. A record serves one apply().")
     # The oldest of several records counts.
     with ops.device_of(iterations):
       return tf.reduce_min(tf.stack(found)) if found[1:] else found[0]
@@ -240,7 +248,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   def get_config(self) -> dict[str, Any]:
     policy = self._policy
-    return {**super().get_config(), "staleness": self._limit,
+    return {**super().get_config(), "staleness": int(self._limit),
             "policy": policy if isinstance(policy, str) else
             keras.saving.serialize_keras_object(policy)}
 
@@ -250,6 +258,19 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       config = {**config, "policy": keras.saving.deserialize_keras_object(
           config["policy"], custom_objects=custom_objects)}
     return super().from_config(config, custom_objects)
+
+
+def _checked_record(recorded):
+  """The argument `recorded`; raises an error if it is no record."""
+  try:
+    x = recorded if tf.is_tensor(recorded) else np.asarray(recorded)
+    if tf.as_dtype(x.dtype).is_integer and (
+        x.shape.rank in (0, None) if tf.is_tensor(x) else x.ndim == 0):
+      return recorded
+  except TypeError:
+    pass
+  raise TypeError("`recorded` must be the record that record_step() yielded, "
+                  f"an int64 scalar, got {recorded!r}.")
 
 
 class _Records(threading.local):
