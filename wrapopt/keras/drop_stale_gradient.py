@@ -121,7 +121,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def _make_state(self, variables):
     del variables
     with self._distribution_strategy.extended.colocate_vars_with(
-        _rules.value(self.iterations)):
+        _rules.value(self._iterations)):
       self._stale_counter = self._make_count(
           "stale_counter", 0.0, dtype="float32")
       self._histogram = self._make_count(
@@ -140,7 +140,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     Yields:
       The record, an int64 scalar, for `apply_recorded`.
     """
-    recorded, _ = ops.staleness_record(_rules.value(self.iterations))
+    recorded, _ = ops.staleness_record(_rules.value(self._iterations))
     records = self._held.records
     if tf.executing_eagerly():
       records.last = recorded
@@ -244,7 +244,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     self._require_built("write_summaries")
     histogram = _rules.value(self._histogram)
     _staleness.write(_staleness.summaries(histogram, {"staleness": histogram}),
-                     _rules.value(self.iterations))
+                     _rules.value(self._iterations))
 
   def get_config(self) -> dict[str, Any]:
     policy = self._policy
