@@ -245,6 +245,64 @@ def test_all_optimizers_with_a_rule_are_tested():
   assert _rules._RULES.keys() <= tested
 
 
+SCHEDULES = {
+    "operators": lambda step: 0.5 ** tf.cast(
+        abs(-step) + step // 2 + step % 2 - (+step), tf.float64),
+    "comparisons": lambda step: tf.where(step < 2, 0.5, 0.25),
+    "Keras": lambda step: 0.5 / keras.ops.cast(
+        keras.ops.maximum(step, 1) + keras.ops.floor_divide(step, 2),
+        "float32"),
+    "Python": lambda step: 0.5 / (1 + float(step) + int(step)),
+    "NumPy": lambda step: float(0.5 / (1 + np.asarray(step))),
+    "attributes": lambda step: 0.5 * (1 + len(step.shape) + step.ndim + len(
+        tf.as_dtype(step.dtype).name)) if step.name and step.path else 0,
+}
+
+
+@MODE
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_compute_with_the_number(schedule, mode):
+  if mode == "function" and schedule in ("Python", "NumPy"):
+    return  # Without a gate, they cannot either.
+
+  class Schedule(K.schedules.LearningRateSchedule):
+
+    def __call__(self, step):
+      return SCHEDULES[schedule](step)
+
+  finals = []
+  for gate in lambda x: wk.DropStaleGradient(x, 0), lambda x: x:
+    w = keras.Variable([1.0], dtype="float64")
+    step = stepping(gate(K.SGD(Schedule())), [w], mode)
+    for _ in range(4):
+      step(tf.ones(1, tf.float64))
+    finals.append(w.numpy()[0])
+  assert finals[0] == pytest.approx(finals[1], rel=1e-6)
+  assert abs(finals[0] - 1) > 0.1
+
+
+@MODE
+@pytest.mark.parametrize("wrap", [
+    lambda opt: wk.DropStaleGradient(opt, 0), wk.MovingAverage])
+def test_variables_that_their_gradients_replace(wrap, mode):
+  """As those of layers in float8, also alone."""
+  w, scale = keras.Variable([1.0]), keras.Variable([5.0])
+  scale.overwrite_with_gradient = True
+  opt = wrap(K.SGD(0.5))
+  opt.build([w, scale])
+
+  def step(*grads):
+    for gate in gates_in(opt):
+      with gate.record_step():
+        pass
+    opt.apply(list(grads), [w, scale])
+
+  step = step if mode == "eager" else tf.function(step)
+  step(tf.ones(1), tf.constant([6.0]))
+  step(None, tf.constant([7.0]))
+  assert (w.numpy(), scale.numpy(), int(opt.iterations)) == (0.5, 7, 2)
+
+
 # 2. A dropped gradient changes nothing.
 
 WRAPPED = {

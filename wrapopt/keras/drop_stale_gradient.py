@@ -54,6 +54,14 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
           gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
 
+  `fit` records no step, and raises an error. To use it, write such a
+  `train_step` for the model. The gate runs on the host: XLA can compile the
+  gradients, but not the step, so call `compile(..., jit_compile=False)`.
+
+  Threads that train a model share the optimizer, and call its `build` first. A
+  step of SGD, Adam, AdamW, Adagrad, RMSprop or Lion that is one op locks only
+  the variables that it changes; other steps wait for each other.
+
   Example, a gradient whose weights miss one update:
 
   >>> w = keras.Variable([1.0])
@@ -102,7 +110,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       TypeError: If `optimizer` is not a Keras optimizer, or `staleness` is not
         an integer.
       ValueError: If `policy` is neither of the two names nor a function, or the
-        optimizer must not be in a gate.
+        optimizer must not be in a gate. A step raises it if a function returns
+        no scalar.
     """
     super().__init__(optimizer, name, sum_duplicates)
     self._limit = _staleness.checked_limit(_rules.value(staleness))
@@ -160,12 +169,14 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     thread, which then serves once.
 
     Args:
-      recorded: The record, which `record_step` yielded.
+      recorded: The record, which `record_step` yielded. It may serve several
+        times.
       grads: As in `apply`.
       trainable_variables: As there.
 
     Raises:
-      As `apply`.
+      TypeError: If `recorded` is not an integer scalar.
+      Others as `apply`.
     """
     records = self._held.records
     records.given = _checked_record(recorded)
