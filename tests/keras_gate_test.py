@@ -560,10 +560,9 @@ def test_the_oldest_of_several_records_counts():
     with opt.record_step():
       b = w.value * 1
     opt.apply([a + b], [w])  # `a` misses the first step.
-    opt.apply([b], [w])
 
   step()
-  assert counts(opt) == (2, 1, 2)
+  assert counts(opt) == (1, 1, 1)
   assert opt.staleness_stats().dropped_histogram[1] == 1
 
 
@@ -695,6 +694,11 @@ class PowersOfTwo(K.schedules.LearningRateSchedule):
     return 2.0 ** -tf.cast(step, tf.float64)
 
 
+def slowly(weights):
+  time.sleep(0.001)  # Others would change the weights meanwhile.
+  return weights
+
+
 def race(step, tries, n=4):
   barrier = threading.Barrier(n)
 
@@ -708,12 +712,14 @@ def race(step, tries, n=4):
 
 @MODE
 @pytest.mark.parametrize("limit", [1, MANY])
-@pytest.mark.parametrize("inner", ["SGD", "Adam", "Nadam"])
+@pytest.mark.parametrize("inner", ["SGD", "constrained", "Adam", "Nadam"])
 def test_threads(inner, limit, mode):
   make = {"SGD": lambda: K.SGD(PowersOfTwo()),
+          "constrained": lambda: K.SGD(PowersOfTwo()),
           "Adam": lambda: K.Adam(0.5, beta_1=0.5),
           "Nadam": lambda: K.Nadam(0.5, beta_1=0.5)}[inner]
   w, opt, step = one(make(), limit, mode)
+  w.constraint = slowly if inner == "constrained" else None
   race(step, 12)
   admitted, dropped, iterations = counts(opt)
   assert iterations == admitted > 0 and admitted + dropped == 48
@@ -722,7 +728,7 @@ def test_threads(inner, limit, mode):
     assert dropped == 0
   assert opt.staleness_stats().admitted_histogram[limit + 1:].sum() == 0
   inside = opt._inner()
-  if inner == "SGD":
+  if inner in ("SGD", "constrained"):
     # With 53 bits, the sum is exact in any order.
     assert 1 - w.numpy()[0] == 2 - 2.0 ** (1 - admitted)
     return
@@ -736,6 +742,54 @@ def test_threads(inner, limit, mode):
     np.testing.assert_allclose(
         float(inside._u_product), np.prod(0.5 * (1 - 0.5 * 0.96**n)),
         rtol=1e-5)
+
+
+def graphs_in(graph):
+  """A graph and those of the branches in it."""
+  yield graph
+  for op in graph.get_operations():
+    if op.type in ("If", "StatelessIf"):
+      for branch in "then_branch", "else_branch":
+        yield from graphs_in(
+            graph._get_function(op.get_attr(branch).name).graph)
+
+
+def before(op):
+  """All operations that run before one."""
+  found, pending = set(), [op]
+  while pending:
+    op = pending.pop()
+    for x in [*(t.op for t in op.inputs), *op.control_inputs]:
+      if x not in found:
+        found.add(x)
+        pending.append(x)
+  return found
+
+
+@pytest.mark.parametrize("inner", ["SGD", "SGD momentum", "Nadam", "Lamb"])
+def test_the_order_of_a_step(inner):
+  """Another step must not come between: the lock, all changes, the count."""
+  opt, made = wk.DropStaleGradient(INNER[inner](), 0), variables_of_all_shapes()
+  if "SGD" in inner:
+    made[0].constraint = None
+  step = stepping(opt, made, "function")
+  function = step.get_concrete_function(*[
+      g for g in gradients(0, sparse="SGD" not in inner)])
+  [branch] = [g for g in graphs_in(function.graph) if any(
+      op.type == "Wrapopt>StalenessComplete" for op in g.get_operations())]
+  ops = {}
+  for op in branch.get_operations():
+    ops.setdefault(op.type, []).append(op)
+  [complete] = ops["Wrapopt>StalenessComplete"]
+  changes = [op for kind, found in ops.items() for op in found
+             if "Assign" in kind or kind.startswith("Wrapopt>Apply")]
+  assert changes and before(complete) >= set(changes)
+  assert ("MutexLock" in ops) == ("SGD" not in inner)
+  if "MutexLock" in ops:
+    [lock], [release] = ops["MutexLock"], ops["ConsumeMutexLock"]
+    assert before(release) >= set(changes)
+    for op in [*changes, *ops["ReadVariableOp"]]:
+      assert lock in before(op), op.name
 
 
 @pytest.mark.parametrize("wrapped", ["around", "inside"])

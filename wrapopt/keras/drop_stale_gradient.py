@@ -296,10 +296,3 @@ class _Records(threading.local):
   def __init__(self):
     self.last = self.given = None
     self.of_graph = weakref.WeakKeyDictionary()
-
-  def __deepcopy__(self, memo):
-    del memo
-    return _Records()
-
-  def __reduce__(self):
-    return _Records, ()
