@@ -70,7 +70,14 @@ def factor(policy, staleness):
     return None
   if policy == "scale":
     return 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
-  return policy(staleness)
+  found = policy(staleness)
+  try:
+    by = ops.float64(found)
+    by.shape.assert_has_rank(0)
+  except (TypeError, ValueError, tf.errors.OpError):
+    raise ValueError("`policy` must return a number or a scalar tensor, got "
+                     f"{found!r}.") from None
+  return by
 
 
 def multiplied(gradient, factor):

@@ -1,6 +1,7 @@
 """Variables and steps of `tf.distribute` strategies."""
 
 import contextlib
+import threading
 import uuid
 
 import tensorflow as tf
@@ -72,6 +73,7 @@ class StepLock:
 
   def __init__(self):
     self._mutex = None
+    self._making = threading.Lock()
 
   def __deepcopy__(self, memo):
     del memo
@@ -90,10 +92,12 @@ class StepLock:
       A tensor, for `release`. The lock also ends with it, if the worker dies.
     """
     with ops.device_of(near):
-      if self._mutex is None:
-        with tf.init_scope():
-          self._mutex = tf.raw_ops.MutexV2(
-              container="", shared_name=f"wrapopt steps {uuid.uuid4()}")
+      # Threads that take the first steps must not make two.
+      with self._making:
+        if self._mutex is None:
+          with tf.init_scope():
+            self._mutex = tf.raw_ops.MutexV2(
+                container="", shared_name=f"wrapopt steps {uuid.uuid4()}")
       return tf.raw_ops.MutexLock(mutex=self._mutex)
 
   def release(self, locked, near):
@@ -110,6 +114,24 @@ def check_single_replica(subject):
         f"{subject} in a ParameterServerStrategy must have workers with at "
         f"most one GPU, got {replicas} replicas in each worker. Start a worker "
         "for each GPU.")
+
+
+def check_alone(subject, variable):
+  """Raises an error for a step that several replicas take together.
+
+  Args:
+    subject: The class of the wrapper that asks for the admission of steps.
+    variable: The variable that counts them.
+  """
+  found = len(values(variable))
+  if share_steps():
+    found = max(found, tf.distribute.get_strategy().num_replicas_in_sync)
+  if found > 1:
+    raise NotImplementedError(
+        f"{subject} must be in a ParameterServerStrategy or in threads, whose "
+        "steps do not wait for each other, got a strategy with "
+        f"{found} replicas that take each step together: no gradient of "
+        "theirs is stale. Use the optimizer inside.")
 
 
 def values(variable):

@@ -13,6 +13,7 @@ import operator
 import threading
 import typing
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _records
@@ -38,7 +39,13 @@ class Admitted(typing.NamedTuple):
 
 
 class Number:
-  """The number of a step, in the place of `iterations` while it is taken."""
+  """The number of a step, in the place of `iterations` while it is taken.
+
+  Schedules compute with it as with a variable of Keras.
+  """
+
+  name = path = "iteration"
+  ndim = 0
 
   def __init__(self, number, dtype):
     with tf.device(None), tf.device(number.device):
@@ -58,6 +65,15 @@ class Number:
   def __int__(self):
     return int(self.value)
 
+  def __pos__(self):
+    return self.value
+
+  def __float__(self):
+    return float(self.value)
+
+  def __array__(self, dtype=None):
+    return np.asarray(self.value.numpy(), dtype)
+
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq",
               "ne", "lt", "le", "gt", "ge"):
@@ -66,6 +82,9 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "eq",
           lambda self, x, f=_function: f(self.value, x))
   setattr(Number, f"__r{_name}__",
           lambda self, x, f=_function: f(x, self.value))
+for _name in ("neg", "abs"):
+  setattr(Number, f"__{_name}__",
+          lambda self, f=getattr(operator, _name): f(self.value))
 
 
 class _Asked:
@@ -137,6 +156,8 @@ class Steps:
     _refuse(opt, self._cls.__qualname__)
     if shared:
       _replicas.check_single_replica(self._wrapper)
+    else:
+      _replicas.check_alone(type(gate).__name__, iterations)
     lock = None if is_one_op else self._lock
     with _replicas.alone(shared):
       # Not before the gradients are ready, so that few steps are in flight at a

@@ -85,7 +85,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       return
     super().build(variables)
     with tf.init_scope(), backend.name_scope(
-        self.name, caller=self), _replicas.colocated(_value(self.iterations)):
+        self.name, caller=self), _replicas.colocated(_value(self._iterations)):
       self._state.place = self.add_variable(
           shape=(), dtype="int64", name="place", initializer="zeros")
 

@@ -188,7 +188,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self.refuse_swapped_in("load")
     self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
-    has_averages = False
+    # A gate has counts alone.
+    has_averages = not self._rows and any(
+        name in store.keys() for name in self._counts)
     unread = set(names)
     for name, row in self._rows.items():
       in_file = self._in_files.get(name, name)

@@ -106,9 +106,10 @@ def _followed_innermost(opt, followers):
     def checked(grads):
       before = reached
       apply(grads)
-      check(self, before, variables)
+      check(self, before, trained)
 
     grads = list(grads)
+    trained = [v for g, v in zip(grads, variables) if g is not None]
     if all(g is None for g in grads) or not steps.ask_first(self, gate):
       checked(grads)
       return

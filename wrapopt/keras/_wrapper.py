@@ -1,7 +1,9 @@
 """The base classes of the wrappers of Keras optimizers."""
 
 from collections.abc import Sequence
+import contextlib
 import copy
+import threading
 from typing import Any, Optional
 
 import keras
@@ -107,7 +109,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if self.built:
       return
     inner = self._inner()
-    if _replicas.is_shared(_value(inner.iterations)):
+    if _replicas.is_shared(_value(inner._iterations)):
       self._refuse_holders()
     # It may train all of its variables later, when layers are not frozen.
     variables = list(inner._trainable_variables if inner.built else variables)
@@ -201,7 +203,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     Returns:
       A `keras.Variable`.
     """
-    with _replicas.colocated(_value(self.iterations)):
+    with _replicas.colocated(_value(self._iterations)):
       count = self.add_variable(
           shape=np.shape(value), dtype=dtype, name=name,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
@@ -297,12 +299,30 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     grads = list(grads)
     if grads:
-      with tf.control_dependencies(self._prepare(trainable_variables)):
+      with self._prepared(trainable_variables):
         self._held.followed.apply(grads, trainable_variables)
 
-  def _prepare(self, trainable_variables):
-    """Prepares for a step; returns the operations that it must wait for."""
+  @contextlib.contextmanager
+  def _prepared(self, trainable_variables):
+    """The context of a step."""
     wrappers = self._wrappers()
+    # Threads may share a gate. A step that finds that averages have not begun
+    # sets them to the weights, which must not be those after another's step.
+    preparing = taking = contextlib.nullcontext()
+    if any(w.is_gate for w in wrappers):
+      preparing = _first_steps
+      if tf.executing_eagerly() and any(
+          not w.built or w._held.marks and not w._held.is_marked
+          for w in wrappers):
+        taking = _first_steps
+    with taking:
+      with preparing:
+        first = self._prepare(trainable_variables, wrappers)
+      with tf.control_dependencies(first):
+        yield
+
+  def _prepare(self, trainable_variables, wrappers):
+    """Prepares for a step; returns the operations that it must wait for."""
     _refuse_swapped_in(wrappers, "apply")
     if not self.built:
       if trainable_variables is None:
@@ -316,7 +336,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     for wrapper in wrappers:
       wrapper._begin()
     # In a step that asks for admission, only that has to wait.
-    return [] if _replicas.is_shared(_value(self._inner().iterations)) else (
+    return [] if _replicas.is_shared(_value(self._iterations)) else (
         _check_in_place(wrappers))
 
   def _checks(self):
@@ -335,8 +355,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       The variable that counts the steps.
     """
     grads_and_vars = list(grads_and_vars)
-    first = self._prepare([v for _, v in grads_and_vars])
-    with tf.control_dependencies(first):
+    with self._prepared([v for _, v in grads_and_vars]):
       self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
@@ -489,6 +508,10 @@ def _check_in_place(wrappers):
 def _refuse_swapped_in(wrappers, what):
   for wrapper in wrappers:
     wrapper._state.refuse_swapped_in(what)
+
+
+# Held while a step is prepared, and during some first steps.
+_first_steps = threading.RLock()
 
 
 def _no_rate():

@@ -54,6 +54,14 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
           gradients = tape.gradient(loss, model.trainable_variables)
         optimizer.apply(gradients, model.trainable_variables)
 
+  `fit` records no step, and raises an error. To use it, write such a
+  `train_step` for the model. The gate runs on the host: XLA can compile the
+  gradients, but not the step, so call `compile(..., jit_compile=False)`.
+
+  Threads that train a model share the optimizer, and call its `build` first. A
+  step of SGD, Adam, AdamW, Adagrad, RMSprop or Lion that is one op locks only
+  the variables that it changes; other steps wait for each other.
+
   Example, a gradient whose weights miss one update:
 
   >>> w = keras.Variable([1.0])
@@ -102,10 +110,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       TypeError: If `optimizer` is not a Keras optimizer, or `staleness` is not
         an integer.
       ValueError: If `policy` is neither of the two names nor a function, or the
-        optimizer must not be in a gate.
+        optimizer must not be in a gate. A step raises it if a function returns
+        no scalar.
     """
     super().__init__(optimizer, name, sum_duplicates)
-    self._limit = _staleness.checked_limit(staleness)
+    self._limit = _staleness.checked_limit(_rules.value(staleness))
     if policy not in ("drop", "scale") and not callable(policy):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
                        f"staleness, got {policy!r}.")
@@ -139,7 +148,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     Yields:
       The record, an int64 scalar, for `apply_recorded`.
     """
-    recorded, _ = ops.staleness_record(_rules.value(self.iterations))
+    recorded, _ = ops.staleness_record(_rules.value(self._iterations))
     records = self._held.records
     if tf.executing_eagerly():
       records.last = recorded
@@ -159,26 +168,35 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     thread, which then serves once.
 
     Args:
-      recorded: The record, which `record_step` yielded.
+      recorded: The record, which `record_step` yielded. It may serve several
+        times.
       grads: As in `apply`.
       trainable_variables: As there.
 
     Raises:
-      As `apply`.
+      TypeError: If `recorded` is not an integer scalar.
+      Others as `apply`.
     """
-    self._held.records.given = recorded
+    records = self._held.records
+    records.given = _checked_record(recorded)
+    if recorded is records.last:
+      records.last = None
     try:
       self.apply(grads, trainable_variables)
     finally:
-      self._held.records.given = None
+      records.given = None
 
   def _admit(self, iterations, grads, token):
     verdict = ops.staleness_gate(
         iterations, _rules.value(self._stale_counter),
         _rules.value(self._histogram), self._recorded(iterations, grads),
         self._limit, token=token)
-    with tf.device(None), tf.device(grads[0].device):
-      factor = _staleness.factor(self._policy, verdict.staleness)
+    try:
+      with tf.device(None), tf.device(grads[0].device):
+        factor = _staleness.factor(self._policy, verdict.staleness)
+    except BaseException:
+      del verdict  # The traceback would keep its ticket alive.
+      raise
     return _admission.Admitted(
         verdict.accept, verdict.number, verdict.ticket,
         None if factor is None else
@@ -205,7 +223,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       raise ValueError(
           "The step must be recorded before gradients are computed, got "
           "gradients without a record. Compute them in `with "
-          "optimizer.record_step():`. A record serves one apply().")
+          "optimizer.record_step():`; for fit(), in a train_step() of the "
+          "model. A record serves one apply().")
     # The oldest of several records counts.
     with ops.device_of(iterations):
       return tf.reduce_min(tf.stack(found)) if found[1:] else found[0]
@@ -235,11 +254,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     self._require_built("write_summaries")
     histogram = _rules.value(self._histogram)
     _staleness.write(_staleness.summaries(histogram, {"staleness": histogram}),
-                     _rules.value(self.iterations))
+                     _rules.value(self._iterations))
 
   def get_config(self) -> dict[str, Any]:
     policy = self._policy
-    return {**super().get_config(), "staleness": self._limit,
+    return {**super().get_config(), "staleness": int(self._limit),
             "policy": policy if isinstance(policy, str) else
             keras.saving.serialize_keras_object(policy)}
 
@@ -249,6 +268,19 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       config = {**config, "policy": keras.saving.deserialize_keras_object(
           config["policy"], custom_objects=custom_objects)}
     return super().from_config(config, custom_objects)
+
+
+def _checked_record(recorded):
+  """The argument `recorded`; raises an error if it is no record."""
+  try:
+    x = recorded if tf.is_tensor(recorded) else np.asarray(recorded)
+    if tf.as_dtype(x.dtype).is_integer and (
+        x.shape.rank in (0, None) if tf.is_tensor(x) else x.ndim == 0):
+      return recorded
+  except TypeError:
+    pass
+  raise TypeError("`recorded` must be the record that record_step() yielded, "
+                  f"an int64 scalar, got {recorded!r}.")
 
 
 class _Records(threading.local):
@@ -263,10 +295,3 @@ class _Records(threading.local):
   def __init__(self):
     self.last = self.given = None
     self.of_graph = weakref.WeakKeyDictionary()
-
-  def __deepcopy__(self, memo):
-    del memo
-    return _Records()
-
-  def __reduce__(self):
-    return _Records, ()
