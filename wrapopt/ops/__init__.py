@@ -48,6 +48,7 @@ from wrapopt.ops._averaging_rounds import averaging_next
 from wrapopt.ops._averaging_rounds import averaging_push
 from wrapopt.ops._averaging_rounds import averaging_rounds
 from wrapopt.ops._averaging_rounds import averaging_wait
+from wrapopt.ops._compensation import Compensation
 from wrapopt.ops._ema_update import ema_update
 from wrapopt.ops._exchange import exchange
 from wrapopt.ops._lazy_averages import catch_up
@@ -60,6 +61,7 @@ from wrapopt.ops._staleness_gate import staleness_gate
 from wrapopt.ops._staleness_gate import staleness_record
 
 # For the other modules of wrapopt.
+from wrapopt.ops._compensation import state_dtype as state_dtype
 from wrapopt.ops._emit import device_of as device_of
 from wrapopt.ops._emit import host_device as host_device
 from wrapopt.ops._emit import host_of as host_of
@@ -68,6 +70,7 @@ from wrapopt.ops._scalars import float64 as float64
 from wrapopt.ops._variables import is_ref as is_ref_variable
 
 __all__ = [
+    "Compensation",
     "StalenessVerdict",
     "apply",
     "assign_packed",

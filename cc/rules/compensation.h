@@ -1,0 +1,84 @@
+// How a step compensates for the age of a gradient: the weights have moved from
+// those that the gradient was computed from.
+//
+//   d   delay     the weights now, less those of the gradient
+//   g   stale     the gradient                                   input
+//   g'  grad      the gradient that the step takes               state: d before
+//
+// Where d is 0, g' is g to the bit, even if g is infinite.
+//
+// Delay compensation (Zheng et al., "Asynchronous stochastic gradient descent
+// with delay compensation", ICML 2017, arXiv 1609.08326):
+//
+//   g' = g + lambda g^2 d                                constant
+//   m' = m + rate (g^2 - m)                              adaptive
+//   g' = g + lambda / sqrt(m' + epsilon) g^2 d
+//
+//   m     mean_square  the running mean of g^2           state
+//   rate  1 - decay                                      scalar
+//
+// Gap-aware (Barkai, Hakimi and Schuster, "Gap-aware mitigation of gradient
+// staleness", ICLR 2020, arXiv 1909.10802):
+//
+//   g' = g / (1 + |d| / c)                               before the step
+//   c' = c + rate (|w' - w| - c)                         after it, from w to w'
+//
+//   c     step_size    the running mean of |w' - w|      state
+//
+// If c is 0, there was no step: g' is g, and c' is |w' - w|. So the first mean
+// is that of one step, not of it and zeros.
+#ifndef WRAPOPT_CC_RULES_COMPENSATION_H_
+#define WRAPOPT_CC_RULES_COMPENSATION_H_
+
+#include "cc/rules/maths.h"
+#include "cc/rules/rule.h"
+
+namespace wrapopt {
+
+struct ConstantDelayCompensation {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& grad, const V& stale, const V& lambda) {
+    // In this order, g^2 does not overflow where lambda is 1 / |g|.
+    const V moved = stale + lambda * stale * grad * stale;
+    grad = Select(Eq(grad, ScalarLike(grad, 0)), stale, moved);
+  }
+};
+
+struct DelayCompensation {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& mean_square, V& grad, const V& stale,
+                                const V& lambda, const V& rate,
+                                const V& epsilon) {
+    mean_square = mean_square + rate * (Square(stale) - mean_square);
+    ConstantDelayCompensation::Step(grad, stale,
+                                    lambda / Sqrt(mean_square + epsilon));
+  }
+};
+
+struct GapAware {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& step_size, V& grad, const V& stale) {
+    const V zero = ScalarLike(stale, 0);
+    const V distance = Max(grad, zero - grad);
+    const V gap = ScalarLike(stale, 1) + distance / step_size;
+    grad = Select(Eq(step_size, zero), stale, stale / gap);
+  }
+};
+
+// After the step that GapAware was before. `before` are the weights before it,
+// `value` those after it.
+struct StepSize {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& step_size, V& before, const V& value,
+                                const V& rate) {
+    const V zero = ScalarLike(rate, 0);
+    const V moved = value - before;
+    const V distance = Max(moved, zero - moved);
+    step_size = Select(Eq(step_size, zero), distance,
+                       step_size + rate * (distance - step_size));
+  }
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_RULES_COMPENSATION_H_
