@@ -282,8 +282,8 @@ class ApplyOp : public OpKernel {
       if (variables->resource(var) == nullptr && origins[i].NumElements() > 0 &&
           origins[i].SharesBufferWith(*variables->tensor(var))) {
         return absl::InvalidArgumentError(absl::StrCat(
-            "origins[", i, "] must be a copy of the weights, got the buffer of ",
-            variables->Describe(var),
+            "origins[", i, "] must be a copy of the weights, got the buffer ",
+            "of ", variables->Describe(var),
             ", which every step changes. Pass a copy that was made before the "
             "gradient was computed"));
       }

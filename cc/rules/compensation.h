@@ -1,9 +1,9 @@
 // How a step compensates for the age of a gradient: the weights have moved from
 // those that the gradient was computed from.
 //
-//   d   delay     the weights now, less those of the gradient
-//   g   stale     the gradient                                   input
-//   g'  grad      the gradient that the step takes               state: d before
+//   d   delay    the weights now, less those of the gradient
+//   g   stale    the gradient                                  input
+//   g'  grad     the gradient that the step takes              state, d before
 //
 // Where d is 0, g' is g to the bit, even if g is infinite.
 //
