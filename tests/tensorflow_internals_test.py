@@ -46,6 +46,7 @@ IMPORTS = {
     "tensorflow.python.eager.context": ["anonymous_name"],
     "tensorflow.python.eager.polymorphic_function.polymorphic_function": [
         "UnliftedInitializerVariable"],
+    "tensorflow.python.eager.tape": ["VariableWatcher"],
     "tensorflow.python.framework.auto_control_deps": [
         "register_acd_resource_resolver"],
     "tensorflow.python.framework.func_graph": ["FuncGraph"],
@@ -144,8 +145,9 @@ ATTRIBUTES = {
             "_create_h5_group", "_h5_entry_group", "_h5_entry_initialized",
             "_h5_entry_path"],
     lambda: tf.constant(1.0): ["_datatype_enum"],
-    tf.Graph: ["_attr_scope_map"],
-    graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
+    lambda: tf.float32: ["_is_ref_dtype"],
+    tf.Graph: ["_attr_scope_map", "_get_control_flow_context"],
+    graph_operation: ["_clear_attr", "_get_control_flow_context", "_id", "_is_stateful", "_set_attr",
                       "_set_device"],
     ref_variable: ["_get_save_slice_info", "_initial_value",
                    "_initializer_op", "_ref", "_snapshot"],
@@ -191,7 +193,8 @@ OVERRIDES = {
 }
 
 # Attributes of what is not TensorFlow's.
-_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles"}
+_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_replace", "_wrapopt_handles",
+           "_wrapopt_weights"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)
