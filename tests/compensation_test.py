@@ -192,8 +192,8 @@ def test_bits_are_those_of_the_rules_one_after_the_other(policy, pair):
 
   compute = np.float64 if dtype == np.float64 else np.float32
   [var], [accum] = case.states["var"], case.states["accum"]
-  before = compute(var)
-  grad = before - compute(case.origins[0])
+  before = np.array(var, compute)
+  grad = before - case.origins[0].astype(compute)
   of_policy = [row[0] for row in case.memory.values()]
   names = _native.rules()[policy].scalars
   _native.step(policy, [*of_policy, grad], [case.grads[0]],
@@ -218,7 +218,6 @@ def test_without_a_delay_nothing_changes(mode, policy, rule, dtype):
   case.make(mode)
   mode.run(case.build)
   got, _ = case.got(mode)
-  # The same on this machine: HLO and the CPU's kernel round in other places.
   plain = Case(policy, rule, dtype, (special.shape,))
   plain.grads = [special]
   if mode.name == "jit":
@@ -234,7 +233,13 @@ def test_without_a_delay_nothing_changes(mode, policy, rule, dtype):
     mode.run(lambda: wrapopt.ops.apply(rule, states, plain.grads,
                                        RULES[rule][1]))
   for name, row in plain.got(mode)[0].items():
-    numerics.assert_same_numbers(got[name][0], row[0], name)
+    if mode.name == "jit":
+      # Programs differ in the products and sums that XLA makes one operation.
+      np.testing.assert_allclose(
+          np.float64(got[name][0]), np.float64(row[0]),
+          rtol=float(ml_dtypes.finfo(dtype).eps) * 2)
+    else:
+      numerics.assert_same_numbers(got[name][0], row[0], name)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -374,7 +379,7 @@ def raw(**changes):
       memory=[memory.handle], scalars=tf.constant([0.1], tf.float64),
       policy_scalars=tf.constant([1, 0.5, 0.1], tf.float64), shadows=[],
       decays=tf.constant([], tf.float64), accept=True, rule="GradientDescent",
-      policy="DelayCompensation", T=tf.float32, P=tf.float32)
+      policy="DelayCompensation", P=tf.float32)
   raw_ops.wrapopt_apply_compensated(**{**arguments, **changes})
   return w.numpy()
 

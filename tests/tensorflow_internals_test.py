@@ -46,7 +46,7 @@ IMPORTS = {
     "tensorflow.python.eager.context": ["anonymous_name"],
     "tensorflow.python.eager.polymorphic_function.polymorphic_function": [
         "UnliftedInitializerVariable"],
-    "tensorflow.python.eager.tape": ["VariableWatcher"],
+    "tensorflow.python.eager.record": ["VariableWatcher"],
     "tensorflow.python.framework.auto_control_deps": [
         "register_acd_resource_resolver"],
     "tensorflow.python.framework.func_graph": ["FuncGraph"],

@@ -262,8 +262,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   # Recording the step
 
   @contextlib.contextmanager
-  def record_step(self,
-                  global_step: Optional[Variable] = None) -> Iterator[Tensor]:
+  def record_step(self, global_step: Optional[Variable] = None, *,
+                  variables: Sequence[Variable] = ()) -> Iterator[Tensor]:
     """Records the step; ops of the `with` block read weights after that.
 
     `compute_gradients` and `minimize` do this for a `loss` that is a function.
@@ -275,6 +275,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Args:
       global_step: The step variable; by default the constructor's or the
         graph's.
+      variables: In eager mode, for a policy that compensates: variables whose
+        gradients a `tf.function` computes in the block. The record keeps their
+        values. It knows the variables of earlier steps, and those that the
+        block itself reads.
 
     Yields:
       The record, an int64 scalar: the argument `recorded` of `apply_gradients`.
@@ -288,6 +292,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
+    if self._compensates():
+      self._known.add(variables)
     with self._block(record), self._keeping(recorded):
       yield recorded
 

@@ -106,8 +106,9 @@ class Compensated(typing.NamedTuple):
     assigned = []
     if self.policy._rule == "GapAware":
       size = read(slots["step_size"])
-      moved = tf.where(size == 0, values, values / (
-          1 + tf.abs(delay) / tf.where(size == 0, tf.ones_like(size), size)))
+      is_first = tf.equal(size, 0)
+      gap = 1 + tf.abs(delay) / tf.where(is_first, tf.ones_like(size), size)
+      moved = tf.where(is_first, values, values / gap)
     else:
       by = scalars["lambda"]
       if slots:
@@ -115,14 +116,15 @@ class Compensated(typing.NamedTuple):
         mean_square += scalars["rate"] * (tf.square(values) - mean_square)
         assigned.append(assign(slots["mean_square"], mean_square))
         by /= tf.sqrt(mean_square + scalars["epsilon"])
-      moved = tf.where(delay == 0, values,
+      moved = tf.where(tf.equal(delay, 0), values,
                        values + by * values * delay * values)
 
     def measure():
       distance = tf.abs(_computed(read(v)) - before)
       size = read(slots["step_size"])
       return assign(slots["step_size"], tf.where(
-          size == 0, distance, size + scalars["rate"] * (distance - size)))
+          tf.equal(size, 0), distance,
+          size + scalars["rate"] * (distance - size)))
 
     with tf.control_dependencies([] if tf.executing_eagerly() else [
         getattr(x, "op", x) for x in assigned if x is not None]):

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 
 import tensorflow as tf
-from tensorflow.python.eager import tape as tf_tape
+from tensorflow.python.eager import record as tf_record
 
 from wrapopt import ops
 from wrapopt._v1 import _records
@@ -62,7 +62,7 @@ class Weights:
   @contextlib.contextmanager
   def of_block(self):
     """Keeps the values of the variables that a block reads, too."""
-    self._watcher = tf_tape.VariableWatcher()
+    self._watcher = tf_record.VariableWatcher()
     with self._watcher:
       yield
     for v in self._watcher.watched_variables():
@@ -98,7 +98,8 @@ def of_values(pairs, value_of):
     if value is None:
       raise _not_found(
           v, "no value of it in the record", "Read it in the block of "
-          "record_step()")
+          "record_step(), or name it in its argument `variables` if a "
+          "tf.function reads it")
     with ops.device_of(v):
       origins[id(v)] = _rows(value, g)
   return origins

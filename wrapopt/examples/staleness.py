@@ -212,7 +212,7 @@ class Simulation:
       data = tf.constant(x[batch]), tf.constant(y[batch])
       if not is_gated:
         return self._gradients(*data), {}
-      with opt.record_step() as recorded:
+      with opt.record_step(variables=self._weights) as recorded:
         return self._gradients(*data), {"recorded": recorded}
 
     errors = []

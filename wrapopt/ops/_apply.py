@@ -251,6 +251,8 @@ class Update:
                        log_decays):
     arguments = {state: self._flat(group, [slots])
                  for state, slots in self._states.items()}
+    if not group.first.is_ref:  # Handles do not tell their dtypes.
+      arguments["T"] = group.first.dtype
     with _emit.host_of(group.first):
       arguments.update({k: v if isinstance(v, bool) else float64(v)
                         for k, v in scalars.items()})
@@ -298,8 +300,8 @@ class Update:
       arguments["indices"] = [g.indices for g in grads]
     else:
       arguments["grad"] = grads
-    if not first.is_ref:  # Handles do not tell their dtypes.
-      arguments.update(T=first.dtype, S=first.shadow_dtype)
+    if not first.is_ref:
+      arguments["S"] = first.shadow_dtype
     # A sparse gradient may have any number of rows.
     shapes_known = all(
         g.shape.rank is not None and
