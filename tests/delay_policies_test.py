@@ -529,8 +529,8 @@ def test_a_ref_variable_that_was_read_in_place_is_refused():
     (lambda: wrapopt.GapAware(1.0), ValueError, "`decay` must be less than 1"),
     (lambda: wrapopt.GapAware(None), TypeError, "`decay` must be a number"),
     (lambda: Drop(inner(0), 1, policy=wrapopt.GapAware), ValueError,
-     r"`policy` must be 'drop', 'scale', a function of the staleness, a "
-     r"DelayCompensation\(\) or a GapAware\(\), got <class"),
+     r"`policy` must be 'drop', 'scale' or a function of the staleness, or a "
+     r"DelayCompensation\(\) or GapAware\(\), got <class"),
 ])
 def test_arguments_are_checked(make, error, text):
   with pytest.raises(error, match=text):

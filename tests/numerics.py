@@ -255,10 +255,10 @@ def gap_aware(states, inputs, scalars):
 
 
 def step_size(states, inputs, scalars):
-  """c' = c + r (|w - b| - c)."""
+  """c' = c + r (|w - b| - c); b' = w - b."""
   (c, b), (w,), (r,) = states, inputs, scalars
-  return [(c + r * (np.abs(w - b) - c), c + r * (np.abs(w) + np.abs(b) + c)),
-          (b, 0)]
+  size = np.abs(w) + np.abs(b)
+  return [(c + r * (np.abs(w - b) - c), c + r * (size + c)), (w - b, size)]
 
 
 def weighted_sum(states, inputs, scalars):

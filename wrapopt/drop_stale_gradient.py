@@ -200,8 +200,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if (not isinstance(policy, _policies.COMPENSATING) and
         policy not in ("drop", "scale") and
         (not callable(policy) or policy in _policies.COMPENSATING)):
-      raise ValueError("`policy` must be 'drop', 'scale', a function of the "
-                       "staleness, a DelayCompensation() or a GapAware(), got "
+      raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
+                       "staleness, or a DelayCompensation() or GapAware(), got "
                        f"{policy!r}.")
     if global_step is not None:
       global_step = _checks.global_step(global_step)

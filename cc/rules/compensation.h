@@ -39,8 +39,10 @@ struct ConstantDelayCompensation {
   template <class V>
   WRAPOPT_RULE static void Step(V& grad, const V& stale, const V& lambda) {
     // In this order, g^2 does not overflow where lambda is 1 / |g|.
-    const V moved = stale + lambda * stale * grad * stale;
-    grad = Select(Eq(grad, ScalarLike(grad, 0)), stale, moved);
+    const V moved = lambda * stale * grad * stale;
+    // A sum with -0 keeps the sign of a zero.
+    grad = stale + Select(Eq(grad, ScalarLike(grad, 0)),
+                          ScalarLike(grad, -0.0), moved);
   }
 };
 
@@ -58,22 +60,24 @@ struct DelayCompensation {
 struct GapAware {
   template <class V>
   WRAPOPT_RULE static void Step(V& step_size, V& grad, const V& stale) {
-    const V zero = ScalarLike(stale, 0);
+    const V zero = ScalarLike(stale, 0), one = ScalarLike(stale, 1);
     const V distance = Max(grad, zero - grad);
-    const V gap = ScalarLike(stale, 1) + distance / step_size;
-    grad = Select(Eq(step_size, zero), stale, stale / gap);
+    const auto is_new = Eq(step_size, zero);
+    grad = stale / Select(is_new, one, one + distance / step_size);
+    // Not changed, but for a subnormal number, which counts as zero.
+    step_size = Select(is_new, zero, step_size);
   }
 };
 
 // After the step that GapAware was before. `before` are the weights before it,
-// `value` those after it.
+// and becomes the step. `value` are the weights after it.
 struct StepSize {
   template <class V>
   WRAPOPT_RULE static void Step(V& step_size, V& before, const V& value,
                                 const V& rate) {
     const V zero = ScalarLike(rate, 0);
-    const V moved = value - before;
-    const V distance = Max(moved, zero - moved);
+    before = value - before;
+    const V distance = Max(before, zero - before);
     step_size = Select(Eq(step_size, zero), distance,
                        step_size + rate * (distance - step_size));
   }

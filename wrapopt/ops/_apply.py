@@ -174,7 +174,7 @@ class Update:
           kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
     if compensation is not None:
       # A gradient that is held back may have another shape.
-      compensation = compensation.checked(
+      compensation = compensation._checked(
           self._variables, grads if accept is True else compensation.origins)
     updates = []
     with tf.name_scope(name or f"Apply{self._rule}"):
@@ -281,7 +281,7 @@ class Update:
     with _emit.host_of(first):
       arguments.update(
           scalars=float64_vector(_scalars_in_order(self._rule, scalars)),
-          policy_scalars=float64_vector(compensation.scalars_in_order()))
+          policy_scalars=float64_vector(compensation._scalars_in_order()))
     return self._emit("compensated", group, arguments, grads, decays, accept,
                       use_locking, log_decays)
 

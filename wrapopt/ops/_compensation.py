@@ -95,10 +95,10 @@ class Compensation:
             f"{', '.join(names) or 'nothing'}, got "
             f"{', '.join(sorted(given)) or 'nothing'}.")
 
-  def scalars_in_order(self):
+  def _scalars_in_order(self):
     return [self.scalars[name] for name in POLICIES[self.policy][1]]
 
-  def checked(self, variables, grads):
+  def _checked(self, variables, grads):
     """This with lists and tensors, for some variables.
 
     Args:
