@@ -345,10 +345,12 @@ def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
     check_bits(call.after[state][~moved], old[~moved],
                f"rows of {label} without a gradient")
   if policy == "GapAware":
+    [(less, off)] = new
     with np.errstate(all="ignore"):
       new = numerics.reference(
-          "StepSize", [of_policy[0], np.asarray(before[0], exact)],
-          [call.after[states[0]]], policy_scalars[count:])
+          "StepSize", [less.astype(exact), np.asarray(before[0], exact)],
+          [call.after[states[0]]], policy_scalars[count:])[:1]
+      new = [(new[0][0], new[0][1] + 2 * off)]
   for state, (want, tolerance), old in zip(memory, new, of_policy):
     call.close(state, want, tolerance, where & touched & sane,
                f"a state of {policy}")

@@ -248,17 +248,17 @@ def delay_compensation(states, inputs, scalars):
 
 
 def gap_aware(states, inputs, scalars):
-  """g' = g / (1 + |d| / c)."""
-  (c, d), (g,), () = states, inputs, scalars
+  """g' = g / (1 + |d| / c); c' = c - r c."""
+  (c, d), (g,), (r,) = states, inputs, scalars
   divided = g / (1 + np.abs(d) / c)
-  return [(c, 0), (divided, np.abs(divided))]
+  return [(c - r * c, c + r * c), (divided, np.abs(divided))]
 
 
 def step_size(states, inputs, scalars):
-  """c' = c + r (|w - b| - c); b' = w - b."""
+  """c' = c + r |w - b|; b' = w - b."""
   (c, b), (w,), (r,) = states, inputs, scalars
   size = np.abs(w) + np.abs(b)
-  return [(c + r * (np.abs(w - b) - c), c + r * (size + c)), (w - b, size)]
+  return [(c + r * np.abs(w - b), c + r * size), (w - b, size)]
 
 
 def weighted_sum(states, inputs, scalars):

@@ -20,13 +20,16 @@
 // Gap-aware (Barkai, Hakimi and Schuster, "Gap-aware mitigation of gradient
 // staleness", ICLR 2020, arXiv 1909.10802):
 //
-//   g' = g / (1 + |d| / c)                               before the step
-//   c' = c + rate (|w' - w| - c)                         after it, from w to w'
+//   g' = g / (1 + |d| / c),  c' = c - rate c             before the step
+//   c" = c' + rate |w' - w|                              after it, from w to w'
 //
 //   c     step_size    the running mean of |w' - w|      state
 //
-// If c is 0, there was no step: g' is g, and c' is |w' - w|. So the first mean
+// If c is 0, there was no step: g' is g, and c" is |w' - w|. So the first mean
 // is that of one step, not of it and zeros.
+//
+// All results are those of arithmetic, which takes subnormal numbers as zero. A
+// compiler would make a copy of x + Select(c, -0, y) or x / Select(c, 1, y).
 #ifndef WRAPOPT_CC_RULES_COMPENSATION_H_
 #define WRAPOPT_CC_RULES_COMPENSATION_H_
 
@@ -38,11 +41,11 @@ namespace wrapopt {
 struct ConstantDelayCompensation {
   template <class V>
   WRAPOPT_RULE static void Step(V& grad, const V& stale, const V& lambda) {
-    // In this order, g^2 does not overflow where lambda is 1 / |g|.
-    const V moved = lambda * stale * grad * stale;
-    // A sum with -0 keeps the sign of a zero.
-    grad = stale + Select(Eq(grad, ScalarLike(grad, 0)),
-                          ScalarLike(grad, -0.0), moved);
+    const V zero = ScalarLike(stale, 0);
+    const V factor = Select(Eq(grad, zero), zero, stale);
+    // In this order, g^2 does not overflow where lambda is 1 / |g|. The
+    // difference with +0 keeps the sign of a zero.
+    grad = stale - lambda * factor * (zero - grad) * factor;
   }
 };
 
@@ -59,13 +62,15 @@ struct DelayCompensation {
 
 struct GapAware {
   template <class V>
-  WRAPOPT_RULE static void Step(V& step_size, V& grad, const V& stale) {
-    const V zero = ScalarLike(stale, 0), one = ScalarLike(stale, 1);
+  WRAPOPT_RULE static void Step(V& step_size, V& grad, const V& stale,
+                                const V& rate) {
+    const V zero = ScalarLike(stale, 0);
     const V distance = Max(grad, zero - grad);
-    const auto is_new = Eq(step_size, zero);
-    grad = stale / Select(is_new, one, one + distance / step_size);
-    // Not changed, but for a subnormal number, which counts as zero.
-    step_size = Select(is_new, zero, step_size);
+    // No distance is a part of this one that counts.
+    const V size =
+        Select(Eq(step_size, zero), ScalarLike(stale, 1e38), step_size);
+    grad = stale / (ScalarLike(stale, 1) + distance / size);
+    step_size = step_size - rate * step_size;
   }
 };
 
@@ -79,7 +84,7 @@ struct StepSize {
     before = value - before;
     const V distance = Max(before, zero - before);
     step_size = Select(Eq(step_size, zero), distance,
-                       step_size + rate * (distance - step_size));
+                       step_size + rate * distance);
   }
 };
 

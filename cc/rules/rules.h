@@ -78,7 +78,7 @@
     kRows)                                                                   \
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
-  X(GapAware, "step_size grad", "stale", "", kRows)                          \
+  X(GapAware, "step_size grad", "stale", "rate", kRows)                      \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \

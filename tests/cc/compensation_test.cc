@@ -89,8 +89,8 @@ TEST(Compensation, IsPartOfThePassOfTheStep) {
         if (policy.measures) {
           void* const measure[] = {want[4].data(), before.data(),
                                    want[0].data()};
-          Reference(RuleId::kStepSize, compute, states, measure, of_policy,
-                    size);
+          Reference(RuleId::kStepSize, compute, states, measure,
+                    of_policy + CountNames(Info(policy.rule).scalars), size);
         }
         for (int a = 0; a < 5; ++a) {
           ExpectSame(got[a], want[a],
