@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import chaos_link
 import numerics
 import wrapopt
 from modes import control_flow
@@ -274,6 +275,49 @@ def test_a_graph(kind, v2, policy, fused):
       [read] = [t.op for t in apply.inputs if t.op.type == "ReadVariableOp"
                 and t.op.inputs[0] is w.handle]
       assert read in ancestors(loss.op)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+  """A parameter server and a worker, in this process."""
+  ports = zip(("ps", "worker"), chaos_link.free_ports(2))
+  spec = tf.train.ClusterSpec({
+      job: [f"localhost:{port}"] for job, port in ports})
+  # Both are held as long as the tests run.
+  servers = [tf.distribute.Server(spec, job) for job in ("ps", "worker")]
+  yield servers[1].target
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
+  with graph_of(kind):
+    with tf.device("/job:ps/task:0/cpu:0"):
+      w = tf1.get_variable("w", initializer=START)
+      step = v1.get_or_create_global_step()
+    with tf.device("/job:worker/task:0/cpu:0"):
+      opt = Drop(inner(0), 5, policy=POLICIES[policy])
+      with opt.record_step():
+        other_loss = loss_of(w)
+      other = opt.minimize(other_loss, step)
+      with opt.record_step():
+        loss = with_a_step_between(w, lambda: session.run(other))
+      train = opt.minimize(loss, step)
+    suffix = "Ref" if kind == "ref" else ""
+    apply = ops_of_type("Wrapopt>ApplyCompensated" + suffix)[-1]
+    [origin] = [t.op for t in apply.inputs
+                if t.op.type in ("ReadVariableOp", "DeepCopy")]
+    for op in (apply, origin, *[
+        t.op for t in apply.inputs if t.dtype == tf.resource]):
+      assert op.device == "/job:ps/task:0/device:CPU:0", op
+    server = Server(POLICIES[policy])
+    with tf1.Session(cluster) as session:
+      session.run(tf1.global_variables_initializer())
+      session.run(train)
+      for _ in range(2):
+        server.apply(server.gradient(START), START)
+      check(server, session.run(w),
+            session.run(list(slots_of(opt, w).values())))
 
 
 @pytest.mark.parametrize("kind", GRAPH_MODES)

@@ -112,6 +112,12 @@ void RowStep::Run(const Threads& threads, const std::vector<void*>& states,
       positions[count++] = sorted[j].position;
     }
     PrefetchRows(grads, row * grad_bytes_, positions, count);
+    if (compensated == nullptr) return;
+    PrefetchRows(compensated->origins, row * bytes_, positions, count);
+    for (const void* const state : compensated->memory) {
+      PrefetchRows(state, row * SizeOf(compensated->compensation->compute()),
+                   group.rows, group.count);
+    }
   };
 
   if (rule_->sparse == Sparse::kRows) {

@@ -31,8 +31,9 @@ class Compensated(typing.NamedTuple):
     """Whether the native op has a kernel on the devices of some variables."""
     types = {tf.DeviceSpec.from_string(v.device or "").device_type
              for v in variables}
-    return types == {"CPU"} or not tf.config.list_physical_devices("GPU") and (
-        types <= {"CPU", None})
+    # Without a GPU, a variable without a device is on a CPU.
+    return types == {"CPU"} or (
+        types <= {"CPU", None} and not tf.config.list_physical_devices("GPU"))
 
   def take(self, pairs):
     """Compensates gradients before a step that no native op takes.
@@ -55,7 +56,7 @@ class Compensated(typing.NamedTuple):
       measures.append((v, measure))
 
     def after(done):
-      if not self.policy._states or self.policy._rule != "GapAware":
+      if self.policy._rule != "GapAware":
         return done
       measured = []
       with tf.control_dependencies([] if done is None else [done]):

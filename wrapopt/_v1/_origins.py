@@ -8,6 +8,7 @@ A value that was read shares the buffer of its resource variable. The next step
 copies the variable first.
 """
 
+import collections
 import contextlib
 import weakref
 
@@ -107,13 +108,13 @@ def of_values(pairs, value_of):
 
 def in_graph(pairs):
   """The same in a graph, of the ops before the gradients."""
-  reads = _reads_before([t.op for g, _ in pairs for t in (
-      [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g])])
+  reads = collections.defaultdict(list)  # By what they read.
+  for op in _reads_before([t.op for g, _ in pairs for t in (
+      [g.values, g.indices] if isinstance(g, tf.IndexedSlices) else [g])]):
+    reads[id(_records.from_outside(op.inputs[0]))].append(op)
   origins = {}
   for g, v in pairs:
-    handle = _records.from_outside(_records.graph_input(v))
-    found = [op for op in reads
-             if _records.from_outside(op.inputs[0]) is handle]
+    found = reads[id(_records.from_outside(_records.graph_input(v)))]
     values = [op for op in found if op.type in (_READ, _COPY)]
     gathers = [op for op in found if op.type == _GATHER]
     with ops.device_of(v):

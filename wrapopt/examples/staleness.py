@@ -23,9 +23,10 @@ All train by gradient descent with the same number of gradients:
 
 The learning rate is the one with the least error of one worker (sequential
 training) on other data (validation), and lambda_ the one with the least error
-of the most workers in turn. Both come from a grid, with a seed that is not one
-of the table. The table and the plot have the mean, the least and the largest
-error of all seeds.
+of the most workers in turn; of equal ones the largest. Both come from a grid,
+with a seed that is not one of the table. The table and the plot have the mean,
+the least and the largest error of all seeds. A perplexity of 9999 stands for
+any above it.
 """
 
 import os
@@ -53,6 +54,7 @@ _NO_LIMIT = 1 << 30
 _VOCABULARY = 800
 _CONTEXT = 3
 _FILES = 120  # Of the standard library.
+_DIVERGED = 9999.0  # The greatest perplexity that is shown.
 
 SEQUENTIAL, ASYNCHRONOUS, DROPPED, SCALED, COMPENSATED, GAP = (
     "sequential", "asynchronous", "dropped", "scaled", "DC-ASGD-a", "gap-aware")
@@ -130,7 +132,7 @@ def _wrong(y, logits, loss):
 
 def _perplexity(y, logits, loss):
   del y, logits
-  return float(np.exp(min(loss, 50)))
+  return float(np.exp(min(loss, np.log(_DIVERGED))))
 
 
 TASKS = {
@@ -231,7 +233,8 @@ class Simulation:
 def _least(candidates, error):
   # A run that diverges has an error that is not a number.
   errors = {c: float(np.nan_to_num(error(c), nan=np.inf)) for c in candidates}
-  return min(candidates, key=errors.get), errors
+  # Of equal ones the largest, with which delays matter most.
+  return min(candidates, key=lambda c: (errors[c], -c)), errors
 
 
 def compare(name, rates, lambdas, workers, orders, seeds, points, progress):
@@ -291,12 +294,12 @@ def print_table(results):
           f"lambda {found['lambda']:g}")
     for order, by_workers in found["workers"].items():
       print(order.ljust(14) + "".join(
-          f"{f'{m} workers':>24}" for m in by_workers))
+          f"{f'{m} workers':>29}" for m in by_workers))
 
       def cell(runs):
         errors = _last(runs)
         return (f"{errors.mean():>9.2f} ({errors.min():.2f} - "
-                f"{errors.max():.2f})").rjust(24)
+                f"{errors.max():.2f})").rjust(29)
 
       print(SEQUENTIAL.ljust(14) + cell(found[SEQUENTIAL]))
       for method in METHODS:
@@ -343,7 +346,7 @@ def plot(results, points, path):
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("staleness", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=600,
+  parser.add_argument("--steps", type=digits.count, default=800,
                       help="gradients of each run; default %(default)s")
   parser.add_argument("--seeds", type=digits.count, default=3,
                       help="the number of seeds; default %(default)s")
