@@ -325,9 +325,10 @@ def plot(results, points, path):
                 label=method)
         ax.fill_between(points, errors.min(axis=0), errors.max(axis=0),
                         color=_COLORS[method], alpha=0.12, linewidth=0)
-      # The first errors are far above.
-      everything = np.array(list(curves.values()))
-      low, top = everything.min(), np.quantile(everything[:, 1:], 0.95)
+      # The first errors are far above, and those of what diverges.
+      shown = np.array([curve for curve in curves.values()
+                        if curve[-1] <= 10 * curves[SEQUENTIAL][-1]])
+      low, top = shown.min(), np.quantile(shown, 0.9)
       room = 0.1 * (top - low) or 1
       ax.set_ylim(low - room, top + room)
       ax.set_title(f"{name}, {m} workers in turn")
