@@ -565,8 +565,11 @@ class ApplyXlaOp : public XlaOpKernel {
       for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
         if (averages_.lazy()) {
-          if (!moved) continue;  // The variable has no element.
           const int log = log_decays + k * averages_.values() + i;
+          if (!moved) {  // The variable has no element.
+            OP_REQUIRES_OK(ctx, variables.Assign(log, variables.value(log)));
+            continue;
+          }
           OP_REQUIRES_OK(
               ctx, variables.Assign(
                        shadow, moved->Put(variables.value(shadow),
