@@ -261,8 +261,12 @@ def _apply_compensated(call):
   states, memory = list(call.ids("states")), list(call.ids("memory"))
   shadows = call.ids("shadows")
   log_decays = case.inputs.get("log_decays", [])
-  decays = _decays(call, k)
   written = states + memory + shadows
+  if call.case.mode == "jit" and not _in_range(call, k, states[:n]):
+    # Plain HLO applies its formulas to them, and ignores such rows.
+    call.touched.update(written + list(log_decays))
+    return
+  decays = _decays(call, k)
   call.good(written, "a compensated Apply op")
   call.different(written + list(log_decays))
   call.demand(len(states) == n * len(rule.states), "so many states")
@@ -294,6 +298,15 @@ def _apply_compensated(call):
               call.before[states[i]], value, decays[j], call.ids("indices")[i])
       else:
         _average(call, shadow, call.before[shadow], value, 1 - decays[j])
+
+
+def _in_range(call, k, values):
+  """Whether what plain HLO does not check is in range."""
+  [decays] = call.ids("decays")
+  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
+      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
+      for v, indices in zip(values, call.case.inputs.get("indices", ()))
+      if call.before[v] is not None and call.before[v].ndim)
 
 
 def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
@@ -346,6 +359,7 @@ def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
                f"rows of {label} without a gradient")
   if policy == "GapAware":
     [(less, off)] = new
+    where = where & (less != 0)  # The mean of one step would be the step.
     with np.errstate(all="ignore"):
       new = numerics.reference(
           "StepSize", [less.astype(exact), np.asarray(before[0], exact)],

@@ -8,9 +8,9 @@ XLA compiles `apply`, `averaging_assign`, `catch_up`, `ema_update`, `exchange`
 and `sparse_ema_update` for CPU, GPU and TPU: in a
 `tf.function(jit_compile=True)`, or by autoclustering. A compiled program
 updates resource variables in place. On a CPU, it calls the CPU kernels of these
-functions, except those of `averaging_assign` and `exchange`. Everything else
-is plain HLO. Its numbers agree with those of the CPU kernels to rounding,
-except for subnormal numbers on a GPU.
+functions, except those of `averaging_assign`, of `exchange` and of `apply` with
+a `Compensation`. Everything else is plain HLO. Its numbers agree with those of
+the CPU kernels to rounding, except for subnormal numbers on a GPU.
 
 The compiler refuses wrong shapes, wrong dtypes and constants out of range. If a
 decay or an index is known only when the program runs, a CPU kernel refuses one
