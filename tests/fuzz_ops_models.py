@@ -284,7 +284,7 @@ def _apply_compensated(call):
   call.demand(policy_scalars.shape == (len(names),), "so many scalars")
   numbers = [float(x > 0) if s.endswith("?") else float(x)
              for s, x in zip(rule.scalars, scalars)]
-  sane = _sane(numbers) and _sane(policy_scalars) and not (
+  sane = _sane(scalars) and _sane(policy_scalars) and not (
       name.startswith("Centered") and
       numbers[rule.scalars.index("epsilon")] < 50)
   for i in range(n):
