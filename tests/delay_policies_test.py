@@ -440,6 +440,67 @@ def test_averages_around_the_gate():
       opt.get_slot(w, "ExponentialMovingAverage").numpy(), average, rtol=1e-12)
 
 
+# {name: (makes wrappers, outermost first; the custom getter or None)}.
+AROUND = {
+    "drop-moving": lambda gate: gate(
+        lambda opt: wrapopt.MovingAverageOptimizer(opt, 0.5)),
+    "moving-drop": lambda gate: wrapopt.MovingAverageOptimizer(gate(), 0.5),
+    "drop-cross": lambda gate: gate(wrapopt.CrossShardOptimizer),
+    "cross-drop": lambda gate: wrapopt.CrossShardOptimizer(gate()),
+    "drop-model": lambda gate, getter: gate(
+        lambda opt: wrapopt.ModelAverageOptimizer(opt, 1, True, getter, 100)),
+    "drop-elastic": lambda gate, getter: gate(
+        lambda opt: wrapopt.ElasticAverageOptimizer(opt, 1, getter, 100)),
+}
+GETTERS = {"drop-model": wrapopt.ModelAverageCustomGetter,
+           "drop-elastic": wrapopt.ElasticAverageCustomGetter}
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("chain", AROUND)
+def test_wrappers_inside_and_around(chain, policy, fused, kind):
+  with graph_of(kind):
+    getter = chain in GETTERS and GETTERS[chain]("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter or None):
+      w = tf1.get_variable("w", initializer=START)
+    step = v1.get_or_create_global_step()
+    gates = []
+
+    def gate(inside=lambda opt: opt):
+      gates.append(Drop(inside(inner(0)), 5, policy=POLICIES[policy],
+                        fused=fused))
+      return gates[-1]
+
+    opt = AROUND[chain](gate, *([getter] if getter else []))
+    [the_gate] = gates
+    with the_gate.record_step():
+      other_loss = loss_of(w)
+    other = opt.minimize(other_loss, step)
+    with the_gate.record_step():
+      loss = with_a_step_between(w, lambda: session.run(other))
+    train = opt.minimize(loss, step)
+    hooks = [x.make_session_run_hook(*args) for x, args in (
+        (the_gate._optimizer, () if chain == "drop-model" else (True, 0)),)
+             if getter]
+    for hook in hooks:
+      hook.begin()
+    server = Server(POLICIES[policy])
+    with tf1.Session() as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      for hook in hooks:
+        hook.after_create_session(session, tf.train.Coordinator())
+      session.run(train)
+      for _ in range(2):
+        server.apply(server.gradient(START), START)
+      slots = list(slots_of(the_gate, w).values())
+      check(server, session.run(w), session.run(slots))
+    if getter:  # What belongs to a worker's weights is the worker's own.
+      assert not set(map(id, slots)) & set(map(id, tf1.global_variables()))
+
+
 @contextlib.contextmanager
 def trained(policy, make=lambda: inner(0)):
   w = tf.Variable(START)
