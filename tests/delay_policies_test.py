@@ -440,7 +440,30 @@ def test_averages_around_the_gate():
       opt.get_slot(w, "ExponentialMovingAverage").numpy(), average, rtol=1e-12)
 
 
-# {name: (makes wrappers, outermost first; the custom getter or None)}.
+@pytest.mark.parametrize("policy", POLICIES)
+def test_averages_of_rows_that_lag_behind(policy):
+  start = np.arange(1.0, 13).reshape(6, 2) / 8
+  results = []
+  for lazy in (None, False):
+    table = tf.Variable(start)
+    gate = Drop(inner(0), 5, global_step=tf.Variable(0, dtype=tf.int64),
+                policy=POLICIES[policy])
+    opt = wrapopt.MovingAverageOptimizer(gate, 0.5, lazy=lazy)
+    taken = [gate.compute_gradients(
+        lambda b=b: loss_of(tf.nn.embedding_lookup(table, b)), [table])
+             for b in ([1, 1, 5], [4, 1], [0, 5])]
+    for pairs in taken:
+      opt.apply_gradients(pairs, gate._global_step)
+    results.append([table.numpy(), opt.average(table).numpy()])
+  for got, want in zip(*results):
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+  # The row of one gradient.
+  server = Server(POLICIES[policy], start=start[4])
+  server.apply(server.gradient(start[4]), start[4])
+  np.testing.assert_allclose(results[0][0][4], server.w, rtol=1e-12)
+
+
+# {name: makes wrappers of a gate and, if they need one, of a custom getter}.
 AROUND = {
     "drop-moving": lambda gate: gate(
         lambda opt: wrapopt.MovingAverageOptimizer(opt, 0.5)),
