@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
@@ -222,8 +223,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _start_records(self):
     """Makes the attributes that a copy of this object does not share."""
-    # The variables whose values eager records keep.
+    # The variables whose values eager records keep, and facts about them.
     self._known = _origins.Known()
+    self._memory_cache = _lookup_cache.LookupCache()
     # The record of gradients for which none is found: in a graph, the name of
     # the graph's last one, or None once it has served; in eager mode, this
     # thread's last one.
@@ -239,7 +241,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def __getstate__(self):
     state = dict(vars(self))
     for name in ("_last_in_graph", "_eager", "_of_gradient",
-                 "_worker_histograms", "_blocks", "_known"):
+                 "_worker_histograms", "_blocks", "_known", "_memory_cache"):
       del state[name]
     return state
 
@@ -530,27 +532,32 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         raise ValueError("`origins` must be None for this `policy`, "
                          f"{self._policy!r}, which does not use them.")
       return None
-    given = list(grads_and_vars)
-    pairs = [(g, v) for g, v in given if g is not None]
-    for _, v in pairs:
+    grads, variables = _lookup_cache.trained(grads_and_vars)
+    facts = (self._memory_cache.get(variables) if tf.executing_eagerly()
+             else None)
+    for v in variables if facts is None else ():
       if v.dtype.base_dtype not in _checks.FLOATS:
         raise TypeError(
             f"A compensated variable must be of a floating dtype, got "
             f"'{v.name}' of {v.dtype.base_dtype.name}.")
+    pairs = list(zip(grads, variables))
     if origins is not None:
-      found = _given_origins(given, list(origins))
+      found = _given_origins(grads_and_vars, list(origins))
     elif tf.executing_eagerly():
       found = _origins.of_values(
           pairs, lambda g, v: self._eager_weights(g, v, recorded))
     else:
       found = _origins.in_graph(pairs)
-    variables = [v for _, v in pairs]
-    self._known.add(variables)
-    self._make_memory(variables)
-    return _compensation.Compensated(
-        self._policy, found,
-        {name: {id(v): self.get_slot(v, name) for v in variables}
-         for name in self._policy._states})
+    if facts is None:
+      self._known.add(variables)
+      self._make_memory(variables)
+      states = {name: {id(v): self.get_slot(v, name) for v in variables}
+                for name in self._policy._states}
+      if tf.executing_eagerly():
+        self._memory_cache.begin(variables)["states"] = states
+    else:
+      states = facts["states"]
+    return _compensation.Compensated(self._policy, found, states)
 
   def _eager_weights(self, gradient, variable, recorded):
     """The weights that an eager gradient was computed from, or None."""

@@ -57,8 +57,10 @@ class Weights:
     self._values = {}
     self._watcher = None
     for v in known:
-      if v.is_initialized():
+      try:
         self._keep(v)
+      except tf.errors.FailedPreconditionError:
+        pass  # It has no value yet.
 
   @contextlib.contextmanager
   def of_block(self):
