@@ -17,6 +17,7 @@ from tensorflow.python.client import pywrap_tf_session
 
 from wrapopt import _loader
 from wrapopt import _native
+from wrapopt.ops import _compensation
 
 FLOATS = [t.as_datatype_enum for t in (tf.half, tf.bfloat16, tf.float32,
                                        tf.float64)]
@@ -172,6 +173,8 @@ class _Maker:
       if attr.name == "rule":
         attrs["rule"] = self._pick([name for name, rule in
                                     _native.rules().items() if rule.is_update])
+      elif attr.name == "policy":
+        attrs["policy"] = self._pick(list(_compensation.POLICIES))
       elif attr.name == "shared_name":
         attrs[attr.name] = f"fuzz {self.case.seed}"
       elif attr.name == "worker":
@@ -187,11 +190,16 @@ class _Maker:
     numbers = {"N": n, "NK": n * self.k, "NL": n * self.k * bool(lazy),
                "NI": n * int(rng.integers(2)), "NT": n * self.rows["targets"],
                "NS": n * self.rows["sources"]}
+    if "policy" in attrs:
+      numbers["NS"] = n * len(self.rule[1].states)
+      numbers["NP"] = n * len(_compensation.POLICIES[attrs["policy"]][0])
     main = None
     for attr in self.op.attr:
       if attr.type == "type":
         allowed = self._allowed(attr)
-        if main is None or attr.name == "I":
+        if attr.name == "P":
+          attrs["P"] = DOUBLE if main == DOUBLE else FLOAT
+        elif main is None or attr.name == "I":
           attrs[attr.name] = self._pick(allowed)
           main = attrs[attr.name] if main is None else main
         else:  # That of the variables, or float if theirs is narrower.
@@ -208,6 +216,8 @@ class _Maker:
     if not self.k and "S" in attrs and any(
         a.is_ref for a in self.op.input_arg):
       attrs["S"] = FLOAT  # TensorFlow infers it, from nothing.
+    if not attrs.get("NP", 1) and any(a.is_ref for a in self.op.input_arg):
+      attrs["P"] = FLOAT
     self.main = main
     self.row_dtypes = {}
     for arg in self.op.input_arg:
@@ -253,6 +263,7 @@ class _Maker:
     if arg.type != RESOURCE and arg.type:
       return arg.type
     return {"shadows": self.case.attrs.get("S"), "log_decays": DOUBLE,
+            "memory": self.case.attrs.get("P"),
             "step": self._step, "stale_counter": FLOAT,
             "histogram": INT64}.get(arg.name,
                                     self.dtypes[position % self.n])
@@ -268,7 +279,8 @@ class _Maker:
   def _variable(self, arg, position):
     shape = self.shapes[position % self.n]
     dtype = self._dtype(arg, position)
-    low, high = (0.25, 2) if arg.name in _not_negative(self.rule) else (-2, 2)
+    low, high = (0.25, 2) if arg.name in (
+        *_not_negative(self.rule), "states", "memory") else (-2, 2)
     if arg.name == "log_decays":
       return self._add(dtype, (shape[0] + 2,), self._log_decays(shape[0]))
     shape = {"step": (), "stale_counter": ()}.get(arg.name, shape)
@@ -296,7 +308,7 @@ class _Maker:
     shape = self.shapes[position % n]
     if name == "indices":
       return self.indices[position].astype(numpy_dtype(dtype))
-    if name == "grad":
+    if name in ("grad", "origins"):
       if self.has_rows:
         shape = (len(self.indices[position]), *shape[1:])
       return array(rng, dtype, shape)
@@ -315,6 +327,9 @@ class _Maker:
     if name == "scalars" and self.rule:
       return np.array([float(rng.integers(2)) if s.endswith("?")
                        else self._scalar(s) for s in self.rule[1].scalars])
+    if name == "policy_scalars":
+      return np.array([self._scalar(s) for s in _compensation.POLICIES[
+          self.case.attrs["policy"]][1]])
     if name == "timeout_secs":
       return np.array(self._pick([0.001, 0.02, 5., np.inf]))
     if name in ("round", "recorded", "limit"):

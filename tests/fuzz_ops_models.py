@@ -18,6 +18,7 @@ import fuzz_ops_inputs as inputs
 import numerics
 from fuzz_ops_runs import check_bits
 from wrapopt import _native
+from wrapopt.ops import _compensation
 
 # Processors' threads flush subnormal numbers to zero, or not.
 _FLUSHED = 1e-36
@@ -245,6 +246,130 @@ def _apply_to(call, name, rule, states, i, scalars, sane):
     call.close(state, want, tolerance, where & moved & sane, f"{name}.{label}")
     still = call.after[state][~moved]
     check_bits(still, old[~moved], f"rows of {label} without a gradient")
+
+
+def _apply_compensated(call):
+  case, attrs = call.case, call.case.attrs
+  if not call.number("accept"):
+    _made_zeros(call)
+    return
+  name, rule = inputs.rule_of(case)
+  policy = attrs["policy"]
+  call.demand(policy in _compensation.POLICIES, f"the policy {policy}")
+  of_policy, names = _compensation.POLICIES[policy]
+  n, k = attrs["N"], attrs["NK"] // attrs["N"]
+  states, memory = list(call.ids("states")), list(call.ids("memory"))
+  shadows = call.ids("shadows")
+  log_decays = case.inputs.get("log_decays", [])
+  written = states + memory + shadows
+  if call.case.mode == "jit" and not _in_range(call, k, states[:n]):
+    # Plain HLO applies its formulas to them, and ignores such rows.
+    call.touched.update(written + list(log_decays))
+    return
+  decays = _decays(call, k)
+  call.good(written, "a compensated Apply op")
+  call.different(written + list(log_decays))
+  call.demand(len(states) == n * len(rule.states), "so many states")
+  call.demand(len(memory) == n * len(of_policy), "so many states of a policy")
+  call.of_dtype(states, attrs["T"], "a state")
+  call.like(states, states[:n] * len(rule.states), "a state")
+  call.of_dtype(memory, inputs.DOUBLE if attrs["T"] == inputs.DOUBLE
+                else inputs.FLOAT, "a state of a policy")
+  call.like(memory, states[:n] * len(of_policy), "a state of a policy")
+  call.of_dtype(shadows, attrs["S"], "a shadow")
+  call.like(shadows, states[:n] * k, "a shadow")
+  scalars, policy_scalars = (
+      call.ids(s)[0] for s in ("scalars", "policy_scalars"))
+  call.demand(scalars.shape == (len(rule.scalars),), "so many scalars")
+  call.demand(policy_scalars.shape == (len(names),), "so many scalars")
+  numbers = [float(x > 0) if s.endswith("?") else float(x)
+             for s, x in zip(rule.scalars, scalars)]
+  sane = _sane(scalars) and _sane(policy_scalars) and not (
+      name.startswith("Centered") and
+      numbers[rule.scalars.index("epsilon")] < 50)
+  for i in range(n):
+    _compensated_step(call, name, rule, policy, states[i::n], memory[i::n], i,
+                      numbers, list(map(float, policy_scalars)), sane)
+    for j in range(k):
+      shadow = shadows[j * n + i]
+      value = call.after[states[i]]
+      if log_decays:
+        _lazy(call, shadow, states[i], log_decays[j * n + i],
+              call.before[states[i]], value, decays[j], call.ids("indices")[i])
+      else:
+        _average(call, shadow, call.before[shadow], value, 1 - decays[j])
+
+
+def _in_range(call, k, values):
+  """Whether what plain HLO does not check is in range."""
+  [decays] = call.ids("decays")
+  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
+      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
+      for v, indices in zip(values, call.case.inputs.get("indices", ()))
+      if call.before[v] is not None and call.before[v].ndim)
+
+
+def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
+                      policy_scalars, sane):
+  before = [call.before[s] for s in states]
+  of_policy = [call.before[m] for m in memory]
+  shape = before[0].shape
+  grad, origin = call.ids("grad")[i], call.ids("origins")[i]
+  call.demand(origin.shape == grad.shape, f"origins of shape {origin.shape}")
+  touched = np.ones(shape, bool)
+  if "indices" in call.case.inputs:
+    indices = _indices(call, i, shape)
+    call.demand(grad.shape == (len(indices), *shape[1:]),
+                f"a gradient of shape {grad.shape}")
+    touched[:] = False
+    touched[indices] = True
+    grad, where = _dense_gradient(grad, indices, shape)
+    origins, origin = origin, np.array(before[0], np.float64)
+    for at in reversed(range(len(indices))):
+      origin[indices[at]] = origins[at]
+  else:
+    call.demand(grad.shape == shape, f"a gradient of shape {grad.shape}")
+    where = _tame(grad)
+  moved = np.ones(shape, bool) if rule.all_rows else touched
+  where = where & _tame(origin, *before, *of_policy)
+  for x in of_policy + [
+      x for state, x in zip(rule.states, before)
+      if state in numerics.NOT_NEGATIVE.get(name, ())]:
+    where = where & (np.asarray(x, np.float64) >= 0.01)
+  exact = np.float64 if before[0].dtype == np.float64 else np.float32
+  delay = np.float64(before[0]) - np.float64(origin)
+  count = len(_native.rules()[policy].scalars)
+  with np.errstate(all="ignore"):
+    *new, (taken, bound) = numerics.reference(
+        policy, [*of_policy, delay.astype(exact)], [grad],
+        policy_scalars[:count])
+    # A rule makes of an error of the gradient what it makes of the gradient.
+    # The delay is rounded, too.
+    bound = bound + 4 * np.finfo(exact).eps * (
+        np.abs(taken - np.float64(grad)) + np.abs(taken))
+    made, low, high = (
+        numerics.reference(name, before, [taken + sign * bound], scalars)
+        for sign in (0, -1, 1))
+  for state, (want, tolerance), (x, _), (y, _), old, label in zip(
+      states, made, low, high, before, rule.states):
+    with np.errstate(all="ignore"):
+      tolerance = tolerance + 2 * np.abs(x - want) + 2 * np.abs(y - want)
+    call.close(state, want, tolerance, where & moved & sane, f"{name}.{label}")
+    check_bits(call.after[state][~moved], old[~moved],
+               f"rows of {label} without a gradient")
+  if policy == "GapAware":
+    [(less, off)] = new
+    where = where & (less != 0)  # The mean of one step would be the step.
+    with np.errstate(all="ignore"):
+      new = numerics.reference(
+          "StepSize", [less.astype(exact), np.asarray(before[0], exact)],
+          [call.after[states[0]]], policy_scalars[count:])[:1]
+      new = [(new[0][0], new[0][1] + 2 * off)]
+  for state, (want, tolerance), old in zip(memory, new, of_policy):
+    call.close(state, want, tolerance, where & touched & sane,
+               f"a state of {policy}")
+    check_bits(call.after[state][~touched], old[~touched],
+               "rows of a policy without a gradient")
 
 
 # Averages of all rows, and of some.
@@ -655,6 +780,7 @@ def _rounds(call):
 
 _MODELS = {
     "ApplyBundle": _apply,
+    "ApplyCompensated": _apply_compensated,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
     "AveragingGather": _gather,
@@ -673,6 +799,7 @@ _MODELS = {
     "Move": _move,
     "ReadAverages": _lagging("read"),
     "ReadPacked": _read_packed,
+    "SparseApplyCompensated": _apply_compensated,
     "SparseEmaUpdate": _lagging("step"),
     "StalenessComplete": _complete,
     "StalenessGate": _gate,

@@ -113,7 +113,8 @@ def by_little(world, i, at=-1):
 
 @pytest.mark.parametrize("op", [
     "ApplyAdam", "SparseApplyMomentum", "EmaUpdate", "AveragingAssign",
-    "Exchange", "ReadAverages", "AssignPacked", "AveragingMean", "ApplyBundle"])
+    "Exchange", "ReadAverages", "AssignPacked", "AveragingMean", "ApplyBundle",
+    "SparseApplyCompensated"])
 def test_a_wrong_element_is_found(op):
   # The op changes some variable, whose numbers are not narrow.
   case = some_case(f"Wrapopt>{op}", fits=lambda case: all(

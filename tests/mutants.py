@@ -59,6 +59,26 @@ def _mutants():
           "wrapopt/keras/schedule_free.py",
           '"beta_1": property(lambda _: 0.0)', '"_": None',
           "//tests:keras_schedule_free_test")
+  yield m("compensation: away from the weights of the gradient",
+          "cc/rules/compensation.h", "(zero - grad) * factor", "grad * factor",
+          "//tests:compensation_test")
+  yield m("compensation: infinity is compensated without a delay",
+          "cc/rules/compensation.h", "Select(Eq(grad, zero), zero, stale)",
+          "stale", "//tests:compensation_test")
+  yield m("gap-aware: the first step is averaged with zero",
+          "cc/rules/compensation.h",
+          "Select(Eq(step_size, zero), distance,", "Select(Eq(zero, zero), "
+          "step_size + rate * distance,", "//tests:compensation_test")
+  yield m("compensation: the last of a row's origins counts",
+          "cc/engine/row_step.cc",
+          "const int64_t at = sorted[j].position * row + begin;",
+          "const int64_t at = sorted[next_j - 1].position * row + begin;",
+          "//tests:compensation_test")
+  yield m("compensation: the weights of now are those of the gradient",
+          "wrapopt/_v1/_origins.py",
+          "origins[id(v)] = _rows(values[0].outputs[0], g)",
+          "origins[id(v)] = _rows(v.read_value(), g)",
+          "//tests:delay_policies_test")
   yield m("loop: the last element of a group is left out",
           "cc/engine/elementwise.cc",
           "for (size_t j = from; j < to; ++j)",

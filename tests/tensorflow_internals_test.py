@@ -52,6 +52,7 @@ IMPORTS = {
     "tensorflow.python.eager.context": ["anonymous_name"],
     "tensorflow.python.eager.polymorphic_function.polymorphic_function": [
         "UnliftedInitializerVariable"],
+    "tensorflow.python.eager.record": ["VariableWatcher"],
     "tensorflow.python.framework.auto_control_deps": [
         "register_acd_resource_resolver"],
     "tensorflow.python.framework.func_graph": ["FuncGraph"],
@@ -152,9 +153,10 @@ ATTRIBUTES = {
             "_create_h5_group", "_h5_entry_group", "_h5_entry_initialized",
             "_h5_entry_path"],
     lambda: tf.constant(1.0): ["_datatype_enum"],
-    tf.Graph: ["_attr_scope_map"],
-    graph_operation: ["_clear_attr", "_id", "_is_stateful", "_set_attr",
-                      "_set_device"],
+    lambda: tf.float32: ["_is_ref_dtype"],
+    tf.Graph: ["_attr_scope_map", "_get_control_flow_context"],
+    graph_operation: ["_clear_attr", "_get_control_flow_context", "_id",
+                      "_is_stateful", "_set_attr", "_set_device"],
     ref_variable: ["_get_save_slice_info", "_initial_value",
                    "_initializer_op", "_ref", "_snapshot"],
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
@@ -201,7 +203,7 @@ OVERRIDES = {
 
 # Attributes of what is not TensorFlow's.
 _OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_getframe", "_replace",
-           "_wrapopt_handles"}
+           "_wrapopt_handles", "_wrapopt_weights"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

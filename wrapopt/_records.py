@@ -8,7 +8,7 @@ from wrapopt import ops
 
 tf1 = tf.compat.v1
 
-_RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
+RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
 # Stateful ops that change nothing.
 _READS = ("MutexLock", "ReadVariableOp", "ResourceGather", "VarHandleOp")
 # Ops by which a tensor enters a branch or loop of control flow version 1.
@@ -52,6 +52,14 @@ def _captured(tensor):
   return None
 
 
+def captured(op):
+  """The op outside of a function that an op in it stands for, or None."""
+  if op.type != "Placeholder":
+    return None
+  outside = _captured(op.outputs[0])
+  return None if outside is None or hasattr(outside, "numpy") else outside.op
+
+
 def records_before(targets):
   """Ops that record a step and on which `targets` depend, in order."""
   seen, pending, found = set(), list(targets), []
@@ -60,20 +68,27 @@ def records_before(targets):
     if op in seen:
       continue
     seen.add(op)
-    if op.type in _RECORD_OPS:
+    if op.type in RECORD_OPS:
       found.append(op)
       continue
     pending += [t.op for t in op.inputs] + list(op.control_inputs)
-    if op.type == "Placeholder":
-      outside = _captured(op.outputs[0])
-      if outside is not None and not hasattr(outside, "numpy"):
-        pending.append(outside.op)
+    outside = captured(op)
+    if outside is not None:
+      pending.append(outside)
   return sorted(found, key=lambda op: op._id)
 
 
 @contextlib.contextmanager
-def reads_after(recorded):
-  """Makes the reads of variables in the block run after `recorded`."""
+def reads_after(recorded, read=tf.identity):
+  """Makes the reads of variables in the block run after `recorded`.
+
+  Args:
+    recorded: The record.
+    read: A function of a ref and a name: how ref variables are read.
+
+  Yields:
+    None.
+  """
   if tf.executing_eagerly():
     yield
     return
@@ -87,7 +102,7 @@ def reads_after(recorded):
   with tf.control_dependencies([recorded.op]):
     for v in refs:
       with ops.device_of(v):
-        v._snapshot = tf.identity(v._ref(), name=v.op.name + "/read")
+        v._snapshot = read(v._ref(), name=v.op.name + "/read")
     try:
       yield
     finally:

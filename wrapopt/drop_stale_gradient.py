@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Iterator
+from collections.abc import Sequence
 import contextlib
 import threading
 import typing
@@ -11,6 +12,7 @@ import weakref
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _lookup_cache
 from wrapopt import _records
 from wrapopt import _staleness
 from wrapopt import _tokens
@@ -19,6 +21,10 @@ from wrapopt._averages import _replicas
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
+from wrapopt._v1 import _compensation
+from wrapopt._v1 import _origins
+from wrapopt._v1 import _policies
+from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 from wrapopt._v1._unique_variable import get_unique_variable
 from wrapopt._v1._wrapper import WrapperOptimizer
@@ -60,6 +66,24 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   are named as in a 1.15 graph with one cond: `cond/beta1_power`. The names do
   not depend on other conds. The migration guide restores a checkpoint with
   `cond_2/beta1_power`.
+
+  With `policy=wrapopt.DelayCompensation()` or `wrapopt.GapAware()`, the step of
+  an admitted gradient needs the weights that the gradient was computed from. In
+  a graph and in a `tf.function`, they are the output of the op that read the
+  variable before the gradient (for a sparse gradient of `tf.gather` or
+  `tf.nn.embedding_lookup`, its rows), which stays on the device of the variable
+  and is not sent. In eager mode, the record holds the value of each variable.
+  A resource variable shares its buffer with them, and the next step copies the
+  variable first. So each worker between its reads and its step costs as many
+  bytes as the weights (or the gathered rows) on the device of the variables,
+  and a step copies the variables that are held, even its own. Of an embedding
+  that is held whole, as in eager mode, it copies the whole table. A ref
+  variable is copied when the step is recorded. The state of a policy is in
+  slots of this optimizer, with the same names in checkpoints: `mean_square` and
+  `step_size`, float32 for low precision, else of the variable's dtype. One
+  native op compensates, takes the step and averages, under the lock of the
+  step. If there is none for the inner optimizer, or the variables are on a GPU,
+  gradients are compensated before its step, without a lock.
 
   TensorBoard shows `drop_rate` of `staleness_stats` as
   `Gradient_staleness_percentage`, a number in [0, 1].
@@ -104,7 +128,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def __init__(self, opt: V1Optimizer, staleness: Integer,
                use_locking: bool = False, name: str = "DropStaleGradient", *,
-               policy: Union[str, Callable[[Tensor], Any]] = "drop",
+               policy: Union[str, Callable[[Tensor], Any],
+                             _policies.DelayCompensation,
+                             _policies.GapAware] = "drop",
                global_step: Optional[Variable] = None,
                worker: Optional[str] = None,
                fused: Optional[bool] = None) -> None:
@@ -123,8 +149,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         update, as in staleness-aware SGD; optimizers that normalize gradients
         undo a part of it. A function: multiplied by the result of the function,
         whose argument is the staleness, a scalar int64 tensor. It is called
-        once a step, in a graph once for all steps. Every policy drops a
-        gradient beyond the limit.
+        once a step, in a graph once for all steps. A `DelayCompensation` or
+        `GapAware`: changed by the difference of the weights that it was
+        computed from and those that it is applied to, see there and below.
+        Every policy drops a gradient beyond the limit.
       global_step: The step variable. By default, the argument of `minimize` or
         `apply_gradients`; for `compute_gradients` and `record_step`, the
         graph's global step.
@@ -140,15 +168,18 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
         is not an integer, `global_step` is not a variable, or `fused` is
         neither None nor a bool.
-      ValueError: If `policy` is neither of the two names nor a function, or
-        `fused` is True and there is no such op.
+      ValueError: If `policy` is none of these, or `fused` is True and there is
+        no such op.
     """
     super().__init__(opt, name)
     del use_locking
     staleness = _staleness.checked_limit(staleness)
-    if policy not in ("drop", "scale") and not callable(policy):
+    if (not isinstance(policy, _policies.COMPENSATING) and
+        policy not in ("drop", "scale") and
+        (not callable(policy) or policy in _policies.COMPENSATING)):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
-                       f"staleness, got {policy!r}.")
+                       "staleness, or a DelayCompensation() or GapAware(), got "
+                       f"{policy!r}.")
     if global_step is not None:
       global_step = _checks.global_step(global_step)
     if worker is not None and not (isinstance(worker, str) and worker):
@@ -162,10 +193,15 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._policy = policy
     self._global_step = global_step
     self._worker = worker
+    if self._compensates():
+      self._slots = {name: _slots.Slots() for name in policy._states}
     self._start_records()
 
   def _start_records(self):
     """Makes the attributes that a copy of this object does not share."""
+    # The variables whose values eager records keep, and facts about them.
+    self._known = _origins.Known()
+    self._memory_cache = _lookup_cache.LookupCache()
     # The record of gradients for which none is found: in a graph, the name of
     # the graph's last one, or None once it has served; in eager mode, this
     # thread's last one.
@@ -181,7 +217,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def __getstate__(self):
     state = dict(vars(self))
     for name in ("_last_in_graph", "_eager", "_of_gradient",
-                 "_worker_histograms", "_blocks"):
+                 "_worker_histograms", "_blocks", "_known", "_memory_cache"):
       del state[name]
     return state
 
@@ -204,8 +240,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   # Recording the step
 
   @contextlib.contextmanager
-  def record_step(self,
-                  global_step: Optional[Variable] = None) -> Iterator[Tensor]:
+  def record_step(self, global_step: Optional[Variable] = None, *,
+                  variables: Sequence[Variable] = ()) -> Iterator[Tensor]:
     """Records the step; ops of the `with` block read weights after that.
 
     `compute_gradients` and `minimize` do this for a `loss` that is a function.
@@ -217,6 +253,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Args:
       global_step: The step variable; by default the constructor's or the
         graph's.
+      variables: In eager mode, for a policy that compensates: variables whose
+        gradients a `tf.function` computes in the block. The record keeps their
+        values. It knows the variables of earlier steps, and those that the
+        block itself reads.
 
     Yields:
       The record, an int64 scalar: the argument `recorded` of `apply_gradients`.
@@ -230,18 +270,38 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
-    with self._block(record):
+    if self._compensates():
+      self._known.add(variables)
+    with self._block(record), self._keeping(recorded):
       yield recorded
+
+  @contextlib.contextmanager
+  def _keeping(self, recorded):
+    """Keeps the weights of gradients that a block computes in eager mode."""
+    if self._compensates() and tf.executing_eagerly():
+      recorded._wrapopt_weights = _origins.Weights(self._known)
+      with recorded._wrapopt_weights.of_block():
+        yield
+    else:
+      yield
 
   @contextlib.contextmanager
   def _block(self, record):
     blocks = self._blocks.__dict__.setdefault("open", [])
     blocks.append(record)
     try:
-      with _records.reads_after(record.recorded):
+      with self._reads_after(record.recorded):
         yield
     finally:
       blocks.pop()
+
+  def _reads_after(self, recorded):
+    if self._compensates():
+      return _records.reads_after(recorded, _origins.copy_of)
+    return _records.reads_after(recorded)
+
+  def _compensates(self):
+    return isinstance(self._policy, _policies.COMPENSATING)
 
   def _open_block(self):
     """The innermost block of `record_step` that builds this graph, or None."""
@@ -292,7 +352,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         pairs = self._compute(recorded, loss, args, kwargs)
     else:
       self._remember(record)
-      with _records.reads_after(record.recorded):
+      with self._reads_after(record.recorded):
         pairs = self._compute(record.recorded, loss, args, kwargs)
     if _graph_here() is None:
       for g, _ in pairs:
@@ -337,6 +397,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                       global_step: Optional[Variable] = None,
                       name: Optional[str] = None, *,
                       recorded: Optional[Tensor] = None,
+                      origins: Optional[Sequence[Optional[Tensor]]] = None,
                       **kwargs: Any) -> Optional[Operation]:
     """Applies gradients if they are fresh enough.
 
@@ -355,6 +416,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       name: A name for the operations.
       recorded: The record that `record_step` yielded, for gradients that do not
         come from `compute_gradients`.
+      origins: For a policy that compensates: for each pair, the weights that
+        the gradient was computed from, a tensor of the shape of the gradient
+        (of `tf.IndexedSlices`, of its values), or None. By default they are
+        found, see the class.
       **kwargs: Further arguments of the inner optimizer.
 
     Returns:
@@ -364,10 +429,13 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Raises:
       TypeError: If `global_step` is not an integer variable.
       ValueError: If there is no variable, no gradient or no global step, if
-        another global step was recorded, or if no step was recorded.
+        another global step was recorded, or if no step was recorded; if a
+        policy compensates, and the weights of a gradient are not found.
     """
     if recorded is not None:
       kwargs["recorded"] = recorded
+    if origins is not None:
+      kwargs["origins"] = origins
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
     return _step.answer(step, self._take(step))
 
@@ -388,6 +456,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     gradients = [g for g, _ in step.grads_and_vars if g is not None]
     options = dict(step.options)
     recorded = options.pop("recorded", None)
+    compensation = self._compensation(step.grads_and_vars, recorded,
+                                      options.pop("origins", None))
     if recorded is None:
       recorded = self._recorded(gradients, global_step)
     state = self._state(global_step, gradients[0].device)
@@ -406,7 +476,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           taken = self._inner._take(step.with_one_pass(self._fused)._replace(
               global_step=global_step, options=options, accept=verdict.accept,
               transform=self._transform(verdict.staleness,
-                                        gradients[0].device)))
+                                        gradients[0].device),
+              compensation=compensation))
       except BaseException:
         # The update is in flight as long as its ticket exists, and the
         # traceback would keep the ticket alive.
@@ -428,6 +499,75 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if tf1.executing_eagerly_outside_functions():
       _staleness.write(self._summaries(state), global_step)
     return _step.Taken(counter, True)
+
+  # What a policy compensates
+
+  def _compensation(self, grads_and_vars, recorded, origins):
+    """The `_compensation.Compensated` of a step, or None."""
+    if not self._compensates():
+      if origins is not None:
+        raise ValueError("`origins` must be None for this `policy`, "
+                         f"{self._policy!r}, which does not use them.")
+      return None
+    grads, variables = _lookup_cache.trained(grads_and_vars)
+    facts = (self._memory_cache.get(variables) if tf.executing_eagerly()
+             else None)
+    for v in variables if facts is None else ():
+      if v.dtype.base_dtype not in _checks.FLOATS:
+        raise TypeError(
+            f"A compensated variable must be of a floating dtype, got "
+            f"'{v.name}' of {v.dtype.base_dtype.name}.")
+    pairs = list(zip(grads, variables))
+    if origins is not None:
+      found = _given_origins(grads_and_vars, list(origins))
+    elif tf.executing_eagerly():
+      found = _origins.of_values(
+          pairs, lambda g, v: self._eager_weights(g, v, recorded))
+    else:
+      found = _origins.in_graph(pairs)
+    if facts is None:
+      self._known.add(variables)
+      self._make_memory(variables)
+      states = {name: {id(v): self.get_slot(v, name) for v in variables}
+                for name in self._policy._states}
+      if tf.executing_eagerly():
+        self._memory_cache.begin(variables)["states"] = states
+    else:
+      states = facts["states"]
+    return _compensation.Compensated(self._policy, found, states)
+
+  def _eager_weights(self, gradient, variable, recorded):
+    """The weights that an eager gradient was computed from, or None."""
+    record = self._of_gradient.get(id(_records.tensor_of(gradient)))
+    if recorded is None and record and record[0]() is not None:
+      recorded = record[1].recorded
+    elif recorded is None and (last := getattr(self._eager, "last", None)):
+      recorded = last.recorded
+    weights = getattr(recorded, "_wrapopt_weights", None)
+    return weights and weights.get(variable)
+
+  def _make_memory(self, variables):
+    """Makes the missing slots of the policy."""
+    with tf.init_scope(), self._making_state():
+      for v in variables:
+        for name in self._policy._states:
+          self._get_or_make_slot_with_initializer(
+              v, tf1.zeros_initializer(), v.shape,
+              ops.state_dtype(v.dtype), name, type(self._policy).__name__)
+
+  def _create_slots(self, var_list):
+    super()._create_slots(var_list)
+    if self._compensates():
+      self._make_memory(var_list)
+
+  def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
+                                       variable):
+    if slot_name in self._own_slot_names() and tf.executing_eagerly():
+      # The base class would make one of the variable's dtype.
+      self._make_memory([variable])
+    super()._create_or_restore_slot_variable(
+        slot_variable_position=slot_variable_position, slot_name=slot_name,
+        variable=variable)
 
   def _recorded(self, gradients, step):
     """The record of these gradients."""
@@ -487,6 +627,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def _transform(self, staleness, device):
     """Applies the policy to an admitted gradient."""
+    if self._compensates():
+      return None
     # Once for all gradients, because a policy may be random.
     with tf.device(None), tf.device(device):
       factor = _staleness.factor(self._policy, staleness)
@@ -621,3 +763,19 @@ def _check_pairs(grads_and_vars):
   if all(g is None for g, _ in grads_and_vars):
     raise ValueError("No gradients provided for any variable: "
                      f"{[v.name for _, v in grads_and_vars]}.")
+
+
+def _given_origins(pairs, origins):
+  """The argument `origins` as {id of a variable: tensor}."""
+  if len(origins) != len(pairs):
+    raise ValueError(f"`origins` must hold one tensor or None for each of the "
+                     f"{len(pairs)} pairs, got {len(origins)}.")
+  found = {}
+  for i, ((g, v), origin) in enumerate(zip(pairs, origins)):
+    if g is None:
+      continue
+    if origin is None:
+      raise ValueError(f"`origins[{i}]` must be the weights that the gradient "
+                       f"of '{v.name}' was computed from, got None.")
+    found[id(v)] = tf.convert_to_tensor(origin)
+  return found

@@ -230,7 +230,8 @@ MoveRowsFn FindMoveRows(Number shadows, Number values, Isa isa) {
 
 void Pass::AddStage(const Stage& stage) {
   if (stage.scratch >= 0) {
-    scratch_operands_.push_back(operands_per_variable_ + stage.scratch);
+    scratches_.push_back(
+        {operands_per_variable_ + stage.scratch, stage.which});
   }
   stages_.push_back(stage);
   operands_per_variable_ += stage.operands;
@@ -257,7 +258,7 @@ bool Pass::is_idle() const {
 }
 
 void Pass::Run(size_t begin, size_t end) const {
-  alignas(kLine) std::byte scratch[kBlock * sizeof(double)] = {};
+  alignas(kLine) std::byte scratch[kScratches][kBlock * sizeof(double)] = {};
   std::vector<void*> own;  // Operands, some of them this thread's scratch.
   // The first variable with a block at or after `begin`.
   auto variable = std::upper_bound(
@@ -271,15 +272,16 @@ void Pass::Run(size_t begin, size_t end) const {
       const size_t to = std::min(from + kBlock, variable->elements);
       void* const* operands =
           operands_.data() + index * operands_per_variable_;
-      if (!scratch_operands_.empty()) {
+      if (!scratches_.empty()) {
         own.assign(operands, operands + operands_per_variable_);
         // A step indexes by elements of the variable, and its element `from` is
         // the first of the scratch. The address of element 0 may be invalid, so
         // it is an integer, not a pointer.
-        const uintptr_t element_0 =
-            reinterpret_cast<uintptr_t>(scratch) - from * scratch_bytes_;
-        for (const int i : scratch_operands_) {
-          own[i] = reinterpret_cast<void*>(element_0);
+        for (const Scratch& is : scratches_) {
+          const uintptr_t element_0 =
+              reinterpret_cast<uintptr_t>(scratch[is.which]) -
+              from * scratch_bytes_;
+          own[is.operand] = reinterpret_cast<void*>(element_0);
         }
         operands = own.data();
       }

@@ -1,6 +1,7 @@
 // Wrapopt>Apply<Rule> and Wrapopt>SparseApply<Rule> for every rule that updates
-// a `var` by a `grad`, and Wrapopt>ApplyBundle for any of them: the inner
-// optimizer's step and the averages of its result in one pass.
+// a `var` by a `grad`, and Wrapopt>ApplyBundle and Wrapopt>ApplyCompensated for
+// any of them: the inner optimizer's step and the averages of its result in one
+// pass.
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "cc/engine/compensation.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -42,11 +44,18 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
+// The inputs of an op that takes a step.
+enum class Form {
+  kOfRule,       // Lists and scalars by their names.
+  kPacked,       // A handle pack.
+  kCompensated,  // One list of states, and those of a policy.
+};
+
 class ApplyOp : public OpKernel {
  public:
   ApplyOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
-          bool is_packed = false)
-      : OpKernel(ctx), rule_(rule), sparse_(sparse), is_packed_(is_packed) {
+          Form form = Form::kOfRule)
+      : OpKernel(ctx), rule_(rule), sparse_(sparse), form_(form) {
     Isa isa;
     OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
@@ -55,9 +64,9 @@ class ApplyOp : public OpKernel {
     access_ = use_locking ? Variables::Access::kWrite
                           : Variables::Access::kWriteUnlocked;
     OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
-                                       is_packed
-                                           ? ApplyContract::Scalars::kVector
-                                           : ApplyContract::Scalars::kByName));
+                                       form == Form::kOfRule
+                                           ? ApplyContract::Scalars::kByName
+                                           : ApplyContract::Scalars::kVector));
     OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
     dtype_ = contract_.dtype();
     grad_dtype_ = contract_.grad_dtype();
@@ -67,6 +76,11 @@ class ApplyOp : public OpKernel {
                                                  : tensorflow::DT_FLOAT;
     sum_step_ = FindStep(rule.id, NumberOf(dtype_), NumberOf(sum_dtype_), isa);
     row_step_ = RowStep(rule, NumberOf(dtype_), NumberOf(grad_dtype_), isa);
+    if (is_compensated()) {
+      OP_REQUIRES_OK(ctx, policy_.Init(ctx, rule));
+      compensation_ = Compensation(policy_.policy(), NumberOf(dtype_),
+                                   NumberOf(grad_dtype_), isa);
+    }
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -74,15 +88,30 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "accept", &accept));
     if (!accept) return;
 
-    std::vector<double> scalars, rates, logs;
+    std::vector<double> scalars, policy_scalars, rates, logs;
     OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
+    if (is_compensated()) {
+      const Tensor* vector;
+      OP_REQUIRES_OK(ctx, ctx->input("policy_scalars", &vector));
+      OP_REQUIRES_OK(ctx, policy_.CheckScalars(vector->shape()));
+      policy_scalars = ToVector(*vector);
+    }
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
     const bool lazy = averages_.lazy();
 
-    Variables variables(ctx, &lookup_cache_, is_packed_);
+    Variables variables(ctx, &lookup_cache_, form_ == Form::kPacked);
     const int n = contract_.variables();
     std::vector<int> states(contract_.states().size());
+    int memory = -1;
+    if (is_compensated()) {
+      OP_REQUIRES_OK(ctx, variables.Find("states", access_, &states[0]));
+      OP_REQUIRES_OK(ctx, variables.Find("memory", access_, &memory));
+    }
     for (size_t s = 0; s < states.size(); ++s) {
+      if (is_compensated()) {
+        states[s] = states[0] + s * n;
+        continue;
+      }
       OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(), n,
                                          access_, &states[s]));
     }
@@ -109,6 +138,12 @@ class ApplyOp : public OpKernel {
                              : variables.CheckSameShape(grads[i].shape(),
                                                         "grad", i, var + i));
     }
+    tensorflow::OpInputList origins;
+    if (is_compensated()) {
+      OP_REQUIRES_OK(ctx, policy_.CheckMemory(variables, memory, var));
+      OP_REQUIRES_OK(ctx, ctx->input_list("origins", &origins));
+      OP_REQUIRES_OK(ctx, CheckOrigins(&variables, states, grads, origins));
+    }
     // Rows that lag behind may have to catch up.
     if (!lazy) averages_.LeaveIdle(rates, shadows, &variables);
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
@@ -132,18 +167,31 @@ class ApplyOp : public OpKernel {
         for (const int state : states) {
           data.push_back(variables.data(state + i));
         }
+        RowCompensation compensated;
+        if (is_compensated()) {
+          compensated = {&compensation_, policy_scalars.data(),
+                         origins[i].data(), MemoryOf(&variables, memory, i)};
+        }
         row_step_.Run(threads, data, variables.shape(var + i).dim_size(0),
                       variables.size(var + i), rows[i].values.data(),
-                      rows[i].sorted, scalars.data(), averages[i]);
+                      rows[i].sorted, scalars.data(), averages[i],
+                      is_compensated() ? &compensated : nullptr);
       }
     }
     if (lazy) return;
-    Pass pass;
+    Pass pass(NumberOf(sum_dtype_));
     const size_t var_bytes = SizeOf(NumberOf(dtype_));
-    if (!sparse_) {
-      pass.AddStage({step_, scalars.data(), static_cast<int>(states.size()) + 1,
-                     2 * states.size() * var_bytes +
-                         SizeOf(NumberOf(grad_dtype_)),
+    const size_t state_bytes = 2 * states.size() * var_bytes;
+    const int step_operands = static_cast<int>(states.size()) + 1;
+    if (!sparse_ && is_compensated()) {
+      compensation_.AddStagesBefore(policy_scalars.data(), &pass);
+      pass.AddStage({sum_step_, scalars.data(), step_operands, state_bytes,
+                     /*new_inputs=*/false,
+                     /*scratch=*/static_cast<int>(states.size())});
+      compensation_.AddStagesAfter(policy_scalars.data(), &pass);
+    } else if (!sparse_) {
+      pass.AddStage({step_, scalars.data(), step_operands,
+                     state_bytes + SizeOf(NumberOf(grad_dtype_)),
                      /*new_inputs=*/true});
     }
     averages_.AddStages(rates, sparse_ ? var_bytes : 0, &pass);
@@ -151,11 +199,21 @@ class ApplyOp : public OpKernel {
       std::vector<void*> operands;
       for (int i = 0; i < n; ++i) {
         operands.clear();
+        const std::vector<void*> of_policy = MemoryOf(&variables, memory, i);
+        if (!sparse_ && is_compensated()) {
+          compensation_.AddOperandsBefore(variables.data(var + i),
+                                          origins[i].data(), grads[i].data(),
+                                          of_policy, &operands);
+        }
         if (!sparse_) {
           for (const int state : states) {
             operands.push_back(variables.data(state + i));
           }
-          operands.push_back(grads[i].data());
+          operands.push_back(is_compensated() ? nullptr : grads[i].data());
+        }
+        if (!sparse_ && is_compensated()) {
+          compensation_.AddOperandsAfter(variables.data(var + i), of_policy,
+                                         &operands);
         }
         averages_.AddOperands(&variables, shadows, var, i, &operands);
         pass.AddVariable(variables.size(var + i), operands);
@@ -175,14 +233,20 @@ class ApplyOp : public OpKernel {
     Tensor sums;  // If a row has several gradients.
   };
 
+  bool is_compensated() const { return form_ == Form::kCompensated; }
+
+  static std::vector<double> ToVector(const Tensor& tensor) {
+    const auto values = tensor.vec<double>();
+    return {values.data(), values.data() + values.size()};
+  }
+
   absl::Status ReadScalars(OpKernelContext* ctx,
                            std::vector<double>* scalars) const {
-    if (is_packed_) {
+    if (form_ != Form::kOfRule) {
       const Tensor* vector;
       TF_RETURN_IF_ERROR(ctx->input("scalars", &vector));
       TF_RETURN_IF_ERROR(contract_.CheckScalars(vector->shape()));
-      const auto values = vector->vec<double>();
-      scalars->assign(values.data(), values.data() + values.size());
+      *scalars = ToVector(*vector);
       return absl::OkStatus();
     }
     for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
@@ -192,6 +256,37 @@ class ApplyOp : public OpKernel {
       }
       TF_RETURN_IF_ERROR(
           ReadScalar(ctx, scalar.name, &scalars->emplace_back()));
+    }
+    return absl::OkStatus();
+  }
+
+  // The policy's states of a variable; none if there is no policy.
+  std::vector<void*> MemoryOf(Variables* variables, int memory, int i) const {
+    std::vector<void*> data;
+    for (size_t m = 0; is_compensated() && m < compensation_.states(); ++m) {
+      data.push_back(
+          variables->data(memory + m * contract_.variables() + i));
+    }
+    return data;
+  }
+
+  absl::Status CheckOrigins(Variables* variables,
+                            const std::vector<int>& states,
+                            const tensorflow::OpInputList& grads,
+                            const tensorflow::OpInputList& origins) const {
+    for (int i = 0; i < contract_.variables(); ++i) {
+      TF_RETURN_IF_ERROR(policy_.CheckOrigins(i, origins[i].shape(),
+                                              grads[i].shape()));
+      const int var = states[0] + i;
+      // A resource variable is copied before it changes.
+      if (variables->resource(var) == nullptr && origins[i].NumElements() > 0 &&
+          origins[i].SharesBufferWith(*variables->tensor(var))) {
+        return absl::InvalidArgumentError(absl::StrCat(
+            "origins[", i, "] must be a copy of the weights, got the buffer ",
+            "of ", variables->Describe(var),
+            ", which every step changes. Pass a copy that was made before the "
+            "gradient was computed"));
+      }
     }
     return absl::OkStatus();
   }
@@ -337,10 +432,12 @@ class ApplyOp : public OpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
-  const bool is_packed_;
+  const Form form_;
   Variables::LookupCache lookup_cache_;
   Averages averages_;
   ApplyContract contract_;
+  CompensationContract policy_;
+  Compensation compensation_;
   Variables::Access access_;
   tensorflow::DataType dtype_;
   tensorflow::DataType grad_dtype_;
@@ -401,20 +498,34 @@ bool RegisterApply(std::integer_sequence<int, rules...>) {
 const bool apply_registered =
     RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
 
-OpKernel* MakePackedApply(OpKernelConstruction* ctx) {
+// For an op with the attribute `rule`.
+template <Form kForm, bool kSparse>
+OpKernel* MakeApplyOfRule(OpKernelConstruction* ctx) {
   std::string name;
   const RuleInfo* rule = nullptr;
   absl::Status status = ctx->GetAttr("rule", &name);
   if (status.ok()) status = FindUpdate(name, &rule);
   ctx->SetStatus(status);
-  return status.ok() ? new ApplyOp(ctx, *rule, /*sparse=*/false,
-                                   /*is_packed=*/true)
-                     : nullptr;
+  return status.ok() ? new ApplyOp(ctx, *rule, kSparse, kForm) : nullptr;
 }
 
 const bool packed_apply_registered = RegisterKernel(
     "Wrapopt>ApplyBundle", {"handles", "scalars", "decays", "accept"},
-    MakePackedApply);
+    MakeApplyOfRule<Form::kPacked, false>);
+
+template <bool kSparse>
+bool RegisterCompensated() {
+  for (const char* ref : {"", "Ref"}) {
+    RegisterKernelOnCpu(
+        absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "ApplyCompensated",
+                     ref),
+        MakeApplyOfRule<Form::kCompensated, kSparse>);
+  }
+  return true;
+}
+
+const bool compensated_apply_registered =
+    RegisterCompensated<false>() && RegisterCompensated<true>();
 
 }  // namespace
 }  // namespace wrapopt

@@ -321,6 +321,79 @@ absl::Status ApplyContract::CheckRows(const CheckedVariables& variables,
                                 " for each of indices[", i, "]"));
 }
 
+template <class Context>
+absl::Status CompensationContract::Init(Context* ctx, const RuleInfo& rule) {
+  std::string name, names;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("policy", &name));
+  for (const PolicyInfo& policy : kPolicies) {
+    if (name == policy.name()) policy_ = &policy;
+    absl::StrAppend(&names, names.empty() ? "" : ", ", policy.name());
+  }
+  if (policy_ == nullptr) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("policy must be one of ", names, ", got '", name, "'"));
+  }
+  int states, memory;
+  DataType dtype;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NS", &states));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NP", &memory));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("P", &memory_dtype_));
+  const int64_t expected_states =
+      n_ * static_cast<int64_t>(CountNames(rule.states));
+  if (states != expected_states) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "states must be ", expected_states, " variables, ",
+        CountNames(rule.states), " (", rule.states, ") for each of N = ", n_,
+        ", got ", states));
+  }
+  const int64_t expected_memory = n_ * static_cast<int64_t>(policy_->states());
+  if (memory != expected_memory) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "memory must be ", expected_memory, " variables, ", policy_->states(),
+        " for each of N = ", n_, ", got ", memory));
+  }
+  const DataType compute = dtype == tensorflow::DT_DOUBLE
+                               ? tensorflow::DT_DOUBLE
+                               : tensorflow::DT_FLOAT;
+  if (memory > 0 && memory_dtype_ != compute) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "memory must be of dtype ", DataTypeString(compute),
+        " for variables of dtype ", DataTypeString(dtype), ", got ",
+        DataTypeString(memory_dtype_)));
+  }
+  memory_dtype_ = compute;
+  return absl::OkStatus();
+}
+
+template absl::Status CompensationContract::Init(OpKernelConstruction* ctx,
+                                                 const RuleInfo& rule);
+template absl::Status CompensationContract::Init(InferenceContext* ctx,
+                                                 const RuleInfo& rule);
+
+absl::Status CompensationContract::CheckScalars(
+    const PartialTensorShape& shape) const {
+  return CheckShape("policy_scalars", shape, Vector(policy_->scalars()),
+                    "the policy's scalars");
+}
+
+absl::Status CompensationContract::CheckMemory(
+    const CheckedVariables& variables, int memory, int var) const {
+  for (size_t at = 0; at < n_ * policy_->states(); ++at) {
+    TF_RETURN_IF_ERROR(variables.CheckDtype(memory + at, memory_dtype_));
+    TF_RETURN_IF_ERROR(variables.CheckSameShape(memory + at, var + at % n_));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CompensationContract::CheckOrigins(
+    int i, const PartialTensorShape& shape,
+    const PartialTensorShape& grad) const {
+  return CheckShape(absl::StrCat("origins[", i, "]"), shape, grad,
+                    absl::StrCat("the shape of grad[", i, "]"));
+}
+
 namespace {
 
 // The length of the input that is of the attribute `count` resources, or of the

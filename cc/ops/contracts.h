@@ -184,6 +184,34 @@ class ApplyContract {
   tensorflow::DataType grad_dtype_;
 };
 
+// What the compensating Apply ops have besides.
+class CompensationContract {
+ public:
+  // Reads the attributes policy, N, NS, NP, T, P (of the policy's states).
+  template <class Context>
+  absl::Status Init(Context* ctx, const RuleInfo& rule);
+
+  // Checks the shape of the input "policy_scalars".
+  absl::Status CheckScalars(const tensorflow::PartialTensorShape& shape) const;
+  // Checks the policy's states, the list "memory". `var` is the first position
+  // of the variables.
+  absl::Status CheckMemory(const CheckedVariables& variables, int memory,
+                           int var) const;
+  // Checks origins[i], of the shape of grad[i].
+  absl::Status CheckOrigins(int i,
+                            const tensorflow::PartialTensorShape& shape,
+                            const tensorflow::PartialTensorShape& grad) const;
+
+  const PolicyInfo& policy() const { return *policy_; }
+  // That of the policy's states, in which a gradient is compensated.
+  tensorflow::DataType memory_dtype() const { return memory_dtype_; }
+
+ private:
+  const PolicyInfo* policy_ = nullptr;
+  int n_;
+  tensorflow::DataType memory_dtype_;
+};
+
 class AveragingAssignContract {
  public:
   // Reads the attributes N and T and those that tell the lengths of the lists.

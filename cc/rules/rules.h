@@ -43,6 +43,7 @@
 #include "cc/rules/adam_with_amsgrad.h"
 #include "cc/rules/centered_rms_prop.h"
 #include "cc/rules/centered_rms_prop_w.h"
+#include "cc/rules/compensation.h"
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
@@ -72,8 +73,12 @@
     kRows)                                                                   \
   X(CenteredRMSPropW, "var mg rms", "grad", "lr rho epsilon weight_decay",   \
     kAll)                                                                    \
+  X(ConstantDelayCompensation, "grad", "stale", "lambda", kRows)             \
+  X(DelayCompensation, "mean_square grad", "stale", "lambda rate epsilon",   \
+    kRows)                                                                   \
   X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
+  X(GapAware, "step_size grad", "stale", "rate", kRows)                      \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
@@ -91,6 +96,7 @@
     "lr rho epsilon weight_decay weight_decay_at_y pull push", kAll)         \
   X(ScheduleFreeSGD, "var z", "grad",                                        \
     "lr weight_decay weight_decay_at_y pull push", kAll)                     \
+  X(StepSize, "step_size before", "value", "rate", kRows)                    \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
 
 // Rules that differ from another one only in the step with a sparse gradient.
@@ -160,6 +166,30 @@ constexpr size_t CountNames(std::string_view names) {
   for (const char c : names) count += c == ' ';
   return count;
 }
+
+// How steps compensate for the age of gradients: see cc/rules/compensation.h.
+struct PolicyInfo {
+  // The rule before the step. Its states are those of the policy, and then the
+  // gradient. The policy has its name.
+  RuleId rule;
+  // Whether the rule StepSize, with state 0 of the policy, is after the step.
+  bool measures;
+
+  constexpr const char* name() const { return Info(rule).name; }
+  // The number of states of the policy, which a variable has one of each of.
+  constexpr size_t states() const { return CountNames(Info(rule).states) - 1; }
+  // Those of its rule, and then of StepSize.
+  constexpr size_t scalars() const {
+    return CountNames(Info(rule).scalars) +
+           (measures ? CountNames(Info(RuleId::kStepSize).scalars) : 0);
+  }
+};
+
+inline constexpr PolicyInfo kPolicies[] = {
+    {RuleId::kConstantDelayCompensation, false},
+    {RuleId::kDelayCompensation, false},
+    {RuleId::kGapAware, true},
+};
 
 }  // namespace wrapopt
 

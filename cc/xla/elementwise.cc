@@ -184,8 +184,20 @@ XlaOp Rows::Dense() const {
                  xla::CreateScalarAddComputation(type, grad_.builder()));
 }
 
-void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
-                absl::Span<const XlaOp> scalars) const {
+XlaOp Rows::Dense(const Sums& sums, XlaOp grad) const {
+  return Scatter(Zeros(dimensions_[0]), sums.index, grad,
+                 Replace(ComputeType(storage_), grad_.builder()),
+                 /*unique=*/true);
+}
+
+XlaOp Rows::Put(const Sums& sums, XlaOp array, XlaOp rows) const {
+  return Scatter(array, sums.index, rows,
+                 Replace(array.builder()->GetShape(array)->element_type(),
+                         array.builder()),
+                 /*unique=*/true);
+}
+
+Rows::Sums Rows::Sum() const {
   XlaBuilder* builder = grad_.builder();
   const xla::PrimitiveType type = ComputeType(storage_);
   // The first gradient of each row becomes the sum of all of them.
@@ -199,16 +211,18 @@ void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
       xla::Select(counts_, Gather(first_of_row, index_), number);
   const XlaOp sums = Scatter(Zeros(count_), first, grad_,
                              xla::CreateScalarAddComputation(type, builder));
-  const XlaOp index =
-      xla::Select(xla::Eq(first, number), index_,
-                  xla::ScalarLike(index_, dimensions_[0]));
+  return {sums, xla::Select(xla::Eq(first, number), index_,
+                            xla::ScalarLike(index_, dimensions_[0]))};
+}
 
+void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
+                absl::Span<const XlaOp> scalars) const {
+  const Sums sums = Sum();
   std::vector<XlaOp> rows;
-  for (const XlaOp& state : states) rows.push_back(Gather(state, index));
-  wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums}, scalars);
+  for (const XlaOp& state : states) rows.push_back(Get(sums, state));
+  wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums.grad}, scalars);
   for (size_t s = 0; s < states.size(); ++s) {
-    states[s] = Scatter(states[s], index, rows[s],
-                        Replace(storage_, builder), /*unique=*/true);
+    states[s] = Put(sums, states[s], rows[s]);
   }
 }
 

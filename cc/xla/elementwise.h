@@ -68,6 +68,20 @@ class Rows {
   void Step(RuleId rule, absl::Span<xla::XlaOp> states,
             absl::Span<const xla::XlaOp> scalars) const;
 
+  // The sum of each row's gradients, at the position of the first of them, and
+  // the row of each. The other positions have the row past the last.
+  struct Sums {
+    xla::XlaOp grad;
+    xla::XlaOp index;
+  };
+  Sums Sum() const;
+  xla::XlaOp Get(const Sums& sums, xla::XlaOp array) const {
+    return Gather(array, sums.index);
+  }
+  xla::XlaOp Put(const Sums& sums, xla::XlaOp array, xla::XlaOp rows) const;
+  // The whole gradient: rows `grad` in the places of the sums, else zero.
+  xla::XlaOp Dense(const Sums& sums, xla::XlaOp grad) const;
+
  private:
   // The array with `updates` combined into its rows `index`.
   xla::XlaOp Scatter(xla::XlaOp array, xla::XlaOp index, xla::XlaOp updates,

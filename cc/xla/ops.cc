@@ -5,6 +5,7 @@
 // HLO, which does not check values known only at run time, such as a decay or
 // an index that is not a constant. There, the formula is applied to a decay,
 // rate or weight out of range, and an index out of range is ignored.
+#include <algorithm>
 #include <iterator>
 #include <optional>
 #include <string>
@@ -15,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
+#include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "cc/xla/custom_call.h"
@@ -333,13 +335,67 @@ class LazyAveragesXlaOpOf : public LazyAveragesXlaOp {
       : LazyAveragesXlaOp(ctx, kKind) {}
 };
 
+// Compensates gradients for their age: see cc/rules/compensation.h.
+class XlaCompensation : public CompensationContract {
+ public:
+  // Reads the policy's scalars in the compute type `type`.
+  absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type) {
+    TF_RETURN_IF_ERROR(CheckScalars(ctx->InputShape("policy_scalars")));
+    scalars_.clear();
+    const XlaOp vector =
+        xla::ConvertElementType(ctx->Input("policy_scalars"), type);
+    for (size_t c = 0; c < policy().scalars(); ++c) {
+      scalars_.push_back(Element(vector, c));
+    }
+    return absl::OkStatus();
+  }
+
+  // The gradient that the step takes. `memory` are the policy's states of the
+  // variable, or rows of them.
+  XlaOp Before(XlaOp var, XlaOp origin, XlaOp grad,
+               std::vector<XlaOp>* memory) const {
+    const xla::PrimitiveType type = XlaType(memory_dtype());
+    std::vector<XlaOp> states = *memory;
+    states.push_back(xla::ConvertElementType(var, type) -
+                     xla::ConvertElementType(origin, type));
+    const size_t count = CountNames(Info(policy().rule).scalars);
+    Step(policy().rule, type, absl::MakeSpan(states), {grad},
+         absl::MakeConstSpan(scalars_).subspan(0, count));
+    std::copy_n(states.begin(), memory->size(), memory->begin());
+    return states.back();
+  }
+
+  // Measures the step from `before` to `after`.
+  void After(XlaOp before, XlaOp after, std::vector<XlaOp>* memory) const {
+    if (!policy().measures) return;
+    const xla::PrimitiveType type = XlaType(memory_dtype());
+    XlaOp states[] = {(*memory)[0], xla::ConvertElementType(before, type)};
+    Step(RuleId::kStepSize, type, absl::MakeSpan(states), {after},
+         {scalars_.back()});
+    (*memory)[0] = states[0];
+  }
+
+ private:
+  std::vector<XlaOp> scalars_;
+};
+
 class ApplyXlaOp : public XlaOpKernel {
  public:
-  ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse)
-      : XlaOpKernel(ctx), rule_(rule), sparse_(sparse) {
+  ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
+             bool is_compensated = false)
+      : XlaOpKernel(ctx),
+        rule_(rule),
+        sparse_(sparse),
+        is_compensated_(is_compensated) {
+    using Scalars = ApplyContract::Scalars;
     OP_REQUIRES_OK(ctx, averages_.Init(ctx));
-    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
+                                       is_compensated ? Scalars::kVector
+                                                      : Scalars::kByName));
     OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
+    if (is_compensated) {
+      OP_REQUIRES_OK(ctx, compensation_.Init(ctx, rule));
+    }
     type_ = XlaType(contract_.dtype());
     compute_ = ComputeType(type_);
   }
@@ -359,7 +415,22 @@ class ApplyXlaOp : public XlaOpKernel {
 
     XlaVariables variables(ctx);
     std::vector<int> states(contract_.states().size());
+    int memory = -1;
+    Inputs origins;
+    if (is_compensated_) {
+      OP_REQUIRES_OK(ctx,
+                     variables.Find("states", Access::kWrite, &states[0]));
+      OP_REQUIRES_OK(ctx, variables.Find("memory", Access::kWrite, &memory));
+      OP_REQUIRES_OK(ctx,
+                     compensation_.CheckMemory(variables, memory, states[0]));
+      OP_REQUIRES_OK(ctx, compensation_.ReadScalars(ctx, compute_));
+      OP_REQUIRES_OK(ctx, ReadInputs(ctx, "origins", &origins));
+    }
     for (size_t s = 0; s < states.size(); ++s) {
+      if (is_compensated_) {
+        states[s] = states[0] + s * contract_.variables();
+        continue;
+      }
       OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
                                          Access::kWrite, &states[s]));
     }
@@ -386,11 +457,17 @@ class ApplyXlaOp : public XlaOpKernel {
                                         grads.shapes[i], "grad", i, var));
       OP_REQUIRES_OK(ctx, CheckStatic("grad", i, grads.ops[i],
                                       /*first_dimension=*/sparse_ ? 1 : 0));
+      if (is_compensated_) {
+        OP_REQUIRES_OK(ctx, compensation_.CheckOrigins(i, origins.shapes[i],
+                                                       grads.shapes[i]));
+        OP_REQUIRES_OK(ctx, CheckStatic("origins", i, origins.ops[i],
+                                        /*first_dimension=*/sparse_ ? 1 : 0));
+      }
     }
 
     bool calls;
     OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
-    if (calls) {
+    if (calls && !is_compensated_) {
       OP_REQUIRES_OK(ctx, Call(ctx, &variables, states, shadows, log_decays,
                                grads.ops, indices.ops));
       return;
@@ -410,17 +487,52 @@ class ApplyXlaOp : public XlaOpKernel {
       bool is_step_accepted = false;
       std::optional<Rows> moved;  // The rows that the averages move in.
       std::vector<XlaOp> caught_up;
+      std::vector<XlaOp> of_policy;  // The policy's states, after the step.
+      const size_t policy_states =
+          is_compensated_ ? compensation_.policy().states() : 0;
+      for (size_t m = 0; m < policy_states; ++m) {
+        of_policy.push_back(
+            variables.value(memory + m * contract_.variables() + i));
+      }
       if (!sparse_) {
-        Step(rule_.id, type_, absl::MakeSpan(after), {grads.ops[i]}, scalars);
+        XlaOp grad = grads.ops[i];
+        if (is_compensated_) {
+          grad = compensation_.Before(after[0], origins.ops[i], grad,
+                                      &of_policy);
+        }
+        const XlaOp before = after[0];
+        Step(rule_.id, type_, absl::MakeSpan(after), {grad}, scalars);
+        if (is_compensated_) {
+          compensation_.After(before, Stored(after[0], type_), &of_policy);
+        }
       } else if (shape.num_elements() > 0) {
         Rows rows(type_, shape.dim_sizes(), grads.ops[i], indices.ops[i]);
-        if (rule_.sparse == Sparse::kAll) {
+        if (is_compensated_ && accept) rows.Keep(*accept);
+        if (rule_.sparse == Sparse::kAll && is_compensated_) {
+          const Rows::Sums sums = rows.Sum();
+          const XlaOp before = rows.Get(sums, after[0]);
+          std::vector<XlaOp> of_rows;
+          for (const XlaOp& state : of_policy) {
+            of_rows.push_back(rows.Get(sums, state));
+          }
+          const XlaOp grad =
+              compensation_.Before(before, Padded(origins.ops[i]), sums.grad,
+                                   &of_rows);
+          Step(rule_.id, type_, absl::MakeSpan(after),
+               {rows.Dense(sums, grad)}, scalars);
+          compensation_.After(before,
+                              rows.Get(sums, Stored(after[0], type_)),
+                              &of_rows);
+          for (size_t m = 0; m < policy_states; ++m) {
+            of_policy[m] = rows.Put(sums, of_policy[m], of_rows[m]);
+          }
+        } else if (rule_.sparse == Sparse::kAll) {
           Step(rule_.id, type_, absl::MakeSpan(after), {rows.Dense()},
                scalars);
         } else {
           // A scatter of some rows is in place. A select of whole arrays would
           // copy them.
-          if (accept) rows.Keep(*accept);
+          if (accept && !is_compensated_) rows.Keep(*accept);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
             const int at = k * averages_.values() + i;
             caught_up.push_back(rows.CaughtUp(
@@ -429,7 +541,12 @@ class ApplyXlaOp : public XlaOpKernel {
                 variables.value(log_decays + at)));
             moved.emplace(rows);
           }
-          rows.Step(rule_.id, absl::MakeSpan(after), scalars);
+          if (is_compensated_) {
+            StepOfRows(rows, Padded(origins.ops[i]), scalars, &after,
+                       &of_policy);
+          } else {
+            rows.Step(rule_.id, absl::MakeSpan(after), scalars);
+          }
           is_step_accepted = true;
         }
       }
@@ -437,12 +554,22 @@ class ApplyXlaOp : public XlaOpKernel {
         if (!is_step_accepted) after[s] = accepted(after[s], states[s] + i);
         OP_REQUIRES_OK(ctx, variables.Assign(states[s] + i, after[s]));
       }
+      for (size_t m = 0; m < policy_states; ++m) {
+        const int at = memory + m * contract_.variables() + i;
+        // Of a sparse gradient, no row counts if the step is not accepted.
+        OP_REQUIRES_OK(ctx, variables.Assign(
+                                at, sparse_ ? of_policy[m]
+                                            : accepted(of_policy[m], at)));
+      }
       const XlaOp value = Stored(after[0], type_);
       for (int k = 0; k < averages_.per_value(); ++k) {
         const int shadow = shadows + k * averages_.values() + i;
         if (averages_.lazy()) {
-          if (!moved) continue;  // The variable has no element.
           const int log = log_decays + k * averages_.values() + i;
+          if (!moved) {  // The variable has no element.
+            OP_REQUIRES_OK(ctx, variables.Assign(log, variables.value(log)));
+            continue;
+          }
           OP_REQUIRES_OK(
               ctx, variables.Assign(
                        shadow, moved->Put(variables.value(shadow),
@@ -463,6 +590,32 @@ class ApplyXlaOp : public XlaOpKernel {
   }
 
  private:
+  // The compensated step of the rows that have gradients.
+  void StepOfRows(const Rows& rows, XlaOp origins,
+                  const std::vector<XlaOp>& scalars,
+                  std::vector<XlaOp>* states,
+                  std::vector<XlaOp>* memory) const {
+    const Rows::Sums sums = rows.Sum();
+    std::vector<XlaOp> of_states, of_memory;
+    for (const XlaOp& state : *states) {
+      of_states.push_back(rows.Get(sums, state));
+    }
+    for (const XlaOp& state : *memory) {
+      of_memory.push_back(rows.Get(sums, state));
+    }
+    const XlaOp before = of_states[0];
+    const XlaOp grad =
+        compensation_.Before(before, origins, sums.grad, &of_memory);
+    Step(rule_.id, type_, absl::MakeSpan(of_states), {grad}, scalars);
+    compensation_.After(before, Stored(of_states[0], type_), &of_memory);
+    for (size_t s = 0; s < states->size(); ++s) {
+      (*states)[s] = rows.Put(sums, (*states)[s], of_states[s]);
+    }
+    for (size_t m = 0; m < memory->size(); ++m) {
+      (*memory)[m] = rows.Put(sums, (*memory)[m], of_memory[m]);
+    }
+  }
+
   absl::Status Call(XlaOpKernelContext* ctx, XlaVariables* variables,
                     const std::vector<int>& states, int shadows,
                     int log_decays, const std::vector<XlaOp>& grads,
@@ -492,6 +645,15 @@ class ApplyXlaOp : public XlaOpKernel {
 
   absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type,
                            std::vector<XlaOp>* scalars) const {
+    if (is_compensated_) {
+      TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
+      const XlaOp vector =
+          xla::ConvertElementType(ctx->Input("scalars"), type);
+      for (size_t c = 0; c < contract_.scalars().size(); ++c) {
+        scalars->push_back(Element(vector, c));
+      }
+      return absl::OkStatus();
+    }
     for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
       if (scalar.is_attribute) {
         scalars->push_back(Scalar(ctx, type, scalar.attribute));
@@ -509,8 +671,10 @@ class ApplyXlaOp : public XlaOpKernel {
 
   const RuleInfo& rule_;
   const bool sparse_;
+  const bool is_compensated_;
   XlaAverages averages_;
   ApplyContract contract_;
+  XlaCompensation compensation_;
   xla::PrimitiveType type_, compute_;
 };
 
@@ -644,6 +808,18 @@ OpKernel* MakeApply(OpKernelConstruction* ctx) {
   return new ApplyXlaOp(ctx, kRules[kRule], kSparse);
 }
 
+template <bool kSparse>
+OpKernel* MakeCompensatedApply(OpKernelConstruction* ctx) {
+  std::string name;
+  const RuleInfo* rule = nullptr;
+  absl::Status status = ctx->GetAttr("rule", &name);
+  if (status.ok()) status = FindUpdate(name, &rule);
+  ctx->SetStatus(status);
+  return status.ok() ? new ApplyXlaOp(ctx, *rule, kSparse,
+                                      /*is_compensated=*/true)
+                     : nullptr;
+}
+
 template <int... rules>
 void RegisterApply(std::integer_sequence<int, rules...>) {
   auto one = [](auto rule) {
@@ -672,6 +848,9 @@ const bool xla_registered = [] {
   RegisterXlaKernel("Wrapopt>CheckInitialized",
                     &Make<CheckInitializedXlaOp>);
   RegisterXlaKernel("Wrapopt>Exchange", &Make<SwapXlaOp>);
+  RegisterXlaKernel("Wrapopt>ApplyCompensated", &MakeCompensatedApply<false>);
+  RegisterXlaKernel("Wrapopt>SparseApplyCompensated",
+                    &MakeCompensatedApply<true>);
   RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
   return true;
 }();

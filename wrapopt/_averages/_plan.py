@@ -130,7 +130,8 @@ class Plan:
                  for s in self._touched[i] or ()]
     return [op for op in caught_up if op is not None]
 
-  def run(self, update, grads, scalars, decays, *args, members=None):
+  def run(self, update, grads, scalars, decays, *args, members=None,
+          **kwargs):
     """Takes a step by a native op, and updates averages in its pass.
 
     Args:
@@ -140,6 +141,7 @@ class Plan:
       decays: As there.
       *args: Further arguments of `ops.Update.run`.
       members: The positions of the variables; by default all.
+      **kwargs: Further arguments, by name.
 
     Returns:
       An operation in a graph, else None.
@@ -149,7 +151,8 @@ class Plan:
         [s.log_decays for s in of_variable] if of_variable else
         [None] * len(self._shadows) for of_variable in touched]) if any(
             touched) else ()
-    return update.run(grads, scalars, decays, *args, log_decays=log_decays)
+    return update.run(grads, scalars, decays, *args, log_decays=log_decays,
+                      **kwargs)
 
   def update(self, decays, members=None):
     """Updates averages after a step that no native op has taken.

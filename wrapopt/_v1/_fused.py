@@ -190,7 +190,9 @@ def apply_gradients(opt, rule, step):
       done = plan.run(
           update, grads, rule.scalars(opt),
           averages.schedule.now(step.global_step) if averages else [],
-          step.accept, opt._use_locking)
+          step.accept, opt._use_locking,
+          **({} if step.compensation is None else
+             {"compensation": step.compensation.of(variables)}))
     updates = [] if done is None else [done]
     if averages:
       updates = averages.schedule.count(updates, step.accept)

@@ -21,6 +21,7 @@ from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 from wrapopt._averages import _swap
+from wrapopt._v1 import _compensation
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _two_passes
@@ -42,6 +43,8 @@ class Step(typing.NamedTuple):
     options: Further arguments of the inner optimizer's `apply_gradients`.
     accept: True, or a scalar bool tensor. If it is false, nothing changes.
     transform: A function that is applied to each accepted gradient, or None.
+    compensation: The `_compensation.Compensated` of the step, or None. A step
+      that has it has no `transform`.
     averages: The `_plan.Averages` that this step updates, or None.
     points: The `_schedule_free.Points` of the step, or None. A step that has
       them has no averages and no `accept`.
@@ -57,6 +60,7 @@ class Step(typing.NamedTuple):
   options: dict[str, typing.Any] = {}
   accept: typing.Any = True
   transform: typing.Callable | None = None
+  compensation: _compensation.Compensated | None = None
   averages: _plan.Averages | None = None
   points: _schedule_free.Points | None = None
   one_pass: bool | None = None
@@ -175,7 +179,8 @@ class Innermost:
     rule = _fused.rule_of(opt)
     if (rule is not None and step.one_pass and not is_late and
         step.options.keys() <= _OPTIONS and
-        _fused.can_apply(opt, step.grads_and_vars)):
+        _fused.can_apply(opt, step.grads_and_vars) and
+        _has_compensating_kernel(step)):
       if is_gated:
         _create_slots(opt, step)
         step = step._replace(grads_and_vars=_hold_back(step))
@@ -265,10 +270,13 @@ def where_accepted(opt, step, apply):
   counted = []
 
   def taken():
+    pairs, after = (
+        (_transformed(step), lambda done: done) if step.compensation is None
+        else step.compensation.take(step.grads_and_vars))
     done, counts = apply(step._replace(
-        grads_and_vars=_transformed(step), accept=True, transform=None))
+        grads_and_vars=pairs, accept=True, transform=None, compensation=None))
     counted.append(counts)
-    return done
+    return after(done)
 
   done = _control_flow.cond(step.accept, taken, _any_ref(step.grads_and_vars))
   return Taken(done, all(counted))
@@ -360,6 +368,12 @@ def _names_of_non_slots():
     outer = tf.compat.v1.get_default_graph().get_name_scope()
     with tf.name_scope(f"{outer}/cond/" if outer else "cond/"):
       yield
+
+
+def _has_compensating_kernel(step):
+  """Whether the op of a step could compensate its gradients, if it must."""
+  return step.compensation is None or step.compensation.has_kernel(
+      [v for g, v in step.grads_and_vars if g is not None])
 
 
 def _any_ref(grads_and_vars):

@@ -16,6 +16,8 @@ from wrapopt.ops import _check
 from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
+from wrapopt.ops._compensation import Compensation
+from wrapopt.ops._compensation import state_dtype
 from wrapopt.ops._scalars import float64
 from wrapopt.ops._scalars import float64_vector
 
@@ -30,7 +32,8 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
           grads: Sequence[Gradient], scalars: Mapping[str, Any],
           shadows: Any = (), decay: Any = (), accept: Bool = True,
           use_locking: bool = True, name: Optional[str] = None,
-          log_decays: Sequence[Any] = ()) -> Optional[Operation]:
+          log_decays: Sequence[Any] = (), *,
+          compensation: Optional[Compensation] = None) -> Optional[Operation]:
   """Takes an optimizer's step and averages the result, in one pass over memory.
 
   For each variable, its slots and its gradient, it applies the update rule of
@@ -80,6 +83,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
       If a shadow has one and its variable has a sparse gradient, the shadow
       moves in the rows that the gradient holds. The others lag behind until
       `catch_up`. This needs a rule that changes no other row.
+    compensation: A `Compensation` for the age of the gradients, or None. It has
+      no kernel for a GPU: the variables must be on a CPU, or XLA compiles the
+      op.
 
   Returns:
     As `ema_update`.
@@ -91,7 +97,8 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   update = Update(rule, states, shadows, decay)
   with tf.control_dependencies(_lagging.settle(list(states["var"]))):
     return update.run(
-        grads, scalars, decay, accept, use_locking, name, log_decays)
+        grads, scalars, decay, accept, use_locking, name, log_decays,
+        compensation)
 
 
 class Update:
@@ -147,7 +154,7 @@ class Update:
     self._groups = {}  # By the kinds of the gradients.
 
   def run(self, grads, scalars, decay=(), accept=True, use_locking=True,
-          name=None, log_decays=()):
+          name=None, log_decays=(), compensation=None):
     """Takes a step; arguments and result are as in `apply`."""
     decays = _check.decays(decay)
     grads = list(grads)
@@ -165,6 +172,10 @@ class Update:
     if groups is None:
       groups = self._groups[kinds] = self._make_groups(
           kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
+    if compensation is not None:
+      # A gradient that is held back may have another shape.
+      compensation = compensation._checked(
+          self._variables, grads if accept is True else compensation.origins)
     updates = []
     with tf.name_scope(name or f"Apply{self._rule}"):
       for group in groups:
@@ -172,9 +183,12 @@ class Update:
             list(grads) if len(groups) == 1 else
             [grads[i] for i in group.members],
             scalars, decays, accept, use_locking)
-        pack = self._pack_of(group)
+        pack = None if compensation else self._pack_of(group)
         with _after(updates, group):
           updates.append(
+              self._emit_compensated(group, *arguments, log_decays,
+                                     compensation)
+              if compensation else
               self._emit_with_lists(group, *arguments, log_decays)
               if pack is None else
               self._emit_with_pack(group, pack, *arguments))
@@ -235,11 +249,48 @@ class Update:
 
   def _emit_with_lists(self, group, grads, scalars, decays, accept, use_locking,
                        log_decays):
-    first, sparse = group.first, group.indices_dtype
-    op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_"
-                 f"{_RULES[self._rule]}{'_ref' if first.is_ref else ''}")
     arguments = {state: self._flat(group, [slots])
                  for state, slots in self._states.items()}
+    if not group.first.is_ref:  # Handles do not tell their dtypes.
+      arguments["T"] = group.first.dtype
+    with _emit.host_of(group.first):
+      arguments.update({k: v if isinstance(v, bool) else float64(v)
+                        for k, v in scalars.items()})
+    return self._emit(_RULES[self._rule], group, arguments, grads, decays,
+                      accept, use_locking, log_decays)
+
+  def _emit_compensated(self, group, grads, scalars, decays, accept,
+                        use_locking, log_decays, compensation):
+    first, states = group.first, compensation.states.values()
+    for row in states:
+      for i in group.members:
+        if (_variables.is_ref(row[i]) != first.is_ref or
+            row[i].device != first.device):
+          raise ValueError(
+              f"The states of `compensation` must be on the device and of the "
+              f"kind (resource or ref) of their variable, "
+              f"'{self._variables[i].name}', got '{row[i].name}'.")
+    arguments = {
+        "states": self._flat(group, [
+            self._states[s] for s in _native.rules()[self._rule].states]),
+        "memory": self._flat(group, states),
+        "origins": [compensation.origins[i] for i in group.members],
+        "rule": self._rule, "policy": compensation.policy}
+    if not first.is_ref:
+      arguments["P"] = state_dtype(first.dtype)
+    with _emit.host_of(first):
+      arguments.update(
+          scalars=float64_vector(_scalars_in_order(self._rule, scalars)),
+          policy_scalars=float64_vector(compensation._scalars_in_order()))
+    return self._emit("compensated", group, arguments, grads, decays, accept,
+                      use_locking, log_decays)
+
+  def _emit(self, name, group, arguments, grads, decays, accept, use_locking,
+            log_decays):
+    """Emits an op with arguments that are not the same for all ops."""
+    first, sparse = group.first, group.indices_dtype
+    op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_{name}"
+                 f"{'_ref' if first.is_ref else ''}")
     arguments["shadows"] = self._flat(group, group.shadows)
     if sparse and not first.is_ref:
       arguments["log_decays"] = (
@@ -249,8 +300,8 @@ class Update:
       arguments["indices"] = [g.indices for g in grads]
     else:
       arguments["grad"] = grads
-    if not first.is_ref:  # Handles do not tell their dtypes.
-      arguments.update(T=first.dtype, S=first.shadow_dtype)
+    if not first.is_ref:
+      arguments["S"] = first.shadow_dtype
     # A sparse gradient may have any number of rows.
     shapes_known = all(
         g.shape.rank is not None and
@@ -259,8 +310,6 @@ class Update:
     allowed = accept is True or shapes_known
     with _emit.host_of(first):
       arguments.update(
-          {k: v if isinstance(v, bool) else float64(v)
-           for k, v in scalars.items()},
           decays=float64_vector(decays if group.shadows else []),
           accept=tf.convert_to_tensor(accept))
     with _emit.device_of(first), _emit.compiled_where(allowed):

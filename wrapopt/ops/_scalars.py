@@ -1,7 +1,6 @@
 """Scalar arguments of an op: numbers, tensors and variables, as tensors."""
 
 import numbers
-import typing
 
 import numpy as np
 import tensorflow as tf
