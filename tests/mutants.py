@@ -76,8 +76,8 @@ def _mutants():
           "//tests:compensation_test")
   yield m("compensation: the weights of now are those of the gradient",
           "wrapopt/_v1/_origins.py",
-          "origins[id(v)] = _rows(values[0].outputs[0], g)",
-          "origins[id(v)] = _rows(v.read_value(), g)",
+          "origins[id(v)] = _rows(values[0].outputs[0], g, v)",
+          "origins[id(v)] = _rows(v.read_value(), g, v)",
           "//tests:delay_policies_test")
   yield m("loop: the last element of a group is left out",
           "cc/engine/elementwise.cc",

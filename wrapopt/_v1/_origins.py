@@ -103,8 +103,7 @@ def of_values(pairs, value_of):
           v, "no value of it in the record", "Read it in the block of "
           "record_step(), or name it in its argument `variables` if a "
           "tf.function reads it")
-    with ops.device_of(v):
-      origins[id(v)] = _rows(value, g)
+    origins[id(v)] = _rows(value, g, v)
   return origins
 
 
@@ -119,22 +118,21 @@ def in_graph(pairs):
     found = reads[id(_records.from_outside(_records.graph_input(v)))]
     values = [op for op in found if op.type in (_READ, _COPY)]
     gathers = [op for op in found if op.type == _GATHER]
-    with ops.device_of(v):
-      if isinstance(g, tf.IndexedSlices) and gathers:
+    if isinstance(g, tf.IndexedSlices) and gathers:
+      with ops.device_of(v):
         origins[id(v)] = _gathered(g, gathers)
-      elif values:
-        # The first of several counts: it is the oldest.
-        origins[id(v)] = _rows(values[0].outputs[0], g)
-      elif any(op.type in _IN_PLACE for op in found):
-        raise _not_found(
-            v, "a ref variable that is read in place, so that its old value "
-            "is lost", "Build the loss in the block of record_step(), or make "
-            "the variable with use_resource=True")
-      else:
-        raise _not_found(
-            v, "no op that reads it before its gradient, outside of loops, "
-            "branches and functions",
-            "Read it in the block of record_step()")
+    elif values:
+      # The first of several counts: it is the oldest.
+      origins[id(v)] = _rows(values[0].outputs[0], g, v)
+    elif any(op.type in _IN_PLACE for op in found):
+      raise _not_found(
+          v, "a ref variable that is read in place, so that its old value is "
+          "lost", "Build the loss in the block of record_step(), or make the "
+          "variable with use_resource=True")
+    else:
+      raise _not_found(
+          v, "no op that reads it before its gradient, outside of loops, "
+          "branches and functions", "Read it in the block of record_step()")
   return origins
 
 
@@ -145,11 +143,12 @@ def _not_found(variable, got, remedy):
       "apply_gradients as `origins`.")
 
 
-def _rows(value, gradient):
+def _rows(value, gradient, variable):
   """Of the value of a variable, the part that a gradient is of."""
-  if isinstance(gradient, tf.IndexedSlices):
+  if not isinstance(gradient, tf.IndexedSlices):
+    return value
+  with ops.device_of(variable):
     return tf.gather(value, gradient.indices)
-  return value
 
 
 def _gathered(gradient, gathers):
