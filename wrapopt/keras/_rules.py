@@ -220,7 +220,7 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
       [0.0] * len(averages))
   if tf.executing_eagerly():
     facts = facts or cache.begin(values)
-    facts[rule.rule, *members] = _CachedUpdate(held, update)
+    facts[(rule.rule, *members)] = _CachedUpdate(held, update)
   return update
 
 
