@@ -665,7 +665,7 @@ def test_a_limit_that_is_no_integer(staleness):
 @pytest.mark.parametrize("policy", ["halve", None, 0.5], ids=repr)
 def test_no_policy(policy):
   with pytest.raises(ValueError, match=(
-      "`policy` must be 'drop', 'scale' or a function of the staleness, got")):
+      "`policy` must be 'drop', 'scale' or a function of the staleness, or")):
     wk.DropStaleGradient(K.SGD(), 1, policy=policy)
 
 

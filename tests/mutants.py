@@ -75,7 +75,7 @@ def _mutants():
           "const int64_t at = sorted[next_j - 1].position * row + begin;",
           "//tests:compensation_test")
   yield m("compensation: the weights of now are those of the gradient",
-          "wrapopt/_v1/_origins.py",
+          "wrapopt/_gates/_origins.py",
           "origins[id(v)] = _rows(values[0].outputs[0], g, v)",
           "origins[id(v)] = _rows(v.read_value(), g, v)",
           "//tests:delay_policies_test")

@@ -27,8 +27,8 @@ from wrapopt import ops
 from wrapopt import sysconfig
 from wrapopt._averages._decays import HalfLife
 from wrapopt._averages._decays import PowerDecay
-from wrapopt._v1._policies import DelayCompensation
-from wrapopt._v1._policies import GapAware
+from wrapopt._gates._policies import DelayCompensation
+from wrapopt._gates._policies import GapAware
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter

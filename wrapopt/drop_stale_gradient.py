@@ -13,17 +13,17 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import _lookup_cache
-from wrapopt import _records
-from wrapopt import _staleness
-from wrapopt import _tokens
 from wrapopt import ops
 from wrapopt._averages import _replicas
+from wrapopt._gates import _compensation
+from wrapopt._gates import _origins
+from wrapopt._gates import _policies
+from wrapopt._gates import _records
+from wrapopt._gates import _staleness
+from wrapopt._gates import _tokens
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
-from wrapopt._v1 import _compensation
-from wrapopt._v1 import _origins
-from wrapopt._v1 import _policies
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 from wrapopt._v1._unique_variable import get_unique_variable

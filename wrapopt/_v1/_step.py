@@ -14,14 +14,14 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt import _handle_pack
 from wrapopt import _lookup_cache
-from wrapopt import _records
-from wrapopt import _tokens
 from wrapopt import ops
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 from wrapopt._averages import _swap
-from wrapopt._v1 import _compensation
+from wrapopt._gates import _compensation
+from wrapopt._gates import _records
+from wrapopt._gates import _tokens
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _two_passes

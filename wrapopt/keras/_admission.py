@@ -16,10 +16,10 @@ import typing
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _records
-from wrapopt import _tokens
 from wrapopt import ops
 from wrapopt._averages import _replicas
+from wrapopt._gates import _records
+from wrapopt._gates import _tokens
 from wrapopt.keras import _rules
 
 
@@ -31,11 +31,13 @@ class Admitted(typing.NamedTuple):
     number: Its number, a scalar int64 tensor.
     ticket: As in `wrapopt.ops.StalenessVerdict`.
     transform: A function that is applied to each gradient, or None.
+    compensation: The `_compensation.Compensated` of the step, or None.
   """
   accept: typing.Any
   number: tf.Tensor
   ticket: tf.Tensor
   transform: typing.Callable | None = None
+  compensation: typing.Any = None
 
 
 class Number:
@@ -102,6 +104,7 @@ class _Asked:
     self._ticket, self._locked = admitted.ticket, None
     # What the op of the step is told, if nothing else can refuse it.
     self._told = admitted.accept if only_op else True
+    self._compensation = admitted.compensation
 
   def transformed(self, grads):
     """The gradients with which to take it."""
@@ -127,6 +130,11 @@ class Steps:
     """True, or a bool tensor: whether the op takes the step of this thread."""
     return True if self.number is None else self._taken.accept
 
+  @property
+  def compensation(self):
+    """As in `Admitted`, of the step of this thread."""
+    return None if self.number is None else self._taken.compensation
+
   def ask_first(self, opt, gate):
     """Whether a step has to ask for admission.
 
@@ -138,12 +146,13 @@ class Steps:
         gate is not None or _replicas.is_shared(_iterations(opt)))
 
   @contextlib.contextmanager
-  def asking(self, opt, grads, gate, checks, is_one_op):
+  def asking(self, opt, grads, variables, gate, checks, is_one_op):
     """The context of a step that asks for admission.
 
     Args:
       opt: The optimizer.
       grads: Gradients: tensors, `tf.IndexedSlices` or None.
+      variables: Their variables.
       gate: As in `ask_first`.
       checks: The operations that it must wait for.
       is_one_op: Whether the step is one op on each server.
@@ -169,7 +178,8 @@ class Steps:
         token = _tokens.next_of_function() if shared else _tokens.NONE
         admitted = (Admitted(*ops.begin_update(iterations, token=token))
                     if gate is None else gate._admit(
-                        iterations, [g for g in grads if g is not None], token))
+                        iterations, [(g, _rules.value(v)) for g, v in zip(
+                            grads, variables) if g is not None], token))
       # Without a gate only the second try of a step is refused.
       asked = _Asked(iterations, admitted, lock,
                      only_op=gate is None and is_one_op)
@@ -189,6 +199,7 @@ class Steps:
       first = [] if tf.executing_eagerly() else [asked._locked]
     self._taken.number = Number(asked._number, iterations.dtype)
     self._taken.accept = asked._told
+    self._taken.compensation = asked._compensation
     try:
       with _records.new_stateful_ops() as new, tf.control_dependencies(first):
         yield

@@ -225,7 +225,7 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
 
 
 def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          rows_stay, sum_duplicates, cache, accept=True):
+          rows_stay, sum_duplicates, cache, accept=True, compensation=None):
   """Updates variables, with one op for each device and dtype.
 
   Keras takes the step of a sparse gradient itself, if the op would not sum the
@@ -246,6 +246,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     cache: A `LookupCache` of this optimizer's.
     accept: As in `wrapopt.ops.apply`. If it is not True, Keras takes no part of
       the step.
+    compensation: A `_compensation.Compensated`, or None. The same holds.
   """
   values = _lookup_cache.Variables(map(value, variables))
   grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
@@ -285,7 +286,9 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     if rule.decays_weights:
       scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
     plan.run(_update_of(opt, rule, values, members, cache, averages),
-             chosen(grads), scalars, decays, accept, members=members)
+             chosen(grads), scalars, decays, accept, members=members,
+             **({} if compensation is None else
+                {"compensation": compensation.of(chosen(values))}))
   if of_keras:
     with plan.moving():
       cls._backend_update_step(opt, list(sparse.values()),

@@ -120,8 +120,9 @@ def _followed_innermost(opt, followers):
       with steps.taking(asked):
         checked(asked.transformed(grads))
 
-    with steps.asking(self, grads, gate, outermost._checks(), _is_one_op(
-        self, cls, grads, variables, followers, sums)) as asked:
+    one_op = _is_one_op(self, cls, grads, variables, followers, sums)
+    with steps.asking(self, grads, variables, gate, outermost._checks(),
+                      one_op) as asked:
       where(asked.accept, taken)
 
   def check(self, before, variables):
@@ -227,12 +228,12 @@ class Follower:
     """Operations that fail if no step may be taken now: a list."""
     return []
 
-  def _admit(self, iterations, grads, token):
+  def _admit(self, iterations, grads_and_vars, token):
     """Asks for the admission of a step.
 
     Args:
       iterations: The tf.Variable that counts the steps.
-      grads: The gradients that are not None.
+      grads_and_vars: The gradients that are not None, and their tf.Variables.
       token: As in `wrapopt.ops.staleness_gate`.
 
     Returns:
@@ -376,7 +377,8 @@ def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                  *(averages or ((), ())),
                  rows_stay=not any(f.changes_weights for f in others),
-                 sum_duplicates=sums, cache=cache, accept=steps.accept)
+                 sum_duplicates=sums, cache=cache, accept=steps.accept,
+                 compensation=steps.compensation)
     if averages:
       first._note_update()
     _follow(others if averages else followers, step, constraints)

@@ -187,7 +187,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return average
 
   def _make_count(self, name, value, seeded=None, missing=None, *,
-                  dtype="int64", **kwargs):
+                  dtype="int64", near=None, **kwargs):
     """Makes a variable that is saved and restored with the averages.
 
     Args:
@@ -197,13 +197,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       missing: Its value if a file has averages and not this count; by default
         `value`.
       dtype: Its dtype.
+      near: In a cluster, a tf.Variable on the server where it is made; by
+        default that of `iterations`.
       **kwargs: `swapped_in`: a function that maps its value to the one that is
         saved while averages are in place.
 
     Returns:
       A `keras.Variable`.
     """
-    with _replicas.colocated(_value(self._iterations)):
+    with _replicas.colocated(
+        _value(self._iterations) if near is None else near):
       count = self.add_variable(
           shape=np.shape(value), dtype=dtype, name=name,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape))

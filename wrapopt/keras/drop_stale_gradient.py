@@ -4,6 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
+import dataclasses
 import threading
 from typing import Any, Optional, Union
 import weakref
@@ -12,12 +13,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import _records
-from wrapopt import _staleness
 from wrapopt import ops
+from wrapopt._gates import _compensation
+from wrapopt._gates import _origins
+from wrapopt._gates import _policies
+from wrapopt._gates import _records
+from wrapopt._gates import _staleness
 from wrapopt._types import Integer, Tensor
 from wrapopt.keras import _admission
 from wrapopt.keras import _rules
+from wrapopt.keras import _state
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
@@ -89,7 +94,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
       staleness: Integer, name: Optional[str] = None, *,
-      policy: Union[str, Callable[[Tensor], Any]] = "drop",
+      policy: Union[str, _policies.DelayCompensation, _policies.GapAware,
+                    Callable[[Tensor], Any]] = "drop",
       sum_duplicates: bool = False) -> None:
     """Wraps `optimizer`.
 
@@ -100,7 +106,11 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       policy: How an admitted gradient is applied. "drop": unchanged. "scale":
         divided by max(1, its staleness). A function: multiplied by the result
         of the function, whose argument is the staleness, a scalar int64 tensor.
-        It is called once a step. Every policy drops a gradient beyond the
+        It is called once a step. A `wrapopt.DelayCompensation` or
+        `wrapopt.GapAware`: compensated for the way of the weights since they
+        were read, in the pass of the step; the inner optimizer must be `fused`,
+        and its steps of sparse gradients, too. In eager mode, each record then
+        holds the weights of its step. Every policy drops a gradient beyond the
         limit.
       sum_duplicates: If a batch names a row of an embedding several times,
         whether the row's gradients are summed before Adam, AdamW, Adagrad or
@@ -115,10 +125,17 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     super().__init__(optimizer, name, sum_duplicates)
     self._limit = _staleness.checked_limit(_rules.value(staleness))
-    if policy not in ("drop", "scale") and not callable(policy):
+    if not isinstance(policy, _policies.COMPENSATING) and (
+        policy not in ("drop", "scale") and not callable(policy)):
       raise ValueError("`policy` must be 'drop', 'scale' or a function of the "
-                       f"staleness, got {policy!r}.")
+                       "staleness, or a DelayCompensation() or GapAware(), got "
+                       f"{policy!r}.")
     self._policy = policy
+    if self._compensates() and not self.fused:
+      raise ValueError(
+          f"`policy` must not compensate gradients for a "
+          f"{type(self._inner()).__qualname__}, whose step is no native op, got "
+          f"{policy!r}. Use \"scale\", or another optimizer.")
     self._held.records = _Records()
     for x in [self._inner(), *_steps.within(self)]:
       if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
@@ -128,12 +145,21 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
             f"one, got {type(x).__qualname__}. Wrap one optimizer.")
 
   def _make_state(self, variables):
-    del variables
     # On the server of `iterations`.
     self._stale_counter = self._make_count(
         "stale_counter", 0.0, dtype="float32")
     self._histogram = self._make_count(
         "staleness_histogram", np.zeros([2, _staleness.BUCKETS], np.int64))
+
+    self._memory = {
+        name: _state.Row({
+            self._var_key(v): self._make_count(
+                f"{name}_{i}", np.zeros(v.shape, np.float32),
+                dtype=ops.state_dtype(
+                    _rules.value(v).dtype).name, near=_rules.value(v))
+            for i, v in enumerate(variables)
+            if not self._overwrite_variable_with_gradient(v)})
+        for name in (self._policy._states if self._compensates() else ())}
 
   def _follow(self, step):
     del step
@@ -154,7 +180,12 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       records.last = recorded
     else:
       records.of_graph[tf.compat.v1.get_default_graph()] = recorded.op.name
-    with _records.reads_after(recorded):
+    keeping = contextlib.nullcontext()
+    if self._compensates() and tf.executing_eagerly():
+      weights = _origins.Weights(map(_rules.value, self._trainable_variables))
+      recorded._wrapopt_weights = weights
+      keeping = weights.of_block()
+    with keeping, _records.reads_after(recorded):
       yield recorded
 
   @ops.not_converted
@@ -186,21 +217,55 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     finally:
       records.given = None
 
-  def _admit(self, iterations, grads, token):
+  def _admit(self, iterations, grads_and_vars, token):
+    grads = [g for g, _ in grads_and_vars]
+    compensation = self._compensation(grads_and_vars)
     verdict = ops.staleness_gate(
         iterations, _rules.value(self._stale_counter),
         _rules.value(self._histogram), self._recorded(iterations, grads),
         self._limit, token=token)
     try:
       with tf.device(None), tf.device(grads[0].device):
-        factor = _staleness.factor(self._policy, verdict.staleness)
+        factor = (None if self._compensates() else
+                  _staleness.factor(self._policy, verdict.staleness))
     except BaseException:
       del verdict  # The traceback would keep its ticket alive.
       raise
     return _admission.Admitted(
         verdict.accept, verdict.number, verdict.ticket,
         None if factor is None else
-        lambda g: _staleness.multiplied(g, factor))
+        lambda g: _staleness.multiplied(g, factor), compensation)
+
+  def _compensates(self):
+    return isinstance(self._policy, _policies.COMPENSATING)
+
+  def _compensation(self, grads_and_vars):
+    """The `_compensation.Compensated` of a step, or None."""
+    if not self._compensates():
+      return None
+    sparse = any(isinstance(g, tf.IndexedSlices) for g, _ in grads_and_vars)
+    [opt] = _steps.innermost(self)
+    if (sparse and (opt.weight_decay is not None or not self.sum_duplicates and
+                    _rules.rule_of(opt, type(opt)).squares) or
+        any(v.constraint is not None for v in self._trainable_variables
+            if isinstance(v, keras.Variable))):
+      raise NotImplementedError(
+          f"The policy {self._policy!r} needs a step that is one native op, got "
+          f"one of {type(opt).__qualname__} with a constraint or a sparse "
+          "gradient. Use LazyAdam or sum_duplicates=True without weight decay.")
+    if tf.executing_eagerly():
+      recorded = self._held.records.given
+      if recorded is None:
+        recorded = self._held.records.last
+      weights = getattr(recorded, "_wrapopt_weights", None)
+      found = _origins.of_values(
+          grads_and_vars, lambda g, v: weights and weights.get(v))
+    else:
+      found = _origins.in_graph(grads_and_vars)
+    return _compensation.Compensated(self._policy, found, {
+        name: {id(v): _rules.value(row[self._var_key(v)])
+               for _, v in grads_and_vars}
+        for name, row in self._memory.items()})
 
   def _recorded(self, iterations, grads):
     """The record of gradients: a tensor."""
@@ -260,11 +325,19 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     policy = self._policy
     return {**super().get_config(), "staleness": int(self._limit),
             "policy": policy if isinstance(policy, str) else
+            {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
+            if self._compensates() else
             keras.saving.serialize_keras_object(policy)}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
-    if isinstance(config.get("policy"), dict):  # A function.
+    policy = config.get("policy")
+    if isinstance(policy, dict) and "policy" in policy:
+      [cls_of] = [x for x in _policies.COMPENSATING
+                  if x.__name__ == policy["policy"]]
+      config = {**config, "policy": cls_of(
+          **{k: x for k, x in policy.items() if k != "policy"})}
+    elif isinstance(policy, dict):  # A function.
       config = {**config, "policy": keras.saving.deserialize_keras_object(
           config["policy"], custom_objects=custom_objects)}
     return super().from_config(config, custom_objects)

@@ -5,7 +5,7 @@ import typing
 import tensorflow as tf
 
 from wrapopt import ops
-from wrapopt._v1 import _origins
+from wrapopt._gates import _origins
 
 
 class Compensated(typing.NamedTuple):

@@ -15,8 +15,8 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.eager import record as tf_record
 
-from wrapopt import _records
 from wrapopt import ops
+from wrapopt._gates import _records
 
 tf1 = tf.compat.v1
 

@@ -1,0 +1,1 @@
+"""What the gates of asynchronous training share, of TensorFlow 1 and of Keras."""
