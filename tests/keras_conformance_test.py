@@ -22,6 +22,7 @@ import tensorflow as tf
 import numerics
 import wrapopt
 import wrapopt.keras as wk
+from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
 K = keras.optimizers
@@ -797,7 +798,7 @@ class Jump(_wrapper.WrapperOptimizer):
       for v in step.variables:
         v.assign_add(tf.fill(v.shape, 10.0))
 
-    _wrapper.where((step.iterations + 1) % 2 == 0, jump)
+    _steps.where((step.iterations + 1) % 2 == 0, jump)
 
 
 @MODE

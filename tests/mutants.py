@@ -238,8 +238,8 @@ def _mutants():
           "rows_stay=not any(f.changes_weights for f in others)",
           "rows_stay=True", "//tests:keras_lazy_test")
   yield m("Keras: duplicates are always summed", "wrapopt/keras/_steps.py",
-          "sum_duplicates=any(f.sum_duplicates for f in followers)",
-          "sum_duplicates=True", "//tests:keras_conformance_test "
+          "sums = any(f.sum_duplicates for f in followers)",
+          "sums = True", "//tests:keras_conformance_test "
           "//tests:keras_lazy_test")
   yield m("Keras: averages that have begun begin again",
           "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
@@ -288,6 +288,21 @@ def _mutants():
           "wrapopt/drop_stale_gradient.py", "tf.reduce_min(tf.stack(records))",
           "tf.reduce_max(tf.stack(records))",
           "//tests:drop_stale_gradient_test")
+  for name, file, before, after in (
+      ("the newest of several records counts", "drop_stale_gradient",
+       "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
+      ("steps of several ops do not wait", "_admission",
+       "lock = None if is_one_op else self._lock", "lock = None"),
+      ("a step is counted before its changes", "_admission",
+       "tf.control_dependencies(_records.updates(new))",
+       "tf.control_dependencies([])"),
+      ("the number is the count of now", "_admission",
+       "Number(asked._number, iterations.dtype)",
+       "Number(tf.identity(iterations), iterations.dtype)"),
+      ("a step that fails keeps its place", "_admission",
+       "asked._ticket = asked._locked = None", "asked._locked = None")):
+    yield m(f"Keras gate: {name}", f"wrapopt/keras/{file}.py", before, after,
+            "//tests:keras_gate_test")
   yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests:elastic_average_test")

@@ -1,4 +1,4 @@
-"""What the gates of both halves share: their arguments, counts and summaries."""
+"""What all gates share: their arguments, counts and summaries."""
 
 import typing
 
