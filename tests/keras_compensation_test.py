@@ -41,7 +41,8 @@ def trained(gate, w, apply, sparse, in_function, gradient):
     function()
 
 
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "function"])
+@pytest.mark.parametrize("in_function", [False, True],
+                         ids=["eager", "function"])
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("policy", POLICIES)

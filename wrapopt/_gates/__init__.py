@@ -1,1 +1,1 @@
-"""What the gates of asynchronous training share, of TensorFlow 1 and of Keras."""
+"""What the gates of both halves share, of TensorFlow 1 and of Keras."""

@@ -169,9 +169,9 @@ def main(argv=None):
   parser.add_argument("--limit", type=digits.count, default=8,
                       help="the largest staleness to admit; default "
                       "%(default)s")
-  parser.add_argument("--rest", type=_more_than_0, default=0.2, metavar="SECONDS",
-                      help="how long the slow worker is stopped at a time; "
-                      "default %(default)s")
+  parser.add_argument("--rest", type=_more_than_0, default=0.2,
+                      metavar="SECONDS", help="how long the slow worker is "
+                      "stopped at a time; default %(default)s")
   _command.add_out(parser, "coordinator_digits")
   _command.add_seed(parser)
   options = parser.parse_args(argv)

@@ -205,7 +205,8 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
   """
   held = [x for row in (*rule.slots.values(), *averages, z or ()) for x in row]
   facts = cache.get(values) if tf.executing_eagerly() else None
-  found = facts and facts.get((rule.rule, *members))
+  key = (rule.rule, *members)
+  found = facts and facts.get(key)
   if found and len(found.held) == len(held) and all(
       map(operator.is_, found.held, held)):
     return found.update
@@ -220,7 +221,7 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
       [0.0] * len(averages))
   if tf.executing_eagerly():
     facts = facts or cache.begin(values)
-    facts[(rule.rule, *members)] = _CachedUpdate(held, update)
+    facts[key] = _CachedUpdate(held, update)
   return update
 
 

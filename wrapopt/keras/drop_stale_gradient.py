@@ -133,9 +133,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     self._policy = policy
     if self._compensates() and not self.fused:
       raise ValueError(
-          f"`policy` must not compensate gradients for a "
-          f"{type(self._inner()).__qualname__}, whose step is no native op, got "
-          f"{policy!r}. Use \"scale\", or another optimizer.")
+          "`policy` must not compensate gradients for a "
+          f"{type(self._inner()).__qualname__}, whose step is no native op, "
+          f"got {policy!r}. Use \"scale\", or another optimizer.")
     self._held.records = _Records()
     for x in [self._inner(), *_steps.within(self)]:
       if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
@@ -180,7 +180,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       records.last = recorded
     else:
       records.of_graph[tf.compat.v1.get_default_graph()] = recorded.op.name
-    keeping = contextlib.nullcontext()
+    keeping: Any = contextlib.nullcontext()
     if self._compensates() and tf.executing_eagerly():
       weights = _origins.Weights(map(_rules.value, self._trainable_variables))
       recorded._wrapopt_weights = weights
@@ -250,8 +250,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
         any(v.constraint is not None for v in self._trainable_variables
             if isinstance(v, keras.Variable))):
       raise NotImplementedError(
-          f"The policy {self._policy!r} needs a step that is one native op, got "
-          f"one of {type(opt).__qualname__} with a constraint or a sparse "
+          f"The policy {self._policy!r} needs a step that is one native op, "
+          f"got one of {type(opt).__qualname__} with a constraint or a sparse "
           "gradient. Use LazyAdam or sum_duplicates=True without weight decay.")
     if tf.executing_eagerly():
       recorded = self._held.records.given
@@ -326,7 +326,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     return {**super().get_config(), "staleness": int(self._limit),
             "policy": policy if isinstance(policy, str) else
             {"policy": type(policy).__name__, **dataclasses.asdict(policy)}
-            if self._compensates() else
+            if isinstance(policy, _policies.COMPENSATING) else
             keras.saving.serialize_keras_object(policy)}
 
   @classmethod
