@@ -297,7 +297,46 @@ def v1(strategy, coordinator):
             "servers": len({v.device for v in (w, other)})}
 
 
-# 6. A table with rows on both servers.
+# 6. Gradients of old weights, exactly: two of the same weights in a function.
+
+
+def compensation(strategy, coordinator):
+  for name, policy in {"none": "drop",
+                       "adaptive": wrapopt.DelayCompensation(0.5, decay=0.75),
+                       "gap": wrapopt.GapAware(0.75)}.items():
+    values = [np.linspace(-1, 1, 5), np.linspace(1, 2, 3)]
+
+    def make():
+      made = [keras.Variable(v, dtype="float64") for v in values]
+      opt = wk.DropStaleGradient(K.SGD(0.125, momentum=0.5), 5, policy=policy)
+      opt.build(made)
+
+      @tf.function
+      def step():
+        pairs = []
+        for _ in range(2):
+          with opt.record_step() as recorded:
+            pairs.append((recorded, [v.value * v.value for v in made]))
+        for recorded, gradients in pairs:
+          opt.apply_recorded(recorded, gradients, made)
+
+      return made, opt, step
+
+    here, _, local = make()
+    with strategy.scope():
+      made, opt, step = make()
+    for _ in range(3):
+      local()
+      coordinator.schedule(step)
+      coordinator.join()
+    yield name, {
+        "iterations": int(opt.iterations),
+        "servers": len({v.value.device for v in made}),
+        "here": [v.numpy().tolist() for v in here],
+        "there": [v.numpy().tolist() for v in made]}
+
+
+# 7. A table with rows on both servers.
 
 
 def embeddings(strategy, coordinator):

@@ -105,3 +105,17 @@ def test_ops_of_called_functions_count():
   x = tf.constant(np.float32(1))
   assert bench.count_ops(outer, x) >= (
       bench.count_ops(tf.function(lambda x: (x + 1) * 2), x) + 2)
+
+
+def test_the_gate_in_a_cluster(monkeypatch, tmp_path, capsys):
+  # Each contender's step is checked before it is measured.
+  monkeypatch.setitem(harness.VARIABLE_SETS, "400x256", [(3,), (2, 2), (5,)])
+  path = tmp_path / "gate.json"
+  command.main(["gate", "--cluster", "--quick", "--sets", "400x256", "--json",
+                str(path)])
+  results = json.loads(path.read_text())["results"]
+  assert [r["contender"] for r in results] == [
+      "Keras", "ungated", "gated, admitted", "gated, dropped"]
+  assert all(r["milliseconds"] > 0 and r["rounds"] == 5 for r in results)
+  assert results[0]["of_keras"] == 1
+  assert "3 variables on two parameter servers" in capsys.readouterr().out

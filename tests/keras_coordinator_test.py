@@ -17,7 +17,8 @@ def found(*names):
   """{part of the program: {case: what it found}}."""
   done = run_python(
       "-m", "coordinator_program",
-      *(names or ("counts", "races", "traffic", "v1", "embeddings")),
+      *(names or ("counts", "races", "traffic", "v1", "compensation",
+                  "embeddings")),
       CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
   assert done.returncode == 0, done.stderr
   parts = {}
@@ -35,6 +36,11 @@ def test_each_step_is_counted_and_has_a_number_of_its_own():
       continue  # How many it loses depends on time.
     assert got["servers"] == 2, name
     assert got["iterations"] == STEPS, name
+    if "Adafactor" in name and "DropStale" not in name:
+      # Steps of several ops have their numbers in the order in which they are
+      # taken: constant gradients have the same numbers in any order.
+      assert (got["w"], got["other"]) == (-0.001000000047497451, pytest.approx(
+          -0.002384231142276269, rel=1e-12)), name
     if "SGD" in name:
       # The sum of 2^-number over the steps: with 53 bits it is 2 - 2^-59 for
       # the numbers 0 to 59 alone.
@@ -97,6 +103,15 @@ def test_what_a_step_sends():
       assert sent <= 2 * n + 6 < keras["tensors"] + keras["controls"] - n / 2
     # Outside of the branch that takes the step, the weights, but no gradient.
     assert gate["tensors"] <= n + 2
+
+
+def test_gradients_of_old_weights_are_compensated():
+  cases = found()["compensation"]
+  for name, got in cases.items():
+    assert (got["iterations"], got["servers"]) == (6, 2), name
+    for here, there in zip(got["here"], got["there"]):
+      np.testing.assert_allclose(there, here, rtol=1e-14, err_msg=name)
+  assert len({str(got["here"]) for got in cases.values()}) == 3
 
 
 @pytest.mark.parametrize("kind", ["SGD", "LazyAdam"])

@@ -262,6 +262,20 @@ def _gate(results):
        "admitted, x `tf.cond`", "dropped, ms"], rows)
 
 
+def _gate_cluster(results):
+  found = _by(results, "set", "contender")
+  rows = []
+  for name, in _firsts(results, "set"):
+    of = lambda contender, key, form: _cell(
+        found.get((name, contender)), key, form)
+    rows.append([
+        _SETS[name], of("Keras", "milliseconds", _time),
+        *(of(contender, "of_keras", _ratio)
+          for contender in ("ungated", "gated, admitted", "gated, dropped"))])
+  return _table(["variables", "Keras, ms", "wrapopt, ungated, x Keras",
+                 "admitted, x Keras", "dropped, x Keras"], rows)
+
+
 def _growth(results):
   what = {"gate": "workers that race for one gate",
           "rounds": "pushes of 1,000 numbers to one round",
@@ -468,6 +482,7 @@ BLOCKS = {
     "step-modes": ("step", _step_modes),
     "step-train": ("step", _step_train),
     "gate": ("gate", _gate),
+    "gate-cluster": ("gate-cluster", _gate_cluster),
     "growth": ("growth", _growth),
     "average": ("average", _average),
     "average-rounds": ("average", _average_rounds),

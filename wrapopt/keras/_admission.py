@@ -167,27 +167,42 @@ class Steps:
       _replicas.check_single_replica(self._wrapper)
     else:
       _replicas.check_alone(type(gate).__name__, iterations)
-    lock = None if is_one_op else self._lock
-    with _replicas.alone(shared):
+    # Without a gate, steps have their numbers in the order of the lock. A gate
+    # may drop a step, which need not wait for it.
+    locks_first = gate is None and not is_one_op
+    lock = None if is_one_op or locks_first else self._lock
+    with _replicas.alone(shared), _records.new_stateful_ops() as new:
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
       with tf.control_dependencies(None):
         ready = _records.when_ready([g for g in grads if g is not None])
-      with tf.control_dependencies([*ready, *checks]):
-        token = _tokens.next_of_function() if shared else _tokens.NONE
-        admitted = (Admitted(*ops.begin_update(iterations, token=token))
-                    if gate is None else gate._admit(
-                        iterations, [(g, _rules.value(v)) for g, v in zip(
-                            grads, variables) if g is not None], token))
-      # Without a gate only the second try of a step is refused.
-      asked = _Asked(iterations, admitted, lock,
-                     only_op=gate is None and is_one_op)
-      del admitted
+      token = _tokens.next_of_function() if shared else _tokens.NONE
+      first, locked, asked = [*ready, *checks], [], None
       try:
+        if locks_first:
+          with tf.control_dependencies(first):
+            locked.append(self._lock.acquire(iterations))
+          first = [] if tf.executing_eagerly() else [*first, *locked]
+        with tf.control_dependencies(first):
+          admitted = (Admitted(*ops.begin_update(iterations, token=token))
+                      if gate is None else gate._admit(
+                          iterations, [(g, _rules.value(v)) for g, v in zip(
+                              grads, variables) if g is not None], token))
+        # Without a gate only the second try of a step is refused.
+        asked = _Asked(iterations, admitted, lock,
+                       only_op=gate is None and is_one_op)
+        del admitted
         yield asked
+      except BaseException:
+        locked.clear()
+        raise
       finally:
-        asked._ticket = asked._locked = None
+        if asked is not None:
+          asked._ticket = asked._locked = None
+    if locked:
+      with tf.control_dependencies(_records.updates(new)):
+        self._lock.release(locked.pop(), iterations)
 
   @contextlib.contextmanager
   def taking(self, asked):
