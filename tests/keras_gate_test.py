@@ -694,9 +694,11 @@ class PowersOfTwo(K.schedules.LearningRateSchedule):
     return 2.0 ** -tf.cast(step, tf.float64)
 
 
-def slowly(weights):
-  time.sleep(0.001)  # Others would change the weights meanwhile.
-  return weights
+class Slowly(keras.constraints.Constraint):
+
+  def __call__(self, weights):
+    time.sleep(0.001)  # Others would change the weights meanwhile.
+    return weights
 
 
 def race(step, tries, n=4):
@@ -719,7 +721,7 @@ def test_threads(inner, limit, mode):
           "Adam": lambda: K.Adam(0.5, beta_1=0.5),
           "Nadam": lambda: K.Nadam(0.5, beta_1=0.5)}[inner]
   w, opt, step = one(make(), limit, mode)
-  w.constraint = slowly if inner == "constrained" else None
+  w.constraint = Slowly() if inner == "constrained" else None
   race(step, 12)
   admitted, dropped, iterations = counts(opt)
   assert iterations == admitted > 0 and admitted + dropped == 48
