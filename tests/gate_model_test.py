@@ -50,6 +50,12 @@ class Model:
 
   def ask(self, recorded, limit):
     """Returns (the admitted update or None, its staleness, its number)."""
+    # All numbers but those in flight and free ones are of complete updates: as
+    # many as the step says, unless something else has changed it.
+    if self.fresh - len(self.flying) - len(self.free) != self.step:
+      self.free, self.fresh = set(), self.step + len(self.flying)
+      self.numbers = {u: (n, False) for u, (n, _) in self.numbers.items()}
+      self.lost.clear()
     counted = list(self.flying.values())
     self.surplus = min(self.surplus, counted.count(True))
     staleness = (self.record()[0] + counted.count(False) + self.surplus -
@@ -63,11 +69,6 @@ class Model:
     if not is_admitted:
       return None, staleness, -1
     self._next += 1
-    # All numbers but those are of complete updates: as many as the step says,
-    # unless something else has changed it.
-    if self.fresh - len(self.flying) - len(self.free) != self.step:
-      self.free, self.fresh = set(), self.step + len(self.flying)
-      self.numbers = {u: (n, False) for u, (n, _) in self.numbers.items()}
     number = min(self.free | {self.fresh})
     self.free.discard(number)
     self.fresh = max(self.fresh, number + 1)
@@ -87,8 +88,8 @@ class Model:
   def abort(self, update):
     number, is_present = self.numbers.pop(update)
     self.free |= {number} if is_present else set()
-    if update in self.buckets:
-      self.lost.append(self.buckets.pop(update))
+    if update in self.buckets and is_present:
+      self.lost.append(self.buckets[update])
     self.surplus += not self.flying.pop(update)
     self.aborted += 1
 
@@ -213,10 +214,15 @@ class Gate(stateful.RuleBasedStateMachine):
     with pytest.raises(tf.errors.FailedPreconditionError, match="once"):
       ops.staleness_complete(ticket, self.step, increment)
 
+  # Of an update that has incremented the step itself, the gate would take the
+  # one or the other number for the one of now.
   @stateful.rule()
-  @stateful.precondition(lambda self: self.tickets)
+  @stateful.precondition(
+      lambda self: self.tickets and not any(self.model.flying.values()))
   def end_all_at_once(self):
     """Half of those that can complete, the others abort; threads ask, too."""
+    self.gate(0, -1)  # Notes the step, if it was restored.
+    self.model.ask(0, -1)
     ends = []
     for i, update in enumerate(sorted(self.tickets)):
       ticket = self.tickets.pop(update)

@@ -145,6 +145,38 @@ def test_apply(device, rule, dtype, sparse):
   assert ("opt-barrier" in hlo) == (dtype.size < 4)
 
 
+# {policy: (its states, its scalars)}
+POLICIES = {
+    "ConstantDelayCompensation": ([], ["lambda"]),
+    "DelayCompensation": (["mean_square"], ["lambda", "rate", "epsilon"]),
+    "GapAware": (["step_size"], ["rate"])}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compensation(device, policy, dtype, sparse):
+  var, accum = variables(dtype, 1), variables(dtype, 1)
+  shadows = [variables(float32_where_narrow(dtype), 1)]
+  names, scalars = POLICIES[policy]
+  states = {name: variables(float32_where_narrow(dtype), 1) for name in names}
+
+  def step(grad, origin, indices, number, accept):
+    if sparse:
+      grad = tf.IndexedSlices(grad, indices, SHAPE)
+    ops.apply("Momentum", {"var": var, "accum": accum}, [grad],
+              {"lr": number, "momentum": number}, shadows=shadows,
+              decay=[number], accept=accept, compensation=ops.Compensation(
+                  policy, [origin], states,
+                  {name: number for name in scalars}))
+
+  rows = tf.ones((2 if sparse else 5, 3), dtype)
+  hlo = lower(step, device, rows, rows, tf.constant([1, 4]), tf.constant(0.5),
+              tf.constant(True))
+  check(hlo, f"Wrapopt>{'Sparse' if sparse else ''}ApplyCompensated",
+        3 + len(names), computed(dtype, device))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
 def test_averages_that_lag_behind(device, dtype):
   value, shadow = variables(dtype, 1), variables(float32_where_narrow(dtype), 1)
@@ -253,14 +285,14 @@ def test_no_op_is_left_out():
   # waits of the host, which the program of a device cannot have.
   # What crosses between tasks. Variables without a value. Handles as one
   # tensor: XLA must see each, and gets the ops that take them one by one.
-  host = re.compile("Wrapopt>(Staleness|AveragingRounds|Averaging(Push|Gather|"
-                    "Mean|Next|Wait)|ReadPacked|AssignPacked|Bundle|"
-                    "ApplyBundle|EmaUpdateBundle|Move)")
+  host = re.compile("Wrapopt>(Staleness|BeginUpdate|AveragingRounds|"
+                    "Averaging(Push|Gather|Mean|Next|Wait)|ReadPacked|"
+                    "AssignPacked|Bundle|ApplyBundle|EmaUpdateBundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
       "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",
       "AveragingAssign", "Exchange", "CheckInitialized",
       *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
-        for rule in RULES))}
+        for rule in (*RULES, "Compensated")))}
   devices_of_ops = devices_of_kernels()
   assert tested == {op for op in devices_of_ops
                     if not op.endswith("Ref") and not host.match(op)}

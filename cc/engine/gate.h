@@ -19,10 +19,13 @@
 #ifndef WRAPOPT_CC_ENGINE_GATE_H_
 #define WRAPOPT_CC_ENGINE_GATE_H_
 
+#include <pthread.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <chrono>  // NOLINT(build/c++11)
-#include <condition_variable>  // NOLINT(build/c++11)
 #include <cstdint>
+#include <ctime>
 #include <deque>
 #include <limits>
 #include <memory>
@@ -55,6 +58,11 @@ inline int64_t SaturatedDifference(int64_t a, int64_t b) {
 // it completes an update and increments the step.
 class Gate {
  public:
+  Gate() = default;
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+  ~Gate() { pthread_cond_destroy(&ended_); }
+
   // An update, in the words of the gate.
   struct Number {
     int64_t value = -1;
@@ -74,7 +82,17 @@ class Gate {
               std::chrono::milliseconds patience = kPatience) {
     if (token < 0) return true;
     std::unique_lock<std::mutex> lock(mu_);
-    ended_.wait_for(lock, patience, [&] { return tries_.count(token) == 0; });
+    const int64_t nanoseconds =
+        std::chrono::nanoseconds(patience).count();
+    timespec end;
+    clock_gettime(CLOCK_REALTIME, &end);
+    end.tv_nsec += nanoseconds % kSecond;
+    end.tv_sec += nanoseconds / kSecond + end.tv_nsec / kSecond;
+    end.tv_nsec %= kSecond;
+    while (tries_.count(token) > 0 &&
+           pthread_cond_timedwait(&ended_, mu_.native_handle(), &end) !=
+               ETIMEDOUT) {
+    }
     return over_.count(token) == 0;
   }
 
@@ -93,6 +111,7 @@ class Gate {
   bool Admit(int64_t step, int64_t recorded, int64_t limit,
              int64_t* staleness, Number* number) {
     std::lock_guard<std::mutex> lock(mu_);
+    NoteStep(step);
     // Some updates in flight may have incremented the step already, and other
     // ops may have set it to any number.
     const int64_t done = SaturatedSum(step, aborted_);
@@ -103,7 +122,7 @@ class Gate {
       return false;
     }
     admitted_ = SaturatedSum(admitted_, 1);
-    TakeNumber(step, number);
+    TakeNumber(number);
     number->attempt = ++attempts_;
     if (number->token >= 0) tries_[number->token] = number->attempt;
     ++in_flight_;
@@ -134,7 +153,7 @@ class Gate {
     std::lock_guard<std::mutex> lock(mu_);
     if (number.token >= 0 && IsTheTry(number)) {
       tries_.erase(number.token);
-      ended_.notify_all();
+      pthread_cond_broadcast(&ended_);
     }
     Give(number);
   }
@@ -143,6 +162,7 @@ class Gate {
   // The tokens that are kept. A retry comes long before so many other updates.
   static constexpr size_t kTokens = 1 << 16;
   static constexpr std::chrono::milliseconds kPatience{1000};
+  static constexpr int64_t kSecond = 1000000000;  // In nanoseconds.
 
   bool IsTheTry(const Number& number) const {
     const auto found = tries_.find(number.token);
@@ -158,13 +178,15 @@ class Gate {
       over_.erase(order_.front());
       order_.pop_front();
     }
-    ended_.notify_all();
+    pthread_cond_broadcast(&ended_);
   }
 
   // Takes the number of an update back, which may have changed weights.
   void Give(const Number& number) {
-    if (number.era == era_) free_.insert(number.value);
-    if (number.bucket >= 0) aborted_buckets_.push_back(number.bucket);
+    if (number.era == era_) {
+      free_.insert(number.value);
+      if (number.bucket >= 0) aborted_buckets_.push_back(number.bucket);
+    }
     --in_flight_;
     ++aborted_;
     // If it has incremented the step itself, it counts twice. If it has not,
@@ -172,14 +194,18 @@ class Gate {
     admitted_ = SaturatedSum(admitted_, 1);
   }
 
-  void TakeNumber(int64_t step, Number* number) {
+  // Begins a new era if others have set the step, and maybe the histogram.
+  void NoteStep(int64_t step) {
     const int64_t completed = SaturatedDifference(
         next_, in_flight_ + static_cast<int64_t>(free_.size()));
-    if (completed != step) {  // Others have set the step.
-      ++era_;
-      free_.clear();
-      next_ = SaturatedSum(step, in_flight_);
-    }
+    if (completed == step) return;
+    ++era_;
+    free_.clear();
+    aborted_buckets_.clear();
+    next_ = SaturatedSum(step, in_flight_);
+  }
+
+  void TakeNumber(Number* number) {
     number->era = era_;
     if (!free_.empty()) {
       number->value = free_.extract(free_.begin()).value();
@@ -197,7 +223,8 @@ class Gate {
   int64_t next_ = 0;  // The least number that was never given.
   std::set<int64_t> free_;  // Smaller ones, of aborted updates.
   int64_t era_ = 0;
-  std::condition_variable ended_;  // A try.
+  // A try. Not std::condition_variable, which needs a glibc newer than 2.27.
+  pthread_cond_t ended_ = PTHREAD_COND_INITIALIZER;
   std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} in flight.
   int64_t attempts_ = 0;
   std::vector<int64_t> aborted_buckets_;

@@ -81,6 +81,25 @@ TEST(Gate, NumbersAfterTheStepWasSet) {
   EXPECT_EQ(number(100, &last), 102);
 }
 
+TEST(Gate, TakesBackNoCountsOfBeforeTheStepWasSet) {
+  const auto gate = std::make_shared<Gate>();
+  int64_t staleness;
+  const auto abort = [&](int64_t step, int64_t bucket) {
+    Gate::Number number;
+    EXPECT_TRUE(gate->Admit(step, 0, kMost, &staleness, &number));
+    number.bucket = bucket;
+    Ticket ticket;
+    ticket.Admit(gate, number);
+  };
+  abort(7, 3);
+  abort(7, 4);
+  EXPECT_EQ(gate->TakeAbortedBuckets(), (std::vector<int64_t>{3, 4}));
+  EXPECT_TRUE(gate->TakeAbortedBuckets().empty());
+  abort(7, 5);
+  abort(20, 6);  // A restore, of the counts as well.
+  EXPECT_EQ(gate->TakeAbortedBuckets(), std::vector<int64_t>{6});
+}
+
 TEST(Gate, ANegativeLimitAdmitsNothing) {
   Gate gate;
   Gate::Number number;
