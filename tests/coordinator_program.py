@@ -4,6 +4,7 @@ A program of its own, since TensorFlow ends a process that has lost its cluster.
 """
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -379,6 +380,32 @@ def embeddings(strategy, coordinator):
                        for op in graph.get_operations()),
           "updates": sent(graph)["updates"]}
     yield kind.__name__, found
+  averages = {}
+  for scope in strategy.scope(), contextlib.nullcontext():
+    with scope:
+      shards = [tf.Variable(np.ones([3, 2]), dtype=tf.float64)
+                for _ in range(2)]
+    opt = wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(0.5), 0.75)
+
+    @tf.function
+    def step(ids):
+      with tf.GradientTape() as tape:
+        rows = tf.nn.embedding_lookup(shards, ids)
+        loss = tf.reduce_sum(rows * rows)
+      opt.apply_gradients(zip(tape.gradient(loss, shards), shards))
+
+    for ids in [0, 3], [1, 2], [5, 5], [0, 1], [4, 0], [3, 3]:
+      if averages:
+        step(tf.constant(ids))
+      else:
+        coordinator.schedule(step, args=(tf.constant(ids),))
+        coordinator.join()
+    averages["here" if averages else "there"] = {
+        "is lazy": [opt.is_lazy(v) for v in shards],
+        "averages": [tf.convert_to_tensor(opt.average(v)).numpy().tolist()
+                     for v in shards]}
+  yield "v1", averages
 
 
 def main():

@@ -131,6 +131,12 @@ def test_a_table_on_two_servers(kind):
              for name in lazy["updates"])
 
 
+def test_a_table_and_an_optimizer_of_version_1():
+  got = found()["embeddings"]["v1"]
+  assert got["there"]["is lazy"] == [True, True]
+  assert got["there"] == got["here"]
+
+
 def test_steps_of_optimizers_of_version_1():
   cases = found()["v1"]
   assert len(cases) == 15

@@ -137,7 +137,7 @@ class AveragingOptimizer(WrapperOptimizer):
       variables: A list.
       sparse: The references of the variables that have a sparse gradient.
     """
-    if (tf.distribute.has_strategy() and
+    if (_replicas.share_steps() and
         not tf.distribute.in_cross_replica_context()):
       # Once for all replicas, like slots.
       tf.distribute.get_replica_context().merge_call(
