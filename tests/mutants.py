@@ -206,8 +206,8 @@ def _mutants():
           "cc/engine/gate.h", "++aborted_;", "",
           "//tests:staleness_gate_test")
   yield m("gate: admits without its lock", "cc/engine/gate.h",
-          "std::lock_guard<std::mutex> lock(mu_);\n    // Some updates",
-          "// Some updates", _TSAN)
+          "std::lock_guard<std::mutex> lock(mu_);\n    NoteStep(step);",
+          "NoteStep(step);", _TSAN)
   yield m("rounds: a late push is accepted", "cc/engine/rounds.h",
           "round > open_ || (round == open_ && !closed_)", "round >= open_",
           "//tests:averaging_rounds_test")
