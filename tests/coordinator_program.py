@@ -144,6 +144,17 @@ def graphs_in(graph):
             op.get_attr(branch).name).graph)
 
 
+def ancestors(op):
+  """The ops of its graph that an op waits for."""
+  found, pending = set(), [op]
+  while pending:
+    op = pending.pop()
+    before = {*(t.op for t in op.inputs), *op.control_inputs} - found
+    found |= before
+    pending += before
+  return found
+
+
 def sent(graph):
   """What the ops of a graph send from one process to another."""
   handles = {id(inner): outer for outer, inner in graph.captures}
@@ -170,6 +181,14 @@ def sent(graph):
     for line in sorted(map(str, tensors | controls)):
       print(line, file=sys.stderr)
   return {"tensors": len(tensors), "controls": len(controls),
+          "arrived": sorted({
+              " and ".join(sorted({
+                  task(op) for op in ancestors(applied)
+                  if op.type == "Identity" and "stack" not in op.name} -
+                                  {"worker"}))
+              for inner in graphs_in(graph)
+              for applied in inner.get_operations()
+              if "Apply" in applied.type}),
           "updates": collections.Counter(
               f"{op.type} on {task(op)}" for inner in graphs_in(graph)
               for op in inner.get_operations()

@@ -95,6 +95,8 @@ def test_what_a_step_sends():
     for ours in average, gate:
       assert {name: k for name, k in ours["updates"].items()
               if "Apply" in name} == applied
+      # No server begins before the gradients are on all.
+      assert ours["arrived"] == ["ps:0 and ps:1"]
     # Each weight and gradient, the learning rate, and all scalars of the step.
     assert average["tensors"] == 2 * n + 2
     sent = average["tensors"] + average["controls"] + 1  # The token.

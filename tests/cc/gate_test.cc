@@ -59,6 +59,25 @@ TEST(Gate, ATrajectory) {
   EXPECT_EQ(number.value, 11);
 }
 
+TEST(Gate, TheNumberOfALostUpdateAndNotThatOfOneInFlight) {
+  const auto gate = std::make_shared<Gate>();
+  const auto number = [&](Ticket* ticket) {
+    int64_t staleness;
+    Gate::Number number;
+    EXPECT_TRUE(gate->Admit(0, 0, kMost, &staleness, &number));
+    ticket->Admit(gate, number);
+    return number.value;
+  };
+  Ticket kept, next, last;
+  {
+    Ticket lost;
+    EXPECT_EQ(number(&lost), 0);
+    EXPECT_EQ(number(&kept), 1);
+  }
+  EXPECT_EQ(number(&next), 0);
+  EXPECT_EQ(number(&last), 2);
+}
+
 TEST(Gate, NumbersAfterTheStepWasSet) {
   const auto gate = std::make_shared<Gate>();
   int64_t staleness;
@@ -176,6 +195,10 @@ TEST(Gate, RacingWorkers) {
       EXPECT_LE(staleness, kLimit);
       // So many updates were admitted before this one.
       count.places.push_back(recorded + staleness);
+      // Others are admitted meanwhile.
+      for (int64_t wait = Below(3, &random); wait > 0; --wait) {
+        std::this_thread::yield();
+      }
       if (Below(8, &random) == 0) {
         ++count.aborted;
         continue;

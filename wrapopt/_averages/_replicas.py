@@ -65,6 +65,8 @@ def colocated(variable):
   """The context in which variables are made on the server of a shared one."""
   if not is_shared(variable):
     return contextlib.nullcontext()
+  if not tf.distribute.has_strategy():  # Outside of the scope.
+    return ops.device_of(variable)
   return tf.distribute.get_strategy().extended.colocate_vars_with(variable)
 
 
