@@ -1,12 +1,12 @@
 """cc/gpu/check: programs that check and measure the GPU kernels."""
 
+import collections
 import re
 import subprocess
 
 import pytest
 
 import numerics
-from wrapopt import _native
 
 # As many as there are rules, number types and sizes for.
 ALL_RIGHT = r"(\d+) of \1 right"
@@ -36,17 +36,21 @@ def test_numbers(monkeypatch, tmp_path):
   assert re.fullmatch(ALL_RIGHT, "\n".join(process.stdout.splitlines()[1:]))
   log = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
   launches = [line.split()[1:] for line in log if line.startswith("launch")]
-  # Of small and large tables, each kernel.
-  kernels = {words[0].split("_", 2)[2] for words in launches}
-  assert kernels == {"Mark_double"} | {
+  # Each kernel: of small and large tables, and those that compensate.
+  kernels = collections.defaultdict(set)
+  for words in launches:
+    _, kind, name = words[0].split("_", 2)
+    kernels[kind == "compensated"].add(name)
+  of_rules = {f"{rule}_{number}" for number in ("float", "double")
+              for rule in numerics.WITH_GPU_KERNELS}
+  assert kernels[True] == of_rules
+  assert kernels[False] == of_rules | {"Mark_double"} | {
       f"{kernel}_{number}" for number in ("float", "double")
-      for kernel in ("Average", "CatchUp", "Sum", *(
-          name for name in numerics.WITH_KERNELS
-          if _native.rules()[name].is_update))}
+      for kernel in ("Average", "CatchUp", "Sum")}
   # One long variable, and two far from each other, take two launches each.
   assert [words[2] for words in launches[-4:-2]] == ["65536", "13"]
   assert [words[-1] for words in launches[-2:]] == ["1", "1"]
-  assert sum(line.startswith("graph") for line in log) == 2
+  assert sum(line.startswith("graph") for line in log) == 3
 
 
 def test_numbers_with_small_tables(monkeypatch):

@@ -7,45 +7,47 @@ import struct
 
 import pytest
 
-from numerics import WITH_KERNELS
+from numerics import WITH_GPU_KERNELS
 from wrapopt import _native
+from wrapopt.ops import _compensation
 
-KERNELS = [f"{kernel}_{dtype}" for dtype in ("float", "double")
-           for kernel in (*WITH_KERNELS, "Average", "CatchUp", "Sum")]
-KERNELS.append("Mark_double")
+OF_RULES = [f"{rule}_{dtype}" for dtype in ("float", "double")
+            for rule in WITH_GPU_KERNELS]
+KERNELS = [*OF_RULES, "Mark_double", *(
+    f"{kernel}_{dtype}" for dtype in ("float", "double")
+    for kernel in ("Average", "CatchUp", "Sum"))]
+KERNELS_OF_KIND = {"small": KERNELS, "large": KERNELS, "compensated": OF_RULES}
 
-# As in cc/gpu/images.inc: {is PTX, compute capability, has large tables,
-# offset, bytes}.
-ROW = re.compile(r"\{(true|false), (\d+), (true|false), (\d+), (\d+)\},")
+# As in cc/gpu/images.inc: {is PTX, compute capability, kind, offset, bytes}.
+ROW = re.compile(r"\{(true|false), (\d+), Kind::k(\w+), (\d+), (\d+)\},")
 
 
 def images():
   folder = pathlib.Path("cc/gpu")
   data = (folder / "images.bin").read_bytes()
   rows = ROW.findall((folder / "images.inc").read_text(encoding="utf-8"))
-  return {(is_ptx == "true", int(cc), is_large == "true"):
+  return {(is_ptx == "true", int(cc), kind.lower()):
               data[int(begin):int(begin) + int(size)]
-          for is_ptx, cc, is_large, begin, size in rows}
+          for is_ptx, cc, kind, begin, size in rows}
 
 
 def ptx():
   """{kernel: its text}"""
-  (text,) = (image.decode() for (is_ptx, _, _), image in images().items()
-             if is_ptx)
+  text = "".join(image.decode() for (is_ptx, _, _), image in images().items()
+                 if is_ptx)
   entries = re.split(r"\.visible \.entry (\w+)\(", text)[1:]
   return dict(zip(entries[::2], entries[1::2]))
 
 
 def test_every_image_has_every_kernel():
-  assert len(images()) == 12
-  for (_, _, is_large), image in images().items():
-    for kernel in KERNELS:
-      size = "large" if is_large else "small"
-      assert f"wrapopt_{size}_{kernel}".encode() in image
+  assert len(images()) == 19
+  for (_, _, kind), image in images().items():
+    for kernel in KERNELS_OF_KIND[kind]:
+      assert f"wrapopt_{kind}_{kernel}".encode() in image
 
 
 @pytest.mark.parametrize("dtype", ["float", "double"])
-@pytest.mark.parametrize("rule", [*WITH_KERNELS, "Average", "CatchUp"])
+@pytest.mark.parametrize("rule", [*WITH_GPU_KERNELS, "Average", "CatchUp"])
 def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
   text = ptx()[f"wrapopt_large_{rule}_{dtype}"]
   # A share of an array is two times 16 bytes; a source, and an average, is read
@@ -56,6 +58,19 @@ def test_memory_is_read_and_written_by_16_bytes(rule, dtype):
   stores = len(re.findall(r"st\.global\.v4\.\w32|st\.global\.v2\.\w64", text))
   assert loads >= 2 * (len(states) + len(inputs) + 1)
   assert stores >= 2 * (len(states) + 1)
+
+
+@pytest.mark.parametrize("dtype", ["float", "double"])
+@pytest.mark.parametrize("rule", WITH_GPU_KERNELS)
+def test_a_policy_is_in_the_pass_of_the_step(rule, dtype):
+  # It reads the old weights and its state, and writes the state, by 16 bytes.
+  states = _native.rules()[rule].states
+  text = ptx()[f"wrapopt_compensated_{rule}_{dtype}"]
+  loads = len(re.findall(r"ld\.global\.v4\.\w32|ld\.global\.v2\.\w64", text))
+  stores = len(re.findall(r"st\.global\.v4\.\w32|st\.global\.v2\.\w64", text))
+  most = max(len(of) for of, _ in _compensation.POLICIES.values())
+  assert loads >= 2 * (len(states) + 1 + 1 + most + 1)
+  assert stores >= 2 * (len(states) + most + 1)
 
 
 def test_operations_are_rounded_one_by_one():
@@ -106,10 +121,10 @@ def test_numbers_stay_in_registers():
     if name[0]:
       continue
     of = resources(image)
-    assert len(of[frame_size]) >= len(KERNELS), name
-    assert len(of[registers]) >= len(KERNELS), name
+    for attribute in frame_size, registers:
+      assert len(of[attribute]) >= len(KERNELS_OF_KIND[name[2]]), name
     # A table that was copied would take 4096 bytes of a thread's memory; a few
     # numbers the compiler itself keeps there, for one more block.
-    assert max(of[frame_size]) <= 24, name
+    assert max(of[frame_size]) <= 40, name
     # So that two blocks share a multiprocessor.
     assert max(of[registers]) <= 128, name

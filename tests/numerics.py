@@ -336,6 +336,8 @@ if missing := _native.rules().keys() - RULES:
 # the step with a sparse gradient.
 KERNELS_OF = {"LazyAdam": "Adam"}
 WITH_KERNELS = [rule for rule in _native.rules() if rule not in KERNELS_OF]
+WITH_GPU_KERNELS = [rule for rule in WITH_KERNELS
+                    if _native.rules()[rule].is_update]
 
 
 def scalars(rule):

@@ -4,11 +4,11 @@ load("@local_config_tf//:config.bzl", "NVRTC_VERSION", "PYTHON")
 
 def _gpu_images_impl(ctx):
     images = []
-    for name in ctx.attr.architectures:
+    for name in ctx.attr.names:
         image = ctx.actions.declare_file(
             "{}/{}.image".format(ctx.label.name, name),
         )
-        architecture, _, large = name.partition("-")
+        architecture, kind = name.split("-")
         args = ctx.actions.args()
         args.add(ctx.file._compiler)
         args.add("compile")
@@ -16,8 +16,7 @@ def _gpu_images_impl(ctx):
         # Also part of the action's key, so that another version recompiles.
         args.add("--nvrtc", NVRTC_VERSION)
         args.add("--architecture", architecture)
-        if large:
-            args.add("--large")
+        args.add("--kind", kind)
         args.add("--include", ".")
         args.add("--include", ctx.file.src.dirname + "/nvrtc")
         args.add("--out", image)
@@ -58,12 +57,12 @@ def _gpu_images_impl(ctx):
 gpu_images = rule(
     implementation = _gpu_images_impl,
     attrs = {
-        "architectures": attr.string_list(
-            doc = "sm_90: machine code. compute_90: PTX. " +
-                  "sm_90-large: with large tables.",
+        "hdrs": attr.label_list(allow_files = True),
+        "names": attr.string_list(
+            doc = "sm_90-small: machine code for an architecture, of a Kind " +
+                  "in images.h. compute_90-small: PTX.",
             mandatory = True,
         ),
-        "hdrs": attr.label_list(allow_files = True),
         "src": attr.label(allow_single_file = True, mandatory = True),
         "_compiler": attr.label(
             allow_single_file = True,

@@ -71,7 +71,7 @@ class Nvrtc:
 def _compile(args):
   source = pathlib.Path(args.source)
   options = [f"--include-path={path}" for path in args.include]
-  options += ["--define-macro=WRAPOPT_LARGE"] if args.large else []
+  options += [f"--define-macro=WRAPOPT_{args.kind.upper()}"]
   image = Nvrtc(args.nvrtc).compile(
       source.read_bytes(), args.source, args.architecture, options)
   pathlib.Path(args.out).write_bytes(image)
@@ -82,14 +82,14 @@ def _collect(args):
   data, rows = b"", []
   for image in args.image:
     name, path = image.split("=", 1)
-    architecture, *large = name.split("-")
-    kind, number = architecture.split("_")
+    architecture, kind = name.split("-")
+    code, number = architecture.split("_")
     # The driver reads machine code as an ELF file, which must be aligned.
     data += bytes(-len(data) % 64)
     content = pathlib.Path(path).read_bytes()
-    rows.append("{%s, %s, %s, %d, %d},\n" % (
-        str(kind == "compute").lower(), number, str(bool(large)).lower(),
-        len(data), len(content)))
+    rows.append("{%s, %s, Kind::k%s, %d, %d},\n" % (
+        str(code == "compute").lower(), number, kind.capitalize(), len(data),
+        len(content)))
     data += content
   pathlib.Path(args.data).write_bytes(data)
   pathlib.Path(args.table).write_text("".join(rows), encoding="utf-8")
@@ -112,7 +112,8 @@ def main():
   command = commands.add_parser("compile")
   command.add_argument("--nvrtc", required=True, help="its version")
   command.add_argument("--architecture", required=True)
-  command.add_argument("--large", action="store_true")
+  command.add_argument("--kind", required=True,
+                       choices=["small", "large", "compensated"])
   command.add_argument("--include", action="append", default=[])
   command.add_argument("--out", required=True)
   command.add_argument("source")

@@ -5,14 +5,6 @@
 namespace wrapopt {
 namespace {
 
-constexpr size_t kMostStates = [] {
-  size_t most = 0;
-  for (const PolicyInfo& policy : kPolicies) {
-    most = std::max(most, policy.states());
-  }
-  return most;
-}();
-
 // The scratch arrays.
 constexpr int kGrad = 0, kBefore = 1;
 
@@ -78,7 +70,7 @@ void Compensation::Before(const double* scalars, void* var, const void* origin,
   add(grad, var, kFirst);
   add(grad, origin, kLess);
   if (policy_->measures) add(before, var, kFirst);
-  void* operands[kMostStates + 2];
+  void* operands[kMostPolicyStates + 2];
   void** next = std::copy_n(memory, states(), operands);
   *next++ = grad;
   *next = const_cast<void*>(stale);

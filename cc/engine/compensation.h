@@ -55,7 +55,7 @@ class Compensation {
 
   // Of the policy's scalars, those of the stage after the step.
   const double* ScalarsAfter(const double* scalars) const {
-    return scalars + CountNames(Info(policy_->rule).scalars);
+    return scalars + policy_->scalars_before();
   }
 
   const PolicyInfo* policy_ = nullptr;

@@ -196,6 +196,42 @@ struct Single {
   }
 };
 
+// Loads zeros where there is no array.
+template <class Access>
+WRAPOPT_DEVICE void LoadInput(const Access& access, const char* array,
+                              Number number, typename Access::Raw* raw) {
+  if (array == nullptr) {
+    *raw = {};
+  } else {
+    access.Load(array, number, raw);
+  }
+}
+
+// The arrays of one variable.
+struct Arrays {
+  const Word* bases;
+  const uint32_t* offsets;
+
+  template <class Compute>
+  WRAPOPT_DEVICE char* Find(size_t i, Number number) const {
+    return reinterpret_cast<char*>(bases[i]) +
+           uint64_t{offsets[i]} * BytesOf<Compute>(number);
+  }
+  // nullptr for zeros.
+  template <class Compute>
+  WRAPOPT_DEVICE const char* FindInput(size_t i, Number number) const {
+    return offsets[i] == kNoArray ? nullptr : Find<Compute>(i, number);
+  }
+  WRAPOPT_DEVICE Arrays From(size_t i) const {
+    return {bases + i, offsets + i};
+  }
+};
+
+WRAPOPT_DEVICE void Read(Word word, float* x) {
+  *x = BitCast<float>(static_cast<uint32_t>(word));
+}
+WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
+
 }  // namespace
 }  // namespace gpu
 }  // namespace wrapopt

@@ -1,9 +1,10 @@
 // The GPU kernels: every rule, in float and in double, over the arrays of many
 // variables, and the averages of its result.
 //
-// NVRTC compiles this for each GPU, once with small and once with large tables
-// (WRAPOPT_LARGE). For another compiler, define these four macros, and
-// threadIdx, blockIdx and gridDim, before the include.
+// NVRTC compiles this for each GPU, once for each Kind in cc/gpu/images.h:
+// with small tables, with large ones (WRAPOPT_LARGE), and with a policy around
+// the step (WRAPOPT_COMPENSATED). For another compiler, define these four
+// macros, and threadIdx, blockIdx and gridDim, before the include.
 #include <cstddef>
 #include <cstdint>
 #include <utility>
@@ -14,9 +15,15 @@
 #include "cc/rules/rules.h"
 
 #if !defined(WRAPOPT_KERNEL)
+#if defined(WRAPOPT_COMPENSATED)
+// At most 128 registers, so that two blocks share a multiprocessor. Other
+// kernels take no more by themselves, and many take fewer.
+#define WRAPOPT_BOUNDS __launch_bounds__(wrapopt::gpu::kThreads, 2)
+#else
+#define WRAPOPT_BOUNDS __launch_bounds__(wrapopt::gpu::kThreads)
+#endif
 #define WRAPOPT_KERNEL(...) \
-  extern "C" __global__ void __launch_bounds__(wrapopt::gpu::kThreads) \
-      __VA_ARGS__
+  extern "C" __global__ void WRAPOPT_BOUNDS __VA_ARGS__
 #define WRAPOPT_DEVICE __device__ __forceinline__
 #define WRAPOPT_BARRIER() __syncthreads()
 #if __CUDA_ARCH__ >= 700
@@ -28,12 +35,15 @@
 
 #if defined(WRAPOPT_LARGE)
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_large_##name##_##type
+#elif defined(WRAPOPT_COMPENSATED)
+#define WRAPOPT_KERNEL_NAME(name, type) wrapopt_compensated_##name##_##type
 #else
 #define WRAPOPT_KERNEL_NAME(name, type) wrapopt_small_##name##_##type
 #endif
 
-// Uses the macros of the above.
+// They use the macros of the above.
 #include "cc/gpu/access.h"
+#include "cc/gpu/compensation.h"
 
 namespace wrapopt {
 namespace gpu {
@@ -49,39 +59,15 @@ using TheSumTable = SmallSumTable;
 using TheMarkTable = SmallMarkTable;
 #endif
 
-// The arrays of one variable.
-struct Arrays {
-  const Word* bases;
-  const uint32_t* offsets;
-
-  template <class Compute>
-  WRAPOPT_DEVICE char* Find(size_t i, Number number) const {
-    return reinterpret_cast<char*>(bases[i]) +
-           uint64_t{offsets[i]} * BytesOf<Compute>(number);
-  }
-  // nullptr for zeros.
-  template <class Compute>
-  WRAPOPT_DEVICE const char* FindInput(size_t i, Number number) const {
-    return offsets[i] == kNoArray ? nullptr : Find<Compute>(i, number);
-  }
-  WRAPOPT_DEVICE Arrays From(size_t i) const {
-    return {bases + i, offsets + i};
-  }
-};
-
-WRAPOPT_DEVICE void Read(Word word, float* x) {
-  *x = BitCast<float>(static_cast<uint32_t>(word));
-}
-WRAPOPT_DEVICE void Read(Word word, double* x) { *x = BitCast<double>(word); }
-
-// The value that a rule's step leaves in state 0.
+// The value that a rule's step leaves in state 0. The arrays and scalars of the
+// policy follow those of the rule.
 template <class Rule, RuleId kRule>
 struct StepOf {
   static constexpr size_t kStates = CountNames(Info(kRule).states);
-  static constexpr size_t kInputs = CountNames(Info(kRule).inputs);
   static constexpr size_t kScalars = CountNames(Info(kRule).scalars);
-  static constexpr size_t kArrays = kStates + kInputs;
-  static constexpr size_t kFirstMember = kScalars;
+  static constexpr size_t kGrad = kStates;
+  static constexpr size_t kArrays = kGrad + 1 + ThePolicy::kArrays;
+  static constexpr size_t kFirstMember = kScalars + ThePolicy::kScalars;
   // If a step changes all rows, no target is lazy.
   static constexpr bool kMayBeLazy = MayUpdateRows(kRule);
   static constexpr bool kIsStep = true;
@@ -97,49 +83,39 @@ struct StepOf {
                                  Compute (&value)[Access::kCount]) {
     Run(header, words, arrays, access, value,
         std::make_index_sequence<kStates>(),
-        std::make_index_sequence<kInputs>(),
         std::make_index_sequence<kScalars>());
   }
 
-  template <class Compute, class Access, size_t... s, size_t... i, size_t... c>
+  template <class Compute, class Access, size_t... s, size_t... c>
   WRAPOPT_DEVICE static void Run(const Header& header, const Word* words,
                                  const Arrays& arrays, const Access& access,
                                  Compute (&value)[Access::kCount],
                                  std::index_sequence<s...>,
-                                 std::index_sequence<i...>,
                                  std::index_sequence<c...>) {
     const Number state = static_cast<Number>(header.state);
     const Number input = static_cast<Number>(header.input);
     // Start all loads before waiting for the first.
-    typename Access::Raw raw[kArrays];
+    typename Access::Raw raw[kGrad + 1];
     (access.Load(arrays.Find<Compute>(s, state), state, &raw[s]), ...);
-    (LoadInput(access, arrays.FindInput<Compute>(kStates + i, input), input,
-               &raw[kStates + i]),
-     ...);
-    Compute k[kScalars + 1];
+    LoadInput(access, arrays.FindInput<Compute>(kGrad, input), input,
+              &raw[kGrad]);
+    typename ThePolicy::template Of<Compute, Access> policy(
+        header, words + kScalars, arrays.From(kGrad + 1), access);
+    Compute k[kScalars];
     (Read(words[c], &k[c]), ...);
-    Compute x[kArrays][Access::kCount];
+    Compute x[kGrad + 1][Access::kCount];
     (Access::Unpack(raw[s], state, x[s]), ...);
-    (Access::Unpack(raw[kStates + i], input, x[kStates + i]), ...);
+    Access::Unpack(raw[kGrad], input, x[kGrad]);
+    policy.Before(x[0], x[kGrad]);
 #pragma unroll
     for (int j = 0; j < Access::kCount; ++j) {
-      Rule::Step(x[s][j]..., x[kStates + i][j]..., k[c]...);
+      Rule::Step(x[s][j]..., x[kGrad][j], k[c]...);
     }
     (Access::Pack(x[s], state, &raw[s]), ...);
     (access.Store(arrays.Find<Compute>(s, state), state, raw[s]), ...);
     // The average is of the stored, rounded value.
     Access::Unpack(raw[0], state, value);
-  }
-
-  template <class Access>
-  WRAPOPT_DEVICE static void LoadInput(const Access& access, const char* array,
-                                       Number number,
-                                       typename Access::Raw* raw) {
-    if (array == nullptr) {
-      *raw = {};
-    } else {
-      access.Load(array, number, raw);
-    }
+    policy.After(value);
   }
 };
 
@@ -415,7 +391,9 @@ WRAPOPT_DEVICE void MarkRows(const TheMarkTable& table) {
   }                                                                 \
   }                                                                 \
   WRAPOPT_KERNELS_OF(rule, wrapopt::gpu::StepOf##rule)
-WRAPOPT_RULES(WRAPOPT_RULE_KERNELS)
+WRAPOPT_UPDATES(WRAPOPT_RULE_KERNELS)
+
+#if !defined(WRAPOPT_COMPENSATED)
 
 WRAPOPT_KERNELS_OF(Average, wrapopt::gpu::SumOfSources)
 
@@ -434,3 +412,5 @@ WRAPOPT_KERNEL(WRAPOPT_KERNEL_NAME(Mark, double)(
     WRAPOPT_TABLE(wrapopt::gpu::TheMarkTable) table)) {
   wrapopt::gpu::MarkRows(table);
 }
+
+#endif  // !defined(WRAPOPT_COMPENSATED)

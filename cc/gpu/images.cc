@@ -19,19 +19,32 @@ bool IsBetter(const Image& image, const Image& than) {
 
 }  // namespace
 
+std::string NameOf(Kind kind) {
+  switch (kind) {
+    case Kind::kSmall:
+      return "small";
+    case Kind::kLarge:
+      return "large";
+    case Kind::kCompensated:
+      return "compensated";
+  }
+  return "";
+}
+
 std::string NameOf(const Image& image) {
   return (image.is_ptx ? "compute_" : "sm_") +
          std::to_string(image.compute_capability) +
-         (image.is_large ? " large" : "");
+         (image.kind == Kind::kSmall ? "" : " " + NameOf(image.kind));
 }
 
-const Image* ChooseImage(const DeviceInfo& device, bool is_large) {
-  if (is_large && (device.compute_capability < 70 || device.driver < 12010)) {
+const Image* ChooseImage(const DeviceInfo& device, Kind kind) {
+  if (kind == Kind::kLarge &&
+      (device.compute_capability < 70 || device.driver < 12010)) {
     return nullptr;
   }
   const Image* best = nullptr;
   for (const Image& image : Images()) {
-    if (image.is_large == is_large && Fits(image, device.compute_capability) &&
+    if (image.kind == kind && Fits(image, device.compute_capability) &&
         (best == nullptr || IsBetter(image, *best))) {
       best = &image;
     }

@@ -11,23 +11,35 @@
 namespace wrapopt {
 namespace gpu {
 
+// What the kernels of an image are.
+enum class Kind {
+  kSmall,        // They take small tables.
+  kLarge,        // They take large tables.
+  kCompensated,  // They take small tables, and gradients are compensated.
+};
+inline constexpr Kind kKinds[] = {Kind::kSmall, Kind::kLarge,
+                                  Kind::kCompensated};
+
+// "small" for kSmall.
+std::string NameOf(Kind kind);
+
 struct Image {
   bool is_ptx;             // PTX, which the driver compiles, or machine code.
   int compute_capability;  // 10 * major + minor.
-  bool is_large;           // Whether its kernels take large tables.
-  size_t offset;           // Its offset in the images.
+  Kind kind;
+  size_t offset;  // Its offset in the images.
   size_t size;
 };
 
-// "sm_90" or "compute_90", with "large" for large tables.
+// "sm_90" or "compute_90", with the kind if it is not kSmall.
 std::string NameOf(const Image& image);
 
 // Defined apart from the functions below: a test has other images.
 const std::vector<Image>& Images();
 
-// The image for a GPU, or nullptr. Large tables need compute capability 7.0 and
-// a driver for CUDA 12.1.
-const Image* ChooseImage(const DeviceInfo& device, bool is_large);
+// The image of a kind for a GPU, or nullptr. Large tables need compute
+// capability 7.0 and a driver for CUDA 12.1.
+const Image* ChooseImage(const DeviceInfo& device, Kind kind);
 
 // The error text if there is no image for a GPU.
 std::string NoImage(const DeviceInfo& device);

@@ -86,6 +86,14 @@ class Launches {
     for (const double scalar : update.scalars) {
       prefix_.push_back(ToWord(scalar, update.is_double));
     }
+    if (update.policy != nullptr) {
+      for (size_t c = 0; c < kMostPolicyScalars; ++c) {
+        prefix_.push_back(ToWord(c < update.policy_scalars.size()
+                                     ? update.policy_scalars[c]
+                                     : 0,
+                                 update.is_double));
+      }
+    }
     for (const auto* members : {&update.sources, &update.targets}) {
       for (const Update::Member& member : *members) {
         prefix_.push_back(ToWord(member.scalar, update.is_double));
@@ -97,6 +105,12 @@ class Launches {
       ranges_.resize(CountNames(info.states), Range(SizeOf(update.state)));
       ranges_.resize(ranges_.size() + CountNames(info.inputs),
                      Range(SizeOf(update.input)));
+    }
+    if (update.policy != nullptr) {
+      ranges_.emplace_back(SizeOf(update.state));
+      ranges_.resize(
+          ranges_.size() + kMostPolicyStates,
+          Range(update.is_double ? sizeof(double) : sizeof(float)));
     }
     for (const auto* members : {&update.sources, &update.targets}) {
       for (const Update::Member& member : *members) {
@@ -116,18 +130,25 @@ class Launches {
              " arrays, got " + std::to_string(update_.arrays);
     }
     while (left_ > 0) {
-      // Launches with small tables cost less.
-      const bool fits_small = left_ <= MostVariables<SmallTable>();
-      const bool is_large =
-          loaded_.Has(true) && (!fits_small || !loaded_.Has(false));
-      const std::string error =
-          is_large ? RunOne<LargeTable>(true) : RunOne<SmallTable>(false);
+      const Kind kind = ChooseKind();
+      const std::string error = kind == Kind::kLarge ? RunOne<LargeTable>(kind)
+                                                     : RunOne<SmallTable>(kind);
       if (!error.empty()) return error;
     }
     return "";
   }
 
  private:
+  Kind ChooseKind() const {
+    if (update_.policy != nullptr) return Kind::kCompensated;
+    // Launches with small tables cost less.
+    const bool fits_small = left_ <= MostVariables<SmallTable>();
+    return loaded_.Has(Kind::kLarge) &&
+                   (!fits_small || !loaded_.Has(Kind::kSmall))
+               ? Kind::kLarge
+               : Kind::kSmall;
+  }
+
   // A variable, or the part of it in a launch.
   struct Part {
     size_t variable;
@@ -220,7 +241,7 @@ class Launches {
   }
 
   template <class AnyTable>
-  std::string RunOne(bool is_large) {
+  std::string RunOne(Kind kind) {
     const size_t most_variables = MostVariables<AnyTable>();
     if (most_variables == 0) {
       return "each variable has " + std::to_string(update_.arrays) +
@@ -260,13 +281,16 @@ class Launches {
                     static_cast<uint8_t>(update_.state),
                     static_cast<uint8_t>(update_.input),
                     is_dense,
-                    is_lazy()};
+                    is_lazy(),
+                    static_cast<uint8_t>(
+                        update_.policy == nullptr ? RuleId()
+                                                  : update_.policy->rule)};
     Function function;
     const std::string error =
         loaded_.Find(update_.rule.has_value() ? static_cast<int>(*update_.rule)
                      : update_.is_step        ? kAverage
                                               : kCatchUp,
-                     update_.is_double, is_large, &function);
+                     update_.is_double, kind, &function);
     if (!error.empty()) return error;
     return Launch(function, chunks, 1, &table, stream_);
   }
@@ -286,10 +310,10 @@ class Launches {
 
 template <class AnyTable>
 std::string RunMarks(const RowMarks& marks, LoadedKernels* loaded,
-                     bool is_large, Stream stream) {
+                     Kind kind, Stream stream) {
   Function function;
   const std::string error =
-      loaded->Find(kMark, /*is_double=*/true, is_large, &function);
+      loaded->Find(kMark, /*is_double=*/true, kind, &function);
   if (!error.empty()) return error;
   AnyTable table;
   std::vector<Word> rows;
@@ -332,11 +356,10 @@ std::string RunMarks(const RowMarks& marks, LoadedKernels* loaded,
 }
 
 template <class AnyTable>
-std::string RunSum(const RowSum& sum, LoadedKernels* loaded, bool is_large,
+std::string RunSum(const RowSum& sum, LoadedKernels* loaded, Kind kind,
                    Stream stream) {
   Function function;
-  const std::string error =
-      loaded->Find(kSum, sum.is_double, is_large, &function);
+  const std::string error = loaded->Find(kSum, sum.is_double, kind, &function);
   if (!error.empty()) return error;
   const unsigned grid_y = static_cast<unsigned>(
       std::min<uint64_t>((sum.elements - 1) / kThreads + 1, 64));
@@ -389,18 +412,18 @@ std::string Enqueue(const RowSum& sum, Stream stream) {
   LoadedKernels* loaded;
   const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
-  return loaded->Has(true)
-             ? RunSum<LargeSumTable>(sum, loaded, true, stream)
-             : RunSum<SmallSumTable>(sum, loaded, false, stream);
+  return loaded->Has(Kind::kLarge)
+             ? RunSum<LargeSumTable>(sum, loaded, Kind::kLarge, stream)
+             : RunSum<SmallSumTable>(sum, loaded, Kind::kSmall, stream);
 }
 
 std::string Enqueue(const RowMarks& marks, Stream stream) {
   LoadedKernels* loaded;
   const std::string error = LoadedKernels::Current(&loaded);
   if (!error.empty()) return error;
-  return loaded->Has(true)
-             ? RunMarks<LargeMarkTable>(marks, loaded, true, stream)
-             : RunMarks<SmallMarkTable>(marks, loaded, false, stream);
+  return loaded->Has(Kind::kLarge)
+             ? RunMarks<LargeMarkTable>(marks, loaded, Kind::kLarge, stream)
+             : RunMarks<SmallMarkTable>(marks, loaded, Kind::kSmall, stream);
 }
 
 }  // namespace gpu

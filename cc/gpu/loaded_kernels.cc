@@ -9,8 +9,8 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-std::string KernelName(int kernel, bool is_double, bool is_large) {
-  return std::string("wrapopt_") + (is_large ? "large_" : "small_") +
+std::string KernelName(int kernel, bool is_double, Kind kind) {
+  return "wrapopt_" + NameOf(kind) + "_" +
          (kernel == kAverage   ? "Average"
           : kernel == kCatchUp ? "CatchUp"
           : kernel == kSum     ? "Sum"
@@ -35,15 +35,16 @@ std::string LoadedKernels::Current(LoadedKernels** loaded) {
   return (*loaded)->Init();
 }
 
-std::string LoadedKernels::Find(int kernel, bool is_double, bool is_large,
+std::string LoadedKernels::Find(int kernel, bool is_double, Kind kind,
                                 Function* function) {
   const std::lock_guard<std::mutex> lock(mu_);
-  Function& found = functions_[is_large][kernel][is_double];
+  const int k = static_cast<int>(kind);
+  Function& found = functions_[k][kernel][is_double];
   if (found == nullptr) {
     const Driver& driver = GetDriver();
-    Module& module = modules_[is_large];
+    Module& module = modules_[k];
     if (module == nullptr) {
-      const Image& image = *images_[is_large];
+      const Image& image = *images_[k];
       const Result result = driver.ModuleLoadData(
           &module, wrapopt_gpu_images + image.offset);
       if (result != 0) {
@@ -53,7 +54,7 @@ std::string LoadedKernels::Find(int kernel, bool is_double, bool is_large,
                          result);
       }
     }
-    const std::string name = KernelName(kernel, is_double, is_large);
+    const std::string name = KernelName(kernel, is_double, kind);
     const Result result =
         driver.ModuleGetFunction(&found, module, name.c_str());
     if (result != 0) {
@@ -67,16 +68,17 @@ std::string LoadedKernels::Find(int kernel, bool is_double, bool is_large,
 
 std::string LoadedKernels::Init() {
   const std::lock_guard<std::mutex> lock(mu_);
-  if (Has(false) || Has(true)) return "";
+  const auto has_any = [this] { return Has(Kind::kSmall) || Has(Kind::kLarge); };
+  if (has_any()) return "";
   Device device;
   const Result result = GetDriver().CtxGetDevice(&device);
   if (result != 0) return ErrorText("cuCtxGetDevice", result);
   const std::string error = Describe(device, &device_);
   if (!error.empty()) return error;
-  for (const bool is_large : {false, true}) {
-    images_[is_large] = ChooseImage(device_, is_large);
+  for (const Kind kind : kKinds) {
+    images_[static_cast<int>(kind)] = ChooseImage(device_, kind);
   }
-  return Has(false) || Has(true) ? "" : NoImage(device_);
+  return has_any() ? "" : NoImage(device_);
 }
 
 }  // namespace gpu

@@ -13,7 +13,8 @@
 namespace wrapopt {
 namespace gpu {
 
-// The index of a rule's kernel is its RuleId. These are the others.
+// The index of an update rule's kernel is its RuleId. These are the others,
+// which images of compensated steps do not have.
 constexpr int kAverage = std::size(kRulesById);
 constexpr int kCatchUp = kAverage + 1;
 constexpr int kSum = kCatchUp + 1;
@@ -29,21 +30,23 @@ class LoadedKernels {
 
   const DeviceInfo& device() const { return device_; }
 
-  // Whether there are kernels for that size of tables.
-  bool Has(bool is_large) const { return images_[is_large] != nullptr; }
+  // Whether there are kernels of that kind.
+  bool Has(Kind kind) const {
+    return images_[static_cast<int>(kind)] != nullptr;
+  }
 
-  // Finds a kernel, and loads it if this is the first call for it.
-  std::string Find(int kernel, bool is_double, bool is_large,
-                   Function* function);
+  // Finds a kernel of an image that there is, and loads it if this is the first
+  // call for it.
+  std::string Find(int kernel, bool is_double, Kind kind, Function* function);
 
  private:
   std::string Init();
 
   std::mutex mu_;
   DeviceInfo device_;
-  const Image* images_[2] = {};
-  Module modules_[2] = {};
-  Function functions_[2][kKernels][2] = {};
+  const Image* images_[std::size(kKinds)] = {};
+  Module modules_[std::size(kKinds)] = {};
+  Function functions_[std::size(kKinds)][kKernels][2] = {};
 };
 
 }  // namespace gpu

@@ -21,11 +21,11 @@
 #include "cc/engine/row_step.h"
 #include "cc/engine/sparse_rows.h"
 #include "cc/kernels/averages.h"
-#include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/gpu.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/registration.h"
+#include "cc/kernels/rows_gpu.h"
 #include "cc/kernels/sort_rows.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/apply_op.h"
@@ -88,24 +88,25 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "accept", &accept));
     if (!accept) return;
 
-    std::vector<double> scalars, policy_scalars, rates, logs;
-    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &scalars));
+    Call call = {Variables(ctx, &lookup_cache_, form_ == Form::kPacked)};
+    std::vector<double> logs;
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &call.scalars));
     if (is_compensated()) {
       const Tensor* vector;
       OP_REQUIRES_OK(ctx, ctx->input("policy_scalars", &vector));
       OP_REQUIRES_OK(ctx, policy_.CheckScalars(vector->shape()));
-      policy_scalars = ToVector(*vector);
+      call.policy_scalars = ToVector(*vector);
     }
-    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates, &logs));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &call.rates, &logs));
     const bool lazy = averages_.lazy();
 
-    Variables variables(ctx, &lookup_cache_, form_ == Form::kPacked);
+    Variables& variables = call.variables;
     const int n = contract_.variables();
-    std::vector<int> states(contract_.states().size());
-    int memory = -1;
+    std::vector<int>& states = call.states;
+    states.resize(contract_.states().size());
     if (is_compensated()) {
       OP_REQUIRES_OK(ctx, variables.Find("states", access_, &states[0]));
-      OP_REQUIRES_OK(ctx, variables.Find("memory", access_, &memory));
+      OP_REQUIRES_OK(ctx, variables.Find("memory", access_, &call.memory));
     }
     for (size_t s = 0; s < states.size(); ++s) {
       if (is_compensated()) {
@@ -115,9 +116,8 @@ class ApplyOp : public OpKernel {
       OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(), n,
                                          access_, &states[s]));
     }
-    int shadows;
     OP_REQUIRES_OK(ctx, variables.Find("shadows", n * averages_.per_value(),
-                                       access_, &shadows));
+                                       access_, &call.shadows));
     int log_decays = -1;
     if (lazy) {
       OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
@@ -125,101 +125,37 @@ class ApplyOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.Lock());
 
     const int var = states[0];
-    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, var));
+    OP_REQUIRES_OK(ctx, averages_.Check(variables, call.shadows, var));
     OP_REQUIRES_OK(ctx,
                    averages_.CheckLogDecays(&variables, log_decays, var));
     OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
-    tensorflow::OpInputList grads;
-    OP_REQUIRES_OK(ctx, ctx->input_list("grad", &grads));
-    std::vector<Rows> rows(sparse_ ? n : 0);
+    OP_REQUIRES_OK(ctx, ctx->input_list("grad", &call.grads));
+    call.rows.resize(sparse_ ? n : 0);
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx,
-                     sparse_ ? ReadRows(ctx, variables, states, i, &rows[i])
-                             : variables.CheckSameShape(grads[i].shape(),
-                                                        "grad", i, var + i));
+      OP_REQUIRES_OK(
+          ctx, sparse_ ? ReadRows(ctx, &call, i)
+                       : variables.CheckSameShape(call.grads[i].shape(), "grad",
+                                                  i, var + i));
     }
-    tensorflow::OpInputList origins;
     if (is_compensated()) {
-      OP_REQUIRES_OK(ctx, policy_.CheckMemory(variables, memory, var));
-      OP_REQUIRES_OK(ctx, ctx->input_list("origins", &origins));
-      OP_REQUIRES_OK(ctx, CheckOrigins(&variables, states, grads, origins));
+      OP_REQUIRES_OK(ctx, policy_.CheckMemory(variables, call.memory, var));
+      OP_REQUIRES_OK(ctx, ctx->input_list("origins", &call.origins));
+      OP_REQUIRES_OK(ctx, CheckOrigins(&call));
     }
     // Rows that lag behind may have to catch up.
-    if (!lazy) averages_.LeaveIdle(rates, shadows, &variables);
+    if (!lazy) averages_.LeaveIdle(call.rates, call.shadows, &variables);
     OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
 
-    // For each variable: its averages, if their rows may lag behind.
-    std::vector<std::vector<LazyAverage>> averages(n);
+    call.averages.resize(n);
     for (int i = 0; lazy && i < n; ++i) {
-      averages[i] = averages_.OfValue(&variables, shadows, var, log_decays, i,
-                                      rates, logs);
+      call.averages[i] = averages_.OfValue(&variables, call.shadows, var,
+                                           log_decays, i, call.rates, logs);
       if (!IsOnGpu(ctx)) {
-        averages_.WarnIfReplaced(variables, var + i, averages[i]);
+        averages_.WarnIfReplaced(variables, var + i, call.averages[i]);
       }
     }
-    if (sparse_ && IsOnGpu(ctx)) {
-      OP_REQUIRES_OK(ctx, ApplyRowsOnGpu(ctx, &variables, states, rows, scalars,
-                                         rates, averages));
-    } else if (sparse_) {
-      const IntraOpThreads threads(ctx);
-      for (int i = 0; i < n; ++i) {
-        std::vector<void*> data;
-        for (const int state : states) {
-          data.push_back(variables.data(state + i));
-        }
-        RowCompensation compensated;
-        if (is_compensated()) {
-          compensated = {&compensation_, policy_scalars.data(),
-                         origins[i].data(), MemoryOf(&variables, memory, i)};
-        }
-        row_step_.Run(threads, data, variables.shape(var + i).dim_size(0),
-                      variables.size(var + i), rows[i].values.data(),
-                      rows[i].sorted, scalars.data(), averages[i],
-                      is_compensated() ? &compensated : nullptr);
-      }
-    }
-    if (lazy) return;
-    Pass pass(NumberOf(sum_dtype_));
-    const size_t var_bytes = SizeOf(NumberOf(dtype_));
-    const size_t state_bytes = 2 * states.size() * var_bytes;
-    const int step_operands = static_cast<int>(states.size()) + 1;
-    if (!sparse_ && is_compensated()) {
-      compensation_.AddStagesBefore(policy_scalars.data(), &pass);
-      pass.AddStage({sum_step_, scalars.data(), step_operands, state_bytes,
-                     /*new_inputs=*/false,
-                     /*scratch=*/static_cast<int>(states.size())});
-      compensation_.AddStagesAfter(policy_scalars.data(), &pass);
-    } else if (!sparse_) {
-      pass.AddStage({step_, scalars.data(), step_operands,
-                     state_bytes + SizeOf(NumberOf(grad_dtype_)),
-                     /*new_inputs=*/true});
-    }
-    averages_.AddStages(rates, sparse_ ? var_bytes : 0, &pass);
-    if (!sparse_ || averages_.per_value() > 0) {
-      std::vector<void*> operands;
-      for (int i = 0; i < n; ++i) {
-        operands.clear();
-        const std::vector<void*> of_policy = MemoryOf(&variables, memory, i);
-        if (!sparse_ && is_compensated()) {
-          compensation_.AddOperandsBefore(variables.data(var + i),
-                                          origins[i].data(), grads[i].data(),
-                                          of_policy, &operands);
-        }
-        if (!sparse_) {
-          for (const int state : states) {
-            operands.push_back(variables.data(state + i));
-          }
-          operands.push_back(is_compensated() ? nullptr : grads[i].data());
-        }
-        if (!sparse_ && is_compensated()) {
-          compensation_.AddOperandsAfter(variables.data(var + i), of_policy,
-                                         &operands);
-        }
-        averages_.AddOperands(&variables, shadows, var, i, &operands);
-        pass.AddVariable(variables.size(var + i), operands);
-      }
-      OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
-    }
+    if (sparse_) OP_REQUIRES_OK(ctx, TakeRows(ctx, &call));
+    if (!lazy) OP_REQUIRES_OK(ctx, TakePass(ctx, &call));
   }
 
  private:
@@ -227,10 +163,20 @@ class ApplyOp : public OpKernel {
   struct Rows {
     Tensor values;
     SparseRows sorted;
-    // On a GPU: the different rows, sorted, and their gradients.
-    std::vector<int64_t> index;
-    std::vector<const void*> grad;
-    Tensor sums;  // If a row has several gradients.
+    RowsOnGpu on_gpu;
+  };
+
+  // The inputs of one call, after they were checked.
+  struct Call {
+    Variables variables;
+    // The first positions of lists of variables.
+    std::vector<int> states;
+    int memory = -1, shadows = -1;
+    tensorflow::OpInputList grads, origins;
+    std::vector<Rows> rows;  // If the gradients are sparse.
+    std::vector<double> scalars, policy_scalars, rates;
+    // For each variable: its averages, if their rows may lag behind.
+    std::vector<std::vector<LazyAverage>> averages;
   };
 
   bool is_compensated() const { return form_ == Form::kCompensated; }
@@ -260,30 +206,42 @@ class ApplyOp : public OpKernel {
     return absl::OkStatus();
   }
 
-  // The policy's states of a variable; none if there is no policy.
-  std::vector<void*> MemoryOf(Variables* variables, int memory, int i) const {
+  // The states of a variable, and those of the policy; none if there is none.
+  static std::vector<void*> StatesOf(Call* call, int i) {
     std::vector<void*> data;
-    for (size_t m = 0; is_compensated() && m < compensation_.states(); ++m) {
-      data.push_back(
-          variables->data(memory + m * contract_.variables() + i));
+    for (const int state : call->states) {
+      data.push_back(call->variables.data(state + i));
     }
     return data;
   }
+  std::vector<void*> MemoryOf(Call* call, int i) const {
+    std::vector<void*> data;
+    for (size_t m = 0; is_compensated() && m < compensation_.states(); ++m) {
+      data.push_back(call->variables.data(
+          call->memory + m * contract_.variables() + i));
+    }
+    return data;
+  }
+  // As many as each variable of a GPU's pass has.
+  std::vector<void*> MemoryOnGpu(Call* call, int i) const {
+    std::vector<void*> data = MemoryOf(call, i);
+    data.resize(kMostPolicyStates);
+    return data;
+  }
 
-  absl::Status CheckOrigins(Variables* variables,
-                            const std::vector<int>& states,
-                            const tensorflow::OpInputList& grads,
-                            const tensorflow::OpInputList& origins) const {
+  absl::Status CheckOrigins(Call* call) const {
     for (int i = 0; i < contract_.variables(); ++i) {
-      TF_RETURN_IF_ERROR(policy_.CheckOrigins(i, origins[i].shape(),
-                                              grads[i].shape()));
-      const int var = states[0] + i;
+      const Tensor& origin = call->origins[i];
+      TF_RETURN_IF_ERROR(
+          policy_.CheckOrigins(i, origin.shape(), call->grads[i].shape()));
+      const int var = call->states[0] + i;
       // A resource variable is copied before it changes.
-      if (variables->resource(var) == nullptr && origins[i].NumElements() > 0 &&
-          origins[i].SharesBufferWith(*variables->tensor(var))) {
+      if (call->variables.resource(var) == nullptr &&
+          origin.NumElements() > 0 &&
+          origin.SharesBufferWith(*call->variables.tensor(var))) {
         return absl::InvalidArgumentError(absl::StrCat(
             "origins[", i, "] must be a copy of the weights, got the buffer ",
-            "of ", variables->Describe(var),
+            "of ", call->variables.Describe(var),
             ", which every step changes. Pass a copy that was made before the "
             "gradient was computed"));
       }
@@ -292,143 +250,128 @@ class ApplyOp : public OpKernel {
   }
 
   // Checks a sparse gradient and sorts its rows.
-  absl::Status ReadRows(OpKernelContext* ctx, Variables& variables,
-                        const std::vector<int>& states, int i,
-                        Rows* rows) const {
-    tensorflow::OpInputList grads, indices_list;
-    TF_RETURN_IF_ERROR(ctx->input_list("grad", &grads));
-    TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices_list));
-    const Tensor& indices = indices_list[i];
-    const int var = states[0] + i;
-    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grads[i].shape(),
-                                           indices.shape()));
+  absl::Status ReadRows(OpKernelContext* ctx, Call* call, int i) const {
+    Variables& variables = call->variables;
+    Rows* const rows = &call->rows[i];
+    const Tensor& grad = call->grads[i];
+    tensorflow::OpInputList indices;
+    TF_RETURN_IF_ERROR(ctx->input_list("indices", &indices));
+    const int var = call->states[0] + i;
+    TF_RETURN_IF_ERROR(contract_.CheckRows(variables, var, i, grad.shape(),
+                                           indices[i].shape()));
     TF_RETURN_IF_ERROR(
-        SortRows(ctx, indices, i, variables, var, &rows->sorted));
-    rows->values = grads[i];
+        SortRows(ctx, indices[i], i, variables, var, &rows->sorted));
+    rows->values = grad;
     // A ref variable is read in place: the step of one row must not change the
     // gradient of another one.
-    for (const int state : states) {
+    for (const int state : call->states) {
       if (!rows->values.SharesBufferWith(*variables.tensor(state + i))) {
         continue;
       }
-      TF_RETURN_IF_ERROR(ctx->allocate_temp(
-          grads[i].dtype(), grads[i].shape(), &rows->values));
+      TF_RETURN_IF_ERROR(
+          ctx->allocate_temp(grad.dtype(), grad.shape(), &rows->values));
       if (IsOnGpu(ctx)) {
-        TF_RETURN_IF_ERROR(CopyOnGpu(ctx, grads[i], &rows->values));
+        TF_RETURN_IF_ERROR(CopyOnGpu(ctx, grad, &rows->values));
       } else {
-        std::memcpy(rows->values.data(), grads[i].data(),
-                    grads[i].TotalBytes());
+        std::memcpy(rows->values.data(), grad.data(), grad.TotalBytes());
       }
     }
-    return IsOnGpu(ctx) ? FindRowsOnGpu(ctx, rows) : absl::OkStatus();
+    if (!IsOnGpu(ctx)) return absl::OkStatus();
+    return rows->on_gpu.Find(ctx, rows->values, rows->sorted, sum_dtype_);
   }
 
-  // Finds the gradient of each row, in device memory. If a row has several, all
-  // rows are summed.
-  absl::Status FindRowsOnGpu(OpKernelContext* ctx, Rows* rows) const {
-    const SparseRows& sorted = rows->sorted;
-    if (sorted.size() == 0) return absl::OkStatus();
-    const int64_t row = rows->values.NumElements() / sorted.size();
-    auto add = [rows, row](const Tensor& from, int64_t position) {
-      rows->grad.push_back(
-          static_cast<const char*>(from.data()) +
-          position * row * tensorflow::DataTypeSize(from.dtype()));
-    };
-    gpu::RowSum sum;
-    for (int64_t j = 0; j < sorted.size(); ++j) {
-      if (sorted.BeginsRow(j)) rows->index.push_back(sorted[j].row);
-      if (!sorted.repeat()) {
-        add(rows->values, sorted[j].position);
+  // Takes the step of rows, and that of their averages if these may lag behind.
+  absl::Status TakeRows(OpKernelContext* ctx, Call* call) const {
+    const bool on_gpu = IsOnGpu(ctx);
+    std::vector<RowsUpdate> updates;
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const Rows& rows = call->rows[i];
+      const int64_t elements = call->variables.size(call->states[0] + i);
+      const int64_t all = call->variables.shape(call->states[0] + i).dim_size(0);
+      if (on_gpu) {
+        updates.push_back({&rows.on_gpu, all, all == 0 ? 0 : elements / all,
+                           StatesOf(call, i),
+                           is_compensated() ? call->origins[i].data() : nullptr,
+                           MemoryOnGpu(call, i), call->averages[i]});
         continue;
       }
-      if (sorted.BeginsRow(j)) sum.runs.push_back({sum.runs.size(), {}});
-      sum.runs.back().grads.push_back(sorted[j].position);
-    }
-    if (!sorted.repeat()) return absl::OkStatus();
-    const int64_t runs = sum.runs.size();
-    TF_RETURN_IF_ERROR(ctx->allocate_temp(
-        sum_dtype_, tensorflow::TensorShape({runs, row}), &rows->sums));
-    TF_RETURN_IF_ERROR(ZeroOnGpu(ctx, &rows->sums));
-    for (int64_t run = 0; run < runs; ++run) add(rows->sums, run);
-    sum.grads = reinterpret_cast<gpu::Address>(rows->values.data());
-    sum.number = NumberOf(grad_dtype_);
-    sum.sums = reinterpret_cast<gpu::Address>(rows->sums.data());
-    sum.is_double = sum_dtype_ == tensorflow::DT_DOUBLE;
-    sum.elements = row;
-    return wrapopt::SumRowsOnGpu(ctx, sum);
-  }
-
-  // ApplyRows for all variables. The launcher gets a row, or several
-  // consecutive rows, as a variable.
-  absl::Status ApplyRowsOnGpu(OpKernelContext* ctx, Variables* variables,
-                              const std::vector<int>& states,
-                              const std::vector<Rows>& rows,
-                              const std::vector<double>& scalars,
-                              const std::vector<double>& rates,
-                              const std::vector<std::vector<LazyAverage>>&
-                                  averages) const {
-    const size_t bytes = SizeOf(NumberOf(dtype_));
-    const bool lazy = averages_.lazy();
-    gpu::RowMarks marks;
-    for (const bool summed : {false, true}) {
-      Pass pass;
-      LazyRows lazy_rows;
-      pass.AddStage({summed ? sum_step_ : step_, scalars.data(),
-                     static_cast<int>(states.size()) + 1, 0,
-                     /*new_inputs=*/true});
-      if (lazy) averages_.AddStages(rates, /*value_bytes=*/0, &pass);
-      std::vector<void*> operands;
-      for (size_t i = 0; i < rows.size(); ++i) {
-        const Tensor& value = *variables->tensor(states[0] + i);
-        if (rows[i].sorted.repeat() != summed || value.NumElements() == 0) {
-          continue;
-        }
-        const int64_t row = value.NumElements() / value.dim_size(0);
-        auto add = [&](const void* grad, int64_t begin, int64_t end) {
-          operands.clear();
-          for (const int state : states) {
-            operands.push_back(static_cast<char*>(variables->data(state + i)) +
-                               begin * row * bytes);
-          }
-          operands.push_back(const_cast<void*>(grad));
-          if (lazy) {
-            AddLazyRows(averages[i], begin, end, &operands, &lazy_rows);
-          }
-          pass.AddVariable((end - begin) * row, operands);
-        };
-        const std::vector<int64_t>& index = rows[i].index;
-        const std::vector<const void*>& grad = rows[i].grad;
-        const int64_t grad_bytes =
-            row * SizeOf(NumberOf(summed ? sum_dtype_ : grad_dtype_));
-        auto follows = [&](size_t u) {
-          return (!lazy || AreAsOne(row)) && index[u] == index[u - 1] + 1 &&
-                 static_cast<const char*>(grad[u]) -
-                         static_cast<const char*>(grad[u - 1]) ==
-                     grad_bytes;
-        };
-        int64_t next = 0;
-        for (size_t u = 0; u < index.size();) {
-          // Consecutive rows with consecutive gradients are one array.
-          size_t end = u + 1;
-          while (end < index.size() && follows(end)) ++end;
-          if (rule_.sparse == Sparse::kAll) add(kZeros, next, index[u]);
-          next = index[end - 1] + 1;
-          add(grad[u], index[u], next);
-          u = end;
-        }
-        if (rule_.sparse == Sparse::kAll) {
-          add(kZeros, next, value.dim_size(0));
-        }
-        if (lazy) AddMarks(averages[i], index, &marks);
+      RowCompensation compensated;
+      if (is_compensated()) {
+        compensated = {&compensation_, call->policy_scalars.data(),
+                       call->origins[i].data(), MemoryOf(call, i)};
       }
-      TF_RETURN_IF_ERROR(
-          RunPassOnGpu(ctx, pass, lazy ? &lazy_rows : nullptr));
+      row_step_.Run(IntraOpThreads(ctx), StatesOf(call, i), all, elements,
+                    rows.values.data(), rows.sorted, call->scalars.data(),
+                    call->averages[i],
+                    is_compensated() ? &compensated : nullptr);
     }
-    return lazy ? MarkRowsOnGpu(ctx, marks) : absl::OkStatus();
+    if (!on_gpu) return absl::OkStatus();
+    return RowsStep{rule_,     step_,       sum_step_,    call->scalars,
+                    averages_, call->rates, OnGpu(*call)}
+        .Run(ctx, updates);
   }
 
-  // The launcher's name for an array of zeros.
-  static constexpr const void* kZeros = nullptr;
+  // Takes the step of dense gradients, and that of averages of all rows.
+  absl::Status TakePass(OpKernelContext* ctx, Call* call) const {
+    if (sparse_ && averages_.per_value() == 0) return absl::OkStatus();
+    const int var = call->states[0];
+    const size_t var_bytes = SizeOf(NumberOf(dtype_));
+    const size_t state_bytes = 2 * call->states.size() * var_bytes;
+    const int operands_of_step = static_cast<int>(call->states.size()) + 1;
+    const bool on_gpu = IsOnGpu(ctx);
+    // A CPU compensates in stages of its own, a GPU in that of the step.
+    const bool is_staged = !sparse_ && is_compensated() && !on_gpu;
+    const bool has_policy = !sparse_ && is_compensated() && on_gpu;
+    Pass pass(NumberOf(sum_dtype_));
+    if (is_staged) {
+      compensation_.AddStagesBefore(call->policy_scalars.data(), &pass);
+      pass.AddStage({sum_step_, call->scalars.data(), operands_of_step,
+                     state_bytes, /*new_inputs=*/false,
+                     /*scratch=*/operands_of_step - 1});
+      compensation_.AddStagesAfter(call->policy_scalars.data(), &pass);
+    } else if (!sparse_) {
+      pass.AddStage({step_, call->scalars.data(),
+                     operands_of_step + (has_policy ? kPolicyOperands : 0),
+                     state_bytes + SizeOf(NumberOf(grad_dtype_)),
+                     /*new_inputs=*/true});
+    }
+    averages_.AddStages(call->rates, sparse_ ? var_bytes : 0, &pass);
+    std::vector<void*> operands;
+    const auto add = [&operands](const std::vector<void*>& more) {
+      operands.insert(operands.end(), more.begin(), more.end());
+    };
+    for (int i = 0; i < contract_.variables(); ++i) {
+      operands.clear();
+      void* const value = call->variables.data(var + i);
+      if (is_staged) {
+        compensation_.AddOperandsBefore(value, call->origins[i].data(),
+                                        call->grads[i].data(),
+                                        MemoryOf(call, i), &operands);
+        add(StatesOf(call, i));
+        add({nullptr});
+        compensation_.AddOperandsAfter(value, MemoryOf(call, i), &operands);
+      } else if (!sparse_) {
+        add(StatesOf(call, i));
+        add({call->grads[i].data()});
+      }
+      if (has_policy) {
+        add({call->origins[i].data()});
+        add(MemoryOnGpu(call, i));
+      }
+      averages_.AddOperands(&call->variables, call->shadows, var, i, &operands);
+      pass.AddVariable(call->variables.size(var + i), operands);
+    }
+    if (on_gpu) {
+      return RunPassOnGpu(ctx, pass, /*lazy=*/nullptr,
+                          has_policy ? OnGpu(*call) : CompensationOnGpu());
+    }
+    return RunPass(ctx, pass);
+  }
+
+  CompensationOnGpu OnGpu(const Call& call) const {
+    if (!is_compensated()) return {};
+    return {&policy_.policy(), call.policy_scalars};
+  }
 
   const RuleInfo& rule_;
   const bool sparse_;
@@ -515,11 +458,17 @@ const bool packed_apply_registered = RegisterKernel(
 
 template <bool kSparse>
 bool RegisterCompensated() {
-  for (const char* ref : {"", "Ref"}) {
-    RegisterKernelOnCpu(
-        absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "", "ApplyCompensated",
-                     ref),
-        MakeApplyOfRule<Form::kCompensated, kSparse>);
+  for (const bool ref : {false, true}) {
+    std::vector<std::string> on_host = {"scalars", "policy_scalars", "decays",
+                                        "accept"};
+    if (kSparse) on_host.push_back("indices");
+    if (!ref) {
+      on_host.insert(on_host.end(), {"states", "memory", "shadows"});
+      if (kSparse) on_host.push_back("log_decays");
+    }
+    RegisterKernel(absl::StrCat("Wrapopt>", kSparse ? "Sparse" : "",
+                                "ApplyCompensated", ref ? "Ref" : ""),
+                   on_host, MakeApplyOfRule<Form::kCompensated, kSparse>);
   }
   return true;
 }

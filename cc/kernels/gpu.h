@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "cc/engine/elementwise.h"
 #include "cc/gpu/launcher.h"
+#include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 
@@ -35,8 +36,18 @@ struct LazyRows {
   bool is_step = true;  // False if the averages only catch up.
 };
 
+// What compensates for the age of the gradients of a pass, if anything does.
+// The stage of the rule's step has kPolicyOperands more operands then: see
+// gpu::Update::arrays.
+struct CompensationOnGpu {
+  const PolicyInfo* policy = nullptr;
+  std::vector<double> scalars;
+};
+constexpr int kPolicyOperands = 1 + static_cast<int>(kMostPolicyStates);
+
 absl::Status RunPassOnGpu(tensorflow::OpKernelContext* ctx, const Pass& pass,
-                          const LazyRows* lazy = nullptr);
+                          const LazyRows* lazy = nullptr,
+                          const CompensationOnGpu& compensation = {});
 
 absl::Status MarkRowsOnGpu(tensorflow::OpKernelContext* ctx,
                            const gpu::RowMarks& marks);

@@ -28,16 +28,6 @@ inline bool RegisterKernel(
   return true;
 }
 
-// The same for an op that has no kernel for a GPU.
-inline bool RegisterKernelOnCpu(
-    const std::string& op,
-    tensorflow::OpKernel* (*make)(tensorflow::OpKernelConstruction*)) {
-  tensorflow::KernelDefBuilder kernel(op.c_str());
-  kernel.Device(tensorflow::DEVICE_CPU);
-  new tensorflow::kernel_factory::OpKernelRegistrar(kernel.Build(), op, make);
-  return true;
-}
-
 template <class Op>
 bool RegisterKernel(const std::string& op,
                     const std::vector<std::string>& on_host) {

@@ -108,8 +108,8 @@ std::string Gpus() {
   std::string gpus;
   for (const gpu::DeviceInfo& device : devices) {
     std::vector<std::string> images;
-    for (const bool is_large : {false, true}) {
-      if (const gpu::Image* image = gpu::ChooseImage(device, is_large)) {
+    for (const gpu::Kind kind : gpu::kKinds) {
+      if (const gpu::Image* image = gpu::ChooseImage(device, kind)) {
         images.push_back(gpu::NameOf(*image));
       }
     }

@@ -1,7 +1,7 @@
 // The list of update rules, which every back end registers.
 //
-// To add one: write cc/rules/<rule>.h, include it here and add its line, define
-// its ops in cc/ops/apply_<rule>.cc, and add its formula to tests/numerics.py.
+// To add one: write cc/rules/<rule>.h, include it here and add its line to
+// WRAPOPT_UPDATES, define its ops in cc/ops/apply_<rule>.cc, and add its formula to tests/numerics.py.
 // The code needs no other edit: every back end, wrapopt.ops.apply and the tests
 // read the rules here. cc/README.md says how to test it.
 //
@@ -57,7 +57,7 @@
 #include "cc/rules/weighted_sum.h"
 
 //  X(rule, states, inputs, scalars, sparse)
-#define WRAPOPT_RULES(X)                                                     \
+#define WRAPOPT_UPDATES(X)                                                   \
   X(Adadelta, "var accum accum_update", "grad", "lr rho epsilon", kRows)     \
   X(Adagrad, "var accum", "grad", "lr", kRows)                               \
   X(AdagradW, "var accum", "grad", "lr epsilon weight_decay", kRows)         \
@@ -73,12 +73,7 @@
     kRows)                                                                   \
   X(CenteredRMSPropW, "var mg rms", "grad", "lr rho epsilon weight_decay",   \
     kAll)                                                                    \
-  X(ConstantDelayCompensation, "grad", "stale", "lambda", kRows)             \
-  X(DelayCompensation, "mean_square grad", "stale", "lambda rate epsilon",   \
-    kRows)                                                                   \
-  X(Ema, "shadow", "value", "rate", kRows)                                   \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
-  X(GapAware, "step_size grad", "stale", "rate", kRows)                      \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
@@ -95,9 +90,19 @@
   X(ScheduleFreeRMSProp, "var z rms", "grad",                                \
     "lr rho epsilon weight_decay weight_decay_at_y pull push", kAll)         \
   X(ScheduleFreeSGD, "var z", "grad",                                        \
-    "lr weight_decay weight_decay_at_y pull push", kAll)                     \
+    "lr weight_decay weight_decay_at_y pull push", kAll)
+
+// Rules that are stages before or after the step of another one.
+#define WRAPOPT_STAGES(X)                                                    \
+  X(ConstantDelayCompensation, "grad", "stale", "lambda", kRows)             \
+  X(DelayCompensation, "mean_square grad", "stale", "lambda rate epsilon",   \
+    kRows)                                                                   \
+  X(Ema, "shadow", "value", "rate", kRows)                                   \
+  X(GapAware, "step_size grad", "stale", "rate", kRows)                      \
   X(StepSize, "step_size before", "value", "rate", kRows)                    \
   X(WeightedSum, "sum", "source", "weight is_first", kRows)
+
+#define WRAPOPT_RULES(X) WRAPOPT_UPDATES(X) WRAPOPT_STAGES(X)
 
 // Rules that differ from another one only in the step with a sparse gradient.
 // They have ops of their own, and the other rule's mathematics and kernels.
@@ -178,18 +183,44 @@ struct PolicyInfo {
   constexpr const char* name() const { return Info(rule).name; }
   // The number of states of the policy, which a variable has one of each of.
   constexpr size_t states() const { return CountNames(Info(rule).states) - 1; }
-  // Those of its rule, and then of StepSize.
+  // The number of scalars of the rule before the step. Those of StepSize follow
+  // them.
+  constexpr size_t scalars_before() const {
+    return CountNames(Info(rule).scalars);
+  }
   constexpr size_t scalars() const {
-    return CountNames(Info(rule).scalars) +
+    return scalars_before() +
            (measures ? CountNames(Info(RuleId::kStepSize).scalars) : 0);
   }
 };
 
+//  X(rule, measures)
+#define WRAPOPT_POLICIES(X)           \
+  X(ConstantDelayCompensation, false) \
+  X(DelayCompensation, false)         \
+  X(GapAware, true)
+
 inline constexpr PolicyInfo kPolicies[] = {
-    {RuleId::kConstantDelayCompensation, false},
-    {RuleId::kDelayCompensation, false},
-    {RuleId::kGapAware, true},
+#define WRAPOPT_POLICY_INFO(rule, measures) {RuleId::k##rule, measures},
+    WRAPOPT_POLICIES(WRAPOPT_POLICY_INFO)
+#undef WRAPOPT_POLICY_INFO
 };
+
+// The most that a policy has.
+inline constexpr size_t kMostPolicyStates = [] {
+  size_t most = 0;
+  for (const PolicyInfo& policy : kPolicies) {
+    most = policy.states() > most ? policy.states() : most;
+  }
+  return most;
+}();
+inline constexpr size_t kMostPolicyScalars = [] {
+  size_t most = 0;
+  for (const PolicyInfo& policy : kPolicies) {
+    most = policy.scalars() > most ? policy.scalars() : most;
+  }
+  return most;
+}();
 
 }  // namespace wrapopt
 

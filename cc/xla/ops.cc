@@ -358,9 +358,8 @@ class XlaCompensation : public CompensationContract {
     std::vector<XlaOp> states = *memory;
     states.push_back(xla::ConvertElementType(var, type) -
                      xla::ConvertElementType(origin, type));
-    const size_t count = CountNames(Info(policy().rule).scalars);
     Step(policy().rule, type, absl::MakeSpan(states), {grad},
-         absl::MakeConstSpan(scalars_).subspan(0, count));
+         absl::MakeConstSpan(scalars_).first(policy().scalars_before()));
     std::copy_n(states.begin(), memory->size(), memory->begin());
     return states.back();
   }

@@ -20,8 +20,6 @@
 namespace wrapopt {
 namespace {
 
-constexpr double kFirst[] = {1, 1}, kLess[] = {-1, 0};
-
 // The arrays of a variable: var, accum, origin, grad, the policy's state.
 std::vector<Array> Arrays(size_t size, Number states, Number grads,
                           Number compute, Random* random) {
@@ -71,27 +69,10 @@ TEST(Compensation, IsPartOfThePassOfTheStep) {
                           2.0 * policy.states() * SizeOf(compute)));
         RunPass(Pool(3), pass);
 
-        const Array grad(size * SizeOf(compute)),
-            before(size * SizeOf(compute));
-        auto add = [&](const Array& to, const Array& from,
-                       const double* weights) {
-          void* const both[] = {to.data(), from.data()};
-          Reference(RuleId::kWeightedSum, compute, states, both, weights, size);
-        };
-        add(grad, want[0], kFirst);
-        add(grad, want[2], kLess);
-        add(before, want[0], kFirst);
-        std::vector<void*> rule(policy.states(), want[4].data());
-        rule.insert(rule.end(), {grad.data(), want[3].data()});
-        Reference(policy.rule, compute, grads, rule.data(), of_policy, size);
-        void* const step[] = {want[0].data(), want[1].data(), grad.data()};
-        Reference(RuleId::kMomentum, states, compute, step, of_rule, size);
-        if (policy.measures) {
-          void* const measure[] = {want[4].data(), before.data(),
-                                   want[0].data()};
-          Reference(RuleId::kStepSize, compute, states, measure,
-                    of_policy + CountNames(Info(policy.rule).scalars), size);
-        }
+        void* const all[] = {want[0].data(), want[1].data(), want[3].data(),
+                             want[2].data(), want[4].data()};
+        CompensatedReference(policy, RuleId::kMomentum, states, grads, all,
+                             of_rule, of_policy, size);
         for (int a = 0; a < 5; ++a) {
           ExpectSame(got[a], want[a],
                      a == 3 ? grads : a == 4 ? compute : states,

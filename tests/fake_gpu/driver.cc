@@ -190,7 +190,7 @@ size_t SizeOfImage(const char* image) {
 }
 
 std::string RuleOf(const std::string& kernel) {
-  const size_t begin = strlen("wrapopt_small_");
+  const size_t begin = kernel.find('_', strlen("wrapopt_")) + 1;
   return kernel.substr(begin, kernel.rfind('_') - begin);
 }
 
@@ -202,7 +202,8 @@ bool Move(Word* address) {
 
 // Moves the addresses in a table to where the host finds them.
 template <class Table>
-int MoveAddresses(const std::string& rule, Table* table) {
+int MoveAddresses(const std::string& kernel, Table* table) {
+  const std::string rule = RuleOf(kernel);
   const gpu::Header& header = table->header;
   const size_t members = header.sources + header.targets;
   size_t scalars = 0;
@@ -214,6 +215,12 @@ int MoveAddresses(const std::string& rule, Table* table) {
                  SizeOf(static_cast<Number>(header.state)));
     sizes.resize(sizes.size() + CountNames(info.inputs),
                  SizeOf(static_cast<Number>(header.input)));
+  }
+  if (kernel.find("_compensated_") != std::string::npos) {
+    scalars += kMostPolicyScalars;
+    sizes.push_back(sizes[0]);
+    sizes.resize(sizes.size() + kMostPolicyStates,
+                 sizes[0] == sizeof(double) ? sizeof(double) : sizeof(float));
   }
   Word* word = table->words + scalars;
   for (size_t m = 0; m < members; ++m, word += gpu::kWordsPerMember) {
@@ -336,7 +343,7 @@ std::function<int()> ReadLaunch(const Function& function,
     grid = all;
     Log("launch %s grid %u %u variables %u\n", function.name.c_str(), all.x,
         all.y, moved.header.variables);
-    const int result = MoveAddresses(RuleOf(function.name), &moved);
+    const int result = MoveAddresses(function.name, &moved);
     return result != kSuccess ? result : Run(function, &moved);
   };
 }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/compensation.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -25,7 +26,8 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-// A rule, or no rule and averages of `number`, with `targets` averages.
+// A rule, or no rule and averages of `number`, with `targets` averages. If there
+// is a policy, it compensates the gradients.
 struct Case {
   const RuleInfo* rule;
   Number number;
@@ -36,9 +38,12 @@ struct Case {
   std::vector<uint64_t> sizes;
   int chunk_log2 = 0;
   bool is_captured = false;
+  const PolicyInfo* policy = nullptr;
 
   std::string Name() const {
-    return std::string(rule == nullptr ? "average" : rule->name) + " of " +
+    return std::string(rule == nullptr ? "average" : rule->name) +
+           (policy == nullptr ? "" : std::string(" by ") + policy->name()) +
+           " of " +
            NameOf(number) + " and " + NameOf(input) + ", " +
            std::to_string(sources) + " sources, " + std::to_string(targets) +
            " averages in " + NameOf(average) + ", " +
@@ -105,6 +110,15 @@ bool CheckStep(const Case& c) {
     update.rule = c.rule->id;
     update.scalars = ScalarsOf(*c.rule);
   }
+  const Number sum = update.is_double ? Number::kDouble : Number::kFloat;
+  const size_t memory = c.policy == nullptr ? 0 : c.policy->states();
+  if (c.policy != nullptr) {
+    update.policy = c.policy;
+    update.policy_scalars = {0.5, 0.25, 0.125};
+    update.policy_scalars.resize(c.policy->scalars());
+    add(c.number, true);
+    for (size_t m = 0; m < memory; ++m) add(sum, false);
+  }
   for (int s = 0; s < c.sources; ++s) {
     add(s == 0 ? c.number : c.input, true);
     update.sources.push_back({0.3 + s, operands.back()->number});
@@ -114,12 +128,18 @@ bool CheckStep(const Case& c) {
     update.targets.push_back({0.1 * (t + 1), c.average});
   }
 
-  update.arrays = operands.size();
+  // The launcher has a place for each state that a policy may have.
+  const size_t lacking = c.policy == nullptr ? 0 : kMostPolicyStates - memory;
+  update.arrays = operands.size() + lacking;
   update.elements = layout.sizes;
   for (size_t v = 0; v < layout.sizes.size(); ++v) {
-    for (const auto& operand : operands) {
-      update.addresses.push_back(operand->device.address() +
-                                 layout.begins[v] * SizeOf(operand->number));
+    for (size_t o = 0; o < operands.size(); ++o) {
+      const Operand& operand = *operands[o];
+      update.addresses.push_back(operand.device.address() +
+                                 layout.begins[v] * SizeOf(operand.number));
+      if (c.policy != nullptr && o == states + inputs + memory) {
+        update.addresses.resize(update.addresses.size() + lacking);
+      }
     }
   }
   const Doubles before =
@@ -147,8 +167,24 @@ bool CheckStep(const Case& c) {
     Number value_number = sum;
     size_t next = states + inputs;
     if (c.rule != nullptr) {
-      step(c.rule->id, state, input, {arrays.begin(), arrays.begin() + next},
+      std::vector<void*> of_rule(arrays.begin(), arrays.begin() + next);
+      Compensation compensation;
+      std::vector<char> grad(size * SizeOf(sum)), before(grad);
+      if (c.policy != nullptr) {
+        compensation = Compensation(*c.policy, state, input, isa);
+        compensation.Before(update.policy_scalars.data(), arrays[0],
+                            arrays[next], arrays[states], /*is_sum=*/false,
+                            arrays.data() + next + 1, size, grad.data(),
+                            before.data());
+        of_rule.back() = grad.data();
+      }
+      step(c.rule->id, state, c.policy == nullptr ? input : sum, of_rule,
            update.scalars);
+      if (c.policy != nullptr) {
+        compensation.After(update.policy_scalars.data(), arrays[0],
+                           arrays.data() + next + 1, size, before.data());
+        next += 1 + memory;
+      }
       value = arrays[0];
       value_number = state;
     }
@@ -161,7 +197,6 @@ bool CheckStep(const Case& c) {
            {update.targets[t].scalar});
     }
   };
-  const Number sum = update.is_double ? Number::kDouble : Number::kFloat;
   std::vector<Number> numbers;
   for (const auto& operand : operands) numbers.push_back(operand->number);
   for (size_t v = 0; v < layout.sizes.size(); ++v) {
@@ -177,6 +212,7 @@ bool CheckStep(const Case& c) {
   // a jump, inputs that differ by some roundings may be on the other side.
   constexpr double kRoundings = 4;
   std::vector<Doubles> wants;
+  wants.reserve(3);
   for (const double roundings : {0.0, -kRoundings, kRoundings}) {
     Doubles& want = wants.emplace_back(before);
     for (size_t i = states; i < states + inputs; ++i) {
@@ -444,6 +480,12 @@ int CheckNumbers() {
       if (rule.inputs != "grad") continue;
       count(CheckStep({&rule, number, input, input, 0, 2, many}));
       count(CheckStep({&rule, number, input, number, 0, 0, FewSizes()}));
+      // Each rule with each policy, of some of these numbers.
+      const PolicyInfo& policy =
+          kPolicies[(&rule - kRules + static_cast<int>(number)) %
+                    std::size(kPolicies)];
+      count(CheckStep({&rule, number, input, input, 0, 1, FewSizes(),
+                       /*chunk_log2=*/0, /*is_captured=*/false, &policy}));
     }
     for (const int sources : {1, 3}) {
       count(CheckStep({nullptr, number, input, input, sources, 2, many}));
@@ -470,6 +512,9 @@ int CheckNumbers() {
                    ManySizes(3000)};
   captured.is_captured = true;
   count(CheckStep(captured));
+  Case compensated = captured;
+  compensated.policy = std::end(kPolicies) - 1;
+  count(CheckStep(compensated));
   // A variable that takes several launches.
   Case long_one = captured;
   long_one.chunk_log2 = 3;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <random>
 
 namespace wrapopt {
 namespace gpu {
@@ -47,6 +48,18 @@ double EpsilonOf(Number number) {
   return 0;
 }
 
+const std::vector<double>& SomeNumbers() {
+  static const auto* const numbers = [] {
+    auto* const drawn = new std::vector<double>(65521);
+    std::uniform_real_distribution<double> uniform(0.6, 1);
+    for (double& x : *drawn) {
+      x = uniform(generator) * (generator() % 2 ? -1 : 1);
+    }
+    return drawn;
+  }();
+  return *numbers;
+}
+
 bool IsEqual(const Operand& operand, const std::string& what) {
   const std::vector<char> got = operand.device.Read();
   if (got == operand.host) return true;
@@ -66,7 +79,7 @@ Doubles ReadDoubles(const Layout& layout,
   for (const auto& operand : operands) {
     const std::vector<char> data =
         from_device ? operand->device.Read() : operand->host;
-    result.emplace_back();
+    result.emplace_back().reserve(layout.total);
     for (size_t v = 0; v < layout.sizes.size(); ++v) {
       for (uint64_t i = 0; i < layout.sizes[v]; ++i) {
         result.back().push_back(

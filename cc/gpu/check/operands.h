@@ -2,10 +2,10 @@
 #ifndef WRAPOPT_CC_GPU_CHECK_OPERANDS_H_
 #define WRAPOPT_CC_GPU_CHECK_OPERANDS_H_
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <random>
 #include <string>
 #include <vector>
 
@@ -38,6 +38,10 @@ struct Layout {
   uint64_t total = 0;
 };
 
+// Random numbers between 0.6 and 1, of both signs. Their number is a prime: so
+// arrays that repeat them do not do so with a table's or a chunk's rhythm.
+const std::vector<double>& SomeNumbers();
+
 struct Operand {
   // Numbers from which no rule computes a NaN, whose bits depend on the
   // processor.
@@ -45,11 +49,13 @@ struct Operand {
       : number(number),
         host(layout.total * SizeOf(number)),
         device(host.size()) {
-    std::uniform_real_distribution<double> uniform(0.6, 1);
+    const std::vector<double>& numbers = SomeNumbers();
+    uint64_t next = generator() % numbers.size();
     for (uint64_t i = 0; i < layout.total; ++i) {
-      const double x = uniform(generator);
+      const double x = numbers[next];
+      if (++next == numbers.size()) next = 0;
       Put(number, host.data() + i * SizeOf(number),
-          has_signs && generator() % 2 ? -x : x);
+          has_signs ? x : std::abs(x));
     }
     device.Write(host);
   }
