@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import numerics
 import wrapopt
+from modes import Eager
 from modes import Graph
 from modes import Jit
 from modes import mode  # pylint: disable=unused-import
@@ -185,9 +186,7 @@ def test_hlo_is_that_of_the_model(mode, policy, rule):
 def test_bits_are_those_of_the_rules_one_after_the_other(policy, pair):
   dtype, grad_dtype = pair
   case = Case(policy, "Momentum", dtype, ((2000,),), grad_dtype=grad_dtype)
-  states, memory = ({k: [tf.Variable(x) for x in row] for k, row in of.items()}
-                    for of in (case.states, case.memory))
-  case.made = states, memory
+  states, memory = case.make(Eager())
   case.build()
 
   compute = np.float64 if dtype == np.float64 else np.float32
@@ -332,10 +331,12 @@ def test_the_buffer_of_a_ref_variable_is_refused():
     case = Case("ConstantDelayCompensation", "GradientDescent", np.float32)
     case.make(mode)
     [w] = case.made[0]["var"]
+    with tf.device(w.device):
+      read = tf.identity(w._ref())
     refused(mode, [w], tf.errors.InvalidArgumentError,
             r"origins\[0\] must be a copy of the weights, got the buffer of "
             r"states\[0\] \(variable 'Variable'\)",
-            lambda: case.build(origins=[tf.identity(w._ref())]))
+            lambda: case.build(origins=[read]))
 
 
 @pytest.mark.parametrize("change, error, text", [
@@ -372,8 +373,8 @@ def test_arguments_are_checked(change, error, text):
 
 
 def raw(**changes):
-  w = tf.Variable(tf.ones([3]))
-  memory = tf.Variable(tf.zeros([3]))
+  w = Eager().variable(np.ones(3, np.float32))
+  memory = Eager().variable(np.zeros(3, np.float32))
   arguments = dict(
       states=[w.handle], grad=[tf.ones([3])], origins=[tf.zeros([3])],
       memory=[memory.handle], scalars=tf.constant([0.1], tf.float64),
@@ -394,11 +395,11 @@ def raw(**changes):
      "for each of N = 1, got 1"),
     (dict(P=tf.float64), "memory must be of dtype float for variables of dtype "
      "float, got double"),
-    (dict(policy_scalars=tf.constant([1.], tf.float64)),
+    (dict(policy_scalars=np.array([1.])),
      r"policy_scalars misshapen: got \[1\] but expected \[3\]"),
-    (dict(scalars=tf.constant([], tf.float64)),
+    (dict(scalars=np.zeros(0)),
      r"scalars misshapen: got \[0\] but expected \[1\]"),
-    (dict(origins=[tf.zeros([2])]),
+    (dict(origins=[np.zeros(2, np.float32)]),
      r"origins\[0\] misshapen: got \[2\] but expected \[3\] \(the shape of "
      r"grad\[0\]\)"),
 ])

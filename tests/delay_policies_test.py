@@ -277,6 +277,21 @@ def test_a_graph(kind, v2, policy, fused):
       assert read in ancestors(loss.op)
 
 
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_a_gpu_takes_the_same_op(kind):
+  # It is not run here: gpu_compensation_test.py has its numbers.
+  with graph_of(kind):
+    with tf.device("/device:GPU:0"):
+      w = tf1.get_variable("w", initializer=START)
+    opt = Drop(inner(0), 5, policy=wrapopt.GapAware())
+    with opt.record_step():
+      loss = loss_of(w)
+    opt.minimize(loss, v1.get_or_create_global_step())
+    [apply] = ops_of_type(
+        "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else ""))
+    assert apply.device == w.device
+
+
 @pytest.fixture(scope="module")
 def cluster():
   """A parameter server and a worker, in this process."""

@@ -3,7 +3,6 @@
 The tests of the ops also run on the GPU, and test errors and more.
 """
 
-import collections
 import os
 import re
 
@@ -13,6 +12,13 @@ import tensorflow as tf
 
 import modes
 import numerics
+from gpu_support import arrays
+from gpu_support import LAZY_RULES
+from gpu_support import Log
+from gpu_support import on
+from gpu_support import rows_of
+from gpu_support import rule_of
+from gpu_support import RULES
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE, KERNELS_OF
 from processes import run_python
@@ -26,9 +32,6 @@ from wrapopt.ops import ema_update
 tf1 = tf.compat.v1
 train = tf1.train
 
-RULES = sorted(name for name, rule in _native.rules().items()
-               if rule.is_update)
-
 # Below, at and above what a thread, a block and a chunk take; and nothing.
 SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (2, 1023), (2048,), (2049,),
           (70_001,)]
@@ -37,59 +40,6 @@ SHAPES = [(), (0,), (1,), (7,), (8,), (9,), (2, 1023), (2048,), (2049,),
 IS_FAKE = "WRAPOPT_FAKE_GPU_LOG" in os.environ
 
 on_the_fake_gpu = pytest.mark.skipif(not IS_FAKE, reason="there is a real GPU")
-
-
-class Log:
-  """What the fake GPU was asked to do; a real one keeps no such log."""
-
-  def __init__(self):
-    self._path = os.environ.get("WRAPOPT_FAKE_GPU_LOG")
-    self._begin = len(self._lines())
-
-  def _lines(self):
-    if not self._path or not os.path.exists(self._path):
-      return []
-    with open(self._path, encoding="utf-8") as f:
-      return f.read().splitlines()
-
-  @property
-  def launched(self):
-    """[(kernel without its size, variables)] of all launches."""
-    launches = [line.split() for line in self._lines()[self._begin:]
-                if line.startswith("launch")]
-    return [(words[1].split("_", 2)[2],
-             int(words[words.index("variables") + 1])
-             if "variables" in words else None) for words in launches]
-
-  def assert_only_launches(self):
-    new = self._lines()[self._begin:]
-    assert not self._path or {line.split()[0] for line in new} == {"launch"}
-
-  def assert_launched(self, *want):
-    assert not self._path or self.launched == list(want)
-
-  def assert_launched_in_any_order(self, *want, reads=False):
-    """If `reads`, averages of one variable have caught up besides."""
-    got = collections.Counter(self.launched)
-    if reads and self._path:
-      assert got.pop(("CatchUp_float", 1)) > 0
-    assert not self._path or got == collections.Counter(want)
-
-
-def rule_of(name):
-  rule = _native.rules()[name]
-  return rule.states, rule.scalars
-
-
-def arrays(rng, rule, states, shape, dtype):
-  not_negative = numerics.NOT_NEGATIVE.get(rule, ())
-  return [np.asarray(np.abs(x) + 0.5 if state in not_negative else x, dtype)
-          for state in states for x in [rng.normal(size=shape)]]
-
-
-def on(device, values):
-  with tf.device(device):
-    return [tf.Variable(x, trainable=False) for x in values]
 
 
 def kernel(rule, dtype):
@@ -150,14 +100,6 @@ def test_averages_give_the_bits_of_the_cpu(pair):
   log.assert_launched((kernel("Average", dtype), len(SHAPES) - 1))
 
 
-def rows_of(rng, shape, count, dtype):
-  """A sparse gradient with some rows several times, one very often."""
-  indices = rng.integers(0, shape[0], count)
-  indices[: count // 3] = 1
-  values = np.asarray(rng.normal(size=(count, *shape[1:])), dtype)
-  return tf.IndexedSlices(tf.constant(values), tf.constant(indices), shape)
-
-
 @pytest.mark.parametrize("pair", [(numerics.HALF, numerics.HALF),
                                   (numerics.BFLOAT16, numerics.FLOAT),
                                   (numerics.FLOAT, numerics.FLOAT),
@@ -194,9 +136,6 @@ def test_rows_give_the_bits_of_the_cpu(rule, pair):
 
 
 # Rows of averages that lag behind
-
-LAZY_RULES = [rule for rule in RULES if not _native.rules()[rule].all_rows]
-
 
 def lazy_steps(device, rule, values, averages, steps, decays, finish):
   """What variables on a device are after some steps, with their log decays."""
@@ -475,6 +414,8 @@ def test_which_images_a_gpu_gets(cc, driver, want):
   process = run_python("-c", IMAGES, _native.__file__,
                        WRAPOPT_FAKE_GPU_CC=str(cc),
                        WRAPOPT_FAKE_GPU_DRIVER=str(driver))
+  # And one of kernels that compensate.
+  want += want and f",{want.split(',')[0].split()[0]} compensated"
   assert process.stdout == want + "\n", process.stderr
 
 
@@ -546,7 +487,7 @@ def test_a_gpu_without_kernels(tmp_path):
 def test_the_command_tells_what_the_gpu_gets():
   process = run_python("-m", "wrapopt", WRAPOPT_FAKE_GPU_CC="86")
   assert ("  GPU 0        fake GPU, compute capability 8.6, driver for CUDA "
-          "12.8: sm_80, sm_80 large\n") in process.stdout
+          "12.8: sm_80, sm_80 large, sm_80 compensated\n") in process.stdout
 
 
 def optimize(mode, device, inner):

@@ -74,6 +74,19 @@ def _mutants():
           "const int64_t at = sorted[j].position * row + begin;",
           "const int64_t at = sorted[next_j - 1].position * row + begin;",
           "//tests:compensation_test")
+  yield m("compensation: a GPU goes away from the weights of the gradient",
+          "cc/gpu/compensation.h", "grad[j] = var[j] - origin[j];",
+          "grad[j] = origin[j] - var[j];", "//tests/cc:launcher_test")
+  yield m("gap-aware: a GPU does not measure the step",
+          "cc/gpu/compensation.h", "rate_ = measures ? kCounted : 0;", "",
+          "//tests/cc:launcher_test")
+  yield m("compensation: of rows in one launch, the first origins follow",
+          "cc/kernels/rows_gpu.cc",
+          "(!is_compensated || next.first == last.first + 1)", "true",
+          "//tests:gpu_compensation_test")
+  yield m("compensation: a GPU changes rows that have no gradient",
+          "cc/kernels/rows_gpu.cc", "first == nullptr || state == nullptr",
+          "state == nullptr", "//tests:gpu_compensation_test")
   yield m("compensation: the weights of now are those of the gradient",
           "wrapopt/_gates/_origins.py",
           "origins[id(v)] = _rows(values[0].outputs[0], g, v)",

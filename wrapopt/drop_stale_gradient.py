@@ -82,8 +82,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   slots of this optimizer, with the same names in checkpoints: `mean_square` and
   `step_size`, float32 for low precision, else of the variable's dtype. One
   native op compensates, takes the step and averages, under the lock of the
-  step. If there is none for the inner optimizer, or the variables are on a GPU,
-  gradients are compensated before its step, without a lock.
+  step. If there is none for the inner optimizer, gradients are compensated
+  before its step, without a lock.
 
   TensorBoard shows `drop_rate` of `staleness_stats` as
   `Gradient_staleness_percentage`, a number in [0, 1].

@@ -42,6 +42,11 @@ const Image* ChooseImage(const DeviceInfo& device, Kind kind) {
       (device.compute_capability < 70 || device.driver < 12010)) {
     return nullptr;
   }
+  if (kind == Kind::kCompensated &&
+      ChooseImage(device, Kind::kSmall) == nullptr &&
+      ChooseImage(device, Kind::kLarge) == nullptr) {
+    return nullptr;
+  }
   const Image* best = nullptr;
   for (const Image& image : Images()) {
     if (image.kind == kind && Fits(image, device.compute_capability) &&

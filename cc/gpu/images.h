@@ -38,7 +38,8 @@ std::string NameOf(const Image& image);
 const std::vector<Image>& Images();
 
 // The image of a kind for a GPU, or nullptr. Large tables need compute
-// capability 7.0 and a driver for CUDA 12.1.
+// capability 7.0 and a driver for CUDA 12.1. A GPU without the other kinds has
+// no kCompensated.
 const Image* ChooseImage(const DeviceInfo& device, Kind kind);
 
 // The error text if there is no image for a GPU.

@@ -68,8 +68,7 @@ std::string LoadedKernels::Find(int kernel, bool is_double, Kind kind,
 
 std::string LoadedKernels::Init() {
   const std::lock_guard<std::mutex> lock(mu_);
-  const auto has_any = [this] { return Has(Kind::kSmall) || Has(Kind::kLarge); };
-  if (has_any()) return "";
+  if (Has(Kind::kCompensated)) return "";
   Device device;
   const Result result = GetDriver().CtxGetDevice(&device);
   if (result != 0) return ErrorText("cuCtxGetDevice", result);
@@ -78,7 +77,7 @@ std::string LoadedKernels::Init() {
   for (const Kind kind : kKinds) {
     images_[static_cast<int>(kind)] = ChooseImage(device_, kind);
   }
-  return has_any() ? "" : NoImage(device_);
+  return Has(Kind::kCompensated) ? "" : NoImage(device_);
 }
 
 }  // namespace gpu

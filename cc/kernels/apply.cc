@@ -286,8 +286,9 @@ class ApplyOp : public OpKernel {
     std::vector<RowsUpdate> updates;
     for (int i = 0; i < contract_.variables(); ++i) {
       const Rows& rows = call->rows[i];
-      const int64_t elements = call->variables.size(call->states[0] + i);
-      const int64_t all = call->variables.shape(call->states[0] + i).dim_size(0);
+      const int var = call->states[0] + i;
+      const int64_t elements = call->variables.size(var);
+      const int64_t all = call->variables.shape(var).dim_size(0);
       if (on_gpu) {
         updates.push_back({&rows.on_gpu, all, all == 0 ? 0 : elements / all,
                            StatesOf(call, i),

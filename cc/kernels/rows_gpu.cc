@@ -85,9 +85,10 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
         operands.push_back(first == nullptr ? kNoRows
                                             : const_cast<void*>(first->grad));
         if (is_compensated) {
-          operands.push_back(
-              first == nullptr ? kNoRows
-                               : At(update.origins, first->first * row * bytes));
+          operands.push_back(first == nullptr
+                                 ? kNoRows
+                                 : At(update.origins,
+                                      first->first * row * bytes));
           for (void* const state : update.memory) {
             operands.push_back(first == nullptr || state == nullptr
                                    ? kNoRows

@@ -27,14 +27,6 @@ class Compensated(typing.NamedTuple):
         {name: [slots[id(v)] for v in variables]
          for name, slots in self.states.items()}, self.policy._scalars)
 
-  def has_kernel(self, variables):
-    """Whether the native op has a kernel on the devices of some variables."""
-    types = {tf.DeviceSpec.from_string(v.device or "").device_type
-             for v in variables}
-    # Without a GPU, a variable without a device is on a CPU.
-    return types == {"CPU"} or (
-        types <= {"CPU", None} and not tf.config.list_physical_devices("GPU"))
-
   def take(self, pairs):
     """Compensates gradients before a step that no native op takes.
 

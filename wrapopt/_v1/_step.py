@@ -179,8 +179,7 @@ class Innermost:
     rule = _fused.rule_of(opt)
     if (rule is not None and step.one_pass and not is_late and
         step.options.keys() <= _OPTIONS and
-        _fused.can_apply(opt, step.grads_and_vars) and
-        _has_compensating_kernel(step)):
+        _fused.can_apply(opt, step.grads_and_vars)):
       if is_gated:
         _create_slots(opt, step)
         step = step._replace(grads_and_vars=_hold_back(step))
@@ -368,12 +367,6 @@ def _names_of_non_slots():
     outer = tf.compat.v1.get_default_graph().get_name_scope()
     with tf.name_scope(f"{outer}/cond/" if outer else "cond/"):
       yield
-
-
-def _has_compensating_kernel(step):
-  """Whether the op of a step could compensate its gradients, if it must."""
-  return step.compensation is None or step.compensation.has_kernel(
-      [v for g, v in step.grads_and_vars if g is not None])
 
 
 def _any_ref(grads_and_vars):

@@ -26,8 +26,8 @@ namespace wrapopt {
 namespace gpu {
 namespace {
 
-// A rule, or no rule and averages of `number`, with `targets` averages. If there
-// is a policy, it compensates the gradients.
+// A rule, or no rule and averages of `number`, with `targets` averages. The
+// policy, if any, compensates the gradients.
 struct Case {
   const RuleInfo* rule;
   Number number;
