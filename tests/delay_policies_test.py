@@ -283,10 +283,11 @@ def test_a_gpu_takes_the_same_op(kind):
   with graph_of(kind):
     with tf.device("/device:GPU:0"):
       w = tf1.get_variable("w", initializer=START)
+    step = v1.get_or_create_global_step()
     opt = Drop(inner(0), 5, policy=wrapopt.GapAware())
     with opt.record_step():
       loss = loss_of(w)
-    opt.minimize(loss, v1.get_or_create_global_step())
+    opt.minimize(loss, step)
     [apply] = ops_of_type(
         "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else ""))
     assert apply.device == w.device

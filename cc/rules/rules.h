@@ -1,8 +1,8 @@
 // The list of update rules, which every back end registers.
 //
 // To add one: write cc/rules/<rule>.h, include it here and add its line to
-// WRAPOPT_UPDATES, define its ops in cc/ops/apply_<rule>.cc, and add its formula
-// to tests/numerics.py. The code needs no other edit: every back end,
+// WRAPOPT_UPDATES, define its ops in cc/ops/apply_<rule>.cc, and add its
+// formula to tests/numerics.py. The code needs no other edit: every back end,
 // wrapopt.ops.apply and the tests read the rules here. cc/README.md says how to
 // test it.
 //
