@@ -114,9 +114,10 @@ class GapAware:
   but the first step that moves an element sets its `step_size` to |w' - w|.
   Until then, G is 1. Where w is w_bak, g' is g to the bit.
 
-  The paper estimates the size of a step from the learning rate and the
-  gradients of gradient descent with momentum. This class measures the steps
-  that were taken, with the divided gradients, so that it serves any inner
+  The paper estimates the size of a step of gradient descent with momentum: the
+  largest learning rate so far, times the root of the running mean of the
+  squared momentum. This class measures the steps that were taken, with the
+  divided gradients and the learning rate of each, so that it serves any inner
   optimizer.
 
   State: a slot `step_size` for each variable.

@@ -243,37 +243,36 @@ def _costs(steps, of_bert, in_keras):
   return _table(["variables", "optimizer", "wrapopt", "stock average"], rows)
 
 
-def _gate(results):
+def _of_sets(results, columns):
+  """A table of a row for each set of variables.
+
+  Args:
+    results: Those of a benchmark.
+    columns: A list of (title, contender, key of its result, form of a cell).
+  """
   found = _by(results, "set", "contender")
-  rows = []
-  for name, in _firsts(results, "set"):
-    of = lambda contender, key, form: _cell(
-        found.get((name, contender)), key, form)
-    rows.append([
-        _SETS[name], of("ungated, stock", "milliseconds", _time),
-        of("ungated, one op", "of_stock", _ratio),
-        of("gated, admitted", "of_stock", _ratio),
-        of("gated, admitted", "of_ungated", _ratio),
-        of("gated, admitted", "of_cond", _ratio),
-        of("gated, dropped", "milliseconds", _time)])
-  return _table(
-      ["variables", "stock, ungated, ms", "wrapopt, ungated, x stock",
-       "admitted, x stock", "admitted, x wrapopt ungated",
-       "admitted, x `tf.cond`", "dropped, ms"], rows)
+  return _table(["variables", *(title for title, *_ in columns)], [
+      [_SETS[name], *(_cell(found.get((name, contender)), key, form)
+                      for _, contender, key, form in columns)]
+      for (name,) in _firsts(results, "set")])
+
+
+def _gate(results):
+  return _of_sets(results, [
+      ("stock, ungated, ms", "ungated, stock", "milliseconds", _time),
+      ("wrapopt, ungated, x stock", "ungated, one op", "of_stock", _ratio),
+      ("admitted, x stock", "gated, admitted", "of_stock", _ratio),
+      ("admitted, x wrapopt ungated", "gated, admitted", "of_ungated", _ratio),
+      ("admitted, x `tf.cond`", "gated, admitted", "of_cond", _ratio),
+      ("dropped, ms", "gated, dropped", "milliseconds", _time)])
 
 
 def _gate_cluster(results):
-  found = _by(results, "set", "contender")
-  rows = []
-  for name, in _firsts(results, "set"):
-    of = lambda contender, key, form: _cell(
-        found.get((name, contender)), key, form)
-    rows.append([
-        _SETS[name], of("Keras", "milliseconds", _time),
-        *(of(contender, "of_keras", _ratio)
-          for contender in ("ungated", "gated, admitted", "gated, dropped"))])
-  return _table(["variables", "Keras, ms", "wrapopt, ungated, x Keras",
-                 "admitted, x Keras", "dropped, x Keras"], rows)
+  return _of_sets(results, [
+      ("Keras, ms", "Keras", "milliseconds", _time),
+      ("wrapopt, ungated, x Keras", "ungated", "of_keras", _ratio),
+      ("admitted, x Keras", "gated, admitted", "of_keras", _ratio),
+      ("dropped, x Keras", "gated, dropped", "of_keras", _ratio)])
 
 
 def _growth(results):

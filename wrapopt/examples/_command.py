@@ -19,6 +19,28 @@ def add_out(to, name):
                   help="where to write; default %(default)s")
 
 
+def count(text):
+  """An argument that is a count: an integer above 0."""
+  value = int(text)
+  if value < 1:
+    raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+  return value
+
+
+def add_tasks(to, tasks):
+  """Adds the options --seeds and --tasks, some of the names `tasks`."""
+  to.add_argument("--seeds", type=count, default=3,
+                  help="the number of seeds; default %(default)s")
+  to.add_argument("--tasks", nargs="+", choices=tasks, default=list(tasks),
+                  metavar="TASK", help=f"of {', '.join(tasks)}; default all")
+
+
+def evaluation_points(steps, evaluations):
+  """Numbers of steps after which to evaluate, at equal distances."""
+  return sorted({max(1, steps * i // evaluations)
+                 for i in range(1, evaluations + 1)})
+
+
 def add_seed(to):
   """Adds the option --seed to a parser."""
   to.add_argument("--seed", type=int, default=0,

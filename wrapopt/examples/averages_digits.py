@@ -159,10 +159,10 @@ def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("averages_digits", __doc__)
   parser.add_argument(
-      "--epochs", type=digits.count, nargs="+", default=[1, 2, 4, 16],
+      "--epochs", type=_command.count, nargs="+", default=[1, 2, 4, 16],
       metavar="N", help="epochs after which to evaluate; default 1 2 4 16")
   _command.add_out(parser, "averages_digits")
-  parser.add_argument("--seeds", type=digits.count, default=3,
+  parser.add_argument("--seeds", type=_command.count, default=3,
                       help="the number of seeds; default %(default)s")
   options = parser.parse_args(argv)
   _command.prepare(options.out, "sklearn", "tqdm")

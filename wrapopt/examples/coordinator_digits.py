@@ -164,9 +164,9 @@ def _more_than_0(text):
 
 def main(argv=None):
   parser = _command.parser("coordinator_digits", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=2000,
+  parser.add_argument("--steps", type=_command.count, default=2000,
                       help="scheduled steps of each run; default %(default)s")
-  parser.add_argument("--limit", type=digits.count, default=8,
+  parser.add_argument("--limit", type=_command.count, default=8,
                       help="the largest staleness to admit; default "
                       "%(default)s")
   parser.add_argument("--rest", type=_more_than_0, default=0.2,

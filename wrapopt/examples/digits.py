@@ -8,7 +8,6 @@ fluctuates, and that of their averages is nearly stable. At the end
 Saver restores them into another graph, which has no averages.
 """
 
-import argparse
 import os
 import sys
 import time
@@ -172,18 +171,10 @@ def print_table(curve, held_out):
     print(f"{step:>8}  {both[0]:>8.2%}  {both[1]:>8.2%}")
 
 
-def count(text):
-  """An argument that is a count: an integer above 0."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-  return value
-
-
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("digits", __doc__)
-  parser.add_argument("--steps", type=count, default=2000,
+  parser.add_argument("--steps", type=_command.count, default=2000,
                       help="steps of the optimizer; default %(default)s")
   _command.add_out(parser, "digits")
   _command.add_seed(parser)

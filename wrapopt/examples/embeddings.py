@@ -33,7 +33,6 @@ from wrapopt import _extras
 from wrapopt.bench import harness
 from wrapopt.examples import _command
 from wrapopt.examples import _results
-from wrapopt.examples import digits
 import wrapopt.keras
 
 _ROWS, _WIDTH = 2**18, 64
@@ -272,9 +271,9 @@ def print_table(curve, held_out):
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("embeddings", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=3000,
+  parser.add_argument("--steps", type=_command.count, default=3000,
                       help="steps of the optimizer; default %(default)s")
-  parser.add_argument("--files", type=digits.count, metavar="N",
+  parser.add_argument("--files", type=_command.count, metavar="N",
                       help="read N source files only; default all")
   _command.add_out(parser, "embeddings")
   _command.add_seed(parser)

@@ -105,7 +105,7 @@ def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("keras_digits", __doc__)
   parser.add_argument(
-      "--epochs", type=digits.count, default=40,
+      "--epochs", type=_command.count, default=40,
       help=f"epochs of {_STEPS_PER_EPOCH} steps; default %(default)s")
   _command.add_out(parser, "keras_digits")
   _command.add_seed(parser)

@@ -40,7 +40,6 @@ import tensorflow as tf
 from wrapopt import _extras
 from wrapopt.examples import _command
 from wrapopt.examples import _results
-from wrapopt.examples import digits
 from wrapopt.examples import embeddings
 import wrapopt.keras
 
@@ -413,13 +412,9 @@ def plot(results, points, path):
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("schedule_free", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=1200,
+  parser.add_argument("--steps", type=_command.count, default=1200,
                       help="steps of the optimizer; default %(default)s")
-  parser.add_argument("--seeds", type=digits.count, default=3,
-                      help="the number of seeds; default %(default)s")
-  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS),
-                      metavar="TASK",
-                      help=f"of {', '.join(TASKS)}; default all")
+  _command.add_tasks(parser, TASKS)
   parser.add_argument("--quick", action="store_true",
                       help="two learning rates, tuned with one seed, four "
                       "evaluations and a short text: to see that it runs")
@@ -433,8 +428,7 @@ def main(argv=None):
     rates, tuning_seeds = (0.003, 0.01), _TUNING_SEEDS[:1]
     files, evaluations = 12, 4
   steps = options.steps
-  points = sorted({max(1, steps * i // evaluations)
-                   for i in range(1, evaluations + 1)})
+  points = _command.evaluation_points(steps, evaluations)
   tasks = list(dict.fromkeys(options.tasks))
   runs = len(rates) * len(tuning_seeds) + options.seeds
   with _extras.load("tqdm").tqdm(

@@ -41,7 +41,6 @@ import wrapopt
 from wrapopt import _extras
 from wrapopt.examples import _command
 from wrapopt.examples import _results
-from wrapopt.examples import digits
 
 _BATCH = 16
 _RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
@@ -347,13 +346,9 @@ def plot(results, points, path):
 def main(argv=None):
   start = time.perf_counter()
   parser = _command.parser("staleness", __doc__)
-  parser.add_argument("--steps", type=digits.count, default=800,
+  parser.add_argument("--steps", type=_command.count, default=800,
                       help="gradients of each run; default %(default)s")
-  parser.add_argument("--seeds", type=digits.count, default=3,
-                      help="the number of seeds; default %(default)s")
-  parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS),
-                      metavar="TASK",
-                      help=f"of {', '.join(TASKS)}; default all")
+  _command.add_tasks(parser, TASKS)
   parser.add_argument("--quick", action="store_true",
                       help="one learning rate and one lambda, 2 and 4 workers "
                       "in turn, four evaluations: to see that it runs")
@@ -366,8 +361,7 @@ def main(argv=None):
   if options.quick:
     rates, lambdas, workers, orders = (0.3,), (0.5,), (2, 4), _ORDERS[:1]
     evaluations = 4
-  points = sorted({max(1, options.steps * i // evaluations)
-                   for i in range(1, evaluations + 1)})
+  points = _command.evaluation_points(options.steps, evaluations)
   tasks = list(dict.fromkeys(options.tasks))
   runs = len(rates) + len(lambdas) + options.seeds * (
       1 + len(workers) * len(orders) * len(METHODS))
