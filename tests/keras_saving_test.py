@@ -399,6 +399,31 @@ def test_files_of_averages_that_have_not_begun(way, tmp_path):
     np.testing.assert_allclose(s, (v + w) / 2, rtol=1e-6)
 
 
+@pytest.mark.parametrize("wrapper", [
+    lambda: MovingAverage(optimizers.SGD(1.0), 0.5),
+    lambda: Lookahead(optimizers.SGD(1.0), 8),
+    lambda: SWA(optimizers.SGD(1.0))])
+def test_they_begin_again_after_a_read_of_a_state_of_before(wrapper, tmp_path):
+  v = keras.Variable([4.0])
+  opt = wrapper()
+  opt.build([v])
+  path = str(tmp_path / "checkpoint")
+  state = tf.train.Checkpoint(v=v.value, opt=opt)
+  average = (opt.slow_weights if isinstance(opt, Lookahead) else opt.average)
+  step = lambda: opt.apply([tf.constant([1.0])], [v])
+  state.write(path)
+  want = []
+  for restored in (False, True):
+    if restored:
+      state.read(path)
+      assert average(v).numpy() == [4]
+    for _ in range(2):
+      step()
+      want.append(average(v).numpy().item())
+  assert want[:2] == want[2:]
+  assert want[1] != v.numpy().item()
+
+
 def test_a_checkpoint_that_lacks_a_decay(tmp_path):
   path = str(tmp_path / "run")
   model = train(make(MovingAverage("sgd", 0.9)))

@@ -395,6 +395,22 @@ def test_around_others_and_inside(mode):
   assert [a.numpy(), b.numpy(), moving.average(a).numpy()] == [1.5, 1.5, 1]
 
 
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("inner", ["sgd", "nadam"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_of_the_others_alone(wrapper, inner, around):
+  v, w = keras.Variable([4.0]), keras.Variable([8.0])
+  opt = averaging = WRAPPERS[wrapper](INNER[inner](),
+                                      variables=lambda x: x is v)
+  if around:
+    opt = wk.Lookahead(opt)
+  opt.build([v, w])
+  opt.apply([None, tf.constant([1.0])], [v, w])
+  assert w.numpy() != [8] and averaging.average(v).numpy() == [4]
+  opt.apply([tf.constant([1.0]), None], [v, w])
+  assert opt.iterations.numpy() == 2
+
+
 def test_half_the_variables_may_have_another_dtype_than_averages():
   a = keras.Variable(np.zeros(2), dtype="float64", name="a")
   b = keras.Variable(np.zeros(2), dtype="float32", name="b")

@@ -146,12 +146,25 @@ _DECAYS = st.sampled_from([0.5, 0.875, 0, 1, 0.99, "power_0", "power_1",
                            "power_6.5"])
 
 
+_EVERY = st.sampled_from([1, 1, 2, 3])
+
+
 @st.composite
-def _options(draw, name, keep):
-  """The options of a wrapper."""
+def _options(draw, name, keep, n):
+  """The options of a wrapper.
+
+  Args:
+    name: The wrapper.
+    keep: Whether `fit` ends with the raw weights.
+    n: The number of variables, or None if it cannot choose some of them.
+  """
+  # All variables, or which of them are averaged.
+  chosen = st.none() if n is None else st.one_of(
+      st.none(), st.tuples(*[st.booleans()] * n).filter(any))
   if name == MOVING:
     return {"decays": draw(_some_decays()),
             "warm_up": draw(st.booleans()),
+            "every": draw(_EVERY), "chosen": draw(chosen),
             "shadow": draw(st.booleans()),
             "fused": draw(st.sampled_from([None, False])),
             "lazy": draw(st.sampled_from([None, False]))}
@@ -159,11 +172,13 @@ def _options(draw, name, keep):
     return {"decays": draw(_some_decays()),
             "warm_up": draw(st.booleans()),
             "start": draw(st.integers(0, 3)),
+            "every": draw(_EVERY), "chosen": draw(chosen),
             "lazy": draw(st.sampled_from([None, False])),
             "keep": keep,
             "sum": draw(st.booleans())}
   if name == "SWA":
     return {"start": draw(st.integers(0, 3)), "period": draw(st.integers(1, 3)),
+            "chosen": draw(chosen),
             "keep": keep,
             "sum": draw(st.booleans())}
   if name == "Lookahead":
@@ -232,7 +247,10 @@ def _programs(draw, api, mode):
     options["accumulate"] = draw(st.integers(2, 3))
   program = Program(
       api, mode, variables, (name, options),
-      tuple((name, draw(_options(name, keep))) for name in chain), ())
+      tuple((name, draw(_options(
+          # The variables of a model have other names in each program.
+          name, keep, None if mode == "fit" else len(variables))))
+            for name in chain), ())
   hypothesis.assume(not any(fits(program) for fits in LIMITATIONS.values()))
   parts = draw(st.lists(_part(program), min_size=1, max_size=6))
   return dataclasses.replace(

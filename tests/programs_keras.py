@@ -130,6 +130,8 @@ def _keras_wrapper(name, options, made):
       named["dynamic_decay"] = True
     if options["start"]:
       named["start_step"] = options["start"]
+    if options.get("every", 1) > 1:
+      named["update_every"] = options.get("every", 1)
     if options["lazy"] is False:
       named["lazy"] = False
   elif name == "SWA":
@@ -140,6 +142,9 @@ def _keras_wrapper(name, options, made):
     named["keep_raw_weights"] = True
   if options["sum"]:
     named["sum_duplicates"] = True
+  if options.get("chosen"):
+    names = [f"v{i}" for i, x in enumerate(options["chosen"]) if x]
+    named["variables"] = f"lambda v: v.name in {names}"
   return f"wk.{name}({made}, {writer.arguments_of(positional, named)})"
 
 

@@ -240,7 +240,8 @@ class Model:
     self.restore(saved, False)
     row = self.averages[programs.MOVING][0]
     for i in range(len(row)):
-      self.values[i], row[i] = row[i], self.values[i]
+      if self.keeps(programs.MOVING, i):
+        self.values[i], row[i] = row[i], self.values[i]
 
   @property
   def may_save(self):
@@ -251,10 +252,15 @@ class Model:
 
   def average(self, name, k, i):
     """An average, or None if there is none yet."""
-    if not self.exists[i]:
+    if not self.exists[i] or not self.keeps(name, i):
       return None
     return (self.averages[name][k][i] if self._has_begun(name)
             else self.values[i])
+
+  def keeps(self, name, i):
+    """Whether a wrapper averages a variable."""
+    chosen = self.program.options(name).get("chosen")
+    return chosen is None or chosen[i]
 
   @property
   def have_begun(self):
@@ -370,10 +376,12 @@ class Model:
     if self.since < 0:
       self.since = before
     t = 1 + max(before - max(self.since, options["start"]), 0)
-    since = before - options["start"]
+    since, every = before - options["start"], options.get("every", 1)
+    if since >= 0 and t % every:
+      return
     for decay, row in zip(options["decays"], averages):
-      number = (0.0 if since < 0 else
-                _decay_of(decay, t, since if options["warm_up"] else None))
+      number = (0.0 if since < 0 else _decay_of(
+          decay, t // every, since // every if options["warm_up"] else None))
       _move(row, self.values, grads, number)
 
   def _take_v1(self, chain, grads, lag, counts):
@@ -404,12 +412,16 @@ class Model:
     if outer == programs.MOVING:
       self.make([g is not None for g in grads])
     self._take_v1(inner, grads, lag, counts)
-    if outer == programs.MOVING and self.dropped == before:
+    if outer == programs.MOVING and self.dropped == before and any(
+        g is not None and self.keeps(outer, i) for i, g in enumerate(grads)):
       self.counts[outer] += 1
+      every = options.get("every", 1)
+      if self.counts[outer] % every:
+        return
       for decay, row in zip(options["decays"], self.averages[outer]):
         _move(row, self.values, grads, _decay_of(
-            decay, self.counts[outer], self.step if options["warm_up"] else
-            None))
+            decay, self.counts[outer] // every,
+            self.step // every if options["warm_up"] else None))
 
   def _exchange(self, rate):
     for value, center in zip(self.values, self.centers):

@@ -54,6 +54,12 @@ class V1(writer.Functions):
         named["num_updates"] = "step"
       if options["shadow"]:
         named["shadow_dtype"] = "tf.float32"
+      if options.get("every", 1) > 1:
+        named["update_every"] = options.get("every", 1)
+      if options.get("chosen"):
+        names = [f"v{i}" for i, x in enumerate(options["chosen"]) if x]
+        named["variables"] = (
+            f"lambda v: any(v is x for x in [{', '.join(names)}])")
     elif name == programs.GATE:
       positional.append(str(programs.LIMIT))
       named["policy"] = repr(options["policy"])
@@ -168,8 +174,9 @@ class Session(V1):
       self.line("averages = {}")
       for k, decay in enumerate(self.decays(programs.MOVING)):
         for i in range(len(self.variables)):
-          self.line(f"averages[{k}, {i}] = tf.convert_to_tensor("
-                    f"moving.average(v{i}, {decay}))")
+          if self.model.keeps(programs.MOVING, i):
+            self.line(f"averages[{k}, {i}] = tf.convert_to_tensor("
+                      f"moving.average(v{i}, {decay}))")
     for name in program.names:
       if name == programs.MODEL:
         self.line("hook = rounds.make_session_run_hook()", "hook.begin()")
@@ -239,7 +246,8 @@ class Session(V1):
   def write_assign(self, i, t):
     for name in self.program.averaging:
       for decay in self.decays(name):
-        self.line(self.average(name, decay, i))
+        if self.model.keeps(name, i):
+          self.line(self.average(name, decay, i))
     v = self.variables[i]
     self.line(f"session.run(set_v{i}.op, {{n{i}: np.asarray(start({t}, "
               f"{v.shape!r}), tf.{v.dtype}.as_numpy_dtype)}})")

@@ -87,8 +87,13 @@ class Writer:
           if want is not None:
             self.check(f"average {decay} of v{i} in {OBJECTS[name]}",
                        self.average(name, decay, i), want, i)
-          elif not self.model.exists[i]:
+          elif self.program.api == "v1" and (
+              self.program.mode not in programs.SESSIONS or
+              not self.model.keeps(name, i)):
             self.line(f"assert {OBJECTS[name]}.average(v{i}) is None")
+          elif self.program.api == "keras":
+            self.line('refused("average", lambda: '
+                      f"{OBJECTS[name]}.average(v{i}), KeyError)")
 
   def check_others(self):
     raise NotImplementedError

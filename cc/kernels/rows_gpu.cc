@@ -89,8 +89,9 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
                                  ? kNoRows
                                  : At(update.origins,
                                       first->first * row * bytes));
+          // Without an origin, the kernel leaves them alone.
           for (void* const state : update.memory) {
-            operands.push_back(first == nullptr || state == nullptr
+            operands.push_back(state == nullptr
                                    ? kNoRows
                                    : At(state, begin * row * compute_bytes));
           }

@@ -196,12 +196,14 @@ def update_all(pairs_by_decay, decays):
 
   Args:
     pairs_by_decay: For each decay, a list of (variable, average), also those of
-      a strategy.
+      a strategy; empty if the step trains no averaged variable.
     decays: The decays.
 
   Returns:
     An operation in a graph, else None.
   """
+  if not pairs_by_decay[0]:
+    return None
   if tf.executing_eagerly() and all(
       isinstance(decay, float) and decay == 1 for decay in decays):
     return None  # None moves: an update is not due.

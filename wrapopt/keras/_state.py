@@ -66,7 +66,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self.name = name
     self._settle = settle  # Called before averages are saved.
     self._is_loaded = False  # Whether Keras has loaded a file, see below.
-    self._completed = -1  # The restored checkpoint that `complete` has seen.
+    # The restored checkpoints that `has_new_values` and `complete` have seen:
+    # whoever reads averages completes them, and a step must still know.
+    self._noticed = self._completed = -1
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._indices = collections.defaultdict(list)  # Of these, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
@@ -144,8 +146,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
-    is_loaded, self._is_loaded = self._is_loaded, False
-    return is_loaded or _restored(self) != self._completed
+    is_new = self._is_loaded or _restored(self) != self._noticed
+    self._is_loaded, self._noticed = False, _restored(self)
+    return is_new
 
   def complete(self):
     """Sets what the latest restored `tf.train.Checkpoint` lacked.
