@@ -17,6 +17,9 @@ from wrapopt import _composition
 CROSS, GATE, ELASTIC, MODEL, MOVING = V1_WRAPPERS = _composition.NAMES[:5]
 WORKERS = (ELASTIC, MODEL)
 KERAS_WRAPPERS = ("MovingAverage", "SWA", "Lookahead", "LossScale")
+# The outermost one: others have no argument for a record.
+KERAS_GATE = "DropStaleGradient"
+GATES = (GATE, KERAS_GATE)
 AVERAGING = ("MovingAverage", "SWA", MOVING)
 
 SESSIONS = ("resource", "ref")
@@ -110,11 +113,17 @@ class Program:
             if name in ("steps", "threads") for step in rest[0]]
 
 
-# What may wrap what in Keras is not a table: nothing twice.
 def chains(api, graph):
   """All chains of wrappers, the shortest first."""
-  names = KERAS_WRAPPERS if api == "keras" else [
-      name for name in V1_WRAPPERS if graph or name not in WORKERS]
+  if api == "keras":
+    # Nothing twice. A gate must not hold an optimizer that holds others.
+    return [chain for n in range(5)
+            for chain in itertools.permutations(
+                (KERAS_GATE, *KERAS_WRAPPERS), n)
+            if KERAS_GATE not in chain[1:] and (
+                KERAS_GATE not in chain or "LossScale" not in chain) and
+            n - (KERAS_GATE in chain) <= 3]
+  names = [name for name in V1_WRAPPERS if graph or name not in WORKERS]
   return [chain for n in range(4)
           for chain in itertools.product(names, repeat=n)
           if len(set(chain)) == n and not any(
@@ -190,6 +199,9 @@ def _options(draw, name, keep, n):
   if name == GATE:
     return {"policy": draw(st.sampled_from(["drop", "scale"])),
             "fused": draw(st.sampled_from([None, False]))}
+  if name == KERAS_GATE:
+    return {"policy": draw(st.sampled_from(["drop", "scale"])),
+            "sum": draw(st.booleans())}
   if name == MODEL:
     return {"period": draw(st.integers(1, 3))}
   if name == ELASTIC:
@@ -237,13 +249,14 @@ def _programs(draw, api, mode):
   # Half of the chains of sessions are without workers, which have no files.
   chain = draw(st.sampled_from(
       _CHAINS[api, mode in SESSIONS and draw(st.booleans())]))
-  if mode == "jit":  # XLA does not compile gates.
-    chain = tuple(name for name in chain if name != GATE)
+  if mode in ("jit", "fit"):  # XLA does not compile gates, fit records nothing.
+    chain = tuple(name for name in chain if name not in GATES)
   variables = tuple(draw(st.lists(_variable(), min_size=1, max_size=4)))
   name = draw(st.sampled_from(_INNER[api]))
   keep = mode == "fit" and draw(st.booleans())
   options = {}
-  if api == "keras" and draw(st.integers(0, 3)) == 3:
+  if (api == "keras" and KERAS_GATE not in chain and  # Workers would mix them.
+      draw(st.integers(0, 3)) == 3):
     options["accumulate"] = draw(st.integers(2, 3))
   program = Program(
       api, mode, variables, (name, options),
@@ -258,7 +271,7 @@ def _programs(draw, api, mode):
 
 
 def _skips(program):
-  return program.has(GATE, "LossScale")
+  return program.has(*GATES, "LossScale")
 
 
 @st.composite
@@ -316,7 +329,7 @@ def _kinds(program):
   # the step in it fails.
   if program.mode in SESSIONS or (
       program.mode == "eager" and program.inner[0] not in ("SGDW", "AdamW") and
-      not program.has(GATE)):
+      not program.has(*GATES)):
     kinds.add("fail")
   return kinds
 
@@ -335,7 +348,7 @@ def _operation(draw, program, kind):
       return kind, k
     inside = ["nothing", "error", "again", "seed"]
     # Known: a gate counts a step as admitted that the averages in it refuse.
-    inside += ["step"] * (eager and not program.has(GATE))
+    inside += ["step"] * (eager and not program.has(*GATES))
     inside += ["save"] * (not program.has(*WORKERS))
     decays = program.options(program.averaging[k]).get("decays", [None])
     return (kind, k, draw(st.integers(0, len(decays) - 1)),

@@ -68,10 +68,15 @@ class Keras(writer.Functions):
       else:
         self.line(f"{writer.OBJECTS[name]} = find(opt, wk.{name})")
 
+  counted = "updates"
+
   def apply(self, grads, inside=False, step=None):
-    del inside, step
     given = ", ".join(grads.get(i, "None") for i in range(len(self.variables)))
-    return f"opt.apply([{given}], [{self.all_variables()}])"
+    given = f"[{given}], [{self.all_variables()}]"
+    if not self.program.has(programs.KERAS_GATE):
+      return f"opt.apply({given})"
+    recorded = "recorded" if inside else self.recorded(step)
+    return f"opt.apply_recorded({recorded}, {given})"
 
   def scale(self, step):
     if not self.program.has("LossScale"):
@@ -94,6 +99,7 @@ class Keras(writer.Functions):
               f"{self.model.updates})",
               f'check("{self.at}: rate", opt.learning_rate, '
               f"{self.model.rate})")
+    self.check_gate("gate.staleness_stats().dropped")
     if self.program.has("LossScale"):
       self.line(f'check("{self.at}: scale", scaled.dynamic_scale, '
                 f"{self.model.scale})")
@@ -136,8 +142,11 @@ def _keras_wrapper(name, options, made):
       named["lazy"] = False
   elif name == "SWA":
     positional = [str(options["start"]), str(options["period"])]
-  else:
+  elif name == "Lookahead":
     positional = [str(options["period"]), str(options["step"])]
+  else:
+    positional = [str(programs.LIMIT)]
+    named["policy"] = repr(options["policy"])
   if options.get("keep"):
     named["keep_raw_weights"] = True
   if options["sum"]:

@@ -209,7 +209,7 @@ class Model:
     self.exists = [in_graph for _ in n]
     # Of which variables a step has made the slots.
     self.stepped = [in_graph for _ in n]
-    self.has_gate = in_graph and program.has(programs.GATE)
+    self.has_gate = in_graph and program.has(*programs.GATES)
     if not hasattr(self, "largest"):
       self.largest, self.roundings = [1.0 for _ in n], 1
 
@@ -322,6 +322,12 @@ class Model:
 
   def _take_keras(self, grads, lag):
     program = self.program
+    if program.has(programs.KERAS_GATE):
+      if lag > programs.LIMIT:
+        self.dropped += 1
+        return
+      if program.options(programs.KERAS_GATE)["policy"] == "scale" and lag > 1:
+        grads = [_scaled(g, lag) for g in grads]
     if program.has("LossScale"):
       if self._has_infinity(grads, lag):
         self.scale, self.finite = self.scale / 2, 0
@@ -399,8 +405,7 @@ class Model:
         self.dropped += 1
         return
       if options["policy"] == "scale" and lag > 1:
-        grads = [g and Gradient(g.sum / lag, g.squares / lag**2, g.sizes / lag,
-                                g.rows) for g in grads]
+        grads = [_scaled(g, lag) for g in grads]
     if outer in programs.WORKERS:
       self._take_v1(inner, grads, lag, False)
       self.local_step += 1
@@ -452,6 +457,10 @@ class Model:
         self.values = [np.array(self.average(name, 0, i))
                        for i in range(len(self.values))]
         return
+
+
+def _scaled(g, by):
+  return g and Gradient(g.sum / by, g.squares / by**2, g.sizes / by, g.rows)
 
 
 def _decay_of(decay, t, warm_up):

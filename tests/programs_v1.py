@@ -79,15 +79,6 @@ class V1(writer.Functions):
           "recorded" if inside else self.recorded(step))
     return f"opt.apply_gradients([{pairs}], step{recorded})"
 
-  def recorded(self, step):
-    return f"tf.constant({self.model.step - step[2]}, tf.int64)"
-
-  def extra_arguments(self, step):
-    return [self.recorded(step)] if self.program.has(programs.GATE) else []
-
-  def extra_parameters(self):
-    return ["recorded"] if self.program.has(programs.GATE) else []
-
   def write_step(self, step):
     self.line(self.call(step))
 
@@ -96,9 +87,7 @@ class V1(writer.Functions):
 
   def check_others(self):
     self.line(f'check("{self.at}: step", step.numpy(), {self.model.step})')
-    if self.model.has_gate:
-      self.line(f'check("{self.at}: dropped", gate.staleness_stats().dropped, '
-                f"{self.model.dropped})")
+    self.check_gate("gate.staleness_stats().dropped")
 
   def saving(self, how, name):
     del how
@@ -256,9 +245,7 @@ class Session(V1):
   def check_others(self):
     self.line(f'check("{self.at}: step", session.run(step), '
               f"{self.model.step})")
-    if self.model.has_gate:
-      self.line(f'check("{self.at}: dropped", session.run(dropped), '
-                f"{self.model.dropped})")
+    self.check_gate("session.run(dropped)")
     if self.program.has(*programs.WORKERS):
       for i, center in enumerate(self.model.centers):
         self.check(f"center of v{i}", f"session.run(getter.centers[v{i}])",

@@ -10,7 +10,8 @@ import programs_model
 
 OBJECTS = {"MovingAverage": "moving", "SWA": "swa", "Lookahead": "lookahead",
            "LossScale": "scaled", programs.MOVING: "moving",
-           programs.GATE: "gate", programs.CROSS: "cross",
+           programs.GATE: "gate", programs.KERAS_GATE: "gate",
+           programs.CROSS: "cross",
            programs.ELASTIC: "elastic", programs.MODEL: "rounds"}
 CONSTANTS = {
     "rate": programs_model.RATE, "decay": programs_model.WEIGHT_DECAY,
@@ -275,12 +276,23 @@ class Functions(Writer):
         i: eager_grad(self.variables[i], *of_i)
         for i, of_i in grads_of(self.program, step, scale).items()}, step=step)
 
+  # The number of steps that a gate counts.
+  counted = "step"
+
+  def recorded(self, step):
+    return (f"tf.constant({getattr(self.model, self.counted) - step[2]}, "
+            "tf.int64)")
+
   def extra_arguments(self, step):
-    del step
-    return []
+    return ([self.recorded(step)] if self.program.has(*programs.GATES) else [])
 
   def extra_parameters(self):
-    return []
+    return ["recorded"] if self.program.has(*programs.GATES) else []
+
+  def check_gate(self, dropped):
+    if self.model.has_gate:
+      self.line(f'check("{self.at}: dropped", {dropped}, '
+                f"{self.model.dropped})")
 
   def value(self, i):
     return f"v{i}.numpy()"

@@ -198,6 +198,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     `tf.function`, or else its last one; in eager mode the last one of this
     thread, which then serves once.
 
+    As with `apply`, wrappers around this optimizer do not follow the step: make
+    the gate the outermost one.
+
     Args:
       recorded: The record, which `record_step` yielded. It may serve several
         times.
