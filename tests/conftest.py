@@ -1,5 +1,6 @@
 """Settings for all tests."""
 
+import gc
 import os
 import sys
 
@@ -24,6 +25,13 @@ def pytest_addoption(parser):
 def pytest_configure(config):
   config.addinivalue_line(
       "markers", "cpu(why): does not run with variables on a GPU")
+
+
+def pytest_collection_finish():
+  # What TensorFlow has made by now stays. Without it, a collection of garbage,
+  # such as that of keras.utils.clear_session(), is ten times as fast.
+  gc.collect()
+  gc.freeze()
 
 
 def pytest_collection_modifyitems(config, items):

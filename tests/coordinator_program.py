@@ -108,7 +108,7 @@ def races(strategy, coordinator):
       "LazyAdam": lambda: wk.LazyAdam(0.25, 0.5, 0.75),
       "gated": lambda: wk.DropStaleGradient(K.Adam(0.25, 0.5, 0.75), 9),
       "Nadam": lambda: wk.MovingAverage(K.Nadam(0.25, 0.5, 0.75), 0.5)}.items():
-    for attempt in range(3):
+    for attempt in range(6):
       made, opt = variables(strategy, wrap, [np.zeros(1), np.ones(1)])
       gradients = tf.constant(GRADIENTS)
 
@@ -181,14 +181,15 @@ def sent(graph):
     for line in sorted(map(str, tensors | controls)):
       print(line, file=sys.stderr)
   return {"tensors": len(tensors), "controls": len(controls),
-          "arrived": sorted({
+          "arrived": {kind: sorted({
               " and ".join(sorted({
                   task(op) for op in ancestors(applied)
                   if op.type == "Identity" and "stack" not in op.name} -
                                   {"worker"}))
               for inner in graphs_in(graph)
               for applied in inner.get_operations()
-              if "Apply" in applied.type}),
+              if applied.type.startswith(kind)})
+                      for kind in ("MutexLock", "Wrapopt>Apply")},
           "updates": collections.Counter(
               f"{op.type} on {task(op)}" for inner in graphs_in(graph)
               for op in inner.get_operations()

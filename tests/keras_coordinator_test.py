@@ -65,24 +65,28 @@ class Adam:
 
 
 @pytest.mark.parametrize("case", ["Adam", "LazyAdam", "gated"])
-def test_racing_steps_are_whole(case):
+def test_racing_steps_have_one_order(case):
   n = len(GRADIENTS)
-  # In any order, and with any numbers: 24 * 24 ways.
   orders = np.array(list(itertools.permutations(range(n))))
-  numbers = np.tile(orders, (len(orders), 1)).T
-  orders = np.repeat(orders, len(orders), axis=0).T
-  for attempt in range(3):
+  numbers = np.tile(np.arange(n), (len(orders), 1)).T
+  if case == "gated":  # With any numbers: 24 * 24 ways.
+    numbers = np.tile(orders, (len(orders), 1)).T
+    orders = np.repeat(orders, len(orders), axis=0)
+  orders = orders.T
+  for attempt in range(6):
     got = found()["races"][f"{case} {attempt}"]
     assert got["iterations"] == n
+    # The weights are on two servers.
+    same = np.full(orders.shape[1], True)
     for i, (start, scale) in enumerate(((0.0, 1.0), (1.0, 2.0))):
       want = Adam(np.full(orders.shape[1], start))
       for order, number in zip(orders, numbers):
         want.step(scale * GRADIENTS[order], number)
-      same = np.isclose(want.w, got["values"][i], rtol=1e-9, atol=0)
+      same &= np.isclose(want.w, got["values"][i], rtol=1e-9, atol=0)
       if got["averages"] is not None:
         same &= np.isclose(want.average, got["averages"][i], rtol=1e-9, atol=0)
-      assert same.any()
-      assert not same.all()
+    assert same.any()
+    assert same.mean() < 0.1
 
 
 def test_what_a_step_sends():
@@ -95,8 +99,9 @@ def test_what_a_step_sends():
     for ours in average, gate:
       assert {name: k for name, k in ours["updates"].items()
               if "Apply" in name} == applied
-      # No server begins before the gradients are on all.
-      assert ours["arrived"] == ["ps:0 and ps:1"]
+      # No server begins before the gradients are on all, nor do others wait.
+      assert ours["arrived"] == {"MutexLock": ["ps:0 and ps:1"],
+                                 "Wrapopt>Apply": ["ps:0 and ps:1"]}
     # Each weight and gradient, the learning rate, and all scalars of the step.
     assert average["tensors"] == 2 * n + 2
     sent = average["tensors"] + average["controls"] + 1  # The token.

@@ -100,6 +100,19 @@ def asked(grads_and_vars, global_step, name, options):
           tf.compat.v1.GraphKeys.TRAIN_OP))
 
 
+def _at_servers(step, near):
+  """A Step with gradients on the servers, and operations that wait for them."""
+  pairs = []
+  for g, v in step.grads_and_vars:
+    with ops.device_of(v):
+      pairs.append((g if g is None else tf.nest.map_structure(
+          tf.identity, g, expand_composites=True), v))
+  with ops.device_of(near):
+    arrived = tf.group(*tf.nest.flatten([g for g, _ in pairs if g is not None],
+                                        expand_composites=True))
+  return step._replace(grads_and_vars=pairs), [arrived]
+
+
 def answer(step, taken):
   """What a wrapper's `apply_gradients` returns for a Taken of its Step."""
   if not tf.executing_eagerly():
@@ -140,7 +153,11 @@ class Innermost:
     # lose steps of other workers.
     _replicas.check_single_replica(type(self._opt).__name__)
     lock = _locks.setdefault(self._opt, _replicas.StepLock())
-    with tf.control_dependencies(_records.when_ready(gradients)):
+    ready = _records.when_ready(gradients)
+    if step.accept is True and not tf.executing_eagerly():
+      # Nobody waits while they travel. Those of a gate may not have to.
+      step, ready = _at_servers(step, near)
+    with tf.control_dependencies(ready):
       locked = lock.acquire(near)
     first = [] if tf.executing_eagerly() else [locked]
     with _records.new_stateful_ops() as new, _replicas.alone(True), (

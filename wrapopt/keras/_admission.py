@@ -105,6 +105,13 @@ class _Asked:
     # What the op of the step is told, if nothing else can refuse it.
     self._told = admitted.accept if only_op else True
     self._compensation = admitted.compensation
+    # The operations that wait until its gradients are on all servers.
+    self._arrived = []
+
+  def wait_for_gradients(self, locked):
+    """Lets a lock wait for the gradients, so that nobody waits meanwhile."""
+    if not tf.executing_eagerly():
+      _records.let_wait(locked.op, self._arrived)
 
   def transformed(self, grads):
     """The gradients with which to take it."""
@@ -167,10 +174,11 @@ class Steps:
       _replicas.check_single_replica(self._wrapper)
     else:
       _replicas.check_alone(type(gate).__name__, iterations)
-    # Without a gate, steps have their numbers in the order of the lock. A gate
-    # may drop a step, which need not wait for it.
-    locks_first = gate is None and not is_one_op
-    lock = None if is_one_op or locks_first else self._lock
+    # Workers take one step at a time, so that all servers take them in the same
+    # order. Without a gate, this is also the order of their numbers. A gate may
+    # drop a step, which need not wait for the others.
+    locks_first = gate is None
+    lock = None if locks_first or is_one_op and not shared else self._lock
     with _replicas.alone(shared), _records.new_stateful_ops() as new:
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
@@ -201,6 +209,7 @@ class Steps:
         if asked is not None:
           asked._ticket = asked._locked = None
     if locked:
+      asked.wait_for_gradients(locked[0])
       with tf.control_dependencies(_records.updates(new)):
         self._lock.release(locked.pop(), iterations)
 
@@ -215,11 +224,14 @@ class Steps:
     self._taken.number = Number(asked._number, iterations.dtype)
     self._taken.accept = asked._told
     self._taken.compensation = asked._compensation
+    self._taken.arrived = asked._arrived
     try:
       with _records.new_stateful_ops() as new, tf.control_dependencies(first):
         yield
     finally:
       self._taken.number = None
+    if lock is not None:
+      asked.wait_for_gradients(asked._locked)
     with tf.control_dependencies(_records.updates(new)):
       ops.staleness_complete(asked._ticket, iterations)
       if lock is not None:
@@ -241,13 +253,16 @@ class Steps:
         _replicas.is_shared(_iterations(opt))):
       return grads, []
     there = []
-    for grad, variable in zip(grads, variables):
-      with ops.device_of(variable):
-        there.append(tf.nest.map_structure(
-            tf.identity, _rules.cast(grad, variable.dtype),
-            expand_composites=True))
-    with ops.device_of(_iterations(opt)):
-      return there, [tf.group(*tf.nest.flatten(there, expand_composites=True))]
+    with tf.control_dependencies(None):  # They do not wait for the lock.
+      for grad, variable in zip(grads, variables):
+        with ops.device_of(variable):
+          there.append(tf.nest.map_structure(
+              tf.identity, _rules.cast(grad, variable.dtype),
+              expand_composites=True))
+      with ops.device_of(_iterations(opt)):
+        arrived = [tf.group(*tf.nest.flatten(there, expand_composites=True))]
+    self._taken.arrived += arrived
+    return there, arrived
 
   @contextlib.contextmanager
   def scalars(self, opt):

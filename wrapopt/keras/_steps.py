@@ -117,8 +117,9 @@ def _followed_innermost(opt, followers):
              tf.convert_to_tensor(g) for g in grads]
 
     def taken():
+      transformed = asked.transformed(grads)
       with steps.taking(asked):
-        checked(asked.transformed(grads))
+        checked(transformed)
 
     one_op = _is_one_op(self, cls, grads, variables, followers, sums)
     with steps.asking(self, grads, variables, gate, outermost._checks(),
