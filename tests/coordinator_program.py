@@ -253,18 +253,15 @@ def faults(strategy, coordinator, cluster, kills=20, n=1500):
       opt.apply(found, made)
 
     rng = random.Random(0)
-    for _ in range(n):
-      coordinator.schedule(step)
-    killed = 0
-    while not coordinator.done():
+    for _ in range(kills):
+      for _ in range(n // kills):
+        coordinator.schedule(step)
       time.sleep(rng.uniform(0.0, 0.4))
-      if killed < kills:
-        cluster.restart("worker", rng.randrange(3))
-        killed += 1
+      cluster.restart("worker", rng.randrange(3))
     coordinator.join()
     stats = None if limit is None else opt.staleness_stats()
     yield name, {
-        "scheduled": n, "killed": killed, "iterations": int(opt.iterations),
+        "scheduled": n, "iterations": int(opt.iterations),
         "w": [v.numpy().tolist() for v in made],
         "in flight": int(wrapopt.ops.staleness_record(
             opt.iterations.value)[1]),

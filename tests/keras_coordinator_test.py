@@ -168,7 +168,7 @@ def test_steps_of_optimizers_of_version_1():
 def test_workers_that_are_killed():
   for name, got in found("faults")["faults"].items():
     n, steps = got["scheduled"], got["iterations"]
-    assert got["killed"] == 20 and got["in flight"] == 0, name
+    assert got["in flight"] == 0, name
     # No step is lost, none is taken twice, and none is half.
     assert got["w"] == [[-steps] * 3, [-steps] * 2], name
     if name == "ungated":
