@@ -108,7 +108,7 @@ def races(strategy, coordinator):
       "LazyAdam": lambda: wk.LazyAdam(0.25, 0.5, 0.75),
       "gated": lambda: wk.DropStaleGradient(K.Adam(0.25, 0.5, 0.75), 9),
       "Nadam": lambda: wk.MovingAverage(K.Nadam(0.25, 0.5, 0.75), 0.5)}.items():
-    for attempt in range(6):
+    for attempt in range(4):
       made, opt = variables(strategy, wrap, [np.zeros(1), np.ones(1)])
       gradients = tf.constant(GRADIENTS)
 
@@ -129,6 +129,33 @@ def races(strategy, coordinator):
           "values": [float(v.value[0]) for v in made],
           "averages": [float(tf.convert_to_tensor(opt.average(v))[0])
                        for v in made] if hasattr(opt, "average") else None}
+
+
+def several(strategy, coordinator):
+  """Functions of several steps."""
+  for name, wrap in {
+      "MovingAverage": lambda: wk.MovingAverage(K.Adam(0.25), 0.5),
+      # The norm is computed while the step has the lock.
+      "DropStaleGradient": lambda: wk.DropStaleGradient(
+          K.Adam(0.25, global_clipnorm=1.0), 1000)}.items():
+    models = [variables(strategy, wrap, [np.zeros(2), np.ones(3)])
+              for _ in range(2)]
+
+    def take(made, opt):
+      with (opt.record_step() if name == "DropStaleGradient" else
+            contextlib.nullcontext()):
+        gradients = [1 + 0 * v.value.read_value() for v in made]
+      opt.apply(gradients, made)
+
+    @tf.function
+    def step():
+      take(*models[0])
+      take(*models[1])
+      for _ in tf.range(2):
+        take(*models[0])
+
+    schedule(coordinator, step, 8)
+    yield name, [int(opt.iterations) for _, opt in models]
 
 
 # 3. What a step sends.

@@ -17,7 +17,7 @@ def found(*names):
   """{part of the program: {case: what it found}}."""
   done = run_python(
       "-m", "coordinator_program",
-      *(names or ("counts", "races", "traffic", "v1", "compensation",
+      *(names or ("counts", "races", "several", "traffic", "v1", "compensation",
                   "embeddings")),
       CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
   assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def test_racing_steps_have_one_order(case):
     numbers = np.tile(orders, (len(orders), 1)).T
     orders = np.repeat(orders, len(orders), axis=0)
   orders = orders.T
-  for attempt in range(6):
+  for attempt in range(4):
     got = found()["races"][f"{case} {attempt}"]
     assert got["iterations"] == n
     # The weights are on two servers.
@@ -87,6 +87,11 @@ def test_racing_steps_have_one_order(case):
         same &= np.isclose(want.average, got["averages"][i], rtol=1e-9, atol=0)
     assert same.any()
     assert same.mean() < 0.1
+
+
+def test_functions_of_several_steps_do_not_wait_for_themselves():
+  assert found()["several"] == {"MovingAverage": [24, 8],
+                                "DropStaleGradient": [24, 8]}
 
 
 def test_what_a_step_sends():

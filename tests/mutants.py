@@ -305,7 +305,8 @@ def _mutants():
       ("the newest of several records counts", "drop_stale_gradient",
        "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
       ("steps of several ops do not wait", "_admission",
-       "lock = None if is_one_op or locks_first else self._lock",
+       "lock = None if locks_first or is_one_op and not shared else "
+       "self._lock",
        "lock = None"),
       ("a step is counted before its changes", "_admission",
        "tf.control_dependencies(_records.updates(new))",

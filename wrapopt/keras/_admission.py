@@ -210,7 +210,10 @@ class Steps:
           asked._ticket = asked._locked = None
     if locked:
       asked.wait_for_gradients(locked[0])
-      with tf.control_dependencies(_records.updates(new)):
+      # The op that counts the step waits for all else, on all servers.
+      with tf.control_dependencies(
+          [op for op in new if op.type == "Wrapopt>StalenessComplete"] or
+          _records.updates(new)):
         self._lock.release(locked.pop(), iterations)
 
   @contextlib.contextmanager
