@@ -135,7 +135,9 @@ class Gate:
     # to the step or not.
     most = steps + aborted
     least = logged[0].sum() - aborted
-    assert steps <= counted[0].sum() <= most, f"{aborted} aborted{about}"
+    assert steps <= counted[0].sum() <= most, (
+        f"the gate admitted {counted[0].sum()} updates, and the step is "
+        f"{steps}, with {aborted} aborted{about}")
     for name, delta in DELTA.items():
       applied = (now[name] - base[name]) / delta
       assert least <= steps <= applied <= most, (

@@ -42,10 +42,10 @@ def gate_lets_all_through():
   """As check-then-apply does: the record is that of the time of the gate."""
   gate = ops.staleness_gate
 
-  def late(step, counter, histogram, recorded, limit):
+  def late(step, counter, histogram, recorded, limit, **kwargs):
     with tf.control_dependencies([recorded]):
       now, _ = ops.staleness_record(step)
-    return gate(step, counter, histogram, now, limit)
+    return gate(step, counter, histogram, now, limit, **kwargs)
 
   ops.staleness_gate = late
 

@@ -10,7 +10,7 @@ KILL = [chaos.Event("kill", ("chief", 0), 1.0, 0.5)]
 
 
 @pytest.mark.parametrize("broken, subject, events, error", [
-    ("step_counts_twice", "gate", PAUSES, "updates, and the step"),
+    ("step_counts_twice", "gate", PAUSES, "updates, and the step is"),
     ("gate_lets_all_through", "gate", PAUSES, "an update lacked more than 1"),
     ("update_is_lost", "gate", PAUSES, "b has .* updates"),
     ("worker_hangs", "gate", PAUSES, "in 30 seconds"),

@@ -22,7 +22,7 @@ from wrapopt._v1 import _swapping_saver
 from wrapopt.keras import _state
 
 # How many programs of each kind the daily test runs, in some 20 seconds.
-EXAMPLES = {("keras", "eager"): 50, ("keras", "function"): 6,
+EXAMPLES = {("keras", "eager"): 90, ("keras", "function"): 6,
             ("keras", "fit"): 12, ("keras", "jit"): 2, ("v1", "eager"): 50,
             ("v1", "function"): 6, ("v1", "resource"): 24, ("v1", "ref"): 8,
             ("v1", "jit"): 2}
