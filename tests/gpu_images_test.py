@@ -125,6 +125,6 @@ def test_numbers_stay_in_registers():
       assert len(of[attribute]) >= len(KERNELS_OF_KIND[name[2]]), name
     # A table that was copied would take 4096 bytes of a thread's memory; a few
     # numbers the compiler itself keeps there, for one more block.
-    assert max(of[frame_size]) <= 40, name
+    assert max(of[frame_size]) <= (40 if name[2] == "compensated" else 24), name
     # So that two blocks share a multiprocessor.
     assert max(of[registers]) <= 128, name

@@ -153,10 +153,11 @@ class Innermost:
     # lose steps of other workers.
     _replicas.check_single_replica(type(self._opt).__name__)
     lock = _locks.setdefault(self._opt, _replicas.StepLock())
-    ready = _records.when_ready(gradients)
     if step.accept is True and not tf.executing_eagerly():
       # Nobody waits while they travel. Those of a gate may not have to.
       step, ready = _at_servers(step, near)
+    else:
+      ready = _records.when_ready(gradients)
     with tf.control_dependencies(ready):
       locked = lock.acquire(near)
     first = [] if tf.executing_eagerly() else [locked]
