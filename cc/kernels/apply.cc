@@ -33,7 +33,6 @@
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
-#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
@@ -207,11 +206,14 @@ class ApplyOp : public OpKernel {
   }
 
   // The states of a variable, and those of the policy; none if there is none.
+  static void AddStates(Call* call, int i, std::vector<void*>* data) {
+    for (const int state : call->states) {
+      data->push_back(call->variables.data(state + i));
+    }
+  }
   static std::vector<void*> StatesOf(Call* call, int i) {
     std::vector<void*> data;
-    for (const int state : call->states) {
-      data.push_back(call->variables.data(state + i));
-    }
+    AddStates(call, i, &data);
     return data;
   }
   std::vector<void*> MemoryOf(Call* call, int i) const {
@@ -337,10 +339,8 @@ class ApplyOp : public OpKernel {
                      /*new_inputs=*/true});
     }
     averages_.AddStages(call->rates, sparse_ ? var_bytes : 0, &pass);
+    // One array for all variables: a step may have hundreds.
     std::vector<void*> operands;
-    const auto add = [&operands](const std::vector<void*>& more) {
-      operands.insert(operands.end(), more.begin(), more.end());
-    };
     for (int i = 0; i < contract_.variables(); ++i) {
       operands.clear();
       void* const value = call->variables.data(var + i);
@@ -348,16 +348,17 @@ class ApplyOp : public OpKernel {
         compensation_.AddOperandsBefore(value, call->origins[i].data(),
                                         call->grads[i].data(),
                                         MemoryOf(call, i), &operands);
-        add(StatesOf(call, i));
-        add({nullptr});
+        AddStates(call, i, &operands);
+        operands.push_back(nullptr);
         compensation_.AddOperandsAfter(value, MemoryOf(call, i), &operands);
       } else if (!sparse_) {
-        add(StatesOf(call, i));
-        add({call->grads[i].data()});
+        AddStates(call, i, &operands);
+        operands.push_back(call->grads[i].data());
       }
       if (has_policy) {
-        add({call->origins[i].data()});
-        add(MemoryOnGpu(call, i));
+        operands.push_back(call->origins[i].data());
+        const std::vector<void*> memory = MemoryOnGpu(call, i);
+        operands.insert(operands.end(), memory.begin(), memory.end());
       }
       averages_.AddOperands(&call->variables, call->shadows, var, i, &operands);
       pass.AddVariable(call->variables.size(var + i), operands);

@@ -1,7 +1,5 @@
 #include "cc/kernels/rows_gpu.h"
 
-#include <utility>
-
 #include "cc/gpu/launcher.h"
 #include "cc/kernels/averages_gpu.h"
 #include "cc/kernels/inputs.h"
