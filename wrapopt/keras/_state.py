@@ -8,11 +8,13 @@ import warnings
 from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt.keras import _rules
+from wrapopt.keras import _steps
 
 _value = _rules.value
 
@@ -73,6 +75,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._indices = collections.defaultdict(list)  # Of these, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
     self._late = {}  # Values from a file for averages that are made later.
+    # (average, variable) pairs of variables that had no value when the averages
+    # were to start, and a variable that tells whether these still have to.
+    self._waiting, self._waits = [], None
     self.place = None
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
     self._counts = {}  # (variable, Count) by name.
@@ -140,9 +145,44 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed_values(self):
     """As `seed`, but leaves the counts."""
-    for average, variable in self.pairs():
+    self._start(self.pairs())
+
+  def _start(self, pairs):
+    """Sets averages to the values of their variables, now or when they run.
+
+    A `tf.function` that makes variables may also be what gives them values.
+    Their averages start in its graph, by `start_in_graph`.
+
+    Args:
+      pairs: (average, variable) pairs.
+    """
+    if self._waits is not None and not self._waits.numpy():
+      self._waiting = []  # The graph has run.
+    pairs = {id(pair[0]): pair for pair in [*self._waiting, *pairs]}.values()
+    self._waiting = []
+    for average, variable in pairs:
       if _value(variable).is_initialized():
         seed(average, variable)
+      else:
+        self._waiting.append((average, variable))
+    if self._waiting and self._waits is None:
+      # Not one of each replica.
+      self._waits = resource_variable_ops.ResourceVariable(
+          True, trainable=False)
+    if self._waits is not None:
+      self._waits.assign(bool(self._waiting))
+
+  def start_in_graph(self):
+    """Before a step, starts the averages that wait for their variables."""
+    if not self._waiting:
+      return
+
+    def start():
+      for average, variable in self._waiting:
+        seed(average, variable)
+      self._waits.assign(False)
+
+    _steps.where(self._waits.read_value(), start)
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
@@ -155,17 +195,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     An average starts at its variable's value, as if a file of Keras lacked it.
     """
+    if self._waiting:
+      self._start([])
     latest = _restored(self)
     if latest == self._completed:
       return
     self._completed = latest
     lacks = lambda variable: _restored(_value(variable)) < latest
-    has_averages = False
-    for average, variable in self.pairs():
-      if not lacks(average):
-        has_averages = True
-      elif _value(variable).is_initialized():
-        seed(average, variable)
+    missing = [pair for pair in self.pairs() if lacks(pair[0])]
+    has_averages = len(missing) < len(self.pairs())
+    self._start(missing)
     for variable, count in self._counts.values():
       if lacks(variable):
         assign(variable, count.missing if has_averages else count.value)

@@ -5,6 +5,7 @@ constraints and counts. This module replaces only the innermost update of the
 variables.
 """
 
+import threading
 import typing
 
 import keras
@@ -31,12 +32,15 @@ class Step(typing.NamedTuple):
     keys: Their keys.
     trained: (tf.Variable, key) of all variables of the optimizer, also of those
       without a gradient.
+    constrained: (tf.Variable, constraint) of those that have one, if a wrapper
+      may move them after the step.
     cache: A `LookupCache` of the optimizer that takes it, for eager steps.
   """
   iterations: typing.Any
   variables: list
   keys: list
   trained: list
+  constrained: list
   cache: _lookup_cache.LookupCache
 
   @property
@@ -55,6 +59,12 @@ class Step(typing.NamedTuple):
     return _replicas.components(
         (variable, _lazy.raw(_value(row[key])))
         for variable, key in self.trained if key in row)
+
+  def constrain(self):
+    """Applies constraints to weights that a wrapper has moved."""
+    for variable, constraint in self.constrained:
+      for v in _replicas.values(variable):
+        v.assign(constraint(v.read_value()))
 
 
 def followed(opt, followers):
@@ -85,6 +95,8 @@ def _followed_innermost(opt, followers):
   cls = type(opt)
   # The number of steps that Keras's code took or accumulated.
   reached = 0
+  # Of each thread: the steps that are followed when Keras's code has ended.
+  late = threading.local()
   cache = _lookup_cache.LookupCache()
   outermost = followers[-1]
   wrapper = type(outermost).__name__
@@ -104,9 +116,16 @@ def _followed_innermost(opt, followers):
 
   def take(self, grads, variables, apply):
     def checked(grads):
-      before = reached
+      before, late.steps = reached, None
+      if changes_late(self, trained):
+        late.steps, number = [], tf.convert_to_tensor(self.iterations)
       apply(grads)
       check(self, before, trained)
+      for step in late.steps or ():
+        # In a graph, Keras's branch that takes a step is traced in any case.
+        _follow(self, followers, step._replace(iterations=number),
+                self.gradient_accumulation_steps is None or
+                tf.not_equal(self.iterations, number))
 
     grads = list(grads)
     trained = [v for g, v in zip(grads, variables) if g is not None]
@@ -134,11 +153,16 @@ def _followed_innermost(opt, followers):
           "update variables by `_backend_update_step`, got another method. "
           "Call `_backend_update_step` in it, as in Keras.")
 
+  def changes_late(self, variables):
+    """Whether Keras changes weights after the update of a step."""
+    return bool(self.use_ema and self.ema_overwrite_frequency) or any(
+        getattr(v, "constraint", None) is not None for v in variables)
+
   def update(self, grads, variables, learning_rate):
     nonlocal reached
     reached += 1
     _update(self, cls, grads, variables, learning_rate, followers, sums, cache,
-            steps)
+            steps, late.steps)
 
   def accumulate(self, grads, accumulators):
     nonlocal reached
@@ -210,6 +234,7 @@ class Follower:
 
   Attributes:
     changes_weights: Whether `_follow` may change weights that the step did not.
+      It then calls the step's `constrain`.
     in_pass: Whether its work is done in the pass of a step that is one op.
     is_gate: Whether `_admit` decides which steps are taken. It does not follow
       them.
@@ -351,30 +376,35 @@ def _property(name, followers):
 
 @ops.not_converted
 def _update(opt, cls, grads, variables, learning_rate, followers, sums, cache,
-            steps):
-  """Updates variables as `cls` does for `opt`, and then runs the followers."""
+            steps, late):
+  """Updates variables as `cls` does for `opt`, and then runs the followers.
+
+  If `late` is a list, the followers wait: the step is added to it.
+  """
   values = list(map(_value, variables))
   grads, arrived = steps.at_servers(opt, grads, values)
   with tf.control_dependencies(arrived):
     _update_here(opt, cls, grads, variables, values, learning_rate, followers,
-                 sums, cache, steps)
+                 sums, cache, steps, late)
 
 
 def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
-                 sums, cache, steps):
+                 sums, cache, steps, late):
+  trained = opt._trainable_variables
   step = Step(tf.convert_to_tensor(opt.iterations), values,
               list(map(opt._var_key, variables)),
-              [(_value(v), opt._var_key(v)) for v in opt._trainable_variables],
-              cache)
+              [(_value(v), opt._var_key(v)) for v in trained],
+              [(_value(v), v.constraint) for v in trained
+               if v.constraint is not None] if any(
+                   f.changes_weights for f in followers) else [], cache)
   if followers[0]._take(step, opt, cls, grads, variables, learning_rate):
     return
-  constraints = [v.constraint for v in variables]
   with steps.scalars(opt):
     rule = _rules.rule_of(opt, cls)
   if rule is not None and not _replicas.share_steps():
     first, *others = followers
     with steps.scalars(opt):
-      averages = None if any(constraints) else first._averages_of(step)
+      averages = None if late is not None else first._averages_of(step)
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                  *(averages or ((), ())),
                  rows_stay=not any(f.changes_weights for f in others),
@@ -382,35 +412,32 @@ def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
                  compensation=steps.compensation)
     if averages:
       first._note_update()
-    _follow(others if averages else followers, step, constraints)
-    return
-  _plan.Plan(grads, values)
-  cls._apply_weight_decay(opt, variables)
-  cls._backend_update_step(opt, grads, variables, learning_rate)
-  if tf.distribute.has_strategy():
-    _interim.maybe_merge_call(
-        lambda strategy, iterations: _follow(
-            followers, step._replace(iterations=_one(strategy, iterations)),
-            constraints),
-        opt._distribution_strategy, step.iterations)
+      followers = others
   else:
-    _follow(followers, step, constraints)
+    _plan.Plan(grads, values)
+    cls._apply_weight_decay(opt, variables)
+    cls._backend_update_step(opt, grads, variables, learning_rate)
+  if late is None:
+    _follow(opt, followers, step)
+  else:
+    late.append(step)
 
 
-def _follow(followers, step, constraints):
-  # Keras applies constraints last. Averages are of the constrained weights.
-  _constrain(step, constraints)
-  for follower in followers:
-    follower._follow(step)
-    if follower.changes_weights:
-      _constrain(step, constraints)
+def _follow(opt, followers, step, is_taken=True):
+  """Runs followers after a step, if `is_taken`: True, or a bool tensor."""
+  def follow(step):
+    for follower in followers:
+      follower._follow(step)
 
+  def follow_in_all(strategy, iterations, is_taken):
+    where(is_taken is True or _one(strategy, is_taken),
+          lambda: follow(step._replace(iterations=_one(strategy, iterations))))
 
-def _constrain(step, constraints):
-  for variable, constraint in zip(step.variables, constraints):
-    if constraint is not None:
-      for v in _replicas.values(variable):
-        v.assign(constraint(v.read_value()))
+  if _replicas.share_steps():
+    _interim.maybe_merge_call(follow_in_all, opt._distribution_strategy,
+                              step.iterations, is_taken)
+  else:
+    where(is_taken, lambda: follow(step))
 
 
 def _one(strategy, value):

@@ -276,11 +276,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
                  tf.executing_eagerly())
     if may_begin or not self._held.is_settled:
       self._settle()
-      # TensorFlow initializes variables of a model that is built in a
-      # tf.function after the trace, and traces the function again.
+      # Variables of a model that is built in a tf.function have no value yet.
+      # TensorFlow traces the function again, and gives them values in between,
+      # if it can.
       with tf.init_scope():
         self._held.is_settled = all(
             _value(v).is_initialized() for v in self._trainable_variables)
+      self._state.start_in_graph()
 
   @ops.not_converted
   def apply(

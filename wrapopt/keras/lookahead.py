@@ -21,7 +21,9 @@ class Lookahead(_wrapper.WrapperOptimizer):
       s += slow_step_size (v - s)
       v = s
 
-  The slots of the inner optimizer do not change.
+  The slots of the inner optimizer do not change. If a variable has a
+  constraint, it acts once after each step, as in Keras, and once on the weights
+  that such a move has set.
 
   Example:
 
@@ -118,6 +120,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
     def sync():
       ops.averaging_assign([slow, fast], [slow, fast],
                            [1 - self._slow_step_size, self._slow_step_size])
+      step.constrain()
 
     _steps.where((step.iterations + 1) % self._sync_period == 0, sync)
 

@@ -384,6 +384,10 @@ class MovingAverage(_averaging.AveragingOptimizer):
             self._rows, self._batch_norm_pairs(step))],
         self._decays_now(step))
 
+  def _begin(self):
+    self._statistics()  # Averages must be there to begin.
+    super()._begin()
+
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
     variables, rows = self._statistics()
