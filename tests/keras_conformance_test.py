@@ -775,6 +775,63 @@ def test_averages_are_of_constrained_weights(inner, mode):
   assert w.numpy()[0] == 0.5
 
 
+class Half(keras.constraints.Constraint):
+  """Tells how often it acts."""
+
+  def __call__(self, w):
+    return w / 2
+
+
+@MODE
+@pytest.mark.parametrize("accumulated", [None, 2])
+@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+def test_a_constraint_acts_once(inner, accumulated, mode):
+  def trained(wrap, steps):
+    w = keras.Variable([1.0])
+    w.constraint = Half()
+    opt = wrap(inner(0.0, gradient_accumulation_steps=accumulated))
+    step, seen = stepping(opt, [w], mode), []
+    for _ in range(steps):
+      step(tf.constant([1.0]))
+      seen.append(w.numpy().item())
+    return opt, w, seen
+
+  steps = 2 * (accumulated or 1)
+  _, _, plain = trained(lambda opt: opt, steps)
+  # Keras constrains the weights in each call, also if it only accumulates.
+  assert plain == [0.5**(i + 1) for i in range(steps)]
+  for wrap in (wk.SWA, wk.MovingAverage, wk.Lookahead,
+               lambda opt: wk.SWA(wk.Lookahead(opt), 0, 1)):
+    opt, w, found = trained(wrap, steps)
+    assert found == plain
+    if wrap is wk.SWA:
+      continue  # It counts none of these steps.
+    if isinstance(opt, wk.SWA):
+      # Of the weights after those calls that take a step.
+      assert opt.average(w).numpy() == np.mean(plain[steps // 2 - 1::steps // 2])
+  # The second step moves the weights to the slow ones: they are constrained.
+  opt, w, found = trained(lambda opt: wk.Lookahead(opt, 2, 0.5), steps)
+  start = 1 if accumulated is None or mode != "eager" else 0.5
+  slow = (start + plain[-1]) / 2
+  assert opt.slow_weights(w).numpy() == slow
+  assert found == [*plain[:-1], slow / 2]
+
+
+@MODE
+@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+def test_averages_of_weights_that_keras_overwrites(inner, mode):
+  """`ema_overwrite_frequency`: Keras writes its own averages to the weights."""
+  w = keras.Variable([1.0])
+  opt = wk.SWA(inner(0.5, use_ema=True, ema_momentum=0.5,
+                     ema_overwrite_frequency=2), 0, 1)
+  step, seen = stepping(opt, [w], mode), []
+  for _ in range(4):
+    step(tf.constant([1.0]))
+    seen.append(w.numpy().item())
+  np.testing.assert_allclose(seen[:2], [0.5, 0.25], atol=1e-6)  # It did.
+  np.testing.assert_allclose(opt.average(w), [np.mean(seen)], rtol=1e-6)
+
+
 def test_a_constraint_that_is_not_convex():
   """Averages are of what the model holds, not of Lookahead's interpolation."""
   w = keras.Variable([[1.0], [0.0]])

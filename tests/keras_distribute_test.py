@@ -289,6 +289,42 @@ def test_fit_gives_the_numbers_of_one_process(wrapper, inner):
   assert not np.allclose(average, values[-1], rtol=0, atol=1e-3)
 
 
+class Half(keras.constraints.Constraint):
+  """Tells how often it acts."""
+
+  def __call__(self, w):
+    return w / 2
+
+
+@pytest.mark.parametrize("inner", [
+    lambda: optimizers.SGD(0.5), lambda: optimizers.Lion(0.5)],
+                         ids=["SGD", "Lion"])
+def test_a_constraint_acts_once(inner):
+  def trained(wrap):
+    with mirrored().scope():
+      w = keras.Variable([1.0, -2.0])
+      w.constraint = Half()
+      opt = wrap(inner())
+      opt.build([w])
+    step = tf.function(lambda: mirrored().run(
+        lambda: opt.apply([tf.constant([0.25, 0.5])], [w])))
+    seen = []
+    for _ in range(3):
+      step()
+      seen.append(the_one(w))
+    return opt, w, seen
+
+  _, _, plain = trained(lambda opt: opt)
+  for wrap in WRAPPERS["MovingAverage"][0], wrapopt.keras.Lookahead:
+    opt, w, seen = trained(wrap)
+    np.testing.assert_array_equal(seen, plain)
+  opt, w, _ = trained(WRAPPERS["MovingAverage"][0])
+  expected = np.array([1.0, -2.0])
+  for value in plain:
+    expected = (expected + value) / 2
+  np.testing.assert_allclose(the_one(opt.average(w)), expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averages_in_place_of_weights(dtype):
   """On all replicas, and back bit for bit, after an error too."""

@@ -56,10 +56,11 @@ def swapped(name, opt):
 
 
 def variables_of(name):
-  constraint = "non_neg" if name == "constraint" else None
-  return [keras.Variable([[1.0, 2.0]], constraint=constraint),
-          keras.Variable([3.0]),
-          keras.Variable([4.0], dtype="bfloat16")]
+  variables = [keras.Variable([[1.0, 2.0]]), keras.Variable([3.0]),
+               keras.Variable([4.0], dtype="bfloat16")]
+  if name == "constraint":
+    variables[0].constraint = keras.constraints.NonNeg()
+  return variables
 
 
 def values(opt, variables):
