@@ -45,8 +45,10 @@ def next_of_function():
 
   def now():
     first = _of_closure()
-    return tf.constant(np.array(first if first == NONE else first + i,
-                                np.int64))
+    # Not on the worker: the constant would wait for it, with Python's lock.
+    with tf.device(None):
+      return tf.constant(np.array(first if first == NONE else first + i,
+                                  np.int64))
 
   # An op that takes a placeholder would leave it to that one to wait for what
   # both depend on, and a placeholder does not wait.
