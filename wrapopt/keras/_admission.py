@@ -174,11 +174,11 @@ class Steps:
       _replicas.check_single_replica(self._wrapper)
     else:
       _replicas.check_alone(type(gate).__name__, iterations)
-    # Workers take one step at a time, so that all servers take them in the same
-    # order. Without a gate, this is also the order of their numbers. A gate may
-    # drop a step, which need not wait for the others.
-    locks_first = gate is None
-    lock = None if locks_first or is_one_op and not shared else self._lock
+    # Workers take one step at a time if an op of it reads what another one
+    # writes. Without a gate, this is also the order of their numbers. A gate
+    # may drop a step, which need not wait for the others.
+    locks_first = gate is None and not is_one_op
+    lock = None if locks_first or is_one_op else self._lock
     with _replicas.alone(shared), _records.new_stateful_ops() as new:
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
