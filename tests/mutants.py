@@ -294,6 +294,23 @@ def _mutants():
   yield m("in place: a value from inside the block is lost in silence",
           "wrapopt/_averages/_swap.py", "  if any(map(bool, replaced)):",
           "  if False:", "//tests:keras_in_place_test")
+  for name, file, before, after, tests in (
+      ("averages of variables without a value start at 0", "_state",
+       "_steps.where(self._waits.read_value(), start)", "pass",
+       "keras_unlifted_test"),
+      ("averages are of weights before the constraint", "_steps",
+       "getattr(v, \"constraint\", None) is not None for v in variables)",
+       "False for v in variables)", "keras_conformance_test"),
+      ("a method on an optimizer is passed over", "_methods", "if names:",
+       "if False:", "keras_methods_test"),
+      ("a method on a class is passed over", "_rules",
+       "getattr(cls, name) is method for name", "True for name",
+       "keras_methods_test")):
+    yield m(f"Keras: {name}", f"wrapopt/keras/{file}.py", before, after,
+            f"//tests:{tests}")
+  yield m("v1: a method on an optimizer is passed over",
+          "wrapopt/_v1/_fused.py", "not _NAMES.isdisjoint(vars(opt))", "False",
+          "//tests:fused_test --test_filter=set_on")
   yield m("gate: a step counts twice", "wrapopt/drop_stale_gradient.py",
           "increment=not taken.counted", "increment=True",
           "//tests:drop_stale_gradient_test")
@@ -305,8 +322,7 @@ def _mutants():
       ("the newest of several records counts", "drop_stale_gradient",
        "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
       ("steps of several ops do not wait", "_admission",
-       "lock = None if locks_first or is_one_op and not shared else "
-       "self._lock",
+       "lock = None if locks_first or is_one_op else self._lock",
        "lock = None"),
       ("a step is counted before its changes", "_admission",
        "tf.control_dependencies(_records.updates(new))",
