@@ -161,3 +161,133 @@ def test_errors():
                      r"get_config\(\) and"):
     other.optimizer.averaged_model(other)
   assert other.compiled
+
+
+# A variable that has an average has left its model.
+
+LEFT = ("averages must stay in its model, got '.*{}', which has left '{}'.* "
+        r"Copy the model before, .* optimizer.averaged_model\(model\)")
+
+WRAPPERS = {
+    "MovingAverage": lambda: wrapopt.keras.MovingAverage("adam", 0.5),
+    "SWA": lambda: wrapopt.keras.SWA("adam", 0, 1),
+    "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("adam"),
+    "inside": lambda: wrapopt.keras.Lookahead(
+        wrapopt.keras.MovingAverage("adam", 0.5)),
+}
+
+
+def two_layers(opt=None):
+  model = keras.Sequential([keras.Input((3,)), layers.Dense(4, name="first"),
+                            layers.Dense(1, name="last")])
+  if opt is not None:
+    model.compile(opt, loss="mse")
+    for _ in range(3):
+      model.train_on_batch(*data())
+  return model
+
+
+def raises_left(variable="first/kernel", layer="first"):
+  return pytest.raises(RuntimeError, match=LEFT.format(variable, layer))
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_model_that_is_quantized(name, tmp_path):
+  model = two_layers(WRAPPERS[name]())
+  opt = model.optimizer._inner() if name == "inside" else model.optimizer
+  biases = [layer.bias for layer in model.layers]
+  raw = [v.numpy() for v in biases]
+  # The error comes after the others are restored.
+  with pytest.raises(RuntimeError, match="All other variables have their own"):
+    with opt.averaged_weights(*[model] if name != "SWA" else []):
+      averages = [v.numpy() for v in biases]
+      model.quantize("int8")
+  assert all((a != b).all() for a, b in zip(averages, raw))
+  for v, w in zip(biases, raw, strict=True):
+    np.testing.assert_array_equal(v, w)
+
+  def enter(*args):
+    with opt.averaged_weights(*args):
+      raise AssertionError
+
+  callback = wrapopt.keras.EvaluateWithAverages()
+  for entry in [
+      lambda: enter(model), enter, lambda: opt.averaged_model(model),
+      lambda: opt.averages_by_decay(model), lambda: opt.set_model(model),
+      lambda: model.evaluate(*data(), verbose=0, callbacks=[callback]),
+      lambda: model.fit(*data(), verbose=0, callbacks=[callback]),
+      lambda: opt.finalize_variable_values(biases),
+      lambda: tf.train.Checkpoint(opt=opt).write(str(tmp_path / "c"))]:
+    with raises_left():
+      entry()
+    for v, w in zip(biases, raw, strict=True):
+      np.testing.assert_array_equal(v, w)
+  with raises_left():
+    model.fit(*data(), verbose=0)
+  with pytest.warns(UserWarning, match="gets averages of variables that have "
+                    "left the model, as '.*first/kernel'"):
+    model.save(tmp_path / "model.keras")
+
+
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_copy_that_is_quantized(mode):
+  model = two_layers(WRAPPERS["MovingAverage"]())
+  raw = model.get_weights()
+  copied = model.optimizer.averaged_model(model)
+  copied.quantize(mode)
+  want = two_layers()
+  with model.optimizer.averaged_weights(model):
+    want.set_weights(model.get_weights())
+  want.quantize(mode)
+  for got, w in zip(copied.weights, want.weights, strict=True):
+    np.testing.assert_array_equal(got, w)
+  assert copied.layers[0]._kernel.dtype == "int8"
+  for v, w in zip(model.weights, raw, strict=True):
+    np.testing.assert_array_equal(v, w)
+
+
+def test_a_part_has_lost_nothing():
+  opt = wrapopt.keras.MovingAverage("sgd", 0.5)
+  a, b = two_layers(), two_layers()  # With layers of the same names.
+  variables = a.trainable_variables + b.trainable_variables
+  opt.build(variables)
+  opt.apply([tf.ones(v.shape) for v in variables], variables)
+  for model in a, b:
+    model.compile(opt, loss="mse")
+  encoder = keras.Sequential(a.layers[:1])
+
+  def enter(*args):
+    with opt.averaged_weights(*args):
+      pass
+
+  for model in a, b, encoder:
+    enter(model)
+  b.quantize("int8")
+  a.layers[0].trainable = False
+  for model in a, encoder:
+    enter(model)
+  with raises_left():
+    enter(b)
+  with raises_left():
+    enter()
+  # A layer that was removed, or another one in its place.
+  a.pop()
+  enter(a)
+  opt.averaged_model(a)
+  a.add(layers.Dense(1, name="other"))
+  with raises_left("last/kernel", a.name):
+    enter(a)
+  a.compile("sgd")  # It has had the variable.
+  with raises_left("last/kernel", a.name):
+    enter(a)
+  enter(encoder)
+
+
+def test_what_fit_trains_and_does_not_end_with():
+  model = two_layers(WRAPPERS["MovingAverage"]())
+  model.fit(*data(), verbose=0)
+  # Keras goes on training the kernel until the next compile().
+  model.layers[0].enable_lora(2)
+  with pytest.warns(UserWarning, match="ends with the raw weights of '.*first/"
+                    "kernel', which is frozen"):
+    model.fit(*data(), verbose=0)

@@ -592,3 +592,134 @@ def test_swa_of_epochs_with_recalibrated_statistics():
     np.testing.assert_allclose(v, sum(map(np.float64, two)) / 2, rtol=1e-6,
                                atol=1e-7)
   close(statistics(model, "first"), moments(x))
+
+
+# Which statistics are averaged.
+
+class Networks(keras.Model):
+  """A network that is trained, and another one that follows it by hand."""
+
+  def __init__(self, teacher_is_frozen=False, **kwargs):
+    super().__init__()
+    self.student, self.teacher = (keras.Sequential([
+        keras.Input((6, 3)), layers.Dense(4),
+        keras.Sequential([layers.BatchNormalization(**kwargs)]),
+        layers.Flatten(), layers.Dense(1)]) for _ in range(2))
+    self.teacher.trainable = not teacher_is_frozen
+
+  def call(self, x, training=None):
+    return self.student(x, training=training)
+
+  def train_step(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+      loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+    weights = self.student.trainable_weights
+    self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights))
+    for v, w in zip(self.teacher.weights, self.student.weights):
+      v.assign(w + 1)
+    return {"loss": loss}
+
+
+def network_statistics(network):
+  return wrapopt.keras.batch_norm.statistics(network)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kwargs", [{}, {"center": False, "scale": False}],
+                         ids=["", "without_weights"])
+def test_another_network_keeps_its_statistics(frozen, kwargs):
+  model, (x, y) = Networks(frozen, **kwargs), data()
+  model.compile(wrapopt.keras.MovingAverage(
+      "sgd", 0.5, average_batch_norm=True), loss="mse")
+  opt, raw = model.optimizer, []
+
+  class Watch(keras.callbacks.Callback):
+
+    def on_train_batch_end(self, batch, logs=None):
+      raw[:] = [[v.numpy() for v in network_statistics(network)]
+                for network in (model.student, model.teacher)]
+
+  model.fit(x, y, verbose=0, batch_size=16, callbacks=[
+      wrapopt.keras.EvaluateWithAverages(), Watch()])
+  student, teacher = map(network_statistics, (model.student, model.teacher))
+  assert_same(teacher, raw[1])
+  assert_same(student, [opt.average(v).numpy() for v in student])
+  assert all((v.numpy() != w).any() for v, w in zip(student, raw[0]))
+  with opt.averaged_weights(model):
+    assert_same(teacher, raw[1])
+  with pytest.raises(KeyError, match="moving_mean"):
+    opt.average(teacher[0])
+
+
+def test_layers_that_belong_to_what_is_trained():
+  model, (x, y) = make(), data()
+  first, second = model.get_layer("first"), model.get_layer("second")
+  for v in (first.gamma, first.beta):
+    v.trainable = False  # The layer still follows its inputs.
+  second.trainable = False
+  opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
+  opt.set_model(model)
+  model.compile(opt, loss="mse")
+  model.train_on_batch(x, y)
+  np.testing.assert_allclose(opt.average(first.moving_mean),
+                             first.moving_mean / 2, rtol=1e-5)
+  with pytest.raises(KeyError, match="moving_mean"):
+    opt.average(second.moving_mean)
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+def is_second(layer):
+  return layer.name == "second"
+
+
+def test_chosen_statistics_and_files(tmp_path):
+  def run(chosen):
+    keras.utils.set_random_seed(0)
+    opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=chosen)
+    model, (x, y) = make(opt), data()
+    opt.set_model(model)
+    for _ in range(2):
+      model.train_on_batch(x, y)
+    return model, opt, [model.get_layer(name).moving_mean
+                        for name in ("first", "second")]
+
+  model, opt, (_, second) = run(True)
+  want = opt.average(second).numpy()
+  model.save_weights(tmp_path / "all.weights.h5")
+  model, opt, (first, second) = run(is_second)
+  assert opt.averages_batch_norm
+  assert_same([opt.average(second).numpy()], [want])
+  with pytest.raises(KeyError, match="moving_mean"):
+    opt.average(first)
+  model.save(tmp_path / "model.keras")
+  loaded = keras.models.load_model(tmp_path / "model.keras")
+  loaded.optimizer.set_model(loaded)
+  assert loaded.optimizer.get_config() == opt.get_config()
+  average = loaded.optimizer._statistics()[1][0][loaded.optimizer._var_key(
+      loaded.get_layer("second").moving_mean)]
+  assert_same([average.numpy()], [want])
+  # A file of more statistics, as of earlier versions.
+  opt.average(second).assign(want * 0)
+  model.load_weights(tmp_path / "all.weights.h5")
+  assert_same([opt.average(second).numpy()], [want])
+
+
+@pytest.mark.parametrize("chosen,error,match", [
+    ("second", TypeError, "`average_batch_norm` must be"),
+    (lambda layer: 1, TypeError, "A function `average_batch_norm` must return "
+     "True or False, got 1 for 'first'"),
+    (lambda layer: False, ValueError, "must select at least one")])
+def test_what_chooses_statistics_is_checked(chosen, error, match):
+  with pytest.raises(error, match=match):
+    opt = wrapopt.keras.MovingAverage("sgd", average_batch_norm=chosen)
+    model, (x, y) = make(opt), data()
+    opt.set_model(model)
+    model.train_on_batch(x, y)
+
+
+def test_a_function_that_is_not_registered():
+  opt = wrapopt.keras.MovingAverage("sgd", average_batch_norm=lambda x: True)
+  with pytest.raises(ValueError, match="`average_batch_norm` of a MovingAverage"
+                     " that is saved must be True or False, or a function"):
+    opt.get_config()

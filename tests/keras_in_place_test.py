@@ -158,6 +158,40 @@ def test_only_the_averages_of_a_model_are_in_place():
       opt.average(v).numpy()
 
 
+def test_files_of_averages(tmp_path):
+  make = lambda: keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+  model, alone, loaded = make(), make(), make()
+  for m in model, alone:
+    opt = wk.MovingAverage(K.SGD(), 0.5)
+    opt.apply([tf.ones(v.shape) for v in m.weights], m.weights)
+    with opt.averaged_weights(m):
+      want = [v.numpy() for v in m.weights]
+      if m is alone:
+        tf.train.Checkpoint(model=m).write(str(tmp_path / "c"))
+        continue
+      m.compile(opt)
+      for objects in [{"model": m}, {"model": m, "optimizer": opt}]:
+        with pytest.raises(RuntimeError, match=(
+            r"^tf.train.Checkpoint.write\(\) must not be called inside "
+            r"averaged_weights\(\): .* Leave the `with` block first\. To write "
+            r"the averages into a file, call the model's save_weights\(\) in "
+            r"the block, or write the copy that averaged_model\(model\) "
+            r"makes\.$")):
+          tf.train.Checkpoint(**objects).write(str(tmp_path / "c"))
+      # As the error says.
+      m.save_weights(tmp_path / "c.weights.h5")
+      with pytest.raises(ValueError, match=r"load_weights\(\) must not be"):
+        m.load_weights(tmp_path / "c.weights.h5")
+    if m is model:
+      tf.train.Checkpoint(model=opt.averaged_model(m)).write(
+          str(tmp_path / "copy"))
+      loaded.load_weights(tmp_path / "c.weights.h5")
+      assert_same([v.numpy() for v in loaded.weights], want)
+    tf.train.Checkpoint(model=loaded).read(
+        str(tmp_path / ("copy" if m is model else "c")))
+    assert_same([v.numpy() for v in loaded.weights], want)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lazy", [None, False])
 def test_nobody_reads_an_average(dtype, lazy):

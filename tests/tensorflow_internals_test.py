@@ -178,7 +178,8 @@ ATTRIBUTES = {
         "_average_gradients"],
     lambda: built(keras.optimizers.SGD(use_ema=True)): [
         "_model_variables_moving_average"],
-    lambda: in_keras_model().layers[0]: ["_reduction_axes"],
+    lambda: in_keras_model().layers[0]: [
+        "_post_untrack_variable", "_reduction_axes"],
     in_keras_model: ["_flatten_layers"],
     lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
 }
@@ -204,7 +205,7 @@ OVERRIDES = {
 
 # Attributes of what is not TensorFlow's.
 _OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_getframe", "_replace",
-           "_wrapopt_handles", "_wrapopt_weights"}
+           "_wrapopt_handles", "_wrapopt_left", "_wrapopt_weights"}
 
 
 @pytest.mark.parametrize("name", IMPORTS)

@@ -53,10 +53,10 @@ def checked(variables, parts_of, kinds):
       f"{variables!r}.")
 
 
-def answer(function, variable, name):
-  """What a function `variables` returns for a variable of a name: a bool."""
+def answer(function, variable, name, argument="variables"):
+  """What a function returns for a variable or layer of a name: a bool."""
   chosen = function(variable)
   if not isinstance(chosen, (bool, np.bool_)):
-    raise TypeError("A function `variables` must return True or False, got "
+    raise TypeError(f"A function `{argument}` must return True or False, got "
                     f"{chosen!r} for '{name}'.")
   return bool(chosen)

@@ -256,7 +256,8 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_swapped_in(None, "tf.train.Checkpoint.write")
+      self._refuse_swapped_in(None, "tf.train.Checkpoint.write", (
+          " To write the averages into a file, use swapping_saver()."))
     return super()._trackable_children(save_type, **kwargs)
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
@@ -424,11 +425,11 @@ class AveragingOptimizer(WrapperOptimizer):
     with self._averaged.swap_lock:
       yield self._is_swapped_in(session)
 
-  def _refuse_swapped_in(self, session, what):
+  def _refuse_swapped_in(self, session, what, instead=""):
     if self._is_swapped_in(session):
       raise RuntimeError(
           f"{what} cannot be used inside averaged_weights: the averages are in "
-          "place of the weights. Leave the `with` block first.")
+          f"place of the weights. Leave the `with` block first.{instead}")
 
   def _is_swapped_in(self, session):
     return any(session is s for s in self._averaged.swapped_in)

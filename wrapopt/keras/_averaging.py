@@ -7,6 +7,7 @@ import contextlib
 import threading
 from typing import Any, Literal, Optional, Union
 import warnings
+import weakref
 
 import keras
 from keras.src import backend
@@ -17,6 +18,7 @@ from wrapopt import _checks
 from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
 from wrapopt.keras import _chosen
+from wrapopt.keras import _left
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
@@ -44,6 +46,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     super().__init__(optimizer, name, sum_duplicates)
     # In an object that neither Keras nor TensorFlow tracks.
     self._held.chosen = _chosen.checked(variables)
+    # {model: those of its variables that have an average}.
+    self._held.models = weakref.WeakKeyDictionary()
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
@@ -149,9 +153,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       None.
 
     Raises:
-      RuntimeError: If the optimizer is not built, or averages of this optimizer
-        or of one inside are in place already. After the block, if an average
-        was assigned in it.
+      RuntimeError: If the optimizer is not built, averages of this optimizer or
+        of one inside are in place already, or a variable that has an average
+        has left the model, as after `model.quantize`. After the block, if an
+        average was assigned in it, or a variable has left the model: all others
+        then have their own values again.
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
@@ -173,6 +179,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     finally:
       with _swapping:
         self._state.swap_out()
+    self._check_left(model, "All other variables have their own values again. ")
 
   def averaged_model(
       self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
@@ -189,6 +196,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
         optimizer.averaged_model(model, recalibrate=dataset).export("served")
 
+    A model that is quantized loses the variables that have averages. So
+    quantize the copy:
+
+        optimizer.averaged_model(model).quantize("int8")
+
     Args:
       model: A model with variables that the optimizer averages.
       decay: Which of several decays; by default the first.
@@ -203,7 +215,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     Raises:
       TypeError: If `model` is not a Keras model, or `recalibrate` is not a data
         set that can be read several times.
-      RuntimeError: If the optimizer is not built, or averages are in place.
+      RuntimeError: If the optimizer is not built, averages are in place, or a
+        variable that has an average has left the model.
       ValueError: If the optimizer averages no variable of `model` or does not
         have the decay, if Keras cannot copy the model, or if `recalibrate` is
         infinite.
@@ -234,6 +247,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _averaged(self, model, decay=None):
     """The (variable, average) pairs of a model, by default all."""
     self._settle()
+    self._check_left(model)
     if model is None:
       return self._of(self._trainable_variables, decay)
     # Also of layers that have been frozen since.
@@ -244,6 +258,46 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
           f"averages, got '{model.name}', which has none of them. A copy of a "
           "model has variables of its own.")
     return found
+
+  def _check_left(self, model, before=""):
+    """Raises an error if a variable that has an average has left its layer.
+
+    Args:
+      model: A model that must have had the variable, or None.
+      before: A sentence of the error.
+    """
+    averaged = [v for v, _ in self._of(self._trainable_variables)]
+    left = [(v, layer) for v in averaged
+            if (layer := _left.layer_of(v)) is not None]
+    if model is not None:
+      layers = set(map(id, model._flatten_layers())) if left else ()
+      left = ([(v, layer) for v, layer in left if id(layer) in layers] or
+              [(v, model) for v in self._replaced(model, averaged)])
+    if left:
+      raise _has_left(self, *left[0], before)
+
+  def _replaced(self, model, averaged):
+    """Those variables of layers in whose place a model has others: a list.
+
+    Args:
+      model: A model, which may be a part of what the optimizer trains.
+      averaged: All variables that have an average.
+    """
+    its = set(map(self._var_key, model.variables))
+    had = self._held.models.setdefault(
+        model, [v for v in averaged if self._var_key(v) in its])
+    trains, outermost = [self], getattr(model, "optimizer", None)
+    inside = [] if outermost is None else [outermost,
+                                           *_steps.within(outermost)]
+    if any(opt is self for opt in inside):
+      had, trains = averaged, inside  # fit() trains it.
+    left = [v for v in had if self._var_key(v) not in its]
+    if not left:
+      return []
+    trained = {self._var_key(v) for opt in trains if opt.built
+               for v in opt._trainable_variables}
+    return left if any(self._var_key(v) not in trained
+                       for v in model.trainable_variables) else []
 
   def _of(self, variables, decay=None):
     row = self._rows[self._index_of(decay)]
@@ -265,6 +319,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """Sets the model that the optimizer trains."""
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
+    if self.built:
+      self._check_left(model)
 
   def decays(self):
     """What tells the averages apart, the default first: a list."""
@@ -309,16 +365,44 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     Args:
       var_list: Variables that the optimizer was built with.
+
+    Raises:
+      RuntimeError: If a variable that has an average has left its layer, and
+        not `keep_raw_weights`. Then, no variable is set.
     """
     if self.built:
+      if not self.keeps_raw_weights:
+        self._check_left(None)
       self._settle()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
       _state.assign_all(self._finalized(var_list))
+      self._warn_of_raw(var_list)
+
+  def _warn_of_raw(self, var_list):
+    """Warns of frozen variables that keep raw weights at the end of `fit`."""
+    its = set(map(self._var_key, var_list))
+    raw = [v for v, s in self._of(self._trainable_variables)
+           if self._var_key(v) not in its and not v.trainable
+           and not np.array_equal(tf.cast(s, v.dtype), v)]
+    if raw:
+      warnings.warn(
+          f"fit() ends with the raw weights of '{_state.path_of(raw[0])}', "
+          "which is frozen, and with the averages of the others. Call "
+          "compile() after you have changed which variables are trained, as by "
+          "`trainable` or enable_lora(). To evaluate its average, too, use "
+          "averaged_weights(model) or averaged_model(model).")
 
   def _finalized(self, var_list):
     """The (variable, average) pairs with which `fit` ends."""
     return self._of(var_list)
+
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    # It knows averages by their number alone: another model would get those of
+    # other variables.
+    if save_type == "checkpoint" and self.built:
+      self._check_left(None)
+    return super()._trackable_children(save_type, **kwargs)
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
@@ -364,6 +448,15 @@ def _not_copied(model, why):
       f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
       "get_config() and build(), or make the copy yourself and call its "
       "set_weights(model.get_weights()) inside averaged_weights(model).")
+
+
+def _has_left(optimizer, variable, layer, before):
+  return RuntimeError(
+      f"A variable that a {type(optimizer).__name__} averages must stay in its "
+      f"model, got '{_state.path_of(variable)}', which has left '{layer.name}'."
+      " quantize() and a replaced layer do this. Its average cannot be put in "
+      f"its place. {before}Copy the model before, and change the copy: "
+      "optimizer.averaged_model(model).quantize(\"int8\").")
 
 
 def averaging(optimizer):

@@ -90,13 +90,7 @@ def serialized(chosen, wrapper, trained):
   if chosen is None:
     return None
   if callable(chosen):
-    name = keras.saving.get_registered_name(chosen)
-    if keras.saving.get_registered_object(name) is chosen:
-      return keras.saving.serialize_keras_object(chosen)
-    raise ValueError(
-        f"`variables` of a {wrapper} that is saved must be a list, or a "
-        "function registered by keras.saving.register_keras_serializable, got "
-        f"{chosen!r}. Save the model with save_weights().")
+    return serialized_function(chosen, "variables", "a list", wrapper)
   paths = [x if isinstance(x, str) else _state.path_of(x) for x in chosen]
   count = collections.Counter(map(_state.path_of, trained))
   for path in paths:
@@ -107,3 +101,24 @@ def serialized(chosen, wrapper, trained):
           "have. Give the layers different names, or save the model with "
           "save_weights().")
   return paths
+
+
+def serialized_function(function, argument, other, wrapper):
+  """A function that is an argument of a wrapper, in a configuration.
+
+  Args:
+    function: The function.
+    argument: The name of the argument.
+    other: What else it may be, for errors.
+    wrapper: The name of the optimizer's class.
+
+  Raises:
+    ValueError: If it is not registered.
+  """
+  name = keras.saving.get_registered_name(function)
+  if keras.saving.get_registered_object(name) is function:
+    return keras.saving.serialize_keras_object(function)
+  raise ValueError(
+      f"`{argument}` of a {wrapper} that is saved must be {other}, or a "
+      "function registered by keras.saving.register_keras_serializable, got "
+      f"{function!r}. Save the model with save_weights().")

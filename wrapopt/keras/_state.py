@@ -13,6 +13,7 @@ from tensorflow.python.ops import resource_variable_ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _left
 from wrapopt.keras import _rules
 from wrapopt.keras import _steps
 
@@ -214,6 +215,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def save_own_variables(self, store):
     self._settle()
+    left = [v for _, v in self.pairs() if _left.layer_of(v) is not None]
+    if left:
+      warnings.warn(
+          f"The file gets averages of variables that have left the model, as "
+          f"'{path_of(left[0])}', which quantize() has replaced. A model that "
+          "is loaded from it has no averages. To save one with averages as "
+          "weights, call averaged_model(model) before, and change the copy.")
     for name, row in self._rows.items():
       for i, (average, _) in zip(self._indices[name], row):
         # If the model is saved with averages in place, these are its weights.
@@ -227,7 +235,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       store[name] = count.swapped_in(value) if self._swapped_in else value
 
   def load_own_variables(self, store):
-    self.refuse_swapped_in("load")
+    self.refuse_swapped_in("load_weights")
     self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     # A gate has counts alone.
@@ -239,7 +247,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       in_file = in_file if in_file in names else name
       found = names.get(in_file, 0)
       unread.discard(in_file)
-      fits = found == len(row) and all(
+      # Earlier versions averaged the statistics of all layers.
+      fits = (found == len(row) or name.endswith(OF_BATCH_NORM)) and all(
           f"{in_file}.{i}" in store.keys() for i in self._indices[name])
       if found and not fits:
         others = " of other variables" if found == len(row) else ""
@@ -255,10 +264,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
                       if name in store.keys() else count.missing)
     # Copies, because the file will be closed.
     self._late = {
-        f"{name}.{i}": np.array(store[f"{name}.{i}"])
-        for name, found in names.items()
-        if name in unread and name.endswith(OF_BATCH_NORM)
-        for i in range(found)}
+        key: np.array(store[key]) for key in store.keys()
+        if (name := key.rpartition(".")[0]) in unread
+        and name.endswith(OF_BATCH_NORM)}
     _warn_unread(unread, "file", "" if self._rows else (
         " as it is not built: call optimizer.build(variables) before the file "
         "is loaded"))
@@ -267,12 +275,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Whether averages are in place of their variables."""
     return self._swapped_in is not None
 
-  def refuse_swapped_in(self, what):
-    """Raises an error while averages are in place."""
+  def refuse_swapped_in(self, what, instead=""):
+    """Raises an error while averages are in place.
+
+    Args:
+      what: The name of the method that was called.
+      instead: What else to do than to leave the block first.
+    """
     if self.is_swapped_in():
       raise RuntimeError(
           f"{what}() must not be called inside averaged_weights(): the "
-          "averages are in place of the weights. Leave the `with` block first.")
+          "averages are in place of the weights. Leave the `with` block first"
+          f"{instead}.")
 
   def swap_in(self, pairs):
     """Exchanges (variable, average) pairs."""

@@ -471,8 +471,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     # Keras does not look into `_held`: also those inside of its own optimizers.
     return [wrapper._state for wrapper in reversed(self._wrappers())]
 
-  def _refuse_swapped_in(self, what):
-    _refuse_swapped_in(self._wrappers(), what)
+  def _refuse_swapped_in(self, what, instead=""):
+    _refuse_swapped_in(self._wrappers(), what, instead)
 
   def _optimizers(self):
     """This wrapper and all optimizers inside: a list."""
@@ -484,7 +484,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_swapped_in("tf.train.Checkpoint.write")
+      self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
     return {**self._inner()._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
 
@@ -524,9 +524,15 @@ def _check_in_place(wrappers):
       if wrapper._state.place is not None])
 
 
-def _refuse_swapped_in(wrappers, what):
+def _refuse_swapped_in(wrappers, what, instead=""):
   for wrapper in wrappers:
-    wrapper._state.refuse_swapped_in(what)
+    wrapper._state.refuse_swapped_in(what, instead)
+
+
+# How averages get into a file.
+_TO_A_FILE = (
+    ". To write the averages into a file, call the model's save_weights() in "
+    "the block, or write the copy that averaged_model(model) makes")
 
 
 # Held while a step is prepared, and during some first steps.

@@ -155,8 +155,55 @@ def _all_layers(model):
 
 def statistics(model):
   """The moving statistics of batch normalizations: a list of variables."""
-  return [v for layer in layers(model) for v in layer.non_trainable_variables
+  return [v for layer in layers(model) for v in _statistics_of(layer)]
+
+
+def _statistics_of(layer):
+  return [v for v in layer.non_trainable_variables
           if not any(v is w for w in (layer.gamma, layer.beta))]
+
+
+def averaged_statistics(model, averages):
+  """The moving statistics that an optimizer averages.
+
+  Args:
+    model: A model.
+    averages: A function of a batch normalization that returns whether those of
+      this layer are averaged.
+
+  Returns:
+    {index among `statistics(model)`: variable}.
+  """
+  chosen = [(v, is_averaged) for layer in layers(model)
+            for is_averaged in [averages(layer)] for v in _statistics_of(layer)]
+  return {i: v for i, (v, is_averaged) in enumerate(chosen) if is_averaged}
+
+
+def is_trained(layer, model, trains):
+  """Whether an optimizer trains a batch normalization of a model.
+
+  It does if it trains its gamma or beta. If a layer that is not frozen has none
+  to train, the other weights of the innermost layer around it that has any tell
+  to which network it belongs: the optimizer must train one of them.
+
+  Args:
+    layer: A batch normalization.
+    model: A model that contains it.
+    trains: A function of a variable that returns whether it is trained.
+  """
+  if any(map(trains, layer.variables)):
+    return True
+  if not layer.trainable or layer.trainable_variables:
+    return False
+  around = [x for x in model._flatten_layers()
+            if any(y is layer for y in x._flatten_layers())]
+  # The innermost has the fewest layers.
+  for x in sorted(around, key=lambda x: len(x._flatten_layers())):
+    no_weights = set(map(id, [*layer.variables, *statistics(x)]))
+    weights = [v for v in x.variables if id(v) not in no_weights]
+    if weights:
+      return any(map(trains, weights))
+  return False
 
 
 def trained(model):

@@ -1,5 +1,6 @@
 """Moving averages of the weights that a Keras optimizer trains."""
 
+from collections.abc import Callable
 from collections.abc import Sequence
 import contextlib
 import numbers
@@ -12,11 +13,13 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _chosen as _functions
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt.keras import _averaging
+from wrapopt.keras import _chosen
 from wrapopt.keras import _lazy_average
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -87,7 +90,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
       average_decay: Union[float, Sequence[float]] = 0.99,
       num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
       name: Optional[str] = None, *, shadow_dtype: Any = None,
-      average_batch_norm: bool = False, lazy: Optional[bool] = None,
+      average_batch_norm: Union[bool, Callable[[Any], bool]] = False,
+      lazy: Optional[bool] = None,
       keep_raw_weights: bool = False,
       sum_duplicates: bool = False, variables: Any = None,
       update_every: int = 1) -> None:
@@ -115,8 +119,16 @@ class MovingAverage(_averaging.AveragingOptimizer):
       average_batch_norm: Whether the moving statistics of batch normalizations
         are averaged and put in place together with the weights. By default,
         averaged weights are evaluated with the statistics of the raw weights.
-        If True, the optimizer must know the model: pass `fit` the callback
-        `EvaluateWithAverages`, or call `set_model(model)`. As an alternative,
+        True averages those of the layers that this optimizer trains: it trains
+        their gamma or beta. A layer that is not frozen, but has neither to
+        train, belongs to the innermost layer around it that has other weights,
+        of which the optimizer must train some. So another network in the model,
+        such as a teacher that follows by your own code, keeps its statistics.
+        A function of a layer that returns True or False chooses other layers. A
+        model is saved with the function if that is registered by
+        `keras.saving.register_keras_serializable`. The optimizer must know the
+        model: pass `fit` the callback `EvaluateWithAverages`, or call
+        `set_model(model)`. As an alternative,
         `EvaluateWithAverages(recalibrate=dataset)` and `recalibrate_batch_norm`
         compute the statistics that fit the averages.
       lazy: Whether the averages of rows that a sparse gradient does not touch
@@ -177,8 +189,10 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._start_step = start_step
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
-    self.averages_batch_norm = _checks.boolean("average_batch_norm",
-                                               average_batch_norm)
+    # In an object that neither Keras nor TensorFlow tracks.
+    self._held.average_batch_norm = average_batch_norm
+    self.averages_batch_norm = callable(average_batch_norm) or _checks.boolean(
+        "average_batch_norm", average_batch_norm)
     self._held.model = None
 
   def _check_variables(self, variables):
@@ -246,7 +260,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
       self._held.model = weakref.ref(model)
       return
     _, rows = self._of_batch_norm
-    for v in batch_norm.statistics(model):
+    for v in self._statistics_of(model).values():
       if self._var_key(v) not in rows[0]:
         raise ValueError(
             "A MovingAverage with average_batch_norm=True must know the whole "
@@ -268,12 +282,31 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "With average_batch_norm=True the optimizer must know the model, "
             "got none. Pass fit() the callback EvaluateWithAverages, or call "
             "set_model(model).")
-      variables = batch_norm.statistics(model)
+      variables = self._statistics_of(model)
       with tf.init_scope(), _replicas.scope_of(self._distribution_strategy):
-        rows = self._make_rows(dict(enumerate(variables)),
-                               _state.OF_BATCH_NORM)
-      self._of_batch_norm = variables, rows
+        rows = self._make_rows(variables, _state.OF_BATCH_NORM)
+      self._of_batch_norm = list(variables.values()), rows
     return self._of_batch_norm
+
+  def _statistics_of(self, model):
+    """As `batch_norm.averaged_statistics`, of those that are averaged."""
+    chosen = self._held.average_batch_norm
+    trained = set(map(self._var_key, self._trainable_variables))
+
+    def averages(layer):
+      if callable(chosen):
+        return _functions.answer(chosen, layer, layer.name,
+                                 "average_batch_norm")
+      return batch_norm.is_trained(layer, model,
+                                   lambda v: self._var_key(v) in trained)
+
+    found = batch_norm.averaged_statistics(model, averages)
+    if callable(chosen) and not found and batch_norm.statistics(model):
+      raise ValueError(
+          f"`average_batch_norm` of a {type(self).__name__} must select at "
+          f"least one layer, got False for all in '{model.name}'. False, and "
+          "no function, averages none.")
+    return found
 
   def _dtype_of(self, variable):
     return self._shadow_dtype or _wrapper.float32_for_half(
@@ -465,9 +498,16 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "start_step": self._start_step,
             "dynamic_decay": self._dynamic_decay,
             "shadow_dtype": self._shadow_dtype and self._shadow_dtype.name,
-            "average_batch_norm": self.averages_batch_norm,
+            "average_batch_norm": self._config_of_batch_norm(),
             "lazy": self._lazy, "update_every": self._update_every,
             **self._config_of_variables()}
+
+  def _config_of_batch_norm(self):
+    """The argument `average_batch_norm` in a configuration."""
+    chosen = self._held.average_batch_norm
+    return _chosen.serialized_function(
+        chosen, "average_batch_norm", "True or False",
+        type(self).__name__) if callable(chosen) else self.averages_batch_norm
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
@@ -476,13 +516,14 @@ class MovingAverage(_averaging.AveragingOptimizer):
       return (keras.saving.deserialize_keras_object(x) if isinstance(x, dict)
               else [*map(decay_of, x)] if isinstance(x, (list, tuple)) else x)
 
-    num_updates = config.get("num_updates")
-    if isinstance(num_updates, dict):
-      num_updates = keras.saving.deserialize_keras_object(
-          num_updates, custom_objects=custom_objects)
+    functions = {
+        name: keras.saving.deserialize_keras_object(
+            config[name], custom_objects=custom_objects)
+        for name in ("num_updates", "average_batch_norm")
+        if isinstance(config.get(name), dict)}
     return super().from_config(
         {**config, "average_decay": decay_of(config["average_decay"]),
-         "num_updates": num_updates}, custom_objects)
+         **functions}, custom_objects)
 
 
 def _checked_dtype(shadow_dtype):
