@@ -1422,3 +1422,34 @@ def test_weight_decay_is_excluded_at_any_depth(wrapper):
   opt.exclude_from_weight_decay([w])
   opt.apply([tf.constant([1.0])], [w])
   assert w.numpy() == 0
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda opt: wk.MovingAverage(opt, 0.5), wk.ScheduleFree, wk.SWA,
+    lambda opt: wk.Lookahead(opt, 2)],
+                         ids=["MovingAverage", "ScheduleFree", "SWA",
+                              "Lookahead"])
+@pytest.mark.parametrize("inner", [
+    lambda: K.SGD(0.5), lambda: K.Adafactor(0.5)], ids=["fused", "unfused"])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_variable_that_has_no_gradient(wrap, inner, mode):
+  """The user's code may change it, such as the weights of a teacher."""
+  v, teacher = keras.Variable([1.0]), keras.Variable([5.0])
+  opt = wrap(inner())
+  opt.build([v, teacher])
+  step = lambda g: opt.apply([g, None], [v, teacher])
+  if mode == "function":
+    step = tf.function(step)
+  for value in 6.0, 8.0:
+    step(tf.constant([1.0]))
+    assert teacher.numpy() == (5.0 if value == 6.0 else 6.0)
+    teacher.assign([value])
+  if hasattr(opt, "averaged_weights"):
+    with opt.averaged_weights():
+      assert teacher.numpy() == 8.0 and v.numpy() != 8.0
+  opt.finalize_variable_values([v, teacher])
+  assert teacher.numpy() == 8.0
+  if not isinstance(opt, (wk.SWA, wk.Lookahead)):
+    # Its average begins with its first gradient.
+    opt.apply([tf.constant([0.0]), tf.constant([0.0])], [v, teacher])
+    assert tf.convert_to_tensor(opt.average(teacher)) == teacher.numpy()

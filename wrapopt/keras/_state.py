@@ -68,7 +68,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def __init__(self, name, settle):
     self.name = name
     self._settle = settle  # Called before averages are saved.
-    self._is_loaded = False  # Whether Keras has loaded a file, see below.
+    # Whether Keras has loaded a file: at all, and since `has_new_values`.
+    self._was_loaded = self._is_loaded = False
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
     self._noticed = self._completed = -1
@@ -144,9 +145,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for variable, count in self._counts.values():
       assign(variable, count.seeded)
 
-  def seed_values(self):
-    """As `seed`, but leaves the counts."""
-    self._start(self.pairs())
+  def seed_values(self, of=lambda variable: True):
+    """As `seed`, of some variables, but leaves the counts."""
+    self._start([pair for pair in self.pairs() if of(pair[1])])
 
   def _start(self, pairs):
     """Sets averages to the values of their variables, now or when they run.
@@ -184,6 +185,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._waits.assign(False)
 
     _steps.where(self._waits.read_value(), start)
+
+  def is_restored(self):
+    """Whether a file or checkpoint was ever loaded."""
+    return self._was_loaded or _restored(self) >= 0
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
@@ -236,7 +241,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._is_loaded = True
+    self._was_loaded = self._is_loaded = True
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     # A gate has counts alone.
     has_averages = not self._rows and any(

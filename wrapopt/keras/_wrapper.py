@@ -131,6 +131,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
+    self._held.still = set(map(self._var_key, variables))
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
     self._held.followed = _steps.followed(inner, [self])
     # Variables are made eagerly, even if a tf.function is being traced.
@@ -263,9 +264,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       # A wrapper without averages has nothing that begins.
       if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
+      elif self._held.still and not self._state.is_restored():
+        self._state.seed_values(
+            lambda v: v.trainable and self._var_key(v) in self._held.still)
 
-  def _begin(self):
-    """Prepares the averages for a step, when it is taken or traced."""
+  def _begin(self, keys):
+    """Prepares the averages for a step, when it is taken or traced.
+
+    Args:
+      keys: Those of the variables that have a gradient.
+    """
     # The first replica prepares those of all, before any weight has changed. In
     # eager mode, its weights have decayed when the next one comes here.
     if not _replicas.is_first():
@@ -285,6 +293,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         self._held.is_settled = all(
             _value(v).is_initialized() for v in self._trainable_variables)
       self._state.start_in_graph()
+    elif not self._held.still.isdisjoint(keys):
+      self._settle()
+    self._held.still.difference_update(keys)
 
   @ops.not_converted
   def apply(
@@ -306,11 +317,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     grads = list(grads)
     if grads:
-      with self._prepared(trainable_variables):
+      if trainable_variables is not None:
+        trainable_variables = list(trainable_variables)
+      with self._prepared(grads, trainable_variables):
         self._held.followed.apply(grads, trainable_variables)
 
   @contextlib.contextmanager
-  def _prepared(self, trainable_variables):
+  def _prepared(self, grads, trainable_variables):
     """The context of a step."""
     optimizers = self._optimizers()
     _methods.check(self, optimizers)
@@ -326,11 +339,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         taking = _first_steps
     with taking:
       with preparing:
-        first = self._prepare(trainable_variables, wrappers)
+        first = self._prepare(grads, trainable_variables, wrappers)
       with tf.control_dependencies(first):
         yield
 
-  def _prepare(self, trainable_variables, wrappers):
+  def _prepare(self, grads, trainable_variables, wrappers):
     """Prepares for a step; returns the operations that it must wait for."""
     _refuse_swapped_in(wrappers, "apply")
     if not self.built:
@@ -338,12 +351,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         raise ValueError(
             "`trainable_variables` must be given to the first apply(), got "
             "None. Or call build(trainable_variables) first.")
-      trainable_variables = list(trainable_variables)
       self.build(trainable_variables)
       # A MultiOptimizer has made its optimizers now.
       wrappers = self._wrappers()
+    keys = {self._var_key(v) for g, v in zip(
+        grads, trainable_variables or self._trainable_variables)
+            if g is not None} if any(w._held.still for w in wrappers) else ()
     for wrapper in wrappers:
-      wrapper._begin()
+      wrapper._begin(keys)
     # In a step that asks for admission, only that has to wait.
     return [] if _replicas.is_shared(_value(self._iterations)) else (
         _check_in_place(wrappers))
@@ -367,7 +382,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if getattr(self.apply, "__func__", None) is not WrapperOptimizer.apply:
       self.apply(*zip(*grads_and_vars))  # As Keras calls a user's.
       return self.iterations
-    with self._prepared([v for _, v in grads_and_vars]):
+    with self._prepared(*map(list, zip(*grads_and_vars))):
       self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
@@ -552,6 +567,9 @@ class _Held:
     # as begun.
     self.is_settled = self.is_marked = False
     self.marks = False  # Whether a step marks the averages as begun.
+    # The keys of variables that had no gradient in this process. The average of
+    # one that is not frozen is its value, which the user's code may change.
+    self.still = set()
 
 
 def steps_of(opt):

@@ -42,10 +42,11 @@ class MovingAverage(_averaging.AveragingOptimizer):
       s += (1 - decay) (v - s)
 
   A step that only accumulates gradients, or that loss scaling skips, moves no
-  average. An average starts at the value of its variable before the first step:
-  until then, it is that variable, whatever sets it. (In a `tf.function`, it is
-  the variable when the function is traced. Read the average if you set the
-  variable after the trace, and before the first step that moves averages.)
+  average. An average starts at the value of its variable before the first step,
+  or the variable's first gradient: until then, it is that variable, whatever
+  sets it. (In a `tf.function`, it is the variable when the function is traced.
+  Read the average if you set the variable after the trace, and before the first
+  step that moves averages.)
 
   If the inner optimizer is exactly one of Keras's SGD, Adam, AdamW, Adagrad,
   RMSprop and Lion, one native op takes its step, its weight decay and all
@@ -417,9 +418,9 @@ class MovingAverage(_averaging.AveragingOptimizer):
             self._rows, self._batch_norm_pairs(step))],
         self._decays_now(step))
 
-  def _begin(self):
+  def _begin(self, keys):
     self._statistics()  # Averages must be there to begin.
-    super()._begin()
+    super()._begin(keys)
 
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
