@@ -57,11 +57,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if isinstance(optimizer, (str, dict)):
       optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-      raise TypeError(
-          "`optimizer` must be a Keras optimizer, or the name or configuration "
-          f"of one, got {type(optimizer).__module__}."
-          f"{type(optimizer).__qualname__}. For an optimizer of "
-          "tf.compat.v1.train, use the wrappers in `wrapopt`.")
+      raise _composition.wrong_kind(
+          "optimizer", "a Keras 3 optimizer, or its name or configuration",
+          type(self), optimizer)
     _composition.check_in_keras(type(self), optimizer,
                                 _steps.within(optimizer))
     for x in [optimizer, *_steps.within(optimizer)]:
