@@ -320,6 +320,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """The (variable, average) pairs with which `fit` ends."""
     return self._of(var_list)
 
+  def _refuse_swap_ema_weights(self):
+    name = type(self).__name__
+    raise ValueError(
+        f"SwapEMAWeights must not be used with a {name}: it exchanges averages "
+        f"of Keras's use_ema, not those of {name}. Use "
+        "wrapopt.keras.EvaluateWithAverages() instead.")
+
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
 

@@ -444,6 +444,24 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def finalize_variable_values(self, var_list):
     self._inner().finalize_variable_values(var_list)
 
+  @property
+  def _model_variables_moving_average(self):
+    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
+    for wrapper in self._wrappers():
+      wrapper._refuse_swap_ema_weights()
+    averages = {
+        opt._var_key(v): average for opt in _steps.innermost(self)
+        if opt.use_ema and opt.built for v, average in zip(
+            opt._trainable_variables, opt._model_variables_moving_average)}
+    keys = list(map(self._var_key, self._trainable_variables))
+    if not averages or any(key not in averages for key in keys):
+      # As in an optimizer of Keras without use_ema.
+      raise AttributeError("_model_variables_moving_average")
+    return [averages[key] for key in keys]
+
+  def _refuse_swap_ema_weights(self):
+    """Raises an error if the averages of `use_ema` are not those to evaluate."""
+
   # State
 
   @property
