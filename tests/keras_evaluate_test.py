@@ -589,7 +589,8 @@ def test_swap_ema_weights():
 
   def fit(wrap, *others):
     keras.utils.set_random_seed(0)
-    model = make(with_ema(wrap), auto_scale_loss=False, run_eagerly=True)
+    model = make(with_ema(wrap), auto_scale_loss=False,
+                 run_eagerly=True)
     swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
     history = model.fit(x, y, 64, epochs=2, shuffle=False, verbose=0,
                         validation_data=(x, y), callbacks=[*others, swap])
