@@ -460,7 +460,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return [averages[key] for key in keys]
 
   def _refuse_swap_ema_weights(self):
-    """Raises an error if the averages of `use_ema` are not those to evaluate."""
+    """Raises an error if an evaluation should not use those of `use_ema`."""
 
   # State
 
