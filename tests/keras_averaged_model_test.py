@@ -156,8 +156,8 @@ def test_errors():
                      "after the first step"):
     wrapopt.keras.SWA("sgd").averaged_model(model)
   other = trained(WithoutConfig(layers.Dense(1)), 0.9)
-  with pytest.raises(ValueError, match="(?s)that keras.models.clone_model can "
-                     "copy, got '.*', a WithoutConfig.*Give the class "
-                     r"get_config\(\) and"):
+  with pytest.raises(ValueError, match=r"(?s)from_config\(\) or keras.models."
+                     "clone_model can copy, got '.*', a WithoutConfig.*Give the "
+                     r"class get_config\(\) and"):
     other.optimizer.averaged_model(other)
   assert other.compiled
