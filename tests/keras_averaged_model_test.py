@@ -93,6 +93,166 @@ def test_copy(kind):
     np.testing.assert_array_equal(got, w)
 
 
+def assert_right(model, x):
+  """Asserts that the copy of a model is one, and returns it."""
+  copied = model.optimizer.averaged_model(model, recalibrate=False)
+  with model.optimizer.averaged_weights(model):
+    want = model.predict(x, verbose=0)
+  assert type(copied) is type(model) and not copied.compiled
+  assert len(copied.weights) == len(model.weights)
+  np.testing.assert_array_equal(copied.predict(x, verbose=0), want)
+  assert np.abs(model.predict(x, verbose=0) - want).max() > 1e-3
+  return copied
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Tied(keras.Model):
+  """A functional model of a class, with tied weights, as in KerasHub."""
+
+  def __init__(self, activation="relu", **kwargs):
+    table, x = layers.Dense(3, activation), keras.Input((3,))
+    backbone = keras.Sequential([keras.Input((3,)), table, layers.Dense(3)])
+    super().__init__(x, layers.Dense(1)(table(backbone(x))), **kwargs)
+    self.activation, self.backbone = activation, backbone
+    self.compile("sgd")  # As classes of KerasHub do.
+
+  def get_config(self):
+    return {"activation": self.activation, "name": self.name}
+
+  @classmethod
+  def from_config(cls, config):
+    return cls(**config)
+
+
+class TiedLayer(layers.Layer):
+  """A layer that uses the weights of another one."""
+
+  def __init__(self, of, **kwargs):
+    super().__init__(**kwargs)
+    self.of = of
+
+  def call(self, x):
+    return keras.ops.matmul(x, keras.ops.transpose(self.of.kernel))
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Autoencoder(keras.Model):
+  """A subclass with tied weights, a list and a dict of layers."""
+
+  def __init__(self, order="ab", **kwargs):
+    super().__init__(**kwargs)
+    self.order = order
+    for name in order:  # The order of the weights.
+      setattr(self, name, layers.Dense(3))
+    self.blocks = {"x": layers.Dense(3, "tanh"), "y": [layers.Dense(3)]}
+    self.tied = TiedLayer(self.a)
+
+  def call(self, x):
+    x = self.blocks["y"][0](self.blocks["x"](self.a(x)))
+    return self.b(self.tied(x))
+
+  def get_config(self):  # Without the order.
+    return super().get_config()
+
+
+def with_shared_layers(nested=False):
+  """A layer that is called twice, also in a model in the model."""
+  shared, x = layers.Dense(3, "tanh"), keras.Input((3,))
+  inner = keras.Sequential([keras.Input((3,)), shared, layers.Dense(3)])
+  y = inner(x) if nested else layers.Dense(3)(shared(x))
+  return keras.Model(x, layers.Dense(1)(shared(y)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Tied("tanh"), with_shared_layers, Autoencoder, lambda: Autoencoder("ba")],
+    ids=["tied", "shared", "subclass", "other_order"])
+def test_tied_weights(make):
+  model, (x, _) = trained(make(), 0.9), data()
+  copied = assert_right(model, x)
+  if isinstance(model, Autoencoder):  # By the attributes, not by the order.
+    np.testing.assert_array_equal(
+        copied.a.kernel, model.optimizer.average(model.a.kernel))
+
+
+def test_lora():
+  model, (x, y) = functional(), data()
+  model.layers[1].enable_lora(2)
+  assert_right(trained(model, 0.9), x)
+  model = Subclass(4)
+  model(x)
+  model.first.enable_lora(2)  # Which its configuration does not say.
+  assert_right(trained(model, 0.9), x)
+
+
+def test_inputs_of_several_kinds():
+  model = Named(4)
+  x, y = data()
+  model.compile(wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.1), 0.9), loss="mse")
+  for _ in range(3):
+    model.train_on_batch({"left": x, "right": 2 * x}, y)
+  assert_right(model, {"left": x, "right": 2 * x})
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Named(Subclass):
+
+  def call(self, x):
+    return self.last(self.first(x["left"]) + x["right"][:, :1])
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Forgetful(Subclass):
+  """Its configuration leaves out what its layers were made with."""
+
+  def __init__(self, units, activation="relu", layer=None, **kwargs):
+    super().__init__(units, **kwargs)
+    self.first = layer or layers.Dense(units, activation)
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Itself(Subclass):
+
+  @classmethod
+  def from_config(cls, config):
+    return cls.made
+
+
+def itself():
+  Itself.made = Itself(1)
+  return Itself.made
+
+
+def swapped():
+  """A model whose layers have been replaced by each other."""
+  model = Forgetful(1)
+  model.first, model.last = model.last, model.first
+  return model
+
+
+@pytest.mark.parametrize("make, why", [
+    (lambda: Forgetful(1, "tanh"), "has another 'activation' in the copy"),
+    (lambda: Forgetful(1, layer=layers.Dense(
+        1, "relu", dtype="mixed_bfloat16")), "has another 'compute_dtype' in"),
+    (lambda: Forgetful(1, layer=layers.EinsumDense("bi,io->bo", 1)),
+     "is a EinsumDense, in the copy a Dense"),
+    (lambda: Forgetful(1, layer=layers.Dense(1, "relu", use_bias=False)),
+     "another 'use_bias'"),
+    (lambda: Forgetful(1, layer=layers.Dense(2, "relu")), "another 'units'"),
+    (itself, "The copy shares variables with the model"),
+    # Keras does not restore it from a file either.
+    (lambda: with_shared_layers(True), "copy has 8 weights, the model 6"),
+    (swapped, "has another 'activation' in the copy")])
+def test_copies_that_are_wrong(make, why):
+  model = trained(make(), 0.9)
+  before = model.get_weights()
+  with pytest.raises(ValueError, match=why):
+    model.optimizer.averaged_model(model)
+  for v, w in zip(model.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(v, w)
+  assert model.compiled
+
+
 def test_batch_normalizations():
   make = lambda: keras.Sequential([
       keras.Input((3,)), layers.BatchNormalization(), layers.Dense(1)])
@@ -157,7 +317,7 @@ def test_errors():
     wrapopt.keras.SWA("sgd").averaged_model(model)
   other = trained(WithoutConfig(layers.Dense(1)), 0.9)
   with pytest.raises(ValueError, match=r"(?s)from_config\(\) or keras.models."
-                     "clone_model can copy, got '.*', a WithoutConfig.*Give the "
-                     r"class get_config\(\) and"):
+                     "clone_model can copy, got '.*', a WithoutConfig.*Give "
+                     r"the class get_config\(\) and"):
     other.optimizer.averaged_model(other)
   assert other.compiled

@@ -97,7 +97,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       variable: A variable that the optimizer was built with.
 
     Returns:
-      The `keras.Variable` that holds its average.
+      The `keras.Variable` that holds its average. Before the first step, an
+      average is its variable: to set it there, call `seed_averages` before.
 
     Raises:
       RuntimeError: If the optimizer is not built.
@@ -113,7 +114,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     For a run that resumes from a checkpoint without averages: restore it with
     `tf.train.Checkpoint`, then call this. Keras's own loading seeds missing
-    averages itself.
+    averages itself. The averages have then begun: from now on, only steps and
+    your own code change them.
 
     Raises:
       RuntimeError: If the optimizer is not built, or averages are in place.

@@ -5,7 +5,6 @@ import warnings
 
 import keras
 from keras.src.models import functional
-from keras.src.saving import serialization_lib
 
 # Entries of a configuration that do not change what a layer computes.
 _FREE = {"name", "seed", "trainable"}
@@ -30,7 +29,7 @@ def copied(model, weights):
   compiled = model.compiled
   try:
     model.compiled = False
-    for make in _from_config, _with_shared_layers, keras.models.clone_model:
+    for make in _from_config, keras.models.clone_model:
       try:
         copy = make(model)
         counterparts = _counterparts(model, copy)
@@ -60,12 +59,6 @@ def _from_config(model):
     if config.get("build_config") and not copy.built:
       copy.build_from_config(config["build_config"])
   return copy
-
-
-def _with_shared_layers(model):
-  """As `_from_config`, if models in the model share layers."""
-  with serialization_lib.ObjectSharingScope():
-    return _from_config(model)
 
 
 def _counterparts(model, copy):
@@ -100,8 +93,8 @@ def _counterparts(model, copy):
              f"'{v.path}'.")
     y = pairs[id(v)][0]
     _require(y.shape == v.shape and y.dtype == v.dtype,
-             f"The weight '{v.path}' has dtype {v.dtype} and shape {v.shape}, in the copy "
-             f"{y.dtype} and {y.shape}.")
+             f"The weight '{v.path}' has dtype {v.dtype} and shape {v.shape}, "
+             f"in the copy {y.dtype} and {y.shape}.")
   found = [pairs[id(v)][0] for v in ours]
   _require(len({*map(id, found)}) == len(ours),
            "Weights of the model are one weight in the copy.")
@@ -148,16 +141,17 @@ def _at_same_places(x, y):
 
 def _compare(x, y):
   """Raises an error if a layer of a copy computes something else."""
-  _require(type(x) is type(y), f"The layer '{x.path}' is a "
-           f"{type(x).__qualname__}, in the copy a {type(y).__qualname__}.")
+  subject = f"The layer '{x.path or x.name}'"
+  _require(type(x) is type(y), f"{subject} is a {type(x).__qualname__}, in the "
+           f"copy a {type(y).__qualname__}.")
   if getattr(x, "lora_enabled", False) and not y.lora_enabled:
     y.enable_lora(x.lora_rank, x.lora_alpha)
   if isinstance(x, (functional.Functional, keras.Sequential)):
     return  # Its layers are compared.
   settings, its = _settings(x), _settings(y)
   different = [key for key in settings if its.get(key) != settings[key]]
-  _require(not different, f"The layer '{x.path}' differs in the copy in "
-           f"{', '.join(map(repr, different))}.")
+  _require(not different, f"{subject} has another "
+           f"{', '.join(map(repr, different))} in the copy.")
 
 
 def _settings(layer):
@@ -168,7 +162,7 @@ def _settings(layer):
     config = {}
   found = {key: repr(_listed(x)) for key, x in config.items()
            if key not in _FREE and _is_plain(x)}
-  return {**found, "dtype_policy": layer.dtype_policy.name}
+  return {**found, "compute_dtype": layer.compute_dtype}
 
 
 def _is_plain(x):
