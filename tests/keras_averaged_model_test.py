@@ -164,7 +164,8 @@ def with_shared_layers(nested=False):
 
 
 @pytest.mark.parametrize("make", [
-    lambda: Tied("tanh"), with_shared_layers, Autoencoder, lambda: Autoencoder("ba")],
+    lambda: Tied("tanh"), with_shared_layers, Autoencoder,
+    lambda: Autoencoder("ba")],
     ids=["tied", "shared", "subclass", "other_order"])
 def test_tied_weights(make):
   model, (x, _) = trained(make(), 0.9), data()
