@@ -185,10 +185,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     The copy is not compiled, and shares nothing with the model. It is made by
     the model's `get_config` and `from_config`, and if these fail, by
-    `keras.models.clone_model`. Weights without an average, such as those of
-    frozen layers and those that `variables` excludes, are copied. Before any
-    weight is set, the layers and weights of the copy are compared with those at
-    the same places in the model.
+    `keras.models.clone_model`, whose copy of a functional model is one of no
+    other class. Weights without an average, such as those of frozen layers and
+    those that `variables` excludes, are copied. Before any weight is set, the
+    layers and weights of the copy are compared with those at the same places in
+    the model.
 
     Example:
 

@@ -1,6 +1,7 @@
 """Copies of Keras models, with given weights."""
 
 import functools
+import itertools
 import warnings
 
 import keras
@@ -87,7 +88,7 @@ def _counterparts(model, copy):
   left = (y for key, y in its.items() if key not in taken)
   for v in ours:
     if not pairs[id(v)]:
-      pairs[id(v)] = [y for y in [next(left, None)] if y and y.name == v.name]
+      pairs[id(v)] = [y for y in itertools.islice(left, 1) if y.name == v.name]
     _require(len(pairs[id(v)]) == 1,
              f"The copy has {len(pairs[id(v)])} weights in place of "
              f"'{v.path}'.")
@@ -146,8 +147,9 @@ def _compare(x, y):
            f"copy a {type(y).__qualname__}.")
   if getattr(x, "lora_enabled", False) and not y.lora_enabled:
     y.enable_lora(x.lora_rank, x.lora_alpha)
-  if isinstance(x, (functional.Functional, keras.Sequential)):
-    return  # Its layers are compared.
+  if isinstance(x, (functional.Functional, keras.Sequential,
+                    keras.layers.InputLayer)):
+    return  # It computes nothing by itself.
   settings, its = _settings(x), _settings(y)
   different = [key for key in settings if its.get(key) != settings[key]]
   _require(not different, f"{subject} has another "
