@@ -71,6 +71,8 @@ LEFT_OUT = {
     ("muon_test", "test_adamw_single_step"): (_ALL, _PARTS),
     ("muon_test", "test_adamw_weight_decay"): (_ALL, _PARTS),
     ("muon_test", "test_muon_single_step"): (_ALL, _PARTS),
+    ("optimizer_test", "test_ema"): (
+        _AVERAGES, "reads Keras's own averages, as SwapEMAWeights does"),
     ("optimizer_test", "test_ema_with_model_fit"): (_AVERAGES, _ENDS),
     ("optimizer_test", "test_optimizer_auto_naming"): (_ALL, _NAME),
     **{("optimizer_sparse_test", f"test_sparse_gradients_{name}"): (
