@@ -61,9 +61,9 @@ MODELS = {
 }
 
 
-def trained(model, *args, **kwargs):
-  model.compile(wrapopt.keras.MovingAverage(
-      keras.optimizers.SGD(0.1), *args, **kwargs), loss="mse")
+def trained(model, *args, run_eagerly=False):
+  model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.1), *args),
+                loss="mse", run_eagerly=run_eagerly)
   for _ in range(3):
     model.train_on_batch(*data())
   return model
@@ -91,6 +91,175 @@ def test_copy(kind):
   copied.train_on_batch(*data())
   for got, w in zip(model.get_weights(), raw, strict=True):
     np.testing.assert_array_equal(got, w)
+
+
+def assert_right(model, x):
+  """Asserts that the copy of a model is one, and returns it."""
+  copied = model.optimizer.averaged_model(model, recalibrate=False)
+  with model.optimizer.averaged_weights(model):
+    want = model(x).numpy()
+  assert type(copied) is type(model) and not copied.compiled
+  assert len(copied.weights) == len(model.weights)
+  np.testing.assert_array_equal(copied(x), want)
+  assert np.abs(model(x) - want).max() > 1e-3
+  return copied
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Tied(keras.Model):
+  """A functional model of a class, with tied weights, as in KerasHub."""
+
+  def __init__(self, activation="relu", **kwargs):
+    table, x = layers.Dense(3, activation), keras.Input((3,))
+    backbone = keras.Sequential([keras.Input((3,)), table, layers.Dense(3)])
+    super().__init__(x, layers.Dense(1)(table(backbone(x))), **kwargs)
+    self.activation, self.backbone = activation, backbone
+    self.compile("sgd")  # As classes of KerasHub do.
+
+  def get_config(self):
+    return {"activation": self.activation, "name": self.name}
+
+  @classmethod
+  def from_config(cls, config):
+    return cls(**config)
+
+
+class TiedLayer(layers.Layer):
+  """A layer with the kernel of another one, and weights in no attribute."""
+
+  def __init__(self, of, **kwargs):
+    super().__init__(**kwargs)
+    self.of = of
+
+  def build(self, shape):
+    scale = self.add_weight(shape=(3,), initializer="ones", name="scale")
+    shift = self.add_weight(shape=(3,), name="shift")
+    self.scaled = lambda x: x * scale + shift
+
+  def call(self, x):
+    return self.scaled(keras.ops.matmul(x, keras.ops.transpose(self.of.kernel)))
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Autoencoder(keras.Model):
+  """A subclass with tied weights, a list and a dict of layers."""
+
+  def __init__(self, order="ab", **kwargs):
+    super().__init__(**kwargs)
+    self.order = order
+    for name in order:  # The order of the weights.
+      setattr(self, name, layers.Dense(3))
+    self.blocks = {"x": layers.Dense(3, "tanh"), "y": [layers.Dense(3)]}
+    self.tied = TiedLayer(self.a)
+
+  def call(self, x):
+    x = self.blocks["y"][0](self.blocks["x"](self.a(x)))
+    return self.b(self.tied(x))
+
+  def get_config(self):  # Without the order.
+    return super().get_config()
+
+
+def with_shared_layers(nested=False):
+  """A layer that is called twice, also in a model in the model."""
+  shared, x = layers.Dense(3, "tanh"), keras.Input((3,))
+  inner = keras.Sequential([keras.Input((3,)), shared, layers.Dense(3)])
+  y = inner(x) if nested else layers.Dense(3)(shared(x))
+  return keras.Model(x, layers.Dense(1)(shared(y)))
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Tied("tanh"), with_shared_layers, Autoencoder,
+    lambda: Autoencoder("ba")],
+    ids=["tied", "shared", "subclass", "other_order"])
+def test_tied_weights(make):
+  model, (x, _) = trained(make(), 0.9, run_eagerly=True), data()
+  copied = assert_right(model, x)
+  if isinstance(model, Autoencoder):  # By the attributes, not by the order.
+    np.testing.assert_array_equal(
+        copied.a.kernel, model.optimizer.average(model.a.kernel))
+
+
+def test_lora():
+  model, (x, y) = functional(), data()
+  model.layers[1].enable_lora(2)
+  assert_right(trained(model, 0.9, run_eagerly=True), x)
+  model = Subclass(4)
+  model(x)
+  model.first.enable_lora(2)  # Which its configuration does not say.
+  assert_right(trained(model, 0.9, run_eagerly=True), x)
+
+
+def test_inputs_of_several_kinds():
+  model = Named(4)
+  x, y = data()
+  model.compile(wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.1), 0.9), loss="mse", run_eagerly=True)
+  for _ in range(3):
+    model.train_on_batch({"left": x, "right": 2 * x}, y)
+  assert_right(model, {"left": x, "right": 2 * x})
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Named(Subclass):
+
+  def call(self, x):
+    return self.last(self.first(x["left"]) + x["right"][:, :1])
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Forgetful(Subclass):
+  """Its configuration leaves out what its layers were made with."""
+
+  def __init__(self, units, activation="relu", layer=None, **kwargs):
+    super().__init__(units, **kwargs)
+    self.first = layer or layers.Dense(units, activation)
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Itself(Subclass):
+
+  @classmethod
+  def from_config(cls, config):
+    return cls.made
+
+
+def itself():
+  Itself.made = Itself(1)
+  return Itself.made
+
+
+def swapped():
+  """A model whose layers have been replaced by each other."""
+  model = Forgetful(1)
+  model.first, model.last = model.last, model.first
+  return model
+
+
+@pytest.mark.parametrize("make, why", [
+    (lambda: Forgetful(1, "tanh"), "has another 'activation' in the copy"),
+    (lambda: Forgetful(1, layer=layers.Dense(
+        1, "relu", dtype="mixed_bfloat16")), "has another 'compute_dtype' in"),
+    (lambda: Forgetful(1, layer=layers.EinsumDense("bi,io->bo", 1)),
+     "is a EinsumDense, in the copy a Dense"),
+    (lambda: Forgetful(1, layer=layers.Dense(1, "relu", use_bias=False)),
+     "another 'use_bias'"),
+    (lambda: Forgetful(1, layer=layers.Dense(2, "relu")), "another 'units'"),
+    (itself, "The copy shares variables with the model"),
+    # Keras does not restore it from a file either.
+    (lambda: with_shared_layers(True), "copy has 8 weights, the model 6"),
+    (swapped, "has another 'activation' in the copy")])
+def test_copies_that_are_wrong(make, why):
+  model = make()
+  model.compile(wrapopt.keras.MovingAverage("sgd"), loss="mse")
+  model(data()[0])
+  model.optimizer.build(model.trainable_variables)
+  before = model.get_weights()
+  with pytest.raises(ValueError, match=why):
+    model.optimizer.averaged_model(model)
+  for v, w in zip(model.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(v, w)
+  assert model.compiled
 
 
 def test_batch_normalizations():
@@ -156,9 +325,9 @@ def test_errors():
                      "after the first step"):
     wrapopt.keras.SWA("sgd").averaged_model(model)
   other = trained(WithoutConfig(layers.Dense(1)), 0.9)
-  with pytest.raises(ValueError, match="(?s)that keras.models.clone_model can "
-                     "copy, got '.*', a WithoutConfig.*Give the class "
-                     r"get_config\(\) and"):
+  with pytest.raises(ValueError, match=r"(?s)from_config\(\) or keras.models."
+                     "clone_model can copy, got '.*', a WithoutConfig.*Give "
+                     r"the class get_config\(\) and"):
     other.optimizer.averaged_model(other)
   assert other.compiled
 

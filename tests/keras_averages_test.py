@@ -220,3 +220,47 @@ def test_averages_of_a_model_that_the_first_step_builds(jit_compile):
   assert raw == pytest.approx(0.75, abs=1e-5)
   assert opt.average(w).numpy() == pytest.approx((1 + raw) / 2)
   assert opt._inner().slow_weights(w).numpy() == 1
+
+
+def of_model_garden(gradients, decay, start_step, dynamic_decay):
+  """Averages of official.modeling.optimization.ExponentialMovingAverage.
+
+  In NumPy float64, by its formula: the average starts at 0, the number of a
+  step is counted from 1, and before step `start_step`, the decay is 0.
+  """
+  weight, average, averages = np.array([1.0, 2.0]), np.zeros(2), []
+  for t, gradient in enumerate(gradients, 1):
+    weight = weight - 0.125 * gradient
+    d = (0 if t < start_step else min(
+        decay, (1 + t - start_step) / (10 + t - start_step))
+         if dynamic_decay else decay)
+    average = average + (1 - d) * (weight - average)
+    averages.append(average)
+  return averages
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize("start", [0, 1, 2, 4])
+def test_numbers_of_the_model_garden(start, dynamic, mode):
+  """The arguments are those of the guide "Moving to wrapopt"."""
+  w = keras.Variable([1.0, 2.0])
+  inner = optimizers.SGD(0.125)
+  kwargs = {"start_step": max(start - 1, 0), "dynamic_decay": dynamic}
+  if start == 0 and dynamic:
+    kwargs = {"num_updates": lambda: inner.iterations + 1}
+  opt = MovingAverage(inner, 0.375, **kwargs)
+  opt.build([w])
+  if start < 2:
+    opt.seed_averages()
+    opt.average(w).assign([0.0, 0.0])
+  step = lambda gradient: opt.apply([gradient], [w])
+  if mode == "function":
+    step = tf.function(step)
+  gradients = np.random.default_rng(0).integers(-8, 9, (8, 2)) / 4
+  for gradient, want in zip(gradients, of_model_garden(
+      gradients, 0.375, start, dynamic), strict=True):
+    step(tf.constant(gradient, tf.float32))
+    # Three roundings in each of up to eight steps, of numbers less than 4.
+    np.testing.assert_allclose(opt.average(w), want, rtol=0,
+                               atol=24 * 2**-23)

@@ -22,6 +22,7 @@ import tensorflow as tf
 import numerics
 import wrapopt
 import wrapopt.keras as wk
+from wrapopt import _composition
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
@@ -1198,11 +1199,81 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.Lookahead(opt, 2, "1"), TypeError,
      "`slow_step_size` must be a number, got '1'"),
     *((lambda opt, make=make: make(tf.compat.v1.train.AdamOptimizer()),
-       TypeError, "`optimizer` must be a Keras optimizer, or .*AdamOptimizer")
+       TypeError, "`optimizer` must be a Keras 3 optimizer, or .*AdamOptimizer")
       for make in WRAPPERS.values())])
 def test_arguments(make, error, text):
   with pytest.raises(error, match=text):
     make(K.SGD(0.5))
+
+
+def of_package(*modules):
+  """An object whose class and bases are from these modules."""
+  cls = object
+  for module in reversed(modules):
+    cls = type("Adam", (cls,), {"__module__": module})
+  return cls()
+
+
+# {kind: (an object, what an error calls it)}. The modules are those of tf_keras
+# 2.21.0 and of TensorFlow Addons 0.23.0, which TensorFlow 2.21 cannot import.
+KINDS = {
+    "v1": (tf.compat.v1.train.AdamOptimizer(), "tf.compat.v1.train"),
+    "keras": (K.Adam(), "Keras 3"),
+    "ours": (wk.SWA("sgd"), "Keras 3"),
+    "tf_keras": (of_package("tf_keras.src.optimizers.adam"),
+                 r"tf_keras \(Keras 2\)"),
+    "scaling": (of_package("mine", "tf_keras.src.optimizers.optimizer"),
+                r"tf_keras \(Keras 2\)"),
+    "addons": (of_package(
+        "tensorflow_addons.optimizers.moving_average",
+        "tf_keras.src.optimizers.legacy.optimizer_v2"), "TensorFlow Addons"),
+}
+NO_OPTIMIZERS = {
+    "layer": (keras.layers.Dense(1), r"core.dense.Dense\.$"),
+    "number": (3, r"builtins.int\.$"),
+    "class": (K.Adam, "the class .*Adam. Make an optimizer: call the class.$"),
+}
+OF_V1 = {
+    "CrossShardOptimizer": ((), "The wrappers in wrapopt.keras are"),
+    "DropStaleGradientOptimizer": ((1,), "Use wrapopt.keras.DropStaleGradient"),
+    "ElasticAverageOptimizer": (
+        (1, wrapopt.ElasticAverageCustomGetter("/cpu:0")), "The wrappers in"),
+    "ModelAverageOptimizer": (
+        (1, True, wrapopt.ModelAverageCustomGetter("/cpu:0")),
+        "The wrappers in"),
+    "MovingAverageOptimizer": ((), "Use wrapopt.keras.MovingAverage for"),
+    "ScheduleFreeOptimizer": ((), "Use wrapopt.keras.ScheduleFree for"),
+}
+OF_KERAS = {
+    "DropStaleGradient": ((1,), "Use wrapopt.DropStaleGradientOptimizer for"),
+    "Lookahead": ((), "The wrappers in wrapopt are for it"),
+    "MovingAverage": ((), "Use wrapopt.MovingAverageOptimizer for"),
+    "SWA": ((), "The wrappers in wrapopt are for it"),
+    "ScheduleFree": ((), "Use wrapopt.ScheduleFreeOptimizer for"),
+}
+
+
+@pytest.mark.parametrize("kind", {**KINDS, **NO_OPTIMIZERS})
+def test_optimizers_of_another_kind(kind):
+  assert {*OF_V1} == {*_composition.NAMES}
+  assert {*OF_KERAS} == {n for n in wk.__all__ if isinstance(
+      getattr(wk, n), type) and issubclass(getattr(wk, n),
+                                           _wrapper.WrapperOptimizer)}
+  for module, wrappers, own, must in (
+      (wrapopt, OF_V1, ("v1",), "`opt` must be a tf.compat.v1.train.Optimizer"),
+      (wk, OF_KERAS, ("keras", "ours"), "`optimizer` must be a Keras 3")):
+    for name, (args, remedy) in wrappers.items():
+      if kind in own:
+        continue
+      if kind in NO_OPTIMIZERS:
+        got, says = NO_OPTIMIZERS[kind]
+      else:
+        got, called = KINDS[kind]
+        if kind in ("tf_keras", "scaling", "addons"):
+          remedy = "wrapopt has no wrappers for these. Use the optimizer of"
+        says = f".*, an optimizer of {called}. {remedy}"
+      with pytest.raises(TypeError, match=f"^{must}.*, got .*{says}"):
+        getattr(module, name)(got, *args)
 
 
 def test_shadow_dtypes():

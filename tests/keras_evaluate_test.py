@@ -577,6 +577,51 @@ def test_raw_weights_are_kept_by_all_or_none():
     model.fit(x, y, verbose=0, callbacks=[kinds.EvaluateWithAverages()])
 
 
+def with_ema(wrap=lambda opt: opt):
+  return wrap(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.9))
+
+
+def test_swap_ema_weights():
+  """Keras's callback exchanges Keras's own averages, or says what is right."""
+  x, y = data()
+  w = wrapopt.keras
+  scaled = keras.optimizers.LossScaleOptimizer
+
+  def fit(wrap, *others):
+    keras.utils.set_random_seed(0)
+    model = make(with_ema(wrap), auto_scale_loss=False,
+                 run_eagerly=True)
+    swap = callbacks.SwapEMAWeights(swap_on_epoch=True)
+    history = model.fit(x, y, 64, epochs=2, shuffle=False, verbose=0,
+                        validation_data=(x, y), callbacks=[*others, swap])
+    return values(model.weights), history.history["val_loss"]
+
+  want, losses = fit(lambda opt: opt)
+  for wrap in (lambda opt: w.Lookahead(opt, 1, 1.0),
+               lambda opt: scaled(w.Lookahead(opt, 1, 1.0)),
+               lambda opt: w.Lookahead(scaled(opt), 1, 1.0)):
+    got, its_losses = fit(wrap)
+    for g, v in zip(got, want, strict=True):
+      np.testing.assert_allclose(g, v, rtol=1e-5)
+    np.testing.assert_allclose(its_losses, losses, rtol=1e-5)
+  text = ("SwapEMAWeights must not be used with a {}: it exchanges averages of "
+          "Keras's use_ema, not those of {}. Use wrapopt.keras.EvaluateWithAv")
+  for wrap, name in (
+      (w.MovingAverage, "MovingAverage"), (w.SWA, "SWA"),
+      (lambda opt: w.MovingAverage("sgd"), "MovingAverage"),
+      (lambda opt: w.ScheduleFree("sgd"), "ScheduleFree"),
+      (lambda opt: w.Lookahead(w.SWA(opt)), "SWA"),
+      (lambda opt: scaled(w.SWA(opt)), "SWA")):
+    with pytest.raises(ValueError, match=text.format(name, name)):
+      fit(wrap)
+  with pytest.raises(ValueError, match=text.format("SWA", "SWA")):
+    fit(w.SWA, w.EvaluateWithAverages())
+  with pytest.raises(ValueError, match="must be used when `use_ema=True`"):
+    fit(lambda opt: w.Lookahead("sgd"))
+  with pytest.raises(ValueError, match="must not contain a SwapEMAWeights"):
+    w.EvaluateWithAverages(callbacks.SwapEMAWeights())
+
+
 def test_swa_counts_epochs():
   """Steps 5, 7, 9 of 2-step epochs: the ends of epochs 2, 3 and 4."""
   w = keras.Variable([0.0])

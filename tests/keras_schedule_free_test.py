@@ -433,7 +433,7 @@ def test_a_failed_step_changes_nothing():
     (lambda: sgd(r=-1), ValueError, "`r` must be finite and at least 0"),
     (lambda: sgd(weight_lr_power=np.nan), ValueError, "`weight_lr_power` must"),
     (lambda: sgd(weight_decay_at_y=-0.1), ValueError, "`weight_decay_at_y`"),
-    (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras optimizer"),
+    (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras 3 optimizer"),
     *((lambda make=make, outer=outer: (
         wk.ScheduleFree(make(K.SGD())) if outer else make(sgd())), ValueError,
        "must not be or hold a .*keeps an average of its own")

@@ -28,6 +28,7 @@ tf1 = tf.compat.v1
 # {a module, or a name in one: the names in it that are used}
 IMPORTS = {
     "keras.src.backend": ["name_scope"],
+    "keras.src.models.functional": ["Functional"],
     "keras.src.saving.keras_saveable.KerasSaveable": [],
     "keras.src.saving.saving_lib": ["H5IOStore", "_save_state"],
     "keras.src.utils.python_utils": ["is_default"],

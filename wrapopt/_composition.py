@@ -1,4 +1,4 @@
-"""Checks which wrapper may contain which.
+"""Checks which optimizer a wrapper may contain.
 
 A wrapper may be anywhere around or inside another one, at any depth, unless
 `REFUSED` (of `tf.compat.v1.train`) or `REFUSED_IN_KERAS` lists the pair.
@@ -70,6 +70,59 @@ _HIDDEN = {
         "{hider} around both")
     for inner in (_GATE, _ELASTIC, _MODEL)
 }
+
+# Kinds of optimizers. A class or one of its bases is in the package.
+_V1, _KERAS = "tf.compat.v1.train", "Keras 3"
+_PACKAGES = {"tensorflow_addons": "TensorFlow Addons",
+             "tf_keras": "tf_keras (Keras 2)", "keras": _KERAS}
+
+# {a wrapper of `wrapopt`: that of `wrapopt.keras`}.
+_IN_KERAS = {_MOVING: "MovingAverage", _GATE: _GATE_IN_KERAS,
+             _FREE: _FREE_IN_KERAS}
+
+
+def wrong_kind(argument, wanted, outer, opt):
+  """The error for an argument that a wrapper cannot wrap.
+
+  Args:
+    argument: Its name.
+    wanted: What it must be.
+    outer: The class of the wrapper.
+    opt: The argument: an optimizer of another kind, or anything else.
+
+  Returns:
+    A TypeError.
+  """
+  must = f"`{argument}` must be {wanted}, got "
+  if isinstance(opt, type):
+    return TypeError(f"{must}the class {opt.__module__}.{opt.__qualname__}. "
+                     "Make an optimizer: call the class.")
+  must += f"{type(opt).__module__}.{type(opt).__qualname__}"
+  kind, in_keras = _kind(opt), argument == "optimizer"
+  if kind is None:
+    return TypeError(f"{must}.")
+  if kind == (_V1 if in_keras else _KERAS):
+    here, there = (({x: name for name, x in _IN_KERAS.items()}, "wrapopt")
+                   if in_keras else (_IN_KERAS, "wrapopt.keras"))
+    name = here.get(_name(outer, here))
+    remedy = (f"Use {there}.{name} for it" if name
+              else f"The wrappers in {there} are for it")
+  else:
+    remedy = "wrapopt has no wrappers for these. Use the optimizer of " + (
+        "`keras.optimizers`, and a model of Keras 3" if in_keras
+        else "tf.compat.v1.train, or wrapopt.keras with that of "
+        "`keras.optimizers` and a model of Keras 3")
+  return TypeError(f"{must}, an optimizer of {kind}. {remedy}.")
+
+
+def _kind(opt):
+  """The kind of an optimizer, or None, without an import of its package."""
+  if isinstance(opt, _Optimizer):
+    return _V1
+  modules = [c.__module__.split(".") for c in type(opt).__mro__]
+  return next((kind for package, kind in _PACKAGES.items()
+               if any(m[0] == package and "optimizers" in m
+                      for m in modules)), None)
 
 
 def check(outer, opt):

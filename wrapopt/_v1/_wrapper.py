@@ -19,9 +19,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   def __init__(self, opt, name):
     if not isinstance(opt, tf.compat.v1.train.Optimizer):
-      raise TypeError(
-          "`opt` must be a tf.compat.v1.train.Optimizer, got "
-          f"{type(opt).__module__}.{type(opt).__qualname__}.")
+      raise _composition.wrong_kind(
+          "opt", "a tf.compat.v1.train.Optimizer", type(self), opt)
     _composition.check(type(self), opt)
     super().__init__(use_locking=False, name=name)
     self._optimizer = opt

@@ -18,6 +18,7 @@ from wrapopt import _checks
 from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
 from wrapopt.keras import _chosen
+from wrapopt.keras import _copies
 from wrapopt.keras import _left
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -100,7 +101,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       variable: A variable that the optimizer was built with.
 
     Returns:
-      The `keras.Variable` that holds its average.
+      The `keras.Variable` that holds its average. Before the first step, an
+      average is its variable: to set it there, call `seed_averages` before.
 
     Raises:
       RuntimeError: If the optimizer is not built.
@@ -116,7 +118,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     For a run that resumes from a checkpoint without averages: restore it with
     `tf.train.Checkpoint`, then call this. Keras's own loading seeds missing
-    averages itself.
+    averages itself. The averages have then begun: from now on, only steps and
+    your own code change them.
 
     Raises:
       RuntimeError: If the optimizer is not built, or averages are in place.
@@ -188,9 +191,12 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """Makes a copy of a model whose weights are the averages.
 
     The copy is not compiled, and shares nothing with the model. It is made by
-    `keras.models.clone_model`, which can copy functional and sequential models,
-    and others that have `get_config`. Weights without an average, such as those
-    of frozen layers and those that `variables` excludes, are copied.
+    the model's `get_config` and `from_config`, and if these fail, by
+    `keras.models.clone_model`, whose copy of a functional model is one of no
+    other class. Weights without an average, such as those of frozen layers and
+    those that `variables` excludes, are copied. Before any weight is set, the
+    layers and weights of the copy are compared with those at the same places in
+    the model.
 
     Example:
 
@@ -218,8 +224,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built, averages are in place, or a
         variable that has an average has left the model.
       ValueError: If the optimizer averages no variable of `model` or does not
-        have the decay, if Keras cannot copy the model, or if `recalibrate` is
-        infinite.
+        have the decay, if Keras cannot copy the model, if the copy has other
+        layers or weights, or if `recalibrate` is infinite.
     """
     if not isinstance(model, keras.Model):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
@@ -227,8 +233,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     self._require_built("averaged_model")
     with self.swapped_in(model, decay):
       weights = model.get_weights()
-    copied = _clone(model)
-    copied.set_weights(weights)
+    copied = _copies.copied(model, weights)
     if recalibrate is not None and recalibrate is not False:
       _batch_norm.recalibrate_batch_norm(copied, recalibrate)
     elif (recalibrate is None and not self.averages_batch_norm and
@@ -404,6 +409,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       self._check_left(None)
     return super()._trackable_children(save_type, **kwargs)
 
+  def _refuse_swap_ema_weights(self):
+    name = type(self).__name__
+    raise ValueError(
+        f"SwapEMAWeights must not be used with a {name}: it exchanges averages "
+        f"of Keras's use_ema, not those of {name}. Use "
+        "wrapopt.keras.EvaluateWithAverages() instead.")
+
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "keep_raw_weights": self.keeps_raw_weights}
 
@@ -419,35 +431,6 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       config = {**config, "variables": keras.saving.deserialize_keras_object(
           config["variables"], custom_objects=custom_objects)}
     return super().from_config(config, custom_objects)
-
-
-def _clone(model):
-  """A copy of a model, with initial weights, that is not compiled."""
-  def shapes(model):
-    return [tuple(v.shape) for v in model.weights]
-
-  # clone_model compiles the copy of a compiled model, with a new optimizer.
-  compiled = model.compiled
-  try:
-    model.compiled = False
-    copied = keras.models.clone_model(model)
-  except Exception as e:
-    raise _not_copied(model, f"{e}\n") from e
-  finally:
-    model.compiled = compiled
-  if shapes(copied) != shapes(model):
-    raise _not_copied(
-        model, f"The copy has {len(copied.weights)} weights, the model "
-        f"{len(model.weights)}, or their shapes differ. ")
-  return copied
-
-
-def _not_copied(model, why):
-  return ValueError(
-      "`model` must be one that keras.models.clone_model can copy, got "
-      f"'{model.name}', a {type(model).__qualname__}. {why}Give the class "
-      "get_config() and build(), or make the copy yourself and call its "
-      "set_weights(model.get_weights()) inside averaged_weights(model).")
 
 
 def _has_left(optimizer, variable, layer, before):

@@ -57,11 +57,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     if isinstance(optimizer, (str, dict)):
       optimizer = keras.optimizers.get(optimizer)
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-      raise TypeError(
-          "`optimizer` must be a Keras optimizer, or the name or configuration "
-          f"of one, got {type(optimizer).__module__}."
-          f"{type(optimizer).__qualname__}. For an optimizer of "
-          "tf.compat.v1.train, use the wrappers in `wrapopt`.")
+      raise _composition.wrong_kind(
+          "optimizer", "a Keras 3 optimizer, or its name or configuration",
+          type(self), optimizer)
     _composition.check_in_keras(type(self), optimizer,
                                 _steps.within(optimizer))
     for x in [optimizer, *_steps.within(optimizer)]:
@@ -460,6 +458,24 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   def finalize_variable_values(self, var_list):
     self._inner().finalize_variable_values(var_list)
+
+  @property
+  def _model_variables_moving_average(self):
+    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
+    for wrapper in self._wrappers():
+      wrapper._refuse_swap_ema_weights()
+    averages = {
+        opt._var_key(v): average for opt in _steps.innermost(self)
+        if opt.use_ema and opt.built for v, average in zip(
+            opt._trainable_variables, opt._model_variables_moving_average)}
+    keys = list(map(self._var_key, self._trainable_variables))
+    if not averages or any(key not in averages for key in keys):
+      # As in an optimizer of Keras without use_ema.
+      raise AttributeError("_model_variables_moving_average")
+    return [averages[key] for key in keys]
+
+  def _refuse_swap_ema_weights(self):
+    """Raises an error if an evaluation should not use those of `use_ema`."""
 
   # State
 

@@ -91,9 +91,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     Raises:
       TypeError: If `callbacks` contains anything but callbacks, or
         `recalibrate` is not a data set that can be read several times.
-      ValueError: If `callbacks` contains a BackupAndRestore or a Snapshots, or
-        with `recalibrate` a callback that runs after each batch; or if
-        `recalibrate` is infinite.
+      ValueError: If `callbacks` contains a BackupAndRestore, a SwapEMAWeights
+        or a Snapshots, or with `recalibrate` a callback that runs after each
+        batch; or if `recalibrate` is infinite.
     """
     super().__init__()
     if isinstance(decay, str) and decay != "all":
@@ -118,6 +118,10 @@ class EvaluateWithAverages(keras.callbacks.Callback):
             "`callbacks` must not contain a BackupAndRestore: it would resume "
             "the training from averages. Pass it to fit() next to "
             "EvaluateWithAverages.")
+      if isinstance(callback, keras.callbacks.SwapEMAWeights):
+        raise ValueError(
+            "`callbacks` must not contain a SwapEMAWeights: it exchanges "
+            "averages of Keras's use_ema. Remove it.")
       if isinstance(callback, snapshots.Snapshots):
         raise ValueError(
             "`callbacks` must not contain a Snapshots: while averages are in "

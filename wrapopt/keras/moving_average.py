@@ -326,7 +326,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
       The `keras.Variable` that holds its average. If its rows may lag behind
       (`is_lazy`), or may do so later, an object that is no variable: it
       converts to a tensor, and has the methods of a variable to read and assign
-      it. `lazy=False` makes all averages variables.
+      it. `lazy=False` makes all averages variables. Before the first step, an
+      average is its variable: to set it there, call `seed_averages` before.
 
     Raises:
       RuntimeError: If the optimizer is not built.
