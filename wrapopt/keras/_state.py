@@ -149,6 +149,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if self._before_late is not None and self._before_late == _restored(self):
       self.load_own_variables(late)
 
+  def has_late(self):
+    """Whether a file was loaded that waits for the build."""
+    return bool(self._late) and not self._is_made
+
   def pairs(self):
     """All (average, variable) pairs."""
     return [pair for row in self._rows.values() for pair in row]
@@ -330,7 +334,7 @@ def _fitting(name, variable, store, missing):
   """The value of a count in a file, or `missing` if it does not fit."""
   if name not in store.keys():
     return missing
-  value = np.array(store[name])
+  value = np.asarray(store[name])
   if value.shape == tuple(variable.shape):
     return value
   warnings.warn(
