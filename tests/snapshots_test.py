@@ -350,8 +350,8 @@ def test_an_error_of_the_thread_ends_the_training(tmp_path):
   with pytest.raises(OSError):
     model.fit(x, y, batch_size=16, verbose=0, callbacks=[
         wrapopt.keras.Snapshots(tmp_path / "file", 4)])
-  with pytest.raises(ValueError, match="Snapshots needs an optimizer that keeps "
-                     "averages, such as .*, got SGD, which model.compile.. ho"):
+  with pytest.raises(ValueError, match="Snapshots needs an optimizer that "
+                     "keeps averages, such as .*, got SGD, which model.com"):
     make_model(NARROW, keras.optimizers.SGD()).fit(
         x, y, callbacks=[wrapopt.keras.Snapshots(tmp_path, 4)])
 

@@ -47,10 +47,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       tuner.search(..., callbacks=[
           wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)])
 
-  After `fit`, the model holds the averages, as with Keras's `use_ema`. If a
-  callback in `callbacks`, or after this one with `swap_on_epoch=True`, then sets
-  weights, like EarlyStopping, the averages of all decays are set to these
-  weights. An optimizer with `keep_raw_weights=True` keeps the raw weights in
+  After `fit`, the model holds the averages, as with Keras's `use_ema`. If one
+  of these callbacks then sets weights, like EarlyStopping, the averages of all
+  decays are set to these weights. An optimizer with `keep_raw_weights=True` keeps the raw weights in
   the model.
 
   The moving statistics of batch normalizations come from the raw weights and do
@@ -140,8 +139,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._swap_on_epoch = _checks.boolean("swap_on_epoch", swap_on_epoch)
     self._optimizer = _averaging.checked_optimizer(optimizer)
     if part is not None and not isinstance(part, (str, keras.Model)):
-      raise TypeError("`part` must be a Keras model or the name of an attribute "
-                      f"of the model, got {part!r}.")
+      raise TypeError("`part` must be a Keras model or the name of an "
+                      f"attribute of the model, got {part!r}.")
     self._part = part
     if isinstance(callbacks, keras.callbacks.Callback):
       callbacks = [callbacks]

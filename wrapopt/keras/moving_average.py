@@ -425,9 +425,9 @@ class MovingAverage(_averaging.AveragingOptimizer):
   def _steps_since(self, step):
     """The number of steps of the averages before a Step.
 
-    If the averages have not begun, they begin with this step; also if they began
-    with a later one: the file that they are from has the count, and Keras has
-    loaded no state of the inner optimizer.
+    If the averages have not begun, they begin with this step. So they do if
+    they are from a file and began with a later step: Keras has not loaded the
+    inner optimizer's count.
     """
     first, iterations = self._first[step.part].value, step.iterations
     if tf.executing_eagerly() and self._update_every > 1:
