@@ -49,8 +49,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   After `fit`, the model holds the averages, as with Keras's `use_ema`. If one
   of these callbacks then sets weights, like EarlyStopping, the averages of all
-  decays are set to these weights. An optimizer with `keep_raw_weights=True` keeps the raw weights in
-  the model.
+  decays are set to these weights. An optimizer with `keep_raw_weights=True`
+  keeps the raw weights in the model.
 
   The moving statistics of batch normalizations come from the raw weights and do
   not fit the averages. With `recalibrate=dataset`, each evaluation first
