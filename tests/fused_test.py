@@ -240,6 +240,41 @@ def test_what_a_subclass_overrides_is_called():
   assert v.numpy() == [0.0] and opt.average(v).numpy() == [0.5]
 
 
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("on_class", [False, True])
+def test_what_is_set_on_an_optimizer_is_called(mode, on_class, monkeypatch):
+  """Also on its class, and on a wrapper inside."""
+  def doubled(f):
+    def apply(*args, **kwargs):
+      *first, grad, variable = args
+      return f(*first, 2 * grad, variable, **kwargs)
+    return apply
+
+  def doubled_step(f):
+    return lambda grads_and_vars, *args, **kwargs: f(
+        [(2 * g, v) for g, v in grads_and_vars], *args, **kwargs)
+
+  with graph_of(mode):
+    inner = v1.GradientDescentOptimizer(0.25)
+    target = v1.GradientDescentOptimizer if on_class else inner
+    for name in ("_apply_dense", "_resource_apply_dense"):
+      monkeypatch.setattr(target, name, doubled(getattr(target, name)))
+    middle = wrapopt.MovingAverageOptimizer(inner, 0.5)
+    assert not middle.fused
+    middle.apply_gradients = doubled_step(middle.apply_gradients)
+    step = tf1.train.get_or_create_global_step()
+    opt = wrapopt.DropStaleGradientOptimizer(middle, 5, global_step=step)
+    v = tf1.get_variable("v", initializer=[1.0])
+    with opt.record_step(step) as recorded:
+      grad = tf.constant([1.0])
+    taken = opt.apply_gradients([(grad, v)], step, recorded=recorded)
+    with session_of() as session:
+      session.run(taken)
+      value, average = session.run([v, middle.average(v)])
+  # The gradient is doubled twice.
+  assert value == [0.0] and average == [0.5]
+
+
 @pytest.mark.parametrize("make", [
     lambda: v1.ProximalGradientDescentOptimizer(0.1),
     lambda: v1.FtrlOptimizer(0.1, learning_rate_power=-0.25)])

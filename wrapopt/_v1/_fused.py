@@ -4,6 +4,7 @@ The type must match exactly: a subclass may have overridden any method.
 """
 
 import contextlib
+import inspect
 import operator
 import typing
 import weakref
@@ -119,10 +120,28 @@ _SCHEDULE_FREE = {
     "GradientDescent": "ScheduleFreeSGD", "RMSProp": "ScheduleFreeRMSProp"}
 
 
+_NAMES = frozenset(
+    name for cls in _RULES for name, _ in inspect.getmembers(
+        cls, inspect.isfunction) if not name.startswith("__"))
+
+# {class: {name: method}}, to see if somebody has replaced one in the class.
+_METHODS = {
+    cls: {name: getattr(cls, name) for name in _NAMES
+          if name in vars(cls) or name == "apply_gradients"} for cls in _RULES}
+
+
 def rule_of(opt):
-  """The rule of an inner optimizer, or None if it has no one-pass op."""
-  find = _RULES.get(type(opt))
-  return find(opt) if find else None
+  """The rule of an inner optimizer, or None if it has no one-pass op.
+
+  It has none if a method was set on it or on its class: the op would not call
+  it.
+  """
+  cls = type(opt)
+  if cls not in _RULES or not _NAMES.isdisjoint(vars(opt)) or any(
+      getattr(cls, name) is not method
+      for name, method in _METHODS[cls].items()):
+    return None
+  return _RULES[cls](opt)
 
 
 def schedule_free_rule_of(opt):

@@ -204,7 +204,8 @@ class Innermost:
       return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
     # An overridden `apply_gradients` may use the global step for more.
     counts = (not is_gated or is_late or
-              type(opt).apply_gradients is not _Optimizer.apply_gradients)
+              getattr(opt.apply_gradients, "__func__", None) is not
+              _Optimizer.apply_gradients)
 
     def apply(step):
       plan = _plan_of(step, rule)

@@ -87,7 +87,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   def _inner(self):
     """What implements this protocol for the inner optimizer."""
     opt = self._optimizer
-    if isinstance(opt, WrapperOptimizer) and not opt._has_own_step:
+    if isinstance(opt, WrapperOptimizer) and not (
+        opt._has_own_step or "apply_gradients" in vars(opt)):
       return opt
     return _step.Innermost(opt)
 

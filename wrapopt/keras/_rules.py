@@ -86,6 +86,16 @@ _RULES = {
     _optimizers.SGD: _sgd,
 }
 
+# The methods of an optimizer that its one-pass op does the work of.
+PASSED_OVER = frozenset({"_distributed_tf_update_step", "assign", "assign_add",
+                         "assign_sub", "update_step"})
+
+# {class: {name: method}}, to see if somebody has replaced one in the class.
+_METHODS = {
+    cls: {name: getattr(cls, name) for name in [
+        *PASSED_OVER, "_all_reduce_sum_gradients", "_apply_weight_decay",
+        "_backend_update_step"]} for cls in _RULES}
+
 # {rule: its rule in Schedule-Free learning}.
 _SCHEDULE_FREE = {"AdagradW": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
                   "RMSPropW": "ScheduleFreeRMSProp", "SGDW": "ScheduleFreeSGD"}
@@ -94,6 +104,7 @@ _SCHEDULE_FREE = {"AdagradW": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
 def add_rule(cls, name):
   """Makes `name` the rule of a subclass of Adam, one of this package."""
   _RULES[cls] = lambda opt: adam(opt)._replace(rule=name, squares=False)
+  _METHODS[cls] = {}
 
 
 def value(variable):
@@ -103,7 +114,8 @@ def value(variable):
 
 def has_rule(cls):
   """Whether the optimizers of a class have a one-pass op."""
-  return cls in _RULES
+  return cls in _RULES and all(
+      getattr(cls, name) is method for name, method in _METHODS[cls].items())
 
 
 def touches_few_rows(opt):
@@ -114,15 +126,14 @@ def touches_few_rows(opt):
 
 def rule_of(opt, cls):
   """The rule of `opt`, which is of class `cls`, or None."""
-  find = _RULES.get(cls)
-  return find(opt) if find else None
+  return _RULES[cls](opt) if has_rule(cls) else None
 
 
 def may_be_schedule_free(opt):
   """Whether an optimizer without momentum has a rule of these."""
   return (type(opt) in (_optimizers.Adagrad, _optimizers.Adam,
                         _optimizers.AdamW, _optimizers.RMSprop,
-                        _optimizers.SGD) and
+                        _optimizers.SGD) and has_rule(type(opt)) and
           not getattr(opt, "amsgrad", False) and
           not getattr(opt, "centered", False))
 

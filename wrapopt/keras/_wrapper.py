@@ -17,6 +17,7 @@ from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _methods
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
@@ -78,6 +79,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
     self._held = _Held(optimizer)
+    _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
@@ -311,7 +313,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   @contextlib.contextmanager
   def _prepared(self, trainable_variables):
     """The context of a step."""
-    wrappers = self._wrappers()
+    optimizers = self._optimizers()
+    _methods.check(self, optimizers)
+    wrappers = _wrappers_of(optimizers)
     # Threads may share a gate. A step that finds that averages have not begun
     # sets them to the weights, which must not be those after another's step.
     preparing = taking = contextlib.nullcontext()
@@ -361,6 +365,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       The variable that counts the steps.
     """
     grads_and_vars = list(grads_and_vars)
+    if getattr(self.apply, "__func__", None) is not WrapperOptimizer.apply:
+      self.apply(*zip(*grads_and_vars))  # As Keras calls a user's.
+      return self.iterations
     with self._prepared([v for _, v in grads_and_vars]):
       self._held.followed.apply_gradients(grads_and_vars)
     return self.iterations
@@ -468,10 +475,13 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _refuse_swapped_in(self, what):
     _refuse_swapped_in(self._wrappers(), what)
 
+  def _optimizers(self):
+    """This wrapper and all optimizers inside: a list."""
+    return [self, *_steps.within(self)]
+
   def _wrappers(self):
     """This wrapper and the wrappers inside: a list."""
-    return [opt for opt in [self, *_steps.within(self)]
-            if isinstance(opt, WrapperOptimizer)]
+    return _wrappers_of(self._optimizers())
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
@@ -502,6 +512,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     optimizer = keras.saving.deserialize_keras_object(
         copy.deepcopy(config["optimizer"]), custom_objects=custom_objects)
     return cls(**{**config, "optimizer": optimizer})
+
+
+def _wrappers_of(optimizers):
+  return [opt for opt in optimizers if isinstance(opt, WrapperOptimizer)]
 
 
 def _check_in_place(wrappers):

@@ -269,7 +269,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "got none. Pass fit() the callback EvaluateWithAverages, or call "
             "set_model(model).")
       variables = batch_norm.statistics(model)
-      with tf.init_scope(), self._distribution_strategy.scope():
+      with tf.init_scope(), _replicas.scope_of(self._distribution_strategy):
         rows = self._make_rows(dict(enumerate(variables)),
                                _state.OF_BATCH_NORM)
       self._of_batch_norm = variables, rows
