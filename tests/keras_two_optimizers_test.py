@@ -250,7 +250,7 @@ def test_errors_name_both():
   for callback in EvaluateWithAverages(), wrapopt.keras.Snapshots("x", 1):
     with pytest.raises(ValueError, match=(
         "needs an optimizer that keeps averages, such as .*, got RMSprop, "
-        "which model.compile.. holds .its default is RMSprop.. Pass "
+        "which model.compile.. holds by default. Pass "
         "optimizer='g_optimizer', the attribute of the model")):
       gan.fit(x, verbose=0, callbacks=[callback])
   for name, got in [("d_optimizer", "SGD, which is model.d_optimizer"),

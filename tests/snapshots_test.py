@@ -364,7 +364,7 @@ def test_other_averages(wrapper, tmp_path):
   fit = lambda: model.fit(x, y, batch_size=16, verbose=0, callbacks=[
       wrapopt.keras.Snapshots(tmp_path, 16)])
   if wrapper is wrapopt.keras.Lookahead:
-    with pytest.raises(ValueError, match="got Lookahead with 0"):
+    with pytest.raises(ValueError, match="got Lookahead, which model.compile"):
       fit()
     return
   fit()

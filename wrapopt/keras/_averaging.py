@@ -398,7 +398,8 @@ def optimizer_of(model, optimizer, subject):
   found, where = optimizer, "was passed as `optimizer`"
   if optimizer is None:
     found = getattr(model, "optimizer", None)
-    where = "model.compile() holds (its default is RMSprop)"
+    where = "model.compile() holds" + (
+        " by default" if type(found) is keras.optimizers.RMSprop else "")
   elif isinstance(optimizer, str):
     found, where = getattr(model, optimizer, None), f"is model.{optimizer}"
   if isinstance(found, keras.optimizers.Optimizer) and averaging(found):

@@ -283,9 +283,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       assign(variable, count.value if not has_averages else
              _fitting(name, variable, store, count.missing))
     self._late = _copies(store, [
-        f"{name}.{i}" for name, found in names.items()
-        if name in unread and name.endswith(OF_BATCH_NORM)
-        for i in range(found)])
+        key for key in store.keys()
+        if (name := key.rpartition(".")[0]) in unread
+        and name.endswith(OF_BATCH_NORM)])
     _warn_unread(unread, "file")
 
   def is_swapped_in(self):

@@ -431,7 +431,7 @@ class _Follower:
   def all_after(cls, evaluator):
     """The callbacks after a callback whose `set_model` runs: a list."""
     found, i = cls._place_of(evaluator)
-    after = list(map(cls._own, found.callbacks[i + 1:]))
+    after = [cls._layers(c)[-1] for c in found.callbacks[i + 1:]]
     if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in after):
       raise ValueError(
           "BackupAndRestore must not come after EvaluateWithAverages("
@@ -443,18 +443,21 @@ class _Follower:
   def replace_after(cls, evaluator):
     """Replaces the callbacks after a callback whose `set_model` runs."""
     found, i = cls._place_of(evaluator)
-    for k, callback in enumerate(found.callbacks):
-      # Keras's own, which read no weights.
-      if k > i and not isinstance(cls._own(callback), (
-          keras.callbacks.History, keras.callbacks.ProgbarLogger)):
+    for k, callback in enumerate(found.callbacks[i + 1:], i + 1):
+      *followers, own = cls._layers(callback)
+      # Keras's own two read no weights.
+      if not any(x._evaluator is evaluator for x in followers) and (
+          not isinstance(own, (keras.callbacks.History,
+                               keras.callbacks.ProgbarLogger))):
         found.callbacks[k] = cls(callback, evaluator)
 
   @classmethod
-  def _own(cls, callback):
-    """The user's callback."""
-    while isinstance(callback, cls):
-      callback = callback._callback
-    return callback
+  def _layers(cls, callback):
+    """The followers around a user's callback, and the callback: a list."""
+    found = [callback]
+    while isinstance(found[-1], cls):
+      found.append(found[-1]._callback)
+    return found
 
   @classmethod
   def _place_of(cls, evaluator):
@@ -465,7 +468,7 @@ class _Follower:
       found = frame.f_locals.get("self")
       if isinstance(found, keras.callbacks.CallbackList):
         for i, callback in enumerate(found.callbacks):
-          if cls._own(callback) is evaluator:
+          if cls._layers(callback)[-1] is evaluator:
             return found, i
       frame = frame.f_back
     raise ValueError(
