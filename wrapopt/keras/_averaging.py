@@ -374,6 +374,14 @@ def _not_copied(model, why):
       "set_weights(model.get_weights()) inside averaged_weights(model).")
 
 
+def averaging(optimizer):
+  """The outermost optimizers that keep averages: a list."""
+  if isinstance(optimizer, AveragingOptimizer):
+    return [optimizer]
+  return [found for inner in _steps.held_by(optimizer)
+          for found in averaging(inner)]
+
+
 def checked_optimizer(optimizer):
   """An argument `optimizer` of a callback, checked."""
   if optimizer is None or isinstance(optimizer,
@@ -413,11 +421,3 @@ def optimizer_of(model, optimizer, subject):
       + (f"Pass {' or '.join(f'optimizer={x!r}' for x in others)}, the "
          "attribute of the model that keeps some." if others else
          "If another optimizer trains the model, pass it as `optimizer`."))
-
-
-def averaging(optimizer):
-  """The outermost optimizers that keep averages: a list."""
-  if isinstance(optimizer, AveragingOptimizer):
-    return [optimizer]
-  return [found for inner in _steps.held_by(optimizer)
-          for found in averaging(inner)]
