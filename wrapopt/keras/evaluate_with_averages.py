@@ -181,9 +181,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._model = None
     self._trains, self._evaluated = None, None
     self._recalibration = batch_norm.Recalibration(self._dataset)
-    self._recalibrated: Optional[batch_norm.Recalibrated] = None
-    self._others: dict[str, EvaluateWithAverages] = {}  # By suffix of logs.
-    self._functions: list[Any] = []
+    self._recalibrated = None
+    self._others = {}  # By suffix of logs.
+    self._functions = []
 
   def __deepcopy__(self, memo):
     """A copy that has no model yet: KerasTuner makes one for each trial."""
