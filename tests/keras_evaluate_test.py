@@ -1,5 +1,6 @@
 """wrapopt.keras.EvaluateWithAverages in real fits."""
 
+import copy
 import os
 
 import keras
@@ -648,3 +649,140 @@ def test_swa_counts_epochs():
   fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
   with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
     fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)
+
+
+class AtEpochEnd(callbacks.Callback):
+  """Sees weights at the end of each epoch, and of each batch."""
+
+  def __init__(self):
+    super().__init__()
+    self.seen, self.in_batches = [], []
+
+  def on_train_batch_end(self, batch, logs=None):
+    self.in_batches.append(values(self.model.weights))
+
+  def on_epoch_end(self, epoch, logs=None):
+    self.seen.append(values(self.model.weights))
+    with pytest.raises(RuntimeError, match="must not be called inside"):
+      self.model.optimizer.apply([tf.ones_like(v) for v in
+                                  self.model.trainable_variables])
+
+
+@pytest.mark.parametrize("decay", [None, 0.5])
+def test_callbacks_after_it_see_averages_at_the_end_of_an_epoch(
+    decay, tmp_path):
+  path = str(tmp_path / "best.weights.h5")
+  model = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  x, y = data()
+  wants, raw, batches = [], [], []
+
+  class Watch(callbacks.Callback):
+
+    def on_train_batch_end(self, batch, logs=None):
+      batches.append(values(model.weights))
+
+    def on_epoch_begin(self, epoch, logs=None):
+      if raw:
+        assert_same(values(model.weights), raw[-1])
+
+    def on_epoch_end(self, epoch, logs=None):
+      raw.append(values(model.weights))
+      wants.append([model.optimizer.average(v, decay).numpy()
+                    for v in model.trainable_variables])
+
+  after = AtEpochEnd()
+  losses = fit(
+      model, callbacks.BackupAndRestore(str(tmp_path / "backup")), Watch(),
+      wrapopt.keras.EvaluateWithAverages(decay=decay, swap_on_epoch=True),
+      after, callbacks.ModelCheckpoint(path, save_best_only=True,
+                                       save_weights_only=True), epochs=5)
+  for got, want in zip(after.seen, wants, strict=True):
+    assert_same(got, want)
+  for got, want in zip(after.in_batches, batches, strict=True):
+    assert_same(got, want)
+  assert_same(values(model.weights), wants[-1])
+  assert 0 < losses.index(min(losses)) < 4
+  # An optimizer that is not built, as KerasTuner loads it.
+  loaded = make(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]))
+  loaded.load_weights(path)
+  for found in [], [wrapopt.keras.EvaluateWithAverages(decay=decay)]:
+    np.testing.assert_allclose(
+        loaded.evaluate(x, y, verbose=0, callbacks=found), min(losses),
+        rtol=1e-5)
+
+
+def test_early_stopping_after_it_restores_averages():
+  x, y = data()
+  model = make()
+  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  losses = fit(model, found, callbacks.EarlyStopping(
+      patience=1, restore_best_weights=True), epochs=50)
+  assert len(losses) < 50
+  np.testing.assert_allclose(model.evaluate(x, y, verbose=0), min(losses),
+                             rtol=1e-5)
+  assert_same(averages(model), values(model.weights))
+  with pytest.raises(ValueError, match="nor may one come after a callback with "
+                     "swap_on_epoch=True"):
+    fit(make(wrapopt.keras.MovingAverage("sgd", keep_raw_weights=True)), found,
+        callbacks.EarlyStopping(restore_best_weights=True))
+
+
+def test_an_exception_of_a_callback_after_it_leaves_raw_weights():
+  raw = []
+
+  class Raw(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      raw[:] = values(self.model.weights)
+
+  model = make()
+  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  with pytest.raises(Stop):
+    fit(model, Raw(), found, Fails("on_epoch_end"))
+  assert_same(values(model.weights), raw)
+  assert not model.optimizer._state.is_swapped_in()
+  given = callbacks.CallbackList([found, AtEpochEnd()], model=model)
+  given.set_model(model)  # Once more.
+  model.fit(*data(), verbose=0, callbacks=given)
+
+
+def test_a_backup_after_it_is_refused(tmp_path):
+  path = tmp_path / "backup"
+  found = wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)
+  with pytest.raises(ValueError, match="BackupAndRestore must not come after "
+                     ".* Pass it to fit.. before EvaluateWithAverages"):
+    fit(make(), found, callbacks.BackupAndRestore(str(path)))
+  assert not path.exists()
+  with pytest.raises(ValueError, match="must be in the list of callbacks of f"):
+    found.set_model(make())
+  with pytest.raises(TypeError, match="`swap_on_epoch` must be True or False"):
+    wrapopt.keras.EvaluateWithAverages(swap_on_epoch=1)
+
+
+def test_copies_of_the_callback(tmp_path):
+  """KerasTuner copies callbacks before each trial, and not what they read."""
+  x, y = data()
+  batches = tf.data.Dataset.from_tensor_slices(x).batch(16)
+
+  def build():
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([
+        keras.Input((3,)), keras.layers.Dense(4),
+        keras.layers.BatchNormalization(), keras.layers.Dense(1)])
+    model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), "mse",
+                  jit_compile=False)
+    return model
+
+  given = [
+      wrapopt.keras.Snapshots(str(tmp_path / "{}"), 2),
+      wrapopt.keras.EvaluateWithAverages(
+          callbacks.EarlyStopping(restore_best_weights=True), decay="all",
+          recalibrate=batches, swap_on_epoch=True)]
+  found = []
+  for copied in map(lambda f: f(given), [lambda x: x, copy.deepcopy]):
+    assert copied[1]._dataset is batches
+    found.append(build().fit(x, y, validation_data=(x, y), verbose=0,
+                             callbacks=copied).history)
+  assert found[0] == found[1]
+  assert set(found[0]) == {"loss", "val_loss", "val_loss_0.5"}
+  assert copied[1]._callbacks[0] is not given[1]._callbacks[0]

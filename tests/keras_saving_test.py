@@ -16,6 +16,7 @@ import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
 from wrapopt.keras import SWA
+from wrapopt.keras import _steps
 
 optimizers = keras.optimizers
 
@@ -525,11 +526,127 @@ def test_averages_that_are_not_loaded(tmp_path):
       "The file has averages named 'average_0.5', which the optimizer lacks. "
       "They are not loaded")):
     make(MovingAverage("sgd", 0.9)).load_weights(path)
+
+
+UNBUILT = {
+    **{kind: KINDS[kind] for kind in ("nested", "loss_scale_between")},
+    "schedule_free": lambda: wrapopt.keras.ScheduleFree("adam"),
+    "counted": lambda: MovingAverage(SWA("adam", 0, 2), wrapopt.PowerDecay(
+        gamma=1), update_every=2),
+    "gate": lambda: wrapopt.keras.DropStaleGradient(
+        MovingAverage("adam", 0.5), 1,
+        policy=wrapopt.DelayCompensation(adaptive=True)),
+}
+# Keras 3.12 has no MultiOptimizer.
+if hasattr(optimizers, "MultiOptimizer"):
+  UNBUILT["multi_around"] = lambda: optimizers.MultiOptimizer(
+      optimizers.OptimizerMap(MovingAverage("adam", 0.5), {
+          ".*bias": SWA("sgd", 0, 2), "nothing": Lookahead("sgd")}))
+
+
+def not_built(optimizer):
   model = make()
-  model.compile(MovingAverage("sgd", 0.9), loss="mse")
-  with warnings.catch_warnings(record=True) as found:
-    warnings.simplefilter("always", UserWarning)
+  model.compile(optimizer, loss="mse", jit_compile=False)
+  return model
+
+
+def load_before_build(model, path):
+  with warnings.catch_warnings():
+    # Keras does not load the state of its own optimizer.
+    warnings.filterwarnings("ignore", "Skipping variable loading")
     model.load_weights(path)
-  assert any("named 'average_0.5', 'average_0.9', which the optimizer lacks as "
-             r"it is not built: call optimizer.build(variables)"
-             in str(w.message) for w in found)
+
+
+def state(opt):
+  """The averages and counts of all wrappers."""
+  wrappers = [x for x in [opt, *_steps.within(opt)] if hasattr(x, "_state")]
+  return [x for w in wrappers for x in [
+      *(average for average, _ in w._state.pairs()),
+      *(count for count, _ in w._state._counts.values())]]
+
+
+@pytest.mark.parametrize("kind", UNBUILT)
+def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
+  path = str(tmp_path / "run.weights.h5")
+  another = str(tmp_path / "another.weights.h5")
+  model = make(UNBUILT[kind]())
+  train(model, 2 if kind != "gate" else 0)
+  model.save_weights(another)
+  train(model, 3 if kind != "gate" else 0)
+  for i, x in enumerate(state(model.optimizer)):
+    x.assign(x + (i + 1) * (kind == "gate"))
+  model.save_weights(path)
+  want = values(state(model.optimizer))
+  # Another one before, and one that is saved without a build.
+  first = not_built(UNBUILT[kind]())
+  load_before_build(first, another)
+  load_before_build(first, path)
+  os.remove(path)
+  first.save_weights(path)
+  second = not_built(UNBUILT[kind]())
+  load_before_build(second, path)
+  checkpoint = tf.train.Checkpoint(optimizer=second.optimizer).write(path)
+  third = not_built(UNBUILT[kind]())
+  tf.train.Checkpoint(optimizer=third.optimizer).read(checkpoint)
+  for m in first, second, third:
+    if m is third and kind.startswith("multi"):
+      continue  # Keras's checkpoints do not have its optimizers.
+    m.set_weights([w + 1 for w in m.get_weights()])
+    m.optimizer.build(m.trainable_variables)
+    assert_same(values(state(m.optimizer)), want)
+
+
+def test_a_file_before_a_build_that_it_does_not_fit(tmp_path):
+  path = str(tmp_path / "run.weights.h5")
+  model = train(make(MovingAverage("sgd", [0.9, 0.5])))
+  model.save_weights(path)
+  other = not_built(MovingAverage("sgd", 0.9))
+  load_before_build(other, path)
+  with pytest.warns(UserWarning, match="'average_0.5', which the optimizer la"):
+    other.optimizer.build(other.trainable_variables)
+  assert_same(averages(other), averages(model))
+  train(make(MovingAverage("sgd", 0.9))).save_weights(path)
+  other = not_built(MovingAverage("sgd", 0.9))
+  other.layers[0].trainable = False
+  load_before_build(other, path)
+  with pytest.warns(UserWarning, match="must have 4 averages .* got 6"):
+    other.optimizer.build(other.trainable_variables)
+  assert_same(averages(other), values(other.trainable_variables))
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_files_and_checkpoints_in_turn(built, tmp_path):
+  path = str(tmp_path / "run.weights.h5")
+  model = train(make(MovingAverage("sgd", 0.5)))
+  model.save_weights(path)
+  file = averages(model)
+  checkpoint = tf.train.Checkpoint(model=train(model)).write(path + "1")
+  lacks = tf.train.Checkpoint(model=make(MovingAverage("sgd", 0.9))).write(
+      path + "2")
+  found = {}
+  for order in [(path, checkpoint), (checkpoint, path), (lacks, path)]:
+    other = (make if built else not_built)(MovingAverage("sgd", 0.5))
+    for name in order:
+      if name == path:
+        load_before_build(other, path)
+      else:
+        tf.train.Checkpoint(model=other).read(name)
+    other.optimizer.build(other.trainable_variables)
+    found[order] = averages(other)
+  assert_same(found[path, checkpoint], averages(model))
+  assert_same(found[checkpoint, path], file)
+  assert_same(found[lacks, path], file)
+
+
+def test_averages_that_began_later_than_the_count_of_steps():
+  """A file's averages began with step 5; Keras counts from 0 again."""
+  v = keras.Variable([0.0])
+  opt = MovingAverage(optimizers.SGD(1.0), wrapopt.PowerDecay(gamma=1))
+  opt.build([v])
+  opt._first[opt._var_key(v)].assign(5)
+  opt._begun.assign(1)
+  for _ in range(3):
+    opt.apply([tf.constant([-1.0])], [v])
+  # Weights 1, 2 and 3 of the values 1, 2 and 3 would be 14 / 6.
+  assert 0 < v.numpy() - opt.average(v).numpy()
+  assert opt.average_steps() == 3

@@ -259,8 +259,23 @@ def _mutants():
           "//tests:keras_conformance_test")
   yield m("Keras: an average that a file lacks keeps its value",
           "wrapopt/keras/_state.py",
-          "    average.assign(value)\n  else:\n    seed(average, variable)",
-          "    average.assign(value)", "//tests:keras_saving_test")
+          "  else:\n    seed(average, variable)", "",
+          "//tests:keras_saving_test")
+  yield m("Keras: a file that is loaded before the build is dropped",
+          "wrapopt/keras/_state.py", "      self.load_own_variables(late)",
+          "      pass", "//tests:keras_saving_test")
+  yield m("Keras: what a checkpoint lacks replaces a later file's values",
+          "wrapopt/keras/_state.py",
+          "self._before_late = self._completed =", "self._before_late =",
+          "//tests:keras_saving_test")
+  yield m("Keras: callbacks after swap_on_epoch see raw weights",
+          "wrapopt/keras/evaluate_with_averages.py",
+          "        found.callbacks[k] = cls(callback, evaluator)",
+          "        pass", "//tests:keras_evaluate_test")
+  yield m("Keras: fit ends with the raw weights of a GAN's generator",
+          "wrapopt/keras/evaluate_with_averages.py",
+          "        optimizer.finalize_variable_values(",
+          "        str(", "//tests:keras_two_optimizers_test")
   yield m("SWA: the mean counts its start", "wrapopt/keras/swa.py",
           "n / (n + 1))", "(n + 1) / (n + 2))",
           "//tests:keras_conformance_test")

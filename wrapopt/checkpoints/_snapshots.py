@@ -1,6 +1,7 @@
 """Snapshots: files of averages, which a thread writes during training."""
 
 import concurrent.futures
+import copy
 import os
 import threading
 from typing import Any, Optional, Union
@@ -61,10 +62,19 @@ class Snapshots:
                        "Pass a path such as 'run/snapshots'.")
     self.save_steps = save_steps
     self._dtype = _DTYPES[name]
+    self._end_run()
+
+  def _end_run(self):
     self._last = None
     self._thread = None
     self._pending = []
     self._free = threading.BoundedSemaphore(self._PENDING)
+
+  def copy(self):
+    """The same directory, for another run."""
+    copied = copy.copy(self)
+    copied._end_run()
+    return copied
 
   def begin(self, step):
     """Begins a run, after `step` steps."""

@@ -55,7 +55,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   variable among those that may have an average of that name, as Keras does for
   an optimizer's variables: paths differ between the models of a process. The
   name of a moving average contains its decay. An average that a file lacks
-  starts at its variable's value.
+  starts at its variable's value. If the optimizer is not built, a copy of what
+  Keras loads waits for the build.
 
   Attributes:
     name: The name in checkpoints.
@@ -70,13 +71,17 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._settle = settle  # Called before averages are saved.
     # Whether Keras has loaded a file: at all, and since `has_new_values`.
     self._was_loaded = self._is_loaded = False
+    self._is_made = False  # Whether the optimizer is built.
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
     self._noticed = self._completed = -1
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
     self._indices = collections.defaultdict(list)  # Of these, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
-    self._late = {}  # Values from a file for averages that are made later.
+    # Values from a file for averages that are made later: all of them before
+    # the build, then those of batch normalizations. And the checkpoint that was
+    # restored last before.
+    self._late, self._before_late = {}, None
     # (average, variable) pairs of variables that had no value when the averages
     # were to start, and a variable that tells whether these still have to.
     self._waiting, self._waits = [], None
@@ -112,16 +117,20 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if in_files != name:
       self._handle_deferred_dependencies(f"{name}.{i}", _value(average))
     for key in f"{in_files}.{i}", f"{name}.{i}":
-      if key in self._late:
+      if self._is_made and key in self._late:
         _load(average, variable, self._late.pop(key))
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     children = super()._trackable_children(save_type, **kwargs)
+    if save_type == "checkpoint" and not self._is_made:
+      children.update(self._late)
     # A function that is saved, such as a step, must find its variables.
     return (children if save_type == "checkpoint" or self.place is None
             else {**children, "place": _value(self.place)})
 
   def _lookup_dependency(self, name, *args, **kwargs):
+    if not self._is_made:
+      return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
     found = super()._lookup_dependency(name, *args, **kwargs)
     if found is None and kind in self._in_files:
@@ -133,6 +142,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Adds a variable with a Count."""
     self._counts[name] = variable, value
     self._track_trackable(variable.value, name)
+
+  def finish(self):
+    """Takes what was loaded before the optimizer was built, after the build."""
+    self._is_made = True
+    late, self._late = self._late, {}
+    # A checkpoint that was restored after that has given its values already.
+    if self._before_late is not None and self._before_late == _restored(self):
+      self.load_own_variables(late)
+
+  def has_late(self):
+    """Whether a file was loaded that waits for the build."""
+    return bool(self._late) and not self._is_made
 
   def pairs(self):
     """All (average, variable) pairs."""
@@ -219,6 +240,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
                   self._deferred_dependencies}, "checkpoint")
 
   def save_own_variables(self, store):
+    if not self._is_made:
+      for name, value in self._late.items():
+        store[name] = value
     self._settle()
     left = [v for _, v in self.pairs() if _left.layer_of(v) is not None]
     if left:
@@ -242,6 +266,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
     self._was_loaded = self._is_loaded = True
+    # What a checkpoint of before lacked is now in the file, or starts anew.
+    self._before_late = self._completed = _restored(self)
+    if not self._is_made:
+      self._late = _copies(store, store.keys())
+      return
     names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
     # A gate has counts alone.
     has_averages = not self._rows and any(
@@ -265,16 +294,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         _load(average, variable, store[f"{in_file}.{i}"] if fits else None)
       has_averages |= fits
     for name, (variable, count) in self._counts.items():
-      variable.assign(count.value if not has_averages else store[name]
-                      if name in store.keys() else count.missing)
-    # Copies, because the file will be closed.
-    self._late = {
-        key: np.array(store[key]) for key in store.keys()
+      assign(variable, count.value if not has_averages else
+             _fitting(name, variable, store, count.missing))
+    self._late = _copies(store, [
+        key for key in store.keys()
         if (name := key.rpartition(".")[0]) in unread
-        and name.endswith(OF_BATCH_NORM)}
-    _warn_unread(unread, "file", "" if self._rows else (
-        " as it is not built: call optimizer.build(variables) before the file "
-        "is loaded"))
+        and name.endswith(OF_BATCH_NORM)])
+    _warn_unread(unread, "file")
 
   def is_swapped_in(self):
     """Whether averages are in place of their variables."""
@@ -305,7 +331,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._swapped_in = None
 
 
-def _warn_unread(names, source, why=""):
+def _warn_unread(names, source):
   """Warns of names of averages in a file that the optimizer lacks."""
   # Counts have no number, and so no name here.
   names = sorted(name for name in names
@@ -313,7 +339,28 @@ def _warn_unread(names, source, why=""):
   if names:
     warnings.warn(
         f"The {source} has averages named {', '.join(map(repr, names))}, which "
-        f"the optimizer lacks{why}. They are not loaded.")
+        "the optimizer lacks. They are not loaded.")
+
+
+def _copies(store, names):
+  """Copies of values of a file, which will be closed: {name: variable}."""
+  with tf.init_scope(), tf.device("CPU:0"):
+    # Not of a strategy.
+    return {name: resource_variable_ops.ResourceVariable(
+        np.array(store[name]), trainable=False) for name in names}
+
+
+def _fitting(name, variable, store, missing):
+  """The value of a count in a file, or `missing` if it does not fit."""
+  if name not in store.keys():
+    return missing
+  value = np.asarray(store[name])
+  if value.shape == tuple(variable.shape):
+    return value
+  warnings.warn(
+      f"The file's '{name}' must have the shape {tuple(variable.shape)} like "
+      f"the optimizer's, got {value.shape}. It is not loaded.")
+  return missing
 
 
 def _restored(trackable):
@@ -328,7 +375,8 @@ def _load(average, variable, value):
   A value of another shape belongs to another variable; Keras has reported it.
   """
   if value is not None and tuple(value.shape) == tuple(average.shape):
-    average.assign(value)
+    for s in _replicas.values(_value(average)):
+      s.assign(tf.cast(value, s.dtype))
   else:
     seed(average, variable)
 

@@ -135,6 +135,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
+      self._state.finish()
 
   def _refuse_holders(self):
     """Raises an error if an optimizer inside holds others, in a cluster."""

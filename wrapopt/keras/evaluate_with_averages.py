@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 import contextlib
+import copy
+import inspect
 import itertools
 from typing import Any, Literal, Optional, Union
 import warnings
@@ -9,6 +11,7 @@ import warnings
 import keras
 from keras.src.utils import python_utils
 
+from wrapopt import _checks
 from wrapopt._averages import _decays
 from wrapopt.keras import _averaging
 from wrapopt.keras import batch_norm
@@ -35,10 +38,19 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           keras.callbacks.BackupAndRestore("backup")])
       model.evaluate(..., callbacks=[wrapopt.keras.EvaluateWithAverages()])
 
-  After `fit`, the model holds the averages, as with Keras's `use_ema`. If a
-  callback in `callbacks` then sets weights, like EarlyStopping, the averages
-  of all decays are set to these weights. An optimizer with
-  `keep_raw_weights=True` keeps the raw weights in the model.
+  With `swap_on_epoch=True`, the same holds for the callbacks that come after
+  this one in the list of `fit`, but only in `on_epoch_end`. It is for callbacks
+  that a program adds by itself, such as the one with which KerasTuner saves the
+  best epoch. Those before it see the raw weights. So pass BackupAndRestore
+  before it:
+
+      tuner.search(..., callbacks=[
+          wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)])
+
+  After `fit`, the model holds the averages, as with Keras's `use_ema`. If one
+  of these callbacks then sets weights, like EarlyStopping, the averages of all
+  decays are set to these weights. An optimizer with `keep_raw_weights=True`
+  keeps the raw weights in the model.
 
   The moving statistics of batch normalizations come from the raw weights and do
   not fit the averages. With `recalibrate=dataset`, each evaluation first
@@ -61,6 +73,16 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                   save_best_only=True),
           ], decay="all")])
 
+  A model may have optimizers that `compile` does not hold, such as a GAN with
+  one for each of its networks. `optimizer` names the one whose averages are
+  used, and `part` the network that it trains. `fit` then ends with its averages
+  in the model, too. For several of them, pass a callback for each:
+
+      gan.compile(d_optimizer=keras.optimizers.Adam(),
+                  g_optimizer=wrapopt.keras.MovingAverage("adam", 0.999))
+      gan.fit(..., callbacks=[wrapopt.keras.EvaluateWithAverages(
+          optimizer="g_optimizer", part="generator")])
+
   The averages are those of the outermost wrapper that keeps averages, which may
   be inside Keras's LossScaleOptimizer or MultiOptimizer. A float32 average of a
   float16 or bfloat16 variable is converted for each batch. All other averages
@@ -70,7 +92,10 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def __init__(
       self, callbacks: Optional[Iterable[keras.callbacks.Callback]] = None, *,
       decay: Union[None, _decays.Decay, Literal["all"]] = None,
-      recalibrate: Union[None, Iterable[Any], Literal[False]] = None) -> None:
+      recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
+      swap_on_epoch: bool = False,
+      optimizer: Union[None, str, keras.optimizers.Optimizer] = None,
+      part: Union[None, str, keras.Model] = None) -> None:
     """Makes the callback.
 
     Args:
@@ -87,10 +112,18 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         later epochs changes. None or False keeps the statistics of batch
         normalizations; None also warns, if the model has any that are trained,
         and the optimizer does not average them.
+      swap_on_epoch: Whether callbacks that come after this one in the list of
+        `fit` run `on_epoch_end` with the averages in place.
+      optimizer: The optimizer whose averages are used, or the name of the
+        attribute of the model that holds it; by default that of `compile`.
+      part: The model in the model whose weights the optimizer trains, or the
+        name of the attribute that holds it; by default the whole model.
+        `recalibrate` then has its inputs.
 
     Raises:
-      TypeError: If `callbacks` contains anything but callbacks, or
-        `recalibrate` is not a data set that can be read several times.
+      TypeError: If `callbacks` contains anything but callbacks, `recalibrate`
+        is not a data set that can be read several times, or another argument
+        has a wrong type.
       ValueError: If `callbacks` contains a BackupAndRestore, a SwapEMAWeights
         or a Snapshots, or with `recalibrate` a callback that runs after each
         batch; or if `recalibrate` is infinite.
@@ -102,10 +135,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._decay = decay
     batch_norm.check_recalibrate(recalibrate)
     self._dataset = None if recalibrate is False else recalibrate
-    self._recalibration = batch_norm.Recalibration(self._dataset)
     self._warns = recalibrate is None
-    self._recalibrated: Optional[batch_norm.Recalibrated] = None
-    self._others: dict[str, EvaluateWithAverages] = {}  # By suffix of logs.
+    self._swap_on_epoch = _checks.boolean("swap_on_epoch", swap_on_epoch)
+    self._optimizer = _averaging.checked_optimizer(optimizer)
+    if part is not None and not isinstance(part, (str, keras.Model)):
+      raise TypeError("`part` must be a Keras model or the name of an "
+                      f"attribute of the model, got {part!r}.")
+    self._part = part
     if isinstance(callbacks, keras.callbacks.Callback):
       callbacks = [callbacks]
     self._callbacks = list(callbacks or ())
@@ -142,7 +178,31 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                  "on_predict_batch_end"):
       if all(_are_default(c, "on_batch_end", name) for c in self._callbacks):
         setattr(self, name, getattr(super(), name))
-    self._functions: list[Any] = []
+    self._forget_model()
+
+  def _forget_model(self):
+    """Sets all that `set_model` sets to what it is before."""
+    self._model = None
+    self._trains, self._evaluated = None, None
+    self._recalibration = batch_norm.Recalibration(self._dataset)
+    self._recalibrated = None
+    self._others = {}  # By suffix of logs.
+    self._functions = []
+
+  def __deepcopy__(self, memo):
+    """A copy that has no model yet: KerasTuner makes one for each trial."""
+    copied = object.__new__(type(self))
+    # They stay what they are: TensorFlow cannot copy a data set, and a copy of
+    # an optimizer trains nothing.
+    memo.update((id(x), x)
+                for x in (self._dataset, self._optimizer, self._part))
+    memo[id(self)] = copied
+    copied._dataset = self._dataset
+    copied._forget_model()
+    for name, value in vars(self).items():
+      if name not in vars(copied):
+        vars(copied)[name] = copy.deepcopy(value, memo)
+    return copied
 
   def set_params(self, params):
     super().set_params(params)
@@ -150,19 +210,19 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_params(params)
 
   def set_model(self, model):
-    found = _averaging.averaging(model.optimizer)
-    if not found:
-      raise ValueError(
-          "EvaluateWithAverages needs an optimizer that keeps averages, such "
-          "as wrapopt.keras.MovingAverage, got "
-          f"{type(model.optimizer).__qualname__}.")
+    optimizer = _averaging.optimizer_of(model, self._optimizer,
+                                        type(self).__name__)
+    found = _averaging.averaging(optimizer)
     decays = found[0].decays() if self._decay == "all" else [self._decay]
-    for optimizer in found:
+    for x in found:
       for decay in decays:
-        optimizer.check_decay(decay)
-    self._check_end(found)
-    self._check_batch_norm(model, found)
+        x.check_decay(decay)
+    part = self._part_of(model)
+    after = _Follower.all_after(self) if self._swap_on_epoch else []
+    self._check_end(found, after)
+    self._check_batch_norm(part, found)
     super().set_model(model)
+    self._trains = optimizer, part
     self._evaluated = decays[0]
     self._recalibrated = None
     self._functions = [_Function(model, kind, self._swapped_in)
@@ -171,14 +231,30 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       callback.set_model(model)
     self._others = {
         f"_{decay}": EvaluateWithAverages(
-            decay=decay,
+            decay=decay, optimizer=self._optimizer, part=self._part,
             recalibrate=False if self._dataset is None else self._dataset)
         for decay in decays[1:]}
     for other in self._others.values():
       other._recalibration = self._recalibration
       other.set_model(model)
+    if self._swap_on_epoch:
+      _Follower.replace_after(self)
 
-  def _check_end(self, found):
+  def _part_of(self, model):
+    part = (getattr(model, self._part, None) if isinstance(self._part, str)
+            else model if self._part is None else self._part)
+    if not isinstance(part, keras.Model):
+      raise ValueError(
+          "`part` must be the name of an attribute of the model that is a "
+          f"Keras model, got '{self._part}' for '{model.name}', whose "
+          f"attribute is {part!r}.")
+    return part
+
+  def _averaging(self):
+    """The optimizers that keep averages: a list."""
+    return _averaging.averaging(self._trains[0])
+
+  def _check_end(self, found, after):
     """Raises an error if the weights at the end of `fit` are not clear."""
     keeps = {optimizer.keeps_raw_weights for optimizer in found}
     if len(keeps) > 1:
@@ -187,11 +263,12 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "averages in one model, got True and False.")
     if keeps == {True} and any(
         isinstance(c, keras.callbacks.EarlyStopping) and c.restore_best_weights
-        for c in self._callbacks):
+        for c in [*self._callbacks, *after]):
       raise ValueError(
           "`callbacks` must not contain an EarlyStopping with "
           "restore_best_weights=True if the optimizer has "
-          "keep_raw_weights=True: it sets the weights to averages at the end "
+          "keep_raw_weights=True, nor may one come after a callback with "
+          "swap_on_epoch=True: it sets the weights to averages at the end "
           "of fit(). Save the best averages with a ModelCheckpoint.")
 
   def _check_batch_norm(self, model, found):
@@ -209,17 +286,20 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   @contextlib.contextmanager
   def _swapped_in(self):
-    model = self.model
-    if not model.optimizer.built:
-      with model.distribute_strategy.scope():
-        model.optimizer.build(model.trainable_variables)
+    optimizer, part = self._trains
+    if not optimizer.built and (
+        self._optimizer is None or self._part is not None and part.built):
+      with self.model.distribute_strategy.scope():
+        optimizer.build(part.trainable_variables)
     with contextlib.ExitStack() as stack:
-      for optimizer in _averaging.averaging(model.optimizer):
-        if optimizer.built:  # Part of a MultiOptimizer may train nothing.
-          stack.enter_context(optimizer.swapped_in(model, self._evaluated))
+      for x in self._averaging():
+        if x.built:
+          stack.enter_context(x.swapped_in(part, self._evaluated))
+        else:  # Part of a MultiOptimizer may train nothing.
+          x.check_has_no_averages()
       if self._dataset is not None:
         if self._recalibrated is None:
-          self._recalibrated = self._recalibration.of(model)
+          self._recalibrated = self._recalibration.of(part)
         stack.enter_context(self._recalibrated.swapped_in())
       yield
 
@@ -244,25 +324,36 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   def on_train_begin(self, logs=None):
     batches = (self.params or {}).get("steps")
-    for optimizer in _averaging.averaging(self.model.optimizer):
-      optimizer.set_model(self.model)
-      if batches is not None:
+    for optimizer in self._averaging():
+      optimizer.set_model(self._trains[1])
+      # Another optimizer may take any number of steps in a batch.
+      if batches is not None and self._optimizer is None:
         optimizer.check_batches_per_epoch(batches)
     self._call("on_train_begin", logs)
 
   def on_train_end(self, logs=None):
-    found = [x for x in _averaging.averaging(self.model.optimizer)
-             if x.built and not x.keeps_raw_weights]
+    part = self._trains[1]
+    built = [x for x in self._averaging() if x.built]
+    if self._optimizer is not None:  # Keras knows only that of compile().
+      for optimizer in built:
+        optimizer.finalize_variable_values(optimizer._trainable_variables)
+    found = [x for x in built if not x.keeps_raw_weights]
     if found:
-      if self._decay is not None:  # Keras has put the first in place.
+      if self._decay is not None:  # The first is in place.
         for optimizer in found:
-          optimizer.assign_averages(self.model, self._evaluated)
+          optimizer.assign_averages(part, self._evaluated)
       if self._dataset is not None:
-        (self._recalibrated or self._recalibration.of(self.model)).assign()
+        (self._recalibrated or self._recalibration.of(part)).assign()
+    self._end(self._callbacks, logs)
+
+  def _end(self, callbacks, logs):
+    """Runs `on_train_end` of callbacks, which may set averages."""
     with contextlib.ExitStack() as stack:
-      for optimizer in found if self._callbacks else ():
-        stack.enter_context(optimizer._adopting(self.model))
-      self._call("on_train_end", logs)
+      for optimizer in self._averaging() if callbacks else ():
+        if optimizer.built and not optimizer.keeps_raw_weights:
+          stack.enter_context(optimizer._adopting(self._trains[1]))
+      for callback in callbacks:
+        callback.on_train_end(logs)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
@@ -325,44 +416,138 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       getattr(callback, method)(*args)
 
 
+class _Follower:
+  """A callback after one with `swap_on_epoch`, in Keras's list of callbacks."""
+
+  def __init__(self, callback, evaluator):
+    self._callback, self._evaluator = callback, evaluator
+
+  def __getattr__(self, name):
+    return getattr(self._callback, name)
+
+  def on_epoch_end(self, epoch, logs=None):
+    self._evaluator._run([self._callback], "on_epoch_end", epoch, logs)
+
+  def on_train_end(self, logs=None):
+    self._evaluator._end([self._callback], logs)
+
+  @classmethod
+  def all_after(cls, evaluator):
+    """The callbacks after a callback whose `set_model` runs: a list."""
+    found, i = cls._place_of(evaluator)
+    after = [cls._layers(c)[-1] for c in found.callbacks[i + 1:]]
+    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in after):
+      raise ValueError(
+          "BackupAndRestore must not come after EvaluateWithAverages("
+          "swap_on_epoch=True): it would resume the training from averages. "
+          "Pass it to fit() before EvaluateWithAverages.")
+    return after
+
+  @classmethod
+  def replace_after(cls, evaluator):
+    """Replaces the callbacks after a callback whose `set_model` runs."""
+    found, i = cls._place_of(evaluator)
+    for k, callback in enumerate(found.callbacks[i + 1:], i + 1):
+      *followers, own = cls._layers(callback)
+      # Keras's own two read no weights.
+      if not any(x._evaluator is evaluator for x in followers) and (
+          not isinstance(own, (keras.callbacks.History,
+                               keras.callbacks.ProgbarLogger))):
+        found.callbacks[k] = cls(callback, evaluator)
+
+  @classmethod
+  def _layers(cls, callback):
+    """The followers around a user's callback, and the callback: a list."""
+    found = [callback]
+    while isinstance(found[-1], cls):
+      found.append(found[-1]._callback)
+    return found
+
+  @classmethod
+  def _place_of(cls, evaluator):
+    """Keras's list of callbacks that sets the model, and the index in it."""
+    # Keras does not tell a callback which list it is in.
+    frame = inspect.currentframe()
+    while frame is not None:
+      found = frame.f_locals.get("self")
+      if isinstance(found, keras.callbacks.CallbackList):
+        for i, callback in enumerate(found.callbacks):
+          if cls._layers(callback)[-1] is evaluator:
+            return found, i
+      frame = frame.f_back
+    raise ValueError(
+        "EvaluateWithAverages(swap_on_epoch=True) must be in the list of "
+        "callbacks of fit() or in a keras.callbacks.CallbackList, got a call "
+        "of set_model() by another one. Pass `callbacks` to it instead.")
+
+
 class _Function:
   """Replaces a model's test or predict function by one with averages in place.
 
   Keras calls `make_test_function` at the start of each evaluation. If an
   exception has left the replacement, this call restores the model's function.
+  Several callbacks share the replacement.
   """
 
   def __init__(self, model, kind, in_place):
-    self._model, self._swapped_in = model, in_place
+    self._model, self._in_place = model, in_place
     self._name, self._make_name = f"{kind}_function", f"make_{kind}_function"
-    self._own = self._other = None
+
+  def _replacement(self):
+    """The `_Replacement` in the model, or None."""
+    return getattr(getattr(self._model, self._name), "replacement", None)
 
   def put(self):
     """Replaces the function, unless it is already replaced."""
-    model, own = self._model, getattr(self._model, self._name)
-    if self._other is not None and own is self._other:
-      return
+    replacement = self._replacement()
+    if replacement is None:
+      replacement = _Replacement(getattr(self._model, self._name))
 
-    def other(data):
-      with self._swapped_in():
-        return own(data)
+      def other(data):
+        return replacement(data)
 
-    def make(force=False):
-      self.swap_out()
-      getattr(model, self._make_name)(force)
+      def make(force=False):
+        self._restore()
+        getattr(self._model, self._make_name)(force)
 
-    self._own, self._other = own, other
-    setattr(model, self._name, other)
-    setattr(model, self._make_name, make)
+      other.replacement = replacement
+      setattr(self._model, self._name, other)
+      setattr(self._model, self._make_name, make)
+    if self._in_place not in replacement.in_place:
+      replacement.in_place.append(self._in_place)
 
   def swap_out(self):
     """Restores the model's function, if it is replaced."""
-    model = self._model
-    if self._other is not None and getattr(model, self._name) is self._other:
-      setattr(model, self._name, self._own)
-    if self._make_name in vars(model):
-      delattr(model, self._make_name)
-    self._own = self._other = None
+    replacement = self._replacement()
+    if replacement is not None and self._in_place in replacement.in_place:
+      replacement.in_place.remove(self._in_place)
+    if replacement is None or not replacement.in_place:
+      self._restore()
+
+  def _restore(self):
+    replacement = self._replacement()
+    if replacement is not None:
+      setattr(self._model, self._name, replacement.own)
+    if self._make_name in vars(self._model):
+      delattr(self._model, self._make_name)
+
+
+class _Replacement:
+  """A function of a model, called with averages in place.
+
+  Attributes:
+    own: The model's function.
+    in_place: Functions without arguments that return context managers.
+  """
+
+  def __init__(self, own):
+    self.own, self.in_place = own, []
+
+  def __call__(self, data):
+    with contextlib.ExitStack() as stack:
+      for in_place in self.in_place:
+        stack.enter_context(in_place())
+      return self.own(data)
 
 
 def _are_default(callback, *names):

@@ -460,16 +460,19 @@ class MovingAverage(_averaging.AveragingOptimizer):
   def _steps_since(self, step):
     """The number of steps of the averages before a Step.
 
-    If the averages have not begun, they begin with this step.
+    If the averages have not begun, they begin with this step. So they do if
+    they are from a file and began with a later step: Keras has not loaded the
+    inner optimizer's count.
     """
     first, iterations = self._first[step.part].value, step.iterations
     if tf.executing_eagerly() and self._update_every > 1:
       # Numbers cost less than ops.
       iterations, begun = int(iterations), int(first.read_value())
-      if begun < 0:
+      if not 0 <= begun <= iterations:
         first.assign(begun := iterations)
       return max(iterations - max(begun, self._start_step), 0)
-    begun = tf.where(first.read_value() < 0, iterations, first.read_value())
+    begun = first.read_value()
+    begun = tf.where((begun < 0) | (begun > iterations), iterations, begun)
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
                       tf.constant(0, tf.int64))

@@ -1,7 +1,8 @@
 """Snapshots of the averages that a Keras optimizer keeps."""
 
+import copy
 import io
-from typing import Any
+from typing import Any, Optional, Union
 
 import keras
 from keras.src.saving import saving_lib
@@ -12,6 +13,7 @@ from wrapopt.checkpoints import _h5
 from wrapopt.checkpoints import _trees
 from wrapopt.checkpoints import _snapshots
 from wrapopt.keras import _averaging
+from wrapopt.keras import _steps
 
 
 class Snapshots(keras.callbacks.Callback):
@@ -31,8 +33,9 @@ class Snapshots(keras.callbacks.Callback):
       model.fit(..., callbacks=[wrapopt.keras.Snapshots("run/snapshots", 500)])
   """
 
-  def __init__(self, directory: str, save_steps: int,
-               dtype: Any = None) -> None:
+  def __init__(
+      self, directory: str, save_steps: int, dtype: Any = None, *,
+      optimizer: Union[None, str, keras.optimizers.Optimizer] = None) -> None:
     """Makes the callback.
 
     Args:
@@ -41,29 +44,45 @@ class Snapshots(keras.callbacks.Callback):
       dtype: The dtype in which averages are stored: "float32", "float16",
         "bfloat16", or None for their own dtypes. float16 and bfloat16 halve the
         files. Averages computed from them have the dtypes of the variables.
+      optimizer: The optimizer whose averages are written and whose steps are
+        counted, or the name of the attribute of the model that holds it; by
+        default that of `compile`.
 
     Raises:
-      TypeError: If `save_steps` is not an integer.
+      TypeError: If `save_steps` is not an integer, or `optimizer` neither an
+        optimizer nor a name.
       ValueError: If an argument is out of range.
     """
     super().__init__()
     self._snapshots = _snapshots.Snapshots(directory, save_steps, dtype)
+    self._optimizer = _averaging.checked_optimizer(optimizer)
+    self._trains = None
 
   def set_model(self, model):
-    averaging = _averaging.averaging(model.optimizer)
+    optimizer = _averaging.optimizer_of(model, self._optimizer, "Snapshots")
+    averaging = _averaging.averaging(optimizer)
     if len(averaging) != 1:
       raise ValueError(
           "Snapshots needs exactly one optimizer that keeps averages, such as "
           "wrapopt.keras.MovingAverage, got "
-          f"{type(model.optimizer).__qualname__} with {len(averaging)}. Put "
+          f"{type(optimizer).__qualname__} with {len(averaging)}. Put "
           "one wrapper around all other optimizers.")
     super().set_model(model)
+    self._trains = optimizer
+
+  def __deepcopy__(self, memo):
+    """A copy that has no model yet: KerasTuner makes one for each trial."""
+    copied = copy.copy(self)
+    memo[id(self)] = copied
+    copied._snapshots = self._snapshots.copy()
+    copied._model = copied._trains = None
+    return copied
 
   def on_train_begin(self, logs=None):
     self._snapshots.begin(self._step())
 
   def _step(self):
-    return int(self.model.optimizer.iterations)
+    return int(self._trains.iterations)
 
   def on_train_batch_end(self, batch, logs=None):
     step = self._step()
@@ -74,7 +93,7 @@ class Snapshots(keras.callbacks.Callback):
     self._snapshots.end()
 
   def _write(self, step):
-    [optimizer] = _averaging.averaging(self.model.optimizer)
+    [optimizer] = _averaging.averaging(self._trains)
     layout = _Layout(self.model)
     for decay, steps, average_of in optimizer.averages_by_decay(self.model):
       averages, others = {}, {}
@@ -113,7 +132,7 @@ class _Layout(saving_lib.H5IOStore):
     self.file, self.datasets = self.h5_file, {}
     saving_lib._save_state(
         model, weights_store=self, assets_store=None, inner_path="",
-        visited_saveables={id(model.optimizer)})
+        visited_saveables={id(x) for x in _steps.held_by(model)})
     self.trees = [_trees.tree_of(self.file)]
 
   def __setitem__(self, key, value):
