@@ -6,6 +6,7 @@ import tensorflow as tf
 
 from training import graph_of
 import wrapopt
+import wrapopt.checkpoints
 
 tf1 = tf.compat.v1
 sgd = tf1.train.GradientDescentOptimizer
@@ -76,6 +77,48 @@ def test_a_step_that_is_found_by_its_name(make):
   step = tf1.train.get_global_step()
   assert not isinstance(step, tf.Variable)
   assert steps(make(step), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_gradients_record_a_step_that_is_found_by_its_name():
+  step = tf1.get_variable("global_step", initializer=0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.DropStaleGradientOptimizer(sgd(1.0), 0)
+  train = opt.apply_gradients(opt.compute_gradients(-v), step)
+  assert steps((train, v, None), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_a_hook_finds_a_step_by_its_name(tmp_path):
+  step = tf1.get_variable("global_step", initializer=0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
+  hook = wrapopt.checkpoints.SnapshotHook(opt, str(tmp_path), 2)
+  assert steps((opt.minimize(-v, step), v, hook), step, 2) == [[1, 1], [2, 2]]
+  assert list(tmp_path.glob("*.index"))
+
+
+def test_a_gate_refuses_a_step_that_cannot_count_far():
+  step = tf1.get_variable("global_step", initializer=0.0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.DropStaleGradientOptimizer(sgd(1.0), 0)
+  for take in (lambda: opt.minimize(-v, step),
+               lambda: opt.compute_gradients(-v)):
+    with pytest.raises(TypeError, match="int32 or int64, got .*float32.* Make "
+                       "one with tf.compat.v1.train.get_or_create_global_step"):
+      take()
+
+
+def test_the_averages_of_1_15():
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), [0.5, 0.9])
+  assert opt._ema._decay == 0.5
+  assert opt._ema.average(v) is None
+  assert opt._ema.average_name(v) == "v/ExponentialMovingAverage"
+  train = opt.minimize(-v)
+  assert opt._ema.average(v) is opt.average(v, 0.5)
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train)
+    assert session.run(opt._ema.average(v)) == 0.5
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint8])

@@ -320,7 +320,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _find_step(self):
     if self._global_step is not None:
       return self._global_step
-    step = tf1.train.get_global_step()
+    step = _checks.step_of_graph()
     if step is None:
       raise ValueError(
           "A global step is required, got a graph without one. Make one with "

@@ -268,6 +268,16 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
 
+  @property
+  def _ema(self):
+    """For programs of TensorFlow 1.x: an object like its `_ema`.
+
+    1.x had no public way to an average. The object has `average(var)` and
+    `average_name(var)`, as this optimizer, and `_decay`. Of several decays, it
+    knows the first. New code calls `average` and `average_name`.
+    """
+    return _Ema(self)
+
   def average_steps(self) -> Optional[Variable]:
     """The variable that counts the steps of the averages.
 
@@ -411,6 +421,19 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """
     return self._make_swapping_saver(
         _decays.index_of(decay, self._decays), var_list, name, kwargs)
+
+
+class _Ema:
+  """What programs of TensorFlow 1.x use of `MovingAverageOptimizer._ema`.
+
+  Attributes:
+    average: The method of the optimizer.
+    average_name: The method of the optimizer.
+  """
+
+  def __init__(self, opt):
+    self.average, self.average_name = opt.average, opt.average_name
+    self._decay = opt._decays[0]
 
 
 def _is_float32(dtype):
