@@ -292,6 +292,28 @@ def test_partitioned_variables(kind):
     assert None not in opt.average(parts) and opt.average(other) is None
 
 
+def test_checkpoints_of_untrained_variables(tmp_path):
+  def make():
+    w, mean, opt, step = with_statistic("eager", lambda opt: opt,
+                                        average_decay=0.5)
+    return mean, opt, tf.train.Checkpoint(w=w, mean=mean, opt=opt), step
+
+  mean, opt, saved, step = make()
+  for _ in range(2):
+    step()
+  path = saved.write(str(tmp_path / "saved"))
+  for is_deferred in (False, True):
+    mean, opt, saved, step = make()
+    if is_deferred:
+      saved.read(path)
+    else:
+      step()
+      saved.read(path).assert_consumed()
+      assert [mean.numpy(), opt.average(mean).numpy()] == [2, 1.5]
+    step()
+    assert [mean.numpy(), opt.average(mean).numpy()] == [3, 2.25]
+
+
 def test_checkpoints(tmp_path):
   """Of averages of all variables and of some, in both directions."""
   def make(of_some):
@@ -556,6 +578,76 @@ def test_untrained_variables_around_workers_averages(make, kind):
       for _ in range(2):
         session.run(train_op)
       assert session.run([opt.average(v) for v in (w, mean)]) == [1.25, 1.25]
+
+
+def normalized(is_training):
+  """A model with a batch normalization as slim makes it: (loss, output)."""
+  x = tf.constant([[1.0, 2.0], [3.0, 5.0], [2.0, 4.0]])
+  with v1.variable_scope("net"):
+    w = v1.get_variable("weights", initializer=[[0.5], [-1.5]])
+    h = tf.matmul(x, w)
+    with v1.variable_scope("BatchNorm"):
+      beta = v1.get_variable("beta", initializer=[0.25])
+      moving = [v1.get_variable(name, initializer=[value], trainable=False)
+                for name, value in (("moving_mean", 0.0),
+                                    ("moving_variance", 1.0))]
+      if is_training:
+        mean, variance = tf.nn.moments(h, [0])
+        for v, now in zip(moving, (mean, variance)):
+          v1.add_to_collection(v1.GraphKeys.UPDATE_OPS, v1.assign_sub(
+              v, 0.5 * (v.read_value() - now)).op)
+      else:
+        mean, variance = moving
+      h = tf.nn.batch_normalization(h, mean, variance, beta, None, 1e-3)
+  return tf.reduce_mean((h - [[1.0], [2.0], [3.0]])**2), h
+
+
+def evaluated(kind, path, of_model_variables):
+  """What an evaluation script of TensorFlow's models computes from a file."""
+  with graph_of(kind), v1.Session() as session:
+    _, output = normalized(is_training=False)
+    averages = tf.train.ExponentialMovingAverage(0.5)
+    names = averages.variables_to_restore(
+        v1.global_variables() if of_model_variables else None)
+    assert of_model_variables == (
+        "net/BatchNorm/moving_mean/ExponentialMovingAverage" in names)
+    v1.train.Saver(names).restore(session, path)
+    return session.run(output)
+
+
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+def test_evaluations_of_batch_normalizations(kind, fused, tmp_path):
+  """Scripts read the files of TensorFlow's own averages, and those of ours."""
+  def train(name, kind, minimize):
+    with graph_of(kind):
+      loss, _ = normalized(is_training=True)
+      variables = v1.global_variables()
+      sgd = v1.train.GradientDescentOptimizer(0.125)
+      with tf.control_dependencies(
+          v1.get_collection(v1.GraphKeys.UPDATE_OPS)):
+        train_op = minimize(sgd, loss, variables)
+      with session_of() as session:
+        for _ in range(3):
+          session.run(train_op)
+        return v1.train.Saver().save(session, str(tmp_path / name))
+
+  def stock(sgd, loss, variables):
+    with tf.control_dependencies([sgd.minimize(loss)]):
+      return tf.train.ExponentialMovingAverage(0.5).apply(variables)
+
+  # TensorFlow may read ref variables before they are initialized.
+  paths = [train("stock", "resource", stock), train(
+      "ours", kind, lambda sgd, loss, variables: wrapopt.MovingAverageOptimizer(
+          sgd, 0.5, variables=variables, fused=fused).minimize(loss))]
+  want, got = map(tf.train.load_checkpoint, paths)
+  names = want.get_variable_to_shape_map()
+  assert got.get_variable_to_shape_map() == names
+  for name in names:
+    np.testing.assert_array_equal(got.get_tensor(name), want.get_tensor(name))
+  for of_model_variables in (True, False):
+    np.testing.assert_array_equal(*(
+        evaluated(kind, path, of_model_variables) for path in paths))
 
 
 def test_an_untrained_table():

@@ -130,8 +130,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         that has a gradient, with the strategy's variable in a `tf.distribute`
         strategy. A list may also hold variables that no step trains, such as
         the statistics of batch normalizations: their averages move after every
-        step that trains another one of the list, a step without a gradient for
-        them included. Put their own updates before the step:
+        step. Put their own updates before it:
 
             with tf.control_dependencies(update_ops):
               train_op = opt.minimize(loss)
