@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from processes import run_python
 from training import graph_of
 import wrapopt
 import wrapopt.checkpoints
@@ -184,3 +185,38 @@ def test_settings_of_numpy():
     session.run(tf1.global_variables_initializer())
     session.run(train)
     assert session.run(opt.average(v)) == np.float32(9 / 11)
+
+
+IN_ANOTHER_PROGRAM = """
+import sys
+import tensorflow.compat.v1 as tf
+tf.disable_eager_execution()
+graph, model = sys.argv[1:]
+saver = tf.train.import_meta_graph(graph)
+with tf.Session() as session:
+  saver.restore(session, model)
+  print(session.run("y:0", {"x:0": [2.0]}))
+assert "wrapopt" not in sys.modules
+"""
+
+
+def test_a_meta_graph_that_needs_no_wrapopt(kind, tmp_path):
+  x = tf1.placeholder(tf.float32, [1], name="x")
+  w = tf1.get_variable("w", initializer=[1.0])
+  y = tf.multiply(x, w, name="y")
+  graph, model = str(tmp_path / "inference.meta"), str(tmp_path / "model")
+  tf1.train.export_meta_graph(
+      graph, saver_def=tf1.train.Saver().as_saver_def())
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
+  train = opt.minimize(y)
+  saver = opt.swapping_saver()
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train, {x: [1.0]})
+    saver.save(session, model)
+  # 1 and 0 give 0.5.
+  process = run_python("-c", IN_ANOTHER_PROGRAM, graph, model)
+  assert process.stdout == "[1.]\n", process.stderr
+  if kind == "resource":  # That of the training does.
+    process = run_python("-c", IN_ANOTHER_PROGRAM, f"{model}.meta", model)
+    assert "Op type not registered 'Wrapopt>" in process.stderr

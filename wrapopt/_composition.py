@@ -62,12 +62,12 @@ REFUSED_IN_KERAS = {
     ("SWA", "SWA"): "a variable has one mean of this kind. Use one of the two",
 }
 
-# In an optimizer of TensorFlow that takes its steps in another thread: {outer:
-# the reason}.
+# {a wrapper around an optimizer of TensorFlow that takes its steps in another
+# thread: the reason}.
 _SYNC = tf.compat.v1.train.SyncReplicasOptimizer
-_LATER = ("its `apply_gradients` returns before the step, which a thread of the "
-          "chief takes for all workers. Wrap the SyncReplicasOptimizer around "
-          "the {outer}")
+_LATER = ("a thread of the chief takes its steps, for all workers, and not the "
+          "op that `apply_gradients` returns. Wrap the SyncReplicasOptimizer "
+          "around the {outer}")
 _REFUSED_AROUND_SYNC = {
     **dict.fromkeys((_GATE, _MOVING), _LATER),
     **dict.fromkeys((_ELASTIC, _MODEL), (

@@ -411,6 +411,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     the raw value. A plain `tf.compat.v1.train.Saver` restores the averaged
     model from such a file. This saver restores the state that was saved.
 
+    The `.meta` file beside it holds the whole graph, as with every Saver, and
+    so the native ops of the step. A program that imports it must `import
+    wrapopt` before. The migration guide shows how to write one that needs no
+    wrapopt.
+
     If an average has another dtype than its variable, `v` holds the average in
     the dtype of `v`, and `v/ExponentialMovingAverage/full_precision` holds it
     in its own dtype.
