@@ -117,24 +117,6 @@ def begin(averages):
   return True
 
 
-def all_rows(pairs_by_decay):
-  """Brings averages up to date, of which code that comes next moves all rows.
-
-  Args:
-    pairs_by_decay: For each decay, a list of (variable, average).
-
-  Returns:
-    The operations that this code must wait for: a list, empty in eager mode.
-  """
-  done = []
-  for s in (s for row in pairs_by_decay for _, s in row):
-    if is_lazy(s):
-      done.append(s.catch_up())
-    elif isinstance(s, LazyAverage) and not tf.executing_eagerly():
-      s.keep_dense()  # The graph does not know of rows that lag behind later.
-  return [op for op in done if op is not None]
-
-
 class LazyAverage(trackable.Trackable):
   """An average of a variable with rows. Reading it brings it up to date.
 

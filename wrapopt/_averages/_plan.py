@@ -34,7 +34,9 @@ class Averages(typing.NamedTuple):
     in_order: Whether a separate op must update them after the step. If not, the
       order of the two is undefined in a graph.
     untrained: For each decay, (variable, average) pairs of variables that the
-      step does not train. Their averages are updated after the step.
+      step does not train. Their averages are updated after the step. Rows that
+      lag behind may catch up later: their values stay, so the order of the
+      decays does not matter.
   """
   variables: typing.Sequence[tf.Variable]
   shadows_by_decay: list[list]
@@ -63,10 +65,9 @@ class Averages(typing.NamedTuple):
     Returns:
       An operation in a graph, else None.
     """
-    with tf.control_dependencies(_lazy.all_rows(self.untrained)):
-      return update_all(
-          [_averaged(zip(self.variables, row)) + others for row, others
-           in zip(self.shadows_by_decay, self.untrained)], decays)
+    return update_all(
+        [_averaged(zip(self.variables, row)) + others for row, others
+         in zip(self.shadows_by_decay, self.untrained)], decays)
 
 
 def touches_few_rows(rule):
@@ -117,8 +118,7 @@ class Plan:
         if (isinstance(grad, tf.IndexedSlices) and i not in but and
             _lazy.begin(of_variable)):
           self._touched[i] = of_variable
-    self.first = [*_lazy.settle(variables, self._moved()),
-                  *_lazy.all_rows(untrained)]
+    self.first = _lazy.settle(variables, self._moved())
 
   def _moved(self):
     return [s for of_variable in self._touched for s in of_variable or ()]
