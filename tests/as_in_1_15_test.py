@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from processes import run_python
 from training import graph_of
 import wrapopt
+import wrapopt.checkpoints
 
 tf1 = tf.compat.v1
 sgd = tf1.train.GradientDescentOptimizer
@@ -78,6 +80,48 @@ def test_a_step_that_is_found_by_its_name(make):
   assert steps(make(step), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
 
 
+def test_gradients_record_a_step_that_is_found_by_its_name():
+  step = tf1.get_variable("global_step", initializer=0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.DropStaleGradientOptimizer(sgd(1.0), 0)
+  train = opt.apply_gradients(opt.compute_gradients(-v), step)
+  assert steps((train, v, None), step) == [[1, 1], [2, 2], [3, 3], [4, 4]]
+
+
+def test_a_hook_finds_a_step_by_its_name(tmp_path):
+  step = tf1.get_variable("global_step", initializer=0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
+  hook = wrapopt.checkpoints.SnapshotHook(opt, str(tmp_path), 2)
+  assert steps((opt.minimize(-v, step), v, hook), step, 2) == [[1, 1], [2, 2]]
+  assert list(tmp_path.glob("*.index"))
+
+
+def test_a_gate_refuses_a_step_that_cannot_count_far():
+  step = tf1.get_variable("global_step", initializer=0.0, trainable=False)
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.DropStaleGradientOptimizer(sgd(1.0), 0)
+  for take in (lambda: opt.minimize(-v, step),
+               lambda: opt.compute_gradients(-v)):
+    with pytest.raises(TypeError, match="int32 or int64, got .*float32.* Make "
+                       "one with tf.compat.v1.train.get_or_create_global_step"):
+      take()
+
+
+def test_the_averages_of_1_15():
+  v = tf1.get_variable("v", initializer=0.0)
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), [0.5, 0.9])
+  assert opt._ema._decay == 0.5
+  assert opt._ema.average(v) is None
+  assert opt._ema.average_name(v) == "v/ExponentialMovingAverage"
+  train = opt.minimize(-v)
+  assert opt._ema.average(v) is opt.average(v, 0.5)
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train)
+    assert session.run(opt._ema.average(v)) == 0.5
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int16, np.uint8])
 @pytest.mark.parametrize("make", [averaged, elastic, with_averages,
                                   with_averages_after])
@@ -141,3 +185,38 @@ def test_settings_of_numpy():
     session.run(tf1.global_variables_initializer())
     session.run(train)
     assert session.run(opt.average(v)) == np.float32(9 / 11)
+
+
+IN_ANOTHER_PROGRAM = """
+import sys
+import tensorflow.compat.v1 as tf
+tf.disable_eager_execution()
+graph, model = sys.argv[1:]
+saver = tf.train.import_meta_graph(graph)
+with tf.Session() as session:
+  saver.restore(session, model)
+  print(session.run("y:0", {"x:0": [2.0]}))
+assert "wrapopt" not in sys.modules
+"""
+
+
+def test_a_meta_graph_that_needs_no_wrapopt(kind, tmp_path):
+  x = tf1.placeholder(tf.float32, [1], name="x")
+  w = tf1.get_variable("w", initializer=[1.0])
+  y = tf.multiply(x, w, name="y")
+  graph, model = str(tmp_path / "inference.meta"), str(tmp_path / "model")
+  tf1.train.export_meta_graph(
+      graph, saver_def=tf1.train.Saver().as_saver_def())
+  opt = wrapopt.MovingAverageOptimizer(sgd(1.0), 0.5)
+  train = opt.minimize(y)
+  saver = opt.swapping_saver()
+  with tf1.Session() as session:
+    session.run(tf1.global_variables_initializer())
+    session.run(train, {x: [1.0]})
+    saver.save(session, model)
+  # 1 and 0 give 0.5.
+  process = run_python("-c", IN_ANOTHER_PROGRAM, graph, model)
+  assert process.stdout == "[1.]\n", process.stderr
+  if kind == "resource":  # That of the training does.
+    process = run_python("-c", IN_ANOTHER_PROGRAM, f"{model}.meta", model)
+    assert "Op type not registered 'Wrapopt>" in process.stderr

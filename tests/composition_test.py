@@ -12,12 +12,14 @@ import wrapopt
 from training import GRAPH_MODES
 from training import MODES
 from training import graph_of
+from training import session_of
 from wrapopt import _composition
 from wrapopt._v1 import _step
 from wrapopt._v1 import _wrapper
 
 tf1 = tf.compat.v1
 
+SYNC = tf1.train.SyncReplicasOptimizer
 CROSS, DROP, ELASTIC, MODEL, MOVING = NAMES = (
     "CrossShardOptimizer", "DropStaleGradientOptimizer",
     "ElasticAverageOptimizer", "ModelAverageOptimizer",
@@ -401,8 +403,7 @@ def test_a_new_wrapper_hides_nothing():
     assert session.run([v, opt.average(v), step]) == [2.0, 1.25, 2]
 
 
-@pytest.mark.parametrize("hide", [
-    Foreign, Twice, lambda opt: tf1.train.SyncReplicasOptimizer(opt, 1)])
+@pytest.mark.parametrize("hide", [Foreign, Twice])
 def test_what_another_optimizer_hides(hide):
   with graph_of("resource"):
     hidden = hide(wrapopt.DropStaleGradientOptimizer(
@@ -413,6 +414,57 @@ def test_what_another_optimizer_hides(hide):
       wrapopt.MovingAverageOptimizer(hidden)
     wrapopt.DropStaleGradientOptimizer(hide(wrapopt.MovingAverageOptimizer(
         tf1.train.GradientDescentOptimizer(1.0))), 0)
+
+
+def synchronized(opt):
+  return SYNC(opt, 1)
+
+
+@pytest.mark.parametrize("between", [
+    lambda opt: opt, Foreign, wrapopt.CrossShardOptimizer])
+@pytest.mark.parametrize("name, wrap, remedy", [
+    (DROP, lambda opt: wrapopt.DropStaleGradientOptimizer(opt, 0),
+     f"around the {DROP}"),
+    (MOVING, wrapopt.MovingAverageOptimizer, f"around the {MOVING}"),
+    (ELASTIC, lambda opt: wrapopt.ElasticAverageOptimizer(
+        opt, 1, wrapopt.ElasticAverageCustomGetter("/cpu:0"), rho=0.0),
+     "Use one of the two"),
+    (MODEL, lambda opt: wrapopt.ModelAverageOptimizer(
+        opt, 1, True, wrapopt.ModelAverageCustomGetter("/cpu:0")),
+     "Use one of the two")])
+def test_what_would_not_see_synchronized_steps(name, wrap, remedy, between):
+  with graph_of("resource") as graph:
+    opt = between(synchronized(tf1.train.GradientDescentOptimizer(1.0)))
+    with pytest.raises(ValueError, match=f"`opt` of {name} must not be or hold "
+                       rf"a SyncReplicasOptimizer: .*{remedy}. Got .*"
+                       r"SyncReplicasOptimizer\(GradientDescent"):
+      wrap(opt)
+    assert not graph.get_operations()
+
+
+@pytest.mark.parametrize("kind", GRAPH_MODES)
+@pytest.mark.parametrize("wrap", [
+    lambda opt: synchronized(wrapopt.DropStaleGradientOptimizer(opt, 0)),
+    lambda opt: synchronized(wrapopt.CrossShardOptimizer(opt)),
+    lambda opt: wrapopt.CrossShardOptimizer(synchronized(opt))])
+def test_synchronized_steps(wrap, kind):
+  with graph_of(kind):
+    step = tf1.train.get_or_create_global_step()
+    v = tf1.get_variable("v", initializer=0.0)
+    moving = wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0.5)
+    opt = wrap(moving)
+    train = opt.minimize(tf.constant(-1.0) * v, step)
+    sync = opt if isinstance(opt, SYNC) else opt._optimizer
+    # The thread of the chief would run the ops of its queue runner.
+    with session_of() as session:
+      session.run([sync.chief_init_op, sync.get_init_tokens_op()])
+      for _ in range(2):
+        session.run(sync.local_step_init_op)
+        session.run(train)
+        session.run(sync.get_chief_queue_runner().enqueue_ops)
+      # 0 and 1 give 0.5, and 2 gives 1.25.
+      assert session.run([v, moving.average(v), step]) == [2.0, 1.25, 2]
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -98,11 +98,26 @@ def variable_of(step):
   return step
 
 
+def step_of_graph():
+  """The graph's global step: a variable, the tensor of a ref variable or None.
+
+  As `tf.compat.v1.train.get_global_step`, which does not find a resource
+  variable by its name.
+  """
+  if not (tf.executing_eagerly() or tf.compat.v1.get_collection(
+      tf.compat.v1.GraphKeys.GLOBAL_STEP)):
+    for v in tf.compat.v1.global_variables():
+      if v.name == "global_step:0":
+        return v
+  return tf.compat.v1.train.get_global_step()
+
+
 def global_step(step):
   """The variable of `step`; raises a TypeError if it is not an integer."""
   step = variable_of(step)
   if (not isinstance(step, tf.Variable) or
       step.dtype.base_dtype not in (tf.int32, tf.int64)):
     raise TypeError("`global_step` must be a variable of dtype int32 or int64, "
-                    f"got {step!r}.")
+                    f"got {step!r}. Make one with "
+                    "tf.compat.v1.train.get_or_create_global_step().")
   return step

@@ -62,6 +62,19 @@ REFUSED_IN_KERAS = {
     ("SWA", "SWA"): "a variable has one mean of this kind. Use one of the two",
 }
 
+# {a wrapper around an optimizer of TensorFlow that takes its steps in another
+# thread: the reason}.
+_SYNC = tf.compat.v1.train.SyncReplicasOptimizer
+_LATER = ("a thread of the chief takes its steps, for all workers, and not the "
+          "op that `apply_gradients` returns. Wrap the SyncReplicasOptimizer "
+          "around the {outer}")
+_REFUSED_AROUND_SYNC = {
+    **dict.fromkeys((_GATE, _MOVING), _LATER),
+    **dict.fromkeys((_ELASTIC, _MODEL), (
+        "it averages the gradients of workers that share weights, and these "
+        "weights are local to a worker. Use one of the two")),
+}
+
 # An optimizer of another package does not tell the wrappers around it whether a
 # step was taken, and where variables must be made.
 _HIDDEN = {
@@ -136,6 +149,9 @@ def check(outer, opt):
     ValueError: If it must not contain `opt`, or an optimizer inside `opt`.
   """
   outer = _name(outer, NAMES)
+  if outer in _REFUSED_AROUND_SYNC and _holds_sync(opt):
+    raise _refused("opt", outer, _SYNC.__name__, _REFUSED_AROUND_SYNC[
+        outer].format(outer=outer), _describe(opt))
   for inner, hider in _inside(opt, None):
     why = REFUSED.get((outer, inner))
     if why is None and hider is not None:
@@ -190,6 +206,10 @@ def _inside(opt, hider):
     hider = type(opt).__qualname__
   for held in _held(opt):
     yield from _inside(held, hider)
+
+
+def _holds_sync(opt):
+  return isinstance(opt, _SYNC) or any(map(_holds_sync, _held(opt)))
 
 
 def _describe(opt):

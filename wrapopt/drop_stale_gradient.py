@@ -168,8 +168,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       TypeError: If `opt` is not a `tf.compat.v1.train.Optimizer`, `staleness`
         is not an integer, `global_step` is not a variable, or `fused` is
         neither None nor a bool.
-      ValueError: If `policy` is none of these, or `fused` is True and there is
-        no such op.
+      ValueError: If `policy` is none of these, `fused` is True and there is no
+        such op, or `opt` contains a `DropStaleGradientOptimizer` or a
+        `SyncReplicasOptimizer`.
     """
     super().__init__(opt, name)
     del use_locking
@@ -320,7 +321,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   def _find_step(self):
     if self._global_step is not None:
       return self._global_step
-    step = tf1.train.get_global_step()
+    step = _checks.step_of_graph()
     if step is None:
       raise ValueError(
           "A global step is required, got a graph without one. Make one with "

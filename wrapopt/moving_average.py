@@ -34,7 +34,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
   If there is a native op for the inner optimizer (`fused`), one op per device
   and dtype takes the step and updates the averages of all decays in one pass
   over memory. Otherwise the inner optimizer takes its step, and then one op per
-  device and dtype updates all averages.
+  device and dtype updates all averages. Averages of variables that the step
+  does not train, which a list `variables` may hold, are in this second op, too.
 
   Embeddings: a step with a sparse gradient costs only the rows that it touches,
   if the inner optimizer does not change the other rows (`is_lazy`). The
@@ -123,11 +124,19 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         may lag behind until they are read. By default (None), where that is
         exact (`is_lazy`). If False, each step moves all rows, and `average`
         always returns a `tf.Variable`.
-      variables: Which variables are averaged; by default all. A function of a
-        variable that returns True or False, or a list of variables. A function
-        is called before a variable's first step, with the strategy's variable
-        in a `tf.distribute` strategy. Each `apply_gradients` must get all
-        listed variables. The others are trained in the same way, and an
+      variables: Which variables are averaged; by default all that have a
+        gradient. A function of a variable that returns True or False, or a list
+        of variables. A function is called before the first step of a variable
+        that has a gradient, with the strategy's variable in a `tf.distribute`
+        strategy. A list may also hold variables that no step trains, such as
+        the statistics of batch normalizations: their averages move after every
+        step. Put their own updates before it:
+
+            with tf.control_dependencies(update_ops):
+              train_op = opt.minimize(loss)
+
+        Every `apply_gradients` must get the same variables of the list. The
+        variables that are not chosen are trained in the same way, and an
         evaluation uses them as they are. They have no average, at no cost.
       update_every: The averages move in every step of this number of steps: in
         the n-th, the 2n-th and so on, counted from the first step of the
@@ -147,7 +156,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         `fused` is True and there is no op for the inner optimizer,
         `shadow_dtype` is another dtype, `lazy` is neither None nor False,
         `variables` is an empty list, `update_every` is less than 1, or `opt`
-        contains a `MovingAverageOptimizer`.
+        contains a `MovingAverageOptimizer` or a `SyncReplicasOptimizer`.
     """
     decays = _decays.checked(average_decay)
     _decays.check_num_updates(num_updates)
@@ -179,7 +188,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
     Args:
       grads_and_vars: An iterable of (gradient, variable). A variable with a
-        None gradient is neither trained nor averaged.
+        None gradient is not trained. It is averaged only if a list `variables`
+        holds it.
       global_step: A variable to increment by one, or None.
       name: A name for the inner optimizer's operation.
       **kwargs: Further arguments of the inner optimizer.
@@ -191,8 +201,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       TypeError: If an averaged variable is not of a floating dtype, a gradient
         cannot be converted to a tensor, or a function `variables` returns
         anything but True or False.
-      ValueError: If there is no variable, none has a gradient, or one that
-        `variables` lists is missing.
+      ValueError: If there is no variable, none has a gradient, none is in the
+        list `variables`, one of the list is of another graph, or an earlier
+        call got other variables of the list.
+      NotImplementedError: If the step does not train a variable of the list of
+        which each replica of a `tf.distribute` strategy has its own value.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)
@@ -201,13 +214,14 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
   def _take(self, step):
     variables = self._trained_variables(step)
     held, shadows = self._shadows_by_decay(variables)
-    averages = None
-    if any(s is not None for s in held[0]):
-      averages = _plan.Averages(
-          variables, shadows, held,
-          _decays.Schedule(self._decays, self._num_updates,
-                           self.average_steps(), self._update_every),
-          self._sequential_update)
+    untrained = self._untrained_by_decay(variables)
+    averages = _plan.Averages(
+        variables, shadows, held,
+        _decays.Schedule(self._decays, self._num_updates, self.average_steps(),
+                         self._update_every),
+        self._sequential_update, untrained)
+    if not (averages.has_trained or untrained[0]):
+      averages = None
     taken = self._inner._take(
         step.with_one_pass(self._fused)._replace(averages=averages))
     return taken._replace(done=_step.group(taken.done, name="train_with_avg"))
@@ -267,6 +281,16 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     if isinstance(var, tf.Variable):
       return self.get_slot(var, slot)
     return [self.get_slot(v, slot) for v in var]
+
+  @property
+  def _ema(self):
+    """For programs of TensorFlow 1.x: an object like its `_ema`.
+
+    1.x had no public way to an average. The object has `average(var)` and
+    `average_name(var)`, as this optimizer, and `_decay`. Of several decays, it
+    knows the first. New code calls `average` and `average_name`.
+    """
+    return _Ema(self)
 
   def average_steps(self) -> Optional[Variable]:
     """The variable that counts the steps of the averages.
@@ -355,7 +379,9 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     then contain it. So it raises an error and changes nothing: in eager mode
     and if a `tf.function` is traced in the block, a RuntimeError; in a session
     and in a `tf.function` that was traced or compiled before, a
-    `tf.errors.FailedPreconditionError`.
+    `tf.errors.FailedPreconditionError`. Ops of your own that change a variable,
+    such as those of batch normalizations in training mode, are not refused. In
+    the block, they change the average.
 
     Args:
       session: In a graph, the session; by default the default session. In a
@@ -385,6 +411,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     the raw value. A plain `tf.compat.v1.train.Saver` restores the averaged
     model from such a file. This saver restores the state that was saved.
 
+    The `.meta` file beside it holds the whole graph, as with every Saver, and
+    so the native ops of the step. A program that imports it must `import
+    wrapopt` before. The migration guide shows how to write one that needs no
+    wrapopt.
+
     If an average has another dtype than its variable, `v` holds the average in
     the dtype of `v`, and `v/ExponentialMovingAverage/full_precision` holds it
     in its own dtype.
@@ -411,6 +442,19 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """
     return self._make_swapping_saver(
         _decays.index_of(decay, self._decays), var_list, name, kwargs)
+
+
+class _Ema:
+  """What programs of TensorFlow 1.x use of `MovingAverageOptimizer._ema`.
+
+  Attributes:
+    average: The method of the optimizer.
+    average_name: The method of the optimizer.
+  """
+
+  def __init__(self, opt):
+    self.average, self.average_name = opt.average, opt.average_name
+    self._decay = opt._decays[0]
 
 
 def _is_float32(dtype):

@@ -25,8 +25,7 @@ class Averages(typing.NamedTuple):
   """The averages that a step of an optimizer of tf.compat.v1 must update.
 
   Attributes:
-    variables: The variables of the step that have a gradient, each once. At
-      least one is averaged.
+    variables: The variables of the step that have a gradient, each once.
     shadows_by_decay: For each decay, a list of the averages of `variables`:
       variables or LazyAverages, or None for those that are not averaged.
     held_by_decay: The variables that hold them. In eager mode the same list in
@@ -34,12 +33,22 @@ class Averages(typing.NamedTuple):
     schedule: Their `_decays.Schedule`.
     in_order: Whether a separate op must update them after the step. If not, the
       order of the two is undefined in a graph.
+    untrained: For each decay, (variable, average) pairs of variables that the
+      step does not train. Their averages are updated after the step. Rows that
+      lag behind may catch up later: their values stay, so the order of the
+      decays does not matter.
   """
   variables: typing.Sequence[tf.Variable]
   shadows_by_decay: list[list]
   held_by_decay: list[list]
   schedule: _decays.Schedule
   in_order: bool
+  untrained: list[list]
+
+  @property
+  def has_trained(self):
+    """Whether a variable that the step trains is averaged."""
+    return any(s is not None for s in self.shadows_by_decay[0])
 
   def of(self, variables):
     """`shadows_by_decay` of some of the variables, in their order."""
@@ -56,8 +65,9 @@ class Averages(typing.NamedTuple):
     Returns:
       An operation in a graph, else None.
     """
-    return update_all([_averaged(zip(self.variables, row))
-                       for row in self.shadows_by_decay], decays)
+    return update_all(
+        [_averaged(zip(self.variables, row)) + others for row, others
+         in zip(self.shadows_by_decay, self.untrained)], decays)
 
 
 def touches_few_rows(rule):
@@ -80,7 +90,7 @@ class Plan:
   """
 
   def __init__(self, grads, variables, shadows_by_decay=(), *, rule=None,
-               rows_stay=False, but=()):
+               rows_stay=False, but=(), untrained=()):
     """Plans a step, which comes next.
 
     Args:
@@ -92,9 +102,10 @@ class Plan:
       rows_stay: Whether nobody changes rows after the step that it does not
         touch.
       but: Positions of variables of which the step changes other rows, too.
+      untrained: As in `Averages`; or empty.
     """
     self._grads, self._variables = grads, variables
-    self._shadows = shadows_by_decay
+    self._shadows, self._untrained = shadows_by_decay, untrained
     # For each variable its averages, if they move in the touched rows only.
     self._touched = [None] * len(variables)
     # A variable that is listed twice is updated twice.
@@ -159,21 +170,23 @@ class Plan:
 
     Args:
       decays: The decays of the step.
-      members: The positions of its variables; by default all.
+      members: The positions of its variables; by default all, and the averages
+        of untrained variables.
 
     Returns:
       An operation in a graph, else None.
     """
+    untrained = self._untrained if members is None else ()
     # A variable that is listed twice has one average.
     members = {id(self._variables[i]): i for i in self._positions(members)
                if self._shadows and self._shadows[0][i] is not None}.values()
-    if not members:
-      return None
     touched = [i for i in members if self._touched[i] is not None]
     others = [i for i in members if self._touched[i] is None]
-    updated = [update_all([[(self._variables[i], row[i]) for i in others]
-                           for row in self._shadows],
-                          decays)] if others else []
+    rows = [[(self._variables[i], row[i]) for i in others]
+            for row in self._shadows]
+    if untrained:
+      rows = [[*row, *pairs] for row, pairs in zip(rows, untrained)]
+    updated = [update_all(rows, decays)] if rows else []
     for k, decay in enumerate(decays if touched else ()):
       averages = [self._touched[i][k] for i in touched]
       updated.append(ops.sparse_ema_update(
@@ -181,6 +194,20 @@ class Plan:
           [s.log_decays for s in averages],
           [self._grads[i].indices for i in touched], decay))
     return joined([op for op in updated if op is not None])
+
+  def update_untrained(self, decays, accept):
+    """Updates averages of untrained variables, after a native op.
+
+    Args:
+      decays: The decays of the step.
+      accept: Whether the step is accepted: a bool, or a scalar tensor of it.
+
+    Returns:
+      An operation in a graph, else None.
+    """
+    if not (self._untrained and self._untrained[0]):
+      return None
+    return update_all(self._untrained, _decays.where_due(accept, decays))
 
   def _positions(self, members):
     return range(len(self._variables)) if members is None else members

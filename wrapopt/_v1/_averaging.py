@@ -84,17 +84,45 @@ class AveragingOptimizer(WrapperOptimizer):
     listed = set(map(id, self._chosen))
     return [v for v in variables if v in averaged or id(v) in listed]
 
-  def _check_chosen(self, grads_and_vars):
-    """Raises an error if a step lacks a variable that is to be averaged."""
-    if self._chosen is None or callable(self._chosen):
-      return
-    trained = {id(v) for _, v in grads_and_vars}
-    for v in self._chosen:
-      if id(v) not in trained:
+  def _listed(self):
+    """The variables of a list `variables`, each once: a dict by their ids."""
+    return ({} if self._chosen is None or callable(self._chosen) else
+            {id(v): v for v in self._chosen})
+
+  def _check_listed(self, grads_and_vars):
+    """Raises an error if a step cannot average what a list `variables` holds.
+
+    Returns:
+      {id of a listed variable: whether the step gets it}.
+    """
+    got = {id(v) for _, v in grads_and_vars}
+    is_got = {key: key in got for key in self._listed()}
+    if is_got and not any(is_got.values()):
+      raise ValueError(
+          "`variables` must hold a variable that the optimizer trains, got "
+          f"{[v.name for v in self._chosen]}, of which apply_gradients() got "
+          "none.")
+    graph = graph_of_state()
+    before = self._averaged.of(graph).is_got
+    for key, v in self._listed().items():
+      if graph_of(v) is not graph:
         raise ValueError(
-            "`variables` must hold variables that the optimizer trains, got "
-            f"'{v.name}', which apply_gradients() did not get. If different "
-            "calls get different variables, pass a function of a variable.")
+            "`variables` must hold variables of the graph of the step, or of "
+            f"eager mode, got '{v.name}' of another one.")
+      if before.get(key, is_got[key]) != is_got[key]:
+        raise ValueError(
+            "`variables` must hold variables that every apply_gradients() "
+            f"gets, or none does, got '{v.name}', which some calls got. If "
+            "different calls get different variables, pass a function of a "
+            "variable. To average a variable also in steps that do not train "
+            "it, pass it with the gradient None.")
+      if (isinstance(v, tf.distribute.DistributedValues) and not is_got[key] and
+          v.synchronization == tf.VariableSynchronization.ON_READ):
+        raise NotImplementedError(
+            "In a tf.distribute strategy, `variables` must hold variables that "
+            f"all replicas share, got '{v.name}', which is another one in each "
+            "replica (VariableSynchronization.ON_READ).")
+    return is_got
 
   def _steps_are_counted(self):
     return self._update_every > 1 or _decays.need_count(self._decays)
@@ -110,8 +138,8 @@ class AveragingOptimizer(WrapperOptimizer):
     # The inner optimizer refuses anything that is not a variable.
     variables = list({v.ref(): v for g, v in grads_and_vars
                       if g is not None and isinstance(v, tf.Variable)}.values())
-    self._check_chosen(grads_and_vars)
-    averaged = self._chosen_of(variables)
+    is_got = self._check_listed(grads_and_vars)
+    averaged = [*self._chosen_of(variables), *self._untrained(variables)]
     for variable in averaged:
       if variable.dtype.base_dtype not in _checks.FLOATS:
         names = [d.name for d in _checks.FLOATS]
@@ -125,10 +153,17 @@ class AveragingOptimizer(WrapperOptimizer):
               if step.rows_stay and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
     self._create_averages(averaged, sparse)
+    self._averaged.of(graph_of_state()).is_got.update(is_got)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       shadows = self._shadows_by_decay(variables)
-      self._cache.begin(variables)["shadows"] = shadows
+      untrained = self._untrained_by_decay(variables)
+      self._cache.begin(variables).update(shadows=shadows, untrained=untrained)
     return variables
+
+  def _untrained(self, variables):
+    """The listed variables that are not among those with a gradient: a list."""
+    trained = set(map(id, variables))
+    return [v for key, v in self._listed().items() if key not in trained]
 
   def _create_averages(self, variables, sparse=()):
     """Makes the missing averages of `variables`.
@@ -169,6 +204,14 @@ class AveragingOptimizer(WrapperOptimizer):
     averages = [[self._shadow(v, k) for v in variables]
                 for k in range(len(self._decays))]
     return [[_lazy.raw(s) for s in row] for row in averages], averages
+
+  def _untrained_by_decay(self, variables):
+    """(variable, average) pairs of `_untrained`: a list for each decay."""
+    facts = self._cache.get(variables) if tf.executing_eagerly() else None
+    if facts:
+      return facts["untrained"]
+    untrained = self._untrained(variables)
+    return [self._pairs_of(untrained, k) for k in range(len(self._decays))]
 
   def _shadows(self, variable):
     """The averages of a variable, one for each decay."""

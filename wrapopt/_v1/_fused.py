@@ -192,12 +192,16 @@ def apply_gradients(opt, rule, step):
   """
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
-  shadows = averages.held_by_decay if averages else ()
+  has_shadows = averages is not None and averages.has_trained
+  shadows = averages.held_by_decay if has_shadows else ()
   plan = _plan.Plan(
-      grads, variables, averages.shadows_by_decay if averages else (),
+      grads, variables, averages.shadows_by_decay if has_shadows else (),
       rule=rule.rule,
-      rows_stay=step.rows_stay and averages is not None and averages.in_order)
+      rows_stay=step.rows_stay and has_shadows and averages.in_order,
+      untrained=averages.untrained if averages else ())
   first = plan.first
+  if averages and not has_shadows:
+    first = first + _swap.check(s for row in averages.untrained for _, s in row)
   if shadows and step.global_step is not None and tf.inside_function():
     # There, the count does not wait for an op that has no outputs.
     first = first + _swap.check([
@@ -205,16 +209,19 @@ def apply_gradients(opt, rule, step):
   update = _update_of(opt, rule, variables, shadows)
   with tf.name_scope(step.name or opt._name) as scope:
     opt._prepare()
+    decays = averages.schedule.now(step.global_step) if averages else []
     with tf.control_dependencies(first):
       done = plan.run(
-          update, grads, rule.scalars(opt),
-          averages.schedule.now(step.global_step) if averages else [],
+          update, grads, rule.scalars(opt), decays if shadows else [],
           step.accept, opt._use_locking,
           **({} if step.compensation is None else
              {"compensation": step.compensation.of(variables)}))
     updates = [] if done is None else [done]
     if averages:
-      updates = averages.schedule.count(updates, step.accept)
+      with tf.control_dependencies(updates):
+        done = plan.update_untrained(decays, step.accept)
+      updates = averages.schedule.count(
+          updates if done is None else [done], step.accept)
     return _end(opt, step, updates, scope)
 
 

@@ -90,10 +90,12 @@ class _Variables:
   Attributes:
     swaps: For each decay, the `_swap.SwapInGraph`s of the variables; none in
       eager mode.
+    is_got: {id of a variable of a list `variables`: whether steps get it}.
   """
 
   def __init__(self):
     self._refs = {}  # By id.
+    self.is_got = {}
     self.swaps = collections.defaultdict(list)
 
   def __contains__(self, variable):

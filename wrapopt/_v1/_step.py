@@ -251,7 +251,8 @@ def _plan_of(step, rule):
   return _plan.Plan(
       [g for g, _ in pairs], variables,
       averages.of(variables) if averages else (), rule=rule and rule.rule,
-      rows_stay=step.rows_stay and averages is not None and averages.in_order)
+      rows_stay=step.rows_stay and averages is not None and averages.in_order,
+      untrained=averages.untrained if averages else ())
 
 
 def check(step):
@@ -267,8 +268,9 @@ def check(step):
     return []
   variables = [v for g, v in step.grads_and_vars
                if g is not None and isinstance(v, tf.Variable)]
-  return _swap.check(
-      s for row in step.averages.of(variables) for s in row if s is not None)
+  return _swap.check([
+      *(s for row in step.averages.of(variables) for s in row if s is not None),
+      *(s for row in step.averages.untrained for _, s in row)])
 
 
 def where_accepted(opt, step, apply):

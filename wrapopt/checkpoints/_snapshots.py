@@ -222,7 +222,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   def begin(self):
     step = self._global_step
     if step is None:
-      step = tf.compat.v1.train.get_global_step()
+      step = _checks.step_of_graph()
     if step is None:
       raise RuntimeError(
           "SnapshotHook needs a global step, got a graph without one. Make it "
