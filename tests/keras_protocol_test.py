@@ -153,7 +153,7 @@ def keras_gated_step():
 
 
 # The hooks of a Keras wrapper, which Keras's own step lies around.
-FOLLOWER = {"_averages_of", "_inner", "_note_update"}
+FOLLOWER = {"_averages_of", "_begin", "_inner", "_note_update"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
