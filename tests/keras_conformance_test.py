@@ -597,10 +597,12 @@ def test_mirrored(inner, wrapper, function):
 MODE = pytest.mark.parametrize("mode", MODES)
 
 
-def stepping(opt, variables, mode):
+def stepping(opt, variables, mode, as_fit=False):
   """A function of gradients, which takes the optimizer's step."""
   opt.build(variables)
   step = lambda *grads: opt.apply(list(grads), variables)
+  if as_fit:
+    step = lambda *grads: opt.apply_gradients(zip(grads, variables))
   if mode == "eager":
     return step
   return tf.function(step, jit_compile=mode == "jit")
@@ -787,11 +789,11 @@ class Half(keras.constraints.Constraint):
 @pytest.mark.parametrize("accumulated", [None, 2])
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_a_constraint_acts_once(inner, accumulated, mode):
-  def trained(wrap, steps):
+  def trained(wrap, steps, as_fit=False):
     w = keras.Variable([1.0])
     w.constraint = Half()
     opt = wrap(inner(0.0, gradient_accumulation_steps=accumulated))
-    step, seen = stepping(opt, [w], mode), []
+    step, seen = stepping(opt, [w], mode, as_fit), []
     for _ in range(steps):
       step(tf.constant([1.0]))
       seen.append(w.numpy().item())
@@ -809,8 +811,14 @@ def test_a_constraint_acts_once(inner, accumulated, mode):
       continue  # It counts none of these steps.
     if isinstance(opt, wk.SWA):
       # Of the weights after those calls that take a step.
-      taken = plain[steps // 2 - 1::steps // 2]
-      assert opt.average(w).numpy() == np.mean(taken)
+      stepped = plain[steps // 2 - 1::steps // 2]
+      assert opt.average(w).numpy() == np.mean(stepped)
+  if mode != "jit":
+    opt, w, found = trained(lambda opt: wk.MovingAverage(opt, 0.5), steps, True)
+    assert found == plain
+    start = 1 if accumulated is None or mode != "eager" else 0.5
+    assert opt.average(w).numpy() == (
+        start / 4 + stepped[0] / 4 + stepped[1] / 2)
   # The second step moves the weights to the slow ones: they are constrained.
   opt, w, found = trained(lambda opt: wk.Lookahead(opt, 2, 0.5), steps)
   start = 1 if accumulated is None or mode != "eager" else 0.5
@@ -832,6 +840,25 @@ def test_averages_of_weights_that_keras_overwrites(inner, mode):
     seen.append(w.numpy().item())
   np.testing.assert_allclose(seen[:2], [0.5, 0.25], atol=1e-6)  # It did.
   np.testing.assert_allclose(opt.average(w), [np.mean(seen)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
+@pytest.mark.parametrize("method", [
+    "apply", "apply_gradients", "_backend_apply_gradients"])
+def test_averages_of_weights_that_a_subclass_changes_last(method, inner, mode):
+  def halves(self, *args):
+    getattr(inner, method)(self, *args)
+    for v in self._trainable_variables:
+      v.assign(v / 2)
+
+  for as_fit in [True] if method == "apply_gradients" else [False, True]:
+    w = keras.Variable([1.0])
+    opt = wk.MovingAverage(type("Own", (inner,), {method: halves})(0.0), 0.5)
+    step = stepping(opt, [w], mode, as_fit)
+    for average in (0.75, 0.5):
+      step(tf.constant([1.0]))
+      assert opt.average(w).numpy() == average
 
 
 def test_a_constraint_that_is_not_convex():

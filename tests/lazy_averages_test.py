@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import mmap
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 
 import hypothesis
 from hypothesis import strategies
@@ -22,6 +24,7 @@ import modes
 from modes import mode  # pylint: disable=unused-import
 import numerics
 from wrapopt import _loader
+from wrapopt._averages import _lazy
 
 tf1 = tf.compat.v1
 ops = wrapopt.ops
@@ -577,13 +580,103 @@ def test_an_average_over_workers_moves_all_rows(name, order, fused):
                 if op.type == "Wrapopt>CatchUp"]
 
 
-def test_ref_variables_are_dense():
+@pytest.fixture
+def warned(monkeypatch):
+  """The warnings of a test, as in a new process."""
+  monkeypatch.setattr(_lazy, "_told", itertools.count())
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always")
+    yield found
+
+
+def test_averages_of_ref_variables_follow_whoever_writes(warned):
   with modes.Graph(False).entered() as mode:
     w = mode.variable(table(), name="w")
-    opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+    opt = wrapopt.MovingAverageOptimizer(INNER["lazy_adam"](), 0.9)
     training = Training(mode, opt, w)
+    value = tf1.placeholder(tf.float32, w.shape)
+    doubled, scattered = w.assign(value), tf1.scatter_add(w, [1], value[:1])
     training.sparse(*gradient(0))
+    mode.session.run(doubled, {value: 2 * training.history[-1]})
+    training.sparse(*gradient(1))
+    mode.session.run(scattered, {value: table() + 1})
+    training.sparse(*gradient(2))
     assert not opt.is_lazy(w)
+    np.testing.assert_allclose(
+        mode.values(opt.averages()), training.averages(table(), [0.9]),
+        rtol=1e-5, atol=1e-6)
+  assert len(warned) == 1 and "averages of 'w:0', because" in str(
+      warned[0].message)
+
+
+_GETTER = wrapopt.ModelAverageCustomGetter("/cpu:0")
+
+# Arguments of `take_step`.
+STEPS = {name: {"inner": inner} for name, inner in INNER.items()} | {
+    "adam": {"inner": lambda: tf1.train.AdamOptimizer(0.5)},
+    "subclass": {"inner": lambda: type(
+        "Own", (tf1.train.GradientDescentOptimizer,), {})(0.5)},
+    "two passes": {"fused": False},
+    "several averages": {"average_decay": [0.9, 0.99]},
+    "called decay": {"average_decay": lambda: 0.9},
+    "gate outside": {"around": lambda opt: wrapopt.DropStaleGradientOptimizer(
+        opt, 0)},
+    "gate inside": {"inner": lambda: wrapopt.DropStaleGradientOptimizer(
+        INNER["sgd"](), 0)},
+    "workers": {"getter": _GETTER,
+                "around": lambda opt: wrapopt.ModelAverageOptimizer(
+                    opt, 1, True, _GETTER)},
+    "lazy=False": {"lazy": False},
+    "in any order": {"sequential_update": False},
+    "dense gradient": {"is_sparse": False},
+    "dense first": {"is_sparse": False, "again": True},
+    "twice": {"times": 2},
+    "not averaged": {"variables": lambda v: False},
+    "update_every": {"update_every": 2},
+}
+
+
+def take_step(use_resource, inner=INNER["sgd"], around=lambda opt: opt,
+              getter=None, is_sparse=True, again=False, times=1,
+              average_decay=0.9, **kwargs):
+  """Builds a step in a new graph. Returns whether rows may lag behind."""
+  with tf.Graph().as_default():
+    with tf1.variable_scope("", custom_getter=getter,
+                            use_resource=use_resource):
+      w = tf1.get_variable("w", initializer=table())
+    moving = wrapopt.MovingAverageOptimizer(inner(), average_decay, **kwargs)
+    opt = around(moving)
+    count = tf1.train.get_or_create_global_step()
+    for is_sparse in [is_sparse, True][:1 + again]:
+      loss = tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 4]) if is_sparse
+                           else w)
+      opt.apply_gradients(opt.compute_gradients(loss, [w]) * times, count)
+    is_lazy = moving.average(w) is not None and moving.is_lazy(w)
+    # A step without log decays moves all rows.
+    assert is_lazy == any(
+        op.node_def.attr["NL"].i
+        for op in tf1.get_default_graph().get_operations()
+        if op.type.startswith("Wrapopt>Sparse"))
+    return is_lazy
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_says_once_what_resource_variables_gain(warned, step):
+  is_lazy = take_step(True, **STEPS[step])
+  assert not warned
+  for _ in range(2):
+    assert not take_step(False, **STEPS[step])
+  assert len(warned) == is_lazy
+  assert all("tf.compat.v1.enable_resource_variables()" in str(w.message)
+             for w in warned)
+
+
+def test_the_warning_of_ref_variables_may_be_an_error(monkeypatch):
+  monkeypatch.setattr(_lazy, "_told", itertools.count())
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    with pytest.raises(UserWarning, match="because it is a ref variable"):
+      take_step(False)
 
 
 def test_a_variable_that_is_named_twice_catches_up_first():

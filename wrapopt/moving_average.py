@@ -212,7 +212,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
-    variables = self._trained_variables(step)
+    variables = self._trained_variables(step, bool(self._sequential_update))
     held, shadows = self._shadows_by_decay(variables)
     untrained = self._untrained_by_decay(variables)
     averages = _plan.Averages(
@@ -246,11 +246,12 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     It does if the inner optimizer changes only the rows that a sparse gradient
     touches: all optimizers of `fused` but Adam. A step then costs only these
     rows. The averages of the other rows catch up, exactly, with the steps that
-    they missed before an average is read. It does not if `lazy` is False, for
-    ref variables, in a `tf.distribute` strategy, for a variable whose first
-    gradient in a graph was dense, around and in an optimizer that averages over
-    workers, and if a graph or `tf.function` of another optimizer changes the
-    variable.
+    they missed before an average is read. It does not if `lazy` or
+    `sequential_update` is False, for ref variables (a step of a sparse gradient
+    warns, once in a process), in a `tf.distribute` strategy, for a variable
+    whose first gradient in a graph was dense, around and in an optimizer that
+    averages over workers, and if a graph or `tf.function` of another optimizer
+    changes the variable.
 
     Args:
       var: A variable.

@@ -8,7 +8,9 @@ Nobody but this module sees the rows that lag behind. All others see a
 `LazyAverage`, whose reads bring them up to date.
 """
 
+import itertools
 import threading
+import warnings
 
 import numpy as np
 import tensorflow as tf
@@ -40,14 +42,48 @@ _NOT_SAVED = (
     "The concrete function reads an average of which rows may lag behind. Save "
     "the tf.function, which is then traced again.")
 
+# Counts the calls of `tell_of_resource_variables`.
+_told = itertools.count()
+
 settle = _lagging.settle
 moving = _lagging.moving
 
 
 def may_be_lazy(variable):
-  """Whether a LazyAverage of `variable` can be made here."""
+  """Whether a LazyAverage of `variable` can be made here.
+
+  Not of a ref variable. All of its ops, such as those of a Saver, write into
+  its buffer, where no later step or read could see that it has changed.
+  """
   return ((type(variable) in _PLAIN or _replicas.is_shared(variable)) and
-          variable.shape.is_fully_defined() and
+          _may_lag(variable))
+
+
+def is_hindered_by_ref(variable):
+  """Whether `may_be_lazy` is False only because of a ref variable."""
+  return _may_lag(variable) and ops.is_ref_variable(variable)
+
+
+def tell_of_resource_variables(variable):
+  """Warns, once in a process, that averages of a ref variable are slow.
+
+  Args:
+    variable: A variable for which `is_hindered_by_ref` is True.
+  """
+  if next(_told) == 0:
+    warnings.warn(
+        f"Each step updates all rows of the averages of '{variable.name}', "
+        "because it is a ref variable. Call "
+        "tf.compat.v1.enable_resource_variables() before variables are made: "
+        "then a step with a sparse gradient updates only the rows that it "
+        "touches, at the same names and checkpoints. Code of yours that "
+        "changes the variable must then read its averages before (see "
+        "wrapopt/docs/embeddings.md). To keep ref variables without this "
+        "warning, which is given once, pass `lazy=False`.")
+
+
+def _may_lag(variable):
+  return (variable.shape.is_fully_defined() and
           variable.shape.rank > 0 and not _replicas.share_steps() and
           not _lagging.is_changed_in_graph(variable) and
           tf.DeviceSpec.from_string(variable.device).device_type in (

@@ -127,8 +127,13 @@ class AveragingOptimizer(WrapperOptimizer):
   def _steps_are_counted(self):
     return self._update_every > 1 or _decays.need_count(self._decays)
 
-  def _trained_variables(self, step):
-    """Returns the variables that have a gradient, and makes their averages."""
+  def _trained_variables(self, step, in_order=True):
+    """Returns the variables that have a gradient, and makes their averages.
+
+    Args:
+      step: A Step.
+      in_order: Whether the averages must move after the step.
+    """
     grads_and_vars = step.grads_and_vars
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       self._refuse_swapped_in(None, "apply_gradients")
@@ -136,8 +141,9 @@ class AveragingOptimizer(WrapperOptimizer):
       if self._cache.get(variables) is not None:
         return variables
     # The inner optimizer refuses anything that is not a variable.
-    variables = list({v.ref(): v for g, v in grads_and_vars
-                      if g is not None and isinstance(v, tf.Variable)}.values())
+    listed = [v for g, v in grads_and_vars
+              if g is not None and isinstance(v, tf.Variable)]
+    variables = list({v.ref(): v for v in listed}.values())
     is_got = self._check_listed(grads_and_vars)
     averaged = [*self._chosen_of(variables), *self._untrained(variables)]
     for variable in averaged:
@@ -149,8 +155,10 @@ class AveragingOptimizer(WrapperOptimizer):
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
     if graph_of_state() is None:
       self._refuse_swapped_in(None, "apply_gradients")
+    # Else, a Plan moves all rows.
+    few = step.rows_stay and in_order and len(variables) == len(listed)
     sparse = {v.ref() for g, v in grads_and_vars
-              if step.rows_stay and isinstance(g, tf.IndexedSlices)}
+              if few and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
     self._create_averages(averaged, sparse)
     self._averaged.of(graph_of_state()).is_got.update(is_got)
@@ -277,9 +285,11 @@ class AveragingOptimizer(WrapperOptimizer):
                 for v in _replicas.values(variable)]
     # In a graph, a LazyAverage costs ops.
     is_lazy = (self._lazy is not False and self._touches_few_rows() and
-               (is_sparse or tf.executing_eagerly()) and
-               _lazy.may_be_lazy(variable))
-    make = self._make_lazy if is_lazy else self._get_or_make_slot
+               (is_sparse or tf.executing_eagerly()))
+    if is_lazy and _lazy.is_hindered_by_ref(variable):
+      _lazy.tell_of_resource_variables(variable)
+    make = (self._make_lazy if is_lazy and _lazy.may_be_lazy(variable)
+            else self._get_or_make_slot)
     shadows = [make(variable, values[0], slot, name)
                for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
     if not tf.executing_eagerly():

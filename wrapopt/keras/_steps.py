@@ -97,6 +97,9 @@ def _followed_innermost(opt, followers):
   reached = 0
   # Of each thread: the steps that are followed when Keras's code has ended.
   late = threading.local()
+  has_own_apply = any(
+      getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)
+      for name in ("apply", "apply_gradients", "_backend_apply_gradients"))
   cache = _lookup_cache.LookupCache()
   outermost = followers[-1]
   wrapper = type(outermost).__name__
@@ -116,12 +119,18 @@ def _followed_innermost(opt, followers):
 
   def take(self, grads, variables, apply):
     def checked(grads):
-      before, late.steps = reached, None
-      if changes_late(self, trained):
+      before, number = reached, None
+      # Its `apply_gradients` calls `apply`, and comes here again.
+      if getattr(late, "steps", None) is None and changes_late(self, trained):
         late.steps, number = [], tf.convert_to_tensor(self.iterations)
-      apply(grads)
-      check(self, before, trained)
-      for step in late.steps or ():
+      try:
+        apply(grads)
+        check(self, before, trained)
+        waiting = late.steps if number is not None else []
+      finally:
+        if number is not None:
+          late.steps = None
+      for step in waiting:
         # In a graph, Keras's branch that takes a step is traced in any case.
         _follow(self, followers, step._replace(iterations=number),
                 self.gradient_accumulation_steps is None or
@@ -154,15 +163,16 @@ def _followed_innermost(opt, followers):
           "Call `_backend_update_step` in it, as in Keras.")
 
   def changes_late(self, variables):
-    """Whether Keras changes weights after the update of a step."""
-    return bool(self.use_ema and self.ema_overwrite_frequency) or any(
-        getattr(v, "constraint", None) is not None for v in variables)
+    """Whether Keras or the class may change weights after the update."""
+    return has_own_apply or bool(
+        self.use_ema and self.ema_overwrite_frequency) or any(
+            getattr(v, "constraint", None) is not None for v in variables)
 
   def update(self, grads, variables, learning_rate):
     nonlocal reached
     reached += 1
     _update(self, cls, grads, variables, learning_rate, followers, sums, cache,
-            steps, late.steps)
+            steps, getattr(late, "steps", None))
 
   def accumulate(self, grads, accumulators):
     nonlocal reached

@@ -31,6 +31,8 @@ from wrapopt.keras import batch_norm
 keras.saving.register_keras_serializable("wrapopt")(_decays.PowerDecay)
 keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
+_interim = tf.__internal__.distribute.interim
+
 
 @keras.saving.register_keras_serializable("wrapopt")
 class MovingAverage(_averaging.AveragingOptimizer):
@@ -420,7 +422,12 @@ class MovingAverage(_averaging.AveragingOptimizer):
         self._decays_now(step))
 
   def _begin(self, keys):
-    self._statistics()  # Averages must be there to begin.
+    # Averages must be there to begin. Those of all replicas are made together.
+    if (_replicas.share_steps() and self.averages_batch_norm and
+        not self._of_batch_norm):
+      _interim.maybe_merge_call(lambda _: self._statistics(),
+                                self._distribution_strategy)
+    self._statistics()
     super()._begin(keys)
 
   def _batch_norm_pairs(self, step):
