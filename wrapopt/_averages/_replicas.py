@@ -70,12 +70,6 @@ def colocated(variable):
   return tf.distribute.get_strategy().extended.colocate_vars_with(variable)
 
 
-def scope_of(strategy):
-  """The context in which a strategy makes variables, also in a replica."""
-  return (strategy.scope() if tf.distribute.in_cross_replica_context() or
-          not tf.distribute.has_strategy() else contextlib.nullcontext())
-
-
 class StepLock:
   """Lets one worker at a time take a step of several ops."""
 

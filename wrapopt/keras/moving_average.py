@@ -286,7 +286,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "got none. Pass fit() the callback EvaluateWithAverages, or call "
             "set_model(model).")
       variables = self._statistics_of(model)
-      with tf.init_scope(), _replicas.scope_of(self._distribution_strategy):
+      with tf.init_scope(), self._distribution_strategy.scope():
         rows = self._make_rows(variables, _state.OF_BATCH_NORM)
       self._of_batch_norm = list(variables.values()), rows
     return self._of_batch_norm
