@@ -204,8 +204,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       ValueError: If there is no variable, none has a gradient, none is in the
         list `variables`, one of the list is of another graph, or an earlier
         call got other variables of the list.
-      NotImplementedError: If the step does not train a variable of the list of
-        which each replica of a `tf.distribute` strategy has its own value.
+      NotImplementedError: If each replica of a `tf.distribute` strategy has its
+        own value of a variable of the list.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)

@@ -116,7 +116,7 @@ class AveragingOptimizer(WrapperOptimizer):
             "different calls get different variables, pass a function of a "
             "variable. To average a variable also in steps that do not train "
             "it, pass it with the gradient None.")
-      if (isinstance(v, tf.distribute.DistributedValues) and not is_got[key] and
+      if (isinstance(v, tf.distribute.DistributedValues) and
           v.synchronization == tf.VariableSynchronization.ON_READ):
         raise NotImplementedError(
             "In a tf.distribute strategy, `variables` must hold variables that "
