@@ -97,7 +97,7 @@ def _followed_innermost(opt, followers):
   reached = 0
   # Of each thread: the steps that are followed when Keras's code has ended.
   late = threading.local()
-  has_own_apply = any(
+  has_own_apply = not _rules.has_rule(cls) and any(
       getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)
       for name in ("apply", "apply_gradients", "_backend_apply_gradients"))
   cache = _lookup_cache.LookupCache()
