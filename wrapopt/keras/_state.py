@@ -69,8 +69,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def __init__(self, name, settle):
     self.name = name
     self._settle = settle  # Called before averages are saved.
-    # Whether Keras has loaded a file: at all, and since `has_new_values`.
-    self._was_loaded = self._is_loaded = False
+    # Whether the averages were set by a file of Keras or by `seed`, and whether
+    # a file was loaded since `has_new_values`.
+    self._was_set = self._is_loaded = False
     self._is_made = False  # Whether the optimizer is built.
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
@@ -161,6 +162,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed(self):
     """Sets all averages to the values of their variables."""
+    self._was_set = True
     self.complete()
     self.seed_values()
     for variable, count in self._counts.values():
@@ -207,9 +209,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     _steps.where(self._waits.read_value(), start)
 
-  def is_restored(self):
-    """Whether a file or checkpoint was ever loaded."""
-    return self._was_loaded or _restored(self) >= 0
+  def was_set(self):
+    """Whether a file, a checkpoint or `seed` has ever set the averages."""
+    return self._was_set or _restored(self) >= 0
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
@@ -265,7 +267,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._was_loaded = self._is_loaded = True
+    self._was_set = self._is_loaded = True
     # What a checkpoint of before lacked is now in the file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:

@@ -263,7 +263,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       # A wrapper without averages has nothing that begins.
       if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
-      elif self._held.still and not self._state.is_restored():
+      elif self._held.still and not self._state.was_set():
         self._state.seed_values(
             lambda v: v.trainable and self._var_key(v) in self._held.still)
 
