@@ -143,7 +143,7 @@ class Run:
 
   def __init__(self, optimizers, stack):
     self.optimizers, self.stack = optimizers, stack
-    self.start, self.records = None, []
+    self.start, self.records, self.constraints = None, [], {}
 
   @property
   def inner(self):
@@ -231,14 +231,14 @@ class Watch(keras.callbacks.Callback):
     return self._trained(run, model).values()
 
   def _iterations(self, run):
-    return int(run.inner.iterations.numpy() if hasattr(
-        run.inner.iterations, "numpy") else run.inner.iterations)
+    # One that scales losses also counts the steps that it skips.
+    return int(tf.convert_to_tensor(_innermost(run.inner).iterations))
 
   def _read(self, variable):
     value = getattr(variable, "value", variable)
     if callable(value):  # A lazy average.
-      return [np.array(variable)]
-    return [np.array(v) for v in getattr(value, "values", [value])]
+      value = variable
+    return [np.array(v.numpy()) for v in getattr(value, "values", [value])]
 
   def _average(self, run, wrapper, wrapped, name, variable):
     del run, name
@@ -248,10 +248,6 @@ class Watch(keras.callbacks.Callback):
     value = variable.value
     for v, array in zip(getattr(value, "values", [value]), arrays):
       v.assign(array)
-
-  def _is_replicated(self, variable):
-    return getattr(variable.value, "synchronization", None) != (
-        tf.VariableSynchronization.ON_READ)
 
   def _in_place(self, run, model):
     return run.wrapped.averaged_weights(model)
@@ -277,10 +273,12 @@ class Watch(keras.callbacks.Callback):
 
   def _see(self, i, run, model, iterations):
     variables, state = self._variables(run, model), self._state(run)
+    run.constraints = {name: getattr(v, "constraint", None)
+                       for name, v in variables.items()}
     weights = {name: self._read(v) for name, v in variables.items()}
-    for name, v in [*variables.items(), *state.items()]:
-      if self._is_replicated(v):
-        _check_replicas(name, self._read(v))
+    # Each replica has statistics of its own.
+    for name, v in [*self._trained(run, model).items(), *state.items()]:
+      _check_replicas(name, self._read(v))
     averages = None
     # Not after each step: rows of lazy averages then lag behind.
     if self.stack is not None and len(run.records) % 3 != 1:
@@ -395,9 +393,6 @@ class SessionWatch(Watch):
   def _write(self, variable, arrays):
     variable.load(arrays[0], self.session)
 
-  def _is_replicated(self, variable):
-    return False
-
   def _average(self, run, wrapper, wrapped, name, v):
     return self._read(run.reads[name])
 
@@ -505,6 +500,21 @@ def _check(wrapped, plain, compiled):
   assert any(r.records for r in wrapped.runs), "no step was seen"
 
 
+def check_same(one, other):
+  """Checks that two runs, by other ways, saw the same after the same steps."""
+  for a, b in zip(one.runs, other.runs, strict=True):
+    seen = {r.iterations: r for r in a.records}
+    for record in b.records:
+      before = seen[record.iterations]
+      for of, arrays in (before.weights, record.weights), (
+          before.state, record.state), *(
+              zip(before.averages, record.averages)
+              if before.averages and record.averages else ()):
+        for name, want in of.items():
+          _check_equal(f"step {record.iterations - 1}: '{name}'",
+                       arrays[name], want)
+
+
 class Books:
   """Compares the records of two runs, and computes averages."""
 
@@ -560,9 +570,7 @@ class Books:
     return self._roundings() * _eps(array) * np.abs(_f64(array)).max()
 
   def _roundings(self):
-    opt = self.one.inner
-    while hasattr(opt, "inner_optimizer"):
-      opt = opt.inner_optimizer
+    opt = _innermost(self.one.inner)
     beta = getattr(opt, "beta_2", getattr(opt, "_beta2", 0.0))
     return ROUNDINGS_OF_A_STEP + 1 / (1 - beta)
 
@@ -576,6 +584,10 @@ class Books:
       if rate:
         value, bound = row[0]
         bound = bound + _half_ulp(want, value)
+        if (constraint := self.one.constraints.get(name)) is not None:
+          # None moves two weights further apart than they were.
+          value = _f64(constraint(tf.constant(value, want.dtype)))
+          bound = bound + ROUNDINGS_OF_A_STEP * _eps(want) * np.abs(value)
         # Both hold the same numbers from now on.
         row[0] = _f64(record.weights[name][0]), 0.0
       k = 1
@@ -625,6 +637,12 @@ def _half_ulp(array, value):
   if array.dtype in (np.float32, np.float64):
     return np.finfo(array.dtype).eps / 2 * np.abs(value)
   return tf.experimental.numpy.finfo(array.dtype).eps / 2 * np.abs(value)
+
+
+def _innermost(opt):
+  while hasattr(opt, "inner_optimizer"):
+    opt = opt.inner_optimizer
+  return opt
 
 
 def _f64(array):
