@@ -144,6 +144,7 @@ class Run:
   def __init__(self, optimizers, stack):
     self.optimizers, self.stack = optimizers, stack
     self.start, self.records, self.constraints = None, [], {}
+    self.begun = False
 
   @property
   def inner(self):
@@ -257,9 +258,10 @@ class Watch(keras.callbacks.Callback):
   def begin(self, model):
     """Notes the weights before the first step, if they have values."""
     for run in self.runs:
-      if run.start is None and not run.records and model.built:
+      if not run.begun and model.built:
         run.start = {name: self._read(v)
                      for name, v in self._variables(run, model).items()}
+      run.begun = True
 
   def see(self, model):
     """Looks at all that changed in a step."""
@@ -520,6 +522,7 @@ class Books:
 
   def __init__(self, one, plain, exact):
     self.one, self.plain, self.exact = one, plain, exact
+    self.steps = {}  # The largest element of a variable's last step.
 
   def check(self):
     if not self.one.records:
@@ -528,7 +531,7 @@ class Books:
     # {name: [(value, bound), ...]}, one of each wrapper.
     averages = {name: [(_f64(self.one.start[name][0]), 0.0)
                        for _ in self.one.stack.parts] for name in trained}
-    before = self.one.start
+    before, state_before = self.one.start, {}
     for n, (record, plain) in enumerate(zip(self.one.records,
                                             self.plain.records)):
       t = record.iterations - 1
@@ -545,13 +548,14 @@ class Books:
         self._compare(what, arrays[0], want, bound)
       for name, arrays in record.state.items():
         self._compare(f"step {t}: '{name}' of the optimizer", arrays[0],
-                      plain.state[name][0], self._bound_of_state(name, plain))
+                      plain.state[name][0], self._bound_of_state(
+                          name, state_before.get(name, [0.0])[0], plain))
       for k, row in enumerate(record.averages or ()):
         for name, arrays in row.items():
           value, bound = averages[name][k]
           self._compare(f"step {t}: average of '{name}'", arrays[0], value,
                         bound + _half_ulp(arrays[0], value), always=True)
-      before = record.weights
+      before, state_before = record.weights, record.state
     self.averages = averages
 
   def _bound(self, name, before, plain, trained):
@@ -559,15 +563,18 @@ class Books:
     after = _f64(plain.weights[name][0])
     if self.exact or name not in trained or not after.size:
       return np.zeros_like(after)
+    # A step may be the difference of larger ones: with momentum, of the last.
     step = np.abs(after - _f64(before[name][0])).max()
+    step, self.steps[name] = max(step, self.steps.get(name, 0.0)), step
     return _eps(plain.weights[name][0]) * (
         ROUNDINGS_OF_A_STEP * np.abs(after) + self._roundings() * step)
 
-  def _bound_of_state(self, name, plain):
+  def _bound_of_state(self, name, before, plain):
     array = plain.state[name][0]
     if self.exact or array.dtype.kind not in "fV" or not array.size:
       return 0.0
-    return self._roundings() * _eps(array) * np.abs(_f64(array)).max()
+    return self._roundings() * _eps(array) * max(
+        np.abs(_f64(array)).max(), np.abs(_f64(before)).max())
 
   def _roundings(self):
     opt = _innermost(self.one.inner)
@@ -584,12 +591,11 @@ class Books:
       if rate:
         value, bound = row[0]
         bound = bound + _half_ulp(want, value)
+        # It acts on the weights, not on the slow ones.
         if (constraint := self.one.constraints.get(name)) is not None:
           # None moves two weights further apart than they were.
           value = _f64(constraint(tf.constant(value, want.dtype)))
           bound = bound + ROUNDINGS_OF_A_STEP * _eps(want) * np.abs(value)
-        # Both hold the same numbers from now on.
-        row[0] = _f64(record.weights[name][0]), 0.0
       k = 1
     if stack.average is not None:
       row[k] = _average(row[k], _f64(record.weights[name][0]),

@@ -24,6 +24,9 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
 
+# Grappler rewrites Keras's step in another way in another graph.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 K, L = keras.optimizers, keras.layers
 
 
@@ -83,15 +86,15 @@ class Cooling(K.schedules.LearningRateSchedule):
 class Cools(keras.callbacks.Callback):
   """Sets the variable of a schedule, or the learning rate, between steps."""
 
+  def __init__(self, rate):
+    super().__init__()
+    self.rate = rate
+
   def on_train_batch_begin(self, batch, logs=None):
-    if batch == 3:
-      opt = self.model.optimizer
-      while hasattr(opt, "inner_optimizer"):
-        opt = opt.inner_optimizer
-      schedule = opt._learning_rate
-      if isinstance(schedule, Cooling):
-        schedule.factor.assign(2.0)
-      elif isinstance(schedule, keras.Variable):
+    if batch == 2:  # Also with two steps per execution.
+      if isinstance(self.rate, Cooling):
+        self.rate.factor.assign(2.0)
+      elif isinstance(self.rate, float):
         self.model.optimizer.learning_rate = 0.005
 
 
@@ -141,7 +144,7 @@ FACTORS = {
         "Adam": functools.partial(K.Adam, amsgrad=True),
         "AdamW": K.AdamW,
         "Lion": K.Lion,
-        "RMSprop": functools.partial(K.RMSprop, centered=True, momentum=0.5),
+        "RMSprop": functools.partial(K.RMSprop, momentum=0.5),
         "Adagrad": K.Adagrad,
         "Adamax": K.Adamax,
         "Own": Own,
@@ -177,12 +180,23 @@ PLAIN = {name: next(iter(values)) for name, values in FACTORS.items()}
 def allowed(row):
   """Whether a program may have these settings, together."""
   row = {**PLAIN, **row}
-  loop = row["train_step"] == "loop"
+  loop, execution = row["train_step"] == "loop", row["execution"]
   return not (
-      loop and (row["execution"] == "two steps" or row["callbacks"] != "none")
+      loop and (execution == "two steps" or row["callbacks"] != "none")
       or row["wrapper"] == "Lookahead" and row["callbacks"] == "evaluate"
-      # TensorFlow's collectives are no ops of XLA.
-      or row["execution"] == "jit" and row["replicas"] > 1)
+      # Keras's average may contain the moves of the weights.
+      or "Lookahead" in row["wrapper"] and row["ema"] != "none"
+      # Without wrapopt, Keras cannot run these, either. XLA has no collectives
+      # of TensorFlow, and makes no variables.
+      or execution == "jit" and (
+          row["replicas"] > 1 or
+          row["train_step"] == "checked" and row["model"] != "functional")
+      # A step in a branch of a graph needs a merge call.
+      or row["replicas"] > 1 and execution != "eager" and (
+          row["accumulation"] != "none")
+      # TensorFlow's while loop loses the input of such a branch.
+      or row["replicas"] > 1 and execution == "two steps" and (
+          row["scaling"] != "none"))
 
 
 ROWS = pairwise.covering(FACTORS, allowed)
@@ -215,10 +229,10 @@ def model_of(row):
   return cls(layers)
 
 
-def optimizer_of(row, watch):
+def optimizer_of(row, watch, rate):
   decay = FACTORS["weight_decay"][row["weight_decay"]]
   opt = FACTORS["optimizer"][row["optimizer"]](
-      learning_rate=FACTORS["rate"][row["rate"]](),
+      learning_rate=rate,
       gradient_accumulation_steps=FACTORS["accumulation"][row["accumulation"]],
       **({"weight_decay": decay} if decay or row["optimizer"] != "AdamW"
          else {}),
@@ -235,20 +249,21 @@ def optimizer_of(row, watch):
   return scaled(opt) if row["scaling"] == "around" else opt
 
 
-def data_of(row, batches=7, size=4):
+def data_of(row):
   rng = np.random.default_rng(0)
-  n = batches * size
+  # An execution ends with a step, for a comparison with single steps.
+  n = 4 * (7 if row["accumulation"] == "none" else 8)
   x = (rng.integers(0, 6, size=[n, 2]) if row["model"] == "embedding"
        else rng.normal(size=[n, 4]).astype(np.float32))
   return x, rng.normal(size=[n, 1]).astype(np.float32)
 
 
-def callbacks_of(row, watch, folder):
+def callbacks_of(row, watch, rate, folder):
   return {
       "none": lambda: [],
       "evaluate": lambda: [] if watch.stack is None else [
           wk.EvaluateWithAverages(recalibrate=False)],
-      "cools": lambda: [Cools()],
+      "cools": lambda: [Cools(rate)],
       "checkpoint": lambda: [keras.callbacks.ModelCheckpoint(
           f"{folder}/last.weights.h5", save_weights_only=True,
           save_freq="epoch")],
@@ -258,20 +273,21 @@ def callbacks_of(row, watch, folder):
 def fit(row, watch, folder):
   """Trains by Keras's `fit`."""
   x, y = data_of(row)
-  model = model_of(row)
+  model, rate = model_of(row), FACTORS["rate"][row["rate"]]()
   model.compile(
-      optimizer_of(row, watch), "mse", auto_scale_loss=False,
+      optimizer_of(row, watch, rate), "mse", auto_scale_loss=False,
       run_eagerly=row["execution"] == "eager",
       jit_compile=row["execution"] == "jit",
       steps_per_execution=2 if row["execution"] == "two steps" else 1)
   model.fit(x, y, batch_size=4, epochs=2 if row["callbacks"] != "none" else 1,
             shuffle=False, verbose=0, validation_data=(x[:4], y[:4]),
-            callbacks=[watch, *callbacks_of(row, watch, folder)])
+            callbacks=[watch, *callbacks_of(row, watch, rate, folder)])
 
 
 def loop(row, watch):
   """Trains by a loop of the user's."""
-  model, opt = model_of(row), optimizer_of(row, watch)
+  model = model_of(row)
+  opt = optimizer_of(row, watch, FACTORS["rate"][row["rate"]]())
 
   def step(x, y):
     with tf.GradientTape() as tape:
@@ -302,6 +318,8 @@ def loop(row, watch):
 def program_of(row, folder):
   def program(watch):
     keras.config.set_dtype_policy(row["policy"])
+    keras.config.set_floatx(
+        "float64" if row["policy"] == "float64" else "float32")
     try:
       with (mirrored().scope() if row["replicas"] > 1
             else contextlib.nullcontext()):
@@ -311,6 +329,7 @@ def program_of(row, folder):
           fit(row, watch, folder)
     finally:
       keras.config.set_dtype_policy("float32")
+      keras.config.set_floatx("float32")
 
   return program
 

@@ -121,7 +121,9 @@ def _followed_innermost(opt, followers):
         late.steps, number = [], tf.convert_to_tensor(self.iterations)
       apply(grads)
       check(self, before, trained)
-      for step in late.steps or ():
+      # Keras's apply_gradients() calls apply(), whose steps were followed.
+      taken, late.steps = late.steps, None
+      for step in taken or ():
         # In a graph, Keras's branch that takes a step is traced in any case.
         _follow(self, followers, step._replace(iterations=number),
                 self.gradient_accumulation_steps is None or
