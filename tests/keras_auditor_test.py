@@ -24,9 +24,6 @@ tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0],
     [tf.config.LogicalDeviceConfiguration()] * REPLICAS)
 
-# Grappler rewrites Keras's step in another way in another graph.
-tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
-
 K, L = keras.optimizers, keras.layers
 
 
@@ -184,6 +181,10 @@ def allowed(row):
   return not (
       loop and (execution == "two steps" or row["callbacks"] != "none")
       or row["wrapper"] == "Lookahead" and row["callbacks"] == "evaluate"
+      # Keras constrains the weights in calls that only accumulate, too. An
+      # eager average starts after them, and that of a graph at its trace.
+      or row["accumulation"] != "none" and row["constraint"] != "none" and (
+          execution == "eager")
       # Keras's average may contain the moves of the weights.
       or "Lookahead" in row["wrapper"] and row["ema"] != "none"
       # Without wrapopt, Keras cannot run these, either. XLA has no collectives
@@ -193,7 +194,7 @@ def allowed(row):
           row["train_step"] == "checked" and row["model"] != "functional")
       # A step in a branch of a graph needs a merge call.
       or row["replicas"] > 1 and execution != "eager" and (
-          row["accumulation"] != "none")
+          row["accumulation"] != "none" or row["ema"] == "overwrites")
       # TensorFlow's while loop loses the input of such a branch.
       or row["replicas"] > 1 and execution == "two steps" and (
           row["scaling"] != "none"))
@@ -341,9 +342,14 @@ def name_of(row):
 
 def audit(row, folder):
   two = row["execution"] == "two steps"
+  # Without Grappler, Keras's step is the same in all graphs. TensorFlow needs
+  # it for branches in replicas.
+  rewritten = row["execution"] == "jit" or row["replicas"] > 1
+  tf.config.optimizer.set_experimental_options(
+      {"disable_meta_optimizer": not rewritten})
   once = {**row, "execution": "graph"} if two else row
   seen = auditor.audit(program_of(once, folder), WRAPPERS[row["wrapper"]],
-                       row["execution"] == "jit")
+                       rewritten)
   if two:
     auditor.check_same(seen, auditor.run(program_of(row, folder),
                                          auditor.Watch(WRAPPERS[
