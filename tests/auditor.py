@@ -482,10 +482,11 @@ def audit(program, stack, rewritten=False):
   """
   wrapped = run(program, Watch(stack))
   plain = run(program, Watch(lead=wrapped))
-  if any(r.start is None for r in wrapped.runs):
+  if any(r.records and r.start is None for r in wrapped.runs):
     idle = run(program, _IdleWatch())
     for r, i in zip(wrapped.runs, idle.runs):
-      r.start = r.start or i.records[0].weights
+      if r.records and r.start is None:
+        r.start = i.records[0].weights
   _check(wrapped, plain, rewritten)
   return wrapped
 

@@ -195,9 +195,10 @@ def allowed(row):
       # A step in a branch of a graph needs a merge call.
       or row["replicas"] > 1 and execution != "eager" and (
           row["accumulation"] != "none" or row["ema"] == "overwrites")
-      # TensorFlow's while loop loses the input of such a branch.
-      or row["replicas"] > 1 and execution == "two steps" and (
-          row["scaling"] != "none"))
+      # TensorFlow loses an input of branches and loops around replicas.
+      or row["replicas"] > 1 and (
+          execution == "two steps" or
+          loop and execution != "eager" and row["scaling"] == "around"))
 
 
 ROWS = pairwise.covering(FACTORS, allowed)

@@ -99,3 +99,113 @@ def test_lora(make):
 
   auditor.audit(trained(make, lambda: K.AdamW(0.01), change),
                 WRAPPERS["MovingAverage"])
+
+
+def test_quantize():
+  """Averages are copied, and the copy is quantized."""
+  models = []
+
+  def program(watch):
+    models.append(bert())
+    trained(models.pop, lambda: K.Adam(0.01), models.append)(watch)
+
+  watch = auditor.run(program, auditor.Watch(WRAPPERS["MovingAverage"]))
+  model, = models
+  before = [v.numpy() for v in model.weights]
+  copied = watch.runs[-1].wrapped.averaged_model(model)
+  copied.quantize("int8")
+  assert any(v.dtype == "int8" for v in copied.weights)
+  for v, array in zip(model.weights, before, strict=True):
+    np.testing.assert_array_equal(v, array)
+
+
+class Ranking(keras.Model):
+  """A deep and cross network on embeddings of users and items."""
+
+  def __init__(self):
+    super().__init__()
+    self.users = keras.layers.Embedding(20, 4)
+    self.items = keras.layers.Embedding(20, 4)
+    self.cross = keras_rs.layers.FeatureCross()
+    self.top = keras.layers.Dense(1)
+
+  def call(self, inputs):
+    found = keras.ops.concatenate(
+        [self.users(inputs["user"]), self.items(inputs["item"])], axis=-1)
+    return self.top(self.cross(found, found))
+
+
+class Retrieval(keras.Model):
+  """Two towers, whose candidates are the batch's items."""
+
+  def __init__(self):
+    super().__init__()
+    self.users = keras.layers.Embedding(20, 4)
+    self.items = keras.layers.Embedding(20, 4)
+    self.without = keras_rs.layers.RemoveAccidentalHits()
+    self.loss_fn = keras.losses.CategoricalCrossentropy(from_logits=True)
+
+  def call(self, inputs):
+    return self.users(inputs["user"]), self.items(inputs["item"])
+
+  def compute_loss(self, x, y, y_pred, sample_weight, training=True):
+    users, items = y_pred
+    logits = keras.ops.matmul(users, keras.ops.transpose(items))
+    labels = keras.ops.eye(keras.ops.shape(logits)[0])
+    return self.loss_fn(labels, self.without(logits, labels, x["item"]))
+
+
+@WRAPPER
+@pytest.mark.parametrize("make", [Ranking, Retrieval])
+@pytest.mark.parametrize("opt", [K.Adagrad, K.Adam, K.SGD])
+def test_keras_rs(make, opt, wrapper):
+  def program(watch):
+    model = make()
+    model.compile(watch.wrap(opt(0.1)),
+                  "mse" if make is Ranking else None)
+    x = {"user": TOKENS[:, 0], "item": TOKENS[:, 1]}
+    model.fit(x, CLASSES.astype(np.float32), batch_size=2, epochs=2,
+              shuffle=False, verbose=0, callbacks=[watch])
+
+  auditor.audit(program, WRAPPERS[wrapper])
+
+
+@WRAPPER
+def test_keras_tuner(wrapper, tmp_path):
+  def program(watch):
+    def build(choices):
+      model = keras.Sequential([
+          keras.Input([3]),
+          keras.layers.Dense(choices.Choice("units", [2, 3]), "relu"),
+          keras.layers.Dense(1)])
+      model.compile(watch.wrap(K.Adam(0.01)), "mse")
+      return model
+
+    tuner = keras_tuner.GridSearch(
+        build, "val_loss", max_trials=2, directory=tmp_path,
+        project_name="tuned", overwrite=True)
+    x = IMAGES[:, 0, 0]
+    tuner.search(x, CLASSES, validation_data=(x, CLASSES), batch_size=2,
+                 epochs=2, shuffle=False, verbose=0, callbacks=[watch])
+
+  watch = auditor.audit(program, WRAPPERS[wrapper])
+  # The tuner builds one more model, to look at its size.
+  assert len([run for run in watch.runs if run.records]) == 2
+
+
+@WRAPPER
+def test_scikeras(wrapper):
+  def program(watch):
+    def build():
+      model = keras.Sequential([
+          keras.Input([3]), keras.layers.Dense(2, "relu"),
+          keras.layers.Dense(1, "sigmoid")])
+      model.compile(watch.wrap(K.Adam(0.01)), "binary_crossentropy")
+      return model
+
+    regressor = scikeras.KerasRegressor(
+        build, batch_size=2, epochs=2, verbose=0, callbacks=[watch],
+        fit__shuffle=False, random_state=0)
+    regressor.fit(IMAGES[:, 0, 0], CLASSES)
+
+  auditor.audit(program, WRAPPERS[wrapper])
