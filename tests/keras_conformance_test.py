@@ -808,7 +808,8 @@ def test_a_constraint_acts_once(inner, accumulated, mode):
       continue  # It counts none of these steps.
     if isinstance(opt, wk.SWA):
       # Of the weights after those calls that take a step.
-      assert opt.average(w).numpy() == np.mean(plain[steps // 2 - 1::steps // 2])
+      taken = plain[steps // 2 - 1::steps // 2]
+      assert opt.average(w).numpy() == np.mean(taken)
   # The second step moves the weights to the slow ones: they are constrained.
   opt, w, found = trained(lambda opt: wk.Lookahead(opt, 2, 0.5), steps)
   start = 1 if accumulated is None or mode != "eager" else 0.5
