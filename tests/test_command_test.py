@@ -88,13 +88,15 @@ def test_all_targets(run):
   assert any(call.startswith("bazel test //... ") for call in calls)
 
 
-def test_pytorch_at_night(run, tmp_path):
+@pytest.mark.parametrize("tag, package", [
+    ("torch", "torch=="), ("programs", "keras-hub==")])
+def test_environments_of_the_night(tag, package, run, tmp_path):
   calls, _ = run("--nightly", needing="//tests:a (1)\n")
-  assert any("attr(tags, torch, set(//... " in call for call in calls)
-  assert "torch==" in (tmp_path / ".venv-torch" / ".installed").read_text()
+  assert any(f"attr(tags, {tag}, set(//... " in call for call in calls)
+  assert package in (tmp_path / f".venv-{tag}" / ".installed").read_text()
   (tmp_path / "calls").unlink()
   calls, _ = run("//tests:a", needing="//tests:a (1)\n")
-  assert not any("torch" in call for call in calls)
+  assert not any(tag in call for call in calls)
 
 
 def test_all_targets_and_those_of_the_night(run):
