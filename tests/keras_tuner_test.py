@@ -1,5 +1,6 @@
 """KerasTuner, whose own callback saves the best epoch of each trial."""
 
+import foreign  # Before packages of others.
 import keras
 import keras_tuner
 import numpy as np
