@@ -197,8 +197,7 @@ BANNED = [
     {"replicas": {REPLICAS}, "execution": _GRAPHS, "ema": {"overwrites"}},
     # TensorFlow loses an input of branches and loops around replicas.
     {"replicas": {REPLICAS}, "execution": {"two steps"}},
-    {"replicas": {REPLICAS}, "execution": _GRAPHS, "train_step": {"loop"},
-     "scaling": {"around"}},
+    {"replicas": {REPLICAS}, "execution": _GRAPHS, "train_step": {"loop"}},
 ]
 
 

@@ -55,7 +55,8 @@ def vit():
 
 def resnet():
   backbone = MODELS.ResNetBackbone(
-      [4], [3], [4, 8], [1, 1], [1, 2], "basic_block", image_shape=(16, 16, 3))
+      [64], [3], [64, 8], [1, 1], [1, 2], "basic_block",
+      image_shape=(16, 16, 3))
   return MODELS.ResNetImageClassifier(backbone, num_classes=2), (
       IMAGES, CLASSES)
 
