@@ -185,9 +185,6 @@ BANNED = [
     # average starts after them, and that of a graph at its trace.
     {"accumulation": {"two"}, "constraint": {"halves", "max_norm", "non_neg"},
      "execution": {"eager"}},
-    # Keras's average may contain the moves of the weights.
-    {"wrapper": {"Lookahead", "MovingAverage of Lookahead"},
-     "ema": {"ema", "overwrites"}},
     # Without wrapopt, Keras cannot run the others, either. XLA has no
     # collectives of TensorFlow, and makes no variables.
     {"execution": {"jit"}, "replicas": {REPLICAS}},

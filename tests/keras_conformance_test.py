@@ -853,6 +853,19 @@ def test_averages_of_weights_that_keras_overwrites(inner, mode):
   np.testing.assert_allclose(opt.average(w), [np.mean(seen)], rtol=1e-6)
 
 
+@pytest.mark.parametrize("constraint", [None, lambda w: w])
+def test_averages_of_keras_are_of_its_own_step(constraint):
+  """Not of the weights to which a Lookahead moves, with and without one."""
+  v = keras.Variable([1.0])
+  v.constraint = constraint
+  opt = wk.Lookahead(K.SGD(1.0, use_ema=True, ema_momentum=0.0), 2, 0.5)
+  for _ in range(2):
+    opt.apply([tf.constant([1.0])], [v])
+  # 1, 0, -1, which is half-way to 1 moved to 0.
+  assert v.numpy() == [0.0]
+  assert opt._inner()._model_variables_moving_average[0].numpy() == [-1.0]
+
+
 @pytest.mark.parametrize("mode", ["eager", "function"])
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 @pytest.mark.parametrize("method", [

@@ -164,8 +164,10 @@ def _followed_innermost(opt, followers):
 
   def changes_late(self, variables):
     """Whether Keras or the class may change weights after the update."""
-    return has_own_apply or bool(
-        self.use_ema and self.ema_overwrite_frequency) or any(
+    # Keras's averages are of its own step, not of where a wrapper moves it.
+    return has_own_apply or bool(self.use_ema and (
+        self.ema_overwrite_frequency or
+        any(f.changes_weights for f in followers))) or any(
             getattr(v, "constraint", None) is not None for v in variables)
 
   def update(self, grads, variables, learning_rate):
