@@ -143,8 +143,10 @@ def test_a_wrapper_inside():
 
 
 def test_an_optimizer_that_holds_others():
-  for make in (lambda o: K.LossScaleOptimizer(o),
-               lambda o: K.MultiOptimizer({".*": o})):
+  makers = [K.LossScaleOptimizer]
+  if hasattr(K, "MultiOptimizer"):  # Keras 3.12 has none.
+    makers.append(lambda o: K.MultiOptimizer({".*": o}))
+  for make in makers:
     holder = make(K.SGD(0.1))
     set_method(holder, "apply")
     with pytest.raises(NotImplementedError, match="got apply of "):

@@ -181,8 +181,9 @@ def _listed(x):
 def _attributes_of_keras():
   """Attributes of each layer and model, which say nothing about one class."""
   x = keras.Input((1,), name="input")
+  y = keras.layers.Identity(name="identity")(x)
   return {name for layer in (
-      keras.layers.Layer(name="layer"), keras.Model(x, x, name="functional"),
+      keras.layers.Layer(name="layer"), keras.Model(x, y, name="functional"),
       keras.Sequential([x], name="sequential")) for name in vars(layer)}
 
 

@@ -21,8 +21,9 @@ class Lookahead(_wrapper.WrapperOptimizer):
       s += slow_step_size (v - s)
       v = s
 
-  The slots of the inner optimizer do not change, nor does a variable that has
-  had no gradient. If a variable has a
+  The slots of the inner optimizer do not change. All variables that it was
+  built with move, also those without a gradient in this step: freeze a teacher
+  that your own code changes (`trainable = False`) before the build. If a variable has a
   constraint, it acts once after each step, as in Keras, and once on the weights
   that such a move has set.
 
@@ -116,9 +117,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   def _follow(self, step):
     self._mark_begun()
-    still = self._held.still
-    fast, slow = map(list, zip(*step.all_pairs(self._slow if not still else {
-        key: x for key, x in self._slow.items() if key not in still})))
+    fast, slow = map(list, zip(*step.all_pairs(self._slow)))
 
     def sync():
       ops.averaging_assign([slow, fast], [slow, fast],
