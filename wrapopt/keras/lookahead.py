@@ -23,9 +23,9 @@ class Lookahead(_wrapper.WrapperOptimizer):
 
   The slots of the inner optimizer do not change. All variables that it was
   built with move, also those without a gradient in this step: freeze a teacher
-  that your own code changes (`trainable = False`) before the build. If a variable has a
-  constraint, it acts once after each step, as in Keras, and once on the weights
-  that such a move has set.
+  that your own code changes (`trainable = False`) before the build. If a
+  variable has a constraint, it acts once after each step, as in Keras, and once
+  on the weights that such a move has set.
 
   Example:
 
