@@ -142,9 +142,15 @@ LIMITATIONS = {
         lambda program: program.api == "v1" and not program.is_one_pass and
         program.inner[0] in ("Adadelta", "Adagrad", "RMSProp") and
         any(v.dtype == "bfloat16" and v.rows for v in program.variables)),
+    "XLA has no kernels for these steps of sparse gradients": (
+        lambda program: program.api == "v1" and program.mode == "jit" and
+        not program.is_one_pass and program.inner[0] not in (
+            "Adam", "GradientDescent", "LazyAdam") and any(
+                v.rows for v in program.variables)),
     "XLA does not compile Keras's division of a sparse gradient": (
         lambda program: program.api == "keras" and program.mode == "jit" and
-        (program.inner[0] == "Adagrad" or program.has("LossScale")) and
+        (program.inner[0] in ("Adagrad", "RMSprop") or
+         program.has("LossScale")) and
         any(v.rows for v in program.variables)),
 }
 

@@ -327,7 +327,8 @@ class Functions(Writer):
     # unless it is read.
     for name, has_begun in (self.model.begun.items()
                             if self.program.mode != "eager" else ()):
-      if self.program.has(name) and not has_begun:
+      if self.program.has(name) and not has_begun and (
+          name == "Lookahead" or self.model.keeps(name, i)):
         self.line(self.average(name, "None", i) if name == "MovingAverage"
                   else f"lookahead.slow_weights(v{i}).numpy()")
 
