@@ -131,7 +131,7 @@ WRAPPERS = {
 
 
 class Record(typing.NamedTuple):
-  """What a watch saw after a step: arrays of all replicas, by name."""
+  """The arrays of all replicas after a step, by name."""
   iterations: int
   weights: dict
   state: dict  # Of the optimizer.
@@ -211,7 +211,7 @@ class Watch(keras.callbacks.Callback):
       opt = opt.inner_optimizer
     return opt is wrapped
 
-  # What a SessionWatch does in another way.
+  # A SessionWatch overrides the following methods.
 
   def _variables(self, run, model):
     """{name: variable} of the model."""
@@ -232,7 +232,7 @@ class Watch(keras.callbacks.Callback):
     return self._trained(run, model).values()
 
   def _iterations(self, run):
-    # One that scales losses also counts the steps that it skips.
+    # A LossScaleOptimizer also counts the steps that it skips.
     return int(tf.convert_to_tensor(_innermost(run.inner).iterations))
 
   def _read(self, variable):
@@ -635,7 +635,7 @@ def _average(average, value, rate, bound_of_value, like):
 
 
 def _eps(array):
-  """Of the type that an average of an array has."""
+  """The machine epsilon of the dtype of an array's average."""
   return np.finfo(
       np.float64 if array.dtype == np.float64 else np.float32).eps
 

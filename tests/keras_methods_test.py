@@ -95,7 +95,7 @@ def test_each_method_of_the_inner_optimizer(inner, wrapper):
         # We ask for some of them more often.
         assert len(calls) >= len(in_keras), name
   assert called and not refused & called
-  # What one class calls and another replaces.
+  # Adamax calls its `update_step`. A native op replaces that of SGD.
   assert ("update_step" in called) == (inner == "Adamax")
   assert refused >= {"apply", "apply_gradients", "_apply_weight_decay"}
 
@@ -184,7 +184,7 @@ def test_set_after_some_steps(wrapper, mode):
 
 
 def test_a_method_of_a_class(monkeypatch):
-  """One that replaces a method of Keras's class is called."""
+  """A step calls the method that replaces one of Keras's class."""
   calls, own = [], K.SGD.update_step
 
   def update_step(self, *args, **kwargs):

@@ -47,8 +47,10 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     super().__init__(optimizer, name, sum_duplicates)
     # In an object that neither Keras nor TensorFlow tracks.
     self._held.chosen = _chosen.checked(variables)
-    # {model: those of its variables that have an average}.
+    # {model: those of its variables that had an average at first}, and
+    # {model: its variables and optimizer when they were found right last}.
     self._held.models = weakref.WeakKeyDictionary()
+    self._held.are_right = weakref.WeakKeyDictionary()
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
@@ -271,6 +273,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       model: A model that must have had the variable, or None.
       before: A sentence of the error.
     """
+    if model is not None:
+      # An evaluation asks before and after each batch.
+      now = [*map(id, model.variables), id(getattr(model, "optimizer", None))]
+      if self._held.are_right.get(model) == now:
+        return
     averaged = [v for v, _ in self._of(self._trainable_variables)]
     left = [(v, layer) for v in averaged
             if (layer := _left.layer_of(v)) is not None]
@@ -280,6 +287,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
               [(v, model) for v in self._replaced(model, averaged)])
     if left:
       raise _has_left(self, *left[0], before)
+    if model is not None:
+      self._held.are_right[model] = now
 
   def _replaced(self, model, averaged):
     """Those variables of layers in whose place a model has others: a list.

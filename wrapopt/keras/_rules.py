@@ -93,7 +93,8 @@ PASSED_OVER = frozenset({"_distributed_tf_update_step", "assign", "assign_add",
 # {class: {name: method}}, to see if somebody has replaced one in the class.
 _METHODS = {
     cls: {name: getattr(cls, name) for name in [
-        *PASSED_OVER, "_all_reduce_sum_gradients", "_apply_weight_decay",
+        *PASSED_OVER, "apply", "apply_gradients", "_all_reduce_sum_gradients",
+        "_apply_weight_decay", "_backend_apply_gradients",
         "_backend_update_step"]} for cls in _RULES}
 
 # {rule: its rule in Schedule-Free learning}.

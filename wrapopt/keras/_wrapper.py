@@ -129,7 +129,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
-    self._held.still = set(map(self._var_key, variables))
+    self._held.without_gradient = set(map(self._var_key, variables))
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
     self._held.followed = _steps.followed(inner, [self])
     # Variables are made eagerly, even if a tf.function is being traced.
@@ -263,9 +263,10 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       # A wrapper without averages has nothing that begins.
       if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
-      elif self._held.still and not self._state.was_set():
+      elif self._held.without_gradient and not self._state.was_set():
+        keys = self._held.without_gradient
         self._state.seed_values(
-            lambda v: v.trainable and self._var_key(v) in self._held.still)
+            lambda v: v.trainable and self._var_key(v) in keys)
 
   def _begin(self, keys):
     """Prepares the averages for a step, when it is taken or traced.
@@ -292,9 +293,9 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         self._held.is_settled = all(
             _value(v).is_initialized() for v in self._trainable_variables)
       self._state.start_in_graph()
-    elif not self._held.still.isdisjoint(keys):
+    elif not self._held.without_gradient.isdisjoint(keys):
       self._settle()
-    self._held.still.difference_update(keys)
+    self._held.without_gradient.difference_update(keys)
 
   @ops.not_converted
   def apply(
@@ -353,9 +354,11 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       self.build(trainable_variables)
       # A MultiOptimizer has made its optimizers now.
       wrappers = self._wrappers()
-    keys = {self._var_key(v) for g, v in zip(
-        grads, trainable_variables or self._trainable_variables)
-            if g is not None} if any(w._held.still for w in wrappers) else ()
+    keys = set()
+    if any(w._held.without_gradient for w in wrappers):
+      keys = {self._var_key(v) for g, v in zip(
+          grads, trainable_variables or self._trainable_variables)
+              if g is not None}
     for wrapper in wrappers:
       wrapper._begin(keys)
     # In a step that asks for admission, only that has to wait.
@@ -586,7 +589,7 @@ class _Held:
     self.marks = False  # Whether a step marks the averages as begun.
     # The keys of variables that had no gradient in this process. The average of
     # one that is not frozen is its value, which the user's code may change.
-    self.still = set()
+    self.without_gradient = set()
 
 
 def steps_of(opt):

@@ -218,7 +218,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       for decay in decays:
         x.check_decay(decay)
     part = self._part_of(model)
-    after = _Follower.all_after(self) if self._swap_on_epoch else []
+    after = _CallbackAfter.all_after(self) if self._swap_on_epoch else []
     self._check_end(found, after)
     self._check_batch_norm(part, found)
     super().set_model(model)
@@ -238,7 +238,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       other._recalibration = self._recalibration
       other.set_model(model)
     if self._swap_on_epoch:
-      _Follower.replace_after(self)
+      _CallbackAfter.replace_after(self)
 
   def _part_of(self, model):
     part = (getattr(model, self._part, None) if isinstance(self._part, str)
@@ -416,7 +416,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       getattr(callback, method)(*args)
 
 
-class _Follower:
+class _CallbackAfter:
   """A callback after one with `swap_on_epoch`, in Keras's list of callbacks."""
 
   def __init__(self, callback, evaluator):
@@ -448,16 +448,16 @@ class _Follower:
     """Replaces the callbacks after a callback whose `set_model` runs."""
     found, i = cls._place_of(evaluator)
     for k, callback in enumerate(found.callbacks[i + 1:], i + 1):
-      *followers, own = cls._layers(callback)
+      *around, own = cls._layers(callback)
       # Keras's own two read no weights.
-      if not any(x._evaluator is evaluator for x in followers) and (
+      if not any(x._evaluator is evaluator for x in around) and (
           not isinstance(own, (keras.callbacks.History,
                                keras.callbacks.ProgbarLogger))):
         found.callbacks[k] = cls(callback, evaluator)
 
   @classmethod
   def _layers(cls, callback):
-    """The followers around a user's callback, and the callback: a list."""
+    """Those around a user's callback, and the callback itself: a list."""
     found = [callback]
     while isinstance(found[-1], cls):
       found.append(found[-1]._callback)
