@@ -46,7 +46,12 @@ def test_command(tmp_path, capsys):
   assert title.startswith("SGD, zipf, 60 x 64: milliseconds of a step")
   assert header.split("  ")[0] == "indices, mode"
   assert [row.split("  ")[0] for row in rows] == [
-      f"5, {mode}" for mode in bench.MODES]
+      f"5, {mode}" for mode in bench.MODES if mode != "session-ref"]
+
+
+def test_ref_variables():
+  with bench.MODES["session-ref"](problem_of("LazyAdam")) as contest:
+    bench.check(problem_of("LazyAdam"), contest)
 
 
 @pytest.mark.parametrize("mode", ["function", "keras"])

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from scikeras import wrappers as scikeras
 import tensorflow as tf
+import tf_keras
 
 import auditor
 from auditor import WRAPPERS
+import wrapopt
+import wrapopt.keras
 
 # Others' layers are many; a graph that Grappler rewrites differs in more bits.
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -102,22 +105,69 @@ def test_lora(make):
                 WRAPPERS["MovingAverage"])
 
 
-def test_quantize():
-  """Averages are copied, and the copy is quantized."""
-  models = []
+@pytest.mark.parametrize("make", [bert, gpt2, vit, resnet])
+@pytest.mark.parametrize("has_lora", [False, True])
+def test_copies(make, has_lora):
+  """A copy is of the model's class, and has the averages' outputs."""
+  if has_lora and make is resnet:
+    return  # KerasHub has none for convolutions.
+  model, (x, y) = make()
+  if has_lora:
+    model.backbone.enable_lora(2)
+  opt = wrapopt.keras.MovingAverage(K.AdamW(0.01), 0.5)
+  model.compile(
+      opt, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+  keras.Model.fit(model, x, y, batch_size=2, verbose=0)
+  opt.learning_rate = 0.1
+  model.train_on_batch(x, y)  # The raw weights are other ones.
+  copied = opt.averaged_model(model, recalibrate=False)
+  assert type(copied) is type(model)
+  raw = keras.Model.predict(model, x, verbose=0)
+  with opt.averaged_weights(model):
+    weights, want = model.get_weights(), keras.Model.predict(
+        model, x, verbose=0)
+  for got, w in zip(copied.get_weights(), weights, strict=True):
+    np.testing.assert_array_equal(got, w)
+  got = keras.Model.predict(copied, x, verbose=0)
+  np.testing.assert_array_equal(got, want)
+  assert np.abs(got - raw).max() > 1e-4
 
-  def program(watch):
-    models.append(bert())
-    trained(models.pop, lambda: K.Adam(0.01), models.append)(watch)
 
-  watch = auditor.run(program, auditor.Watch(WRAPPERS["MovingAverage"]))
-  model, = models
-  before = [v.numpy() for v in model.weights]
-  copied = watch.runs[-1].wrapped.averaged_model(model)
-  copied.quantize("int8")
-  assert any(v.dtype == "int8" for v in copied.weights)
-  for v, array in zip(model.weights, before, strict=True):
-    np.testing.assert_array_equal(v, array)
+@pytest.mark.parametrize("make", [bert, gpt2])
+@pytest.mark.parametrize("mode", ["int8", "int4"])
+def test_a_copy_that_is_quantized(make, mode):
+  """As a model whose weights are set to the averages by hand."""
+  model, (x, y) = make()
+  opt = wrapopt.keras.MovingAverage(K.AdamW(0.01), 0.5)
+  model.compile(
+      opt, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+  keras.Model.fit(model, x, y, batch_size=2, verbose=0)
+  opt.learning_rate = 0.1
+  model.train_on_batch(x, y)
+  by_hand, _ = make()
+  with opt.averaged_weights(model):
+    by_hand.set_weights(model.get_weights())
+  before = model.get_weights()
+  copied = opt.averaged_model(model)
+  for m in copied, by_hand:
+    m.quantize(mode)
+    assert any(v.dtype == "int8" for v in m.weights)  # Also in int4.
+  for v, w in zip(model.get_weights(), before, strict=True):
+    np.testing.assert_array_equal(v, w)
+  np.testing.assert_array_equal(keras.Model.predict(copied, x, verbose=0),
+                                keras.Model.predict(by_hand, x, verbose=0))
+  with pytest.raises(RuntimeError, match="must stay in its model, got '"):
+    with opt.averaged_weights(model):
+      model.quantize(mode)
+
+
+@pytest.mark.parametrize("make", [
+    tf_keras.optimizers.Adam, tf_keras.optimizers.legacy.SGD])
+def test_optimizers_of_tf_keras(make):
+  for wrap in wrapopt.keras.MovingAverage, wrapopt.MovingAverageOptimizer:
+    with pytest.raises(TypeError, match=(
+        r"an optimizer of tf_keras \(Keras 2\)\. wrapopt has no wrappers")):
+      wrap(make())
 
 
 class Ranking(keras.Model):

@@ -555,6 +555,18 @@ def test_steps_that_do_not_move_untrained_variables(kind, fused):
                     [2, means[3], average], [3, means[4], average]]
 
 
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("kind", ["eager", *GRAPH_MODES])
+def test_untrained_variables_inside_cross_shard(kind, fused):
+  with graph_of(kind) if kind in GRAPH_MODES else contextlib.nullcontext():
+    w, mean, moving, step = with_statistic(
+        kind, wrapopt.CrossShardOptimizer, average_decay=0.5, fused=fused)
+    seen = run_steps(kind, step, lambda: [
+        w, mean, moving.average(w), moving.average(mean)], count=2)
+  late = [[1], [1.5]] if kind == "eager" else [[0.5], [1.25]]
+  assert seen == [[[1], [1], [0.5], late[0]], [[2], [2], [1.25], late[1]]]
+
+
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("make", ["elastic", "model"])
 def test_untrained_variables_around_workers_averages(make, kind):

@@ -77,7 +77,7 @@ def _zipf(rng, rows, count):
 
 
 IDS = {"uniform": _uniform, "zipf": _zipf}
-_CATCH_UP = "catch-up"
+_CATCH_UP, _REF = "catch-up", "session-ref"
 
 
 class Problem(typing.NamedTuple):
@@ -97,7 +97,8 @@ class Contest(typing.NamedTuple):
     assign: A function that assigns new numbers to the tables.
     read: A function that returns some rows of a contender's table, and of its
       average or None. It makes the average catch up.
-    is_lazy: A function that returns whether wrapopt's average is lazy.
+    is_lazy: A function that returns whether wrapopt's average is lazy, as far
+      as the variables allow it.
   """
   steps: dict
   batches: list
@@ -121,8 +122,10 @@ def add_arguments(parser):
   add("optimizers", ["SGD"], choices=list(_V1),
       what="the optimizers; in Keras each contender has a table and slots of "
       "its own, for 5,000,000 rows of LazyAdam 14 GB together")
-  add("modes", [*MODES, _CATCH_UP], choices=[*MODES, _CATCH_UP],
-      what="how a step is run, and the catch-up of all rows")
+  add("modes", [*(mode for mode in MODES if mode != _REF), _CATCH_UP],
+      choices=[*MODES, _CATCH_UP],
+      what=f"how a step is run, and the catch-up of all rows; {_REF} is a "
+      "session with ref variables, whose averages move in all rows")
   parser.add_argument(
       "--quick", action="store_true",
       help="5 rounds instead of 15: for a look, not for figures")
@@ -237,7 +240,7 @@ def _without(inner, pairs):
 
 
 @contextlib.contextmanager
-def _in_session(problem):
+def _in_session(problem, use_resource=True):
   tf1 = tf.compat.v1
   graph = tf.Graph()
   trains, averages, tables = {}, {}, {}
@@ -245,13 +248,13 @@ def _in_session(problem):
     seed = tf1.placeholder(tf.int32, [2])
     numbers = harness.numbers((problem.rows, _WIDTH), seed)
     target = tf1.get_variable("target", initializer=problem.target,
-                              use_resource=True, trainable=False)
+                              use_resource=use_resource, trainable=False)
     ids = tf1.placeholder(tf.int32, problem.batches[0].shape)
     opt = MovingAverageOptimizer(_V1[problem.optimizer](), _DECAY)
     stock = tf.train.ExponentialMovingAverage(_DECAY)
     for i, name in enumerate(_NAMES):
       table = tables[name] = tf1.get_variable(
-          f"table_{i}", [problem.rows, _WIDTH], use_resource=True,
+          f"table_{i}", [problem.rows, _WIDTH], use_resource=use_resource,
           initializer=tf1.zeros_initializer())
       inner = opt if name == _WRAPOPT else _V1[problem.optimizer]()
       pairs = inner.compute_gradients(
@@ -267,16 +270,18 @@ def _in_session(problem):
     read = {name: [tf.gather(v, some) for v in (table, averages.get(name))
                    if v is not None] for name, table in tables.items()}
     assign = [table.assign(numbers).op for table in tables.values()]
+    init_tables = tf1.variables_initializer(list(tables.values()))
     init = tf1.global_variables_initializer()
   session = tf1.Session(graph=graph)
   with session:
+    session.run(init_tables)  # Averages start at them.
     session.run(init)
     yield Contest(
         {name: session.make_callable(train, feed_list=[ids])
          for name, train in trains.items()}, problem.batches,
         lambda n: session.run(assign, {seed: (n, n)}),
         lambda name, rows: _pair(session.run(read[name], {some: rows})),
-        lambda: opt.is_lazy(tables[_WRAPOPT]))
+        lambda: opt.is_lazy(tables[_WRAPOPT]) == use_resource)
 
 
 @contextlib.contextmanager
@@ -378,6 +383,7 @@ def _pair(arrays):
 
 MODES = {
     "session": _in_session,
+    _REF: lambda problem: _in_session(problem, use_resource=False),
     "function": _in_functions,
     "keras": lambda problem: _in_keras(problem, False),
     "keras-jit": lambda problem: _in_keras(problem, True),
