@@ -827,17 +827,6 @@ def test_a_constraint_acts_once(inner, accumulated, mode):
   assert found == [*plain[:-1], slow / 2]
 
 
-@pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
-def test_a_constraint_and_apply_gradients(inner):
-  """Keras's apply_gradients() calls apply(): averages follow one step."""
-  w = keras.Variable([1.0])
-  w.constraint = Half()
-  opt = wk.MovingAverage(inner(0.0), 0.5)
-  opt.apply_gradients([(tf.constant([1.0]), w)])
-  assert w.numpy() == 0.5
-  assert opt.average(w).numpy() == 0.75
-
-
 @MODE
 @pytest.mark.parametrize("inner", [K.SGD, K.Adamax], ids=["fused", "unfused"])
 def test_averages_of_weights_that_keras_overwrites(inner, mode):

@@ -351,7 +351,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """Sets the variables of a model to their averages."""
     _state.assign_all(self._averaged(model, decay))
 
-  def check_has_no_averages(self):
+  def check_no_file_waits(self):
     """Raises an error if averages of a file wait for the build."""
     if self._state.has_late():
       raise RuntimeError(

@@ -296,7 +296,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
         if x.built:
           stack.enter_context(x.swapped_in(part, self._evaluated))
         else:  # Part of a MultiOptimizer may train nothing.
-          x.check_has_no_averages()
+          x.check_no_file_waits()
       if self._dataset is not None:
         if self._recalibrated is None:
           self._recalibrated = self._recalibration.of(part)
