@@ -16,7 +16,7 @@ import tensorflow as tf
 import numerics
 import threads
 import wrapopt
-from wrapopt._averages import _replicas
+from wrapopt._gates import _step_lock
 import wrapopt.keras as wk
 from wrapopt.keras import _rules
 from wrapopt.keras import _wrapper
@@ -813,7 +813,7 @@ def test_averages_of_threads_begin_once(wrapped):
 
 
 def test_threads_make_one_lock(monkeypatch):
-  lock, made, make = _replicas.StepLock(), [], tf.raw_ops.MutexV2
+  lock, made, make = _step_lock.StepLock(), [], tf.raw_ops.MutexV2
   step = tf.Variable(0, dtype=tf.int64)
 
   def slowly(**kwargs):
@@ -822,8 +822,12 @@ def test_threads_make_one_lock(monkeypatch):
     return make(**kwargs)
 
   monkeypatch.setattr(tf.raw_ops, "MutexV2", slowly)
-  threads.in_threads(*[
-      lambda: lock.release(lock.acquire(step), step)] * 4)
+
+  def hold():
+    with lock.held(step):
+      pass
+
+  threads.in_threads(*[hold] * 4)
   assert len(made) == 1
 
 

@@ -1,8 +1,6 @@
 """Variables and steps of `tf.distribute` strategies."""
 
 import contextlib
-import threading
-import uuid
 
 import tensorflow as tf
 from tensorflow.python.distribute import parameter_server_strategy_v2
@@ -68,44 +66,6 @@ def colocated(variable):
   if not tf.distribute.has_strategy():  # Outside of the scope.
     return ops.device_of(variable)
   return tf.distribute.get_strategy().extended.colocate_vars_with(variable)
-
-
-class StepLock:
-  """Lets one worker at a time take a step of several ops."""
-
-  def __init__(self):
-    self._mutex = None
-    self._making = threading.Lock()
-
-  def __deepcopy__(self, memo):
-    del memo
-    return StepLock()
-
-  def __reduce__(self):
-    return StepLock, ()
-
-  def acquire(self, near):
-    """Waits for the steps of others.
-
-    Args:
-      near: A variable, on whose server the lock is.
-
-    Returns:
-      A tensor, for `release`. The lock also ends with it, if the worker dies.
-    """
-    with ops.device_of(near):
-      # Threads that take the first steps must not make two.
-      with self._making:
-        if self._mutex is None:
-          with tf.init_scope():
-            self._mutex = tf.raw_ops.MutexV2(
-                container="", shared_name=f"wrapopt steps {uuid.uuid4()}")
-      return tf.raw_ops.MutexLock(mutex=self._mutex)
-
-  def release(self, locked, near):
-    """Lets the next worker begin."""
-    with ops.device_of(near):
-      tf.raw_ops.ConsumeMutexLock(mutex_lock=locked)
 
 
 def check_single_replica(subject):

@@ -118,25 +118,6 @@ def when_ready(gradients):
     return [tf.group(*[tensor_of(g) for g in gradients])]
 
 
-def let_wait(op, before):
-  """Makes an op wait for others that were made after it.
-
-  Args:
-    op: An operation. It stays as it is in another graph than theirs, and if one
-      of them depends on it.
-    before: Operations.
-  """
-  seen, pending = set(), list(before)
-  while pending:
-    other = pending.pop()
-    if other is op or other.graph is not op.graph:
-      return
-    if other not in seen:
-      seen.add(other)
-      pending += [t.op for t in other.inputs] + list(other.control_inputs)
-  op._add_control_inputs(before)
-
-
 @contextlib.contextmanager
 def new_stateful_ops():
   """Yields a list; adds the stateful ops that a tf.function makes in the block.

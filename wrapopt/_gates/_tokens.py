@@ -7,6 +7,7 @@ one counts nothing: see `wrapopt.ops.staleness_gate`.
 
 import secrets
 import sys
+import threading
 import weakref
 
 import numpy as np
@@ -19,6 +20,9 @@ NONE = -1
 
 # Each function has so many tokens.
 _IN_FUNCTION = 1 << 10
+# The first of them is told by its digits. While a worker is stopped, a tensor
+# that it has to be sent lets all others wait: these it soon has.
+_BASE, _DIGITS = 16, 13
 # {graph of a function: how many it has taken}.
 _taken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -43,29 +47,47 @@ def next_of_function():
   if i >= _IN_FUNCTION:
     return NONE
 
-  def now():
-    first = _of_closure()
-    # Not on the worker: the constant would wait for it, with Python's lock.
-    with tf.device(None):
-      return tf.constant(np.array(first if first == NONE else first + i,
-                                  np.int64))
-
   # An op that takes a placeholder would leave it to that one to wait for what
   # both depend on, and a placeholder does not wait.
   with tf.control_dependencies(None):
-    return graph.capture_call_time_value(now, tf.TensorSpec([], tf.int64),
-                                         key=("wrapopt token", i))
+    digits = graph.capture_call_time_value(
+        _digits_now, [tf.TensorSpec([], tf.int64)] * _DIGITS,
+        key="wrapopt token")
+    powers = [_BASE**k * _IN_FUNCTION for k in range(_DIGITS)]
+    return tf.reduce_sum(tf.stack(digits) * powers) + i
+
+
+def _digits_now():
+  """The digits of the scheduled function that this thread runs: tensors.
+
+  All are -1 if there is none: its token is less than 0, as NONE.
+  """
+  number = _of_closure()
+  with _making:
+    if not _tensors:
+      # Not on the worker: they would wait for it, with Python's lock.
+      with tf.init_scope(), tf.device(None):
+        _tensors.extend(tf.constant(np.array(digit, np.int64))
+                        for digit in [*range(_BASE), -1])
+  if number == NONE:
+    return [_tensors[-1]] * _DIGITS
+  return [_tensors[number // _BASE**k % _BASE] for k in range(_DIGITS)]
+
+
+# The tensors of the digits, and of -1.
+_tensors: list = []
+_making = threading.Lock()
 
 
 def _of_closure():
-  """The first token of the scheduled function that this thread runs."""
+  """The number of the scheduled function that this thread runs, or NONE."""
   frame = sys._getframe()
   while frame is not None:
     if frame.f_code is _EXECUTE:
       closure = frame.f_locals["self"]
       # One that schedules a Python function may call others many times.
       return (vars(closure).setdefault(
-          "_wrapopt_token", secrets.randbits(52) * _IN_FUNCTION)
+          "_wrapopt_token", secrets.randbelow(_BASE**_DIGITS))
               if hasattr(closure, "_concrete_function") else NONE)
     frame = frame.f_back
   return NONE

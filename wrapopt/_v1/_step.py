@@ -21,6 +21,7 @@ from wrapopt._averages import _schedule_free
 from wrapopt._averages import _swap
 from wrapopt._gates import _compensation
 from wrapopt._gates import _records
+from wrapopt._gates import _step_lock
 from wrapopt._gates import _tokens
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
@@ -28,7 +29,7 @@ from wrapopt._v1 import _two_passes
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
-# {optimizer: its StepLock}.
+# {optimizer: its lock}.
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -102,6 +103,8 @@ def asked(grads_and_vars, global_step, name, options):
 
 def _at_servers(step, near):
   """A Step with gradients on the servers, and operations that wait for them."""
+  if tf.executing_eagerly():
+    return step, []
   pairs = []
   for g, v in step.grads_and_vars:
     with ops.device_of(v):
@@ -149,24 +152,37 @@ class Innermost:
                 None)
     if near is None or not gradients:
       return self._take_alone(step)
+    _replicas.check_single_replica(type(self._opt).__name__)
+    is_one_op = self._is_one_op(step)
+    if step.accept is not True and not is_one_op:
+      step = step._replace(grads_and_vars=_hold_back(step), transform=None)
+    # Nobody waits while they travel. Those of a gate may not have to.
+    step, ready = (_at_servers(step, near)
+                   if step.accept is True or not is_one_op
+                   else (step, _records.when_ready(gradients)))
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
-    _replicas.check_single_replica(type(self._opt).__name__)
-    lock = _locks.setdefault(self._opt, _replicas.StepLock())
-    if step.accept is True and not tf.executing_eagerly():
-      # Nobody waits while they travel. Those of a gate may not have to.
-      step, ready = _at_servers(step, near)
-    else:
-      ready = _records.when_ready(gradients)
-    with tf.control_dependencies(ready):
-      locked = lock.acquire(near)
-    first = [] if tf.executing_eagerly() else [locked]
-    with _records.new_stateful_ops() as new, _replicas.alone(True), (
-        tf.control_dependencies(first)):
-      taken = self._take_once(step)
-    with tf.control_dependencies(_records.updates(new)):
-      lock.release(locked, near)
-    return taken
+    with _replicas.alone(True), (
+        tf.control_dependencies(ready) if is_one_op else
+        _locks.setdefault(self._opt, _step_lock.StepLock()).held(near, ready)):
+      return self._take_once(step)
+
+  def _is_one_op(self, step):
+    """Whether a step is one op on each server, and none reads what it counts."""
+    schedule = step.averages and step.averages.schedule
+    return (step.points is None and self._native_rule(step) is not None and
+            type(self._opt)._finish is _Optimizer._finish and
+            (not schedule or
+             schedule.steps is None and schedule.num_updates is None))
+
+  def _native_rule(self, step):
+    """The rule of the op that takes a step, or None."""
+    rule, averages = _fused.rule_of(self._opt), step.averages
+    is_late = averages is not None and averages.schedule.is_called
+    return rule if (
+        rule is not None and step.one_pass and not is_late and
+        step.options.keys() <= _OPTIONS and
+        _fused.can_apply(self._opt, step.grads_and_vars)) else None
 
   def _take_once(self, step):
     """Takes a step, unless an earlier try of its function has taken it."""
@@ -185,7 +201,7 @@ class Innermost:
     return taken._replace(counted=True)
 
   def _take_alone(self, step):
-    """Takes a step, while no other worker takes one."""
+    """Takes a step that was admitted, or has to ask nobody."""
     opt = self._opt
     if step.points is not None:
       apply = (_two_passes if _replicas.share_steps()
@@ -193,15 +209,14 @@ class Innermost:
       return Taken(apply(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages
-    is_late = averages is not None and averages.schedule.is_called
-    rule = _fused.rule_of(opt)
-    if (rule is not None and step.one_pass and not is_late and
-        step.options.keys() <= _OPTIONS and
-        _fused.can_apply(opt, step.grads_and_vars)):
+    rule = self._native_rule(step)
+    if rule is not None:
       if is_gated:
         _create_slots(opt, step)
         step = step._replace(grads_and_vars=_hold_back(step))
       return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
+    rule = _fused.rule_of(opt)
+    is_late = averages is not None and averages.schedule.is_called
     # An overridden `apply_gradients` may use the global step for more.
     counts = (not is_gated or is_late or
               getattr(opt.apply_gradients, "__func__", None) is not
@@ -293,6 +308,10 @@ def where_accepted(opt, step, apply):
     pairs, after = (
         (_transformed(step), lambda done: done) if step.compensation is None
         else step.compensation.take(step.grads_and_vars))
+    # One that was held back is whole here.
+    pairs = [(g if isinstance(g, (type(None), tf.IndexedSlices)) or
+              g.shape.rank is not None else tf.ensure_shape(g, v.shape), v)
+             for g, v in pairs]
     done, counts = apply(step._replace(
         grads_and_vars=pairs, accept=True, transform=None, compensation=None))
     counted.append(counts)

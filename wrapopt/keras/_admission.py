@@ -19,6 +19,7 @@ import tensorflow as tf
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._gates import _records
+from wrapopt._gates import _step_lock
 from wrapopt._gates import _tokens
 from wrapopt.keras import _rules
 
@@ -96,27 +97,26 @@ class _Asked:
     accept: Whether to take it: True, or a scalar bool tensor.
   """
 
-  def __init__(self, iterations, admitted, lock, only_op):
+  def __init__(self, iterations, admitted, pairs, gate, is_one_op):
+    # Without a gate only the second try of a step is refused.
+    only_op = gate is None and is_one_op
     self.accept = True if only_op else admitted.accept
-    self._iterations, self._lock = iterations, lock
+    self._iterations, self._pairs = iterations, pairs
+    self._locks = gate is not None and not is_one_op
+    self._is_one_op = is_one_op
     self._number, self._transform = admitted.number, admitted.transform
-    # The frames of a traceback would keep a ticket or a lock alive.
-    self._ticket, self._locked = admitted.ticket, None
+    # The frames of a traceback would keep a ticket alive.
+    self._ticket = admitted.ticket
     # What the op of the step is told, if nothing else can refuse it.
     self._told = admitted.accept if only_op else True
     self._compensation = admitted.compensation
-    # The operations that wait until its gradients are on all servers.
-    self._arrived = []
 
-  def wait_for_gradients(self, locked):
-    """Lets a lock wait for the gradients, so that nobody waits meanwhile."""
-    if not tf.executing_eagerly():
-      _records.let_wait(locked.op, self._arrived)
-
-  def transformed(self, grads):
+  def grads(self):
     """The gradients with which to take it."""
-    return grads if self._transform is None else [
-        g if g is None else self._transform(g) for g in grads]
+    grads, variables = zip(*self._pairs)
+    if self._transform is not None:
+      grads = [g if g is None else self._transform(g) for g in grads]
+    return _at_servers(grads, variables) if self._locks else grads
 
 
 class Steps:
@@ -125,7 +125,7 @@ class Steps:
   def __init__(self, cls, wrapper):
     self._cls, self._wrapper = cls, wrapper
     self._taken = threading.local()
-    self._lock = _replicas.StepLock()
+    self._lock = _step_lock.StepLock()
 
   @property
   def number(self):
@@ -178,69 +178,49 @@ class Steps:
     # writes. Without a gate, this is also the order of their numbers. A gate
     # may drop a step, which need not wait for the others.
     locks_first = gate is None and not is_one_op
-    lock = None if locks_first or is_one_op else self._lock
-    with _replicas.alone(shared), _records.new_stateful_ops() as new:
+    with _replicas.alone(shared):
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
       with tf.control_dependencies(None):
         ready = _records.when_ready([g for g in grads if g is not None])
-      token = _tokens.next_of_function() if shared else _tokens.NONE
-      first, locked, asked = [*ready, *checks], [], None
-      try:
+        token = _tokens.next_of_function() if shared else _tokens.NONE
         if locks_first:
-          with tf.control_dependencies(first):
-            locked.append(self._lock.acquire(iterations))
-          first = [] if tf.executing_eagerly() else [*first, *locked]
-        with tf.control_dependencies(first):
+          grads = _at_servers(grads, variables)
+      first, asked = [*ready, *checks], None
+      try:
+        with (self._lock.held(iterations, first) if locks_first else
+              tf.control_dependencies(first)):
           admitted = (Admitted(*ops.begin_update(iterations, token=token))
                       if gate is None else gate._admit(
                           iterations, [(g, _rules.value(v)) for g, v in zip(
                               grads, variables) if g is not None], token))
-        # Without a gate only the second try of a step is refused.
-        asked = _Asked(iterations, admitted, lock,
-                       only_op=gate is None and is_one_op)
-        del admitted
-        yield asked
-      except BaseException:
-        locked.clear()
-        raise
+          asked = _Asked(iterations, admitted, list(zip(grads, variables)),
+                         gate, is_one_op)
+          del admitted
+          yield asked
       finally:
         if asked is not None:
-          asked._ticket = asked._locked = None
-    if locked:
-      asked.wait_for_gradients(locked[0])
-      # The op that counts the step waits for all else, on all servers.
-      with tf.control_dependencies(
-          [op for op in new if op.type == "Wrapopt>StalenessComplete"] or
-          _records.updates(new)):
-        self._lock.release(locked.pop(), iterations)
+          asked._ticket = None
 
   @contextlib.contextmanager
   def taking(self, asked):
     """The context in which a step is taken that was admitted."""
-    iterations, lock = asked._iterations, asked._lock
-    first = []
-    if lock is not None:
-      asked._locked = lock.acquire(iterations)
-      first = [] if tf.executing_eagerly() else [asked._locked]
-    self._taken.number = Number(asked._number, iterations.dtype)
-    self._taken.accept = asked._told
+    iterations = asked._iterations
+    self._taken.accept, self._taken.is_one_op = asked._told, asked._is_one_op
     self._taken.compensation = asked._compensation
-    self._taken.arrived = asked._arrived
-    try:
-      with _records.new_stateful_ops() as new, tf.control_dependencies(first):
-        yield
-    finally:
-      self._taken.number = None
-    if lock is not None:
-      asked.wait_for_gradients(asked._locked)
-    with tf.control_dependencies(_records.updates(new)):
-      ops.staleness_complete(asked._ticket, iterations)
-      if lock is not None:
-        lock.release(asked._locked, iterations)
+    with (self._lock.held(iterations) if asked._locks else
+          contextlib.nullcontext()):
+      self._taken.number = Number(asked._number, iterations.dtype)
+      try:
+        with _records.new_stateful_ops() as new:
+          yield
+      finally:
+        self._taken.number = None
+      with tf.control_dependencies(_records.updates(new)):
+        ops.staleness_complete(asked._ticket, iterations)
 
-  def at_servers(self, opt, grads, variables):
+  def arrived(self, opt, grads, variables):
     """The gradients of a step, on the servers of their variables.
 
     Args:
@@ -252,19 +232,16 @@ class Steps:
       The gradients, and the operations that wait until all have arrived. A
       worker that dies before changes nothing on any server.
     """
-    if self.number is None or tf.executing_eagerly() or not (
-        _replicas.is_shared(_iterations(opt))):
-      return grads, []
-    there = []
-    with tf.control_dependencies(None):  # They do not wait for the lock.
-      for grad, variable in zip(grads, variables):
+    if self.number is None or not self._taken.is_one_op or (
+        tf.executing_eagerly() or not _replicas.is_shared(_iterations(opt))):
+      return grads, []  # Those of other steps have arrived before the lock.
+    with tf.control_dependencies(None):
+      there = []
+      for grad, variable in zip(_at_servers(grads, variables), variables):
         with ops.device_of(variable):
-          there.append(tf.nest.map_structure(
-              tf.identity, _rules.cast(grad, variable.dtype),
-              expand_composites=True))
+          there.append(_rules.cast(grad, variable.dtype))
       with ops.device_of(_iterations(opt)):
         arrived = [tf.group(*tf.nest.flatten(there, expand_composites=True))]
-    self._taken.arrived += arrived
     return there, arrived
 
   @contextlib.contextmanager
@@ -286,6 +263,19 @@ class Steps:
 def _iterations(opt):
   """The tf.Variable that counts the steps of an optimizer."""
   return _rules.value(vars(opt)["_iterations"])
+
+
+def _at_servers(grads, variables):
+  """Gradients, or None, on the servers of variables that workers share."""
+  if tf.executing_eagerly() or not _replicas.is_shared(
+      _rules.value(variables[0])):
+    return grads
+  there = []
+  for grad, variable in zip(grads, map(_rules.value, variables)):
+    with ops.device_of(variable):
+      there.append(grad if grad is None else tf.nest.map_structure(
+          tf.identity, grad, expand_composites=True))
+  return there
 
 
 def _refuse(opt, name):

@@ -145,9 +145,9 @@ def _followed_innermost(opt, followers):
              tf.convert_to_tensor(g) for g in grads]
 
     def taken():
-      transformed = asked.transformed(grads)
+      grads = asked.grads()
       with steps.taking(asked):
-        checked(transformed)
+        checked(grads)
 
     one_op = _is_one_op(self, cls, grads, variables, followers, sums)
     with steps.asking(self, grads, variables, gate, outermost._checks(),
@@ -394,7 +394,7 @@ def _update(opt, cls, grads, variables, learning_rate, followers, sums, cache,
   If `late` is a list, the followers wait: the step is added to it.
   """
   values = list(map(_value, variables))
-  grads, arrived = steps.at_servers(opt, grads, values)
+  grads, arrived = steps.arrived(opt, grads, values)
   with tf.control_dependencies(arrived):
     _update_here(opt, cls, grads, variables, values, learning_rate, followers,
                  sums, cache, steps, late)
