@@ -8,7 +8,9 @@ import contextlib
 import json
 import os
 import random
+import subprocess
 import sys
+import threading
 import time
 
 import keras
@@ -16,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
+from wrapopt._gates import _tokens
 import wrapopt.keras as wk
 from wrapopt.examples import _cluster
 
@@ -51,8 +54,57 @@ def variables(strategy, opt, values):
     made = [keras.Variable(v, name=f"v{i}", dtype="float64")
             for i, v in enumerate(values)]
     opt = opt()
-    opt.build(made)
+    if hasattr(opt, "build"):
+      opt.build(made)
   return made, opt
+
+
+def shared(strategy, make, name):
+  """Variables on two servers, an optimizer, and the count of its steps."""
+  with strategy.scope():
+    count = tf.Variable(0, dtype=tf.int64)
+  made, opt = variables(strategy, lambda: (
+      make(count) if "gated" in name else make()), [np.zeros(3), np.zeros(2)])
+  if name == "constraint":
+    made[0].constraint = tf.identity
+  return made, opt, getattr(opt, "iterations", count)
+
+
+def take(made, opt, count):
+  """A step whose gradients are 1."""
+  with (opt.record_step() if hasattr(opt, "record_step") else
+        contextlib.nullcontext()):
+    gradients = [1 + 0 * v.value.read_value() for v in made]
+  if hasattr(opt, "apply"):
+    opt.apply(gradients, made)
+  else:
+    opt.apply_gradients(zip(gradients, [v.value for v in made]), count)
+
+
+UNLOCKED = {
+    "MovingAverage": lambda: wk.MovingAverage(K.SGD(1.0), 0.5),
+    "PowerDecay": lambda: wk.MovingAverage(
+        K.SGD(1.0), wrapopt.PowerDecay(0.1), update_every=3),
+    "DropStaleGradient": lambda: wk.DropStaleGradient(K.SGD(1.0), 1000),
+    "of version 1": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 0.5)}
+LOCKED = {
+    "Lookahead": lambda: wk.Lookahead(K.SGD(1.0), 5, 1.0),
+    "SWA": lambda: wk.SWA(K.SGD(1.0), 0, 1),
+    "ScheduleFree": lambda: wk.ScheduleFree(K.SGD(1.0)),
+    "constraint": lambda: wk.MovingAverage(K.SGD(1.0), 0.5),
+    "clipped": lambda: wk.MovingAverage(
+        K.Adamax(1.0, global_clipnorm=100.0), 0.5),
+    "DropStaleGradient(Nadam)": lambda: wk.DropStaleGradient(
+        K.Nadam(1.0), 1000),
+    "of version 1, with powers": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.AdamOptimizer(1.0), 0.5),
+    "of version 1, gated": lambda count: wrapopt.DropStaleGradientOptimizer(
+        tf1.train.AdamOptimizer(1.0), 1000, global_step=count),
+    "of version 1, without an op": lambda: wrapopt.MovingAverageOptimizer(
+        tf1.train.FtrlOptimizer(1.0, -0.75), 0.5),
+    "of version 1, Schedule-Free": lambda: wrapopt.ScheduleFreeOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0))}
 
 
 # 1. Counts, and the numbers of the steps.
@@ -182,18 +234,27 @@ def ancestors(op):
   return found
 
 
+def outside(t):
+  """The tensor that a placeholder of functions, one in another, stands for."""
+  while not hasattr(t, "numpy"):
+    found = [outer for outer, inner in t.graph.captures if inner is t]
+    if not found:
+      break
+    [t] = found
+  return t
+
+
+def task(op):
+  device = op.device
+  if op.type in ("ReadVariableOp", "ResourceGather"):
+    # TensorFlow places it with its variable.
+    device = outside(op.inputs[0]).device
+  spec = tf.DeviceSpec.from_string(device or "")
+  return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
+
+
 def sent(graph):
   """What the ops of a graph send from one process to another."""
-  handles = {id(inner): outer for outer, inner in graph.captures}
-
-  def task(op):
-    device = op.device
-    if op.type in ("ReadVariableOp", "ResourceGather"):
-      # TensorFlow places it with its variable.
-      device = handles[id(op.inputs[0])].device
-    spec = tf.DeviceSpec.from_string(device or "")
-    return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
-
   tensors, controls = set(), set()
   for op in graph.get_operations():
     for t in op.inputs:
@@ -223,6 +284,58 @@ def sent(graph):
               if "Apply" in op.type or op.type.startswith("Assign"))}
 
 
+def held(graph):
+  """Where the ops that wait for a lock run, and what they need from elsewhere.
+
+  Returns:
+    Their tasks, and the ops on other tasks that they wait for and the lock does
+    not.
+  """
+  tasks, late = set(), []
+  for inner in graphs_in(graph):
+    [*locks] = [op for op in inner.get_operations() if op.type == "MutexLock"]
+    if not locks:
+      continue
+    [lock] = locks
+    known = ancestors(lock)
+    there = {(op, task(later)) for later in known for op in (
+        *(t.op for t in later.inputs), *later.control_inputs)}
+    after = [op for op in inner.get_operations() if lock in ancestors(op)]
+    [release] = [op for op in after if op.type == "ConsumeMutexLock"]
+    after = [op for op in after if release not in ancestors(op)]
+    for op in after:
+      tasks |= {task(x) for branch in branches(op)
+                for x in branch.get_operations() if x.type != "Placeholder"}
+      tasks.add(task(op))
+      for x in [*(t.op for t in op.inputs if t.dtype != tf.resource),
+                *op.control_inputs]:
+        if task(x) == "worker" and x not in after and (
+            x, task(op)) not in there:
+          late.append(f"{x.name} of {x.type} for {op.name} of {op.type}")
+  return {"tasks": sorted(tasks), "late": late}
+
+
+def branches(op):
+  for name in ("then_branch", "else_branch"):
+    if name in op.node_def.attr:
+      yield from graphs_in(op.graph._get_function(
+          op.get_attr(name).name).graph)
+
+
+def locked(strategy, coordinator):
+  del coordinator
+  for name, make in LOCKED.items():
+    made, opt, count = shared(strategy, make, name)
+
+    @tf.function
+    def step():
+      strategy.run(lambda: take(made, opt, count))
+
+    with strategy.scope():
+      graph = step.get_concrete_function().graph
+    yield name, held(graph)
+
+
 def traffic(strategy, coordinator):
   del coordinator
   for n in 2, 20:
@@ -250,15 +363,50 @@ def traffic(strategy, coordinator):
       yield f"{name} {n}", sent(graph)
 
 
+def second_tries(strategy, coordinator):
+  """Steps whose tries have one token: the second one changes nothing."""
+  with strategy.scope():
+    model = keras.Sequential([keras.Input([3]),
+                              keras.layers.BatchNormalization()])
+    opt = wk.MovingAverage(K.SGD(1.0), 0.5, average_batch_norm=True,
+                           update_every=2)
+    opt.build(model.trainable_variables)
+    opt.set_model(model)
+
+  @tf.function
+  def step():
+    opt.apply([1 + 0 * v.value for v in model.trainable_variables],
+              model.trainable_variables)
+    for v in model.non_trainable_variables:
+      v.assign(v + 1.0)
+
+  def state():
+    return [tf.convert_to_tensor(x).numpy().tolist()
+            for x in (*model.trainable_variables,
+                      *map(opt.average, model.variables))]
+
+  tokens = iter([5, 5, 6, 6, 7, 7, 8, 8])
+  of_closure, _tokens._of_closure = _tokens._of_closure, lambda: next(tokens)
+  try:
+    found = []
+    for _ in range(8):
+      schedule(coordinator, step, 1)
+      found.append(state())
+  finally:
+    _tokens._of_closure = of_closure
+  yield "states", found
+
+
 # 4. Workers that are killed.
 
 
 def faults(strategy, coordinator, cluster, kills=20, n=1500):
-  for name, limit in ("ungated", None), ("gated", 2):
+  for name, limit in ("ungated", None), ("gated", 2), ("locked", None):
     with strategy.scope():
       made = [keras.Variable(np.zeros(3)), keras.Variable(np.zeros(2))]
       opt = K.SGD(1.0)
-      opt = (wk.MovingAverage(opt, 0.5) if limit is None else
+      opt = (wk.Lookahead(opt, 5, 1.0) if name == "locked" else
+             wk.MovingAverage(opt, 0.5) if limit is None else
              wk.DropStaleGradient(opt, limit))
       opt.build(made)
 
@@ -294,6 +442,48 @@ def faults(strategy, coordinator, cluster, kills=20, n=1500):
             opt.iterations.value)[1]),
         "admitted": stats and stats.admitted_histogram.tolist(),
         "dropped": stats and int(stats.dropped)}
+
+
+def stops(strategy, coordinator, cluster, n=20, steps=30):
+  """Workers that are stopped at random moments, while the others go on."""
+  # To remove a function or what it used, TensorFlow calls all workers.
+  rng, kept = random.Random(0), []
+  for name, make in {**UNLOCKED, **LOCKED}.items():
+    made, opt, count = shared(strategy, make, name)
+
+    @tf.function
+    def step():
+      take(made, opt, count)
+
+    kept.append((step, made, opt, count))
+    schedule(coordinator, step, 6)
+    late, scheduled = 0, 6
+    queue = coordinator._cluster.closure_queue
+    # To read the count, TensorFlow may wait for a worker.
+    ended = lambda: (scheduled - queue._queue.qsize() -
+                     queue._inflight_closure_count)
+    for _ in range(n):
+      pid = cluster.tasks["worker", rng.randrange(3)].process.pid
+      # It goes on without a word from here, if no thread runs here.
+      with subprocess.Popen(
+          ["bash", "-c", f"sleep {rng.uniform(0, 0.1)}; kill -STOP {pid}; "
+           f"echo; read -t 60 || echo late; kill -CONT {pid}"],
+          stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        stopped = threading.Thread(target=other.stdout.readline)
+        stopped.start()
+        until = None
+        while until is None or ended() < until:
+          if scheduled - ended() < 9:
+            coordinator.schedule(step)
+            scheduled += 1
+          if until is None and not stopped.is_alive():
+            until = ended() + steps
+        found, _ = other.communicate("\n")
+        late += "late" in found
+    coordinator.join()
+    yield name, {"late": late, "scheduled": scheduled,
+                 "iterations": int(count),
+                 "w": [v.numpy().tolist() for v in made]}
 
 
 # 5. Optimizers of tf.compat.v1.
@@ -458,7 +648,7 @@ def main():
     strategy, coordinator = connect(cluster)
     for name in names:
       for key, found in globals()[name](strategy, coordinator, *(
-          [cluster] if name == "faults" else [])):
+          [cluster] if name in ("faults", "stops") else [])):
         print(json.dumps([name, key, found]), flush=True)
 
 

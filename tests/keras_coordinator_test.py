@@ -17,8 +17,8 @@ def found(*names):
   """{part of the program: {case: what it found}}."""
   done = run_python(
       "-m", "coordinator_program",
-      *(names or ("counts", "races", "several", "traffic", "v1", "compensation",
-                  "embeddings")),
+      *(names or ("counts", "races", "several", "locked", "traffic",
+                  "second_tries", "v1", "compensation", "embeddings")),
       CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost")
   assert done.returncode == 0, done.stderr
   parts = {}
@@ -104,14 +104,31 @@ def test_what_a_step_sends():
       # No server begins before the gradients are on all. No step locks others.
       assert ours["arrived"] == {"MutexLock": [],
                                  "Wrapopt>Apply": ["ps:0 and ps:1"]}
-    # Each weight and gradient, the learning rate, and all scalars of the step.
-    assert average["tensors"] == 2 * n + 2
-    sent = average["tensors"] + average["controls"] + 1  # The token.
+    # Each weight and gradient, the learning rate, the token, and all scalars of
+    # the step.
+    assert average["tensors"] == 2 * n + 3
+    sent = average["tensors"] + average["controls"]
     assert sent <= keras["tensors"] + keras["controls"]
     if n == 20:
       assert sent <= 2 * n + 6 < keras["tensors"] + keras["controls"] - n / 2
     # Outside of the branch that takes the step, the weights, but no gradient.
     assert gate["tensors"] <= n + 2
+
+
+def test_a_step_with_a_lock_needs_no_worker():
+  """Once it has the lock, and whatever the worker does."""
+  cases = found()["locked"]
+  assert len(cases) == 10
+  for name, got in cases.items():
+    assert got == {"tasks": ["ps:0", "ps:1"], "late": []}, name
+
+
+def test_a_second_try_changes_nothing():
+  states = found()["second_tries"]["states"]
+  assert states[::2] == states[1::2]
+  # gamma and beta, and the averages, which move in steps 2 and 4. The moving
+  # statistics count the tries before.
+  assert [x[0] for x in states[-1]] == [-3, -4, -1.5, -2.5, 3.5, 4.5]
 
 
 def test_gradients_of_old_weights_are_compensated():
@@ -173,9 +190,20 @@ def test_workers_that_are_killed():
     assert got["in flight"] == 0, name
     # No step is lost, none is taken twice, and none is half.
     assert got["w"] == [[-steps] * 3, [-steps] * 2], name
-    if name == "ungated":
+    if name != "gated":
       assert steps == n
     else:
       assert sum(got["admitted"]) == steps
       assert steps + got["dropped"] == n
       assert not any(got["admitted"][3:])  # The limit is 2.
+
+
+def test_workers_that_are_stopped():
+  """The others take 30 steps in each of the 20 stops."""
+  for name, got in found("stops")["stops"].items():
+    assert got["late"] == 0, name
+    n = got["scheduled"]
+    assert n >= 600 and got["iterations"] == n
+    if name in ("MovingAverage", "PowerDecay", "DropStaleGradient", "Lookahead",
+                "SWA", "constraint", "of version 1"):
+      assert got["w"] == [[-n] * 3, [-n] * 2], name

@@ -160,12 +160,16 @@ class Innermost:
     step, ready = (_at_servers(step, near)
                    if step.accept is True or not is_one_op
                    else (step, _records.when_ready(gradients)))
+    # A gate has asked already. Schedule-Free learning cannot skip a step.
+    asks = (step.accept is True and not step.points and
+            _replicas.is_shared(step.global_step))
+    token = _tokens.next_of_function() if asks else _tokens.NONE
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
     with _replicas.alone(True), (
         tf.control_dependencies(ready) if is_one_op else
         _locks.setdefault(self._opt, _step_lock.StepLock()).held(near, ready)):
-      return self._take_once(step)
+      return self._take_once(step, token)
 
   def _is_one_op(self, step):
     """Whether a step is one op on each server, and none reads what it counts."""
@@ -184,12 +188,8 @@ class Innermost:
         step.options.keys() <= _OPTIONS and
         _fused.can_apply(self._opt, step.grads_and_vars)) else None
 
-  def _take_once(self, step):
-    """Takes a step, unless an earlier try of its function has taken it."""
-    # A gate has asked already. Schedule-Free learning cannot skip a step.
-    token = (_tokens.NONE if step.accept is not True or step.points or
-             not _replicas.is_shared(step.global_step)
-             else _tokens.next_of_function())
+  def _take_once(self, step, token):
+    """Takes a step, unless an earlier try with its token has taken it."""
     if token is _tokens.NONE:
       return self._take_alone(step)
     accept, _, ticket = ops.begin_update(step.global_step, token=token)

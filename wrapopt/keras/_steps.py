@@ -35,6 +35,8 @@ class Step(typing.NamedTuple):
     constrained: (tf.Variable, constraint) of those that have one, if a wrapper
       may move them after the step.
     cache: A `LookupCache` of the optimizer that takes it, for eager steps.
+    accept: True, or a scalar bool tensor: whether it is taken. If it is a
+      tensor, one op takes it, or nothing.
   """
   iterations: typing.Any
   variables: list
@@ -42,6 +44,7 @@ class Step(typing.NamedTuple):
   trained: list
   constrained: list
   cache: _lookup_cache.LookupCache
+  accept: typing.Any = True
 
   @property
   def part(self):
@@ -408,7 +411,8 @@ def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
               [(_value(v), opt._var_key(v)) for v in trained],
               [(_value(v), v.constraint) for v in trained
                if v.constraint is not None] if any(
-                   f.changes_weights for f in followers) else [], cache)
+                   f.changes_weights for f in followers) else [], cache,
+              steps.accept)
   if followers[0]._take(step, opt, cls, grads, variables, learning_rate):
     return
   with steps.scalars(opt):

@@ -406,7 +406,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
     # The forward pass has updated the statistics.
     of_batch_norm = self._batch_norm_pairs(step)
     if of_batch_norm[0]:
-      _plan.update_all(of_batch_norm, decays)
+      _plan.update_all(of_batch_norm,
+                       _decays.where_due(step.accept, decays))
     return [[_rules.value(row[key]) if key in row else None
              for key in step.keys] for row in self._rows], decays
 
@@ -479,7 +480,9 @@ class MovingAverage(_averaging.AveragingOptimizer):
         first.assign(begun := iterations)
       return max(iterations - max(begun, self._start_step), 0)
     begun = first.read_value()
-    begun = tf.where((begun < 0) | (begun > iterations), iterations, begun)
+    # The number of a step that is not taken is -1.
+    begins = step.accept & ((begun < 0) | (begun > iterations))
+    begun = tf.where(begins, iterations, begun)
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
                       tf.constant(0, tf.int64))
