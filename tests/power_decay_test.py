@@ -43,7 +43,7 @@ def test_widths_and_exponents():
   assert wrapopt.PowerDecay(gamma=0).relative_width == pytest.approx(
       1 / math.sqrt(12), rel=1e-15)
   assert wrapopt.PowerDecay(1 / math.sqrt(12)).gamma == 0
-  for width in (1e-6, 0.003, 0.05, 0.1, 0.25, 0.2886):
+  for width in (1e-300, 1e-160, 1e-6, 0.003, 0.05, 0.1, 0.25, 0.2886):
     decay = wrapopt.PowerDecay(width)
     assert decay.relative_width == pytest.approx(width, rel=1e-14)
     # The standard deviation of the weights of a long run.

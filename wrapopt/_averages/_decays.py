@@ -234,7 +234,8 @@ _WIDEST = 1 / math.sqrt(12)
 
 def relative_width_of(gamma):
   """The relative width of the average with exponent `gamma`."""
-  return math.sqrt((gamma + 1) / ((gamma + 2)**2 * (gamma + 3)))
+  # Nothing here overflows.
+  return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
 
 
 def gamma_of(relative_width):
