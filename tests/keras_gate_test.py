@@ -681,6 +681,8 @@ def test_replicas_that_wait_for_each_other():
     with pytest.raises(NotImplementedError, match="2 replicas"):
       run(ones())
   assert w.numpy()[0] == 1 and in_flight(opt) == 0
+  with strategy.scope():
+    assert opt.staleness_stats().admitted == 0
 
 
 # 6. Threads.

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import ops
+from wrapopt._averages import _replicas
 from wrapopt._gates import _compensation
 from wrapopt._gates import _origins
 from wrapopt._gates import _policies
@@ -177,8 +178,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def _take_aborted_back(self):
     """Takes steps that have failed out of the histogram, in eager mode."""
     if self.built and tf.executing_eagerly():
-      ops.take_aborted_back(_rules.value(self._iterations),
-                            _rules.value(self._histogram))
+      ops.take_aborted_back(*(
+          _replicas.values(_rules.value(v))[0]
+          for v in (self._iterations, self._histogram)))
 
   @contextlib.contextmanager
   def record_step(self) -> Iterator[Tensor]:
