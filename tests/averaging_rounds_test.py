@@ -510,15 +510,17 @@ def test_gathers_of_one_round_give_the_same():
 
 def test_the_earliest_deadline_comes_first():
   rounds = eager(1)
-  ended = []
+  ended, all_ended = [], threading.Event()
 
   def wait(seconds):
     with pytest.raises(DeadlineExceeded):
       rounds.wait(0, seconds)
     ended.append(seconds)
+    if len(ended) == 3:
+      all_ended.set()
 
   in_threads(*[lambda s=s: wait(s) for s in (0.8, 0.4, 1e-9)],
-             lambda: (time.sleep(2), rounds.next(0)),
+             lambda: (all_ended.wait(50), rounds.next(0)),
              # Deadlines that are not met: of a year, and none at all.
              *[lambda s=s: rounds.wait(0, s) for s in (3e7, 1e300, FOREVER)])
   assert ended == [1e-9, 0.4, 0.8]

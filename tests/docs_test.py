@@ -131,6 +131,17 @@ def test_all_ops_are_listed():
       for op, devices in info.devices_of_kernels().items()}
 
 
+def test_which_ops_run_on_the_host_only():
+  """The docstring of wrapopt.ops names them; no other one denies a kernel."""
+  assert {op for op, devices in info.devices_of_kernels().items()
+          if devices == ["CPU"]} == {
+              op for op in info.devices_of_kernels() if re.match(
+                  "Wrapopt>(Averaging(?!Assign)|Staleness|BeginUpdate)", op)}
+  for name in wrapopt.ops.__all__:
+    assert "no kernel" not in " ".join(
+        inspect.getdoc(getattr(wrapopt.ops, name)).split())
+
+
 def test_all_rules_are_listed():
   """The second table of ops.md, and the sentence after it."""
   text = read("wrapopt/docs/ops.md")

@@ -600,7 +600,9 @@ def test_a_failed_step_changes_nothing_and_is_not_in_flight(graph):
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_failed_eager_step_is_not_in_flight(fused):
   w, step = tf.Variable([1.0, 2.0]), make_step()
-  opt = Drop(sgd(), 0, global_step=step, fused=fused)
+  opt = Drop(sgd(), 0, global_step=step, fused=fused, worker="worker_1")
+  admitted = lambda: [int(opt.staleness_stats(worker).admitted)
+                      for worker in (False, True)]
 
   def apply(gradient):
     with opt.record_step() as recorded:
@@ -613,8 +615,11 @@ def test_a_failed_eager_step_is_not_in_flight(fused):
   # As a notebook keeps the traceback of its last error.
   assert error.tb is not None
   assert wrapopt.ops.staleness_record(step)[1] == 0
+  for _ in range(2):
+    assert admitted() == [0, 0]
   assert apply([1.0, 1.0]).numpy() == 0
   np.testing.assert_array_equal(w.numpy(), [0.0, 1.0])
+  assert admitted() == [1, 1] and step.numpy() == 1
 
 
 def gradients_of_a_tape(w):

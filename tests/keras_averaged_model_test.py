@@ -1,5 +1,7 @@
 """Standalone copies of models, with the averages as weights."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -460,3 +462,33 @@ def test_what_fit_trains_and_does_not_end_with():
   with pytest.warns(UserWarning, match="ends with the raw weights of '.*first/"
                     "kernel', which is frozen"):
     model.fit(*data(), verbose=0)
+
+
+class CopiedTwice(Subclass):
+  """While it is copied, a second thread begins to copy it, and ends later."""
+
+  second = None
+
+  def get_config(self):
+    if self.second is not None:
+      if threading.current_thread() is not self.second:
+        self.second.start()
+        self.entered.wait(0.5)  # It does not enter.
+      else:
+        self.entered.set()
+        assert self.may_end.wait(600)
+    return super().get_config()
+
+
+def test_a_model_is_compiled_when_two_threads_have_copied_it():
+  model, (x, y) = CopiedTwice(4), data()
+  model.compile(wrapopt.keras.MovingAverage("sgd"), "mse")
+  model.fit(x, y, verbose=0)
+  copy = lambda: model.optimizer.averaged_model(model)
+  second = threading.Thread(target=copy, daemon=True)
+  model.entered, model.may_end = threading.Event(), threading.Event()
+  model.second = second
+  copy()
+  model.may_end.set()
+  second.join()
+  assert model.compiled and model.entered.is_set()

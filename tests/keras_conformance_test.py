@@ -1158,6 +1158,40 @@ def test_optimizers_of_users(wrapper, mode):
     np.testing.assert_array_equal(opt.average(w), [1.25, 1.75])
 
 
+class OwnUpdateElsewhere(K.SGD):
+  """Updates variables itself in other threads, once `may_end` is set."""
+
+  def __init__(self):
+    super().__init__(0.5)
+    self.began, self.may_end = threading.Event(), threading.Event()
+
+  def apply(self, grads, trainable_variables=None):
+    if threading.current_thread() is threading.main_thread():
+      super().apply(grads, trainable_variables)
+      return
+    self.began.set()
+    assert self.may_end.wait(600)
+    trainable_variables[0].assign_sub(grads[0])
+
+
+def test_a_step_of_another_thread_hides_no_own_update():
+  w, inner, errors = keras.Variable([1.0]), OwnUpdateElsewhere(), []
+  step = stepping(wk.MovingAverage(inner), [w], "eager")
+
+  def run():
+    with pytest.raises(NotImplementedError, match="_backend_update_step"):
+      step(tf.constant([1.0]))
+    errors.append("raised")
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  assert inner.began.wait(600)
+  step(tf.constant([1.0]))  # It reaches `_backend_update_step` meanwhile.
+  inner.may_end.set()
+  thread.join()
+  assert errors == ["raised"]
+
+
 def test_settings_that_switch_off():
   """Decay 1 keeps the start, 0 copies, and slow steps of 1 change nothing."""
   w, plain = keras.Variable([1.0]), keras.Variable([1.0])

@@ -330,6 +330,26 @@ def test_accumulated_and_skipped_steps(inner, mode):
   assert v.numpy()[0] < 1.5
 
 
+@pytest.mark.parametrize("rates, more", [
+    ((0.0, 0.5, np.inf, 0.5), {}), ((0.5, np.nan, 0.5), {"warmup_steps": 2}),
+    ((1e30, 0.5), {"weight_lr_power": 20}), ((-np.inf, 0.5), {}),
+    ((0.5,) * 7, {"r": 400})])
+def test_numbers_that_overflow(rates, more):
+  """Eagerly they neither warn nor fail, and are those of a function."""
+  seen = {}
+  for mode in ("eager", "function"):
+    v, opt = keras.Variable([2.0]), sgd(**more)
+    step = stepping(opt, [v], mode)
+    for rate in rates:
+      opt.learning_rate = rate
+      with np.errstate(all="raise"):
+        step(tf.constant([1.0]))
+    seen[mode] = [*points(opt, v), *[x.numpy() for x in opt._variables]]
+  for eager, function in zip(*seen.values(), strict=True):
+    np.testing.assert_allclose(eager, function, rtol=1e-6)
+  assert np.isnan(seen["eager"][0]) or rates[0] < 0
+
+
 @pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
 def test_multi_optimizer():
   names = ("a", "b")

@@ -1152,9 +1152,15 @@ def results_at_once(*bodies):
 
 @pytest.fixture
 def slow_exchange(monkeypatch):
-  """Other threads run before an exchange, after all checks."""
+  """Other threads run before an exchange, after all checks.
+
+  An event tells that an exchange has begun.
+  """
+  begun = threading.Event()
+
   def slow(function):
     def slowed(*args):
+      begun.set()
       time.sleep(0.3)
       return function(*args)
     return slowed
@@ -1162,21 +1168,24 @@ def slow_exchange(monkeypatch):
   monkeypatch.setattr(_swap, "SwappedIn", slow(_swap.SwappedIn))
   monkeypatch.setattr(_swap.SwapInGraph, "swap_in",
                       slow(_swap.SwapInGraph.swap_in))
+  return begun
 
 
 def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
   del slow_exchange
   p = place(*ONE)
-  entered = threading.Event()
+  refused = threading.Event()
 
   def enter():
-    with p.opt.averaged_weights(p.session):
-      entered.set()
-      time.sleep(0.3)
-      return p.read(p.variables)[0].tolist()
+    try:
+      with p.opt.averaged_weights(p.session):
+        refused.wait(50)
+        return p.read(p.variables)[0].tolist()
+    except RuntimeError:
+      refused.set()
+      raise
 
   results = results_at_once(enter, enter)
-  assert entered.is_set()
   [error] = [x for x in results if isinstance(x, RuntimeError)]
   assert re.match("averaged_weights " + IN_PLACE, str(error))
   assert [x for x in results if x is not error] == [[3, 4]]
@@ -1188,16 +1197,18 @@ def test_one_of_two_threads_puts_the_averages_in_place(place, slow_exchange):
 
 def test_averages_are_not_seeded_while_they_are_put_in_place(
     place, slow_exchange):
-  del slow_exchange
-  p = place(*ONE)
+  p, asked = place(*ONE), threading.Event()
 
   def enter():
     with p.opt.averaged_weights(p.session):
-      time.sleep(0.3)
+      assert asked.wait(50)
 
   def seed():
-    time.sleep(0.1)
-    p.opt.seed_averages(p.session)
+    assert slow_exchange.wait(50)
+    try:
+      p.opt.seed_averages(p.session)
+    finally:
+      asked.set()
 
   [error] = filter(None, results_at_once(enter, seed))
   assert re.match("seed_averages " + IN_PLACE, str(error))

@@ -43,7 +43,7 @@ def test_widths_and_exponents():
   assert wrapopt.PowerDecay(gamma=0).relative_width == pytest.approx(
       1 / math.sqrt(12), rel=1e-15)
   assert wrapopt.PowerDecay(1 / math.sqrt(12)).gamma == 0
-  for width in (1e-6, 0.003, 0.05, 0.1, 0.25, 0.2886):
+  for width in (1e-300, 1e-160, 1e-6, 0.003, 0.05, 0.1, 0.25, 0.2886):
     decay = wrapopt.PowerDecay(width)
     assert decay.relative_width == pytest.approx(width, rel=1e-14)
     # The standard deviation of the weights of a long run.
@@ -285,6 +285,70 @@ def test_keras_start_step():
     keras_step(opt, w)
     averages.append(float(opt.average(w).numpy()[0]))
   assert averages == [1, 2, 3, 3.5, 4]
+
+
+# (1 + n) / (10 + n), and the decays of a gamma of 1.
+LIMITS = [(1 + n) / (10 + n) for n in range(12)]
+POWERS = [(1 - 1 / t)**2 for t in range(1, 7)]
+
+
+def decays_taken(average, step, value):
+  """The decays of six steps, by which an average of 5 has moved."""
+  taken, s = [], 5.0
+  for _ in range(6):
+    step()
+    before, s, v = s, average(), value()
+    taken.append((s - v) / (before - v))
+  return taken
+
+
+@pytest.mark.parametrize("decay, of_number", [
+    (0.9, 0.9), (wrapopt.HalfLife(steps=10), 2**-0.1),
+    (wrapopt.PowerDecay(gamma=1), None)], ids=str)
+@pytest.mark.parametrize("trained, arguments, limits, powers", [
+    (0, {}, [1] * 6, POWERS), (0, {"dynamic_decay": True}, LIMITS, POWERS),
+    (4, {"dynamic_decay": True}, LIMITS[4:], POWERS),
+    (0, {"num_updates": 3}, LIMITS[3:4] * 6, POWERS),
+    (0, {"num_updates": 3, "dynamic_decay": True},
+     LIMITS[:3] + LIMITS[3:4] * 3, POWERS),
+    (0, {"start_step": 2, "dynamic_decay": True}, [0, 0, *LIMITS],
+     [0, 0, *POWERS]),
+    (4, {"start_step": 6, "dynamic_decay": True}, [0, 0, *LIMITS],
+     [0, 0, *POWERS])], ids=str)
+def test_what_limits_a_decay_in_keras(decay, of_number, trained, arguments,
+                                      limits, powers):
+  """As the docstring says: numbers are limited, and no PowerDecay is."""
+  w, inner = keras.Variable([5.0 + trained]), keras.optimizers.SGD(1.0)
+  for _ in range(trained):
+    inner.apply([tf.ones([1])], [w])
+  opt = wrapopt.keras.MovingAverage(inner, decay, **arguments)
+  taken = decays_taken(lambda: opt.average(w).numpy()[0],
+                       lambda: opt.apply([tf.ones([1])], [w]),
+                       lambda: w.numpy()[0])
+  want = powers if of_number is None else np.minimum(limits, of_number)
+  np.testing.assert_allclose(taken, want[:6], atol=1e-5)
+
+
+@pytest.mark.parametrize("decay, of_number", [
+    (lambda: 0.9, 0.9), (lambda: wrapopt.HalfLife(steps=10), 2**-0.1),
+    (lambda: tf.constant(0.9), 0.9), (lambda: tf.Variable(0.9), 0.9),
+    (lambda: lambda: 0.9, 0.9), (lambda: wrapopt.PowerDecay(gamma=1), None)],
+                         ids=["number", "half-life", "tensor", "variable",
+                              "callable", "power"])
+def test_what_limits_a_decay(decay, of_number):
+  count = tf.Variable(0, dtype=tf.int64)
+  for num_updates, limits in ((3, LIMITS[3:4] * 6), (count, LIMITS[1:]),
+                              (lambda: count + 1, LIMITS[2:])):
+    count.assign(0)
+    w = tf.Variable(5.0)
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), decay(), num_updates)
+    taken = decays_taken(
+        lambda w=w, opt=opt: opt.average(w).numpy(),
+        lambda w=w, opt=opt: opt.apply_gradients([(tf.ones([]), w)], count),
+        w.numpy)
+    want = POWERS if of_number is None else np.minimum(limits[:6], of_number)
+    np.testing.assert_allclose(taken, want, atol=1e-5)
 
 
 # A new decay profile

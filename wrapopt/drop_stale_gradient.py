@@ -210,6 +210,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._eager = threading.local()
     # In eager mode, by the id of a gradient: (weak reference, record).
     self._of_gradient = {}
+    # That of eager mode, once a gradient has been applied.
+    self._eager_step = None
     # By graph; by this optimizer for eager mode.
     self._worker_histograms = weakref.WeakKeyDictionary()
     # The open blocks of `record_step` of this thread.
@@ -217,7 +219,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   def __getstate__(self):
     state = dict(vars(self))
-    for name in ("_last_in_graph", "_eager", "_of_gradient",
+    for name in ("_last_in_graph", "_eager", "_of_gradient", "_eager_step",
                  "_worker_histograms", "_blocks", "_known", "_memory_cache"):
       del state[name]
     return state
@@ -469,8 +471,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           global_step, state.stale_counter, state.histogram, recorded,
           self._limit, token=_tokens.next_of_function()
           if _replicas.is_shared(global_step) else _tokens.NONE)
-    counted = self._count_for_worker(state, verdict)
-    complete = None
+    counted = complete = None
+    if not tf.executing_eagerly():
+      counted = self._count_for_worker(state, verdict)
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
@@ -489,6 +492,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         complete = ops.staleness_complete(verdict.ticket, global_step,
                                           increment=not taken.counted)
     if tf.executing_eagerly():
+      self._count_for_worker(state, verdict)
       _staleness.write(self._summaries(state), global_step)
       return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
@@ -661,6 +665,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           variable("staleness_histogram", tf1.zeros_initializer(),
                    [2, _staleness.BUCKETS], tf.int64),
           self._worker_histogram(graph, worker_device))
+      if eager:
+        self._eager_step = step
       if new and graph is not None:
         self._make_summaries(state)
     return state
@@ -696,6 +702,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       self, worker: bool = False) -> _staleness.StalenessStats:
     """The numbers of updates that this gate has admitted and dropped.
 
+    Admitted updates whose step has failed do not count in eager mode. In a
+    graph, they count until the next update of the gate. With `worker`, those of
+    a graph or a `tf.function` always count.
+
     Args:
       worker: True: the updates of this optimizer object, since its local
         variable was initialized; the constructor must have been given a
@@ -718,6 +728,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if histogram is None:
       raise RuntimeError("staleness_stats() must be called after the first "
                          "apply_gradients or minimize in this graph.")
+    if tf.executing_eagerly() and not worker and self._eager_step is not None:
+      ops.take_aborted_back(self._eager_step, histogram)
     return _staleness.stats(histogram)
 
   def _summaries(self, state):

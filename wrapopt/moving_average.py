@@ -97,10 +97,12 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         one. A `tf.train.Checkpoint` knows several averages by their decays: any
         order restores, and a single average becomes the first. A `Saver` knows
         them by name. The first has no decay in its name: keep it the first.
-      num_updates: A count of updates: a number, tensor, variable or callable.
-        If given, the decay of a step is
-        `min(average_decay, (1 + num_updates) / (10 + num_updates))`, so that
-        the averages move faster at the start of training.
+      num_updates: A count n of updates: a number, or a tensor, variable or
+        callable that is read in each step. It limits decays to at most
+        `(1 + n) / (10 + n)`, so that the averages move faster at the start of
+        training. It does not limit a PowerDecay, which
+        `HalfLife(fraction=...)` is, too. If it is the global step, n is 1 in
+        the first step.
       sequential_update: Whether the averages are updated after the step of the
         inner optimizer, and `num_updates` is read after the increment of the
         global step. If False, the order in a graph is undefined, as in 1.15.

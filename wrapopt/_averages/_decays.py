@@ -80,8 +80,9 @@ class PowerDecay(_Decay):
 
   a power function of tau. The first decay is 0, so the average starts at the
   first value, whatever it held before. Unlike a number, a PowerDecay needs no
-  warm-up and fits every length of the run. Any other PowerDecay can be computed
-  after training from the averages of two, see `wrapopt.checkpoints.posthoc`.
+  warm-up and fits every length of the run: `num_updates` and `dynamic_decay` do
+  not limit it. Any other PowerDecay can be computed after training from the
+  averages of two, see `wrapopt.checkpoints.posthoc`.
 
   The relative width is the standard deviation of that weight over tau, as a
   fraction of t:
@@ -92,10 +93,11 @@ class PowerDecay(_Decay):
 
   t counts the updates of the optimizer's averages: one count for all variables,
   of the steps that change weights, or of every n-th of them with the argument
-  `update_every=n`. A step that only accumulates gradients, that loss scaling
-  skips or that a gate drops does not count. A variable without a gradient in a
-  step keeps its average in that step. `seed_averages` resets t. t is saved and
-  restored with the averages.
+  `update_every=n`. With `start_step`, it counts the updates from that step. A
+  step that only accumulates gradients, that loss scaling skips or that a gate
+  drops does not count. A variable without a gradient in a step keeps its
+  average in that step. `seed_averages` resets t. t is saved and restored with
+  the averages.
 
   Example, with the mean of all values after steps:
 
@@ -168,7 +170,8 @@ class HalfLife:
   half of the average's weight. `HalfLife(fraction=0.05)` is the `PowerDecay`
   whose latest twentieth of the run so far has half of the weight, for every
   length of the run. With the argument `update_every` of an optimizer, `steps`
-  are updates.
+  are updates. `num_updates` and `dynamic_decay` limit the first, which is a
+  number, and not the second.
 
   Use it as `average_decay` of an optimizer. The optimizer keeps its attribute
   `decay`: a number or a PowerDecay.
@@ -234,7 +237,8 @@ _WIDEST = 1 / math.sqrt(12)
 
 def relative_width_of(gamma):
   """The relative width of the average with exponent `gamma`."""
-  return math.sqrt((gamma + 1) / ((gamma + 2)**2 * (gamma + 3)))
+  # Nothing here overflows.
+  return math.sqrt((gamma + 1) / (gamma + 3)) / (gamma + 2)
 
 
 def gamma_of(relative_width):

@@ -2,10 +2,14 @@
 
 import functools
 import itertools
+import threading
 import warnings
 
 import keras
 from keras.src.models import functional
+
+# Held while a model counts as not compiled, which is undone once.
+_copying = threading.RLock()
 
 # Entries of a configuration that do not change what a layer computes.
 _FREE = {"name", "seed", "trainable"}
@@ -27,22 +31,23 @@ def copied(model, weights):
   """
   why = []
   # clone_model compiles the copy of a compiled model, with a new optimizer.
-  compiled = model.compiled
-  try:
-    model.compiled = False
-    for make in _from_config, keras.models.clone_model:
-      try:
-        copy = make(model)
-        counterparts = _counterparts(model, copy)
-      except Exception as e:  # Keras's, one of the model's class, or ours.
-        why.append(e)
-        continue
-      for v, value in zip(counterparts, weights, strict=True):
-        v.assign(value)
-      copy.compiled = False  # Some classes compile what they make.
-      return copy
-  finally:
-    model.compiled = compiled
+  with _copying:
+    compiled = model.compiled
+    try:
+      model.compiled = False
+      for make in _from_config, keras.models.clone_model:
+        try:
+          copy = make(model)
+          counterparts = _counterparts(model, copy)
+        except Exception as e:  # Keras's, one of the model's class, or ours.
+          why.append(e)
+          continue
+        for v, value in zip(counterparts, weights, strict=True):
+          v.assign(value)
+        copy.compiled = False  # Some classes compile what they make.
+        return copy
+    finally:
+      model.compiled = compiled
   reasons = " ".join(dict.fromkeys(str(e).strip() for e in why))
   raise ValueError(
       "`model` must be one that from_config() or keras.models.clone_model can "

@@ -96,10 +96,7 @@ def followed(opt, followers):
 
 def _followed_innermost(opt, followers):
   cls = type(opt)
-  # The number of steps that Keras's code took or accumulated.
-  reached = 0
-  # Of each thread: the steps that are followed when Keras's code has ended.
-  late = threading.local()
+  here = _OfThread()
   has_own_apply = not _rules.has_rule(cls) and any(
       getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)
       for name in ("apply", "apply_gradients", "_backend_apply_gradients"))
@@ -122,17 +119,17 @@ def _followed_innermost(opt, followers):
 
   def take(self, grads, variables, apply):
     def checked(grads):
-      before, number = reached, None
+      before, number = here.reached, None
       # Its `apply_gradients` calls `apply`, and comes here again.
-      if getattr(late, "steps", None) is None and changes_late(self, trained):
-        late.steps, number = [], tf.convert_to_tensor(self.iterations)
+      if here.late is None and changes_late(self, trained):
+        here.late, number = [], tf.convert_to_tensor(self.iterations)
       try:
         apply(grads)
         check(self, before, trained)
-        waiting = late.steps if number is not None else []
+        waiting = here.late if number is not None else []
       finally:
         if number is not None:
-          late.steps = None
+          here.late = None
       for step in waiting:
         # In a graph, Keras's branch that takes a step is traced in any case.
         _follow(self, followers, step._replace(iterations=number),
@@ -158,7 +155,7 @@ def _followed_innermost(opt, followers):
       where(asked.accept, taken)
 
   def check(self, before, variables):
-    if reached == before and not all(map(
+    if here.reached == before and not all(map(
         self._overwrite_variable_with_gradient, variables)):
       raise NotImplementedError(
           f"{cls.__qualname__} inside of {wrapper} must "
@@ -174,14 +171,12 @@ def _followed_innermost(opt, followers):
             getattr(v, "constraint", None) is not None for v in variables)
 
   def update(self, grads, variables, learning_rate):
-    nonlocal reached
-    reached += 1
+    here.reached += 1
     _update(self, cls, grads, variables, learning_rate, followers, sums, cache,
-            steps, getattr(late, "steps", None))
+            steps, here.late)
 
   def accumulate(self, grads, accumulators):
-    nonlocal reached
-    reached += 1
+    here.reached += 1
     cls._backend_increment_gradient_accumulators(self, grads, accumulators)
 
   def rate(self):
@@ -202,6 +197,18 @@ def _followed_innermost(opt, followers):
       "_apply_weight_decay": lambda self, variables: None,
       "_backend_update_step": update,
       "_backend_increment_gradient_accumulators": accumulate})
+
+
+class _OfThread(threading.local):
+  """What a thread is doing with an optimizer.
+
+  Attributes:
+    reached: The number of steps that Keras's code took or accumulated.
+    late: The steps that are followed when Keras's code has ended, or None.
+  """
+
+  reached = 0
+  late = None
 
 
 def _is_one_op(opt, cls, grads, variables, followers, sums):

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import ops
+from wrapopt._averages import _replicas
 from wrapopt._gates import _compensation
 from wrapopt._gates import _origins
 from wrapopt._gates import _policies
@@ -164,6 +165,23 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def _follow(self, step):
     del step
 
+  def _settle(self):
+    # Called before a file is saved.
+    super()._settle()
+    self._take_aborted_back()
+
+  def _trackable_children(self, save_type="checkpoint", **kwargs):
+    if save_type == "checkpoint":
+      self._take_aborted_back()
+    return super()._trackable_children(save_type, **kwargs)
+
+  def _take_aborted_back(self):
+    """Takes steps that have failed out of the histogram, in eager mode."""
+    if self.built and tf.executing_eagerly():
+      ops.take_aborted_back(*(
+          _replicas.values(_rules.value(v))[0]
+          for v in (self._iterations, self._histogram)))
+
   @contextlib.contextmanager
   def record_step(self) -> Iterator[Tensor]:
     """Records the step; ops of the `with` block read weights after that.
@@ -300,6 +318,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def staleness_stats(self) -> _staleness.StalenessStats:
     """The numbers of gradients that were admitted and dropped, of all workers.
 
+    Admitted gradients whose step has failed do not count. In a `tf.function`
+    that calls this method, they count until the next step.
+
     Returns:
       A `StalenessStats`: tensors, or NumPy arrays in eager mode.
 
@@ -307,6 +328,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built.
     """
     self._require_built("staleness_stats")
+    self._take_aborted_back()
     return _staleness.stats(_rules.value(self._histogram))
 
   def write_summaries(self) -> None:
@@ -320,6 +342,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built.
     """
     self._require_built("write_summaries")
+    self._take_aborted_back()
     histogram = _rules.value(self._histogram)
     _staleness.write(_staleness.summaries(histogram, {"staleness": histogram}),
                      _rules.value(self._iterations))

@@ -106,15 +106,23 @@ class MovingAverage(_averaging.AveragingOptimizer):
         `wrapopt.HalfLife`, or a sequence of different ones, one for each
         average. Files hold an average by its decay: with another decay, it
         starts at its variable's value.
-      num_updates: A count of updates: a number, variable or callable. If given,
-        the decay of a step is at most `(1 + num_updates) / (10 + num_updates)`.
-        A model with a variable, or with a function that is not registered by
+      num_updates: A count n of updates: a number, or a variable or callable
+        that is read in each step. It limits decays that are numbers, also that
+        of `HalfLife(steps=...)`, to at most `(1 + n) / (10 + n)`. It does not
+        limit a PowerDecay, which `HalfLife(fraction=...)` is, too. To count the
+        steps themselves, use `dynamic_decay`: it depends on the optimizer
+        whether its `iterations` counts a step before or after n is read. A
+        model with a variable, or with a function that is not registered by
         `keras.saving.register_keras_serializable`, cannot be saved as a whole:
         use `save_weights`.
       start_step: The number of steps before averaging begins. Until then, an
-        average equals its variable.
-      dynamic_decay: Whether the decay of the t-th step after `start_step`,
-        counted from 0, is at most `(1 + t) / (10 + t)`.
+        average equals its variable: all decays are 0. The inner optimizer may
+        have trained before: its `iterations` counts the earlier steps, too. The
+        t of a PowerDecay counts steps from `start_step`.
+      dynamic_decay: Whether decays that are numbers, as for `num_updates`, are
+        limited to at most `(1 + t) / (10 + t)`, where t is `iterations` before
+        the step less `start_step`: 0 in the first step, if the inner optimizer
+        has not trained before. A PowerDecay is not limited.
       name: The name of the optimizer.
       shadow_dtype: The dtype of the averages, such as "float32"; by default
         float32 for float16 and bfloat16 variables, and the variable's own for

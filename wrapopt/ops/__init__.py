@@ -70,6 +70,7 @@ from wrapopt.ops._emit import host_of as host_of
 from wrapopt.ops._emit import not_converted as not_converted
 from wrapopt.ops._scalars import float64 as float64
 from wrapopt.ops._scalars import together as together
+from wrapopt.ops._staleness_gate import take_aborted_back as take_aborted_back
 from wrapopt.ops._variables import is_ref as is_ref_variable
 
 __all__ = [

@@ -83,9 +83,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
       If a shadow has one and its variable has a sparse gradient, the shadow
       moves in the rows that the gradient holds. The others lag behind until
       `catch_up`. This needs a rule that changes no other row.
-    compensation: A `Compensation` for the age of the gradients, or None. It has
-      no kernel for a GPU: the variables must be on a CPU, or XLA compiles the
-      op.
+    compensation: A `Compensation` for the age of the gradients, or None.
 
   Returns:
     As `ema_update`.

@@ -31,8 +31,8 @@ def catch_up(shadows: Variables, values: Variables, log_decays: Variables,
   where `l` are the log decays of `s`, and R is the number of its rows. Call it
   before an average is read or written, and before any other op changes a value.
   It costs nothing if no step was taken since the last call; on a GPU it then
-  reads the log decays. If something else has given a value another buffer while
-  rows of its average lag behind, it logs an error.
+  reads the log decays. If something else has given a value on a CPU another
+  buffer while rows of its average lag behind, it logs an error.
 
   Example:
 

@@ -4,6 +4,7 @@ import typing
 from typing import Optional
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Integer, Operation, Tensor, Variable
@@ -138,6 +139,33 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
           *state, *arguments, name=name))
     return StalenessVerdict(*_raw.wrapopt_staleness_gate(
         *[v.handle for v in state], *arguments, name=name))
+
+
+def take_aborted_back(step, histogram):
+  """Takes aborted updates out of a histogram, in eager mode.
+
+  The next `staleness_gate` would do so. Here it is called for an update that it
+  refuses and that counters of its own count, so that nothing else changes.
+
+  Args:
+    step: As in `staleness_gate`.
+    histogram: As there.
+  """
+  with _emit.device_of(step):
+    counters = []
+    # Not by tf.Variable, which is a strategy's variable in its scope.
+    for zeros in tf.zeros([]), tf.zeros(histogram.shape, tf.int64):
+      handle = tf.raw_ops.VarHandleOp(dtype=zeros.dtype, shape=zeros.shape,
+                                      shared_name=context.anonymous_name())
+      tf.raw_ops.AssignVariableOp(resource=handle, value=zeros)
+      counters.append(handle)
+    _raw.wrapopt_staleness_gate(step.handle, *counters, recorded=0, limit=-1,
+                                token=-1)
+    admitted, refused = tf.unstack(tf.raw_ops.ReadVariableOp(
+        resource=counters[1], dtype=tf.int64))
+    tf.raw_ops.AssignAddVariableOp(
+        resource=histogram.handle,
+        value=tf.stack([admitted, tf.zeros_like(refused)]))
 
 
 @_emit.not_converted
