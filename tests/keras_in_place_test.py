@@ -51,7 +51,7 @@ OPTIMIZERS = {
 
 
 def swapped(name, opt):
-  return (opt._inner() if name in ("average_inside", "lookahead_around")
+  return (opt.inner_optimizer if name in ("average_inside", "lookahead_around")
           else opt)
 
 

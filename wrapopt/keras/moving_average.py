@@ -239,7 +239,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     value = _rules.value(variable)
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
-        any(opt.use_ema for opt in _steps.within(self)) or
+        self.use_ema or
         not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
         not _lazy.may_be_lazy(value)):
       return average

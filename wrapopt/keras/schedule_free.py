@@ -147,13 +147,12 @@ class ScheduleFree(_averaging.AveragingOptimizer):
                for opt in _steps.innermost(self))
 
   def _check_innermost(self):
-    for opt in _steps.within(self):
+    for opt in _steps.innermost(self):
       if opt.use_ema:
         raise ValueError(
             "`optimizer` of a ScheduleFree must not be or hold an optimizer "
             f"that keeps averages itself, got {type(opt).__qualname__} with "
             "use_ema=True. Remove use_ema.")
-    for opt in _steps.innermost(self):
       name = type(opt).__qualname__
       if type(opt).__name__.startswith("ScheduleFree"):
         raise ValueError(
