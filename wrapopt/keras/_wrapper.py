@@ -18,6 +18,7 @@ from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _average
 from wrapopt.keras import _methods
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -204,7 +205,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _wrap_average(self, average, variable):
     """What stands for a new average, a `keras.Variable`, of a variable."""
     del variable
-    return average
+    return _average.Average.of(average)
 
   def _make_count(self, name, value, seeded=None, missing=None, *,
                   dtype="int64", near=None, **kwargs):
