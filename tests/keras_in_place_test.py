@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import re
 
 import keras
 import numpy as np
@@ -215,8 +216,25 @@ READS = {
     "keras": keras.ops.convert_to_numpy, "copy": copy.deepcopy,
     "function": lambda s: tf.function(lambda: tf.convert_to_tensor(s))()}
 
-# What TensorFlow says of a variable without a value, and an op of ours of one.
-WORDS = "Expected (float|bfloat16) got INVALID|" + REFUSED
+# TensorFlow's words of a variable without a value, as the guide quotes them,
+# and those of an op of ours.
+QUOTED = ["Trying to read variable with wrong dtype. Expected float got "
+          "INVALID",
+          "It could mean the variable is uninitialized",
+          "Attempting to use uninitialized value"]
+WORDS = "|".join([*map(re.escape, QUOTED), "Expected bfloat16 got", REFUSED])
+
+
+def test_the_guide_quotes_tensorflow():
+  folder = os.path.dirname(wrapopt.__file__)
+  with open(os.path.join(folder, "docs", "choosing.md"),
+            encoding="utf-8") as f:
+    text = f.read()
+  for words in QUOTED:
+    assert words in text
+  for cls in (wk.MovingAverage, wrapopt.MovingAverageOptimizer,
+              wrapopt.ScheduleFreeOptimizer):
+    assert QUOTED[0] in " ".join(cls.averaged_weights.__doc__.split())
 
 
 def check_reads(average):
@@ -247,7 +265,9 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
   opt.apply([tf.convert_to_tensor(gradient) if is_dense else gradient], [v])
   average = opt.z(v) if name == "schedule_free" else opt.average(v)
   functions = [tf.function(lambda: tf.convert_to_tensor(average) + 0),
-               tf.function(lambda: tf.convert_to_tensor(opt.average(v)) + 0)]
+               tf.function(lambda: tf.convert_to_tensor(opt.average(v)) + 0),
+               tf.function(lambda: tf.convert_to_tensor(average) + 0,
+                           jit_compile=True)]
   for function in functions:
     function()
   files = [str(tmp_path / x) for x in ("a", "b", "c")]
@@ -466,10 +486,6 @@ def test_a_function_of_v1(name, jit):
   assert step.numpy() == before[1] + 1
 
 
-# What TensorFlow says in a session of a variable without a value.
-WORDS_OF_SESSIONS = f"Attempting to use uninitialized value|{WORDS}"
-
-
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("name", ["average", "z", "float32_of_bfloat16"])
 def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):
@@ -545,7 +561,7 @@ def test_a_session_reads_no_average(name, kind, tmp_path):
       before = session.run([w, *averages])
       with opt.averaged_weights(session):
         for average in averages:
-          with pytest.raises(NO_VALUE, match=WORDS_OF_SESSIONS):
+          with pytest.raises(NO_VALUE, match=WORDS):
             session.run(average)
         with pytest.raises(RuntimeError, match="inside averaged_weights: the"):
           saver.save(session, str(tmp_path / "model"))

@@ -377,7 +377,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
-    has no value: TensorFlow refuses to read it. After the block, also after an
+    has no value: `average` and reads of what it gave before raise an error.
+    If a `tf.Variable` was taken before, or a `tf.function` traced before, or if
+    a session reads it, TensorFlow's own op fails with its words, such as
+    "Trying to read variable with wrong dtype. Expected float got INVALID".
+    Leave the block first, or read the variable. After the block, also after an
     exception, both have their own values again, bit for bit. Buffers are
     exchanged: nothing is copied. Only if an average has another dtype than its
     variable, it is converted and copied into the variable.

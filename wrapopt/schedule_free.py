@@ -276,10 +276,13 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     """Puts x in place of the variables for a `with` block.
 
     After the block, also after an exception, the variables hold y again, bit
-    for bit. Inside, z has no value, and a step raises an error and changes
-    nothing: in eager mode and if a `tf.function` is traced in the block, a
-    RuntimeError; in a session and in a `tf.function` that was traced or
-    compiled before, a `tf.errors.FailedPreconditionError`.
+    for bit. Inside, z has no value: `average` and `z` raise an error, and what
+    was made before fails with TensorFlow's words, such as "Trying to read
+    variable with wrong dtype. Expected float got INVALID". Leave the block
+    first, or read the variable. A step raises an error and changes nothing: in
+    eager mode and if a `tf.function` is traced in the block, a RuntimeError; in
+    a session and in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`.
 
     Args:
       session: In a graph, the session; by default the default session. The
