@@ -24,6 +24,12 @@ class Average(keras.Variable):
     """The tf.Variable that holds it, for code that does not read it."""
     return super().value
 
+  def __repr__(self):
+    if not _in_place.has_no_value(self._value):
+      return super().__repr__()
+    return (f"<Variable path={self.path}, shape={self.shape}, "
+            f"dtype={self.dtype}, in place of its variable>")
+
   def __reduce_ex__(self, protocol):
     _in_place.check(self._value)  # A copy reads it.
     return super().__reduce_ex__(protocol)
