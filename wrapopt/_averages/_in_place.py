@@ -1,9 +1,11 @@
 """The averages that have no value now: they are in place of the weights."""
 
+from typing import Any
+
 from wrapopt._averages import _replicas
 
 # {id: variable} of eager mode, one for each replica.
-_averages = {}
+_averages: dict[int, Any] = {}
 
 
 def add(averages):
