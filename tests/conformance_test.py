@@ -255,6 +255,15 @@ def test_no_wrapper_is_left_out():
   assert wrapopt.MovingAverageOptimizer in WRAPPERS
 
 
+@pytest.mark.parametrize("wrapper", [*WRAPPERS, wrapopt.ScheduleFreeOptimizer])
+def test_the_inner_optimizer(wrapper):
+  inner = v1.GradientDescentOptimizer(1.0)
+  case = WRAPPERS.get(wrapper)
+  with tf.Graph().as_default():
+    opt = case.make(inner, None) if case else wrapper(inner)
+  assert opt.inner_optimizer is inner
+
+
 def test_no_inner_optimizer_is_left_out():
   with tf.Graph().as_default():
     step = v1.get_or_create_global_step()

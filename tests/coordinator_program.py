@@ -125,7 +125,7 @@ def counts(strategy, coordinator):
           continue
         [w, other], opt = variables(
             strategy, lambda: wrap(kind(Own())), [4.0, 0.0])
-        gate = next((x for x in [opt, getattr(opt, "_inner", int)()]
+        gate = next((x for x in [opt, getattr(opt, "inner_optimizer", None)]
                      if isinstance(x, wk.DropStaleGradient)), None)
         one = tf.ones([], tf.float64)
 

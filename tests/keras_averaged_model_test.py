@@ -365,7 +365,7 @@ def raises_left(variable="first/kernel", layer="first"):
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_model_that_is_quantized(name, tmp_path):
   model = two_layers(WRAPPERS[name]())
-  opt = model.optimizer._inner() if name == "inside" else model.optimizer
+  opt = model.optimizer.inner_optimizer if name == "inside" else model.optimizer
   biases = [layer.bias for layer in model.layers]
   raw = [v.numpy() for v in biases]
   # The error comes after the others are restored.

@@ -219,7 +219,7 @@ def test_averages_of_a_model_that_the_first_step_builds(jit_compile):
   raw = float(w.numpy()[0, 0])
   assert raw == pytest.approx(0.75, abs=1e-5)
   assert opt.average(w).numpy() == pytest.approx((1 + raw) / 2)
-  assert opt._inner().slow_weights(w).numpy() == 1
+  assert opt.inner_optimizer.slow_weights(w).numpy() == 1
 
 
 def of_model_garden(gradients, decay, start_step, dynamic_decay):

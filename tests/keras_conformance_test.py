@@ -729,8 +729,9 @@ def test_within_a_multi_optimizer(wrapper):
   for x, p, v in zip(alone, plain, (a, b)):
     np.testing.assert_array_equal(v.numpy(), p.numpy())
     np.testing.assert_array_equal(averages_of(opt, [v]), averages_of(x, [p]))
-  np.testing.assert_array_equal(averages_of(part, [a]),
-                                averages_of(alone[0]._inner(), [plain[0]]))
+  np.testing.assert_array_equal(
+      averages_of(part, [a]),
+      averages_of(alone[0].inner_optimizer, [plain[0]]))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
@@ -771,7 +772,7 @@ def test_averages_are_of_constrained_weights(inner, mode):
   now = w.numpy()
   assert now[0] == 0 and now[1] > 0
   np.testing.assert_array_equal(opt.average(w), now)
-  np.testing.assert_array_equal(opt._inner().average(w),
+  np.testing.assert_array_equal(opt.inner_optimizer.average(w),
                                 [0.5, (now[1] - 1) / 2])
   step(tf.constant([1.0, 0.0]))
   # The slow weight went from 1 to 0.5, not further.
@@ -852,7 +853,7 @@ def test_averages_of_keras_are_of_its_own_step(constraint):
     opt.apply([tf.constant([1.0])], [v])
   # 1, 0, -1, which is half-way to 1 moved to 0.
   assert v.numpy() == [0.0]
-  assert opt._inner()._model_variables_moving_average[0].numpy() == [-1.0]
+  assert opt.inner_optimizer._model_variables_moving_average[0].numpy() == [-1.0]
 
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
@@ -913,7 +914,7 @@ def test_a_wrapper_without_averages(is_outside, mode):
     step(tf.constant([-1.0]))
   # Of 1 and 12, or of 1 and 2.
   assert w.numpy() == [12.0]
-  assert (opt if is_outside else opt._inner()).average(w).numpy() == [
+  assert (opt if is_outside else opt.inner_optimizer).average(w).numpy() == [
       6.25 if is_outside else 1.25]
 
 
@@ -996,7 +997,7 @@ def test_a_model_that_is_built_where_it_is_traced(jit):
     # The second step went from 1 to 0, and back half of the way to 2.
     np.testing.assert_array_equal(
         [x.numpy().item()
-         for x in (w, moving.average(w), opt._inner().average(w))],
+         for x in (w, moving.average(w), opt.inner_optimizer.average(w))],
         [v, average, mean])
 
 
@@ -1026,7 +1027,7 @@ def test_models_of_mixed_precision(policy, jit):
     finals.append([v.numpy() for v in model.trainable_variables])
   for got, want in zip(*finals):
     np.testing.assert_allclose(got, want, atol=2**-18)
-  swa, moving = opt._inner(), opt._inner()._inner()
+  swa, moving = opt.inner_optimizer, opt.inner_optimizer.inner_optimizer
   for v in model.trainable_variables:
     assert moving.average(v).dtype == swa.average(v).dtype == "float32"
     distance = [np.abs(s - v.numpy()).max() for s in (
@@ -1201,7 +1202,7 @@ def test_settings_that_switch_off():
     stock.apply([tf.constant([1.0])], [plain])
     opt.apply([tf.constant([1.0])], [w])
     np.testing.assert_allclose(w.numpy(), plain.numpy(), rtol=1e-6)
-    average = opt._inner().average
+    average = opt.inner_optimizer.average
     assert average(w).numpy() == 1 and average(w, 0.0).numpy() == w.numpy()
 
 
@@ -1209,7 +1210,7 @@ def test_no_step_while_averages_are_in_place():
   """Of none of the wrappers."""
   w = keras.Variable([1.0])
   swa = wk.SWA(wk.MovingAverage(K.SGD(1.0), 0.5), 0, 1)
-  moving = swa._inner()
+  moving = swa.inner_optimizer
   opt = wk.Lookahead(swa)
   opt.apply([tf.constant([1.0])], [w])
   for x in (swa, moving):
@@ -1398,7 +1399,16 @@ def test_errors_of_steps(wrapper):
     "adam", {"class_name": "Adam", "config": {}}])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_by_name_and_configuration(wrapper, given):
-  assert type(WRAPPERS[wrapper](given)._inner()) is K.Adam
+  assert type(WRAPPERS[wrapper](given).inner_optimizer) is K.Adam
+
+
+def test_the_inner_optimizer():
+  inner = K.SGD()
+  for wrap in *WRAPPERS.values(), lambda opt: wk.DropStaleGradient(opt, 1):
+    opt = wrap(inner)
+    assert opt.inner_optimizer is inner
+    with pytest.raises(AttributeError):
+      opt.inner_optimizer = K.Adam()
 
 
 @pytest.mark.parametrize("inner", [K.SGD, K.AdamW, K.Adamax])

@@ -400,7 +400,7 @@ def test_one_process_goes_on_from_a_checkpoint_of_replicas(tmp_path):
   tf.train.Checkpoint(model=restored, opt=restored.optimizer).restore(
       path).assert_consumed()
   want, got = (
-      [*m.optimizer._inner()._inner().variables, *m.weights,
+      [*m.optimizer.inner_optimizer.inner_optimizer.variables, *m.weights,
        *(average for state in m.optimizer.averages_of_wrappers
          for average, _ in state.pairs())] for m in (model, restored))
   # Nadam has two slots and a product; there are two averages.

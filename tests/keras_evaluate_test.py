@@ -309,7 +309,7 @@ def test_averages_are_those_of_the_outermost_wrapper(kind):
   opt = model.optimizer
   found = {"loss_scale": lambda v: opt.inner_optimizer,
            "nested": lambda v: opt,
-           "inside": lambda v: opt._inner(),
+           "inside": lambda v: opt.inner_optimizer,
            "multi": lambda v: opt._optimizer_map(v)}[kind]
   want = [found(v).average(v).numpy() for v in model.trainable_variables]
   raw = values(model.weights)
@@ -621,6 +621,62 @@ def test_swap_ema_weights():
     fit(lambda opt: w.Lookahead("sgd"))
   with pytest.raises(ValueError, match="must not contain a SwapEMAWeights"):
     w.EvaluateWithAverages(callbacks.SwapEMAWeights())
+
+
+def swap_ema_weights_of(opt):
+  """The weights of 7 when SwapEMAWeights has put averages of 0 in place."""
+  model = keras.Sequential([keras.Input([1]), keras.layers.Dense(
+      1, kernel_initializer="zeros")])
+  model.compile(opt, auto_scale_loss=False)
+  variables = model.trainable_variables
+  opt.build(variables)
+  for v in variables:
+    v.assign(tf.fill(v.shape, 7.0))
+  swap = callbacks.SwapEMAWeights()
+  swap.set_model(model)
+  try:
+    swap._swap_variables()
+  except ValueError:
+    assert values(variables) == [7, 7]
+    raise
+  return values(variables)
+
+
+def test_swap_ema_weights_goes_past_no_wrapper():
+  """Keras follows `inner_optimizer`, and reads `use_ema` of several."""
+  w, scaled = wrapopt.keras, keras.optimizers.LossScaleOptimizer
+  gate = lambda opt: w.DropStaleGradient(opt, 1)
+  exact = [w.Lookahead, gate, lambda opt: scaled(gate(opt)),
+           lambda opt: w.Lookahead(scaled(opt))]
+  averaging = [w.MovingAverage, w.SWA, lambda opt: w.ScheduleFree("sgd"),
+               lambda opt: w.MovingAverage("sgd")]
+  refused = [lambda opt, f=f, g=g: g(f(opt)) for f in averaging for g in (
+      lambda opt: opt, scaled)] + [
+          lambda opt: w.MovingAverage(scaled(opt)),
+          lambda opt: w.MovingAverage(w.Lookahead(opt)),
+          lambda opt: w.SWA(gate(opt)),
+          lambda opt: w.Lookahead(w.SWA(opt)),
+          lambda opt: scaled(gate(w.MovingAverage("sgd")))]
+  # Keras 3.12 has no MultiOptimizer.
+  if hasattr(keras.optimizers, "MultiOptimizer"):
+    def multi(first, second):
+      return keras.optimizers.MultiOptimizer(
+          keras.optimizers.OptimizerMap(second, {".*bias": first}))
+
+    exact += [lambda opt: multi(w.Lookahead(opt), with_ema()),
+              lambda opt: multi(gate(opt), w.Lookahead(with_ema())),
+              lambda opt: w.Lookahead(multi(opt, with_ema()))]
+    refused += [lambda opt: multi(w.SWA("sgd"), opt),
+                lambda opt: scaled(multi(w.MovingAverage("sgd"), opt)),
+                lambda opt: w.MovingAverage(multi(opt, with_ema())),
+                lambda opt: w.Lookahead(multi(opt, keras.optimizers.SGD()))]
+  for wrap in exact:
+    assert swap_ema_weights_of(with_ema(wrap)) == [0, 0]
+  for wrap in refused:
+    with pytest.raises(ValueError, match=r"EvaluateWithAverages\(\) instead"):
+      swap_ema_weights_of(with_ema(wrap))
+  with pytest.raises(AttributeError, match="`use_ema` of a SWA must not be"):
+    w.SWA("sgd").use_ema = True
 
 
 def test_swa_counts_epochs():

@@ -731,7 +731,7 @@ def test_threads(inner, limit, mode):
   if limit == MANY:
     assert dropped == 0
   assert opt.staleness_stats().admitted_histogram[limit + 1:].sum() == 0
-  inside = opt._inner()
+  inside = opt.inner_optimizer
   if inner in ("SGD", "constrained"):
     # With 53 bits, the sum is exact in any order.
     assert 1 - w.numpy()[0] == 2 - 2.0 ** (1 - admitted)
@@ -810,7 +810,7 @@ def test_averages_of_threads_begin_once(wrapped):
       value -= 1
       average += (value - average) / 2
     assert w.numpy()[0] == value
-    average_of = opt if wrapped == "around" else gate._inner()
+    average_of = opt if wrapped == "around" else gate.inner_optimizer
     assert average_of.average(w).numpy()[0] == average
 
 

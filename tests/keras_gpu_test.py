@@ -67,7 +67,7 @@ def train(inner, device, lazy=False):
                for g in grads], values)
   assert all(opt.is_lazy(v) == lazy for v in values)
   row = [opt.average(v).value for v in values]
-  slots = [v.value for v in opt._inner().variables[2:]]
+  slots = [v.value for v in opt.inner_optimizer.variables[2:]]
   assert all(device in v.device for v in values + row + slots)
   return [v.numpy() for v in values + slots + row]
 

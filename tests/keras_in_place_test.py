@@ -1,6 +1,9 @@
 """While averages are in place of the weights, nobody trains or takes them."""
 
 import contextlib
+import copy
+import os
+import re
 
 import keras
 import numpy as np
@@ -21,6 +24,9 @@ tf.config.set_logical_device_configuration(
     [tf.config.LogicalDeviceConfiguration()] * 2)
 
 NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
+AVERAGES_IN_PLACE = (
+    r" inside averaged_weights\(\): the averages are in place of the weights. "
+    "Leave the `with` block first")
 REFUSED = "is not initialized.* If it is an average that averaged_weights"
 
 
@@ -51,7 +57,7 @@ OPTIMIZERS = {
 
 
 def swapped(name, opt):
-  return (opt._inner() if name in ("average_inside", "lookahead_around")
+  return (opt.inner_optimizer if name in ("average_inside", "lookahead_around")
           else opt)
 
 
@@ -134,14 +140,19 @@ def test_replicas(name):
     strategy.run(lambda: opt.apply([tf.constant([1.0])], [v]))
 
   train()
-  before = v.numpy()
+  before, average = v.numpy(), opt.average(v)
   with opt.averaged_weights():
     in_place = v.numpy()
     with raises_refused():
       train()
+    for call in (lambda: opt.average(v), lambda: average.numpy(),
+                 lambda: strategy.run(lambda: average + 0)):
+      with raises_in_place():
+        call()
     assert_same([v.numpy()], [in_place])
   assert_same([v.numpy()], [before])
   train()
+  strategy.run(lambda: average + 0)
 
 
 def test_only_the_averages_of_a_model_are_in_place():
@@ -152,8 +163,8 @@ def test_only_the_averages_of_a_model_are_in_place():
   opt.apply([tf.ones(v.shape) for v in variables], variables)
   with opt.averaged_weights(a):
     for v in a.trainable_variables:
-      with pytest.raises(NO_VALUE):
-        opt.average(v).numpy()
+      with pytest.raises(RuntimeError, match=AVERAGES_IN_PLACE):
+        opt.average(v)
     for v in b.trainable_variables:
       opt.average(v).numpy()
 
@@ -192,33 +203,159 @@ def test_files_of_averages(tmp_path):
     assert_same([v.numpy() for v in loaded.weights], want)
 
 
+def raises_in_place():
+  return pytest.raises(RuntimeError, match=AVERAGES_IN_PLACE)
+
+
+# What a program does with an average, by name.
+READS = {
+    "convert_to_tensor": tf.convert_to_tensor, "read": lambda s: s + 1,
+    "row": lambda s: s[0], "numpy": lambda s: s.numpy(), "array": np.array,
+    "value": lambda s: (s.value if isinstance(s, keras.Variable)
+                        else s.read_value()),
+    "keras": keras.ops.convert_to_numpy, "copy": copy.deepcopy,
+    "function": lambda s: tf.function(lambda: tf.convert_to_tensor(s))()}
+
+# TensorFlow's words of a variable without a value, as the guide quotes them,
+# and those of an op of ours.
+QUOTED = ["Trying to read variable with wrong dtype. Expected float got "
+          "INVALID",
+          "It could mean the variable is uninitialized",
+          "Attempting to use uninitialized value"]
+WORDS = "|".join([*map(re.escape, QUOTED), "Expected bfloat16 got", REFUSED])
+
+
+def test_the_guide_quotes_tensorflow():
+  folder = os.path.dirname(wrapopt.__file__)
+  with open(os.path.join(folder, "docs", "choosing.md"),
+            encoding="utf-8") as f:
+    text = f.read()
+  for words in QUOTED:
+    assert words in text
+  for cls in (wk.MovingAverage, wrapopt.MovingAverageOptimizer,
+              wrapopt.ScheduleFreeOptimizer):
+    assert QUOTED[0] in " ".join(cls.averaged_weights.__doc__.split())
+
+
+def check_reads(average):
+  for name, read in READS.items():
+    with raises_in_place():
+      pytest.fail(f"{name}: {read(average)}")
+
+
+# By name: how a wrapper is made, and a dtype.
+READABLE = {
+    "variable": lambda: wk.MovingAverage(K.Adam(), [0.5, 0.75]),
+    "rows_lag": lambda: wk.MovingAverage(K.SGD(1.0), [0.5, 0.75]),
+    "not_lazy": lambda: wk.MovingAverage(K.SGD(1.0), 0.5, lazy=False),
+    "swa": lambda: wk.SWA(K.SGD(1.0), 0, 1),
+    "schedule_free": lambda: wk.ScheduleFree(K.SGD(1.0)),
+    "inside": lambda: wk.MovingAverage(wk.Lookahead(K.SGD(1.0)), 0.5),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("lazy", [None, False])
-def test_nobody_reads_an_average(dtype, lazy):
-  v = keras.Variable([[1.0], [2.0]], dtype=dtype)
-  opt = wk.MovingAverage(K.SGD(1.0), 0.5, lazy=lazy)
-  opt.apply([tf.IndexedSlices(tf.ones([1, 1], dtype), [0], [2, 1])], [v])
-  average = opt.average(v)
-  read = tf.function(lambda: tf.convert_to_tensor(average) + 0)
-  was = read().numpy()
-  raw = v.numpy()
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("name", READABLE)
+def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
+  v, opt = keras.Variable([[1.0], [2.0]], dtype=dtype), READABLE[name]()
+  model = keras.Sequential()
+  model.compile(opt, "mse")
+  gradient = tf.IndexedSlices(tf.ones([1, 1], dtype), [0], [2, 1])
+  opt.apply([tf.convert_to_tensor(gradient) if is_dense else gradient], [v])
+  average = opt.z(v) if name == "schedule_free" else opt.average(v)
+  functions = [tf.function(lambda: tf.convert_to_tensor(average) + 0),
+               tf.function(lambda: tf.convert_to_tensor(opt.average(v)) + 0),
+               tf.function(lambda: tf.convert_to_tensor(average) + 0,
+                           jit_compile=True)]
+  for function in functions:
+    function()
+  files = [str(tmp_path / x) for x in ("a", "b", "c")]
+  tf.train.Checkpoint(a=average).write(files[1])
+  before = values(opt, [v])
+  others = [opt.average(v, 0.75).numpy()] if len(
+      getattr(opt, "_decays", "0")) > 1 else []
   with opt.averaged_weights():
-    for call in (read, lambda: tf.convert_to_tensor(average), average.numpy):
-      with pytest.raises(NO_VALUE):
+    check_reads(average)
+    for call in (lambda: opt.average(v), lambda: opt.seed_averages(),
+                 lambda: opt.assign_averages(model, None),
+                 lambda: opt.averages_by_decay(model),
+                 lambda: opt.averaged_model(model),
+                 lambda: opt.finalize_variable_values([v]),
+                 lambda: tf.train.Checkpoint(a=average).write(files[0]),
+                 lambda: tf.train.Checkpoint(a=opt).write(files[0]),
+                 *([lambda: opt.z(v)] if name == "schedule_free" else [])):
+      with raises_in_place():
         call()
-    table = average.rows if hasattr(average, "rows") else average.value
+    for function in functions:
+      with pytest.raises(NO_VALUE, match=WORDS):
+        function()
+    table = average.rows if hasattr(average, "rows") else average.held
     with raises_refused():
-      ops.exchange([table], [tf.Variable(was)])
-  assert_same([read().numpy(), v.numpy()], [was, raw])
+      ops.exchange([table], [tf.Variable(tf.cast(v, table.dtype))])
+    assert f"dtype={average.dtype}" in repr(average)
+    assert average.shape == (2, 1)
+    if others:
+      assert_same([opt.average(v, 0.75).numpy()], others)
+  assert not os.path.exists(files[0] + ".index")
+  assert_same(values(opt, [v]), before)
+  for read in READS.values():
+    read(average)
+  tf.train.Checkpoint(a=average).read(files[1]).assert_consumed()
+  assert_same([copy.deepcopy(average).numpy()], [average.numpy()])
+
+
+def test_callbacks_and_files_inside(tmp_path):
+  """Those that save the model save the averages; others are refused."""
+  model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+  opt = wk.MovingAverage(K.SGD(1.0), 0.5)
+  model.compile(opt, "mse")
+  x = np.ones([4, 2], np.float32)
+  model.train_on_batch(x, x[:, :1])
+  before = values(opt, model.weights)
+
+  def run(callback):
+    callback.set_params({})
+    callback.set_model(model)
+    callback.on_train_begin()
+    callback.on_epoch_end(0, {})
+
+  def snapshot():
+    snapshots = wk.Snapshots(str(tmp_path / "snapshots"), 1)
+    run(snapshots)
+    snapshots._write(1)
+
+  with opt.averaged_weights(model):
+    want = [v.numpy() for v in model.weights]
+    for call in (
+        snapshot, lambda: run(wk.EvaluateWithAverages([
+            keras.callbacks.ModelCheckpoint(str(tmp_path / "no.keras"))])),
+        lambda: model.evaluate(x, x[:, :1], verbose=0, callbacks=[
+            wk.EvaluateWithAverages()]),
+        lambda: model.predict(x, verbose=0, callbacks=[
+            wk.EvaluateWithAverages()])):
+      with raises_in_place():
+        call()
+    run(keras.callbacks.ModelCheckpoint(str(tmp_path / "yes.keras")))
+    tf.saved_model.save(model, str(tmp_path / "saved"))
+  assert_same(values(opt, model.weights), before)
+  assert not os.path.exists(tmp_path / "no.keras")
+  loaded = keras.models.load_model(tmp_path / "yes.keras")
+  assert_same([v.numpy() for v in loaded.weights], want)
+  saved = tf.train.load_checkpoint(str(tmp_path / "saved/variables/variables"))
+  [kernel] = [name for name, shape in saved.get_variable_to_shape_map().items()
+              if shape == [2, 1]]  # And no average of it.
+  assert_same([saved.get_tensor(kernel)], want[:1])
 
 
 def test_an_average_that_is_assigned(tmp_path):
   v = keras.Variable([1.0])
   opt = wk.MovingAverage(K.SGD(1.0), 0.5)
   opt.apply([tf.constant([1.0])], [v])
+  average = opt.average(v)
   with pytest.raises(RuntimeError, match="must not be assigned or restored"):
     with opt.averaged_weights():
-      opt.average(v).assign([7.0])
+      average.assign([7.0])
   assert (v.numpy(), opt.average(v).numpy()) == (0, 0.5)
   with opt.averaged_weights():
     assert v.numpy() == 0.5
@@ -348,6 +485,88 @@ def test_a_function_of_v1(name, jit):
   assert_same([np.array(x) for x in read()], [np.array(x) for x in before])
   train()
   assert step.numpy() == before[1] + 1
+
+
+@pytest.mark.parametrize("is_dense", [False, True])
+@pytest.mark.parametrize("name", ["average", "z", "float32_of_bfloat16"])
+def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):
+  make = tf1.train.GradientDescentOptimizer
+  opt = (wrapopt.ScheduleFreeOptimizer(make(1.0)) if name == "z" else
+         wrapopt.MovingAverageOptimizer(make(1.0), [0.5, 0.75] if
+                                        name == "average" else 0.5,
+                                        shadow_dtype=tf.float32))
+  w = tf.Variable(tf.constant(
+      [[1.0], [2.0]], tf.float32 if name != "float32_of_bfloat16"
+      else tf.bfloat16))
+  gradient = tf.IndexedSlices(tf.ones([1, 1], w.dtype), [0], [2, 1])
+  if is_dense:
+    gradient = tf.convert_to_tensor(gradient)
+  opt.apply_gradients([(gradient, w)])
+  taken = opt.z(w) if name == "z" else opt.average(w)
+  plain = isinstance(taken, tf.Variable)
+  function = tf.function(lambda: tf.convert_to_tensor(
+      opt.average(w) if name == "z" else taken) + 0)
+  function()
+  slot = opt.get_slot_names()[0]
+  module = tf.Module()
+  module.opt, module.w = opt, w
+  others = [np.array(opt.average(w, 0.75))] if name == "average" else []
+  read = lambda: [w.numpy(), np.array(taken), *map(np.array, opt.variables())]
+  before = read()
+  with opt.averaged_weights():
+    want = w.numpy()
+    if not plain:
+      check_reads(taken)
+    for call in (lambda: opt.average(w), lambda: opt.get_slot(w, slot),
+                 lambda: opt.variables(), lambda: opt.averages_by_decay(None),
+                 lambda: tf.function(lambda: opt.average(w) + 0)(),
+                 lambda: opt.z(w) if name == "z" else opt.averages(),
+                 lambda: opt.z(w) if name == "z" else opt._ema.average(w)):
+      with raises_in_place():
+        call()
+    for call in [function, *([lambda: taken + 0] if plain else [])]:
+      with pytest.raises(NO_VALUE, match=WORDS):
+        call()
+    for call in (opt.seed_averages, lambda: copy.deepcopy(opt),
+                 lambda: tf.train.Checkpoint(opt=opt).write(
+                     str(tmp_path / "a"))):
+      with pytest.raises(RuntimeError, match="inside averaged_weights: the a"):
+        call()
+    if others:
+      assert_same([np.array(opt.average(w, 0.75))], others)
+    if name != "z":
+      assert "ExponentialMovingAverage" in opt.average_name(w)
+    tf.saved_model.save(module, str(tmp_path / "saved"))
+  assert_same(read(), before)
+  assert not os.path.exists(tmp_path / "a.index")
+  saved = tf.train.load_checkpoint(str(tmp_path / "saved/variables/variables"))
+  assert_same([saved.get_tensor("w/.ATTRIBUTES/VARIABLE_VALUE")], [want])
+
+
+@pytest.mark.parametrize("kind", ["ref", "resource"])
+@pytest.mark.parametrize("name", ["average", "sparse", "z"])
+def test_a_session_reads_no_average(name, kind, tmp_path):
+  with graph_of(kind):
+    w = tf1.get_variable("w", initializer=[[1.0], [2.0]])
+    make = tf1.train.GradientDescentOptimizer
+    opt = (wrapopt.ScheduleFreeOptimizer(make(1.0)) if name == "z" else
+           wrapopt.MovingAverageOptimizer(make(1.0), 0.5))
+    gradient = tf.ones([2, 1])
+    if name == "sparse":
+      gradient = tf.IndexedSlices(gradient, tf.constant([0, 1]), [2, 1])
+    train = opt.apply_gradients([(gradient, w)])
+    averages = [opt.average(w), tf.convert_to_tensor(opt.average(w)) + 0]
+    saver = opt.swapping_saver()
+    with session_of() as session:
+      session.run(train)
+      before = session.run([w, *averages])
+      with opt.averaged_weights(session):
+        for average in averages:
+          with pytest.raises(NO_VALUE, match=WORDS):
+            session.run(average)
+        with pytest.raises(RuntimeError, match="inside averaged_weights: the"):
+          saver.save(session, str(tmp_path / "model"))
+      assert_same(session.run([w, *averages]), before)
 
 
 @pytest.mark.parametrize("kind", ["ref", "resource"])

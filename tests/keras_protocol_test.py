@@ -153,7 +153,7 @@ def keras_gated_step():
 
 
 # The hooks of a Keras wrapper, which Keras's own step lies around.
-FOLLOWER = {"_averages_of", "_begin", "_inner", "_note_update"}
+FOLLOWER = {"_averages_of", "_begin", "_note_update", "inner_optimizer"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
@@ -195,7 +195,7 @@ def test_an_eager_step_finds_its_update(monkeypatch):
   opt.apply([one], [w])
   assert len(made) == 2
   # A slot that somebody has replaced.
-  inner = opt._inner()
+  inner = opt.inner_optimizer
   old, new = inner.momentums[0], keras.Variable([0.0])
   inner.momentums = [new, inner.momentums[1]]
   before = old.numpy(), v.numpy()

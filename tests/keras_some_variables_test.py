@@ -152,7 +152,7 @@ def test_bad_variables_change_nothing(wrapper):
     for _ in range(2):
       with pytest.raises(error, match=text):
         opt.apply([tf.ones(1)] * len(trained), trained)
-    assert not opt.built and not opt._inner().built
+    assert not opt.built and not opt.inner_optimizer.built
     assert [v.numpy() for v in trained] == [0] * len(trained)
 
 

@@ -1036,8 +1036,9 @@ def place(request):
     yield make
 
 
-# TensorFlow's errors of a variable without a value that is read.
-NO_VALUE = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError)
+# Errors of a read: ours of a LazyAverage, TensorFlow's of a variable.
+NO_VALUE = (RuntimeError, tf.errors.InvalidArgumentError,
+            tf.errors.FailedPreconditionError)
 
 
 def test_averaged_weights_are_exchanged_bit_for_bit(place):

@@ -189,5 +189,5 @@ def batches(specs, steps):
 def find(opt, cls):
   """The optimizer of a class, in others."""
   while not isinstance(opt, cls):
-    opt = getattr(opt, "inner_optimizer", None) or opt._inner()
+    opt = opt.inner_optimizer
   return opt

@@ -279,11 +279,14 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       no `tf.Variable`: it converts to a tensor, and has the methods of a
       variable to read, assign and save it, but no `handle`. `lazy=False` makes
       all averages variables.
+
+    Raises:
+      RuntimeError: In eager mode, if the average is in place of its variable.
     """
-    slot = self._slot_of_decay[_decays.index_of(decay, self._decays)]
+    k = _decays.index_of(decay, self._decays)
     if isinstance(var, tf.Variable):
-      return self.get_slot(var, slot)
-    return [self.get_slot(v, slot) for v in var]
+      return _averaging.readable([self._shadow(var, k)], "average")[0]
+    return [self.average(v, decay) for v in var]
 
   @property
   def _ema(self):
@@ -318,11 +321,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     Returns:
       A string, such as "w/ExponentialMovingAverage".
     """
-    average = self.average(var, decay)
+    k = _decays.index_of(decay, self._decays)
+    average = self._shadow(var, k)
     if average is not None:
       return average.name.split(":")[0]
-    return (var.name.split(":")[0] + "/" +
-            self._name_of_decay[_decays.index_of(decay, self._decays)])
+    return var.name.split(":")[0] + "/" + self._name_of_decay[k]
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
     """Sets every average, of every decay, to its variable's current value.
@@ -351,16 +354,22 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """All averages in this graph: a list of what `average` returns.
 
     In eager mode and in a `tf.function`, the averages of eager mode.
+
+    Raises:
+      RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    return self._averages(_averaging.graph_of_state())
+    return _averaging.readable(self._averages(_averaging.graph_of_state()),
+                               "averages")
 
   def averages_by_decay(self, graph: Any) -> list[Any]:
     """Returns [(decay, [(variable, average)])] of a graph (None: eager mode).
 
     Raises:
-      RuntimeError: If there is no average yet.
+      RuntimeError: If there is no average yet, or in eager mode, inside
+        `averaged_weights`.
     """
     self._require_averages(graph, "averages_by_decay")
+    _averaging.readable(self._averages(graph), "averages_by_decay")
     return [(decay, self._pairs(graph, k))
             for k, decay in enumerate(self._decays)]
 
@@ -370,7 +379,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
-    has no value: TensorFlow refuses to read it. After the block, also after an
+    has no value: `average` and reads of what it gave before raise an error.
+    If a `tf.Variable` was taken before, or a `tf.function` traced before, or if
+    a session reads it, TensorFlow's own op fails with its words, such as
+    "Trying to read variable with wrong dtype. Expected float got INVALID".
+    Leave the block first, or read the variable. After the block, also after an
     exception, both have their own values again, bit for bit. Buffers are
     exchanged: nothing is copied. Only if an average has another dtype than its
     variable, it is converted and copied into the variable.

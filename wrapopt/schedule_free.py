@@ -211,10 +211,13 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     Returns:
       A tensor of the shape and dtype of the variable: in eager mode x now, in a
       graph x whenever a session runs it. None if `var` has had no gradient yet.
+
+    Raises:
+      RuntimeError: In eager mode, inside `averaged_weights`.
     """
     if not isinstance(var, tf.Variable):
       return [self.average(v) for v in var]
-    if self._shadow(var, 0) is None:
+    if self._readable_z(var, "average") is None:
       return None
     [(_, average)] = self._pairs_of([var], 0)
     return (average.read_value() if _averaging.graph_of(var) is None else
@@ -228,10 +231,16 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
 
     Returns:
       A variable of its shape and dtype. None if `var` has had no gradient yet.
+
+    Raises:
+      RuntimeError: In eager mode, inside `averaged_weights`.
     """
     if not isinstance(var, tf.Variable):
       return [self.z(v) for v in var]
-    return self._shadow(var, 0)
+    return self._readable_z(var, "z")
+
+  def _readable_z(self, variable, what):
+    return _averaging.readable([self._shadow(variable, 0)], what)[0]
 
   def average_steps(self) -> None:
     """None: the state of the schedule counts the steps."""
@@ -240,9 +249,11 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     """Returns [(None, [(variable, x)])] of a graph (None: eager mode).
 
     Raises:
-      RuntimeError: If there was no step yet.
+      RuntimeError: If there was no step yet, or in eager mode, inside
+        `averaged_weights`.
     """
     self._require_averages(graph, "averages_by_decay")
+    _averaging.readable(self._averages(graph), "averages_by_decay")
     return [(None, self._pairs(graph, 0))]
 
   def seed_averages(self, session: Optional[Session] = None) -> None:
@@ -265,10 +276,13 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     """Puts x in place of the variables for a `with` block.
 
     After the block, also after an exception, the variables hold y again, bit
-    for bit. Inside, z has no value, and a step raises an error and changes
-    nothing: in eager mode and if a `tf.function` is traced in the block, a
-    RuntimeError; in a session and in a `tf.function` that was traced or
-    compiled before, a `tf.errors.FailedPreconditionError`.
+    for bit. Inside, z has no value: `average` and `z` raise an error, and what
+    was made before fails with TensorFlow's words, such as "Trying to read
+    variable with wrong dtype. Expected float got INVALID". Leave the block
+    first, or read the variable. A step raises an error and changes nothing: in
+    eager mode and if a `tf.function` is traced in the block, a RuntimeError; in
+    a session and in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`.
 
     Args:
       session: In a graph, the session; by default the default session. The

@@ -25,6 +25,7 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
 from wrapopt import ops
+from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 from wrapopt._loader import ops as _raw
@@ -262,6 +263,7 @@ class LazyAverage(trackable.Trackable):
 
   def read_value(self):
     """The average now: a tensor."""
+    _in_place.check(self.rows)
     if not tf.executing_eagerly():
       if save_context.in_save_context():
         return self._read_rows()

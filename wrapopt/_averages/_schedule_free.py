@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
 
 # What the state of a schedule holds, a vector of float64: the number of steps,
@@ -187,6 +188,7 @@ class Interpolated:
 
   def read_value(self):
     """x now: a tensor."""
+    _in_place.check(self.rows)
     return x_of(self._variable.read_value(), self.rows.read_value(),
                 self.state.read_value()[HELD])
 

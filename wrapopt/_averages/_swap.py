@@ -13,6 +13,7 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
@@ -84,6 +85,7 @@ class SwappedIn:
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
+    _in_place.add(self._aside.averages)
     self._holders = {id(s): v for v, s in pairs if _exchange(v, s)}
     self._aside.take()
     self._aside.trade()
@@ -101,6 +103,7 @@ class SwappedIn:
     self._aside.trade()
     _assign(self._others, self._raw)
     replaced = self._aside.give_back()
+    _in_place.remove(self._aside.averages)
     _occupied.remove(self._variables)
     _check_unassigned(replaced)
 
@@ -193,17 +196,21 @@ class SwapInGraph:
 
 
 class _Aside:
-  """Variables, without values, beside averages and `more` variables."""
+  """Variables, without values, beside averages and `more` variables.
+
+  Attributes:
+    averages: These.
+  """
 
   def __init__(self, pairs, more=()):
-    self._averages = [_lazy.raw(s) for _, s in pairs] + list(more)
-    self._made = list(map(_without_value, self._averages))
+    self.averages = [_lazy.raw(s) for _, s in pairs] + list(more)
+    self._made = list(map(_without_value, self.averages))
     self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
                   if _exchange(v, s)]
 
   def value(self, average):
     """The value that is here of an average, in eager mode, or None."""
-    for s, handle in zip(self._averages, self._made):
+    for s, handle in zip(self.averages, self._made):
       if s is _lazy.raw(average):
         return tf.raw_ops.ReadVariableOp(resource=handle,
                                          dtype=s.dtype.base_dtype)
@@ -212,11 +219,11 @@ class _Aside:
   def check(self):
     """Checks that all variables and averages have a value."""
     return _in_groups("check_initialized",
-                      [v for v, _ in self._same] + self._averages)
+                      [v for v, _ in self._same] + self.averages)
 
   def take(self):
     """Moves all averages here; returns whether they took others' places."""
-    return _in_groups("move", self._averages, self._made)
+    return _in_groups("move", self.averages, self._made)
 
   def trade(self):
     """Exchanges what is here with the variables of the same dtype."""
@@ -224,7 +231,7 @@ class _Aside:
 
   def give_back(self):
     """Moves all averages back; returns whether they took others' places."""
-    return _in_groups("move", self._averages, self._made, is_reversed=True)
+    return _in_groups("move", self.averages, self._made, is_reversed=True)
 
 
 def _without_value(like):

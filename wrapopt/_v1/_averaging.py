@@ -12,6 +12,7 @@ from wrapopt import _checks
 from wrapopt import _lookup_cache
 from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
+from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
@@ -196,8 +197,12 @@ class AveragingOptimizer(WrapperOptimizer):
 
   # Finding them
 
+  def _slot(self, variable, name):
+    """As `get_slot`, also of an average that is in place of its variable."""
+    return super().get_slot(variable, name)
+
   def _shadow(self, variable, k):
-    return self.get_slot(variable, self._slot_of_decay[k])
+    return self._slot(variable, self._slot_of_decay[k])
 
   def _shadows_by_decay(self, variables):
     """The averages of variables, or None for those that are not averaged.
@@ -238,9 +243,26 @@ class AveragingOptimizer(WrapperOptimizer):
 
     Returns:
       A variable, or None.
+
+    Raises:
+      RuntimeError: In eager mode, if the average is in place of its variable.
     """
-    return super().get_slot(
-        var, self._slot_of_decay[0] if name == self._slot_name else name)
+    slot = self._slot_of_decay[0] if name == self._slot_name else name
+    found = self._slot(var, slot)
+    _in_place.check(_lazy.raw(found), "get_slot() must not be called",
+                    _SlotInPlace)
+    return found
+
+  def variables(self) -> list[Variable]:
+    """The state of the inner optimizer and of the wrapper in this graph.
+
+    Returns:
+      A list.
+
+    Raises:
+      RuntimeError: In eager mode, inside `averaged_weights`.
+    """
+    return readable(super().variables(), "variables")
 
   def _make_averages(self, variables, sparse):
     if variables and self._steps_are_counted():
@@ -486,6 +508,17 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _is_swapped_in(self, session):
     return any(session is s for s in self._averaged.swapped_in)
+
+
+class _SlotInPlace(RuntimeError, AttributeError):
+  """As an AttributeError, it makes tf.saved_model.save leave out the slot."""
+
+
+def readable(averages, method):
+  """Averages, which must have a value in eager mode, for a method: a list."""
+  for s in averages:
+    _in_place.check(_lazy.raw(s), f"{method}() must not be called")
+  return averages
 
 
 def _parts(x):

@@ -25,6 +25,11 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
     super().__init__(use_locking=False, name=name)
     self._optimizer = opt
 
+  @property
+  def inner_optimizer(self) -> tf.compat.v1.train.Optimizer:
+    """The optimizer that this wraps."""
+    return self._optimizer
+
   def __init_subclass__(cls, **kwargs):
     super().__init_subclass__(**kwargs)
     # If a subclass overrides only `apply_gradients`, wrappers around it call

@@ -16,6 +16,8 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt._averages import _decays
+from wrapopt._averages import _in_place
+from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt.keras import _chosen
 from wrapopt.keras import _copies
@@ -107,13 +109,19 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       average is its variable: to set it there, call `seed_averages` before.
 
     Raises:
-      RuntimeError: If the optimizer is not built.
+      RuntimeError: If the optimizer is not built, or the average is in place of
+        its variable.
       KeyError: If the optimizer does not have the variable, or does not average
         it.
     """
     self._require_built("average")
     self._settle()
-    return self._found(variable, self._rows[0])
+    return self._readable("average", self._found(variable, self._rows[0]))
+
+  def _readable(self, what, average):
+    """What method `what` returns: an average, which must have a value."""
+    _in_place.check(_lazy.raw(_value(average)), f"{what}() must not be called")
+    return average
 
   def seed_averages(self) -> None:
     """Sets every average to its variable's current value.
@@ -137,7 +145,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
-    has no value: TensorFlow refuses to read it. After the block, also after an
+    has no value: `average` and reads of what it gave before raise an error.
+    If a `tf.Variable` was taken before, or a `tf.function` traced before,
+    TensorFlow's own op fails with its words, such as "Trying to read variable
+    with wrong dtype. Expected float got INVALID". Leave the block first, or
+    read the variable. After the block, also after an
     exception, both have their own values again, bit for bit. Buffers are
     exchanged: nothing is copied. Only if an average has another dtype than its
     variable, it is converted and copied into the variable.
@@ -233,6 +245,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       raise TypeError(f"`model` must be a Keras model, got {model!r}.")
     _batch_norm.check_recalibrate(recalibrate)
     self._require_built("averaged_model")
+    self._refuse_swapped_in("averaged_model")
     with self.swapped_in(model, decay):
       weights = model.get_weights()
     copied = _copies.copied(model, weights)
@@ -349,6 +362,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   def assign_averages(self, model, decay):
     """Sets the variables of a model to their averages."""
+    self._refuse_swapped_in("assign_averages")
     _state.assign_all(self._averaged(model, decay))
 
   def check_no_file_waits(self):
@@ -389,11 +403,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       var_list: Variables that the optimizer was built with.
 
     Raises:
-      RuntimeError: If a variable that has an average has left its layer, and
-        not `keep_raw_weights`. Then, no variable is set.
+      RuntimeError: Without `keep_raw_weights`, if the averages are in place of
+        the weights, or a variable that has an average has left its layer. Then,
+        no variable is set.
     """
     if self.built:
       if not self.keeps_raw_weights:
+        self._refuse_swapped_in("finalize_variable_values")
         self._check_left(None)
       self._settle()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)

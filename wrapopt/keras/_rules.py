@@ -15,6 +15,7 @@ from wrapopt import ops
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
+from wrapopt.keras import _average
 
 _optimizers = keras.optimizers
 
@@ -110,6 +111,8 @@ def add_rule(cls, name):
 
 def value(variable):
   """The tf.Variable of a variable of Keras or TensorFlow."""
+  if isinstance(variable, _average.Average):
+    return variable.held
   return variable.value if isinstance(variable, keras.Variable) else variable
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
+from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
@@ -125,9 +126,14 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     children = super()._trackable_children(save_type, **kwargs)
     if save_type == "checkpoint" and not self._is_made:
       children.update(self._late)
-    # A function that is saved, such as a step, must find its variables.
-    return (children if save_type == "checkpoint" or self.place is None
-            else {**children, "place": _value(self.place)})
+    if save_type != "checkpoint":
+      # A function that is saved, such as a step, must find its variables.
+      if self.place is not None:
+        children["place"] = _value(self.place)
+      # The model that is saved holds the averages that are in its place.
+      children = {name: child for name, child in children.items()
+                  if not _in_place.has_no_value(_lazy.raw(child))}
+    return children
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if not self._is_made:

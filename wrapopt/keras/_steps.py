@@ -85,7 +85,7 @@ def followed(opt, followers):
     A view.
   """
   if isinstance(opt, Follower):
-    return followed(opt._inner(), [opt, *followers])
+    return followed(opt.inner_optimizer, [opt, *followers])
   held = _held(opt)
   if held:
     return view(opt, {
@@ -242,7 +242,7 @@ def within(opt):
 def held_by(opt):
   """The optimizers that an optimizer holds directly: a list."""
   if isinstance(opt, Follower):
-    return [opt._inner()]
+    return [opt.inner_optimizer]
   return [x for xs in _held(opt).values() for x in tf.nest.flatten(xs)]
 
 
@@ -268,7 +268,8 @@ class Follower:
   is_gate = False
   sum_duplicates = False
 
-  def _inner(self):
+  @property
+  def inner_optimizer(self):
     """The optimizer that this wraps."""
     raise NotImplementedError
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import contextlib
 import copy
+import sys
 import threading
 from typing import Any, Optional
 
@@ -17,6 +18,7 @@ from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _average
 from wrapopt.keras import _methods
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -32,14 +34,20 @@ def _is_made(wrapper):
 def _of_inner(name):
   """An attribute that reads and writes that of the inner optimizer."""
   def read(self):
-    return getattr(self._inner(), name) if _is_made(self) else None
+    return getattr(self.inner_optimizer, name) if _is_made(self) else None
 
   def write(self, value):
     # Keras's constructor sets it before the inner optimizer is known.
     if _is_made(self):
-      setattr(self._inner(), name, value)
+      setattr(self.inner_optimizer, name, value)
 
   return property(read, write)
+
+
+def _is_asked_by_swap_ema_weights():
+  """Whether Keras's SwapEMAWeights reads the property that calls this."""
+  return (sys._getframe(2).f_globals.get("__name__") ==
+          keras.callbacks.SwapEMAWeights.__module__)
 
 
 class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
@@ -84,11 +92,22 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     self._state = type(f"{kind}Averages", (_state.State,), {})(
         f"wrapopt_{kind}", self._settle)
 
-  # Steps
-
-  def _inner(self):
-    """The optimizer that this wraps."""
+  @property
+  def inner_optimizer(self) -> keras.optimizers.Optimizer:
+    """The optimizer that this wraps, as in Keras's LossScaleOptimizer."""
+    if _is_asked_by_swap_ema_weights():
+      # It would go past this wrapper, into the inner optimizer. Without the
+      # attribute, it reads `_model_variables_moving_average` here.
+      raise AttributeError(
+          "SwapEMAWeights must read averages of the wrapper, got a read of its "
+          "inner_optimizer.")
     return self._held.optimizer
+
+  def __dir__(self):
+    # Keras saves what `dir` lists: the inner optimizer would be in files twice.
+    return [name for name in super().__dir__() if name != "inner_optimizer"]
+
+  # Steps
 
   @property
   def fused(self) -> bool:
@@ -108,7 +127,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     """
     if self.built:
       return
-    inner = self._inner()
+    inner = self.inner_optimizer
     if _replicas.is_shared(_value(inner._iterations)):
       self._refuse_holders()
     # It may train all of its variables later, when layers are not frozen.
@@ -186,7 +205,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _wrap_average(self, average, variable):
     """What stands for a new average, a `keras.Variable`, of a variable."""
     del variable
-    return average
+    return _average.Average.of(average)
 
   def _make_count(self, name, value, seeded=None, missing=None, *,
                   dtype="int64", near=None, **kwargs):
@@ -408,15 +427,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
   @property
   def iterations(self):
-    return self._inner().iterations
+    return self.inner_optimizer.iterations
 
   @property
   def learning_rate(self):
-    return self._inner().learning_rate
+    return self.inner_optimizer.learning_rate
 
   @learning_rate.setter
   def learning_rate(self, learning_rate):
-    self._inner().learning_rate = learning_rate
+    self.inner_optimizer.learning_rate = learning_rate
 
   weight_decay = _of_inner("weight_decay")
   clipnorm = _of_inner("clipnorm")
@@ -425,12 +444,30 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   gradient_accumulation_steps = _of_inner("gradient_accumulation_steps")
 
   @property
+  def use_ema(self):
+    """Whether an optimizer inside keeps Keras's own averages."""
+    if not _is_made(self):
+      return False
+    if _is_asked_by_swap_ema_weights():
+      # Of a MultiOptimizer around this. If False, it would go on to the next.
+      for wrapper in self._wrappers():
+        wrapper._refuse_swap_ema_weights()
+    return any(opt.use_ema for opt in _steps.innermost(self))
+
+  @use_ema.setter
+  def use_ema(self, value):
+    if _is_made(self):  # Else, Keras's constructor sets it.
+      raise AttributeError(
+          f"`use_ema` of a {type(self).__qualname__} must not be set, got "
+          f"{value!r}. Pass it to the optimizer inside.")
+
+  @property
   def loss_scale_factor(self):
     if not _is_made(self):
       return None
     scaling = self._loss_scaling()
     if scaling is None:
-      return self._inner().loss_scale_factor
+      return self.inner_optimizer.loss_scale_factor
     return scaling.dynamic_scale if scaling.built else scaling.initial_scale
 
   @loss_scale_factor.setter
@@ -445,7 +482,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
           "another LossScaleOptimizer around it: gradients would be unscaled "
           "twice. Pass auto_scale_loss=False to compile(), which otherwise "
           "wraps the optimizer of a mixed_float16 model in one.")
-    self._inner().loss_scale_factor = factor
+    self.inner_optimizer.loss_scale_factor = factor
 
   def _loss_scaling(self):
     """The LossScaleOptimizer inside, or None."""
@@ -453,7 +490,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
                  if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
 
   def scale_loss(self, loss):
-    return self._inner().scale_loss(loss)
+    return self.inner_optimizer.scale_loss(loss)
 
   def exclude_from_weight_decay(self, var_list=None, var_names=None):
     # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
@@ -461,7 +498,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
       opt.exclude_from_weight_decay(var_list, var_names)
 
   def finalize_variable_values(self, var_list):
-    self._inner().finalize_variable_values(var_list)
+    self.inner_optimizer.finalize_variable_values(var_list)
 
   @property
   def _model_variables_moving_average(self):
@@ -473,9 +510,14 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
         if opt.use_ema and opt.built for v, average in zip(
             opt._trainable_variables, opt._model_variables_moving_average)}
     keys = list(map(self._var_key, self._trainable_variables))
-    if not averages or any(key not in averages for key in keys):
-      # As in an optimizer of Keras without use_ema.
+    if not averages:  # As in an optimizer of Keras without use_ema.
       raise AttributeError("_model_variables_moving_average")
+    if any(key not in averages for key in keys):
+      raise ValueError(
+          f"SwapEMAWeights must not be used with a {type(self).__qualname__} "
+          "around several optimizers of which only some have use_ema=True. "
+          "Pass it to all of them, or use wrapopt.keras.MovingAverage and "
+          "EvaluateWithAverages() instead.")
     return [averages[key] for key in keys]
 
   def _refuse_swap_ema_weights(self):
@@ -489,16 +531,16 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
 
     Keras's LossScaleOptimizer saves this list.
     """
-    return self._inner().variables
+    return self.inner_optimizer.variables
 
   def set_weights(self, weights):
-    self._inner().set_weights(weights)
+    self.inner_optimizer.set_weights(weights)
 
   def save_own_variables(self, store):
-    self._inner().save_own_variables(store)
+    self.inner_optimizer.save_own_variables(store)
 
   def load_own_variables(self, store):
-    self._inner().load_own_variables(store)
+    self.inner_optimizer.load_own_variables(store)
 
   @property
   def averages_of_wrappers(self):
@@ -520,25 +562,26 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     if save_type == "checkpoint":  # It would hold the two exchanged.
       self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
-    return {**self._inner()._trackable_children(save_type, **kwargs),
+    return {**self.inner_optimizer._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if name == self._state.name:
       self._refuse_swapped_in("tf.train.Checkpoint.read")
       return self._state
-    return self._inner()._lookup_dependency(name, *args, **kwargs)
+    return self.inner_optimizer._lookup_dependency(name, *args, **kwargs)
 
   @property
   def _deferred_dependencies(self):
     # Values from a checkpoint for variables that the inner optimizer will make
     # later. It looks them up then.
-    self._inner()._maybe_initialize_trackable()
-    return self._inner()._deferred_dependencies
+    self.inner_optimizer._maybe_initialize_trackable()
+    return self.inner_optimizer._deferred_dependencies
 
   def get_config(self) -> dict[str, Any]:
-    return {"optimizer": keras.saving.serialize_keras_object(self._inner()),
-            "name": self.name, "sum_duplicates": self.sum_duplicates}
+    inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+    return {"optimizer": inner, "name": self.name,
+            "sum_duplicates": self.sum_duplicates}
 
   @classmethod
   def from_config(cls, config, custom_objects=None):

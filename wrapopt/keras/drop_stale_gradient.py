@@ -135,10 +135,10 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     if self._compensates() and not self.fused:
       raise ValueError(
           "`policy` must not compensate gradients for a "
-          f"{type(self._inner()).__qualname__}, whose step is no native op, "
-          f"got {policy!r}. Use \"scale\", or another optimizer.")
+          f"{type(self.inner_optimizer).__qualname__}, whose step is no "
+          f"native op, got {policy!r}. Use \"scale\", or another optimizer.")
     self._held.records = _Records()
-    for x in [self._inner(), *_steps.within(self)]:
+    for x in [self.inner_optimizer, *_steps.within(self)]:
       if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
         raise ValueError(
             "`optimizer` of a DropStaleGradient must not be or hold an "

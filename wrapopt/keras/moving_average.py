@@ -247,10 +247,10 @@ class MovingAverage(_averaging.AveragingOptimizer):
     value = _rules.value(variable)
     # Keras's own averages overwrite variables.
     if (self._lazy is False or not variable.trainable or
-        any(opt.use_ema for opt in _steps.within(self)) or
+        self.use_ema or
         not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
         not _lazy.may_be_lazy(value)):
-      return average
+      return super()._wrap_average(average, variable)
     return _lazy_average.LazyAverage(average, value)
 
   def set_model(self, model: keras.Model) -> None:
@@ -340,7 +340,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
       average is its variable: to set it there, call `seed_averages` before.
 
     Raises:
-      RuntimeError: If the optimizer is not built.
+      RuntimeError: If the optimizer is not built, or the average is in place of
+        its variable.
       ValueError: If the optimizer does not have the decay.
       KeyError: If the optimizer does not have the variable, or does not average
         it.
@@ -349,7 +350,8 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._settle()
     k = self._index_of(decay)
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
-    return self._found(variable, self._rows[k], of_batch_norm[k])
+    return self._readable(
+        "average", self._found(variable, self._rows[k], of_batch_norm[k]))
 
   def is_lazy(self, variable: tf.Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.

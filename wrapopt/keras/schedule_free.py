@@ -147,13 +147,12 @@ class ScheduleFree(_averaging.AveragingOptimizer):
                for opt in _steps.innermost(self))
 
   def _check_innermost(self):
-    for opt in _steps.within(self):
+    for opt in _steps.innermost(self):
       if opt.use_ema:
         raise ValueError(
             "`optimizer` of a ScheduleFree must not be or hold an optimizer "
             f"that keeps averages itself, got {type(opt).__qualname__} with "
             "use_ema=True. Remove use_ema.")
-    for opt in _steps.innermost(self):
       name = type(opt).__qualname__
       if type(opt).__name__.startswith("ScheduleFree"):
         raise ValueError(
@@ -215,7 +214,8 @@ class ScheduleFree(_averaging.AveragingOptimizer):
       A tensor of the shape and dtype of the variable. No variable holds x.
 
     Raises:
-      RuntimeError: If the optimizer is not built.
+      RuntimeError: If the optimizer is not built, or x is in place of the
+        weights.
       KeyError: If the optimizer does not have the variable.
     """
     return tf.convert_to_tensor(super().average(variable))
@@ -230,12 +230,13 @@ class ScheduleFree(_averaging.AveragingOptimizer):
       A `keras.Variable` of its shape and dtype.
 
     Raises:
-      RuntimeError: If the optimizer is not built.
+      RuntimeError: If the optimizer is not built, or x is in place of the
+        weights.
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("z")
     self._settle()
-    return self._found(variable, self._z)
+    return self._readable("z", self._found(variable, self._z))
 
   # At the end of `fit`, x is in all variables, since one number tells for all
   # of them what they hold.
