@@ -335,6 +335,19 @@ def locked(strategy, coordinator):
       graph = step.get_concrete_function().graph
     yield name, held(graph)
 
+  def on_worker(w):
+    with tf.device("/job:worker/task:0"):
+      return tf.identity(w)
+
+  made, opt = variables(strategy, UNLOCKED["MovingAverage"], [np.zeros(1)])
+  made[0].constraint = on_worker
+  ones = tf.ones(1, tf.float64)
+  try:
+    tf.function(lambda: strategy.run(
+        lambda: opt.apply([ones], made))).get_concrete_function()
+  except NotImplementedError as error:
+    yield "on a worker", str(error)
+
 
 def traffic(strategy, coordinator):
   del coordinator

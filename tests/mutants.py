@@ -337,8 +337,7 @@ def _mutants():
       ("the newest of several records counts", "drop_stale_gradient",
        "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
       ("steps of several ops do not wait", "_admission",
-       "lock = None if locks_first or is_one_op else self._lock",
-       "lock = None"),
+       "gate is not None and not is_one_op", "False"),
       ("a step is counted before its changes", "_admission",
        "tf.control_dependencies(_records.updates(new))",
        "tf.control_dependencies([])"),
@@ -346,9 +345,30 @@ def _mutants():
        "Number(asked._number, iterations.dtype)",
        "Number(tf.identity(iterations), iterations.dtype)"),
       ("a step that fails keeps its place", "_admission",
-       "asked._ticket = asked._locked = None", "asked._locked = None")):
+       "asked._ticket = None", "pass")):
     yield m(f"Keras gate: {name}", f"wrapopt/keras/{file}.py", before, after,
             "//tests:keras_gate_test")
+  for name, file, before, after in (
+      ("a lock does not wait for gradients", "_gates/_step_lock",
+       "lock._add_control_inputs(_arrivals(lock, made))",
+       "_arrivals(lock, made)"),
+      ("a tensor comes from the worker after the lock", "_gates/_step_lock",
+       "op._update_input(i, here[key])", "pass"),
+      ("ops are not put on servers", "_gates/_step_lock", "tf1.device(place)",
+       "contextlib.nullcontext()"),
+      ("an op may run on a worker after the lock", "_gates/_step_lock",
+       "not (_is_server(op.device) or not op.device and _is_read(op))",
+       "False"),
+      ("all scheduled functions have one token", "_gates/_tokens",
+       "number // _BASE**k % _BASE", "0"),
+      ("Adam's powers without a lock", "_v1/_step",
+       "type(self._opt)._finish is _Optimizer._finish", "True"),
+      ("a second try resets a count", "keras/moving_average",
+       "begins = step.accept & (", "begins = ("),
+      ("a second try moves averages of statistics", "keras/moving_average",
+       "_decays.where_due(step.accept, decays)", "decays")):
+    yield m(f"workers: {name}", f"wrapopt/{file}.py", before, after,
+            "//tests:keras_coordinator_test")
   yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests:elastic_average_test")

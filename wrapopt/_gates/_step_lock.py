@@ -79,7 +79,7 @@ class StepLock:
 
 @contextlib.contextmanager
 def _placed(lock, near):
-  """Puts the ops of the block on servers, and lets a lock wait for their inputs.
+  """Puts the ops of the block on servers; a lock waits for their inputs.
 
   Args:
     lock: The op that gets the lock.

@@ -172,7 +172,7 @@ class Innermost:
       return self._take_once(step, token)
 
   def _is_one_op(self, step):
-    """Whether a step is one op on each server, and none reads what it counts."""
+    """Whether a step is one op on each server, which reads no count."""
     schedule = step.averages and step.averages.schedule
     return (step.points is None and self._native_rule(step) is not None and
             type(self._opt)._finish is _Optimizer._finish and

@@ -190,11 +190,13 @@ class Steps:
       first, asked = [*ready, *checks], None
       try:
         with (self._lock.held(iterations, first) if locks_first else
-              tf.control_dependencies(first)):
-          admitted = (Admitted(*ops.begin_update(iterations, token=token))
-                      if gate is None else gate._admit(
-                          iterations, [(g, _rules.value(v)) for g, v in zip(
-                              grads, variables) if g is not None], token))
+              contextlib.nullcontext()):
+          with tf.control_dependencies([] if locks_first else first):
+            admitted = (
+                Admitted(*ops.begin_update(iterations, token=token))
+                if gate is None else gate._admit(
+                    iterations, [(g, _rules.value(v)) for g, v in zip(
+                        grads, variables) if g is not None], token))
           asked = _Asked(iterations, admitted, list(zip(grads, variables)),
                          gate, is_one_op)
           del admitted
