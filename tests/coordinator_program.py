@@ -5,6 +5,7 @@ A program of its own, since TensorFlow ends a process that has lost its cluster.
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -223,14 +224,20 @@ def graphs_in(graph):
             op.get_attr(branch).name).graph)
 
 
+def before(op):
+  """The ops that an op waits for."""
+  return {*(t.op for t in op.inputs if t.dtype != tf.resource),
+          *op.control_inputs}
+
+
+@functools.cache
 def ancestors(op):
-  """The ops of its graph that an op waits for."""
+  """The same, and those that these wait for, and so on."""
   found, pending = set(), [op]
   while pending:
-    op = pending.pop()
-    before = {*(t.op for t in op.inputs), *op.control_inputs} - found
-    found |= before
-    pending += before
+    new = before(pending.pop()) - found
+    found |= new
+    pending += new
   return found
 
 
@@ -297,9 +304,7 @@ def held(graph):
     if not locks:
       continue
     [lock] = locks
-    known = ancestors(lock)
-    there = {(op, task(later)) for later in known for op in (
-        *(t.op for t in later.inputs), *later.control_inputs)}
+    there = {(x, task(y)) for y in ancestors(lock) for x in before(y)}
     after = [op for op in inner.get_operations() if lock in ancestors(op)]
     [release] = [op for op in after if op.type == "ConsumeMutexLock"]
     after = [op for op in after if release not in ancestors(op)]
@@ -307,11 +312,11 @@ def held(graph):
       tasks |= {task(x) for branch in branches(op)
                 for x in branch.get_operations() if x.type != "Placeholder"}
       tasks.add(task(op))
-      for x in [*(t.op for t in op.inputs if t.dtype != tf.resource),
-                *op.control_inputs]:
-        if task(x) == "worker" and x not in after and (
-            x, task(op)) not in there:
-          late.append(f"{x.name} of {x.type} for {op.name} of {op.type}")
+    # Also what ops need that do not wait for the lock themselves.
+    for op in {*after, *(x for op in after for x in ancestors(op))} - {lock}:
+      late += [f"{x.name} for {op.name}" for x in before(op)
+               if task(op) != "worker" == task(x) and (x, task(op)) not in there
+               and op not in ancestors(lock)]
   return {"tasks": sorted(tasks), "late": late}
 
 

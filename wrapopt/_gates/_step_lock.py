@@ -99,6 +99,8 @@ def _placed(lock, near):
   made = [op for op in graph.get_operations()
           if op not in before and op.type != "Placeholder"]
   for op in made:
+    if not op.device and _is_read(op):
+      op._set_device(_home(op.inputs[0]))
     _check(op)
   lock._add_control_inputs(_arrivals(lock, made))
 
@@ -129,8 +131,10 @@ def _arrivals(lock, made):
       for resource in _resources(op):
         wait.update(dict.fromkeys(users.get(resource, ())))
       for i, t in enumerate(op.inputs):
-        if (t.op in inside or t.dtype == tf.resource or
-            _task(_home(t)) == _task(op.device)):
+        if t.op in inside or t.dtype == tf.resource:
+          continue
+        if _is_server(_home(t)) and t.op.type != "Placeholder":
+          wait[t.op] = None
           continue
         key = op.device, t.ref()
         if key not in here:
@@ -189,8 +193,3 @@ def _home(tensor):
 
 def _is_server(device):
   return tf.DeviceSpec.from_string(device or "").job == "ps"
-
-
-def _task(device):
-  spec = tf.DeviceSpec.from_string(device or "")
-  return spec.job, spec.task
