@@ -120,9 +120,9 @@ def test_what_a_step_sends():
 def test_a_step_with_a_lock_needs_no_worker():
   """Once it has the lock, and whatever the worker does."""
   cases = dict(found()["locked"])
-  assert re.search(
-      "All ops of a step that several workers share must be on servers, .*, got "
-      "'cond/.*' of type Identity on '/job:worker", cases.pop("on a worker"))
+  assert re.search("All ops of a step that several workers share must be on "
+                   "servers, .*, got 'cond/.*' of type Identity on "
+                   "'/job:worker", cases.pop("on a worker"))
   assert len(cases) == 10
   for name, got in cases.items():
     assert got == {"tasks": ["ps:0", "ps:1"], "late": []}, name
