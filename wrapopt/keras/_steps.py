@@ -37,6 +37,8 @@ class Step(typing.NamedTuple):
     cache: A `LookupCache` of the optimizer that takes it, for eager steps.
     accept: True, or a scalar bool tensor: whether it is taken. If it is a
       tensor, one op takes it, or nothing.
+    ahead: {id of a follower: what it asked for before Keras took the step}, if
+      followers run after Keras has counted it; else None.
   """
   iterations: typing.Any
   variables: list
@@ -45,6 +47,7 @@ class Step(typing.NamedTuple):
   constrained: list
   cache: _lookup_cache.LookupCache
   accept: typing.Any = True
+  ahead: typing.Any = None
 
   @property
   def part(self):
@@ -119,10 +122,11 @@ def _followed_innermost(opt, followers):
 
   def take(self, grads, variables, apply):
     def checked(grads):
-      before, number = here.reached, None
+      before, number, ahead = here.reached, None, {}
       # Its `apply_gradients` calls `apply`, and comes here again.
       if here.late is None and changes_late(self, trained):
         here.late, number = [], tf.convert_to_tensor(self.iterations)
+        ahead = {id(f): f._ahead() for f in followers}
       try:
         apply(grads)
         check(self, before, trained)
@@ -132,9 +136,10 @@ def _followed_innermost(opt, followers):
           here.late = None
       for step in waiting:
         # In a graph, Keras's branch that takes a step is traced in any case.
-        _follow(self, followers, step._replace(iterations=number),
-                self.gradient_accumulation_steps is None or
-                tf.not_equal(self.iterations, number))
+        is_taken = (self.gradient_accumulation_steps is None or
+                    tf.not_equal(self.iterations, number))
+        _follow(self, followers,
+                step._replace(iterations=number, ahead=ahead), is_taken)
 
     grads = list(grads)
     trained = [v for g, v in zip(grads, variables) if g is not None]
@@ -321,6 +326,9 @@ class Follower:
       is not averaged has None in each row.
     """
     del step
+
+  def _ahead(self):
+    """What the follower reads before Keras counts a step."""
 
   def _note_update(self):
     """Notes that what `_averages_of` returned has been updated."""

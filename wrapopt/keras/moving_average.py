@@ -109,12 +109,11 @@ class MovingAverage(_averaging.AveragingOptimizer):
       num_updates: A count n of updates: a number, or a variable or callable
         that is read in each step. It limits decays that are numbers, also that
         of `HalfLife(steps=...)`, to at most `(1 + n) / (10 + n)`. It does not
-        limit a PowerDecay, which `HalfLife(fraction=...)` is, too. To count the
-        steps themselves, use `dynamic_decay`: it depends on the optimizer
-        whether its `iterations` counts a step before or after n is read. A
-        model with a variable, or with a function that is not registered by
-        `keras.saving.register_keras_serializable`, cannot be saved as a whole:
-        use `save_weights`.
+        limit a PowerDecay, which `HalfLife(fraction=...)` is, too. It is read
+        before `iterations` counts the step; `dynamic_decay` counts the steps
+        themselves. A model with a variable, or with a function that is not
+        registered by `keras.saving.register_keras_serializable`, cannot be
+        saved as a whole: use `save_weights`.
       start_step: The number of steps before averaging begins. Until then, an
         average equals its variable: all decays are 0. The inner optimizer may
         have trained before: its `iterations` counts the earlier steps, too. The
@@ -451,12 +450,15 @@ class MovingAverage(_averaging.AveragingOptimizer):
     return [_replicas.components((v.value, row[self._var_key(v)].value)
                                  for v in variables) for row in rows]
 
+  def _ahead(self):
+    return (None if self._num_updates is None else
+            _decays.value_now(self._num_updates))
+
   def _decays_now(self, step):
     """The decays of a Step."""
     every = self._update_every
     # A function is called once in each step.
-    n = (None if self._num_updates is None else
-         _decays.value_now(self._num_updates))
+    n = self._ahead() if step.ahead is None else step.ahead[id(self)]
     steps = self._steps_since(step) if self._first is not None else None
     since = step.iterations - self._start_step
     due = _decays.is_due(steps, every)
