@@ -106,6 +106,7 @@ def _run_calls(case, world, told):
   import fuzz_ops_models as models  # pylint: disable=g-import-not-at-top
   import fuzz_ops_runs as runs  # pylint: disable=g-import-not-at-top
   calls = 1 if inputs.family(case.op) in models.ONE_CALL else case.calls
+  earlier = []
   for at in range(calls):
     before, probe = world.snapshot(), world.probe()
     try:
@@ -122,7 +123,8 @@ def _run_calls(case, world, told):
     else:
       told["done"] += 1
       compared, left_out = models.check(case, before, world.snapshot(),
-                                        outputs, probe)
+                                        outputs, probe, earlier)
+      earlier.append(outputs)
       told["compared"] += compared
       told["left_out"] += left_out
     world.check_held()

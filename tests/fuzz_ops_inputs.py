@@ -335,6 +335,8 @@ class _Maker:
     if name in ("round", "recorded", "limit"):
       of_rounds = [self.case.rounds.round] * 4 if self.case.rounds else [0, 3]
       return np.array(self._pick(of_rounds + [1, 50]), np.int64)
+    if name == "token":  # All negative ones stand for none.
+      return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
     if name == "min_workers":
       workers = self.case.rounds.workers if self.case.rounds else 1
       return np.array(rng.integers(1, workers + 1), np.int64)
