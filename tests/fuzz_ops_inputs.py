@@ -457,12 +457,16 @@ class _Spoiler:
     elif how == "shape":
       variable.shape = self._pick(
           [s for s in SHAPES if s != variable.shape] + [(1,) * 12, (0, 2**40)])
-      variable.value = array(self.rng, variable.dtype, variable.shape)
+      self._give_value(variable)
     else:
       others = DTYPES + [STRING] + ODD_DTYPES * (self.case.mode != "ref-graph")
       variable.dtype = self._pick([t for t in others if t != variable.dtype])
-      variable.value = array(self.rng, variable.dtype, variable.shape)
+      self._give_value(variable)
     return f"{name}[{position}] {how}"
+
+  def _give_value(self, variable):
+    if variable.kind == "variable":  # No table, and not deleted.
+      variable.value = array(self.rng, variable.dtype, variable.shape)
 
   def repeat(self):
     name, position, *_ = self._some_variable()

@@ -218,6 +218,24 @@ def test_a_second_try(op, limit, token, second):
     assert told(wrong)[0] is not None
 
 
+@pytest.mark.parametrize("shape", [(2,), (0,)])
+def test_xla_leaves_out_a_call_without_elements(shape):
+  case = some_case("Wrapopt>EmaUpdate", fits=lambda case: all(
+      v.dtype == inputs.FLOAT for v in case.variables))
+  case.mode, case.spoiled = "jit", ["decays"]
+  for v in case.variables:
+    v.shape, v.value = shape, np.zeros(shape, np.float32)
+  case.inputs["decays"] = [np.full_like(case.inputs["decays"][0], -9.)]
+  told = fuzz_ops.run_case(case)
+  assert told["wrong"] is None and told["done"] == (shape == (0,))
+
+
+def test_a_table_stays_one():
+  for seed in range(20000):
+    for v in inputs.make(seed, "StalenessRecord").variables:
+      assert v.kind == "variable" or v.value is None, seed
+
+
 def test_a_change_of_what_somebody_reads_is_found():
   case = some_case("Wrapopt>Exchange")
   case.variables[0].held = True
