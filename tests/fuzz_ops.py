@@ -349,7 +349,7 @@ def fuzz(args, seeds, out=print):
       child.end()
   seconds = time.monotonic() - start
   out(f"{findings.cases} cases in {seconds:.0f} seconds, "
-      f"{findings.cases / max(seconds, 1e-9):.1f} per second, "
+      f"{60 * findings.cases / max(seconds, 1e-9):.0f} per minute, "
       f"{len(findings.texts)} findings")
   return findings
 

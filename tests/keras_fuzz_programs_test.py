@@ -111,8 +111,8 @@ def _stale_gradient_is_applied(monkeypatch):
   gate = wrapopt.ops.staleness_gate
   monkeypatch.setattr(
       wrapopt.ops, "staleness_gate",
-      lambda step, counter, histogram, recorded, limit: gate(
-          step, counter, histogram, recorded, limit + 1))
+      lambda step, counter, histogram, recorded, limit, **options: gate(
+          step, counter, histogram, recorded, limit + 1, **options))
 
 
 def _skipped_step_moves_averages(monkeypatch):
