@@ -55,7 +55,6 @@ class Model:
   def ask(self, recorded, limit, token=-1):
     """Returns (the admitted update or None, its staleness, its number)."""
     if token in self.over:
-      self.take_back()
       return None, -1, -1
     self.cut_off.discard(token)
     # All numbers but those in flight and free ones are of complete updates: as
@@ -69,7 +68,9 @@ class Model:
     staleness = (self.record()[0] + counted.count(False) + self.surplus -
                  recorded)
     is_admitted = 0 <= limit and staleness <= limit
-    self.take_back()
+    # The histogram does not count aborted updates any more.
+    while self.lost:
+      self.histogram[0, self.lost.pop()] -= 1
     self.counter += not is_admitted
     self.histogram[int(not is_admitted),
                    min(max(staleness, 0), BUCKETS - 1)] += 1
@@ -85,11 +86,6 @@ class Model:
     self.buckets[self._next] = min(max(staleness, 0), BUCKETS - 1)
     self.flying[self._next] = False
     return self._next, staleness, number
-
-  def take_back(self):
-    """The histogram does not count aborted updates any more."""
-    while self.lost:
-      self.histogram[0, self.lost.pop()] -= 1
 
   def count(self, update):
     self.step += 1

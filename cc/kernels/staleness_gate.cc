@@ -173,13 +173,13 @@ class StalenessGateOp : public OpKernel {
                                                &stale, &its);
     accept->scalar<bool>()() = admitted;
     number->scalar<int64_t>()() = its.value;
+    if (!first) return;
     auto counts = variables.tensor(histogram)->matrix<int64_t>();
     const int64_t last = counts.dimension(1) - 1;
     for (const int64_t bucket : gate->TakeAbortedBuckets()) {
       int64_t& count = counts(0, std::min(bucket, last));
       count = SaturatedSum(count, -1);
     }
-    if (!first) return;
     its.bucket = std::clamp<int64_t>(stale, 0, last);
     int64_t& count = counts(admitted ? 0 : 1, its.bucket);
     count = SaturatedSum(count, 1);
