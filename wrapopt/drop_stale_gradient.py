@@ -149,10 +149,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         update, as in staleness-aware SGD; optimizers that normalize gradients
         undo a part of it. A function: multiplied by the result of the function,
         whose argument is the staleness, a scalar int64 tensor, at least 0. It
-        is called once a step, in a graph once for all steps. A `DelayCompensation` or
-        `GapAware`: changed by the difference of the weights that it was
-        computed from and those that it is applied to, see there and below.
-        Every policy drops a gradient beyond the limit.
+        is called once a step, in a graph once for all steps. A
+        `DelayCompensation` or `GapAware`: changed by the difference of the
+        weights that it was computed from and those that it is applied to, see
+        there and below. Every policy drops a gradient beyond the limit.
       global_step: The step variable. By default, the argument of `minimize` or
         `apply_gradients`; for `compute_gradients` and `record_step`, the
         graph's global step.
