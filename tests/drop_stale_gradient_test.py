@@ -14,6 +14,8 @@ from training import assert_same_bits
 from training import graph_of
 from training import ops_of_type
 from training import session_of
+from wrapopt._averages import _replicas
+from wrapopt._gates import _tokens
 
 tf1 = tf.compat.v1
 v1 = tf1.train
@@ -470,15 +472,19 @@ def test_a_negative_limit_drops_all(place, limit, fused):
 @pytest.mark.parametrize("fused", [None, False], ids=["fused", "cond"])
 @pytest.mark.parametrize("policy", ["scale", "function"])
 def test_what_is_scaled(place, policy, fused):
-  """The gradients of staleness 0, 1 and 2 count 1, 1, 1/2, or as told."""
+  """The gradients of staleness 0, 1 and 2 count 1, 1, 1/2, or as told.
+
+  One from before the step was set back counts as one of staleness 0.
+  """
   function = lambda staleness: 1.0 / (1.0 + tf.cast(staleness, tf.float32))
   model = Model(place, lambda m: Drop(
       v1.GradientDescentOptimizer(1.0), 2,
       policy="scale" if policy == "scale" else function, fused=fused))
   factors = [1, 1, 1 / 2] if policy == "scale" else [1, 1 / 2, 1 / 3]
-  for dropped, factor in zip([0, 0, 0, 1], [*factors, 0]):
+  for recorded, dropped, factor in zip(
+      [0, 0, 0, 0, 100], [0, 0, 0, 1, 1], [*factors, 0, 1]):
     before = model.read([model.dense, model.sparse])
-    assert model.apply(0) == dropped
+    assert model.apply(recorded) == dropped
     after = model.read([model.dense, model.sparse])
     for x, y, g in zip(before, after, ([1, -2], [[2], [0], [1.5]])):
       np.testing.assert_allclose(x - y, np.multiply(factor, g), atol=1e-6)
@@ -854,6 +860,23 @@ def test_summaries_in_eager_mode(tmp_path):
     for recorded in (0, 0, 1, 1):
       model.apply(recorded)
   check_summaries(summaries(tmp_path))
+
+
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_a_second_try_counts_nothing(mode, monkeypatch):
+  """Of an admitted update, of a dropped one, and without tokens."""
+  model = Model(mode, lambda m: Drop(sgd(), 0, worker="w0"))
+  monkeypatch.setattr(_replicas, "is_shared", lambda variable: True)
+  token = tf.Variable(0, dtype=tf.int64)
+  monkeypatch.setattr(_tokens, "next_of_function", token.read_value)
+  for tries, counts in (((7, 0), (7, 0)), (1, 0)), (((8, 0), (8, 0)), (1, 1)), (
+      ((_tokens.NONE, 0), (_tokens.NONE, 9)), (2, 2)):
+    for given, recorded in tries:
+      token.assign(given)
+      model.apply(recorded)
+    for worker in False, True:
+      stats = model.opt.staleness_stats(worker)
+      assert (stats.admitted, stats.dropped) == counts, (given, worker)
 
 
 def test_checkpoints_of_a_saver(graph, tmp_path):

@@ -799,7 +799,9 @@ def main(argv=None):
   seconds = time.monotonic() - began
   for name, count in sorted(result.outcomes.items()):
     print(f"{count:8} {name}")
-  print(f"--seed {seed}: {result.cases} cases in {seconds:.0f} s, "
+  print(f"--seed {seed}")
+  print(f"{result.cases} cases in {seconds:.0f} seconds, "
+        f"{60 * result.cases / seconds:.0f} per minute, "
         f"{len(result.findings)} findings")
   return 1 if result.findings else 0
 

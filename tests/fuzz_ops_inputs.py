@@ -335,6 +335,8 @@ class _Maker:
     if name in ("round", "recorded", "limit"):
       of_rounds = [self.case.rounds.round] * 4 if self.case.rounds else [0, 3]
       return np.array(self._pick(of_rounds + [1, 50]), np.int64)
+    if name == "token":  # All negative ones stand for none.
+      return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
     if name == "min_workers":
       workers = self.case.rounds.workers if self.case.rounds else 1
       return np.array(rng.integers(1, workers + 1), np.int64)
@@ -455,12 +457,16 @@ class _Spoiler:
     elif how == "shape":
       variable.shape = self._pick(
           [s for s in SHAPES if s != variable.shape] + [(1,) * 12, (0, 2**40)])
-      variable.value = array(self.rng, variable.dtype, variable.shape)
+      self._give_value(variable)
     else:
       others = DTYPES + [STRING] + ODD_DTYPES * (self.case.mode != "ref-graph")
       variable.dtype = self._pick([t for t in others if t != variable.dtype])
-      variable.value = array(self.rng, variable.dtype, variable.shape)
+      self._give_value(variable)
     return f"{name}[{position}] {how}"
+
+  def _give_value(self, variable):
+    if variable.kind == "variable":  # No table, and not deleted.
+      variable.value = array(self.rng, variable.dtype, variable.shape)
 
   def repeat(self):
     name, position, *_ = self._some_variable()

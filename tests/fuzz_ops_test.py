@@ -179,6 +179,63 @@ def test_an_accepted_call_that_is_wrong_is_found():
   assert "accepted" in fuzz_ops.run_case(case, hook)["wrong"]
 
 
+@pytest.mark.parametrize("op, limit, token, second", [
+    ("StalenessGate", -1, 7, (False, -1, -1)),  # The first one was dropped.
+    ("StalenessGate", 9, 7, (True, 1, 3)),  # It was aborted with its call.
+    ("StalenessGate", -1, -1, (False, 0, -1)),  # These two are different ones.
+    ("BeginUpdate", None, 7, (True, 3)),
+])
+def test_a_second_try(op, limit, token, second):
+  case = some_case(f"Wrapopt>{op}")
+  case.calls = 2
+  [step] = case.inputs["step"]
+  case.variables[step].value = np.array(3, case.variables[step].value.dtype)
+  case.inputs["token"] = [np.array(token)]
+  if limit is not None:
+    case.inputs.update(recorded=[np.array(3)], limit=[np.array(limit)])
+
+  def told(wrong=None):
+    """What a run tells if the output `wrong` of the second call is wrong."""
+    seen = []
+
+    def hook(world):
+      call = world.call
+
+      def changed():
+        outputs = call()
+        if seen and wrong is not None:
+          x = outputs[wrong]
+          outputs[wrong] = ~x if x.dtype == bool else x + 1
+        seen.append(tuple(x[()] for x in outputs if x is not None))
+        return outputs
+
+      world.call = changed
+
+    return fuzz_ops.run_case(case, hook)["wrong"], seen[1]
+
+  assert told() == (None, second)
+  for wrong in (0, 1) if op == "BeginUpdate" else (0, 1, 3):
+    assert told(wrong)[0] is not None
+
+
+@pytest.mark.parametrize("shape", [(2,), (0,)])
+def test_xla_leaves_out_a_call_without_elements(shape):
+  case = some_case("Wrapopt>EmaUpdate", fits=lambda case: all(
+      v.dtype == inputs.FLOAT for v in case.variables))
+  case.mode, case.spoiled = "jit", ["decays"]
+  for v in case.variables:
+    v.shape, v.value = shape, np.zeros(shape, np.float32)
+  case.inputs["decays"] = [np.full_like(case.inputs["decays"][0], -9.)]
+  told = fuzz_ops.run_case(case)
+  assert told["wrong"] is None and told["done"] == (shape == (0,))
+
+
+def test_a_table_stays_one():
+  for seed in range(20000):
+    for v in inputs.make(seed, "StalenessRecord").variables:
+      assert v.kind == "variable" or v.value is None, seed
+
+
 def test_a_change_of_what_somebody_reads_is_found():
   case = some_case("Wrapopt>Exchange")
   case.variables[0].held = True

@@ -1,9 +1,10 @@
 """Runs random programs that train with wrappers, and prints the first failure.
 
-    ./tools/fuzz programs --minutes 5 --seed 1
+    ./tools/fuzz programs --minutes 5
+    ./tools/fuzz programs --seed 1234  # The programs of this seed alone.
 
-See `programs.py`. A failure is shrunk to a small program, and printed as code
-that runs by itself.
+See `programs.py`. Each seed has 200 programs. A failure is shrunk to a small
+program, and printed as code that runs by itself.
 """
 
 import argparse
@@ -22,6 +23,8 @@ import keras
 
 import programs
 import programs_code
+
+_OF_A_SEED = 200
 
 
 class Counts:
@@ -107,24 +110,33 @@ def find(examples, counts, strategy=None, seed=None, until=None, shrink=True):
 
 def main():
   parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument("--minutes", type=float, default=1)
-  parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--minutes", type=float, help="how long to search")
+  parser.add_argument("--seed", type=int,
+                      help="the first seed; without --minutes, "
+                      "the only one")
   parser.add_argument("--api", choices=programs.MODES)
   parser.add_argument("--mode")
   options = parser.parse_args()
   begin = time.monotonic()
-  until = begin + 60 * options.minutes
-  counts, seed = Counts(), options.seed
+  alone = options.seed is not None and options.minutes is None
+  minutes = 1 if options.minutes is None else options.minutes
+  until = None if alone else begin + 60 * minutes
+  first = (int.from_bytes(os.urandom(4), "little") if options.seed is None
+           else options.seed)
+  print(f"--seed {first}")
+  counts, seed = Counts(), first
   strategy = programs.programs(options.api, options.mode)
-  failure = None
-  while time.monotonic() < until and failure is None:
-    failure = find(200, counts, strategy, seed, until)
+  failure = find(_OF_A_SEED, counts, strategy, seed, until)
+  while not alone and time.monotonic() < until and failure is None:
     seed += 1
+    failure = find(_OF_A_SEED, counts, strategy, seed, until)
   print(counts)
-  print(f"{counts.of['all'] / (time.monotonic() - begin):.1f} programs a "
-        f"second, from --seed {options.seed}")
+  seconds = time.monotonic() - begin
+  print(f"{counts.of['all']} cases in {seconds:.0f} seconds, "
+        f"{60 * counts.of['all'] / seconds:.0f} per minute, "
+        f"{int(failure is not None)} findings")
   if failure is not None:
-    print(f"FAILED with --seed {seed - 1}. The program:\n")
+    print(f"FAILED with --seed {seed}. The program:\n")
     print(programs_code.printed(failure.code))
     traceback.print_exception(failure.__cause__)
     sys.exit(1)

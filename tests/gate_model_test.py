@@ -36,20 +36,27 @@ class Model:
     free: Numbers of aborted updates, of this era.
     fresh: The least number that was never given.
     lost: The buckets of aborted updates that the histogram still counts.
+    tokens: {update in flight: its token}.
+    cut_off: Tokens of aborted updates.
+    over: Tokens of updates that are complete or were dropped.
   """
 
   def __init__(self):
     self.step = self.aborted = self._next = self.surplus = self.fresh = 0
     self.flying, self.numbers, self.free = {}, {}, set()
     self.buckets, self.lost = {}, []
+    self.tokens, self.cut_off, self.over = {}, set(), set()
     self.counter = 0
     self.histogram = np.zeros([2, BUCKETS], int)
 
   def record(self):
     return self.step + self.aborted, len(self.flying)
 
-  def ask(self, recorded, limit):
+  def ask(self, recorded, limit, token=-1):
     """Returns (the admitted update or None, its staleness, its number)."""
+    if token in self.over:
+      return None, -1, -1
+    self.cut_off.discard(token)
     # All numbers but those in flight and free ones are of complete updates: as
     # many as the step says, unless something else has changed it.
     if self.fresh - len(self.flying) - len(self.free) != self.step:
@@ -61,14 +68,17 @@ class Model:
     staleness = (self.record()[0] + counted.count(False) + self.surplus -
                  recorded)
     is_admitted = 0 <= limit and staleness <= limit
+    # The histogram does not count aborted updates any more.
     while self.lost:
       self.histogram[0, self.lost.pop()] -= 1
     self.counter += not is_admitted
     self.histogram[int(not is_admitted),
                    min(max(staleness, 0), BUCKETS - 1)] += 1
     if not is_admitted:
+      self.over |= {token} - {-1}
       return None, staleness, -1
     self._next += 1
+    self.tokens[self._next] = token
     number = min(self.free | {self.fresh})
     self.free.discard(number)
     self.fresh = max(self.fresh, number + 1)
@@ -84,8 +94,10 @@ class Model:
   def complete(self, update):
     self.step += not self.flying.pop(update)
     del self.numbers[update]
+    self.over |= {self.tokens.pop(update)} - {-1}
 
   def abort(self, update):
+    self.cut_off |= {self.tokens.pop(update)} - {-1}
     number, is_present = self.numbers.pop(update)
     self.free |= {number} if is_present else set()
     if update in self.buckets and is_present:
@@ -149,11 +161,11 @@ class Gate(stateful.RuleBasedStateMachine):
 
   def __init__(self):
     super().__init__()
-    self.tickets = {}
+    self.tickets, self.tokens = {}, 0
 
-  def gate(self, recorded, limit):
+  def gate(self, recorded, limit, token=-1):
     verdict = ops.staleness_gate(self.step, self.counter, self.histogram,
-                                 recorded, limit)
+                                 recorded, limit, token=token)
     return (bool(verdict.accept), int(verdict.staleness), int(verdict.number),
             verdict.ticket)
 
@@ -163,14 +175,24 @@ class Gate(stateful.RuleBasedStateMachine):
     assert (recorded, in_flight) == self.model.record()
     return recorded
 
+  def token(self, data):
+    """None, that of an update that has ended, or a new one."""
+    ended = sorted(self.model.over | self.model.cut_off)
+    self.tokens += 1
+    kinds = [[-1], [self.tokens], ended] if ended else [[-1], [self.tokens]]
+    return data.draw(strategies.sampled_from(
+        data.draw(strategies.sampled_from(kinds))))
+
   # Some records are of a gate that is gone, or of a step that was set back: it
   # may be far ahead.
   @stateful.rule(recorded=records, limit=strategies.integers(-1, 3),
-                 ahead=strategies.sampled_from([0, 0, 0, 9]))
-  def ask(self, recorded, limit, ahead):
+                 ahead=strategies.sampled_from([0, 0, 0, 9]),
+                 data=strategies.data())
+  def ask(self, recorded, limit, ahead, data):
     recorded += ahead
-    accept, staleness, number, ticket = self.gate(recorded, limit)
-    update, *expected = self.model.ask(recorded, limit)
+    token = self.token(data)
+    accept, staleness, number, ticket = self.gate(recorded, limit, token)
+    update, *expected = self.model.ask(recorded, limit, token)
     assert (accept, staleness, number) == (update is not None, *expected)
     if accept:
       self.tickets[update] = ticket
@@ -192,16 +214,18 @@ class Gate(stateful.RuleBasedStateMachine):
     self.tickets.update((update, x[3]) for (update, *_), x in zip(expected, got)
                         if update is not None)
 
-  @stateful.rule(recorded=records)
-  def begin(self, recorded):
+  @stateful.rule(recorded=records, data=strategies.data())
+  def begin(self, recorded, data):
     """Without a limit or counters."""
-    model = self.model
+    model, token = self.model, self.token(data)
     counted = model.counter, model.histogram.copy(), list(model.lost)
-    update, _, number = model.ask(recorded, np.inf)
+    update, _, number = model.ask(recorded, np.inf, token)
     model.counter, model.histogram, model.lost = counted
-    del model.buckets[update]
-    accept, got, self.tickets[update] = ops.begin_update(self.step)
-    assert accept and int(got) == number
+    accept, got, ticket = ops.begin_update(self.step, token=token)
+    assert (bool(accept), int(got)) == (update is not None, number)
+    if update is not None:
+      del model.buckets[update]
+      self.tickets[update] = ticket
 
   @stateful.rule(data=strategies.data())
   @stateful.precondition(lambda self: self.tickets)

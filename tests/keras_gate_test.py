@@ -638,8 +638,12 @@ def test_policies(mode):
       np.testing.assert_allclose(table.numpy(), [[0] * 2, [so_far] * 2,
                                                  [0] * 2], rtol=1e-6)
     assert counts(opt) == (4, 1, 4)
+    # As if the step had been set back since.
+    before = dense.numpy()
+    apply(recorded + 9)
+    np.testing.assert_allclose(dense.numpy() - before, want[0], rtol=1e-15)
   # Once a step, or once a trace.
-  assert called == [tf.int64] * (5 if mode == "eager" else 1)
+  assert called == [tf.int64] * (6 if mode == "eager" else 1)
 
 
 @MODE

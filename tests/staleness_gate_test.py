@@ -227,6 +227,24 @@ def test_a_second_try_counts_nothing():
   assert step.numpy() == 2
 
 
+def test_a_second_try_after_the_step_was_set_back():
+  """The histogram that was restored does not count the aborted update."""
+  step, counter = tf.Variable(0), tf.Variable(0.)
+  histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
+
+  def gate(limit, token):
+    return ops.staleness_gate(step, counter, histogram, 0, limit, token=token)
+
+  gate(-1, 1)
+  gate(9, 2)  # Aborted at once.
+  step.assign(7)
+  histogram.assign(tf.zeros_like(histogram))
+  assert gate(9, 1).staleness == -1
+  assert histogram.numpy().tolist() == np.zeros([2, 4]).tolist()
+  assert gate(9, 3).staleness == 8
+  assert histogram.numpy().tolist() == [[0, 0, 0, 1], [0] * 4]
+
+
 @only(*graphs())
 def test_an_update_that_fails_is_aborted(mode):
   gate = Gate(mode)

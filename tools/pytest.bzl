@@ -51,12 +51,14 @@ def _pytest_test(
         deps = ["//wrapopt"],
         data = [],
         args = [],
+        timeout = "long",
         with_keras = False,
         **kwargs):
     native.py_test(
         name = name,
-        # Each process imports TensorFlow, which takes long on a slow machine.
-        timeout = "long",
+        # "long": each process imports TensorFlow, which takes long on a slow
+        # machine.
+        timeout = timeout,
         srcs = [src, main],
         main = main,
         args = ["$(rootpath %s)" % src] + args,

@@ -148,11 +148,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         divided by max(1, its staleness). For gradient descent this divides the
         update, as in staleness-aware SGD; optimizers that normalize gradients
         undo a part of it. A function: multiplied by the result of the function,
-        whose argument is the staleness, a scalar int64 tensor. It is called
-        once a step, in a graph once for all steps. A `DelayCompensation` or
-        `GapAware`: changed by the difference of the weights that it was
-        computed from and those that it is applied to, see there and below.
-        Every policy drops a gradient beyond the limit.
+        whose argument is the staleness, a scalar int64 tensor, at least 0. It
+        is called once a step, in a graph once for all steps. A
+        `DelayCompensation` or `GapAware`: changed by the difference of the
+        weights that it was computed from and those that it is applied to, see
+        there and below. Every policy drops a gradient beyond the limit.
       global_step: The step variable. By default, the argument of `minimize` or
         `apply_gradients`; for `compute_gradients` and `record_step`, the
         graph's global step.
@@ -465,15 +465,16 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       recorded = self._recorded(gradients, global_step)
     state = self._state(global_step, gradients[0].device)
 
+    token = (_tokens.next_of_function() if _replicas.is_shared(global_step)
+             else _tokens.NONE)
     # Control edges only, so that a dropped gradient is not transferred.
     with tf.control_dependencies(_records.when_ready(gradients)):
       verdict = ops.staleness_gate(
           global_step, state.stale_counter, state.histogram, recorded,
-          self._limit, token=_tokens.next_of_function()
-          if _replicas.is_shared(global_step) else _tokens.NONE)
+          self._limit, token=token)
     counted = complete = None
     if not tf.executing_eagerly():
-      counted = self._count_for_worker(state, verdict)
+      counted = self._count_for_worker(state, verdict, token)
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
@@ -684,13 +685,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
             collections=[tf1.GraphKeys.LOCAL_VARIABLES])
     return histograms[key]
 
-  def _count_for_worker(self, state, verdict):
+  def _count_for_worker(self, state, verdict, token):
     if state.worker_histogram is None:
       return None
+    count = tf.ones([1], tf.int64)
+    if token is not _tokens.NONE:
+      # An earlier try was counted.
+      is_over = ~verdict.accept & tf.equal(verdict.staleness, -1)
+      count = tf.where(is_over, tf.zeros_like(count), count)
     bucket = tf.clip_by_value(verdict.staleness, 0, _staleness.BUCKETS - 1)
     row = tf.where(verdict.accept, tf.constant(0, tf.int64), 1)
-    one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]),
-                        tf.ones([1], tf.int64),
+    one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]), count,
                         tf.constant([2, _staleness.BUCKETS], tf.int64))
     with ops.device_of(state.worker_histogram):
       added = state.worker_histogram.assign_add(one, read_value=False)

@@ -75,12 +75,13 @@ class Gate {
     int64_t bucket = -1;
   };
 
-  // Returns whether to try an update: false if a try of this token is over.
-  // Waits for one that is in flight. If that takes longer than `patience`, its
-  // worker is gone and it will not end: it counts no more.
-  bool MayTry(int64_t token,
-              std::chrono::milliseconds patience = kPatience) {
-    if (token < 0) return true;
+  // Begins a try of an update, and returns true; false if one with its token is
+  // over. Waits for one that has begun. If that takes longer than `patience`,
+  // its worker is gone and it will not end: it counts no more. A try is followed
+  // by Admit() or GiveUp().
+  bool BeginTry(Number* number,
+                std::chrono::milliseconds patience = kPatience) {
+    if (number->token < 0) return true;
     std::unique_lock<std::mutex> lock(mu_);
     const int64_t nanoseconds =
         std::chrono::nanoseconds(patience).count();
@@ -89,11 +90,18 @@ class Gate {
     end.tv_nsec += nanoseconds % kSecond;
     end.tv_sec += nanoseconds / kSecond + end.tv_nsec / kSecond;
     end.tv_nsec %= kSecond;
-    while (tries_.count(token) > 0 &&
+    while (tries_.count(number->token) > 0 &&
            pthread_cond_timedwait(&ended_, mu_.native_handle(), &end) !=
                ETIMEDOUT) {
     }
-    return over_.count(token) == 0;
+    if (over_.count(number->token) > 0) return false;
+    tries_[number->token] = number->attempt = ++attempts_;
+    return true;
+  }
+
+  void GiveUp(const Number& number) {
+    std::lock_guard<std::mutex> lock(mu_);
+    EndTry(number);
   }
 
   // The record at the value `step` of the step variable. Aborted updates may
@@ -105,7 +113,7 @@ class Gate {
   }
 
   // Returns whether the update is admitted, and then in flight with a number.
-  // The caller has set the number's token.
+  // The number is that of BeginTry().
   // The numbers need an update to increment the step when it completes. If
   // something else increments it before, a number may be given twice.
   bool Admit(int64_t step, int64_t recorded, int64_t limit,
@@ -123,8 +131,6 @@ class Gate {
     }
     admitted_ = SaturatedSum(admitted_, 1);
     TakeNumber(number);
-    number->attempt = ++attempts_;
-    if (number->token >= 0) tries_[number->token] = number->attempt;
     ++in_flight_;
     return true;
   }
@@ -151,10 +157,7 @@ class Gate {
 
   void Abort(const Number& number) {
     std::lock_guard<std::mutex> lock(mu_);
-    if (number.token >= 0 && IsTheTry(number)) {
-      tries_.erase(number.token);
-      pthread_cond_broadcast(&ended_);
-    }
+    EndTry(number);
     Give(number);
   }
 
@@ -167,6 +170,13 @@ class Gate {
   bool IsTheTry(const Number& number) const {
     const auto found = tries_.find(number.token);
     return found != tries_.end() && found->second == number.attempt;
+  }
+
+  // Others may try the update.
+  void EndTry(const Number& number) {
+    if (number.token < 0 || !IsTheTry(number)) return;
+    tries_.erase(number.token);
+    pthread_cond_broadcast(&ended_);
   }
 
   // No more tries of the update.
@@ -225,11 +235,40 @@ class Gate {
   int64_t era_ = 0;
   // A try. Not std::condition_variable, which needs a glibc newer than 2.27.
   pthread_cond_t ended_ = PTHREAD_COND_INITIALIZER;
-  std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} in flight.
+  std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} begun.
   int64_t attempts_ = 0;
   std::vector<int64_t> aborted_buckets_;
   std::unordered_set<int64_t> over_;  // Tokens of updates that have ended.
   std::deque<int64_t> order_;  // The same, the oldest first.
+};
+
+// A try of an update, until the gate has admitted or dropped it.
+class Try {
+ public:
+  Try(Gate* gate, Gate::Number* number)
+      : gate_(gate), number_(number), begun_(gate->BeginTry(number)) {}
+  Try(const Try&) = delete;
+  Try& operator=(const Try&) = delete;
+
+  ~Try() {
+    if (begun_ && !answered_) gate_->GiveUp(*number_);
+  }
+
+  // False if another try is over.
+  bool begun() const { return begun_; }
+
+  // As Gate::Admit().
+  bool Admit(int64_t step, int64_t recorded, int64_t limit,
+             int64_t* staleness) {
+    answered_ = true;
+    return gate_->Admit(step, recorded, limit, staleness, number_);
+  }
+
+ private:
+  Gate* const gate_;
+  Gate::Number* const number_;
+  const bool begun_;
+  bool answered_ = false;
 };
 
 // The right to one update, and whether it was granted.

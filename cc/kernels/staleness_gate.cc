@@ -153,7 +153,7 @@ class StalenessGateOp : public OpKernel {
                                        &histogram));
     std::shared_ptr<Gate> gate;
     OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    const bool first = gate->MayTry(its.token);
+    Try update(gate.get(), &its);
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckGate(variables, step, counter, histogram));
     const Tensor& value = *variables.tensor(step);
@@ -169,17 +169,17 @@ class StalenessGateOp : public OpKernel {
     // Nothing below can fail.
     int64_t& stale = staleness->scalar<int64_t>()();
     stale = -1;
-    const bool admitted = first && gate->Admit(ReadStep(value), recorded, limit,
-                                               &stale, &its);
+    const bool admitted = update.begun() && update.Admit(
+        ReadStep(value), recorded, limit, &stale);
     accept->scalar<bool>()() = admitted;
     number->scalar<int64_t>()() = its.value;
+    if (!update.begun()) return;
     auto counts = variables.tensor(histogram)->matrix<int64_t>();
     const int64_t last = counts.dimension(1) - 1;
     for (const int64_t bucket : gate->TakeAbortedBuckets()) {
       int64_t& count = counts(0, std::min(bucket, last));
       count = SaturatedSum(count, -1);
     }
-    if (!first) return;
     its.bucket = std::clamp<int64_t>(stale, 0, last);
     int64_t& count = counts(admitted ? 0 : 1, its.bucket);
     count = SaturatedSum(count, 1);
@@ -207,7 +207,7 @@ class BeginUpdateOp : public OpKernel {
                    variables.Find("step", Variables::Access::kRead, &step));
     std::shared_ptr<Gate> gate;
     OP_REQUIRES_OK(ctx, FindGate(ctx, variables, step, &gate));
-    const bool first = gate->MayTry(its.token);
+    Try update(gate.get(), &its);
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, CheckStep(variables, step));
     const Tensor& value = *variables.tensor(step);
@@ -218,14 +218,13 @@ class BeginUpdateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, MakeTicket(ctx, &resource));
 
     // Nothing below can fail.
-    if (first) {
+    if (update.begun()) {
       int64_t staleness;
-      gate->Admit(ReadStep(value), /*recorded=*/0,
-                  /*limit=*/std::numeric_limits<int64_t>::max(), &staleness,
-                  &its);
+      update.Admit(ReadStep(value), /*recorded=*/0,
+                   /*limit=*/std::numeric_limits<int64_t>::max(), &staleness);
       resource->ticket.Admit(gate, its);
     }
-    accept->scalar<bool>()() = first;
+    accept->scalar<bool>()() = update.begun();
     number->scalar<int64_t>()() = its.value;
   }
 

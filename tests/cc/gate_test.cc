@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>  // NOLINT(build/c++11)
 #include <cstdint>
 #include <limits>
@@ -257,41 +258,48 @@ TEST(Gate, AnUpdateThatIsTriedAgain) {
   constexpr std::chrono::milliseconds kSoon{1};
   int64_t staleness, in_flight;
   bool counts;
-  const auto admit = [&](int64_t limit, Ticket* ticket) {
+  const auto begin = [&](int64_t token, Gate::Number* number,
+                         std::chrono::milliseconds patience = kSoon) {
+    *number = Gate::Number();
+    number->token = token;
+    return gate->BeginTry(number, patience);
+  };
+  const auto admit = [&](Ticket* ticket) {
     Gate::Number number;
-    number.token = 5;
-    if (!gate->Admit(0, 0, limit, &staleness, &number)) return int64_t{-1};
+    EXPECT_TRUE(begin(5, &number));
+    EXPECT_TRUE(gate->Admit(0, 0, 9, &staleness, &number));
     ticket->Admit(gate, number);
     return number.value;
   };
+  Gate::Number number, other;
   {  // It dies in the update.
     Ticket lost;
-    EXPECT_TRUE(gate->MayTry(5));
-    EXPECT_EQ(admit(9, &lost), 0);
+    EXPECT_EQ(admit(&lost), 0);
   }
   {  // It seems to be dead, and is in the update for long.
     Ticket slow, second;
-    EXPECT_TRUE(gate->MayTry(5));
-    EXPECT_EQ(admit(9, &slow), 0);
-    EXPECT_TRUE(gate->MayTry(5, kSoon));
-    EXPECT_EQ(admit(9, &second), 1);
+    EXPECT_EQ(admit(&slow), 0);
+    EXPECT_EQ(admit(&second), 1);
     EXPECT_TRUE(slow.Complete(&counts));
     EXPECT_FALSE(counts);
     EXPECT_TRUE(second.Complete(&counts));
     EXPECT_TRUE(counts);
   }
   // It dies when the update is complete.
-  EXPECT_FALSE(gate->MayTry(5));
+  EXPECT_FALSE(begin(5, &number));
   gate->Record(1, &in_flight);
   EXPECT_EQ(in_flight, 0);
   // The update is refused.
-  EXPECT_TRUE(gate->MayTry(6));
-  Gate::Number refused;
-  refused.token = 6;
-  EXPECT_FALSE(gate->Admit(1, 0, -1, &staleness, &refused));
-  EXPECT_FALSE(gate->MayTry(6));
+  EXPECT_TRUE(begin(6, &number));
+  EXPECT_FALSE(gate->Admit(1, 0, -1, &staleness, &number));
+  EXPECT_FALSE(begin(6, &number));
+  // The first try does not get as far, and the next one is not kept waiting.
+  EXPECT_TRUE(begin(8, &number));
+  gate->GiveUp(number);
+  EXPECT_TRUE(begin(8, &number, std::chrono::hours(1)));
   // Updates without a token have nothing in common.
-  EXPECT_TRUE(gate->MayTry(-1));
+  EXPECT_TRUE(begin(-1, &number));
+  EXPECT_TRUE(begin(-1, &other, std::chrono::hours(1)));
 }
 
 TEST(Gate, ARetryWaitsForTheEndOfTheFirstTry) {
@@ -299,13 +307,16 @@ TEST(Gate, ARetryWaitsForTheEndOfTheFirstTry) {
   Gate::Number number;
   number.token = 7;
   int64_t staleness;
+  ASSERT_TRUE(gate->BeginTry(&number));
   ASSERT_TRUE(gate->Admit(0, 0, 0, &staleness, &number));
   Ticket ticket;
   ticket.Admit(gate, number);
   InThreads(2, [&](int t) {
     bool counts;
     if (t == 0) {
-      EXPECT_FALSE(gate->MayTry(7, std::chrono::minutes(1)));
+      Gate::Number second;
+      second.token = 7;
+      EXPECT_FALSE(gate->BeginTry(&second, std::chrono::minutes(1)));
     } else {
       EXPECT_TRUE(ticket.Complete(&counts));
       EXPECT_TRUE(counts);
@@ -313,16 +324,42 @@ TEST(Gate, ARetryWaitsForTheEndOfTheFirstTry) {
   });
 }
 
+// Two tries that come at the same time: one is admitted, and the other waits.
+TEST(Gate, TriesThatRace) {
+  for (int64_t token = 0; token < 2000; ++token) {
+    const auto gate = std::make_shared<Gate>();
+    std::atomic<int> complete{0};
+    InThreads(2, [&](int) {
+      Gate::Number number;
+      number.token = token;
+      Try update(gate.get(), &number);
+      if (!update.begun()) return;
+      int64_t staleness;
+      ASSERT_TRUE(update.Admit(complete, 0, kMost, &staleness));
+      Ticket ticket;
+      ticket.Admit(gate, number);
+      bool counts;
+      ASSERT_TRUE(ticket.Complete(&counts));
+      complete += counts;
+    });
+    ASSERT_EQ(complete, 1);
+  }
+}
+
 TEST(Gate, ForgetsOldTokens) {
   const auto gate = std::make_shared<Gate>();
   int64_t staleness;
+  Gate::Number number;
   for (int64_t token = 0; token < 70000; ++token) {
-    Gate::Number number;
+    number = Gate::Number();
     number.token = token;
+    gate->BeginTry(&number);
     gate->Admit(0, 0, -1, &staleness, &number);
   }
-  EXPECT_TRUE(gate->MayTry(0));
-  EXPECT_FALSE(gate->MayTry(69999));
+  number.token = 69999;
+  EXPECT_FALSE(gate->BeginTry(&number));
+  number.token = 0;
+  EXPECT_TRUE(gate->BeginTry(&number));
 }
 
 TEST(Ticket, IsCompletedOnce) {

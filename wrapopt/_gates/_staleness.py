@@ -64,13 +64,14 @@ def factor(policy, staleness):
 
   Args:
     policy: "drop", "scale", or a function of the staleness.
-    staleness: A scalar int64 tensor.
+    staleness: A scalar int64 tensor. It is negative if the step was set back,
+      or if an earlier try of the update is over.
   """
   if policy == "drop":
     return None
   if policy == "scale":
     return 1 / tf.cast(tf.maximum(staleness, 1), tf.float64)
-  found = policy(staleness)
+  found = policy(tf.maximum(staleness, 0))
   try:
     by = ops.float64(found)
     by.shape.assert_has_rank(0)

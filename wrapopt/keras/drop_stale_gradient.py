@@ -106,8 +106,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       name: The name of the optimizer.
       policy: How an admitted gradient is applied. "drop": unchanged. "scale":
         divided by max(1, its staleness). A function: multiplied by the result
-        of the function, whose argument is the staleness, a scalar int64 tensor.
-        It is called once a step. A `wrapopt.DelayCompensation` or
+        of the function, whose argument is the staleness, a scalar int64 tensor,
+        at least 0. It is called once a step. A `wrapopt.DelayCompensation` or
         `wrapopt.GapAware`: compensated for the way of the weights since they
         were read, in the pass of the step; the inner optimizer must be `fused`,
         and its steps of sparse gradients, too. In eager mode, each record then

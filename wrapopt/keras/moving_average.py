@@ -492,7 +492,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
         first.assign(begun := iterations)
       return max(iterations - max(begun, self._start_step), 0)
     begun = first.read_value()
-    # The number of a step that is not taken is -1.
+    # A step that is not taken has no number.
     begins = step.accept & ((begun < 0) | (begun > iterations))
     begun = tf.where(begins, iterations, begun)
     first.assign(begun)

@@ -15,7 +15,8 @@ the CPU kernels to rounding, except for subnormal numbers on a GPU.
 The compiler refuses wrong shapes, wrong dtypes and constants out of range. If a
 decay or an index is known only when the program runs, a CPU kernel refuses one
 that is out of range. Plain HLO cannot refuse it: it ignores an index out of
-range, and applies the formula to a decay, rate or weight out of range.
+range, and applies the formula to a decay, rate or weight out of range. XLA
+leaves out a call whose variables have no elements, with its checks.
 
 XLA does not compile `read_packed` and `assign_packed`. The functions whose
 names begin with `averaging_` (but `averaging_assign`) or `staleness_`, and

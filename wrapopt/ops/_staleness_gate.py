@@ -19,7 +19,9 @@ class StalenessVerdict(typing.NamedTuple):
 
   Attributes:
     accept: A scalar bool tensor: whether the update is admitted.
-    staleness: A scalar int64 tensor: how many updates its weights may miss.
+    staleness: A scalar int64 tensor: how many updates its weights may miss. It
+      is negative if the step was set back since the record. -1 if an earlier
+      try with its token is over.
     ticket: A scalar resource tensor, for `staleness_complete`. It owns the
       admission: an update is aborted if the last reference to its ticket is
       dropped before the update is complete.
@@ -108,11 +110,13 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
       negative, every update is dropped.
     name: A name for the operation.
     token: An integer, or a scalar integer tensor, that is the same for all
-      tries of an update and different for all others; -1 for none. If a worker
-      dies after its update is complete or dropped, and the update is tried
-      again, it is not admitted and not counted again: its staleness is -1. If
-      the first try is in flight, the op waits for its end, but no longer than a
-      second: then the first try will not be counted.
+      tries of an update and different for all others; -1, or any negative
+      number, for none. If an earlier try is complete or was dropped, this one
+      is not admitted and not counted: `accept` is False, `staleness` and
+      `number` are -1, and `staleness_complete` ignores its ticket. If the
+      earlier try was aborted, this one is an update as any other. If the
+      earlier one is in flight, the op waits for its end, but no longer than a
+      second: then the earlier one will not be counted.
 
   Returns:
     A `StalenessVerdict`.
@@ -202,8 +206,9 @@ def begin_update(
 
   Returns:
     Three scalar tensors: whether to take the update, a bool, which is false if
-    an earlier try with its token is over; the number, int64; and the ticket, a
-    resource, for `staleness_complete`, as in a `StalenessVerdict`.
+    an earlier try with its token is over; the number, int64, which is -1 then;
+    and the ticket, a resource, for `staleness_complete`, as in a
+    `StalenessVerdict`.
 
   Raises:
     As `staleness_record`.
