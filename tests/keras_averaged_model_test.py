@@ -393,6 +393,7 @@ def test_a_model_that_is_quantized(name, tmp_path):
       np.testing.assert_array_equal(v, w)
   with raises_left():
     model.fit(*data(), verbose=0)
+  model.export(tmp_path / "exported", verbose=False)
   with pytest.warns(UserWarning, match="gets averages of variables that have "
                     "left the model, as '.*first/kernel'"):
     model.save(tmp_path / "model.keras")

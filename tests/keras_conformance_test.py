@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import wrapopt
 import wrapopt.keras as wk
@@ -105,8 +106,6 @@ HAS_MUON = hasattr(K, "MultiOptimizer")
 INNER = {name: make for name, make in INNER.items()
          if hasattr(K, name.split()[0].rstrip(",")) and (
              name != "Muon" or HAS_MUON)}
-needs_multi_optimizer = pytest.mark.skipif(
-    not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
 
 # Their gradients and rates change before the update: no news for XLA.
 NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
@@ -696,7 +695,7 @@ def test_nested(outer, inner, mode):
           np.ravel(averages_of(x, [w])), rows[name])
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_wrapper_in_itself(name):
   make = WRAPPERS[name]
@@ -712,7 +711,7 @@ def test_no_wrapper_in_itself(name):
       make(held)
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_within_a_multi_optimizer(wrapper):
   """A wrapper of a part, around both, and another around all."""
@@ -1405,7 +1404,7 @@ def test_swa_around_an_optimizer_that_has_trained():
   assert opt.average(w).numpy() == 13
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 def test_parts_of_a_multi_optimizer_count_their_own_steps():
   """The first trains nothing, another has trained before."""
   a, b = (keras.Variable([0.0], name=name) for name in "ab")

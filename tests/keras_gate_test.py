@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import threads
 import wrapopt
@@ -405,8 +406,7 @@ def multi_optimizer(opt):
     (lambda: wk.SWA(K.LossScaleOptimizer(K.SGD())), "got LossScaleOptimizer"),
     pytest.param(
         lambda: multi_optimizer(K.SGD()), "got MultiOptimizer",
-        marks=pytest.mark.skipif(not hasattr(K, "MultiOptimizer"),
-                                 reason="Keras lacks it."))])
+        marks=keras_versions.needs("MultiOptimizer"))])
 def test_what_must_not_be_inside(make, text):
   with pytest.raises(ValueError, match=text):
     wk.DropStaleGradient(make(), 1)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import schedule_free_model
 import wrapopt.keras as wk
@@ -330,7 +331,7 @@ def test_accumulated_and_skipped_steps(inner, mode):
   assert v.numpy()[0] < 1.5
 
 
-@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+@keras_versions.needs("MultiOptimizer")
 def test_multi_optimizer():
   names = ("a", "b")
   parts = lambda: {"a": K.SGD(0.5), "b": K.Adamax(0.25, beta_1=0.0)}
@@ -446,8 +447,7 @@ def test_refused(make, error, message):
     make()
 
 
-@pytest.mark.skipif(not hasattr(K, "ScheduleFreeAdamW"),
-                    reason="Keras lacks it.")
+@keras_versions.needs("ScheduleFreeAdamW")
 def test_refused_with_keras_s_own():
   with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
     wk.ScheduleFree(K.ScheduleFreeAdamW())

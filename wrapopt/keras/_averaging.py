@@ -419,12 +419,12 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """The (variable, average) pairs with which `fit` ends."""
     return self._of(var_list)
 
-  def _trackable_children(self, save_type="checkpoint", **kwargs):
+  def _check_writable(self):
     # It knows averages by their number alone: another model would get those of
     # other variables.
-    if save_type == "checkpoint" and self.built:
+    if self.built:
       self._check_left(None)
-    return super()._trackable_children(save_type, **kwargs)
+    super()._check_writable()
 
   def _refuse_swap_ema_weights(self):
     name = type(self).__name__
