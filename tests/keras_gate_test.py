@@ -1140,10 +1140,15 @@ def test_before_it_is_built(name):
 def test_a_compiled_step():
   """XLA has no gate, and says so; gradients can be compiled."""
   w, opt, step = one()
-  compiled = tf.function(step, jit_compile=True)
-  with pytest.raises(tf.errors.InvalidArgumentError, match=(
-      "unsupported operations.*Wrapopt>Staleness")):
-    compiled(ones())
+  with opt.record_step() as recorded:
+    grad = ones()
+  for refused in (step, tf.function(step),
+                  lambda grad: opt.apply_recorded(recorded, [grad], [w]),
+                  lambda grad: opt.apply([grad], [w])):
+    with pytest.raises(NotImplementedError, match=(
+        "DropStaleGradient must not be used in a function that XLA compiles.*"
+        r"inside of record_step\(\). For fit\(\), call compile\(")):
+      tf.function(refused, jit_compile=True, autograph=False)(grad)
   assert counts(opt) == (0, 0, 0) and w.numpy()[0] == 1
 
   gradient = tf.function(lambda: w.value * 1, jit_compile=True)
