@@ -428,14 +428,13 @@ def test_a_table_that_grows(name, how, tmp_path):
   opt = WRAPPERS[name]()
   averaging = opt._inner() if name == "inside" else opt
   model = keras.Sequential([keras.Input((1,)), Table(), layers.Dense(1)])
-  model.compile(opt, loss="mse", jit_compile=False)
+  model.compile(opt, loss="mse", run_eagerly=True)
   x, y = np.array([[0.0], [2.0]]), np.zeros((2, 1))
   model.train_on_batch(x, y)
   table = model.layers[0]
   table.grow(how)
   before = [v.numpy() for v in model.weights]
-  model.make_train_function(force=True)
-  with pytest.raises(ValueError, match="Unknown variable: .*table"):
+  with pytest.raises(ValueError, match="variables it was originally built"):
     model.train_on_batch(x, y)
 
   def enter():
@@ -454,7 +453,7 @@ def test_a_table_that_grows(name, how, tmp_path):
   for v, w in zip(model.weights, before, strict=True):
     np.testing.assert_array_equal(v, w)
   opt = WRAPPERS[name]()
-  model.compile(opt, loss="mse", jit_compile=False)
+  model.compile(opt, loss="mse", run_eagerly=True)
   model.fit(x + 3, y + 5, verbose=0)
   averaging = opt._inner() if name == "inside" else opt
   with averaging.averaged_weights(model):
