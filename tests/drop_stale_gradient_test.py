@@ -668,6 +668,31 @@ def test_gradients_of_a_tape(run):
   assert opt.staleness_stats().dropped == 0
 
 
+def test_a_function_that_xla_compiles():
+  """XLA has no gate, and says so; gradients can be compiled."""
+  w, step = tf.Variable(8.0), make_step()
+  opt = Drop(sgd(), 0, global_step=step)
+  gradient = tf.function(lambda: 2 * w, jit_compile=True)
+
+  def take():
+    with opt.record_step():
+      pairs = [(gradient(), w)]
+    opt.apply_gradients(pairs)
+
+  with opt.record_step() as recorded:
+    g = gradient()
+  for refused in (take, tf.function(take),
+                  lambda: opt.minimize(lambda: w * w, step, [w]),
+                  lambda: opt.apply_gradients([(g, w)], recorded=recorded)):
+    with pytest.raises(NotImplementedError, match=(
+        "DropStaleGradientOptimizer must not be used in a function that XLA .*"
+        r"inside of record_step\(\)\.")):
+      tf.function(refused, jit_compile=True, autograph=False)()
+  assert w.numpy() == 8 and step.numpy() == 0
+  tf.function(take)()
+  assert w.numpy() == -8 and step.numpy() == 1
+
+
 def test_a_record_serves_either_branch_of_a_function():
   w, step = tf.Variable(8.0), make_step()
   opt = Drop(sgd(), 0, global_step=step)

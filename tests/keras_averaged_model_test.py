@@ -395,9 +395,73 @@ def test_a_model_that_is_quantized(name, tmp_path):
       np.testing.assert_array_equal(v, w)
   with raises_left():
     model.fit(*data(), verbose=0)
+  model.export(tmp_path / "exported", verbose=False)
   with pytest.warns(UserWarning, match="gets averages of variables that have "
                     "left the model, as '.*first/kernel'"):
     model.save(tmp_path / "model.keras")
+
+
+@keras.saving.register_keras_serializable("wrapopt_test")
+class Table(layers.Layer):
+  """A table that may grow."""
+
+  def build(self, _):
+    self.table = self.add_weight(shape=(3, 1), initializer="ones", name="table")
+
+  def call(self, x):
+    # Sparse gradients: rows of averages may lag behind.
+    return tf.gather(self.table.value, tf.cast(x[:, 0], tf.int32))
+
+  def grow(self, how):
+    old = self.table
+    self._tracker.unlock()
+    if how == "removed":
+      self._untrack_variable(old)
+    self.table = self.add_weight(
+        shape=(6, 1), initializer=lambda *_, **__: tf.pad(
+            old.value, [[0, 3], [0, 0]]), name="table")
+    self._tracker.lock()
+
+
+@pytest.mark.parametrize("how", ["removed", "beside"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_table_that_grows(name, how, tmp_path):
+  """A step and an evaluation refuse it, and a new optimizer trains it."""
+  opt = WRAPPERS[name]()
+  averaging = opt.inner_optimizer if name == "inside" else opt
+  model = keras.Sequential([keras.Input((1,)), Table(), layers.Dense(1)])
+  model.compile(opt, loss="mse", run_eagerly=True)
+  x, y = np.array([[0.0], [2.0]]), np.zeros((2, 1))
+  model.train_on_batch(x, y)
+  table = model.layers[0]
+  table.grow(how)
+  before = [v.numpy() for v in model.weights]
+  with pytest.raises(ValueError, match="variables it was originally built"):
+    model.train_on_batch(x, y)
+
+  def enter():
+    with averaging.averaged_weights(model):
+      raise AssertionError
+
+  callback = wrapopt.keras.EvaluateWithAverages()
+  for entry in [
+      enter, lambda: averaging.averaged_model(model),
+      lambda: model.evaluate(x, y, verbose=0, callbacks=[callback])]:
+    with pytest.raises(RuntimeError, match=(
+        "got '.*table', which has left" if how == "removed" else
+        "got '.*/table', of which 'table.*' has another one that .* Compile "
+        "the model with a new optimizer, and set its averages")):
+      entry()
+  for v, w in zip(model.weights, before, strict=True):
+    np.testing.assert_array_equal(v, w)
+  opt = WRAPPERS[name]()
+  model.compile(opt, loss="mse", run_eagerly=True)
+  model.fit(x + 3, y + 5, verbose=0)
+  averaging = opt.inner_optimizer if name == "inside" else opt
+  with averaging.averaged_weights(model):
+    assert (table.table.numpy()[[3, 5]] != 0).all()
+  model.evaluate(x, y, verbose=0, callbacks=[callback])
+  tf.train.Checkpoint(model=model).write(str(tmp_path / "c"))
 
 
 @pytest.mark.parametrize("mode", ["int8", "int4"])

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt.keras
 
 # Before TensorFlow starts: a device for each of two replicas.
@@ -15,11 +16,9 @@ tf.config.set_logical_device_configuration(
 layers = keras.layers
 recalibrate = wrapopt.keras.recalibrate_batch_norm
 
-# Keras 3.12 has no batch renormalization and no MultiOptimizer.
+# Keras 3.12 has no batch renormalization.
 RENORM = ({"renorm": True}
           if hasattr(layers.BatchNormalization(), "renorm") else {})
-needs_multi_optimizer = pytest.mark.skipif(
-    not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras lacks it.")
 
 
 @pytest.fixture(autouse=True)
@@ -170,8 +169,8 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("inner,jit", [
-    ("fused", True), ("fused", False), ("general", True),
-    pytest.param("several", False, marks=needs_multi_optimizer)])
+    ("fused", True), ("fused", False), ("general", True), pytest.param(
+        "several", False, marks=keras_versions.needs("MultiOptimizer"))])
 def test_averaged_statistics(inner, jit):
   model = make(wrapopt.keras.MovingAverage(
       OPTIMIZERS[inner](), [0.75, 0.5], average_batch_norm=True))

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import wrapopt
 import wrapopt.keras as wk
@@ -105,8 +106,6 @@ HAS_MUON = hasattr(K, "MultiOptimizer")
 INNER = {name: make for name, make in INNER.items()
          if hasattr(K, name.split()[0].rstrip(",")) and (
              name != "Muon" or HAS_MUON)}
-needs_multi_optimizer = pytest.mark.skipif(
-    not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
 
 # Their gradients and rates change before the update: no news for XLA.
 NO_JIT = {"SGD clipnorm", "SGD clipvalue", "SGD global_clipnorm",
@@ -524,6 +523,61 @@ def test_the_op_is_in_what_xla_compiles(inner, op):
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>" + op}
 
 
+OF_MANY = {
+    "average": lambda: wk.MovingAverage(K.SGD(0.25), DECAYS),
+    "average_of_adam": lambda: wk.MovingAverage(K.Adam(0.25), DECAYS),
+    "schedule_free": lambda: wk.ScheduleFree(K.SGD(0.25)),
+    "schedule_free_adam": lambda: wk.ScheduleFree(K.AdamW(0.25)),
+}
+
+
+class ManyWeights(keras.layers.Layer):
+  """A layer whose weights have four shapes, of which one is empty."""
+
+  def build(self, _):
+    self.many = [self.add_weight(shape=shape, initializer="random_normal")
+                 for _ in range(75) for shape in ((), (3,), (2, 5), (0,))]
+
+  def call(self, x):
+    x = keras.ops.mean(x)
+    return tf.stack([tf.reduce_sum(w * w - x * w) for w in self.many])[None]
+
+
+@pytest.mark.parametrize("name", OF_MANY)
+@pytest.mark.parametrize("how", ["function", "fit"])
+def test_300_variables_that_xla_compiles(how, name):
+  """One op takes the step, and gives the bits of a step without XLA."""
+  found = []
+  for jit in False, True:
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([1]), ManyWeights()])
+    opt = OF_MANY[name]()
+    opt.build(model.trainable_variables)
+    before = [v.numpy() for v in model.weights]
+    if how == "fit":
+      model.compile(opt, lambda y, got: tf.reduce_sum(y * got), jit_compile=jit)
+      model.fit(np.ones([4, 1]), np.ones([4, 1]), batch_size=1, verbose=0)
+    else:
+      @functools.partial(tf.function, jit_compile=jit, autograph=False)
+      def step(*grads):
+        opt.apply(list(grads), model.trainable_variables)
+
+      for scale in 1.0, -0.5:
+        grads = [tf.constant(scale * (w + 1)) for w in before]
+        step(*grads)
+      if jit:
+        hlo = step.experimental_get_compiler_ir(*grads)("optimized_hlo")
+        assert hlo.count('custom_call_target="wrapopt_apply"') == 1
+    found.append([v.numpy() for v in (
+        *model.weights, *opt.variables, *map(opt.average, model.weights))])
+    assert len(model.weights) == 300
+    assert all((v != w).all() for v, w in zip(found[-1], before))
+  # In fit, XLA computes the gradients in another order.
+  for got, want in zip(*found, strict=True):
+    np.testing.assert_allclose(
+        got, want, rtol=0, atol=0 if how == "function" else 1e-5)
+
+
 @functools.cache
 def strategy():
   return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
@@ -696,7 +750,7 @@ def test_nested(outer, inner, mode):
           np.ravel(averages_of(x, [w])), rows[name])
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_no_wrapper_in_itself(name):
   make = WRAPPERS[name]
@@ -712,7 +766,7 @@ def test_no_wrapper_in_itself(name):
       make(held)
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_within_a_multi_optimizer(wrapper):
   """A wrapper of a part, around both, and another around all."""
@@ -1449,7 +1503,7 @@ def test_swa_around_an_optimizer_that_has_trained():
   assert opt.average(w).numpy() == 13
 
 
-@needs_multi_optimizer
+@keras_versions.needs("MultiOptimizer")
 def test_parts_of_a_multi_optimizer_count_their_own_steps():
   """The first trains nothing, another has trained before."""
   a, b = (keras.Variable([0.0], name=name) for name in "ab")

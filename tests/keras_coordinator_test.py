@@ -8,9 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from processes import run_python
-
 from coordinator_program import GRADIENTS, STEPS
+import lost_server_task
+from processes import run_python, wait_until
+from wrapopt.examples import _cluster
 
 
 @functools.cache
@@ -212,3 +213,37 @@ def test_workers_that_are_stopped():
     if name in ("MovingAverage", "PowerDecay", "DropStaleGradient", "Lookahead",
                 "SWA", "constraint", "of version 1"):
       assert got["w"] == [[-n] * 3, [-n] * 2], name
+
+
+@pytest.mark.parametrize("server", [0, 1])
+@pytest.mark.parametrize("name", lost_server_task.OPTIMIZERS)
+def test_a_server_that_is_lost_in_a_step(name, server, tmp_path):
+  """The steps end with an error, as Keras's, and a checkpoint is restored."""
+  arguments = {"kind": name, "server": server, "path": str(tmp_path / "c")}
+  with _cluster.Cluster(
+      lost_server_task.FUNCTIONS, ["lost_server_task"], coordinator=True, ps=2,
+      worker=2) as cluster:
+    chief = cluster.tasks["coordinator", 0]
+    chief.tell("lose", **arguments)
+    saved, ends = chief.answer(lambda _: cluster.restart("ps", server))
+    # Aborted, if a worker has reached the new server, which does not know it.
+    assert {*ends} <= {"UnavailableError", "AbortedError"}
+    states = []
+
+    def has_resumed():
+      chief = cluster.restart("coordinator", 0)
+      try:
+        states.extend(chief.ask("resume", **arguments))
+        return True
+      except RuntimeError as e:
+        # The workers reach the new server after a while.
+        assert "UnavailableError" in str(e)
+        return False
+
+    wait_until(has_resumed, "the new server is not found")
+  (count, restored), (later, _) = states
+  if name == "Keras":
+    return  # How many steps it loses depends on time.
+  assert (saved[0], count, later) == (4, 4, 8)
+  # Those of an optimizer of version 1 are made, and restored, in a step.
+  assert restored == saved[1][:len(restored)]

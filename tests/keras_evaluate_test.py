@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt.keras
 
 callbacks = keras.callbacks
@@ -299,10 +300,7 @@ def wrappers():
   }
 
 
-@pytest.mark.parametrize("kind", [
-    kind for kind in wrappers()
-    # Keras 3.12 has none.
-    if kind != "multi" or hasattr(keras.optimizers, "MultiOptimizer")])
+@pytest.mark.parametrize("kind", keras_versions.cases(wrappers()))
 def test_averages_are_those_of_the_outermost_wrapper(kind):
   # The loss is scaled by Keras; MultiOptimizer has no learning rate to show.
   model = trained(wrappers()[kind]())
@@ -505,11 +503,9 @@ def test_all_of_one_decay():
     wrapopt.keras.EvaluateWithAverages(decay="every")
 
 
-@pytest.mark.parametrize("kind", ["MovingAverage", "SWA", "nested", "multi"])
+@pytest.mark.parametrize("kind", keras_versions.cases([
+    "MovingAverage", "SWA", "nested", "multi"]))
 def test_fit_keeps_raw_weights(kind):
-  if kind == "multi" and not hasattr(keras.optimizers, "MultiOptimizer"):
-    pytest.skip("Keras 3.12 has none.")
-
   def wrap(keeps):
     moving = lambda opt: wrapopt.keras.MovingAverage(
         opt, [0.9, 0.5], keep_raw_weights=keeps)
@@ -570,12 +566,15 @@ def test_raw_weights_are_kept_by_all_or_none():
         callbacks.EarlyStopping(restore_best_weights=True))])
   copied = keras.optimizers.get(keras.optimizers.serialize(model.optimizer))
   assert copied.get_config()["keep_raw_weights"] is True
-  if not hasattr(keras.optimizers, "MultiOptimizer"):
-    return  # Keras 3.12 has none.
+
+
+@keras_versions.needs("MultiOptimizer")
+def test_raw_weights_are_kept_by_all_parts_or_none():
+  kinds = wrapopt.keras
   model = make(keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(
       kinds.SWA("sgd"), {".*bias": kinds.SWA("sgd", keep_raw_weights=True)})))
   with pytest.raises(ValueError, match="must be the same for all optimizers"):
-    model.fit(x, y, verbose=0, callbacks=[kinds.EvaluateWithAverages()])
+    model.fit(*data(), verbose=0, callbacks=[kinds.EvaluateWithAverages()])
 
 
 def with_ema(wrap=lambda opt: opt):

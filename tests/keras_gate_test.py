@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import threads
 import wrapopt
@@ -405,8 +406,7 @@ def multi_optimizer(opt):
     (lambda: wk.SWA(K.LossScaleOptimizer(K.SGD())), "got LossScaleOptimizer"),
     pytest.param(
         lambda: multi_optimizer(K.SGD()), "got MultiOptimizer",
-        marks=pytest.mark.skipif(not hasattr(K, "MultiOptimizer"),
-                                 reason="Keras lacks it."))])
+        marks=keras_versions.needs("MultiOptimizer"))])
 def test_what_must_not_be_inside(make, text):
   with pytest.raises(ValueError, match=text):
     wk.DropStaleGradient(make(), 1)
@@ -1178,10 +1178,15 @@ def test_before_it_is_built(name):
 def test_a_compiled_step():
   """XLA has no gate, and says so; gradients can be compiled."""
   w, opt, step = one()
-  compiled = tf.function(step, jit_compile=True)
-  with pytest.raises(tf.errors.InvalidArgumentError, match=(
-      "unsupported operations.*Wrapopt>Staleness")):
-    compiled(ones())
+  with opt.record_step() as recorded:
+    grad = ones()
+  for refused in (step, tf.function(step),
+                  lambda grad: opt.apply_recorded(recorded, [grad], [w]),
+                  lambda grad: opt.apply([grad], [w])):
+    with pytest.raises(NotImplementedError, match=(
+        "DropStaleGradient must not be used in a function that XLA compiles.*"
+        r"inside of record_step\(\). For fit\(\), call compile\(")):
+      tf.function(refused, jit_compile=True, autograph=False)(grad)
   assert counts(opt) == (0, 0, 0) and w.numpy()[0] == 1
 
   gradient = tf.function(lambda: w.value * 1, jit_compile=True)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt.keras as wk
 from wrapopt.keras import _methods
 
@@ -142,15 +143,13 @@ def test_a_wrapper_inside():
       wk.MovingAverage(inner, 0.5)
 
 
-def test_an_optimizer_that_holds_others():
-  makers = [K.LossScaleOptimizer]
-  if hasattr(K, "MultiOptimizer"):  # Keras 3.12 has none.
-    makers.append(lambda o: K.MultiOptimizer({".*": o}))
-  for make in makers:
-    holder = make(K.SGD(0.1))
-    set_method(holder, "apply")
-    with pytest.raises(NotImplementedError, match="got apply of "):
-      wk.MovingAverage(holder, 0.5)
+@pytest.mark.parametrize("kind", keras_versions.cases(["loss_scale", "multi"]))
+def test_an_optimizer_that_holds_others(kind):
+  holder = (K.LossScaleOptimizer(K.SGD(0.1)) if kind == "loss_scale" else
+            K.MultiOptimizer({".*": K.SGD(0.1)}))
+  set_method(holder, "apply")
+  with pytest.raises(NotImplementedError, match="got apply of "):
+    wk.MovingAverage(holder, 0.5)
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)

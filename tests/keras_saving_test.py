@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt.keras
 from wrapopt.keras import Lookahead
 from wrapopt.keras import MovingAverage
@@ -108,12 +109,7 @@ KINDS = {
 }
 
 
-# Keras 3.12 has no MultiOptimizer.
-if not hasattr(optimizers, "MultiOptimizer"):
-  del KINDS["multi_inside"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", keras_versions.cases(KINDS))
 def test_files_and_checkpoints_round_trip(kind, tmp_path):
   model = train(make(KINDS[kind]()))
   want = everything(model)
@@ -543,12 +539,10 @@ UNBUILT = {
     "gate": lambda: wrapopt.keras.DropStaleGradient(
         MovingAverage("adam", 0.5), 1,
         policy=wrapopt.DelayCompensation(adaptive=True)),
+    "multi_around": lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(
+        MovingAverage("adam", 0.5), {
+            ".*bias": SWA("sgd", 0, 2), "nothing": Lookahead("sgd")})),
 }
-# Keras 3.12 has no MultiOptimizer.
-if hasattr(optimizers, "MultiOptimizer"):
-  UNBUILT["multi_around"] = lambda: optimizers.MultiOptimizer(
-      optimizers.OptimizerMap(MovingAverage("adam", 0.5), {
-          ".*bias": SWA("sgd", 0, 2), "nothing": Lookahead("sgd")}))
 
 
 def not_built(optimizer):
@@ -572,7 +566,7 @@ def state(opt):
       *(count for count, _ in w._state._counts.values())]]
 
 
-@pytest.mark.parametrize("kind", UNBUILT)
+@pytest.mark.parametrize("kind", keras_versions.cases(UNBUILT))
 def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
   path = str(tmp_path / "run.weights.h5")
   another = str(tmp_path / "another.weights.h5")

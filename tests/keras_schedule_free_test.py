@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import numerics
 import schedule_free_model
 import wrapopt.keras as wk
@@ -350,7 +351,7 @@ def test_numbers_that_overflow(rates, more):
   assert np.isnan(seen["eager"][0]) or rates[0] < 0
 
 
-@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+@keras_versions.needs("MultiOptimizer")
 def test_multi_optimizer():
   names = ("a", "b")
   parts = lambda: {"a": K.SGD(0.5), "b": K.Adamax(0.25, beta_1=0.0)}
@@ -466,8 +467,7 @@ def test_refused(make, error, message):
     make()
 
 
-@pytest.mark.skipif(not hasattr(K, "ScheduleFreeAdamW"),
-                    reason="Keras lacks it.")
+@keras_versions.needs("ScheduleFreeAdamW")
 def test_refused_with_keras_s_own():
   with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
     wk.ScheduleFree(K.ScheduleFreeAdamW())

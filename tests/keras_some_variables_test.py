@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -364,7 +365,7 @@ def test_the_others_take_an_op_of_their_own_without_averages():
     assert [[op.get_attr("N"), op.get_attr("NK")] for op in ops] == expected
 
 
-@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+@keras_versions.needs("MultiOptimizer")
 def test_layers_without_averages_in_a_multi_optimizer():
   a, b = keras.Variable([0.0], name="a"), keras.Variable([0.0], name="b")
   of_a, of_b = K.SGD(1.0), K.SGD(0.5)

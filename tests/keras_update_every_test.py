@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import keras_versions
 import wrapopt
 from wrapopt import checkpoints
 import wrapopt.keras as wk
@@ -229,7 +230,7 @@ def test_the_count_begins_with_the_averages():
   assert opt.average_steps() == 2
 
 
-@pytest.mark.skipif(not hasattr(K, "MultiOptimizer"), reason="Keras lacks it.")
+@keras_versions.needs("MultiOptimizer")
 @pytest.mark.parametrize("mode", STEPS)
 def test_in_a_multi_optimizer(mode):
   a, b = (keras.Variable([0.0], name=name) for name in "ab")

@@ -853,3 +853,57 @@ def test_threads_step_and_read_one_table():
 
 if __name__ == "__main__":
   _move_to_huge_pages()
+
+
+# Tables that grow.
+
+
+@pytest.mark.parametrize("run", [lambda f: f, tf.function],
+                         ids=["eager", "function"])
+def test_a_larger_table_is_a_new_variable(run):
+  """Its average starts at its values, and that of the old one stays."""
+  old = tf.Variable(np.ones([3, 1]))
+  opt = wrapopt.MovingAverageOptimizer(
+      tf1.train.GradientDescentOptimizer(1.0), 0.5)
+
+  def step(table, rows):
+    def take():
+      opt.apply_gradients([(tf.IndexedSlices(
+          tf.ones([len(rows), 1], tf.float64), rows, table.shape), table)])
+
+    run(take)()
+
+  step(old, [0])
+  new = tf.Variable(np.concatenate([old.numpy(), np.full([3, 1], 4.0)]))
+  step(new, [0, 5])
+  assert new.numpy()[:, 0].tolist() == [-1, 1, 1, 4, 4, 3]
+  read = lambda v: tf.convert_to_tensor(opt.average(v)).numpy()[:, 0].tolist()
+  assert read(new) == [-0.5, 1, 1, 4, 4, 3.5]
+  assert read(old) == [0.5, 1, 1]
+  with opt.averaged_weights():
+    assert new.numpy()[:, 0].tolist() == [-0.5, 1, 1, 4, 4, 3.5]
+
+
+@pytest.mark.parametrize("wrapper, inner", [
+    ("average", "sgd"), ("average", "momentum"), ("average", "lazy_adam"),
+    ("schedule_free", "sgd")])
+def test_a_table_must_not_change_its_number_of_rows(wrapper, inner):
+  table = tf.Variable(np.ones([3, 2]), shape=[None, 2])
+  opt = INNER[inner]()
+  opt = (wrapopt.ScheduleFreeOptimizer(opt) if wrapper == "schedule_free" else
+         wrapopt.MovingAverageOptimizer(opt, 0.5))
+
+  def step(row, rows):
+    opt.apply_gradients([(tf.IndexedSlices(
+        tf.ones([1, 2], tf.float64), [row], [rows, 2]), table)])
+
+  step(0, 3)
+  table.assign(np.full([6, 2], 5.0))
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      r"misshapen: got \[3,2\] but expected \[6,2\]")):
+    step(5, 6)
+  np.testing.assert_array_equal(table, np.full([6, 2], 5.0))
+  with pytest.raises(tf.errors.InvalidArgumentError):
+    with opt.averaged_weights():
+      raise AssertionError
+  np.testing.assert_array_equal(table, np.full([6, 2], 5.0))

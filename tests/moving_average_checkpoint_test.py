@@ -429,8 +429,14 @@ def test_a_swapping_saver_eagerly(tmp_path):
   saver.restore(None, path)
   assert_same_bits([w.numpy(), opt.average(w).numpy()],
                    np.float32([[1, 1], [0.5, 0.5]]))
-  with opt.averaged_weights(), pytest.raises(RuntimeError, match=IN_PLACE):
-    saver.save(None, path)
+  with opt.averaged_weights():
+    with pytest.raises(RuntimeError, match=IN_PLACE):
+      saver.save(None, path)
+    checkpoint = tf.train.Checkpoint(opt=opt, w=w)
+    with pytest.raises(RuntimeError, match="^tf.train.Checkpoint.write cannot"):
+      checkpoint.write(path)
+    # As export() of a model in Keras 3.12 does, which writes none of them.
+    assert opt in tf.train.TrackableView(checkpoint).descendants()
 
 
 def test_a_meta_graph_goes_on_training(kind, tmp_path):

@@ -270,6 +270,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     """
     step = (self._find_step() if global_step is None
             else _checks.global_step(global_step))
+    _staleness.check_not_compiled(type(self).__name__)
     recorded, _ = ops.staleness_record(step)
     record = _Record(recorded, step)
     self._remember(record)
@@ -456,6 +457,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           f"{type(self).__name__} must not be used in a tf.distribute "
           "strategy, whose replicas share one step. Use it between "
           "asynchronous workers.")
+    _staleness.check_not_compiled(type(self).__name__)
     gradients = [g for g, _ in step.grads_and_vars if g is not None]
     options = dict(step.options)
     recorded = options.pop("recorded", None)

@@ -255,11 +255,11 @@ TEST(Gate, RacingWorkers) {
 // The worker of an update dies, and another one tries the update again.
 TEST(Gate, AnUpdateThatIsTriedAgain) {
   const auto gate = std::make_shared<Gate>();
-  constexpr std::chrono::milliseconds kSoon{1};
   int64_t staleness, in_flight;
   bool counts;
   const auto begin = [&](int64_t token, Gate::Number* number,
-                         std::chrono::milliseconds patience = kSoon) {
+                         std::chrono::milliseconds patience =
+                             std::chrono::milliseconds(1)) {
     *number = Gate::Number();
     number->token = token;
     return gate->BeginTry(number, patience);

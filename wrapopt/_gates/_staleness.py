@@ -4,6 +4,7 @@ import typing
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
 from wrapopt import _checks
 from wrapopt import ops
@@ -30,6 +31,22 @@ class StalenessStats(typing.NamedTuple):
   drop_rate: typing.Any
   admitted_histogram: typing.Any
   dropped_histogram: typing.Any
+
+
+def check_not_compiled(subject, more=""):
+  """Raises an error in a function that XLA is to compile.
+
+  Args:
+    subject: The class of the gate.
+    more: The end of the error.
+  """
+  if not tf.executing_eagerly() and (
+      control_flow_util.GraphOrParentsInXlaContext(
+          tf.compat.v1.get_default_graph())):
+    raise NotImplementedError(
+        f"{subject} must not be used in a function that XLA compiles "
+        "(jit_compile=True): the gate runs on the host. Compile a function of "
+        f"the gradients alone, and call it inside of record_step().{more}")
 
 
 def stats(histogram):

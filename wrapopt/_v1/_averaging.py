@@ -16,6 +16,7 @@ from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt._averages import _unwritable
 from wrapopt._types import Variable
 from wrapopt._v1 import _initial_value
 from wrapopt._v1 import _sessions
@@ -62,6 +63,7 @@ class AveragingOptimizer(WrapperOptimizer):
     self._name_of_decay = [self._slot_name, *map(_numbered, decays[1:])]
     self._slots = {slot: _slots.Slots() for slot in self._slot_of_decay}
     self._averaged = _slots.Averaged()
+    self._refusal = _unwritable.Refusal(self._check_writable)
     self._cache = _lookup_cache.LookupCache()
 
   def __reduce_ex__(self, protocol):
@@ -330,10 +332,15 @@ class AveragingOptimizer(WrapperOptimizer):
   # Checkpoints
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_swapped_in(None, "tf.train.Checkpoint.write", (
-          " To write the averages into a file, use swapping_saver()."))
-    return super()._trackable_children(save_type, **kwargs)
+    return {**(self._refusal.children()
+               if save_type == "checkpoint" else {}),
+            **super()._trackable_children(save_type, **kwargs)}
+
+  def _check_writable(self):
+    """Raises an error if no checkpoint can hold this optimizer now."""
+    # It would hold the two exchanged.
+    self._refuse_swapped_in(None, "tf.train.Checkpoint.write", (
+        " To write the averages into a file, use swapping_saver()."))
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):

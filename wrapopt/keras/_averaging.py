@@ -301,7 +301,33 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     if left:
       raise _has_left(self, *left[0], before)
     if model is not None:
+      self._check_successors(model, averaged)
       self._held.are_right[model] = now
+
+  def _check_successors(self, model, averaged):
+    """Raises an error if a layer has a new variable in place of an average's.
+
+    Keras keeps the old one in the layer, if the layer's attribute gets a new
+    variable of the same name, such as a larger table.
+
+    Args:
+      model: A model.
+      averaged: All variables that have an average.
+    """
+    averaged = set(map(self._var_key, averaged))
+    trained = set(map(self._var_key, self._trainable_variables))
+    for layer in model._flatten_layers():
+      names = {v.path for v in layer.variables if self._var_key(v) in averaged}
+      for v in layer.trainable_variables:
+        if (v.path in names and self._var_key(v) not in trained and
+            not any(layer._flatten_layers(include_self=False))):
+          raise RuntimeError(
+              f"A variable that a {type(self).__name__} averages must stay in "
+              f"use, got '{v.path}', of which '{layer.name}' has another one "
+              "that the optimizer does not train. So has a layer whose table "
+              "was replaced by a larger one. Compile the model with a new "
+              "optimizer, and set its averages, as in "
+              "wrapopt/docs/embeddings.md.")
 
   def _replaced(self, model, averaged):
     """Those variables of layers in whose place a model has others: a list.
@@ -435,12 +461,12 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """The (variable, average) pairs with which `fit` ends."""
     return self._of(var_list)
 
-  def _trackable_children(self, save_type="checkpoint", **kwargs):
+  def _check_writable(self):
     # It knows averages by their number alone: another model would get those of
     # other variables.
-    if save_type == "checkpoint" and self.built:
+    if self.built:
       self._check_left(None)
-    return super()._trackable_children(save_type, **kwargs)
+    super()._check_writable()
 
   def _refuse_swap_ema_weights(self):
     name = type(self).__name__

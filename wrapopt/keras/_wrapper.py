@@ -18,6 +18,7 @@ from wrapopt import _composition
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt._averages import _unwritable
 from wrapopt.keras import _average
 from wrapopt.keras import _methods
 from wrapopt.keras import _rules
@@ -85,6 +86,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
     self._held = _Held(optimizer)
+    self._held.refusal = _unwritable.Refusal(self._check_writable)
     _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
@@ -560,10 +562,15 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
     return _wrappers_of(self._optimizers())
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    if save_type == "checkpoint":  # It would hold the two exchanged.
-      self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
-    return {**self.inner_optimizer._trackable_children(save_type, **kwargs),
+    return {**(self._held.refusal.children()
+               if save_type == "checkpoint" else {}),
+            **self.inner_optimizer._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
+
+  def _check_writable(self):
+    """Raises an error if no checkpoint can hold this optimizer now."""
+    # It would hold the two exchanged.
+    self._refuse_swapped_in("tf.train.Checkpoint.write", _TO_A_FILE)
 
   def _lookup_dependency(self, name, *args, **kwargs):
     if name == self._state.name:

@@ -192,6 +192,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     Yields:
       The record, an int64 scalar, for `apply_recorded`.
     """
+    self._check_not_compiled()
     recorded, _ = ops.staleness_record(_rules.value(self._iterations))
     records = self._held.records
     if tf.executing_eagerly():
@@ -238,7 +239,12 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     finally:
       records.given = None
 
+  def _check_not_compiled(self):
+    _staleness.check_not_compiled(
+        type(self).__name__, " For fit(), call compile(jit_compile=False).")
+
   def _admit(self, iterations, grads_and_vars, token):
+    self._check_not_compiled()
     grads = [g for g, _ in grads_and_vars]
     compensation = self._compensation(grads_and_vars)
     verdict = ops.staleness_gate(
