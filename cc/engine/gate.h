@@ -77,8 +77,8 @@ class Gate {
 
   // Begins a try of an update, and returns true; false if one with its token is
   // over. Waits for one that has begun. If that takes longer than `patience`,
-  // its worker is gone and it will not end: it counts no more. A try is followed
-  // by Admit() or GiveUp().
+  // its worker is gone and it will not end: it counts no more. A try is
+  // followed by Admit() or GiveUp().
   bool BeginTry(Number* number,
                 std::chrono::milliseconds patience = kPatience) {
     if (number->token < 0) return true;
