@@ -495,7 +495,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         complete = ops.staleness_complete(verdict.ticket, global_step,
                                           increment=not taken.counted)
     if tf.executing_eagerly():
-      self._count_for_worker(state, verdict)
+      self._count_for_worker(state, verdict, token)
       _staleness.write(self._summaries(state), global_step)
       return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
