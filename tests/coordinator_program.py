@@ -209,6 +209,22 @@ def several(strategy, coordinator):
 
     schedule(coordinator, step, 8)
     yield name, [int(opt.iterations) for _, opt in models]
+  for name in ("PowerDecay", "Lookahead", "DropStaleGradient(Nadam)",
+               "of version 1, gated"):
+    made, opt, count = shared(strategy, {**UNLOCKED, **LOCKED}[name], name)
+
+    @tf.function
+    def in_branches(twice):
+      for _ in tf.range(2):
+        take(made, opt, count)
+      take(made, opt, count)
+      if twice:
+        take(made, opt, count)
+
+    for twice in (True, False) * 2:
+      coordinator.schedule(in_branches, args=(tf.constant(twice),))
+    coordinator.join()
+    yield f"{name} in branches", [int(count)]
 
 
 # 3. What a step sends.

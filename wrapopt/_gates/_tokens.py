@@ -47,10 +47,11 @@ def next_of_function():
   if i >= _IN_FUNCTION:
     return NONE
 
-  # An op that takes a placeholder would leave it to that one to wait for what
-  # both depend on, and a placeholder does not wait.
-  with tf.control_dependencies(None):
-    digits = graph.capture_call_time_value(
+  # Not in a branch, whose graph TensorFlow would not feed. An op that takes a
+  # placeholder would leave it to that one to wait for what both depend on, and a
+  # placeholder does not wait.
+  with outermost.as_default(), tf.control_dependencies(None):
+    digits = outermost.capture_call_time_value(
         _digits_now, [tf.TensorSpec([], tf.int64)] * _DIGITS,
         key="wrapopt token")
     powers = [_BASE**k * _IN_FUNCTION for k in range(_DIGITS)]
