@@ -48,8 +48,8 @@ def next_of_function():
     return NONE
 
   # Not in a branch, whose graph TensorFlow would not feed. An op that takes a
-  # placeholder would leave it to that one to wait for what both depend on, and a
-  # placeholder does not wait.
+  # placeholder would leave it to that one to wait for what both depend on, and
+  # a placeholder does not wait.
   with outermost.as_default(), tf.control_dependencies(None):
     digits = outermost.capture_call_time_value(
         _digits_now, [tf.TensorSpec([], tf.int64)] * _DIGITS,
