@@ -104,9 +104,10 @@ class _Asked:
     self._iterations, self._pairs = iterations, pairs
     self._locks = gate is not None and not is_one_op
     self._is_one_op = is_one_op
-    # A refused step has none, but schedules are called with it.
-    self._number = (tf.maximum(admitted.number, tf.constant(0, tf.int64))
-                    if only_op else admitted.number)
+    self._number = admitted.number
+    if only_op:  # A refused step has none, but schedules are called with it.
+      with ops.device_of(iterations):
+        self._number = tf.maximum(self._number, tf.constant(0, tf.int64))
     self._transform = admitted.transform
     # The frames of a traceback would keep a ticket alive.
     self._ticket = admitted.ticket
