@@ -18,6 +18,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import training
 import wrapopt
 from wrapopt._gates import _tokens
 import wrapopt.keras as wk
@@ -224,31 +225,7 @@ def several(strategy, coordinator):
 # 3. What a step sends.
 
 
-def graphs_in(graph):
-  """A graph and those of the branches in it."""
-  yield graph
-  for op in graph.get_operations():
-    if op.type in ("If", "StatelessIf"):
-      for branch in "then_branch", "else_branch":
-        yield from graphs_in(graph._get_function(
-            op.get_attr(branch).name).graph)
-
-
-def before(op):
-  """The ops that an op waits for."""
-  return {*(t.op for t in op.inputs if t.dtype != tf.resource),
-          *op.control_inputs}
-
-
-@functools.cache
-def ancestors(op):
-  """The same, and those that these wait for, and so on."""
-  found, pending = set(), [op]
-  while pending:
-    new = before(pending.pop()) - found
-    found |= new
-    pending += new
-  return found
+ancestors = functools.cache(training.ancestors)
 
 
 def outside(t):
@@ -266,12 +243,14 @@ def task(op):
   if op.type in ("ReadVariableOp", "ResourceGather"):
     # TensorFlow places it with its variable.
     device = outside(op.inputs[0]).device
+  elif op.type == "Placeholder":  # It may be made where it is used.
+    device = getattr(outside(op.outputs[0]), "device", "")
   spec = tf.DeviceSpec.from_string(device or "")
   return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
 
 
 def sent(graph):
-  """What the ops of a graph send from one process to another."""
+  """Counts the messages between processes that the ops of a graph cause."""
   tensors, controls = set(), set()
   for op in graph.get_operations():
     for t in op.inputs:
@@ -291,14 +270,20 @@ def sent(graph):
                   task(op) for op in ancestors(applied)
                   if op.type == "Identity" and "stack" not in op.name} -
                                   {"worker"}))
-              for inner in graphs_in(graph)
+              for inner in training.graphs_in(graph)
               for applied in inner.get_operations()
               if applied.type.startswith(kind)})
                       for kind in ("MutexLock", "Wrapopt>Apply")},
           "updates": collections.Counter(
-              f"{op.type} on {task(op)}" for inner in graphs_in(graph)
+              f"{op.type} on {task(op)}" for inner in training.graphs_in(graph)
               for op in inner.get_operations()
               if "Apply" in op.type or op.type.startswith("Assign"))}
+
+
+def needs(op):
+  """The ops that an op waits for."""
+  return [*(t.op for t in op.inputs if t.dtype != tf.resource),
+          *op.control_inputs]
 
 
 def held(graph):
@@ -309,32 +294,25 @@ def held(graph):
     not.
   """
   tasks, late = set(), []
-  for inner in graphs_in(graph):
+  for inner in training.graphs_in(graph):
     [*locks] = [op for op in inner.get_operations() if op.type == "MutexLock"]
     if not locks:
       continue
     [lock] = locks
-    there = {(x, task(y)) for y in ancestors(lock) for x in before(y)}
-    after = [op for op in inner.get_operations() if lock in ancestors(op)]
-    [release] = [op for op in after if op.type == "ConsumeMutexLock"]
-    after = [op for op in after if release not in ancestors(op)]
-    for op in after:
-      tasks |= {task(x) for branch in branches(op)
-                for x in branch.get_operations() if x.type != "Placeholder"}
-      tasks.add(task(op))
+    [release] = [op for op in inner.get_operations()
+                 if op.type == "ConsumeMutexLock"]
+    there = {(x, task(op)) for op in ancestors(lock) for x in needs(op)}
+    after = [op for op in inner.get_operations() if lock in ancestors(op) and (
+        release not in ancestors(op) - {op})]
+    tasks |= {task(op) for op in after}
+    tasks |= {task(x) for op in after for branch in training.branches_of(op)
+              for x in branch.get_operations() if x.type != "Placeholder"}
     # Also what ops need that do not wait for the lock themselves.
-    for op in {*after, *(x for op in after for x in ancestors(op))} - {lock}:
-      late += [f"{x.name} for {op.name}" for x in before(op)
-               if task(op) != "worker" == task(x) and (x, task(op)) not in there
-               and op not in ancestors(lock)]
+    for op in set().union(*map(ancestors, after)) - ancestors(lock):
+      late += [f"{x.name} for {op.name}" for x in needs(op)
+               if task(op) != "worker" == task(x)
+               and (x, task(op)) not in there]
   return {"tasks": sorted(tasks), "late": late}
-
-
-def branches(op):
-  for name in ("then_branch", "else_branch"):
-    if name in op.node_def.attr:
-      yield from graphs_in(op.graph._get_function(
-          op.get_attr(name).name).graph)
 
 
 def locked(strategy, coordinator):

@@ -889,7 +889,7 @@ def test_summaries_in_eager_mode(tmp_path):
 
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_second_try_counts_nothing(mode, monkeypatch):
-  """Of an admitted update, of a dropped one, and without tokens."""
+  """Updates that were admitted or dropped; without a token each try counts."""
   model = Model(mode, lambda m: Drop(sgd(), 0, worker="w0"))
   monkeypatch.setattr(_replicas, "is_shared", lambda variable: True)
   token = tf.Variable(0, dtype=tf.int64)

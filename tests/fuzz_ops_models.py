@@ -659,8 +659,8 @@ def _gate(call):
   recorded, limit = int(call.number("recorded")), int(call.number("limit"))
   token = int(call.number("token"))
   accept, staleness, number = (int(call.outputs[i]) for i in (0, 1, 3))
-  # An update that was admitted is aborted with its call, and may be tried
-  # again. One that was dropped is over.
+  # The end of a call aborts the update that it admitted, which may be tried
+  # again. An update that was dropped may not.
   is_over = token >= 0 and any(not outputs[0] for outputs in call.earlier)
   now, in_flight = call.probe
   if is_over:

@@ -195,7 +195,7 @@ def test_a_second_try(op, limit, token, second):
     case.inputs.update(recorded=[np.array(3)], limit=[np.array(limit)])
 
   def told(wrong=None):
-    """What a run tells if the output `wrong` of the second call is wrong."""
+    """The findings of a run in which output `wrong` of call 2 was changed."""
     seen = []
 
     def hook(world):

@@ -249,5 +249,6 @@ def test_a_server_that_is_lost_in_a_step(name, server, tmp_path):
   if name == "Keras":
     return  # How many steps it loses depends on time.
   assert (saved[0], count, later) == (4, 4, 8)
-  # Those of an optimizer of version 1 are made, and restored, in a step.
-  assert restored == saved[1][:len(restored)]
+  # An optimizer of version 1 makes its slots in its first step, and restores
+  # them there: before that step, only the weights are compared.
+  assert restored and restored == saved[1][:len(restored)]

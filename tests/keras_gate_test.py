@@ -16,6 +16,7 @@ import tensorflow as tf
 import keras_versions
 import numerics
 import threads
+import training
 import wrapopt
 from wrapopt._gates import _step_lock
 import wrapopt.keras as wk
@@ -752,28 +753,6 @@ def test_threads(inner, limit, mode):
         rtol=1e-5)
 
 
-def graphs_in(graph):
-  """A graph and those of the branches in it."""
-  yield graph
-  for op in graph.get_operations():
-    if op.type in ("If", "StatelessIf"):
-      for branch in "then_branch", "else_branch":
-        yield from graphs_in(
-            graph._get_function(op.get_attr(branch).name).graph)
-
-
-def before(op):
-  """All operations that run before one."""
-  found, pending = set(), [op]
-  while pending:
-    op = pending.pop()
-    for x in [*(t.op for t in op.inputs), *op.control_inputs]:
-      if x not in found:
-        found.add(x)
-        pending.append(x)
-  return found
-
-
 @pytest.mark.parametrize("inner", ["SGD", "SGD momentum", "Nadam", "Lamb"])
 def test_the_order_of_a_step(inner):
   """Another step must not come between: the lock, all changes, the count."""
@@ -783,7 +762,7 @@ def test_the_order_of_a_step(inner):
   step = stepping(opt, made, "function")
   function = step.get_concrete_function(*[
       g for g in gradients(0, sparse="SGD" not in inner)])
-  [branch] = [g for g in graphs_in(function.graph) if any(
+  [branch] = [g for g in training.graphs_in(function.graph) if any(
       op.type == "Wrapopt>StalenessComplete" for op in g.get_operations())]
   ops = {}
   for op in branch.get_operations():
@@ -791,13 +770,13 @@ def test_the_order_of_a_step(inner):
   [complete] = ops["Wrapopt>StalenessComplete"]
   changes = [op for kind, found in ops.items() for op in found
              if "Assign" in kind or kind.startswith("Wrapopt>Apply")]
-  assert changes and before(complete) >= set(changes)
+  assert changes and training.ancestors(complete) >= set(changes)
   assert ("MutexLock" in ops) == ("SGD" not in inner)
   if "MutexLock" in ops:
     [lock], [release] = ops["MutexLock"], ops["ConsumeMutexLock"]
-    assert before(release) >= set(changes)
+    assert training.ancestors(release) >= set(changes)
     for op in [*changes, *ops["ReadVariableOp"]]:
-      assert lock in before(op), op.name
+      assert lock in training.ancestors(op), op.name
 
 
 @pytest.mark.parametrize("wrapped", ["around", "inside"])

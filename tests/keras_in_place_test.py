@@ -210,7 +210,7 @@ def raises_in_place():
   return pytest.raises(RuntimeError, match=AVERAGES_IN_PLACE)
 
 
-# What a program does with an average, by name.
+# The ways in which a program reads an average `s`.
 READS = {
     "convert_to_tensor": tf.convert_to_tensor, "read": lambda s: s + 1,
     "row": lambda s: s[0], "numpy": lambda s: s.numpy(), "array": np.array,

@@ -47,6 +47,21 @@ def ancestors(op):
   return seen
 
 
+def graphs_in(graph):
+  """A graph and those of the branches in it."""
+  yield graph
+  for op in graph.get_operations():
+    yield from branches_of(op)
+
+
+def branches_of(op):
+  """The graphs of the branches of an op, and of those in them."""
+  for name in ("then_branch", "else_branch"):
+    if name in op.node_def.attr:
+      yield from graphs_in(op.graph._get_function(
+          op.get_attr(name).name).graph)
+
+
 def reads_of(variables, operations):
   """Those of `operations` that read the variables."""
   sources = {v.op for v in variables}

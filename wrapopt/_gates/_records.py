@@ -118,6 +118,30 @@ def when_ready(gradients):
     return [tf.group(*[tensor_of(g) for g in gradients])]
 
 
+def at_servers(gradients, variables, near):
+  """Sends gradients to the servers of their variables.
+
+  Args:
+    gradients: Tensors, `tf.IndexedSlices` or None.
+    variables: Their tf.Variables, which workers share.
+    near: One of them, or another one.
+
+  Returns:
+    The gradients there, and the operations, on the server of `near`, that wait
+    until all have arrived. In eager mode the gradients as they are.
+  """
+  if tf.executing_eagerly():
+    return gradients, []
+  there = []
+  for g, v in zip(gradients, variables):
+    with ops.device_of(v):
+      there.append(g if g is None else tf.nest.map_structure(
+          tf.identity, g, expand_composites=True))
+  with ops.device_of(near):
+    return there, [tf.group(*tf.nest.flatten(
+        [g for g in there if g is not None], expand_composites=True))]
+
+
 @contextlib.contextmanager
 def new_stateful_ops():
   """Yields a list; adds the stateful ops that a tf.function makes in the block.

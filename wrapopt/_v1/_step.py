@@ -101,21 +101,6 @@ def asked(grads_and_vars, global_step, name, options):
           tf.compat.v1.GraphKeys.TRAIN_OP))
 
 
-def _at_servers(step, near):
-  """A Step with gradients on the servers, and operations that wait for them."""
-  if tf.executing_eagerly():
-    return step, []
-  pairs = []
-  for g, v in step.grads_and_vars:
-    with ops.device_of(v):
-      pairs.append((g if g is None else tf.nest.map_structure(
-          tf.identity, g, expand_composites=True), v))
-  with ops.device_of(near):
-    arrived = tf.group(*tf.nest.flatten([g for g, _ in pairs if g is not None],
-                                        expand_composites=True))
-  return step._replace(grads_and_vars=pairs), [arrived]
-
-
 def answer(step, taken):
   """What a wrapper's `apply_gradients` returns for a Taken of its Step."""
   if not tf.executing_eagerly():
@@ -153,15 +138,17 @@ class Innermost:
     if near is None or not gradients:
       return self._take_alone(step)
     _replicas.check_single_replica(type(self._opt).__name__)
-    is_one_op = self._is_one_op(step)
-    if step.accept is not True and not is_one_op:
-      step = step._replace(grads_and_vars=_hold_back(step), transform=None)
-    # Nobody waits while they travel. Those of a gate may not have to.
-    step, ready = (_at_servers(step, near)
-                   if step.accept is True or not is_one_op
-                   else (step, _records.when_ready(gradients)))
+    is_one_op, is_gated = self._is_one_op(step), step.accept is not True
+    if is_gated and is_one_op:  # A gradient may not have to travel.
+      ready = _records.when_ready(gradients)
+    else:  # Nobody waits while they travel.
+      if is_gated:
+        step = step._replace(grads_and_vars=_hold_back(step), transform=None)
+      gradients, variables = zip(*step.grads_and_vars)
+      gradients, ready = _records.at_servers(gradients, variables, near)
+      step = step._replace(grads_and_vars=list(zip(gradients, variables)))
     # A gate has asked already. Schedule-Free learning cannot skip a step.
-    asks = (step.accept is True and not step.points and
+    asks = (not is_gated and not step.points and
             _replicas.is_shared(step.global_step))
     token = _tokens.next_of_function() if asks else _tokens.NONE
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would

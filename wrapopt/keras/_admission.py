@@ -120,7 +120,9 @@ class _Asked:
     grads, variables = zip(*self._pairs)
     if self._transform is not None:
       grads = [g if g is None else self._transform(g) for g in grads]
-    return _at_servers(grads, variables) if self._locks else grads
+    if self._locks and _replicas.is_shared(self._iterations):
+      grads, _ = _at_servers(grads, variables, self._iterations)
+    return grads
 
 
 class Steps:
@@ -187,10 +189,11 @@ class Steps:
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
       with tf.control_dependencies(None):
-        ready = _records.when_ready([g for g in grads if g is not None])
         token = _tokens.next_of_function() if shared else _tokens.NONE
         if locks_first:
-          grads = _at_servers(grads, variables)
+          grads, ready = _at_servers(grads, variables, iterations)
+        else:
+          ready = _records.when_ready([g for g in grads if g is not None])
       first, asked = [*ready, *checks], None
       try:
         with (self._lock.held(iterations, first) if locks_first else
@@ -242,12 +245,10 @@ class Steps:
         tf.executing_eagerly() or not _replicas.is_shared(_iterations(opt))):
       return grads, []  # Those of other steps have arrived before the lock.
     with tf.control_dependencies(None):
-      there = []
-      for grad, variable in zip(_at_servers(grads, variables), variables):
+      there, arrived = _at_servers(grads, variables, _iterations(opt))
+      for i, variable in enumerate(variables):
         with ops.device_of(variable):
-          there.append(_rules.cast(grad, variable.dtype))
-      with ops.device_of(_iterations(opt)):
-        arrived = [tf.group(*tf.nest.flatten(there, expand_composites=True))]
+          there[i] = _rules.cast(there[i], variable.dtype)
     return there, arrived
 
   @contextlib.contextmanager
@@ -271,17 +272,8 @@ def _iterations(opt):
   return _rules.value(vars(opt)["_iterations"])
 
 
-def _at_servers(grads, variables):
-  """Gradients, or None, on the servers of variables that workers share."""
-  if tf.executing_eagerly() or not _replicas.is_shared(
-      _rules.value(variables[0])):
-    return grads
-  there = []
-  for grad, variable in zip(grads, map(_rules.value, variables)):
-    with ops.device_of(variable):
-      there.append(grad if grad is None else tf.nest.map_structure(
-          tf.identity, grad, expand_composites=True))
-  return there
+def _at_servers(grads, variables, iterations):
+  return _records.at_servers(grads, map(_rules.value, variables), iterations)
 
 
 def _refuse(opt, name):

@@ -149,10 +149,10 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     If a `tf.Variable` was taken before, or a `tf.function` traced before,
     TensorFlow's own op fails with its words, such as "Trying to read variable
     with wrong dtype. Expected float got INVALID". Leave the block first, or
-    read the variable. After the block, also after an
-    exception, both have their own values again, bit for bit. Buffers are
-    exchanged: nothing is copied. Only if an average has another dtype than its
-    variable, it is converted and copied into the variable.
+    read the variable. After the block, also after an exception, both have their
+    own values again, bit for bit. Buffers are exchanged: nothing is copied.
+    Only if an average has another dtype than its variable, it is converted and
+    copied into the variable.
 
     A step inside the block would start at the averages, and the averages would
     then contain it. So it raises an error and changes neither: a RuntimeError,
