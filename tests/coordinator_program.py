@@ -5,7 +5,6 @@ A program of its own, since TensorFlow ends a process that has lost its cluster.
 
 import collections
 import contextlib
-import functools
 import json
 import os
 import random
@@ -225,32 +224,18 @@ def several(strategy, coordinator):
 # 3. What a step sends.
 
 
-ancestors = functools.cache(training.ancestors)
-
-
-def outside(t):
-  """The tensor that a placeholder of functions, one in another, stands for."""
-  while not hasattr(t, "numpy"):
-    found = [outer for outer, inner in t.graph.captures if inner is t]
-    if not found:
-      break
-    [t] = found
-  return t
-
-
-def task(op):
-  device = op.device
-  if op.type in ("ReadVariableOp", "ResourceGather"):
-    # TensorFlow places it with its variable.
-    device = outside(op.inputs[0]).device
-  elif op.type == "Placeholder":  # It may be made where it is used.
-    device = getattr(outside(op.outputs[0]), "device", "")
-  spec = tf.DeviceSpec.from_string(device or "")
-  return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
-
-
 def sent(graph):
   """Counts the messages between processes that the ops of a graph cause."""
+  handles = {id(inner): outer for outer, inner in graph.captures}
+
+  def task(op):
+    device = op.device
+    if op.type in ("ReadVariableOp", "ResourceGather"):
+      # TensorFlow places it with its variable.
+      device = handles[id(op.inputs[0])].device
+    spec = tf.DeviceSpec.from_string(device or "")
+    return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
+
   tensors, controls = set(), set()
   for op in graph.get_operations():
     for t in op.inputs:
@@ -267,7 +252,7 @@ def sent(graph):
   return {"tensors": len(tensors), "controls": len(controls),
           "arrived": {kind: sorted({
               " and ".join(sorted({
-                  task(op) for op in ancestors(applied)
+                  task(op) for op in training.ancestors(applied)
                   if op.type == "Identity" and "stack" not in op.name} -
                                   {"worker"}))
               for inner in training.graphs_in(graph)
@@ -280,53 +265,18 @@ def sent(graph):
               if "Apply" in op.type or op.type.startswith("Assign"))}
 
 
-def needs(op):
-  """The ops that an op waits for."""
-  return [*(t.op for t in op.inputs if t.dtype != tf.resource),
-          *op.control_inputs]
-
-
-def held(graph):
-  """Where the ops that wait for a lock run, and what they need from elsewhere.
-
-  Returns:
-    Their tasks, and the ops on other tasks that they wait for and the lock does
-    not.
-  """
-  tasks, late = set(), []
-  for inner in training.graphs_in(graph):
-    [*locks] = [op for op in inner.get_operations() if op.type == "MutexLock"]
-    if not locks:
-      continue
-    [lock] = locks
-    [release] = [op for op in inner.get_operations()
-                 if op.type == "ConsumeMutexLock"]
-    there = {(x, task(op)) for op in ancestors(lock) for x in needs(op)}
-    after = [op for op in inner.get_operations() if lock in ancestors(op) and (
-        release not in ancestors(op) - {op})]
-    tasks |= {task(op) for op in after}
-    tasks |= {task(x) for op in after for branch in training.branches_of(op)
-              for x in branch.get_operations() if x.type != "Placeholder"}
-    # Also what ops need that do not wait for the lock themselves.
-    for op in set().union(*map(ancestors, after)) - ancestors(lock):
-      late += [f"{x.name} for {op.name}" for x in needs(op)
-               if task(op) != "worker" == task(x)
-               and (x, task(op)) not in there]
-  return {"tasks": sorted(tasks), "late": late}
-
-
 def locked(strategy, coordinator):
-  del coordinator
+  """The names of functions whose graphs TensorFlow dumps."""
   for name, make in LOCKED.items():
     made, opt, count = shared(strategy, make, name)
 
     @tf.function
-    def step():
+    def locked_step():
       strategy.run(lambda: take(made, opt, count))
 
+    schedule(coordinator, locked_step, 1)
     with strategy.scope():
-      graph = step.get_concrete_function().graph
-    yield name, held(graph)
+      yield name, locked_step.get_concrete_function().name.decode()
 
   def on_worker(w):
     with tf.device("/job:worker/task:0"):

@@ -354,6 +354,8 @@ def _mutants():
        "_arrivals(lock, made)"),
       ("a tensor comes from the worker after the lock", "_gates/_step_lock",
        "op._update_input(i, here[key])", "pass"),
+      ("a branch is taken after the lock", "_gates/_step_lock",
+       "[*wait, made()]", "wait"),
       ("ops are not put on servers", "_gates/_step_lock", "tf1.device(place)",
        "contextlib.nullcontext()"),
       ("an op may run on a worker after the lock", "_gates/_step_lock",

@@ -51,15 +51,10 @@ def graphs_in(graph):
   """A graph and those of the branches in it."""
   yield graph
   for op in graph.get_operations():
-    yield from branches_of(op)
-
-
-def branches_of(op):
-  """The graphs of the branches of an op, and of those in them."""
-  for name in ("then_branch", "else_branch"):
-    if name in op.node_def.attr:
-      yield from graphs_in(op.graph._get_function(
-          op.get_attr(name).name).graph)
+    if op.type in ("If", "StatelessIf"):
+      for branch in "then_branch", "else_branch":
+        yield from graphs_in(
+            graph._get_function(op.get_attr(branch).name).graph)
 
 
 def reads_of(variables, operations):

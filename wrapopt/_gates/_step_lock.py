@@ -146,14 +146,20 @@ def _arrivals(lock, made):
 
 
 def _marker(device, wait):
-  """An op on a device that waits for others, or for a branch to be taken.
+  """An op on a device that waits for others, and until its branch is taken.
 
   TensorFlow shortens what only passes control on, and orders stateful ops as
-  they were made, but not those of random numbers.
+  they were made, but not those of random numbers. In a branch, it lets only
+  ops that wait for nothing else wait for the branch.
   """
-  with tf.device(None), tf.device(device), tf.control_dependencies(wait):
+  def made():
     return tf.raw_ops.RandomUniform(shape=[0], dtype=tf.float32, seed=1,
                                     seed2=1).op
+
+  with tf.device(None), tf.device(device):
+    wait = [*wait, made()]
+    with tf.control_dependencies(wait):
+      return made()
 
 
 def _resources(op):
