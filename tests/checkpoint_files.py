@@ -50,7 +50,9 @@ def write(format, path, seed, last):  # pylint: disable=redefined-builtin
   values = _values(seed, last)
   note = json.dumps({"step": 100 * (seed % 10 + 1),
                      "steps": 100 * (seed % 10 + 1), "decay": "x",
-                     "gamma": 6.94, "others": ["step"], "dtypes": {}})
+                     "gamma": 6.94, "dtypes": {}, "others": [
+                         "layers/step" if format.startswith("h5") else "step"
+                     ]})
   if format.startswith("tensorflow"):
     sliced = values.pop("sliced")
     values["text"] = np.array([b"some", b"words"], object)

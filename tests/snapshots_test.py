@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import h5py
 import keras
@@ -427,6 +428,21 @@ def test_what_is_no_snapshot(run, tmp_path):
 
 
 # The command
+
+
+@pytest.mark.parametrize("change", [
+    {"others": None}, {"others": ["v0"]}, {"dtypes": {"v0": "float32"}},
+    {"steps": "2"}, {"odd": 1}, None])
+def test_a_damaged_note(run, tmp_path, change):
+  path = tmp_path / "damaged.weights.h5"
+  shutil.copy(two_of(run[1])[0], path)
+  checkpoints.merge([path, path], tmp_path / "out.weights.h5")
+  with h5py.File(path, "r+") as file:
+    note = json.loads(file["wrapopt/snapshot"][()])
+    file["wrapopt/snapshot"][()] = json.dumps(change and {**note, **change})
+  with pytest.raises(OSError, match="damaged.weights.h5 .*'wrapopt/snapshot'"
+                     " must describe the snapshot, got "):
+    checkpoints.merge([path, path], tmp_path / "out.weights.h5")
 
 
 def accuracy(path):

@@ -46,11 +46,11 @@ class H5Source(_source.Source):
     self.trees = [tree]
     self.datasets = tree.datasets
     note = self.datasets.pop(_source.NOTE, None)
-    if note is not None:
-      self.note = json.loads(note[()])
-      del tree.groups[os.path.dirname(_source.NOTE)]
     self.specs = {name: _source.Spec(dataset.shape, _dtype(dataset))
                   for name, dataset in self.datasets.items()}
+    if note is not None:
+      self.note = _source.note_of(note[()], self.specs)
+      del tree.groups[os.path.dirname(_source.NOTE)]
     self._placed = _places.Reader(
         _places.of_hdf5(self.path, begin, {
             name: dataset for name, dataset in self.datasets.items()

@@ -1,5 +1,6 @@
 """The base class of checkpoints to read."""
 
+import json
 import os
 import re
 import time
@@ -17,6 +18,10 @@ FLOATS = tuple(map(np.dtype, _native.DTYPES))
 
 # The variable that holds the note of a snapshot, a string.
 NOTE = "wrapopt/snapshot"
+
+# The types of its values.
+_OF_NOTE = {"step": int, "steps": (int, float, type(None)), "decay": str,
+            "gamma": (int, float, type(None)), "others": list, "dtypes": dict}
 
 # A file system may give changes that are this close the same time: a tick of
 # its clock, with a margin.
@@ -147,6 +152,29 @@ class Source:
 
   def close(self):
     self._placed.close()
+
+
+def note_of(text, specs):
+  """The note of a snapshot.
+
+  Args:
+    text: What the variable NOTE holds.
+    specs: {name of another variable: Spec}.
+
+  Returns:
+    A dict.
+
+  Raises:
+    ValueError: If it is damaged, as far as can be seen.
+  """
+  note = json.loads(text)
+  if not (isinstance(note, dict) and note.keys() == _OF_NOTE.keys() and
+          all(isinstance(note[key], kind) for key, kind in _OF_NOTE.items()) and
+          {*note["others"], *note["dtypes"]} <= specs.keys() and
+          {*note["dtypes"].values()} <= {dtype.name for dtype in FLOATS}):
+    raise ValueError(f"'{NOTE}' must describe the snapshot, got {text!r}. The "
+                     "file is damaged.")
+  return note
 
 
 def _stamp(path):

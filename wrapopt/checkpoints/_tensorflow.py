@@ -36,7 +36,8 @@ class TensorFlowSource(_source.Source):
         for name, dtype in self._reader.get_variable_to_dtype_map().items()
         if dtype != tf.variant}
     if self.specs.pop(_source.NOTE, None):
-      self.note = json.loads(self._reader.get_tensor(_source.NOTE))
+      self.note = _source.note_of(self._reader.get_tensor(_source.NOTE),
+                                  self.specs)
     bundle = _bundles.bundle_of(path)
     self._placed = _places.Reader(bundle.places)
     self._variants = bundle.variants
