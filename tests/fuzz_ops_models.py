@@ -134,14 +134,18 @@ def _average(call, shadow, old, value, rate, where=True, extra=0.):
 
 
 def _made_zeros(call):
-  """Allows log decays without a value to become the zeros they stand for.
+  """Allows what XLA's programs assign where no row lags behind.
 
-  A limitation of XLA, whose programs assign all that they may assign.
+  Log decays without a value become the zeros they stand for, and zeros may
+  change their sign.
   """
+  if call.case.mode != "jit":
+    return
   for i in call.case.inputs.get("log_decays", ()):
-    if (call.case.mode == "jit" and call.before[i] is None and
-        call.after[i] is not None):
+    if call.before[i] is None and call.after[i] is not None:
       call.same(i, np.zeros(len(call.after[i])), "log decays")
+    elif np.array_equal(call.before[i], call.after[i]):
+      call.touched.add(i)
 
 
 def _handles(call, count):
