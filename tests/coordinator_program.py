@@ -258,7 +258,7 @@ def sent(graph):
               for inner in training.graphs_in(graph)
               for applied in inner.get_operations()
               if applied.type.startswith(kind)})
-                      for kind in ("MutexLock", "Wrapopt>Apply")},
+                      for kind in ("Wrapopt>LockSteps", "Wrapopt>Apply")},
           "updates": collections.Counter(
               f"{op.type} on {task(op)}" for inner in training.graphs_in(graph)
               for op in inner.get_operations()

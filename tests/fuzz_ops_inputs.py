@@ -42,7 +42,7 @@ NUMBERS = [0., -0., 1., -1., 0.5, np.nan, np.inf, -np.inf, 5e-324, 1e-310,
 INTEGERS = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, -2**31, 2**63 - 1, -2**63]
 
 # Inputs that are no variables, though they are resources.
-OTHER_RESOURCES = ("rounds", "ticket", "handles")
+OTHER_RESOURCES = ("rounds", "ticket", "handles", "lock")
 
 
 def op_defs():

@@ -720,6 +720,17 @@ def _begin(call):
   _check_number(call, True, int(call.outputs[1]))
 
 
+# The lock of steps: nothing changes.
+
+
+def _lock(call):
+  call.demand(len(call.ids("variable")) == 1, "not one variable")
+
+
+def _unlock(call):
+  del call
+
+
 # Averaging rounds: the first call of a case finds them as they were made.
 
 
@@ -822,6 +833,7 @@ _MODELS = {
     "EmaUpdate": _ema_update,
     "EmaUpdateBundle": _ema_update,
     "Exchange": _exchange,
+    "LockSteps": _lock,
     "Move": _move,
     "ReadAverages": _lagging("read"),
     "ReadPacked": _read_packed,
@@ -830,6 +842,7 @@ _MODELS = {
     "StalenessComplete": _complete,
     "StalenessGate": _gate,
     "StalenessRecord": _record,
+    "UnlockSteps": _unlock,
 }
 
 # The second call finds what the first has made of a state that no model knows.

@@ -240,6 +240,16 @@ class World:
       except REFUSED:
         return counter
 
+  def _lock(self):
+    """A lock of a new variable."""
+    with self._on(0):
+      variable = raw.VarHandleOp(dtype=tf.float32, shape=[],
+                                 shared_name=self._name("locked"))
+      made = raw.AssignVariableOp(resource=variable, value=0.)
+    self.named.append(variable)
+    with tf.control_dependencies([made] if self.in_graph() else []):
+      return self._raw("Wrapopt>LockSteps", variable=variable, of="")
+
   # Inputs of the call: {argument: list of tensors}.
 
   def _dtype(self, arg, value):
@@ -276,6 +286,8 @@ class World:
         result[arg.name] = [self.rounds]
       elif arg.name == "ticket":
         result[arg.name] = [self._ticket()]
+      elif arg.name == "lock":
+        result[arg.name] = [self._lock()]
       else:
         result[arg.name] = [tensor(v, self._dtype(arg, v)) for v in given]
     return result

@@ -119,7 +119,7 @@ def test_what_a_step_sends():
       assert {name: k for name, k in ours["updates"].items()
               if "Apply" in name} == applied
       # No server begins before the gradients are on all. No step locks others.
-      assert ours["arrived"] == {"MutexLock": [],
+      assert ours["arrived"] == {"Wrapopt>LockSteps": [],
                                  "Wrapopt>Apply": ["ps:0 and ps:1"]}
     # Each weight and gradient, the learning rate, the token, and all scalars of
     # the step.
@@ -158,8 +158,9 @@ def held(graph):
       pending += new
     return seen
 
-  [lock] = [name for name in nodes if nodes[name].op == "MutexLock"]
-  [release] = [name for name in nodes if nodes[name].op == "ConsumeMutexLock"]
+  [lock] = [name for name in nodes if nodes[name].op == "Wrapopt>LockSteps"]
+  [release] = [name for name in nodes
+               if nodes[name].op == "Wrapopt>UnlockSteps"]
   came = {(x, task[name]) for name in ancestors(lock) for x in needs[name]}
   after = [name for name in nodes if lock in ancestors(name) and
            release not in ancestors(name) - {name}]

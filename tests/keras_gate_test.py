@@ -18,7 +18,6 @@ import numerics
 import threads
 import training
 import wrapopt
-from wrapopt._gates import _step_lock
 import wrapopt.keras as wk
 from wrapopt.keras import _rules
 from wrapopt.keras import _wrapper
@@ -771,9 +770,9 @@ def test_the_order_of_a_step(inner):
   changes = [op for kind, found in ops.items() for op in found
              if "Assign" in kind or kind.startswith("Wrapopt>Apply")]
   assert changes and training.ancestors(complete) >= set(changes)
-  assert ("MutexLock" in ops) == ("SGD" not in inner)
-  if "MutexLock" in ops:
-    [lock], [release] = ops["MutexLock"], ops["ConsumeMutexLock"]
+  assert ("Wrapopt>LockSteps" in ops) == ("SGD" not in inner)
+  if "Wrapopt>LockSteps" in ops:
+    [lock], [release] = ops["Wrapopt>LockSteps"], ops["Wrapopt>UnlockSteps"]
     assert training.ancestors(release) >= set(changes)
     for op in [*changes, *ops["ReadVariableOp"]]:
       assert lock in training.ancestors(op), op.name
@@ -795,25 +794,6 @@ def test_averages_of_threads_begin_once(wrapped):
     assert w.numpy()[0] == value
     average_of = opt if wrapped == "around" else gate.inner_optimizer
     assert average_of.average(w).numpy()[0] == average
-
-
-def test_threads_make_one_lock(monkeypatch):
-  lock, made, make = _step_lock.StepLock(), [], tf.raw_ops.MutexV2
-  step = tf.Variable(0, dtype=tf.int64)
-
-  def slowly(**kwargs):
-    made.append(kwargs)
-    time.sleep(0.05)  # Others would come here meanwhile.
-    return make(**kwargs)
-
-  monkeypatch.setattr(tf.raw_ops, "MutexV2", slowly)
-
-  def hold():
-    with lock.held(step):
-      pass
-
-  threads.in_threads(*[hold] * 4)
-  assert len(made) == 1
 
 
 # 7. Steps that fail.

@@ -27,6 +27,7 @@ RULES = {
     "no op after the lock runs on the worker",
     "the lock is given back after all changes",
     "the lock ends with a step that is dropped",
+    "who waits for the lock and is dropped does not free it",
     "a second try of a complete step is refused"}
 
 
@@ -127,6 +128,10 @@ def nexts(state, rules):
       if (server == 0 and state.holder == i and
           "the lock ends with a step that is dropped" in rules):
         dropped = dropped._replace(holder=None)
+      waits = x.has("g0", "g1") and not x.has("lock")
+      if server == 0 and waits and (
+          "who waits for the lock and is dropped does not free it" not in rules):
+        dropped = dropped._replace(holder=None)
       yield dropped
 
 
@@ -190,6 +195,8 @@ def test_no_stop_and_no_death_stops_others():
     ("the lock is given back after all changes",
      "another step came between the parts of one"),
     ("the lock ends with a step that is dropped", "a step waits forever"),
+    ("who waits for the lock and is dropped does not free it",
+     "another step came between the parts of one"),
     ("a second try of a complete step is refused", "a step is counted twice")])
 def test_each_rule_is_needed(rule, fault):
   found, _ = faults(RULES - {rule})

@@ -15,16 +15,15 @@
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gate.h"
 #include "cc/kernels/inputs.h"
+#include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
-#include "tensorflow/core/platform/mutex.h"
 #include "tensorflow/core/platform/refcount.h"
 
 namespace wrapopt {
@@ -35,61 +34,17 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// The gate of a step. There is one for each step, shared by all workers,
-// sessions and ops.
-class GateResource : public tensorflow::ResourceBase {
- public:
-  std::string DebugString() const override { return "staleness gate"; }
-
-  // `step` is nullptr for a ref variable, which lives as long as this.
-  std::shared_ptr<Gate> Of(tensorflow::Var* step) {
-    tensorflow::mutex_lock lock(mu_);
-    // The address of a deleted variable may be that of a new one.
-    if (step != nullptr && step_.GetNewRef().get() != step) {
-      step_ = tensorflow::core::WeakPtr<tensorflow::Var>(step);
-      gate_ = std::make_shared<Gate>();
-    }
-    return gate_;
-  }
-
- private:
-  tensorflow::mutex mu_;
-  tensorflow::core::WeakPtr<tensorflow::Var> step_ TF_GUARDED_BY(mu_);
-  std::shared_ptr<Gate> gate_ TF_GUARDED_BY(mu_) = std::make_shared<Gate>();
-};
-
 struct TicketResource : public tensorflow::ResourceBase {
   std::string DebugString() const override { return "staleness ticket"; }
 
   Ticket ticket;
 };
 
+// The gate of a step. There is one for each step, shared by all workers,
+// sessions and ops.
 absl::Status FindGate(OpKernelContext* ctx, const Variables& variables,
                       int step, std::shared_ptr<Gate>* gate) {
-  tensorflow::ResourceMgr* const resources = ctx->resource_manager();
-  GateResource* found = nullptr;
-  TF_RETURN_IF_ERROR(resources->LookupOrCreate<GateResource>(
-      resources->default_container(),
-      absl::StrCat("wrapopt staleness gate ",
-                   reinterpret_cast<uintptr_t>(variables.Identity(step))),
-      &found, [](GateResource** made) {
-        *made = new GateResource;
-        return absl::OkStatus();
-      }));
-  const tensorflow::core::RefCountPtr<GateResource> resource(found);
-  *gate = resource->Of(variables.resource(step));
-  return absl::OkStatus();
-}
-
-// Allocates the output `ticket`. `resource` lives as long as it.
-absl::Status MakeTicket(OpKernelContext* ctx, TicketResource** resource) {
-  Tensor* handle;
-  TF_RETURN_IF_ERROR(ctx->allocate_output("ticket", {}, &handle));
-  *resource = new TicketResource;
-  handle->scalar<tensorflow::ResourceHandle>()() =
-      tensorflow::ResourceHandle::MakeRefCountingHandle(*resource,
-                                                        ctx->device()->name());
-  return absl::OkStatus();
+  return FindOfVariable(ctx, variables, step, "staleness gate", gate);
 }
 
 int64_t ReadStep(const Tensor& t) {
@@ -164,7 +119,7 @@ class StalenessGateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->allocate_output("staleness", {}, &staleness));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
     TicketResource* resource;
-    OP_REQUIRES_OK(ctx, MakeTicket(ctx, &resource));
+    OP_REQUIRES_OK(ctx, MakeOwner(ctx, "ticket", &resource));
 
     // Nothing below can fail.
     int64_t& stale = staleness->scalar<int64_t>()();
@@ -215,7 +170,7 @@ class BeginUpdateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->allocate_output("accept", {}, &accept));
     OP_REQUIRES_OK(ctx, ctx->allocate_output("number", {}, &number));
     TicketResource* resource;
-    OP_REQUIRES_OK(ctx, MakeTicket(ctx, &resource));
+    OP_REQUIRES_OK(ctx, MakeOwner(ctx, "ticket", &resource));
 
     // Nothing below can fail.
     if (update.begun()) {

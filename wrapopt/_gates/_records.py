@@ -10,7 +10,8 @@ tf1 = tf.compat.v1
 
 RECORD_OPS = ("Wrapopt>StalenessRecord", "Wrapopt>StalenessRecordRef")
 # Stateful ops that change nothing.
-_READS = ("MutexLock", "ReadVariableOp", "ResourceGather", "VarHandleOp")
+_READS = ("ReadVariableOp", "ResourceGather", "VarHandleOp",
+          "Wrapopt>LockSteps")
 # Ops by which a tensor enters a branch or loop of control flow version 1.
 _ENTRANCES = ("Switch", "RefSwitch", "Enter", "RefEnter")
 

@@ -8,73 +8,50 @@ lock with it.
 """
 
 import contextlib
-import threading
-import uuid
 
 import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._averages import _replicas
 from wrapopt._gates import _records
+from wrapopt._loader import ops as _raw
 
 tf1 = tf.compat.v1
 
 
-class StepLock:
-  """Lets one worker at a time take a step of several ops."""
+@contextlib.contextmanager
+def held(variable, first=(), of=""):
+  """The context in which one step is taken at a time.
 
-  def __init__(self):
-    self._mutex = None
-    self._making = threading.Lock()
+  Args:
+    variable: A variable, on whose server its lock is. If workers share it, the
+      ops of the step are put on servers: on that of their first input, or on
+      this one.
+    first: Operations that the lock waits for.
+    of: Which lock of the variable.
 
-  def __deepcopy__(self, memo):
-    del memo
-    return StepLock()
+  Yields:
+    None.
 
-  def __reduce__(self):
-    return StepLock, ()
-
-  @contextlib.contextmanager
-  def held(self, near, first=()):
-    """The context in which one step is taken at a time.
-
-    Args:
-      near: A variable, on whose server the lock is. If workers share it, the
-        ops of the step are put on servers: on that of their first input, or on
-        this one.
-      first: Operations that the lock waits for.
-
-    Yields:
-      None.
-
-    Raises:
-      NotImplementedError: If an op of the step must run on a worker.
-    """
-    with tf.control_dependencies(first), ops.device_of(near):
-      # The lock also ends with this tensor, if the worker dies. The frames of a
-      # traceback would keep it.
-      locked = [tf.raw_ops.MutexLock(mutex=self._made())]
-    in_graph = not tf.executing_eagerly()
-    try:
-      with (_placed(locked[0].op, near)
-            if in_graph and _replicas.is_shared(near) else
-            contextlib.nullcontext()), _records.new_stateful_ops() as new, (
-                tf.control_dependencies(locked if in_graph else ())):
-        yield
-    except BaseException:
-      locked.clear()
-      raise
-    with tf.control_dependencies(_records.updates(new)), ops.device_of(near):
-      tf.raw_ops.ConsumeMutexLock(mutex_lock=locked.pop())
-
-  def _made(self):
-    # Threads that take the first steps must not make two.
-    with self._making:
-      if self._mutex is None:
-        with tf.init_scope():
-          self._mutex = tf.raw_ops.MutexV2(
-              container="", shared_name=f"wrapopt steps {uuid.uuid4()}")
-    return self._mutex
+  Raises:
+    NotImplementedError: If an op of the step must run on a worker.
+  """
+  with tf.control_dependencies(first), ops.device_of(variable):
+    # The lock also ends with this tensor, if the worker dies. The frames of a
+    # traceback would keep it.
+    locked = [_raw.wrapopt_lock_steps(variable.handle, of=of)]
+  in_graph = not tf.executing_eagerly()
+  try:
+    with (_placed(locked[0].op, variable)
+          if in_graph and _replicas.is_shared(variable) else
+          contextlib.nullcontext()), _records.new_stateful_ops() as new, (
+              tf.control_dependencies(locked if in_graph else ())):
+      yield
+  except BaseException:
+    locked.clear()
+    raise
+  with tf.control_dependencies(_records.updates(new)), ops.device_of(variable):
+    _raw.wrapopt_unlock_steps(locked.pop())
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ optimizer that is no wrapper.
 
 import contextlib
 import typing
+import uuid
 import weakref
 
 import tensorflow as tf
@@ -29,7 +30,7 @@ from wrapopt._v1 import _two_passes
 
 _Optimizer = tf.compat.v1.train.Optimizer
 
-# {optimizer: its lock}.
+# {optimizer: the variable that has its lock, and which lock}.
 _locks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -151,11 +152,12 @@ class Innermost:
     asks = (not is_gated and not step.points and
             _replicas.is_shared(step.global_step))
     token = _tokens.next_of_function() if asks else _tokens.NONE
+    lock, of = _locks.setdefault(self._opt, (near, uuid.uuid4().hex))
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
     with _replicas.alone(True), (
         tf.control_dependencies(ready) if is_one_op else
-        _locks.setdefault(self._opt, _step_lock.StepLock()).held(near, ready)):
+        _step_lock.held(lock, ready, of)):
       return self._take_once(step, token)
 
   def _is_one_op(self, step):

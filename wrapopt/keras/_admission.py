@@ -131,7 +131,6 @@ class Steps:
   def __init__(self, cls, wrapper):
     self._cls, self._wrapper = cls, wrapper
     self._taken = threading.local()
-    self._lock = _step_lock.StepLock()
 
   @property
   def number(self):
@@ -196,7 +195,7 @@ class Steps:
           ready = _records.when_ready([g for g in grads if g is not None])
       first, asked = [*ready, *checks], None
       try:
-        with (self._lock.held(iterations, first) if locks_first else
+        with (_step_lock.held(iterations, first) if locks_first else
               contextlib.nullcontext()):
           with tf.control_dependencies([] if locks_first else first):
             admitted = (
@@ -218,7 +217,7 @@ class Steps:
     iterations = asked._iterations
     self._taken.accept, self._taken.is_one_op = asked._told, asked._is_one_op
     self._taken.compensation = asked._compensation
-    with (self._lock.held(iterations) if asked._locks else
+    with (_step_lock.held(iterations) if asked._locks else
           contextlib.nullcontext()):
       self._taken.number = Number(asked._number, iterations.dtype)
       try:
