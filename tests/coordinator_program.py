@@ -67,7 +67,7 @@ def shared(strategy, make, name):
   made, opt = variables(strategy, lambda: (
       make(count) if "gated" in name else make()), [np.zeros(3), np.zeros(2)])
   if name == "constraint":
-    made[0].constraint = tf.identity
+    made[0].constraint = keras.constraints.Constraint()
   return made, opt, getattr(opt, "iterations", count)
 
 
@@ -278,12 +278,14 @@ def locked(strategy, coordinator):
     with strategy.scope():
       yield name, locked_step.get_concrete_function().name.decode()
 
-  def on_worker(w):
-    with tf.device("/job:worker/task:0"):
-      return tf.identity(w)
+  class OnWorker(keras.constraints.Constraint):
+
+    def __call__(self, w):
+      with tf.device("/job:worker/task:0"):
+        return tf.identity(w)
 
   made, opt = variables(strategy, UNLOCKED["MovingAverage"], [np.zeros(1)])
-  made[0].constraint = on_worker
+  made[0].constraint = OnWorker()
   ones = tf.ones(1, tf.float64)
   try:
     tf.function(lambda: strategy.run(

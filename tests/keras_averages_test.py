@@ -247,7 +247,7 @@ def test_numbers_of_the_model_garden(start, dynamic, mode, is_late):
   """The arguments are those of the guide "Moving to wrapopt"."""
   w = keras.Variable([1.0, 2.0])
   if is_late:  # The averages move after Keras has counted the step.
-    w.constraint = lambda w: w
+    w.constraint = keras.constraints.Constraint()
   inner = optimizers.SGD(0.125)
   kwargs = {"start_step": max(start - 1, 0), "dynamic_decay": dynamic}
   if start == 0 and dynamic:

@@ -22,9 +22,8 @@ import wrapopt.keras as wk
 MODULES = sorted(
     m.name for m in pkgutil.iter_modules(optimizers.__path__)
     if m.name.endswith("_test"))
-if not MODULES:
-  pytest.skip(f"Keras {keras.__version__} came without its tests",
-              allow_module_level=True)
+pytestmark = pytest.mark.skipif(
+    not MODULES, reason=f"Keras {keras.__version__} came without its tests")
 
 WRAPPERS = {
     "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),

@@ -221,6 +221,12 @@ def _mutants():
   yield m("gate: admits without its lock", "cc/engine/gate.h",
           "std::lock_guard<std::mutex> lock(mu_);\n    NoteStep(step);",
           "NoteStep(step);", _TSAN)
+  yield m("step lock: one who gives up frees it", "cc/engine/step_lock.h",
+          "waiting_.erase(found);", "waiting_.erase(found); is_held_ = false;",
+          "//tests:step_lock_test")
+  yield m("step lock: a step that is destroyed keeps it",
+          "cc/kernels/step_lock.cc", "override { Release(); }", "override {}",
+          "//tests:step_lock_test")
   yield m("rounds: a late push is accepted", "cc/engine/rounds.h",
           "round > open_ || (round == open_ && !closed_)", "round >= open_",
           "//tests:averaging_rounds_test")
