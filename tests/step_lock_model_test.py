@@ -27,7 +27,7 @@ RULES = {
     "no op after the lock runs on the worker",
     "the lock is given back after all changes",
     "the lock ends with a step that is dropped",
-    "who waits for the lock and is dropped does not free it",
+    "a step that is dropped frees no lock of others",
     "a second try of a complete step is refused"}
 
 
@@ -130,7 +130,7 @@ def nexts(state, rules):
         dropped = dropped._replace(holder=None)
       waits = x.has("g0", "g1") and not x.has("lock")
       if server == 0 and waits and (
-          "who waits for the lock and is dropped does not free it" not in rules):
+          "a step that is dropped frees no lock of others" not in rules):
         dropped = dropped._replace(holder=None)
       yield dropped
 
@@ -195,7 +195,7 @@ def test_no_stop_and_no_death_stops_others():
     ("the lock is given back after all changes",
      "another step came between the parts of one"),
     ("the lock ends with a step that is dropped", "a step waits forever"),
-    ("who waits for the lock and is dropped does not free it",
+    ("a step that is dropped frees no lock of others",
      "another step came between the parts of one"),
     ("a second try of a complete step is refused", "a step is counted twice")])
 def test_each_rule_is_needed(rule, fault):
