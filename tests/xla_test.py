@@ -3,6 +3,7 @@
 For programs that call the CPU kernels, see xla_calls_test.py.
 """
 
+import itertools
 import re
 
 import ml_dtypes
@@ -454,6 +455,68 @@ def test_variables_are_written_in_place(rule):
   # Not by a copy of each: only a state whose old value is wanted beside its new
   # one has one, as Ftrl's accumulator. Some other state is not so.
   assert hlo.count(" copy(") < len(problem.names)
+
+
+def passes(hlo, rows):
+  """Instructions of an optimized program that go over so many rows.
+
+  Those that change some rows in place do not, nor the body of a loop, which
+  makes the sums of log decays smaller once in thousands of steps.
+  """
+  instruction = r"  (?:ROOT )?%\S+ = (\([^)]*\)|\S+) ([\w-]+)\("
+  roots = {}
+  for line in hlo.splitlines():
+    computation = re.match(r"%(\S+) \(", line)
+    if computation:
+      name = computation[1]
+    elif line.startswith("  ROOT"):
+      roots[name] = re.match(instruction, line)[2]
+  found = []
+  for line in hlo[hlo.index("ENTRY"):].splitlines():
+    match = re.match(instruction, line)
+    if match and re.search(rf"\[({rows}|{rows + 2})[,\]]", match[1]):
+      kind = (roots[re.search(r"calls=%([\w.-]+)", line)[1]]
+              if match[2] == "fusion" else match[2])
+      if kind not in ("parameter", "bitcast", "tuple", "dynamic-update-slice",
+                      "scatter", "while"):
+        found.append(line.strip())
+  return found
+
+
+LAZY = {
+    "GradientDescent": lambda: v1.GradientDescentOptimizer(0.125),
+    "Momentum": INNER["Momentum"],
+    "Adagrad": lambda: v1.AdagradOptimizer(0.125),
+    "LazyAdam": lambda: wrapopt.LazyAdamOptimizer(0.125),
+}
+
+
+@pytest.mark.parametrize("dtype", [tf.float32, tf.float64],
+                         ids=lambda d: d.name)
+@pytest.mark.parametrize("rule, decays", [
+    *itertools.product(LAZY, ([0.5], [0.5, 0.75])), ("LazyAdam", [])])
+def test_a_step_of_rows_costs_its_rows(rule, decays, dtype):
+  table = tf.Variable(tf.ones([1000, 8], dtype))
+  opt = LAZY[rule]()
+  if decays:
+    opt = wrapopt.MovingAverageOptimizer(opt, decays)
+
+  @jit
+  def step(grad, indices):
+    opt.apply_gradients([(tf.IndexedSlices(grad, indices, [1000, 8]), table)])
+
+  batch = tf.ones([16, 8], dtype), tf.constant([3] * 4 + [*range(12)])
+  step(*batch)
+  hlo = program(step, *batch, stage="optimized_hlo")
+  assert passes(hlo, 1000) == []
+  # The table, its averages and their log decays.
+  assert hlo.count("may-alias") >= 1 + 2 * len(decays)
+
+
+def test_passes_over_rows_are_found():
+  table = tf.Variable(tf.ones([1000, 8]))
+  step = jit(lambda: table.assign(table * 2))
+  assert len(passes(program(step, stage="optimized_hlo"), 1000)) == 1
 
 
 AUTOCLUSTERED = """

@@ -10,6 +10,7 @@
 
 #include "cc/rules/catch_up.h"
 #include "xla/hlo/builder/lib/arithmetic.h"
+#include "xla/hlo/builder/lib/comparators.h"
 #include "xla/hlo/builder/lib/constants.h"
 #include "xla/shape.h"
 #include "xla/shape_util.h"
@@ -54,16 +55,20 @@ Number OfAllSteps(XlaOp log_decays, int64_t rows) {
       xla::Reshape(xla::SliceInDim(log_decays, rows, rows + 1, 1, 0), {})};
 }
 
-// The log decays of an average with so many rows, with small sums.
+// The log decays of an average with so many rows, with small sums. A loop that
+// runs at most once, and changes them in place: a conditional copies them.
 XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
   XlaBuilder* const builder = log_decays.builder();
   const xla::Shape shape = builder->GetShape(log_decays).value();
-  auto branch = [&](const char* name, auto result) {
+  auto part = [&](const char* name, auto result) {
     const std::unique_ptr<XlaBuilder> inside = builder->CreateSubBuilder(name);
     result(xla::Parameter(inside.get(), 0, shape, "log_decays"));
     return inside->BuildAndNoteError();
   };
-  const xla::XlaComputation rebased = branch("Rebased", [&](XlaOp sums) {
+  const xla::XlaComputation must = part("MustRebase", [&](XlaOp sums) {
+    return CatchUp::MustRebase(OfAllSteps(sums, rows));
+  });
+  const xla::XlaComputation rebased = part("Rebased", [&](XlaOp sums) {
     xla::ConcatInDim(
         sums.builder(),
         {CatchUp::Rebased(OfAllSteps(sums, rows), OfRows(sums, rows)).op,
@@ -71,12 +76,7 @@ XlaOp RebasedLogDecays(XlaOp log_decays, int64_t rows) {
          xla::SliceInDim(sums, rows + 1, rows + 2, 1, 0)},
         0);
   });
-  const xla::XlaComputation unchanged = branch("Unchanged", [](XlaOp sums) {
-    xla::Copy(sums);
-  });
-  return xla::Conditional(
-      CatchUp::MustRebase(OfAllSteps(log_decays, rows)).op, log_decays, rebased,
-      log_decays, unchanged);
+  return xla::While(must, rebased, log_decays);
 }
 
 template <class R, size_t... s, size_t... i, size_t... c>
@@ -198,28 +198,40 @@ XlaOp Rows::Put(const Sums& sums, XlaOp array, XlaOp rows) const {
 }
 
 Rows::Sums Rows::Sum() const {
-  XlaBuilder* builder = grad_.builder();
+  if (count_ == 0) return {grad_, index_, index_};
+  XlaBuilder* const builder = grad_.builder();
   const xla::PrimitiveType type = ComputeType(storage_);
-  // The first gradient of each row becomes the sum of all of them.
+  // Sorted, so that gradients of one row are neighbours, in their order.
   const XlaOp number = xla::Iota(builder, index_type_, count_);
-  const XlaOp first_of_row = Scatter(
-      xla::Broadcast(xla::ConstantR0WithType(builder, index_type_, count_),
-                     {dimensions_[0]}),
-      index_, number, xla::CreateScalarMinComputation(index_type_, builder));
-  // A gradient that does not count is in a group of its own.
-  const XlaOp first =
-      xla::Select(counts_, Gather(first_of_row, index_), number);
-  const XlaOp sums = Scatter(Zeros(count_), first, grad_,
-                             xla::CreateScalarAddComputation(type, builder));
-  return {sums, xla::Select(xla::Eq(first, number), index_,
-                            xla::ScalarLike(index_, dimensions_[0]))};
+  const XlaOp sorted = xla::Sort(
+      {index_, number},
+      xla::CreateScalarLtComputation({index_type_, index_type_}, builder),
+      /*dimension=*/0, /*is_stable=*/true);
+  const XlaOp index = xla::GetTupleElement(sorted, 0);
+  const XlaOp position = xla::GetTupleElement(sorted, 1);
+  const XlaOp none = xla::ScalarLike(index, -1);
+  const XlaOp before = xla::PadInDim(
+      xla::SliceInDim(index, 0, count_ - 1, 1, 0), none, 0, 1, 0);
+  const XlaOp is_first = xla::Ne(index, before);
+  // The place of the first gradient of the same row: a cumulative maximum.
+  const XlaOp first = xla::ReduceWindowWithGeneralPadding(
+      xla::Select(is_first, number, xla::ZerosLike(number)), none,
+      xla::CreateScalarMaxComputation(index_type_, builder), {count_}, {1}, {},
+      {}, {{count_ - 1, 0}});
+  const XlaOp sums =
+      Scatter(Zeros(count_), first, Gather(grad_, position),
+              xla::CreateScalarAddComputation(type, builder));
+  return {sums,
+          xla::Select(is_first, index,
+                      xla::ScalarLike(index, dimensions_[0])),
+          position};
 }
 
 void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
-                absl::Span<const XlaOp> scalars) const {
+                absl::Span<const XlaOp> scalars, XlaOp old) const {
   const Sums sums = Sum();
-  std::vector<XlaOp> rows;
-  for (const XlaOp& state : states) rows.push_back(Get(sums, state));
+  std::vector<XlaOp> rows = {OfSums(sums, old)};
+  for (const XlaOp& state : states.subspan(1)) rows.push_back(Get(sums, state));
   wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums.grad}, scalars);
   for (size_t s = 0; s < states.size(); ++s) {
     states[s] = Put(sums, states[s], rows[s]);
@@ -232,23 +244,35 @@ XlaOp Rows::Put(XlaOp array, XlaOp rows) const {
                          array.builder()));
 }
 
-XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
-                     XlaOp value, XlaOp log_decays) const {
-  // Rows that do not count read the last element, and need no catch-up.
-  return wrapopt::CaughtUp(
-      Get(shadow), shadow_storage, Get(value),
-      xla::ConcatInDim(log_decays.builder(),
-                       {Gather(log_decays, index_),
-                        xla::SliceInDim(log_decays, dimensions_[0],
+XlaOp Rows::Old(XlaOp array) const { return Kept(Get(array)); }
+
+XlaOp Rows::OldLogs(XlaOp log_decays) const {
+  return Kept(xla::ConcatInDim(
+      log_decays.builder(),
+      {Get(log_decays), xla::SliceInDim(log_decays, dimensions_[0],
                                         dimensions_[0] + 1, 1, 0)},
-                       0));
+      0));
 }
 
-XlaOp Rows::Marked(XlaOp log_decays, XlaOp log_decay) const {
+XlaOp Rows::Kept(XlaOp array) const {
+  XlaBuilder* const builder = array.builder();
+  const xla::Shape shape = builder->GetShape(array).value();
+  return Scatter(xla::ZerosLike(array),
+                 xla::Iota(builder, index_type_, shape.dimensions(0)), array,
+                 Replace(shape.element_type(), builder), /*unique=*/true);
+}
+
+XlaOp Rows::CaughtUp(XlaOp shadow, xla::PrimitiveType shadow_storage,
+                     XlaOp old, XlaOp old_logs) const {
+  // Rows that do not count read the last element, and need no catch-up.
+  return wrapopt::CaughtUp(Get(shadow), shadow_storage, old, old_logs);
+}
+
+XlaOp Rows::Marked(XlaOp log_decays, XlaOp old_logs, XlaOp log_decay) const {
   XlaBuilder* builder = log_decays.builder();
   const int64_t end = dimensions_[0];
   const XlaOp all_steps =
-      xla::SliceInDim(log_decays, end, end + 1, 1, 0) + log_decay;
+      xla::SliceInDim(old_logs, count_, count_ + 1, 1, 0) + log_decay;
   XlaOp last = xla::ConstantR0WithType(builder, index_type_, end);
   const XlaOp none = xla::ScalarLike(last, end + 2);
   if (accept_) last = xla::Select(*accept_, last, none);

@@ -53,32 +53,44 @@ class Rows {
   // The array with these rows, which are equal where their indices are.
   xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
 
-  // These rows of a shadow after they caught up: see MoveRowsFn. `value` is the
-  // variable's value in the missed steps.
+  // These rows of an array that will be written to, in memory of their own. What
+  // else reads the rows after a write would let XLA copy the whole array.
+  xla::XlaOp Old(xla::XlaOp array) const;
+  // The same of log decays, and then their sum over all steps.
+  xla::XlaOp OldLogs(xla::XlaOp log_decays) const;
+
+  // These rows of a shadow after they caught up: see MoveRowsFn. `old` are the
+  // rows of the variable's value in the missed steps.
   xla::XlaOp CaughtUp(xla::XlaOp shadow, xla::PrimitiveType shadow_storage,
-                      xla::XlaOp value, xla::XlaOp log_decays) const;
+                      xla::XlaOp old, xla::XlaOp old_logs) const;
   // The log decays after a step for these rows.
-  xla::XlaOp Marked(xla::XlaOp log_decays, xla::XlaOp log_decay) const;
+  xla::XlaOp Marked(xla::XlaOp log_decays, xla::XlaOp old_logs,
+                    xla::XlaOp log_decay) const;
 
   // The whole gradient, zero where it has no row.
   xla::XlaOp Dense() const;
 
   // Takes the step of a rule for the rows of `states` that have gradients, with
-  // the sum of each row's gradients.
+  // the sum of each row's gradients. `old` are the Old() rows of the first.
   void Step(RuleId rule, absl::Span<xla::XlaOp> states,
-            absl::Span<const xla::XlaOp> scalars) const;
+            absl::Span<const xla::XlaOp> scalars, xla::XlaOp old) const;
 
-  // The sum of each row's gradients, at the position of the first of them, and
-  // the row of each. The other positions have the row past the last.
+  // The sum of each row's gradients, and its row: the row past the last where
+  // there is no sum. `position` is that of one of its gradients.
   struct Sums {
     xla::XlaOp grad;
     xla::XlaOp index;
+    xla::XlaOp position;
   };
   Sums Sum() const;
   xla::XlaOp Get(const Sums& sums, xla::XlaOp array) const {
     return Gather(array, sums.index);
   }
   xla::XlaOp Put(const Sums& sums, xla::XlaOp array, xla::XlaOp rows) const;
+  // What belongs to the sums, of an array with an element for each gradient.
+  xla::XlaOp OfSums(const Sums& sums, xla::XlaOp array) const {
+    return count_ == 0 ? array : Gather(array, sums.position);
+  }
   // The whole gradient: rows `grad` in the places of the sums, else zero.
   xla::XlaOp Dense(const Sums& sums, xla::XlaOp grad) const;
 
@@ -89,6 +101,8 @@ class Rows {
                      bool unique = false) const;
   xla::XlaOp Gather(xla::XlaOp array, xla::XlaOp index) const;
   xla::XlaOp Zeros(int64_t rows) const;
+  // The array, in memory of its own: what XLA fuses with no other op.
+  xla::XlaOp Kept(xla::XlaOp array) const;
 
   const xla::PrimitiveType storage_;
   const std::vector<int64_t> dimensions_;

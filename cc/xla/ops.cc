@@ -309,14 +309,13 @@ class LazyAveragesXlaOp : public XlaOpKernel {
         }
         if (shape.num_elements() == 0) continue;
         const Rows rows(type, shape.dim_sizes(), indices.ops[i]);
-        XlaOp moved =
-            rows.CaughtUp(before, type, value, variables.value(log));
-        if (is_step_) {
-          moved = averages_.Updated(moved, rows.Get(value), rates[k]);
-        }
+        const XlaOp of_rows = rows.Get(value);
+        const XlaOp old_logs = rows.OldLogs(variables.value(log));
+        XlaOp moved = rows.CaughtUp(before, type, of_rows, old_logs);
+        if (is_step_) moved = averages_.Updated(moved, of_rows, rates[k]);
         TF_RETURN_IF_ERROR(variables.Assign(shadow, rows.Put(before, moved)));
         TF_RETURN_IF_ERROR(variables.Assign(
-            log, rows.Marked(variables.value(log),
+            log, rows.Marked(variables.value(log), old_logs,
                              is_step_ ? logs[k] : Scalar(ctx, xla::F64, 0))));
       }
     }
@@ -485,7 +484,7 @@ class ApplyXlaOp : public XlaOpKernel {
       };
       bool is_step_accepted = false;
       std::optional<Rows> moved;  // The rows that the averages move in.
-      std::vector<XlaOp> caught_up;
+      std::vector<XlaOp> caught_up, old_logs;
       std::vector<XlaOp> of_policy;  // The policy's states, after the step.
       const size_t policy_states =
           is_compensated_ ? compensation_.policy().states() : 0;
@@ -515,8 +514,9 @@ class ApplyXlaOp : public XlaOpKernel {
             of_rows.push_back(rows.Get(sums, state));
           }
           const XlaOp grad =
-              compensation_.Before(before, Padded(origins.ops[i]), sums.grad,
-                                   &of_rows);
+              compensation_.Before(
+                  before, rows.OfSums(sums, Padded(origins.ops[i])), sums.grad,
+                  &of_rows);
           Step(rule_.id, type_, absl::MakeSpan(after),
                {rows.Dense(sums, grad)}, scalars);
           compensation_.After(before,
@@ -532,19 +532,20 @@ class ApplyXlaOp : public XlaOpKernel {
           // A scatter of some rows is in place. A select of whole arrays would
           // copy them.
           if (accept && !is_compensated_) rows.Keep(*accept);
+          const XlaOp old = rows.Old(after[0]);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
             const int at = k * averages_.values() + i;
+            old_logs.push_back(rows.OldLogs(variables.value(log_decays + at)));
             caught_up.push_back(rows.CaughtUp(
                 variables.value(shadows + at),
-                XlaType(averages_.shadow_dtype()), after[0],
-                variables.value(log_decays + at)));
+                XlaType(averages_.shadow_dtype()), old, old_logs.back()));
             moved.emplace(rows);
           }
           if (is_compensated_) {
-            StepOfRows(rows, Padded(origins.ops[i]), scalars, &after,
+            StepOfRows(rows, old, Padded(origins.ops[i]), scalars, &after,
                        &of_policy);
           } else {
-            rows.Step(rule_.id, absl::MakeSpan(after), scalars);
+            rows.Step(rule_.id, absl::MakeSpan(after), scalars, old);
           }
           is_step_accepted = true;
         }
@@ -577,7 +578,7 @@ class ApplyXlaOp : public XlaOpKernel {
                                               rates[k]))));
           OP_REQUIRES_OK(ctx, variables.Assign(
                                   log, moved->Marked(variables.value(log),
-                                                     logs[k])));
+                                                     old_logs[k], logs[k])));
           continue;
         }
         const XlaOp updated =
@@ -590,21 +591,23 @@ class ApplyXlaOp : public XlaOpKernel {
 
  private:
   // The compensated step of the rows that have gradients.
-  void StepOfRows(const Rows& rows, XlaOp origins,
+  void StepOfRows(const Rows& rows, XlaOp old, XlaOp origins,
                   const std::vector<XlaOp>& scalars,
                   std::vector<XlaOp>* states,
                   std::vector<XlaOp>* memory) const {
     const Rows::Sums sums = rows.Sum();
     std::vector<XlaOp> of_states, of_memory;
     for (const XlaOp& state : *states) {
-      of_states.push_back(rows.Get(sums, state));
+      of_states.push_back(of_states.empty() ? rows.OfSums(sums, old)
+                                            : rows.Get(sums, state));
     }
     for (const XlaOp& state : *memory) {
       of_memory.push_back(rows.Get(sums, state));
     }
     const XlaOp before = of_states[0];
     const XlaOp grad =
-        compensation_.Before(before, origins, sums.grad, &of_memory);
+        compensation_.Before(before, rows.OfSums(sums, origins), sums.grad,
+                             &of_memory);
     Step(rule_.id, type_, absl::MakeSpan(of_states), {grad}, scalars);
     compensation_.After(before, Stored(of_states[0], type_), &of_memory);
     for (size_t s = 0; s < states->size(); ++s) {
