@@ -161,8 +161,11 @@ def _add(found, group, prefix, known):
     if first != name:
       found[name] = f"link to {first}"
       continue
-    for attribute in item.attrs:
-      found[f"{name}@{attribute}"] = item.attrs[attribute]
+    try:
+      for attribute in item.attrs:
+        found[f"{name}@{attribute}"] = item.attrs[attribute]
+    except RuntimeError as e:  # Only the last input's are needed.
+      found[f"{name}@"] = f"cannot be read: {type(e).__name__}"
     if isinstance(item, h5py.Dataset):
       try:
         value = np.asarray(item[()])
