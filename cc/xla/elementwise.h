@@ -53,8 +53,8 @@ class Rows {
   // The array with these rows, which are equal where their indices are.
   xla::XlaOp Put(xla::XlaOp array, xla::XlaOp rows) const;
 
-  // These rows of an array that will be written to, in memory of their own. What
-  // else reads the rows after a write would let XLA copy the whole array.
+  // These rows of an array that will be written to, in memory of their own. If
+  // an op read them from the array later, XLA would copy the whole array.
   xla::XlaOp Old(xla::XlaOp array) const;
   // The same of log decays, and then their sum over all steps.
   xla::XlaOp OldLogs(xla::XlaOp log_decays) const;
