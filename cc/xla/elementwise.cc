@@ -218,9 +218,10 @@ Rows::Sums Rows::Sum() const {
       xla::Select(is_first, number, xla::ZerosLike(number)), none,
       xla::CreateScalarMaxComputation(index_type_, builder), {count_}, {1}, {},
       {}, {{count_ - 1, 0}});
-  const XlaOp sums =
-      Scatter(Zeros(count_), first, Gather(grad_, position),
-              xla::CreateScalarAddComputation(type, builder));
+  const XlaOp place = Scatter(xla::ZerosLike(number), position, first,
+                              Replace(index_type_, builder), /*unique=*/true);
+  const XlaOp sums = Scatter(Zeros(count_), place, grad_,
+                             xla::CreateScalarAddComputation(type, builder));
   return {sums,
           xla::Select(is_first, index,
                       xla::ScalarLike(index, dimensions_[0])),
@@ -257,7 +258,8 @@ XlaOp Rows::OldLogs(XlaOp log_decays) const {
 XlaOp Rows::Kept(XlaOp array) const {
   XlaBuilder* const builder = array.builder();
   const xla::Shape shape = builder->GetShape(array).value();
-  return Scatter(xla::ZerosLike(array),
+  // Not zeros, of which other scatters would need a copy.
+  return Scatter(xla::FullLike(array, 1),
                  xla::Iota(builder, index_type_, shape.dimensions(0)), array,
                  Replace(shape.element_type(), builder), /*unique=*/true);
 }
