@@ -34,7 +34,8 @@ WRAPPERS = {
 CLASSES = {x for x in vars(keras.optimizers).values()
            if inspect.isclass(x) and issubclass(x, keras.optimizers.Optimizer)
            } - {keras.optimizers.Optimizer}
-HOLDERS = {keras.optimizers.LossScaleOptimizer, keras.optimizers.MultiOptimizer}
+HOLDERS = {x for x in CLASSES
+           if x.__name__ in ("LossScaleOptimizer", "MultiOptimizer")}
 
 _NAME = "compares the name of the class, or a name or a config made from it"
 _ENDS = "reads weights after fit(), which ends with our averages in them"

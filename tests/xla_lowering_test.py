@@ -285,7 +285,8 @@ def test_no_op_is_left_out():
   # waits of the host, which the program of a device cannot have.
   # What crosses between tasks. Variables without a value. Handles as one
   # tensor: XLA must see each, and gets the ops that take them one by one.
-  host = re.compile("Wrapopt>(Staleness|BeginUpdate|AveragingRounds|"
+  host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
+                    "AveragingRounds|"
                     "Averaging(Push|Gather|Mean|Next|Wait)|ReadPacked|"
                     "AssignPacked|Bundle|ApplyBundle|EmaUpdateBundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
