@@ -724,10 +724,6 @@ def _begin(call):
 
 
 def _lock(call):
-  call.demand(len(call.ids("variable")) == 1, "not one variable")
-
-
-def _unlock(call):
   del call
 
 
@@ -842,7 +838,7 @@ _MODELS = {
     "StalenessComplete": _complete,
     "StalenessGate": _gate,
     "StalenessRecord": _record,
-    "UnlockSteps": _unlock,
+    "UnlockSteps": _lock,
 }
 
 # The second call finds what the first has made of a state that no model knows.

@@ -30,7 +30,8 @@ def found(*names):
         CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost",
         TF_DUMP_GRAPH_PREFIX=folder, TF_DUMP_GRAPH_GROUPS="main",
         TF_DUMP_GRAPH_NAME_FILTER="locked_step")
-    # What becomes of a function before its parts are sent to the servers.
+    # The graphs of functions, just before TensorFlow cuts them into parts for
+    # the servers.
     for path in pathlib.Path(folder).glob("*.main.before_partition.pbtxt"):
       parts["graphs"][path.name.partition(".")[0]] = text_format.Parse(
           path.read_text(), tf.compat.v1.GraphDef())

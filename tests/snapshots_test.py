@@ -427,9 +427,6 @@ def test_what_is_no_snapshot(run, tmp_path):
   assert not out.exists()
 
 
-# The command
-
-
 @pytest.mark.parametrize("change", [
     {"others": None}, {"others": ["v0"]}, {"dtypes": {"v0": "float32"}},
     {"steps": "2"}, {"odd": 1}, None])
@@ -443,6 +440,9 @@ def test_a_damaged_note(run, tmp_path, change):
   with pytest.raises(OSError, match="damaged.weights.h5 .*'wrapopt/snapshot'"
                      " must describe the snapshot, got "):
     checkpoints.merge([path, path], tmp_path / "out.weights.h5")
+
+
+# The command
 
 
 def accuracy(path):

@@ -1,8 +1,8 @@
-// A lock that calls those who wait for it, in the order in which they came.
-// Does not depend on TensorFlow.
+// A lock for callers that must not block a thread: it calls them when they get
+// it, in the order in which they came. Does not depend on TensorFlow.
 //
-// TensorFlow's own, the resource Mutex of its op MutexLock, becomes free if one
-// who waits for it gives up, though another one holds it.
+// TensorFlow's own lock, the resource of its op MutexLock, would not do. When a
+// caller that waits gives up, it becomes free, even if another caller holds it.
 #ifndef WRAPOPT_CC_ENGINE_STEP_LOCK_H_
 #define WRAPOPT_CC_ENGINE_STEP_LOCK_H_
 
@@ -20,10 +20,12 @@ class StepLock {
   StepLock(const StepLock&) = delete;
   StepLock& operator=(const StepLock&) = delete;
 
-  // Gets the lock for `who`, and calls `granted`: now, or in the Release() of
-  // another one. Calls `watch` if it has to wait: whether it may.
+  // Gets the lock for the caller `who`, and then calls `granted`: now, or later
+  // in the Release() of another caller.
   //
-  // Returns false if it may not. Then `granted` is not called.
+  // If the caller has to wait, `watch` is called first, and returns whether the
+  // caller may wait. If not, Acquire() returns false, and `granted` is not
+  // called.
   bool Acquire(const void* who, const std::function<bool()>& watch,
                std::function<void()> granted) {
     {
@@ -39,7 +41,8 @@ class StepLock {
     return true;
   }
 
-  // Returns whether `who` waits. Then it will not get the lock.
+  // Ends the wait of `who`, which does not get the lock then. Returns false if
+  // `who` does not wait.
   bool GiveUp(const void* who) {
     std::lock_guard<std::mutex> lock(mu_);
     const auto found =

@@ -109,17 +109,10 @@ absl::Status ReadTimeout(OpKernelContext* ctx, double* timeout_secs) {
 
 absl::Status FindRounds(OpKernelContext* ctx,
                         std::shared_ptr<TensorRounds>* rounds) {
-  const Tensor* handle;
-  TF_RETURN_IF_ERROR(ctx->input("rounds", &handle));
-  TF_RETURN_IF_ERROR(CheckScalar("rounds", handle->shape()));
   tensorflow::core::RefCountPtr<RoundsResource> resource;
-  const absl::Status found = LookupResource(
-      ctx, handle->scalar<tensorflow::ResourceHandle>()(), &resource);
-  if (!found.ok()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("rounds must be those of Wrapopt>AveragingRounds on this "
-                     "device: ", found.message()));
-  }
+  TF_RETURN_IF_ERROR(
+      FindResource(ctx, "rounds", "those of Wrapopt>AveragingRounds",
+                   &resource));
   *rounds = resource->rounds();
   return absl::OkStatus();
 }

@@ -1,19 +1,23 @@
-// Functions by which kernels read scalar inputs, number types and the
-// instruction set.
+// Functions by which kernels read scalar inputs, resources, number types and
+// the instruction set.
 #ifndef WRAPOPT_CC_KERNELS_INPUTS_H_
 #define WRAPOPT_CC_KERNELS_INPUTS_H_
 
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/errors.h"
+#include "tensorflow/core/platform/refcount.h"
 
 namespace wrapopt {
 
@@ -26,6 +30,21 @@ absl::Status ReadScalar(tensorflow::OpKernelContext* ctx,
   TF_RETURN_IF_ERROR(CheckScalar(name, tensor->shape()));
   *value = tensor->scalar<Value>()();
   return absl::OkStatus();
+}
+
+// Finds the resource of the op's input `name`, a handle. `what` tells users
+// what it must be.
+template <class Resource>
+absl::Status FindResource(
+    tensorflow::OpKernelContext* ctx, absl::string_view name,
+    absl::string_view what,
+    tensorflow::core::RefCountPtr<Resource>* resource) {
+  tensorflow::ResourceHandle handle;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, name, &handle));
+  const absl::Status found = LookupResource(ctx, handle, resource);
+  if (found.ok()) return found;
+  return absl::InvalidArgumentError(absl::StrCat(
+      name, " must be ", what, " on this device: ", found.message()));
 }
 
 // The engine's name of a dtype that the ops' attributes allow.

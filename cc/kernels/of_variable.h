@@ -1,5 +1,5 @@
-// What belongs to a variable of a device, for all workers, sessions and ops
-// that use the variable.
+// Objects that belong to a variable, such as its gate: one for all workers,
+// sessions and ops that use the variable.
 #ifndef WRAPOPT_CC_KERNELS_OF_VARIABLE_H_
 #define WRAPOPT_CC_KERNELS_OF_VARIABLE_H_
 
@@ -41,7 +41,7 @@ class OfVariableResource : public tensorflow::ResourceBase {
   std::shared_ptr<T> its_ TF_GUARDED_BY(mu_) = std::make_shared<T>();
 };
 
-// Finds the T of a variable with the name `what`.
+// Finds the T of a variable, or makes it. A variable has one T for each `what`.
 template <class T>
 absl::Status FindOfVariable(tensorflow::OpKernelContext* ctx,
                             const Variables& variables, int variable,

@@ -194,17 +194,11 @@ class StalenessCompleteOp : public OpKernel {
   }
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor* handle;
-    OP_REQUIRES_OK(ctx, ctx->input("ticket", &handle));
-    OP_REQUIRES_OK(ctx, CheckScalar("ticket", handle->shape()));
     tensorflow::core::RefCountPtr<TicketResource> resource;
-    const absl::Status found = LookupResource(
-        ctx, handle->scalar<tensorflow::ResourceHandle>()(), &resource);
-    OP_REQUIRES(ctx, found.ok(),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "ticket must be one of Wrapopt>StalenessGate or "
-                    "Wrapopt>BeginUpdate on this device: ",
-                    found.message())));
+    OP_REQUIRES_OK(
+        ctx, FindResource(ctx, "ticket",
+                          "one of Wrapopt>StalenessGate or Wrapopt>BeginUpdate",
+                          &resource));
     Ticket& ticket = resource->ticket;
     if (ticket.gate() == nullptr) return;
 

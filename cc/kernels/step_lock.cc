@@ -8,14 +8,12 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/engine/step_lock.h"
+#include "cc/kernels/inputs.h"
 #include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"
-#include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/refcount.h"
 
@@ -27,9 +25,9 @@ using tensorflow::CancellationManager;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
-using tensorflow::Tensor;
 
-// A lock of somebody, who may hold it. It ends with this, at the latest.
+// The lock of a step, which waits for it or holds it. The step holds it until
+// this is destroyed, at the latest.
 struct HeldResource : public tensorflow::ResourceBase {
   ~HeldResource() override { Release(); }
 
@@ -58,9 +56,10 @@ class LockStepsOp : public AsyncOpKernel {
     const std::shared_ptr<StepLock> lock = held->lock;
     CancellationManager* const manager = ctx->cancellation_manager();
     const auto token = manager == nullptr
-                           ? tensorflow::CancellationManager::kInvalidToken
+                           ? CancellationManager::kInvalidToken
                            : manager->get_cancellation_token();
-    // Not in the thread that cancels the step, or releases the lock.
+    // Runs in the step's own threads, not in one that cancels the step or
+    // releases the lock.
     const auto end = [ctx, done](const absl::Status& status,
                                  std::function<void()> first) {
       (*ctx->runner())([ctx, done, status, first = std::move(first)] {
@@ -70,7 +69,7 @@ class LockStepsOp : public AsyncOpKernel {
       });
     };
     const absl::Status cancelled =
-        absl::CancelledError("The step ends, which waits for others.");
+        absl::CancelledError("The step ended while it waited for its turn.");
     const bool may_wait = lock->Acquire(
         held,
         [=] {
@@ -111,16 +110,9 @@ class UnlockStepsOp : public OpKernel {
   explicit UnlockStepsOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
-    const Tensor* handle;
-    OP_REQUIRES_OK(ctx, ctx->input("lock", &handle));
-    OP_REQUIRES_OK(ctx, CheckScalar("lock", handle->shape()));
     tensorflow::core::RefCountPtr<HeldResource> held;
-    const absl::Status found = LookupResource(
-        ctx, handle->scalar<tensorflow::ResourceHandle>()(), &held);
-    OP_REQUIRES(ctx, found.ok(),
-                absl::InvalidArgumentError(absl::StrCat(
-                    "lock must be of Wrapopt>LockSteps on this device: ",
-                    found.message())));
+    OP_REQUIRES_OK(ctx,
+                   FindResource(ctx, "lock", "of Wrapopt>LockSteps", &held));
     OP_REQUIRES(ctx, held->Release(),
                 absl::FailedPreconditionError(
                     "lock must be unlocked once, got one that is unlocked"));

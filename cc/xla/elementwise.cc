@@ -231,12 +231,18 @@ Rows::Sums Rows::Sum() const {
 void Rows::Step(RuleId rule, absl::Span<XlaOp> states,
                 absl::Span<const XlaOp> scalars, XlaOp old) const {
   const Sums sums = Sum();
-  std::vector<XlaOp> rows = {OfSums(sums, old)};
-  for (const XlaOp& state : states.subspan(1)) rows.push_back(Get(sums, state));
+  std::vector<XlaOp> rows = Get(sums, states, old);
   wrapopt::Step(rule, storage_, absl::MakeSpan(rows), {sums.grad}, scalars);
   for (size_t s = 0; s < states.size(); ++s) {
     states[s] = Put(sums, states[s], rows[s]);
   }
+}
+
+std::vector<XlaOp> Rows::Get(const Sums& sums, absl::Span<const XlaOp> states,
+                             XlaOp old) const {
+  std::vector<XlaOp> rows = {OfSums(sums, old)};
+  for (const XlaOp& state : states.subspan(1)) rows.push_back(Get(sums, state));
+  return rows;
 }
 
 XlaOp Rows::Put(XlaOp array, XlaOp rows) const {
@@ -258,7 +264,8 @@ XlaOp Rows::OldLogs(XlaOp log_decays) const {
 XlaOp Rows::Kept(XlaOp array) const {
   XlaBuilder* const builder = array.builder();
   const xla::Shape shape = builder->GetShape(array).value();
-  // Not zeros, of which other scatters would need a copy.
+  // XLA fuses a scatter into no other op. Ones, because it would share an array
+  // of zeros with other scatters, and then copy it.
   return Scatter(xla::FullLike(array, 1),
                  xla::Iota(builder, index_type_, shape.dimensions(0)), array,
                  Replace(shape.element_type(), builder), /*unique=*/true);

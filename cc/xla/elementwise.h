@@ -71,7 +71,7 @@ class Rows {
   xla::XlaOp Dense() const;
 
   // Takes the step of a rule for the rows of `states` that have gradients, with
-  // the sum of each row's gradients. `old` are the Old() rows of the first.
+  // the sum of each row's gradients. `old` are these rows of the first state.
   void Step(RuleId rule, absl::Span<xla::XlaOp> states,
             absl::Span<const xla::XlaOp> scalars, xla::XlaOp old) const;
 
@@ -86,8 +86,12 @@ class Rows {
   xla::XlaOp Get(const Sums& sums, xla::XlaOp array) const {
     return Gather(array, sums.index);
   }
+  // The rows of several states. `old` is as in Step().
+  std::vector<xla::XlaOp> Get(const Sums& sums,
+                              absl::Span<const xla::XlaOp> states,
+                              xla::XlaOp old) const;
   xla::XlaOp Put(const Sums& sums, xla::XlaOp array, xla::XlaOp rows) const;
-  // What belongs to the sums, of an array with an element for each gradient.
+  // An element for each sum, from an array that has one for each gradient.
   xla::XlaOp OfSums(const Sums& sums, xla::XlaOp array) const {
     return count_ == 0 ? array : Gather(array, sums.position);
   }
@@ -101,7 +105,7 @@ class Rows {
                      bool unique = false) const;
   xla::XlaOp Gather(xla::XlaOp array, xla::XlaOp index) const;
   xla::XlaOp Zeros(int64_t rows) const;
-  // The array, in memory of its own: what XLA fuses with no other op.
+  // A copy of the array in memory of its own.
   xla::XlaOp Kept(xla::XlaOp array) const;
 
   const xla::PrimitiveType storage_;

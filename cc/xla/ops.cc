@@ -532,7 +532,8 @@ class ApplyXlaOp : public XlaOpKernel {
           // A scatter of some rows is in place. A select of whole arrays would
           // copy them.
           if (accept && !is_compensated_) rows.Keep(*accept);
-          const XlaOp old = rows.Old(after[0]);
+          const XlaOp old =
+              averages_.lazy() ? rows.Old(after[0]) : rows.Get(after[0]);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
             const int at = k * averages_.values() + i;
             old_logs.push_back(rows.OldLogs(variables.value(log_decays + at)));
@@ -596,11 +597,7 @@ class ApplyXlaOp : public XlaOpKernel {
                   std::vector<XlaOp>* states,
                   std::vector<XlaOp>* memory) const {
     const Rows::Sums sums = rows.Sum();
-    std::vector<XlaOp> of_states, of_memory;
-    for (const XlaOp& state : *states) {
-      of_states.push_back(of_states.empty() ? rows.OfSums(sums, old)
-                                            : rows.Get(sums, state));
-    }
+    std::vector<XlaOp> of_states = rows.Get(sums, *states, old), of_memory;
     for (const XlaOp& state : *memory) {
       of_memory.push_back(rows.Get(sums, state));
     }

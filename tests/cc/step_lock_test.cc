@@ -33,7 +33,7 @@ TEST(StepLock, InOrder) {
   EXPECT_EQ(held, std::vector<int>({0, 1}));
   lock.Release();
   EXPECT_EQ(held, std::vector<int>({0, 1, 3}));
-  // One that may not wait does not get it.
+  // A caller that may not wait does not get the lock of another.
   EXPECT_FALSE(lock.Acquire(
       who, [] { return false; }, [&held] { held.push_back(9); }));
   lock.Release();

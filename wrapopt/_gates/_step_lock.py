@@ -20,15 +20,15 @@ tf1 = tf.compat.v1
 
 
 @contextlib.contextmanager
-def held(variable, first=(), of=""):
+def held(variable, of="", first=()):
   """The context in which one step is taken at a time.
 
   Args:
     variable: A variable, on whose server its lock is. If workers share it, the
       ops of the step are put on servers: on that of their first input, or on
       this one.
+    of: Which lock of the variable: it has one for each string.
     first: Operations that the lock waits for.
-    of: Which lock of the variable.
 
   Yields:
     None.

@@ -152,12 +152,12 @@ class Innermost:
     asks = (not is_gated and not step.points and
             _replicas.is_shared(step.global_step))
     token = _tokens.next_of_function() if asks else _tokens.NONE
-    lock, of = _locks.setdefault(self._opt, (near, uuid.uuid4().hex))
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
     with _replicas.alone(True), (
         tf.control_dependencies(ready) if is_one_op else
-        _step_lock.held(lock, ready, of)):
+        _step_lock.held(*_locks.setdefault(
+            self._opt, (near, uuid.uuid4().hex)), first=ready)):
       return self._take_once(step, token)
 
   def _is_one_op(self, step):

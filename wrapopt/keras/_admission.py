@@ -195,7 +195,7 @@ class Steps:
           ready = _records.when_ready([g for g in grads if g is not None])
       first, asked = [*ready, *checks], None
       try:
-        with (_step_lock.held(iterations, first) if locks_first else
+        with (_step_lock.held(iterations, first=first) if locks_first else
               contextlib.nullcontext()):
           with tf.control_dependencies([] if locks_first else first):
             admitted = (
