@@ -244,12 +244,3 @@ def joined(operations):
   """An operation that runs after all `operations`, or None if there is none."""
   return (tf.group(*operations) if operations[1:] else
           operations[0] if operations else None)
-
-
-def once_for_all_replicas(function):
-  """Calls a function; in replicas of a strategy once, as they share state."""
-  if (tf.distribute.has_strategy() and
-      not tf.distribute.in_cross_replica_context()):
-    return tf.distribute.get_replica_context().merge_call(
-        lambda strategy: function())
-  return function()

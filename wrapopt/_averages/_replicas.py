@@ -3,11 +3,19 @@
 import contextlib
 
 import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.distribute import one_device_strategy
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute import ps_values
 from tensorflow.python.distribute import values_util
 
 from wrapopt import ops
+
+_interim = tf.__internal__.distribute.interim
+
+# Of MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy.
+_WITH_COPIES = (mirrored_strategy.MirroredExtended,
+                one_device_strategy.OneDeviceExtended)
 
 
 def share_steps():
@@ -18,6 +26,24 @@ def share_steps():
   return tf.distribute.has_strategy() and not isinstance(
       tf.distribute.get_strategy(),
       parameter_server_strategy_v2.ParameterServerStrategyV2)
+
+
+def have_copies():
+  """Whether each replica here has its own copies of all variables.
+
+  If there is no strategy, the variables themselves. The replicas of a
+  CentralStorageStrategy share them, and a TPUStrategy's are one program.
+  """
+  return not share_steps() or isinstance(
+      tf.distribute.get_strategy().extended, _WITH_COPIES)
+
+
+def merged(function):
+  """Calls a function; in replicas of a strategy once, as they share state."""
+  if not share_steps() or tf.distribute.in_cross_replica_context():
+    return function()
+  return _interim.maybe_merge_call(
+      lambda strategy: function(), tf.distribute.get_strategy())
 
 
 def is_shared(variable):
@@ -113,6 +139,11 @@ def here(variable):
   if len(components_) == 1:
     return components_[0]
   return components_[values_util.get_current_replica_id_as_int()]
+
+
+def number():
+  """The number of the replica whose variables `here` returns."""
+  return values_util.get_current_replica_id_as_int() if share_steps() else 0
 
 
 def components(pairs):

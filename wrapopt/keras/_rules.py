@@ -176,7 +176,7 @@ def apply_schedule_free(opt, rule, grads, variables, z, motion,
     cache: As in `apply`.
   """
   values = _lookup_cache.Variables(map(value, variables))
-  grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
+  grads = _reduced(opt, grads, values)
   plan = _plan.Plan(grads, values, rule=rule.rule)
   for decays_here, members in _by_decay(opt, values):
     chosen = lambda row: [row[i] for i in members]
@@ -220,20 +220,20 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
   """
   held = [x for row in (*rule.slots.values(), *averages, z or ()) for x in row]
   facts = cache.get(values) if tf.executing_eagerly() else None
-  key = (rule.rule, *members)
+  key = (rule.rule, _replicas.number(), *members)
   found = facts and facts.get(key)
   if found and len(found.held) == len(held) and all(
       map(operator.is_, found.held, held)):
     return found.update
-  chosen = lambda row: [value(row[i]) for i in members]
+  here = lambda x: _replicas.here(_lazy.raw(value(x)))
+  chosen = lambda row: [here(row[i]) for i in members]
   indices = [opt._get_variable_index(values[i]) for i in members]
   update = ops.Update(
       rule.rule,
       {"var": chosen(values), **({} if z is None else {"z": chosen(z)}),
-       **{state: [value(slots[i]) for i in indices]
+       **{state: [here(slots[i]) for i in indices]
           for state, slots in rule.slots.items()}},
-      [[_lazy.raw(row[i]) for i in members] for row in averages],
-      [0.0] * len(averages))
+      list(map(chosen, averages)), [0.0] * len(averages))
   if tf.executing_eagerly():
     facts = facts or cache.begin(values)
     facts[key] = _CachedUpdate(held, update)
@@ -265,10 +265,10 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     compensation: A `_compensation.Compensated`, or None. The same holds.
   """
   values = _lookup_cache.Variables(map(value, variables))
-  grads = [cast(g, v.dtype) for g, v in zip(grads, values)]
   of_keras = [i for i, g in enumerate(grads) if rule.squares and
               not sum_duplicates and isinstance(g, tf.IndexedSlices)]
   sparse = {i: grads[i] for i in of_keras}
+  grads = _reduced(opt, grads, values, of_keras)
   if not rule.sparse:
     grads = list(map(tf.convert_to_tensor, grads))
   # Indices of variables: with weight decay by the rule, and without.
@@ -309,7 +309,29 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     with plan.moving():
       cls._backend_update_step(opt, list(sparse.values()),
                                [variables[i] for i in of_keras], learning_rate)
-    plan.update(decays, of_keras)
+    _replicas.merged(lambda: plan.update(decays, of_keras))
+
+
+def _reduced(opt, grads, values, but=()):
+  """The gradients for native ops: in a strategy, their sums over replicas.
+
+  Args:
+    opt: A Keras optimizer.
+    grads: Gradients: tensors or `tf.IndexedSlices`.
+    values: The tf.Variables of the gradients.
+    but: The positions of gradients that Keras sums.
+
+  Returns:
+    The gradients, with the dtypes of their variables.
+  """
+  if _replicas.share_steps():
+    grads = list(grads)
+    mine = [i for i in range(len(grads)) if i not in but]
+    for i, (grad, v) in zip(mine, opt._all_reduce_sum_gradients(
+        [(grads[i], values[i]) for i in mine])):
+      # TensorFlow's sum of empty tensors has the shape [0].
+      grads[i] = tf.zeros_like(v) if 0 in v.shape else grad
+  return [cast(g, v.dtype) for g, v in zip(grads, values)]
 
 
 def cast(grad, dtype):

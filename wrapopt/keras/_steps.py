@@ -19,7 +19,6 @@ from wrapopt._averages import _replicas
 from wrapopt.keras import _admission
 from wrapopt.keras import _rules
 
-_interim = tf.__internal__.distribute.interim
 _value = _rules.value
 
 
@@ -138,7 +137,7 @@ def _followed_innermost(opt, followers):
         # In a graph, Keras's branch that takes a step is traced in any case.
         is_taken = (self.gradient_accumulation_steps is None or
                     tf.not_equal(self.iterations, number))
-        _follow(self, followers,
+        _follow(followers,
                 step._replace(iterations=number, ahead=ahead), is_taken)
 
     grads = list(grads)
@@ -433,44 +432,33 @@ def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
     return
   with steps.scalars(opt):
     rule = _rules.rule_of(opt, cls)
-  if rule is not None and not _replicas.share_steps():
+  if rule is not None and _replicas.have_copies():
     first, *others = followers
     with steps.scalars(opt):
-      averages = None if late is not None else first._averages_of(step)
+      averages = None if late is not None else _replicas.merged(
+          lambda: first._averages_of(step))
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                  *(averages or ((), ())),
                  rows_stay=not any(f.changes_weights for f in others),
                  sum_duplicates=sums, cache=cache, accept=steps.accept,
                  compensation=steps.compensation)
     if averages:
-      first._note_update()
+      _replicas.merged(first._note_update)
       followers = others
   else:
     _plan.Plan(grads, values)
     cls._apply_weight_decay(opt, variables)
     cls._backend_update_step(opt, grads, variables, learning_rate)
   if late is None:
-    _follow(opt, followers, step)
+    _follow(followers, step)
   else:
     late.append(step)
 
 
-def _follow(opt, followers, step, is_taken=True):
+def _follow(followers, step, is_taken=True):
   """Runs followers after a step, if `is_taken`: True, or a bool tensor."""
-  def follow(step):
+  def follow():
     for follower in followers:
       follower._follow(step)
 
-  def follow_in_all(strategy, iterations, is_taken):
-    where(is_taken is True or _one(strategy, is_taken),
-          lambda: follow(step._replace(iterations=_one(strategy, iterations))))
-
-  if _replicas.share_steps():
-    _interim.maybe_merge_call(follow_in_all, opt._distribution_strategy,
-                              step.iterations, is_taken)
-  else:
-    where(is_taken, lambda: follow(step))
-
-
-def _one(strategy, value):
-  return strategy.experimental_local_results(value)[0]
+  _replicas.merged(lambda: where(is_taken, follow))

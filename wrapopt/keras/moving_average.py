@@ -31,7 +31,6 @@ from wrapopt.keras import batch_norm
 keras.saving.register_keras_serializable("wrapopt")(_decays.PowerDecay)
 keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
-_interim = tf.__internal__.distribute.interim
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -435,8 +434,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     # Averages must be there to begin. Those of all replicas are made together.
     if (_replicas.share_steps() and self.averages_batch_norm and
         not self._of_batch_norm):
-      _interim.maybe_merge_call(lambda _: self._statistics(),
-                                self._distribution_strategy)
+      _replicas.merged(self._statistics)
     self._statistics()
     super()._begin(keys)
 

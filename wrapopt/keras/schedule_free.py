@@ -15,7 +15,6 @@ from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 
-_interim = tf.__internal__.distribute.interim
 _value = _rules.value
 
 # Attributes of Keras's optimizers that give them a momentum.
@@ -264,12 +263,12 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     state = _value(self._schedule_states[step.part])
     motion = self._schedule.motion(state.read_value(), learning_rate)
     z = [_value(self._z[key]) for key in step.keys]
-    rule = (None if _replicas.share_steps() else
-            _rules.schedule_free_rule_of(opt, cls))
+    rule = (_rules.schedule_free_rule_of(opt, cls)
+            if _replicas.have_copies() else None)
     if rule is not None:
       _rules.apply_schedule_free(opt, rule, grads, variables, z, motion,
                                  self._schedule.weight_decay_at_y, step.cache)
-      self._note_step(state, motion)
+      _replicas.merged(lambda: self._note_step(state, motion))
     else:
       self._take_around(step, opt, cls, grads, variables, z, motion)
     return True
@@ -288,7 +287,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
               else 0.0 for v in step.variables]
     before = []
 
-    def begin(motion):
+    def begin():
       # Read first, so that a failure changes nothing.
       for (v, z), decay in zip(pairs, decays):
         for v, z, held in zip(*map(_replicas.values, (v, z, state))):
@@ -298,7 +297,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
         z.assign(_schedule_free.x_of(y, z_value, held[_schedule_free.HELD]))
         v.assign(_schedule_free.start(y, z_value, motion, decay))
 
-    def end(motion):
+    def end():
       for v, _, z, _, _, _ in before:
         x, z_value = z.read_value(), v.read_value()
         v.assign(_schedule_free.y_of(x, z_value, motion,
@@ -308,7 +307,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
         x.assign(motion.state)
       self._mark_begun()
 
-    _in_cross_replica(opt, begin, motion)
+    _replicas.merged(begin)
     rate = tf.cast(motion.rate, keras.backend.floatx())
     seen = _steps.view(opt, {
         # Of which Keras's weight decay takes a part.
@@ -323,7 +322,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
           v.assign(y)
           z.assign(z_value)
       raise
-    _in_cross_replica(opt, end, motion)
+    _replicas.merged(end)
 
   def get_config(self) -> dict[str, Any]:
     config = super().get_config()
@@ -353,15 +352,3 @@ def _without_first_moments(opt):
   finally:
     del vars(opt)["add_optimizer_variables"]
 
-
-def _in_cross_replica(opt, function, motion):
-  """Calls a function of a Motion for all replicas."""
-  if not tf.distribute.has_strategy():
-    function(motion)
-    return
-
-  def call(strategy, *motion):
-    function(_schedule_free.Motion(*(
-        strategy.experimental_local_results(x)[0] for x in motion)))
-
-  _interim.maybe_merge_call(call, opt._distribution_strategy, *motion)
