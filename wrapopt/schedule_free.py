@@ -60,8 +60,9 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
   `seed_averages`: z and x do not follow them.
 
   One worker must take the steps: two that race would count wrongly, so a
-  `DropStaleGradientOptimizer` cannot be around this one. In a `tf.distribute`
-  strategy, the inner optimizer takes its own step from z.
+  `DropStaleGradientOptimizer` cannot be around this one. In a
+  CentralStorageStrategy or a TPUStrategy, the inner optimizer takes its own
+  step from z.
 
   Example, eager:
 
@@ -142,8 +143,8 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
         be converted to a tensor.
       ValueError: If there is no variable, none has a gradient, a variable is
         listed twice or has a constraint.
-      NotImplementedError: In a `tf.distribute` strategy, if the inner optimizer
-        is an `AdamOptimizer` whose `beta1` is not 0.
+      NotImplementedError: In a CentralStorageStrategy or a TPUStrategy, if the
+        inner optimizer is an `AdamOptimizer` whose `beta1` is not 0.
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
     step = _step.asked(grads_and_vars, global_step, name, kwargs)

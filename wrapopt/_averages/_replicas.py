@@ -28,8 +28,8 @@ def share_steps():
       parameter_server_strategy_v2.ParameterServerStrategyV2)
 
 
-def have_copies():
-  """Whether each replica here has its own copies of all variables.
+def will_have_copies():
+  """Whether each replica that runs here has its own copies of all variables.
 
   If there is no strategy, the variables themselves. The replicas of a
   CentralStorageStrategy share them, and a TPUStrategy's are one program.
@@ -38,12 +38,29 @@ def have_copies():
       tf.distribute.get_strategy().extended, _WITH_COPIES)
 
 
-def merged(function):
-  """Calls a function; in replicas of a strategy once, as they share state."""
+def have_copies():
+  """Whether a step here is one of a replica that has its own copies."""
+  return not share_steps() or (
+      will_have_copies() and not tf.distribute.in_cross_replica_context())
+
+
+@ops.not_converted
+def merged(function, *of_each):
+  """Calls a function; in replicas of a strategy once, as they share state.
+
+  Args:
+    function: The function; of replicas, that of the first one.
+    *of_each: Values, of which it gets lists with those of all replicas.
+
+  Returns:
+    Its result, in all replicas.
+  """
   if not share_steps() or tf.distribute.in_cross_replica_context():
-    return function()
+    return function(*([x] for x in of_each))
   return _interim.maybe_merge_call(
-      lambda strategy: function(), tf.distribute.get_strategy())
+      lambda strategy, *values: function(*(
+          list(strategy.experimental_local_results(x)) for x in values)),
+      tf.distribute.get_strategy(), *of_each)
 
 
 def is_shared(variable):

@@ -167,8 +167,8 @@ def schedule_free_rule_of(opt):
 def can_apply(opt, grads_and_vars):
   """Whether `opt` can apply these gradients by one op."""
   _, variables = _lookup_cache.trained(grads_and_vars)
-  if not variables or _replicas.share_steps():
-    return False  # A strategy reduces gradients between its replicas first.
+  if not variables or not _replicas.have_copies():
+    return False
   return (_cached(opt, variables) is not None or
           all(isinstance(v, tf.Variable) and v.constraint is None and
               v.dtype.base_dtype in _checks.FLOATS for v in variables) and
@@ -192,6 +192,7 @@ def apply_gradients(opt, rule, step):
   """
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   averages = step.averages
+  grads = _reduced(grads, variables, step)
   has_shadows = averages is not None and averages.has_trained
   shadows = averages.held_by_decay if has_shadows else ()
   plan = _plan.Plan(
@@ -207,33 +208,73 @@ def apply_gradients(opt, rule, step):
     first = first + _swap.check([
         next(s for s in shadows[0] if s is not None), step.global_step])
   update = _update_of(opt, rule, variables, shadows)
-  with tf.name_scope(step.name or opt._name) as scope:
+
+  def scalars_and_decays():
     opt._prepare()
     decays = averages.schedule.now(step.global_step) if averages else []
-    with tf.control_dependencies(first):
-      done = plan.run(
-          update, grads, rule.scalars(opt), decays if shadows else [],
-          step.accept, opt._use_locking,
-          **({} if step.compensation is None else
-             {"compensation": step.compensation.of(variables)}))
-    updates = [] if done is None else [done]
+    return rule.scalars(opt), decays
+
+  def end(updates):
+    updates = [op for op in updates if op is not None]
     if averages:
       with tf.control_dependencies(updates):
         done = plan.update_untrained(decays, step.accept)
       updates = averages.schedule.count(
           updates if done is None else [done], step.accept)
-    return _end(opt, step, updates, scope)
+    return _end(opt, step, variables, updates, scope)
+
+  with tf.name_scope(step.name or opt._name) as scope:
+    scalars, decays = _replicas.merged(scalars_and_decays)
+    with tf.control_dependencies(first):
+      done = plan.run(
+          update, grads, scalars, decays if shadows else [],
+          step.accept, opt._use_locking,
+          **({} if step.compensation is None else
+             {"compensation": step.compensation.of(variables)}))
+    return _replicas.merged(end, done)
 
 
-def _end(opt, step, updates, scope):
-  """Ends a step after its updates, as TensorFlow's `apply_gradients`."""
-  if step.global_step is None or step.accept is not True:
-    done = _finish(opt, updates, scope, step.accept)
-  else:
-    with tf.control_dependencies(_operations(opt._finish(updates, "update"))):
-      with ops.device_of(step.global_step):
-        done = step.global_step.assign_add(1, name=scope, read_value=False)
-  return done if tf.executing_eagerly() else _operations(done)[0]
+def _reduced(grads, variables, step):
+  """The gradients; in replicas of a strategy, their sums."""
+  if not _replicas.share_steps() or step.options.get(
+      "skip_gradients_aggregation"):
+    return grads
+  sums = tf.distribute.get_replica_context().all_reduce(
+      tf.distribute.ReduceOp.SUM, list(grads))
+  # TensorFlow's sum of empty tensors has the shape [0].
+  return [tf.zeros_like(v) if 0 in v.shape else g
+          for g, v in zip(sums, variables)]
+
+
+def _end(opt, step, variables, updates, scope):
+  """Ends a step after its updates, as TensorFlow's `apply_gradients`.
+
+  Args:
+    opt: The inner optimizer.
+    step: The `_step.Step`.
+    variables: The variables that have a gradient.
+    updates: The operations that update them, in all replicas.
+    scope: The name of the step.
+
+  Returns:
+    The same as `apply_gradients`.
+  """
+  counts = step.global_step is not None and step.accept is True
+  if not _replicas.share_steps():
+    done = _finish(opt, updates, "update" if counts else scope, step.accept)
+    if counts:
+      with tf.control_dependencies(_operations(done)):
+        with ops.device_of(step.global_step):
+          done = step.global_step.assign_add(1, name=scope, read_value=False)
+    return done if tf.executing_eagerly() else _operations(done)[0]
+  extended = tf.distribute.get_strategy().extended
+  done = extended.update_non_slot(
+      extended.non_slot_devices(variables),
+      lambda: opt._finish(updates, "update"), group=False)
+  with tf.control_dependencies([op for x in done for op in _operations(x)]):
+    done = [v.assign_add(1, read_value=False) for v in (
+        _replicas.values(step.global_step) if counts else ())] or [tf.no_op()]
+  return None if tf.executing_eagerly() else tf.group(*done, name=scope)
 
 
 @ops.not_converted
@@ -249,6 +290,7 @@ def apply_schedule_free(opt, step):
   """
   points, rule = step.points, schedule_free_rule_of(opt)
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
+  grads = _reduced(grads, variables, step)
   plan = _plan.Plan(grads, variables, rule=rule.rule)
   first = plan.first
   if tf.inside_function():
@@ -256,10 +298,23 @@ def apply_schedule_free(opt, step):
     first = first + _swap.check([points.z[0], points.state, *(
         [] if step.global_step is None else [step.global_step])])
   update = _update_of(opt, rule, variables, (), points.z)
-  with tf.name_scope(step.name or opt._name) as scope:
+
+  def scalars_and_motion():
     opt._prepare()
     scalars = rule.scalars(opt)
-    motion = points.schedule.motion(points.state.read_value(), scalars["lr"])
+    return scalars, points.schedule.motion(points.state.read_value(),
+                                           scalars["lr"])
+
+  def end(updates):
+    updates = [op for op in updates if op is not None]
+    counted = []
+    for state in _replicas.values(points.state):
+      with tf.control_dependencies(updates), ops.device_of(state):
+        counted += _operations(state.assign(motion.state, read_value=False))
+    return _end(opt, step, variables, counted if updates else [], scope)
+
+  with tf.name_scope(step.name or opt._name) as scope:
+    scalars, motion = _replicas.merged(scalars_and_motion)
     with tf.control_dependencies(first):
       done = plan.run(
           update, grads,
@@ -267,10 +322,7 @@ def apply_schedule_free(opt, step):
            "push": motion.push,
            "weight_decay_at_y": points.schedule.weight_decay_at_y},
           [], True, opt._use_locking)
-    updates = [] if done is None else [done]
-    with tf.control_dependencies(updates), ops.device_of(points.state):
-      counted = points.state.assign(motion.state, read_value=False)
-    return _end(opt, step, _operations(counted) if updates else [], scope)
+    return _replicas.merged(end, done)
 
 
 @contextlib.contextmanager
@@ -344,13 +396,21 @@ def _update_of(opt, rule, variables, shadows, z=None):
           opt._slots.get(slot, {}).get, facts["keys"])))
       for slot, row in found.slots.items()):
     return found.update
-  with tf.init_scope(), (contextlib.nullcontext() if z is None
-                         else with_slots(opt, rule)):
-    opt._create_slots(variables)
+
+  def make_slots():
+    with tf.init_scope(), (contextlib.nullcontext() if z is None
+                           else with_slots(opt, rule)):
+      opt._create_slots(variables)
+
+  _replicas.merged(make_slots)
   slots = {slot: [opt.get_slot(v, slot) for v in variables]
            for slot in rule.slots.values()}
   states = {"var": variables, **({} if z is None else {"z": z}),
             **{state: slots[slot] for state, slot in rule.slots.items()}}
+  if _replicas.share_steps():
+    here = lambda row: list(map(_replicas.here, row))
+    states = {name: here(row) for name, row in states.items()}
+    shadows = list(map(here, shadows))
   cacheable = tf.executing_eagerly() and all(
       isinstance(v, resource_variable_ops.BaseResourceVariable)
       for v in variables)

@@ -193,8 +193,9 @@ class Innermost:
     """Takes a step that was admitted, or has to ask nobody."""
     opt = self._opt
     if step.points is not None:
-      apply = (_two_passes if _replicas.share_steps()
-               else _fused).apply_schedule_free
+      is_native = (_replicas.have_copies() and
+                   _fused.schedule_free_rule_of(opt) is not None)
+      apply = (_fused if is_native else _two_passes).apply_schedule_free
       return Taken(apply(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages

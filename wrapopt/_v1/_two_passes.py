@@ -1,4 +1,4 @@
-"""Schedule-Free learning in a strategy, where no native op takes the step."""
+"""Schedule-Free learning where no native op takes the step."""
 
 import contextlib
 
@@ -27,7 +27,7 @@ def apply_schedule_free(opt, step):
   """
   if getattr(opt, "_beta1", 0):
     raise NotImplementedError(
-        "In a tf.distribute strategy, the AdamOptimizer of a "
+        "In a CentralStorageStrategy or a TPUStrategy, the AdamOptimizer of a "
         f"ScheduleFreeOptimizer must have beta1=0, got {opt._beta1}.")
   if tf.distribute.in_cross_replica_context():
     return opt.apply_gradients(step.grads_and_vars)  # TensorFlow refuses it.

@@ -51,8 +51,9 @@ class ScheduleFree(_averaging.AveragingOptimizer):
   RMSprop (not centered, without AMSGrad), one native op takes the step and the
   averaging in one pass over memory (`fused`). Around SGD that takes the memory
   of SGD with momentum, around Adam that of Adam, since Schedule-Free learning
-  replaces the momentum. Around any other optimizer, and in a `tf.distribute`
-  strategy, the inner optimizer takes its own step from z.
+  replaces the momentum. Around any other optimizer, and in a
+  CentralStorageStrategy or a TPUStrategy, the inner optimizer takes its own
+  step from z.
 
   The inner optimizer must have no momentum, which would act twice. That of Adam
   and AdamW is taken over: their `beta_1` must be `momentum` or 0, and they keep
@@ -139,8 +140,8 @@ class ScheduleFree(_averaging.AveragingOptimizer):
   def fused(self) -> bool:
     """Whether one native op takes the step: a bool.
 
-    Even if True, the inner optimizer takes the step in a `tf.distribute`
-    strategy.
+    Even if True, the inner optimizer takes the step in a
+    CentralStorageStrategy or a TPUStrategy.
     """
     return all(_rules.may_be_schedule_free(opt)
                for opt in _steps.innermost(self))
@@ -174,7 +175,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     with contextlib.ExitStack() as stack:
       for opt in _steps.innermost(self):
         if (not opt.built and _takes_over(type(opt)) and self.fused and
-            not _replicas.share_steps()):
+            _replicas.will_have_copies()):
           stack.enter_context(_without_first_moments(opt))
       super().build(variables)
 
