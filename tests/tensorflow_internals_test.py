@@ -43,6 +43,9 @@ IMPORTS = {
         "TF_GetAllOpList", "TF_GetBuffer"],
     "tensorflow.python.distribute.coordinator.cluster_coordinator": [
         "Closure.execute_on.__code__"],
+    "tensorflow.python.distribute.mirrored_strategy": ["MirroredExtended"],
+    "tensorflow.python.distribute.one_device_strategy": [
+        "OneDeviceExtended"],
     "tensorflow.python.distribute.parameter_server_strategy_v2": [
         "ParameterServerStrategyV2"],
     "tensorflow.python.distribute.ps_values": [
