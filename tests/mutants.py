@@ -377,6 +377,20 @@ def _mutants():
        "_decays.where_due(step.accept, decays)", "decays")):
     yield m(f"workers: {name}", f"wrapopt/{file}.py", before, after,
             "//tests:keras_coordinator_test")
+  for name, file, before, after in (
+      ("gradients are not summed", "keras/_rules",
+       "if _replicas.share_steps():", "if False:"),
+      ("gradients are not summed in v1", "_v1/_fused",
+       "if not _replicas.share_steps() or step.options.get(",
+       "if True or step.options.get("),
+      ("all change the first one's copies", "_averages/_replicas",
+       "return components_[values_util.get_current_replica_id_as_int()]",
+       "return components_[0]"),
+      ("one's step alone is counted", "_v1/_fused",
+       "_replicas.values(step.global_step) if counts else ()",
+       "_replicas.values(step.global_step)[:1] if counts else ()")):
+    yield m(f"replicas: {name}", f"wrapopt/{file}.py", before, after,
+            "//tests:keras_replicas_test")
   yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests:elastic_average_test")
