@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 from processes import run_python
+from training import ancestors
 import wrapopt.keras
 
 REPLICAS = 2
@@ -202,6 +203,61 @@ def test_loop_in_replicas(wrapper, mode):
   assert not averages
   if mode == "function":
     assert run.experimental_get_tracing_count() == 1
+
+
+def reading(decays):
+  """(optimizer, weights, a function that takes a step between two reads)."""
+  with mirrored().scope():
+    weights = [keras.Variable([1.0, 2.0]) for _ in range(3)]
+    opt = wrapopt.keras.MovingAverage(optimizers.SGD(1.0), decays)
+    opt.build(weights)
+  read = lambda: tf.convert_to_tensor(opt.average(weights[0]))
+
+  def replica():
+    before = read()
+    opt.apply([tf.ones([2])] * 3, weights)
+    return before, read()
+
+  return opt, weights, tf.function(lambda: mirrored().run(replica))
+
+
+@pytest.mark.parametrize("decays", [[0.5], [0.5, 0.75, 0.875]])
+def test_averages_of_a_replica_are_captured_as_one_tensor(decays):
+  _, _, step = reading(decays)
+  step()
+  concrete = step.get_concrete_function()
+  packs = [x for x in concrete.captured_inputs
+           if x.dtype == tf.resource and x.shape.rank == 1]
+  # The pack of a replica holds its weights, too.
+  assert [x.shape[0] for x in packs] == [3 * (1 + len(decays))] * REPLICAS
+  averages = {"average", *(f"average_{d}" for d in decays[1:])}
+  captured = [v.name for v in concrete.graph.variables
+              if averages & set(v.name.replace(":", "/").split("/"))]
+  # Those that are read beside the step.
+  assert len(captured) <= REPLICAS
+
+
+def test_averages_are_read_before_and_after_a_step_in_replicas():
+  opt, weights, step = reading([0.5])
+  average = opt.average(weights[0])
+  for before, after in ((1.0, 0.0), (0.0, -1.5)):  # The gradients are summed.
+    for want, seen in zip((before, after), step(), strict=True):
+      for x in mirrored().experimental_local_results(seen):
+        assert x.numpy()[0] == want
+  # What happens to run in order proves little.
+  graph = step.get_concrete_function().graph
+  handles = {id(v.handle) for v in average.value.values}
+  inside = {id(inner) for outer, inner in graph.captures
+            if id(outer) in handles}
+  reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"
+           and id(op.inputs[0]) in inside]
+  steps = [op for op in graph.get_operations()
+           if op.type == "Wrapopt>EmaUpdateBundle"]
+  assert len(inside) == len(steps) == REPLICAS and len(reads) == 2 * REPLICAS
+  for handle in {id(op.inputs[0]) for op in reads}:
+    before, after = [op for op in reads if id(op.inputs[0]) == handle]
+    between = [op for op in steps if before in ancestors(op)]
+    assert len(between) == 1 and between[0] in ancestors(after)
 
 
 def test_built_by_the_first_step_in_replicas():

@@ -33,7 +33,8 @@ def allowed():
       session runs;
   *   if XLA is to compile the op: XLA must see each variable;
   *   in a function that is saved: a program that loads it has other variables;
-  *   in a strategy, in which a variable may consist of several.
+  *   in a strategy, in which a variable may consist of several. In a function
+      of a MirroredStrategy, each replica has its own variables and pack.
   """
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
@@ -42,8 +43,9 @@ def allowed():
           tf.compat.v1.executing_eagerly_outside_functions() and
           not control_flow_util.GraphOrParentsInXlaContext(graph) and
           not save_context.in_save_context() and
-          not tf.distribute.has_strategy() and
-          not _autoclusters(graph))
+          not _autoclusters(graph) and
+          (not tf.distribute.has_strategy() or isinstance(
+              tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)))
 
 
 def _autoclusters(graph):
