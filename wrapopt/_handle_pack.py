@@ -23,6 +23,11 @@ from wrapopt._loader import ops as _raw
 
 EagerTensor = tf_ops.EagerTensor
 
+# The strategies in which an op of a replica has that replica's own variables.
+_WITH_PACKS = (tf.distribute.MirroredStrategy,
+               tf.distribute.MultiWorkerMirroredStrategy,
+               tf.distribute.OneDeviceStrategy)
+
 
 def allowed():
   """Whether an op may take a pack in the current context: a bool.
@@ -34,7 +39,7 @@ def allowed():
   *   if XLA is to compile the op: XLA must see each variable;
   *   in a function that is saved: a program that loads it has other variables;
   *   in a strategy, in which a variable may consist of several. In a function
-      of a MirroredStrategy, each replica has its own variables and pack.
+      of those in `_WITH_PACKS`, each replica has its own variables and pack.
   """
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
@@ -45,7 +50,7 @@ def allowed():
           not save_context.in_save_context() and
           not _autoclusters(graph) and
           (not tf.distribute.has_strategy() or isinstance(
-              tf.distribute.get_strategy(), tf.distribute.MirroredStrategy)))
+              tf.distribute.get_strategy(), _WITH_PACKS)))
 
 
 def _autoclusters(graph):
