@@ -244,7 +244,7 @@ def test_averages_are_read_before_and_after_a_step_in_replicas():
     for want, seen in zip((before, after), step(), strict=True):
       for x in mirrored().experimental_local_results(seen):
         assert x.numpy()[0] == want
-  # What happens to run in order proves little.
+  # The values may be right by chance: the edges of the graph set the order.
   graph = step.get_concrete_function().graph
   handles = {id(v.handle) for v in average.value.values}
   inside = {id(inner) for outer, inner in graph.captures

@@ -12,6 +12,8 @@ import os
 import re
 
 import tensorflow as tf
+from tensorflow.python.distribute import mirrored_strategy
+from tensorflow.python.distribute import one_device_strategy
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
@@ -23,10 +25,19 @@ from wrapopt._loader import ops as _raw
 
 EagerTensor = tf_ops.EagerTensor
 
-# The strategies in which an op of a replica has that replica's own variables.
-_WITH_PACKS = (tf.distribute.MirroredStrategy,
-               tf.distribute.MultiWorkerMirroredStrategy,
-               tf.distribute.OneDeviceStrategy)
+# What MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy have.
+_WITH_COPIES = (mirrored_strategy.MirroredExtended,
+                one_device_strategy.OneDeviceExtended)
+
+
+def replicas_have_copies():
+  """Whether the replicas of the current strategy have their own variables.
+
+  Without a strategy, they do. The replicas of a CentralStorageStrategy share
+  variables, and those of a TPUStrategy are one program.
+  """
+  return not tf.distribute.has_strategy() or isinstance(
+      tf.distribute.get_strategy().extended, _WITH_COPIES)
 
 
 def allowed():
@@ -38,8 +49,8 @@ def allowed():
       session runs;
   *   if XLA is to compile the op: XLA must see each variable;
   *   in a function that is saved: a program that loads it has other variables;
-  *   in a strategy, in which a variable may consist of several. In a function
-      of those in `_WITH_PACKS`, each replica has its own variables and pack.
+  *   in a strategy, in which a variable may consist of several. In a function,
+      each replica may have its own pack if it has its own variables.
   """
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
@@ -48,9 +59,8 @@ def allowed():
           tf.compat.v1.executing_eagerly_outside_functions() and
           not control_flow_util.GraphOrParentsInXlaContext(graph) and
           not save_context.in_save_context() and
-          not _autoclusters(graph) and
-          (not tf.distribute.has_strategy() or isinstance(
-              tf.distribute.get_strategy(), _WITH_PACKS)))
+          replicas_have_copies() and
+          not _autoclusters(graph))
 
 
 def _autoclusters(graph):

@@ -3,19 +3,14 @@
 import contextlib
 
 import tensorflow as tf
-from tensorflow.python.distribute import mirrored_strategy
-from tensorflow.python.distribute import one_device_strategy
 from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute import ps_values
 from tensorflow.python.distribute import values_util
 
+from wrapopt import _handle_pack
 from wrapopt import ops
 
 _interim = tf.__internal__.distribute.interim
-
-# Of MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy.
-_WITH_COPIES = (mirrored_strategy.MirroredExtended,
-                one_device_strategy.OneDeviceExtended)
 
 
 def share_steps():
@@ -29,17 +24,12 @@ def share_steps():
 
 
 def will_have_copies():
-  """Whether each replica that runs here has its own copies of all variables.
-
-  If there is no strategy, the variables themselves. The replicas of a
-  CentralStorageStrategy share them, and a TPUStrategy's are one program.
-  """
-  return not share_steps() or isinstance(
-      tf.distribute.get_strategy().extended, _WITH_COPIES)
+  """Whether a replica of this strategy takes steps on variables of its own."""
+  return not share_steps() or _handle_pack.replicas_have_copies()
 
 
 def have_copies():
-  """Whether a step here is one of a replica that has its own copies."""
+  """Whether the step here is that of a replica with variables of its own."""
   return not share_steps() or (
       will_have_copies() and not tf.distribute.in_cross_replica_context())
 
@@ -49,8 +39,9 @@ def merged(function, *of_each):
   """Calls a function; in replicas of a strategy once, as they share state.
 
   Args:
-    function: The function; of replicas, that of the first one.
-    *of_each: Values, of which it gets lists with those of all replicas.
+    function: The function. Replicas run that of the first replica.
+    *of_each: Values. The function gets, for each of them, the list of the
+      values in all replicas.
 
   Returns:
     Its result, in all replicas.

@@ -32,7 +32,6 @@ keras.saving.register_keras_serializable("wrapopt")(_decays.PowerDecay)
 keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
 
-
 @keras.saving.register_keras_serializable("wrapopt")
 class MovingAverage(_averaging.AveragingOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
