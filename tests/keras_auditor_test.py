@@ -14,7 +14,8 @@ from auditor import Stack
 from auditor import WRAPPERS
 import pairwise
 import wrapopt.keras as wk
-from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
+from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
 
@@ -518,14 +519,16 @@ def test_the_auditor_finds(broken, error, monkeypatch):
 
 
 def test_the_auditor_finds_a_replica_that_differs(monkeypatch):
-  update_all = _plan.update_all
+  apply = _rules.apply
 
-  def differs(rows, decays):
-    update_all(rows, decays)
-    average = rows[0][-1][1]
-    average.assign(average + 1)
+  def differs(opt, cls, rule, grads, variables, rate, averages, *args,
+              **kwargs):
+    apply(opt, cls, rule, grads, variables, rate, averages, *args, **kwargs)
+    if _replicas.number() == 1:
+      average = _replicas.here(averages[0][-1])
+      average.assign(average + 1)
 
-  monkeypatch.setattr(_plan, "update_all", differs)
+  monkeypatch.setattr(_rules, "apply", differs)
   row = {**PLAIN, "train_step": "loop", "replicas": REPLICAS}
   with pytest.raises(Finding, match="average of .* of replica 1 is not that"):
     audit(row, None)

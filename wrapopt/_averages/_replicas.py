@@ -34,24 +34,23 @@ def have_copies():
       will_have_copies() and not tf.distribute.in_cross_replica_context())
 
 
-@ops.not_converted
-def merged(function, *of_each):
-  """Calls a function; in replicas of a strategy once, as they share state.
+def merged(function):
+  """Makes replicas of a strategy call a function once, as they share state.
 
   Args:
     function: The function. Replicas run that of the first replica.
-    *of_each: Values. The function gets, for each of them, the list of the
-      values in all replicas.
 
   Returns:
-    Its result, in all replicas.
+    The function itself, if there are no replicas here. Else a function that all
+    replicas call: `function` gets the values of its arguments in all replicas,
+    and all get its result.
   """
   if not share_steps() or tf.distribute.in_cross_replica_context():
-    return function(*([x] for x in of_each))
-  return _interim.maybe_merge_call(
+    return function
+  return ops.not_converted(lambda *of_each: _interim.maybe_merge_call(
       lambda strategy, *values: function(*(
-          list(strategy.experimental_local_results(x)) for x in values)),
-      tf.distribute.get_strategy(), *of_each)
+          x for v in values for x in strategy.experimental_local_results(v))),
+      tf.distribute.get_strategy(), *of_each))
 
 
 def is_shared(variable):

@@ -214,7 +214,7 @@ def apply_gradients(opt, rule, step):
     decays = averages.schedule.now(step.global_step) if averages else []
     return rule.scalars(opt), decays
 
-  def end(updates):
+  def end(*updates):
     updates = [op for op in updates if op is not None]
     if averages:
       with tf.control_dependencies(updates):
@@ -224,14 +224,14 @@ def apply_gradients(opt, rule, step):
     return _end(opt, step, variables, updates, scope)
 
   with tf.name_scope(step.name or opt._name) as scope:
-    scalars, decays = _replicas.merged(scalars_and_decays)
+    scalars, decays = _replicas.merged(scalars_and_decays)()
     with tf.control_dependencies(first):
       done = plan.run(
           update, grads, scalars, decays if shadows else [],
           step.accept, opt._use_locking,
           **({} if step.compensation is None else
              {"compensation": step.compensation.of(variables)}))
-    return _replicas.merged(end, done)
+    return _replicas.merged(end)(done)
 
 
 def _reduced(grads, variables, step):
@@ -305,7 +305,7 @@ def apply_schedule_free(opt, step):
     return scalars, points.schedule.motion(points.state.read_value(),
                                            scalars["lr"])
 
-  def end(updates):
+  def end(*updates):
     updates = [op for op in updates if op is not None]
     counted = []
     for state in _replicas.values(points.state):
@@ -314,7 +314,7 @@ def apply_schedule_free(opt, step):
     return _end(opt, step, variables, counted if updates else [], scope)
 
   with tf.name_scope(step.name or opt._name) as scope:
-    scalars, motion = _replicas.merged(scalars_and_motion)
+    scalars, motion = _replicas.merged(scalars_and_motion)()
     with tf.control_dependencies(first):
       done = plan.run(
           update, grads,
@@ -322,7 +322,7 @@ def apply_schedule_free(opt, step):
            "push": motion.push,
            "weight_decay_at_y": points.schedule.weight_decay_at_y},
           [], True, opt._use_locking)
-    return _replicas.merged(end, done)
+    return _replicas.merged(end)(done)
 
 
 @contextlib.contextmanager
@@ -402,7 +402,7 @@ def _update_of(opt, rule, variables, shadows, z=None):
                            else with_slots(opt, rule)):
       opt._create_slots(variables)
 
-  _replicas.merged(make_slots)
+  _replicas.merged(make_slots)()
   slots = {slot: [opt.get_slot(v, slot) for v in variables]
            for slot in rule.slots.values()}
   states = {"var": variables, **({} if z is None else {"z": z}),

@@ -347,7 +347,7 @@ def _after(applied, averages, update, counted_by=None):
     return _plan.joined(schedule.count([] if done is None else [done]))
 
   with tf.control_dependencies(first):
-    updated = _replicas.merged(update_and_count)
+    updated = _replicas.merged(update_and_count)()
   # An update that runs after the step stands for both.
   return updated if first and updated is not None else group(applied, updated)
 

@@ -53,7 +53,7 @@ def apply_schedule_free(opt, step):
   with tf.control_dependencies([] if tf.executing_eagerly() else
                                tf.nest.flatten([g for g, _ in pairs],
                                                expand_composites=True)):
-    begun, now = _replicas.merged(begin)
+    begun, now = _replicas.merged(begin)()
   with tf.control_dependencies([] if begun is None else [begun]), (
       _with_rate(opt, rate, now)):
     # y moves in all rows: the step of a sparse gradient is the dense one.
@@ -66,7 +66,7 @@ def apply_schedule_free(opt, step):
         replica.undo()
       raise
   with tf.control_dependencies([] if applied is None else [applied]):
-    return _replicas.merged(end)
+    return _replicas.merged(end)()
 
 
 class _Replica:

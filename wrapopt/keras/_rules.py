@@ -309,7 +309,7 @@ def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
     with plan.moving():
       cls._backend_update_step(opt, list(sparse.values()),
                                [variables[i] for i in of_keras], learning_rate)
-    _replicas.merged(lambda: plan.update(decays, of_keras))
+    _replicas.merged(lambda: plan.update(decays, of_keras))()
 
 
 def _reduced(opt, grads, values, but=()):

@@ -436,14 +436,14 @@ def _update_here(opt, cls, grads, variables, values, learning_rate, followers,
     first, *others = followers
     with steps.scalars(opt):
       averages = None if late is not None else _replicas.merged(
-          lambda: first._averages_of(step))
+          lambda: first._averages_of(step))()
     _rules.apply(opt, cls, rule, grads, variables, learning_rate,
                  *(averages or ((), ())),
                  rows_stay=not any(f.changes_weights for f in others),
                  sum_duplicates=sums, cache=cache, accept=steps.accept,
                  compensation=steps.compensation)
     if averages:
-      _replicas.merged(first._note_update)
+      _replicas.merged(first._note_update)()
       followers = others
   else:
     _plan.Plan(grads, values)
@@ -461,4 +461,4 @@ def _follow(followers, step, is_taken=True):
     for follower in followers:
       follower._follow(step)
 
-  _replicas.merged(lambda: where(is_taken, follow))
+  _replicas.merged(lambda: where(is_taken, follow))()

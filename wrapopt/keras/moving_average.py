@@ -433,7 +433,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
     # Averages must be there to begin. Those of all replicas are made together.
     if (_replicas.share_steps() and self.averages_batch_norm and
         not self._of_batch_norm):
-      _replicas.merged(self._statistics)
+      _replicas.merged(self._statistics)()
     self._statistics()
     super()._begin(keys)
 

@@ -269,7 +269,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     if rule is not None:
       _rules.apply_schedule_free(opt, rule, grads, variables, z, motion,
                                  self._schedule.weight_decay_at_y, step.cache)
-      _replicas.merged(lambda: self._note_step(state, motion))
+      _replicas.merged(lambda: self._note_step(state, motion))()
     else:
       self._take_around(step, opt, cls, grads, variables, z, motion)
     return True
@@ -308,7 +308,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
         x.assign(motion.state)
       self._mark_begun()
 
-    _replicas.merged(begin)
+    _replicas.merged(begin)()
     rate = tf.cast(motion.rate, keras.backend.floatx())
     seen = _steps.view(opt, {
         # Of which Keras's weight decay takes a part.
@@ -323,7 +323,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
           v.assign(y)
           z.assign(z_value)
       raise
-    _replicas.merged(end)
+    _replicas.merged(end)()
 
   def get_config(self) -> dict[str, Any]:
     config = super().get_config()
