@@ -1,4 +1,4 @@
-"""XLA programs for the CPU: an op is one in-place call of its CPU kernel."""
+"""XLA programs for the CPU: an op calls its CPU kernel, which works in place."""
 
 import re
 import sys
@@ -235,6 +235,31 @@ def test_a_train_step_has_one_call_for_all_its_kernels_and_copies_none():
              for shape, rest in copied), copied
   # And none of the averages is computed by XLA.
   assert hlo.count("fusion(") < 13 * 4
+
+
+def test_large_gradients_need_not_be_in_memory_at_once():
+  """A call has 1 MB of them, or one variable. Small variables share a call."""
+  shapes = [(512, 512), (2,), (512, 256), (512, 256), (512, 1024), (3,), (4,)]
+  values = [tf.Variable(tf.ones(shape)) for shape in shapes]
+  shadows = [tf.Variable(tf.zeros(shape)) for shape in shapes]
+
+  @jit
+  def step(x, decay):
+    ops.apply("GradientDescent", {"var": values}, [v * x for v in values],
+              {"lr": 1.0}, shadows=shadows, decay=decay)
+
+  inputs = tf.constant(2.0), tf.constant(0.5, tf.float64)
+  hlo = program(step, *inputs, stage="optimized_hlo")
+  assert calls(hlo) == ["wrapopt_apply"] * 4  # Of 1, 3, 1 and 2 variables.
+  assert sorted(
+      re.search(r"output_to_operand_aliasing=\{(.*?\)\})", line)[1].count("(")
+      for line in hlo.splitlines()
+      if 'custom_call_target="wrapopt_apply"' in line) == [2, 2, 4, 6]
+  step(*inputs)
+  with pytest.raises(tf.errors.InvalidArgumentError, match="decays"):
+    step(inputs[0], tf.constant(2.0, tf.float64))
+  for variables, want in (values, -1), (shadows, -0.5):
+    assert all(np.all(v.numpy() == want) for v in variables)
 
 
 def test_the_check_of_copies():

@@ -1,6 +1,7 @@
 // The CPU's kernels as functions that a program of XLA calls.
 //
-// An op is one call, even if it has hundreds of variables. XLA itself would
+// An op is one call for each MB of dense gradients, even if it has hundreds of
+// variables. XLA itself would
 // compile a loop for each variable and for each average.
 //
 // The operands of a call are the op's arrays, in the order below. The operands

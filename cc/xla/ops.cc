@@ -622,24 +622,49 @@ class ApplyXlaOp : public XlaOpKernel {
     xla::XlaBuilder* builder = ctx->builder();
     std::vector<XlaOp> scalars;
     TF_RETURN_IF_ERROR(ReadScalars(ctx, xla::F64, &scalars));
+    const XlaOp scalar_vector = Vector(builder, scalars);
     const int n = contract_.variables();
-    KernelCall call(variables);
-    call.Read(ctx->Input("accept"));
-    call.Read(ctx->Input("decays"));
-    call.Read(Vector(builder, scalars));
-    if (sparse_) call.Read(Counts(builder, indices));
-    for (const int state : states) call.Write(state, n);
-    call.Write(shadows, averages_.per_value() * n);
-    if (averages_.lazy()) call.Write(log_decays, averages_.per_value() * n);
-    for (const XlaOp grad : grads) call.Read(sparse_ ? Padded(grad) : grad);
-    for (const XlaOp of_variable : indices) call.Read(Padded(of_variable));
     const std::string rule = absl::StrCat("rule = ", Quoted(rule_.name));
-    return sparse_ ? call.Emit(builder, kSparseApplyCall,
-                               absl::StrCat("{", rule, ", names = ",
-                                            Names(*variables, states[0], n),
-                                            "}"))
-                   : call.Emit(builder, kApplyCall,
-                               absl::StrCat("{", rule, "}"));
+    for (int first = 0, end; first < n; first = end) {
+      end = sparse_ ? n : EndOfCall(*variables, states[0], first);
+      const int count = end - first;
+      KernelCall call(variables);
+      call.Read(ctx->Input("accept"));
+      call.Read(ctx->Input("decays"));
+      call.Read(scalar_vector);
+      if (sparse_) call.Read(Counts(builder, indices));
+      for (const int state : states) call.Write(state + first, count);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        call.Write(shadows + k * n + first, count);
+      }
+      if (averages_.lazy()) call.Write(log_decays, averages_.per_value() * n);
+      for (int i = first; i < end; ++i) {
+        call.Read(sparse_ ? Padded(grads[i]) : grads[i]);
+      }
+      for (const XlaOp of_variable : indices) call.Read(Padded(of_variable));
+      TF_RETURN_IF_ERROR(
+          sparse_ ? call.Emit(builder, kSparseApplyCall,
+                              absl::StrCat("{", rule, ", names = ",
+                                           Names(*variables, states[0], n),
+                                           "}"))
+                  : call.Emit(builder, kApplyCall,
+                              absl::StrCat("{", rule, "}")));
+    }
+    return absl::OkStatus();
+  }
+
+  // The end of the variables, from `first` on, that one call steps. Gradients of
+  // one call are in memory at once. If a program needs more than 32 MB, XLA gets
+  // them from the system in each step, which costs more than several calls.
+  int EndOfCall(const XlaVariables& variables, int values, int first) const {
+    int end = first;
+    int64_t bytes = 0;
+    do {
+      bytes += variables.shape(values + end).num_elements() *
+               tensorflow::DataTypeSize(contract_.dtype());
+      ++end;
+    } while (end < contract_.variables() && bytes < kBytesOfCall);
+    return end;
   }
 
   absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type,
@@ -667,6 +692,8 @@ class ApplyXlaOp : public XlaOpKernel {
     }
     return absl::OkStatus();
   }
+
+  static constexpr int64_t kBytesOfCall = 1 << 20;
 
   const RuleInfo& rule_;
   const bool sparse_;
