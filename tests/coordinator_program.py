@@ -296,14 +296,15 @@ def locked(strategy, coordinator):
 
 def traffic(strategy, coordinator):
   del coordinator
-  for n in 2, 20:
+  # The last are too large to be sent before a gate admits them.
+  for n, size in (2, 8), (20, 8), (3, 8192):
     for name, wrap in {
         "Keras": lambda opt: opt,
         "MovingAverage": lambda opt: wk.MovingAverage(opt, 0.5),
         "DropStaleGradient": lambda opt: wk.DropStaleGradient(opt, 3),
     }.items():
       made, opt = variables(strategy, lambda: wrap(K.Adam(0.5)),
-                            [np.ones(8)] * n)
+                            [np.ones(size)] * n)
 
       @tf.function
       def step():
@@ -353,6 +354,42 @@ def second_tries(strategy, coordinator):
   finally:
     _tokens._of_closure = of_closure
   yield "states", found
+
+
+def refused(strategy, coordinator):
+  """What steps that a gate refuses change."""
+  for name, policy in ("drop", "drop"), ("scale", "scale"), (
+      "GapAware", wrapopt.GapAware()):
+    with strategy.scope():
+      model = keras.Sequential([keras.Input([3]),
+                                keras.layers.BatchNormalization()])
+      gate = wk.DropStaleGradient(K.Adam(0.5), -1, policy=policy)
+      opt = gate if name == "GapAware" else wk.MovingAverage(
+          gate, wrapopt.PowerDecay(0.1), average_batch_norm=True,
+          update_every=2)
+      opt.build(model.trainable_variables)
+      if opt is not gate:
+        opt.set_model(model)
+
+    @tf.function
+    def step():
+      with gate.record_step():
+        gradients = [1 + v.value for v in model.trainable_variables]
+      opt.apply(gradients, model.trainable_variables)
+
+    state = lambda: [tf.convert_to_tensor(x).numpy().tolist()
+                     for x in opt.variables + model.variables
+                     if x is not gate._histogram
+                     and x is not gate._stale_counter]
+    before = state()
+    schedule(coordinator, step, 5)
+    with strategy.scope():
+      graph = step.get_concrete_function().graph
+    stats = gate.staleness_stats()
+    yield name, {
+        "same": state() == before, "dropped": int(stats.dropped),
+        "admitted": int(stats.admitted), "branches": sum(
+            op.type in ("If", "StatelessIf") for op in graph.get_operations())}
 
 
 # 4. Workers that are killed.

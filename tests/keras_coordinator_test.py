@@ -26,7 +26,8 @@ def found(*names):
     done = run_python(
         "-m", "coordinator_program",
         *(names or ("counts", "races", "several", "locked", "traffic",
-                    "second_tries", "v1", "compensation", "embeddings")),
+                    "second_tries", "refused", "v1", "compensation",
+                    "embeddings")),
         CUDA_VISIBLE_DEVICES="-1", no_grpc_proxy="localhost",
         TF_DUMP_GRAPH_PREFIX=folder, TF_DUMP_GRAPH_GROUPS="main",
         TF_DUMP_GRAPH_NAME_FILTER="locked_step")
@@ -112,7 +113,7 @@ def test_functions_of_several_steps_do_not_wait_for_themselves():
 def test_what_a_step_sends():
   traffic = found()["traffic"]
   applied = {f"Wrapopt>ApplyAdam on ps:{i}": 1 for i in range(2)}
-  for n in 2, 20:
+  for n in 2, 20, 3:
     keras, average, gate = [
         traffic[f"{name} {n}"]
         for name in ("Keras", "MovingAverage", "DropStaleGradient")]
@@ -129,9 +130,15 @@ def test_what_a_step_sends():
     assert sent <= keras["tensors"] + keras["controls"]
     if n == 20:
       assert sent <= 2 * n + 6 < keras["tensors"] + keras["controls"] - n / 2
-    # Outside of the branch that takes the step, the weights and the token, but
-    # no gradient.
-    assert gate["tensors"] <= n + 3
+    if n == 3:
+      # Outside of the branch that takes the step, the weights and the token,
+      # but no gradient.
+      assert gate["tensors"] <= n + 3
+    else:
+      # Small gradients do not wait for an answer. The record of the step is
+      # waited for by the worker and by the other server.
+      assert gate["tensors"] == average["tensors"]
+      assert gate["controls"] <= average["controls"] + 2
 
 
 def held(graph):
@@ -190,6 +197,14 @@ def test_a_second_try_changes_nothing():
   # gamma and beta, and the averages, which move in steps 2 and 4. The moving
   # statistics count the tries before.
   assert [x[0] for x in states[-1]] == [-3, -4, -1.5, -2.5, 3.5, 4.5]
+
+
+def test_a_step_that_is_refused_changes_nothing():
+  cases = found()["refused"]
+  assert len(cases) == 3
+  for name, got in cases.items():
+    assert got == {"same": True, "dropped": 5, "admitted": 0,
+                   "branches": 0}, name
 
 
 def test_gradients_of_old_weights_are_compensated():

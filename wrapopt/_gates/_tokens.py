@@ -5,6 +5,7 @@ have completed it just before. All tries have the same token, so that the second
 one counts nothing: see `wrapopt.ops.staleness_gate`.
 """
 
+import itertools
 import secrets
 import sys
 import threading
@@ -21,8 +22,9 @@ NONE = -1
 # Each function has so many tokens.
 _IN_FUNCTION = 1 << 10
 # The first of them is told by its digits. While a worker is stopped, a tensor
-# that it has to be sent lets all others wait: these it soon has.
-_BASE, _DIGITS = 16, 13
+# that it has to be sent lets all others wait: these it soon has. Each digit is
+# one more argument of the function, so few are better.
+_BASE, _DIGITS = 32, 7
 # {graph of a function: how many it has taken}.
 _taken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
@@ -87,11 +89,18 @@ def _of_closure():
     if frame.f_code is _EXECUTE:
       closure = frame.f_locals["self"]
       # One that schedules a Python function may call others many times.
-      return (vars(closure).setdefault(
-          "_wrapopt_token", secrets.randbelow(_BASE**_DIGITS))
+      return (vars(closure).setdefault("_wrapopt_token", _next_number())
               if hasattr(closure, "_concrete_function") else NONE)
     frame = frame.f_back
   return NONE
 
 
+def _next_number():
+  """A number that no other of the next _BASE**_DIGITS calls returns."""
+  # An odd factor changes all digits, so that a worker soon has been sent each.
+  return next(_counted) * _FACTOR % _BASE**_DIGITS
+
+
+_FACTOR = 0x9e3779b97f4a7c15
+_counted = itertools.count(secrets.randbelow(_BASE**_DIGITS))
 _EXECUTE = cluster_coordinator.Closure.execute_on.__code__

@@ -40,6 +40,10 @@ def add_arguments(parser):
   parser.add_argument(
       "--cluster", action="store_true",
       help="instead, steps of Keras that a coordinator schedules")
+  parser.add_argument(
+      "--workers", nargs="+", type=int, metavar="N",
+      help="with --cluster: instead of the sets, three kinds of steps of N "
+      "workers that race, for each N")
 
 
 def run(options):

@@ -9,6 +9,7 @@ of its changes are made. A gate may also refuse it.
 """
 
 import contextlib
+import math
 import operator
 import threading
 import typing
@@ -90,6 +91,10 @@ for _name in ("neg", "abs"):
           lambda self, f=getattr(operator, _name): f(self.value))
 
 
+# Gradients of so many bytes are sent as fast as a question about them.
+_SMALL = 1 << 16
+
+
 class _Asked:
   """A step that has asked for admission.
 
@@ -98,8 +103,11 @@ class _Asked:
   """
 
   def __init__(self, iterations, admitted, pairs, gate, is_one_op):
-    # Without a gate only the second try of a step is refused.
-    only_op = gate is None and is_one_op
+    # Without a gate only the second try of a step is refused. Small gradients
+    # need not wait on the worker for the answer of a gate.
+    only_op = is_one_op and (gate is None or (
+        not tf.executing_eagerly() and _replicas.is_shared(iterations) and
+        _bytes(g for g, _ in pairs) <= _SMALL))
     self.accept = True if only_op else admitted.accept
     self._iterations, self._pairs = iterations, pairs
     self._locks = gate is not None and not is_one_op
@@ -193,6 +201,7 @@ class Steps:
           grads, ready = _at_servers(grads, variables, iterations)
         else:
           ready = _records.when_ready([g for g in grads if g is not None])
+          token, ready = _records.after(ready, token)
       first, asked = [*ready, *checks], None
       try:
         with (_step_lock.held(iterations, first=first) if locks_first else
@@ -269,6 +278,14 @@ class Steps:
 def _iterations(opt):
   """The tf.Variable that counts the steps of an optimizer."""
   return _rules.value(vars(opt)["_iterations"])
+
+
+def _bytes(grads):
+  """The bytes of gradients, infinity if unknown."""
+  return sum(
+      t.dtype.size * (math.inf if t.shape.num_elements() is None
+                      else t.shape.num_elements())
+      for t in (_records.tensor_of(g) for g in grads if g is not None))
 
 
 def _at_servers(grads, variables, iterations):
