@@ -25,7 +25,7 @@ from wrapopt._loader import ops as _raw
 
 EagerTensor = tf_ops.EagerTensor
 
-# What MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy have.
+# Of MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy.
 _WITH_COPIES = (mirrored_strategy.MirroredExtended,
                 one_device_strategy.OneDeviceExtended)
 

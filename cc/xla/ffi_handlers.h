@@ -1,8 +1,8 @@
 // The CPU's kernels as functions that a program of XLA calls.
 //
 // An op is one call for each MB of dense gradients, even if it has hundreds of
-// variables. XLA itself would
-// compile a loop for each variable and for each average.
+// variables. XLA itself would compile a loop for each variable and for each
+// average.
 //
 // The operands of a call are the op's arrays, in the order below. The operands
 // that the call writes are also its results: both have the same buffer.

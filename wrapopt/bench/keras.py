@@ -1,17 +1,28 @@
-"""A step of training in Keras, with and without an average of the weights.
+"""Steps of `fit` in Keras, with and without averages of the weights.
 
-Compares, in `tf.function`s with and without `jit_compile`,
+Compares
 
   plain           Keras's optimizer
   use_ema         the same optimizer with Keras's own averages, `use_ema=True`
-  wrapopt         `wrapopt.keras.MovingAverage` around the optimizer
-  wrapopt, K = 0  the op of wrapopt's step, without an average
+  wrapopt, K = 1  `wrapopt.keras.MovingAverage` around the optimizer
+  wrapopt, K = 3  the same with three decays
 
-on the whole step of `model.fit`: forward, backward, update. Next to its time,
-the table has the number of ops in the graph of the step, including those of
-called functions, and the seconds until the first step has ended, including
-tracing and compilation. All contenders get the same batch, and are checked to
-train alike.
+in these modes, each in a process of its own:
+
+  cpu       what Keras does by default on a machine that has only CPUs: no
+            `jit_compile`
+  mirrored  what it does by default under a strategy: the same, in a
+            `MirroredStrategy` of two devices, both the CPU
+  jit       `jit_compile=True` on a CPU
+  hlo       the same in plain HLO: the program that wrapopt gives to a GPU or
+            TPU, where `jit_compile` is Keras's default, but run on a CPU
+
+A step is a call of the function that `fit` calls for each batch, with an
+iterator like `fit`'s: it takes a batch from the dataset, and does the forward
+pass, the backward pass, the update and the metrics. Calls of `fit` itself would
+add its start and end, which are no part of a step. All contenders get the same
+batch, and are checked to train alike. "First step" is the seconds until it has
+ended, including tracing and compilation.
 
 Then the time to put averages in place of the weights and back, with
 `averaged_weights` and with Keras's `SwapEMAWeights`.
@@ -20,7 +31,11 @@ With --optimizers, only the step of some optimizers with given gradients, beside
 each other: Schedule-Free learning, and what it replaces.
 """
 
+from concurrent import futures
+import functools
 import gc
+import multiprocessing
+import os
 import statistics
 import time
 
@@ -30,15 +45,36 @@ import tensorflow as tf
 
 from wrapopt.bench import harness
 from wrapopt.bench import keras_optimizers
+from wrapopt.bench import tables
 
-_DECAY = 0.99
-_PLAIN, _USE_EMA, _WRAPOPT, _WITHOUT = CONTENDERS = (
-    "plain", "use_ema", "wrapopt", "wrapopt, K = 0")
-_MODES = {"function": False, "jit": True}
+_PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
+    "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
+_DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999]}
+_MIRRORED, _JIT, _HLO = "mirrored", "jit", "hlo"
+MODES = ("cpu", _MIRRORED, _JIT, _HLO)
 
 
-def _mlp(layers, width):
-  return [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
+def _mlp(layers, width, x):
+  for _ in range(layers):
+    x = keras.layers.Dense(width, activation="relu")(x)
+  return x
+
+
+def _embedding(rows, width, x):
+  return keras.layers.Embedding(rows, width)(x)
+
+
+def _transformer(blocks, width, words, x):
+  layers = keras.layers
+  x = layers.Embedding(words, width)(x)
+  for _ in range(blocks):
+    y = layers.LayerNormalization()(x)
+    x += layers.MultiHeadAttention(width // 64, 64, use_bias=False)(
+        y, y, use_causal_mask=True)
+    y = layers.LayerNormalization()(x)
+    y = layers.Dense(4 * width, activation="gelu")(y)
+    x += layers.Dense(width)(y)
+  return layers.Dense(words, "softmax")(layers.LayerNormalization()(x))
 
 
 def _dense(batch, width):
@@ -52,20 +88,33 @@ def _ids(batch, rows, width):
           np.float32(rng.normal(size=(batch, width))))
 
 
-# {name: (layers, inputs and targets, optimizer)}, each a function. The
-# arguments of the optimizer's function enable Keras's averages.
-MODELS = {
-    "mlp 8x1024, Adam": (
-        lambda: _mlp(8, 1024), lambda: _dense(64, 1024),
-        lambda **kwargs: keras.optimizers.Adam(1e-3, **kwargs)),
-    "100 layers of 32, Adam": (
-        lambda: _mlp(100, 32), lambda: _dense(64, 32),
-        lambda **kwargs: keras.optimizers.Adam(1e-3, **kwargs)),
-    "embedding 200k x 64, SGD": (
-        lambda: [keras.layers.Embedding(200_000, 64)],
-        lambda: _ids(256, 200_000, 64),
-        lambda **kwargs: keras.optimizers.SGD(1e-2, **kwargs)),
+def _text(batch, length, words):
+  ids = np.random.default_rng(0).integers(words, size=(batch, length + 1))
+  return ids[:, :-1], ids[:, 1:]  # The next word.
+
+
+_call = functools.partial
+_OPTIMIZERS = {
+    "Adam": _call(keras.optimizers.Adam, 1e-3),
+    "SGD": _call(keras.optimizers.SGD, 1e-2),
+    "AdamW": _call(keras.optimizers.AdamW, 1e-3),
+    "Lion": _call(keras.optimizers.Lion, 1e-4),
 }
+# {name: (function of the inputs, which returns the outputs; function that
+# returns inputs and targets; loss; function of Keras's `use_ema` arguments,
+# which makes the optimizer)}. Another process gets them, so none is a lambda.
+MODELS = {
+    f"{name}, {optimizer}": (*model, _OPTIMIZERS[optimizer])
+    for name, optimizers, *model in (
+        *((f"{layers} layers of {width}", ("Adam", "SGD"),
+           _call(_mlp, layers, width), _call(_dense, 64, width), "mse")
+          for layers, width in ((100, 32), (40, 256), (8, 1024))),
+        ("embedding of 200k x 64", ("SGD",), _call(_embedding, 200_000, 64),
+         _call(_ids, 256, 200_000, 64), "mse"),
+        ("transformer, 6 blocks of 256", ("AdamW", "Lion"),
+         _call(_transformer, 6, 256, 1000), _call(_text, 2, 64, 1000),
+         "sparse_categorical_crossentropy"))
+    for optimizer in optimizers}
 _SWAP = "swap"
 _SWAP_LAYERS, _SWAP_WIDTH = 25, 1024  # 100 MB and the biases.
 
@@ -76,6 +125,9 @@ def add_arguments(parser):
       default=[*MODELS, _SWAP],
       help="which, of " + ", ".join(f"'{name}'" for name in [*MODELS, _SWAP]) +
       "; default all")
+  parser.add_argument(
+      "--modes", nargs="+", choices=MODES, metavar="MODE", default=MODES,
+      help=f"of {', '.join(MODES)}; default all")
   keras_optimizers.add_arguments(parser)
   parser.add_argument(
       "--quick", action="store_true",
@@ -88,24 +140,49 @@ def run(options):
   if options.optimizers is not None:
     return keras_optimizers.run(options)
   n_rounds = harness.rounds(options)
+  say = harness.progress("keras")
   results = []
-  for name in options.models:
-    if name == _SWAP:
-      results += measure_swap(_SWAP_LAYERS, _SWAP_WIDTH, n_rounds)
-    else:
-      results += measure(name, *MODELS[name], n_rounds)
-    keras.utils.clear_session()  # Free the memory for the next model.
-    gc.collect()
+  for mode in options.modes:
+    with futures.ProcessPoolExecutor(
+        1, multiprocessing.get_context("spawn"), _set_up, (mode,)) as process:
+      for name in options.models:
+        if name != _SWAP:
+          results += process.submit(measure, mode, name, *MODELS[name],
+                                    n_rounds).result()
+  if results:
+    print(f"\n{tables.keras_steps(results)}")
+  if _SWAP in options.models:
+    results += measure_swap(_SWAP_LAYERS, _SWAP_WIDTH, n_rounds)
+  say("done")
   return results
 
 
-def measure(name, layers, data, optimizer, n_rounds):
+def _set_up(mode):
+  """Prepares a process for a mode, before TensorFlow starts."""
+  os.environ["WRAPOPT_XLA_ON_CPU"] = "hlo" if mode == _HLO else "call"
+  tf.config.set_visible_devices([], "GPU")
+  tf.get_logger().setLevel("ERROR")  # A train function a model is no retracing.
+  if mode == _MIRRORED:
+    tf.config.set_logical_device_configuration(
+        tf.config.list_physical_devices("CPU")[0],
+        [tf.config.LogicalDeviceConfiguration()] * 2)
+
+
+@functools.cache  # The collectives of two strategies in a process would mix.
+def _strategy(mode):
+  return (tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+          if mode == _MIRRORED else tf.distribute.get_strategy())
+
+
+def measure(mode, name, layers, data, loss, optimizer, n_rounds):
   """Compares all contenders on one model and prints a table.
 
   Args:
+    mode: One of MODES, for which `_set_up` has prepared this process.
     name: The name of the model in the table.
-    layers: A function that makes the model's layers.
+    layers: A function of the inputs that returns the outputs.
     data: A function that returns a batch: inputs and targets.
+    loss: The name of the loss.
     optimizer: A function of Keras's `use_ema` arguments that makes the
       optimizer.
     n_rounds: The number of turns of each contender.
@@ -113,120 +190,92 @@ def measure(name, layers, data, optimizer, n_rounds):
   Returns:
     A list of dicts, one for each row of the table.
   """
-  batch = tuple(map(tf.constant, data()))
+  batch = data()
   steps, models, first_seconds = {}, {}, {}
-  for mode, jit in _MODES.items():
-    for contender in CONTENDERS:
-      key = mode, contender
-      models[key] = model = _compiled(contender, layers, batch, optimizer,
-                                      jit)
-      steps[key], first_seconds[key] = _first_step(model, batch)
+  for contender in CONTENDERS:
+    with _strategy(mode).scope():
+      models[contender] = model = _compiled(
+          contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO))
+    steps[contender], first_seconds[contender] = _first_step(model, batch)
   _check_same_training(models, steps)
-  ops = {key: count_ops(model.train_function_of_bench, batch)
-         for key, model in models.items()}
-  seconds = harness.alternate(steps, n_rounds, name)
-  results = []
-  for (mode, contender), times in seconds.items():
-    key = mode, contender
-    results.append({
-        "model": name,
-        "mode": mode,
-        "contender": contender,
-        "milliseconds": 1e3 * statistics.median(times),
-        "spread": harness.spread(times),
-        "x_plain": 1 / harness.speedup(times, seconds[mode, _PLAIN]),
-        "ops": ops[key],
-        "first_step_seconds": first_seconds[key],
-        "rounds": n_rounds,
-    })
-  count = sum(v.shape.num_elements()
-              for v in models[key].trainable_variables)
-  print(f"\n{name}: {len(models[key].trainable_variables)} variables, "
-        f"{count:,} numbers")
+  seconds = harness.alternate(steps, n_rounds, f"{mode}, {name}")
+  results = [{
+      "model": name,
+      "mode": mode,
+      "contender": contender,
+      "milliseconds": 1e3 * statistics.median(times),
+      "spread": harness.spread(times),
+      "x_plain": 1 / harness.speedup(times, seconds[_PLAIN]),
+      "first_step_seconds": first_seconds[contender],
+      "rounds": n_rounds,
+  } for contender, times in seconds.items()]
+  print(f"\n{mode}, {name}: {len(model.trainable_variables)} variables, "
+        f"{model.count_params():,} numbers, replicas: "
+        f"{model.distribute_strategy.num_replicas_in_sync}")
   print(harness.table(
-      ("", "ms", "+-", "x plain", "ops", "first step s"),
-      [(f"{r['mode']}, {r['contender']}", f"{r['milliseconds']:.3f}",
-        f"{r['spread']:.0%}", f"{r['x_plain']:.3f}", f"{r['ops']}",
-        f"{r['first_step_seconds']:.2f}") for r in results]), flush=True)
+      ("", "ms", "+-", "x plain", "first step s"),
+      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
+        f"{r['x_plain']:.3f}", f"{r['first_step_seconds']:.2f}")
+       for r in results]), flush=True)
+  keras.utils.clear_session()  # Free the memory for the next model.
+  gc.collect()
   return results
 
 
-def _compiled(contender, layers, batch, optimizer, jit):
+def _compiled(contender, layers, batch, loss, optimizer, jit):
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
 
-  opt = optimizer(**({"use_ema": True, "ema_momentum": _DECAY}
-                     if contender == _USE_EMA else {}))
-  if contender == _WRAPOPT:
-    opt = wrapopt.keras.MovingAverage(opt, _DECAY)
-  elif contender == _WITHOUT:
-    opt = _without_average(opt)
+  decays = _DECAYS.get(contender)
+  if contender == _USE_EMA:
+    opt = optimizer(use_ema=True, ema_momentum=decays[0])
+  else:
+    opt = optimizer()
+    if decays:
+      opt = wrapopt.keras.MovingAverage(opt, decays)
   keras.utils.set_random_seed(0)
   inputs = keras.Input(batch[0].shape[1:], dtype=batch[0].dtype.name)
-  outputs = inputs
-  for layer in layers():
-    outputs = layer(outputs)
-  model = keras.Model(inputs, outputs)
-  model.compile(opt, "mse", jit_compile=jit)
+  model = keras.Model(inputs, layers(inputs))
+  model.compile(opt, loss, jit_compile=jit)
   opt.build(model.trainable_variables)
   return model
 
 
-def _without_average(opt):
-  """The optimizer with wrapopt's op for its step, which nothing follows."""
-  # pylint: disable=g-import-not-at-top
-  from wrapopt.keras import _steps
-
-  class Nothing(_steps.Follower):
-
-    def _follow(self, step):
-      del step
-
-  return _steps.followed(opt, [Nothing()])
-
-
 def _first_step(model, batch):
   """A function that takes a step of `fit`, and the seconds of the first."""
-  start = time.perf_counter()
-  # The function that `fit` calls, without an iterator.
-  function = tf.function(model.train_step, jit_compile=model.jit_compile,
-                         reduce_retracing=True)
-  model.train_function_of_bench = function
+  data = tf.data.Dataset.from_tensors(batch).repeat()
+  # As `fit` does; without a strategy it is the dataset itself.
+  iterator = iter(
+      model.distribute_strategy.experimental_distribute_dataset(data))
+  model.make_train_function()
 
   def step():
-    function(batch)
+    model.train_function(iterator)
 
+  start = time.perf_counter()
   step()
   return step, time.perf_counter() - start
-
-
-def count_ops(function, *arguments):
-  """The number of ops in the graphs of a function and of called functions."""
-  graph = function.get_concrete_function(*arguments).graph.as_graph_def()
-  return len(graph.node) + sum(
-      len(f.node_def) for f in graph.library.function)
 
 
 def _check_same_training(models, steps):
   """Raises an error unless weights and averages of all contenders agree."""
   first = None
-  for (mode, contender), model in models.items():
-    steps[mode, contender]()
+  for contender, model in models.items():
+    steps[contender]()
     opt, values = model.optimizer, model.trainable_variables
     weights = _numbers(values)
     first = weights if first is None else first
     if not np.allclose(weights, first, rtol=0, atol=2e-3):
-      raise AssertionError(f"{mode}, {contender}: the weights are off by "
+      raise AssertionError(f"{contender}: the weights are off by "
                            f"{np.abs(weights - first).max():.3g}.")
-    if contender in (_USE_EMA, _WRAPOPT):
+    for decay in _DECAYS.get(contender, ()):
       averages = _numbers(opt._model_variables_moving_average
-                         if contender == _USE_EMA else
-                         [opt.average(v) for v in values])
+                          if contender == _USE_EMA else
+                          [opt.average(v, decay) for v in values])
       if np.array_equal(averages, weights):
-        raise AssertionError(f"{mode}, {contender}: the averages are the "
-                             "weights.")
+        raise AssertionError(f"{contender}: the averages are the weights.")
       if not np.allclose(averages, weights, rtol=0, atol=1e-2):
-        raise AssertionError(f"{mode}, {contender}: the averages are off by "
+        raise AssertionError(f"{contender}: the averages are off by "
                              f"{np.abs(averages - weights).max():.3g}.")
 
 
@@ -236,12 +285,10 @@ def _numbers(values):
 
 def measure_swap(layers, width, n_rounds):
   """Compares putting averages in place and back; as `measure`."""
-  # pylint: disable=g-import-not-at-top
-  batch = tuple(map(tf.constant, _dense(1, width)))
-  make = lambda **kwargs: keras.optimizers.SGD(1e-2, **kwargs)
+  batch = _dense(1, width)
   models = {contender: _compiled(
-      contender, lambda: _mlp(layers, width), batch, make, False)
-            for contender in (_USE_EMA, _WRAPOPT)}
+      contender, _call(_mlp, layers, width), batch, "mse", _OPTIMIZERS["SGD"],
+      False) for contender in (_USE_EMA, _ONE)}
   for model in models.values():
     _first_step(model, batch)
   swap = keras.callbacks.SwapEMAWeights()
@@ -252,14 +299,14 @@ def measure_swap(layers, width, n_rounds):
     swap._swap_variables()
 
   def by_exchange():
-    with models[_WRAPOPT].optimizer.averaged_weights():
+    with models[_ONE].optimizer.averaged_weights():
       pass
 
   contenders = {"SwapEMAWeights": by_callback,
                 "averaged_weights": by_exchange}
   seconds = harness.alternate(contenders, n_rounds, _SWAP)
   megabytes = 4e-6 * sum(v.shape.num_elements()
-                         for v in models[_WRAPOPT].trainable_variables)
+                         for v in models[_ONE].trainable_variables)
   results = [{
       "model": _SWAP,
       "contender": contender,

@@ -33,15 +33,12 @@ _SETS = {"2x4096x4096": "2 x 4096 x 4096", "resnet50": "ResNet-50 (161)",
 _IN_CACHES = ("400x256",)  # Whose streaming limit is not that of the memory.
 _MODES = {"session": "session", "function": "`tf.function`", "keras": "Keras",
           "keras-jit": "Keras, jit"}
-_MODELS = {"mlp 8x1024, Adam": "8 layers of 1024, Adam",
-           "embedding 200k x 64, SGD": "embedding of 200k x 64, SGD"}
 _MACHINES = ("quiet", "busy", "unknown")  # Older runs have not recorded it.
 # The steps in the README.
-_CHOSEN = (("2x4096x4096", "SGD"), ("2x4096x4096", "Adam"),
-           ("resnet50", "Momentum"), ("resnet50", "Adam"),
-           ("400x256", "Momentum"), ("bert-base", "Adam"))
-_CHOSEN_IN_KERAS = (("mlp 8x1024", "8 layers of 1024", "Adam"),
-                    ("100 layers of 32", "100 layers of 32", "Adam"))
+_CHOSEN = (("2x4096x4096", "SGD"), ("resnet50", "Momentum"),
+           ("bert-base", "Adam"))
+_CHOSEN_IN_KERAS = (("100 layers of 32", "Adam"), ("8 layers of 1024", "SGD"),
+                    ("transformer, 6 blocks of 256", "AdamW"))
 
 
 def add_arguments(parser):
@@ -229,18 +226,22 @@ def _step_train(results):
 def _costs(steps, of_bert, in_keras):
   found = _by(steps + of_bert, "mode", "set", "optimizer", "contender")
   rows = [
-      [_SETS[name], optimizer, *(
+      [f"session: {_SETS[name]}", optimizer, *(
           _cell(found.get(("v1 session", name, optimizer, contender)),
                 "x_stock", _ratio)
-          for contender in ("wrapopt K=1", "stock + EMA"))]
+          for contender in ("wrapopt K=1", "stock + EMA")), "", "", "", ""]
       for name, optimizer in _CHOSEN]
   found = _by(in_keras, "model", "mode", "contender")
   rows += [
-      [f"Keras: {model}", optimizer, *(
-          _cell(found.get((f"{name}, {optimizer}", "function", contender)),
-                "x_plain", _ratio) for contender in ("wrapopt", "use_ema"))]
-      for name, model, optimizer in _CHOSEN_IN_KERAS]
-  return _table(["variables", "optimizer", "wrapopt", "stock average"], rows)
+      [f"`fit`: {model}", optimizer, *(
+          _cell(found.get((f"{model}, {optimizer}", mode, contender)),
+                "x_plain", _ratio) for mode in ("cpu", "mirrored", "hlo")
+          for contender in ("wrapopt, K = 1", "use_ema"))]
+      for model, optimizer in _CHOSEN_IN_KERAS]
+  return _table(["step", "optimizer", *(
+      f"{machine}: {contender}"
+      for machine in ("CPU", "strategy", "GPU program")
+      for contender in ("wrapopt", "stock"))], rows)
 
 
 def _of_sets(results, columns):
@@ -273,6 +274,21 @@ def _gate_cluster(results):
       ("wrapopt, ungated, x Keras", "ungated", "of_keras", _ratio),
       ("admitted, x Keras", "gated, admitted", "of_keras", _ratio),
       ("dropped, x Keras", "gated, dropped", "of_keras", _ratio)])
+
+
+def _gate_workers(results):
+  found = _by(results, "kind", "workers", "contender")
+  rows = []
+  for kind, workers in _firsts(results, "kind", "workers"):
+    of = lambda contender, key, form: _cell(
+        found.get((kind, workers, contender)), key, form)
+    rows.append([
+        kind, str(workers), of("Keras's Adam", "steps_per_second", _time),
+        of("MovingAverage", "of_keras", _ratio),
+        of("DropStaleGradient", "of_keras", _ratio)])
+  return _table(
+      ["step", "workers", "Keras's Adam, steps a second",
+       "`MovingAverage`, x Keras", "`DropStaleGradient`, x Keras"], rows)
 
 
 def _growth(results):
@@ -342,36 +358,23 @@ def _average_steps(results):
        "`ElasticAverage`, ms more", "calls"], rows)
 
 
-def _keras(results):
+def keras_steps(results):
+  """Of each mode, the time of plain Keras and the ratios of the others."""
   found = _by(results, "model", "mode", "contender")
-  names = ("plain", "use_ema", "wrapopt")
+  modes = {"cpu": "CPU", "mirrored": "`MirroredStrategy`",
+           "jit": "`jit_compile`", "hlo": "plain HLO"}
+  others = "use_ema", "wrapopt, K = 1", "wrapopt, K = 3"
   rows = []
-  for model, mode in _firsts(results, "model", "mode"):
-    if mode:
+  for (model,) in _firsts([r for r in results if "mode" in r], "model"):
+    row = [model]
+    for mode in modes:
       of = lambda contender, key, form: _cell(
           found.get((model, mode, contender)), key, form)
-      rows.append([
-          _MODELS.get(model, model), {"function": "off", "jit": "on"}[mode],
-          of("plain", "milliseconds", _time), of("use_ema", "x_plain", _ratio),
-          of("wrapopt, K = 0", "x_plain", _ratio),
-          of("wrapopt", "x_plain", _ratio),
-          ", ".join(filter(None, (of(name, "ops", "{:d}".format)
-                                  for name in names))),
-          ", ".join(filter(None, (of(name, "first_step_seconds",
-                                     "{:.1f}".format) for name in names)))])
-  return _table(
-      ["model", "`jit_compile`", "plain, ms", "`use_ema`, x plain",
-       "wrapopt, no average, x plain", "wrapopt, x plain",
-       "ops in the graph, of plain, `use_ema` and wrapopt",
-       "first step of each, s"], rows)
-
-
-def _keras_hlo(results):
-  return _table(
-      ["model", "wrapopt, x plain"],
-      [[_MODELS.get(r["model"], r["model"]),
-        _cell(r, "x_plain", _ratio)] for r in results
-       if (r.get("mode"), r["contender"]) == ("jit", "wrapopt")])
+      row += [of("plain", "milliseconds", _time), ", ".join(filter(
+          None, (of(contender, "x_plain", _ratio) for contender in others)))]
+    rows.append(row)
+  return _table(["model", *(f"{mode}: {figure}" for mode in modes.values()
+                            for figure in ("plain, ms", "x plain"))], rows)
 
 
 def _keras_swap(results):
@@ -482,12 +485,12 @@ BLOCKS = {
     "step-train": ("step", _step_train),
     "gate": ("gate", _gate),
     "gate-cluster": ("gate-cluster", _gate_cluster),
+    "gate-workers": ("gate-workers", _gate_workers),
     "growth": ("growth", _growth),
     "average": ("average", _average),
     "average-rounds": ("average", _average_rounds),
     "average-steps": ("average", _average_steps),
-    "keras": ("keras", _keras),
-    "keras-hlo": ("keras-hlo", _keras_hlo),
+    "keras": ("keras", keras_steps),
     "keras-optimizers": ("keras-optimizers", _keras_optimizers),
     "keras-swap": ("keras", _keras_swap),
     "merge": ("merge", _merge),
