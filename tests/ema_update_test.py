@@ -22,6 +22,7 @@ from modes import put_into_copy_on_read_mode
 from modes import refused
 from modes import tf1
 from processes import run_python
+from training import type_of
 from wrapopt import _native
 from wrapopt._loader import ops as raw
 from wrapopt.ops import ema_update
@@ -312,11 +313,13 @@ def test_one_op_serves_all_variables(mode, variables, averages):
     before = len(op_types(mode.graph))
     op = ema_update(rows, values, [0.5] * averages)
     added[count] = op_types(mode.graph)[before:]
-    assert op.type == name
+    assert type_of(op) == name
     assert op.get_attr("N") == count
     assert op.get_attr("NK") == count * averages
-  # The op and its decays, and nothing for each variable.
-  assert added[variables] == added[1] == ["Const", name]
+  # The op, its decays and the pack of handles, and nothing for each variable.
+  types = ["Const", *({"ref-graph": ["Wrapopt>EmaUpdateRef"]}.get(
+      mode.name, ["Wrapopt>BundleByName", "Wrapopt>EmaUpdateBundle"]))]
+  assert added[variables] == added[1] == types
   mode.session.run(tf1.global_variables_initializer())
   mode.session.run(op)
   assert [x.tolist() for row in rows for x in mode.values(row)] == (

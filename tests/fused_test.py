@@ -22,6 +22,7 @@ from training import graph_of
 from training import ops_of_type
 from training import session_of
 from training import train
+from training import type_of
 
 tf1 = tf.compat.v1
 v1 = tf.compat.v1.train
@@ -321,7 +322,7 @@ def test_one_op_per_device_and_dtype_and_kind_in_a_graph():
     with tf.device("/cpu:1"):
       train_op = opt.apply_gradients(pairs)
     assert expected == collections.Counter(
-        (op.type, op.device, op.get_attr("T"), op.get_attr("N"),
+        (type_of(op), op.device, op.get_attr("T"), op.get_attr("N"),
          op.get_attr("NK"))
         for op in ancestors(train_op) if apply_ops([op.type]))
     with tf1.Session(config=tf1.ConfigProto(

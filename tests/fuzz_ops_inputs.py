@@ -163,7 +163,8 @@ class _Maker:
   def _attrs(self):
     rng, attrs = self.rng, self.case.attrs
     by_name = {a.name: a for a in self.op.attr}
-    self.n = n = int(rng.integers(1, 4)) if "N" in by_name else 1
+    self.n = n = (int(rng.integers(1, 4))
+                  if {"N", "shared_names"} & by_name.keys() else 1)
     self.k = int(rng.integers(0, 3))
     if "NK" in by_name:
       self.k = max(self.k, by_name["NK"].minimum)
@@ -179,6 +180,10 @@ class _Maker:
         attrs[attr.name] = f"fuzz {self.case.seed}"
       elif attr.name == "worker":
         attrs[attr.name] = self._pick(["", "w0"])
+      elif attr.name == "shared_names":
+        attrs.update(containers=[""] * n, dtypes=[FLOAT] * n,
+                     shapes=[[i] for i in range(n)],
+                     shared_names=[f"fuzz {i}" for i in range(n)])
     self.rule = rule_of(self.case)
     # The rows of lists that consist of rows of N.
     self.rows = {"targets": int(rng.integers(1, 3)),
@@ -566,6 +571,10 @@ class _Spoiler:
       new = self._pick(["", "Ema", "WeightedSum", "nonsense", "\0", "x" * 5000])
     elif attr.type == "list(type)":
       new = [self._pick(FLOATS + [INT32]) for _ in range(len(old))]
+    elif attr.type == "list(string)":
+      new = self._pick([old[1:], [*old, "more"], [""] * len(old)])
+    elif attr.type == "list(shape)":
+      new = old[1:]
     else:
       return None
     self.case.attrs[attr.name] = new

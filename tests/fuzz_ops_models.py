@@ -625,6 +625,15 @@ def _bundle(call):
     raise AssertionError("Bundle must have one output")
 
 
+def _bundle_by_name(call):
+  _bundle(call)
+  attrs = call.case.attrs
+  lengths = {len(attrs[x]) for x in
+             ("containers", "shared_names", "dtypes", "shapes")}
+  call.demand(len(lengths) == 1, "lists of one length")
+  call.demand(all(attrs["shared_names"]), "names")
+
+
 # The staleness gate. Of steps, the probe tells what the process remembers.
 
 
@@ -824,6 +833,7 @@ _MODELS = {
     "AveragingWait": _wait,
     "BeginUpdate": _begin,
     "Bundle": _bundle,
+    "BundleByName": _bundle_by_name,
     "CatchUp": _lagging("catch up"),
     "CheckInitialized": _check_initialized,
     "EmaUpdate": _ema_update,

@@ -1,12 +1,13 @@
 """Steps whose ops take the handles of all variables as one tensor."""
 
-
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import wrapopt
 from training import ancestors
+from wrapopt import _handle_pack
+from wrapopt import _loader
 
 v1 = tf.compat.v1
 
@@ -348,12 +349,107 @@ def test_where_xla_may_choose(monkeypatch):
     assert now() == usual
 
 
+def in_a_session(wrap=lambda step: step(), device=None):
+  """A graph's variable and average, the step, and the types of all ops."""
+  with tf.Graph().as_default() as graph, tf.device(device):
+    v = v1.get_variable("v", initializer=[1.0, 2.0], use_resource=True)
+    opt = wrapopt.MovingAverageOptimizer(v1.train.GradientDescentOptimizer(1.0),
+                                         0.5, sequential_update=True)
+    step = wrap(lambda: opt.apply_gradients([(tf.constant([1.0, 3.0]), v)]))
+    return v, opt.average(v), step, [op.type for op in graph.get_operations()]
+
+
 def test_a_session():
+  v, average, step, types_ = in_a_session()
+  assert types_.count("Wrapopt>ApplyBundle") == 1
+  assert types_.count("Wrapopt>BundleByName") == 1
+  for _ in range(2):  # Each session has variables of its own.
+    with v1.Session(graph=v.graph) as session:
+      with pytest.raises(tf.errors.FailedPreconditionError, match="'v'"):
+        session.run(step)
+      with v.graph.as_default():
+        session.run(v1.global_variables_initializer())
+      run = v1.RunMetadata()
+      session.run(step, options=v1.RunOptions(output_partition_graphs=True),
+                  run_metadata=run)
+      # It runs no op for each variable.
+      ran = [node.op for part in run.partition_graphs for node in part.node]
+      assert "Wrapopt>BundleByName" in ran and "VarHandleOp" not in ran
+      assert session.run([v, average])[0].tolist() == [0, -1]
+      assert session.run(average).tolist() == [0.5, 0.5]
+
+
+def test_a_session_of_an_imported_graph():
+  v, average, _, _ = in_a_session()
+  with v.graph.as_default():
+    exported = v1.train.export_meta_graph()
   with tf.Graph().as_default() as graph:
-    v = v1.get_variable("v", [2], use_resource=True)
-    wrapopt.MovingAverageOptimizer(
-        v1.train.GradientDescentOptimizer(1.0)).apply_gradients(
-            [(tf.ones([2]), v)])
-    found = {op.type for op in graph.get_operations()}
-    assert "Wrapopt>ApplyGradientDescent" in found
-    assert not any("Bundle" in type_ for type_ in found)
+    v1.train.import_meta_graph(exported, clear_devices=True,
+                               import_scope="again")
+    [step] = [op for op in graph.get_operations()
+              if op.type == "Wrapopt>ApplyBundle"]
+    with v1.Session() as session:
+      session.run(v1.global_variables_initializer())
+      session.run(step)
+      found = {x.op.name: session.run(x).tolist()
+               for x in graph.get_collection("variables")}
+  assert found == {f"again/{v.op.name}": [0, -1],
+                   f"again/{average.op.name}": [0.5, 0.5]}
+
+
+@pytest.mark.parametrize("how", ["while", "cond"])
+def test_a_session_with_control_flow(how):
+  v1.disable_control_flow_v2()
+  try:
+    def wrap(step):
+      def body(i):
+        with tf.control_dependencies([step()]):
+          return tf.add(i, 1)
+      if how == "while":
+        return tf.while_loop(lambda i: i < 2, body, [0])
+      return tf.cond(tf.constant(True), lambda: body(0), lambda: 0)
+    v, average, step, types_ = in_a_session(wrap)
+    assert "Wrapopt>BundleByName" in types_
+    with v1.Session(graph=v.graph) as session:
+      session.run([x.initializer for x in v.graph.get_collection("variables")])
+      session.run(step)
+      if how == "cond":
+        session.run(step)
+      assert session.run(v).tolist() == [-1, -4]
+      assert session.run(average).tolist() == [-0.25, -1.75]
+  finally:
+    v1.enable_control_flow_v2()
+
+
+def test_a_session_in_which_handles_are_lists():
+  def scope(step):
+    with tf.xla.experimental.jit_scope():
+      return step()
+  *_, types_ = in_a_session(scope)
+  assert "Wrapopt>ApplyGradientDescent" in types_
+  assert not any("Bundle" in type_ for type_ in types_)
+  with tf.Graph().as_default() as graph:
+    handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[2])
+    assert _handle_pack.make([handle], "") is None  # It has no name.
+    assert len(graph.get_operations()) == 1
+
+
+def test_the_place_of_a_pack_of_names():
+  v, average, step, _ = in_a_session(device="/job:ps/task:1")
+  [pack] = [op for op in v.graph.get_operations()
+            if op.type == "Wrapopt>BundleByName"]
+  assert pack.device == "/job:ps/task:1"
+  assert pack.colocation_groups() == [
+      b"loc:@" + x.handle.op.name.encode() for x in (v, average)]
+
+
+def test_a_pack_of_names_is_checked():
+  with tf.Graph().as_default(), v1.Session() as session:
+    make = _loader.ops.wrapopt_bundle_by_name
+    for names, dtypes, want in (
+        (["a", ""], [tf.float32] * 2, r"shared_names\[1\] must not be empty"),
+        (["a", "b"], [tf.float32], "of one length, got 2, 2, 1 and 2")):
+      pack = make(containers=["", ""], shared_names=names, dtypes=dtypes,
+                  shapes=[[2], [2]])
+      with pytest.raises(tf.errors.InvalidArgumentError, match=want):
+        session.run(pack.op)

@@ -11,6 +11,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import graph_of
 from training import session_of
+from training import type_of
 from wrapopt._averages import _decays
 import wrapopt.checkpoints
 import wrapopt.keras
@@ -143,7 +144,7 @@ def test_graphs_and_savers(kind, fused, tmp_path):
         "w/ExponentialMovingAverage_0.9"]
     saver = v1.train.Saver()
     # All averages in one pass, with the step where that has an op.
-    assert [op.type.removesuffix("Ref")
+    assert [type_of(op).removesuffix("Ref")
             for op in v1.get_default_graph().get_operations()
             if op.type.startswith(("Wrapopt>Apply", "Wrapopt>Ema"))] == [
                 "Wrapopt>ApplyGradientDescent" if fused

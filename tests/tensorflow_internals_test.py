@@ -41,6 +41,7 @@ IMPORTS = {
         "TrackableObjectGraph.FromString"],
     "tensorflow.python.client.pywrap_tf_session": [
         "TF_GetAllOpList", "TF_GetBuffer"],
+    "tensorflow.python.data.experimental.ops.testing": ["sleep"],
     "tensorflow.python.distribute.coordinator.cluster_coordinator": [
         "Closure.execute_on.__code__"],
     "tensorflow.python.distribute.mirrored_strategy": ["MirroredExtended"],

@@ -67,7 +67,7 @@ def reads_of(variables, operations):
 
 def ops_of_type(type_, graph=None):
   graph = graph or tf.compat.v1.get_default_graph()
-  return [op for op in graph.get_operations() if op.type == type_]
+  return [op for op in graph.get_operations() if type_of(op) == type_]
 
 
 def type_of(op):
@@ -262,7 +262,7 @@ def _train_session(graph, make_optimizer, initial, steps, make_hook):
     train_op = opt.apply_gradients(
         [(_gradient(feeds[n], initial[n].shape), variables[n])
          for n in variables], global_step=global_step)
-  trace.op_types = [op.type for op in graph.get_operations()] + [
+  trace.op_types = list(map(type_of, graph.get_operations())) + [
       node.op for branch in graph.as_graph_def().library.function
       for node in branch.node_def]
   hook = make_hook(opt) if make_hook else tf.compat.v1.train.SessionRunHook()

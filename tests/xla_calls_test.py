@@ -1,4 +1,4 @@
-"""XLA programs for the CPU: an op calls its CPU kernel, which works in place."""
+"""XLA programs for the CPU: an op calls its kernel, which works in place."""
 
 import re
 import sys

@@ -1,8 +1,9 @@
 """Handles of many variables as one tensor.
 
-Each tensor that a tf.function captures costs some 2 us in every call, and an
-optimizer with averages has several variables for each trained one. So the ops
-that update them take one tensor, a pack, that holds all their handles.
+Each tensor that a tf.function captures costs some 2 us in every call, each
+handle in a session some 0.5 us, and an optimizer with averages has several
+variables for each trained one. So the ops that update them take one tensor, a
+pack, that holds all their handles.
 
 TensorFlow runs the ops of a function in program order if they take the same
 handle. This module tells TensorFlow which handles a pack holds.
@@ -14,6 +15,7 @@ import re
 import tensorflow as tf
 from tensorflow.python.distribute import mirrored_strategy
 from tensorflow.python.distribute import one_device_strategy
+from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
@@ -45,8 +47,6 @@ def allowed():
 
   It may not:
 
-  *   in a graph of TensorFlow 1, whose variables have no handle before a
-      session runs;
   *   if XLA is to compile the op: XLA must see each variable;
   *   in a function that is saved: a program that loads it has other variables;
   *   in a strategy, in which a variable may consist of several. In a function,
@@ -55,12 +55,20 @@ def allowed():
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
   graph = tf.compat.v1.get_default_graph()
+  if (control_flow_util.GraphOrParentsInXlaContext(graph) or
+      _autoclusters(graph)):
+    return False
+  if _is_plain(graph):
+    return not tf.distribute.has_strategy()
   return (isinstance(graph, func_graph.FuncGraph) and
           tf.compat.v1.executing_eagerly_outside_functions() and
-          not control_flow_util.GraphOrParentsInXlaContext(graph) and
           not save_context.in_save_context() and
-          replicas_have_copies() and
-          not _autoclusters(graph))
+          replicas_have_copies())
+
+
+def _is_plain(graph):
+  """Whether a graph is one for sessions, and not that of a function."""
+  return type(graph) is tf.Graph
 
 
 def _autoclusters(graph):
@@ -82,10 +90,13 @@ def make(handles, device):
     device: The device.
 
   Returns:
-    A tensor, or None if the variables are on another machine, or the variable
-    of a handle is not known before the function runs, such as that of an
-    argument.
+    A tensor, or None if a function's variables are on another machine, or the
+    variable of a handle is not known before the program runs, such as that of
+    an argument.
   """
+  if not tf.executing_eagerly() and _is_plain(
+      tf.compat.v1.get_default_graph()):
+    return _by_name(handles, device)
   if (tf.DeviceSpec.from_string(device or "").job not in (None, "localhost") or
       not all(type(handle) is EagerTensor for handle in handles)):
     return None
@@ -101,6 +112,32 @@ def make(handles, device):
       graph.mark_as_unsaveable(_NOT_SAVED)
       graph = graph.outer_graph
   return pack
+
+
+def _by_name(handles, device):
+  """`make` in a graph for sessions."""
+  if not all(_has_name(handle) for handle in handles):
+    return None
+  ops = [handle.op for handle in handles]
+  with tf.control_dependencies(None), tf.device(None), tf.device(device):
+    pack = _raw.wrapopt_bundle_by_name(
+        containers=[op.get_attr("container") for op in ops],
+        shared_names=[op.get_attr("shared_name") for op in ops],
+        dtypes=[op.get_attr("dtype") for op in ops],
+        shapes=[op.get_attr("shape") for op in ops])
+  # As edges from the ops do, keeps all on one device where none is given.
+  places = tf.compat.v1.AttrValue()
+  places.list.s.extend(b"loc:@" + op.name.encode() for op in ops)
+  pack.op._set_attr("_class", places)
+  return pack
+
+
+def _has_name(handle):
+  """Whether the name of a graph's variable tells which variable it is."""
+  return (type(handle) is not EagerTensor and
+          handle.op.type == "VarHandleOp" and
+          handle.op.get_attr("shared_name").decode() not in
+          ("", context.anonymous_name()))
 
 
 _NOT_SAVED = (

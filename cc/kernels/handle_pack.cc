@@ -1,11 +1,17 @@
-// Wrapopt>Bundle: packs the handles of variables into one tensor, a handle
-// pack.
+// Wrapopt>Bundle and Wrapopt>BundleByName: the handles of variables in one
+// tensor, a handle pack.
+#include <string>
+#include <vector>
+
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/kernels/registration.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
+#include "tensorflow/core/framework/resource_mgr.h"
+#include "tensorflow/core/framework/resource_var.h"
 #include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
@@ -37,8 +43,51 @@ class HandlePackOp : public OpKernel {
   }
 };
 
+class NamedPackOp : public OpKernel {
+ public:
+  explicit NamedPackOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    std::vector<std::string> containers, names;
+    std::vector<tensorflow::DataType> dtypes;
+    std::vector<tensorflow::PartialTensorShape> shapes;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("containers", &containers));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_names", &names));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("dtypes", &dtypes));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shapes", &shapes));
+    const size_t n = names.size();
+    OP_REQUIRES(
+        ctx, containers.size() == n && dtypes.size() == n && shapes.size() == n,
+        absl::InvalidArgumentError(absl::StrCat(
+            "containers, shared_names, dtypes and shapes must be of one ",
+            "length, got ", containers.size(), ", ", n, ", ", dtypes.size(),
+            " and ", shapes.size())));
+    tensorflow::AllocatorAttributes on_host;
+    on_host.set_on_host(true);
+    OP_REQUIRES_OK(
+        ctx, ctx->allocate_temp(tensorflow::DT_RESOURCE,
+                                tensorflow::TensorShape(
+                                    {static_cast<int64_t>(n)}),
+                                &handles_, on_host));
+    auto to = handles_.vec<ResourceHandle>();
+    for (size_t i = 0; i < n; ++i) {
+      OP_REQUIRES(ctx, !names[i].empty(),
+                  absl::InvalidArgumentError(absl::StrCat(
+                      "shared_names[", i, "] must not be empty")));
+      to(i) = tensorflow::MakeResourceHandle<tensorflow::Var>(
+          ctx, containers[i], names[i],
+          {tensorflow::DtypeAndPartialTensorShape{dtypes[i], shapes[i]}});
+    }
+  }
+
+  void Compute(OpKernelContext* ctx) override { ctx->set_output(0, handles_); }
+  bool IsExpensive() override { return false; }
+
+ private:
+  Tensor handles_;
+};
+
 const bool handle_pack_registered =
-    RegisterKernel<HandlePackOp>("Wrapopt>Bundle", {"variables", "handles"});
+    RegisterKernel<HandlePackOp>("Wrapopt>Bundle", {"variables", "handles"}) &&
+    RegisterKernel<NamedPackOp>("Wrapopt>BundleByName", {"handles"});
 
 }  // namespace
 }  // namespace wrapopt

@@ -23,6 +23,13 @@ absl::Status HandlePackShape(InferenceContext* c) {
   return absl::OkStatus();
 }
 
+absl::Status NamedPackShape(InferenceContext* c) {
+  std::vector<std::string> names;
+  TF_RETURN_IF_ERROR(c->GetAttr("shared_names", &names));
+  c->set_output(0, c->Vector(names.size()));
+  return absl::OkStatus();
+}
+
 // `lists` is the number of lists of N handles beside the shadows. Dtypes and
 // shapes of the variables are known when the op runs.
 absl::Status FindHandles(InferredInputs* inputs, const ShadowContract& averages,
@@ -80,6 +87,26 @@ variables: N variables on the op's device.
 handles: [N] handles of the variables.
 )doc");
 
+REGISTER_OP("Wrapopt>BundleByName")
+    .Output("handles: resource")
+    .Attr("containers: list(string)")
+    .Attr("shared_names: list(string)")
+    .Attr("dtypes: list(type)")
+    .Attr("shapes: list(shape)")
+    .SetIsStateful()
+    .SetShapeFn(NamedPackShape)
+    .Doc(R"doc(
+Makes a handle pack of variables with names, on the op's device.
+
+A session that runs this op runs no VarHandleOp for each variable.
+
+handles: [N] handles of the variables.
+containers: N containers, as in VarHandleOp.
+shared_names: N names, as in VarHandleOp, none of them empty.
+dtypes: N dtypes, as in VarHandleOp.
+shapes: N shapes, as in VarHandleOp.
+)doc");
+
 REGISTER_OP("Wrapopt>ApplyBundle")
     .Input("handles: resource")
     .Input("grad: N * G")
@@ -98,8 +125,8 @@ REGISTER_OP("Wrapopt>ApplyBundle")
     .Doc(R"doc(
 Wrapopt>Apply<Rule> for variables in a handle pack.
 
-handles: From Wrapopt>Bundle: the rule's states, N of each, in the order of the
-  inputs of Wrapopt>Apply<Rule>; then the N * K shadows.
+handles: From Wrapopt>Bundle or BundleByName: the rule's states, N of each, in
+  the order of the inputs of Wrapopt>Apply<Rule>; then the N * K shadows.
 grad: N gradients, each of the shape of its variable.
 scalars: The rule's scalars, in the order of cc/rules/rules.h. A bool is 0 or 1.
 decays: [K], as in Wrapopt>Apply<Rule>.
@@ -124,7 +151,8 @@ REGISTER_OP("Wrapopt>EmaUpdateBundle")
     .Doc(R"doc(
 Wrapopt>EmaUpdate for variables in a handle pack.
 
-handles: From Wrapopt>Bundle: the N * K shadows, then the N values.
+handles: From Wrapopt>Bundle or BundleByName: the N * K shadows, then the N
+  values.
 decays: [K], as in Wrapopt>EmaUpdate.
 NK: N * K.
 T: dtype of the values.

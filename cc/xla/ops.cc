@@ -653,9 +653,9 @@ class ApplyXlaOp : public XlaOpKernel {
     return absl::OkStatus();
   }
 
-  // The end of the variables, from `first` on, that one call steps. Gradients of
-  // one call are in memory at once. If a program needs more than 32 MB, XLA gets
-  // them from the system in each step, which costs more than several calls.
+  // The end of the variables, from `first` on, that one call steps. Gradients
+  // of one call are in memory at once. If a program needs more than 32 MB, XLA
+  // gets them from the system in each step, which costs more than some calls.
   int EndOfCall(const XlaVariables& variables, int values, int first) const {
     int end = first;
     int64_t bytes = 0;
