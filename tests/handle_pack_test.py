@@ -269,19 +269,35 @@ def test_xla_sees_every_variable():
   inner = tf.function(lambda: step_of(opt, variables))
   inner()
   assert "Wrapopt>ApplyBundle" in types(inner)
-  tf.function(inner, jit_compile=True)()  # Traced once more.
+  tf.function(lambda: inner.python_function(), jit_compile=True)()
   np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
                                 [1.75, 1.75])
 
 
-def test_xla_refuses_a_concrete_function():
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("concrete", [False, True])
+def test_xla_refuses_a_function_that_was_traced_without_it(concrete, nested):
   variables, opt = make()
-  concrete = tf.function(
-      lambda: step_of(opt, variables)).get_concrete_function()
+  inner = tf.function(lambda: step_of(opt, variables))
+  middle = tf.function(lambda: inner()) if nested else inner
+  traced = middle.get_concrete_function()
+  outer = tf.function(lambda: traced() if concrete else middle(),
+                      jit_compile=True)
   with pytest.raises(NotImplementedError, match=(
       "must be traced inside the function with jit_compile=True that calls it, "
-      "got a concrete function .* Call the tf.function")):
-    tf.function(lambda: concrete(), jit_compile=True)()
+      "got one that was traced before without XLA. Call its python_function")):
+    outer()
+  assert variables[0].numpy().tolist() == [1.0, 2.0]
+
+
+def test_a_function_that_was_traced_in_xla_takes_handles():
+  variables, opt = make()
+  inner = tf.function(lambda: step_of(opt, variables))
+  tf.function(lambda: inner(), jit_compile=True)()
+  assert "Wrapopt>ApplyMomentum" in types(inner)
+  inner()
+  np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
+                                [1.5, 1.5])
 
 
 class Trainer(tf.Module):

@@ -68,8 +68,7 @@ IMPORTS = {
     "tensorflow.python.framework.tensor": ["Tensor.OVERLOADABLE_OPERATORS"],
     "tensorflow.python.framework.tensor_conversion_registry": [
         "register_tensor_conversion_function"],
-    "tensorflow.python.ops.control_flow_ops": [
-        "CondContext", "XLAControlFlowContext.RequiresUniqueFunctionRetracing"],
+    "tensorflow.python.ops.control_flow_ops": ["CondContext"],
     "tensorflow.python.ops.control_flow_v2_func_graphs": [
         "CondBranchFuncGraph"],
     "tensorflow.python.ops.control_flow_util": ["GraphOrParentsInXlaContext"],

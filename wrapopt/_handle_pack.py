@@ -19,7 +19,6 @@ from tensorflow.python.eager import context
 from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
-from tensorflow.python.ops import control_flow_ops
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.saved_model import save_context
 
@@ -104,9 +103,6 @@ def make(handles, device):
     pack = _raw.wrapopt_bundle(handles)
   pack._wrapopt_handles = handles
   if not tf.executing_eagerly():
-    # A function that is traced inside one that XLA compiles must take handles.
-    control_flow_ops.XLAControlFlowContext.RequiresUniqueFunctionRetracing = (
-        lambda self: True)
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, func_graph.FuncGraph):
       graph.mark_as_unsaveable(_NOT_SAVED)
@@ -145,8 +141,8 @@ _NOT_SAVED = (
     "the tf.function, which is then traced again.")
 _NOT_COMPILED = (
     "A function with an optimizer step of wrapopt must be traced inside the "
-    "function with jit_compile=True that calls it, got a concrete function "
-    "that was traced before. Call the tf.function instead.")
+    "function with jit_compile=True that calls it, got one that was traced "
+    "before without XLA. Call its python_function instead.")
 
 
 @auto_control_deps.register_acd_resource_resolver
