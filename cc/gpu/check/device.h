@@ -1,5 +1,5 @@
-// Memory, copies, a stream and graphs of a GPU, for the programs in this
-// folder. They need a driver and a GPU, or the tests' fake GPU.
+// Memory, a stream and graphs of a GPU, for the programs in this folder. They
+// need a driver and a GPU, or the tests' fake GPU.
 #ifndef WRAPOPT_CC_GPU_CHECK_DEVICE_H_
 #define WRAPOPT_CC_GPU_CHECK_DEVICE_H_
 
@@ -34,28 +34,19 @@ void Call(const char* name, Arguments... arguments) {
   if (result != 0) Fail(ErrorText(name, result));
 }
 
+// Memory of the device.
 class Array {
  public:
-  explicit Array(size_t bytes) : bytes_(bytes) {
+  explicit Array(size_t bytes) {
     Call("cuMemAlloc_v2", &address_, std::max<size_t>(bytes, 1));
   }
   ~Array() { Call("cuMemFree_v2", address_); }
   Array(const Array&) = delete;
   Array& operator=(const Array&) = delete;
 
-  void Write(const std::vector<char>& data) {
-    Call("cuMemcpyHtoD_v2", address_, static_cast<const void*>(data.data()),
-         data.size());
-  }
-  std::vector<char> Read() const {
-    std::vector<char> data(bytes_);
-    Call("cuMemcpyDtoH_v2", static_cast<void*>(data.data()), address_, bytes_);
-    return data;
-  }
   Address address() const { return address_; }
 
  private:
-  const size_t bytes_;
   Address address_ = 0;
 };
 
@@ -92,14 +83,6 @@ class Graph {
     size_t count;
     Call("cuGraphGetNodes", graph_, static_cast<void*>(nullptr), &count);
     return count;
-  }
-
-  void Run() const {
-    void* executable;
-    Call("cuGraphInstantiateWithFlags", &executable, graph_, 0ull);
-    Call("cuGraphLaunch", executable, stream);
-    Wait();
-    Call("cuGraphExecDestroy", executable);
   }
 
  private:
