@@ -342,18 +342,6 @@ def test_refusals(chain):
              for outer, inner in pairs)
 
 
-def test_the_table_of_the_package():
-  """The docs of the package say what may wrap what."""
-  names = (*NAMES, FREE)
-  rows = re.findall(r"^    (\w+) +((?:(?:yes|no) *){6})$", wrapopt.__doc__,
-                    re.MULTILINE)
-  assert {(outer, inner): word == "yes" for outer, words in rows
-          for inner, word in zip(names, words.split())} == {
-              pair: pair not in _composition.REFUSED
-              for pair in chains(2, names)}
-  assert set(names) == set(_composition.NAMES)
-
-
 class Foreign(tf1.train.Optimizer):
   """An optimizer that holds another, and tells nobody what that does."""
 

@@ -94,11 +94,11 @@ def test_the_first_example_is_short():
 
 
 def test_what_may_wrap_what():
-  """The README's table, whose columns omit `Optimizer`."""
-  header, _, *rows = [
-      re.findall(r"[\w-]+", line) for line in read("README.md").partition(
-          "## What may wrap what\n")[2].partition("\n## ")[0].splitlines()
-      if line.startswith("|")]
+  """The guide's table, whose columns omit `Optimizer`."""
+  section = read("wrapopt/docs/choosing.md").partition(
+      "## What may wrap what\n")[2].partition("\n## ")[0]
+  header, _, *rows = [re.findall(r"[\w-]+", line)
+                      for line in section.splitlines() if line[:1] == "|"]
   columns = [f"{name}Optimizer" for name in header]
   assert sorted(columns) == sorted(_composition.NAMES)
   assert {(outer, inner): word == "yes" for outer, *words in rows

@@ -1,25 +1,9 @@
 """wrapopt: averaging and gating wrappers for TensorFlow optimizers.
 
 Thin Python classes use native ops that work in one pass over memory. See the
-README.
-
-A wrapper may wrap another one, directly or with others in between, if the table
-says so: rows wrap columns, in the same order. Otherwise the constructor raises
-a ValueError with the reason.
-
-    CrossShardOptimizer          no   yes  yes  yes  yes  yes
-    DropStaleGradientOptimizer   yes  no   yes  yes  yes  no
-    ElasticAverageOptimizer      yes  no   no   no   yes  no
-    ModelAverageOptimizer        yes  no   no   no   yes  no
-    MovingAverageOptimizer       yes  yes  yes  yes  no   no
-    ScheduleFreeOptimizer        yes  no   no   no   no   no
-
-The order matters. A MovingAverageOptimizer updates its averages after the step
-of its inner optimizer: around a ModelAverageOptimizer, after a round; inside of
-one, after the step and before the round. A gradient that a gate drops advances
-no average, no count of steps and no round, whatever the order. If a wrapper is
-inside or around an ElasticAverageOptimizer or ModelAverageOptimizer, its
-variables are local to the worker, and no checkpoint holds them.
+README. The guide "Which average should I use?" tells which wrappers may wrap
+which others; for all other pairs, the constructor raises a ValueError with the
+reason.
 """
 
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
