@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import processes
+from training import type_of
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import ema
 from wrapopt.bench import harness
@@ -157,7 +158,7 @@ def test_session_runs_one_native_op_on_resource_variables():
   session, contenders, place = ema._in_session(_SHAPES, (0.9, 0.5))
   with session:
     assert list(contenders) == _CONTENDERS[:2]
-    types = [op.type for op in session.graph.get_operations()]
+    types = list(map(type_of, session.graph.get_operations()))
     assert types.count("Wrapopt>EmaUpdate") == 1
     assert types.count("VarHandleOp") == 9
     assert "VariableV2" not in types
@@ -355,7 +356,7 @@ def test_steps_run_one_native_op_on_resource_variables():
   session, contenders, _ = step._in_session(
       _SHAPES, step.OPTIMIZERS["Momentum"])
   with session:
-    types = [op.type for op in session.graph.get_operations()]
+    types = list(map(type_of, session.graph.get_operations()))
     assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
     assert "Wrapopt>EmaUpdate" not in types
     # The two stock contenders.
