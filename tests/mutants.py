@@ -310,7 +310,7 @@ def _mutants():
           "//tests:keras_some_variables_test")
   yield m("every n-th step: one step late", "wrapopt/_averages/_decays.py",
           "tf.equal((steps + 1) % every, 0)", "tf.equal(steps % every, 0)",
-          "//tests:update_every_test //tests:keras_update_every_test")
+          "//tests:update_every_test //tests:averages_test")
   yield m("warm-up: one step late", "wrapopt/_averages/_decays.py",
           "(1 + n) / (10 + n)", "n / (9 + n)", "//tests:moving_average_test")
   yield m("decays: always the first", "wrapopt/_averages/_decays.py",
