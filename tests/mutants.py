@@ -270,8 +270,7 @@ def _mutants():
           "rows_stay=True", "//tests:keras_lazy_test")
   yield m("Keras: duplicates are always summed", "wrapopt/keras/_steps.py",
           "sums = any(f.sum_duplicates for f in followers)",
-          "sums = True", "//tests:keras_conformance_test "
-          "//tests:keras_lazy_test")
+          "sums = True", "//tests:keras_lazy_test")
   yield m("Keras: averages that have begun begin again",
           "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
           "//tests:keras_conformance_test")
