@@ -58,7 +58,7 @@ def _mutants():
   yield m("Schedule-Free: momentum acts twice in two passes",
           "wrapopt/keras/schedule_free.py",
           '"beta_1": property(lambda _: 0.0)', '"_": None',
-          "//tests:keras_schedule_free_test")
+          "//tests:schedule_free_test")
   yield m("compensation: away from the weights of the gradient",
           "cc/rules/compensation.h", "(zero - grad) * factor", "grad * factor",
           "//tests:compensation_test")
