@@ -205,23 +205,6 @@ def test_the_graph_of_a_step_is_small():
   assert count_ops(ours(optimizers.Nadam)) - bare <= 250
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_averages_of_a_model_that_the_first_step_builds(jit_compile):
-  """They start at the first values, which are not there while it is traced."""
-  model = keras.Sequential([
-      keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)])
-  opt = wrapopt.keras.MovingAverage(
-      wrapopt.keras.Lookahead(keras.optimizers.Adam(0.25), 2), 0.5)
-  model.compile(opt, "mse", jit_compile=jit_compile)
-  x = np.ones([1, 1], np.float32)
-  model.train_on_batch(x, 0 * x)
-  [w] = model.trainable_variables
-  raw = float(w.numpy()[0, 0])
-  assert raw == pytest.approx(0.75, abs=1e-5)
-  assert opt.average(w).numpy() == pytest.approx((1 + raw) / 2)
-  assert opt.inner_optimizer.slow_weights(w).numpy() == 1
-
-
 def of_model_garden(gradients, decay, start_step, dynamic_decay):
   """Averages of official.modeling.optimization.ExponentialMovingAverage.
 

@@ -380,28 +380,6 @@ def test_lookahead_in_the_head():
       (1, 0), (1, 1), (2, 1), (2, 2), (3, 2)]
 
 
-def test_moving_average_as_in_tf_addons():
-  """Its numbers, by its own formulas."""
-  # From 1 to 0.9, at decay 0.5.
-  [(w, s)] = walk(wk.MovingAverage(K.SGD(0.1), 0.5), 1, 1.0, 1.0)
-  np.testing.assert_allclose([w, s], [0.9, 0.95], rtol=1e-6)
-  # Until start_step, averages are variables: the decay is 0.
-  assert walk(wk.MovingAverage(K.SGD(1.0), 0.5, start_step=2), 4) == [
-      (1, 1), (2, 2), (3, 2.5), (4, 3.25)]
-  # Decays 1/10, 2/11, 3/12, and then 0.25.
-  s, want = 0, []
-  for w, decay in zip((1, 2, 3, 4), (1 / 10, 2 / 11, 0.25, 0.25)):
-    s = decay * s + (1 - decay) * w
-    want.append((w, s))
-  dynamic = lambda **more: wk.MovingAverage(
-      K.SGD(1.0), 0.25, dynamic_decay=True, **more)
-  np.testing.assert_allclose(walk(dynamic(), 4), want, rtol=1e-6)
-  # Counted from start_step.
-  later = [(w + 1, s + 1) for w, s in want]
-  np.testing.assert_allclose(walk(dynamic(start_step=1), 5), [(1, 1), *later],
-                             rtol=1e-6)
-
-
 @pytest.mark.parametrize("kind", ["number", "variable", "callable"])
 def test_num_updates(kind):
   count = tf.Variable(0.0)
@@ -1014,24 +992,6 @@ def test_variables_that_have_gradients_in_other_steps(wrapper):
   b.assign([8.0])
   moving.apply([grad, None])
   assert moving.average(b).numpy() == before != moving.average(a).numpy()
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_repeated_rows_train_as_in_the_inner_optimizer(wrapper):
-  """In Keras, they are not one row, as they are in a dense gradient."""
-  values, finals = [[1.0], [2.0], [1.0]], []
-  for make in (lambda: K.Adam(**ADAM), lambda: WRAPPERS[wrapper](
-      K.Adam(**ADAM))):
-    for dense in (False, True):
-      w, opt = keras.Variable([[1.0], [1.0]]), make()
-      grad = tf.IndexedSlices(tf.constant(values), tf.constant([0, 1, 0]),
-                              tf.constant([2, 1]))
-      opt.apply([tf.convert_to_tensor(grad) if dense else grad], [w])
-      finals.append(w.numpy())
-  stock, stock_dense, ours, ours_dense = finals
-  assert np.abs(stock - stock_dense).max() > 0.01
-  np.testing.assert_allclose(ours, stock, rtol=1e-6)
-  np.testing.assert_allclose(ours_dense, stock_dense, rtol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["function", "jit"])

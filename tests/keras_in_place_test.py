@@ -471,25 +471,6 @@ def test_a_session(name, kind, dtype, gated, tmp_path):
       session.run(train)
 
 
-@pytest.mark.parametrize("name", ["one_pass", "two_passes", "not_fused"])
-@pytest.mark.parametrize("jit", [False, True])
-def test_a_function_of_v1(name, jit):
-  opt, w, step = V1[name](), tf.Variable([1.0, 2.0]), tf.Variable(0)
-  train = tf.function(
-      lambda: opt.apply_gradients([(tf.ones([2]), w)], step) and None,
-      jit_compile=jit)
-  train()
-  read = lambda: [w.numpy(), step.numpy(), *map(
-      tf.convert_to_tensor, opt.averages())]
-  before = read()
-  with opt.averaged_weights():
-    with raises_refused():
-      train()
-  assert_same([np.array(x) for x in read()], [np.array(x) for x in before])
-  train()
-  assert step.numpy() == before[1] + 1
-
-
 @pytest.mark.parametrize("is_dense", [False, True])
 @pytest.mark.parametrize("name", ["average", "z", "float32_of_bfloat16"])
 def test_nobody_reads_an_average_of_v1(name, is_dense, tmp_path):

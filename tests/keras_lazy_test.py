@@ -1,4 +1,8 @@
-"""Embeddings in Keras: averages of the rows of a step, and LazyAdam."""
+"""Embeddings in Keras: rows that a batch names twice, replicas, weight decay.
+
+averages_test.py has the averages of the rows of a step, lazy_adam_test.py has
+LazyAdam.
+"""
 
 import keras
 import numpy as np
@@ -6,7 +10,6 @@ import pytest
 import tensorflow as tf
 import wrapopt.keras as wk
 
-import numerics
 
 # Before TensorFlow starts: a device for each of two replicas.
 tf.config.set_logical_device_configuration(
@@ -15,13 +18,6 @@ tf.config.set_logical_device_configuration(
 
 K = keras.optimizers
 ROWS, COLUMNS = 6, 2
-
-# Those that leave rows alone which a sparse gradient lacks, and others.
-LAZY = {"sgd": lambda: K.SGD(0.5), "adagrad": lambda: K.Adagrad(0.5),
-        "lazy_adam": lambda: wk.LazyAdam(0.5)}
-DENSE = {"momentum": lambda: K.SGD(0.5, momentum=0.9),
-         "adam": lambda: K.Adam(0.5), "nadam": lambda: K.Nadam(0.5),
-         "decay": lambda: K.SGD(0.5, weight_decay=0.1)}
 
 STEPS = {"eager": lambda f: f,
          "function": lambda f: tf.function(f, autograph=False),
@@ -58,66 +54,6 @@ def average_of(start, history, decay):
   for value in history:
     result += (1 - decay) * (value - result)
   return result
-
-
-def raw(average):
-  """What an average holds, whether or not it is up to date."""
-  return getattr(average, "rows", average).numpy()
-
-
-@pytest.mark.parametrize("mode", STEPS)
-@pytest.mark.parametrize("inner", [*LAZY, *DENSE])
-def test_averages(inner, mode):
-  w = keras.Variable(table())
-  opt = wk.MovingAverage({**LAZY, **DENSE}[inner](), [0.9, 0.5])
-  opt.build([w])
-  history = train(opt, w, range(4), mode)
-  behind = raw(opt.average(w))
-  assert opt.is_lazy(w) == (inner in LAZY)
-  for decay in (0.9, 0.5):
-    np.testing.assert_allclose(opt.average(w, decay),
-                               average_of(table(), history, decay),
-                               rtol=1e-5, atol=1e-6)
-  # It lagged behind before it was read, and only then.
-  assert np.array_equal(behind, raw(opt.average(w))) == (inner in DENSE)
-  with opt.averaged_weights():
-    np.testing.assert_allclose(w, average_of(table(), history, 0.9),
-                               rtol=1e-5, atol=1e-6)
-  np.testing.assert_array_equal(w, history[-1])
-
-
-@pytest.mark.parametrize("mode", STEPS)
-def test_lazy_adam(mode):
-  """The touched rows are those of Adam; the others do not move."""
-  w = keras.Variable(table())
-  opt = wk.LazyAdam(0.1, beta_1=0.8, beta_2=0.9)
-  opt.build([w])
-  history = train(opt, w, range(4), mode)
-  value, m, v = (x.astype(np.float64) for x in (
-      table(), np.zeros_like(table()), np.zeros_like(table())))
-  for t, got in enumerate(history):
-    values, indices = (x.numpy() for x in gradient(t))
-    total = np.zeros_like(value)
-    np.add.at(total, indices, values)
-    rows = np.unique(indices)
-    m[rows] += 0.2 * (total[rows] - m[rows])
-    v[rows] += 0.1 * (total[rows] ** 2 - v[rows])
-    rate = 0.1 * np.sqrt(1 - 0.9 ** (t + 1)) / (1 - 0.8 ** (t + 1))
-    value[rows] -= rate * m[rows] / (np.sqrt(v[rows]) + 1e-7)
-    np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-6)
-
-
-def test_lazy_adam_of_a_dense_gradient_is_adam():
-  grads = np.ones([ROWS, COLUMNS], np.float32)
-  found = []
-  for opt in (wk.LazyAdam(0.1), K.Adam(0.1)):
-    w = keras.Variable(table())
-    for t in range(3):
-      opt.apply([tf.constant(grads * (t + 1))], [w])
-    found.append(w.numpy())
-  np.testing.assert_array_equal(*found)
-  with pytest.raises(ValueError, match="`amsgrad` of LazyAdam must be False"):
-    wk.LazyAdam(amsgrad=True)
 
 
 SQUARES = {
@@ -201,17 +137,6 @@ def test_lazy_adam_in_replicas(wrapped, replicas):
     np.testing.assert_allclose(v, alone, rtol=1e-6)
 
 
-def test_a_constraint_keeps_averages_dense():
-  w = keras.Variable(table())
-  w.constraint = keras.constraints.NonNeg()
-  opt = wk.MovingAverage(K.SGD(0.5), 0.9)
-  opt.build([w])
-  history = train(opt, w, range(3))
-  assert not opt.is_lazy(w)
-  np.testing.assert_allclose(opt.average(w),
-                             average_of(table(), history, 0.9), rtol=1e-5)
-
-
 def test_lookahead_moves_rows_that_no_gradient_touches():
   """So averages inside must not lag behind."""
   w = keras.Variable(table())
@@ -242,67 +167,3 @@ def test_weight_decay_that_is_switched_on_catches_up_first():
   history += train(opt, w, range(3, 6))
   np.testing.assert_allclose(opt.average(w), average_of(
       table(), history, 0.9), rtol=1e-5, atol=1e-6)
-
-
-def model_of_embedding(opt, jit_compile=True):
-  keras.utils.set_random_seed(1)
-  model = keras.Sequential([
-      keras.Input([2], dtype="int32"), keras.layers.Embedding(50, 4),
-      keras.layers.Flatten(), keras.layers.Dense(1)])
-  model.compile(opt, "mse", jit_compile=jit_compile)
-  return model
-
-
-@pytest.mark.parametrize("jit", [False, True])
-def test_fit_save_and_go_on(jit, tmp_path):
-  """A model that is trained, saved and loaded, against its dense twin."""
-  x = np.random.default_rng(0).integers(0, 50, [16, 2])
-  y = x.sum(1, keepdims=True) / 50.0
-
-  def fit(model):
-    model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0,
-              callbacks=[wk.EvaluateWithAverages()], validation_data=(x, y))
-
-  lazy = model_of_embedding(wk.MovingAverage(K.SGD(0.5), 0.9), jit)
-  fit(lazy)
-  assert lazy.optimizer.is_lazy(lazy.layers[0].embeddings)
-  assert not lazy.optimizer.is_lazy(lazy.layers[-1].kernel)
-  path = str(tmp_path / "model.keras")
-  lazy.save(path)
-  fit(lazy)
-  # A general path: what is averaged by the op that follows the step is dense.
-  dense = model_of_embedding(wk.MovingAverage(OwnSGD(0.5), 0.9), jit)
-  fit(dense)
-  fit(dense)
-  assert not dense.optimizer.is_lazy(dense.layers[0].embeddings)
-  loaded = keras.saving.load_model(path)
-  fit(loaded)
-  for a, b, c in zip(*(m.trainable_variables for m in (lazy, dense, loaded))):
-    want = dense.optimizer.average(b)
-    np.testing.assert_allclose(lazy.optimizer.average(a), want, rtol=1e-4,
-                               atol=1e-6)
-    np.testing.assert_allclose(loaded.optimizer.average(c), want, rtol=1e-4,
-                               atol=1e-6)
-
-
-class OwnSGD(K.SGD):
-  """A subclass, which may have overridden anything."""
-
-
-def test_checkpoints(tmp_path):
-  w = keras.Variable(table())
-  opt = wk.MovingAverage(K.Adagrad(0.5), 0.9)
-  opt.build([w])
-  history = train(opt, w, range(4))
-  path = tf.train.Checkpoint(w=w.value, opt=opt).save(str(tmp_path / "c"))
-  assert not any("log_decays" in n for n, _ in tf.train.list_variables(path))
-  for before in (0, 3):
-    w2 = keras.Variable(table())
-    opt2 = wk.MovingAverage(K.Adagrad(0.5), 0.9)
-    opt2.build([w2])
-    train(opt2, w2, range(before))
-    tf.train.Checkpoint(w=w2.value, opt=opt2).restore(path)
-    more = train(opt2, w2, [4, 5])
-    np.testing.assert_allclose(opt2.average(w2), average_of(
-        table(), history + more, 0.9), rtol=1e-5, atol=1e-6)
-    numerics.assert_same_bits(w2.numpy(), more[-1].astype(np.float32))

@@ -1,4 +1,7 @@
-"""wrapopt.keras.ScheduleFree: numbers, modes, and x in all that reads it."""
+"""wrapopt.keras.ScheduleFree: x in all of Keras that reads it.
+
+schedule_free_test.py has trajectories in each mode, swaps and checkpoints.
+"""
 
 import collections
 import functools
@@ -60,96 +63,6 @@ def test_in_the_head():
   assert seen == [[1, 1, 1], [1.5, 1.75, 2], [2, 2.5, 3]]
 
 
-# Of each the arguments of Keras's optimizer, of the model's, and of both.
-INNER = {
-    "SGD": (lambda **a: K.SGD(0.25, **a), {}),
-    "Adam": (lambda **a: K.Adam(0.0625, **a), {}),
-    "AdamW": (lambda **a: K.AdamW(0.0625, beta_1=0.0, **a), {"kind": "Adam"}),
-    "RMSprop": (lambda **a: K.RMSprop(0.0625, **a), {}),
-    "Adagrad": (lambda **a: K.Adagrad(0.25, **a), {"start": 0.1}),
-    # Two passes.
-    "Adam AMSGrad": (lambda **a: K.Adam(0.0625, amsgrad=True, **a), None),
-    "Adamax": (lambda **a: K.Adamax(0.0625, beta_1=0.0, **a), None),
-}
-SCHEDULES = {
-    "plain": {},
-    "warm-up": {"warmup_steps": 50, "momentum": 0.75},
-    "powers": {"r": 1.5, "weight_lr_power": 1.0, "warmup_steps": 3},
-    "decay at y": {"weight_decay_at_y": 0.125},
-    "primal": {"momentum": 1.0, "weight_lr_power": 0.0},
-}
-
-
-def trajectory(inner, schedule, mode, dtype, steps=200):
-  """Trains by gradients at y, at a rate that changes; the model beside it."""
-  make, of_model = INNER[inner]
-  more = {"weight_decay": 0.03125} if schedule in ("warm-up", "decay at y") or (
-      inner == "AdamW") else {}
-  schedule = SCHEDULES[schedule]
-  if inner in ("Adam", "Adam AMSGrad"):
-    more["beta_1"] = schedule.get("momentum", 0.9)  # Taken over.
-  v = keras.Variable(START, dtype=dtype)
-  opt = wk.ScheduleFree(make(**more), **schedule)
-  step = stepping(opt, [v], mode)
-  decay = more.get("weight_decay", 0.0)
-  model = schedule_free_model.Model(
-      START, of_model is None or schedule_free_model.Inner(
-          **{"kind": inner, **of_model}, weight_decay=decay), **schedule)
-  rng = np.random.default_rng(1)
-  rates = {60: 0.5, 120: 2.0}
-  for t in range(steps):
-    if t in rates:
-      opt.learning_rate = float(opt.learning_rate) * rates[t]
-    # The noise of data, around a quadratic function.
-    g = 0.5 * v.numpy().astype(np.float64) + rng.normal(size=START.shape)
-    step(tf.constant(g, dtype))
-    yield opt, v, model, g
-
-
-@pytest.mark.parametrize("inner, schedule, mode, dtype", [
-    *((inner, schedule, "eager", "float64") for inner in INNER
-      for schedule in SCHEDULES if INNER[inner][1] is not None),
-    *((inner, "warm-up", mode, "float32")
-      for inner in INNER for mode in MODES if INNER[inner][1] is not None)])
-def test_trajectories(inner, schedule, mode, dtype):
-  tolerance = {"float64": 1e-9, "float32": 2e-4}[dtype]
-  count = 0
-  for opt, v, model, g in trajectory(inner, schedule, mode, dtype):
-    model.step(g.astype(dtype), float(opt.learning_rate))
-    count += 1
-    if count in (1, 2, 3, 50, 200):
-      assert_points(opt, v, model, tolerance, tolerance)
-  assert opt.fused and count == 200
-  # It has moved, and the three points are apart.
-  x, y, z = points(opt, v)
-  assert np.abs(x - START).max() > 0.1 and np.abs(z - x).max() > 1e-3
-  assert SCHEDULES[schedule].get("momentum") == 1 or np.abs(
-      y - x).max() > 1e-4
-
-
-@MODE
-@pytest.mark.parametrize("inner", ["Adamax", "Adam AMSGrad"])
-def test_two_passes(inner, mode):
-  """Of an inner optimizer that trains z alone, by the same gradients."""
-  trained = keras.Variable(START, dtype="float64")
-  alone = INNER[inner][0](weight_decay=0.03125)
-  alone.beta_1 = 0.0
-  alone.build([trained])
-  rate = float(alone.learning_rate)
-
-  def train(z, g, lr):
-    trained.assign(z)
-    alone.learning_rate = lr
-    alone.apply([tf.constant(g)], [trained])
-    return trained.numpy()
-
-  for opt, v, model, g in trajectory(inner, "warm-up", mode, "float64", 20):
-    model.inner = train
-    model.step(g, rate)
-    assert_points(opt, v, model, 1e-5, 1e-6)  # Keras's rate is a float32.
-  assert not opt.fused
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("make", [
     lambda: K.SGD(0.25), lambda: K.Adamax(0.25, beta_1=0.0)])
@@ -188,7 +101,7 @@ def native_ops(function, *args):
     ("RMSprop", "RMSProp", 2), ("Adagrad", "Adagrad", 2)])
 def test_one_op_and_no_copy_more(inner, rule, copies):
   variables = [keras.Variable(np.zeros(5, np.float32)) for _ in range(3)]
-  opt = wk.ScheduleFree(INNER[inner][0]())
+  opt = wk.ScheduleFree(schedule_free_model.INNER[inner].keras(0.9))
   step = stepping(opt, variables, "function")
   args = [tf.zeros(5)] * 3
   assert native_ops(step, *args) == {
@@ -233,38 +146,6 @@ def trained(opt=None, steps=5, dtype="float32"):
   return opt, v
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", ["function", "jit"])
-def test_in_place(mode, dtype):
-  opt, v = trained(dtype=dtype)
-  step = stepping(opt, [v], mode)
-  grad = tf.ones(v.shape, dtype)
-  step(grad)
-  x, y, z = points(opt, v)
-  state = [s.numpy() for s in opt._schedule_states.values()]
-  with opt.averaged_weights():
-    numerics.assert_same_bits(v.numpy(), x)
-    with pytest.raises(RuntimeError, match="inside averaged_weights"):
-      opt.apply([grad], [v])
-    with pytest.raises(tf.errors.FailedPreconditionError):
-      step(grad)
-    with pytest.raises(RuntimeError, match="inside averaged_weights"):
-      opt.z(v)
-    with pytest.raises(RuntimeError, match="inside averaged_weights"):
-      with opt.averaged_weights():
-        pass
-    numerics.assert_same_bits(v.numpy(), x)
-  for got, want in zip(points(opt, v), (x, y, z)):
-    numerics.assert_same_bits(got, want)
-  np.testing.assert_array_equal(
-      [s.numpy() for s in opt._schedule_states.values()], state)
-  with pytest.raises(KeyError), opt.averaged_weights():
-    raise KeyError
-  numerics.assert_same_bits(v.numpy(), y)
-  step(grad)
-  assert (v.numpy() != y).any()
-
-
 def test_after_the_end_the_training_goes_on():
   """x is in the variables then; a step goes on from it."""
   opt, v = trained()
@@ -284,17 +165,6 @@ def test_after_the_end_the_training_goes_on():
   y = v.numpy()
   kept.finalize_variable_values([v])
   numerics.assert_same_bits(v.numpy(), y)
-
-
-def test_seed_averages():
-  opt, v = trained()
-  v.assign(v + 1)
-  y = v.numpy()
-  opt.seed_averages()
-  np.testing.assert_array_equal(points(opt, v), [y] * 3)
-  opt.apply([tf.ones(v.shape)], [v])
-  # The first step of a new average.
-  np.testing.assert_array_equal(points(opt, v), [y - 0.5] * 3)
 
 
 def test_weights_that_are_set_before_the_first_step():
@@ -606,23 +476,6 @@ def test_files_without_its_state(tmp_path):
                      skip_mismatch=True)
   for v, w in zip(model.trainable_variables, plain.trainable_variables):
     np.testing.assert_array_equal(points(model.optimizer, v), [w.numpy()] * 3)
-
-
-def test_tf_checkpoints(tmp_path):
-  opt, v = trained(wk.ScheduleFree(K.Adam(0.1)))
-  path = tf.train.Checkpoint(opt=opt, v=v.value).write(str(tmp_path / "c"))
-  names = [name for name, _ in tf.train.list_variables(path)]
-  for part in ("z..0", "schedule"):  # TensorFlow doubles the dot.
-    assert any(f"/wrapopt_ScheduleFree/{part}/" in name for name in names)
-  restored, w = wk.ScheduleFree(K.Adam(0.1)), keras.Variable(0 * START,
-                                                             dtype="float32")
-  restored.build([w])
-  tf.train.Checkpoint(opt=restored, v=w.value).read(path).assert_consumed()
-  for got, want in zip(points(restored, w), points(opt, v)):
-    numerics.assert_same_bits(got, want)
-  for o, u in ((opt, v), (restored, w)):
-    o.apply([tf.ones(u.shape)], [u])
-  numerics.assert_same_bits(v.numpy(), w.numpy())
 
 
 def test_snapshots_hold_x(tmp_path):

@@ -2,7 +2,8 @@
 
 A twin of each optimizer has `lazy=False`: all rows of its averages move in each
 step. The tests list the ways to read an average and the ways to change a table,
-and compare both optimizers after the same calls.
+and compare both optimizers after the same calls. Random programs of them are in
+keras_fuzz_programs_test.py.
 """
 
 import copy
@@ -738,13 +739,13 @@ def test_steps_outside_and_inside_of_a_strategy():
 # fit
 
 
-def _model(lazy, decays, inner=None):
+def _model(lazy, decays, jit_compile=False):
   keras.utils.set_random_seed(0)
   model = keras.Sequential([keras.Input([3]), keras.layers.Embedding(50, 4),
                             keras.layers.Flatten(), keras.layers.Dense(1)])
   model.compile(wk.MovingAverage(
-      inner or keras.optimizers.SGD(0.5), decays, lazy=lazy), "mse",
-                jit_compile=False)
+      keras.optimizers.SGD(0.5), decays, lazy=lazy), "mse",
+                jit_compile=jit_compile)
   return model
 
 
@@ -782,7 +783,8 @@ FITS = {
 def test_fit(callbacks, decays, tmp_path):
   found = []
   for lazy in None, False:
-    model, path = _model(lazy, decays), tmp_path / str(lazy)
+    model = _model(lazy, decays, jit_compile=callbacks == "evaluate")
+    path = tmp_path / str(lazy)
     path.mkdir()
     x, y = _data()
     for _ in range(2):
@@ -795,27 +797,6 @@ def test_fit(callbacks, decays, tmp_path):
       np.testing.assert_array_equal(got, want)
     if lazy is None:
       assert model.optimizer.is_lazy(model.layers[0].embeddings)
-  for got, want in zip(*found):
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-
-
-def test_weights_files(tmp_path):
-  found = []
-  for lazy in None, False:
-    model = _model(lazy, DECAYS)
-    x, y = _data()
-    model.fit(x, y, batch_size=8, verbose=0, shuffle=False)
-    path = str(tmp_path / f"{lazy}.weights.h5")
-    model.save_weights(path)
-    saved = _averages_of(model, DECAYS)
-    for seed in (1, 2):
-      model.train_on_batch(*_data(seed, 8))
-    model.load_weights(path)
-    for got, want in zip(_averages_of(model, DECAYS), saved):
-      np.testing.assert_array_equal(got, want)
-    for seed in (1, 2):
-      model.train_on_batch(*_data(seed, 8))
-    found.append(_averages_of(model, DECAYS))
   for got, want in zip(*found):
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
@@ -933,8 +914,10 @@ SESSION_READS = {
 
 def test_sessions_read_what_is_up_to_date(feeds):
   with tf.Graph().as_default(), tf1.Session() as session:
-    _, opt, train = _graph()
-    reads = {name: read(opt.average(tf1.trainable_variables()[0], 0.5))
+    w, opt, train = _graph()
+    with tf.control_dependencies([train]):
+      after = opt.average(w).read_value()
+    reads = {name: read(opt.average(w, 0.5))
              for name, read in SESSION_READS.items()}
     session.run(tf1.global_variables_initializer())
     for t, (name, read) in enumerate(reads.items()):
@@ -942,6 +925,10 @@ def test_sessions_read_what_is_up_to_date(feeds):
       np.testing.assert_allclose(
           session.run(read), _wanted([i % 12 for i in range(t + 1)], 1)[1],
           rtol=1e-12, err_msg=name)
+    # A step, and then a read in the same run.
+    np.testing.assert_allclose(
+        session.run(after, feeds[0]),
+        _wanted([*(i % 12 for i in range(t + 1)), 0])[1], rtol=1e-12)
 
 
 def test_savers_of_a_list_and_of_a_dict(feeds, tmp_path):
@@ -1124,154 +1111,6 @@ def test_a_server_that_outlives_a_job(feeds):
       got = session.run(opt.average(w))
       np.testing.assert_allclose(got, average, rtol=1e-12)
       session.run(train)
-
-
-# A random program
-
-
-def _random_program(kind, mode, seed, tmp_path, count=25, **kwargs):
-  lazy, dense = twins(kind, mode=mode, **kwargs)
-  rng = np.random.default_rng(seed)
-  actions = ["step"] * 8 + ["dense", "read", "read_other", "swap", "save",
-                            "restore", "other", "assign", "seed", "exchange"]
-  saved = None
-  for n in range(count):
-    action = rng.choice(actions)
-    t = int(rng.integers(1000))
-    for trained in lazy, dense:
-      trained_path = str(tmp_path / str(trained is lazy))
-      # In v1 averages exist from the first step on.
-      if action == "step":
-        trained.step(t)
-      elif action == "dense":
-        trained.step(t, dense=True)
-      elif action == "read" and trained.t:
-        tf.square(trained.average(t % 2))
-      elif action == "read_other" and trained.t:
-        tf.function(lambda s=trained.average(t % 2): s[t % ROWS])()
-      elif action == "swap" and trained.t:
-        with trained.swapped(t % 2):
-          tf.norm(trained.average(1 - t % 2))
-      elif action == "save" and trained.t:
-        trained.checkpoint().write(trained_path)
-      elif action == "restore" and saved:
-        trained.checkpoint().read(trained_path)
-      elif action == "other":
-        _other_v1(trained)
-      elif action == "assign" and trained.t:
-        trained.average(t % 2).assign(table() * t)
-      elif action == "seed" and trained.t:
-        _seed(trained)
-      elif action == "exchange":
-        _averaging_assign(trained)
-    saved = saved or action == "save" and lazy.t > 0
-    if n % 5 == 4 and lazy.t:
-      k = int(rng.integers(2))
-      np.testing.assert_allclose(
-          lazy.average(k).numpy(), dense.average(k).numpy(), rtol=1e-9,
-          atol=1e-11, err_msg=f"{seed}: {n}")
-  if lazy.t:
-    assert_same(lazy, dense, rtol=1e-9)
-
-
-@EVERY_KIND
-@pytest.mark.parametrize("mode, seed", [
-    ("eager", 0), ("eager", 1), ("eager", 2), ("function", 3), ("function", 4),
-    ("jit", 5)])
-def test_random_programs(kind, mode, seed, tmp_path, capfd):
-  _random_program(kind, mode, seed, tmp_path)
-  assert "lagged behind" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("wrap, seed", [
-    (lambda opt: wk.SWA(opt, 1, 2), 6), (lambda opt: wk.Lookahead(opt, 2), 7),
-    (lambda opt: wk.SWA(wk.Lookahead(opt, 3), average_period=1), 8)])
-def test_random_programs_of_several_wrappers(wrap, seed, tmp_path, capfd):
-  _random_program("keras", "eager", seed, tmp_path, wrap=wrap)
-  assert "lagged behind" not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("seed", [0, 1])
-def test_random_programs_in_a_session(seed, feeds, tmp_path):
-  rng = np.random.default_rng(seed)
-  with tf.Graph().as_default(), tf1.Session() as session:
-    w, opt, train = _graph()
-    averages = [opt.average(w, d) for d in DECAYS]
-    saver, swapping = tf1.train.Saver(), opt.swapping_saver(decay=DECAYS[1])
-    new_value = tf1.placeholder(tf.float64, [ROWS, COLUMNS])
-    assign = averages[0].assign(new_value)
-    session.run(tf1.global_variables_initializer())
-    want, saved = [table(), table(), table()], None
-    paths = {s: str(tmp_path / str(i)) for i, s in enumerate((saver, swapping))}
-
-    def check(k):
-      np.testing.assert_allclose(session.run(averages[k]), want[k + 1],
-                                 rtol=1e-11, atol=1e-13)
-
-    for _ in range(40):
-      k, t = int(rng.integers(2)), int(rng.integers(12))
-      action = rng.choice(["step"] * 6 + ["read", "swap", "save", "swapped",
-                                          "restore", "assign", "seed"])
-      if action == "step":
-        session.run(train, feeds[t])
-        values, indices = gradient(t)
-        np.add.at(want[0], indices, -0.5 * values)
-        for i in (0, 1):
-          want[i + 1] += (1 - DECAYS[i]) * (want[0] - want[i + 1])
-      elif action == "read":
-        check(k)
-      elif action == "swap":
-        with opt.averaged_weights(session, DECAYS[k]):
-          np.testing.assert_allclose(session.run(w), want[k + 1], rtol=1e-11,
-                                     atol=1e-13)
-          check(1 - k)
-      elif action in ("save", "swapped"):
-        writer = saver if action == "save" else swapping
-        writer.save(session, paths[writer])
-        saved = writer, copy.deepcopy(want)
-      elif action == "restore" and saved:
-        saved[0].restore(session, paths[saved[0]])
-        want = copy.deepcopy(saved[1])
-      elif action == "assign":
-        want[1] = rng.normal(size=[ROWS, COLUMNS])
-        session.run(assign, {new_value: want[1]})
-      elif action == "seed":
-        opt.seed_averages(session)
-        want = [want[0], want[0].copy(), want[0].copy()]
-    for k in (0, 1):
-      check(k)
-
-
-def test_threads_step_swap_and_read_two_averages():
-  """Each read is of whole steps: both averages of a row agree with it."""
-  trained = V1(None)
-  trained.step()
-  stop, errors = threading.Event(), []
-
-  def read():
-    try:
-      while not stop.is_set():
-        value = trained.average().numpy()
-        assert np.isfinite(value).all()
-        tf.square(trained.average(1))
-    except Exception as e:  # pylint: disable=broad-except
-      errors.append(e)
-
-  threads = [threading.Thread(target=read) for _ in range(2)]
-  for thread in threads:
-    thread.start()
-  want = [s.copy() for s in trained.numpy()[1:]]
-  for _ in range(200):
-    trained.step()
-    value = trained.w.numpy()
-    for k, average in enumerate(want):
-      average += (1 - DECAYS[k]) * (value - average)
-  stop.set()
-  for thread in threads:
-    thread.join()
-  assert not errors
-  for k, average in enumerate(want):
-    np.testing.assert_allclose(trained.average(k), average, rtol=1e-11)
 
 
 def test_lazy_is_none_or_false():

@@ -77,10 +77,8 @@ class Training:
       values = tf1.placeholder(variable.dtype, [None, COLUMNS])
       indices = tf1.placeholder(tf.int64, [None])
       self._sparse = values, indices, self._apply(values, indices)
-      dense = tf1.placeholder(variable.dtype, [ROWS, COLUMNS])
-      self._dense = dense, opt.apply_gradients([(dense, variable)])
       mode.session.run(tf1.global_variables_initializer())
-      self._sparse_step = self._dense_step = None
+      self._sparse_step = None
     else:
       jit = mode.jit_compile if isinstance(mode, modes.Function) else None
       wrap = ((lambda f: tf.function(f, jit_compile=jit, autograph=False))
@@ -108,11 +106,7 @@ class Training:
     self._record()
 
   def dense(self, values):
-    if self._dense_step is None:
-      feed, op = self._dense
-      self._mode.session.run(op, {feed: values})
-    else:
-      self._dense_step(tf.constant(values, self.variable.dtype))
+    self._dense_step(tf.constant(values, self.variable.dtype))
     self._record()
 
   def _record(self):
@@ -175,23 +169,6 @@ def test_rows_move_and_the_others_catch_up(mode, inner, fused):
   # Exact at the ends.
   numerics.assert_same_bits(got[1], mode.values([w])[0])
   numerics.assert_same_bits(got[2], start)
-
-
-@modes.only(*MODES)
-def test_dense_and_sparse_gradients_in_turn(mode):
-  w = mode.variable(table(), name="w")
-  opt = wrapopt.MovingAverageOptimizer(
-      INNER["momentum"](), 0.9, num_updates=mode.variable(3))
-  training = Training(mode, opt, w)
-  for t in range(8):
-    if t % 3 == 2:
-      training.dense(np.full([ROWS, COLUMNS], 0.1 * t, np.float32))
-    else:
-      training.sparse(*gradient(t))
-  assert opt.is_lazy(w)
-  [want] = training.averages(table(), [4 / 13])
-  np.testing.assert_allclose(mode.values([opt.average(w)])[0], want,
-                             rtol=1e-5, atol=1e-6)
 
 
 def test_a_traced_dense_step_keeps_the_average_dense():
@@ -348,208 +325,55 @@ def _in_huge_pages():
     return 1024 * int(re.search(r"AnonHugePages:\s*(\d+) kB", file.read())[1])
 
 
-# Reading
+# Reading. averages_test.py has files of whole tables.
 
 
-@contextlib.contextmanager
-def session_of_lazy_steps(partitions=None, decay=0.9):
-  """A session with a table whose average lags behind, and what it should be."""
+def test_savers_of_a_partitioned_table(tmp_path):
+  value = np.full([ROWS, COLUMNS], 0.5)
+  average, step = value + 1, np.zeros([ROWS, COLUMNS])
+  step[1], step[4] = 1, 0.5
   with tf.Graph().as_default(), tf1.Session() as session:
-    partitioner = partitions and tf1.fixed_size_partitioner(partitions)
-    w = tf1.get_variable("w", initializer=table(), use_resource=True)  \
-        if not partitions else tf1.get_variable(
-            "w", [ROWS, COLUMNS], use_resource=True, partitioner=partitioner,
-            initializer=tf1.constant_initializer(0.5))
-    opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
-    loss = tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4]))
-    train = opt.minimize(loss)
+    w = tf1.get_variable(
+        "w", [ROWS, COLUMNS], use_resource=True,
+        partitioner=tf1.fixed_size_partitioner(3),
+        initializer=tf1.constant_initializer(0.5))
+    opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
+    train = opt.minimize(tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4])))
+    shadows = opt.average(list(w))
     # Elsewhere than the values, so that each step moves all rows of an average.
-    averages = opt.average(list(w)) if partitions else [opt.average(w)]
-    away = [s.assign_add(tf.ones_like(s), read_value=False) for s in averages]
+    away = [s.assign_add(tf.ones_like(s), read_value=False) for s in shadows]
     session.run(tf1.global_variables_initializer())
     session.run(away)
-    start = session.run(tf.convert_to_tensor(w))
-    step = np.zeros([ROWS, COLUMNS], np.float32)
-    step[1], step[4] = 1, 0.5
-    yield session, opt, w, train, lambda n: _averages_of(start, step, n, decay)
+    history = [value - (n + 1) * step for n in range(5)]
+    want = list(itertools.accumulate(
+        history, lambda s, v: s + 0.1 * (v - s), initial=average))
 
+    def run(steps):
+      for _ in range(steps):
+        session.run(train)
 
-def _averages_of(start, step, n, decay):
-  """(value, average) after n steps, of an average that was greater by 1."""
-  value = start.astype(np.float64)
-  average = value + 1
-  for _ in range(n):
-    value = value - step
-    average = average + (1 - decay) * (value - average)
-  return value, average
-
-
-def test_a_session_reads_what_has_caught_up():
-  with session_of_lazy_steps() as (session, opt, w, train, want):
-    average = opt.average(w)
-    assert opt.is_lazy(w)
-    with tf.control_dependencies([train]):
-      after = average.read_value()
-    for n in (1, 2, 3):
-      np.testing.assert_allclose(session.run(after), want(n)[1], rtol=1e-6,
-                                 atol=1e-6)
-    for read in (average, average.value(), average[:4], average + 0,
-                 tf.gather(average, [0, 1, 2, 3])):
-      session.run(train)
-      n += 1
-      np.testing.assert_allclose(session.run(read)[:4], want(n)[1][:4],
-                                 rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("partitions", [None, 3])
-def test_savers(partitions, tmp_path):
-  with session_of_lazy_steps(partitions) as (session, opt, w, train, want):
-    saver, swapping = tf1.train.Saver(), opt.swapping_saver()
-    for _ in range(3):
-      session.run(train)
-    path = saver.save(session, str(tmp_path / "plain"))
-    swapped = swapping.save(session, str(tmp_path / "swapped"))
-    value, average = want(3)
-    for file, (first, second) in ((path, (value, average)),
-                                  (swapped, (average, value))):
-      reader = tf.train.load_checkpoint(file)
+    run(3)
+    savers = {False: tf1.train.Saver(), True: opt.swapping_saver()}
+    for swaps, saver in savers.items():
+      path = saver.save(session, str(tmp_path / str(swaps)))
+      reader = tf.train.load_checkpoint(path)
       # Plain averages, and nothing else.
-      assert set(reader.get_variable_to_shape_map()) == {
-          "w", "w/ExponentialMovingAverage"}
-      np.testing.assert_allclose(reader.get_tensor("w"), first, rtol=1e-6,
-                                 atol=1e-6)
-      np.testing.assert_allclose(
-          reader.get_tensor("w/ExponentialMovingAverage"), second, rtol=1e-6,
-          atol=1e-6)
+      names = ["w", "w/ExponentialMovingAverage"]
+      assert sorted(reader.get_variable_to_shape_map()) == names
+      for name, x in zip(names[::-1] if swaps else names,
+                         (history[2], want[3])):
+        np.testing.assert_allclose(reader.get_tensor(name), x, rtol=1e-6,
+                                   atol=1e-6)
     # In a session that goes on: what it lacked since counts no more.
-    for restoring, file in ((saver, path), (swapping, swapped)):
-      for _ in range(2):
-        session.run(train)
-      restoring.restore(session, file)
-      for _ in range(2):
-        session.run(train)
-      shadows = opt.average(w) if not partitions else opt.average(list(w))
-      got = session.run(shadows)
-      if partitions:
-        got = np.concatenate(got)
-      np.testing.assert_allclose(got, want(5)[1], rtol=1e-6, atol=1e-6)
-
-
-def test_a_new_session_goes_on_from_a_checkpoint(tmp_path):
-  with session_of_lazy_steps() as (session, opt, w, train, want):
-    for _ in range(3):
-      session.run(train)
-    path = tf1.train.Saver().save(session, str(tmp_path / "plain"))
-    # No initializer runs there.
-    with tf1.Session() as other:
-      tf1.train.Saver().restore(other, path)
-      other.run(train)
-      np.testing.assert_allclose(other.run(opt.average(w)), want(4)[1],
+    for swaps, saver in savers.items():
+      run(2)
+      saver.restore(session, str(tmp_path / str(swaps)))
+      run(2)
+      np.testing.assert_allclose(np.concatenate(session.run(shadows)), want[5],
                                  rtol=1e-6, atol=1e-6)
-
-
-def test_a_monitored_session(tmp_path):
-  for n in (2, 4):
-    with session_of_lazy_steps() as (_, opt, w, train, want):
-      with tf.control_dependencies([train]):
-        counted = tf1.train.create_global_step().assign_add(1)
-      away = opt.average(w).assign_add(tf.ones_like(w), read_value=False)
-      with tf1.train.MonitoredTrainingSession(
-          checkpoint_dir=str(tmp_path), save_checkpoint_steps=1) as session:
-        if n == 2:
-          session.run(away)
-        for _ in range(2):
-          session.run(counted)
-        np.testing.assert_allclose(session.run(opt.average(w)), want(n)[1],
-                                   rtol=1e-6, atol=1e-6)
-
-
-def test_averaged_weights_and_seeds_in_a_session():
-  with session_of_lazy_steps() as (session, opt, w, train, want):
-    session.graph.finalize()
-    for _ in range(3):
-      session.run(train)
-    value, average = want(3)
-    with opt.averaged_weights(session):
-      np.testing.assert_allclose(session.run(w), average, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(session.run(w), value, rtol=1e-6, atol=1e-6)
-    session.run(train)
-    np.testing.assert_allclose(session.run(opt.average(w)), want(4)[1],
-                               rtol=1e-6, atol=1e-6)
-    session.run(train)
-    opt.seed_averages(session)
-    np.testing.assert_array_equal(session.run(opt.average(w)), session.run(w))
-
-
-def eager_lazy_steps(n, decay=0.9):
-  step = np.zeros([ROWS, COLUMNS], np.float32)
-  step[1], step[4] = 1, 0.5
-  w = tf.Variable(table() + step)
-  opt = wrapopt.MovingAverageOptimizer(INNER["sgd"](), decay)
-  for i in range(n + 1):
-    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
-    if i == 0:
-      opt.average(w).assign(table() + 1)
-  return w, opt, lambda n: _averages_of(table(), step, n, decay)
-
-
-def test_eager_reads_and_writes():
-  w, opt, want = eager_lazy_steps(3)
-  average = opt.average(w)
-  assert opt.is_lazy(w)
-  np.testing.assert_allclose(average, want(3)[1], rtol=1e-6, atol=1e-6)
-
-  def step():
-    opt.minimize(lambda: tf.nn.embedding_lookup(w, [1, 1, 4]), var_list=[w])
-
-  reads = [lambda: average.numpy(), lambda: average.value(),
-           lambda: average + 0, lambda: tf.gather(average, range(ROWS)),
-           lambda: tf.function(lambda: average + 0)(),
-           lambda: tf.function(lambda: average + 0, jit_compile=True)()]
-  for n, read in enumerate(reads, 4):
-    step()
-    np.testing.assert_allclose(read(), want(n)[1], rtol=1e-6, atol=1e-6)
-  step()
-  with opt.averaged_weights():
-    np.testing.assert_allclose(w, want(10)[1], rtol=1e-6, atol=1e-6)
-  step()
-  average.assign(tf.zeros([ROWS, COLUMNS]))
-  assert not np.any(average)
-  step()
-  opt.seed_averages()
-  np.testing.assert_array_equal(average, w)
-
-
-def test_object_based_checkpoints(tmp_path):
-  w, opt, want = eager_lazy_steps(3)
-  path = tf.train.Checkpoint(w=w, opt=opt).save(str(tmp_path / "lazy"))
-  names = [name for name, _ in tf.train.list_variables(path)]
-  assert not any("log_decays" in name for name in names)
-  # Into one that lags behind, and one that is dense.
-  for n, fused_again in ((2, True), (0, False)):
-    w2, opt2, _ = eager_lazy_steps(n)
-    if not fused_again:
-      opt2 = wrapopt.MovingAverageOptimizer(INNER["sgd"](), 0.9)
-    tf.train.Checkpoint(w=w2, opt=opt2).restore(path)
-    opt2.minimize(lambda: tf.nn.embedding_lookup(w2, [1, 1, 4]),
-                  var_list=[w2])
-    np.testing.assert_allclose(opt2.average(w2), want(4)[1], rtol=1e-6,
-                               atol=1e-6)
 
 
 # Where it is not valid
-
-
-@modes.only(modes.Function(), modes.Graph(True))
-def test_an_optimizer_that_moves_all_rows_is_dense(mode):
-  w = mode.variable(table(), name="w")
-  opt = wrapopt.MovingAverageOptimizer(tf1.train.AdamOptimizer(0.5), 0.9)
-  training = Training(mode, opt, w)
-  for t in range(3):
-    training.sparse(*gradient(t))
-  assert not opt.is_lazy(w)
-  np.testing.assert_allclose(mode.values([opt.average(w)])[0],
-                             training.averages(table(), [0.9])[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["around", "inside"])

@@ -119,31 +119,6 @@ def test_a_plain_saver_restores_the_averages(kind, tmp_path):
           [.5, .5], [.5, .5], [0, 0]]
 
 
-def test_restoring_through_the_swapping_saver_is_the_identity(kind, tmp_path):
-  def go_on(session, model):
-    session.run(model.train)
-    return session.run(model.state)
-
-  model = Model()
-  saver = model.opt.swapping_saver()
-  with session_of() as session:
-    session.run(model.train)
-    before = session.run(model.state)
-    path = saver.save(session, str(tmp_path / "model"))
-    want = go_on(session, model)
-    saver.restore(session, path)
-    assert_same_bits(session.run(model.state), before)
-    assert_same_bits(go_on(session, model), want)
-  # In another process, as it were.
-  with graph_of(kind):
-    model = Model()
-    saver = model.opt.swapping_saver()
-    with v1.Session() as session:
-      saver.restore(session, path)
-      assert_same_bits(session.run(model.state), before)
-      assert_same_bits(go_on(session, model), want)
-
-
 VAR_LISTS = {
     "list": lambda m: [m.a, m.opt.average(m.a), m.c],
     "tuple": lambda m: (m.a, m.opt.average(m.a), m.c),
@@ -607,36 +582,6 @@ def test_seeding_initialized_averages_in_a_finalized_graph(kind, tmp_path):
     assert_seeded(session, model)
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_seeding_float32_averages_and_several_decays(kind, dtype):
-  del kind
-  initial = np.array([1.25, -0.0, np.inf], dtype.as_numpy_dtype)
-  v = v1.get_variable("v", initializer=np.zeros([3], dtype.as_numpy_dtype))
-  value = v1.placeholder(dtype, [3])
-  assign = v.assign(value)
-  opt = wrap([0.5, 0.75], shadow_dtype=tf.float32)
-  descend(opt, v)
-  with session_of() as session:
-    session.run(assign, {value: initial})
-    opt.seed_averages(session)
-    assert_same_bits(session.run(opt.averages()),
-                     [initial.astype(np.float32)] * 2)
-
-
-@pytest.mark.parametrize("shadow_dtype", [None, tf.float32])
-def test_seeding_eagerly(shadow_dtype):
-  a, b = tf.Variable([0.0]), tf.Variable(tf.zeros([2], tf.bfloat16))
-  opt = wrap([0.5, 0.75], shadow_dtype=shadow_dtype)
-  descend(opt, a, b)
-  a.assign([3.0])
-  b.assign([4.0, 5.0])
-  opt.seed_averages()
-  for decay in 0.5, 0.75:
-    assert opt.average(a, decay).numpy().tolist() == [3]
-    assert np.float64(opt.average(b, decay)).tolist() == [4, 5]
-    assert opt.average(b).dtype == (shadow_dtype or tf.bfloat16)
-
-
 # tf.train.Checkpoint.
 
 
@@ -677,30 +622,6 @@ class Eager:
 def wrapped(inner, **kwargs):
   return lambda: wrapopt.MovingAverageOptimizer(
       INNER[inner](), [0.5, 0.75], **kwargs)
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("inner", INNER)
-def test_checkpoint(tmp_path, inner, deferred):
-  one = Eager(wrapped(inner))
-  one.train(2)
-  path = one.checkpoint.save(str(tmp_path / "model"))
-  before = one.state(), one.averages()
-  one.train(2)
-  two = Eager(wrapped(inner), start=8.0)
-  if not deferred:
-    two.train()  # Slots and averages are there before they are restored.
-  status = two.checkpoint.restore(path)
-  status.assert_existing_objects_matched()
-  if not deferred:
-    status.assert_consumed()
-    assert_same_bits(two.state(), before[0])
-    assert_same_bits(two.averages(), before[1])
-  two.train()
-  status.assert_consumed()
-  two.train()
-  assert_same_bits(two.state(), one.state())
-  assert_same_bits(two.averages(), one.averages())
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -874,45 +795,6 @@ def test_a_swapping_saver_of_decays_in_another_order(kind, tmp_path, decay):
     with session_of() as session:
       with pytest.raises(ValueError, match=ANOTHER_FIRST):
         opt.swapping_saver(decay=decay).restore(session, path)
-
-
-def test_a_checkpoint_restored_in_a_function(tmp_path):
-  # The averages are made, and restored, while the function is traced.
-  def train(model):
-    @tf.function
-    def step():
-      model.train()
-    step()
-
-  one = Eager(wrapped("adam"))
-  train(one)
-  path = one.checkpoint.save(str(tmp_path / "model"))
-  train(one)
-  two = Eager(wrapped("adam"), start=8.0)
-  status = two.checkpoint.restore(path)
-  train(two)
-  status.assert_consumed()
-  assert_same_bits(two.state(), one.state())
-  assert_same_bits(two.averages(), one.averages())
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_a_checkpoint_of_float32_averages(tmp_path, dtype):
-  def make(start):
-    w = tf.Variable(tf.fill([2], tf.cast(start, dtype)))
-    opt = wrap(0.999, shadow_dtype=tf.float32)
-    return w, opt, tf.train.Checkpoint(w=w, opt=opt)
-
-  w, opt, checkpoint = make(1.0)
-  descend(opt, w)
-  path = checkpoint.save(str(tmp_path / "model"))
-  descend(opt, w)
-  w2, opt2, checkpoint2 = make(8.0)
-  checkpoint2.restore(path)
-  descend(opt2, w2)
-  assert opt2.average(w2).dtype == tf.float32
-  assert_same_bits([w2.numpy(), opt2.average(w2).numpy()],
-                   [w.numpy(), opt.average(w).numpy()])
 
 
 def test_a_checkpoint_in_a_session(kind, tmp_path):
@@ -1307,82 +1189,6 @@ def test_the_savers_while_the_averages_are_in_place(kind, tmp_path):
       assert other.run(model.a).tolist() == [1, 1]
     assert_contents(path, SWAPPED)
     saver.restore(session, path)
-
-
-def test_only_what_is_averaged_is_exchanged(kind):
-  model = Model()  # `c` has no average; `a` and `b` are of two steps.
-  assert len(ops_of_type(exchange_op(kind))) == 2
-  with session_of() as session:
-    session.run(model.train)
-    with model.opt.averaged_weights(session):
-      assert [x.tolist() for x in session.run(
-          [model.a, model.b, model.c])] == [[.5, .5], [.5, .5], [0, 0]]
-    assert [x.tolist() for x in session.run(model.state)] == [
-        [1, 1], [.5, .5], [1, 1], [.5, .5], [0, 0], 1]
-
-
-def test_only_what_is_averaged_is_exchanged_eagerly():
-  a, b = tf.Variable(0.0), tf.Variable(0.0)
-  opt = wrap(0.5)
-  descend(opt, a)
-  with opt.averaged_weights():
-    assert (a.numpy(), b.numpy()) == (0.5, 0)
-  descend(opt, b)
-  with opt.averaged_weights():
-    assert (a.numpy(), b.numpy()) == (0.5, 0.5)
-  assert (a.numpy(), b.numpy()) == (1, 1)
-
-
-@pytest.mark.parametrize("shadow_dtype", [None, tf.float32])
-def test_several_decays(shadow_dtype):
-  w, n = tf.Variable(0.0), tf.Variable(tf.zeros([], tf.float16))
-  opt = wrap([0.5, 0.75, 0.25], shadow_dtype=shadow_dtype)
-  descend(opt, w, n)
-  for decay, value in ((None, 0.5), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75)):
-    with opt.averaged_weights(decay=decay):
-      assert (w.numpy(), n.numpy()) == (value, value)
-    assert (w.numpy(), n.numpy()) == (1, 1)
-
-
-def test_several_decays_in_a_session(kind):
-  v = v1.get_variable("v", initializer=0.0)
-  opt = wrap([0.5, 0.75, 0.25])
-  train = descend(opt, v)
-  # One for each decay.
-  assert len(ops_of_type(exchange_op(kind))) == 3
-  with session_of() as session:
-    session.run(train)
-    for decay, value in ((None, 0.5), (0.5, 0.5), (0.75, 0.25), (0.25, 0.75)):
-      with opt.averaged_weights(session, decay):
-        assert session.run(v) == value
-        # The other averages stay as they are.
-        others = [s for s in opt.averages() if s is not opt.average(v, decay)]
-        assert sorted(session.run(others) + [value]) == [0.25, 0.5, 0.75]
-      assert session.run([v, *opt.averages()]) == [1, 0.5, 0.25, 0.75]
-
-
-def test_training_does_not_notice(place):
-  # In eager mode and in sessions: the same numbers with evaluations between.
-  if place.mode == "eager":
-    w = tf.Variable(0.0)
-    opt = wrap(0.5)
-    step = lambda: descend(opt, w)
-    read = lambda: [w.numpy(), opt.average(w).numpy()]
-    evaluate = opt.averaged_weights
-  else:
-    w = v1.get_variable("w", initializer=0.0)
-    opt = wrap(0.5)
-    train = descend(opt, w)
-    session = session_of()
-    step = lambda: session.run(train)
-    read = lambda: session.run([w, opt.average(w)])
-    evaluate = lambda: opt.averaged_weights(session)
-  for want in [1, 0.5], [2, 1.25], [3, 2.125]:
-    step()
-    assert read() == want
-    with evaluate():
-      assert (w.numpy() if place.mode == "eager" else
-              session.run(w)) == want[1]
 
 
 def test_an_uninitialized_variable(kind):

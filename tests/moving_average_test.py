@@ -26,7 +26,6 @@ from threads import in_threads
 from training import GRAPH_MODES
 from training import MODES
 from training import ancestors
-from training import assert_ema_step
 from training import assert_same_bits
 from training import ema_op
 from training import exchange_op
@@ -117,14 +116,6 @@ def assert_warm_up(got):
   # Four roundings in each of four steps, of numbers of at most 4 + 4.
   np.testing.assert_allclose(
       got, WARM_UP, rtol=0, atol=4 * 4 * 8 * np.finfo(np.float32).eps / 2)
-
-
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_trajectory_with_num_updates(mode, fused):
-  assert_warm_up(averages(train(
-      mode, lambda step: wrap(0.9, num_updates=step, fused=fused),
-      {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 4)))
 
 
 V1_PROGRAM = """
@@ -325,63 +316,7 @@ def test_a_callable_is_called_once_a_step(argument, sparse, mode, fused):
   assert len(calls) == times.get(mode, 1)
 
 
-# num_updates.
-
-NUM_UPDATES = {
-    "variable": lambda step: step,
-    "int": lambda step: 3,
-    "float": lambda step: 3.0,
-    "tensor": lambda step: tf.constant(3),
-    "callable": lambda step: lambda: step.read_value() + 10,
-    "callable_of_a_number": lambda step: lambda: 3,
-}
-
-
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("num_updates", NUM_UPDATES)
-def test_num_updates(num_updates, mode, fused):
-  trace = train(
-      mode, lambda step: wrap(0.4, NUM_UPDATES[num_updates](step), fused=fused),
-      {"v": np.float64([0.0, 5.0])}, [{"v": np.float64([-1.0, 2.0])}] * 3)
-  # A step counts itself: the number is taken after the increment.
-  numbers = {"variable": [1, 2, 3], "callable": [11, 12, 13]}.get(
-      num_updates, [3, 3, 3])
-  before = trace.values[0][0]
-  for n, [value], slots in zip(numbers, trace.values[1:], trace.slots):
-    after = slots["ExponentialMovingAverage", 0]
-    assert_ema_step(after, before, value, min(0.4, (1 + n) / (10 + n)))
-    before = after
-
-
-@both_paths
-def test_num_updates_of_each_decay(fused):
-  # n = 8: at most 9/18.
-  w = tf.Variable(0.0)
-  opt = wrap([0.25, 0.75], num_updates=8, fused=fused)
-  descend(opt, w)
-  assert opt.average(w).numpy() == 0.75
-  assert opt.average(w, 0.75).numpy() == 0.5
-
-
-DECAYS = {
-    "variable": lambda: v1.Variable(0.5, trainable=False),
-    "float64_variable": lambda: v1.Variable(0.5, trainable=False,
-                                            dtype=tf.float64),
-    "tensor": lambda: tf.constant(0.5),
-    "numpy": lambda: np.float32(0.5),
-    "callable": lambda: lambda: 0.5,
-    "callable_of_a_tensor": lambda: lambda: tf.constant(0.5, tf.float64),
-}
-
-
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("decay", DECAYS)
-def test_average_decay_may_be_computed(decay, mode, fused):
-  trace = train(mode, lambda step: wrap(DECAYS[decay](), fused=fused),
-                {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
-  assert averages(trace) == [0.5, 1.25]
+# Decays that are read in each step.
 
 
 @both_paths
@@ -832,32 +767,6 @@ def test_two_graphs():
 
 
 @both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_several_steps_for_different_variables(mode, fused):
-  def build(make):
-    a, b, c = make("a"), make("b"), make("c")
-    opt = wrap(0.5, fused=fused)
-    return (a, b, c), opt, [lambda: descend(opt, a, b), lambda: descend(opt, c),
-                            lambda: descend(opt, b)]
-
-  if mode in GRAPH_MODES:
-    with graph_of(mode):
-      variables, opt, steps = build(
-          lambda n: v1.get_variable(n, initializer=0.0))
-      train_ops = [step() for step in steps]
-      with session_of() as session:
-        for train_op in train_ops:
-          run(session, train_op)
-        got = session.run([opt.average(v) for v in variables])
-  else:
-    variables, opt, steps = build(lambda n: tf.Variable(0.0, name=n))
-    for step in steps:
-      (in_function(step) if mode == "function" else step)()
-    got = [opt.average(v).numpy() for v in variables]
-  assert got == [0.5, 1.25, 0.5]
-
-
-@both_paths
 def test_a_variable_without_gradient_has_no_average(fused):
   a, b = tf.Variable(0.0, name="a"), tf.Variable(0.0, name="b")
   opt = wrap(0.5, fused=fused)
@@ -869,26 +778,6 @@ def test_a_variable_without_gradient_has_no_average(fused):
   b.assign(4.0)
   opt.apply_gradients([(None, a), (tf.constant(-1.0), b)])
   assert (opt.average(a).numpy(), opt.average(b).numpy()) == (0.5, 4.5)
-
-
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_iterators_of_gradients(mode, fused):
-  if mode in GRAPH_MODES:
-    with graph_of(mode):
-      v = v1.get_variable("v", initializer=0.0)
-      opt = wrap(0.5, fused=fused)
-      train_op = opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
-      with session_of() as session:
-        run(session, train_op)
-        got = session.run([v, opt.average(v)])
-  else:
-    v = tf.Variable(0.0)
-    opt = wrap(0.5, fused=fused)
-    step = lambda: opt.apply_gradients(zip([tf.constant(-1.0)], [v]))
-    (in_function(step) if mode == "function" else step)()
-    got = [v.numpy(), opt.average(v).numpy()]
-  assert got == [1, 0.5]
 
 
 def test_a_variable_named_twice_is_averaged_once(kind):
@@ -946,21 +835,6 @@ def test_partitioned_variables(kind, fused):
 
 
 @both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_scalars_and_empty_variables(mode, fused):
-  trace = train(mode, lambda step: wrap(0.5, fused=fused),
-                {"scalar": np.float32(0), "empty": np.zeros([0, 3], np.float32),
-                 "one": np.zeros([1], np.float32)},
-                [{"scalar": np.float32(-1),
-                  "empty": np.zeros([0, 3], np.float32),
-                  "one": -np.ones([1], np.float32)}])
-  [slots] = trace.slots
-  got = [slots["ExponentialMovingAverage", i] for i in range(3)]
-  assert_same_bits(got, [np.float32(0.5), np.zeros([0, 3], np.float32),
-                         np.float32([0.5])])
-
-
-@both_paths
 def test_a_variable_of_unknown_shape(kind, fused):
   if kind == "ref":
     v = v1.Variable(v1.placeholder_with_default([0.0, 0.0], None),
@@ -1005,29 +879,6 @@ def test_the_averages_in_a_branch_of_a_graph():
 # Several decays.
 
 
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_several_decays(mode, fused):
-  # From 0 to 1, 2:  1/2: .5, 1.25   1/4: .75, 1.6875   3/4: .25, .6875
-  trace = train(mode, lambda step: wrap((0.5, 0.25, 0.75), fused=fused),
-                {"v": np.float32(0)}, [{"v": np.float32(-1)}] * 2)
-  names = [f"ExponentialMovingAverage_{d}" for d in (0.5, 0.25, 0.75)]
-  assert [[time[name, 0].item() for name in names] for time in trace.slots] == [
-      [0.5, 0.75, 0.25], [1.25, 1.6875, 0.6875]]
-  opt, [v] = trace.optimizer, trace.variables
-  assert opt.get_slot_names() == sorted(names)
-  for decay, name in zip((0.5, 0.25, 0.75), names):
-    assert opt.average(v, decay) is opt.get_slot(v, name)
-    assert opt.average(v, decay=decay).shape == v.shape
-    assert opt.average_name(v, decay=decay).startswith(
-        "v/" + name.removesuffix("_0.5"))
-  assert opt.average(v) is opt.average(v, 0.5)
-  # The name of the first decay's variable.
-  assert opt.average(v) is opt.get_slot(v, "ExponentialMovingAverage")
-  if mode != "eager":
-    assert trace.op_types.count(update_op(mode, fused)) == 1
-
-
 def test_the_names_of_several_decays(kind):
   del kind
   v = v1.get_variable("v", initializer=0.0)
@@ -1038,6 +889,9 @@ def test_the_names_of_several_decays(kind):
   descend(opt, v)
   assert [opt.average_name(v, d) for d in (0.999, 0.9999)] == names
   assert [a.op.name for a in opt.averages()] == names
+  assert opt.average(v) is opt.average(v, 0.999) is opt.get_slot(
+      v, "ExponentialMovingAverage") is opt.get_slot(
+          v, "ExponentialMovingAverage_0.999")
 
 
 @pytest.mark.parametrize("call", [
@@ -1087,23 +941,6 @@ def test_a_float32_average_moves_where_a_narrow_one_stalls(dtype, mode):
     assert (np.abs(np.float64(got[None]) - want) > 1e-5).all()
 
 
-@both_paths
-@pytest.mark.parametrize("mode", MODES)
-def test_shadow_dtype_is_for_narrow_variables(mode, fused):
-  dtypes = [tf.float16, tf.bfloat16, tf.float32, tf.float64]
-  trace = train(
-      mode, lambda step: wrap([0.5, 0.25], shadow_dtype=tf.float32,
-                              fused=fused),
-      {d.name: np.zeros([2], d.as_numpy_dtype) for d in dtypes},
-      [{d.name: -np.ones([2], d.as_numpy_dtype) for d in dtypes}])
-  [slots] = trace.slots
-  for name, value in (("ExponentialMovingAverage_0.5", 0.5),
-                      ("ExponentialMovingAverage_0.25", 0.75)):
-    got = [slots[name, i] for i in range(4)]
-    assert [x.dtype for x in got] == [np.float32] * 3 + [np.float64]
-    assert all((x == value).all() for x in got)
-
-
 # Eager mode.
 
 
@@ -1114,20 +951,6 @@ def test_eager_names_are_unique():
   names = {opt.average_name(v) for v in (a, b)}
   assert len(names) == 2
   assert all(n.startswith("same/ExponentialMovingAverage") for n in names)
-
-
-@both_paths
-def test_minimize_eagerly_and_in_a_function(fused):
-  w = tf.Variable(0.0)
-  opt = wrap(0.5, fused=fused)
-  assert opt.minimize(lambda: -w, var_list=[w]) is None
-
-  @tf.function
-  def step():
-    opt.minimize(lambda: -w, var_list=[w])
-
-  step()
-  assert (w.numpy(), opt.average(w).numpy()) == (2, 1.25)
 
 
 def test_a_function_that_makes_its_variables():

@@ -1,10 +1,22 @@
-"""Schedule-Free learning in float64, written from the paper.
+"""Schedule-Free learning in float64, written from the paper, and its Runs.
 
 Defazio et al., "The road less scheduled", NeurIPS 2024, arXiv 2405.15682:
 equations 6 to 8, with the weights of its section 4.4 (warm-up and powers).
 """
 
+import typing
+
+import keras
 import numpy as np
+import tensorflow as tf
+
+import averages
+import wrapopt
+import wrapopt.keras as wk
+
+train = tf.compat.v1.train
+K = keras.optimizers
+START = np.linspace(-2, 2, 12).reshape(4, 3)
 
 
 class Inner:
@@ -60,3 +72,123 @@ class Model:
     z = self.z - lr * self.weight_decay_at_y * self.y
     self.z = self.inner(z, np.asarray(g, np.float64), lr)
     self.x = (1 - c) * self.x + c * self.z
+
+
+class Optimizer(typing.NamedTuple):
+  """An inner optimizer in both halves.
+
+  Attributes:
+    v1: A function of the rate and of the first beta; None if there is none.
+    keras: A function of the first beta and of other arguments.
+    rate: Its rate in Keras.
+    of_v1: What the model takes for that of TensorFlow.
+    of_keras: The same for that of Keras; None if the model does not have it.
+  """
+  v1: typing.Any
+  keras: typing.Any
+  rate: float
+  of_v1: typing.Any
+  of_keras: typing.Any
+
+
+INNER = {
+    "SGD": Optimizer(lambda rate, b: train.GradientDescentOptimizer(rate),
+                     lambda b, **more: K.SGD(0.25, **more), 0.25, {}, {}),
+    "Adam": Optimizer(lambda rate, b: train.AdamOptimizer(rate, b, 0.99),
+                      lambda b, **more: K.Adam(0.0625, b, **more), 0.0625,
+                      {"beta2": 0.99, "epsilon": 1e-8}, {}),
+    "AdamW": Optimizer(
+        None, lambda b, **more: K.AdamW(0.0625, beta_1=0.0, **more), 0.0625,
+        None, {"kind": "Adam"}),
+    "RMSprop": Optimizer(lambda rate, b: train.RMSPropOptimizer(rate),
+                         lambda b, **more: K.RMSprop(0.0625, **more), 0.0625,
+                         {"epsilon": 1e-10, "start": 1.0}, {}),
+    "Adagrad": Optimizer(lambda rate, b: train.AdagradOptimizer(rate),
+                         lambda b, **more: K.Adagrad(0.25, **more), 0.25,
+                         {"start": 0.1, "epsilon": 0.0}, {"start": 0.1}),
+    # Two passes.
+    "Adam AMSGrad": Optimizer(
+        None, lambda b, **more: K.Adam(0.0625, b, amsgrad=True, **more), 0.0625,
+        None, None),
+    "Adamax": Optimizer(
+        None, lambda b, **more: K.Adamax(0.0625, beta_1=0.0, **more), 0.0625,
+        None, None),
+}
+SCHEDULES = {
+    "plain": {},
+    "warm-up": {"warmup_steps": 50, "momentum": 0.75},
+    "powers": {"r": 1.5, "weight_lr_power": 1.0, "warmup_steps": 3},
+    "decay at y": {"weight_decay_at_y": 0.125, "r": 0.5},
+    "primal": {"momentum": 1.0, "weight_lr_power": 0.0},
+}
+
+
+def running(way, inner="SGD", dtype=np.float64, around=lambda opt: opt,
+            within=lambda opt: opt, arguments=None, **schedule):
+  """A Run of averages.py, of a variable `v` at a rate that may change.
+
+  Args:
+    way: A Way.
+    inner: A key of INNER.
+    dtype: That of the variable.
+    around: What wraps the wrapper.
+    within: What the wrapper wraps, around the inner optimizer.
+    arguments: More of an inner optimizer of Keras.
+    **schedule: Arguments of the wrapper.
+  """
+  def make(run):
+    beta = schedule.get("momentum", 0.9)  # Taken over.
+    if way.half == "keras":
+      return INNER[inner].keras(beta, **(arguments or {}))
+    run.rate = run.make(np.float32(0.25), "rate")
+    return within(INNER[inner].v1(
+        run.rate if way.is_graph else run.rate.read_value, beta))
+
+  return averages.running(
+      way, {"v": START.astype(dtype)}, lambda run: schedule, make, around,
+      (wrapopt.ScheduleFreeOptimizer, wk.ScheduleFree))
+
+
+def points(run):
+  """x, y and z."""
+  opt, v = run.averaging, run.variables["v"]
+  return run.read(opt.average(v), v, opt.z(v))
+
+
+def settings(way, inner, schedule):
+  """Arguments of `running`, with a weight decay in some of Keras."""
+  decays = way.half == "keras" and (
+      schedule in ("warm-up", "decay at y") or inner == "AdamW")
+  return {"arguments": {"weight_decay": 0.03125} if decays else {},
+          **SCHEDULES[schedule]}
+
+
+def trajectory(run, inner, arguments, steps=200, sparse=False, **schedule):
+  """Trains by gradients at y, at a rate that changes; the model beside it.
+
+  Yields:
+    (the Model before the step, the gradient, the rate).
+  """
+  way, v = run.way, run.variables["v"]
+  if way.half == "v1":
+    rate, of = 0.25, INNER[inner].of_v1
+  else:
+    rate, of = INNER[inner].rate, INNER[inner].of_keras
+  model = Model(START, of is not None and Inner(
+      **{"kind": inner, **arguments, **of}), **schedule)
+  rng = np.random.default_rng(1)
+  for t in range(steps):
+    if t in (60, 120):
+      rate *= {60: 0.5, 120: 2.0}[t]
+      if way.half == "keras":
+        run.opt.learning_rate = rate
+      elif way.is_graph:
+        run.rate.load(rate, run.session)
+      else:
+        run.rate.assign(rate)
+    # The noise of data, around a quadratic function.
+    g = 0.5 * run.value("v") + rng.normal(size=START.shape)
+    # Each row in two parts.
+    run.step({"v": (np.concatenate([g, g]) / 2, [*range(4)] * 2)
+              if sparse else g})
+    yield model, g.astype(tf.as_dtype(v.dtype).base_dtype.as_numpy_dtype), rate

@@ -1,171 +1,99 @@
-"""Averages that move in every n-th step, in tf.compat.v1.
+"""Averages that move in every n-th step.
 
-The reference is a model in NumPy float64 over the values after steps. Averages
-here are rounded three times in each update, to 2^-24 of numbers below 16.
+averages_test.py has what they hold in each way to train, and that files, seeds
+and averages in place go on in the period.
 """
 
 import contextlib
+import warnings
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from training import GRAPH_MODES
+import averages
+import keras_versions
+from modes import address
 from training import graph_of
-from training import session_of
 import wrapopt
+from wrapopt import checkpoints
+import wrapopt.keras as wk
 
 v1 = tf.compat.v1
-
-FUSED = (None, False)
-TRACED = ("eager", "function", "jit")
-ROWS = 6
+K = keras.optimizers
 
 
-def sgd():
-  return v1.train.GradientDescentOptimizer(1.0)
+@pytest.fixture(autouse=True)
+def _seed():
+  keras.utils.clear_session()
+  keras.utils.set_random_seed(0)
 
 
-def wrap(decay=0.5, inner=sgd, **kwargs):
-  return wrapopt.MovingAverageOptimizer(inner(), decay, **kwargs)
+def settings(average_decay=0.5, update_every=2, **kwargs):
+  return lambda run: dict(average_decay=average_decay,
+                          update_every=update_every, **kwargs)
 
 
-def average_of(start, history, decay, every, first=1):
-  """The average after each of the values.
-
-  Args:
-    start: The value before the first step.
-    history: The values after steps.
-    decay: A function of the number of the update, from 1.
-    every: The averages move in the steps that it divides.
-    first: The number of the first of these steps.
-  """
-  s, result = np.float64(start), []
-  for t, value in enumerate(history, first):
-    if t % every == 0:
-      s = s + (1 - decay(t // every)) * (np.float64(value) - s)
-    result.append(s)
-  return result
+def wrap(decay=0.5, **kwargs):
+  return wrapopt.MovingAverageOptimizer(
+      v1.train.GradientDescentOptimizer(1.0), decay, **kwargs)
 
 
-def assert_close(got, expected, updates=10):
-  np.testing.assert_allclose(got, expected, rtol=0,
-                             atol=3 * updates * 16 * 2**-24)
+def moving(inner="sgd", decay=0.5, **kwargs):
+  return wk.MovingAverage(averages.INNER[inner][1](), decay, **kwargs)
 
 
-def values_of(mode, steps, opt_of, gradient=lambda t: -1.0):
-  """Trains one variable from 0; returns its values, and its averages."""
-  values, averages = [], []
-  graph = graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext()
-  with graph:
-    if mode in GRAPH_MODES:
-      w = v1.get_variable("w", initializer=[0.0, 0.0])
-      g = v1.placeholder(tf.float32, [])
-      opt = opt_of(w)
-      op = opt.apply_gradients([(tf.fill([2], g), w)])
-      decays = [d for d, _ in opt.averages_by_decay(w.graph)]
-      with session_of() as session:
-        for t in range(steps):
-          session.run(op, {g: gradient(t)})
-          value, *average = session.run([w, *[opt.average(w, d)
-                                              for d in decays]])
-          values.append(value[0])
-          averages.append([s[0] for s in average])
-    else:
-      w = tf.Variable([0.0, 0.0])
-      opt = opt_of(w)
-      step = lambda g: opt.apply_gradients([(tf.fill([2], g), w)]) and None
-      if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "jit", autograph=False)
-      for t in range(steps):
-        step(tf.constant(gradient(t), tf.float32))
-        values.append(w.numpy()[0])
-        averages.append([s.numpy()[0] for d, row in opt.averages_by_decay(None)
-                         for _, s in row])
-  return values, np.array(averages)
+each_jit = pytest.mark.parametrize("jit", [None, False, True])
 
 
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("mode", [*TRACED, *GRAPH_MODES])
-def test_a_trajectory(mode, fused):
+def averages_after(opt, w, steps, jit=None, inner=None):
+  """What w and its average are after steps with each of these gradients."""
+  opt.build([w])
+  step = lambda g: opt.apply([g], [w])
+  if jit is not None:  # None: eagerly.
+    step = tf.function(step, autograph=False, jit_compile=jit)
+  found = []
+  for g in steps:
+    step(tf.constant([g], tf.float32))
+    found.append((w.numpy().item(), (inner or opt).average(w).numpy().item()))
+  return found
+
+
+@pytest.mark.parametrize("way", averages.WAYS, ids=str)
+def test_a_trajectory(way):
   # The variable is 1, 2, ..., 7. In steps 3 and 6, the average goes half of
   # the way to it: from 0 to 3/2, and from there to 15/4.
-  values, averages = values_of(
-      mode, 7, lambda w: wrap(0.5, fused=fused, update_every=3))
-  assert values == [1, 2, 3, 4, 5, 6, 7]
-  assert [s.item() for s in averages[:, 0]] == [
-      0, 0, 1.5, 1.5, 1.5, 3.75, 3.75]
+  with averages.running(way, {"w": np.zeros(1, np.float32)},
+                        settings(update_every=3)) as run:
+    found = []
+    for _ in range(7):
+      run.step(-1)
+      found.append((run.value("w").item(), run.average("w").item()))
+  assert found == [(1, 0), (2, 0), (3, 1.5), (4, 1.5), (5, 1.5), (6, 3.75),
+                   (7, 3.75)]
 
 
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("mode", [*TRACED, *GRAPH_MODES])
-def test_decays_count_updates(mode, fused):
-  """A PowerDecay, and the limit by a count of updates."""
-  noise = np.random.default_rng(0).normal(size=17).astype(np.float32)
-
-  def opt_of(w):
-    del w
-    return wrap([wrapopt.PowerDecay(gamma=1), 0.9], fused=fused,
-                update_every=4, num_updates=11)
-
-  values, averages = values_of(mode, 17, opt_of, lambda t: noise[t])
-  assert_close(averages[:, 0], average_of(
-      0, values, lambda t: (1 - 1 / t)**2, 4))
-  # 11 // 4 is 2.
-  assert_close(averages[:, 1], average_of(0, values, lambda t: 3 / 12, 4))
-
-
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_a_global_step_as_the_count(mode, fused):
-  w, count = tf.Variable([0.0]), tf.Variable(0, dtype=tf.int64)
-  opt = wrap(0.9, num_updates=count, update_every=3, fused=fused)
-  step = lambda: opt.apply_gradients([(-tf.ones(1), w)], count) and None
-  if mode == "function":
-    step = tf.function(step, autograph=False)
-  for _ in range(7):
-    step()
-  # In step t, the count is t: decays 2/11 and 3/12 of updates 1 and 2.
-  assert_close(opt.average(w).numpy()[0], average_of(
-      0, range(1, 8), lambda t: min(0.9, (1 + t) / (10 + t)), 3)[-1])
-
-
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_function_is_called_once_in_each_step(fused):
-  w, calls = tf.Variable([0.0]), []
-  opt = wrap(lambda: calls.append("decay") or 0.5, fused=fused, update_every=2,
-             num_updates=lambda: calls.append("number") or 100)
-  for _ in range(4):
-    opt.apply_gradients([(-tf.ones(1), w)])
-  assert sorted(calls) == ["decay"] * 4 + ["number"] * 4
-  assert opt.average(w).numpy() == 2.5
-
-
-@pytest.mark.parametrize("mode", TRACED)
+@pytest.mark.parametrize("way", [
+    way for way in averages.WAYS if way.one_pass and not way.is_graph], ids=str)
 @pytest.mark.parametrize("dtype", [tf.float16, tf.bfloat16, tf.float32,
                                    tf.float64])
-def test_a_step_between_changes_no_bit(mode, dtype):
+def test_a_step_between_changes_no_bit(way, dtype):
   """Also NaN, infinity, and the least numbers; with one decay and with two."""
-  start = np.array([np.nan, np.inf, -0.0, 1e-7, 1], dtype.as_numpy_dtype)
-  for decays in (0.5, [0.5, wrapopt.PowerDecay(gamma=0)]):
-    w, empty = tf.Variable(start), tf.Variable(tf.zeros([0], dtype))
-    scalar = tf.Variable(tf.cast(1, dtype))
-    opt = wrap(decays, update_every=3)
-
-    def step():
-      opt.apply_gradients([(tf.ones_like(v), v) for v in (w, empty, scalar)])
-
-    if mode != "eager":
-      step = tf.function(step, jit_compile=mode == "jit", autograph=False)
-    for t in range(1, 7):
-      before = [s.numpy().tobytes() for s in opt.averages()]
-      step()
-      after = [s.numpy().tobytes() for s in opt.averages()]
-      if before and t % 3 != 0:
-        assert after == before, t
-      elif before:
-        assert after != before, t
-    assert opt.average(scalar).numpy() != 1
+  dtype = dtype.as_numpy_dtype
+  start = {"w": np.array([np.nan, np.inf, -0.0, 1e-7, 1], dtype),
+           "empty": np.zeros([0], dtype), "scalar": np.array(1, dtype)}
+  of_keras = {} if way.half == "v1" else {"shadow_dtype": np.dtype(dtype).name}
+  for decays in 0.5, [0.5, wrapopt.PowerDecay(gamma=0)]:
+    with averages.running(way, start, settings(decays, 3, **of_keras)) as run:
+      read = lambda: [run.average(name, d).tobytes() for name in start
+                      for d in run.averaging._decays]
+      run.step(1)
+      for t in range(2, 7):
+        before = read()
+        run.step(1)
+        assert (read() != before) == (t % 3 == 0), t
+      assert run.average("scalar") != 1
 
 
 # That a step between reads and writes no memory of an average is a test of the
@@ -173,12 +101,7 @@ def test_a_step_between_changes_no_bit(mode, dtype):
 # there: whoever holds the value of an average makes the next update copy it.
 
 
-def address(variable):
-  return np.frombuffer(memoryview(variable.read_value()),
-                       np.uint8).__array_interface__["data"][0]
-
-
-@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("mode", ["eager", "function"])
 def test_a_step_between_does_not_copy_averages(mode, fused):
   w = tf.Variable(tf.zeros([1000]))
@@ -189,117 +112,29 @@ def test_a_step_between_does_not_copy_averages(mode, fused):
   step()
   held = opt.average(w).read_value()  # Shares the buffer.
   for is_due in (False, True, False):
-    at = address(opt.average(w))
+    at = address(opt.average(w).read_value())
     step()
-    assert (address(opt.average(w)) != at) == is_due
+    assert (address(opt.average(w).read_value()) != at) == is_due
   assert (held.numpy() == 0).all() and (opt.average(w).numpy() == 1.5).all()
 
 
-def test_an_eager_step_between_runs_no_op_for_averages(monkeypatch):
-  w, h = tf.Variable([0.0]), tf.Variable([0.0])
-  opt = wrap([0.5, wrapopt.PowerDecay(gamma=0)], fused=False, update_every=3,
-             num_updates=tf.Variable(5))
-  steps = [lambda: opt.apply_gradients([(-tf.ones(1), w), (-tf.ones(1), h)])]
+@pytest.mark.parametrize("way", [
+    way for way in averages.WAYS if way.mode == "eager" and not way.one_pass],
+                         ids=str)
+def test_an_eager_step_between_runs_no_op_for_averages(way, monkeypatch):
   calls = []
   monkeypatch.setattr(
       wrapopt.ops, "ema_update", lambda *args: calls.append(args))
-  for _ in range(7):
-    steps[0]()
-    calls.append(None)
+  with averages.running(way, dict.fromkeys("wh", np.float32([0])), settings(
+      [0.5, wrapopt.PowerDecay(gamma=0)], 3, num_updates=5)) as run:
+    for _ in range(7):
+      run.step(-1)
+      calls.append(None)
   # The third and the sixth.
   assert [i for i, call in enumerate(calls) if call] == [2, 6]
 
 
-# Sparse gradients, with averages whose rows lag behind.
-
-
-@pytest.mark.parametrize("lazy", [None, False])
-@pytest.mark.parametrize("fused", FUSED)
-@pytest.mark.parametrize("mode", [*TRACED, "resource", "ref"])
-def test_rows(mode, fused, lazy):
-  if mode == "jit" and fused is False:
-    pytest.skip("XLA cannot compile TensorFlow's sparse step")
-  steps, every = 11, 3
-  rng = np.random.default_rng(1)
-  rows = rng.integers(0, ROWS, (steps, 3)).astype(np.int32)
-  grads = rng.normal(size=(steps, 3, 2)).astype(np.float32)
-  start = rng.normal(size=(ROWS, 2)).astype(np.float32)
-  decays = [0.75, wrapopt.PowerDecay(gamma=2)]
-  history, read = [], []
-  with (graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext()):
-    opt = wrap(decays, update_every=every, fused=fused, lazy=lazy)
-    apply = lambda g, i: opt.apply_gradients(
-        [(tf.IndexedSlices(g, i, tf.constant([ROWS, 2])), w)])
-    if mode in GRAPH_MODES:
-      w = v1.get_variable("w", initializer=start)
-      g, i = (v1.placeholder(tf.float32, [3, 2]),
-              v1.placeholder(tf.int32, [3]))
-      op = apply(g, i)
-      with session_of() as session:
-        for t in range(steps):
-          session.run(op, {g: grads[t], i: rows[t]})
-          history.append(session.run(w))
-          if t % 4 == 3:  # Not in each step: rows lag behind.
-            read.append((t, session.run([opt.average(w, d) for d in decays])))
-    else:
-      w = tf.Variable(start)
-      step = lambda g, i: apply(g, i) and None
-      if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "jit", autograph=False)
-      for t in range(steps):
-        step(tf.constant(grads[t]), tf.constant(rows[t]))
-        history.append(w.numpy())
-        if t % 4 == 3:
-          read.append((t, [opt.average(w, d).numpy() for d in decays]))
-      assert opt.is_lazy(w) == (lazy is None)
-  for k, decay in enumerate([lambda t: 0.75, lambda t: (1 - 1 / t)**3]):
-    expected = average_of(start, history, decay, every)
-    for t, averages in read:
-      assert_close(averages[k], expected[t])
-
-
-# What is counted, saved and restored.
-
-
-@pytest.mark.parametrize("mode", ["eager", "function"])
-def test_steps_that_a_gate_drops_are_not_counted(mode):
-  steps = tf.Variable(0, dtype=tf.int64, trainable=False)
-  w = tf.Variable([0.0])
-  moving = wrap(0.5, update_every=2)
-  gate = wrapopt.DropStaleGradientOptimizer(moving, 0, global_step=steps)
-
-  def apply(recorded):
-    gate.apply_gradients([(-tf.ones(1), w)], steps, recorded=recorded)
-
-  def record():
-    with gate.record_step(steps) as recorded:
-      pass
-    return recorded
-
-  if mode == "function":
-    def take(stale):
-      @tf.function(autograph=False)
-      def step():
-        recorded = record()
-        if stale:
-          steps.assign_add(1)
-        apply(recorded)
-      return step
-    take = {stale: take(stale) for stale in (False, True)}
-  else:
-    def of(stale):
-      recorded = record()
-      if stale:
-        steps.assign_add(1)
-      apply(recorded)
-    take = {stale: lambda stale=stale: of(stale) for stale in (False, True)}
-  averages = []
-  for stale in (False, True, True, False, True, False, False):
-    take[stale]()
-    averages.append((w.numpy().item(), moving.average(w).numpy().item()))
-  assert averages == [(1, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1),
-                      (4, 2.5)]
-  assert moving.average_steps().numpy() == 4
+# What is counted. some_variables_test.py has the steps that a gate drops.
 
 
 def test_an_error_counts_no_step():
@@ -313,16 +148,107 @@ def test_an_error_counts_no_step():
   assert opt.average(w).numpy() == 1
 
 
-def test_a_step_without_a_gradient_of_a_variable_counts():
-  a, b = tf.Variable([0.0]), tf.Variable([0.0])
-  opt = wrap(0.5, update_every=2)
-  for pair in ([a, b], [a], [a, b], [b]):
-    opt.apply_gradients([(-tf.ones(1), v) for v in pair])
-  # In step 2, a moves to 2/2; in step 4, b to 3/2.
-  assert [opt.average(v).numpy() for v in (a, b)] == [1, 1.5]
+@pytest.mark.parametrize("way", averages.WAYS, ids=str)
+def test_a_step_without_a_gradient_of_a_variable_counts(way):
+  with averages.running(way, dict.fromkeys("ab", np.float32([0])),
+                        settings()) as run:
+    for a, b in ([-1], [-1]), ([-1], None), ([-1], [-1]), (None, [-1]):
+      run.step({"a": a, "b": b})
+    # In step 2, a moves to 2/2; in step 4, b to 3/2.
+    assert [run.average(name) for name in "ab"] == [1, 1.5]
 
 
-def test_names_are_those_of_before():
+@each_jit
+def test_steps_that_accumulate_are_not_counted(jit):
+  opt = wk.MovingAverage(K.SGD(1.0, gradient_accumulation_steps=2), 0.5,
+                         update_every=2)
+  assert averages_after(opt, keras.Variable([0.0]), [-1] * 9, jit) == [
+      (0, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (3, 1), (4, 2.5),
+      (4, 2.5)]
+  assert opt.average_steps() == 4
+
+
+@each_jit
+def test_steps_that_loss_scaling_skips_are_not_counted(jit):
+  inner = moving(update_every=2)
+  opt = K.LossScaleOptimizer(inner, initial_scale=2.0)
+  # A step that is skipped halves the scale.
+  steps = (-2, np.nan, np.inf, -0.5, np.nan, -0.25, -0.25)
+  assert averages_after(opt, keras.Variable([0.0]), steps, jit, inner) == [
+      (1, 0), (1, 0), (1, 0), (2, 1), (2, 1), (3, 1), (4, 2.5)]
+
+
+def test_the_count_begins_with_the_averages():
+  w = keras.Variable([0.0])
+  inner = K.SGD(1.0)
+  for _ in range(3):
+    inner.apply([-tf.ones(1)], [w])
+  opt = wk.MovingAverage(inner, 0.5, update_every=2)
+  # From 3: the second step is to 5.
+  assert averages_after(opt, w, [-1] * 4) == [(4, 3), (5, 4), (6, 4), (7, 5.5)]
+
+
+@each_jit
+@keras_versions.needs("MultiOptimizer")
+def test_in_a_multi_optimizer(jit):
+  a, b = (keras.Variable([0.0], name=name) for name in "ab")
+  of_a, of_b = K.SGD(1.0), K.SGD(2.0)
+  opt = wk.MovingAverage(
+      K.MultiOptimizer(lambda v: of_a if v.path == "a" else of_b), 0.5,
+      update_every=2)
+  opt.build([a, b])
+  step = lambda: opt.apply([-tf.ones(1), -tf.ones(1)], [a, b])
+  if jit is not None:
+    step = tf.function(step, autograph=False, jit_compile=jit)
+  for want in [0, 0], [1, 2], [1, 2], [2.5, 5]:
+    step()
+    assert [opt.average(v).numpy() for v in (a, b)] == want
+
+
+def test_around_lookahead_and_of_some_variables():
+  a, b = (keras.Variable([0.0], name=name) for name in "ab")
+  opt = wk.MovingAverage(wk.Lookahead(K.SGD(1.0), 2), 0.5, update_every=2,
+                         variables=["a"])
+  for _ in range(4):
+    opt.apply([-tf.ones(1), -tf.ones(1)], [a, b])
+  # 1, 1 (slow), 2, 2: the average moves to 1/2 and 5/4.
+  assert [a.numpy(), b.numpy(), opt.average(a).numpy()] == [2, 2, 1.25]
+
+
+def test_inside_cross_shard():
+  w, opt = tf.Variable([0.0]), wrap(0.5, update_every=2)
+  for _ in range(4):
+    wrapopt.CrossShardOptimizer(opt).apply_gradients([(-tf.ones(1), w)])
+  assert opt.average(w).numpy() == 2.5
+
+
+def test_statistics_of_batch_normalizations():
+  norm = keras.layers.BatchNormalization(momentum=0.5)
+  model = keras.Sequential([keras.Input((1,)), norm])
+  opt = moving(update_every=2, average_batch_norm=True)
+  model.compile(opt, "mse", jit_compile=False)
+  opt.set_model(model)
+  opt.build(model.trainable_variables)
+  found = []
+  for t in range(4):
+    x = np.full((4, 1), t + 1, np.float32)
+    model.train_on_batch(x, x)
+    found.append((norm.moving_mean.numpy()[0],
+                  opt.average(norm.moving_mean).numpy()[0]))
+  assert found == [(0.5, 0), (1.25, 0.625), (2.125, 0.625), (3.0625, 1.84375)]
+
+
+def test_constraints():
+  w = keras.Variable([0.0])
+  w.constraint = lambda w: tf.minimum(w, 3.0)
+  assert averages_after(moving(update_every=2), w, [-1] * 4) == [
+      (1, 0), (2, 1), (3, 1), (3, 2)]
+
+
+# Files.
+
+
+def test_names_are_those_of_before(tmp_path):
   for every, names in (1, []), (2, ["average_steps"]):
     with graph_of("resource"):
       w = v1.get_variable("w", initializer=[0.0])
@@ -330,104 +256,59 @@ def test_names_are_those_of_before():
       assert [v.op.name for v in v1.global_variables()] == [
           "w", *names, "w/ExponentialMovingAverage"]
 
+  def names_in_keras(every):
+    path = tf.train.Checkpoint(opt=model_of(every).optimizer).write(
+        str(tmp_path / "x"))
+    return {name for name, _ in tf.train.list_variables(path)}
 
-@pytest.mark.parametrize("kind", GRAPH_MODES)
-def test_a_saver_goes_on_in_the_period(kind, tmp_path):
-  noise = np.random.default_rng(2).normal(size=12)
-  decay = wrapopt.PowerDecay(gamma=1)
-
-  def train(steps, path, restored=None):
-    with graph_of(kind):
-      w = v1.get_variable("w", initializer=0.0)
-      g = v1.placeholder(tf.float32, [])
-      opt = wrap(decay, update_every=5)
-      op = opt.apply_gradients([(g, w)])
-      saver = v1.train.Saver()
-      with session_of() as session:
-        if restored:
-          saver.restore(session, restored)
-        for t in steps:
-          session.run(op, {g: noise[t]})
-        return (saver.save(session, str(tmp_path / path)),
-                session.run([w, opt.average(w), opt.average_steps()]))
-
-  whole = train(range(12), "whole")[1]
-  path, state = train(range(7), "a")
-  assert state[2] == 7
-  assert train(range(7, 12), "b", path)[1] == whole
+  assert {name.split("/")[2] for name in
+          names_in_keras(3) - names_in_keras(1)} == {"first_average_step"}
 
 
-@pytest.mark.parametrize("fused", FUSED)
-def test_a_checkpoint_goes_on_in_the_period(fused, tmp_path):
-  def make():
-    w = tf.Variable([0.0])
-    opt = wrap(0.5, update_every=3, fused=fused)
-    return w, opt, tf.train.Checkpoint(w=w, opt=opt)
-
-  def take(w, opt, steps):
-    for _ in range(steps):
-      opt.apply_gradients([(-tf.ones(1), w)])
-
-  w, opt, saved = make()
-  take(w, opt, 2)
-  path = saved.write(str(tmp_path / "saved"))
-  w, opt, saved = make()
-  saved.read(path)
-  take(w, opt, 1)
-  assert opt.average(w).numpy() == 1.5
-  take(w, opt, 3)
-  assert opt.average(w).numpy() == 3.75
-  # A period begins when averages are seeded.
-  take(w, opt, 1)
-  opt.seed_averages()
-  assert opt.average_steps().numpy() == 0 and opt.average(w).numpy() == 7
-  take(w, opt, 2)
-  assert opt.average(w).numpy() == 7
-  take(w, opt, 1)
-  assert opt.average(w).numpy() == 8.5
+def model_of(every, decay=0.5):
+  model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+  model.compile(moving("adam", decay, update_every=every), "mse",
+                jit_compile=False)
+  model.optimizer.build(model.trainable_variables)
+  return model
 
 
-def test_seeding_in_a_session():
-  with graph_of("resource"):
-    w = v1.get_variable("w", initializer=0.0)
-    opt = wrap(0.5, update_every=2)
-    op = opt.apply_gradients([(-tf.ones([]), w)])
-    with session_of() as session:
-      session.run(op)
-      opt.seed_averages(session)
-      assert session.run([opt.average(w), opt.average_steps()]) == [1, 0]
-      session.run(op)
-      assert session.run(opt.average(w)) == 1
-      session.run(op)
-      assert session.run(opt.average(w)) == 2
+def data():
+  x = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+  return x, x[:, :1]
 
 
-def test_averages_in_place_in_a_step_between():
-  w = tf.Variable([0.0])
-  opt = wrap(0.5, update_every=2)
-  step = tf.function(lambda: opt.apply_gradients([(-tf.ones(1), w)]) and None)
-  step()
-  step()  # The average is 1, w is 2.
-  with opt.averaged_weights():
-    assert w.numpy() == 1
-    with pytest.raises(tf.errors.FailedPreconditionError):
-      step()
-  assert [w.numpy(), opt.average(w).numpy()] == [2, 1]
-
-
-@pytest.mark.parametrize("make", [
-    lambda opt: opt,
-    lambda opt: wrapopt.CrossShardOptimizer(opt),
-], ids=["alone", "cross_shard"])
-def test_around_it(make):
-  w = tf.Variable([0.0])
-  opt = wrap(0.5, update_every=2)
-  outer = make(opt)
+def test_a_file_of_every_step_goes_on(tmp_path):
+  """It lacks the first step: the count begins with the next one."""
+  model = model_of(1)
   for _ in range(4):
-    outer.apply_gradients([(-tf.ones(1), w)])
-  assert opt.average(w).numpy() == 2.5
+    model.train_on_batch(*data())
+  model.save_weights(tmp_path / "model.weights.h5")
+  other = model_of(3)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    other.load_weights(tmp_path / "model.weights.h5")
+  w = other.trainable_variables[0]
+  before = other.optimizer.average(w).numpy()
+  for t in range(1, 4):
+    other.train_on_batch(*data())
+    assert np.array_equal(other.optimizer.average(w), before) == (t < 3)
 
 
+def test_snapshots_count_steps_until_the_last_update(tmp_path):
+  model = model_of(3, wrapopt.PowerDecay(gamma=1))
+  model.fit(*data(), batch_size=1, verbose=0, callbacks=[
+      wk.Snapshots(tmp_path / "s", 5)])
+  [path] = (tmp_path / "s").glob("*")
+  # Of 5 steps, averages moved last in the third.
+  for steps in 2, 3:
+    with (pytest.raises(ValueError, match="at least the steps of the first")
+          if steps == 2 else contextlib.nullcontext()):
+      checkpoints.posthoc([path], tmp_path / "o.weights.h5", gamma=1,
+                          steps=steps)
+
+
+@pytest.mark.parametrize("make", [wrap, moving])
 @pytest.mark.parametrize("every, error, text", [
     (0, ValueError, "`update_every` must be at least 1, got 0"),
     (-3, ValueError, "must be at least 1, got -3"),
@@ -435,6 +316,6 @@ def test_around_it(make):
     (True, TypeError, "must be an integer, got True"),
     (None, TypeError, "must be an integer, got None"),
 ])
-def test_bad_arguments(every, error, text):
+def test_bad_arguments(every, error, text, make):
   with pytest.raises(error, match=text):
-    wrap(update_every=every)
+    make(update_every=every)
