@@ -139,30 +139,6 @@ def test_rounds_without_a_name_are_nobody_else_s(mode):
       7, -1]
 
 
-def test_sessions_share_rounds():
-  """Two clients of a server, each with a graph of its own."""
-  server = tf.distribute.Server.create_local_server()
-  seen = []
-
-  def worker(me):
-    with tf.Graph().as_default():
-      rounds = ops.averaging_rounds(2, "shared")
-      with tf1.Session(server.target) as session:
-        if me == "chief":
-          session.run(ops.averaging_next(rounds, 0, reset=True))
-        r = session.run(ops.averaging_wait(rounds, -1, FOREVER))
-        assert session.run(ops.averaging_push(rounds, me, r, [[1.]]))
-        if me == "chief":
-          seen.append(session.run(ops.averaging_gather(rounds, r, 2, FOREVER)))
-          session.run(ops.averaging_next(rounds, r))
-        else:
-          seen.append(session.run(ops.averaging_wait(rounds, r, FOREVER)))
-
-  in_threads(lambda: worker("chief"), lambda: worker("worker"))
-  seen.sort(key=np.ndim)
-  assert seen[0] == 1 and seen[1].tolist() == [b"chief", b"worker"]
-
-
 # Waits
 
 
@@ -221,28 +197,12 @@ def waits_of(rounds, begun):
 @pytest.mark.parametrize("what", ["gather", "wait"])
 def test_a_session_that_is_closed(what):
   begun = Begun()
-  with tf.Graph().as_default():
-    rounds = ops.averaging_rounds(2, "closed")
-    first = ops.averaging_next(rounds, 0, reset=True)
-    wait = waits_of(rounds, begun)[what]
-    session = tf1.Session()
-    session.run(first)
-
-    def run():
-      with pytest.raises(Cancelled):
-        session.run(wait)
-
-    in_threads(run, lambda: begun.then(session.close))
-
-
-def test_a_gather_of_a_client_that_is_gone_closes_nothing():
-  begun = Begun()
   server = tf.distribute.Server.create_local_server()
   with tf.Graph().as_default():
-    rounds = ops.averaging_rounds(2, "client")
+    rounds = ops.averaging_rounds(2, f"closed {what}")
     first = ops.averaging_next(rounds, 0, reset=True)
     push = {w: ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"}
-    wait = waits_of(rounds, begun)["gather"]
+    wait = waits_of(rounds, begun)[what]
     with tf1.Session(server.target) as other:
       session = tf1.Session(server.target)
       session.run(first)
