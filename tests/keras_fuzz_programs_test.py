@@ -65,6 +65,9 @@ _OF_WRAPPERS = {
     programs.ELASTIC: {"period": 2, "rate": 0.25},
     programs.MODEL: {"period": 2}}
 _LAGS = (0, 3, 2, 0, 5, 1, 0, 0)
+_ALL_KINDS = (*_VARIABLES, programs.Variable((), "float32"),
+              programs.Variable((0, 3), "float16"),
+              programs.Variable((2,), "bfloat16"))
 
 
 def chains(length):
@@ -80,9 +83,9 @@ def take_all(chain, mode, fused, inner="GradientDescent"):
     if "fused" in of:
       of["fused"] = fused
   operations = [x for t, lag in enumerate(_LAGS) for x in (
-      ("steps", ((t, (True, True), lag),)), ("read",))]
+      ("steps", ((t, (True,) * len(_ALL_KINDS), lag),)), ("read",))]
   fuzz_programs.run(programs.Program(
-      "v1", mode, _VARIABLES, (inner, {}),
+      "v1", mode, _ALL_KINDS, (inner, {}),
       tuple(options.items()), tuple(operations)))
 
 
