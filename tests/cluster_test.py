@@ -33,6 +33,16 @@ def all_do(cluster, name, **arguments):
   return [worker.answer() for worker in workers(cluster)]
 
 
+def test_lacking():
+  # One after the other: each reads what the last one changed.
+  assert race.lacking([(10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3)
+                       for i in range(3)]).tolist() == [0, 0, 0]
+  # All read at 0, and are admitted one after the other.
+  assert race.lacking([(0, 2 * i, 2 * i + 1, 90) for i in range(3)]
+                     ).tolist() == [0, 1, 2]
+  assert race.lacking([]).size == 0
+
+
 def test_the_bound_holds_between_processes(cluster):
   answers = all_do(cluster, "update_log", updates=UPDATES, native=True)
   log = [entry for answer in answers for entry in answer["log"]]

@@ -1,4 +1,4 @@
-"""Wrappers in wrappers: the numbers of a NumPy model, or an error."""
+"""Wrappers in wrappers: how a step is taken, or an error."""
 
 import contextlib
 import itertools
@@ -35,10 +35,6 @@ LIMIT = 2
 PERIOD = 2
 MOVING_RATE = 0.25
 
-# Of each step: how many updates the weights of its gradient lack.
-LAGS = (0, 3, 2, 0, 5, 1, 0, 0)
-
-GRADIENTS = (np.array([1.0, 4.0]), np.array([[2.0], [0.0], [4.0]]))
 INITIAL = ([1.0, -2.0], [[1.0], [2.0], [3.0]])
 
 
@@ -55,90 +51,23 @@ def name_of(chain):
   return "-".join(name.removesuffix("Optimizer") for name in chain)
 
 
-class Model:
-  """What the wrappers do, in float64.
-
-  Attributes:
-    values: The variables.
-    averages: Their averages.
-    powers: Their averages of the POWER.
-    moved: How many steps the averages have taken.
-    centers: Their centers.
-    step: The global step.
-    dropped: How many steps were dropped.
-  """
-
-  def __init__(self):
-    self.values = [np.array(x, np.float64) for x in INITIAL]
-    self.averages = [x.copy() for x in self.values]
-    self.powers = [x.copy() for x in self.values]
-    self.moved = 0
-    self.centers = [x.copy() for x in self.values]
-    self.step = self.local_step = self.dropped = 0
-
-  def take(self, chain, gradients, lag, counts=True):
-    """A step of wrappers, the outermost first, which `counts` it or not."""
-    if not chain:
-      for value, gradient in zip(self.values, gradients):
-        value -= RATE * gradient
-      self.step += counts
-      return
-    outer, *inner = chain
-    if outer == DROP:
-      if lag > LIMIT:
-        self.dropped += 1
-        return
-      gradients = [g / max(1, lag) for g in gradients]
-    if outer in WORKERS:
-      self.take(inner, gradients, lag, counts=False)
-      self.local_step += 1
-      if self.local_step % PERIOD == 0:
-        self.exchange(MOVING_RATE if outer == ELASTIC else 0.0)
-        self.step += 1
-      return
-    before = self.dropped
-    self.take(inner, gradients, lag, counts)
-    if outer == MOVING and self.dropped == before:
-      decay = min(DECAY, (1 + self.step) / (10 + self.step))
-      self.moved += 1
-      power = (1 - 1 / self.moved)**(POWER.gamma + 1)
-      for average, of_power, value in zip(self.averages, self.powers,
-                                          self.values):
-        average += (1 - decay) * (value - average)
-        of_power += (1 - power) * (value - of_power)
-
-  def exchange(self, rate):
-    for value, center in zip(self.values, self.centers):
-      difference = value - center
-      value -= rate * difference
-      # Of a model average the only worker is the mean.
-      center += (rate or 1.0) * difference
-
-
 class Wrapped:
-  """A chain of wrappers, in a mode."""
+  """A chain of wrappers of variables, in a graph."""
 
-  def __init__(self, mode, chain, fused=None):
-    self.mode, self.chain, self.fused = mode, chain, fused
+  def __init__(self, chain, fused=None):
+    self.chain, self.fused = chain, fused
     self.getters = {
         name: getattr(wrapopt, name.replace("Optimizer", "CustomGetter"))(
             "/cpu:0") for name in sorted(WORKERS & set(chain))}
     self.getter = next(iter(self.getters.values()), None)
     with tf1.variable_scope("", custom_getter=self.getter):
-      make = tf1.get_variable if self.is_graph else (
-          lambda name, initializer: tf.Variable(initializer))
-      self.variables = [make(f"v{i}", initializer=np.float32(x))
+      self.variables = [tf1.get_variable(f"v{i}", initializer=np.float32(x))
                         for i, x in enumerate(INITIAL)]
     self.step = tf1.Variable(0, dtype=tf.int64, trainable=False, name="step")
-    self.hooks = []
     self.opt = tf1.train.GradientDescentOptimizer(RATE)
     self.wrappers = {}
     for name in reversed(chain):
       self.opt = self.wrappers[name] = self.wrap(name)
-
-  @property
-  def is_graph(self):
-    return self.mode in GRAPH_MODES
 
   def wrap(self, name):
     if name == MOVING:
@@ -153,119 +82,49 @@ class Wrapped:
     if name == FREE:
       return wrapopt.ScheduleFreeOptimizer(self.opt)
     if name == MODEL:
-      opt = wrapopt.ModelAverageOptimizer(
+      return wrapopt.ModelAverageOptimizer(
           self.opt, 1, True, self.getters[MODEL], PERIOD)
-      self.hooks.append(opt.make_session_run_hook)
-      return opt
-    opt = wrapopt.ElasticAverageOptimizer(
+    return wrapopt.ElasticAverageOptimizer(
         self.opt, 1, self.getters[ELASTIC], PERIOD, MOVING_RATE, rho=0.0)
-    self.hooks.append(lambda: opt.make_session_run_hook(True, 0))
-    return opt
 
-  def apply(self, recorded):
+  def apply(self):
     v, w = self.variables
     gradients = [
         (tf.constant([1.0, 4.0]), v),
         # Row 2 has two gradients.
         (tf.IndexedSlices(tf.constant([[1.0], [2.0], [3.0]]),
                           tf.constant([2, 0, 2]), [3, 1]), w)]
-    options = {"recorded": recorded} if DROP in self.chain else {}
+    options = {"recorded": tf.constant(0, tf.int64)} if (
+        DROP in self.chain) else {}
     return self.opt.apply_gradients(gradients, self.step, **options)
 
-  @contextlib.contextmanager
-  def entered(self):
-    """Yields functions: one takes a step of a record, one reads tensors."""
-    if not self.is_graph:
-      def step(recorded):
-        self.apply(recorded)  # May be an operation.
-      if self.mode == "function":
-        step = tf.function(step)
-      yield (lambda recorded: step(tf.constant(recorded, tf.int64)),
-             lambda tensors: [getattr(x, "numpy", lambda x=x: x)()
-                              for x in tensors])
-      return
-    recorded = tf1.placeholder(tf.int64, [])
-    self.train = self.apply(recorded)
-    graph = tf1.get_default_graph().as_graph_def()
-    self.op_types = {node.op for part in (graph.node, *[
-        f.node_def for f in graph.library.function]) for node in part}
-    hooks = [make() for make in self.hooks]
-    for hook in hooks:
-      hook.begin()
-    with tf1.Session() as session:
-      session.run([tf1.global_variables_initializer(),
-                   tf1.local_variables_initializer()])
-      for hook in hooks:
-        hook.after_create_session(session, tf.train.Coordinator())
-      yield (lambda x: session.run(self.train, {recorded: x}),
-             lambda tensors: [np.array(x) for x in session.run(list(tensors))])
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("mode", GRAPH_MODES)
+@pytest.mark.parametrize("chain", [
+    c for c in chains(2) if not is_refused(c)], ids=name_of)
+def test_how_a_step_of_a_pair_is_taken(chain, mode, fused):
+  """A round or exchange comes between it and averages.
 
-def entered(mode):
-  return graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext()
-
-
-def check(mode, chain, fused=None):
-  """Takes steps, and compares all there is with the model."""
-  with entered(mode):
-    wrapped, model = Wrapped(mode, chain, fused), Model()
-    with wrapped.entered() as (run, read):
-      for lag in LAGS:
-        run(model.step - lag)
-        model.take(chain, GRADIENTS, lag)
-        tensors, want = [*wrapped.variables, wrapped.step], [
-            *model.values, model.step]
-        if MOVING in chain:
-          moving = wrapped.wrappers[MOVING]
-          tensors += [moving.average(v, decay) for decay in (DECAY, POWER)
-                      for v in wrapped.variables]
-          want += model.averages + model.powers
-          if moving.average_steps() is not None:
-            tensors.append(moving.average_steps())
-            want.append(model.moved)
-        if wrapped.getter is not None:
-          tensors += [wrapped.getter.centers[v] for v in wrapped.variables]
-          want += model.centers
-        for g, w in zip(read(tensors), want, strict=True):
-          np.testing.assert_allclose(g, w, rtol=0, atol=1e-5)
-      assert model.step > 1
-      if DROP in chain:
-        [dropped] = read([wrapped.wrappers[DROP].staleness_stats().dropped])
-        assert dropped == model.dropped == 2
+  For the numbers, see test_chains of keras_fuzz_programs_test.py.
+  """
+  with graph_of(mode) as graph:
+    wrapped = Wrapped(chain, fused)
+    wrapped.apply()
+    graph_def = graph.as_graph_def()
+    op_types = {node.op for part in (graph_def.node, *[
+        f.node_def for f in graph_def.library.function]) for node in part}
+    asks = {MOVING, DROP} & set(chain)
+    one_pass = fused is None and bool(asks) and not (
+        chain[0] in asks and chain[1] in WORKERS)
+    assert getattr(wrapped.opt, "fused", one_pass) == one_pass
+    assert any(t.startswith("Wrapopt>EmaUpdate") for t in op_types) == (
+        MOVING in chain and not one_pass)
     if wrapped.getter is not None:
       # What else there is is the worker's own: others would wait for it.
       assert {v.op.name for v in tf1.global_variables()} == {
           "step", *(f"global_center_variable/v{i}" for i in (0, 1)),
           *(["stale_counter", "staleness_histogram"] if DROP in chain else [])}
-    return wrapped
-
-
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("chain", [
-    c for c in chains(2) if not is_refused(c)], ids=name_of)
-def test_pairs(chain, mode, fused):
-  if set(chain) & WORKERS and mode not in GRAPH_MODES:
-    with pytest.raises(RuntimeError, match="must be used in a tf.Graph"):
-      check(mode, chain)
-    return
-  wrapped = check(mode, chain, fused)
-  # How the step was taken. A round or exchange comes between it and averages.
-  asks = {MOVING, DROP} & set(chain)
-  one_pass = fused is None and bool(asks) and not (
-      chain[0] in asks and chain[1] in WORKERS)
-  assert getattr(wrapped.opt, "fused", one_pass) == one_pass
-  if mode in GRAPH_MODES:
-    assert any(t.startswith("Wrapopt>EmaUpdate") for t in wrapped.op_types) == (
-        MOVING in chain and not one_pass)
-
-
-@pytest.mark.parametrize("chain, mode", [
-    (c, mode) for c in chains(3) if not is_refused(c) for mode in MODES
-    if mode in GRAPH_MODES or not set(c) & WORKERS],
-                         ids=lambda x: x if x in MODES else name_of(x))
-def test_triples(chain, mode):
-  check(mode, chain)
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -336,7 +195,7 @@ def test_refusals(chain):
            if p in _composition.REFUSED]
   with graph_of("resource"):
     with pytest.raises(ValueError) as error:
-      Wrapped("resource", chain)
+      Wrapped(chain)
   assert any(f"`opt` of {outer} must not be or hold a {inner}: " +
              _composition.REFUSED[outer, inner] in str(error.value)
              for outer, inner in pairs)
@@ -458,7 +317,7 @@ def test_synchronized_steps(wrap, kind):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_subclass_with_a_step_of_its_own(mode):
   """What it does with gradients is not passed over."""
-  with entered(mode):
+  with graph_of(mode) if mode in GRAPH_MODES else contextlib.nullcontext():
     v = tf1.Variable([1.0], name="v")
     opt = wrapopt.MovingAverageOptimizer(
         Twice(tf1.train.GradientDescentOptimizer(1.0)), 0.5)

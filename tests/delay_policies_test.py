@@ -232,51 +232,6 @@ def test_a_function(policy, fused):
   assert ("Wrapopt>ApplyCompensated" in types) == (fused is None)
 
 
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("v2", [False, True])
-@pytest.mark.parametrize("kind", GRAPH_MODES)
-def test_a_graph(kind, v2, policy, fused):
-  with control_flow(v2), graph_of(kind):
-    w = tf1.get_variable("w", initializer=START)
-    step = v1.get_or_create_global_step()
-    opt = Drop(inner(0), 5, policy=POLICIES[policy], fused=fused)
-    server = Server(POLICIES[policy])
-    with opt.record_step():
-      other_loss = loss_of(w)
-    other = opt.minimize(other_loss, step)
-
-    def other_step():
-      session.run(other)
-      origin = server.w.copy()
-      server.apply(server.gradient(origin), origin)
-
-    with opt.record_step():
-      loss = with_a_step_between(w, other_step)
-    train = opt.minimize(loss, step)
-    slots = list(slots_of(opt, w).values())
-    stats = opt.staleness_stats()
-    with tf1.Session() as session:
-      session.run(tf1.global_variables_initializer())
-      for _ in range(3):
-        origin = server.w.copy()
-        session.run(train)
-        server.apply(server.gradient(origin), origin)
-        check(server, *[session.run(w)], session.run(slots))
-      assert session.run(stats.admitted_histogram)[1] == 3
-    name = {"mean_square": "DelayCompensation", "step_size": "GapAware"}
-    assert [s.op.name for s in slots] == [
-        f"w/{name[s]}" for s in slots_of(opt, w)]
-    op = "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else "")
-    assert bool(ops_of_type(op)) == (fused is None)
-    if fused is None and kind == "resource":
-      # What was read is the origin: no other op is between.
-      apply = ops_of_type(op)[-1]
-      [read] = [t.op for t in apply.inputs if t.op.type == "ReadVariableOp"
-                and t.op.inputs[0] is w.handle]
-      assert read in ancestors(loss.op)
-
-
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 def test_a_gpu_takes_the_same_op(kind):
   # It is not run here: gpu_compensation_test.py has its numbers.
@@ -440,22 +395,6 @@ def test_alone_a_worker_trains_as_without_a_policy(policy, dtype, make):
     numerics.assert_same_bits(got, want)
 
 
-def test_averages_around_the_gate():
-  w, step = tf.Variable(START), tf.Variable(0, dtype=tf.int64)
-  gate = Drop(inner(0), 5, global_step=step, policy=POLICIES["gap"])
-  opt = wrapopt.MovingAverageOptimizer(gate, 0.5)
-  one, two = (gate.compute_gradients(lambda: loss_of(w), [w])
-              for _ in range(2))
-  server, average = Server(POLICIES["gap"]), START
-  for pairs in (one, two):
-    opt.apply_gradients(pairs, step)
-    server.apply(server.gradient(START), START)
-    average = (average + server.w) / 2
-  check(server, w.numpy(), [opt.get_slot(w, "step_size").numpy()])
-  np.testing.assert_allclose(
-      opt.get_slot(w, "ExponentialMovingAverage").numpy(), average, rtol=1e-12)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_averages_of_rows_that_lag_behind(policy):
   start = np.arange(1.0, 13).reshape(6, 2) / 8
@@ -481,6 +420,7 @@ def test_averages_of_rows_that_lag_behind(policy):
 
 # {name: makes wrappers of a gate and, if they need one, of a custom getter}.
 AROUND = {
+    "alone": lambda gate: gate(),
     "drop-moving": lambda gate: gate(
         lambda opt: wrapopt.MovingAverageOptimizer(opt, 0.5)),
     "moving-drop": lambda gate: wrapopt.MovingAverageOptimizer(gate(), 0.5),
@@ -489,7 +429,8 @@ AROUND = {
     "drop-model": lambda gate, getter: gate(
         lambda opt: wrapopt.ModelAverageOptimizer(opt, 1, True, getter, 100)),
     "drop-elastic": lambda gate, getter: gate(
-        lambda opt: wrapopt.ElasticAverageOptimizer(opt, 1, getter, 100)),
+        lambda opt: wrapopt.ElasticAverageOptimizer(
+            opt, 1, getter, 100, rho=0.0)),
 }
 GETTERS = {"drop-model": wrapopt.ModelAverageCustomGetter,
            "drop-elastic": wrapopt.ElasticAverageCustomGetter}
@@ -498,9 +439,11 @@ GETTERS = {"drop-model": wrapopt.ModelAverageCustomGetter,
 @pytest.mark.parametrize("kind", GRAPH_MODES)
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("chain", AROUND)
-def test_wrappers_inside_and_around(chain, policy, fused, kind):
-  with graph_of(kind):
+@pytest.mark.parametrize("chain, v2", [
+    *((chain, True) for chain in AROUND), ("alone", False)])
+def test_a_graph(chain, v2, policy, fused, kind):
+  """Alone, and with wrappers inside and around."""
+  with control_flow(v2), graph_of(kind):
     getter = chain in GETTERS and GETTERS[chain]("/cpu:0")
     with tf1.variable_scope("", custom_getter=getter or None):
       w = tf1.get_variable("w", initializer=START)
@@ -514,30 +457,62 @@ def test_wrappers_inside_and_around(chain, policy, fused, kind):
 
     opt = AROUND[chain](gate, *([getter] if getter else []))
     [the_gate] = gates
+    averages = [x.average for x in (opt, the_gate._optimizer)
+                if isinstance(x, wrapopt.MovingAverageOptimizer)]
+    server, average = Server(POLICIES[policy]), START
+
+    def apply(origin):
+      nonlocal average
+      server.apply(server.gradient(origin), origin)
+      average = (average + server.w) / 2
+
+    def other_step():
+      session.run(other)
+      apply(server.w.copy())
+
     with the_gate.record_step():
       other_loss = loss_of(w)
     other = opt.minimize(other_loss, step)
     with the_gate.record_step():
-      loss = with_a_step_between(w, lambda: session.run(other))
+      loss = with_a_step_between(w, other_step)
     train = opt.minimize(loss, step)
     hooks = [x.make_session_run_hook(*args) for x, args in (
         (the_gate._optimizer, () if chain == "drop-model" else (True, 0)),)
              if getter]
     for hook in hooks:
       hook.begin()
-    server = Server(POLICIES[policy])
+    slots = slots_of(the_gate, w)
+    averages = [of(w) for of in averages]
+    admitted = the_gate.staleness_stats().admitted_histogram
     with tf1.Session() as session:
       session.run([tf1.global_variables_initializer(),
                    tf1.local_variables_initializer()])
       for hook in hooks:
         hook.after_create_session(session, tf.train.Coordinator())
-      session.run(train)
-      for _ in range(2):
-        server.apply(server.gradient(START), START)
-      slots = list(slots_of(the_gate, w).values())
-      check(server, session.run(w), session.run(slots))
+      for _ in range(3):
+        origin = server.w.copy()
+        session.run(train)
+        apply(origin)
+        check(server, session.run(w), session.run([*slots.values()]))
+        for x in session.run(averages):
+          np.testing.assert_allclose(x, average, rtol=1e-12)
+      # A worker's steps are none of the global step.
+      assert session.run(admitted)[1] == (0 if getter else 3)
     if getter:  # What belongs to a worker's weights is the worker's own.
-      assert not set(map(id, slots)) & set(map(id, tf1.global_variables()))
+      assert not set(map(id, slots.values())) & set(
+          map(id, tf1.global_variables()))
+    if chain == "alone":
+      names = {"mean_square": "DelayCompensation", "step_size": "GapAware"}
+      assert [s.op.name for s in slots.values()] == [
+          f"w/{names[s]}" for s in slots]
+      op = "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else "")
+      assert bool(ops_of_type(op)) == (fused is None)
+      if fused is None and kind == "resource":
+        # What was read is the origin: no other op is between.
+        [read] = [t.op for t in ops_of_type(op)[-1].inputs
+                  if t.op.type == "ReadVariableOp" and
+                  t.op.inputs[0] is w.handle]
+        assert read in ancestors(loss.op)
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class Model:
   def record(self):
     return self.step + self.aborted, len(self.flying)
 
-  def ask(self, recorded, limit, token=-1):
+  def ask(self, recorded, limit, token=-1, counts=True):
     """Returns (the admitted update or None, its staleness, its number)."""
     if token in self.over:
       return None, -1, -1
@@ -68,12 +68,13 @@ class Model:
     staleness = (self.record()[0] + counted.count(False) + self.surplus -
                  recorded)
     is_admitted = 0 <= limit and staleness <= limit
-    # The histogram does not count aborted updates any more.
-    while self.lost:
-      self.histogram[0, self.lost.pop()] -= 1
-    self.counter += not is_admitted
-    self.histogram[int(not is_admitted),
-                   min(max(staleness, 0), BUCKETS - 1)] += 1
+    if counts:
+      # The histogram does not count aborted updates any more.
+      while self.lost:
+        self.histogram[0, self.lost.pop()] -= 1
+      self.counter += not is_admitted
+      self.histogram[int(not is_admitted),
+                     min(max(staleness, 0), BUCKETS - 1)] += 1
     if not is_admitted:
       self.over |= {token} - {-1}
       return None, staleness, -1
@@ -83,7 +84,8 @@ class Model:
     self.free.discard(number)
     self.fresh = max(self.fresh, number + 1)
     self.numbers[self._next] = number, True
-    self.buckets[self._next] = min(max(staleness, 0), BUCKETS - 1)
+    if counts:
+      self.buckets[self._next] = min(max(staleness, 0), BUCKETS - 1)
     self.flying[self._next] = False
     return self._next, staleness, number
 
@@ -217,14 +219,11 @@ class Gate(stateful.RuleBasedStateMachine):
   @stateful.rule(recorded=records, data=strategies.data())
   def begin(self, recorded, data):
     """Without a limit or counters."""
-    model, token = self.model, self.token(data)
-    counted = model.counter, model.histogram.copy(), list(model.lost)
-    update, _, number = model.ask(recorded, np.inf, token)
-    model.counter, model.histogram, model.lost = counted
+    token = self.token(data)
+    update, _, number = self.model.ask(recorded, np.inf, token, counts=False)
     accept, got, ticket = ops.begin_update(self.step, token=token)
     assert (bool(accept), int(got)) == (update is not None, number)
     if update is not None:
-      del model.buckets[update]
       self.tickets[update] = ticket
 
   @stateful.rule(data=strategies.data())
@@ -235,7 +234,8 @@ class Gate(stateful.RuleBasedStateMachine):
     increment = not self.model.flying[update]
     ops.staleness_complete(ticket, self.step, increment)
     self.model.complete(update)
-    with pytest.raises(tf.errors.FailedPreconditionError, match="once"):
+    with pytest.raises(tf.errors.FailedPreconditionError, match=(
+        "ticket must be completed once, got one whose ")):
       ops.staleness_complete(ticket, self.step, increment)
 
   # Of an update that has incremented the step itself, the gate would take the

@@ -6,7 +6,6 @@
 import sys
 
 import pytest
-import tensorflow as tf
 
 import fuzz_programs
 import processes
@@ -56,6 +55,56 @@ def program(api, mode, name, options, *operations, inner=None):
       api, mode, _VARIABLES,
       (inner or {"keras": "SGD", "v1": "GradientDescent"}[api], {}),
       ((name, options),), operations)
+
+
+# What wrappers of tf.compat.v1 have in each chain.
+_OF_WRAPPERS = {
+    programs.MOVING: {"decays": (0.5, "power_1"), "warm_up": True,
+                      "shadow": False, "lazy": None, "fused": None},
+    programs.GATE: {"policy": "scale", "fused": None},
+    programs.ELASTIC: {"period": 2, "rate": 0.25},
+    programs.MODEL: {"period": 2}}
+_LAGS = (0, 3, 2, 0, 5, 1, 0, 0)
+_ALL_KINDS = (*_VARIABLES, programs.Variable((), "float32"),
+              programs.Variable((0, 3), "float16"),
+              programs.Variable((2,), "bfloat16"))
+
+
+def chains(length):
+  return [(chain, mode) for mode in programs.MODES["v1"][:-1]
+          for chain in programs.chains("v1", mode in programs.SESSIONS)
+          if len(chain) == length]
+
+
+def take_all(chain, mode, fused, inner="GradientDescent"):
+  """Steps of each lag, after each of which all there is is read."""
+  options = {name: dict(_OF_WRAPPERS.get(name, {})) for name in chain}
+  for of in options.values():
+    if "fused" in of:
+      of["fused"] = fused
+  operations = [x for t, lag in enumerate(_LAGS) for x in (
+      ("steps", ((t, (True,) * len(_ALL_KINDS), lag),)), ("read",))]
+  fuzz_programs.run(programs.Program(
+      "v1", mode, _ALL_KINDS, (inner, {}),
+      tuple(options.items()), tuple(operations)))
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("chain, mode", chains(2))
+def test_chains(chain, mode, fused):
+  take_all(chain, mode, fused)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("mode", programs.MODES["v1"][:-1])
+@pytest.mark.parametrize("inner", ["Momentum", "Adam"])
+def test_a_gate(inner, mode, fused):
+  take_all((programs.GATE,), mode, fused, inner)
+
+
+@pytest.mark.parametrize("chain, mode", chains(3))
+def test_chains_of_three(chain, mode):
+  take_all(chain, mode, None)
 
 
 def test_a_program_by_hand():

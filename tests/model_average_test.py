@@ -13,6 +13,8 @@ import pytest
 import tensorflow as tf
 
 import wrapopt
+from modes import control_flow
+from training import ops_that_run
 from wrapopt import ops
 from wrapopt._v1 import _centers
 
@@ -42,10 +44,8 @@ def target():
 def kind(request):
   """Of variables and of control flow."""
   use_resource, v2 = request.param
-  before = tf1.control_flow_v2_enabled()
-  (tf1.enable_control_flow_v2 if v2 else tf1.disable_control_flow_v2)()
-  yield use_resource
-  (tf1.enable_control_flow_v2 if before else tf1.disable_control_flow_v2)()
+  with control_flow(v2):
+    yield use_resource
 
 
 class Worker:
@@ -79,18 +79,6 @@ class Worker:
 
   def session(self, target, **options):
     return tf1.train.MonitoredTrainingSession(target, **options)
-
-
-def partitions(graph, fetch):
-  """[(device, device)] of what crosses between devices in a run of `fetch`."""
-  options = tf1.RunOptions(output_partition_graphs=True)
-  metadata = tf1.RunMetadata()
-  with tf1.Session(graph=graph, config=tf1.ConfigProto(
-      device_count={"CPU": 8})) as session:
-    session.run(tf1.global_variables_initializer())
-    session.run(tf1.local_variables_initializer())
-    session.run(fetch, options=options, run_metadata=metadata)
-  return metadata.partition_graphs
 
 
 # What a step does
@@ -185,27 +173,6 @@ def test_random_initial_values_are_the_centers(target):
       values = session.run([v, worker.getter.centers[v]])
   np.testing.assert_array_equal(*values)
   assert values[0].std() > 0.5
-
-
-def test_indexed_slices_and_scalars_and_empty(target):
-  worker = Worker(scope="shapes")
-  with worker.build():
-    table = tf1.get_variable("table", initializer=tf.zeros([3, 2]))
-    scalar = tf1.get_variable("scalar", initializer=1.0)
-    empty = tf1.get_variable("empty", initializer=tf.zeros([0, 3]))
-    step = tf1.train.create_global_step()
-    opt = worker.optimizer()
-    rows = tf.IndexedSlices(tf.constant([[1.0, 2.0]]), tf.constant([1]), [3, 2])
-    train = opt.apply_gradients(
-        [(rows, table), (tf.constant(1.0), scalar), (tf.zeros([0, 3]), empty)],
-        step)
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
-      session.run(train)
-      for v in table, scalar, empty:
-        np.testing.assert_array_equal(
-            *session.run([v, worker.getter.centers[v]]))
-      assert session.run(table).tolist() == [[0, 0], [-1, -2], [0, 0]]
-      assert session.run(scalar) == 0
 
 
 def test_a_partitioned_variable(target):
@@ -427,12 +394,9 @@ def test_values_cross_together(variables, most_bytes, vectors, kind,
     step = tf1.train.create_global_step()
     train = worker.optimizer().apply_gradients(
         [(tf.ones([2]), v) for v in vs], step)
-  with worker.graph.as_default():
-    graphs = partitions(worker.graph, train)
   nodes = collections.defaultdict(list)
-  for graph in graphs:
-    for node in graph.node:
-      nodes[node.op].append(node)
+  for node in ops_that_run(worker.graph, train)[1]:
+    nodes[node.op].append(node)
   # The edges of the graph, of which each costs a call in every step.
   edges = collections.Counter(
       (tf.DType(n.attr["tensor_type"].type), n.device[-len("CPU:0"):])
@@ -458,22 +422,7 @@ def nodes_that_run(variables, kind, interval):
     step = tf1.train.create_global_step()
     train = worker.optimizer(interval_steps=interval).apply_gradients(
         [(tf.ones(v.shape), v) for v in vs], step)
-  metadata = tf1.RunMetadata()
-  with tf1.Session(graph=worker.graph, config=tf1.ConfigProto(
-      device_count={"CPU": 8})) as session:
-    with worker.graph.as_default():
-      session.run(tf1.global_variables_initializer())
-      session.run(tf1.local_variables_initializer())
-    session.run(train)
-    assert session.run(
-        train, run_metadata=metadata, options=tf1.RunOptions(
-            trace_level=tf1.RunOptions.FULL_TRACE,
-            output_partition_graphs=True)) == (interval == 1)
-  ops_of = {node.name: node.op for graph in metadata.partition_graphs
-            for node in graph.node}
-  return collections.Counter(
-      ops_of[node.node_name] for device in metadata.step_stats.dev_stats
-      for node in device.node_stats if node.node_name in ops_of)
+  return ops_that_run(worker.graph, train, runs=2)[0]
 
 
 @pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
@@ -493,25 +442,6 @@ def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
   assert a_round["Wrapopt>AveragingPush"] == 1
-
-
-def test_buckets_of_dtypes(target):
-  worker = Worker(scope="dtypes")
-  with worker.build():
-    vs = [tf1.get_variable(f"v{i}", [2], d, tf1.ones_initializer())
-          for i, d in enumerate((tf.float32, tf.float16, tf.float64,
-                                 tf.bfloat16, tf.float32, tf.float16))]
-    step = tf1.train.create_global_step()
-    opt = worker.optimizer(opt=tf1.train.MomentumOptimizer(1.0, 0.5))
-    train = opt.apply_gradients([(tf.ones([2], v.dtype), v) for v in vs], step)
-    types = [op.type for op in worker.graph.get_operations()]
-    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
-      session.run(train)
-      session.run(train)
-      for v in vs:
-        assert session.run(v).tolist() == [-1.5, -1.5]
-        assert session.run(worker.getter.centers[v]).tolist() == [-1.5, -1.5]
-  del types
 
 
 # Errors

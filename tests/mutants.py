@@ -241,7 +241,7 @@ def _mutants():
           "//tests:step_lock_test")
   yield m("rounds: a late push is accepted", "cc/engine/rounds.h",
           "round > open_ || (round == open_ && !closed_)", "round >= open_",
-          "//tests:averaging_rounds_test")
+          "//tests:rounds_model_test")
   yield m("rounds: a push takes no lock", "cc/engine/rounds.h",
           "Deferred after(timer_);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"

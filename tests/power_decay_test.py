@@ -76,7 +76,7 @@ def test_what_is_refused(make, error, match):
     make()
 
 
-# v1. What composition_test.py has: the steps that a gate drops do not count.
+# v1. Steps that a gate drops do not count: see keras_fuzz_programs_test.py.
 
 
 def descending(decay, **kwargs):

@@ -6,7 +6,6 @@ updates than the limit were surely admitted before it asked, and had surely not
 changed the weights when it read them.
 """
 
-import threading
 import time
 import typing
 
@@ -28,39 +27,6 @@ def lacking(log):
   admitted = np.searchsorted(np.sort(log[:, 2]), log[:, 1], side="left")
   changed = np.searchsorted(np.sort(log[:, 3]), log[:, 0], side="right")
   return admitted - changed
-
-
-def in_threads(worker, n_threads, n_updates):
-  """Runs workers in threads and returns their log.
-
-  Args:
-    worker: A function of the thread's number that tries one update, and returns
-      its Entry or None.
-    n_threads: How many.
-    n_updates: How many updates each tries.
-
-  Returns:
-    A list of Entry.
-  """
-  logs, errors = [[] for _ in range(n_threads)], []
-  start = threading.Barrier(n_threads)
-
-  def run(i):
-    try:
-      start.wait()
-      for _ in range(n_updates):
-        logs[i].append(worker(i))
-    except Exception as e:  # pylint: disable=broad-except
-      errors.append(e)
-
-  threads = [threading.Thread(target=run, args=(i,)) for i in range(n_threads)]
-  for thread in threads:
-    thread.start()
-  for thread in threads:
-    thread.join()
-  if errors:
-    raise errors[0]
-  return [entry for log in logs for entry in log if entry is not None]
 
 
 now = time.monotonic_ns

@@ -1,8 +1,7 @@
-"""The gate's ops: admission, counts, errors, races."""
+"""The gate's ops in all modes, and their errors.
 
-import contextlib
-import random
-import threading
+For all else, see gate_model_test.py.
+"""
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from modes import handle_of
 from modes import only
 from modes import refused
 from modes import uncompiled_mode as mode
-import race
 from wrapopt import ops
 from wrapopt._loader import ops as raw
 
@@ -45,11 +43,11 @@ class Gate:
     return tuple(int(x) for x in evaluate(
         self.mode, lambda: ops.staleness_record(self.step)))
 
-  def update(self, recorded, limit, increment=True):
+  def update(self, recorded, limit):
     """(whether it was admitted, its staleness) of one whole update."""
     def build():
       verdict = self.gate(recorded, limit)
-      complete = ops.staleness_complete(verdict.ticket, self.step, increment)
+      complete = ops.staleness_complete(verdict.ticket, self.step)
       with tf.control_dependencies([] if complete is None else [complete]):
         return tf.identity(verdict.accept), tf.identity(verdict.staleness)
     accept, staleness = evaluate(self.mode, build)
@@ -82,37 +80,7 @@ def test_a_trajectory(mode, dtype):
   assert gate.values() == (3, 1.0, [[2, 1, 0, 0], [0, 0, 1, 0]])
 
 
-def test_buckets(mode):
-  gate = Gate(mode, buckets=3)
-  for recorded in (5, 0, -1, -2, -100):
-    gate.update(recorded, -1)
-  # A staleness of -5 counts as 0, of 2 and more as 2.
-  assert gate.values() == (0, 5.0, [[0, 0, 0], [2, 1, 2]])
-
-
 FIRST, LAST = np.int64(-2**63), np.int64(2**63 - 1)
-
-
-@pytest.mark.parametrize("step, recorded, limit, admitted, staleness", [
-    (1, FIRST, 2, False, LAST),
-    (0, FIRST, 2, False, LAST),
-    (-1, FIRST, 2, False, LAST),
-    (-1, FIRST, LAST, True, LAST),
-    (1, FIRST, LAST, True, LAST),
-    (LAST, -1, 2, False, LAST),
-    (LAST, 0, 2, False, LAST),
-    (LAST, LAST, 0, True, 0),
-    (LAST, FIRST, 2, False, LAST),
-    (FIRST, 0, 0, True, FIRST),
-    (FIRST, 1, 0, True, FIRST),
-    (FIRST, LAST, 0, True, FIRST),
-])
-@only(Eager(), *graphs())
-def test_staleness_ends_where_int64_does(mode, step, recorded, limit, admitted,
-                                         staleness):
-  gate = Gate(mode, step=step)
-  assert gate.update(np.int64(recorded), np.int64(limit)) == (admitted,
-                                                              staleness)
 
 
 def test_the_last_steps(mode):
@@ -141,13 +109,6 @@ def test_a_histogram_that_is_full(mode):
   assert gate.update(0, 0) == (True, 0)
   assert gate.update(0, 0) == (False, 1)
   assert gate.values() == (1, 1.0, [[LAST] * 4] * 2)
-
-
-def test_a_negative_limit_drops_always(mode):
-  gate = Gate(mode)
-  for recorded in (0, 10):
-    assert not gate.update(recorded, -1)[0]
-  assert gate.record() == (0, 0)
 
 
 def test_the_limit_may_be_a_tensor_or_a_variable(mode):
@@ -197,113 +158,6 @@ def test_an_update_that_is_not_completed_is_aborted(mode):
   assert gate.record() == (3, 0)
   # The next update has taken the one that was aborted back.
   assert gate.values() == (2, 2.0, [[2, 0, 0, 0], [0, 2, 0, 0]])
-
-
-def test_a_second_try_counts_nothing():
-  step, counter = tf.Variable(0), tf.Variable(0.)
-  histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
-
-  def gate(limit, token):
-    return ops.staleness_gate(step, counter, histogram, 0, limit, token=token)
-
-  for limit, token in (9, 3), (-1, 4):
-    first = gate(limit, token)
-    ops.staleness_complete(first.ticket, step)
-    again = gate(9, token)
-    assert [x.numpy() for x in (again.accept, again.staleness,
-                                again.number)] == [False, -1, -1]
-    ops.staleness_complete(again.ticket, step)
-    accept, number, _ = ops.begin_update(step, token=token)
-    assert [accept.numpy(), number.numpy()] == [False, -1]
-  assert step.numpy() == counter.numpy() == 1
-  assert histogram.numpy().tolist() == [[1, 0, 0, 0], [0, 1, 0, 0]]
-  # The first try was cut off.
-  lost = gate(9, 5)
-  assert lost.accept and lost.number == 1
-  del lost
-  accept, number, ticket = ops.begin_update(step, token=5)
-  assert accept and number == 1
-  ops.staleness_complete(ticket, step)
-  assert step.numpy() == 2
-
-
-def test_a_second_try_after_the_step_was_set_back():
-  """The histogram that was restored does not count the aborted update."""
-  step, counter = tf.Variable(0), tf.Variable(0.)
-  histogram = tf.Variable(tf.zeros([2, 4], tf.int64))
-
-  def gate(limit, token):
-    return ops.staleness_gate(step, counter, histogram, 0, limit, token=token)
-
-  gate(-1, 1)
-  gate(9, 2)  # Aborted at once.
-  step.assign(7)
-  histogram.assign(tf.zeros_like(histogram))
-  assert gate(9, 1).staleness == -1
-  assert histogram.numpy().tolist() == np.zeros([2, 4]).tolist()
-  assert gate(9, 3).staleness == 8
-  assert histogram.numpy().tolist() == [[0, 0, 0, 1], [0] * 4]
-
-
-@only(*graphs())
-def test_an_update_that_fails_is_aborted(mode):
-  gate = Gate(mode)
-  bad = tf1.placeholder(tf.float32)
-  verdict = gate.gate(0, 0)
-  with tf.control_dependencies([verdict.accept]):
-    check = tf.debugging.check_numerics(bad, "the update")
-  with tf.control_dependencies([check]):
-    complete = ops.staleness_complete(verdict.ticket, gate.step)
-  with pytest.raises(tf.errors.InvalidArgumentError, match="the update"):
-    mode.session.run(complete, {bad: np.nan})
-  assert gate.record() == (1, 0)
-  assert gate.values()[0] == 0
-
-
-def test_somebody_else_increments_the_step(mode):
-  """Within the update, and then between updates."""
-  gate = Gate(mode)
-  other = lambda by: tf1.assign_add(gate.step, by) if (
-      mode.name == "ref-graph") else gate.step.assign_add(by)
-
-  def build():
-    verdict = gate.gate(0, 0)
-    with tf.control_dependencies([verdict.accept]):
-      added = other(1)
-    with tf.control_dependencies([added]):
-      stale = gate.gate(0, 9)  # Neither missed nor counted twice.
-    with tf.control_dependencies([stale.accept]):
-      complete = ops.staleness_complete(verdict.ticket, gate.step,
-                                        increment=False)
-    with tf.control_dependencies([] if complete is None else [complete]):
-      return tf.identity(stale.staleness)
-
-  assert evaluate(mode, build) == 1
-  # The second was aborted.
-  assert gate.record() == (2, 0)
-  assert gate.values()[0] == 1
-  evaluate(mode, lambda: tf.convert_to_tensor(other(5)))
-  assert gate.record() == (7, 0)
-  assert gate.update(2, 4) == (False, 5)
-  assert gate.update(2, 5) == (True, 5)
-  # Set back, as by a checkpoint.
-  evaluate(mode, lambda: tf.convert_to_tensor(other(-7)))
-  assert gate.record() == (1, 0)
-  assert gate.update(8, 0) == (True, -7)
-  assert gate.update(1, 0) == (False, 1)
-
-
-@only(Eager())
-def test_a_ticket_is_completed_once(mode):
-  gate = Gate(mode)
-  ticket = gate.gate(0, 0).ticket
-  ops.staleness_complete(ticket, gate.step)
-  before = gate.values()
-  with pytest.raises(tf.errors.FailedPreconditionError,
-                     match="ticket must be completed once, got one whose "):
-    ops.staleness_complete(ticket, gate.step)
-  del ticket
-  assert gate.values() == before and gate.record() == (1, 0)
 
 
 @only(Eager())
@@ -451,139 +305,3 @@ def test_shape_function(ref):
         raw.wrapopt_staleness_gate(
             handle_of(ref, tf.int32, ()), handle_of(ref, tf.float32, ()),
             handle_of(ref, tf.int32, (2, 4)), 0, 0, -1)
-
-
-# Races
-
-THREADS, TRIES, LIMIT = 8, 3500, 2
-
-
-def test_lacking():
-  # One after the other: each reads what the last one changed.
-  assert race.lacking([(10 * i, 10 * i + 1, 10 * i + 2, 10 * i + 3)
-                       for i in range(3)]).tolist() == [0, 0, 0]
-  # All read at 0, and are admitted one after the other.
-  assert race.lacking([(0, 2 * i, 2 * i + 1, 90) for i in range(3)]
-                     ).tolist() == [0, 1, 2]
-  assert race.lacking([]).size == 0
-
-
-class _Worker:
-  """Tries updates in THREADS threads.
-
-  However slow the machine is, the first updates of the threads meet: all read
-  the weights, all ask, one after the other, and then all change the weights.
-
-  Attributes:
-    completed: (before it asked, after it was complete) of each update.
-    dropped: (before it recorded, after it was refused) of each other one.
-  """
-
-  def __init__(self):
-    self.completed, self.dropped = [], []
-    self._met, self._turn = set(), threading.Lock()
-    # Ends if a thread has failed.
-    self._meeting = threading.Barrier(THREADS, timeout=600)
-
-  def record(self):
-    raise NotImplementedError
-
-  def ask(self, recorded):
-    """An update, or None."""
-    raise NotImplementedError
-
-  def complete(self, update):
-    raise NotImplementedError
-
-  def __call__(self, i):
-    meets = i not in self._met
-    self._met.add(i)
-    wait, turn = ((self._meeting.wait, self._turn) if meets else
-                  (_idle, contextlib.nullcontext()))
-    began = race.now()
-    recorded = self.record()
-    read = race.now()
-    wait()
-    with turn:
-      asked = race.now()
-      update = self.ask(recorded)
-      answered = race.now()
-    wait()
-    if update is None:
-      self.dropped.append((began, answered))
-      return None
-    changed = race.now()
-    self.complete(update)
-    self.completed.append((asked, race.now()))
-    return race.Entry(read, asked, answered, changed)
-
-
-class _Native(_Worker):
-  """The gate under test."""
-
-  def __init__(self):
-    super().__init__()
-    self.gate = Gate(Eager())
-
-  def record(self):
-    return ops.staleness_record(self.gate.step)[0]
-
-  def ask(self, recorded):
-    verdict = self.gate.gate(recorded, LIMIT)
-    return verdict.ticket if verdict.accept else None
-
-  def complete(self, update):
-    ops.staleness_complete(update, self.gate.step)
-
-
-class _CheckThenApply(_Worker):
-  """What 1.15 does: compares, and increments when the update is made."""
-
-  def __init__(self):
-    super().__init__()
-    self.step = tf.Variable(0, dtype=tf.int64)
-
-  def record(self):
-    return self.step + 0
-
-  def ask(self, recorded):
-    return True if self.step - recorded <= LIMIT else None
-
-  def complete(self, update):
-    self.step.assign_add(1)
-
-
-def _idle():
-  """Lets other threads in, now and then."""
-  if random.random() < 0.2:
-    for _ in range(random.randrange(200)):
-      pass
-    tf.identity(0)
-
-
-def test_the_bound_holds_however_many_race():
-  worker = _Native()
-  log = race.in_threads(worker, THREADS, TRIES)
-  lacking = race.lacking(log)
-  assert lacking.max() == LIMIT  # Some came that far, none farther.
-  step, dropped, histogram = worker.gate.values()
-  # Nothing got lost on the way.
-  assert step == len(log)
-  assert dropped == len(worker.dropped) == THREADS * TRIES - len(log)
-  assert sum(histogram[0]) == len(log) and sum(histogram[1]) == dropped
-  assert histogram[0][LIMIT + 1:] == [0] * (4 - LIMIT - 1)
-  assert worker.gate.record() == (step, 0)
-  # A dropped update may have missed more than the limit: others that may have
-  # been admitted before its answer, and were not surely complete before its
-  # record.
-  began, answered = np.transpose(worker.dropped)
-  asked, complete = np.sort(np.transpose(worker.completed))
-  missed = (np.searchsorted(asked, answered, side="right") -
-            np.searchsorted(complete, began, side="right"))
-  assert len(missed) >= THREADS - LIMIT - 1 and missed.min() > LIMIT
-
-
-def test_the_judge_sees_what_check_then_apply_lets_through():
-  log = race.in_threads(_CheckThenApply(), THREADS, 1)
-  # Each lacks those that asked before it.
-  assert sorted(race.lacking(log)) == list(range(THREADS))
