@@ -1,7 +1,5 @@
 """Averages of checkpoints: formats, numbers, errors."""
 
-import contextlib
-import functools
 import os
 import re
 import types
@@ -14,17 +12,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import wrapopt
-from wrapopt import _native
+import checkpoint_files
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
-from wrapopt.checkpoints import _bundles
-from wrapopt.checkpoints import _format
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
-from wrapopt.checkpoints import _places
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
+from wrapopt.checkpoints import _tensorflow
 
 v1 = tf.compat.v1
 
@@ -62,32 +57,27 @@ def assert_same_bits(got, expected):
                                 np.atleast_1d(expected).view(kind))
 
 
-# The kernel
+# Numbers
 
 
-@pytest.mark.parametrize("isa", _native.cpu_isas())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_are_numpys_in_float64_rounded_once(dtype, isa):
+def test_sums_are_numpys_in_float64_rounded_once(dtype, monkeypatch):
+  monkeypatch.setattr(_merge, "_BLOCK", 1000)
   rng = np.random.default_rng(0)
-  for size in (0, 1, 7, 2047, 2048, 5001):
+  for size in (0, 1, 999, 1000, 2001):
     # Of every input dtype, and with numbers that one of two roundings hits.
     inputs = [(rng.standard_normal(size) * 10.0**rng.integers(-3, 4)).astype(d)
               for d in (*DTYPES, dtype)]
     weights = list(rng.uniform(-1, 1, len(inputs)))
-    expected = mean_of(inputs, dtype, weights)
-    output = np.full(size, 7, dtype)
-    _native.merge(inputs, weights, None, output, True, 0, size, isa)
-    assert_same_bits(output, expected)
-    # In two goes, of which the second has the rest.
-    sums, output = np.full(size, np.nan), np.full(size, 7, dtype)
-    _native.merge(inputs[:2], weights[:2], sums, None, True, 0, size, isa)
-    _native.merge(inputs[2:], weights[2:], sums, output, False, 0, size, isa)
-    assert_same_bits(output, expected)
+    sums = np.full(size, -0.0)
+    for x, weight in zip(inputs, weights):
+      _merge._add(sums, x, weight)
+    assert_same_bits(_merge._rounded(sums, dtype),
+                     mean_of(inputs, dtype, weights))
 
 
-@pytest.mark.parametrize("isa", _native.cpu_isas())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rounding_once(dtype, isa):
+def test_rounding_once(dtype):
   # Just beside the middle of two neighbors, where float32 in between would
   # round to the middle, and then to even: 1 + 2^-k (1 + 2^-30) and its like.
   bits = {np.dtype(np.float16): 11, BFLOAT16: 8}.get(dtype, 24)
@@ -98,35 +88,41 @@ def test_rounding_once(dtype, isa):
                      2.0**-134, 3.4e38, 3.3961775292304601e38, 1e300, 5e-324,
                      0.0, -0.0, np.inf, np.nan])
   values = np.concatenate([values, -values[:-1]])
-  output = np.empty(values.size, dtype)
-  _native.merge([values], [1.0], None, output, True, 0, values.size, isa)
-  expected = rounded_once(values, dtype)
+  sums = np.full(values.shape, -0.0)
+  _merge._add(sums, values, 1.0)
+  output, expected = _merge._rounded(sums, dtype), rounded_once(values, dtype)
+  assert output.dtype == dtype
   np.testing.assert_array_equal(output.astype(np.float64),
                                 expected.astype(np.float64))
   assert (np.signbit(output) == np.signbit(expected))[~np.isnan(values)].all()
 
 
-def test_the_kernel_refuses_what_does_not_fit():
-  x = np.zeros(4, np.float32)
-  with pytest.raises(ValueError, match="inputs must hold at least one"):
-    _native.merge([], [], None, x, True, 0, 4)
-  with pytest.raises(ValueError, match="takes 1 weights, got 2"):
-    _native.merge([x], [1, 2], None, x, True, 0, 4)
-  with pytest.raises(ValueError,
-                     match=r"inputs\[1\] misshapen: got 3 elements"):
-    _native.merge([x, x[:3]], [1, 2], None, x, True, 0, 4)
-  with pytest.raises(ValueError, match="at most 4, got 0 and 5"):
-    _native.merge([x], [1], None, x, True, 0, 5)
-  with pytest.raises(ValueError, match="sums must be an array unless"):
-    _native.merge([x], [1], None, x, False, 0, 4)
-  with pytest.raises(ValueError, match="one of sums and output"):
-    _native.merge([x], [1], None, None, True, 0, 4)
-  with pytest.raises(ValueError, match="sums must be of dtype float64"):
-    _native.merge([x], [1], x, None, True, 0, 4)
-  with pytest.raises(ValueError, match="got int32"):
-    _native.merge([x.astype(np.int32)], [1], None, x, True, 0, 4)
-  with pytest.raises(ValueError, match="contiguous"):
-    _native.merge([x[::2]], [1], None, x[:2].copy(), True, 0, 2)
+# All formats and functions
+
+
+@pytest.mark.parametrize("data_file", [1, 1 << 28])
+@pytest.mark.parametrize("function, options, weights", [
+    (checkpoints.merge, {}, [1 / 3] * 3),
+    (checkpoints.merge, {"weights": [4, 6, 10]}, [0.2, 0.3, 0.5]),
+    (checkpoints.lawa, {"window": 2}, [0, 0.5, 0.5]),
+    (checkpoints.ema, {"progress": True}, [0.25, 0.25, 0.5])])
+@pytest.mark.parametrize("kind", checkpoint_files.ENDINGS)
+def test_each_format(tmp_path, monkeypatch, kind, function, options, weights,
+                     data_file):
+  monkeypatch.setattr(_tensorflow, "_DATA_FILE", data_file)
+  paths = [str(tmp_path / f"in-{i}{checkpoint_files.ENDINGS[kind]}")
+           for i in range(3)]
+  for i, path in enumerate(paths):
+    checkpoint_files.write(kind, path, i, i == 2)
+  inputs = [checkpoint_files.contents(kind, path) for path in paths]
+  to = "h5" if kind == "sharded" else kind
+  output = str(tmp_path / "out") + checkpoint_files.ENDINGS[to]
+  function(paths, output, **options)
+  expected = checkpoint_files.mean(inputs, weights)
+  expected.pop(checkpoint_files.NOTE, None)
+  assert not checkpoint_files.difference(
+      checkpoint_files.contents(to, output), expected, inputs[-1])
+  assert not list(tmp_path.glob(".*"))
 
 
 # TensorFlow's checkpoints
@@ -147,15 +143,6 @@ def save_by_saver(path, values):
     return saver.save(session, str(path), write_meta_graph=False)
 
 
-def some_values(seed, dtypes=("float32",) * 4):
-  rng = np.random.default_rng(seed)
-  shapes = {"a": (3, 5), "b/kernel": (700, 300), "scalar": (), "empty": (0, 2)}
-  values = {name: np.asarray(rng.standard_normal(shape)).astype(dtype)
-            for (name, shape), dtype in zip(shapes.items(), dtypes)}
-  return {**values, "global_step": np.int64(seed * 100),
-          "flag": np.bool_(seed % 2)}
-
-
 def test_a_trajectory(tmp_path):
   for step, w in (1, 1.0), (2, 3.0), (3, 7.0):
     save_by_saver(tmp_path / f"run-{step}",
@@ -172,42 +159,6 @@ def test_a_trajectory(tmp_path):
   assert values_of(tmp_path / "ema") == {"w": [4.5], "global_step": 3}
 
 
-def test_a_mean_of_files_of_a_saver(tmp_path, monkeypatch):
-  # Several variables a batch, several inputs at once, and the file is sent to
-  # the disk several times.
-  inputs = [some_values(seed, dtypes) for seed, dtypes in enumerate([
-      ("float64", "float16", "float32", "float32"),
-      ("float32", "float32", "float64", "float32"),
-      ("float16", "bfloat16", "float64", "float32"),
-      ("float32", "float32", "bfloat16", "float16")])]
-  paths = [save_by_saver(tmp_path / f"in-{i}", x)
-           for i, x in enumerate(inputs)]
-  weights = [0.1, 0.2, 0.3, 0.4]
-  for in_flight, send in (1, 1), (1 << 20, 1 << 30), (1 << 30, 1):
-    monkeypatch.setattr(checkpoints._merge, "_IN_FLIGHT", in_flight)
-    monkeypatch.setattr(_sink, "_COPIED", in_flight)
-    monkeypatch.setattr(_sink, "SEND", send)
-    output = tmp_path / f"out-{in_flight}-{send}"
-    checkpoints.merge(paths, output, weights, progress=True)
-    got = values_of(output)
-    assert got.keys() == inputs[0].keys()
-    for name, last in inputs[-1].items():
-      if last.dtype in DTYPES:
-        last = mean_of([x[name] for x in inputs], last.dtype, weights)
-      assert_same_bits(got[name], last)
-  assert not list(tmp_path.glob(".*"))
-
-  with tf.Graph().as_default(), v1.Session() as session:
-    # A plain Saver loads it, a part of a variable too.
-    parts = v1.get_variable(
-        "a", (3, 5), use_resource=True,
-        partitioner=v1.fixed_size_partitioner(3))
-    kernel = v1.get_variable("b/kernel", (700, 300))
-    v1.train.Saver([parts, kernel]).restore(session, str(output))
-    assert_same_bits(session.run(parts.as_tensor()), got["a"])
-    assert_same_bits(session.run(kernel), got["b/kernel"])
-
-
 def test_only_says_what_is_averaged(tmp_path):
   for i in 1, 2:
     save_by_saver(tmp_path / f"run-{i}", {
@@ -222,21 +173,27 @@ def test_only_says_what_is_averaged(tmp_path):
 def test_a_partitioned_variable_of_many_rows(tmp_path):
   # From 64 on, the number of a slice's row is not ASCII in the key of the
   # slice.
+  def make(value, parts):
+    variables = [
+        v1.get_variable("w", [300, 2], initializer=v1.constant_initializer(
+            value), partitioner=v1.fixed_size_partitioner(parts)),
+        v1.get_variable("counts", [200], tf.int64, v1.constant_initializer(
+            value), partitioner=v1.fixed_size_partitioner(parts))]
+    return v1.train.Saver(variables), [v.as_tensor() for v in variables]
+
   for i in 1, 3:
     with tf.Graph().as_default(), v1.Session() as session:
-      parts = v1.get_variable(
-          "parts", [300, 2], initializer=v1.constant_initializer(i),
-          partitioner=v1.fixed_size_partitioner(3))
-      counts = v1.get_variable(
-          "counts", [200], tf.int64, v1.constant_initializer(i),
-          partitioner=v1.fixed_size_partitioner(2))
+      saver, _ = make(i, 3)
       session.run(v1.global_variables_initializer())
-      v1.train.Saver([parts, counts]).save(
-          session, str(tmp_path / f"in-{i}"), write_meta_graph=False)
+      saver.save(session, str(tmp_path / f"in-{i}"), write_meta_graph=False)
   checkpoints.merge([tmp_path / "in-1", tmp_path / "in-3"], tmp_path / "out")
-  got = values_of(tmp_path / "out")
-  np.testing.assert_array_equal(got["parts"], np.full((300, 2), 2))
-  np.testing.assert_array_equal(got["counts"], np.full(200, 3))
+  # In other parts.
+  with tf.Graph().as_default(), v1.Session() as session:
+    saver, tensors = make(0, 2)
+    saver.restore(session, str(tmp_path / "out"))
+    w, counts = session.run(tensors)
+  np.testing.assert_array_equal(w, np.full((300, 2), 2))
+  np.testing.assert_array_equal(counts, np.full(200, 3))
 
 
 def test_the_state_of_an_iterator(tmp_path):
@@ -309,8 +266,7 @@ def make_model(seed=0, dtype="float32"):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("ending", ["weights.h5", "keras"])
-def test_files_of_keras(tmp_path, ending, dtype, monkeypatch):
-  monkeypatch.setattr(checkpoints._merge, "_PART", 16)
+def test_files_of_keras(tmp_path, ending, dtype):
   models = [make_model(seed, dtype) for seed in range(3)]
   paths = []
   for i, model in enumerate(models):
@@ -345,22 +301,6 @@ def test_files_of_keras(tmp_path, ending, dtype, monkeypatch):
   assert not list(tmp_path.glob(".*"))
 
 
-def test_an_hdf5_file_of_another_kind(tmp_path):
-  for i in range(2):
-    with h5py.File(tmp_path / f"in-{i}.h5", "w") as file:
-      file.attrs["what"] = "a test"
-      file.create_dataset("g/chunked", data=np.full((64, 3), i, ">f4"),
-                          chunks=(8, 3), compression="gzip")
-      file["g/strings"] = np.array([b"x", b"yy"], object)
-      file["g/half"] = np.float16(i)
-      file.create_group("nothing").attrs["n"] = 3
-  checkpoints.merge(tmp_path, tmp_path / "out" / "mean.h5")
-  with h5py.File(tmp_path / "out" / "mean.h5") as file:
-    assert file.attrs["what"] == "a test" and file["nothing"].attrs["n"] == 3
-    assert (file["g/chunked"][()] == 0.5).all()
-    assert file["g/strings"][1] == b"yy" and file["g/half"][()] == 0.5
-
-
 @pytest.mark.parametrize("libver", ["earliest", "latest"])
 def test_all_that_an_hdf5_file_may_hold(tmp_path, libver):
   source, out = tmp_path / "in.h5", tmp_path / "out.h5"
@@ -368,6 +308,8 @@ def test_all_that_an_hdf5_file_may_hold(tmp_path, libver):
     file["w"] = np.ones(3, np.float32)
     file["string"], file["none"] = "a", h5py.Empty("f4")
     file["empty"] = np.zeros((0, 2), np.int32)
+    file.create_dataset("chunked", data=np.full((64, 3), 2, ">f4"),
+                        chunks=(8, 3), compression="gzip")
     lists = file.create_dataset("lists", (2,), h5py.vlen_dtype(np.int32))
     lists[0], lists[1] = [1, 2], [3]
     file["pairs"] = np.array([(1, 2)], [("x", np.float32), ("y", np.int32)])
@@ -391,6 +333,8 @@ def test_all_that_an_hdf5_file_may_hold(tmp_path, libver):
     for name in "string", "flag", "pairs", "empty":
       assert got[name].dtype == last[name].dtype
       assert np.array_equal(got[name][()], last[name][()])
+    assert got["chunked"].dtype == np.float32
+    assert (got["chunked"][()] == 2).all()
     assert got["none"].shape is None and got["type"].dtype == np.float64
     assert [list(x) for x in got["lists"]] == [[1, 2], [3]]
     assert got["rows"].compression == "gzip" and got["rows"][5] == 5
@@ -580,191 +524,44 @@ def test_bad_arguments(tmp_path, two):
     refused(tmp_path, error, match, function, *args, **kwargs)
 
 
-def test_variables_are_read_from_where_they_are(tmp_path):
-  # Hundreds of names, in several blocks of the index, which shortens them.
-  values = {f"layer_{i // 9}/kernel_{i % 9}": np.full((1 + i % 5, 3), i, dtype)
-            for i in range(400)
-            for dtype in [(np.float16, np.float32, np.float64)[i % 3]]}
-  values.update({"none": np.zeros((0, 4), np.float32),
-                 "scalar": np.float32(3), "step": np.int64(7)})
-  save_by_saver(tmp_path / "in", values)
-  with contextlib.closing(
-      _formats.open_source(str(tmp_path / "in"))) as source:
-    assert [n for n in values if not source.can_slice(n)] == ["step"]
-    for name, value in values.items():
-      assert_same_bits(source.read(name), value)
-    rows = np.empty((2, 3), values["layer_0/kernel_4"].dtype)
-    source.read("layer_0/kernel_4", slice(1, 3), rows)
-    assert_same_bits(rows, values["layer_0/kernel_4"][1:3])
+# The byte that is damaged: its place, or a file of an archive or data in it.
+@pytest.mark.parametrize("ending, place, error", [
+    (".data-00000-of-00001", 0, "Variable '[bw]' of .*in-{i} cannot be read: "),
+    (".data-00000-of-00001", -1, "Variable '[bw]' of .*in-{i} cannot be read"),
+    (".index", 5, "in-{i} cannot be read: "),
+    (".keras", np.float32([1, 2]).tobytes(), "in-{i}.keras is damaged: use "
+     "another copy of it: the checksum of model.weights.h5 is wrong"),
+    (".keras", "config.json", "in-{i}.keras is damaged: use another copy of "
+     "it: "), (".h5", 0, "in-{i}.h5 cannot be read: "),
+    (".keras", 0, "in-{i}.keras (is damaged|cannot be read)")])
+@pytest.mark.parametrize("i", [0, 1])
+def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
+  del two
+  if ending.startswith((".keras", ".h5")):
+    for k in range(2):
+      checkpoint_files.write(ending[1:], str(tmp_path / f"in-{k}{ending}"), k,
+                             True)
+  path = tmp_path / f"in-{i}{ending}"
+  data = bytearray(path.read_bytes())
+  if isinstance(place, bytes):
+    place = data.index(place)
+  elif isinstance(place, str):
+    with zipfile.ZipFile(path) as archive:
+      info = archive.getinfo(place)
+      # After the header, in the middle.
+      place = info.header_offset + 30 + len(place) + info.compress_size // 2
+  data[place] ^= 1
+  path.write_bytes(data)
+  output = ending if ending.startswith((".keras", ".h5")) else ""
+  refused(tmp_path, OSError, error.format(i=i), checkpoints.merge,
+          [tmp_path / f"in-{k}{output}" for k in range(2)],
+          tmp_path / "new" / "folder" / f"out{output}")
 
 
-def test_files_are_those_that_tensorflow_writes(tmp_path):
-  rng = np.random.default_rng(0)
-  values = {f"v{i:03d}": rng.random(i % 4).astype(dtype)
-            for i, dtype in enumerate(50 * [
-                "bool", "int8", "uint16", "int64", "float64", "complex64",
-                BFLOAT16])}
-  values.update({
-      "scalar": np.ones((), np.float32), "cube": np.ones((2, 3, 4), np.float16),
-      "empty": np.zeros((0, 2), np.int32), "no string": np.zeros(0, object),
-      "rows": rng.random((9, 5), np.float32),
-      "string": np.array(b"a\0", object),
-      "strings": np.array([[b"", b"x" * 127], [b"y" * 128, b"z" * 70_000]],
-                          object)})
-  names = sorted(values)
-  theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
-  tf.raw_ops.SaveV2(prefix=theirs, tensor_names=names,
-                    shape_and_slices=[""] * len(names),
-                    tensors=[tf.constant(values[name]) for name in names])
-  writer = _bundles.Writer(ours)
-  for name in names:
-    parts = np.split(values[name], [2, 7]) if name == "rows" else [values[name]]
-    for part in parts:
-      writer.write(name, part, values[name].shape)
-  writer.close()
-  for ending in ".data-00000-of-00001", ".index":
-    with open(theirs + ending, "rb") as a, open(ours + ending, "rb") as b:
-      a, b = a.read(), b.read()
-    if ending == ".index":  # TensorFlow's keys share prefixes.
-      a, b = (dict(_bundles._table(x)) for x in (a, b))
-    assert a == b
-  reader = tf.train.load_checkpoint(ours)
-  for name, value in values.items():
-    np.testing.assert_array_equal(
-        np.asarray(reader.get_tensor(name), value.dtype), value)
-
-
-@pytest.mark.parametrize("isa", _native.cpu_isas())
-def test_the_checksum(isa):
-  crc32c = functools.partial(_native.crc32c, isa=isa)
-  # RFC 3720, appendix B.4.
-  assert crc32c(np.zeros(32, np.uint8)) == 0x8a9136aa
-  assert crc32c(np.arange(32, dtype=np.uint8)) == 0x46dd794e
-  data = np.frombuffer(b"123456789", np.uint8)
-  assert crc32c(data) == 0xe3069283
-  for cut in range(10):
-    assert crc32c(data[cut:], crc32c(data[:cut])) == 0xe3069283
-  # Long enough for several rounds of the instructions' three chains.
-  data = np.random.default_rng(0).integers(256, size=20_001, dtype=np.uint8)
-  for cut in 0, 1, 6143, 6144, 12_289:
-    assert crc32c(data[cut:], crc32c(data[:cut])) == 0xcd6dc5df
-  with pytest.raises(ValueError, match="array must be contiguous"):
-    crc32c(data[::2])
-
-
-@pytest.mark.parametrize("is_too_much", [False, True])
-def test_inputs_larger_than_the_page_cache(tmp_path, monkeypatch, is_too_much):
-  monkeypatch.setattr(_places, "AT_ONCE", 4096)
-  monkeypatch.setattr(_places, "is_too_much", lambda nbytes: is_too_much)
-  dropped = []
-  monkeypatch.setattr(
-      os, "posix_fadvise", lambda file, first, size, advice:
-      dropped.append((os.path.basename(os.readlink(f"/proc/self/fd/{file}")),
-                      first, size, advice)))
-  values = [some_values(seed) for seed in range(2)]
-  paths = [save_by_saver(tmp_path / f"in-{i}", v) for i, v in enumerate(values)]
-  checkpoints.merge(paths, tmp_path / "out")
-  reader = tf.train.load_checkpoint(str(tmp_path / "out"))
-  for name in ("a", "b/kernel", "scalar"):
-    assert_same_bits(reader.get_tensor(name), mean_of(
-        [v[name] for v in values], np.float32))
-  # All whole blocks of each input, once, and the output.
-  size = os.path.getsize(paths[0] + ".data-00000-of-00001")
-  assert sorted(dropped) == ([
-      (f"in-{i}.data-00000-of-00001", first, 4096, os.POSIX_FADV_DONTNEED)
-      for i in range(2) for first in range(0, size - 4095, 4096)] + [
-          (f"out.{ending}", 0, 0, os.POSIX_FADV_DONTNEED)
-          for ending in ("data-00000-of-00001", "index")]
-                             if is_too_much else [])
-
-
-def test_a_damaged_part_of_a_variable(tmp_path, monkeypatch):
-  # One bit, in the last of several parts that are read after each other.
-  monkeypatch.setattr(_merge, "_PART", 1 << 10)
-  paths = [tmp_path / f"in-{i}" for i in range(2)]
-  for path in paths:
-    save_by_saver(path, {"a": np.ones(3, np.float32),
-                         "w": np.ones((999, 7), np.float32)})
-  data = f"{paths[1]}.data-00000-of-00001"
-  with open(data, "r+b") as file:
-    file.seek(-2, os.SEEK_END)
-    byte, = file.read(1)
-    file.seek(-2, os.SEEK_END)
-    file.write(bytes([byte ^ 1]))
-  refused(tmp_path, OSError, "Variable 'w' of .*in-1 cannot be read: the file "
-          ".*in-1.data-00000-of-00001 is damaged: the checksum of bytes 12 to "
-          "27984", checkpoints.merge, paths, tmp_path / "out")
-  os.truncate(data, 20000)
-  refused(tmp_path, OSError, "Variable 'w' of .*in-1 cannot be read: the file "
-          ".*-of-00001 ends before byte 27984",
-          checkpoints.merge, paths, tmp_path / "out")
-
-
-@pytest.mark.parametrize("which", ["first", "last"])
-def test_a_damaged_archive(tmp_path, which):
-  # One bit anywhere in a file of Keras: it is refused, or it changes nothing.
-  paths = [tmp_path / f"in-{i}.keras" for i in range(2)]
-  for i, path in enumerate(paths):
-    make_model(i).save(path)
-  contents = lambda path: {
-      name: archive.read(name) for archive in [zipfile.ZipFile(path)]
-      for name in archive.namelist()}
-  checkpoints.merge(paths, tmp_path / "expected.keras")
-  expected = contents(tmp_path / "expected.keras")
-  damaged = paths[which == "last"]
-  whole = damaged.read_bytes()
-  with zipfile.ZipFile(damaged) as archive:
-    weights = archive.getinfo("model.weights.h5")
-  rng = np.random.default_rng(0)
-  count = 0
-  for at in [*rng.integers(weights.header_offset + 60, weights.file_size, 20),
-             *rng.integers(0, weights.header_offset, 5),
-             *rng.integers(weights.header_offset + weights.file_size,
-                           len(whole), 15)]:
-    data = bytearray(whole)
-    data[at] ^= 1 << rng.integers(8)
-    damaged.write_bytes(data)
-    out = tmp_path / "new" / f"{at}.keras"
-    try:
-      checkpoints.merge(paths, out)
-    except (OSError, ValueError) as e:
-      assert damaged.name in str(e)
-      assert not out.parent.exists() or not list(out.parent.glob(f"*{at}*"))
-      count += 1
-    else:
-      assert contents(out) == expected
-  assert count >= 20
-  data = bytearray(whole)
-  data[weights.file_size // 2] ^= 1
-  damaged.write_bytes(data)
-  refused(tmp_path, OSError, f"The file .*{damaged.name} is damaged: the "
-          "checksum of model.weights.h5 is 0x.*, written as 0x.*"
-          "Use another copy",
-          checkpoints.merge, paths, tmp_path / "more" / "out.keras")
-
-
-def test_a_damaged_index(tmp_path, two):
-  with open(two[0] + ".index", "r+b") as file:
-    file.seek(5)
-    byte, = file.read(1)
-    file.seek(5)
-    file.write(bytes([byte ^ 1]))
-  refused(tmp_path, (OSError, ValueError), "in-0", checkpoints.merge, two,
-          tmp_path / "out")
-
-
-def test_a_file_that_is_damaged(tmp_path, two):
-  data = two[0] + ".data-00000-of-00001"
-  with open(data, "r+b") as file:
-    file.write(b"\xff")
-  refused(tmp_path, OSError, "Variable '[bw]' of .*in-0 cannot be read: ",
-          checkpoints.merge, two, tmp_path / "new" / "folder" / "out")
-  (tmp_path / "odd.h5").write_bytes(b"not HDF5")
-  refused(tmp_path, OSError, "odd.h5|signature", checkpoints.merge,
-          tmp_path / "odd.h5", tmp_path / "out.h5")
-  (tmp_path / "odd.keras").write_bytes(b"not a zip")
-  refused(tmp_path, OSError, "odd.keras cannot be read", checkpoints.merge,
-          tmp_path / "odd.keras", tmp_path / "out.keras")
+def test_a_file_that_is_cut(tmp_path, two):
+  os.truncate(two[1] + ".data-00000-of-00001", 5)
+  refused(tmp_path, OSError, "Variable '[bw]' of .*in-1 cannot be read: ",
+          checkpoints.merge, two, tmp_path / "out")
 
 
 def test_directories_are_in_the_order_of_their_numbers(tmp_path):
@@ -777,8 +574,29 @@ def test_directories_are_in_the_order_of_their_numbers(tmp_path):
 # A new format
 
 
+class NpzSink(_sink.Sink):
+
+  def __init__(self, path, note=None, like=None):
+    super().__init__(path)
+    self._values = {}
+
+  def write(self, name, value):
+    self._values[name] = value
+
+  def copy(self, source, name):
+    self.write(name, source.read(name))
+
+  def _finish(self):
+    path = os.path.join(self._directory, os.path.basename(self.path))
+    np.savez(path, **self._values)
+    return [path]
+
+
 class NpzSource(_source.Source):
   kind = "NPZ"
+  Sink = NpzSink
+  endings = (".npz",)
+  ending = ".npz"
 
   def __init__(self, path):
     super().__init__(path)
@@ -790,34 +608,13 @@ class NpzSource(_source.Source):
   def _is_optimizer_state(self, name):
     return name.startswith("optimizer")
 
-  def _read(self, name, rows, into):
+  def _read(self, name):
     return self._values[name]
-
-
-class NpzSink(_sink.Sink):
-
-  def __init__(self, path, specs, like):
-    super().__init__(path)
-    self._values = {}
-
-  def write(self, values):
-    self._values.update({name: value for name, _, value in values})
-
-  def _finish(self):
-    path = os.path.join(self._directory, os.path.basename(self.path))
-    np.savez(path, **self._values)
-    yield path
-
-
-class Npz(_format.Format):
-  Source, Sink = NpzSource, NpzSink
-  endings = (".npz",)
-  ending = ".npz"
 
 
 def test_a_format_is_one_file_and_one_line(
     tmp_path, monkeypatch, capsys, two):
-  monkeypatch.setattr(_formats, "FORMATS", (Npz, *_formats.FORMATS))
+  monkeypatch.setattr(_formats, "FORMATS", (NpzSource, *_formats.FORMATS))
   (tmp_path / "in").mkdir()
   values = [{"w": np.float32([i, 2, 8]), "optimizer/m": np.float32(i),
              "step": np.int64(i)} for i in (1, 2, 6)]

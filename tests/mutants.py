@@ -249,13 +249,17 @@ def _mutants():
           _TSAN)
 
   # Files.
-  yield m("checksum: two chains change places", "cc/engine/crc32c.cc",
-          "AfterZeros(AfterZeros(first) ^ second) ^ third",
-          "AfterZeros(AfterZeros(first) ^ third) ^ second",
-          "//tests:native_test //tests:checkpoints_test")
-  yield m("merge: half is rounded twice", "cc/engine/checkpoint_sums.cc",
-          "is_inexact ? toward_zero | 1u : bits", "bits",
-          "//tests:native_test //tests:checkpoints_test")
+  yield m("merge: bfloat16 is rounded twice", "wrapopt/checkpoints/_merge.py",
+          "return np.where(is_even & (near != value), other, near)",
+          "return near", "//tests:checkpoints_test")
+  yield m("merge: a checkpoint of TensorFlow loses its second data file",
+          "wrapopt/checkpoints/_tensorflow.py",
+          "checkpoint_prefixes=self._parts,",
+          "checkpoint_prefixes=self._parts[:1],", "//tests:checkpoints_test")
+  yield m("snapshots: data files of an older one stay",
+          "wrapopt/checkpoints/_tensorflow.py",
+          "for file in _files_of(self.path):",
+          "for file in _files_of(self.path)[:1]:", "//tests:snapshots_test")
 
   # The protocol of a step, in Python.
   yield m("settle: rows that lag behind stay so", "wrapopt/ops/_lagging.py",

@@ -26,9 +26,8 @@ for step in range(first, 10**9):
   # Both formats; names come again, so that old snapshots are replaced.
   for ending in ("", ".weights.h5"):
     writer.write(
-        lambda path, specs, note, e=ending: (
-            _h5.H5Sink(path + e, specs, None, note) if e else
-            _tensorflow.TensorFlowSink(path, specs, note)),
+        lambda path, note, e=ending: (
+            _h5.H5Sink if e else _tensorflow.TensorFlowSink)(path + e, note),
         step % 3, None, step, {f"v{i}": (
             np.full((9, 9), step % 1000, np.float32), np.dtype(np.float32))
                                for i in range(VARIABLES)})

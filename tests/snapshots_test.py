@@ -18,12 +18,10 @@ from training import GRAPH_MODES
 from training import graph_of
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
-from wrapopt.checkpoints import _bundles
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _h5
 from wrapopt.checkpoints import _profiles
-from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _tensorflow
 import wrapopt.keras
 
@@ -398,8 +396,8 @@ def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
     writer = checkpoints._snapshots.Snapshots(tmp_path / "run", 1, None)
     writer.begin(0)
     x = np.ones(3, np.float32)
-    writer.write(lambda path, specs, note: _h5.H5Sink(
-        path + ".h5", specs, None, note), step, NARROW, step,
+    writer.write(lambda path, note: _h5.H5Sink(path + ".h5", note), step,
+                 NARROW, step,
                  {name: (x, x.dtype) for name in averaged},
                  {} if "m" in averaged else {"m": x})
     writer.end()
@@ -588,9 +586,9 @@ def test_command(run, tmp_path, capsys):
 # Kills
 
 
-@pytest.mark.parametrize("send", [1, 1 << 30])
+@pytest.mark.parametrize("sizes", [(1, 1 << 20), (1 << 20, 1)])
 def test_whenever_it_is_killed_all_that_is_there_is_whole(
-    tmp_path, monkeypatch, send):
+    tmp_path, monkeypatch, sizes):
   seen = set()
 
   def watch(where, name):
@@ -604,18 +602,19 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
 
     monkeypatch.setattr(where, name, watched)
 
-  monkeypatch.setattr(_sink, "SEND", send)
   watch(_files, "to_disk")
   watch(os, "replace")
   watch(os, "unlink")
   watch(_h5.H5Sink, "write")
   watch(_h5.H5Sink, "_finish")
   watch(_tensorflow.TensorFlowSink, "write")
-  watch(_bundles.Writer, "close")
-  for steps in 1, 2:  # The second is written in place of the first.
+  watch(_tensorflow.TensorFlowSink, "_finish")
+  # The second is written in place of the first, in as many data files or not.
+  for steps, size in enumerate(sizes, 1):
+    monkeypatch.setattr(_tensorflow, "_DATA_FILE", size)
     value = np.full(3, steps, np.float32)
     for make in (
-        lambda path, specs, note: _h5.H5Sink(path + ".h5", specs, None, note),
+        lambda path, note: _h5.H5Sink(path + ".h5", note),
         _tensorflow.TensorFlowSink):
       writer = checkpoints._snapshots.Snapshots(tmp_path, 1, None)
       writer.begin(0)
@@ -624,6 +623,11 @@ def test_whenever_it_is_killed_all_that_is_there_is_whole(
       writer.end()
   assert seen == {(kind, steps) for kind in ("HDF5", "TensorFlow")
                   for steps in (1, 2)}
+  count = 3 if sizes[1] == 1 else 1
+  assert {name.removeprefix("snapshot-7-average.")
+          for name in os.listdir(tmp_path)} == {"h5", "index", *(
+              f"data-{i:05d}-of-{count:05d}" for i in range(count))}
+
 
 def test_a_kill_leaves_whole_snapshots_only(tmp_path):
   # Many kills: snapshot_kills_test.py.

@@ -34,9 +34,6 @@ IMPORTS = {
     "keras.src.utils.python_utils": ["is_default"],
     "tensorflow.core.framework.op_def_pb2": ["OpList.FromString"],
     "tensorflow.core.framework.variable_pb2": ["VariableDef"],
-    "tensorflow.core.protobuf.tensor_bundle_pb2": [
-        "BundleEntryProto.FromString", "BundleHeaderProto.FromString",
-        "BundleHeaderProto.LITTLE"],
     "tensorflow.core.protobuf.trackable_object_graph_pb2": [
         "TrackableObjectGraph.FromString"],
     "tensorflow.python.client.pywrap_tf_session": [

@@ -29,8 +29,8 @@ LIBRARIES = ["wrapopt/_wrapopt_native.so", "wrapopt/_wrapopt_ops.so",
              "wrapopt/bench/_stream_limit.so"]
 # What each exports. The loader asks the first before TensorFlow.
 EXPORTS = {
-    "_wrapopt_native.so": {"wrapopt_cpu_isa", "wrapopt_crc32c", "wrapopt_facts",
-                           "wrapopt_gpus", "wrapopt_merge", "wrapopt_step"},
+    "_wrapopt_native.so": {"wrapopt_cpu_isa", "wrapopt_facts", "wrapopt_gpus",
+                           "wrapopt_step"},
     "_wrapopt_ops.so": set(),
     "_stream_limit.so": {"wrapopt_stream_pass"},
 }

@@ -25,20 +25,11 @@ except OSError as e:
   raise ImportError(str(e)) from None
 
 for _function in (_library.wrapopt_facts, _library.wrapopt_cpu_isa,
-                  _library.wrapopt_gpus, _library.wrapopt_step,
-                  _library.wrapopt_merge, _library.wrapopt_crc32c):
+                  _library.wrapopt_gpus, _library.wrapopt_step):
   _function.restype = ctypes.c_char_p
 _library.wrapopt_step.argtypes = [
     ctypes.c_int, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_int,
     ctypes.POINTER(ctypes.c_double), ctypes.c_size_t, ctypes.c_char_p]
-
-_library.wrapopt_merge.argtypes = [
-    ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int),
-    ctypes.POINTER(ctypes.c_double), ctypes.c_int, ctypes.c_bool,
-    ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t,
-    ctypes.c_size_t, ctypes.c_char_p]
-_library.wrapopt_crc32c.argtypes = [
-    ctypes.c_uint32, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 # In the order of the C++ enumeration `Number`.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -161,85 +152,3 @@ def step(rule, states, inputs, scalars, isa=""):
   _value(_library.wrapopt_step(
       info.number, (ctypes.c_void_p * len(operands))(*operands), *dtypes,
       (ctypes.c_double * len(scalars))(*scalars), states[0].size, isa.encode()))
-
-
-def merge(inputs, weights, sums, output, is_first, begin, end, isa=""):
-  """Computes the weighted sum of elements [begin, end) of arrays, in float64.
-
-  The arrays are added in their order. Subnormal numbers are not flushed.
-
-  Args:
-    inputs: Contiguous arrays of one size, each of any of the four dtypes.
-    weights: A number for each array.
-    sums: A float64 array of the same size. The result is added to it, or
-      overwrites it if `is_first`. None if `is_first` and `output` is given.
-    output: An array of the same size for the total, rounded once, or None.
-    is_first: Whether to ignore the previous value of `sums`.
-    begin: The first element.
-    end: One past the last element.
-    isa: An instruction set; by default the one in use.
-
-  Raises:
-    ValueError: if an argument is wrong.
-  """
-  if not inputs:
-    raise ValueError("inputs must hold at least one array, got none")
-  if len(weights) != len(inputs):
-    raise ValueError(f"merge takes {len(inputs)} weights, got {len(weights)}")
-  size = inputs[0].size
-  if not 0 <= begin <= end <= size:
-    raise ValueError(f"begin and end must be in order and at most {size}, got "
-                     f"{begin} and {end}")
-  if sums is None and not is_first:
-    raise ValueError("sums must be an array unless is_first")
-  if sums is None and output is None:
-    raise ValueError("one of sums and output must be an array")
-  if sums is not None and str(sums.dtype) != "float64":
-    raise ValueError(f"sums must be of dtype float64, got {sums.dtype}")
-  written = [(name, array) for name, array in (("sums", sums),
-                                               ("output", output))
-             if array is not None]
-  for subject, array in [
-      *((f"inputs[{i}]", array) for i, array in enumerate(inputs)), *written]:
-    if not array.flags.c_contiguous:
-      raise ValueError(f"{subject} must be contiguous")
-    if array.size != size:
-      raise ValueError(
-          f"{subject} misshapen: got {array.size} elements but expected {size} "
-          "(the size of inputs[0])")
-    if str(array.dtype) not in DTYPES:
-      raise ValueError(
-          f"{subject} must be of dtype float16, bfloat16, float32 or float64, "
-          f"got {array.dtype}")
-  for subject, array in written:
-    if not array.flags.writeable:
-      raise ValueError(f"{subject} is not writeable")
-  count = len(inputs)
-  data = lambda array: None if array is None else array.ctypes.data
-  _value(_library.wrapopt_merge(
-      (ctypes.c_void_p * count)(*[array.ctypes.data for array in inputs]),
-      (ctypes.c_int * count)(
-          *[DTYPES.index(str(array.dtype)) for array in inputs]),
-      (ctypes.c_double * count)(*weights), count, is_first, data(sums),
-      data(output), 0 if output is None else DTYPES.index(str(output.dtype)),
-      begin, end, isa.encode()))
-
-
-def crc32c(array, crc=0, isa=""):
-  """Returns the CRC-32C of bytes, the checksum of TensorFlow's checkpoints.
-
-  Args:
-    array: A contiguous array.
-    crc: The checksum of the bytes before it.
-    isa: An instruction set; by default the one in use.
-
-  Returns:
-    An int.
-
-  Raises:
-    ValueError: if an argument is wrong.
-  """
-  if not array.flags.c_contiguous:
-    raise ValueError("array must be contiguous")
-  return _value(_library.wrapopt_crc32c(
-      crc, array.ctypes.data, array.nbytes, isa.encode()))

@@ -3,7 +3,6 @@
 // facts before it loads TensorFlow's library. They do not need Python either,
 // so one library serves all its versions.
 #include <cstddef>
-#include <cstdint>
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
@@ -11,8 +10,6 @@
 #include <string_view>
 #include <vector>
 
-#include "cc/engine/checkpoint_sums.h"
-#include "cc/engine/crc32c.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -167,33 +164,5 @@ WRAPOPT_EXPORT const char* wrapopt_step(int rule, void* const* operands,
     }
     step(operands, scalars, 0, size, {size});
     return std::string("null");
-  });
-}
-
-// Weighted sums in double of elements [begin, end) of arrays: see
-// checkpoint_sums.h.
-WRAPOPT_EXPORT const char* wrapopt_merge(
-    const void* const* inputs, const int* numbers, const double* weights,
-    int count, bool is_first, double* sums, void* output, int output_number,
-    size_t begin, size_t end, const char* isa) {
-  return wrapopt::Answer([&] {
-    using namespace wrapopt;  // NOLINT
-    CheckpointSums merged{
-        {}, is_first, sums, output, static_cast<Number>(output_number)};
-    for (int i = 0; i < count; ++i) {
-      merged.inputs.push_back(
-          {inputs[i], static_cast<Number>(numbers[i]), weights[i]});
-    }
-    merged.Run(begin, end, IsaOf(isa));
-    return std::string("null");
-  });
-}
-
-// Continues a checksum with more bytes: see crc32c.h.
-WRAPOPT_EXPORT const char* wrapopt_crc32c(uint32_t crc, const void* data,
-                                          size_t bytes, const char* isa) {
-  return wrapopt::Answer([&] {
-    return std::to_string(
-        wrapopt::Crc32c(crc, data, bytes, wrapopt::IsaOf(isa)));
   });
 }

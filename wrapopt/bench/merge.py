@@ -3,9 +3,8 @@
 Each round reads all inputs twice: in a loop that reads them into one buffer per
 thread and writes and syncs as many bytes as the output has; and in
 `wrapopt.checkpoints.merge`, in a separate process, whose memory is measured.
-Both drop what they have read from the page cache if the inputs have more bytes
-than half of the memory. Before each of them the files are dropped from it, so
-that they are read from the disk. In a file system in memory they stay there.
+Before each of them the files are dropped from the page cache, so that they are
+read from the disk. In a file system in memory they stay there.
 """
 
 import concurrent.futures
@@ -23,10 +22,8 @@ from wrapopt import _extras
 from wrapopt.bench import harness
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
-from wrapopt.checkpoints import _places
-from wrapopt.checkpoints import _sink
-from wrapopt.checkpoints import _source
 
+_AT_ONCE = 4 << 20  # Bytes of a read or a write of the loop.
 _FORMATS = {"tensorflow": "", "h5": ".weights.h5"}
 
 _CHILD = """
@@ -135,10 +132,10 @@ def _measure(options, name, directory):
 
 
 def _write(path, values):
-  specs = {name: _source.Spec(x.shape, x.dtype) for name, x in values.items()}
-  sink = _formats.format_of(path).Sink(path, specs)
+  sink = _formats.format_of(path).Sink(path)
   try:
-    sink.write([(name, None, x) for name, x in values.items()])
+    for name, value in values.items():
+      sink.write(name, value)
     sink.publish()
   finally:
     sink.discard()
@@ -156,23 +153,20 @@ def _drop(files):
 
 def _plain(files, output, bytes_out):
   """Seconds to read files, and to write and sync that many bytes."""
-  size = _places.AT_ONCE
-  drop = _places.is_too_much(sum(map(os.path.getsize, files)))
 
   def read(file):
-    buffer, at = np.empty(size, np.uint8), 0
+    buffer = np.empty(_AT_ONCE, np.uint8)
     with open(file, "rb", buffering=0) as f:
-      while got := _places.read(f.fileno(), buffer, at, drop):
-        at += got
+      while f.readinto(buffer):
+        pass
 
   def write():
     with open(output, "wb", buffering=0) as f:
-      for written in range(size, bytes_out + size, size):
+      for _ in range(0, bytes_out, _AT_ONCE):
         f.write(block)
-        if written % _sink.SEND == 0 or written >= bytes_out:
-          _files.to_disk(output, drop)
+    _files.to_disk(output)
 
-  block = os.urandom(size)
+  block = os.urandom(_AT_ONCE)
   start = time.perf_counter()
   with concurrent.futures.ThreadPoolExecutor(harness.threads() + 1) as pool:
     writing = pool.submit(write)

@@ -33,11 +33,9 @@ All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Floating-point dtypes may differ. The checksums
 of TensorFlow's checkpoints and of `.keras` files are verified; HDF5 files have
 none. The output appears once it is complete and on the disk, or not at all.
-Files are read in parts. This takes
-half a gigabyte of memory, or six times the largest variable that a TensorFlow
-checkpoint holds in slices, whatever the number and the size of the inputs.
-Inputs of more bytes than half of the machine's memory are dropped from the page
-cache once they are read, and so is their output.
+Variables are read one after the other. This takes a quarter of a gigabyte of
+memory, and a few times the largest variable in float64, whatever the number and
+the size of the inputs.
 
 **Batch normalization.** The moving means and variances in an output do not fit
 its weights: `merge`, `lawa` and `ema` average those of the inputs, and

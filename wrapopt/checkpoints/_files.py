@@ -52,17 +52,10 @@ def remove_empty(directories):
       os.rmdir(directory)
 
 
-def to_disk(path, drop=False):
-  """Returns when a file or directory is on the disk.
-
-  Args:
-    path: Its path.
-    drop: Whether to drop it from the page cache.
-  """
+def to_disk(path):
+  """Returns when a file or directory is on the disk."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
-    if drop:
-      os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
   finally:
     os.close(descriptor)

@@ -5,9 +5,9 @@ same one) and of Keras (`.weights.h5`, `.weights.json` with its shards,
 `.keras`, and any other HDF5 file of variables). A snapshot is such a checkpoint
 with a note that describes its averages.
 
-The file of a format holds three classes: a Source reads a checkpoint, a Sink
-writes one, and a Format says how the files are named. A new format needs one
-such file and one line in `FORMATS`.
+The file of a format holds two classes: a Source reads a checkpoint and says how
+its files are named, and a Sink writes one. A new format needs one such file and
+one line in `FORMATS`.
 """
 
 import os
@@ -21,15 +21,15 @@ from wrapopt.checkpoints import _tensorflow
 
 # The first format that owns a name is the format of that name.
 FORMATS = (
-    _keras.Keras,
-    _h5.H5,
-    _sharded.Sharded,
-    _tensorflow.TensorFlow,  # The last, since it owns all other names.
+    _keras.KerasSource,
+    _h5.H5Source,
+    _sharded.ShardedSource,
+    _tensorflow.TensorFlowSource,  # The last: it owns all other names.
 )
 
 
 def format_of(path):
-  """The Format that owns a path."""
+  """The class of Sources that owns a path."""
   return next(found for found in FORMATS if found.owns(path))
 
 
@@ -53,7 +53,7 @@ def open_source(path):
     ValueError: If its contents do not fit its name.
   """
   with _files.naming(path, "cannot be read"):
-    return format_of(path).Source(path)
+    return format_of(path)(path)
 
 
 def expand(path):
@@ -95,11 +95,6 @@ def expand(path):
 def _endings():
   """The `endings` of all formats."""
   return tuple(ending for known in FORMATS for ending in known.endings)
-
-
-def sink_like(source, path, specs):
-  """A Sink for an output that is like a Source: see `Format.sink_like`."""
-  return format_of(source.path).output().sink_like(source, path, specs)
 
 
 def check_output(path, like):

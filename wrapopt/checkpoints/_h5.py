@@ -10,105 +10,12 @@ import re
 import h5py
 import numpy as np
 
-from wrapopt.checkpoints import _format
-from wrapopt.checkpoints import _places
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _trees
 
 # Names of layers that are batch normalizations.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|_)bn(\d|_|$)", re.IGNORECASE)
-
-
-class H5Source(_source.Source):
-  """An HDF5 file of variables, as Keras writes it.
-
-  Attributes:
-    trees: [Tree] of its files.
-    datasets: {name of a variable: dataset}.
-  """
-  kind = "HDF5"
-
-  def __init__(self, path):
-    super().__init__(path)
-    self._open(h5py.File(path, "r"))
-
-  def _open(self, file, begin=0, descriptor=None):
-    """Reads the structure of a file.
-
-    Args:
-      file: The `h5py.File`.
-      begin: Its offset in the file of `descriptor`.
-      descriptor: The descriptor of the file that contains it, or None.
-    """
-    self._file = file
-    tree = _trees.tree_of(file)
-    self.trees = [tree]
-    self.datasets = tree.datasets
-    note = self.datasets.pop(_source.NOTE, None)
-    self.specs = {name: _source.Spec(dataset.shape, _dtype(dataset))
-                  for name, dataset in self.datasets.items()}
-    if note is not None:
-      self.note = _source.note_of(note[()], self.specs)
-      del tree.groups[os.path.dirname(_source.NOTE)]
-    self._placed = _places.Reader(
-        _places.of_hdf5(self.path, begin, {
-            name: dataset for name, dataset in self.datasets.items()
-            if self.specs[name].dtype in _source.FLOATS}),
-        file.id.get_vfd_handle() if descriptor is None else descriptor)
-
-  def can_slice(self, name):
-    return True
-
-  def moving_statistics(self):
-    # Keras's files have the names of layers and the numbers of variables.
-    numbers = collections.defaultdict(list)
-    for name, dataset in self.datasets.items():
-      match = re.fullmatch(r"(?:.*/)?([^/]+)/vars/(\d+)", name)
-      if (match and not self._is_optimizer_state(name) and
-          any(_BATCH_NORM.search(str(layer)) for layer in (
-              match[1], dataset.parent.attrs.get("name", "")))):
-        numbers[os.path.dirname(name)].append(int(match[2]))
-    # Scale and offset come first, if there are any.
-    return sorted([*super().moving_statistics(), *(
-        f"{group}/{i}" for group, of_layer in numbers.items()
-        for i in sorted(of_layer)[-2:])])
-
-  def _is_optimizer_state(self, name):
-    # "optimizer" in Keras 3, "optimizer_weights" in older files.
-    return re.match("optimizer(_weights)?/", name) is not None
-
-  def is_copied_by_value(self, name):
-    """Whether to copy a variable by `read`; HDF5 copies all others.
-
-    HDF5 copies data of any type. A read is faster, and also finds data that is
-    in other files.
-    """
-    dataset = self.datasets[name]
-    return name in self._placed or dataset.is_virtual or bool(dataset.external)
-
-  def _read(self, name, rows, into):
-    dataset, spec = self.datasets[name], self.specs[name]
-    if into is None:
-      into = np.empty(spec.shape, spec.dtype)
-    if into.size:
-      dataset.read_direct(_stored(into), rows)
-    return into
-
-  def close(self):
-    super().close()
-    self._file.close()
-
-
-def _dtype(dataset):
-  # HDF5 has no bfloat16. Keras stores its bytes, and an attribute.
-  name = dataset.attrs.get("dtype")
-  return (_source.BFLOAT16 if name == "bfloat16" else
-          dataset.dtype.newbyteorder("="))
-
-
-def _stored(array):
-  return array.view("V2") if array.dtype == _source.BFLOAT16 else array
 
 
 class _Drain(io.FileIO):
@@ -146,19 +53,19 @@ class _Drain(io.FileIO):
 class H5Sink(_sink.Sink):
   """Writes an HDF5 file of variables."""
 
-  def __init__(self, path, specs, like=None, note=None):
+  def __init__(self, path, note=None, like=None):
     """Makes the file.
 
     Args:
       path: Its path.
-      specs: {name: Spec} of the variables that are written.
-      like: An object with an HDF5 `file` and its `datasets`, or a Source. Its
-        groups, links and attributes are copied. None for none.
       note: The note of a snapshot, a dict, or None.
+      like: A Source, or another object with its `trees` and `datasets`, whose
+        groups, links and attributes are copied. None for none.
     """
     super().__init__(path)
     self._name = os.path.join(self._directory, os.path.basename(path))
     self._trees = [] if like is None else like.trees
+    self._like = {} if like is None else like.datasets
     self._drain = self._file = None
     try:
       with self._writing():
@@ -168,9 +75,6 @@ class H5Sink(_sink.Sink):
             map(_trees.libver_of, self._trees), key=bool, default=None))
         for tree in self._trees:
           _trees.copy_structure(tree, self._file)
-        for name, spec in specs.items():
-          self._create(name, spec,
-                       None if like is None else like.datasets.get(name))
         if note is not None:
           self._file[_source.NOTE] = json.dumps(note)
     except BaseException:
@@ -187,34 +91,25 @@ class H5Sink(_sink.Sink):
         with self._writing():
           raise self._drain.error
 
-  def _create(self, name, spec, like):
-    of_bytes = spec.dtype == _source.BFLOAT16
-    dataset = self._file.create_dataset(
-        name, spec.shape, "V2" if of_bytes else
-        h5py.string_dtype() if spec.dtype == object else spec.dtype)
-    if like is not None:
-      _trees.copy_attributes(like, dataset, without="dtype")
-    if of_bytes:
-      dataset.attrs["dtype"] = "bfloat16"
-
-  def copy(self, source, names):
-    by_value = []
+  def write(self, name, value):
     with self._drained():
-      for name in names:
-        dataset = source.datasets[name]
-        if source.is_copied_by_value(name):
-          self._create(name, source.specs[name], dataset)
-          by_value.append(name)
-        else:
-          _trees.copy_object(dataset, self._file, name)
-    super().copy(source, by_value)
+      with self._writing():
+        dataset = self._file.create_dataset(
+            name, data=_stored(value),
+            dtype=h5py.string_dtype() if value.dtype == object else None)
+      if name in self._like:
+        _trees.copy_attributes(self._like[name], dataset, without="dtype")
+      if value.dtype == _source.BFLOAT16:
+        dataset.attrs["dtype"] = "bfloat16"
 
-  def write(self, values):
-    for name, rows, value in values:
-      if value.size:
-        with self._drained(), self._writing():
-          self._file[name][() if rows is None else rows] = _stored(value)
-          self._send(value.nbytes, self._file.flush, self._name)
+  def copy(self, source, name):
+    dataset = source.datasets[name]
+    if dataset.is_virtual or dataset.external:
+      # Data of other files.
+      self.write(name, source.read(name))
+    else:
+      with self._drained():
+        _trees.copy_object(dataset, self._file, name)
 
   def _finish(self):
     with self._drained():
@@ -222,7 +117,7 @@ class H5Sink(_sink.Sink):
         _trees.copy_hard_links(tree, self._file)
       self._file.close()
     self._drain.close()
-    yield self._name
+    return [self._name]
 
   def discard(self):
     for file in self._file, self._drain:
@@ -232,8 +127,69 @@ class H5Sink(_sink.Sink):
     super().discard()
 
 
-class H5(_format.Format):
-  """HDF5 files of variables."""
-  Source, Sink = H5Source, H5Sink
+class H5Source(_source.Source):
+  """An HDF5 file of variables, as Keras writes it.
+
+  Attributes:
+    trees: [Tree] of its files.
+    datasets: {name of a variable: dataset}.
+  """
+  kind = "HDF5"
+  Sink = H5Sink
   endings = (".h5", ".hdf5")
   ending = ".weights.h5"
+
+  def __init__(self, path):
+    super().__init__(path)
+    self._open(h5py.File(path, "r"))
+
+  def _open(self, file):
+    """Reads the structure of an `h5py.File`."""
+    self._file = file
+    tree = _trees.tree_of(file)
+    self.trees = [tree]
+    self.datasets = tree.datasets
+    note = self.datasets.pop(_source.NOTE, None)
+    self.specs = {name: _source.Spec(dataset.shape, _dtype(dataset))
+                  for name, dataset in self.datasets.items()}
+    if note is not None:
+      self.note = _source.note_of(note[()], self.specs)
+      del tree.groups[os.path.dirname(_source.NOTE)]
+
+  def moving_statistics(self):
+    # Keras's files have the names of layers and the numbers of variables.
+    numbers = collections.defaultdict(list)
+    for name, dataset in self.datasets.items():
+      match = re.fullmatch(r"(?:.*/)?([^/]+)/vars/(\d+)", name)
+      if (match and not self._is_optimizer_state(name) and
+          any(_BATCH_NORM.search(str(layer)) for layer in (
+              match[1], dataset.parent.attrs.get("name", "")))):
+        numbers[os.path.dirname(name)].append(int(match[2]))
+    # Scale and offset come first, if there are any.
+    return sorted([*super().moving_statistics(), *(
+        f"{group}/{i}" for group, of_layer in numbers.items()
+        for i in sorted(of_layer)[-2:])])
+
+  def _is_optimizer_state(self, name):
+    # "optimizer" in Keras 3, "optimizer_weights" in older files.
+    return re.match("optimizer(_weights)?/", name) is not None
+
+  def _read(self, name):
+    value = np.empty(*self.specs[name])
+    if value.size:
+      self.datasets[name].read_direct(_stored(value))
+    return value
+
+  def close(self):
+    self._file.close()
+
+
+def _dtype(dataset):
+  # HDF5 has no bfloat16. Keras stores its bytes, and an attribute.
+  name = dataset.attrs.get("dtype")
+  return (_source.BFLOAT16 if name == "bfloat16" else
+          dataset.dtype.newbyteorder("="))
+
+
+def _stored(array):
+  return array.view("V2") if array.dtype == _source.BFLOAT16 else array

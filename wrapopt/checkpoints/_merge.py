@@ -1,27 +1,20 @@
-"""Weighted sums of checkpoints, a few variables at a time."""
+"""Weighted sums of checkpoints, one variable after the other."""
 
-import collections
 import concurrent.futures
 import contextlib
 import math
 import numbers
 import os
 import re
-import typing
 
 import numpy as np
 
-from wrapopt import _native
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
-from wrapopt.checkpoints import _places
 from wrapopt.checkpoints import _source
 
-# The limit of bytes that are read and not yet summed, or twice the largest
-# variable if that is more.
-_IN_FLIGHT = 256 << 20
-# The size in bytes of the parts in which a large variable is read.
-_PART = 4 << 20
+# The number of elements that are added at once.
+_BLOCK = 1 << 15
 
 
 def weighted(inputs, output, weights, only=None, progress=None):
@@ -41,42 +34,72 @@ def weighted(inputs, output, weights, only=None, progress=None):
   last = inputs[-1]
   _formats.check_output(output, last)
   names = check(inputs, only)
-  specs = {name: last.specs[name]._replace(dtype=last.dtype(name))
-           for name in names}
   # Inputs of weight 0 are not read.
   summed = [(s, weight) for s, weight in zip(inputs, weights) if weight != 0]
-  read = sum(s.specs[name].nbytes for s, _ in summed for name in names)
-  for source in inputs:
-    source.drops_pages = _places.is_too_much(read)
-  _verify({last, *(s for s, _ in summed)})
-  # Errors of the output are those of `Sink`.
-  with _files.naming(last.path, "cannot be copied"):
-    sink = _formats.sink_like(last, output, specs)
-  sink.drops_pages = last.drops_pages
-  try:
-    with contextlib.ExitStack() as stack:
+  for source in {last, *(s for s, _ in summed)}:
+    with _files.naming(source.path, "cannot be read"):
+      source.verify()
+  with contextlib.ExitStack() as stack:
+    # Errors of what is read, and of the output, name their files already.
+    with _files.naming(last.path, "cannot be copied"):
+      sink = last.output().Sink(output, like=last)
+      stack.callback(sink.discard)
       bar = stack.enter_context(progress(
-          total=read, unit="B", unit_scale=True,
-          desc=os.path.basename(output))) if progress else None
-      _sum(*zip(*summed), names, specs, sink, bar)
-      with _files.naming(last.path, "cannot be copied"):
-        sink.copy(last, [name for name in last.specs if name not in specs])
+          total=sum(s.specs[name].nbytes for s, _ in summed for name in names),
+          unit="B", unit_scale=True, desc=os.path.basename(output)
+      )) if progress else None
+      for name, value in stack.enter_context(
+          contextlib.closing(_sums(summed, names, bar))):
+        sink.write(name, _rounded(value, last.dtype(name)))
+      for name in sorted(last.specs.keys() - {*names}):
+        sink.copy(last, name)
     sink.publish(lambda: [s.check_unchanged() for s in inputs])
-  finally:
-    sink.discard()
 
 
-def _verify(sources):
-  """Verifies checksums of Sources that are not verified as they are read."""
-  with concurrent.futures.ThreadPoolExecutor(
-      len(os.sched_getaffinity(0))) as pool:
-    for _ in pool.map(_verify_one, sources):
-      pass
+def _sums(summed, names, bar):
+  """Yields variables and their weighted sums in float64.
+
+  Args:
+    summed: [(Source, weight)].
+    names: The names of the variables.
+    bar: A progress bar, or None.
+  """
+  reads = (source.read(name) for name in names for source, _ in summed)
+  with concurrent.futures.ThreadPoolExecutor(1) as reader:
+    coming = reader.submit(next, reads)
+    for name in names:
+      # Nothing changes when it is added to -0, not even -0.
+      total = np.full(summed[0][0].specs[name].shape, -0.0)
+      for _, weight in summed:
+        # One value is read while the one before is added.
+        value, coming = coming.result(), reader.submit(next, reads, None)
+        _add(total.reshape(-1), value.reshape(-1), weight)
+        if bar is not None:
+          bar.update(value.nbytes)
+      yield name, total
 
 
-def _verify_one(source):
-  with _files.naming(source.path, "cannot be read"):
-    source.verify()
+def _add(total, value, weight):
+  """Adds a weighted array, in blocks that stay in the processor's cache."""
+  with np.errstate(over="ignore", invalid="ignore"):
+    for begin in range(0, value.size, _BLOCK):
+      block = value[begin:begin + _BLOCK].astype(np.float64)
+      block *= weight
+      total[begin:begin + _BLOCK] += block
+
+
+def _rounded(value, dtype):
+  """Rounds float64 numbers once, to nearest even."""
+  with np.errstate(over="ignore", invalid="ignore"):
+    if dtype != _source.BFLOAT16:
+      return value.astype(dtype)
+    # NumPy's bfloat16 is rounded from float32. So the first of two roundings is
+    # to odd: it keeps that a number is not exact.
+    near = value.astype(np.float32)
+    other = np.nextafter(near, np.where(
+        value > near, np.float32(np.inf), np.float32(-np.inf)))
+    is_even = near.view(np.uint32) % 2 == 0
+    return np.where(is_even & (near != value), other, near).astype(dtype)
 
 
 def averaged(source, only=None):
@@ -199,131 +222,3 @@ def _few(names):
     return "none"
   return ", ".join(map(repr, names[:3])) + (
       f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-class _Piece(typing.NamedTuple):
-  """A variable, or some rows of it.
-
-  Attributes:
-    name: The name of the variable.
-    rows: A slice of the first dimension, or None.
-    shape: The shape of the piece.
-  """
-  name: str
-  rows: typing.Any
-  shape: tuple[int, ...]
-
-  @property
-  def size(self):
-    return math.prod(self.shape)
-
-
-def _pieces(inputs, names, specs, itemsize):
-  """Variables in order, in pieces of about `_PART` bytes if possible."""
-  for name in names:
-    shape = specs[name].shape
-    nbytes = math.prod(shape) * itemsize[name]
-    if nbytes <= _PART or not all(s.can_slice(name) for s in inputs):
-      yield _Piece(name, None, shape)
-      continue
-    step = max(1, _PART * shape[0] // nbytes)
-    for first in range(0, shape[0], step):
-      end = min(first + step, shape[0])
-      yield _Piece(name, slice(first, end), (end - first, *shape[1:]))
-
-
-def _batches(pieces, itemsize, limit):
-  """Lists of pieces to read together, of at most `limit` bytes or one piece."""
-  batch, total = [], 0
-  for piece in pieces:
-    # Each piece begins at a cache line.
-    nbytes = -(-piece.size * itemsize[piece.name] // 64) * 64
-    if batch and total + nbytes > limit:
-      yield batch, total
-      batch, total = [], 0
-    batch.append(piece)
-    total += nbytes
-  if batch:
-    yield batch, total
-
-
-def _sum(inputs, weights, names, specs, sink, bar):
-  """Sums `names` of the inputs into the sink."""
-  itemsize = {name: max(s.specs[name].dtype.itemsize for s in inputs)
-              for name in names}
-  pieces = list(_pieces(inputs, names, specs, itemsize))
-  largest = max(piece.size * itemsize[piece.name] for piece in pieces)
-  # One half is read while the other is summed.
-  half = max(_IN_FLIGHT // 2, largest)
-  batches = list(_batches(pieces, itemsize, half // len(inputs)))
-  longest = max(nbytes for _, nbytes in batches)
-  group = max(1, min(len(inputs), half // max(longest, 1)))
-  rounds = [(batch, first) for batch, _ in batches
-            for first in range(0, len(inputs), group)]
-  buffers = [[np.empty(longest, np.uint8) for _ in range(group)]
-             for _ in range(2)]
-  # Batches that may wait while a file is sent to the disk.
-  writable = max(1, half // longest)
-  threads = len(os.sched_getaffinity(0))
-  with (concurrent.futures.ThreadPoolExecutor(2 * threads) as readers,
-        concurrent.futures.ThreadPoolExecutor(threads) as summers,
-        concurrent.futures.ThreadPoolExecutor(1) as writer):
-
-    def read(i):
-      batch, first = rounds[i]
-      return [readers.submit(_read, source, batch, buffer) for source, buffer in
-              zip(inputs[first:first + group], buffers[i % 2])]
-
-    coming, writing = read(0), collections.deque()
-    for i, (batch, first) in enumerate(rounds):
-      values = [future.result() for future in coming]
-      if i + 1 < len(rounds):
-        coming = read(i + 1)
-      is_last = first + group >= len(inputs)
-      if first == 0:
-        sums = (None if is_last else
-                [np.empty(piece.shape, np.float64) for piece in batch])
-      outputs = ([np.empty(piece.shape, specs[piece.name].dtype)
-                  for piece in batch] if is_last else None)
-      for k, piece in enumerate(batch):
-        _merge(summers, threads, [of_input[k] for of_input in values],
-               weights[first:first + group], sums and sums[k],
-               outputs and outputs[k], first == 0)
-      if is_last:
-        if len(writing) == writable:
-          writing.popleft().result()
-        writing.append(writer.submit(sink.write, [
-            (piece.name, piece.rows, x) for piece, x in zip(batch, outputs)]))
-      if bar is not None:
-        bar.update(sum(x.nbytes for of_input in values for x in of_input))
-      del values, outputs
-    for future in writing:
-      future.result()
-
-
-def _read(source, batch, buffer):
-  """The values of a batch: a list of arrays, in `buffer` if it is not None."""
-  values, begin = [], 0
-  for piece in batch:
-    dtype = source.specs[piece.name].dtype
-    nbytes = piece.size * dtype.itemsize
-    into = buffer[begin:begin + nbytes].view(dtype).reshape(piece.shape)
-    begin += -(-nbytes // 64) * 64
-    values.append(source.read(piece.name, piece.rows, into))
-  return values
-
-
-def _merge(pool, threads, inputs, weights, sums, output, is_first):
-  """Runs the native kernel, in several threads for large arrays."""
-  size = inputs[0].size
-  # A multiple of the kernel's block.
-  step = max(1 << 16, -(-size // threads // 2048) * 2048)
-
-  def run(begin):
-    _native.merge(inputs, weights, sums, output, is_first, begin,
-                  min(size, begin + step))
-
-  if size <= step:
-    run(0)
-  else:
-    list(pool.map(run, range(0, size, step)))

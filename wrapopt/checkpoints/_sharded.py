@@ -7,7 +7,6 @@ import json
 import os
 
 from wrapopt.checkpoints import _files
-from wrapopt.checkpoints import _format
 from wrapopt.checkpoints import _h5
 from wrapopt.checkpoints import _source
 
@@ -15,6 +14,15 @@ from wrapopt.checkpoints import _source
 class ShardedSource(_h5.H5Source):
   """Sharded weights of Keras: several HDF5 files, and a JSON file of them."""
   kind = "sharded HDF5"
+  endings = ("weights.json",)
+
+  @classmethod
+  def parts(cls, path):
+    return _shards_of(path)
+
+  @classmethod
+  def output(cls):
+    return _h5.H5Source
 
   def __init__(self, path):
     _source.Source.__init__(self, path)
@@ -39,13 +47,8 @@ class ShardedSource(_h5.H5Source):
     for shard in self._shards:
       shard.check_unchanged()
 
-  def is_copied_by_value(self, name):
-    return self._of[name].is_copied_by_value(name)
-
-  def read(self, name, rows=None, into=None):
-    shard = self._of[name]
-    shard.drops_pages = self.drops_pages
-    return shard.read(name, rows, into)
+  def read(self, name):
+    return self._of[name].read(name)
 
   def close(self):
     for shard in self._shards:
@@ -74,17 +77,3 @@ def _shards_of(path):
         f"{path} must be a JSON file with a 'weight_map', as "
         "model.save_weights writes it for sharded weights, got other contents: "
         f"{type(e).__name__}: {e}. Save the weights again.") from e
-
-
-class Sharded(_format.Format):
-  """Sharded weights, named by their JSON file."""
-  Source = ShardedSource
-  endings = ("weights.json",)
-
-  @classmethod
-  def parts(cls, path):
-    return _shards_of(path)
-
-  @classmethod
-  def output(cls):
-    return _h5.H5

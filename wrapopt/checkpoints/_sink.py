@@ -1,6 +1,5 @@
 """The base class of checkpoints to write."""
 
-import contextlib
 import fcntl
 import os
 import shutil
@@ -8,19 +7,13 @@ import tempfile
 
 from wrapopt.checkpoints import _files
 
-# So many bytes are written to a file before they are sent to the disk.
-SEND = 128 << 20
-
-# So many bytes of variables are copied at once, or one variable.
-_COPIED = 64 << 20
-
 _PARTIAL = ".partial"
 
 
 class Sink:
   """A checkpoint to write. It appears complete, in `publish`.
 
-  A subclass defines `write` and `_finish`.
+  A subclass defines `write`, `copy` and `_finish`.
 
   Before, its files are in a temporary directory next to it, whose name begins
   with a dot and ends in ".partial". A killed process leaves this directory. The
@@ -28,11 +21,17 @@ class Sink:
 
   Attributes:
     path: Its path.
-    drops_pages: Whether to drop what is on the disk from the page cache.
   """
-  drops_pages = False
 
-  def __init__(self, path):
+  def __init__(self, path, note=None, like=None):
+    """Makes the directory.
+
+    Args:
+      path: The path of the checkpoint.
+      note: The note of a snapshot, a dict, or None.
+      like: A Source of the same format whose structure is copied, or None.
+    """
+    del note, like
     self.path = path
     self._parent = os.path.dirname(os.path.abspath(path))
     prefix = os.path.basename(path) + "."
@@ -46,38 +45,18 @@ class Sink:
       except BaseException:
         _files.remove_empty(self._made)
         raise
-    self._unsent = 0  # Bytes written since the last were sent to the disk.
 
   def _writing(self):
     """A context whose errors name the output."""
     return _files.naming(self.path, "cannot be written")
 
-  def write(self, values):
-    """Writes variables: [(name, rows, array)]; `rows` None means all rows.
-
-    The parts of a variable must follow each other in the order of its rows.
-    """
+  def write(self, name, value):
+    """Writes a variable, an array."""
     raise NotImplementedError
 
-  def copy(self, source, names):
-    """Copies variables of a Source of the same format."""
-    batch, total = [], 0
-    for name in names:
-      batch.append((name, None, source.read(name)))
-      total += source.specs[name].nbytes
-      if total > _COPIED:
-        self.write(batch)
-        batch, total = [], 0
-    if batch:
-      self.write(batch)
-
-  def _send(self, nbytes, flush, file):
-    """Sends a file, after `nbytes` more, to the disk while others are read."""
-    self._unsent += nbytes
-    if self._unsent >= SEND:
-      flush()
-      _files.to_disk(file, self.drops_pages)
-      self._unsent = 0
+  def copy(self, source, name):
+    """Copies a variable of a Source of the same format."""
+    raise NotImplementedError
 
   def publish(self, check=None):
     """Makes the complete checkpoint appear; replaces one of the same name.
@@ -87,30 +66,25 @@ class Sink:
         the checkpoint does not appear.
     """
     with self._writing():
-      files = list(self._finish())
+      files = self._finish()
       for file in files:
-        _files.to_disk(file, self.drops_pages)
+        _files.to_disk(file)
     if check is not None:
       check()
     with self._writing():
       self._replace(files)
 
   def _replace(self, files):
-    to = [os.path.join(self._parent, os.path.basename(f)) for f in files]
-    if len(files) > 1:
-      # The old last file must not be next to the new first one.
-      with contextlib.suppress(FileNotFoundError):
-        os.unlink(to[-1])
-        _files.to_disk(self._parent)
-    for file, name in zip(files, to):
-      os.replace(file, name)
+    """Moves files out of the temporary directory, in their order."""
+    for file in files:
+      os.replace(file, os.path.join(self._parent, os.path.basename(file)))
     _files.to_disk(self._parent)
 
   def _finish(self):
     """Completes the files of the checkpoint, in `_directory`.
 
     Returns:
-      An iterable of their paths; the last file completes the checkpoint.
+      A list of their paths; the last file completes the checkpoint.
     """
     raise NotImplementedError
 

@@ -92,8 +92,7 @@ class Snapshots:
     """Passes a snapshot to the thread; waits while two are pending.
 
     Args:
-      make_sink: A function of a path, {name: Spec} and a note, which makes the
-        Sink.
+      make_sink: A function of a path and a note, which makes the Sink.
       step: The number of steps of the run.
       decay: The decay of the averages, or None.
       steps: The number of steps of the averages, or None.
@@ -122,11 +121,10 @@ class Snapshots:
                      if dtype != values[name].dtype}}
       values.update(others)
       name = f"{_PREFIX}{step}-{'average' if decay is None else decay}"
-      sink = make_sink(os.path.join(self.directory, name), {
-          name: _source.Spec(x.shape, x.dtype) for name, x in values.items()},
-                       note)
+      sink = make_sink(os.path.join(self.directory, name), note)
       try:
-        sink.write([(name, None, x) for name, x in values.items()])
+        for variable, value in values.items():
+          sink.write(variable, value)
         sink.publish()
       finally:
         sink.discard()

@@ -11,7 +11,7 @@ import numpy as np
 
 from wrapopt import _native
 from wrapopt.checkpoints import _files
-from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _sink
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(map(np.dtype, _native.DTYPES))
@@ -43,20 +43,82 @@ class Spec(typing.NamedTuple):
 
 
 class Source:
-  """A checkpoint to read.
+  """A checkpoint to read. Its class is a format: how its files are named.
 
-  A subclass sets `kind` and `specs`, and defines `_is_optimizer_state` and
-  `_read`.
+  A subclass sets `kind`, `endings` and `specs`, and defines
+  `_is_optimizer_state` and `_read`. One that can also be written sets `Sink`
+  and `ending`; another one defines `output`.
+
+  Each checkpoint has a main file. For most formats, its name is the path of the
+  checkpoint.
 
   Attributes:
     kind: The name of the format, for users.
+    Sink: The class of a checkpoint of this format to write.
+    endings: The endings of the names of main files. An output needs the first.
+    ending: The ending of names that the program chooses.
     path: Its path.
     specs: {name of a variable: Spec}.
     note: The note of a snapshot, a dict, or None.
-    drops_pages: Whether to drop what is read from the page cache.
   """
-  kind = ""
-  drops_pages = False
+  kind: str
+  Sink: type[_sink.Sink]
+  endings: tuple[str, ...]
+  ending: str
+
+  @classmethod
+  def owns(cls, path):
+    """Whether the path of a checkpoint has a name of this format."""
+    return path.endswith(cls.endings)
+
+  @classmethod
+  def rule(cls, endings):
+    """The rule for names of outputs, as an error says it after "must".
+
+    Args:
+      endings: The `endings` of all formats.
+
+    Returns:
+      A string.
+    """
+    del endings
+    return f"end in '{cls.endings[0]}'"
+
+  @classmethod
+  def exists(cls, path):
+    """Whether there is a checkpoint of this path."""
+    return os.path.exists(path)
+
+  @classmethod
+  def path_of(cls, file):
+    """The path of the checkpoint that has a main file."""
+    return file
+
+  @classmethod
+  def file_of(cls, path):
+    """The path of the main file of a checkpoint."""
+    return path
+
+  @classmethod
+  def parts(cls, path):
+    """The names of files of a checkpoint that look like checkpoints.
+
+    Args:
+      path: The path of a checkpoint.
+
+    Returns:
+      A list of the names of other files in its directory.
+
+    Raises:
+      ValueError: If the contents of the checkpoint do not fit its name.
+    """
+    del path
+    return []
+
+  @classmethod
+  def output(cls):
+    """The format of an output whose last input has this format."""
+    return cls
 
   def __init__(self, path):
     self.path = path
@@ -64,7 +126,6 @@ class Source:
     self._stamps = {file: _stamp(file) for file in self._files()}
     self.specs = {}
     self.note = None
-    self._placed = _places.Reader({})
 
   def _files(self):
     """The paths of the files of the checkpoint that are there."""
@@ -89,17 +150,13 @@ class Source:
                       self.note["dtypes"][name])
     return self.specs[name].dtype
 
-  def can_slice(self, name):
-    """Whether some rows of a variable can be read alone."""
-    return name in self._placed
-
   def moving_statistics(self):
     """Names of variables that are statistics of batch normalizations."""
     return sorted(name for name in self.specs
                   if re.search("moving_(mean|variance)", name))
 
   def verify(self):
-    """Verifies the checksums that reads do not verify.
+    """Verifies the checksums that `read` does not verify.
 
     Raises:
       OSError: If one is wrong.
@@ -117,41 +174,29 @@ class Source:
       if _stamp(file) != stamp:
         raise _changed(file)
 
-  def read(self, name, rows=None, into=None):
-    """The value of a variable.
-
-    Args:
-      name: Its name.
-      rows: A slice of its first dimension, if `can_slice`; None for all rows.
-      into: A contiguous array of the value's shape and dtype for the result, or
-        None. It may be ignored.
-
-    Returns:
-      An array, which may be `into`.
+  def read(self, name):
+    """The value of a variable: an array.
 
     Raises:
       OSError: If the variable cannot be read.
     """
     try:
-      if name not in self._placed:
-        return self._read(name, rows, into)
-      spec = self.specs[name]
-      if into is None:
-        into = np.empty(spec.shape, spec.dtype)
-      if into.size:
-        begin = rows.start * spec.nbytes // spec.shape[0] if rows else 0
-        self._placed.read(name, begin, into, self.drops_pages)
-      return into
+      return self._read(name)
     except Exception as e:
-      raise OSError(f"Variable '{name}' of {self.path} cannot be read: "
-                    f"{e}") from e
+      raise unread(name, self.path, e) from e
 
-  def _read(self, name, rows, into):
-    """The value of a variable that has no Place."""
+  def _read(self, name):
+    """The value of a variable: an array of its dtype in `specs`."""
     raise NotImplementedError
 
   def close(self):
-    self._placed.close()
+    """Closes the files."""
+
+
+def unread(name, path, cause):
+  """The error that a variable of a checkpoint cannot be read."""
+  return _files.NamedError(
+      f"Variable '{name}' of {path} cannot be read: {cause}")
 
 
 def note_of(text, specs):

@@ -7,65 +7,166 @@ import contextlib
 import glob
 import json
 import os
-import threading
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.protobuf import trackable_object_graph_pb2
 
-from wrapopt.checkpoints import _bundles
-from wrapopt.checkpoints import _format
-from wrapopt.checkpoints import _places
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 
+v1 = tf.compat.v1
+
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+# The limit of bytes that wait to be written to a data file, and of its size;
+# or one variable, if that is more.
+_DATA_FILE = 256 << 20
+
+
+class TensorFlowSink(_sink.Sink):
+  """Writes a TensorFlow checkpoint."""
+
+  def __init__(self, path, note=None, like=None):
+    super().__init__(path, note, like)
+    self._parts = []  # Prefixes of checkpoints with one data file.
+    self._waiting = {}  # {name: an array, or a Source to copy it from}
+    self._bytes = 0
+    if note is not None:
+      self.write(_source.NOTE, np.array(json.dumps(note).encode(), object))
+
+  def write(self, name, value):
+    self._add(name, value, value.nbytes)
+
+  def copy(self, source, name):
+    self._add(name, source, source.specs[name].nbytes)
+
+  def _add(self, name, value, nbytes):
+    if self._waiting and self._bytes + nbytes > _DATA_FILE:
+      self._save()
+    self._waiting[name] = value
+    self._bytes += nbytes
+
+  def _save(self):
+    """Writes what waits to a part."""
+    waiting, self._waiting, self._bytes = self._waiting, {}, 0
+    self._parts.append(
+        os.path.join(self._directory, "parts", str(len(self._parts))))
+    with self._writing(), _session() as session:
+      tensors, feeds, copied = [], {}, {}
+      for name, value in waiting.items():
+        if isinstance(value, np.ndarray):
+          tensor = v1.placeholder(tf.string if value.dtype == object else
+                                  value.dtype, value.shape)
+          feeds[tensor] = value
+        else:
+          # Of any dtype, also one that NumPy lacks.
+          [tensor] = tf.raw_ops.RestoreV2(
+              prefix=value.path, tensor_names=[name], shape_and_slices=[""],
+              dtypes=[value.dtypes[name]])
+          copied[tensor.op] = name, value.path
+        tensors.append(tensor)
+      try:
+        session.run(tf.raw_ops.SaveV2(
+            prefix=self._parts[-1], tensor_names=[*waiting],
+            shape_and_slices=[""] * len(waiting), tensors=tensors), feeds)
+      except tf.errors.OpError as e:
+        if e.op in copied:
+          name, path = copied[e.op]
+          raise _source.unread(name, path, e.message) from e
+        raise
+
+  def _finish(self):
+    self._save()
+    prefix = os.path.join(self._directory, os.path.basename(self.path))
+    with _session() as session:
+      session.run(tf.raw_ops.MergeV2Checkpoints(
+          checkpoint_prefixes=self._parts, destination_prefix=prefix))
+    index, *data = _files_of(prefix)
+    # The data files are not a checkpoint without the index.
+    return [*data, index]
+
+  def _replace(self, files):
+    # An old index must not be next to new data files.
+    for file in _files_of(self.path):
+      with contextlib.suppress(FileNotFoundError):
+        os.unlink(file)
+        _files.to_disk(self._parent)
+    super()._replace(files)
+
+
+@contextlib.contextmanager
+def _session():
+  """A session on the CPU, in the calling thread and in a graph of its own."""
+  with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(
+      device_count={"GPU": 0}, inter_op_parallelism_threads=-1)) as session:
+    yield session
+
+
+def _files_of(path):
+  """The paths of the index file of a checkpoint, and of its data files."""
+  return [path + ".index", *glob.glob(glob.escape(path) + ".data-*")]
 
 
 class TensorFlowSource(_source.Source):
-  """A checkpoint of TensorFlow."""
+  """A checkpoint of TensorFlow, named by the prefix of its files.
+
+  It is the last of the formats: it owns all names.
+  """
   kind = "TensorFlow"
+  Sink = TensorFlowSink
+  endings = (".index",)
+  ending = ""
+
+  @classmethod
+  def owns(cls, path):
+    return True
+
+  @classmethod
+  def rule(cls, endings):
+    *others, last = map(repr, endings)
+    return f"not end in {', '.join(others)} or {last}"
+
+  @classmethod
+  def exists(cls, path):
+    # An old checkpoint has no ".index" file.
+    return v1.train.checkpoint_exists(path)
+
+  @classmethod
+  def path_of(cls, file):
+    return file.removesuffix(".index")
+
+  @classmethod
+  def file_of(cls, path):
+    return path + ".index"
 
   def __init__(self, path):
     super().__init__(path)
     self._reader = tf.train.load_checkpoint(path)
-    self._lock = threading.Lock()  # A reader is not thread-safe.
+    self.dtypes = self._reader.get_variable_to_dtype_map()
     shapes = self._reader.get_variable_to_shape_map()
+    # NumPy lacks variants, such as the states of iterators.
     self.specs = {
-        name: _source.Spec(tuple(shapes[name]), np.dtype(dtype.as_numpy_dtype))
-        for name, dtype in self._reader.get_variable_to_dtype_map().items()
-        if dtype != tf.variant}
+        name: _source.Spec(tuple(shapes[name]), np.dtype(
+            object if dtype == tf.variant else dtype.as_numpy_dtype))
+        for name, dtype in self.dtypes.items()}
     if self.specs.pop(_source.NOTE, None):
       self.note = _source.note_of(self._reader.get_tensor(_source.NOTE),
                                   self.specs)
-    bundle = _bundles.bundle_of(path)
-    self._placed = _places.Reader(bundle.places)
-    self._variants = bundle.variants
     self._state = (_state_of_optimizers(self._reader.get_tensor(_GRAPH))
                    if _GRAPH in self.specs else set())
 
   def _files(self):
     # An old checkpoint is one file.
-    return [file for file in (self.path, self.path + ".index",
-                              *glob.glob(glob.escape(self.path) + ".data-*"))
+    return [file for file in (self.path, *_files_of(self.path))
             if os.path.isfile(file)]
 
   def _is_optimizer_state(self, name):
     return name in self._state
 
-  def _read(self, name, rows, into):
-    del rows, into
-    with self._lock:
-      return np.asarray(self._reader.get_tensor(name), self.specs[name].dtype)
-
-  def variants(self):
-    """Yields what `_bundles.Writer.copy` takes, for each of dtype variant."""
-    with contextlib.closing(_places.Reader({
-        name: place for name, (_, place) in self._variants.items()})) as reader:
-      for name, (entry, place) in self._variants.items():
-        data = np.empty(place.size, np.uint8)
-        reader.read(name, 0, data, self.drops_pages)
-        yield name, entry, data
+  def _read(self, name):
+    return np.asarray(self._reader.get_tensor(name), self.specs[name].dtype)
 
 
 def _state_of_optimizers(graph):
@@ -99,82 +200,3 @@ def _reached(graph, root, without):
       found.add(node_id)
       todo.extend(child.node_id for child in graph.nodes[node_id].children)
   return found
-
-
-class TensorFlowSink(_sink.Sink):
-  """Writes a TensorFlow checkpoint."""
-
-  def __init__(self, path, specs, note=None):
-    """`specs` are {name: Spec} of the variables that are written."""
-    super().__init__(path)
-    self._specs = specs
-    try:
-      with self._writing():
-        self._bundle = _bundles.Writer(
-            os.path.join(self._directory, os.path.basename(path)))
-    except BaseException:
-      super().discard()
-      raise
-    if note is not None:
-      self.write([(_source.NOTE, None,
-                   np.array(json.dumps(note).encode(), object))])
-
-  def write(self, values):
-    with self._writing():
-      for name, rows, value in values:
-        self._bundle.write(name, value, value.shape if rows is None
-                           else self._specs[name].shape)
-        self._send(value.nbytes, self._bundle.flush, self._bundle.data)
-
-  def copy(self, source, names):
-    super().copy(source, names)
-    for name, entry, data in source.variants():
-      with self._writing():
-        self._bundle.copy(name, entry, data)
-
-  def _finish(self):
-    self._bundle.close()
-    yield self._bundle.data
-    # The other file is not a checkpoint without it.
-    yield self._bundle.index
-
-  def discard(self):
-    with contextlib.suppress(OSError):  # It writes what is left.
-      self._bundle.discard()
-    super().discard()
-
-
-class TensorFlow(_format.Format):
-  """Checkpoints of TensorFlow, named by the prefix of their files.
-
-  It is the last of the formats: it owns all names.
-  """
-  Source, Sink = TensorFlowSource, TensorFlowSink
-  endings = (".index",)
-  ending = ""
-
-  @classmethod
-  def owns(cls, path):
-    return True
-
-  @classmethod
-  def rule(cls, endings):
-    *others, last = map(repr, endings)
-    return f"not end in {', '.join(others)} or {last}"
-
-  @classmethod
-  def exists(cls, path):
-    # An old checkpoint has no ".index" file.
-    return tf.compat.v1.train.checkpoint_exists(path)
-
-  @classmethod
-  def path_of(cls, file):
-    return file.removesuffix(".index")
-
-  @classmethod
-  def file_of(cls, path):
-    return path + ".index"
-
-  @classmethod
-  def sink_like(cls, source, path, specs):
-    return TensorFlowSink(path, specs)

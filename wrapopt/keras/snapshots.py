@@ -106,8 +106,7 @@ class Snapshots(keras.callbacks.Callback):
         else:
           others[name] = _array(value)
       self._snapshots.write(
-          lambda path, specs, note: _h5.H5Sink(
-              path + ".weights.h5", specs, layout, note),
+          lambda path, note: _h5.H5Sink(path + ".weights.h5", note, layout),
           step, decay, steps, averages, others)
 
 
