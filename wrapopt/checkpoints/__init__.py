@@ -65,7 +65,7 @@ All steps to an average whose width is chosen after training:
        wrapopt.keras.recalibrate_batch_norm(model, dataset)
        model.evaluate(...)
 
-`python -m wrapopt.examples.posthoc_digits` does both on real data.
+`python -m wrapopt.examples.averages widths` does both on real data.
 
 References: Karras et al., "Analyzing and improving the training dynamics of
 diffusion models" (EDM2), 2023, arXiv 2312.02696, section 3 and appendix C;

@@ -1,61 +1,118 @@
-"""What the commands of all examples have in common."""
+"""The command of an example: its options, its tables and `results.json`."""
 
 import argparse
+import inspect
+import json
 import os
+import platform
+import time
 
+import keras
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
 from wrapopt import _extras
 
 
-def parser(name, doc):
-  """An argument parser of the example `name`, with its docstring as help."""
-  return argparse.ArgumentParser(
+def at_least(least, kind=int):
+  """A type of arguments: numbers of at least `least`."""
+
+  def parse(text):
+    value = kind(text)
+    if not value >= least:
+      raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+    return value
+
+  parse.__name__ = kind.__name__  # The name in errors.
+  return parse
+
+
+_OPTIONS = {  # {name: arguments of `add_argument`}
+    "epochs": {"type": at_least(1), "nargs": "+", "metavar": "N",
+               "help": "epochs after which to evaluate"},
+    "files": {"type": at_least(1), "metavar": "N",
+              "help": "read at most N source files"},
+    "kill_worker": {"action": "store_true", "help": "kill the last worker in "
+                    "the middle of the run"},
+    "limit": {"type": at_least(0), "help": "the largest staleness to admit"},
+    "out": {"metavar": "DIR", "help": "where to write"},
+    "quick": {"action": "store_true", "help": "few candidates, evaluations and "
+              "data: to see that it runs"},
+    "rest": {"type": at_least(0.01, float), "metavar": "SECONDS",
+             "help": "how long the slow worker rests at a time"},
+    "rounds": {"type": at_least(2), "help": "rounds of averaging"},
+    "seed": {"type": int, "help": "of split, weights and batches"},
+    "seeds": {"type": at_least(1), "help": "the number of seeds"},
+    "steps": {"type": at_least(1), "help": "steps of the optimizer"},
+    "tasks": {"nargs": "+", "metavar": "TASK", "help": "the tasks"},
+}
+
+
+class _Help(argparse.ArgumentDefaultsHelpFormatter,
+            argparse.RawDescriptionHelpFormatter):
+  pass
+
+
+def main(name, doc, argv, *parts):
+  """Runs an example, and writes `results.json`.
+
+  Args:
+    name: The name of its module.
+    doc: Its description.
+    argv: Its arguments, or None for those of the process.
+    *parts: Functions that return results, a dict. The arguments of a function
+      are options. If there are several functions, the first argument is the
+      name of one.
+  """
+  parser = argparse.ArgumentParser(
       prog=f"python -m wrapopt.examples.{name}", description=doc,
-      formatter_class=argparse.RawDescriptionHelpFormatter)
+      formatter_class=_Help)
+  names = parser.add_subparsers(metavar="PART", required=True) if (
+      len(parts) > 1) else None
+  for part in parts:
+    options = names.add_parser(
+        part.__name__, help=part.__doc__, description=part.__doc__,
+        formatter_class=_Help) if names else parser
+    options.set_defaults(part=part)
+    for option, parameter in inspect.signature(part).parameters.items():
+      settings = dict(_OPTIONS[option], default=parameter.default)
+      if option == "tasks":
+        settings["choices"] = parameter.default
+      options.add_argument(f"--{option.replace('_', '-')}", **settings)
+  given = vars(parser.parse_args(argv))
+  part = given.pop("part")
+
+  # A missing package fails before the training.
+  for package in ("matplotlib", "sklearn", "tqdm"):
+    _extras.load(package)
+  os.makedirs(given["out"], exist_ok=True)
+  start = time.perf_counter()
+  results = {
+      **given, **part(**given),
+      "seconds": round(time.perf_counter() - start, 2),
+      "versions": {
+          "python": platform.python_version(),
+          **{package.__name__: package.__version__ for package in (
+              wrapopt, tf, keras, np, _extras.load("sklearn"))}},
+      "wrapopt_path": os.path.dirname(os.path.abspath(wrapopt.__file__))}
+  path = os.path.join(given["out"], "results.json")
+  with open(path, "w", encoding="utf-8") as f:
+    json.dump(results, f, indent=2)
+    f.write("\n")
+  print(path)
 
 
-def add_out(to, name):
-  """Adds the option --out to a parser."""
-  to.add_argument("--out", default=f"results/{name}", metavar="DIR",
-                  help="where to write; default %(default)s")
+def print_table(title, header, rows):
+  """Prints a title and a table of numbers and texts."""
+  lines = [[str(cell) for cell in row] for row in (header, *rows)]
+  widths = [max(map(len, column)) for column in zip(*lines)]
+  print(f"\n{title}")
+  for line in lines:
+    print("  ".join(map(str.rjust, line, widths)).rstrip())
 
 
-def count(text):
-  """An argument that is a count: an integer above 0."""
-  value = int(text)
-  if value < 1:
-    raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-  return value
-
-
-def add_tasks(to, tasks):
-  """Adds the options --seeds and --tasks, some of the names `tasks`."""
-  to.add_argument("--seeds", type=count, default=3,
-                  help="the number of seeds; default %(default)s")
-  to.add_argument("--tasks", nargs="+", choices=tasks, default=list(tasks),
-                  metavar="TASK", help=f"of {', '.join(tasks)}; default all")
-
-
-def evaluation_points(steps, evaluations):
+def points(steps, evaluations):
   """Numbers of steps after which to evaluate, at equal distances."""
   return sorted({max(1, steps * i // evaluations)
                  for i in range(1, evaluations + 1)})
-
-
-def add_seed(to):
-  """Adds the option --seed to a parser."""
-  to.add_argument("--seed", type=int, default=0,
-                  help="of split, weights and batches; default %(default)s")
-
-
-def prepare(out, *packages):
-  """Imports packages and makes a folder, before the training.
-
-  A missing package then fails first.
-
-  Args:
-    out: The folder.
-    *packages: Names of packages that the example needs.
-  """
-  for package in packages:
-    _extras.load(package)
-  os.makedirs(out, exist_ok=True)

@@ -8,64 +8,23 @@ fluctuates, and that of their averages is nearly stable. At the end
 Saver restores them into another graph, which has no averages.
 """
 
+import itertools
 import os
-import sys
-import time
 
-import numpy as np
 import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
 from wrapopt.examples import _command
-from wrapopt.examples import _results
+from wrapopt.examples import _tasks
 
 tf1 = tf.compat.v1
 
 _BATCH = 8
-_LEARNING_RATE = 0.02
-_MOMENTUM = 0.9
-_DECAY = 0.99
 _EVALUATIONS = 40
-
-
-def load_digits(seed):
-  """The scans as ((images, labels) to train on, (images, labels) held out)."""
-  digits = _extras.load("sklearn.datasets").load_digits()
-  images = (digits.images[..., np.newaxis] / 16).astype(np.float32)
-  labels = digits.target.astype(np.int32)
-  train_x, test_x, train_y, test_y = _extras.load(
-      "sklearn.model_selection").train_test_split(
-          images, labels, test_size=1 / 3, random_state=seed, stratify=labels)
-  return (train_x, train_y), (test_x, test_y)
-
-
-def logits_of(images):
-  """A net of two convolutions and two dense layers, [batch, 8, 8, 1] in."""
-
-  def layer(name, x, shape, op):
-    with tf1.variable_scope(name):
-      kernel = tf1.get_variable(
-          "kernel", shape,
-          initializer=tf1.variance_scaling_initializer(2.0))
-      bias = tf1.get_variable(
-          "bias", shape[-1:], initializer=tf1.zeros_initializer())
-      return op(x, kernel) + bias
-
-  def convolution(x, kernel):
-    return tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
-
-  x = tf.nn.relu(layer("conv1", images, [3, 3, 1, 16], convolution))
-  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.nn.relu(layer("conv2", x, [3, 3, 16, 32], convolution))
-  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
-  x = tf.reshape(x, [-1, 2 * 2 * 32])
-  x = tf.nn.relu(layer("dense1", x, [2 * 2 * 32, 64], tf.matmul))
-  return layer("dense2", x, [64, 10], tf.matmul)
-
-
-def accuracy_of(logits, labels):
-  return float(np.mean(np.argmax(logits, axis=-1) == labels))
+MEASURES = {"accuracy (%)": lambda logs: 100 * logs["accuracy"]}
+TITLE = "scikit-learn digits, momentum at a constant learning rate"
+SHOWN = (0.1, 1)
 
 
 def train(data, held_out, steps, seed, checkpoint):
@@ -79,139 +38,67 @@ def train(data, held_out, steps, seed, checkpoint):
     checkpoint: The path of the checkpoint.
 
   Returns:
-    A list of (step, raw accuracy, averaged accuracy); the averaged model's
-    logits of the held-out images at the end; and whether the optimizer took the
-    step and updated the averages in one pass.
+    A list of rows as in `_tasks.Curve`; the averaged model's logits of the
+    held-out images at the end; and whether the optimizer took the step and
+    updated the averages in one pass.
   """
-  tqdm = _extras.load("tqdm").tqdm
-  rng = np.random.default_rng(seed)
-  every = max(1, steps // _EVALUATIONS)
-  curve = []
+  points = _command.points(steps, _EVALUATIONS)
+  rows = []
   with tf.Graph().as_default():
     tf1.set_random_seed(seed)
-    images = tf1.placeholder(tf.float32, [None, 8, 8, 1])
-    labels = tf1.placeholder(tf.int32, [None])
-    logits = logits_of(images)
-    loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
-        labels=labels, logits=logits))
+    images, labels = _tasks.placeholders()
+    logits = _tasks.logits_of(images)
     global_step = tf1.train.get_or_create_global_step()
     opt = wrapopt.MovingAverageOptimizer(
-        tf1.train.MomentumOptimizer(_LEARNING_RATE, _MOMENTUM),
-        average_decay=_DECAY, num_updates=global_step)
-    train_op = opt.minimize(loss, global_step=global_step)
+        tf1.train.MomentumOptimizer(0.02, 0.9), average_decay=0.99,
+        num_updates=global_step)
+    train_op = opt.minimize(_tasks.loss_of(labels, logits), global_step)
     saver = opt.swapping_saver()
 
     with tf1.Session() as session:
       session.run(tf1.global_variables_initializer())
 
       def evaluate():
-        return session.run(logits, {images: held_out[0]})
+        outputs = session.run(logits, {images: held_out[0]})
+        return outputs, {"accuracy": _tasks.accuracy_of(outputs, held_out[1])}
 
-      with tqdm(range(1, steps + 1), unit="step", file=sys.stderr) as progress:
-        for step in progress:
-          batch = rng.choice(len(data[0]), _BATCH, replace=False)
-          session.run(train_op,
-                      {images: data[0][batch], labels: data[1][batch]})
-          if step % every == 0 or step == steps:
-            raw = evaluate()
-            with opt.averaged_weights(session):
-              averaged = evaluate()
-            curve.append((step, accuracy_of(raw, held_out[1]),
-                          accuracy_of(averaged, held_out[1])))
-            progress.set_postfix(raw=f"{curve[-1][1]:.2%}",
-                                 averaged=f"{curve[-1][2]:.2%}")
+      batches = _tasks.batches(data, _BATCH, seed)
+      for step, batch in _extras.load("tqdm").tqdm(
+          enumerate(itertools.islice(batches, steps), 1), total=steps):
+        session.run(train_op, dict(zip((images, labels), batch)))
+        if step in points:
+          _, raw = evaluate()
+          with opt.averaged_weights(session):
+            outputs, averaged = evaluate()
+          rows.append({"step": step, "raw": raw, "averaged": averaged})
       saver.save(session, checkpoint)
-  return curve, averaged, opt.fused
+  return rows, outputs, opt.fused
 
 
-def restore(images_held_out, checkpoint):
+def restore(inputs, checkpoint):
   """Logits of the saved model, in a graph without averages."""
   with tf.Graph().as_default():
-    images = tf1.placeholder(tf.float32, [None, 8, 8, 1])
-    logits = logits_of(images)
+    images, _ = _tasks.placeholders()
+    logits = _tasks.logits_of(images)
     with tf1.Session() as session:
       tf1.train.Saver().restore(session, checkpoint)
-      return session.run(logits, {images: images_held_out})
+      return session.run(logits, {images: inputs})
 
 
-def plot(curve, path):
-  """Draws held-out accuracy, raw and averaged, over the steps."""
-  _extras.load("matplotlib").use("Agg")
-  plt = _extras.load("matplotlib.pyplot")
-  steps, raw, averaged = zip(*curve)
-  figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-  axes.plot(steps, 100 * np.array(raw), marker=".", color="tab:orange",
-            label="raw weights")
-  axes.plot(steps, 100 * np.array(averaged), marker=".", color="tab:blue",
-            label=f"averaged weights (decay {_DECAY})")
-  # Shows the range near the top; the first steps may be below.
-  axes.set_ylim(bottom=max(0, 100 * np.quantile(raw + averaged, 0.1) - 4),
-                top=100.5)
-  axes.set_xlabel("optimizer steps")
-  axes.set_ylabel("held-out accuracy (%)")
-  axes.set_title("scikit-learn digits, momentum at a constant learning rate of "
-                 f"{_LEARNING_RATE}")
-  axes.grid(alpha=0.3)
-  axes.legend(loc="lower right")
-  figure.savefig(path, dpi=120)
-  plt.close(figure)
-
-
-def print_table(curve, held_out):
-  """Prints some rows of a curve, the last one too.
-
-  Args:
-    curve: A list of (step, raw accuracy, averaged accuracy).
-    held_out: The number of held-out scans.
-  """
-  print(f"\naccuracy on {held_out} held-out scans")
-  print(f"{'step':>8}  {'raw':>8}  {'averaged':>8}")
-  stride = max(1, len(curve) // 8)
-  for step, *both in curve[::-1][::stride][::-1]:
-    print(f"{step:>8}  {both[0]:>8.2%}  {both[1]:>8.2%}")
+def run(out="results/digits", steps=2000, seed=0):
+  checkpoint = os.path.join(out, "model.ckpt")
+  data, held_out = _tasks.load_digits(seed)
+  rows, averaged, fused = train(data, held_out, steps, seed, checkpoint)
+  _tasks.check_restored(checkpoint, restore(held_out[0], checkpoint), averaged)
+  _tasks.show_curve(rows, MEASURES, TITLE, os.path.join(out, "curves.png"),
+                    SHOWN)
+  print(f"A plain Saver restores the averaged model, bit for bit, from\n"
+        f"{checkpoint}")
+  return {"fused": fused, "curve": rows}
 
 
 def main(argv=None):
-  start = time.perf_counter()
-  parser = _command.parser("digits", __doc__)
-  parser.add_argument("--steps", type=_command.count, default=2000,
-                      help="steps of the optimizer; default %(default)s")
-  _command.add_out(parser, "digits")
-  _command.add_seed(parser)
-  options = parser.parse_args(argv)
-  _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
-  checkpoint = os.path.join(options.out, "model.ckpt")
-
-  data, held_out = load_digits(options.seed)
-  curve, averaged_logits, fused = train(
-      data, held_out, options.steps, options.seed, checkpoint)
-  restored_logits = restore(held_out[0], checkpoint)
-  if not np.array_equal(restored_logits, averaged_logits):
-    difference = np.abs(restored_logits - averaged_logits).max()
-    sys.exit(f"The model restored from {checkpoint} is not the averaged one: "
-             f"logits differ by {difference}")
-
-  _, raw, averaged = curve[-1]
-  restored = accuracy_of(restored_logits, held_out[1])
-  curves = os.path.join(options.out, "curves.png")
-  plot(curve, curves)
-  results = {
-      "raw_accuracy": raw,
-      "averaged_accuracy": averaged,
-      "restored_accuracy": restored,
-      "steps": options.steps,
-      "seed": options.seed,
-      "fused": fused,
-      "seconds": round(time.perf_counter() - start, 2),
-      "images": {"trained_on": len(data[0]), "held_out": len(held_out[0])},
-      "curve": [dict(zip(("step", "raw", "averaged"), row)) for row in curve],
-  }
-  results_path = _results.write(options.out, results, tf, np)
-
-  print_table(curve, len(held_out[0]))
-  print(f"\nThe averaged model, restored by a plain Saver: {restored:.2%}, "
-        "logits equal bit for bit.")
-  print(f"{curves}\n{results_path}\n{checkpoint}.*")
+  _command.main("digits", __doc__, argv, run)
 
 
 if __name__ == "__main__":

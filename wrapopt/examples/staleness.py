@@ -1,12 +1,26 @@
-"""Compares what asynchronous training may do with old gradients.
+"""Shows what gates do with stale gradients of asynchronous workers.
 
-M workers train shared weights without waiting for each other. One process
-simulates them, so that the delays are exact: each worker holds a gradient of
-the weights at which it began. One worker after the other applies its gradient
-and begins with the new weights, in turn ("in turn": each gradient misses M - 1
-updates), or at random ("random": it misses M - 1 updates in the mean).
+  session      a parameter server and three workers, each a process on this
+               machine, train digits in sessions of TensorFlow 1. The last
+               worker rests between reading the weights and sending its
+               gradients. `wrapopt.DropStaleGradientOptimizer` drops these, and
+               hardly any others.
+  coordinator  a coordinator, two parameter servers and three workers train a
+               Keras model of digits with
+               `tf.distribute.ParameterServerStrategy`. The last worker is
+               stopped most of the time, at any point of a step. The same is
+               trained three times: by Keras's Adam, with a gate that admits all
+               gradients and only counts, and with
+               `wrapopt.keras.DropStaleGradient`, which drops gradients beyond a
+               limit.
+  policies     compares what asynchronous training may do with old gradients.
 
-Three small models learn real data that need no download:
+In `policies`, M workers train shared weights without waiting for each other.
+One process simulates them, so that the delays are exact: each worker holds a
+gradient of the weights at which it began. One worker after the other applies
+its gradient and begins with the new weights, in turn ("in turn": each gradient
+misses M - 1 updates), or at random ("random": it misses M - 1 updates in the
+mean). Three small models learn real data that need no download:
 
   digits  scikit-learn's 1,797 scans of digits, in a net of two layers
   cancer  scikit-learn's 569 tissue samples, in a net of two layers
@@ -29,80 +43,253 @@ the least and the largest error of all seeds. A perplexity of 9999 stands for
 any above it.
 """
 
+import contextlib
 import os
-import sys
+import signal
+import threading
 import time
-from typing import Callable, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 import wrapopt
 from wrapopt import _extras
+from wrapopt.examples import _cluster
 from wrapopt.examples import _command
-from wrapopt.examples import _results
+from wrapopt.examples import _plots
+from wrapopt.examples import _tasks
+import wrapopt.keras
 
+tf1 = tf.compat.v1
+layers = keras.layers
+
+_WORKERS = 3
 _BATCH = 16
-_RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
-_LAMBDAS = (0.1, 0.5, 2.0)
+_NO_LIMIT = 1 << 40
+
+
+def train(task, steps, limit, rest, seed):
+  """Trains in a session of a worker.
+
+  Args:
+    task: Its `_cluster.Task`.
+    steps: The global step at which to stop.
+    limit: The largest staleness to admit.
+    rest: The time to rest between reading weights and sending gradients, in
+      seconds.
+    seed: The seed of the initial weights, and with the worker's number of the
+      batches.
+
+  Returns:
+    What this worker did, a dict.
+  """
+  data, held_out = _tasks.load_digits(seed)
+  with tf.Graph().as_default() as graph, tf1.device(task.placement()):
+    tf1.set_random_seed(seed)
+    tf1.get_variable_scope().set_use_resource(True)
+    global_step = tf1.train.get_or_create_global_step()
+    images, labels = _tasks.placeholders()
+    opt = wrapopt.DropStaleGradientOptimizer(
+        tf1.train.GradientDescentOptimizer(0.02), limit,
+        worker=f"worker_{task.number}")
+    with opt.record_step():  # Before the weights are read.
+      logits = _later(_tasks.logits_of(images), rest)
+      loss = _tasks.loss_of(labels, logits)
+    train_op = opt.minimize(loss, global_step)
+    stats = opt.staleness_stats(worker=True)
+    init = tf1.global_variables_initializer()
+    local_init = tf1.local_variables_initializer()
+    missing = tf1.report_uninitialized_variables(tf1.global_variables())
+    now = global_step.read_value()
+
+  with task.session(graph) as session:
+    if task.number == 0:
+      session.run(init)
+    while session.run(missing).size:
+      time.sleep(0.05)
+    session.run(local_init)
+    batches = _tasks.batches(data, _BATCH, [seed, task.number])
+    start, tried = time.perf_counter(), 0
+    while session.run(now) < steps:
+      session.run(train_op, dict(zip((images, labels), next(batches))))
+      tried += 1
+    seconds = time.perf_counter() - start
+    return {"tried": tried, "seconds": seconds,
+            "accuracy": _tasks.accuracy_of(
+                session.run(logits, {images: held_out[0]}), held_out[1]),
+            **_histograms(session.run(stats))}
+
+
+def _later(logits, rest):
+  """The logits, and thereby the gradients, after a rest in seconds."""
+
+  def wait(x):
+    time.sleep(rest)
+    return x
+
+  return tf.grad_pass_through(lambda x: tf.ensure_shape(
+      tf.numpy_function(wait, [x], x.dtype), x.shape))(logits)
+
+
+def _histograms(stats):
+  return {"admitted": stats.admitted_histogram.tolist(),
+          "dropped": stats.dropped_histogram.tolist()}
+
+
+def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
+            seed=0):
+  """Workers in sessions of TensorFlow 1, one of them slow."""
+  with _cluster.Cluster([train], preload=[_tasks.__name__], ps=1,
+                        worker=_WORKERS) as cluster:
+    workers = [cluster.tasks["worker", i] for i in range(_WORKERS)]
+    for worker in workers:
+      worker.tell("train", steps=steps, limit=limit, seed=seed,
+                  rest=rest if worker is workers[-1] else 0.0)
+    found = [worker.answer() for worker in workers]
+
+  accuracy = found[-1]["accuracy"]  # Of the worker that ends last.
+  admitted, dropped = ([sum(worker[of]) for worker in found]
+                       for of in ("admitted", "dropped"))
+  names = [*map(str, range(_WORKERS - 1)), f"{_WORKERS - 1}, slow"]
+  _command.print_table(
+      f"after {sum(admitted)} updates with a limit of {limit}: {accuracy:.2%} "
+      "of the held-out scans are right",
+      ["worker", "gradients", "a second", "admitted", "dropped"],
+      [[name, worker["tried"], f"{worker['tried'] / worker['seconds']:.1f}",
+        *counts] for name, worker, *counts in zip(
+            names, found, admitted, dropped)])
+  path = os.path.join(out, "staleness.png")
+  _plots.draw_staleness(path, "", {
+      f"asynchronous SGD with a limit of {limit}": {
+          f"worker {name}: {n} dropped": np.add(w["admitted"], w["dropped"])
+          for name, w, n in zip(names, found, dropped)}})
+  print(path)
+  return {"workers": found}
+
+
+def coordinate(task, steps, limit, seed):
+  """Trains a Keras model as the coordinator.
+
+  Args:
+    task: Its `_cluster.Task`.
+    steps: The number of steps to schedule.
+    limit: The largest staleness to admit, or None for no gate.
+    seed: The seed of the initial weights and the batches.
+
+  Returns:
+    What the steps did, a dict.
+  """
+  data, held_out = _tasks.load_digits(seed)
+  if task.strategy is None:
+    task.strategy = tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
+    task.coordinator = tf.distribute.coordinator.ClusterCoordinator(
+        task.strategy)
+
+  keras.utils.set_random_seed(seed)
+  with task.strategy.scope():
+    model = _tasks.make_net()
+    optimizer = keras.optimizers.Adam(0.002)
+    record_step = contextlib.nullcontext
+    if limit is not None:
+      optimizer = wrapopt.keras.DropStaleGradient(optimizer, limit)
+      record_step = optimizer.record_step
+    optimizer.build(model.trainable_variables)
+  loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+  def replica(images, labels):
+    variables = model.trainable_variables
+    with record_step(), tf.GradientTape() as tape:  # Before weights are read.
+      loss = loss_of(labels, model(images, training=True))
+    gradients = tape.gradient(loss, [v.value for v in variables])
+    optimizer.apply(gradients, variables)
+
+  @tf.function
+  def step(iterator):
+    task.strategy.run(replica, args=next(iterator))
+
+  iterator = iter(task.coordinator.create_per_worker_dataset(
+      lambda: _tasks.dataset(data, _BATCH, None)))
+  for _ in range(steps):
+    task.coordinator.schedule(step, args=(iterator,))
+  while not task.coordinator.done():
+    task.report(int(optimizer.iterations))
+    time.sleep(0.1)
+  task.coordinator.join()
+  return {"scheduled": steps, "iterations": int(optimizer.iterations),
+          "accuracy": _tasks.accuracy_of(model(held_out[0]).numpy(),
+                                         held_out[1]),
+          **(_histograms(optimizer.staleness_stats()) if limit is not None
+             else {"admitted": [], "dropped": []})}
+
+
+@contextlib.contextmanager
+def _slow(pid, rest):
+  """A context in which a process is stopped for most of the time."""
+  ended = threading.Event()
+
+  def run():
+    while not ended.is_set():
+      os.kill(pid, signal.SIGSTOP)
+      ended.wait(rest)
+      os.kill(pid, signal.SIGCONT)
+      time.sleep(rest / 10)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  try:
+    yield
+  finally:
+    ended.set()
+    thread.join()
+
+
+def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
+                rest=0.2, seed=0):
+  """Workers of a coordinator in Keras, one of them slow."""
+  runs = {}
+  with _cluster.Cluster([coordinate], preload=[_tasks.__name__],
+                        coordinator=True, ps=2, worker=_WORKERS) as cluster:
+    task = cluster.tasks["coordinator", 0]
+    slow = cluster.tasks["worker", _WORKERS - 1].process.pid
+    with _slow(slow, rest):
+      for name, of in (("Keras", None), ("no limit", _NO_LIMIT),
+                       (f"limit {limit}", limit)):
+        with _extras.load("tqdm").tqdm(total=steps, desc=name) as progress:
+          task.tell("coordinate", steps=steps, limit=of, seed=seed)
+          runs[name] = task.answer(lambda n, p=progress: p.update(n - p.n))
+
+  _command.print_table(
+      f"after {steps} scheduled steps",
+      ["", "iterations", "dropped", "lost", "right"],
+      [[name, run["iterations"], sum(run["dropped"]),
+        steps - run["iterations"] - sum(run["dropped"]),
+        f"{run['accuracy']:.1%}"] for name, run in runs.items()])
+  path = os.path.join(out, "staleness.png")
+  _plots.draw_staleness(path, "DropStaleGradient", {
+      name: {f"{of}: {sum(run[of])}": run[of] for of in ("admitted", "dropped")}
+      for name, run in runs.items() if name != "Keras"})
+  print(path)
+  return {"runs": runs}
+
+
+# Of the policies, with simulated workers.
 _TUNING_SEED = 1000
-_EVALUATIONS = 12
-_WORKERS = (4, 8, 16)
 _ORDERS = ("in turn", "random")
-_NO_LIMIT = 1 << 30
 _VOCABULARY = 800
 _CONTEXT = 3
-_FILES = 120  # Of the standard library.
-_DIVERGED = 9999.0  # The greatest perplexity that is shown.
 
-SEQUENTIAL, ASYNCHRONOUS, DROPPED, SCALED, COMPENSATED, GAP = (
+_SEQUENTIAL, _ASYNCHRONOUS, _DROPPED, _SCALED, _COMPENSATED, _GAP = (
     "sequential", "asynchronous", "dropped", "scaled", "DC-ASGD-a", "gap-aware")
-METHODS = (ASYNCHRONOUS, DROPPED, SCALED, COMPENSATED, GAP)
-_COLORS = {SEQUENTIAL: "black", ASYNCHRONOUS: "tab:gray", DROPPED: "tab:red",
-           SCALED: "tab:orange", COMPENSATED: "tab:blue", GAP: "tab:green"}
+METHODS = (_ASYNCHRONOUS, _DROPPED, _SCALED, _COMPENSATED, _GAP)
+_STYLES = {_SEQUENTIAL: "k.-", _ASYNCHRONOUS: "C7.-", _DROPPED: "C3.-",
+           _SCALED: "C1.-", _COMPENSATED: "C0.-", _GAP: "C2.-"}
 
 
-class Task(NamedTuple):
-  """A task.
-
-  Attributes:
-    load: A function that returns (inputs, targets) to train, to tune and to
-      measure on.
-    shapes: The shapes of the weights, of which vectors begin at zero.
-    outputs: A function of weights and inputs: the logits.
-    error: A function of targets, logits and the mean loss: the error.
-    label: What the error is.
-  """
-  load: Callable
-  shapes: list
-  outputs: Callable
-  error: Callable
-  label: str
-
-
-def _split(x, y):
-  """Half of the samples to train on, a sixth to tune, a third to measure."""
-  order = np.random.default_rng(0).permutation(len(x))
-  parts = np.split(order, [len(x) // 2, len(x) * 2 // 3])
-  return [(x[part], y[part]) for part in parts]
-
-
-def _load_digits():
-  x, y = _extras.load("sklearn.datasets").load_digits(return_X_y=True)
-  return _split((x / 16).astype(np.float32), y.astype(np.int32))
-
-
-def _load_cancer():
-  x, y = _extras.load("sklearn.datasets").load_breast_cancer(return_X_y=True)
-  parts = _split(x, y.astype(np.int32))
-  mean, std = parts[0][0].mean(axis=0), parts[0][0].std(axis=0)
-  return [(((x - mean) / std).astype(np.float32), y) for x, y in parts]
-
-
-def _load_words():
-  # Here, because it imports Keras.
-  from wrapopt.examples import embeddings  # pylint: disable=g-import-not-at-top
-  documents = embeddings.read_documents(_FILES)
+def _split_words(files):
+  documents = _tasks.read_documents(files)
   words, counts = np.unique([w for d in documents for w in d],
                             return_counts=True)
   frequent = words[np.argsort(-counts, kind="stable")[:_VOCABULARY - 1]]
@@ -111,276 +298,190 @@ def _load_words():
       [number.get(w, 0) for w in document[i:i + _CONTEXT + 1]]
       for document in documents for i in range(len(document) - _CONTEXT)]
   samples = np.array(samples, np.int32)
-  training, *others = _split(samples[:, :-1], samples[:, -1])
-  return [training, *((x[:4000], y[:4000]) for x, y in others)]
-
-
-def _layers(w, x):
-  return tf.matmul(tf.nn.relu(tf.matmul(x, w[0]) + w[1]), w[2]) + w[3]
-
-
-def _embedding(w, x):
-  mean = tf.reduce_mean(tf.nn.embedding_lookup(w[0], x), axis=1)
-  return tf.matmul(mean, w[1]) + w[2]
-
-
-def _wrong(y, logits, loss):
-  del loss
-  return 100 * float(np.mean(np.argmax(logits, axis=-1) != y))
-
-
-def _perplexity(y, logits, loss):
-  del y, logits
-  return float(np.exp(min(loss, np.log(_DIVERGED))))
+  training, *others = _tasks.split(samples[:, :-1], samples[:, -1])
+  return _tasks.Split(training, *((x[:4000], y[:4000]) for x, y in others))
 
 
 TASKS = {
-    "digits": Task(_load_digits, [(64, 32), (32,), (32, 10), (10,)], _layers,
-                   _wrong, "wrong (%)"),
-    "cancer": Task(_load_cancer, [(30, 16), (16,), (16, 2), (2,)], _layers,
-                   _wrong, "wrong (%)"),
-    "words": Task(_load_words,
-                  [(_VOCABULARY, 16), (16, _VOCABULARY), (_VOCABULARY,)],
-                  _embedding, _perplexity, "perplexity of a word"),
+    "digits": _tasks.Task(
+        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 32, 10),
+        *_tasks.CLASSES),
+    "cancer": _tasks.Task(
+        _tasks.split_cancer, lambda: _tasks.make_dense((30,), 16, 2),
+        *_tasks.CLASSES),
+    "words": _tasks.Task(
+        _split_words, lambda: keras.Sequential([
+            keras.Input((_CONTEXT,), dtype="int32"),
+            layers.Embedding(_VOCABULARY, 16), layers.GlobalAveragePooling1D(),
+            layers.Dense(_VOCABULARY)]),
+        _tasks.cross_entropy, _tasks.perplexity, "perplexity of a word"),
 }
+
+
+def make_optimizer(method, workers, rate, lambda_, step):
+  """The optimizer of a method, and whether it is a gate."""
+  descent = tf1.train.GradientDescentOptimizer(rate)
+  if method in (_SEQUENTIAL, _ASYNCHRONOUS):
+    return descent, False
+  policy = {_DROPPED: "drop", _SCALED: "scale", _GAP: wrapopt.GapAware(),
+            _COMPENSATED: wrapopt.DelayCompensation(lambda_)}[method]
+  limit = workers // 2 if method == _DROPPED else _NO_LIMIT
+  return wrapopt.DropStaleGradientOptimizer(
+      descent, limit, policy=policy, global_step=step), True
 
 
 class Simulation:
   """Trains a model as several workers would, several times, traced once."""
 
-  def __init__(self, task):
-    self._task, self._data = task, task.load()
-    self._weights = [tf.Variable(np.zeros(shape, np.float32))
-                     for shape in task.shapes]
+  def __init__(self, task, files=120):
+    self._task, self._split = task, task.load(files)
+    self._model = task.make_model()
+    self.weights = [v.value for v in self._model.trainable_variables]
 
     @tf.function
     def gradients(x, y):
       with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(self._losses(x, y))
-      return tape.gradient(loss, self._weights)
+        loss = tf.reduce_mean(task.loss(y, self._model(x)))
+      return tape.gradient(loss, self.weights)
 
     self._gradients = gradients
-
-  def _losses(self, x, y):
-    return tf.nn.sparse_softmax_cross_entropy_with_logits(
-        y, self._task.outputs(self._weights, x))
-
-  def error(self, part):
-    """The error on the data to tune (1) or to measure (2) on."""
-    x, y = self._data[part]
-    logits = self._task.outputs(self._weights, x).numpy()
-    loss = float(tf.reduce_mean(self._losses(x, y)))
-    return self._task.error(
-        y, logits, loss if np.isfinite(loss) else np.inf)
-
-  def _make_optimizer(self, method, workers, rate, lambda_, step):
-    descent = tf.compat.v1.train.GradientDescentOptimizer(rate)
-    if method in (SEQUENTIAL, ASYNCHRONOUS):
-      return descent
-    policy = {DROPPED: "drop", SCALED: "scale", GAP: wrapopt.GapAware(),
-              COMPENSATED: wrapopt.DelayCompensation(lambda_)}[method]
-    limit = workers // 2 if method == DROPPED else _NO_LIMIT
-    return wrapopt.DropStaleGradientOptimizer(
-        descent, limit, policy=policy, global_step=step)
 
   def run(self, method, workers, order, rate, lambda_, seed, points, part):
     """Trains.
 
     Args:
-      method: One of METHODS, or SEQUENTIAL.
+      method: One of METHODS, or "sequential".
       workers: Their number.
       order: One of the orders.
       rate: The learning rate.
       lambda_: Of the delay compensation.
       seed: Of weights, batches and random orders.
       points: After how many gradients the error is measured, in order.
-      part: As in `error`.
+      part: The part of the split that it is measured on.
 
     Returns:
-      The errors, and the part of the gradients that were dropped.
+      The errors, and the statistics of the gate, or None.
     """
     rng = np.random.default_rng(seed)
-    for w in self._weights:
+    for w in self.weights:
       w.assign(rng.standard_normal(w.shape) / np.sqrt(w.shape[0])
                if len(w.shape) > 1 else np.zeros(w.shape))
     step = tf.Variable(0, dtype=tf.int64)
-    opt = self._make_optimizer(method, workers, rate, lambda_, step)
-    is_gated = isinstance(opt, wrapopt.DropStaleGradientOptimizer)
-    x, y = self._data[0]
+    opt, is_gate = make_optimizer(method, workers, rate, lambda_, step)
+    x, y = self._split.training
 
     def begin():
       batch = rng.integers(len(x), size=_BATCH)
       data = tf.constant(x[batch]), tf.constant(y[batch])
-      if not is_gated:
+      if not is_gate:
         return self._gradients(*data), {}
-      with opt.record_step(variables=self._weights) as recorded:
+      with opt.record_step(variables=self.weights) as recorded:
         return self._gradients(*data), {"recorded": recorded}
 
     errors = []
     held = [begin() for _ in range(workers)]
     for i in range(points[-1]):
-      worker = i % workers if order == _ORDERS[0] else rng.integers(workers)
+      worker = i % workers if order == "in turn" else rng.integers(workers)
       gradients, record = held[worker]
-      opt.apply_gradients(zip(gradients, self._weights), **record)
+      opt.apply_gradients(zip(gradients, self.weights), **record)
       held[worker] = begin()
       if i + 1 in points:
-        errors.append(self.error(part))
-    dropped = float(opt.staleness_stats().drop_rate) if is_gated else 0.0
-    return errors, dropped
+        errors.append(self._task.error_of(
+            self._model, getattr(self._split, part)))
+    return errors, opt.staleness_stats() if is_gate else None
 
 
-def _least(candidates, error):
-  # A run that diverges has an error that is not a number.
-  errors = {c: float(np.nan_to_num(error(c), nan=np.inf)) for c in candidates}
-  # Of equal ones the largest, with which delays matter most.
-  return min(candidates, key=lambda c: (errors[c], -c)), errors
-
-
-def compare(name, rates, lambdas, workers, orders, seeds, points, progress):
+def compare(name, grid, seeds, points, files, progress):
   """Tunes and trains a task with all methods.
 
   Args:
     name: One of TASKS.
-    rates: The grid of learning rates.
-    lambdas: The grid of `lambda_`.
-    workers: Numbers of workers.
-    orders: Of _ORDERS.
+    grid: A dict: the candidates "rates" and "lambdas", the numbers of
+      "workers", and their "orders".
     seeds: The number of seeds.
     points: After how many gradients the error is measured.
+    files: The number of files of the standard library to read.
     progress: A progress bar, which counts runs.
 
   Returns:
-    A dict for results.json.
+    A dict: "rate" and "lambda", their errors in "validation", and the "errors":
+    {order: {number of workers: {method: [errors after `points`, of a seed]}}}.
   """
-  simulation = Simulation(TASKS[name])
+  simulation = Simulation(TASKS[name], files)
 
   def run(*args):
     progress.set_postfix_str(f"{name}: {args[0]}, {args[1]} workers")
-    errors, dropped = simulation.run(*args)
+    errors, _ = simulation.run(*args)
     progress.update()
-    return {"errors": errors, "dropped": dropped}
+    return errors
 
-  def last(*args):
-    return run(*args, _TUNING_SEED, points[-1:], 1)["errors"][0]
+  def last(method, workers, rate, lambda_):
+    return run(method, workers, "in turn", rate, lambda_, _TUNING_SEED,
+               points[-1:], "validation")[0]
 
-  rate, of_rates = _least(
-      rates, lambda r: last(SEQUENTIAL, 1, _ORDERS[0], r, None))
-  lambda_, of_lambdas = _least(
-      lambdas,
-      lambda l: last(COMPENSATED, max(workers), _ORDERS[0], rate, l))
+  rate, of_rates = _tasks.least(
+      grid["rates"], lambda r: last(_SEQUENTIAL, 1, r, None))
+  lambda_, of_lambdas = _tasks.least(
+      grid["lambdas"],
+      lambda l: last(_COMPENSATED, max(grid["workers"]), rate, l))
 
-  def train(method, m, order):
-    return [run(method, m, order, rate, lambda_, seed, points, 2)
+  def errors(method, workers, order):
+    return [run(method, workers, order, rate, lambda_, seed, points, "held_out")
             for seed in range(seeds)]
 
-  return {
-      "rate": rate, "lambda": lambda_,
-      "validation": {"rate": of_rates, "lambda": of_lambdas},
-      SEQUENTIAL: train(SEQUENTIAL, 1, _ORDERS[0]),
-      "workers": {order: {m: {method: train(method, m, order)
-                              for method in METHODS} for m in workers}
-                  for order in orders}}
+  sequential = errors(_SEQUENTIAL, 1, "in turn")
+  return {"rate": rate, "lambda": lambda_,
+          "validation": {"rate": of_rates, "lambda": of_lambdas},
+          "errors": {
+              order: {workers: {_SEQUENTIAL: sequential, **{
+                  method: errors(method, workers, order) for method in METHODS}}
+                      for workers in grid["workers"]}
+              for order in grid["orders"]}}
 
 
-def _last(runs):
-  return np.array([run["errors"][-1] for run in runs])
+def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
+             seeds=3, quick=False):
+  """What may be done with old gradients: drop, scale, compensate them."""
+  points = _command.points(steps, 4 if quick else 12)
+  grid = {"rates": (0.3,), "lambdas": (0.5,), "workers": (2, 4),
+          "orders": _ORDERS[:1]} if quick else {
+              # Of equal ones the largest, with which delays matter most.
+              "rates": (10.0, 3.0, 1.0, 0.3, 0.1, 0.03),
+              "lambdas": (2.0, 0.5, 0.1), "workers": (4, 8, 16),
+              "orders": _ORDERS}
+  runs = len(grid["rates"]) + len(grid["lambdas"]) + seeds * (
+      1 + len(grid["workers"]) * len(grid["orders"]) * len(METHODS))
+  with _extras.load("tqdm").tqdm(total=len(tasks) * runs) as progress:
+    found = {name: compare(name, grid, seeds, points, 12 if quick else 120,
+                           progress) for name in tasks}
 
+  def cell(errors):
+    last = [row[-1] for row in errors]
+    return f"{np.mean(last):.2f} ({min(last):.2f} - {max(last):.2f})"
 
-def print_table(results):
-  """Prints means and ranges of the errors at the end."""
-  for name, found in results.items():
-    print(f"\n{name}: {TASKS[name].label}, held out; rate {found['rate']:g}, "
-          f"lambda {found['lambda']:g}")
-    for order, by_workers in found["workers"].items():
-      print(order.ljust(14) + "".join(
-          f"{f'{m} workers':>29}" for m in by_workers))
-
-      def cell(runs):
-        errors = _last(runs)
-        return (f"{errors.mean():>9.2f} ({errors.min():.2f} - "
-                f"{errors.max():.2f})").rjust(29)
-
-      print(SEQUENTIAL.ljust(14) + cell(found[SEQUENTIAL]))
-      for method in METHODS:
-        print(method.ljust(14) + "".join(
-            cell(of[method]) for of in by_workers.values()))
-
-
-def plot(results, points, path):
-  """Draws errors over gradients, for the fewest and the most workers."""
-  _extras.load("matplotlib").use("Agg")
-  plt = _extras.load("matplotlib.pyplot")
-  figure, axes = plt.subplots(2, 3, figsize=(12, 7), layout="constrained",
-                              squeeze=False)
-  for column, (name, found) in enumerate(results.items()):
-    by_workers = found["workers"][_ORDERS[0]]
-    for ax, m in zip(axes[:, column], (min(by_workers), max(by_workers))):
-      rows = {SEQUENTIAL: found[SEQUENTIAL], **by_workers[m]}
-      curves = {}
-      for method, runs in rows.items():
-        errors = np.array([run["errors"] for run in runs])
-        curves[method] = errors.mean(axis=0)
-        ax.plot(points, curves[method], color=_COLORS[method], marker=".",
-                label=method)
-        ax.fill_between(points, errors.min(axis=0), errors.max(axis=0),
-                        color=_COLORS[method], alpha=0.12, linewidth=0)
-      # The first errors are far above, and those of what diverges.
-      shown = np.array([curve for curve in curves.values()
-                        if curve[-1] <= 10 * curves[SEQUENTIAL][-1]])
-      low, top = shown.min(), np.quantile(shown, 0.9)
-      room = 0.1 * (top - low) or 1
-      ax.set_ylim(low - room, top + room)
-      ax.set_title(f"{name}, {m} workers in turn")
-      ax.set_xlabel("gradients")
-      ax.set_ylabel(TASKS[name].label)
-      ax.grid(alpha=0.3)
-  for ax in axes[:, len(results):].flat:
-    ax.axis("off")
-  axes[0, 0].legend()
-  figure.suptitle("held-out error; band: the least and the largest of the "
-                  "seeds")
-  figure.savefig(path, dpi=100)
-  plt.close(figure)
+  for name, of in found.items():
+    for order, by_workers in of["errors"].items():
+      _command.print_table(
+          f"{name}: {TASKS[name].label}, held out; workers {order}; rate "
+          f"{of['rate']:g}, lambda {of['lambda']:g}",
+          ["workers", *by_workers],
+          [[method, *(cell(errors[method]) for errors in by_workers.values())]
+           for method in _STYLES])
+  path = os.path.join(out, "curves.png")
+  _plots.draw_curves(
+      path, "held-out error; band: the least and the largest of the seeds",
+      "gradients", [
+          _plots.Panel(f"{name}, {m} workers in turn", TASKS[name].label, {
+              method: (points, errors, _STYLES[method])
+              for method, errors in of["errors"]["in turn"][m].items()})
+          for m in (grid["workers"][0], grid["workers"][-1])
+          for name, of in found.items()])
+  print(path)
+  return {"points": points, **grid, "tasks": found}
 
 
 def main(argv=None):
-  start = time.perf_counter()
-  parser = _command.parser("staleness", __doc__)
-  parser.add_argument("--steps", type=_command.count, default=800,
-                      help="gradients of each run; default %(default)s")
-  _command.add_tasks(parser, TASKS)
-  parser.add_argument("--quick", action="store_true",
-                      help="one learning rate and one lambda, 2 and 4 workers "
-                      "in turn, four evaluations: to see that it runs")
-  _command.add_out(parser, "staleness")
-  options = parser.parse_args(argv)
-  _command.prepare(options.out, "matplotlib", "sklearn", "tqdm")
-
-  rates, lambdas, workers, orders = _RATES, _LAMBDAS, _WORKERS, _ORDERS
-  evaluations = _EVALUATIONS
-  if options.quick:
-    rates, lambdas, workers, orders = (0.3,), (0.5,), (2, 4), _ORDERS[:1]
-    evaluations = 4
-  points = _command.evaluation_points(options.steps, evaluations)
-  tasks = list(dict.fromkeys(options.tasks))
-  runs = len(rates) + len(lambdas) + options.seeds * (
-      1 + len(workers) * len(orders) * len(METHODS))
-  with _extras.load("tqdm").tqdm(total=len(tasks) * runs, unit="run",
-                                 file=sys.stderr) as progress:
-    results = {name: compare(name, rates, lambdas, workers, orders,
-                             options.seeds, points, progress)
-               for name in tasks}
-  curves = os.path.join(options.out, "curves.png")
-  plot(results, points, curves)
-  path = _results.write(
-      options.out, {
-          "steps": options.steps, "seeds": options.seeds, "batch": _BATCH,
-          "rates": rates, "lambdas": lambdas, "tuning_seed": _TUNING_SEED,
-          "points": points, "tasks": results,
-          "seconds": round(time.perf_counter() - start, 2),
-      }, tf, np, _extras.load("sklearn"))
-  print_table(results)
-  print(f"\n{curves}\n{path}")
+  _command.main("staleness", __doc__, argv, session, coordinator, policies)
 
 
 if __name__ == "__main__":

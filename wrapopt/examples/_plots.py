@@ -1,0 +1,82 @@
+"""The figures of the examples."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from wrapopt import _extras
+
+
+class Panel(NamedTuple):
+  """Curves of a figure.
+
+  Attributes:
+    title: The title.
+    label: What the y axis shows.
+    curves: {label: (x, y, format of Matplotlib)}. `y` are numbers, one for each
+      of `x`, or a list of these for each seed.
+  """
+  title: str
+  label: str
+  curves: dict
+
+
+def _figure(n_panels):
+  columns = min(3, n_panels)
+  rows = -(-n_panels // columns)
+  figure = _extras.load("matplotlib.figure").Figure(
+      (max(8, 4 * columns), max(5, 3.5 * rows)), layout="constrained")
+  axes = figure.subplots(rows, columns, squeeze=False).flat
+  for ax in axes[n_panels:]:
+    ax.axis("off")
+  return figure, axes
+
+
+def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
+  """Draws means of seeds, and as a band the least and the largest.
+
+  Args:
+    path: The image.
+    title: The title.
+    x_label: What the x axis shows.
+    panels: `Panel`s.
+    shown: The quantiles that limit the y axis. The first numbers of a training
+      are far off.
+  """
+  figure, axes = _figure(len(panels))
+  for ax, panel in zip(axes, panels):
+    means = []
+    for label, (x, y, style) in panel.curves.items():
+      seeds = np.atleast_2d(y)
+      means.append(seeds.mean(axis=0))
+      [line] = ax.plot(x, means[-1], style, label=label)
+      ax.fill_between(x, seeds.min(axis=0), seeds.max(axis=0), alpha=0.13,
+                      color=line.get_color(), linewidth=0)
+    # Without those that diverge.
+    best = np.nanmin([mean[-1] for mean in means])
+    low, high = np.quantile(np.concatenate(
+        [mean for mean in means if mean[-1] <= 10 * best]), shown)
+    room = 0.1 * (high - low) or 1
+    ax.set(title=panel.title, xlabel=x_label, ylabel=panel.label,
+           ylim=(low - room, high + room))
+    ax.grid(alpha=0.3)
+  axes[0].legend(loc="best", fontsize="small")
+  figure.suptitle(title)
+  figure.savefig(path, dpi=100)
+
+
+def draw_staleness(path, title, panels):
+  """Draws histograms of staleness: {title: {label: counts}}."""
+  figure, axes = _figure(len(panels))
+  for ax, (name, bars) in zip(axes, panels.items()):
+    width = 0.8 / len(bars)
+    for i, (label, counts) in enumerate(bars.items()):
+      ax.bar(np.arange(len(counts)) + (i + 0.5) * width - 0.4, counts, width,
+             label=label)
+    ax.set_yscale("symlog", linthresh=1)
+    ax.set(title=name, ylabel="gradients",
+           xlabel="staleness: updates that the weights lacked\n(the last bar: "
+           f"{len(counts) - 1} and more)")
+    ax.legend()
+  figure.suptitle(title)
+  figure.savefig(path, dpi=100)

@@ -1,0 +1,320 @@
+"""Data sets, models and errors of the examples."""
+
+import ast
+from collections.abc import Callable
+import itertools
+import os
+import re
+import sys
+import sysconfig
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import _extras
+from wrapopt.examples import _command
+from wrapopt.examples import _plots
+
+tf1 = tf.compat.v1
+layers = keras.layers
+
+
+def load_scans():
+  """The 1,797 scans of digits: images and labels."""
+  digits = _extras.load("sklearn.datasets").load_digits()
+  return ((digits.images[..., np.newaxis] / 16).astype(np.float32),
+          digits.target.astype(np.int32))
+
+
+def load_digits(seed):
+  """The scans as ((images, labels) to train on, (images, labels) held out)."""
+  images, labels = load_scans()
+  train_x, test_x, train_y, test_y = _extras.load(
+      "sklearn.model_selection").train_test_split(
+          images, labels, test_size=1 / 3, random_state=seed, stratify=labels)
+  return (train_x, train_y), (test_x, test_y)
+
+
+def accuracy_of(outputs, labels):
+  return float(np.mean(np.argmax(outputs, axis=-1) == labels))
+
+
+def batches(data, size, seed):
+  """Random batches, for ever."""
+  rng = np.random.default_rng(seed)
+  while True:
+    batch = rng.choice(len(data[0]), size, replace=False)
+    yield tuple(x[batch] for x in data)
+
+
+def dataset(data, size, seed):
+  """Random batches, for ever, as a data set for `fit`."""
+  return tf.data.Dataset.from_tensor_slices(data).shuffle(
+      len(data[0]), seed=seed).repeat().batch(size)
+
+
+# The net of the digits, in TensorFlow 1 and in Keras.
+
+
+def placeholders():
+  return (tf1.placeholder(tf.float32, [None, 8, 8, 1]),
+          tf1.placeholder(tf.int32, [None]))
+
+
+def logits_of(images):
+  """A net of two convolutions and two dense layers, [batch, 8, 8, 1] in."""
+
+  def layer(name, x, shape, op):
+    with tf1.variable_scope(name):
+      kernel = tf1.get_variable(
+          "kernel", shape,
+          initializer=tf1.variance_scaling_initializer(2.0))
+      bias = tf1.get_variable(
+          "bias", shape[-1:], initializer=tf1.zeros_initializer())
+      return op(x, kernel) + bias
+
+  def convolution(x, kernel):
+    return tf.nn.conv2d(x, kernel, strides=1, padding="SAME")
+
+  x = tf.nn.relu(layer("conv1", images, [3, 3, 1, 16], convolution))
+  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+  x = tf.nn.relu(layer("conv2", x, [3, 3, 16, 32], convolution))
+  x = tf.nn.max_pool2d(x, 2, 2, "VALID")
+  x = tf.reshape(x, [-1, 2 * 2 * 32])
+  x = tf.nn.relu(layer("dense1", x, [2 * 2 * 32, 64], tf.matmul))
+  return layer("dense2", x, [64, 10], tf.matmul)
+
+
+def loss_of(labels, logits):
+  return tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(
+      labels=labels, logits=logits))
+
+
+def make_net():
+  return keras.Sequential([
+      keras.Input((8, 8, 1)),
+      layers.Conv2D(16, 3, padding="same", activation="relu"),
+      layers.MaxPooling2D(),
+      layers.Conv2D(32, 3, padding="same", activation="relu"),
+      layers.MaxPooling2D(),
+      layers.Flatten(),
+      layers.Dense(64, activation="relu"),
+      layers.Dense(10),
+  ])
+
+
+# Other nets.
+
+
+def make_normalized(*filters):
+  """A net of the digits: convolutions with batch normalizations."""
+  convolutions = itertools.chain.from_iterable(
+      (layers.Conv2D(n, 3, padding="same", use_bias=False),
+       layers.BatchNormalization(), layers.ReLU(), layers.MaxPooling2D())
+      for n in filters)
+  return keras.Sequential([
+      keras.Input((8, 8, 1)), *convolutions, layers.Flatten(),
+      layers.Dense(10)])
+
+
+def make_dense(shape, hidden, outputs):
+  return keras.Sequential([
+      keras.Input(shape), layers.Flatten(), layers.Dense(hidden, "relu"),
+      layers.Dense(outputs)])
+
+
+# Raw and averaged weights in a training.
+
+
+class Curve(keras.callbacks.Callback):
+  """Evaluates the raw weights, beside EvaluateWithAverages.
+
+  Attributes:
+    rows: A list of dicts: the step, and the logs of raw and averaged weights.
+  """
+
+  def __init__(self, held_out):
+    super().__init__()
+    self.rows = []
+    self._held_out = held_out
+
+  def on_epoch_end(self, epoch, logs=None):
+    # `val_` is for the averages; this call has no callback, so it is for the
+    # raw weights.
+    raw = self.model.evaluate(*self._held_out, batch_size=4096, verbose=0,
+                              return_dict=True)
+    self.rows.append({
+        "step": int(self.model.optimizer.iterations.numpy()), "raw": raw,
+        "averaged": {name: logs["val_" + name] for name in raw}})
+
+
+def progress():
+  """A callback with a progress bar."""
+  return _extras.load("tqdm.keras").TqdmCallback(verbose=0)
+
+
+def check_restored(path, restored, averaged):
+  """Ends the program if a restored model has other outputs."""
+  if not np.array_equal(restored, averaged):
+    sys.exit(f"The model restored from {path} is not the averaged one: logits "
+             f"differ by {np.abs(restored - averaged).max()}")
+
+
+def show_curve(rows, measures, title, path, shown):
+  """Prints and draws the rows of a `Curve`.
+
+  Args:
+    rows: As in `Curve`.
+    measures: {name: function of logs}.
+    title: The title of the figure.
+    path: The path of the figure.
+    shown: As in `_plots.draw_curves`.
+  """
+  stride = max(1, len(rows) // 8)
+  _command.print_table(
+      " and ".join(measures), ["step", *("raw", "averaged") * len(measures)],
+      [[row["step"], *(f"{measure(row[weights]):.2f}"
+                       for measure in measures.values()
+                       for weights in ("raw", "averaged"))]
+       for row in rows[::-1][::stride][::-1]])
+  steps = [row["step"] for row in rows]
+  _plots.draw_curves(path, title, "optimizer steps", [
+      _plots.Panel("", name, {
+          f"{weights} weights": (
+              steps, [measure(row[weights]) for row in rows], style)
+          for weights, style in (("raw", "C1.-"), ("averaged", "C0.-"))})
+      for name, measure in measures.items()], shown)
+  print(path)
+
+
+# Small tasks on which optimizers are compared.
+
+
+class Split(NamedTuple):
+  """The (inputs, targets) of a task, to train, to tune and to measure on."""
+  training: tuple
+  validation: tuple
+  held_out: tuple
+
+
+class Task(NamedTuple):
+  """A task.
+
+  Attributes:
+    load: A function of the number of files of the standard library that
+      returns a Split.
+    make_model: A function that makes a Keras model.
+    loss: A function of targets and outputs: the loss of each sample.
+    error: A function of targets, outputs and the mean loss: the error.
+    label: What the error is.
+  """
+  load: Callable[[int], Split]
+  make_model: Callable[[], keras.Model]
+  loss: Callable
+  error: Callable
+  label: str
+
+  def error_of(self, predict, data):
+    """The error of `predict`, a function of inputs, on (inputs, targets)."""
+    x, y = data
+    outputs = predict(tf.constant(x))
+    loss = float(tf.reduce_mean(self.loss(y, outputs)))
+    return float(self.error(y, outputs.numpy(),
+                            loss if np.isfinite(loss) else np.inf))
+
+
+def split(x, y):
+  """Half of the samples to train on, a sixth to tune, a third to measure."""
+  order = np.random.default_rng(0).permutation(len(x))
+  parts = np.split(order, [len(x) // 2, len(x) * 2 // 3])
+  return Split(*((x[part], y[part]) for part in parts))
+
+
+def split_scans(_):
+  return split(*load_scans())
+
+
+def split_tokens(_):
+  """The scans as 64 tokens: each pixel has 17 values, and rows of its own."""
+  images, labels = load_scans()
+  return split((16 * images).astype(np.int32).reshape(-1, 64) +
+               17 * np.arange(64, dtype=np.int32), labels)
+
+
+def _scaled(parts):
+  mean, std = parts[0].mean(axis=0), parts[0].std(axis=0)
+  return [((part - mean) / std).astype(np.float32) for part in parts]
+
+
+def split_cancer(_):
+  """569 tissue samples."""
+  x, y = zip(*split(*_extras.load("sklearn.datasets").load_breast_cancer(
+      return_X_y=True)))
+  return Split(*zip(_scaled(x), [part.astype(np.int32) for part in y]))
+
+
+def split_diabetes(_):
+  """442 patients, a regression."""
+  x, y = _extras.load("sklearn.datasets").load_diabetes(return_X_y=True)
+  x, y = zip(*split(x, y[:, np.newaxis]))
+  return Split(*zip(_scaled(x), _scaled(y)))
+
+
+def wrong(y, outputs, loss):
+  del loss
+  return 100 * np.mean(np.argmax(outputs, axis=-1) != y)
+
+
+def unexplained(y, outputs, loss):
+  del outputs
+  return 100 * loss / np.var(y)
+
+
+def perplexity(y, outputs, loss):
+  """At most 9999."""
+  del y, outputs
+  return np.exp(min(loss, np.log(9999)))
+
+
+cross_entropy = tf.nn.sparse_softmax_cross_entropy_with_logits
+CLASSES = cross_entropy, wrong, "wrong (%)"
+
+
+def least(candidates, error):
+  """The first of the candidates with the least error, and all errors."""
+  errors = {candidate: error(candidate) for candidate in candidates}
+  return min(errors, key=errors.get), errors
+
+
+def read_documents(limit=None):
+  """The docstrings of the standard library, as lists of words.
+
+  Args:
+    limit: The number of source files to read; by default all.
+  """
+  root = sysconfig.get_path("stdlib")
+  paths = []
+  for folder, folders, files in os.walk(root):
+    # Skip other installed packages, and files with hardly any words.
+    folders[:] = sorted(set(folders) - {
+        "__pycache__", "dist-packages", "idle_test", "site-packages", "test",
+        "tests"})
+    paths += [os.path.join(folder, name) for name in sorted(files)
+              if name.endswith(".py")]
+  documents = []
+  for path in _extras.load("tqdm").tqdm(paths[:limit], unit="file"):
+    with open(path, "rb") as f:
+      try:
+        tree = ast.parse(f.read())
+      except SyntaxError:
+        continue  # Templates, and files with errors on purpose.
+    for node in ast.walk(tree):
+      if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef,
+                           ast.AsyncFunctionDef)):
+        words = re.findall("[a-z]+", (ast.get_docstring(node) or "").lower())
+        if words:
+          documents.append(tuple(words))
+  # Without duplicates, which could be on both sides of the split.
+  return list(dict.fromkeys(documents))
