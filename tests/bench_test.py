@@ -1,8 +1,7 @@
-"""The benchmarks run, and their contenders do the same work."""
+"""The harness, and that contenders do the same work in the way they say."""
 
 import datetime
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -13,19 +12,41 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import benches
 import processes
-from training import type_of
 from wrapopt.bench import __main__ as command
+from wrapopt.bench import average
 from wrapopt.bench import ema
+from wrapopt.bench import gate
+from wrapopt.bench import growth
 from wrapopt.bench import harness
+from wrapopt.bench import merge
 from wrapopt.bench import step
+from wrapopt.bench import stream_limit
+from wrapopt.bench import tables
+from wrapopt.bench import xla
 
 _SHAPES = [(3, 40), (5,), ()]  # 126 numbers.
-_CONTENDERS = [
-    "wrapopt, v1 session", "ExponentialMovingAverage, v1 session",
-    "wrapopt, tf.function", "assign_sub, tf.function", "assign_sub, jit_compile"
-]
 _STEPS = ["stock", "stock + EMA", "wrapopt K=0", "wrapopt K=1", "wrapopt K=3"]
+# {file of results: a command of them}.
+_COMMANDS = {
+    "average": "average --sets resnet50",
+    "ema": "ema --sets resnet50",
+    "gate": "gate --sets resnet50",
+    "growth": "growth --largest 700",
+    "merge": "merge --inputs 3 --megabytes 8",
+    "step": "step --sets resnet50 --optimizers Adam",
+    "xla": "xla --sets resnet50",
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+  benches.make_small(monkeypatch, _SHAPES)
+  monkeypatch.setattr(growth, "_TRIES", 20)
+  monkeypatch.setattr(growth, "_SIZES", {
+      "gate": (1, 4), "rounds": (1, 3), "variables": (1, 2, 5),
+      "rows": (600, 700, 800)})
 
 
 def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
@@ -52,10 +73,10 @@ def test_sizes():
   assert sum(harness.sizes(harness.VARIABLE_SETS["2x4096x4096"])) == 2**25
 
 
-def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
-  """A clock that each call of "fast" moves by 1, of "slow" by 3 seconds."""
-  now = 0
-  called = []
+@pytest.fixture
+def clock(monkeypatch):
+  """A function for contenders that move the clock; and what was called."""
+  now, called = 0, []
 
   def contender(name, seconds):
     def call():
@@ -65,6 +86,12 @@ def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
     return call
 
   monkeypatch.setattr(harness.time, "perf_counter", lambda: now)
+  return contender, called
+
+
+def test_alternate_gives_every_contender_one_turn_in_a_round(clock):
+  """A clock that each call of "fast" moves by 1, of "slow" by 3 seconds."""
+  contender, called = clock
   placed = []
   seconds = harness.alternate(
       {"fast": contender("fast", 1), "slow": contender("slow", 3)}, 20, "test",
@@ -93,6 +120,12 @@ def test_alternate_gives_every_contender_one_turn_in_a_round(monkeypatch):
   assert pairs == {("a", "b"), ("b", "a")}
 
 
+def test_a_turn_that_is_not_warm_is_one_call(clock):
+  contender, called = clock
+  seconds = harness.alternate({"a": contender("a", 5)}, 3, "test", warm=False)
+  assert seconds == {"a": [5.0] * 3} and called == ["a"] * 3
+
+
 def test_speedup_pairs_the_rounds():
   # The second round was disturbed: both took ten times as long.
   assert harness.speedup([1., 10., 1.], [2., 20., 3.]) == 2
@@ -105,11 +138,86 @@ def test_spread():
   assert harness.spread([2.]) == 0
 
 
+def test_results_of_a_contest(monkeypatch, capsys):
+  """Three contenders in two modes, whose times are known."""
+  seconds = {(None, "plain"): [1., 1., 2.], ("jit", "plain"): [2., 4., 2.],
+             ("jit", "ours"): [1., 1., 1.]}
+  limit = {2: [0.5, 0.5, 0.25], 3: [1., 1., 1.]}
+  monkeypatch.setattr(harness, "threads", lambda: 2)
+  monkeypatch.setattr(harness, "alternate", lambda contenders, *_, **__: {
+      key: seconds.get(key) or [
+          t * ("2 threads" in key[1] or 2) for t in limit[int(key[1][-8])]]
+      for key in contenders})
+  contest = harness.Contest(
+      "some", {"set": "a"}, streams=([(5, 2)], 1),
+      peers={"x_plain": "plain", "of_fastest": [("jit", "ours"),
+                                                ("jit", "plain")],
+             "adds_milliseconds": "plain"})
+  contest.add({"plain": None}, written=2)
+  contest.add({"plain": None, "ours": None}, mode="jit",
+              written={"plain": 2, "ours": 3})
+  first, second, *results = harness.run([contest], 3)
+  # The faster of one and of two threads.
+  assert [first["contender"], second["contender"]] == [
+      f"streaming limit, 2 threads, {n} arrays" for n in (2, 3)]
+  assert first["of_limit"] == second["of_limit"] == 1
+  common = {"set": "a", "spread": 0.0, "rounds": 3}
+  assert results == [
+      {**common, "contender": "plain", "milliseconds": 1000, "spread": 0.25,
+       "gigabytes_per_second": 2e-7, "of_limit": 0.5, "x_plain": 1,
+       "of_fastest": 1, "adds_milliseconds": 0},
+      {**common, "mode": "jit", "contender": "plain", "milliseconds": 2000,
+       "spread": 0.25, "gigabytes_per_second": 1e-7, "of_limit": 0.125,
+       "x_plain": 1, "of_fastest": 0.5, "adds_milliseconds": 0},
+      {**common, "mode": "jit", "contender": "ours", "milliseconds": 1000,
+       "gigabytes_per_second": pytest.approx(2.8e-7), "of_limit": 1,
+       "x_plain": 0.5, "of_fastest": 1, "adds_milliseconds": -1000}]
+  progress, printed = capsys.readouterr().out.split("\n\n")
+  assert progress == "a: 1 ready, 0 s\na: jit ready, 0 s"
+  title, header, *rows = printed.splitlines()
+  assert title == "some"
+  assert re.split("  +", header.strip()) == [
+      "ms", "+-", "GB/s", "of limit", "x plain", "of fastest",
+      "adds milliseconds"]
+  assert [row.split("  ")[0] for row in rows] == [
+      first["contender"], second["contender"], "plain", "jit, plain",
+      "jit, ours"]
+
+
+def test_contests_of_one_title_are_one_table(capsys):
+  def contests():
+    for size in 1, 2000:
+      contest = harness.Contest("all", {"size": size}, figure="microseconds")
+      contest.add({"ours": lambda: None})
+      yield contest
+      contest.results[0]["bytes"] = 7 * size
+
+  harness.run(contests(), 1)
+  printed = capsys.readouterr().out.split("\n\n")[1]
+  assert [row.split()[0] for row in printed.splitlines()] == [
+      "all", "us", "1", "2,000"]
+  assert printed.split()[-1] == "14,000"
+
+
+def test_the_limit_passes_over_as_many_arrays(monkeypatch):
+  made = []
+  limit = stream_limit.StreamLimit
+  monkeypatch.setattr(stream_limit, "StreamLimit",
+                      lambda *args: made.append(limit(*args)) or made[-1])
+  contest = harness.Contest("", {}, streams=(_SHAPES, 4))
+  contest.add({"a": lambda: None, "b": lambda: None}, written={"a": 1, "b": 3})
+  contest.measure(1)
+  assert [x.bytes for x in made[:2]] == [126 * 4 * (4 + 2 * n) for n in (1, 3)]
+
+
 def test_table():
-  assert harness.table(("", "ms"), [("a", "1.0"), ("bcd", "10.0")]) == (
-      "       ms\n"
-      "a     1.0\n"
-      "bcd  10.0")
+  results = [{"set": "a", "contender": "x", "milliseconds": 1.0},
+             {"set": "a", "contender": "yyy", "milliseconds": 10.26,
+              "x_other": 0.0317}]
+  assert tables.text(results, ["set"]) == (
+      "       ms  x other\n"
+      "x       1         \n"
+      "yyy  10.3    0.032")
 
 
 def test_busy_cores():
@@ -132,117 +240,290 @@ def test_threads():
   assert done.stdout.split() == [str(len(os.sched_getaffinity(0))), "7"]
 
 
-@pytest.mark.parametrize("decays", [(0.999,), (0.999, 0.99, 0.9)])
-def test_measure(decays, capsys):
-  results = ema.measure("some", _SHAPES, decays, n_rounds=3)
-  limit, *others = [r["contender"] for r in results]
-  assert limit.startswith("streaming limit, ")
-  assert others == _CONTENDERS
-  by_name = {r["contender"]: r for r in results}
-  assert by_name[limit]["of_limit"] == 1
-  assert by_name["ExponentialMovingAverage, v1 session"]["of_stock"] == 1
-  for r in results:
-    assert (r["set"], r["averages"], r["rounds"]) == ("some", len(decays), 3)
-    # Each of 126 float32 values is read, and its averages read and written.
-    moved = 126 * 4 * (1 + 2 * len(decays))
-    assert r["gigabytes_per_second"] * r["milliseconds"] * 1e6 == (
-        pytest.approx(moved))
-    assert r["spread"] >= 0 and r["of_limit"] > 0 and r["of_stock"] > 0
-  title, header, *rows = capsys.readouterr().out.strip().splitlines()
-  assert title.startswith(f"some: 3 variables, 126 numbers, K = {len(decays)}:")
-  assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock"]
-  assert [row.split("  ")[0] for row in rows] == [limit, *others]
+def test_resident_bytes():
+  before = harness.resident_bytes()
+  array = np.ones(4_000_000)
+  assert harness.resident_bytes() - before == pytest.approx(32e6, rel=0.05)
+  del array
+  assert harness.resident_bytes() - before < 2e6
 
 
-def test_session_runs_one_native_op_on_resource_variables():
-  session, contenders, place = ema._in_session(_SHAPES, (0.9, 0.5))
-  with session:
-    assert list(contenders) == _CONTENDERS[:2]
-    types = list(map(type_of, session.graph.get_operations()))
-    assert types.count("Wrapopt>EmaUpdate") == 1
-    assert types.count("VarHandleOp") == 9
-    assert "VariableV2" not in types
-    # The update of each average, and nothing of ours, in the stock contender.
-    assert types.count("AssignSubVariableOp") == 6
-    # Numbers like any: neither zero pages nor averages that have arrived.
-    variables = session.graph.get_collection(
-        tf.compat.v1.GraphKeys.GLOBAL_VARIABLES)
-    seen = []
-    for _ in range(2):
-      place()
-      values = session.run([v.read_value() for v in variables])
-      assert [v.shape for v in values] == _SHAPES * 3
-      # The averages of a value begin alike, and not as the value is.
-      for value, one, other in zip(*(values[i:i + 3] for i in (0, 3, 6))):
-        np.testing.assert_array_equal(one, other)
-        assert np.all(one != value)
-      seen += [v.ravel() for v in values[:6]]
-    flat = np.concatenate(seen)
-    assert len(np.unique(flat)) > 0.99 * len(flat)
+# The op of each contender's name is in its graph, and no other.
 
 
-def test_functions_run_what_they_say():
-  contenders, place = ema._in_functions(_SHAPES, (0.9, 0.5))
-  assert list(contenders) == _CONTENDERS[2:]
-  variables = contenders[
-      "assign_sub, tf.function"].get_concrete_function().variables
-  before = [v.numpy().copy() for v in variables]
-  place()
-  flat = np.concatenate(
-      [v.ravel() for v in [*before, *(v.numpy() for v in variables)]])
-  assert len(flat) == 2 * 3 * 126
-  assert len(np.unique(flat)) > 0.99 * len(flat)
-  ops = {
-      name: [op.type for op in f.get_concrete_function().graph.get_operations()]
-      for name, f in contenders.items()}
-  assert ops["wrapopt, tf.function"].count("Wrapopt>EmaUpdateBundle") == 1
-  for name in _CONTENDERS[3:]:
-    assert ops[name].count("AssignSubVariableOp") == 6
-    assert "Wrapopt>EmaUpdateBundle" not in ops[name]
+def types_in_session(make):
+  """({contender: op}, types of all ops), of a graph for a session."""
+  with tf.Graph().as_default() as graph, tf.device("/cpu:0"):
+    contenders, _, _ = make()
+  return contenders, [op.type for op in graph.get_operations()]
+
+
+def types_in_function(function):
+  return [op.type for op in
+          function.get_concrete_function().graph.get_operations()]
+
+
+def test_averages_are_what_their_names_say():
+  _, types = types_in_session(lambda: ema.graph(_SHAPES, (0.9, 0.5)))
+  assert types.count("Wrapopt>EmaUpdateBundle") == 1
+  assert types.count("VarHandleOp") == 9 and "VariableV2" not in types
+  assert types.count("AssignSubVariableOp") == 6
+  contenders, _, _ = ema.functions(_SHAPES, (0.9, 0.5))
+  for name, function in contenders.items():
+    types, ours = types_in_function(function), name.startswith("wrapopt")
+    assert types.count("Wrapopt>EmaUpdateBundle") == int(ours)
+    assert types.count("AssignSubVariableOp") == (0 if ours else 6)
   compiled = contenders["assign_sub, jit_compile"]
-  assert "fusion" in compiled.experimental_get_compiler_ir()(
-      stage="optimized_hlo")
+  assert "fusion" in compiled.experimental_get_compiler_ir()("optimized_hlo")
 
 
-@pytest.mark.parametrize("rate", [0, 0.5 - 1e-4])
-def test_a_contender_that_does_other_work_is_refused(rate):
-  """It does nothing, or not quite the update of decay 0.5."""
-  average, value = np.float32([0.]), np.float32([1.])
-
-  def update():
-    average[:] += np.float32(rate) * (value - average)
-
-  with pytest.raises(AssertionError,
-                     match="other: the average of decay 0.5 is off by "):
-    ema.check_all({"other": update}, [0.5], lambda: ([average.copy()], value))
-  average[:] = 0
-  rate = 0.5
-  ema.check_all({"right": update}, [0.5], lambda: ([average.copy()], value))
-  assert average[0] == 0.5
+def test_means_are_what_their_names_say():
+  contenders, types = types_in_session(lambda: average.graph(_SHAPES, 4))
+  assert types.count("Wrapopt>AveragingAssign") == 1
+  assert types.count("AddN") == len(_SHAPES)
+  op = contenders["wrapopt"]
+  assert (op.get_attr("NT"), op.get_attr("NS")) == (3, 12)
 
 
-def test_command(monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(
-      harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
-  path = tmp_path / "results.json"
-  command.main(["ema", "--quick", "--sets", "some", "--json", str(path)])
-  written = json.loads(path.read_text())
+def test_gated_steps_are_what_their_names_say():
+  contenders, types = types_in_session(lambda: gate.graph(_SHAPES))
+  assert list(contenders) == [
+      "ungated, one op", "gated, admitted", "ungated, stock",
+      "tf.cond around stock, admitted", "gated, dropped",
+      "tf.cond around stock, dropped"]
+  assert types.count("Wrapopt>ApplyBundle") == 3
+  assert types.count("Wrapopt>StalenessGate") == 2
+  # Those of the conds are in functions.
+  assert types.count("ResourceApplyMomentum") == len(_SHAPES)
+
+
+def test_steps_are_what_their_names_say():
+  make = step.OPTIMIZERS["Momentum"]
+  contenders, types = types_in_session(lambda: step.graph(_SHAPES, make))
+  assert list(contenders) == _STEPS
+  assert types.count("Wrapopt>ApplyBundle") == 3  # K = 0, 1, 3.
+  assert "Wrapopt>EmaUpdateBundle" not in types and "VariableV2" not in types
+  # The two stock contenders.
+  assert types.count("ResourceApplyMomentum") == 2 * len(_SHAPES)
+  assert types.count("AssignSubVariableOp") == len(_SHAPES)
+  functions, _, _ = step.in_functions(_SHAPES, make)
+  for name, function in functions.items():
+    types, ours = types_in_function(function), name.startswith("wrapopt")
+    assert types.count("Wrapopt>ApplyBundle") == int(ours)
+    assert ("ResourceApplyMomentum" in types) == (not ours)
+    assert types.count("AssignSubVariableOp") == (
+        len(_SHAPES) if name == "stock + EMA" else 0)
+
+
+def test_compiled_steps_are_what_their_names_say():
+  contenders, _, _ = step.in_functions(
+      _SHAPES, step.OPTIMIZERS["Momentum"], xla.CONTENDERS, jit_compile=True)
+  for name, function in contenders.items():
+    hlo = function.experimental_get_compiler_ir()("hlo")
+    ours = name.startswith("wrapopt")
+    assert ('op_type="Wrapopt>ApplyMomentum"' in hlo) == ours
+    assert ('op_type="ResourceApplyMomentum"' in hlo) == (not ours)
+    # Variables and slots, and the averages where there are some.
+    averages = name in ("stock + EMA", "wrapopt K=1")
+    assert hlo.split("\n", 1)[0].count("may-alias") == (
+        len(_SHAPES) * (2 + averages))
+
+
+def test_steps_begin_alike_on_new_numbers():
+  """Neither zero pages nor averages that have arrived."""
+  steps = step.Steps(step.OPTIMIZERS["Adam"])
+  values, grads = step.variables(_SHAPES)
+  for name in _STEPS:
+    steps.apply(name, step._pairs(values, grads))
+  steps.fill(values, grads)
+  flat = np.concatenate([v.numpy().ravel() for row in (
+      values, grads, steps.slots(values)) for v in row])
+  assert len(flat) == 4 * 126 + 2
+  assert len(np.unique(flat)) > 0.99 * len(flat)
+  assert flat.min() >= 0.1 and flat.max() < 1
+  first, *others = steps.averages(values).values()
+  assert len(others) == 4
+  for row in others:
+    for value, a, b in zip(values, first, row):
+      np.testing.assert_array_equal(a.numpy(), b.numpy())
+      assert np.all(a.numpy() != value.numpy())
+
+
+def test_instructions_are_counted():
+  hlo = """HloModule m
+
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2]{0} parameter(0)
+  ROOT %add.1 = f32[2]{0} add(%p, %p)
+}
+
+ENTRY %main (arg: f32[2]) -> f32[2] {
+  %arg = f32[2]{0} parameter(0), metadata={op_name="x = y"}
+  ROOT %fusion = f32[2]{0} fusion(%arg), kind=kLoop, calls=%fused
+}
+"""
+  assert xla.count_instructions(hlo) == 4
+
+
+def gated(state, rate=1e-3):
+  state["momenta"] = 0.9 * state["momenta"] + state["gradients"]
+  state["weights"] = state["weights"] - rate * state["momenta"]
+
+
+def followed(state, decay=0.99, extra=0.0):
+  for what in "values", "slots":
+    state[what] = state[what] + 1 + extra
+  average = state["average 1 of wrapopt K=3"]
+  state["average 1 of wrapopt K=3"] = average + (1 - decay) * (
+      state["values"] - average)
+
+
+@pytest.mark.parametrize("name, expected, state, right, wrong, what", [
+    ("any", lambda *args: ema.expected([0.5], *args),
+     {"value": 1.0, "the average of decay 0.5": 0.0},
+     lambda s: s.update({"the average of decay 0.5": 0.5}),
+     lambda s: s.update({"the average of decay 0.5": 0.5001}),
+     "the average of decay 0.5"),
+    ("any", average.expected,
+     {"the mean": 0.0, "source 1": 0.25, "source 2": 0.75},
+     lambda s: s.update({"the mean": 0.5}), lambda s: None, "the mean"),
+    ("any", average.expected,
+     {"the mean": 0.0, "source 1": 0.25, "source 2": 0.75},
+     lambda s: s.update({"the mean": 0.5}),
+     lambda s: s.update({"the mean": 0.5, "source 1": 0.5}), "source 1"),
+    ("gated, admitted", gate.expected,
+     {"weights": 1.0, "momenta": 1.0, "gradients": 1.0}, gated,
+     lambda s: gated(s, 2e-3), "weights"),
+    ("gated, dropped", gate.expected,
+     {"weights": 1.0, "momenta": 1.0, "gradients": 1.0}, lambda s: None,
+     gated, "weights"),
+    ("eager, wrapopt K=3", step.Expected(),
+     {"values": 0.0, "slots": 0.0, "average 0 of wrapopt K=1": 0.0,
+      "average 1 of wrapopt K=3": 0.0}, followed,
+     lambda s: followed(s, decay=0.9), "average 1 of wrapopt K=3"),
+    ("eager, wrapopt K=3", step.Expected(), {"values": 0.0, "slots": 0.0,
+                                             "average 1 of wrapopt K=3": 0.0},
+     followed, lambda s: followed(s, extra=1e-4), "values"),
+])
+def test_a_contender_that_does_other_work_is_refused(
+    name, expected, state, right, wrong, what):
+  now = {}
+  place = lambda: now.update(state)
+  arguments = lambda: dict(now), expected, place
+  harness.check({name: lambda: right(now)}, *arguments)
+  with pytest.raises(AssertionError, match=(
+      f"^{re.escape(name)}: {what} must be off by at most .*, got ")):
+    harness.check({name: lambda: wrong(now)}, *arguments)
+
+
+def test_a_round_that_gives_something_else_is_refused():
+  before = [np.zeros(2), np.ones(2)]
+
+  def answers(weights, center):
+    return [([b, b], [weights, center]) for b in before]
+
+  half, other = np.full(2, 0.5), np.full(2, 0.25)
+  average.check_round_of("round", answers(half, half))
+  with pytest.raises(AssertionError, match="round: the weights of worker 0"):
+    average.check_round_of("round", answers(other, half))
+  with pytest.raises(AssertionError, match="round: the centers of worker 0"):
+    average.check_round_of("round", answers(half, other))
+
+
+@pytest.mark.parametrize("part, name, value, text", [
+    ("rounds", "ops.averaging_mean", None, "rounds: the mean is wrong"),
+    ("gate", "_Gate.end", None, "gate: 100 steps were admitted")])
+def test_growth_of_other_work_is_refused(part, name, value, text, small,
+                                         monkeypatch):
+  del small
+  owner, _, attribute = name.rpartition(".")
+  monkeypatch.setattr(getattr(growth, owner), attribute, lambda *_: value)
+  (make, _, _), = growth._PARTS[part].values()
+  with pytest.raises(AssertionError, match=text):
+    harness.run(make(harness.Contest("", {}), 2), 1)
+
+
+def test_bytes_of_what_is_pushed():
+  """At least those of the values, and not much more."""
+  value = tf.ones([growth._PUSHED])
+  held = growth._bytes_of_push(7, value)
+  assert 0.9 * 4 * growth._PUSHED < held < 2 * 4 * growth._PUSHED
+
+
+def test_a_table_that_does_not_fit_is_refused():
+  with pytest.raises(SystemExit, match=(
+      r"A table of 1,000,000,000,000 rows needs \d+\.\d GiB of free memory, "
+      r"got \d+\.\d GiB. Limit the rows with --largest.")):
+    next(growth._rows(None, 10**12))
+
+
+def test_sizes_of_a_merge():
+  class Options:
+    megabytes, variables = 1, 3
+  assert merge._sizes(Options) == [131072, 65536, 65536]
+  Options.variables = 1
+  assert merge._sizes(Options) == [262144]
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_command(name, small, tmp_path, capsys):
+  del small
+  written = benches.run(f"{_COMMANDS[name]} --rounds 1", tmp_path)
+  benches.check_columns(name, written)
+  assert {r["rounds"] for r in written["results"]} == {1}
+  assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+  printed = capsys.readouterr()
+  assert f"TensorFlow {tf.__version__}" in printed.out
+  # Progress does not get into a file with the tables.
+  assert "turn" not in printed.out and "turn" in printed.err
+
+
+def test_counts_of_a_round_and_a_step(small, tmp_path):
+  del small
+  written = benches.run(
+      "average --sets resnet50 --parts round step --rounds 1", tmp_path)
+  ours, stock, inner, *averaging = written["results"]
+  # Each of two workers sends its weights, and gets the centers.
+  least = 2 * 2 * 126 * 4 / 1e6
+  assert least <= ours["megabytes"] and least <= stock["megabytes"]
+  assert ours["transfers"] < stock["transfers"] >= 2 * 2 * len(_SHAPES)
+  assert inner["adds_milliseconds"] == inner["ps_nodes"] == inner["calls"] == 0
+  assert inner["worker_nodes"] >= 3 * len(_SHAPES)
+  assert [(r["contender"], r["calls"], r["bytes"]) for r in averaging] == [
+      ("ModelAverage", 4, 0), ("ElasticAverage", 3, 0)]
+  for r in averaging:
+    assert r["worker_nodes"] > inner["worker_nodes"] and r["ps_nodes"] > 0
+
+
+def test_sizes_and_plot_of_growth(small, tmp_path):
+  del small
+  plot = tmp_path / "plot.png"
+  results = benches.run(f"growth --quick --plot {plot}",
+                        tmp_path)["results"]
+  # --quick leaves the largest out.
+  assert [(r["part"], r["mode"], r["size"]) for r in results] == [
+      ("gate", "threads", 1), ("gate", "threads", 4),
+      ("rounds", "eager", 1), ("rounds", "eager", 3),
+      ("variables", "session", 1), ("variables", "session", 2),
+      ("variables", "tf.function", 1), ("variables", "tf.function", 2),
+      ("rows", "tf.function", 600), ("rows", "tf.function", 700)]
+  assert [r["x_first"] for r in results[::2]] == [1] * 5
+  assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_facts_of_a_run(small, tmp_path):
+  del small
+  written = benches.run("ema --quick --sets 400x256", tmp_path)
   assert written["benchmark"] == "ema"
   assert written["environment"].keys() == {
       "wrapopt", "TensorFlow", "kernels", "threads", "processor", "load",
       *(["PyTorch"] if importlib.util.find_spec("torch") else [])}
-  assert written["command"] == "python -m wrapopt.bench ema --quick --sets some"
+  assert written["command"] == (
+      "python -m wrapopt.bench ema --quick --sets 400x256")
   assert written["date"] == datetime.date.today().isoformat()
   assert written["machine"] in ("quiet", "busy")
-  results = written["results"]
-  assert len(results) == 2 * (1 + len(_CONTENDERS))
-  assert {r["averages"] for r in results} == {1, 3}
-  assert {r["rounds"] for r in results} == {5}
-  assert {r["set"] for r in results} == {"some"}
-  output = capsys.readouterr()
-  assert f"TensorFlow {tf.__version__}" in output.out
-  # Progress does not get into a file with the tables.
-  assert "turn" not in output.out and "turn" in output.err
+  assert {(r["averages"], r["set"], r["rounds"])
+          for r in written["results"]} == {(1, "400x256", 5), (3, "400x256", 5)}
 
 
 @pytest.mark.parametrize("before, after, machine", [
@@ -251,10 +532,8 @@ def test_command_says_whether_the_machine_is_busy(
     before, after, machine, monkeypatch, tmp_path, capsys):
   busy = [before, after]
   monkeypatch.setattr(harness, "busy_cores", lambda: busy.pop(0))
-  monkeypatch.setattr(ema, "run", lambda options: [])
-  path = tmp_path / "results.json"
-  command.main(["ema", "--json", str(path)])
-  assert json.loads(path.read_text())["machine"] == machine
+  monkeypatch.setattr(ema, "contests", lambda options: [])
+  assert benches.run("ema", tmp_path)["machine"] == machine
   assert capsys.readouterr().out.endswith(
       f"{machine} machine: other work used {before:.2f} cores before and "
       f"{after:.2f} after\n")
@@ -277,165 +556,21 @@ def test_progress_is_printed_at_once(monkeypatch):
   os.set_blocking(read, False)
   with open(read, "rb", buffering=0) as out, open(write, "w") as pipe:
     monkeypatch.setattr(sys, "stdout", pipe)
-    harness.progress("some, SGD")("built")
-    assert out.read(100) == b"some, SGD: built, 0 s\n"
+    harness.Contest("", {"set": "some"}).say("built")
+    assert out.read(100) == b"some: built, 0 s\n"
 
 
-def test_command_without_arguments_runs_all_sets(monkeypatch):
+@pytest.mark.parametrize("arguments, rounds", [
+    (["ema"], 15), (["ema", "--quick"], 5), (["merge"], 3),
+    (["merge", "--rounds", "4"], 4)])
+def test_command_without_arguments_runs_all(arguments, rounds, monkeypatch):
   asked = []
-  monkeypatch.setattr(ema, "measure",
-                      lambda name, shapes, decays, n_rounds: asked.append(
-                          (name, len(shapes), len(decays), n_rounds)) or [])
-  command.main(["ema"])
-  assert asked == [(name, n, k, 15)
-                   for name, n in (("2x4096x4096", 2), ("resnet50", 161),
-                                   ("400x256", 400), ("bert-base", 199))
-                   for k in (1, 3)]
-
-
-def _in_torch(optimizer):
-  """The contenders of PyTorch, where that is installed."""
-  if importlib.util.find_spec("torch") is None:
-    return []
-  kinds = ["foreach"] if optimizer == "RMSProp" else ["fused", "foreach"]
-  return [("PyTorch", kind) for kind in kinds]
-
-
-@pytest.mark.parametrize("optimizer, slots", [
-    ("SGD", 0), ("Momentum", 1), ("Adam", 2), ("Adagrad", 1), ("RMSProp", 2)])
-def test_measure_steps(optimizer, slots, capsys):
-  assert set(step.OPTIMIZERS) == {"SGD", "Momentum", "Adam", "Adagrad",
-                                   "RMSProp"}
-  results = step.measure("some", _SHAPES, optimizer, n_rounds=3)
-  graphs = "v1 session", "tf.function", "train function"
-  keys = [("limit", "K=0"), ("limit", "K=1"), ("limit", "K=3"),
-          *((mode, contender) for mode in graphs[:2] for contender in _STEPS),
-          ("train function", "no step"),
-          *((mode, contender) for mode in ("train function", "eager")
-            for contender in _STEPS), *_in_torch(optimizer)]
-  assert [(r["mode"], r["contender"]) for r in results] == keys
-  by_key = dict(zip(keys, results))
-  for (mode, contender), r in by_key.items():
-    k = {"stock": 0, "stock + EMA": 1, "no step": 0, "fused": 1,
-         "foreach": 1}.get(contender)
-    k = int(contender[-1]) if k is None else k
-    assert (r["set"], r["optimizer"], r["rounds"]) == ("some", optimizer, 3)
-    # 126 gradients are read; values, slots and averages are read and written.
-    moved = 126 * 4 * (1 + 2 * (1 + slots + k))
-    assert r["gigabytes_per_second"] * r["milliseconds"] * 1e6 == (
-        pytest.approx(moved))
-    assert r["spread"] >= 0 and r["of_limit"] > 0
-    if mode in graphs and contender != "no step":
-      assert r["ops"] > 0 and r["build_seconds"] > 0
-    assert ("adds_milliseconds" in r) == (mode == "train function")
-    assert ("x_torch" in r) == (bool(_in_torch(optimizer)) and
-                                mode not in ("limit", "PyTorch"))
-  assert by_key["train function", "no step"]["adds_milliseconds"] == 0
-  for mode in graphs:
-    assert by_key[mode, "stock"]["x_stock"] == 1
-    assert by_key[mode, "stock + EMA"]["x_stock_ema"] == 1
-    assert (by_key[mode, "wrapopt K=1"]["ops"] <
-            by_key[mode, "stock + EMA"]["ops"])
-  progress, _, printed = capsys.readouterr().out.partition("\n\n")
-  assert [re.fullmatch(rf"some, {optimizer}: (.*), \d+ s", line)[1]
-          for line in progress.splitlines()] == [
-              "v1 session built", "tf.function built", "train function built",
-              "v1 session checked", "tf.function checked",
-              "train function checked", "eager checked",
-              *(["PyTorch started"] if _in_torch(optimizer) else []),
-              "3 rounds done"]
-  title, header, *rows = printed.strip().splitlines()
-  assert title.startswith(f"some: 3 variables, 126 numbers, {optimizer}:")
-  assert header.split() == ["ms", "+-", "GB/s", "of", "limit", "x", "stock",
-                            "x", "stock+EMA", "adds", "ops", "build", "s"]
-  assert [row.split("  ")[0] for row in rows] == [
-      ", ".join(key) for key in keys]
-
-
-def test_steps_run_one_native_op_on_resource_variables():
-  session, contenders, _ = step._in_session(
-      _SHAPES, step.OPTIMIZERS["Momentum"])
-  with session:
-    types = list(map(type_of, session.graph.get_operations()))
-    assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
-    assert "Wrapopt>EmaUpdate" not in types
-    # The two stock contenders.
-    assert types.count("ResourceApplyKerasMomentum") + types.count(
-        "ResourceApplyMomentum") == 2 * len(_SHAPES)
-    assert types.count("AssignSubVariableOp") == len(_SHAPES)
-    assert "VariableV2" not in types
-  functions, _ = step._in_functions(_SHAPES, step.OPTIMIZERS["Momentum"])
-  assert [name for _, name in functions] == _STEPS
-  for (_, name), function in functions.items():
-    types = [op.type for op in
-             function.get_concrete_function().graph.get_operations()]
-    ours = name.startswith("wrapopt")
-    assert types.count("Wrapopt>ApplyBundle") == int(ours)
-    assert ("ResourceApplyMomentum" in types) == (not ours)
-    assert types.count("AssignSubVariableOp") == (
-        len(_SHAPES) if name == "stock + EMA" else 0)
-
-
-def test_steps_begin_alike_on_new_numbers():
-  _, place = step._in_functions(_SHAPES, step.OPTIMIZERS["Adam"])
-  steps = step.Steps(step.OPTIMIZERS["Adam"])
-  values, grads = step.variables(_SHAPES)
-  for k in steps.wrappers:
-    steps.apply(f"wrapopt K={k}", step._pairs(values, grads))
-  steps.apply("stock + EMA", step._pairs(values, grads))
-  steps.fill(values, grads)
-  place()
-  rows = [values, grads, *(steps.slots(values),)]
-  flat = np.concatenate([v.numpy().ravel() for row in rows for v in row])
-  assert len(flat) == 4 * 126 + 2
-  assert len(np.unique(flat)) > 0.99 * len(flat)
-  assert flat.min() >= 0.1 and flat.max() < 1
-  first, *others = steps.averages(values)
-  assert len(others) == 4
-  for row in others:
-    for a, b in zip(first, row):
-      np.testing.assert_array_equal(a.numpy(), b.numpy())
-
-
-@pytest.mark.parametrize("off", ["values", "slots", "averages"])
-def test_a_step_that_does_other_work_is_refused(off):
-  """A step that adds 1 to each number, and another that does a bit more."""
-  state = {}
-
-  def place():
-    state.update(values=np.zeros(2), slots=np.zeros(2),
-                 averages=np.zeros((5, 2)))
-
-  def take(rows, extra):
-    state["values"] += 1 + extra.get("values", 0)
-    state["slots"] += 1 + extra.get("slots", 0)
-    for row, decay in rows:
-      state["averages"][row] += ((1 - decay) *
-                                 (state["values"] - state["averages"][row]) +
-                                 extra.get("averages", 0))
-
-  contenders = {
-      ("mode", "stock"): lambda: take([], {}),
-      ("mode", "wrapopt K=1"): lambda: take([(1, 0.999)], extra)}
-  sample = lambda: [state["values"], state["slots"], *state["averages"]]
-  extra = {}
-  step.check_all(contenders, place, sample)
-  extra = {off: 1e-4}
-  with pytest.raises(AssertionError,
-                     match=f"mode, wrapopt K=1: the {off} are off by 0.0001"):
-    step.check_all(contenders, place, sample)
-
-
-def test_step_command(monkeypatch, tmp_path):
-  monkeypatch.setattr(
-      harness, "VARIABLE_SETS", {"some": _SHAPES, "others": [(7,)]})
-  path = tmp_path / "results.json"
-  command.main(["step", "--quick", "--sets", "some", "--optimizers", "SGD",
-                "--modes", "v1 session", "eager", "--json", str(path)])
-  results = json.loads(path.read_text())["results"]
-  assert [r["mode"] for r in results] == (
-      3 * ["limit"] + len(_STEPS) * ["v1 session"] + len(_STEPS) * ["eager"])
-  assert {r["optimizer"] for r in results} == {"SGD"}
+  monkeypatch.setattr(harness, "run", lambda contests, n: asked.append(n) or [])
+  monkeypatch.setattr(ema, "contests", lambda options: asked.append(
+      options.sets))
+  command.main(arguments)
+  assert asked[-1] == rounds
+  assert arguments[0] == "merge" or asked[0] == list(harness.VARIABLE_SETS)
 
 
 @pytest.mark.parametrize("args,error", [
@@ -449,9 +584,7 @@ def test_step_command(monkeypatch, tmp_path):
      "No such file or directory"),
 ])
 def test_command_errors(args, error, capsys, monkeypatch):
-  for benchmark in (ema, step):
-    monkeypatch.setattr(benchmark, "run",
-                        lambda options: pytest.fail("it ran"))
+  monkeypatch.setattr(harness, "run", lambda *_: pytest.fail("it ran"))
   with pytest.raises(SystemExit) as e:
     command.main(args)
   assert e.value.code == 2

@@ -1,63 +1,67 @@
-"""The Keras benchmark runs, and its contenders train alike."""
+"""The benchmarks of Keras and of embeddings run, and train as they say."""
 
 import contextlib
 import functools
-import json
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+import benches
 import processes
-from wrapopt.bench import __main__ as command
+from wrapopt.bench import embedding
 from wrapopt.bench import gate_cluster
 from wrapopt.bench import harness
 from wrapopt.bench import keras as bench
-from wrapopt.bench import keras_optimizers
 
 
 MLP = (functools.partial(bench._mlp, 2, 4),
        functools.partial(bench._dense, 4, 4), "mse",
        functools.partial(keras.optimizers.Adam, 1e-3))
+# {file of results: (a command of them, how many results it has)}.
+_COMMANDS = {
+    # Of four modes and two models, four contenders; two of the swap.
+    "keras": ("keras", 4 * 2 * 4 + 2),
+    "gate-cluster": ("gate --cluster --sets resnet50", 4),
+    # Of two kinds, three contenders.
+    "gate-workers": ("gate --cluster --workers 1 2", 2 * 2 * 3),
+    # In Keras there is no optimizer that is wrapopt's op; one of the catch-up.
+    "embedding": ("embedding --rows 60 --indices 5", 2 * (4 + 4 + 3 + 3) + 1),
+}
 
 
 @pytest.fixture
-def short_turns(monkeypatch):
-  alternate = harness.alternate
-  monkeypatch.setattr(
-      harness, "alternate",
-      lambda *args, **kwargs: alternate(
-          *args, **{**kwargs, "turn_seconds": 1e-4}))
-
-
-def test_command(monkeypatch, tmp_path, capfd):
+def small(monkeypatch):
+  benches.make_small(monkeypatch, [(4,), (), (2, 3)])
   monkeypatch.setattr(bench, "MODELS", {"first": MLP, "second": MLP})
   monkeypatch.setattr(bench, "_SWAP_LAYERS", 2)
   monkeypatch.setattr(bench, "_SWAP_WIDTH", 4)
-  monkeypatch.setattr(harness, "rounds", lambda options: 1)
-  path = tmp_path / "results.json"
-  command.main(["keras", "--models", "first", "second", "swap", "--modes",
-                "mirrored", "hlo", "--json", str(path)])
-  results = json.loads(path.read_text())["results"]
-  assert [(r["model"], r.get("mode"), r["contender"]) for r in results] == [
-      *((model, mode, contender) for mode in ("mirrored", "hlo")
-        for model in ("first", "second") for contender in bench.CONTENDERS),
-      ("swap", None, "SwapEMAWeights"), ("swap", None, "averaged_weights")]
-  for r in results:
-    assert r["milliseconds"] > 0 and r["rounds"] == 1
-    if r["contender"] == "plain":
-      assert r["x_plain"] == 1
+  monkeypatch.setattr(gate_cluster, "KINDS", {
+      "tiny": ([(3,), (2, 2), (5,)], 0.0), "waiting": ([(3,)], 0.001)})
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_command(name, small, tmp_path, capfd):
+  del small
+  command, count = _COMMANDS[name]
+  written = benches.run(f"{command} --rounds 1", tmp_path)
+  benches.check_columns(name, written)
+  assert len([r for r in written["results"]
+              if not r["contender"].startswith("streaming limit")]) == count
   printed = capfd.readouterr().out
-  for mode, replicas in (("mirrored", 2), ("hlo", 1)):
-    for model in ("first", "second"):
-      assert (f"{mode}, {model}: 4 variables, 40 numbers, replicas: {replicas}"
-              "\n") in printed
-  header, _, *rows = [line for line in printed.splitlines()
-                      if line.startswith("|")]
-  assert header == ("| model | `MirroredStrategy`: plain, ms | "
-                    "`MirroredStrategy`: x plain | plain HLO: plain, ms | "
-                    "plain HLO: x plain |")
-  assert [row.split(" | ")[0] for row in rows] == ["| first", "| second"]
+  if name == "keras":
+    for mode, replicas in (("mirrored", 2), ("hlo", 1)):
+      for model in ("first", "second"):
+        assert (f"{mode}, {model}: 4 variables, 40 numbers, replicas: "
+                f"{replicas}\n") in printed
+
+
+def test_steps_of_optimizers(small, tmp_path):
+  del small
+  written = benches.run("keras --rounds 1 --optimizers --sets resnet50",
+                        tmp_path)
+  benches.check_columns("keras-optimizers", written)
 
 
 PROCESS = """
@@ -112,25 +116,6 @@ def test_the_default_of_each_kind_of_machine(devices, strategy, jit,
   assert model.jit_compile == jit
 
 
-def test_steps_of_optimizers(short_turns, monkeypatch, tmp_path):
-  monkeypatch.setitem(harness.VARIABLE_SETS, "400x256", [(4,), (), (2, 3)])
-  path = tmp_path / "results.json"
-  command.main(["keras", "--quick", "--optimizers", "--sets", "400x256",
-                "--json", str(path)])
-  results = json.loads(path.read_text())["results"]
-  names = [(r["mode"], r["contender"]) for r in results]
-  assert names[:15] == [
-      (mode, contender) for mode in ("tf.function", "jit", "eager")
-      for contender in keras_optimizers.OPTIMIZERS]
-  assert names[15:17] == [("v1 session", "Adam"),
-                          ("v1 session", "ScheduleFree(Adam)")]
-  for r in results:
-    assert r["milliseconds"] > 0 and r["gigabytes_per_second"] > 0
-    assert ("x_adam" in r) == (r["mode"] != "PyTorch, schedulefree")
-    if r["contender"] == "Adam":
-      assert r["x_adam"] == 1
-
-
 def models_of():
   layers, data, loss, optimizer = MLP
   models = {c: bench._compiled(c, layers, data(), loss, optimizer, False)
@@ -144,7 +129,7 @@ def test_other_training_is_an_error(contender):
   models, steps = models_of()
   models[contender].optimizer.learning_rate = 0.1
   with pytest.raises(AssertionError,
-                     match=f"{contender}: the weights are off by"):
+                     match=f"{contender}: the weights must be off by"):
     bench._check_same_training(models, steps)
 
 
@@ -157,31 +142,94 @@ def test_averages_that_stand_still_are_an_error(contender, monkeypatch):
     bench._check_same_training(models, steps)
 
 
-def test_the_gate_in_a_cluster(short_turns, monkeypatch, tmp_path, capsys):
-  # Each contender's step is checked before it is measured.
-  monkeypatch.setitem(harness.VARIABLE_SETS, "400x256", [(3,), (2, 2), (5,)])
-  path = tmp_path / "gate.json"
-  command.main(["gate", "--cluster", "--quick", "--sets", "400x256", "--json",
-                str(path)])
-  results = json.loads(path.read_text())["results"]
-  assert [r["contender"] for r in results] == [
-      "Keras", "ungated", "gated, admitted", "gated, dropped"]
-  assert all(r["milliseconds"] > 0 and r["rounds"] == 5 for r in results)
-  assert results[0]["of_keras"] == 1
-  assert "3 variables on two parameter servers" in capsys.readouterr().out
+def problem_of(optimizer="SGD"):
+  return embedding.make_problem(60, 5, "uniform", optimizer)
 
 
-def test_workers_that_race(monkeypatch, tmp_path, capsys):
-  monkeypatch.setattr(gate_cluster, "KINDS", {
-      "tiny": ([(3,), (2, 2), (5,)], 0.0), "waiting": ([(3,)], 0.001)})
-  path = tmp_path / "gate.json"
-  command.main(["gate", "--cluster", "--quick", "--workers", "1", "2", "--json",
-                str(path)])
-  results = json.loads(path.read_text())["results"]
-  assert [(r["workers"], r["kind"], r["contender"]) for r in results] == [
-      (workers, kind, contender) for workers in (1, 2)
-      for kind in ("tiny", "waiting")
-      for contender in ("Keras's Adam", "MovingAverage", "DropStaleGradient")]
-  assert all(r["steps_per_second"] > 0 and r["rounds"] == 5 for r in results)
-  assert all(r["of_keras"] == 1 for r in results[::3])
-  assert "waiting, 2 workers" in capsys.readouterr().out
+@pytest.mark.parametrize("mode", ["session-ref", "function", "keras"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad", "LazyAdam"])
+def test_steps_of_embeddings_are_what_their_names_say(mode, optimizer):
+  problem = problem_of(optimizer)
+  training = embedding.MODES[mode](problem)
+  embedding.check(problem, training)
+  for name, step in training.steps.items() if mode != "session-ref" else ():
+    function = step.__defaults__[0] if mode == "keras" else step
+    ops = [op.type for op in function.get_concrete_function(
+        training.batches[0]).graph.get_operations()]
+    ours = name in ("wrapopt", "wrapopt, K = 0") or optimizer == "LazyAdam"
+    assert sum(op.startswith("Wrapopt>SparseApply") for op in ops) == ours
+
+
+def test_each_step_has_other_indices(monkeypatch):
+  seen = []
+
+  def spy(problem):
+    step = lambda batch: seen.append(id(batch))
+    return embedding.Training({"plain": step, "wrapopt": step},
+                              problem.batches, None, None, None)
+
+  monkeypatch.setattr(embedding, "MODES", {"spy": spy})
+  monkeypatch.setattr(embedding, "check", lambda *_: None)
+  harness.run([embedding._contest("SGD", "uniform", 60, 5, "spy")], 2)
+  assert len(set(seen[:8])) == 8
+
+
+@pytest.mark.parametrize("ids", embedding.IDS)
+def test_indices(ids):
+  rng = np.random.default_rng(0)
+  indices = embedding.IDS[ids](rng, 1000, 20_000)
+  assert indices.dtype == np.int32
+  assert 0 <= indices.min() and indices.max() < 1000
+  counts = np.sort(np.bincount(indices, minlength=1000))[::-1] / 20_000
+  if ids == "uniform":
+    assert counts[0] < 3e-3
+  else:
+    # 1 / (r log(rows)), to within what a draw differs by.
+    np.testing.assert_allclose(counts[:4], [0.1, 0.059, 0.042, 0.032],
+                               atol=0.012)
+
+
+def training_of(step, is_lazy=True):
+  """A Training of one contender, in numpy, whose average decays by 0.99."""
+  table, average = np.zeros([60, 64]), np.zeros([60, 64])
+
+  def assign(n):
+    table[:] = np.random.default_rng(n).random(table.shape)
+
+  def take(batch):
+    step(table, average, batch)
+
+  return embedding.Training(
+      {"wrapopt": take}, problem_of().batches, assign,
+      lambda name, rows: (table[rows].copy(), average[rows].copy()),
+      lambda: is_lazy)
+
+
+def right(table, average, batch, rate=4.0, decay=0.99, rows=slice(None)):
+  problem = problem_of()
+  gradient = np.zeros_like(table)
+  np.add.at(gradient, batch, 2 / 5 * (table[batch] - problem.target))
+  table -= rate * gradient
+  average[rows] += (1 - decay) * (table[rows] - average[rows])
+
+
+def test_a_step_of_embeddings_that_does_other_work_is_refused():
+  embedding.check(problem_of(), training_of(right))
+  for step, what in (
+      (lambda *args: right(*args, rate=3.9), "the table"),
+      (lambda *args: right(*args, decay=0.98), "the average"),
+      (lambda *args: right(*args, rows=args[2]), "the average")):
+    with pytest.raises(AssertionError, match=f"wrapopt: {what} must be off"):
+      embedding.check(problem_of(), training_of(step))
+  with pytest.raises(AssertionError, match="moves in all rows"):
+    embedding.check(problem_of(), training_of(right, is_lazy=False))
+  with pytest.raises(AssertionError, match="other rows move"):
+    embedding.check(problem_of("Adagrad"), training_of(
+        lambda table, *_: np.add(table, 1, out=table)))
+
+
+def test_catch_up_moves_all_rows(monkeypatch):
+  monkeypatch.setattr(embedding.ops, "catch_up", lambda *args: None)
+  with pytest.raises(AssertionError,
+                     match="catch-up: the average must be off by"):
+    embedding._catch_up(50)

@@ -1,9 +1,8 @@
 """`python -m wrapopt.bench NAME` runs a benchmark: a module in this folder.
 
 A benchmark's module has a docstring, whose first line is its help,
-`add_arguments(parser)`, and `run(options)`, which prints its tables and returns
-its results for --json. `tables` makes the figures in the documents from files
-of results.
+`add_arguments(parser)`, and `contests(options)`, which yields `harness.Contest`
+objects. `tables` makes the figures in the documents from files of results.
 """
 
 import argparse
@@ -15,10 +14,10 @@ import shlex
 import sys
 
 from wrapopt.bench import harness
+from wrapopt.bench import tables
 
 _BENCHMARKS = ("average", "embedding", "ema", "gate", "growth", "keras",
                "merge", "step", "xla")
-_TABLES = "tables"
 # More use of the processor by other work, in cores, changes figures.
 _QUIET = 0.1
 
@@ -28,19 +27,31 @@ def main(argv=None):
       prog="python -m wrapopt.bench",
       description="Compares wrapopt with its peers in one process, in turns. "
       "Times are medians of the rounds; ratios are medians of the rounds' "
-      "ratios.")
+      "ratios: \"x PEER\" of times, \"of PEER\" of speeds.")
   commands = parser.add_subparsers(
       metavar="NAME", required=True, help="the benchmark:")
-  for name in (*_BENCHMARKS, _TABLES):
-    benchmark = importlib.import_module(f"wrapopt.bench.{name}")
+
+  def add(name, module, run):
     command = commands.add_parser(
-        name, help=benchmark.__doc__.splitlines()[0],
-        description=benchmark.__doc__,
+        name, help=module.__doc__.splitlines()[0], description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    benchmark.add_arguments(command)
-    command.set_defaults(name=name, run=benchmark.run)
+    module.add_arguments(command)
+    command.set_defaults(name=name, run=run, json=None)
+    return command
+
+  for name in _BENCHMARKS:
+    benchmark = importlib.import_module(f"wrapopt.bench.{name}")
+    command = add(name, benchmark, benchmark.contests)
+    command.add_argument("--quick", action="store_true",
+                         help="5 rounds instead of 15; not for figures")
+    command.add_argument("--rounds", type=int, metavar="N",
+                         default=command.get_default("rounds"),
+                         help="the number of turns of each contender")
+    command.add_argument("--json", metavar="FILE",
+                         help="a file for the results")
+  add("tables", tables, tables.run)
   options = parser.parse_args(argv)
-  if options.name == _TABLES:
+  if options.run == tables.run:
     options.run(options)
     return
 
@@ -56,7 +67,7 @@ def main(argv=None):
   print(", ".join(f"{key} {value}" for key, value in environment.items()),
         flush=True)
   others = [harness.busy_cores()]
-  results = options.run(options)
+  results = harness.run(options.run(options), harness.rounds(options))
   others.append(harness.busy_cores())
   # All figures of the run stand for this machine and this load.
   machine = "quiet" if max(others) <= _QUIET else "busy"

@@ -12,169 +12,93 @@ GB/s counts the least traffic of a pass: each value is read, each average is
 read and written. More traffic does not give a contender more GB/s.
 """
 
-import contextlib
-import gc
+import functools
 
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt.bench import harness
-from wrapopt.bench.stream_limit import StreamLimit
 
 _DECAYS = (0.999, 0.99, 0.9)
 _STOCK = "ExponentialMovingAverage, v1 session"
 
-add_arguments = harness.add_arguments
+add_arguments = harness.add_sets
 
 
-def run(options):
-  """Runs the benchmark and returns its results, one per contender."""
-  results = []
-  for name in options.sets:
+def contests(options):
+  for name, shapes in harness.chosen_sets(options):
     for k in (1, len(_DECAYS)):
-      results += measure(name, harness.VARIABLE_SETS[name], _DECAYS[:k],
-                         harness.rounds(options))
-  return results
+      yield contest(name, shapes, _DECAYS[:k])
 
 
-def measure(name, shapes, decays, n_rounds):
-  """Compares all contenders on one set of variables and prints a table.
-
-  Args:
-    name: The name of the set.
-    shapes: The shapes of its variables.
-    decays: One decay for each average of a variable.
-    n_rounds: The number of turns of each contender.
-
-  Returns:
-    A list of dicts, one for each row of the table.
-  """
-  sizes = harness.sizes(shapes)
-  values, moved = sum(sizes), 4 * sum(sizes) * (1 + 2 * len(decays))
-  limits, place_limits = _limits(shapes, len(decays))
-  session, in_session, place_session = _in_session(shapes, decays)
-  with contextlib.closing(session):
-    in_functions, place_functions = _in_functions(shapes, decays)
-    seconds = harness.alternate(
-        {**limits, **in_session, **in_functions}, n_rounds,
-        f"{name}, K = {len(decays)}",
-        places=[place_limits, place_session, place_functions])
-  # Free the memory for the next set.
-  del in_session, in_functions, place_limits, place_session, place_functions
-  gc.collect()
-
-  return harness.report_passes(
-      f"{name}: {len(shapes)} variables, {values:,} numbers, K = "
-      f"{len(decays)}", seconds, limits, moved,
-      (_STOCK, "of_stock", "x stock"),
-      {"set": name, "averages": len(decays), "rounds": n_rounds})
+def contest(name, shapes, decays):
+  """A Contest of a set of variables, with one average for each decay."""
+  k = len(decays)
+  made = harness.Contest(
+      f"{harness.described(name, shapes)}, K = {k}",
+      {"set": name, "averages": k}, peers={"of_stock": _STOCK},
+      expected=functools.partial(expected, decays), streams=(shapes, 1))
+  made.add(*harness.in_session(lambda: graph(shapes, decays)), written=k)
+  made.add(*functions(shapes, decays), written=k)
+  return made
 
 
-# Each of these returns {name: function that updates once}, and a function that
-# puts random numbers into new arrays, so that no two variables are equal and no
-# page is a zero page.
+def expected(decays, name, before, after):
+  """What an update makes of the averages, as `harness.check` wants it."""
+  del name, after
+  # TensorFlow's 1 - decay is a float32 difference; all are in [0, 1).
+  want = {}
+  for decay in decays:
+    average = before[f"the average of decay {decay}"]
+    want[f"the average of decay {decay}"] = (
+        average + (1 - decay) * (before["value"] - average), 1e-6)
+  return want
 
 
-def _limits(shapes, averages):
-  limit = None
-
-  def place():
-    nonlocal limit
-    limit = None  # Free the old arrays first.
-    limit = StreamLimit(*harness.streams(shapes, averages))
-
-  return {f"streaming limit, {n} thread{'s' if n > 1 else ''}":
-              lambda n=n: limit.run(n)
-          for n in sorted({1, harness.threads()})}, place
+def _state(values, shadows, decays):
+  return {"value": harness.sample(values), **{
+      f"the average of decay {decay}": harness.sample(row)
+      for decay, row in zip(decays, shadows)}}
 
 
-def _in_session(shapes, decays):
-  """Also returns the session, first."""
+def _fill(values, shadows):
+  # The averages of a value begin alike, and not as the value is.
+  return harness.filled([values, *shadows], [0] + [1] * len(shadows))
+
+
+def graph(shapes, decays):
+  """As `harness.in_session` wants it."""
   tf1 = tf.compat.v1
-  graph = tf.Graph()
-  with graph.as_default(), tf.device("/cpu:0"):
-    values = [
-        tf1.get_variable(f"v{i}", initializer=tf.random.uniform(shape),
-                         use_resource=True)
-        for i, shape in enumerate(shapes)]
-    averages = [tf1.train.ExponentialMovingAverage(d, name=f"average{k}")
-                for k, d in enumerate(decays)]
-    stock = tf.group(*[average.apply(values) for average in averages])
-    shadows = [[average.average(v) for v in values] for average in averages]
-    fused = ops.ema_update(shadows, values, decays)
-    state = _state(shadows, values)
-    init_values = tf.group(*[v.initializer for v in values])
-    init_averages = tf.group(*[s.initializer for row in shadows for s in row])
-  session = tf1.Session(graph=graph)
-
-  def place():
-    # The averages begin equal to the values, and no update would change them.
-    # So the values are initialized again. Separate runs, because in one run an
-    # average may start at the old or the new value.
-    for init in init_values, init_averages, init_values:
-      session.run(init)
-
-  contenders = {"wrapopt, v1 session": session.make_callable(fused),
-                _STOCK: session.make_callable(stock)}
-  place()
-  check_all(contenders, decays, lambda: session.run(state))
-  return session, contenders, place
+  values = [tf1.get_variable(f"v{i}", shape, use_resource=True,
+                             initializer=tf1.zeros_initializer())
+            for i, shape in enumerate(shapes)]
+  averages = [tf1.train.ExponentialMovingAverage(d, name=f"average{k}")
+              for k, d in enumerate(decays)]
+  stock = tf.group(*[average.apply(values) for average in averages])
+  shadows = [[average.average(v) for v in values] for average in averages]
+  return ({"wrapopt, v1 session": ops.ema_update(shadows, values, decays),
+           _STOCK: stock}, _fill(values, shadows),
+          _state(values, shadows, decays))
 
 
-def _in_functions(shapes, decays):
+def functions(shapes, decays):
+  """As `harness.in_session`, but in functions."""
   with tf.device("/cpu:0"):
-    values = [tf.Variable(tf.random.uniform(shape)) for shape in shapes]
-    shadows = [[tf.Variable(tf.random.uniform(shape)) for shape in shapes]
-               for _ in decays]
+    values, *shadows = [[tf.Variable(tf.zeros(shape)) for shape in shapes]
+                        for _ in range(1 + len(decays))]
 
   def place():
     with tf.device("/cpu:0"):
-      for v in [v for row in (values, *shadows) for v in row]:
-        v.assign(tf.random.uniform(v.shape))
+      _fill(values, shadows)
 
   def assign_sub():
     for row, decay in zip(shadows, decays):
       for shadow, value in zip(row, values):
         shadow.assign_sub((1 - decay) * (shadow - value))
 
-  contenders = {
+  return ({
       "wrapopt, tf.function":
           tf.function(lambda: ops.ema_update(shadows, values, decays)),
       "assign_sub, tf.function": tf.function(assign_sub),
       "assign_sub, jit_compile": tf.function(assign_sub, jit_compile=True),
-  }
-  check_all(contenders, decays, lambda: _state(shadows, values))
-  return contenders, place
-
-
-def _state(shadows, values):
-  """A sample of the numbers of each variable, for check_all."""
-
-  def sample(variables):
-    return tf.concat(
-        [tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
-         for v in variables], axis=0)
-
-  return [sample(row) for row in shadows], sample(values)
-
-
-def check_all(contenders, decays, state):
-  """Raises an error unless all contenders make the same update.
-
-  Args:
-    contenders: {name: function that updates once}.
-    decays: One decay for each average.
-    state: A function that returns ([average for each decay], value).
-  """
-  for name, update in contenders.items():
-    before, value = (np.array(x, np.float64) for x in state())
-    update()
-    after, _ = state()
-    for k, decay in enumerate(decays):
-      expected = before[k] + (1 - decay) * (value - before[k])
-      # TensorFlow's 1 - decay is a float32 difference; all are in [0, 1).
-      if not np.allclose(after[k], expected, rtol=0, atol=1e-6):
-        raise AssertionError(
-            f"{name}: the average of decay {decay} is off by "
-            f"{np.abs(after[k] - expected).max():.3g} after one update.")
+  }, place, lambda: _state(values, shadows, decays))

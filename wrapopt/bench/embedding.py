@@ -19,10 +19,8 @@ streaming limit: native threads that only add, over the bytes of the value and
 the average.
 """
 
-import contextlib
-import gc
+import functools
 import itertools
-import statistics
 import typing
 
 import keras
@@ -33,7 +31,6 @@ from wrapopt import ops
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt.bench import harness
-from wrapopt.bench.stream_limit import StreamLimit
 from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
 
@@ -88,7 +85,7 @@ class Problem(typing.NamedTuple):
   target: np.ndarray  # One for each sample of a batch.
 
 
-class Contest(typing.NamedTuple):
+class Training(typing.NamedTuple):
   """Contenders, and the variables that they train.
 
   Attributes:
@@ -96,7 +93,7 @@ class Contest(typing.NamedTuple):
     batches: The batches, arguments of these functions.
     assign: A function that assigns new numbers to the tables.
     read: A function that returns some rows of a contender's table, and of its
-      average or None. It makes the average catch up.
+      average if it has one, which it makes catch up.
     is_lazy: A function that returns whether wrapopt's average is lazy, as far
       as the variables allow it.
   """
@@ -108,107 +105,48 @@ class Contest(typing.NamedTuple):
 
 
 def add_arguments(parser):
-  def add(name, default, **kwargs):
+  for name, default, what in (
+      ("rows", [200_000, 1_000_000, 5_000_000], "rows of the table"),
+      ("indices", [512, 8192, 200_000], "indices of a step")):
     parser.add_argument(
-        f"--{name}", nargs="+", default=default,
-        help=f"{kwargs.pop('what')}; default {' '.join(map(str, default))}",
-        **kwargs)
-
-  add("rows", [200_000, 1_000_000, 5_000_000], type=int, metavar="N",
-      what="rows of the table")
-  add("indices", [512, 8192, 200_000], type=int, metavar="N",
-      what="indices of a step")
-  add("ids", list(IDS), choices=list(IDS), what="how often indices repeat")
-  add("optimizers", ["SGD"], choices=list(_V1),
-      what="the optimizers; in Keras each contender has a table and slots of "
-      "its own, for 5,000,000 rows of LazyAdam 14 GB together")
-  add("modes", [*(mode for mode in MODES if mode != _REF), _CATCH_UP],
-      choices=[*MODES, _CATCH_UP],
-      what=f"how a step is run, and the catch-up of all rows; {_REF} is a "
-      "session with ref variables, whose averages move in all rows")
-  parser.add_argument(
-      "--quick", action="store_true",
-      help="5 rounds instead of 15: for a look, not for figures")
-  parser.add_argument("--json", metavar="FILE", help="where to write results")
+        f"--{name}", nargs="+", default=default, type=int, metavar="N",
+        help=f"{what}; default {' '.join(map(str, default))}")
+  harness.add_choice(parser, "ids", IDS, what="how often indices repeat")
+  harness.add_choice(
+      parser, "optimizers", _V1, ["SGD"], "the optimizers; in Keras each "
+      "contender has a table and slots of its own, for 5,000,000 rows of "
+      "LazyAdam 14 GB together")
+  harness.add_choice(
+      parser, "modes", [*MODES, _CATCH_UP],
+      [*(mode for mode in MODES if mode != _REF), _CATCH_UP],
+      f"how a step is run, and the catch-up of all rows; {_REF} is a session "
+      "with ref variables, whose averages move in all rows")
 
 
-def run(options):
-  """Runs the benchmark and returns its results, one per contender."""
-  n_rounds = harness.rounds(options)
-  modes = [mode for mode in options.modes if mode != _CATCH_UP]
-  results = []
-  for optimizer, ids, rows in itertools.product(
-      options.optimizers if modes else [], options.ids, options.rows):
-    results += measure(optimizer, ids, rows, options.indices, modes, n_rounds)
+def contests(options):
+  for optimizer, ids, rows, count, mode in itertools.product(
+      options.optimizers, options.ids, options.rows, options.indices,
+      options.modes):
+    if mode != _CATCH_UP:
+      yield _contest(optimizer, ids, rows, count, mode)
+      keras.utils.clear_session()
   if _CATCH_UP in options.modes:
-    for rows in options.rows:
-      results += measure_catch_up(rows, n_rounds)
-  return results
+    yield from map(_catch_up, options.rows)
 
 
-def measure(optimizer, ids, rows, counts, modes, n_rounds):
-  """Compares all contenders on one table and prints a table.
-
-  Args:
-    optimizer: Its name.
-    ids: How the indices are distributed: a name.
-    rows: The number of rows of the table.
-    counts: Numbers of indices of a step.
-    modes: Names of modes.
-    n_rounds: The number of turns of each contender.
-
-  Returns:
-    A list of dicts, one for each number of indices, mode and contender.
-  """
-  results = []
-  for count, mode in itertools.product(counts, modes):
-    problem = make_problem(rows, count, ids, optimizer)
-    with MODES[mode](problem) as contest:
-      check(problem, contest)
-      harness.wait_for_huge_pages()
-      batches = itertools.cycle(contest.batches)
-      seconds = harness.alternate(
-          {name: lambda step=step: step(next(batches))
-           for name, step in contest.steps.items()}, n_rounds,
-          f"{optimizer}, {rows:,} rows, {count:,} indices, {mode}")
-    del contest, batches  # Free the memory for the next contest.
-    keras.utils.clear_session()
-    gc.collect()
-    results += [{
-        "optimizer": optimizer,
-        "ids": ids,
-        "rows": rows,
-        "indices": count,
-        "mode": mode,
-        "contender": name,
-        "milliseconds": 1e3 * statistics.median(times),
-        "spread": harness.spread(times),
-        # The ratio of times, as the median of the rounds.
-        "x_plain": harness.speedup(seconds[_PLAIN], times),
-        "x_without": (harness.speedup(seconds[_WITHOUT], times)
-                      if _WITHOUT in seconds else None),
-        "rounds": n_rounds,
-    } for name, times in seconds.items()]
-
-  print(f"\n{optimizer}, {ids}, {rows:,} x {_WIDTH}: milliseconds of a step, "
-        "and how many times as long as without an average")
-  print(harness.table(
-      ("indices, mode", "plain", "stock average", "x", "wrapopt", "x",
-       "K = 0", "x"),
-      [_line(results, count, mode) for count in counts for mode in modes]),
-        flush=True)
-  return results
-
-
-def _line(results, count, mode):
-  of = {r["contender"]: r for r in results
-        if (r["indices"], r["mode"]) == (count, mode)}
-  ms = lambda name: f"{of[name]['milliseconds']:.3f}" if name in of else ""
-  ratio = lambda name, by="x_plain": (
-      f"{of[name][by]:.2f}" if of[name][by] is not None else "")
-  return (f"{count:,}, {mode}", ms(_PLAIN), ms(_STOCK), ratio(_STOCK),
-          ms(_WRAPOPT), ratio(_WRAPOPT), ms(_WITHOUT),
-          ratio(_WRAPOPT, "x_without"))
+def _contest(optimizer, ids, rows, count, mode):
+  contest = harness.Contest(
+      f"{optimizer}, {ids}, {rows:,} x {_WIDTH}",
+      {"optimizer": optimizer, "ids": ids, "rows": rows, "indices": count,
+       "mode": mode}, peers={"x_plain": _PLAIN, "x_without": _WITHOUT})
+  problem = make_problem(rows, count, ids, optimizer)
+  training = MODES[mode](problem)
+  check(problem, training)
+  harness.wait_for_huge_pages()
+  batches = itertools.cycle(training.batches)
+  contest.add({name: lambda step=step: step(next(batches))
+               for name, step in training.steps.items()})
+  return contest
 
 
 def make_problem(rows, count, ids, optimizer):
@@ -226,111 +164,99 @@ def _loss(looked_up, target):
       tf.reduce_sum(tf.math.squared_difference(looked_up, target), -1))
 
 
-# Each of these is a context with a Contest.
+class _Tables:
+  """A table and an optimizer for each contender.
 
-# Each contender has a table and an optimizer of its own: a step of one would
-# bring the averages of another up to date.
-_NAMES = (_PLAIN, _STOCK, _WRAPOPT, _WITHOUT)
+  A step of one contender would bring the averages of another up to date.
+  """
+
+  def __init__(self, problem, use_resource=True):
+    variable = functools.partial(tf.compat.v1.Variable,
+                                 use_resource=use_resource)
+    self._inner = {name: _V1[problem.optimizer]() for name in CONTENDERS}
+    self._ours = MovingAverageOptimizer(self._inner[_WRAPOPT], _DECAY)
+    self._stock = tf.train.ExponentialMovingAverage(_DECAY)
+    self._target = variable(problem.target, trainable=False)
+    self.tables = {name: variable(
+        lambda: tf.zeros([problem.rows, _WIDTH])) for name in CONTENDERS}
+    if tf.executing_eagerly():
+      self._stock.apply([self.tables[_STOCK]])  # Makes the average.
+
+  def take(self, name, ids):
+    """Makes the ops of a step; returns the one to run in a graph."""
+    inner, table = self._inner[name], self.tables[name]
+    pairs = inner.compute_gradients(
+        _loss(tf.gather(table, ids), self._target), [table])
+    if name == _WRAPOPT:
+      return self._ours.apply_gradients(pairs)
+    if name == _WITHOUT:  # wrapopt's op, without an average.
+      return _fused.apply_gradients(inner, _fused.rule_of(inner),
+                                    _step.Step(pairs, None))
+    done = inner.apply_gradients(pairs)
+    if name == _STOCK:
+      with tf.control_dependencies([done]):
+        return self._stock.apply([table])
+    return done
+
+  def read(self, name, rows):
+    """Some rows of a contender's table, and of its average if it has one."""
+    table, average = self.tables[name], {
+        _STOCK: self._stock, _WRAPOPT: self._ours}.get(name)
+    return [tf.gather(v, rows) for v in (
+        table, average and average.average(table)) if v is not None]
+
+  def is_lazy(self):
+    return self._ours.is_lazy(self.tables[_WRAPOPT])
 
 
-def _without(inner, pairs):
-  """A step of wrapopt's op, without an average."""
-  return _fused.apply_gradients(inner, _fused.rule_of(inner),
-                                _step.Step(pairs, None))
-
-
-@contextlib.contextmanager
 def _in_session(problem, use_resource=True):
   tf1 = tf.compat.v1
   graph = tf.Graph()
-  trains, averages, tables = {}, {}, {}
   with graph.as_default(), tf.device("/cpu:0"):
     seed = tf1.placeholder(tf.int32, [2])
-    numbers = harness.numbers((problem.rows, _WIDTH), seed)
-    target = tf1.get_variable("target", initializer=problem.target,
-                              use_resource=use_resource, trainable=False)
     ids = tf1.placeholder(tf.int32, problem.batches[0].shape)
-    opt = MovingAverageOptimizer(_V1[problem.optimizer](), _DECAY)
-    stock = tf.train.ExponentialMovingAverage(_DECAY)
-    for i, name in enumerate(_NAMES):
-      table = tables[name] = tf1.get_variable(
-          f"table_{i}", [problem.rows, _WIDTH], use_resource=use_resource,
-          initializer=tf1.zeros_initializer())
-      inner = opt if name == _WRAPOPT else _V1[problem.optimizer]()
-      pairs = inner.compute_gradients(
-          _loss(tf.gather(table, ids), target), [table])
-      trains[name] = (_without(inner, pairs) if name == _WITHOUT
-                      else inner.apply_gradients(pairs))
-      if name == _STOCK:
-        with tf.control_dependencies([trains[name]]):
-          trains[name] = stock.apply([table])
-        averages[name] = stock.average(table)
-    averages[_WRAPOPT] = opt.average(tables[_WRAPOPT])
     some = tf1.placeholder(tf.int32, [None])
-    read = {name: [tf.gather(v, some) for v in (table, averages.get(name))
-                   if v is not None] for name, table in tables.items()}
-    assign = [table.assign(numbers).op for table in tables.values()]
-    init_tables = tf1.variables_initializer(list(tables.values()))
-    init = tf1.global_variables_initializer()
+    of = _Tables(problem, use_resource)
+    trains = {name: of.take(name, ids) for name in CONTENDERS}
+    read = {name: of.read(name, some) for name in CONTENDERS}
+    numbers = harness.numbers((problem.rows, _WIDTH), seed)
+    assign = [table.assign(numbers).op for table in of.tables.values()]
+    # Averages start at the tables.
+    inits = [tf1.variables_initializer(list(of.tables.values())),
+             tf1.global_variables_initializer()]
   session = tf1.Session(graph=graph)
-  with session:
-    session.run(init_tables)  # Averages start at them.
+  for init in inits:
     session.run(init)
-    yield Contest(
-        {name: session.make_callable(train, feed_list=[ids])
-         for name, train in trains.items()}, problem.batches,
-        lambda n: session.run(assign, {seed: (n, n)}),
-        lambda name, rows: _pair(session.run(read[name], {some: rows})),
-        lambda: opt.is_lazy(tables[_WRAPOPT]) == use_resource)
+  return Training(
+      {name: session.make_callable(train, feed_list=[ids])
+       for name, train in trains.items()}, problem.batches,
+      lambda n: session.run(assign, {seed: (n, n)}),
+      lambda name, rows: session.run(read[name], {some: rows}),
+      lambda: of.is_lazy() == use_resource)
 
 
-@contextlib.contextmanager
 def _in_functions(problem):
   with tf.device("/cpu:0"):
-    tables = {name: tf.Variable(tf.zeros([problem.rows, _WIDTH]))
-              for name in _NAMES}
-    target = tf.constant(problem.target)
+    of = _Tables(problem)
     batches = list(map(tf.constant, problem.batches))
-  inner = {name: _V1[problem.optimizer]() for name in _NAMES}
-  opt = MovingAverageOptimizer(inner[_WRAPOPT], _DECAY)
-  stock = tf.train.ExponentialMovingAverage(_DECAY)
-  stock.apply([tables[_STOCK]])  # Makes the average.
-
-  def with_stock(pairs):
-    inner[_STOCK].apply_gradients(pairs)
-    stock.apply([tables[_STOCK]])
-
-  takes = {_PLAIN: inner[_PLAIN].apply_gradients, _STOCK: with_stock,
-           _WRAPOPT: opt.apply_gradients,
-           _WITHOUT: lambda pairs: _without(inner[_WITHOUT], pairs)}
 
   def step(name):
-    table, take = tables[name], takes[name]
-
     def function(ids):
-      with tf.GradientTape() as tape:
-        loss = _loss(tf.gather(table, ids), target)
-      take([(tape.gradient(loss, table), table)])
+      of.take(name, ids)
     function = tf.function(function, autograph=False)
     # TensorFlow warns of functions of one name that their calls trace.
     function.get_concrete_function(batches[0])
     return function
 
   def assign(n):
-    for table in tables.values():
+    for table in of.tables.values():
       table.assign(harness.numbers(table.shape, (n, n)))
 
-  def read(name, rows):
-    average = {_STOCK: stock, _WRAPOPT: opt}.get(name)
-    return _pair([tf.gather(v, rows).numpy() for v in (
-        tables[name], average and average.average(tables[name]))
-                  if v is not None])
-
-  yield Contest({name: step(name) for name in _NAMES}, batches, assign, read,
-                lambda: opt.is_lazy(tables[_WRAPOPT]))
+  return Training(
+      {name: step(name) for name in CONTENDERS}, batches, assign,
+      lambda name, rows: [x.numpy() for x in of.read(name, rows)], of.is_lazy)
 
 
-@contextlib.contextmanager
 def _in_keras(problem, jit):
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
@@ -367,18 +293,12 @@ def _in_keras(problem, jit):
         _WRAPOPT: lambda: opts[_WRAPOPT].average(table),
     }.get(name, lambda: None)()
     # A gather from the variable itself would put it into that mode.
-    return _pair([tf.gather(v.value.read_value(), rows).numpy()
-                  for v in (table, average) if v is not None])
+    return [tf.gather(v.value.read_value(), rows).numpy()
+            for v in (table, average) if v is not None]
 
-  yield Contest(
+  return Training(
       steps, [(tf.constant(ids), target) for ids in problem.batches], assign,
       read, lambda: opts[_WRAPOPT].is_lazy(tables[_WRAPOPT]))
-
-
-def _pair(arrays):
-  """A table and its average, or None."""
-  table, *average = arrays
-  return table, average[0] if average else None
 
 
 MODES = {
@@ -390,36 +310,37 @@ MODES = {
 }
 
 
-def check(problem, contest):
+def check(problem, training):
   """Raises an error unless each contender makes the right step."""
-  contest.assign(1)
-  for step in contest.steps.values():
-    step(contest.batches[0])  # Averages begin.
+  training.assign(1)
+  for step in training.steps.values():
+    step(training.batches[0])  # Averages begin.
   touched = np.unique(problem.batches[1])[:50]
   others = np.setdiff1d(np.arange(min(problem.rows, 1000)),
                         problem.batches[1])[:50]
   rows = np.concatenate([touched, others]).astype(np.int32)
-  for name in contest.steps:
-    contest.read(name, rows)  # Makes averages catch up.
-  contest.assign(2)
-  for name, step in contest.steps.items():
-    table, average = contest.read(name, rows)
-    step(contest.batches[1])
-    new_table, new_average = contest.read(name, rows)
+  for name in training.steps:
+    training.read(name, rows)  # Makes averages catch up.
+  training.assign(2)
+  for name, step in training.steps.items():
+    table, *average = training.read(name, rows)
+    step(training.batches[1])
+    new_table, *new_average = training.read(name, rows)
     gradient = _gradient(table.astype(np.float64), rows, problem)
     moved = table.astype(np.float64) - new_table
     if problem.optimizer == "SGD":
       # TensorFlow adds a row's gradients to the table one after the other.
-      _check_close(name, "the table", moved, _RATE * gradient,
-                   np.sqrt(np.bincount(problem.batches[1]).max()))
+      tolerance = 2e-6 * np.sqrt(np.bincount(problem.batches[1]).max())
+      harness.check_close(name, {
+          "the table": (moved, _RATE * gradient, tolerance)})
     # The steps of the other contenders also depend on earlier steps.
     elif not np.array_equal(moved.any(axis=1), gradient.any(axis=1)):
       raise AssertionError(f"{name}: other rows move than those with a "
                            "gradient.")
-    if average is not None:
-      _check_close(name, "the average", new_average,
-                   average + (1 - _DECAY) * (new_table - average))
-  if not contest.is_lazy():
+    for was, now in zip(average, new_average):
+      harness.check_close(name, {"the average": (
+          now, was + (1 - _DECAY) * (new_table - was), 2e-6)})
+  if not training.is_lazy():
     raise AssertionError(f"{_WRAPOPT}: the average moves in all rows.")
 
 
@@ -434,51 +355,25 @@ def _gradient(values, rows, problem):
   return result
 
 
-def _check_close(name, what, got, want, roundings=1):
-  error = np.abs(got - want).max()
-  if not error <= 2e-6 * roundings:
-    raise AssertionError(f"{name}: {what} is off by {error:.3g} after one "
-                         "step.")
+def _catch_up(rows):
+  """A Contest of the catch-up of all rows."""
+
+  def expected(name, before, after):
+    del name, after
+    average = before["the average"]
+    return {"the average": (
+        average + (1 - _DECAY) * (before["value"] - average), 2e-6)}
+
+  contest = harness.Contest(
+      f"all rows of {rows:,} x {_WIDTH} catch up",
+      {"mode": _CATCH_UP, "rows": rows}, expected=expected,
+      streams=([(rows, _WIDTH)], 1))
+  contest.add(*catching_up(rows), written=1)
+  return contest
 
 
-def measure_catch_up(rows, n_rounds):
-  """Compares the catch-up of all rows with the streaming limit."""
-  catch_up, place = _catching_up(rows)
-  limit = None
-
-  def place_limit():
-    nonlocal limit
-    limit = None  # Free the old arrays first.
-    limit = StreamLimit(*harness.streams([(rows, _WIDTH)], 1))
-
-  seconds = harness.alternate(
-      {_CATCH_UP: catch_up,
-       "streaming limit": lambda: limit.run(harness.threads())},
-      n_rounds, f"{rows:,} rows, {_CATCH_UP}", places=[place, place_limit])
-  del catch_up, place, limit
-  gc.collect()
-  moved = 3 * 4 * rows * _WIDTH
-  results = [{
-      "mode": _CATCH_UP,
-      "rows": rows,
-      "contender": name,
-      "milliseconds": 1e3 * statistics.median(times),
-      "spread": harness.spread(times),
-      "gigabytes_per_second": moved / statistics.median(times) / 1e9,
-      "of_limit": harness.speedup(times, seconds["streaming limit"]),
-      "rounds": n_rounds,
-  } for name, times in seconds.items()]
-  print(f"\nall rows of {rows:,} x {_WIDTH} catch up: {moved / 1e6:,.1f} MB")
-  print(harness.table(
-      ("", "ms", "+-", "GB/s", "of limit"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}")
-       for r in results]), flush=True)
-  return results
-
-
-def _catching_up(rows):
-  """A function that makes all rows catch up, and one that makes new arrays."""
+def catching_up(rows):
+  """As `harness.in_session`, but eagerly."""
   with tf.device("/cpu:0"):
     value, shadow = (tf.Variable(tf.zeros([rows, _WIDTH])) for _ in range(2))
     log_decays = tf.Variable(tf.zeros([rows + 2], tf.float64))
@@ -496,9 +391,5 @@ def _catching_up(rows):
     catch_up()
     harness.wait_for_huge_pages()
 
-  place()
-  before, now = (v[-1].numpy().astype(np.float64) for v in (shadow, value))
-  catch_up()
-  _check_close(_CATCH_UP, "the average", shadow[-1].numpy(),
-               before + (1 - _DECAY) * (now - before))
-  return catch_up, place
+  return {_CATCH_UP: catch_up}, place, lambda: {
+      "the average": shadow[-1], "value": value[-1]}

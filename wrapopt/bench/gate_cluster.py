@@ -19,8 +19,6 @@ kinds: tiny ones, tiny ones that also wait for 20 ms, and those of a model of
 A benchmark of the gate, with `--cluster`.
 """
 
-import statistics
-
 import numpy as np
 
 from wrapopt.bench import harness
@@ -37,75 +35,37 @@ KINDS = {
 }
 
 
-def run(options):
-  """Runs the benchmark and returns its results, one per contender."""
-  return _of_workers(options) if options.workers else _of_sets(options)
-
-
-def _of_sets(options):
-  results = []
-  with _started(1) as cluster:
-    for name in options.sets:
-      shapes = harness.VARIABLE_SETS[name]
-      seconds = _measured(cluster, _OF_SETS, shapes, 0.0, options, name)
-      found = [{
-          "part": "cluster", "set": name, "contender": contender,
-          "milliseconds": 1e3 * statistics.median(times),
-          "spread": harness.spread(times),
-          "of_keras": harness.speedup(seconds["Keras"], times),
-          "of_ungated": harness.speedup(seconds["ungated"], times),
-          "rounds": harness.rounds(options),
-      } for contender, times in seconds.items()]
-      print(f"\n{name}: {len(shapes)} variables on two parameter servers")
-      print(harness.table(
-          ("", "ms", "+-", "x Keras", "x ungated"),
-          [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-            f"{r['of_keras']:.3f}", f"{r['of_ungated']:.3f}")
-           for r in found]), flush=True)
-      results += found
-  return results
-
-
-def _of_workers(options):
-  results = []
-  for workers in options.workers:
-    with _started(workers) as cluster:
+def contests(options):
+  if options.workers:
+    for workers in options.workers:
       for kind, (shapes, wait) in KINDS.items():
-        label = f"{kind}, {workers} worker{'s' * (workers > 1)}"
-        seconds = _measured(cluster, _OF_WORKERS, shapes, wait, options, label,
-                            turn_seconds=0.5 * workers)
-        found = [{
-            "part": "workers", "kind": kind, "workers": workers,
-            "contender": contender,
-            "steps_per_second": 1 / statistics.median(times),
-            "spread": harness.spread(times),
-            # The ratio of speeds.
-            "of_keras": harness.speedup(times, seconds[_OF_WORKERS[0]]),
-            "rounds": harness.rounds(options),
-        } for contender, times in seconds.items()]
-        print(f"\n{label}")
-        print(harness.table(
-            ("", "steps/s", "+-", "x Keras"),
-            [(r["contender"], f"{r['steps_per_second']:.1f}",
-              f"{r['spread']:.0%}", f"{r['of_keras']:.3f}")
-             for r in found]), flush=True)
-        results += found
-  return results
+        yield from _contest(
+            _OF_WORKERS, shapes, wait, workers,
+            f"{kind}, {workers} worker{'s' * (workers > 1)}",
+            {"part": "workers", "kind": kind, "workers": workers},
+            peers={"of_keras": _OF_WORKERS[0]}, figure="steps_per_second",
+            turn_seconds=0.5 * workers)
+  else:
+    for name, shapes in harness.chosen_sets(options):
+      yield from _contest(
+          _OF_SETS, shapes, 0.0, 1,
+          f"{name}: {len(shapes)} variables on two parameter servers",
+          {"part": "cluster", "set": name},
+          peers={"x_keras": "Keras", "x_ungated": "ungated"})
 
 
-def _started(workers):
-  return _cluster.Cluster([prepare, turn], preload=[__name__, "wrapopt.keras"],
-                          coordinator=True, ps=2, worker=workers)
-
-
-def _measured(cluster, names, shapes, wait, options, label, **more):
-  """{contender: [seconds of a step in each round]}."""
-  task = cluster.tasks["coordinator", 0]
-  task.ask("prepare", names=names, shapes=shapes, wait=wait)
-  return harness.alternate(
-      {name: harness.RemoteContender(
-          lambda calls, of=name: task.ask("turn", of=of, calls=calls))
-       for name in names}, harness.rounds(options), label, **more)
+def _contest(names, shapes, wait, workers, *title, **how):
+  """Yields a contest of steps that a cluster takes."""
+  with _cluster.Cluster(
+      [prepare, turn], preload=[__name__, "wrapopt.keras"], coordinator=True,
+      ps=2, worker=workers) as cluster:
+    task = cluster.tasks["coordinator", 0]
+    contest = harness.Contest(*title, **how)
+    task.ask("prepare", names=names, shapes=shapes, wait=wait)
+    contest.add({name: harness.RemoteContender(
+        lambda calls, of=name: task.ask("turn", of=of, calls=calls))
+                 for name in names})
+    yield contest
 
 
 def _optimizer(name):
@@ -132,13 +92,10 @@ def prepare(task, names, shapes, wait):
 
   from wrapopt.keras import _steps
 
-  if task.strategy is None:
-    task.strategy = tf.distribute.ParameterServerStrategy(
-        tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
-    task.coordinator = tf.distribute.coordinator.ClusterCoordinator(
-        task.strategy)
-  strategy = task.strategy
+  strategy = tf.distribute.ParameterServerStrategy(
+      tf.distribute.cluster_resolver.SimpleClusterResolver(
+          tf.train.ClusterSpec(task.spec), rpc_layer="grpc"))
+  task.coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
 
   def waited():
     """0, after `wait` seconds in which the worker's cores are free."""

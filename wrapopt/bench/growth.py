@@ -21,6 +21,8 @@ not fit.
 """
 
 import collections
+from concurrent import futures
+import contextlib
 import itertools
 import math
 import statistics
@@ -57,74 +59,43 @@ _PEAK_OF_ROW = 2 * (3 * 4 * _WIDTH + 8)
 
 
 def add_arguments(parser):
-  parser.add_argument(
-      "--parts", nargs="+", choices=list(_SIZES), metavar="PART",
-      default=list(_SIZES), help=f"of {', '.join(_SIZES)}; default all")
+  harness.add_choice(parser, "parts", _SIZES)
   parser.add_argument(
       "--largest", type=float, metavar="N", default=math.inf,
-      help="the largest size of any part; default: no limit")
-  parser.add_argument(
-      "--quick", action="store_true",
-      help="5 rounds instead of 15, without the largest number of variables "
-      "and of rows; not for figures")
-  parser.add_argument("--json", metavar="FILE", help="a file for the results")
+      help="the largest size of any part; default: no limit. --quick leaves "
+      "out the largest number of variables and of rows")
   parser.add_argument("--plot", metavar="FILE", help="a file for a plot (PNG)")
 
 
-def run(options):
-  """Runs the parts, and returns their results: one for each size and mode."""
+def contests(options):
   if options.plot is not None:
     _extras.load("matplotlib").use("Agg")  # Fails before the run.
-  measures = {"gate": [_gate], "rounds": [_rounds],
-              "variables": [_in_session, _in_function], "rows": [_rows]}
   results = []
-  for part in options.parts:
-    sizes = [n for n in _sizes(part, options.quick) if n <= options.largest]
-    for measure in measures[part]:
-      first = None
-      for n in sizes:
-        result = {"part": part, "size": n,
-                  **measure(n, harness.rounds(options))}
-        first = first or result
-        result["x_first"] = result["microseconds"] / first["microseconds"]
-        results.append(result)
-        _print(result, is_first=result is first)
+  for part, mode in ((p, m) for p in options.parts for m in _PARTS[p]):
+    add, unit, unit_of_bytes = _PARTS[part][mode]
+    first = None
+    for n in _sizes(part, options):
+      contest = harness.Contest(
+          f"{part}, {mode}, per {unit}",
+          {"part": part, "mode": mode, "size": n}, figure="microseconds")
+      yield from add(contest, n)
+      result, = contest.results
+      first = first or result["microseconds"]
+      result.update(x_first=result["microseconds"] / first, unit=unit,
+                    unit_of_bytes=unit_of_bytes)
+      results.append(result)
   if options.plot is not None:
     plot(results, options.plot)
-  return results
 
 
-def _sizes(part, quick):
-  return _SIZES[part][:-1] if quick and part in ("variables", "rows") else (
-      _SIZES[part])
+def _sizes(part, options):
+  sizes = _SIZES[part]
+  if options.quick and part in ("variables", "rows"):
+    sizes = sizes[:-1]
+  return [n for n in sizes if n <= options.largest]
 
 
-_COLUMNS = {
-    "microseconds": "us", "spread": "+-", "x_first": "x first",
-    "of_mean_microseconds": "us of mean", "build_milliseconds": "build, ms",
-    "first_milliseconds": "first step, ms", "bytes": "bytes"}
-
-
-def _print(result, is_first):
-  """Prints a line of a table, and its header before the first."""
-  columns = [key for key in _COLUMNS if key in result]
-  if is_first:
-    mode = result["mode"]
-    print(f"\n{result['part']}, {mode}, per {result['unit']}")
-    print(f"{'':>12}" + "".join(f"{_COLUMNS[key]:>16}" for key in columns))
-  print(f"{result['size']:>12,}" + "".join(
-      f"{result[key]:>16.0%}" if key == "spread" else
-      f"{result[key]:>16,.2f}" for key in columns), flush=True)
-
-
-def _summary(unit, mode, seconds, units, **more):
-  """A result, of seconds of several rounds, each of so many units."""
-  return {"unit": unit, "mode": mode,
-          "microseconds": 1e6 * statistics.median(seconds) / units,
-          "spread": harness.spread(seconds), "rounds": len(seconds), **more}
-
-
-# The gate.
+# Each part yields its contest when it has a contender, and then adds figures.
 
 
 class _Gate:
@@ -147,11 +118,17 @@ class _Gate:
     ops.staleness_complete(ticket, self.step)
 
 
-def _gate(n, n_rounds):
-  gate = _Gate()
+def _gate(contest, n):
+  gate, steps = _Gate(), 0
   each = math.ceil(_TRIES / n)
-  seconds = [_race(gate, n, each) for _ in range(n_rounds + 1)][1:]
-  steps = n * each * (n_rounds + 1)
+
+  def race(_):
+    nonlocal steps
+    steps += n * each
+    return _race(gate, n, each) / (n * each)
+
+  contest.add({"wrapopt": harness.RemoteContender(race)})
+  yield contest
   if (gate.step.numpy() != steps or gate.dropped.numpy() != 0 or
       gate.histogram.numpy()[0].sum() != steps):
     raise AssertionError(f"gate: {steps} steps were admitted, and it counted "
@@ -163,48 +140,40 @@ def _gate(n, n_rounds):
   held = (harness.resident_bytes() - before) / count
   for ticket in tickets:
     gate.end(ticket)
-  return _summary("admitted step", "threads", seconds, n * each, bytes=held)
+  contest.results[0]["bytes"] = held
 
 
 def _race(gate, n, each):
   """Seconds in which each of `n` threads takes `each` steps."""
   start = threading.Barrier(n + 1)
-  errors = []
 
   def work():
-    try:
-      start.wait()
-      for _ in range(each):
-        gate.end(gate.begin())
-    except Exception as e:  # pylint: disable=broad-except
-      errors.append(e)
+    start.wait()
+    for _ in range(each):
+      gate.end(gate.begin())
 
-  threads = [threading.Thread(target=work) for _ in range(n)]
-  for thread in threads:
-    thread.start()
-  start.wait()
-  begin = time.perf_counter()
-  for thread in threads:
-    thread.join()
-  if errors:
-    raise errors[0]
-  return time.perf_counter() - begin
+  with futures.ThreadPoolExecutor(n) as pool:
+    workers = [pool.submit(work) for _ in range(n)]
+    start.wait()
+    begin = time.perf_counter()
+    for worker in workers:
+      worker.result()
+    return time.perf_counter() - begin
 
 
-# The averaging rounds.
-
-
-def _rounds(n, n_rounds):
+def _rounds(contest, n):
   with tf.device("/cpu:0"):
     rounds = ops.averaging_rounds(n, shared_name=f"growth_{n}")
     center = tf.Variable(tf.zeros([_PUSHED]))
     value = tf.range(_PUSHED, dtype=tf.float32)
   names = [tf.constant(f"worker {i}") for i in range(n)]
   r = ops.averaging_next(rounds, 0, reset=True)
-  pushes, means = [], []
+  means = []
   # Of so many rounds together that the clock does not matter.
   together = max(1, _TRIES // 4 // n)
-  for i in range(n_rounds + 1):
+
+  def several(_):
+    nonlocal r
     push = mean = 0.0
     for _ in range(together):
       start = time.perf_counter()
@@ -216,15 +185,16 @@ def _rounds(n, n_rounds):
       mean += time.perf_counter() - pushed
       push += pushed - start
       r = ops.averaging_next(rounds, r)
-    if i > 0:  # The first is slow.
-      pushes.append(push)
-      means.append(mean)
+    means.append(mean / (n * together))
+    return push / (n * together)
+
+  contest.add({"wrapopt": harness.RemoteContender(several)})
+  yield contest
   # The mean of equal values is exact.
   if not np.array_equal(center.numpy(), value.numpy()):
     raise AssertionError("rounds: the mean is wrong.")
-  return _summary(
-      "push", "eager", pushes, n * together,
-      of_mean_microseconds=1e6 * statistics.median(means) / (n * together),
+  contest.results[0].update(
+      of_mean_microseconds=1e6 * statistics.median(means),
       bytes=_bytes_of_push(n, value))
 
 
@@ -246,78 +216,52 @@ def _bytes_of_push(n, value):
   return held / (n * len(several))
 
 
-# The variables.
-
-
 def _optimizer():
   return MovingAverageOptimizer(tf1.train.GradientDescentOptimizer(0.1), _DECAY)
 
 
-def _in_session(n, n_rounds):
+def _variables(contest, n):
+  in_session = contest.facts["mode"] == "session"
   before = harness.resident_bytes()
-  with tf.Graph().as_default() as graph, tf.device("/cpu:0"):
-    values = [tf1.get_variable(f"w{i}", [_OF_VARIABLE], use_resource=True,
-                               initializer=tf1.ones_initializer())
-              for i in range(n)]
+  graph = tf.Graph().as_default() if in_session else contextlib.nullcontext()
+  with graph, tf.device("/cpu:0"):
+    values = [tf.Variable(lambda: tf.ones([_OF_VARIABLE])) for _ in range(n)]
     gradient = tf.ones([_OF_VARIABLE])
     opt = _optimizer()
+    train = lambda: opt.apply_gradients([(gradient, v) for v in values])
     start = time.perf_counter()
-    train = opt.apply_gradients([(gradient, v) for v in values])
-    built = time.perf_counter()
-    init = tf1.global_variables_initializer()
-    last = opt.average(values[-1])
-  config = tf1.ConfigProto()
-  # It takes longer than all else to initialize averages of thousands of
-  # variables, also TensorFlow's own: there is a cond for each.
-  config.graph_options.rewrite_options.disable_meta_optimizer = True
-  with tf1.Session(graph=graph, config=config) as session:
-    session.run(init)
-    step = session.make_callable(train)
-    return _of_variables(
-        "session", n, n_rounds, before, built - start, step,
-        lambda: session.run((values[-1], last)))
-
-
-def _in_function(n, n_rounds):
-  before = harness.resident_bytes()
-  with tf.device("/cpu:0"):
-    values = [tf.Variable(tf.ones([_OF_VARIABLE])) for _ in range(n)]
-    gradient = tf.ones([_OF_VARIABLE])
-  opt = _optimizer()
-
-  def function():
-    opt.apply_gradients([(gradient, v) for v in values])
-
-  step = tf.function(function, autograph=False)
-  start = time.perf_counter()
-  step = step.get_concrete_function()
-  built = time.perf_counter()
-  return _of_variables(
-      "tf.function", n, n_rounds, before, built - start, step,
-      lambda: (values[-1].numpy(), opt.average(values[-1]).numpy()))
-
-
-def _of_variables(mode, n, n_rounds, before, build, step, sample):
-  """The result for steps that are built and have run nothing yet."""
+    built = train() if in_session else tf.function(
+        lambda: train() and None, autograph=False).get_concrete_function()
+    build = time.perf_counter() - start
+    if in_session:
+      config = tf1.ConfigProto()
+      # It takes longer than all else to initialize averages of thousands of
+      # variables, also TensorFlow's own: there is a cond for each.
+      config.graph_options.rewrite_options.disable_meta_optimizer = True
+      session = tf1.Session(config=config)
+      session.run(tf1.global_variables_initializer())
+      step = session.make_callable(built)
+      read = session.make_callable([values[-1], opt.average(values[-1])])
+    else:
+      step = built
+      read = lambda: (values[-1].numpy(), opt.average(values[-1]).numpy())
   start = time.perf_counter()
   step()
   first = time.perf_counter() - start
-  value, average = sample()
+  value, average = read()
   # From 1, by a gradient of 1, and the average after that.
   if not (np.allclose(value, 0.9) and
           np.allclose(average, 1 - (1 - _DECAY) * 0.1)):
-    raise AssertionError(f"variables, {mode}: the step is wrong.")
-  seconds = harness.alternate({mode: step}, n_rounds, f"{n:,} variables")[mode]
-  return _summary(
-      "variable", mode, seconds, n, build_milliseconds=1e3 * build / n,
-      first_milliseconds=1e3 * first / n,
+    raise AssertionError("variables: the step is wrong.")
+  contest.add({"wrapopt": harness.RemoteContender(
+      lambda calls: harness.elapsed(step, calls) / n)})
+  yield contest
+  contest.results[0].update(
+      build_milliseconds=1e3 * build / n, first_milliseconds=1e3 * first / n,
       bytes=(harness.resident_bytes() - before) / n)
 
 
-# The rows.
-
-
-def _rows(n, n_rounds):
+def _rows(contest, n):
   _check_memory(n)
   rng = np.random.default_rng(0)
   with tf.device("/cpu:0"):
@@ -343,13 +287,11 @@ def _rows(n, n_rounds):
     raise AssertionError("rows: the average is not lazy.")
   harness.wait_for_huge_pages()
   ids = itertools.cycle(batches)
-  seconds = harness.alternate({"rows": lambda: step(next(ids))}, n_rounds,
-                              f"{n:,} rows")["rows"]
+  contest.add({"wrapopt": lambda: step(next(ids))})
+  yield contest
   held = (harness.resident_bytes() - before) / n
   _check_rows(table, opt, step, batches[0])
-  result = _summary("step", "tf.function", seconds, 1,
-                    first_milliseconds=1e3 * first, bytes=held)
-  return result
+  contest.results[0].update(first_milliseconds=1e3 * first, bytes=held)
 
 
 def _fill(table, at_once=20_000):
@@ -386,12 +328,17 @@ def _check_memory(n):
         f"got {free / 2**30:.1f} GiB. Limit the rows with --largest.")
 
 
-# The plot.
+_PARTS = {  # {part: {mode: (generator, unit of the time, unit of the bytes)}}
+    "gate": {"threads": (_gate, "admitted step", "update in flight")},
+    "rounds": {"eager": (_rounds, "push", "push")},
+    "variables": {mode: (_variables, "variable", "variable")
+                  for mode in ("session", "tf.function")},
+    "rows": {"tf.function": (_rows, "step", "row")},
+}
 
 
 def plot(results, path):
   """Writes a plot of time and memory per unit over the size of each part."""
-  _extras.load("matplotlib").use("Agg")
   plt = _extras.load("matplotlib.pyplot")
   curves = collections.defaultdict(lambda: collections.defaultdict(list))
   for r in results:
@@ -400,16 +347,13 @@ def plot(results, path):
                               squeeze=False, layout="constrained")
   names = {"gate": "workers", "rounds": "pushes of a round"}
   for column, (part, modes) in zip(axes.T, curves.items()):
-    for ax, key, label in zip(column, ("microseconds", "bytes"),
-                              ("microseconds", "bytes")):
+    for ax, key, unit in zip(column, ("microseconds", "bytes"),
+                             ("unit", "unit_of_bytes")):
       for mode, rows in modes.items():
         ax.plot([r["size"] for r in rows], [r[key] for r in rows], marker=".",
                 label=mode)
-        unit = rows[0]["unit"]
-      if key == "bytes":
-        unit = {"gate": "update in flight", "rows": "row"}.get(part, unit)
       ax.set(xscale="log", xlabel=names.get(part, part),
-             ylabel=f"{label} per {unit}")
+             ylabel=f"{key} per {rows[0][unit]}")
       ax.set_ylim(bottom=0)
       ax.legend(fontsize=8)
     column[0].set_title(part)

@@ -1,15 +1,24 @@
-"""Shared by the benchmarks: sets of variables, timing, tables."""
+"""The harness of the benchmarks: sets of variables, contests, timing.
 
+A benchmark yields contests. A contest has contenders that do the same work,
+each in a mode; the harness measures them in turns.
+"""
+
+import contextlib
 import ctypes
+import functools
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
+import json
 import math
 import os
 import platform
 import random
 import re
 import statistics
+import subprocess
 import time
 
 import numpy as np
@@ -17,6 +26,8 @@ import tensorflow as tf
 
 from wrapopt import _extras
 from wrapopt import _native
+from wrapopt.bench import stream_limit
+from wrapopt.bench import tables
 
 
 def _resnet50():
@@ -125,52 +136,306 @@ def _processor():
   return platform.machine()
 
 
-def add_arguments(parser):
-  """The arguments that all benchmarks take."""
+def add_choice(parser, name, choices, default=None, what=""):
+  """Adds an option whose values are some of `choices`, by default all."""
+  default = list(default or choices)
   parser.add_argument(
-      "--sets", nargs="+", choices=list(VARIABLE_SETS), metavar="SET",
-      default=list(VARIABLE_SETS),
-      help=f"the sets of variables, of {', '.join(VARIABLE_SETS)}; default all")
-  parser.add_argument(
-      "--quick", action="store_true",
-      help="5 rounds instead of 15; not for figures")
-  parser.add_argument("--json", metavar="FILE", help="a file for the results")
+      f"--{name}", nargs="+", choices=list(choices), metavar="NAME",
+      default=default, help=f"{what or name}, of " +
+      f"{', '.join(map(repr, choices))}; default " + (
+          "all" if default == list(choices) else ", ".join(default)))
 
 
-def add_optimizer_arguments(parser, optimizers):
-  """The arguments of a benchmark that measures steps of several optimizers."""
-  add_arguments(parser)
-  parser.add_argument(
-      "--optimizers", nargs="+", choices=list(optimizers), metavar="NAME",
-      default=list(optimizers),
-      help=f"the optimizers, of {', '.join(optimizers)}; default all")
+def add_sets(parser, default=None):
+  add_choice(parser, "sets", VARIABLE_SETS, default, "the sets of variables")
 
 
-def measure_optimizers(options, measure):
-  """All results of `measure(set, shapes, optimizer, rounds)`."""
-  return [result for name in options.sets for optimizer in options.optimizers
-          for result in measure(name, VARIABLE_SETS[name], optimizer,
-                                rounds(options))]
+def chosen_sets(options):
+  """[(name, shapes)] of --sets."""
+  return [(name, VARIABLE_SETS[name]) for name in options.sets]
 
 
-def progress(label):
-  """A function that prints a line at once: the label, and what is done.
-
-  With the seconds since this call. A case may take minutes before its table.
-  """
-  start = time.monotonic()
-
-  def say(what):
-    print(f"{label}: {what}, {time.monotonic() - start:.0f} s", flush=True)
-
-  return say
+def described(name, shapes):
+  """The title of a set of variables."""
+  return f"{name}: {len(shapes)} variables, {sum(sizes(shapes)):,} numbers"
 
 
 def rounds(options):
-  return 5 if options.quick else 15
+  return options.rounds or (5 if options.quick else 15)
 
 
-def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
+def run(contests, n_rounds):
+  """Measures contests, prints their tables and returns their results.
+
+  Args:
+    contests: An iterable of contests. Those in a row with one title are in one
+      table. A generator may add figures to `results` after the contest.
+    n_rounds: The number of turns of each contender.
+  """
+  results = []
+  for title, group in itertools.groupby(contests, lambda c: c.title):
+    of_title, facts = [], {}
+    for contest in group:
+      of_title += contest.measure(n_rounds)
+      facts = contest.facts
+    print(f"\n{title}\n{tables.text(of_title, facts)}", flush=True)
+    results += of_title
+  return results
+
+
+_FIGURES = {"seconds": lambda x: x, "milliseconds": lambda x: 1e3 * x,
+            "microseconds": lambda x: 1e6 * x,
+            "steps_per_second": lambda x: 1 / x}
+
+
+class Contest:
+  """Contenders that do the same work, and how they are compared.
+
+  Attributes:
+    title: The line above the table.
+    facts: {name: value} that all results have in common.
+    results: Dicts, one for each contender, once it is measured.
+  """
+
+  def __init__(self, title, facts, peers=None, expected=None, streams=None,
+               figure="milliseconds", **how):
+    """Makes a contest without contenders.
+
+    Args:
+      title: The line above the table.
+      facts: {name: value}.
+      peers: {figure: contender of the same mode, or a list of (mode, contender)
+        of which the fastest counts}. A figure "x_..." is the ratio of the times
+        of a contender and its peer, "of_..." that of their speeds, "adds_..."
+        the difference in milliseconds.
+      expected: As in `check`: how `add` checks contenders.
+      streams: (shapes, number of arrays of each that a step only reads), if
+        steps are compared with the streaming limit.
+      figure: One of _FIGURES: how the time of a call is given.
+      **how: Other arguments of `alternate`.
+    """
+    self.title, self.facts, self.results = title, facts, []
+    self._peers, self._expected, self._streams = peers or {}, expected, streams
+    self._figure, self._how = figure, how
+    self._contenders, self._known, self._written = {}, {}, {}
+    self._places = []
+    self._start = time.monotonic()
+    gc.collect()  # Arrays of the last contest.
+
+  def add(self, contenders, place=None, state=None, mode=None, written=None,
+          figures=None):
+    """Adds contenders, after a check.
+
+    Args:
+      contenders: {name: function of no arguments, or RemoteContender}.
+      place: A function that makes new arrays.
+      state: As in `check`; None if there is nothing to check.
+      mode: How they are run; None if there is one way.
+      written: {name: the number of arrays of each shape that it writes}, or the
+        number for all.
+      figures: {name: {figure: value}} that are known already.
+    """
+    if state is not None:
+      check({f"{mode}, {name}" if mode else name: call
+             for name, call in contenders.items()},
+            state, self._expected, place)
+    for name, call in contenders.items():
+      self._contenders[mode, name] = call
+      self._known[mode, name] = (figures or {}).get(name, {})
+      if written is not None:
+        self._written[mode, name] = (written[name] if isinstance(written, dict)
+                                     else written)
+    if place is not None:
+      self._places.append(place)
+    self.say(f"{mode or len(contenders)} ready")
+
+  def say(self, what):
+    """Prints what is done: a case may take minutes before its table."""
+    print(f"{self._label()}: {what}, {time.monotonic() - self._start:.0f} s",
+          flush=True)
+
+  def measure(self, n_rounds):
+    """Measures the contenders, frees them and returns the results."""
+    limits, places = self._limits()
+    seconds = alternate({**limits, **self._contenders}, n_rounds, self._label(),
+                        places=[*places, *self._places], **self._how)
+    self._contenders.clear()
+    self._places.clear()
+    gc.collect()
+
+    def fastest(keys):
+      return min((seconds[key] for key in keys if key in seconds),
+                 key=statistics.median, default=None)
+
+    # For a small set, threads slow the limit down.
+    of_arrays = {n: fastest(key for key in limits if self._written[key] == n)
+                 for n in self._written.values()}
+    for (mode, name), times in seconds.items():
+      written = self._written.get((mode, name))
+      if (mode, name) in limits and times is not of_arrays[written]:
+        continue
+      median = statistics.median(times)
+      result = {**self.facts, **({"mode": mode} if mode else {}),
+                "contender": name, self._figure: _FIGURES[self._figure](median),
+                "spread": spread(times)}
+      if written is not None:
+        shapes, read = self._streams
+        result["gigabytes_per_second"] = (
+            4e-9 * sum(sizes(shapes)) * (read + 2 * written) / median)
+        result["of_limit"] = speedup(times, of_arrays[written])
+      for what, peer in self._peers.items():
+        peer = (seconds.get((mode, peer)) if isinstance(peer, str) else
+                fastest(peer))
+        if peer is not None:
+          result[what] = _compared(what, times, peer)
+      self.results.append({
+          **result, **self._known.get((mode, name), {}), "rounds": n_rounds})
+    return self.results
+
+  def _label(self):
+    return ", ".join(map(str, self.facts.values()))
+
+  def _limits(self):
+    """{key: function that makes a pass}, [function that makes new arrays].
+
+    A pass only adds, to as many arrays as contenders write.
+    """
+    counts = sorted(set(self._written.values()))
+    if not counts:
+      return {}, []
+    shapes, reads = self._streams
+    made, passes = {}, {}
+
+    def place():
+      made.clear()  # Free the old arrays first.
+      read, written = streams(shapes, counts[-1], reads)
+      for n in counts:
+        made[n] = stream_limit.StreamLimit(read, written[:n])
+
+    for n, k in itertools.product(counts, sorted({1, threads()})):
+      key = None, (f"streaming limit, {k} thread{'s' * (k > 1)}" +
+                   f", {n} array{'s' * (n > 1)}" * (len(counts) > 1))
+      passes[key] = functools.partial(lambda n, k: made[n].run(k), n, k)
+      self._written[key] = n
+    return passes, [place]
+
+
+def _compared(what, times, peer):
+  """A figure of `Contest.peers`: the median of the rounds'."""
+  if what.startswith("x_"):
+    return speedup(peer, times)
+  if what.startswith("of_"):
+    return speedup(times, peer)
+  return 1e3 * statistics.median(t - p for t, p in zip(times, peer))
+
+
+def check(contenders, state, expected, place=None):
+  """Raises an error unless each contender does what is expected.
+
+  Args:
+    contenders: {name: function}.
+    state: A function that returns {what: array}.
+    expected: A function of the name and of the states before and after it, in
+      float64, that returns {what: (array, tolerance)}.
+    place: A function that sets the initial state.
+  """
+  read = lambda: {what: np.array(x, np.float64) for what, x in state().items()}
+  for name, call in contenders.items():
+    if place is not None:
+      place()
+    before = read()
+    call()
+    after = read()
+    check_close(name, {
+        what: (after[what], want, tolerance)
+        for what, (want, tolerance) in expected(name, before, after).items()})
+
+
+def check_close(name, compared):
+  """Raises an error unless, of each {what: (got, want, tolerance)}, all agree.
+
+  `name` is the contender's.
+  """
+  for what, (got, want, tolerance) in compared.items():
+    error = np.abs(np.subtract(got, want)).max()
+    if not error <= tolerance:
+      raise AssertionError(f"{name}: {what} must be off by at most "
+                           f"{tolerance:.3g} after a step, got {error:.3g}.")
+
+
+def in_session(make):
+  """Contenders in a v1 session, as arguments of `Contest.add`.
+
+  Args:
+    make: A function that makes the graph and returns {name: op}, ops that set
+      the initial state, one after the other, and {what: tensor} to check.
+  """
+  tf1 = tf.compat.v1
+  graph = tf.Graph()
+  with graph.as_default(), tf.device("/cpu:0"):
+    ops, fill, state = make()
+    init = tf1.global_variables_initializer()
+  session = tf1.Session(graph=graph)
+  session.run(init)
+
+  def place():
+    for op in fill:
+      session.run(op)
+
+  place()
+  return ({name: session.make_callable(op) for name, op in ops.items()}, place,
+          session.make_callable(state))
+
+
+def filled(rows, seeds):
+  """An op that assigns fixed numbers to rows of variables, one by one.
+
+  So arrays are made in the order of those of the streaming limit.
+  """
+  done = []
+  for row, seed in zip(rows, seeds):
+    for i, v in enumerate(row):
+      with tf.control_dependencies(done):
+        assigned = v.assign(numbers(v.shape, (seed, i)))
+      if not tf.executing_eagerly():
+        done = [assigned.op]
+  return done
+
+
+def sample(variables):
+  """A sample of the numbers of each variable, for `check`."""
+  return tf.concat(
+      [tf.reshape(v, [-1])[::max(1, v.shape.num_elements() // 100)]
+       for v in variables], axis=0)
+
+
+@contextlib.contextmanager
+def in_torch(python, *given):
+  """Contenders of PyTorch in another process.
+
+  Args:
+    python: An interpreter.
+    *given: The arguments of torch_step.Steps, but the number of threads.
+
+  Yields:
+    {code: RemoteContender}, and a function that makes new arrays.
+  """
+  program = os.path.join(os.path.dirname(__file__), "torch_step.py")
+  with subprocess.Popen(
+      [python, program, json.dumps([*given, threads()])],
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+
+    def ask(*line):
+      process.stdin.write(json.dumps(line) + "\n")
+      process.stdin.flush()
+      return json.loads(process.stdout.readline())
+
+    yield ({code: RemoteContender(functools.partial(ask, "seconds", code))
+            for code in ask("codes")}, lambda: ask("place"))
+
+
+def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05,
+              warm=True):
   """Times functions in turns, so that drifts of the machine affect all of them.
 
   Each round has one turn for each contender, in random order. A turn is one
@@ -187,6 +452,8 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
     places: Functions that make new arrays for contenders, called in random
       order.
     turn_seconds: Seconds of a turn.
+    warm: Whether there are calls that are not timed; otherwise a turn is one
+      call.
 
   Returns:
     {name: [seconds per call in each round]}.
@@ -198,11 +465,11 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
       place()
 
   new_places()
-  calls = {}
-  for name, call in contenders.items():
+  calls = dict.fromkeys(contenders, 1)
+  for name, call in contenders.items() if warm else ():
     call()  # Compiles, traces and allocates.
     call()
-    calls[name] = max(1, round(turn_seconds / max(_time(call, 1), 1e-9)))
+    calls[name] = max(1, round(turn_seconds / max(elapsed(call, 1), 1e-9)))
   seconds = {name: [] for name in contenders}
   with _extras.load("tqdm").tqdm(
       total=n_rounds * len(contenders), desc=label, unit="turn",
@@ -210,8 +477,9 @@ def alternate(contenders, n_rounds, label, places=(), turn_seconds=0.05):
     for _ in range(n_rounds):
       new_places()
       for name in order.sample(list(contenders), len(contenders)):
-        contenders[name]()
-        seconds[name].append(_time(contenders[name], calls[name]))
+        if warm:
+          contenders[name]()
+        seconds[name].append(elapsed(contenders[name], calls[name]))
         progress.update()
   return seconds
 
@@ -239,7 +507,7 @@ def resident_bytes():
 
 
 class RemoteContender:
-  """A contender in another process, which measures the time itself."""
+  """A contender that measures the time itself, such as in another process."""
 
   def __init__(self, seconds):
     """`seconds(calls)` makes that many calls and returns seconds per call."""
@@ -249,7 +517,8 @@ class RemoteContender:
     self.seconds(1)
 
 
-def _time(call, calls):
+def elapsed(call, calls):
+  """Seconds per call, in `calls` calls."""
   if isinstance(call, RemoteContender):
     return call.seconds(calls)
   start = time.perf_counter()
@@ -301,50 +570,3 @@ def spread(seconds):
     return 0.0
   low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
   return (high - low) / 2 / median
-
-
-def report_passes(title, seconds, limits, moved, peer, common):
-  """Prints a table of contenders that each make one pass over memory.
-
-  Args:
-    title: What they pass over.
-    seconds: {contender: seconds of its turns}, with the streaming limits.
-    limits: The names of the limits. The table has the fastest.
-    moved: The bytes of a pass.
-    peer: (name of a contender, key, heading): what the others are compared
-      with, and where.
-    common: What all results have in common: a dict.
-
-  Returns:
-    A list of dicts, one for each row of the table.
-  """
-  # For a small set, threads slow the limit down.
-  limit = min(limits, key=lambda n: statistics.median(seconds[n]))
-  contender_of_peer, key, heading = peer
-  results = [{
-      **common,
-      "contender": contender,
-      "milliseconds": 1e3 * statistics.median(times),
-      "spread": spread(times),
-      "gigabytes_per_second": moved / statistics.median(times) / 1e9,
-      "of_limit": speedup(times, seconds[limit]),
-      key: speedup(times, seconds[contender_of_peer]),
-  } for contender, times in seconds.items()
-             if contender == limit or contender not in limits]
-  print(f"\n{title}: {moved / 1e6:,.1f} MB a pass")
-  print(table(
-      ("", "ms", "+-", "GB/s", "of limit", heading),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['gigabytes_per_second']:.1f}", f"{r['of_limit']:.0%}",
-        f"{r[key]:.2f}") for r in results]), flush=True)
-  return results
-
-
-def table(header, rows):
-  """Rows of strings as aligned text; the first column to the left."""
-  rows = [header, *rows]
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  return "\n".join(
-      "  ".join([row[0].ljust(widths[0]),
-                 *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:]))])
-      for row in rows)

@@ -36,7 +36,6 @@ import functools
 import gc
 import multiprocessing
 import os
-import statistics
 import time
 
 import keras
@@ -45,7 +44,6 @@ import tensorflow as tf
 
 from wrapopt.bench import harness
 from wrapopt.bench import keras_optimizers
-from wrapopt.bench import tables
 
 _PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
     "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
@@ -120,41 +118,41 @@ _SWAP_LAYERS, _SWAP_WIDTH = 25, 1024  # 100 MB and the biases.
 
 
 def add_arguments(parser):
-  parser.add_argument(
-      "--models", nargs="+", choices=[*MODELS, _SWAP], metavar="MODEL",
-      default=[*MODELS, _SWAP],
-      help="which, of " + ", ".join(f"'{name}'" for name in [*MODELS, _SWAP]) +
-      "; default all")
-  parser.add_argument(
-      "--modes", nargs="+", choices=MODES, metavar="MODE", default=MODES,
-      help=f"of {', '.join(MODES)}; default all")
+  harness.add_choice(parser, "models", [*MODELS, _SWAP])
+  harness.add_choice(parser, "modes", MODES)
   keras_optimizers.add_arguments(parser)
-  parser.add_argument(
-      "--quick", action="store_true",
-      help="5 rounds instead of 15: for a look, not for figures")
-  parser.add_argument("--json", metavar="FILE", help="where to write results")
 
 
-def run(options):
-  """Runs the benchmark and returns its results, one per contender."""
+def contests(options):
   if options.optimizers is not None:
-    return keras_optimizers.run(options)
-  n_rounds = harness.rounds(options)
-  say = harness.progress("keras")
-  results = []
+    yield from keras_optimizers.contests(options)
+    return
   for mode in options.modes:
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), _set_up, (mode,)) as process:
       for name in options.models:
         if name != _SWAP:
-          results += process.submit(measure, mode, name, *MODELS[name],
-                                    n_rounds).result()
-  if results:
-    print(f"\n{tables.keras_steps(results)}")
+          yield _contest(process, mode, name)
   if _SWAP in options.models:
-    results += measure_swap(_SWAP_LAYERS, _SWAP_WIDTH, n_rounds)
-  say("done")
-  return results
+    yield _swap(_SWAP_LAYERS, _SWAP_WIDTH)
+
+
+def _contest(process, mode, name):
+  """A Contest of steps of a model, which `process` takes."""
+  ask = lambda *call: process.submit(*call).result()
+  of_model, figures = ask(_prepare, mode, *MODELS[name])
+  contest = harness.Contest(
+      f"{mode}, {name}: {of_model}", {"model": name, "mode": mode},
+      peers={"x_plain": _PLAIN})
+  contest.add({contender: harness.RemoteContender(
+      functools.partial(ask, _seconds, contender)) for contender in CONTENDERS},
+              figures=figures)
+  return contest
+
+
+# These run in a process of a mode.
+
+_steps = {}  # {contender: function that takes a step}, of the model now.
 
 
 def _set_up(mode):
@@ -174,52 +172,38 @@ def _strategy(mode):
           if mode == _MIRRORED else tf.distribute.get_strategy())
 
 
-def measure(mode, name, layers, data, loss, optimizer, n_rounds):
-  """Compares all contenders on one model and prints a table.
+def _prepare(mode, layers, data, loss, optimizer):
+  """Makes and checks the steps of all contenders.
 
   Args:
     mode: One of MODES, for which `_set_up` has prepared this process.
-    name: The name of the model in the table.
     layers: A function of the inputs that returns the outputs.
     data: A function that returns a batch: inputs and targets.
     loss: The name of the loss.
     optimizer: A function of Keras's `use_ema` arguments that makes the
       optimizer.
-    n_rounds: The number of turns of each contender.
 
   Returns:
-    A list of dicts, one for each row of the table.
+    A description of the model, and {contender: its figures}.
   """
-  batch = data()
-  steps, models, first_seconds = {}, {}, {}
+  _steps.clear()
+  keras.utils.clear_session()  # Free the memory of the last model.
+  gc.collect()
+  batch, models, figures = data(), {}, {}
   for contender in CONTENDERS:
     with _strategy(mode).scope():
       models[contender] = model = _compiled(
           contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO))
-    steps[contender], first_seconds[contender] = _first_step(model, batch)
-  _check_same_training(models, steps)
-  seconds = harness.alternate(steps, n_rounds, f"{mode}, {name}")
-  results = [{
-      "model": name,
-      "mode": mode,
-      "contender": contender,
-      "milliseconds": 1e3 * statistics.median(times),
-      "spread": harness.spread(times),
-      "x_plain": 1 / harness.speedup(times, seconds[_PLAIN]),
-      "first_step_seconds": first_seconds[contender],
-      "rounds": n_rounds,
-  } for contender, times in seconds.items()]
-  print(f"\n{mode}, {name}: {len(model.trainable_variables)} variables, "
-        f"{model.count_params():,} numbers, replicas: "
-        f"{model.distribute_strategy.num_replicas_in_sync}")
-  print(harness.table(
-      ("", "ms", "+-", "x plain", "first step s"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['x_plain']:.3f}", f"{r['first_step_seconds']:.2f}")
-       for r in results]), flush=True)
-  keras.utils.clear_session()  # Free the memory for the next model.
-  gc.collect()
-  return results
+    _steps[contender], first = _first_step(model, batch)
+    figures[contender] = {"first_step_seconds": first}
+  _check_same_training(models, _steps)
+  return (f"{len(model.trainable_variables)} variables, "
+          f"{model.count_params():,} numbers, replicas: "
+          f"{model.distribute_strategy.num_replicas_in_sync}"), figures
+
+
+def _seconds(contender, calls):
+  return harness.elapsed(_steps[contender], calls)
 
 
 def _compiled(contender, layers, batch, loss, optimizer, jit):
@@ -265,26 +249,23 @@ def _check_same_training(models, steps):
     opt, values = model.optimizer, model.trainable_variables
     weights = _numbers(values)
     first = weights if first is None else first
-    if not np.allclose(weights, first, rtol=0, atol=2e-3):
-      raise AssertionError(f"{contender}: the weights are off by "
-                           f"{np.abs(weights - first).max():.3g}.")
+    harness.check_close(contender, {"the weights": (weights, first, 2e-3)})
     for decay in _DECAYS.get(contender, ()):
       averages = _numbers(opt._model_variables_moving_average
                           if contender == _USE_EMA else
                           [opt.average(v, decay) for v in values])
       if np.array_equal(averages, weights):
         raise AssertionError(f"{contender}: the averages are the weights.")
-      if not np.allclose(averages, weights, rtol=0, atol=1e-2):
-        raise AssertionError(f"{contender}: the averages are off by "
-                             f"{np.abs(averages - weights).max():.3g}.")
+      harness.check_close(contender, {
+          "the averages": (averages, weights, 1e-2)})
 
 
 def _numbers(values):
   return np.concatenate([v.numpy().reshape(-1) for v in values])
 
 
-def measure_swap(layers, width, n_rounds):
-  """Compares putting averages in place and back; as `measure`."""
+def _swap(layers, width):
+  """A Contest of putting averages in place and back."""
   batch = _dense(1, width)
   models = {contender: _compiled(
       contender, _call(_mlp, layers, width), batch, "mse", _OPTIMIZERS["SGD"],
@@ -302,23 +283,11 @@ def measure_swap(layers, width, n_rounds):
     with models[_ONE].optimizer.averaged_weights():
       pass
 
-  contenders = {"SwapEMAWeights": by_callback,
-                "averaged_weights": by_exchange}
-  seconds = harness.alternate(contenders, n_rounds, _SWAP)
   megabytes = 4e-6 * sum(v.shape.num_elements()
                          for v in models[_ONE].trainable_variables)
-  results = [{
-      "model": _SWAP,
-      "contender": contender,
-      "megabytes": megabytes,
-      "milliseconds": 1e3 * statistics.median(times),
-      "spread": harness.spread(times),
-      "x_keras": 1 / harness.speedup(times, seconds["SwapEMAWeights"]),
-      "rounds": n_rounds,
-  } for contender, times in seconds.items()]
-  print(f"\naverages in place of {megabytes:.0f} MB of weights, and back")
-  print(harness.table(
-      ("", "ms", "+-", "x SwapEMAWeights"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['x_keras']:.4f}") for r in results]), flush=True)
-  return results
+  contest = harness.Contest(
+      f"averages in place of {megabytes:.0f} MB of weights, and back",
+      {"model": _SWAP, "megabytes": megabytes},
+      peers={"x_keras": "SwapEMAWeights"})
+  contest.add({"SwapEMAWeights": by_callback, "averaged_weights": by_exchange})
+  return contest

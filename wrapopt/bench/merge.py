@@ -10,7 +10,6 @@ read from the disk. In a file system in memory they stay there.
 import concurrent.futures
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -53,31 +52,18 @@ def add_arguments(parser):
       "--variables", type=int, default=16, metavar="V",
       help="float32 variables, one of them half of the bytes of all; default "
       "%(default)s")
-  parser.add_argument("--formats", nargs="+", choices=list(_FORMATS),
-                      default=list(_FORMATS), metavar="FORMAT",
-                      help=f"of {', '.join(_FORMATS)}; default both")
-  parser.add_argument("--rounds", type=int, default=3,
-                      help="default %(default)s")
+  harness.add_choice(parser, "formats", _FORMATS)
   parser.add_argument(
       "--directory", metavar="DIR", default=None,
       help="where the checkpoints are for a while; default: that of temporary "
       "files")
-  parser.add_argument("--json", metavar="FILE", help="where to write results")
+  parser.set_defaults(rounds=3)
 
 
-def run(options):
-  results = []
+def contests(options):
   for name in options.formats:
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-      results.append({"format": name, **_measure(options, name, directory)})
-  print(harness.table(
-      ["format", "inputs", "MB each", "plain, s", "merge, s", "merge, GB/s",
-       "of the limit", "memory, MB", "of the largest"],
-      [[r["format"], str(options.inputs), str(options.megabytes),
-        f"{r['plain']:.2f}", f"{r['merge']:.2f}", f"{r['rate'] / 1e9:.2f}",
-        f"{r['of_limit']:.0%}", f"{r['peak_bytes'] / 1e6:.0f}",
-        f"{r['of_largest']:.1f}"] for r in results]))
-  return results
+      yield from _contest(options, name, directory)
 
 
 def _sizes(options):
@@ -89,7 +75,7 @@ def _sizes(options):
       options.variables - 1)
 
 
-def _measure(options, name, directory):
+def _contest(options, name, directory):
   sizes, ending = _sizes(options), _FORMATS[name]
   paths = [os.path.join(directory, f"in-{i}{ending}")
            for i in range(options.inputs)]
@@ -104,31 +90,43 @@ def _measure(options, name, directory):
   _write(small, {"v": np.zeros(3, np.float32)})
   bytes_in = sum(map(os.path.getsize, files))
   bytes_out = bytes_in // options.inputs
-  plain, merged, peaks = [], [], []
-  for i in range(options.rounds):
+  peaks = []
+
+  def loop(_):
     _drop(files)
-    plain.append(_plain(files, os.path.join(directory, "plain"), bytes_out))
+    output = os.path.join(directory, "plain")
+    seconds = _plain(files, output, bytes_out)
+    os.remove(output)
+    return seconds
+
+  def merge(_):
     _drop(files)
     done = subprocess.run(
         [sys.executable, "-c", _CHILD, json.dumps(paths),
-         os.path.join(directory, f"out-{i}"), small, ending],
+         os.path.join(directory, "out"), small, ending],
         check=True, stdout=subprocess.PIPE, text=True, env={
             **os.environ, "PYTHONPATH": os.pathsep.join(sys.path),
             "PYTHONSAFEPATH": "1"})
     found = json.loads(done.stdout.splitlines()[-1])
-    merged.append(found["seconds"])
     peaks.append(found["bytes"])
     for file in os.listdir(directory):
-      if file.startswith(("out-", "plain")):
+      if file.startswith("out"):
         os.remove(os.path.join(directory, file))
-  return {
-      "inputs": options.inputs, "bytes_in": bytes_in,
-      "rounds": options.rounds,
-      "plain": statistics.median(plain), "merge": statistics.median(merged),
-      "rate": bytes_in / statistics.median(merged),
-      "of_limit": harness.speedup(merged, plain),
-      "peak_bytes": max(peaks),
-      "of_largest": max(peaks) / (max(sizes) * 4)}
+    return found["seconds"]
+
+  contest = harness.Contest(
+      f"{options.inputs} checkpoints of {options.megabytes:,} MB",
+      {"format": name, "inputs": options.inputs,
+       "megabytes": options.megabytes}, peers={"of_limit": "loop"},
+      figure="seconds", warm=False)
+  contest.add({"loop": harness.RemoteContender(loop),
+               "merge": harness.RemoteContender(merge)})
+  yield contest
+  _, merged = contest.results
+  merged.update(
+      rate=bytes_in / merged["seconds"], bytes_in=bytes_in,
+      peak_megabytes=max(peaks) / 1e6,
+      of_largest=max(peaks) / (max(sizes) * 4))
 
 
 def _write(path, values):

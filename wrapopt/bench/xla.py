@@ -13,114 +13,48 @@ gradients; the results are checked. "trace" is the time to trace the function,
 instructions before and after XLA's optimization.
 """
 
-import gc
 import re
-import statistics
 import time
-
-import tensorflow as tf
 
 from wrapopt.bench import harness
 from wrapopt.bench import step as step_bench
 
 _OPTIMIZERS = ("Momentum", "Adam")
-_STOCK, _STOCK_EMA = "stock", "stock + EMA"
-# {contender: the contender that it is compared with}.
-_PEERS = {_STOCK: _STOCK, _STOCK_EMA: _STOCK_EMA, "wrapopt K=0": _STOCK,
-          "wrapopt K=1": _STOCK_EMA}
+CONTENDERS = ("stock", "stock + EMA", "wrapopt K=0", "wrapopt K=1")
 
 
 def add_arguments(parser):
-  harness.add_optimizer_arguments(parser, _OPTIMIZERS)
+  harness.add_sets(parser)
+  harness.add_choice(parser, "optimizers", _OPTIMIZERS)
 
 
-def run(options):
-  """Runs the benchmark and returns its results, one per contender."""
-  return harness.measure_optimizers(options, measure)
+def contests(options):
+  for name, shapes in harness.chosen_sets(options):
+    for optimizer in options.optimizers:
+      contest = harness.Contest(
+          f"{harness.described(name, shapes)}, {optimizer}",
+          {"set": name, "optimizer": optimizer},
+          peers={"x_stock": "stock", "x_stock_ema": "stock + EMA"},
+          expected=step_bench.Expected())
+      functions, place, state = step_bench.in_functions(
+          shapes, step_bench.OPTIMIZERS[optimizer], jit_compile=True,
+          contenders=CONTENDERS)
+      builds = {c: _build(function) for c, function in functions.items()}
+      contest.add(functions, place, state, figures=builds)
+      yield contest
 
 
-def measure(name, shapes, optimizer, n_rounds):
-  """Compares all contenders on one set of variables and prints a table.
-
-  Args:
-    name: The name of the set.
-    shapes: The shapes of its variables.
-    optimizer: The name of an optimizer.
-    n_rounds: The number of turns of each contender.
-
-  Returns:
-    A list of dicts, one for each row of the table.
-  """
-  contenders, place, builds = compiled(shapes, optimizer)
-  seconds = harness.alternate(contenders, n_rounds, f"{name}, {optimizer}",
-                              places=[place])
-  del contenders, place
-  gc.collect()  # Free the memory for the next set.
-  results = [
-      {
-          "set": name,
-          "optimizer": optimizer,
-          "contender": contender,
-          "milliseconds": 1e3 * statistics.median(times),
-          "spread": harness.spread(times),
-          "peer": _PEERS[contender],
-          "x_peer": 1 / harness.speedup(times, seconds[_PEERS[contender]]),
-          **builds[contender],
-          "rounds": n_rounds,
-      } for contender, times in seconds.items()]
-  print(f"\n{name}: {len(shapes)} variables, {sum(harness.sizes(shapes)):,} "
-        f"numbers, {optimizer}")
-  print(harness.table(
-      ("", "ms", "+-", "x", "of", "trace s", "compile s", "HLO"),
-      [(r["contender"], f"{r['milliseconds']:.3f}", f"{r['spread']:.0%}",
-        f"{r['x_peer']:.2f}", r["peer"], f"{r['trace_seconds']:.2f}",
-        f"{r['compile_seconds']:.2f}",
-        f"{r['hlo']}, {r['optimized_hlo']}") for r in results]), flush=True)
-  return results
-
-
-def compiled(shapes, optimizer):
-  """The contenders, compiled.
-
-  Args:
-    shapes: The shapes of the variables.
-    optimizer: The name of an optimizer.
-
-  Returns:
-    {contender: function that takes a step}; a function that makes new arrays
-    with the initial state; and {contender: a dict of the costs of building it}.
-  """
-  with tf.device("/cpu:0"):
-    values, grads = step_bench.variables(shapes)
-  steps = step_bench.Steps(step_bench.OPTIMIZERS[optimizer])
-  contenders, builds = {}, {}
-  # Slots and averages are made by the first trace of a function.
-  for contender in step_bench.STEPS:
-    step_bench.function(steps, contender, values, grads)()
-  for contender in _PEERS:
-    function = step_bench.function(steps, contender, values, grads,
-                                   jit_compile=True)
-    times = [time.perf_counter()]
-    for build in (function.get_concrete_function, function):
-      build()
-      times.append(time.perf_counter())
-    ir = function.experimental_get_compiler_ir()
-    builds[contender] = {
-        "trace_seconds": times[1] - times[0],
-        "compile_seconds": times[2] - times[1],
-        "hlo": count_instructions(ir("hlo")),
-        "optimized_hlo": count_instructions(ir("optimized_hlo")),
-    }
-    contenders[contender] = function
-
-  def place():
-    with tf.device("/cpu:0"):
-      steps.fill(values, grads)
-
-  step_bench.check_all({("jit", name): function
-                        for name, function in contenders.items()},
-                       place, lambda: steps.sample(values))
-  return contenders, place, builds
+def _build(function):
+  """The costs of building a compiled function: figures."""
+  times = [time.perf_counter()]
+  for build in (function.get_concrete_function, function):
+    build()
+    times.append(time.perf_counter())
+  ir = function.experimental_get_compiler_ir()
+  return {"trace_seconds": times[1] - times[0],
+          "compile_seconds": times[2] - times[1],
+          "hlo": count_instructions(ir("hlo")),
+          "optimized_hlo": count_instructions(ir("optimized_hlo"))}
 
 
 def count_instructions(hlo):
