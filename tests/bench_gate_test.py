@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from training import type_of
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import gate
 from wrapopt.bench import harness
@@ -20,7 +21,7 @@ def test_contenders_are_what_their_names_say():
   session, contenders, place = gate._in_session(_SHAPES)
   with session:
     assert list(contenders) == _CONTENDERS
-    types = [op.type for op in session.graph.get_operations()]
+    types = [type_of(op) for op in session.graph.get_operations()]
     assert types.count("Wrapopt>ApplyMomentum") == 3
     assert types.count("Wrapopt>StalenessGate") == 2
     # Those of the conds are in functions.

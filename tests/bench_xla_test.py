@@ -18,7 +18,7 @@ def test_contenders_are_compiled_and_what_their_names_say():
   for name, function in contenders.items():
     hlo = function.experimental_get_compiler_ir()("hlo")
     ours = name.startswith("wrapopt")
-    assert ('op_type="Wrapopt>ApplyMomentum"' in hlo) == ours
+    assert ('op_type="Wrapopt>Apply"' in hlo) == ours
     assert ('op_type="ResourceApplyMomentum"' in hlo) == (not ours)
     # Variables and slots, and the averages where there are some.
     averages = name in ("stock + EMA", "wrapopt K=1")

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from training import type_of
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import embedding as bench
 from wrapopt.bench import harness
@@ -62,7 +63,7 @@ def test_contenders_are_what_their_names_say(mode, optimizer):
     bench.check(problem, contest)
     for name, step in contest.steps.items():
       function = step.__defaults__[0] if mode == "keras" else step
-      ops = [op.type for op in function.get_concrete_function(
+      ops = [type_of(op) for op in function.get_concrete_function(
           contest.batches[0]).graph.get_operations()]
       ours = (name in ("wrapopt", "wrapopt, K = 0") or
               optimizer == "LazyAdam")
