@@ -304,3 +304,8 @@ def test_what_the_function_refuses():
     apply("Momentum",
           {"var": [v], "accum": [tf.Variable([1.0], dtype="double")]},
           [tf.ones([1])], {"lr": 1.0, "momentum": 0.5})
+  with pytest.raises(ValueError, match="`states` must hold var, accum, got va"):
+    apply("Momentum", {"var": [v]}, [tf.ones([1])],
+          {"lr": 1.0, "momentum": 0.5})
+  with pytest.raises(ValueError, match="`scalars` must hold lr, got momentum"):
+    apply("GradientDescent", {"var": [v]}, [tf.ones([1])], {"momentum": 0.5})

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import benches
 import processes
+from training import type_of
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import average
 from wrapopt.bench import ema
@@ -255,23 +256,23 @@ def types_in_session(make):
   """({contender: op}, types of all ops), of a graph for a session."""
   with tf.Graph().as_default() as graph, tf.device("/cpu:0"):
     contenders, _, _ = make()
-  return contenders, [op.type for op in graph.get_operations()]
+  return contenders, list(map(type_of, graph.get_operations()))
 
 
 def types_in_function(function):
-  return [op.type for op in
-          function.get_concrete_function().graph.get_operations()]
+  return list(map(
+      type_of, function.get_concrete_function().graph.get_operations()))
 
 
 def test_averages_are_what_their_names_say():
   _, types = types_in_session(lambda: ema.graph(_SHAPES, (0.9, 0.5)))
-  assert types.count("Wrapopt>EmaUpdateBundle") == 1
+  assert types.count("Wrapopt>EmaUpdate") == 1
   assert types.count("VarHandleOp") == 9 and "VariableV2" not in types
   assert types.count("AssignSubVariableOp") == 6
   contenders, _, _ = ema.functions(_SHAPES, (0.9, 0.5))
   for name, function in contenders.items():
     types, ours = types_in_function(function), name.startswith("wrapopt")
-    assert types.count("Wrapopt>EmaUpdateBundle") == int(ours)
+    assert types.count("Wrapopt>EmaUpdate") == int(ours)
     assert types.count("AssignSubVariableOp") == (0 if ours else 6)
   compiled = contenders["assign_sub, jit_compile"]
   assert "fusion" in compiled.experimental_get_compiler_ir()("optimized_hlo")
@@ -291,7 +292,7 @@ def test_gated_steps_are_what_their_names_say():
       "ungated, one op", "gated, admitted", "ungated, stock",
       "tf.cond around stock, admitted", "gated, dropped",
       "tf.cond around stock, dropped"]
-  assert types.count("Wrapopt>ApplyBundle") == 3
+  assert types.count("Wrapopt>ApplyMomentum") == 3
   assert types.count("Wrapopt>StalenessGate") == 2
   # Those of the conds are in functions.
   assert types.count("ResourceApplyMomentum") == len(_SHAPES)
@@ -301,15 +302,15 @@ def test_steps_are_what_their_names_say():
   make = step.OPTIMIZERS["Momentum"]
   contenders, types = types_in_session(lambda: step.graph(_SHAPES, make))
   assert list(contenders) == _STEPS
-  assert types.count("Wrapopt>ApplyBundle") == 3  # K = 0, 1, 3.
-  assert "Wrapopt>EmaUpdateBundle" not in types and "VariableV2" not in types
+  assert types.count("Wrapopt>ApplyMomentum") == 3  # K = 0, 1, 3.
+  assert "Wrapopt>EmaUpdate" not in types and "VariableV2" not in types
   # The two stock contenders.
   assert types.count("ResourceApplyMomentum") == 2 * len(_SHAPES)
   assert types.count("AssignSubVariableOp") == len(_SHAPES)
   functions, _, _ = step.in_functions(_SHAPES, make)
   for name, function in functions.items():
     types, ours = types_in_function(function), name.startswith("wrapopt")
-    assert types.count("Wrapopt>ApplyBundle") == int(ours)
+    assert types.count("Wrapopt>ApplyMomentum") == int(ours)
     assert ("ResourceApplyMomentum" in types) == (not ours)
     assert types.count("AssignSubVariableOp") == (
         len(_SHAPES) if name == "stock + EMA" else 0)
@@ -321,7 +322,7 @@ def test_compiled_steps_are_what_their_names_say():
   for name, function in contenders.items():
     hlo = function.experimental_get_compiler_ir()("hlo")
     ours = name.startswith("wrapopt")
-    assert ('op_type="Wrapopt>ApplyMomentum"' in hlo) == ours
+    assert ('op_type="Wrapopt>Apply"' in hlo) == ours
     assert ('op_type="ResourceApplyMomentum"' in hlo) == (not ours)
     # Variables and slots, and the averages where there are some.
     averages = name in ("stock + EMA", "wrapopt K=1")

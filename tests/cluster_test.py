@@ -103,7 +103,7 @@ def test_dropped_gradients_are_not_sent(cluster, fused, v2):
   for steps in answer.values():
     assert ran(steps, "Wrapopt>StalenessGate") == 1
     assert ran(steps, "Wrapopt>StalenessComplete") == 1
-  op = "ResourceApplyMomentum" if fused is False else "Wrapopt>ApplyBundle"
+  op = "ResourceApplyMomentum" if fused is False else "Wrapopt>Apply"
   assert ran(answer["admitted"], op) == 1
   if fused is False:
     assert ran(answer["dropped"], op) == 0

@@ -292,13 +292,13 @@ def test_it_is_one_op():
     update = case.build(shadows=[mode.variable(np.zeros(SHAPE, np.float32)),
                                  mode.variable(np.zeros(2, np.float32))],
                         decay=0.5)
-    assert update.type == "Wrapopt>ApplyCompensated"
+    assert update.type == "Wrapopt>Apply"
     handles = {v.handle.op for of in case.made for row in of.values()
                for v in row}
     users = {op for op in mode.graph.get_operations()
              if handles & {t.op for t in op.inputs}}
     assert {op.type for op in users} <= {
-        "Wrapopt>ApplyCompensated", "AssignVariableOp", "ReadVariableOp",
+        "Wrapopt>Apply", "AssignVariableOp", "ReadVariableOp",
         "VarIsInitializedOp"}
 
 
@@ -335,7 +335,7 @@ def test_the_buffer_of_a_ref_variable_is_refused():
       read = tf.identity(w._ref())
     refused(mode, [w], tf.errors.InvalidArgumentError,
             r"origins\[0\] must be a copy of the weights, got the buffer of "
-            r"states\[0\] \(variable 'Variable'\)",
+            r"var\[0\] \(variable 'Variable'\)",
             lambda: case.build(origins=[read]))
 
 
@@ -376,29 +376,29 @@ def raw(**changes):
   w = Eager().variable(np.ones(3, np.float32))
   memory = Eager().variable(np.zeros(3, np.float32))
   arguments = dict(
-      states=[w.handle], grad=[tf.ones([3])], origins=[tf.zeros([3])],
-      memory=[memory.handle], scalars=tf.constant([0.1], tf.float64),
-      policy_scalars=tf.constant([1, 0.5, 0.1], tf.float64), shadows=[],
+      variables=[w.handle, memory.handle], grad=[tf.ones([3])], indices=[],
+      origins=[tf.zeros([3])],
+      scalars=tf.constant([0.1, 1, 0.5, 0.1], tf.float64),
       decays=tf.constant([], tf.float64), accept=True, rule="GradientDescent",
-      policy="DelayCompensation", P=tf.float32)
-  raw_ops.wrapopt_apply_compensated(**{**arguments, **changes})
+      policy="DelayCompensation", NK=0, T=tf.float32)
+  raw_ops.wrapopt_apply(**{**arguments, **changes})
   return w.numpy()
 
 
 @pytest.mark.parametrize("changes, text", [
-    (dict(policy="None"), "policy must be one of ConstantDelayCompensation, "
-     "DelayCompensation, GapAware, got 'None'"),
+    (dict(policy="None"), "policy must be empty or one of "
+     "ConstantDelayCompensation, DelayCompensation, GapAware, got 'None'"),
     (dict(rule="Ema"), "rule must be one of Adadelta, .*, got 'Ema'"),
-    (dict(rule="Momentum"), r"states must be 2 variables, 2 \(var accum\) for "
-     "each of N = 1, got 1"),
-    (dict(policy="ConstantDelayCompensation"), "memory must be 0 variables, 0 "
-     "for each of N = 1, got 1"),
-    (dict(P=tf.float64), "memory must be of dtype float for variables of dtype "
-     "float, got double"),
-    (dict(policy_scalars=np.array([1.])),
-     r"policy_scalars misshapen: got \[1\] but expected \[3\]"),
-    (dict(scalars=np.zeros(0)),
-     r"scalars misshapen: got \[0\] but expected \[1\]"),
+    (dict(rule="Momentum", scalars=np.ones(6)),
+     r"variables must be 3 \(1 var, 1 accum, 1 memory\), got 2"),
+    (dict(policy="ConstantDelayCompensation", scalars=np.ones(2)),
+     r"variables must be 1 \(1 var\), got 2"),
+    (dict(policy=""), "origins must be 0 tensors for the policy '' and N = 1 "
+     "variables, got 1"),
+    (dict(scalars=np.zeros(3)), r"scalars misshapen: got \[3\] but expected "
+     r"\[4\] \(lr, lambda, rate, epsilon\)"),
+    (dict(origins=[tf.zeros(3, tf.float64)]), "origins must be of dtype float, "
+     "the variables', got double"),
     (dict(origins=[np.zeros(2, np.float32)]),
      r"origins\[0\] misshapen: got \[2\] but expected \[3\] \(the shape of "
      r"grad\[0\]\)"),

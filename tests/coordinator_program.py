@@ -260,7 +260,8 @@ def sent(graph):
               if applied.type.startswith(kind)})
                       for kind in ("Wrapopt>LockSteps", "Wrapopt>Apply")},
           "updates": collections.Counter(
-              f"{op.type} on {task(op)}" for inner in training.graphs_in(graph)
+              f"{training.type_of(op)} on {task(op)}"
+              for inner in training.graphs_in(graph)
               for op in inner.get_operations()
               if "Apply" in op.type or op.type.startswith("Assign"))}
 

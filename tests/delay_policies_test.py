@@ -229,7 +229,15 @@ def test_a_function(policy, fused):
   assert opt.staleness_stats().admitted_histogram[1] == 3
   types = {op.type for op in train.get_concrete_function().graph
            .get_operations()}
-  assert ("Wrapopt>ApplyCompensated" in types) == (fused is None)
+  assert ("Wrapopt>Apply" in types) == (fused is None)
+
+
+def compensated(kind, graph=None):
+  """The ops that take compensated steps, in a graph of this kind."""
+  graph = graph or tf1.get_default_graph()
+  return [op for op in graph.get_operations()
+          if op.type == "Wrapopt>Apply" + "Ref" * (kind == "ref")
+          and op.get_attr("policy")]
 
 
 @pytest.mark.parametrize("kind", GRAPH_MODES)
@@ -243,8 +251,7 @@ def test_a_gpu_takes_the_same_op(kind):
     with opt.record_step():
       loss = loss_of(w)
     opt.minimize(loss, step)
-    [apply] = ops_of_type(
-        "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else ""))
+    [apply] = compensated(kind)
     assert apply.device == w.device
 
 
@@ -274,8 +281,7 @@ def test_a_parameter_server_keeps_the_weights(cluster, policy, kind):
       with opt.record_step():
         loss = with_a_step_between(w, lambda: session.run(other))
       train = opt.minimize(loss, step)
-    suffix = "Ref" if kind == "ref" else ""
-    apply = ops_of_type("Wrapopt>ApplyCompensated" + suffix)[-1]
+    apply = compensated(kind)[-1]
     [origin] = [t.op for t in apply.inputs
                 if t.op.type in ("ReadVariableOp", "DeepCopy")]
     server = Server(POLICIES[policy])
@@ -340,10 +346,11 @@ def test_an_embedding_in_a_graph(kind, lookups, policy):
   if kind == "resource" and lookups == 1:
     # Only the rows that were read are held.
     gathers = ops_of_type("ResourceGather", loss.graph)
-    [*_, apply] = ops_of_type("Wrapopt>SparseApplyCompensated", loss.graph)
-    assert set(gathers) & ancestors(apply.inputs[3])
-    assert not [op for op in ancestors(apply.inputs[3])
-                if op.type == "ReadVariableOp"]
+    [*_, apply] = compensated(kind, loss.graph)
+    # After the variables, the gradient and its indices.
+    origin = apply.inputs[apply.get_attr("NV") + 2]
+    assert set(gathers) & ancestors(origin)
+    assert not [op for op in ancestors(origin) if op.type == "ReadVariableOp"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -505,11 +512,11 @@ def test_a_graph(chain, v2, policy, fused, kind):
       names = {"mean_square": "DelayCompensation", "step_size": "GapAware"}
       assert [s.op.name for s in slots.values()] == [
           f"w/{names[s]}" for s in slots]
-      op = "Wrapopt>ApplyCompensated" + ("Ref" if kind == "ref" else "")
-      assert bool(ops_of_type(op)) == (fused is None)
+      steps = compensated(kind)
+      assert bool(steps) == (fused is None)
       if fused is None and kind == "resource":
         # What was read is the origin: no other op is between.
-        [read] = [t.op for t in ops_of_type(op)[-1].inputs
+        [read] = [t.op for t in steps[-1].inputs
                   if t.op.type == "ReadVariableOp" and
                   t.op.inputs[0] is w.handle]
         assert read in ancestors(loss.op)

@@ -116,16 +116,14 @@ def _rows(text, header):
 
 def test_all_ops_are_listed():
   """The first table of ops.md, with the devices that have kernels."""
-  rules = [name for name, rule in _native.rules().items() if rule.is_update]
   listed = {}
   for names, _, _, kernels in _rows(read("wrapopt/docs/ops.md"), "op"):
     for name in re.findall("`(.*?)`", names):
-      for rule in rules if "<Rule>" in name else [""]:
-        for ref in ["", "Ref"] if "[Ref]" in name else [""]:
-          op = name.replace("<Rule>", rule).replace("[Ref]", ref)
-          assert op not in listed
-          # XLA knows no ref variables.
-          listed[op] = set(kernels.split(", ")) - ({"XLA"} if ref else set())
+      for ref in ["", "Ref"] if "[Ref]" in name else [""]:
+        op = name.replace("[Ref]", ref)
+        assert op not in listed
+        # XLA knows no ref variables.
+        listed[op] = set(kernels.split(", ")) - ({"XLA"} if ref else set())
   assert listed == {
       op: {"XLA" if device.startswith("XLA") else device for device in devices}
       for op, devices in info.devices_of_kernels().items()}
@@ -144,19 +142,22 @@ def test_which_ops_run_on_the_host_only():
 
 
 def test_all_rules_are_listed():
-  """The second table of ops.md, and the sentence after it."""
+  """In ops.md: the rules, their states and scalars, and the other rules."""
   text = read("wrapopt/docs/ops.md")
   listed = {}
-  for rule, _, states, moved in _rows(text, "rule of `wrapopt.ops.apply`"):
-    name, *attributes = re.findall("`(.*?)`", rule)
-    listed[name] = (re.findall("`(.*?)`", states), moved)
-    scalars = [s.strip("?") for s in _native.rules()[name].scalars]
-    assert set(attributes) <= set(scalars)
-    assert ("weight_decay" in scalars) == ("weight_decay" in attributes)
+  names = lambda cell: re.findall("`(.*?)`", cell)
+  for rule, _, states, scalars, moved in _rows(
+      text, "rule of `wrapopt.ops.apply`"):
+    [name] = names(rule)
+    listed[name] = (names(states), names(scalars), moved)
   # The gradient is read; each state and average is read and written.
-  assert listed == {
-      name: (rule.states, f"{4 * (1 + 2 * len(rule.states))}, 8")
-      for name, rule in _native.rules().items() if rule.is_update}
+  updates = {name: (rule.states, [s.strip("?") for s in rule.scalars],
+                    f"{4 * (1 + 2 * len(rule.states))}, 8")
+             for name, rule in _native.rules().items() if rule.is_update}
+  assert listed == updates
+  for i, head in enumerate(("state", "scalar")):
+    assert ({name for first, _ in _rows(text, head) for name in names(first)} ==
+            {name for of_rule in updates.values() for name in of_rule[i]})
   others = re.search(r"More rules are (.*?)\.\s", text, re.S)[1]
   assert ([name for name in _native.rules() if name not in listed] ==
           [name for name in re.findall("`(.*?)`", others)

@@ -42,7 +42,7 @@ NUMBERS = [0., -0., 1., -1., 0.5, np.nan, np.inf, -np.inf, 5e-324, 1e-310,
 INTEGERS = [0, 1, -1, 2, 3, 2**31 - 1, 2**31, -2**31, 2**63 - 1, -2**63]
 
 # Inputs that are no variables, though they are resources.
-OTHER_RESOURCES = ("rounds", "ticket", "handles", "lock")
+OTHER_RESOURCES = ("rounds", "ticket", "lock")
 
 
 def op_defs():
@@ -89,7 +89,7 @@ class Case:
   inputs: dict = dataclasses.field(default_factory=dict)
   attrs: dict = dataclasses.field(default_factory=dict)
   rounds: typing.Any = None
-  handles_shape: typing.Any = None  # Of a bundle, if it is not a vector.
+  pack: typing.Any = None  # How "variables" are one tensor, if they are.
   hidden: bool = False  # Whether shapes of tensors are known only at run time.
   calls: int = 1
   spoiled: list = dataclasses.field(default_factory=list)
@@ -111,10 +111,14 @@ def family(op):
 
 def rule_of(case):
   """The rule that an op applies, or None."""
-  name = case.attrs.get("rule", family(case.op).removeprefix("Sparse")
-                        .removeprefix("Apply"))
+  name = case.attrs.get("rule")
   rule = _native.rules().get(name)
   return (name, rule) if rule is not None and rule.is_update else None
+
+
+def policy_of(case):
+  """The names of the states and of the scalars of the policy, if any."""
+  return _compensation.POLICIES.get(case.attrs.get("policy"), ([], []))
 
 
 def numpy_dtype(dtype):
@@ -175,7 +179,7 @@ class _Maker:
         attrs["rule"] = self._pick([name for name, rule in
                                     _native.rules().items() if rule.is_update])
       elif attr.name == "policy":
-        attrs["policy"] = self._pick(list(_compensation.POLICIES))
+        attrs["policy"] = self._pick(["", *_compensation.POLICIES])
       elif attr.name == "shared_name":
         attrs[attr.name] = f"fuzz {self.case.seed}"
       elif attr.name == "worker":
@@ -190,20 +194,19 @@ class _Maker:
                  "sources": int(rng.integers(0, 3)), "tensors": 0}
     self.rows["tensors"] = int(rng.integers(not self.rows["sources"], 2))
     lazy = bool(rng.integers(2)) or by_name.get("NL") and by_name["NL"].minimum
-    if self.rule and self.rule[1].all_rows:
+    sparse = bool(rng.integers(2))
+    if self.rule and (self.rule[1].all_rows or not sparse):
       lazy = False
     numbers = {"N": n, "NK": n * self.k, "NL": n * self.k * bool(lazy),
-               "NI": n * int(rng.integers(2)), "NT": n * self.rows["targets"],
+               "NI": n * sparse, "NT": n * self.rows["targets"],
+               "NO": n * bool(attrs.get("policy")),
                "NS": n * self.rows["sources"]}
-    if "policy" in attrs:
-      numbers["NS"] = n * len(self.rule[1].states)
-      numbers["NP"] = n * len(_compensation.POLICIES[attrs["policy"]][0])
     main = None
     for attr in self.op.attr:
       if attr.type == "type":
         allowed = self._allowed(attr)
-        if attr.name == "P":
-          attrs["P"] = DOUBLE if main == DOUBLE else FLOAT
+        if attr.name == "O":
+          attrs["O"] = main
         elif main is None or attr.name == "I":
           attrs[attr.name] = self._pick(allowed)
           main = attrs[attr.name] if main is None else main
@@ -218,13 +221,16 @@ class _Maker:
         attrs[attr.name] = bool(rng.integers(2))
     if "value" in attrs:
       attrs["value"] = int(rng.integers(2))
-    if not self.k and "S" in attrs and any(
-        a.is_ref for a in self.op.input_arg):
-      attrs["S"] = FLOAT  # TensorFlow infers it, from nothing.
-    if not attrs.get("NP", 1) and any(a.is_ref for a in self.op.input_arg):
-      attrs["P"] = FLOAT
     self.main = main
+    self.lists = []  # What each of the op's "variables" is: (list, dtype).
+    if {"variables", "NK"} <= self.names | by_name.keys():
+      self.lists = self._lists()
+      attrs["NV"] = len(self.lists)
+      if "NV" in by_name and rng.integers(2) and self.case.mode != "jit":
+        self.case.pack = "vector"
     self.row_dtypes = {}
+    if self.lists:
+      self.row_dtypes["variables"] = [dtype for _, dtype in self.lists]
     for arg in self.op.input_arg:
       rows = self.rows.get(arg.name)
       if rows is not None and main is not None:
@@ -237,10 +243,21 @@ class _Maker:
             for _ in range(int(rng.integers(0, 4)))])
         attrs[arg.type_list_attr] = self.row_dtypes[arg.name]
 
+  def _lists(self):
+    attrs, n = self.case.attrs, self.n
+    shadows = [("shadows", attrs["S"])] * n * self.k
+    if self.rule is None:
+      return shadows + [("values", attrs["T"])] * n
+    compute = DOUBLE if attrs["T"] == DOUBLE else FLOAT
+    return ([(s, attrs["T"]) for s in self.rule[1].states for _ in range(n)] +
+            [("memory", compute)] * n * len(policy_of(self.case)[0]) +
+            shadows + [("log_decays", DOUBLE)] * attrs.get("NL", 0))
+
   # Shapes of the N variables.
 
   def _shapes(self):
-    self.has_rows = bool({"indices", "log_decays"} & self.names)
+    self.has_rows = "log_decays" in self.names or bool(
+        self.case.attrs.get("NI"))
     options = [s for s in SHAPES if s or not self.has_rows]
     self.shapes = [self._pick(options) for _ in range(self.n)]
     rows = [s[0] if s else 1 for s in self.shapes]
@@ -268,7 +285,6 @@ class _Maker:
     if arg.type != RESOURCE and arg.type:
       return arg.type
     return {"shadows": self.case.attrs.get("S"), "log_decays": DOUBLE,
-            "memory": self.case.attrs.get("P"),
             "step": self._step, "stale_counter": FLOAT,
             "histogram": INT64}.get(arg.name,
                                     self.dtypes[position % self.n])
@@ -282,14 +298,15 @@ class _Maker:
     return len(self.case.variables) - 1
 
   def _variable(self, arg, position):
+    name, dtype = (self.lists[position] if self.lists else
+                   (arg.name, self._dtype(arg, position)))
     shape = self.shapes[position % self.n]
-    dtype = self._dtype(arg, position)
-    low, high = (0.25, 2) if arg.name in (
-        *_not_negative(self.rule), "states", "memory") else (-2, 2)
-    if arg.name == "log_decays":
+    low, high = (0.25, 2) if name in (
+        *_not_negative(self.rule), "memory") else (-2, 2)
+    if name == "log_decays":
       return self._add(dtype, (shape[0] + 2,), self._log_decays(shape[0]))
-    shape = {"step": (), "stale_counter": ()}.get(arg.name, shape)
-    if arg.name == "histogram":
+    shape = {"step": (), "stale_counter": ()}.get(name, shape)
+    if name == "histogram":
       shape = (2, int(self.rng.integers(1, 5)))
     return self._add(dtype, shape, array(self.rng, dtype, shape, low, high))
 
@@ -330,11 +347,9 @@ class _Maker:
     if name == "packed":
       return array(rng, dtype, (sum(int(np.prod(s)) for s in self.shapes),))
     if name == "scalars" and self.rule:
-      return np.array([float(rng.integers(2)) if s.endswith("?")
-                       else self._scalar(s) for s in self.rule[1].scalars])
-    if name == "policy_scalars":
-      return np.array([self._scalar(s) for s in _compensation.POLICIES[
-          self.case.attrs["policy"]][1]])
+      return np.array([
+          float(rng.integers(2)) if s.endswith("?") else self._scalar(s)
+          for s in [*self.rule[1].scalars, *policy_of(self.case)[1]]])
     if name == "timeout_secs":
       return np.array(self._pick([0.001, 0.02, 5., np.inf]))
     if name in ("round", "recorded", "limit"):
@@ -373,8 +388,6 @@ class _Maker:
     for arg in self.op.input_arg:
       if is_variable(arg):
         made = [self._variable(arg, i) for i in range(self._count(arg))]
-      elif arg.name == "handles":
-        made = self._bundle()
       elif arg.name in OTHER_RESOURCES:
         made = [arg.name]
       else:
@@ -391,19 +404,6 @@ class _Maker:
     of = self.case.variables
     return (of[a].dtype, of[a].shape) == (of[b].dtype, of[b].shape)
 
-  def _bundle(self):
-    """The variables in an op's one tensor of handles."""
-    shadows, values = (op_def_pb2.OpDef.ArgDef(
-        name=x, type=RESOURCE, number_attr="N") for x in ("shadows", "values"))
-    add = lambda arg, count: [self._variable(arg, i) for i in range(count)]
-    shadow = lambda: add(shadows, self.n * self.k)
-    if self.rule is None:
-      return shadow() + add(values, self.n)
-    states = [op_def_pb2.OpDef.ArgDef(name=x, type=RESOURCE, number_attr="N")
-              for x in self.rule[1].states]
-    return [v for s in states for v in add(s, self.n)] + shadow()
-
-
 def _not_negative(rule):
   import numerics  # pylint: disable=g-import-not-at-top
   return numerics.NOT_NEGATIVE.get(rule[0], ()) if rule else ()
@@ -415,13 +415,11 @@ class _Spoiler:
   def __init__(self, op_def, case, rng):
     self.op, self.case, self.rng = op_def, case, rng
     self.variables = [a.name for a in op_def.input_arg
-                      if (is_variable(a) or a.name == "handles")
-                      and case.inputs[a.name]]
+                      if is_variable(a) and case.inputs[a.name]]
     self.tensors = [a.name for a in op_def.input_arg
                     if not is_variable(a) and a.name not in OTHER_RESOURCES
                     and case.inputs[a.name]]
-    self.lists = [a.name for a in op_def.input_arg
-                  if is_list(a) or a.name == "handles"]
+    self.lists = [a.name for a in op_def.input_arg if is_list(a)]
 
   def _pick(self, options):
     return options[int(self.rng.integers(len(options)))]
@@ -434,7 +432,7 @@ class _Spoiler:
       ways += [(self.shape, 2), (self.number, 4)]
     if self.lists:
       ways += [(self.length, 1)]
-    if "handles" in self.case.inputs:
+    if self.case.pack:
       ways += [(self.pack, 1)]
     if self.case.rounds:
       ways += [(self.state, 2)]
@@ -539,8 +537,8 @@ class _Spoiler:
     return f"{name} has {len(some)}"
 
   def pack(self):
-    self.case.handles_shape = self._pick(["scalar", "matrix", "empty"])
-    return f"handles: a {self.case.handles_shape}"
+    self.case.pack = self._pick(["scalar", "matrix", "empty"])
+    return f"variables: a {self.case.pack}"
 
   def state(self):
     rounds = self.case.rounds

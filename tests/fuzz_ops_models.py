@@ -130,10 +130,20 @@ def _average(call, shadow, old, value, rate, where=True, extra=0.):
   call.close(shadow, want, tolerance, where & _tame(old, value), "an average")
 
 
-# Apply<Rule>, SparseApply<Rule>, ApplyBundle.
+# Apply.
 
 
-def _made_zeros(call):
+def _lists(call, *counts):
+  """The lists in the op's input "variables"."""
+  ids = list(call.ids("variables"))
+  if call.case.pack in ("scalar", "empty"):
+    ids = ids[:call.case.pack == "scalar"]
+  call.demand(len(ids) == sum(counts), f"{len(ids)} variables, not {counts}")
+  ends = np.cumsum(counts)
+  return [ids[end - count:end] for end, count in zip(ends, counts)]
+
+
+def _made_zeros(call, log_decays):
   """Allows what XLA's programs assign where no row lags behind.
 
   Log decays without a value become the zeros they stand for, and zeros may
@@ -141,17 +151,11 @@ def _made_zeros(call):
   """
   if call.case.mode != "jit":
     return
-  for i in call.case.inputs.get("log_decays", ()):
+  for i in log_decays:
     if call.before[i] is None and call.after[i] is not None:
       call.same(i, np.zeros(len(call.after[i])), "log decays")
     elif np.array_equal(call.before[i], call.after[i]):
       call.touched.add(i)
-
-
-def _handles(call, count):
-  ids = list(call.ids("handles"))
-  call.demand(len(ids) == count, f"{len(ids)} handles, not {count}")
-  return ids
 
 
 def _indices(call, i, shape):
@@ -174,45 +178,47 @@ def _dense_gradient(grad, indices, shape):
 
 
 def _apply(call):
-  case = call.case
+  case, attrs = call.case, call.case.attrs
+  n, k, lazy = attrs["N"], attrs["NK"] // attrs["N"], attrs.get("NL", 0)
   if not call.number("accept"):
-    _made_zeros(call)
+    _made_zeros(call, call.ids("variables")[-lazy:] if lazy else ())
     return
   name, rule = inputs.rule_of(case)
-  attrs = case.attrs
-  n, k = attrs["N"], attrs["NK"] // attrs["N"]
-  bundled = "handles" in case.inputs
-  if bundled:
-    ids = _handles(call, n * (len(rule.states) + k))
-    states = [ids[s * n:s * n + n] for s in range(len(rule.states))]
-    shadows = ids[len(states) * n:]
-  else:
-    states = [call.ids(s) for s in rule.states]
-    shadows = call.ids("shadows")
-  log_decays = case.inputs.get("log_decays", [])
+  policy = attrs["policy"]
+  call.demand(not policy or policy in _compensation.POLICIES,
+              f"the policy {policy}")
+  of_policy, _ = inputs.policy_of(case)
+  *states, memory, shadows, log_decays = _lists(
+      call, *[n] * len(rule.states), n * len(of_policy), n * k, lazy)
+  written = [i for s in states for i in s] + memory + shadows
+  if policy and case.mode == "jit" and not _in_range(call, k, states[0]):
+    # Plain HLO applies its formulas to them, and ignores such rows.
+    call.touched.update(written + log_decays)
+    return
   decays = _decays(call, k)
-  written = [i for s in states for i in s] + shadows
-  call.good(written, "an Apply op")
-  call.different(written + list(log_decays))
+  call.good(written, "Apply")
+  call.different(written + log_decays)
   for ids in states:
     call.of_dtype(ids, attrs["T"], "a state")
     call.like(ids, states[0], "a state")
+  call.of_dtype(memory, inputs.DOUBLE if attrs["T"] == inputs.DOUBLE
+                else inputs.FLOAT, "a state of a policy")
+  call.like(memory, states[0] * len(of_policy), "a state of a policy")
   call.of_dtype(shadows, attrs["S"], "a shadow")
   call.like(shadows, states[0] * k, "a shadow")
-  if bundled:
-    scalars = call.ids("scalars")[0]
-    call.demand(scalars.shape == (len(rule.scalars),), "so many scalars")
-    scalars = [float(x) for x in scalars]
-  else:
-    scalars = [float(attrs[s[:-1]]) if s.endswith("?") else
-               float(call.number(s)) for s in rule.scalars]
-  numbers = [float(x > 0) if s.endswith("?") else x
+  [scalars] = call.ids("scalars")
+  count = len(rule.scalars)
+  call.demand(scalars.shape == (count + len(inputs.policy_of(case)[1]),),
+              "so many scalars")
+  policy_scalars = list(map(float, scalars[count:]))
+  numbers = [float(x > 0) if s.endswith("?") else float(x)
              for s, x in zip(rule.scalars, scalars)]
-  sane = _sane(numbers) and not (
+  sane = _sane(numbers) and _sane(policy_scalars) and not (
       name.startswith("Centered") and
       numbers[rule.scalars.index("epsilon")] < 50)
   for i in range(n):
-    _apply_to(call, name, rule, [s[i] for s in states], i, numbers, sane)
+    _apply_to(call, name, rule, policy, [s[i] for s in states], memory[i::n], i,
+              numbers, policy_scalars, sane)
     for j in range(k):
       shadow = shadows[j * n + i]
       old, value = call.before[shadow], call.after[states[0][i]]
@@ -224,107 +230,20 @@ def _apply(call):
         _average(call, shadow, old, value, 1 - decays[j])
 
 
-def _apply_to(call, name, rule, states, i, scalars, sane):
+def _apply_to(call, name, rule, policy, states, memory, i, scalars,
+              policy_scalars, sane):
   before = [call.before[s] for s in states]
+  of_policy = [call.before[m] for m in memory]
   shape = before[0].shape
   grad = call.ids("grad")[i]
-  if "indices" in call.case.inputs:
+  origin = call.ids("origins")[i] if policy else grad
+  call.demand(origin.shape == grad.shape, f"origins of shape {origin.shape}")
+  touched = np.ones(shape, bool)
+  if call.ids("indices"):
     indices = _indices(call, i, shape)
     call.demand(grad.shape == (len(indices), *shape[1:]),
                 f"a gradient of shape {grad.shape} for {len(indices)} rows of "
                 f"{shape}")
-    grad, where = _dense_gradient(grad, indices, shape)
-    moved = np.zeros(shape, bool)
-    moved[indices if not rule.all_rows else slice(None)] = True
-  else:
-    call.demand(grad.shape == shape, f"a gradient of shape {grad.shape}")
-    where, moved = _tame(grad), np.ones(shape, bool)
-  where = where & _tame(*before)
-  for state, x in zip(rule.states, before):
-    if state in numerics.NOT_NEGATIVE.get(name, ()):
-      where = where & (np.asarray(x, np.float64) >= 0.01)
-  with np.errstate(all="ignore"):
-    made = numerics.reference(name, before, [grad], scalars)
-  for state, (want, tolerance), old, label in zip(states, made, before,
-                                                  rule.states):
-    call.close(state, want, tolerance, where & moved & sane, f"{name}.{label}")
-    still = call.after[state][~moved]
-    check_bits(still, old[~moved], f"rows of {label} without a gradient")
-
-
-def _apply_compensated(call):
-  case, attrs = call.case, call.case.attrs
-  if not call.number("accept"):
-    _made_zeros(call)
-    return
-  name, rule = inputs.rule_of(case)
-  policy = attrs["policy"]
-  call.demand(policy in _compensation.POLICIES, f"the policy {policy}")
-  of_policy, names = _compensation.POLICIES[policy]
-  n, k = attrs["N"], attrs["NK"] // attrs["N"]
-  states, memory = list(call.ids("states")), list(call.ids("memory"))
-  shadows = call.ids("shadows")
-  log_decays = case.inputs.get("log_decays", [])
-  written = states + memory + shadows
-  if call.case.mode == "jit" and not _in_range(call, k, states[:n]):
-    # Plain HLO applies its formulas to them, and ignores such rows.
-    call.touched.update(written + list(log_decays))
-    return
-  decays = _decays(call, k)
-  call.good(written, "a compensated Apply op")
-  call.different(written + list(log_decays))
-  call.demand(len(states) == n * len(rule.states), "so many states")
-  call.demand(len(memory) == n * len(of_policy), "so many states of a policy")
-  call.of_dtype(states, attrs["T"], "a state")
-  call.like(states, states[:n] * len(rule.states), "a state")
-  call.of_dtype(memory, inputs.DOUBLE if attrs["T"] == inputs.DOUBLE
-                else inputs.FLOAT, "a state of a policy")
-  call.like(memory, states[:n] * len(of_policy), "a state of a policy")
-  call.of_dtype(shadows, attrs["S"], "a shadow")
-  call.like(shadows, states[:n] * k, "a shadow")
-  scalars, policy_scalars = (
-      call.ids(s)[0] for s in ("scalars", "policy_scalars"))
-  call.demand(scalars.shape == (len(rule.scalars),), "so many scalars")
-  call.demand(policy_scalars.shape == (len(names),), "so many scalars")
-  numbers = [float(x > 0) if s.endswith("?") else float(x)
-             for s, x in zip(rule.scalars, scalars)]
-  sane = _sane(scalars) and _sane(policy_scalars) and not (
-      name.startswith("Centered") and
-      numbers[rule.scalars.index("epsilon")] < 50)
-  for i in range(n):
-    _compensated_step(call, name, rule, policy, states[i::n], memory[i::n], i,
-                      numbers, list(map(float, policy_scalars)), sane)
-    for j in range(k):
-      shadow = shadows[j * n + i]
-      value = call.after[states[i]]
-      if log_decays:
-        _lazy(call, shadow, states[i], log_decays[j * n + i],
-              call.before[states[i]], value, decays[j], call.ids("indices")[i])
-      else:
-        _average(call, shadow, call.before[shadow], value, 1 - decays[j])
-
-
-def _in_range(call, k, values):
-  """Whether what plain HLO does not check is in range."""
-  [decays] = call.ids("decays")
-  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
-      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
-      for v, indices in zip(values, call.case.inputs.get("indices", ()))
-      if call.before[v] is not None and call.before[v].ndim)
-
-
-def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
-                      policy_scalars, sane):
-  before = [call.before[s] for s in states]
-  of_policy = [call.before[m] for m in memory]
-  shape = before[0].shape
-  grad, origin = call.ids("grad")[i], call.ids("origins")[i]
-  call.demand(origin.shape == grad.shape, f"origins of shape {origin.shape}")
-  touched = np.ones(shape, bool)
-  if "indices" in call.case.inputs:
-    indices = _indices(call, i, shape)
-    call.demand(grad.shape == (len(indices), *shape[1:]),
-                f"a gradient of shape {grad.shape}")
     touched[:] = False
     touched[indices] = True
     grad, where = _dense_gradient(grad, indices, shape)
@@ -335,22 +254,18 @@ def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
     call.demand(grad.shape == shape, f"a gradient of shape {grad.shape}")
     where = _tame(grad)
   moved = np.ones(shape, bool) if rule.all_rows else touched
-  where = where & _tame(origin, *before, *of_policy)
+  where = where & _tame(*before, *of_policy)
   for x in of_policy + [
       x for state, x in zip(rule.states, before)
       if state in numerics.NOT_NEGATIVE.get(name, ())]:
     where = where & (np.asarray(x, np.float64) >= 0.01)
-  exact = np.float64 if before[0].dtype == np.float64 else np.float32
-  delay = np.float64(before[0]) - np.float64(origin)
-  count = len(_native.rules()[policy].scalars)
+  new, taken, bound = [], grad, 0.
+  if policy:
+    where = where & _tame(origin)
+    new, taken, bound = _compensated(policy, before[0], origin, grad, of_policy,
+                                     policy_scalars)
   with np.errstate(all="ignore"):
-    *new, (taken, bound) = numerics.reference(
-        policy, [*of_policy, delay.astype(exact)], [grad],
-        policy_scalars[:count])
     # A rule makes of an error of the gradient what it makes of the gradient.
-    # The delay is rounded, too.
-    bound = bound + 4 * np.finfo(exact).eps * (
-        np.abs(taken - np.float64(grad)) + np.abs(taken))
     made, low, high = (
         numerics.reference(name, before, [taken + sign * bound], scalars)
         for sign in (0, -1, 1))
@@ -364,10 +279,11 @@ def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
   if policy == "GapAware":
     [(less, off)] = new
     where = where & (less != 0)  # The mean of one step would be the step.
+    exact = _exact(before[0])
     with np.errstate(all="ignore"):
       new = numerics.reference(
           "StepSize", [less.astype(exact), np.asarray(before[0], exact)],
-          [call.after[states[0]]], policy_scalars[count:])[:1]
+          [call.after[states[0]]], policy_scalars[-1:])[:1]
       new = [(new[0][0], new[0][1] + 2 * off)]
   for state, (want, tolerance), old in zip(memory, new, of_policy):
     call.close(state, want, tolerance, where & touched & sane,
@@ -376,17 +292,40 @@ def _compensated_step(call, name, rule, policy, states, memory, i, scalars,
                "rows of a policy without a gradient")
 
 
+def _exact(var):
+  return np.float64 if var.dtype == np.float64 else np.float32
+
+
+def _compensated(policy, var, origin, grad, memory, scalars):
+  """The policy's states, the gradient that the step takes, and its error."""
+  exact = _exact(var)
+  delay = np.float64(var) - np.float64(origin)
+  count = len(_native.rules()[policy].scalars)
+  with np.errstate(all="ignore"):
+    *new, (taken, bound) = numerics.reference(
+        policy, [*memory, delay.astype(exact)], [grad], scalars[:count])
+    # The delay is rounded, too.
+    bound = bound + 4 * np.finfo(exact).eps * (
+        np.abs(taken - np.float64(grad)) + np.abs(taken))
+  return new, taken, bound
+
+
+def _in_range(call, k, values):
+  """Whether what plain HLO does not check is in range."""
+  [decays] = call.ids("decays")
+  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
+      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
+      for v, indices in zip(values, call.case.inputs.get("indices", ()))
+      if call.before[v] is not None and call.before[v].ndim)
+
+
 # Averages of all rows, and of some.
 
 
 def _ema_update(call):
   attrs = call.case.attrs
   n, k = attrs["N"], attrs["NK"] // attrs["N"]
-  if "handles" in call.case.inputs:
-    ids = _handles(call, n * (k + 1))
-    shadows, values = ids[:n * k], ids[n * k:]
-  else:
-    shadows, values = call.ids("shadows"), call.ids("values")
+  shadows, values = _lists(call, n * k, n)
   decays = _decays(call, k)
   _check_averages(call, shadows, values, k)
   for i, value in enumerate(values):
@@ -492,7 +431,7 @@ def _lagging(kind):
       for shadow, out in zip(shadows, call.outputs, strict=True):
         check_bits(out, call.after[shadow], "what ReadAverages outputs")
     if kind != "step" and not behind:
-      _made_zeros(call)
+      _made_zeros(call, call.ids("log_decays"))
       return
     decays = _decays(call, k) if kind == "step" else [None] * k
     _check_averages(call, shadows, values, k)
@@ -821,8 +760,7 @@ def _rounds(call):
 
 
 _MODELS = {
-    "ApplyBundle": _apply,
-    "ApplyCompensated": _apply_compensated,
+    "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
     "AveragingGather": _gather,
@@ -837,13 +775,11 @@ _MODELS = {
     "CatchUp": _lagging("catch up"),
     "CheckInitialized": _check_initialized,
     "EmaUpdate": _ema_update,
-    "EmaUpdateBundle": _ema_update,
     "Exchange": _exchange,
     "LockSteps": _lock,
     "Move": _move,
     "ReadAverages": _lagging("read"),
     "ReadPacked": _read_packed,
-    "SparseApplyCompensated": _apply_compensated,
     "SparseEmaUpdate": _lagging("step"),
     "StalenessComplete": _complete,
     "StalenessGate": _gate,
@@ -858,13 +794,7 @@ ONE_CALL = ("AveragingGather", "AveragingMean", "AveragingNext",
 
 def model_of(op):
   """The model of an op, or None."""
-  family = inputs.family(op)
-  rules = _native.rules()
-  for prefix in ("SparseApply", "Apply"):
-    rule = rules.get(family.removeprefix(prefix))
-    if family.startswith(prefix) and rule and rule.is_update:
-      return _apply
-  return _MODELS.get(family)
+  return _MODELS.get(inputs.family(op))
 
 
 def may_refuse(case, before):

@@ -264,11 +264,11 @@ class World:
 
   def _bundle(self, indices):
     handles = [self.handles[i] for i in indices]
-    how = self.case.handles_shape
+    how = self.case.pack
     if not handles or how == "empty":
       return raw.Pack(values=[self.handles[0]], axis=0)[:0] if handles else (
           raw.VarHandleOp(dtype=tf.float32, shape=[]))
-    if how is None:
+    if how == "vector":
       return self._raw("Wrapopt>Bundle", variables=handles,
                        **({"N": len(handles)} if not self.in_graph() else {}))
     packed = raw.Pack(values=handles, axis=0)
@@ -279,9 +279,8 @@ class World:
     for arg in self.op_def.input_arg:
       given = self.case.inputs[arg.name]
       if inputs.is_variable(arg):
-        result[arg.name] = [self.handles[i] for i in given]
-      elif arg.name == "handles":
-        result[arg.name] = [self._bundle(given)]
+        result[arg.name] = ([self._bundle(given)] if self.case.pack else
+                            [self.handles[i] for i in given])
       elif arg.name == "rounds":
         result[arg.name] = [self.rounds]
       elif arg.name == "ticket":

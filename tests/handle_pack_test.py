@@ -6,6 +6,7 @@ import tensorflow as tf
 
 import wrapopt
 from training import ancestors
+from training import is_packed
 from wrapopt import _handle_pack
 from wrapopt import _loader
 
@@ -30,6 +31,18 @@ def types(function, *args):
           function.get_concrete_function(*args).graph.get_operations()]
 
 
+def steps_in(function):
+  """The ops that take a step."""
+  return [op for op in function.get_concrete_function().graph.get_operations()
+          if op.type == "Wrapopt>Apply"]
+
+
+def packs(function):
+  """Whether the one step in a function takes one tensor of handles."""
+  [op] = steps_in(function)
+  return is_packed(op)
+
+
 # What a function captures.
 
 
@@ -44,7 +57,7 @@ def test_a_step_captures_one_tensor(decays):
   [pack] = concrete.captured_inputs
   k = len(np.atleast_1d(decays))
   assert pack.shape == [20 * (2 + k)] and pack.dtype == tf.resource
-  assert types(function).count("Wrapopt>ApplyBundle") == 1
+  assert packs(function)
   before = len(concrete.graph.get_operations())
   more, opt = make(40, decay=decays)
   function = tf.function(lambda: step_of(opt, more))
@@ -192,7 +205,7 @@ def test_packs_that_share_variables_are_in_program_order():
   assert_history([first, second], ((1, 0, 1), (-1.5, 1.5, -0.5)))
   graph = call.function.get_concrete_function().graph
   one, two = [op for op in graph.get_operations()
-              if op.type == "Wrapopt>ApplyBundle"]
+              if op.type == "Wrapopt>Apply"]
   assert one in two.control_inputs
 
 
@@ -207,7 +220,7 @@ def test_each_read_has_an_edge_to_the_step():
   inside = {id(inner): of[id(outer)] for outer, inner in graph.captures
             if id(outer) in of}
   order = [op for op in graph.get_operations()
-           if op.type in ("ReadVariableOp", "Wrapopt>ApplyBundle")]
+           if op.type in ("ReadVariableOp", "Wrapopt>Apply")]
   steps = [i for i, op in enumerate(order) if op.type != "ReadVariableOp"]
   assert len(steps) == 2 and len(inside) == 3 and len(order) == 2 + 9
   for i, op in enumerate(order):
@@ -264,11 +277,10 @@ def test_xla_sees_every_variable():
   variables, opt = make()
   function = tf.function(lambda: step_of(opt, variables), jit_compile=True)
   function()
-  assert "Wrapopt>ApplyMomentum" in types(function)
-  assert "Wrapopt>ApplyBundle" not in types(function)
+  assert not packs(function)
   inner = tf.function(lambda: step_of(opt, variables))
   inner()
-  assert "Wrapopt>ApplyBundle" in types(inner)
+  assert packs(inner)
   tf.function(lambda: inner.python_function(), jit_compile=True)()
   np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
                                 [1.75, 1.75])
@@ -294,7 +306,7 @@ def test_a_function_that_was_traced_in_xla_takes_handles():
   variables, opt = make()
   inner = tf.function(lambda: step_of(opt, variables))
   tf.function(lambda: inner(), jit_compile=True)()
-  assert "Wrapopt>ApplyMomentum" in types(inner)
+  assert not packs(inner)
   inner()
   np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
                                 [1.5, 1.5])
@@ -326,7 +338,7 @@ def test_a_function_that_is_saved(tmp_path):
   trainer = Trainer()
   trainer.train()
   assert "StatefulPartitionedCall" in types(trainer.train)
-  assert types(trainer.train_one_more).count("Wrapopt>ApplyBundle") == 1
+  assert packs(trainer.train_one_more)
   tf.saved_model.save(trainer, str(tmp_path))
   loaded = tf.saved_model.load(str(tmp_path))
   assert_history([loaded.read()], [(0, 1, 0.5)])
@@ -346,14 +358,13 @@ def test_a_concrete_function_is_not_saved(tmp_path):
 def test_where_xla_may_choose(monkeypatch):
   variables, opt = make()
   def now():
-    return "Wrapopt>ApplyBundle" in types(
-        tf.function(lambda: step_of(opt, variables)))
+    return packs(tf.function(lambda: step_of(opt, variables)))
 
   def in_a_scope(compile_ops):
     def function():
       with tf.xla.experimental.jit_scope(compile_ops):
         step_of(opt, variables)
-    return "Wrapopt>ApplyBundle" in types(tf.function(function))
+    return packs(tf.function(function))
 
   assert now() and in_a_scope(False) and not in_a_scope(True)
   tf.config.optimizer.set_jit("autoclustering")
@@ -377,7 +388,7 @@ def in_a_session(wrap=lambda step: step(), device=None):
 
 def test_a_session():
   v, average, step, types_ = in_a_session()
-  assert types_.count("Wrapopt>ApplyBundle") == 1
+  assert types_.count("Wrapopt>Apply") == 1
   assert types_.count("Wrapopt>BundleByName") == 1
   for _ in range(2):  # Each session has variables of its own.
     with v1.Session(graph=v.graph) as session:
@@ -403,7 +414,7 @@ def test_a_session_of_an_imported_graph():
     v1.train.import_meta_graph(exported, clear_devices=True,
                                import_scope="again")
     [step] = [op for op in graph.get_operations()
-              if op.type == "Wrapopt>ApplyBundle"]
+              if op.type == "Wrapopt>Apply"]
     with v1.Session() as session:
       session.run(v1.global_variables_initializer())
       session.run(step)
@@ -442,7 +453,7 @@ def test_a_session_in_which_handles_are_lists():
     with tf.xla.experimental.jit_scope():
       return step()
   *_, types_ = in_a_session(scope)
-  assert "Wrapopt>ApplyGradientDescent" in types_
+  assert "Wrapopt>Apply" in types_
   assert not any("Bundle" in type_ for type_ in types_)
   with tf.Graph().as_default() as graph:
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[2])

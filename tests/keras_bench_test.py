@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import benches
 import processes
+from training import type_of
 from wrapopt.bench import embedding
 from wrapopt.bench import gate_cluster
 from wrapopt.bench import harness
@@ -154,8 +155,8 @@ def test_steps_of_embeddings_are_what_their_names_say(mode, optimizer):
   embedding.check(problem, training)
   for name, step in training.steps.items() if mode != "session-ref" else ():
     function = step.__defaults__[0] if mode == "keras" else step
-    ops = [op.type for op in function.get_concrete_function(
-        training.batches[0]).graph.get_operations()]
+    ops = list(map(type_of, function.get_concrete_function(
+        training.batches[0]).graph.get_operations()))
     ours = name in ("wrapopt", "wrapopt, K = 0") or optimizer == "LazyAdam"
     assert sum(op.startswith("Wrapopt>SparseApply") for op in ops) == ours
 

@@ -252,7 +252,7 @@ def test_averages_are_read_before_and_after_a_step_in_replicas():
   reads = [op for op in graph.get_operations() if op.type == "ReadVariableOp"
            and id(op.inputs[0]) in inside]
   steps = [op for op in graph.get_operations()
-           if op.type == "Wrapopt>ApplyBundle"]
+           if op.type == "Wrapopt>Apply"]
   assert len(inside) == len(steps) == REPLICAS and len(reads) == 2 * REPLICAS
   for handle in {id(op.inputs[0]) for op in reads}:
     before, after = [op for op in reads if id(op.inputs[0]) == handle]

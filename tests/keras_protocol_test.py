@@ -74,7 +74,7 @@ def followed(step):
   def event(frame, what, _):
     if what != "call":
       return
-    if frame.f_code.co_name.startswith(("wrapopt_apply", "wrapopt_sparse")):
+    if frame.f_code.co_name.startswith("wrapopt_apply"):
       way, at = [], frame
       while at is not None:
         file = file_of(at)

@@ -319,7 +319,7 @@ def test_the_others_take_an_op_of_their_own_without_averages():
     step = tf.function(lambda: opt.apply([tf.ones(2)] * 3), autograph=False)
     graph = step.get_concrete_function().graph
     ops = [op for op in graph.get_operations()
-           if op.type == "Wrapopt>ApplyBundle"]
+           if op.type == "Wrapopt>Apply"]
     assert [[op.get_attr("N"), op.get_attr("NK")] for op in ops] == expected
 
 

@@ -23,6 +23,7 @@ import wrapopt
 import modes
 from modes import mode  # pylint: disable=unused-import
 import numerics
+from training import type_of
 from wrapopt import _loader
 from wrapopt._averages import _lazy
 
@@ -545,7 +546,7 @@ def test_the_step_moves_rows_by_one_op():
     opt = wrapopt.MovingAverageOptimizer(INNER["adagrad"](), [0.9, 0.99])
     opt.minimize(tf.reduce_sum(tf.nn.embedding_lookup(w, [1, 1, 4])))
     [op] = [op for op in graph.get_operations() if "Apply" in op.type]
-    assert op.type == "Wrapopt>SparseApplyAdagrad"
+    assert type_of(op) == "Wrapopt>SparseApplyAdagrad"
     assert op.get_attr("NL") == 2
     assert not any("Ema" in op.type for op in graph.get_operations())
 

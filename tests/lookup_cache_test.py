@@ -106,8 +106,8 @@ def executed(call):
 def test_a_step_is_one_native_call():
   variables, opt = variables_of(20), make(decay=[0.5, 0.75])
   first, *others = [executed(lambda: step(opt, variables)) for _ in range(3)]
-  assert first == ["wrapopt_bundle", "wrapopt_apply_bundle"]
-  assert others == [["wrapopt_apply_bundle"]] * 2
+  assert first == ["wrapopt_bundle", "wrapopt_apply"]
+  assert others == [["wrapopt_apply"]] * 2
 
 
 def test_two_lists_that_take_turns():

@@ -536,17 +536,15 @@ def test_400_variables_take_one_op(kind_, n, decays, fused):
   # NoOp: the train op. Const: the decays.
   expected = {holder: n * k, update_op(kind_, fused): 1, "NoOp": 1, "Const": 1}
   if fused is None:
-    # Const: `accept`. Cast: the learning rate to float64.
-    expected.update(Const=2, Cast=1)
+    # Const: `accept`. Cast: the learning rate to float64. Pack: the scalars.
+    expected.update(Const=2, Cast=1, Pack=1)
   else:
     # The variables change before their averages, which must not be in place.
     expected["Wrapopt>CheckInitialized" + "Ref" * (kind_ == "ref")] = 1
   if kind_ == "resource":
     expected["Wrapopt>BundleByName"] = 1
     if fused is None:
-      # No op for each variable. Pack: the scalars.
-      del expected[holder]
-      expected["Pack"] = 1
+      del expected[holder]  # No op for each variable.
   assert more == expected
   step_op = {"ref": "ApplyGradientDescent",
              "resource": "ResourceApplyGradientDescent"}[kind_]

@@ -186,6 +186,9 @@ def _mutants():
   yield m("a pack of names: dtypes are not counted",
           "cc/kernels/handle_pack.cc", "dtypes.size() == n && ", "",
           "//tests:handle_pack_test")
+  yield m("variables: a handle too many is passed over",
+          "cc/ops/contracts.cc", "if (got == expected) return",
+          "if (got >= expected) return", "//tests:ema_update_test")
   yield m("variables: the first handle is used for ever",
           "cc/kernels/variables.cc",
           "return &handle(entry) == cached.handle ? &cached : nullptr;",

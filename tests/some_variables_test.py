@@ -15,6 +15,7 @@ from processes import run_python
 from training import GRAPH_MODES
 from training import ancestors
 from training import graph_of
+from training import is_packed
 from training import session_of
 from training import type_of
 import wrapopt
@@ -58,9 +59,9 @@ def test_what_is_not_averaged_costs_nothing(kind):
     steps = [op for op in graph.get_operations()
              if type_of(op).startswith("Wrapopt>Apply")]
     # The second op has no average, and runs after the first one.
-    assert [op.get_attr("NK") if "Bundle" in op.type else
+    assert [op.get_attr("NK") if is_packed(op) else
             len(op.inputs) for op in steps] == (
-                [1, 0] if "Bundle" in steps[0].type else
+                [1, 0] if is_packed(steps[0]) else
                 [len(steps[1].inputs) + 1, len(steps[1].inputs)])
     assert steps[0] in ancestors(steps[1])
 

@@ -29,7 +29,8 @@ with tf.Graph().as_default():
   shadow = tf.compat.v1.get_variable(
       "shadow", initializer=[0.0, 0.0], use_resource=True)
   update = raw.wrapopt_ema_update(
-      [shadow.handle], [value.handle], [0.75], T=tf.float32, S=tf.float32)
+      [shadow.handle, value.handle], [0.75], N=1, NK=1, T=tf.float32,
+      S=tf.float32)
   with tf.compat.v1.Session() as session:
     session.run(tf.compat.v1.global_variables_initializer())
     session.run(update)

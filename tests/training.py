@@ -96,10 +96,17 @@ def ops_that_run(graph, fetch, feeds=None, runs=1):
 
 
 def type_of(op):
-  """The type of an op; if it takes a bundle, of the op that takes lists."""
-  if op.type == "Wrapopt>ApplyBundle":
-    return "Wrapopt>Apply" + op.get_attr("rule").decode()
-  return {"Wrapopt>EmaUpdateBundle": "Wrapopt>EmaUpdate"}.get(op.type, op.type)
+  """The type of an op; for Apply with its rule, as Wrapopt>SparseApplyAdam."""
+  if not op.type.startswith("Wrapopt>Apply"):
+    return op.type
+  return (f"Wrapopt>{'Sparse' if op.get_attr('NI') else ''}Apply"
+          f"{op.get_attr('rule').decode()}"
+          f"{op.type.removeprefix('Wrapopt>Apply')}")
+
+
+def is_packed(op):
+  """Whether an op takes the handles of its variables as one tensor."""
+  return op.inputs[0].dtype == tf.resource and op.inputs[0].shape.rank == 1
 
 
 def ema_op(kind):

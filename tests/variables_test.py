@@ -265,8 +265,8 @@ def either(which, a, b):
 def test_one_input_may_hand_over_one_variable_and_then_another(graph):
   a, b, c, d = (graph.variable(np.full(3, i, FLOAT)) for i in range(4))
   which = tf.compat.v1.placeholder(tf.bool, [])
-  op = _raw_ema_update([either(which, a, b)], [either(which, c, d)], [0.5],
-                       T=tf.float32, S=tf.float32)
+  op = _raw_ema_update([either(which, a, b), either(which, c, d)], [0.5], N=1,
+                       NK=1, T=tf.float32, S=tf.float32)
   for choice in (True, True, False, True, False, False):
     graph.session.run(op, {which: choice})
   # Three steps each: from 0 to 2, and from 1 to 3.
@@ -276,8 +276,8 @@ def test_one_input_may_hand_over_one_variable_and_then_another(graph):
 def test_one_variable_in_two_places_is_seen_each_time(graph):
   a, b = (graph.variable(np.full(3, i, FLOAT)) for i in range(2))
   which = tf.compat.v1.placeholder(tf.bool, [])
-  op = _raw_ema_update([either(which, a, b)], [b.handle], [0.5], T=tf.float32,
-                       S=tf.float32)
+  op = _raw_ema_update([either(which, a, b), b.handle], [0.5], N=1, NK=1,
+                       T=tf.float32, S=tf.float32)
   for _ in range(3):
     graph.session.run(op, {which: True})
     with pytest.raises(tf.errors.InvalidArgumentError,

@@ -27,7 +27,7 @@ import sys
 import tensorflow as tf
 ops = tf.load_op_library(sys.argv[1])
 value, shadow = tf.Variable([8.0, 4.0]), tf.Variable([0.0, 0.0])
-ops.wrapopt_ema_update([shadow.handle], [value.handle], decays=[0.75],
+ops.wrapopt_ema_update([shadow.handle, value.handle], decays=[0.75], N=1, NK=1,
                        T=tf.float32, S=tf.float32)
 assert shadow.numpy().tolist() == [2.0, 1.0], shadow
 assert "wrapopt" not in sys.modules

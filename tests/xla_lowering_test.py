@@ -138,8 +138,7 @@ def test_apply(device, rule, dtype, sparse):
   hlo = lower(step, device, tf.ones((2 if sparse else 5, 3), dtype),
               tf.constant([1, 4]), [tf.constant(0.5)] * len(scalars),
               tf.constant(True))
-  check(hlo, f"Wrapopt>{'Sparse' if sparse else ''}Apply{rule}",
-        len(names) + 1, computed(dtype, device))
+  check(hlo, "Wrapopt>Apply", len(names) + 1, computed(dtype, device))
   # An average is that of the rounded variable: without this a compiler may
   # leave out the rounding where the number goes on as float32.
   assert ("opt-barrier" in hlo) == (dtype.size < 4)
@@ -173,8 +172,7 @@ def test_compensation(device, policy, dtype, sparse):
   rows = tf.ones((2 if sparse else 5, 3), dtype)
   hlo = lower(step, device, rows, rows, tf.constant([1, 4]), tf.constant(0.5),
               tf.constant(True))
-  check(hlo, f"Wrapopt>{'Sparse' if sparse else ''}ApplyCompensated",
-        3 + len(names), computed(dtype, device))
+  check(hlo, "Wrapopt>Apply", 3 + len(names), computed(dtype, device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -197,7 +195,7 @@ def test_averages_that_lag_behind(device, dtype):
       "GradientDescent", {"var": value}, [tf.IndexedSlices(g, i, SHAPE)],
       {"lr": 1.0}, shadows=[shadow], decay=[0.5], log_decays=[log_decays]),
               device, indices, tf.ones((2, 3), dtype))
-  check(hlo, "Wrapopt>SparseApplyGradientDescent", 3, "XLA_CPU_JIT")
+  check(hlo, "Wrapopt>Apply", 3, "XLA_CPU_JIT")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: d.name)
@@ -265,9 +263,8 @@ def test_a_train_step(device, rule, make_inner, dtype):
   state = [rows, kernel, step, *opt.variables()]
   log_decays = 2 if opt.is_lazy(rows) else 0
   hlo = lower(train, device, *batch)
-  for kind in "Apply", "SparseApply":
-    check(hlo, f"Wrapopt>{kind}{rule}", len(state) + log_decays,
-          "XLA_CPU_JIT" if log_decays else device)
+  check(hlo, "Wrapopt>Apply", len(state) + log_decays,
+        "XLA_CPU_JIT" if log_decays else device)
 
 
 def test_what_is_compiled_ahead_of_time_calls_nothing_of_this_process():
@@ -284,16 +281,14 @@ def test_no_op_is_left_out():
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
   # What crosses between tasks. Variables without a value. Handles as one
-  # tensor: XLA must see each, and gets the ops that take them one by one.
+  # tensor: XLA must see each.
   host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
                     "AveragingRounds|"
                     "Averaging(Push|Gather|Mean|Next|Wait)|ReadPacked|"
-                    "AssignPacked|Bundle|ApplyBundle|EmaUpdateBundle|Move)")
+                    "AssignPacked|Bundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
-      "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",
-      "AveragingAssign", "Exchange", "CheckInitialized",
-      *(f"{kind}{rule}" for kind in ("Apply", "SparseApply")
-        for rule in (*RULES, "Compensated")))}
+      "Apply", "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",
+      "AveragingAssign", "Exchange", "CheckInitialized")}
   devices_of_ops = devices_of_kernels()
   assert tested == {op for op in devices_of_ops
                     if not op.endswith("Ref") and not host.match(op)}

@@ -67,7 +67,7 @@ def test_a_step(rule, nesterov, dtypes):
   step = jit(problem.apply)
   step(*problem.args())
   problem.check(problem.grads)
-  assert_compiled(step, f"Wrapopt>Apply{rule}", *problem.args())
+  assert_compiled(step, "Wrapopt>Apply", *problem.args())
 
 
 @pytest.mark.parametrize("rule", ["Adam", "Ftrl", "Momentum"])
@@ -154,7 +154,7 @@ def test_indices(rule, indices):
   step(*args)
   all_rows = _native.rules()[rule].all_rows
   problem.check(sums, None if all_rows else rows)
-  assert f'op_type="Wrapopt>SparseApply{rule}"' in program(step, *args)
+  assert 'op_type="Wrapopt>Apply"' in program(step, *args)
 
 
 @pytest.mark.parametrize("dtypes", [DTYPES[0], DTYPES[3], DTYPES[5]],
@@ -276,12 +276,12 @@ def test_a_tensor_of_dynamic_size_for_a_whole_variable(update, text):
 hidden = tf.function(lambda x: x, autograph=False)
 
 
-def raw_sgd(var, grad, lr=1.0, shadows=(), decays=(), accept=True):
-  raw.wrapopt_apply_gradient_descent(
-      var=[var.handle], grad=[grad], lr=tf.constant(lr, tf.float64),
-      shadows=[s.handle for s in shadows],
+def raw_sgd(var, grad, scalars=(1.0,), shadows=(), decays=(), accept=True):
+  raw.wrapopt_apply(
+      [v.handle for v in (var, *shadows)], grad=[grad], indices=[], origins=[],
+      scalars=tf.constant(scalars, tf.float64),
       decays=hidden(tf.constant(decays, tf.float64)),
-      accept=tf.constant(accept),
+      accept=tf.constant(accept), rule="GradientDescent", NK=len(shadows),
       T=tf.float32, S=tf.float32)
 
 
@@ -434,8 +434,7 @@ def test_moving_average_optimizer_in_one_program(rule, dtype):
     numerics.assert_close(g, w, 64 * eps * np.ones_like(w), i)
 
   hlo = program(step, *batch, stage="optimized_hlo")
-  for op in (f"Wrapopt>Apply{rule}", f"Wrapopt>SparseApply{rule}", "Tanh",
-             "TanhGrad"):
+  for op in "Wrapopt>Apply", "Tanh", "TanhGrad":
     assert f'op_type="{op}"' in hlo, op
   for host in ("custom-call", "infeed", "outfeed", "send(", "recv("):
     assert host not in hlo
@@ -585,8 +584,7 @@ def test_autoclustering(mode, tmp_path):
   # too.
   types.discard("Wrapopt>ReadAverages")
   assert ({t for t in types if t.startswith("Wrapopt>")} ==
-          (set() if mode == "ref session" else
-           {"Wrapopt>ApplyMomentum", "Wrapopt>SparseApplyMomentum"}))
+          (set() if mode == "ref session" else {"Wrapopt>Apply"}))
 
 
 GATED = """
@@ -651,6 +649,4 @@ def test_a_library_that_is_loaded_after_the_first_compilation():
   values, hlo = process.stdout.split("\n", 1)
   assert values == "[-1.] [-1.5]"
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {
-      f"Wrapopt>{name}" for name in (
-          "ApplyMomentum", "SparseApplyMomentum", "EmaUpdate",
-          "AveragingAssign")}
+      f"Wrapopt>{name}" for name in ("Apply", "EmaUpdate", "AveragingAssign")}

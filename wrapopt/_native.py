@@ -40,12 +40,12 @@ class Rule(typing.NamedTuple):
   number: int  # Its place in the list.
   states: list[str]
   inputs: list[str]
-  scalars: list[str]  # A name with a question mark is an attribute of the op.
+  scalars: list[str]  # The name of a bool has a question mark at its end.
   all_rows: bool  # Whether a sparse gradient updates all rows.
 
   @property
   def is_update(self) -> bool:
-    """Whether the rule is an optimizer's step, with the ops Apply<Rule>."""
+    """Whether the rule is an optimizer's step, which the op Apply takes."""
     return self.inputs == ["grad"]
 
 

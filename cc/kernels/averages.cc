@@ -27,22 +27,14 @@ absl::Status Averages::Init(tensorflow::OpKernelConstruction* ctx, Isa isa) {
   return absl::OkStatus();
 }
 
-absl::Status Averages::FindLogDecays(Variables* variables, int* first) const {
-  return variables->FindOrMake("log_decays", Variables::Access::kWrite,
-                               tensorflow::DT_DOUBLE, first);
-}
-
-absl::Status Averages::CheckLogDecays(Variables* variables, int first,
-                                      int values) const {
-  if (!lazy()) return absl::OkStatus();
-  TF_RETURN_IF_ERROR(
-      ShadowContract::CheckLogDecays(*variables, first, values));
-  for (int at = 0; at < per_value() * this->values(); ++at) {
+void Averages::ShapeLogDecays(Variables* variables, int log_decays,
+                              int values) const {
+  for (int at = 0; lazy() && at < count(); ++at) {
     const int value = values + at % this->values();
-    variables->SetShape(first + at, {variables->shape(value).dim_size(0) +
-                                     kMoreLogDecays});
+    variables->SetShape(
+        log_decays + at,
+        {variables->shape(value).dim_size(0) + kMoreLogDecays});
   }
-  return absl::OkStatus();
 }
 
 absl::Status Averages::ReadDecays(tensorflow::OpKernelContext* ctx,

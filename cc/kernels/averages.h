@@ -1,4 +1,4 @@
-// The averages of an op's variables, for EmaUpdate and the Apply ops.
+// The averages of an op's variables, for EmaUpdate and Apply.
 #ifndef WRAPOPT_CC_KERNELS_AVERAGES_H_
 #define WRAPOPT_CC_KERNELS_AVERAGES_H_
 
@@ -26,10 +26,8 @@ class Averages : public ShadowContract {
  public:
   absl::Status Init(tensorflow::OpKernelConstruction* ctx, Isa isa);
 
-  // Finds and checks the variables of the op's input "log_decays".
-  absl::Status FindLogDecays(Variables* variables, int* first) const;
-  absl::Status CheckLogDecays(Variables* variables, int first,
-                              int values) const;
+  // Sets the shapes of log decays without a value.
+  void ShapeLogDecays(Variables* variables, int log_decays, int values) const;
 
   // Reads the op's input "decays", as rates and as logarithms.
   absl::Status ReadDecays(tensorflow::OpKernelContext* ctx,

@@ -21,8 +21,7 @@ using tensorflow::OpKernelContext;
 // For resource and ref variables: `Variables` handles the difference.
 class EmaUpdateOp : public OpKernel {
  public:
-  explicit EmaUpdateOp(OpKernelConstruction* ctx, bool is_packed = false)
-      : OpKernel(ctx), is_packed_(is_packed) {
+  explicit EmaUpdateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     Isa isa;
     OP_REQUIRES_OK(ctx, FindIsa(&isa));
     OP_REQUIRES_OK(ctx, averages_.Init(ctx, isa));
@@ -31,14 +30,11 @@ class EmaUpdateOp : public OpKernel {
   void Compute(OpKernelContext* ctx) override {
     std::vector<double> rates;
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
-    Variables variables(ctx, &lookup_cache_, is_packed_);
+    Variables variables(ctx, &lookup_cache_);
     const int n = averages_.values();
-    int shadows, values;
-    OP_REQUIRES_OK(ctx,
-                   variables.Find("shadows", n * averages_.per_value(),
-                                  Variables::Access::kWrite, &shadows));
-    OP_REQUIRES_OK(ctx, variables.Find("values", n, Variables::Access::kRead,
-                                       &values));
+    const int shadows = 0, values = averages_.count();
+    OP_REQUIRES_OK(ctx, variables.Find(averages_.Lists(),
+                                       Variables::Access::kWrite));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
     averages_.LeaveIdle(rates, shadows, &variables);
@@ -57,23 +53,14 @@ class EmaUpdateOp : public OpKernel {
   }
 
  private:
-  const bool is_packed_;
   Variables::LookupCache lookup_cache_;
   Averages averages_;
 };
 
-class PackedEmaUpdateOp : public EmaUpdateOp {
- public:
-  explicit PackedEmaUpdateOp(OpKernelConstruction* ctx)
-      : EmaUpdateOp(ctx, /*is_packed=*/true) {}
-};
-
 const bool ema_update_registered =
     RegisterKernel<EmaUpdateOp>("Wrapopt>EmaUpdate",
-                                {"shadows", "values", "decays"}) &&
-    RegisterKernel<EmaUpdateOp>("Wrapopt>EmaUpdateRef", {"decays"}) &&
-    RegisterKernel<PackedEmaUpdateOp>("Wrapopt>EmaUpdateBundle",
-                                      {"handles", "decays"});
+                                {"variables", "decays"}) &&
+    RegisterKernel<EmaUpdateOp>("Wrapopt>EmaUpdateRef", {"decays"});
 
 }  // namespace
 }  // namespace wrapopt

@@ -65,11 +65,14 @@ class LazyAveragesOp : public OpKernel {
         ctx, variables.Find("shadows", Variables::Access::kWrite, &shadows));
     OP_REQUIRES_OK(
         ctx, variables.Find("values", Variables::Access::kRead, &values));
-    OP_REQUIRES_OK(ctx, averages_.FindLogDecays(&variables, &log_decays));
+    OP_REQUIRES_OK(ctx, variables.FindOrMake(
+                            "log_decays", Variables::Access::kWrite,
+                            tensorflow::DT_DOUBLE, &log_decays));
     OP_REQUIRES_OK(ctx, variables.Lock());
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
     OP_REQUIRES_OK(ctx,
-                   averages_.CheckLogDecays(&variables, log_decays, values));
+                   averages_.CheckLogDecays(variables, log_decays, values));
+    averages_.ShapeLogDecays(&variables, log_decays, values);
     std::vector<SparseRows> rows(indices.size());
     for (int i = 0; i < indices.size(); ++i) {
       OP_REQUIRES_OK(ctx, CheckIndices(i, indices[i].shape()));

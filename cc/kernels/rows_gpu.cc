@@ -66,8 +66,8 @@ absl::Status RowsStep::Run(tensorflow::OpKernelContext* ctx,
   for (const bool summed : {false, true}) {
     Pass pass;
     LazyRows lazy_rows;
-    pass.AddStage({summed ? sum_step : step, scalars.data(),
-                   operands_of_step, 0, /*new_inputs=*/true});
+    pass.AddStage({summed ? sum_step : step, scalars, operands_of_step, 0,
+                   /*new_inputs=*/true});
     if (lazy) averages.AddStages(rates, /*value_bytes=*/0, &pass);
     std::vector<void*> operands;
     for (const RowsUpdate& update : updates) {

@@ -58,7 +58,7 @@ struct RowsStep {
   const RuleInfo& rule;
   const RuleStep& step;
   const RuleStep& sum_step;
-  const std::vector<double>& scalars;
+  const double* scalars;
   const Averages& averages;
   const std::vector<double>& rates;
   CompensationOnGpu compensation;

@@ -62,29 +62,36 @@ absl::Status Variables::Find(const char* list, Access access,
   return FindEach(*first);
 }
 
-absl::Status Variables::Find(const char* list, int count, Access access,
-                             int* first) {
-  if (!is_packed_) return Find(list, access, first);
-  int input, stop;
-  TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange("handles", &input, &stop));
-  const int64_t found = unpacked_ + static_cast<int64_t>(count);
-  if (const Tensor& tensor = ctx_->input(input); tensor.NumElements() < found) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "handles misshapen: got ", tensor.shape().DebugString(),
-        " but expected at least [", found, "] (a handle for each of ", list,
-        " and of the lists before)"));
+absl::Status Variables::Find(const std::vector<VariableList>& lists,
+                             Access access) {
+  int start, stop;
+  TF_RETURN_IF_ERROR(
+      ctx_->op_kernel().InputRange("variables", &start, &stop));
+  const auto handles = [this](int input) -> int64_t {
+    return ctx_->input_is_ref(input) ? 1 : ctx_->input(input).NumElements();
+  };
+  int64_t count = 0;
+  for (int input = start; input < stop; ++input) count += handles(input);
+  TF_RETURN_IF_ERROR(CheckCount(lists, count));
+  entries_.reserve(count);
+  int input = start, element = 0;
+  for (const VariableList& list : lists) {
+    for (int i = 0; i < list.count; ++i, ++element) {
+      for (; element == handles(input); element = 0) ++input;
+      entries_.push_back({list.name, i, input, element,
+                          list.is_read ? Access::kRead : access});
+      Entry& entry = entries_.back();
+      if (list.made_of != tensorflow::DT_INVALID) entry.made_of = list.made_of;
+      if (ctx_->input_is_ref(input)) entry.mu = ctx_->input_ref_mutex(input);
+    }
   }
-  *first = entries_.size();
-  entries_.reserve(entries_.size() + count);
-  for (int i = 0; i < count; ++i) {
-    entries_.push_back({list, i, input, unpacked_++, access});
-  }
-  return FindEach(*first);
+  return FindEach(/*first=*/0);
 }
 
 absl::Status Variables::FindEach(int first) {
-  if (lookup_cache_ != nullptr) {
-    lookup_cache_->handles_.resize(ctx_->num_inputs() + unpacked_);
+  if (lookup_cache_ != nullptr &&
+      lookup_cache_->handles_.size() < entries_.size()) {
+    lookup_cache_->handles_.resize(entries_.size());
   }
   std::vector<int> known;
   std::vector<std::pair<const std::string*, const std::string*>> names;
@@ -118,14 +125,11 @@ const tensorflow::ResourceHandle& Variables::handle(const Entry& entry) const {
       ctx_->input(entry.input).data())[entry.element];
 }
 
-size_t Variables::Place(const Entry& entry) const {
-  return unpacked_ == 0 ? entry.input : ctx_->num_inputs() + entry.element;
-}
-
 const Variables::LookupCache::Handle* Variables::Cached(
     const Entry& entry) const {
   if (lookup_cache_ == nullptr) return nullptr;
-  const LookupCache::Handle& cached = lookup_cache_->handles_[Place(entry)];
+  const LookupCache::Handle& cached =
+      lookup_cache_->handles_[&entry - entries_.data()];
   return &handle(entry) == cached.handle ? &cached : nullptr;
 }
 
@@ -149,7 +153,7 @@ absl::Status Variables::FindResource(Entry* entry) {
   // A ref-counting handle has a pointer to its variable, and a copy of it would
   // keep the variable alive.
   if (lookup_cache_ != nullptr && !handle.IsRefCounting()) {
-    lookup_cache_->handles_[Place(*entry)] = {
+    lookup_cache_->handles_[variable] = {
         ctx_->input(entry->input), &handle, handle.container(), handle.name()};
   }
   return absl::OkStatus();
@@ -196,14 +200,6 @@ std::vector<int>::const_iterator Variables::FirstConflict(
 }
 
 absl::Status Variables::Lock() {
-  if (unpacked_ > 0) {
-    const Tensor& handles = ctx_->input(entries_.back().input);
-    if (handles.NumElements() != unpacked_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "handles misshapen: got ", handles.shape().DebugString(),
-          " but expected [", unpacked_, "] (a handle for each variable)"));
-    }
-  }
   // Check that no lock is taken twice before the first is taken.
   std::vector<int> order;
   if (lookup_cache_ != nullptr &&

@@ -4,7 +4,7 @@
 // A kernel takes these steps, and writes nothing before all have succeeded:
 //
 //   Variables variables(ctx, &lookup_cache_);
-//   Find(list, access) for each input list
+//   Find(list, access) for each input list, or Find(lists, access)
 //   Lock()
 //   CheckDtype(), CheckSameShape(), and the op's other checks
 //   PrepareToWrite()
@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
@@ -56,19 +57,14 @@ class Variables final : public CheckedVariables {
     };
 
     tensorflow::mutex mu_;
-    // One for each input of the op, then one for each element of a handle pack.
+    // In the order of the calls of Find.
     std::vector<Handle> handles_ TF_GUARDED_BY(mu_);
     std::vector<int> order_ TF_GUARDED_BY(mu_);  // For Lock().
   };
 
-  // `is_packed`: whether the op has its lists in a handle pack, the input
-  // `handles`, and not as inputs. A concurrent call that holds the cache makes
-  // this one work without it.
-  Variables(tensorflow::OpKernelContext* ctx, LookupCache* cache,
-            bool is_packed = false)
-      : ctx_(ctx),
-        is_packed_(is_packed),
-        lookup_cache_(cache->mu_.try_lock() ? cache : nullptr) {}
+  // A concurrent call that holds the cache makes this one work without it.
+  Variables(tensorflow::OpKernelContext* ctx, LookupCache* cache)
+      : ctx_(ctx), lookup_cache_(cache->mu_.try_lock() ? cache : nullptr) {}
   ~Variables();
   Variables(const Variables&) = delete;
   Variables& operator=(const Variables&) = delete;
@@ -82,9 +78,9 @@ class Variables final : public CheckedVariables {
   absl::Status FindOrMake(const char* list, Access access,
                           tensorflow::DataType dtype, int* first);
 
-  // The same for a list of `count` variables, which may be the next elements of
-  // a handle pack.
-  absl::Status Find(const char* list, int count, Access access, int* first);
+  // Finds the variables of the input "variables", in its order. `access` is
+  // that of the written ones.
+  absl::Status Find(const std::vector<VariableList>& lists, Access access);
 
   // Locks all variables, in shared mode if they are only read, in the order of
   // their mutexes' addresses. TensorFlow's training kernels use the same order,
@@ -171,10 +167,10 @@ class Variables final : public CheckedVariables {
   using VarPtr = tensorflow::core::RefCountPtr<tensorflow::Var>;
 
   struct Entry {
-    const char* list;
+    absl::string_view list;
     int position;
     int input;
-    int element;  // The index in a handle pack; else 0.
+    int element;  // The index in a tensor of several handles; else 0.
     Access access;
     tensorflow::mutex* mu;
     // The resource variable; nullptr for a ref variable.
@@ -198,8 +194,6 @@ class Variables final : public CheckedVariables {
   // Finds the resource variables among entry `first` and those after it.
   absl::Status FindEach(int first);
   const tensorflow::ResourceHandle& handle(const Entry& entry) const;
-  // The index of an entry in the cache.
-  size_t Place(const Entry& entry) const;
   // The cached handle of an entry, or nullptr if the handle is another one.
   const LookupCache::Handle* Cached(const Entry& entry) const;
   absl::Status FindResource(Entry* entry);
@@ -221,9 +215,7 @@ class Variables final : public CheckedVariables {
   void ReplaceRef(int variable);
 
   tensorflow::OpKernelContext* const ctx_;
-  const bool is_packed_;
   LookupCache* lookup_cache_;  // Locked by this call, or nullptr.
-  int unpacked_ = 0;  // The number of elements found in the handle pack.
   std::vector<Entry> entries_;
   std::vector<int> locked_;  // In the order of locking.
 };

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
-#include "absl/strings/strip.h"
 #include "cc/rules/catch_up.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -73,6 +73,21 @@ bool FitsLowPrecision(DataType other, DataType dtype) {
   return other == dtype || (other == tensorflow::DT_FLOAT &&
                             (dtype == tensorflow::DT_HALF ||
                              dtype == tensorflow::DT_BFLOAT16));
+}
+
+absl::Status CheckCount(const std::vector<VariableList>& lists, int64_t got) {
+  int64_t expected = 0;
+  std::string names;
+  for (const VariableList& list : lists) {
+    expected += list.count;
+    if (list.count == 0) continue;
+    absl::StrAppend(&names, names.empty() ? "" : ", ", list.count, " ",
+                    list.name);
+  }
+  if (got == expected) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("variables must be ", expected, " (", names, "), got ",
+                   got));
 }
 
 absl::Status CheckedVariables::CheckDtype(int variable, DataType dtype) const {
@@ -251,145 +266,138 @@ absl::Status ShadowContract::CheckLogDecays(const CheckedVariables& variables,
   return absl::OkStatus();
 }
 
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule) {
+  std::string names;
+  for (const RuleInfo& info : kRules) {
+    if (info.inputs != "grad") continue;
+    if (name == info.name) {
+      *rule = &info;
+      return absl::OkStatus();
+    }
+    absl::StrAppend(&names, names.empty() ? "" : ", ", info.name);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("rule must be one of ", names, ", got '", name, "'"));
+}
+
+namespace {
+
+absl::Status FindPolicy(absl::string_view name, const PolicyInfo** found) {
+  std::string names;
+  for (const PolicyInfo& policy : kPolicies) {
+    if (name == policy.name()) *found = &policy;
+    absl::StrAppend(&names, ", ", policy.name());
+  }
+  if (*found != nullptr || name.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy must be empty or one of ", names.substr(2),
+                   ", got '", name, "'"));
+}
+
+}  // namespace
+
 template <class Context>
-absl::Status ApplyContract::Init(Context* ctx, const RuleInfo& rule,
-                                 Scalars scalars) {
+absl::Status ApplyContract::Init(Context* ctx,
+                                 const ShadowContract& averages) {
+  std::string rule, policy;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("rule", &rule));
+  TF_RETURN_IF_ERROR(FindUpdate(rule, &rule_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("policy", &policy));
+  TF_RETURN_IF_ERROR(FindPolicy(policy, &policy_));
+  states_ = absl::StrSplit(rule_->states, ' ');
+  int indices, origins;
+  DataType origin_dtype;
   TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NI", &indices));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NO", &origins));
   TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype_));
   TF_RETURN_IF_ERROR(ctx->GetAttr("G", &grad_dtype_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("O", &origin_dtype));
+  sparse_ = indices > 0;
   if (!FitsLowPrecision(grad_dtype_, dtype_)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "grad must be of dtype ", DataTypeString(dtype_), ", the variables'",
         OrFloat(dtype_), ", got ", DataTypeString(grad_dtype_)));
   }
-  states_ = absl::StrSplit(rule.states, ' ');
-  for (absl::string_view name : absl::StrSplit(rule.scalars, ' ')) {
-    bool value = false;
-    const bool is_attribute =
-        absl::ConsumeSuffix(&name, "?") && scalars == Scalars::kByName;
-    if (is_attribute) TF_RETURN_IF_ERROR(ctx->GetAttr(name, &value));
-    scalars_.push_back({std::string(name), is_attribute, value ? 1.0 : 0.0});
+  const int expected = policy_ == nullptr ? 0 : n_;
+  if (origins != expected) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "origins must be ", expected, " tensors for the policy '", policy,
+        "' and N = ", n_, " variables, got ", origins));
+  }
+  if (origins > 0 && origin_dtype != dtype_) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "origins must be of dtype ", DataTypeString(dtype_),
+        ", the variables', got ", DataTypeString(origin_dtype)));
+  }
+  if (averages.lazy() && !(sparse_ && rule_->sparse == Sparse::kRows)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "log_decays must be empty for ",
+        sparse_ ? rule_->name : "a dense gradient",
+        ", whose step changes all rows of a variable"));
   }
   return absl::OkStatus();
 }
 
 template absl::Status ApplyContract::Init(OpKernelConstruction* ctx,
-                                          const RuleInfo& rule,
-                                          Scalars scalars);
+                                          const ShadowContract& averages);
 template absl::Status ApplyContract::Init(InferenceContext* ctx,
-                                          const RuleInfo& rule,
-                                          Scalars scalars);
+                                          const ShadowContract& averages);
 
-absl::Status ApplyContract::CheckLazy(const ShadowContract& averages,
-                                      const RuleInfo& rule) const {
-  if (!averages.lazy() || rule.sparse == Sparse::kRows) return absl::OkStatus();
-  return absl::InvalidArgumentError(absl::StrCat(
-      "log_decays must be empty for ", rule.name,
-      ", whose step changes all rows of a variable"));
+std::vector<VariableList> ApplyContract::Lists(
+    const ShadowContract& averages) const {
+  std::vector<VariableList> lists;
+  for (const absl::string_view state : states_) lists.push_back({state, n_});
+  if (policy_ != nullptr) lists.push_back({"memory", n_ * memory_states()});
+  lists.push_back({"shadows", averages.count()});
+  lists.push_back({"log_decays", averages.lazy() ? averages.count() : 0,
+                   /*is_read=*/false, tensorflow::DT_DOUBLE});
+  return lists;
+}
+
+absl::Status ApplyContract::CheckVariables(
+    const CheckedVariables& variables, const ShadowContract& averages) const {
+  TF_RETURN_IF_ERROR(averages.Check(variables, shadows(), /*values=*/0));
+  TF_RETURN_IF_ERROR(averages.CheckLogDecays(
+      variables, log_decays(averages), /*values=*/0));
+  for (int at = 0; at < shadows(); ++at) {
+    TF_RETURN_IF_ERROR(variables.CheckDtype(
+        at, at < memory(0) ? dtype_ : compute_dtype()));
+    TF_RETURN_IF_ERROR(variables.CheckSameShape(at, at % n_));
+  }
+  return absl::OkStatus();
 }
 
 absl::Status ApplyContract::CheckScalars(
     const PartialTensorShape& shape) const {
-  return CheckShape("scalars", shape, Vector(scalars_.size()),
-                    "the rule's scalars");
-}
-
-absl::Status ApplyContract::CheckStates(const CheckedVariables& variables,
-                                        const std::vector<int>& states) const {
-  for (size_t s = 1; s < states.size(); ++s) {
-    for (int i = 0; i < n_; ++i) {
-      TF_RETURN_IF_ERROR(variables.CheckDtype(states[s] + i, dtype_));
-      TF_RETURN_IF_ERROR(
-          variables.CheckSameShape(states[s] + i, states[0] + i));
+  std::string names(rule_->scalars);
+  if (policy_ != nullptr) {
+    absl::StrAppend(&names, " ", Info(policy_->rule).scalars);
+    if (policy_->measures) {
+      absl::StrAppend(&names, " ", Info(RuleId::kStepSize).scalars);
     }
   }
-  return absl::OkStatus();
+  return CheckShape("scalars", shape, Vector(rule_scalars() + policy_scalars()),
+                    absl::StrReplaceAll(names, {{" ", ", "}, {"?", ""}}));
 }
 
-absl::Status ApplyContract::CheckRows(const CheckedVariables& variables,
-                                      int var, int i,
+absl::Status ApplyContract::CheckRows(const CheckedVariables& variables, int i,
                                       const PartialTensorShape& grad,
                                       const PartialTensorShape& indices) const {
-  TF_RETURN_IF_ERROR(variables.CheckHasRows(var));
+  TF_RETURN_IF_ERROR(variables.CheckHasRows(i));
   TF_RETURN_IF_ERROR(CheckIndices(i, indices));
-  PartialTensorShape expected = variables.known_shape(var);
+  PartialTensorShape expected = variables.known_shape(i);
   if (expected.unknown_rank()) return absl::OkStatus();
   expected.set_dim(0, indices.unknown_rank() ? -1 : indices.dim_size(0));
   if (grad.IsCompatibleWith(expected)) return absl::OkStatus();
   return Misshapen(absl::StrCat("grad[", i, "]"), grad, expected.DebugString(),
-                   absl::StrCat("a row of ", variables.Describe(var),
+                   absl::StrCat("a row of ", variables.Describe(i),
                                 " for each of indices[", i, "]"));
 }
 
-template <class Context>
-absl::Status CompensationContract::Init(Context* ctx, const RuleInfo& rule) {
-  std::string name, names;
-  TF_RETURN_IF_ERROR(ctx->GetAttr("policy", &name));
-  for (const PolicyInfo& policy : kPolicies) {
-    if (name == policy.name()) policy_ = &policy;
-    absl::StrAppend(&names, names.empty() ? "" : ", ", policy.name());
-  }
-  if (policy_ == nullptr) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("policy must be one of ", names, ", got '", name, "'"));
-  }
-  int states, memory;
-  DataType dtype;
-  TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("NS", &states));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("NP", &memory));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype));
-  TF_RETURN_IF_ERROR(ctx->GetAttr("P", &memory_dtype_));
-  const int64_t expected_states =
-      n_ * static_cast<int64_t>(CountNames(rule.states));
-  if (states != expected_states) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "states must be ", expected_states, " variables, ",
-        CountNames(rule.states), " (", rule.states, ") for each of N = ", n_,
-        ", got ", states));
-  }
-  const int64_t expected_memory = n_ * static_cast<int64_t>(policy_->states());
-  if (memory != expected_memory) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "memory must be ", expected_memory, " variables, ", policy_->states(),
-        " for each of N = ", n_, ", got ", memory));
-  }
-  const DataType compute = dtype == tensorflow::DT_DOUBLE
-                               ? tensorflow::DT_DOUBLE
-                               : tensorflow::DT_FLOAT;
-  if (memory > 0 && memory_dtype_ != compute) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "memory must be of dtype ", DataTypeString(compute),
-        " for variables of dtype ", DataTypeString(dtype), ", got ",
-        DataTypeString(memory_dtype_)));
-  }
-  memory_dtype_ = compute;
-  return absl::OkStatus();
-}
-
-template absl::Status CompensationContract::Init(OpKernelConstruction* ctx,
-                                                 const RuleInfo& rule);
-template absl::Status CompensationContract::Init(InferenceContext* ctx,
-                                                 const RuleInfo& rule);
-
-absl::Status CompensationContract::CheckScalars(
-    const PartialTensorShape& shape) const {
-  return CheckShape("policy_scalars", shape, Vector(policy_->scalars()),
-                    "the policy's scalars");
-}
-
-absl::Status CompensationContract::CheckMemory(
-    const CheckedVariables& variables, int memory, int var) const {
-  for (size_t at = 0; at < n_ * policy_->states(); ++at) {
-    TF_RETURN_IF_ERROR(variables.CheckDtype(memory + at, memory_dtype_));
-    TF_RETURN_IF_ERROR(variables.CheckSameShape(memory + at, var + at % n_));
-  }
-  return absl::OkStatus();
-}
-
-absl::Status CompensationContract::CheckOrigins(
-    int i, const PartialTensorShape& shape,
-    const PartialTensorShape& grad) const {
+absl::Status ApplyContract::CheckOrigins(int i,
+                                         const PartialTensorShape& shape,
+                                         const PartialTensorShape& grad) const {
   return CheckShape(absl::StrCat("origins[", i, "]"), shape, grad,
                     absl::StrCat("the shape of grad[", i, "]"));
 }

@@ -41,6 +41,19 @@ absl::Status CheckIndices(int i, const tensorflow::PartialTensorShape& shape);
 // dtype `other`: the same, or float for half and bfloat16.
 bool FitsLowPrecision(tensorflow::DataType other, tensorflow::DataType dtype);
 
+// Some of an op's input "variables", which has several lists one after the
+// other. A tensor of the input may hold the handles of several variables.
+struct VariableList {
+  absl::string_view name;
+  int count;
+  bool is_read = false;  // And not written.
+  // The dtype of variables that need no value.
+  tensorflow::DataType made_of = tensorflow::DT_INVALID;
+};
+
+// Checks the number of variables in the input "variables".
+absl::Status CheckCount(const std::vector<VariableList>& lists, int64_t got);
+
 // The facts about an op's variables that checks need. A variable is identified
 // by its position in all lists of the op that were looked up.
 class CheckedVariables {
@@ -84,9 +97,9 @@ class CheckedVariables {
 absl::Status ToRates(absl::Span<const double> decays,
                      std::vector<double>* rates);
 
-// The shadows of EmaUpdate and of the Apply ops: K averages of each of N
-// values, in the order of the op's input: all N of the first decay, then all N
-// of the second, and so on.
+// The shadows of EmaUpdate and of Apply: K averages of each of N values, in the
+// order of the op's input: all N of the first decay, then all N of the second,
+// and so on.
 class ShadowContract {
  public:
   // Reads the attributes N, NK, T (of the values), S (of the shadows) and, if
@@ -94,6 +107,11 @@ class ShadowContract {
   // of a shape function, here and below.
   template <class Context>
   absl::Status Init(Context* ctx);
+
+  // The lists of EmaUpdate's input "variables".
+  std::vector<VariableList> Lists() const {
+    return {{"shadows", count()}, {"values", n_, /*is_read=*/true}};
+  }
 
   // Checks the shape of the input "decays", and its value if that is known.
   absl::Status CheckDecays(const tensorflow::PartialTensorShape& shape,
@@ -124,6 +142,7 @@ class ShadowContract {
 
   int values() const { return n_; }
   int per_value() const { return k_; }
+  int count() const { return n_ * k_; }
   tensorflow::DataType value_dtype() const { return value_dtype_; }
   tensorflow::DataType shadow_dtype() const { return shadow_dtype_; }
 
@@ -135,81 +154,77 @@ class ShadowContract {
   tensorflow::DataType shadow_dtype_;
 };
 
-// The Apply ops, except for their shadows.
+// The rule of that name, which updates a `var` by a `grad`.
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule);
+
+// Apply, except for its shadows. The input "variables" begins with the rule's
+// states, N of each, and then those of the policy.
 class ApplyContract {
  public:
-  // The form of the rule's scalars: inputs and attributes, or one input, the
-  // vector "scalars".
-  enum class Scalars { kByName, kVector };
-
-  // One scalar of the rule: an input of the op, or an attribute that is 1 or 0.
-  struct Scalar {
-    std::string name;
-    bool is_attribute;
-    double attribute;
-  };
-
-  // Reads the attributes N, T (of the variables), G (of the gradients) and the
-  // attributes that are scalars of the rule.
+  // Reads the attributes rule, policy, N, NI, NO, T (of the variables), G (of
+  // the gradients), O (of the origins). Checks that no rows of averages may lag
+  // behind if a step moves all rows.
   template <class Context>
-  absl::Status Init(Context* ctx, const RuleInfo& rule,
-                    Scalars scalars = Scalars::kByName);
+  absl::Status Init(Context* ctx, const ShadowContract& averages);
+
+  // The lists of the input "variables".
+  std::vector<VariableList> Lists(const ShadowContract& averages) const;
+  // Their first positions. Those of a rule's state and of a policy's state:
+  int state(int s) const { return s * n_; }
+  int memory(int m) const { return state(states_.size() + m); }
+  int shadows() const { return memory(memory_states()); }
+  int log_decays(const ShadowContract& averages) const {
+    return shadows() + averages.count();
+  }
+
+  // Checks the variables, which are in this order.
+  absl::Status CheckVariables(const CheckedVariables& variables,
+                              const ShadowContract& averages) const;
 
   // Checks the shape of the input "scalars".
   absl::Status CheckScalars(const tensorflow::PartialTensorShape& shape) const;
-
-  // Checks that no rows of averages may lag behind if a step moves all rows.
-  absl::Status CheckLazy(const ShadowContract& averages,
-                         const RuleInfo& rule) const;
-
-  // Checks the states; `states` are the first positions of their lists.
-  absl::Status CheckStates(const CheckedVariables& variables,
-                           const std::vector<int>& states) const;
-  // Checks a sparse gradient of `var`.
-  absl::Status CheckRows(const CheckedVariables& variables, int var, int i,
+  // Checks a sparse gradient of variable `i`.
+  absl::Status CheckRows(const CheckedVariables& variables, int i,
                          const tensorflow::PartialTensorShape& grad,
                          const tensorflow::PartialTensorShape& indices) const;
-
-  const std::vector<std::string>& states() const { return states_; }
-  const std::vector<Scalar>& scalars() const { return scalars_; }
-  int variables() const { return n_; }
-  tensorflow::DataType dtype() const { return dtype_; }
-  tensorflow::DataType grad_dtype() const { return grad_dtype_; }
-
- private:
-  std::vector<std::string> states_;
-  std::vector<Scalar> scalars_;
-  int n_;
-  tensorflow::DataType dtype_;
-  tensorflow::DataType grad_dtype_;
-};
-
-// What the compensating Apply ops have besides.
-class CompensationContract {
- public:
-  // Reads the attributes policy, N, NS, NP, T, P (of the policy's states).
-  template <class Context>
-  absl::Status Init(Context* ctx, const RuleInfo& rule);
-
-  // Checks the shape of the input "policy_scalars".
-  absl::Status CheckScalars(const tensorflow::PartialTensorShape& shape) const;
-  // Checks the policy's states, the list "memory". `var` is the first position
-  // of the variables.
-  absl::Status CheckMemory(const CheckedVariables& variables, int memory,
-                           int var) const;
   // Checks origins[i], of the shape of grad[i].
   absl::Status CheckOrigins(int i,
                             const tensorflow::PartialTensorShape& shape,
                             const tensorflow::PartialTensorShape& grad) const;
 
-  const PolicyInfo& policy() const { return *policy_; }
-  // That of the policy's states, in which a gradient is compensated.
-  tensorflow::DataType memory_dtype() const { return memory_dtype_; }
+  const RuleInfo& rule() const { return *rule_; }
+  // How gradients are compensated for their age; nullptr if they are not.
+  const PolicyInfo* policy() const { return policy_; }
+  bool sparse() const { return sparse_; }
+  int variables() const { return n_; }
+  // The numbers of states of a variable.
+  int rule_states() const { return states_.size(); }
+  int memory_states() const {
+    return policy_ == nullptr ? 0 : policy_->states();
+  }
+  // The numbers of scalars in the input "scalars": the rule's, then the
+  // policy's.
+  int rule_scalars() const { return CountNames(rule_->scalars); }
+  int policy_scalars() const {
+    return policy_ == nullptr ? 0 : policy_->scalars();
+  }
+  tensorflow::DataType dtype() const { return dtype_; }
+  tensorflow::DataType grad_dtype() const { return grad_dtype_; }
+  // That in which the gradients of a row are summed and compensated, and that
+  // of the policy's states.
+  tensorflow::DataType compute_dtype() const {
+    return dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
+                                           : tensorflow::DT_FLOAT;
+  }
 
  private:
+  const RuleInfo* rule_ = nullptr;
   const PolicyInfo* policy_ = nullptr;
+  std::vector<absl::string_view> states_;
+  bool sparse_;
   int n_;
-  tensorflow::DataType memory_dtype_;
+  tensorflow::DataType dtype_;
+  tensorflow::DataType grad_dtype_;
 };
 
 class AveragingAssignContract {

@@ -14,11 +14,9 @@ absl::Status EmaUpdateShape(InferenceContext* c, bool ref) {
   ShadowContract averages;
   TF_RETURN_IF_ERROR(averages.Init(c));
   InferredInputs inputs(c, ref);
-  int shadows, values;
-  TF_RETURN_IF_ERROR(inputs.FindVariables("shadows", "S", &shadows));
-  TF_RETURN_IF_ERROR(inputs.FindVariables("values", "T", &values));
+  TF_RETURN_IF_ERROR(inputs.FindVariables(averages.Lists()));
   TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
-  return averages.Check(inputs, shadows, values);
+  return averages.Check(inputs, /*shadows=*/0, averages.count());
 }
 
 constexpr char kEmaUpdateDoc[] = R"doc(
@@ -34,10 +32,11 @@ in one pass over memory: a value is read once for all of its K shadows.
 All variables are checked before any is changed. Variables are locked for the
 update, values in shared mode.
 
-shadows: N * K averages: all N of the first decay, then all N of the second,
-  and so on. Each has the shape of its value.
-values: N variables. They are only read.
+variables: N * K shadows: all N of the first decay, then all N of the second,
+  and so on; N values, which are only read. A shadow has the shape of its value.
+  A tensor may hold the handles of several variables: see Wrapopt>Bundle.
 decays: [K], each in [0, 1]. 0 copies the value, 1 does not change the shadow.
+NK: N * K.
 T: dtype of the values.
 S: dtype of the shadows: T, or float if T is half or bfloat16.
 )doc";
@@ -45,9 +44,9 @@ S: dtype of the shadows: T, or float if T is half or bfloat16.
 }  // namespace
 
 REGISTER_OP("Wrapopt>EmaUpdate")
-    .Input("shadows: NK * resource")
-    .Input("values: N * resource")
+    .Input("variables: NV * resource")
     .Input("decays: double")
+    .Attr("NV: int >= 1")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
     .Attr("T: " WRAPOPT_NUMBER_TYPES)
@@ -58,9 +57,9 @@ REGISTER_OP("Wrapopt>EmaUpdate")
 
 // For the ref variables of TensorFlow 1 graphs.
 REGISTER_OP("Wrapopt>EmaUpdateRef")
-    .Input("shadows: Ref(NK * S)")
-    .Input("values: Ref(N * T)")
+    .Input("variables: Ref(V)")
     .Input("decays: double")
+    .Attr("V: list(" WRAPOPT_NUMBER_TYPES ") >= 1")
     .Attr("N: int >= 1")
     .Attr("NK: int >= 1")
     .Attr("T: " WRAPOPT_NUMBER_TYPES)

@@ -60,6 +60,32 @@ absl::Status InferredInputs::FindVariables(const char* list,
   return absl::OkStatus();
 }
 
+absl::Status InferredInputs::FindVariables(
+    const std::vector<VariableList>& lists) {
+  int inputs, first;
+  TF_RETURN_IF_ERROR(Count("variables", &inputs));
+  int64_t found = 0;
+  for (int i = 0; i < inputs && found >= 0; ++i) {
+    const int64_t handles =
+        ref_ ? 1 : Known(c_->input(next_ + i)).num_elements();
+    found = handles < 0 ? -1 : found + handles;
+  }
+  if (found >= 0) TF_RETURN_IF_ERROR(CheckCount(lists, found));
+  TF_RETURN_IF_ERROR(FindVariables("variables", "V", &first));
+  // Several handles in one tensor do not tell their variables.
+  if (found != inputs) variables_.resize(first);
+  for (const VariableList& list : lists) {
+    for (int i = 0; i < list.count; ++i, ++first) {
+      if (found != inputs) {
+        variables_.push_back({{}, 0, tensorflow::DT_INVALID, {}});
+      }
+      variables_[first].list = list.name;
+      variables_[first].position = i;
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status InferredInputs::FindTensors(
     const char* list, std::vector<PartialTensorShape>* shapes) {
   int count;

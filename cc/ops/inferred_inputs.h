@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -28,6 +29,10 @@ class InferredInputs final : public CheckedVariables {
   // The dtypes of refs, a list or one for all, are the attribute `dtypes`, if
   // it is given.
   absl::Status FindVariables(const char* list, const char* dtypes, int* first);
+
+  // The variables of the input "variables". It cannot tell them if a tensor
+  // may hold any number of handles. The dtypes of refs are the attribute V.
+  absl::Status FindVariables(const std::vector<VariableList>& lists);
 
   absl::Status FindTensors(const char* list,
                            std::vector<tensorflow::PartialTensorShape>* shapes);
@@ -52,7 +57,7 @@ class InferredInputs final : public CheckedVariables {
 
  private:
   struct Variable {
-    const char* list;
+    absl::string_view list;
     int position;
     tensorflow::DataType dtype;
     tensorflow::PartialTensorShape shape;

@@ -68,9 +68,9 @@ Brings averages up to date of which steps have moved some rows only.
 
 A step that leaves a row of a value as it is moves the row's average towards a
 constant, and several such steps do so by the product of their decays. So a step
-of SparseApply<Rule> or SparseEmaUpdate with `log_decays` leaves such rows
-alone. This op makes up for all steps that a row has missed, as long as the
-value is still what it was in them:
+of Apply or SparseEmaUpdate with log decays leaves such rows alone. This op
+makes up for all steps that a row has missed, as long as the value is still what
+it was in them:
 
     shadow[r] += (1 - exp(log_decays[R] - log_decays[r])) (value[r] - shadow[r])
 

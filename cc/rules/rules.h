@@ -1,19 +1,17 @@
 // The list of update rules, which every back end registers.
 //
 // To add one: write cc/rules/<rule>.h, include it here and add its line to
-// WRAPOPT_UPDATES, define its ops in cc/ops/apply_<rule>.cc, and add its
-// formula to tests/numerics.py. The code needs no other edit: every back end,
-// wrapopt.ops.apply and the tests read the rules here. cc/README.md says how to
-// test it.
+// WRAPOPT_UPDATES, and add its formula to tests/numerics.py. The code needs no
+// other edit: every back end, wrapopt.ops.apply and the tests read the rules
+// here. cc/README.md says how to test it.
 //
 // The arguments of a rule's `Step` are its states as V&, then its inputs and
 // then its scalars as const V&. Its code is pure data flow: Select instead of
 // `if`, no loop, and the functions and literals of cc/rules/maths.h.
 //
-// A line names the arguments, in the order of `Step`. Of the scalars,
-//
-//   lr                    is a scalar input of the op;
-//   use_nesterov?         is an attribute of the op, true or false: 1 or 0.
+// A line names the arguments, in the order of `Step`. The op Apply takes states
+// and scalars in this order. A scalar with a question mark, as `use_nesterov?`,
+// is true or false: 1 or 0.
 //
 // Names of TensorFlow's and Keras's arguments keep to one spelling, as in the
 // lines below: `weight_decay`, `beta1_power`. A rule of Keras's optimizers has
@@ -106,7 +104,7 @@
 #define WRAPOPT_RULES(X) WRAPOPT_UPDATES(X) WRAPOPT_STAGES(X)
 
 // Rules that differ from another one only in the step with a sparse gradient.
-// They have ops of their own, and the other rule's mathematics and kernels.
+// They have the other rule's mathematics and kernels.
 //
 // LazyAdam is Adam in which the moments of rows that are not in the gradient do
 // not decay (tf.contrib.opt.LazyAdamOptimizer of TensorFlow 1.15).

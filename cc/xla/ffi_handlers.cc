@@ -22,7 +22,6 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/sort_rows.h"
-#include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/platform/errors.h"

@@ -11,8 +11,8 @@
 
 namespace wrapopt {
 
-// Apply<Rule>. The attribute "rule" is the rule's name. The rule has S states
-// and C scalars. There are N variables, and K averages of each.
+// Apply of dense gradients. The attribute "rule" is the rule's name. The rule
+// has S states and C scalars. There are N variables, and K averages of each.
 //
 //   accept      pred
 //   decays      f64[K]
@@ -22,8 +22,8 @@ namespace wrapopt {
 //   grad        N arrays
 inline constexpr char kApplyCall[] = "wrapopt_apply";
 
-// SparseApply<Rule>. The attribute "names" has the variables' names for errors,
-// separated by zero bytes.
+// Apply of sparse gradients. The attribute "names" has the variables' names for
+// errors, separated by zero bytes.
 //
 //   accept      pred
 //   decays      f64[K]

@@ -6,17 +6,14 @@
 // an index that is not a constant. There, the formula is applied to a decay,
 // rate or weight out of range, and an index out of range is ignored.
 #include <algorithm>
-#include <iterator>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/types/span.h"
-#include "cc/ops/apply_op.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "cc/xla/custom_call.h"
@@ -129,7 +126,7 @@ std::string Names(const XlaVariables& variables, int first, int count) {
   return Quoted(absl::StrJoin(names, std::string(1, '\0')));
 }
 
-// The averages of EmaUpdate and of the Apply ops.
+// The averages of EmaUpdate and Apply.
 class XlaAverages : public ShadowContract {
  public:
   // The input "decays" as rates, in the shadows' compute type.
@@ -170,17 +167,15 @@ class XlaAverages : public ShadowContract {
     return absl::OkStatus();
   }
 
-  absl::Status FindLogDecays(XlaVariables* variables, int values,
-                             int* first) const {
-    TF_RETURN_IF_ERROR(
-        variables->FindOrMake("log_decays", tensorflow::DT_DOUBLE, first));
-    TF_RETURN_IF_ERROR(CheckLogDecays(*variables, *first, values));
-    for (int at = 0; at < per_value() * this->values(); ++at) {
+  // Sets the shapes of log decays without a value.
+  void ShapeLogDecays(XlaVariables* variables, int log_decays,
+                      int values) const {
+    for (int at = 0; lazy() && at < count(); ++at) {
       const int value = values + at % this->values();
-      variables->SetShape(*first + at, {variables->shape(value).dim_size(0) +
-                                        kMoreLogDecays});
+      variables->SetShape(
+          log_decays + at,
+          {variables->shape(value).dim_size(0) + kMoreLogDecays});
     }
-    return absl::OkStatus();
   }
 
   // The new value of `shadow`, an average of `value`.
@@ -201,9 +196,8 @@ class EmaUpdateXlaOp : public XlaOpKernel {
     std::vector<XlaOp> rates;
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
     XlaVariables variables(ctx);
-    int shadows, values;
-    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
-    OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
+    const int shadows = 0, values = averages_.count();
+    OP_REQUIRES_OK(ctx, variables.Find(averages_.Lists()));
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
 
     bool calls;
@@ -257,8 +251,12 @@ class LazyAveragesXlaOp : public XlaOpKernel {
     OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
     OP_REQUIRES_OK(ctx, variables.Find("values", Access::kRead, &values));
     OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, values));
-    OP_REQUIRES_OK(
-        ctx, averages_.FindLogDecays(&variables, values, &log_decays));
+    OP_REQUIRES_OK(ctx, variables.FindOrMake("log_decays",
+                                             tensorflow::DT_DOUBLE,
+                                             &log_decays));
+    OP_REQUIRES_OK(ctx,
+                   averages_.CheckLogDecays(variables, log_decays, values));
+    averages_.ShapeLogDecays(&variables, log_decays, values);
     Inputs indices;
     if (!is_read_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
     for (size_t i = 0; i < indices.shapes.size(); ++i) {
@@ -335,65 +333,46 @@ class LazyAveragesXlaOpOf : public LazyAveragesXlaOp {
 };
 
 // Compensates gradients for their age: see cc/rules/compensation.h.
-class XlaCompensation : public CompensationContract {
+class XlaCompensation {
  public:
-  // Reads the policy's scalars in the compute type `type`.
-  absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type) {
-    TF_RETURN_IF_ERROR(CheckScalars(ctx->InputShape("policy_scalars")));
-    scalars_.clear();
-    const XlaOp vector =
-        xla::ConvertElementType(ctx->Input("policy_scalars"), type);
-    for (size_t c = 0; c < policy().scalars(); ++c) {
-      scalars_.push_back(Element(vector, c));
-    }
-    return absl::OkStatus();
-  }
+  // `type` is the compute type, which the policy's scalars have.
+  XlaCompensation(const PolicyInfo& policy, xla::PrimitiveType type,
+                  absl::Span<const XlaOp> scalars)
+      : policy_(policy), type_(type), scalars_(scalars) {}
 
   // The gradient that the step takes. `memory` are the policy's states of the
   // variable, or rows of them.
   XlaOp Before(XlaOp var, XlaOp origin, XlaOp grad,
                std::vector<XlaOp>* memory) const {
-    const xla::PrimitiveType type = XlaType(memory_dtype());
     std::vector<XlaOp> states = *memory;
-    states.push_back(xla::ConvertElementType(var, type) -
-                     xla::ConvertElementType(origin, type));
-    Step(policy().rule, type, absl::MakeSpan(states), {grad},
-         absl::MakeConstSpan(scalars_).first(policy().scalars_before()));
+    states.push_back(xla::ConvertElementType(var, type_) -
+                     xla::ConvertElementType(origin, type_));
+    Step(policy_.rule, type_, absl::MakeSpan(states), {grad},
+         scalars_.first(policy_.scalars_before()));
     std::copy_n(states.begin(), memory->size(), memory->begin());
     return states.back();
   }
 
   // Measures the step from `before` to `after`.
   void After(XlaOp before, XlaOp after, std::vector<XlaOp>* memory) const {
-    if (!policy().measures) return;
-    const xla::PrimitiveType type = XlaType(memory_dtype());
-    XlaOp states[] = {(*memory)[0], xla::ConvertElementType(before, type)};
-    Step(RuleId::kStepSize, type, absl::MakeSpan(states), {after},
+    if (!policy_.measures) return;
+    XlaOp states[] = {(*memory)[0], xla::ConvertElementType(before, type_)};
+    Step(RuleId::kStepSize, type_, absl::MakeSpan(states), {after},
          {scalars_.back()});
     (*memory)[0] = states[0];
   }
 
  private:
-  std::vector<XlaOp> scalars_;
+  const PolicyInfo& policy_;
+  const xla::PrimitiveType type_;
+  const absl::Span<const XlaOp> scalars_;
 };
 
 class ApplyXlaOp : public XlaOpKernel {
  public:
-  ApplyXlaOp(OpKernelConstruction* ctx, const RuleInfo& rule, bool sparse,
-             bool is_compensated = false)
-      : XlaOpKernel(ctx),
-        rule_(rule),
-        sparse_(sparse),
-        is_compensated_(is_compensated) {
-    using Scalars = ApplyContract::Scalars;
+  explicit ApplyXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
     OP_REQUIRES_OK(ctx, averages_.Init(ctx));
-    OP_REQUIRES_OK(ctx, contract_.Init(ctx, rule,
-                                       is_compensated ? Scalars::kVector
-                                                      : Scalars::kByName));
-    OP_REQUIRES_OK(ctx, contract_.CheckLazy(averages_, rule));
-    if (is_compensated) {
-      OP_REQUIRES_OK(ctx, compensation_.Init(ctx, rule));
-    }
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, averages_));
     type_ = XlaType(contract_.dtype());
     compute_ = ComputeType(type_);
   }
@@ -407,74 +386,60 @@ class ApplyXlaOp : public XlaOpKernel {
     } else {
       accept = ctx->Input("accept");
     }
-    std::vector<XlaOp> scalars, rates;
-    OP_REQUIRES_OK(ctx, ReadScalars(ctx, compute_, &scalars));
+    std::vector<XlaOp> all_scalars, rates;
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &all_scalars));
     OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &rates));
+    const absl::Span<const XlaOp> scalars =
+        absl::MakeConstSpan(all_scalars).first(contract_.rule_scalars());
+    std::optional<XlaCompensation> compensation;
+    if (contract_.policy() != nullptr) {
+      compensation.emplace(
+          *contract_.policy(), compute_,
+          absl::MakeConstSpan(all_scalars).subspan(scalars.size()));
+    }
 
     XlaVariables variables(ctx);
-    std::vector<int> states(contract_.states().size());
-    int memory = -1;
-    Inputs origins;
-    if (is_compensated_) {
-      OP_REQUIRES_OK(ctx,
-                     variables.Find("states", Access::kWrite, &states[0]));
-      OP_REQUIRES_OK(ctx, variables.Find("memory", Access::kWrite, &memory));
-      OP_REQUIRES_OK(ctx,
-                     compensation_.CheckMemory(variables, memory, states[0]));
-      OP_REQUIRES_OK(ctx, compensation_.ReadScalars(ctx, compute_));
-      OP_REQUIRES_OK(ctx, ReadInputs(ctx, "origins", &origins));
-    }
-    for (size_t s = 0; s < states.size(); ++s) {
-      if (is_compensated_) {
-        states[s] = states[0] + s * contract_.variables();
-        continue;
-      }
-      OP_REQUIRES_OK(ctx, variables.Find(contract_.states()[s].c_str(),
-                                         Access::kWrite, &states[s]));
-    }
-    int shadows;
-    OP_REQUIRES_OK(ctx, variables.Find("shadows", Access::kWrite, &shadows));
-    OP_REQUIRES_OK(ctx, averages_.Check(variables, shadows, states[0]));
-    OP_REQUIRES_OK(ctx, contract_.CheckStates(variables, states));
-    int log_decays = -1;
+    const int shadows = contract_.shadows();
+    const int log_decays = contract_.log_decays(averages_);
+    OP_REQUIRES_OK(ctx, variables.Find(contract_.Lists(averages_)));
+    OP_REQUIRES_OK(ctx, contract_.CheckVariables(variables, averages_));
+    averages_.ShapeLogDecays(&variables, log_decays, /*values=*/0);
     std::vector<XlaOp> logs;
-    if (averages_.lazy()) {
-      OP_REQUIRES_OK(
-          ctx, averages_.FindLogDecays(&variables, states[0], &log_decays));
-      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
-    }
-    Inputs grads, indices;
+    if (averages_.lazy()) OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &logs));
+    Inputs grads, indices, origins;
     OP_REQUIRES_OK(ctx, ReadInputs(ctx, "grad", &grads));
-    if (sparse_) OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "indices", &indices));
+    OP_REQUIRES_OK(ctx, ReadInputs(ctx, "origins", &origins));
+    // A sparse gradient may have a dynamic number of rows.
+    const bool sparse = contract_.sparse();
+    const int first_dimension = sparse ? 1 : 0;
     for (int i = 0; i < contract_.variables(); ++i) {
-      const int var = states[0] + i;
-      OP_REQUIRES_OK(ctx, sparse_ ? contract_.CheckRows(variables, var, i,
-                                                        grads.shapes[i],
-                                                        indices.shapes[i])
-                                  : variables.CheckSameShape(
-                                        grads.shapes[i], "grad", i, var));
-      OP_REQUIRES_OK(ctx, CheckStatic("grad", i, grads.ops[i],
-                                      /*first_dimension=*/sparse_ ? 1 : 0));
-      if (is_compensated_) {
-        OP_REQUIRES_OK(ctx, compensation_.CheckOrigins(i, origins.shapes[i],
-                                                       grads.shapes[i]));
-        OP_REQUIRES_OK(ctx, CheckStatic("origins", i, origins.ops[i],
-                                        /*first_dimension=*/sparse_ ? 1 : 0));
-      }
+      OP_REQUIRES_OK(
+          ctx, sparse
+                   ? contract_.CheckRows(variables, i, grads.shapes[i],
+                                         indices.shapes[i])
+                   : variables.CheckSameShape(grads.shapes[i], "grad", i, i));
+      OP_REQUIRES_OK(ctx,
+                     CheckStatic("grad", i, grads.ops[i], first_dimension));
+      if (!compensation) continue;
+      OP_REQUIRES_OK(ctx, contract_.CheckOrigins(i, origins.shapes[i],
+                                                 grads.shapes[i]));
+      OP_REQUIRES_OK(
+          ctx, CheckStatic("origins", i, origins.ops[i], first_dimension));
     }
 
     bool calls;
     OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
-    if (calls && !is_compensated_) {
-      OP_REQUIRES_OK(ctx, Call(ctx, &variables, states, shadows, log_decays,
-                               grads.ops, indices.ops));
+    if (calls && !compensation) {
+      OP_REQUIRES_OK(ctx, Call(ctx, &variables, grads.ops, indices.ops));
       return;
     }
+    const RuleInfo& rule = contract_.rule();
     for (int i = 0; i < contract_.variables(); ++i) {
-      const TensorShape& shape = variables.shape(states[0] + i);
+      const TensorShape& shape = variables.shape(i);
       std::vector<XlaOp> after;
-      for (const int state : states) {
-        after.push_back(variables.value(state + i));
+      for (int s = 0; s < contract_.rule_states(); ++s) {
+        after.push_back(variables.value(contract_.state(s) + i));
       }
       // Not a product: a step that is not accepted may hold infinity or NaN.
       auto accepted = [&](XlaOp value, int variable) {
@@ -486,27 +451,24 @@ class ApplyXlaOp : public XlaOpKernel {
       std::optional<Rows> moved;  // The rows that the averages move in.
       std::vector<XlaOp> caught_up, old_logs;
       std::vector<XlaOp> of_policy;  // The policy's states, after the step.
-      const size_t policy_states =
-          is_compensated_ ? compensation_.policy().states() : 0;
-      for (size_t m = 0; m < policy_states; ++m) {
-        of_policy.push_back(
-            variables.value(memory + m * contract_.variables() + i));
+      for (int m = 0; m < contract_.memory_states(); ++m) {
+        of_policy.push_back(variables.value(contract_.memory(m) + i));
       }
-      if (!sparse_) {
+      if (!sparse) {
         XlaOp grad = grads.ops[i];
-        if (is_compensated_) {
-          grad = compensation_.Before(after[0], origins.ops[i], grad,
+        if (compensation) {
+          grad = compensation->Before(after[0], origins.ops[i], grad,
                                       &of_policy);
         }
         const XlaOp before = after[0];
-        Step(rule_.id, type_, absl::MakeSpan(after), {grad}, scalars);
-        if (is_compensated_) {
-          compensation_.After(before, Stored(after[0], type_), &of_policy);
+        Step(rule.id, type_, absl::MakeSpan(after), {grad}, scalars);
+        if (compensation) {
+          compensation->After(before, Stored(after[0], type_), &of_policy);
         }
       } else if (shape.num_elements() > 0) {
         Rows rows(type_, shape.dim_sizes(), grads.ops[i], indices.ops[i]);
-        if (is_compensated_ && accept) rows.Keep(*accept);
-        if (rule_.sparse == Sparse::kAll && is_compensated_) {
+        if (compensation && accept) rows.Keep(*accept);
+        if (rule.sparse == Sparse::kAll && compensation) {
           const Rows::Sums sums = rows.Sum();
           const XlaOp before = rows.Get(sums, after[0]);
           std::vector<XlaOp> of_rows;
@@ -514,24 +476,24 @@ class ApplyXlaOp : public XlaOpKernel {
             of_rows.push_back(rows.Get(sums, state));
           }
           const XlaOp grad =
-              compensation_.Before(
+              compensation->Before(
                   before, rows.OfSums(sums, Padded(origins.ops[i])), sums.grad,
                   &of_rows);
-          Step(rule_.id, type_, absl::MakeSpan(after),
+          Step(rule.id, type_, absl::MakeSpan(after),
                {rows.Dense(sums, grad)}, scalars);
-          compensation_.After(before,
+          compensation->After(before,
                               rows.Get(sums, Stored(after[0], type_)),
                               &of_rows);
-          for (size_t m = 0; m < policy_states; ++m) {
+          for (size_t m = 0; m < of_policy.size(); ++m) {
             of_policy[m] = rows.Put(sums, of_policy[m], of_rows[m]);
           }
-        } else if (rule_.sparse == Sparse::kAll) {
-          Step(rule_.id, type_, absl::MakeSpan(after), {rows.Dense()},
+        } else if (rule.sparse == Sparse::kAll) {
+          Step(rule.id, type_, absl::MakeSpan(after), {rows.Dense()},
                scalars);
         } else {
           // A scatter of some rows is in place. A select of whole arrays would
           // copy them.
-          if (accept && !is_compensated_) rows.Keep(*accept);
+          if (accept && !compensation) rows.Keep(*accept);
           const XlaOp old =
               averages_.lazy() ? rows.Old(after[0]) : rows.Get(after[0]);
           for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
@@ -542,25 +504,26 @@ class ApplyXlaOp : public XlaOpKernel {
                 XlaType(averages_.shadow_dtype()), old, old_logs.back()));
             moved.emplace(rows);
           }
-          if (is_compensated_) {
-            StepOfRows(rows, old, Padded(origins.ops[i]), scalars, &after,
-                       &of_policy);
+          if (compensation) {
+            StepOfRows(*compensation, rows, old, Padded(origins.ops[i]),
+                       scalars, &after, &of_policy);
           } else {
-            rows.Step(rule_.id, absl::MakeSpan(after), scalars, old);
+            rows.Step(rule.id, absl::MakeSpan(after), scalars, old);
           }
           is_step_accepted = true;
         }
       }
-      for (size_t s = 0; s < states.size(); ++s) {
-        if (!is_step_accepted) after[s] = accepted(after[s], states[s] + i);
-        OP_REQUIRES_OK(ctx, variables.Assign(states[s] + i, after[s]));
+      for (size_t s = 0; s < after.size(); ++s) {
+        const int at = contract_.state(s) + i;
+        if (!is_step_accepted) after[s] = accepted(after[s], at);
+        OP_REQUIRES_OK(ctx, variables.Assign(at, after[s]));
       }
-      for (size_t m = 0; m < policy_states; ++m) {
-        const int at = memory + m * contract_.variables() + i;
+      for (size_t m = 0; m < of_policy.size(); ++m) {
+        const int at = contract_.memory(m) + i;
         // Of a sparse gradient, no row counts if the step is not accepted.
-        OP_REQUIRES_OK(ctx, variables.Assign(
-                                at, sparse_ ? of_policy[m]
-                                            : accepted(of_policy[m], at)));
+        OP_REQUIRES_OK(
+            ctx, variables.Assign(at, sparse ? of_policy[m]
+                                             : accepted(of_policy[m], at)));
       }
       const XlaOp value = Stored(after[0], type_);
       for (int k = 0; k < averages_.per_value(); ++k) {
@@ -592,8 +555,8 @@ class ApplyXlaOp : public XlaOpKernel {
 
  private:
   // The compensated step of the rows that have gradients.
-  void StepOfRows(const Rows& rows, XlaOp old, XlaOp origins,
-                  const std::vector<XlaOp>& scalars,
+  void StepOfRows(const XlaCompensation& compensation, const Rows& rows,
+                  XlaOp old, XlaOp origins, absl::Span<const XlaOp> scalars,
                   std::vector<XlaOp>* states,
                   std::vector<XlaOp>* memory) const {
     const Rows::Sums sums = rows.Sum();
@@ -603,10 +566,11 @@ class ApplyXlaOp : public XlaOpKernel {
     }
     const XlaOp before = of_states[0];
     const XlaOp grad =
-        compensation_.Before(before, rows.OfSums(sums, origins), sums.grad,
+        compensation.Before(before, rows.OfSums(sums, origins), sums.grad,
                              &of_memory);
-    Step(rule_.id, type_, absl::MakeSpan(of_states), {grad}, scalars);
-    compensation_.After(before, Stored(of_states[0], type_), &of_memory);
+    Step(contract_.rule().id, type_, absl::MakeSpan(of_states), {grad},
+         scalars);
+    compensation.After(before, Stored(of_states[0], type_), &of_memory);
     for (size_t s = 0; s < states->size(); ++s) {
       (*states)[s] = rows.Put(sums, (*states)[s], of_states[s]);
     }
@@ -616,39 +580,40 @@ class ApplyXlaOp : public XlaOpKernel {
   }
 
   absl::Status Call(XlaOpKernelContext* ctx, XlaVariables* variables,
-                    const std::vector<int>& states, int shadows,
-                    int log_decays, const std::vector<XlaOp>& grads,
+                    const std::vector<XlaOp>& grads,
                     const std::vector<XlaOp>& indices) const {
     xla::XlaBuilder* builder = ctx->builder();
-    std::vector<XlaOp> scalars;
-    TF_RETURN_IF_ERROR(ReadScalars(ctx, xla::F64, &scalars));
-    const XlaOp scalar_vector = Vector(builder, scalars);
     const int n = contract_.variables();
-    const std::string rule = absl::StrCat("rule = ", Quoted(rule_.name));
+    const bool sparse = contract_.sparse();
+    const std::string rule =
+        absl::StrCat("rule = ", Quoted(contract_.rule().name));
     for (int first = 0, end; first < n; first = end) {
-      end = sparse_ ? n : EndOfCall(*variables, states[0], first);
+      end = sparse ? n : EndOfCall(*variables, first);
       const int count = end - first;
       KernelCall call(variables);
       call.Read(ctx->Input("accept"));
       call.Read(ctx->Input("decays"));
-      call.Read(scalar_vector);
-      if (sparse_) call.Read(Counts(builder, indices));
-      for (const int state : states) call.Write(state + first, count);
-      for (int k = 0; k < averages_.per_value(); ++k) {
-        call.Write(shadows + k * n + first, count);
+      call.Read(ctx->Input("scalars"));
+      if (sparse) call.Read(Counts(builder, indices));
+      for (int s = 0; s < contract_.rule_states(); ++s) {
+        call.Write(contract_.state(s) + first, count);
       }
-      if (averages_.lazy()) call.Write(log_decays, averages_.per_value() * n);
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        call.Write(contract_.shadows() + k * n + first, count);
+      }
+      if (averages_.lazy()) {
+        call.Write(contract_.log_decays(averages_), averages_.count());
+      }
       for (int i = first; i < end; ++i) {
-        call.Read(sparse_ ? Padded(grads[i]) : grads[i]);
+        call.Read(sparse ? Padded(grads[i]) : grads[i]);
       }
       for (const XlaOp of_variable : indices) call.Read(Padded(of_variable));
       TF_RETURN_IF_ERROR(
-          sparse_ ? call.Emit(builder, kSparseApplyCall,
-                              absl::StrCat("{", rule, ", names = ",
-                                           Names(*variables, states[0], n),
-                                           "}"))
-                  : call.Emit(builder, kApplyCall,
-                              absl::StrCat("{", rule, "}")));
+          sparse ? call.Emit(builder, kSparseApplyCall,
+                             absl::StrCat("{", rule, ", names = ",
+                                          Names(*variables, 0, n), "}"))
+                 : call.Emit(builder, kApplyCall,
+                             absl::StrCat("{", rule, "}")));
     }
     return absl::OkStatus();
   }
@@ -656,51 +621,36 @@ class ApplyXlaOp : public XlaOpKernel {
   // The end of the variables, from `first` on, that one call steps. Gradients
   // of one call are in memory at once. If a program needs more than 32 MB, XLA
   // gets them from the system in each step, which costs more than some calls.
-  int EndOfCall(const XlaVariables& variables, int values, int first) const {
+  int EndOfCall(const XlaVariables& variables, int first) const {
     int end = first;
     int64_t bytes = 0;
     do {
-      bytes += variables.shape(values + end).num_elements() *
+      bytes += variables.shape(end).num_elements() *
                tensorflow::DataTypeSize(contract_.dtype());
       ++end;
     } while (end < contract_.variables() && bytes < kBytesOfCall);
     return end;
   }
 
-  absl::Status ReadScalars(XlaOpKernelContext* ctx, xla::PrimitiveType type,
+  // The input "scalars" in the compute type.
+  absl::Status ReadScalars(XlaOpKernelContext* ctx,
                            std::vector<XlaOp>* scalars) const {
-    if (is_compensated_) {
-      TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
-      const XlaOp vector =
-          xla::ConvertElementType(ctx->Input("scalars"), type);
-      for (size_t c = 0; c < contract_.scalars().size(); ++c) {
-        scalars->push_back(Element(vector, c));
-      }
-      return absl::OkStatus();
-    }
-    for (const ApplyContract::Scalar& scalar : contract_.scalars()) {
-      if (scalar.is_attribute) {
-        scalars->push_back(Scalar(ctx, type, scalar.attribute));
-        continue;
-      }
-      const char* name = scalar.name.c_str();
-      TF_RETURN_IF_ERROR(CheckScalar(name, ctx->InputShape(name)));
-      const std::optional<Tensor> known = Known(ctx, name);
+    TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
+    const std::optional<Tensor> known = Known(ctx, "scalars");
+    const int count = contract_.rule_scalars() + contract_.policy_scalars();
+    for (int c = 0; c < count; ++c) {
       scalars->push_back(
-          known ? Scalar(ctx, type, known->scalar<double>()())
-                : xla::ConvertElementType(ctx->Input(name), type));
+          known ? Scalar(ctx, compute_, known->vec<double>()(c))
+                : xla::ConvertElementType(Element(ctx->Input("scalars"), c),
+                                          compute_));
     }
     return absl::OkStatus();
   }
 
   static constexpr int64_t kBytesOfCall = 1 << 20;
 
-  const RuleInfo& rule_;
-  const bool sparse_;
-  const bool is_compensated_;
   XlaAverages averages_;
   ApplyContract contract_;
-  XlaCompensation compensation_;
   xla::PrimitiveType type_, compute_;
 };
 
@@ -829,39 +779,8 @@ OpKernel* Make(OpKernelConstruction* ctx) {
   return new Op(ctx);
 }
 
-template <int kRule, bool kSparse>
-OpKernel* MakeApply(OpKernelConstruction* ctx) {
-  return new ApplyXlaOp(ctx, kRules[kRule], kSparse);
-}
-
-template <bool kSparse>
-OpKernel* MakeCompensatedApply(OpKernelConstruction* ctx) {
-  std::string name;
-  const RuleInfo* rule = nullptr;
-  absl::Status status = ctx->GetAttr("rule", &name);
-  if (status.ok()) status = FindUpdate(name, &rule);
-  ctx->SetStatus(status);
-  return status.ok() ? new ApplyXlaOp(ctx, *rule, kSparse,
-                                      /*is_compensated=*/true)
-                     : nullptr;
-}
-
-template <int... rules>
-void RegisterApply(std::integer_sequence<int, rules...>) {
-  auto one = [](auto rule) {
-    constexpr int kRule = decltype(rule)::value;
-    if constexpr (kRules[kRule].inputs == "grad") {
-      const char* name = kRules[kRule].name;
-      RegisterXlaKernel(absl::StrCat("Wrapopt>Apply", name),
-                        &MakeApply<kRule, false>);
-      RegisterXlaKernel(absl::StrCat("Wrapopt>SparseApply", name),
-                        &MakeApply<kRule, true>);
-    }
-  };
-  (one(std::integral_constant<int, rules>()), ...);
-}
-
 const bool xla_registered = [] {
+  RegisterXlaKernel("Wrapopt>Apply", &Make<ApplyXlaOp>);
   RegisterXlaKernel("Wrapopt>EmaUpdate", &Make<EmaUpdateXlaOp>);
   using Kind = LazyAveragesXlaOp::Kind;
   RegisterXlaKernel("Wrapopt>CatchUp",
@@ -874,10 +793,6 @@ const bool xla_registered = [] {
   RegisterXlaKernel("Wrapopt>CheckInitialized",
                     &Make<CheckInitializedXlaOp>);
   RegisterXlaKernel("Wrapopt>Exchange", &Make<SwapXlaOp>);
-  RegisterXlaKernel("Wrapopt>ApplyCompensated", &MakeCompensatedApply<false>);
-  RegisterXlaKernel("Wrapopt>SparseApplyCompensated",
-                    &MakeCompensatedApply<true>);
-  RegisterApply(std::make_integer_sequence<int, std::size(kRules)>());
   return true;
 }();
 

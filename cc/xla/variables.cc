@@ -33,35 +33,57 @@ absl::Status XlaVariables::Find(const char* list, Access access,
   TF_RETURN_IF_ERROR(ctx_->op_kernel().InputRange(list, &start, &stop));
   *first = entries_.size();
   for (int input = start; input < stop; ++input) {
-    const int variable = entries_.size();
-    entries_.push_back({list, input - start, input});
-    Entry& entry = entries_.back();
-    TF_RETURN_IF_ERROR(ctx_->GetResourceInput(input, &entry.resource));
-    if (entry.resource->kind() != XlaResource::kVariable) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          Describe(variable), " is not a variable, but a ",
-          XlaResource::KindToString(entry.resource->kind())));
-    }
-    entry.made_of = made_of;
-    const bool has_value = entry.resource->initialized();
-    if (!has_value && !made_of) return NotInitialized(variable);
-    if (made_of) TF_RETURN_IF_ERROR(CheckDtype(variable, *made_of));
-
-    const auto written = written_.find(entry.resource);
-    if (written != written_.end()) {
-      if (access != Access::kReadWritten) {
-        return NamedTwice(written->second, variable);
-      }
-      entry.written = written->second;
-    } else if (access == Access::kWrite) {
-      written_[entry.resource] = variable;
-    }
-    if (!has_value) continue;
-    TF_RETURN_IF_ERROR(ctx_->ReadVariableInput(input, dtype(variable),
-                                               /*shape=*/nullptr,
-                                               &entry.value));
+    TF_RETURN_IF_ERROR(FindOne(list, input - start, input, access, made_of));
   }
   return absl::OkStatus();
+}
+
+absl::Status XlaVariables::Find(const std::vector<VariableList>& lists) {
+  int input, stop;
+  TF_RETURN_IF_ERROR(
+      ctx_->op_kernel().InputRange("variables", &input, &stop));
+  TF_RETURN_IF_ERROR(CheckCount(lists, stop - input));
+  for (const VariableList& list : lists) {
+    std::optional<tensorflow::DataType> made_of;
+    if (list.made_of != tensorflow::DT_INVALID) made_of = list.made_of;
+    for (int i = 0; i < list.count; ++i, ++input) {
+      TF_RETURN_IF_ERROR(FindOne(
+          list.name, i, input, list.is_read ? Access::kRead : Access::kWrite,
+          made_of));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status XlaVariables::FindOne(
+    absl::string_view list, int position, int input, Access access,
+    std::optional<tensorflow::DataType> made_of) {
+  const int variable = entries_.size();
+  entries_.push_back({list, position, input});
+  Entry& entry = entries_.back();
+  TF_RETURN_IF_ERROR(ctx_->GetResourceInput(input, &entry.resource));
+  if (entry.resource->kind() != XlaResource::kVariable) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        Describe(variable), " is not a variable, but a ",
+        XlaResource::KindToString(entry.resource->kind())));
+  }
+  entry.made_of = made_of;
+  const bool has_value = entry.resource->initialized();
+  if (!has_value && !made_of) return NotInitialized(variable);
+  if (made_of) TF_RETURN_IF_ERROR(CheckDtype(variable, *made_of));
+
+  const auto written = written_.find(entry.resource);
+  if (written != written_.end()) {
+    if (access != Access::kReadWritten) {
+      return NamedTwice(written->second, variable);
+    }
+    entry.written = written->second;
+  } else if (access == Access::kWrite) {
+    written_[entry.resource] = variable;
+  }
+  if (!has_value) return absl::OkStatus();
+  return ctx_->ReadVariableInput(input, dtype(variable), /*shape=*/nullptr,
+                                 &entry.value);
 }
 
 std::string XlaVariables::Describe(int variable) const {

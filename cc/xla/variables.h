@@ -11,6 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
 #include "tensorflow/compiler/tf2xla/xla_resource.h"
@@ -37,6 +38,10 @@ class XlaVariables final : public CheckedVariables {
   // shape in the call of SetShape().
   absl::Status FindOrMake(const char* list, tensorflow::DataType dtype,
                           int* first);
+
+  // Finds the variables of the input "variables", in its order.
+  absl::Status Find(const std::vector<VariableList>& lists);
+
   void SetShape(int variable, const tensorflow::TensorShape& shape);
 
   std::string Describe(int variable) const override;
@@ -76,7 +81,7 @@ class XlaVariables final : public CheckedVariables {
 
  private:
   struct Entry {
-    const char* list;
+    absl::string_view list;
     int position;
     int input;
     tensorflow::XlaResource* resource = nullptr;
@@ -87,6 +92,10 @@ class XlaVariables final : public CheckedVariables {
 
   absl::Status Find(const char* list, Access access,
                     std::optional<tensorflow::DataType> made_of, int* first);
+  // Finds the variable of one input, which is at this place of a list.
+  absl::Status FindOne(absl::string_view list, int position, int input,
+                       Access access,
+                       std::optional<tensorflow::DataType> made_of);
 
   tensorflow::XlaOpKernelContext* const ctx_;
   std::vector<Entry> entries_;

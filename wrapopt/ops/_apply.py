@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from collections.abc import Sequence
 import contextlib
-import re
 from typing import Any, Optional
 
 import tensorflow as tf
@@ -17,14 +16,10 @@ from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
 from wrapopt.ops import _variables
 from wrapopt.ops._compensation import Compensation
-from wrapopt.ops._compensation import state_dtype
-from wrapopt.ops._scalars import float64
 from wrapopt.ops._scalars import float64_vector
 
-# {update rule: the part of it in the names of TensorFlow's Python functions}
-_RULES = {
-    rule: re.sub("(?<=[a-z])(?=[A-Z])|(?<=.)(?=[A-Z][a-z])", "_", rule).lower()
-    for rule, info in _native.rules().items() if info.is_update}
+_RULES = {rule: info for rule, info in _native.rules().items()
+          if info.is_update}
 
 
 @_emit.not_converted
@@ -37,8 +32,8 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   """Takes an optimizer's step and averages the result, in one pass over memory.
 
   For each variable, its slots and its gradient, it applies the update rule of
-  that name. cc/rules/<rule>.h and the documentation of the raw op have its
-  mathematics. Then for each shadow `s` of the new variable `v`
+  that name. cc/rules/<rule>.h has its mathematics, and wrapopt/docs/ops.md its
+  states and scalars. Then for each shadow `s` of the new variable `v`
 
       s += (1 - decay) (v - s)
 
@@ -68,7 +63,7 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
       summed. A sparse gradient updates the rows that it holds, or all rows, as
       in TensorFlow (Adam) and Keras (Lion). Averages move in all rows.
     scalars: A dict from the names of the rule's scalars to numbers, tensors or
-      variables; for attributes (`use_nesterov`) to bools.
+      variables; `use_nesterov` to a bool, by default False.
     shadows: As in `ema_update`, or empty for none. A variable that has no
       average has None in each sequence: another op takes its step, after those
       of the others.
@@ -125,8 +120,10 @@ class Update:
                        f"got {rule!r}.")
     states = {state: _check.variables(f"states['{state}']", variables)
               for state, variables in states.items()}
-    if "var" not in states:
-      raise ValueError(f"`states` must hold 'var', got {sorted(states)}.")
+    names = _RULES[rule].states
+    if states.keys() != set(names):
+      raise ValueError(f"`states` must hold {', '.join(names)}, got "
+                       f"{', '.join(sorted(states))}.")
     variables = states["var"]
     for state, slots in states.items():
       if len(slots) != len(variables):
@@ -177,19 +174,11 @@ class Update:
     updates = []
     with tf.name_scope(name or f"Apply{self._rule}"):
       for group in groups:
-        arguments = (
-            list(grads) if len(groups) == 1 else
-            [grads[i] for i in group.members],
-            scalars, decays, accept, use_locking)
-        pack = None if compensation else self._pack_of(group)
         with _after(updates, group):
-          updates.append(
-              self._emit_compensated(group, *arguments, log_decays,
-                                     compensation)
-              if compensation else
-              self._emit_with_lists(group, *arguments, log_decays)
-              if pack is None else
-              self._emit_with_pack(group, pack, *arguments))
+          updates.append(self._emit(
+              group, list(grads) if len(groups) == 1 else
+              [grads[i] for i in group.members],
+              scalars, decays, accept, use_locking, log_decays, compensation))
     return _emit.result(updates)
 
   def _make_groups(self, kinds):
@@ -213,54 +202,35 @@ class Update:
       groups[key].members.append(i)
     return sorted(groups.values(), key=lambda group: group.follows)
 
-  def _flat(self, group, rows):
-    """The handles or refs of a group's variables in some rows, as one list."""
-    return [_variables.handle_or_ref(row[i])
+  def _variables_of(self, group, log_decays, compensation):
+    """The variables that the group's op updates.
+
+    Returns:
+      A list of handles or refs, or of one tensor that holds all handles.
+    """
+    first = group.first
+    packs = not (first.is_ref or group.indices_dtype or compensation or
+                 self._packed is None and tf.executing_eagerly()
+                 ) and _handle_pack.allowed()
+    if packs and group.pack is not None:
+      return [group.pack]
+    rows = [self._states[state] for state in _RULES[self._rule].states]
+    if compensation:
+      rows += compensation.states.values()
+    rows += group.shadows
+    if group.lazy:
+      rows += log_decays
+    flat = [_variables.handle_or_ref(row[i])
             for row in rows for i in group.members]
+    if packs:
+      group.pack = _handle_pack.make(flat, first.device)
+      if group.pack is not None:
+        return [group.pack]
+    return flat
 
-  def _pack_of(self, group):
-    """The handles that the group's op takes as one tensor, or None."""
+  def _check_places(self, group, compensation):
     first = group.first
-    if (first.is_ref or group.indices_dtype or
-        self._packed is None and tf.executing_eagerly() or
-        not _handle_pack.allowed()):
-      return None
-    if group.pack is None:
-      states = [self._states[state]
-                for state in _native.rules()[self._rule].states]
-      group.pack = _handle_pack.make(self._flat(group, states + group.shadows),
-                                  first.device)
-    return group.pack
-
-  def _emit_with_pack(self, group, pack, grads, scalars, decays, accept,
-                        use_locking):
-    first = group.first
-    with _emit.host_of(first):
-      scalars = float64_vector(_scalars_in_order(self._rule, scalars))
-      decays = float64_vector(decays if group.shadows else [])
-      accept = tf.convert_to_tensor(accept)
-    with _emit.device_of(first):
-      return _raw.wrapopt_apply_bundle(
-          pack, grads, scalars, decays, accept, rule=self._rule,
-          NK=len(group.shadows) * len(grads), T=first.dtype,
-          S=first.shadow_dtype, use_locking=use_locking)
-
-  def _emit_with_lists(self, group, grads, scalars, decays, accept, use_locking,
-                       log_decays):
-    arguments = {state: self._flat(group, [slots])
-                 for state, slots in self._states.items()}
-    if not group.first.is_ref:  # Handles do not tell their dtypes.
-      arguments["T"] = group.first.dtype
-    with _emit.host_of(group.first):
-      arguments.update({k: v if isinstance(v, bool) else float64(v)
-                        for k, v in scalars.items()})
-    return self._emit(_RULES[self._rule], group, arguments, grads, decays,
-                      accept, use_locking, log_decays)
-
-  def _emit_compensated(self, group, grads, scalars, decays, accept,
-                        use_locking, log_decays, compensation):
-    first, states = group.first, compensation.states.values()
-    for row in states:
+    for row in compensation.states.values():
       for i in group.members:
         if (_variables.is_ref(row[i]) != first.is_ref or
             row[i].device != first.device):
@@ -268,53 +238,43 @@ class Update:
               f"The states of `compensation` must be on the device and of the "
               f"kind (resource or ref) of their variable, "
               f"'{self._variables[i].name}', got '{row[i].name}'.")
-    arguments = {
-        "states": self._flat(group, [
-            self._states[s] for s in _native.rules()[self._rule].states]),
-        "memory": self._flat(group, states),
-        "origins": [compensation.origins[i] for i in group.members],
-        "rule": self._rule, "policy": compensation.policy}
-    if not first.is_ref:
-      arguments["P"] = state_dtype(first.dtype)
-    with _emit.host_of(first):
-      arguments.update(
-          scalars=float64_vector(_scalars_in_order(self._rule, scalars)),
-          policy_scalars=float64_vector(compensation._scalars_in_order()))
-    return self._emit("compensated", group, arguments, grads, decays, accept,
-                      use_locking, log_decays)
 
-  def _emit(self, name, group, arguments, grads, decays, accept, use_locking,
-            log_decays):
-    """Emits an op with arguments that are not the same for all ops."""
-    first, sparse = group.first, group.indices_dtype
-    op = getattr(_raw, f"wrapopt_{'sparse_' if sparse else ''}apply_{name}"
-                 f"{'_ref' if first.is_ref else ''}")
-    arguments["shadows"] = self._flat(group, group.shadows)
-    if sparse and not first.is_ref:
-      arguments["log_decays"] = (
-          self._flat(group, log_decays) if group.lazy else [])
-    if sparse:
-      arguments["grad"] = [g.values for g in grads]
-      arguments["indices"] = [g.indices for g in grads]
-    else:
-      arguments["grad"] = grads
-    if not first.is_ref:
-      arguments["S"] = first.shadow_dtype
-    # A sparse gradient may have any number of rows.
-    shapes_known = all(
-        g.shape.rank is not None and
-        g.shape[1 if sparse else 0:].is_fully_defined()
-        for g in arguments["grad"])
-    allowed = accept is True or shapes_known
+  def _emit(self, group, grads, scalars, decays, accept, use_locking,
+            log_decays, compensation):
+    """Emits the op of a group."""
+    first = group.first
+    scalars = _scalars_in_order(self._rule, scalars)
+    options = {}
+    if compensation:
+      self._check_places(group, compensation)
+      scalars += compensation._scalars_in_order()
+      options["policy"] = compensation.policy
+    if group.lazy:
+      options["NL"] = len(group.shadows) * len(grads)
+    variables = self._variables_of(group, log_decays, compensation)
+    indices = []
+    if group.indices_dtype:
+      indices = [g.indices for g in grads]
+      grads = [g.values for g in grads]
     with _emit.host_of(first):
-      arguments.update(
-          decays=float64_vector(decays if group.shadows else []),
-          accept=tf.convert_to_tensor(accept))
-    with _emit.device_of(first), _emit.compiled_where(allowed):
-      update = op(**arguments, use_locking=use_locking)
+      scalars = float64_vector(scalars)
+      decays = float64_vector(decays if group.shadows else [])
+      accept_tensor = tf.convert_to_tensor(accept)
+    # A sparse gradient may have any number of rows.
+    compiled = (accept is True or tf.executing_eagerly() or all(
+        g.shape.rank is not None and
+        g.shape[1 if indices else 0:].is_fully_defined() for g in grads))
+    op = _raw.wrapopt_apply_ref if first.is_ref else _raw.wrapopt_apply
+    with _emit.device_of(first), _emit.compiled_where(compiled):
+      update = op(
+          variables, grads, indices,
+          [compensation.origins[i] for i in group.members] if compensation
+          else [], scalars, decays, accept_tensor, rule=self._rule,
+          NK=len(group.shadows) * len(grads), T=first.dtype,
+          S=first.shadow_dtype, use_locking=use_locking, **options)
     if first.is_ref:
       _emit.place_with(update, first)
-      _emit.set_variable_names(update, **arguments)
+      _emit.set_variable_names(update, variables=variables)
     return update
 
 
@@ -410,10 +370,10 @@ def _has_log_decays(log_decays, shadows, i):
 
 def _scalars_in_order(rule, scalars):
   """The scalars of a rule, a dict, as a list in the order of the rule."""
-  # Attributes have a default.
-  given = {name[:-1]: False for name in _native.rules()[rule].scalars
-           if name.endswith("?")} | scalars
-  names = [name.removesuffix("?") for name in _native.rules()[rule].scalars]
+  names = _RULES[rule].scalars
+  # A bool is false by default.
+  given = {name[:-1]: False for name in names if name.endswith("?")} | scalars
+  names = [name.removesuffix("?") for name in names]
   if given.keys() != set(names):
     raise ValueError(f"`scalars` must hold {', '.join(names)}, got "
                      f"{', '.join(sorted(scalars))}.")

@@ -94,24 +94,19 @@ def ema_update(shadows: Any, values: Variables,
           vector = float64_vector([decays[k] for k in chosen])
         with (tf.control_dependencies(_lagging.settle(flat)),
               _emit.device_of(read[0])):
-          if is_ref:
-            updates.append(_emit.set_variable_names(
-                _raw.wrapopt_ema_update_ref(flat, read, vector),
-                shadows=flat, values=read))
-          else:
-            updates.append(_update_resources(flat, read, vector, dtype))
+          updates.append(_update(flat, read, vector, is_ref))
     return _emit.result(updates)
 
 
-def _update_resources(shadows, values, decays, shadow_dtype):
-  """Emits the op of `ema_update` on resource variables."""
+def _update(shadows, values, decays, is_ref):
+  """Emits the op of `ema_update`."""
   first = values[0]
-  shadows, values = ([v.handle for v in row] for row in (shadows, values))
-  pack = None
-  if not tf.executing_eagerly() and _handle_pack.allowed():
-    pack = _handle_pack.make(shadows + values, first.device)
-  dtypes = {"T": first.dtype, "S": shadow_dtype}
-  if pack is None:
-    return _raw.wrapopt_ema_update(shadows, values, decays, **dtypes)
-  return _raw.wrapopt_ema_update_bundle(
-      pack, decays, N=len(values), NK=len(shadows), **dtypes)
+  variables = list(map(_variables.handle_or_ref, shadows + values))
+  if not (is_ref or tf.executing_eagerly()) and _handle_pack.allowed():
+    pack = _handle_pack.make(variables, first.device)
+    variables = variables if pack is None else [pack]
+  op = _raw.wrapopt_ema_update_ref if is_ref else _raw.wrapopt_ema_update
+  update = op(variables, decays, N=len(values), NK=len(shadows),
+              T=first.dtype.base_dtype, S=shadows[0].dtype.base_dtype)
+  return (_emit.set_variable_names(update, variables=variables) if is_ref
+          else update)

@@ -1,0 +1,135 @@
+// Wrapopt>Apply, and its version for ref variables.
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/ops/contracts.h"
+#include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_def_builder.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::PartialTensorShape;
+using tensorflow::shape_inference::InferenceContext;
+
+absl::Status ApplyShape(InferenceContext* c, bool ref) {
+  ApplyContract contract;
+  ShadowContract averages;
+  TF_RETURN_IF_ERROR(averages.Init(c));
+  TF_RETURN_IF_ERROR(contract.Init(c, averages));
+  InferredInputs inputs(c, ref);
+  std::vector<PartialTensorShape> grads, indices, origins;
+  PartialTensorShape scalars;
+  TF_RETURN_IF_ERROR(inputs.FindVariables(contract.Lists(averages)));
+  TF_RETURN_IF_ERROR(inputs.FindTensors("grad", &grads));
+  TF_RETURN_IF_ERROR(inputs.FindTensors("indices", &indices));
+  TF_RETURN_IF_ERROR(inputs.FindTensors("origins", &origins));
+  TF_RETURN_IF_ERROR(inputs.FindTensor("scalars", &scalars));
+  TF_RETURN_IF_ERROR(contract.CheckScalars(scalars));
+  TF_RETURN_IF_ERROR(inputs.FindDecays(averages));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("accept"));
+
+  TF_RETURN_IF_ERROR(contract.CheckVariables(inputs, averages));
+  for (int i = 0; i < contract.variables(); ++i) {
+    TF_RETURN_IF_ERROR(
+        contract.sparse() ? contract.CheckRows(inputs, i, grads[i], indices[i])
+                          : inputs.CheckSameShape(grads[i], "grad", i, i));
+    if (contract.policy() != nullptr) {
+      TF_RETURN_IF_ERROR(contract.CheckOrigins(i, origins[i], grads[i]));
+    }
+  }
+  return absl::OkStatus();
+}
+
+constexpr char kApplyDoc[] = R"doc(
+Updates variables by their gradients and averages the result, in one pass over
+memory.
+
+All variables are checked before any is changed. half and bfloat16 are computed
+in float. cc/rules/<rule>.h has the mathematics of a rule and of its scalars,
+cc/rules/compensation.h that of the policies.
+
+variables: The rule's states, N of each, in the order of cc/rules/rules.h; the
+  policy's states, N of each; N * K averages, K >= 0: all N of the first decay,
+  then all N of the second, and so on; NL log decays. Each has the shape of its
+  variable. A tensor may hold the handles of several variables: see
+  Wrapopt>Bundle.
+grad: N gradients, each of the shape of its variable.
+indices: Empty. Or N vectors: the row numbers of each gradient. Gradients of one
+  row are summed first.
+origins: Empty. Or, with a policy, N tensors: the weights that the gradients
+  were computed from, each of the shape of its gradient. Of the gradients of one
+  row, the first origin counts.
+scalars: The rule's scalars, in the order of cc/rules/rules.h, and then the
+  policy's. A bool is 0 or 1.
+decays: [K], each in [0, 1]. shadow += (1 - decay) (var - shadow) for the var
+  after its update.
+accept: A scalar. If false, nothing changes, and the op returns at once.
+rule: The name of an update rule, such as Adam.
+policy: How gradients are compensated for their age:
+  ConstantDelayCompensation, DelayCompensation or GapAware. Empty: not at all.
+NK: N * K.
+T: dtype of the variables and their slots.
+G: dtype of the gradients: T, or float if T is half or bfloat16.
+O: dtype of the origins: T.
+S: dtype of the averages: T, or float if T is half or bfloat16. The policy's
+  states are of dtype double if T is double, else float.
+use_locking: Whether the variables are locked against other updates.
+)doc";
+
+constexpr char kLazyDoc[] = R"doc(
+NL: 0: each step moves all rows of the averages. Or N * K, one log decay for
+  each average: a step moves only the rows that it touches, see CatchUp. Must be
+  0 for a rule that changes all rows.
+)doc";
+
+tensorflow::OpDefBuilder ApplyBuilder(bool ref) {
+  tensorflow::OpDefBuilder op(ref ? "Wrapopt>ApplyRef" : "Wrapopt>Apply");
+  op.Input(ref ? "variables: Ref(V)" : "variables: NV * resource");
+  op.Input("grad: N * G");
+  op.Input("indices: NI * I");
+  op.Input("origins: NO * O");
+  op.Input("scalars: double");
+  op.Input("decays: double");
+  op.Input("accept: bool");
+  op.Attr("rule: string");
+  op.Attr("policy: string = ''");
+  op.Attr(ref ? "V: list(" WRAPOPT_NUMBER_TYPES ") >= 1" : "NV: int >= 1");
+  op.Attr("N: int >= 1");
+  op.Attr("NI: int >= 0");
+  op.Attr("NO: int >= 0");
+  op.Attr("NK: int >= 0");
+  if (!ref) op.Attr("NL: int >= 0 = 0");
+  op.Attr("T: " WRAPOPT_NUMBER_TYPES);
+  op.Attr("G: " WRAPOPT_NUMBER_TYPES);
+  // With defaults, because there may be none to infer them from.
+  op.Attr("I: {int32, int64} = DT_INT64");
+  for (const char* dtype : {"O", "S"}) {
+    op.Attr(absl::StrCat(dtype, ": " WRAPOPT_NUMBER_TYPES " = DT_FLOAT"));
+  }
+  op.Attr("use_locking: bool = true");
+  op.SetIsStateful();
+  op.SetShapeFn([ref](InferenceContext* c) { return ApplyShape(c, ref); });
+  op.Doc(absl::StrCat(kApplyDoc, ref ? "" : kLazyDoc + 1));
+  return op;
+}
+
+}  // namespace
+
+const bool apply_defined = [] {
+  for (const bool ref : {false, true}) {
+    const auto op = ApplyBuilder(ref);
+    tensorflow::OpRegistry::Global()->Register(
+        [op](tensorflow::OpRegistrationData* data) {
+          return op.Finalize(data);
+        });
+  }
+  return true;
+}();
+
+}  // namespace wrapopt
