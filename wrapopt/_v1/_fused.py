@@ -203,10 +203,6 @@ def apply_gradients(opt, rule, step):
   first = plan.first
   if averages and not has_shadows:
     first = first + _swap.check(s for row in averages.untrained for _, s in row)
-  if shadows and step.global_step is not None and tf.inside_function():
-    # There, the count does not wait for an op that has no outputs.
-    first = first + _swap.check([
-        next(s for s in shadows[0] if s is not None), step.global_step])
   update = _update_of(opt, rule, variables, shadows)
 
   def scalars_and_decays():
@@ -292,11 +288,6 @@ def apply_schedule_free(opt, step):
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   grads = _reduced(grads, variables, step)
   plan = _plan.Plan(grads, variables, rule=rule.rule)
-  first = plan.first
-  if tf.inside_function():
-    # There, what counts does not wait for an op that has no outputs.
-    first = first + _swap.check([points.z[0], points.state, *(
-        [] if step.global_step is None else [step.global_step])])
   update = _update_of(opt, rule, variables, (), points.z)
 
   def scalars_and_motion():
@@ -315,7 +306,7 @@ def apply_schedule_free(opt, step):
 
   with tf.name_scope(step.name or opt._name) as scope:
     scalars, motion = _replicas.merged(scalars_and_motion)()
-    with tf.control_dependencies(first):
+    with tf.control_dependencies(plan.first):
       done = plan.run(
           update, grads,
           {**scalars, "lr": motion.rate, "pull": motion.pull,

@@ -89,9 +89,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   """
   update = Update(rule, states, shadows, decay)
   with tf.control_dependencies(_lagging.settle(list(states["var"]))):
-    return update.run(
+    return _emit.result([update.run(
         grads, scalars, decay, accept, use_locking, name, log_decays,
-        compensation)
+        compensation)])
 
 
 class Update:
@@ -150,7 +150,15 @@ class Update:
 
   def run(self, grads, scalars, decay=(), accept=True, use_locking=True,
           name=None, log_decays=(), compensation=None):
-    """Takes a step; arguments and result are as in `apply`."""
+    """Takes a step.
+
+    Args:
+      grads, scalars, decay, accept, use_locking, name, log_decays,
+        compensation: As in `apply`.
+
+    Returns:
+      The operation in a graph, also in that of a function; else None.
+    """
     decays = _check.decays(decay)
     grads = list(grads)
     if len(grads) != len(self._variables):
@@ -179,7 +187,7 @@ class Update:
               group, list(grads) if len(groups) == 1 else
               [grads[i] for i in group.members],
               scalars, decays, accept, use_locking, log_decays, compensation))
-    return _emit.result(updates)
+    return _emit.operation(updates)
 
   def _make_groups(self, kinds):
     """A list of groups of variables, given the kinds of their gradients."""
