@@ -377,7 +377,8 @@ def raw(**changes):
   memory = Eager().variable(np.zeros(3, np.float32))
   arguments = dict(
       variables=[w.handle, memory.handle], grad=[tf.ones([3])], indices=[],
-      origins=[tf.zeros([3])],
+      origins=list(map(tf.constant, changes.pop(
+          "origins", [np.zeros(3, np.float32)]))),
       scalars=tf.constant([0.1, 1, 0.5, 0.1], tf.float64),
       decays=tf.constant([], tf.float64), accept=True, rule="GradientDescent",
       policy="DelayCompensation", NK=0, T=tf.float32)
@@ -397,7 +398,7 @@ def raw(**changes):
      "variables, got 1"),
     (dict(scalars=np.zeros(3)), r"scalars misshapen: got \[3\] but expected "
      r"\[4\] \(lr, lambda, rate, epsilon\)"),
-    (dict(origins=[tf.zeros(3, tf.float64)]), "origins must be of dtype float, "
+    (dict(origins=[np.zeros(3)]), "origins must be of dtype float, "
      "the variables', got double"),
     (dict(origins=[np.zeros(2, np.float32)]),
      r"origins\[0\] misshapen: got \[2\] but expected \[3\] \(the shape of "

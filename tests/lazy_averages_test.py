@@ -481,7 +481,7 @@ def take_step(use_resource, inner=INNER["sgd"], around=lambda opt: opt,
     assert is_lazy == any(
         op.node_def.attr["NL"].i
         for op in tf1.get_default_graph().get_operations()
-        if op.type.startswith("Wrapopt>Sparse"))
+        if type_of(op).startswith("Wrapopt>Sparse"))
     return is_lazy
 
 

@@ -147,8 +147,9 @@ def test_trajectory_after_disable_v2_behavior(fused):
   assert process.returncode == 0, process.stderr
   *numbers, graph = process.stdout.splitlines()
   assert_warm_up([float(number) for number in numbers])
-  ops = sorted([update_op("ref", fused), "Wrapopt>CheckInitializedRef",
-                "Wrapopt>ExchangeRef", "Wrapopt>MoveRef"])
+  ops = sorted([
+      "Wrapopt>ApplyRef" if fused is None else update_op("ref", fused),
+      "Wrapopt>CheckInitializedRef", "Wrapopt>ExchangeRef", "Wrapopt>MoveRef"])
   assert graph == f"RefVariable v/ExponentialMovingAverage {ops}"
 
 

@@ -155,7 +155,7 @@ class Plan:
       **kwargs: Further arguments, by name.
 
     Returns:
-      An operation in a graph, else None.
+      A list of the operations in a graph, else an empty list.
     """
     touched = [self._touched[i] for i in self._positions(members)]
     log_decays = zip(*[

@@ -211,7 +211,7 @@ def apply_gradients(opt, rule, step):
     return rule.scalars(opt), decays
 
   def end(*updates):
-    updates = [op for op in updates if op is not None]
+    updates = list(updates)
     if averages:
       with tf.control_dependencies(updates):
         done = plan.update_untrained(decays, step.accept)
@@ -227,7 +227,7 @@ def apply_gradients(opt, rule, step):
           step.accept, opt._use_locking,
           **({} if step.compensation is None else
              {"compensation": step.compensation.of(variables)}))
-    return _replicas.merged(end)(done)
+    return _replicas.merged(end)(*done)
 
 
 def _reduced(grads, variables, step):
@@ -297,7 +297,6 @@ def apply_schedule_free(opt, step):
                                            scalars["lr"])
 
   def end(*updates):
-    updates = [op for op in updates if op is not None]
     counted = []
     for state in _replicas.values(points.state):
       with tf.control_dependencies(updates), ops.device_of(state):
@@ -313,7 +312,7 @@ def apply_schedule_free(opt, step):
            "push": motion.push,
            "weight_decay_at_y": points.schedule.weight_decay_at_y},
           [], True, opt._use_locking)
-    return _replicas.merged(end)(done)
+    return _replicas.merged(end)(*done)
 
 
 @contextlib.contextmanager

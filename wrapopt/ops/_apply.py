@@ -89,9 +89,9 @@ def apply(rule: str, states: Mapping[str, Sequence[Variable]],
   """
   update = Update(rule, states, shadows, decay)
   with tf.control_dependencies(_lagging.settle(list(states["var"]))):
-    return _emit.result([update.run(
+    return _emit.result(update.run(
         grads, scalars, decay, accept, use_locking, name, log_decays,
-        compensation)])
+        compensation))
 
 
 class Update:
@@ -157,7 +157,8 @@ class Update:
         compensation: As in `apply`.
 
     Returns:
-      The operation in a graph, also in that of a function; else None.
+      The operations in a graph, also in that of a function; else an empty
+      list.
     """
     decays = _check.decays(decay)
     grads = list(grads)
@@ -187,7 +188,7 @@ class Update:
               group, list(grads) if len(groups) == 1 else
               [grads[i] for i in group.members],
               scalars, decays, accept, use_locking, log_decays, compensation))
-    return _emit.operation(updates)
+    return [op for op in updates if op is not None]
 
   def _make_groups(self, kinds):
     """A list of groups of variables, given the kinds of their gradients."""

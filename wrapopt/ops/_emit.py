@@ -83,19 +83,13 @@ def compiled_where(allowed):
   return tf.xla.experimental.jit_scope(compile_ops=False)
 
 
-def operation(operations):
-  """One operation for several, which run in a graph; None in eager mode."""
-  if tf.executing_eagerly():
+def result(operations):
+  """The result of a function over ops that have no outputs."""
+  # A `tf.function` runs such an op, and must not return its tf.Operation. A
+  # graph of TensorFlow 1 needs the tf.Operation to run it.
+  if tf.compat.v1.executing_eagerly_outside_functions():
     return None
   if len(operations) == 1:
     return operations[0]
   with tf.device(None):
     return tf.group(*operations)
-
-
-def result(operations):
-  """The result of a function over ops that have no outputs."""
-  # A `tf.function` runs such an op, and must not return its tf.Operation. A
-  # graph of TensorFlow 1 needs the tf.Operation to run it.
-  return (None if tf.compat.v1.executing_eagerly_outside_functions()
-          else operation(operations))
