@@ -152,7 +152,7 @@ def _contest(process, mode, name):
 
 # These run in a process of a mode.
 
-_steps = {}  # {contender: function that takes a step}, of the model now.
+_steps: dict = {}  # {contender: function that takes a step}, of the model now.
 
 
 def _set_up(mode):

@@ -136,7 +136,7 @@ class H5Source(_source.Source):
   """
   kind = "HDF5"
   Sink = H5Sink
-  endings = (".h5", ".hdf5")
+  endings: tuple[str, ...] = (".h5", ".hdf5")
   ending = ".weights.h5"
 
   def __init__(self, path):
