@@ -184,7 +184,7 @@ def _mutants():
           'pack.op._set_attr("_class", places)', "pass",
           "//tests:handle_pack_test")
   yield m("a pack of names: dtypes are not counted",
-          "cc/kernels/handle_pack.cc", "dtypes.size() == n && ", "",
+          "cc/kernels/bundle.cc", "dtypes.size() == n && ", "",
           "//tests:handle_pack_test")
   yield m("variables: a handle too many is passed over",
           "cc/ops/contracts.cc", "if (got == expected) return",
@@ -214,14 +214,19 @@ def _mutants():
           "//tests:keras_in_place_test")
 
   # XLA.
-  yield m("XLA: an exchange copies one way", "cc/xla/ops.cc",
+  yield m("XLA: an exchange copies one way", "cc/xla/exchange.cc",
           "variables.Assign(b + i, variables.value(a + i))",
           "variables.Assign(b + i, variables.value(b + i))", "//tests:xla_test")
   yield m("XLA: variables without a value are not refused",
-          "cc/xla/ops.cc",
+          "cc/xla/move.cc",
           'OP_REQUIRES_OK(ctx, variables.Find("variables", Access::kRead, '
           "&first));", "static_cast<void>(first);",
           "//tests:keras_in_place_test")
+  yield m("XLA: rows of a step that is not accepted count",
+          "cc/xla/apply.cc", "rows->Keep(*in.accept);", "", "//tests:xla_test")
+  yield m("XLA: a step that is not accepted changes the policy's states",
+          "cc/xla/apply.cc", "(accepts_rows || in.compensation)",
+          "accepts_rows", "//tests:xla_test")
 
   # The gate and the rounds.
   yield m("gate: the limit itself is dropped", "cc/engine/gate.h",

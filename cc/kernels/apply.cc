@@ -20,7 +20,7 @@
 #include "cc/kernels/rows_gpu.h"
 #include "cc/kernels/sort_rows.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/apply.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"

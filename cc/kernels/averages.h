@@ -10,7 +10,7 @@
 #include "cc/engine/lazy_average.h"
 #include "cc/engine/number.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/averages.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
 

@@ -11,7 +11,7 @@
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/averaging_assign.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"

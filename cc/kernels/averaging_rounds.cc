@@ -21,7 +21,7 @@
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/averaging_rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"

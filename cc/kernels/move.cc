@@ -3,7 +3,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/exchange.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -33,7 +33,7 @@ class MoveOp : public OpKernel {
     const int n = to - from;
     bool replaced = false;
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckSwap(variables, from + i, to + i));
+      OP_REQUIRES_OK(ctx, CheckExchange(variables, from + i, to + i));
       OP_REQUIRES_OK(ctx, variables.CheckDeclared(to + i, from + i));
       // An empty ref variable has a value, even if it was never assigned.
       replaced |= variables.has_value(to + i) && variables.size(to + i) > 0;

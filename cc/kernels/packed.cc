@@ -9,7 +9,7 @@
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/packed.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"

@@ -17,7 +17,7 @@
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/staleness_gate.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_handle.h"
 #include "tensorflow/core/framework/resource_mgr.h"

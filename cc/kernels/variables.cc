@@ -350,12 +350,12 @@ std::string Variables::Describe(int variable) const {
   return absl::StrCat(where, " (variable '", handle(entry).name(), "')");
 }
 
-absl::Status Variables::PrepareToSwap(int a, int b) {
+absl::Status Variables::PrepareToExchange(int a, int b) {
   TF_RETURN_IF_ERROR(PrepareToMove(a, b));
   return PrepareToMove(b, a);
 }
 
-void Variables::Swap(int a, int b) {
+void Variables::Exchange(int a, int b) {
   std::swap(*entries_[a].tensor, *entries_[b].tensor);
   ReplaceRef(a);
   ReplaceRef(b);

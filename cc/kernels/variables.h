@@ -150,10 +150,11 @@ class Variables final : public CheckedVariables {
   // TensorFlow writes to the buffers of that variable in place.
   absl::Status Read(int variable, tensorflow::Tensor* value);
 
-  // For an op that swaps buffers instead of writing to them: call PrepareToSwap
-  // for all pairs, then Swap. The two must have the same dtype and shape.
-  absl::Status PrepareToSwap(int a, int b);
-  void Swap(int a, int b);
+  // For an op that exchanges buffers instead of writing to them: call
+  // PrepareToExchange for all pairs, then Exchange. The two must have the same
+  // dtype and shape.
+  absl::Status PrepareToExchange(int a, int b);
+  void Exchange(int a, int b);
 
   // For an op that moves the buffer of `from` to `to`, a variable of
   // `FindOrMake`, and leaves `from` without a value: call PrepareToMove for all

@@ -1,21 +1,170 @@
 // Wrapopt>Apply, and its version for ref variables.
+#include "cc/ops/apply.h"
+
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/ops/contracts.h"
+#include "absl/strings/str_replace.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
+#include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
+#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace wrapopt {
-namespace {
 
+using tensorflow::DataType;
+using tensorflow::DataTypeString;
+using tensorflow::OpKernelConstruction;
 using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
+
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule) {
+  std::string names;
+  for (const RuleInfo& info : kRules) {
+    if (info.inputs != "grad") continue;
+    if (name == info.name) {
+      *rule = &info;
+      return absl::OkStatus();
+    }
+    absl::StrAppend(&names, names.empty() ? "" : ", ", info.name);
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat("rule must be one of ", names, ", got '", name, "'"));
+}
+
+namespace {
+
+absl::Status FindPolicy(absl::string_view name, const PolicyInfo** found) {
+  std::string names;
+  for (const PolicyInfo& policy : kPolicies) {
+    if (name == policy.name()) *found = &policy;
+    absl::StrAppend(&names, ", ", policy.name());
+  }
+  if (*found != nullptr || name.empty()) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("policy must be empty or one of ", names.substr(2),
+                   ", got '", name, "'"));
+}
+
+}  // namespace
+
+template <class Context>
+absl::Status ApplyContract::Init(Context* ctx,
+                                 const ShadowContract& averages) {
+  std::string rule, policy;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("rule", &rule));
+  TF_RETURN_IF_ERROR(FindUpdate(rule, &rule_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("policy", &policy));
+  TF_RETURN_IF_ERROR(FindPolicy(policy, &policy_));
+  states_ = absl::StrSplit(rule_->states, ' ');
+  int indices, origins;
+  DataType origin_dtype;
+  TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NI", &indices));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("NO", &origins));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("G", &grad_dtype_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("O", &origin_dtype));
+  sparse_ = indices > 0;
+  if (!FitsLowPrecision(grad_dtype_, dtype_)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "grad must be of dtype ", DataTypeString(dtype_), ", the variables'",
+        OrFloat(dtype_), ", got ", DataTypeString(grad_dtype_)));
+  }
+  const int expected = policy_ == nullptr ? 0 : n_;
+  if (origins != expected) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "origins must be ", expected, " tensors for the policy '", policy,
+        "' and N = ", n_, " variables, got ", origins));
+  }
+  if (origins > 0 && origin_dtype != dtype_) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "origins must be of dtype ", DataTypeString(dtype_),
+        ", the variables', got ", DataTypeString(origin_dtype)));
+  }
+  if (averages.lazy() && !(sparse_ && rule_->sparse == Sparse::kRows)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "log_decays must be empty for ",
+        sparse_ ? rule_->name : "a dense gradient",
+        ", whose step changes all rows of a variable"));
+  }
+  return absl::OkStatus();
+}
+
+template absl::Status ApplyContract::Init(OpKernelConstruction* ctx,
+                                          const ShadowContract& averages);
+template absl::Status ApplyContract::Init(InferenceContext* ctx,
+                                          const ShadowContract& averages);
+
+std::vector<VariableList> ApplyContract::Lists(
+    const ShadowContract& averages) const {
+  std::vector<VariableList> lists;
+  for (const absl::string_view state : states_) lists.push_back({state, n_});
+  if (policy_ != nullptr) lists.push_back({"memory", n_ * memory_states()});
+  lists.push_back({"shadows", averages.count()});
+  lists.push_back({"log_decays", averages.lazy() ? averages.count() : 0,
+                   /*is_read=*/false, tensorflow::DT_DOUBLE});
+  return lists;
+}
+
+absl::Status ApplyContract::CheckVariables(
+    const CheckedVariables& variables, const ShadowContract& averages) const {
+  TF_RETURN_IF_ERROR(averages.Check(variables, shadows(), /*values=*/0));
+  TF_RETURN_IF_ERROR(averages.CheckLogDecays(
+      variables, log_decays(averages), /*values=*/0));
+  for (int at = 0; at < shadows(); ++at) {
+    TF_RETURN_IF_ERROR(variables.CheckDtype(
+        at, at < memory(0) ? dtype_ : compute_dtype()));
+    TF_RETURN_IF_ERROR(variables.CheckSameShape(at, at % n_));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ApplyContract::CheckScalars(
+    const PartialTensorShape& shape) const {
+  std::string names(rule_->scalars);
+  if (policy_ != nullptr) {
+    absl::StrAppend(&names, " ", Info(policy_->rule).scalars);
+    if (policy_->measures) {
+      absl::StrAppend(&names, " ", Info(RuleId::kStepSize).scalars);
+    }
+  }
+  return CheckShape("scalars", shape, Vector(rule_scalars() + policy_scalars()),
+                    absl::StrReplaceAll(names, {{" ", ", "}, {"?", ""}}));
+}
+
+absl::Status ApplyContract::CheckRows(const CheckedVariables& variables, int i,
+                                      const PartialTensorShape& grad,
+                                      const PartialTensorShape& indices) const {
+  TF_RETURN_IF_ERROR(variables.CheckHasRows(i));
+  TF_RETURN_IF_ERROR(CheckIndices(i, indices));
+  PartialTensorShape expected = variables.known_shape(i);
+  if (expected.unknown_rank()) return absl::OkStatus();
+  expected.set_dim(0, indices.unknown_rank() ? -1 : indices.dim_size(0));
+  if (grad.IsCompatibleWith(expected)) return absl::OkStatus();
+  return Misshapen(absl::StrCat("grad[", i, "]"), grad, expected.DebugString(),
+                   absl::StrCat("a row of ", variables.Describe(i),
+                                " for each of indices[", i, "]"));
+}
+
+absl::Status ApplyContract::CheckOrigins(int i,
+                                         const PartialTensorShape& shape,
+                                         const PartialTensorShape& grad) const {
+  return CheckShape(absl::StrCat("origins[", i, "]"), shape, grad,
+                    absl::StrCat("the shape of grad[", i, "]"));
+}
+
+namespace {
 
 absl::Status ApplyShape(InferenceContext* c, bool ref) {
   ApplyContract contract;

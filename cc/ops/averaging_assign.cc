@@ -1,20 +1,161 @@
+#include "cc/ops/averaging_assign.h"
+
+#include <cmath>
+#include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "cc/ops/contracts.h"
+#include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace wrapopt {
+
+using tensorflow::DataType;
+using tensorflow::DataTypeString;
+using tensorflow::OpKernelConstruction;
+using tensorflow::PartialTensorShape;
+using tensorflow::Tensor;
+using tensorflow::shape_inference::InferenceContext;
+
 namespace {
 
-using tensorflow::PartialTensorShape;
-using tensorflow::shape_inference::InferenceContext;
+// The length of the input that is of the attribute `count` resources, or of the
+// dtypes that the attribute `dtypes` lists.
+template <class Context>
+absl::Status CountInputs(Context* ctx, const char* count, const char* dtypes,
+                         int* inputs) {
+  if (count != nullptr && ctx->GetAttr(count, inputs).ok()) {
+    return absl::OkStatus();
+  }
+  std::vector<DataType> listed;
+  TF_RETURN_IF_ERROR(ctx->GetAttr(dtypes, &listed));
+  *inputs = listed.size();
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+template <class Context>
+absl::Status AveragingAssignContract::Init(Context* ctx) {
+  TF_RETURN_IF_ERROR(ctx->GetAttr("N", &n_));
+  TF_RETURN_IF_ERROR(ctx->GetAttr("T", &dtype_));
+  int targets, sources, tensors;
+  TF_RETURN_IF_ERROR(CountInputs(ctx, "NT", "TT", &targets));
+  TF_RETURN_IF_ERROR(CountInputs(ctx, "NS", "ST", &sources));
+  TF_RETURN_IF_ERROR(CountInputs(ctx, nullptr, "V", &tensors));
+  TF_RETURN_IF_ERROR(CountRows("targets", targets, &targets_));
+  TF_RETURN_IF_ERROR(CountRows("sources", sources, &sources_));
+  TF_RETURN_IF_ERROR(CountRows("tensors", tensors, &tensors_));
+  if (targets_ > 0 && sources_ + tensors_ > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "each variable must have a target and a source, got ", targets_,
+      " targets and ", sources_ + tensors_, " sources"));
+}
+
+template absl::Status AveragingAssignContract::Init(OpKernelConstruction* ctx);
+template absl::Status AveragingAssignContract::Init(InferenceContext* ctx);
+
+absl::Status AveragingAssignContract::CountRows(const char* list, int count,
+                                                int* rows) const {
+  *rows = count / n_;
+  if (count % n_ == 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat(list, " must be rows of N = ", n_, ", got ", count));
+}
+
+absl::Status AveragingAssignContract::CheckRate(double rate) const {
+  if (rate >= 0 && rate <= 1) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("rate must be in [0, 1], got ", rate));
+}
+
+absl::Status AveragingAssignContract::CheckWeights(
+    const PartialTensorShape& shape, const Tensor* value) const {
+  TF_RETURN_IF_ERROR(CheckShape("weights", shape, Vector(sources_ + tensors_),
+                                "one weight for each source"));
+  for (int s = 0; value != nullptr && s < value->NumElements(); ++s) {
+    const double weight = value->vec<double>()(s);
+    if (std::isfinite(weight)) continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat("weights[", s, "] must be finite, got ", weight));
+  }
+  return absl::OkStatus();
+}
+
+bool AveragingAssignContract::FitsRow(DataType got, DataType first) const {
+  return !IsKnown(got) || !IsKnown(first) ||
+         (got == first && FitsLowPrecision(got, dtype_));
+}
+
+absl::Status AveragingAssignContract::DtypeError(
+    const std::string& subject, DataType got, const std::string& first_subject,
+    DataType first) const {
+  if (!FitsLowPrecision(got, dtype_)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        subject, " must be of dtype ", DataTypeString(dtype_), ", the op's",
+        OrFloat(dtype_), ", got ", DataTypeString(got)));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      subject, " must be of dtype ", DataTypeString(first), " (the dtype of ",
+      first_subject, ", the first of its row), got ", DataTypeString(got)));
+}
+
+// The dtype and shape of one variable of the list that begins at `first`.
+absl::Status AveragingAssignContract::CheckVariable(
+    const CheckedVariables& variables, int targets, int first,
+    int variable) const {
+  const int row = variable - (variable - first) % n_;
+  const DataType got = variables.known_dtype(variable);
+  const DataType expected = variables.known_dtype(row);
+  if (!FitsRow(got, expected)) {
+    return DtypeError(variables.Describe(variable), got,
+                      variables.Describe(row), expected);
+  }
+  return variables.CheckSameShape(variable, targets + (variable - first) % n_);
+}
+
+absl::Status AveragingAssignContract::CheckVariables(
+    const CheckedVariables& variables, int targets, int sources) const {
+  for (int v = targets; v < targets + n_ * targets_; ++v) {
+    TF_RETURN_IF_ERROR(CheckVariable(variables, targets, targets, v));
+  }
+  for (int v = sources; v < sources + n_ * sources_; ++v) {
+    TF_RETURN_IF_ERROR(CheckVariable(variables, targets, sources, v));
+    // A source that is also written must be written at the position at which it
+    // is read. Otherwise the order of the read and the write is undefined.
+    const int target = variables.Written(v);
+    if (target >= 0 && (target - targets) % n_ != (v - sources) % n_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          variables.Describe(target), " and ", variables.Describe(v),
+          " are one variable: a target may be a source of its own mean, not of "
+          "another's"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AveragingAssignContract::CheckTensor(
+    const CheckedVariables& variables, int targets, int position,
+    DataType dtype, DataType first_of_row,
+    const PartialTensorShape& shape) const {
+  if (!FitsRow(dtype, first_of_row)) {
+    return DtypeError(absl::StrCat("tensors[", position, "]"), dtype,
+                      absl::StrCat("tensors[", position - position % n_, "]"),
+                      first_of_row);
+  }
+  return variables.CheckSameShape(shape, "tensors", position,
+                                  targets + position % n_);
+}
+
+namespace {
 
 absl::Status AveragingAssignShape(InferenceContext* c, bool ref) {
   AveragingAssignContract contract;

@@ -1,8 +1,10 @@
+#include "cc/ops/averaging_rounds.h"
+
 #include <cstdint>
 #include <initializer_list>
 
 #include "absl/status/status.h"
-#include "cc/ops/contracts.h"
+#include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
@@ -11,11 +13,26 @@
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace wrapopt {
-namespace {
 
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
+
+absl::Status CheckTimeout(double timeout_secs) {
+  if (timeout_secs > 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat(
+      "timeout_secs must be greater than 0, infinity for no deadline, got ",
+      timeout_secs));
+}
+
+absl::Status CheckWorkers(const PartialTensorShape& shape) {
+  if (shape.IsCompatibleWith(PartialTensorShape({-1}))) return absl::OkStatus();
+  return Misshapen("workers", shape, "[M]", "names of workers");
+}
+
+namespace {
 
 absl::Status FindScalars(InferredInputs* inputs,
                          std::initializer_list<const char*> names) {

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "cc/ops/averages.h"
 #include "cc/ops/contracts.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"

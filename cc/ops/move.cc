@@ -1,5 +1,5 @@
 #include "absl/status/status.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/exchange.h"
 #include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -16,7 +16,7 @@ absl::Status MoveShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(inputs.FindVariables("from", "T", &from));
   TF_RETURN_IF_ERROR(inputs.FindVariables("to", "T", &to));
   for (int i = 0; i < to - from; ++i) {
-    TF_RETURN_IF_ERROR(CheckSwap(inputs, from + i, to + i));
+    TF_RETURN_IF_ERROR(CheckExchange(inputs, from + i, to + i));
   }
   c->set_output(0, c->Scalar());
   return absl::OkStatus();

@@ -1,7 +1,9 @@
+#include "cc/ops/packed.h"
+
 #include <cstdint>
 
 #include "absl/status/status.h"
-#include "cc/ops/contracts.h"
+#include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/shape_inference.h"
@@ -9,9 +11,17 @@
 #include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
-namespace {
 
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
+
+absl::Status CheckPacked(const PartialTensorShape& shape, int count,
+                         int64_t elements) {
+  return CheckShape("packed", shape, Vector(elements),
+                    absl::StrCat("the elements of all ", count, " variables"));
+}
+
+namespace {
 
 // The number of variables, and the elements of all, -1 if that is not known.
 absl::Status CountElements(InferenceContext* c, InferredInputs* inputs,

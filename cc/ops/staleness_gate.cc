@@ -1,14 +1,50 @@
+#include "cc/ops/staleness_gate.h"
+
 #include "absl/status/status.h"
-#include "cc/ops/contracts.h"
+#include "absl/strings/str_cat.h"
 #include "cc/ops/inferred_inputs.h"
 #include "tensorflow/core/framework/op.h"
 #include "tensorflow/core/framework/op_def_builder.h"
 #include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "tensorflow/core/platform/errors.h"
 
 namespace wrapopt {
-namespace {
 
+using tensorflow::DataType;
+using tensorflow::DataTypeString;
+using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
+
+absl::Status CheckStep(const CheckedVariables& variables, int step) {
+  const DataType dtype = variables.known_dtype(step);
+  if (dtype != tensorflow::DT_INVALID &&
+      dtype != tensorflow::DT_INT32 && dtype != tensorflow::DT_INT64) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(variables.Describe(step), " must be of dtype int32 or ",
+                     "int64, got ", DataTypeString(dtype)));
+  }
+  return variables.CheckShape(step, PartialTensorShape({}), "a scalar");
+}
+
+absl::Status CheckGate(const CheckedVariables& variables, int step, int counter,
+                       int histogram) {
+  TF_RETURN_IF_ERROR(CheckStep(variables, step));
+  TF_RETURN_IF_ERROR(variables.CheckDtype(counter, tensorflow::DT_FLOAT));
+  TF_RETURN_IF_ERROR(
+      variables.CheckShape(counter, PartialTensorShape({}), "a scalar"));
+  TF_RETURN_IF_ERROR(variables.CheckDtype(histogram, tensorflow::DT_INT64));
+  const PartialTensorShape& shape = variables.known_shape(histogram);
+  if (shape.IsCompatibleWith(PartialTensorShape({2, -1})) &&
+      (shape.unknown_rank() || shape.dim_size(1) != 0)) {
+    return absl::OkStatus();
+  }
+  return Misshapen(variables.Describe(histogram), shape, "[2, B] with B >= 1",
+                   "admitted and dropped, in B buckets");
+}
+
+namespace {
 
 template <bool kRef>
 absl::Status RecordShape(InferenceContext* c) {

@@ -25,23 +25,26 @@ inline bool XlaKernelsAreMade() {
   return false;
 }
 
-// For an op whose types all devices support.
-inline void RegisterXlaKernel(
-    const std::string& name,
-    tensorflow::OpKernel* (*factory)(tensorflow::OpKernelConstruction*)) {
+// Registers `Op` for all types: the op's attributes allow only those that all
+// devices support.
+template <class Op>
+bool RegisterXlaKernel(const std::string& name) {
+  constexpr auto make = [](tensorflow::OpKernelConstruction* ctx)
+      -> tensorflow::OpKernel* { return new Op(ctx); };
   static const bool made = XlaKernelsAreMade();
   // Never deleted, like every registration. This one makes the op compilable.
   new tensorflow::XlaOpRegistrar(
-      tensorflow::XlaOpRegistrationBuilder::Name(name).Build(factory));
-  if (!made) return;
+      tensorflow::XlaOpRegistrationBuilder::Name(name).Build(make));
+  if (!made) return true;
   for (const std::string& device :
        tensorflow::XlaOpRegistry::BackendNames()) {
     new tensorflow::kernel_factory::OpKernelRegistrar(
         tensorflow::KernelDefBuilder(name.c_str())
             .Device(device.c_str())
             .Build(),
-        name, factory);
+        name, make);
   }
+  return true;
 }
 
 }  // namespace wrapopt

@@ -10,12 +10,12 @@ namespace {
 
 using tensorflow::shape_inference::InferenceContext;
 
-absl::Status HandlePackShape(InferenceContext* c) {
+absl::Status BundleShape(InferenceContext* c) {
   c->set_output(0, c->Vector(c->num_inputs()));
   return absl::OkStatus();
 }
 
-absl::Status NamedPackShape(InferenceContext* c) {
+absl::Status BundleByNameShape(InferenceContext* c) {
   std::vector<std::string> names;
   TF_RETURN_IF_ERROR(c->GetAttr("shared_names", &names));
   c->set_output(0, c->Vector(names.size()));
@@ -28,7 +28,7 @@ REGISTER_OP("Wrapopt>Bundle")
     .Input("variables: N * resource")
     .Output("handles: resource")
     .Attr("N: int >= 1")
-    .SetShapeFn(HandlePackShape)
+    .SetShapeFn(BundleShape)
     .Doc(R"doc(
 Packs the handles of variables into one tensor, which Apply and EmaUpdate take
 as their variables.
@@ -47,9 +47,9 @@ REGISTER_OP("Wrapopt>BundleByName")
     .Attr("dtypes: list(type)")
     .Attr("shapes: list(shape)")
     .SetIsStateful()
-    .SetShapeFn(NamedPackShape)
+    .SetShapeFn(BundleByNameShape)
     .Doc(R"doc(
-Makes a handle pack of variables with names, on the op's device.
+Packs the handles of variables with these names, on the op's device.
 
 A session that runs this op runs no VarHandleOp for each variable.
 

@@ -1,5 +1,5 @@
 // Wrapopt>Bundle and Wrapopt>BundleByName: the handles of variables in one
-// tensor, a handle pack.
+// tensor.
 #include <string>
 #include <vector>
 
@@ -23,9 +23,9 @@ using tensorflow::OpKernelContext;
 using tensorflow::ResourceHandle;
 using tensorflow::Tensor;
 
-class HandlePackOp : public OpKernel {
+class BundleOp : public OpKernel {
  public:
-  explicit HandlePackOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit BundleOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
     Tensor* handles;
@@ -43,9 +43,9 @@ class HandlePackOp : public OpKernel {
   }
 };
 
-class NamedPackOp : public OpKernel {
+class BundleByNameOp : public OpKernel {
  public:
-  explicit NamedPackOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+  explicit BundleByNameOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     std::vector<std::string> containers, names;
     std::vector<tensorflow::DataType> dtypes;
     std::vector<tensorflow::PartialTensorShape> shapes;
@@ -85,9 +85,9 @@ class NamedPackOp : public OpKernel {
   Tensor handles_;
 };
 
-const bool handle_pack_registered =
-    RegisterKernel<HandlePackOp>("Wrapopt>Bundle", {"variables", "handles"}) &&
-    RegisterKernel<NamedPackOp>("Wrapopt>BundleByName", {"handles"});
+const bool bundle_registered =
+    RegisterKernel<BundleOp>("Wrapopt>Bundle", {"variables", "handles"}) &&
+    RegisterKernel<BundleByNameOp>("Wrapopt>BundleByName", {"handles"});
 
 }  // namespace
 }  // namespace wrapopt

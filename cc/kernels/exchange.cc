@@ -1,7 +1,7 @@
 #include "absl/status/status.h"
 #include "cc/kernels/registration.h"
 #include "cc/kernels/variables.h"
-#include "cc/ops/contracts.h"
+#include "cc/ops/exchange.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/types.h"
 
@@ -13,9 +13,9 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 
 // For resource and ref variables: `Variables` handles the difference.
-class SwapOp : public OpKernel {
+class ExchangeOp : public OpKernel {
  public:
-  explicit SwapOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+  explicit ExchangeOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
 
   void Compute(OpKernelContext* ctx) override {
     Variables variables(ctx, &lookup_cache_);
@@ -25,21 +25,21 @@ class SwapOp : public OpKernel {
     OP_REQUIRES_OK(ctx, variables.Lock());
     const int n = b - a;
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, CheckSwap(variables, a + i, b + i));
+      OP_REQUIRES_OK(ctx, CheckExchange(variables, a + i, b + i));
     }
     for (int i = 0; i < n; ++i) {
-      OP_REQUIRES_OK(ctx, variables.PrepareToSwap(a + i, b + i));
+      OP_REQUIRES_OK(ctx, variables.PrepareToExchange(a + i, b + i));
     }
-    for (int i = 0; i < n; ++i) variables.Swap(a + i, b + i);
+    for (int i = 0; i < n; ++i) variables.Exchange(a + i, b + i);
   }
 
  private:
   Variables::LookupCache lookup_cache_;
 };
 
-const bool swap_registered =
-    RegisterKernel<SwapOp>("Wrapopt>Exchange", {"a", "b"}) &&
-    RegisterKernel<SwapOp>("Wrapopt>ExchangeRef", {});
+const bool exchange_registered =
+    RegisterKernel<ExchangeOp>("Wrapopt>Exchange", {"a", "b"}) &&
+    RegisterKernel<ExchangeOp>("Wrapopt>ExchangeRef", {});
 
 }  // namespace
 }  // namespace wrapopt

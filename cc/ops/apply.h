@@ -1,0 +1,92 @@
+#ifndef WRAPOPT_CC_OPS_APPLY_H_
+#define WRAPOPT_CC_OPS_APPLY_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "cc/ops/averages.h"
+#include "cc/ops/contracts.h"
+#include "cc/rules/rules.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+
+// The rule of that name, which updates a `var` by a `grad`.
+absl::Status FindUpdate(absl::string_view name, const RuleInfo** rule);
+
+// Apply, except for its shadows. The input "variables" begins with the rule's
+// states, N of each, and then those of the policy.
+class ApplyContract {
+ public:
+  // Reads the attributes rule, policy, N, NI, NO, T (of the variables), G (of
+  // the gradients), O (of the origins). Checks that no rows of averages may lag
+  // behind if a step moves all rows.
+  template <class Context>
+  absl::Status Init(Context* ctx, const ShadowContract& averages);
+
+  // The lists of the input "variables".
+  std::vector<VariableList> Lists(const ShadowContract& averages) const;
+  // Their first positions. Those of a rule's state and of a policy's state:
+  int state(int s) const { return s * n_; }
+  int memory(int m) const { return state(states_.size() + m); }
+  int shadows() const { return memory(memory_states()); }
+  int log_decays(const ShadowContract& averages) const {
+    return shadows() + averages.count();
+  }
+
+  // Checks the variables, which are in this order.
+  absl::Status CheckVariables(const CheckedVariables& variables,
+                              const ShadowContract& averages) const;
+
+  // Checks the shape of the input "scalars".
+  absl::Status CheckScalars(const tensorflow::PartialTensorShape& shape) const;
+  // Checks a sparse gradient of variable `i`.
+  absl::Status CheckRows(const CheckedVariables& variables, int i,
+                         const tensorflow::PartialTensorShape& grad,
+                         const tensorflow::PartialTensorShape& indices) const;
+  // Checks origins[i], of the shape of grad[i].
+  absl::Status CheckOrigins(int i,
+                            const tensorflow::PartialTensorShape& shape,
+                            const tensorflow::PartialTensorShape& grad) const;
+
+  const RuleInfo& rule() const { return *rule_; }
+  // How gradients are compensated for their age; nullptr if they are not.
+  const PolicyInfo* policy() const { return policy_; }
+  bool sparse() const { return sparse_; }
+  int variables() const { return n_; }
+  // The numbers of states of a variable.
+  int rule_states() const { return states_.size(); }
+  int memory_states() const {
+    return policy_ == nullptr ? 0 : policy_->states();
+  }
+  // The numbers of scalars in the input "scalars": the rule's, then the
+  // policy's.
+  int rule_scalars() const { return CountNames(rule_->scalars); }
+  int policy_scalars() const {
+    return policy_ == nullptr ? 0 : policy_->scalars();
+  }
+  tensorflow::DataType dtype() const { return dtype_; }
+  tensorflow::DataType grad_dtype() const { return grad_dtype_; }
+  // That in which the gradients of a row are summed and compensated, and that
+  // of the policy's states.
+  tensorflow::DataType compute_dtype() const {
+    return dtype_ == tensorflow::DT_DOUBLE ? tensorflow::DT_DOUBLE
+                                           : tensorflow::DT_FLOAT;
+  }
+
+ private:
+  const RuleInfo* rule_ = nullptr;
+  const PolicyInfo* policy_ = nullptr;
+  std::vector<absl::string_view> states_;
+  bool sparse_;
+  int n_;
+  tensorflow::DataType dtype_;
+  tensorflow::DataType grad_dtype_;
+};
+
+}  // namespace wrapopt
+
+#endif  // WRAPOPT_CC_OPS_APPLY_H_

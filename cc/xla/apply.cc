@@ -1,0 +1,370 @@
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/types/span.h"
+#include "cc/ops/apply.h"
+#include "cc/ops/contracts.h"
+#include "cc/rules/rules.h"
+#include "cc/xla/averages.h"
+#include "cc/xla/compensation.h"
+#include "cc/xla/custom_call.h"
+#include "cc/xla/elementwise.h"
+#include "cc/xla/ffi_handlers.h"
+#include "cc/xla/inputs.h"
+#include "cc/xla/registration.h"
+#include "cc/xla/variables.h"
+#include "tensorflow/compiler/tf2xla/xla_op_kernel.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+#include "xla/hlo/builder/xla_builder.h"
+#include "xla/xla_data.pb.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::OpKernelConstruction;
+using tensorflow::Tensor;
+using tensorflow::TensorShape;
+using tensorflow::XlaOpKernel;
+using tensorflow::XlaOpKernelContext;
+using xla::XlaOp;
+
+class ApplyXlaOp : public XlaOpKernel {
+ public:
+  explicit ApplyXlaOp(OpKernelConstruction* ctx) : XlaOpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, averages_.Init(ctx));
+    OP_REQUIRES_OK(ctx, contract_.Init(ctx, averages_));
+    type_ = XlaType(contract_.dtype());
+    compute_ = ComputeType(type_);
+  }
+
+  void Compile(XlaOpKernelContext* ctx) override {
+    OP_REQUIRES_OK(ctx, CheckScalar("accept", ctx->InputShape("accept")));
+    In in;
+    if (const std::optional<Tensor> known = Known(ctx, "accept")) {
+      if (!known->scalar<bool>()()) return;
+    } else {
+      in.accept = ctx->Input("accept");
+    }
+    OP_REQUIRES_OK(ctx, ReadScalars(ctx, &in));
+    OP_REQUIRES_OK(ctx, averages_.ReadDecays(ctx, &in.rates));
+
+    XlaVariables variables(ctx);
+    OP_REQUIRES_OK(ctx, variables.Find(contract_.Lists(averages_)));
+    OP_REQUIRES_OK(ctx, contract_.CheckVariables(variables, averages_));
+    averages_.ShapeLogDecays(&variables, contract_.log_decays(averages_),
+                             /*values=*/0);
+    if (averages_.lazy()) {
+      OP_REQUIRES_OK(ctx, averages_.ReadLogs(ctx, &in.logs));
+    }
+    OP_REQUIRES_OK(ctx, ReadGradients(ctx, variables, &in));
+
+    bool calls;
+    OP_REQUIRES_OK(ctx, CallsKernels(ctx, &calls));
+    if (calls && !in.compensation) {
+      OP_REQUIRES_OK(ctx, Call(ctx, in, &variables));
+      return;
+    }
+    for (int i = 0; i < contract_.variables(); ++i) {
+      OP_REQUIRES_OK(ctx, Build(in, i, &variables));
+    }
+  }
+
+ private:
+  // The op's inputs beside the variables.
+  struct In {
+    std::optional<XlaOp> accept;  // No value if it is known to be true.
+    std::vector<XlaOp> scalars;   // In the compute type.
+    std::optional<XlaCompensation> compensation;
+    std::vector<XlaOp> rates, logs;  // Of the averages.
+    Inputs grads, indices, origins;
+  };
+
+  // The states of one variable, in plain HLO.
+  struct States {
+    std::vector<XlaOp> of_rule, of_policy;
+  };
+
+  absl::Status ReadScalars(XlaOpKernelContext* ctx, In* in) const {
+    TF_RETURN_IF_ERROR(contract_.CheckScalars(ctx->InputShape("scalars")));
+    const std::optional<Tensor> known = Known(ctx, "scalars");
+    std::vector<XlaOp> scalars;
+    const int count = contract_.rule_scalars() + contract_.policy_scalars();
+    for (int c = 0; c < count; ++c) {
+      scalars.push_back(
+          known ? Scalar(ctx, compute_, known->vec<double>()(c))
+                : xla::ConvertElementType(Element(ctx->Input("scalars"), c),
+                                          compute_));
+    }
+    const auto of_policy = scalars.begin() + contract_.rule_scalars();
+    in->scalars.assign(scalars.begin(), of_policy);
+    if (contract_.policy() != nullptr) {
+      in->compensation.emplace(*contract_.policy(), compute_,
+                               std::vector<XlaOp>(of_policy, scalars.end()));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadGradients(XlaOpKernelContext* ctx,
+                             const XlaVariables& variables, In* in) const {
+    TF_RETURN_IF_ERROR(ReadInputs(ctx, "grad", &in->grads));
+    TF_RETURN_IF_ERROR(ReadInputs(ctx, "indices", &in->indices));
+    TF_RETURN_IF_ERROR(ReadInputs(ctx, "origins", &in->origins));
+    const bool sparse = contract_.sparse();
+    // A sparse gradient may have a dynamic number of rows.
+    const int first_dimension = sparse ? 1 : 0;
+    for (int i = 0; i < contract_.variables(); ++i) {
+      const TensorShape& shape = in->grads.shapes[i];
+      TF_RETURN_IF_ERROR(
+          sparse ? contract_.CheckRows(variables, i, shape,
+                                       in->indices.shapes[i])
+                 : variables.CheckSameShape(shape, "grad", i, i));
+      TF_RETURN_IF_ERROR(
+          CheckStatic("grad", i, in->grads.ops[i], first_dimension));
+      if (!in->compensation) continue;
+      TF_RETURN_IF_ERROR(
+          contract_.CheckOrigins(i, in->origins.shapes[i], shape));
+      TF_RETURN_IF_ERROR(
+          CheckStatic("origins", i, in->origins.ops[i], first_dimension));
+    }
+    return absl::OkStatus();
+  }
+
+  // Builds the step of variable `i` as plain HLO.
+  absl::Status Build(const In& in, int i, XlaVariables* all) const {
+    XlaVariables& variables = *all;
+    const Sparse rows_of_rule = contract_.rule().sparse;
+    States states;
+    for (int s = 0; s < contract_.rule_states(); ++s) {
+      states.of_rule.push_back(variables.value(contract_.state(s) + i));
+    }
+    for (int m = 0; m < contract_.memory_states(); ++m) {
+      states.of_policy.push_back(variables.value(contract_.memory(m) + i));
+    }
+    // A scatter of some rows is in place. A select of whole arrays, to accept a
+    // step, would copy them. So the rows of a step that is not accepted do not
+    // count, if the step changes nothing else.
+    bool accepts_rows = false;
+    std::optional<Rows> rows;
+    std::vector<XlaOp> caught_up, old_logs;
+    if (!contract_.sparse()) {
+      StepOfAll(in, i, &states);
+    } else if (variables.shape(i).num_elements() > 0) {
+      rows.emplace(type_, variables.shape(i).dim_sizes(), in.grads.ops[i],
+                   in.indices.ops[i]);
+      accepts_rows = rows_of_rule == Sparse::kRows;
+      if (in.accept && (accepts_rows || in.compensation)) {
+        rows->Keep(*in.accept);
+      }
+      if (rows_of_rule == Sparse::kAll) {
+        StepOfAll(in, i, *rows, &states);
+      } else {
+        const XlaOp value = states.of_rule[0];
+        const XlaOp old = averages_.lazy() ? rows->Old(value)
+                                           : rows->Get(value);
+        for (int k = 0; averages_.lazy() && k < averages_.per_value(); ++k) {
+          old_logs.push_back(rows->OldLogs(variables.value(LogDecay(k, i))));
+          caught_up.push_back(rows->CaughtUp(
+              variables.value(Shadow(k, i)), XlaType(averages_.shadow_dtype()),
+              old, old_logs.back()));
+        }
+        StepOfRows(in, i, *rows, old, &states);
+      }
+    }
+
+    // Not a product: a step that is not accepted may hold infinity or NaN.
+    const auto accepted = [&](XlaOp value, int variable, bool rows_count) {
+      return in.accept && !rows_count
+                 ? xla::Select(*in.accept, value, variables.value(variable))
+                 : value;
+    };
+    for (size_t s = 0; s < states.of_rule.size(); ++s) {
+      const int at = contract_.state(s) + i;
+      TF_RETURN_IF_ERROR(variables.Assign(
+          at, accepted(states.of_rule[s], at, accepts_rows)));
+    }
+    for (size_t m = 0; m < states.of_policy.size(); ++m) {
+      const int at = contract_.memory(m) + i;
+      TF_RETURN_IF_ERROR(variables.Assign(
+          at, accepted(states.of_policy[m], at, contract_.sparse())));
+    }
+    const XlaOp value = Stored(states.of_rule[0], type_);
+    for (int k = 0; k < averages_.per_value(); ++k) {
+      const int shadow = Shadow(k, i), log = LogDecay(k, i);
+      if (!averages_.lazy()) {
+        const XlaOp updated = averages_.Updated(variables.value(shadow), value,
+                                                in.rates[k]);
+        TF_RETURN_IF_ERROR(variables.Assign(
+            shadow, accepted(updated, shadow, /*rows_count=*/false)));
+        continue;
+      }
+      if (!rows) {  // The variable has no element.
+        TF_RETURN_IF_ERROR(variables.Assign(log, variables.value(log)));
+        continue;
+      }
+      const XlaOp moved = averages_.Updated(caught_up[k], rows->Get(value),
+                                            in.rates[k]);
+      TF_RETURN_IF_ERROR(variables.Assign(
+          shadow, rows->Put(variables.value(shadow), moved)));
+      TF_RETURN_IF_ERROR(variables.Assign(
+          log, rows->Marked(variables.value(log), old_logs[k], in.logs[k])));
+    }
+    return absl::OkStatus();
+  }
+
+  // The step of a dense gradient.
+  void StepOfAll(const In& in, int i, States* states) const {
+    XlaOp grad = in.grads.ops[i];
+    const XlaOp before = states->of_rule[0];
+    if (in.compensation) {
+      grad = in.compensation->Before(before, in.origins.ops[i], grad,
+                                     &states->of_policy);
+    }
+    StepOfRule(in, grad, &states->of_rule);
+    if (in.compensation) {
+      in.compensation->After(before, Stored(states->of_rule[0], type_),
+                             &states->of_policy);
+    }
+  }
+
+  // The step of a sparse gradient by a rule that changes all rows.
+  void StepOfAll(const In& in, int i, const Rows& rows, States* states) const {
+    if (!in.compensation) {
+      StepOfRule(in, rows.Dense(), &states->of_rule);
+      return;
+    }
+    const Rows::Sums sums = rows.Sum();
+    const XlaOp before = rows.Get(sums, states->of_rule[0]);
+    std::vector<XlaOp> of_policy = Get(rows, sums, states->of_policy);
+    const XlaOp grad = in.compensation->Before(
+        before, rows.OfSums(sums, Padded(in.origins.ops[i])), sums.grad,
+        &of_policy);
+    StepOfRule(in, rows.Dense(sums, grad), &states->of_rule);
+    in.compensation->After(before,
+                           rows.Get(sums, Stored(states->of_rule[0], type_)),
+                           &of_policy);
+    Put(rows, sums, of_policy, &states->of_policy);
+  }
+
+  // The step of the rows that have gradients. `old` are those of the variable.
+  void StepOfRows(const In& in, int i, const Rows& rows, XlaOp old,
+                  States* states) const {
+    if (!in.compensation) {
+      rows.Step(contract_.rule().id, absl::MakeSpan(states->of_rule),
+                in.scalars, old);
+      return;
+    }
+    const Rows::Sums sums = rows.Sum();
+    std::vector<XlaOp> of_rule = rows.Get(sums, states->of_rule, old);
+    std::vector<XlaOp> of_policy = Get(rows, sums, states->of_policy);
+    const XlaOp before = of_rule[0];
+    const XlaOp grad = in.compensation->Before(
+        before, rows.OfSums(sums, Padded(in.origins.ops[i])), sums.grad,
+        &of_policy);
+    StepOfRule(in, grad, &of_rule);
+    in.compensation->After(before, Stored(of_rule[0], type_), &of_policy);
+    Put(rows, sums, of_rule, &states->of_rule);
+    Put(rows, sums, of_policy, &states->of_policy);
+  }
+
+  void StepOfRule(const In& in, XlaOp grad, std::vector<XlaOp>* states) const {
+    Step(contract_.rule().id, type_, absl::MakeSpan(*states), {grad},
+         in.scalars);
+  }
+
+  static std::vector<XlaOp> Get(const Rows& rows, const Rows::Sums& sums,
+                                const std::vector<XlaOp>& arrays) {
+    std::vector<XlaOp> of_rows;
+    for (const XlaOp& array : arrays) of_rows.push_back(rows.Get(sums, array));
+    return of_rows;
+  }
+
+  static void Put(const Rows& rows, const Rows::Sums& sums,
+                  const std::vector<XlaOp>& of_rows,
+                  std::vector<XlaOp>* arrays) {
+    for (size_t a = 0; a < arrays->size(); ++a) {
+      (*arrays)[a] = rows.Put(sums, (*arrays)[a], of_rows[a]);
+    }
+  }
+
+  // Calls the CPU kernel.
+  absl::Status Call(XlaOpKernelContext* ctx, const In& in,
+                    XlaVariables* variables) const {
+    xla::XlaBuilder* builder = ctx->builder();
+    const int n = contract_.variables();
+    const bool sparse = contract_.sparse();
+    const std::string rule =
+        absl::StrCat("rule = ", Quoted(contract_.rule().name));
+    for (int first = 0, end; first < n; first = end) {
+      end = sparse ? n : EndOfCall(*variables, first);
+      const int count = end - first;
+      KernelCall call(variables);
+      call.Read(ctx->Input("accept"));
+      call.Read(ctx->Input("decays"));
+      call.Read(ctx->Input("scalars"));
+      if (sparse) call.Read(Counts(builder, in.indices.ops));
+      for (int s = 0; s < contract_.rule_states(); ++s) {
+        call.Write(contract_.state(s) + first, count);
+      }
+      for (int k = 0; k < averages_.per_value(); ++k) {
+        call.Write(Shadow(k, first), count);
+      }
+      if (averages_.lazy()) {
+        call.Write(contract_.log_decays(averages_), averages_.count());
+      }
+      for (int i = first; i < end; ++i) {
+        call.Read(sparse ? Padded(in.grads.ops[i]) : in.grads.ops[i]);
+      }
+      for (const XlaOp of_variable : in.indices.ops) {
+        call.Read(Padded(of_variable));
+      }
+      TF_RETURN_IF_ERROR(
+          sparse ? call.Emit(builder, kSparseApplyCall,
+                             absl::StrCat("{", rule, ", names = ",
+                                          Names(*variables, 0, n), "}"))
+                 : call.Emit(builder, kApplyCall,
+                             absl::StrCat("{", rule, "}")));
+    }
+    return absl::OkStatus();
+  }
+
+  // The end of the variables, from `first` on, that one call steps. Gradients
+  // of one call are in memory at once. If a program needs more than 32 MB, XLA
+  // gets them from the system in each step, which costs more than some calls.
+  int EndOfCall(const XlaVariables& variables, int first) const {
+    int end = first;
+    int64_t bytes = 0;
+    do {
+      bytes += variables.shape(end).num_elements() *
+               tensorflow::DataTypeSize(contract_.dtype());
+      ++end;
+    } while (end < contract_.variables() && bytes < kBytesOfCall);
+    return end;
+  }
+
+  // The positions of average `k` of variable `i`, and of its log decays.
+  int Shadow(int k, int i) const {
+    return contract_.shadows() + k * averages_.values() + i;
+  }
+  int LogDecay(int k, int i) const {
+    return contract_.log_decays(averages_) + k * averages_.values() + i;
+  }
+
+  static constexpr int64_t kBytesOfCall = 1 << 20;
+
+  XlaAverages averages_;
+  ApplyContract contract_;
+  xla::PrimitiveType type_, compute_;
+};
+
+const bool apply_registered = RegisterXlaKernel<ApplyXlaOp>("Wrapopt>Apply");
+
+}  // namespace
+}  // namespace wrapopt
