@@ -231,8 +231,8 @@ def sent(graph):
   def task(op):
     device = op.device
     if op.type in ("ReadVariableOp", "ResourceGather"):
-      # TensorFlow places it with its variable.
-      device = handles[id(op.inputs[0])].device
+      # TensorFlow places it with its variable. A token's is not captured yet.
+      device = handles.get(id(op.inputs[0]), op).device
     spec = tf.DeviceSpec.from_string(device or "")
     return f"{spec.job}:{spec.task}" if spec.job == "ps" else "worker"
 
@@ -250,6 +250,8 @@ def sent(graph):
     for line in sorted(map(str, tensors | controls)):
       print(line, file=sys.stderr)
   return {"tensors": len(tensors), "controls": len(controls),
+          "arguments": [t.name for t in graph.inputs
+                        if t.dtype != tf.resource],
           "arrived": {kind: sorted({
               " and ".join(sorted({
                   task(op) for op in training.ancestors(applied)

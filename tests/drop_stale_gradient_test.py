@@ -813,7 +813,8 @@ def test_a_second_try_counts_nothing(mode, monkeypatch):
   model = Model(mode, lambda m: Drop(sgd(), 0, worker="w0"))
   monkeypatch.setattr(_replicas, "is_shared", lambda variable: True)
   token = tf.Variable(0, dtype=tf.int64)
-  monkeypatch.setattr(_tokens, "next_of_function", token.read_value)
+  monkeypatch.setattr(_tokens, "next_of_function",
+                      lambda step: token.read_value())
   for tries, counts in (((7, 0), (7, 0)), (1, 0)), (((8, 0), (8, 0)), (1, 1)), (
       ((_tokens.NONE, 0), (_tokens.NONE, 9)), (2, 2)):
     for given, recorded in tries:

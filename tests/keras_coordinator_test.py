@@ -123,17 +123,19 @@ def test_what_a_step_sends():
       # No server begins before the gradients are on all. No step locks others.
       assert ours["arrived"] == {"Wrapopt>LockSteps": [],
                                  "Wrapopt>Apply": ["ps:0 and ps:1"]}
-    # Each weight and gradient, the learning rate, the token, and all scalars of
-    # the step.
-    assert average["tensors"] == 2 * n + 3
+      # TensorFlow may wait for ever for one that it was sending to a worker
+      # which has died.
+      assert not ours["arguments"]
+    # Each weight and gradient, the learning rate, and all scalars of the step.
+    assert average["tensors"] == 2 * n + 2
     sent = average["tensors"] + average["controls"]
     assert sent <= keras["tensors"] + keras["controls"]
     if n == 20:
       assert sent <= 2 * n + 6 < keras["tensors"] + keras["controls"] - n / 2
     if n == 3:
-      # Outside of the branch that takes the step, the weights and the token,
-      # but no gradient.
-      assert gate["tensors"] <= n + 3
+      # Outside of the branch that takes the step, the weights, but no
+      # gradient.
+      assert gate["tensors"] <= n + 2
     else:
       # Small gradients do not wait for an answer. The record of the step is
       # waited for by the worker and by the other server.

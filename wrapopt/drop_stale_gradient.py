@@ -467,8 +467,8 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       recorded = self._recorded(gradients, global_step)
     state = self._state(global_step, gradients[0].device)
 
-    token = (_tokens.next_of_function() if _replicas.is_shared(global_step)
-             else _tokens.NONE)
+    token = (_tokens.next_of_function(global_step)
+             if _replicas.is_shared(global_step) else _tokens.NONE)
     # Control edges only, so that a dropped gradient is not transferred.
     with tf.control_dependencies(_records.when_ready(gradients)):
       verdict = ops.staleness_gate(

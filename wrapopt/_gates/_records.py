@@ -119,23 +119,6 @@ def when_ready(gradients):
     return [tf.group(*[tensor_of(g) for g in gradients])]
 
 
-def after(ready, token):
-  """Makes a token, which is sent in any case, wait for operations.
-
-  Args:
-    ready: Operations on one device.
-    token: A scalar tensor, or an integer, which is not sent.
-
-  Returns:
-    The token, and the operations that it does not wait for.
-  """
-  if not ready or not tf.is_tensor(token):
-    return token, ready
-  with (tf.control_dependencies(ready), tf.device(None),
-        tf.device(ready[0].device)):
-    return tf.identity(token), []
-
-
 def at_servers(gradients, variables, near):
   """Sends gradients to the servers of their variables.
 

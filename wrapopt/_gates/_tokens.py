@@ -8,12 +8,11 @@ one counts nothing: see `wrapopt.ops.staleness_gate`.
 import itertools
 import secrets
 import sys
-import threading
 import weakref
 
-import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator
+from tensorflow.python.eager import context
 from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import control_flow_v2_func_graphs
 
@@ -21,16 +20,18 @@ NONE = -1
 
 # Each function has so many tokens.
 _IN_FUNCTION = 1 << 10
-# The first of them is told by its digits. While a worker is stopped, a tensor
-# that it has to be sent lets all others wait: these it soon has. Each digit is
-# one more argument of the function, so few are better.
+# The first of them is told by its digits: each is one more argument of the
+# function, so few are better.
 _BASE, _DIGITS = 32, 7
 # {graph of a function: how many it has taken}.
 _taken: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def next_of_function():
+def next_of_function(step):
   """The next token of the function that is traced here.
+
+  Args:
+    step: A variable on the server whose gate is asked.
 
   Returns:
     A scalar int64 tensor, or NONE: in eager mode, in a loop, and in a function
@@ -53,33 +54,44 @@ def next_of_function():
   # placeholder would leave it to that one to wait for what both depend on, and
   # a placeholder does not wait.
   with outermost.as_default(), tf.control_dependencies(None):
+    server = step.device
     digits = outermost.capture_call_time_value(
-        _digits_now, [tf.TensorSpec([], tf.int64)] * _DIGITS,
-        key="wrapopt token")
-    powers = [_BASE**k * _IN_FUNCTION for k in range(_DIGITS)]
-    return tf.reduce_sum(tf.stack(digits) * powers) + i
+        _Digits(server), [tf.TensorSpec([], tf.resource)] * _DIGITS,
+        key=f"wrapopt token {server}")
+    with tf.device(None), tf.device(server):
+      token = i + tf.add_n([
+          _BASE**k * _IN_FUNCTION * tf.raw_ops.ReadVariableOp(
+              resource=digit, dtype=tf.int64)
+          for k, digit in enumerate(digits)])
+      token.set_shape([])  # TensorFlow does not know that of a digit.
+      return token
 
 
-def _digits_now():
-  """The digits of the scheduled function that this thread runs: tensors.
+class _Digits:
+  """Returns the digits of the scheduled function that this thread runs.
 
-  All are -1 if there is none: its token is less than 0, as NONE.
+  These are handles of variables on a server. A tensor would be sent to the
+  worker, and TensorFlow may wait for ever for a tensor that it was sending to a
+  worker that has died.
   """
-  number = _of_closure()
-  with _making:
-    if not _tensors:
-      # Not on the worker: they would wait for it, with Python's lock.
-      with tf.init_scope(), tf.device(None):
-        _tensors.extend(tf.constant(np.array(digit, np.int64))
-                        for digit in [*range(_BASE), -1])
-  if number == NONE:
-    return [_tensors[-1]] * _DIGITS
-  return [_tensors[number // _BASE**k % _BASE] for k in range(_DIGITS)]
+
+  def __init__(self, server):
+    with tf.init_scope(), tf.device(None), tf.device(server):
+      self._handles = [_handle_of(digit) for digit in [*range(_BASE), -1]]
+
+  def __call__(self):
+    number = _of_closure()
+    if number == NONE:  # The token is less than 0, as NONE.
+      return [self._handles[-1]] * _DIGITS
+    return [self._handles[number // _BASE**k % _BASE] for k in range(_DIGITS)]
 
 
-# The tensors of the digits, and of -1.
-_tensors: list = []
-_making = threading.Lock()
+def _handle_of(value):
+  handle = tf.raw_ops.VarHandleOp(
+      dtype=tf.int64, shape=[], shared_name=context.anonymous_name())
+  tf.raw_ops.AssignVariableOp(
+      resource=handle, value=tf.constant(value, tf.int64))
+  return handle
 
 
 def _of_closure():
@@ -97,10 +109,8 @@ def _of_closure():
 
 def _next_number():
   """A number that no other of the next _BASE**_DIGITS calls returns."""
-  # An odd factor changes all digits, so that a worker soon has been sent each.
-  return next(_counted) * _FACTOR % _BASE**_DIGITS
+  return next(_counted) % _BASE**_DIGITS
 
 
-_FACTOR = 0x9e3779b97f4a7c15
 _counted = itertools.count(secrets.randbelow(_BASE**_DIGITS))
 _EXECUTE = cluster_coordinator.Closure.execute_on.__code__

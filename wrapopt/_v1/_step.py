@@ -151,7 +151,7 @@ class Innermost:
     # A gate has asked already. Schedule-Free learning cannot skip a step.
     asks = (not is_gated and not step.points and
             _replicas.is_shared(step.global_step))
-    token = _tokens.next_of_function() if asks else _tokens.NONE
+    token = _tokens.next_of_function(step.global_step) if asks else _tokens.NONE
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
     with _replicas.alone(True), (

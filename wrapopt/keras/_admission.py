@@ -196,12 +196,12 @@ class Steps:
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
       with tf.control_dependencies(None):
-        token = _tokens.next_of_function() if shared else _tokens.NONE
+        token = (_tokens.next_of_function(iterations) if shared else
+                 _tokens.NONE)
         if locks_first:
           grads, ready = _at_servers(grads, variables, iterations)
         else:
           ready = _records.when_ready([g for g in grads if g is not None])
-          token, ready = _records.after(ready, token)
       first, asked = [*ready, *checks], None
       try:
         with (_step_lock.held(iterations, first=first) if locks_first else
