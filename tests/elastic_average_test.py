@@ -16,6 +16,7 @@ import modes
 import numerics
 import wrapopt
 from wrapopt._v1 import _centers
+from wrapopt._v1 import _elastic
 from training import ancestors
 from training import assert_same_bits
 from training import graph_of
@@ -340,7 +341,8 @@ def test_all_is_read_before_any_is_changed(kind):
     step = tf1.train.get_or_create_global_step()
     [[center], [local]] = opt._copies([v])
     applied, due = tf.no_op(), tf.constant(True)
-    done = tf.group(opt._exchange([v], [center], [local], [step], applied, due))
+    done = tf.group(_elastic.exchange([v], [center], [local], 0.5, [step],
+                                      applied, due))
     push, pull = sorted(ops_of_type("Wrapopt>AveragingAssign" + (
         "Ref" if kind == "ref" else "")), key=lambda op: len(ancestors(op)))
     assert pull in ancestors(done) and push in ancestors(pull)
@@ -644,8 +646,8 @@ def test_several_in_one_graph(kind, control_flow):
      {"moving_rate": 1.5}),
     (ValueError, r"`moving_rate` must be in \[0, 1\], got nan",
      {"moving_rate": np.nan}),
-    (ValueError, "`rho` must be at least 0 and finite, got -1", {"rho": -1}),
-    (ValueError, "`rho` must be at least 0 and finite, got inf",
+    (ValueError, "`rho` must be finite and at least 0, got -1", {"rho": -1}),
+    (ValueError, "`rho` must be finite and at least 0, got inf",
      {"rho": np.inf}),
     (ValueError, "`rho` must be given: AdamOptimizer must have .* got none",
      {"make_inner": tf1.train.AdamOptimizer}),

@@ -213,7 +213,7 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
                                 step)
     centers = [worker.getter.centers[v] for v in variables]
     assert [c.device for c in centers] == [SERVER, other]
-    ahead = ops.averaging_next(opt._handle(opt._rounds[0], other), 41)
+    ahead = ops.averaging_next(opt._member._handle(opt._rounds[0], other), 41)
     hook = opt.make_session_run_hook()
     with tf1.Session(target, graph=worker.graph) as session:
       assert session.run(ahead) == 42

@@ -414,7 +414,7 @@ def _mutants():
        "_replicas.values(step.global_step)[:1] if counts else ()")):
     yield m(f"replicas: {name}", f"wrapopt/{file}.py", before, after,
             "//tests:keras_replicas_test")
-  yield m("elastic: the center is pushed away", "wrapopt/elastic_average.py",
+  yield m("elastic: the center is pushed away", "wrapopt/_v1/_elastic.py",
           "flat - center_flat, centers", "center_flat - flat, centers",
           "//tests:elastic_average_test")
   yield m("saver: nothing is swapped", "wrapopt/_v1/_swapping_saver.py",

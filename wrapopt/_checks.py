@@ -67,6 +67,20 @@ def number(subject, x, least=None, most=math.inf):
   return float(x)
 
 
+def number_or_tensor(subject, x, check):
+  """`x`, a scalar tensor or variable, or else what `check` above allows."""
+  if isinstance(x, np.ndarray) and x.ndim == 0:
+    x = x.item()
+  is_tensor = isinstance(x, tf.Variable) or tf.is_tensor(x)
+  if (not x.shape.is_compatible_with([]) if is_tensor else
+      not isinstance(x, numbers.Real) or isinstance(x, bool)):
+    raise TypeError(f"`{subject}` must be a number, or a scalar tensor or "
+                    f"variable, got {x!r}.")
+  if not is_tensor:
+    check(subject, x)
+  return x
+
+
 def fused(fused):
   """The argument `fused` of a wrapper, checked."""
   if fused is None:

@@ -1,13 +1,11 @@
 """Elastic averaging: workers explore around a shared center."""
 
-import collections
 from collections.abc import Iterable
-import math
+import functools
 import numbers
 import time
 from typing import Any, Optional
 
-import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
@@ -17,6 +15,7 @@ from wrapopt._types import (
     V1Optimizer, Variable)
 from wrapopt._v1 import _centers
 from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _elastic
 from wrapopt._v1 import _step
 from wrapopt._v1 import _swapping_saver
 from wrapopt._v1._wrapper import WrapperOptimizer
@@ -213,7 +212,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     super().__init__(opt, name)
     del use_locking
     _centers.require_graph(type(self).__name__)
-    num_worker = _centers.check_count("num_worker", num_worker)
+    num_worker = _checks.integer("num_worker", num_worker, least=1)
     communication_period = _centers.check_period("communication_period",
                                                  communication_period)
     if not isinstance(ea_custom_getter, ElasticAverageCustomGetter):
@@ -227,21 +226,19 @@ class ElasticAverageOptimizer(WrapperOptimizer):
                          f"{communication_period!r}.")
       moving_rate = self.BETA / communication_period / num_worker
     else:
-      moving_rate = _number_or_tensor("moving_rate", moving_rate)
-      if (isinstance(moving_rate, numbers.Real)
-          and not 0 <= float(moving_rate) <= 1):
-        raise ValueError(f"`moving_rate` must be in [0, 1], got {moving_rate}.")
+      moving_rate = _checks.number_or_tensor("moving_rate", moving_rate,
+                                             _checks.fraction)
     if rho is not None:
-      rho = _number_or_tensor("rho", rho)
-    if isinstance(rho, numbers.Real) and not 0 <= float(rho) < math.inf:
-      raise ValueError(f"`rho` must be at least 0 and finite, got {rho}.")
+      rho = _checks.number_or_tensor(
+          "rho", rho, functools.partial(_checks.number, least=0))
     _centers.check_seconds("start_timeout_secs", start_timeout_secs)
     self._num_worker = num_worker
     self._getter = ea_custom_getter
     self._period = communication_period
     self._moving_rate = moving_rate
     self._rho = rho
-    self._rho_lr = (_learning_rate(self._innermost()) if rho is None else None)
+    self._rho_lr = (
+        _elastic.learning_rate(self._innermost()) if rho is None else None)
     self._synchronous = _checks.boolean_or_01("synchronous", synchronous)
     self._start_timeout_secs = start_timeout_secs
     self._local_step = _centers.make_local_step(ea_custom_getter.worker_device)
@@ -272,7 +269,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     pairs = list(zip(var_list, self._copies(var_list)[1]))
     rho = self._rho_now()
     if pairs and not (isinstance(rho, numbers.Real) and rho == 0):
-      total = lambda loss: loss + tf.cast(_pull(rho, pairs), loss.dtype)
+      total = lambda loss: loss + tf.cast(_elastic.penalty(rho, pairs),
+                                          loss.dtype)
       loss_of_model = loss
       loss = ((lambda: total(tf.convert_to_tensor(loss_of_model())))
               if callable(loss) else total(tf.convert_to_tensor(loss)))
@@ -333,8 +331,8 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     with tf.name_scope(self._name):
       due, not_due, counted = _centers.count_step(self._local_step, stepped,
                                                   self._period)
-      exchanged = self._exchange(variables, centers, local_centers, steps,
-                                 counted, due)
+      exchanged = _elastic.exchange(variables, centers, local_centers,
+                                    self._moving_rate, steps, counted, due)
       with ops.host_of(self._local_step):
         with tf.control_dependencies(exchanged):
           taken = tf.identity(due)
@@ -348,61 +346,6 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
   def _has_one_pass(self):
     return False  # An exchange may follow the inner optimizer's step.
-
-  def _exchange(self, variables, centers, local_centers, steps, applied, due):
-    """An exchange after `applied`, in the steps in which `due` is not dead.
-
-    Returns:
-      A list of operations.
-    """
-    rate, ready = self._moving_rate, [applied, due]
-    if not isinstance(rate, numbers.Real):
-      with tf.control_dependencies([due]), ops.host_of(self._local_step):
-        rate = _checked_rate(ops.float64(rate))
-      ready.append(rate)  # If it is out of range, no value leaves.
-    groups = _centers.buckets(variables, centers)
-    with tf.control_dependencies(ready):
-      flats = _centers.pack(variables, groups)
-    pushed, pulled = collections.defaultdict(list), []
-    for group, flat in zip(groups, flats, strict=True):
-      push, pull = self._exchange_group(
-          [variables[i] for i in group], [centers[i] for i in group],
-          [local_centers[i] for i in group], flat, rate)
-      pushed[centers[group[0]].device].append(push)
-      pulled.append(pull)
-    at_servers = []
-    for device, pushes in pushed.items():
-      with tf.device(None), tf.device(device):
-        at_servers.append(tf.group(*pushes))
-    with tf.control_dependencies(at_servers):
-      return [*pulled, *[_increment(step) for step in steps]]
-
-  def _exchange_group(self, variables, centers, local_centers, flat, rate):
-    """Exchanges variables of values `flat`.
-
-    Returns:
-      (the operation that moves the centers, the one that moves the variables).
-    """
-    together = [range(len(variables))]
-    flat = _centers.at(centers[0].device, flat)
-    # The centers are read once, and after the step, whose gradients depend on
-    # the worker's copies of them. The dependency also makes constants dead in
-    # steps without an exchange.
-    with tf.control_dependencies([flat]):
-      [center_flat] = _centers.pack(centers, together)
-      with ops.device_of(centers[0]):
-        differences = _centers.split(flat - center_flat, centers)
-      far_rate = (rate if isinstance(rate, numbers.Real)
-                  else _centers.at(centers[0].device, rate))
-      # The current centers: others may have moved them since they were read.
-      pushed = ops.averaging_assign(centers, [centers, differences],
-                                    weights=[1.0, far_rate])
-    # The worker gets them after the push: that takes no edge of its own.
-    with tf.control_dependencies([pushed]), ops.device_of(centers[0]):
-      center_flat = tf.identity(center_flat)
-    seen = _centers.assign_packed(local_centers, [center_flat], together)
-    with tf.control_dependencies([seen]):
-      return pushed, ops.averaging_assign(variables, local_centers, rate=rate)
 
   def _copies(self, variables):
     """(the centers of `variables`, the worker's copies of the centers)."""
@@ -455,13 +398,6 @@ class ElasticAverageOptimizer(WrapperOptimizer):
 
     A worker has started if the resource of its number exists. It needs no
     initialization, and no checkpoint holds it.
-
-    Args:
-      task_index: The number of the worker.
-      function: A function of a handle.
-
-    Returns:
-      The result of `function`.
     """
     center = self._getter.centers[self._getter.centers.in_graph()[0]]
     with ops.device_of(center):
@@ -562,52 +498,3 @@ class _StartHook(SessionRunHook):
             f"All {self._opt._num_worker} workers must start within {timeout} "
             f"seconds (`start_timeout_secs`), but workers {missing} have not.")
       time.sleep(self._PAUSE_SECS)
-
-
-def _number_or_tensor(subject, x):
-  """`x`; raises a TypeError if it is no number, scalar tensor or variable."""
-  if isinstance(x, np.ndarray) and x.ndim == 0:
-    x = x.item()
-  is_tensor = isinstance(x, tf.Variable) or tf.is_tensor(x)
-  if (not x.shape.is_compatible_with([]) if is_tensor else
-      not isinstance(x, numbers.Real) or isinstance(x, bool)):
-    raise TypeError(f"`{subject}` must be a number, or a scalar tensor or "
-                    f"variable, got {x!r}.")
-  return x
-
-
-def _learning_rate(opt):
-  """The learning rate of `opt`: a number, tensor or callable."""
-  lr = getattr(opt, "_learning_rate", None)
-  if lr is None or isinstance(lr, numbers.Real) and not lr > 0:
-    raise ValueError(
-        f"`rho` must be given: {type(opt).__qualname__} must have a positive "
-        "learning rate that scales gradients for the default of `rho`, got "
-        f"{'none' if lr is None else lr}.")
-  return lr
-
-
-def _pull(rho, pairs):
-  """rho / 2 sum |v - center|^2."""
-  dtype = tf.float32
-  if any(v.dtype.base_dtype == tf.float64 for v, _ in pairs):
-    dtype = tf.float64
-  distances = []
-  for v, center in pairs:
-    with ops.device_of(v):
-      distances.append(tf.cast(tf.nn.l2_loss(v - center), dtype))
-  return tf.cast(ops.float64(rho), dtype) * tf.add_n(distances)
-
-
-def _checked_rate(rate):
-  is_in_range = tf.logical_and(rate >= 0, rate <= 1)
-  with tf.control_dependencies([tf.raw_ops.Assert(condition=is_in_range, data=[
-      "`moving_rate` must be in [0, 1], got", rate])]):
-    return tf.identity(rate)
-
-
-def _increment(step):
-  with ops.device_of(step):
-    # Lock a ref variable: other workers increment it too.
-    return tf1.assign_add(step, tf.ones([], step.dtype.base_dtype),
-                          use_locking=True).op

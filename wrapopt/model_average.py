@@ -1,7 +1,5 @@
 """Averages the weights of workers that train independently of each other."""
 
-import collections
-import typing
 from typing import Any, Optional
 
 import tensorflow as tf
@@ -12,6 +10,7 @@ from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
 from wrapopt._v1 import _centers
 from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _rounds
 from wrapopt._v1 import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
@@ -19,10 +18,6 @@ tf1 = tf.compat.v1
 
 _ROUND_TIMEOUT_SECS = 600.0
 _CHIEF_TIMEOUT_SECS = 1200.0
-# No round has this number: a wait for its end returns at once.
-_NO_ROUND = -2
-# The number of the open round before a chief has opened one.
-_UNOPENED = -1
 
 
 class ModelAverageCustomGetter(_centers.CenterGetter):
@@ -81,20 +76,6 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
     super().__init__(worker_device)
     # Its name in 1.15.
     self._local_2_global = self.centers
-
-
-class _Rounds(typing.NamedTuple):
-  """The averaging of one `apply_gradients`.
-
-  Attributes:
-    name: The name of the rounds, the same for all workers.
-    local_step: int32 scalar variable, the number of steps of this worker.
-    local_round: int64 scalar variable, the round that this worker takes part
-      in: the open one when the worker last started from the centers.
-  """
-  name: str
-  local_step: tf.Variable
-  local_round: tf.Variable
 
 
 class ModelAverageOptimizer(WrapperOptimizer):
@@ -216,7 +197,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     super().__init__(opt, name)
     del use_locking
     is_chief = _checks.boolean_or_01("is_chief", is_chief)
-    num_worker = _centers.check_count("num_worker", num_worker)
+    num_worker = _checks.integer("num_worker", num_worker, least=1)
     interval_steps = _centers.check_period("interval_steps", interval_steps)
     if not isinstance(ma_custom_getter, ModelAverageCustomGetter):
       raise TypeError("`ma_custom_getter` must be the ModelAverageCustomGetter "
@@ -224,7 +205,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
                       f"{type(ma_custom_getter).__qualname__}.")
     if min_workers is None:
       min_workers = num_worker
-    min_workers = _centers.check_count("min_workers", min_workers)
+    min_workers = _checks.integer("min_workers", min_workers, least=1)
     if min_workers > num_worker:
       raise ValueError(
           f"`min_workers` must be at most {num_worker}, the number of workers, "
@@ -238,30 +219,23 @@ class ModelAverageOptimizer(WrapperOptimizer):
     if worker is not None and not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     _centers.require_graph(type(self).__name__)
-    self._num_worker = num_worker
-    self._is_chief = is_chief
     self._getter = ma_custom_getter
     self._interval_steps = interval_steps
-    self._min_workers = min_workers
-    self._round_timeout_secs = float(round_timeout_secs)
-    self._chief_timeout_secs = float(chief_timeout_secs)
     self._device = ma_custom_getter.worker_device
     self._rounds = [self._new_rounds()]
-    self._worker = worker or self._rounds[0].local_step.device
-    if not self._worker and num_worker > 1:
+    worker = worker or self._rounds[0].local_step.device
+    if not worker and num_worker > 1:
       raise ValueError(
           "`worker` must be a name if the getter's worker_device is None and "
           "there are several workers, got None.")
-    self._worker = self._worker or "worker"
+    self._member = _rounds.Member(
+        worker or "worker", is_chief, num_worker, min_workers,
+        float(round_timeout_secs), float(chief_timeout_secs),
+        ma_custom_getter.centers)
     self._applied = 0  # The number of calls of `apply_gradients`.
 
   def _new_rounds(self):
-    local_step = _centers.make_local_step(self._device)
-    local_round = _centers.worker_variable("local_round", tf.int64, _UNOPENED,
-                                           self._device)
-    # All workers make these variables in the same order.
-    return _Rounds(f"{self.get_name()}/{local_step.op.name}", local_step,
-                   local_round)
+    return _rounds.Rounds.make(self.get_name(), self._device)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
@@ -318,7 +292,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     due, not_due, counted = _centers.count_step(
         rounds.local_step, stepped, self._interval_steps)
-    started = self._round(rounds, pairs, counted, due, step.global_step)
+    started = self._member.take_part(rounds, pairs, counted, due,
+                                     step.global_step)
     with ops.host_of(rounds.local_step):
       with tf.control_dependencies([started]):
         averaged = tf.identity(due)
@@ -343,115 +318,6 @@ class ModelAverageOptimizer(WrapperOptimizer):
           "custom_getter=getter).")
     return self._getter.centers[variable]
 
-  def _lead(self):
-    """The device of the parameter server that orders the rounds."""
-    with tf.init_scope():  # A branch of a cond may be a graph of its own.
-      first, *_ = self._getter.centers.in_graph()
-    return self._getter.centers[first].device
-
-  def _handle(self, rounds, device):
-    with tf.device(None), tf.device(device):
-      return ops.averaging_rounds(self._num_worker, rounds.name)
-
-  def _round(self, rounds, pairs, stepped, due, global_step):
-    """A round of this worker, from its values to those of the centers.
-
-    Args:
-      rounds: Its _Rounds.
-      pairs: [(this worker's variable, its center)].
-      stepped: The operation after which the worker's variables have the values
-        to send.
-      due: A tensor that is dead in a step between rounds.
-      global_step: Counts the rounds.
-
-    Returns:
-      An operation on the worker.
-    """
-    local_vars, centers = zip(*pairs)
-    groups = _centers.buckets(local_vars, centers)
-    # By parameter server: the indices of its groups. The lead comes last: once
-    # it counts a worker, all servers have that worker's values.
-    servers = collections.defaultdict(list)
-    for g, group in enumerate(groups):
-      servers[centers[group[0]].device].append(g)
-    servers[self._lead()] = servers.pop(self._lead(), [])
-    *others, lead = servers
-
-    with tf.control_dependencies([stepped, due]):
-      values = _centers.pack(local_vars, groups)
-    with ops.device_of(rounds.local_round), tf.control_dependencies([due]):
-      number = tf.identity(rounds.local_round.read_value())
-    numbers, handles = {}, {}
-
-    def push(device):
-      with tf.device(None), tf.device(device):
-        return ops.averaging_push(handles[device], self._worker,
-                                  numbers[device],
-                                  [values[g] for g in servers[device]])
-
-    for device in servers:
-      numbers[device] = _centers.at(device, number)
-      with tf.control_dependencies([numbers[device]]):
-        handles[device] = self._handle(rounds, device)
-    with tf.control_dependencies([push(device) for device in others]):
-      pushed = push(lead)
-    with tf.control_dependencies([pushed]):
-      if not self._is_chief:
-        opened = ops.averaging_wait(handles[lead], numbers[lead],
-                                    self._chief_timeout_secs, self._worker)
-      else:
-        workers = ops.averaging_gather(handles[lead], numbers[lead],
-                                       self._min_workers,
-                                       self._round_timeout_secs)
-        means = [
-            ops.averaging_mean(handles[device], numbers[device], workers,
-                               [centers[i] for i in groups[g]], value=value)
-            for device in servers for value, g in enumerate(servers[device])]
-        opened = self._end_round(means, numbers, handles, global_step)
-
-    # The number is read before the values. If a round ends between the two, the
-    # number tells that the worker missed that round.
-    started = []
-    for device, of_server in servers.items():
-      with tf.control_dependencies([opened]):
-        packed = _centers.pack(centers, [groups[g] for g in of_server])
-      if of_server:  # The lead may have no group.
-        started.append(_centers.assign_packed(
-            local_vars, packed, [groups[g] for g in of_server]))
-    with tf.control_dependencies(started), tf.device(None):
-      return rounds.local_round.assign(opened).op
-
-  def _end_round(self, means, numbers, handles, global_step):
-    """Counts the step after the means, and opens the next round: its number."""
-    *others, lead = handles
-    with tf.control_dependencies(means):
-      ended = [ops.averaging_next(handles[device], numbers[device])
-               for device in others]
-      with ops.device_of(global_step):
-        ended.append(global_step.assign_add(1).op)
-    # This lets the other workers continue. They must see the incremented step.
-    with tf.control_dependencies(ended):
-      return ops.averaging_next(handles[lead], numbers[lead])
-
-  def _start(self, pairs, rounds):
-    """Starts this worker from the centers.
-
-    Args:
-      pairs: [(this worker's variable, its center)].
-      rounds: [(_Rounds, the number of its open round)].
-
-    Returns:
-      An operation.
-    """
-    local_vars, centers = zip(*pairs)
-    # The numbers are read before the values. If a round ends between the two,
-    # its number tells that the worker missed it.
-    with tf.control_dependencies([number for _, number in rounds]):
-      started = _centers.copy_packed(centers, local_vars)
-    with tf.control_dependencies([started]), tf.device(None):
-      return tf.group(*[r.local_round.assign(number).op
-                        for r, number in rounds])
-
   def get_init_op(self) -> Operation:
     """An operation that starts this worker's variables from the centers.
 
@@ -468,12 +334,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     if not pairs:
       raise ValueError("The list of local_variables should not be empty. Build "
                        "the model first, with the ModelAverageCustomGetter.")
-    return self._start(pairs, [
-        (r, self._wait(r, _NO_ROUND)) for r in self._rounds])
-
-  def _wait(self, rounds, number):
-    return ops.averaging_wait(self._handle(rounds, self._lead()), number,
-                              self._chief_timeout_secs, self._worker)
+    return self._member.start(pairs, self._rounds)
 
   def make_session_run_hook(self) -> SessionRunHook:
     """A hook that starts this worker from the centers.
@@ -489,32 +350,6 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """
     return _Hook(self)
 
-  def _make_ready_op(self):
-    """Runs before `get_init_op`: opens a round, or waits until one is open."""
-    with tf.device(None), tf.device(self._lead()):
-      return tf.group(*[self._open(r) if self._is_chief else
-                        self._wait(r, _UNOPENED) for r in self._rounds])
-
-  def _open(self, rounds):
-    """Opens a round that is later than any that a parameter server has seen."""
-    lead = self._handle(rounds, self._lead())
-    others = {self._center_of(v).device
-              for v in self._getter.centers.in_graph()} - {self._lead()}
-    opened, *elsewhere = [
-        ops.averaging_wait(handle, _NO_ROUND, self._chief_timeout_secs)
-        for handle in (lead, *[self._handle(rounds, device)
-                               for device in sorted(others)])]
-    caught_up = []
-    if elsewhere:
-      # A restarted lead counts rounds from the start. The other servers refuse
-      # a round that is older than their own.
-      latest = tf.reduce_max(tf.stack(elsewhere))
-      caught_up.append(tf.cond(
-          latest > opened + 1, lambda: ops.averaging_next(lead, latest - 1),
-          lambda: tf.identity(opened)))
-    with tf.control_dependencies(caught_up):
-      return ops.averaging_next(lead, _NO_ROUND, reset=True)
-
 
 class _Hook(SessionRunHook):
   """See `ModelAverageOptimizer.make_session_run_hook`."""
@@ -524,7 +359,7 @@ class _Hook(SessionRunHook):
 
   def begin(self):
     self._init = self._optimizer.get_init_op()
-    self._ready = self._optimizer._make_ready_op()
+    self._ready = self._optimizer._member.make_ready(self._optimizer._rounds)
 
   def after_create_session(self, session, coord):
     del coord

@@ -1,5 +1,5 @@
-// The contract of averages, which EmaUpdate, Apply and the ops of averages whose
-// rows may lag behind share.
+// The contract of averages: of EmaUpdate, of Apply, and of the ops of averages
+// whose rows may lag behind.
 #ifndef WRAPOPT_CC_OPS_AVERAGES_H_
 #define WRAPOPT_CC_OPS_AVERAGES_H_
 

@@ -41,14 +41,6 @@ def require_graph(what):
         "the variables. Use it between asynchronous workers.")
 
 
-def check_count(subject, x):
-  """`x` as an int; raises an error if it is not an integer of at least 1."""
-  x = _checks.integer(subject, x)
-  if x < 1:
-    raise ValueError(f"`{subject}` must be at least 1, got {x}.")
-  return x
-
-
 def check_seconds(subject, x):
   """Raises an error if `x` is not a positive number of seconds."""
   if not isinstance(x, numbers.Real) or isinstance(x, bool):
@@ -60,7 +52,7 @@ def check_seconds(subject, x):
 def check_period(subject, x):
   """Checks a number of steps, which may also be a tensor or a variable."""
   if not tf.is_tensor(x) and not isinstance(x, tf.Variable):
-    return check_count(subject, x)
+    return _checks.integer(subject, x, least=1)
   if not x.dtype.base_dtype.is_integer or x.shape.rank not in (None, 0):
     raise TypeError(f"`{subject}` must be a scalar integer, got a tensor of "
                     f"dtype {x.dtype.base_dtype.name} and shape {x.shape}.")
