@@ -138,7 +138,7 @@ def test_the_snapshot_of_a_record_stays_with_steps_of_tensorflow():
     w, step = tf.Variable(start), tf.Variable(0, dtype=tf.int64)
     opt = Drop(make(), 9, global_step=step, policy=POLICIES["constant"])
     held = opt.compute_gradients(lambda: loss_of(w), [w])
-    weights = opt._eager.last.recorded._wrapopt_weights.get(w)
+    weights = opt._records._eager.last.recorded._wrapopt_weights.get(w)
     opt.apply_gradients(opt.compute_gradients(lambda: loss_of(w), [w]))
     numerics.assert_same_bits(weights.numpy(), start)
     assert (w.numpy() != start).all()
@@ -582,7 +582,7 @@ def test_a_copy_has_its_own_records():
   with trained("adaptive") as (w, opt):
     other = copy.deepcopy(opt)
     assert other.get_slot_names() == opt.get_slot_names()
-    assert list(other._known) == [] and list(opt._known)[0] is w
+    assert list(other._records.known) == [] and list(opt._records.known)[0] is w
 
 
 def test_given_origins():

@@ -291,9 +291,9 @@ def test_pairs_of_calls_do_not_mix_in_eager_mode():
   assert opt.apply_gradients(new, step).numpy() == 1
   assert w.numpy() == 6 and step.numpy() == 2
   # What is kept of a gradient goes with it.
-  assert len(opt._of_gradient) == 3
+  assert len(opt._records._of_gradient) == 3
   del old, other, new
-  assert not opt._of_gradient
+  assert not opt._records._of_gradient
 
 
 def test_pairs_of_calls_do_not_mix_in_a_graph(graph):

@@ -17,7 +17,7 @@ import wrapopt.keras as wk
 from wrapopt._averages import _replicas
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
-from wrapopt.keras import _steps
+from wrapopt.keras import _inner
 
 REPLICAS = 2
 # Before TensorFlow starts: a device for each replica.
@@ -441,23 +441,23 @@ def weights_come_back_rounded(patch):
 
 
 def weights_decay_twice(patch):
-  update = _steps._update_here
+  update = _inner.Inner.update
 
-  def twice(opt, cls, grads, variables, *rest):
-    cls._apply_weight_decay(opt, variables)
-    update(opt, cls, grads, variables, *rest)
+  def twice(self, grads, variables, learning_rate):
+    self.cls._apply_weight_decay(self.opt, variables)
+    update(self, grads, variables, learning_rate)
 
-  patch.setattr(_steps, "_update_here", twice)
+  patch.setattr(_inner.Inner, "update", twice)
 
 
 def a_slot_is_forgotten(patch):
-  update = _steps._update_here
+  update = _inner.Inner.update
 
-  def forgets(opt, *rest):
-    update(opt, *rest)
-    opt._m[0].assign(tf.zeros_like(opt._m[0]))
+  def forgets(self, *arguments):
+    update(self, *arguments)
+    self.opt._m[0].assign(tf.zeros_like(self.opt._m[0]))
 
-  patch.setattr(_steps, "_update_here", forgets)
+  patch.setattr(_inner.Inner, "update", forgets)
 
 
 def a_step_is_counted_twice(patch):
@@ -519,16 +519,15 @@ def test_the_auditor_finds(broken, error, monkeypatch):
 
 
 def test_the_auditor_finds_a_replica_that_differs(monkeypatch):
-  apply = _rules.apply
+  update_of = _rules.update_of
 
-  def differs(opt, cls, rule, grads, variables, rate, averages, *args,
-              **kwargs):
-    apply(opt, cls, rule, grads, variables, rate, averages, *args, **kwargs)
+  def differs(opt, rule, values, members, cache, averages):
     if _replicas.number() == 1:
       average = _replicas.here(averages[0][-1])
       average.assign(average + 1)
+    return update_of(opt, rule, values, members, cache, averages)
 
-  monkeypatch.setattr(_rules, "apply", differs)
+  monkeypatch.setattr(_rules, "update_of", differs)
   row = {**PLAIN, "train_step": "loop", "replicas": REPLICAS}
   with pytest.raises(Finding, match="average of .* of replica 1 is not that"):
     audit(row, None)

@@ -24,7 +24,7 @@ import numerics
 import wrapopt
 import wrapopt.keras as wk
 from wrapopt import _composition
-from wrapopt.keras import _steps
+from wrapopt.keras import _followers
 from wrapopt.keras import _wrapper
 
 K = keras.optimizers
@@ -950,7 +950,7 @@ class Jump(_wrapper.WrapperOptimizer):
       for v in step.variables:
         v.assign_add(tf.fill(v.shape, 10.0))
 
-    _steps.where((step.iterations + 1) % 2 == 0, jump)
+    _followers.where((step.iterations + 1) % 2 == 0, jump)
 
 
 @MODE

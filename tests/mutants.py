@@ -277,12 +277,12 @@ def _mutants():
           "wrapopt/ops/_lagging.py", "        average.keep_dense()",
           "        pass", "//tests:keras_stale_rows_test")
   yield m("Keras: rows lag behind although a wrapper changes all",
-          "wrapopt/keras/_steps.py",
+          "wrapopt/keras/_inner.py",
           "rows_stay=not any(f.changes_weights for f in others)",
           "rows_stay=True", "//tests:keras_lazy_test")
-  yield m("Keras: duplicates are always summed", "wrapopt/keras/_steps.py",
-          "sums = any(f.sum_duplicates for f in followers)",
-          "sums = True", "//tests:keras_lazy_test")
+  yield m("Keras: duplicates are always summed", "wrapopt/keras/_inner.py",
+          "self._sums = any(f.sum_duplicates for f in wrappers)",
+          "self._sums = True", "//tests:keras_lazy_test")
   yield m("Keras: averages that have begun begin again",
           "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
           "//tests:keras_conformance_test")
@@ -340,9 +340,9 @@ def _mutants():
           "  if False:", "//tests:keras_in_place_test")
   for name, file, before, after, tests in (
       ("averages of variables without a value start at 0", "_state",
-       "_steps.where(self._waits.read_value(), start)", "pass",
+       "_followers.where(self._waits.read_value(), start)", "pass",
        "keras_unlifted_test"),
-      ("averages are of weights before the constraint", "_steps",
+      ("averages are of weights before the constraint", "_inner",
        "getattr(v, \"constraint\", None) is not None for v in variables)",
        "False for v in variables)", "keras_conformance_test"),
       ("a method on an optimizer is passed over", "_methods", "if names:",

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
-import threading
 import typing
 from typing import Any, Optional, Union
 import weakref
@@ -12,12 +11,11 @@ import weakref
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._averages import _replicas
-from wrapopt._gates import _compensation
-from wrapopt._gates import _origins
+from wrapopt._gates import _memory
 from wrapopt._gates import _policies
+from wrapopt._gates import _recorder
 from wrapopt._gates import _records
 from wrapopt._gates import _staleness
 from wrapopt._gates import _tokens
@@ -68,22 +66,13 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
   `cond_2/beta1_power`.
 
   With `policy=wrapopt.DelayCompensation()` or `wrapopt.GapAware()`, the step of
-  an admitted gradient needs the weights that the gradient was computed from. In
-  a graph and in a `tf.function`, they are the output of the op that read the
-  variable before the gradient (for a sparse gradient of `tf.gather` or
-  `tf.nn.embedding_lookup`, its rows), which stays on the device of the variable
-  and is not sent. In eager mode, the record holds the value of each variable.
-  A resource variable shares its buffer with them, and the next step copies the
-  variable first. So each worker between its reads and its step costs as many
-  bytes as the weights (or the gathered rows) on the device of the variables,
-  and a step copies the variables that are held, even its own. Of an embedding
-  that is held whole, as in eager mode, it copies the whole table. A ref
-  variable is copied when the step is recorded. The state of a policy is in
-  slots of this optimizer, with the same names in checkpoints: `mean_square` and
-  `step_size`, float32 for low precision, else of the variable's dtype. One
-  native op compensates, takes the step and averages, under the lock of the
-  step. If there is none for the inner optimizer, gradients are compensated
-  before its step, without a lock.
+  an admitted gradient needs the weights that the gradient was computed from,
+  which cost memory: see the guide "Training with several workers". The state of
+  a policy is in slots of this optimizer, with the same names in checkpoints:
+  `mean_square` and `step_size`, float32 for low precision, else of the
+  variable's dtype. One native op compensates, takes the step and averages,
+  under the lock of the step. If there is none for the inner optimizer,
+  gradients are compensated before its step, without a lock.
 
   TensorBoard shows `drop_rate` of `staleness_stats` as
   `Gradient_staleness_percentage`, a number in [0, 1].
@@ -196,37 +185,27 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._worker = worker
     if self._compensates():
       self._slots = {name: _slots.Slots() for name in policy._states}
-    self._start_records()
+    self._forget()
 
-  def _start_records(self):
+  def _forget(self):
     """Makes the attributes that a copy of this object does not share."""
-    # The variables whose values eager records keep, and facts about them.
-    self._known = _origins.Known()
-    self._memory_cache = _lookup_cache.LookupCache()
-    # The record of gradients for which none is found: in a graph, the name of
-    # the graph's last one, or None once it has served; in eager mode, this
-    # thread's last one.
-    self._last_in_graph = weakref.WeakKeyDictionary()
-    self._eager = threading.local()
-    # In eager mode, by the id of a gradient: (weak reference, record).
-    self._of_gradient = {}
-    # That of eager mode, once a gradient has been applied.
+    self._records = _recorder.Recorder(self._compensates())
+    self._memory = (_memory.Memory(self, self._policy, self._records)
+                    if self._compensates() else None)
+    # The step of eager mode, once a gradient has been applied.
     self._eager_step = None
     # By graph; by this optimizer for eager mode.
     self._worker_histograms = weakref.WeakKeyDictionary()
-    # The open blocks of `record_step` of this thread.
-    self._blocks = threading.local()
 
   def __getstate__(self):
     state = dict(vars(self))
-    for name in ("_last_in_graph", "_eager", "_of_gradient", "_eager_step",
-                 "_worker_histograms", "_blocks", "_known", "_memory_cache"):
+    for name in "_records", "_memory", "_eager_step", "_worker_histograms":
       del state[name]
     return state
 
   def __setstate__(self, state):
     vars(self).update(state)
-    self._start_records()
+    self._forget()
 
   @property
   def fused(self) -> bool:
@@ -272,54 +251,13 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
             else _checks.global_step(global_step))
     _staleness.check_not_compiled(type(self).__name__)
     recorded, _ = ops.staleness_record(step)
-    record = _Record(recorded, step)
-    self._remember(record)
     if self._compensates():
-      self._known.add(variables)
-    with self._block(record), self._keeping(recorded):
+      self._records.known.add(variables)
+    with self._records.block(_recorder.Record(recorded, step)):
       yield recorded
-
-  @contextlib.contextmanager
-  def _keeping(self, recorded):
-    """Keeps the weights of gradients that a block computes in eager mode."""
-    if self._compensates() and tf.executing_eagerly():
-      recorded._wrapopt_weights = _origins.Weights(self._known)
-      with recorded._wrapopt_weights.of_block():
-        yield
-    else:
-      yield
-
-  @contextlib.contextmanager
-  def _block(self, record):
-    blocks = self._blocks.__dict__.setdefault("open", [])
-    blocks.append(record)
-    try:
-      with self._reads_after(record.recorded):
-        yield
-    finally:
-      blocks.pop()
-
-  def _reads_after(self, recorded):
-    if self._compensates():
-      return _records.reads_after(recorded, _origins.copy_of)
-    return _records.reads_after(recorded)
 
   def _compensates(self):
     return isinstance(self._policy, _policies.COMPENSATING)
-
-  def _open_block(self):
-    """The innermost block of `record_step` that builds this graph, or None."""
-    for record in reversed(self._blocks.__dict__.get("open", [])):
-      if _records.graph_of(record.recorded) is _graph_here():
-        return record
-    return None
-
-  def _remember(self, record):
-    graph = _graph_here()
-    if graph is None:
-      self._eager.last = record
-    else:
-      self._last_in_graph[graph] = record.recorded.op.name
 
   def _find_step(self):
     if self._global_step is not None:
@@ -349,19 +287,20 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     Raises:
       ValueError: If there is no global step.
     """
-    record = self._record_before(loss)
+    records = self._records
+    record = records.before(loss)
     if record is None:
       with self.record_step() as recorded:
-        record = self._blocks.open[-1]
+        record = records.open_block()
         pairs = self._compute(recorded, loss, args, kwargs)
     else:
-      self._remember(record)
-      with self._reads_after(record.recorded):
+      records.remember(record)
+      with records.reads_after(record.recorded):
         pairs = self._compute(record.recorded, loss, args, kwargs)
-    if _graph_here() is None:
+    if tf.executing_eagerly():
       for g, _ in pairs:
         if g is not None:
-          self._remember_gradient(g, record)
+          records.remember_gradient(g, record)
     return pairs
 
   def _compute(self, recorded, loss, args, kwargs):
@@ -373,24 +312,10 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                       tf.identity, kwargs["grad_loss"])}
     return self._optimizer.compute_gradients(loss, *args, **kwargs)
 
-  def _record_before(self, loss):
-    """The record that was made before `loss` was built, or None."""
-    if not callable(loss) and tf.is_tensor(loss) and not tf.executing_eagerly():
-      found = _records.records_before([loss.op])
-      if found:
-        return _Record(found[-1].outputs[0], None)
-    return self._open_block()
-
-  def _remember_gradient(self, gradient, record):
-    tensor = _records.tensor_of(gradient)
-    key = id(tensor)
-    self._of_gradient[key] = (
-        weakref.ref(tensor, lambda _: self._of_gradient.pop(key, None)), record)
-
   def _recording(self, loss, global_step):
     if global_step is None:
       global_step = self._global_step
-    if global_step is None or self._record_before(loss) is not None:
+    if global_step is None or self._records.before(loss) is not None:
       return contextlib.nullcontext()
     return self.record_step(global_step)
 
@@ -461,10 +386,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     gradients = [g for g, _ in step.grads_and_vars if g is not None]
     options = dict(step.options)
     recorded = options.pop("recorded", None)
-    compensation = self._compensation(step.grads_and_vars, recorded,
-                                      options.pop("origins", None))
+    origins = options.pop("origins", None)
+    if self._memory is not None:
+      compensation = self._memory.compensated(step.grads_and_vars, recorded,
+                                              origins)
+    elif origins is None:
+      compensation = None
+    else:
+      raise ValueError("`origins` must be None for this `policy`, "
+                       f"{self._policy!r}, which does not use them.")
     if recorded is None:
-      recorded = self._recorded(gradients, global_step)
+      recorded = self._records.of(gradients, global_step)
     state = self._state(global_step, gradients[0].device)
 
     token = (_tokens.next_of_function(global_step)
@@ -476,7 +408,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
           self._limit, token=token)
     counted = complete = None
     if not tf.executing_eagerly():
-      counted = self._count_for_worker(state, verdict, token)
+      counted = _staleness.count(state.worker_histogram, verdict, token)
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
@@ -495,7 +427,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         complete = ops.staleness_complete(verdict.ticket, global_step,
                                           increment=not taken.counted)
     if tf.executing_eagerly():
-      self._count_for_worker(state, verdict, token)
+      _staleness.count(state.worker_histogram, verdict, token)
       _staleness.write(self._summaries(state), global_step)
       return _step.Taken(state.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
@@ -510,128 +442,19 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
 
   # What a policy compensates
 
-  def _compensation(self, grads_and_vars, recorded, origins):
-    """The `_compensation.Compensated` of a step, or None."""
-    if not self._compensates():
-      if origins is not None:
-        raise ValueError("`origins` must be None for this `policy`, "
-                         f"{self._policy!r}, which does not use them.")
-      return None
-    grads, variables = _lookup_cache.trained(grads_and_vars)
-    facts = (self._memory_cache.get(variables) if tf.executing_eagerly()
-             else None)
-    for v in variables if facts is None else ():
-      if v.dtype.base_dtype not in _checks.FLOATS:
-        raise TypeError(
-            f"A compensated variable must be of a floating dtype, got "
-            f"'{v.name}' of {v.dtype.base_dtype.name}.")
-    pairs = list(zip(grads, variables))
-    if origins is not None:
-      found = _given_origins(grads_and_vars, list(origins))
-    elif tf.executing_eagerly():
-      found = _origins.of_values(
-          pairs, lambda g, v: self._eager_weights(g, v, recorded))
-    else:
-      found = _origins.in_graph(pairs)
-    if facts is None:
-      self._known.add(variables)
-      self._make_memory(variables)
-      states = {name: {id(v): self.get_slot(v, name) for v in variables}
-                for name in self._policy._states}
-      if tf.executing_eagerly():
-        self._memory_cache.begin(variables)["states"] = states
-    else:
-      states = facts["states"]
-    return _compensation.Compensated(self._policy, found, states)
-
-  def _eager_weights(self, gradient, variable, recorded):
-    """The weights that an eager gradient was computed from, or None."""
-    record = self._of_gradient.get(id(_records.tensor_of(gradient)))
-    if recorded is None and record and record[0]() is not None:
-      recorded = record[1].recorded
-    elif recorded is None and (last := getattr(self._eager, "last", None)):
-      recorded = last.recorded
-    weights = getattr(recorded, "_wrapopt_weights", None)
-    return weights and weights.get(variable)
-
-  def _make_memory(self, variables):
-    """Makes the missing slots of the policy."""
-    with tf.init_scope(), self._making_state():
-      for v in variables:
-        for name in self._policy._states:
-          self._get_or_make_slot_with_initializer(
-              v, tf1.zeros_initializer(), v.shape,
-              ops.state_dtype(v.dtype), name, type(self._policy).__name__)
-
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
-    if self._compensates():
-      self._make_memory(var_list)
+    if self._memory is not None:
+      self._memory.make(var_list)
 
   def _create_or_restore_slot_variable(self, slot_variable_position, slot_name,
                                        variable):
     if slot_name in self._own_slot_names() and tf.executing_eagerly():
       # The base class would make one of the variable's dtype.
-      self._make_memory([variable])
+      self._memory.make([variable])
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
-
-  def _recorded(self, gradients, step):
-    """The record of these gradients."""
-    records = (self._recorded_eagerly(gradients, step)
-               if tf.executing_eagerly() else
-               self._recorded_in_graph(gradients, step))
-    if not records:
-      raise ValueError(
-          "The step must be recorded before gradients are computed, got "
-          "gradients without a record. Take them from compute_gradients of "
-          "this optimizer (or call minimize); or compute them in `with "
-          "opt.record_step(global_step) as recorded:` and pass `recorded` to "
-          "apply_gradients. In eager mode and in a tf.function, a record "
-          "serves one apply_gradients.")
-    # The oldest of several records counts.
-    with ops.device_of(step):
-      return tf.reduce_min(tf.stack(records)) if records[1:] else records[0]
-
-  def _recorded_eagerly(self, gradients, step):
-    last = getattr(self._eager, "last", None)
-    found = [self._of_gradient.get(id(_records.tensor_of(g)))
-             for g in gradients]
-    records = [r[1] for r in found if r and r[0]() is not None]
-    records = records or ([last] if last is not None else [])
-    for record in records:
-      if record.step is not step:
-        raise _another_step(step, record.step.name)
-    if any(record is last for record in records):
-      # Later gradients need a record of their own.
-      self._eager.last = None
-    return [record.recorded for record in records]
-
-  def _recorded_in_graph(self, gradients, step):
-    graph = tf1.get_default_graph()
-    last = self._last_before(graph)
-    found = _records.records_before(
-        [_records.tensor_of(g).op for g in gradients]) or (
-            [last] if last is not None else [])
-    handle = _records.from_outside(_records.graph_input(step))
-    for op in found:
-      if _records.from_outside(op.inputs[0]) is not handle:
-        raise _another_step(step, op.inputs[0].name)
-    if last in found and tf1.executing_eagerly_outside_functions():
-      # As in eager mode. Not deleted, because other branches may look it up.
-      self._last_in_graph[graph] = None
-    return [op.outputs[0] for op in found]
-
-  def _last_before(self, graph):
-    """The op of the record that is the last one in a graph, or None."""
-    while graph is not None:
-      if graph in self._last_in_graph:
-        name = self._last_in_graph[graph]
-        return name and graph.get_operation_by_name(name)
-      # In a branch, gradients may come from the graph around it.
-      graph = getattr(graph, "outer_graph", None)
-    return None
 
   def _transform(self, staleness, device):
     """Applies the policy to an admitted gradient."""
@@ -671,7 +494,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       if eager:
         self._eager_step = step
       if new and graph is not None:
-        self._make_summaries(state)
+        _staleness.make_summaries(self._summaries(state))
     return state
 
   def _worker_histogram(self, graph, device):
@@ -686,22 +509,6 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
             use_resource=True, name=f"{self._worker}/staleness_histogram",
             collections=[tf1.GraphKeys.LOCAL_VARIABLES])
     return histograms[key]
-
-  def _count_for_worker(self, state, verdict, token):
-    if state.worker_histogram is None:
-      return None
-    count = tf.ones([1], tf.int64)
-    if token is not _tokens.NONE:
-      # An earlier try was counted.
-      is_over = ~verdict.accept & tf.equal(verdict.staleness, -1)
-      count = tf.where(is_over, tf.zeros_like(count), count)
-    bucket = tf.clip_by_value(verdict.staleness, 0, _staleness.BUCKETS - 1)
-    row = tf.where(verdict.accept, tf.constant(0, tf.int64), 1)
-    one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]), count,
-                        tf.constant([2, _staleness.BUCKETS], tf.int64))
-    with ops.device_of(state.worker_histogram):
-      added = state.worker_histogram.assign_add(one, read_value=False)
-    return None if tf.executing_eagerly() else getattr(added, "op", added)
 
   # What a user sees
 
@@ -746,33 +553,6 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         *({} if of_worker is None else {name: of_worker}
           for name in (f"{self._worker}/staleness", self._worker)))
 
-  def _make_summaries(self, state):
-    # The summaries do not wait for the update: the merged summary may also run
-    # without it.
-    for tag, plugin, value in self._summaries(state):
-      if plugin == "scalars":
-        tf1.summary.scalar(tag, value())
-      else:
-        tf1.summary.tensor_summary(
-            tag, value(), summary_metadata=_staleness.metadata(plugin))
-
-
-class _Record(typing.NamedTuple):
-  recorded: tf.Tensor
-  step: tf.Variable | None  # None if a graph's tensors imply it.
-
-
-def _graph_here():
-  return None if tf.executing_eagerly() else tf1.get_default_graph()
-
-
-def _another_step(step, recorded):
-  return ValueError(
-      "`global_step` must be the step variable that was recorded, "
-      f"'{recorded}', got '{step.name}'. Pass the optimizer the right one as "
-      "`global_step`.")
-
-
 def _check_pairs(grads_and_vars):
   """Checks what the inner optimizer checks, before the gate decides."""
   if not grads_and_vars:
@@ -783,19 +563,3 @@ def _check_pairs(grads_and_vars):
   if all(g is None for g, _ in grads_and_vars):
     raise ValueError("No gradients provided for any variable: "
                      f"{[v.name for _, v in grads_and_vars]}.")
-
-
-def _given_origins(pairs, origins):
-  """The argument `origins` as {id of a variable: tensor}."""
-  if len(origins) != len(pairs):
-    raise ValueError(f"`origins` must hold one tensor or None for each of the "
-                     f"{len(pairs)} pairs, got {len(origins)}.")
-  found = {}
-  for i, ((g, v), origin) in enumerate(zip(pairs, origins)):
-    if g is None:
-      continue
-    if origin is None:
-      raise ValueError(f"`origins[{i}]` must be the weights that the gradient "
-                       f"of '{v.name}' was computed from, got None.")
-    found[id(v)] = tf.convert_to_tensor(origin)
-  return found

@@ -8,6 +8,9 @@ from tensorflow.python.ops import control_flow_util
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._gates import _tokens
+
+tf1 = tf.compat.v1
 
 BUCKETS = 64
 
@@ -164,3 +167,42 @@ def write(found, step):
     tf.summary.write(
         tag, (lambda value=value: tf.cast(value(), tf.float32))
         if plugin == "scalars" else value, step, metadata(plugin))
+
+
+def count(histogram, verdict, token):
+  """Counts a verdict in the histogram of a worker, if there is one.
+
+  Args:
+    histogram: A variable, or None.
+    verdict: A `wrapopt.ops.StalenessVerdict`.
+    token: As in `wrapopt.ops.staleness_gate`.
+
+  Returns:
+    An operation to run, or None.
+  """
+  if histogram is None:
+    return None
+  count = tf.ones([1], tf.int64)
+  if token is not _tokens.NONE:
+    # An earlier try was counted.
+    is_over = ~verdict.accept & tf.equal(verdict.staleness, -1)
+    count = tf.where(is_over, tf.zeros_like(count), count)
+  bucket = tf.clip_by_value(verdict.staleness, 0, BUCKETS - 1)
+  row = tf.where(verdict.accept, tf.constant(0, tf.int64), 1)
+  one = tf.scatter_nd(tf.reshape(tf.stack([row, bucket]), [1, 2]), count,
+                      tf.constant([2, BUCKETS], tf.int64))
+  with ops.device_of(histogram):
+    added = histogram.assign_add(one, read_value=False)
+  return None if tf.executing_eagerly() else getattr(added, "op", added)
+
+
+def make_summaries(found):
+  """Makes the ops of the summaries that `summaries` returns, in a graph."""
+  # The summaries do not wait for the update: the merged summary may also run
+  # without it.
+  for tag, plugin, value in found:
+    if plugin == "scalars":
+      tf1.summary.scalar(tag, value())
+    else:
+      tf1.summary.tensor_summary(
+          tag, value(), summary_metadata=metadata(plugin))

@@ -22,6 +22,8 @@ from wrapopt._averages import _replicas
 from wrapopt._gates import _records
 from wrapopt._gates import _step_lock
 from wrapopt._gates import _tokens
+from wrapopt.keras import _followers
+from wrapopt.keras import _inner
 from wrapopt.keras import _rules
 
 
@@ -133,11 +135,34 @@ class _Asked:
     return grads
 
 
-class Steps:
-  """The steps of an optimizer that is no wrapper, and of its copies."""
+class _View(_inner.View):
+  """A view in which a step may have a number of its own."""
 
-  def __init__(self, cls, wrapper):
-    self._cls, self._wrapper = cls, wrapper
+  @property
+  def _iterations(self):
+    return self.wrapopt_inner.number or vars(self)["_iterations"]
+
+  def _get_current_learning_rate(self):
+    inner = self.wrapopt_inner
+    with inner.at_number():
+      found = super()._get_current_learning_rate()
+      return found if inner.number is None else tf.convert_to_tensor(found)
+
+  def _all_reduce_sum_gradients(self, grads_and_vars):
+    return (super()._all_reduce_sum_gradients(grads_and_vars)
+            if self.wrapopt_inner.number is None else grads_and_vars)
+
+
+class AskingInner(_inner.Inner):
+  """An `Inner` whose steps ask for admission, or have their own numbers."""
+
+  View = _View
+
+  def __init__(self, cls, wrappers, iterations):
+    super().__init__(cls, wrappers)
+    self._gate = next((f for f in wrappers if f.is_gate), None)
+    self._iterations = iterations
+    self._is_shared = _replicas.is_shared(iterations)
     self._taken = threading.local()
 
   @property
@@ -145,58 +170,60 @@ class Steps:
     """The `Number` of the step that this thread takes, or None."""
     return getattr(self._taken, "number", None)
 
-  @property
-  def accept(self):
-    """True, or a bool tensor: whether the op takes the step of this thread."""
-    return True if self.number is None else self._taken.accept
+  def take(self, grads, variables, apply):
+    if self.number is not None or all(g is None for g in grads):
+      super().take(grads, variables, apply)
+      return
+    grads = [g if g is None or isinstance(g, tf.IndexedSlices) else
+             tf.convert_to_tensor(g) for g in grads]
 
-  @property
-  def compensation(self):
-    """As in `Admitted`, of the step of this thread."""
-    return None if self.number is None else self._taken.compensation
+    def take():
+      grads = asked.grads()
+      with self._taking(asked):
+        super(AskingInner, self).take(grads, variables, apply)
 
-  def ask_first(self, opt, gate):
-    """Whether a step has to ask for admission.
+    with self._asking(grads, variables) as asked:
+      _followers.where(asked.accept, take)
 
-    Args:
-      opt: The optimizer, of the class of these Steps.
-      gate: The `_steps.Follower` that admits steps, or None.
-    """
-    return self.number is None and (
-        gate is not None or _replicas.is_shared(_iterations(opt)))
+  def _is_one_op(self, grads, variables):
+    """Whether a step is one op on each server, which locks its variables."""
+    sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+    return (_rules.has_rule(self.cls) and
+            all(f.in_pass for f in self.followers) and
+            not any(getattr(v, "constraint", None) for v in variables) and
+            not (sparse and (self.opt.weight_decay is not None or (
+                not self._sums and
+                _rules.rule_of(self.opt, self.cls).squares))))
 
   @contextlib.contextmanager
-  def asking(self, opt, grads, variables, gate, checks, is_one_op):
+  def _asking(self, grads, variables):
     """The context of a step that asks for admission.
 
     Args:
-      opt: The optimizer.
       grads: Gradients: tensors, `tf.IndexedSlices` or None.
       variables: Their variables.
-      gate: As in `ask_first`.
-      checks: The operations that it must wait for.
-      is_one_op: Whether the step is one op on each server.
 
     Yields:
-      An `_Asked`, for `taking`.
+      An `_Asked`.
     """
-    iterations = _iterations(opt)
-    shared = _replicas.is_shared(iterations)
-    _refuse(opt, self._cls.__qualname__)
-    if shared:
-      _replicas.check_single_replica(self._wrapper)
+    iterations, gate = self._iterations, self._gate
+    checks = self.outermost._checks()
+    is_one_op = self._is_one_op(grads, variables)
+    _refuse(self.opt, self.cls.__qualname__)
+    if self._is_shared:
+      _replicas.check_single_replica(type(self.outermost).__name__)
     else:
       _replicas.check_alone(type(gate).__name__, iterations)
     # Workers take one step at a time if an op of it reads what another one
     # writes. Without a gate, this is also the order of their numbers. A gate
     # may drop a step, which need not wait for the others.
     locks_first = gate is None and not is_one_op
-    with _replicas.alone(shared):
+    with _replicas.alone(self._is_shared):
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
       with tf.control_dependencies(None):
-        token = (_tokens.next_of_function(iterations) if shared else
+        token = (_tokens.next_of_function(iterations) if self._is_shared else
                  _tokens.NONE)
         if locks_first:
           grads, ready = _at_servers(grads, variables, iterations)
@@ -221,63 +248,52 @@ class Steps:
           asked._ticket = None
 
   @contextlib.contextmanager
-  def taking(self, asked):
+  def _taking(self, asked):
     """The context in which a step is taken that was admitted."""
-    iterations = asked._iterations
-    self._taken.accept, self._taken.is_one_op = asked._told, asked._is_one_op
-    self._taken.compensation = asked._compensation
+    iterations = self._iterations
     with (_step_lock.held(iterations) if asked._locks else
           contextlib.nullcontext()):
+      self._taken.asked = asked
       self._taken.number = Number(asked._number, iterations.dtype)
       try:
         with _records.new_stateful_ops() as new:
           yield
       finally:
-        self._taken.number = None
+        self._taken.number = self._taken.asked = None
       with tf.control_dependencies(_records.updates(new)):
         ops.staleness_complete(asked._ticket, iterations)
 
-  def arrived(self, opt, grads, variables):
-    """The gradients of a step, on the servers of their variables.
+  @ops.not_converted
+  def update(self, grads, variables, learning_rate):
+    arrived = []
+    # A worker that dies before all gradients have arrived changes nothing on
+    # any server. Those of other steps have arrived before the lock.
+    if (self._is_shared and not tf.executing_eagerly() and
+        self.number is not None and self._taken.asked._is_one_op):
+      with tf.control_dependencies(None):
+        grads, arrived = _at_servers(grads, variables, self._iterations)
+        for i, variable in enumerate(map(_rules.value, variables)):
+          with ops.device_of(variable):
+            grads[i] = _rules.cast(grads[i], variable.dtype)
+    with tf.control_dependencies(arrived):
+      super().update(grads, variables, learning_rate)
 
-    Args:
-      opt: The optimizer.
-      grads: Its gradients, without None.
-      variables: The tf.Variables.
+  def _step(self, variables):
+    step = super()._step(variables)
+    asked = None if self.number is None else self._taken.asked
+    return step if asked is None else step._replace(
+        accept=asked._told, compensation=asked._compensation)
 
-    Returns:
-      The gradients, and the operations that wait until all have arrived. A
-      worker that dies before changes nothing on any server.
-    """
-    if self.number is None or not self._taken.is_one_op or (
-        tf.executing_eagerly() or not _replicas.is_shared(_iterations(opt))):
-      return grads, []  # Those of other steps have arrived before the lock.
-    with tf.control_dependencies(None):
-      there, arrived = _at_servers(grads, variables, _iterations(opt))
-      for i, variable in enumerate(variables):
-        with ops.device_of(variable):
-          there[i] = _rules.cast(there[i], variable.dtype)
-    return there, arrived
-
-  @contextlib.contextmanager
-  def scalars(self, opt):
-    """The context in which scalars of a step are computed.
-
-    In an asynchronous step this is the server that has the number.
-
-    Args:
-      opt: The optimizer.
-    """
-    if self.number is None or not _replicas.is_shared(_iterations(opt)):
-      yield
-      return
-    with ops.device_of(_iterations(opt)):
-      yield
+  def at_number(self):
+    # In an asynchronous step, the server that has the number.
+    return (ops.device_of(self._iterations)
+            if self.number is not None and self._is_shared else
+            super().at_number())
 
 
-def _iterations(opt):
-  """The tf.Variable that counts the steps of an optimizer."""
-  return _rules.value(vars(opt)["_iterations"])
+def asks(iterations, wrappers):
+  """Whether the steps of an optimizer in wrappers ask for admission."""
+  return _replicas.is_shared(iterations) or any(f.is_gate for f in wrappers)
 
 
 def _bytes(grads):

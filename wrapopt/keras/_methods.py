@@ -10,6 +10,7 @@ import inspect
 
 import keras
 
+from wrapopt.keras import _followers
 from wrapopt.keras import _rules
 from wrapopt.keras import _steps
 
@@ -46,14 +47,14 @@ def check(outermost, optimizers):
           f"that are set on an optimizer, got {found} of {cls}, "
           "which it would pass over. " + (
               "Override it in a subclass of the optimizer inside."
-              if isinstance(opt, _steps.Follower) else
+              if isinstance(opt, _followers.Follower) else
               f"Make a subclass of {cls} that overrides it."))
 
 
 def _passed_over(opt, is_outermost, is_last):
   """The names of methods that a step would pass over."""
   cls, own = type(opt), vars(opt)
-  if isinstance(opt, _steps.Follower):
+  if isinstance(opt, _followers.Follower):
     uncalled, overridden = _uncalled(cls, is_outermost)
     return overridden or own.keys() & uncalled
   if not is_last and any(_steps.held_by(opt)):

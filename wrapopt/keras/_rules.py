@@ -158,9 +158,8 @@ def schedule_free_rule_of(opt, cls):
       scalars={k: x for k, x in rule.scalars.items() if k in has.scalars})
 
 
-def apply_schedule_free(opt, rule, grads, variables, z, motion,
-                        weight_decay_at_y, cache):
-  """As `apply`, for a step of Schedule-Free learning.
+def apply_schedule_free(opt, rule, step, grads, z, motion, weight_decay_at_y):
+  """Takes a step of Schedule-Free learning, with one op for each device.
 
   The step moves all rows of a variable. So that of a sparse gradient is that of
   the dense one.
@@ -168,20 +167,19 @@ def apply_schedule_free(opt, rule, grads, variables, z, motion,
   Args:
     opt: A Keras optimizer, which is built.
     rule: The result of `schedule_free_rule_of`.
+    step: The `_followers.Step`.
     grads: Gradients: tensors or `tf.IndexedSlices`.
-    variables: The variables of the gradients.
-    z: The variables that hold their z.
+    z: The variables that hold z of the variables of the gradients.
     motion: A `_schedule_free.Motion`.
     weight_decay_at_y: A number.
-    cache: As in `apply`.
   """
-  values = _lookup_cache.Variables(map(value, variables))
-  grads = _reduced(opt, grads, values)
+  values = _lookup_cache.Variables(step.variables)
+  grads = reduced(opt, grads, values)
   plan = _plan.Plan(grads, values, rule=rule.rule)
   for decays_here, members in _by_decay(opt, values):
     chosen = lambda row: [row[i] for i in members]
     plan.run(
-        _update_of(opt, rule, values, members, cache, z=z), chosen(grads),
+        update_of(opt, rule, values, members, step.cache, z=z), chosen(grads),
         {**rule.scalars, "lr": motion.rate, "pull": motion.pull,
          "push": motion.push,
          "weight_decay": (opt.weight_decay or 0.0) if decays_here else 0.0,
@@ -203,7 +201,7 @@ class _CachedUpdate(typing.NamedTuple):
   update: ops.Update
 
 
-def _update_of(opt, rule, values, members, cache, averages=(), z=None):
+def update_of(opt, rule, values, members, cache, averages=(), z=None):
   """The `ops.Update` of some variables of a step.
 
   Args:
@@ -211,8 +209,8 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
     rule: A `_Rule`.
     values: The tf.Variables of the step.
     members: The positions of those to update.
-    cache: As in `apply`.
-    averages: As there.
+    cache: A `LookupCache` of this optimizer's.
+    averages: Rows of averages, one row for each decay.
     z: The variables that hold their z, in Schedule-Free learning.
 
   Returns:
@@ -240,93 +238,21 @@ def _update_of(opt, rule, values, members, cache, averages=(), z=None):
   return update
 
 
-def apply(opt, cls, rule, grads, variables, learning_rate, averages, decays,
-          rows_stay, sum_duplicates, cache, accept=True, compensation=None):
-  """Updates variables, with one op for each device and dtype.
-
-  Keras takes the step of a sparse gradient itself, if the op would not sum the
-  gradients of a row in the same way.
-
-  Args:
-    opt: A Keras optimizer, which is built.
-    cls: Its class.
-    rule: The result of `rule_of(opt, cls)`.
-    grads: Gradients: tensors or `tf.IndexedSlices`.
-    variables: The variables of the gradients.
-    learning_rate: A number, tensor or variable.
-    averages: Rows of averages, one row for each decay.
-    decays: As in `wrapopt.ops.apply`.
-    rows_stay: False if a wrapper may change rows that no gradient touches,
-      after the step. Averages must not lag behind then.
-    sum_duplicates: Whether to use the op for these gradients, too.
-    cache: A `LookupCache` of this optimizer's.
-    accept: As in `wrapopt.ops.apply`. If it is not True, Keras takes no part of
-      the step.
-    compensation: A `_compensation.Compensated`, or None. The same holds.
-  """
-  values = _lookup_cache.Variables(map(value, variables))
-  of_keras = [i for i, g in enumerate(grads) if rule.squares and
-              not sum_duplicates and isinstance(g, tf.IndexedSlices)]
-  sparse = {i: grads[i] for i in of_keras}
-  grads = _reduced(opt, grads, values, of_keras)
-  if not rule.sparse:
-    grads = list(map(tf.convert_to_tensor, grads))
-  # Indices of variables: with weight decay by the rule, and without.
-  groups = {True: [], False: []}
-  apart = []
-  for i, (grad, variable) in enumerate(zip(grads, variables)):
-    decays_here = (opt.weight_decay is not None and
-                   # As Keras: its name then contains those of its layers.
-                   opt._use_weight_decay(values[i]))
-    # For a sparse gradient, a rule may update only some rows. Keras decays all.
-    by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
-    if decays_here and (i in sparse or not by_rule):
-      apart.append(i)
-    if i not in sparse:
-      groups[decays_here and by_rule].append(i)
-  plan = _plan.Plan(grads, values, averages, rule=rule.rule,
-                    rows_stay=rows_stay, but=apart)
-  plan.catch_up(of_keras)
-  if apart:
-    cls._apply_weight_decay(opt, [variables[i] for i in apart])
-  common = {"lr": tf.convert_to_tensor(learning_rate), **rule.scalars}
-  if _replicas.is_shared(values[0]):
-    *together, accept = ops.together([*common.values(), *decays, accept],
-                                     opt.iterations.value)
-    common, decays = dict(zip(common, together)), together[len(common):]
-  for decays_here, members in groups.items():
-    if not members:
-      continue
-    chosen = lambda row: [row[i] for i in members]
-    scalars = dict(common)
-    if rule.decays_weights:
-      scalars["weight_decay"] = opt.weight_decay if decays_here else 0.0
-    plan.run(_update_of(opt, rule, values, members, cache, averages),
-             chosen(grads), scalars, decays, accept, members=members,
-             **({} if compensation is None else
-                {"compensation": compensation.of(chosen(values))}))
-  if of_keras:
-    with plan.moving():
-      cls._backend_update_step(opt, list(sparse.values()),
-                               [variables[i] for i in of_keras], learning_rate)
-    _replicas.merged(lambda: plan.update(decays, of_keras))()
-
-
-def _reduced(opt, grads, values, but=()):
+def reduced(opt, grads, values, by_keras=()):
   """The gradients for native ops: in a strategy, their sums over replicas.
 
   Args:
     opt: A Keras optimizer.
     grads: Gradients: tensors or `tf.IndexedSlices`.
     values: The tf.Variables of the gradients.
-    but: The positions of gradients that Keras sums.
+    by_keras: The positions of gradients that Keras sums.
 
   Returns:
     The gradients, with the dtypes of their variables.
   """
   if _replicas.share_steps():
     grads = list(grads)
-    mine = [i for i in range(len(grads)) if i not in but]
+    mine = [i for i in range(len(grads)) if i not in by_keras]
     for i, (grad, v) in zip(mine, opt._all_reduce_sum_gradients(
         [(grads[i], values[i]) for i in mine])):
       # TensorFlow's sum of empty tensors has the shape [0].

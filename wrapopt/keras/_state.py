@@ -14,9 +14,9 @@ from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _followers
 from wrapopt.keras import _left
 from wrapopt.keras import _rules
-from wrapopt.keras import _steps
 
 _value = _rules.value
 
@@ -213,7 +213,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         seed(average, variable)
       self._waits.assign(False)
 
-    _steps.where(self._waits.read_value(), start)
+    _followers.where(self._waits.read_value(), start)
 
   def was_set(self):
     """Whether a file, a checkpoint or `seed` has ever set the averages."""

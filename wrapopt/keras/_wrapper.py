@@ -20,6 +20,7 @@ from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._averages import _unwritable
 from wrapopt.keras import _average
+from wrapopt.keras import _followers
 from wrapopt.keras import _methods
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -51,7 +52,7 @@ def _is_asked_by_swap_ema_weights():
           keras.callbacks.SwapEMAWeights.__module__)
 
 
-class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
+class WrapperOptimizer(keras.optimizers.Optimizer, _followers.Follower):
   """A Keras optimizer around another one, with averages of the weights.
 
   Learning rate, count of steps, clipping, accumulation, weight decay and loss
@@ -115,8 +116,8 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def fused(self) -> bool:
     """Whether one native op takes the inner optimizer's step: a bool.
 
-    Even if True, the inner optimizer takes the step in a `tf.distribute`
-    strategy.
+    Even if True, the inner optimizer takes the step in a CentralStorageStrategy
+    and in a TPUStrategy.
     """
     return all(map(_rules.has_rule, map(type, _steps.innermost(self))))
 
@@ -161,7 +162,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _steps.Follower):
   def _refuse_holders(self):
     """Raises an error if an optimizer inside holds others, in a cluster."""
     for x in _steps.within(self):
-      if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
+      if any(_steps.held_by(x)) and not isinstance(x, _followers.Follower):
         raise NotImplementedError(
             f"`optimizer` of {type(self).__name__} must not be or hold a "
             f"{type(x).__qualname__} in a ParameterServerStrategy: its own "

@@ -22,6 +22,7 @@ from wrapopt._gates import _records
 from wrapopt._gates import _staleness
 from wrapopt._types import Integer, Tensor
 from wrapopt.keras import _admission
+from wrapopt.keras import _followers
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
@@ -139,7 +140,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
           f"native op, got {policy!r}. Use \"scale\", or another optimizer.")
     self._held.records = _Records()
     for x in [self.inner_optimizer, *_steps.within(self)]:
-      if any(_steps.held_by(x)) and not isinstance(x, _steps.Follower):
+      if any(_steps.held_by(x)) and not isinstance(x, _followers.Follower):
         raise ValueError(
             "`optimizer` of a DropStaleGradient must not be or hold an "
             "optimizer that holds others, whose steps would be admitted one by "

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from wrapopt import ops
 from wrapopt._averages import _replicas
+from wrapopt.keras import _followers
 from wrapopt.keras import _rules
 from wrapopt.keras import _steps
 
@@ -51,7 +52,8 @@ class LazyAdam(keras.optimizers.Adam):
   def apply(self, grads, trainable_variables=None):
     # In a step that has begun, a number is in the place of the variable.
     if _replicas.is_shared(_rules.value(self._iterations)):
-      _steps.followed(self, [_steps.Alone()]).apply(grads, trainable_variables)
+      _steps.followed(self, [_followers.Alone()]).apply(
+          grads, trainable_variables)
     else:
       super().apply(grads, trainable_variables)
 

@@ -6,8 +6,8 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt.keras import _followers
 from wrapopt.keras import _state
-from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
 
@@ -124,7 +124,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
                            [1 - self._slow_step_size, self._slow_step_size])
       step.constrain()
 
-    _steps.where((step.iterations + 1) % self._sync_period == 0, sync)
+    _followers.where((step.iterations + 1) % self._sync_period == 0, sync)
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(), "sync_period": self._sync_period,

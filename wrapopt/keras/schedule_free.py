@@ -260,32 +260,33 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   # Steps
 
-  def _take(self, step, opt, cls, grads, variables, learning_rate):
+  def _take(self, step, inner, grads, variables, learning_rate):
     state = _value(self._schedule_states[step.part])
     motion = self._schedule.motion(state.read_value(), learning_rate)
     z = [_value(self._z[key]) for key in step.keys]
-    rule = (_rules.schedule_free_rule_of(opt, cls)
+    rule = (_rules.schedule_free_rule_of(inner.opt, inner.cls)
             if _replicas.have_copies() else None)
     if rule is not None:
-      _rules.apply_schedule_free(opt, rule, grads, variables, z, motion,
-                                 self._schedule.weight_decay_at_y, step.cache)
+      _rules.apply_schedule_free(inner.opt, rule, step, grads, z, motion,
+                                 self._schedule.weight_decay_at_y)
       _replicas.merged(lambda: self._note_step(state, motion))()
     else:
-      self._take_around(step, opt, cls, grads, variables, z, motion)
+      self._take_around(step, inner, grads, variables, z, motion)
     return True
 
   def _note_step(self, state, motion):
     state.assign(motion.state)
     self._mark_begun()
 
-  def _take_around(self, step, opt, cls, grads, variables, z, motion):
+  def _take_around(self, step, inner, grads, variables, z, motion):
     """As the inner optimizer takes it, while the variables hold its z."""
     pairs = list(zip(step.variables, z))
     state = _value(self._schedule_states[step.part])
     grads = list(map(tf.convert_to_tensor, grads))
     _plan.Plan(grads, step.variables)
-    decays = [self._schedule.weight_decay_at_y if opt._use_weight_decay(v)
-              else 0.0 for v in step.variables]
+    decays = [self._schedule.weight_decay_at_y
+              if inner.opt._use_weight_decay(v) else 0.0
+              for v in step.variables]
     before = []
 
     def begin():
@@ -310,13 +311,13 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
     _replicas.merged(begin)()
     rate = tf.cast(motion.rate, keras.backend.floatx())
-    seen = _steps.view(opt, {
+    seen = _steps.view(inner.opt, {
         # Of which Keras's weight decay takes a part.
         "learning_rate": property(lambda _: rate),
-        **({"beta_1": property(lambda _: 0.0)} if _takes_over(cls) else {})})
+        **({"beta_1": property(lambda _: 0.0)} if _takes_over(inner.cls) else {})})
     try:
-      cls._apply_weight_decay(seen, variables)
-      cls._backend_update_step(seen, grads, variables, rate)
+      inner.cls._apply_weight_decay(seen, variables)
+      inner.cls._backend_update_step(seen, grads, variables, rate)
     except BaseException:
       if tf.executing_eagerly():
         for v, y, z, z_value, _, _ in before:

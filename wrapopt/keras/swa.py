@@ -8,8 +8,8 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt import ops
 from wrapopt.keras import _averaging
+from wrapopt.keras import _followers
 from wrapopt.keras import _state
-from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 
 
@@ -159,7 +159,7 @@ class SWA(_averaging.AveragingOptimizer):
       n = ops.float64(n)
       ops.ema_update([s for _, s in pairs], [v for v, _ in pairs], n / (n + 1))
 
-    _steps.where(counts, count)
+    _followers.where(counts, count)
 
   def check_batches_per_epoch(self, batches: int) -> None:
     """Raises an error if `steps_per_epoch` is for other epochs."""

@@ -1,0 +1,254 @@
+"""The innermost optimizer in wrappers, and its step.
+
+Keras's own code clips and accumulates gradients, scales losses, applies
+constraints and counts. Only its innermost update of the variables, which has no
+hook around it, is replaced here.
+"""
+
+import contextlib
+import threading
+
+import keras
+import tensorflow as tf
+
+from wrapopt import _lookup_cache
+from wrapopt import ops
+from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
+from wrapopt.keras import _followers
+from wrapopt.keras import _rules
+
+_value = _rules.value
+
+
+class View:
+  """A mixin before the class of an innermost optimizer.
+
+  A view has all attributes of the optimizer, which is not changed.
+
+  Attributes:
+    wrapopt_inner: The `Inner` of the optimizer, an attribute of the class.
+  """
+
+  def apply(self, grads, trainable_variables=None):
+    self.wrapopt_inner.take(
+        list(grads), trainable_variables or self._trainable_variables,
+        lambda grads: super(View, self).apply(grads, trainable_variables))
+
+  def apply_gradients(self, grads_and_vars):
+    grads, variables = zip(*grads_and_vars)
+    self.wrapopt_inner.take(
+        list(grads), variables, lambda grads: super(View, self).apply_gradients(
+            list(zip(grads, variables))))
+
+  def _apply_weight_decay(self, variables):
+    pass  # The update includes it.
+
+  def _backend_update_step(self, grads, variables, learning_rate):
+    self.wrapopt_inner.update(grads, variables, learning_rate)
+
+  def _backend_increment_gradient_accumulators(self, grads, accumulators):
+    self.wrapopt_inner.of_thread.reached += 1
+    super()._backend_increment_gradient_accumulators(grads, accumulators)
+
+
+class _OfThread(threading.local):
+  """The step of a thread.
+
+  Attributes:
+    reached: The number of steps that Keras's code took or accumulated.
+    late: The steps that are followed when Keras's code has ended, or None.
+  """
+
+  reached = 0
+  late = None
+
+
+class Inner:
+  """An innermost optimizer, with the wrappers around it.
+
+  Attributes:
+    cls: Its class.
+    opt: A view of it. Its maker sets it.
+    outermost: The outermost wrapper.
+    followers: The wrappers that follow its steps, the innermost first.
+    of_thread: The step of this thread, an `_OfThread`.
+  """
+
+  View = View
+
+  def __init__(self, cls, wrappers):
+    self.cls, self.opt = cls, None
+    self.outermost = wrappers[-1]
+    self.followers = ([f for f in wrappers if not f.is_gate] or
+                      [_followers.Alone()])
+    self.of_thread = _OfThread()
+    self._sums = any(f.sum_duplicates for f in wrappers)
+    self._cache = _lookup_cache.LookupCache()
+    self._has_own_apply = not _rules.has_rule(cls) and any(
+        getattr(cls, name) is not getattr(keras.optimizers.Optimizer, name)
+        for name in ("apply", "apply_gradients", "_backend_apply_gradients"))
+
+  def take(self, grads, variables, apply):
+    """Takes a step by Keras's code.
+
+    Args:
+      grads: Gradients: tensors, `tf.IndexedSlices` or None.
+      variables: Their variables.
+      apply: The method of the optimizer, a function of the gradients. In it,
+        Keras calls `update`.
+    """
+    trained = [v for g, v in zip(grads, variables) if g is not None]
+    mine, before = self.of_thread, self.of_thread.reached
+    number, ahead, late = None, {}, []
+    # Its `apply_gradients` calls `apply`, and comes here again.
+    if mine.late is None and self._changes_late(trained):
+      mine.late, number = late, tf.convert_to_tensor(self.opt.iterations)
+      ahead = {id(f): f._ahead() for f in self.followers}
+    try:
+      apply(grads)
+      if mine.reached == before and not all(map(
+          self.opt._overwrite_variable_with_gradient, trained)):
+        raise NotImplementedError(
+            f"{self.cls.__qualname__} inside of "
+            f"{type(self.outermost).__name__} must update variables by "
+            "`_backend_update_step`, got another method. Call "
+            "`_backend_update_step` in it, as in Keras.")
+    finally:
+      if number is not None:
+        mine.late = None
+    for step in late:
+      # In a graph, Keras's branch that takes a step is traced in any case.
+      is_taken = (self.opt.gradient_accumulation_steps is None or
+                  tf.not_equal(self.opt.iterations, number))
+      _followers.follow(self.followers,
+                        step._replace(iterations=number, ahead=ahead), is_taken)
+
+  def _changes_late(self, variables):
+    """Whether Keras or the class may change weights after the update."""
+    # Keras's averages are of its own step, not of where a wrapper moves it.
+    return self._has_own_apply or bool(self.opt.use_ema and (
+        self.opt.ema_overwrite_frequency or
+        any(f.changes_weights for f in self.followers))) or any(
+            getattr(v, "constraint", None) is not None for v in variables)
+
+  def at_number(self):
+    """The context in which scalars of a step are computed."""
+    return contextlib.nullcontext()
+
+  @ops.not_converted
+  def update(self, grads, variables, learning_rate):
+    """Updates variables as the optimizer does, and then runs the followers."""
+    mine = self.of_thread
+    mine.reached += 1
+    step = self._step(variables)
+    followers = self.followers
+    if followers[0]._take(step, self, grads, variables, learning_rate):
+      return
+    with self.at_number():
+      rule = _rules.rule_of(self.opt, self.cls)
+    if rule is not None and _replicas.have_copies():
+      followers = self._update_by_rule(step, rule, grads, variables,
+                                       learning_rate)
+    else:
+      _plan.Plan(grads, step.variables)
+      self.cls._apply_weight_decay(self.opt, variables)
+      self.cls._backend_update_step(self.opt, grads, variables, learning_rate)
+    if mine.late is None:
+      _followers.follow(followers, step)
+    else:
+      mine.late.append(step)
+
+  def _step(self, variables):
+    """The Step that updates variables."""
+    opt, trained = self.opt, self.opt._trainable_variables
+    moves = any(f.changes_weights for f in self.followers)
+    return _followers.Step(
+        tf.convert_to_tensor(opt.iterations),
+        list(map(_value, variables)), list(map(opt._var_key, variables)),
+        [(_value(v), opt._var_key(v)) for v in trained],
+        [(_value(v), v.constraint) for v in trained
+         if v.constraint is not None] if moves else [], self._cache)
+
+  def _update_by_rule(self, step, rule, grads, variables, learning_rate):
+    """Updates variables by one op for each device and dtype.
+
+    Keras takes the step of a sparse gradient itself, if the op would not sum
+    the gradients of a row in the same way.
+
+    Args:
+      step: The Step.
+      rule: The rule of the optimizer.
+      grads: Gradients: tensors or `tf.IndexedSlices`.
+      variables: The variables of the gradients.
+      learning_rate: A number, tensor or variable.
+
+    Returns:
+      The followers whose work the ops have not done.
+    """
+    opt, first, others = self.opt, self.followers[0], self.followers[1:]
+    with self.at_number():
+      found = (None if self.of_thread.late is not None else
+               _replicas.merged(lambda: first._averages_of(step))())
+    averages, decays = found or ((), ())
+    values = _lookup_cache.Variables(step.variables)
+    by_keras = [i for i, g in enumerate(grads) if rule.squares and
+                not self._sums and isinstance(g, tf.IndexedSlices)]
+    sparse = [grads[i] for i in by_keras]
+    grads = _rules.reduced(opt, grads, values, by_keras)
+    if not rule.sparse:
+      grads = list(map(tf.convert_to_tensor, grads))
+    groups, apart = self._groups(rule, grads, values, by_keras)
+    plan = _plan.Plan(
+        grads, values, averages, rule=rule.rule,
+        rows_stay=not any(f.changes_weights for f in others), but=apart)
+    plan.catch_up(by_keras)
+    if apart:
+      self.cls._apply_weight_decay(opt, [variables[i] for i in apart])
+    scalars = {"lr": tf.convert_to_tensor(learning_rate), **rule.scalars}
+    accept = step.accept
+    if _replicas.is_shared(values[0]):
+      *together, accept = ops.together([*scalars.values(), *decays, accept],
+                                       opt.iterations.value)
+      scalars = dict(zip(scalars, together))
+      decays = together[len(scalars):]
+    for weight_decay, members in groups:
+      if rule.decays_weights:
+        scalars["weight_decay"] = weight_decay
+      chosen = lambda row: [row[i] for i in members]
+      plan.run(_rules.update_of(opt, rule, values, members, step.cache,
+                                averages),
+               chosen(grads), dict(scalars), decays, accept, members=members,
+               **({} if step.compensation is None else
+                  {"compensation": step.compensation.of(chosen(values))}))
+    if by_keras:
+      with plan.moving():
+        self.cls._backend_update_step(
+            opt, sparse, [variables[i] for i in by_keras], learning_rate)
+      _replicas.merged(lambda: plan.update(decays, by_keras))()
+    if not found:
+      return self.followers
+    _replicas.merged(first._note_update)()
+    return others
+
+  def _groups(self, rule, grads, values, by_keras):
+    """Divides variables by the weight decay that the rule applies.
+
+    Returns:
+      ([(weight decay, positions of variables that ops update)], positions of
+      those whose weight decay Keras applies).
+    """
+    decayed, others, apart = [], [], []
+    for i, (grad, v) in enumerate(zip(grads, values)):
+      decays = (self.opt.weight_decay is not None and
+                # As Keras: its name then contains those of its layers.
+                self.opt._use_weight_decay(v))
+      # For a sparse gradient, a rule may update only some rows. Keras decays
+      # all.
+      by_rule = rule.decays_weights and not isinstance(grad, tf.IndexedSlices)
+      if decays and (i in by_keras or not by_rule):
+        apart.append(i)
+      if i not in by_keras:
+        (decayed if decays and by_rule else others).append(i)
+    groups = [(self.opt.weight_decay, decayed), (0.0, others)]
+    return [group for group in groups if group[1]], apart
