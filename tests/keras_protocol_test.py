@@ -159,7 +159,8 @@ FOLLOWER = {"_averages_of", "_begin", "_note_update", "inner_optimizer"}
 @pytest.mark.parametrize("make, most, hooks", [
     (lambda: v1_step(lambda opt, step: moving(opt)), 6, set()),
     (gated_step, 8, set()), (keras_step, 6, FOLLOWER),
-    (keras_gated_step, 8, FOLLOWER | {"_admit", "_checks"})],
+    # `where` calls the function that it gets.
+    (keras_gated_step, 8, FOLLOWER | {"_admit", "_checks", "take"})],
                          ids=["v1", "gated", "keras", "keras_gated"])
 def test_a_gradient_goes_down(make, most, hooks):
   step = make()

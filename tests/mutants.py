@@ -359,7 +359,7 @@ def _mutants():
           "increment=not taken.counted", "increment=True",
           "//tests:drop_stale_gradient_test")
   yield m("gate: the newest of several records counts",
-          "wrapopt/drop_stale_gradient.py", "tf.reduce_min(tf.stack(records))",
+          "wrapopt/_gates/_recorder.py", "tf.reduce_min(tf.stack(records))",
           "tf.reduce_max(tf.stack(records))",
           "//tests:drop_stale_gradient_test")
   for name, file, before, after in (
@@ -367,14 +367,14 @@ def _mutants():
        "tf.reduce_min(tf.stack(found))", "tf.reduce_max(tf.stack(found))"),
       ("steps of several ops do not wait", "_admission",
        "gate is not None and not is_one_op", "False"),
-      ("a step is counted before its changes", "_admission",
+      ("a step is counted before its changes", "_inner",
        "tf.control_dependencies(_records.updates(new))",
        "tf.control_dependencies([])"),
-      ("the number is the count of now", "_admission",
-       "Number(asked._number, iterations.dtype)",
-       "Number(tf.identity(iterations), iterations.dtype)"),
-      ("a step that fails keeps its place", "_admission",
-       "asked._ticket = None", "pass")):
+      ("the number is the count of now", "_inner",
+       "_admission.Number(asked.number, iterations.dtype)",
+       "_admission.Number(tf.identity(iterations), iterations.dtype)"),
+      ("a step that fails keeps its place", "_inner",
+       "asked.ticket = None", "pass")):
     yield m(f"Keras gate: {name}", f"wrapopt/keras/{file}.py", before, after,
             "//tests:keras_gate_test")
   for name, file, before, after in (

@@ -15,6 +15,10 @@ from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
+from wrapopt._gates import _records
+from wrapopt._gates import _step_lock
+from wrapopt._gates import _tokens
+from wrapopt.keras import _admission
 from wrapopt.keras import _followers
 from wrapopt.keras import _rules
 
@@ -252,3 +256,166 @@ class Inner:
         (decayed if decays and by_rule else others).append(i)
     groups = [(self.opt.weight_decay, decayed), (0.0, others)]
     return [group for group in groups if group[1]], apart
+
+
+class _AskingView(View):
+  """A view in which a step may have a number of its own."""
+
+  @property
+  def _iterations(self):
+    return self.wrapopt_inner.number or vars(self)["_iterations"]
+
+  def _get_current_learning_rate(self):
+    inner = self.wrapopt_inner
+    with inner.at_number():
+      found = super()._get_current_learning_rate()
+      return found if inner.number is None else tf.convert_to_tensor(found)
+
+  def _all_reduce_sum_gradients(self, grads_and_vars):
+    return (super()._all_reduce_sum_gradients(grads_and_vars)
+            if self.wrapopt_inner.number is None else grads_and_vars)
+
+
+class AskingInner(Inner):
+  """An `Inner` whose steps ask for admission, or have their own numbers."""
+
+  View = _AskingView
+
+  def __init__(self, cls, wrappers, iterations):
+    super().__init__(cls, wrappers)
+    self._gate = next((f for f in wrappers if f.is_gate), None)
+    self._iterations = iterations
+    self._is_shared = _replicas.is_shared(iterations)
+    self._taken = threading.local()
+
+  @property
+  def number(self):
+    """The `_admission.Number` of the step that this thread takes, or None."""
+    return getattr(self._taken, "number", None)
+
+  def take(self, grads, variables, apply):
+    if self.number is not None or all(g is None for g in grads):
+      super().take(grads, variables, apply)
+      return
+    grads = [g if g is None or isinstance(g, tf.IndexedSlices) else
+             tf.convert_to_tensor(g) for g in grads]
+
+    def take():
+      grads = asked.grads()
+      with self._taking(asked):
+        super(AskingInner, self).take(grads, variables, apply)
+
+    with self._asking(grads, variables) as asked:
+      _followers.where(asked.accept, take)
+
+  def _is_one_op(self, grads, variables):
+    """Whether a step is one op on each server, which locks its variables."""
+    sparse = any(isinstance(g, tf.IndexedSlices) for g in grads)
+    return (_rules.has_rule(self.cls) and
+            all(f.in_pass for f in self.followers) and
+            not any(getattr(v, "constraint", None) for v in variables) and
+            not (sparse and (self.opt.weight_decay is not None or (
+                not self._sums and
+                _rules.rule_of(self.opt, self.cls).squares))))
+
+  @contextlib.contextmanager
+  def _asking(self, grads, variables):
+    """The context of a step that asks for admission.
+
+    Args:
+      grads: Gradients: tensors, `tf.IndexedSlices` or None.
+      variables: Their variables.
+
+    Yields:
+      An `_admission.Asked`.
+    """
+    iterations, gate = self._iterations, self._gate
+    checks = self.outermost._checks()
+    is_one_op = self._is_one_op(grads, variables)
+    _admission.refuse(self.opt, self.cls.__qualname__)
+    if self._is_shared:
+      _replicas.check_single_replica(type(self.outermost).__name__)
+    else:
+      _replicas.check_alone(type(gate).__name__, iterations)
+    # Workers take one step at a time if an op of it reads what another one
+    # writes. Without a gate, this is also the order of their numbers. A gate
+    # may drop a step, which need not wait for the others.
+    locks_first = gate is None and not is_one_op
+    with _replicas.alone(self._is_shared):
+      # Not before the gradients are ready, so that few steps are in flight at a
+      # time. Control edges only: a gradient does not travel before it is
+      # admitted.
+      with tf.control_dependencies(None):
+        token = (_tokens.next_of_function(iterations) if self._is_shared else
+                 _tokens.NONE)
+        if locks_first:
+          grads, ready = _admission.at_servers(grads, variables, iterations)
+        else:
+          ready = _records.when_ready([g for g in grads if g is not None])
+      first, asked = [*ready, *checks], None
+      try:
+        with (_step_lock.held(iterations, first=first) if locks_first else
+              contextlib.nullcontext()):
+          with tf.control_dependencies([] if locks_first else first):
+            admitted = (
+                _admission.Admitted(*ops.begin_update(iterations, token=token))
+                if gate is None else gate._admit(
+                    iterations, [(g, _value(v)) for g, v in zip(
+                        grads, variables) if g is not None], token))
+          asked = _admission.Asked(
+              iterations, admitted, list(zip(grads, variables)), gate,
+              is_one_op)
+          del admitted
+          yield asked
+      finally:
+        if asked is not None:
+          asked.ticket = None
+
+  @contextlib.contextmanager
+  def _taking(self, asked):
+    """The context in which a step is taken that was admitted."""
+    iterations = self._iterations
+    with (_step_lock.held(iterations) if asked.locks else
+          contextlib.nullcontext()):
+      self._taken.asked = asked
+      self._taken.number = _admission.Number(asked.number, iterations.dtype)
+      try:
+        with _records.new_stateful_ops() as new:
+          yield
+      finally:
+        self._taken.number = self._taken.asked = None
+      with tf.control_dependencies(_records.updates(new)):
+        ops.staleness_complete(asked.ticket, iterations)
+
+  @ops.not_converted
+  def update(self, grads, variables, learning_rate):
+    arrived = []
+    # A worker that dies before all gradients have arrived changes nothing on
+    # any server. Those of other steps have arrived before the lock.
+    if (self._is_shared and not tf.executing_eagerly() and
+        self.number is not None and self._taken.asked.is_one_op):
+      with tf.control_dependencies(None):
+        grads, arrived = _admission.at_servers(grads, variables,
+                                               self._iterations)
+        for i, variable in enumerate(map(_value, variables)):
+          with ops.device_of(variable):
+            grads[i] = _rules.cast(grads[i], variable.dtype)
+    with tf.control_dependencies(arrived):
+      super().update(grads, variables, learning_rate)
+
+  def _step(self, variables):
+    step = super()._step(variables)
+    asked = None if self.number is None else self._taken.asked
+    return step if asked is None else step._replace(
+        accept=asked.told, compensation=asked.compensation)
+
+  def at_number(self):
+    # In an asynchronous step, the server that has the number.
+    return (ops.device_of(self._iterations)
+            if self.number is not None and self._is_shared else
+            super().at_number())
+
+
+def asks(iterations, wrappers):
+  """Whether the steps of an optimizer in wrappers ask for admission."""
+  return _replicas.is_shared(iterations) or any(f.is_gate for f in wrappers)

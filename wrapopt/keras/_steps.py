@@ -3,7 +3,6 @@
 import keras
 import tensorflow as tf
 
-from wrapopt.keras import _admission
 from wrapopt.keras import _followers
 from wrapopt.keras import _inner
 from wrapopt.keras import _rules
@@ -31,8 +30,8 @@ def followed(opt, wrappers):
         "_backend_update_step": _refused(type(opt), list(held), wrappers),
         **{name: _property(name, wrappers) for name in held}})
   iterations = _rules.value(vars(opt)["_iterations"])
-  inner = (_admission.AskingInner(type(opt), wrappers, iterations)
-           if _admission.asks(iterations, wrappers) else
+  inner = (_inner.AskingInner(type(opt), wrappers, iterations)
+           if _inner.asks(iterations, wrappers) else
            _inner.Inner(type(opt), wrappers))
   inner.opt = view(opt, {"wrapopt_inner": inner}, inner.View)
   return inner.opt

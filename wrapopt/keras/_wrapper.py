@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 import contextlib
 import copy
-import sys
 import threading
 from typing import Any, Optional
 
@@ -22,6 +21,7 @@ from wrapopt._averages import _unwritable
 from wrapopt.keras import _average
 from wrapopt.keras import _followers
 from wrapopt.keras import _methods
+from wrapopt.keras import _of_inner
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _steps
@@ -29,30 +29,8 @@ from wrapopt.keras import _steps
 _value = _rules.value
 
 
-def _is_made(wrapper):
-  return "_held" in vars(wrapper)
-
-
-def _of_inner(name):
-  """An attribute that reads and writes that of the inner optimizer."""
-  def read(self):
-    return getattr(self.inner_optimizer, name) if _is_made(self) else None
-
-  def write(self, value):
-    # Keras's constructor sets it before the inner optimizer is known.
-    if _is_made(self):
-      setattr(self.inner_optimizer, name, value)
-
-  return property(read, write)
-
-
-def _is_asked_by_swap_ema_weights():
-  """Whether Keras's SwapEMAWeights reads the property that calls this."""
-  return (sys._getframe(2).f_globals.get("__name__") ==
-          keras.callbacks.SwapEMAWeights.__module__)
-
-
-class WrapperOptimizer(keras.optimizers.Optimizer, _followers.Follower):
+class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
+                       _followers.Follower):
   """A Keras optimizer around another one, with averages of the weights.
 
   Learning rate, count of steps, clipping, accumulation, weight decay and loss
@@ -98,7 +76,7 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _followers.Follower):
   @property
   def inner_optimizer(self) -> keras.optimizers.Optimizer:
     """The optimizer that this wraps, as in Keras's LossScaleOptimizer."""
-    if _is_asked_by_swap_ema_weights():
+    if _of_inner.is_asked_by_swap_ema_weights():
       # It would go past this wrapper, into the inner optimizer. Without the
       # attribute, it reads `_model_variables_moving_average` here.
       raise AttributeError(
@@ -425,106 +403,6 @@ class WrapperOptimizer(keras.optimizers.Optimizer, _followers.Follower):
       raise RuntimeError(
           f"{what}() must be called after the first step, or after "
           f"build(variables), got a {type(self).__name__} that is not built.")
-
-  # Attributes and methods of the inner optimizer.
-
-  @property
-  def iterations(self):
-    return self.inner_optimizer.iterations
-
-  @property
-  def learning_rate(self):
-    return self.inner_optimizer.learning_rate
-
-  @learning_rate.setter
-  def learning_rate(self, learning_rate):
-    self.inner_optimizer.learning_rate = learning_rate
-
-  weight_decay = _of_inner("weight_decay")
-  clipnorm = _of_inner("clipnorm")
-  global_clipnorm = _of_inner("global_clipnorm")
-  clipvalue = _of_inner("clipvalue")
-  gradient_accumulation_steps = _of_inner("gradient_accumulation_steps")
-
-  @property
-  def use_ema(self):
-    """Whether an optimizer inside keeps Keras's own averages."""
-    if not _is_made(self):
-      return False
-    if _is_asked_by_swap_ema_weights():
-      # Of a MultiOptimizer around this. If False, it would go on to the next.
-      for wrapper in self._wrappers():
-        wrapper._refuse_swap_ema_weights()
-    return any(opt.use_ema for opt in _steps.innermost(self))
-
-  @use_ema.setter
-  def use_ema(self, value):
-    if _is_made(self):  # Else, Keras's constructor sets it.
-      raise AttributeError(
-          f"`use_ema` of a {type(self).__qualname__} must not be set, got "
-          f"{value!r}. Pass it to the optimizer inside.")
-
-  @property
-  def loss_scale_factor(self):
-    if not _is_made(self):
-      return None
-    scaling = self._loss_scaling()
-    if scaling is None:
-      return self.inner_optimizer.loss_scale_factor
-    return scaling.dynamic_scale if scaling.built else scaling.initial_scale
-
-  @loss_scale_factor.setter
-  def loss_scale_factor(self, factor):
-    if not _is_made(self):
-      return
-    # A LossScaleOptimizer of Keras sets it in its inner optimizer.
-    if self._loss_scaling() is not None:
-      raise ValueError(
-          f"`loss_scale_factor` of a {type(self).__qualname__} around a "
-          "LossScaleOptimizer must not be set, neither by the user nor by "
-          "another LossScaleOptimizer around it: gradients would be unscaled "
-          "twice. Pass auto_scale_loss=False to compile(), which otherwise "
-          "wraps the optimizer of a mixed_float16 model in one.")
-    self.inner_optimizer.loss_scale_factor = factor
-
-  def _loss_scaling(self):
-    """The LossScaleOptimizer inside, or None."""
-    return next((x for x in _steps.within(self)
-                 if isinstance(x, keras.optimizers.LossScaleOptimizer)), None)
-
-  def scale_loss(self, loss):
-    return self.inner_optimizer.scale_loss(loss)
-
-  def exclude_from_weight_decay(self, var_list=None, var_names=None):
-    # Keras's LossScaleOptimizer and MultiOptimizer do not pass it on.
-    for opt in _steps.innermost(self):
-      opt.exclude_from_weight_decay(var_list, var_names)
-
-  def finalize_variable_values(self, var_list):
-    self.inner_optimizer.finalize_variable_values(var_list)
-
-  @property
-  def _model_variables_moving_average(self):
-    """Averages of `use_ema`, which Keras's callback SwapEMAWeights reads."""
-    for wrapper in self._wrappers():
-      wrapper._refuse_swap_ema_weights()
-    averages = {
-        opt._var_key(v): average for opt in _steps.innermost(self)
-        if opt.use_ema and opt.built for v, average in zip(
-            opt._trainable_variables, opt._model_variables_moving_average)}
-    keys = list(map(self._var_key, self._trainable_variables))
-    if not averages:  # As in an optimizer of Keras without use_ema.
-      raise AttributeError("_model_variables_moving_average")
-    if any(key not in averages for key in keys):
-      raise ValueError(
-          f"SwapEMAWeights must not be used with a {type(self).__qualname__} "
-          "around several optimizers of which only some have use_ema=True. "
-          "Pass it to all of them, or use wrapopt.keras.MovingAverage and "
-          "EvaluateWithAverages() instead.")
-    return [averages[key] for key in keys]
-
-  def _refuse_swap_ema_weights(self):
-    """Raises an error if an evaluation should not use those of `use_ema`."""
 
   # State
 

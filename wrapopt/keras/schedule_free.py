@@ -314,7 +314,8 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     seen = _steps.view(inner.opt, {
         # Of which Keras's weight decay takes a part.
         "learning_rate": property(lambda _: rate),
-        **({"beta_1": property(lambda _: 0.0)} if _takes_over(inner.cls) else {})})
+        **({"beta_1": property(lambda _: 0.0)}
+           if _takes_over(inner.cls) else {})})
     try:
       inner.cls._apply_weight_decay(seen, variables)
       inner.cls._backend_update_step(seen, grads, variables, rate)
