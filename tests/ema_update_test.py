@@ -315,7 +315,7 @@ def test_one_op_serves_all_variables(mode, variables, averages):
     assert op.type == name
     assert op.get_attr("N") == count
     assert op.get_attr("NK") == count * averages
-  # The op, its decays and the pack of handles, and nothing for each variable.
+  # The op, its decays and the bundle of handles, and nothing for each variable.
   types = ["Const", *({"ref-graph": ["Wrapopt>EmaUpdateRef"]}.get(
       mode.name, ["Wrapopt>BundleByName", "Wrapopt>EmaUpdate"]))]
   assert added[variables] == added[1] == types

@@ -89,7 +89,7 @@ class Case:
   inputs: dict = dataclasses.field(default_factory=dict)
   attrs: dict = dataclasses.field(default_factory=dict)
   rounds: typing.Any = None
-  pack: typing.Any = None  # How "variables" are one tensor, if they are.
+  bundle: typing.Any = None  # How "variables" are one tensor, if they are.
   hidden: bool = False  # Whether shapes of tensors are known only at run time.
   calls: int = 1
   spoiled: list = dataclasses.field(default_factory=list)
@@ -227,7 +227,7 @@ class _Maker:
       self.lists = self._lists()
       attrs["NV"] = len(self.lists)
       if "NV" in by_name and rng.integers(2) and self.case.mode != "jit":
-        self.case.pack = "vector"
+        self.case.bundle = "vector"
     self.row_dtypes = {}
     if self.lists:
       self.row_dtypes["variables"] = [dtype for _, dtype in self.lists]
@@ -432,8 +432,8 @@ class _Spoiler:
       ways += [(self.shape, 2), (self.number, 4)]
     if self.lists:
       ways += [(self.length, 1)]
-    if self.case.pack:
-      ways += [(self.pack, 1)]
+    if self.case.bundle:
+      ways += [(self.bundle, 1)]
     if self.case.rounds:
       ways += [(self.state, 2)]
     way = self._pick([w for w, weight in ways for _ in range(weight)])
@@ -536,9 +536,9 @@ class _Spoiler:
       some.append(some[0])
     return f"{name} has {len(some)}"
 
-  def pack(self):
-    self.case.pack = self._pick(["scalar", "matrix", "empty"])
-    return f"variables: a {self.case.pack}"
+  def bundle(self):
+    self.case.bundle = self._pick(["scalar", "matrix", "empty"])
+    return f"variables: a {self.case.bundle}"
 
   def state(self):
     rounds = self.case.rounds

@@ -136,8 +136,8 @@ def _average(call, shadow, old, value, rate, where=True, extra=0.):
 def _lists(call, *counts):
   """The lists in the op's input "variables"."""
   ids = list(call.ids("variables"))
-  if call.case.pack in ("scalar", "empty"):
-    ids = ids[:call.case.pack == "scalar"]
+  if call.case.bundle in ("scalar", "empty"):
+    ids = ids[:call.case.bundle == "scalar"]
   call.demand(len(ids) == sum(counts), f"{len(ids)} variables, not {counts}")
   ends = np.cumsum(counts)
   return [ids[end - count:end] for end, count in zip(ends, counts)]
@@ -537,8 +537,8 @@ def _check_initialized(call):
 
 
 def _packed(call, ids):
-  call.good(ids, "a pack")
-  call.of_dtype(ids, call.case.attrs["T"], "a pack")
+  call.good(ids, "a bundle")
+  call.of_dtype(ids, call.case.attrs["T"], "a bundle")
   return np.concatenate([call.before[i].reshape(-1) for i in ids])
 
 

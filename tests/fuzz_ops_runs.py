@@ -264,7 +264,7 @@ class World:
 
   def _bundle(self, indices):
     handles = [self.handles[i] for i in indices]
-    how = self.case.pack
+    how = self.case.bundle
     if not handles or how == "empty":
       return raw.Pack(values=[self.handles[0]], axis=0)[:0] if handles else (
           raw.VarHandleOp(dtype=tf.float32, shape=[]))
@@ -279,7 +279,7 @@ class World:
     for arg in self.op_def.input_arg:
       given = self.case.inputs[arg.name]
       if inputs.is_variable(arg):
-        result[arg.name] = ([self._bundle(given)] if self.case.pack else
+        result[arg.name] = ([self._bundle(given)] if self.case.bundle else
                             [self.handles[i] for i in given])
       elif arg.name == "rounds":
         result[arg.name] = [self.rounds]

@@ -227,7 +227,7 @@ def test_a_second_try(op, limit, token, second):
 def test_xla_leaves_out_a_call_without_elements(shape):
   case = some_case("Wrapopt>EmaUpdate", fits=lambda case: all(
       v.dtype == inputs.FLOAT for v in case.variables))
-  case.mode, case.pack, case.spoiled = "jit", None, ["decays"]
+  case.mode, case.bundle, case.spoiled = "jit", None, ["decays"]
   for v in case.variables:
     v.shape, v.value = shape, np.zeros(shape, np.float32)
   case.inputs["decays"] = [np.full_like(case.inputs["decays"][0], -9.)]

@@ -226,10 +226,10 @@ def test_averages_of_a_replica_are_captured_as_one_tensor(decays):
   _, _, step = reading(decays)
   step()
   concrete = step.get_concrete_function()
-  packs = [x for x in concrete.captured_inputs
+  bundles = [x for x in concrete.captured_inputs
            if x.dtype == tf.resource and x.shape.rank == 1]
-  # The pack of a replica holds its weights, too.
-  assert [x.shape[0] for x in packs] == [3 * (1 + len(decays))] * REPLICAS
+  # The bundle of a replica holds its weights, too.
+  assert [x.shape[0] for x in bundles] == [3 * (1 + len(decays))] * REPLICAS
   averages = {"average", *(f"average_{d}" for d in decays[1:])}
   captured = [v.name for v in concrete.graph.variables
               if averages & set(v.name.replace(":", "/").split("/"))]

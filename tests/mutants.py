@@ -174,18 +174,18 @@ def _mutants():
   yield m("variables: one without a value is used", "cc/kernels/variables.cc",
           "if (!entry.has_value && !entry.made_of) return NotInitialized(i);",
           "", "//tests:exchange_test //tests:keras_in_place_test")
-  yield m("a pack of names: a name may be missing", "wrapopt/_handle_pack.py",
-          '("", context.anonymous_name())', "()", "//tests:handle_pack_test")
-  yield m("a pack of names: made in a branch", "wrapopt/_handle_pack.py",
+  yield m("a bundle by name: a name may be missing", "wrapopt/_bundle.py",
+          '("", context.anonymous_name())', "()", "//tests:bundle_test")
+  yield m("a bundle by name: made in a branch", "wrapopt/_bundle.py",
           "tf.control_dependencies(None), tf.device(None), tf.device(device)",
-          "tf.device(None), tf.device(device)", "//tests:handle_pack_test")
-  yield m("a pack of names: placed apart from its variables",
-          "wrapopt/_handle_pack.py",
-          'pack.op._set_attr("_class", places)', "pass",
-          "//tests:handle_pack_test")
-  yield m("a pack of names: dtypes are not counted",
+          "tf.device(None), tf.device(device)", "//tests:bundle_test")
+  yield m("a bundle by name: placed apart from its variables",
+          "wrapopt/_bundle.py",
+          'bundle.op._set_attr("_class", places)', "pass",
+          "//tests:bundle_test")
+  yield m("a bundle by name: dtypes are not counted",
           "cc/kernels/bundle.cc", "dtypes.size() == n && ", "",
-          "//tests:handle_pack_test")
+          "//tests:bundle_test")
   yield m("variables: a handle too many is passed over",
           "cc/ops/contracts.cc", "if (got == expected) return",
           "if (got >= expected) return", "//tests:ema_update_test")

@@ -440,7 +440,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
       _staleness.write(self._summaries(state), global_step)
     return _step.Taken(counter, True)
 
-  # What a policy compensates
+  # Slots of the policy
 
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
@@ -510,7 +510,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
             collections=[tf1.GraphKeys.LOCAL_VARIABLES])
     return histograms[key]
 
-  # What a user sees
+  # Counts for users
 
   def staleness_stats(
       self, worker: bool = False) -> _staleness.StalenessStats:

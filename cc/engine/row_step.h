@@ -17,7 +17,7 @@
 
 namespace wrapopt {
 
-// What compensates for the age of the gradients of a variable.
+// The compensation of the gradients of a variable for their age.
 struct RowCompensation {
   const Compensation* compensation;
   const double* scalars;

@@ -11,7 +11,7 @@
 namespace wrapopt {
 namespace gpu {
 
-// What the kernels of an image are.
+// The kind of kernels in an image.
 enum class Kind {
   kSmall,        // They take small tables.
   kLarge,        // They take large tables.

@@ -36,7 +36,7 @@ struct LazyRows {
   bool is_step = true;  // False if the averages only catch up.
 };
 
-// What compensates for the age of the gradients of a pass, if anything does.
+// The compensation of the gradients of a pass for their age, if there is one.
 // The stage of the rule's step has kPolicyOperands more operands then: see
 // gpu::Update::arrays.
 struct CompensationOnGpu {

@@ -54,7 +54,7 @@ def checked(variables, parts_of, kinds):
 
 
 def answer(function, variable, name, argument="variables"):
-  """What a function returns for a variable or layer of a name: a bool."""
+  """The answer of a function about a variable or layer of a name: a bool."""
   chosen = function(variable)
   if not isinstance(chosen, (bool, np.bool_)):
     raise TypeError(f"A function `{argument}` must return True or False, got "

@@ -16,7 +16,7 @@ from wrapopt._types import Float, Integer
 
 
 class _Decay:
-  """What an optimizer must know of a decay.
+  """A decay, as optimizers use it.
 
   A decay profile, such as `PowerDecay`, defines `at`, `__str__`, `__repr__` and
   `get_config`.

@@ -299,11 +299,11 @@ class LazyAverage(trackable.Trackable):
     return self._element.eval(session=session)
 
   def __array__(self, dtype=None, copy=None):
-    del copy  # What a session or numpy() returns may be read-only.
+    del copy  # The array of a session or of numpy() may be read-only.
     return np.array(self.numpy(), dtype)
 
   def _as_graph_element(self):
-    # What a session fetches or feeds.
+    # For a session that fetches or feeds it.
     return self._element
 
   # Writing
@@ -371,7 +371,7 @@ class LazyAverage(trackable.Trackable):
   def is_initialized(self, name=None):
     return tf.raw_ops.VarIsInitializedOp(resource=self._rows_handle, name=name)
 
-  # What TensorFlow asks a variable.
+  # The attributes that TensorFlow asks a variable for.
 
   @property
   def name(self):

@@ -1,4 +1,4 @@
-"""What becomes of averages in a step, for all optimizers.
+"""The fate of averages in a step, for all optimizers.
 
 A wrapper says as data which averages a step must update: `Averages`. Whoever
 takes the step makes a `Plan` before it. The plan alone decides for each
@@ -80,7 +80,7 @@ def touches_few_rows(rule):
 
 
 class Plan:
-  """What becomes of the averages in one step.
+  """The fate of the averages in one step.
 
   To make it brings other averages of the variables up to date, where rows lag
   behind: they could not catch up after the step.

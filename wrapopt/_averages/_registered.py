@@ -1,4 +1,4 @@
-"""What TensorFlow must know of LazyAverages: conversions, gradients, graphs."""
+"""Conversions, gradients and graphs of LazyAverages, for TensorFlow."""
 
 import tensorflow as tf
 from tensorflow.core.framework import variable_pb2

@@ -7,7 +7,7 @@ from tensorflow.python.distribute import parameter_server_strategy_v2
 from tensorflow.python.distribute import ps_values
 from tensorflow.python.distribute import values_util
 
-from wrapopt import _handle_pack
+from wrapopt import _bundle
 from wrapopt import ops
 
 _interim = tf.__internal__.distribute.interim
@@ -25,7 +25,7 @@ def share_steps():
 
 def will_have_copies():
   """Whether a replica of this strategy takes steps on variables of its own."""
-  return not share_steps() or _handle_pack.replicas_have_copies()
+  return not share_steps() or _bundle.replicas_have_copies()
 
 
 def have_copies():

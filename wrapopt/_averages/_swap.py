@@ -75,7 +75,7 @@ class SwappedIn:
       place: None, or another variable that is to have no value meanwhile.
     """
     pairs = _replicas.components(pairs)
-    # Of all averages of the variables, not only of these.
+    # For all averages of the variables, not only these.
     _lazy.settle([v for v, _ in pairs])
     self._others = [pair for pair in pairs if not _exchange(*pair)]
     self._raw = [v.read_value() for v, _ in self._others]

@@ -1,1 +1,1 @@
-"""What the gates of both halves share, of TensorFlow 1 and of Keras."""
+"""The parts of gates that TensorFlow 1's and Keras's classes share."""

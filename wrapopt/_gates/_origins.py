@@ -144,7 +144,7 @@ def _not_found(variable, got, remedy):
 
 
 def _rows(value, gradient, variable):
-  """Of the value of a variable, the part that a gradient is of."""
+  """The part of a variable's value that a gradient belongs to."""
   if not isinstance(gradient, tf.IndexedSlices):
     return value
   with ops.device_of(variable):

@@ -1,4 +1,4 @@
-"""What a gate does with the age of an admitted gradient."""
+"""Policies of gates for the age of an admitted gradient."""
 
 import dataclasses
 from typing import Optional

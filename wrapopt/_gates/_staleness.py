@@ -1,4 +1,4 @@
-"""What all gates share: their arguments, counts and summaries."""
+"""The arguments, counts and summaries of all gates."""
 
 import typing
 

@@ -72,7 +72,7 @@ def _placed(lock, near):
 
   with tf.device(None), tf1.device(place):
     yield
-  # What a function captures comes from outside.
+  # A captured tensor comes from outside of the function.
   made = [op for op in graph.get_operations()
           if op not in before and op.type != "Placeholder"]
   for op in made:
@@ -140,7 +140,7 @@ def _marker(device, wait):
 
 
 def _resources(op):
-  """What a function orders an op by: its resources, or None if it has none."""
+  """The resources by which a function orders an op, or None for no resource."""
   found = [t.ref() for t in op.inputs if t.dtype == tf.resource]
   return found or ([None] if op._is_stateful else [])
 

@@ -156,7 +156,7 @@ def schedule_free_rule_of(opt):
   has = _native.rules()[name]
 
   def scalars(o):
-    # What TensorFlow's optimizers lack.
+    # TensorFlow's optimizers lack these.
     found = {"epsilon": 0.0, "weight_decay": 0.0, **rule.scalars(o)}
     return {k: x for k, x in found.items() if k in has.scalars}
 

@@ -1,4 +1,4 @@
-"""Which variables an optimizer averages, and in which slots."""
+"""The variables that an optimizer averages, and their slots."""
 
 import collections.abc
 import threading

@@ -13,7 +13,7 @@ import weakref
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt import _handle_pack
+from wrapopt import _bundle
 from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._averages import _plan
@@ -372,7 +372,7 @@ def checked_gradients(grads_and_vars):
     TypeError: If a gradient cannot be converted to a tensor.
   """
   pairs = _lookup_cache.Pairs(grads_and_vars)
-  if {type(g) for g, _ in pairs} == {_handle_pack.EagerTensor}:
+  if {type(g) for g, _ in pairs} == {_bundle.EagerTensor}:
     return pairs
   return _lookup_cache.Pairs(
       (None if g is None else _fused.gradient(g, v), v) for g, v in pairs)

@@ -170,7 +170,7 @@ def _swap(pairs, named, key_of):
 
 
 def _variables_of(average):
-  """What a Saver knows of an average: a list; the first holds it."""
+  """The variables that a Saver writes for an average: the first holds it."""
   if isinstance(average, _schedule_free.Interpolated):
     return [average.rows, average.state]
   return [average]

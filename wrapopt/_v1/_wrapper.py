@@ -89,7 +89,7 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
 
   @property
   def _inner(self):
-    """What implements this protocol for the inner optimizer."""
+    """The object that implements this protocol for the inner optimizer."""
     opt = self._optimizer
     if isinstance(opt, WrapperOptimizer) and not (
         opt._has_own_step or "apply_gradients" in vars(opt)):

@@ -83,7 +83,7 @@ def main(argv=None):
 
 
 def _command(argv):
-  """What a user types, without the file of the results."""
+  """The command that a user types, without the file of the results."""
   words = list(sys.argv[1:] if argv is None else argv)
   if "--json" in words:
     at = words.index("--json")

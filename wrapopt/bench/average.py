@@ -264,7 +264,7 @@ def start_steps(task, shapes):
 
 
 def what_runs(task, contender):
-  """What runs in a step: figures."""
+  """Figures of the ops that run in a step."""
   metadata = _traced(task, contender)
   ran = {"worker": 0, "ps": 0}
   for device in metadata.step_stats.dev_stats:

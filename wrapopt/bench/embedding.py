@@ -78,7 +78,7 @@ _CATCH_UP, _REF = "catch-up", "session-ref"
 
 
 class Problem(typing.NamedTuple):
-  """What is trained."""
+  """A table to train, its batches of indices, and its target."""
   rows: int
   optimizer: str
   batches: list  # Vectors of indices.

@@ -133,7 +133,7 @@ def _gate(contest, n):
       gate.histogram.numpy()[0].sum() != steps):
     raise AssertionError(f"gate: {steps} steps were admitted, and it counted "
                          f"{gate.step.numpy()}.")
-  # Of more updates than workers: pages of memory are coarse.
+  # Over more updates than workers: pages of memory are coarse.
   count = max(n, 10_000)
   before = harness.resident_bytes()
   tickets = [gate.begin() for _ in range(count)]
@@ -169,7 +169,7 @@ def _rounds(contest, n):
   names = [tf.constant(f"worker {i}") for i in range(n)]
   r = ops.averaging_next(rounds, 0, reset=True)
   means = []
-  # Of so many rounds together that the clock does not matter.
+  # So many rounds together that the clock does not matter.
   together = max(1, _TRIES // 4 // n)
 
   def several(_):

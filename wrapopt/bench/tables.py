@@ -38,7 +38,7 @@ _NAMES = {
     "gate": "workers that race for one gate",
     "rounds": "pushes of 1,000 numbers to one round",
     "variables": "variables of a step", "rows": "rows of a table"}
-_IN_CACHES = ("400x256",)  # Whose streaming limit is not that of the memory.
+_IN_CACHES = ("400x256",)  # Their streaming limit is not that of the memory.
 _MACHINES = ("quiet", "busy", "unknown")  # Older runs have not recorded it.
 
 

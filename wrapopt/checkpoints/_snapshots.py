@@ -183,7 +183,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
           wrapopt.checkpoints.SnapshotHook(opt, "run/snapshots", 1000)]) as s:
         ...
 
-  Of several workers that share variables, give it to the chief only.
+  If several workers share variables, give it to the chief only.
   """
 
   def __init__(self, opt: Union[moving_average.MovingAverageOptimizer,

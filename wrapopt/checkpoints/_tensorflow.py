@@ -61,7 +61,7 @@ class TensorFlowSink(_sink.Sink):
                                   value.dtype, value.shape)
           feeds[tensor] = value
         else:
-          # Of any dtype, also one that NumPy lacks.
+          # The dtype may be one that NumPy lacks.
           [tensor] = tf.raw_ops.RestoreV2(
               prefix=value.path, tensor_names=[name], shape_and_slices=[""],
               dtypes=[value.dtypes[name]])

@@ -128,7 +128,7 @@ class Trainer:
     x, y = map(tf.constant, split.training)
     self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
 
-    # Of any number of batches or samples: traced once.
+    # Traced once for any number of batches and samples.
     @tf.function(input_signature=[tf.TensorSpec([None, _BATCH], tf.int32),
                                   tf.TensorSpec([None], tf.float32)])
     def train(batches, rates):

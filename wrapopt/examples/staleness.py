@@ -82,7 +82,7 @@ def train(task, steps, limit, rest, seed):
       batches.
 
   Returns:
-    What this worker did, a dict.
+    The results of this worker, a dict.
   """
   data, held_out = _tasks.load_digits(seed)
   with tf.Graph().as_default() as graph, tf1.device(task.placement()):
@@ -148,7 +148,7 @@ def session(out="results/staleness/session", steps=2000, limit=20, rest=0.5,
                   rest=rest if worker is workers[-1] else 0.0)
     found = [worker.answer() for worker in workers]
 
-  accuracy = found[-1]["accuracy"]  # Of the worker that ends last.
+  accuracy = found[-1]["accuracy"]  # The worker that ends last.
   admitted, dropped = ([sum(worker[of]) for worker in found]
                        for of in ("admitted", "dropped"))
   names = [*map(str, range(_WORKERS - 1)), f"{_WORKERS - 1}, slow"]
@@ -178,7 +178,7 @@ def coordinate(task, steps, limit, seed):
     seed: The seed of the initial weights and the batches.
 
   Returns:
-    What the steps did, a dict.
+    The results of the steps, a dict.
   """
   data, held_out = _tasks.load_digits(seed)
   if task.strategy is None:
@@ -275,7 +275,7 @@ def coordinator(out="results/staleness/coordinator", steps=2000, limit=8,
   return {"runs": runs}
 
 
-# Of the policies, with simulated workers.
+# The policies, with simulated workers.
 _TUNING_SEED = 1000
 _ORDERS = ("in turn", "random")
 _VOCABULARY = 800
@@ -441,11 +441,11 @@ def compare(name, grid, seeds, points, files, progress):
 
 def policies(out="results/staleness/policies", steps=800, tasks=tuple(TASKS),
              seeds=3, quick=False):
-  """What may be done with old gradients: drop, scale, compensate them."""
+  """The ways to treat old gradients: drop, scale, compensate them."""
   points = _command.points(steps, 4 if quick else 12)
   grid = {"rates": (0.3,), "lambdas": (0.5,), "workers": (2, 4),
           "orders": _ORDERS[:1]} if quick else {
-              # Of equal ones the largest, with which delays matter most.
+              # The largest of equal ones: delays matter most with it.
               "rates": (10.0, 3.0, 1.0, 0.3, 0.1, 0.03),
               "lambdas": (2.0, 0.5, 0.1), "workers": (4, 8, 16),
               "orders": _ORDERS}

@@ -1,4 +1,4 @@
-"""Which steps of an optimizer are taken, and with which number.
+"""The admission of steps, and their numbers.
 
 A step of Keras has the number that its optimizer has counted so far. Keras
 counts by reading `iterations` and assigning the sum. So if several workers

@@ -376,7 +376,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       self._check_left(model)
 
   def decays(self):
-    """What tells the averages apart, the default first: a list."""
+    """The names or decays of the averages, the default first: a list."""
     return [None]
 
   def check_batches_per_epoch(self, batches):

@@ -162,7 +162,7 @@ def _compare(x, y):
 
 
 def _settings(layer):
-  """What a layer's configuration says in numbers and words: a dict."""
+  """The numbers and words of a layer's configuration: a dict."""
   try:
     config = layer.get_config()
   except Exception:  # It has none.

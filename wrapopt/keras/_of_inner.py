@@ -57,7 +57,8 @@ class OfInner:
     if not _is_made(self):
       return False
     if is_asked_by_swap_ema_weights():
-      # Of a MultiOptimizer around this. If False, it would go on to the next.
+      # It asks each optimizer of a MultiOptimizer around this; after a False,
+      # the next one.
       for wrapper in self._wrappers():
         wrapper._refuse_swap_ema_weights()
     return any(opt.use_ema for opt in _steps.innermost(self))

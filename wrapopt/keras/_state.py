@@ -78,7 +78,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # whoever reads averages completes them, and a step must still know.
     self._noticed = self._completed = -1
     self._rows = collections.defaultdict(list)  # (average, variable) by name.
-    self._indices = collections.defaultdict(list)  # Of these, by name.
+    self._indices = collections.defaultdict(list)  # Their places, by name.
     self._in_files = {}  # Names in files, by name, where they differ.
     # Values from a file for averages that are made later: all of them before
     # the build, then those of batch normalizations. And the checkpoint that was
@@ -243,7 +243,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for variable, count in self._counts.values():
       if lacks(variable):
         assign(variable, count.missing if has_averages else count.value)
-    # What the checkpoint has for variables that do not exist.
+    # The checkpoint's values for variables that do not exist.
     _warn_unread({name.rpartition(".")[0] for name in
                   self._deferred_dependencies}, "checkpoint")
 
@@ -274,7 +274,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
     self._was_set = self._is_loaded = True
-    # What a checkpoint of before lacked is now in the file, or starts anew.
+    # State that an earlier checkpoint lacked is in this file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:
       self._late = _copies(store, store.keys())
@@ -392,7 +392,7 @@ def _load(average, variable, value):
 def assign_all(pairs):
   """Assigns averages to their variables: (variable, average) pairs."""
   pairs = list(pairs)
-  # Of all averages of the variables, not only of these.
+  # For all averages of the variables, not only these.
   _lazy.settle([v for v, _ in _replicas.components(
       [(_value(v), _value(s)) for v, s in pairs])])
   for v, s in _replicas.components([(_value(v), _value(s)) for v, s in pairs]):

@@ -221,7 +221,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
                    else None)
     for part, opt in self._parts().items() if self._first else ():
       if _replicas.is_shared(self._first[part].value):
-        # Of several workers that take the first step, each would be the first.
+        # Each of several workers might take the first step.
         self._first[part].value.assign(_wrapper.steps_of(opt))
 
   def _make_rows(self, variables, suffix=""):
@@ -440,7 +440,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
     variables, rows = self._statistics()
-    # Of the several steps of a MultiOptimizer, one updates the statistics.
+    # One of the steps of a MultiOptimizer updates the statistics.
     first = self._var_key(self._trainable_variables[0])
     if all(key != first for _, key in step.trained):
       variables = []

@@ -312,7 +312,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     _replicas.merged(begin)()
     rate = tf.cast(motion.rate, keras.backend.floatx())
     seen = _steps.view(inner.opt, {
-        # Of which Keras's weight decay takes a part.
+        # Keras's weight decay takes a part of it.
         "learning_rate": property(lambda _: rate),
         **({"beta_1": property(lambda _: 0.0)}
            if _takes_over(inner.cls) else {})})

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 import tensorflow as tf
 
-from wrapopt import _handle_pack
+from wrapopt import _bundle
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Bool, Gradient, Operation, Variable
@@ -218,11 +218,11 @@ class Update:
       A list of handles or refs, or of one tensor that holds all handles.
     """
     first = group.first
-    packs = not (first.is_ref or group.indices_dtype or compensation or
+    bundles = not (first.is_ref or group.indices_dtype or compensation or
                  self._packed is None and tf.executing_eagerly()
-                 ) and _handle_pack.allowed()
-    if packs and group.pack is not None:
-      return [group.pack]
+                 ) and _bundle.allowed()
+    if bundles and group.bundle is not None:
+      return [group.bundle]
     rows = [self._states[state] for state in _RULES[self._rule].states]
     if compensation:
       rows += compensation.states.values()
@@ -231,10 +231,10 @@ class Update:
       rows += log_decays
     flat = [_variables.handle_or_ref(row[i])
             for row in rows for i in group.members]
-    if packs:
-      group.pack = _handle_pack.make(flat, first.device)
-      if group.pack is not None:
-        return [group.pack]
+    if bundles:
+      group.bundle = _bundle.make(flat, first.device)
+      if group.bundle is not None:
+        return [group.bundle]
     return flat
 
   def _check_places(self, group, compensation):
@@ -313,7 +313,7 @@ class _Group:
     shadows: The rows of the Update's averages; none if they have no averages.
     follows: Whether they have none, but others of the Update have.
     members: Their positions among all variables of an `Update`.
-    pack: Their handles as one tensor, once it is made.
+    bundle: Their handles as one tensor, once it is made.
   """
 
   def __init__(self, first, indices_dtype, lazy, shadows, follows):
@@ -323,7 +323,7 @@ class _Group:
     self.shadows = shadows
     self.follows = follows
     self.members = []
-    self.pack = None
+    self.bundle = None
 
 
 def _after(updates, group):
@@ -339,7 +339,7 @@ def _after(updates, group):
 def _common_kind(grads):
   """The kind of all gradients, if they are eager, dense and of one dtype."""
   try:
-    kinds = set(map(_handle_pack.EagerTensor._datatype_enum, grads))
+    kinds = set(map(_bundle.EagerTensor._datatype_enum, grads))
   except TypeError:  # Another class.
     return None
   return kinds.pop() if len(kinds) == 1 else None

@@ -6,7 +6,7 @@ from typing import Any, Optional, Union
 
 import tensorflow as tf
 
-from wrapopt import _handle_pack
+from wrapopt import _bundle
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Float, Operation, Variables
 from wrapopt.ops import _check
@@ -102,9 +102,9 @@ def _update(shadows, values, decays, is_ref):
   """Emits the op of `ema_update`."""
   first = values[0]
   variables = list(map(_variables.handle_or_ref, shadows + values))
-  if not (is_ref or tf.executing_eagerly()) and _handle_pack.allowed():
-    pack = _handle_pack.make(variables, first.device)
-    variables = variables if pack is None else [pack]
+  if not (is_ref or tf.executing_eagerly()) and _bundle.allowed():
+    bundle = _bundle.make(variables, first.device)
+    variables = variables if bundle is None else [bundle]
   op = _raw.wrapopt_ema_update_ref if is_ref else _raw.wrapopt_ema_update
   update = op(variables, decays, N=len(values), NK=len(shadows),
               T=first.dtype.base_dtype, S=shadows[0].dtype.base_dtype)

@@ -20,7 +20,7 @@ _moved = threading.local()  # See `moving`.
 
 
 class _Entry:
-  """What is known of a variable.
+  """The facts about a variable.
 
   Attributes:
     variable: A weak reference to it.

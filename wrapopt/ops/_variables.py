@@ -1,4 +1,4 @@
-"""What an op takes of a variable."""
+"""The handles, shapes and dtypes of variables that ops take."""
 
 import tensorflow as tf
 

@@ -3,10 +3,10 @@
 Each tensor that a tf.function captures costs some 2 us in every call, each
 handle in a session some 0.5 us, and an optimizer with averages has several
 variables for each trained one. So the ops that update them take one tensor, a
-pack, that holds all their handles.
+bundle, that holds all their handles.
 
 TensorFlow runs the ops of a function in program order if they take the same
-handle. This module tells TensorFlow which handles a pack holds.
+handle. This module tells TensorFlow which handles a bundle holds.
 """
 
 import os
@@ -26,7 +26,7 @@ from wrapopt._loader import ops as _raw
 
 EagerTensor = tf_ops.EagerTensor
 
-# Of MirroredStrategy, MultiWorkerMirroredStrategy and OneDeviceStrategy.
+# Those of MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy.
 _WITH_COPIES = (mirrored_strategy.MirroredExtended,
                 one_device_strategy.OneDeviceExtended)
 
@@ -42,14 +42,14 @@ def replicas_have_copies():
 
 
 def allowed():
-  """Whether an op may take a pack in the current context: a bool.
+  """Whether an op may take a bundle in the current context: a bool.
 
   It may not:
 
   *   if XLA is to compile the op: XLA must see each variable;
   *   in a function that is saved: a program that loads it has other variables;
   *   in a strategy, in which a variable may consist of several. In a function,
-      each replica may have its own pack if it has its own variables.
+      each replica may have its own bundle if it has its own variables.
   """
   if tf.executing_eagerly():
     return not tf.distribute.has_strategy()
@@ -82,7 +82,7 @@ def _autoclusters(graph):
 
 
 def make(handles, device):
-  """Makes a pack.
+  """Makes a bundle.
 
   Args:
     handles: Handles of resource variables on one device.
@@ -100,14 +100,14 @@ def make(handles, device):
       not all(type(handle) is EagerTensor for handle in handles)):
     return None
   with tf.init_scope(), tf.device(None), tf.device(device):
-    pack = _raw.wrapopt_bundle(handles)
-  pack._wrapopt_handles = handles
+    bundle = _raw.wrapopt_bundle(handles)
+  bundle._wrapopt_handles = handles
   if not tf.executing_eagerly():
     graph = tf.compat.v1.get_default_graph()
     while isinstance(graph, func_graph.FuncGraph):
       graph.mark_as_unsaveable(_NOT_SAVED)
       graph = graph.outer_graph
-  return pack
+  return bundle
 
 
 def _by_name(handles, device):
@@ -116,7 +116,7 @@ def _by_name(handles, device):
     return None
   ops = [handle.op for handle in handles]
   with tf.control_dependencies(None), tf.device(None), tf.device(device):
-    pack = _raw.wrapopt_bundle_by_name(
+    bundle = _raw.wrapopt_bundle_by_name(
         containers=[op.get_attr("container") for op in ops],
         shared_names=[op.get_attr("shared_name") for op in ops],
         dtypes=[op.get_attr("dtype") for op in ops],
@@ -124,8 +124,8 @@ def _by_name(handles, device):
   # As edges from the ops do, keeps all on one device where none is given.
   places = tf.compat.v1.AttrValue()
   places.list.s.extend(b"loc:@" + op.name.encode() for op in ops)
-  pack.op._set_attr("_class", places)
-  return pack
+  bundle.op._set_attr("_class", places)
+  return bundle
 
 
 def _has_name(handle):
@@ -146,8 +146,8 @@ _NOT_COMPILED = (
 
 
 @auto_control_deps.register_acd_resource_resolver
-def _wrapopt_handle_pack_resolver(op, reads, writes):
-  """Adds the handles of an op's packs to the resources that the op writes.
+def _wrapopt_bundle_resolver(op, reads, writes):
+  """Adds the handles of an op's bundles to the resources that the op writes.
 
   Args:
     op: An op of a function that is being built.
@@ -163,7 +163,7 @@ def _wrapopt_handle_pack_resolver(op, reads, writes):
     return False
   captures = getattr(op.graph, "captures", ())
   inside = {id(outer): inner for outer, inner in captures}
-  stand_for = {}  # {id of a pack in the graph: ids of captured handles}
+  stand_for = {}  # {id of a bundle in the graph: ids of captured handles}
   for outer, inner in captures:
     if inner.dtype == tf.resource and inner.shape.rank == 1:
       handles = getattr(_source(outer), "_wrapopt_handles", None)
@@ -175,7 +175,7 @@ def _wrapopt_handle_pack_resolver(op, reads, writes):
   for vector in vectors:
     _, handles = stand_for.get(id(vector), (None, ()))
     writes.update(inside[h] for h in handles if h in inside)
-    # Other packs with a common variable, whose handle the graph may lack.
+    # Other bundles with a common variable, whose handle the graph may lack.
     writes.update(other for other, shared in stand_for.values()
                   if not shared.isdisjoint(handles))
   return len(writes) > before

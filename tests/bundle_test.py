@@ -7,7 +7,7 @@ import tensorflow as tf
 import wrapopt
 from training import ancestors
 from training import is_packed
-from wrapopt import _handle_pack
+from wrapopt import _bundle
 from wrapopt import _loader
 
 v1 = tf.compat.v1
@@ -37,7 +37,7 @@ def steps_in(function):
           if op.type == "Wrapopt>Apply"]
 
 
-def packs(function):
+def bundles(function):
   """Whether the one step in a function takes one tensor of handles."""
   [op] = steps_in(function)
   return is_packed(op)
@@ -54,10 +54,10 @@ def test_a_step_captures_one_tensor(decays):
   concrete = function.get_concrete_function()
   # Not 20 variables, 20 slots and 20 averages for each decay.
   assert len(concrete.captured_inputs) == 1
-  [pack] = concrete.captured_inputs
+  [bundle] = concrete.captured_inputs
   k = len(np.atleast_1d(decays))
-  assert pack.shape == [20 * (2 + k)] and pack.dtype == tf.resource
-  assert packs(function)
+  assert bundle.shape == [20 * (2 + k)] and bundle.dtype == tf.resource
+  assert bundles(function)
   before = len(concrete.graph.get_operations())
   more, opt = make(40, decay=decays)
   function = tf.function(lambda: step_of(opt, more))
@@ -160,7 +160,7 @@ def in_a_loop(opt, variables):
 
 
 def by_another_pack(opt, variables):
-  """Two ops that take no handle but those in their packs."""
+  """Two ops that take no handle but those in their bundles."""
   slots = [opt.get_slot(v, "momentum") for v in variables]
   averages = [opt.average(v) for v in variables]
 
@@ -277,10 +277,10 @@ def test_xla_sees_every_variable():
   variables, opt = make()
   function = tf.function(lambda: step_of(opt, variables), jit_compile=True)
   function()
-  assert not packs(function)
+  assert not bundles(function)
   inner = tf.function(lambda: step_of(opt, variables))
   inner()
-  assert packs(inner)
+  assert bundles(inner)
   tf.function(lambda: inner.python_function(), jit_compile=True)()
   np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
                                 [1.75, 1.75])
@@ -306,7 +306,7 @@ def test_a_function_that_was_traced_in_xla_takes_handles():
   variables, opt = make()
   inner = tf.function(lambda: step_of(opt, variables))
   tf.function(lambda: inner(), jit_compile=True)()
-  assert not packs(inner)
+  assert not bundles(inner)
   inner()
   np.testing.assert_array_equal(opt.get_slot(variables[0], "momentum"),
                                 [1.5, 1.5])
@@ -338,7 +338,7 @@ def test_a_function_that_is_saved(tmp_path):
   trainer = Trainer()
   trainer.train()
   assert "StatefulPartitionedCall" in types(trainer.train)
-  assert packs(trainer.train_one_more)
+  assert bundles(trainer.train_one_more)
   tf.saved_model.save(trainer, str(tmp_path))
   loaded = tf.saved_model.load(str(tmp_path))
   assert_history([loaded.read()], [(0, 1, 0.5)])
@@ -358,13 +358,13 @@ def test_a_concrete_function_is_not_saved(tmp_path):
 def test_where_xla_may_choose(monkeypatch):
   variables, opt = make()
   def now():
-    return packs(tf.function(lambda: step_of(opt, variables)))
+    return bundles(tf.function(lambda: step_of(opt, variables)))
 
   def in_a_scope(compile_ops):
     def function():
       with tf.xla.experimental.jit_scope(compile_ops):
         step_of(opt, variables)
-    return packs(tf.function(function))
+    return bundles(tf.function(function))
 
   assert now() and in_a_scope(False) and not in_a_scope(True)
   tf.config.optimizer.set_jit("autoclustering")
@@ -457,16 +457,16 @@ def test_a_session_in_which_handles_are_lists():
   assert not any("Bundle" in type_ for type_ in types_)
   with tf.Graph().as_default() as graph:
     handle = tf.raw_ops.VarHandleOp(dtype=tf.float32, shape=[2])
-    assert _handle_pack.make([handle], "") is None  # It has no name.
+    assert _bundle.make([handle], "") is None  # It has no name.
     assert len(graph.get_operations()) == 1
 
 
 def test_the_place_of_a_pack_of_names():
   v, average, step, _ = in_a_session(device="/job:ps/task:1")
-  [pack] = [op for op in v.graph.get_operations()
+  [bundle] = [op for op in v.graph.get_operations()
             if op.type == "Wrapopt>BundleByName"]
-  assert pack.device == "/job:ps/task:1"
-  assert pack.colocation_groups() == [
+  assert bundle.device == "/job:ps/task:1"
+  assert bundle.colocation_groups() == [
       b"loc:@" + x.handle.op.name.encode() for x in (v, average)]
 
 
@@ -476,7 +476,7 @@ def test_a_pack_of_names_is_checked():
     for names, dtypes, want in (
         (["a", ""], [tf.float32] * 2, r"shared_names\[1\] must not be empty"),
         (["a", "b"], [tf.float32], "of one length, got 2, 2, 1 and 2")):
-      pack = make(containers=["", ""], shared_names=names, dtypes=dtypes,
+      bundle = make(containers=["", ""], shared_names=names, dtypes=dtypes,
                   shapes=[[2], [2]])
       with pytest.raises(tf.errors.InvalidArgumentError, match=want):
-        session.run(pack.op)
+        session.run(bundle.op)
