@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
 import numerics
@@ -26,7 +25,6 @@ from wrapopt._loader import ops as raw
 from wrapopt.ops import averaging_assign
 
 InvalidArgument = tf.errors.InvalidArgumentError
-FailedPrecondition = tf.errors.FailedPreconditionError
 
 # Dtypes of (targets, sources) that go together.
 DTYPES = [
@@ -559,31 +557,6 @@ def test_the_caller_is_in_the_scope_of_a_device_that_has_no_kernel(mode):
   assert mode.values([t])[0].item() == 3
 
 
-@modes.only(*modes.graphs())
-def test_control_dependencies_of_the_caller(mode):
-  s, t = mode.variable(FLOAT.type([1])), mode.variable(FLOAT.type([0]))
-  with tf.control_dependencies([tf1.assign(s, FLOAT.type([4]))]):
-    op = averaging_assign([t], [s], rate=0.25)
-  mode.session.run(op)
-  assert mode.values([t])[0].item() == 1
-
-
-def test_program_order_in_a_function():
-  s, t = tf.Variable([0.]), tf.Variable([0.])
-
-  @tf.function
-  def steps():
-    seen = tf.TensorArray(tf.float32, 3)
-    for i in tf.range(3):
-      s.assign([8.])
-      averaging_assign([t], [s], rate=0.5)
-      seen = seen.write(i, t[0])
-      s.assign([-1.])
-    return seen.stack()
-
-  assert steps().numpy().tolist() == [4, 6, 7]
-
-
 # Not version 2 with ref variables: TensorFlow passes these into a branch by
 # value, so that not even its own assign works there.
 @pytest.mark.parametrize("mode, v2", [
@@ -600,20 +573,6 @@ def test_in_a_cond(mode, v2):
   assert mode.values([t])[0].item() == 0
   mode.session.run(op, {wanted: True})
   assert mode.values([t])[0].item() == 1.25
-
-
-def test_in_a_cond_in_a_function():
-  s, t = tf.Variable([1.]), tf.Variable([0.])
-
-  @tf.function
-  def maybe(wanted):
-    if wanted:
-      averaging_assign([t], [s], rate=0.5)
-
-  maybe(tf.constant(False))
-  assert t.numpy() == 0
-  maybe(tf.constant(True))
-  assert t.numpy() == 0.5
 
 
 # Refusals. Each names the input and both sides, and changes nothing.
@@ -671,50 +630,6 @@ def test_a_target_that_is_a_source_of_another(mode):
           lambda: averaging_assign([s, double], [u, s]))
 
 
-@modes.only(*modes.graphs())
-def test_an_uninitialized_variable(mode):
-  s, t = good(mode)
-  u, r = mode.variable([5., 6.]), mode.uninitialized([7., 8.], name="raw")
-  for targets, sources, where in (([t, r], [s, u], r"targets\[1\]"),
-                                  ([t, u], [s, r], r"sources\[1\]")):
-    # TensorFlow's executor checks refs before it calls a kernel.
-    text = {"graph": rf"{where} {called('raw')} is not initialized: run its "
-                     "initializer first",
-            "ref-graph": "Attempting to use uninitialized value raw"}[mode.name]
-    refused(mode, [s, t, u], FailedPrecondition, text,
-            lambda: averaging_assign(targets, sources))  # pylint: disable=cell-var-from-loop
-
-
-@pytest.mark.cpu("makes its own handle")
-@modes.only(modes.Eager(), modes.Function())
-def test_a_variable_that_has_no_value_yet(mode):
-  s, t = good(mode)
-  u = mode.variable([5., 6.])
-  empty = UninitializedVariable(shape=[2], dtype=tf.float32, name="empty")
-  for targets, sources, where in (([t, empty], [s, u], r"targets\[1\]"),
-                                  ([t, u], [s, empty], r"sources\[1\]")):
-    refused(mode, [s, t, u], FailedPrecondition,
-            rf"{where} {called('empty')} is not initialized: run its "
-            "initializer first", lambda: averaging_assign(targets, sources))  # pylint: disable=cell-var-from-loop
-
-
-@pytest.mark.cpu("places its op by its inputs")
-@modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
-def test_a_resource_that_is_no_variable(mode):
-  s, t = good(mode)
-
-  def table():
-    return tf.raw_ops.HashTableV2(key_dtype=tf.int64, value_dtype=tf.int64,
-                                  shared_name="table")
-
-  for at, build in (
-      (r"targets\[1\]", lambda: raw_assign(mode, [t, table()], [s, s])),
-      (r"sources\[1\]", lambda: raw_assign(mode, [t], [s, table()], n=1))):
-    refused(mode, [s, t], InvalidArgument,
-            rf"{at} {called('table')} is not a variable of this device: .*"
-            "wrong type.*LookupInterface", build)
-
-
 def test_another_dtype_than_the_op_s(mode):
   s, t = good(mode)
   d = mode.variable(np.array([5., 6.]), name="d")
@@ -750,22 +665,6 @@ def test_another_dtype_than_the_op_s(mode):
           r"the first of its row\), got float",
           lambda: raw_assign(mode, [t, t2], [],
                              [h.read_value(), s.read_value()], T=tf.float16))
-
-
-def test_another_dtype_behind_a_handle_that_tells_nothing():
-  mode = modes.Eager()
-  s, t = good(mode)
-  d = mode.variable(np.array([5., 6.]), name="d")
-
-  @tf.function(input_signature=[tf.TensorSpec([], tf.resource)] * 2)
-  def update(target, source):
-    raw_assign(mode, [target], [s, source], n=1)
-
-  got = rf"{called('d')} must be of dtype float, the op's, got double"
-  refused(mode, [s, t, d], InvalidArgument, rf"sources\[1\] {got}",
-          lambda: update(t.handle, d.handle))
-  refused(mode, [s, t, d], InvalidArgument, rf"targets\[0\] {got}",
-          lambda: update(d.handle, t.handle))
 
 
 def test_another_shape(mode):
@@ -1004,13 +903,6 @@ def test_shapes(ref, target, other, fits, where):
             "(the shape of targets[1])") in str(e.value)
 
 
-def test_a_handle_that_tells_nothing():
-  with tf.Graph().as_default():
-    unknown = tf1.placeholder(tf.resource, [])
-    raw.wrapopt_averaging_assign([unknown], [unknown], [], [0.5], 1., N=1,
-                                 T=tf.half)
-
-
 @pytest.mark.parametrize("ref", [False, True])
 @pytest.mark.parametrize("dtype",
                          [tf.half, tf.bfloat16, tf.float32, tf.float64])
@@ -1066,18 +958,6 @@ def test_an_update_is_in_place_unless_somebody_reads(mode, use_locking):
   assert address(t.read_value()) != before
   assert t.numpy().tolist() == [2.3125] * 100
   assert address(s.read_value()) == address(held_source)
-
-
-@modes.only(modes.Graph(True))
-def test_a_reader_in_the_same_graph(mode):
-  s, t = mode.variable([4.]), mode.variable([0.])
-  held = t.read_value()
-  with tf.control_dependencies([held]):
-    op = averaging_assign([t], [s], rate=0.25)
-  with tf.control_dependencies([op]):
-    results = [tf.identity(held), t.read_value()]
-  assert [x.item() for x in mode.session.run(results)] == [0, 1]
-  assert [x.item() for x in mode.session.run(results)] == [1, 1.75]
 
 
 @pytest.mark.cpu("runs a sparse update of TensorFlow's")

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
 import numerics
@@ -18,7 +17,6 @@ from modes import called
 from modes import handle_of
 from modes import handles
 from modes import mode  # pylint: disable=unused-import
-from modes import put_into_copy_on_read_mode
 from modes import refused
 from modes import tf1
 from processes import run_python
@@ -351,91 +349,6 @@ def test_one_op_for_each_pair_of_dtypes(mode):
   assert all(x.tolist() == [0.5, 0.5] for x in mode.values(shadows))
 
 
-@pytest.mark.cpu("names its devices")
-@modes.only(*modes.graphs(device_count={"CPU": 2}))
-@pytest.mark.parametrize("scope", [None, "/cpu:1", "/device:GPU:7"])
-def test_an_op_runs_where_its_variables_live(mode, scope):
-  values, shadows = [], []
-  for device in ("/device:CPU:0", "/device:CPU:1", "/device:CPU:0"):
-    with tf.device(device):
-      values.append(mode.variable(FLOAT([1])))
-      shadows.append(mode.variable(FLOAT([0])))
-  known = set(mode.graph.get_operations())
-  with tf.device(scope):
-    op = ema_update(shadows, values, 0.5)
-  updates = [op for op in mode.graph.get_operations()
-             if op not in known and "EmaUpdate" in op.type]
-  assert sorted((op.device, op.get_attr("N")) for op in updates) == [
-      ("/device:CPU:0", 2), ("/device:CPU:1", 1)]
-  mode.session.run(op)
-  assert [x.item() for x in mode.values(shadows)] == [0.5] * 3
-
-
-@pytest.mark.cpu("names its devices")
-@modes.only(modes.Eager(), modes.Function())
-def test_the_caller_is_in_the_scope_of_a_device_that_has_no_kernel(mode):
-  value, shadow = mode.variable([1.]), mode.variable([0.])
-  with tf.device("/device:GPU:7"):
-    mode.run(lambda: ema_update([shadow], [value], 0.5))
-  assert mode.values([shadow])[0].item() == 0.5
-
-
-@modes.only(*modes.graphs())
-def test_control_dependencies_of_the_caller(mode):
-  value, shadow = mode.variable(FLOAT([1])), zeros(mode, 1)
-  assign = tf1.assign(value, FLOAT([4]))
-  with tf.control_dependencies([assign]):
-    op = ema_update([shadow], [value], 0.75)
-  mode.session.run(op)
-  assert mode.values([shadow])[0].item() == 1
-
-
-def test_program_order_in_a_function():
-  value, shadow = tf.Variable([0.]), tf.Variable([0.])
-
-  @tf.function
-  def steps():
-    seen = tf.TensorArray(tf.float32, 3)
-    for i in tf.range(3):
-      value.assign([8.])
-      ema_update([shadow], [value], 0.5)
-      seen = seen.write(i, shadow[0])
-      value.assign([-1.])
-    return seen.stack()
-
-  assert steps().numpy().tolist() == [4, 6, 7]
-
-
-# Not version 2 with ref variables: TensorFlow passes these into a branch by
-# value, so that not even its own assign works there.
-@pytest.mark.parametrize("mode, v2", [
-    (modes.Graph(True), False), (modes.Graph(True), True),
-    (modes.Graph(False), False)], indirect=["mode"])
-def test_in_a_cond(mode, v2):
-  value, shadow = mode.variable(FLOAT([1])), zeros(mode, 1)
-  wanted = tf1.placeholder(tf.bool, [])
-  with modes.control_flow(v2):
-    op = tf1.cond(wanted, lambda: ema_update([shadow], [value], 0.5), tf.no_op)
-  mode.session.run(op, {wanted: False})
-  assert mode.values([shadow])[0].item() == 0
-  mode.session.run(op, {wanted: True})
-  assert mode.values([shadow])[0].item() == 0.5
-
-
-def test_in_a_cond_in_a_function():
-  value, shadow = tf.Variable([1.]), tf.Variable([0.])
-
-  @tf.function
-  def maybe(wanted):
-    if wanted:
-      ema_update([shadow], [value], 0.5)
-
-  maybe(tf.constant(False))
-  assert shadow.numpy() == 0
-  maybe(tf.constant(True))
-  assert shadow.numpy() == 0.5
-
-
 # Refusals. Each names the input and both sides, and changes nothing.
 
 
@@ -477,37 +390,6 @@ def test_a_shadow_that_is_a_value(mode):
           "variable", lambda: ema_update([s, w], [w, v], 0.5))
 
 
-@pytest.mark.parametrize("what", ["shadow", "value"])
-@modes.only(*modes.graphs())
-def test_an_uninitialized_variable(mode, what):
-  v, s = good(mode)
-  if what == "shadow":
-    w, t = mode.variable([5., 6.]), mode.uninitialized([7., 8.], name="raw")
-    known, where = w, rf"shadows\[1\] {called('raw')}"
-  else:
-    w, t = mode.uninitialized([5., 6.], name="raw"), mode.variable([7., 8.])
-    known, where = t, rf"values\[1\] {called('raw')}"
-  # TensorFlow's executor checks refs before it calls a kernel.
-  text = {"graph": f"{where} is not initialized: run its initializer first",
-          "ref-graph": "Attempting to use uninitialized value raw"}[mode.name]
-  refused(mode, [v, s, known], FailedPrecondition, text,
-          lambda: ema_update([s, t], [v, w], 0.5))
-
-
-@pytest.mark.cpu("makes its own handle")
-@modes.only(modes.Eager(), modes.Function())
-def test_a_variable_that_has_no_value_yet(mode):
-  v, s = good(mode)
-  empty = UninitializedVariable(shape=[2], dtype=tf.float32, name="empty")
-  refused(mode, [v, s], FailedPrecondition,
-          rf"shadows\[1\] {called('empty')} is not initialized: run its "
-          "initializer first", lambda: ema_update([s, empty], [v, v], 0.5))
-  t = zeros(mode, 2)
-  refused(mode, [v, s, t], FailedPrecondition,
-          rf"values\[1\] {called('empty')} is not initialized: run its "
-          "initializer first", lambda: ema_update([s, t], [v, empty], 0.5))
-
-
 @pytest.mark.cpu("destroys by an op of the CPU")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_a_variable_that_was_destroyed(mode):
@@ -523,23 +405,6 @@ def test_a_variable_that_was_destroyed(mode):
   refused(mode, [v, s], FailedPrecondition,
           rf"shadows\[1\] {called('destroyed-' + mode.name)} is not "
           "initialized: run its initializer first", update)
-
-
-@pytest.mark.cpu("places its op by its inputs")
-@modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
-def test_a_resource_that_is_no_variable(mode):
-  v, s = good(mode)
-
-  def table():
-    return tf.raw_ops.HashTableV2(key_dtype=tf.int64, value_dtype=tf.int64,
-                                  shared_name="table")
-
-  for at, build in (
-      (r"shadows\[1\]", lambda: raw_update(mode, [s, table()], [v, v], [0.5])),
-      (r"values\[0\]", lambda: raw_update(mode, [s], [table()], [0.5]))):
-    refused(mode, [v, s], InvalidArgument,
-            rf"{at} {called('table')} is not a variable of this device: .*"
-            "wrong type.*LookupInterface", build)
 
 
 @pytest.mark.cpu("stacks handles")
@@ -564,22 +429,6 @@ def test_another_dtype_than_the_op_s(mode):
   refused(mode, [v, s, w], at_build(mode, InvalidArgument),
           rf"shadows\[1\]{name} must be of dtype float.*, got double",
           lambda: raw_update(mode, [s, w], [v, v], [0.5]))
-
-
-def test_another_dtype_behind_a_handle_that_tells_nothing():
-  mode = modes.Eager()
-  v, s = good(mode)
-  t, w = zeros(mode, 2), mode.variable(np.array([5., 6.]), name="w")
-
-  @tf.function(input_signature=[tf.TensorSpec([], tf.resource)] * 2)
-  def update(shadow, value):
-    raw_update(mode, [s, shadow], [v, value], [0.5])
-
-  got = rf"{called('w')} must be of dtype float, the op's, got double"
-  refused(mode, [v, s, t, w], InvalidArgument, rf"values\[1\] {got}",
-          lambda: update(t.handle, w.handle))
-  refused(mode, [v, s, t, w], InvalidArgument, rf"shadows\[1\] {got}",
-          lambda: update(w.handle, v.handle))
 
 
 def test_another_shape(mode):
@@ -734,12 +583,6 @@ def test_shape_of_the_decays(shape, fits):
       update()
 
 
-def test_a_handle_that_tells_nothing():
-  with tf.Graph().as_default():
-    unknown = tf1.placeholder(tf.resource, [])
-    raw_op(False, [unknown], [unknown], [0.5], T=tf.half)
-
-
 @pytest.mark.parametrize("ref", [False, True])
 @pytest.mark.parametrize("value",
                          [tf.half, tf.bfloat16, tf.float32, tf.float64])
@@ -793,56 +636,6 @@ def test_readers_of_some_of_many_shadows():
   assert [x.numpy() for x in held] == [0, 0, 0]
   assert [s.numpy() for s in rows[0]] == [1] * 5
   assert [s.numpy() for s in rows[1]] == [2] * 5
-
-
-@modes.only(modes.Graph(True))
-def test_a_reader_in_the_same_graph(mode):
-  value, shadow = mode.variable([4.]), mode.variable([0.])
-  held = shadow.read_value()
-  with tf.control_dependencies([held]):
-    op = ema_update([shadow], [value], 0.75)
-  with tf.control_dependencies([op]):
-    results = [tf.identity(held), shadow.read_value()]
-  assert [x.item() for x in mode.session.run(results)] == [0, 1]
-  assert [x.item() for x in mode.session.run(results)] == [1, 1.75]
-
-
-def test_the_array_that_a_variable_was_made_from():
-  # TensorFlow may use a suitable array's own memory.
-  arrays = [np.zeros(1 << 16, FLOAT) for _ in range(4)]
-  shadows = [tf.Variable(array) for array in arrays]
-  shadows[1].assign(arrays[1])
-  shadows[2].assign(tf.constant(arrays[2]))
-  ema_update(shadows, [tf.Variable(tf.ones(1 << 16))] * 4, 0.5)
-  for array, shadow in zip(arrays, shadows):
-    assert not array.any()
-    assert np.all(shadow.numpy() == 0.5)
-
-
-@pytest.mark.cpu("runs a sparse update of TensorFlow's")
-@modes.only(modes.Eager(), modes.Function())
-@pytest.mark.parametrize("sparse_value", [False, True])
-@pytest.mark.parametrize("sparse_shadow", [False, True])
-def test_copy_on_read_mode(mode, sparse_value, sparse_shadow):
-  value, shadow = mode.variable([4., 4.]), mode.variable([0., 0.])
-  if sparse_value:
-    put_into_copy_on_read_mode(value)
-  if sparse_shadow:
-    put_into_copy_on_read_mode(shadow)
-  held = [value.read_value(), shadow.read_value()]
-  before = mode.values(held)
-  mode.run(lambda: ema_update([shadow], [value], 0.75))
-  want = before[1] + (before[0] - before[1]) / 4
-  assert shadow.numpy().tolist() == want.tolist()
-  assert value.numpy().tolist() == before[0].tolist()
-  # What comes after still works, and readers keep what they have.
-  after = shadow.read_value()
-  put_into_copy_on_read_mode(shadow)
-  put_into_copy_on_read_mode(value)
-  assert after.numpy().tolist() == want.tolist()
-  assert shadow.numpy().tolist() == [8, want[1]]
-  for got, kept in zip(mode.values(held), before):
-    numerics.assert_same_bits(got, kept)
 
 
 # Processes

@@ -4,17 +4,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 import modes
-import numerics
 from modes import address
 from modes import at_build
 from modes import called
 from modes import handle_of
 from modes import handles
 from modes import mode  # pylint: disable=unused-import
-from modes import put_into_copy_on_read_mode
 from modes import refused
 from modes import tf1
 from wrapopt._loader import ops as raw
@@ -23,7 +20,6 @@ from wrapopt.ops import exchange
 
 FLOAT = np.float32
 InvalidArgument = tf.errors.InvalidArgumentError
-FailedPrecondition = tf.errors.FailedPreconditionError
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, FLOAT, np.float64, np.int8, np.uint8,
           np.int16, np.uint16, np.int32, np.uint32, np.int64, np.uint64,
@@ -106,26 +102,6 @@ def test_buffers_are_traded_not_copied(mode):
 # Graphs
 
 
-def test_a_function_holds_one_op_and_is_traced_once():
-  traces = []
-  a = [tf.Variable(1.), tf.Variable([1], dtype=tf.int32)]
-  b = [tf.Variable(2.), tf.Variable([2], dtype=tf.int32)]
-
-  @tf.function
-  def swap():
-    traces.append(None)
-    assert exchange(a, b) is None
-
-  swap()
-  assert [x.numpy() for x in a + b] == [2, 2, 1, 1]
-  swap()
-  assert [x.numpy() for x in a + b] == [1, 1, 2, 2]
-  assert len(traces) == 1
-  types = [op.type for op in
-           swap.get_concrete_function().graph.get_operations()]
-  assert types.count("Wrapopt>Exchange") == 1
-
-
 @modes.only(*modes.graphs())
 def test_one_op_serves_all_variables(mode):
   name = {"graph": "Wrapopt>Exchange",
@@ -139,64 +115,6 @@ def test_one_op_serves_all_variables(mode):
   assert op.name.startswith("swap/")
   mode.session.run(op)
   assert [x.item() for x in mode.values(a + b)] == [1] * 200 + [0] * 200
-
-
-@pytest.mark.cpu("names its devices")
-@modes.only(*modes.graphs(device_count={"CPU": 2}))
-@pytest.mark.parametrize("scope", [None, "/cpu:1", "/device:GPU:7"])
-def test_an_op_runs_where_its_variables_live(mode, scope):
-  pairs = []
-  for device in ("/device:CPU:0", "/device:CPU:1", "/device:CPU:0"):
-    with tf.device(device):
-      pairs.append([mode.variable(FLOAT([i])) for i in (0, 1)])
-  known = set(mode.graph.get_operations())
-  with tf.device(scope):
-    op = exchange(*zip(*pairs))
-  exchanges = [op for op in mode.graph.get_operations()
-               if op not in known and "Exchange" in op.type]
-  assert sorted((op.device, op.get_attr("N")) for op in exchanges) == [
-      ("/device:CPU:0", 2), ("/device:CPU:1", 1)]
-  mode.session.run(op)
-  assert [[x.item() for x in mode.values(pair)] for pair in pairs] == (
-      [[1, 0]] * 3)
-
-
-@modes.only(*modes.graphs())
-def test_control_dependencies_of_the_caller(mode):
-  a, b = mode.variable(FLOAT([1])), mode.variable(FLOAT([2]))
-  with tf.control_dependencies([tf1.assign(a, FLOAT([4]))]):
-    op = exchange([a], [b])
-  mode.session.run(op)
-  assert [x.item() for x in mode.values([a, b])] == [2, 4]
-
-
-def test_program_order_in_a_function():
-  a, b = tf.Variable(1.), tf.Variable(2.)
-
-  @tf.function
-  def steps():
-    exchange([a], [b])
-    a.assign_add(10.)
-    exchange([a], [b])
-    return a.read_value(), b.read_value()
-
-  assert [x.numpy() for x in steps()] == [1, 12]
-
-
-# Not version 2 with ref variables: TensorFlow passes these into a branch by
-# value, so that not even its own assign works there.
-@pytest.mark.parametrize("mode, v2", [
-    (modes.Graph(True), False), (modes.Graph(True), True),
-    (modes.Graph(False), False)], indirect=["mode"])
-def test_in_a_cond(mode, v2):
-  a, b = mode.variable(FLOAT([1])), mode.variable(FLOAT([2]))
-  wanted = tf1.placeholder(tf.bool, [])
-  with modes.control_flow(v2):
-    op = tf1.cond(wanted, lambda: exchange([a], [b]), tf.no_op)
-  mode.session.run(op, {wanted: False})
-  assert [x.item() for x in mode.values([a, b])] == [1, 2]
-  mode.session.run(op, {wanted: True})
-  assert [x.item() for x in mode.values([a, b])] == [2, 1]
 
 
 # Refusals. Each names the input and both sides, and changes nothing.
@@ -227,49 +145,6 @@ def test_a_variable_twice(mode):
             lambda: exchange(x, y))  # pylint: disable=cell-var-from-loop
 
 
-@modes.only(*modes.graphs())
-def test_an_uninitialized_variable(mode):
-  a, b = good(mode)
-  c, d = mode.variable([5., 6.]), mode.uninitialized([7., 8.], name="raw")
-  for x, y, where in ((c, d, r"b\[1\]"), (d, c, r"a\[1\]")):
-    # TensorFlow's executor checks refs before it calls a kernel.
-    refused(mode, [a, b, c], FailedPrecondition,
-            {"graph": rf"{where} {called('raw')} is not initialized: run its "
-                      "initializer first",
-             "ref-graph": "Attempting to use uninitialized value raw"}[
-                 mode.name],
-            lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
-
-
-@pytest.mark.cpu("makes its own handle")
-@modes.only(modes.Eager(), modes.Function())
-def test_a_variable_that_has_no_value_yet(mode):
-  a, b = good(mode)
-  c = mode.variable([5., 6.])
-  empty = UninitializedVariable(shape=[2], dtype=tf.float32, name="empty")
-  for x, y, where in ((c, empty, r"b\[1\]"), (empty, c, r"a\[1\]")):
-    refused(mode, [a, b, c], FailedPrecondition,
-            rf"{where} {called('empty')} is not initialized: run its "
-            "initializer first", lambda: exchange([a, x], [b, y]))  # pylint: disable=cell-var-from-loop
-
-
-@pytest.mark.cpu("places its op by its inputs")
-@modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
-def test_a_resource_that_is_no_variable(mode):
-  a, b = good(mode)
-
-  def table():
-    return tf.raw_ops.HashTableV2(key_dtype=tf.int64, value_dtype=tf.int64,
-                                  shared_name="table")
-
-  for where, x, y in ((r"b\[1\]", lambda: a, table), (r"a\[1\]", table,
-                                                       lambda: a)):
-    refused(mode, [a, b], InvalidArgument,
-            rf"{where} {called('table')} is not a variable of this device: .*"
-            "wrong type.*LookupInterface",
-            lambda: raw_exchange(mode, [b, x()], [b, y()]))  # pylint: disable=cell-var-from-loop
-
-
 @pytest.mark.cpu("stacks handles")
 @modes.only(modes.Eager(), modes.Function(), modes.Graph(True))
 def test_handles_that_are_no_scalars(mode):
@@ -296,22 +171,6 @@ def test_another_dtype(mode):
           "not converted")
   refused(mode, [a, b, c, d], at_build(mode, InvalidArgument), text,
           lambda: raw_exchange(mode, [a, c], [b, d]))
-
-
-def test_another_dtype_behind_a_handle_that_tells_nothing():
-  mode = modes.Eager()
-  a, b = good(mode)
-  c = mode.variable([5., 6.], name="c")
-  d = mode.variable(np.array([7., 8.]), name="d")
-
-  @tf.function(input_signature=[tf.TensorSpec([], tf.resource)] * 2)
-  def swap(x, y):
-    raw.wrapopt_exchange([a.handle, x], [b.handle, y])
-
-  refused(mode, [a, b, c, d], InvalidArgument,
-          rf"b\[1\] {called('d')} must be of dtype float \(the dtype of a\[1\] "
-          rf"{called('c')}\), got double: buffers are exchanged, not converted",
-          lambda: swap(c.handle, d.handle))
 
 
 def test_another_shape(mode):
@@ -403,13 +262,6 @@ def test_shapes(ref, a, b, fits):
             ) in str(e.value)
 
 
-def test_a_handle_that_tells_nothing():
-  with tf.Graph().as_default():
-    unknown = tf1.placeholder(tf.resource, [])
-    known = handle_of(False, tf.float32, [2])
-    raw.wrapopt_exchange([unknown, known], [known, unknown])
-
-
 # Readers
 
 
@@ -424,52 +276,3 @@ def test_readers_keep_what_they_hold(mode):
   ema_update([b], [a], 0.5)
   assert [x.numpy()[-1] for x in held] == [0, 1]
   assert [x.numpy()[-1] for x in (a, b)] == [6, 3]
-
-
-@pytest.mark.cpu("reads from another device, which is unordered")
-@modes.only(*modes.graphs())
-def test_a_reader_in_the_same_graph(mode):
-  a, b = mode.variable(FLOAT([1])), mode.variable(FLOAT([2]))
-  held = a.read_value()
-  with tf.control_dependencies([held]):
-    op = exchange([a], [b])
-  with tf.control_dependencies([op]):
-    results = [tf.identity(held), a.read_value(), b.read_value()]
-  for want in ([1, 2, 1], [2, 1, 2]):
-    assert [x.item() for x in mode.session.run(results)] == want
-
-
-def test_the_array_that_a_variable_was_made_from():
-  # TensorFlow may use a suitable array's own memory.
-  arrays = [np.full(1 << 16, i, FLOAT) for i in range(2)]
-  a, b = (tf.Variable(array) for array in arrays)
-  exchange([a], [b])
-  for variable in (a, b):
-    variable.assign_add(tf.ones(1 << 16))
-  assert [np.unique(array).tolist() for array in arrays] == [[0], [1]]
-  assert [np.unique(v.numpy()).tolist() for v in (a, b)] == [[2], [1]]
-
-
-@pytest.mark.cpu("runs a sparse update of TensorFlow's")
-@modes.only(modes.Eager(), modes.Function())
-@pytest.mark.parametrize("sparse", ["a", "b", "ab"])
-@pytest.mark.parametrize("read", ["", "a", "b", "ab"])
-def test_copy_on_read_mode(mode, sparse, read):
-  # A variable in this mode is written in place, its readers have copies. It
-  # must not get a buffer in which a reader of the other variable looks.
-  variables = {"a": mode.variable([1., 2.]), "b": mode.variable([3., 4.])}
-  a, b = variables.values()
-  for name in sparse:
-    put_into_copy_on_read_mode(variables[name])
-  held = [variables[name].read_value() for name in read]
-  kept, before = mode.values(held), mode.values([a, b])
-  mode.run(lambda: exchange([a], [b]))
-  for got, want in zip(mode.values([b, a]), before):
-    numerics.assert_same_bits(got, want)
-  for variable in (a, b):
-    tf.raw_ops.ResourceScatterUpdate(resource=variable.handle, indices=[1],
-                                     updates=[9.])
-  for got, want in zip(mode.values(held), kept):
-    numerics.assert_same_bits(got, want)
-  assert a.numpy().tolist() == [before[1][0], 9]
-  assert b.numpy().tolist() == [before[0][0], 9]

@@ -173,7 +173,7 @@ def _mutants():
           "if (IsWritten(x.access)) return false;", "//tests:exchange_test")
   yield m("variables: one without a value is used", "cc/kernels/variables.cc",
           "if (!entry.has_value && !entry.made_of) return NotInitialized(i);",
-          "", "//tests:exchange_test //tests:keras_in_place_test")
+          "", "//tests:op_contracts_test //tests:keras_in_place_test")
   yield m("a bundle by name: a name may be missing", "wrapopt/_bundle.py",
           '("", context.anonymous_name())', "()", "//tests:bundle_test")
   yield m("a bundle by name: made in a branch", "wrapopt/_bundle.py",
@@ -198,7 +198,7 @@ def _mutants():
           "cc/kernels/variables.cc",
           "if (target.var != nullptr && "
           "target.var->copy_on_read_mode.load() &&",
-          "if (false &&", "//tests:exchange_test //tests:variables_test")
+          "if (false &&", "//tests:op_contracts_test //tests:variables_test")
   yield m("move: the average keeps its value", "cc/kernels/variables.cc",
           "*source.tensor = Tensor(tensorflow::DT_INVALID);\n"
           "    source.var->is_initialized = false;", "",
