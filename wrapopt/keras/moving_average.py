@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import contextlib
 import numbers
 from typing import Any, Optional, Union
-import weakref
 
 import keras
 import numpy as np
@@ -13,16 +12,14 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt._averages import _chosen as _functions
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
-from wrapopt.keras import _averaging
-from wrapopt.keras import _chosen
 from wrapopt.keras import _lazy_average
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
+from wrapopt.keras import _statistics
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
@@ -33,7 +30,7 @@ keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class MovingAverage(_averaging.AveragingOptimizer):
+class MovingAverage(_statistics.StatisticsAveragingOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
 
   After each step of the inner optimizer that changes weights, the average `s`
@@ -181,7 +178,7 @@ class MovingAverage(_averaging.AveragingOptimizer):
         selects nothing, or lists anything that the optimizer does not train.
     """
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
-                     variables)
+                     variables, average_batch_norm)
     self._lazy = _lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
@@ -197,11 +194,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
     self._start_step = start_step
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
     self._shadow_dtype = _checked_dtype(shadow_dtype)
-    # In an object that neither Keras nor TensorFlow tracks.
-    self._held.average_batch_norm = average_batch_norm
-    self.averages_batch_norm = callable(average_batch_norm) or _checks.boolean(
-        "average_batch_norm", average_batch_norm)
-    self._held.model = None
 
   def _check_variables(self, variables):
     for v in self._candidates(variables).values():
@@ -214,7 +206,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
 
   def _make_state(self, variables):
     self._rows = self._make_rows(self._candidates(variables))
-    self._of_batch_norm = ()  # (variables, rows), of the model that it knows.
     self._begun = self._make_begun()
     self._first = (self._make_counts("first_average_step", -1)
                    if self._update_every > 1 or _decays.need_count(self._decays)
@@ -249,72 +240,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
         not _lazy.may_be_lazy(value)):
       return super()._wrap_average(average, variable)
     return _lazy_average.LazyAverage(average, value)
-
-  def set_model(self, model: keras.Model) -> None:
-    """Sets the model, for `average_batch_norm`.
-
-    For custom training loops: in `fit`, `EvaluateWithAverages` calls it.
-
-    Args:
-      model: The model that the optimizer trains.
-
-    Raises:
-      TypeError: If `model` is not a Keras model.
-      ValueError: If the statistics of another model are averaged already, and
-        `model` has more of them.
-    """
-    super().set_model(model)
-    if not self._of_batch_norm_is_made():
-      self._held.model = weakref.ref(model)
-      return
-    _, rows = self._of_batch_norm
-    for v in self._statistics_of(model).values():
-      if self._var_key(v) not in rows[0]:
-        raise ValueError(
-            "A MovingAverage with average_batch_norm=True must know the whole "
-            f"model before averages of its statistics are made, got the model "
-            f"'{model.name}' later, whose '{_state.path_of(v)}' has no "
-            "average. Call set_model(model) first.")
-
-  def _of_batch_norm_is_made(self):
-    return self.built and bool(self._of_batch_norm)
-
-  def _statistics(self):
-    """(variables, rows of averages) of batch normalizations."""
-    if not self.averages_batch_norm:
-      return [], [{} for _ in self._decays]
-    if not self._of_batch_norm:
-      model = self._held.model and self._held.model()
-      if model is None:
-        raise RuntimeError(
-            "With average_batch_norm=True the optimizer must know the model, "
-            "got none. Pass fit() the callback EvaluateWithAverages, or call "
-            "set_model(model).")
-      variables = self._statistics_of(model)
-      with tf.init_scope(), self._distribution_strategy.scope():
-        rows = self._make_rows(variables, _state.OF_BATCH_NORM)
-      self._of_batch_norm = list(variables.values()), rows
-    return self._of_batch_norm
-
-  def _statistics_of(self, model):
-    """As `batch_norm.averaged_statistics`, of those that are averaged."""
-    chosen = self._held.average_batch_norm
-    trained = set(map(self._var_key, self._trainable_variables))
-
-    def averages(layer):
-      if callable(chosen):
-        return _functions.answer(chosen, layer, layer.name,
-                                 "average_batch_norm")
-      return batch_norm.is_trained(layer, model,
-                                   lambda v: self._var_key(v) in trained)
-
-    found = batch_norm.averaged_statistics(model, averages)
-    if callable(chosen) and not found and batch_norm.statistics(model):
-      raise ValueError(
-          f"`average_batch_norm` of a {type(self).__name__} must select at "
-          f"least one layer, got False for all in '{model.name}'. False, and "
-          "no function, averages none.")
-    return found
 
   def _dtype_of(self, variable):
     return self._shadow_dtype or _wrapper.float32_for_half(
@@ -403,11 +328,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
         (row[key] for row in rows if (key := self._var_key(v)) in row), None))
             for decay, *rows in zip(self._decays, self._rows, of_batch_norm)]
 
-  def _finalized(self, var_list):
-    variables, rows = self._statistics()
-    return super()._finalized(var_list) + [
-        (v, rows[0][self._var_key(v)]) for v in variables]
-
   def _averages_of(self, step):
     decays = self._decays_now(step)
     # The forward pass has updated the statistics.
@@ -428,24 +348,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
         [step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
             self._rows, self._batch_norm_pairs(step))],
         self._decays_now(step))
-
-  def _begin(self, keys):
-    # Averages must be there to begin. Those of all replicas are made together.
-    if (_replicas.share_steps() and self.averages_batch_norm and
-        not self._of_batch_norm):
-      _replicas.merged(self._statistics)()
-    self._statistics()
-    super()._begin(keys)
-
-  def _batch_norm_pairs(self, step):
-    """(variable, average) pairs of each replica: a list for each decay."""
-    variables, rows = self._statistics()
-    # One of the steps of a MultiOptimizer updates the statistics.
-    first = self._var_key(self._trainable_variables[0])
-    if all(key != first for _, key in step.trained):
-      variables = []
-    return [_replicas.components((v.value, row[self._var_key(v)].value)
-                                 for v in variables) for row in rows]
 
   def _ahead(self):
     return (None if self._num_updates is None else
@@ -525,13 +427,6 @@ class MovingAverage(_averaging.AveragingOptimizer):
             "average_batch_norm": self._config_of_batch_norm(),
             "lazy": self._lazy, "update_every": self._update_every,
             **self._config_of_variables()}
-
-  def _config_of_batch_norm(self):
-    """The argument `average_batch_norm` in a configuration."""
-    chosen = self._held.average_batch_norm
-    return _chosen.serialized_function(
-        chosen, "average_batch_norm", "True or False",
-        type(self).__name__) if callable(chosen) else self.averages_batch_norm
 
   @classmethod
   def from_config(cls, config, custom_objects=None):
