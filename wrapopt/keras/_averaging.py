@@ -7,7 +7,6 @@ import contextlib
 import threading
 from typing import Any, Literal, Optional, Union
 import warnings
-import weakref
 
 import keras
 from keras.src import backend
@@ -49,10 +48,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     super().__init__(optimizer, name, sum_duplicates)
     # In an object that neither Keras nor TensorFlow tracks.
     self._held.chosen = _chosen.checked(variables)
-    # {model: those of its variables that had an average at first}, and
-    # {model: its variables and optimizer when they were found right last}.
-    self._held.models = weakref.WeakKeyDictionary()
-    self._held.are_right = weakref.WeakKeyDictionary()
+    self._held.stay = _left.Stay()
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
@@ -286,71 +282,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       model: A model that must have had the variable, or None.
       before: A sentence of the error.
     """
-    if model is not None:
-      # An evaluation asks before and after each batch.
-      now = [*map(id, model.variables), id(getattr(model, "optimizer", None))]
-      if self._held.are_right.get(model) == now:
-        return
-    averaged = [v for v, _ in self._of(self._trainable_variables)]
-    left = [(v, layer) for v in averaged
-            if (layer := _left.layer_of(v)) is not None]
-    if model is not None:
-      layers = set(map(id, model._flatten_layers())) if left else ()
-      left = ([(v, layer) for v, layer in left if id(layer) in layers] or
-              [(v, model) for v in self._replaced(model, averaged)])
-    if left:
-      raise _has_left(self, *left[0], before)
-    if model is not None:
-      self._check_successors(model, averaged)
-      self._held.are_right[model] = now
-
-  def _check_successors(self, model, averaged):
-    """Raises an error if a layer has a new variable in place of an average's.
-
-    Keras keeps the old one in the layer, if the layer's attribute gets a new
-    variable of the same name, such as a larger table.
-
-    Args:
-      model: A model.
-      averaged: All variables that have an average.
-    """
-    averaged = set(map(self._var_key, averaged))
-    trained = set(map(self._var_key, self._trainable_variables))
-    for layer in model._flatten_layers():
-      names = {v.path for v in layer.variables if self._var_key(v) in averaged}
-      for v in layer.trainable_variables:
-        if (v.path in names and self._var_key(v) not in trained and
-            not any(layer._flatten_layers(include_self=False))):
-          raise RuntimeError(
-              f"A variable that a {type(self).__name__} averages must stay in "
-              f"use, got '{v.path}', of which '{layer.name}' has another one "
-              "that the optimizer does not train. So has a layer whose table "
-              "was replaced by a larger one. Compile the model with a new "
-              "optimizer, and set its averages, as in "
-              "wrapopt/docs/embeddings.md.")
-
-  def _replaced(self, model, averaged):
-    """Those variables of layers in whose place a model has others: a list.
-
-    Args:
-      model: A model, which may be a part of what the optimizer trains.
-      averaged: All variables that have an average.
-    """
-    its = set(map(self._var_key, model.variables))
-    had = self._held.models.setdefault(
-        model, [v for v in averaged if self._var_key(v) in its])
-    trains, outermost = [self], getattr(model, "optimizer", None)
-    inside = [] if outermost is None else [outermost,
-                                           *_steps.within(outermost)]
-    if any(opt is self for opt in inside):
-      had, trains = averaged, inside  # fit() trains it.
-    left = [v for v in had if self._var_key(v) not in its]
-    if not left:
-      return []
-    trained = {self._var_key(v) for opt in trains if opt.built
-               for v in opt._trainable_variables}
-    return left if any(self._var_key(v) not in trained
-                       for v in model.trainable_variables) else []
+    self._held.stay.check(self, model, before)
 
   def _of(self, variables, decay=None):
     row = self._rows[self._index_of(decay)]
@@ -490,15 +422,6 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       config = {**config, "variables": keras.saving.deserialize_keras_object(
           config["variables"], custom_objects=custom_objects)}
     return super().from_config(config, custom_objects)
-
-
-def _has_left(optimizer, variable, layer, before):
-  return RuntimeError(
-      f"A variable that a {type(optimizer).__name__} averages must stay in its "
-      f"model, got '{_state.path_of(variable)}', which has left '{layer.name}'."
-      " quantize() and a replaced layer do this. Its average cannot be put in "
-      f"its place. {before}Copy the model before, and change the copy: "
-      "optimizer.averaged_model(model).quantize(\"int8\").")
 
 
 def averaging(optimizer):
