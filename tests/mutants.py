@@ -298,7 +298,7 @@ def _mutants():
           "self._before_late = self._completed =", "self._before_late =",
           "//tests:keras_saving_test")
   yield m("Keras: callbacks after swap_on_epoch see raw weights",
-          "wrapopt/keras/evaluate_with_averages.py",
+          "wrapopt/keras/_callback_after.py",
           "        found.callbacks[k] = cls(callback, evaluator)",
           "        pass", "//tests:keras_evaluate_test")
   yield m("Keras: fit ends with the raw weights of a GAN's generator",

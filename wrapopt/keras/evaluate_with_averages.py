@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 import contextlib
 import copy
-import inspect
 import itertools
 from typing import Any, Literal, Optional, Union
 import warnings
@@ -14,6 +13,8 @@ from keras.src.utils import python_utils
 from wrapopt import _checks
 from wrapopt._averages import _decays
 from wrapopt.keras import _averaging
+from wrapopt.keras import _callback_after
+from wrapopt.keras import _swapped_function
 from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
 
@@ -218,15 +219,17 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       for decay in decays:
         x.check_decay(decay)
     part = self._part_of(model)
-    after = _CallbackAfter.all_after(self) if self._swap_on_epoch else []
+    after = (_callback_after.CallbackAfter.all_after(self)
+             if self._swap_on_epoch else [])
     self._check_end(found, after)
     self._check_batch_norm(part, found)
     super().set_model(model)
     self._trains = optimizer, part
     self._evaluated = decays[0]
     self._recalibrated = None
-    self._functions = [_Function(model, kind, self._swapped_in)
-                       for kind in ("test", "predict")]
+    self._functions = [
+        _swapped_function.SwappedFunction(model, kind, self._swapped_in)
+        for kind in ("test", "predict")]
     for callback in self._callbacks:
       callback.set_model(model)
     self._others = {
@@ -238,7 +241,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       other._recalibration = self._recalibration
       other.set_model(model)
     if self._swap_on_epoch:
-      _CallbackAfter.replace_after(self)
+      _callback_after.CallbackAfter.replace_after(self)
 
   def _part_of(self, model):
     part = (getattr(model, self._part, None) if isinstance(self._part, str)
@@ -414,140 +417,6 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _call(self, method, *args):
     for callback in self._callbacks:
       getattr(callback, method)(*args)
-
-
-class _CallbackAfter:
-  """A callback after one with `swap_on_epoch`, in Keras's list of callbacks."""
-
-  def __init__(self, callback, evaluator):
-    self._callback, self._evaluator = callback, evaluator
-
-  def __getattr__(self, name):
-    return getattr(self._callback, name)
-
-  def on_epoch_end(self, epoch, logs=None):
-    self._evaluator._run([self._callback], "on_epoch_end", epoch, logs)
-
-  def on_train_end(self, logs=None):
-    self._evaluator._end([self._callback], logs)
-
-  @classmethod
-  def all_after(cls, evaluator):
-    """The callbacks after a callback whose `set_model` runs: a list."""
-    found, i = cls._place_of(evaluator)
-    after = [cls._layers(c)[-1] for c in found.callbacks[i + 1:]]
-    if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in after):
-      raise ValueError(
-          "BackupAndRestore must not come after EvaluateWithAverages("
-          "swap_on_epoch=True): it would resume the training from averages. "
-          "Pass it to fit() before EvaluateWithAverages.")
-    return after
-
-  @classmethod
-  def replace_after(cls, evaluator):
-    """Replaces the callbacks after a callback whose `set_model` runs."""
-    found, i = cls._place_of(evaluator)
-    for k, callback in enumerate(found.callbacks[i + 1:], i + 1):
-      *around, own = cls._layers(callback)
-      # Keras's own two read no weights.
-      if not any(x._evaluator is evaluator for x in around) and (
-          not isinstance(own, (keras.callbacks.History,
-                               keras.callbacks.ProgbarLogger))):
-        found.callbacks[k] = cls(callback, evaluator)
-
-  @classmethod
-  def _layers(cls, callback):
-    """Those around a user's callback, and the callback itself: a list."""
-    found = [callback]
-    while isinstance(found[-1], cls):
-      found.append(found[-1]._callback)
-    return found
-
-  @classmethod
-  def _place_of(cls, evaluator):
-    """Keras's list of callbacks that sets the model, and the index in it."""
-    # Keras does not tell a callback which list it is in.
-    frame = inspect.currentframe()
-    while frame is not None:
-      found = frame.f_locals.get("self")
-      if isinstance(found, keras.callbacks.CallbackList):
-        for i, callback in enumerate(found.callbacks):
-          if cls._layers(callback)[-1] is evaluator:
-            return found, i
-      frame = frame.f_back
-    raise ValueError(
-        "EvaluateWithAverages(swap_on_epoch=True) must be in the list of "
-        "callbacks of fit() or in a keras.callbacks.CallbackList, got a call "
-        "of set_model() by another one. Pass `callbacks` to it instead.")
-
-
-class _Function:
-  """Replaces a model's test or predict function by one with averages in place.
-
-  Keras calls `make_test_function` at the start of each evaluation. If an
-  exception has left the replacement, this call restores the model's function.
-  Several callbacks share the replacement.
-  """
-
-  def __init__(self, model, kind, in_place):
-    self._model, self._in_place = model, in_place
-    self._name, self._make_name = f"{kind}_function", f"make_{kind}_function"
-
-  def _replacement(self):
-    """The `_Replacement` in the model, or None."""
-    return getattr(getattr(self._model, self._name), "replacement", None)
-
-  def put(self):
-    """Replaces the function, unless it is already replaced."""
-    replacement = self._replacement()
-    if replacement is None:
-      replacement = _Replacement(getattr(self._model, self._name))
-
-      def other(data):
-        return replacement(data)
-
-      def make(force=False):
-        self._restore()
-        getattr(self._model, self._make_name)(force)
-
-      other.replacement = replacement
-      setattr(self._model, self._name, other)
-      setattr(self._model, self._make_name, make)
-    if self._in_place not in replacement.in_place:
-      replacement.in_place.append(self._in_place)
-
-  def swap_out(self):
-    """Restores the model's function, if it is replaced."""
-    replacement = self._replacement()
-    if replacement is not None and self._in_place in replacement.in_place:
-      replacement.in_place.remove(self._in_place)
-    if replacement is None or not replacement.in_place:
-      self._restore()
-
-  def _restore(self):
-    replacement = self._replacement()
-    if replacement is not None:
-      setattr(self._model, self._name, replacement.own)
-    if self._make_name in vars(self._model):
-      delattr(self._model, self._make_name)
-
-
-class _Replacement:
-  """A function of a model, called with averages in place.
-
-  Attributes:
-    own: The model's function.
-    in_place: Functions without arguments that return context managers.
-  """
-
-  def __init__(self, own):
-    self.own, self.in_place = own, []
-
-  def __call__(self, data):
-    with contextlib.ExitStack() as stack:
-      for in_place in self.in_place:
-        stack.enter_context(in_place())
-      return self.own(data)
 
 
 def _are_default(callback, *names):
