@@ -895,6 +895,26 @@ def test_averages_of_weights_that_keras_overwrites(inner, mode):
   np.testing.assert_allclose(opt.average(w), [np.mean(seen)], rtol=1e-6)
 
 
+def test_averages_follow_steps_after_a_count_that_failed():
+  fails = [True]
+
+  def count():
+    if fails:
+      raise ValueError("no count")
+    return 0
+
+  w = keras.Variable([1.0])
+  w.constraint = keras.constraints.NonNeg()  # Averages follow it.
+  opt = wk.MovingAverage(keras.optimizers.SGD(1.0), 0.5, num_updates=count)
+  with pytest.raises(ValueError, match="no count"):
+    opt.apply([tf.constant([1.0])], [w])
+  np.testing.assert_array_equal(w, [1.0])
+  fails.clear()
+  opt.apply([tf.constant([1.0])], [w])
+  # The decay is (1 + 0) / (10 + 0): 1 + 0.9 * (0 - 1).
+  np.testing.assert_allclose(opt.average(w), [0.1], rtol=1e-6)
+
+
 @pytest.mark.parametrize("constraint", [None, lambda w: w])
 def test_averages_of_keras_are_of_its_own_step(constraint):
   """Not of the weights to which a Lookahead moves, with and without one."""

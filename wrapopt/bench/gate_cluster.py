@@ -90,6 +90,7 @@ def prepare(task, names, shapes, wait):
   import tensorflow as tf
   from tensorflow.python.data.experimental.ops import testing
 
+  from wrapopt.keras import _followers
   from wrapopt.keras import _steps
 
   strategy = tf.distribute.ParameterServerStrategy(
@@ -116,7 +117,7 @@ def prepare(task, names, shapes, wait):
       optimizer.build(weights)
       record = getattr(optimizer, "record_step", None)
       if name == "ungated":
-        optimizer = _steps.followed(optimizer, [_steps.Alone()])
+        optimizer = _steps.followed(optimizer, [_followers.Alone()])
 
     @tf.function
     def step():

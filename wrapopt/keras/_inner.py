@@ -107,8 +107,8 @@ class Inner:
     number, ahead, late = None, {}, []
     # Its `apply_gradients` calls `apply`, and comes here again.
     if mine.late is None and self._changes_late(trained):
-      mine.late, number = late, tf.convert_to_tensor(self.opt.iterations)
       ahead = {id(f): f._ahead() for f in self.followers}
+      mine.late, number = late, tf.convert_to_tensor(self.opt.iterations)
     try:
       apply(grads)
       if mine.reached == before and not all(map(
