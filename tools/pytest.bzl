@@ -11,6 +11,49 @@ _NIGHTLY = ["manual", "nightly"]
 # process. This selects the legacy Keras, which is not installed.
 _WITHOUT_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
+def pytest_room(
+        args = {},
+        data = {},
+        deps = {},
+        exclude = [],
+        nightly = {},
+        tags = {},
+        timeouts = {},
+        with_keras = []):
+    """The tests of a folder, and its other modules as `helpers` of them.
+
+    Args:
+      args, data, deps, tags, timeouts: what some files have, by file.
+      exclude: files that have targets of their own.
+      nightly: what runs only with `./tools/test --nightly`, because it takes
+        long and is rarely red: {file: as of pytest_test}.
+      with_keras: those that have Keras in their processes, as TensorFlow's
+        users do: they need it, or they run what users run.
+    """
+    native.py_library(
+        name = "helpers",
+        testonly = True,
+        srcs = native.glob(
+            ["*.py"],
+            exclude = ["*_test.py"],
+            allow_empty = True,
+        ),
+        imports = ["."],
+        deps = ["//tests/support"],
+    )
+    have_keras = native.glob(with_keras)
+    for src in native.glob(["*_test.py"], exclude = exclude):
+        pytest_test(
+            src = src,
+            args = args.get(src, []),
+            data = data.get(src, []),
+            nightly = nightly.get(src),
+            tags = tags.get(src, []),
+            timeout = timeouts.get(src, "long"),
+            with_keras = src in have_keras,
+            deps = [":helpers"] + deps.get(src, []),
+        )
+
 def pytest_test(
         src,
         name = None,
@@ -48,7 +91,7 @@ def _pytest_test(
         name,
         src,
         main = "//tools:pytest_main.py",
-        deps = ["//wrapopt"],
+        deps = [],
         data = [],
         args = [],
         timeout = "long",
@@ -64,7 +107,10 @@ def _pytest_test(
         args = ["$(rootpath %s)" % src] + args,
         # The list of installed packages: a changed venv reruns the tests.
         data = data + ["@local_config_tf//:environment.txt"],
-        deps = deps + [":support"],
+        deps = deps + [
+            "//tests/support",
+            "//wrapopt",
+        ],
         env = {} if with_keras else _WITHOUT_KERAS,
         **kwargs
     )

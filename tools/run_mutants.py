@@ -16,7 +16,7 @@ _COPY = _ROOT / ".mutants"
 
 
 def _list():
-  path = _ROOT / "tests" / "mutants.py"
+  path = _ROOT / "tests/tools/mutants.py"
   spec = importlib.util.spec_from_file_location("mutants", path)
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
@@ -90,7 +90,7 @@ def _outcome(mutant):
 def main():
   parser = argparse.ArgumentParser(
       prog="tools/mutants", description="Breaks wrapopt in chosen ways, and "
-      "tests that the daily tests notice each. See tests/mutants.py.")
+      "tests that the daily tests notice each. See tests/tools/mutants.py.")
   parser.add_argument("part", nargs="*", help="a part of the names of the "
                       "mutants to run; by default all")
   parts = parser.parse_args().part

@@ -1,9 +1,9 @@
 // The list of update rules, which every back end registers.
 //
 // To add one: write cc/rules/<rule>.h, include it here and add its line to
-// WRAPOPT_UPDATES, and add its formula to tests/numerics.py. The code needs no
-// other edit: every back end, wrapopt.ops.apply and the tests read the rules
-// here. cc/README.md says how to test it.
+// WRAPOPT_UPDATES, and add its formula to tests/support/numerics.py. The code
+// needs no other edit: every back end, wrapopt.ops.apply and the tests read the
+// rules here. cc/README.md says how to test it.
 //
 // The arguments of a rule's `Step` are its states as V&, then its inputs and
 // then its scalars as const V&. Its code is pure data flow: Select instead of

@@ -1,0 +1,414 @@
+"""Schedule-Free learning in both halves: numbers, swaps and checkpoints.
+
+keras/schedule_free_test.py has what Keras adds: fit, its files, its wrappers.
+"""
+
+import functools
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import averages
+import numerics
+import schedule_free_model
+import wrapopt
+from training import type_of
+from wrapopt import checkpoints
+
+# For MirroredStrategy: before anything runs.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
+tf1 = tf.compat.v1
+train = tf1.train
+
+WAYS = [way for way in averages.WAYS if way.one_pass]
+OF_V1 = [way for way in WAYS if way.half == "v1"]
+SESSIONS = [way for way in WAYS if way.is_graph]
+START = schedule_free_model.START
+running, points = schedule_free_model.running, schedule_free_model.points
+
+
+def ways(chosen):
+  return pytest.mark.parametrize("way", chosen, ids=str)
+
+
+def trained(run, steps=3):
+  for _ in range(steps):
+    run.step(1.0)
+  return points(run)
+
+
+def assert_points(run, want):
+  for got, x in zip(points(run), want, strict=True):
+    numerics.assert_same_bits(got, x)
+
+
+def cases():
+  """Each way, and each schedule in one of each half."""
+  for way in WAYS:
+    eager = way.mode == "eager"
+    for inner, of in schedule_free_model.INNER.items():
+      if (of.of_v1 if way.half == "v1" else of.of_keras) is None:
+        continue
+      for schedule in schedule_free_model.SCHEDULES if eager else ["warm-up"]:
+        yield way, inner, schedule, np.float64, False
+      if way.half == "keras" and eager:
+        yield way, inner, "warm-up", np.float32, False
+    if way.half == "v1":
+      yield way, "Adam", "warm-up", np.float64, True
+
+
+@pytest.mark.parametrize("way, inner, schedule, dtype, sparse", cases())
+def test_trajectories(way, inner, schedule, dtype, sparse):
+  """200 steps, against the paper's formulas in float64."""
+  # The betas of TensorFlow's Adam and RMSProp are float32, as are Keras's rates
+  # in a function.
+  tolerance = 2e-4 if dtype == np.float32 or way.half == "v1" or (
+      way.mode != "eager") else 1e-9
+  count = 0
+  settings = schedule_free_model.settings(way, inner, schedule)
+  with running(way, inner, dtype, **settings) as run:
+    for model, g, rate in schedule_free_model.trajectory(
+        run, inner, sparse=sparse, **settings):
+      model.step(g, rate)
+      count += 1
+      if count in (1, 2, 3, 50, 200):
+        for got, want in zip(points(run), (model.x, model.y, model.z)):
+          np.testing.assert_allclose(got, want, tolerance, tolerance)
+    # It has moved, and the three points are apart.
+    x, y, z = points(run)
+    assert np.abs(x - START).max() > 0.1 and np.abs(z - x).max() > 1e-3
+    assert schedule == "primal" or np.abs(y - x).max() > 1e-4
+    assert count == 200
+    if way.half == "v1":
+      assert run.read(run.count) == [200]
+    else:
+      assert run.averaging.fused
+
+
+@ways([way for way in WAYS if way.half == "keras"])
+@pytest.mark.parametrize("inner", ["Adamax", "Adam AMSGrad"])
+def test_two_passes(inner, way):
+  """Of an inner optimizer that trains z alone, by the same gradients."""
+  z = keras.Variable(START, dtype="float64")
+  of = schedule_free_model.INNER[inner]
+  alone = of.keras(0.0, weight_decay=0.03125)
+  alone.build([z])
+
+  def train_z(value, g, lr):
+    z.assign(value)
+    alone.learning_rate = lr
+    alone.apply([tf.constant(g)], [z])
+    return z.numpy()
+
+  settings = schedule_free_model.settings(way, inner, "warm-up")
+  with running(way, inner, **settings) as run:
+    for model, g, _ in schedule_free_model.trajectory(
+        run, inner, steps=20, **settings):
+      model.inner = train_z
+      model.step(g, of.rate)
+      for got, want in zip(points(run), (model.x, model.y, model.z)):
+        # Keras's rate is a float32.
+        np.testing.assert_allclose(got, want, 1e-5, 1e-6)
+    assert not run.averaging.fused
+
+
+@ways([way for way in OF_V1 if way.mode in ("function", "resource", "ref")])
+def test_one_op_and_no_copy_more(way):
+  with running(way, "Adam") as run:
+    trained(run, 1)
+    graph = run.session.graph if way.is_graph else (
+        run._function.get_concrete_function(
+            [tf.zeros(START.shape, tf.float64)]).graph)
+    types = [type_of(op) for op in graph.get_operations()
+             if op.type.startswith("Wrapopt>")]
+    want = "Wrapopt>ApplyScheduleFreeAdam" + "Ref" * (way.mode == "ref")
+    # The others put averages in place.
+    assert [t for t in types if "Apply" in t] == [want]
+    names = sorted(v.name.split(":")[0] for v in run.opt.variables())
+    assert run.opt.get_slot(run.variables["v"], "m") is None
+    large = [v for v in run.opt.variables() if v.shape.rank == 2]
+    assert len(large) == 2
+    if way.is_graph:
+      # As in plain Adam, where v/Adam is the first moment.
+      assert names == ["beta1_power", "beta2_power", "schedule_free",
+                       "v/Adam_1", "v/ScheduleFree"]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@ways(WAYS)
+def test_in_place(way, dtype):
+  with running(way, "Adam", dtype) as run:
+    x, y, z = trained(run)
+    before = run.state()
+    with run.in_place():
+      numerics.assert_same_bits(run.value("v"), x)
+      with pytest.raises((RuntimeError, tf.errors.FailedPreconditionError),
+                         match="inside averaged_weights|is not initialized|"
+                         "uninitialized value"):
+        run.step(1.0)
+      with pytest.raises(RuntimeError, match="inside averaged_weights"):
+        with run.in_place():
+          pass
+      if not way.is_graph:
+        with pytest.raises(RuntimeError, match="inside averaged_weights"):
+          run.averaging.z(run.variables["v"])
+      numerics.assert_same_bits(run.value("v"), x)
+    assert_points(run, (x, y, z))
+    for got, want in zip(run.state(), before, strict=True):
+      numerics.assert_same_bits(got, want)
+    with pytest.raises(KeyError), run.in_place():
+      raise KeyError
+    assert_points(run, (x, y, z))
+    trained(run)
+    assert (run.value("v") != y).any()
+    if way.half == "v1":
+      assert run.read(run.count) == [6]
+
+
+@ways([way for way in OF_V1 if way.mode in ("eager", "resource", "ref")])
+def test_swapping_saver(way, tmp_path):
+  """x is in the file by the variable's name; the state comes back."""
+  with running(way, "Adam", np.float32, r=1.0) as run:
+    v = run.variables["v"]
+    before = trained(run)
+    saver = run.opt.swapping_saver(None if way.is_graph else {
+        "v": v, "v/ScheduleFree": run.opt.z(v),
+        "schedule_free": next(x for x in run.opt.variables()
+                              if x.shape == (4,))})
+    path = saver.save(run.session, str(tmp_path / "c"))
+    file = tf.train.load_checkpoint(path)
+    for name, want in zip(("v", "v/ScheduleFree/y", "v/ScheduleFree"), before):
+      numerics.assert_same_bits(file.get_tensor(name), want)
+    following = trained(run, 1)
+    saver.restore(run.session, path)
+    assert_points(run, before)
+    trained(run, 1)
+    if way.is_graph:
+      # A plain Saver leaves x in the variable, and the training goes on.
+      train.Saver().restore(run.session, path)
+      assert_points(run, (before[0], before[0], before[2]))
+      for got, want in zip(trained(run, 1), following):
+        np.testing.assert_allclose(got, want, 1e-5)
+      with pytest.raises(ValueError, match="schedule_free is not part of var"):
+        run.opt.swapping_saver([v, run.opt.z(v)])
+
+
+@ways(SESSIONS)
+def test_snapshots_hold_x(way, tmp_path):
+  with running(way, "Adam", np.float32) as run:
+    op, feed = run.train_op(1.0)
+    hook = checkpoints.SnapshotHook(run.opt, str(tmp_path), 2)
+    with train.MonitoredSession(hooks=[hook]) as session:
+      for _ in range(2):
+        session.run(op, feed)
+      x = session.run(run.opt.average(run.variables["v"]))
+    path = str(tmp_path / "snapshot-2-average")
+    numerics.assert_same_bits(tf.train.load_variable(path, "v"), x)
+
+
+@ways([way for way in WAYS if way.mode == "eager"])
+def test_tf_checkpoint(way, tmp_path):
+  with running(way, "Adam", np.float32) as one, running(
+      way, "Adam", np.float32) as two:
+    before = trained(one)
+    path = one.save("checkpoint", str(tmp_path / "c"))
+    status = two.restore("checkpoint", path)
+    if way.half == "keras":
+      assert_points(two, before)
+      names = [name for name, _ in tf.train.list_variables(path)]
+      for part in ("z..0", "schedule"):  # TensorFlow doubles the dot.
+        assert any(f"/wrapopt_ScheduleFree/{part}/" in name for name in names)
+    want = trained(one, 1)
+    trained(two, 1)
+    status.assert_consumed()  # Now that Adam has made its powers.
+    assert_points(two, want)
+
+
+@ways([way for way in WAYS if way.mode in ("eager", "resource")])
+def test_seed_averages(way):
+  with running(way, dtype=np.float32) as run:
+    trained(run)
+    if not way.is_graph:
+      run.variables["v"].assign(run.value("v") + 1)
+    y = run.value("v")
+    run.seed()
+    assert_points(run, [y] * 3)
+    # Again the first.
+    np.testing.assert_array_equal(trained(run, 1), [y - 0.25] * 3)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+@ways([way for way in OF_V1 if way.mode in ("eager", "resource")])
+def test_with_cross_shard(way, outside):
+  cross = wrapopt.CrossShardOptimizer
+  with running(way) as alone:
+    want = trained(alone)
+  with running(way, around=(lambda opt: opt) if outside else cross,
+               within=cross if outside else lambda opt: opt) as run:
+    trained(run)
+    assert_points(run, want)
+
+
+@ways(OF_V1)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_low_precision(way, dtype):
+  dtype = tf.as_dtype(dtype).as_numpy_dtype
+  model = schedule_free_model.Model(START, schedule_free_model.Inner("SGD"))
+  with running(way, dtype=dtype) as run:
+    for got in trained(run):
+      assert got.dtype == dtype
+    for _ in range(3):
+      model.step(np.ones((4, 3)), 0.25)
+    for got, want in zip(points(run), (model.x, model.y, model.z)):
+      np.testing.assert_allclose(got.astype(np.float64), want, 0.02, 0.02)
+
+
+def sgd():
+  return train.GradientDescentOptimizer(1.0)
+
+
+@pytest.mark.parametrize("make, error, message", [
+    (lambda: wrapopt.ScheduleFreeOptimizer(train.MomentumOptimizer(1.0, 0.9)),
+     ValueError, "must be exactly a .* without momentum, got MomentumOpt"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(train.FtrlOptimizer(1.0)),
+     ValueError, "got FtrlOptimizer"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(
+        wrapopt.LazyAdamOptimizer(1.0)), ValueError, "got LazyAdamOptimizer"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(train.AdamOptimizer(beta1=0.5)),
+     ValueError, "twice, got AdamOptimizer with beta1=0.5 and a .* with "
+     "momentum=0.9. Pass beta1=0.9 or 0 to AdamOptimizer"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(
+        train.RMSPropOptimizer(1.0, momentum=0.5)), ValueError,
+     "momentum=0.5 .* Pass momentum=0 to RMSPropOptimizer"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(
+        train.RMSPropOptimizer(1.0, centered=True)), ValueError, "centered"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(sgd(), 0.0), ValueError,
+     "`momentum` must be finite and greater than 0"),
+    (lambda: wrapopt.ScheduleFreeOptimizer(sgd(), warmup_steps=-1),
+     ValueError, "`warmup_steps` must be at least 0"),
+    (lambda: wrapopt.ScheduleFreeOptimizer("adam"), TypeError,
+     "`opt` must be a tf.compat.v1.train.Optimizer"),
+])
+def test_refused(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+def test_refused_in_a_step():
+  opt = wrapopt.ScheduleFreeOptimizer(sgd())
+  v = tf.Variable([1.0])
+  with pytest.raises(ValueError, match="each variable once"):
+    opt.apply_gradients([(tf.ones(1), v)] * 2)
+  with pytest.raises(ValueError, match="No gradients provided"):
+    opt.apply_gradients([(None, v)])
+  w = tf.Variable([1.0], constraint=tf.abs)
+  with pytest.raises(ValueError, match="must have no constraint"):
+    opt.apply_gradients([(tf.ones(1), w)])
+  with pytest.raises(TypeError, match="must be of dtype"):
+    opt.apply_gradients([(tf.ones(1, tf.int32), tf.Variable([1]))])
+  for x in (v, w):
+    np.testing.assert_array_equal(x, [1.0])
+  with pytest.raises(RuntimeError, match="before averaged_weights"):
+    with opt.averaged_weights():
+      pass
+
+
+# Strategies.
+
+
+@functools.cache
+def two_replicas():
+  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("inner", ["SGD", "Adam", "RMSprop", "Adagrad"])
+def test_in_replicas(inner, function):
+  """The sum of their gradients takes the step of one process."""
+  schedule = {"warmup_steps": 2, "weight_decay_at_y": 0.125}
+  make = lambda: wrapopt.ScheduleFreeOptimizer(
+      schedule_free_model.INNER[inner].v1(0.25, 0.9), **schedule)
+  strategy = two_replicas()
+  with strategy.scope():
+    v = tf.Variable(START.astype(np.float32))
+    opt = make()
+  def step(g):
+    strategy.run(lambda: opt.apply_gradients([(g / 2, v)]) and None)
+  step = tf.function(step) if function else step
+  w = tf.Variable(START.astype(np.float32))
+  alone = make()
+  for t in range(4):
+    g = tf.fill([4, 3], float(t) - 1.5)
+    step(g)
+    alone.apply_gradients([(g, w)])
+  for got, want in ((v, w), (opt.z(v), alone.z(w))):
+    for local in strategy.experimental_local_results(got):
+      np.testing.assert_allclose(local, want, 1e-5, 1e-5)
+  x = alone.average(w)
+  np.testing.assert_allclose(opt.average(v), x, 1e-5, 1e-5)
+  raw = [np.array(r) for r in strategy.experimental_local_results(v)]
+  with opt.averaged_weights():
+    for local in strategy.experimental_local_results(v):
+      np.testing.assert_allclose(local, x, 1e-5, 1e-5)
+  for local, want in zip(strategy.experimental_local_results(v), raw):
+    numerics.assert_same_bits(np.array(local), want)
+
+
+def test_a_failed_step_in_replicas_changes_nothing(monkeypatch):
+  strategy = two_replicas()
+  with strategy.scope():
+    v = tf.Variable(START)
+    opt = wrapopt.ScheduleFreeOptimizer(train.AdagradOptimizer(0.25))
+  step = lambda: strategy.run(
+      lambda: opt.apply_gradients([(tf.ones_like(START), v)]) and None)
+  for _ in range(2):
+    step()
+  before = [np.array(x) for x in (opt.average(v), v, opt.z(v))]
+
+  def fail(*args):
+    raise ArithmeticError
+
+  monkeypatch.setattr(opt._optimizer, "_finish", fail)
+  with pytest.raises(ArithmeticError):
+    step()
+  for got, want in zip((opt.average(v), v, opt.z(v)), before):
+    numerics.assert_same_bits(np.array(got), want)
+
+
+def test_a_momentum_is_not_taken_over_without_copies():
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+      ["CPU:0", "CPU:1"])
+  with strategy.scope():
+    v = tf.Variable([1.0])
+    opt = wrapopt.ScheduleFreeOptimizer(train.AdamOptimizer(1.0))
+  with pytest.raises(NotImplementedError, match="beta1=0, got 0.9"):
+    strategy.run(lambda: opt.apply_gradients([(tf.ones(1), v)]) and None)
+  np.testing.assert_array_equal(v, [1.0])
+
+
+def test_replicas_in_a_session():
+  with tf.Graph().as_default():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+      v = tf1.get_variable("v", initializer=tf.constant([1.0, 2.0]))
+      opt = wrapopt.ScheduleFreeOptimizer(
+          train.GradientDescentOptimizer(0.25), 0.5)
+      op = strategy.group(strategy.run(
+          lambda: opt.apply_gradients([(tf.ones(2) / 2, v)])))
+    with tf1.Session() as session:
+      session.run(tf1.global_variables_initializer())
+      for _ in range(3):
+        session.run(op)
+      # z goes from 1 to 0.25; x is its mean.
+      points = session.run([opt.average(v), v, opt.z(v)])
+      np.testing.assert_allclose(
+          points, [[0.5, 1.5], [0.375, 1.375], [0.25, 1.25]], 1e-6)
+      with opt.averaged_weights(session):
+        numerics.assert_same_bits(session.run(v), points[0])
+      numerics.assert_same_bits(session.run(v), points[1])

@@ -1,0 +1,851 @@
+"""What a call of a raw op must have done, in float64 NumPy.
+
+There is one model for each family of ops. A model also knows what the op must
+not have accepted. Variables that a model does not name must be as they were,
+bit for bit.
+
+The error bounds of numerics.py hold for ordinary numbers. Elements that
+are computed from others (NaN, infinity, huge, subnormal) are not compared, but
+their neighbours are.
+"""
+
+import math
+
+import numpy as np
+import tensorflow as tf
+
+import fuzz_ops_inputs as inputs
+import numerics
+from fuzz_ops_runs import check_bits
+from wrapopt import _native
+from wrapopt.ops import _compensation
+
+# Processors' threads flush subnormal numbers to zero, or not.
+_FLUSHED = 1e-36
+
+
+class Call:
+  """A call that has succeeded, and what it must have done."""
+
+  def __init__(self, case, before, after, outputs, probe, earlier):
+    self.case, self.before, self.after = case, before, after
+    self.outputs, self.probe, self.earlier = outputs, probe, earlier
+    self.touched = set()
+    self.compared = self.left_out = 0  # Elements.
+
+  def ids(self, name):
+    return self.case.inputs[name]
+
+  def number(self, name):
+    [value] = self.case.inputs[name]
+    self.demand(value.ndim == 0, f"{name} of shape {value.shape}")
+    return value[()]
+
+  def demand(self, condition, what):
+    """Fails unless the op was right to accept the call."""
+    if not condition:
+      raise AssertionError(f"the op accepted {what}")
+
+  def good(self, ids, what):
+    for i in ids:
+      self.demand(self.before[i] is not None,
+                  f"{what}: variable {i}, which has no value")
+
+  def like(self, ids, others, what):
+    for i, other in zip(ids, others, strict=True):
+      self.demand(self.before[i].shape == self.before[other].shape,
+                  f"{what}: variable {i} is not of the shape of {other}")
+
+  def of_dtype(self, ids, dtype, what):
+    for i in ids:
+      self.demand(self.case.variables[i].dtype == dtype,
+                  f"{what}: variable {i} is of another dtype")
+
+  def different(self, written, read=()):
+    """Written variables are different, and from those that are read."""
+    self.demand(len(set(written)) == len(written), "a variable written twice")
+    self.demand(not set(written) & set(read), "a variable written and read")
+
+  def close(self, i, want, tolerance, where, what):
+    """Compares a variable's elements `where`; others may be anything."""
+    self.touched.add(i)
+    got = self.after[i]
+    if got is None:
+      raise AssertionError(f"{what}: variable {i} has no value any more")
+    if got.shape != np.shape(want):
+      raise AssertionError(f"{what}: variable {i} is of shape {got.shape}, not "
+                           f"{np.shape(want)}")
+    most = {2: 6e4}.get(got.itemsize, 1e37) if got.dtype != (
+        numerics.BFLOAT16) else 1e37
+    with np.errstate(all="ignore"):
+      where = (where & np.isfinite(want) & np.isfinite(tolerance) &
+               (np.abs(want) + tolerance < most))
+    where = np.broadcast_to(where, got.shape)
+    self.compared += int(where.sum())
+    self.left_out += int((~where).sum())
+    numerics.assert_close(got[where], np.asarray(want)[where],
+                          np.broadcast_to(tolerance, got.shape)[where]
+                          + _FLUSHED, f"of {what}, variable {i}")
+
+  def same(self, i, want, what):
+    """Compares all bits of a variable; None: it has no value."""
+    self.touched.add(i)
+    check_bits(self.after[i], want, f"{what}, variable {i}")
+
+  def rest(self):
+    """All others are as they were."""
+    for i, (was, now) in enumerate(zip(self.before, self.after)):
+      if i not in self.touched:
+        check_bits(now, was, f"variable {i}, which the op must not change")
+
+
+def _tame(*arrays):
+  """Where all numbers are ordinary."""
+  result = np.bool_(True)
+  for x in arrays:
+    x = np.abs(np.asarray(x, np.float64))
+    with np.errstate(invalid="ignore"):
+      result = result & ((x == 0) | (x >= 1e-6) & (x <= 1e4))
+  return result
+
+
+def _sane(scalars):
+  """Whether numbers.py's bounds hold for such scalars."""
+  return all(x in (0., 1., 50.) or 0.001 <= x <= 0.95 for x in scalars)
+
+
+def _decays(call, k):
+  [decays] = call.ids("decays")
+  call.demand(decays.shape == (k,), f"decays of shape {decays.shape}")
+  call.demand(all(0 <= d <= 1 for d in decays), f"decays of {decays}")
+  return decays.astype(float)
+
+
+def _average(call, shadow, old, value, rate, where=True, extra=0.):
+  """Compares a shadow that has moved by `rate` towards a value."""
+  with np.errstate(all="ignore"):
+    [(want, tolerance)] = numerics.reference("Ema", [old], [value], [rate])
+    # The numbers that it was made of may be off already.
+    tolerance = tolerance + extra
+  call.close(shadow, want, tolerance, where & _tame(old, value), "an average")
+
+
+# Apply.
+
+
+def _lists(call, *counts):
+  """The lists in the op's input "variables"."""
+  ids = list(call.ids("variables"))
+  if call.case.bundle in ("scalar", "empty"):
+    ids = ids[:call.case.bundle == "scalar"]
+  call.demand(len(ids) == sum(counts), f"{len(ids)} variables, not {counts}")
+  ends = np.cumsum(counts)
+  return [ids[end - count:end] for end, count in zip(ends, counts)]
+
+
+def _made_zeros(call, log_decays):
+  """Allows what XLA's programs assign where no row lags behind.
+
+  Log decays without a value become the zeros they stand for, and zeros may
+  change their sign.
+  """
+  if call.case.mode != "jit":
+    return
+  for i in log_decays:
+    if call.before[i] is None and call.after[i] is not None:
+      call.same(i, np.zeros(len(call.after[i])), "log decays")
+    elif np.array_equal(call.before[i], call.after[i]):
+      call.touched.add(i)
+
+
+def _indices(call, i, shape):
+  indices = call.ids("indices")[i]
+  call.demand(indices.ndim == 1, f"indices of shape {indices.shape}")
+  call.demand(bool(shape), "rows of a scalar")
+  call.demand(((indices >= 0) & (indices < shape[0])).all(),
+              f"indices {indices[:9]} of {shape[0]} rows")
+  return indices
+
+
+def _dense_gradient(grad, indices, shape):
+  """(sum of the gradients of each row, where that is ordinary)."""
+  total = np.zeros(shape, np.float64)
+  wild = np.zeros(shape, bool)
+  with np.errstate(all="ignore"):
+    np.add.at(total, indices, np.asarray(grad, np.float64))
+  np.logical_or.at(wild, indices, ~_tame(grad))
+  return total, ~wild
+
+
+def _apply(call):
+  case, attrs = call.case, call.case.attrs
+  n, k, lazy = attrs["N"], attrs["NK"] // attrs["N"], attrs.get("NL", 0)
+  if not call.number("accept"):
+    _made_zeros(call, call.ids("variables")[-lazy:] if lazy else ())
+    return
+  name, rule = inputs.rule_of(case)
+  policy = attrs["policy"]
+  call.demand(not policy or policy in _compensation.POLICIES,
+              f"the policy {policy}")
+  of_policy, _ = inputs.policy_of(case)
+  *states, memory, shadows, log_decays = _lists(
+      call, *[n] * len(rule.states), n * len(of_policy), n * k, lazy)
+  written = [i for s in states for i in s] + memory + shadows
+  if policy and case.mode == "jit" and not _in_range(call, k, states[0]):
+    # Plain HLO applies its formulas to them, and ignores such rows.
+    call.touched.update(written + log_decays)
+    return
+  decays = _decays(call, k)
+  call.good(written, "Apply")
+  call.different(written + log_decays)
+  for ids in states:
+    call.of_dtype(ids, attrs["T"], "a state")
+    call.like(ids, states[0], "a state")
+  call.of_dtype(memory, inputs.DOUBLE if attrs["T"] == inputs.DOUBLE
+                else inputs.FLOAT, "a state of a policy")
+  call.like(memory, states[0] * len(of_policy), "a state of a policy")
+  call.of_dtype(shadows, attrs["S"], "a shadow")
+  call.like(shadows, states[0] * k, "a shadow")
+  [scalars] = call.ids("scalars")
+  count = len(rule.scalars)
+  call.demand(scalars.shape == (count + len(inputs.policy_of(case)[1]),),
+              "so many scalars")
+  policy_scalars = list(map(float, scalars[count:]))
+  numbers = [float(x > 0) if s.endswith("?") else float(x)
+             for s, x in zip(rule.scalars, scalars)]
+  sane = _sane(numbers) and _sane(policy_scalars) and not (
+      name.startswith("Centered") and
+      numbers[rule.scalars.index("epsilon")] < 50)
+  for i in range(n):
+    _apply_to(call, name, rule, policy, [s[i] for s in states], memory[i::n], i,
+              numbers, policy_scalars, sane)
+    for j in range(k):
+      shadow = shadows[j * n + i]
+      old, value = call.before[shadow], call.after[states[0][i]]
+      if log_decays:
+        _lazy(call, shadow, states[0][i], log_decays[j * n + i],
+              call.before[states[0][i]], value, decays[j],
+              call.ids("indices")[i])
+      else:
+        _average(call, shadow, old, value, 1 - decays[j])
+
+
+def _apply_to(call, name, rule, policy, states, memory, i, scalars,
+              policy_scalars, sane):
+  before = [call.before[s] for s in states]
+  of_policy = [call.before[m] for m in memory]
+  shape = before[0].shape
+  grad = call.ids("grad")[i]
+  origin = call.ids("origins")[i] if policy else grad
+  call.demand(origin.shape == grad.shape, f"origins of shape {origin.shape}")
+  touched = np.ones(shape, bool)
+  if call.ids("indices"):
+    indices = _indices(call, i, shape)
+    call.demand(grad.shape == (len(indices), *shape[1:]),
+                f"a gradient of shape {grad.shape} for {len(indices)} rows of "
+                f"{shape}")
+    touched[:] = False
+    touched[indices] = True
+    grad, where = _dense_gradient(grad, indices, shape)
+    origins, origin = origin, np.array(before[0], np.float64)
+    for at in reversed(range(len(indices))):
+      origin[indices[at]] = origins[at]
+  else:
+    call.demand(grad.shape == shape, f"a gradient of shape {grad.shape}")
+    where = _tame(grad)
+  moved = np.ones(shape, bool) if rule.all_rows else touched
+  where = where & _tame(*before, *of_policy)
+  for x in of_policy + [
+      x for state, x in zip(rule.states, before)
+      if state in numerics.NOT_NEGATIVE.get(name, ())]:
+    where = where & (np.asarray(x, np.float64) >= 0.01)
+  new, taken, bound = [], grad, 0.
+  if policy:
+    where = where & _tame(origin)
+    new, taken, bound = _compensated(policy, before[0], origin, grad, of_policy,
+                                     policy_scalars)
+  with np.errstate(all="ignore"):
+    # A rule makes of an error of the gradient what it makes of the gradient.
+    made, low, high = (
+        numerics.reference(name, before, [taken + sign * bound], scalars)
+        for sign in (0, -1, 1))
+  for state, (want, tolerance), (x, _), (y, _), old, label in zip(
+      states, made, low, high, before, rule.states):
+    with np.errstate(all="ignore"):
+      tolerance = tolerance + 2 * np.abs(x - want) + 2 * np.abs(y - want)
+    call.close(state, want, tolerance, where & moved & sane, f"{name}.{label}")
+    check_bits(call.after[state][~moved], old[~moved],
+               f"rows of {label} without a gradient")
+  if policy == "GapAware":
+    [(less, off)] = new
+    where = where & (less != 0)  # The mean of one step would be the step.
+    exact = _exact(before[0])
+    with np.errstate(all="ignore"):
+      new = numerics.reference(
+          "StepSize", [less.astype(exact), np.asarray(before[0], exact)],
+          [call.after[states[0]]], policy_scalars[-1:])[:1]
+      new = [(new[0][0], new[0][1] + 2 * off)]
+  for state, (want, tolerance), old in zip(memory, new, of_policy):
+    call.close(state, want, tolerance, where & touched & sane,
+               f"a state of {policy}")
+    check_bits(call.after[state][~touched], old[~touched],
+               "rows of a policy without a gradient")
+
+
+def _exact(var):
+  return np.float64 if var.dtype == np.float64 else np.float32
+
+
+def _compensated(policy, var, origin, grad, memory, scalars):
+  """The policy's states, the gradient that the step takes, and its error."""
+  exact = _exact(var)
+  delay = np.float64(var) - np.float64(origin)
+  count = len(_native.rules()[policy].scalars)
+  with np.errstate(all="ignore"):
+    *new, (taken, bound) = numerics.reference(
+        policy, [*memory, delay.astype(exact)], [grad], scalars[:count])
+    # The delay is rounded, too.
+    bound = bound + 4 * np.finfo(exact).eps * (
+        np.abs(taken - np.float64(grad)) + np.abs(taken))
+  return new, taken, bound
+
+
+def _in_range(call, k, values):
+  """Whether what plain HLO does not check is in range."""
+  [decays] = call.ids("decays")
+  return (decays.shape != (k,) or all(0 <= d <= 1 for d in decays)) and all(
+      ((indices >= 0) & (indices < call.before[v].shape[0])).all()
+      for v, indices in zip(values, call.case.inputs.get("indices", ()))
+      if call.before[v] is not None and call.before[v].ndim)
+
+
+# Averages of all rows, and of some.
+
+
+def _ema_update(call):
+  attrs = call.case.attrs
+  n, k = attrs["N"], attrs["NK"] // attrs["N"]
+  shadows, values = _lists(call, n * k, n)
+  decays = _decays(call, k)
+  _check_averages(call, shadows, values, k)
+  for i, value in enumerate(values):
+    for j in range(k):
+      shadow = shadows[j * n + i]
+      _average(call, shadow, call.before[shadow], call.before[value],
+               1 - decays[j])
+
+
+def _check_averages(call, shadows, values, k):
+  attrs = call.case.attrs
+  call.good(shadows + values, "an average")
+  call.different(shadows, values)
+  call.of_dtype(values, attrs["T"], "a value")
+  call.of_dtype(shadows, attrs["S"], "a shadow")
+  call.like(shadows, values * k, "a shadow")
+
+
+def _sums(call, log_decays, rows):
+  """(sums of the rows, sum of all steps), zeros for one without a value."""
+  sums = call.before[log_decays]
+  if sums is None:
+    return np.zeros(rows), 0.
+  call.demand(sums.shape == (rows + 2,), f"log_decays of shape {sums.shape}")
+  return sums[:rows], sums[rows]
+
+
+def _lazy(call, shadow, value, log_decays, old_value, new_value, decay, rows):
+  """A shadow whose rows lag behind: `rows`, or all if None, move.
+
+  Args:
+    call: A Call.
+    shadow: A variable.
+    value: Its value's.
+    log_decays: Its log decays'.
+    old_value: What the value was before the step.
+    new_value: What it is after the step.
+    decay: That of the step; None if there is none.
+    rows: Indices, or None.
+  """
+  del value
+  call.touched.update([shadow, log_decays])
+  old = call.before[shadow]
+  count = old.shape[0]
+  sums, total = _sums(call, log_decays, count)
+  if not (np.isfinite(sums).all() and -1e5 < total <= 0 and
+          (total - sums <= 0).all() and (sums <= 0).all()):
+    return  # No steps leave such sums.
+  lags = total - sums
+  moved = np.zeros(count, bool)
+  if rows is not None:
+    moved[rows] = True
+  elif total != 0:
+    moved[:] = True
+  column = lambda x: np.asarray(x, float).reshape(
+      (count,) + (1,) * (old.ndim - 1))
+  caught = -np.expm1(np.maximum(lags, -40))
+  with np.errstate(all="ignore"):
+    formula, k = numerics.RULES["Ema"]
+    [(want, operands)] = formula([np.asarray(old, float)],
+                                 [np.asarray(old_value, float)],
+                                 [column(caught)])
+    bound = numerics._tolerance(2 * k, operands, want, old.dtype)
+    if decay is not None:
+      [(want, operands)] = formula([want], [np.asarray(new_value, float)],
+                                   [1 - decay])
+      bound = bound + numerics._tolerance(k, operands + bound, want, old.dtype)
+  where = _tame(old, old_value, new_value) & column(moved).astype(bool)
+  call.close(shadow, want, bound, where, "an average of rows")
+  check_bits(call.after[shadow][~moved], old[~moved],
+             "rows of an average that lag behind")
+  after = call.after[log_decays]
+  if call.case.mode == "jit" and (
+      call.case.variables[log_decays].kind in ("table", "iterator")):
+    return  # A limitation of XLA, to which such a handle has no value.
+  if after is None or after.shape != (count + 2,):
+    raise AssertionError("log_decays got no value")
+  if rows is None:
+    want_lags = np.zeros(count) if total else lags
+  else:
+    step = 0.
+    if decay is not None:
+      step = max(math.log(decay), -40.) if decay else -40.
+    want_lags = np.where(moved, 0, lags + step)
+  if old.size == 0:
+    return  # Rows without elements may be said to lag behind or not.
+  got = after[count] - after[:count]
+  clip = lambda x: np.maximum(x, -40)
+  np.testing.assert_allclose(clip(got), clip(want_lags), rtol=1e-9, atol=1e-9,
+                             err_msg="lags of rows")
+
+
+def _lagging(kind):
+  def model(call):
+    attrs = call.case.attrs
+    n, k = attrs["N"], attrs["NK"] // attrs["N"]
+    shadows, values, log_decays = (
+        call.ids(x) for x in ("shadows", "values", "log_decays"))
+    behind = any(
+        (x := call.before[i]) is not None and x.size >= 2 and x[-2] != 0
+        for i in log_decays)
+    if kind == "read":
+      for shadow, out in zip(shadows, call.outputs, strict=True):
+        check_bits(out, call.after[shadow], "what ReadAverages outputs")
+    if kind != "step" and not behind:
+      _made_zeros(call, call.ids("log_decays"))
+      return
+    decays = _decays(call, k) if kind == "step" else [None] * k
+    _check_averages(call, shadows, values, k)
+    call.different(shadows + log_decays, values)
+    rows = call.case.inputs.get("indices") or None
+    for i, value in enumerate(values):
+      shape = call.before[value].shape
+      indices = _indices(call, i, shape) if rows else None
+      for j in range(k):
+        x = call.before[value]
+        _lazy(call, shadows[j * n + i], value, log_decays[j * n + i], x, x,
+              decays[j], indices)
+  return model
+
+
+# AveragingAssign.
+
+
+def _averaging_assign(call):
+  attrs, n = call.case.attrs, call.case.attrs["N"]
+  targets, sources = call.ids("targets"), call.ids("sources")
+  tensors = call.ids("tensors")
+  [weights] = call.ids("weights")
+  rate = float(call.number("rate"))
+  for some, what in ((targets, "targets"), (sources, "sources"),
+                     (tensors, "tensors")):
+    call.demand(len(some) % n == 0, f"{len(some)} {what} for N = {n}")
+  count = (len(sources) + len(tensors)) // n
+  call.demand(count > 0 and targets, "no sources or no targets")
+  call.demand(weights.shape == (count,), f"weights of shape {weights.shape}")
+  # A limitation that wrapopt.ops documents: XLA's program does not check these.
+  odd = not np.isfinite(weights).all() or not 0 <= rate <= 1
+  call.demand(not odd or call.case.mode == "jit", f"{weights} or rate {rate}")
+  call.good(targets + sources, "an average")
+  call.different(targets)
+  for ids, what in (targets, "target"), (sources, "source"):
+    call.like(ids, [targets[p % n] for p in range(len(ids))], f"a {what}")
+    allowed = {attrs["T"]} | ({inputs.FLOAT} if attrs["T"] in inputs.LOW
+                              else set())
+    for p, i in enumerate(ids):
+      dtype = call.case.variables[i].dtype
+      call.demand(dtype in allowed and dtype == (
+          call.case.variables[ids[p - p % n]].dtype), f"a {what} of {dtype}")
+  for p, i in enumerate(sources):
+    call.demand(i not in targets or targets.index(i) % n == p % n,
+                "a target that is another's source")
+  for i in range(n):
+    given = [call.before[s] for s in sources[i::n]] + tensors[i::n]
+    counted = [(w, x) for w, x in zip(weights, given) if w]
+    some = [x for _, x in counted]
+    for x in some:
+      call.demand(x.shape == call.before[targets[i]].shape,
+                  f"a source of shape {x.shape}")
+    for target in targets[i::n]:
+      if odd:
+        call.touched.add(target)
+        continue
+      old = call.before[target]
+      if rate == 0:
+        call.same(target, old, "a target at rate 0")
+        continue
+      start = np.zeros_like(old) if rate == 1 else old
+      with np.errstate(all="ignore"):
+        want, tolerance = numerics.averaging_assign(
+            start, some or [np.zeros_like(old)],
+            [w for w, _ in counted] or [0.], rate)
+      where = _tame(start, *some) & _tame(*weights)
+      call.close(target, want, tolerance, where, "a mean")
+
+
+# Ops that move bits.
+
+
+def _exchange(call):
+  a, b = call.ids("a"), call.ids("b")
+  call.good(a + b, "an exchange")
+  call.different(a + b)
+  for x, y in zip(a, b, strict=True):
+    call.same(x, call.before[y], "an exchange")
+    call.same(y, call.before[x], "an exchange")
+
+
+def _move(call):
+  source, to = call.ids("from"), call.ids("to")
+  call.good(source, "a move")
+  call.different(source + to)
+  for x, y in zip(source, to, strict=True):
+    call.same(y, call.before[x], "a move")
+    # To TensorFlow, a ref variable without elements has a value if its shape is
+    # known.
+    if call.case.mode == "ref-graph" and not call.before[x].size:
+      call.touched.add(x)
+    else:
+      call.same(x, None, "a move")
+  [replaced] = call.outputs
+  want = any(call.before[y] is not None and call.before[y].size for y in to)
+  if bool(replaced) != want:
+    raise AssertionError(f"replaced is {replaced}, want {want}")
+
+
+def _check_initialized(call):
+  call.good(call.ids("variables"), "a check")
+
+
+def _packed(call, ids):
+  call.good(ids, "a bundle")
+  call.of_dtype(ids, call.case.attrs["T"], "a bundle")
+  return np.concatenate([call.before[i].reshape(-1) for i in ids])
+
+
+def _read_packed(call):
+  check_bits(call.outputs[0], _packed(call, call.ids("variables")), "packed")
+
+
+def _assign_packed(call):
+  ids = call.ids("variables")
+  total = _packed(call, ids).size
+  call.different(ids)
+  [packed] = call.ids("packed")
+  call.demand(packed.shape == (total,), f"packed of shape {packed.shape}")
+  for i in ids:
+    old = call.before[i]
+    part, packed = packed[:old.size], packed[old.size:]
+    # Of quantized numbers there are the bits.
+    call.same(i, part.view(old.dtype).reshape(old.shape), "packed")
+
+
+def _bundle(call):
+  if len(call.outputs) != 1:
+    raise AssertionError("Bundle must have one output")
+
+
+def _bundle_by_name(call):
+  _bundle(call)
+  attrs = call.case.attrs
+  lengths = {len(attrs[x]) for x in
+             ("containers", "shared_names", "dtypes", "shapes")}
+  call.demand(len(lengths) == 1, "lists of one length")
+  call.demand(all(attrs["shared_names"]), "names")
+
+
+# The staleness gate. Of steps, the probe tells what the process remembers.
+
+
+def _step(call):
+  [step] = call.ids("step")
+  call.good([step], "a step")
+  value = call.before[step]
+  call.demand(value.shape == () and value.dtype in (np.int32, np.int64),
+              f"a step of {value.dtype} {value.shape}")
+  return step, int(value)
+
+
+def _clip(x):
+  return min(max(x, -2**63), 2**63 - 1)
+
+
+def _record(call):
+  _, value = _step(call)
+  recorded, in_flight = (int(x) for x in call.outputs)
+  if in_flight < 0 or recorded < value or [recorded, in_flight] != call.probe:
+    raise AssertionError(f"recorded {recorded}, in flight {in_flight} at step "
+                         f"{value}; before: {call.probe}")
+
+
+def _gate(call):
+  step, _ = _step(call)
+  [counter], [histogram] = call.ids("stale_counter"), call.ids("histogram")
+  call.good([counter, histogram], "a gate")
+  call.different([counter, histogram], [step])
+  counts = call.before[histogram]
+  call.demand(counts.dtype == np.int64 and counts.ndim == 2 and
+              counts.shape[0] == 2 and counts.shape[1] > 0,
+              f"a histogram of shape {counts.shape}")
+  old = call.before[counter]
+  call.demand(old.dtype == np.float32 and old.shape == (), "such a counter")
+  recorded, limit = int(call.number("recorded")), int(call.number("limit"))
+  token = int(call.number("token"))
+  accept, staleness, number = (int(call.outputs[i]) for i in (0, 1, 3))
+  # The end of a call aborts the update that it admitted, which may be tried
+  # again. An update that was dropped may not.
+  is_over = token >= 0 and any(not outputs[0] for outputs in call.earlier)
+  now, in_flight = call.probe
+  if is_over:
+    if (accept, staleness, number) != (False, -1, -1):
+      raise AssertionError(f"a second try: accept {accept}, staleness "
+                           f"{staleness}, number {number}")
+  else:
+    if in_flight == 0 and staleness != _clip(now - recorded):
+      raise AssertionError(
+          f"staleness {staleness} of record {recorded} at {now}")
+    if accept != (0 <= limit and staleness <= limit):
+      raise AssertionError(f"accept {accept} at {staleness} of {limit}")
+    _check_number(call, accept, number)
+  want = counts.copy()
+  if not is_over:
+    bucket = min(max(staleness, 0), counts.shape[1] - 1)
+    cell = want[int(not accept)]
+    cell[bucket] = _clip(int(cell[bucket]) + 1)
+  # It takes the updates back that were aborted since the last call.
+  for lost in range(want.shape[1]) if now > _step(call)[1] else ():
+    if call.after[histogram][0, lost] == _clip(int(want[0, lost]) - 1):
+      want[0, lost] = _clip(int(want[0, lost]) - 1)
+  call.same(histogram, want, "a histogram")
+  with np.errstate(all="ignore"):
+    call.close(counter, old + np.float32(not accept and not is_over), 0.,
+               _tame(old), "a counter")
+
+
+def _check_number(call, accept, number):
+  """Without others in flight, an update's number is the step."""
+  _, step = _step(call)
+  want = step if accept else -1
+  if number != want and not (accept and call.probe[1] > 0):
+    raise AssertionError(f"number {number} at step {step}, want {want}")
+
+
+def _complete(call):
+  step, value = _step(call)
+  if call.case.attrs["increment"]:
+    dtype = call.before[step].dtype
+    want = np.array(value + 1).astype(object)
+    bits = 8 * dtype.itemsize
+    wrapped = (int(want) + 2**(bits - 1)) % 2**bits - 2**(bits - 1)
+    call.same(step, np.array(wrapped, dtype), "a step")
+
+
+def _begin(call):
+  _step(call)
+  call.number("token")
+  # No update of a case becomes complete, so none is over.
+  if not call.outputs[0]:
+    raise AssertionError("an update that is not over was not accepted")
+  _check_number(call, True, int(call.outputs[1]))
+
+
+# The lock of steps: nothing changes.
+
+
+def _lock(call):
+  del call
+
+
+# Averaging rounds: the first call of a case finds them as they were made.
+
+
+def _open(call):
+  rounds = call.case.rounds
+  return rounds, int(call.number("round"))
+
+
+def _push(call):
+  rounds, round_ = _open(call)
+  worker = call.number("worker")
+  want = round_ > rounds.round or (
+      round_ == rounds.round and not (rounds.gathered and rounds.pushed))
+  if bool(call.outputs[0]) != want:
+    raise AssertionError(f"accepted is {call.outputs[0]}, want {want}")
+  if round_ == rounds.round and want:
+    call.demand(worker in rounds.pushed or
+                len(rounds.pushed) < rounds.workers, "too many workers")
+
+
+def _gather(call):
+  rounds, round_ = _open(call)
+  call.demand(round_ == rounds.round, f"a gather of round {round_}")
+  least = int(call.number("min_workers"))
+  call.demand(1 <= least <= rounds.workers, f"min_workers = {least}")
+  call.demand(call.number("timeout_secs") > 0, "such a timeout")
+  # A limitation: a second gather returns the workers of the first, even if they
+  # are fewer than its min_workers.
+  call.demand(least <= len(rounds.pushed) or rounds.gathered, "too few workers")
+  got = [w.decode() for w in call.outputs[0]]
+  if got != sorted(rounds.pushed):
+    raise AssertionError(f"gathered {got} of {sorted(rounds.pushed)}")
+
+
+def _mean(call):
+  rounds, round_ = _open(call)
+  ids = call.ids("centers")
+  [workers] = call.ids("workers")
+  call.demand(round_ == rounds.round, f"a mean of round {round_}")
+  call.demand(workers.ndim == 1 and workers.size > 0, "such workers")
+  call.demand(len(set(workers)) == len(workers), "a worker twice")
+  call.demand(set(workers) <= set(rounds.pushed), "a worker without values")
+  total = _packed(call, ids).size
+  call.different(ids)
+  values = []
+  for worker in workers:
+    pushed = rounds.pushed[worker]
+    call.demand(call.case.attrs["value"] < len(pushed), "no such value")
+    value = pushed[call.case.attrs["value"]]
+    call.demand(value.shape == (total,) and
+                tf.as_dtype(value.dtype).as_datatype_enum ==
+                call.case.attrs["T"], f"a value of {value.dtype} {value.shape}")
+    values.append(value)
+  want, tolerance = numerics.mean(values)
+  for i in ids:
+    shape, size = call.before[i].shape, call.before[i].size
+    tolerance = np.broadcast_to(tolerance, want.shape)
+    call.close(i, want[:size].reshape(shape), tolerance[:size].reshape(shape),
+               np.bool_(True), "a mean of workers")
+    want, tolerance = want[size:], tolerance[size:]
+
+
+def _next(call):
+  rounds, round_ = _open(call)
+  reset = call.case.attrs["reset"]
+  call.demand(reset or round_ >= rounds.round, f"the end of round {round_}")
+  want = (rounds.round if reset else round_) + 1
+  if int(call.outputs[0]) != want:
+    raise AssertionError(f"open {call.outputs[0]}, want {want}")
+
+
+def _wait(call):
+  rounds, round_ = _open(call)
+  call.demand(round_ != rounds.round, "the end of a round that is open")
+  call.demand(call.number("timeout_secs") > 0, "such a timeout")
+  if int(call.outputs[0]) != rounds.round:
+    raise AssertionError(f"open {call.outputs[0]}, want {rounds.round}")
+
+
+def _rounds(call):
+  if len(call.outputs) != 1:
+    raise AssertionError("AveragingRounds must have one output")
+
+
+_MODELS = {
+    "Apply": _apply,
+    "AssignPacked": _assign_packed,
+    "AveragingAssign": _averaging_assign,
+    "AveragingGather": _gather,
+    "AveragingMean": _mean,
+    "AveragingNext": _next,
+    "AveragingPush": _push,
+    "AveragingRounds": _rounds,
+    "AveragingWait": _wait,
+    "BeginUpdate": _begin,
+    "Bundle": _bundle,
+    "BundleByName": _bundle_by_name,
+    "CatchUp": _lagging("catch up"),
+    "CheckInitialized": _check_initialized,
+    "EmaUpdate": _ema_update,
+    "Exchange": _exchange,
+    "LockSteps": _lock,
+    "Move": _move,
+    "ReadAverages": _lagging("read"),
+    "ReadPacked": _read_packed,
+    "SparseEmaUpdate": _lagging("step"),
+    "StalenessComplete": _complete,
+    "StalenessGate": _gate,
+    "StalenessRecord": _record,
+    "UnlockSteps": _lock,
+}
+
+# The second call finds what the first has made of a state that no model knows.
+ONE_CALL = ("AveragingGather", "AveragingMean", "AveragingNext",
+            "AveragingPush", "AveragingWait")
+
+
+def model_of(op):
+  """The model of an op, or None."""
+  return _MODELS.get(inputs.family(op))
+
+
+def may_refuse(case, before):
+  """Whether an op may refuse what the maker of cases has made for it.
+
+  Args:
+    case: A Case.
+    before: What its variables held before the call.
+
+  Returns:
+    A bool.
+  """
+  family = inputs.family(case.op)
+  if family == "Move":  # The second call finds nothing to move.
+    return any(before[i] is None for i in case.inputs["from"])
+  if family not in ONE_CALL:
+    return False
+  rounds = case.rounds
+  round_ = int(case.inputs["round"][0])
+  if family == "AveragingGather":
+    return round_ != rounds.round or len(rounds.pushed) < rounds.workers
+  if family == "AveragingMean":
+    return round_ != rounds.round or not rounds.pushed
+  if family == "AveragingNext":
+    return not case.attrs["reset"] and round_ < rounds.round
+  if family == "AveragingWait":
+    return round_ == rounds.round
+  return (round_ == rounds.round and len(rounds.pushed) == rounds.workers)
+
+
+def check(case, before, after, outputs, probe, earlier):
+  """Raises AssertionError if a call that succeeded is not what it must be.
+
+  Args:
+    case: A Case.
+    before: What its variables held before the call.
+    after: The same after it.
+    outputs: Of the call.
+    probe: What the world's `probe` said before the call.
+    earlier: The outputs of each earlier call of the case that succeeded.
+
+  Returns:
+    The numbers of elements that were computed and compared, and of those that
+    were not compared.
+  """
+  model = model_of(case.op)
+  if model is None:
+    return 0, 0
+  call = Call(case, before, after, outputs, probe, earlier)
+  if case.mode != "jit" or any(x is None or x.size for x in before):
+    model(call)
+  # Otherwise XLA leaves out the call, and the checks of its numbers with it.
+  call.rest()
+  return call.compared, call.left_out

@@ -1,0 +1,487 @@
+"""wrapopt.keras.ScheduleFree: x in all of Keras that reads it.
+
+both/schedule_free_test.py has trajectories in each mode, swaps and checkpoints.
+"""
+
+import collections
+import functools
+import os
+import re
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_versions
+import numerics
+import schedule_free_model
+import wrapopt.keras as wk
+
+K = keras.optimizers
+
+# For MirroredStrategy: before anything runs.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
+MODES = ("eager", "function", "jit")
+MODE = pytest.mark.parametrize("mode", MODES)
+START = np.linspace(-2, 2, 12).reshape(4, 3)
+
+
+def stepping(opt, variables, mode):
+  """A function of gradients, which takes the optimizer's step."""
+  opt.build(variables)
+  step = lambda *grads: opt.apply(list(grads), variables)
+  return step if mode == "eager" else tf.function(
+      step, jit_compile=mode == "jit")
+
+
+def sgd(**more):
+  return wk.ScheduleFree(K.SGD(0.5), **more)
+
+
+def points(opt, v):
+  return opt.average(v).numpy(), v.numpy(), opt.z(v).numpy()
+
+
+def assert_points(opt, v, model, rtol, atol=0.0):
+  for got, want in zip(points(opt, v), (model.x, model.y, model.z)):
+    np.testing.assert_allclose(got, want, rtol, atol)
+
+
+def test_in_the_head():
+  # z goes 1, 2, 3; x is the mean of it; y is in the middle.
+  w = keras.Variable([0.0])
+  opt = wk.ScheduleFree(K.SGD(1.0), 0.5)
+  seen = []
+  for _ in range(3):
+    opt.apply([tf.constant([-1.0])], [w])
+    seen.append([float(x[0]) for x in points(opt, w)])
+  assert seen == [[1, 1, 1], [1.5, 1.75, 2], [2, 2.5, 3]]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("make", [
+    lambda: K.SGD(0.25), lambda: K.Adamax(0.25, beta_1=0.0)])
+def test_all_shapes(make, dtype):
+  """Empty, scalar, low precision; without a gradient, nothing moves."""
+  variables = [keras.Variable(np.full(shape, 2.0), dtype=dtype, name=name)
+               for name, shape in (("matrix", (3, 2)), ("scalar", ()),
+                                   ("empty", (0, 2)), ("unused", (2,)))]
+  opt = wk.ScheduleFree(make())
+  for _ in range(3):
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+      opt.apply([*(tf.ones(v.shape, dtype) for v in variables[:3]), None],
+                variables)
+  want = schedule_free_model.Model(2.0, schedule_free_model.Inner("SGD"))
+  for _ in range(3):
+    want.step(1.0, 0.25)
+  eps = float(ml_dtypes.finfo(variables[0].value.dtype.as_numpy_dtype).eps)
+  for v in variables[:2] if isinstance(opt.inner_optimizer, K.SGD) else ():
+    assert_points(opt, v, want, 8 * eps)
+  for v in variables[:2]:
+    assert opt.average(v).dtype == v.dtype and v.numpy().max() < 2
+  np.testing.assert_array_equal(points(opt, variables[3]), 2.0)
+
+
+def native_ops(function, *args):
+  graph = function.get_concrete_function(*args).graph.as_graph_def()
+  nodes = [*graph.node,
+           *(n for f in graph.library.function for n in f.node_def)]
+  return collections.Counter(
+      n.op.partition(">")[2] + n.attr["rule"].s.decode()
+      for n in nodes if n.op.startswith("Wrapopt>"))
+
+
+@pytest.mark.parametrize("inner, rule, copies", [
+    ("SGD", "SGD", 1), ("Adam", "Adam", 2), ("AdamW", "Adam", 2),
+    ("RMSprop", "RMSProp", 2), ("Adagrad", "Adagrad", 2)])
+def test_one_op_and_no_copy_more(inner, rule, copies):
+  variables = [keras.Variable(np.zeros(5, np.float32)) for _ in range(3)]
+  opt = wk.ScheduleFree(schedule_free_model.INNER[inner].keras(0.9))
+  step = stepping(opt, variables, "function")
+  args = [tf.zeros(5)] * 3
+  assert native_ops(step, *args) == {
+      "ApplyScheduleFree" + rule: 1, "CheckInitialized": 1}
+  held = [v for v in [*opt.variables, *opt._variables] if v.shape == (5,)]
+  assert len(held) == 3 * copies
+  jit = tf.function(lambda *g: opt.apply(list(g), variables), jit_compile=True)
+  hlo = jit.experimental_get_compiler_ir(*args)("hlo")
+  assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>Apply"}
+
+
+@MODE
+def test_a_sparse_gradient_is_the_dense_one(mode):
+  tables = [keras.Variable(START, dtype="float32") for _ in range(4)]
+  make = lambda: wk.ScheduleFree(K.Adam(0.1, weight_decay=0.1))
+  sparse, dense = make(), make()
+  two = [wk.ScheduleFree(K.Adamax(0.1, beta_1=0.0)) for _ in range(2)]
+  opts = [sparse, dense, *two]
+  steps = [stepping(opt, [v], mode) for opt, v in zip(opts, tables)]
+  for t in range(4):
+    # Row 1 twice.
+    slices = tf.IndexedSlices(tf.fill([3, 3], 0.25 * (t + 1)),
+                              tf.constant([1, 3, 1]), tf.constant([4, 3]))
+    full = tf.constant(np.outer([0, 2, 0, 1], [0.25 * (t + 1)] * 3),
+                       tf.float32)
+    for i, step in enumerate(steps):
+      step(full if i % 2 else slices)
+  for i in (0, 2):
+    for got, want in zip(points(opts[i], tables[i]),
+                         points(opts[i + 1], tables[i + 1])):
+      np.testing.assert_allclose(got, want, rtol=1e-6)
+  # Rows without a gradient move, too: y to z.
+  assert (tables[0].numpy()[0] != START[0]).all()
+
+
+def trained(opt=None, steps=5, dtype="float32"):
+  v = keras.Variable(START, dtype=dtype)
+  opt = opt or sgd()
+  for t in range(steps):
+    opt.apply([tf.cast(tf.sin(v.value) + t, dtype)], [v])
+  return opt, v
+
+
+def test_after_the_end_the_training_goes_on():
+  """x is in the variables then; a step goes on from it."""
+  opt, v = trained()
+  other, w = trained()
+  x, _, z = points(opt, v)
+  opt.finalize_variable_values([v])
+  for got, want in zip(points(opt, v), (x, x, z)):
+    numerics.assert_same_bits(got, want)
+  opt.finalize_variable_values([v])
+  numerics.assert_same_bits(v.numpy(), x)
+  for _ in range(3):
+    opt.apply([tf.ones(v.shape)], [v])
+    other.apply([tf.ones(w.shape)], [w])
+  for got, want in zip(points(opt, v), points(other, w)):
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+  kept, v = trained(sgd(keep_raw_weights=True))
+  y = v.numpy()
+  kept.finalize_variable_values([v])
+  numerics.assert_same_bits(v.numpy(), y)
+
+
+def test_weights_that_are_set_before_the_first_step():
+  v = keras.Variable([1.0])
+  opt = sgd()
+  opt.build([v])
+  v.assign([3.0])
+  np.testing.assert_array_equal(points(opt, v), [[3.0]] * 3)
+  opt.apply([tf.constant([2.0])], [v])
+  np.testing.assert_array_equal(points(opt, v), [[2.0]] * 3)
+
+
+@pytest.mark.parametrize("inner", [
+    lambda: K.SGD(0.5), lambda: K.Adamax(0.5, beta_1=0.0)])
+@MODE
+def test_accumulated_and_skipped_steps(inner, mode):
+  """Only each second call takes a step, and none with an infinity."""
+  v, w = keras.Variable([2.0, 3.0]), keras.Variable([2.0, 3.0])
+  accumulating = inner()
+  accumulating.gradient_accumulation_steps = 2
+  opt = wk.ScheduleFree(K.LossScaleOptimizer(accumulating, 4.0))
+  step, stock = stepping(opt, [v], mode), wk.ScheduleFree(inner())
+  for grads in ((1.0, 3.0), (np.inf,), (2.0, np.nan, 4.0)):
+    for grad in grads:
+      before = [x.numpy() for x in (v, *opt._variables)]
+      step(tf.constant([grad, grad]) * opt.scale_loss(1.0))
+      if not np.isfinite(grad) or grad == grads[0]:
+        for x, want in zip((v, *opt._variables), before):
+          numerics.assert_same_bits(x.numpy(), want)
+    if len(grads) > 1:
+      stock.apply([tf.fill([2], (grads[0] + grads[-1]) / 2)], [w])
+  for got, want in zip(points(opt, v), points(stock, w)):
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+  assert v.numpy()[0] < 1.5
+
+
+@pytest.mark.parametrize("rates, more", [
+    ((0.0, 0.5, np.inf, 0.5), {}), ((0.5, np.nan, 0.5), {"warmup_steps": 2}),
+    ((1e30, 0.5), {"weight_lr_power": 20}), ((-np.inf, 0.5), {}),
+    ((0.5,) * 7, {"r": 400})])
+def test_numbers_that_overflow(rates, more):
+  """Eagerly they neither warn nor fail, and are those of a function."""
+  seen = {}
+  for mode in ("eager", "function"):
+    v, opt = keras.Variable([2.0]), sgd(**more)
+    step = stepping(opt, [v], mode)
+    for rate in rates:
+      opt.learning_rate = rate
+      with np.errstate(all="raise"):
+        step(tf.constant([1.0]))
+    seen[mode] = [*points(opt, v), *[x.numpy() for x in opt._variables]]
+  for eager, function in zip(*seen.values(), strict=True):
+    np.testing.assert_allclose(eager, function, rtol=1e-6)
+  assert np.isnan(seen["eager"][0]) or rates[0] < 0
+
+
+@keras_versions.needs("MultiOptimizer")
+def test_multi_optimizer():
+  names = ("a", "b")
+  parts = lambda: {"a": K.SGD(0.5), "b": K.Adamax(0.25, beta_1=0.0)}
+  both = parts()
+  opt = wk.ScheduleFree(K.MultiOptimizer(K.OptimizerMap(
+      both["b"], {"a": both["a"]})))
+  variables = [keras.Variable(START, dtype="float32", name=n) for n in names]
+  alone = [wk.ScheduleFree(part) for part in parts().values()]
+  others = [keras.Variable(START, dtype="float32", name=n) for n in names]
+  for t in range(3):
+    grads = [tf.fill([4, 3], float(t + 1)), tf.fill([4, 3], -0.5)]
+    opt.apply(grads, variables)
+    for x, g, v in zip(alone, grads, others):
+      x.apply([g], [v])
+  for x, v, w in zip(alone, variables, others):
+    for got, want in zip(points(opt, v), points(x, w)):
+      numerics.assert_same_bits(got, want)
+  opt.finalize_variable_values(variables)
+  for x, v, w in zip(alone, variables, others):
+    np.testing.assert_array_equal(v.numpy(), x.average(w))
+
+
+@functools.cache
+def two_replicas():
+  return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("function", [False, True])
+@pytest.mark.parametrize("make", [
+    lambda: K.SGD(0.5), lambda: K.Adam(0.5, weight_decay=0.1)])
+def test_mirrored(make, function):
+  strategy = two_replicas()
+  schedule = {"warmup_steps": 2, "weight_decay_at_y": 0.125}
+  with strategy.scope():
+    v = keras.Variable(START, dtype="float32")
+    opt = wk.ScheduleFree(make(), **schedule)
+    opt.build([v])
+  run = lambda g: strategy.run(lambda: opt.apply([g / 2], [v]))
+  run = tf.function(run) if function else run
+  w = keras.Variable(START, dtype="float32")
+  alone = wk.ScheduleFree(make(), **schedule)
+  for t in range(4):
+    g = tf.fill([4, 3], float(t) - 1.5)
+    run(g)
+    alone.apply([g], [w])
+  x, y, z = points(alone, w)
+  for held, want in ((v, y), (opt.z(v), z)):
+    for local in strategy.experimental_local_results(held.value):
+      np.testing.assert_allclose(local, want, 1e-5, 2e-5)
+  np.testing.assert_allclose(opt.average(v), x, 1e-5, 2e-5)
+  raw = [np.array(r) for r in strategy.experimental_local_results(v.value)]
+  with opt.averaged_weights():
+    for local in strategy.experimental_local_results(v.value):
+      np.testing.assert_allclose(local, x, 1e-5, 2e-5)
+  for local, want in zip(strategy.experimental_local_results(v.value), raw):
+    numerics.assert_same_bits(np.array(local), want)
+
+
+def test_a_failed_step_changes_nothing():
+  class Failing(K.Adamax):
+
+    def update_step(self, gradient, variable, learning_rate):
+      super().update_step(gradient, variable, learning_rate)
+      if fails:
+        raise ArithmeticError
+
+  fails = False
+  opt, v = trained(wk.ScheduleFree(Failing(0.5, beta_1=0.0)))
+  before = points(opt, v)
+  fails = True
+  with pytest.raises(ArithmeticError):
+    opt.apply([tf.ones(v.shape)], [v])
+  for got, want in zip(points(opt, v), before):
+    numerics.assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("make, error, message", [
+    (lambda: wk.ScheduleFree(K.SGD(1.0, momentum=0.5)), ValueError,
+     "no momentum, which would act twice, got SGD with momentum=0.5 .* Pass "
+     "momentum=0 to SGD"),
+    (lambda: wk.ScheduleFree(K.Adam(beta_1=0.5)), ValueError,
+     "Adam with beta_1=0.5 and a ScheduleFree with momentum=0.9. Pass "
+     "beta_1=0.9 or 0 to Adam"),
+    (lambda: wk.ScheduleFree(K.Nadam(beta_1=0.9)), ValueError,
+     "Nadam with beta_1=0.9 .* Pass beta_1=0 to Nadam"),
+    (lambda: wk.ScheduleFree(K.LossScaleOptimizer(K.Lion())), ValueError,
+     "Lion with beta_1=0.9"),
+    (lambda: wk.ScheduleFree(wk.LazyAdam()), ValueError,
+     "LazyAdam with beta_1=0.9"),
+    (lambda: wk.ScheduleFree(K.SGD(use_ema=True)), ValueError,
+     "that keeps averages itself, got SGD with use_ema=True"),
+    (lambda: wk.ScheduleFree(K.LossScaleOptimizer(K.SGD(use_ema=True))),
+     ValueError, "got SGD with use_ema=True"),
+    (lambda: sgd(momentum=0.0), ValueError,
+     "`momentum` must be finite and greater than 0, and at most 1, got 0.0"),
+    (lambda: sgd(momentum=1.5), ValueError, "at most 1, got 1.5"),
+    (lambda: sgd(momentum="a"), TypeError, "`momentum` must be a number"),
+    (lambda: sgd(warmup_steps=-1), ValueError, "`warmup_steps` must be at"),
+    (lambda: sgd(warmup_steps=1.5), TypeError, "must be an integer, got 1.5"),
+    (lambda: sgd(r=-1), ValueError, "`r` must be finite and at least 0"),
+    (lambda: sgd(weight_lr_power=np.nan), ValueError, "`weight_lr_power` must"),
+    (lambda: sgd(weight_decay_at_y=-0.1), ValueError, "`weight_decay_at_y`"),
+    (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras 3 optimizer"),
+    *((lambda make=make, outer=outer: (
+        wk.ScheduleFree(make(K.SGD())) if outer else make(sgd())), ValueError,
+       "must not be or hold a .*keeps an average of its own")
+      for make in (wk.MovingAverage, wk.SWA, wk.Lookahead)
+      for outer in (False, True)),
+    (lambda: wk.ScheduleFree(sgd()), ValueError, "must not be or hold"),
+])
+def test_refused(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+@keras_versions.needs("ScheduleFreeAdamW")
+def test_refused_with_keras_s_own():
+  with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
+    wk.ScheduleFree(K.ScheduleFreeAdamW())
+
+
+def test_refused_constraints():
+  v = keras.Variable([1.0])
+  v.constraint = keras.constraints.NonNeg()
+  opt = sgd()
+  with pytest.raises(ValueError, match="must have no constraint"):
+    opt.apply([tf.ones(1)], [v])
+  np.testing.assert_array_equal(v.numpy(), [1.0])
+
+
+# Models.
+
+
+@functools.cache
+def data():
+  rng = np.random.default_rng(3)
+  x = rng.normal(size=(64, 6)).astype(np.float32)
+  return x, (x @ rng.normal(size=(6, 1))).astype(np.float32)
+
+
+def model_of(opt, *more):
+  model = keras.Sequential([
+      keras.layers.Input((6,)), keras.layers.Dense(4, activation="tanh"), *more,
+      keras.layers.Dense(1)])
+  rng = np.random.default_rng(4)
+  model.set_weights([rng.normal(size=w.shape) if w.ndim > 1 else w
+                     for w in model.get_weights()])
+  model.compile(opt, "mse")
+  return model
+
+
+def fit(model, epochs=1, **more):
+  return model.fit(*data(), batch_size=16, shuffle=False, epochs=epochs,
+                   verbose=0, **more)
+
+
+def assert_same_weights(got, want, rtol=0.0):
+  for a, b in zip(got, want):
+    np.testing.assert_allclose(a, b, rtol, atol=rtol)
+
+
+def test_fit_evaluates_and_ships_x():
+  model = model_of(wk.ScheduleFree("adam"))
+  seen = []
+
+  class See(keras.callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      seen.append([logs["val_loss"], *self.model.get_weights()])
+
+  fit(model, 3, validation_data=data(),
+      callbacks=[wk.EvaluateWithAverages([See()])])
+  opt = model.optimizer
+  x = [opt.average(v).numpy() for v in model.trainable_variables]
+  assert_same_weights(model.get_weights(), x)
+  # It has evaluated x in each epoch.
+  assert_same_weights(seen[-1][1:], x)
+  np.testing.assert_allclose(seen[-1][0], model.evaluate(*data(), verbose=0),
+                             rtol=1e-6)
+  copied = opt.averaged_model(model)
+  assert_same_weights(copied.get_weights(), x)
+  before = model.get_weights()
+  fit(model)
+  assert any((a != b).any() for a, b in zip(before, model.get_weights()))
+
+
+def test_early_stopping_restores_x():
+  model = model_of(wk.ScheduleFree(K.SGD(4.0)))
+  fit(model, 3, validation_data=data(),
+      callbacks=[wk.EvaluateWithAverages(keras.callbacks.EarlyStopping(
+          patience=10, restore_best_weights=True))])
+  opt = model.optimizer
+  for v in model.trainable_variables:  # The new start of all points.
+    np.testing.assert_array_equal(points(opt, v), [v.numpy()] * 3)
+
+
+def test_recalibrated_batch_norm():
+  model = model_of(wk.ScheduleFree(K.SGD(0.5)),
+                   keras.layers.BatchNormalization())
+  batches = tf.data.Dataset.from_tensor_slices(data()).batch(16)
+  fit(model, 2, callbacks=[wk.EvaluateWithAverages(recalibrate=batches)])
+  norm = model.layers[1]
+  hidden = np.tanh(data()[0] @ model.get_weights()[0] + model.get_weights()[1])
+  np.testing.assert_allclose(norm.moving_mean, hidden.mean(0), rtol=1e-4)
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_keras_files(at_end, tmp_path):
+  """A run that goes on from a file gets the numbers of one that went on."""
+  path = str(tmp_path / "model.keras")
+  schedule = lambda: wk.ScheduleFree("adam", warmup_steps=6, r=1.0,
+                                     keep_raw_weights=not at_end)
+  model, other = model_of(schedule()), model_of(schedule())
+  fit(model)
+  fit(other)
+  model.save(path)
+  loaded = keras.saving.load_model(path)
+  assert loaded.optimizer.get_config() == model.optimizer.get_config()
+  for v, w in zip(model.trainable_variables, loaded.trainable_variables):
+    for got, want in zip(points(loaded.optimizer, w),
+                         points(model.optimizer, v)):
+      numerics.assert_same_bits(got, want)
+  fit(loaded)
+  fit(other)
+  assert_same_weights(loaded.get_weights(), other.get_weights())
+
+
+def test_a_file_of_averages_in_place(tmp_path):
+  """It holds x as the weights; a training goes on from it as from y."""
+  path = str(tmp_path / "model.keras")
+  opt = wk.ScheduleFree("adam", keep_raw_weights=True)
+  model = model_of(opt)
+  fit(model)
+  with opt.averaged_weights():
+    model.save(path)
+  loaded = keras.saving.load_model(path)
+  for v, w in zip(model.trainable_variables, loaded.trainable_variables):
+    x, _, z = points(opt, v)
+    for got, want in zip(points(loaded.optimizer, w), (x, x, z)):
+      numerics.assert_same_bits(got, want)
+
+
+def test_files_without_its_state(tmp_path):
+  """Those of the plain optimizer: all points start at the weights."""
+  path = str(tmp_path / "model.keras")
+  plain = model_of("adam")
+  fit(plain)
+  plain.save_weights(path.replace(".keras", ".weights.h5"))
+  model = model_of(wk.ScheduleFree("adam"))
+  model.optimizer.build(model.trainable_variables)
+  model.load_weights(path.replace(".keras", ".weights.h5"),
+                     skip_mismatch=True)
+  for v, w in zip(model.trainable_variables, plain.trainable_variables):
+    np.testing.assert_array_equal(points(model.optimizer, v), [w.numpy()] * 3)
+
+
+def test_snapshots_hold_x(tmp_path):
+  model = model_of(wk.ScheduleFree(K.SGD(0.1), keep_raw_weights=True))
+  fit(model, callbacks=[wk.Snapshots(str(tmp_path), save_steps=4)])
+  [file] = [f for f in os.listdir(tmp_path) if f.endswith(".weights.h5")]
+  other = model_of("sgd")
+  other.load_weights(str(tmp_path / file))
+  assert_same_weights(other.get_weights(), [
+      model.optimizer.average(v) for v in model.trainable_variables])

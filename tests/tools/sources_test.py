@@ -1,0 +1,85 @@
+"""What holds for the sources as a whole: short lines, known mutants."""
+
+import os
+import re
+import subprocess
+
+import pytest
+
+import mutants
+
+# The folder of the sources, also in Bazel, whose tests get links to them.
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(
+    os.path.realpath(__file__))))
+LONGEST = 80
+
+# {why a line may be longer: (pattern of the file, pattern of the line)}
+EXCEPTIONS = {
+    "a row of a table is one line": (r"\.md$", r"\|"),
+    "pylint reads its comment in the line that it is about": (
+        r"\.py$", r".{0,80}  # pylint: disable=\S+$"),
+    "Bazel's formatter keeps a load in one line": (r"(^|/)BUILD$", r"load\("),
+    "a program writes it": (r"^wrapopt/bench/results/", ""),
+    "a word is not broken": ("", r".*\S{60}"),
+}
+
+
+def is_allowed(file, line):
+  return any(re.search(of_file, file) and re.match(of_line, line)
+             for of_file, of_line in EXCEPTIONS.values())
+
+
+def long_lines():
+  """[(file, number of the line, line)] of all files that git knows."""
+  if not os.path.exists(os.path.join(ROOT, ".git")):
+    pytest.skip("the sources are no checkout of git")
+  files = subprocess.run(
+      ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+      cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+  ).stdout.strip("\0").split("\0")
+  found = []
+  for file in files:
+    path = os.path.join(ROOT, file)
+    if not os.path.exists(path):
+      continue  # It was removed.
+    with open(path, "rb") as f:
+      content = f.read()
+    if b"\0" in content:
+      continue  # Not a text, such as an image.
+    found += [(file, i, line)
+              for i, line in enumerate(content.decode().split("\n"), 1)
+              if len(line) > LONGEST]
+  return found
+
+
+def test_lines_are_short():
+  too_long = [f"{file}:{i}: {line}" for file, i, line in long_lines()
+              if not is_allowed(file, line)]
+  assert not too_long, "\n".join(too_long)
+
+
+@pytest.mark.parametrize("why", EXCEPTIONS)
+def test_exceptions_are_used(why):
+  of_file, of_line = EXCEPTIONS[why]
+  assert any(re.search(of_file, file) and re.match(of_line, line)
+             for file, _, line in long_lines())
+
+
+@pytest.mark.parametrize("file, line, allowed", [
+    ("a.md", "| " + "a " * 60, True),
+    ("a.py", "| " + "a " * 60, False),
+    ("a.py", "x = 1" + 60 * "." + "  # pylint: disable=invalid-name", True),
+    ("a.py", "x = 1" + 90 * " ." + "  # pylint: disable=invalid-name", False),
+    ("a/BUILD", "load(" + 90 * " ", True),
+    ("a/BUILD", "    load(" + 90 * " ", False),
+    ("a.cc", "// https://" + 90 * "a", True),
+    ("a.cc", "// " + 30 * "word ", False)])
+def test_what_is_allowed(file, line, allowed):
+  assert is_allowed(file, line) == allowed
+
+
+@pytest.mark.parametrize("mutant", mutants.MUTANTS, ids=lambda m: m.name)
+def test_a_mutant_changes_a_source(mutant):
+  """Else nobody would know before it is run."""
+  with open(os.path.join(ROOT, mutant.file)) as f:
+    assert mutant.before in f.read()

@@ -1,0 +1,248 @@
+"""The wheel: its tag, its metadata, its contents, and that it works."""
+
+import base64
+import email
+import hashlib
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import zipfile
+
+from auditwheel import wheel_abi
+from elftools.elf import elffile
+from packaging import requirements
+from packaging import utils
+from packaging.version import Version
+import pytest
+import tensorflow as tf
+
+import numerics
+from processes import run_python
+
+# They come with TensorFlow, not with the system and not with wrapopt.
+TENSORFLOW_LIBRARIES = frozenset(
+    {"libtensorflow_cc.so.2", "libtensorflow_framework.so.2"})
+
+LIBRARIES = ["wrapopt/_wrapopt_native.so", "wrapopt/_wrapopt_ops.so",
+             "wrapopt/bench/_stream_limit.so"]
+# What each exports. The loader asks the first before TensorFlow.
+EXPORTS = {
+    "_wrapopt_native.so": {"wrapopt_cpu_isa", "wrapopt_facts", "wrapopt_gpus",
+                           "wrapopt_step"},
+    "_wrapopt_ops.so": set(),
+    "_stream_limit.so": {"wrapopt_stream_pass"},
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(request):
+  return pathlib.Path(request.config.getoption("--wheel")).absolute()
+
+
+@pytest.fixture(scope="module")
+def info(wheel):
+  """The prefix of the wheel's metadata files."""
+  name, version = wheel.name.split("-")[:2]
+  return f"{name}-{version}.dist-info"
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+  """A fresh folder that the wheel is installed in."""
+  path = tmp_path_factory.mktemp("site")
+  subprocess.run([sys.executable, "-m", "pip", "install", "--no-index",
+                  "--no-deps", "--disable-pip-version-check", "-q",
+                  "--target", path, wheel], check=True)
+  return path
+
+
+def interpreters():
+  """{distribution: an interpreter that should have it}."""
+  # The one beside the test's own, or the one that the user names with
+  # --test_env=WRAPOPT_OTHER_PYTHON=...
+  other = os.environ.get("WRAPOPT_OTHER_PYTHON") or os.path.join(
+      os.path.dirname(sys.prefix), ".venv-tensorflow", "bin", "python")
+  return {"the test's own": sys.executable, "the other": other}
+
+
+@pytest.mark.parametrize("which", interpreters())
+def test_installed_files_work(site, capsys, which):
+  python = interpreters()[which]
+  if not os.path.exists(python):
+    pytest.skip(f"there is no {python}, an interpreter with the other one of "
+                "tensorflow and tensorflow-cpu")
+  # tools/wheel runs it too, with other versions of Python.
+  process = run_python("tests/tools/wheel_smoke.py", str(site), python=python,
+                       PYTHONPATH=str(site))
+  assert process.returncode == 0, process.stderr
+  with capsys.disabled():
+    print(f"\nworks with {process.stdout.strip()}")
+  command = run_python("-m", "wrapopt", python=python, PYTHONPATH=str(site))
+  assert command.returncode == 0, command.stderr
+  assert f"library      {site}/wrapopt/_wrapopt_ops.so\n" in command.stdout
+
+
+def test_tag(wheel):
+  """auditwheel allows the tag, hence pip installs it nowhere it cannot run."""
+  found = wheel_abi.analyze_wheel_abi(
+      None, None, wheel, TENSORFLOW_LIBRARIES, disable_isa_ext_check=False,
+      allow_graft=False)
+  (tag,) = utils.parse_wheel_filename(wheel.name)[3]
+  wanted = found.policies.get_policy_by_name(tag.platform)
+  assert tag.platform.startswith("manylinux_2_")
+  assert not found.overall_policy < wanted, (
+      f"the libraries need {found.overall_policy.name}: build on an older "
+      "system, or name that tag in BUILD")
+  # One wheel serves all versions of Python.
+  assert (tag.interpreter, tag.abi) == ("py3", "none")
+
+
+def test_metadata(wheel, info):
+  with zipfile.ZipFile(wheel) as z:
+    metadata = email.message_from_bytes(z.read(f"{info}/METADATA"))
+  assert metadata["Name"] == "wrapopt"
+  assert metadata["Version"] == wheel.name.split("-")[1]
+  assert metadata["Requires-Python"] == ">=3.10"
+  assert metadata["License-Expression"] == "Apache-2.0"
+  assert metadata["License-File"] == "LICENSE"
+  assert "exponential moving average" in metadata["Keywords"].split(",")
+  for version in "3.10", "3.11", "3.12", "3.13":
+    assert f"Programming Language :: Python :: {version}" in (
+        metadata.get_all("Classifier"))
+  assert metadata["Description-Content-Type"] == "text/markdown"
+  with open("README.md", encoding="utf-8") as f:
+    assert metadata.get_payload() == f.read()
+
+  needs = [requirements.Requirement(r)
+           for r in metadata.get_all("Requires-Dist")]
+  # One of the two distributions of TensorFlow is there: which one is the
+  # user's choice, and the other beside it would break both.
+  assert [str(r) for r in needs if r.marker is None] == ["numpy"]
+  extras = {
+      extra: {r.name: str(r.specifier) for r in needs
+              if r.marker and r.marker.evaluate({"extra": extra})}
+      for extra in metadata.get_all("Provides-Extra")}
+  tensorflow = Version(tf.__version__)
+  major, minor = tensorflow.release[:2]
+  least = tensorflow if tensorflow.is_prerelease else f"{major}.{minor}"
+  versions = f"<{major}.{minor + 1},>={least}"
+  assert extras == {
+      "examples": {"matplotlib": "", "scikit-learn": "", "tqdm": ""},
+      "tensorflow": {"tensorflow": versions},
+      "tensorflow-cpu": {"tensorflow-cpu": versions},
+  }
+
+
+def test_holds_wrapopt_and_nothing_else(wheel, info):
+  with zipfile.ZipFile(wheel) as z:
+    names = z.namelist()
+    assert z.testzip() is None
+  assert {n for n in names if n.startswith(info)} == {
+      f"{info}/{n}" for n in ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE",
+                              "top_level.txt"]}
+  with zipfile.ZipFile(wheel) as z, open("LICENSE", "rb") as f:
+    assert z.read(f"{info}/licenses/LICENSE") == f.read()
+  package = [n for n in names if not n.startswith(info)]
+  assert [n for n in package if not n.endswith((".py", "/py.typed"))] == (
+      LIBRARIES)
+  assert "wrapopt/py.typed" in package
+  assert all(n.startswith("wrapopt/") for n in package)
+  assert "wrapopt/__init__.py" in package
+  assert "wrapopt/BUILD" not in package
+
+
+def test_size(wheel):
+  # Nearly all of it are the kernels of the rules, for each instruction set and
+  # GPU, and those that compensate, for each GPU.
+  assert wheel.stat().st_size < 2**20 * (
+      0.3 * len(numerics.WITH_KERNELS) + 0.12 * len(numerics.WITH_GPU_KERNELS))
+
+
+def test_record(wheel, info):
+  with zipfile.ZipFile(wheel) as z:
+    record = [line.split(",") for line in
+              z.read(f"{info}/RECORD").decode().splitlines()]
+    assert [row[0] for row in record] == z.namelist()
+    assert record.pop() == [f"{info}/RECORD", "", ""]
+    for name, digest, size in record:
+      data = z.read(name)
+      expected = base64.urlsafe_b64encode(hashlib.sha256(data).digest())
+      assert digest == "sha256=" + expected.decode().rstrip("=")
+      assert int(size) == len(data)
+
+
+@pytest.fixture(params=LIBRARIES)
+def library(site, request):
+  return site / request.param
+
+
+def test_library_exports_only_its_c_functions(library):
+  with open(library, "rb") as f:
+    elf = elffile.ELFFile(f)
+    exported = {
+        symbol.name
+        for symbol in elf.get_section_by_name(".dynsym").iter_symbols()
+        if symbol["st_shndx"] != "SHN_UNDEF"
+        and symbol["st_info"]["bind"] != "STB_LOCAL"}
+    assert exported == EXPORTS[library.name]
+    assert elf.get_section_by_name(".symtab") is None, "not stripped"
+
+
+def test_library_finds_tensorflow_beside_the_package(library):
+  with open(library, "rb") as f:
+    tags = list(elffile.ELFFile(f).get_section_by_name(".dynamic").iter_tags())
+  needed = {t.needed for t in tags if t.entry.d_tag == "DT_NEEDED"}
+  runpath = [t.runpath for t in tags if t.entry.d_tag == "DT_RUNPATH"]
+  tensorflow = {n for n in needed if "tensorflow" in n}
+  if library.name != "_wrapopt_ops.so":
+    assert not tensorflow and not runpath
+  else:
+    assert tensorflow == TENSORFLOW_LIBRARIES
+    assert runpath == ["$ORIGIN/../tensorflow"]
+
+
+def test_library_names_no_folder_of_the_build_machine(library):
+  folders = "|".join(re.escape(f.name) for f in pathlib.Path("/").iterdir())
+  paths = re.findall(rb"(?<![\w.])/(?:%s)/[ -~]*" % folders.encode(),
+                     library.read_bytes())
+  assert not paths
+
+
+BUILD_WHEEL = ["tools/build_wheel.py", "--package=p", "--version=1",
+               "--tag=py3-none-any", "--summary=s", "--requires_python=>=3",
+               "--license=MIT", "--keywords=k"]
+
+
+def build_wheel(tmp_path, *args):
+  (tmp_path / "README").write_text("text\n")
+  out = tmp_path / "out.whl"
+  process = run_python(*BUILD_WHEEL, f"--out={out}",
+                       f"--readme={tmp_path / 'README'}",
+                       f"--license_file={tmp_path / 'README'}", *args)
+  return process, out.read_bytes() if out.exists() else None
+
+
+def test_order_of_the_inputs_does_not_change_a_byte(tmp_path):
+  args = ["--extra=a=one", "--extra=a=two", "--extra=b=three"]
+  for name in ["a.py", "b.py", "c.so"]:
+    (tmp_path / name).write_text(name)
+    args.append(f"--file=p/{name}={tmp_path / name}")
+  one = build_wheel(tmp_path, *args)[1]
+  for path in tmp_path.iterdir():
+    os.utime(path, (10**9, 10**9))
+    path.chmod(0o600)
+  other = build_wheel(tmp_path, *reversed(args))[1]
+  assert one and one == other
+
+
+@pytest.mark.parametrize("names, error", [
+    (["other/a.py"], "other/a.py must lie in p/"),
+    (["p/a.py", "p/a.py"], "p/a.py was given twice"),
+])
+def test_files_that_a_wheel_must_not_hold(tmp_path, names, error):
+  source = tmp_path / "README"
+  process, out = build_wheel(tmp_path, *[f"--file={n}={source}" for n in names])
+  assert process.returncode != 0 and error in process.stderr
+  assert out is None

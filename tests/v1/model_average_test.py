@@ -1,0 +1,567 @@
+"""ModelAverageOptimizer in one process; between processes, see
+workers/model_average_cluster_test.py."""
+
+import collections
+import concurrent.futures
+import contextlib
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from modes import control_flow
+from training import ops_that_run
+from wrapopt import ops
+from wrapopt._v1 import _centers
+
+tf1 = tf.compat.v1
+
+# Where the parameter server would be.
+SERVER = "/job:localhost/task:0/device:CPU:7"
+
+
+def device(worker):
+  return f"/job:localhost/task:0/device:CPU:{worker}"
+
+
+@pytest.fixture(scope="module")
+def target():
+  """A server whose devices stand for the tasks of a cluster."""
+  server = tf.distribute.Server.create_local_server(
+      config=tf1.ConfigProto(device_count={"CPU": 8},
+                             inter_op_parallelism_threads=8))
+  yield server.target
+
+
+@pytest.fixture(params=[(True, True), (True, False), (False, True),
+                        (False, False)], ids=lambda p: (
+                            f"{'resource' if p[0] else 'ref'}-v"
+                            f"{2 if p[1] else 1}"))
+def kind(request):
+  """Of variables and of control flow."""
+  use_resource, v2 = request.param
+  with control_flow(v2):
+    yield use_resource
+
+
+class Worker:
+  """The graph of one worker."""
+
+  def __init__(self, number=0, use_resource=True, scope=""):
+    self.graph = tf.Graph()
+    self.device = device(number)
+    self.getter = wrapopt.ModelAverageCustomGetter(self.device)
+    self._options = {"use_resource": use_resource}
+    self._scope = scope
+
+  @contextlib.contextmanager
+  def build(self, getter=True):
+    def place(op):
+      if op.device:
+        return op.device
+      return (SERVER if op.type in ("VarHandleOp", "VariableV2")
+              else self.device)
+
+    with self.graph.as_default(), tf1.device(place), tf1.variable_scope(
+        self._scope, custom_getter=self.getter if getter else None,
+        **self._options):
+      yield
+
+  def optimizer(self, num_worker=1, is_chief=True, interval_steps=1, opt=None,
+                **options):
+    return wrapopt.ModelAverageOptimizer(
+        opt or tf1.train.GradientDescentOptimizer(1.0), num_worker, is_chief,
+        self.getter, interval_steps, **options)
+
+  def session(self, target, **options):
+    return tf1.train.MonitoredTrainingSession(target, **options)
+
+
+# What a step does
+
+
+def test_a_round_in_the_head(kind, target):
+  """Gradient -1: two steps of 1, and the mean of one worker is its own."""
+  worker = Worker(use_resource=kind, scope="head")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=[0.0, 10.0])
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    train = opt.apply_gradients([(tf.constant([-1.0, -1.0]), v)], step)
+    center = worker.getter.centers[v]
+    hook = opt.make_session_run_hook()
+    with worker.session(target, hooks=[hook]) as session:
+      assert session.run(train) == False  # pylint: disable=singleton-comparison
+      assert session.run(v).tolist() == [1, 11]
+      assert session.run(center).tolist() == [0, 10]
+      assert session.run(step) == 0
+      assert session.run(train) == True  # pylint: disable=singleton-comparison
+      assert session.run(v).tolist() == [2, 12]
+      assert session.run(center).tolist() == [2, 12]
+      assert session.run(step) == 1
+
+
+def run_workers(workers, target, steps):
+  """Trains all at once; returns the values of their fetches after each step."""
+
+  def train(worker):
+    with worker.graph.as_default(), worker.session(
+        target, hooks=[worker.hook], is_chief=worker.is_chief) as session:
+      log = []
+      for _ in range(steps):
+        session.run(worker.train)
+        log.append(session.run(worker.fetch))
+      return log
+
+  with concurrent.futures.ThreadPoolExecutor() as pool:
+    futures = []
+    for worker in workers:  # The chief first.
+      futures.append(pool.submit(train, worker))
+      if worker.is_chief:
+        wait_until_initialized(worker, target)
+    return [f.result(60) for f in futures]
+
+
+def wait_until_initialized(worker, target):
+  """A worker that finds variables uninitialized looks again after 30 s."""
+  graph = tf.Graph()
+  with graph.as_default(), tf1.device(SERVER):
+    ready = tf.raw_ops.VarIsInitializedOp(resource=tf.raw_ops.VarHandleOp(
+        dtype=tf.int64, shape=[], shared_name=worker.step_name))
+  with tf1.Session(target, graph=graph) as session:
+    while not session.run(ready):
+      pass
+
+
+def make(worker, number, gradients, initial=(0.0, 0.0), **options):
+  worker.is_chief = number == 0
+  with worker.build():
+    variables = [tf1.get_variable(f"v{i}", initializer=x)
+                 for i, x in enumerate(initial)]
+    step = tf1.train.create_global_step()
+    worker.step_name = step.op.name
+    opt = worker.optimizer(is_chief=worker.is_chief, **options)
+    worker.train = opt.apply_gradients(
+        [(None if g is None else tf.constant(g), v)
+         for g, v in zip(gradients, variables)], step)
+    worker.hook = opt.make_session_run_hook()
+    worker.fetch = [v.read_value() for v in variables]
+  return worker
+
+
+def test_a_variable_without_a_gradient_is_not_averaged(target):
+  workers = [make(Worker(i, scope="none"), i, [-1.0 - 2 * i, None],
+                  [0.0, 5.0 + i], num_worker=2) for i in range(2)]
+  logs = run_workers(workers, target, 2)
+  # The hook started both from the center of the chief's 5.
+  assert logs == [[[2, 5], [4, 5]]] * 2
+
+
+def test_random_initial_values_are_the_centers(target):
+  worker = Worker(scope="random")
+  with worker.build():
+    v = tf1.get_variable("v", [1000],
+                         initializer=tf1.random_normal_initializer())
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=9)
+    opt.apply_gradients([(v, v)], step)
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      values = session.run([v, worker.getter.centers[v]])
+  np.testing.assert_array_equal(*values)
+  assert values[0].std() > 0.5
+
+
+def test_a_partitioned_variable(target):
+  """Each slice is a variable with a center."""
+  worker = Worker(scope="partitioned")
+  with worker.build():
+    v = tf1.get_variable("v", [4, 2], initializer=tf1.ones_initializer(),
+                         partitioner=tf1.fixed_size_partitioner(2))
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.minimize(tf.reduce_sum(3 * tf.convert_to_tensor(v)), step)
+    centers = [worker.getter.centers[x] for x in v]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(train)
+      values = session.run([*v, *centers])
+  assert len(values) == 4
+  for value in values:
+    assert value.tolist() == [[-2, -2], [-2, -2]]
+
+
+def test_a_parameter_server_that_has_seen_later_rounds(target):
+  """As one that went on running when the one that leads was restarted."""
+  worker, other = Worker(), device(6)
+  servers = iter([SERVER, other, SERVER])
+
+  def place(op):
+    if op.device or op.type != "VarHandleOp":
+      return op.device or worker.device
+    return next(servers)
+
+  with worker.graph.as_default(), tf1.device(place), tf1.variable_scope(
+      "later", use_resource=True):
+    with tf1.variable_scope("", custom_getter=worker.getter):
+      variables = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v) for v in variables],
+                                step)
+    centers = [worker.getter.centers[v] for v in variables]
+    assert [c.device for c in centers] == [SERVER, other]
+    ahead = ops.averaging_next(opt._member._handle(opt._rounds[0], other), 41)
+    hook = opt.make_session_run_hook()
+    with tf1.Session(target, graph=worker.graph) as session:
+      assert session.run(ahead) == 42
+    with worker.session(target, hooks=[hook]) as session:
+      for n in 1, 2:
+        session.run(train)
+        assert session.run([centers, step]) == [[n, n], n]
+
+
+def test_a_step_that_failed_does_not_count(target):
+  worker = Worker(scope="failed")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    divisor = tf1.placeholder(tf.int32, [])
+    train = opt.apply_gradients([(-tf.cast(1 // divisor, tf.float32), v)], step)
+    with tf1.Session(target) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      for n in range(1, 7):
+        for _ in range(3):
+          with pytest.raises(tf.errors.InvalidArgumentError, match="ivi"):
+            session.run(train, {divisor: 0})
+        assert session.run(train, {divisor: 1}) == (n % 2 == 0)
+        assert session.run([v, step]) == [n, n // 2]
+
+
+def test_two_steps_of_a_worker_at_once_are_refused(target):
+  """Both would be the same step of a round, and the round would be missed."""
+  worker = Worker(scope="at_once")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait(is_slow):
+      if is_slow:
+        begun.set()
+        assert go_on.wait(60)
+      return np.float32(-1)
+
+    is_slow = tf1.placeholder_with_default(False, [])
+    gradient = tf.numpy_function(wait, [is_slow], tf.float32)
+    gradient.set_shape([])
+    train = opt.apply_gradients([(gradient, v)], step)
+    local_step = opt._rounds[0].local_step
+    with tf1.Session(target) as session, (
+        concurrent.futures.ThreadPoolExecutor()) as pool:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      slow = pool.submit(session.run, train, {is_slow: True})
+      assert begun.wait(60)
+      # The step has begun; most likely it has read the count, too.
+      time.sleep(0.5)
+      assert not session.run(train)
+      go_on.set()
+      with pytest.raises(tf.errors.InvalidArgumentError,
+                         match="(?s)one step at a time.*"
+                         "Expected and got.*1.*2"):
+        slow.result(60)
+      assert session.run([local_step, step]) == [2, 0]
+
+
+def test_without_the_hook(target):
+  """As in 1.15: rounds work, whatever the workers started from."""
+  worker = Worker(scope="no_hook")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=1.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+    init = opt.get_init_op()
+    with tf1.Session(target) as session:
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      session.run(train)
+      assert session.run([v, worker.getter.centers[v], step]) == [2, 2, 1]
+      session.run(v.assign(7.0))
+      session.run(init)
+      assert session.run(v) == 2
+      session.run(train)
+      assert session.run([v, worker.getter.centers[v], step]) == [3, 3, 2]
+
+
+def test_a_second_apply_gradients(target):
+  """Its rounds and steps are its own."""
+  worker = Worker(scope="second")
+  with worker.build():
+    v, w = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2)
+    trains = [opt.apply_gradients([(tf.constant(-1.0), x)], step)
+              for x in (v, w)]
+    centers = [worker.getter.centers[x] for x in (v, w)]
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      session.run(trains[0])
+      session.run(trains[1])
+      assert session.run(centers) == [0, 0]
+      session.run(trains[0])
+      assert session.run(centers) == [2, 0]
+      session.run(trains[1])
+      assert session.run(centers) == [2, 2]
+      assert session.run(step) == 2
+
+
+# Its variables, and what they are
+
+
+def test_local_variables():
+  worker = Worker(3)
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(opt=tf1.train.AdamOptimizer())
+    opt.apply_gradients([(tf.constant(1.0), v)], step)
+    other = worker.optimizer()
+  with worker.graph.as_default():
+    local = {v.op.name: v for v in tf1.local_variables()}
+    assert sorted(local) == [
+        "beta1_power", "beta2_power", "local_round", "local_round_1",
+        "local_step", "local_step_1", "v", "v/Adam", "v/Adam_1"]
+    assert {v.device for v in local.values()} == {worker.device}
+    assert local["local_step"].dtype.base_dtype == tf.int32
+    assert not local["local_step"].trainable
+    assert {v.op.name: v.device for v in tf1.global_variables()} == {
+        "global_center_variable/v": SERVER, "global_step": SERVER}
+    # What a checkpoint holds.
+    assert sorted(v.op.name for v in tf1.train.Saver()._var_list) == [
+        "global_center_variable/v", "global_step"]
+  assert opt.get_slot_names() == ["m", "v"]
+  assert opt.get_slot(v, "m") is local["v/Adam"]
+  with worker.graph.as_default():
+    assert {v.op.name for v in opt.variables()} == {
+        "beta1_power", "beta2_power", "v/Adam", "v/Adam_1"}
+    assert other.variables() == []
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_local_step_is_on_the_worker(scoped):
+  """Wherever the constructor runs: in 1.15 all workers could share one."""
+  worker = Worker(2, scope="model")
+  with worker.build():
+    tf1.get_variable("v", initializer=0.0)
+    if scoped:
+      worker.optimizer()
+  if not scoped:
+    with worker.graph.as_default(), tf1.device(SERVER):
+      worker.optimizer()
+  with worker.graph.as_default():
+    [local_step] = [v for v in tf1.local_variables() if "step" in v.name]
+  assert local_step.device == worker.device
+  assert local_step.op.name == ("model/local_step" if scoped else "local_step")
+
+
+def test_the_train_op():
+  worker = Worker()
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    train = worker.optimizer().minimize(tf.square(v), step, name="train")
+    assert tf1.get_collection(tf1.GraphKeys.TRAIN_OP) == [train.op]
+  assert train.op.name.endswith("train")
+  assert train.dtype == tf.bool and train.shape == []
+
+
+@pytest.mark.parametrize("variables, most_bytes, vectors", [
+    (2, 4 << 20, 1), (40, 4 << 20, 1), (40, 8, 40)])
+def test_values_cross_together(variables, most_bytes, vectors, kind,
+                               monkeypatch):
+  """The number of transfers does not depend on the number of variables."""
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
+  worker = Worker(use_resource=kind)
+  with worker.build():
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([2]))
+          for i in range(variables)]
+    step = tf1.train.create_global_step()
+    train = worker.optimizer().apply_gradients(
+        [(tf.ones([2]), v) for v in vs], step)
+  nodes = collections.defaultdict(list)
+  for node in ops_that_run(worker.graph, train)[1]:
+    nodes[node.op].append(node)
+  # The edges of the graph, of which each costs a call in every step.
+  edges = collections.Counter(
+      (tf.DType(n.attr["tensor_type"].type), n.device[-len("CPU:0"):])
+      for n in nodes["_Recv"] + nodes["_HostRecv"])
+  assert edges == {(dtype, at): count for at in ("CPU:0", "CPU:7")
+                   for dtype, count in ((tf.int64, 1), (tf.float32, vectors))}
+  for op in "Push", "Gather", "Next":
+    [node] = nodes[f"Wrapopt>Averaging{op}"]
+    assert node.device.endswith("/device:CPU:7")
+  means = nodes["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
+  assert len(means) == vectors
+  assert all(mean.device.endswith("/device:CPU:7") for mean in means)
+  assert sum(mean.attr["N"].i for mean in means) == variables
+
+
+def nodes_that_run(variables, kind, interval):
+  """{op: how many of them run} in the second step, one of gradient descent."""
+  worker = Worker(use_resource=kind)
+  with worker.build():
+    # Of shapes that have no constant in common.
+    vs = [tf1.get_variable(f"v{i}", initializer=tf.zeros([i + 2, 1]))
+          for i in range(variables)]
+    step = tf1.train.create_global_step()
+    train = worker.optimizer(interval_steps=interval).apply_gradients(
+        [(tf.ones(v.shape), v) for v in vs], step)
+  return ops_that_run(worker.graph, train, runs=2)[0]
+
+
+@pytest.mark.parametrize("most_bytes", [8, 16, 4 << 20])
+def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
+  """It runs nothing of a round, and no node for each variable or vector.
+
+  But for the variables themselves, which are sources of the graph, gradients,
+  and the inner optimizer's.
+  """
+  monkeypatch.setattr(_centers, "_MOST_BYTES", most_bytes)
+  few, many = (nodes_that_run(n, kind, interval=9) for n in (20, 40))
+  variable = "VarHandleOp" if kind else "VariableV2"
+  assert many - few == {
+      variable: 2 * 20, "Const": 20, "ResourceApplyGradientDescent" if kind else
+      "ApplyGradientDescent": 20}
+  assert not few - many
+  assert not [op for op in many if op.startswith("Wrapopt>")]
+  a_round = nodes_that_run(2, kind, interval=1)
+  assert a_round["Wrapopt>AveragingPush"] == 1
+
+
+# Errors
+
+
+def test_opt_and_getter_are_checked():
+  worker = Worker()
+  with worker.build():
+    with pytest.raises(TypeError, match="`opt` must be a tf.compat.v1.train"):
+      worker.optimizer(opt=keras.optimizers.SGD())
+    with pytest.raises(TypeError, match=(
+        r"`ma_custom_getter` must be the ModelAverageCustomGetter .* got "
+        r"NoneType\.")):
+      wrapopt.ModelAverageOptimizer(
+          tf1.train.GradientDescentOptimizer(1.0), 1, True, None)
+
+
+@pytest.mark.parametrize("error, match, options", [
+    (ValueError, "`num_worker` must be at least 1, got 0", {"num_worker": 0}),
+    (TypeError, "`num_worker` must be an integer, got 1.5",
+     {"num_worker": 1.5}),
+    (TypeError, "`num_worker` must be an integer, got True",
+     {"num_worker": True}),
+    (ValueError, "`interval_steps` must be at least 1, got 0",
+     {"interval_steps": 0}),
+    (TypeError, "`interval_steps` must be a scalar integer, got a tensor of "
+     r"dtype float32 and shape \(\)", {"interval_steps": lambda: tf.ones([])}),
+    (TypeError, "`interval_steps` must be a scalar integer, got a tensor of "
+     r"dtype int32 and shape \(1,\)",
+     {"interval_steps": lambda: tf.ones([1], tf.int32)}),
+    (ValueError, "`min_workers` must be at most 2, the number of workers, got "
+     "3", {"num_worker": 2, "min_workers": 3}),
+    (ValueError, "`min_workers` must be at least 1, got 0",
+     {"min_workers": 0}),
+    (ValueError, "`round_timeout_secs` must be more than 0, got 0",
+     {"round_timeout_secs": 0}),
+    (ValueError, "`chief_timeout_secs` must be more than 0, got nan",
+     {"chief_timeout_secs": float("nan")}),
+    (TypeError, "`round_timeout_secs` must be a number of seconds, got '1'",
+     {"round_timeout_secs": "1"}),
+    (ValueError, "`worker` must be a name, got ''", {"worker": ""}),
+    (TypeError, "`is_chief` must be True or False, got 'no'",
+     {"is_chief": "no"}),
+])
+def test_arguments_are_checked(error, match, options):
+  worker = Worker()
+  with worker.build(), pytest.raises(error, match=match):
+    worker.optimizer(**{name: x() if callable(x) else x
+                        for name, x in options.items()})
+
+
+def test_a_worker_without_a_device_needs_a_name():
+  with tf.Graph().as_default():
+    getter = wrapopt.ModelAverageCustomGetter("")
+    arguments = (tf1.train.GradientDescentOptimizer(1.0), 2, True, getter)
+    with pytest.raises(ValueError, match="`worker` must be a name if"):
+      wrapopt.ModelAverageOptimizer(*arguments)
+    wrapopt.ModelAverageOptimizer(*arguments, worker="me")
+
+
+def test_apply_gradients_is_checked():
+  worker = Worker()
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    g = tf.constant(1.0)
+    before = len(worker.graph.get_operations())
+    with pytest.raises(ValueError, match="Must supply at least one variable"):
+      opt.apply_gradients([], step)
+    with pytest.raises(ValueError, match="Global step is required"):
+      opt.apply_gradients([(g, v)])
+    with pytest.raises(TypeError, match="`global_step` must be a variable"):
+      opt.apply_gradients([(g, v)], 3)
+    with pytest.raises(ValueError, match="No gradients provided"):
+      opt.apply_gradients([(None, v)], step)
+    with pytest.raises(ValueError, match="Global step is required"):
+      opt.minimize(g * v)
+    assert len([op for op in worker.graph.get_operations()[before:]
+                if op.type.startswith(("Wrapopt", "ResourceApply"))]) == 0
+    opt.apply_gradients(zip([g], [v]), step)
+  with worker.build(getter=False):
+    w = tf1.get_variable("w", initializer=0.0)
+    with pytest.raises(ValueError, match="'w:0' must have a center, got a"):
+      opt.apply_gradients([(g, w)], step)
+
+
+def test_get_init_op_needs_variables():
+  worker = Worker()
+  with worker.build():
+    opt = worker.optimizer()
+    with pytest.raises(ValueError, match=(
+        "The list of local_variables should not be empty")):
+      opt.get_init_op()
+    # One that the getter did not make does not matter.
+  with worker.build(getter=False):
+    tf1.get_variable("w", initializer=0.0)
+  with worker.build():
+    tf1.get_variable("v", initializer=0.0)
+    assert opt.get_init_op().type == "NoOp"
+
+
+def test_get_init_op_initializes(target):
+  worker = Worker(scope="init")
+  with worker.build():
+    mine = [tf1.get_variable(name, initializer=[1.0, 2.0]) for name in "ab"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    opt.apply_gradients([(tf.constant([1.0, 1.0]), v) for v in mine], step)
+    init = opt.get_init_op()
+    others = [v for v in (*tf1.global_variables(), *tf1.local_variables())
+              if all(v is not w for w in mine)]
+    with tf1.Session(target) as session:
+      session.run(tf1.variables_initializer(others))
+      session.run(init)
+      assert [x.tolist() for x in session.run(mine)] == [[1.0, 2.0]] * 2
+
+
+def test_eager_mode_is_refused():
+  getter = wrapopt.ModelAverageCustomGetter("/cpu:0")
+  with pytest.raises(RuntimeError, match="in a tf.Graph, got eager mode"):
+    wrapopt.ModelAverageOptimizer(
+        tf1.train.GradientDescentOptimizer(1.0), 1, True, getter)
