@@ -15,8 +15,8 @@
 //
 // Names of TensorFlow's and Keras's arguments keep to one spelling, as in the
 // lines below: `weight_decay`, `beta1_power`. A rule of Keras's optimizers has
-// `weight_decay`. Its name ends in W if TensorFlow's optimizer of that name
-// computes other numbers.
+// `weight_decay`. Its name begins with Keras if TensorFlow's optimizer of that
+// name computes other numbers.
 //
 // The last argument is the step with a sparse gradient:
 //
@@ -37,29 +37,28 @@
 
 #include "cc/rules/adadelta.h"
 #include "cc/rules/adagrad.h"
-#include "cc/rules/adagrad_w.h"
 #include "cc/rules/adam.h"
 #include "cc/rules/adam_with_amsgrad.h"
 #include "cc/rules/centered_rms_prop.h"
-#include "cc/rules/centered_rms_prop_w.h"
 #include "cc/rules/compensation.h"
 #include "cc/rules/ema.h"
 #include "cc/rules/ftrl.h"
 #include "cc/rules/gradient_descent.h"
+#include "cc/rules/keras_adagrad.h"
+#include "cc/rules/keras_centered_rms_prop.h"
+#include "cc/rules/keras_momentum.h"
+#include "cc/rules/keras_rms_prop.h"
+#include "cc/rules/keras_sgd.h"
 #include "cc/rules/lion.h"
 #include "cc/rules/momentum.h"
-#include "cc/rules/momentum_w.h"
 #include "cc/rules/rms_prop.h"
-#include "cc/rules/rms_prop_w.h"
 #include "cc/rules/schedule_free.h"
-#include "cc/rules/sgdw.h"
 #include "cc/rules/weighted_sum.h"
 
 //  X(rule, states, inputs, scalars, sparse)
 #define WRAPOPT_UPDATES(X)                                                   \
   X(Adadelta, "var accum accum_update", "grad", "lr rho epsilon", kRows)     \
   X(Adagrad, "var accum", "grad", "lr", kRows)                               \
-  X(AdagradW, "var accum", "grad", "lr epsilon weight_decay", kRows)         \
   X(Adam, "var m v", "grad",                                                 \
     "lr beta1 beta2 epsilon weight_decay use_nesterov? beta1_power "         \
     "beta2_power",                                                           \
@@ -70,17 +69,18 @@
     kAll)                                                                    \
   X(CenteredRMSProp, "var mg rms mom", "grad", "lr rho momentum epsilon",    \
     kRows)                                                                   \
-  X(CenteredRMSPropW, "var mg rms", "grad", "lr rho epsilon weight_decay",   \
-    kAll)                                                                    \
   X(Ftrl, "var accum linear", "grad", "lr l1 l2 l2_shrinkage", kRows)        \
   X(GradientDescent, "var", "grad", "lr", kRows)                             \
+  X(KerasAdagrad, "var accum", "grad", "lr epsilon weight_decay", kRows)     \
+  X(KerasCenteredRMSProp, "var mg rms", "grad", "lr rho epsilon weight_decay",\
+    kAll)                                                                    \
+  X(KerasMomentum, "var velocity", "grad",                                   \
+    "lr momentum weight_decay use_nesterov?", kAll)                          \
+  X(KerasRMSProp, "var rms", "grad", "lr rho epsilon weight_decay", kAll)    \
+  X(KerasSGD, "var", "grad", "lr weight_decay", kRows)                       \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
-  X(MomentumW, "var velocity", "grad",                                       \
-    "lr momentum weight_decay use_nesterov?", kAll)                          \
   X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
-  X(RMSPropW, "var rms", "grad", "lr rho epsilon weight_decay", kAll)        \
-  X(SGDW, "var", "grad", "lr weight_decay", kRows)                           \
   X(ScheduleFreeAdagrad, "var z accum", "grad",                              \
     "lr epsilon weight_decay weight_decay_at_y pull push", kAll)             \
   X(ScheduleFreeAdam, "var z v", "grad",                                     \

@@ -21,12 +21,12 @@
 #ifndef WRAPOPT_CC_RULES_SCHEDULE_FREE_H_
 #define WRAPOPT_CC_RULES_SCHEDULE_FREE_H_
 
-#include "cc/rules/adagrad_w.h"
 #include "cc/rules/adam.h"
+#include "cc/rules/keras_adagrad.h"
+#include "cc/rules/keras_rms_prop.h"
+#include "cc/rules/keras_sgd.h"
 #include "cc/rules/maths.h"
-#include "cc/rules/rms_prop_w.h"
 #include "cc/rules/rule.h"
-#include "cc/rules/sgdw.h"
 
 namespace wrapopt {
 
@@ -54,7 +54,7 @@ struct ScheduleFreeSGD {
                                 const V& weight_decay_at_y, const V& pull,
                                 const V& push) {
     V stepped = ScheduleFree::Start(var, z, lr, weight_decay_at_y);
-    SGDW::Step(stepped, grad, lr, weight_decay);
+    KerasSGD::Step(stepped, grad, lr, weight_decay);
     ScheduleFree::Move(var, z, stepped, pull, push);
   }
 };
@@ -85,7 +85,7 @@ struct ScheduleFreeRMSProp {
                                 const V& weight_decay_at_y, const V& pull,
                                 const V& push) {
     V stepped = ScheduleFree::Start(var, z, lr, weight_decay_at_y);
-    RMSPropW::Step(stepped, rms, grad, lr, rho, epsilon, weight_decay);
+    KerasRMSProp::Step(stepped, rms, grad, lr, rho, epsilon, weight_decay);
     ScheduleFree::Move(var, z, stepped, pull, push);
   }
 };
@@ -98,7 +98,7 @@ struct ScheduleFreeAdagrad {
                                 const V& weight_decay_at_y, const V& pull,
                                 const V& push) {
     V stepped = ScheduleFree::Start(var, z, lr, weight_decay_at_y);
-    AdagradW::Step(stepped, accum, grad, lr, epsilon, weight_decay);
+    KerasAdagrad::Step(stepped, accum, grad, lr, epsilon, weight_decay);
     ScheduleFree::Move(var, z, stepped, pull, push);
   }
 };

@@ -13,16 +13,16 @@ import wrapopt.keras
 
 # By the name of their rule.
 INNER = {
-    "SGDW": lambda: keras.optimizers.SGD(0.5, weight_decay=0.25),
-    "MomentumW": lambda: keras.optimizers.SGD(0.5, momentum=0.75,
-                                              nesterov=True),
+    "KerasSGD": lambda: keras.optimizers.SGD(0.5, weight_decay=0.25),
+    "KerasMomentum": lambda: keras.optimizers.SGD(0.5, momentum=0.75,
+                                                  nesterov=True),
     "Adam": lambda: keras.optimizers.Adam(0.5),
     "Lion": lambda: keras.optimizers.Lion(0.5),
 }
 # Those of them that leave rows alone which a sparse gradient lacks.
 LAZY = {
     "LazyAdam": lambda: wrapopt.keras.LazyAdam(0.5),
-    "SGDW": lambda: keras.optimizers.SGD(0.5),
+    "KerasSGD": lambda: keras.optimizers.SGD(0.5),
 }
 STEPS = 2
 

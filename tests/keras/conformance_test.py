@@ -479,11 +479,11 @@ def test_one_op_for_the_whole_model(inner, wrapper):
 
 
 @pytest.mark.parametrize("inner, op", [
-    ("SGD", "ApplySGDW"), ("SGD momentum", "ApplyMomentumW"),
+    ("SGD", "ApplyKerasSGD"), ("SGD momentum", "ApplyKerasMomentum"),
     ("Adam", "ApplyAdam"), ("AdamW", "ApplyAdam"),
-    ("Adam AMSGrad", "ApplyAdamWithAmsgrad"), ("Adagrad", "ApplyAdagradW"),
-    ("RMSprop", "ApplyRMSPropW"),
-    ("RMSprop centered", "ApplyCenteredRMSPropW"),
+    ("Adam AMSGrad", "ApplyAdamWithAmsgrad"), ("Adagrad", "ApplyKerasAdagrad"),
+    ("RMSprop", "ApplyKerasRMSProp"),
+    ("RMSprop centered", "ApplyKerasCenteredRMSProp"),
     ("RMSprop momentum", "ApplyRMSProp"), ("Lion", "ApplyLion")])
 def test_the_op_is_in_what_xla_compiles(inner, op):
   names = ["kernel", "scalar"]

@@ -15,7 +15,7 @@ _optimizers = keras.optimizers
 # Most scalars become float32 in Keras, before they become float64: they are
 # binary fractions.
 CASES = {
-    "AdagradW": (_optimizers.Adagrad, {"accum": "_accumulators"},
+    "KerasAdagrad": (_optimizers.Adagrad, {"accum": "_accumulators"},
                  {"epsilon": 0.25}),
     "Adam": (_optimizers.Adam, {"m": "_momentums", "v": "_velocities"},
              {"beta1": 0.75, "beta2": 0.5, "epsilon": 0.25}),
@@ -23,24 +23,24 @@ CASES = {
         _optimizers.Adam,
         {"m": "_momentums", "v": "_velocities", "vhat": "_velocity_hats"},
         {"amsgrad": True, "beta1": 0.75, "beta2": 0.5, "epsilon": 0.25}),
-    "CenteredRMSPropW": (
+    "KerasCenteredRMSProp": (
         _optimizers.RMSprop, {"mg": "_average_gradients", "rms": "_velocities"},
         {"centered": True, "rho": 0.75, "epsilon": 0.25}),
     "Lion": (_optimizers.Lion, {"m": "_momentums"},
              {"beta1": 0.75, "beta2": 0.5}),
-    "MomentumW": (_optimizers.SGD, {"velocity": "momentums"},
+    "KerasMomentum": (_optimizers.SGD, {"velocity": "momentums"},
                   {"momentum": 0.75}),
-    "MomentumW, Nesterov": (
+    "KerasMomentum, Nesterov": (
         _optimizers.SGD, {"velocity": "momentums"},
         {"momentum": 0.75, "nesterov": True}),
-    "RMSPropW": (_optimizers.RMSprop, {"rms": "_velocities"},
+    "KerasRMSProp": (_optimizers.RMSprop, {"rms": "_velocities"},
                  {"rho": 0.75, "epsilon": 0.25}),
-    "SGDW": (_optimizers.SGD, {}, {}),
+    "KerasSGD": (_optimizers.SGD, {}, {}),
 }
 LR = 0.125
 
 # Steps of sparse gradients decay the rows that these hold; Keras's, all rows.
-DECAY_ROWS = ("AdagradW", "SGDW")
+DECAY_ROWS = ("KerasAdagrad", "KerasSGD")
 
 # Rows that gradients hold. Keras sums those of one row after it has squared
 # them, so that a row counts for less in Adagrad, RMSprop and Adam than it does

@@ -154,13 +154,13 @@ def _decayed(new, w, lr, decay):
   return [(value - lr * decay * w, size), *others]
 
 
-def sgdw(states, inputs, scalars):
+def keras_sgd(states, inputs, scalars):
   """w' = (1 - lr wd) w - lr g."""
   lr, decay = scalars
   return _decayed(gradient_descent(states, inputs, [lr]), *states, lr, decay)
 
 
-def momentum_w(states, inputs, scalars):
+def keras_momentum(states, inputs, scalars):
   """v' = m v - lr g; w' = (1 - lr wd) w + v', or + m v' - lr g."""
   (w, v), (g,), (lr, m, decay, nesterov) = states, inputs, scalars
   new, size = m * v - lr * g, np.abs(m * v) + np.abs(lr * g)
@@ -170,7 +170,7 @@ def momentum_w(states, inputs, scalars):
                   w, lr, decay)
 
 
-def adagrad_w(states, inputs, scalars):
+def keras_adagrad(states, inputs, scalars):
   """a' = a + g^2; w' = (1 - lr wd) w - lr g / sqrt(a' + e)."""
   (w, a), (g,), (lr, e, decay) = states, inputs, scalars
   new = a + g * g
@@ -179,14 +179,14 @@ def adagrad_w(states, inputs, scalars):
                   w, lr, decay)
 
 
-def rms_prop_w(states, inputs, scalars):
+def keras_rms_prop(states, inputs, scalars):
   """As rms_prop without momentum; w' is less by lr wd w."""
   lr, rho, e, decay = scalars
   *new, _ = rms_prop([*states, 0], inputs, [lr, rho, 0, e])
   return _decayed(new, states[0], lr, decay)
 
 
-def centered_rms_prop_w(states, inputs, scalars):
+def keras_centered_rms_prop(states, inputs, scalars):
   """As centered_rms_prop without momentum; w' is less by lr wd w."""
   lr, rho, e, decay = scalars
   *new, _ = centered_rms_prop([*states, 0], inputs, [lr, rho, 0, e])
@@ -206,8 +206,8 @@ def _schedule_free(around, states, inputs, scalars):
 
 
 def schedule_free_sgd(states, inputs, scalars):
-  """Schedule-Free learning around sgdw."""
-  return _schedule_free(sgdw, states, inputs, scalars)
+  """Schedule-Free learning around keras_sgd."""
+  return _schedule_free(keras_sgd, states, inputs, scalars)
 
 
 def schedule_free_adam(states, inputs, scalars):
@@ -222,13 +222,13 @@ def schedule_free_adam(states, inputs, scalars):
 
 
 def schedule_free_rms_prop(states, inputs, scalars):
-  """The same around rms_prop_w."""
-  return _schedule_free(rms_prop_w, states, inputs, scalars)
+  """The same around keras_rms_prop."""
+  return _schedule_free(keras_rms_prop, states, inputs, scalars)
 
 
 def schedule_free_adagrad(states, inputs, scalars):
-  """The same around adagrad_w."""
-  return _schedule_free(adagrad_w, states, inputs, scalars)
+  """The same around keras_adagrad."""
+  return _schedule_free(keras_adagrad, states, inputs, scalars)
 
 
 def constant_delay_compensation(states, inputs, scalars):
@@ -275,11 +275,11 @@ def weighted_sum(states, inputs, scalars):
 RULES = {
     "Adadelta": (adadelta, 12),
     "Adagrad": (adagrad, 8),
-    "AdagradW": (adagrad_w, 12),
+    "KerasAdagrad": (keras_adagrad, 12),
     "Adam": (adam, 16),
     "AdamWithAmsgrad": (adam_with_amsgrad, 16),
     "CenteredRMSProp": (centered_rms_prop, 16),
-    "CenteredRMSPropW": (centered_rms_prop_w, 16),
+    "KerasCenteredRMSProp": (keras_centered_rms_prop, 16),
     "ConstantDelayCompensation": (constant_delay_compensation, 8),
     "DelayCompensation": (delay_compensation, 16),
     # Rounded: the rate where it becomes float32, difference, product, sum.
@@ -290,10 +290,10 @@ RULES = {
     "LazyAdam": (adam, 16),
     "Lion": (lion, 8),
     "Momentum": (momentum, 8),
-    "MomentumW": (momentum_w, 8),
+    "KerasMomentum": (keras_momentum, 8),
     "RMSProp": (rms_prop, 12),
-    "RMSPropW": (rms_prop_w, 12),
-    "SGDW": (sgdw, 8),
+    "KerasRMSProp": (keras_rms_prop, 12),
+    "KerasSGD": (keras_sgd, 8),
     "ScheduleFreeAdagrad": (schedule_free_adagrad, 16),
     "ScheduleFreeAdam": (schedule_free_adam, 20),
     "ScheduleFreeRMSProp": (schedule_free_rms_prop, 16),
@@ -307,18 +307,18 @@ RULES = {
 NOT_NEGATIVE = {
     "Adadelta": ("accum", "accum_update"),
     "Adagrad": ("accum",),
-    "AdagradW": ("accum",),
+    "KerasAdagrad": ("accum",),
     "Adam": ("v",),
     "AdamWithAmsgrad": ("v", "vhat"),
     "LazyAdam": ("v",),
     # A variance above zero needs more than that: no mean is far from zero.
     "CenteredRMSProp": ("rms",),
-    "CenteredRMSPropW": ("rms",),
+    "KerasCenteredRMSProp": ("rms",),
     "DelayCompensation": ("mean_square",),
     "Ftrl": ("accum",),
     "GapAware": ("step_size",),
     "RMSProp": ("rms",),
-    "RMSPropW": ("rms",),
+    "KerasRMSProp": ("rms",),
     "ScheduleFreeAdagrad": ("accum",),
     "ScheduleFreeAdam": ("v",),
     "ScheduleFreeRMSProp": ("rms",),

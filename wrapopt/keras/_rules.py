@@ -35,8 +35,8 @@ class _Rule(typing.NamedTuple):
 
 def _sgd(opt):
   if opt.momentum == 0:
-    return _Rule("SGDW", {}, {})
-  return _Rule("MomentumW", {"velocity": opt.momentums},
+    return _Rule("KerasSGD", {}, {})
+  return _Rule("KerasMomentum", {"velocity": opt.momentums},
                {"momentum": opt.momentum, "use_nesterov": bool(opt.nesterov)})
 
 
@@ -55,20 +55,20 @@ def adam(opt):
 
 
 def _adagrad(opt):
-  return _Rule("AdagradW", {"accum": opt._accumulators},
+  return _Rule("KerasAdagrad", {"accum": opt._accumulators},
                {"epsilon": opt.epsilon}, squares=True)
 
 
 def _rms_prop(opt):
   slots = {"rms": opt._velocities}
   scalars = {"rho": opt.rho, "epsilon": opt.epsilon}
-  name = "RMSPropW"
+  name = "RMSProp"
   if opt.centered:
-    name = "CenteredRMSPropW"
+    name = "CenteredRMSProp"
     slots["mg"] = opt._average_gradients
   if opt.momentum == 0:
-    return _Rule(name, slots, scalars, squares=True)
-  return _Rule(name.removesuffix("W"), {**slots, "mom": opt._momentums},
+    return _Rule(f"Keras{name}", slots, scalars, squares=True)
+  return _Rule(name, {**slots, "mom": opt._momentums},
                {**scalars, "momentum": opt.momentum}, decays_weights=False,
                sparse=False, squares=True)
 
@@ -99,8 +99,9 @@ _METHODS = {
         "_backend_update_step"]} for cls in _RULES}
 
 # {rule: its rule in Schedule-Free learning}.
-_SCHEDULE_FREE = {"AdagradW": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
-                  "RMSPropW": "ScheduleFreeRMSProp", "SGDW": "ScheduleFreeSGD"}
+_SCHEDULE_FREE = {
+    "Adam": "ScheduleFreeAdam", "KerasAdagrad": "ScheduleFreeAdagrad",
+    "KerasRMSProp": "ScheduleFreeRMSProp", "KerasSGD": "ScheduleFreeSGD"}
 
 
 def add_rule(cls, name):

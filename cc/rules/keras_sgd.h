@@ -10,7 +10,7 @@
 
 namespace wrapopt {
 
-struct SGDW {
+struct KerasSGD {
   template <class V>
   WRAPOPT_RULE static void Step(V& var, const V& grad, const V& lr,
                                 const V& weight_decay) {

@@ -13,7 +13,7 @@
 
 namespace wrapopt {
 
-struct AdagradW {
+struct KerasAdagrad {
   template <class V>
   WRAPOPT_RULE static void Step(V& var, V& accum, const V& grad, const V& lr,
                                 const V& epsilon, const V& weight_decay) {

@@ -13,7 +13,7 @@
 
 namespace wrapopt {
 
-struct RMSPropW {
+struct KerasRMSProp {
   template <class V>
   WRAPOPT_RULE static void Step(V& var, V& rms, const V& grad, const V& lr,
                                 const V& rho, const V& epsilon,

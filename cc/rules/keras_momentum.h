@@ -13,7 +13,7 @@
 
 namespace wrapopt {
 
-struct MomentumW {
+struct KerasMomentum {
   template <class V>
   WRAPOPT_RULE static void Step(V& var, V& velocity, const V& grad, const V& lr,
                                 const V& momentum, const V& weight_decay,

@@ -14,7 +14,7 @@
 
 namespace wrapopt {
 
-struct CenteredRMSPropW {
+struct KerasCenteredRMSProp {
   template <class V>
   WRAPOPT_RULE static void Step(V& var, V& mean_grad, V& rms, const V& grad,
                                 const V& lr, const V& rho, const V& epsilon,
