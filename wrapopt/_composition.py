@@ -149,7 +149,7 @@ def check(outer, opt):
     ValueError: If it must not contain `opt`, or an optimizer inside `opt`.
   """
   outer = _name(outer, NAMES)
-  if outer in _REFUSED_AROUND_SYNC and _holds_sync(opt):
+  if outer in _REFUSED_AROUND_SYNC and _wraps_sync(opt):
     raise _refused("opt", outer, _SYNC.__name__, _REFUSED_AROUND_SYNC[
         outer].format(outer=outer), _describe(opt))
   for inner, hider in _inside(opt, None):
@@ -192,7 +192,7 @@ def _name(cls, names):
                c.__module__.split(".")[0] == "wrapopt"), None)
 
 
-def _held(opt):
+def _wrapped(opt):
   return [x for x in vars(opt).values() if isinstance(x, _Optimizer)]
 
 
@@ -204,14 +204,14 @@ def _inside(opt, hider):
   # Only wrappers have the attribute.
   if getattr(opt, "_has_own_step", True):
     hider = type(opt).__qualname__
-  for held in _held(opt):
-    yield from _inside(held, hider)
+  for inner in _wrapped(opt):
+    yield from _inside(inner, hider)
 
 
-def _holds_sync(opt):
-  return isinstance(opt, _SYNC) or any(map(_holds_sync, _held(opt)))
+def _wraps_sync(opt):
+  return isinstance(opt, _SYNC) or any(map(_wraps_sync, _wrapped(opt)))
 
 
 def _describe(opt):
-  held = ", ".join(map(_describe, _held(opt)))
-  return f"{type(opt).__qualname__}{f'({held})' if held else ''}"
+  inner = ", ".join(map(_describe, _wrapped(opt)))
+  return f"{type(opt).__qualname__}{f'({inner})' if inner else ''}"

@@ -54,7 +54,7 @@ class LookupCache:
     """The dict that `begin` returned for this list of variables, or None."""
     return self._facts.get(_key(variables))
 
-  def begin(self, variables):
+  def add(self, variables):
     """Adds and returns a new dict for facts about these variables."""
     for oldest in list(self._facts)[:1 - _MOST]:
       self._forget(oldest)

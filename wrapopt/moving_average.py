@@ -215,10 +215,10 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
   def _take(self, step):
     variables = self._trained_variables(step, bool(self._sequential_update))
-    held, shadows = self._shadows_by_decay(variables)
+    stored, shadows = self._shadows_by_decay(variables)
     untrained = self._untrained_by_decay(variables)
     averages = _plan.Averages(
-        variables, shadows, held,
+        variables, shadows, stored,
         _decays.Schedule(self._decays, self._num_updates, self.average_steps(),
                          self._update_every),
         self._sequential_update, untrained)

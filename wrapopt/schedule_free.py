@@ -156,10 +156,10 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
       return self._inner._take(step)
     _check_trained(trained)
     variables = self._trained_variables(step)
-    held, _ = self._shadows_by_decay(variables)
+    averages, _ = self._shadows_by_decay(variables)
     graph = _averaging.graph_of_state()
     return self._inner._take(step._replace(points=_schedule_free.Points(
-        held[0], self._non_slot(_STATE, graph), self._schedule)))
+        averages[0], self._non_slot(_STATE, graph), self._schedule)))
 
   def _has_one_pass(self):
     return False  # A MovingAverageOptimizer cannot be around this one.

@@ -293,7 +293,7 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
     for function in functions:
       with pytest.raises(NO_VALUE, match=WORDS):
         function()
-    table = average.rows if hasattr(average, "rows") else average.held
+    table = average.rows if hasattr(average, "rows") else average.stored
     with raises_refused():
       ops.exchange([table], [tf.Variable(tf.cast(v, table.dtype))])
     assert f"dtype={average.dtype}" in repr(average)

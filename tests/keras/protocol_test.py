@@ -153,7 +153,8 @@ def keras_gated_step():
 
 
 # The hooks of a Keras wrapper, which Keras's own step lies around.
-FOLLOWER = {"_averages_of", "_begin", "_note_update", "inner_optimizer"}
+FOLLOWER = {"_averages_of", "_note_update", "_prepare_averages",
+            "inner_optimizer"}
 
 
 @pytest.mark.parametrize("make, most, hooks", [
@@ -177,7 +178,7 @@ def test_a_climb_is_found():
   opt.build([w])
   # The state calls the wrapper that it was made with.
   _, climbs = followed(lambda: opt._state.save_own_variables({}))
-  assert ("keras/_state.py", "keras/_wrapper.py", "_settle") in climbs
+  assert ("keras/_state.py", "keras/_wrapper.py", "_seed_unbegun") in climbs
 
 
 def test_an_eager_step_finds_its_update(monkeypatch):

@@ -33,7 +33,7 @@ class Steps:
     @tf.function
     def step():
       first = tf.py_function(lambda: asked.set() or 0, [], tf.int32)
-      with _step_lock.held(self.variable, first=[first.op]):
+      with _step_lock.locked(self.variable, first=[first.op]):
         tf.py_function(inside, [], tf.int32)
 
     function = manager.get_cancelable_function(step.get_concrete_function())
@@ -80,7 +80,8 @@ def test_a_step_that_fails_frees_the_lock():
     steps.waiting(name, fail)[0].join(60)
   assert steps.events == ["1 begins", "1 fails: True", "2 begins",
                           "2 fails: True"]
-  with pytest.raises(ValueError, match="Odd"), _step_lock.held(steps.variable):
+  with pytest.raises(ValueError, match="Odd"), _step_lock.locked(
+      steps.variable):
     fail()
   steps.waiting("3")[0].join(60)
   assert steps.events[4:] == ["3 begins", "3 ends"]
@@ -99,7 +100,7 @@ def test_one_at_a_time():
 
   @tf.function
   def step():
-    with _step_lock.held(variable):
+    with _step_lock.locked(variable):
       tf.py_function(one, [], tf.int32)
 
   function = step.get_concrete_function()
@@ -121,7 +122,8 @@ def test_one_at_a_time():
 
 def test_locks_of_one_variable_and_of_others():
   v, w = tf.Variable(0.0), tf.Variable(0.0)
-  with _step_lock.held(v), _step_lock.held(w), _step_lock.held(v, of="other"):
+  with _step_lock.locked(v), _step_lock.locked(w), _step_lock.locked(
+      v, of="other"):
     pass
 
 
@@ -139,5 +141,5 @@ def test_what_is_no_lock():
     raw.wrapopt_unlock_steps(tf.stack([lock, lock]))
   with pytest.raises(tf.errors.InvalidArgumentError, match="variable"):
     raw.wrapopt_lock_steps(tf.stack([v.handle, v.handle]))
-  with _step_lock.held(v):  # Nobody holds it.
+  with _step_lock.locked(v):  # Nobody holds it.
     pass

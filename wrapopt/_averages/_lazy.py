@@ -96,7 +96,7 @@ def is_lazy(average):
   return isinstance(average, LazyAverage) and average.may_lag
 
 
-def raw(average):
+def stored(average):
   """The variable that holds an average, for code that has settled it."""
   return (average.rows
           if isinstance(average, (LazyAverage, _schedule_free.Interpolated))
@@ -138,7 +138,7 @@ def make(variable, value, name):
   return LazyAverage(rows, variable, scope.name, info)
 
 
-def begin(averages):
+def let_lag(averages):
   """Lets rows of averages lag behind from now on, if all of them can.
 
   Args:
@@ -150,7 +150,7 @@ def begin(averages):
   if not all(isinstance(s, LazyAverage) and s.can_lag() for s in averages):
     return False
   for s in averages:
-    s.begin()
+    s.let_lag()
   return True
 
 
@@ -193,7 +193,7 @@ class LazyAverage(trackable.Trackable):
     self._entry = _lagging.add(self, variable)
     self._is_dense = False
     if not tf.executing_eagerly():
-      self.begin()
+      self.let_lag()
       with tf.compat.v1.name_scope(None), ops.device_of(rows):
         # The name as it is, though it is also a scope.
         self._element = self._read_op(f"{name}/")
@@ -216,7 +216,7 @@ class LazyAverage(trackable.Trackable):
     """No row may lag behind from now on."""
     self._is_dense = True
 
-  def begin(self):
+  def let_lag(self):
     """Lets rows lag behind from now on."""
     with self._lock:
       if self.log_decays is None:
@@ -227,7 +227,7 @@ class LazyAverage(trackable.Trackable):
           self.log_decays = resource_variable_ops.ResourceVariable(
               zeros, trainable=False, name=f"{self._name}/log_decays", **(
                   {} if tf.executing_eagerly() else {"collections": []}))
-        self._entry.begin()
+        self._entry.let_lag()
 
   def _zeros(self):
     return tf.zeros([self._shape[0] + 2], tf.float64)
@@ -269,7 +269,7 @@ class LazyAverage(trackable.Trackable):
         return self._read_rows()
       graph = tf.compat.v1.get_default_graph()
       if not self.may_lag and not self._is_dense:
-        self.begin()
+        self.let_lag()
       if self.may_lag and isinstance(graph, func_graph.FuncGraph):
         graph.mark_as_unsaveable(_NOT_SAVED)
     if not self.may_lag:

@@ -28,7 +28,7 @@ class Averages(typing.NamedTuple):
     variables: The variables of the step that have a gradient, each once.
     shadows_by_decay: For each decay, a list of the averages of `variables`:
       variables or LazyAverages, or None for those that are not averaged.
-    held_by_decay: The variables that hold them. In eager mode the same list in
+    stored_by_decay: The variables that store them. In eager mode the same list
       each step, by which facts are found.
     schedule: Their `_decays.Schedule`.
     in_order: Whether a separate op must update them after the step. If not, the
@@ -40,7 +40,7 @@ class Averages(typing.NamedTuple):
   """
   variables: typing.Sequence[tf.Variable]
   shadows_by_decay: list[list]
-  held_by_decay: list[list]
+  stored_by_decay: list[list]
   schedule: _decays.Schedule
   in_order: bool
   untrained: list[list]
@@ -90,7 +90,7 @@ class Plan:
   """
 
   def __init__(self, grads, variables, shadows_by_decay=(), *, rule=None,
-               rows_stay=False, but=(), untrained=()):
+               rows_stay=False, all_rows=(), untrained=()):
     """Plans a step, which comes next.
 
     Args:
@@ -101,7 +101,7 @@ class Plan:
       rule: The name of the rule by which the step is taken, or None.
       rows_stay: Whether nobody changes rows after the step that it does not
         touch.
-      but: Positions of variables of which the step changes other rows, too.
+      all_rows: Positions of variables of which the step changes all rows.
       untrained: As in `Averages`; or empty.
     """
     self._grads, self._variables = grads, variables
@@ -115,8 +115,8 @@ class Plan:
         len(set(map(id, variables))) == len(variables)):
       for i, grad in enumerate(grads):
         of_variable = [row[i] for row in shadows_by_decay]
-        if (isinstance(grad, tf.IndexedSlices) and i not in but and
-            _lazy.begin(of_variable)):
+        if (isinstance(grad, tf.IndexedSlices) and i not in all_rows and
+            _lazy.let_lag(of_variable)):
           self._touched[i] = of_variable
     self.first = _lazy.settle(variables, self._moved())
 
@@ -235,7 +235,7 @@ def update_all(pairs_by_decay, decays):
       isinstance(decay, float) and decay == 1 for decay in decays):
     return None  # None moves: an update is not due.
   pairs_by_decay = list(map(_replicas.components, pairs_by_decay))
-  return ops.ema_update([[_lazy.raw(s) for _, s in row]
+  return ops.ema_update([[_lazy.stored(s) for _, s in row]
                          for row in pairs_by_decay],
                         [v for v, _ in pairs_by_decay[0]], decays)
 

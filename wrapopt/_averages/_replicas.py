@@ -74,7 +74,7 @@ def near(variable):
     yield
 
 
-def alone(shared):
+def unreplicated(shared):
   """The context of a step that no other replica shares.
 
   In that of a ParameterServerStrategy, Keras could take no step outside of

@@ -25,7 +25,7 @@ from wrapopt.ops import _variables
 def _exchange(variable, average):
   """Whether the two can exchange their buffers."""
   return (not isinstance(average, _schedule_free.Interpolated) and
-          variable.dtype.base_dtype == _lazy.raw(average).dtype.base_dtype)
+          variable.dtype.base_dtype == _lazy.stored(average).dtype.base_dtype)
 
 
 class _Occupied:
@@ -43,20 +43,20 @@ class _Occupied:
   def add(self, variables, session=None):
     """Notes variables that are about to hold averages."""
     with self._lock:
-      held = self._of(session)
+      in_place = self._of(session)
       for v in variables:
-        if id(v) in held:
+        if id(v) in in_place:
           raise RuntimeError(
               "averaged_weights() must not be called while the averages of "
               f"another optimizer are in place of a variable, got '{v.name}'. "
               "Leave the other `with` block first.")
-      held.update((id(v), v) for v in variables)
+      in_place.update((id(v), v) for v in variables)
 
   def remove(self, variables, session=None):
     with self._lock:
-      held = self._of(session)
+      in_place = self._of(session)
       for v in variables:
-        held.pop(id(v), None)
+        in_place.pop(id(v), None)
 
 
 _occupied = _Occupied()
@@ -126,7 +126,7 @@ def check(averages):
   if tf.executing_eagerly():
     return []
   # In a replica, a strategy's variable has the handle of the replica's.
-  return _in_groups("check_initialized", [_lazy.raw(s) for s in averages])
+  return _in_groups("check_initialized", [_lazy.stored(s) for s in averages])
 
 
 class SwapInGraph:
@@ -203,7 +203,7 @@ class _Aside:
   """
 
   def __init__(self, pairs, more=()):
-    self.averages = [_lazy.raw(s) for _, s in pairs] + list(more)
+    self.averages = [_lazy.stored(s) for _, s in pairs] + list(more)
     self._made = list(map(_without_value, self.averages))
     self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
                   if _exchange(v, s)]
@@ -211,7 +211,7 @@ class _Aside:
   def value(self, average):
     """The value that is here of an average, in eager mode, or None."""
     for s, handle in zip(self.averages, self._made):
-      if s is _lazy.raw(average):
+      if s is _lazy.stored(average):
         return tf.raw_ops.ReadVariableOp(resource=handle,
                                          dtype=s.dtype.base_dtype)
     return None

@@ -49,7 +49,7 @@ class Memory:
       states = {name: {id(v): self._opt.get_slot(v, name) for v in variables}
                 for name in self._policy._states}
       if tf.executing_eagerly():
-        self._cache.begin(variables)["states"] = states
+        self._cache.add(variables)["states"] = states
     else:
       states = facts["states"]
     return _compensation.Compensated(self._policy, found, states)

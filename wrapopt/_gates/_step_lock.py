@@ -20,7 +20,7 @@ tf1 = tf.compat.v1
 
 
 @contextlib.contextmanager
-def held(variable, of="", first=()):
+def locked(variable, of="", first=()):
   """The context in which one step is taken at a time.
 
   Args:

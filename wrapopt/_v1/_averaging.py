@@ -168,7 +168,7 @@ class AveragingOptimizer(WrapperOptimizer):
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       shadows = self._shadows_by_decay(variables)
       untrained = self._untrained_by_decay(variables)
-      self._cache.begin(variables).update(shadows=shadows, untrained=untrained)
+      self._cache.add(variables).update(shadows=shadows, untrained=untrained)
     return variables
 
   def _untrained(self, variables):
@@ -218,7 +218,7 @@ class AveragingOptimizer(WrapperOptimizer):
       return facts["shadows"]
     averages = [[self._shadow(v, k) for v in variables]
                 for k in range(len(self._decays))]
-    return [[_lazy.raw(s) for s in row] for row in averages], averages
+    return [[_lazy.stored(s) for s in row] for row in averages], averages
 
   def _untrained_by_decay(self, variables):
     """(variable, average) pairs of `_untrained`: a list for each decay."""
@@ -251,7 +251,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """
     slot = self._slot_of_decay[0] if name == self._slot_name else name
     found = self._slot(var, slot)
-    _in_place.check(_lazy.raw(found), "get_slot() must not be called",
+    _in_place.check(_lazy.stored(found), "get_slot() must not be called",
                     _SlotInPlace)
     return found
 
@@ -275,8 +275,8 @@ class AveragingOptimizer(WrapperOptimizer):
       # The collection keeps the variables alive as long as the graph.
       collection = tf.compat.v1.get_collection_ref(
           tf.compat.v1.GraphKeys.MOVING_AVERAGE_VARIABLES)
-      held = set(map(id, collection))
-      collection += [v for v in new if id(v) not in held]
+      before = set(map(id, collection))
+      collection += [v for v in new if id(v) not in before]
     for variable in new:
       self._make_average(variable, variable.ref() in sparse)
       averaged.add(variable, self._slots.values())
@@ -524,7 +524,7 @@ class _SlotInPlace(RuntimeError, AttributeError):
 def readable(averages, method):
   """Averages, which must have a value in eager mode, for a method: a list."""
   for s in averages:
-    _in_place.check(_lazy.raw(s), f"{method}() must not be called")
+    _in_place.check(_lazy.stored(s), f"{method}() must not be called")
   return averages
 
 

@@ -194,7 +194,7 @@ def apply_gradients(opt, rule, step):
   averages = step.averages
   grads = _reduced(grads, variables, step)
   has_shadows = averages is not None and averages.has_trained
-  shadows = averages.held_by_decay if has_shadows else ()
+  shadows = averages.stored_by_decay if has_shadows else ()
   plan = _plan.Plan(
       grads, variables, averages.shadows_by_decay if has_shadows else (),
       rule=rule.rule,
@@ -349,11 +349,11 @@ class _CachedUpdate(typing.NamedTuple):
   """An `ops.Update` of eager mode, and its parts.
 
   Attributes:
-    held: The list by which it is found.
+    averages: The list by which it is found.
     slots: For each slot name of the optimizer, a list.
     update: The `ops.Update`.
   """
-  held: typing.Any
+  averages: typing.Any
   slots: dict[str, list]
   update: ops.Update
 
@@ -377,10 +377,10 @@ def _update_of(opt, rule, variables, shadows, z=None):
   Returns:
     An `ops.Update`.
   """
-  held = shadows if z is None else z
+  averages = shadows if z is None else z
   facts = _cached(opt, variables)
   # Several wrappers, each with its averages, may share the inner optimizer.
-  found = facts and facts.get((rule.rule, id(held)))
+  found = facts and facts.get((rule.rule, id(averages)))
   if found and all(
       all(map(operator.is_, row, map(
           opt._slots.get(slot, {}).get, facts["keys"])))
@@ -409,9 +409,9 @@ def _update_of(opt, rule, variables, shadows, z=None):
   if cacheable:
     if facts is None:
       cache = _caches.setdefault(opt, _lookup_cache.LookupCache())
-      facts = cache.begin(variables)
+      facts = cache.add(variables)
       facts["keys"] = list(map(tf_optimizer._var_key, variables))
-    facts[rule.rule, id(held)] = _CachedUpdate(held, slots, update)
+    facts[rule.rule, id(averages)] = _CachedUpdate(averages, slots, update)
   return update
 
 

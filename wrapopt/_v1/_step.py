@@ -137,14 +137,14 @@ class Innermost:
     near = next((v for _, v in step.grads_and_vars if _replicas.is_shared(v)),
                 None)
     if near is None or not gradients:
-      return self._take_alone(step)
+      return self._update(step)
     _replicas.check_single_replica(type(self._opt).__name__)
     is_one_op, is_gated = self._is_one_op(step), step.accept is not True
     if is_gated and is_one_op:  # A gradient may not have to travel.
       ready = _records.when_ready(gradients)
     else:  # Nobody waits while they travel.
       if is_gated:
-        step = step._replace(grads_and_vars=_hold_back(step), transform=None)
+        step = step._replace(grads_and_vars=_withhold(step), transform=None)
       gradients, variables = zip(*step.grads_and_vars)
       gradients, ready = _records.at_servers(gradients, variables, near)
       step = step._replace(grads_and_vars=list(zip(gradients, variables)))
@@ -154,11 +154,11 @@ class Innermost:
     token = _tokens.next_of_function(step.global_step) if asks else _tokens.NONE
     # What TensorFlow's optimizers read and assign, such as Adam's powers, would
     # lose steps of other workers.
-    with _replicas.alone(True), (
+    with _replicas.unreplicated(True), (
         tf.control_dependencies(ready) if is_one_op else
-        _step_lock.held(*_locks.setdefault(
+        _step_lock.locked(*_locks.setdefault(
             self._opt, (near, uuid.uuid4().hex)), first=ready)):
-      return self._take_once(step, token)
+      return self._take_by_token(step, token)
 
   def _is_one_op(self, step):
     """Whether a step is one op on each server, which reads no count."""
@@ -177,19 +177,19 @@ class Innermost:
         step.options.keys() <= _OPTIONS and
         _fused.can_apply(self._opt, step.grads_and_vars)) else None
 
-  def _take_once(self, step, token):
+  def _take_by_token(self, step, token):
     """Takes a step, unless an earlier try with its token has taken it."""
     if token is _tokens.NONE:
-      return self._take_alone(step)
+      return self._update(step)
     accept, _, ticket = ops.begin_update(step.global_step, token=token)
     with _records.new_stateful_ops() as new:
-      taken = self._take_alone(step._replace(accept=accept))
+      taken = self._update(step._replace(accept=accept))
     with tf.control_dependencies(_records.updates(new)):
       ops.staleness_complete(ticket, step.global_step,
                              increment=not taken.counted)
     return taken._replace(counted=True)
 
-  def _take_alone(self, step):
+  def _update(self, step):
     """Takes a step that was admitted, or has to ask nobody."""
     opt = self._opt
     if step.points is not None:
@@ -203,7 +203,7 @@ class Innermost:
     if rule is not None:
       if is_gated:
         _create_slots(opt, step)
-        step = step._replace(grads_and_vars=_hold_back(step))
+        step = step._replace(grads_and_vars=_withhold(step))
       return Taken(_fused.apply_gradients(opt, rule, step), not is_gated)
     rule = _fused.rule_of(opt)
     is_late = averages is not None and averages.schedule.is_called
@@ -298,7 +298,7 @@ def where_accepted(opt, step, apply):
     pairs, after = (
         (_transformed(step), lambda done: done) if step.compensation is None
         else step.compensation.take(step.grads_and_vars))
-    # One that was held back is whole here.
+    # One that was withheld is whole here.
     pairs = [(g if isinstance(g, (type(None), tf.IndexedSlices)) or
               g.shape.rank is not None else tf.ensure_shape(g, v.shape), v)
              for g, v in pairs]
@@ -414,7 +414,7 @@ def _transformed(step):
           for g, v in step.grads_and_vars]
 
 
-def _hold_back(step):
+def _withhold(step):
   """Gradients for an op that ignores them if the step is not accepted.
 
   If a gradient and its variable are on different machines, an empty tensor
@@ -429,16 +429,16 @@ def _hold_back(step):
   """
   if tf.executing_eagerly():
     return _transformed(step)
-  held = []
+  withheld = []
   for g, v in step.grads_and_vars:
     if g is not None and (step.transform is not None or _travels(g, v)):
       g = _on_device_of(
-          g, lambda g: _held_back(step.accept, g, step.transform))
-    held.append((g, v))
-  return held
+          g, lambda g: _withheld(step.accept, g, step.transform))
+    withheld.append((g, v))
+  return withheld
 
 
-def _held_back(accept, g, transform):
+def _withheld(accept, g, transform):
   sparse = isinstance(g, tf.IndexedSlices)
 
   def admitted():

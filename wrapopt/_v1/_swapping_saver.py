@@ -133,8 +133,8 @@ def _swap(pairs, named, key_of):
       swapped[key][i] = None
 
   for variable, average in pairs:
-    held, *others = _variables_of(average)
-    group = [variable, held, *others]
+    stored, *others = _variables_of(average)
+    group = [variable, stored, *others]
     for one in group[:2]:
       for other in group:
         if one.ref() in key_of and other.ref() not in key_of:
@@ -145,19 +145,19 @@ def _swap(pairs, named, key_of):
                  "MovingAverageOptimizer."))
     if variable.ref() not in key_of:
       continue
-    place, of_held = key_of[variable.ref()], key_of[held.ref()]
+    place, of_stored = key_of[variable.ref()], key_of[stored.ref()]
     if isinstance(average, _schedule_free.Interpolated):
-      save_by(_InterpolatingSaveable(variable, average, place[0], of_held[0]),
-              place, of_held)
+      save_by(_InterpolatingSaveable(variable, average, place[0], of_stored[0]),
+              place, of_stored)
       [state] = others
       of_state = key_of[state.ref()]
       save_by(_ScheduleSaveable(state, of_state[0]), of_state)
     elif variable.dtype.base_dtype == average.dtype.base_dtype:
-      (key, i), (average_key, j) = place, of_held
+      (key, i), (average_key, j) = place, of_stored
       swapped[key][i], swapped[average_key][j] = average, variable
     else:
-      save_by(_ConvertingSaveable(variable, average, place[0], of_held[0]),
-              place, of_held)
+      save_by(_ConvertingSaveable(variable, average, place[0], of_stored[0]),
+              place, of_stored)
   result = {}
   for key, saved in swapped.items():
     if isinstance(saved, list):

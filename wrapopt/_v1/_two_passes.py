@@ -85,7 +85,7 @@ class _Replica:
     self._before = read
     done = []
     for (v, z), (y, z_value) in zip(self._pairs, read):
-      x = _schedule_free.x_of(y, z_value, state[_schedule_free.HELD])
+      x = _schedule_free.x_of(y, z_value, state[_schedule_free.WEIGHT])
       start = _schedule_free.start(y, z_value, self.motion,
                                    self._schedule.weight_decay_at_y)
       with tf.control_dependencies(

@@ -17,10 +17,10 @@ class Average(keras.Variable):
   @property
   def value(self):
     _in_place.check(self._value)
-    return self.held
+    return self.stored
 
   @property
-  def held(self):
+  def stored(self):
     """The tf.Variable that holds it, for code that does not read it."""
     return super().value
 

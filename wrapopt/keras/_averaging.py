@@ -47,8 +47,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
                variables=None):
     super().__init__(optimizer, name, sum_duplicates)
     # In an object that neither Keras nor TensorFlow tracks.
-    self._held.chosen = _chosen.checked(variables)
-    self._held.stay = _left.Stay()
+    self._untracked.chosen = _chosen.checked(variables)
+    self._untracked.stay = _left.Stay()
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
     for x in _steps.within(self) if keep_raw_weights else ():
@@ -71,12 +71,12 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
     The index is that among the variables that can be averaged.
     """
-    return _chosen.of(self._held.chosen, type(self).__name__, [
+    return _chosen.of(self._untracked.chosen, type(self).__name__, [
         v for v in variables if not self._overwrite_variable_with_gradient(v)])
 
   def _found(self, variable, *rows):
     key = self._var_key(variable)
-    if (self._held.chosen is not None and
+    if (self._untracked.chosen is not None and
         not any(key in row for row in rows) and
         key in map(self._var_key, self._trainable_variables)):
       raise KeyError(
@@ -111,12 +111,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
         it.
     """
     self._require_built("average")
-    self._settle()
+    self._seed_unbegun()
     return self._readable("average", self._found(variable, self._rows[0]))
 
   def _readable(self, what, average):
     """What method `what` returns: an average, which must have a value."""
-    _in_place.check(_lazy.raw(_value(average)), f"{what}() must not be called")
+    _in_place.check(_lazy.stored(_value(average)),
+                    f"{what}() must not be called")
     return average
 
   def seed_averages(self) -> None:
@@ -262,7 +263,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
 
   def _averaged(self, model, decay=None):
     """The (variable, average) pairs of a model, by default all."""
-    self._settle()
+    self._seed_unbegun()
     self._check_left(model)
     if model is None:
       return self._of(self._trainable_variables, decay)
@@ -282,7 +283,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       model: A model that must have had the variable, or None.
       before: A sentence of the error.
     """
-    self._held.stay.check(self, model, before)
+    self._untracked.stay.check(self, model, before)
 
   def _of(self, variables, decay=None):
     row = self._rows[self._index_of(decay)]
@@ -369,7 +370,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       if not self.keeps_raw_weights:
         self._refuse_swapped_in("finalize_variable_values")
         self._check_left(None)
-      self._settle()  # Before averages inside change the variables.
+      self._seed_unbegun()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
       _state.assign_all(self._finalized(var_list))
@@ -413,7 +414,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _config_of_variables(self):
     """The argument `variables` in a configuration."""
     return {"variables": _chosen.serialized(
-        self._held.chosen, type(self).__name__,
+        self._untracked.chosen, type(self).__name__,
         self._trainable_variables if self.built else ())}
 
   @classmethod
@@ -428,7 +429,7 @@ def averaging(optimizer):
   """The outermost optimizers that keep averages: a list."""
   if isinstance(optimizer, AveragingOptimizer):
     return [optimizer]
-  return [found for inner in _steps.held_by(optimizer)
+  return [found for inner in _steps.optimizers_in(optimizer)
           for found in averaging(inner)]
 
 

@@ -49,13 +49,13 @@ class Step(typing.NamedTuple):
   def pairs(self, row):
     """[(updated variable, its value in a dict from keys)] of all replicas."""
     return _replicas.components(
-        (variable, _lazy.raw(_value(row[key])))
+        (variable, _lazy.stored(_value(row[key])))
         for variable, key in zip(self.variables, self.keys) if key in row)
 
   def all_pairs(self, row):
     """The same for all variables that the optimizer trains."""
     return _replicas.components(
-        (variable, _lazy.raw(_value(row[key])))
+        (variable, _lazy.stored(_value(row[key])))
         for variable, key in self.trained if key in row)
 
   def constrain(self):
@@ -150,7 +150,7 @@ class Follower:
     raise NotImplementedError
 
 
-class Alone(Follower):
+class NoFollower(Follower):
   """Does nothing: for steps that no wrapper follows."""
 
   in_pass = True

@@ -85,7 +85,7 @@ class Inner:
     self.cls, self.opt = cls, None
     self.outermost = wrappers[-1]
     self.followers = ([f for f in wrappers if not f.is_gate] or
-                      [_followers.Alone()])
+                      [_followers.NoFollower()])
     self.of_thread = _OfThread()
     self._sums = any(f.sum_duplicates for f in wrappers)
     self._cache = _lookup_cache.LookupCache()
@@ -205,7 +205,7 @@ class Inner:
     groups, apart = self._groups(rule, grads, values, by_keras)
     plan = _plan.Plan(
         grads, values, averages, rule=rule.rule,
-        rows_stay=not any(f.changes_weights for f in others), but=apart)
+        rows_stay=not any(f.changes_weights for f in others), all_rows=apart)
     plan.catch_up(by_keras)
     if apart:
       self.cls._apply_weight_decay(opt, [variables[i] for i in apart])
@@ -341,7 +341,7 @@ class AskingInner(Inner):
     # writes. Without a gate, this is also the order of their numbers. A gate
     # may drop a step, which need not wait for the others.
     locks_first = gate is None and not is_one_op
-    with _replicas.alone(self._is_shared):
+    with _replicas.unreplicated(self._is_shared):
       # Not before the gradients are ready, so that few steps are in flight at a
       # time. Control edges only: a gradient does not travel before it is
       # admitted.
@@ -354,7 +354,7 @@ class AskingInner(Inner):
           ready = _records.when_ready([g for g in grads if g is not None])
       first, asked = [*ready, *checks], None
       try:
-        with (_step_lock.held(iterations, first=first) if locks_first else
+        with (_step_lock.locked(iterations, first=first) if locks_first else
               contextlib.nullcontext()):
           with tf.control_dependencies([] if locks_first else first):
             admitted = (
@@ -375,7 +375,7 @@ class AskingInner(Inner):
   def _taking(self, asked):
     """The context in which a step is taken that was admitted."""
     iterations = self._iterations
-    with (_step_lock.held(iterations) if asked.locks else
+    with (_step_lock.locked(iterations) if asked.locks else
           contextlib.nullcontext()):
       self._taken.asked = asked
       self._taken.number = _admission.Number(asked.number, iterations.dtype)

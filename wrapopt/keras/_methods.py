@@ -57,7 +57,7 @@ def _passed_over(opt, is_outermost, is_last):
   if isinstance(opt, _followers.Follower):
     uncalled, overridden = _uncalled(cls, is_outermost)
     return overridden or own.keys() & uncalled
-  if not is_last and any(_steps.held_by(opt)):
+  if not is_last and any(_steps.optimizers_in(opt)):
     # It would take a step of the optimizers that `opt` holds, and not of views
     # of them.
     return {name for name, x in own.items()

@@ -8,7 +8,7 @@ from wrapopt.keras import _steps
 
 
 def _is_made(wrapper):
-  return "_held" in vars(wrapper)
+  return "_untracked" in vars(wrapper)
 
 
 def _of_inner(name):

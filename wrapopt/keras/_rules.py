@@ -113,7 +113,7 @@ def add_rule(cls, name):
 def value(variable):
   """The tf.Variable of a variable of Keras or TensorFlow."""
   if isinstance(variable, _average.Average):
-    return variable.held
+    return variable.stored
   return variable.value if isinstance(variable, keras.Variable) else variable
 
 
@@ -198,7 +198,7 @@ def _by_decay(opt, values):
 
 class _CachedUpdate(typing.NamedTuple):
   """An `ops.Update` of eager mode, and the variables that it must be of."""
-  held: list
+  variables: list
   update: ops.Update
 
 
@@ -217,14 +217,14 @@ def update_of(opt, rule, values, members, cache, averages=(), z=None):
   Returns:
     An `ops.Update`.
   """
-  held = [x for row in (*rule.slots.values(), *averages, z or ()) for x in row]
+  used = [x for row in (*rule.slots.values(), *averages, z or ()) for x in row]
   facts = cache.get(values) if tf.executing_eagerly() else None
   key = (rule.rule, _replicas.number(), *members)
   found = facts and facts.get(key)
-  if found and len(found.held) == len(held) and all(
-      map(operator.is_, found.held, held)):
+  if found and len(found.variables) == len(used) and all(
+      map(operator.is_, found.variables, used)):
     return found.update
-  here = lambda x: _replicas.here(_lazy.raw(value(x)))
+  here = lambda x: _replicas.here(_lazy.stored(value(x)))
   chosen = lambda row: [here(row[i]) for i in members]
   indices = [opt._get_variable_index(values[i]) for i in members]
   update = ops.Update(
@@ -234,8 +234,8 @@ def update_of(opt, rule, values, members, cache, averages=(), z=None):
           for state, slots in rule.slots.items()}},
       list(map(chosen, averages)), [0.0] * len(averages))
   if tf.executing_eagerly():
-    facts = facts or cache.begin(values)
-    facts[key] = _CachedUpdate(held, update)
+    facts = facts or cache.add(values)
+    facts[key] = _CachedUpdate(used, update)
   return update
 
 

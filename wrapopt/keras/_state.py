@@ -69,7 +69,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def __init__(self, name, settle):
     self.name = name
-    self._settle = settle  # Called before averages are saved.
+    self._seed_unbegun = settle  # Called before averages are saved.
     # Whether the averages were set by a file of Keras or by `seed`, and whether
     # a file was loaded since `has_new_values`.
     self._was_set = self._is_loaded = False
@@ -132,7 +132,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         children["place"] = _value(self.place)
       # The model that is saved holds the averages that are in its place.
       children = {name: child for name, child in children.items()
-                  if not _in_place.has_no_value(_lazy.raw(child))}
+                  if not _in_place.has_no_value(_lazy.stored(child))}
     return children
 
   def _lookup_dependency(self, name, *args, **kwargs):
@@ -251,7 +251,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if not self._is_made:
       for name, value in self._late.items():
         store[name] = value
-    self._settle()
+    self._seed_unbegun()
     left = [v for _, v in self.pairs() if _left.layer_of(v) is not None]
     if left:
       warnings.warn(

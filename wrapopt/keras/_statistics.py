@@ -26,10 +26,10 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
                      variables)
     # In an object that neither Keras nor TensorFlow tracks.
-    self._held.average_batch_norm = average_batch_norm
+    self._untracked.average_batch_norm = average_batch_norm
     self.averages_batch_norm = callable(average_batch_norm) or _checks.boolean(
         "average_batch_norm", average_batch_norm)
-    self._held.model = None
+    self._untracked.model = None
 
   def _make_rows(self, variables, suffix=""):
     """Makes averages of variables.
@@ -58,7 +58,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
     """
     super().set_model(model)
     if not (self.built and self._of_batch_norm):
-      self._held.model = weakref.ref(model)
+      self._untracked.model = weakref.ref(model)
       return
     _, rows = self._of_batch_norm
     for v in self._statistics_of(model).values():
@@ -74,7 +74,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
     if not self.averages_batch_norm:
       return [], [{} for _ in self._rows]
     if not self._of_batch_norm:
-      model = self._held.model and self._held.model()
+      model = self._untracked.model and self._untracked.model()
       if model is None:
         raise RuntimeError(
             "With average_batch_norm=True the optimizer must know the model, "
@@ -88,7 +88,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
 
   def _statistics_of(self, model):
     """As `batch_norm.averaged_statistics`, of those that are averaged."""
-    chosen = self._held.average_batch_norm
+    chosen = self._untracked.average_batch_norm
     trained = set(map(self._var_key, self._trainable_variables))
 
     def averages(layer):
@@ -106,13 +106,13 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
           "no function, averages none.")
     return found
 
-  def _begin(self, keys):
+  def _prepare_averages(self, keys):
     # Averages must be there to begin. Those of all replicas are made together.
     if (_replicas.share_steps() and self.averages_batch_norm and
         not self._of_batch_norm):
       _replicas.merged(self._statistics)()
     self._statistics()
-    super()._begin(keys)
+    super()._prepare_averages(keys)
 
   def _batch_norm_pairs(self, step):
     """(variable, average) pairs of each replica: a list for each decay."""
@@ -131,7 +131,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
 
   def _config_of_batch_norm(self):
     """The argument `average_batch_norm` in a configuration."""
-    chosen = self._held.average_batch_norm
+    chosen = self._untracked.average_batch_norm
     return _chosen.serialized_function(
         chosen, "average_batch_norm", "True or False",
         type(self).__name__) if callable(chosen) else self.averages_batch_norm

@@ -24,11 +24,11 @@ def followed(opt, wrappers):
   """
   if isinstance(opt, _followers.Follower):
     return followed(opt.inner_optimizer, [opt, *wrappers])
-  held = _held(opt)
-  if held:
+  attributes = _attributes_with_optimizers(opt)
+  if attributes:
     return view(opt, {
-        "_backend_update_step": _refused(type(opt), list(held), wrappers),
-        **{name: _property(name, wrappers) for name in held}})
+        "_backend_update_step": _refused(type(opt), list(attributes), wrappers),
+        **{name: _property(name, wrappers) for name in attributes}})
   iterations = _rules.value(vars(opt)["_iterations"])
   inner = (_inner.AskingInner(type(opt), wrappers, iterations)
            if _inner.asks(iterations, wrappers) else
@@ -65,15 +65,15 @@ def view(opt, attributes, *mixins):
   return seen
 
 
-def _held(opt):
+def _attributes_with_optimizers(opt):
   """{attribute: optimizer, or a list, tuple or dict of some} of `opt`."""
-  def is_held(x):
+  def is_optimizer(x):
     if isinstance(x, dict):
       x = list(x.values())
     return isinstance(x, keras.optimizers.Optimizer) or (
-        isinstance(x, (list, tuple)) and x and all(map(is_held, x)))
+        isinstance(x, (list, tuple)) and x and all(map(is_optimizer, x)))
 
-  return {name: x for name, x in vars(opt).items() if is_held(x)}
+  return {name: x for name, x in vars(opt).items() if is_optimizer(x)}
 
 
 def _property(name, wrappers):
@@ -92,16 +92,17 @@ def _property(name, wrappers):
 
 def within(opt):
   """All optimizers inside of an optimizer, at any depth: an iterator."""
-  for x in held_by(opt):
+  for x in optimizers_in(opt):
     yield x
     yield from within(x)
 
 
-def held_by(opt):
+def optimizers_in(opt):
   """The optimizers that an optimizer holds directly: a list."""
   if isinstance(opt, _followers.Follower):
     return [opt.inner_optimizer]
-  return [x for xs in _held(opt).values() for x in tf.nest.flatten(xs)]
+  return [x for xs in _attributes_with_optimizers(opt).values()
+          for x in tf.nest.flatten(xs)]
 
 
 def innermost(opt):

@@ -64,14 +64,14 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
     self._untrack_variable(self._iterations)
     vars(self)["_iterations"] = optimizer._iterations
     # In an object that neither Keras nor TensorFlow tracks.
-    self._held = _Held(optimizer)
-    self._held.refusal = _unwritable.Refusal(self._check_writable)
+    self._untracked = _Untracked(optimizer)
+    self._untracked.refusal = _unwritable.Refusal(self._check_writable)
     _methods.check(self, self._optimizers())
     self.sum_duplicates = _checks.boolean("sum_duplicates", sum_duplicates)
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (_state.State,), {})(
-        f"wrapopt_{kind}", self._settle)
+        f"wrapopt_{kind}", self._seed_unbegun)
 
   @property
   def inner_optimizer(self) -> keras.optimizers.Optimizer:
@@ -82,7 +82,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
       raise AttributeError(
           "SwapEMAWeights must read averages of the wrapper, got a read of its "
           "inner_optimizer.")
-    return self._held.optimizer
+    return self._untracked.optimizer
 
   def __dir__(self):
     # Keras saves what `dir` lists: the inner optimizer would be in files twice.
@@ -129,9 +129,9 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
         _trainable_variables=variables, built=True,
         _trainable_variables_indices={
             self._var_key(v): i for i, v in enumerate(variables)})
-    self._held.without_gradient = set(map(self._var_key, variables))
+    self._untracked.without_gradient = set(map(self._var_key, variables))
     # After the build, in which Keras's MultiOptimizer makes its optimizers.
-    self._held.followed = _steps.followed(inner, [self])
+    self._untracked.followed = _steps.followed(inner, [self])
     # Variables are made eagerly, even if a tf.function is being traced.
     with tf.init_scope(), backend.name_scope(self.name, caller=self):
       self._make_state(variables)
@@ -140,7 +140,8 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
   def _refuse_holders(self):
     """Raises an error if an optimizer inside holds others, in a cluster."""
     for x in _steps.within(self):
-      if any(_steps.held_by(x)) and not isinstance(x, _followers.Follower):
+      if (any(_steps.optimizers_in(x)) and
+          not isinstance(x, _followers.Follower)):
         raise NotImplementedError(
             f"`optimizer` of {type(self).__name__} must not be or hold a "
             f"{type(x).__qualname__} in a ParameterServerStrategy: its own "
@@ -234,11 +235,11 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
 
   # An average that has not begun is its variable. Averages begin with the first
   # step that they follow. Until then, all that reads them, and the first step,
-  # calls `_settle`.
+  # calls `_seed_unbegun`.
 
   def _make_begun(self):
     """Makes the variable that tells whether the averages have begun: 0 or 1."""
-    self._held.marks = True
+    self._untracked.marks = True
     return self._make_count("begun", 0, seeded=1, missing=1)
 
   def _has_begun(self):
@@ -248,13 +249,13 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
   def _mark_begun(self):
     """Notes, in a step, that the averages have begun."""
     if tf.executing_eagerly():
-      if self._held.is_marked:
+      if self._untracked.is_marked:
         return
-      self._held.is_marked = True
+      self._untracked.is_marked = True
     with _replicas.near(self._begun.value):
       self._begun.value.assign(1)
 
-  def _settle(self):
+  def _seed_unbegun(self):
     """Sets averages that have not begun to their variables' values."""
     if not self.built or self._state.is_swapped_in():
       return
@@ -263,12 +264,12 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
       # A wrapper without averages has nothing that begins.
       if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
-      elif self._held.without_gradient and not self._state.was_set():
-        keys = self._held.without_gradient
+      elif self._untracked.without_gradient and not self._state.was_set():
+        keys = self._untracked.without_gradient
         self._state.seed_values(
             lambda v: v.trainable and self._var_key(v) in keys)
 
-  def _begin(self, keys):
+  def _prepare_averages(self, keys):
     """Prepares the averages for a step, when it is taken or traced.
 
     Args:
@@ -279,23 +280,23 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
     if not _replicas.is_first():
       return
     if self._state.has_new_values():
-      self._held.is_settled = self._held.is_marked = False
+      self._untracked.is_seeded = self._untracked.is_marked = False
     # An eager step may only accumulate, or fail, before the first one that the
     # averages follow.
-    may_begin = (self._held.marks and not self._held.is_marked and
+    may_begin = (self._untracked.marks and not self._untracked.is_marked and
                  tf.executing_eagerly())
-    if may_begin or not self._held.is_settled:
-      self._settle()
+    if may_begin or not self._untracked.is_seeded:
+      self._seed_unbegun()
       # Variables of a model that is built in a tf.function have no value yet.
       # TensorFlow traces the function again, and gives them values in between,
       # if it can.
       with tf.init_scope():
-        self._held.is_settled = all(
+        self._untracked.is_seeded = all(
             _value(v).is_initialized() for v in self._trainable_variables)
       self._state.start_in_graph()
-    elif not self._held.without_gradient.isdisjoint(keys):
-      self._settle()
-    self._held.without_gradient.difference_update(keys)
+    elif not self._untracked.without_gradient.isdisjoint(keys):
+      self._seed_unbegun()
+    self._untracked.without_gradient.difference_update(keys)
 
   @ops.not_converted
   def apply(
@@ -320,7 +321,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
       if trainable_variables is not None:
         trainable_variables = list(trainable_variables)
       with self._prepared(grads, trainable_variables):
-        self._held.followed.apply(grads, trainable_variables)
+        self._untracked.followed.apply(grads, trainable_variables)
 
   @contextlib.contextmanager
   def _prepared(self, grads, trainable_variables):
@@ -334,7 +335,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
     if any(w.is_gate for w in wrappers):
       preparing = _first_steps
       if tf.executing_eagerly() and any(
-          not w.built or w._held.marks and not w._held.is_marked
+          not w.built or w._untracked.marks and not w._untracked.is_marked
           for w in wrappers):
         taking = _first_steps
     with taking:
@@ -355,12 +356,12 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
       # A MultiOptimizer has made its optimizers now.
       wrappers = self._wrappers()
     keys = set()
-    if any(w._held.without_gradient for w in wrappers):
+    if any(w._untracked.without_gradient for w in wrappers):
       keys = {self._var_key(v) for g, v in zip(
           grads, trainable_variables or self._trainable_variables)
               if g is not None}
     for wrapper in wrappers:
-      wrapper._begin(keys)
+      wrapper._prepare_averages(keys)
     # In a step that asks for admission, only that has to wait.
     return [] if _replicas.is_shared(_value(self._iterations)) else (
         _check_in_place(wrappers))
@@ -385,7 +386,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
       self.apply(*zip(*grads_and_vars))  # As Keras calls a user's.
       return self.iterations
     with self._prepared(*map(list, zip(*grads_and_vars))):
-      self._held.followed.apply_gradients(grads_and_vars)
+      self._untracked.followed.apply_gradients(grads_and_vars)
     return self.iterations
 
   def _found(self, variable, *rows):
@@ -426,7 +427,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
   @property
   def averages_of_wrappers(self):
     """The objects with which Keras saves and loads the averages: a list."""
-    # Keras does not look into `_held`: also those inside of its own optimizers.
+    # Keras does not look into `_untracked`: also those in its own optimizers.
     return [wrapper._state for wrapper in reversed(self._wrappers())]
 
   def _refuse_swapped_in(self, what, instead=""):
@@ -441,7 +442,7 @@ class WrapperOptimizer(_of_inner.OfInner, keras.optimizers.Optimizer,
     return _wrappers_of(self._optimizers())
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    return {**(self._held.refusal.children()
+    return {**(self._untracked.refusal.children()
                if save_type == "checkpoint" else {}),
             **self.inner_optimizer._trackable_children(save_type, **kwargs),
             self._state.name: self._state}
@@ -507,14 +508,14 @@ def _no_rate():
   """A learning rate for Keras's constructor, which makes no variable for it."""
 
 
-class _Held:
+class _Untracked:
   """An optimizer and, once it is built, its view."""
 
   def __init__(self, optimizer):
     self.optimizer, self.followed = optimizer, None
     # Whether, in this process, the averages were settled for a step, and marked
     # as begun.
-    self.is_settled = self.is_marked = False
+    self.is_seeded = self.is_marked = False
     self.marks = False  # Whether a step marks the averages as begun.
     # The keys of variables that had no gradient in this process. The average of
     # one that is not frozen is its value, which the user's code may change.

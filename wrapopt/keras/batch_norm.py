@@ -224,11 +224,11 @@ def warning(what, model):
 @contextlib.contextmanager
 def restored(model):
   """Restores the statistics of a model after a `with` block, bit for bit."""
-  held = [(v, v.read_value()) for v in _values(model)]
+  before = [(v, v.read_value()) for v in _values(model)]
   try:
     yield
   finally:
-    for variable, value in held:
+    for variable, value in before:
       variable.assign(value)
 
 

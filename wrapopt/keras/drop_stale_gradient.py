@@ -138,9 +138,10 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
           "`policy` must not compensate gradients for a "
           f"{type(self.inner_optimizer).__qualname__}, whose step is no "
           f"native op, got {policy!r}. Use \"scale\", or another optimizer.")
-    self._held.records = _Records()
+    self._untracked.records = _Records()
     for x in [self.inner_optimizer, *_steps.within(self)]:
-      if any(_steps.held_by(x)) and not isinstance(x, _followers.Follower):
+      if (any(_steps.optimizers_in(x)) and
+          not isinstance(x, _followers.Follower)):
         raise ValueError(
             "`optimizer` of a DropStaleGradient must not be or hold an "
             "optimizer that holds others, whose steps would be admitted one by "
@@ -166,9 +167,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   def _follow(self, step):
     del step
 
-  def _settle(self):
+  def _seed_unbegun(self):
     # Called before a file is saved.
-    super()._settle()
+    super()._seed_unbegun()
     self._take_aborted_back()
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
@@ -195,7 +196,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
     """
     self._check_not_compiled()
     recorded, _ = ops.staleness_record(_rules.value(self._iterations))
-    records = self._held.records
+    records = self._untracked.records
     if tf.executing_eagerly():
       records.last = recorded
     else:
@@ -231,7 +232,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
       TypeError: If `recorded` is not an integer scalar.
       Others as `apply`.
     """
-    records = self._held.records
+    records = self._untracked.records
     records.given = _checked_record(recorded)
     if recorded is records.last:
       records.last = None
@@ -282,9 +283,9 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
           f"got one of {type(opt).__qualname__} with a constraint or a sparse "
           "gradient. Use LazyAdam or sum_duplicates=True without weight decay.")
     if tf.executing_eagerly():
-      recorded = self._held.records.given
+      recorded = self._untracked.records.given
       if recorded is None:
-        recorded = self._held.records.last
+        recorded = self._untracked.records.last
       weights = getattr(recorded, "_wrapopt_weights", None)
       found = _origins.of_values(
           grads_and_vars, lambda g, v: weights and weights.get(v))
@@ -297,7 +298,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
 
   def _recorded(self, iterations, grads):
     """The record of gradients: a tensor."""
-    records = self._held.records
+    records = self._untracked.records
     if records.given is not None:
       return records.given
     if tf.executing_eagerly():

@@ -52,7 +52,7 @@ class LazyAdam(keras.optimizers.Adam):
   def apply(self, grads, trainable_variables=None):
     # In a step that has begun, a number is in the place of the variable.
     if _replicas.is_shared(_rules.value(self._iterations)):
-      _steps.followed(self, [_followers.Alone()]).apply(
+      _steps.followed(self, [_followers.NoFollower()]).apply(
           grads, trainable_variables)
     else:
       super().apply(grads, trainable_variables)

@@ -99,7 +99,7 @@ class Lookahead(_wrapper.WrapperOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("slow_weights")
-    self._settle()
+    self._seed_unbegun()
     return self._found(variable, self._slow)
 
   def seed_slow_weights(self) -> None:

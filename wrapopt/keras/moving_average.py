@@ -269,7 +269,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
         it.
     """
     self._require_built("average")
-    self._settle()
+    self._seed_unbegun()
     k = self._index_of(decay)
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
     return self._readable(
@@ -305,7 +305,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
 
   def _averaged(self, model, decay=None):
     found = super()._averaged(model, decay)
-    if (self.averages_batch_norm and self._held.model is None and
+    if (self.averages_batch_norm and self._untracked.model is None and
         isinstance(model, keras.Model) and len(found) == len(self._rows[0])):
       self.set_model(model)  # It has all variables that the optimizer trains.
     variables, rows = self._statistics()
@@ -318,7 +318,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
   def averages_by_decay(self, model: keras.Model) -> list[Any]:
     self._require_built("averages_by_decay")
     self._refuse_swapped_in("averages_by_decay")
-    self._settle()
+    self._seed_unbegun()
     self.set_model(model)
     _, of_batch_norm = self._statistics()
     steps = self.average_steps()

@@ -235,7 +235,7 @@ class ScheduleFree(_averaging.AveragingOptimizer):
       KeyError: If the optimizer does not have the variable.
     """
     self._require_built("z")
-    self._settle()
+    self._seed_unbegun()
     return self._readable("z", self._found(variable, self._z))
 
   # At the end of `fit`, x is in all variables, since one number tells for all
@@ -292,11 +292,11 @@ class ScheduleFree(_averaging.AveragingOptimizer):
     def begin():
       # Read first, so that a failure changes nothing.
       for (v, z), decay in zip(pairs, decays):
-        for v, z, held in zip(*map(_replicas.values, (v, z, state))):
+        for v, z, s in zip(*map(_replicas.values, (v, z, state))):
           y, z_value = v.read_value(), z.read_value()
-          before.append((v, y, z, z_value, decay, held.read_value()))
-      for v, y, z, z_value, decay, held in before:
-        z.assign(_schedule_free.x_of(y, z_value, held[_schedule_free.HELD]))
+          before.append((v, y, z, z_value, decay, s.read_value()))
+      for v, y, z, z_value, decay, s in before:
+        z.assign(_schedule_free.x_of(y, z_value, s[_schedule_free.WEIGHT]))
         v.assign(_schedule_free.start(y, z_value, motion, decay))
 
     def end():

@@ -131,7 +131,7 @@ class _Layout(saving_lib.H5IOStore):
     self.file, self.datasets = self.h5_file, {}
     saving_lib._save_state(
         model, weights_store=self, assets_store=None, inner_path="",
-        visited_saveables={id(x) for x in _steps.held_by(model)})
+        visited_saveables={id(x) for x in _steps.optimizers_in(model)})
     self.trees = [_trees.tree_of(self.file)]
 
   def __setitem__(self, key, value):

@@ -177,7 +177,7 @@ class Update:
       groups = self._groups[kinds] = self._make_groups(
           kinds if isinstance(kinds, tuple) else [kinds] * len(grads))
     if compensation is not None:
-      # A gradient that is held back may have another shape.
+      # A gradient that is withheld may have another shape.
       compensation = compensation._checked(
           self._variables, grads if accept is True else compensation.origins)
     updates = []

@@ -33,7 +33,7 @@ class _Entry:
     self.averages = []
     self.is_changed_in_graph = False
 
-  def begin(self):
+  def let_lag(self):
     """Notes that rows of one of the averages may lag behind from now on."""
     variable = self.variable()
     if variable is not None:
@@ -100,7 +100,7 @@ def moving(averages):
     _moved.averages = before
 
 
-def settle(variables, but=()):
+def settle(variables, moved=()):
   """Brings the averages of variables up to date. Call it before a change.
 
   In a graph or `tf.function`, an average of which no row has lagged behind yet
@@ -108,7 +108,7 @@ def settle(variables, but=()):
 
   Args:
     variables: The variables that will change.
-    but: Averages that the change moves itself.
+    moved: Averages that the change moves itself.
 
   Returns:
     The operations that the change must wait for: a list; empty in eager mode.
@@ -120,7 +120,7 @@ def settle(variables, but=()):
   if in_graph and save_context.in_save_context():
     # What is saved is up to date, and the steps of a saved function are dense.
     return []
-  done, but = [], [*but, *getattr(_moved, "averages", ())]
+  done, moved = [], [*moved, *getattr(_moved, "averages", ())]
   for variable in variables:
     if in_graph:
       with _lock:
@@ -129,7 +129,7 @@ def settle(variables, but=()):
     elif (entry := _lagging.get(id(variable))) is None:
       continue
     for average in [ref() for ref in list(entry.averages)]:
-      if average is None or any(average is other for other in but):
+      if average is None or any(average is other for other in moved):
         continue
       if average.may_lag:
         caught_up = average.catch_up()
