@@ -4,9 +4,7 @@ from collections.abc import Callable
 from collections.abc import Iterator
 from collections.abc import Sequence
 import contextlib
-import typing
 from typing import Any, Optional, Union
-import weakref
 
 import tensorflow as tf
 
@@ -22,19 +20,12 @@ from wrapopt._gates import _tokens
 from wrapopt._types import (
     Gradient, GradsAndVars, Integer, Loss, Operation, Tensor, V1Optimizer,
     Variable)
+from wrapopt._v1 import _gate_counts
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
-from wrapopt._v1._unique_variable import get_unique_variable
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
-
-
-class _State(typing.NamedTuple):
-  """The variables of a gate."""
-  stale_counter: tf.Variable
-  histogram: tf.Variable
-  worker_histogram: tf.Variable | None
 
 
 class DropStaleGradientOptimizer(WrapperOptimizer):
@@ -192,14 +183,11 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     self._records = _recorder.Recorder(self._compensates())
     self._memory = (_memory.Memory(self, self._policy, self._records)
                     if self._compensates() else None)
-    # The step of eager mode, once a gradient has been applied.
-    self._eager_step = None
-    # By graph; by this optimizer for eager mode.
-    self._worker_histograms = weakref.WeakKeyDictionary()
+    self._counts = _gate_counts.GateCounts(self, self._worker)
 
   def __getstate__(self):
     state = dict(vars(self))
-    for name in "_records", "_memory", "_eager_step", "_worker_histograms":
+    for name in "_records", "_memory", "_counts":
       del state[name]
     return state
 
@@ -397,18 +385,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
                        f"{self._policy!r}, which does not use them.")
     if recorded is None:
       recorded = self._records.of(gradients, global_step)
-    state = self._state(global_step, gradients[0].device)
-
+    counts = self._counts.of_step(global_step, gradients[0].device)
     token = (_tokens.next_of_function(global_step)
              if _replicas.is_shared(global_step) else _tokens.NONE)
     # Control edges only, so that a dropped gradient is not transferred.
     with tf.control_dependencies(_records.when_ready(gradients)):
       verdict = ops.staleness_gate(
-          global_step, state.stale_counter, state.histogram, recorded,
+          global_step, counts.stale_counter, counts.histogram, recorded,
           self._limit, token=token)
     counted = complete = None
     if not tf.executing_eagerly():
-      counted = _staleness.count(state.worker_histogram, verdict, token)
+      counted = _staleness.count(counts.worker_histogram, verdict, token)
     if not tf.executing_eagerly() or verdict.accept:
       try:
         with _records.new_stateful_ops() as new:
@@ -427,17 +414,17 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         complete = ops.staleness_complete(verdict.ticket, global_step,
                                           increment=not taken.counted)
     if tf.executing_eagerly():
-      _staleness.count(state.worker_histogram, verdict, token)
-      _staleness.write(self._summaries(state), global_step)
-      return _step.Taken(state.stale_counter.read_value(), True)
+      _staleness.count(counts.worker_histogram, verdict, token)
+      _staleness.write(self._counts.summaries(counts), global_step)
+      return _step.Taken(counts.stale_counter.read_value(), True)
     after = [op for op in (complete, verdict.accept, counted) if op is not None]
-    with tf.control_dependencies(after), ops.device_of(state.stale_counter):
+    with tf.control_dependencies(after), ops.device_of(counts.stale_counter):
       # The identity runs after the update: `read_value` of a ref variable may
       # return the variable's own buffer.
-      counter = tf.identity(state.stale_counter.read_value(),
+      counter = tf.identity(counts.stale_counter.read_value(),
                             name=step.name or self._name)
     if tf1.executing_eagerly_outside_functions():
-      _staleness.write(self._summaries(state), global_step)
+      _staleness.write(self._counts.summaries(counts), global_step)
     return _step.Taken(counter, True)
 
   # Slots of the policy
@@ -466,50 +453,6 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     return factor if factor is None else (
         lambda g: _staleness.multiplied(g, factor))
 
-  # The variables of the gate
-
-  def _state(self, step, worker_device):
-    eager = tf1.executing_eagerly_outside_functions()
-    with tf.init_scope():
-      graph = None if eager else tf1.get_default_graph()
-
-      def variable(name, initializer, shape, dtype):
-        key = (name, graph)
-        if key not in self._non_slot_dict:
-          self._maybe_initialize_trackable()
-          with _replicas.colocated(step):
-            v = get_unique_variable(
-                name, shape, dtype, initializer, step.device,
-                tf1.GraphKeys.GLOBAL_VARIABLES, hasattr(step, "handle"))
-          self._handle_deferred_dependencies(name=name, trackable=v)
-          self._non_slot_dict[key] = v
-        return self._non_slot_dict[key]
-
-      new = ("stale_counter", graph) not in self._non_slot_dict
-      state = _State(
-          variable("stale_counter", tf1.zeros_initializer(), [], tf.float32),
-          variable("staleness_histogram", tf1.zeros_initializer(),
-                   [2, _staleness.BUCKETS], tf.int64),
-          self._worker_histogram(graph, worker_device))
-      if eager:
-        self._eager_step = step
-      if new and graph is not None:
-        _staleness.make_summaries(self._summaries(state))
-    return state
-
-  def _worker_histogram(self, graph, device):
-    if self._worker is None:
-      return None
-    histograms = self._worker_histograms
-    key = graph or self
-    if key not in histograms:
-      with tf.device(None), tf.device(device if graph else None):
-        histograms[key] = tf1.Variable(
-            tf.zeros([2, _staleness.BUCKETS], tf.int64), trainable=False,
-            use_resource=True, name=f"{self._worker}/staleness_histogram",
-            collections=[tf1.GraphKeys.LOCAL_VARIABLES])
-    return histograms[key]
-
   # Counts for users
 
   def staleness_stats(
@@ -535,23 +478,9 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
     if worker and self._worker is None:
       raise ValueError("`worker` must not be True for an optimizer without the "
                        "name of its worker. Pass `worker` to the constructor.")
-    graph = (None if tf1.executing_eagerly_outside_functions()
-             else tf1.get_default_graph())
-    histogram = (self._worker_histograms.get(graph or self) if worker else
-                 self._non_slot_dict.get(("staleness_histogram", graph)))
-    if histogram is None:
-      raise RuntimeError("staleness_stats() must be called after the first "
-                         "apply_gradients or minimize in this graph.")
-    if tf.executing_eagerly() and not worker and self._eager_step is not None:
-      ops.take_aborted_back(self._eager_step, histogram)
+    histogram = self._counts.histogram(worker)
     return _staleness.stats(histogram)
 
-  def _summaries(self, state):
-    of_worker = state.worker_histogram
-    return _staleness.summaries(
-        state.histogram,
-        *({} if of_worker is None else {name: of_worker}
-          for name in (f"{self._worker}/staleness", self._worker)))
 
 def _check_pairs(grads_and_vars):
   """Checks what the inner optimizer checks, before the gate decides."""

@@ -10,10 +10,12 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
+from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
+from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 from wrapopt._v1._swapping_saver import SwappingSaver
 
@@ -168,7 +170,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
           f"tf.float32, got {shadow_dtype!r}.")
     super().__init__(
         opt, name, decays, None if shadow_dtype is None else tf.float32,
-        _lazy.checked_argument(lazy), variables, update_every)
+        _may_be_lazy.checked_argument(lazy), variables, update_every)
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
@@ -308,7 +310,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       there is no average yet, or if no decay is a `PowerDecay` and
       `update_every` is 1: then steps are not counted.
     """
-    return self._steps_of(_averaging.graph_of_state())
+    return self._steps_of(_slots.graph_of_state())
 
   def average_name(self, var: Variable,
                    decay: Optional[_decays.Decay] = None) -> str:
@@ -358,7 +360,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     Raises:
       RuntimeError: In eager mode, inside `averaged_weights`.
     """
-    return _averaging.readable(self._averages(_averaging.graph_of_state()),
+    return _averaging.readable(self._averages(_slots.graph_of_state()),
                                "averages")
 
   def averages_by_decay(self, graph: Any) -> list[Any]:

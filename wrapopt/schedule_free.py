@@ -11,6 +11,7 @@ from wrapopt._averages import _schedule_free
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
+from wrapopt._v1 import _slots
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt._v1._swapping_saver import SwappingSaver
@@ -157,7 +158,7 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     _check_trained(trained)
     variables = self._trained_variables(step)
     averages, _ = self._shadows_by_decay(variables)
-    graph = _averaging.graph_of_state()
+    graph = _slots.graph_of_state()
     return self._inner._take(step._replace(points=_schedule_free.Points(
         averages[0], self._non_slot(_STATE, graph), self._schedule)))
 
@@ -189,7 +190,7 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
 
   def _pairs_of(self, variables, k):
     return [(v, _schedule_free.Interpolated(
-        v, self._shadow(v, k), self._non_slot(_STATE, _averaging.graph_of(v))))
+        v, self._shadow(v, k), self._non_slot(_STATE, _slots.graph_of(v))))
             for v in variables]
 
   def _slot_of_saved(self, name, position):
@@ -221,7 +222,7 @@ class ScheduleFreeOptimizer(_averaging.AveragingOptimizer):
     if self._readable_z(var, "average") is None:
       return None
     [(_, average)] = self._pairs_of([var], 0)
-    return (average.read_value() if _averaging.graph_of(var) is None else
+    return (average.read_value() if _slots.graph_of(var) is None else
             average._as_graph_element())
 
   def z(self, var: Any) -> Any:

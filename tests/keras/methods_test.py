@@ -3,7 +3,6 @@
 Keras calls them. A wrapper calls them, too, or raises an error.
 """
 
-import contextlib
 import inspect
 
 import keras

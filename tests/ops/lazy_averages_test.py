@@ -25,7 +25,7 @@ from modes import mode  # pylint: disable=unused-import
 import numerics
 from training import type_of
 from wrapopt import _loader
-from wrapopt._averages import _lazy
+from wrapopt._averages import _may_be_lazy
 
 tf1 = tf.compat.v1
 ops = wrapopt.ops
@@ -408,7 +408,7 @@ def test_an_average_over_workers_moves_all_rows(name, order, fused):
 @pytest.fixture
 def warned(monkeypatch):
   """The warnings of a test, as in a new process."""
-  monkeypatch.setattr(_lazy, "_told", itertools.count())
+  monkeypatch.setattr(_may_be_lazy, "_told", itertools.count())
   with warnings.catch_warnings(record=True) as found:
     warnings.simplefilter("always")
     yield found
@@ -497,7 +497,7 @@ def test_a_step_says_once_what_resource_variables_gain(warned, step):
 
 
 def test_the_warning_of_ref_variables_may_be_an_error(monkeypatch):
-  monkeypatch.setattr(_lazy, "_told", itertools.count())
+  monkeypatch.setattr(_may_be_lazy, "_told", itertools.count())
   with warnings.catch_warnings():
     warnings.simplefilter("error")
     with pytest.raises(UserWarning, match="because it is a ref variable"):

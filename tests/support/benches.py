@@ -6,6 +6,7 @@ import shlex
 
 from wrapopt.bench import __main__ as command
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.bench import tables
 
 
@@ -16,7 +17,7 @@ def make_small(monkeypatch, shapes):
       harness, "alternate", lambda *args, **kwargs: alternate(
           *args, **{**kwargs, "turn_seconds": 1e-4}))
   monkeypatch.setattr(harness, "VARIABLE_SETS",
-                      dict.fromkeys(harness.VARIABLE_SETS, shapes))
+                      dict.fromkeys(sets.VARIABLE_SETS, shapes))
 
 
 def run(command_line, folder):

@@ -22,6 +22,7 @@ from wrapopt.bench import gate
 from wrapopt.bench import growth
 from wrapopt.bench import harness
 from wrapopt.bench import merge
+from wrapopt.bench import sets
 from wrapopt.bench import step
 from wrapopt.bench import stream_limit
 from wrapopt.bench import tables
@@ -56,22 +57,22 @@ def test_resnet50_is_keras_resnet50_without_the_biases_of_convolutions():
       tuple(w.shape)
       for layer in model.layers for w in layer.trainable_weights
       if not (isinstance(layer, keras.layers.Conv2D) and w.name == "bias")]
-  shapes = harness.VARIABLE_SETS["resnet50"]
+  shapes = sets.VARIABLE_SETS["resnet50"]
   assert sorted(shapes) == sorted(expected)
   assert len(shapes) == 161
-  assert sum(harness.sizes(shapes)) == 25_557_032
+  assert sum(sets.sizes(shapes)) == 25_557_032
 
 
 def test_bert_base():
-  shapes = harness.VARIABLE_SETS["bert-base"]
+  shapes = sets.VARIABLE_SETS["bert-base"]
   assert len(shapes) == 199
   # 110 million, of which a pooler and an embedding of 30522 word pieces.
-  assert sum(harness.sizes(shapes)) == 109_482_240
+  assert sum(sets.sizes(shapes)) == 109_482_240
 
 
 def test_sizes():
-  assert harness.sizes([(2, 3), (), (0, 7)]) == [6, 1, 0]
-  assert sum(harness.sizes(harness.VARIABLE_SETS["2x4096x4096"])) == 2**25
+  assert sets.sizes([(2, 3), (), (0, 7)]) == [6, 1, 0]
+  assert sum(sets.sizes(sets.VARIABLE_SETS["2x4096x4096"])) == 2**25
 
 
 @pytest.fixture
@@ -571,7 +572,7 @@ def test_command_without_arguments_runs_all(arguments, rounds, monkeypatch):
       options.sets))
   command.main(arguments)
   assert asked[-1] == rounds
-  assert arguments[0] == "merge" or asked[0] == list(harness.VARIABLE_SETS)
+  assert arguments[0] == "merge" or asked[0] == list(sets.VARIABLE_SETS)
 
 
 @pytest.mark.parametrize("args,error", [

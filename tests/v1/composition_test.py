@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import re
 
 import numpy as np
 import pytest

@@ -8,14 +8,11 @@ Nobody but this module sees the rows that lag behind. All others see a
 `LazyAverage`, whose reads bring them up to date.
 """
 
-import itertools
 import threading
-import warnings
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework import variable_pb2
-from tensorflow.python.eager.polymorphic_function import polymorphic_function
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import resource_variable_ops
@@ -32,10 +29,6 @@ from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
 
-# Made outside of a tf.function, and while one is traced.
-_PLAIN = (resource_variable_ops.ResourceVariable,
-          polymorphic_function.UnliftedInitializerVariable)
-
 # The collection that carries the LazyAverages of a graph into its MetaGraphDef.
 COLLECTION = "wrapopt_lazy_averages"
 
@@ -43,52 +36,8 @@ _NOT_SAVED = (
     "The concrete function reads an average of which rows may lag behind. Save "
     "the tf.function, which is then traced again.")
 
-# Counts the calls of `tell_of_resource_variables`.
-_told = itertools.count()
-
 settle = _lagging.settle
 moving = _lagging.moving
-
-
-def may_be_lazy(variable):
-  """Whether a LazyAverage of `variable` can be made here.
-
-  Not of a ref variable. All of its ops, such as those of a Saver, write into
-  its buffer, where no later step or read could see that it has changed.
-  """
-  return ((type(variable) in _PLAIN or _replicas.is_shared(variable)) and
-          _may_lag(variable))
-
-
-def is_hindered_by_ref(variable):
-  """Whether `may_be_lazy` is False only because of a ref variable."""
-  return _may_lag(variable) and ops.is_ref_variable(variable)
-
-
-def tell_of_resource_variables(variable):
-  """Warns, once in a process, that averages of a ref variable are slow.
-
-  Args:
-    variable: A variable for which `is_hindered_by_ref` is True.
-  """
-  if next(_told) == 0:
-    warnings.warn(
-        f"Each step updates all rows of the averages of '{variable.name}', "
-        "because it is a ref variable. Call "
-        "tf.compat.v1.enable_resource_variables() before variables are made: "
-        "then a step with a sparse gradient updates only the rows that it "
-        "touches, at the same names and checkpoints. Code of yours that "
-        "changes the variable must then read its averages before (see "
-        "wrapopt/docs/embeddings.md). To keep ref variables without this "
-        "warning, which is given once, pass `lazy=False`.")
-
-
-def _may_lag(variable):
-  return (variable.shape.is_fully_defined() and
-          variable.shape.rank > 0 and not _replicas.share_steps() and
-          not _lagging.is_changed_in_graph(variable) and
-          tf.DeviceSpec.from_string(variable.device).device_type in (
-              None, "CPU", "GPU"))
 
 
 def is_lazy(average):
@@ -101,15 +50,6 @@ def stored(average):
   return (average.rows
           if isinstance(average, (LazyAverage, _schedule_free.Interpolated))
           else average)
-
-
-def checked_argument(lazy):
-  """The argument `lazy` of an optimizer, checked."""
-  if lazy is not None and lazy is not False:
-    raise ValueError(
-        "`lazy` must be None (rows lag behind where that is exact) or False "
-        f"(never), got {lazy!r}.")
-  return lazy
 
 
 def make(variable, value, name):

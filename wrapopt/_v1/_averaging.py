@@ -2,7 +2,6 @@
 
 import contextlib
 from typing import Optional
-import weakref
 
 import numpy as np
 import tensorflow as tf
@@ -14,17 +13,19 @@ from wrapopt._averages import _chosen
 from wrapopt._averages import _decays
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
+from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt._averages import _unwritable
 from wrapopt._types import Variable
 from wrapopt._v1 import _initial_value
+from wrapopt._v1 import _listed
+from wrapopt._v1 import _saved_slots
 from wrapopt._v1 import _sessions
 from wrapopt._v1 import _slots
 from wrapopt._v1._swapping_saver import SwappingSaver
 from wrapopt._v1._wrapper import WrapperOptimizer
 
-_SLOT = "ExponentialMovingAverage"
 _STEPS = "average_steps"
 
 
@@ -32,7 +33,7 @@ class AveragingOptimizer(WrapperOptimizer):
   """A wrapper that keeps averages of variables in slots."""
 
   # The name of the slots, and the last part of the names of their variables.
-  _slot_name = _SLOT
+  _slot_name = _saved_slots.SLOT
 
   def __init__(self, opt, name, decays, shadow_dtype=None, lazy=None,
                variables=None, update_every=1):
@@ -58,9 +59,9 @@ class AveragingOptimizer(WrapperOptimizer):
     # The name of the slots that hold a decay's averages: in a
     # `tf.train.Checkpoint`, several are known by their decays.
     self._slot_of_decay = ([self._slot_name] if len(decays) == 1
-                           else [_numbered(d) for d in decays])
+                           else [_saved_slots.numbered(d) for d in decays])
     # The last part of the names of these averages.
-    self._name_of_decay = [self._slot_name, *map(_numbered, decays[1:])]
+    self._name_of_decay = [self._slot_name, *map(_saved_slots.numbered, decays[1:])]
     self._slots = {slot: _slots.Slots() for slot in self._slot_of_decay}
     self._averaged = _slots.Averaged()
     self._refusal = _unwritable.Refusal(self._check_writable)
@@ -80,7 +81,7 @@ class AveragingOptimizer(WrapperOptimizer):
     """Those of some variables that are averaged: a list."""
     if self._chosen is None:
       return list(variables)
-    averaged = self._averaged.of(graph_of_state())
+    averaged = self._averaged.of(_slots.graph_of_state())
     if callable(self._chosen):
       return [v for v in variables if v in averaged or
               _chosen.answer(self._chosen, v, v.name)]
@@ -91,41 +92,6 @@ class AveragingOptimizer(WrapperOptimizer):
     """The variables of a list `variables`, each once: a dict by their ids."""
     return ({} if self._chosen is None or callable(self._chosen) else
             {id(v): v for v in self._chosen})
-
-  def _check_listed(self, grads_and_vars):
-    """Raises an error if a step cannot average what a list `variables` holds.
-
-    Returns:
-      {id of a listed variable: whether the step gets it}.
-    """
-    got = {id(v) for _, v in grads_and_vars}
-    is_got = {key: key in got for key in self._listed()}
-    if is_got and not any(is_got.values()):
-      raise ValueError(
-          "`variables` must hold a variable that the optimizer trains, got "
-          f"{[v.name for v in self._chosen]}, of which apply_gradients() got "
-          "none.")
-    graph = graph_of_state()
-    before = self._averaged.of(graph).is_got
-    for key, v in self._listed().items():
-      if graph_of(v) is not graph:
-        raise ValueError(
-            "`variables` must hold variables of the graph of the step, or of "
-            f"eager mode, got '{v.name}' of another one.")
-      if before.get(key, is_got[key]) != is_got[key]:
-        raise ValueError(
-            "`variables` must hold variables that every apply_gradients() "
-            f"gets, or none does, got '{v.name}', which some calls got. If "
-            "different calls get different variables, pass a function of a "
-            "variable. To average a variable also in steps that do not train "
-            "it, pass it with the gradient None.")
-      if (isinstance(v, tf.distribute.DistributedValues) and
-          v.synchronization == tf.VariableSynchronization.ON_READ):
-        raise NotImplementedError(
-            "In a tf.distribute strategy, `variables` must hold variables that "
-            f"all replicas share, got '{v.name}', which is another one in each "
-            "replica (VariableSynchronization.ON_READ).")
-    return is_got
 
   def _steps_are_counted(self):
     return self._update_every > 1 or _decays.need_count(self._decays)
@@ -147,24 +113,26 @@ class AveragingOptimizer(WrapperOptimizer):
     listed = [v for g, v in grads_and_vars
               if g is not None and isinstance(v, tf.Variable)]
     variables = list({v.ref(): v for v in listed}.values())
-    is_got = self._check_listed(grads_and_vars)
-    averaged = [*self._chosen_of(variables), *self._untrained(variables)]
-    for variable in averaged:
+    averaged = self._averaged.of(_slots.graph_of_state())
+    is_got = _listed.check(self._listed().values(), grads_and_vars,
+                           averaged.is_got)
+    chosen = [*self._chosen_of(variables), *self._untrained(variables)]
+    for variable in chosen:
       if variable.dtype.base_dtype not in _checks.FLOATS:
         names = [d.name for d in _checks.FLOATS]
         raise TypeError(
             f"An averaged variable must be of dtype "
             f"{', '.join(names[:-1])} or {names[-1]}, "
             f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
-    if graph_of_state() is None:
+    if _slots.graph_of_state() is None:
       self._refuse_swapped_in(None, "apply_gradients")
     # Else, a Plan moves all rows.
     few = step.rows_stay and in_order and len(variables) == len(listed)
     sparse = {v.ref() for g, v in grads_and_vars
               if few and isinstance(g, tf.IndexedSlices)}
     # Before the step: in eager mode an average starts at the value then.
-    self._create_averages(averaged, sparse)
-    self._averaged.of(graph_of_state()).is_got.update(is_got)
+    self._create_averages(chosen, sparse)
+    averaged.is_got.update(is_got)
     if tf.executing_eagerly() and not tf.distribute.has_strategy():
       shadows = self._shadows_by_decay(variables)
       untrained = self._untrained_by_decay(variables)
@@ -269,7 +237,7 @@ class AveragingOptimizer(WrapperOptimizer):
   def _make_averages(self, variables, sparse):
     if variables and self._steps_are_counted():
       self._create_non_slot_variable(np.int64(0), _STEPS, variables[0])
-    averaged = self._averaged.of(graph_of_state())
+    averaged = self._averaged.of(_slots.graph_of_state())
     new = [v for v in variables if v not in averaged]
     if not tf.executing_eagerly():
       # The collection keeps the variables alive as long as the graph.
@@ -310,9 +278,9 @@ class AveragingOptimizer(WrapperOptimizer):
     # In a graph, a LazyAverage costs ops.
     is_lazy = (self._lazy is not False and self._touches_few_rows() and
                (is_sparse or tf.executing_eagerly()))
-    if is_lazy and _lazy.is_hindered_by_ref(variable):
-      _lazy.tell_of_resource_variables(variable)
-    make = (self._make_lazy if is_lazy and _lazy.may_be_lazy(variable)
+    if is_lazy and _may_be_lazy.is_hindered_by_ref(variable):
+      _may_be_lazy.tell_of_resource_variables(variable)
+    make = (self._make_lazy if is_lazy and _may_be_lazy.may_be_lazy(variable)
             else self._get_or_make_slot)
     shadows = [make(variable, values[0], slot, name)
                for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
@@ -346,7 +314,8 @@ class AveragingOptimizer(WrapperOptimizer):
                                        variable):
     if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
-      slot_name = self._slot_of_saved(slot_name, slot_variable_position)
+      slot_name = _saved_slots.slot_of(
+          slot_name, slot_variable_position, self._decays, self._slot_of_decay)
       if slot_name is None or not self._chosen_of([variable]):
         return
       if tf.executing_eagerly():
@@ -356,24 +325,6 @@ class AveragingOptimizer(WrapperOptimizer):
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
-
-  def _slot_of_saved(self, name, position):
-    """The slot for averages that a `tf.train.Checkpoint` calls `name`, or None.
-
-    Args:
-      name: A string.
-      position: The CheckpointPosition of the averages of a variable.
-    """
-    numbered = dict(zip(map(_numbered, self._decays), self._slot_of_decay))
-    if name != _SLOT:
-      return numbered.get(name)
-    # One decay has no number. Earlier versions gave the first of several none.
-    saved = _saved_slot_names(position)
-    if _numbered(self._decays[0]) not in saved:
-      return self._slot_of_decay[0]
-    if numbered.keys() <= saved:
-      return None
-    raise _another_first_decay(self._decays, name)
 
   def _steps_of(self, graph):
     return self._non_slot(_STEPS, graph)
@@ -390,7 +341,7 @@ class AveragingOptimizer(WrapperOptimizer):
       saved: All names in the file.
     """
     if f"{name}_{self._decays[0]}" in saved:
-      raise _another_first_decay(self._decays, name)
+      raise _saved_slots.another_first_decay(self._decays, name)
 
   def _pairs(self, graph, k):
     return self._pairs_of(self._averaged.of(graph), k)
@@ -468,7 +419,7 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _make_swapping_saver(self, k, var_list, name, options):
     """`swapping_saver`, of a decay by its index; `options` of a Saver."""
-    graph = graph_of_state()
+    graph = _slots.graph_of_state()
     self._require_averages(graph, "creating the swapping_saver")
     return SwappingSaver(
         self._pairs(graph, k), var_list, self._firsts(graph),
@@ -536,54 +487,3 @@ def _parts(x):
   parts = list(x) if hasattr(x, "__iter__") and not tf.is_tensor(x) else []
   return (parts if parts and all(isinstance(v, tf.Variable) for v in parts)
           else None)
-
-
-def _numbered(decay):
-  """The name of averages with their decay."""
-  return f"{_SLOT}_{decay}"
-
-
-def _another_first_decay(decays, name):
-  return ValueError(
-      f"`average_decay` must begin with the decay of '{name}' in the "
-      f"checkpoint, got {decays}: the checkpoint has other averages of "
-      f"{decays[0]}. Give the decays in the order of the run that wrote it.")
-
-
-# {a checkpoint that is being restored: {node of a slot: names of all slots of
-# its optimizer}}.
-_saved_slots: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def _saved_slot_names(position):
-  """The names of all slots of the optimizer that has a slot in a checkpoint.
-
-  Args:
-    position: The CheckpointPosition of the slot.
-
-  Returns:
-    A set of strings.
-  """
-  names = _saved_slots.get(position.checkpoint)
-  if names is None:
-    names = _saved_slots[position.checkpoint] = {}
-    for node in position.checkpoint.object_graph_proto.nodes:
-      of_node = {slot.slot_name for slot in node.slot_variables}
-      names.update((slot.slot_variable_node_id, of_node)
-                   for slot in node.slot_variables)
-  return names.get(position.proto_id, set())
-
-
-def graph_of(variable):
-  """The graph of a variable; None in eager mode."""
-  key = tf_optimizer._var_key(variable)
-  return None if isinstance(key, str) else key[0]
-
-
-def graph_of_state():
-  """The graph that holds the variables made here; None in eager mode."""
-  if tf.executing_eagerly():
-    return None
-  with tf.init_scope():  # Out of a tf.function.
-    return (None if tf.executing_eagerly()
-            else tf.compat.v1.get_default_graph())

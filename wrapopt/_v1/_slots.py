@@ -4,6 +4,7 @@ import collections.abc
 import threading
 import weakref
 
+import tensorflow as tf
 from tensorflow.python.training import optimizer as tf_optimizer
 
 
@@ -121,3 +122,18 @@ class _Variables:
     # A graph's slots go with the graph: to know its key is to hold it.
     refs[i] = weakref.ref(
         variable, gone if isinstance(key, str) else lambda _: refs.pop(i, None))
+
+
+def graph_of(variable):
+  """The graph of a variable; None in eager mode."""
+  key = tf_optimizer._var_key(variable)
+  return None if isinstance(key, str) else key[0]
+
+
+def graph_of_state():
+  """The graph that holds the variables made here; None in eager mode."""
+  if tf.executing_eagerly():
+    return None
+  with tf.init_scope():  # Out of a tf.function.
+    return (None if tf.executing_eagerly()
+            else tf.compat.v1.get_default_graph())

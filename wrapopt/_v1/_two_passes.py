@@ -4,7 +4,6 @@ import contextlib
 
 import tensorflow as tf
 
-from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
 

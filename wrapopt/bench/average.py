@@ -33,14 +33,15 @@ import time
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import ops
 from wrapopt._types import V1Optimizer
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.examples import _cluster
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
+from wrapopt import ops
 
 _tf1 = tf.compat.v1
 _SOURCES = (2, 4, 8)
@@ -67,7 +68,7 @@ def contests(options):
 def _means(name, shapes, facts):
   for sources in _SOURCES:
     contest = harness.Contest(
-        f"{harness.described(name, shapes)}, S = {sources}",
+        f"{sets.described(name, shapes)}, S = {sources}",
         {**facts, "sources": sources}, peers={"of_add_n": _ADD_N},
         expected=expected, streams=(shapes, sources))
     contest.add(*harness.in_session(
@@ -85,7 +86,7 @@ def graph(shapes, sources):
       _ADD_N: tf.group(*[
           target.assign(tf.add_n([v.read_value() for v in vs]) / sources).op
           for target, *vs in zip(targets, *of_sources)]),
-  }, harness.filled(rows, range(sources + 1)), {
+  }, sets.filled(rows, range(sources + 1)), {
       "the mean" if k == 0 else f"source {k}": harness.sample(row)
       for k, row in enumerate(rows)}
 
@@ -169,7 +170,7 @@ def start(task, shapes):
         "wrapopt": opt.apply_gradients([(v, v) for v in weights], step).op,
         _ACCUMULATORS: _accumulators(pairs, is_chief, step)}
     fill = tf.group(*[
-        v.assign(harness.numbers(v.shape, (task.number, i))).op
+        v.assign(sets.numbers(v.shape, (task.number, i))).op
         for i, v in enumerate(weights)])
     state = [harness.sample(row) for row in zip(*pairs)]
     _begin(task, rounds, [opt.make_session_run_hook()], is_chief)
@@ -298,7 +299,7 @@ def _rounds(name, shapes, facts):
       check_round_of(contender, all_do("check_round", contender=contender))
     crossed = {c: sum(all_do("transfers", contender=c), []) for c in _ROUNDS}
     contest = harness.Contest(
-        f"{harness.described(name, shapes)}, a round of {_WORKERS} workers and "
+        f"{sets.described(name, shapes)}, a round of {_WORKERS} workers and "
         "a parameter server", facts, peers={"of_accumulators": _ACCUMULATORS})
     contest.add({c: lambda c=c: all_do("take", contender=c, calls=1)
                  for c in _ROUNDS}, figures={

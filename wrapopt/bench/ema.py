@@ -16,8 +16,9 @@ import functools
 
 import tensorflow as tf
 
-from wrapopt import ops
 from wrapopt.bench import harness
+from wrapopt.bench import sets
+from wrapopt import ops
 
 _DECAYS = (0.999, 0.99, 0.9)
 _STOCK = "ExponentialMovingAverage, v1 session"
@@ -35,7 +36,7 @@ def contest(name, shapes, decays):
   """A Contest of a set of variables, with one average for each decay."""
   k = len(decays)
   made = harness.Contest(
-      f"{harness.described(name, shapes)}, K = {k}",
+      f"{sets.described(name, shapes)}, K = {k}",
       {"set": name, "averages": k}, peers={"of_stock": _STOCK},
       expected=functools.partial(expected, decays), streams=(shapes, 1))
   made.add(*harness.in_session(lambda: graph(shapes, decays)), written=k)
@@ -63,7 +64,7 @@ def _state(values, shadows, decays):
 
 def _fill(values, shadows):
   # The averages of a value begin alike, and not as the value is.
-  return harness.filled([values, *shadows], [0] + [1] * len(shadows))
+  return sets.filled([values, *shadows], [0] + [1] * len(shadows))
 
 
 def graph(shapes, decays):

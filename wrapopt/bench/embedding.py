@@ -27,12 +27,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from wrapopt import ops
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
+from wrapopt import ops
 
 _DECAY = 0.99
 _WIDTH = 64
@@ -219,7 +220,7 @@ def _in_session(problem, use_resource=True):
     of = _Tables(problem, use_resource)
     trains = {name: of.take(name, ids) for name in CONTENDERS}
     read = {name: of.read(name, some) for name in CONTENDERS}
-    numbers = harness.numbers((problem.rows, _WIDTH), seed)
+    numbers = sets.numbers((problem.rows, _WIDTH), seed)
     assign = [table.assign(numbers).op for table in of.tables.values()]
     # Averages start at the tables.
     inits = [tf1.variables_initializer(list(of.tables.values())),
@@ -250,7 +251,7 @@ def _in_functions(problem):
 
   def assign(n):
     for table in of.tables.values():
-      table.assign(harness.numbers(table.shape, (n, n)))
+      table.assign(sets.numbers(table.shape, (n, n)))
 
   return Training(
       {name: step(name) for name in CONTENDERS}, batches, assign,
@@ -284,7 +285,7 @@ def _in_keras(problem, jit):
 
   def assign(n):
     for table in tables.values():
-      table.value.assign(harness.numbers(table.shape, (n, n)))
+      table.value.assign(sets.numbers(table.shape, (n, n)))
 
   def read(name, rows):
     table = tables[name]
@@ -386,8 +387,8 @@ def catching_up(rows):
 
   def place():
     with tf.device("/cpu:0"):
-      value.assign(harness.numbers(value.shape, (1, 1)))
-      shadow.assign(harness.numbers(value.shape, (2, 2)))
+      value.assign(sets.numbers(value.shape, (1, 1)))
+      shadow.assign(sets.numbers(value.shape, (2, 2)))
     catch_up()
     harness.wait_for_huge_pages()
 

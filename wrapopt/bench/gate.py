@@ -22,6 +22,7 @@ from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt.bench import gate_cluster
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 
 _RATE, _MOMENTUM = 1e-3, 0.9
@@ -47,7 +48,7 @@ def contests(options):
     return
   for name, shapes in harness.chosen_sets(options):
     contest = harness.Contest(
-        harness.described(name, shapes), {"set": name},
+        sets.described(name, shapes), {"set": name},
         peers={"x_ungated": _UNGATED, "x_stock": _STOCK, "x_cond": _COND},
         expected=expected)
     contest.add(*harness.in_session(lambda shapes=shapes: graph(shapes)))
@@ -105,5 +106,5 @@ def graph(shapes):
       "tf.cond around stock, dropped": compared(-1),
   }
   rows = [weights, [inner.get_slot(v, "momentum") for v in weights], gradients]
-  return trains, harness.filled(rows, range(3)), dict(zip(
+  return trains, sets.filled(rows, range(3)), dict(zip(
       ("weights", "momenta", "gradients"), map(harness.sample, rows)))

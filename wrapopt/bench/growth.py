@@ -33,9 +33,10 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _extras
-from wrapopt import ops
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.moving_average import MovingAverageOptimizer
+from wrapopt import ops
 
 tf1 = tf.compat.v1
 
@@ -299,7 +300,7 @@ def _fill(table, at_once=20_000):
   for begin in range(0, table.shape[0], at_once):
     count = min(at_once, table.shape[0] - begin)
     table.scatter_update(tf.IndexedSlices(
-        harness.numbers([count, _WIDTH], (begin, 0)),
+        sets.numbers([count, _WIDTH], (begin, 0)),
         tf.range(begin, begin + count)))
 
 

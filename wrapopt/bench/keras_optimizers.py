@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 
 _tf1 = tf.compat.v1
 _optimizers = keras.optimizers
@@ -48,7 +49,7 @@ def add_arguments(parser):
       help="instead of models, measure steps of optimizers: of "
       + ", ".join(f"'{name}'" for name in OPTIMIZERS)
       + "; without a name all")
-  harness.add_sets(parser, [name for name in harness.VARIABLE_SETS
+  harness.add_sets(parser, [name for name in sets.VARIABLE_SETS
                             if name != "bert-base"])
   parser.add_argument(
       "--torch-python", metavar="FILE", default=sys.executable,
@@ -63,7 +64,7 @@ def contests(options):
 
 def _contest(name, shapes, names, torch_python):
   contest = harness.Contest(
-      harness.described(name, shapes), {"set": name}, peers={"x_adam": _PEER},
+      sets.described(name, shapes), {"set": name}, peers={"x_adam": _PEER},
       streams=(shapes, 1))
   for mode in _MODES:
     for x in names:
@@ -100,7 +101,7 @@ def _of_keras(mode, shapes, make):
   def place():
     for k, row in enumerate((values, held)):
       for i, v in enumerate(row):
-        v.assign(harness.numbers(v.shape, (k, i)))
+        v.assign(sets.numbers(v.shape, (k, i)))
     given[:] = [v.read_value() for v in held] if mode == "eager" else ()
 
   place()
@@ -130,5 +131,5 @@ def graph(shapes):
           [(g.read_value(), v) for g, v in zip(grads, values)])
       slots = [v for v in opt.variables() if v.shape.rank and
                v.dtype == tf.float32]
-      fills += harness.filled([values, grads, slots], range(3))
+      fills += sets.filled([values, grads, slots], range(3))
   return ops, fills, {}

@@ -31,10 +31,11 @@ import time
 
 import tensorflow as tf
 
-from wrapopt import MovingAverageOptimizer
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _step
 from wrapopt.bench import harness
+from wrapopt.bench import sets
+from wrapopt import MovingAverageOptimizer
 
 _tf1 = tf.compat.v1
 _DECAYS = (0.999, 0.99, 0.9)
@@ -82,9 +83,9 @@ def contests(options):
 def _contest(name, shapes, optimizer, modes):
   make = OPTIMIZERS[optimizer]
   slots = len(_fused.rule_of(make()).slots)
-  mega = 1e-6 * sum(harness.sizes(shapes))
+  mega = 1e-6 * sum(sets.sizes(shapes))
   contest = harness.Contest(
-      f"{harness.described(name, shapes)}, {optimizer}: "
+      f"{sets.described(name, shapes)}, {optimizer}: "
       f"{4 * mega * (3 + 2 * slots):,.1f} MB a step, {8 * mega:,.1f} MB an "
       "average", {"set": name, "optimizer": optimizer},
       peers={"x_stock": _STOCK, "x_stock_ema": _STOCK_EMA,
@@ -184,7 +185,7 @@ class Steps:
     equal, so that contenders can be compared.
     """
     averages = list(self.averages(values).values())
-    return harness.filled([values, grads, self.slots(values), *averages],
+    return sets.filled([values, grads, self.slots(values), *averages],
                           [0, 1, 2] + [-1] * len(averages))
 
   def sample(self, values):

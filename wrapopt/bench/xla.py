@@ -17,6 +17,7 @@ import re
 import time
 
 from wrapopt.bench import harness
+from wrapopt.bench import sets
 from wrapopt.bench import step as step_bench
 
 _OPTIMIZERS = ("Momentum", "Adam")
@@ -32,7 +33,7 @@ def contests(options):
   for name, shapes in harness.chosen_sets(options):
     for optimizer in options.optimizers:
       contest = harness.Contest(
-          f"{harness.described(name, shapes)}, {optimizer}",
+          f"{sets.described(name, shapes)}, {optimizer}",
           {"set": name, "optimizer": optimizer},
           peers={"x_stock": "stock", "x_stock_ema": "stock + EMA"},
           expected=step_bench.Expected())

@@ -14,6 +14,7 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
+from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt.keras import _lazy_average
@@ -179,7 +180,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     """
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
                      variables, average_batch_norm)
-    self._lazy = _lazy.checked_argument(lazy)
+    self._lazy = _may_be_lazy.checked_argument(lazy)
     self._decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
            for d in self._decays):
@@ -237,7 +238,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     if (self._lazy is False or not variable.trainable or
         self.use_ema or
         not any(map(_rules.touches_few_rows, _steps.innermost(self))) or
-        not _lazy.may_be_lazy(value)):
+        not _may_be_lazy.may_be_lazy(value)):
       return super()._wrap_average(average, variable)
     return _lazy_average.LazyAverage(average, value)
 

@@ -2,7 +2,7 @@
 
 import copy
 import io
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import keras
 from keras.src.saving import saving_lib
