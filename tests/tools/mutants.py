@@ -50,7 +50,7 @@ def _mutants():
           "largest**self.weight_lr_power", "rate**self.weight_lr_power",
           "//tests/both:schedule_free_test")
   yield m("Schedule-Free: after fit, x is taken for y",
-          "wrapopt/_averages/_schedule_free.py", "1 - of_x / weight",
+          "wrapopt/_averages/_schedule_free.py", "1 - of_x / share",
           "1 - of_x / self.momentum", "//tests/keras:schedule_free_test")
   yield m("Schedule-Free: x is y", "wrapopt/_averages/_schedule_free.py",
           "y + apart * (tf.cast(z, dtype) - y)", "y",

@@ -14,9 +14,9 @@ from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
 
 # What the state of a schedule holds, a vector of float64: the number of steps,
-# the sum of their weights, the largest learning rate, and the weight of x in
+# the sum of their weights, the largest learning rate, and the share of x in
 # what the variables hold now (`momentum`, or 1 where they hold x itself).
-WEIGHT = 3
+SHARE = 3
 
 
 class Motion(typing.NamedTuple):
@@ -70,10 +70,10 @@ class Schedule(typing.NamedTuple):
     maths = np if tf.executing_eagerly() else tf
     rate = ops.float64(tf.convert_to_tensor(learning_rate))
     if maths is np:
-      steps, weights, largest, weight = state.numpy()
+      steps, weights, largest, share = state.numpy()
       rate = np.float64(rate)
     else:
-      steps, weights, largest, weight = tf.unstack(state)
+      steps, weights, largest, share = tf.unstack(state)
     # An infinity or an overflow gives the same numbers as in tensors.
     with np.errstate(all="ignore"):
       if self.warmup_steps:
@@ -84,7 +84,7 @@ class Schedule(typing.NamedTuple):
       # 0 while all rates are 0.
       c = weight / maths.maximum(weights, np.finfo(np.float64).tiny)
       of_x = self.momentum * (1 - c)
-      return Motion(rate, c, 1 - of_x / weight, 1 - of_x,
+      return Motion(rate, c, 1 - of_x / share, 1 - of_x,
                     maths.stack([steps + 1, weights, largest, self.momentum]))
 
 
@@ -107,16 +107,16 @@ def checked(momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y):
 def holding_x(state):
   """A state whose variables hold x: an array, or a tensor of a graph."""
   if tf.is_tensor(state) and not tf.executing_eagerly():
-    return tf.concat([state[:WEIGHT], tf.ones([1], state.dtype)], 0)
+    return tf.concat([state[:SHARE], tf.ones([1], state.dtype)], 0)
   state = np.array(state)
-  state[WEIGHT] = 1
+  state[SHARE] = 1
   return state
 
 
-def x_of(y, z, weight):
-  """x, if `y` has the weight `weight` of x and the rest of z: a tensor."""
+def x_of(y, z, share):
+  """x, if `y` has the share `share` of x and the rest of z: a tensor."""
   dtype = computed_in(y.dtype)
-  apart = tf.cast(1 - 1 / weight, dtype)
+  apart = tf.cast(1 - 1 / share, dtype)
   y, like = tf.cast(y, dtype), y.dtype
   return tf.cast(y + apart * (tf.cast(z, dtype) - y), like)
 
@@ -190,7 +190,7 @@ class Interpolated:
     """x now: a tensor."""
     _in_place.check(self.rows)
     return x_of(self._variable.read_value(), self.rows.read_value(),
-                self.state.read_value()[WEIGHT])
+                self.state.read_value()[SHARE])
 
   def __array__(self, dtype=None, copy=None):
     del copy  # x is computed each time.

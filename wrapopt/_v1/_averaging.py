@@ -314,8 +314,7 @@ class AveragingOptimizer(WrapperOptimizer):
                                        variable):
     if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
-      slot_name = _saved_slots.slot_of(
-          slot_name, slot_variable_position, self._decays, self._slot_of_decay)
+      slot_name = self._slot_of_saved(slot_name, slot_variable_position)
       if slot_name is None or not self._chosen_of([variable]):
         return
       if tf.executing_eagerly():
@@ -325,6 +324,11 @@ class AveragingOptimizer(WrapperOptimizer):
     super()._create_or_restore_slot_variable(
         slot_variable_position=slot_variable_position, slot_name=slot_name,
         variable=variable)
+
+  def _slot_of_saved(self, name, position):
+    """The slot for averages that a Checkpoint calls `name`, or None."""
+    return _saved_slots.slot_of(name, position, self._decays,
+                                self._slot_of_decay)
 
   def _steps_of(self, graph):
     return self._non_slot(_STEPS, graph)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _schedule_free
+from wrapopt._averages import _two_passes
 from wrapopt.keras import _averaging
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -280,33 +281,24 @@ class ScheduleFree(_averaging.AveragingOptimizer):
 
   def _take_around(self, step, inner, grads, variables, z, motion):
     """As the inner optimizer takes it, while the variables hold its z."""
-    pairs = list(zip(step.variables, z))
     state = _value(self._schedule_states[step.part])
     grads = list(map(tf.convert_to_tensor, grads))
     _plan.Plan(grads, step.variables)
     decays = [self._schedule.weight_decay_at_y
               if inner.opt._use_weight_decay(v) else 0.0
               for v in step.variables]
-    before = []
+    replicas = _two_passes.replicas_of(step.variables, z, state,
+                                       self._schedule, decays)
 
     def begin():
-      # Read first, so that a failure changes nothing.
-      for (v, z), decay in zip(pairs, decays):
-        for v, z, s in zip(*map(_replicas.values, (v, z, state))):
-          y, z_value = v.read_value(), z.read_value()
-          before.append((v, y, z, z_value, decay, s.read_value()))
-      for v, y, z, z_value, decay, s in before:
-        z.assign(_schedule_free.x_of(y, z_value, s[_schedule_free.WEIGHT]))
-        v.assign(_schedule_free.start(y, z_value, motion, decay))
+      for replica in replicas:  # So that a failure changes nothing.
+        replica.read()
+      for replica in replicas:
+        replica.begin(motion)
 
     def end():
-      for v, _, z, _, _, _ in before:
-        x, z_value = z.read_value(), v.read_value()
-        v.assign(_schedule_free.y_of(x, z_value, motion,
-                                     self._schedule.momentum))
-        z.assign(z_value)
-      for x in _replicas.values(state):
-        x.assign(motion.state)
+      for replica in replicas:
+        replica.end()
       self._mark_begun()
 
     _replicas.merged(begin)()
@@ -321,9 +313,8 @@ class ScheduleFree(_averaging.AveragingOptimizer):
       inner.cls._backend_update_step(seen, grads, variables, rate)
     except BaseException:
       if tf.executing_eagerly():
-        for v, y, z, z_value, _, _ in before:
-          v.assign(y)
-          z.assign(z_value)
+        for replica in replicas:
+          replica.undo()
       raise
     _replicas.merged(end)()
 
