@@ -291,7 +291,7 @@ def _mutants():
           "self._sums = any(f.sum_duplicates for f in wrappers)",
           "self._sums = True", "//tests/keras:lazy_test")
   yield m("Keras: averages that have begun begin again",
-          "wrapopt/keras/_wrapper.py", "self._begun.value.assign(1)", "pass",
+          "wrapopt/keras/_beginning.py", "self._begun.value.assign(1)", "pass",
           "//tests/keras:conformance_test")
   yield m("Keras: an average that a file lacks keeps its value",
           "wrapopt/keras/_state.py",
@@ -340,7 +340,7 @@ def _mutants():
           '  return [] and _in_groups("check_initialized"',
           "//tests/keras:in_place_test")
   yield m("in place: two optimizers at once", "wrapopt/_averages/_swap.py",
-          "        if id(v) in held:", "        if False:",
+          "        if id(v) in in_place:", "        if False:",
           "//tests/keras:in_place_test")
   yield m("in place: a value from inside the block is lost in silence",
           "wrapopt/_averages/_swap.py", "  if any(map(bool, replaced)):",
@@ -348,17 +348,17 @@ def _mutants():
   for name, file, before, after, tests in (
       ("averages of variables without a value start at 0", "_state",
        "_followers.where(self._waits.read_value(), start)", "pass",
-       "keras_unlifted_test"),
+       "unlifted_test"),
       ("averages are of weights before the constraint", "_inner",
        "getattr(v, \"constraint\", None) is not None for v in variables)",
-       "False for v in variables)", "keras_conformance_test"),
+       "False for v in variables)", "conformance_test"),
       ("a method on an optimizer is passed over", "_methods", "if names:",
-       "if False:", "keras_methods_test"),
+       "if False:", "methods_test"),
       ("a method on a class is passed over", "_rules",
        "getattr(cls, name) is method for name", "True for name",
-       "keras_methods_test")):
+       "methods_test")):
     yield m(f"Keras: {name}", f"wrapopt/keras/{file}.py", before, after,
-            f"//tests:{tests}")
+            f"//tests/keras:{tests}")
   yield m("v1: a method on an optimizer is passed over",
           "wrapopt/_v1/_fused.py", "not _NAMES.isdisjoint(vars(opt))", "False",
           "//tests/v1:fused_test --test_filter=set_on")
@@ -428,6 +428,46 @@ def _mutants():
           "swapped[key][i], swapped[average_key][j] = average, variable",
           "swapped[key][i], swapped[average_key][j] = variable, average",
           "//tests/v1:moving_average_checkpoint_test")
+  for name, file, before, after, tests in (
+      ("Schedule-Free: y stays at z after a step in two passes",
+       "_averages/_two_passes", "done += [v.assign(y, read_value=False),",
+       "done += [", "both:schedule_free_test"),
+      ("Schedule-Free: a failed step in two passes leaves z in place",
+       "_averages/_two_passes", "      v.assign(y)\n", "      pass\n",
+       "both:schedule_free_test"),
+      ("some variables: a list may be of another graph", "_v1/_listed",
+       "if _slots.graph_of(v) is not graph:", "if False:",
+       "v1:some_variables_test"),
+      ("some variables: calls may get different ones of a list",
+       "_v1/_listed", "if before.get(id(v), is_got[id(v)]) != is_got[id(v)]:",
+       "if False:", "v1:some_variables_test"),
+      ("checkpoint: another order of the decays is not noticed",
+       "_v1/_saved_slots", "if slot_of_name.keys() <= saved:", "if True:",
+       "v1:moving_average_checkpoint_test"),
+      ("gate: an eager step that was cut off counts", "_v1/_gate_counts",
+       "ops.take_aborted_back(self._eager_step, histogram)", "pass",
+       "v1:drop_stale_gradient_test"),
+      ("gate: a worker's counts are those of all", "_v1/_gate_counts",
+       "self._worker_histograms.get(graph or self) if of_worker else",
+       "None if False else", "v1:drop_stale_gradient_test"),
+      ("lazy rows: though a graph changes the table",
+       "_averages/_may_be_lazy",
+       "not _lagging.is_changed_in_graph(variable) and", "",
+       "both:stale_rows_test"),
+      ("Keras: a variable without a gradient keeps its first value",
+       "keras/_beginning", "elif self._untracked.without_gradient and not "
+       "self._state.was_set():", "elif False:", "keras:conformance_test"),
+      ("Keras: a step that fails leaves its thread waiting", "keras/_inner",
+       "        mine.late = None", "        pass",
+       "keras:conformance_test"),
+      ("Keras: squares of a row's gradients are those of their sum",
+       "keras/_rules", '{"epsilon": opt.epsilon}, squares=True)',
+       '{"epsilon": opt.epsilon})', "keras:conformance_test"),
+      ("v1: a dropped gradient travels", "_v1/_step",
+       "parts = tf.cond(accept, admitted, dropped)",
+       "parts = tf.cond(accept, admitted, admitted)",
+       "workers:cluster_test")):
+    yield m(name, f"wrapopt/{file}.py", before, after, f"//tests/{tests}")
 
 
 MUTANTS = list(_mutants())

@@ -219,6 +219,14 @@ _KERAS_MODES = {"cpu": "CPU", "mirrored": "`MirroredStrategy`",
                 "jit": "`jit_compile`", "hlo": "plain HLO"}
 
 
+def _keras(run):
+  return _Block(run, {"model": "model"}, [
+      column for mode, name in _KERAS_MODES.items() for column in (
+          (f"{name}: plain, ms", "milliseconds", (mode, "plain")),
+          (f"{name}: x plain", "x_plain", (mode, "use_ema"),
+           (mode, "wrapopt, K = 1"), (mode, "wrapopt, K = 3")))])
+
+
 def _embedding(ids):
   return _Block("embedding", {"optimizer": "optimizer", "rows": "rows",
                               "indices": "indices", "mode": "mode"}, [
@@ -307,11 +315,8 @@ BLOCKS = {
         ("`ElasticAverage`, ms more", "adds_milliseconds:.1f",
          "ElasticAverage"),
         ("calls", "calls", "ElasticAverage")], {"part": "step"}),
-    "keras": _Block("keras", {"model": "model"}, [
-        column for mode, name in _KERAS_MODES.items() for column in (
-            (f"{name}: plain, ms", "milliseconds", (mode, "plain")),
-            (f"{name}: x plain", "x_plain", (mode, "use_ema"),
-             (mode, "wrapopt, K = 1"), (mode, "wrapopt, K = 3")))]),
+    "keras": _keras("keras"),
+    "keras-busy": _keras("keras-busy"),
     "keras-optimizers": _Block(
         "keras-optimizers", {"variables": "set", "mode": "mode"}, [
             ("Adam, ms", "milliseconds", "Adam"),
