@@ -320,7 +320,7 @@ class _Maker:
 
   def _scalar(self, name):
     rng = self.rng
-    if name == "epsilon" and self.rule and self.rule[0].startswith("Centered"):
+    if name == "epsilon" and self.rule and "Centered" in self.rule[0]:
       return 50.  # Makes the variance positive.
     return self._pick([0.1, 0.5, 0.9, 0.02 + 0.9 * float(rng.random())])
 

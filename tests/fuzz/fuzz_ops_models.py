@@ -214,7 +214,7 @@ def _apply(call):
   numbers = [float(x > 0) if s.endswith("?") else float(x)
              for s, x in zip(rule.scalars, scalars)]
   sane = _sane(numbers) and _sane(policy_scalars) and not (
-      name.startswith("Centered") and
+      "Centered" in name and
       numbers[rule.scalars.index("epsilon")] < 50)
   for i in range(n):
     _apply_to(call, name, rule, policy, [s[i] for s in states], memory[i::n], i,

@@ -344,7 +344,7 @@ def scalars(rule):
   """Scalars that no binary format holds exactly."""
   names = _native.rules()[rule].scalars
   numbers = [0.1 * (k + 1) for k in range(len(names))]
-  if rule.startswith("CenteredRMSProp"):
+  if "Centered" in rule:
     numbers[names.index("epsilon")] += 50  # Makes the variance positive.
   return numbers
 
