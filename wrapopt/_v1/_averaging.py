@@ -61,7 +61,8 @@ class AveragingOptimizer(WrapperOptimizer):
     self._slot_of_decay = ([self._slot_name] if len(decays) == 1
                            else [_saved_slots.numbered(d) for d in decays])
     # The last part of the names of these averages.
-    self._name_of_decay = [self._slot_name, *map(_saved_slots.numbered, decays[1:])]
+    self._name_of_decay = [self._slot_name,
+                           *map(_saved_slots.numbered, decays[1:])]
     self._slots = {slot: _slots.Slots() for slot in self._slot_of_decay}
     self._averaged = _slots.Averaged()
     self._refusal = _unwritable.Refusal(self._check_writable)
