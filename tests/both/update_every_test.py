@@ -134,7 +134,7 @@ def test_an_eager_step_between_runs_no_op_for_averages(way, monkeypatch):
   assert [i for i, call in enumerate(calls) if call] == [2, 6]
 
 
-# What is counted. v1/some_variables_test.py has the steps that a gate drops.
+# The steps that count. v1/some_variables_test.py tests those a gate drops.
 
 
 def test_an_error_counts_no_step():

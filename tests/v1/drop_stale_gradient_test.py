@@ -825,6 +825,19 @@ def test_a_second_try_counts_nothing(mode, monkeypatch):
       assert (stats.admitted, stats.dropped) == counts, (given, worker)
 
 
+def test_a_worker_counts_from_its_start(graph):
+  model = Model(graph, lambda m: Drop(sgd(), 0, worker="w0"))
+  stats = model.stats, model.opt.staleness_stats(worker=True)
+  start = tf1.local_variables_initializer()
+  model.session.run(start)
+  for recorded in (0, 1, 1):
+    model.apply(recorded)
+  model.session.run(start)
+  model.apply(2)
+  assert [(s.admitted, s.dropped) for s in model.session.run(stats)] == [
+      (3, 1), (1, 0)]
+
+
 def test_checkpoints_of_a_saver(graph, tmp_path):
   model = Model(graph, lambda m: Drop(INNER["adam"](), 0))
   saver = tf1.train.Saver()

@@ -10,7 +10,7 @@ from wrapopt._averages import _schedule_free
 
 
 def replicas_of(variables, z, state, schedule, decays):
-  """The `Replica`s of distributed variables: a list. As Replica."""
+  """The `Replica` of each replica, a list, from the variables of all."""
   return [Replica(*parts, schedule, decays) for parts in zip(
       zip(*map(_replicas.values, variables)), zip(*map(_replicas.values, z)),
       _replicas.values(state))]
@@ -30,7 +30,7 @@ class Replica:
   def __init__(self, variables, z, state, schedule, decays):
     self._pairs = list(zip(variables, z))
     self._state, self._schedule, self._decays = state, schedule, decays
-    self._before, self._motion = [], None
+    self._before, self._state_before, self._motion = [], None, None
 
   def read(self):
     """Reads what `begin` changes; returns the state of the schedule."""

@@ -298,7 +298,7 @@ def where_accepted(opt, step, apply):
     pairs, after = (
         (_transformed(step), lambda done: done) if step.compensation is None
         else step.compensation.take(step.grads_and_vars))
-    # One that was withheld is whole here.
+    # In this branch, a withheld gradient is the gradient itself.
     pairs = [(g if isinstance(g, (type(None), tf.IndexedSlices)) or
               g.shape.rank is not None else tf.ensure_shape(g, v.shape), v)
              for g, v in pairs]

@@ -14,7 +14,7 @@ _value = _rules.value
 
 
 class Beginning:
-  """What wrappers have for the first step of their averages."""
+  """A mixin of wrappers: their averages begin with the first step."""
 
   def _make_begun(self):
     """Makes the variable that tells whether the averages have begun: 0 or 1."""
