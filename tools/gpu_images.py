@@ -8,6 +8,7 @@ import argparse
 import ctypes
 import hashlib
 import importlib.metadata
+import lzma
 import pathlib
 
 _OPTIONS = [
@@ -78,19 +79,21 @@ def _compile(args):
 
 
 def _collect(args):
-  """Writes all images to one file, and their offsets to another."""
+  """Writes all images, compressed, to one file, and their table to another."""
   data, rows = b"", []
   for image in args.image:
     name, path = image.split("=", 1)
     architecture, kind = name.split("-")
     code, number = architecture.split("_")
-    # The driver reads machine code as an ELF file, which must be aligned.
-    data += bytes(-len(data) % 64)
     content = pathlib.Path(path).read_bytes()
-    rows.append("{%s, %s, Kind::k%s, %d, %d},\n" % (
+    # To expand it takes as much memory as the dictionary has.
+    xz = lzma.compress(content, filters=[{
+        "id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME,
+        "dict_size": 2**22}])
+    rows.append("{%s, %s, Kind::k%s, wrapopt_gpu_images + %d, %d, %d},\n" % (
         str(code == "compute").lower(), number, kind.capitalize(), len(data),
-        len(content)))
-    data += content
+        len(xz), len(content)))
+    data += xz
   pathlib.Path(args.data).write_bytes(data)
   pathlib.Path(args.table).write_text("".join(rows), encoding="utf-8")
   pathlib.Path(args.assembly).write_text(
@@ -98,7 +101,6 @@ def _collect(args):
       # included file as a dependency of the assembler.
       f'# {hashlib.sha256(data).hexdigest()}\n'
       '\t.section .rodata\n'
-      '\t.balign 64\n'
       '\t.globl wrapopt_gpu_images\n'
       '\t.hidden wrapopt_gpu_images\n'
       'wrapopt_gpu_images:\n'

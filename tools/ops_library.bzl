@@ -1,6 +1,10 @@
 """Shared libraries that Python and TensorFlow load."""
 
-_EXPORTS = "//tools:exports.lds"
+# The copts of functions that _wrapopt_native.so exports: see .bazelrc.
+EXPORTED = [
+    "-fvisibility=default",
+    "-fno-gnu-unique",
+]
 
 # The second contains most of XLA.
 _TENSORFLOW = [
@@ -8,13 +12,14 @@ _TENSORFLOW = [
     "@local_config_tf//:libtensorflow_cc.so.2",
 ]
 
-def _shared_library(name, inputs, linkopts, **kwargs):
+def _shared_library(name, inputs, linkopts, exports = "exports", **kwargs):
+    script = "//tools:{}.lds".format(exports)
     native.cc_binary(
         name = name,
-        additional_linker_inputs = inputs + [_EXPORTS],
+        additional_linker_inputs = inputs + [script],
         linkopts = linkopts + [
-            "-Wl,--version-script=$(location %s)" % _EXPORTS,
-            # No symbol table, because nothing links against these libraries.
+            "-Wl,--version-script=$(location %s)" % script,
+            # No symbol table: the dynamic one is what the linker reads.
             "-Wl,-s",
         ],
         linkshared = True,
@@ -22,19 +27,21 @@ def _shared_library(name, inputs, linkopts, **kwargs):
         **kwargs
     )
 
-def tf_shared_library(name, **kwargs):
+def tf_shared_library(name, core, **kwargs):
     """A library for tf.load_op_library.
 
-    TensorFlow's libraries are named to the linker directly, not through
-    cc_import: that would write Bazel's _solib folders into the RUNPATH.
+    TensorFlow's libraries, and `core`, which lies beside this one, are named to
+    the linker directly, not through cc_import: that would write Bazel's _solib
+    folders into the RUNPATH.
     """
+    libraries = [core] + _TENSORFLOW
     _shared_library(
         name,
-        inputs = _TENSORFLOW,
-        linkopts = ["$(location %s)" % library for library in _TENSORFLOW] + [
+        inputs = libraries,
+        linkopts = ["$(location %s)" % library for library in libraries] + [
             # For ldd, and for a process that has not imported TensorFlow: the
             # package is next to `tensorflow` in site-packages.
-            "-Wl,-rpath,$$ORIGIN/../tensorflow",
+            "-Wl,-rpath,$$ORIGIN:$$ORIGIN/../tensorflow",
             # An undefined symbol is an error here, not at load time.
             "-Wl,-z,defs",
         ],
@@ -42,8 +49,19 @@ def tf_shared_library(name, **kwargs):
     )
 
 def native_library(name, **kwargs):
-    """A library for Python's ctypes, without TensorFlow and Python."""
-    _shared_library(name, inputs = [], linkopts = ["-Wl,-z,defs"], **kwargs)
+    """A library without TensorFlow and Python, for Python's ctypes."""
+    _shared_library(
+        name,
+        inputs = [],
+        linkopts = [
+            # By which a library that links it finds it.
+            "-Wl,-soname,%s" % name,
+            # Calls within the library are direct.
+            "-Wl,-Bsymbolic",
+            "-Wl,-z,defs",
+        ],
+        **kwargs
+    )
 
 def tf_python_module(name, **kwargs):
     """A Python module in C++, for a process that has imported TensorFlow.

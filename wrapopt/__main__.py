@@ -42,9 +42,9 @@ def _gpus():
 def main():
   facts = {
       "library": sysconfig.get_lib(),
-      "built for": (f"TensorFlow {_native.tensorflow_version}, "
-                    f"C++ ABI {_native.cxx11_abi}, "
-                    f"absl {_native.absl_namespace}"),
+      "built for": "; ".join(
+          f"TensorFlow {build['tensorflow']}, C++ ABI {build['cxx11_abi']}, "
+          f"absl {build['absl_namespace']}" for build in sysconfig._builds()),
       "built with": _native.compiler,
       "runs on": (f"TensorFlow {tf.__version__}, "
                   f"Python {platform.python_version()}, "

@@ -5,68 +5,47 @@ name, or loads and crashes later. So this module compares versions and ABIs
 first, and its errors name the difference.
 """
 
-import sys
-
-from wrapopt import _native
+from wrapopt import _native  # First: its error is clearer than TensorFlow's.
 from wrapopt import sysconfig
-
-_REBUILD = ("build wrapopt for the TensorFlow that is installed (./tools/"
-            "quickstart in its sources)")
-
-
-def _minor(version):
-  return ".".join(version.split(".")[:2])
-
-
-def _error(subject, built, found, remedy):
-  return ImportError(f"wrapopt {_native.version} was built for {subject} "
-                     f"{built}, but found {found}. To mend this, {remedy}.")
-
-
-def _install():
-  wanted = _minor(_native.tensorflow_version)
-  return (f"pip install 'tensorflow-cpu=={wanted}.*', or, for GPUs, "
-          f"'tensorflow=={wanted}.*'")
 
 
 def _import_tensorflow():
-  """Imports TensorFlow; raises ImportError if its library does not fit."""
-  wanted = f"{_minor(_native.tensorflow_version)}.*"
+  """Imports TensorFlow; raises ImportError if no library fits it."""
   try:
     import tensorflow as tf
   except ModuleNotFoundError as e:
     if e.name != "tensorflow":
       raise
-    raise _error("TensorFlow", wanted, f"none in {sys.prefix}",
-                 _install()) from None
+    sysconfig._build_for(None)  # Raises the error.
 
-  if _minor(tf.__version__) != _minor(_native.tensorflow_version):
-    raise _error("TensorFlow", wanted, f"TensorFlow {tf.__version__}",
-                 f"{_install()}; or {_REBUILD}")
-  if tf.sysconfig.CXX11_ABI_FLAG != _native.cxx11_abi:
-    raise _error(
-        "a TensorFlow with the C++ ABI", f"flag {_native.cxx11_abi}",
+  build = sysconfig._build_for(tf.__version__)
+  if tf.sysconfig.CXX11_ABI_FLAG != build["cxx11_abi"]:
+    raise sysconfig._error(
+        build, f"a TensorFlow with the C++ ABI flag {build['cxx11_abi']}",
         f"a TensorFlow {tf.__version__} with _GLIBCXX_USE_CXX11_ABI="
-        f"{tf.sysconfig.CXX11_ABI_FLAG}", _REBUILD)
+        f"{tf.sysconfig.CXX11_ABI_FLAG}")
   namespace = sysconfig._absl_namespace(tf.sysconfig.get_include())
   # Without headers the namespace is unknown; a mismatch fails in the linker.
-  if namespace is not None and namespace != _native.absl_namespace:
-    raise _error(
-        "a TensorFlow with the absl namespace", f"'{_native.absl_namespace}'",
+  if namespace is not None and namespace != build["absl_namespace"]:
+    raise sysconfig._error(
+        build,
+        f"a TensorFlow with the absl namespace '{build['absl_namespace']}'",
         f"a TensorFlow {tf.__version__} with "
-        + (f"'{namespace}'" if namespace else "none"), _REBUILD)
-  return tf
+        + (f"'{namespace}'" if namespace else "none"))
+  return tf, build
 
 
 def _load():
   """Opens the library, which registers its ops; returns TensorFlow."""
-  tf = _import_tensorflow()
+  tf, build = _import_tensorflow()
+  library = sysconfig.get_lib()
   try:
-    tf.load_library(sysconfig.get_lib())
+    tf.load_library(library)
   except (OSError, tf.errors.NotFoundError) as e:
-    raise _error("TensorFlow", _native.tensorflow_version,
-                 f"a TensorFlow {tf.__version__} that cannot load "
-                 f"{sysconfig.get_lib()} ({e})", _REBUILD) from None
+    raise sysconfig._error(
+        build, f"TensorFlow {build['tensorflow']}",
+        f"a TensorFlow {tf.__version__} that cannot load {library} ({e})"
+    ) from None
   return tf
 
 
@@ -86,3 +65,5 @@ class _Ops:
 
 _tf = _load()
 ops = _Ops()
+
+del _native

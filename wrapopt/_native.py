@@ -9,15 +9,9 @@ import json
 import os
 import typing
 
-LIBRARY = os.path.join(os.path.dirname(os.path.abspath(__file__)),
-                       "_wrapopt_native.so")
+from wrapopt import sysconfig
 
-if not os.path.exists(LIBRARY):
-  raise ImportError(
-      f"{os.path.dirname(LIBRARY)} must hold the native library of wrapopt, "
-      "got only its sources. Python searches the current folder before the "
-      "installed packages. Run Python in another folder, or as `python -P`. To "
-      "build and install wrapopt, run ./tools/quickstart.")
+LIBRARY = os.path.join(sysconfig._folder(), "_wrapopt_native.so")
 
 try:
   _library = ctypes.CDLL(LIBRARY)
@@ -60,9 +54,6 @@ def _value(answer, error=ValueError):
 _facts = _value(_library.wrapopt_facts())
 
 version: str = _facts["version"]
-tensorflow_version: str = _facts["tensorflow_version"]
-cxx11_abi: int = _facts["cxx11_abi"]
-absl_namespace: str = _facts["absl_namespace"]
 compiler: str = _facts["compiler"]
 
 _rules = {

@@ -1,5 +1,8 @@
 #include "cc/gpu/images.h"
 
+extern "C" __attribute__((visibility("hidden"))) const char
+    wrapopt_gpu_images[];
+
 namespace wrapopt {
 namespace gpu {
 

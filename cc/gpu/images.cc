@@ -1,5 +1,15 @@
 #include "cc/gpu/images.h"
 
+#include <dlfcn.h>
+
+#include <cstdint>
+
+#if defined(__x86_64__) && defined(__GLIBC__)
+// The versions in glibc before 2.34, which moved them to another library.
+__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
+__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+#endif
+
 namespace wrapopt {
 namespace gpu {
 namespace {
@@ -35,6 +45,35 @@ std::string NameOf(const Image& image) {
   return (image.is_ptx ? "compute_" : "sm_") +
          std::to_string(image.compute_capability) +
          (image.kind == Kind::kSmall ? "" : " " + NameOf(image.kind));
+}
+
+std::string Expand(const Image& image, std::string* expanded) {
+  // Loaded at run time, because a machine without a GPU need not have it.
+  using Decode = int(uint64_t* memory_limit, uint32_t flags,
+                     const void* allocator, const char* in, size_t* in_at,
+                     size_t in_size, char* out, size_t* out_at,
+                     size_t out_size);
+  static const auto decode = [] {
+    void* library = dlopen("liblzma.so.5", RTLD_NOW | RTLD_LOCAL);
+    void* found = library == nullptr
+                      ? nullptr
+                      : dlsym(library, "lzma_stream_buffer_decode");
+    return reinterpret_cast<Decode*>(found);
+  }();
+  if (decode == nullptr) {
+    return "the images of the GPU kernels are compressed, and there is no "
+           "liblzma.so.5 to expand them: install it (Debian: liblzma5, Fedora: "
+           "xz-libs)";
+  }
+  expanded->resize(image.bytes);
+  uint64_t memory_limit = uint64_t{1} << 30;
+  size_t in_at = 0, out_at = 0;
+  const int result = decode(&memory_limit, 0, nullptr, image.xz, &in_at,
+                            image.xz_bytes, expanded->data(), &out_at,
+                            image.bytes);
+  if (result == 0 && out_at == image.bytes) return "";
+  return "liblzma.so.5 could not expand the image " + NameOf(image) +
+         " of the GPU kernels (error " + std::to_string(result) + ")";
 }
 
 const Image* ChooseImage(const DeviceInfo& device, Kind kind) {

@@ -27,14 +27,18 @@ struct Image {
   bool is_ptx;             // PTX, which the driver compiles, or machine code.
   int compute_capability;  // 10 * major + minor.
   Kind kind;
-  size_t offset;  // Its offset in the images.
-  size_t size;
+  const char* xz;  // The image, compressed in the format of xz.
+  size_t xz_bytes;
+  size_t bytes;  // Of the image itself.
 };
 
 // "sm_90" or "compute_90", with the kind if it is not kSmall.
 std::string NameOf(const Image& image);
 
-// Defined apart from the functions below: a test has other images.
+// Expands an image. Returns an error's text, empty if there is none.
+std::string Expand(const Image& image, std::string* expanded);
+
+// Defined apart from the other functions: a test has other images.
 const std::vector<Image>& Images();
 
 // The image of a kind for a GPU, or nullptr. Large tables need compute

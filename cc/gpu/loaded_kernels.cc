@@ -2,9 +2,6 @@
 
 #include <map>
 
-extern "C" __attribute__((visibility("hidden"))) const char
-    wrapopt_gpu_images[];
-
 namespace wrapopt {
 namespace gpu {
 namespace {
@@ -45,8 +42,10 @@ std::string LoadedKernels::Find(int kernel, bool is_double, Kind kind,
     Module& module = modules_[k];
     if (module == nullptr) {
       const Image& image = *images_[k];
-      const Result result = driver.ModuleLoadData(
-          &module, wrapopt_gpu_images + image.offset);
+      std::string expanded;
+      const std::string error = Expand(image, &expanded);
+      if (!error.empty()) return error;
+      const Result result = driver.ModuleLoadData(&module, expanded.data());
       if (result != 0) {
         module = nullptr;
         return ErrorText("loading the image " + NameOf(image) + " for " +

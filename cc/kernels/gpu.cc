@@ -5,13 +5,12 @@
 
 #include "absl/algorithm/container.h"
 #include "absl/strings/str_cat.h"
-#include "xla/stream_executor/device_address.h"
+#include "cc/kernels/tensorflow_versions.h"
 #include "xla/stream_executor/stream.h"
 
 namespace wrapopt {
 namespace {
 
-using stream_executor::DeviceAddressBase;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 

@@ -1,7 +1,6 @@
 // The C functions of wrapopt/_native.py: facts about the build, and the CPU
-// engine on arrays. They do not need TensorFlow, because the loader reads the
-// facts before it loads TensorFlow's library. They do not need Python either,
-// so one library serves all its versions.
+// engine on arrays. They need neither TensorFlow nor Python, so one library
+// serves all their versions.
 #include <cstddef>
 #include <cstdio>
 #include <exception>
@@ -86,9 +85,6 @@ std::string Facts() {
     rules += (rules.empty() ? "[" : ",") + JsonList(facts);
   }
   return "{\"version\":" + Json(WRAPOPT_VERSION) +
-         ",\"tensorflow_version\":" + Json(WRAPOPT_TF_VERSION) +
-         ",\"cxx11_abi\":" + std::to_string(WRAPOPT_CXX11_ABI) +
-         ",\"absl_namespace\":" + Json(WRAPOPT_ABSL_NAMESPACE) +
          ",\"compiler\":" + Json("g++ " __VERSION__) +
          ",\"cpu_isas\":" + JsonList(isas) +
          ",\"gpu_images\":" + JsonList(images) + ",\"rules\":" + rules + "]}";

@@ -22,6 +22,7 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/sort_rows.h"
+#include "cc/ops/apply.h"
 #include "cc/ops/contracts.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/platform/errors.h"

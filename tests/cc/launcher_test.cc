@@ -25,21 +25,43 @@
   "wrapopt_large_" name "_float wrapopt_large_" name "_double " \
   "wrapopt_compensated_" name "_float wrapopt_compensated_" name "_double "
 #define NAMES_OF_RULE(name, states, inputs, scalars, sparse) NAMES(#name)
-extern "C" const char wrapopt_gpu_images[] =
+constexpr char kNames[] =
     NAMES("Average") NAMES("CatchUp") NAMES("Sum") NAMES("Mark")
         WRAPOPT_UPDATES(NAMES_OF_RULE);
 
 namespace wrapopt {
 namespace gpu {
 
+const std::string& CompressedNames() {
+  static const auto* const compressed = [] {
+    void* library = dlopen("liblzma.so.5", RTLD_NOW);
+    const auto encode = reinterpret_cast<int (*)(
+        uint32_t preset, int check, const void* allocator, const char* in,
+        size_t in_size, char* out, size_t* out_at, size_t out_size)>(
+        dlsym(library, "lzma_easy_buffer_encode"));
+    auto* const out = new std::string(2 * sizeof(kNames), '\0');
+    size_t size = 0;
+    encode(6, 4, nullptr, kNames, sizeof(kNames), out->data(), &size,
+           out->size());
+    out->resize(size);
+    return out;
+  }();
+  return *compressed;
+}
+
 const std::vector<Image>& Images() {
-  static const auto* const images = new std::vector<Image>{
-      {true, 60, Kind::kSmall, 0, sizeof(wrapopt_gpu_images)},
-      {true, 70, Kind::kLarge, 0, sizeof(wrapopt_gpu_images)},
-      {false, 80, Kind::kLarge, 0, sizeof(wrapopt_gpu_images)},
-      {false, 86, Kind::kLarge, 0, sizeof(wrapopt_gpu_images)},
-      {true, 60, Kind::kCompensated, 0, sizeof(wrapopt_gpu_images)},
-  };
+  static const auto* const images = [] {
+    const auto image = [](bool is_ptx, int compute_capability, Kind kind) {
+      const std::string& xz = CompressedNames();
+      return Image{is_ptx,    compute_capability, kind, xz.data(),
+                   xz.size(), sizeof(kNames)};
+    };
+    return new std::vector<Image>{
+        image(true, 60, Kind::kSmall),       image(true, 70, Kind::kLarge),
+        image(false, 80, Kind::kLarge),      image(false, 86, Kind::kLarge),
+        image(true, 60, Kind::kCompensated),
+    };
+  }();
   return *images;
 }
 
@@ -135,6 +157,20 @@ TEST(Table, Places) {
   EXPECT_LE(sizeof(LargeTable), 32764u);
   EXPECT_LE(sizeof(LargeSumTable), 32764u);
   EXPECT_LE(sizeof(LargeMarkTable), 32764u);
+}
+
+TEST(Images, AreExpandedWhole) {
+  Image image = Images().front();
+  std::string expanded;
+  EXPECT_EQ(Expand(image, &expanded), "");
+  EXPECT_EQ(expanded, std::string(kNames, sizeof(kNames)));
+  --image.xz_bytes;  // The end is missing.
+  EXPECT_EQ(Expand(image, &expanded),
+            "liblzma.so.5 could not expand the image compute_60 of the GPU "
+            "kernels (error 10)");
+  ++image.xz_bytes;
+  ++image.bytes;  // More than there is.
+  EXPECT_NE(Expand(image, &expanded), "");
 }
 
 TEST(Images, AreChosenForTheGpu) {

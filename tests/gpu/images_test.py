@@ -1,6 +1,8 @@
 """The machine code of the GPU kernels in the images."""
 
 import collections
+import functools
+import lzma
 import pathlib
 import re
 import struct
@@ -18,17 +20,24 @@ KERNELS = [*OF_RULES, "Mark_double", *(
     for kernel in ("Average", "CatchUp", "Sum"))]
 KERNELS_OF_KIND = {"small": KERNELS, "large": KERNELS, "compensated": OF_RULES}
 
-# As in cc/gpu/images.inc: {is PTX, compute capability, kind, offset, bytes}.
-ROW = re.compile(r"\{(true|false), (\d+), Kind::k(\w+), (\d+), (\d+)\},")
+# As in cc/gpu/images.inc: {is PTX, compute capability, kind, offset, compressed
+# bytes, bytes}.
+ROW = re.compile(r"\{(true|false), (\d+), Kind::k(\w+), "
+                 r"wrapopt_gpu_images \+ (\d+), (\d+), (\d+)\},")
 
 
+@functools.cache
 def images():
+  """{(is PTX, compute capability, kind): the image}"""
   folder = pathlib.Path("cc/gpu")
   data = (folder / "images.bin").read_bytes()
-  rows = ROW.findall((folder / "images.inc").read_text(encoding="utf-8"))
-  return {(is_ptx == "true", int(cc), kind.lower()):
-              data[int(begin):int(begin) + int(size)]
-          for is_ptx, cc, kind, begin, size in rows}
+  found = {}
+  for is_ptx, cc, kind, begin, size, expanded in ROW.findall(
+      (folder / "images.inc").read_text(encoding="utf-8")):
+    image = lzma.decompress(data[int(begin):int(begin) + int(size)])
+    assert len(image) == int(expanded)
+    found[is_ptx == "true", int(cc), kind.lower()] = image
+  return found
 
 
 def ptx():

@@ -1,5 +1,6 @@
 """`import wrapopt`: its errors, its effects, and their limits."""
 
+import json
 import os
 import shutil
 import sys
@@ -10,8 +11,9 @@ import tensorflow as tf
 
 import wrapopt
 from processes import run_python
-from wrapopt import _native
+from wrapopt import sysconfig
 
+BUILD = sysconfig._build_for(tf.__version__)
 _MAJOR, _MINOR = map(int, tf.__version__.split(".")[:2])
 MINOR = f"{_MAJOR}.{_MINOR}"
 
@@ -43,7 +45,7 @@ def import_beside(tmp_path):
   """A function that imports wrapopt beside a fake TensorFlow."""
 
   def run(version=tf.__version__, abi=tf.sysconfig.CXX11_ABI_FLAG, inline=1,
-          namespace=_native.absl_namespace):
+          namespace=BUILD["absl_namespace"]):
     if namespace is not None:
       header = tmp_path / "include" / "absl" / "base" / "options.h"
       header.parent.mkdir(parents=True)
@@ -123,6 +125,24 @@ def test_another_minor_version(import_beside, version):
   assert "or build wrapopt for the TensorFlow that is installed" in error
 
 
+def test_several_libraries(tmp_path):
+  """The library of the version is chosen; an error names all versions."""
+  tree = tmp_path / "wrapopt"
+  shutil.copytree(os.path.dirname(wrapopt.__file__), tree)
+  for minor in 9, _MINOR + 1:
+    other = {**BUILD, "tensorflow": f"{_MAJOR}.{minor}.0",
+             "library": f"_wrapopt_ops_{_MAJOR}_{minor}.so"}
+    (tree / f"_wrapopt_ops_{_MAJOR}_{minor}.json").write_text(json.dumps(other))
+  beside = str(tmp_path), os.path.dirname(tf.__path__[0])
+  program = "import wrapopt; print(wrapopt.sysconfig.get_lib())"
+  process = run_python("-c", program, pythonpath=beside)
+  assert process.stdout == f"{tree}/{BUILD['library']}\n", process.stderr
+  error = _last_line(run_python("-S", "-c", "import wrapopt",
+                                pythonpath=[str(tmp_path)]))
+  assert (f"was built for TensorFlow {_MAJOR}.9.*, {MINOR}.*, "
+          f"{_MAJOR}.{_MINOR + 1}.*, but found none in") in error
+
+
 def test_another_cxx11_abi(import_beside):
   built = tf.sysconfig.CXX11_ABI_FLAG
   error = import_beside(abi=1 - built)
@@ -141,14 +161,15 @@ def test_another_absl_namespace(import_beside, inline, namespace, found):
   error = import_beside(inline=inline, namespace=namespace)
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for a TensorFlow "
-      f"with the absl namespace '{_native.absl_namespace}', but found a "
+      f"with the absl namespace '{BUILD['absl_namespace']}', but found a "
       f"TensorFlow {tf.__version__} with {found}. "
       "To mend this, build wrapopt for the TensorFlow that is installed")
 
 
 def test_what_is_wrong_first_is_named_first(import_beside):
-  assert "but found TensorFlow 2.20.0." in import_beside(
-      version="2.20.0", abi=1 - tf.sysconfig.CXX11_ABI_FLAG, namespace="other")
+  other = f"{_MAJOR}.{_MINOR - 1}.0"
+  assert f"but found TensorFlow {other}." in import_beside(
+      version=other, abi=1 - tf.sysconfig.CXX11_ABI_FLAG, namespace="other")
 
 
 @pytest.mark.parametrize("differs", [
@@ -165,7 +186,7 @@ def test_a_tensorflow_that_fits_gets_the_library(import_beside, differs):
     (b"no library", "file too short"), (None, "does not exist")])
 def test_a_library_that_cannot_be_opened(tmp_path, content, why):
   shutil.copytree(os.path.dirname(wrapopt.__file__), tmp_path / "wrapopt")
-  library = tmp_path / "wrapopt" / "_wrapopt_ops.so"
+  library = tmp_path / "wrapopt" / BUILD["library"]
   library.unlink()
   if content:
     library.write_bytes(content)
@@ -173,19 +194,19 @@ def test_a_library_that_cannot_be_opened(tmp_path, content, why):
                                 pythonpath=[str(tmp_path)]))
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
-      f"{_native.tensorflow_version}, but found a TensorFlow {tf.__version__} "
+      f"{BUILD['tensorflow']}, but found a TensorFlow {tf.__version__} "
       f"that cannot load {library} (")
   assert why in error
   assert "To mend this, build wrapopt for the TensorFlow" in error
 
 
 def test_facts_of_the_build():
-  assert _native.version == wrapopt.__version__
+  assert BUILD["wrapopt"] == wrapopt.__version__
   # pip writes 2.22.0rc0, TensorFlow itself 2.22.0-rc0.
-  assert Version(_native.tensorflow_version) == Version(tf.__version__)
-  assert _native.cxx11_abi == tf.sysconfig.CXX11_ABI_FLAG
+  assert Version(BUILD["tensorflow"]) == Version(tf.__version__)
+  assert BUILD["cxx11_abi"] == tf.sysconfig.CXX11_ABI_FLAG
   # The namespace as it stands in the symbols of TensorFlow's library.
-  namespace = _native.absl_namespace
+  namespace = BUILD["absl_namespace"]
   with open(os.path.join(tf.sysconfig.get_lib(),
                          "libtensorflow_framework.so.2"), "rb") as f:
     assert f"4absl{len(namespace)}{namespace}6Status".encode() in f.read()

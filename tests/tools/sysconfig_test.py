@@ -1,6 +1,7 @@
 """The library in a program that does not import wrapopt."""
 
 import os
+import re
 
 import pytest
 
@@ -14,6 +15,14 @@ def test_get_lib_is_the_file_beside_the_package():
   assert os.path.dirname(library) == os.path.dirname(wrapopt.__file__)
   with open(library, "rb") as f:
     assert f.read(4) == b"\x7fELF"
+
+
+def test_get_lib_imports_nothing():
+  process = run_python("-v", sysconfig.__file__)
+  assert process.stdout == f"{sysconfig.get_lib()}\n"
+  imported = re.findall("^import '([^']+)'", process.stderr, re.MULTILINE)
+  assert "importlib.metadata" in imported
+  assert not [m for m in imported if m.startswith(("tensorflow", "wrapopt"))]
 
 
 CUSTOM_GRAPH = """

@@ -1,8 +1,9 @@
 """Prints the facts about this interpreter that the build needs, as JSON.
 
-Usage: probe.py WRAPOPT_PACKAGE_DIR
+Usage: probe.py WRAPOPT_PACKAGE_DIR [TENSORFLOW_FOLDER]
 
-TensorFlow is located, not imported: an import takes seconds and logs.
+TensorFlow is located, not imported: an import takes seconds and logs. It is the
+interpreter's, or the one that `pip install --target` put into a folder.
 """
 
 import glob
@@ -23,15 +24,6 @@ def package_dir(name):
     sys.exit(f"{sys.executable} has no package '{name}': "
              "run ./tools/quickstart, or set PYTHON_BIN_PATH")
   return os.path.realpath(list(spec.submodule_search_locations)[0])
-
-
-def tensorflow_version():
-  """The version of the distribution that contains tensorflow."""
-  for name in importlib.metadata.packages_distributions()["tensorflow"]:
-    files = importlib.metadata.files(name) or []
-    if any(str(file) == "tensorflow/__init__.py" for file in files):
-      return importlib.metadata.version(name)
-  sys.exit(f"no distribution of {sys.executable} owns the package 'tensorflow'")
 
 
 def nvrtc_version():
@@ -69,11 +61,14 @@ def python_include(tf):
 
 
 def main():
+  sys.path[:0] = sys.argv[2:]
   tf = package_dir("tensorflow")
   tf_include = os.path.join(tf, "include")
 
   def run(name):
     return runpy.run_path(os.path.join(sys.argv[1], name))
+
+  sysconfig_of_wrapopt = run("sysconfig.py")
 
   print(json.dumps({
       "wrapopt_version": run("version.py")["__version__"],
@@ -82,10 +77,10 @@ def main():
       "machine": platform.machine(),
       "tf_dir": tf,
       "tf_include": tf_include,
-      "tf_version": tensorflow_version(),
+      "tf_version": sysconfig_of_wrapopt["_installed_version"](),
       "cxx11_abi": tensorflow_cxx11_abi(tf),
       # The built package reads it with the same function at import.
-      "absl_namespace": run("sysconfig.py")["_absl_namespace"](tf_include),
+      "absl_namespace": sysconfig_of_wrapopt["_absl_namespace"](tf_include),
       "nvrtc_version": nvrtc_version(),
       "pybind11_include": os.path.join(package_dir("pybind11"), "include"),
       # Not wrapopt, which tools/quickstart installs into the interpreter: the

@@ -1,6 +1,7 @@
 """Repository rule: the interpreter with its TensorFlow and pybind11.
 
-The interpreter is $PYTHON_BIN_PATH, else <workspace>/.venv/bin/python.
+The interpreter is $PYTHON_BIN_PATH, else <workspace>/.venv/bin/python. Its
+TensorFlow may be another one, in the folder $TENSORFLOW_FOLDER.
 """
 
 # Headers of TensorFlow's dependencies that are under external/ in the wheel,
@@ -28,8 +29,9 @@ def _tf_configure_impl(ctx):
     ctx.path(Label("//wrapopt:sysconfig.py"))
 
     python = _find_python(ctx, workspace)
+    folder = ctx.os.environ.get("TENSORFLOW_FOLDER", "")
     result = ctx.execute(
-        [python, probe, package],
+        [python, probe, package] + ([folder] if folder else []),
         environment = {"PYTHONNOUSERSITE": "1"},
     )
     if result.return_code:
@@ -71,5 +73,8 @@ tf_configure = repository_rule(
     implementation = _tf_configure_impl,
     configure = True,
     local = True,
-    environ = ["PYTHON_BIN_PATH"],
+    environ = [
+        "PYTHON_BIN_PATH",
+        "TENSORFLOW_FOLDER",
+    ],
 )

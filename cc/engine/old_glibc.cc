@@ -1,7 +1,7 @@
 // Definitions of symbols that g++ 12 would otherwise take from a newer glibc or
 // libstdc++ than TensorFlow's own wheel needs: glibc 2.27 and the libstdc++ of
-// g++ 7. They are hidden, like all symbols of the library. wheel_test.py
-// checks that the wheel needs no newer symbols.
+// g++ 7. No library exports them. wheel_test.py checks that the wheel needs no
+// newer symbols.
 #include <new>
 #include <sstream>
 
