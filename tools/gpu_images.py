@@ -121,7 +121,8 @@ def main():
   command.add_argument("source")
   command.set_defaults(run=_compile)
   command = commands.add_parser("collect")
-  command.add_argument("--image", action="append", metavar="NAME=PATH")
+  command.add_argument("--image", action="append", default=[],
+                       metavar="NAME=PATH")
   command.add_argument("--data", required=True)
   command.add_argument("--table", required=True)
   command.add_argument("--assembly", required=True)

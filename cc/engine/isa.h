@@ -7,10 +7,16 @@
 
 namespace wrapopt {
 
+#if defined(__aarch64__)
+enum class Isa { kBaseline, kSve };
+
+inline constexpr const char* kIsaNames[] = {"baseline", "sve"};
+#else
 enum class Isa { kBaseline, kX86_64_v3, kX86_64_v4 };
 
 inline constexpr const char* kIsaNames[] = {"baseline", "x86-64-v3",
                                             "x86-64-v4"};
+#endif
 
 // The instruction sets that this processor supports, the best last.
 std::vector<Isa> SupportedIsas();

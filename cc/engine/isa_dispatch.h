@@ -8,12 +8,6 @@
 
 #include "cc/engine/isa.h"
 
-#if defined(__x86_64__)
-#define WRAPOPT_TARGET(isa) __attribute__((target(isa)))
-#else
-#define WRAPOPT_TARGET(isa)
-#endif
-
 namespace wrapopt {
 
 // An F is a class with a function `Run`, which is always inlined, and with
@@ -23,31 +17,46 @@ namespace wrapopt {
 //
 // Code that waits for memory is not faster in wide registers: on Zen 4, it
 // streams 15 % slower. Code that waits for arithmetic is faster.
+//
+// ForIsa is the version of F::Run for an instruction set.
 
 template <class F, class... Args>
 void Baseline(Args... args) {
   F::Run(args...);
 }
 
+#if defined(__aarch64__)
+// The baseline has NEON. The length of SVE's registers is the processor's.
 template <class F, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v3")
+__attribute__((target("+sve")))
+void Sve(Args... args) {
+  F::Run(args...);
+}
+
+template <class F>
+typename F::Fn ForIsa(Isa isa) {
+  if (isa == Isa::kSve) return &Sve<F>;
+  return &Baseline<F>;
+}
+#else
+template <class F, class... Args>
+__attribute__((target("arch=x86-64-v3")))
 void X86_64_v3(Args... args) {
   F::Run(args...);
 }
 
 template <class F, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=256")
+__attribute__((target("arch=x86-64-v4,prefer-vector-width=256")))
 void X86_64_v4(Args... args) {
   F::Run(args...);
 }
 
 template <class F, class... Args>
-WRAPOPT_TARGET("arch=x86-64-v4,prefer-vector-width=512")
+__attribute__((target("arch=x86-64-v4,prefer-vector-width=512")))
 void X86_64_v4Wide(Args... args) {
   F::Run(args...);
 }
 
-// The version of F::Run for an instruction set.
 template <class F>
 typename F::Fn ForIsa(Isa isa) {
   switch (isa) {
@@ -64,6 +73,7 @@ typename F::Fn ForIsa(Isa isa) {
   }
   return nullptr;
 }
+#endif
 
 }  // namespace wrapopt
 

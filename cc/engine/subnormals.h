@@ -2,7 +2,9 @@
 #ifndef WRAPOPT_CC_ENGINE_SUBNORMALS_H_
 #define WRAPOPT_CC_ENGINE_SUBNORMALS_H_
 
-#if defined(__SSE2__)
+#include <cstdint>
+
+#if !defined(__aarch64__)
 #include <xmmintrin.h>
 #endif
 
@@ -18,23 +20,39 @@ class FlushSubnormals {
   FlushSubnormals(const FlushSubnormals&) = delete;
   FlushSubnormals& operator=(const FlushSubnormals&) = delete;
 
-#if defined(__SSE2__)
   // Reading the register is cheap, writing it is not.
-  FlushSubnormals() : before_(_mm_getcsr()) {
-    if ((before_ & kFlush) != kFlush) _mm_setcsr(before_ | kFlush);
+  FlushSubnormals() : before_(Get()) {
+    if ((before_ & kFlush) != kFlush) Set(before_ | kFlush);
   }
   ~FlushSubnormals() {
-    if ((before_ & kFlush) != kFlush) _mm_setcsr(before_);
+    if ((before_ & kFlush) != kFlush) Set(before_);
   }
 
- private:
-  // Flush to zero, for results; denormals are zeros, for operands.
-  static constexpr unsigned kFlush = 0x8000 | 0x0040;
-  const unsigned before_;
+  // The thread's mode.
+#if defined(__aarch64__)
+  using Register = uint64_t;  // FPCR.
+  // FZ, for operands and results.
+  static constexpr Register kFlush = 1 << 24;
+  static Register Get() {
+    Register value;
+    asm volatile("mrs %0, fpcr" : "=r"(value));
+    return value;
+  }
+  // No arithmetic may move across it: "memory" keeps loads and stores in place,
+  // and loops consist of them.
+  static void Set(Register value) {
+    asm volatile("msr fpcr, %0" : : "r"(value) : "memory");
+  }
 #else
-  // On other processors, the thread's mode applies.
-  FlushSubnormals() {}
+  using Register = unsigned;  // MXCSR.
+  // Flush to zero, for results; denormals are zeros, for operands.
+  static constexpr Register kFlush = 0x8000 | 0x0040;
+  static Register Get() { return _mm_getcsr(); }
+  static void Set(Register value) { _mm_setcsr(value); }
 #endif
+
+ private:
+  const Register before_;
 };
 
 }  // namespace wrapopt

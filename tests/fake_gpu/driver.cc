@@ -18,7 +18,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
-#include <xmmintrin.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -29,6 +28,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/subnormals.h"
 #include "cc/gpu/table.h"
 #include "cc/rules/rules.h"
 #include "tests/fake_gpu/emulation.h"
@@ -274,16 +274,17 @@ int MoveAddresses(const std::string& kernel, Table* table) {
 // knows no way to flush those of double.
 class SubnormalsOfGpu {
  public:
-  explicit SubnormalsOfGpu(const Function& function) : before_(_mm_getcsr()) {
-    constexpr unsigned kFlush = 0x8040;
+  explicit SubnormalsOfGpu(const Function& function)
+      : before_(Mode::Get()) {
     const bool is_double =
         function.name.rfind("_double") != std::string::npos;
-    _mm_setcsr(is_double ? before_ & ~kFlush : before_ | kFlush);
+    Mode::Set(is_double ? before_ & ~Mode::kFlush : before_ | Mode::kFlush);
   }
-  ~SubnormalsOfGpu() { _mm_setcsr(before_); }
+  ~SubnormalsOfGpu() { Mode::Set(before_); }
 
  private:
-  const unsigned before_;
+  using Mode = wrapopt::FlushSubnormals;
+  const Mode::Register before_;
 };
 
 int Run(const Function& function, const void* table) {

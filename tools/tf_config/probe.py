@@ -12,7 +12,6 @@ import importlib.util
 import json
 import mmap
 import os
-import platform
 import runpy
 import sys
 import sysconfig
@@ -24,6 +23,13 @@ def package_dir(name):
     sys.exit(f"{sys.executable} has no package '{name}': "
              "run ./tools/quickstart, or set PYTHON_BIN_PATH")
   return os.path.realpath(list(spec.submodule_search_locations)[0])
+
+
+def machine(tf):
+  """The processor that TensorFlow was compiled for: the one to compile for."""
+  with open(os.path.join(tf, "libtensorflow_framework.so.2"), "rb") as f:
+    number = int.from_bytes(f.read(20)[18:], "little")  # ELF's e_machine.
+  return {62: "x86_64", 183: "aarch64"}[number]
 
 
 def nvrtc_version():
@@ -74,7 +80,7 @@ def main():
       "wrapopt_version": run("version.py")["__version__"],
       "python": sys.executable,
       "python_include": python_include(tf),
-      "machine": platform.machine(),
+      "machine": machine(tf),
       "tf_dir": tf,
       "tf_include": tf_include,
       "tf_version": sysconfig_of_wrapopt["_installed_version"](),
