@@ -90,14 +90,23 @@ def run_keras():
   import keras  # pylint: disable=g-import-not-at-top
   import wrapopt.keras  # pylint: disable=g-import-not-at-top
   x = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)
+  lazy_adam = wrapopt.keras.LazyAdam(0.1)
   for wrapper in (lambda opt: wrapopt.keras.MovingAverage(opt, 0.5),
-                  wrapopt.keras.SWA, wrapopt.keras.Lookahead):
+                  lambda _: lazy_adam.from_config(lazy_adam.get_config()),
+                  wrapopt.keras.Lookahead, wrapopt.keras.ScheduleFree,
+                  wrapopt.keras.SWA):
     for jit_compile in False, True:
       model = keras.Sequential([keras.layers.Dense(1)])
       model.compile(wrapper(keras.optimizers.Adam(0.1)), "mse",
                     jit_compile=jit_compile)
       losses = model.fit(x, x.sum(axis=1), epochs=3, verbose=0).history["loss"]
       assert losses[-1] < losses[0], losses
+  optimizer = wrapopt.keras.DropStaleGradient(keras.optimizers.SGD(1.0), 1)
+  var = keras.Variable([1.0])
+  with optimizer.record_step():
+    grad = tf.constant([0.25])
+  optimizer.apply([grad], [var])
+  assert var.numpy().tolist() == [0.75], var
 
 
 def main():
