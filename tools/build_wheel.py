@@ -9,6 +9,10 @@ import zipfile
 # distribution format" and "Core metadata".
 
 
+def _name(path):
+  return path.rsplit("/", 1)[-1]
+
+
 def metadata(args):
   """The METADATA file: name, description and requirements of the package."""
   lines = [
@@ -18,7 +22,7 @@ def metadata(args):
       f"Summary: {args.summary}",
       f"Keywords: {args.keywords}",
       f"License-Expression: {args.license}",
-      "License-File: LICENSE",
+      *(f"License-File: {_name(path)}" for path in args.license_file),
       f"Requires-Python: {args.requires_python}",
   ]
   lines += [f"Classifier: {classifier}" for classifier in args.classifier]
@@ -26,8 +30,10 @@ def metadata(args):
   extras = sorted(pair.split("=", 1) for pair in args.extra)
   lines += [f"Provides-Extra: {extra}"
             for extra in sorted({extra for extra, _ in extras})]
-  lines += [f'Requires-Dist: {requirement} ; extra == "{extra}"'
-            for extra, requirement in extras]
+  for extra, requirement in extras:
+    requirement, _, marker = requirement.partition(";")
+    marker = f"{marker.strip()} and " if marker else ""
+    lines.append(f'Requires-Dist: {requirement}; {marker}extra == "{extra}"')
   lines += ["Description-Content-Type: text/markdown", "", ""]
   with open(args.readme, encoding="utf-8") as f:
     return "\n".join(lines) + f.read()
@@ -61,8 +67,17 @@ def record_line(name, data):
   return f"{name},sha256={digest.rstrip(b'=').decode()},{len(data)}"
 
 
-def write(path, files):
-  """Writes a zip whose bytes depend only on `files`."""
+def write(path, files, info):
+  """Writes a wheel whose bytes depend only on `files`.
+
+  Args:
+    path: of the wheel.
+    files: [(name, bytes)], without RECORD.
+    info: the folder of RECORD.
+  """
+  record = [record_line(name, data) for name, data in files]
+  record.append(f"{info}/RECORD,,")
+  files = files + [(f"{info}/RECORD", ("\n".join(record) + "\n").encode())]
   with zipfile.ZipFile(path, "w") as wheel:
     for name, data in files:
       item = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
@@ -81,7 +96,7 @@ def main():
   parser.add_argument("--summary", required=True)
   parser.add_argument("--readme", required=True)
   parser.add_argument("--license", required=True)
-  parser.add_argument("--license_file", required=True)
+  parser.add_argument("--license_file", action="append", required=True)
   parser.add_argument("--keywords", required=True)
   parser.add_argument("--classifier", action="append", default=[])
   parser.add_argument("--requires_python", required=True)
@@ -93,18 +108,17 @@ def main():
   args = parser.parse_args()
 
   info = f"{args.package}-{args.version}.dist-info"
-  with open(args.license_file, "rb") as f:
-    license_text = f.read()
+  licenses = []
+  for path in args.license_file:
+    with open(path, "rb") as f:
+      licenses.append((f"{info}/licenses/{_name(path)}", f.read()))
   files = sorted(package_files(args).items()) + [
       (f"{info}/METADATA", metadata(args).encode()),
       (f"{info}/WHEEL", wheel_info(args).encode()),
-      (f"{info}/licenses/LICENSE", license_text),
+      *licenses,
       (f"{info}/top_level.txt", f"{args.package}\n".encode()),
   ]
-  record = [record_line(name, data) for name, data in files]
-  record.append(f"{info}/RECORD,,")
-  files.append((f"{info}/RECORD", ("\n".join(record) + "\n").encode()))
-  write(args.out, files)
+  write(args.out, files, info)
 
 
 if __name__ == "__main__":

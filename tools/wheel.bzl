@@ -17,7 +17,7 @@ def _wheel_impl(ctx):
     args.add("--summary", ctx.attr.summary)
     args.add("--readme", ctx.file.readme)
     args.add("--license", ctx.attr.license)
-    args.add("--license_file", ctx.file.license_file)
+    args.add_all(ctx.files.license_files, before_each = "--license_file")
     args.add_joined("--keywords", ctx.attr.keywords, join_with = ",")
     args.add_all(ctx.attr.classifiers, before_each = "--classifier")
     args.add("--requires_python", ctx.attr.requires_python)
@@ -32,8 +32,7 @@ def _wheel_impl(ctx):
         args.add("--file", f, format = f.short_path + "=%s")
     ctx.actions.run(
         outputs = [out],
-        inputs = ctx.files.srcs + [
-            ctx.file.license_file,
+        inputs = ctx.files.srcs + ctx.files.license_files + [
             ctx.file.readme,
             ctx.file._builder,
         ],
@@ -57,7 +56,7 @@ wheel = rule(
         "extras": attr.string_list_dict(doc = "Requirements by extra."),
         "keywords": attr.string_list(),
         "license": attr.string(doc = "As SPDX writes it.", mandatory = True),
-        "license_file": attr.label(allow_single_file = True, mandatory = True),
+        "license_files": attr.label_list(allow_files = True, mandatory = True),
         "package": attr.string(mandatory = True),
         "readme": attr.label(allow_single_file = True, mandatory = True),
         "requires": attr.string_list(),

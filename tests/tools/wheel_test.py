@@ -105,8 +105,9 @@ def test_metadata(wheel, info):
   assert metadata["Name"] == "wrapopt"
   assert metadata["Version"] == wheel.name.split("-")[1]
   assert metadata["Requires-Python"] == ">=3.10"
-  assert metadata["License-Expression"] == "Apache-2.0"
-  assert metadata["License-File"] == "LICENSE"
+  assert metadata["License-Expression"] == (
+      "Apache-2.0 AND BSD-3-Clause AND MPL-2.0")
+  assert metadata.get_all("License-File") == ["LICENSE", "NOTICE"]
   assert "exponential moving average" in metadata["Keywords"].split(",")
   for version in "3.10", "3.11", "3.12", "3.13":
     assert f"Programming Language :: Python :: {version}" in (
@@ -120,19 +121,24 @@ def test_metadata(wheel, info):
   # One of the two distributions of TensorFlow is there: which one is the
   # user's choice, and the other beside it would break both.
   assert [str(r) for r in needs if r.marker is None] == ["numpy"]
-  extras = {
-      extra: {r.name: str(r.specifier) for r in needs
-              if r.marker and r.marker.evaluate({"extra": extra})}
-      for extra in metadata.get_all("Provides-Extra")}
+
+  def extras(machine):
+    return {
+        extra: {r.name: str(r.specifier) for r in needs
+                if r.marker and r.marker.evaluate(
+                    {"extra": extra, "platform_machine": machine})}
+        for extra in metadata.get_all("Provides-Extra")}
+
   tensorflow = Version(tf.__version__)
   major, minor = tensorflow.release[:2]
   least = tensorflow if tensorflow.is_prerelease else f"{major}.{minor}"
   versions = f"<{major}.{minor + 1},>={least}"
-  assert extras == {
-      "examples": {"matplotlib": "", "scikit-learn": "", "tqdm": ""},
-      "tensorflow": {"tensorflow": versions},
-      "tensorflow-cpu": {"tensorflow-cpu": versions},
-  }
+  for machine, name in ("x86_64", "tensorflow-cpu"), ("aarch64", "tensorflow"):
+    assert extras(machine) == {
+        "examples": {"matplotlib": "", "scikit-learn": "", "tqdm": ""},
+        "tensorflow": {"tensorflow": versions},
+        "tensorflow-cpu": {name: versions},
+    }
 
 
 def test_holds_wrapopt_and_nothing_else(wheel, info):
@@ -141,9 +147,10 @@ def test_holds_wrapopt_and_nothing_else(wheel, info):
     assert z.testzip() is None
   assert {n for n in names if n.startswith(info)} == {
       f"{info}/{n}" for n in ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE",
-                              "top_level.txt"]}
-  with zipfile.ZipFile(wheel) as z, open("LICENSE", "rb") as f:
-    assert z.read(f"{info}/licenses/LICENSE") == f.read()
+                              "licenses/NOTICE", "top_level.txt"]}
+  for name in "LICENSE", "NOTICE":
+    with zipfile.ZipFile(wheel) as z, open(name, "rb") as f:
+      assert z.read(f"{info}/licenses/{name}") == f.read()
   package = [n for n in names if not n.startswith(info)]
   assert [n for n in package if not n.endswith((".py", "/py.typed"))] == (
       [LIBRARIES[0], f"wrapopt/{OPS}.json", *LIBRARIES[1:]])
@@ -250,3 +257,34 @@ def test_files_that_a_wheel_must_not_hold(tmp_path, names, error):
   process, out = build_wheel(tmp_path, *[f"--file={n}={source}" for n in names])
   assert process.returncode != 0 and error in process.stderr
   assert out is None
+
+
+def test_wheels_for_several_tensorflows_are_merged(tmp_path):
+  """Into one with all libraries, for the range of all versions."""
+  wheels = []
+  for minor in 20, 21:
+    folder = tmp_path / str(minor)
+    folder.mkdir()
+    for name in f"o_{minor}.so", "a.py":
+      (folder / name).write_text(name)
+    build_wheel(folder, f"--extra=tf=tensorflow>=2.{minor},<2.{minor + 1}; "
+                "platform_machine == 'x'", "--requires=numpy",
+                f"--file=p/o_{minor}.so={folder / f'o_{minor}.so'}",
+                f"--file=p/a.py={folder / 'a.py'}")
+    wheels.append(folder / "out.whl")
+  process = run_python("tools/merge_wheels.py", str(tmp_path / "all"),
+                       *map(str, wheels), pythonpath=["tools"])
+  assert process.returncode == 0, process.stderr
+  with zipfile.ZipFile(tmp_path / "all" / "out.whl") as z:
+    assert {"p/a.py", "p/o_20.so", "p/o_21.so"} < set(z.namelist())
+    text = z.read("p-1.dist-info/METADATA").decode()
+  assert [str(requirements.Requirement(r)) for r in
+          email.message_from_string(text).get_all("Requires-Dist")] == [
+              "numpy", 'tensorflow<2.22,>=2.20; platform_machine == "x" and '
+              'extra == "tf"']
+
+  (tmp_path / "21" / "a.py").write_text("another")
+  build_wheel(tmp_path / "21", f"--file=p/a.py={tmp_path / '21' / 'a.py'}")
+  process = run_python("tools/merge_wheels.py", str(tmp_path / "all"),
+                       *map(str, wheels), pythonpath=["tools"])
+  assert process.returncode != 0 and "is not reproducible" in process.stderr
