@@ -485,8 +485,9 @@ API(cuDeviceGetAttribute, int* value, int attribute, int) {
     case 16:  // Multiprocessors.
       *value = 132;
       break;
-    case 33:  // The bus's number.
-    case 41:  // Unified addresses.
+    case 33:   // The bus's number.
+    case 41:   // Unified addresses.
+    case 102:  // Management of virtual memory.
       *value = 1;
       break;
     case 37:  // Width of the bus to memory.
@@ -628,6 +629,26 @@ API(cuMemAlloc_v2, uint64_t* address, size_t size) {
   NOT_IN_A_CAPTURE();
   return Memory::Get().Allocate(size, address);
 }
+// Memory of which TensorFlow 2.22 reserves addresses first. All of it is there.
+API(cuMemGetAllocationGranularity, size_t* bytes, const void*, unsigned) {
+  *bytes = 2 << 20;
+  return kSuccess;
+}
+API(cuMemAddressReserve, uint64_t* address, size_t size, size_t, uint64_t,
+    uint64_t) {
+  return cuMemAlloc_v2(address, size);
+}
+API(cuMemAddressFree, uint64_t address, size_t) {
+  return cuMemFree_v2(address);
+}
+API(cuMemCreate, uint64_t* handle, size_t, const void*, uint64_t) {
+  *handle = 1;
+  return kSuccess;
+}
+NOTHING(cuMemRelease, uint64_t)
+NOTHING(cuMemMap, uint64_t, size_t, size_t, uint64_t, uint64_t)
+NOTHING(cuMemUnmap, uint64_t, size_t)
+NOTHING(cuMemSetAccess, uint64_t, size_t, const void*, size_t)
 API(cuMemHostAlloc, void** memory, size_t size, unsigned) {
   NOT_IN_A_CAPTURE();
   return posix_memalign(memory, 256, size) == 0 ? kSuccess : kOutOfMemory;
