@@ -103,7 +103,7 @@ def _mutants():
           "const size_t to = std::min(from + kBlock, variable->elements / "
           "kGroup * kGroup);", "//tests/ops:ema_update_test")
   yield m("subnormal numbers are not flushed", "cc/engine/subnormals.h",
-          "_mm_setcsr(before_ | kFlush)", "_mm_setcsr(before_)",
+          "Set(before_ | kFlush)", "Set(before_)",
           # Not by the ops' tests: TensorFlow flushes in all of its threads.
           "//tests/cc:rules_test")
   yield m("averages: those of two decays change places",
