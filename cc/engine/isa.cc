@@ -16,8 +16,8 @@ std::vector<Isa> SupportedIsas() {
   if (__builtin_cpu_supports("x86-64-v3")) isas.push_back(Isa::kX86_64_v3);
   if (__builtin_cpu_supports("x86-64-v4")) isas.push_back(Isa::kX86_64_v4);
 #elif defined(__aarch64__)
-  // SVE takes fewer instructions for an element only if its registers are longer
-  // than NEON's 128 bits.
+  // SVE takes fewer instructions for an element only if its registers are
+  // longer than NEON's 128 bits.
   constexpr unsigned long kHasSve = 1 << 22;     // Linux's HWCAP_SVE,
   constexpr int kGetLength = 51, kMask = 0xffff;  // and PR_SVE_GET_VL.
   if (getauxval(AT_HWCAP) & kHasSve) {
