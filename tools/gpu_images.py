@@ -88,7 +88,7 @@ def _collect(args):
     content = pathlib.Path(path).read_bytes()
     # To expand it takes as much memory as the dictionary has.
     xz = lzma.compress(content, filters=[{
-        "id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME,
+        "id": lzma.FILTER_LZMA2, "preset": 9,
         "dict_size": 2**22}])
     rows.append("{%s, %s, Kind::k%s, wrapopt_gpu_images + %d, %d, %d},\n" % (
         str(code == "compute").lower(), number, kind.capitalize(), len(data),

@@ -73,6 +73,11 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
 
   In a model: `model.compile(wrapopt.keras.MovingAverage("adam"), ...)`.
 
+  A new program shapes its averages by `average_decay` alone: by a `HalfLife`,
+  or by a `PowerDecay`, which needs no start, because it forgets the first steps
+  by itself. `num_updates`, `start_step` and `dynamic_decay` are those of
+  TensorFlow Addons, for programs that have them.
+
   References: Polyak and Juditsky, "Acceleration of stochastic approximation by
   averaging", 1992; `tfa.optimizers.MovingAverage` of TensorFlow Addons.
 
