@@ -4,11 +4,10 @@
 
 #include <thread>  // NOLINT(build/c++11)
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-// The version in glibc before 2.34, which moved it to another library.
-__asm__(
-    ".symver pthread_condattr_setclock,pthread_condattr_setclock@GLIBC_2.3.3");
-#endif
+#include "cc/engine/old_glibc.h"
+
+// The version before 2.34, which moved it to another library.
+WRAPOPT_OLD_GLIBC(pthread_condattr_setclock, "2.3.3");
 
 namespace wrapopt {
 

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-// The versions in glibc before 2.34, which moved them to another library.
-__asm__(".symver dlopen,dlopen@GLIBC_2.2.5");
-__asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
-#endif
+#include "cc/engine/old_glibc.h"
+
+// The versions before 2.34, which moved them to another library.
+WRAPOPT_OLD_GLIBC(dlopen, "2.2.5");
+WRAPOPT_OLD_GLIBC(dlsym, "2.2.5");
 
 namespace wrapopt {
 namespace gpu {

@@ -5,15 +5,14 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
+#include "cc/engine/old_glibc.h"
 #include "cc/rules/catch_up.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/shape_inference.h"
 #include "tensorflow/core/platform/errors.h"
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-// The version of `log` in glibc before 2.29. The later one sets no errno.
-__asm__(".symver log,log@GLIBC_2.2.5");
-#endif
+// The version before 2.29. The later one sets no errno.
+WRAPOPT_OLD_GLIBC(log, "2.2.5");
 
 namespace wrapopt {
 
