@@ -106,6 +106,18 @@ def _mutants():
           "Set(before_ | kFlush)", "Set(before_)",
           # Not by the ops' tests: TensorFlow flushes in all of its threads.
           "//tests/cc:rules_test")
+  yield m("the first library is loaded, for any TensorFlow",
+          "wrapopt/sysconfig.py", "if version and _minor(version) == "
+          '_minor(build["tensorflow"]):', "if version:",
+          "//tests/tools:loader_test")
+  yield m("an image for a GPU is taken, though its end is missing",
+          "cc/gpu/images.cc",
+          'if (result == 0 && out_at == image.bytes) return "";',
+          'return "";', "//tests/cc:launcher_test")
+  yield m("wheels that differ are merged", "tools/merge_wheels.py",
+          "if files.setdefault(name, data) != data:",
+          "if files.setdefault(name, data) is None:",
+          "//tests/tools:wheel_test")
   yield m("averages: those of two decays change places",
           "cc/kernels/averages.cc",
           "variables->data(shadows + k * this->values() + i)",
