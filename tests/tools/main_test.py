@@ -26,7 +26,9 @@ def out():
 def test_versions_and_build_facts(out):
   assert out.startswith(f"wrapopt {wrapopt.__version__}\n")
   assert f"  library      {wrapopt.sysconfig.get_lib()}\n" in out
-  assert re.search(rf"  built for    TensorFlow {tf.__version__}, C\+\+ ABI "
+  # TensorFlow itself writes 2.22.0-rc0, pip 2.22.0rc0.
+  version = tf.__version__.replace("-", "")
+  assert re.search(rf"  built for    TensorFlow {version}, C\+\+ ABI "
                    rf"{tf.sysconfig.CXX11_ABI_FLAG}, absl \w+\n", out)
   assert re.search(r"  built with   g\+\+ \d+\.\d+", out)
   assert f"  runs on      TensorFlow {tf.__version__}, Python 3." in out
