@@ -9,44 +9,46 @@ from wrapopt import _native  # First: its error is clearer than TensorFlow's.
 from wrapopt import sysconfig
 
 
-def _import_tensorflow():
-  """Imports TensorFlow; raises ImportError if no library fits it."""
+def _fitting():
+  """Returns TensorFlow and facts about the library that fits it.
+
+  Raises:
+    ImportError: if none fits.
+  """
   try:
     import tensorflow as tf
+    version = tf.__version__
   except ModuleNotFoundError as e:
     if e.name != "tensorflow":
       raise
-    sysconfig._build_for(None)  # Raises the error.
-
-  build = sysconfig._build_for(tf.__version__)
+    version = None
+  build = sysconfig._build_for(version)
+  found = f"a TensorFlow {version} with "
   if tf.sysconfig.CXX11_ABI_FLAG != build["cxx11_abi"]:
     raise sysconfig._error(
         build, f"a TensorFlow with the C++ ABI flag {build['cxx11_abi']}",
-        f"a TensorFlow {tf.__version__} with _GLIBCXX_USE_CXX11_ABI="
-        f"{tf.sysconfig.CXX11_ABI_FLAG}")
+        f"{found}_GLIBCXX_USE_CXX11_ABI={tf.sysconfig.CXX11_ABI_FLAG}")
   namespace = sysconfig._absl_namespace(tf.sysconfig.get_include())
   # Without headers the namespace is unknown; a mismatch fails in the linker.
   if namespace is not None and namespace != build["absl_namespace"]:
     raise sysconfig._error(
         build,
         f"a TensorFlow with the absl namespace '{build['absl_namespace']}'",
-        f"a TensorFlow {tf.__version__} with "
-        + (f"'{namespace}'" if namespace else "none"))
+        found + (f"'{namespace}'" if namespace else "none"))
   return tf, build
 
 
 def _load():
-  """Opens the library, which registers its ops; returns TensorFlow."""
-  tf, build = _import_tensorflow()
-  library = sysconfig.get_lib()
+  """Opens the library, which registers its ops; returns TensorFlow and it."""
+  tf, build = _fitting()
   try:
-    tf.load_library(library)
+    tf.load_library(build["path"])
   except (OSError, tf.errors.NotFoundError) as e:
     raise sysconfig._error(
         build, f"TensorFlow {build['tensorflow']}",
-        f"a TensorFlow {tf.__version__} that cannot load {library} ({e})"
+        f"a TensorFlow {tf.__version__} that cannot load {build['path']} ({e})"
     ) from None
-  return tf
+  return tf, build["path"]
 
 
 class _Ops:
@@ -58,12 +60,12 @@ class _Ops:
   """
 
   def __getattr__(self, name):
-    made = _tf.load_op_library(sysconfig.get_lib())
+    made = _tf.load_op_library(_path)
     vars(self).update(vars(made))
     return getattr(made, name)
 
 
-_tf = _load()
+_tf, _path = _load()
 ops = _Ops()
 
 del _native

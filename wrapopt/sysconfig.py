@@ -27,8 +27,7 @@ def get_lib() -> str:
     ImportError: if there is no TensorFlow, or no library for its version.
   """
   version = getattr(sys.modules.get("tensorflow"), "__version__", None)
-  build = _build_for(version or _installed_version())
-  return os.path.join(_folder(), build["library"])
+  return _build_for(version or _installed_version())["path"]
 
 
 def _folder():
@@ -49,11 +48,13 @@ def _minor(version):
 
 def _builds():
   """Returns facts about each library, that for the oldest TensorFlow first."""
-  builds = []
-  for name in os.listdir(_folder()):
+  builds, folder = [], _folder()
+  for name in os.listdir(folder):
     if re.fullmatch(r"_wrapopt_ops_\d+_\d+\.json", name):
-      with open(os.path.join(_folder(), name), encoding="utf-8") as f:
-        builds.append(json.load(f))
+      path = os.path.join(folder, name)
+      with open(path, encoding="utf-8") as f:
+        builds.append({**json.load(f),
+                       "path": path.removesuffix("json") + "so"})
   return sorted(builds, key=lambda build: [
       int(part) for part in _minor(build["tensorflow"]).split(".")])
 

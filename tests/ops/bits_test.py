@@ -23,6 +23,7 @@ import numerics
 from numerics import DTYPES, PAIRS, WITH_KERNELS
 from wrapopt import _native
 from wrapopt import ops
+from wrapopt.ops import _compensation
 
 FILE = pathlib.Path(__file__).parent / "bits.json"
 ISAS = _native.cpu_isas()
@@ -64,28 +65,45 @@ def _variables(arrays):
   return [tf.Variable(array) for array in arrays]
 
 
+def _gradient(rng, dtype, is_sparse):
+  """For a variable of 50 rows: of all, or of 20, of which some repeat."""
+  grad = tf.constant(_numbers(rng, (20 if is_sparse else 50, 9), dtype))
+  return (tf.IndexedSlices(grad, tf.constant(rng.integers(0, 50, 20)))
+          if is_sparse else grad)
+
+
 def _apply(rng, rule, dtype, is_sparse):
   """Steps with two averages, which lag behind if the gradient is sparse."""
-  states = [tf.Variable(state) for state in _states(rng, rule, dtype, (50, 9))]
+  states = _variables(_states(rng, rule, dtype, (50, 9)))
   shadows = [[tf.Variable(states[0])] for _ in range(2)]
   logs = [[tf.Variable(np.zeros(52))] for _ in range(2)]
   names = [name.removesuffix("?") for name in RULES[rule].scalars]
-  scalars = dict(zip(names, numerics.scalars(rule)))
   is_lazy = is_sparse and not RULES[rule].all_rows
   for _ in range(STEPS):
-    grad = tf.constant(_numbers(rng, (20, 9), dtype))
-    if is_sparse:
-      grad = tf.IndexedSlices(grad, tf.constant(rng.integers(0, 50, 20)))
-    else:
-      grad = tf.constant(_numbers(rng, (50, 9), dtype))
     ops.apply(rule, {name: [state] for name, state in
-                     zip(RULES[rule].states, states)}, [grad], scalars,
-              shadows=shadows, decay=[0.5, 0.875],
-              log_decays=logs if is_lazy else ())
+                     zip(RULES[rule].states, states)},
+              [_gradient(rng, dtype, is_sparse)],
+              dict(zip(names, numerics.scalars(rule))), shadows=shadows,
+              decay=[0.5, 0.875], log_decays=logs if is_lazy else ())
   if is_lazy:
     for shadow, log in zip(shadows, logs):
       ops.catch_up(shadow, [states[0]], log)
   return [*states, *sum(shadows, [])]
+
+
+def _compensated(rng, policy, dtype, is_sparse):
+  names, scalars = _compensation.POLICIES[policy]
+  var = tf.Variable(_numbers(rng, (50, 9), dtype))
+  states = {name: [tf.Variable(tf.zeros(
+      (50, 9), _compensation.state_dtype(var.dtype)))] for name in names}
+  for _ in range(STEPS):
+    grad = _gradient(rng, dtype, is_sparse)
+    origin = _numbers(rng, (20 if is_sparse else 50, 9), dtype)
+    ops.apply("GradientDescent", {"var": [var]}, [grad], {"lr": 0.5},
+              compensation=ops.Compensation(
+                  policy, [tf.constant(origin)], states,
+                  {name: 0.25 for name in scalars}))
+  return [var, *sum(states.values(), [])]
 
 
 def _ema_update(rng, dtype):
@@ -112,11 +130,13 @@ def results():
   for dtype in DTYPES:
     for function in _ema_update, _averaging_assign:
       found[f"{function.__name__[1:]} {dtype}"] = (function, dtype)
-    for rule, info in RULES.items():
-      if info.is_update:
-        for kind in "dense", "sparse":
-          found[f"apply {rule} {dtype} {kind}"] = (_apply, rule, dtype,
-                                                   kind == "sparse")
+    for kind in "dense", "sparse":
+      for function, names in (
+          (_apply, [rule for rule, info in RULES.items() if info.is_update]),
+          (_compensated, _compensation.POLICIES)):
+        for name in names:
+          found[f"{function.__name__[1:]} {name} {dtype} {kind}"] = (
+              function, name, dtype, kind == "sparse")
   return {name: lambda of=of: checksum(*of) for name, of in found.items()}
 
 

@@ -14,6 +14,7 @@ from processes import run_python
 from wrapopt import sysconfig
 
 BUILD = sysconfig._build_for(tf.__version__)
+LIBRARY = os.path.basename(BUILD["path"])
 _MAJOR, _MINOR = map(int, tf.__version__.split(".")[:2])
 MINOR = f"{_MAJOR}.{_MINOR}"
 
@@ -130,13 +131,12 @@ def test_several_libraries(tmp_path):
   tree = tmp_path / "wrapopt"
   shutil.copytree(os.path.dirname(wrapopt.__file__), tree)
   for minor in 9, _MINOR + 1:
-    other = {**BUILD, "tensorflow": f"{_MAJOR}.{minor}.0",
-             "library": f"_wrapopt_ops_{_MAJOR}_{minor}.so"}
+    other = {**BUILD, "tensorflow": f"{_MAJOR}.{minor}.0"}
     (tree / f"_wrapopt_ops_{_MAJOR}_{minor}.json").write_text(json.dumps(other))
   beside = str(tmp_path), os.path.dirname(tf.__path__[0])
   program = "import wrapopt; print(wrapopt.sysconfig.get_lib())"
   process = run_python("-c", program, pythonpath=beside)
-  assert process.stdout == f"{tree}/{BUILD['library']}\n", process.stderr
+  assert process.stdout == f"{tree}/{LIBRARY}\n", process.stderr
   error = _last_line(run_python("-S", "-c", "import wrapopt",
                                 pythonpath=[str(tmp_path)]))
   assert (f"was built for TensorFlow {_MAJOR}.9.*, {MINOR}.*, "
@@ -186,7 +186,7 @@ def test_a_tensorflow_that_fits_gets_the_library(import_beside, differs):
     (b"no library", "file too short"), (None, "does not exist")])
 def test_a_library_that_cannot_be_opened(tmp_path, content, why):
   shutil.copytree(os.path.dirname(wrapopt.__file__), tmp_path / "wrapopt")
-  library = tmp_path / "wrapopt" / BUILD["library"]
+  library = tmp_path / "wrapopt" / LIBRARY
   library.unlink()
   if content:
     library.write_bytes(content)

@@ -76,6 +76,10 @@ def main():
 
   sysconfig_of_wrapopt = run("sysconfig.py")
 
+  tf_version = sysconfig_of_wrapopt["_installed_version"]()
+  if tf_version is None:
+    sys.exit(f"no distribution of {sys.executable} owns {tf}")
+
   print(json.dumps({
       "wrapopt_version": run("version.py")["__version__"],
       "python": sys.executable,
@@ -83,7 +87,7 @@ def main():
       "machine": machine(tf),
       "tf_dir": tf,
       "tf_include": tf_include,
-      "tf_version": sysconfig_of_wrapopt["_installed_version"](),
+      "tf_version": tf_version,
       "cxx11_abi": tensorflow_cxx11_abi(tf),
       # The built package reads it with the same function at import.
       "absl_namespace": sysconfig_of_wrapopt["_absl_namespace"](tf_include),
