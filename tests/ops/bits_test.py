@@ -10,8 +10,10 @@ The inputs hold no NaNs, whose bits differ between processors, and no numbers
 that come near a subnormal result.
 """
 
+import ctypes
 import json
 import pathlib
+import platform
 import sys
 import zlib
 
@@ -154,6 +156,14 @@ def expected():
 @pytest.mark.parametrize("name", loops())
 def test_a_loop(expected, name, isa):
   assert loop(*loops()[name], isa) == expected["loops"][name]
+
+
+@pytest.mark.skipif(platform.machine() != "aarch64", reason="no SVE")
+def test_sve_is_chosen_where_its_registers_are_longer():
+  """Longer than NEON's: at 128 bits, its loops have more instructions."""
+  get_length = 51  # Linux's PR_SVE_GET_VL.
+  is_long = (ctypes.CDLL(None).prctl(get_length) & 0xffff) > 16
+  assert ISAS[-1] == ("sve" if is_long else "baseline")
 
 
 @pytest.mark.parametrize("name", results())
