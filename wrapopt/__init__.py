@@ -21,6 +21,7 @@ from wrapopt.lazy_adam import LazyAdamOptimizer
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
+from wrapopt.primal_average import PrimalAverageOptimizer
 from wrapopt.schedule_free import ScheduleFreeOptimizer
 from wrapopt.version import __version__
 
@@ -37,6 +38,7 @@ __all__ = [
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",
     "PowerDecay",
+    "PrimalAverageOptimizer",
     "ScheduleFreeOptimizer",
     "__version__",
     "ops",

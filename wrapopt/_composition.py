@@ -14,8 +14,11 @@ _MODEL = "ModelAverageOptimizer"
 _MOVING = "MovingAverageOptimizer"
 _SHARDS = "CrossShardOptimizer"
 _FREE = "ScheduleFreeOptimizer"
+_PRIMAL = "PrimalAverageOptimizer"
+# They train between z and its average x.
+_BETWEEN = (_PRIMAL, _FREE)
 
-NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING, _FREE)
+NAMES = (_SHARDS, _GATE, _ELASTIC, _MODEL, _MOVING, *_BETWEEN)
 
 _OWN_STEPS = ("a gate counts updates of shared weights, and these weights are "
               "local to a worker. Wrap the gate around")
@@ -23,12 +26,24 @@ _ONE_CENTER = "a variable has one center. Use one of the two optimizers"
 _SEVERAL_DECAYS = ("one optimizer keeps several averages in one pass. Give it "
                    "several decays: average_decay=[0.99, 0.999]")
 
-_AVERAGES_ITSELF = ("Schedule-Free learning keeps an average of its own, from "
-                    "which its weights follow. Use one of the two")
-_ONE_WRITER = ("the schedule of Schedule-Free learning counts the steps of one "
-               "worker, and a gate serves several")
+_AVERAGES_ITSELF = ("{between} keeps an average of its own, from which its "
+                    "weights follow. Use one of the two")
+_ONE_WRITER = ("the state of {between} counts the steps of one worker, and a "
+               "gate serves several")
 _ONE_OF_ITS_KIND = ("a variable has one average of this kind. Use one of the "
                     "two")
+
+
+def _around_and_inside(between, others, gate):
+  """{(outer, inner): the reason} of those that train between z and x."""
+  found = {}
+  for name in between:
+    for other in (*others, gate):
+      why = _ONE_WRITER if other == gate else _AVERAGES_ITSELF
+      found[name, other] = found[other, name] = why.format(between=name)
+    found.update({(name, other): _ONE_OF_ITS_KIND for other in between})
+  return found
+
 
 # {(outer, inner): the reason}.
 REFUSED = {
@@ -39,22 +54,15 @@ REFUSED = {
     **{(outer, _GATE): _OWN_STEPS for outer in (_ELASTIC, _MODEL)},
     **{(outer, inner): _ONE_CENTER for outer in (_ELASTIC, _MODEL)
        for inner in (_ELASTIC, _MODEL)},
-    **{pair: _AVERAGES_ITSELF for other in (_ELASTIC, _MODEL, _MOVING)
-       for pair in ((_FREE, other), (other, _FREE))},
-    **{pair: _ONE_WRITER for pair in ((_FREE, _GATE), (_GATE, _FREE))},
-    (_FREE, _FREE): _ONE_OF_ITS_KIND,
+    **_around_and_inside(_BETWEEN, (_ELASTIC, _MODEL, _MOVING), _GATE),
 }
 
-_FREE_IN_KERAS = "ScheduleFree"
+_IN_KERAS_BETWEEN = ("PrimalAverage", "ScheduleFree")
 _GATE_IN_KERAS = "DropStaleGradient"
 
 REFUSED_IN_KERAS = {
-    **{pair: _AVERAGES_ITSELF
-       for other in ("Lookahead", "MovingAverage", "SWA")
-       for pair in ((_FREE_IN_KERAS, other), (other, _FREE_IN_KERAS))},
-    (_FREE_IN_KERAS, _FREE_IN_KERAS): _ONE_OF_ITS_KIND,
-    **{pair: _ONE_WRITER for pair in ((_FREE_IN_KERAS, _GATE_IN_KERAS),
-                                      (_GATE_IN_KERAS, _FREE_IN_KERAS))},
+    **_around_and_inside(_IN_KERAS_BETWEEN,
+                         ("Lookahead", "MovingAverage", "SWA"), _GATE_IN_KERAS),
     (_GATE_IN_KERAS, _GATE_IN_KERAS): REFUSED[_GATE, _GATE],
     ("Lookahead", "Lookahead"): (
         "a variable has one set of slow weights. Use one of the two"),
@@ -91,7 +99,7 @@ _PACKAGES = {"tensorflow_addons": "TensorFlow Addons",
 
 # {a wrapper of `wrapopt`: that of `wrapopt.keras`}.
 _IN_KERAS = {_MOVING: "MovingAverage", _GATE: _GATE_IN_KERAS,
-             _FREE: _FREE_IN_KERAS}
+             **dict(zip(_BETWEEN, _IN_KERAS_BETWEEN))}
 
 
 def wrong_kind(argument, wanted, outer, opt):

@@ -80,6 +80,10 @@
   X(KerasSGD, "var", "grad", "lr weight_decay", kRows)                       \
   X(Lion, "var m", "grad", "lr beta1 beta2 weight_decay", kAll)              \
   X(Momentum, "var accum", "grad", "lr momentum use_nesterov?", kRows)       \
+  X(PrimalAverageAdam, "var z m v", "grad",                                  \
+    "lr beta1 beta2 epsilon weight_decay beta1_power beta2_power "           \
+    "weight_decay_at_y pull push",                                           \
+    kAll)                                                                    \
   X(RMSProp, "var rms mom", "grad", "lr rho momentum epsilon", kRows)        \
   X(ScheduleFreeAdagrad, "var z accum", "grad",                              \
     "lr epsilon weight_decay weight_decay_at_y pull push", kAll)             \

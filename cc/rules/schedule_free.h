@@ -1,7 +1,9 @@
 // Schedule-Free learning around another rule (Defazio et al., "The road less
-// scheduled", NeurIPS 2024, arXiv 2405.15682).
+// scheduled", NeurIPS 2024, arXiv 2405.15682), and generalized primal averaging
+// (Defazio et al., "Smoothing DiLoCo with primal averaging for faster training
+// of LLMs", 2025, arXiv 2512.17131), which differ in c.
 //
-// The rule trains z. x is the average of all z, which one evaluates. Gradients
+// The rule trains z. x is an average of all z, which one evaluates. Gradients
 // are taken at y, which is between the two and which the variable holds:
 //
 //   y  = (1 - beta) z + beta x
@@ -13,6 +15,8 @@
 //
 //   y' = y + pull (z - y) + push (z' - z)
 //   pull = c                     push = 1 - beta (1 - c)
+//
+// In primal averaging, beta is mu_y and 1 - c is the constant mu_x.
 //
 // The caller computes pull and push, and may pull by another number if the
 // variable holds another point between x and z.
@@ -59,6 +63,21 @@ struct ScheduleFreeSGD {
   }
 };
 
+struct PrimalAverageAdam {
+  template <class V>
+  WRAPOPT_RULE static void Step(V& var, V& z, V& m, V& v, const V& grad,
+                                const V& lr, const V& beta1, const V& beta2,
+                                const V& epsilon, const V& weight_decay,
+                                const V& beta1_power, const V& beta2_power,
+                                const V& weight_decay_at_y, const V& pull,
+                                const V& push) {
+    V stepped = ScheduleFree::Start(var, z, lr, weight_decay_at_y);
+    Adam::Step(stepped, m, v, grad, lr, beta1, beta2, epsilon, weight_decay,
+               /*use_nesterov=*/ScalarLike(lr, 0), beta1_power, beta2_power);
+    ScheduleFree::Move(var, z, stepped, pull, push);
+  }
+};
+
 // Adam with a beta1 of 0: its first moment is the gradient.
 struct ScheduleFreeAdam {
   template <class V>
@@ -68,12 +87,10 @@ struct ScheduleFreeAdam {
                                 const V& weight_decay_at_y, const V& pull,
                                 const V& push) {
     const V zero = ScalarLike(lr, 0);
-    V stepped = ScheduleFree::Start(var, z, lr, weight_decay_at_y);
     V m = grad;
-    Adam::Step(stepped, m, v, grad, lr, /*beta1=*/zero, beta2, epsilon,
-               weight_decay, /*use_nesterov=*/zero, /*beta1_power=*/zero,
-               beta2_power);
-    ScheduleFree::Move(var, z, stepped, pull, push);
+    PrimalAverageAdam::Step(var, z, m, v, grad, lr, /*beta1=*/zero, beta2,
+                            epsilon, weight_decay, /*beta1_power=*/zero,
+                            beta2_power, weight_decay_at_y, pull, push);
   }
 };
 

@@ -174,6 +174,8 @@ def keras_eager(wrapper, tmp_path):
 @path(wrapper=lambda: wrapopt.keras.Lookahead("adam", 3), ids=["lookahead"])
 @path(wrapper=lambda: wrapopt.keras.SWA("adam", 0, 3), ids=["swa"])
 @path(wrapper=lambda: wrapopt.keras.ScheduleFree("adam"), ids=["schedule_free"])
+@path(wrapper=lambda: wrapopt.keras.PrimalAverage("adam"),
+      ids=["primal_average"])
 def keras_function(wrapper, tmp_path):
   del tmp_path
   opt, values = wrapper(), keras_values()

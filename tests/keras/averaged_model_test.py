@@ -342,6 +342,7 @@ LEFT = ("averages must stay in its model, got '.*{}', which has left '{}'.* "
 WRAPPERS = {
     "MovingAverage": lambda: wrapopt.keras.MovingAverage("adam", 0.5),
     "SWA": lambda: wrapopt.keras.SWA("adam", 0, 1),
+    "PrimalAverage": lambda: wrapopt.keras.PrimalAverage("adam"),
     "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("adam"),
     "inside": lambda: wrapopt.keras.Lookahead(
         wrapopt.keras.MovingAverage("adam", 0.5)),

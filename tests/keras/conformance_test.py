@@ -411,9 +411,10 @@ def test_versions_of_keras(version, serves, monkeypatch):
 def test_nothing_is_missing():
   classes = {x for x in vars(wk).values()
              if inspect.isclass(x) and issubclass(x, K.Optimizer) and
-             # One wraps none, one trains other points and one none:
-             # schedule_free_test.py, gate_test.py.
-             x not in (wk.DropStaleGradient, wk.LazyAdam, wk.ScheduleFree)}
+             # One wraps none, one trains none and two train other points:
+             # gate_test.py, interpolated_test.py.
+             x not in (wk.DropStaleGradient, wk.LazyAdam, wk.PrimalAverage,
+                       wk.ScheduleFree)}
   assert {c.__name__ for c in classes} == set(WRAPPERS) <= set(wk.__all__)
   assert {type(WRAPPERS[name](K.SGD())) for name in WRAPPERS} == classes
   found = {x for x in vars(K).values() if inspect.isclass(x)} - NO_INNER
@@ -507,6 +508,7 @@ OF_MANY = {
     "average_of_adam": lambda: wk.MovingAverage(K.Adam(0.25), DECAYS),
     "schedule_free": lambda: wk.ScheduleFree(K.SGD(0.25)),
     "schedule_free_adam": lambda: wk.ScheduleFree(K.AdamW(0.25)),
+    "primal_average": lambda: wk.PrimalAverage(K.AdamW(0.25), 0.75, 0.5),
 }
 
 
@@ -1371,12 +1373,14 @@ OF_V1 = {
         (1, True, wrapopt.ModelAverageCustomGetter("/cpu:0")),
         "The wrappers in"),
     "MovingAverageOptimizer": ((), "Use wrapopt.keras.MovingAverage for"),
+    "PrimalAverageOptimizer": ((), "Use wrapopt.keras.PrimalAverage for"),
     "ScheduleFreeOptimizer": ((), "Use wrapopt.keras.ScheduleFree for"),
 }
 OF_KERAS = {
     "DropStaleGradient": ((1,), "Use wrapopt.DropStaleGradientOptimizer for"),
     "Lookahead": ((), "The wrappers in wrapopt are for it"),
     "MovingAverage": ((), "Use wrapopt.MovingAverageOptimizer for"),
+    "PrimalAverage": ((), "Use wrapopt.PrimalAverageOptimizer for"),
     "SWA": ((), "The wrappers in wrapopt are for it"),
     "ScheduleFree": ((), "Use wrapopt.ScheduleFreeOptimizer for"),
 }

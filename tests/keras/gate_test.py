@@ -385,6 +385,7 @@ def multi_optimizer(opt):
 
 @pytest.mark.parametrize("make, text", [
     (lambda: wk.ScheduleFree(K.SGD()), "must not be or hold a ScheduleFree"),
+    (lambda: wk.PrimalAverage(K.SGD()), "must not be or hold a PrimalAverage"),
     (lambda: wk.DropStaleGradient(K.SGD(), 1), "Use the lower limit"),
     (lambda: wk.SWA(wk.DropStaleGradient(K.SGD(), 1)), "Use the lower limit"),
     (lambda: K.LossScaleOptimizer(K.SGD()), "got LossScaleOptimizer"),
@@ -397,9 +398,10 @@ def test_what_must_not_be_inside(make, text):
     wk.DropStaleGradient(make(), 1)
 
 
-def test_no_schedule_free_around_it():
+@pytest.mark.parametrize("wrapper", [wk.ScheduleFree, wk.PrimalAverage])
+def test_no_training_between_points_around_it(wrapper):
   with pytest.raises(ValueError, match="must not be or hold a DropStale"):
-    wk.ScheduleFree(wk.DropStaleGradient(K.SGD(), 1))
+    wrapper(wk.DropStaleGradient(K.SGD(), 1))
 
 
 @MODE

@@ -236,7 +236,7 @@ def test_the_guide_quotes_tensorflow():
   for words in QUOTED:
     assert words in text
   for cls in (wk.MovingAverage, wrapopt.MovingAverageOptimizer,
-              wrapopt.ScheduleFreeOptimizer):
+              wrapopt.PrimalAverageOptimizer, wrapopt.ScheduleFreeOptimizer):
     assert QUOTED[0] in " ".join(cls.averaged_weights.__doc__.split())
 
 
@@ -252,6 +252,7 @@ READABLE = {
     "rows_lag": lambda: wk.MovingAverage(K.SGD(1.0), [0.5, 0.75]),
     "not_lazy": lambda: wk.MovingAverage(K.SGD(1.0), 0.5, lazy=False),
     "swa": lambda: wk.SWA(K.SGD(1.0), 0, 1),
+    "primal_average": lambda: wk.PrimalAverage(K.SGD(1.0)),
     "schedule_free": lambda: wk.ScheduleFree(K.SGD(1.0)),
     "inside": lambda: wk.MovingAverage(wk.Lookahead(K.SGD(1.0)), 0.5),
 }

@@ -42,6 +42,7 @@ WRAPPERS = {
     "MovingAverage": lambda o: wk.MovingAverage(o, 0.5),
     "SWA": wk.SWA,
     "Lookahead": wk.Lookahead,
+    "PrimalAverage": wk.PrimalAverage,
     "ScheduleFree": wk.ScheduleFree,
     "two": lambda o: wk.MovingAverage(wk.Lookahead(o), 0.5),
 }
@@ -71,7 +72,8 @@ def train(opt, steps=2, by="apply_gradients"):
 
 
 @pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("wrapper", ["MovingAverage", "ScheduleFree"])
+@pytest.mark.parametrize("wrapper", ["MovingAverage", "PrimalAverage",
+                                     "ScheduleFree"])
 def test_each_method_of_the_inner_optimizer(inner, wrapper):
   """It is called as often as by Keras, or refused."""
   refused, called = set(), set()

@@ -205,8 +205,8 @@ def test_all_optimizers_and_wrappers_are_there():
              if inspect.isclass(cls) and cls.__module__ == module.__name__
              and issubclass(cls, keras.optimizers.Optimizer)}
   assert defined - CLASSES == {keras.optimizers.Optimizer}
-  # ScheduleFree trains other points than the optimizer alone, and a gate wants
-  # a record of each step.
-  assert {*WRAPPERS, "DropStaleGradient", "ScheduleFree"} == {
+  # PrimalAverage and ScheduleFree train other points than the optimizer alone,
+  # and a gate wants a record of each step.
+  assert {*WRAPPERS, "DropStaleGradient", "PrimalAverage", "ScheduleFree"} == {
       name for name in wk.__all__ if inspect.isclass(getattr(wk, name))
       and issubclass(getattr(wk, name), wk._wrapper.WrapperOptimizer)}

@@ -51,6 +51,7 @@ KERAS = {
         K.schedules.ExponentialDecay(0.1, 10, 0.9)), 0.9),
     "SWA": lambda: wk.SWA(K.SGD(0.1), 2, 3),
     "Lookahead": lambda: wk.MovingAverage(wk.Lookahead(K.Adam(0.01), 3), 0.9),
+    "PrimalAverage": lambda: wk.PrimalAverage(K.AdamW(0.01)),
     "ScheduleFree": lambda: wk.ScheduleFree(K.AdamW(0.01)),
     "ScheduleFree SGD": lambda: wk.ScheduleFree(K.SGD(0.1)),
     "loss scaling": lambda: K.LossScaleOptimizer(

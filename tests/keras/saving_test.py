@@ -527,6 +527,7 @@ def test_averages_that_are_not_loaded(tmp_path):
 
 UNBUILT = {
     **{kind: KINDS[kind] for kind in ("nested", "loss_scale_between")},
+    "primal_average": lambda: wrapopt.keras.PrimalAverage("adam"),
     "schedule_free": lambda: wrapopt.keras.ScheduleFree("adam"),
     "counted": lambda: MovingAverage(SWA("adam", 0, 2), wrapopt.PowerDecay(
         gamma=1), update_every=2),

@@ -59,6 +59,7 @@ WRAPPERS = {
     "Lookahead": (wk.Lookahead, lambda o: o.slow_weights),
     "ScheduleFree": (wk.ScheduleFree, lambda o: o.average),
     "z": (wk.ScheduleFree, lambda o: o.z),
+    "PrimalAverage": (wk.PrimalAverage, lambda o: o.average),
     "MovingAverage of Lookahead": (
         lambda o: wk.MovingAverage(wk.Lookahead(o, 1), 0.5),
         lambda o: o.average),

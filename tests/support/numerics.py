@@ -210,6 +210,15 @@ def schedule_free_sgd(states, inputs, scalars):
   return _schedule_free(keras_sgd, states, inputs, scalars)
 
 
+def primal_average_adam(states, inputs, scalars):
+  """The same around adam."""
+  def around(states, inputs, scalars):
+    lr, b1, b2, e, decay, p1, p2 = scalars
+    return adam(states, inputs, [lr, b1, b2, e, decay, 0, p1, p2])
+
+  return _schedule_free(around, states, inputs, scalars)
+
+
 def schedule_free_adam(states, inputs, scalars):
   """The same around adam without the first moment."""
   def around(states, inputs, scalars):
@@ -291,6 +300,7 @@ RULES = {
     "Lion": (lion, 8),
     "Momentum": (momentum, 8),
     "KerasMomentum": (keras_momentum, 8),
+    "PrimalAverageAdam": (primal_average_adam, 20),
     "RMSProp": (rms_prop, 12),
     "KerasRMSProp": (keras_rms_prop, 12),
     "KerasSGD": (keras_sgd, 8),
@@ -317,6 +327,7 @@ NOT_NEGATIVE = {
     "DelayCompensation": ("mean_square",),
     "Ftrl": ("accum",),
     "GapAware": ("step_size",),
+    "PrimalAverageAdam": ("v",),
     "RMSProp": ("rms",),
     "KerasRMSProp": ("rms",),
     "ScheduleFreeAdagrad": ("accum",),

@@ -46,19 +46,19 @@ def _mutants():
           "lr * weight_decay_at_y * z",
           "//tests/ops:apply_test --test_filter=ScheduleFree")
   yield m("Schedule-Free: the weight is of the rate of now",
-          "wrapopt/_averages/_schedule_free.py",
+          "wrapopt/_averages/_interpolated.py",
           "largest**self.weight_lr_power", "rate**self.weight_lr_power",
-          "//tests/both:schedule_free_test")
+          "//tests/both:interpolated_test")
   yield m("Schedule-Free: after fit, x is taken for y",
-          "wrapopt/_averages/_schedule_free.py", "1 - of_x / share",
-          "1 - of_x / self.momentum", "//tests/keras:schedule_free_test")
-  yield m("Schedule-Free: x is y", "wrapopt/_averages/_schedule_free.py",
+          "wrapopt/_averages/_interpolated.py", "1 - of_x / share",
+          "1 - of_x / self.momentum", "//tests/keras:interpolated_test")
+  yield m("Schedule-Free: x is y", "wrapopt/_averages/_interpolated.py",
           "y + apart * (tf.cast(z, dtype) - y)", "y",
-          "//tests/keras:schedule_free_test")
+          "//tests/keras:interpolated_test")
   yield m("Schedule-Free: momentum acts twice in two passes",
           "wrapopt/keras/schedule_free.py",
           '"beta_1": property(lambda _: 0.0)', '"_": None',
-          "//tests/both:schedule_free_test")
+          "//tests/both:interpolated_test")
   yield m("compensation: away from the weights of the gradient",
           "cc/rules/compensation.h", "(zero - grad) * factor", "grad * factor",
           "//tests/ops:compensation_test")
@@ -443,10 +443,10 @@ def _mutants():
   for name, file, before, after, tests in (
       ("Schedule-Free: y stays at z after a step in two passes",
        "_averages/_two_passes", "done += [v.assign(y, read_value=False),",
-       "done += [", "both:schedule_free_test"),
+       "done += [", "both:interpolated_test"),
       ("Schedule-Free: a failed step in two passes leaves z in place",
        "_averages/_two_passes", "      v.assign(y)\n", "      pass\n",
-       "both:schedule_free_test"),
+       "both:interpolated_test"),
       ("some variables: a list may be of another graph", "_v1/_listed",
        "if _slots.graph_of(v) is not graph:", "if False:",
        "v1:some_variables_test"),

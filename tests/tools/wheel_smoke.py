@@ -93,6 +93,7 @@ def run_keras():
   lazy_adam = wrapopt.keras.LazyAdam(0.1)
   for wrapper in (lambda opt: wrapopt.keras.MovingAverage(opt, 0.5),
                   lambda _: lazy_adam.from_config(lazy_adam.get_config()),
+                  lambda opt: wrapopt.keras.PrimalAverage(opt, 0.5, 0.5),
                   wrapopt.keras.Lookahead, wrapopt.keras.ScheduleFree,
                   wrapopt.keras.SWA):
     for jit_compile in False, True:

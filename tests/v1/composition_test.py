@@ -23,8 +23,8 @@ CROSS, DROP, ELASTIC, MODEL, MOVING = NAMES = (
     "CrossShardOptimizer", "DropStaleGradientOptimizer",
     "ElasticAverageOptimizer", "ModelAverageOptimizer",
     "MovingAverageOptimizer")
-# Its numbers are in both/schedule_free_test.py.
-FREE = "ScheduleFreeOptimizer"
+# Their numbers are in both/interpolated_test.py.
+PRIMAL, FREE = BETWEEN = ("PrimalAverageOptimizer", "ScheduleFreeOptimizer")
 WORKERS = {ELASTIC, MODEL}
 
 RATE = 0.5
@@ -78,8 +78,8 @@ class Wrapped:
           self.opt, LIMIT, policy="scale", fused=self.fused)
     if name == CROSS:
       return wrapopt.CrossShardOptimizer(self.opt)
-    if name == FREE:
-      return wrapopt.ScheduleFreeOptimizer(self.opt)
+    if name in BETWEEN:
+      return getattr(wrapopt, name)(self.opt)
     if name == MODEL:
       return wrapopt.ModelAverageOptimizer(
           self.opt, 1, True, self.getters[MODEL], PERIOD)
@@ -187,7 +187,7 @@ def test_no_step_around_an_exchange_while_averages_are_in_place():
 
 
 @pytest.mark.parametrize("chain", [
-    c for n, names in ((2, (*NAMES, FREE)), (3, NAMES))
+    c for n, names in ((2, (*NAMES, *BETWEEN)), (3, NAMES))
     for c in chains(n, names) if is_refused(c)], ids=name_of)
 def test_refusals(chain):
   pairs = [p for p in itertools.combinations(chain, 2)

@@ -249,13 +249,15 @@ def public_optimizers(module):
 
 
 def test_no_wrapper_is_left_out():
-  # One wraps none, and one trains other points: both/schedule_free_test.py.
-  others = {wrapopt.LazyAdamOptimizer, wrapopt.ScheduleFreeOptimizer}
+  # One wraps none, and two train other points: both/interpolated_test.py.
+  others = {wrapopt.LazyAdamOptimizer, wrapopt.PrimalAverageOptimizer,
+            wrapopt.ScheduleFreeOptimizer}
   assert set(WRAPPERS) | others == public_optimizers(wrapopt)
   assert wrapopt.MovingAverageOptimizer in WRAPPERS
 
 
-@pytest.mark.parametrize("wrapper", [*WRAPPERS, wrapopt.ScheduleFreeOptimizer])
+@pytest.mark.parametrize("wrapper", [
+    *WRAPPERS, wrapopt.PrimalAverageOptimizer, wrapopt.ScheduleFreeOptimizer])
 def test_the_inner_optimizer(wrapper):
   inner = v1.GradientDescentOptimizer(1.0)
   case = WRAPPERS.get(wrapper)

@@ -92,6 +92,7 @@ UNLOCKED = {
 LOCKED = {
     "Lookahead": lambda: wk.Lookahead(K.SGD(1.0), 5, 1.0),
     "SWA": lambda: wk.SWA(K.SGD(1.0), 0, 1),
+    "PrimalAverage": lambda: wk.PrimalAverage(K.SGD(1.0)),
     "ScheduleFree": lambda: wk.ScheduleFree(K.SGD(1.0)),
     "constraint": lambda: wk.MovingAverage(K.SGD(1.0), 0.5),
     "clipped": lambda: wk.MovingAverage(

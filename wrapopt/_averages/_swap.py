@@ -16,7 +16,7 @@ from tensorflow.python.eager import context
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
-from wrapopt._averages import _schedule_free
+from wrapopt._averages import _interpolated
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _variables
@@ -24,7 +24,7 @@ from wrapopt.ops import _variables
 
 def _exchange(variable, average):
   """Whether the two can exchange their buffers."""
-  return (not isinstance(average, _schedule_free.Interpolated) and
+  return (not isinstance(average, _interpolated.Interpolated) and
           variable.dtype.base_dtype == _lazy.stored(average).dtype.base_dtype)
 
 

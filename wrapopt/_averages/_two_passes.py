@@ -1,4 +1,4 @@
-"""A step of Schedule-Free learning around that of an optimizer.
+"""A step between z and x around that of an optimizer.
 
 Meanwhile the variables hold the optimizer's z, and the variables of z hold x.
 """
@@ -6,7 +6,7 @@ Meanwhile the variables hold the optimizer's z, and the variables of z hold x.
 import tensorflow as tf
 
 from wrapopt._averages import _replicas
-from wrapopt._averages import _schedule_free
+from wrapopt._averages import _interpolated
 
 
 def replicas_of(variables, z, state, schedule, decays):
@@ -23,7 +23,7 @@ class Replica:
     variables: The variables, which hold y.
     z: The variables of their z.
     state: That of the state of the schedule.
-    schedule: A `_schedule_free.Schedule`.
+    schedule: A schedule of _interpolated.py.
     decays: The weight decay at y of each variable.
   """
 
@@ -41,12 +41,12 @@ class Replica:
   def begin(self, motion):
     """Puts z in place of y: an operation, or None."""
     self._motion = motion
-    share = self._state_before[_schedule_free.SHARE]
+    share = self._state_before[_interpolated.SHARE]
     done = []
     for (v, z), (y, z_value), decay in zip(self._pairs, self._before,
                                            self._decays):
-      x = _schedule_free.x_of(y, z_value, share)
-      start = _schedule_free.start(y, z_value, motion, decay)
+      x = _interpolated.x_of(y, z_value, share)
+      start = _interpolated.start(y, z_value, motion, decay)
       with tf.control_dependencies(
           [] if tf.executing_eagerly() else [x, start]):
         done += [z.assign(x, read_value=False),
@@ -64,7 +64,7 @@ class Replica:
     read = [(z.read_value(), v.read_value()) for v, z in self._pairs]
     done = []
     for (v, z), (x, z_value) in zip(self._pairs, read):
-      y = _schedule_free.y_of(x, z_value, self._motion, self._schedule.momentum)
+      y = _interpolated.y_of(x, z_value, self._motion, self._schedule.momentum)
       with tf.control_dependencies(
           [] if tf.executing_eagerly() else [y, z_value]):
         done += [v.assign(y, read_value=False),

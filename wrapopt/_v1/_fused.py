@@ -114,9 +114,9 @@ _RULES = {
 }
 
 
-# {rule: its rule in Schedule-Free learning}.
-_SCHEDULE_FREE = {
-    "Adagrad": "ScheduleFreeAdagrad", "Adam": "ScheduleFreeAdam",
+# {rule: its rule between z and x, if it keeps its first moment}.
+_INTERPOLATED = {
+    "Adagrad": "ScheduleFreeAdagrad", "Adam": "PrimalAverageAdam",
     "GradientDescent": "ScheduleFreeSGD", "RMSProp": "ScheduleFreeRMSProp"}
 
 
@@ -144,15 +144,20 @@ def rule_of(opt):
   return _RULES[cls](opt)
 
 
-def schedule_free_rule_of(opt):
-  """The rule of Schedule-Free learning around an optimizer, or None.
+def interpolated_rule_of(opt, schedule):
+  """The rule of a step between z and x around an optimizer, or None.
 
-  It has no momentum of the optimizer.
+  Args:
+    opt: A `tf.compat.v1.train.Optimizer`, without momentum if it is an
+      RMSPropOptimizer.
+    schedule: A schedule of _averages/_interpolated.py.
   """
   rule = rule_of(opt)
-  name = rule and _SCHEDULE_FREE.get(rule.rule)
+  name = rule and _INTERPOLATED.get(rule.rule)
   if name is None:
     return None
+  if name == "PrimalAverageAdam" and schedule.replaces_momentum:
+    name = "ScheduleFreeAdam"
   has = _native.rules()[name]
 
   def scalars(o):
@@ -274,17 +279,18 @@ def _end(opt, step, variables, updates, scope):
 
 
 @ops.not_converted
-def apply_schedule_free(opt, step):
-  """As `apply_gradients`, for a step of Schedule-Free learning.
+def apply_interpolated(opt, step):
+  """As `apply_gradients`, for a step between z and x.
 
   Args:
-    opt: The inner optimizer; `schedule_free_rule_of` is not None.
+    opt: The inner optimizer; `interpolated_rule_of` is not None.
     step: A `_step.Step` with `points`.
 
   Returns:
     The same as `opt.apply_gradients`.
   """
-  points, rule = step.points, schedule_free_rule_of(opt)
+  points = step.points
+  rule = interpolated_rule_of(opt, points.schedule)
   grads, variables = _lookup_cache.trained(step.grads_and_vars)
   grads = _reduced(grads, variables, step)
   plan = _plan.Plan(grads, variables, rule=rule.rule)
@@ -372,7 +378,7 @@ def _update_of(opt, rule, variables, shadows, z=None):
     rule: The result of `rule_of(opt)`.
     variables: The variables that have a gradient.
     shadows: Rows of their averages.
-    z: Their z, in Schedule-Free learning.
+    z: Their z, between z and x.
 
   Returns:
     An `ops.Update`.

@@ -18,7 +18,7 @@ from wrapopt import _lookup_cache
 from wrapopt import ops
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
-from wrapopt._averages import _schedule_free
+from wrapopt._averages import _interpolated
 from wrapopt._averages import _swap
 from wrapopt._gates import _compensation
 from wrapopt._gates import _records
@@ -48,7 +48,7 @@ class Step(typing.NamedTuple):
     compensation: The `_compensation.Compensated` of the step, or None. A step
       that has it has no `transform`.
     averages: The `_plan.Averages` that this step updates, or None.
-    points: The `_schedule_free.Points` of the step, or None. A step that has
+    points: The `_interpolated.Points` of the step, or None. A step that has
       them has no averages and no `accept`.
     one_pass: Whether a native op takes the step if there is one. None if no
       wrapper has set it; False if one has disabled it.
@@ -64,7 +64,7 @@ class Step(typing.NamedTuple):
   transform: typing.Callable | None = None
   compensation: _compensation.Compensated | None = None
   averages: _plan.Averages | None = None
-  points: _schedule_free.Points | None = None
+  points: _interpolated.Points | None = None
   one_pass: bool | None = None
   rows_stay: bool = True
   train_ops: typing.Sequence = ()
@@ -148,7 +148,7 @@ class Innermost:
       gradients, variables = zip(*step.grads_and_vars)
       gradients, ready = _records.at_servers(gradients, variables, near)
       step = step._replace(grads_and_vars=list(zip(gradients, variables)))
-    # A gate has asked already. Schedule-Free learning cannot skip a step.
+    # A gate has asked already. A step between z and x cannot be skipped.
     asks = (not is_gated and not step.points and
             _replicas.is_shared(step.global_step))
     token = _tokens.next_of_function(step.global_step) if asks else _tokens.NONE
@@ -194,8 +194,9 @@ class Innermost:
     opt = self._opt
     if step.points is not None:
       is_native = (_replicas.have_copies() and
-                   _fused.schedule_free_rule_of(opt) is not None)
-      apply = (_fused if is_native else _two_passes).apply_schedule_free
+                   _fused.interpolated_rule_of(
+                       opt, step.points.schedule) is not None)
+      apply = (_fused if is_native else _two_passes).apply_interpolated
       return Taken(apply(opt, step), True)
     is_gated = step.accept is not True
     averages = step.averages

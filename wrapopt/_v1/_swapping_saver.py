@@ -6,7 +6,7 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
-from wrapopt._averages import _schedule_free
+from wrapopt._averages import _interpolated
 from wrapopt._v1 import _sessions
 
 
@@ -141,12 +141,12 @@ def _swap(pairs, named, key_of):
           raise ValueError(
               f"Variable to swap {other.name.split(':')[0]} is not part of "
               "variables to save. This breaks "
-              + ("ScheduleFreeOptimizer." if others else
+              + ("the average that follows from them." if others else
                  "MovingAverageOptimizer."))
     if variable.ref() not in key_of:
       continue
     place, of_stored = key_of[variable.ref()], key_of[stored.ref()]
-    if isinstance(average, _schedule_free.Interpolated):
+    if isinstance(average, _interpolated.Interpolated):
       save_by(_InterpolatingSaveable(variable, average, place[0], of_stored[0]),
               place, of_stored)
       [state] = others
@@ -171,7 +171,7 @@ def _swap(pairs, named, key_of):
 
 def _variables_of(average):
   """The variables that a Saver writes for an average: the first holds it."""
-  if isinstance(average, _schedule_free.Interpolated):
+  if isinstance(average, _interpolated.Interpolated):
     return [average.rows, average.state]
   return [average]
 
@@ -248,8 +248,8 @@ class _ScheduleSaveable(saveable_object.SaveableObject):
     super().__init__(
         state,
         [_spec(state, "", key, lambda: tf.constant(
-            _schedule_free.holding_x(state.read_value())) if
-            tf.executing_eagerly() else _schedule_free.holding_x(
+            _interpolated.holding_x(state.read_value())) if
+            tf.executing_eagerly() else _interpolated.holding_x(
                 state.read_value()), state.dtype.base_dtype),
          _spec(state, "", f"{key}/y", state.read_value,
                state.dtype.base_dtype)],

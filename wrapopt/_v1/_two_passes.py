@@ -1,4 +1,4 @@
-"""Schedule-Free learning where no native op takes the step."""
+"""Steps between z and x where no native op takes them."""
 
 import contextlib
 
@@ -14,7 +14,7 @@ _RATES = {_train.AdamOptimizer: "_lr_t"}
 _RATE = "_learning_rate_tensor"
 
 
-def apply_schedule_free(opt, step):
+def apply_interpolated(opt, step):
   """Lets an optimizer take its step from z, which the variables hold meanwhile.
 
   Args:
@@ -24,13 +24,13 @@ def apply_schedule_free(opt, step):
   Returns:
     What its `apply_gradients` returns, or an operation.
   """
-  if getattr(opt, "_beta1", 0):
+  points, schedule = step.points, step.points.schedule
+  if schedule.replaces_momentum and getattr(opt, "_beta1", 0):
     raise NotImplementedError(
         "In a CentralStorageStrategy or a TPUStrategy, the AdamOptimizer of a "
         f"ScheduleFreeOptimizer must have beta1=0, got {opt._beta1}.")
   if tf.distribute.in_cross_replica_context():
     return opt.apply_gradients(step.grads_and_vars)  # TensorFlow refuses it.
-  points, schedule = step.points, step.points.schedule
   pairs = [(g, v) for g, v in step.grads_and_vars if g is not None]
   replicas = _two_passes.replicas_of(
       [v for _, v in pairs], points.z, points.state, schedule,

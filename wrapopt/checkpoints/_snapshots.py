@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import moving_average
-from wrapopt import schedule_free
 from wrapopt._averages import _decays
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
+from wrapopt._v1 import _interpolated
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
@@ -187,15 +187,14 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
   """
 
   def __init__(self, opt: Union[moving_average.MovingAverageOptimizer,
-                                schedule_free.ScheduleFreeOptimizer],
+                                _interpolated.InterpolatingOptimizer],
                directory: _Path, save_steps: int, dtype: Any = None, *,
                global_step: Optional[Variable] = None) -> None:
     """Makes the hook.
 
     Args:
-      opt: A `wrapopt.MovingAverageOptimizer` or
-        `wrapopt.ScheduleFreeOptimizer`, whose train op is made before the
-        session.
+      opt: A `wrapopt.MovingAverageOptimizer`, `PrimalAverageOptimizer` or
+        `ScheduleFreeOptimizer`, whose train op is made before the session.
       directory: The directory of the snapshots.
       save_steps: The number of steps between snapshots.
       dtype: The dtype in which averages are stored: `tf.float32`, `tf.float16`,
@@ -209,9 +208,9 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
       ValueError: If an argument is out of range.
     """
     if not isinstance(opt, (moving_average.MovingAverageOptimizer,
-                            schedule_free.ScheduleFreeOptimizer)):
-      raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer or "
-                      "wrapopt.ScheduleFreeOptimizer, got "
+                            _interpolated.InterpolatingOptimizer)):
+      raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, "
+                      "PrimalAverageOptimizer or ScheduleFreeOptimizer, got "
                       f"{type(opt).__module__}.{type(opt).__qualname__}.")
     self._opt = opt
     self._snapshots = Snapshots(directory, save_steps, dtype)

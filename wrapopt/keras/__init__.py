@@ -21,10 +21,11 @@ from wrapopt.keras.lazy_adam import LazyAdam
 from wrapopt.keras.drop_stale_gradient import DropStaleGradient
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
+from wrapopt.keras.primal_average import PrimalAverage
 from wrapopt.keras.schedule_free import ScheduleFree
 from wrapopt.keras.snapshots import Snapshots
 from wrapopt.keras.swa import SWA
 
 __all__ = ["DropStaleGradient", "EvaluateWithAverages", "LazyAdam", "Lookahead",
-           "MovingAverage", "SWA", "ScheduleFree", "Snapshots",
+           "MovingAverage", "PrimalAverage", "SWA", "ScheduleFree", "Snapshots",
            "recalibrate_batch_norm"]

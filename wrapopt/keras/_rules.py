@@ -98,9 +98,9 @@ _METHODS = {
         "_apply_weight_decay", "_backend_apply_gradients",
         "_backend_update_step"]} for cls in _RULES}
 
-# {rule: its rule in Schedule-Free learning}.
-_SCHEDULE_FREE = {
-    "Adam": "ScheduleFreeAdam", "KerasAdagrad": "ScheduleFreeAdagrad",
+# {rule: its rule between z and x, if it keeps its first moment}.
+_INTERPOLATED = {
+    "Adam": "PrimalAverageAdam", "KerasAdagrad": "ScheduleFreeAdagrad",
     "KerasRMSProp": "ScheduleFreeRMSProp", "KerasSGD": "ScheduleFreeSGD"}
 
 
@@ -134,24 +134,29 @@ def rule_of(opt, cls):
   return _RULES[cls](opt) if has_rule(cls) else None
 
 
-def may_be_schedule_free(opt):
-  """Whether an optimizer without momentum has a rule of these."""
+def may_be_interpolated(opt):
+  """Whether an optimizer has a rule of these, by its class and arguments."""
   return (type(opt) in (_optimizers.Adagrad, _optimizers.Adam,
                         _optimizers.AdamW, _optimizers.RMSprop,
                         _optimizers.SGD) and has_rule(type(opt)) and
-          not getattr(opt, "amsgrad", False) and
-          not getattr(opt, "centered", False))
+          not any(getattr(opt, name, 0)
+                  for name in ("amsgrad", "centered", "momentum")))
 
 
-def schedule_free_rule_of(opt, cls):
-  """The `_Rule` of a step of Schedule-Free learning, or None.
+def interpolated_rule_of(opt, cls, schedule):
+  """The `_Rule` of a step between z and x, or None.
 
-  Its momentum is that of Schedule-Free learning.
+  Args:
+    opt: A Keras optimizer.
+    cls: Its class.
+    schedule: A schedule of _averages/_interpolated.py.
   """
   rule = rule_of(opt, cls)
-  name = rule and _SCHEDULE_FREE.get(rule.rule)
+  name = rule and _INTERPOLATED.get(rule.rule)
   if name is None:
     return None
+  if name == "PrimalAverageAdam" and schedule.replaces_momentum:
+    name = "ScheduleFreeAdam"
   has = _native.rules()[name]
   return rule._replace(
       rule=name,
@@ -159,32 +164,32 @@ def schedule_free_rule_of(opt, cls):
       scalars={k: x for k, x in rule.scalars.items() if k in has.scalars})
 
 
-def apply_schedule_free(opt, rule, step, grads, z, motion, weight_decay_at_y):
-  """Takes a step of Schedule-Free learning, with one op for each device.
+def apply_interpolated(opt, rule, step, grads, z, motion, schedule):
+  """Takes a step between z and x, with one op for each device.
 
   The step moves all rows of a variable. So that of a sparse gradient is that of
   the dense one.
 
   Args:
     opt: A Keras optimizer, which is built.
-    rule: The result of `schedule_free_rule_of`.
+    rule: The result of `interpolated_rule_of`.
     step: The `_followers.Step`.
     grads: Gradients: tensors or `tf.IndexedSlices`.
     z: The variables that hold z of the variables of the gradients.
-    motion: A `_schedule_free.Motion`.
-    weight_decay_at_y: A number.
+    motion: A `_interpolated.Motion`.
+    schedule: The schedule.
   """
   values = _lookup_cache.Variables(step.variables)
   grads = reduced(opt, grads, values)
   plan = _plan.Plan(grads, values, rule=rule.rule)
   for decays_here, members in _by_decay(opt, values):
     chosen = lambda row: [row[i] for i in members]
+    decay = lambda x: (x or 0.0) if decays_here else 0.0
     plan.run(
         update_of(opt, rule, values, members, step.cache, z=z), chosen(grads),
         {**rule.scalars, "lr": motion.rate, "pull": motion.pull,
-         "push": motion.push,
-         "weight_decay": (opt.weight_decay or 0.0) if decays_here else 0.0,
-         "weight_decay_at_y": weight_decay_at_y if decays_here else 0.0},
+         "push": motion.push, "weight_decay": decay(opt.weight_decay),
+         "weight_decay_at_y": decay(schedule.weight_decay_at_y)},
         [], members=members)
 
 
@@ -212,7 +217,7 @@ def update_of(opt, rule, values, members, cache, averages=(), z=None):
     members: The positions of those to update.
     cache: A `LookupCache` of this optimizer's.
     averages: Rows of averages, one row for each decay.
-    z: The variables that hold their z, in Schedule-Free learning.
+    z: The variables that hold their z, between z and x.
 
   Returns:
     An `ops.Update`.

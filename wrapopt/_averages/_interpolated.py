@@ -1,6 +1,7 @@
-"""Schedule-Free learning, for all optimizers: its numbers, and its average.
+"""Training between an iterate z and its average x, for all optimizers.
 
-The symbols are those of cc/rules/schedule_free.h.
+Schedule-Free learning and generalized primal averaging are this with other
+weights of the new z in x. The symbols are those of cc/rules/schedule_free.h.
 """
 
 import typing
@@ -13,10 +14,10 @@ from wrapopt import ops
 from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
 
-# What the state of a schedule holds, a vector of float64: the number of steps,
-# the sum of their weights, the largest learning rate, and the share of x in
-# what the variables hold now (`momentum`, or 1 where they hold x itself).
-SHARE = 3
+# The place in the state of a schedule, a vector of float64, that holds the
+# share of x in what the variables hold now (`momentum`, or 1 where they hold x
+# itself).
+SHARE = -1
 
 
 class Motion(typing.NamedTuple):
@@ -36,15 +37,27 @@ class Motion(typing.NamedTuple):
   state: typing.Any
 
 
-class Schedule(typing.NamedTuple):
-  """The arguments of an optimizer, checked.
+# A schedule is the arguments of an optimizer, checked. All have
+#
+#   momentum            the weight of x in y: beta
+#   weight_decay_at_y   the part of y, times the rate, that a step takes from z
+#   replaces_momentum   whether the inner optimizer's own first moment is 0
+#   initial_state()     the state before the first step: a list
+#   motion(state, learning_rate)
+#                       the Motion of the next step, from the state before it
+#                       and a number, tensor or variable
+
+
+class ScheduleFree(typing.NamedTuple):
+  """The schedule of Schedule-Free learning: x is the mean of all z.
+
+  Its state is the number of steps, the sum of their weights, the largest
+  learning rate, and the share.
 
   Attributes:
-    momentum: The weight of x in y: beta.
     warmup_steps: The number of steps in which the learning rate rises.
     weight_lr_power: The power of the largest learning rate in a step's weight.
     r: The power of the number of the step in its weight.
-    weight_decay_at_y: The part of y, times the rate, that a step takes from z.
   """
   momentum: float
   warmup_steps: int
@@ -52,28 +65,14 @@ class Schedule(typing.NamedTuple):
   r: float
   weight_decay_at_y: float
 
+  replaces_momentum = True
+
   def initial_state(self):
-    """The state before the first step: a list."""
     return [0.0, 0.0, 0.0, self.momentum]
 
   def motion(self, state, learning_rate):
-    """The numbers of the next step.
-
-    Args:
-      state: The state before it: a float64 vector.
-      learning_rate: A number, tensor or variable.
-
-    Returns:
-      A Motion.
-    """
-    # In eager mode, numbers of NumPy take a tenth of the time of tensors.
-    maths = np if tf.executing_eagerly() else tf
-    rate = ops.float64(tf.convert_to_tensor(learning_rate))
-    if maths is np:
-      steps, weights, largest, share = state.numpy()
-      rate = np.float64(rate)
-    else:
-      steps, weights, largest, share = tf.unstack(state)
+    maths, (steps, weights, largest, share), rate = _numbers(
+        state, learning_rate)
     # An infinity or an overflow gives the same numbers as in tensors.
     with np.errstate(all="ignore"):
       if self.warmup_steps:
@@ -83,25 +82,68 @@ class Schedule(typing.NamedTuple):
       weights = weights + weight
       # 0 while all rates are 0.
       c = weight / maths.maximum(weights, np.finfo(np.float64).tiny)
-      of_x = self.momentum * (1 - c)
-      return Motion(rate, c, 1 - of_x / share, 1 - of_x,
-                    maths.stack([steps + 1, weights, largest, self.momentum]))
+      return _motion(maths, rate, c, share, self.momentum,
+                     [steps + 1, weights, largest])
 
 
-def checked(momentum, warmup_steps, weight_lr_power, r, weight_decay_at_y):
-  """The Schedule of these arguments.
+class PrimalAverage(typing.NamedTuple):
+  """The schedule of primal averaging: x is a moving average of z.
 
-  Raises:
-    TypeError: If one has a wrong type.
-    ValueError: If one is out of range.
+  Its state is the number of steps and the share.
+
+  Attributes:
+    average_decay: The weight of the old x in the new one.
   """
-  # A momentum of 0 would leave nothing of x in the variables.
-  return Schedule(
+  momentum: float
+  average_decay: float
+
+  replaces_momentum = False
+  weight_decay_at_y = 0.0
+
+  def initial_state(self):
+    return [0.0, self.momentum]
+
+  def motion(self, state, learning_rate):
+    maths, (steps, share), rate = _numbers(state, learning_rate)
+    return _motion(maths, rate, 1 - self.average_decay, share, self.momentum,
+                   [steps + 1])
+
+
+def _numbers(state, learning_rate):
+  """(module of functions, the numbers of a state, learning rate)."""
+  rate = ops.float64(tf.convert_to_tensor(learning_rate))
+  # In eager mode, numbers of NumPy take a tenth of the time of tensors.
+  if tf.executing_eagerly():
+    return np, state.numpy(), np.float64(rate)
+  return tf, tf.unstack(state), rate
+
+
+def _motion(maths, rate, c, share, momentum, counts):
+  of_x = momentum * (1 - c)
+  return Motion(rate, c, 1 - of_x / share, 1 - of_x,
+                maths.stack([*counts, momentum]))
+
+
+# These raise a TypeError if an argument has a wrong type, and a ValueError if
+# it is out of range. A momentum of 0 would leave nothing of x in the variables.
+
+
+def schedule_free(momentum, warmup_steps, weight_lr_power, r,
+                  weight_decay_at_y):
+  """The `ScheduleFree` of these arguments."""
+  return ScheduleFree(
       _checks.number("momentum", momentum, most=1),
       _checks.integer("warmup_steps", warmup_steps, 0),
       _checks.number("weight_lr_power", weight_lr_power, 0),
       _checks.number("r", r, 0),
       _checks.number("weight_decay_at_y", weight_decay_at_y, 0))
+
+
+def primal_average(momentum, average_decay):
+  """The `PrimalAverage` of these arguments."""
+  return PrimalAverage(
+      _checks.number("momentum", momentum, most=1),
+      _checks.number("average_decay", average_decay, 0, most=1))
 
 
 def holding_x(state):
@@ -144,17 +186,17 @@ def computed_in(dtype):
 
 
 class Points(typing.NamedTuple):
-  """What a step of tf.compat.v1 must know of Schedule-Free learning.
+  """What a step of tf.compat.v1 must know of z and x.
 
   Attributes:
     z: The variables that hold the z of the step's variables. In eager mode the
       same list in each step, by which facts are found.
     state: The variable that holds the state of the schedule.
-    schedule: The Schedule.
+    schedule: The schedule.
   """
   z: list
   state: tf.Variable
-  schedule: Schedule
+  schedule: typing.Any
 
 
 class Interpolated:

@@ -1,6 +1,6 @@
-"""wrapopt.keras.ScheduleFree: x in all of Keras that reads it.
+"""ScheduleFree and PrimalAverage of Keras: x in all of Keras that reads it.
 
-both/schedule_free_test.py has trajectories in each mode, swaps and checkpoints.
+both/interpolated_test.py has trajectories in each mode, swaps and checkpoints.
 """
 
 import collections
@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import keras_versions
 import numerics
-import schedule_free_model
+import interpolated_model
 import wrapopt.keras as wk
 
 K = keras.optimizers
@@ -43,6 +43,15 @@ def sgd(**more):
   return wk.ScheduleFree(K.SGD(0.5), **more)
 
 
+def primal(opt, **more):
+  """x moves fast enough for a few steps to show it."""
+  return wk.PrimalAverage(opt, 0.75, 0.5, **more)
+
+
+EACH = pytest.mark.parametrize("wrapper", [wk.ScheduleFree, primal],
+                               ids=["schedule_free", "primal_average"])
+
+
 def points(opt, v):
   return opt.average(v).numpy(), v.numpy(), opt.z(v).numpy()
 
@@ -63,20 +72,62 @@ def test_in_the_head():
   assert seen == [[1, 1, 1], [1.5, 1.75, 2], [2, 2.5, 3]]
 
 
+def test_a_primal_average_in_the_head():
+  # z goes 1, 2, 3; x moves to the middle of the old x and the new z.
+  w = keras.Variable([0.0])
+  opt = wk.PrimalAverage(K.SGD(1.0), 0.5, 0.5)
+  seen = []
+  for _ in range(3):
+    opt.apply([tf.constant([-1.0])], [w])
+    seen.append([float(x[0]) for x in points(opt, w)])
+  assert seen == [[0.5, 0.75, 1], [1.25, 1.625, 2], [2.125, 2.5625, 3]]
+
+
+@pytest.mark.parametrize("make, alone", [
+    # By the op: Keras computes the powers of the betas in float32.
+    (lambda: K.AdamW(0.125), lambda: wk.MovingAverage(K.AdamW(0.125))),
+    (lambda: K.SGD(0.125, momentum=0.5),) * 2])
+def test_a_primal_average_that_is_off(make, alone):
+  """x, y and z are one: the inner optimizer's."""
+  v, w = (keras.Variable(START, dtype="float32") for _ in range(2))
+  opt, alone = wk.PrimalAverage(make(), 0.5, 0.0), alone()
+  for t in range(5):
+    for o, x in ((opt, v), (alone, w)):
+      o.apply([tf.fill([4, 3], t - 1.5)], [x])
+  for got in points(opt, v):
+    np.testing.assert_allclose(got, w.numpy(), rtol=1e-6, atol=1e-6)
+  numerics.assert_same_bits(opt.z(v).numpy(), w.numpy())
+
+
+def test_nesterov_s_momentum_is_a_primal_average_at_x():
+  """Keras's SGD with the rate lr / (1 - m) for z, whose own points are y."""
+  m, lr = 0.75, 0.125
+  v, w = (keras.Variable(START, dtype="float64") for _ in range(2))
+  opt = wk.PrimalAverage(K.SGD(lr / (1 - m)), m, m)
+  alone = K.SGD(lr, m, nesterov=True)
+  for t in range(30):
+    for o, x in ((opt, v), (alone, w)):
+      o.apply([0.5 * x.value + tf.sin(tf.constant(t, tf.float64))], [x])
+    np.testing.assert_allclose(v.numpy(), w.numpy(), 1e-6, 1e-6)
+
+
+@EACH
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("make", [
     lambda: K.SGD(0.25), lambda: K.Adamax(0.25, beta_1=0.0)])
-def test_all_shapes(make, dtype):
+def test_all_shapes(make, dtype, wrapper):
   """Empty, scalar, low precision; without a gradient, nothing moves."""
   variables = [keras.Variable(np.full(shape, 2.0), dtype=dtype, name=name)
                for name, shape in (("matrix", (3, 2)), ("scalar", ()),
                                    ("empty", (0, 2)), ("unused", (2,)))]
-  opt = wk.ScheduleFree(make())
+  opt = wrapper(make())
   for _ in range(3):
     with pytest.warns(UserWarning, match="Gradients do not exist"):
       opt.apply([*(tf.ones(v.shape, dtype) for v in variables[:3]), None],
                 variables)
-  want = schedule_free_model.Model(2.0, schedule_free_model.Inner("SGD"))
+  want = interpolated_model.Model(
+      2.0, interpolated_model.Inner("SGD"), **(
+          {"momentum": 0.75, "average_decay": 0.5} if wrapper is primal else {}))
   for _ in range(3):
     want.step(1.0, 0.25)
   eps = float(ml_dtypes.finfo(variables[0].value.dtype.as_numpy_dtype).eps)
@@ -96,16 +147,22 @@ def native_ops(function, *args):
       for n in nodes if n.op.startswith("Wrapopt>"))
 
 
-@pytest.mark.parametrize("inner, rule, copies", [
-    ("SGD", "SGD", 1), ("Adam", "Adam", 2), ("AdamW", "Adam", 2),
-    ("RMSprop", "RMSProp", 2), ("Adagrad", "Adagrad", 2)])
-def test_one_op_and_no_copy_more(inner, rule, copies):
+@pytest.mark.parametrize("wrapper, inner, rule, copies", [
+    *((wk.ScheduleFree, inner, f"ScheduleFree{rule}", copies)
+      for inner, rule, copies in (
+          ("SGD", "SGD", 1), ("Adam", "Adam", 2), ("AdamW", "Adam", 2),
+          ("RMSprop", "RMSProp", 2), ("Adagrad", "Adagrad", 2))),
+    (primal, "SGD", "ScheduleFreeSGD", 1),
+    (primal, "Adam", "PrimalAverageAdam", 3),
+    (primal, "AdamW", "PrimalAverageAdam", 3),
+    (primal, "RMSprop", "ScheduleFreeRMSProp", 2)])
+def test_one_op_and_no_copy_more(wrapper, inner, rule, copies):
   variables = [keras.Variable(np.zeros(5, np.float32)) for _ in range(3)]
-  opt = wk.ScheduleFree(schedule_free_model.INNER[inner].keras(0.9))
+  opt = wrapper(interpolated_model.INNER[inner].keras(0.9))
   step = stepping(opt, variables, "function")
   args = [tf.zeros(5)] * 3
   assert native_ops(step, *args) == {
-      "ApplyScheduleFree" + rule: 1, "CheckInitialized": 1}
+      "Apply" + rule: 1, "CheckInitialized": 1}
   held = [v for v in [*opt.variables, *opt._variables] if v.shape == (5,)]
   assert len(held) == 3 * copies
   jit = tf.function(lambda *g: opt.apply(list(g), variables), jit_compile=True)
@@ -113,12 +170,13 @@ def test_one_op_and_no_copy_more(inner, rule, copies):
   assert set(re.findall(r'op_type="(Wrapopt>\w+)"', hlo)) == {"Wrapopt>Apply"}
 
 
+@EACH
 @MODE
-def test_a_sparse_gradient_is_the_dense_one(mode):
+def test_a_sparse_gradient_is_the_dense_one(mode, wrapper):
   tables = [keras.Variable(START, dtype="float32") for _ in range(4)]
-  make = lambda: wk.ScheduleFree(K.Adam(0.1, weight_decay=0.1))
+  make = lambda: wrapper(K.Adam(0.1, weight_decay=0.1))
   sparse, dense = make(), make()
-  two = [wk.ScheduleFree(K.Adamax(0.1, beta_1=0.0)) for _ in range(2)]
+  two = [wrapper(K.Adamax(0.1, beta_1=0.0)) for _ in range(2)]
   opts = [sparse, dense, *two]
   steps = [stepping(opt, [v], mode) for opt, v in zip(opts, tables)]
   for t in range(4):
@@ -145,10 +203,11 @@ def trained(opt=None, steps=5, dtype="float32"):
   return opt, v
 
 
-def test_after_the_end_the_training_goes_on():
+@EACH
+def test_after_the_end_the_training_goes_on(wrapper):
   """x is in the variables then; a step goes on from it."""
-  opt, v = trained()
-  other, w = trained()
+  opt, v = trained(wrapper(K.SGD(0.5)))
+  other, w = trained(wrapper(K.SGD(0.5)))
   x, _, z = points(opt, v)
   opt.finalize_variable_values([v])
   for got, want in zip(points(opt, v), (x, x, z)):
@@ -176,16 +235,17 @@ def test_weights_that_are_set_before_the_first_step():
   np.testing.assert_array_equal(points(opt, v), [[2.0]] * 3)
 
 
+@EACH
 @pytest.mark.parametrize("inner", [
     lambda: K.SGD(0.5), lambda: K.Adamax(0.5, beta_1=0.0)])
 @MODE
-def test_accumulated_and_skipped_steps(inner, mode):
+def test_accumulated_and_skipped_steps(inner, mode, wrapper):
   """Only each second call takes a step, and none with an infinity."""
   v, w = keras.Variable([2.0, 3.0]), keras.Variable([2.0, 3.0])
   accumulating = inner()
   accumulating.gradient_accumulation_steps = 2
-  opt = wk.ScheduleFree(K.LossScaleOptimizer(accumulating, 4.0))
-  step, stock = stepping(opt, [v], mode), wk.ScheduleFree(inner())
+  opt = wrapper(K.LossScaleOptimizer(accumulating, 4.0))
+  step, stock = stepping(opt, [v], mode), wrapper(inner())
   for grads in ((1.0, 3.0), (np.inf,), (2.0, np.nan, 4.0)):
     for grad in grads:
       before = [x.numpy() for x in (v, *opt._variables)]
@@ -197,7 +257,7 @@ def test_accumulated_and_skipped_steps(inner, mode):
       stock.apply([tf.fill([2], (grads[0] + grads[-1]) / 2)], [w])
   for got, want in zip(points(opt, v), points(stock, w)):
     np.testing.assert_allclose(got, want, rtol=1e-6)
-  assert v.numpy()[0] < 1.5
+  assert v.numpy()[0] < 1.75
 
 
 @pytest.mark.parametrize("rates, more", [
@@ -220,15 +280,16 @@ def test_numbers_that_overflow(rates, more):
   assert np.isnan(seen["eager"][0]) or rates[0] < 0
 
 
+@EACH
 @keras_versions.needs("MultiOptimizer")
-def test_multi_optimizer():
+def test_multi_optimizer(wrapper):
   names = ("a", "b")
   parts = lambda: {"a": K.SGD(0.5), "b": K.Adamax(0.25, beta_1=0.0)}
   both = parts()
-  opt = wk.ScheduleFree(K.MultiOptimizer(K.OptimizerMap(
+  opt = wrapper(K.MultiOptimizer(K.OptimizerMap(
       both["b"], {"a": both["a"]})))
   variables = [keras.Variable(START, dtype="float32", name=n) for n in names]
-  alone = [wk.ScheduleFree(part) for part in parts().values()]
+  alone = [wrapper(part) for part in parts().values()]
   others = [keras.Variable(START, dtype="float32", name=n) for n in names]
   for t in range(3):
     grads = [tf.fill([4, 3], float(t + 1)), tf.fill([4, 3], -0.5)]
@@ -249,19 +310,22 @@ def two_replicas():
 
 
 @pytest.mark.parametrize("function", [False, True])
-@pytest.mark.parametrize("make", [
-    lambda: K.SGD(0.5), lambda: K.Adam(0.5, weight_decay=0.1)])
-def test_mirrored(make, function):
+@pytest.mark.parametrize("wrapper, make", [
+    *((functools.partial(wk.ScheduleFree, warmup_steps=2,
+                         weight_decay_at_y=0.125), make)
+      for make in (lambda: K.SGD(0.5), lambda: K.Adam(0.5, weight_decay=0.1))),
+    (primal, lambda: K.Adam(0.5, weight_decay=0.1)),
+    (primal, lambda: K.SGD(0.5, momentum=0.5))])
+def test_mirrored(wrapper, make, function):
   strategy = two_replicas()
-  schedule = {"warmup_steps": 2, "weight_decay_at_y": 0.125}
   with strategy.scope():
     v = keras.Variable(START, dtype="float32")
-    opt = wk.ScheduleFree(make(), **schedule)
+    opt = wrapper(make())
     opt.build([v])
   run = lambda g: strategy.run(lambda: opt.apply([g / 2], [v]))
   run = tf.function(run) if function else run
   w = keras.Variable(START, dtype="float32")
-  alone = wk.ScheduleFree(make(), **schedule)
+  alone = wrapper(make())
   for t in range(4):
     g = tf.fill([4, 3], float(t) - 1.5)
     run(g)
@@ -279,7 +343,8 @@ def test_mirrored(make, function):
     numerics.assert_same_bits(np.array(local), want)
 
 
-def test_a_failed_step_changes_nothing():
+@EACH
+def test_a_failed_step_changes_nothing(wrapper):
   class Failing(K.Adamax):
 
     def update_step(self, gradient, variable, learning_rate):
@@ -288,7 +353,7 @@ def test_a_failed_step_changes_nothing():
         raise ArithmeticError
 
   fails = False
-  opt, v = trained(wk.ScheduleFree(Failing(0.5, beta_1=0.0)))
+  opt, v = trained(wrapper(Failing(0.5, beta_1=0.0)))
   before = points(opt, v)
   fails = True
   with pytest.raises(ArithmeticError):
@@ -324,12 +389,21 @@ def test_a_failed_step_changes_nothing():
     (lambda: sgd(weight_lr_power=np.nan), ValueError, "`weight_lr_power` must"),
     (lambda: sgd(weight_decay_at_y=-0.1), ValueError, "`weight_decay_at_y`"),
     (lambda: wk.ScheduleFree(1.0), TypeError, "must be a Keras 3 optimizer"),
-    *((lambda make=make, outer=outer: (
-        wk.ScheduleFree(make(K.SGD())) if outer else make(sgd())), ValueError,
-       "must not be or hold a .*keeps an average of its own")
+    (lambda: wk.PrimalAverage(K.SGD(), 0.0), ValueError, "`momentum` must be"),
+    (lambda: wk.PrimalAverage(K.SGD(), average_decay=-0.1), ValueError,
+     "`average_decay` must be finite and at least 0, and at most 1, got -0.1"),
+    (lambda: wk.PrimalAverage(wk.LazyAdam()), ValueError,
+     "must not be or hold a LazyAdam, since all rows move in each step"),
+    (lambda: primal(K.Adam(use_ema=True)), ValueError,
+     "of a PrimalAverage must not .* got Adam with use_ema=True"),
+    *((lambda make=make, outer=outer, between=between: (
+        between(make(K.SGD())) if outer else make(between(K.SGD()))),
+       ValueError, "must not be or hold a .*keeps an average of its own")
       for make in (wk.MovingAverage, wk.SWA, wk.Lookahead)
-      for outer in (False, True)),
-    (lambda: wk.ScheduleFree(sgd()), ValueError, "must not be or hold"),
+      for outer in (False, True) for between in (wk.ScheduleFree, primal)),
+    *((lambda a=a, b=b: a(b(K.SGD())), ValueError,
+       "a variable has one average of this kind")
+      for a in (wk.ScheduleFree, primal) for b in (wk.ScheduleFree, primal)),
 ])
 def test_refused(make, error, message):
   with pytest.raises(error, match=message):
@@ -338,8 +412,9 @@ def test_refused(make, error, message):
 
 @keras_versions.needs("ScheduleFreeAdamW")
 def test_refused_with_keras_s_own():
-  with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
-    wk.ScheduleFree(K.ScheduleFreeAdamW())
+  for wrapper in wk.ScheduleFree, primal:
+    with pytest.raises(ValueError, match="ScheduleFreeAdamW, which is Sched"):
+      wrapper(K.ScheduleFreeAdamW())
 
 
 def test_refused_constraints():
@@ -382,8 +457,9 @@ def assert_same_weights(got, want, rtol=0.0):
     np.testing.assert_allclose(a, b, rtol, atol=rtol)
 
 
-def test_fit_evaluates_and_ships_x():
-  model = model_of(wk.ScheduleFree("adam"))
+@EACH
+def test_fit_evaluates_and_ships_x(wrapper):
+  model = model_of(wrapper("adam"))
   seen = []
 
   class See(keras.callbacks.Callback):
@@ -427,12 +503,13 @@ def test_recalibrated_batch_norm():
   np.testing.assert_allclose(norm.moving_mean, hidden.mean(0), rtol=1e-4)
 
 
+@EACH
 @pytest.mark.parametrize("at_end", [False, True])
-def test_keras_files(at_end, tmp_path):
+def test_keras_files(at_end, wrapper, tmp_path):
   """A run that goes on from a file gets the numbers of one that went on."""
   path = str(tmp_path / "model.keras")
-  schedule = lambda: wk.ScheduleFree("adam", warmup_steps=6, r=1.0,
-                                     keep_raw_weights=not at_end)
+  schedule = lambda: wrapper("adam", keep_raw_weights=not at_end, **(
+      {"warmup_steps": 6, "r": 1.0} if wrapper is wk.ScheduleFree else {}))
   model, other = model_of(schedule()), model_of(schedule())
   fit(model)
   fit(other)
@@ -448,10 +525,11 @@ def test_keras_files(at_end, tmp_path):
   assert_same_weights(loaded.get_weights(), other.get_weights())
 
 
-def test_a_file_of_averages_in_place(tmp_path):
+@EACH
+def test_a_file_of_averages_in_place(wrapper, tmp_path):
   """It holds x as the weights; a training goes on from it as from y."""
   path = str(tmp_path / "model.keras")
-  opt = wk.ScheduleFree("adam", keep_raw_weights=True)
+  opt = wrapper("adam", keep_raw_weights=True)
   model = model_of(opt)
   fit(model)
   with opt.averaged_weights():

@@ -1,7 +1,9 @@
-"""Schedule-Free learning in float64, written from the paper, and its Runs.
+"""Trainings between z and x in float64, written from papers, and their Runs.
 
 Defazio et al., "The road less scheduled", NeurIPS 2024, arXiv 2405.15682:
 equations 6 to 8, with the weights of its section 4.4 (warm-up and powers).
+Defazio et al., "Smoothing DiLoCo with primal averaging for faster training of
+LLMs", 2025, arXiv 2512.17131: generalized primal averaging.
 """
 
 import typing
@@ -17,25 +19,28 @@ import wrapopt.keras as wk
 train = tf.compat.v1.train
 K = keras.optimizers
 START = np.linspace(-2, 2, 12).reshape(4, 3)
+# The beta1 of an Adam that keeps its first moment.
+PRIMAL_BETA = 0.875
 
 
 class Inner:
-  """An optimizer without momentum: z' from z and the gradient."""
+  """An optimizer: z' from z and the gradient."""
 
-  def __init__(self, kind, weight_decay=0.0, *, beta2=0.999, rho=0.9,
+  def __init__(self, kind, weight_decay=0.0, *, beta1=0.0, beta2=0.999, rho=0.9,
                epsilon=1e-7, start=0.0):
-    self.kind, self.weight_decay = kind, weight_decay
+    self.kind, self.weight_decay, self.beta1 = kind, weight_decay, beta1
     self.beta2, self.rho, self.epsilon = beta2, rho, epsilon
-    self.slot, self.t = start, 0
+    self.moment, self.slot, self.t = 0.0, start, 0
 
   def __call__(self, z, g, lr):
     self.t += 1
     if self.kind == "SGD":
       u = g
     elif self.kind == "Adam":
+      self.moment = self.beta1 * self.moment + (1 - self.beta1) * g
       self.slot = self.beta2 * self.slot + (1 - self.beta2) * g * g
-      u = g * np.sqrt(1 - self.beta2**self.t) / (
-          np.sqrt(self.slot) + self.epsilon)
+      u = self.moment / (1 - self.beta1**self.t) * np.sqrt(
+          1 - self.beta2**self.t) / (np.sqrt(self.slot) + self.epsilon)
     elif self.kind == "RMSprop":
       self.slot = self.rho * self.slot + (1 - self.rho) * g * g
       u = g / np.sqrt(self.slot + self.epsilon)
@@ -50,8 +55,10 @@ class Model:
   """x, y and z of one variable."""
 
   def __init__(self, start, inner, momentum=0.9, warmup_steps=0,
-               weight_lr_power=2.0, r=0.0, weight_decay_at_y=0.0):
+               weight_lr_power=2.0, r=0.0, weight_decay_at_y=0.0,
+               average_decay=None):
     self.x = self.z = np.asarray(start, np.float64)
+    self.average_decay = average_decay  # None: Schedule-Free learning.
     self.inner, self.momentum, self.warmup_steps = inner, momentum, warmup_steps
     self.weight_lr_power, self.r = weight_lr_power, r
     self.weight_decay_at_y = weight_decay_at_y
@@ -69,6 +76,8 @@ class Model:
     weight = self.t**self.r * self.largest**self.weight_lr_power
     self.weights += weight
     c = weight / self.weights if self.weights else 0.0
+    if self.average_decay is not None:
+      c = 1 - self.average_decay
     z = self.z - lr * self.weight_decay_at_y * self.y
     self.z = self.inner(z, np.asarray(g, np.float64), lr)
     self.x = (1 - c) * self.x + c * self.z
@@ -113,14 +122,22 @@ INNER = {
     "Adamax": Optimizer(
         None, lambda b, **more: K.Adamax(0.0625, beta_1=0.0, **more), 0.0625,
         None, None),
+    "SGD Nesterov": Optimizer(
+        None, lambda b, **more: K.SGD(0.0625, b, nesterov=True, **more), 0.0625,
+        None, None),
 }
 SCHEDULES = {
     "plain": {},
     "warm-up": {"warmup_steps": 50, "momentum": 0.75},
     "powers": {"r": 1.5, "weight_lr_power": 1.0, "warmup_steps": 3},
     "decay at y": {"weight_decay_at_y": 0.125, "r": 0.5},
-    "primal": {"momentum": 1.0, "weight_lr_power": 0.0},
+    "at x": {"momentum": 1.0, "weight_lr_power": 0.0},
+    "primal average": {"momentum": 0.75, "average_decay": 0.875},
+    "primal average, at x": {"momentum": 1.0, "average_decay": 0.5},
+    "primal average, off": {"momentum": 0.5, "average_decay": 0.0},
 }
+# A schedule of each wrapper.
+EACH = {"schedule_free": {}, "primal_average": SCHEDULES["primal average"]}
 
 
 def running(way, inner="SGD", dtype=np.float64, around=lambda opt: opt,
@@ -134,10 +151,14 @@ def running(way, inner="SGD", dtype=np.float64, around=lambda opt: opt,
     around: What wraps the wrapper.
     within: What the wrapper wraps, around the inner optimizer.
     arguments: More of an inner optimizer of Keras.
-    **schedule: Arguments of the wrapper.
+    **schedule: Arguments of the wrapper, which is a ScheduleFree unless they
+      are those of a PrimalAverage.
   """
+  is_primal = "average_decay" in schedule
+
   def make(run):
-    beta = schedule.get("momentum", 0.9)  # Taken over.
+    # That of Schedule-Free learning is taken over.
+    beta = PRIMAL_BETA if is_primal else schedule.get("momentum", 0.9)
     if way.half == "keras":
       return INNER[inner].keras(beta, **(arguments or {}))
     run.rate = run.make(np.float32(0.25), "rate")
@@ -146,6 +167,7 @@ def running(way, inner="SGD", dtype=np.float64, around=lambda opt: opt,
 
   return averages.running(
       way, {"v": START.astype(dtype)}, lambda run: schedule, make, around,
+      (wrapopt.PrimalAverageOptimizer, wk.PrimalAverage) if is_primal else
       (wrapopt.ScheduleFreeOptimizer, wk.ScheduleFree))
 
 
@@ -158,7 +180,8 @@ def points(run):
 def settings(way, inner, schedule):
   """Arguments of `running`, with a weight decay in some of Keras."""
   decays = way.half == "keras" and (
-      schedule in ("warm-up", "decay at y") or inner == "AdamW")
+      schedule in ("warm-up", "decay at y", "primal average") or
+      inner == "AdamW")
   return {"arguments": {"weight_decay": 0.03125} if decays else {},
           **SCHEDULES[schedule]}
 
@@ -174,8 +197,10 @@ def trajectory(run, inner, arguments, steps=200, sparse=False, **schedule):
     rate, of = 0.25, INNER[inner].of_v1
   else:
     rate, of = INNER[inner].rate, INNER[inner].of_keras
+  moment = {"beta1": PRIMAL_BETA} if (
+      "average_decay" in schedule and inner == "Adam") else {}
   model = Model(START, of is not None and Inner(
-      **{"kind": inner, **arguments, **of}), **schedule)
+      **{"kind": inner, **arguments, **moment, **of}), **schedule)
   rng = np.random.default_rng(1)
   for t in range(steps):
     if t in (60, 120):

@@ -1,6 +1,7 @@
-"""Schedule-Free learning in both halves: numbers, swaps and checkpoints.
+"""Trainings between z and its average x: numbers, swaps and checkpoints.
 
-keras/schedule_free_test.py has what Keras adds: fit, its files, its wrappers.
+ScheduleFree and PrimalAverage, in both halves. keras/interpolated_test.py has
+what Keras adds: fit, its files, its wrappers.
 """
 
 import functools
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 import averages
 import numerics
-import schedule_free_model
+import interpolated_model
 import wrapopt
 from training import type_of
 from wrapopt import checkpoints
@@ -29,12 +30,19 @@ train = tf1.train
 WAYS = [way for way in averages.WAYS if way.one_pass]
 OF_V1 = [way for way in WAYS if way.half == "v1"]
 SESSIONS = [way for way in WAYS if way.is_graph]
-START = schedule_free_model.START
-running, points = schedule_free_model.running, schedule_free_model.points
+START = interpolated_model.START
+running, points = interpolated_model.running, interpolated_model.points
+
+
+EACH = pytest.mark.parametrize("wrapper", interpolated_model.EACH)
 
 
 def ways(chosen):
   return pytest.mark.parametrize("way", chosen, ids=str)
+
+
+def running_of(wrapper, *args, **more):
+  return running(*args, **{**interpolated_model.EACH[wrapper], **more})
 
 
 def trained(run, steps=3):
@@ -52,15 +60,17 @@ def cases():
   """Each way, and each schedule in one of each half."""
   for way in WAYS:
     eager = way.mode == "eager"
-    for inner, of in schedule_free_model.INNER.items():
+    for inner, of in interpolated_model.INNER.items():
       if (of.of_v1 if way.half == "v1" else of.of_keras) is None:
         continue
-      for schedule in schedule_free_model.SCHEDULES if eager else ["warm-up"]:
+      for schedule in interpolated_model.SCHEDULES if eager else [
+          "warm-up", "primal average"]:
         yield way, inner, schedule, np.float64, False
       if way.half == "keras" and eager:
         yield way, inner, "warm-up", np.float32, False
     if way.half == "v1":
       yield way, "Adam", "warm-up", np.float64, True
+      yield way, "Adam", "primal average", np.float64, True
 
 
 @pytest.mark.parametrize("way, inner, schedule, dtype, sparse", cases())
@@ -71,9 +81,9 @@ def test_trajectories(way, inner, schedule, dtype, sparse):
   tolerance = 2e-4 if dtype == np.float32 or way.half == "v1" or (
       way.mode != "eager") else 1e-9
   count = 0
-  settings = schedule_free_model.settings(way, inner, schedule)
+  settings = interpolated_model.settings(way, inner, schedule)
   with running(way, inner, dtype, **settings) as run:
-    for model, g, rate in schedule_free_model.trajectory(
+    for model, g, rate in interpolated_model.trajectory(
         run, inner, sparse=sparse, **settings):
       model.step(g, rate)
       count += 1
@@ -82,8 +92,10 @@ def test_trajectories(way, inner, schedule, dtype, sparse):
           np.testing.assert_allclose(got, want, tolerance, tolerance)
     # It has moved, and the three points are apart.
     x, y, z = points(run)
-    assert np.abs(x - START).max() > 0.1 and np.abs(z - x).max() > 1e-3
-    assert schedule == "primal" or np.abs(y - x).max() > 1e-4
+    assert np.abs(x - START).max() > 0.1
+    apart = "off" not in schedule
+    assert (np.abs(z - x).max() > 1e-3) == apart
+    assert (np.abs(y - x).max() > 1e-4) == (apart and "at x" not in schedule)
     assert count == 200
     if way.half == "v1":
       assert run.read(run.count) == [200]
@@ -92,12 +104,16 @@ def test_trajectories(way, inner, schedule, dtype, sparse):
 
 
 @ways([way for way in WAYS if way.half == "keras"])
-@pytest.mark.parametrize("inner", ["Adamax", "Adam AMSGrad"])
-def test_two_passes(inner, way):
+@pytest.mark.parametrize("schedule, inner", [
+    *(("warm-up", inner) for inner in ("Adamax", "Adam AMSGrad")),
+    *(("primal average", inner)
+      for inner in ("Adamax", "Adam AMSGrad", "SGD Nesterov"))])
+def test_two_passes(schedule, inner, way):
   """Of an inner optimizer that trains z alone, by the same gradients."""
   z = keras.Variable(START, dtype="float64")
-  of = schedule_free_model.INNER[inner]
-  alone = of.keras(0.0, weight_decay=0.03125)
+  of = interpolated_model.INNER[inner]
+  alone = of.keras(interpolated_model.PRIMAL_BETA if "primal" in schedule
+                   else 0.0, weight_decay=0.03125)
   alone.build([z])
 
   def train_z(value, g, lr):
@@ -106,9 +122,9 @@ def test_two_passes(inner, way):
     alone.apply([tf.constant(g)], [z])
     return z.numpy()
 
-  settings = schedule_free_model.settings(way, inner, "warm-up")
+  settings = interpolated_model.settings(way, inner, schedule)
   with running(way, inner, **settings) as run:
-    for model, g, _ in schedule_free_model.trajectory(
+    for model, g, _ in interpolated_model.trajectory(
         run, inner, steps=20, **settings):
       model.inner = train_z
       model.step(g, of.rate)
@@ -118,32 +134,37 @@ def test_two_passes(inner, way):
     assert not run.averaging.fused
 
 
+@EACH
 @ways([way for way in OF_V1 if way.mode in ("function", "resource", "ref")])
-def test_one_op_and_no_copy_more(way):
-  with running(way, "Adam") as run:
+def test_one_op_and_no_copy_more(way, wrapper):
+  with running_of(wrapper, way, "Adam") as run:
     trained(run, 1)
     graph = run.session.graph if way.is_graph else (
         run._function.get_concrete_function(
             [tf.zeros(START.shape, tf.float64)]).graph)
     types = [type_of(op) for op in graph.get_operations()
              if op.type.startswith("Wrapopt>")]
-    want = "Wrapopt>ApplyScheduleFreeAdam" + "Ref" * (way.mode == "ref")
+    is_free = wrapper == "schedule_free"
+    name = "ScheduleFree" if is_free else "PrimalAverage"
+    want = f"Wrapopt>Apply{name}Adam" + "Ref" * (way.mode == "ref")
     # The others put averages in place.
     assert [t for t in types if "Apply" in t] == [want]
     names = sorted(v.name.split(":")[0] for v in run.opt.variables())
-    assert run.opt.get_slot(run.variables["v"], "m") is None
+    assert (run.opt.get_slot(run.variables["v"], "m") is None) == is_free
     large = [v for v in run.opt.variables() if v.shape.rank == 2]
-    assert len(large) == 2
+    assert len(large) == 2 + (not is_free)
     if way.is_graph:
       # As in plain Adam, where v/Adam is the first moment.
-      assert names == ["beta1_power", "beta2_power", "schedule_free",
-                       "v/Adam_1", "v/ScheduleFree"]
+      assert names == sorted([
+          "beta1_power", "beta2_power", wrapper, "v/Adam_1", f"v/{name}",
+          *["v/Adam"] * (not is_free)])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@EACH
 @ways(WAYS)
-def test_in_place(way, dtype):
-  with running(way, "Adam", dtype) as run:
+def test_in_place(way, dtype, wrapper):
+  with running_of(wrapper, way, "Adam", dtype) as run:
     x, y, z = trained(run)
     before = run.state()
     with run.in_place():
@@ -171,19 +192,21 @@ def test_in_place(way, dtype):
       assert run.read(run.count) == [6]
 
 
+@EACH
 @ways([way for way in OF_V1 if way.mode in ("eager", "resource", "ref")])
-def test_swapping_saver(way, tmp_path):
+def test_swapping_saver(way, wrapper, tmp_path):
   """x is in the file by the variable's name; the state comes back."""
-  with running(way, "Adam", np.float32, r=1.0) as run:
+  with running_of(wrapper, way, "Adam", np.float32) as run:
     v = run.variables["v"]
     before = trained(run)
+    slot = "v/" + type(run.opt).__name__.removesuffix("Optimizer")
     saver = run.opt.swapping_saver(None if way.is_graph else {
-        "v": v, "v/ScheduleFree": run.opt.z(v),
-        "schedule_free": next(x for x in run.opt.variables()
-                              if x.shape == (4,))})
+        "v": v, slot: run.opt.z(v),
+        wrapper: next(x for x in run.opt.variables()
+                      if x.dtype == tf.float64)})
     path = saver.save(run.session, str(tmp_path / "c"))
     file = tf.train.load_checkpoint(path)
-    for name, want in zip(("v", "v/ScheduleFree/y", "v/ScheduleFree"), before):
+    for name, want in zip(("v", f"{slot}/y", slot), before):
       numerics.assert_same_bits(file.get_tensor(name), want)
     following = trained(run, 1)
     saver.restore(run.session, path)
@@ -195,13 +218,14 @@ def test_swapping_saver(way, tmp_path):
       assert_points(run, (before[0], before[0], before[2]))
       for got, want in zip(trained(run, 1), following):
         np.testing.assert_allclose(got, want, 1e-5)
-      with pytest.raises(ValueError, match="schedule_free is not part of var"):
+      with pytest.raises(ValueError, match=f"{wrapper} is not part of var"):
         run.opt.swapping_saver([v, run.opt.z(v)])
 
 
+@EACH
 @ways(SESSIONS)
-def test_snapshots_hold_x(way, tmp_path):
-  with running(way, "Adam", np.float32) as run:
+def test_snapshots_hold_x(way, wrapper, tmp_path):
+  with running_of(wrapper, way, "Adam", np.float32) as run:
     op, feed = run.train_op(1.0)
     hook = checkpoints.SnapshotHook(run.opt, str(tmp_path), 2)
     with train.MonitoredSession(hooks=[hook]) as session:
@@ -212,10 +236,11 @@ def test_snapshots_hold_x(way, tmp_path):
     numerics.assert_same_bits(tf.train.load_variable(path, "v"), x)
 
 
+@EACH
 @ways([way for way in WAYS if way.mode == "eager"])
-def test_tf_checkpoint(way, tmp_path):
-  with running(way, "Adam", np.float32) as one, running(
-      way, "Adam", np.float32) as two:
+def test_tf_checkpoint(way, wrapper, tmp_path):
+  with running_of(wrapper, way, "Adam", np.float32) as one, running_of(
+      wrapper, way, "Adam", np.float32) as two:
     before = trained(one)
     path = one.save("checkpoint", str(tmp_path / "c"))
     status = two.restore("checkpoint", path)
@@ -223,16 +248,18 @@ def test_tf_checkpoint(way, tmp_path):
       assert_points(two, before)
       names = [name for name, _ in tf.train.list_variables(path)]
       for part in ("z..0", "schedule"):  # TensorFlow doubles the dot.
-        assert any(f"/wrapopt_ScheduleFree/{part}/" in name for name in names)
+        assert any(f"/wrapopt_{type(one.opt).__name__}/{part}/" in name
+                   for name in names)
     want = trained(one, 1)
     trained(two, 1)
     status.assert_consumed()  # Now that Adam has made its powers.
     assert_points(two, want)
 
 
+@EACH
 @ways([way for way in WAYS if way.mode in ("eager", "resource")])
-def test_seed_averages(way):
-  with running(way, dtype=np.float32) as run:
+def test_seed_averages(way, wrapper):
+  with running_of(wrapper, way, dtype=np.float32) as run:
     trained(run)
     if not way.is_graph:
       run.variables["v"].assign(run.value("v") + 1)
@@ -240,7 +267,9 @@ def test_seed_averages(way):
     run.seed()
     assert_points(run, [y] * 3)
     # Again the first.
-    np.testing.assert_array_equal(trained(run, 1), [y - 0.25] * 3)
+    c = 1 if wrapper == "schedule_free" else 0.125
+    np.testing.assert_allclose(trained(run, 1), [
+        y - 0.25 * part for part in (c, 1 - 0.75 * (1 - c), 1)], 1e-6)
 
 
 @pytest.mark.parametrize("outside", [False, True])
@@ -255,12 +284,14 @@ def test_with_cross_shard(way, outside):
     assert_points(run, want)
 
 
+@EACH
 @ways(OF_V1)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_low_precision(way, dtype):
+def test_low_precision(way, dtype, wrapper):
   dtype = tf.as_dtype(dtype).as_numpy_dtype
-  model = schedule_free_model.Model(START, schedule_free_model.Inner("SGD"))
-  with running(way, dtype=dtype) as run:
+  model = interpolated_model.Model(START, interpolated_model.Inner("SGD"),
+                                   **interpolated_model.EACH[wrapper])
+  with running_of(wrapper, way, dtype=dtype) as run:
     for got in trained(run):
       assert got.dtype == dtype
     for _ in range(3):
@@ -288,6 +319,15 @@ def sgd():
      "momentum=0.5 .* Pass momentum=0 to RMSPropOptimizer"),
     (lambda: wrapopt.ScheduleFreeOptimizer(
         train.RMSPropOptimizer(1.0, centered=True)), ValueError, "centered"),
+    (lambda: wrapopt.PrimalAverageOptimizer(train.MomentumOptimizer(1.0, 0.9)),
+     ValueError, "PrimalAverageOptimizer must be exactly a .* got MomentumOpt"),
+    (lambda: wrapopt.PrimalAverageOptimizer(
+        train.RMSPropOptimizer(1.0, momentum=0.5)), ValueError,
+     "no momentum, which has no op, got .* Pass momentum=0 to RMSPropOpt"),
+    (lambda: wrapopt.PrimalAverageOptimizer(sgd(), average_decay=1.5),
+     ValueError, "`average_decay` must be .* at most 1, got 1.5"),
+    (lambda: wrapopt.PrimalAverageOptimizer(sgd(), 0), ValueError,
+     "`momentum` must be finite and greater than 0"),
     (lambda: wrapopt.ScheduleFreeOptimizer(sgd(), 0.0), ValueError,
      "`momentum` must be finite and greater than 0"),
     (lambda: wrapopt.ScheduleFreeOptimizer(sgd(), warmup_steps=-1),
@@ -328,12 +368,18 @@ def two_replicas():
 
 
 @pytest.mark.parametrize("function", [False, True])
-@pytest.mark.parametrize("inner", ["SGD", "Adam", "RMSprop", "Adagrad"])
-def test_in_replicas(inner, function):
+@pytest.mark.parametrize("wrapper, inner", [
+    *(("schedule_free", inner)
+      for inner in ("SGD", "Adam", "RMSprop", "Adagrad")),
+    ("primal_average", "Adam")])
+def test_in_replicas(wrapper, inner, function):
   """The sum of their gradients takes the step of one process."""
-  schedule = {"warmup_steps": 2, "weight_decay_at_y": 0.125}
-  make = lambda: wrapopt.ScheduleFreeOptimizer(
-      schedule_free_model.INNER[inner].v1(0.25, 0.9), **schedule)
+  make = lambda: {
+      "schedule_free": lambda opt: wrapopt.ScheduleFreeOptimizer(
+          opt, warmup_steps=2, weight_decay_at_y=0.125),
+      "primal_average": lambda opt: wrapopt.PrimalAverageOptimizer(
+          opt, 0.75, 0.5)}[wrapper](
+              interpolated_model.INNER[inner].v1(0.25, 0.9))
   strategy = two_replicas()
   with strategy.scope():
     v = tf.Variable(START.astype(np.float32))
@@ -379,6 +425,26 @@ def test_a_failed_step_in_replicas_changes_nothing(monkeypatch):
     step()
   for got, want in zip((opt.average(v), v, opt.z(v)), before):
     numerics.assert_same_bits(np.array(got), want)
+
+
+def test_a_momentum_is_kept_without_copies():
+  """In a strategy without copies, the inner optimizer takes its own step."""
+  strategy = tf.distribute.experimental.CentralStorageStrategy(
+      ["CPU:0", "CPU:1"])
+  make = lambda: wrapopt.PrimalAverageOptimizer(
+      train.AdamOptimizer(0.25), 0.75, 0.5)
+  with strategy.scope():
+    v = tf.Variable([1.0])
+    opt = make()
+  w, alone = tf.Variable([1.0]), make()
+  for t in range(4):
+    g = tf.fill([1], t - 1.5)
+    strategy.run(lambda: opt.apply_gradients([(g / 2, v)]) and None)
+    alone.apply_gradients([(g, w)])
+  for got, want in ((v, w), (opt.z(v), alone.z(w)),
+                    (opt.average(v), alone.average(w))):
+    np.testing.assert_allclose(got, want, 1e-5)
+  assert float(alone.get_slot(w, "m")[0]) != 0
 
 
 def test_a_momentum_is_not_taken_over_without_copies():
