@@ -71,12 +71,14 @@ class PrimalAverage(_interpolated.InterpolatingOptimizer):
   primal averaging for faster training of LLMs", 2025, arXiv 2512.17131; the
   authors' GPAAdamW for PyTorch, in the repository facebookresearch/optimizers,
   whose `train_interp_coeff` (mu_y) is `momentum` and whose `eval_interp_coeff`
-  (mu_x) is `average_decay`. Numbers agree with its commit 5b6bd7e; before that
-  commit, its weight decay was a part of y.
+  (mu_x) is `average_decay`.
 
   Differences from GPAAdamW: `averaged_weights` and the end of `fit` replace the
   modes `train()` and `eval()`; any inner optimizer; Adam is Keras's, whose
-  epsilon is not divided by the bias correction.
+  epsilon is not divided by the bias correction. Weight decay shrinks z as in
+  the paper's formulas, and x and y follow. In GPAAdamW since its commit
+  5b6bd7e, y takes only 1 - mu_x of what z loses; before, the decay was a part
+  of y in the gradient.
   """
 
   def __init__(
