@@ -9,6 +9,7 @@ reason.
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
 from wrapopt import ops
 from wrapopt import sysconfig
+from wrapopt._averages._decays import BEMA
 from wrapopt._averages._decays import HalfLife
 from wrapopt._averages._decays import PowerDecay
 from wrapopt._gates._policies import DelayCompensation
@@ -26,6 +27,7 @@ from wrapopt.schedule_free import ScheduleFreeOptimizer
 from wrapopt.version import __version__
 
 __all__ = [
+    "BEMA",
     "CrossShardOptimizer",
     "DelayCompensation",
     "DropStaleGradientOptimizer",

@@ -8,10 +8,12 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _bias_corrected
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
+from wrapopt._averages import _replicas
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
@@ -93,9 +95,9 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
     Args:
       opt: A `tf.compat.v1.train.Optimizer`.
-      average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
-        `wrapopt.HalfLife`; or a sequence or an array of different ones, one for
-        each average; or a scalar tensor or variable, or a callable that returns
+      average_decay: A number in [0, 1], a `wrapopt.PowerDecay`, a
+        `wrapopt.HalfLife` or a `wrapopt.BEMA`; or a sequence or an array of
+        different ones, one for each average; or a scalar tensor or variable, or a callable that returns
         one. A `tf.train.Checkpoint` knows several averages by their decays: any
         order restores, and a single average becomes the first. A `Saver` knows
         them by name. The first has no decay in its name: keep it the first.
@@ -163,14 +165,17 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         contains a `MovingAverageOptimizer` or a `SyncReplicasOptimizer`.
     """
     decays = _decays.checked(average_decay)
+    self._public_decays = decays
     _decays.check_num_updates(num_updates)
     if not (shadow_dtype is None or _is_float32(shadow_dtype)):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
     super().__init__(
-        opt, name, decays, None if shadow_dtype is None else tf.float32,
+        opt, name, _decays.with_origins(decays),
+        None if shadow_dtype is None else tf.float32,
         _may_be_lazy.checked_argument(lazy), variables, update_every)
+    _decays.check_update_every(decays, self._update_every)
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
@@ -285,10 +290,15 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     Raises:
       RuntimeError: In eager mode, if the average is in place of its variable.
     """
-    k = _decays.index_of(decay, self._decays)
-    if isinstance(var, tf.Variable):
-      return _averaging.readable([self._shadow(var, k)], "average")[0]
-    return [self.average(v, decay) for v in var]
+    k = self._index_of(decay)
+    if not isinstance(var, tf.Variable):
+      return [self.average(v, decay) for v in var]
+    [stored] = _averaging.readable([self._shadow(var, k)], "average")
+    if stored is None or not self._is_derived(k):
+      return stored
+    [(_, average)] = self._pairs_of([var], k)
+    return (average.read_value() if _slots.graph_of(var) is None else
+            average._as_graph_element())
 
   @property
   def _ema(self):
@@ -323,7 +333,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     Returns:
       A string, such as "w/ExponentialMovingAverage".
     """
-    k = _decays.index_of(decay, self._decays)
+    k = self._index_of(decay)
     average = self._shadow(var, k)
     if average is not None:
       return average.name.split(":")[0]
@@ -373,7 +383,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     self._require_averages(graph, "averages_by_decay")
     _averaging.readable(self._averages(graph), "averages_by_decay")
     return [(decay, self._pairs(graph, k))
-            for k, decay in enumerate(self._decays)]
+            for k, decay in enumerate(self._public_decays)]
 
   @contextlib.contextmanager
   def averaged_weights(self, session: Optional[Session] = None,
@@ -414,8 +424,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       RuntimeError: If there is no average yet, or the averages are in place
         already. After the block, if an average was assigned or restored in it.
     """
-    with self._putting_in_place(
-        session, _decays.index_of(decay, self._decays)):
+    with self._putting_in_place(session, self._index_of(decay)):
       yield
 
   # Checkpoints
@@ -459,7 +468,43 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         average without its variable.
     """
     return self._make_swapping_saver(
-        _decays.index_of(decay, self._decays), var_list, name, kwargs)
+        self._index_of(decay), var_list, name, kwargs)
+
+  # Averages that follow from several variables
+
+  def _index_of(self, decay):
+    return _decays.index_of(decay, self._public_decays)
+
+  def _is_derived(self, k):
+    return isinstance(self._decays[k], _decays.BEMA)
+
+  def _pairs_of(self, variables, k):
+    pairs = super()._pairs_of(variables, k)
+    if not self._is_derived(k):
+      return pairs
+    decay = self._decays[k]
+    origins = super()._pairs_of(variables, self._decays.index(decay.origin))
+    return [(v, _bias_corrected.BiasCorrected(
+        v, s, origin, decay, self._reader_of_steps(v)))
+            for (v, s), (_, origin) in zip(pairs, origins)]
+
+  def _reader_of_steps(self, variable):
+    """A function that reads the number of steps of the averages now."""
+    steps = self._steps_of(_slots.graph_of(variable))
+    return lambda: _replicas.values(steps)[0].read_value()
+
+  def _derived_beside(self, variables, k):
+    return [s for j in range(len(self._public_decays))
+            if j != k and self._is_derived(j)
+            for _, s in self._pairs_of(variables, j)]
+
+  def _make_average(self, variable, is_sparse):
+    super()._make_average(variable, is_sparse)
+    if not tf.executing_eagerly():
+      for k in filter(self._is_derived, range(len(self._public_decays))):
+        [(_, average)] = self._pairs_of([variable], k)
+        for part in average.of_replicas():
+          part.make_element()
 
 
 class _Ema:

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
 
@@ -199,51 +200,25 @@ class Points(typing.NamedTuple):
   schedule: typing.Any
 
 
-class Interpolated:
-  """x, which no variable holds: an average that follows from y and z.
+class Interpolated(_derived.Derived):
+  """x, which follows from y and z: `rows` holds z."""
 
-  It converts to a tensor. In a graph, a session can fetch it.
-
-  Attributes:
-    rows: The variable that holds z.
-  """
-
-  def __init__(self, variable, rows, state):
+  def __init__(self, variable, z, state):
     """Makes the average of a variable.
 
     Args:
       variable: The variable, which holds y.
-      rows: The variable that holds z.
+      z: The variable that holds z.
       state: The variable that holds the state of the schedule.
     """
-    self._variable, self.rows, self.state = variable, rows, state
-
-  def make_element(self):
-    """In a graph, makes the tensor that sessions fetch."""
-    with tf.name_scope(f"{self.rows.op.name}/x/"), ops.device_of(self.rows):
-      tf.identity(self.read_value(), name="value")
-
-  def _as_graph_element(self):
-    # By name: who holds this object holds no part of a graph.
-    return self.rows.graph.get_tensor_by_name(
-        f"{self.rows.op.name}/x/value:0")
+    super().__init__(variable, z, [z, state])
 
   def read_value(self):
-    """x now: a tensor."""
     _in_place.check(self.rows)
-    return x_of(self._variable.read_value(), self.rows.read_value(),
-                self.state.read_value()[SHARE])
-
-  def __array__(self, dtype=None, copy=None):
-    del copy  # x is computed each time.
-    return np.array(self.read_value(), dtype)
+    z, state = self.saved
+    return x_of(self.variable.read_value(), z.read_value(),
+                state.read_value()[SHARE])
 
   def of_replicas(self):
-    """Those of the components of a strategy's variable: a list."""
     return [Interpolated(*parts) for parts in zip(*map(
-        _replicas.values, (self._variable, self.rows, self.state)))]
-
-
-tf.register_tensor_conversion_function(
-    Interpolated, lambda x, dtype=None, name=None, as_ref=False: (
-        x.read_value() if dtype is None else tf.cast(x.read_value(), dtype)))
+        _replicas.values, (self.variable, *self.saved)))]

@@ -22,9 +22,9 @@ from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
 from wrapopt import ops
+from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
 from wrapopt._averages import _replicas
-from wrapopt._averages import _interpolated
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _lagging
@@ -48,7 +48,7 @@ def is_lazy(average):
 def stored(average):
   """The variable that holds an average, for code that has settled it."""
   return (average.rows
-          if isinstance(average, (LazyAverage, _interpolated.Interpolated))
+          if isinstance(average, (LazyAverage, _derived.Derived))
           else average)
 
 

@@ -13,10 +13,10 @@ import weakref
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
-from wrapopt._averages import _interpolated
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
 from wrapopt.ops import _variables
@@ -24,7 +24,7 @@ from wrapopt.ops import _variables
 
 def _exchange(variable, average):
   """Whether the two can exchange their buffers."""
-  return (not isinstance(average, _interpolated.Interpolated) and
+  return (not isinstance(average, _derived.Derived) and
           variable.dtype.base_dtype == _lazy.stored(average).dtype.base_dtype)
 
 
@@ -52,6 +52,10 @@ class _Occupied:
               "Leave the other `with` block first.")
       in_place.update((id(v), v) for v in variables)
 
+  def has(self, variable):
+    """Whether a variable of eager mode holds an average."""
+    return id(variable) in self._eager
+
   def remove(self, variables, session=None):
     with self._lock:
       in_place = self._of(session)
@@ -65,14 +69,14 @@ _occupied = _Occupied()
 class SwappedIn:
   """Averages that are in place of their variables, in eager mode."""
 
-  def __init__(self, pairs, place=None):
+  def __init__(self, pairs, more=()):
     """Puts averages in place.
 
     Args:
       pairs: (variable, average) pairs. A pair of one dtype exchanges its
         buffers. In other pairs, the average is converted or computed, and
         assigned to the variable.
-      place: None, or another variable that is to have no value meanwhile.
+      more: Other variables that are to have no value meanwhile.
     """
     pairs = _replicas.components(pairs)
     # For all averages of the variables, not only these.
@@ -80,8 +84,7 @@ class SwappedIn:
     self._others = [pair for pair in pairs if not _exchange(*pair)]
     self._raw = [v.read_value() for v, _ in self._others]
     converted = [tf.cast(s, v.dtype) for v, s in self._others]
-    self._aside = _Aside(pairs, [] if place is None else
-                         _replicas.values(place))
+    self._aside = _Aside(pairs, more)
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
@@ -106,6 +109,15 @@ class SwappedIn:
     _in_place.remove(self._aside.averages)
     _occupied.remove(self._variables)
     _check_unassigned(replaced)
+
+
+def check_unoccupied(variable):
+  """Raises an error, in eager mode, if a variable holds an average."""
+  if _occupied.has(variable):
+    raise RuntimeError(
+        f"An average that follows from '{variable.name}' must not be read "
+        "while another average is in place of it. Leave the `with` block of "
+        "averaged_weights() first.")
 
 
 def check(averages):
@@ -135,11 +147,16 @@ class SwapInGraph:
   It holds no part of the graph.
   """
 
-  def __init__(self, pairs):
-    """Makes the ops for (variable, average) pairs."""
+  def __init__(self, pairs, more=()):
+    """Makes the ops.
+
+    Args:
+      pairs: (variable, average) pairs.
+      more: Other variables that are to have no value meanwhile.
+    """
     pairs = _replicas.components(pairs)
     with tf.name_scope("AveragesInPlace"):
-      aside = _Aside(pairs)
+      aside = _Aside(pairs, more)
       self._check = [op.name for op in aside.check()]
       with tf.control_dependencies(_lazy.settle([v for v, _ in pairs])):
         self._take = [x.op.name for x in aside.take()]
@@ -203,7 +220,8 @@ class _Aside:
   """
 
   def __init__(self, pairs, more=()):
-    self.averages = [_lazy.stored(s) for _, s in pairs] + list(more)
+    self.averages = [_lazy.stored(s) for _, s in pairs] + [
+        _lazy.stored(x) for m in more for x in _replicas.values(m)]
     self._made = list(map(_without_value, self.averages))
     self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
                   if _exchange(v, s)]

@@ -42,7 +42,7 @@ class AveragingOptimizer(WrapperOptimizer):
     Args:
       opt: The inner optimizer.
       name: The name of this one.
-      decays: The result of `_decays.checked`.
+      decays: The result of `_decays.with_origins`.
       shadow_dtype: The dtype of averages of float16 and bfloat16 variables, or
         None for their own.
       lazy: None, or False if no row of an average may lag behind.
@@ -195,7 +195,8 @@ class AveragingOptimizer(WrapperOptimizer):
     if facts:
       return facts["untrained"]
     untrained = self._untrained(variables)
-    return [self._pairs_of(untrained, k) for k in range(len(self._decays))]
+    return [[(v, self._shadow(v, k)) for v in untrained]
+            for k in range(len(self._decays))]
 
   def _shadows(self, variable):
     """The averages of a variable, one for each decay."""
@@ -252,8 +253,8 @@ class AveragingOptimizer(WrapperOptimizer):
     if new and not tf.executing_eagerly():
       # Made now, because the graph may be finalized before averaged_weights().
       for k in range(len(self._decays)):
-        averaged.swaps[k].append(
-            _swap.SwapInGraph(self._pairs_of(new, k)))
+        averaged.swaps[k].append(_swap.SwapInGraph(
+            self._pairs_of(new, k), self._derived_beside(new, k)))
 
   def _make_average(self, variable, is_sparse):
     """Makes the missing averages of `variable`, one for each decay.
@@ -354,6 +355,11 @@ class AveragingOptimizer(WrapperOptimizer):
   def _pairs_of(self, variables, k):
     return [(v, self._shadow(v, k)) for v in variables]
 
+  def _derived_beside(self, variables, k):
+    """The derived averages of other decays than that of number k: a list."""
+    del variables, k
+    return []
+
   def _averages(self, graph):
     return [self._shadow(v, k) for k in range(len(self._decays))
             for v in self._averaged.of(graph)]
@@ -400,7 +406,9 @@ class AveragingOptimizer(WrapperOptimizer):
     with self._averaged.swap_lock:
       raw, graph = self._where(session, "averaged_weights")
       if raw is None:
-        back = _swap.SwappedIn(self._pairs(graph, k)).swap_out
+        back = _swap.SwappedIn(
+            self._pairs(graph, k),
+            self._derived_beside(self._averaged.of(graph), k)).swap_out
       else:
         pairs = self._pairs(graph, k)
         made = self._averaged.of(graph).swaps[k]

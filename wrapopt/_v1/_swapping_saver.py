@@ -6,6 +6,7 @@ from tensorflow.python.training.saving import saveable_object_util
 
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
+from wrapopt._averages import _derived
 from wrapopt._averages import _interpolated
 from wrapopt._v1 import _sessions
 
@@ -152,6 +153,9 @@ def _swap(pairs, named, key_of):
       [state] = others
       of_state = key_of[state.ref()]
       save_by(_ScheduleSaveable(state, of_state[0]), of_state)
+    elif isinstance(average, _derived.Derived):
+      save_by(_ConvertingSaveable(variable, average, place[0], of_stored[0]),
+              place, of_stored)
     elif variable.dtype.base_dtype == average.dtype.base_dtype:
       (key, i), (average_key, j) = place, of_stored
       swapped[key][i], swapped[average_key][j] = average, variable
@@ -171,8 +175,8 @@ def _swap(pairs, named, key_of):
 
 def _variables_of(average):
   """The variables that a Saver writes for an average: the first holds it."""
-  if isinstance(average, _interpolated.Interpolated):
-    return [average.rows, average.state]
+  if isinstance(average, _derived.Derived):
+    return average.saved
   return [average]
 
 
@@ -260,17 +264,19 @@ class _ScheduleSaveable(saveable_object.SaveableObject):
 
 
 class _ConvertingSaveable(saveable_object.SaveableObject):
-  """Swaps a variable and its average of a wider dtype.
+  """Swaps a variable and its average of a wider dtype, or a derived one.
 
   The average is converted for the variable's name, since a plain Saver restores
   that name into a variable of the narrow dtype. The average's dtype represents
-  the raw value exactly.
+  the raw value exactly. The variable of the average has a name of its own.
   """
 
   def __init__(self, variable, average, key, average_key):
     info = variable._get_save_slice_info()
     slice_spec = info.spec if info else ""
-    self._variable, self._average = variable, average
+    stored = _variables_of(average)[0]
+    self._variable, self._average = variable, stored
+    part = ("full_precision" if stored is average else "moving_average")
 
     def spec(name, tensor, dtype):
       return _spec(variable, slice_spec, name, tensor, dtype)
@@ -281,8 +287,7 @@ class _ConvertingSaveable(saveable_object.SaveableObject):
               variable.dtype.base_dtype),
          spec(average_key, lambda: tf.cast(variable, average.dtype.base_dtype),
               average.dtype.base_dtype),
-         spec(average_key + "/full_precision",
-              lambda: tf.convert_to_tensor(average),
+         spec(f"{average_key}/{part}", lambda: tf.convert_to_tensor(stored),
               average.dtype.base_dtype)],
         f"{key} {slice_spec}".strip())
 

@@ -42,6 +42,8 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   """
 
   averages_batch_norm = False
+  # Whether an average follows from the variable itself.
+  follows_variables = False
 
   def __init__(self, optimizer, name, keep_raw_weights, sum_duplicates,
                variables=None):
@@ -51,6 +53,12 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     self._untracked.stay = _left.Stay()
     self.keeps_raw_weights = _checks.boolean("keep_raw_weights",
                                              keep_raw_weights)
+    for x in _steps.within(self):
+      if isinstance(x, AveragingOptimizer) and x.follows_variables:
+        raise ValueError(
+            f"`optimizer` of a {type(self).__name__} must not be or hold a "
+            f"{type(x).__name__} with a BEMA, which follows from the weights "
+            "that this one replaces. Use one of the two.")
     for x in _steps.within(self) if keep_raw_weights else ():
       if x.use_ema if not isinstance(x, _wrapper.WrapperOptimizer) else (
           isinstance(x, AveragingOptimizer) and not x.keeps_raw_weights):
@@ -186,8 +194,9 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     self._require_built("averaged_weights")
     with _swapping:
       self._refuse_swapped_in("averaged_weights")
-      self._state.swap_in([
-          (_value(v), _value(s)) for v, s in self._averaged(model, decay)])
+      pairs = self._averaged(model, decay)
+      self._state.swap_in([(_value(v), _value(s)) for v, s in pairs],
+                          *self._beside(pairs, decay))
     try:
       yield
     finally:
@@ -322,7 +331,16 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def assign_averages(self, model, decay):
     """Sets the variables of a model to their averages."""
     self._refuse_swapped_in("assign_averages")
-    _state.assign_all(self._averaged(model, decay))
+    self._assign(self._averaged(model, decay))
+
+  def _assign(self, pairs):
+    """Sets variables to their averages: (variable, average) pairs."""
+    _state.assign_all(pairs)
+
+  def _beside(self, pairs, decay):
+    """Arguments `more` and `saved` of `State.swap_in`."""
+    del pairs, decay
+    return (), ()
 
   def check_no_file_waits(self):
     """Raises an error if averages of a file wait for the build."""
@@ -373,7 +391,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       self._seed_unbegun()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
-      _state.assign_all(self._finalized(var_list))
+      self._assign(self._finalized(var_list))
       self._warn_of_raw(var_list)
 
   def _warn_of_raw(self, var_list):

@@ -89,6 +89,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._waiting, self._waits = [], None
     self.place = None
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
+    self._saved = {}  # See `swap_in`: values by ids of variables.
     self._counts = {}  # (variable, Count) by name.
 
   def _obj_type(self):
@@ -262,9 +263,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for name, row in self._rows.items():
       for i, (average, _) in zip(self._indices[name], row):
         # If the model is saved with averages in place, these are its weights.
-        value = self._swapped_in and self._swapped_in.value(_value(average))
+        stored = _value(average)
+        value = self._saved.get(id(_lazy.stored(stored)))
+        if value is None and self._swapped_in:
+          value = self._swapped_in.value(stored)
         if value is None:
-          value = _value(average)
+          value = stored
         in_files = self._in_files.get(name, name)
         store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, count) in self._counts.items():
@@ -327,16 +331,24 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages are in place of the weights. Leave the `with` block first"
           f"{instead}.")
 
-  def swap_in(self, pairs):
-    """Exchanges (variable, average) pairs."""
-    self._swapped_in = _swap.SwappedIn(pairs, _value(self.place))
+  def swap_in(self, pairs, more=(), saved=()):
+    """Puts averages in place of their variables.
+
+    Args:
+      pairs: (variable, average) pairs.
+      more: Other variables that are to have no value meanwhile.
+      saved: (average, value) pairs of averages that a file gets with another
+        value than their own.
+    """
+    self._saved = {id(_lazy.stored(_value(s))): value for s, value in saved}
+    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more])
 
   def swap_out(self):
     """Undoes `swap_in`."""
     try:
       self._swapped_in.swap_out()
     finally:
-      self._swapped_in = None
+      self._swapped_in, self._saved = None, {}
 
 
 def _warn_unread(names, source):

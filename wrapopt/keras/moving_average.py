@@ -12,11 +12,13 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _bias_corrected
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
+from wrapopt.keras import _averaging
 from wrapopt.keras import _lazy_average
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -26,8 +28,8 @@ from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
 
 # Configurations hold them.
-keras.saving.register_keras_serializable("wrapopt")(_decays.PowerDecay)
-keras.saving.register_keras_serializable("wrapopt")(_decays.HalfLife)
+for _cls in _decays.BEMA, _decays.HalfLife, _decays.PowerDecay:
+  keras.saving.register_keras_serializable("wrapopt")(_cls)
 
 
 @keras.saving.register_keras_serializable("wrapopt")
@@ -103,10 +105,11 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
 
     Args:
       optimizer: A Keras optimizer, or its name or configuration.
-      average_decay: A number in [0, 1], a `wrapopt.PowerDecay` or a
-        `wrapopt.HalfLife`, or a sequence of different ones, one for each
-        average. Files hold an average by its decay: with another decay, it
-        starts at its variable's value.
+      average_decay: A number in [0, 1], a `wrapopt.PowerDecay`, a
+        `wrapopt.HalfLife` or a `wrapopt.BEMA`, or a sequence of different ones,
+        one for each average. Files hold an average by its decay: with another
+        decay, it starts at its variable's value. With a BEMA, no other
+        optimizer inside or around this one may put averages in the weights.
       num_updates: A count n of updates: a number, or a variable or callable
         that is read in each step. It limits decays that are numbers, also that
         of `HalfLife(steps=...)`, to at most `(1 + n) / (10 + n)`. It does not
@@ -141,7 +144,8 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
         model: pass `fit` the callback `EvaluateWithAverages`, or call
         `set_model(model)`. As an alternative,
         `EvaluateWithAverages(recalibrate=dataset)` and `recalibrate_batch_norm`
-        compute the statistics that fit the averages.
+        compute the statistics that fit the averages. With a BEMA, the average
+        of a statistic is not corrected: a variance could become negative.
       lazy: Whether the averages of rows that a sparse gradient does not touch
         may lag behind until they are read. By default (None), where that is
         exact (`is_lazy`). If False, each step moves all rows, and `average`
@@ -186,16 +190,25 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
                      variables, average_batch_norm)
     self._lazy = _may_be_lazy.checked_argument(lazy)
-    self._decays = _decays.checked(average_decay)
+    self._public_decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
-           for d in self._decays):
+           for d in self._public_decays):
       raise TypeError(
-          "`average_decay` must be a number, a PowerDecay or a HalfLife, or a "
-          f"sequence of these, got {average_decay!r}.")
+          "`average_decay` must be a number, a PowerDecay, a HalfLife or a "
+          f"BEMA, or a sequence of these, got {average_decay!r}.")
+    self._decays = _decays.with_origins(self._public_decays)
+    self.follows_variables = self._decays != self._public_decays
+    for x in _steps.within(self) if self.follows_variables else ():
+      if x.use_ema or isinstance(x, _averaging.AveragingOptimizer):
+        raise ValueError(
+            "`optimizer` of a MovingAverage with a BEMA must not be or hold an "
+            "optimizer that puts averages in the weights, from which the BEMA "
+            f"follows, got {type(x).__qualname__}. Use one of the two.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
     start_step = _checks.integer("start_step", start_step, 0)
     self._update_every = _checks.integer("update_every", update_every, 1)
+    _decays.check_update_every(self._public_decays, self._update_every)
     self._num_updates = num_updates
     self._start_step = start_step
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
@@ -278,8 +291,12 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     self._seed_unbegun()
     k = self._index_of(decay)
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
-    return self._readable(
+    found = self._readable(
         "average", self._found(variable, self._rows[k], of_batch_norm[k]))
+    if self._is_derived(k) and (key := self._var_key(variable)) in (
+        self._rows[k]):
+      return tf.convert_to_tensor(self._derived(variable, key, k))
+    return found
 
   def is_lazy(self, variable: tf.Variable) -> bool:
     """Whether a step updates only the touched rows of a variable's averages.
@@ -303,11 +320,57 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
   def decays(self) -> list[_decays.Decay]:
-    """The decays of the averages: a list of numbers and PowerDecays."""
-    return list(self._decays)
+    """The decays of the averages: a list of numbers, PowerDecays and BEMAs."""
+    return list(self._public_decays)
 
   def _index_of(self, decay):
-    return _decays.index_of(decay, self._decays)
+    return _decays.index_of(decay, self._public_decays)
+
+  # Averages that follow from several variables
+
+  def _is_derived(self, k):
+    return isinstance(self._decays[k], _decays.BEMA)
+
+  def _derived(self, variable, key, k):
+    """The average of a BEMA, which no variable holds."""
+    decay = self._decays[k]
+    origins = self._rows[self._decays.index(decay.origin)]
+    return _bias_corrected.BiasCorrected(
+        _rules.value(variable), _rules.value(self._rows[k][key]),
+        _rules.value(origins[key]), decay, lambda: self._steps_now(key))
+
+  def _all_derived(self):
+    """[(k, the averages of a BEMA)] of all of them."""
+    return [(k, [self._derived(v, key, k) for v in self._trainable_variables
+                 if (key := self._var_key(v)) in self._rows[k]])
+            for k in range(len(self._public_decays)) if self._is_derived(k)]
+
+  def _of(self, variables, decay=None):
+    k = self._index_of(decay)
+    found = super()._of(variables, decay)
+    return ([(v, self._derived(v, self._var_key(v), k)) for v, _ in found]
+            if self._is_derived(k) else found)
+
+  def _assign(self, pairs):
+    held = [(part, part.read_value()) for _, row in self._all_derived()
+            for s in row for part in s.of_replicas()]
+    super()._assign(pairs)
+    for part, value in held:
+      part.hold(value)
+
+  def _beside(self, pairs, decay):
+    rows, its = self._all_derived(), self._index_of(decay)
+    if not rows:
+      return (), ()
+    # In a file, as when `fit` has ended: the averages stay what they are.
+    now = {id(_rules.value(v)): tf.cast(s, v.dtype) for v, s in pairs}
+    saved = []
+    for _, row in rows:
+      for s in row:
+        average, origin = s.saved
+        saved += [(average, tf.convert_to_tensor(s)),
+                  (origin, now.get(id(s.variable), s.variable))]
+    return [s for k, row in rows if k != its for s in row], saved
 
   def _averaged(self, model, decay=None):
     found = super()._averaged(model, decay)
@@ -327,12 +390,18 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     self._seed_unbegun()
     self.set_model(model)
     _, of_batch_norm = self._statistics()
+    rows_now = [
+        _state.Row({key: self._derived(v, key, k)
+                    for v in self._trainable_variables
+                    if (key := self._var_key(v)) in row})
+        if self._is_derived(k) else row for k, row in enumerate(self._rows)]
     steps = self.average_steps()
     if steps is not None:  # Until the averages moved last.
       steps -= steps % self._update_every
     return [(decay, steps, lambda v, rows=rows: next(
         (row[key] for row in rows if (key := self._var_key(v)) in row), None))
-            for decay, *rows in zip(self._decays, self._rows, of_batch_norm)]
+            for decay, *rows in zip(self._public_decays, rows_now,
+                                    of_batch_norm)]
 
   def _averages_of(self, step):
     decays = self._decays_now(step)
@@ -376,7 +445,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     if self._dynamic_decay:
       counts.append(_decays.periods(since, every))
     decays = _decays.where_due(due, _decays.of_step(
-        self._decays, lambda: _decays.periods(steps, every) + 1, counts))
+        self._decays, lambda: _decays.periods(steps, every) + 1, counts, every))
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
@@ -403,6 +472,17 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
                       tf.constant(0, tf.int64))
+
+  def _steps_now(self, key):
+    """The number of steps of a variable's averages until now: an int64 tensor.
+    """
+    part, opt = next((part, opt) for part, opt in self._parts().items() if any(
+        self._var_key(v) == key for v in opt._trainable_variables))
+    first = self._first[part].value.read_value()
+    iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
+    return tf.where(first < 0, tf.constant(0, tf.int64), tf.maximum(
+        iterations - tf.maximum(first, self._start_step),
+        tf.constant(0, tf.int64)))
 
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.

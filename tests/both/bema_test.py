@@ -1,0 +1,391 @@
+"""BEMA in both halves: numbers, the average in place of weights, and files."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import averages
+import numerics
+import wrapopt
+from wrapopt import checkpoints
+import wrapopt.keras as wk
+
+# For MirroredStrategy: before anything runs.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
+
+K = keras.optimizers
+v1 = tf.compat.v1
+START = np.array([[2.0, -4.0], [8.0, 1.0]], np.float32)
+SIMPLE = {"lag": 1, "ema_power": 1, "bias_power": 1}
+DEFAULT = {"lag": 10, "multiplier": 1.0, "ema_power": 0.5, "bias_power": 0.2}
+EAGER = [way for way in averages.WAYS if way.mode == "eager" and way.one_pass]
+SESSIONS = [way for way in averages.WAYS if way.is_graph and way.one_pass]
+
+
+def ways(chosen):
+  return pytest.mark.parametrize("way", chosen, ids=str)
+
+
+class Model:
+  """The paper's averages of a variable, in float64."""
+
+  def __init__(self, v, lag=10, multiplier=1.0, ema_power=0.5, bias_power=0.2,
+               burn_in=0, every=1):
+    self.v = self.s = self.v_0 = np.float64(v)
+    self.age = lambda t: lag + multiplier * t
+    self.powers, self.burn_in, self.every = (
+        ema_power, bias_power), burn_in, every
+    self.t = 0
+
+  def step(self, v):
+    self.v, self.t = np.float64(v), self.t + 1
+    if self.t % self.every:
+      return
+    if self.t <= self.burn_in:
+      self.s = self.v_0 = self.v
+    else:
+      beta = self.age(self.t) ** -self.powers[0]
+      self.s = (1 - beta) * self.s + beta * self.v
+
+  def average(self):
+    return self.s + self.age(self.t) ** -self.powers[1] * (self.v - self.v_0)
+
+
+def running(way, decay=None, inner="momentum", **more):
+  decay = wrapopt.BEMA(**SIMPLE) if decay is None else decay
+  return averages.running(way, {"v": START}, lambda run: {
+      "average_decay": decay, **more}, inner)
+
+
+def trained(run, steps=3):
+  for t in range(steps):
+    run.step(t - 3.0)
+  return run.value("v"), run.average("v")
+
+
+@ways(averages.WAYS)
+@pytest.mark.parametrize("settings, every", [
+    (DEFAULT, 1), ({**SIMPLE, "multiplier": 0.5, "burn_in": 4}, 1),
+    ({"burn_in": 2}, 2)], ids=["default", "burn_in", "every"])
+def test_trajectory(way, settings, every):
+  model = Model(START, **settings, every=every)
+  with running(way, wrapopt.BEMA(**settings), update_every=every) as run:
+    for t in range(12):
+      run.step(np.sin(t) + 0.5)
+      model.step(run.value("v"))
+      averages.assert_close(run.average("v"), model.average())
+    assert np.abs(model.average() - model.v).max() > 0.1
+    assert np.abs(model.average() - model.s).max() > 0.1
+
+
+def test_start_step():
+  """That of Keras ends before t begins to count."""
+  [way] = [way for way in EAGER if way.half == "keras"]
+  model = None
+  with running(way, start_step=3) as run:
+    for t in range(8):
+      run.step(t - 3.0)
+      if t < 2:
+        numerics.assert_same_bits(run.average("v"), run.value("v"))
+      elif t == 2:
+        model = Model(run.value("v"), **SIMPLE)
+      else:
+        model.step(run.value("v"))
+        averages.assert_close(run.average("v"), model.average())
+
+
+@ways(averages.WAYS)
+def test_beside_another_decay(way):
+  """Each has its own numbers; one in place hides the other."""
+  decays = [0.5, wrapopt.BEMA(**SIMPLE)]
+  refused = pytest.raises((RuntimeError, tf.errors.FailedPreconditionError,
+                           tf.errors.InvalidArgumentError))
+  with running(way, decays) as both:
+    trained(both)
+    alone = [both.average("v", decay) for decay in decays]
+    for decay, want in zip(decays, alone):
+      before = both.state()
+      with both.in_place(decay=decay):
+        numerics.assert_same_bits(both.value("v"), want)
+        with refused:
+          both.average("v", decays[1])
+        with refused if decay == 0.5 else contextlib.nullcontext():
+          both.average("v", 0.5)
+        with refused:
+          both.step(1.0)
+        numerics.assert_same_bits(both.value("v"), want)
+      for got, want in zip(both.state(), before, strict=True):
+        numerics.assert_same_bits(got, want)
+  for decay, want in zip(decays, alone):
+    if way.is_graph:
+      continue
+    with running(way, decay) as run:
+      trained(run)
+      numerics.assert_same_bits(run.average("v"), want)
+
+
+@ways(EAGER + SESSIONS)
+def test_seed_averages(way):
+  with running(way) as run:
+    trained(run)
+    run.seed()
+    v = run.value("v")
+    numerics.assert_same_bits(run.average("v"), v)
+    model = Model(v, **SIMPLE)
+    for t in range(3):
+      run.step(t - 3.0)
+      model.step(run.value("v"))
+    averages.assert_close(run.average("v"), model.average())
+
+
+@ways(EAGER + SESSIONS)
+def test_files(way, tmp_path):
+  """A run that goes on from a file gets the numbers of one that went on."""
+  for how in averages.files(way):
+    with running(way) as run:
+      _, average = trained(run)
+      before = run.state()
+      path = run.save(how, str(tmp_path / how))
+      following = trained(run)
+      if how == "checkpoint":
+        with running(way) as other:
+          status = other.restore(how, path)
+          numerics.assert_same_bits(other.average("v"), average)
+          got = trained(other)
+          status.assert_consumed()
+      else:
+        run.restore(how, path)
+        for got, want in zip(run.state(), before, strict=True):
+          numerics.assert_same_bits(got, want)
+        got = trained(run)
+      for x, want in zip(got, following):
+        numerics.assert_same_bits(x, want)
+    if how == "swapping_saver":
+      file = tf.train.load_checkpoint(path)
+      numerics.assert_same_bits(file.get_tensor("v"), average)
+
+
+@ways(SESSIONS)
+def test_snapshots(way, tmp_path):
+  with running(way) as run:
+    op, feed = run.train_op(1.0)
+    hook = checkpoints.SnapshotHook(run.opt, str(tmp_path), 2)
+    with v1.train.MonitoredSession(hooks=[hook]) as session:
+      for _ in range(2):
+        session.run(op, feed)
+      want = session.run(run.opt.average(run.variables["v"]))
+    [path] = {str(p).removesuffix(".index") for p in tmp_path.glob("*.index")}
+    numerics.assert_same_bits(tf.train.load_variable(path, "v"), want)
+
+
+@ways(EAGER)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(way, dtype):
+  value = START.astype(tf.as_dtype(dtype).as_numpy_dtype)
+  model = Model(value.astype(np.float64), **SIMPLE)
+  with averages.running(way, {"v": value}, lambda run: {
+      "average_decay": wrapopt.BEMA(**SIMPLE),
+      **({"shadow_dtype": tf.float32} if way.half == "v1" and dtype != "float64"
+         else {})}, "sgd") as run:
+    for t in range(4):
+      run.step(t - 3.0)
+      model.step(run.value("v").astype(np.float64))
+    averages.assert_close(run.average("v"), model.average())
+    with run.in_place():
+      np.testing.assert_allclose(run.value("v").astype(np.float64),
+                                 model.average(), 0.01)
+
+
+@ways(EAGER)
+def test_rows_that_lag(way):
+  """The averages of an embedding's untouched rows catch up."""
+  with running(way, inner="sgd") as lazy, running(
+      way, inner="sgd", lazy=False) as dense:
+    for t in range(6):
+      # Row 1 in each third step.
+      rows = [1] if t % 3 == 2 else [0]
+      for run in lazy, dense:
+        run.step({"v": (np.float32([[t, 1.0]]), rows)})
+    assert lazy.averaging.is_lazy(lazy.variables["v"])
+    np.testing.assert_allclose(lazy.average("v"), dense.average("v"), 1e-6)
+    with lazy.in_place(), dense.in_place():
+      np.testing.assert_allclose(lazy.value("v"), dense.value("v"), 1e-6)
+
+
+def test_a_step_does_not_touch_v_0():
+  """Its decay is exactly 1: all back ends leave such an average alone."""
+  decay = wrapopt.BEMA()
+  for t in (1, 10, 10**9):
+    assert float(decay.origin.at(t)) == 1
+  [way] = [way for way in averages.WAYS if str(way) == "v1-function-one"]
+  with running(way) as run:
+    trained(run, 1)
+    origin = run.opt.get_slot(run.variables["v"], (
+        f"ExponentialMovingAverage_{run.opt._decays[1]}"))
+    numerics.assert_same_bits(origin.numpy(), START)
+    graph = run._function.get_concrete_function(
+        [tf.zeros(START.shape)]).graph
+    assert [op.type for op in graph.get_operations()
+            if op.type.startswith("Wrapopt>Apply")] == [
+                "Wrapopt>Apply"]
+
+
+@pytest.mark.parametrize("make, error, message", [
+    (lambda: wrapopt.BEMA(lag=0.5), ValueError, "`lag` must be finite and at "
+     "least 1, got 0.5"),
+    (lambda: wrapopt.BEMA(bias_power=-1), ValueError, "`bias_power` must be"),
+    (lambda: wrapopt.BEMA(ema_power="a"), TypeError, "`ema_power` must be a nu"),
+    (lambda: wrapopt.BEMA(burn_in=1.5), TypeError, "must be an integer, got 1"),
+    (lambda: wk.MovingAverage(K.SGD(), wrapopt.BEMA(burn_in=3), update_every=2),
+     ValueError, r"`update_every` must divide the burn_in of BEMA\(.*burn_in=3"
+     r"\), got 2"),
+    (lambda: wk.MovingAverage(wk.SWA(K.SGD()), wrapopt.BEMA()), ValueError,
+     "MovingAverage with a BEMA must not be or hold .* got SWA"),
+    (lambda: wk.MovingAverage(K.SGD(use_ema=True), wrapopt.BEMA()), ValueError,
+     "must not be or hold .* got SGD"),
+    (lambda: wk.SWA(wk.MovingAverage(K.SGD(), [0.5, wrapopt.BEMA()])),
+     ValueError, "of a SWA must not .* MovingAverage with a BEMA"),
+    (lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), [wrapopt.BEMA()] * 2),
+     ValueError, "must hold different decays"),
+])
+def test_refused(make, error, message):
+  with pytest.raises(error, match=message):
+    make()
+
+
+# Keras.
+
+
+def model_of(opt):
+  keras.utils.set_random_seed(1)
+  model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3),
+                            keras.layers.BatchNormalization(),
+                            keras.layers.Dense(1)])
+  model.compile(opt, "mse")
+  return model
+
+
+def fit(model, epochs=1, **more):
+  x = np.random.default_rng(1).normal(size=(64, 4)).astype(np.float32)
+  y = x.sum(1, keepdims=True)
+  return model.fit(x, y, 8, epochs, verbose=0, shuffle=False, **more)
+
+
+def optimizer(**more):
+  return wk.MovingAverage(K.SGD(0.1), [0.5, wrapopt.BEMA(**SIMPLE)], **more)
+
+
+def averages_of(model):
+  return [[model.optimizer.average(v, d).numpy() for v in
+           model.trainable_variables] for d in model.optimizer.decays()]
+
+
+@pytest.mark.parametrize("decays", [[wrapopt.BEMA(**SIMPLE)],
+                                    [0.5, wrapopt.BEMA(**SIMPLE)]])
+def test_fit_ends_with_the_average(decays):
+  """And the averages are the same then, whichever is in the weights."""
+  kept = model_of(wk.MovingAverage(K.SGD(0.1), decays, keep_raw_weights=True))
+  model = model_of(wk.MovingAverage(K.SGD(0.1), decays))
+  for m in kept, model:
+    fit(m)
+  want = averages_of(kept)
+  assert any((a != b).any() for a, b in zip(
+      want[0], [v.numpy() for v in kept.trainable_variables]))
+  for _ in range(2):
+    for got, row in zip(averages_of(model), want, strict=True):
+      for x, y in zip(got, row, strict=True):
+        numerics.assert_same_bits(x, y)
+    for v, x in zip(model.trainable_variables, want[0]):
+      numerics.assert_same_bits(v.numpy(), x)
+    model.optimizer.finalize_variable_values(model.trainable_variables)
+  for decay, row in zip(decays, want):
+    with model.optimizer.averaged_weights(model, decay=decay):
+      for v, x in zip(model.trainable_variables, row):
+        numerics.assert_same_bits(v.numpy(), x)
+  fit(model)  # From the average.
+  assert all(np.isfinite(x).all() for row in averages_of(model) for x in row)
+
+
+@pytest.mark.parametrize("in_place", [None, 0, 1])
+def test_keras_files(in_place, tmp_path):
+  path = str(tmp_path / "model.keras")
+  model = model_of(optimizer(keep_raw_weights=True))
+  fit(model)
+  want = averages_of(model)
+  if in_place is None:
+    model.save(path)
+  else:
+    with model.optimizer.averaged_weights(
+        model, decay=model.optimizer.decays()[in_place]):
+      model.save(path)
+  loaded = keras.saving.load_model(path)
+  assert loaded.optimizer.decays() == model.optimizer.decays()
+  for got, row in zip(averages_of(loaded), want, strict=True):
+    for x, y in zip(got, row, strict=True):
+      numerics.assert_same_bits(x, y)
+  if in_place is None:
+    for m in loaded, model:
+      fit(m)
+    for x, y in zip(loaded.get_weights(), model.get_weights()):
+      numerics.assert_same_bits(x, y)
+    for got, row in zip(averages_of(loaded), averages_of(model)):
+      for x, y in zip(got, row, strict=True):
+        numerics.assert_same_bits(x, y)
+  else:
+    for v, x in zip(loaded.trainable_variables, want[in_place]):
+      numerics.assert_same_bits(v.numpy(), x)
+
+
+def test_evaluated_and_shipped(tmp_path):
+  model = model_of(optimizer(average_batch_norm=True, keep_raw_weights=True))
+  x = np.random.default_rng(2).normal(size=(16, 4)).astype(np.float32)
+  data = x, x.sum(1, keepdims=True)
+  history = fit(model, 2, validation_data=data, callbacks=[
+      wk.EvaluateWithAverages(decay="all"),
+      wk.Snapshots(str(tmp_path), 8)]).history
+  opt, bema = model.optimizer, model.optimizer.decays()[1]
+  shipped = opt.averaged_model(model, decay=bema)
+  shipped.compile(loss="mse")
+  [key] = [key for key in history if "bema" in key]
+  np.testing.assert_allclose(shipped.evaluate(*data, verbose=0),
+                             history[key][-1], 1e-5)
+  # A corrected variance could be negative.
+  variance = model.layers[1].moving_variance
+  assert (shipped.layers[1].moving_variance.numpy() > 0).all()
+  numerics.assert_same_bits(shipped.layers[1].moving_variance.numpy(),
+                            opt.average(variance, bema).numpy())
+  [path] = [p for p in tmp_path.glob("*16*bema*.weights.h5")]
+  other = model_of("sgd")
+  other.load_weights(str(path))
+  for v, x in zip(other.trainable_variables, averages_of(model)[1]):
+    numerics.assert_same_bits(v.numpy(), x)
+
+
+def test_mirrored():
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  make = lambda: wk.MovingAverage(K.SGD(0.5), wrapopt.BEMA(**SIMPLE))
+  with strategy.scope():
+    v = keras.Variable(START)
+    opt = make()
+    opt.build([v])
+  w, alone = keras.Variable(START), make()
+  run = tf.function(lambda g: strategy.run(lambda: opt.apply([g / 2], [v])))
+  for t in range(4):
+    g = tf.fill([2, 2], t - 1.5)
+    run(g)
+    alone.apply([g], [w])
+  np.testing.assert_allclose(opt.average(v), alone.average(w), 1e-6)
+  with opt.averaged_weights():
+    for local in strategy.experimental_local_results(v.value):
+      np.testing.assert_allclose(local, alone.average(w), 1e-6)
+  want = np.array(alone.average(w))
+  opt.finalize_variable_values([v])
+  for local in strategy.experimental_local_results(v.value):
+    np.testing.assert_allclose(local, want, 1e-6)
+  np.testing.assert_allclose(opt.average(v), want, 1e-6)

@@ -1,0 +1,49 @@
+"""The average of a BEMA, which follows from three variables."""
+
+import tensorflow as tf
+
+from wrapopt import _checks
+from wrapopt._averages import _derived
+from wrapopt._averages import _in_place
+from wrapopt._averages import _lazy
+from wrapopt._averages import _replicas
+from wrapopt._averages import _swap
+
+
+class BiasCorrected(_derived.Derived):
+  """s + alpha_t (v - v_0)."""
+
+  def __init__(self, variable, average, origin, decay, steps):
+    """Makes the average of a variable.
+
+    Args:
+      variable: The variable v.
+      average: The average s.
+      origin: The average that holds v_0.
+      decay: The BEMA.
+      steps: A function that returns t, a number or a tensor.
+    """
+    super().__init__(variable, _lazy.stored(average), [average, origin])
+    self._decay, self._steps = decay, steps
+
+  def read_value(self):
+    """The average now: a tensor of the dtype of s."""
+    _in_place.check(self.rows)
+    _swap.check_unoccupied(self.variable)
+    # Half-precision numbers are computed in float32.
+    dtype = tf.float32 if self.dtype in _checks.LOW_PRECISION else self.dtype
+    v, s, v_0 = (tf.cast(x.read_value(), dtype)
+                 for x in (self.variable, *self.saved))
+    alpha = tf.cast(self._decay.correction(self._steps()), dtype)
+    return tf.cast(s + alpha * (v - v_0), self.dtype)
+
+  def hold(self, value):
+    """Sets s to `value`, and v_0 to v: the average is `value` then."""
+    average, origin = self.saved
+    average.assign(tf.cast(value, self.dtype))
+    origin.assign(tf.cast(self.variable, self.dtype))
+
+  def of_replicas(self):
+    return [BiasCorrected(*parts, self._decay, self._steps)
+            for parts in zip(*map(_replicas.values,
+                                  (self.variable, *self.saved)))]

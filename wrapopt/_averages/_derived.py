@@ -1,0 +1,52 @@
+"""Averages that no variable holds: they follow from several variables."""
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt import ops
+
+
+class Derived:
+  """An average that follows from its variable and others.
+
+  It converts to a tensor. In a graph, a session can fetch it.
+
+  Attributes:
+    variable: The variable.
+    rows: The variable of the average's own that has no value while averages are
+      in place of their variables, so that nobody reads this one then.
+    saved: What a file must have beside the variable. The first is `rows`, or an
+      average whose rows may lag behind.
+    dtype: Its dtype.
+  """
+
+  def __init__(self, variable, rows, saved):
+    self.variable, self.rows, self.saved = variable, rows, saved
+    self.dtype = rows.dtype.base_dtype
+
+  def read_value(self):
+    """Its value now: a tensor."""
+    raise NotImplementedError
+
+  def of_replicas(self):
+    """Those of the components of a strategy's variable: a list."""
+    raise NotImplementedError
+
+  def make_element(self):
+    """In a graph, makes the tensor that sessions fetch."""
+    with tf.name_scope(f"{self.rows.op.name}/x/"), ops.device_of(self.rows):
+      tf.identity(self.read_value(), name="value")
+
+  def _as_graph_element(self):
+    # By name: who holds this object holds no part of a graph.
+    return self.rows.graph.get_tensor_by_name(
+        f"{self.rows.op.name}/x/value:0")
+
+  def __array__(self, dtype=None, copy=None):
+    del copy  # It is computed each time.
+    return np.array(self.read_value(), dtype)
+
+
+tf.register_tensor_conversion_function(
+    Derived, lambda x, dtype=None, name=None, as_ref=False: (
+        x.read_value() if dtype is None else tf.cast(x.read_value(), dtype)))
