@@ -160,7 +160,7 @@ def test_a_hook_is_checked(tmp_path):
   sgd = v1.train.GradientDescentOptimizer(1.0)
   opt = wrapopt.MovingAverageOptimizer(sgd, NARROW)
   for error, match, args in [
-      (TypeError, "`opt` must be a wrapopt.MovingAverageOptimizer or .*, got ",
+      (TypeError, "`opt` must be a wrapopt.MovingAverageOptimizer, .*, got ",
        (sgd, tmp_path, 1)),
       (TypeError, "`save_steps` must be an integer", (opt, tmp_path, 1.5)),
       (ValueError, "`save_steps` must be at least 1", (opt, tmp_path, 0)),

@@ -26,20 +26,28 @@ GRAD = np.float32([[0.5, 0.25], [-1, 0.125], [2, -0.5]])
 SESSIONS = {
     "average": lambda: wrapopt.MovingAverageOptimizer(
         v1.train.AdamOptimizer(0.125), [0.5, wrapopt.PowerDecay(0.1)]),
+    "bema": lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.AdamOptimizer(0.125), wrapopt.BEMA()),
     "gate": lambda: wrapopt.DropStaleGradientOptimizer(
         v1.train.MomentumOptimizer(0.125, 0.5), 2),
     "lazy adam": lambda: wrapopt.LazyAdamOptimizer(0.125),
+    "primal average": lambda: wrapopt.PrimalAverageOptimizer(
+        v1.train.AdamOptimizer(0.125)),
     "schedule-free": lambda: wrapopt.ScheduleFreeOptimizer(
         v1.train.AdamOptimizer(0.125)),
 }
 KERAS = {
     "average": lambda: wrapopt.keras.MovingAverage(
         keras.optimizers.AdamW(0.125), [0.5, wrapopt.PowerDecay(0.1)]),
+    "bema": lambda: wrapopt.keras.MovingAverage(
+        keras.optimizers.AdamW(0.125), wrapopt.BEMA()),
     "gate": lambda: wrapopt.keras.DropStaleGradient(
         keras.optimizers.SGD(0.125, 0.5), 2),
     "lazy adam": lambda: wrapopt.keras.LazyAdam(0.125),
     "lookahead": lambda: wrapopt.keras.Lookahead(
         keras.optimizers.RMSprop(0.125), 2),
+    "primal average": lambda: wrapopt.keras.PrimalAverage(
+        keras.optimizers.AdamW(0.125)),
     "schedule-free": lambda: wrapopt.keras.ScheduleFree(
         keras.optimizers.Adam(0.125)),
     "swa": lambda: wrapopt.keras.SWA(keras.optimizers.SGD(0.125), 1, 1),

@@ -267,7 +267,8 @@ def test_nobody_reads_an_average(name, is_dense, dtype, tmp_path):
   model.compile(opt, "mse")
   gradient = tf.IndexedSlices(tf.ones([1, 1], dtype), [0], [2, 1])
   opt.apply([tf.convert_to_tensor(gradient) if is_dense else gradient], [v])
-  average = opt.z(v) if name == "schedule_free" else opt.average(v)
+  average = (opt.z(v) if name in ("primal_average", "schedule_free")
+             else opt.average(v))
   functions = [tf.function(lambda: tf.convert_to_tensor(average) + 0),
                tf.function(lambda: tf.convert_to_tensor(opt.average(v)) + 0),
                tf.function(lambda: tf.convert_to_tensor(average) + 0,

@@ -125,9 +125,8 @@ def test_all_shapes(make, dtype, wrapper):
     with pytest.warns(UserWarning, match="Gradients do not exist"):
       opt.apply([*(tf.ones(v.shape, dtype) for v in variables[:3]), None],
                 variables)
-  want = interpolated_model.Model(
-      2.0, interpolated_model.Inner("SGD"), **(
-          {"momentum": 0.75, "average_decay": 0.5} if wrapper is primal else {}))
+  want = interpolated_model.Model(2.0, interpolated_model.Inner("SGD"), **(
+      {"momentum": 0.75, "average_decay": 0.5} if wrapper is primal else {}))
   for _ in range(3):
     want.step(1.0, 0.25)
   eps = float(ml_dtypes.finfo(variables[0].value.dtype.as_numpy_dtype).eps)

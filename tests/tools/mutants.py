@@ -51,14 +51,39 @@ def _mutants():
           "//tests/both:interpolated_test")
   yield m("Schedule-Free: after fit, x is taken for y",
           "wrapopt/_averages/_interpolated.py", "1 - of_x / share",
-          "1 - of_x / self.momentum", "//tests/keras:interpolated_test")
+          "1 - of_x / momentum", "//tests/keras:interpolated_test")
   yield m("Schedule-Free: x is y", "wrapopt/_averages/_interpolated.py",
           "y + apart * (tf.cast(z, dtype) - y)", "y",
           "//tests/keras:interpolated_test")
   yield m("Schedule-Free: momentum acts twice in two passes",
-          "wrapopt/keras/schedule_free.py",
+          "wrapopt/keras/_interpolated.py",
           '"beta_1": property(lambda _: 0.0)', '"_": None',
           "//tests/both:interpolated_test")
+  yield m("primal average: Adam loses its first moment",
+          "wrapopt/_averages/_interpolated.py", "replaces_momentum = False",
+          "replaces_momentum = True", "//tests/both:interpolated_test")
+  yield m("BEMA: against the way that the weights went",
+          "wrapopt/_averages/_bias_corrected.py", "alpha * (v - v_0)",
+          "alpha * (v_0 - v)", "//tests/both:bema_test")
+  yield m("BEMA: t counts updates, not steps", "wrapopt/_averages/_decays.py",
+          "t * every if decay.counts_steps else t", "t",
+          "//tests/both:bema_test")
+  yield m("BEMA: after fit, it follows from the averaged weights",
+          "wrapopt/keras/moving_average.py", "      part.hold(value)",
+          "      pass", "//tests/both:bema_test")
+  yield m("BEMA: a file in place has its own s",
+          "wrapopt/keras/moving_average.py",
+          "(average, tf.convert_to_tensor(s)),", "",
+          "//tests/both:bema_test")
+  yield m("BEMA: it is read while another average is in place",
+          "wrapopt/keras/moving_average.py",
+          "return [s for k, row in rows if k != its for s in row], saved",
+          "return (), saved", "//tests/both:bema_test")
+  yield m("decay of merges: factors in the opposite order",
+          "wrapopt/checkpoints/_rate_decay.py",
+          "factors = [1.0, *(of_updates / np.diff(s)), 0.0]",
+          "factors = [1.0, *(of_updates / np.diff(s))[::-1], 0.0]",
+          "//tests/checkpoints:rate_decay_test")
   yield m("compensation: away from the weights of the gradient",
           "cc/rules/compensation.h", "(zero - grad) * factor", "grad * factor",
           "//tests/ops:compensation_test")

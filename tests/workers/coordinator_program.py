@@ -86,6 +86,7 @@ UNLOCKED = {
     "MovingAverage": lambda: wk.MovingAverage(K.SGD(1.0), 0.5),
     "PowerDecay": lambda: wk.MovingAverage(
         K.SGD(1.0), wrapopt.PowerDecay(0.1), update_every=3),
+    "BEMA": lambda: wk.MovingAverage(K.SGD(1.0), wrapopt.BEMA()),
     "DropStaleGradient": lambda: wk.DropStaleGradient(K.SGD(1.0), 1000),
     "of version 1": lambda: wrapopt.MovingAverageOptimizer(
         tf1.train.GradientDescentOptimizer(1.0), 0.5)}

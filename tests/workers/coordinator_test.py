@@ -187,7 +187,7 @@ def test_a_step_with_a_lock_needs_no_worker():
   assert re.search("All ops of a step that several workers share must be on "
                    "servers, .*, got 'cond/.*' of type Identity on "
                    "'/job:worker", cases.pop("on a worker"))
-  assert len(cases) == 10
+  assert len(cases) == 11
   for name, function in cases.items():
     assert held(found()["graphs"][function]) == (
         {("ps", "0"), ("ps", "1")}, []), name

@@ -15,28 +15,35 @@ import sys
 import keras
 import tensorflow as tf
 
+import wrapopt
 from wrapopt.bench import harness
 from wrapopt.bench import sets
 
 _tf1 = tf.compat.v1
 _optimizers = keras.optimizers
-_PEER = "Adam"
+_PEER, _AVERAGE = "Adam", "MovingAverage(Adam)"
 
 
-def _schedule_free(opt):
+def _wrapped(wrapper, inner, *args):
   # pylint: disable=g-import-not-at-top
   import wrapopt.keras
-  return wrapopt.keras.ScheduleFree(opt)
+  return getattr(wrapopt.keras, wrapper)(inner(1e-3), *args)
 
 
 # {name: (the function that makes it, arrays that a step writes)}.
 OPTIMIZERS = {
     _PEER: (lambda: _optimizers.Adam(1e-3), 3),
     "ScheduleFree(Adam)": (
-        lambda: _schedule_free(_optimizers.Adam(1e-3)), 3),
+        lambda: _wrapped("ScheduleFree", _optimizers.Adam), 3),
     "ScheduleFreeAdamW": (lambda: _optimizers.ScheduleFreeAdamW(1e-3), 4),
     "SGD, momentum": (lambda: _optimizers.SGD(1e-3, momentum=0.9), 2),
-    "ScheduleFree(SGD)": (lambda: _schedule_free(_optimizers.SGD(1e-3)), 2),
+    "ScheduleFree(SGD)": (
+        lambda: _wrapped("ScheduleFree", _optimizers.SGD), 2),
+    _AVERAGE: (lambda: _wrapped("MovingAverage", _optimizers.Adam), 4),
+    "BEMA(Adam)": (lambda: _wrapped(
+        "MovingAverage", _optimizers.Adam, wrapopt.BEMA()), 4),
+    "PrimalAverage(Adam)": (
+        lambda: _wrapped("PrimalAverage", _optimizers.Adam), 4),
 }
 _FREE = "ScheduleFree(Adam)"
 _MODES = ("tf.function", "jit", "eager")
@@ -64,8 +71,8 @@ def contests(options):
 
 def _contest(name, shapes, names, torch_python):
   contest = harness.Contest(
-      sets.described(name, shapes), {"set": name}, peers={"x_adam": _PEER},
-      streams=(shapes, 1))
+      sets.described(name, shapes), {"set": name},
+      peers={"x_adam": _PEER, "x_average": _AVERAGE}, streams=(shapes, 1))
   for mode in _MODES:
     for x in names:
       make, written = OPTIMIZERS[x]

@@ -328,6 +328,13 @@ BLOCKS = {
             ("SGD with momentum, ms", "milliseconds", "SGD, momentum"),
             ("`ScheduleFree(SGD)`, ms", "milliseconds", "ScheduleFree(SGD)"),
             ("AdamWScheduleFree, ms", "milliseconds", "AdamWScheduleFree")]),
+    "keras-averages": _Block(
+        "keras-optimizers", {"variables": "set", "mode": "mode"}, [
+            ("`MovingAverage(Adam)`, x Adam", "x_adam", "MovingAverage(Adam)"),
+            ("`PrimalAverage(Adam)`, x `MovingAverage(Adam)`", "x_average",
+             "PrimalAverage(Adam)"),
+            ("with a `BEMA`, x `MovingAverage(Adam)`", "x_average",
+             "BEMA(Adam)")]),
     "keras-swap": _Block("keras", {"megabytes of weights": "megabytes"}, [
         ("`SwapEMAWeights`, ms", "milliseconds", "SwapEMAWeights"),
         ("`averaged_weights`, x `SwapEMAWeights`", "x_keras:.3f",

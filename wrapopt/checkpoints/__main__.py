@@ -1,6 +1,7 @@
 """Averages checkpoints, without the model and its code.
 
-  merge     the mean of checkpoints, or a weighted mean
+  merge     the mean of checkpoints, a weighted mean, or the end of a learning
+            rate's decay
   lawa      the mean of the latest checkpoints of a run
   ema       an exponential moving average along the checkpoints of a run
   posthoc   the average of any width, from the snapshots of a run
@@ -26,6 +27,7 @@ Examples:
   python -m wrapopt.checkpoints merge a.keras b.keras --output mean.keras
   python -m wrapopt.checkpoints merge run/model-1000 run/model-2000 \\
       --weights 0.3 0.7 --output run/mean
+  python -m wrapopt.checkpoints merge run --decay 1-sqrt --output run/decayed
   python -m wrapopt.checkpoints lawa run --window 5 --output averaged/model
   python -m wrapopt.checkpoints posthoc run/snapshots --relative-width 0.08 \\
       --output width.weights.h5
@@ -41,11 +43,14 @@ import json
 import os
 import sys
 
+import numpy as np
+
 from wrapopt import _extras
 from wrapopt import checkpoints
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
+from wrapopt.checkpoints import _rate_decay
 
 _WIDTHS = (0.02, 0.03, 0.04, 0.05, 0.07, 0.1, 0.13, 0.17, 0.22)
 
@@ -62,6 +67,17 @@ def main(argv=None):
       "--weights", type=float, nargs="+", metavar="W",
       help="a number for each input; they are divided by their sum. Default: "
       "the mean")
+  command.add_argument(
+      "--decay", choices=_rate_decay.SHAPES,
+      help="the weights that make checkpoints of a constant learning rate into "
+      "the result of this decay of it")
+  command.add_argument(
+      "--decay-steps", type=float, metavar="N",
+      help="the number of steps of the decay. Default: from the first input to "
+      "the last")
+  command.add_argument(
+      "--steps", type=float, nargs="+", metavar="T",
+      help="the step of each input. Default: the number at the end of its name")
   command = _add(commands, "ema", _run_ema, checkpoints.ema)
   command.add_argument(
       "--decay", type=float, default=0.5, metavar="D",
@@ -148,8 +164,13 @@ def _note_batch_norm(path, remedy=(
 
 def _run_merge(options, parser):
   del parser
-  checkpoints.merge(options.inputs, options.output, options.weights,
-                    **_common(options))
+  fitted = checkpoints.merge(
+      options.inputs, options.output, options.weights, decay=options.decay,
+      decay_steps=options.decay_steps, steps=options.steps, **_common(options))
+  if fitted is not None:
+    print(f"{options.output}: of {np.count_nonzero(fitted.weights)} of "
+          f"{len(fitted.weights)} inputs, error of the decay "
+          f"{fitted.error:.2%}")
   _note_batch_norm(options.output)
 
 

@@ -1,0 +1,403 @@
+"""Compares all averages of this package with schedules of the learning rate.
+
+Five small models learn real data that need no download. The error on held-out
+data is measured over the steps of the training:
+
+  digits        scikit-learn's 1,797 scans of digits, in a net of two layers
+  digits_conv   the same, in a convolutional net with batch normalizations
+  diabetes      scikit-learn's 442 patients, a regression
+  tokens        the scans again, as 64 tokens with an embedding of each value
+  text          the next character of the docstrings of the first files of the
+                standard library, in lower case, from the 12 before it
+
+All contenders use Adam, and take the same number of steps:
+
+  constant       a constant rate, after a warm-up
+  cosine         a rate that falls to 0 by a cosine, after a warm-up
+  EMA            averages of a PowerDecay, in the run at a constant rate
+  SWA, LAWA      the mean of the latest weights of that run
+  WSM            the same weights, merged as a linear decay of the rate
+  BEMA           averages that are corrected for their lag, in the same run
+  Schedule-Free  wrapopt.keras.ScheduleFree
+  GPA            wrapopt.keras.PrimalAverage, after the warm-up
+  Keras's y      Keras's ScheduleFreeAdamW, evaluated with the weights in the
+                 model, since it does not give its averages
+
+The learning rate of each, which is the peak of a schedule, comes from one grid,
+and one setting from three values: the length of the warm-up, the width of the
+average, the part of the run that it covers, bias_power, momentum or
+average_decay. Chosen is what has the least error on other data (validation) at
+the end of runs with seeds that are not those of the table. The statistics of
+batch normalizations are recalibrated for all. The table and the figure have the
+mean, the least and the largest error of all seeds.
+
+A run is kept in runs-TASK.json once it has ended. The command goes on from
+there. Commands for some of the tasks can run beside each other.
+"""
+
+import collections
+import itertools
+import json
+import os
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
+from wrapopt import _extras
+from wrapopt.checkpoints import _rate_decay
+from wrapopt.examples import _command
+from wrapopt.examples import _plots
+from wrapopt.examples import _tasks
+import wrapopt.keras
+
+layers = keras.layers
+
+_BATCH = 32
+_WARMUPS = (0.02, 0.05, 0.1)  # Parts of the steps in which the rate rises.
+_WARMUP = 0.05  # Where that is not the setting.
+_KEPT = 48  # Weights that a run keeps, for means and merges.
+_WIDTHS = (0.05, 0.1, 0.2)
+_PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
+_POWERS = (0.1, 0.2, 0.4)
+_BETAS = (0.9, 0.95, 0.98)
+_DECAYS = (0.9, 0.97, 0.99)
+_LETTERS = " abcdefghijklmnopqrstuvwxyz"
+_WINDOW = 12  # Characters from which the next one is predicted.
+
+
+class Way(NamedTuple):
+  """A way to train, and which weights to evaluate.
+
+  Attributes:
+    run: A key of _OPTIMIZERS.
+    setting: The argument of that: the warm-up of a constant or cosine rate.
+    average: The average to evaluate: a key of `_averages_of`, or "model".
+  """
+  run: str
+  setting: float
+  average: str = "model"
+
+
+_OPTIMIZERS = {
+    "constant": lambda steps, warmup: keras.optimizers.Adam(
+    ) if warmup != _WARMUP else wrapopt.keras.MovingAverage(
+        "adam", [*map(wrapopt.PowerDecay, _WIDTHS),
+                 *(wrapopt.BEMA(bias_power=power) for power in _POWERS)]),
+    "cosine": lambda steps, warmup: keras.optimizers.Adam(),
+    "schedule-free": lambda steps, beta: wrapopt.keras.ScheduleFree(
+        keras.optimizers.Adam(beta_1=beta), beta, _steps(_WARMUP, steps)),
+    "gpa": lambda steps, decay: wrapopt.keras.PrimalAverage(
+        "adam", average_decay=decay),
+    "keras": lambda steps, beta: keras.optimizers.ScheduleFreeAdamW(
+        beta_1=beta, warmup_steps=_steps(_WARMUP, steps)),
+}
+_CONTENDERS = {
+    "constant": [Way("constant", x) for x in _WARMUPS],
+    "cosine": [Way("cosine", x) for x in _WARMUPS],
+    "EMA": [Way("constant", _WARMUP, f"EMA {x}") for x in _WIDTHS],
+    "SWA, LAWA": [Way("constant", _WARMUP, f"LAWA {x}") for x in _PARTS],
+    "WSM": [Way("constant", _WARMUP, f"WSM {x}") for x in _PARTS],
+    "BEMA": [Way("constant", _WARMUP, f"BEMA {x}") for x in _POWERS],
+    "Schedule-Free": [Way("schedule-free", x, "x") for x in _BETAS],
+    "GPA": [Way("gpa", x, "x") for x in _DECAYS],
+    "Keras's y": [Way("keras", x) for x in _BETAS],
+}
+# Older versions of Keras 3 lack the last one.
+CONTENDERS = tuple(list(_CONTENDERS)[:None if hasattr(
+    keras.optimizers, "ScheduleFreeAdamW") else -1])
+_STYLES = dict(zip(_CONTENDERS, (
+    "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
+
+
+def _steps(part, steps):
+  return max(1, round(part * steps))
+
+
+def rates_of(way, rate, steps):
+  """The learning rates of all steps, without the warm-up of an optimizer."""
+  t = np.arange(steps, dtype=np.float32)
+  if way.run in ("keras", "schedule-free"):
+    return np.full(steps, rate, np.float32)
+  warmup = _steps(_WARMUP if way.run == "gpa" else way.setting, steps)
+  rates = rate * np.minimum(1, (t + 1) / warmup)
+  if way.run == "cosine":
+    done = np.clip((t - warmup) / max(1, steps - warmup), 0, 1)
+    rates *= (1 + np.cos(np.pi * done)) / 2
+  return rates.astype(np.float32)
+
+
+def _averages_of(optimizer, variables, kept):
+  """{name: weights} of all averages of a run now.
+
+  Args:
+    optimizer: The optimizer.
+    variables: The variables that it trains.
+    kept: {step: weights} so far.
+  """
+  if isinstance(optimizer, (wrapopt.keras.PrimalAverage,
+                            wrapopt.keras.ScheduleFree)):
+    return {"x": [optimizer.average(v).numpy() for v in variables]}
+  if not isinstance(optimizer, wrapopt.keras.MovingAverage):
+    return {}
+  names = [f"EMA {x}" for x in _WIDTHS] + [f"BEMA {x}" for x in _POWERS]
+  found = {name: [tf.convert_to_tensor(optimizer.average(v, decay)).numpy()
+                  for v in variables]
+           for name, decay in zip(names, optimizer.decays())}
+  steps = np.array([*kept], np.float64)
+  for part in _PARTS:
+    begin = steps[-1] * (1 - part)
+    merge = lambda weights: [
+        np.tensordot(weights, x, 1).astype(np.float32)
+        for x in map(np.stack, zip(*kept.values()))]
+    latest = (steps >= begin) / np.sum(steps >= begin)
+    found[f"LAWA {part}"] = merge(latest)
+    found[f"WSM {part}"] = merge(
+        _rate_decay.of_weights(steps, "linear", steps[-1] - begin)
+        if len(steps) > 1 and begin >= steps[0] else latest)
+  return found
+
+
+def _split_text(files):
+  text = " ".join(itertools.chain.from_iterable(_tasks.read_documents(files)))
+  numbers = np.array([_LETTERS.index(c) for c in text], np.int32)
+
+  def samples(numbers):
+    windows = np.lib.stride_tricks.sliding_window_view(numbers, _WINDOW + 1)
+    return windows[:, :-1].copy(), windows[:, -1].copy()
+
+  # Neighbours overlap, so that parts of the text must be split.
+  ends = [len(numbers) * 8 // 10, len(numbers) * 9 // 10]
+  training, *others = map(samples, np.split(numbers, ends))
+  return _tasks.Split(training, *((x[:20000], y[:20000]) for x, y in others))
+
+
+TASKS = {
+    "digits": _tasks.Task(
+        _tasks.split_scans, lambda: _tasks.make_dense((8, 8, 1), 64, 10),
+        *_tasks.CLASSES),
+    "digits_conv": _tasks.Task(
+        _tasks.split_scans, lambda: _tasks.make_normalized(8, 16),
+        *_tasks.CLASSES),
+    "diabetes": _tasks.Task(
+        _tasks.split_diabetes, lambda: _tasks.make_dense((10,), 16, 1),
+        lambda y, outputs: tf.square(y - outputs), _tasks.unexplained,
+        "variance not explained (%)"),
+    "tokens": _tasks.Task(
+        _tasks.split_tokens, lambda: keras.Sequential([
+            keras.Input((64,), dtype="int32"), layers.Embedding(64 * 17, 16),
+            layers.GlobalAveragePooling1D(), layers.Dense(32, "relu"),
+            layers.Dense(10)]),
+        *_tasks.CLASSES),
+    "text": _tasks.Task(
+        _split_text, lambda: keras.Sequential([
+            keras.Input((_WINDOW,), dtype="int32"),
+            layers.Embedding(len(_LETTERS), 16), layers.Flatten(),
+            layers.Dense(128, "relu"), layers.Dense(len(_LETTERS))]),
+        _tasks.cross_entropy, _tasks.perplexity, "perplexity of a character"),
+}
+
+
+class Trainer:
+  """Trains a model in one way, several times, traced once."""
+
+  def __init__(self, task, split, way, steps):
+    self._task, self._split, self._way = task, split, way
+    self._steps = steps
+    self._model, self._optimizer = model, optimizer = self._make(0)
+    x, y = map(tf.constant, split.training)
+    self._calibration = list(tf.data.Dataset.from_tensor_slices(x).batch(256))
+
+    # Traced once for any number of batches and samples.
+    @tf.function(input_signature=[tf.TensorSpec([None, _BATCH], tf.int32),
+                                  tf.TensorSpec([None], tf.float32)])
+    def train(batches, rates):
+      for i in tf.range(tf.shape(batches)[0]):
+        optimizer.learning_rate.assign(rates[i])
+        with tf.GradientTape() as tape:
+          outputs = model(tf.gather(x, batches[i]), training=True)
+          loss = tf.reduce_mean(task.loss(tf.gather(y, batches[i]), outputs))
+        variables = model.trainable_variables
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    self._train = train
+    self._predict = tf.function(
+        lambda x: model(x, training=False),
+        input_signature=[tf.TensorSpec([None, *x.shape[1:]], x.dtype)])
+
+  def _make(self, seed):
+    keras.utils.set_random_seed(seed)
+    model = self._task.make_model()
+    optimizer = _OPTIMIZERS[self._way.run](self._steps, self._way.setting)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+  def _reset(self, seed):
+    """Sets weights and state to those of a new model and optimizer."""
+    model, optimizer = self._make(seed)
+    self._model.set_weights(model.get_weights())
+    state = {}
+    optimizer.save_own_variables(state)
+    self._optimizer.load_own_variables(state)
+    if hasattr(optimizer, "seed_averages"):
+      self._optimizer.seed_averages()
+
+  def run(self, seed, rate, points, part):
+    """Trains from the start.
+
+    Args:
+      seed: The seed of the weights and of the batches.
+      rate: The learning rate, the peak of a schedule.
+      points: The numbers of steps after which to evaluate.
+      part: The part of the split to evaluate on.
+
+    Returns:
+      {average: the errors after these numbers of steps}.
+    """
+    self._reset(seed)
+    rng = np.random.default_rng(seed)
+    n = len(self._split.training[0])
+    batches = rng.integers(n, size=(self._steps, _BATCH), dtype=np.int32)
+    rates = rates_of(self._way, rate, self._steps)
+    variables = self._model.trainable_variables
+    kept, errors, begin = {}, collections.defaultdict(list), 0
+    for end in sorted({*points, *_command.points(self._steps, _KEPT)}):
+      self._train(batches[begin:end], rates[begin:end])
+      kept[end] = [v.numpy() for v in variables]
+      begin = end
+      if end in points:
+        for name, weights in {"model": kept[end], **_averages_of(
+            self._optimizer, variables, kept)}.items():
+          errors[name].append(self._evaluate(weights, part))
+    return errors
+
+  def _evaluate(self, weights, part):
+    model = self._model
+    changed = [*model.trainable_variables, *model.non_trainable_variables]
+    before = [v.numpy() for v in changed]
+    for v, value in zip(model.trainable_variables, weights, strict=True):
+      v.assign(value)
+    wrapopt.keras.recalibrate_batch_norm(model, self._calibration)
+    error = self._task.error_of(self._predict, getattr(self._split, part))
+    for v, value in zip(changed, before, strict=True):
+      v.assign(value)
+    return error
+
+
+class Runs:
+  """The errors of all runs of a task, which a file keeps."""
+
+  def __init__(self, folder, name, files, steps):
+    self._path = os.path.join(folder, f"runs-{name}.json")
+    self._task, self._steps = TASKS[name], steps
+    self._split = self._task.load(files)
+    self._trainers = {}
+    self._of = f"{steps} steps, {files} files"
+    self._errors = {}
+    if os.path.exists(self._path):
+      with open(self._path, encoding="utf-8") as f:
+        self._errors = json.load(f)
+
+  def errors(self, way, rate, seed, points, part):
+    """As those of a Trainer, of the way's average: a list."""
+    key = f"{self._of}: {way.run} {way.setting}, {rate}, {seed}, {part}"
+    if key not in self._errors:
+      made = self._trainers.get(way[:2])
+      if made is None:
+        made = self._trainers[way[:2]] = Trainer(self._task, self._split, way,
+                                                 self._steps)
+      self._errors[key] = made.run(seed, rate, points, part)
+      with open(self._path + ".new", "w", encoding="utf-8") as f:
+        json.dump(self._errors, f)
+      os.replace(self._path + ".new", self._path)
+    return self._errors[key][way.average]
+
+
+def compare(runs, ways, rates, tuning_seeds, seeds, points, progress):
+  """Trains a task for one contender.
+
+  Args:
+    runs: The Runs of the task.
+    ways: Those of the contender.
+    rates: The learning rates to choose from.
+    tuning_seeds: The seeds of the runs that choose.
+    seeds: The number of seeds of the runs that are measured.
+    points: The numbers of steps after which to evaluate; the last is the number
+      of steps.
+    progress: A progress bar, which moves by one for each run.
+
+  Returns:
+    {"way": the chosen one, "rate": the chosen one, "validation": [(way, rate,
+    error)], "errors": the errors on held-out data after `points`, of each
+    seed}.
+  """
+  def run_all(way, rate, seeds, *args):
+    errors = [runs.errors(way, rate, seed, *args) for seed in seeds]
+    progress.update(len(seeds))
+    return errors
+
+  validation = [
+      (way, rate, float(np.mean(run_all(way, rate, tuning_seeds, points[-1:],
+                                        "validation"))))
+      for way, rate in itertools.product(ways, rates)]
+  # A run that diverges has no number as its error.
+  way, rate, _ = min(validation, key=lambda x: np.nan_to_num(x[-1], nan=np.inf))
+  return {"way": way, "rate": rate, "validation": validation,
+          "errors": run_all(way, rate, range(seeds), points, "held_out")}
+
+
+def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
+        quick=False):
+  points = _command.points(steps, 4 if quick else 12)
+  rates = (0.003, 0.01) if quick else (
+      0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
+  tuning_seeds = (1000,) if quick else (1000, 1001)
+  ways = {name: _CONTENDERS[name][1:2] if quick else _CONTENDERS[name]
+          for name in CONTENDERS}
+  total = sum(len(rates) * len(tuning_seeds) * len(x) + seeds
+              for x in ways.values())
+  found = {}
+  with _extras.load("tqdm").tqdm(total=len(tasks) * total) as progress:
+    for name in tasks:
+      runs = Runs(out, name, 12 if quick else 120, steps)
+      found[name] = {}
+      for contender in CONTENDERS:
+        progress.set_postfix_str(f"{name}: {contender}")
+        found[name][contender] = compare(
+            runs, ways[contender], rates, tuning_seeds, seeds, points, progress)
+
+  def cells(row):
+    last = np.array(row["errors"])[:, -1]
+    # It might be better beyond the grid.
+    edge = "*" if row["rate"] in (rates[0], rates[-1]) else ""
+    setting = row["way"].average.split()[-1] if (
+        row["way"].run == "constant" and row["way"].average != "model") else (
+            row["way"].setting)
+    return [f"{last.mean():.2f}", f"{last.min():.2f} - {last.max():.2f}",
+            f"{row['rate']:g}{edge}", setting]
+
+  for name, rows in found.items():
+    _command.print_table(
+        f"{name}: {TASKS[name].label}, held out (*: the end of the grid)",
+        ["after steps", points[-1], "least - largest", "rate", "setting"],
+        [[contender, *cells(row)] for contender, row in rows.items()])
+  path = os.path.join(out, "curves.png")
+  _plots.draw_curves(
+      path, "held-out error; band: the least and the largest of the seeds",
+      "optimizer steps", [_plots.Panel(name, TASKS[name].label, {
+          contender: (points, row["errors"], _STYLES[contender])
+          for contender, row in rows.items()})
+                          for name, rows in found.items()])
+  print(path)
+  return {"rates": rates, "tuning_seeds": tuning_seeds, "points": points,
+          "tasks": found}
+
+
+def main(argv=None):
+  _command.main("choosing", __doc__, argv, run)
+
+
+if __name__ == "__main__":
+  main()
