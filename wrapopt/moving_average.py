@@ -97,10 +97,11 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
       opt: A `tf.compat.v1.train.Optimizer`.
       average_decay: A number in [0, 1], a `wrapopt.PowerDecay`, a
         `wrapopt.HalfLife` or a `wrapopt.BEMA`; or a sequence or an array of
-        different ones, one for each average; or a scalar tensor or variable, or a callable that returns
-        one. A `tf.train.Checkpoint` knows several averages by their decays: any
-        order restores, and a single average becomes the first. A `Saver` knows
-        them by name. The first has no decay in its name: keep it the first.
+        different ones, one for each average; or a scalar tensor or variable, or
+        a callable that returns one. A `tf.train.Checkpoint` knows several
+        averages by their decays: any order restores, and a single average
+        becomes the first. A `Saver` knows them by name. The first has no decay
+        in its name: keep it the first.
       num_updates: A count n of updates: a number, or a tensor, variable or
         callable that is read in each step. It limits decays to at most
         `(1 + n) / (10 + n)`, so that the averages move faster at the start of

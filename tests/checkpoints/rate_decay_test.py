@@ -136,14 +136,14 @@ def test_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, error", [
-    ({"decay": "exponential"}, "`decay` must be linear, cosine, 1-sqrt or None"),
+    ({"decay": "exponential"}, "`decay` must be linear, cosine, 1-sqrt or N"),
     ({"decay": "linear", "weights": [1, 1, 1]}, "`weights` must be None with"),
-    ({"decay_steps": 3}, "`decay_steps` and `steps` must be given with `decay`"),
-    ({"decay": "linear", "decay_steps": 101}, "at most the steps .* 100, got 1"),
+    ({"decay_steps": 3}, "`decay_steps` and `steps` must be given with"),
+    ({"decay": "linear", "decay_steps": 101}, "at most the .* 100, got 101"),
     ({"decay": "linear", "decay_steps": 0}, "must be greater than 0"),
     ({"decay": "linear", "steps": [1, 2]}, "a number .* for each of the 3 in"),
-    ({"decay": "linear", "steps": [1, 3, 2]}, "order of training, got the steps "
-     "1, 3, 2"),
+    ({"decay": "linear", "steps": [1, 3, 2]}, "order of training, got the "
+     "steps 1, 3, 2"),
 ])
 def test_bad_arguments(tmp_path, arguments, error):
   paths = write(tmp_path, [300, 350, 400])
@@ -154,7 +154,7 @@ def test_bad_arguments(tmp_path, arguments, error):
 
 def test_steps_that_no_name_tells(tmp_path):
   paths = write(tmp_path, [350, 400], "model-{}-of-run")
-  with pytest.raises(ValueError, match="a name that ends with its step, .* Pass"):
+  with pytest.raises(ValueError, match="a name that ends with its step, "):
     checkpoints.merge(paths, tmp_path / "out", decay="linear")
   with pytest.raises(ValueError, match="must be at least two"):
     checkpoints.merge(paths[:1], tmp_path / "out", decay="linear", steps=[1])

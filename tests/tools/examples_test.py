@@ -16,10 +16,10 @@ import wrapopt
 from wrapopt.examples import _tasks
 from wrapopt.examples import averages
 from wrapopt.examples import cluster_digits
+from wrapopt.examples import choosing
 from wrapopt.examples import digits
 from wrapopt.examples import embeddings
 from wrapopt.examples import keras_digits
-from wrapopt.examples import schedule_free
 from wrapopt.examples import staleness
 
 tf1 = tf.compat.v1
@@ -271,47 +271,79 @@ def test_the_delay_is_exact():
   assert list(stats.admitted_histogram[:5]) == [1, 1, 1, 37, 0]
 
 
-def test_schedule_free(tmp_path):
-  _, results, lines = run(
-      tmp_path, "schedule_free", "--quick", "--steps", 48, "--seeds", 2,
-      "--tasks", "digits_conv", "text")
+def test_choosing(tmp_path):
+  args = (tmp_path, "choosing", "--quick", "--steps", 48, "--seeds", 2,
+          "--tasks", "digits_conv", "text")
+  out, results, lines = run(*args)
   assert list(results["tasks"]) == ["digits_conv", "text"]
   assert results["points"] == [12, 24, 36, 48]
-  for task, found in results["tasks"].items():
-    assert tuple(found) == schedule_free.CONTENDERS
+  for found in results["tasks"].values():
+    assert tuple(found) == choosing.CONTENDERS
     for contender, row in found.items():
-      validation = row["validation"]
-      assert len(validation) == len(results["rates"]) == 2
-      assert row["rate"] == float(min(validation, key=validation.get))
-      check_comparison(task, row["errors"], contender.split(), lines)
+      # One setting, and two rates.
+      (_, low, a), (_, high, b) = row["validation"]
+      assert row["rate"] == (low if a <= b else high)
+      errors = np.array(row["errors"])
+      assert errors.shape == (2, 4)
+      last = errors[:, -1]
+      assert [*contender.split(), f"{last.mean():.2f}", f"{last.min():.2f}",
+              "-", f"{last.max():.2f}", f"{row['rate']:g}*",
+              str(choosing.setting_of(row["way"]))] in lines
   # They learn: guesses are wrong in 90 % of the scans.
   assert all(np.mean(row["errors"], axis=0)[-1] < 40
              for row in results["tasks"]["digits_conv"].values())
+  # It goes on from its files.
+  before = {path: path.stat().st_mtime_ns for path in out.glob("runs-*.json")}
+  assert len(before) == 2
+  _, again, _ = run(*args)
+  assert again["tasks"] == results["tasks"]
+  assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-@pytest.mark.parametrize("contender", schedule_free.CONTENDERS)
-def test_a_run_does_not_depend_on_the_ones_before(contender):
-  task = schedule_free.TASKS["diabetes"]
-  trainer, fresh = (
-      schedule_free.Trainer(task, task.load(1), contender, 20)
-      for _ in range(2))
+WAYS = {way[:2]: way for ways in choosing.WAYS.values() for way in ways[1:2]}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=lambda way: way.run)
+def test_a_run_does_not_depend_on_the_ones_before(way):
+  task = choosing.TASKS["diabetes"]
+  trainer, fresh = (choosing.Trainer(task, task.load(1), way, 20)
+                    for _ in range(2))
   trainer.run(1, 0.03, [20], "validation")
   errors = trainer.run(2, 0.01, [10, 20], "validation")
   assert errors == fresh.run(2, 0.01, [10, 20], "validation")
-  assert errors[0] != errors[1]
+  assert way.average in errors and errors["model"][0] != errors["model"][1]
+
+
+def test_averages_of_a_run():
+  """Means and merges of the weights, and what the optimizer keeps."""
+  v = keras.Variable([0.0])
+  opt = choosing.make_optimizer(WAYS["constant", 0.05], 8)
+  opt.build([v])
+  kept = {}
+  for t in range(1, 9):
+    opt.apply([tf.constant([-1.0])], [v])
+    kept[t] = [np.float32([t])]
+  found = choosing.averages_of(opt, [v], kept)
+  # The mean of 5, 6, 7 and 8.
+  assert found["LAWA 0.4"][0][0] == 6.5
+  # At the full rate to 4.8, and half of the way from there to 8.
+  np.testing.assert_allclose(found["WSM 0.4"][0], 4.8 + 1.6, 1e-6)
+  for width, decay in zip((0.05, 0.1, 0.2), opt.decays()):
+    np.testing.assert_array_equal(found[f"EMA {width}"][0],
+                                  opt.average(v, decay))
 
 
 def test_rates():
-  constant, cosine, *others = (
-      schedule_free.rates_of(contender, 2.0, 9, 3)
-      for contender in schedule_free.CONTENDERS)
-  np.testing.assert_allclose(constant, [2 / 3, 4 / 3, *[2] * 7], rtol=1e-6)
+  rates = {way.run: choosing.rates_of(way, 2.0, 60) for way in WAYS.values()}
+  ramp = [2 / 3, 4 / 3]
+  for run_ in "constant", "gpa":
+    np.testing.assert_allclose(rates[run_], [*ramp, *[2] * 58], rtol=1e-6)
   np.testing.assert_allclose(
-      cosine, [2 / 3, 4 / 3, 2, 2, *(
-          1 + np.cos(np.pi * i / 6) for i in range(1, 6))], rtol=1e-5)
+      rates["cosine"], [*ramp, 2, *(1 + np.cos(np.pi * i / 57)
+                                    for i in range(57))], rtol=1e-5)
   # The warm-up is an argument of the optimizer.
-  for rates in others:
-    np.testing.assert_array_equal(rates, [2.0] * 9)
+  for run_ in rates.keys() & {"keras", "schedule-free"}:
+    np.testing.assert_array_equal(rates[run_], [2.0] * 60)
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["all", "killed"])
@@ -382,7 +414,7 @@ def test_a_restored_model_that_differs_is_an_error(example, monkeypatch,
     (digits, "--steps x", "invalid int value: 'x'"),
     (averages, "decays --epochs 1 0", "must be at least 1, got 0"),
     (cluster_digits, "--rounds 1", "must be at least 2, got 1"),
-    (schedule_free, "--tasks cancer", "invalid choice: 'cancer'"),
+    (choosing, "--tasks cancer", "invalid choice: 'cancer'"),
     (staleness, "session --limit -1", "must be at least 0, got -1"),
     (staleness, "session --rest nan", "must be at least 0.01, got nan")])
 def test_options_are_checked(example, arguments, error, capsys):

@@ -153,11 +153,13 @@ def merge(inputs: _Paths, output: _Path,
       a decay are unknown or do not rise.
   """
   if decay is None and (decay_steps, steps) != (None, None):
-    raise ValueError("`decay_steps` and `steps` must be given with `decay`, got "
-                     f"{decay_steps!r} and {steps!r} without it.")
+    raise ValueError(
+        "`decay_steps` and `steps` must be given with `decay`, got "
+        f"{decay_steps!r} and {steps!r} without it.")
   if decay is not None and weights is not None:
-    raise ValueError("`weights` must be None with `decay`, which computes them, "
-                     f"got {weights!r}.")
+    raise ValueError(
+        "`weights` must be None with `decay`, which computes them, got "
+        f"{weights!r}.")
   with _opened(inputs) as sources:
     fitted = None if decay is None else _rate_decay.fit(
         sources, decay, decay_steps, steps)

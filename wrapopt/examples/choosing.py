@@ -74,7 +74,7 @@ class Way(NamedTuple):
   Attributes:
     run: A key of _OPTIMIZERS.
     setting: The argument of that: the warm-up of a constant or cosine rate.
-    average: The average to evaluate: a key of `_averages_of`, or "model".
+    average: The average to evaluate: a key of `averages_of`, or "model".
   """
   run: str
   setting: float
@@ -94,7 +94,7 @@ _OPTIMIZERS = {
     "keras": lambda steps, beta: keras.optimizers.ScheduleFreeAdamW(
         beta_1=beta, warmup_steps=_steps(_WARMUP, steps)),
 }
-_CONTENDERS = {
+WAYS = {
     "constant": [Way("constant", x) for x in _WARMUPS],
     "cosine": [Way("cosine", x) for x in _WARMUPS],
     "EMA": [Way("constant", _WARMUP, f"EMA {x}") for x in _WIDTHS],
@@ -105,11 +105,22 @@ _CONTENDERS = {
     "GPA": [Way("gpa", x, "x") for x in _DECAYS],
     "Keras's y": [Way("keras", x) for x in _BETAS],
 }
-# Older versions of Keras 3 lack the last one.
-CONTENDERS = tuple(list(_CONTENDERS)[:None if hasattr(
-    keras.optimizers, "ScheduleFreeAdamW") else -1])
-_STYLES = dict(zip(_CONTENDERS, (
+if not hasattr(keras.optimizers, "ScheduleFreeAdamW"):
+  del WAYS["Keras's y"]  # Older versions of Keras 3 lack it.
+CONTENDERS = tuple(WAYS)
+_STYLES = dict(zip(CONTENDERS, (
     "k.:", "C2.-", "C0.-", "C4.-", "C5.-", "C1.-", "C3.-", "C6.-", "C7.:")))
+
+
+def make_optimizer(way, steps):
+  return _OPTIMIZERS[way.run](steps, way.setting)
+
+
+def setting_of(way):
+  """The setting that was chosen for a way: a number."""
+  _, setting, average = way
+  return (setting if average in ("model", "x") else
+          float(average.split()[-1]))
 
 
 def _steps(part, steps):
@@ -129,7 +140,7 @@ def rates_of(way, rate, steps):
   return rates.astype(np.float32)
 
 
-def _averages_of(optimizer, variables, kept):
+def averages_of(optimizer, variables, kept):
   """{name: weights} of all averages of a run now.
 
   Args:
@@ -230,7 +241,7 @@ class Trainer:
   def _make(self, seed):
     keras.utils.set_random_seed(seed)
     model = self._task.make_model()
-    optimizer = _OPTIMIZERS[self._way.run](self._steps, self._way.setting)
+    optimizer = make_optimizer(self._way, self._steps)
     optimizer.build(model.trainable_variables)
     return model, optimizer
 
@@ -268,7 +279,7 @@ class Trainer:
       kept[end] = [v.numpy() for v in variables]
       begin = end
       if end in points:
-        for name, weights in {"model": kept[end], **_averages_of(
+        for name, weights in {"model": kept[end], **averages_of(
             self._optimizer, variables, kept)}.items():
           errors[name].append(self._evaluate(weights, part))
     return errors
@@ -354,7 +365,7 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
   rates = (0.003, 0.01) if quick else (
       0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)
   tuning_seeds = (1000,) if quick else (1000, 1001)
-  ways = {name: _CONTENDERS[name][1:2] if quick else _CONTENDERS[name]
+  ways = {name: WAYS[name][1:2] if quick else WAYS[name]
           for name in CONTENDERS}
   total = sum(len(rates) * len(tuning_seeds) * len(x) + seeds
               for x in ways.values())
@@ -372,11 +383,8 @@ def run(out="results/choosing", steps=1200, tasks=tuple(TASKS), seeds=3,
     last = np.array(row["errors"])[:, -1]
     # It might be better beyond the grid.
     edge = "*" if row["rate"] in (rates[0], rates[-1]) else ""
-    setting = row["way"].average.split()[-1] if (
-        row["way"].run == "constant" and row["way"].average != "model") else (
-            row["way"].setting)
     return [f"{last.mean():.2f}", f"{last.min():.2f} - {last.max():.2f}",
-            f"{row['rate']:g}{edge}", setting]
+            f"{row['rate']:g}{edge}", setting_of(row["way"])]
 
   for name, rows in found.items():
     _command.print_table(
