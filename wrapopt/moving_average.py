@@ -318,7 +318,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
     Returns:
       An int64 variable, "average_steps" in graphs and checkpoints. None if
-      there is no average yet, or if no decay is a `PowerDecay` and
+      there is no average yet, or if no decay is a `PowerDecay` or a `BEMA` and
       `update_every` is 1: then steps are not counted.
     """
     return self._steps_of(_slots.graph_of_state())
@@ -365,6 +365,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
   def averages(self) -> list[Any]:
     """All averages in this graph: a list of what `average` returns.
+
+    Of a BEMA, the variables from which it follows.
 
     In eager mode and in a `tf.function`, the averages of eager mode.
 

@@ -3,6 +3,7 @@
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import ops
 from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
@@ -34,7 +35,7 @@ class BiasCorrected(_derived.Derived):
     dtype = tf.float32 if self.dtype in _checks.LOW_PRECISION else self.dtype
     v, s, v_0 = (tf.cast(x.read_value(), dtype)
                  for x in (self.variable, *self.saved))
-    alpha = tf.cast(self._decay.correction(self._steps()), dtype)
+    alpha = tf.cast(ops.float64(self._decay.correction(self._steps())), dtype)
     return tf.cast(s + alpha * (v - v_0), self.dtype)
 
   def hold(self, value):

@@ -188,7 +188,8 @@ class BEMA(_Decay):
   computed when it is read. So `average` returns a tensor. `averaged_weights`
   keeps a copy of the variables, and gives them back bit for bit. When `fit`
   ends with the average in the variable, s and v_0 are set to the same, so that
-  the average is still that; t goes on.
+  the average is still that; t goes on. While other workers or threads train, s
+  and v may be of different steps.
 
   Example:
 
@@ -242,23 +243,26 @@ class BEMA(_Decay):
     """The decay of the variables that hold v_0."""
     return _Origin(self)
 
-  def _to_the(self, power, t):
-    age = (ops.float64(self._config["lag"]) +
-           self._config["multiplier"] * ops.float64(t))
-    return age ** -self._config[power]
+  def at(self, t: Union[Float, Integer]) -> Float:
+    """1 - beta_t, the decay of s in step t: a number or a float64 tensor."""
+    return self._after_burn_in(t, 1 - self._to_the("ema_power", t))
 
-  def at(self, t: Union[Float, Integer]) -> tf.Tensor:
-    """1 - beta_t, the decay of s in step t: a float64 tensor."""
-    return tf.where(self.burns_in(t), tf.constant(0, tf.float64),
-                    1 - self._to_the("ema_power", t))
-
-  def correction(self, t: Union[Float, Integer]) -> tf.Tensor:
-    """alpha_t after step t: a float64 tensor."""
+  def correction(self, t: Union[Float, Integer]) -> Float:
+    """alpha_t after step t: a number or a float64 tensor."""
     return self._to_the("bias_power", t)
 
-  def burns_in(self, t: Union[Float, Integer]) -> tf.Tensor:
-    """Whether s and v_0 are v after step t: a scalar tensor of bool."""
-    return tf.less_equal(ops.float64(t), ops.float64(self._config["burn_in"]))
+  def _to_the(self, power, t):
+    # In eager mode, numbers take a tenth of the time of tensors.
+    t = float(t) if tf.executing_eagerly() else ops.float64(t)
+    lag, multiplier = self._config["lag"], self._config["multiplier"]
+    return (lag + multiplier * t)**-self._config[power]
+
+  def _after_burn_in(self, t, value):
+    """A value in step t, or 0 in the burn-in, when s and v_0 become v."""
+    burns_in = t <= self._config["burn_in"]
+    if tf.executing_eagerly():
+      return 0.0 if bool(burns_in) else value
+    return tf.where(burns_in, tf.constant(0, tf.float64), ops.float64(value))
 
   def __repr__(self):
     return "BEMA(" + ", ".join(
@@ -283,8 +287,7 @@ class _Origin(_Decay):
     self._bema = bema
 
   def at(self, t):
-    return tf.where(self._bema.burns_in(t), tf.constant(0, tf.float64),
-                    tf.constant(1, tf.float64))
+    return self._bema._after_burn_in(t, 1.0)
 
   def __repr__(self):
     return f"the v_0 of {self._bema!r}"

@@ -75,9 +75,9 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
 
   In a model: `model.compile(wrapopt.keras.MovingAverage("adam"), ...)`.
 
-  A new program shapes its averages by `average_decay` alone: by a `HalfLife`,
-  or by a `PowerDecay`, which needs no start, because it forgets the first steps
-  by itself. `num_updates`, `start_step` and `dynamic_decay` are those of
+  A new program shapes its averages by `average_decay` alone: by a `HalfLife`, a
+  `BEMA`, or a `PowerDecay`, which needs no start, because it forgets the first
+  steps by itself. `num_updates`, `start_step` and `dynamic_decay` are those of
   TensorFlow Addons, for programs that have them.
 
   References: Polyak and Juditsky, "Acceleration of stochastic approximation by
@@ -487,9 +487,9 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.
 
-    None if no decay is a `PowerDecay` and `update_every` is 1: then steps are
-    not counted. After t steps, the averages have moved `t // update_every`
-    times.
+    None if no decay is a `PowerDecay` or a `BEMA` and `update_every` is 1: then
+    steps are not counted. After t steps, the averages have moved
+    `t // update_every` times.
 
     Raises:
       RuntimeError: If the optimizer is not built.
