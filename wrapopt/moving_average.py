@@ -479,14 +479,15 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     return _decays.index_of(decay, self._public_decays)
 
   def _is_derived(self, k):
-    return isinstance(self._decays[k], _decays.BEMA)
+    return _decays.is_derived(self._decays[k])
 
   def _pairs_of(self, variables, k):
     pairs = super()._pairs_of(variables, k)
     if not self._is_derived(k):
       return pairs
     decay = self._decays[k]
-    origins = super()._pairs_of(variables, self._decays.index(decay.origin))
+    origins = super()._pairs_of(
+        variables, _decays.place_of_origin(decay, self._decays))
     return [(v, _bias_corrected.BiasCorrected(
         v, s, origin, decay, self._reader_of_steps(v)))
             for (v, s), (_, origin) in zip(pairs, origins)]

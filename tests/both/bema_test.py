@@ -11,6 +11,7 @@ import averages
 import numerics
 import wrapopt
 from wrapopt import checkpoints
+from wrapopt._averages import _decays
 import wrapopt.keras as wk
 
 # For MirroredStrategy: before anything runs.
@@ -219,9 +220,9 @@ def test_rows_that_lag(way):
 
 def test_a_step_does_not_touch_v_0():
   """Its decay is exactly 1: all back ends leave such an average alone."""
-  decay = wrapopt.BEMA()
+  _, origin = _decays.with_origins([wrapopt.BEMA()])
   for t in (1, 10, 10**9):
-    assert float(decay.origin.at(t)) == 1
+    assert float(origin.at(t)) == 1
   [way] = [way for way in averages.WAYS if str(way) == "v1-function-one"]
   with running(way) as run:
     trained(run, 1)

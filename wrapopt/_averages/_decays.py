@@ -238,11 +238,6 @@ class BEMA(_Decay):
         "bias_power": _checks.number("bias_power", bias_power, 0),
         "burn_in": _checks.integer("burn_in", burn_in, 0)}
 
-  @property
-  def origin(self):
-    """The decay of the variables that hold v_0."""
-    return _Origin(self)
-
   def at(self, t: Union[Float, Integer]) -> Float:
     """1 - beta_t, the decay of s in step t: a number or a float64 tensor."""
     return self._after_burn_in(t, 1 - self._to_the("ema_power", t))
@@ -450,14 +445,24 @@ def _plain(decay):
 def check_update_every(decays, every):
   """Raises an error if the burn-in of a BEMA does not end with an update."""
   for decay in decays:
-    if isinstance(decay, BEMA) and decay.get_config()["burn_in"] % every:
+    if is_derived(decay) and decay.get_config()["burn_in"] % every:
       raise ValueError(f"`update_every` must divide the burn_in of {decay!r}, "
                        f"got {every}.")
 
 
 def with_origins(decays):
   """Decays, and then those of the other variables that a BEMA needs."""
-  return [*decays, *(d.origin for d in decays if isinstance(d, BEMA))]
+  return [*decays, *map(_Origin, filter(is_derived, decays))]
+
+
+def is_derived(decay):
+  """Whether its average follows from several variables."""
+  return isinstance(decay, BEMA)
+
+
+def place_of_origin(decay, decays):
+  """The place in the result of `with_origins` of the v_0 of a BEMA."""
+  return decays.index(_Origin(decay))
 
 
 def need_count(decays):

@@ -329,12 +329,12 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
   # Averages that follow from several variables
 
   def _is_derived(self, k):
-    return isinstance(self._decays[k], _decays.BEMA)
+    return _decays.is_derived(self._decays[k])
 
   def _derived(self, variable, key, k):
     """The average of a BEMA, which no variable holds."""
     decay = self._decays[k]
-    origins = self._rows[self._decays.index(decay.origin)]
+    origins = self._rows[_decays.place_of_origin(decay, self._decays)]
     return _bias_corrected.BiasCorrected(
         _rules.value(variable), _rules.value(self._rows[k][key]),
         _rules.value(origins[key]), decay, lambda: self._steps_now(key))
