@@ -61,9 +61,9 @@ _WARMUP = 0.05  # Where that is not the setting.
 _KEPT = 48  # Weights that a run keeps, for means and merges.
 _WIDTHS = (0.05, 0.1, 0.2)
 _PARTS = (0.1, 0.2, 0.4)  # Of the run so far.
-_POWERS = (0.1, 0.2, 0.4)
-_BETAS = (0.9, 0.95, 0.98)
-_DECAYS = (0.9, 0.97, 0.99)
+_POWERS = (0.2, 0.4, 0.8)
+_BETAS = (0.8, 0.9, 0.95)
+_DECAYS = (0.97, 0.99, 0.997)
 _LETTERS = " abcdefghijklmnopqrstuvwxyz"
 _WINDOW = 12  # Characters from which the next one is predicted.
 
