@@ -1305,7 +1305,7 @@ def test_no_step_while_averages_are_in_place():
     (lambda opt: wk.MovingAverage(opt, [0.5, 0.5]), ValueError,
      "different decays"),
     (lambda opt: wk.MovingAverage(opt, tf.constant(0.5)), TypeError,
-     "`average_decay` must be a number, a PowerDecay or a HalfLife, or a"),
+     "`average_decay` must be a number, a PowerDecay, a HalfLife or a BEMA"),
     (lambda opt: wk.MovingAverage(opt, "0.5"), TypeError, "average_decay"),
     (lambda opt: wk.MovingAverage(opt, num_updates=-1), ValueError,
      "`num_updates` must be at least 0, got -1"),

@@ -72,6 +72,19 @@ class MovingAverage:
     return wrapped.average(variable)
 
 
+class BEMA(MovingAverage):
+  """s += (v - s) / (2 + t); the average is s + (v - v_0) / sqrt(2 + t)."""
+
+  def __init__(self):
+    super().__init__(wrapopt.BEMA(2, 1.0, 1, 0.5))
+
+  def rate(self, t):
+    return 1 / (3 + t)
+
+  def derived(self, s, v, start, t):
+    return s + (v - start) / np.sqrt(3 + t)
+
+
 class SWA:
   """The mean of the weights after every second step."""
 
@@ -124,6 +137,7 @@ WRAPPERS = {
     "update_every": Stack(average=MovingAverage(update_every=2)),
     "start_step": Stack(average=MovingAverage(
         0.9, start_step=2, dynamic_decay=True)),
+    "BEMA": Stack(average=BEMA()),
     "SWA": Stack(average=SWA()),
     "Lookahead": Stack(Lookahead()),
     "MovingAverage of Lookahead": Stack(Lookahead(), MovingAverage()),
@@ -554,6 +568,12 @@ class Books:
       for k, row in enumerate(record.averages or ()):
         for name, arrays in row.items():
           value, bound = averages[name][k]
+          if hasattr(part := self.one.stack.parts[k], "derived"):
+            v, v_0 = (_f64(of[name][0])
+                      for of in (record.weights, self.one.start))
+            value = part.derived(value, v, v_0, t)
+            bound = bound + ROUNDINGS_OF_AN_AVERAGE * np.finfo(
+                np.float32).eps * (np.abs(v) + np.abs(v_0) + np.abs(value))
           self._compare(f"step {t}: average of '{name}'", arrays[0], value,
                         bound + _half_ulp(arrays[0], value), always=True)
       before, state_before = record.weights, record.state

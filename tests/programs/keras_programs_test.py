@@ -26,8 +26,9 @@ RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(1, 20, size=[10, 6])
 CLASSES = RNG.integers(0, 2, size=[10])
 IMAGES = RNG.normal(size=[10, 16, 16, 3]).astype(np.float32)
+
 WRAPPER = pytest.mark.parametrize("wrapper", [
-    "MovingAverage", "SWA", "MovingAverage of Lookahead"])
+    "BEMA", "MovingAverage", "SWA", "MovingAverage of Lookahead"])
 
 
 @pytest.fixture(autouse=True)

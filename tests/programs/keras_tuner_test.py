@@ -46,6 +46,9 @@ def adam(**kwargs):
 
 OPTIMIZERS = {
     "moving_average": lambda: wrapopt.keras.MovingAverage(adam(), 0.9),
+    "bema": lambda: wrapopt.keras.MovingAverage(adam(), wrapopt.BEMA()),
+    "primal_average": lambda: wrapopt.keras.PrimalAverage(
+        adam(), average_decay=0.5),
     "swa": lambda: wrapopt.keras.SWA(adam(), average_period=2),
     "schedule_free": lambda: wrapopt.keras.ScheduleFree(adam()),
 }

@@ -172,12 +172,12 @@ def test_the_inner_optimizer_must_be_one():
     ([0.5, 0.5],
      r"^`average_decay` must hold different decays, got \[0\.5, 0\.5\]\.$"),
     ([0.5, lambda: 0.9],
-     r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
-     r"HalfLives, got <function .*>\. "
+     r"^A sequence of `average_decay` must hold numbers, PowerDecays, "
+     r"HalfLives and BEMAs, got <function .*>\. "
      r"Pass a tensor, variable or callable alone\.$"),
     (np.array([[0.5, 0.75]]),
-     r"^A sequence of `average_decay` must hold numbers, PowerDecays and "
-     r"HalfLives, got array\(.*\)\. "
+     r"^A sequence of `average_decay` must hold numbers, PowerDecays, "
+     r"HalfLives and BEMAs, got array\(.*\)\. "
      r"Pass a tensor, variable or callable alone\.$"),
     (tf.constant([0.5, 0.75]),
      r"^`average_decay` must be a scalar if it is a tensor or a variable, "
@@ -191,7 +191,7 @@ def test_average_decay_is_checked(decay, text):
 @pytest.mark.parametrize("decay", [None, "0.5", {0.5, 0.75}, object()])
 def test_the_type_of_average_decay_is_checked(decay):
   with pytest.raises(TypeError, match=re.escape(
-      "`average_decay` must be a number, a PowerDecay or a HalfLife, a "
+      "`average_decay` must be a number, a PowerDecay, a HalfLife or a BEMA, a "
       "sequence of these, a scalar tensor or variable, or a callable, got "
       f"{decay!r}.")):
     wrap(decay)
