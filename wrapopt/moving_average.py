@@ -227,7 +227,8 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     untrained = self._untrained_by_decay(variables)
     averages = _plan.Averages(
         variables, shadows, stored,
-        _decays.Schedule(self._decays, self._num_updates, self.average_steps(),
+        _decays.Schedule([self._decays[k] for k in self._moving],
+                         self._num_updates, self.average_steps(),
                          self._update_every),
         self._sequential_update, untrained)
     if not (averages.has_trained or untrained[0]):
@@ -295,7 +296,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     if not isinstance(var, tf.Variable):
       return [self.average(v, decay) for v in var]
     [stored] = _averaging.readable([self._shadow(var, k)], "average")
-    if stored is None or not self._is_derived(k):
+    if stored is None or not self._is_derived(var, k):
       return stored
     [(_, average)] = self._pairs_of([var], k)
     return (average.read_value() if _slots.graph_of(var) is None else
@@ -478,18 +479,19 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
   def _index_of(self, decay):
     return _decays.index_of(decay, self._public_decays)
 
-  def _is_derived(self, k):
-    return _decays.is_derived(self._decays[k])
+  def _is_derived(self, variable, k):
+    # A variance that is corrected could be negative.
+    return _decays.is_derived(self._decays[k]) and variable.trainable
 
   def _pairs_of(self, variables, k):
-    pairs = super()._pairs_of(variables, k)
-    if not self._is_derived(k):
+    pairs, decay = super()._pairs_of(variables, k), self._decays[k]
+    if not _decays.is_derived(decay):
       return pairs
-    decay = self._decays[k]
     origins = super()._pairs_of(
         variables, _decays.place_of_origin(decay, self._decays))
     return [(v, _bias_corrected.BiasCorrected(
-        v, s, origin, decay, self._reader_of_steps(v)))
+        v, s, origin, decay, self._reader_of_steps(v))
+             if self._is_derived(v, k) else s)
             for (v, s), (_, origin) in zip(pairs, origins)]
 
   def _reader_of_steps(self, variable):
@@ -498,17 +500,17 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     return lambda: _replicas.values(steps)[0].read_value()
 
   def _derived_beside(self, variables, k):
-    return [s for j in range(len(self._public_decays))
-            if j != k and self._is_derived(j)
-            for _, s in self._pairs_of(variables, j)]
+    return [s for j in range(len(self._public_decays)) if j != k
+            for v, s in self._pairs_of(variables, j) if self._is_derived(v, j)]
 
   def _make_average(self, variable, is_sparse):
     super()._make_average(variable, is_sparse)
     if not tf.executing_eagerly():
-      for k in filter(self._is_derived, range(len(self._public_decays))):
-        [(_, average)] = self._pairs_of([variable], k)
-        for part in average.of_replicas():
-          part.make_element()
+      for k in range(len(self._public_decays)):
+        if self._is_derived(variable, k):
+          [(_, average)] = self._pairs_of([variable], k)
+          for part in average.of_replicas():
+            part.make_element()
 
 
 class _Ema:

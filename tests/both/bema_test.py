@@ -218,11 +218,64 @@ def test_rows_that_lag(way):
       np.testing.assert_allclose(lazy.value("v"), dense.value("v"), 1e-6)
 
 
+@pytest.mark.parametrize("use_resource", [False, True])
+def test_a_statistic_is_not_corrected(use_resource, tmp_path):
+  """A list may hold one: corrected, a variance could be negative."""
+  with tf.Graph().as_default(), v1.Session() as session:
+    w, variance = (v1.get_variable(
+        name, initializer=START, trainable=name == "w",
+        use_resource=use_resource) for name in ("w", "variance"))
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), wrapopt.BEMA(**SIMPLE),
+        variables=[w, variance])
+    with tf.control_dependencies([variance.assign(variance * 0.5)]):
+      train = opt.minimize(tf.reduce_sum(w))
+    session.run(v1.global_variables_initializer())
+    models = Model(START, **SIMPLE), Model(START, **SIMPLE)
+    for _ in range(3):
+      session.run(train)
+      for model, v in zip(models, session.run([w, variance])):
+        model.step(v)
+    corrected, average = session.run([opt.average(w), opt.average(variance)])
+    averages.assert_close(corrected, models[0].average())
+    averages.assert_close(average, models[1].s)
+    with opt.averaged_weights(session):
+      for got, want in zip(session.run([w, variance]), (corrected, average)):
+        numerics.assert_same_bits(got, want)
+    path = opt.swapping_saver().save(session, str(tmp_path / "model"))
+    for name, want in ("w", corrected), ("variance", average):
+      numerics.assert_same_bits(tf.train.load_variable(path, name), want)
+
+
+def test_slices_of_a_variable(tmp_path):
+  with tf.Graph().as_default(), v1.Session() as session:
+    whole = v1.get_variable(
+        "w", [8], initializer=v1.ones_initializer(),
+        partitioner=v1.fixed_size_partitioner(2))
+    opt = wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), wrapopt.BEMA(**SIMPLE))
+    scale = np.arange(8, dtype=np.float32)
+    train = opt.minimize(tf.reduce_sum(scale * whole))
+    session.run(v1.global_variables_initializer())
+    for _ in range(3):
+      session.run(train)
+    got = np.concatenate(session.run(opt.average(whole)))
+    path = opt.swapping_saver().save(session, str(tmp_path / "model"))
+    numerics.assert_same_bits(tf.train.load_variable(path, "w"), got)
+  model = Model(np.ones(8), **SIMPLE)
+  for t in range(1, 4):
+    model.step(1 - t * scale)
+  averages.assert_close(got, model.average())
+
+
 def test_a_step_does_not_touch_v_0():
-  """Its decay is exactly 1: all back ends leave such an average alone."""
-  _, origin = _decays.with_origins([wrapopt.BEMA()])
-  for t in (1, 10, 10**9):
-    assert float(origin.at(t)) == 1
+  """It does not get it, or with a decay of exactly 1, which leaves it alone."""
+  decays = _decays.with_origins([wrapopt.BEMA()])
+  assert _decays.moving(decays) == [0]
+  assert _decays.moving(decays, at_once=False) == [0, 1]
+  _, origin = burning = _decays.with_origins([wrapopt.BEMA(burn_in=5)])
+  assert _decays.moving(burning) == [0, 1]
+  assert [float(origin.at(t)) for t in (1, 5, 6, 10**9)] == [0, 0, 1, 1]
   [way] = [way for way in averages.WAYS if str(way) == "v1-function-one"]
   with running(way) as run:
     trained(run, 1)
@@ -234,6 +287,8 @@ def test_a_step_does_not_touch_v_0():
     assert [op.type for op in graph.get_operations()
             if op.type.startswith("Wrapopt>Apply")] == [
                 "Wrapopt>Apply"]
+    [op] = [op for op in graph.get_operations() if op.type == "Wrapopt>Apply"]
+    assert op.get_attr("NK") == 1
 
 
 @pytest.mark.parametrize("make, error, message", [

@@ -188,7 +188,9 @@ class BEMA(_Decay):
   computed when it is read. So `average` returns a tensor. `averaged_weights`
   keeps a copy of the variables, and gives them back bit for bit. When `fit`
   ends with the average in the variable, s and v_0 are set to the same, so that
-  the average is still that; t goes on. While other workers or threads train, s
+  the average is still that; t goes on. The average of a variable that is not
+  trainable, such as a moving variance, is s: corrected, it could be negative.
+  While other workers or threads train, s
   and v may be of different steps.
 
   Example:
@@ -280,6 +282,8 @@ class _Origin(_Decay):
 
   def __init__(self, bema):
     self._bema = bema
+    # Without a burn-in, it stays where the average begins.
+    self.stays = not bema.get_config()["burn_in"]
 
   def at(self, t):
     return self._bema._after_burn_in(t, 1.0)
@@ -463,6 +467,17 @@ def is_derived(decay):
 def place_of_origin(decay, decays):
   """The place in the result of `with_origins` of the v_0 of a BEMA."""
   return decays.index(_Origin(decay))
+
+
+def moving(decays, at_once=True):
+  """The places in the result of `with_origins` of averages that steps move.
+
+  Args:
+    decays: That result.
+    at_once: Whether the averages move from the first step on.
+  """
+  return [k for k, decay in enumerate(decays)
+          if not (at_once and isinstance(decay, _Origin) and decay.stays)]
 
 
 def need_count(decays):

@@ -54,6 +54,7 @@ class AveragingOptimizer(WrapperOptimizer):
     self._chosen = _chosen.checked(variables, _parts, "a variable")
     self._update_every = _checks.integer("update_every", update_every, 1)
     self._decays = decays
+    self._moving = _decays.moving(decays)
     self._shadow_dtype = shadow_dtype
     self._lazy = lazy
     # The name of the slots that hold a decay's averages: in a
@@ -179,24 +180,22 @@ class AveragingOptimizer(WrapperOptimizer):
     """The averages of variables, or None for those that are not averaged.
 
     Returns:
-      Two lists with a row for each decay: of the variables that hold averages,
-      and of the averages.
+      Two lists with a row for each decay whose averages move: of the variables
+      that hold averages, and of the averages.
     """
     facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
       return facts["shadows"]
-    averages = [[self._shadow(v, k) for v in variables]
-                for k in range(len(self._decays))]
+    averages = [[self._shadow(v, k) for v in variables] for k in self._moving]
     return [[_lazy.stored(s) for s in row] for row in averages], averages
 
   def _untrained_by_decay(self, variables):
-    """(variable, average) pairs of `_untrained`: a list for each decay."""
+    """(variable, average) pairs of `_untrained`, as `_shadows_by_decay`."""
     facts = self._cache.get(variables) if tf.executing_eagerly() else None
     if facts:
       return facts["untrained"]
     untrained = self._untrained(variables)
-    return [[(v, self._shadow(v, k)) for v in untrained]
-            for k in range(len(self._decays))]
+    return [[(v, self._shadow(v, k)) for v in untrained] for k in self._moving]
 
   def _shadows(self, variable):
     """The averages of a variable, one for each decay."""

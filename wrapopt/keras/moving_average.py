@@ -207,6 +207,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
     start_step = _checks.integer("start_step", start_step, 0)
+    self._moving = _decays.moving(self._decays, at_once=not start_step)
     self._update_every = _checks.integer("update_every", update_every, 1)
     _decays.check_update_every(self._public_decays, self._update_every)
     self._num_updates = num_updates
@@ -406,12 +407,17 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
   def _averages_of(self, step):
     decays = self._decays_now(step)
     # The forward pass has updated the statistics.
-    of_batch_norm = self._batch_norm_pairs(step)
+    of_batch_norm = self._moving_of(self._batch_norm_pairs(step))
     if of_batch_norm[0]:
       _plan.update_all(of_batch_norm,
                        _decays.where_due(step.accept, decays))
     return [[_rules.value(row[key]) if key in row else None
-             for key in step.keys] for row in self._rows], decays
+             for key in step.keys]
+            for row in self._moving_of(self._rows)], decays
+
+  def _moving_of(self, rows):
+    """Of something for each decay, that of averages which steps move."""
+    return [rows[k] for k in self._moving]
 
   def _note_update(self):
     # Not before the step, which may raise an error.
@@ -421,7 +427,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     self._mark_begun()
     _plan.update_all(
         [step.pairs(row) + of_batch_norm for row, of_batch_norm in zip(
-            self._rows, self._batch_norm_pairs(step))],
+            *map(self._moving_of, (self._rows, self._batch_norm_pairs(step))))],
         self._decays_now(step))
 
   def _ahead(self):
@@ -429,15 +435,15 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
             _decays.value_now(self._num_updates))
 
   def _decays_now(self, step):
-    """The decays of a Step."""
-    every = self._update_every
+    """The decays of a Step, of averages which steps move."""
+    every, moving = self._update_every, self._moving_of(self._decays)
     # A function is called once in each step.
     n = self._ahead() if step.ahead is None else step.ahead[id(self)]
     steps = self._steps_since(step) if self._first is not None else None
     since = step.iterations - self._start_step
     due = _decays.is_due(steps, every)
     if due is False and (not self._start_step or since >= 0):
-      return _decays.unmoved(self._decays)
+      return _decays.unmoved(moving)
     counts = []
     if n is not None:
       counts.append(_decays.periods(
@@ -445,7 +451,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     if self._dynamic_decay:
       counts.append(_decays.periods(since, every))
     decays = _decays.where_due(due, _decays.of_step(
-        self._decays, lambda: _decays.periods(steps, every) + 1, counts, every))
+        moving, lambda: _decays.periods(steps, every) + 1, counts, every))
     if self._start_step:
       decays = [tf.where(since < 0, tf.constant(0, tf.float64), ops.float64(d))
                 for d in decays]
