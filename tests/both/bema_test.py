@@ -255,7 +255,7 @@ def test_slices_of_a_variable(tmp_path):
     opt = wrapopt.MovingAverageOptimizer(
         v1.train.GradientDescentOptimizer(1.0), wrapopt.BEMA(**SIMPLE))
     scale = np.arange(8, dtype=np.float32)
-    train = opt.minimize(tf.reduce_sum(scale * whole))
+    train = opt.minimize(tf.reduce_sum(scale * tf.convert_to_tensor(whole)))
     session.run(v1.global_variables_initializer())
     for _ in range(3):
       session.run(train)
