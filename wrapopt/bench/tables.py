@@ -329,7 +329,7 @@ BLOCKS = {
             ("`ScheduleFree(SGD)`, ms", "milliseconds", "ScheduleFree(SGD)"),
             ("AdamWScheduleFree, ms", "milliseconds", "AdamWScheduleFree")]),
     "keras-averages": _Block(
-        "keras-optimizers", {"variables": "set", "mode": "mode"}, [
+        "keras-averages", {"variables": "set", "mode": "mode"}, [
             ("`MovingAverage(Adam)`, x Adam", "x_adam", "MovingAverage(Adam)"),
             ("`PrimalAverage(Adam)`, x `MovingAverage(Adam)`", "x_average",
              "PrimalAverage(Adam)"),
