@@ -16,7 +16,7 @@ def make_small(monkeypatch, shapes):
   monkeypatch.setattr(
       harness, "alternate", lambda *args, **kwargs: alternate(
           *args, **{**kwargs, "turn_seconds": 1e-4}))
-  monkeypatch.setattr(harness, "VARIABLE_SETS",
+  monkeypatch.setattr(sets, "VARIABLE_SETS",
                       dict.fromkeys(sets.VARIABLE_SETS, shapes))
 
 
