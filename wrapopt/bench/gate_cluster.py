@@ -117,7 +117,7 @@ def prepare(task, names, shapes, wait):
       optimizer.build(weights)
       record = getattr(optimizer, "record_step", None)
       if name == "ungated":
-        optimizer = _steps.followed(optimizer, [_followers.Alone()])
+        optimizer = _steps.followed(optimizer, [_followers.NoFollower()])
 
     @tf.function
     def step():
