@@ -9,9 +9,9 @@ reason.
 from wrapopt import _loader  # First: checks TensorFlow, loads the library.
 from wrapopt import ops
 from wrapopt import sysconfig
-from wrapopt._averages._decays import BEMA
-from wrapopt._averages._decays import HalfLife
-from wrapopt._averages._decays import PowerDecay
+from wrapopt._averages._decay import BEMA
+from wrapopt._averages._decay import HalfLife
+from wrapopt._averages._decay import PowerDecay
 from wrapopt._gates._policies import DelayCompensation
 from wrapopt._gates._policies import GapAware
 from wrapopt.cross_shard import CrossShardOptimizer

@@ -8,21 +8,21 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt._averages import _bias_corrected
+from wrapopt._averages import _decay
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
-from wrapopt._averages import _replicas
 from wrapopt._types import (
     GradsAndVars, Operation, Session, V1Optimizer, Variable)
 from wrapopt._v1 import _averaging
+from wrapopt._v1 import _bias_corrected
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 from wrapopt._v1._swapping_saver import SwappingSaver
 
 
-class MovingAverageOptimizer(_averaging.AveragingOptimizer):
+class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
   """Keeps exponential moving averages of the variables that it trains.
 
   After each step of the inner optimizer, every variable `v` that had a gradient
@@ -166,17 +166,14 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
         contains a `MovingAverageOptimizer` or a `SyncReplicasOptimizer`.
     """
     decays = _decays.checked(average_decay)
-    self._public_decays = decays
     _decays.check_num_updates(num_updates)
     if not (shadow_dtype is None or _is_float32(shadow_dtype)):
       raise ValueError(
           "`shadow_dtype` must be None (the dtype of each variable) or "
           f"tf.float32, got {shadow_dtype!r}.")
     super().__init__(
-        opt, name, _decays.with_origins(decays),
-        None if shadow_dtype is None else tf.float32,
+        opt, name, decays, None if shadow_dtype is None else tf.float32,
         _may_be_lazy.checked_argument(lazy), variables, update_every)
-    _decays.check_update_every(decays, self._update_every)
     self._fused = _checks.fused(fused)
     if fused and not self.fused:
       raise ValueError(
@@ -274,7 +271,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
   # The averages
 
-  def average(self, var: Any, decay: Optional[_decays.Decay] = None) -> Any:
+  def average(self, var: Any, decay: Optional[_decay.Decay] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -325,7 +322,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     return self._steps_of(_slots.graph_of_state())
 
   def average_name(self, var: Variable,
-                   decay: Optional[_decays.Decay] = None) -> str:
+                   decay: Optional[_decay.Decay] = None) -> str:
     """The name of a variable's average, in graphs and checkpoints.
 
     Args:
@@ -391,7 +388,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
 
   @contextlib.contextmanager
   def averaged_weights(self, session: Optional[Session] = None,
-                       decay: Optional[_decays.Decay] = None) -> Iterator[None]:
+                       decay: Optional[_decay.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
@@ -434,7 +431,7 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
   # Checkpoints
 
   def swapping_saver(self, var_list: Any = None, name: str = "swapping_saver",
-                     *, decay: Optional[_decays.Decay] = None,
+                     *, decay: Optional[_decay.Decay] = None,
                      **kwargs: Any) -> SwappingSaver:
     """A Saver that writes averages under the names of their variables.
 
@@ -473,44 +470,6 @@ class MovingAverageOptimizer(_averaging.AveragingOptimizer):
     """
     return self._make_swapping_saver(
         self._index_of(decay), var_list, name, kwargs)
-
-  # Averages that follow from several variables
-
-  def _index_of(self, decay):
-    return _decays.index_of(decay, self._public_decays)
-
-  def _is_derived(self, variable, k):
-    # A variance that is corrected could be negative.
-    return _decays.is_derived(self._decays[k]) and variable.trainable
-
-  def _pairs_of(self, variables, k):
-    pairs, decay = super()._pairs_of(variables, k), self._decays[k]
-    if not _decays.is_derived(decay):
-      return pairs
-    origins = super()._pairs_of(
-        variables, _decays.place_of_origin(decay, self._decays))
-    return [(v, _bias_corrected.BiasCorrected(
-        v, s, origin, decay, self._reader_of_steps(v))
-             if self._is_derived(v, k) else s)
-            for (v, s), (_, origin) in zip(pairs, origins)]
-
-  def _reader_of_steps(self, variable):
-    """A function that reads the number of steps of the averages now."""
-    steps = self._steps_of(_slots.graph_of(variable))
-    return lambda: _replicas.values(steps)[0].read_value()
-
-  def _derived_beside(self, variables, k):
-    return [s for j in range(len(self._public_decays)) if j != k
-            for v, s in self._pairs_of(variables, j) if self._is_derived(v, j)]
-
-  def _make_average(self, variable, is_sparse):
-    super()._make_average(variable, is_sparse)
-    if not tf.executing_eagerly():
-      for k in range(len(self._public_decays)):
-        if self._is_derived(variable, k):
-          [(_, average)] = self._pairs_of([variable], k)
-          for part in average.of_replicas():
-            part.make_element()
 
 
 class _Ema:

@@ -60,8 +60,8 @@ def _mutants():
           '"beta_1": property(lambda _: 0.0)', '"_": None',
           "//tests/both:interpolated_test")
   yield m("primal average: Adam loses its first moment",
-          "wrapopt/_averages/_interpolated.py", "replaces_momentum = False",
-          "replaces_momentum = True", "//tests/both:interpolated_test")
+          "wrapopt/_averages/_interpolated.py", "    return False\n",
+          "    return True\n", "//tests/both:interpolated_test")
   yield m("BEMA: against the way that the weights went",
           "wrapopt/_averages/_bias_corrected.py", "alpha * (v - v_0)",
           "alpha * (v_0 - v)", "//tests/both:bema_test")
@@ -69,14 +69,14 @@ def _mutants():
           "t * every if decay.counts_steps else t", "t",
           "//tests/both:bema_test")
   yield m("BEMA: after fit, it follows from the averaged weights",
-          "wrapopt/keras/moving_average.py", "      part.hold(value)",
+          "wrapopt/keras/_bias_corrected.py", "      part.hold(value)",
           "      pass", "//tests/both:bema_test")
   yield m("BEMA: a file in place has its own s",
-          "wrapopt/keras/moving_average.py",
+          "wrapopt/keras/_bias_corrected.py",
           "(average, tf.convert_to_tensor(s)),", "",
           "//tests/both:bema_test")
   yield m("BEMA: it is read while another average is in place",
-          "wrapopt/keras/moving_average.py",
+          "wrapopt/keras/_bias_corrected.py",
           "return [s for k, row in rows if k != its for s in row], saved",
           "return (), saved", "//tests/both:bema_test")
   yield m("decay of merges: factors in the opposite order",

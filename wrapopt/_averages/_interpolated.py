@@ -66,7 +66,9 @@ class ScheduleFree(typing.NamedTuple):
   r: float
   weight_decay_at_y: float
 
-  replaces_momentum = True
+  @property
+  def replaces_momentum(self):
+    return True
 
   def initial_state(self):
     return [0.0, 0.0, 0.0, self.momentum]
@@ -98,8 +100,13 @@ class PrimalAverage(typing.NamedTuple):
   momentum: float
   average_decay: float
 
-  replaces_momentum = False
-  weight_decay_at_y = 0.0
+  @property
+  def replaces_momentum(self):
+    return False
+
+  @property
+  def weight_decay_at_y(self):
+    return 0.0
 
   def initial_state(self):
     return [0.0, self.momentum]

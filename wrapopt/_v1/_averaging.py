@@ -356,7 +356,6 @@ class AveragingOptimizer(WrapperOptimizer):
 
   def _derived_beside(self, variables, k):
     """The derived averages of other decays than that of number k: a list."""
-    del variables, k
     return []
 
   def _averages(self, graph):

@@ -84,7 +84,7 @@ import tempfile
 from typing import NamedTuple, Optional, Union
 
 from wrapopt import _extras
-from wrapopt._averages import _decays
+from wrapopt._averages import _decay
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _profiles
@@ -265,7 +265,7 @@ def posthoc(inputs: _Paths, output: _Path,
     The same errors as `merge`; also ValueError if an input is not a snapshot of
     a `PowerDecay`.
   """
-  wanted = _decays.PowerDecay(relative_width, gamma=gamma)
+  wanted = _decay.PowerDecay(relative_width, gamma=gamma)
   with _opened(inputs) as sources:
     for source in sources:
       if not source.note or source.note["gamma"] is None:
@@ -331,7 +331,7 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
   paths = _paths(inputs)
   # Check all widths before the first is evaluated.
   for width in relative_widths:
-    _decays.PowerDecay(width)
+    _decay.PowerDecay(width)
   ending = _formats.ending_of(paths[-1])
   found = []
   for width in relative_widths:

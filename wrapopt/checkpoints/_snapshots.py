@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import moving_average
-from wrapopt._averages import _decays
+from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
 from wrapopt._v1 import _interpolated
@@ -114,7 +114,7 @@ class Snapshots:
                 for name, (value, _) in averages.items()}
       note = {
           "step": step, "steps": steps, "decay": str(decay),
-          "gamma": (decay.gamma if isinstance(decay, _decays.PowerDecay)
+          "gamma": (decay.gamma if isinstance(decay, _decay.PowerDecay)
                     else None),
           "others": [*others],
           "dtypes": {name: str(dtype) for name, (_, dtype) in averages.items()

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
-from wrapopt._averages import _decays
+from wrapopt._averages import _decay
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
@@ -146,7 +146,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   @contextlib.contextmanager
   def averaged_weights(
       self, model: Optional[keras.Model] = None, *,
-      decay: Optional[_decays.Decay] = None) -> Iterator[None]:
+      decay: Optional[_decay.Decay] = None) -> Iterator[None]:
     """Puts the averages in place of the weights for a `with` block.
 
     Inside the block, every averaged variable holds its average, and the average
@@ -205,7 +205,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     self._check_left(model, "All other variables have their own values again. ")
 
   def averaged_model(
-      self, model: keras.Model, *, decay: Optional[_decays.Decay] = None,
+      self, model: keras.Model, *, decay: Optional[_decay.Decay] = None,
       recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
   ) -> keras.Model:
     """Makes a copy of a model whose weights are the averages.

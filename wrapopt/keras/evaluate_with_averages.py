@@ -11,7 +11,7 @@ import keras
 from keras.src.utils import python_utils
 
 from wrapopt import _checks
-from wrapopt._averages import _decays
+from wrapopt._averages import _decay
 from wrapopt.keras import _averaging
 from wrapopt.keras import _callback_after
 from wrapopt.keras import _swapped_function
@@ -92,7 +92,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
 
   def __init__(
       self, callbacks: Optional[Iterable[keras.callbacks.Callback]] = None, *,
-      decay: Union[None, _decays.Decay, Literal["all"]] = None,
+      decay: Union[None, _decay.Decay, Literal["all"]] = None,
       recalibrate: Union[None, Iterable[Any], Literal[False]] = None,
       swap_on_epoch: bool = False,
       optimizer: Union[None, str, keras.optimizers.Optimizer] = None,

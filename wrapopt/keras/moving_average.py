@@ -12,28 +12,27 @@ import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
-from wrapopt._averages import _bias_corrected
+from wrapopt._averages import _decay
 from wrapopt._averages import _decays
 from wrapopt._averages import _lazy
 from wrapopt._averages import _may_be_lazy
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
-from wrapopt.keras import _averaging
+from wrapopt.keras import _bias_corrected
 from wrapopt.keras import _lazy_average
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
-from wrapopt.keras import _statistics
 from wrapopt.keras import _steps
 from wrapopt.keras import _wrapper
 from wrapopt.keras import batch_norm
 
 # Configurations hold them.
-for _cls in _decays.BEMA, _decays.HalfLife, _decays.PowerDecay:
+for _cls in _decay.BEMA, _decay.HalfLife, _decay.PowerDecay:
   keras.saving.register_keras_serializable("wrapopt")(_cls)
 
 
 @keras.saving.register_keras_serializable("wrapopt")
-class MovingAverage(_statistics.StatisticsAveragingOptimizer):
+class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
   """Keeps exponential moving averages of the weights that it trains.
 
   After each step of the inner optimizer that changes weights, the average `s`
@@ -93,7 +92,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
 
   def __init__(
       self, optimizer: Union[str, dict[str, Any], keras.optimizers.Optimizer],
-      average_decay: Union[float, Sequence[float]] = 0.99,
+      average_decay: Union[_decay.Decay, Sequence[_decay.Decay]] = 0.99,
       num_updates: Any = None, start_step: int = 0, dynamic_decay: bool = False,
       name: Optional[str] = None, *, shadow_dtype: Any = None,
       average_batch_norm: Union[bool, Callable[[Any], bool]] = False,
@@ -190,26 +189,17 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     super().__init__(optimizer, name, keep_raw_weights, sum_duplicates,
                      variables, average_batch_norm)
     self._lazy = _may_be_lazy.checked_argument(lazy)
-    self._public_decays = _decays.checked(average_decay)
+    decays = _decays.checked(average_decay)
     if any(callable(d) or tf.is_tensor(d) or isinstance(d, tf.Variable)
-           for d in self._public_decays):
+           for d in decays):
       raise TypeError(
           "`average_decay` must be a number, a PowerDecay, a HalfLife or a "
           f"BEMA, or a sequence of these, got {average_decay!r}.")
-    self._decays = _decays.with_origins(self._public_decays)
-    self.follows_variables = self._decays != self._public_decays
-    for x in _steps.within(self) if self.follows_variables else ():
-      if x.use_ema or isinstance(x, _averaging.AveragingOptimizer):
-        raise ValueError(
-            "`optimizer` of a MovingAverage with a BEMA must not be or hold an "
-            "optimizer that puts averages in the weights, from which the BEMA "
-            f"follows, got {type(x).__qualname__}. Use one of the two.")
     self._average_decay = average_decay
     _decays.check_num_updates(num_updates)
     start_step = _checks.integer("start_step", start_step, 0)
-    self._moving = _decays.moving(self._decays, at_once=not start_step)
     self._update_every = _checks.integer("update_every", update_every, 1)
-    _decays.check_update_every(self._public_decays, self._update_every)
+    self._set_decays(decays, start_step, self._update_every)
     self._num_updates = num_updates
     self._start_step = start_step
     self._dynamic_decay = _checks.boolean("dynamic_decay", dynamic_decay)
@@ -266,7 +256,7 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
         variable.dtype)
 
   def average(self, variable: keras.Variable,
-              decay: Optional[_decays.Decay] = None) -> Any:
+              decay: Optional[_decay.Decay] = None) -> Any:
     """The average of a variable.
 
     Args:
@@ -320,58 +310,9 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     self._require_built("is_lazy")
     return _lazy.is_lazy(self._found(variable, self._rows[0]))
 
-  def decays(self) -> list[_decays.Decay]:
+  def decays(self) -> list[_decay.Decay]:
     """The decays of the averages: a list of numbers, PowerDecays and BEMAs."""
     return list(self._public_decays)
-
-  def _index_of(self, decay):
-    return _decays.index_of(decay, self._public_decays)
-
-  # Averages that follow from several variables
-
-  def _is_derived(self, k):
-    return _decays.is_derived(self._decays[k])
-
-  def _derived(self, variable, key, k):
-    """The average of a BEMA, which no variable holds."""
-    decay = self._decays[k]
-    origins = self._rows[_decays.place_of_origin(decay, self._decays)]
-    return _bias_corrected.BiasCorrected(
-        _rules.value(variable), _rules.value(self._rows[k][key]),
-        _rules.value(origins[key]), decay, lambda: self._steps_now(key))
-
-  def _all_derived(self):
-    """[(k, the averages of a BEMA)] of all of them."""
-    return [(k, [self._derived(v, key, k) for v in self._trainable_variables
-                 if (key := self._var_key(v)) in self._rows[k]])
-            for k in range(len(self._public_decays)) if self._is_derived(k)]
-
-  def _of(self, variables, decay=None):
-    k = self._index_of(decay)
-    found = super()._of(variables, decay)
-    return ([(v, self._derived(v, self._var_key(v), k)) for v, _ in found]
-            if self._is_derived(k) else found)
-
-  def _assign(self, pairs):
-    held = [(part, part.read_value()) for _, row in self._all_derived()
-            for s in row for part in s.of_replicas()]
-    super()._assign(pairs)
-    for part, value in held:
-      part.hold(value)
-
-  def _beside(self, pairs, decay):
-    rows, its = self._all_derived(), self._index_of(decay)
-    if not rows:
-      return (), ()
-    # In a file, as when `fit` has ended: the averages stay what they are.
-    now = {id(_rules.value(v)): tf.cast(s, v.dtype) for v, s in pairs}
-    saved = []
-    for _, row in rows:
-      for s in row:
-        average, origin = s.saved
-        saved += [(average, tf.convert_to_tensor(s)),
-                  (origin, now.get(id(s.variable), s.variable))]
-    return [s for k, row in rows if k != its for s in row], saved
 
   def _averaged(self, model, decay=None):
     found = super()._averaged(model, decay)
@@ -414,10 +355,6 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     return [[_rules.value(row[key]) if key in row else None
              for key in step.keys]
             for row in self._moving_of(self._rows)], decays
-
-  def _moving_of(self, rows):
-    """Of something for each decay, that of averages which steps move."""
-    return [rows[k] for k in self._moving]
 
   def _note_update(self):
     # Not before the step, which may raise an error.
@@ -478,17 +415,6 @@ class MovingAverage(_statistics.StatisticsAveragingOptimizer):
     first.assign(begun)
     return tf.maximum(iterations - tf.maximum(begun, self._start_step),
                       tf.constant(0, tf.int64))
-
-  def _steps_now(self, key):
-    """The number of steps of a variable's averages until now: an int64 tensor.
-    """
-    part, opt = next((part, opt) for part, opt in self._parts().items() if any(
-        self._var_key(v) == key for v in opt._trainable_variables))
-    first = self._first[part].value.read_value()
-    iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
-    return tf.where(first < 0, tf.constant(0, tf.int64), tf.maximum(
-        iterations - tf.maximum(first, self._start_step),
-        tf.constant(0, tf.int64)))
 
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.

@@ -1,0 +1,62 @@
+"""The base class of the optimizer whose averages may be those of a BEMA."""
+
+import tensorflow as tf
+
+from wrapopt._averages import _bias_corrected
+from wrapopt._averages import _decays
+from wrapopt._averages import _replicas
+from wrapopt._v1 import _averaging
+from wrapopt._v1 import _slots
+
+
+class BiasCorrectingOptimizer(_averaging.AveragingOptimizer):
+  """A wrapper some of whose averages follow from several variables."""
+
+  def __init__(self, opt, name, decays, *args):
+    """Wraps an optimizer.
+
+    Args:
+      opt: The inner optimizer.
+      name: The name of this one.
+      decays: The result of `_decays.checked`.
+      *args: Further arguments of `AveragingOptimizer`.
+    """
+    super().__init__(opt, name, _decays.with_origins(decays), *args)
+    self._public_decays = decays
+    _decays.check_update_every(decays, self._update_every)
+
+  def _index_of(self, decay):
+    return _decays.index_of(decay, self._public_decays)
+
+  def _is_derived(self, variable, k):
+    # A variance that is corrected could be negative.
+    return _decays.is_derived(self._decays[k]) and variable.trainable
+
+  def _pairs_of(self, variables, k):
+    pairs, decay = super()._pairs_of(variables, k), self._decays[k]
+    if not _decays.is_derived(decay):
+      return pairs
+    origins = super()._pairs_of(
+        variables, _decays.place_of_origin(decay, self._decays))
+    return [(v, _bias_corrected.BiasCorrected(
+        v, s, origin, decay, self._reader_of_steps(v))
+             if self._is_derived(v, k) else s)
+            for (v, s), (_, origin) in zip(pairs, origins)]
+
+  def _reader_of_steps(self, variable):
+    """A function that reads the number of steps of the averages now."""
+    steps = self._steps_of(_slots.graph_of(variable))
+    return lambda: _replicas.values(steps)[0].read_value()
+
+  def _derived_beside(self, variables, k):
+    return [s for j in range(len(self._public_decays)) if j != k
+            for v, s in self._pairs_of(variables, j) if self._is_derived(v, j)]
+
+  def _make_average(self, variable, is_sparse):
+    super()._make_average(variable, is_sparse)
+    if not tf.executing_eagerly():
+      for k in range(len(self._public_decays)):
+        if self._is_derived(variable, k):
+          [(_, average)] = self._pairs_of([variable], k)
+          for part in average.of_replicas():
+            part.make_element()

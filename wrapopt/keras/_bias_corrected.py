@@ -1,0 +1,90 @@
+"""The base class of the Keras wrapper whose averages may be those of a BEMA."""
+
+import tensorflow as tf
+
+from wrapopt._averages import _bias_corrected
+from wrapopt._averages import _decays
+from wrapopt.keras import _averaging
+from wrapopt.keras import _rules
+from wrapopt.keras import _statistics
+from wrapopt.keras import _steps
+
+
+class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
+  """A wrapper some of whose averages follow from several variables."""
+
+  def _set_decays(self, decays, start_step, update_every):
+    """Sets the decays, the result of `_decays.checked`."""
+    self._public_decays = decays
+    self._decays = _decays.with_origins(decays)
+    self._moving = _decays.moving(self._decays, at_once=not start_step)
+    _decays.check_update_every(decays, update_every)
+    self.follows_variables = self._decays != decays
+    for x in _steps.within(self) if self.follows_variables else ():
+      if x.use_ema or isinstance(x, _averaging.AveragingOptimizer):
+        raise ValueError(
+            "`optimizer` of a MovingAverage with a BEMA must not be or hold an "
+            "optimizer that puts averages in the weights, from which the BEMA "
+            f"follows, got {type(x).__qualname__}. Use one of the two.")
+
+  def _index_of(self, decay):
+    return _decays.index_of(decay, self._public_decays)
+
+  def _moving_of(self, rows):
+    """Of something for each decay, that of averages which steps move."""
+    return [rows[k] for k in self._moving]
+
+  def _is_derived(self, k):
+    return _decays.is_derived(self._decays[k])
+
+  def _derived(self, variable, key, k):
+    """The average of a BEMA, which no variable holds."""
+    decay = self._decays[k]
+    origins = self._rows[_decays.place_of_origin(decay, self._decays)]
+    return _bias_corrected.BiasCorrected(
+        _rules.value(variable), _rules.value(self._rows[k][key]),
+        _rules.value(origins[key]), decay, lambda: self._steps_now(key))
+
+  def _all_derived(self):
+    """[(k, the averages of a BEMA)] of all of them."""
+    return [(k, [self._derived(v, key, k) for v in self._trainable_variables
+                 if (key := self._var_key(v)) in self._rows[k]])
+            for k in range(len(self._public_decays)) if self._is_derived(k)]
+
+  def _of(self, variables, decay=None):
+    k = self._index_of(decay)
+    found = super()._of(variables, decay)
+    return ([(v, self._derived(v, self._var_key(v), k)) for v, _ in found]
+            if self._is_derived(k) else found)
+
+  def _assign(self, pairs):
+    held = [(part, part.read_value()) for _, row in self._all_derived()
+            for s in row for part in s.of_replicas()]
+    super()._assign(pairs)
+    for part, value in held:
+      part.hold(value)
+
+  def _beside(self, pairs, decay):
+    rows, its = self._all_derived(), self._index_of(decay)
+    if not rows:
+      return (), ()
+    # In a file, as when `fit` has ended: the averages stay what they are.
+    now = {id(_rules.value(v)): tf.cast(s, v.dtype) for v, s in pairs}
+    saved = []
+    for _, row in rows:
+      for s in row:
+        average, origin = s.saved
+        saved += [(average, tf.convert_to_tensor(s)),
+                  (origin, now.get(id(s.variable), s.variable))]
+    return [s for k, row in rows if k != its for s in row], saved
+
+  def _steps_now(self, key):
+    """The number of steps of a variable's averages until now: an int64 tensor.
+    """
+    part, opt = next((part, opt) for part, opt in self._parts().items() if any(
+        self._var_key(v) == key for v in opt._trainable_variables))
+    first = self._first[part].value.read_value()
+    iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
+    return tf.where(first < 0, tf.constant(0, tf.int64), tf.maximum(
+        iterations - tf.maximum(first, self._start_step),
+        tf.constant(0, tf.int64)))
