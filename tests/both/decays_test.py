@@ -14,7 +14,7 @@ import wrapopt
 from training import GRAPH_MODES
 from training import graph_of
 from training import type_of
-from wrapopt._averages import _decays
+from wrapopt._averages import _decay
 import wrapopt.checkpoints
 import wrapopt.keras
 
@@ -135,7 +135,7 @@ def test_in_a_strategy(fused):
 
 
 @keras.saving.register_keras_serializable("power_decay_test")
-class Linear(_decays._Decay):
+class Linear(_decay.Shape):
   """Rises from 0 to `last` within `steps` steps."""
 
   needs_count = True
