@@ -130,6 +130,23 @@ def test_beside_another_decay(way):
       numerics.assert_same_bits(run.average("v"), want)
 
 
+@ways(EAGER)
+def test_a_function_that_was_traced_before(way):
+  """It finds out by itself that another average is in place."""
+  with running(way, [0.5, wrapopt.BEMA(**SIMPLE)]) as run:
+    trained(run)
+    opt, v = run.averaging, run.variables["v"]
+    read = tf.function(lambda: tf.identity(opt.average(v, opt._decays[1])))
+    want = run.average("v", opt._decays[1])
+    numerics.assert_same_bits(read().numpy(), want)
+    for decay in opt._decays[:2]:
+      with run.in_place(decay=decay):
+        with pytest.raises((tf.errors.InvalidArgumentError,
+                            tf.errors.FailedPreconditionError)):
+          read()
+    numerics.assert_same_bits(read().numpy(), want)
+
+
 @ways(EAGER + SESSIONS)
 def test_seed_averages(way):
   with running(way) as run:
