@@ -85,7 +85,7 @@ def test_trajectory(way, settings, every):
 
 
 def test_start_step():
-  """That of Keras ends before t begins to count."""
+  """Keras's start_step ends before t begins to count."""
   [way] = [way for way in EAGER if way.half == "keras"]
   model = None
   with running(way, start_step=3) as run:
@@ -357,6 +357,13 @@ def optimizer(**more):
 def averages_of(model):
   return [[model.optimizer.average(v, d).numpy() for v in
            model.trainable_variables] for d in model.optimizer.decays()]
+
+
+def test_the_names_of_close_decays_differ():
+  assert str(wrapopt.BEMA()) == "bema_10_1_0.5_0.2_0"
+  a, b = wrapopt.BEMA(burn_in=1000000), wrapopt.BEMA(burn_in=1000001)
+  assert str(a) != str(b) and repr(a) != repr(b)
+  assert str(wrapopt.BEMA(lag=1e20)) == "bema_1e20_1_0.5_0.2_0"
 
 
 @pytest.mark.parametrize("decays", [[wrapopt.BEMA(**SIMPLE)],

@@ -157,7 +157,7 @@ def running(way, inner="SGD", dtype=np.float64, around=lambda opt: opt,
   is_primal = "average_decay" in schedule
 
   def make(run):
-    # That of Schedule-Free learning is taken over.
+    # Schedule-Free learning takes the momentum over.
     beta = PRIMAL_BETA if is_primal else schedule.get("momentum", 0.9)
     if way.half == "keras":
       return INNER[inner].keras(beta, **(arguments or {}))

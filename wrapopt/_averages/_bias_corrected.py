@@ -2,7 +2,6 @@
 
 import tensorflow as tf
 
-from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
@@ -31,8 +30,7 @@ class BiasCorrected(_derived.Derived):
     """The average now: a tensor of the dtype of s."""
     _in_place.check(self.rows)
     _swap.check_unoccupied(self.variable)
-    # Half-precision numbers are computed in float32.
-    dtype = tf.float32 if self.dtype in _checks.LOW_PRECISION else self.dtype
+    dtype = _derived.computed_in(self.dtype)
     v, s, v_0 = (tf.cast(x.read_value(), dtype)
                  for x in (self.variable, *self.saved))
     alpha = tf.cast(ops.float64(self._decay.correction(self._steps())), dtype)

@@ -162,10 +162,10 @@ class BEMA(Shape):
       alpha_t = (lag + multiplier t)^-bias_power
 
   v_0 is the value of v after `burn_in` steps, until which s is v, too. t counts
-  the steps of the optimizer's averages, as for a PowerDecay, also with
-  `update_every=n`, when s moves in each n-th step alone. Between two moves, the
-  average follows with v and t. `num_updates` and `dynamic_decay` do not limit
-  this decay. `seed_averages` resets t and v_0.
+  the steps that change weights; with Keras's `start_step`, those after it. With
+  `update_every=n`, s moves in each n-th of them, and t counts all: between two
+  moves, the average follows with v and t. `num_updates` and `dynamic_decay` do
+  not limit this decay. `seed_averages` resets t and v_0.
 
   State: s is the average of a usual decay; one more copy of the weights holds
   v_0. No step reads or writes it. The average itself is in no variable: it is
@@ -174,8 +174,7 @@ class BEMA(Shape):
   ends with the average in the variable, s and v_0 are set to the same, so that
   the average is still that; t goes on. The average of a variable that is not
   trainable, such as a moving variance, is s: corrected, it could be negative.
-  While other workers or threads train, s
-  and v may be of different steps.
+  While other workers or threads train, s and v may be of different steps.
 
   Example:
 
@@ -246,11 +245,16 @@ class BEMA(Shape):
     return tf.where(burns_in, tf.constant(0, tf.float64), ops.float64(value))
 
   def __repr__(self):
-    return "BEMA(" + ", ".join(
-        f"{name}={value:g}" for name, value in self._config.items()) + ")"
+    return "BEMA(" + ", ".join(map("=".join, self._texts().items())) + ")"
 
   def __str__(self):
-    return "_".join(["bema", *(f"{x:g}" for x in self._config.values())])
+    # In names of tf.compat.v1, no + may stand.
+    return "_".join(["bema", *self._texts().values()]).replace("+", "")
+
+  def _texts(self):
+    """The arguments in all digits, since names of two decays must differ."""
+    return {name: str(value).removesuffix(".0")
+            for name, value in self._config.items()}
 
   def get_config(self) -> dict[str, Any]:
     """The arguments, which Keras saves: a dict."""
@@ -258,7 +262,10 @@ class BEMA(Shape):
 
 
 class Origin(Shape):
-  """That of the variable that holds v_0 of a BEMA: it moves in the burn-in."""
+  """The decay of the variable that holds v_0 of a BEMA.
+
+  In the burn-in, v_0 is v. Then it stays.
+  """
 
   needs_count = True
   counts_steps = True

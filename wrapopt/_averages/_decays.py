@@ -128,7 +128,7 @@ def of_step(decays, t, counts=(), every=1):
     decays: What `with_origins` returns.
     t: A function that returns the number of the update, from 1.
     counts: Counts of updates n: numbers or tensors. They limit the decays that
-        warm up to at most (1 + n) / (10 + n).
+      warm up to at most (1 + n) / (10 + n).
     every: The number of steps between two updates.
   """
   decays = list(map(_shape, decays))

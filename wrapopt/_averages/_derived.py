@@ -3,6 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt import ops
 
 
@@ -29,7 +30,7 @@ class Derived:
     raise NotImplementedError
 
   def of_replicas(self):
-    """Those of the components of a strategy's variable: a list."""
+    """The averages of the components of a strategy's variable: a list."""
     raise NotImplementedError
 
   def make_element(self):
@@ -45,6 +46,11 @@ class Derived:
   def __array__(self, dtype=None, copy=None):
     del copy  # It is computed each time.
     return np.array(self.read_value(), dtype)
+
+
+def computed_in(dtype):
+  """The dtype in which numbers of `dtype` are computed."""
+  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
 
 
 tf.register_tensor_conversion_function(

@@ -165,7 +165,7 @@ def holding_x(state):
 
 def x_of(y, z, share):
   """x, if `y` has the share `share` of x and the rest of z: a tensor."""
-  dtype = computed_in(y.dtype)
+  dtype = _derived.computed_in(y.dtype)
   apart = tf.cast(1 - 1 / share, dtype)
   y, like = tf.cast(y, dtype), y.dtype
   return tf.cast(y + apart * (tf.cast(z, dtype) - y), like)
@@ -175,26 +175,21 @@ def start(y, z, motion, weight_decay_at_y):
   """Where the inner optimizer's step starts: a tensor."""
   if not weight_decay_at_y:
     return tf.identity(z)
-  dtype = computed_in(y.dtype)
+  dtype = _derived.computed_in(y.dtype)
   by = tf.cast(motion.rate * weight_decay_at_y, dtype)
   return tf.cast(tf.cast(z, dtype) - by * tf.cast(y, dtype), z.dtype)
 
 
 def y_of(x, z, motion, momentum):
   """y after a step to `z`, from x before it: a tensor."""
-  dtype = computed_in(x.dtype)
+  dtype = _derived.computed_in(x.dtype)
   like, x, z = x.dtype, tf.cast(x, dtype), tf.cast(z, dtype)
   x = x + tf.cast(motion.c, dtype) * (z - x)
   return tf.cast(x + (1 - momentum) * (z - x), like)
 
 
-def computed_in(dtype):
-  """The dtype in which numbers of `dtype` are computed."""
-  return tf.float32 if dtype in _checks.LOW_PRECISION else dtype
-
-
 class Points(typing.NamedTuple):
-  """What a step of tf.compat.v1 must know of z and x.
+  """z, the state and the schedule, for a step of tf.compat.v1.
 
   Attributes:
     z: The variables that hold the z of the step's variables. In eager mode the

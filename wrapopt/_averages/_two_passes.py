@@ -5,8 +5,8 @@ Meanwhile the variables hold the optimizer's z, and the variables of z hold x.
 
 import tensorflow as tf
 
-from wrapopt._averages import _replicas
 from wrapopt._averages import _interpolated
+from wrapopt._averages import _replicas
 
 
 def replicas_of(variables, z, state, schedule, decays):

@@ -31,7 +31,7 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
     return _decays.index_of(decay, self._public_decays)
 
   def _moving_of(self, rows):
-    """Of something for each decay, that of averages which steps move."""
+    """Selects the entries of averages that steps move, from a list."""
     return [rows[k] for k in self._moving]
 
   def _is_derived(self, k):
