@@ -51,7 +51,7 @@ class LockStepsOp : public AsyncOpKernel {
   }
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    HeldResource* held;
+    HeldResource* held = nullptr;
     OP_REQUIRES_OK_ASYNC(ctx, Make(ctx, &held), done);
     const std::shared_ptr<StepLock> lock = held->lock;
     CancellationManager* const manager = ctx->cancellation_manager();
