@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "cc/engine/arrivals.h"
 #include "cc/engine/deadline_timer.h"
 
 namespace wrapopt {
@@ -75,15 +76,26 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   struct Answer {
     RoundsStatus status;
     int64_t open = 0;
-    std::vector<std::string> workers;
+    std::vector<std::string> workers = {};
+    int64_t generation = 0;
+    int64_t turn = -1;
+    Turns turns = {};
   };
 
-  // The wait of AveragingGather or AveragingWait.
+  // A wait for the end of a round, for its members, or for a turn to send
+  // values to it.
   struct Wait {
     int64_t round;
+    int64_t generation = 0;
     // 0: waits for the end of the round. Else: for the members of the round.
     int64_t min_workers = 0;
+    // Whether it waits for a turn; then how many others and it may have one.
+    bool turns = false;
+    int64_t most_turns = 0;
+    double turn_secs = 0;  // How long the turn lives.
     double timeout_secs;
+    // How long a gather waits for more workers after min_workers have come.
+    double grace_secs = std::numeric_limits<double>::infinity();
     std::string worker;  // The name of a worker that is alive, or "".
     // Registers a function to call if the step of the wait ends; returns false
     // if the step has ended. `unwatch` unregisters it. Both are empty if the
@@ -94,6 +106,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
     bool is_watched = false;
     std::optional<Timer::Id> timer = std::nullopt;
+    std::optional<Timer::Id> grace = std::nullopt;
+
+    Place place() const { return {round, generation}; }
   };
 
   // The timer must outlive the rounds. `warn` writes a sentence to the log.
@@ -103,6 +118,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         num_workers_(num_workers),
         timer_(timer),
         warn_(std::move(warn)) {}
+  virtual ~Rounds() = default;
 
   const std::string& subject() const { return subject_; }
   int64_t num_workers() const { return num_workers_; }
@@ -114,15 +130,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     *accepted = round > open_ || (round == open_ && !closed_);
     if (*accepted) {
       if (round > open_) Open(round, &after);
-      if (static_cast<int64_t>(values_.size()) == num_workers_ &&
-          values_.count(worker) == 0) {
-        return RoundsStatus::InvalidArgument(Text(
-            subject_, " have num_workers = ", num_workers_,
-            ", but '", worker, "' came to round ", open_, " after ",
-            Names(), ": give each worker a unique name that does not change, ",
-            "or correct num_workers"));
-      }
-      values_[worker].swap(values);
+      const RoundsStatus room = CheckRoom(worker);
+      if (!room.ok()) return room;
+      values_[worker].values.swap(values);
       after.dropped.push_back(std::move(values));
     }
     if (expected_) expected_->insert(worker);
@@ -136,7 +146,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::lock_guard<std::mutex> lock(mu_);
     const bool gathers = wait.min_workers > 0;
     if (gone_) return after.Add(std::move(wait), {Gone()});
-    if (gathers && wait.round != open_) {
+    if (gathers && wait.round != open_ && !is_served()) {
       const RoundsStatus status = NotOpen("a gather", wait.round);
       return after.Add(std::move(wait), {status});
     }
@@ -148,21 +158,16 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     if (found == waits_.end()) return;
 
     Wait& waiting = found->second;
-    // The rounds may be deleted before one of these is called.
-    const std::weak_ptr<Rounds> weak = this->weak_from_this();
     if (waiting.watch) {
+      // The rounds may be deleted before it is called.
+      const std::weak_ptr<Rounds> weak = this->weak_from_this();
       waiting.is_watched = waiting.watch([weak, id] {
         if (const auto self = weak.lock()) self->Cancel(id);
       });
       if (!waiting.is_watched) return Cancel(found, &after);
     }
-    // No timer for longer waits: steady_clock overflows after 292 years.
-    constexpr double kForever = 1e9;
-    if (waiting.timeout_secs < kForever) {
-      waiting.timer = timer_->Set(waiting.timeout_secs, [weak, id] {
-        if (const auto self = weak.lock()) self->TimeOut(id);
-      });
-    }
+    waiting.timer = After(waiting.timeout_secs,
+                          [id](Rounds* self) { self->TimeOut(id); });
   }
 
   // Returns value number `value` of each worker.
@@ -178,13 +183,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
             open_, ", got values of ", Names(),
             ": the worker must push before the mean is taken"));
       }
-      if (value >= found->second.size()) {
+      if (value >= found->second.values.size()) {
         return RoundsStatus::InvalidArgument(Text(
-            "value must be less than ", found->second.size(),
+            "value must be less than ", found->second.values.size(),
             ", the number of values that worker '", worker, "' pushed to ",
             subject_, ", got ", value));
       }
-      values->push_back(found->second[value]);
+      values->push_back(found->second.values[value]);
     }
     return RoundsStatus();
   }
@@ -218,9 +223,15 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     waits_.clear();
   }
 
- private:
+ protected:
   // Below, functions that take a Deferred, and const ones, need mu_.
-  using Pushed = std::map<std::string, std::vector<Value>>;
+
+  // A worker whose values are part of the open round.
+  struct Member {
+    double weight = 1;
+    std::vector<Value> values;
+  };
+  using Members = std::map<std::string, Member>;
   using Waits = std::map<uint64_t, Wait>;
 
   // Work for after the lock is released. Declare it before the lock.
@@ -229,6 +240,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     ~Deferred() {
       for (auto& [wait, answer] : answers) {
         if (wait.timer) timer->Cancel(*wait.timer);
+        if (wait.grace) timer->Cancel(*wait.grace);
         // The step lives until `done`.
         if (wait.is_watched) wait.unwatch();
         wait.done(answer);
@@ -243,13 +255,43 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::vector<std::pair<Wait, Answer>> answers;
     // Freed after the lock is released, since freeing gigabytes takes time.
     std::vector<std::vector<Value>> dropped;
-    Pushed all_dropped;
+    Members all_dropped;
   };
 
-  void Open(int64_t round, Deferred* after) {
+  // See ServedRounds.
+  virtual bool is_served() const { return false; }
+  // Answers a wait for a turn, if it is over.
+  virtual bool GiveTurn(const Wait& wait, Answer* answer) { return false; }
+
+  virtual void Open(int64_t round, Deferred* after) {
     open_ = round;
     closed_ = false;
     after->all_dropped.swap(values_);
+  }
+
+  RoundsStatus CheckRoom(const std::string& worker) const {
+    if (static_cast<int64_t>(values_.size()) < num_workers_ ||
+        values_.count(worker) > 0) {
+      return RoundsStatus();
+    }
+    return RoundsStatus::InvalidArgument(Text(
+        subject_, " have num_workers = ", num_workers_, ", but '", worker,
+        "' came to round ", open_, " after ", Names(),
+        ": give each worker a unique name that does not change, ",
+        "or correct num_workers"));
+  }
+
+  // Calls `ring` after some seconds.
+  template <class Ring>
+  std::optional<Timer::Id> After(double seconds, Ring ring) {
+    // No timer for longer waits: steady_clock overflows after 292 years.
+    constexpr double kForever = 1e9;
+    if (!(seconds < kForever)) return std::nullopt;
+    // The rounds may be deleted before.
+    const std::weak_ptr<Rounds> weak = this->weak_from_this();
+    return timer_->Set(seconds, [weak, ring = std::move(ring)] {
+      if (const auto self = weak.lock()) ring(self.get());
+    });
   }
 
   bool IsQuorum(int64_t min_workers) const {
@@ -276,28 +318,34 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // Closes the round if its values suffice for a gather, and answers all waits
   // that are over.
   void AnswerReadyWaits(Deferred* after) {
-    for (const auto& [id, wait] : waits_) {
-      if (!closed_ && wait.min_workers > 0 && wait.round == open_ &&
-          IsQuorum(wait.min_workers)) {
+    for (auto& [id, wait] : waits_) {
+      if (closed_ || wait.min_workers == 0 || wait.place() != place()) continue;
+      if (IsQuorum(wait.min_workers)) {
         Close();
+      } else if (!wait.grace &&
+                 static_cast<int64_t>(values_.size()) >= wait.min_workers) {
+        wait.grace = After(wait.grace_secs,
+                           [id = id](Rounds* self) { self->TimeOut(id); });
       }
     }
     for (auto i = waits_.begin(); i != waits_.end();) {
       const auto here = i++;
       Wait& wait = here->second;
       Answer answer;
-      if (wait.min_workers == 0) {
-        if (wait.round == open_) continue;
-        answer.open = open_;
+      answer.open = open_;
+      if (wait.turns) {
+        if (!GiveTurn(wait, &answer)) continue;
+      } else if (wait.min_workers == 0) {
+        if (wait.place() == place()) continue;
+      } else if (wait.place() != place() && is_served()) {
+        // Another worker has ended the round: no workers.
       } else if (wait.round != open_) {
         answer.status = RoundsStatus::FailedPrecondition(Text(
             "round ", wait.round, " of ", subject_, " ended during its ",
             "gather, round ", open_, " is open: there is a second chief, or ",
             "this one was restarted; only one may run"));
       } else if (closed_) {
-        for (const auto& [worker, values] : values_) {
-          answer.workers.push_back(worker);
-        }
+        answer.workers = Workers();
       } else {
         continue;
       }
@@ -329,7 +377,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::lock_guard<std::mutex> lock(mu_);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
-    Wait& wait = found->second;
+    const Wait& wait = found->second;
     const int64_t came = values_.size();
     if (wait.min_workers > 0 && came >= wait.min_workers) {
       // A missing worker is not expected again until it pushes or waits.
@@ -339,7 +387,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       return AnswerReadyWaits(&after);
     }
     const RoundsStatus status = RoundsStatus::DeadlineExceeded(Missed(wait));
-    after.Add(std::move(wait), {status});
+    after.Add(std::move(found->second), {status});
     waits_.erase(found);
   }
 
@@ -351,6 +399,10 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
           " workers within ", limit, " (", Names(), "), but needs ",
           wait.min_workers, " of ", num_workers_, ": restart the others, ",
           "wait longer, or reduce min_workers");
+    }
+    if (wait.turns) {
+      return Text("round ", open_, " of ", subject_, " gave no turn within ",
+                  limit, ": other workers send their values too slowly");
     }
     if (wait.round < 0) {
       return Text("no chief has opened ", subject_, " within ", limit,
@@ -371,6 +423,14 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return RoundsStatus::Aborted(Text(subject_, " were deleted"));
   }
 
+  Place place() const { return {open_, generation_}; }
+
+  std::vector<std::string> Workers() const {
+    std::vector<std::string> names;
+    for (const auto& [worker, member] : values_) names.push_back(worker);
+    return names;
+  }
+
   std::string Names() const {
     if (values_.empty()) return "none";
     std::string names;
@@ -388,9 +448,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   std::mutex mu_;  // Guards all below.
   bool gone_ = false;
   int64_t open_ = -1;
+  int64_t generation_ = 0;
   bool closed_ = false;
-  // The values of the open round; once it is closed, of its members.
-  Pushed values_;
+  Members values_;  // Of the open round.
   // The workers that a gather expects; nullopt: all.
   std::optional<std::set<std::string>> expected_;
   Waits waits_;

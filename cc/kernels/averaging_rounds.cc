@@ -3,16 +3,13 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/engine/deadline_timer.h"
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
@@ -20,24 +17,20 @@
 #include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
+#include "cc/kernels/rounds_resource.h"
 #include "cc/kernels/variables.h"
 #include "cc/ops/averaging_rounds.h"
 #include "cc/rules/rules.h"
-#include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
-#include "tensorflow/core/framework/resource_handle.h"
-#include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
-#include "tensorflow/core/platform/logging.h"
 
 namespace wrapopt {
 namespace {
 
 using tensorflow::AsyncOpKernel;
-using tensorflow::CancellationManager;
 using tensorflow::DataTypeString;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
@@ -45,76 +38,15 @@ using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::tstring;
 
-using TensorRounds = Rounds<Tensor>;
-
-absl::Status ToStatus(const RoundsStatus& status) {
-  using Code = RoundsStatus::Code;
-  switch (status.code) {
-    case Code::kOk:
-      return absl::OkStatus();
-    case Code::kAborted:
-      return absl::AbortedError(status.message);
-    case Code::kCancelled:
-      return absl::CancelledError(status.message);
-    case Code::kDeadlineExceeded:
-      return absl::DeadlineExceededError(status.message);
-    case Code::kFailedPrecondition:
-      return absl::FailedPreconditionError(status.message);
-    case Code::kInvalidArgument:
-      return absl::InvalidArgumentError(status.message);
-  }
-  return absl::InternalError(status.message);
-}
-
-// Ends the wait if the op's step ends.
-void WatchStep(OpKernelContext* ctx, TensorRounds::Wait* wait) {
-  CancellationManager* const manager = ctx->cancellation_manager();
-  if (manager == nullptr) return;
-  const auto token = manager->get_cancellation_token();
-  wait->watch = [manager, token](std::function<void()> ended) {
-    return manager->RegisterCallback(token, std::move(ended));
-  };
-  wait->unwatch = [manager, token] { manager->DeregisterCallback(token); };
-}
-
-// A wait does not keep the rounds alive. Their deletion ends the wait.
-class RoundsResource : public tensorflow::ResourceBase {
- public:
-  RoundsResource(const std::string& name, int64_t num_workers)
-      : rounds_(std::make_shared<TensorRounds>(
-            name, num_workers, &DeadlineTimer::Get(),
-            [](const std::string& warning) { LOG(WARNING) << warning; })) {}
-  ~RoundsResource() override { rounds_->End(); }
-
-  std::string DebugString() const override { return rounds_->subject(); }
-
-  const std::shared_ptr<TensorRounds>& rounds() const { return rounds_; }
-
- private:
-  const std::shared_ptr<TensorRounds> rounds_;
-};
-
-absl::Status ReadRound(OpKernelContext* ctx, int64_t* round) {
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
-  // Round + 1 must not overflow.
-  if (*round < kLastRound) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("round must be less than 2^63 - 1, got ", *round));
-}
-
-absl::Status ReadTimeout(OpKernelContext* ctx, double* timeout_secs) {
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "timeout_secs", timeout_secs));
-  return CheckTimeout(*timeout_secs);
-}
-
 absl::Status FindRounds(OpKernelContext* ctx,
                         std::shared_ptr<TensorRounds>* rounds) {
-  tensorflow::core::RefCountPtr<RoundsResource> resource;
-  TF_RETURN_IF_ERROR(
-      FindResource(ctx, "rounds", "those of Wrapopt>AveragingRounds",
-                   &resource));
+  RoundsPtr resource;
+  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
   *rounds = resource->rounds();
-  return absl::OkStatus();
+  if (resource->served() == nullptr) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat((*rounds)->subject(), " must have no settings for this op, ",
+                   "got '", resource->settings(), "': they are served"));
 }
 
 class AveragingRoundsOp
@@ -123,25 +55,33 @@ class AveragingRoundsOp
   explicit AveragingRoundsOp(OpKernelConstruction* ctx)
       : ResourceOpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("num_workers", &num_workers_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("settings", &settings_));
   }
 
  private:
   absl::Status CreateResource(RoundsResource** resource) override
       TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    *resource = new RoundsResource(cinfo_.name(), num_workers_);
+    *resource = new RoundsResource(cinfo_.name(), num_workers_, settings_);
     return absl::OkStatus();
   }
 
   absl::Status VerifyResource(RoundsResource* resource) override {
     const TensorRounds& rounds = *resource->rounds();
-    if (rounds.num_workers() == num_workers_) return absl::OkStatus();
+    if (rounds.num_workers() != num_workers_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          rounds.subject(), " have num_workers = ", rounds.num_workers(),
+          ", got num_workers = ", num_workers_,
+          ": use the same num_workers, or another shared_name"));
+    }
+    if (resource->settings() == settings_) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
-        rounds.subject(), " have num_workers = ", rounds.num_workers(),
-        ", got num_workers = ", num_workers_,
-        ": use the same num_workers, or another shared_name"));
+        rounds.subject(), " have the settings '", resource->settings(),
+        "', got '", settings_,
+        "': use the same settings, or another shared_name"));
   }
 
   int64_t num_workers_;
+  std::string settings_;
 };
 
 class AveragingPushOp : public OpKernel {
@@ -281,6 +221,9 @@ class AveragingMeanOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadRound(ctx, &round));
     std::vector<std::string> workers;
     OP_REQUIRES_OK(ctx, ReadWorkers(ctx, &workers));
+    OP_REQUIRES(ctx, !workers.empty(),
+                absl::InvalidArgumentError(
+                    "workers must name at least one worker, got none"));
     // References, since a concurrent op may drop the values.
     std::vector<Tensor> values;
     OP_REQUIRES_OK(ctx,
@@ -331,28 +274,6 @@ class AveragingMeanOp : public OpKernel {
   }
 
  private:
-  static absl::Status ReadWorkers(OpKernelContext* ctx,
-                                  std::vector<std::string>* workers) {
-    const Tensor* tensor;
-    TF_RETURN_IF_ERROR(ctx->input("workers", &tensor));
-    TF_RETURN_IF_ERROR(CheckWorkers(tensor->shape()));
-    const auto names = tensor->vec<tstring>();
-    if (names.size() == 0) {
-      return absl::InvalidArgumentError(
-          "workers must name at least one worker, got none");
-    }
-    std::set<std::string> seen;
-    for (int64_t w = 0; w < names.size(); ++w) {
-      workers->push_back(names(w));
-      if (!seen.insert(workers->back()).second) {
-        return absl::InvalidArgumentError(absl::StrCat(
-            "workers must name each worker once, got '", workers->back(),
-            "' twice"));
-      }
-    }
-    return absl::OkStatus();
-  }
-
   absl::Status CheckValue(const std::string& worker, const Tensor& value,
                           int64_t elements) const {
     const std::string subject =

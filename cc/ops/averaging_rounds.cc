@@ -32,6 +32,11 @@ absl::Status CheckWorkers(const PartialTensorShape& shape) {
   return Misshapen("workers", shape, "[M]", "names of workers");
 }
 
+absl::Status CheckTurns(const PartialTensorShape& shape) {
+  if (shape.IsCompatibleWith(PartialTensorShape({-1}))) return absl::OkStatus();
+  return Misshapen("turns", shape, "[K]", "numbers of turns");
+}
+
 namespace {
 
 absl::Status FindScalars(InferredInputs* inputs,
@@ -125,6 +130,7 @@ value: The index of the value among those that each worker pushed.
 REGISTER_OP("Wrapopt>AveragingRounds")
     .Output("rounds: resource")
     .Attr("num_workers: int >= 1")
+    .Attr("settings: string = ''")
     .Attr("container: string = ''")
     .Attr("shared_name: string = ''")
     .SetIsStateful()
@@ -147,6 +153,10 @@ A round holds at most num_workers sets of values. Only the open round has any.
 rounds: A handle. It must not leave the device.
 num_workers: The number of workers. It must be the same in all ops that share
   the rounds.
+settings: If non-empty, the rounds are served: they have a center, servers end
+  them, and the workers use Wrapopt>AveragingEnter and the ops after it instead
+  of those of a chief. The text tells how; it must be the same in all ops that
+  share the rounds.
 container: If non-empty, the container that holds the rounds.
 shared_name: Ops with the same name on the same device share the rounds, in all
   graphs, sessions and processes. If empty, the rounds are not shared.

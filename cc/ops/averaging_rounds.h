@@ -7,9 +7,10 @@
 
 namespace wrapopt {
 
-// Check the inputs "timeout_secs" and "workers" of the averaging ops.
+// Check the inputs "timeout_secs", "workers" and "turns" of the averaging ops.
 absl::Status CheckTimeout(double timeout_secs);
 absl::Status CheckWorkers(const tensorflow::PartialTensorShape& shape);
+absl::Status CheckTurns(const tensorflow::PartialTensorShape& shape);
 
 }  // namespace wrapopt
 

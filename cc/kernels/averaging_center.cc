@@ -1,0 +1,324 @@
+// Wrapopt>AveragingOuterStep, Restore, Center and State: the center of served
+// averaging rounds.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <iterator>
+#include <mutex>  // NOLINT(build/c++11)
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "cc/engine/elementwise.h"
+#include "cc/engine/isa.h"
+#include "cc/engine/number.h"
+#include "cc/engine/served_rounds.h"
+#include "cc/kernels/inputs.h"
+#include "cc/kernels/parallel.h"
+#include "cc/kernels/rounds_resource.h"
+#include "cc/kernels/served_rounds.h"
+#include "cc/rules/rules.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::DataTypeString;
+using tensorflow::OpKernel;
+using tensorflow::OpKernelConstruction;
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+
+// Moves the mean by one worker's values.
+absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
+                       const ServedTensorRounds::Taken& taken, Center* center) {
+  center->weight += taken.weight;
+  const double rate = taken.weight / center->weight;
+  const bool is_first = center->mean.empty();
+  center->mean.resize(taken.values.size());
+  for (size_t i = 0; i < taken.values.size(); ++i) {
+    const Tensor& value = taken.values[i];
+    Tensor& mean = center->mean[i];
+    const tensorflow::DataType dtype = center->values[i].dtype();
+    if (is_first && value.dtype() == dtype) {
+      mean = value;
+      continue;
+    }
+    if (is_first) {
+      TF_RETURN_IF_ERROR(Zeros(ctx, dtype, value.shape(), &mean));
+    }
+    const Number from = NumberOf(value.dtype()), to = NumberOf(dtype);
+    Pass pass;
+    pass.AddStage({FindStep(RuleId::kEma, to, from, isa), &rate, 2,
+                   SizeOf(from) + 2 * SizeOf(to), /*new_inputs=*/true});
+    pass.AddVariable(mean.NumElements(), {mean.data(), value.data()});
+    TF_RETURN_IF_ERROR(RunPass(ctx, pass));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
+                       ServedTensorRounds* rounds, Center* center) {
+  for (const ServedTensorRounds::Taken& taken : rounds->TakeValues()) {
+    const absl::Status added = AddToMean(ctx, isa, taken, center);
+    if (added.ok()) continue;
+    // Without memory for the mean, the round cannot end here: workers restore
+    // the center of a server that has none.
+    center->Forget();
+    return added;
+  }
+  return absl::OkStatus();
+}
+
+namespace {
+
+class AveragingOuterStepOp : public OpKernel {
+ public:
+  explicit AveragingOuterStepOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    Place place;
+    OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
+    std::vector<std::string> workers;
+    OP_REQUIRES_OK(ctx, ReadWorkers(ctx, &workers));
+    double lr, momentum;
+    int64_t stepped;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "learning_rate", &lr));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "momentum", &momentum));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "stepped", &stepped));
+    OP_REQUIRES(ctx, lr > 0 && std::isfinite(lr),
+                absl::InvalidArgumentError(absl::StrCat(
+                    "learning_rate must be finite and greater than 0, got ",
+                    lr)));
+    OP_REQUIRES(ctx, momentum >= 0 && momentum < 1,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "momentum must be in [0, 1), got ", momentum)));
+
+    ServedTensorRounds* const rounds = resource->served();
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    bool took = rounds->state().place == place;
+    if (took) {
+      OP_REQUIRES_OK(ctx, CheckMembers(rounds, place, workers));
+      OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, rounds, center));
+      OP_REQUIRES_OK(ctx, Step(ctx, rounds->subject(), center, lr, momentum,
+                               stepped));
+      int64_t open;
+      OP_REQUIRES_OK(ctx, ToStatus(rounds->Next(place.round, /*reset=*/false,
+                                                &open)));
+    }
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "took", took));
+  }
+
+ private:
+  // The members of the round must be `workers`.
+  static absl::Status CheckMembers(ServedTensorRounds* rounds,
+                                   const Place& place,
+                                   const std::vector<std::string>& workers) {
+    if (!workers.empty()) rounds->Follow(place, workers, Turns());
+    const ServedTensorRounds::State state = rounds->state();
+    if (workers.empty() ? state.closed : state.workers == workers) {
+      return absl::OkStatus();
+    }
+    std::string got;
+    for (const std::string& worker : state.workers) {
+      absl::StrAppend(&got, got.empty() ? "'" : ", '", worker, "'");
+    }
+    return absl::FailedPreconditionError(absl::StrCat(
+        "round ", place.round, " of ", rounds->subject(), " must ",
+        workers.empty()
+            ? "be closed"
+            : absl::StrCat("have the values of ", workers.size(), " workers"),
+        " before its step, got values of ", got.empty() ? "none" : got));
+  }
+
+  absl::Status Step(OpKernelContext* ctx, const std::string& subject,
+                    Center* center, double lr, double momentum,
+                    int64_t stepped) const {
+    const size_t n = center->values.size();
+    // With these, the center becomes the mean.
+    const bool is_mean = lr == 1 && momentum == 0;
+    const size_t outer =
+        is_mean ? 0 : std::clamp<int64_t>(stepped, 0, static_cast<int64_t>(n));
+    if (n == 0 || center->mean.size() != n) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          subject, " must have a center and a mean before the step, got ", n,
+          " and ", center->mean.size(), " values"));
+    }
+    // All memory first: a failure changes nothing.
+    TF_RETURN_IF_ERROR(MakeRoom(ctx, outer, center));
+    for (size_t i = 0; i < n; ++i) {
+      if (i >= outer) {
+        center->values[i] = std::move(center->mean[i]);
+      } else {
+        TF_RETURN_IF_ERROR(StepOf(ctx, lr, momentum, center->mean[i],
+                                  &center->values[i], &center->velocities[i]));
+      }
+    }
+    center->ForgetMean();
+    return absl::OkStatus();
+  }
+
+  // Makes the first `outer` tensors nobody else's, and as many velocities.
+  static absl::Status MakeRoom(OpKernelContext* ctx, size_t outer,
+                               Center* center) {
+    const bool has_none = center->velocities.size() != outer;
+    std::vector<Tensor> velocities(outer);
+    for (size_t i = 0; i < outer; ++i) {
+      Tensor& value = center->values[i];
+      TF_RETURN_IF_ERROR(Own(ctx, value, &value));
+      TF_RETURN_IF_ERROR(
+          has_none ? Zeros(ctx, value.dtype(), value.shape(), &velocities[i])
+                   : Own(ctx, center->velocities[i], &center->velocities[i]));
+    }
+    if (has_none) center->velocities = std::move(velocities);
+    return absl::OkStatus();
+  }
+
+  // One pass over memory. D = center - mean in the scratch array, which is the
+  // gradient of a step with Nesterov's momentum.
+  absl::Status StepOf(OpKernelContext* ctx, double lr, double momentum,
+                      const Tensor& mean, Tensor* center,
+                      Tensor* velocity) const {
+    const Number number = NumberOf(center->dtype());
+    const size_t bytes = SizeOf(number);
+    const double plus[] = {1, 1}, minus[] = {-1, 0}, step[] = {lr, momentum, 1};
+    Pass pass(number);
+    const RuleStep sum = FindStep(RuleId::kWeightedSum, number, number, isa_);
+    pass.AddStage({sum, plus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
+    pass.AddStage({sum, minus, 2, bytes, /*new_inputs=*/true, /*scratch=*/0});
+    pass.AddStage({FindStep(RuleId::kMomentum, number, number, isa_), step, 3,
+                   3 * bytes, /*new_inputs=*/false, /*scratch=*/2});
+    pass.AddVariable(center->NumElements(),
+                     {nullptr, center->data(), nullptr, mean.data(),
+                      center->data(), velocity->data(), nullptr});
+    return RunPass(ctx, pass);
+  }
+
+  Isa isa_;
+};
+
+class AveragingRestoreOp : public OpKernel {
+ public:
+  explicit AveragingRestoreOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    std::string worker;
+    int64_t from;
+    Place place;
+    int64_t velocities;
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "from_generation", &from));
+    OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "velocities", &velocities));
+    OP_REQUIRES(ctx, place.round >= 0,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "round must be at least 0, got ", place.round)));
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    std::vector<Tensor> values;
+    bool restored;
+    OP_REQUIRES_OK(ctx, ToStatus(resource->served()->Restore(
+                            worker, from, place, &values, &restored)));
+    if (restored) center->ForgetMean();
+    if (!values.empty()) {
+      const int64_t n = values.size() - std::clamp<int64_t>(
+                                            velocities, 0, values.size() / 2);
+      center->velocities.assign(values.begin() + n, values.end());
+      values.resize(n);
+      center->values = std::move(values);
+    }
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "restored", restored));
+  }
+};
+
+class AveragingCenterOp : public OpKernel {
+ public:
+  explicit AveragingCenterOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("velocity", &velocity_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    int64_t index;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "index", &index));
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    const std::vector<Tensor>& values =
+        velocity_ ? center->velocities : center->values;
+    const char* const what = velocity_ ? "velocities" : "center";
+    const std::string subject =
+        absl::StrCat("the ", what, " of ", resource->rounds()->subject());
+    const int64_t n = values.size();
+    OP_REQUIRES(ctx, index >= 0 && index < n,
+                absl::FailedPreconditionError(absl::StrCat(
+                    "index must be less than ", n, ", the number of values of ",
+                    subject, ", got ", index)));
+    const Tensor& value = values[index];
+    OP_REQUIRES(ctx, value.dtype() == dtype_,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "T must be ", DataTypeString(value.dtype()),
+                    ", the dtype of value ", index, " of ", subject, ", got ",
+                    DataTypeString(dtype_))));
+    const Place place = resource->served()->state().place;
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "round", place.round));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "generation", place.generation));
+    ctx->set_output(2, value);
+  }
+
+ private:
+  tensorflow::DataType dtype_;
+  bool velocity_;
+};
+
+class AveragingStateOp : public OpKernel {
+ public:
+  explicit AveragingStateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    const ServedTensorRounds::State state = resource->served()->state();
+    const int64_t numbers[] = {
+        state.place.round, state.place.generation, state.closed,
+        static_cast<int64_t>(center->values.size()),
+        static_cast<int64_t>(center->velocities.size()), state.staged};
+    Tensor* output;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output(
+                            "numbers", {std::size(numbers)}, &output));
+    std::copy(std::begin(numbers), std::end(numbers),
+              output->flat<int64_t>().data());
+    OP_REQUIRES_OK(ctx, WriteWorkers(ctx, state.workers));
+  }
+};
+
+#define WRAPOPT_REGISTER(op)                                                \
+  REGISTER_KERNEL_BUILDER(                                                  \
+      Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
+
+WRAPOPT_REGISTER(AveragingOuterStep);
+WRAPOPT_REGISTER(AveragingRestore);
+WRAPOPT_REGISTER(AveragingCenter);
+WRAPOPT_REGISTER(AveragingState);
+
+#undef WRAPOPT_REGISTER
+
+}  // namespace
+}  // namespace wrapopt
