@@ -15,10 +15,12 @@ from wrapopt._averages._decay import PowerDecay
 from wrapopt._gates._policies import DelayCompensation
 from wrapopt._gates._policies import GapAware
 from wrapopt.cross_shard import CrossShardOptimizer
+from wrapopt.diloco import DiLoCo
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
 from wrapopt.elastic_average import ElasticAverageCustomGetter
 from wrapopt.elastic_average import ElasticAverageOptimizer
 from wrapopt.lazy_adam import LazyAdamOptimizer
+from wrapopt.local_sgd import LocalSGD
 from wrapopt.model_average import ModelAverageCustomGetter
 from wrapopt.model_average import ModelAverageOptimizer
 from wrapopt.moving_average import MovingAverageOptimizer
@@ -30,12 +32,14 @@ __all__ = [
     "BEMA",
     "CrossShardOptimizer",
     "DelayCompensation",
+    "DiLoCo",
     "DropStaleGradientOptimizer",
     "ElasticAverageCustomGetter",
     "ElasticAverageOptimizer",
     "GapAware",
     "HalfLife",
     "LazyAdamOptimizer",
+    "LocalSGD",
     "ModelAverageCustomGetter",
     "ModelAverageOptimizer",
     "MovingAverageOptimizer",

@@ -1,0 +1,1 @@
+"""Local training: workers that train alone and share a center at intervals."""

@@ -1,0 +1,98 @@
+"""How a model's variables are divided between the servers of its center."""
+
+import typing
+
+import numpy as np
+import tensorflow as tf
+
+# Of a call with values. Other calls to the server come between two of them.
+_MOST_BYTES = 4 * 2**20
+
+
+class Piece(typing.NamedTuple):
+  """A part of a group that is a vector of its own on a server.
+
+  Attributes:
+    group: The index of the group.
+    begin: Its first element in the group.
+    end: One past its last element.
+  """
+  group: int
+  begin: int
+  end: int
+
+
+class Layout:
+  """The groups of variables, and the pieces of each server.
+
+  The variables of one dtype are a group: their elements, one variable after
+  another. Each server holds an equal part of each group.
+
+  Attributes:
+    dtypes: The dtype of each group, in which workers send values.
+    center_dtypes: The dtype of each group in the center: float64 for float64,
+      float32 for others.
+    pieces: For each server, its Pieces. Those of groups that take outer steps
+      come first.
+    stepped: For each server, the number of these.
+  """
+
+  def __init__(self, stepped, averaged, num_servers):
+    """Divides variables.
+
+    Args:
+      stepped: The variables that take outer steps.
+      averaged: Those that become the mean.
+      num_servers: The number of servers.
+    """
+    self._variables = [*stepped, *averaged]
+    groups = {}  # (whether averaged, dtype): indices of variables.
+    for i, v in enumerate(self._variables):
+      key = (i >= len(stepped), v.dtype)
+      groups.setdefault(key, []).append(i)
+    self._groups = list(groups.values())
+    self.dtypes = [tf.as_dtype(dtype) for _, dtype in groups]
+    self.center_dtypes = [
+        tf.float64 if dtype == tf.float64 else tf.float32
+        for dtype in self.dtypes]
+    self._sizes = [[int(np.prod(self._variables[i].shape)) for i in group]
+                   for group in self._groups]
+    self.pieces = [[] for _ in range(num_servers)]
+    self.stepped = [0] * num_servers
+    for g, (is_averaged, dtype) in enumerate(groups):
+      size = sum(self._sizes[g])
+      step = _MOST_BYTES // tf.as_dtype(dtype).size
+      bounds = [-(-size * s // num_servers) for s in range(num_servers + 1)]
+      for s in range(num_servers):
+        of_server = [
+            Piece(g, begin, min(begin + step, bounds[s + 1]))
+            for begin in range(bounds[s], bounds[s + 1], step)]
+        self.pieces[s] += of_server
+        self.stepped[s] += 0 if is_averaged else len(of_server)
+    # The dict has the groups of `stepped` first: so are their pieces.
+
+  def describe(self):
+    """A text that is equal for models of equal layouts."""
+    return ", ".join(
+        f"{sum(sizes)} {dtype.name} in {len(sizes)} variables"
+        for sizes, dtype in zip(self._sizes, self.dtypes))
+
+  def flatten(self, values, dtypes):
+    """One vector for each group, of values of all variables (NumPy arrays)."""
+    return [
+        np.concatenate([np.ravel(values[i]) for i in group]).astype(
+            dtype.as_numpy_dtype, copy=False)
+        for group, dtype in zip(self._groups, dtypes)]
+
+  def split(self, vectors):
+    """Arrays of the shapes of all variables, of a vector for each group."""
+    values = [None] * len(self._variables)
+    for group, sizes, vector in zip(self._groups, self._sizes, vectors):
+      for i, part in zip(group, np.split(vector, np.cumsum(sizes)[:-1])):
+        values[i] = part.reshape(self._variables[i].shape)
+    return values
+
+  def empty(self):
+    """A vector for each group of the center."""
+    return [np.empty(sum(sizes), dtype.as_numpy_dtype)
+            for sizes, dtype in zip(self._sizes, self.center_dtypes)]

@@ -1,0 +1,265 @@
+"""A worker's part in the rounds of servers that hold a center."""
+
+import time
+import typing
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt._local import _server
+
+# A server that was lost, or restarted and knows the session no more.
+_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
+         tf.errors.CancelledError)
+_POLL_SECS = 0.1
+
+
+class Rules(typing.NamedTuple):
+  """How rounds end: see `LocalTraining`."""
+  min_workers: int
+  round_timeout_secs: float
+  grace_secs: float
+  most_pushes: int
+  learning_rate: float
+  momentum: float
+
+
+class Report(typing.NamedTuple):
+  """What became of a round.
+
+  Attributes:
+    round: The number of the round that is open now.
+    counted: Whether this worker's values are part of the last round.
+    workers: The names of its members, if this worker waited for its end.
+    secs: The time it took.
+    sent: The number of bytes of values that this worker has sent.
+  """
+  round: int
+  counted: bool
+  workers: tuple
+  secs: float
+  sent: int
+
+
+class Member:
+  """One worker.
+
+  The first server leads: see cc/engine/served_rounds.h.
+
+  Attributes:
+    place: (round, generation) of the center that this worker holds, or None.
+    center: That center: a vector for each group.
+  """
+
+  def __init__(self, name, servers, layout, rules):
+    self._name = name
+    self._servers = servers
+    self._lead, *self._others = servers
+    self._layout = layout
+    self._rules = rules
+    self.place = None
+    self.center = None
+
+  def start(self, initial):
+    """Takes the center; `initial` becomes it if no server has one.
+
+    Args:
+      initial: A vector for each group of the center.
+    """
+    self._until_deadline(lambda deadline: self._take_center(deadline, initial))
+
+  def sync(self, vectors, weight):
+    """Takes part in a round, and takes the center that it ends with.
+
+    Args:
+      vectors: A vector for each group: this worker's values.
+      weight: Their weight in the mean.
+
+    Returns:
+      A Report.
+    """
+    began, before = time.monotonic(), self.place
+    self._sent, self._members = 0, ()
+    self._until_deadline(
+        lambda deadline: self._take_part(deadline, vectors, weight))
+    return Report(self.place[0], self._name in self._members and
+                  self.place[0] == before[0] + 1, self._members,
+                  time.monotonic() - began, self._sent)
+
+  def read(self, velocities=False):
+    """Reads the center, or its velocities: (place, a vector for each group)."""
+    def read(deadline):
+      place = self._settle(deadline, None)
+      vectors = self._layout.empty()
+      for vector in vectors:
+        vector.fill(0)
+      return all(s.read(place, vectors, velocities)
+                 for s in self._servers) and (place, vectors)
+    return self._until_deadline(read)
+
+  def offer(self, round_, center, velocities):
+    """Makes a center that of all servers, unless theirs is of a later round.
+
+    Args:
+      round_: Its round.
+      center: A vector for each group.
+      velocities: The same, or none.
+    """
+    def offer(deadline):
+      states = self._states()
+      if min(s.place[0] for s in states) >= round_:
+        return True
+      self._restore(states, (round_, -1), center, velocities)
+      return False
+    self._until_deadline(offer)
+
+  def close(self):
+    for server in self._servers:
+      server.close()
+
+  def _until_deadline(self, attempt):
+    """Calls `attempt` until it returns a true value, which is returned."""
+    deadline = time.monotonic() + self._rules.round_timeout_secs
+    while True:
+      try:
+        done = attempt(deadline)
+        if done:
+          return done
+      except _LOST as e:
+        lost = e
+        for server in self._servers:
+          server.close()
+      else:
+        lost = None
+      if time.monotonic() > deadline:
+        where = ", ".join(s.address for s in self._servers)
+        raise tf.errors.DeadlineExceededError(None, None, (
+            f"Worker '{self._name}' found no center on the servers {where} "
+            f"within {self._rules.round_timeout_secs} seconds: start the "
+            "servers, wait longer, or restore a checkpoint."
+            + (f" Got: {lost}" if lost else ""))) from lost
+      time.sleep(_POLL_SECS)
+
+  def _take_part(self, deadline, vectors, weight):
+    place = self._settle(deadline, None)
+    if place != self.place:
+      held = self.place, self.center
+      if not self._pull(place):
+        return False
+      (round_, _), center = held
+      is_same = place[0] == round_ and all(
+          np.array_equal(a, b, equal_nan=True)
+          for a, b in zip(center, self.center))
+      # After a restart of a server, the round may begin again.
+      return not is_same
+    left = lambda: max(deadline - time.monotonic(), 1.0)
+    known = self._lead.enter(place, self._rules.most_pushes, left())
+    if known.turn >= 0 and not self._push(place, known, vectors, weight):
+      return False
+    workers = self._lead.wait_for_close(
+        place, self._rules.min_workers, self._rules.round_timeout_secs,
+        self._rules.grace_secs)
+    if len(workers):
+      self._members = tuple(w.decode() for w in workers)
+      self._step(place, workers)
+    place = self._settle(deadline, None)
+    return place[0] > self.place[0] and self._pull(place)
+
+  def _push(self, place, known, vectors, weight):
+    """Sends the values to all servers, then arrives: whether it succeeded."""
+    for server in self._others:
+      if not server.follow(place, known):
+        return False
+    for server in self._servers:
+      accepted, sent = server.stage(place, known.turn, weight, vectors)
+      self._sent += sent
+      if not accepted:
+        return False
+    accepted, known = self._lead.arrive(place, known.turn)
+    if accepted:
+      for server in self._others:
+        server.follow(place, known)
+    return accepted
+
+  def _step(self, place, workers):
+    """Lets the servers take the outer step: the lead, which knows, last."""
+    step = self._rules.learning_rate, self._rules.momentum
+    for server in self._others:
+      server.step(place, workers, *step)
+    self._lead.step(place, (), *step)
+
+  def _take_center(self, deadline, initial):
+    return self._pull(self._settle(deadline, initial))
+
+  def _pull(self, place):
+    vectors = self._layout.empty()
+    if not all(s.read(place, vectors) for s in self._servers):
+      return False
+    self.place, self.center = place, vectors
+    return True
+
+  def _states(self):
+    """The states of all servers at one time."""
+    before = None
+    while True:
+      states = [server.state() for server in self._servers]
+      # States only move on: equal ones did not change in between.
+      if not self._others or states == before:
+        return states
+      before = states
+
+  def _settle(self, deadline, initial):
+    """Waits until all servers have the center of one place: returns it."""
+    while True:
+      states = self._states()
+      lead, *others = states
+      if all(s.values and s.place == lead.place for s in states):
+        return lead.place
+      round_, generation = lead.place
+      if lead.closed and all(
+          s.values and s.place in (lead.place, (round_ + 1, generation))
+          for s in others):
+        # Its members have stopped between two servers.
+        self._step(lead.place, lead.workers)
+        continue
+      late = time.monotonic() > deadline
+      if self.place is None:
+        if not lead.values and max(s.place[0] for s in states) <= 0 and (
+            initial is not None):
+          self._restore(states, (0, -1), initial, ())
+          continue
+      elif self.place[0] >= max(s.place[0] for s in states) or late:
+        self._restore(states, self.place, self.center, ())
+        continue
+      if late:
+        raise tf.errors.DeadlineExceededError(None, None, (
+            "Some servers have lost their center, and no worker that holds it "
+            f"came within {self._rules.round_timeout_secs} seconds: restore a "
+            "checkpoint. Open rounds: " + ", ".join(
+                f"{server.address}: {s.place[0]}"
+                for server, s in zip(self._servers, states))))
+      time.sleep(_POLL_SECS)
+
+  def _restore(self, states, held, center, velocities):
+    """Begins a generation on all servers, with a center where it is needed.
+
+    Args:
+      states: Those of the servers, in which something is wrong.
+      held: (round, generation) of `center`.
+      center: A vector for each group.
+      velocities: The same, or none.
+    """
+    known = self._lead.enter(states[0].place, 0,
+                             self._rules.round_timeout_secs)
+    if known.turn < 0 or self._states() != states:
+      return
+    place = held[0], 1 + max(s.place[1] for s in states)
+    for server, state in reversed(list(zip(self._servers, states))):
+      if not (state.values and state.place == held):
+        server.stage(place, known.turn, 1.0, center, velocities)
+        if self._rules.momentum and held[0] > 0 and not velocities:
+          tf.get_logger().warning(
+              "The outer momentum of server %s restarts in round %d.",
+              server.address, held[0])
+      if not server.restore(state.place[1], place, bool(velocities)):
+        return

@@ -1,0 +1,209 @@
+"""What LocalSGD and DiLoCo share."""
+
+import json
+import secrets
+import sys
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
+
+from wrapopt import _checks
+from wrapopt._local import _layout
+from wrapopt._local import _member
+from wrapopt._local import _server
+from wrapopt._v1 import _centers
+
+_WEIGHTS = ("steps", "examples", "equal")
+_DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
+
+
+class LocalTraining(tf.Module):
+  """A worker that trains its variables, and shares a center at intervals."""
+
+  def __init__(self, variables, servers, worker, num_workers, sync_every,
+               min_workers, round_timeout_secs, grace_secs, weight,
+               local_weight, averaged, learning_rate, momentum, most_pushes,
+               progress, name):
+    super().__init__(type(self).__name__.lower())
+    subject = type(self).__name__
+    self._stepped = _variables("variables", variables)
+    self._averaged = _variables("averaged", averaged)
+    self._all = [*self._stepped, *self._averaged]
+    if len({id(v) for v in self._all}) < len(self._all):
+      raise ValueError("`variables` and `averaged` must name each variable "
+                       "once, got one twice.")
+    if not sum(int(np.prod(v.shape)) for v in self._stepped):
+      raise ValueError("`variables` must have elements, got none.")
+    if isinstance(servers, str) or not servers or not all(
+        isinstance(s, str) and s for s in servers):
+      raise ValueError("`servers` must be a list of addresses such as "
+                       f"'host:port', got {servers!r}.")
+    if not (isinstance(worker, str) and worker):
+      raise ValueError(f"`worker` must be a name, got {worker!r}.")
+    num_workers = _checks.integer("num_workers", num_workers, least=1)
+    self.sync_every = _checks.integer("sync_every", sync_every, least=1)
+    if min_workers is None:
+      min_workers = num_workers
+    min_workers = _checks.integer("min_workers", min_workers, least=1)
+    if min_workers > num_workers:
+      raise ValueError(f"`min_workers` must be at most {num_workers}, the "
+                       f"number of workers, got {min_workers}.")
+    _centers.check_seconds("round_timeout_secs", round_timeout_secs)
+    grace_secs = (float("inf") if grace_secs is None else
+                  _checks.number("grace_secs", grace_secs, least=0))
+    if weight not in _WEIGHTS:
+      raise ValueError(f"`weight` must be one of {_WEIGHTS}, got {weight!r}.")
+    self._weight = weight
+    _checks.fraction("local_weight", local_weight)
+    self._local_weight = local_weight
+    self._progress = _checks.boolean("progress", progress)
+    most_pushes = _checks.integer("most_pushes", most_pushes, least=1)
+
+    self._layout = _layout.Layout(self._stepped, self._averaged, len(servers))
+    settings = json.dumps({
+        "class": subject, "outer_learning_rate": learning_rate,
+        "outer_momentum": momentum, "servers": len(servers),
+        "variables": self._layout.describe()}, sort_keys=True)
+    process = secrets.randbits(62) + 1
+    self._member = _member.Member(
+        worker,
+        [_server.Server(address, name, worker, process, settings, num_workers,
+                        self._layout, s)
+         for s, address in enumerate(servers) if self._layout.pieces[s]],
+        self._layout,
+        _member.Rules(min_workers, float(round_timeout_secs), grace_secs,
+                      most_pushes, learning_rate, momentum))
+    self._worker = worker
+    with tf.device("/cpu:0"):
+      self._steps = tf.Variable(0, trainable=False, dtype=tf.int64,
+                                name="steps")
+      self._examples = tf.Variable(0, trainable=False, dtype=tf.int64,
+                                   name="examples")
+      self._round = tf.Variable(-1, trainable=False, dtype=tf.int64,
+                                name="round")
+    if not tf.executing_eagerly():
+      raise RuntimeError(f"{subject} must be made eagerly, got a graph: it "
+                         "takes the center at once.")
+    self.report = None
+    self._member.start(self._layout.flatten(
+        [v.numpy() for v in self._all], self._layout.center_dtypes))
+    self._assign(self._from_center())
+
+  @property
+  def round(self):
+    """The round that is open: an int, the number of rounds that ended."""
+    return self._member.place[0]
+
+  def step(self, examples=None, steps=1):
+    """Counts an inner step, and takes part in a round if one is due.
+
+    Call it after each step of the inner optimizer, eagerly or in a
+    `tf.function`. In most steps, it only counts. Every `sync_every` steps, it
+    sends the variables to the servers, waits for the end of the round, and
+    assigns the center.
+
+    Args:
+      examples: The number of examples in the batch, an integer or a scalar
+        integer tensor; needed if the weight is "examples".
+      steps: The number of steps to count, which must divide `sync_every`.
+
+    Raises:
+      ValueError: If `examples` is missing, or `steps` does not divide
+        `sync_every`.
+      NotImplementedError: In a function that XLA compiles.
+      tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
+        within `round_timeout_secs`, or a server was lost for as long.
+      tf.errors.InvalidArgumentError: If another process uses the worker's name.
+    """
+    steps = _checks.integer("steps", steps, least=1)
+    if self.sync_every % steps:
+      raise ValueError(f"`steps` must divide sync_every = {self.sync_every}, "
+                       f"got {steps}.")
+    if examples is None and self._weight == "examples":
+      raise ValueError("`examples` must be given, since the worker's weight is "
+                       "the number of examples, got None.")
+    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()):
+      raise NotImplementedError(
+          "step() must not be in a function that XLA compiles "
+          "(jit_compile=True): it calls servers. Compile the function that "
+          "takes the inner step, and call step() after it.")
+    if examples is not None:
+      self._examples.assign_add(tf.cast(examples, tf.int64))
+    count = self._steps.assign_add(steps)
+    if tf.executing_eagerly():
+      if int(count) >= self.sync_every:
+        self._assign(self._sync([v.numpy() for v in self._all]))
+      return
+    def sync():
+      values = tf.numpy_function(
+          lambda *values: self._sync(values),
+          [tf.convert_to_tensor(v) for v in self._all],
+          [v.dtype for v in self._all])
+      for v, value in zip(self._all, values):
+        v.assign(tf.ensure_shape(value, v.shape))
+      return tf.constant(0)
+    tf.cond(self._steps >= self.sync_every, sync, lambda: tf.constant(0))
+
+  def close(self):
+    """Ends the sessions with the servers."""
+    self._member.close()
+
+  def _sync(self, values):
+    """Takes part in a round: the values of all variables after it."""
+    weight = {"equal": 1, "steps": int(self._steps.numpy()),
+              "examples": int(self._examples.numpy())}[self._weight]
+    if weight <= 0:
+      raise ValueError("`examples` must be more than 0 in a round, got "
+                       f"{weight}.")
+    report = self._member.sync(
+        self._layout.flatten(values, self._layout.dtypes), float(weight))
+    self.report = report
+    self._steps.assign(0)
+    self._examples.assign(0)
+    if self._progress:
+      print(f"round {report.round}: {len(report.workers)} workers "
+            f"({', '.join(report.workers)}), {report.secs:.2f} s, "
+            f"{report.sent / 1e6:.2f} MB sent"
+            + ("" if report.counted else f"; '{self._worker}' did not count"),
+            file=sys.stderr, flush=True)
+    if tf.summary.should_record_summaries():
+      for key, value in (("workers", len(report.workers)),
+                         ("seconds", report.secs),
+                         ("bytes_sent", report.sent)):
+        tf.summary.scalar(f"rounds/{key}", value, report.round)
+    # A worker that missed the round has nothing to mix in.
+    return self._from_center(values if report.counted else None)
+
+  def _from_center(self, local=None):
+    """The values of all variables, from the center and this worker's values."""
+    values = self._layout.split(self._member.center)
+    if local is not None and self._local_weight:
+      w = self._local_weight
+      values = [c + w * (np.asarray(v, c.dtype) - c)
+                for c, v in zip(values, local)]
+    self._round.assign(self._member.place[0])
+    return [np.asarray(c, v.dtype.as_numpy_dtype)
+            for c, v in zip(values, self._all)]
+
+  def _assign(self, values):
+    for v, value in zip(self._all, values):
+      v.assign(value)
+
+
+def _variables(subject, variables):
+  """The `tf.Variable`s of a list of these and of Keras's variables."""
+  found = [getattr(v, "value", v) if not isinstance(v, tf.Variable) else v
+           for v in variables]
+  for v in found:
+    if not isinstance(v, tf.Variable):
+      raise TypeError(f"`{subject}` must be variables, got {v!r}.")
+    if v.dtype not in _DTYPES:
+      raise TypeError(
+          f"`{subject}` must be of dtype float16, bfloat16, float32 or float64, "
+          f"got '{v.name}' of dtype {v.dtype.name}.")
+    if not v.shape.is_fully_defined():
+      raise ValueError(f"`{subject}` must have known shapes, got '{v.name}' of "
+                       f"shape {v.shape}.")
+  return found

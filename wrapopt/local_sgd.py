@@ -1,0 +1,100 @@
+"""Workers that train alone, and replace their weights by the mean."""
+
+from collections.abc import Sequence
+from typing import Any, Optional
+
+from wrapopt._local import _training
+
+
+class LocalSGD(_training.LocalTraining):
+  """Trains a model in each worker, and replaces all by their mean at intervals.
+
+  Each worker takes `sync_every` steps of its inner optimizer. Then the mean of
+  the workers' variables, with the workers' weights `n_k`,
+
+      center = sum_k n_k w_k / sum_k n_k
+
+  becomes the next center, and all workers resume from it: a round. Servers hold
+  the center and end the rounds, so no worker is special. If a worker stops, a
+  round ends without it after `round_timeout_secs`, if `min_workers` are there.
+  A worker that is late or was restarted takes the center. The inner optimizer's
+  state stays with the worker.
+
+  The constructor takes the center from the servers. If they have none, the
+  variables of the first worker become the center of round 0.
+
+  Means are computed in float32 (float64 for float64 variables), in the order in
+  which workers arrive, so their last bits depend on it.
+
+  Example, of one worker:
+
+  >>> server = tf.distribute.Server.create_local_server()
+  >>> w = tf.Variable([1., 2.])
+  >>> local = wrapopt.LocalSGD([w], [server.target], "a", num_workers=1,
+  ...                          sync_every=2)
+  >>> for _ in range(4):
+  ...   _ = w.assign_add([1., 1.])
+  ...   local.step()
+  >>> print(local.round, w.numpy())
+  2 [5. 6.]
+
+  References: Stich, "Local SGD converges fast and communicates little", 2018
+  (arXiv 1805.09767); `tf.contrib.opt.ModelAverageOptimizer` of TensorFlow 1.15,
+  which has equal weights.
+  """
+
+  def __init__(self, variables: Sequence[Any], servers: Sequence[str],
+               worker: str, num_workers: int, sync_every: int = 100, *,
+               min_workers: Optional[int] = None,
+               round_timeout_secs: float = 600,
+               grace_secs: Optional[float] = None, weight: str = "steps",
+               local_weight: float = 0.0, averaged: Sequence[Any] = (),
+               most_pushes: int = 4, progress: bool = False,
+               name: str = "local_sgd") -> None:
+    """Takes the center.
+
+    Args:
+      variables: The variables to share, of dtype float16, bfloat16, float32 or
+        float64: a list of `tf.Variable` or of Keras's variables, such as
+        `model.trainable_variables`. All workers give variables of the same
+        shapes, in the same order.
+      servers: The addresses of the servers, such as "host:port": a list of
+        strings, the same for all workers. Each is a `python -m wrapopt.server`
+        and holds an equal part of the center.
+      worker: This worker's name, different from all others and the same after a
+        restart.
+      num_workers: The number of workers.
+      sync_every: The number of inner steps of this worker in a round. A slow
+        worker may have a smaller one than others.
+      min_workers: The number of workers that suffice for a round; by default
+        all.
+      round_timeout_secs: How long a round waits for workers that are missing,
+        and how long a worker waits for servers, in seconds.
+      grace_secs: How long a round waits for others once it has `min_workers`,
+        in seconds; by default until `round_timeout_secs`.
+      weight: The weight of a worker's values in the mean: "steps" or
+        "examples", those that it has done since the last round, or "equal".
+      local_weight: The part of its own values that a worker keeps in a round,
+        in [0, 1]: it resumes from `center + local_weight (own - center)`.
+      averaged: Further variables, whose center is the mean, without an outer
+        step: moving statistics of batch normalization, if the center is
+        evaluated with them. By default they stay with the worker, which is
+        right if statistics are computed anew before the center is evaluated.
+      most_pushes: How many workers may send values at a time: a server holds
+        the values of at most that number of workers.
+      progress: Whether to print a line for each round.
+      name: The name of the rounds on the servers.
+
+    Raises:
+      TypeError: If an argument is of a wrong type.
+      ValueError: If a number is out of range.
+      tf.errors.DeadlineExceededError: If the servers are not found within
+        `round_timeout_secs`.
+      tf.errors.InvalidArgumentError: If the servers have rounds of this name
+        with other variables or settings, or `worker` is the name of another
+        process that is alive.
+    """
+    super().__init__(
+        variables, servers, worker, num_workers, sync_every, min_workers,
+        round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
+        0.0, most_pushes, progress, name)
