@@ -260,6 +260,10 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // See ServedRounds.
   virtual bool is_served() const { return false; }
+  // Those of a round that is over; none if they are not known.
+  virtual std::vector<std::string> MembersOf(const Place& ended) const {
+    return {};
+  }
   // Answers a wait for a turn, if it is over.
   virtual bool GiveTurn(const Wait& wait, Answer* answer) { return false; }
 
@@ -338,7 +342,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       } else if (wait.min_workers == 0) {
         if (wait.place() == place()) continue;
       } else if (wait.place() != place() && is_served()) {
-        // Another worker has ended the round: no workers.
+        answer.workers = MembersOf(wait.place());
       } else if (wait.round != open_) {
         answer.status = RoundsStatus::FailedPrecondition(Text(
             "round ", wait.round, " of ", subject_, " ended during its ",

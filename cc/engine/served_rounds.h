@@ -210,7 +210,13 @@ class ServedRounds : public Rounds<Value> {
     return true;
   }
 
+  std::vector<std::string> MembersOf(const Place& ended) const override {
+    return ended == ended_ ? members_ : std::vector<std::string>();
+  }
+
   void Open(int64_t round, Deferred* after) override {
+    ended_ = {round - 1, this->generation_};
+    members_ = this->Workers();
     Base::Open(round, after);
     arrivals_.DropAll(&after->dropped);
     for (const auto& [turn, timer] : ends_) {
@@ -249,6 +255,9 @@ class ServedRounds : public Rounds<Value> {
   }
 
   Arrivals<Value> arrivals_;
+  // The last round that ended, and its members.
+  Place ended_;
+  std::vector<std::string> members_;
   // Of the lead: those that it gave. Of others: those that they were told.
   Turns turns_;
   int64_t last_turn_ = 0;  // Grows in all rounds and generations.

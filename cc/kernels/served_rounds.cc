@@ -1,5 +1,5 @@
-// Wrapopt>AveragingEnter, Stage, Arrive, Follow and Close: averaging rounds that
-// servers end themselves. The rounds are in engine/served_rounds.h.
+// Wrapopt>AveragingEnter, Stage, Arrive, Follow and Close: averaging rounds
+// that servers end themselves. The rounds are in engine/served_rounds.h.
 #include <cmath>
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)

@@ -22,7 +22,11 @@
 
 namespace wrapopt {
 
-inline absl::Status FindServed(tensorflow::OpKernelContext* ctx, RoundsPtr* rounds) {
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::tstring;
+
+inline absl::Status FindServed(OpKernelContext* ctx, RoundsPtr* rounds) {
   TF_RETURN_IF_ERROR(FindRounds(ctx, rounds));
   if ((*rounds)->served() != nullptr) return absl::OkStatus();
   return absl::InvalidArgumentError(
@@ -31,21 +35,21 @@ inline absl::Status FindServed(tensorflow::OpKernelContext* ctx, RoundsPtr* roun
                    "rounds have a center"));
 }
 
-inline absl::Status ReadWorker(tensorflow::OpKernelContext* ctx, std::string* worker) {
-  tensorflow::tstring name;
+inline absl::Status ReadWorker(OpKernelContext* ctx, std::string* worker) {
+  tstring name;
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "worker", &name));
   *worker = name;
   return absl::OkStatus();
 }
 
-inline absl::Status ReadPlace(tensorflow::OpKernelContext* ctx, Place* place) {
+inline absl::Status ReadPlace(OpKernelContext* ctx, Place* place) {
   TF_RETURN_IF_ERROR(ReadRound(ctx, &place->round));
   return ReadScalar(ctx, "generation", &place->generation);
 }
 
-inline absl::Status ReadTurns(tensorflow::OpKernelContext* ctx, Turns* turns) {
+inline absl::Status ReadTurns(OpKernelContext* ctx, Turns* turns) {
   TF_RETURN_IF_ERROR(ReadScalar(ctx, "newest", &turns->newest));
-  const tensorflow::Tensor* alive;
+  const Tensor* alive;
   TF_RETURN_IF_ERROR(ctx->input("turns", &alive));
   TF_RETURN_IF_ERROR(CheckTurns(alive->shape()));
   const auto numbers = alive->vec<int64_t>();
@@ -54,25 +58,25 @@ inline absl::Status ReadTurns(tensorflow::OpKernelContext* ctx, Turns* turns) {
 }
 
 template <class Value>
-absl::Status WriteScalar(tensorflow::OpKernelContext* ctx, const char* name,
+absl::Status WriteScalar(OpKernelContext* ctx, const char* name,
                          const Value& value) {
-  tensorflow::Tensor* output;
+  Tensor* output;
   TF_RETURN_IF_ERROR(ctx->allocate_output(name, {}, &output));
   output->scalar<Value>()() = value;
   return absl::OkStatus();
 }
 
-inline absl::Status WriteWorkers(tensorflow::OpKernelContext* ctx,
+inline absl::Status WriteWorkers(OpKernelContext* ctx,
                           const std::vector<std::string>& workers) {
-  tensorflow::Tensor* output;
+  Tensor* output;
   const int64_t m = workers.size();
   TF_RETURN_IF_ERROR(ctx->allocate_output("workers", {m}, &output));
-  std::copy(workers.begin(), workers.end(), output->flat<tensorflow::tstring>().data());
+  std::copy(workers.begin(), workers.end(), output->flat<tstring>().data());
   return absl::OkStatus();
 }
 
-inline absl::Status WriteTurns(tensorflow::OpKernelContext* ctx, const Turns& turns) {
-  tensorflow::Tensor* output;
+inline absl::Status WriteTurns(OpKernelContext* ctx, const Turns& turns) {
+  Tensor* output;
   const int64_t t = turns.alive.size();
   TF_RETURN_IF_ERROR(ctx->allocate_output("turns", {t}, &output));
   std::copy(turns.alive.begin(), turns.alive.end(),
@@ -80,8 +84,8 @@ inline absl::Status WriteTurns(tensorflow::OpKernelContext* ctx, const Turns& tu
   return WriteScalar(ctx, "newest", turns.newest);
 }
 
-inline absl::Status Zeros(tensorflow::OpKernelContext* ctx, tensorflow::DataType dtype,
-                   const tensorflow::TensorShape& shape, tensorflow::Tensor* zeros) {
+inline absl::Status Zeros(OpKernelContext* ctx, tensorflow::DataType dtype,
+                   const tensorflow::TensorShape& shape, Tensor* zeros) {
   TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype, shape, zeros));
   if (zeros->TotalBytes() > 0) {
     std::memset(zeros->data(), 0, zeros->TotalBytes());
@@ -90,12 +94,12 @@ inline absl::Status Zeros(tensorflow::OpKernelContext* ctx, tensorflow::DataType
 }
 
 // A tensor that nobody else reads, with the elements of `from`.
-inline absl::Status Own(tensorflow::OpKernelContext* ctx, const tensorflow::Tensor& from, tensorflow::Tensor* to) {
+inline absl::Status Own(OpKernelContext* ctx, const Tensor& from, Tensor* to) {
   if (from.RefCountIsOne()) {
     *to = from;
     return absl::OkStatus();
   }
-  tensorflow::Tensor copy;
+  Tensor copy;
   TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), &copy));
   if (from.TotalBytes() > 0) {
     std::memcpy(copy.data(), from.data(), from.TotalBytes());
@@ -105,7 +109,7 @@ inline absl::Status Own(tensorflow::OpKernelContext* ctx, const tensorflow::Tens
 }
 
 // Moves the mean by the values that members have brought. Needs center->mu.
-absl::Status AddToMean(tensorflow::OpKernelContext* ctx, Isa isa,
+absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
                        ServedTensorRounds* rounds, Center* center);
 
 }  // namespace wrapopt

@@ -17,8 +17,8 @@ namespace {
 using tensorflow::PartialTensorShape;
 using tensorflow::shape_inference::InferenceContext;
 
-// Checks the input `rounds` and scalars, in their order. Outputs are scalars but
-// for `vectors`.
+// Checks the input `rounds` and scalars, in their order. Outputs are scalars
+// but for `vectors`.
 absl::Status Shapes(InferenceContext* c, InferredInputs* inputs,
                     std::initializer_list<int> vectors,
                     std::initializer_list<const char*> names) {
@@ -235,7 +235,8 @@ round, generation: Those of the open round.
 min_workers: A scalar in [1, num_workers].
 timeout_secs: A scalar greater than 0; infinity for no deadline.
 grace_secs: A scalar of at least 0, the same.
-workers: [M] the members, sorted; none if another round is open.
+workers: [M] the members, sorted, also of the last round that has ended; none of
+  other rounds.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingOuterStep")

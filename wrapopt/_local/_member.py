@@ -107,7 +107,8 @@ class Member:
     """
     def offer(deadline):
       states = self._states()
-      if min(s.place[0] for s in states) >= round_:
+      rounds = [s.place[0] for s in states]
+      if max(rounds) > round_ or min(rounds) == round_:
         return True
       self._restore(states, (round_, -1), center, velocities)
       return False

@@ -12,6 +12,10 @@ tf1 = tf.compat.v1
 # workers end after this time.
 _CALL_SECS = 60.0
 
+# Of calls that begin and end a session. A session with a server that is gone
+# waits for it when it ends.
+_SESSION_SECS = 5.0
+
 
 class State(typing.NamedTuple):
   """What a server holds.
@@ -111,7 +115,7 @@ class Server:
     self.close()
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
-    config.operation_timeout_in_ms = int(_CALL_SECS * 1000)
+    config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
     self._session = tf1.Session(self._target, self._graph, config)
 
   def close(self):
@@ -202,6 +206,8 @@ class Server:
     Returns:
       Whether the center was of `place` all the time.
     """
+    if velocities and not self.state().velocities:
+      return self.state().place == place  # They are 0.
     pieces = self._pieces[:self._stepped] if velocities else self._pieces
     for i, p in enumerate(pieces):
       dtype = self._layout.center_dtypes[p.group]

@@ -7,29 +7,46 @@ import sys
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.trackable import base as trackable
 
 from wrapopt import _checks
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
 from wrapopt._v1 import _centers
+from wrapopt.ops import _lagging
 
 _WEIGHTS = ("steps", "examples", "equal")
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
-class LocalTraining(tf.Module):
-  """A worker that trains its variables, and shares a center at intervals."""
+class LocalTraining(trackable.Trackable):
+  """A worker that trains its variables, and shares a center at intervals.
+
+  A `tf.train.Checkpoint` of it holds the center of the servers, its velocity
+  and its round. If it is restored, the servers take the center, unless theirs
+  is of a later round, and the worker takes that of the servers in the next
+  `step`, instead of a round.
+
+  Attributes:
+    sync_every: The number of inner steps in a round.
+    report: What became of the last round of this worker, or None: with the
+      attributes `round`, `counted` (whether the worker's values are part of
+      it), `workers` (the names of its members), `secs` and `sent` (the number
+      of bytes).
+  """
 
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
                local_weight, averaged, learning_rate, momentum, most_pushes,
                progress, name):
-    super().__init__(type(self).__name__.lower())
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
     self._all = [*self._stepped, *self._averaged]
+    if not tf.executing_eagerly():
+      raise RuntimeError(f"{subject} must be made eagerly, got a graph: it "
+                         "takes the center at once.")
     if len({id(v) for v in self._all}) < len(self._all):
       raise ValueError("`variables` and `averaged` must name each variable "
                        "once, got one twice.")
@@ -75,17 +92,14 @@ class LocalTraining(tf.Module):
         _member.Rules(min_workers, float(round_timeout_secs), grace_secs,
                       most_pushes, learning_rate, momentum))
     self._worker = worker
+    self._has_velocities = momentum > 0
     with tf.device("/cpu:0"):
       self._steps = tf.Variable(0, trainable=False, dtype=tf.int64,
                                 name="steps")
       self._examples = tf.Variable(0, trainable=False, dtype=tf.int64,
                                    name="examples")
-      self._round = tf.Variable(-1, trainable=False, dtype=tf.int64,
-                                name="round")
-    if not tf.executing_eagerly():
-      raise RuntimeError(f"{subject} must be made eagerly, got a graph: it "
-                         "takes the center at once.")
     self.report = None
+    self._is_restored = False
     self._member.start(self._layout.flatten(
         [v.numpy() for v in self._all], self._layout.center_dtypes))
     self._assign(self._from_center())
@@ -106,24 +120,21 @@ class LocalTraining(tf.Module):
     Args:
       examples: The number of examples in the batch, an integer or a scalar
         integer tensor; needed if the weight is "examples".
-      steps: The number of steps to count, which must divide `sync_every`.
+      steps: The number of steps to count.
 
     Raises:
-      ValueError: If `examples` is missing, or `steps` does not divide
-        `sync_every`.
+      ValueError: If `examples` is missing.
       NotImplementedError: In a function that XLA compiles.
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
       tf.errors.InvalidArgumentError: If another process uses the worker's name.
     """
     steps = _checks.integer("steps", steps, least=1)
-    if self.sync_every % steps:
-      raise ValueError(f"`steps` must divide sync_every = {self.sync_every}, "
-                       f"got {steps}.")
     if examples is None and self._weight == "examples":
       raise ValueError("`examples` must be given, since the worker's weight is "
                        "the number of examples, got None.")
-    if not tf.executing_eagerly() and control_flow_util.GraphOrParentsInXlaContext(
+    eager = tf.executing_eagerly()
+    if not eager and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()):
       raise NotImplementedError(
           "step() must not be in a function that XLA compiles "
@@ -132,19 +143,21 @@ class LocalTraining(tf.Module):
     if examples is not None:
       self._examples.assign_add(tf.cast(examples, tf.int64))
     count = self._steps.assign_add(steps)
-    if tf.executing_eagerly():
+    if eager:
       if int(count) >= self.sync_every:
         self._assign(self._sync([v.numpy() for v in self._all]))
       return
+
     def sync():
       values = tf.numpy_function(
           lambda *values: self._sync(values),
           [tf.convert_to_tensor(v) for v in self._all],
           [v.dtype for v in self._all])
-      for v, value in zip(self._all, values):
-        v.assign(tf.ensure_shape(value, v.shape))
+      self._assign([tf.ensure_shape(value, v.shape)
+                    for v, value in zip(self._all, values)])
       return tf.constant(0)
-    tf.cond(self._steps >= self.sync_every, sync, lambda: tf.constant(0))
+
+    tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
 
   def close(self):
     """Ends the sessions with the servers."""
@@ -152,6 +165,8 @@ class LocalTraining(tf.Module):
 
   def _sync(self, values):
     """Takes part in a round: the values of all variables after it."""
+    if self._is_restored:
+      return self._restart()
     weight = {"equal": 1, "steps": int(self._steps.numpy()),
               "examples": int(self._examples.numpy())}[self._weight]
     if weight <= 0:
@@ -160,8 +175,7 @@ class LocalTraining(tf.Module):
     report = self._member.sync(
         self._layout.flatten(values, self._layout.dtypes), float(weight))
     self.report = report
-    self._steps.assign(0)
-    self._examples.assign(0)
+    self._reset()
     if self._progress:
       print(f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
@@ -183,13 +197,49 @@ class LocalTraining(tf.Module):
       w = self._local_weight
       values = [c + w * (np.asarray(v, c.dtype) - c)
                 for c, v in zip(values, local)]
-    self._round.assign(self._member.place[0])
     return [np.asarray(c, v.dtype.as_numpy_dtype)
             for c, v in zip(values, self._all)]
 
   def _assign(self, values):
-    for v, value in zip(self._all, values):
-      v.assign(value)
+    with tf.control_dependencies(_lagging.settle(self._all)):
+      for v, value in zip(self._all, values):
+        v.assign(value)
+
+  def _reset(self):
+    self._steps.assign(0)
+    self._examples.assign(0)
+
+  def _restart(self):
+    """Takes the center, whatever the worker has done: as `_sync`."""
+    self._member.start(None)
+    self._reset()
+    self._is_restored = False
+    return self._from_center()
+
+  # For tf.train.Checkpoint.
+
+  def _serialize_to_tensors(self):
+    place, center = self._member.read()
+    tensors = {"round": tf.constant(place[0], tf.int64)}
+    tensors.update((f"center_{g}", tf.constant(x))
+                   for g, x in enumerate(center))
+    if self._has_velocities:
+      at, velocities = self._member.read(velocities=True)
+      if at != place:
+        return self._serialize_to_tensors()
+      tensors.update((f"velocity_{g}", tf.constant(x))
+                     for g, x in enumerate(velocities))
+    return tensors
+
+  def _restore_from_tensors(self, restored_tensors):
+    get = lambda what: [
+        restored_tensors[key].numpy()
+        for key in sorted(restored_tensors) if key.startswith(what)]
+    self._member.offer(int(restored_tensors["round"]), get("center_"),
+                       get("velocity_"))
+    self._is_restored = True
+    # The next step takes the center, after all variables were restored.
+    self._steps.assign(self.sync_every)
 
 
 def _variables(subject, variables):
@@ -201,8 +251,8 @@ def _variables(subject, variables):
       raise TypeError(f"`{subject}` must be variables, got {v!r}.")
     if v.dtype not in _DTYPES:
       raise TypeError(
-          f"`{subject}` must be of dtype float16, bfloat16, float32 or float64, "
-          f"got '{v.name}' of dtype {v.dtype.name}.")
+          f"`{subject}` must be of dtype float16, bfloat16, float32 or "
+          f"float64, got '{v.name}' of dtype {v.dtype.name}.")
     if not v.shape.is_fully_defined():
       raise ValueError(f"`{subject}` must have known shapes, got '{v.name}' of "
                        f"shape {v.shape}.")

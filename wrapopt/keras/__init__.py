@@ -19,6 +19,7 @@ from wrapopt.keras.batch_norm import recalibrate_batch_norm
 from wrapopt.keras.evaluate_with_averages import EvaluateWithAverages
 from wrapopt.keras.lazy_adam import LazyAdam
 from wrapopt.keras.drop_stale_gradient import DropStaleGradient
+from wrapopt.keras.local_rounds import LocalRounds
 from wrapopt.keras.lookahead import Lookahead
 from wrapopt.keras.moving_average import MovingAverage
 from wrapopt.keras.primal_average import PrimalAverage
@@ -26,6 +27,6 @@ from wrapopt.keras.schedule_free import ScheduleFree
 from wrapopt.keras.snapshots import Snapshots
 from wrapopt.keras.swa import SWA
 
-__all__ = ["DropStaleGradient", "EvaluateWithAverages", "LazyAdam", "Lookahead",
-           "MovingAverage", "PrimalAverage", "SWA", "ScheduleFree", "Snapshots",
-           "recalibrate_batch_norm"]
+__all__ = ["DropStaleGradient", "EvaluateWithAverages", "LazyAdam",
+           "LocalRounds", "Lookahead", "MovingAverage", "PrimalAverage", "SWA",
+           "ScheduleFree", "Snapshots", "recalibrate_batch_norm"]

@@ -1,0 +1,369 @@
+"""LocalSGD and DiLoCo: numbers, workers that stop, servers that are lost."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import wrapopt
+from wrapopt import server as server_module
+
+RATE, MOMENTUM = 0.7, 0.9
+
+
+def run_all(*functions):
+  """Runs functions in threads: the list of their results."""
+  results = [None] * len(functions)
+
+  def run(i):
+    try:
+      results[i] = functions[i]()
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      results[i] = e
+
+  threads = [threading.Thread(target=run, args=(i,))
+             for i in range(len(functions))]
+  for t in threads:
+    t.start()
+  for t in threads:
+    t.join(120)
+    assert not t.is_alive(), "a worker waits for ever"
+  for result in results:
+    if isinstance(result, Exception):
+      raise result
+  return results
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}_servers")
+def servers(request):
+  """Targets of new servers in this process."""
+  made = [server_module.start() for _ in range(request.param)]
+  yield [s.target for s in made]
+
+
+class Oracle:
+  """The rule in NumPy float64."""
+
+  def __init__(self, center, rate=RATE, momentum=MOMENTUM):
+    self.center = np.float64(center)
+    self.velocity = np.zeros_like(self.center)
+    self.rate, self.momentum = rate, momentum
+
+  def end_round(self, values, weights):
+    mean = np.average(np.float64(values), axis=0, weights=weights)
+    way = self.center - mean
+    self.velocity = self.momentum * self.velocity + way
+    self.center = self.center - self.rate * (
+        way + self.momentum * self.velocity)
+    return self.center
+
+
+def make(cls, variables, servers, worker, num_workers, **kwargs):
+  kwargs = {"round_timeout_secs": 20, "sync_every": 2, **kwargs}
+  return cls(variables, servers, worker, num_workers, **kwargs)
+
+
+def grad(worker, round_, shape):
+  return np.float32(np.random.default_rng([worker, round_]).normal(size=shape))
+
+
+def test_first_outer_step_goes_1_33_of_the_way_to_the_mean():
+  # Center 1, mean 0: D = 1, b = 1, center = 1 - 0.7 (1 + 0.9) = -0.33. Then
+  # the mean is 1 below: D = 1, b = 1.9, center = -0.33 - 0.7 (1 + 1.71).
+  server = server_module.start()
+  w = tf.Variable(1.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1)
+  w.assign_sub(1.0)
+  local.step()
+  assert w.numpy() == pytest.approx(-0.33, abs=1e-6)
+  w.assign_sub(1.0)
+  local.step()
+  assert w.numpy() == pytest.approx(-0.33 - 0.7 * 2.71, abs=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["DiLoCo", "LocalSGD"])
+def test_twenty_rounds_of_workers_of_different_weights(servers, rule):
+  rates = (RATE, MOMENTUM) if rule == "DiLoCo" else (1.0, 0.0)
+  rounds, steps = 20, [1, 2, 4]  # Steps in a round, of each worker.
+  shapes = [(3, 5), (), (7,)]
+  initial = [grad(9, i, shape) for i, shape in enumerate(shapes)]
+
+  def worker(k):
+    variables = [tf.Variable(x) for x in initial]
+    local = make(getattr(wrapopt, rule), variables, servers, f"w{k}", 3,
+                 sync_every=steps[k])
+
+    def step(delta):
+      for v, d in zip(variables, delta):
+        v.assign_add(d)
+      local.step()
+
+    seen = []
+    for r in range(rounds):
+      for i in range(steps[k]):
+        step([tf.constant(grad(k, 100 * r + i, s)) for s in shapes])
+      assert local.round == r + 1 and local.report.counted
+      seen.append([v.numpy() for v in variables])
+    return seen
+
+  seen = run_all(*[lambda k=k: worker(k) for k in range(3)])
+  for i, shape in enumerate(shapes):
+    oracle = Oracle(initial[i], *rates)
+    for r in range(rounds):
+      values = [oracle.center + sum(
+          np.float64(grad(k, 100 * r + j, shape)) for j in range(steps[k]))
+                for k in range(3)]
+      want = oracle.end_round(values, steps)
+      for k in range(3):
+        # Float32 rounds a number some ten times in a round.
+        np.testing.assert_allclose(
+            seen[k][r][i], want, rtol=0, atol=3e-6 * (r + 1) *
+            (1 + np.abs(want).max()))
+      assert seen[0][r][i].tobytes() == seen[1][r][i].tobytes()
+  if rule == "DiLoCo":
+    # The test can tell the sign and Nesterov's term from their opposites.
+    assert abs(oracle.center - initial[-1]).max() > 0.1
+
+
+def test_rounds_in_a_function(servers):
+  v, w = tf.Variable([1.0, 2.0, 3.0]), tf.Variable(1.0)
+  local = make(wrapopt.DiLoCo, [v, w], servers, "a", 1, sync_every=3)
+
+  @tf.function
+  def step(i):
+    v.assign_add(i * tf.constant([1.0, -1.0, 2.0]))
+    w.assign_sub(i)
+    local.step()
+    return v.read_value(), w.read_value()  # Of the center, after a round.
+
+  oracle = Oracle([1.0, 2.0, 3.0, 1.0])
+  for r in range(10):
+    moved = oracle.center.copy()
+    for i in range(3):
+      got = np.append(*step(tf.constant(float(r + i))))
+      moved += (r + i) * np.float64([1, -1, 2, -1])
+      want = oracle.end_round([moved], [1]) if i == 2 else moved
+      np.testing.assert_allclose(got, want, rtol=1e-5)
+  assert local.round == 10 and step.experimental_get_tracing_count() == 1
+
+
+def test_a_missing_worker_costs_one_deadline(servers):
+  def worker(k):
+    w = tf.Variable([0.0, 0.0, 0.0])
+    local = make(wrapopt.LocalSGD, [w], servers, f"w{k}", 3, min_workers=2,
+                 round_timeout_secs=2, sync_every=1)
+    for _ in range(4):
+      w.assign_add([1.0 + k] * 3)
+      local.step()
+    return w.numpy(), local.report
+
+  for value, report in run_all(lambda: worker(0), lambda: worker(1)):
+    np.testing.assert_array_equal(value, [6.0] * 3)
+    # Only the first round waited.
+    assert report.workers == ("w0", "w1") and report.secs < 2
+
+
+def test_a_late_worker_takes_the_center_and_overwrites_nothing(servers):
+  w = tf.Variable([1.0, 2.0, 3.0])
+  local = make(wrapopt.LocalSGD, [w], servers, "a", 2, min_workers=1,
+               grace_secs=0, sync_every=1)
+  for _ in range(3):
+    w.assign_add([1.0] * 3)
+    local.step()
+  fresh = tf.Variable([100.0] * 3)
+  other = make(wrapopt.LocalSGD, [fresh], servers, "b", 2, min_workers=1,
+               grace_secs=0, sync_every=1)
+  np.testing.assert_array_equal(fresh.numpy(), [4.0, 5.0, 6.0])
+  w.assign_add([1.0] * 3)
+  local.step()
+  # Round 3 is over, so values that started from its center do not count.
+  fresh.assign_add([50.0] * 3)
+  other.step()
+  np.testing.assert_array_equal(fresh.numpy(), [5.0, 6.0, 7.0])
+  assert not other.report.counted and other.round == 4
+
+
+def test_too_few_workers_are_an_error():
+  server = server_module.start()
+  w = tf.Variable([1.0])
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 2, sync_every=1,
+               round_timeout_secs=1)
+  with pytest.raises(tf.errors.DeadlineExceededError,
+                     match="got values of 1 workers .* but needs 2 of 2"):
+    local.step()
+
+
+def test_another_process_of_the_same_name_is_an_error():
+  server = server_module.start()
+  first, second = [
+      make(wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], "a", 2,
+           sync_every=1, min_workers=1, grace_secs=0) for _ in range(2)]
+  first.step()
+  second.step()
+  second.step()
+  with pytest.raises(tf.errors.InvalidArgumentError,
+                     match="'a' .* is another process now"):
+    first.step()
+    first.step()
+
+
+def test_other_settings_are_an_error():
+  server = server_module.start()
+  make(wrapopt.DiLoCo, [tf.Variable([1.0])], [server.target], "a", 1)
+  with pytest.raises(tf.errors.InvalidArgumentError, match="settings"):
+    make(wrapopt.DiLoCo, [tf.Variable([1.0])], [server.target], "b", 1,
+         outer_momentum=0.5, round_timeout_secs=3)
+  with pytest.raises(tf.errors.InvalidArgumentError, match="settings"):
+    make(wrapopt.DiLoCo, [tf.Variable([1.0, 2.0])], [server.target], "b", 1,
+         round_timeout_secs=3)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_dtypes_and_mixes(dtype, servers):
+  def worker(k):
+    w = tf.Variable(tf.zeros([5], dtype))
+    statistic = tf.Variable([0.0, 0.0])
+    local = make(wrapopt.DiLoCo, [w], servers, f"w{k}", 2, sync_every=1,
+                 averaged=[statistic], local_weight=0.5)
+    w.assign(tf.fill([5], tf.cast(k * 2.0, dtype)))
+    statistic.assign([k * 4.0, 1.0])
+    local.step()
+    return tf.cast(w, "float64").numpy(), statistic.numpy()
+
+  center = 0.7 * 1.9  # The mean is 1.
+  for k, (w, statistic) in enumerate(
+      run_all(lambda: worker(0), lambda: worker(1))):
+    np.testing.assert_allclose(w, [(center + 2.0 * k) / 2] * 5, rtol=(
+        1e-6 if dtype == "float64" else 8e-3))
+    np.testing.assert_allclose(statistic, [(2.0 + 4.0 * k) / 2, 1.0])
+
+
+def test_examples_are_weights():
+  server = server_module.start()
+
+  def worker(k):
+    w = tf.Variable([0.0])
+    local = make(wrapopt.LocalSGD, [w], [server.target], f"w{k}", 2,
+                 sync_every=2, weight="examples")
+    w.assign([4.0 * k])
+    local.step(examples=1 + k)
+    local.step(examples=tf.constant(1 - k))
+    return w.numpy()
+
+  for got in run_all(lambda: worker(0), lambda: worker(1)):
+    np.testing.assert_allclose(got, [2.0])  # Two examples each.
+  with pytest.raises(ValueError, match="`examples` must be given"):
+    make(wrapopt.LocalSGD, [tf.Variable([0.0])], [server.target], "w0", 2,
+         weight="examples").step()
+
+
+def test_step_in_a_function_that_xla_compiles_is_an_error():
+  server = server_module.start()
+  w = tf.Variable([0.0])
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
+  with pytest.raises(NotImplementedError, match="XLA compiles"):
+    tf.function(local.step, jit_compile=True)()
+
+
+def test_checkpoints(tmp_path, servers):
+  def train(local, w, rounds):
+    for _ in range(2 * rounds):
+      w.assign_add([0.5] * 4)
+      local.step()
+    return w.numpy()
+
+  new = lambda names: make(
+      wrapopt.DiLoCo, [tf.Variable([0.0] * 4)], names, "a", 1)
+  w = tf.Variable([0.0] * 4)
+  local = make(wrapopt.DiLoCo, [w], servers, "a", 1)
+  train(local, w, 3)
+  path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
+  want = train(local, w, 2)
+  # Later servers keep their center.
+  tf.train.Checkpoint(local=new(servers)).restore(path).assert_consumed()
+  assert local.round == 5
+
+  others = [server_module.start() for _ in servers]
+  v = tf.Variable([7.0] * 4)
+  again = make(wrapopt.DiLoCo, [v], [s.target for s in others], "a", 1)
+  tf.train.Checkpoint(local=again).restore(path).assert_consumed()
+  v.assign_add([100.0] * 4)
+  again.step()  # Takes the center.
+  assert again.round == 3
+  np.testing.assert_array_equal(train(again, v, 2), want)
+
+
+class Process:
+  """A server in a process of its own, on a port of its own."""
+
+  def __init__(self, port=0):
+    self.popen = subprocess.Popen(
+        [sys.executable, "-m", "wrapopt.server", "--port", str(port)],
+        stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "TF_CPP_MIN_LOG_LEVEL": "2"})
+    line = self.popen.stdout.readline()
+    assert line.startswith("wrapopt server listens at port "), line
+    self.port = int(line.split()[-1])
+    self.address = f"localhost:{self.port}"
+
+  def end(self, number=signal.SIGKILL):
+    self.popen.send_signal(number)
+    return self.popen.wait(30)
+
+
+def test_a_server_ends_cleanly():
+  server = Process()
+  assert server.end(signal.SIGTERM) == 0
+  assert "ends" in server.popen.stdout.read()
+
+
+@pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
+def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  try:
+    w = tf.Variable([1.0, 2.0, 3.0])
+    local = make(wrapopt.LocalSGD, [w], addresses, "a", 1, sync_every=1)
+    w.assign_add([1.0] * 3)
+    local.step()
+    processes[lost].end()
+    processes[lost] = Process(processes[lost].port)
+    w.assign_add([1.0] * 3)
+    local.step()
+    # The worker held the center, and its values count.
+    assert local.round == 2
+    np.testing.assert_array_equal(w.numpy(), [3.0, 4.0, 5.0])
+    fresh = tf.Variable([0.0] * 3)
+    make(wrapopt.LocalSGD, [fresh], addresses, "b", 1, sync_every=1)
+    np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
+  finally:
+    for p in processes:
+      p.end()
+
+
+def test_a_fresh_worker_never_replaces_a_lost_part():
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  try:
+    w = tf.Variable([1.0, 2.0, 3.0])
+    local = make(wrapopt.LocalSGD, [w], addresses, "a", 2, sync_every=1,
+                 min_workers=1, grace_secs=0)
+    local.step()
+    processes[1].end()
+    processes[1] = Process(processes[1].port)
+    with pytest.raises(tf.errors.DeadlineExceededError,
+                       match="have lost their center"):
+      make(wrapopt.LocalSGD, [tf.Variable([9.0] * 3)], addresses, "b", 2,
+           round_timeout_secs=2)
+    local.step()
+    fresh = tf.Variable([9.0] * 3)
+    make(wrapopt.LocalSGD, [fresh], addresses, "b", 2)
+    np.testing.assert_array_equal(fresh.numpy(), [1.0, 2.0, 3.0])
+  finally:
+    for p in processes:
+      p.end()
