@@ -759,7 +759,17 @@ def _rounds(call):
     raise AssertionError("AveragingRounds must have one output")
 
 
+def _served(call):
+  # The rounds of a case are not served.
+  raise AssertionError(f"{call.case.op} must refuse rounds without settings")
+
+
+SERVED = ("AveragingArrive", "AveragingCenter", "AveragingClose",
+          "AveragingEnter", "AveragingFollow", "AveragingOuterStep",
+          "AveragingRestore", "AveragingStage", "AveragingState")
+
 _MODELS = {
+    **dict.fromkeys(SERVED, _served),
     "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
@@ -810,6 +820,8 @@ def may_refuse(case, before):
   family = inputs.family(case.op)
   if family == "Move":  # The second call finds nothing to move.
     return any(before[i] is None for i in case.inputs["from"])
+  if family in SERVED:
+    return True
   if family not in ONE_CALL:
     return False
   rounds = case.rounds

@@ -163,7 +163,8 @@ class World:
   def _rounds(self):
     rounds = self.case.rounds
     handle = self._raw("Wrapopt>AveragingRounds", num_workers=rounds.workers,
-                       container="", shared_name=self._name("rounds"))
+                       settings="", container="",
+                       shared_name=self._name("rounds"))
     self.named.append(handle)
     last = handle
     if rounds.round >= 0:

@@ -239,7 +239,7 @@ for module in pkgutil.iter_modules(wrapopt.__path__, "wrapopt."):
       and not module.name.startswith("wrapopt._wrapopt_")):
     assert (not module.ispkg or module.name not in sys.modules or
             module.name.removeprefix("wrapopt.") in (
-                "_averages", "_gates", "_v1", "ops")), module.name
+                "_averages", "_gates", "_local", "_v1", "ops")), module.name
     importlib.import_module(module.name)
 assert opened == [wrapopt.sysconfig.get_lib()], opened
 assert not made, made
