@@ -57,47 +57,15 @@ class DiLoCo(_training.LocalTraining):
     """Takes the center.
 
     Args:
-      variables: The variables to share, of dtype float16, bfloat16, float32 or
-        float64: a list of `tf.Variable` or of Keras's variables, such as
-        `model.trainable_variables`. All workers give variables of the same
-        shapes, in the same order.
-      servers: The addresses of the servers, such as "host:port": a list of
-        strings, the same for all workers. Each is a `python -m wrapopt.server`
-        and holds an equal part of the center.
-      worker: This worker's name, different from all others and the same after a
-        restart.
-      num_workers: The number of workers.
-      sync_every: The number of inner steps of this worker in a round. A slow
-        worker may have a smaller one than others.
+      variables, servers, worker, num_workers, sync_every: As of `LocalSGD`.
       outer_learning_rate: The learning rate of the outer step, more than 0.
       outer_momentum: Its momentum, in [0, 1).
-      min_workers: The number of workers that suffice for a round; by default
-        all.
-      round_timeout_secs: How long a round waits for workers that are missing,
-        and how long a worker waits for servers, in seconds.
-      grace_secs: How long a round waits for others once it has `min_workers`,
-        in seconds; by default until `round_timeout_secs`.
-      weight: The weight of a worker's values in the mean: "steps" or
-        "examples", those that it has done since the last round, or "equal".
-      local_weight: The part of its own values that a worker keeps in a round,
-        in [0, 1]: it resumes from `center + local_weight (own - center)`.
-      averaged: Further variables, whose center is the mean, without an outer
-        step: moving statistics of batch normalization, if the center is
-        evaluated with them. By default they stay with the worker, which is
-        right if statistics are computed anew before the center is evaluated.
-      most_pushes: How many workers may send values at a time: a server holds
-        the values of at most that number of workers.
-      progress: Whether to print a line for each round.
-      name: The name of the rounds on the servers.
+      min_workers, round_timeout_secs, grace_secs, weight, local_weight,
+        averaged, most_pushes, progress, name: As of `LocalSGD`.
 
     Raises:
-      TypeError: If an argument is of a wrong type.
-      ValueError: If a number is out of range.
-      tf.errors.DeadlineExceededError: If the servers are not found within
-        `round_timeout_secs`.
-      tf.errors.InvalidArgumentError: If the servers have rounds of this name
-        with other variables or settings, or `worker` is the name of another
-        process that is alive.
+      ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.
+      Others as `LocalSGD`.
     """
     _checks.number("outer_learning_rate", outer_learning_rate)
     _checks.fraction("outer_momentum", outer_momentum)

@@ -260,7 +260,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // See ServedRounds.
   virtual bool is_served() const { return false; }
-  // Those of a round that is over; none if they are not known.
+  // The members of a round that is over; none if the rounds do not know them.
   virtual std::vector<std::string> MembersOf(const Place& ended) const {
     return {};
   }

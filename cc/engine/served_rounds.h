@@ -258,7 +258,8 @@ class ServedRounds : public Rounds<Value> {
   // The last round that ended, and its members.
   Place ended_;
   std::vector<std::string> members_;
-  // Of the lead: those that it gave. Of others: those that they were told.
+  // The lead holds the turns that it gave. Another server holds the turns that
+  // the last Follow named.
   Turns turns_;
   int64_t last_turn_ = 0;  // Grows in all rounds and generations.
   std::map<int64_t, std::optional<Timer::Id>> ends_;

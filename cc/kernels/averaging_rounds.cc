@@ -2,7 +2,6 @@
 // on a parameter server. The rounds themselves are in rounds.h.
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -99,16 +98,7 @@ class AveragingPushOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ctx->input_list("values", &list));
     std::vector<Tensor> values;
     for (const Tensor& value : list) {
-      // A buffer without another owner cannot change: no copy.
-      if (value.RefCountIsOne()) {
-        values.push_back(value);
-        continue;
-      }
-      OP_REQUIRES_OK(ctx, ctx->allocate_temp(value.dtype(), value.shape(),
-                                             &values.emplace_back()));
-      if (value.TotalBytes() > 0) {
-        std::memcpy(values.back().data(), value.data(), value.TotalBytes());
-      }
+      OP_REQUIRES_OK(ctx, Own(ctx, value, &values.emplace_back()));
     }
     Tensor* accepted;
     OP_REQUIRES_OK(ctx, ctx->allocate_output("accepted", {}, &accepted));

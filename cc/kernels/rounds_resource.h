@@ -4,6 +4,7 @@
 #define WRAPOPT_CC_KERNELS_ROUNDS_RESOURCE_H_
 
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
@@ -31,13 +32,13 @@ namespace wrapopt {
 using TensorRounds = Rounds<tensorflow::Tensor>;
 using ServedTensorRounds = ServedRounds<tensorflow::Tensor>;
 
-// What a server holds of the model: vectors of float or double.
+// A server's part of the center. All tensors are vectors of float or double.
 struct Center {
   std::mutex mu;  // Held while a round ends.
   // Empty until the first Restore.
   std::vector<tensorflow::Tensor> values;
-  // Of the first values, which take outer steps; if there are none, the next
-  // outer step starts with a velocity of 0.
+  // One for each value that takes outer steps; these values come first. Without
+  // velocities, the next outer step starts with a velocity of 0.
   std::vector<tensorflow::Tensor> velocities;
   // The weighted mean of the members' values, empty without any, and the sum of
   // their weights.
@@ -115,6 +116,23 @@ inline absl::Status ToStatus(const RoundsStatus& status) {
       return absl::InvalidArgumentError(status.message);
   }
   return absl::InternalError(status.message);
+}
+
+// A tensor that nobody else reads, with the elements of `from`.
+inline absl::Status Own(tensorflow::OpKernelContext* ctx,
+                        const tensorflow::Tensor& from,
+                        tensorflow::Tensor* to) {
+  if (from.RefCountIsOne()) {
+    *to = from;
+    return absl::OkStatus();
+  }
+  tensorflow::Tensor copy;
+  TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), &copy));
+  if (from.TotalBytes() > 0) {
+    std::memcpy(copy.data(), from.data(), from.TotalBytes());
+  }
+  *to = std::move(copy);
+  return absl::OkStatus();
 }
 
 // Ends the wait if the op's step ends.

@@ -1,4 +1,4 @@
-// What the kernels of served averaging rounds share.
+// Functions that the kernels of served averaging rounds share.
 #ifndef WRAPOPT_CC_KERNELS_SERVED_ROUNDS_H_
 #define WRAPOPT_CC_KERNELS_SERVED_ROUNDS_H_
 
@@ -67,7 +67,7 @@ absl::Status WriteScalar(OpKernelContext* ctx, const char* name,
 }
 
 inline absl::Status WriteWorkers(OpKernelContext* ctx,
-                          const std::vector<std::string>& workers) {
+                                 const std::vector<std::string>& workers) {
   Tensor* output;
   const int64_t m = workers.size();
   TF_RETURN_IF_ERROR(ctx->allocate_output("workers", {m}, &output));
@@ -85,26 +85,11 @@ inline absl::Status WriteTurns(OpKernelContext* ctx, const Turns& turns) {
 }
 
 inline absl::Status Zeros(OpKernelContext* ctx, tensorflow::DataType dtype,
-                   const tensorflow::TensorShape& shape, Tensor* zeros) {
+                          const tensorflow::TensorShape& shape, Tensor* zeros) {
   TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype, shape, zeros));
   if (zeros->TotalBytes() > 0) {
     std::memset(zeros->data(), 0, zeros->TotalBytes());
   }
-  return absl::OkStatus();
-}
-
-// A tensor that nobody else reads, with the elements of `from`.
-inline absl::Status Own(OpKernelContext* ctx, const Tensor& from, Tensor* to) {
-  if (from.RefCountIsOne()) {
-    *to = from;
-    return absl::OkStatus();
-  }
-  Tensor copy;
-  TF_RETURN_IF_ERROR(ctx->allocate_temp(from.dtype(), from.shape(), &copy));
-  if (from.TotalBytes() > 0) {
-    std::memcpy(copy.data(), from.data(), from.TotalBytes());
-  }
-  *to = std::move(copy);
   return absl::OkStatus();
 }
 

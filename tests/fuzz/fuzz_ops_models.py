@@ -764,12 +764,8 @@ def _served(call):
   raise AssertionError(f"{call.case.op} must refuse rounds without settings")
 
 
-SERVED = ("AveragingArrive", "AveragingCenter", "AveragingClose",
-          "AveragingEnter", "AveragingFollow", "AveragingOuterStep",
-          "AveragingRestore", "AveragingStage", "AveragingState")
-
 _MODELS = {
-    **dict.fromkeys(SERVED, _served),
+    **dict.fromkeys(inputs.SERVED, _served),
     "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
@@ -820,7 +816,7 @@ def may_refuse(case, before):
   family = inputs.family(case.op)
   if family == "Move":  # The second call finds nothing to move.
     return any(before[i] is None for i in case.inputs["from"])
-  if family in SERVED:
+  if family in inputs.SERVED:
     return True
   if family not in ONE_CALL:
     return False

@@ -5,7 +5,8 @@ import typing
 import numpy as np
 import tensorflow as tf
 
-# Of a call with values. Other calls to the server come between two of them.
+# A call sends at most this number of bytes of values, so that a server answers
+# short calls of other workers in between.
 _MOST_BYTES = 4 * 2**20
 
 
@@ -69,7 +70,6 @@ class Layout:
             for begin in range(bounds[s], bounds[s + 1], step)]
         self.pieces[s] += of_server
         self.stepped[s] += 0 if is_averaged else len(of_server)
-    # The dict has the groups of `stepped` first: so are their pieces.
 
   def describe(self):
     """A text that is equal for models of equal layouts."""
