@@ -10,6 +10,7 @@ import tensorflow as tf
 import modes
 import numerics
 import wrapopt.keras
+from wrapopt import ops
 
 # By the name of their rule.
 INNER = {
@@ -97,3 +98,36 @@ def test_rows_of_averages_lag_behind(rule):
     kernel = numerics.KERNELS_OF.get(rule, rule)
     assert after[:STEPS] == [(f"{kernel}_float", 4)] * STEPS
     assert set(after[STEPS:]) == {("CatchUp_float", 1)}
+
+
+def test_a_gate_counts_on_the_cpu():
+  """Keras makes `iterations` on a GPU, where no op can count updates."""
+  inner = keras.optimizers.SGD(0.5)
+  inner._iterations._initialize(on_gpu(np.int64(3)))
+  opt = wrapopt.keras.MovingAverage(
+      wrapopt.keras.DropStaleGradient(inner, 0), 0.5)
+  assert "CPU:0" in inner.iterations.value.device
+  w = on_gpu(np.ones(5, np.float32))
+  opt.build([w])
+  for _ in range(2):
+    with opt.inner_optimizer.record_step():
+      opt.apply([tf.constant(np.ones(5, np.float32))], [w])
+  assert inner.iterations.numpy() == 5
+  np.testing.assert_array_equal(w.numpy(), np.zeros(5))
+  np.testing.assert_array_equal(opt.average(w).value.numpy(), np.full(5, .375))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_ops_refuse_to_count_on_a_gpu(traced):
+  step, counter = on_gpu(np.int64(3)), tf.Variable(0.)
+  histogram = tf.Variable(np.zeros([2, 4], np.int64))
+  calls = [lambda: ops.staleness_record(step), lambda: ops.begin_update(step),
+           lambda: ops.staleness_gate(step, counter, histogram, 0, 1)]
+  for call in calls:
+    with pytest.raises(ValueError, match="`step` must be on a CPU.*GPU:0"):
+      (tf.function(call) if traced else call)()
+
+
+def on_gpu(value):
+  with tf.device(modes.VARIABLES):
+    return tf.Variable(value, trainable=False)

@@ -147,6 +147,7 @@ ATTRIBUTES = {
         "tensorflow.python.training.optimizer"): ["_var_key"],
     lambda: tf1.train.GradientDescentOptimizer(0.1): [
         "_create_non_slot_variable"],
+    lambda: keras.Variable([1.0]): ["_initialize"],
     lambda: importlib.import_module("keras.src.saving.saving_lib"): [
         "_save_state"],
     lambda: importlib.import_module("keras.src.saving.saving_lib").H5IOStore(

@@ -42,6 +42,8 @@ def environment():
   from wrapopt.version import __version__
   torch = ({"PyTorch": importlib.metadata.version("torch")}
            if importlib.util.find_spec("torch") else {})
+  gpus = [tf.config.experimental.get_device_details(gpu)["device_name"]
+          for gpu in tf.config.list_physical_devices("GPU")]
   return {
       "wrapopt": __version__,
       "TensorFlow": tf.__version__,
@@ -49,6 +51,7 @@ def environment():
       "kernels": _native.cpu_isa(),
       "threads": threads(),
       "processor": _processor(),
+      **({"GPU": gpus} if gpus else {}),
       # If it is above 0 at the start, other work uses the processor.
       "load": round(os.getloadavg()[0], 2),
   }

@@ -16,6 +16,11 @@ in these modes, each in a process of its own:
   jit       `jit_compile=True` on a CPU
   hlo       the same in plain HLO: the program that wrapopt gives to a GPU or
             TPU, where `jit_compile` is Keras's default, but run on a CPU
+  gpu       what Keras does by default on a machine with a GPU: `jit_compile`
+            on the GPU
+  gpu_ops   on the GPU without `jit_compile`
+
+The last two need a GPU; by default they run only if TensorFlow finds one.
 
 A step is a call of the function that `fit` calls for each batch, with an
 iterator like `fit`'s: it takes a batch from the dataset, and does the forward
@@ -48,8 +53,9 @@ from wrapopt.bench import keras_optimizers
 _PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
     "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
 _DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999]}
-_MIRRORED, _JIT, _HLO = "mirrored", "jit", "hlo"
-MODES = ("cpu", _MIRRORED, _JIT, _HLO)
+_MIRRORED, _JIT, _HLO, _GPU = "mirrored", "jit", "hlo", "gpu"
+_ON_GPU = (_GPU, "gpu_ops")
+MODES = ("cpu", _MIRRORED, _JIT, _HLO, *_ON_GPU)
 
 
 def _mlp(layers, width, x):
@@ -119,8 +125,13 @@ _SWAP_LAYERS, _SWAP_WIDTH = 25, 1024  # 100 MB and the biases.
 
 def add_arguments(parser):
   harness.add_choice(parser, "models", [*MODELS, _SWAP])
-  harness.add_choice(parser, "modes", MODES)
+  harness.add_choice(parser, "modes", MODES, MODES if _gpus() else [
+      mode for mode in MODES if mode not in _ON_GPU])
   keras_optimizers.add_arguments(parser)
+
+
+def _gpus():
+  return tf.config.list_physical_devices("GPU")
 
 
 def contests(options):
@@ -128,6 +139,8 @@ def contests(options):
     yield from keras_optimizers.contests(options)
     return
   for mode in options.modes:
+    if mode in _ON_GPU and not _gpus():
+      raise SystemExit(f"--modes {mode} needs a GPU; TensorFlow finds none.")
     with futures.ProcessPoolExecutor(
         1, multiprocessing.get_context("spawn"), _set_up, (mode,)) as process:
       for name in options.models:
@@ -158,7 +171,8 @@ _steps: dict = {}  # {contender: function that takes a step}, of the model now.
 def _set_up(mode):
   """Prepares a process for a mode, before TensorFlow starts."""
   os.environ["WRAPOPT_XLA_ON_CPU"] = "hlo" if mode == _HLO else "call"
-  tf.config.set_visible_devices([], "GPU")
+  if mode not in _ON_GPU:
+    tf.config.set_visible_devices([], "GPU")
   tf.get_logger().setLevel("ERROR")  # A train function a model is no retracing.
   if mode == _MIRRORED:
     tf.config.set_logical_device_configuration(
@@ -193,7 +207,7 @@ def _prepare(mode, layers, data, loss, optimizer):
   for contender in CONTENDERS:
     with _strategy(mode).scope():
       models[contender] = model = _compiled(
-          contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO))
+          contender, layers, batch, loss, optimizer, mode in (_JIT, _HLO, _GPU))
     _steps[contender], first = _first_step(model, batch)
     figures[contender] = {"first_step_seconds": first}
   _check_same_training(models, _steps)
@@ -203,7 +217,12 @@ def _prepare(mode, layers, data, loss, optimizer):
 
 
 def _seconds(contender, calls):
-  return harness.elapsed(_steps[contender], calls)
+  def steps():
+    for _ in range(calls):
+      _steps[contender]()
+    tf.test.experimental.sync_devices()  # A GPU runs behind.
+
+  return harness.elapsed(steps, 1) / calls
 
 
 def _compiled(contender, layers, batch, loss, optimizer, jit):

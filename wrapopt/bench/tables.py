@@ -107,7 +107,8 @@ def _origin(runs):
       raise ValueError(f"`machine` must be of {', '.join(_MACHINES)}, got "
                        f"{machine}.")
     commands.setdefault(
-        f"{of_run['date']}, {facts['processor']}, {facts['threads']} threads, "
+        f"{of_run['date']}, {', '.join((*facts.get('GPU', ()), ''))}"
+        f"{facts['processor']}, {facts['threads']} threads, "
         f"{of_run['results'][0]['rounds']} rounds. Machine: {machine}.",
         []).append(f"`{of_run['command']}`")
   return " ".join(f"{', '.join(of_facts)}, {facts}"
@@ -216,7 +217,8 @@ def _cell(result, names):
 _OF_SETS = {"variables": "set"}
 _OF_STEPS = {"variables": "set", "optimizer": "optimizer"}
 _KERAS_MODES = {"cpu": "CPU", "mirrored": "`MirroredStrategy`",
-                "jit": "`jit_compile`", "hlo": "plain HLO"}
+                "jit": "`jit_compile`", "hlo": "plain HLO",
+                "gpu": "GPU", "gpu_ops": "GPU without `jit_compile`"}
 
 
 def _keras(run):
@@ -239,14 +241,15 @@ def _embedding(ids):
 
 BLOCKS = {
     # The steps in the README.
-    "costs": _Block("step step-bert keras", {"step": "set optimizer model"}, [
+    "costs": _Block("step step-bert keras keras-gpu", {
+        "step": "set optimizer model"}, [
         ("CPU: wrapopt", "x_stock|x_plain", ("v1 session", "wrapopt K=1"),
          ("cpu", "wrapopt, K = 1")),
         ("CPU: stock", "x_stock|x_plain", ("v1 session", "stock + EMA"),
          ("cpu", "use_ema")),
         *((f"{machine}: {who}", "x_plain", (mode, contender))
           for machine, mode in (("strategy", "mirrored"),
-                                ("GPU program", "hlo"))
+                                ("GPU", "gpu"))
           for who, contender in (("wrapopt", "wrapopt, K = 1"),
                                  ("stock", "use_ema")))],
                     only=("2 x 4096 x 4096, SGD", "ResNet-50 (161), Momentum",
@@ -316,6 +319,7 @@ BLOCKS = {
          "ElasticAverage"),
         ("calls", "calls", "ElasticAverage")], {"part": "step"}),
     "keras": _keras("keras"),
+    "keras-gpu": _keras("keras-gpu"),
     "keras-busy": _keras("keras-busy"),
     "keras-optimizers": _Block(
         "keras-optimizers", {"variables": "set", "mode": "mode"}, [

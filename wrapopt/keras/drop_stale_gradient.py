@@ -42,7 +42,8 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   step. If not, only the counters change, and the gradient is not sent to the
   parameter servers.
 
-  One native op on the device of `iterations` decides and counts, atomically. No
+  One native op on the device of `iterations`, which this class moves from a GPU
+  to its host, decides and counts, atomically. No
   step is taken with a gradient whose weights miss more than `staleness` steps,
   however many workers race. If a worker dies during a step, the step is not
   counted, and its place is free again.
@@ -126,6 +127,7 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
         no scalar.
     """
     super().__init__(optimizer, name, sum_duplicates)
+    self._count_on_cpu()
     self._limit = _staleness.checked_limit(_rules.value(staleness))
     if not isinstance(policy, _policies.COMPENSATING) and (
         policy not in ("drop", "scale") and not callable(policy)):
@@ -146,6 +148,14 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
             "`optimizer` of a DropStaleGradient must not be or hold an "
             "optimizer that holds others, whose steps would be admitted one by "
             f"one, got {type(x).__qualname__}. Wrap one optimizer.")
+
+  def _count_on_cpu(self):
+    """Moves `iterations` from a GPU, where Keras makes it, to its host."""
+    count = _rules.value(self._iterations)
+    if (not isinstance(count, tf.distribute.DistributedValues) and
+        tf.DeviceSpec.from_string(count.device).device_type == "GPU"):
+      with tf.init_scope(), ops.host_of(count):
+        self._iterations._initialize(count.numpy())
 
   def _make_state(self, variables):
     # On the server of `iterations`.

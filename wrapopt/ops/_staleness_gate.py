@@ -6,12 +6,25 @@ from typing import Optional
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+from wrapopt import _bundle
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Integer, Operation, Tensor, Variable
 from wrapopt.ops import _check
 from wrapopt.ops import _emit
 from wrapopt.ops import _variables
 from wrapopt.ops._scalars import int64
+
+
+def _check_counts(subject, variable):
+  """Raises an error unless a variable may count updates."""
+  _check.variable(subject, variable)
+  # A variable of a TensorFlow 1 graph goes where the op can run.
+  if (isinstance(getattr(variable, "handle", None), _bundle.EagerTensor) and
+      tf.DeviceSpec.from_string(variable.device).device_type == "GPU"):
+    raise ValueError(
+        f"`{subject}` must be on a CPU, which counts the updates, got "
+        f"'{variable.name}' on {variable.device}. Make it in a block `with "
+        "tf.device(\"CPU:0\"):`.")
 
 
 class StalenessVerdict(typing.NamedTuple):
@@ -42,7 +55,8 @@ def staleness_record(step: Variable,
   Example: see `staleness_gate`.
 
   Args:
-    step: A scalar variable, int32 or int64: the number of completed updates.
+    step: A scalar variable on a CPU, int32 or int64: the number of completed
+      updates.
     name: A name for the operation.
 
   Returns:
@@ -51,11 +65,12 @@ def staleness_record(step: Variable,
 
   Raises:
     TypeError: If `step` is not a variable.
-    ValueError: In a graph: it is of another dtype or no scalar.
+    ValueError: If it is on a GPU. In a graph: it is of another dtype or no
+      scalar.
     tf.errors.InvalidArgumentError: The same, when it runs.
     tf.errors.FailedPreconditionError: When it runs: it is not initialized.
   """
-  _check.variable("step", step)
+  _check_counts("step", step)
   with _emit.device_of(step):
     if _variables.is_ref(step):
       return tuple(_raw.wrapopt_staleness_record_ref(step, name=name))
@@ -123,7 +138,8 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
 
   Raises:
     TypeError: If a variable is not one.
-    ValueError: In a graph: a variable is of another dtype or misshapen.
+    ValueError: If a variable is on a GPU. In a graph: a variable is of another
+      dtype or misshapen.
     tf.errors.InvalidArgumentError: The same, when it runs, or a variable is
       named twice. Nothing is changed then.
     tf.errors.FailedPreconditionError: When it runs: a variable is not
@@ -132,9 +148,9 @@ def staleness_gate(step: Variable, stale_counter: Variable, histogram: Variable,
   Reference: `tf.contrib.opt.DropStaleGradientOptimizer` of TensorFlow 1.15,
   whose check and update are not atomic.
   """
-  _check.variable("step", step)
-  _check.variable("stale_counter", stale_counter)
-  _check.variable("histogram", histogram)
+  _check_counts("step", step)
+  _check_counts("stale_counter", stale_counter)
+  _check_counts("histogram", histogram)
   state = (step, stale_counter, histogram)
   with _emit.device_of(step):
     arguments = (int64(recorded), int64(limit), int64(token))
@@ -213,7 +229,7 @@ def begin_update(
   Raises:
     As `staleness_record`.
   """
-  _check.variable("step", step)
+  _check_counts("step", step)
   with _emit.device_of(step):
     if _variables.is_ref(step):
       return tuple(_raw.wrapopt_begin_update_ref(step, int64(token), name=name))
@@ -246,7 +262,7 @@ def staleness_complete(ticket: Tensor, step: Variable, increment: bool = True,
     tf.errors.FailedPreconditionError: When it runs: the update is already
       complete.
   """
-  _check.variable("step", step)
+  _check_counts("step", step)
   with _emit.device_of(step):
     if _variables.is_ref(step):
       return _emit.result([_raw.wrapopt_staleness_complete_ref(
