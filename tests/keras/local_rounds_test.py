@@ -1,13 +1,19 @@
-"""LocalRounds: local training in `fit`."""
+"""LocalRounds, local training in `fit`, and what else trains the variables."""
+
+import gc
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import wrapopt
 import wrapopt.keras
 from wrapopt import server as server_module
 
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0],
+    [tf.config.LogicalDeviceConfiguration()] * 2)
 X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 Y = X.sum(axis=1, keepdims=True)
 
@@ -73,7 +79,64 @@ def test_what_is_refused():
     fitted("sgd", of, steps_per_execution=2)
   for wrapper in (wrapopt.keras.ScheduleFree, wrapopt.keras.PrimalAverage,
                   wrapopt.keras.Lookahead):
-    with pytest.raises(ValueError, match="must not share the variables"):
+    with pytest.raises(ValueError, match="must not share .* alone"):
       fitted(wrapper(keras.optimizers.SGD(0.1)), of)
   with pytest.raises(TypeError, match="`local` must be"):
     wrapopt.keras.LocalRounds("local")
+
+
+def test_averages_in_place_are_not_sent():
+  server = server_module.start()
+  w = tf.Variable([1.0, 2.0])
+  opt = wrapopt.MovingAverageOptimizer(
+      tf.compat.v1.train.GradientDescentOptimizer(0.5), 0.5)
+  local = wrapopt.LocalSGD([w], [server.target], "a", 1, 1,
+                           round_timeout_secs=20)
+  step = tf.function(local.step)
+  for call in local.step, step:
+    opt.apply_gradients([(tf.ones(2), w)])
+    with opt.averaged_weights():
+      with pytest.raises(Exception, match="an average is in place of"):
+        call()
+    call()
+  assert local.round == 2
+  np.testing.assert_array_equal(w.numpy(), [0.0, 1.0])
+
+
+@pytest.mark.parametrize("make", [wrapopt.ScheduleFreeOptimizer,
+                                  wrapopt.PrimalAverageOptimizer])
+def test_a_part_of_a_state_is_not_shared_outside_of_fit(make):
+  server = server_module.start()
+  w = tf.Variable([1.0, 2.0])
+  local = wrapopt.LocalSGD([w], [server.target], "a", 1, 1,
+                           round_timeout_secs=20)
+  opt = make(tf.compat.v1.train.GradientDescentOptimizer(0.5))
+  opt.apply_gradients([(tf.ones(2), w)])
+  for call in local.step, tf.function(local.step):
+    with pytest.raises(ValueError, match="must not share .* alone"):
+      call()
+  assert local.round == 0
+  del opt  # Then the variable is the whole model again.
+  gc.collect()
+  local.step()
+
+
+def test_a_mirrored_model():
+  server = server_module.start()
+  strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+  with strategy.scope():
+    w = tf.Variable([1.0, 2.0])
+  local = wrapopt.DiLoCo([w], [server.target], "a", 1, 2,
+                         round_timeout_secs=20)
+
+  def train():
+    w.assign_sub([1.0, 1.0])
+
+  for _ in range(2):
+    strategy.run(train)
+    local.step()
+  assert local.round == 1
+  for part in w.values:  # 1.33 of the way.
+    np.testing.assert_allclose(part.numpy(), [1 - 2.66, 2 - 2.66], rtol=1e-6)
+  with pytest.raises(RuntimeError, match="after strategy.run"):
+    strategy.run(local.step)

@@ -29,7 +29,9 @@ class BiasCorrected(_derived.Derived):
   def read_value(self):
     """The average now: a tensor of the dtype of s."""
     _in_place.check(self.rows)
-    _swap.check_unoccupied(self.variable)
+    _swap.check_unoccupied(
+        self.variable, "Another average that follows from a variable must not "
+        "be read")
     dtype = _derived.computed_in(self.dtype)
     v, s, v_0 = (tf.cast(x.read_value(), dtype)
                  for x in (self.variable, *self.saved))

@@ -13,6 +13,7 @@ from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
+from wrapopt._averages import _partial
 from wrapopt._averages import _replicas
 
 # The place in the state of a schedule, a vector of float64, that holds the
@@ -214,6 +215,7 @@ class Interpolated(_derived.Derived):
       state: The variable that holds the state of the schedule.
     """
     super().__init__(variable, z, [z, state])
+    _partial.note(variable, z)
 
   def read_value(self):
     _in_place.check(self.rows)

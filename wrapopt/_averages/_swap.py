@@ -111,13 +111,12 @@ class SwappedIn:
     _check_unassigned(replaced)
 
 
-def check_unoccupied(variable):
+def check_unoccupied(variable, what):
   """Raises an error, in eager mode, if a variable holds an average."""
-  if _occupied.has(variable):
+  if any(map(_occupied.has, _replicas.values(variable))):
     raise RuntimeError(
-        f"An average that follows from '{variable.name}' must not be read "
-        "while another average is in place of it. Leave the `with` block of "
-        "averaged_weights() first.")
+        f"{what} while an average is in place of '{variable.name}'. Leave the "
+        "`with` block of averaged_weights() first.")
 
 
 def check(averages):

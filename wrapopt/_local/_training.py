@@ -10,6 +10,8 @@ from tensorflow.python.ops import control_flow_util
 from tensorflow.python.trackable import base as trackable
 
 from wrapopt import _checks
+from wrapopt._averages import _partial
+from wrapopt._averages import _swap
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -123,7 +125,10 @@ class LocalTraining(trackable.Trackable):
       steps: The number of steps to count.
 
     Raises:
-      ValueError: If `examples` is missing.
+      ValueError: If `examples` is missing, or a ScheduleFree, PrimalAverage or
+        Lookahead trains the variables.
+      RuntimeError: If averages are in place of the variables when a round is
+        due, or in a replica of a strategy.
       NotImplementedError: In a function that XLA compiles.
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
@@ -133,6 +138,12 @@ class LocalTraining(trackable.Trackable):
     if examples is None and self._weight == "examples":
       raise ValueError("`examples` must be given, since the worker's weight is "
                        "the number of examples, got None.")
+    for v in self._all:
+      _partial.check(v, type(self).__name__)
+    if tf.distribute.has_strategy() and not (
+        tf.distribute.in_cross_replica_context()):
+      raise RuntimeError("step() must be called after strategy.run(), once for "
+                         "all replicas, got a call of a replica.")
     eager = tf.executing_eagerly()
     if not eager and control_flow_util.GraphOrParentsInXlaContext(
         tf.compat.v1.get_default_graph()):
@@ -165,6 +176,8 @@ class LocalTraining(trackable.Trackable):
 
   def _sync(self, values):
     """Takes part in a round: the values of all variables after it."""
+    for v in self._all:
+      _swap.check_unoccupied(v, "step() must not take part in a round")
     if self._is_restored:
       return self._restart()
     weight = {"equal": 1, "steps": int(self._steps.numpy()),

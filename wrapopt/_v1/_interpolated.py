@@ -97,8 +97,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _make_average(self, variable, is_sparse):
     super()._make_average(variable, is_sparse)
+    [(_, average)] = self._pairs_of([variable], 0)
     if not tf.executing_eagerly():
-      [(_, average)] = self._pairs_of([variable], 0)
       for part in average.of_replicas():
         part.make_element()
 

@@ -5,14 +5,7 @@ from typing import Any, Optional, Union
 import keras
 
 from wrapopt.diloco import DiLoCo
-from wrapopt.keras import _steps
-from wrapopt.keras.lookahead import Lookahead
-from wrapopt.keras.primal_average import PrimalAverage
-from wrapopt.keras.schedule_free import ScheduleFree
 from wrapopt.local_sgd import LocalSGD
-
-# The variables are not what these average.
-_REFUSED = Lookahead, PrimalAverage, ScheduleFree
 
 
 class LocalRounds(keras.callbacks.Callback):
@@ -23,8 +16,8 @@ class LocalRounds(keras.callbacks.Callback):
 
   A `wrapopt.keras.MovingAverage` or `SWA` averages the weights that this worker
   has had, the centers among them. `ScheduleFree`, `PrimalAverage` and
-  `Lookahead` are refused: their variables are only a part of their state, and
-  the rest would not follow the center.
+  `Lookahead` are refused in the first step: their variables are only a part of
+  their state, and the rest would not follow the center.
 
   Example:
 
@@ -57,12 +50,6 @@ class LocalRounds(keras.callbacks.Callback):
     if self._local.sync_every % steps:
       raise ValueError("`steps_per_execution` must divide sync_every = "
                        f"{self._local.sync_every}, got {steps}.")
-    for optimizer in _steps.within(self.model):
-      if isinstance(optimizer, _REFUSED):
-        raise ValueError(
-            f"{type(self._local).__name__} must not share the variables of a "
-            f"{type(optimizer).__name__}, whose other state would not follow "
-            "the center. Use the optimizer inside, or a MovingAverage.")
     self._taken = int(self.model.optimizer.iterations)
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -6,7 +6,9 @@ import keras
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._averages import _partial
 from wrapopt.keras import _followers
+from wrapopt.keras import _rules
 from wrapopt.keras import _state
 from wrapopt.keras import _wrapper
 
@@ -83,6 +85,9 @@ class Lookahead(_wrapper.WrapperOptimizer):
         self._var_key(v): self._make_average(
             v, "slow", _wrapper.float32_for_half(v.dtype))
         for v in variables if not self._overwrite_variable_with_gradient(v)})
+    for v in variables:
+      if self._var_key(v) in self._slow:
+        _partial.note(*map(_rules.value, (v, self._slow[self._var_key(v)])))
     self._begun = self._make_begun()
 
   def slow_weights(self, variable: keras.Variable) -> Any:
