@@ -1,20 +1,16 @@
 """LocalSGD and DiLoCo: numbers, workers that stop, servers that are lost."""
 
-import os
+import collections
 import signal
-import subprocess
-import sys
 import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from local_parts import MOMENTUM, Oracle, Process, RATE
 import wrapopt
 from wrapopt import server as server_module
-
-RATE, MOMENTUM = 0.7, 0.9
-
 
 def run_all(*functions):
   """Runs functions in threads: the list of their results."""
@@ -44,23 +40,6 @@ def servers(request):
   """Targets of new servers in this process."""
   made = [server_module.start() for _ in range(request.param)]
   yield [s.target for s in made]
-
-
-class Oracle:
-  """The rule in NumPy float64."""
-
-  def __init__(self, center, rate=RATE, momentum=MOMENTUM):
-    self.center = np.float64(center)
-    self.velocity = np.zeros_like(self.center)
-    self.rate, self.momentum = rate, momentum
-
-  def end_round(self, values, weights):
-    mean = np.average(np.float64(values), axis=0, weights=weights)
-    way = self.center - mean
-    self.velocity = self.momentum * self.velocity + way
-    self.center = self.center - self.rate * (
-        way + self.momentum * self.velocity)
-    return self.center
 
 
 def make(cls, variables, servers, worker, num_workers, **kwargs):
@@ -298,22 +277,38 @@ def test_checkpoints(tmp_path, servers):
   np.testing.assert_array_equal(train(again, v, 2), want)
 
 
-class Process:
-  """A server in a process of its own, on a port of its own."""
+def test_progress_and_scalars(tmp_path, capsys):
+  server = server_module.start()
+  w = tf.Variable([1.0, 2.0])
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, progress=True)
+  with tf.summary.create_file_writer(str(tmp_path)).as_default():
+    for _ in range(4):
+      local.step()
+  lines = capsys.readouterr().err.splitlines()
+  assert [line.split(",")[0] for line in lines if "round" in line] == [
+      "round 1: 1 workers (a)", "round 2: 1 workers (a)"]
+  seen = collections.defaultdict(list)
+  [path] = map(str, tmp_path.iterdir())
+  for event in tf.compat.v1.train.summary_iterator(path):
+    for value in event.summary.value:
+      seen[value.tag].append((event.step, float(tf.make_ndarray(value.tensor))))
+  assert seen["rounds/workers"] == [(1, 1.0), (2, 1.0)]
+  assert seen["rounds/bytes_sent"] == [(1, 8.0), (2, 8.0)]
+  assert [at for at, _ in seen["rounds/seconds"]] == [1, 2]
 
-  def __init__(self, port=0):
-    self.popen = subprocess.Popen(
-        [sys.executable, "-m", "wrapopt.server", "--port", str(port)],
-        stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "TF_CPP_MIN_LOG_LEVEL": "2"})
-    line = self.popen.stdout.readline()
-    assert line.startswith("wrapopt server listens at port "), line
-    self.port = int(line.split()[-1])
-    self.address = f"localhost:{self.port}"
 
-  def end(self, number=signal.SIGKILL):
-    self.popen.send_signal(number)
-    return self.popen.wait(30)
+def test_one_turn_serves_many_workers(servers):
+  def worker(k):
+    w = tf.Variable([0.0, 0.0, 0.0])
+    local = make(wrapopt.LocalSGD, [w], servers, f"w{k}", 6, most_pushes=1)
+    for _ in range(6):
+      w.assign_add([float(k), 1.0, 2.0])
+      local.step()
+    assert local.report.counted and len(local.report.workers) == 6
+    return w.numpy()
+
+  for got in run_all(*[lambda k=k: worker(k) for k in range(6)]):
+    np.testing.assert_array_equal(got, [15.0, 6.0, 12.0])
 
 
 def test_a_server_ends_cleanly():
@@ -344,6 +339,55 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
   finally:
     for p in processes:
       p.end()
+
+
+def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  try:
+    w = tf.Variable([0.0] * 4)
+    local = make(wrapopt.DiLoCo, [w], addresses, "a", 1, sync_every=1)
+
+    def go():
+      begin = w.numpy()
+      w.assign_sub([1.0] * 4)
+      local.step()
+      return w.numpy() - begin
+
+    np.testing.assert_allclose(go(), [-1.33] * 4, rtol=1e-6)
+    processes[1].end()
+    processes[1] = Process(processes[1].port)
+    with caplog.at_level("WARNING", "tensorflow"):
+      moved = go()
+    assert "outer momentum of server" in caplog.text
+    # b = 1.9 where the velocity was kept, and 1 where it was lost.
+    np.testing.assert_allclose(moved, [-1.897] * 2 + [-1.33] * 2, rtol=1e-6)
+  finally:
+    for p in processes:
+      p.end()
+
+
+def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
+  """Servers that start again take the later center: the worker's."""
+  server = Process()
+  try:
+    w = tf.Variable([0.0] * 2)
+    local = make(wrapopt.LocalSGD, [w], [server.address], "a", 1, sync_every=1)
+    path = tf.train.Checkpoint(local=local).save(str(tmp_path / "c"))
+    for _ in range(2):
+      w.assign_add([1.0] * 2)
+      local.step()
+    server.end()
+    server = Process(server.port)
+    w.assign_add([1.0] * 2)
+    local.step()  # Gives its center of round 2, and takes part in the round.
+    assert local.round == 3
+    tf.train.Checkpoint(local=local).restore(path)
+    local.step()
+    assert local.round == 3
+    np.testing.assert_array_equal(w.numpy(), [3.0] * 2)
+  finally:
+    server.end()
 
 
 def test_a_fresh_worker_never_replaces_a_lost_part():

@@ -157,9 +157,10 @@ class Member:
     known = self._lead.enter(place, self._rules.most_pushes, left())
     if known.turn >= 0 and not self._push(place, known, vectors, weight):
       return False
+    # Who has waited for a turn of a worker that stopped does not wait as long
+    # for that worker again.
     workers = self._lead.wait_for_close(
-        place, self._rules.min_workers, self._rules.round_timeout_secs,
-        self._rules.grace_secs)
+        place, self._rules.min_workers, left(), self._rules.grace_secs)
     if len(workers):
       self._members = tuple(w.decode() for w in workers)
       self._step(place, workers)

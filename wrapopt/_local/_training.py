@@ -12,6 +12,7 @@ from tensorflow.python.trackable import base as trackable
 from wrapopt import _checks
 from wrapopt._averages import _partial
 from wrapopt._averages import _swap
+from wrapopt._gates import _staleness
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -195,11 +196,10 @@ class LocalTraining(trackable.Trackable):
             f"{report.sent / 1e6:.2f} MB sent"
             + ("" if report.counted else f"; '{self._worker}' did not count"),
             file=sys.stderr, flush=True)
-    if tf.summary.should_record_summaries():
-      for key, value in (("workers", len(report.workers)),
-                         ("seconds", report.secs),
-                         ("bytes_sent", report.sent)):
-        tf.summary.scalar(f"rounds/{key}", value, report.round)
+    for key, value in (("workers", len(report.workers)),
+                       ("seconds", report.secs), ("bytes_sent", report.sent)):
+      tf.summary.write(f"rounds/{key}", tf.constant(value, tf.float32),
+                       report.round, _staleness.metadata("scalars"))
     # A worker that missed the round has nothing to mix in.
     return self._from_center(values if report.counted else None)
 

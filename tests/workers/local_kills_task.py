@@ -1,0 +1,114 @@
+"""A worker of local_kills_test, in a process of its own."""
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
+from wrapopt._local import _server
+
+SHAPES = (1000,), (3, 4), ()
+TIMEOUT_SECS = 6.0
+# Calls of a round, in their order, and which of a round's calls it is:
+# "before", "after", or "in" it for a while. {point: (method, when, call)}.
+POINTS = {
+    "before its turn": ("enter", "before", 0),
+    "in its turn": ("enter", "after", 0),
+    "after the other server is told": ("follow", "after", 0),
+    "between sends to servers": ("stage", "after", 0),
+    "before it arrives": ("arrive", "before", 0),
+    "after it has arrived": ("arrive", "after", 0),
+    "after all know that it has arrived": ("follow", "after", 1),
+    "while it waits": ("wait_for_close", "in", 0),
+    "before the outer step": ("step", "before", 0),
+    "between outer steps": ("step", "after", 0),
+    "after the outer step": ("step", "after", 1),
+    "between reads": ("read", "after", 0),
+}
+
+
+def delta(name, round_):
+  """How far a worker goes in a round."""
+  rng = np.random.default_rng([*name.encode(), round_])
+  return [rng.normal(size=shape).astype(np.float32) for shape in SHAPES]
+
+
+def sample(values):
+  """Some of the numbers, of both servers."""
+  return np.float64([*values[0][:3], *values[0][-3:], values[2]])
+
+
+def weight(name):
+  return 1 + int(name[-1])
+
+
+def checksum(values):
+  return hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()
+
+
+def run(name, servers, num_workers, most_pushes, folder):
+  """Takes part in rounds until the file `stop` names one that has ended."""
+  armed = {}  # The point at which to die, in the next round.
+
+  def arm(method):
+    call = getattr(_server.Server, method)
+
+    def armed_call(*args, **kwargs):
+      when, left = None, -1
+      if armed and armed["method"] == method:
+        when, left = armed["when"], armed["left"]
+        armed["left"] -= 1
+      if left == 0 and when == "before":
+        die()
+      if left == 0 and when == "in":
+        threading.Timer(0.05, die).start()
+      result = call(*args, **kwargs)
+      if left == 0 and when == "after":
+        die()
+      return result
+
+    setattr(_server.Server, method, armed_call)
+
+  def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+  for method in {method for method, _, _ in POINTS.values()}:
+    arm(method)
+  log = os.open(os.path.join(folder, f"{name}.log"),
+                os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+  def note(what, **facts):
+    values = [v.numpy() for v in variables]
+    line = {"what": what, "name": name, "round": local.round,
+            "checksum": checksum(values), "sample": sample(values).tolist(),
+            **facts}
+    os.write(log, (json.dumps(line) + "\n").encode())
+
+  variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
+  local = wrapopt.DiLoCo(
+      variables, servers, name, num_workers, sync_every=weight(name),
+      min_workers=1, round_timeout_secs=TIMEOUT_SECS,
+      most_pushes=most_pushes)
+  note("begins")
+  order, stop = (os.path.join(folder, f) for f in (f"die_{name}", "stop"))
+  while True:
+    if os.path.exists(order):
+      with open(order, encoding="utf-8") as f:
+        method, when, left = POINTS[f.read()]
+      os.remove(order)
+      armed.update(method=method, when=when, left=left)
+    for v, d in zip(variables, delta(name, local.round)):
+      v.assign_add(d)
+    local.step(steps=weight(name))
+    report = local.report
+    note("ends", counted=bool(report.counted), workers=sorted(report.workers),
+         secs=report.secs)
+    if os.path.exists(stop):
+      break
+    time.sleep(0.02)
