@@ -251,6 +251,20 @@ def test_policies(tmp_path):
   assert np.mean(cancer, axis=0)[-1] < 15
 
 
+def test_diloco(tmp_path):
+  _, results, lines = run(tmp_path, "diloco", "--quick", "--tasks", "digits",
+                          "--seeds", 1, figure="diloco.png")
+  curves = results["curves"]["digits"]
+  assert list(curves) == ["alone", "synchronous", "LocalSGD", "DiLoCo"]
+  size = sum(v.shape.num_elements() for v in _tasks.make_net().weights) * 4
+  sent = {way: of_seed[-1][2] for way, [of_seed] in curves.items()}
+  assert sent == {"alone": 0, "synchronous": 100 * size, "LocalSGD": 5 * size,
+                  "DiLoCo": 5 * size}
+  for [of_seed] in curves.values():
+    assert of_seed[-1][3] < 50 < of_seed[0][3]  # It learns.
+  assert ["digits", "DiLoCo"] in [line[:2] for line in lines]
+
+
 @pytest.mark.parametrize("method", staleness.METHODS)
 def test_one_worker_is_sequential(method):
   simulation = staleness.Simulation(staleness.TASKS["cancer"])

@@ -80,13 +80,14 @@ class Server:
             ("weight", tf.float64, []), ("timeout_secs", tf.float64, []),
             ("turn_secs", tf.float64, []), ("grace_secs", tf.float64, []),
             ("learning_rate", tf.float64, []), ("momentum", tf.float64, []),
-            ("workers", tf.string, [None]), ("turns", tf.int64, [None])]}
+            ("workers", tf.string, [None]), ("turns", tf.int64, [None]),
+            ("worker", tf.string, []), ("process", tf.int64, [])]}
     place = {"round": fed["round"], "generation": fed["generation"]}
-    worker = tf.constant(self._worker)
+    worker = fed["worker"]
     get = lambda *keys: {key: fed[key] for key in keys}
     self._state = raw.wrapopt_averaging_state(rounds)
     self._enter = raw.wrapopt_averaging_enter(
-        rounds, worker, tf.constant(self._process, tf.int64), **place,
+        rounds, worker, fed["process"], **place,
         **get("most_turns", "turn_secs", "timeout_secs"))
     self._arrive = raw.wrapopt_averaging_arrive(
         rounds, worker, **place, **get("turn"))
@@ -131,6 +132,7 @@ class Server:
       self.connect()
     if place is not None:
       values["round"], values["generation"] = place
+    values.update(worker=self._worker, process=self._process)
     secs = min(wait_secs, 1e6) + _CALL_SECS
     return self._session.run(
         fetches, {self._fed[key]: value for key, value in values.items()},

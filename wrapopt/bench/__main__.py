@@ -17,7 +17,7 @@ from wrapopt.bench import harness
 from wrapopt.bench import tables
 
 _BENCHMARKS = ("average", "embedding", "ema", "gate", "growth", "keras",
-               "merge", "step", "xla")
+               "merge", "rounds", "step", "xla")
 # More use of the processor by other work, in cores, changes figures.
 _QUIET = 0.1
 

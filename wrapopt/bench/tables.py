@@ -296,6 +296,11 @@ BLOCKS = {
              "Keras's Adam"),
             ("`MovingAverage`, x Keras", "of_keras", "MovingAverage"),
             ("`DropStaleGradient`, x Keras", "of_keras", "DropStaleGradient")]),
+    "rounds": _Block("rounds", {"workers": "workers"}, [
+        ("milliseconds of a round, for each worker", "milliseconds", "DiLoCo"),
+        ("x first", "x_first", "DiLoCo"),
+        ("MB of the server at the peak", "peak_megabytes", "DiLoCo"),
+        ("bytes for each worker more", "bytes:,.0f", "DiLoCo")]),
     "growth": _Block("growth", {"what grows": "part mode", "number": "size"}, [
         ("microseconds", "microseconds"), ("of each", "unit"),
         ("bytes", "bytes:,.0f"), ("of each", "unit_of_bytes"),

@@ -1,0 +1,135 @@
+"""Time and memory of rounds of LocalSGD and DiLoCo as workers grow in number.
+
+Simulated workers, each a thread of this process, take part in rounds of
+`wrapopt.DiLoCo` with one server, a process of its own. Each sends 250,000
+numbers of float32. They share a session with the server; real ones have one
+each. The figures are:
+
+  milliseconds    of a round, for each worker: it sends its values, waits for
+                  the end of the round, and takes the center
+  x first         the ratio of that to the one of the smallest number
+  peak megabytes  memory that the server has more at the peak of a round than
+                  before the first one, when it holds a center alone. It holds
+                  a velocity and a mean then, and the values of at most 4
+                  workers (`most_pushes`)
+  bytes           how much the peak grows with each worker more than in the
+                  smallest number
+
+The values of workers that wait for their turn are not on the server. What grows
+are the replies when all workers take the center at the end of a round: the
+server holds one of at most 4 MiB for each worker that reads at that time.
+"""
+
+from concurrent import futures
+import copy
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import tensorflow as tf
+
+from wrapopt._local import _layout
+from wrapopt._local import _member
+from wrapopt._local import _server
+from wrapopt.bench import harness
+
+_SIZES = (4, 64, 1000)
+_NUMBERS = 250_000
+_RULES = _member.Rules(min_workers=1, round_timeout_secs=300,
+                       grace_secs=float("inf"), most_pushes=4,
+                       learning_rate=0.7, momentum=0.9)
+
+
+def add_arguments(parser):
+  parser.add_argument("--workers", type=int, nargs="+", metavar="N",
+                      default=_SIZES, help="numbers of workers")
+
+
+def contests(options):
+  first = None
+  for n in options.workers:
+    contest = harness.Contest(f"{n} workers", {"workers": n}, warm=False)
+    with subprocess.Popen(
+        [sys.executable, "-m", "wrapopt.server", "--port", "0"],
+        stdout=subprocess.PIPE, text=True) as process:
+      try:
+        port = int(process.stdout.readline().split()[-1])
+        job = _Job(f"localhost:{port}", n, process.pid)
+        contest.add({"DiLoCo": harness.RemoteContender(job.rounds)})
+        yield contest
+        job.check()
+      finally:
+        process.kill()
+    result, = contest.results
+    first = first or {**result, "peak": job.peak}
+    result.update(x_first=result["milliseconds"] / first["milliseconds"],
+                  peak_megabytes=1e-6 * job.peak)
+    if n > first["workers"]:
+      result["bytes"] = (job.peak - first["peak"]) / (n - first["workers"])
+
+
+class _Job:
+  """Workers, and a server's process.
+
+  Attributes:
+    peak: The most bytes that the server has had in a round, beyond those before
+      the first round.
+  """
+
+  def __init__(self, address, n, pid):
+    with tf.device("/cpu:0"):
+      layout = _layout.Layout([tf.Variable(tf.zeros([_NUMBERS]))], [], 1)
+    server = _server.Server(address, "bench", "", 1, "{}", n, layout, 0)
+    server.connect()
+    self._workers = []
+    for k in range(n):
+      of_worker = copy.copy(server)  # With the session.
+      of_worker._worker = f"worker {k}"
+      self._workers.append(_member.Member(
+          of_worker._worker, [of_worker], layout, _RULES))
+    self._values = np.full(_NUMBERS, 1.0, np.float32)
+    self._pid, self.peak = pid, 0
+    zeros = [np.zeros(_NUMBERS, np.float32)]
+    for worker in self._workers:
+      worker.start(zeros)
+    self._before = self._bytes()
+
+  def _bytes(self):
+    """The server's memory that no file backs."""
+    with open(f"/proc/{self._pid}/status", encoding="utf-8") as file:
+      [line] = [line for line in file if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
+
+  def _watch(self, ended):
+    while not ended.wait(0.005):
+      self.peak = max(self.peak, self._bytes() - self._before)
+
+  def rounds(self, calls):
+    """Seconds of a round, for each worker."""
+    n = len(self._workers)
+    ended = threading.Event()
+    with futures.ThreadPoolExecutor(n + 1) as pool:
+      watch = pool.submit(self._watch, ended)
+      start = time.perf_counter()
+      for _ in range(calls):
+        for report in pool.map(
+            lambda worker: worker.sync([self._values], 1.0), self._workers):
+          if len(report.workers) != n:
+            raise AssertionError(f"a round of {report.workers}")
+      seconds = time.perf_counter() - start
+      ended.set()
+      watch.result()
+    return seconds / (n * calls)
+
+  def check(self):
+    """Raises an error unless the workers have the center of DiLoCo."""
+    center = velocity = 0.0
+    for _ in range(self._workers[0].place[0]):
+      way = center - 1.0
+      velocity = _RULES.momentum * velocity + way
+      center -= _RULES.learning_rate * (way + _RULES.momentum * velocity)
+    for worker in self._workers:
+      harness.check_close("DiLoCo", {
+          "the center": (worker.center[0], np.full(_NUMBERS, center), 1e-4)})
