@@ -254,7 +254,7 @@ def test_policies(tmp_path):
 def test_diloco(tmp_path):
   _, results, lines = run(tmp_path, "diloco", "--quick", "--tasks", "digits",
                           "--seeds", 1, figure="diloco.png")
-  curves = results["curves"]["digits"]
+  curves = results["tasks"]["digits"]
   assert list(curves) == ["alone", "synchronous", "LocalSGD", "DiLoCo"]
   size = sum(v.shape.num_elements() for v in _tasks.make_net().weights) * 4
   sent = {way: of_seed[-1][2] for way, [of_seed] in curves.items()}

@@ -139,8 +139,6 @@ class LocalTraining(trackable.Trackable):
     if examples is None and self._weight == "examples":
       raise ValueError("`examples` must be given, since the worker's weight is "
                        "the number of examples, got None.")
-    for v in self._all:
-      _partial.check(v, type(self).__name__)
     if tf.distribute.has_strategy() and not (
         tf.distribute.in_cross_replica_context()):
       raise RuntimeError("step() must be called after strategy.run(), once for "
@@ -160,6 +158,9 @@ class LocalTraining(trackable.Trackable):
         self._assign(self._sync([v.numpy() for v in self._all]))
       return
 
+    for v in self._all:
+      _partial.check(v, type(self).__name__)
+
     def sync():
       values = tf.numpy_function(
           lambda *values: self._sync(values),
@@ -178,6 +179,7 @@ class LocalTraining(trackable.Trackable):
   def _sync(self, values):
     """Takes part in a round: the values of all variables after it."""
     for v in self._all:
+      _partial.check(v, type(self).__name__)
       _swap.check_unoccupied(v, "step() must not take part in a round")
     if self._is_restored:
       return self._restart()

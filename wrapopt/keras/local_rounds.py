@@ -16,7 +16,7 @@ class LocalRounds(keras.callbacks.Callback):
 
   A `wrapopt.keras.MovingAverage` or `SWA` averages the weights that this worker
   has had, the centers among them. `ScheduleFree`, `PrimalAverage` and
-  `Lookahead` are refused in the first step: their variables are only a part of
+  `Lookahead` are refused in the first round: their variables are only a part of
   their state, and the rest would not follow the center.
 
   Example:
