@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import sysconfig
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import keras
 import numpy as np
@@ -204,13 +204,13 @@ class Task(NamedTuple):
 
   Attributes:
     load: A function of the number of files of the standard library that
-      returns a Split.
+      returns a Split, or None if the example has its own.
     make_model: A function that makes a Keras model.
     loss: A function of targets and outputs: the loss of each sample.
     error: A function of targets, outputs and the mean loss: the error.
     label: What the error is.
   """
-  load: Callable[[int], Split]
+  load: Optional[Callable[[int], Split]]
   make_model: Callable[[], keras.Model]
   loss: Callable
   error: Callable
