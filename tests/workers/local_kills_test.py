@@ -3,7 +3,6 @@
 import collections
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -13,10 +12,7 @@ import numpy as np
 import pytest
 
 import local_kills_task as task
-from local_parts import Oracle, Process
-
-# Workers are forked from a process that has imported TensorFlow.
-FORKS = multiprocessing.get_context("forkserver")
+from local_parts import FORKS, Oracle, Process
 
 
 class Job:
@@ -90,7 +86,7 @@ class Job:
       worker.kill()
       worker.join()
     for server in self.servers:
-      server.end()
+      server.kill()
 
 
 def until(condition, what):
@@ -163,6 +159,3 @@ def test_a_kill_at_each_point_where_workers_send_one_after_the_other(tmp_path):
 @pytest.mark.parametrize("num_workers", [2, 4])
 def test_fifty_kills(num_workers, tmp_path):
   run(num_workers, 50, tmp_path)
-
-
-FORKS.set_forkserver_preload(["wrapopt", "local_kills_task"])

@@ -1,11 +1,11 @@
 """The rule of DiLoCo in NumPy, and servers in processes of their own."""
 
-import os
-import signal
-import subprocess
-import sys
+import multiprocessing
+import time
 
 import numpy as np
+
+from wrapopt import server
 
 RATE, MOMENTUM = 0.7, 0.9
 
@@ -27,19 +27,29 @@ class Oracle:
     return self.center
 
 
+# Processes are forked from one that has imported TensorFlow.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["wrapopt.server", __name__])
+
+
 class Process:
   """A server in a process of its own, on a port of its own."""
 
   def __init__(self, port=0):
-    self.popen = subprocess.Popen(
-        [sys.executable, "-m", "wrapopt.server", "--port", str(port)],
-        stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "TF_CPP_MIN_LOG_LEVEL": "2"})
-    line = self.popen.stdout.readline()
-    assert line.startswith("wrapopt server listens at port "), line
-    self.port = int(line.split()[-1])
+    pipe, end = FORKS.Pipe()
+    self._process = FORKS.Process(target=_serve, args=(port, end), daemon=True)
+    self._process.start()
+    end.close()
+    self.port = pipe.recv()
     self.address = f"localhost:{self.port}"
 
-  def end(self, number=signal.SIGKILL):
-    self.popen.send_signal(number)
-    return self.popen.wait(30)
+  def kill(self):
+    self._process.kill()
+    self._process.join()
+
+
+def _serve(port, pipe):
+  started = server.start(port)
+  pipe.send(int(started.target.rpartition(":")[2]))
+  while True:
+    time.sleep(1)

@@ -1,7 +1,10 @@
 """LocalSGD and DiLoCo: numbers, workers that stop, servers that are lost."""
 
 import collections
+import os
 import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -11,6 +14,7 @@ import tensorflow as tf
 from local_parts import MOMENTUM, Oracle, Process, RATE
 import wrapopt
 from wrapopt import server as server_module
+
 
 def run_all(*functions):
   """Runs functions in threads: the list of their results."""
@@ -312,9 +316,16 @@ def test_one_turn_serves_many_workers(servers):
 
 
 def test_a_server_ends_cleanly():
-  server = Process()
-  assert server.end(signal.SIGTERM) == 0
-  assert "ends" in server.popen.stdout.read()
+  with subprocess.Popen(
+      [sys.executable, "-m", "wrapopt.server"], stdout=subprocess.PIPE,
+      text=True, env={**os.environ, "PYTHONSAFEPATH": "1"}) as process:
+    line = process.stdout.readline()
+    assert line.startswith("wrapopt server listens at port "), line
+    w = tf.Variable(1.0)
+    make(wrapopt.LocalSGD, [w], [f"localhost:{line.split()[-1]}"], "a", 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert process.stdout.read() == "wrapopt server ends\n"
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
@@ -326,7 +337,7 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
     local = make(wrapopt.LocalSGD, [w], addresses, "a", 1, sync_every=1)
     w.assign_add([1.0] * 3)
     local.step()
-    processes[lost].end()
+    processes[lost].kill()
     processes[lost] = Process(processes[lost].port)
     w.assign_add([1.0] * 3)
     local.step()
@@ -338,7 +349,7 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
     np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
   finally:
     for p in processes:
-      p.end()
+      p.kill()
 
 
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
@@ -355,7 +366,7 @@ def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
       return w.numpy() - begin
 
     np.testing.assert_allclose(go(), [-1.33] * 4, rtol=1e-6)
-    processes[1].end()
+    processes[1].kill()
     processes[1] = Process(processes[1].port)
     with caplog.at_level("WARNING", "tensorflow"):
       moved = go()
@@ -364,7 +375,7 @@ def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
     np.testing.assert_allclose(moved, [-1.897] * 2 + [-1.33] * 2, rtol=1e-6)
   finally:
     for p in processes:
-      p.end()
+      p.kill()
 
 
 def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
@@ -377,7 +388,7 @@ def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
     for _ in range(2):
       w.assign_add([1.0] * 2)
       local.step()
-    server.end()
+    server.kill()
     server = Process(server.port)
     w.assign_add([1.0] * 2)
     local.step()  # Gives its center of round 2, and takes part in the round.
@@ -387,7 +398,7 @@ def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
     assert local.round == 3
     np.testing.assert_array_equal(w.numpy(), [3.0] * 2)
   finally:
-    server.end()
+    server.kill()
 
 
 def test_a_fresh_worker_never_replaces_a_lost_part():
@@ -398,7 +409,7 @@ def test_a_fresh_worker_never_replaces_a_lost_part():
     local = make(wrapopt.LocalSGD, [w], addresses, "a", 2, sync_every=1,
                  min_workers=1, grace_secs=0)
     local.step()
-    processes[1].end()
+    processes[1].kill()
     processes[1] = Process(processes[1].port)
     with pytest.raises(tf.errors.DeadlineExceededError,
                        match="have lost their center"):
@@ -410,4 +421,4 @@ def test_a_fresh_worker_never_replaces_a_lost_part():
     np.testing.assert_array_equal(fresh.numpy(), [1.0, 2.0, 3.0])
   finally:
     for p in processes:
-      p.end()
+      p.kill()
