@@ -347,6 +347,7 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
     fresh = tf.Variable([0.0] * 3)
     make(wrapopt.LocalSGD, [fresh], addresses, "b", 1, sync_every=1)
     np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
+    local.close()  # It would wait for servers that are gone.
   finally:
     for p in processes:
       p.kill()
@@ -373,6 +374,7 @@ def test_momentum_that_is_lost_restarts_with_a_warning(caplog):
     assert "outer momentum of server" in caplog.text
     # b = 1.9 where the velocity was kept, and 1 where it was lost.
     np.testing.assert_allclose(moved, [-1.897] * 2 + [-1.33] * 2, rtol=1e-6)
+    local.close()  # It would wait for servers that are gone.
   finally:
     for p in processes:
       p.kill()
@@ -397,6 +399,7 @@ def test_a_checkpoint_that_is_older_than_a_worker(tmp_path):
     local.step()
     assert local.round == 3
     np.testing.assert_array_equal(w.numpy(), [3.0] * 2)
+    local.close()  # It would wait for servers that are gone.
   finally:
     server.kill()
 
@@ -419,6 +422,7 @@ def test_a_fresh_worker_never_replaces_a_lost_part():
     fresh = tf.Variable([9.0] * 3)
     make(wrapopt.LocalSGD, [fresh], addresses, "b", 2)
     np.testing.assert_array_equal(fresh.numpy(), [1.0, 2.0, 3.0])
+    local.close()  # It would wait for servers that are gone.
   finally:
     for p in processes:
       p.kill()
