@@ -121,7 +121,8 @@ def test_a_part_of_a_state_is_not_shared_outside_of_fit(make):
   local.step()
 
 
-def test_a_mirrored_model():
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_mirrored_model(traced):
   server = server_module.start()
   strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
   with strategy.scope():
@@ -132,9 +133,14 @@ def test_a_mirrored_model():
   def train():
     w.assign_sub([1.0, 1.0])
 
-  for _ in range(2):
+  def step():
     strategy.run(train)
     local.step()
+
+  if traced:
+    step = tf.function(step)
+  for _ in range(2):
+    step()
   assert local.round == 1
   for part in w.values:  # 1.33 of the way.
     np.testing.assert_allclose(part.numpy(), [1 - 2.66, 2 - 2.66], rtol=1e-6)

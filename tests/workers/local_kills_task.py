@@ -83,9 +83,9 @@ def run(name, servers, num_workers, most_pushes, folder):
   log = os.open(os.path.join(folder, f"{name}.log"),
                 os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-  def note(what, **facts):
+  def note(**facts):
     values = [v.numpy() for v in variables]
-    line = {"what": what, "name": name, "round": local.round,
+    line = {"name": name, "round": local.round,
             "checksum": checksum(values), "sample": sample(values).tolist(),
             **facts}
     os.write(log, (json.dumps(line) + "\n").encode())
@@ -95,7 +95,7 @@ def run(name, servers, num_workers, most_pushes, folder):
       variables, servers, name, num_workers, sync_every=weight(name),
       min_workers=1, round_timeout_secs=TIMEOUT_SECS,
       most_pushes=most_pushes)
-  note("begins")
+  note()
   order, stop = (os.path.join(folder, f) for f in (f"die_{name}", "stop"))
   while True:
     if os.path.exists(order):
@@ -107,7 +107,7 @@ def run(name, servers, num_workers, most_pushes, folder):
       v.assign_add(d)
     local.step(steps=weight(name))
     report = local.report
-    note("ends", counted=bool(report.counted), workers=sorted(report.workers),
+    note(counted=bool(report.counted), workers=sorted(report.workers),
          secs=report.secs)
     if os.path.exists(stop):
       break

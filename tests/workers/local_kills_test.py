@@ -37,7 +37,7 @@ class Job:
     return os.path.join(self.folder, name)
 
   def lines(self, name):
-    """What a worker has noted."""
+    """The lines of a worker's log, as dicts."""
     try:
       with open(self.path(f"{name}.log"), encoding="utf-8") as f:
         return [json.loads(line) for line in f if line.endswith("\n")]
@@ -97,7 +97,7 @@ def until(condition, what):
 
 
 def check(lines, kills):
-  """Checks what all workers noted of all rounds."""
+  """Checks the lines of all workers' logs."""
   of_round = collections.defaultdict(list)
   for line in lines:
     of_round[line["round"]].append(line)
@@ -136,7 +136,7 @@ def run(num_workers, kills, folder, most_pushes=4):
     for name in job.names:
       job.wait_for_counted(name, 0)
     for i, point in zip(range(kills), itertools.cycle(task.POINTS)):
-      # Of each point, both.
+      # In two cycles, each point gets both.
       others_go_on = (i + i // len(task.POINTS)) % 2 == 0
       job.kill(choose.choice(job.names), point, others_go_on)
     job.end()

@@ -301,6 +301,34 @@ def test_progress_and_scalars(tmp_path, capsys):
   assert [at for at, _ in seen["rounds/seconds"]] == [1, 2]
 
 
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_worker_that_has_missed_the_center_takes_it(traced, monkeypatch):
+  """The round has ended, but an error comes before the center is assigned."""
+  server = server_module.start()
+  w = tf.Variable(0.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
+               progress=True)
+  step = tf.function(local.step) if traced else local.step
+  with monkeypatch.context() as patch:
+    patch.setattr("builtins.print", fails)
+    w.assign_sub(1.0)
+    with pytest.raises(Exception, match="no one reads"):
+      step()
+  assert local.round == 1 and w.numpy() == -1.0
+  w.assign_sub(1.0)
+  step()  # Its values did not start from the center of round 1.
+  assert local.round == 1 and w.numpy() == pytest.approx(-1.33)
+  w.assign_sub(1.0)
+  step()
+  # b = 0.9 + 1: as if nothing had happened.
+  assert local.round == 2
+  assert w.numpy() == pytest.approx(-1.33 - 0.7 * (1 + 0.9 * 1.9))
+
+
+def fails(*_, **__):
+  raise OSError("no one reads this")
+
+
 def test_one_turn_serves_many_workers(servers):
   def worker(k):
     w = tf.Variable([0.0, 0.0, 0.0])

@@ -157,8 +157,8 @@ class Member:
     known = self._lead.enter(place, self._rules.most_pushes, left())
     if known.turn >= 0 and not self._push(place, known, vectors, weight):
       return False
-    # Who has waited for a turn of a worker that stopped does not wait as long
-    # for that worker again.
+    # `left`: waiting for a turn, behind a worker that stopped, may have taken
+    # the time that the round would wait for that worker.
     workers = self._lead.wait_for_close(
         place, self._rules.min_workers, left(), self._rules.grace_secs)
     if len(workers):

@@ -101,8 +101,12 @@ class LocalTraining(trackable.Trackable):
                                 name="steps")
       self._examples = tf.Variable(0, trainable=False, dtype=tf.int64,
                                    name="examples")
+      # The round of the center that the variables were assigned last; -1 for
+      # none. If it is not the member's, an error came between, or a restore:
+      # the values must not count.
+      self._held = tf.Variable(-1, trainable=False, dtype=tf.int64,
+                               name="held")
     self.report = None
-    self._is_restored = False
     self._member.start(self._layout.flatten(
         [v.numpy() for v in self._all], self._layout.center_dtypes))
     self._assign(self._from_center())
@@ -158,16 +162,15 @@ class LocalTraining(trackable.Trackable):
         self._assign(self._sync([v.numpy() for v in self._all]))
       return
 
-    for v in self._all:
-      _partial.check(v, type(self).__name__)
+    _partial.check(self._all, type(self).__name__)
 
     def sync():
-      values = tf.numpy_function(
+      *values, round_ = tf.numpy_function(
           lambda *values: self._sync(values),
           [tf.convert_to_tensor(v) for v in self._all],
-          [v.dtype for v in self._all])
-      self._assign([tf.ensure_shape(value, v.shape)
-                    for v, value in zip(self._all, values)])
+          [*(v.dtype for v in self._all), tf.int64])
+      self._assign([*(tf.ensure_shape(value, v.shape)
+                      for v, value in zip(self._all, values)), round_])
       return tf.constant(0)
 
     tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
@@ -177,11 +180,11 @@ class LocalTraining(trackable.Trackable):
     self._member.close()
 
   def _sync(self, values):
-    """Takes part in a round: the values of all variables after it."""
+    """Takes part in a round: what to `_assign` after it."""
+    _partial.check(self._all, type(self).__name__)
     for v in self._all:
-      _partial.check(v, type(self).__name__)
       _swap.check_unoccupied(v, "step() must not take part in a round")
-    if self._is_restored:
+    if int(self._held.numpy()) != self.round:
       return self._restart()
     weight = {"equal": 1, "steps": int(self._steps.numpy()),
               "examples": int(self._examples.numpy())}[self._weight]
@@ -206,19 +209,23 @@ class LocalTraining(trackable.Trackable):
     return self._from_center(values if report.counted else None)
 
   def _from_center(self, local=None):
-    """The values of all variables, from the center and this worker's values."""
+    """What to `_assign`, from the center and this worker's values."""
     values = self._layout.split(self._member.center)
     if local is not None and self._local_weight:
       w = self._local_weight
       values = [c + w * (np.asarray(v, c.dtype) - c)
                 for c, v in zip(values, local)]
-    return [np.asarray(c, v.dtype.as_numpy_dtype)
-            for c, v in zip(values, self._all)]
+    return [*(np.asarray(c, v.dtype.as_numpy_dtype)
+              for c, v in zip(values, self._all)), np.int64(self.round)]
 
-  def _assign(self, values):
+  def _assign(self, center):
+    """Assigns the values of all variables, and then their round."""
+    *values, round_ = center
     with tf.control_dependencies(_lagging.settle(self._all)):
-      for v, value in zip(self._all, values):
-        v.assign(value)
+      assigned = [v.assign(x) for v, x in zip(self._all, values)]
+    with tf.control_dependencies(
+        [] if tf.executing_eagerly() else [x.op for x in assigned]):
+      self._held.assign(round_)
 
   def _reset(self):
     self._steps.assign(0)
@@ -228,7 +235,6 @@ class LocalTraining(trackable.Trackable):
     """Takes the center, whatever the worker has done: as `_sync`."""
     self._member.start(None)
     self._reset()
-    self._is_restored = False
     return self._from_center()
 
   # For tf.train.Checkpoint.
@@ -252,8 +258,8 @@ class LocalTraining(trackable.Trackable):
         for key in sorted(restored_tensors) if key.startswith(what)]
     self._member.offer(int(restored_tensors["round"]), get("center_"),
                        get("velocity_"))
-    self._is_restored = True
     # The next step takes the center, after all variables were restored.
+    self._held.assign(-1)
     self._steps.assign(self.sync_every)
 
 

@@ -15,11 +15,11 @@ each. The figures are:
   bytes           how much the peak grows with each worker more than in the
                   smallest number
 
-The values of workers that wait for their turn are not on the server. What grows
-are replies at the end of a round. All workers take the center then: the server
-holds a reply of at most 4 MiB for each that reads at that time. Calls and
-answers about members take some 0.1 MB more for each worker, also without
-values. Each such answer has all names, so this part grows faster than the
+The values on the server do not grow with the number of workers: a worker sends
+its values in its turn. The replies grow: at the end of a round, all workers
+take the center, and the server holds a reply of at most 4 MiB for each worker
+that reads. Calls and answers about members take some 0.1 MB more for each
+worker. Each such answer has all names, so this part grows faster than the
 number of workers.
 """
 

@@ -107,7 +107,7 @@ def _origin(runs):
       raise ValueError(f"`machine` must be of {', '.join(_MACHINES)}, got "
                        f"{machine}.")
     commands.setdefault(
-        f"{of_run['date']}, {', '.join((*facts.get('GPU', ()), ''))}"
+        f"{of_run['date']}, {''.join(f'{x}, ' for x in facts.get('GPU', []))}"
         f"{facts['processor']}, {facts['threads']} threads, "
         f"{of_run['results'][0]['rounds']} rounds. Machine: {machine}.",
         []).append(f"`{of_run['command']}`")

@@ -43,10 +43,10 @@ class DropStaleGradient(_wrapper.WrapperOptimizer):
   parameter servers.
 
   One native op on the device of `iterations`, which this class moves from a GPU
-  to its host, decides and counts, atomically. No
-  step is taken with a gradient whose weights miss more than `staleness` steps,
-  however many workers race. If a worker dies during a step, the step is not
-  counted, and its place is free again.
+  to its host, decides and counts, atomically. No step is taken with a gradient
+  whose weights miss more than `staleness` steps, however many workers race. If
+  a worker dies during a step, the step is not counted, and its place is free
+  again.
 
   `iterations` is the number of steps that were taken. Each has a number of its
   own, which Adam's correction, schedules and decays of averages use. Keras
