@@ -1,16 +1,17 @@
 """Averages the weights of workers that train independently of each other."""
 
+import time
 from typing import Any, Optional
 
 import tensorflow as tf
 
 from wrapopt import _checks
 from wrapopt import ops
+from wrapopt._local import _in_graph
 from wrapopt._types import (
     GradsAndVars, Integer, Operation, SessionRunHook, V1Optimizer, Variable)
 from wrapopt._v1 import _centers
 from wrapopt._v1 import _control_flow
-from wrapopt._v1 import _rounds
 from wrapopt._v1 import _step
 from wrapopt._v1._wrapper import WrapperOptimizer
 
@@ -18,6 +19,7 @@ tf1 = tf.compat.v1
 
 _ROUND_TIMEOUT_SECS = 600.0
 _CHIEF_TIMEOUT_SECS = 1200.0
+_POLL_SECS = 0.1
 
 
 class ModelAverageCustomGetter(_centers.CenterGetter):
@@ -82,29 +84,31 @@ class ModelAverageOptimizer(WrapperOptimizer):
   """Trains a model per worker, and replaces them by their mean at intervals.
 
   Each worker trains local variables. Every `interval_steps` steps of the inner
-  optimizer it sends their values to the parameter servers and waits. Once all M
-  workers have sent their values, the parameter servers compute their mean
+  optimizer it sends their values to the parameter servers and waits. The
+  parameter servers add the values to a running mean, in float (double for
+  double). Once those of all M workers have come,
 
       center = (1 / M) sum_k local_k
 
-  in float (double for double), in place and in one pass over memory. Then the
-  global step is incremented, and every worker resumes from the centers. This is
-  a round. The global step counts rounds, not steps of the inner optimizer.
+  Then the global step is incremented, and every worker resumes from the
+  centers. This is a round. The global step counts rounds, not steps of the
+  inner optimizer. The order of the sum, that in which the workers come, may
+  show in the last bits.
 
-  One of the `num_worker` workers is the chief. Each worker builds the same
-  graph, makes its variables with a `ModelAverageCustomGetter` under
+  Each of the `num_worker` workers builds the same graph, makes its variables
+  with a `ModelAverageCustomGetter` under
   `tf.compat.v1.train.replica_device_setter`, and gives its session the hook of
   `make_session_run_hook`. The hook starts the worker from the centers, after
   they were initialized or restored from a checkpoint.
 
-  Slow and dead workers: a round ends `round_timeout_secs` after the chief has
-  reached it, if at least `min_workers` workers have pushed their values. Late
-  or restarted workers resume from the centers and take part in the next round.
+  Slow and dead workers: a round ends `round_timeout_secs` after a worker has
+  reached it, if at least `min_workers` workers have sent their values. Late or
+  restarted workers resume from the centers and take part in the next round.
   After a worker has missed a round, no round waits for it until it returns.
-  With too few workers, the chief's step fails with
-  `tf.errors.DeadlineExceededError`, which names the workers that pushed.
-  Without a chief, the other workers get the same error after
-  `chief_timeout_secs`.
+  With too few workers, the step of those that wait fails with
+  `tf.errors.DeadlineExceededError`, which names the workers that came. No
+  worker is special in a round. One is the chief of the sessions: it initializes
+  the centers or restores them, and all workers then start from these.
 
   A step between rounds runs the inner optimizer's step and some dozen other
   nodes, whatever the number of variables. It transfers no value. A session
@@ -113,9 +117,10 @@ class ModelAverageOptimizer(WrapperOptimizer):
   for one larger variable, and two more for a parameter server.
 
   State: the parameter servers hold a center for each variable and, while a
-  round is open, one copy of the variables for each worker. The worker holds the
-  variables `local_step` (int32 scalar, the number of its steps) and
-  `local_round` (int64 scalar, its round). The worker's variables and the inner
+  round is open, its mean and the values of at most four workers that send
+  theirs at the time. The worker holds the variables `local_step` (int32 scalar,
+  the number of its steps) and `local_round` (int64 [2], its round and the
+  round's generation). The worker's variables and the inner
   optimizer's slots are in LOCAL_VARIABLES and not in a checkpoint. The
   checkpoint holds the centers as `global_center_variable/<name>`, and the
   global step.
@@ -143,18 +148,20 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
   Differences from 1.15: workers start from the centers after initialization and
   after a restore (1.15 overwrote restored centers with initial values);
-  deadlines, `min_workers`, and restarted workers; a worker sends its values in
-  a few transfers instead of one for each variable, and sends none between
-  rounds; the sum does not overflow in half precision; all dtypes; resource
-  variables and control flow v2; the inner optimizer's variables are local, so
-  that the session of a worker that is not the chief becomes ready; `local_step`
-  is on the worker, whatever the device scope of the constructor; a worker takes
-  one step at a time; several instances in one graph or in one cluster.
-  Arguments are checked: numbers of workers must be integers of at least 1, and
-  so must an `interval_steps` that is a number; workers without a device must
-  have names. `opt` must be a `tf.compat.v1.train.Optimizer`, and
-  `ma_custom_getter` a `ModelAverageCustomGetter`. Shapes must be known when the
-  graph is built, because a transfer holds many values.
+  deadlines, `min_workers`, and restarted workers, the chief included; a worker
+  sends its values in a few transfers instead of one for each variable, and
+  sends none between rounds; the sum does not overflow in half precision; all
+  dtypes; resource variables and control flow v2; the inner optimizer's
+  variables are local, so that the session of a worker that is not the chief
+  becomes ready; `local_step` is on the worker, whatever the device scope of the
+  constructor; a worker takes one step at a time; several instances in one graph
+  or in one cluster. Arguments are checked: numbers of workers must be integers
+  of at least 1, and so must an `interval_steps` that is a number; workers
+  without a device must have names. `opt` must be a
+  `tf.compat.v1.train.Optimizer`, and `ma_custom_getter` a
+  `ModelAverageCustomGetter`. Shapes must be known when the graph is built,
+  because a transfer holds many values. `get_init_op` must be called after
+  `apply_gradients`.
   """
 
   def __init__(self, opt: V1Optimizer, num_worker: int, is_chief: bool,
@@ -170,7 +177,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
     Args:
       opt: A `tf.compat.v1.train.Optimizer`, for the variables of this worker.
       num_worker: The number of workers, including the chief.
-      is_chief: Whether this worker is the chief. There is exactly one chief.
+      is_chief: Whether this worker is the chief of the sessions. There is
+        exactly one.
       ma_custom_getter: The `ModelAverageCustomGetter` that makes the variables.
       interval_steps: The number of steps of this worker in a round: an integer
         of at least 1, or a scalar integer tensor or variable.
@@ -178,11 +186,11 @@ class ModelAverageOptimizer(WrapperOptimizer):
       name: The name of the optimizer, the same for all workers.
       min_workers: The number of workers that end a round after
         `round_timeout_secs`, from 1 to `num_worker`; by default `num_worker`.
-      round_timeout_secs: The time that the chief waits in a round for the other
-        workers, in seconds; by default 600.
-      chief_timeout_secs: The time that a worker waits for the chief to end a
-        round, or to open the first, in seconds; by default 1200, or twice
-        `round_timeout_secs` if that is more.
+      round_timeout_secs: The time that a worker waits in a round for the
+        others, in seconds; by default 600.
+      chief_timeout_secs: The time that the hook of a worker waits for that of
+        the chief, in seconds; by default 1200, or twice `round_timeout_secs` if
+        that is more.
       worker: The name of this worker, different from all others and the same
         after a restart; by default the `worker_device` of the getter. A single
         worker needs no name.
@@ -228,14 +236,14 @@ class ModelAverageOptimizer(WrapperOptimizer):
       raise ValueError(
           "`worker` must be a name if the getter's worker_device is None and "
           "there are several workers, got None.")
-    self._member = _rounds.Member(
-        worker or "worker", is_chief, num_worker, min_workers,
-        float(round_timeout_secs), float(chief_timeout_secs),
-        ma_custom_getter.centers)
+    self._is_chief = is_chief
+    self._chief_timeout_secs = chief_timeout_secs
+    self._member = _in_graph.Member(worker or "worker", num_worker, min_workers,
+                                    float(round_timeout_secs))
     self._applied = 0  # The number of calls of `apply_gradients`.
 
   def _new_rounds(self):
-    return _rounds.Rounds.make(self.get_name(), self._device)
+    return _in_graph.Rounds(self.get_name(), self._device)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,
@@ -322,18 +330,22 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """An operation that starts this worker's variables from the centers.
 
     The hook of `make_session_run_hook` runs it. Without the hook, run it in
-    each worker once all variables are initialized, first in the chief.
+    each worker once all variables are initialized.
 
     Returns:
       An operation.
 
     Raises:
       ValueError: If `ma_custom_getter` has made no variable yet.
+      RuntimeError: Before `apply_gradients`.
     """
     pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
     if not pairs:
       raise ValueError("The list of local_variables should not be empty. Build "
                        "the model first, with the ModelAverageCustomGetter.")
+    if not self._applied:
+      raise RuntimeError("apply_gradients() or minimize() must be called before "
+                         "get_init_op(), which asks for the open round.")
     return self._member.start(pairs, self._rounds)
 
   def make_session_run_hook(self) -> SessionRunHook:
@@ -341,12 +353,14 @@ class ModelAverageOptimizer(WrapperOptimizer):
 
     Give it to the worker's session, such as
     `tf.compat.v1.train.MonitoredTrainingSession`. Whenever a session is
-    created, after initialization or a restore, the hook of the chief ends the
-    open round and opens the next. The hook of another worker waits until a
-    round is open. Then the hook runs `get_init_op`.
+    created, after initialization or a restore, the hook of the chief begins a
+    new round, since the centers may be others. The hook of another worker waits
+    until the chief has begun one. Then the hook runs `get_init_op`.
 
     Returns:
-      A `tf.compat.v1.train.SessionRunHook`.
+      A `tf.compat.v1.train.SessionRunHook`. It raises a
+      `tf.errors.DeadlineExceededError` if no chief comes within
+      `chief_timeout_secs`.
     """
     return _Hook(self)
 
@@ -358,10 +372,24 @@ class _Hook(SessionRunHook):
     self._optimizer = optimizer
 
   def begin(self):
-    self._init = self._optimizer.get_init_op()
-    self._ready = self._optimizer._member.make_ready(self._optimizer._rounds)
+    opt = self._optimizer
+    self._init = opt.get_init_op()
+    self._ready = (opt._member.begin(opt._rounds) if opt._is_chief else
+                   opt._member.generations(opt._rounds))
 
   def after_create_session(self, session, coord):
-    del coord
-    session.run(self._ready)
+    opt = self._optimizer
+    deadline = time.monotonic() + opt._chief_timeout_secs
+    # The worker polls: a wait on the server would outlive the worker.
+    while not opt._is_chief and not all(session.run(self._ready)):
+      if coord is not None and coord.should_stop():
+        return
+      if time.monotonic() > deadline:
+        raise tf.errors.DeadlineExceededError(
+            None, None, f"No chief of '{opt.get_name()}' has begun a round "
+            f"within {opt._chief_timeout_secs} seconds (`chief_timeout_secs`): "
+            "start the chief with its hook.")
+      time.sleep(_POLL_SECS)
+    if opt._is_chief:
+      session.run(self._ready)
     session.run(self._init)

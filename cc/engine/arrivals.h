@@ -42,6 +42,15 @@ struct Place {
   friend bool operator!=(const Place& a, const Place& b) { return !(a == b); }
 };
 
+// What the server that leads knows of a round, for the other servers.
+struct Known {
+  Place place;
+  bool closed = false;
+  int64_t turn = -1;  // Of the worker that was told, or -1.
+  Turns turns;        // `newest` is -1 if they are not told.
+  std::vector<std::string> workers;  // Members of the round, or all of them.
+};
+
 template <class Value>
 class Arrivals {
  public:

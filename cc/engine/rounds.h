@@ -1,5 +1,19 @@
-// The rounds of model averaging on a parameter server: the values that workers
-// have pushed, and the waits of workers. Does not depend on TensorFlow.
+// The rounds in which workers average their values on servers, without a chief.
+// Does not depend on TensorFlow.
+//
+// Each of several servers has a part of the values. One of them leads: it gives
+// turns, and it decides who is a member of a round. A worker
+//
+//   1. enters, at the lead, and gets a turn;
+//   2. sends its values in parts to all servers, and tells the others what the
+//      lead knows: who is a member, and which turns are alive;
+//   3. arrives, at the lead, which makes it a member;
+//   4. may tell the others that, which then use its values and free them;
+//   5. waits, at the lead, until the round is closed;
+//   6. ends the round on each server, the lead last.
+//
+// Each call but those of step 2 may be repeated, by any worker. So a worker may
+// stop anywhere: others finish the round.
 //
 // A wait is a callback in a list and holds no thread. Another call, its
 // deadline, the end of its step or the end of the rounds removes it from the
@@ -9,6 +23,7 @@
 #define WRAPOPT_CC_ENGINE_ROUNDS_H_
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -17,98 +32,53 @@
 #include <mutex>  // NOLINT(build/c++11)
 #include <optional>
 #include <set>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cc/engine/arrivals.h"
 #include "cc/engine/deadline_timer.h"
+#include "cc/engine/round_waits.h"
+#include "cc/engine/rounds_status.h"
 
 namespace wrapopt {
 
 inline constexpr int64_t kLastRound = std::numeric_limits<int64_t>::max();
 
-// Success, or an error with the code of the same name in TensorFlow.
-struct RoundsStatus {
-  enum class Code {
-    kOk,
-    kAborted,
-    kCancelled,
-    kDeadlineExceeded,
-    kFailedPrecondition,
-    kInvalidArgument,
-  };
-
-  static RoundsStatus Aborted(std::string message) {
-    return {Code::kAborted, std::move(message)};
-  }
-  static RoundsStatus Cancelled(std::string message) {
-    return {Code::kCancelled, std::move(message)};
-  }
-  static RoundsStatus DeadlineExceeded(std::string message) {
-    return {Code::kDeadlineExceeded, std::move(message)};
-  }
-  static RoundsStatus FailedPrecondition(std::string message) {
-    return {Code::kFailedPrecondition, std::move(message)};
-  }
-  static RoundsStatus InvalidArgument(std::string message) {
-    return {Code::kInvalidArgument, std::move(message)};
-  }
-
-  bool ok() const { return code == Code::kOk; }
-
-  Code code = Code::kOk;
-  std::string message;
-};
-
-template <class... Parts>
-std::string Text(const Parts&... parts) {
-  std::ostringstream text;
-  (text << ... << parts);
-  return text.str();
-}
-
 // `Value` is a tensor, or another type in a test.
 template <class Value>
 class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  public:
-  struct Answer {
-    RoundsStatus status;
-    int64_t open = 0;
-    std::vector<std::string> workers = {};
-    int64_t generation = 0;
-    int64_t turn = -1;
-    Turns turns = {};
+  // A worker whose values are part of the open round.
+  struct Member {
+    double weight = 1;
+    std::vector<Value> values;
   };
 
-  // A wait for the end of a round, for its members, or for a turn to send
-  // values to it.
-  struct Wait {
-    int64_t round;
-    int64_t generation = 0;
-    // 0: waits for the end of the round. Else: for the members of the round.
-    int64_t min_workers = 0;
-    // Whether it waits for a turn; then how many others and it may have one.
-    bool turns = false;
-    int64_t most_turns = 0;
-    double turn_secs = 0;  // How long the turn lives.
-    double timeout_secs;
-    // How long a gather waits for more workers after min_workers have come.
-    double grace_secs = std::numeric_limits<double>::infinity();
-    std::string worker;  // The name of a worker that is alive, or "".
-    // Registers a function to call if the step of the wait ends; returns false
-    // if the step has ended. `unwatch` unregisters it. Both are empty if the
-    // step cannot end.
-    std::function<bool(std::function<void()>)> watch;
-    std::function<void()> unwatch;
-    std::function<void(const Answer&)> done;
+  // Work for after locks are released: those of the rounds, and of the caller,
+  // if it makes this. Declare it before the locks.
+  struct Deferred {
+    explicit Deferred(Rounds* rounds) : timer(rounds->timer_) {}
+    Deferred(const Deferred&) = delete;
+    ~Deferred() {
+      for (auto& [wait, answer] : answers) {
+        if (wait.timer) timer->Cancel(*wait.timer);
+        if (wait.grace) timer->Cancel(*wait.grace);
+        // The step lives until `done`.
+        if (wait.is_watched) wait.unwatch();
+        wait.done(answer);
+      }
+    }
 
-    bool is_watched = false;
-    std::optional<Timer::Id> timer = std::nullopt;
-    std::optional<Timer::Id> grace = std::nullopt;
+    void Add(RoundWait wait, RoundAnswer answer) {
+      answers.emplace_back(std::move(wait), std::move(answer));
+    }
 
-    Place place() const { return {round, generation}; }
+    Timer* const timer;
+    std::vector<std::pair<RoundWait, RoundAnswer>> answers;
+    // Freed after the lock is released, since freeing gigabytes takes time.
+    std::vector<std::vector<Value>> dropped;
+    std::map<std::string, Member> all_dropped;
   };
 
   // The timer must outlive the rounds. `warn` writes a sentence to the log.
@@ -118,46 +88,44 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         num_workers_(num_workers),
         timer_(timer),
         warn_(std::move(warn)) {}
-  virtual ~Rounds() = default;
 
   const std::string& subject() const { return subject_; }
   int64_t num_workers() const { return num_workers_; }
 
-  RoundsStatus Push(const std::string& worker, int64_t round,
-                    std::vector<Value> values, bool* accepted) {
-    Deferred after(timer_);
+  Known known() {
     std::lock_guard<std::mutex> lock(mu_);
-    *accepted = round > open_ || (round == open_ && !closed_);
-    if (*accepted) {
-      if (round > open_) Open(round, &after);
-      const RoundsStatus room = CheckRoom(worker);
-      if (!room.ok()) return room;
-      values_[worker].values.swap(values);
-      after.dropped.push_back(std::move(values));
-    }
-    if (expected_) expected_->insert(worker);
-    AnswerReadyWaits(&after);
-    return RoundsStatus();
+    return Now();
   }
 
-  // Starts a wait, whose callback may run before this returns.
-  void Start(Wait wait) {
-    Deferred after(timer_);
+  // Rounds wait for this worker from now on.
+  void Expect(const std::string& worker) {
     std::lock_guard<std::mutex> lock(mu_);
-    const bool gathers = wait.min_workers > 0;
-    if (gone_) return after.Add(std::move(wait), {Gone()});
-    if (gathers && wait.round != open_ && !is_served()) {
-      const RoundsStatus status = NotOpen("a gather", wait.round);
-      return after.Add(std::move(wait), {status});
-    }
-    if (expected_ && !wait.worker.empty()) expected_->insert(wait.worker);
+    expected_.Add(worker);
+  }
+
+  // The number of workers whose values are no members'.
+  int64_t staged() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return arrivals_.size();
+  }
+
+  // Starts a wait, whose callback may run before this returns. A turn has the
+  // number -1 if values are not wanted: if another place is open, the round is
+  // closed, or the worker is a member.
+  void Start(RoundWait wait) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    RoundsStatus status;
+    if (gone_) status = Gone();
+    if (status.ok() && wait.what != For::kClose) status = Meet(wait);
+    if (!status.ok()) return after.Add(std::move(wait), {status});
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
     AnswerReadyWaits(&after);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
 
-    Wait& waiting = found->second;
+    RoundWait& waiting = found->second;
     if (waiting.watch) {
       // The rounds may be deleted before it is called.
       const std::weak_ptr<Rounds> weak = this->weak_from_this();
@@ -170,112 +138,200 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
                           [id](Rounds* self) { self->TimeOut(id); });
   }
 
-  // Returns value number `value` of each worker.
-  RoundsStatus Values(int64_t round, const std::vector<std::string>& workers,
-                      size_t value, std::vector<Value>* values) {
+  // Follows what the lead knows, and adds values [first, first + values.size())
+  // of the `count` values of a worker that has a turn. Values of a later
+  // generation wait for a Restore.
+  bool Stage(const std::string& worker, const Known& known, double weight,
+             int64_t count, int64_t first, std::vector<Value> values) {
+    Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    if (round != open_) return NotOpen("a mean", round);
-    for (const std::string& worker : workers) {
-      const auto found = values_.find(worker);
-      if (found == values_.end()) {
-        return RoundsStatus::FailedPrecondition(Text(
-            subject_, " must have values of worker '", worker, "' in round ",
-            open_, ", got values of ", Names(),
-            ": the worker must push before the mean is taken"));
-      }
-      if (value >= found->second.values.size()) {
-        return RoundsStatus::InvalidArgument(Text(
-            "value must be less than ", found->second.values.size(),
-            ", the number of values that worker '", worker, "' pushed to ",
-            subject_, ", got ", value));
-      }
-      values->push_back(found->second.values[value]);
+    Follow(known, &after);
+    if (known.place.generation <= generation_ &&
+        (known.place != place() || closed_ || turns_.is_over(known.turn) ||
+         members_.count(worker) > 0)) {
+      return false;
     }
+    arrivals_.Add(worker, known.place, known.turn, weight, count, first,
+                  std::move(values), &after.dropped);
+    return true;
+  }
+
+  // Makes a worker that has a turn a member, and ends its turn.
+  RoundsStatus Arrive(const std::string& worker, const Known& told,
+                      bool* accepted, Known* known) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    *accepted = told.place == place() && !closed_ &&
+                turns_.alive.count(told.turn) > 0 &&
+                HasStaged(worker, told.place) &&
+                arrivals_.Find(worker)->turn == told.turn;
+    if (*accepted) {
+      const RoundsStatus room = CheckRoom(worker);
+      if (!room.ok()) return room;
+      Admit(worker);
+      EndTurn(told.turn, &after);
+    }
+    *known = Recently();
     return RoundsStatus();
   }
 
-  RoundsStatus Next(int64_t round, bool reset, int64_t* open) {
-    Deferred after(timer_);
+  // Tells a server that does not lead what the lead knows. False if another
+  // place is open.
+  bool Follow(const Known& known) {
+    Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
-    if (reset) {
-      round = open_;
-    } else if (round < open_) {
-      return NotOpen("the end of a round", round);
+    return Follow(known, &after);
+  }
+
+  // The values that members have brought since the last call. The rounds no
+  // longer hold them.
+  std::vector<Member> TakeValues() {
+    std::lock_guard<std::mutex> lock(mu_);
+    std::vector<Member> taken;
+    for (auto& [worker, member] : members_) {
+      if (member.values.empty()) continue;
+      taken.push_back({member.weight, std::move(member.values)});
+      member.values.clear();
     }
-    if (round == kLastRound) {
+    return taken;
+  }
+
+  // Whether the round that the lead has closed is open here. Then its members
+  // must have brought their values.
+  RoundsStatus CheckClosed(const Known& known, bool* is_open) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    *is_open = known.place == place();
+    if (!*is_open) return RoundsStatus();
+    Follow(known, &after);
+    if (known.closed && known.workers == Workers()) return RoundsStatus();
+    return RoundsStatus::FailedPrecondition(Text(
+        "round ", open_, " of ", subject_, " must ",
+        known.closed ? Text("have the values of ", known.workers.size(),
+                            " workers")
+                     : "be closed",
+        " before it ends, got values of ", Names()));
+  }
+
+  // Ends the open round and opens the next one.
+  RoundsStatus Next(Deferred* after) {
+    std::lock_guard<std::mutex> lock(mu_);
+    if (open_ == kLastRound) {
       return RoundsStatus::FailedPrecondition(Text(
           subject_, " cannot continue after round ", kLastRound,
           ", the last: use another shared_name"));
     }
-    if (reset) expected_.reset();
-    Open(round + 1, &after);
-    AnswerReadyWaits(&after);
-    *open = open_;
+    Open(open_ + 1, after);
+    return RoundsStatus();
+  }
+
+  // Begins a generation at `place`, with the values that the worker has staged
+  // for it. Without any, `needs_values` must be false or the open round begins
+  // again. No effect unless the server's generation is `from`.
+  RoundsStatus Restore(const std::string& worker, int64_t from,
+                       const Place& place, bool needs_values,
+                       std::vector<Value>* values, bool* restored,
+                       Deferred* after) {
+    std::lock_guard<std::mutex> lock(mu_);
+    *restored = from == generation_ && place.generation > from;
+    if (!*restored) return RoundsStatus();
+    if (HasStaged(worker, place)) {
+      *values = arrivals_.Take(worker).values;
+    } else if (needs_values && place.round != open_) {
+      return RoundsStatus::FailedPrecondition(Text(
+          "worker '", worker, "' must send a center before round ",
+          place.round, " of ", subject_, " begins, got none; round ", open_,
+          " is open"));
+    }
+    generation_ = place.generation;
+    turns_.newest = last_turn_;  // The lead may have been restarted.
+    expected_.All();
+    Open(place.round, after);
     return RoundsStatus();
   }
 
   // Answers all waits. No op can find these rounds any more.
   void End() {
-    Deferred after(timer_);
+    Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     gone_ = true;
     for (auto& [id, wait] : waits_) after.Add(std::move(wait), {Gone()});
     waits_.clear();
   }
 
- protected:
-  // Below, functions that take a Deferred, and const ones, need mu_.
+ private:
+  using For = RoundWait::For;
+  using Waits = std::map<uint64_t, RoundWait>;
 
-  // A worker whose values are part of the open round.
-  struct Member {
-    double weight = 1;
-    std::vector<Value> values;
-  };
-  using Members = std::map<std::string, Member>;
-  using Waits = std::map<uint64_t, Wait>;
+  // Below, functions need mu_.
 
-  // Work for after the lock is released. Declare it before the lock.
-  struct Deferred {
-    explicit Deferred(Timer* timer) : timer(timer) {}
-    ~Deferred() {
-      for (auto& [wait, answer] : answers) {
-        if (wait.timer) timer->Cancel(*wait.timer);
-        if (wait.grace) timer->Cancel(*wait.grace);
-        // The step lives until `done`.
-        if (wait.is_watched) wait.unwatch();
-        wait.done(answer);
+  Place place() const { return {open_, generation_}; }
+
+  Known Now() const { return {place(), closed_, -1, turns_, Workers()}; }
+  // With the newest members only: servers are told often, and of all members
+  // when the round ends.
+  Known Recently() const {
+    return {place(), closed_, -1, turns_, newest_};
+  }
+
+  bool HasStaged(const std::string& worker, const Place& place) const {
+    const auto* const staged = arrivals_.Find(worker);
+    return staged != nullptr && staged->place == place &&
+           staged->is_complete();
+  }
+
+  bool Follow(const Known& known, Deferred* after) {
+    if (known.place != place()) return false;
+    for (const std::string& worker : known.workers) {
+      if (HasStaged(worker, known.place) && members_.count(worker) == 0) {
+        Admit(worker);
       }
     }
-
-    void Add(Wait wait, Answer answer) {
-      answers.emplace_back(std::move(wait), std::move(answer));
+    if (known.turns.newest > turns_.newest) {
+      turns_ = known.turns;
+      arrivals_.DropOver(turns_, generation_, &after->dropped);
     }
-
-    Timer* const timer;
-    std::vector<std::pair<Wait, Answer>> answers;
-    // Freed after the lock is released, since freeing gigabytes takes time.
-    std::vector<std::vector<Value>> dropped;
-    Members all_dropped;
-  };
-
-  // See ServedRounds.
-  virtual bool is_served() const { return false; }
-  // The members of a round that is over; none if the rounds do not know them.
-  virtual std::vector<std::string> MembersOf(const Place& ended) const {
-    return {};
+    return true;
   }
-  // Answers a wait for a turn, if it is over.
-  virtual bool GiveTurn(const Wait& wait, Answer* answer) { return false; }
 
-  virtual void Open(int64_t round, Deferred* after) {
+  void Admit(const std::string& worker) {
+    auto staged = arrivals_.Take(worker);
+    members_[worker] = {staged.weight, std::move(staged.values)};
+    constexpr size_t kMostTold = 16;
+    if (newest_.size() == kMostTold) newest_.erase(newest_.begin());
+    newest_.push_back(worker);
+  }
+
+  void Open(int64_t round, Deferred* after) {
+    ended_ = {round - 1, generation_};
+    members_of_ended_ = Workers();
     open_ = round;
     closed_ = false;
-    after->all_dropped.swap(values_);
+    after->all_dropped.swap(members_);
+    newest_.clear();
+    arrivals_.DropAll(&after->dropped);
+    for (const auto& [turn, timer] : ends_) {
+      if (timer) timer_->Cancel(*timer);
+    }
+    ends_.clear();
+    turns_.alive.clear();
+    AnswerReadyWaits(after);
+  }
+
+  // Notes a worker that wants a turn.
+  RoundsStatus Meet(const RoundWait& wait) {
+    if (!processes_.IsCurrent(wait.worker, wait.process)) {
+      return RoundsStatus::InvalidArgument(Text(
+          "worker '", wait.worker, "' of ", subject_, " is another process ",
+          "now: give each worker a unique name"));
+    }
+    expected_.Add(wait.worker);
+    return CheckRoom(wait.worker);
   }
 
   RoundsStatus CheckRoom(const std::string& worker) const {
-    if (static_cast<int64_t>(values_.size()) < num_workers_ ||
-        values_.count(worker) > 0) {
+    if (static_cast<int64_t>(members_.size()) < num_workers_ ||
+        members_.count(worker) > 0) {
       return RoundsStatus();
     }
     return RoundsStatus::InvalidArgument(Text(
@@ -285,12 +341,50 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         "or correct num_workers"));
   }
 
+  // Answers a wait for a turn, if it is over.
+  bool GiveTurn(const RoundWait& wait, Known* known) {
+    const bool restores = wait.what == For::kRestore;
+    const bool wanted =
+        wait.place == place() &&
+        (restores || (!closed_ && members_.count(wait.worker) == 0));
+    if (wanted) {
+      const size_t most = restores ? 1 : wait.most_turns;
+      if (turns_.alive.size() >= most) return false;
+      const int64_t turn = ++last_turn_;
+      turns_.newest = turn;
+      turns_.alive.insert(turn);
+      ends_[turn] = After(wait.turn_secs,
+                          [turn](Rounds* self) { self->TimeOutTurn(turn); });
+    }
+    *known = Recently();
+    known->place = wait.place;
+    if (wanted) known->turn = last_turn_;
+    return true;
+  }
+
+  void EndTurn(int64_t turn, Deferred* after) {
+    turns_.alive.erase(turn);
+    const auto end = ends_.find(turn);
+    if (end != ends_.end()) {
+      if (end->second) timer_->Cancel(*end->second);
+      ends_.erase(end);
+    }
+    arrivals_.DropOver(turns_, generation_, &after->dropped);
+    AnswerReadyWaits(after);
+  }
+
+  void TimeOutTurn(int64_t turn) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    if (turns_.alive.count(turn) > 0) EndTurn(turn, &after);
+  }
+
   // Calls `ring` after some seconds.
   template <class Ring>
   std::optional<Timer::Id> After(double seconds, Ring ring) {
     // No timer for longer waits: steady_clock overflows after 292 years.
-    constexpr double kForever = 1e9;
-    if (!(seconds < kForever)) return std::nullopt;
+    constexpr double kLongest = 1e9;
+    if (!(seconds < kLongest)) return std::nullopt;
     // The rounds may be deleted before.
     const std::weak_ptr<Rounds> weak = this->weak_from_this();
     return timer_->Set(seconds, [weak, ring = std::move(ring)] {
@@ -298,60 +392,48 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     });
   }
 
-  bool IsQuorum(int64_t min_workers) const {
-    const int64_t came = values_.size();
-    if (came == num_workers_) return true;
-    return expected_ && came >= min_workers &&
-           std::all_of(expected_->begin(), expected_->end(),
-                       [this](const std::string& worker) {
-                         return values_.count(worker) > 0;
-                       });
-  }
-
   void Close() {
     closed_ = true;
-    if (static_cast<int64_t>(values_.size()) == num_workers_) {
-      expected_.reset();
-      return;
+    if (static_cast<int64_t>(members_.size()) == num_workers_) {
+      return expected_.All();
     }
     warn_(Text("Round ", open_, " of ", subject_, " is made of ",
-               values_.size(), " of ", num_workers_, " workers: ", Names(),
+               members_.size(), " of ", num_workers_, " workers: ", Names(),
                "."));
   }
 
-  // Closes the round if its values suffice for a gather, and answers all waits
+  // Closes the round if its members suffice for a wait, and answers all waits
   // that are over.
   void AnswerReadyWaits(Deferred* after) {
     for (auto& [id, wait] : waits_) {
-      if (closed_ || wait.min_workers == 0 || wait.place() != place()) continue;
-      if (IsQuorum(wait.min_workers)) {
+      if (closed_ || wait.what != For::kClose || wait.place != place()) {
+        continue;
+      }
+      if (expected_.HaveCome(members_, wait.min_workers, num_workers_)) {
         Close();
       } else if (!wait.grace &&
-                 static_cast<int64_t>(values_.size()) >= wait.min_workers) {
+                 static_cast<int64_t>(members_.size()) >= wait.min_workers) {
         wait.grace = After(wait.grace_secs,
                            [id = id](Rounds* self) { self->TimeOut(id); });
       }
     }
     for (auto i = waits_.begin(); i != waits_.end();) {
       const auto here = i++;
-      Wait& wait = here->second;
-      Answer answer;
-      answer.open = open_;
-      if (wait.turns) {
-        if (!GiveTurn(wait, &answer)) continue;
-      } else if (wait.min_workers == 0) {
-        if (wait.place() == place()) continue;
-      } else if (wait.place() != place() && is_served()) {
-        answer.workers = MembersOf(wait.place());
-      } else if (wait.round != open_) {
-        answer.status = RoundsStatus::FailedPrecondition(Text(
-            "round ", wait.round, " of ", subject_, " ended during its ",
-            "gather, round ", open_, " is open: there is a second chief, or ",
-            "this one was restarted; only one may run"));
-      } else if (closed_) {
-        answer.workers = Workers();
+      RoundWait& wait = here->second;
+      RoundAnswer answer;
+      if (wait.what != For::kClose) {
+        if (!GiveTurn(wait, &answer.known)) continue;
       } else {
-        continue;
+        answer.known.place = wait.place;
+        if (wait.place != place()) {
+          // Only of the last round that ended, the members are known.
+          if (wait.place == ended_) answer.known.workers = members_of_ended_;
+        } else if (closed_) {
+          answer.known.workers = Workers();
+        } else {
+          continue;
+        }
+        answer.known.closed = true;
       }
       after->Add(std::move(wait), std::move(answer));
       waits_.erase(here);
@@ -360,89 +442,56 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // Called by `watch`'s registration, which `unwatch` then must not remove.
   void Cancel(uint64_t id) {
-    Deferred after(timer_);
+    Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     const auto found = waits_.find(id);
     if (found != waits_.end()) Cancel(found, &after);
   }
 
   void Cancel(typename Waits::iterator found, Deferred* after) {
-    Wait& wait = found->second;
+    RoundWait& wait = found->second;
     wait.is_watched = false;
     const RoundsStatus status = RoundsStatus::Cancelled(
-        Text("the wait for round ", wait.round, " of ", subject_,
-                     " was cancelled: its step or session has ended"));
+        Text("the wait for round ", wait.place.round, " of ", subject_,
+             " was cancelled: its step or session has ended"));
     after->Add(std::move(wait), {status});
     waits_.erase(found);
   }
 
   void TimeOut(uint64_t id) {
-    Deferred after(timer_);
+    Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     const auto found = waits_.find(id);
     if (found == waits_.end()) return;
-    const Wait& wait = found->second;
-    const int64_t came = values_.size();
-    if (wait.min_workers > 0 && came >= wait.min_workers) {
-      // A missing worker is not expected again until it pushes or waits.
-      expected_.emplace();
-      for (const auto& [worker, values] : values_) expected_->insert(worker);
+    const RoundWait& wait = found->second;
+    const int64_t came = members_.size();
+    if (wait.what == For::kClose && came >= wait.min_workers) {
+      // A missing worker is not expected again until it enters.
+      expected_.Only(Workers());
       Close();
       return AnswerReadyWaits(&after);
     }
-    const RoundsStatus status = RoundsStatus::DeadlineExceeded(Missed(wait));
+    const double limit = wait.timeout_secs;
+    const std::string within =
+        Text(" within ", limit < 10 ? limit : std::round(limit), " seconds");
+    const RoundsStatus status = RoundsStatus::DeadlineExceeded(
+        Text("round ", open_, " of ", subject_,
+             wait.what == For::kClose
+                 ? Text(" got values of ", came, " workers", within, " (",
+                        Names(), "), but needs ", wait.min_workers, " of ",
+                        num_workers_)
+                 : Text(" gave no turn", within),
+             ": restart the others, wait longer, or reduce min_workers"));
     after.Add(std::move(found->second), {status});
     waits_.erase(found);
-  }
-
-  std::string Missed(const Wait& wait) const {
-    const std::string limit = Text(wait.timeout_secs, " seconds");
-    if (wait.min_workers > 0) {
-      return Text(
-          "round ", open_, " of ", subject_, " got values of ", values_.size(),
-          " workers within ", limit, " (", Names(), "), but needs ",
-          wait.min_workers, " of ", num_workers_, ": restart the others, ",
-          "wait longer, or reduce min_workers");
-    }
-    if (wait.turns) {
-      return Text("round ", open_, " of ", subject_, " gave no turn within ",
-                  limit, ": other workers send their values too slowly");
-    }
-    if (wait.round < 0) {
-      return Text("no chief has opened ", subject_, " within ", limit,
-                  ": start the chief with its hook, or run its get_init_op()");
-    }
-    return Text("the chief did not end round ", wait.round, " of ", subject_,
-                " within ", limit, ": restart the chief if it is dead");
-  }
-
-  RoundsStatus NotOpen(const char* what, int64_t round) const {
-    return RoundsStatus::FailedPrecondition(Text(
-        what, " must be of the open round, got round ", round, " of ",
-        subject_, ", which ", round < open_ ? "is over" : "is not yet open",
-        ", round ", open_, " is open: run get_init_op() or the hook first"));
   }
 
   RoundsStatus Gone() const {
     return RoundsStatus::Aborted(Text(subject_, " were deleted"));
   }
 
-  Place place() const { return {open_, generation_}; }
-
-  std::vector<std::string> Workers() const {
-    std::vector<std::string> names;
-    for (const auto& [worker, member] : values_) names.push_back(worker);
-    return names;
-  }
-
-  std::string Names() const {
-    if (values_.empty()) return "none";
-    std::string names;
-    for (const auto& [worker, values] : values_) {
-      names += (names.empty() ? "'" : ", '") + worker + "'";
-    }
-    return names;
-  }
+  std::vector<std::string> Workers() const { return Keys(members_); }
+  std::string Names() const { return Quoted(Workers()); }
 
   const std::string subject_;
   const int64_t num_workers_;
@@ -454,9 +503,19 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   int64_t open_ = -1;
   int64_t generation_ = 0;
   bool closed_ = false;
-  Members values_;  // Of the open round.
-  // The workers that a gather expects; nullopt: all.
-  std::optional<std::set<std::string>> expected_;
+  std::map<std::string, Member> members_;  // Of the open round.
+  std::vector<std::string> newest_;        // Some of their names.
+  Arrivals<Value> arrivals_;
+  // The last round that ended, and its members.
+  Place ended_;
+  std::vector<std::string> members_of_ended_;
+  // The lead holds the turns that it gave. Another server holds the turns that
+  // it was told last.
+  Turns turns_;
+  int64_t last_turn_ = 0;  // Grows in all rounds and generations.
+  std::map<int64_t, std::optional<Timer::Id>> ends_;
+  Processes processes_;
+  Expected expected_;
   Waits waits_;
   uint64_t next_wait_ = 0;
 };

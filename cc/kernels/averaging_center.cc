@@ -1,9 +1,8 @@
-// Wrapopt>AveragingOuterStep, Restore, Center and State: the center of served
-// averaging rounds.
+// Wrapopt>AveragingOuterStep, Restore and Center: the center that averaging
+// rounds hold.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <iterator>
 #include <mutex>  // NOLINT(build/c++11)
 #include <string>
 #include <utility>
@@ -14,11 +13,10 @@
 #include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/number.h"
-#include "cc/engine/served_rounds.h"
+#include "cc/engine/rounds.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/parallel.h"
 #include "cc/kernels/rounds_resource.h"
-#include "cc/kernels/served_rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -34,51 +32,6 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-// Moves the mean by one worker's values.
-absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
-                       const ServedTensorRounds::Taken& taken, Center* center) {
-  center->weight += taken.weight;
-  const double rate = taken.weight / center->weight;
-  const bool is_first = center->mean.empty();
-  center->mean.resize(taken.values.size());
-  for (size_t i = 0; i < taken.values.size(); ++i) {
-    const Tensor& value = taken.values[i];
-    Tensor& mean = center->mean[i];
-    const tensorflow::DataType dtype = center->values[i].dtype();
-    if (is_first && value.dtype() == dtype) {
-      mean = value;
-      continue;
-    }
-    if (is_first) {
-      TF_RETURN_IF_ERROR(Zeros(ctx, dtype, value.shape(), &mean));
-    }
-    const Number from = NumberOf(value.dtype()), to = NumberOf(dtype);
-    Pass pass;
-    pass.AddStage({FindStep(RuleId::kEma, to, from, isa), &rate, 2,
-                   SizeOf(from) + 2 * SizeOf(to), /*new_inputs=*/true});
-    pass.AddVariable(mean.NumElements(), {mean.data(), value.data()});
-    TF_RETURN_IF_ERROR(RunPass(ctx, pass));
-  }
-  return absl::OkStatus();
-}
-
-}  // namespace
-
-absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
-                       ServedTensorRounds* rounds, Center* center) {
-  for (const ServedTensorRounds::Taken& taken : rounds->TakeValues()) {
-    const absl::Status added = AddToMean(ctx, isa, taken, center);
-    if (added.ok()) continue;
-    // Without memory for the mean, the round cannot end here: workers restore
-    // the center of a server that has none.
-    center->Forget();
-    return added;
-  }
-  return absl::OkStatus();
-}
-
-namespace {
-
 class AveragingOuterStepOp : public OpKernel {
  public:
   explicit AveragingOuterStepOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -87,13 +40,11 @@ class AveragingOuterStepOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
-    Place place;
-    OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
-    std::vector<std::string> workers;
-    OP_REQUIRES_OK(ctx, ReadWorkers(ctx, &workers));
+    Known known;
     double lr, momentum;
     int64_t stepped;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "learning_rate", &lr));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "momentum", &momentum));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "stepped", &stepped));
@@ -105,44 +56,22 @@ class AveragingOuterStepOp : public OpKernel {
                 absl::InvalidArgumentError(absl::StrCat(
                     "momentum must be in [0, 1), got ", momentum)));
 
-    ServedTensorRounds* const rounds = resource->served();
+    TensorRounds* const rounds = resource->rounds();
     Center* const center = resource->center();
+    TensorRounds::Deferred after(rounds);
     std::lock_guard<std::mutex> lock(center->mu);
-    bool took = rounds->state().place == place;
-    if (took) {
-      OP_REQUIRES_OK(ctx, CheckMembers(rounds, place, workers));
-      OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, rounds, center));
+    bool is_open;
+    OP_REQUIRES_OK(ctx, ToStatus(rounds->CheckClosed(known, &is_open)));
+    if (is_open) {
+      OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
       OP_REQUIRES_OK(ctx, Step(ctx, rounds->subject(), center, lr, momentum,
                                stepped));
-      int64_t open;
-      OP_REQUIRES_OK(ctx, ToStatus(rounds->Next(place.round, /*reset=*/false,
-                                                &open)));
+      OP_REQUIRES_OK(ctx, ToStatus(rounds->Next(&after)));
     }
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "took", took));
+    OP_REQUIRES_OK(ctx, WritePlace(ctx, rounds->known().place));
   }
 
  private:
-  // The members of the round must be `workers`.
-  static absl::Status CheckMembers(ServedTensorRounds* rounds,
-                                   const Place& place,
-                                   const std::vector<std::string>& workers) {
-    if (!workers.empty()) rounds->Follow(place, workers, Turns());
-    const ServedTensorRounds::State state = rounds->state();
-    if (workers.empty() ? state.closed : state.workers == workers) {
-      return absl::OkStatus();
-    }
-    std::string got;
-    for (const std::string& worker : state.workers) {
-      absl::StrAppend(&got, got.empty() ? "'" : ", '", worker, "'");
-    }
-    return absl::FailedPreconditionError(absl::StrCat(
-        "round ", place.round, " of ", rounds->subject(), " must ",
-        workers.empty()
-            ? "be closed"
-            : absl::StrCat("have the values of ", workers.size(), " workers"),
-        " before its step, got values of ", got.empty() ? "none" : got));
-  }
-
   absl::Status Step(OpKernelContext* ctx, const std::string& subject,
                     Center* center, double lr, double momentum,
                     int64_t stepped) const {
@@ -215,28 +144,28 @@ class AveragingRestoreOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     std::string worker;
     int64_t from;
     Place place;
-    int64_t velocities;
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "from_generation", &from));
     OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "velocities", &velocities));
     OP_REQUIRES(ctx, place.round >= 0,
                 absl::InvalidArgumentError(absl::StrCat(
                     "round must be at least 0, got ", place.round)));
     Center* const center = resource->center();
+    TensorRounds::Deferred after(resource->rounds());
     std::lock_guard<std::mutex> lock(center->mu);
     std::vector<Tensor> values;
     bool restored;
-    OP_REQUIRES_OK(ctx, ToStatus(resource->served()->Restore(
-                            worker, from, place, &values, &restored)));
+    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Restore(
+                            worker, from, place,
+                            resource->options().holds_center, &values,
+                            &restored, &after)));
     if (restored) center->ForgetMean();
     if (!values.empty()) {
-      const int64_t n = values.size() - std::clamp<int64_t>(
-                                            velocities, 0, values.size() / 2);
+      const int64_t n = resource->options().num_vectors();
       center->velocities.assign(values.begin() + n, values.end());
       values.resize(n);
       center->values = std::move(values);
@@ -254,7 +183,7 @@ class AveragingCenterOp : public OpKernel {
 
   void Compute(OpKernelContext* ctx) override {
     RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     int64_t index;
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "index", &index));
     Center* const center = resource->center();
@@ -275,38 +204,13 @@ class AveragingCenterOp : public OpKernel {
                     "T must be ", DataTypeString(value.dtype()),
                     ", the dtype of value ", index, " of ", subject, ", got ",
                     DataTypeString(dtype_))));
-    const Place place = resource->served()->state().place;
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "round", place.round));
-    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "generation", place.generation));
-    ctx->set_output(2, value);
+    OP_REQUIRES_OK(ctx, WritePlace(ctx, resource->rounds()->known().place));
+    ctx->set_output(1, value);
   }
 
  private:
   tensorflow::DataType dtype_;
   bool velocity_;
-};
-
-class AveragingStateOp : public OpKernel {
- public:
-  explicit AveragingStateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
-
-  void Compute(OpKernelContext* ctx) override {
-    RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindServed(ctx, &resource));
-    Center* const center = resource->center();
-    std::lock_guard<std::mutex> lock(center->mu);
-    const ServedTensorRounds::State state = resource->served()->state();
-    const int64_t numbers[] = {
-        state.place.round, state.place.generation, state.closed,
-        static_cast<int64_t>(center->values.size()),
-        static_cast<int64_t>(center->velocities.size()), state.staged};
-    Tensor* output;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output(
-                            "numbers", {std::size(numbers)}, &output));
-    std::copy(std::begin(numbers), std::end(numbers),
-              output->flat<int64_t>().data());
-    OP_REQUIRES_OK(ctx, WriteWorkers(ctx, state.workers));
-  }
 };
 
 #define WRAPOPT_REGISTER(op)                                                \
@@ -316,7 +220,6 @@ class AveragingStateOp : public OpKernel {
 WRAPOPT_REGISTER(AveragingOuterStep);
 WRAPOPT_REGISTER(AveragingRestore);
 WRAPOPT_REGISTER(AveragingCenter);
-WRAPOPT_REGISTER(AveragingState);
 
 #undef WRAPOPT_REGISTER
 

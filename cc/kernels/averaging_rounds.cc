@@ -1,25 +1,19 @@
-// Wrapopt>AveragingRounds, Push, Gather, Mean, Next and Wait: model averaging
-// on a parameter server. The rounds themselves are in rounds.h.
-#include <algorithm>
+// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Follow, Close and State. The
+// rounds are in engine/rounds.h.
+#include <cmath>
 #include <cstdint>
-#include <memory>
+#include <mutex>  // NOLINT(build/c++11)
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
-#include "cc/engine/elementwise.h"
 #include "cc/engine/isa.h"
-#include "cc/engine/number.h"
 #include "cc/engine/rounds.h"
-#include "cc/kernels/averages.h"
 #include "cc/kernels/inputs.h"
-#include "cc/kernels/parallel.h"
 #include "cc/kernels/rounds_resource.h"
-#include "cc/kernels/variables.h"
 #include "cc/ops/averaging_rounds.h"
-#include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
@@ -31,271 +25,315 @@ namespace {
 
 using tensorflow::AsyncOpKernel;
 using tensorflow::DataTypeString;
+using tensorflow::OpInputList;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
-using tensorflow::tstring;
-
-absl::Status FindRounds(OpKernelContext* ctx,
-                        std::shared_ptr<TensorRounds>* rounds) {
-  RoundsPtr resource;
-  TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
-  *rounds = resource->rounds();
-  if (resource->served() == nullptr) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat((*rounds)->subject(), " must have no settings for this op, ",
-                   "got '", resource->settings(), "': they are served"));
-}
 
 class AveragingRoundsOp
     : public tensorflow::ResourceOpKernel<RoundsResource> {
  public:
   explicit AveragingRoundsOp(OpKernelConstruction* ctx)
       : ResourceOpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("num_workers", &num_workers_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("settings", &settings_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("num_workers", &options_.num_workers));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("dtypes", &options_.dtypes));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &options_.sizes));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("holds_center", &options_.holds_center));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("settings", &options_.settings));
+    OP_REQUIRES_OK(ctx, CheckVectors(options_.dtypes, options_.sizes));
   }
 
  private:
   absl::Status CreateResource(RoundsResource** resource) override
       TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    *resource = new RoundsResource(cinfo_.name(), num_workers_, settings_);
+    *resource = new RoundsResource(cinfo_.name(), options_);
     return absl::OkStatus();
   }
 
   absl::Status VerifyResource(RoundsResource* resource) override {
-    const TensorRounds& rounds = *resource->rounds();
-    if (rounds.num_workers() != num_workers_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          rounds.subject(), " have num_workers = ", rounds.num_workers(),
-          ", got num_workers = ", num_workers_,
-          ": use the same num_workers, or another shared_name"));
-    }
-    if (resource->settings() == settings_) return absl::OkStatus();
+    const std::string has = resource->options().Describe();
+    const std::string got = options_.Describe();
+    if (has == got) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
-        rounds.subject(), " have the settings '", resource->settings(),
-        "', got '", settings_,
-        "': use the same settings, or another shared_name"));
+        resource->rounds()->subject(), " have ", has, ", got ", got,
+        ": all workers must use the same, or another shared_name"));
   }
 
-  int64_t num_workers_;
-  std::string settings_;
+  RoundsOptions options_;
 };
 
-class AveragingPushOp : public OpKernel {
- public:
-  explicit AveragingPushOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+// Finds the rounds, and starts a wait for the step of the op.
+template <class Read, class Write>
+void Wait(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done, Read read,
+          Write write) {
+  RoundsPtr resource;
+  RoundWait wait;
+  OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &resource), done);
+  OP_REQUIRES_OK_ASYNC(ctx, ReadPlace(ctx, &wait.place), done);
+  OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, "timeout_secs", &wait.timeout_secs),
+                       done);
+  OP_REQUIRES_OK_ASYNC(ctx, CheckTimeout(wait.timeout_secs), done);
+  OP_REQUIRES_OK_ASYNC(ctx, read(*resource->rounds(), &wait), done);
+  WatchStep(ctx, &wait);
+  wait.done = [ctx, write, done = std::move(done)](const RoundAnswer& answer) {
+    OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
+    OP_REQUIRES_OK_ASYNC(ctx, write(answer.known), done);
+    done();
+  };
+  resource->rounds()->Start(std::move(wait));
+}
 
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<TensorRounds> rounds;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &rounds));
-    tstring worker;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "worker", &worker));
-    int64_t round;
-    OP_REQUIRES_OK(ctx, ReadRound(ctx, &round));
-    tensorflow::OpInputList list;
-    OP_REQUIRES_OK(ctx, ctx->input_list("values", &list));
-    std::vector<Tensor> values;
-    for (const Tensor& value : list) {
-      OP_REQUIRES_OK(ctx, Own(ctx, value, &values.emplace_back()));
-    }
-    Tensor* accepted;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("accepted", {}, &accepted));
-    OP_REQUIRES_OK(ctx,
-                   ToStatus(rounds->Push(worker, round, std::move(values),
-                                         &accepted->scalar<bool>()())));
-  }
-};
-
-class AveragingGatherOp : public AsyncOpKernel {
+class AveragingEnterOp : public AsyncOpKernel {
  public:
-  explicit AveragingGatherOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+  explicit AveragingEnterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
 
   void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    std::shared_ptr<TensorRounds> rounds;
-    TensorRounds::Wait wait;
-    OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &rounds), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ReadRound(ctx, &wait.round), done);
-    OP_REQUIRES_OK_ASYNC(
-        ctx, ReadScalar(ctx, "min_workers", &wait.min_workers), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ReadTimeout(ctx, &wait.timeout_secs), done);
-    OP_REQUIRES_ASYNC(
-        ctx,
-        wait.min_workers >= 1 && wait.min_workers <= rounds->num_workers(),
-        absl::InvalidArgumentError(absl::StrCat(
-            "min_workers must be in [1, ", rounds->num_workers(),
-            "], the num_workers of ", rounds->subject(), ", got ",
-            wait.min_workers)),
-        done);
-    WatchStep(ctx, &wait);
-    wait.done = [ctx, done = std::move(done)](
-                    const TensorRounds::Answer& answer) {
-      OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
-      Tensor* workers;
-      const int64_t m = answer.workers.size();
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output("workers", {m}, &workers),
-                           done);
-      std::copy(answer.workers.begin(), answer.workers.end(),
-                workers->flat<tstring>().data());
-      done();
+    const auto read = [ctx](const TensorRounds&, RoundWait* wait) {
+      return Read(ctx, wait);
     };
-    rounds->Start(std::move(wait));
+    Wait(ctx, std::move(done), read, [ctx](const Known& known) -> absl::Status {
+      TF_RETURN_IF_ERROR(WriteScalar(ctx, "turn", known.turn));
+      return WriteKnown(ctx, "known", known);
+    });
+  }
+
+ private:
+  static absl::Status Read(OpKernelContext* ctx, RoundWait* wait) {
+    TF_RETURN_IF_ERROR(ReadWorker(ctx, &wait->worker));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "process", &wait->process));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "most_turns", &wait->most_turns));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "turn_secs", &wait->turn_secs));
+    if (wait->most_turns < 0) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "most_turns must be at least 0, got ", wait->most_turns));
+    }
+    wait->what = wait->most_turns == 0 ? RoundWait::For::kRestore
+                                       : RoundWait::For::kTurn;
+    if (wait->turn_secs > 0) return absl::OkStatus();
+    return absl::InvalidArgumentError(absl::StrCat(
+        "turn_secs must be greater than 0, got ", wait->turn_secs));
   }
 };
 
-class AveragingWaitOp : public AsyncOpKernel {
+class AveragingStageOp : public OpKernel {
  public:
-  explicit AveragingWaitOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
+  explicit AveragingStageOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    std::string worker;
+    Known known;
+    int64_t count, first;
+    double weight;
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "weight", &weight));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "count", &count));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "first", &first));
+    OpInputList values;
+    OP_REQUIRES_OK(ctx, ctx->input_list("values", &values));
+    std::vector<Tensor> parts;
+    for (const Tensor& value : values) {
+      OP_REQUIRES_OK(ctx, Own(ctx, value, &parts.emplace_back()));
+    }
+    // Meanwhile nobody restores another center.
+    std::lock_guard<std::mutex> lock(resource->center()->mu);
+    OP_REQUIRES_OK(ctx, Check(resource.get(), worker, known, weight, count,
+                              first, values));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted",
+                                    resource->rounds()->Stage(
+                                        worker, known, weight, count, first,
+                                        std::move(parts))));
+    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
+  }
+
+ private:
+  // Needs the lock of the center.
+  static absl::Status Check(RoundsResource* resource, const std::string& worker,
+                            const Known& known, double weight, int64_t count,
+                            int64_t first, const OpInputList& values) {
+    if (!(weight > 0 && std::isfinite(weight))) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("weight of worker '", worker,
+                       "' must be finite and greater than 0, got ", weight));
+    }
+    TensorRounds* const rounds = resource->rounds();
+    const RoundsOptions& options = resource->options();
+    const int64_t n = options.num_vectors();
+    const bool restores =
+        known.place.generation > rounds->known().place.generation;
+    if (options.holds_center && !restores &&
+        resource->center()->values.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          rounds->subject(), " must have a center before worker '", worker,
+          "' sends values"));
+    }
+    if (!options.holds_center && restores) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          rounds->subject(), " must hold the center to restore it, but it is ",
+          "in variables"));
+    }
+    if (restores ? count < n || count > 2 * n : count != n) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "count of worker '", worker, "' must be ", n, ", the number of ",
+          "vectors of the center", restores ? ", or more for velocities" : "",
+          ", got ", count));
+    }
+    if (first < 0 || first > count - values.size()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "values must be in [0, count), got count ", count, " and ",
+          values.size(), " values from ", first));
+    }
+    for (int i = 0; i < values.size(); ++i) {
+      const int64_t vector = (first + i) % n;
+      TF_RETURN_IF_ERROR(CheckValue(
+          absl::StrCat("value ", first + i, " of worker '", worker, "'"),
+          values[i], restores, options.dtypes[vector], options.sizes[vector]));
+    }
+    return absl::OkStatus();
+  }
+
+  static absl::Status CheckValue(const std::string& subject,
+                                 const Tensor& value, bool restores,
+                                 tensorflow::DataType dtype, int64_t size) {
+    const bool is_half = value.dtype() == tensorflow::DT_HALF ||
+                         value.dtype() == tensorflow::DT_BFLOAT16;
+    if (value.dtype() != dtype &&
+        !(is_half && dtype == tensorflow::DT_FLOAT && !restores)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          subject, " must be of dtype ", DataTypeString(dtype),
+          ", as the center, got ", DataTypeString(value.dtype())));
+    }
+    return CheckShape(subject, value.shape(),
+                      tensorflow::PartialTensorShape({size}),
+                      "that of the center");
+  }
+
+  Isa isa_;
+};
+
+// Arrive and Follow add values to the mean, so that they are freed.
+class AveragingArriveOp : public OpKernel {
+ public:
+  explicit AveragingArriveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    std::string worker;
+    Known told, known;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &told));
+    bool accepted;
+    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Arrive(
+                            worker, told, &accepted, &known)));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted", accepted));
+    OP_REQUIRES_OK(ctx, WriteKnown(ctx, "known_now", known));
+    std::lock_guard<std::mutex> lock(resource->center()->mu);
+    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
+  }
+
+ private:
+  Isa isa_;
+};
+
+class AveragingFollowOp : public OpKernel {
+ public:
+  explicit AveragingFollowOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    Known known;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadKnown(ctx, &known));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "accepted",
+                                    resource->rounds()->Follow(known)));
+    std::lock_guard<std::mutex> lock(resource->center()->mu);
+    OP_REQUIRES_OK(ctx, AddToMean(ctx, isa_, resource.get()));
+  }
+
+ private:
+  Isa isa_;
+};
+
+class AveragingCloseOp : public AsyncOpKernel {
+ public:
+  explicit AveragingCloseOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
+
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const auto read = [ctx](const TensorRounds& rounds, RoundWait* wait) {
+      return Read(ctx, rounds, wait);
+    };
+    Wait(ctx, std::move(done), read, [ctx](const Known& known) {
+      return WriteKnown(ctx, "known", known);
+    });
+  }
+
+ private:
+  static absl::Status Read(OpKernelContext* ctx, const TensorRounds& rounds,
+                           RoundWait* wait) {
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "min_workers", &wait->min_workers));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "grace_secs", &wait->grace_secs));
+    if (!(wait->grace_secs >= 0)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "grace_secs must be at least 0, got ", wait->grace_secs));
+    }
+    if (wait->min_workers >= 1 && wait->min_workers <= rounds.num_workers()) {
+      return absl::OkStatus();
+    }
+    return absl::InvalidArgumentError(absl::StrCat(
+        "min_workers must be in [1, ", rounds.num_workers(),
+        "], the num_workers of ", rounds.subject(), ", got ",
+        wait->min_workers));
+  }
+};
+
+class AveragingStateOp : public OpKernel {
+ public:
+  explicit AveragingStateOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("worker", &worker_));
   }
 
-  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
-    std::shared_ptr<TensorRounds> rounds;
-    TensorRounds::Wait wait;
-    OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &rounds), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ReadRound(ctx, &wait.round), done);
-    OP_REQUIRES_OK_ASYNC(ctx, ReadTimeout(ctx, &wait.timeout_secs), done);
-    wait.worker = worker_;
-    WatchStep(ctx, &wait);
-    wait.done = [ctx, done = std::move(done)](
-                    const TensorRounds::Answer& answer) {
-      OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
-      Tensor* open;
-      OP_REQUIRES_OK_ASYNC(ctx, ctx->allocate_output("open", {}, &open), done);
-      open->scalar<int64_t>()() = answer.open;
-      done();
-    };
-    rounds->Start(std::move(wait));
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    Center* const center = resource->center();
+    std::lock_guard<std::mutex> lock(center->mu);
+    if (!worker_.empty()) resource->rounds()->Expect(worker_);
+    const Known known = resource->rounds()->known();
+    OP_REQUIRES_OK(ctx, WritePlace(ctx, known.place));
+    OP_REQUIRES_OK(ctx, WriteKnown(ctx, "known", known));
+    Tensor* output;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("numbers", {3}, &output));
+    auto numbers = output->vec<int64_t>();
+    numbers(0) = center->values.size();
+    numbers(1) = center->velocities.size();
+    numbers(2) = resource->rounds()->staged();
   }
 
  private:
   std::string worker_;
 };
 
-class AveragingNextOp : public OpKernel {
- public:
-  explicit AveragingNextOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("reset", &reset_));
-  }
+#define WRAPOPT_REGISTER(op)                                                \
+  REGISTER_KERNEL_BUILDER(                                                  \
+      Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
 
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<TensorRounds> rounds;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &rounds));
-    int64_t round;
-    OP_REQUIRES_OK(ctx, ReadRound(ctx, &round));
-    Tensor* open;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("open", {}, &open));
-    OP_REQUIRES_OK(ctx, ToStatus(rounds->Next(round, reset_,
-                                              &open->scalar<int64_t>()())));
-  }
-
- private:
-  bool reset_;
-};
-
-// For resource and ref variables: `Variables` handles the difference.
-class AveragingMeanOp : public OpKernel {
- public:
-  explicit AveragingMeanOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
-    OP_REQUIRES_OK(ctx, FindIsa(&isa_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("N", &n_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("value", &value_));
-  }
-
-  void Compute(OpKernelContext* ctx) override {
-    std::shared_ptr<TensorRounds> rounds;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &rounds));
-    int64_t round;
-    OP_REQUIRES_OK(ctx, ReadRound(ctx, &round));
-    std::vector<std::string> workers;
-    OP_REQUIRES_OK(ctx, ReadWorkers(ctx, &workers));
-    OP_REQUIRES(ctx, !workers.empty(),
-                absl::InvalidArgumentError(
-                    "workers must name at least one worker, got none"));
-    // References, since a concurrent op may drop the values.
-    std::vector<Tensor> values;
-    OP_REQUIRES_OK(ctx,
-                   ToStatus(rounds->Values(round, workers, value_, &values)));
-
-    Variables variables(ctx, &lookup_cache_);
-    int centers;
-    OP_REQUIRES_OK(
-        ctx, variables.Find("centers", Variables::Access::kWrite, &centers));
-    OP_REQUIRES_OK(ctx, variables.Lock());
-    int64_t elements;
-    OP_REQUIRES_OK(ctx,
-                   variables.CountElements(centers, n_, dtype_, &elements));
-    for (size_t w = 0; w < values.size(); ++w) {
-      OP_REQUIRES_OK(ctx, CheckValue(workers[w], values[w], elements));
-    }
-    OP_REQUIRES_OK(ctx, variables.PrepareToWrite());
-
-    // The mean of the first k values in the scratch array, k = 1, 2, ..., then
-    // the assignment. The mean of equal values is exact.
-    const Number center = NumberOf(dtype_);
-    const Number mean =
-        center == Number::kDouble ? Number::kDouble : Number::kFloat;
-    Pass pass(mean);
-    std::vector<double> rates;
-    for (size_t w = 0; w < values.size(); ++w) rates.push_back(1.0 / (w + 1));
-    const double assign = 1;
-    for (const double& rate : rates) {
-      pass.AddStage({FindStep(RuleId::kEma, mean, center, isa_), &rate, 2,
-                     SizeOf(center), /*new_inputs=*/true, /*scratch=*/0});
-    }
-    pass.AddStage({FindStep(RuleId::kEma, center, mean, isa_), &assign, 2,
-                   2 * SizeOf(center), /*new_inputs=*/false, /*scratch=*/1});
-    size_t offset = 0;  // In bytes, into each value.
-    std::vector<void*> operands;
-    for (int i = 0; i < n_; ++i) {
-      operands.clear();
-      for (const Tensor& value : values) {
-        operands.push_back(nullptr);
-        operands.push_back(static_cast<char*>(value.data()) + offset);
-      }
-      operands.push_back(variables.data(centers + i));
-      operands.push_back(nullptr);
-      pass.AddVariable(variables.size(centers + i), operands);
-      offset += variables.size(centers + i) * SizeOf(center);
-    }
-    OP_REQUIRES_OK(ctx, RunPass(ctx, pass));
-  }
-
- private:
-  absl::Status CheckValue(const std::string& worker, const Tensor& value,
-                          int64_t elements) const {
-    const std::string subject =
-        absl::StrCat("value ", value_, " of worker '", worker, "'");
-    if (value.dtype() != dtype_) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          subject, " must be of dtype ", DataTypeString(dtype_),
-          " (the dtype of the centers), got ", DataTypeString(value.dtype())));
-    }
-    return CheckShape(
-        subject, value.shape(), tensorflow::PartialTensorShape({elements}),
-        absl::StrCat("the elements of the ", n_, " centers"));
-  }
-
-  Variables::LookupCache lookup_cache_;
-  Isa isa_;
-  tensorflow::DataType dtype_;
-  int n_;
-  int64_t value_;
-};
-
-#define WRAPOPT_REGISTER(op, Kernel)                                          \
-  REGISTER_KERNEL_BUILDER(Name("Wrapopt>" op).Device(tensorflow::DEVICE_CPU), \
-                          Kernel)
-
-WRAPOPT_REGISTER("AveragingRounds", AveragingRoundsOp);
-WRAPOPT_REGISTER("AveragingPush", AveragingPushOp);
-WRAPOPT_REGISTER("AveragingGather", AveragingGatherOp);
-WRAPOPT_REGISTER("AveragingMean", AveragingMeanOp);
-WRAPOPT_REGISTER("AveragingMeanRef", AveragingMeanOp);
-WRAPOPT_REGISTER("AveragingNext", AveragingNextOp);
-WRAPOPT_REGISTER("AveragingWait", AveragingWaitOp);
+WRAPOPT_REGISTER(AveragingRounds);
+WRAPOPT_REGISTER(AveragingEnter);
+WRAPOPT_REGISTER(AveragingStage);
+WRAPOPT_REGISTER(AveragingArrive);
+WRAPOPT_REGISTER(AveragingFollow);
+WRAPOPT_REGISTER(AveragingClose);
+WRAPOPT_REGISTER(AveragingState);
 
 #undef WRAPOPT_REGISTER
 

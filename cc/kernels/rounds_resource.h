@@ -1,5 +1,4 @@
-// The rounds of model averaging as a resource of TensorFlow, with the center of
-// served rounds, and what their kernels share.
+// Averaging rounds as a resource of TensorFlow, and what their kernels share.
 #ifndef WRAPOPT_CC_KERNELS_ROUNDS_RESOURCE_H_
 #define WRAPOPT_CC_KERNELS_ROUNDS_RESOURCE_H_
 
@@ -8,7 +7,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
-#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,21 +14,20 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/engine/deadline_timer.h"
+#include "cc/engine/isa.h"
 #include "cc/engine/rounds.h"
-#include "cc/engine/served_rounds.h"
 #include "cc/kernels/inputs.h"
-#include "cc/ops/averaging_rounds.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/logging.h"
-#include "tensorflow/core/platform/tstring.h"
 
 namespace wrapopt {
 
 using TensorRounds = Rounds<tensorflow::Tensor>;
-using ServedTensorRounds = ServedRounds<tensorflow::Tensor>;
 
 // A server's part of the center. All tensors are vectors of float or double.
 struct Center {
@@ -56,38 +53,48 @@ struct Center {
   }
 };
 
+// The attributes of Wrapopt>AveragingRounds.
+struct RoundsOptions {
+  int64_t num_workers;
+  tensorflow::DataTypeVector dtypes;
+  std::vector<int64_t> sizes;
+  bool holds_center;
+  std::string settings;
+
+  int64_t num_vectors() const { return dtypes.size(); }
+
+  // A text that is equal for equal options.
+  std::string Describe() const {
+    std::string vectors;
+    for (size_t i = 0; i < dtypes.size(); ++i) {
+      absl::StrAppend(&vectors, i == 0 ? "" : ", ", DataTypeString(dtypes[i]),
+                      "[", sizes[i], "]");
+    }
+    return absl::StrCat("num_workers = ", num_workers, ", vectors ", vectors,
+                        holds_center ? "" : " in variables", ", settings '",
+                        settings, "'");
+  }
+};
+
 // A wait does not keep the rounds alive. Their deletion ends the wait.
 class RoundsResource : public tensorflow::ResourceBase {
  public:
-  // `settings` is empty if the rounds are not served.
-  RoundsResource(const std::string& name, int64_t num_workers,
-                 std::string settings)
-      : settings_(std::move(settings)) {
-    Timer* const timer = &DeadlineTimer::Get();
-    const auto warn = [](const std::string& text) { LOG(WARNING) << text; };
-    if (settings_.empty()) {
-      rounds_ = std::make_shared<TensorRounds>(name, num_workers, timer, warn);
-      return;
-    }
-    auto served = std::make_shared<ServedTensorRounds>(name, num_workers, timer,
-                                                       warn);
-    served_ = served.get();
-    rounds_ = std::move(served);
-  }
+  RoundsResource(const std::string& name, const RoundsOptions& options)
+      : options_(options),
+        rounds_(std::make_shared<TensorRounds>(
+            name, options.num_workers, &DeadlineTimer::Get(),
+            [](const std::string& text) { LOG(WARNING) << text; })) {}
   ~RoundsResource() override { rounds_->End(); }
 
   std::string DebugString() const override { return rounds_->subject(); }
 
-  const std::string& settings() const { return settings_; }
-  const std::shared_ptr<TensorRounds>& rounds() const { return rounds_; }
-  // nullptr if they are not served.
-  ServedTensorRounds* served() const { return served_; }
+  const RoundsOptions& options() const { return options_; }
+  TensorRounds* rounds() { return rounds_.get(); }
   Center* center() { return &center_; }
 
  private:
-  const std::string settings_;
-  std::shared_ptr<TensorRounds> rounds_;
-  ServedTensorRounds* served_ = nullptr;
+  const RoundsOptions options_;
+  const std::shared_ptr<TensorRounds> rounds_;
   Center center_;
 };
 
@@ -136,8 +143,7 @@ inline absl::Status Own(tensorflow::OpKernelContext* ctx,
 }
 
 // Ends the wait if the op's step ends.
-inline void WatchStep(tensorflow::OpKernelContext* ctx,
-                      TensorRounds::Wait* wait) {
+inline void WatchStep(tensorflow::OpKernelContext* ctx, RoundWait* wait) {
   tensorflow::CancellationManager* const manager = ctx->cancellation_manager();
   if (manager == nullptr) return;
   const auto token = manager->get_cancellation_token();
@@ -147,39 +153,37 @@ inline void WatchStep(tensorflow::OpKernelContext* ctx,
   wait->unwatch = [manager, token] { manager->DeregisterCallback(token); };
 }
 
-inline absl::Status ReadRound(tensorflow::OpKernelContext* ctx,
-                              int64_t* round) {
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "round", round));
-  // Round + 1 must not overflow.
-  if (*round < kLastRound) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      absl::StrCat("round must be less than 2^63 - 1, got ", *round));
+absl::Status ReadWorker(tensorflow::OpKernelContext* ctx, std::string* worker);
+absl::Status ReadPlace(tensorflow::OpKernelContext* ctx, Place* place);
+absl::Status ReadKnown(tensorflow::OpKernelContext* ctx, Known* known);
+
+template <class Value>
+absl::Status WriteScalar(tensorflow::OpKernelContext* ctx, const char* name,
+                         const Value& value) {
+  tensorflow::Tensor* output;
+  TF_RETURN_IF_ERROR(ctx->allocate_output(name, {}, &output));
+  output->scalar<Value>()() = value;
+  return absl::OkStatus();
 }
 
-inline absl::Status ReadTimeout(tensorflow::OpKernelContext* ctx,
-                                double* timeout_secs) {
-  TF_RETURN_IF_ERROR(ReadScalar(ctx, "timeout_secs", timeout_secs));
-  return CheckTimeout(*timeout_secs);
-}
+absl::Status WritePlace(tensorflow::OpKernelContext* ctx, const Place& place);
+absl::Status WriteKnown(tensorflow::OpKernelContext* ctx, const char* name,
+                        const Known& known);
 
-// Reads the op's input "workers", which must name each worker once.
-inline absl::Status ReadWorkers(tensorflow::OpKernelContext* ctx,
-                                std::vector<std::string>* workers) {
-  const tensorflow::Tensor* tensor;
-  TF_RETURN_IF_ERROR(ctx->input("workers", &tensor));
-  TF_RETURN_IF_ERROR(CheckWorkers(tensor->shape()));
-  const auto names = tensor->vec<tensorflow::tstring>();
-  std::set<std::string> seen;
-  for (int64_t w = 0; w < names.size(); ++w) {
-    workers->push_back(names(w));
-    if (!seen.insert(workers->back()).second) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "workers must name each worker once, got '", workers->back(),
-          "' twice"));
-    }
+inline absl::Status Zeros(tensorflow::OpKernelContext* ctx,
+                          tensorflow::DataType dtype,
+                          const tensorflow::TensorShape& shape,
+                          tensorflow::Tensor* zeros) {
+  TF_RETURN_IF_ERROR(ctx->allocate_temp(dtype, shape, zeros));
+  if (zeros->TotalBytes() > 0) {
+    std::memset(zeros->data(), 0, zeros->TotalBytes());
   }
   return absl::OkStatus();
 }
+
+// Moves the mean by the values that members have brought. Needs center->mu.
+absl::Status AddToMean(tensorflow::OpKernelContext* ctx, Isa isa,
+                       RoundsResource* resource);
 
 }  // namespace wrapopt
 

@@ -2,9 +2,11 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "cc/ops/inferred_inputs.h"
 #include "cc/ops/number_types.h"
 #include "tensorflow/core/framework/op.h"
@@ -27,267 +29,358 @@ absl::Status CheckTimeout(double timeout_secs) {
       timeout_secs));
 }
 
-absl::Status CheckWorkers(const PartialTensorShape& shape) {
-  if (shape.IsCompatibleWith(PartialTensorShape({-1}))) return absl::OkStatus();
-  return Misshapen("workers", shape, "[M]", "names of workers");
+absl::Status CheckPlace(const PartialTensorShape& shape) {
+  if (shape.IsCompatibleWith(PartialTensorShape({2}))) return absl::OkStatus();
+  return Misshapen("place", shape, "[2]", "a round and its generation");
 }
 
-absl::Status CheckTurns(const PartialTensorShape& shape) {
+absl::Status CheckKnown(const PartialTensorShape& shape) {
   if (shape.IsCompatibleWith(PartialTensorShape({-1}))) return absl::OkStatus();
-  return Misshapen("turns", shape, "[K]", "numbers of turns");
+  return Misshapen("known", shape, "[1 + M]",
+                   "numbers, and the names of M workers");
 }
 
-namespace {
-
-absl::Status FindScalars(InferredInputs* inputs,
-                         std::initializer_list<const char*> names) {
-  for (const char* name : names) {
-    TF_RETURN_IF_ERROR(inputs->FindScalar(name));
+absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
+                          const std::vector<int64_t>& sizes) {
+  if (dtypes.size() != sizes.size()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "sizes must have ", dtypes.size(), " numbers, as dtypes has, got ",
+        sizes.size()));
+  }
+  for (const int64_t size : sizes) {
+    if (size < 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("sizes must be at least 0, got ", size));
+    }
   }
   return absl::OkStatus();
 }
 
-absl::Status FindTimeout(InferredInputs* inputs) {
-  TF_RETURN_IF_ERROR(inputs->FindScalar("timeout_secs"));
-  const tensorflow::Tensor* value = inputs->Constant();
-  return value == nullptr ? absl::OkStatus()
-                          : CheckTimeout(value->scalar<double>()());
-}
-
-absl::Status RoundsShape(InferenceContext* c) {
-  c->set_output(0, c->Scalar());
+absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count) {
+  int64_t left = count;
+  for (const int64_t size : sizes) {
+    if (size < 1 || size > left) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "sizes must be at least 1, and ", count,
+          " together at most, the number of variables, got ", size,
+          " with ", left, " left"));
+    }
+    left -= size;
+  }
   return absl::OkStatus();
 }
 
-absl::Status PushShape(InferenceContext* c) {
+namespace {
+
+// Checks the inputs in their order: scalars, but for "place" and "known".
+// Outputs are scalars.
+absl::Status Check(InferenceContext* c,
+                   std::initializer_list<absl::string_view> names) {
+  for (int i = 0; i < c->num_outputs(); ++i) c->set_output(i, c->Scalar());
   InferredInputs inputs(c);
-  c->set_output(0, c->Scalar());
-  return FindScalars(&inputs, {"rounds", "worker", "round"});
+  for (const absl::string_view name : names) {
+    PartialTensorShape shape;
+    TF_RETURN_IF_ERROR(inputs.FindTensor(name.data(), &shape));
+    TF_RETURN_IF_ERROR(name == "place"   ? CheckPlace(shape)
+                       : name == "known" ? CheckKnown(shape)
+                                         : CheckScalar(name, shape));
+    const tensorflow::Tensor* const value = inputs.Constant();
+    if (name == "timeout_secs" && value != nullptr) {
+      TF_RETURN_IF_ERROR(CheckTimeout(value->scalar<double>()()));
+    }
+  }
+  return absl::OkStatus();
 }
 
-absl::Status GatherShape(InferenceContext* c) {
-  InferredInputs inputs(c);
-  c->set_output(0, c->Vector(InferenceContext::kUnknownDim));
-  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round", "min_workers"}));
-  return FindTimeout(&inputs);
+// Sets the shape of the output `known`, or another vector.
+absl::Status SetVector(InferenceContext* c, int output) {
+  c->set_output(output, c->Vector(InferenceContext::kUnknownDim));
+  return absl::OkStatus();
 }
 
-template <bool kRef>
-absl::Status MeanShape(InferenceContext* c) {
-  InferredInputs inputs(c, kRef);
-  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round"}));
-  tensorflow::PartialTensorShape workers;
-  TF_RETURN_IF_ERROR(inputs.FindTensor("workers", &workers));
-  TF_RETURN_IF_ERROR(CheckWorkers(workers));
-  int n, centers;
-  tensorflow::DataType dtype;
-  TF_RETURN_IF_ERROR(c->GetAttr("N", &n));
-  TF_RETURN_IF_ERROR(c->GetAttr("T", &dtype));
-  TF_RETURN_IF_ERROR(inputs.FindVariables("centers", "T", &centers));
-  int64_t elements;
-  return inputs.CountElements(centers, n, dtype, &elements);
+absl::Status RoundsShape(InferenceContext* c) {
+  tensorflow::DataTypeVector dtypes;
+  std::vector<int64_t> sizes;
+  TF_RETURN_IF_ERROR(c->GetAttr("dtypes", &dtypes));
+  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
+  TF_RETURN_IF_ERROR(CheckVectors(dtypes, sizes));
+  return Check(c, {});
 }
 
-absl::Status NextShape(InferenceContext* c) {
-  InferredInputs inputs(c);
-  c->set_output(0, c->Scalar());
-  return FindScalars(&inputs, {"rounds", "round"});
+absl::Status EnterShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(Check(c, {"rounds", "worker", "process", "place",
+                               "most_turns", "turn_secs", "timeout_secs"}));
+  return SetVector(c, 1);
 }
 
-absl::Status WaitShape(InferenceContext* c) {
-  InferredInputs inputs(c);
-  c->set_output(0, c->Scalar());
-  TF_RETURN_IF_ERROR(FindScalars(&inputs, {"rounds", "round"}));
-  return FindTimeout(&inputs);
+absl::Status StageShape(InferenceContext* c) {
+  return Check(c, {"rounds", "worker", "known", "weight", "count", "first"});
 }
 
-constexpr char kMeanDoc[] = R"doc(
-Assigns the mean of workers' values to variables.
+absl::Status ArriveShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(Check(c, {"rounds", "worker", "known"}));
+  return SetVector(c, 1);
+}
 
-A value is a vector of the elements of all N centers, in the order of the
-centers, each in row-major order. The op assigns the mean of the workers' values
-to the centers in one pass over memory: each value is read once, each center
-written once. The mean is computed in float (in double for double) as a running
-mean
+absl::Status FollowShape(InferenceContext* c) {
+  return Check(c, {"rounds", "known"});
+}
 
-    mean_k = mean_{k-1} + (value_k - mean_{k-1}) / k
+absl::Status CloseShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(Check(
+      c, {"rounds", "place", "min_workers", "timeout_secs", "grace_secs"}));
+  return SetVector(c, 0);
+}
 
-so that the mean of equal values is exact, and the mean of large half values
-does not overflow. The order is that of `workers`.
+absl::Status RestoreShape(InferenceContext* c) {
+  return Check(c, {"rounds", "worker", "from_generation", "place"});
+}
 
-All inputs are checked before any center is changed. The round keeps the values.
-
-rounds: From Wrapopt>AveragingRounds.
-round: The open round.
-workers: [M], M >= 1 different names of workers that pushed to the round.
-centers: N variables, all different.
-T: dtype of the centers and the values.
-value: The index of the value among those that each worker pushed.
-)doc";
+absl::Status StateShape(InferenceContext* c) {
+  TF_RETURN_IF_ERROR(Check(c, {"rounds"}));
+  c->set_output(0, c->Vector(2));
+  c->set_output(2, c->Vector(3));
+  return SetVector(c, 1);
+}
 
 }  // namespace
 
 REGISTER_OP("Wrapopt>AveragingRounds")
     .Output("rounds: resource")
     .Attr("num_workers: int >= 1")
+    .Attr("dtypes: list({float, double}) >= 0 = []")
+    .Attr("sizes: list(int) >= 0 = []")
+    .Attr("holds_center: bool = true")
     .Attr("settings: string = ''")
     .Attr("container: string = ''")
     .Attr("shared_name: string = ''")
     .SetIsStateful()
     .SetShapeFn(RoundsShape)
     .Doc(R"doc(
-The averaging rounds of a group of workers, on one device.
+The averaging rounds of a group of workers, on one server.
 
-Rounds are numbered, and one round is open. At first it is round -1, which is
-like any other round; workers may wait for its end, when the chief opens round
-0. Each worker pushes its values to the open round. One of the workers, the
-chief, gathers the workers that pushed, takes means of their values, and opens
-the next round. The other workers wait for that.
+Each worker trains a copy of the center for a while. In a round, the workers
+send their values, and the center becomes their mean or takes a step towards it.
+Rounds are numbered, and one is open. No worker is special: each of them may end
+a round, and whoever stops costs the others one deadline.
 
-If the variables to average are on several devices, each device has rounds for
-its values. The rounds of one device lead: workers are gathered and wait there.
-On the other devices, a push to a later round opens that round.
+A center may be divided between servers, each with rounds of its own. The rounds
+of one server lead. In a round, a worker runs, each after the other:
 
-A round holds at most num_workers sets of values. Only the open round has any.
+  Wrapopt>AveragingEnter at the lead,
+  Wrapopt>AveragingStage at all servers, for all values,
+  Wrapopt>AveragingArrive at the lead,
+  Wrapopt>AveragingFollow at the others, which free memory early,
+  Wrapopt>AveragingClose at the lead,
+  Wrapopt>AveragingOuterStep or Wrapopt>AveragingMean at the others, then at the
+    lead,
 
-rounds: A handle. It must not leave the device.
-num_workers: The number of workers. It must be the same in all ops that share
-  the rounds.
-settings: If non-empty, the rounds are served: they have a center, servers end
-  them, and the workers use Wrapopt>AveragingEnter and the ops after it instead
-  of those of a chief. The text tells how; it must be the same in all ops that
-  share the rounds.
+and takes the center. An op whose part is over has no effect, so each worker may
+run all of them. A place is a round and a generation: before a first round, and
+if a server has lost its center, Wrapopt>AveragingRestore begins a generation.
+
+The memory of a server does not grow with the number of workers, except by
+names. It holds the mean of the members' values, and the values of those that
+have a turn. The mean is a running mean
+
+    mean_k = mean_{k-1} + w_k / (w_1 + ... + w_k) (value_k - mean_{k-1})
+
+in the order in which they come, in float (in double for double). So the mean of
+equal values is exact, and that of large half values does not overflow.
+
+What the lead tells is a vector of strings, `known`. The first string holds
+numbers (the round, its generation, whether it is closed, the worker's turn, the
+newest turn, and the turns that are alive). The others name the members; while
+the round is open, some of the newest ones.
+
+rounds: A handle. It must not leave the server.
+num_workers: The number of workers.
+dtypes: For each vector of the center, its dtype.
+sizes: The same, the number of elements.
+holds_center: Whether the rounds hold the center. If not, it is in variables.
+settings: Tells how the center is used. This and the attributes above must be
+  the same in all ops that share the rounds.
 container: If non-empty, the container that holds the rounds.
 shared_name: Ops with the same name on the same device share the rounds, in all
   graphs, sessions and processes. If empty, the rounds are not shared.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingPush")
+REGISTER_OP("Wrapopt>AveragingEnter")
     .Input("rounds: resource")
     .Input("worker: string")
-    .Input("round: int64")
+    .Input("process: int64")
+    .Input("place: int64")
+    .Input("most_turns: int64")
+    .Input("turn_secs: double")
+    .Input("timeout_secs: double")
+    .Output("turn: int64")
+    .Output("known: string")
+    .SetIsStateful()
+    .SetShapeFn(EnterShape)
+    .Doc(R"doc(
+Waits for a turn to send values to the open round, at the server that leads.
+
+rounds: From Wrapopt>AveragingRounds.
+worker: The worker's name.
+process: A number that no other process has. A worker whose name another process
+  has taken gets an error.
+place: [2] the round and the generation of the center from which the worker's
+  values started; to restore a center, those that are open.
+most_turns: How many workers may have a turn. 0: the turn is to restore a
+  center, and begins when no worker has one.
+turn_secs: After that time, the turn ends and its values are dropped.
+timeout_secs: After that time without a turn, the op fails.
+turn: Its number, or -1 if the values are not wanted: another round is open, it
+  is closed, or the worker's values are part of it.
+known: [1 + M] what the lead knows, with this turn and place.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingStage")
+    .Input("rounds: resource")
+    .Input("worker: string")
+    .Input("known: string")
+    .Input("weight: double")
+    .Input("count: int64")
+    .Input("first: int64")
     .Input("values: T")
     .Output("accepted: bool")
     .Attr("T: list(" WRAPOPT_NUMBER_TYPES ") >= 0")
     .SetIsStateful()
-    .SetShapeFn(PushShape)
+    .SetShapeFn(StageShape)
     .Doc(R"doc(
-Adds a worker's values to a round.
+Sends some of a worker's values to a server.
 
-The values replace those that the worker pushed to the same round before. They
-are dropped if the round is over or has been gathered already. A push to a later
-round than the open one ends the open round and opens the later one: this
-advances the rounds of devices that do not lead.
-
-The worker counts as alive for Wrapopt>AveragingGather, even if its values are
-not accepted.
+They are no part of the round until the worker arrives. The server also follows
+what is known, as in Wrapopt>AveragingFollow.
 
 rounds: From Wrapopt>AveragingRounds.
-worker: A scalar, the worker's name. At most num_workers different workers may
-  push to a round.
-round: A scalar.
-values: Any number of tensors. A tensor whose buffer has no other owner is not
-  copied.
-accepted: Whether the values are part of the round.
+worker: The worker's name.
+known: [1 + M] from Wrapopt>AveragingEnter. With the numbers of a later
+  generation, the values are a center for Wrapopt>AveragingRestore.
+weight: The weight of the values in the mean.
+count: The number of all values: that of the center's vectors; in a center to
+  restore, of its velocities, too.
+first: The index of the first of `values`.
+values: Vectors, of the dtypes and sizes of the center's; but for a center to
+  restore, half and bfloat16 for float. One whose buffer has no other owner is
+  not copied.
+accepted: False if another round is open, it is closed, the turn is over, or the
+  worker's values are part of the round.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingGather")
+REGISTER_OP("Wrapopt>AveragingArrive")
     .Input("rounds: resource")
-    .Input("round: int64")
+    .Input("worker: string")
+    .Input("known: string")
+    .Output("accepted: bool")
+    .Output("known_now: string")
+    .SetIsStateful()
+    .SetShapeFn(ArriveShape)
+    .Doc(R"doc(
+Makes a worker a member of the open round, at the server that leads.
+
+All of its values must be on all servers. The server adds them to its mean, and
+the turn ends.
+
+rounds: From Wrapopt>AveragingRounds.
+worker: The worker's name.
+known: [1 + M] from Wrapopt>AveragingEnter.
+accepted: False if another round is open, it is closed, or the turn is over.
+known_now: [1 + M] what the lead knows now.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingFollow")
+    .Input("rounds: resource")
+    .Input("known: string")
+    .Output("accepted: bool")
+    .SetIsStateful()
+    .SetShapeFn(FollowShape)
+    .Doc(R"doc(
+Tells a server that does not lead what the lead knows.
+
+The server adds the values of members to its mean, and drops those of turns that
+are over.
+
+rounds: From Wrapopt>AveragingRounds.
+known: [1 + M] from another of these ops at the server that leads.
+accepted: False if another round is open.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingClose")
+    .Input("rounds: resource")
+    .Input("place: int64")
     .Input("min_workers: int64")
     .Input("timeout_secs: double")
-    .Output("workers: string")
+    .Input("grace_secs: double")
+    .Output("known: string")
     .SetIsStateful()
-    .SetShapeFn(GatherShape)
+    .SetShapeFn(CloseShape)
     .Doc(R"doc(
-Waits for the workers of the open round, and closes it for further values.
+Waits until a round is closed, at the server that leads.
 
-The op waits until all expected workers have pushed, at least min_workers. After
-timeout_secs, it closes the round with the workers that have pushed, if they are
-at least min_workers. Otherwise it fails.
+A round is closed once all workers are members. It is also closed once the
+expected workers are, at least min_workers; grace_secs after min_workers are;
+and after timeout_secs, if min_workers are. Otherwise, the op then fails.
 
-At first all num_workers workers are expected. After a round that its deadline
-has closed, the expected workers are those of that round and all that have
-pushed or waited since, even if too late. So the rounds wait for a dead worker
-once, and again after it has returned. After a round of all num_workers, and
-after a reset, all are expected again.
-
-A second gather of a round returns the same workers, even if they are fewer than
-its own min_workers. The op fails if another round is open, or is opened during
-the wait.
+At first all num_workers workers are expected. After a round that a deadline has
+closed, the expected workers are those of that round and all that have started
+or entered since, even if too late. So the rounds wait for a dead worker once,
+and again after it has returned. After a round of all num_workers, and in a new
+generation, all are expected again.
 
 rounds: From Wrapopt>AveragingRounds.
-round: A scalar, the open round.
+place: [2] the open round and its generation.
 min_workers: A scalar in [1, num_workers].
 timeout_secs: A scalar greater than 0; infinity for no deadline.
-workers: [M] names of the workers of the round, sorted;
-  min_workers <= M <= num_workers in the first gather of the round.
+grace_secs: A scalar of at least 0, the same.
+known: [1 + M] the members, sorted, also of the last round that has ended; none
+  of other rounds.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingMean")
+REGISTER_OP("Wrapopt>AveragingRestore")
     .Input("rounds: resource")
-    .Input("round: int64")
-    .Input("workers: string")
-    .Input("centers: N * resource")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("N: int >= 1")
-    .Attr("value: int >= 0 = 0")
+    .Input("worker: string")
+    .Input("from_generation: int64")
+    .Input("place: int64")
+    .Output("restored: bool")
     .SetIsStateful()
-    .SetShapeFn(MeanShape<false>)
-    .Doc(kMeanDoc);
-
-// For the ref variables of TensorFlow 1 graphs.
-REGISTER_OP("Wrapopt>AveragingMeanRef")
-    .Input("rounds: resource")
-    .Input("round: int64")
-    .Input("workers: string")
-    .Input("centers: Ref(N * T)")
-    .Attr("T: " WRAPOPT_NUMBER_TYPES)
-    .Attr("N: int >= 1")
-    .Attr("value: int >= 0 = 0")
-    .SetIsStateful()
-    .SetShapeFn(MeanShape<true>)
-    .Doc(kMeanDoc);
-
-REGISTER_OP("Wrapopt>AveragingNext")
-    .Input("rounds: resource")
-    .Input("round: int64")
-    .Output("open: int64")
-    .Attr("reset: bool = false")
-    .SetIsStateful()
-    .SetShapeFn(NextShape)
+    .SetShapeFn(RestoreShape)
     .Doc(R"doc(
-Ends a round and opens the next one.
+Begins a new generation of a server's rounds, with the center of a worker.
 
-The op drops the values, and ends all waits for the end of the round. It fails
-if the round is already over. Rounds whose open round is an earlier one, on a
-device that does not lead and got no values, skip to round + 1.
+The worker has sent the center by Wrapopt>AveragingStage, with this place, and
+may have sent velocities after it. If it has sent none, the open round begins
+again, with the center that the server has. Rounds that do not hold the center
+begin at any round.
 
 rounds: From Wrapopt>AveragingRounds.
-round: A scalar, the round that ends.
-open: The number of the open round after this op: round + 1.
-reset: For a chief that starts or restarts: ends the open round, whatever its
-  number, ignores `round`, and expects all num_workers again.
+worker: The worker's name.
+from_generation: The server's generation. With another one, the op has no
+  effect.
+place: [2] the round that begins with this center, and the new generation, which
+  must be later.
+restored: Whether the generation has begun.
 )doc");
 
-REGISTER_OP("Wrapopt>AveragingWait")
+REGISTER_OP("Wrapopt>AveragingState")
     .Input("rounds: resource")
-    .Input("round: int64")
-    .Input("timeout_secs: double")
-    .Output("open: int64")
+    .Output("place: int64")
+    .Output("known: string")
+    .Output("numbers: int64")
     .Attr("worker: string = ''")
     .SetIsStateful()
-    .SetShapeFn(WaitShape)
+    .SetShapeFn(StateShape)
     .Doc(R"doc(
-Waits while a round is the open one.
+The state of averaging rounds.
 
 rounds: From Wrapopt>AveragingRounds.
-round: A scalar; -1 waits for a chief to open the rounds.
-timeout_secs: A scalar greater than 0; infinity for no deadline. After that, the
-  op fails.
-open: The number of the open round after the wait.
-worker: The name of the waiting worker, which a gather expects from now on. ""
-  for none.
+place: [2] the open round, and its generation.
+known: [1 + M] the same, and all members of the round.
+numbers: [3] the number of vectors of the center that the rounds hold, the
+  number of velocities, and the number of workers whose values are no part of
+  the round yet.
+worker: The name of a worker that starts, for which the rounds wait from now on;
+  "" for none.
 )doc");
 
 }  // namespace wrapopt

@@ -1,16 +1,24 @@
 #ifndef WRAPOPT_CC_OPS_AVERAGING_ROUNDS_H_
 #define WRAPOPT_CC_OPS_AVERAGING_ROUNDS_H_
 
+#include <cstdint>
+#include <vector>
+
 #include "absl/status/status.h"
 #include "cc/ops/contracts.h"
 #include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/framework/types.h"
 
 namespace wrapopt {
 
-// Check the inputs "timeout_secs", "workers" and "turns" of the averaging ops.
+// Check inputs and attributes of the averaging ops.
 absl::Status CheckTimeout(double timeout_secs);
-absl::Status CheckWorkers(const tensorflow::PartialTensorShape& shape);
-absl::Status CheckTurns(const tensorflow::PartialTensorShape& shape);
+absl::Status CheckPlace(const tensorflow::PartialTensorShape& shape);
+absl::Status CheckKnown(const tensorflow::PartialTensorShape& shape);
+absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
+                          const std::vector<int64_t>& sizes);
+// `sizes` divides `count` variables into those of each value and the rest.
+absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count);
 
 }  // namespace wrapopt
 

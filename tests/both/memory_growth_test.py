@@ -19,6 +19,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 import wrapopt
 import wrapopt.keras
+from wrapopt._loader import ops as raw
 
 import memory
 import modes
@@ -206,18 +207,23 @@ def gate(mode, tmp_path):
 @path()
 def rounds(tmp_path):
   del tmp_path
-  group = ops.averaging_rounds(2, shared_name="memory_growth")
+  handle = raw.wrapopt_averaging_rounds(
+      num_workers=2, shared_name="memory_growth", dtypes=[tf.float32],
+      sizes=[100], holds_center=False)
   center, value = tf.Variable(tf.zeros([100])), tf.ones([100])
-  ops.averaging_next(group, 0, reset=True)
-  r = 0
+  raw.wrapopt_averaging_restore(handle, "", 0, [0, 1])
+  end = tf.function(lambda known: raw.wrapopt_averaging_mean(
+      handle, known, [center.handle], [], sizes=[1]), autograph=False)
+  place = tf.constant([0, 1], tf.int64)
 
   def turn():
-    nonlocal r
-    r = ops.averaging_next(group, r)
-    ops.averaging_push(group, "a", r, [value])
-    ops.averaging_push(group, "b", r, [value])
-    came = ops.averaging_gather(group, r, 2, timeout_secs=60)
-    ops.averaging_mean(group, r, came, [center])
+    nonlocal place
+    for worker in "ab":
+      known = raw.wrapopt_averaging_enter(
+          handle, worker, 0, place, 1, 60., 60.).known
+      raw.wrapopt_averaging_stage(handle, worker, known, 1., 1, 0, [value])
+      raw.wrapopt_averaging_arrive(handle, worker, known)
+    place = end(raw.wrapopt_averaging_close(handle, place, 2, 60., 60.))
   yield turn
 
 

@@ -1,17 +1,15 @@
-// The rounds of model averaging without TensorFlow, and their deadlines.
+// The averaging rounds without TensorFlow.
 #include "cc/engine/rounds.h"
 
 #include <gtest/gtest.h>
 
 #include <atomic>
-#include <condition_variable>  // NOLINT(build/c++11)
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
 #include <string>
-#include <thread>  // NOLINT(build/c++11)
 #include <utility>
 #include <vector>
 
@@ -25,6 +23,10 @@ namespace {
 
 using IntRounds = Rounds<int>;
 using Code = RoundsStatus::Code;
+using For = RoundWait::For;
+
+// Seconds of a wait, of a turn, and of the grace after a quorum.
+constexpr double kWait = 9, kTurn = 5, kGrace = 3;
 
 // Rings when the test says so.
 class FakeTimer : public Timer {
@@ -35,9 +37,12 @@ class FakeTimer : public Timer {
   }
   void Cancel(Id id) override { set.erase(id); }
 
-  void RingFirst() {
-    const auto ring = set.begin()->second.second;
-    set.erase(set.begin());
+  // Rings the first timer of so many seconds.
+  void Ring(double seconds) {
+    auto i = set.begin();
+    while (i->second.first != seconds) ++i;
+    const auto ring = i->second.second;
+    set.erase(i);
     ring();
   }
 
@@ -47,131 +52,166 @@ class FakeTimer : public Timer {
 
 // The answers of a wait.
 struct Heard {
-  int times = 0;
-  IntRounds::Answer answer;
-
   std::string workers() const {
     std::string names;
-    for (const std::string& worker : answer.workers) names += worker + " ";
+    for (const std::string& worker : known.workers) names += worker;
     return names;
   }
-};
 
+  int times = 0;
+  RoundsStatus status;
+  Known known;
+};
+using HeardPtr = std::shared_ptr<Heard>;
+
+bool Stage(IntRounds* server, const std::string& worker, const Known& known,
+           int value) {
+  return server->Stage(worker, known, 1, 1, 0, {value});
+}
+
+RoundsStatus Next(IntRounds* server) {
+  IntRounds::Deferred after(server);
+  return server->Next(&after);
+}
+
+// Ends a round on a server. Returns the sum of values; -1 if it was over.
+int End(IntRounds* server, const Known& known) {
+  bool is_open;
+  EXPECT_EQ(server->CheckClosed(known, &is_open).message, "");
+  if (!is_open) return -1;
+  int sum = 0;
+  for (const auto& member : server->TakeValues()) sum += member.values[0];
+  EXPECT_TRUE(Next(server).ok());
+  return sum;
+}
+
+bool Restore(IntRounds* server, Place place, int64_t from,
+             const std::string& worker = "a", std::vector<int>* got = nullptr) {
+  std::vector<int> values;
+  bool restored;
+  IntRounds::Deferred after(server);
+  return server->Restore(worker, from, place, /*needs_values=*/got != nullptr,
+                         got ? got : &values, &restored, &after).ok() &&
+         restored;
+}
+
+// Two servers for two workers. Round 0 of generation 1 is open.
 struct Fixture {
-  bool Push(const std::string& worker, int64_t round, int value) {
-    bool accepted;
-    const RoundsStatus status =
-        rounds->Push(worker, round, {value}, &accepted);
-    EXPECT_EQ(status.message, "");
+  Fixture() {
+    for (const auto& server : {lead, other}) Restore(server.get(), {0, 1}, 0);
+  }
+
+  HeardPtr Start(RoundWait wait) {
+    const auto heard = std::make_shared<Heard>();
+    wait.timeout_secs = kWait;
+    wait.watch = watch;
+    wait.unwatch = [this] { ++unwatched; };
+    wait.done = [heard](const RoundAnswer& answer) {
+      ++heard->times;
+      heard->status = answer.status;
+      heard->known = answer.known;
+    };
+    lead->Start(std::move(wait));
+    return heard;
+  }
+  HeardPtr Enter(const std::string& worker, Place place, int64_t process = 0) {
+    return Start({For::kTurn, place, worker, process, most_turns, kTurn});
+  }
+  HeardPtr Close(Place place, int64_t min_workers, double grace = kForever) {
+    return Start({For::kClose, place, "", 0, 0, 0, min_workers, grace});
+  }
+  bool Arrive(const std::string& worker, const Known& told) {
+    bool accepted = false;
+    arrived = lead->Arrive(worker, told, &accepted, &now);
     return accepted;
   }
-
-  int64_t Next(int64_t round, bool reset = false) {
-    int64_t open = -7;
-    EXPECT_EQ(rounds->Next(round, reset, &open).message, "");
-    return open;
-  }
-
-  std::shared_ptr<Heard> Gather(int64_t round, int64_t min_workers) {
-    return Start(round, min_workers, "");
-  }
-  std::shared_ptr<Heard> WaitFor(int64_t round,
-                                 const std::string& worker = "") {
-    return Start(round, 0, worker);
-  }
-
-  std::shared_ptr<Heard> Start(int64_t round, int64_t min_workers,
-                               const std::string& worker) {
-    const auto heard = std::make_shared<Heard>();
-    IntRounds::Wait wait;
-    wait.round = round;
-    wait.min_workers = min_workers;
-    wait.timeout_secs = 9;
-    wait.worker = worker;
-    if (watch) {
-      wait.watch = watch;
-      wait.unwatch = [this] { ++unwatched; };
-    }
-    wait.done = [heard](const IntRounds::Answer& answer) {
-      ++heard->times;
-      heard->answer = answer;
-    };
-    rounds->Start(std::move(wait));
-    return heard;
+  // Makes a worker a member of the open round.
+  void Bring(const std::string& worker, int value) {
+    const Known known = Enter(worker, lead->known().place)->known;
+    EXPECT_TRUE(Stage(other.get(), worker, known, value));
+    EXPECT_TRUE(Stage(lead.get(), worker, known, value));
+    EXPECT_TRUE(Arrive(worker, known));
   }
 
   FakeTimer timer;
   std::vector<std::string> warnings;
   std::function<bool(std::function<void()>)> watch;
   int unwatched = 0;
-  std::shared_ptr<IntRounds> rounds = std::make_shared<IntRounds>(
-      "r", 2, &timer,
-      [this](const std::string& warning) { warnings.push_back(warning); });
+  int64_t most_turns = 1;
+  RoundsStatus arrived;
+  Known now;  // That an Arrive told.
+  const std::function<void(const std::string&)> warn =
+      [this](const std::string& warning) { warnings.push_back(warning); };
+  std::shared_ptr<IntRounds> lead =
+      std::make_shared<IntRounds>("r", 2, &timer, warn);
+  std::shared_ptr<IntRounds> other =
+      std::make_shared<IntRounds>("r", 2, &timer, warn);
 };
 
 TEST(Rounds, ARoundOfAll) {
   Fixture f;
-  EXPECT_EQ(f.Next(0, /*reset=*/true), 0);
-  const auto chief = f.Gather(0, 2);
-  const auto worker = f.WaitFor(0);
-  EXPECT_EQ(f.timer.set.size(), 2u);
-  EXPECT_EQ(f.timer.set[0].first, 9.0);
-  EXPECT_EQ(f.Push("b", 0, 3), true);
-  EXPECT_EQ(chief->times, 0);
-  EXPECT_EQ(f.Push("a", 0, 5), true);
-  EXPECT_EQ(chief->times, 1);
-  EXPECT_EQ(chief->workers(), "a b ");
-  std::vector<int> values;
-  EXPECT_EQ(f.rounds->Values(0, {"b", "a"}, 0, &values).message, "");
-  EXPECT_EQ(values[0], 3);
-  EXPECT_EQ(values[1], 5);
-  EXPECT_EQ(worker->times, 0);
-  EXPECT_EQ(f.Next(0), 1);
-  EXPECT_EQ(worker->times, 1);
-  EXPECT_EQ(worker->answer.open, 1);
-  // Answered waits leave no deadline behind.
+  const HeardPtr closed = f.Close({0, 1}, 2);
+  f.Bring("b", 3);
+  EXPECT_EQ(closed->times, 0);
+  f.Bring("a", 5);
+  EXPECT_EQ(closed->times, 1);
+  EXPECT_EQ(closed->workers(), "ab");
+  for (const auto& server : {f.other, f.lead}) {
+    EXPECT_EQ(End(server.get(), closed->known), 8);
+    EXPECT_EQ(End(server.get(), closed->known), -1);
+    EXPECT_TRUE(server->known().place == (Place{1, 1}));
+  }
+  // Answered waits and turns leave no deadline behind.
   EXPECT_EQ(f.timer.set.size(), 0u);
-  EXPECT_EQ(f.Push("a", 0, 1), false);
   EXPECT_EQ(f.warnings.size(), 0u);
+  // Only of the last round, the members are known.
+  EXPECT_EQ(f.Close({0, 1}, 2)->workers(), "ab");
+  EXPECT_EQ(f.Close({7, 1}, 2)->workers(), "");
 }
 
 TEST(Rounds, AQuorumAfterTheDeadline) {
   Fixture f;
-  f.Next(0, /*reset=*/true);
-  f.Push("a", 0, 1);
-  const auto first = f.Gather(0, 1);
-  EXPECT_EQ(first->times, 0);
-  f.timer.RingFirst();
-  EXPECT_EQ(first->workers(), "a ");
-  EXPECT_EQ(f.warnings.size(), 1u);
+  f.Bring("a", 1);
+  HeardPtr closed = f.Close({0, 1}, 1);
+  EXPECT_EQ(closed->times, 0);
+  f.timer.Ring(kWait);
+  EXPECT_EQ(closed->workers(), "a");
+  ASSERT_EQ(f.warnings.size(), 1u);
   EXPECT_EQ(f.warnings[0],
             "Round 0 of averaging rounds 'r' is made of 1 of 2 workers: 'a'.");
-  // The dead worker is not expected again, so this round has no need to wait.
-  f.Next(0);
-  f.Push("a", 1, 1);
-  EXPECT_EQ(f.Gather(1, 1)->times, 1);
-  // It is back: now it is.
-  f.Next(1);
-  EXPECT_EQ(f.WaitFor(2, "b")->times, 0);
-  f.Push("a", 2, 1);
-  const auto third = f.Gather(2, 1);
-  EXPECT_EQ(third->times, 0);
-  f.Push("b", 2, 1);
-  EXPECT_EQ(third->workers(), "a b ");
+  const auto next = [&] {
+    for (const auto& server : {f.other, f.lead}) {
+      End(server.get(), closed->known);
+    }
+    f.Bring("a", 1);
+    closed = f.Close(f.lead->known().place, 1);
+  };
+  next();  // The dead worker is not expected again, so this need not wait.
+  EXPECT_EQ(closed->workers(), "a");
+  // It enters again, too late: the next round waits for it.
+  EXPECT_EQ(f.Enter("b", {0, 1})->known.turn, -1);
+  next();
+  EXPECT_EQ(closed->times, 0);
+  f.Bring("b", 1);
+  EXPECT_EQ(closed->workers(), "ab");
 }
 
-TEST(Rounds, TooFewAtTheDeadline) {
+TEST(Rounds, DeadlinesOfOtherWaits) {
   Fixture f;
-  f.Next(0, /*reset=*/true);
-  f.Push("a", 0, 1);
-  const auto chief = f.Gather(0, 2);
-  f.timer.RingFirst();
-  EXPECT_EQ(chief->times, 1);
-  EXPECT_EQ(chief->answer.status.code == Code::kDeadlineExceeded, true);
-  EXPECT_EQ(chief->answer.status.message,
+  f.Bring("a", 1);
+  const HeardPtr closed = f.Close({0, 1}, 2);
+  f.timer.Ring(kWait);
+  EXPECT_TRUE(closed->status.code == Code::kDeadlineExceeded);
+  EXPECT_EQ(closed->status.message,
             "round 0 of averaging rounds 'r' got values of 1 workers within 9 "
             "seconds ('a'), but needs 2 of 2: restart the others, wait longer, "
             "or reduce min_workers");
+  Fixture g;
+  const HeardPtr graced = g.Close({0, 1}, 1, kGrace);
+  g.Bring("b", 1);
+  g.timer.Ring(kGrace);
+  EXPECT_EQ(graced->workers(), "b");
+  EXPECT_EQ(g.timer.set.size(), 0u);
 }
 
 TEST(Rounds, AStepThatEnds) {
@@ -181,211 +221,315 @@ TEST(Rounds, AStepThatEnds) {
     end = std::move(ended);
     return true;
   };
-  const auto worker = f.WaitFor(-1);
-  EXPECT_EQ(worker->times, 0);
+  const HeardPtr first = f.Close({0, 1}, 1);
   end();
-  EXPECT_EQ(worker->times, 1);
-  EXPECT_EQ(worker->answer.status.code == Code::kCancelled, true);
+  EXPECT_TRUE(first->status.code == Code::kCancelled);
   EXPECT_EQ(f.timer.set.size(), 0u);
   // The one that watches has called; it is not called in turn.
   EXPECT_EQ(f.unwatched, 0);
   end();
-  EXPECT_EQ(worker->times, 1);
+  EXPECT_EQ(first->times, 1);
 
-  const auto other = f.WaitFor(-1);
-  f.Next(0, /*reset=*/true);
-  EXPECT_EQ(other->times, 1);
+  const HeardPtr second = f.Close({0, 1}, 1);
+  Next(f.lead.get());
+  EXPECT_EQ(second->times, 1);
   EXPECT_EQ(f.unwatched, 1);
 
   f.watch = [](std::function<void()>) { return false; };
-  const auto late = f.WaitFor(0);
-  EXPECT_EQ(late->times, 1);
-  EXPECT_EQ(late->answer.status.code == Code::kCancelled, true);
+  EXPECT_TRUE(f.Close({1, 1}, 1)->status.code == Code::kCancelled);
   EXPECT_EQ(f.timer.set.size(), 0u);
 }
 
 TEST(Rounds, TheEndOfTheRounds) {
   Fixture f;
-  const auto worker = f.WaitFor(-1);
-  f.rounds->End();
-  EXPECT_EQ(worker->answer.status.code == Code::kAborted, true);
-  EXPECT_EQ(f.WaitFor(-1)->answer.status.code == Code::kAborted, true);
-  // A deadline that rings after the rounds are gone finds nothing.
+  const HeardPtr closed = f.Close({0, 1}, 1);
+  f.lead->End();
+  EXPECT_TRUE(closed->status.code == Code::kAborted);
+  EXPECT_TRUE(f.Enter("a", {0, 1})->status.code == Code::kAborted);
+  // Deadlines that ring after the rounds are gone find nothing.
   Fixture g;
-  const auto waits = g.WaitFor(-1);
-  g.rounds.reset();
-  g.timer.RingFirst();
+  const HeardPtr turn = g.Enter("a", {0, 1}), waits = g.Enter("b", {0, 1});
+  g.lead.reset();
+  g.timer.Ring(kTurn);
+  g.timer.Ring(kWait);
   EXPECT_EQ(waits->times, 0);
 }
 
-TEST(Rounds, WhatIsRefused) {
+TEST(Rounds, Turns) {
   Fixture f;
-  int64_t open;
-  f.Next(0, /*reset=*/true);
-  f.Next(0);
-  EXPECT_EQ(f.rounds->Next(0, false, &open).code == Code::kFailedPrecondition,
-            true);
-  EXPECT_EQ(f.Gather(0, 1)->answer.status.code == Code::kFailedPrecondition,
-            true);
-  f.Push("a", 1, 1);
-  std::vector<int> values;
-  EXPECT_EQ(f.rounds->Values(1, {"b"}, 0, &values).code ==
-                Code::kFailedPrecondition,
-            true);
-  EXPECT_EQ(f.rounds->Values(1, {"a"}, 1, &values).message,
-            "value must be less than 1, the number of values that worker 'a' "
-            "pushed to averaging rounds 'r', got 1");
-  f.Push("b", 1, 1);
-  bool accepted;
-  EXPECT_EQ(f.rounds->Push("c", 1, {1}, &accepted).code ==
-                Code::kInvalidArgument,
-            true);
+  const Known a = f.Enter("a", {0, 1})->known;
+  const HeardPtr b = f.Enter("b", {0, 1});
+  EXPECT_EQ(b->times, 0);
+  EXPECT_TRUE(Stage(f.lead.get(), "a", a, 1));
+  EXPECT_TRUE(Stage(f.other.get(), "a", a, 1));
+  f.timer.Ring(kTurn);  // That of a is over.
+  EXPECT_EQ(b->known.turn, a.turn + 1);
+  EXPECT_FALSE(Stage(f.lead.get(), "a", a, 1));
+  EXPECT_FALSE(f.Arrive("a", a));
+  EXPECT_EQ(f.lead->staged(), 0);
+  // Another server hears of it from b, and drops the values, too.
+  EXPECT_EQ(f.other->staged(), 1);
+  EXPECT_TRUE(f.other->Follow(b->known));
+  EXPECT_EQ(f.other->staged(), 0);
+  EXPECT_FALSE(Stage(f.other.get(), "a", a, 1));
+
+  const HeardPtr waits = f.Enter("a", {0, 1});
+  f.timer.Ring(kWait);
+  EXPECT_TRUE(waits->status.code == Code::kDeadlineExceeded);
+  EXPECT_EQ(waits->status.message,
+            "round 0 of averaging rounds 'r' gave no turn within 9 seconds: "
+            "restart the others, wait longer, or reduce min_workers");
+  f.most_turns = 2;
+  EXPECT_EQ(f.Enter("a", {0, 1})->known.turns.alive.size(), 2u);
 }
 
-// A callback runs without a lock.
+TEST(Rounds, ValuesThatAreNotWanted) {
+  Fixture f;
+  f.most_turns = 9;
+  const Known a = f.Enter("a", {0, 1})->known, b = f.Enter("b", {0, 1})->known;
+  EXPECT_FALSE(f.Arrive("a", a));  // Without values.
+  EXPECT_TRUE(f.lead->Stage("a", a, 1, 2, 0, {1}));
+  EXPECT_FALSE(f.Arrive("a", a));  // With half of them.
+  Known again = f.Enter("a", {0, 1})->known;
+  EXPECT_TRUE(f.lead->Stage("a", again, 1, 2, 1, {1}));
+  EXPECT_FALSE(f.Arrive("a", again));  // Those of a former turn are dropped.
+  EXPECT_TRUE(Stage(f.lead.get(), "a", again, 1));
+  EXPECT_FALSE(f.Arrive("a", a));  // In another turn.
+  for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
+    Known elsewhere = again;
+    elsewhere.place = place;
+    EXPECT_EQ(f.Enter("a", place)->known.turn, -1);
+    EXPECT_FALSE(Stage(f.lead.get(), "a", elsewhere, 1));
+    EXPECT_FALSE(f.Arrive("a", elsewhere));
+    EXPECT_FALSE(f.other->Follow(elsewhere));
+  }
+  EXPECT_TRUE(f.Arrive("a", again));
+  const auto refuses = [&](const std::string& worker, const Known& known) {
+    EXPECT_EQ(f.Enter(worker, {0, 1})->known.turn, -1);
+    EXPECT_FALSE(Stage(f.lead.get(), worker, known, 1));
+    EXPECT_FALSE(f.Arrive(worker, known));
+  };
+  refuses("a", a);  // A member.
+  EXPECT_TRUE(Stage(f.lead.get(), "b", b, 1));
+  f.Close({0, 1}, 1);
+  f.timer.Ring(kWait);
+  refuses("b", b);  // A closed round.
+}
+
+TEST(Rounds, NamesThatAreWrong) {
+  Fixture f;
+  f.most_turns = 3;
+  const Known c = f.Enter("c", {0, 1})->known;
+  EXPECT_TRUE(Stage(f.lead.get(), "c", c, 1));
+  f.Bring("a", 1);
+  f.Bring("b", 1);
+  f.Arrive("c", c);
+  EXPECT_EQ(f.arrived.message,
+            "averaging rounds 'r' have num_workers = 2, but 'c' came to round "
+            "0 after 'a', 'b': give each worker a unique name that does not "
+            "change, or correct num_workers");
+  EXPECT_EQ(f.Enter("c", {0, 1})->status.message, f.arrived.message);
+  // Another process takes a name.
+  for (const int64_t process : {0, 10, 11}) {
+    EXPECT_TRUE(f.Enter("a", {0, 1}, process)->status.ok());
+  }
+  EXPECT_EQ(f.Enter("a", {0, 1}, 10)->status.message,
+            "worker 'a' of averaging rounds 'r' is another process now: give "
+            "each worker a unique name");
+  EXPECT_TRUE(f.Enter("a", {0, 1}, 11)->status.ok());
+}
+
+// While a round is open, only its newest members are told.
+TEST(Rounds, ManyMembers) {
+  constexpr int kMany = 20;
+  Fixture f;
+  for (auto* server : {&f.lead, &f.other}) {
+    *server = std::make_shared<IntRounds>("r", kMany, &f.timer, f.warn);
+    Restore(server->get(), {0, 1}, 0);
+  }
+  for (int i = 0; i < kMany; ++i) f.Bring(std::string(1, 'a' + i), 1);
+  EXPECT_EQ(f.now.workers.front(), "e");
+  EXPECT_EQ(f.now.workers.back(), "t");
+  const Known closed = f.Close({0, 1}, 1)->known;
+  EXPECT_EQ(closed.workers.size(), size_t{kMany});
+  EXPECT_EQ(End(f.other.get(), closed), kMany);
+}
+
+TEST(Rounds, TheEndOfARound) {
+  Fixture f;
+  f.Bring("a", 1);
+  f.Bring("b", 2);
+  bool is_open;
+  EXPECT_EQ(f.lead->CheckClosed(f.now, &is_open).message,
+            "round 0 of averaging rounds 'r' must be closed before it ends, "
+            "got values of 'a', 'b'");
+  Known known = f.Close({0, 1}, 1)->known;
+  known.workers = {"a", "c"};
+  EXPECT_EQ(f.other->CheckClosed(known, &is_open).message,
+            "round 0 of averaging rounds 'r' must have the values of 2 workers "
+            "before it ends, got values of 'a'");
+  EXPECT_FALSE(f.lead->CheckClosed(known, &is_open).ok());
+  Restore(f.lead.get(), {kLastRound, 2}, 1);
+  EXPECT_TRUE(Next(f.lead.get()).code == Code::kFailedPrecondition);
+}
+
+TEST(Rounds, ARestore) {
+  Fixture f;
+  const HeardPtr turn = f.Enter("a", {0, 1}), closed = f.Close({0, 1}, 1);
+  // The turn to restore comes when no other is alive.
+  const HeardPtr restores = f.Start({For::kRestore, {0, 1}, "b", 0, 0, kTurn});
+  EXPECT_EQ(restores->times, 0);
+  f.timer.Ring(kTurn);
+  EXPECT_EQ(restores->times, 1);
+  Known known = restores->known;
+  known.place = {4, 3};
+  EXPECT_TRUE(Stage(f.lead.get(), "b", known, 7));
+  // From another generation; to one that is not later; without values.
+  std::vector<int> got;
+  EXPECT_FALSE(Restore(f.lead.get(), {4, 3}, 2, "b", &got));
+  EXPECT_FALSE(Restore(f.lead.get(), {4, 1}, 1, "b", &got));
+  EXPECT_FALSE(Restore(f.lead.get(), {4, 3}, 1, "a", &got));
+  EXPECT_TRUE(f.lead->known().place == (Place{0, 1}));
+  EXPECT_TRUE(Restore(f.lead.get(), {4, 3}, 1, "b", &got));
+  EXPECT_EQ(got, std::vector<int>{7});
+  EXPECT_TRUE(f.lead->known().place == (Place{4, 3}));
+  // The waits for the old place are over, and so are its turns.
+  EXPECT_EQ(closed->times, 1);
+  EXPECT_EQ(closed->workers(), "");
+  EXPECT_EQ(f.timer.set.size(), 0u);
+  // Without values, only the open round may begin again.
+  f.Enter("a", {4, 3});
+  EXPECT_TRUE(Restore(f.lead.get(), {4, 5}, 3, "b", &got));
+  EXPECT_TRUE(f.lead->known().turns.alive.empty());
+  EXPECT_EQ(f.Start({For::kRestore, {4, 3}})->known.turn, -1);
+}
+
+// Whatever the step after which b stops, a can finish the round.
+TEST(Rounds, AWorkerThatStops) {
+  for (int stop = 0; stop <= 9; ++stop) {
+    Fixture f;
+    int step = 0;
+    const auto goes_on = [&] { return step++ < stop; };
+    Known known;
+    if (goes_on()) known = f.Enter("b", {0, 1})->known;
+    if (goes_on()) f.other->Follow(known);
+    if (goes_on()) f.other->Stage("b", known, 1, 1, 0, {2});
+    if (goes_on()) f.lead->Stage("b", known, 1, 2, 0, {0});
+    if (goes_on()) f.lead->Stage("b", known, 1, 1, 0, {2});
+    const bool is_member = goes_on() && f.Arrive("b", known);
+    if (goes_on()) f.other->Follow(f.now);
+
+    const HeardPtr turn = f.Enter("a", {0, 1});
+    if (turn->times == 0) f.timer.Ring(kTurn);
+    EXPECT_TRUE(Stage(f.other.get(), "a", turn->known, 5));
+    EXPECT_TRUE(Stage(f.lead.get(), "a", turn->known, 5));
+    EXPECT_TRUE(f.Arrive("a", turn->known));
+    const HeardPtr closed = f.Close({0, 1}, 1);
+    if (!is_member) f.timer.Ring(kWait);
+    EXPECT_EQ(closed->workers(), is_member ? "ab" : "a");
+    for (const auto& server : {f.other, f.lead}) {
+      const int sum = is_member ? 7 : 5;
+      const bool is_over = goes_on() && End(server.get(), closed->known) >= 0;
+      EXPECT_EQ(End(server.get(), closed->known), is_over ? -1 : sum);
+      EXPECT_TRUE(server->known().place == (Place{1, 1})) << stop;
+      EXPECT_EQ(server->staged(), 0) << stop;
+    }
+    EXPECT_EQ(f.timer.set.size(), 0u) << stop;
+  }
+}
+
+// A callback runs without a lock, also of the caller.
 TEST(Rounds, AreCalledByTheirCallbacks) {
   Fixture f;
-  f.Next(0, /*reset=*/true);
   std::string heard;
-  IntRounds::Wait wait;
-  wait.round = 0;
-  wait.timeout_secs = 9;
-  wait.done = [&](const IntRounds::Answer& answer) {
-    EXPECT_EQ(f.Push("a", answer.open, 5), true);
-    heard = f.Gather(answer.open, 2)->workers() + "after";
+  RoundWait wait{For::kClose, {0, 1}};
+  wait.done = [&](const RoundAnswer&) {
+    f.Enter("a", {1, 1});
+    heard = f.Close({0, 1}, 2)->workers() + "after";
   };
-  f.rounds->Start(std::move(wait));
-  f.Next(0);
+  f.lead->Start(std::move(wait));
+  Next(f.lead.get());
   EXPECT_EQ(heard, "after");
 }
 
-// By the real clock: one that is set later and comes earlier ends the wait of
-// the timer's thread.
-TEST(DeadlineTimer, TheEarliestDeadline) {
-  std::mutex mu;
-  std::condition_variable rung;
-  std::string order;
-  const auto ring = [&](char name) {
-    return [&, name] {
-      std::lock_guard<std::mutex> lock(mu);
-      order += name;
-      rung.notify_all();
-    };
-  };
-  DeadlineTimer& timer = DeadlineTimer::Get();
-  const Timer::Id far = timer.Set(1000, ring('f'));
-  const Timer::Id cancelled = timer.Set(500, ring('x'));
-  timer.Cancel(cancelled);
-  timer.Cancel(cancelled);
-  timer.Set(0.05, ring('a'));
-  std::unique_lock<std::mutex> lock(mu);
-  while (order.find('a') == std::string::npos) rung.wait(lock);
-  EXPECT_EQ(order, "a");
-  lock.unlock();
-  timer.Cancel(far);
-}
-
-// Threads set deadlines and cancel some. Each rings once, or was cancelled.
-TEST(DeadlineTimer, InThreads) {
-  constexpr int kDeadlines = 200;
-  DeadlineTimer& timer = DeadlineTimer::Get();
-  InThreads(3, [&](int t) {
-    Random random(t);
-    std::vector<std::atomic<int>> rung(kDeadlines);
-    std::vector<bool> cancelled(kDeadlines);
-    Notification last;
-    for (int i = 0; i < kDeadlines; ++i) {
-      const bool cancel = Below(2, &random) == 0;
-      const Timer::Id id =
-          timer.Set(cancel ? 1000 : 1e-5 * Below(100, &random),
-                    [&rung, i] { ++rung[i]; });
-      if (cancel) timer.Cancel(id);
-      cancelled[i] = cancel;
-    }
-    timer.Set(0.01, [&last] { last.Notify(); });
-    last.Wait();
-    for (int i = 0; i < kDeadlines; ++i) {
-      EXPECT_EQ(rung[i], cancelled[i] ? 0 : 1);
-    }
-  });
-}
-
-// A wait of a thread, for its answer.
-IntRounds::Answer Wait(IntRounds* rounds, int64_t round, int64_t min_workers,
-                       double timeout_secs) {
+// The answer of a wait, in a thread that waits for it.
+Known Wait(IntRounds* rounds, RoundWait wait) {
   Notification answered;
-  IntRounds::Answer result;
-  IntRounds::Wait wait;
-  wait.round = round;
-  wait.min_workers = min_workers;
-  wait.timeout_secs = timeout_secs;
-  wait.done = [&](const IntRounds::Answer& answer) {
+  RoundAnswer result;
+  wait.timeout_secs = 100;
+  wait.done = [&](const RoundAnswer& answer) {
     result = answer;
     answered.Notify();
   };
   rounds->Start(std::move(wait));
   answered.Wait();
-  return result;
+  EXPECT_EQ(result.status.message, "");
+  return result.known;
 }
 
-// A chief and workers. Each round's mean is of what all have pushed.
+// Each of the workers ends rounds, on two servers.
 TEST(Rounds, InThreads) {
   constexpr int kWorkers = 3, kRounds = 200;
-  const auto rounds = std::make_shared<IntRounds>(
-      "r", kWorkers, &DeadlineTimer::Get(),
-      [](const std::string& warning) { ADD_FAILURE() << warning; });
-  InThreads(kWorkers + 1, [&](int t) {
-    int64_t open = -1;
-    if (t == kWorkers) {
-      EXPECT_TRUE(rounds->Next(-1, /*reset=*/true, &open).ok());
-      for (int64_t round = 0; round < kRounds; ++round) {
-        const IntRounds::Answer answer =
-            Wait(rounds.get(), round, kWorkers, 100);
-        ASSERT_EQ(answer.workers.size(), size_t{kWorkers})
-            << answer.status.message;
-        std::vector<int> values;
-        ASSERT_TRUE(rounds->Values(round, answer.workers, 0, &values).ok());
-        for (int worker = 0; worker < kWorkers; ++worker) {
-          EXPECT_EQ(values[worker], 1000 * round + worker);
-        }
-        ASSERT_TRUE(rounds->Next(round, false, &open).ok());
+  std::shared_ptr<IntRounds> servers[2];  // The lead is the last.
+  std::mutex ends[2];
+  int64_t ended[2] = {};
+  for (auto& server : servers) {
+    server = std::make_shared<IntRounds>(
+        "r", kWorkers, &DeadlineTimer::Get(),
+        [](const std::string& warning) { ADD_FAILURE() << warning; });
+    Restore(server.get(), {0, 1}, 0);
+  }
+  IntRounds* const lead = servers[1].get();
+  InThreads(kWorkers, [&](int t) {
+    const std::string name = std::to_string(t);
+    for (int64_t round = 0; round < kRounds; ++round) {
+      const Place place = {round, 1};
+      const Known turn =
+          Wait(lead, {For::kTurn, place, name, 0, /*most_turns=*/2, 100});
+      for (const auto& server : servers) {
+        EXPECT_TRUE(
+            Stage(server.get(), name, turn, 1000 * round + t));
       }
-      return;
-    }
-    open = Wait(rounds.get(), -1, 0, 100).open;
-    while (open < kRounds) {
       bool accepted;
-      ASSERT_TRUE(rounds
-                      ->Push(std::to_string(t), open,
-                             {static_cast<int>(1000 * open + t)}, &accepted)
-                      .ok());
+      Known known;
+      EXPECT_TRUE(lead->Arrive(name, turn, &accepted, &known).ok());
       EXPECT_TRUE(accepted);
-      open = Wait(rounds.get(), open, 0, 100).open;
+      servers[0]->Follow(known);
+      RoundWait close{For::kClose, place};
+      close.min_workers = kWorkers;
+      known = Wait(lead, std::move(close));
+      for (int s = 0; s < 2 && !known.workers.empty(); ++s) {
+        const std::lock_guard<std::mutex> lock(ends[s]);
+        const int sum = End(servers[s].get(), known);
+        if (sum < 0) continue;
+        EXPECT_EQ(sum, 3 * 1000 * round + 3);
+        ++ended[s];
+      }
     }
-    EXPECT_EQ(open, kRounds);
   });
+  EXPECT_EQ(ended[0], kRounds);
+  EXPECT_EQ(ended[1], kRounds);
 }
 
-// Deadlines, ends of steps, pushes and the end of the rounds race. Each wait is
-// answered once.
+// Deadlines, ends of steps, arrivals and the end of the rounds race. Each wait
+// is answered once.
 TEST(Rounds, EndsThatRace) {
   constexpr int kTimes = 60, kThreads = 4, kWaits = 6;
   for (int i = 0; i < kTimes; ++i) {
     auto rounds = std::make_shared<IntRounds>(
         "r", 2, &DeadlineTimer::Get(), [](const std::string&) {});
-    int64_t open;
-    rounds->Next(0, /*reset=*/true, &open);
     std::atomic<int> answers{0};
     Notification all;
     InThreads(kThreads, [&](int t) {
       Random random(kThreads * i + t);
       std::vector<std::function<void()>> ends;
       for (int w = 0; w < kWaits; ++w) {
-        IntRounds::Wait wait;
-        wait.round = 0;
-        wait.min_workers = Below(3, &random);
+        const std::string name = std::to_string(t % 2);
+        const bool turn = Below(2, &random) == 0;
+        RoundWait wait{turn ? For::kTurn : For::kClose, {-1, 0}, name};
+        wait.turn_secs = 1e-5 * Below(30, &random);
+        wait.grace_secs = 1e-5 * Below(30, &random);
         wait.timeout_secs = 1e-5 * Below(30, &random);
-        wait.worker = wait.min_workers == 0 ? std::to_string(t % 2) : "";
         if (Below(2, &random) == 0) {
           wait.watch = [&ends](std::function<void()> end) {
             ends.push_back(std::move(end));
@@ -393,13 +537,19 @@ TEST(Rounds, EndsThatRace) {
           };
           wait.unwatch = [] {};
         }
-        wait.done = [&](const IntRounds::Answer&) {
+        // The turn may be answered after this thread's step.
+        const auto self = rounds;
+        wait.done = [&, self, turn, name](const RoundAnswer& answer) {
+          bool accepted;
+          Known known;
+          if (turn && answer.known.turn >= 0) {
+            Stage(self.get(), name, answer.known, 1);
+            self->Arrive(name, answer.known, &accepted, &known);
+          }
           if (++answers == kThreads * kWaits) all.Notify();
         };
         rounds->Start(std::move(wait));
-        bool accepted;
-        if (w == t) rounds->Push(std::to_string(t % 2), 0, {w}, &accepted);
-        if (w == 3 && t == 1) rounds->Next(0, false, &open);
+        if (w == 3 && t == 1) Next(rounds.get());
         if (w == 4 && t == 2) rounds->End();
         if (!ends.empty()) ends[Below(ends.size(), &random)]();
       }

@@ -71,11 +71,51 @@ class Variable:
 
 @dataclasses.dataclass
 class Rounds:
-  """Averaging rounds of `workers`, of which some have pushed to `round`."""
+  """Averaging rounds, to which some workers have come.
+
+  Attributes:
+    workers: Their number.
+    place: The open round and its generation; (-1, 0) before the first.
+    dtypes: Those of the vectors.
+    sizes: Their numbers of elements.
+    center: Vectors, or None if the center is in variables.
+    members: {worker: its vectors}. They had the first turns.
+    staged: The same, of those that have the next turns.
+    offered: A center that CENTRAL has sent for place OFFERED, or None.
+    closed: Whether the round is closed, if it has members.
+  """
   workers: int
-  round: int
-  pushed: dict  # {worker: [array]}
-  gathered: bool = False
+  place: tuple
+  dtypes: list
+  sizes: list
+  center: typing.Any
+  members: dict
+  staged: dict
+  offered: typing.Any
+  closed: bool
+
+  @property
+  def is_closed(self):
+    return bool(self.closed and self.members)
+
+  @property
+  def alive(self):
+    """{worker: turn}."""
+    return {w: len(self.members) + 1 + i for i, w in enumerate(self.staged)}
+
+  @property
+  def newest(self):
+    return len(self.members) + len(self.staged) or (0 if self.place[1] else -1)
+
+  def known(self, worker=None):
+    """What the rounds tell to a worker."""
+    alive = self.alive
+    numbers = [*self.place, int(self.is_closed), alive.get(worker, -1),
+               self.newest, *alive.values()]
+    return [" ".join(map(str, numbers)), *sorted(self.members)]
+
+
+CENTRAL, OFFERED = "center", (5, 9)
 
 
 @dataclasses.dataclass
@@ -182,8 +222,6 @@ class _Maker:
         attrs["policy"] = self._pick(["", *_compensation.POLICIES])
       elif attr.name == "shared_name":
         attrs[attr.name] = f"fuzz {self.case.seed}"
-      elif attr.name == "worker":
-        attrs[attr.name] = self._pick(["", "w0"])
       elif attr.name == "shared_names":
         attrs.update(containers=[""] * n, dtypes=[FLOAT] * n,
                      shapes=[[i] for i in range(n)],
@@ -221,6 +259,8 @@ class _Maker:
         attrs[attr.name] = bool(rng.integers(2))
     if "value" in attrs:
       attrs["value"] = int(rng.integers(2))
+    if "num_workers" in by_name:
+      attrs.update(sizes=[3, 0], dtypes=[self._pick([FLOAT, DOUBLE])] * 2)
     self.main = main
     self.lists = []  # What each of the op's "variables" is: (list, dtype).
     if {"variables", "NK"} <= self.names | by_name.keys():
@@ -352,34 +392,102 @@ class _Maker:
           for s in [*self.rule[1].scalars, *policy_of(self.case)[1]]])
     if name == "timeout_secs":
       return np.array(self._pick([0.001, 0.02, 5., np.inf]))
-    if name in ("round", "recorded", "limit"):
-      of_rounds = [self.case.rounds.round] * 4 if self.case.rounds else [0, 3]
-      return np.array(self._pick(of_rounds + [1, 50]), np.int64)
+    if name in ("recorded", "limit"):
+      return np.array(self._pick([0, 3, 1, 50]), np.int64)
     if name == "token":  # All negative ones stand for none.
       return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
-    if name == "min_workers":
-      workers = self.case.rounds.workers if self.case.rounds else 1
-      return np.array(rng.integers(1, workers + 1), np.int64)
-    if name == "worker":
-      return np.array(self._pick(["w0", "w1"]), object)
-    if name == "workers":
-      pushed = list(self.case.rounds.pushed) if self.case.rounds else []
-      return np.array(pushed or ["w0"], object)
+    if self.case.rounds:
+      return self._of_rounds(name, position, dtype)
     if dtype == DOUBLE and not is_list(arg):
       return np.array(self._scalar(name))
     if is_list(arg) and name != "values" or arg.type_attr:
       return array(rng, dtype, shape)
     return array(rng, dtype, shape if is_list(arg) else ())
 
+  def _of_rounds(self, name, position, dtype):
+    """A tensor for an op of averaging rounds."""
+    rng, rounds = self.rng, self.case.rounds
+    n = len(rounds.sizes)
+    if name == "worker":
+      some = list(rounds.staged) if rng.random() < 0.8 else []
+      return np.array(self._pick(some or ["w0", "w1", "w2"][:rounds.workers])
+                      if "from_generation" not in self.names else CENTRAL,
+                      object)
+    if name == "known":
+      [worker] = self.case.inputs.get("worker", [np.array("")])
+      return np.array(rounds.known(worker[()]), object)
+    if name == "place":
+      place = rounds.place
+      if "from_generation" in self.names:
+        place = OFFERED if rounds.offered else (max(place[0], 0), OFFERED[1])
+      elif rng.random() < 0.1:
+        place = (place[0] + self._pick([-1, 1]), place[1])
+      return np.array(place, np.int64)
+    if name == "values":
+      size = rounds.sizes[(self.first + position) % n]
+      return array(rng, dtype, (size,))
+    numbers = {
+        "min_workers": [1, rounds.workers], "most_turns": [0, 1, 9, 9],
+        "turn_secs": [5., np.inf], "grace_secs": [0., 0.01, np.inf],
+        "process": [0], "weight": [1., 0.5, 3.], "count": [n],
+        "first": [self.first], "from_generation": [rounds.place[1]],
+        "learning_rate": [1., 0.5], "momentum": [0., 0.9],
+        "stepped": [0, n], "index": [self.first]}
+    return np.array(self._pick(numbers[name]), numpy_dtype(dtype))
+
   def _rounds(self):
-    rng = self.rng
+    rng, attrs, op = self.rng, self.case.attrs, family(self.op.name)
+    sizes = [self._pick([0, 1, 3, 17]) for _ in range(rng.integers(1, 4))]
+    dtypes = [self._pick([FLOAT, DOUBLE]) for _ in sizes]
+    has_center = bool(rng.integers(2)) or op in (
+        "AveragingOuterStep", "AveragingCenter")
+    self.first = int(rng.integers(len(sizes)))
+    if op == "AveragingMean":
+      has_center = False
+      sizes, dtypes = self._of_mean()
+    if op == "AveragingCenter":
+      dtypes[self.first] = attrs["T"]
+      attrs["velocity"] = False
+    if op == "AveragingStage":
+      self.row_dtypes["values"] = attrs["T"] = [
+          self._value_dtype(t) for t in dtypes[self.first:]]
+    vectors = lambda: [array(rng, self._value_dtype(t), (size,))
+                       for t, size in zip(dtypes, sizes)]
     workers = int(rng.integers(1, 4))
-    dtype = self.main or FLOAT
-    size = sum(int(np.prod(s)) for s in self.shapes)
-    pushed = {f"w{w}": [array(rng, dtype, (size,)) for _ in range(2)]
-              for w in range(workers) if rng.random() < 0.8}
-    self.case.rounds = Rounds(workers, int(rng.integers(-1, 3)), pushed,
-                              bool(pushed and rng.random() < 0.2))
+    is_new = rng.random() < 0.1 and not has_center
+    came = {f"w{w}": rng.random() for w in range(workers)}
+    ends = "learning_rate" in self.names or op == "AveragingMean"
+    restores = "from_generation" in self.names
+    center = [array(rng, t, (size,)) for t, size in zip(dtypes, sizes)]
+    self.case.rounds = Rounds(
+        workers, (-1, 0) if is_new else (int(rng.integers(3)), 1), dtypes,
+        sizes, center if has_center else None,
+        {w: vectors() for w, x in came.items() if x < (0.8 if ends else 0.4)},
+        {w: vectors() for w, x in came.items() if x > (0.9 if ends else 0.6)},
+        center if has_center and restores and rng.integers(2) else None,
+        bool(rng.random() < (0.9 if ends else 0.2)))
+
+  def _value_dtype(self, dtype):
+    return self._pick([FLOAT, FLOAT, *LOW]) if dtype == FLOAT else dtype
+
+  def _of_mean(self):
+    """Makes the variables of AveragingMean: the sizes and dtypes of vectors."""
+    attrs = self.case.attrs
+    attrs["sizes"] = [int(self.rng.integers(1, 3))
+                      for _ in range(self.rng.integers(1, 4))]
+    of = [self._pick(FLOATS) for _ in attrs["sizes"]]
+    self.dtypes = [t for t, n in zip(of, attrs["sizes"]) for _ in range(n)]
+    shapes = [[self._pick(SHAPES) for _ in range(n)] for n in attrs["sizes"]]
+    self.shapes = [s for group in shapes for s in group]
+    for _ in range(self.rng.integers(3)):
+      self.shapes.append(())
+      self.dtypes.append(self._pick([INT32, INT64]))
+    self.n = len(self.shapes)
+    in_refs = self.case.mode == "ref-graph"
+    attrs["N"] = 0 if in_refs else self.n
+    self.row_dtypes["refs"] = attrs["T"] = self.dtypes if in_refs else []
+    return ([sum(int(np.prod(s)) for s in group) for group in shapes],
+            [DOUBLE if t == DOUBLE else FLOAT for t in of])
 
   def _inputs(self):
     self._step = self._pick([INT32, INT64])
@@ -517,7 +625,9 @@ class _Spoiler:
 
   def number(self):
     name, position, old = self._some_tensor()
-    if old.dtype == object:
+    if name == "known" and old.ndim == 1 and old.size:
+      new = self._known(old)
+    elif old.dtype == object:
       new = np.array(self._pick(["", "nobody", "w2", "x" * 10000]), object)
       new = np.broadcast_to(new, old.shape).copy()
     elif old.dtype == bool:
@@ -542,16 +652,27 @@ class _Spoiler:
 
   def state(self):
     rounds = self.case.rounds
-    how = self._pick(["round", "size", "dtype", "none"])
-    if how == "round":
-      rounds.round = self._pick([-1, 7, 2**62])
-    elif how == "none":
-      rounds.pushed = {}
+    how = self._pick(["round", "none", "closed"])
+    if how == "round" and rounds.place[1]:
+      rounds.place = (self._pick([0, 7, 2**62]), 1)
+    elif how == "closed":
+      rounds.closed = not rounds.closed
     else:
-      for values in rounds.pushed.values():
-        values[0] = (values[0][:-1] if how == "size" else
-                     array(self.rng, self._pick(FLOATS), values[0].shape))
+      rounds.members, rounds.staged = {}, {}
     return f"rounds: {how}"
+
+  def _known(self, old):
+    """What rounds have told, changed in one place."""
+    numbers, names = str(old[0]).split(" "), list(old[1:])
+    at = int(self.rng.integers(len(numbers)))
+    how = self.rng.integers(5)
+    if how < 3:
+      numbers[at] = str(self._pick([*INTEGERS, 2**63, "", "x"]))
+    elif how == 3:
+      names = self._pick([names[1:], [*names, "w0"], ["nobody"]])
+    else:
+      numbers = self._pick([numbers[at:], numbers * 2])
+    return [" ".join(numbers), *names]
 
   def attribute(self):
     attrs = [a for a in self.op.attr]
@@ -569,6 +690,8 @@ class _Spoiler:
       new = self._pick(["", "Ema", "WeightedSum", "nonsense", "\0", "x" * 5000])
     elif attr.type == "list(type)":
       new = [self._pick(FLOATS + [INT32]) for _ in range(len(old))]
+    elif attr.type == "list(int)":
+      new = self._pick([old[1:], [*old, 1], [-1] * len(old), [2**62] * 2])
     elif attr.type == "list(string)":
       new = self._pick([old[1:], [*old, "more"], [""] * len(old)])
     elif attr.type == "list(shape)":
@@ -581,19 +704,15 @@ class _Spoiler:
 
 def modes_of(op_def):
   """The modes in which an op can run, each as often as it shall."""
+  modes = ["eager"] * 6 + ["function"] * 3 + ["graph"] * 3
+  if op_def.name == "Wrapopt>AveragingMean":
+    return modes + ["ref-graph"] * 3  # Its refs may be none.
   if any(a.is_ref for a in op_def.input_arg):
     return ["ref-graph"]
-  modes = ["eager"] * 6 + ["function"] * 3 + ["graph"] * 3
   # TensorFlow may crash when it compiles a function of strings.
   if any(a.type == STRING for a in op_def.input_arg):
     return modes
   return modes + ["jit"] * 2
-
-
-# Ops that the rounds of a case must refuse: every 50th case has the next.
-SERVED = ("AveragingArrive", "AveragingCenter", "AveragingClose",
-          "AveragingEnter", "AveragingFollow", "AveragingOuterStep",
-          "AveragingRestore", "AveragingStage", "AveragingState")
 
 
 def make(seed, op=None, mode=None):
@@ -609,10 +728,6 @@ def make(seed, op=None, mode=None):
   """
   rng = np.random.default_rng(seed)
   ops = [d for name, d in op_defs_once().items() if op is None or op in name]
-  if op is None:
-    served = SERVED[seed // 50 % len(SERVED)] if seed % 50 == 49 else None
-    ops = [d for d in ops if family(d.name) == served or
-           served is None and family(d.name) not in SERVED]
   op_def = ops[int(rng.integers(len(ops)))]
   modes = modes_of(op_def)
   chosen = modes[int(rng.integers(len(modes)))]

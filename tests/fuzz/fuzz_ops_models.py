@@ -10,6 +10,7 @@ their neighbours are.
 """
 
 import math
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -678,80 +679,198 @@ def _lock(call):
 # Averaging rounds: the first call of a case finds them as they were made.
 
 
-def _open(call):
-  rounds = call.case.rounds
-  return rounds, int(call.number("round"))
+def _place(call):
+  [place] = call.ids("place")
+  call.demand(place.shape == (2,) and place[0] < 2**63 - 1, f"place {place}")
+  return tuple(place.tolist())
 
 
-def _push(call):
-  rounds, round_ = _open(call)
-  worker = call.number("worker")
-  want = round_ > rounds.round or (
-      round_ == rounds.round and not (rounds.gathered and rounds.pushed))
-  if bool(call.outputs[0]) != want:
-    raise AssertionError(f"accepted is {call.outputs[0]}, want {want}")
-  if round_ == rounds.round and want:
-    call.demand(worker in rounds.pushed or
-                len(rounds.pushed) < rounds.workers, "too many workers")
+def _told(call):
+  """What the op is told: (place, closed, turn, newest, alive, workers)."""
+  [known] = call.ids("known")
+  call.demand(known.ndim == 1 and known.size > 0 and re.fullmatch(
+      r"-?\d+( -?\d+){4,}", str(known[0])), f"what it is told: {known}")
+  round_, generation, closed, turn, newest, *alive = (
+      int(x) for x in str(known[0]).split(" "))
+  call.demand(round_ < 2**63 - 1, f"round {round_}")
+  call.demand(all(-2**63 <= x < 2**63 for x in (
+      round_, generation, closed, turn, newest, *alive)), "large integers")
+  return ((round_, generation), closed != 0, turn, newest, alive,
+          [str(x) for x in known[1:]])
 
 
-def _gather(call):
-  rounds, round_ = _open(call)
-  call.demand(round_ == rounds.round, f"a gather of round {round_}")
+def _want(got, want, what):
+  if tuple(np.ravel(got).tolist()) != tuple(np.ravel(want).tolist()):
+    raise AssertionError(f"{what} is {got}, want {want}")
+
+
+def _want_members(known, members):
+  """They are told in the order in which they came."""
+  _want(sorted(known[1:]), sorted(w.encode() for w in members), "the members")
+
+
+def _enter(call):
+  rounds, place = call.case.rounds, _place(call)
+  most, worker = int(call.number("most_turns")), call.number("worker")
+  call.demand(most >= 0, f"most_turns = {most}")
+  call.demand(call.number("turn_secs") > 0, "such a turn")
+  call.demand(call.number("timeout_secs") > 0, "such a timeout")
+  call.demand(worker in rounds.members or
+              len(rounds.members) < rounds.workers, "too many workers")
+  turn = -1
+  if _has_turn(rounds, place, most, worker):
+    call.demand(len(rounds.alive) < max(most, 1), "too many turns")
+    turn = len(rounds.members) + len(rounds.staged) + 1
+  _want(call.outputs[0], turn, "the turn")
+  _want_members(call.outputs[1], rounds.members)
+
+
+def _has_turn(rounds, place, most, worker):
+  return place == rounds.place and (most == 0 or (
+      not rounds.is_closed and worker not in rounds.members))
+
+
+def _stage(call):
+  rounds, worker = call.case.rounds, call.number("worker")
+  place, _, turn, newest, alive, workers = _told(call)
+  n, restores = len(rounds.sizes), place[1] > rounds.place[1]
+  call.demand(rounds.center is not None if restores else
+              rounds.center is None or rounds.place[1], "such a center")
+  weight = call.number("weight")
+  call.demand(0 < weight < np.inf, f"weight {weight}")
+  count, first = int(call.number("count")), int(call.number("first"))
+  call.demand(n <= count <= (2 * n if restores else n), f"count = {count}")
+  values = call.ids("values")
+  call.demand(0 <= first <= count - len(values), f"first = {first}")
+  for i, value in enumerate(values):
+    vector = (first + i) % n
+    dtype = tf.as_dtype(value.dtype).as_datatype_enum
+    call.demand(value.shape == (rounds.sizes[vector],), "such a shape")
+    call.demand(dtype == rounds.dtypes[vector] or not restores and
+                dtype in inputs.LOW and rounds.dtypes[vector] == inputs.FLOAT,
+                f"a value of {value.dtype}")
+  members = set(rounds.members)
+  if place == rounds.place:
+    members |= set(rounds.staged) & set(workers)
+  if place != rounds.place or newest <= rounds.newest:
+    newest, alive = rounds.newest, rounds.alive.values()
+  _want(call.outputs[0], restores or (
+      place == rounds.place and not rounds.is_closed and
+      worker not in members and (turn > newest or turn in alive)), "accepted")
+
+
+def _arrive(call):
+  rounds, worker = call.case.rounds, call.number("worker")
+  place, _, turn, *_ = _told(call)
+  accepted = (place == rounds.place and not rounds.is_closed and
+              rounds.alive.get(worker) == turn)
+  members = {*rounds.members, worker} if accepted else rounds.members
+  _want(call.outputs[0], accepted, "accepted")
+  _want_members(call.outputs[1], members)
+
+
+def _follow(call):
+  _want(call.outputs[0], _told(call)[0] == call.case.rounds.place, "accepted")
+
+
+def _close(call):
+  rounds, place = call.case.rounds, _place(call)
   least = int(call.number("min_workers"))
   call.demand(1 <= least <= rounds.workers, f"min_workers = {least}")
   call.demand(call.number("timeout_secs") > 0, "such a timeout")
-  # A limitation: a second gather returns the workers of the first, even if they
-  # are fewer than its min_workers.
-  call.demand(least <= len(rounds.pushed) or rounds.gathered, "too few workers")
-  got = [w.decode() for w in call.outputs[0]]
-  if got != sorted(rounds.pushed):
-    raise AssertionError(f"gathered {got} of {sorted(rounds.pushed)}")
+  call.demand(call.number("grace_secs") >= 0, "such a grace")
+  members = sorted(rounds.members) if place == rounds.place else []
+  call.demand(place != rounds.place or rounds.is_closed or
+              len(members) >= least, "too few workers")
+  _want(call.outputs[0], [x.encode() for x in (
+      f"{place[0]} {place[1]} 1 -1 -1", *members)], "known")
+
+
+def _restore(call):
+  rounds, place = call.case.rounds, _place(call)
+  call.demand(place[0] >= 0, "such a round")
+  restored = (call.number("from_generation") == rounds.place[1] < place[1])
+  call.demand(not restored or rounds.center is None or
+              place[0] == rounds.place[0] or rounds.offered is not None and
+              place == inputs.OFFERED and
+              call.number("worker") == inputs.CENTRAL, "no center")
+  _want(call.outputs[0], restored, "restored")
+
+
+def _state(call):
+  rounds = call.case.rounds
+  has_center = rounds.center is not None and rounds.place[1] > 0
+  _want(call.outputs[0], rounds.place, "the place")
+  _want(call.outputs[1], [x.encode() for x in rounds.known()], "known")
+  _want(call.outputs[2], [
+      len(rounds.sizes) * has_center, 0,
+      len(rounds.staged) + (rounds.offered is not None)], "the numbers")
+
+
+def _end(call):
+  """Whether the call ends the round, which must be closed then."""
+  rounds = call.case.rounds
+  place, closed, *_, workers = _told(call)
+  is_open = place == rounds.place
+  if is_open:
+    members = set(rounds.members) | set(rounds.staged) & set(workers)
+    call.demand(closed and workers == sorted(members) and members,
+                f"the end of a round of {workers}")
+  _want(call.outputs[0], (rounds.place[0] + is_open, rounds.place[1]),
+        "the place")
+  return [{**rounds.members, **rounds.staged}[w] for w in workers
+          ] if is_open else []
+
+
+def _outer_step(call):
+  call.demand(0 < call.number("learning_rate") < np.inf, "a learning rate")
+  call.demand(0 <= call.number("momentum") < 1, "such a momentum")
+  call.number("stepped")
+  call.demand(not _end(call) or call.case.rounds.center is not None,
+              "a center in variables")
 
 
 def _mean(call):
-  rounds, round_ = _open(call)
-  ids = call.ids("centers")
-  [workers] = call.ids("workers")
-  call.demand(round_ == rounds.round, f"a mean of round {round_}")
-  call.demand(workers.ndim == 1 and workers.size > 0, "such workers")
-  call.demand(len(set(workers)) == len(workers), "a worker twice")
-  call.demand(set(workers) <= set(rounds.pushed), "a worker without values")
-  total = _packed(call, ids).size
+  values = _end(call)
+  sizes, rounds = call.case.attrs["sizes"], call.case.rounds
+  ids = [*call.ids("resources"), *call.ids("refs")]
+  if not values:
+    return
+  call.good(ids, "a mean")
   call.different(ids)
-  values = []
-  for worker in workers:
-    pushed = rounds.pushed[worker]
-    call.demand(call.case.attrs["value"] < len(pushed), "no such value")
-    value = pushed[call.case.attrs["value"]]
-    call.demand(value.shape == (total,) and
-                tf.as_dtype(value.dtype).as_datatype_enum ==
-                call.case.attrs["T"], f"a value of {value.dtype} {value.shape}")
-    values.append(value)
-  want, tolerance = numerics.mean(values)
-  for i in ids:
-    shape, size = call.before[i].shape, call.before[i].size
+  call.demand(len(sizes) == len(rounds.sizes), "such sizes")
+  for i, size in enumerate(sizes):
+    of, ids = ids[:size], ids[size:]
+    dtype = call.case.variables[of[0]].dtype
+    call.of_dtype(of, dtype, "a mean")
+    call.demand(dtype == rounds.dtypes[i] or dtype in inputs.LOW and
+                rounds.dtypes[i] == inputs.FLOAT, "variables of this dtype")
+    call.demand(sum(call.before[k].size for k in of) == rounds.sizes[i],
+                "variables of these sizes")
+    given = [v[i].astype(inputs.numpy_dtype(rounds.dtypes[i])) for v in values]
+    want, tolerance = numerics.mean(given, call.before[of[0]].dtype)
     tolerance = np.broadcast_to(tolerance, want.shape)
-    call.close(i, want[:size].reshape(shape), tolerance[:size].reshape(shape),
-               np.bool_(True), "a mean of workers")
-    want, tolerance = want[size:], tolerance[size:]
+    for k in of:
+      shape, n = call.before[k].shape, call.before[k].size
+      call.close(k, want[:n].reshape(shape), tolerance[:n].reshape(shape),
+                 np.bool_(True), "a mean of workers")
+      want, tolerance = want[n:], tolerance[n:]
+  for k in ids:
+    old = call.before[k]
+    call.demand(old.dtype in (np.int32, np.int64) and old.shape == (),
+                "such a counter")
+    with np.errstate(over="ignore"):
+      call.same(k, old + old.dtype.type(1), "a counter")
 
 
-def _next(call):
-  rounds, round_ = _open(call)
-  reset = call.case.attrs["reset"]
-  call.demand(reset or round_ >= rounds.round, f"the end of round {round_}")
-  want = (rounds.round if reset else round_) + 1
-  if int(call.outputs[0]) != want:
-    raise AssertionError(f"open {call.outputs[0]}, want {want}")
-
-
-def _wait(call):
-  rounds, round_ = _open(call)
-  call.demand(round_ != rounds.round, "the end of a round that is open")
-  call.demand(call.number("timeout_secs") > 0, "such a timeout")
-  if int(call.outputs[0]) != rounds.round:
-    raise AssertionError(f"open {call.outputs[0]}, want {rounds.round}")
+def _center(call):
+  rounds, index = call.case.rounds, int(call.number("index"))
+  attrs = call.case.attrs
+  call.demand(rounds.center is not None and rounds.place[1] > 0 and
+              0 <= index < len(rounds.sizes) and not attrs["velocity"] and
+              attrs["T"] == rounds.dtypes[index], f"center {index}")
+  _want(call.outputs[0], rounds.place, "the place")
+  check_bits(call.outputs[1], rounds.center[index], "the center")
 
 
 def _rounds(call):
@@ -759,22 +878,17 @@ def _rounds(call):
     raise AssertionError("AveragingRounds must have one output")
 
 
-def _served(call):
-  # The rounds of a case are not served.
-  raise AssertionError(f"{call.case.op} must refuse rounds without settings")
-
-
 _MODELS = {
-    **dict.fromkeys(inputs.SERVED, _served),
     "Apply": _apply,
     "AssignPacked": _assign_packed,
     "AveragingAssign": _averaging_assign,
-    "AveragingGather": _gather,
-    "AveragingMean": _mean,
-    "AveragingNext": _next,
-    "AveragingPush": _push,
+    **(_OF_ROUNDS := {
+        "AveragingArrive": _arrive, "AveragingCenter": _center,
+        "AveragingClose": _close, "AveragingEnter": _enter,
+        "AveragingFollow": _follow, "AveragingMean": _mean,
+        "AveragingOuterStep": _outer_step, "AveragingRestore": _restore,
+        "AveragingStage": _stage, "AveragingState": _state}),
     "AveragingRounds": _rounds,
-    "AveragingWait": _wait,
     "BeginUpdate": _begin,
     "Bundle": _bundle,
     "BundleByName": _bundle_by_name,
@@ -794,8 +908,7 @@ _MODELS = {
 }
 
 # The second call finds what the first has made of a state that no model knows.
-ONE_CALL = ("AveragingGather", "AveragingMean", "AveragingNext",
-            "AveragingPush", "AveragingWait")
+ONE_CALL = tuple(_OF_ROUNDS)
 
 
 def model_of(op):
@@ -816,21 +929,20 @@ def may_refuse(case, before):
   family = inputs.family(case.op)
   if family == "Move":  # The second call finds nothing to move.
     return any(before[i] is None for i in case.inputs["from"])
-  if family in inputs.SERVED:
-    return True
-  if family not in ONE_CALL:
-    return False
   rounds = case.rounds
-  round_ = int(case.inputs["round"][0])
-  if family == "AveragingGather":
-    return round_ != rounds.round or len(rounds.pushed) < rounds.workers
-  if family == "AveragingMean":
-    return round_ != rounds.round or not rounds.pushed
-  if family == "AveragingNext":
-    return not case.attrs["reset"] and round_ < rounds.round
-  if family == "AveragingWait":
-    return round_ == rounds.round
-  return (round_ == rounds.round and len(rounds.pushed) == rounds.workers)
+  if family in ("AveragingMean", "AveragingOuterStep"):
+    return not rounds.is_closed
+  if family not in ("AveragingClose", "AveragingEnter"):
+    return False
+  place = tuple(case.inputs["place"][0].tolist())
+  if family == "AveragingClose":
+    return place == rounds.place and not rounds.is_closed and (
+        len(rounds.members) < rounds.workers)
+  most, worker = int(case.inputs["most_turns"][0]), case.inputs["worker"][0][()]
+  return len(rounds.members) == rounds.workers and (
+      worker not in rounds.members) or (
+          _has_turn(rounds, place, most, worker) and
+          len(rounds.alive) >= max(most, 1))
 
 
 def check(case, before, after, outputs, probe, earlier):

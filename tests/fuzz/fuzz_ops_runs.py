@@ -161,27 +161,53 @@ class World:
       return raw.ReadVariableOp(resource=self.handles[i], dtype=variable.dtype)
 
   def _rounds(self):
+    """Averaging rounds, with the workers that have come."""
     rounds = self.case.rounds
-    handle = self._raw("Wrapopt>AveragingRounds", num_workers=rounds.workers,
-                       settings="", container="",
-                       shared_name=self._name("rounds"))
+    n = len(rounds.sizes)
+    integer = lambda x: tf.constant(x, tf.int64)
+    double = lambda x: tf.constant(x, tf.float64)
+    handle = last = self._raw(
+        "Wrapopt>AveragingRounds", num_workers=rounds.workers, settings="",
+        dtypes=rounds.dtypes, sizes=rounds.sizes, container="",
+        holds_center=rounds.center is not None,
+        shared_name=self._name("rounds"))
     self.named.append(handle)
-    last = handle
-    if rounds.round >= 0:
-      last = self._raw(
-          "Wrapopt>AveragingNext", rounds=handle, reset=False,
-          round=tf.constant(rounds.round - 1, tf.int64))
-    for worker, values in rounds.pushed.items():
+
+    def run(op, **given):
+      nonlocal last
       with tf.control_dependencies([last] if self.in_graph() else []):
-        last = self._raw("Wrapopt>AveragingPush", rounds=handle, worker=worker,
-                         round=tf.constant(rounds.round, tf.int64),
-                         values=[tf.constant(v) for v in values])
-    if rounds.gathered and rounds.pushed:
-      with tf.control_dependencies([last] if self.in_graph() else []):
-        last = self._raw("Wrapopt>AveragingGather", rounds=handle,
-                         round=tf.constant(rounds.round, tf.int64),
-                         min_workers=tf.constant(1, tf.int64),
-                         timeout_secs=tf.constant(0.001, tf.float64))
+        made = self._raw(f"Wrapopt>Averaging{op}", rounds=handle, **given)
+      last = made[0] if isinstance(made, (list, tuple)) else made
+      return made
+
+    def stage(worker, known, values):
+      run("Stage", worker=worker, known=known, weight=double(1.),
+          count=integer(n), first=integer(0),
+          values=[tf.constant(v) for v in values])
+
+    def enter(worker, values):
+      _, known = run(
+          "Enter", worker=worker, process=integer(0), most_turns=integer(99),
+          place=integer(rounds.place), turn_secs=double(np.inf),
+          timeout_secs=double(np.inf))
+      stage(worker, known, values)
+      return known
+
+    told = lambda place: tf.constant([f"{place[0]} {place[1]} 0 0 0"])
+    if rounds.place[1]:
+      if rounds.center is not None:
+        stage(inputs.CENTRAL, told(rounds.place), rounds.center)
+      run("Restore", worker=inputs.CENTRAL, from_generation=integer(0),
+          place=integer(rounds.place))
+    for worker, values in rounds.members.items():
+      run("Arrive", worker=worker, known=enter(worker, values))
+    for worker, values in rounds.staged.items():
+      enter(worker, values)
+    if rounds.is_closed:
+      run("Close", place=integer(rounds.place), min_workers=integer(1),
+          timeout_secs=double(0.001), grace_secs=double(0.))
+    if rounds.offered is not None:
+      stage(inputs.CENTRAL, told(inputs.OFFERED), rounds.offered)
     self._run(last)
     return handle
 

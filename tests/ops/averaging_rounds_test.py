@@ -1,6 +1,5 @@
-"""Model averaging on a parameter server: rounds, means and waits."""
+"""Averaging rounds on servers: members, means, outer steps and waits."""
 
-import itertools
 import math
 import threading
 import time
@@ -10,78 +9,29 @@ import pytest
 import tensorflow as tf
 from tensorflow.python.eager import cancellation
 
+from averaging_server import Server, opened, raw_op
 import averaging_task
+from averaging_task import FIRST
 import modes
-import numerics
-from modes import at_build
-from modes import called
-from modes import evaluate
-from modes import handle_of
-from modes import uncompiled_mode as mode  # pylint: disable=unused-import
-from modes import refused
 from modes import tf1
+from modes import uncompiled_mode as mode  # pylint: disable=unused-import
+import numerics
 from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF
 from processes import run_python
 from threads import in_threads
 from wrapopt import _native
 from wrapopt import ops
-from wrapopt._loader import ops as raw
 from wrapopt.examples import _cluster
 
 Aborted = tf.errors.AbortedError
 Cancelled = tf.errors.CancelledError
-FailedPrecondition = tf.errors.FailedPreconditionError
 InvalidArgument = tf.errors.InvalidArgumentError
 
-FOREVER = math.inf
 SOON = 0.1  # Seconds.
-_count = itertools.count()
 
 
-class Rounds:
-  """Rounds in one mode, whose handle each op looks up anew."""
-
-  def __init__(self, mode, num_workers, name=None, container=""):
-    self.mode = mode
-    self.name = name or f"rounds {next(_count)}"
-    self._arguments = (num_workers, self.name, container)
-
-  @property
-  def handle(self):
-    return ops.averaging_rounds(*self._arguments)
-
-  def push(self, worker, round, *values):  # pylint: disable=redefined-builtin
-    return bool(evaluate(self.mode, lambda: ops.averaging_push(
-        self.handle, worker, round, values or [[0.]])))
-
-  def gather(self, round, min_workers, timeout_secs=FOREVER):  # pylint: disable=redefined-builtin
-    return [w.decode() for w in evaluate(
-        self.mode, lambda: ops.averaging_gather(
-            self.handle, round, min_workers, timeout_secs))]
-
-  def mean(self, round, workers, centers, value=0):  # pylint: disable=redefined-builtin
-    self.mode.run(lambda: ops.averaging_mean(self.handle, round, workers,
-                                             centers, value))
-
-  def next(self, round, reset=False):  # pylint: disable=redefined-builtin
-    return int(evaluate(self.mode, lambda: ops.averaging_next(
-        self.handle, round, reset)))
-
-  def wait(self, round, timeout_secs=30., worker=""):  # pylint: disable=redefined-builtin
-    return int(evaluate(self.mode, lambda: ops.averaging_wait(
-        self.handle, round, timeout_secs, worker)))
-
-
-def opened(mode, num_workers):
-  """Rounds of which round 0 is open."""
-  rounds = Rounds(mode, num_workers)
-  assert rounds.next(-1, reset=True) == 0
-  return rounds
-
-
-def eager(num_workers):
-  """The same, for threads: they can run ops, but not build one graph."""
-  return opened(modes.Eager(), num_workers)
+def is_closed(known):
+  return known[0].split()[2] == b"1"
 
 
 def name_of(value):
@@ -92,51 +42,146 @@ def random(rng, shape, dtype):
   return np.asarray(rng.standard_normal(shape)).astype(dtype)
 
 
+def of_center(dtype):
+  """The dtype of the mean of such values."""
+  return tf.float64 if dtype == DOUBLE else tf.float32
+
+
 # Rounds
 
 
 def test_a_trajectory(mode):
-  rounds = Rounds(mode, 2)
-  centers = [mode.variable(np.zeros(2, np.float32)),
-             mode.variable(np.float32(0))]
-  assert rounds.next(-1, reset=True) == 0
-  # Of round r, the means of (r, 0, 1) and (r + 4, 2, 1).
+  server = Server(mode, sizes=[3])
+  variables = [mode.variable(np.zeros(2, FLOAT)), mode.variable(FLOAT.type(0)),
+               mode.variable(np.int64(0))]
+  assert server.place == (-1, 0)
+  assert server.run("restore", "a", 0, FIRST)
+  assert not server.run("restore", "a", 0, (5, 2))
+  # Of round r, the mean of (r, 0, 1) and (r + 4, 2, 1).
   for r in range(3):
-    assert rounds.wait(r - 1) == r
-    assert rounds.push("b", r, np.array([r, 0, 1], np.float32))
-    assert rounds.push("a", r, np.array([r + 4, 2, 1], np.float32))
-    assert rounds.gather(r, 2) == ["a", "b"]
-    rounds.mean(r, ["a", "b"], centers)
-    assert [x.tolist() for x in mode.values(centers)] == [[r + 2, 1], 1]
-    assert rounds.next(r) == r + 1
+    place = (r, 1)
+    assert server.place == place
+    for worker, value in ("b", [r, 0, 1]), ("a", [r + 4, 2, 1]):
+      known = server.enter(worker, place=place)
+      assert server.stage(worker, known, np.array(value, FLOAT))
+      assert list(server.run("state").numbers) == [0, 0, 1]
+      accepted, known = server.run("arrive", worker, known)
+      assert accepted and not is_closed(known)
+      turn, _ = server.run("enter", worker, 0, place, 1, 9., 9.)
+      assert turn == -1
+    known = server.close(2, place)
+    assert is_closed(known) and list(known[1:]) == [b"a", b"b"]
+    for _ in range(2):  # The second has no effect.
+      assert server.mean(known, variables, [2]) == (r + 1, 1)
+    assert [x.tolist() for x in mode.values(variables)] == [
+        [r + 2, 1], 1, r + 1]
 
 
-def test_the_same_name_is_the_same_rounds(mode):
-  rounds = opened(mode, 2)
-  with pytest.raises(InvalidArgument, match=(
-      f"averaging rounds '{rounds.name}' have num_workers = 2, got num_workers "
-      "= 3: use the same num_workers, or another shared_name")):
-    Rounds(mode, 3, rounds.name).wait(5)
-  assert Rounds(mode, 2, rounds.name).wait(-1) == 0
+def test_outer_steps(mode):
+  server = Server(mode, holds_center=True, dtypes=[tf.float32, tf.float64],
+                  sizes=[2, 1])
+
+  def read(index=0, **kwargs):
+    place, value = server.run("center", index, T=[tf.float32, tf.float64][
+        index], **kwargs)
+    return (*place, *value)
+
+  known = np.array([b"3 4 0 0 0"], object)
+  assert server.stage("a", known, np.array([10, 20], FLOAT), np.ones(1))
+  assert server.run("restore", "a", 0, (3, 4))
+  assert read() == (3, 4, 10, 20)
+  # The mean is (2 + 3 * 10, 12 + 3 * 28) / 4 = (8, 24), so D = (2, -4) is the
+  # velocity, and the step is 0.5 (D + 0.5 D) = (1.5, -3).
+  assert server.bring("a", np.array([2, 12], FLOAT), np.array([3.]),
+                      place=(3, 4))
+  assert server.bring("b", np.array([10, 28], FLOAT), np.array([7.]),
+                      place=(3, 4), weight=3.)
+  known = server.close(2, (3, 4))
+  for _ in range(2):
+    assert tuple(server.run("outer_step", known, 0.5, 0.5, 1)) == (4, 4)
+  assert read() == (4, 4, 8.5, 23) and read(velocity=True) == (4, 4, 2, -4)
+  assert read(1) == (4, 4, 6)  # It takes no such steps.
+  # Now D = 0, so the velocity halves, and the step is 0.25 of it.
+  for worker in "ab":
+    assert server.bring(worker, np.array([8.5, 23], FLOAT), np.zeros(1),
+                        place=(4, 4))
+  server.run("outer_step", server.close(2, (4, 4)), 0.5, 0.5, 1)
+  assert read() == (5, 4, 8.25, 23.5) and read(velocity=True)[2:] == (1, -2)
+  assert list(server.run("state").numbers) == [2, 1, 0]
+
+
+@pytest.mark.parametrize("of, workers, changed", [
+    ("3, vectors float[1] in variables, settings ''", 3, {}),
+    ("2, vectors float[2] in variables, settings ''", 2, {"sizes": [2]}),
+    ("2, vectors double[1] in variables, settings ''", 2,
+     {"dtypes": [tf.float64]}),
+    ("2, vectors float[1], settings ''", 2, {"holds_center": True}),
+    ("2, vectors float[1] in variables, settings 's'", 2, {"settings": "s"})])
+def test_the_same_name_is_the_same_rounds(mode, of, workers, changed):
+  server = opened(mode)
+  with pytest.raises(InvalidArgument) as e:
+    assert Server(mode, workers, server.name, **changed).place
+  assert (f"averaging rounds '{server.name}' have num_workers = 2, vectors "
+          f"float[1] in variables, settings '', got num_workers = {of}: all "
+          "workers must use the same, or another shared_name") in str(e.value)
+  assert Server(mode, 2, server.name).place == FIRST
 
 
 def test_other_names_and_containers_are_other_rounds(mode):
-  one = opened(mode, 2)
-  two = Rounds(mode, 3)
-  three = Rounds(mode, 4, one.name, container="another")
-  one.push("a", 0)
-  one.next(0)
-  assert [r.wait(-5) for r in (one, two, three)] == [1, -1, -1]
-  assert two.next(3) == 4 and three.next(8) == 9
-  assert [r.wait(-5) for r in (one, two, three)] == [1, 4, 9]
+  one = opened(mode)
+  two, three = Server(mode, 3), Server(mode, 4, one.name, container="another")
+  assert two.run("restore", "", 0, (7, 3))
+  assert [s.place for s in (one, two, three)] == [FIRST, (7, 3), (-1, 0)]
 
 
 @modes.only(*modes.graphs())
 def test_rounds_without_a_name_are_nobody_else_s(mode):
-  a, b = (raw.wrapopt_averaging_rounds(num_workers=1) for _ in range(2))
-  assert mode.session.run(ops.averaging_next(a, 6)) == 7
-  assert mode.session.run([ops.averaging_wait(x, -9, 1.) for x in (a, b)]) == [
-      7, -1]
+  a, b = (averaging_task.rounds("") for _ in range(2))
+  assert mode.session.run(averaging_task.opened(a))
+  assert [tuple(mode.session.run(raw_op("state")(x).place))
+          for x in (a, b)] == [FIRST, (-1, 0)]
+
+
+def test_workers_end_rounds_and_count_once():
+  """Each of them runs all ops, in threads."""
+  workers, rounds = "abcd", 6
+  server = opened(modes.Eager(), len(workers), sizes=[3])
+  variables = [tf.Variable(np.full(3, np.nan, FLOAT)),
+               tf.Variable(np.int32(2**31 - 1)), tf.Variable(np.int64(5))]
+
+  def work(k, worker):
+    end = tf.function(lambda known: averaging_task.mean(
+        server.handle, known, variables, [1]), autograph=False)
+    for r in range(rounds):
+      assert server.bring(worker, np.full(3, r + k, FLOAT), place=(r, 1))
+      known = server.close(len(workers), (r, 1))
+      if len(known) > 1:  # Nobody has ended the next one, too.
+        end(known)
+
+  in_threads(*[lambda k=k, w=w: work(k, w) for k, w in enumerate(workers)])
+  assert server.place == (rounds, 1)
+  assert variables[0].numpy().tolist() == [rounds - 1 + 1.5] * 3
+  # It wraps around.
+  assert [int(v) for v in variables[1:]] == [-2**31 + rounds - 1, 5 + rounds]
+
+
+def test_in_a_function_ops_run_in_their_order():
+  center = tf.Variable([0., 0.])
+  handle = opened(modes.Eager(), 1, sizes=[2]).handle
+  traces = []
+
+  @tf.function
+  def step(place, value):
+    traces.append(place)
+    averaging_task.bring(handle, "a", [value], place)
+    known = averaging_task.closed(handle, 1, place)
+    return averaging_task.mean(handle, known, [center])
+
+  place = tf.constant(FIRST, tf.int64)
+  for k in range(3):
+    place = step(place, tf.constant([k, 1.]))
+    assert center.numpy().tolist() == [k, 1] and place[0] == k + 1
+  assert len(traces) == 1
 
 
 # Waits
@@ -147,24 +192,16 @@ def test_waits_hold_no_thread():
   waits = 5
   with tf.Graph().as_default(), tf1.Session(config=tf1.ConfigProto(
       inter_op_parallelism_threads=1, use_per_session_threads=True)) as session:
-    rounds = ops.averaging_rounds(2, "one thread")
-    first = ops.averaging_next(rounds, 0, reset=True)
-    wait = ops.averaging_wait(rounds, 0, FOREVER)
-    gather = ops.averaging_gather(rounds, 0, 2, FOREVER)
-    pushes = [ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"]
-    then = ops.averaging_next(rounds, 0)
+    handle = averaging_task.rounds("one thread")
+    first = averaging_task.opened(handle)
+    wait = averaging_task.closed(handle, 2)
+    bring = [averaging_task.bring(handle, w).accepted for w in "ab"]
     session.run(first)
     answers = []
-
-    def chief():
-      answers.append(session.run(gather).tolist())
-      answers.append(session.run(then))
-
-    in_threads(chief, *waits * [lambda: answers.append(session.run(wait))],
-               lambda: (time.sleep(SOON), session.run(pushes[0]),
-                        session.run(pushes[1])))
-    assert answers[0] == [b"a", b"b"]
-    assert answers[1:] == [1] * (waits + 1)
+    in_threads(*waits * [lambda: answers.append(session.run(wait))],
+               lambda: (time.sleep(SOON), session.run(bring[0]),
+                        session.run(bring[1])))
+    assert [list(x[1:]) for x in answers] == waits * [[b"a", b"b"]]
 
 
 class Begun:
@@ -187,22 +224,33 @@ class Begun:
     act()
 
 
-def waits_of(rounds, begun):
-  """Both kinds of waits for round 0, in the current graph."""
-  with tf.control_dependencies([begun.node()]):
-    return {"gather": ops.averaging_gather(rounds, 0, 2, FOREVER),
-            "wait": ops.averaging_wait(rounds, 0, FOREVER)}
+WAITS = ("close", "enter")
 
 
-@pytest.mark.parametrize("what", ["gather", "wait"])
+def waits_of(handle, begun):
+  """Both kinds of waits, in the current graph: a turn of "x" is alive."""
+  turn = averaging_task.enter(handle, "x")
+  with tf.control_dependencies([begun.node(), turn]):
+    return {"close": averaging_task.closed(handle, 2),
+            "enter": averaging_task.enter(handle, "y", most_turns=1)}
+
+
+def no_wait_is_left(run, handle):
+  """After two members came: a wait would have closed the round."""
+  for worker in "ab":
+    assert run(lambda w=worker: averaging_task.bring(handle, w).accepted)
+  known = run(lambda: raw_op("state")(handle).known)
+  return not is_closed(np.asarray(known))
+
+
+@pytest.mark.parametrize("what", WAITS)
 def test_a_session_that_is_closed(what):
   begun = Begun()
   server = tf.distribute.Server.create_local_server()
   with tf.Graph().as_default():
-    rounds = ops.averaging_rounds(2, f"closed {what}")
-    first = ops.averaging_next(rounds, 0, reset=True)
-    push = {w: ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"}
-    wait = waits_of(rounds, begun)[what]
+    handle = averaging_task.rounds(f"closed {what}")
+    first = averaging_task.opened(handle)
+    wait = waits_of(handle, begun)[what]
     with tf1.Session(server.target) as other:
       session = tf1.Session(server.target)
       session.run(first)
@@ -212,16 +260,15 @@ def test_a_session_that_is_closed(what):
           session.run(wait)
 
       in_threads(run, lambda: begun.then(session.close))
-      # Nobody has gathered them, so they may be replaced.
-      assert all(other.run(push[w]) for w in "aba")
+      assert no_wait_is_left(lambda build: other.run(build()), handle)
 
 
 def test_an_error_beside_a_wait():
   begun = Begun()
   with tf.Graph().as_default(), tf1.Session() as session:
-    rounds = ops.averaging_rounds(2, "error")
-    session.run(ops.averaging_next(rounds, 0, reset=True))
-    waits = waits_of(rounds, begun)
+    handle = averaging_task.rounds("error")
+    session.run(averaging_task.opened(handle))
+    waits = waits_of(handle, begun)
     bad = tf1.placeholder(tf.float32)
     with tf.control_dependencies([begun.node()]):
       check = tf.debugging.check_numerics(bad, "the other op")
@@ -234,11 +281,11 @@ def test_an_error_beside_a_wait():
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize("what", ["gather", "wait"])
+@pytest.mark.parametrize("what", WAITS)
 def test_a_wait_that_is_cancelled(what, early):
   """While it waits, or before."""
-  rounds = eager(2)
-  handle, manager = rounds.handle, cancellation.CancellationManager()
+  handle = opened(modes.Eager()).handle
+  manager = cancellation.CancellationManager()
   begun = Begun(manager.start_cancel if early else lambda: None)
 
   @tf.function
@@ -254,18 +301,34 @@ def test_a_wait_that_is_cancelled(what, early):
 
   in_threads(cancelled, *[] if early else [
       lambda: begun.then(manager.start_cancel)])
-  assert all(rounds.push(w, 0) for w in "aba")
+  assert no_wait_is_left(lambda build: build(), handle)
+
+
+def test_a_step_that_was_answered_may_use_the_center():
+  """Also if it goes on in the thread of the op that has answered it."""
+  with tf.Graph().as_default(), tf1.Session(config=tf1.ConfigProto(
+      inter_op_parallelism_threads=-1)) as session:
+    handle = averaging_task.rounds("inline", holds_center=True)
+    session.run(raw_op("stage")(handle, "a", ["0 1 0 0 0"], 1., 1, 0, [[7.]]))
+    session.run(averaging_task.opened(handle, "a"))
+    begun = Begun()
+    with tf.control_dependencies([waits_of(handle, begun)["enter"]]):
+      center = raw_op("center")(handle, 0, T=tf.float32).value
+    again = raw_op("restore")(handle, "a", 1, (0, 2))
+    values = []
+    in_threads(lambda: values.extend(session.run(center)),
+               lambda: begun.then(lambda: session.run(again)))
+    assert values == [7]
 
 
 def test_a_container_that_is_cleared():
   begun = Begun()
   server = tf.distribute.Server.create_local_server()
   with tf.Graph().as_default():
-    rounds = ops.averaging_rounds(2, "cleared", container="cleared")
-    first = ops.averaging_next(rounds, 0, reset=True)
-    wait = waits_of(rounds, begun)["wait"]
+    handle = averaging_task.rounds("cleared", container="cleared")
+    wait = waits_of(handle, begun)["close"]
     session = tf1.Session(server.target)  # The server forgets it.
-    session.run(first)
+    session.run(averaging_task.opened(handle))
 
     def run():
       with pytest.raises((Aborted, Cancelled)):
@@ -280,24 +343,27 @@ def test_a_container_that_is_cleared():
 PROGRAM = """
 import faulthandler, threading, time
 faulthandler.dump_traceback_later(60, exit=True)
+import averaging_task as task
 import tensorflow as tf
-from wrapopt import ops
-rounds = ops.averaging_rounds(2, "program")
-for r, workers in (0, ["a"]), (1, ["a", "b"]):
+handle = task.rounds("program")
+task.opened(handle)
+end = tf.function(lambda known: task.mean(handle, known, [v]))
+v = tf.Variable([1.])
+for place, workers in ((0, 1), "a"), ((1, 1), "ab"):
   for worker in workers:
-    ops.averaging_push(rounds, worker, r, [])
-  ops.averaging_gather(rounds, r, 1, 0.01)
+    task.bring(handle, worker, place=place)
+  end(task.closed(handle, 1, place, 0.01))
 
 def wait(seconds):
   while True:
     try:
-      ops.averaging_wait(rounds, 1, seconds)
+      task.closed(handle, 2, (2, 1), seconds)
     except tf.errors.DeadlineExceededError:
       pass
 
 with tf.Graph().as_default():
   session = tf.compat.v1.Session()
-  waits = ops.averaging_wait(ops.averaging_rounds(1, "session"), -1, 600.)
+  waits = task.closed(task.rounds("session"), 2, (-1, 0))
 for target, args in ((wait, [600.]), (wait, [1e-3]), (session.run, [waits])):
   threading.Thread(target=target, args=args, daemon=True).start()
 time.sleep(0.3)
@@ -310,7 +376,7 @@ def test_a_process_logs_and_ends_while_threads_wait():
   assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
   assert ("Round 0 of averaging rounds 'program' is made of 1 of 2 workers: "
           "'a'.") in process.stderr
-  assert "Round 1" not in process.stderr
+  assert "Round 1 of" not in process.stderr
 
 
 def test_a_client_that_is_killed(tmp_path):
@@ -318,11 +384,10 @@ def test_a_client_that_is_killed(tmp_path):
   with _cluster.Cluster(averaging_task.FUNCTIONS, preload=["averaging_task"],
                         ps=1, worker=1) as cluster:
     victim = cluster.tasks["worker", 0]
-    victim.tell("gather", shared_name="killed", path=str(path))
+    victim.tell("wait", shared_name="killed", path=str(path))
     with tf.Graph().as_default(), tf.device("/job:ps/task:0"):
       record = ops.staleness_record(averaging_task.gate()[0])
-      rounds = ops.averaging_rounds(2, "killed")
-      push = {w: ops.averaging_push(rounds, w, 0, [[1.]]) for w in "ab"}
+      handle = averaging_task.rounds("killed")
       with tf1.Session(f"grpc://{cluster.spec['ps'][0]}",
                        config=tf1.ConfigProto(
                            device_filters=["/job:ps"])) as session:
@@ -332,8 +397,7 @@ def test_a_client_that_is_killed(tmp_path):
         victim.kill()
         # Its step is over on the server, too: the ticket is gone.
         until(lambda: session.run(record)[1] == 0)
-        # So nobody has gathered these, and they may be replaced.
-        assert all(session.run(push[w]) for w in "aba")
+        assert no_wait_is_left(lambda build: session.run(build()), handle)
 
 
 def until(condition):
@@ -348,26 +412,33 @@ def until(condition):
 # Around the size of a block; the odd ones put the others at odd addresses.
 SHAPES = [(), (3,), (0,), (2, 5), (511,), (1,), (512,), (3, 0), (513,),
           (2, 3001)]
+SIZE = sum(math.prod(shape) for shape in SHAPES)
 
 
 def flat(arrays):
   return np.concatenate([np.ravel(a) for a in arrays])
 
 
+def mean_of(mode, values, variables, num_workers=9):
+  """Assigns the mean of vectors to variables."""
+  server = opened(mode, num_workers, sizes=[values[0].size],
+                  dtypes=[of_center(values[0].dtype)])
+  for k, value in enumerate(values):
+    assert server.bring(str(k), value)
+  known = server.close(len(values), grace_secs=0.)
+  assert server.mean(known, variables) == (1, 1)
+
+
 @pytest.mark.parametrize("m", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
 def test_the_mean(mode, dtype, m):
   rng = np.random.default_rng(m)
-  rounds = opened(mode, 5)
-  given = {f"w{k}": [random(rng, shape, dtype) for shape in SHAPES]
-           for k in range(m)}
+  given = [[random(rng, shape, dtype) for shape in SHAPES] for _ in range(m)]
   centers = [mode.variable(np.full(shape, np.nan, dtype)) for shape in SHAPES]
-  for worker, values in given.items():
-    rounds.push(worker, 0, flat(values))
-  rounds.mean(0, list(given), centers)
+  mean_of(mode, [flat(values) for values in given], centers)
   for i, got in enumerate(mode.values(centers)):
     assert got.dtype == dtype
-    numerics.assert_close(got, *numerics.mean([x[i] for x in given.values()]),
+    numerics.assert_close(got, *numerics.mean([x[i] for x in given]),
                           f"of shape {SHAPES[i]}")
 
 
@@ -382,32 +453,32 @@ def test_the_mean_of_equal_values_is_exact(mode, dtype, m):
   if m == 1:
     value += [-0.0, 0, np.inf, -np.inf, 2**-24]
   value = np.array(value, dtype)
-  rounds = opened(mode, m)
   center = mode.variable(np.full(value.size, np.nan, dtype))
-  for k in range(m):
-    rounds.push(str(k), 0, value)
-  rounds.mean(0, [str(k) for k in range(m)], [center])
+  mean_of(mode, m * [value], [center])
   numerics.assert_same_bits(mode.values([center])[0], value)
 
 
 # Runs in a process for each instruction set.
 ON_ISA = """
 import sys
+import averaging_task as task
 import ml_dtypes
 import numpy as np
 import tensorflow as tf
-from wrapopt import ops
 
 results = {}
 with np.load(sys.argv[1]) as given:
   for name in given:
     values = given[name].view(getattr(ml_dtypes, name, name))
-    handle = ops.averaging_rounds(3, name)
+    handle = task.rounds(name, 3, sizes=[values[0].size], dtypes=[
+        tf.float64 if name == "float64" else tf.float32])
+    task.opened(handle)
     centers = [tf.Variable(np.zeros(shape, values.dtype))
                for shape in eval(sys.argv[3])]
     for worker, value in zip("abc", values):
-      ops.averaging_push(handle, worker, 0, [value])
-    ops.averaging_mean(handle, 0, list("abc"), centers)
+      task.bring(handle, worker, [value])
+    known = task.closed(handle, 3)
+    tf.function(lambda: task.mean(handle, known, centers))()
     mean = np.concatenate([np.ravel(c.numpy()) for c in centers])
     results[name] = mean.view(f"u{mean.itemsize}")
 np.savez(sys.argv[2], **results)
@@ -417,11 +488,10 @@ np.savez(sys.argv[2], **results)
 def specials(dtype):
   """Three values: random numbers, infinities, NaNs and extremes."""
   rng = np.random.default_rng(3)
-  size = sum(math.prod(shape) for shape in SHAPES)
-  values = [random(rng, size, dtype) for _ in range(3)]
+  values = [random(rng, SIZE, dtype) for _ in range(3)]
   numbers = np.array([np.inf, -np.inf, np.nan, 0, -0.0, 2**-24, 2**-14, 1e-3])
   for value in values:
-    value[rng.permutation(size)[:numbers.size]] = numbers.astype(dtype)
+    value[rng.permutation(SIZE)[:numbers.size]] = numbers.astype(dtype)
   return values
 
 
@@ -466,88 +536,32 @@ def test_a_large_mean_runs_in_parallel_to_the_same_bits(use_resource):
     graph = modes.Graph(use_resource, intra_op_parallelism_threads=threads,
                         use_per_session_threads=True)
     with graph.entered() as mode:
-      rounds = opened(mode, 3)
       centers = [mode.variable(np.zeros(size, FLOAT)) for size in sizes]
-      for worker, value in zip("abc", given):
-        evaluate(mode, lambda: ops.averaging_push(  # pylint: disable=cell-var-from-loop
-            rounds.handle, worker, 0,  # pylint: disable=cell-var-from-loop
-            [tf1.placeholder_with_default(value, value.shape)]))  # pylint: disable=cell-var-from-loop
-      rounds.mean(0, list("abc"), centers)
+      mean_of(mode, given, centers)
       results.append(flat(mode.values(centers)))
   numerics.assert_same_bits(*results)
   numerics.assert_close(results[0], *numerics.mean(given))
 
 
-def test_which_of_the_values(mode):
-  rounds = opened(mode, 2)
-  half = mode.variable(np.zeros(2, HALF))
-  double = [mode.variable(np.zeros(shape, DOUBLE)) for shape in ((), (2, 1))]
-  rounds.push("a", 0, np.array([1, 2], HALF), np.array([3, 4, 5], DOUBLE))
-  rounds.push("b", 0, np.array([3, 4], HALF), np.array([5, 6, 7], DOUBLE))
-  rounds.mean(0, ["b", "a"], double, value=1)
-  rounds.mean(0, ["a", "b"], half)
-  assert [x.tolist() for x in mode.values([half, *double])] == [
-      [2, 3], 4, [[5], [6]]]
-
-
 @modes.only(*modes.graphs())
-def test_one_op_serves_all_centers(mode):
-  centers = [mode.uninitialized(np.float32(0)) for _ in range(400)]
-  rounds = opened(mode, 1)
-  rounds.push("a", 0, np.arange(400, dtype=np.float32))
-  known = set(mode.graph.get_operations())
-  handle = rounds.handle
-  op = ops.averaging_mean(handle, 0, ["a"], centers)
-  assert op.type == {"graph": "Wrapopt>AveragingMean",
-                     "ref-graph": "Wrapopt>AveragingMeanRef"}[mode.name]
-  added = [op.type for op in mode.graph.get_operations() if op not in known]
-  assert set(added) == {"Cast", "Const", "Wrapopt>AveragingRounds", op.type}
-  assert added.count(op.type) == 1
+def test_one_op_assigns_variables_of_all_kinds(mode):
+  """Resource and ref variables, of several dtypes, and counters."""
+  other = modes.Graph(not mode.use_resource)
+  make = lambda m, value: m.uninitialized(value)  # pylint: disable=g-long-lambda-assignment
+  resource, ref = (mode, other) if mode.use_resource else (other, mode)
+  variables = [make(resource, np.zeros((2, 1), HALF)),
+               make(resource, np.zeros(100, DOUBLE)),
+               make(ref, np.zeros(2, DOUBLE)), make(ref, np.zeros(1, BFLOAT16)),
+               *(make(ref, np.float32(0)) for _ in range(400)),
+               make(ref, np.int32(7))]
   mode.session.run(tf1.global_variables_initializer())
-  mode.session.run(op)
-  assert flat(mode.values(centers)).tolist() == list(range(400))
-
-
-@modes.only(*modes.graphs(device_count={"CPU": 2}))
-@pytest.mark.parametrize("scope", [None, "/cpu:0", "/device:GPU:7"])
-def test_ops_run_where_the_rounds_are(mode, scope):
-  with tf.device("/device:CPU:1"):
-    center = mode.variable([0.])
-    handle = ops.averaging_rounds(1, "placed")
-  with tf.device("/device:CPU:0"):
-    elsewhere = ops.averaging_rounds(1, "placed")
-  with tf.device(scope):
-    op = [ops.averaging_next(handle, 0, reset=True),
-          ops.averaging_push(handle, "a", 0, [[1.]]).op,
-          ops.averaging_gather(handle, 0, 1, 1.),
-          ops.averaging_mean(handle, 0, ["a"], center),
-          ops.averaging_wait(handle, -1, 1.)]
-  for node in op:
-    assert getattr(node, "op", node).device == "/device:CPU:1"
-    mode.session.run(node)
-  assert mode.values([center])[0] == 1
-  # Another device has other rounds of that name.
-  assert mode.session.run(ops.averaging_wait(elsewhere, 0, 1.)) == -1
-
-
-def test_in_a_function_ops_run_in_their_order():
-  center = tf.Variable([0., 0.])
-  handle = eager(1).handle
-  traces = []
-
-  @tf.function
-  def step(r, value):
-    traces.append(r)
-    ops.averaging_push(handle, "a", r, [value])
-    came = ops.averaging_gather(handle, r, 1, 10.)
-    ops.averaging_mean(handle, r, came, center)
-    return ops.averaging_next(handle, r)
-
-  r = tf.constant(0, tf.int64)
-  for k in range(3):
-    r = step(r, tf.constant([k, 1.]))
-    assert center.numpy().tolist() == [k, 1] and r == k + 1
-  assert len(traces) == 1
+  server = opened(mode, 1, sizes=[2, 102, 1, 400], dtypes=[
+      tf.float32, tf.float64, tf.float32, tf.float32])
+  assert server.bring("a", np.arange(2, dtype=HALF), np.arange(102.),
+                      np.array([3], FLOAT), np.arange(400, dtype=FLOAT))
+  server.mean(server.close(1), variables, [1, 2, 1, 400])
+  assert flat([x.astype(DOUBLE) for x in mode.values(variables)]).tolist() == [
+      0, 1, *range(102), 3, *range(400), 8]
 
 
 # Whose buffers
@@ -557,32 +571,33 @@ def test_in_a_function_ops_run_in_their_order():
 def test_only_what_somebody_else_holds_is_copied(mode):
   """By the memory that the op allocates."""
   size = 1 << 18
+  server = opened(mode, 9, sizes=[size])
   v = mode.variable(np.zeros(size, np.float32))
   fed = tf1.placeholder(tf.float32, [size])
-  handle = ops.averaging_rounds(9, "copies")
-  values = {"variable": v, "fed": fed, "of an op": tf.concat([v, v], 0),
-            "of a constant": tf.zeros([size])}
+  values = {"variable": v, "fed": fed, "of a constant": tf.zeros([size]),
+            "of an op": tf.concat([v[:1], v[1:]], 0)}
   temporary = {}
   for name, value in values.items():
-    push = ops.averaging_push(handle, name, 0, [value], name="push")
+    known = server.enter(name)
+    staged = raw_op("stage")(server.handle, name, known, 1., 1, 0, [value])
     metadata = tf1.RunMetadata()
-    mode.session.run(push, {fed: np.zeros(size, np.float32)},
-                     run_metadata=metadata, options=tf1.RunOptions(
-                         trace_level=tf1.RunOptions.FULL_TRACE))
+    assert mode.session.run(staged, {fed: np.zeros(size, np.float32)},
+                            run_metadata=metadata, options=tf1.RunOptions(
+                                trace_level=tf1.RunOptions.FULL_TRACE))
     (temporary[name],) = [
         node.memory_stats.temp_memory_size
         for device in metadata.step_stats.dev_stats
-        for node in device.node_stats if node.node_name == push.op.name]
+        for node in device.node_stats if node.node_name == staged.op.name]
   assert temporary == {"variable": 4 * size, "fed": 4 * size, "of an op": 0,
                        "of a constant": 4 * size}
 
 
-def test_a_variable_may_change_after_it_was_pushed(mode):
-  rounds = opened(mode, 1)
+def test_a_variable_may_change_after_it_was_sent(mode):
+  server = opened(mode, 1, sizes=[64], dtypes=[tf.float64])
   v, center = mode.variable(np.ones(64)), mode.variable(np.zeros(64))
-  rounds.push("a", 0, v)
+  assert server.bring("a", v)
   mode.run(lambda: tf1.assign_add(v, np.full(64, 5.)))
-  rounds.mean(0, ["a"], center)
+  server.mean(server.close(1), [center])
   assert mode.values([center, v])[0].tolist() == [1] * 64
 
 
@@ -593,251 +608,26 @@ def test_an_array_may_change_after_it_was_fed(mode):
   start = -raw_bytes.ctypes.data % 64
   array = raw_bytes[start:start + 8 * 128].view(np.float64)
   array[:] = 1
-  rounds = opened(mode, 1)
+  server = opened(mode, 1, sizes=[128], dtypes=[tf.float64])
   center = mode.variable(np.zeros(128))
   fed = tf1.placeholder(tf.float64, [128])
-  mode.session.run(ops.averaging_push(rounds.handle, "a", 0, [fed]),
-                   {fed: array})
+  assert mode.session.run(
+      averaging_task.bring(server.handle, "a", [fed]).accepted, {fed: array})
   array[:] = 7
-  rounds.mean(0, ["a"], center)
+  server.mean(server.close(1), [center])
   assert mode.values([center])[0].tolist() == [1] * 128
 
 
 def test_a_tensor_outlives_what_becomes_of_its_values():
-  rounds = eager(1)
-  center = tf.Variable(np.zeros(64))
+  server = Server(modes.Eager(), 1, sizes=[64], dtypes=[tf.float64],
+                  holds_center=True)
   value = tf.constant(np.ones(64)) + 0
-  rounds.push("a", 0, value)
-  before = center.read_value()
-  rounds.mean(0, ["a"], center)
-  rounds.next(0)
-  assert value.numpy().tolist() == [1] * 64 == center.numpy().tolist()
-  assert before.numpy().tolist() == [0] * 64
-
-
-# Refusals
-
-
-def good(mode, dtype=FLOAT):
-  """Rounds with values of a and b, and two centers."""
-  rounds = opened(mode, 3)
-  rounds.push("a", 0, np.arange(3).astype(dtype))
-  rounds.push("b", 0, np.arange(3).astype(dtype))
-  return rounds, [mode.variable(np.full(n, 7).astype(dtype), name=name)
-                  for n, name in ((1, "one"), (2, "two"))]
-
-
-OF_B, B = "value 0 of worker 'b' ", np.zeros(3, FLOAT)
-
-
-@pytest.mark.parametrize("pushed, workers, value, text", [
-    ([B], "", 0, "workers must name at least one worker, got none"),
-    ([B], "aba", 0, "workers must name each worker once, got 'a' twice"),
-    ([B[:0]], "ab", 0, OF_B + r"misshapen: got \[0\] but expected \[3\] \(the "
-     "elements of the 2 centers."),
-    ([np.zeros(4, FLOAT)], "ab", 0, OF_B + r"misshapen: got \[4\] but"),
-    ([B[None]], "ab", 0, OF_B + r"misshapen: got \[1,3\] but expected \[3\]"),
-    ([B.astype(HALF)], "ab", 0, OF_B + r"must be of dtype float \(the dtype of "
-     r"the centers\), got half"),
-    ([], "b", 0, "value must be less than 0, the "),
-    ([B], "b", 1, "value must be less than 1, the number of values that worker "
-     "'b' pushed to averaging rounds '.*', got 1"),
-])
-def test_a_mean_that_is_refused(mode, pushed, workers, value, text):
-  rounds, centers = good(mode)
-  evaluate(mode, lambda: ops.averaging_push(rounds.handle, "b", 0, pushed))
-  workers = tf1.placeholder_with_default(
-      tf.constant([*workers], tf.string), [None])
-  refused(mode, centers, InvalidArgument, text, lambda: ops.averaging_mean(
-      rounds.handle, 0, workers, centers, value))
-
-
-def test_names_that_are_no_vector_and_a_center_twice(mode):
-  rounds, centers = good(mode)
-  refused(mode, centers, at_build(mode, InvalidArgument),
-          r"workers misshapen: got \[\] but expected \[M\]",
-          lambda: ops.averaging_mean(rounds.handle, 0, "a", centers))
-  refused(mode, centers, InvalidArgument,
-          rf"centers\[0\] {called('one')} and centers\[1\] {called('one')} are "
-          "one variable: a variable that is updated must be named once",
-          lambda: ops.averaging_mean(rounds.handle, 0, ["a"], centers[:1] * 2))
-
-
-@modes.only(*modes.graphs())
-def test_an_uninitialized_center(mode):
-  rounds, (one, _) = good(mode)
-  late = mode.uninitialized(np.zeros(2, FLOAT), name="late")
-  text = {"graph": r"centers\[1\] \(variable 'late'\) is not initialized: run "
-                   "its initializer first",
-          "ref-graph": "uninitialized value late"}[mode.name]
-  refused(mode, [one], FailedPrecondition, text,
-          lambda: ops.averaging_mean(rounds.handle, 0, ["a"], [one, late]))
-
-
-def test_a_handle_of_something_else(mode):
-  rounds, centers = good(mode)
-  table = lambda: tf.raw_ops.HashTableV2(  # pylint: disable=g-long-lambda-assignment
-      key_dtype=tf.int64, value_dtype=tf.int64, shared_name="table")
-  for build in (
-      lambda h: ops.averaging_push(h, "a", 0, []),
-      lambda h: ops.averaging_gather(h, 0, 1, 1.),
-      lambda h: ops.averaging_mean(h, 0, ["a"], centers),
-      lambda h: ops.averaging_next(h, 0),
-      lambda h: ops.averaging_wait(h, 0, 1.)):
-    refused(mode, centers, InvalidArgument,
-            "rounds must be those of Wrapopt>AveragingRounds on this device: ",
-            lambda: build(table()))  # pylint: disable=cell-var-from-loop
-  if mode.name != "ref-graph":
-    refused(mode, centers, InvalidArgument,
-            r"centers\[0\] .* is not a variable",
-            lambda: raw.wrapopt_averaging_mean(
-                rounds.handle, 0, ["a"], [table()], T=tf.float32))
-
-
-@pytest.mark.parametrize("min_workers", [0, -1, 4])
-def test_a_number_of_workers_out_of_range(mode, min_workers):
-  rounds, centers = good(mode)
-  refused(mode, centers, InvalidArgument,
-          r"min_workers must be in \[1, 3\], the num_workers of averaging "
-          f"rounds '{rounds.name}', got {min_workers}",
-          lambda: ops.averaging_gather(rounds.handle, 0, min_workers, 1.))
-
-
-@pytest.mark.parametrize("timeout_secs", [0., -1., math.nan, -math.inf])
-def test_a_timeout_out_of_range(mode, timeout_secs):
-  rounds, centers = good(mode)
-  text = ("must be greater than 0, infinity for no deadline, got "
-          f"{timeout_secs:.4g}")
-  for build in (lambda t: ops.averaging_gather(rounds.handle, 0, 1, t),
-                lambda t: ops.averaging_wait(rounds.handle, 0, t)):
-    for given, error in (
-        (lambda: timeout_secs, at_build(mode, InvalidArgument)),
-        (lambda: tf.constant(timeout_secs), at_build(mode, InvalidArgument)),
-        (lambda: tf1.placeholder_with_default(timeout_secs, None),
-         InvalidArgument)):
-      refused(mode, centers, error, "timeout_secs " + text,
-              lambda: build(given()))  # pylint: disable=cell-var-from-loop
-
-
-SCALARS = {
-    "push": ("rounds", "worker", "round"),
-    "gather": ("rounds", "round", "min_workers", "timeout_secs"),
-    "mean": ("rounds", "round"),
-    "mean_ref": ("rounds", "round"),
-    "next": ("rounds", "round"),
-    "wait": ("rounds", "round", "timeout_secs"),
-}
-OUTPUTS = {"push": 0, "gather": 1, "next": 0, "wait": 0}
-
-
-def arguments(op, changed):
-  """Placeholders for a raw op, with some other shapes; None is unknown."""
-  def placeholder(name, dtype, shape=()):
-    shape = changed.get(name, shape)
-    return tf1.placeholder(dtype, None if shape is None else list(shape))
-
-  made = {"rounds": placeholder("rounds", tf.resource),
-          "round": placeholder("round", tf.int64)}
-  if op == "push":
-    made.update(worker=placeholder("worker", tf.string),
-                values=[tf1.placeholder(tf.float32)])
-  if op == "gather":
-    made.update(min_workers=placeholder("min_workers", tf.int64))
-  if op in ("gather", "wait"):
-    made.update(timeout_secs=placeholder("timeout_secs", tf.float64))
-  if op.startswith("mean"):
-    made.update(workers=placeholder("workers", tf.string, [2]),
-                centers=[handle_of(op == "mean_ref", tf.float32, [2])])
-  if op == "mean":
-    made.update(T=tf.float32)
-  return made
-
-
-@pytest.mark.parametrize("op", SCALARS)
-def test_shapes(op):
-  function = getattr(raw, f"wrapopt_averaging_{op}")
-  with tf.Graph().as_default():
-    for changed in ({}, dict.fromkeys((*SCALARS[op], "workers"))):
-      made = function(**arguments(op, changed))
-      if op in OUTPUTS:
-        assert made.shape.rank == OUTPUTS[op]
-    for name in SCALARS[op]:
-      with pytest.raises(ValueError, match=(
-          rf"{name} misshapen: got \[1\] but expected \[\] \(a scalar\)")):
-        function(**arguments(op, {name: [1]}))
-    if op.startswith("mean"):
-      with pytest.raises(ValueError, match=r"workers misshapen: got \[2,2\]"):
-        function(**arguments(op, {"workers": [2, 2]}))
-    if op == "mean":
-      with pytest.raises(ValueError, match=(
-          r"centers\[0\] must be of dtype double, the op's, got float")):
-        function(**{**arguments(op, {}), "T": tf.float64})
-
-
-@pytest.mark.parametrize("op", ["push", "gather", "mean", "next", "wait"])
-def test_shapes_that_show_when_it_runs(op):
-  rounds = eager(1)
-  rounds.push("a", 0)
-  center = tf.Variable([7.])
-  given = {"rounds": rounds.handle, "round": tf.constant(0, tf.int64),
-           "worker": tf.constant("a"), "min_workers": tf.constant(1, tf.int64),
-           "timeout_secs": tf.constant(1, tf.float64),
-           "workers": tf.constant(["a"])}
-  more = {"push": {"values": [tf.constant([1.])]},
-          "mean": {"workers": tf.constant(["a"]), "centers": [center.handle],
-                   "T": tf.float32}}
-  for name in (*SCALARS[op], *(["workers"] if op == "mean" else [])):
-    @tf.function(input_signature=[tf.TensorSpec(None, given[name].dtype)])
-    def run(bad):
-      kept = {**{k: given[k] for k in SCALARS[op]}, **more.get(op, {}),
-              name: bad}  # pylint: disable=cell-var-from-loop
-      made = getattr(raw, f"wrapopt_averaging_{op}")(**kept)
-      return None if op == "mean" else made
-
-    with pytest.raises(InvalidArgument, match=f"{name} misshapen: got "):
-      run(tf.expand_dims(given[name], 0))
-  assert center.numpy() == 7
-
-
-def test_what_the_functions_refuse():
-  rounds = eager(2)
-  handle = rounds.handle
-  v, w = tf.Variable([1.]), tf.Variable([1], dtype=tf.int32)
-  double = tf.Variable([1.], dtype=tf.float64)
-  mean = lambda *centers, value=0: ops.averaging_mean(  # pylint: disable=g-long-lambda-assignment
-      handle, 0, ["a"], list(centers), value)
-  for build, error, text in (
-      (lambda: ops.averaging_rounds(0, "a"), InvalidArgument,
-       "'num_workers' of 0 must be at least minimum 1"),
-      (lambda: ops.averaging_rounds(2, ""), ValueError,
-       "`shared_name` must name the rounds, got an empty string"),
-      (lambda: ops.averaging_push(handle, "a", 0, [[1.], [1]]), TypeError,
-       r"`values\[1\]` must be of dtype float16 or .*, got int32"),
-      (lambda: mean(), ValueError, "`centers` must hold at least one variable"),
-      (lambda: mean(v, [1.]), TypeError, r"`centers\[1\]` must be a variable"),
-      (lambda: mean(w), TypeError,
-       r"`centers\[0\]` .*must be of dtype float16"),
-      (lambda: tf.function(mean)(v, double), ValueError,
-       r"centers\[1\] must be of dtype float, the op's, got double"),
-      (lambda: mean(v, value=-1), InvalidArgument,
-       "'value' of -1 must be at least minimum 0")):
-    with pytest.raises(error, match=text):
-      build()
-  assert rounds.gather(0, 1, 0.01) if rounds.push("a", 0) else False
-
-
-@modes.only(*modes.graphs(device_count={"CPU": 2}))
-def test_centers_that_do_not_go_together(mode):
-  handle = ops.averaging_rounds(1, "centers")
-  other = modes.Graph(mode.name != "graph")
-  v = mode.uninitialized([1.], name="v")
-  with tf.device("/cpu:1"):
-    far = mode.uninitialized([1.], name="far")
-  with pytest.raises(ValueError, match=(
-      r"`centers\[1\]` \('far:0'\) must be on the device of `centers\[0\]` "
-      r"\('v:0'\), '', got '/device:CPU:1'. Each device has rounds of its "
-      "own")):
-    ops.averaging_mean(handle, 0, ["a"], [v, far])
-  with pytest.raises(TypeError, match=r"`centers\[1\]` \('u:0'\) must be a "
-                     r"(ref|resource) variable as centers\[0\]"):
-    ops.averaging_mean(handle, 0, ["a"], [v, other.uninitialized([1.], "u")])
+  known = np.array([b"0 1 0 0 0"], object)
+  assert server.stage("a", known, value)
+  assert server.run("restore", "a", 0, FIRST)
+  center = raw_op("center")(server.handle, 0, T=tf.float64).value
+  assert server.bring("a", np.full(64, 5.))
+  server.run("outer_step", server.close(1), 0.5, 0., 1)
+  now = raw_op("center")(server.handle, 0, T=tf.float64).value
+  assert [x.numpy().tolist() for x in (value, center, now)] == [
+      [1] * 64, [1] * 64, [3] * 64]

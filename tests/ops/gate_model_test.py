@@ -134,7 +134,7 @@ def _update_that_ends(step, counter, histogram, recorded, limit, rounds):
     begun = tf.numpy_function(_call_act, [], tf.int64)
   with tf.control_dependencies([begun]):
     # For ever.
-    waited = ops.averaging_wait(rounds, -1, np.inf)
+    waited = raw.wrapopt_averaging_close(rounds, [-1, 0], 1, np.inf, np.inf)
   with tf.control_dependencies([waited]):
     raw.wrapopt_staleness_complete(verdict.ticket, step, increment=True)
   return verdict.accept
@@ -349,8 +349,9 @@ class Gate(stateful.RuleBasedStateMachine):
 
 
 def _rounds():
-  # Nobody opens a round of these.
-  return ops.averaging_rounds(1, "gate_model_test")
+  # No worker comes to a round of these.
+  return raw.wrapopt_averaging_rounds(num_workers=1,
+                                      shared_name="gate_model_test")
 
 
 TestGate = Gate.TestCase

@@ -1,9 +1,10 @@
-"""The averaging rounds against a model, in random programs of several threads.
+"""The averaging rounds of two servers against a model, in random programs.
 
-No test can tell when a call of another thread has come to where it waits. So
-the model is a set of states: all that are possible, whenever the calls under
-way began to wait or came to their deadlines. Each answer leaves those states
-that give it. An answer that leaves none is an error.
+Workers run the ops of the protocol in any order, and so stop anywhere. After
+each call, the servers must be in the state of the model. Calls that wait are
+made with a deadline, or in threads. No test can tell when a call of a thread
+has come to where it waits. So the test makes no calls whose effect would depend
+on that, and joins a thread as soon as the model answers its call.
 """
 
 import threading
@@ -19,637 +20,525 @@ from tensorflow.python.eager import cancellation
 from tensorflow.python.eager import context
 from tensorflow.python.eager import execute
 
-from wrapopt import ops
+from processes import wait_until
+from wrapopt._loader import ops as raw
 
 WORKERS = ("a", "b", "c")
 ALL = len(WORKERS)
-STRANGER = "stranger"
-LAST = 2**63 - 1
+LEAD, OTHER = 0, 1
+MOST_TURNS = 2
 SOON = 0.01  # Seconds.
 JOIN_SECONDS = 60
-# Calls of other threads that are under way at a time.
-MOST_CALLS = 3
-NOTHING_YET = "nothing yet"
-CANCELLED = "Cancelled: "
+N = 2  # The number of vectors; each has one element.
 
 
-class Call(typing.NamedTuple):
-  """A call of an op.
+class Known(typing.NamedTuple):
+  """What the lead tells: see `Wrapopt>AveragingRounds`."""
+  place: tuple
+  closed: bool
+  turn: int
+  newest: int
+  alive: frozenset
+  workers: tuple
+
+  @classmethod
+  def read(cls, texts):
+    round_, generation, closed, turn, newest, *alive = map(
+        int, texts[0].split())
+    return cls((round_, generation), bool(closed), turn, newest,
+               frozenset(alive), tuple(w.decode() for w in texts[1:]))
+
+  def texts(self):
+    numbers = [*self.place, int(self.closed), self.turn, self.newest,
+               *sorted(self.alive)]
+    return np.array([" ".join(map(str, numbers)), *self.workers], object)
+
+  def is_over(self, turn):
+    return turn <= self.newest and turn not in self.alive
+
+
+class Staged(typing.NamedTuple):
+  """The values that a worker has sent: {vector: value}."""
+  place: tuple
+  turn: int
+  values: dict
+
+
+class Server:
+  """The model of a server. Its methods are ops; an error is its class's name.
 
   Attributes:
-    op: "push", "gather", "wait", "next" or "mean".
-    round: Its round.
-    worker: Of a push or a wait.
-    value: Of a push.
-    min_workers: Of a gather.
-    ends: Whether it has a deadline; one of SOON.
-    reset: Of a next.
-  """
-  op: str
-  round: int = 0
-  worker: str = ""
-  value: int = 0
-  min_workers: int = 0
-  ends: bool = False
-  reset: bool = False
-
-
-class State(typing.NamedTuple):
-  """A possible state of the rounds.
-
-  Attributes:
-    open: The open round.
-    closed: Whether it has been gathered.
-    values: {(worker, its value)} of the open round.
-    expected: The workers that a gather expects, or None for all.
-    new: The calls that have not come to the rounds yet.
-    waiting: The calls that wait.
-    answers: {(call, answer)} of those that are over.
-    gone: Whether the rounds were deleted.
-    cancelled: The calls that were cancelled before they came to the rounds.
-  """
-  open: int = -1
-  closed: bool = False
-  values: frozenset = frozenset()
-  expected: typing.Optional[frozenset] = None
-  new: frozenset = frozenset()
-  waiting: frozenset = frozenset()
-  answers: frozenset = frozenset()
-  gone: bool = False
-  cancelled: frozenset = frozenset()
-
-
-class Model:
-  """All possible states, and the calls under way: {number: Call}.
-
-  The answer that is an error is its class and a part of its text.
+    expected: The workers that a round waits for, or None for all.
+    ended: The last place that has ended, and its members.
+    members: {worker: {vector: value}} of the open round, as they came.
+    staged: {worker: Staged}.
+    center: A value for each vector, or None.
   """
 
-  def __init__(self, name=""):
-    self.subject = f"averaging rounds '{name}'"
-    self.calls = {}
-    self.states = {State()}
-    self._cancelled = set()
+  def __init__(self):
+    self.place, self.closed, self.members, self.staged = (-1, 0), False, {}, {}
+    self.newest, self.alive, self.last = -1, frozenset(), 0
+    self.expected, self.ended, self.center = None, ((-1, 0), ()), None
 
-  # What happens by itself.
+  def known(self, turn=-1, place=None):
+    return Known(place or self.place, self.closed, turn, self.newest,
+                 self.alive, tuple(self.members))
 
-  def _settle(self):
-    """Adds all states to which the calls under way may lead by themselves."""
-    todo, seen = list(self.states), set(self.states)
-    while todo:
-      state = todo.pop()
-      for after in self._events(state):
-        if after not in seen:
-          seen.add(after)
-          todo.append(after)
-    self.states = seen
+  def _has_staged(self, worker, place):
+    staged = self.staged.get(worker)
+    return staged is not None and (staged.place == place and
+                                   len(staged.values) == N)
 
-  def _events(self, state):
-    for i in state.new:
-      if i in state.cancelled:  # Its step has ended before.
-        yield _answered(state._replace(new=state.new - {i}), i, CANCELLED)
-      yield self.arrive(state._replace(new=state.new - {i}), i)
-    for i in state.waiting:
-      if self.calls[i].ends:
-        yield self.time_out(state, i)
+  def _drop_over(self):
+    known = self.known()
+    self.staged = {w: s for w, s in self.staged.items()
+                   if s.place[1] > self.place[1] or not known.is_over(s.turn)}
 
-  def arrive(self, state, i):
-    """The call comes to the rounds."""
-    call = self.calls[i]
-    if state.gone:
-      return _answered(state, i, "InvalidArgument: rounds must be those of "
-                       "Wrapopt>AveragingRounds on this device: ")
-    if call.round == LAST and call.op in ("push", "next"):
-      return _answered(state, i, "InvalidArgument: round must be less than "
-                       f"2^63 - 1, got {LAST}")
-    if call.op == "push":
-      return self.push(state, i)
-    if call.op == "next":
-      return self.next(state, i)
-    if call.op == "mean":
-      return _answered(state, i, self.mean(state, call.round))
-    if call.op == "gather" and call.round != state.open:
-      return _answered(state, i, self.not_open(state, "a gather", call.round))
-    if call.worker and state.expected is not None:
-      state = state._replace(expected=state.expected | {call.worker})
-    state = self.answer(state._replace(waiting=state.waiting | {i}))
-    if i in state.cancelled and i in state.waiting:
-      return self.cancel(state, i)
-    return state
+  def follow(self, known):
+    if known.place != self.place:
+      return False
+    for worker in known.workers:
+      if worker not in self.members and self._has_staged(worker, self.place):
+        self.members[worker] = self.staged.pop(worker).values
+    if known.newest > self.newest:
+      self.newest, self.alive = known.newest, known.alive
+      self._drop_over()
+    return True
 
-  def not_open(self, state, what, r):
-    where = "over" if r < state.open else "not yet open"
-    return (f"FailedPrecondition: {what} must be of the open round, got round "
-            f"{r} of {self.subject}, which is {where}, round {state.open} is "
-            "open: run get_init_op() or the hook first")
+  def stage(self, worker, known, values):
+    restores = known.place[1] > self.place[1]
+    if not restores and self.center is None:
+      return "FailedPreconditionError"
+    self.follow(known)
+    if not restores and (
+        known.place != self.place or self.closed or worker in self.members or
+        self.known().is_over(known.turn)):
+      return False
+    old = self.staged.get(worker)
+    if old is None or old[:2] != (known.place, known.turn):
+      old = Staged(known.place, known.turn, {})
+    self.staged[worker] = old._replace(values={**old.values, **values})
+    return True
 
-  def next(self, state, i):
-    _, r, *_, reset = self.calls[i]
-    if not reset and r < state.open:
-      return _answered(state, i, self.not_open(
-          state, "the end of a round", r))
-    r = 1 + (state.open if reset else r)
-    if r > LAST:
-      return _answered(state, i, (
-          f"FailedPrecondition: {self.subject} cannot continue after round "
-          f"{LAST}, the last: use another shared_name"))
-    if reset:
-      state = state._replace(expected=None)
-    return self.answer(_answered(_opened(state, r), i, r))
-
-  def mean(self, state, r):
-    """The sum of the values of the first two."""
-    if r != state.open:
-      return self.not_open(state, "a mean", r)
-    values = dict(state.values)
-    for worker in WORKERS[:2]:
-      if worker not in values:
-        return (f"FailedPrecondition: {self.subject} must have values of "
-                f"worker '{worker}' in round {r}, got values of "
-                f"{_names(state)}: the worker must push before")
-    return sum(values[worker] for worker in WORKERS[:2])
-
-  def push(self, state, i):
-    call = self.calls[i]
-    accepted = call.round > state.open or (
-        call.round == state.open and not state.closed)
+  def arrive(self, worker, known):
+    accepted = (known.place == self.place and not self.closed and
+                known.turn in self.alive and
+                self._has_staged(worker, self.place) and
+                self.staged[worker].turn == known.turn)
     if accepted:
-      if call.round > state.open:
-        state = _opened(state, call.round)
-      others = {x for x in state.values if x[0] != call.worker}
-      if len(others) == ALL:
-        return _answered(state, i, (
-            f"InvalidArgument: {self.subject} have num_workers = {ALL}, but "
-            f"'{call.worker}' came to round {state.open} after "
-            f"{_names(state)}: give each worker a unique name"))
-      state = state._replace(
-          values=frozenset({*others, (call.worker, call.value)}))
-    if state.expected is not None:
-      state = state._replace(expected=state.expected | {call.worker})
-    return self.answer(_answered(state, i, accepted))
+      self.members[worker] = self.staged.pop(worker).values
+      self.end_turn(known.turn)
+    return accepted
 
-  def answer(self, state):
-    """Answers all that is ready."""
-    came = {worker for worker, _ in state.values}
-    for i in state.waiting:
-      call = self.calls[i]
-      if (call.op == "gather" and call.round == state.open and
-          not state.closed and (len(came) == ALL or (
-              state.expected is not None and state.expected <= came and
-              len(came) >= call.min_workers))):
-        state = _closed(state)
-    for i in sorted(state.waiting):
-      call = self.calls[i]
-      if call.op == "wait":
-        if call.round != state.open:
-          state = _answered(state, i, state.open)
-      elif call.round != state.open:
-        state = _answered(state, i, (
-            f"FailedPrecondition: round {call.round} of {self.subject} ended "
-            f"during its gather, round {state.open} is open: there is a "
-            "second chief"))
-      elif state.closed:
-        state = _answered(state, i, tuple(sorted(came)))
-    return state
+  def end_turn(self, turn):
+    self.alive -= {turn}
+    self._drop_over()
 
-  def time_out(self, state, i):
-    call, came = self.calls[i], frozenset(w for w, _ in state.values)
-    limit = f"within {SOON} seconds"
-    if call.op == "gather":
-      if len(came) >= call.min_workers:
-        return self.answer(_closed(state._replace(expected=came)))
-      missed = (f"round {state.open} of {self.subject} got values of "
-                f"{len(came)} workers {limit} ({_names(state)}), but needs "
-                f"{call.min_workers} of {ALL}: restart the others")
-    elif call.round < 0:
-      missed = (f"no chief has opened {self.subject} {limit}: start the chief "
-                "with its hook")
-    else:
-      missed = (f"the chief did not end round {call.round} of {self.subject} "
-                f"{limit}: restart the chief")
-    return _answered(state, i, f"DeadlineExceeded: {missed}")
+  def meet(self, worker):
+    """A worker enters."""
+    if self.expected is not None:
+      self.expected |= {worker}
 
-  # What the test does.
+  def turn(self, worker, place, most):
+    """What the worker is told, or None if it must wait."""
+    turn = -1
+    if place == self.place and (not most or not (
+        self.closed or worker in self.members)):
+      if len(self.alive) >= max(most, 1):
+        return None
+      turn = self.last = self.newest = self.last + 1
+      self.alive |= {turn}
+    return self.known(turn, place)
 
-  def begin(self, i, call):
-    self.calls[i] = call
-    self.states = {s._replace(new=s.new | {i}) for s in self.states}
+  def close(self, place, min_workers, is_late=False):
+    """What the worker is told, or None if it must wait."""
+    came = frozenset(self.members)
+    if place != self.place:
+      workers = self.ended[1] if place == self.ended[0] else ()
+      return Known(place, True, -1, -1, frozenset(), workers)
+    if not self.closed:
+      if is_late and len(came) >= min_workers:
+        self.expected = came
+      elif not (len(came) == ALL or self.expected is not None and
+                self.expected <= came and len(came) >= min_workers):
+        return "DeadlineExceededError" if is_late else None
+      self.closed = True
+      if len(came) == ALL:
+        self.expected = None
+    return Known(place, True, -1, -1, frozenset(), tuple(sorted(came)))
 
-  def cancel(self, state, i):
-    if i in state.new:
-      return state._replace(cancelled=state.cancelled | {i})
-    return _answered(state, i, CANCELLED) if i in state.waiting else state
+  def _open(self, place):
+    self.ended = (place[0] - 1, place[1]), tuple(sorted(self.members))
+    self.place, self.closed, self.members, self.staged = place, False, {}, {}
+    self.alive = frozenset()
 
-  def cancelled(self, i):
-    self._settle()
-    self.states = {self.cancel(s, i) for s in self.states}
-    self._cancelled.add(i)
+  def end(self, known):
+    if known.place == self.place:
+      self.follow(known)
+      if (not known.closed or known.workers != tuple(sorted(self.members)) or
+          not self.members or self.center is None):
+        return "FailedPreconditionError"
+      self.center = [np.mean([v[i] for v in self.members.values()])
+                     for i in range(N)]
+      self._open((self.place[0] + 1, self.place[1]))
+    return self.place
 
-  def deleted(self):
-    self._settle()
-    states = set()
-    for state in self.states:
-      for i in state.waiting:
-        state = _answered(state, i, f"Aborted: {self.subject} were deleted")
-      states.add(state._replace(gone=True))
-    self.states = states
-    self._settle()
-
-  def made_again(self):
-    """New rounds, to which come the calls that have not come to the old."""
-    self._settle()
-    self.states = {State(new=s.new, answers=s.answers, cancelled=s.cancelled)
-                   for s in self.states}
-
-  def answered(self, i, answer):
-    """The call has been answered: in which states is that so?"""
-    self._settle()
-    possible = {dict(s.answers).get(i, NOTHING_YET) for s in self.states}
-    # If the op was answered before its function was cancelled, the function
-    # says that it was cancelled, or gives the answer.
-    right = {x for x in possible if _is(answer, x) or (
-        i in self._cancelled and _is(answer, CANCELLED))} - {NOTHING_YET}
-    self.states = {
-        s._replace(answers=frozenset(x for x in s.answers if x[0] != i),
-                   cancelled=s.cancelled - {i})
-        for s in self.states if dict(s.answers).get(i, NOTHING_YET) in right}
-    assert self.states, (
-        f"{self.calls[i]}: got {answer!r}, expected one of {possible}")
-    del self.calls[i]
-
-  def is_over(self, i):
-    """Whether the call has an answer or gets one by itself."""
-    self._settle()
-    return all(i not in s.waiting or self.calls[i].ends for s in self.states)
-
-  @property
-  def rounds(self):
-    """The rounds that may be open."""
-    return sorted({s.open for s in self.states})
-
-
-def _is(answer, expected):
-  """Whether that is the answer; of an error, its class and a part of its text.
-  """
-  if not isinstance(answer, str) or not isinstance(expected, str):
-    return answer == expected
-  of, _, text = expected.partition(": ")
-  return answer.startswith(of) and text in answer
-
-
-def _names(state):
-  return ", ".join(
-      f"'{worker}'" for worker in sorted(dict(state.values))) or "none"
-
-
-def _answered(state, i, answer):
-  return state._replace(waiting=state.waiting - {i},
-                        answers=state.answers | {(i, answer)})
-
-
-def _opened(state, r):
-  return state._replace(open=r, closed=False, values=frozenset())
-
-
-def _closed(state):
-  is_full = len(state.values) == ALL
-  return state._replace(closed=True,
-                        expected=None if is_full else state.expected)
-
-
-def _cancelable(manager, op, *inputs, **attributes):
-  """Runs an op that `manager` cancels.
-
-  Not by its `get_cancelable_function`, which threads must not call at once.
-  """
-  found, = execute.execute_with_cancellation(
-      f"Wrapopt>Averaging{op}", 1, [*inputs],
-      tuple(x for item in attributes.items() for x in item), context.context(),
-      manager)
-  return found.numpy()
+  def restore(self, worker, from_generation, place):
+    if from_generation != self.place[1] or place[1] <= from_generation:
+      return False
+    if self._has_staged(worker, place):
+      values = self.staged[worker].values
+      self.center = [values[i] for i in range(N)]
+    elif place[0] != self.place[0]:
+      return "FailedPreconditionError"
+    self.newest, self.expected = self.last, None
+    self._open(place)
+    return True
 
 
 class Thread:
-  """A call in a thread of its own."""
+  """A call that waits, in a thread of its own."""
 
-  def __init__(self, handle, call, center):
+  def __init__(self, op, inputs):
     self.manager = cancellation.CancellationManager()
     self._answer = None
-    self._run = lambda: self._of(handle, call, center)
+    self._call = op, inputs
     self._thread = threading.Thread(target=self._body, daemon=True)
     self._thread.start()
 
   def _body(self):
+    op, inputs = self._call
     try:
-      self._answer = self._run()
+      found = execute.execute_with_cancellation(
+          f"Wrapopt>Averaging{op}", 1 + (op == "Enter"), inputs, (),
+          context.context(), self.manager)
+      self._answer = Known.read(found[-1].numpy())
     except tf.errors.OpError as e:
-      self._answer = f"{type(e).__name__}: {e}"
+      self._answer = type(e).__name__
     except BaseException as e:  # pylint: disable=broad-exception-caught
       self._answer = e
 
-  def _of(self, handle, call, center):
-    r = tf.constant(call.round, tf.int64)
-    seconds = tf.constant(SOON if call.ends else np.inf, tf.float64)
-    if call.op == "push":
-      return bool(ops.averaging_push(handle, call.worker, r,
-                                     [[float(call.value)]]))
-    if call.op == "next":
-      return int(ops.averaging_next(handle, r, call.reset))
-    if call.op == "mean":
-      # The sum of two values is a number that float32 holds.
-      ops.averaging_mean(handle, r, [*WORKERS[:2]], center)
-      return int(2 * center.numpy()[0])
-    if call.op == "gather":
-      return tuple(w.decode() for w in _cancelable(
-          self.manager, "Gather", handle, r,
-          tf.constant(call.min_workers, tf.int64), seconds))
-    return int(_cancelable(self.manager, "Wait", handle, r, seconds,
-                           worker=call.worker))
-
-  def join(self, seconds=None):
-    self._thread.join(seconds or JOIN_SECONDS)
-    assert seconds or not self._thread.is_alive(), "it waits for ever"
+  def join(self):
+    self._thread.join(JOIN_SECONDS)
+    assert not self._thread.is_alive(), "it waits for ever"
     return self._answer
 
 
-# What a call is made of, with a round relative to one that may be open.
+def integer(x):
+  return tf.constant(x, tf.int64)
 
 
-def _calls(op, **fields):
-  return strategies.fixed_dictionaries({
-      name: strategies.sampled_from(values) for name, values in fields.items()
-  }).map(lambda made: Call(op, **made))
+def double(x):
+  return tf.constant(x, tf.float64)
 
 
-_VALUES = range(100)
-_push = _calls("push", round=[0, 0, 0, 0, 0, -1, 1], value=_VALUES,
-               worker=[*WORKERS, *WORKERS, STRANGER])
-_next = _calls("next", round=[0, 0, 0, -1, 2], reset=[False, True])
-_mean = _calls("mean", round=[0, 0, 0, -1])
-_waits = strategies.one_of(
-    _calls("gather", round=[0, 0, 0, 0, -1, 1], ends=[False, True],
-           min_workers=range(1, ALL + 1)),
-    _calls("wait", round=[0, 0, 0, -1, 1], ends=[False, True],
-           worker=["", *WORKERS]))
+_worker = strategies.sampled_from(WORKERS)
+_server = strategies.sampled_from([LEAD, OTHER])
+_delta = strategies.sampled_from([0, 0, 0, 0, -1, 1])
+_value = strategies.integers(-9, 9)
+_least = strategies.integers(1, ALL)
+_index = strategies.integers(0, 5)
 _count = 0
 
 
 class Rounds(stateful.RuleBasedStateMachine):
-  """Workers, chiefs, cancellations and restarts."""
+  """Workers that enter, send, arrive, close, end and restore."""
 
   def __init__(self):
     super().__init__()
     global _count
     _count += 1
-    self.name = f"rounds of the model {_count}"
-    self.handle = ops.averaging_rounds(ALL, self.name)
-    self.center = tf.Variable([0.])
-    self.model = Model(self.name)
-    self.threads = {}
-    self.next = 0
+    self.names = [f"model {_count} of {s}" for s in ("lead", "other")]
+    self.handles = [self._made(name) for name in self.names]
+    self.models = [Server(), Server()]
+    self.told = {w: Known((-1, 0), False, -1, -1, frozenset(), ())
+                 for w in WORKERS}
+    self.heard = [*self.told.values()]  # What anybody was told, newest last.
+    self.processes = dict.fromkeys(WORKERS, 0)
+    # Calls that wait: ("Close", place, min_workers) or ("Enter", place, worker)
+    # -> Thread.
+    self.waits = {}
 
-  def start(self, call):
-    """Starts a call of a round relative to the one that may be open."""
-    return self.start_of(call._replace(
-        round=max(-1, self.model.rounds[-1] + call.round)))
+  @staticmethod
+  def _made(name):
+    return raw.wrapopt_averaging_rounds(
+        num_workers=ALL, dtypes=N * [tf.float32], sizes=N * [1],
+        shared_name=name)
 
-  def start_of(self, call):
-    self.next += 1
-    self.model.begin(self.next, call)
-    self.threads[self.next] = Thread(self.handle, call, self.center)
-    return self.next
+  @property
+  def lead(self):
+    return self.models[LEAD]
 
-  def join(self, i):
-    thread = self.threads.pop(i)
-    answer = thread.join()
-    if isinstance(answer, BaseException):
-      raise answer
-    self.model.answered(i, answer)
+  def run(self, op, server, *args):
+    """What an op returns, or the name of its error's class."""
+    function = getattr(raw, f"wrapopt_averaging_{op}")
+    try:
+      return function(self.handles[server], *args)
+    except tf.errors.OpError as e:
+      return type(e).__name__
 
-  def join_all(self):
-    """Joins those that do not wait for what is to come."""
-    for i in sorted(self.threads):
-      if self.model.is_over(i):
-        self.join(i)
+  def both(self, op, server, model, *args):
+    """Runs an op of one output, which must be that of the model."""
+    got = self.run(op, server, *args)
+    if not isinstance(got, str):
+      got = tuple(got.numpy().tolist()) if got.shape.rank else bool(got)
+    assert got == model, (op, args)
+    self.settle()
+    return got
 
-  @stateful.rule(calls=strategies.lists(
-      strategies.one_of(_push, _push, _next, _waits, _waits),
-      min_size=1, max_size=3))
-  def at_once(self, calls):
-    began = [self.start(call)
-             for call in calls[:MOST_CALLS - len(self.threads)]]
-    for i in began:  # Those that never wait.
-      if self.model.calls[i].op in ("push", "next"):
-        self.join(i)
+  def settle(self):
+    """Joins the calls that the model answers now."""
+    for key, thread in list(self.waits.items()):
+      op, place, of = key
+      known = (self.lead.close(place, of) if op == "Close" else
+               self.lead.turn(of, place, MOST_TURNS))
+      if known is not None:
+        assert thread.join() == known, key
+        del self.waits[key]
+        self.hear(known, of if op == "Enter" else None)
+        return self.settle()
 
-  @stateful.rule()
-  def joined(self):
-    self.join_all()
+  def hear(self, known, worker=None):
+    if worker is not None:
+      self.told[worker] = known
+    self.heard.append(known)
 
-  @stateful.rule(call=strategies.one_of(_push, _push, _next, _mean))
-  def one(self, call):
-    self.join(self.start(call))
+  def at(self, delta):
+    """The lead's place, or a wrong one."""
+    round_, generation = self.lead.place
+    return round_ + delta, generation
 
-  @stateful.rule(value=strategies.integers(0, 100))
-  def whole_round(self, value):
-    """A round as it is meant."""
-    r = self.model.rounds[-1]
-    for worker in WORKERS:
-      self.join(self.start(Call("push", 0, worker, value)))
-    gather = self.start(Call("gather", 0, min_workers=ALL))
-    if self.model.is_over(gather):
-      self.join(gather)
-    if self.model.rounds[-1] == r:
-      self.join(self.start(Call("mean")))
-    self.join(self.start(Call("next")))
+  @stateful.invariant()
+  def states(self):
+    for server, model in enumerate(self.models):
+      place, known, numbers = self.run("state", server)
+      assert tuple(place.numpy()) == model.place
+      assert Known.read(known.numpy()) == model.known()._replace(
+          workers=tuple(sorted(model.members)))
+      has_center = model.center is not None
+      assert list(numbers.numpy()) == [N * has_center, 0, len(model.staged)]
+      for i in range(N if has_center else 0):
+        _, value = self.run("center", server, i, tf.float32)
+        np.testing.assert_allclose(value, [model.center[i]], atol=1e-5)
 
-  @stateful.rule(back=strategies.sampled_from(
-      ["", "push", "wait", "reset", "accepted"]),
-                 min_workers=strategies.integers(1, ALL))
-  def a_round_without_c(self, back, min_workers):
-    """The next one does not expect c, unless c is back or the chief is new."""
-    call = lambda *args, **kwargs: self.join(self.start(Call(*args, **kwargs)))
-    call("next", reset=True)
-    call("push", worker="a", value=1)
-    call("push", worker="b", value=2)
-    call("gather", min_workers=2, ends=True)
-    if back == "push":
-      call("push", worker="c")
-    call("next", reset=back == "reset")
-    if back == "wait":
-      call("wait", round=-1, worker="c")
-    if back == "accepted":
-      call("push", worker="c")
-      call("next")
-    call("push", worker="a", value=3)
-    call("push", worker="b", value=4)
-    gather = self.start(Call("gather", min_workers=min_workers))
-    if self.model.is_over(gather):
-      self.join(gather)
-    else:
-      # Most often it has come by then, which the model does not need.
-      self.threads[gather].join(0.1)
-    call("push", worker="c", value=5)
-    self.join_all()
-    call("mean")
+  def enter(self, worker, place, most=MOST_TURNS, turn_secs=np.inf):
+    """Enters, or fails: whether it is told something."""
+    self.lead.meet(worker)
+    want = self.lead.turn(worker, place, most)
+    got = self.run("enter", LEAD, worker, self.processes[worker], place, most,
+                   turn_secs, SOON if want is None else JOIN_SECONDS)
+    if want is None:
+      assert got == "DeadlineExceededError"
+      return False
+    assert Known.read(got.known.numpy()) == want and got.turn == want.turn
+    self.hear(want, worker)
+    return True
 
-  @stateful.rule(which=strategies.integers(0, MOST_CALLS - 1))
-  def cancel(self, which):
-    # Which are under way depends on the threads, and Hypothesis wants to draw
-    # the same in each run.
-    calls = [i for i in sorted(self.threads)
-             if self.model.calls[i].op in ("gather", "wait")]
-    if calls:
-      i = calls[which % len(calls)]
-      self.threads[i].manager.start_cancel()
-      self.model.cancelled(i)
-      self.join(i)
+  @stateful.rule(worker=_worker, delta=_delta)
+  def enters(self, worker, delta):
+    self.enter(worker, self.at(delta))
 
-  @stateful.rule()
-  def restart(self):
-    """The server's resources are lost, with all that waits."""
-    self.delete()
-    self.handle = ops.averaging_rounds(ALL, self.name)
-    self.model.made_again()
+  @stateful.rule(worker=_worker)
+  def enters_for_a_short_turn(self, worker):
+    if self.enter(worker, self.lead.place, turn_secs=SOON):
+      turn = self.told[worker].turn
+      # The turn may be over before the next call.
+      wait_until(lambda: turn not in Known.read(
+          self.run("state", LEAD).known.numpy()).alive, "the turn is over")
+      if turn >= 0:
+        self.lead.end_turn(turn)
+    self.settle()
 
-  def delete(self):
-    tf.raw_ops.DestroyResourceOp(resource=self.handle)
-    self.model.deleted()
-    for i in sorted(self.threads):
-      self.join(i)
+  @stateful.rule(worker=_worker)
+  def another_process(self, worker):
+    """It takes the worker's name."""
+    old = self.processes[worker]
+    self.processes[worker] += 1
+    self.enter(worker, (-9, 0))
+    assert self.run("enter", LEAD, worker, old, (-9, 0), 1, 1., 1.) == (
+        "InvalidArgumentError")
+
+  @stateful.rule(worker=_worker, server=_server, value=_value,
+                 parts=strategies.sampled_from([(0, 1), (0, 1), (0,), (1,)]))
+  def stages(self, worker, server, value, parts):
+    known, values = self.told[worker], {i: value + 10 * i for i in parts}
+    self.both("stage", server, self.models[server].stage(
+        worker, known, values), worker, known.texts(), 1., N, parts[0],
+              [[float(v)] for v in values.values()])
+
+  @stateful.rule(worker=_worker)
+  def arrives(self, worker):
+    known, waited = self.told[worker], bool(self.waits)
+    want = self.lead.arrive(worker, known)
+    accepted, now = self.run("arrive", LEAD, worker, known.texts())
+    now = Known.read(now.numpy())
+    assert bool(accepted) == want
+    # It may be told of what other calls do then, or not.
+    assert now.workers == self.lead.known().workers
+    assert waited or now == self.lead.known()
+    self.settle()
+    self.hear(now)
+
+  @stateful.rule(which=_index)
+  def follows(self, which):
+    known = self.heard[-1 - which % len(self.heard)]
+    self.both("follow", OTHER, self.models[OTHER].follow(known), known.texts())
+
+  @stateful.rule(delta=_delta, min_workers=_least)
+  def closes(self, delta, min_workers):
+    place = self.at(delta)
+    want = self.lead.close(place, min_workers)
+    secs = JOIN_SECONDS
+    if want is None:
+      if any(op == "Enter" for op, *_ in self.waits):
+        return  # Whether that worker is expected depends on what came first.
+      want, secs = self.lead.close(place, min_workers, is_late=True), SOON
+    got = self.run("close", LEAD, place, min_workers, secs, np.inf)
+    if not isinstance(got, str):
+      got = Known.read(got.numpy())
+      self.hear(got)
+    assert got == want
+    self.settle()
+
+  @stateful.rule(which=_index, server=_server)
+  def ends(self, which, server):
+    known = self.heard[-1 - which % len(self.heard)]
+    self.both("outer_step", server, self.models[server].end(known),
+              known.texts(), 1., 0., 0)
+
+  @stateful.rule(worker=_worker, round_=strategies.integers(0, 3),
+                 stop=strategies.integers(0, 9), sends=_index, value=_value)
+  def restores(self, worker, round_, stop, sends, value):
+    """A worker gives a center to the servers, the lead last, or stops."""
+    if not self.enter(worker, self.lead.place, most=0):
+      return
+    if self.told[worker].turn < 0:
+      return
+    place = round_, 1 + max(m.place[1] for m in self.models)
+    known = self.told[worker]._replace(place=place)
+    values = {i: value + 10 * i for i in range(N)}
+    for server in (OTHER, LEAD):
+      model, from_generation = self.models[server], self.models[server].place[1]
+      if sends & (1 + server) or sends > 3:
+        if stop <= 2 * server:
+          return
+        self.both("stage", server, model.stage(worker, known, values), worker,
+                  known.texts(), 1., N, 0, [[float(v)] for v in
+                                            values.values()])
+      if stop <= 2 * server + 1:
+        return
+      self.both("restore", server, model.restore(
+          worker, from_generation, place), worker, from_generation, place)
+
+  @stateful.rule(worker=_worker, value=_value)
+  def finishes(self, worker, value):
+    """Whatever others have done, a worker can end a round on both servers."""
+    is_good = lambda: self.lead.place == self.models[OTHER].place and all(
+        m.center is not None for m in self.models)
+    if not is_good():
+      self.restores(worker, 7, 99, 5, value)
+    if not is_good():
+      return  # Somebody has a turn for ever.
+    place = self.lead.place
+    self.enter(worker, place, most=99)
+    if self.told[worker].turn >= 0:
+      for server in (OTHER, LEAD):
+        self.stages(worker, server, value, (0, 1))
+      self.arrives(worker)
+    if not self.lead.closed and any(op == "Enter" for op, *_ in self.waits):
+      return
+    self.closes(0, 1)
+    for server in (OTHER, LEAD):
+      self.ends(0, server)
+      assert self.models[server].place == (place[0] + 1, place[1])
+
+  @stateful.rule(min_workers=_least)
+  def closes_in_a_thread(self, min_workers):
+    place = self.lead.place
+    self.wait(("Close", place, min_workers), [
+        integer(place), integer(min_workers), double(np.inf), double(np.inf)])
+
+  @stateful.rule(worker=_worker)
+  def enters_in_a_thread(self, worker):
+    place, expected = self.lead.place, self.lead.expected
+    if (expected is None or worker in expected) and not any(
+        op == "Enter" for op, *_ in self.waits):
+      self.wait(("Enter", place, worker), [
+          tf.constant(worker), integer(self.processes[worker]), integer(place),
+          integer(MOST_TURNS), double(np.inf), double(np.inf)])
+
+  def wait(self, key, inputs):
+    if key not in self.waits:
+      self.waits[key] = Thread(key[0], [self.handles[LEAD], *inputs])
+      self.settle()
+
+  @stateful.rule(which=_index)
+  def cancels(self, which):
+    if self.waits:
+      key = sorted(self.waits)[which % len(self.waits)]
+      thread = self.waits.pop(key)
+      thread.manager.start_cancel()
+      assert thread.join() == "CancelledError"
+
+  @stateful.rule(server=_server)
+  def restarts(self, server):
+    """The server loses all that it holds."""
+    for _ in range(len(self.waits)):
+      self.cancels(0)
+    self.destroy(server)
+    self.handles[server] = self._made(self.names[server])
+    self.models[server] = Server()
+    if server == LEAD:
+      self.processes = dict.fromkeys(WORKERS, 0)
+
+  def destroy(self, server):
+    tf.raw_ops.DestroyResourceOp(resource=self.handles[server])
 
   def teardown(self):
-    self.delete()
+    self.destroy(LEAD)
+    for key, thread in self.waits.items():
+      # The latter if it comes only now.
+      assert thread.join() in ("AbortedError", "InvalidArgumentError"), key
+    self.destroy(OTHER)
 
 
 TestRounds = Rounds.TestCase
-# Threads come in another order each time, so there is nothing to shrink.
 TestRounds.settings = hypothesis.settings(
-    max_examples=25, stateful_step_count=15,
+    max_examples=60, stateful_step_count=40, deadline=None,
     phases=[hypothesis.Phase.generate])
 
 
-# Programs that random ones seldom are: each a list of calls, of rounds by their
-# numbers. A program goes on while a call waits.
-
-
-def push(workers, r, value=1):
-  """Of several workers: "ab" are a and b."""
-  return [Call("push", r, worker, value) for worker in workers]
-
-
-def gather(r, min_workers, soon=False):
-  return [Call("gather", r, min_workers=min_workers, ends=soon)]
-
-
-def wait(r, worker="", soon=False):
-  return [Call("wait", r, worker, ends=soon)]
-
-
-def end(r, reset=False):
-  return [Call("next", r, reset=reset)]
-
-
-def mean(r):
-  return [Call("mean", r)]
-
-
-OPEN = end(-1, reset=True)
-# Round 0 is of a and b, and round 1 is open: c is late.
-WITHOUT_C = [*OPEN, *push("ab", 0), *gather(0, 2, True), *end(0)]
-PROGRAMS = {
-    "no round is open": [
-        *wait(0), *wait(-1, soon=True), *gather(0, 1), *end(-1)],
-    "no chief opens rounds": [
-        *push("ab", -1, 3), *push("c", -1), *gather(-1, 1), *mean(-1), *end(-1),
-        *push("a", -1)],
-    "a push replaces the last one": [
-        *OPEN, *push("a", 0, 1), *push("ab", 0, 7), *push("a", 0, 3), *mean(0)],
-    "rounds that are over": [
-        *OPEN, *push("a", 0), *end(0), *push("a", 0), *push("a", -2), *end(0),
-        *gather(0, 1), *mean(0)],
-    "a push after the gather": [
-        *OPEN, *push("abc", 0, 2), *gather(0, 3), *push("a", 0, 50), *mean(0),
-        *mean(0), *end(0), *push("a", 1)],
-    "a push after the deadline": [
-        *OPEN, *push("ab", 0), *gather(0, 1, True), *push("c", 0),
-        *gather(0, 1), *gather(0, 3)],
-    "a push opens a round to come": [
-        *OPEN, *push("abc", 0), *gather(0, 3), *push("ab", 57, 4), *wait(0),
-        *push("a", 56), *mean(57), *push("a", 58), *mean(58)],
-    "more workers than there are": [
-        *OPEN, *push("abc", 0), *push(["d"], 0), *push("b", 0, 5),
-        *gather(0, 3), *mean(0)],
-    "the end of a round": [
-        *OPEN, *end(0), *end(1), *end(0), *end(7), *end(0, True),
-        *end(99, True), *wait(9), *gather(57, 1)],
-    "the last round": [
-        *OPEN, *push("a", LAST), *end(LAST), *end(LAST - 1), *end(0, True),
-        *end(LAST - 1), *wait(0)],
-    "too few came in time": [
-        *OPEN, *push("b", 0), *gather(0, 3, True), *push("a", 0),
-        *gather(0, 3, True), *gather(0, 3), *push("c", 0)],
-    "all are waited for": [
-        *OPEN, *push("ab", 0), *gather(0, 1), *gather(0, 3), *push("c", 0)],
-    "a failed gather takes nobody for dead": [
-        *OPEN, *push("a", 0), *gather(0, 2, True), *push("b", 0), *gather(0, 2),
-        *push("c", 0)],
-    "a dead worker is waited for once": [
-        *WITHOUT_C, *push("b", 1), *gather(1, 1), *push("a", 1), *end(1),
-        *push("ab", 2), *gather(2, 2)],
-    "all who are expected may be too few": [
-        *OPEN, *push("a", 0), *gather(0, 1, True), *end(0), *push("a", 1),
-        *gather(1, 2), *push("b", 1)],
-    "all are needed": [
-        *WITHOUT_C, *push("ab", 1), *gather(1, 3), *push("c", 1)],
-    "a new chief expects all": [
-        *WITHOUT_C, *end(1, True), *push("ab", 2), *gather(2, 1),
-        *push("c", 2)],
-    **{f"a worker {is_back} is waited for again": [
-        *calls, *push("ab", r), *gather(r, 1), *push("c", r), *end(r),
-        *push("ab", r + 1), *gather(r + 1, 2, True), *end(r + 1),
-        *push("ab", r + 2), *gather(r + 2, 2)]
-       for is_back, calls, r in (
-           ("that was refused", [*WITHOUT_C[:-1], *push("c", 0), *end(0)], 1),
-           ("that waits", [*WITHOUT_C, *wait(-1, "c")], 1),
-           ("that pushes", [*WITHOUT_C, *push("c", 1), *end(1)], 2))},
-    **{f"waits end with {name}": [*OPEN, *push("a", 0), *wait(0), *gather(0, 2),
-                                  *calls]
-       for name, calls in (("the round", end(0)), ("a reset", end(0, True)),
-                           ("a later push", push("b", 1)))},
-    "nobody waits for a round that is not open": [
-        *OPEN, *end(4), *wait(-1), *wait(4), *wait(6), *wait(100)],
-    "a wait for the first round": [*wait(-1), *OPEN],
-    "a chief that does not end a round": [
-        *OPEN, *end(6), *wait(7, soon=True), *end(7), *wait(7)],
-    "gathers of one round give the same": [
-        *OPEN, *gather(0, 3), *gather(0, 1), *push("ab", 0),
-        *gather(0, 2, True)],
-    "rounds that are deleted": [*OPEN, *gather(0, 2), *wait(0)],
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program(name):
-  machine = Rounds()
-  for call in PROGRAMS[name]:
-    i = machine.start_of(call)
-    if machine.model.is_over(i):
-      machine.join(i)
-    else:
-      # Most often it has come by then, which the model does not need.
-      machine.threads[i].join(0.05)
-  machine.join_all()
-  machine.restart()
-  # The same name means new rounds.
-  machine.join(machine.start_of(*wait(0)))
-  machine.teardown()
-
-
-def test_another_answer_is_seen():
-  for answer in (2, "FailedPreconditionError: of another text"):
+def test_a_worker_that_stops_anywhere():
+  """Of the steps of b, only some are taken; then a ends the round."""
+  for stop in range(8):
     machine = Rounds()
-    machine.model.begin(1, *end(-1))
-    with pytest.raises(AssertionError, match="expected one of"):
-      machine.model.answered(1, answer)
-    machine.delete()
+    machine.finishes("c", 3)
+    steps = [lambda: machine.enters("b", 0),
+             lambda: machine.stages("b", OTHER, 7, (0, 1)),
+             lambda: machine.stages("b", LEAD, 7, (0,)),
+             lambda: machine.stages("b", LEAD, 7, (1,)),
+             lambda: machine.arrives("b"), lambda: machine.follows(0),
+             lambda: machine.closes(0, 1), lambda: machine.ends(0, OTHER)]
+    for step in steps[:stop + 1]:
+      step()
+      machine.states()
+    if stop < 7:
+      machine.finishes("a", 5)
+    else:
+      machine.ends(0, LEAD)
+    machine.states()
+    # b is a member once it has arrived; a is not once the round is closed.
+    assert machine.lead.center == [
+        x + (5 if stop < 4 else 6 if stop < 6 else 7) for x in (0, 10)]
+    machine.teardown()
+
+
+def test_another_state_is_seen():
+  for name, value in ("newest", 5), ("place", (4, 4)), ("center", [1., 1.]):
+    machine = Rounds()
+    machine.finishes("c", 3)
+    machine.states()
+    setattr(machine.lead, name, value)
+    with pytest.raises(AssertionError):
+      machine.states()
+    machine.teardown()

@@ -403,16 +403,17 @@ def averaging_assign(target, sources, weights, rate):
                            target.dtype)
 
 
-def mean(values):
+def mean(values, dtype=None):
   """What AveragingMean makes of these: (mean, tolerance) in float64.
 
   Args:
-    values: Arrays of one dtype.
+    values: Arrays of one dtype, whose weights are equal.
+    dtype: The variables' dtype, if it is another one.
 
   Returns:
     (mean, how far from it the op's may be).
   """
-  dtype = values[0].dtype
+  dtype = dtype or values[0].dtype
   values = [np.asarray(x, DOUBLE) for x in values]
   value = sum(values) / len(values)
   # For each value the roundings of Ema, with operands m, x and m again.

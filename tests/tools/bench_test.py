@@ -433,7 +433,7 @@ def test_a_round_that_gives_something_else_is_refused():
 
 
 @pytest.mark.parametrize("part, name, value, text", [
-    ("rounds", "ops.averaging_mean", None, "rounds: the mean is wrong"),
+    ("rounds", "_Rounds.end", None, "rounds: the mean is wrong"),
     ("gate", "_Gate.end", None, "gate: 100 steps were admitted")])
 def test_growth_of_other_work_is_refused(part, name, value, text, small,
                                          monkeypatch):
@@ -446,10 +446,11 @@ def test_growth_of_other_work_is_refused(part, name, value, text, small,
 
 
 def test_bytes_of_what_is_pushed():
-  """At least those of the values, and not much more."""
+  """At least those of the mean, and not much more with more workers."""
   value = tf.ones([growth._PUSHED])
-  held = growth._bytes_of_push(7, value)
-  assert 0.9 * 4 * growth._PUSHED < held < 2 * 4 * growth._PUSHED
+  for n in 1, 7:
+    held = n * growth._bytes_of_push(n, value)
+    assert 0.9 * 4 * growth._PUSHED < held < 2 * 4 * growth._PUSHED
 
 
 def test_a_table_that_does_not_fit_is_refused():

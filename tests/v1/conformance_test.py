@@ -150,9 +150,8 @@ def check_exchanges(trace, mode):
 
 
 def check_rounds(trace, mode):
-  assert trace.op_types.count(
-      f"Wrapopt>AveragingMean{'Ref' if mode == 'ref' else ''}") == len(
-          dtypes_with_gradients(trace))
+  del mode
+  assert trace.op_types.count("Wrapopt>AveragingMean") == 1
 
 
 def getter_of_scope(make):

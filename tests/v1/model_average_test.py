@@ -16,6 +16,7 @@ import wrapopt
 from modes import control_flow
 from training import ops_that_run
 from wrapopt import ops
+from wrapopt._loader import ops as raw
 from wrapopt._v1 import _centers
 
 tf1 = tf.compat.v1
@@ -213,10 +214,16 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
                                 step)
     centers = [worker.getter.centers[v] for v in variables]
     assert [c.device for c in centers] == [SERVER, other]
-    ahead = ops.averaging_next(opt._member._handle(opt._rounds[0], other), 41)
+    [rounds] = opt._rounds
+    assert [s.device[-len("CPU:0"):] for s in rounds.servers] == [
+        "CPU:6", "CPU:7"]
+    with ops.host_of(rounds.servers[0]):
+      ahead = raw.wrapopt_averaging_restore(
+          opt._member._handle(rounds, rounds.servers[0]), "w",
+          from_generation=0, place=[42, 3])
     hook = opt.make_session_run_hook()
     with tf1.Session(target, graph=worker.graph) as session:
-      assert session.run(ahead) == 42
+      assert session.run(ahead)
     with worker.session(target, hooks=[hook]) as session:
       for n in 1, 2:
         session.run(train)
@@ -403,13 +410,11 @@ def test_values_cross_together(variables, most_bytes, vectors, kind,
       for n in nodes["_Recv"] + nodes["_HostRecv"])
   assert edges == {(dtype, at): count for at in ("CPU:0", "CPU:7")
                    for dtype, count in ((tf.int64, 1), (tf.float32, vectors))}
-  for op in "Push", "Gather", "Next":
+  for op in "Enter", "Stage", "Arrive", "Close", "Mean":
     [node] = nodes[f"Wrapopt>Averaging{op}"]
     assert node.device.endswith("/device:CPU:7")
-  means = nodes["Wrapopt>AveragingMean" + ("" if kind else "Ref")]
-  assert len(means) == vectors
-  assert all(mean.device.endswith("/device:CPU:7") for mean in means)
-  assert sum(mean.attr["N"].i for mean in means) == variables
+  assert sum(node.attr["sizes"].list.i) == variables
+  assert len(node.attr["sizes"].list.i) == vectors
 
 
 def nodes_that_run(variables, kind, interval):
@@ -441,7 +446,7 @@ def test_a_step_between_rounds(kind, most_bytes, monkeypatch):
   assert not few - many
   assert not [op for op in many if op.startswith("Wrapopt>")]
   a_round = nodes_that_run(2, kind, interval=1)
-  assert a_round["Wrapopt>AveragingPush"] == 1
+  assert a_round["Wrapopt>AveragingStage"] == 1
 
 
 # Errors
@@ -540,7 +545,10 @@ def test_get_init_op_needs_variables():
   with worker.build(getter=False):
     tf1.get_variable("w", initializer=0.0)
   with worker.build():
-    tf1.get_variable("v", initializer=0.0)
+    v = tf1.get_variable("v", initializer=0.0)
+    with pytest.raises(RuntimeError, match="minimize.. must be called before"):
+      opt.get_init_op()
+    opt.minimize(v, tf1.train.create_global_step())
     assert opt.get_init_op().type == "NoOp"
 
 

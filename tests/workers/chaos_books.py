@@ -233,68 +233,73 @@ class Elastic:
 class Rounds:
   """The centers move by the mean gain of those that took part in a round."""
 
-  # By the workers of a round: how the centers move. The chief is always there.
+  # By the workers of a round: how the centers move.
   moves = {workers: tuple(float(np.mean([gains[w] for w in workers]))
                           for gains in GAINS.values())
-           for n in range(3)
-           for others in itertools.combinations((1, 2), n)
-           for workers in [(0, *others)]}
+           for n in (1, 2, 3)
+           for workers in itertools.combinations(range(3), n)}
 
   def __init__(self):
     self.rounds = collections.Counter()
 
   def check(self, logs):
-    """Asserts what holds for the logs of a whole training."""
-    chief, *workers = logs
-    of_move = {move: who for who, move in self.moves.items()}
-    assert len(of_move) == len(self.moves)
-    # All values that each center may have had.
-    had = [set() for _ in GAINS]
-    at = step = None
-    for entry in chief.entries:
-      if entry["kind"] not in ("start", "step"):
-        continue
-      center = tuple(entry["center"])
-      assert tuple(entry["own"]) == center, entry
-      if entry["kind"] == "start":
-        restored = entry["restored"]
-        if restored is None:
-          assert at is None and entry["step"] == 0 and not any(center), entry
-        else:
-          assert entry["step"] == restored["global_step"], entry
-          assert list(center) == [restored[CENTERS + name] for name in GAINS]
-          # That of the last report, or of the round after it.
-          assert entry["step"] - step in (0, 1), (entry, step, at)
-          if entry["step"] == step:
-            assert center == at, (entry, step, at)
-          else:
-            self._count(of_move, at, center, entry)
-          # Others may have seen the end of a round that was lost.
-          for move in self.moves.values():
-            for i, m in enumerate(move):
-              had[i].add(at[i] + m)
-      else:
-        assert entry["step"] == step + 1, (entry, step)
-        self._count(of_move, at, center, entry)
-      at, step = center, entry["step"]
-      for i, x in enumerate(center):
-        had[i].add(x)
-    for log in workers:
+    """Asserts what holds for the logs of a whole training.
+
+    A worker that starts, or has ended a round, has the centers of its place: a
+    round and a generation, which begins when the chief restores the centers.
+    """
+    assert len(set(self.moves.values())) == len(self.moves)
+    seen = collections.defaultdict(lambda: collections.defaultdict(
+        collections.Counter))
+    first = {}
+    for log in logs:
+      for entry in log.entries:
+        if entry["kind"] not in ("start", "step"):
+          continue
+        round_, generation = entry["place"]
+        seen[generation][round_][tuple(entry["own"])] += 1
+        if "restored" in entry:
+          restored = entry["restored"] or {}
+          first[generation] = round_, entry["step"] - round_
+          assert entry["own"] == [restored.get(CENTERS + name, 0)
+                                  for name in GAINS], entry
+          assert entry["step"] == restored.get("global_step", 0), entry
+    assert sorted(seen) == sorted(first), (sorted(seen), first)
+    for generation, rounds in seen.items():
+      self._check_generation(rounds, first[generation])
+    for log in logs:
+      # Each round has its step, unless others went on while the worker read.
       for entry in log.entries:
         if entry["kind"] in ("start", "step"):
-          for i in range(len(GAINS)):
-            assert entry["own"][i] in had[i], (log.index, entry)
-            assert entry["center"][i] in had[i], (log.index, entry)
+          round_, generation = entry["place"]
+          steps = first[generation][1] + round_
+          assert entry["step"] >= steps, (entry, first)
       # A step sends its values once.
       took_part = sum(n for who, n in self.rounds.items() if log.index in who)
       assert 0 < took_part <= len(log.steps()) + log.missing(), (
           log.index, took_part, len(log.steps()), log.missing())
 
-  def _count(self, of_move, at, center, entry):
-    move = tuple(c - a for c, a in zip(center, at))
-    assert move in of_move, (
-        f"no workers have a mean of {move}: from {at} to {center}, {entry}")
-    self.rounds[of_move[move]] += 1
+  def _check_generation(self, seen, first):
+    of_move = {move: who for who, move in self.moves.items()}
+    numbers = sorted(seen)
+    assert numbers[0] == first[0], (numbers, first)
+    # A worker that is stopped while it reads has some values of later rounds.
+    centers = {r: seen[r].most_common(1)[0][0] for r in numbers}
+    for r, last in zip(numbers[1:], numbers):
+      move = tuple(c - a for c, a in zip(centers[r], centers[last]))
+      # Of some rounds, all workers that took part were killed before they
+      # logged them.
+      sums = {tuple(map(sum, zip(*moves))): moves for moves in
+              itertools.combinations_with_replacement(of_move, r - last)}
+      assert move in sums, (
+          f"no workers have a mean of {move}: from {centers[last]} in round "
+          f"{last} to {centers[r]} in round {r}")
+      self.rounds.update(of_move[m] for m in sums[move])
+    for r in numbers:
+      for own in seen[r]:
+        for i, x in enumerate(own):
+          assert any(x == centers[n][i] for n in numbers if n >= r), (
+              f"a worker has values of no round: {own} in round {r}")
 
   def summary(self):
     return ", ".join(f"{n} rounds of {list(who)}"

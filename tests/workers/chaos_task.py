@@ -125,7 +125,7 @@ def model_average(task, index):
 
   def state():
     return {"own": [v.read_value() for v in variables],
-            "center": [getter.centers[v].read_value() for v in variables],
+            "place": opt._rounds[0].local_round.read_value(),
             "step": step.read_value()}
 
   with tf.control_dependencies([train]):

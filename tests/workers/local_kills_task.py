@@ -11,16 +11,21 @@ import numpy as np
 import tensorflow as tf
 
 import wrapopt
+from wrapopt._local import _layout
 from wrapopt._local import _server
 
 SHAPES = (1000,), (3, 4), ()
 TIMEOUT_SECS = 6.0
+# The least number of calls before the first part of a worker's values: those of
+# the states of two servers, twice, and two more.
+_CALLS_BEFORE = 6
 # Calls of a round, in their order, and which of a round's calls it is:
 # "before", "after", or "in" it for a while. {point: (method, when, call)}.
 POINTS = {
     "before its turn": ("enter", "before", 0),
     "in its turn": ("enter", "after", 0),
     "after the other server is told": ("follow", "after", 0),
+    "between two parts of its values": ("_run", "after", _CALLS_BEFORE + 1),
     "between sends to servers": ("stage", "after", 0),
     "before it arrives": ("arrive", "before", 0),
     "after it has arrived": ("arrive", "after", 0),
@@ -52,8 +57,17 @@ def checksum(values):
   return hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()
 
 
-def run(name, servers, num_workers, most_pushes, folder):
-  """Takes part in rounds until the file `stop` names one that has ended."""
+def run(name, servers, num_workers, most_pushes, folder, saves):
+  """Takes part in rounds until there is a file `stop`.
+
+  Args:
+    name: The worker.
+    servers: Their addresses.
+    num_workers: The number of workers.
+    most_pushes: How many may send values at the same time.
+    folder: That of the files.
+    saves: Whether the job has checkpoints, one for each round.
+  """
   armed = {}  # The point at which to die, in the next round.
 
   def arm(method):
@@ -90,11 +104,20 @@ def run(name, servers, num_workers, most_pushes, folder):
             **facts}
     os.write(log, (json.dumps(line) + "\n").encode())
 
+  # So that each server gets the values in several parts.
+  _layout._MOST_BYTES = 1024
   variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
   local = wrapopt.DiLoCo(
       variables, servers, name, num_workers, sync_every=weight(name),
       min_workers=1, round_timeout_secs=TIMEOUT_SECS,
       most_pushes=most_pushes)
+  step = lambda: local.step(steps=weight(name))
+  if weight(name) % 2:  # Some workers train in a function.
+    step = tf.function(step)
+  checkpoints = tf.train.CheckpointManager(
+      tf.train.Checkpoint(local=local), os.path.join(folder, "checkpoints"), 2)
+  if saves and checkpoints.restore_or_initialize():
+    step()  # It takes the center.
   note()
   order, stop = (os.path.join(folder, f) for f in (f"die_{name}", "stop"))
   while True:
@@ -105,10 +128,12 @@ def run(name, servers, num_workers, most_pushes, folder):
       armed.update(method=method, when=when, left=left)
     for v, d in zip(variables, delta(name, local.round)):
       v.assign_add(d)
-    local.step(steps=weight(name))
+    step()
     report = local.report
     note(counted=bool(report.counted), workers=sorted(report.workers),
          secs=report.secs)
+    if saves and name == "w0":
+      checkpoints.save()
     if os.path.exists(stop):
       break
     time.sleep(0.02)

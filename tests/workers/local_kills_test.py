@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import local_kills_task as task
 from local_parts import FORKS, Oracle, Process
@@ -18,19 +19,23 @@ from local_parts import FORKS, Oracle, Process
 class Job:
   """Two servers, and workers that run until the end."""
 
-  def __init__(self, num_workers, most_pushes, folder):
+  def __init__(self, num_workers, most_pushes, folder, saves=False):
     self.folder = folder
     self.most_pushes = most_pushes
+    self.saves = saves
     self.names = [f"w{i}" for i in range(num_workers)]
-    self.servers = [Process() for _ in range(2)]
     self.workers = {}
+    self.start_all()
+
+  def start_all(self):
+    self.servers = [Process() for _ in range(2)]
     for name in self.names:
       self.start(name)
 
   def start(self, name):
     self.workers[name] = FORKS.Process(target=task.run, args=(
         name, [s.address for s in self.servers], len(self.names),
-        self.most_pushes, self.folder))
+        self.most_pushes, self.folder, self.saves))
     self.workers[name].start()
 
   def path(self, name):
@@ -154,6 +159,34 @@ def test_a_kill_at_each_point(tmp_path):
 def test_a_kill_at_each_point_where_workers_send_one_after_the_other(tmp_path):
   """A worker that dies in its turn holds up the others."""
   run(2, len(task.POINTS), tmp_path, most_pushes=1)
+
+
+def test_a_job_that_was_killed(tmp_path):
+  """New servers and workers go on from its last checkpoint."""
+  job = Job(2, 4, str(tmp_path), saves=True)
+  try:
+    for _ in range(3):
+      for name in job.names:
+        job.wait_for_counted(name, len(job.lines(name)))
+    job.close()
+    last = tf.train.load_checkpoint(job.path("checkpoints"))
+    [key] = [k for k in last.get_variable_to_shape_map() if "/round" in k]
+    saved = int(last.get_tensor(key))
+    assert saved >= 3
+    before = {name: job.lines(name) for name in job.names}
+    job.start_all()
+    for name in job.names:
+      job.wait_for_counted(name, len(before[name]))
+    job.end()
+    lines = [line for name in job.names for line in before[name]
+             if line["round"] <= saved]
+    for name in job.names:
+      after = job.lines(name)[len(before[name]):]
+      assert after[0]["round"] >= saved, (after[0], saved)
+      lines += after
+    check(lines, kills=2)
+  finally:
+    job.close()
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])

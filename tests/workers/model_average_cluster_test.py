@@ -186,12 +186,13 @@ class TestLostWorkers:
     job = Job(cluster, interval=1, **self.options)
     back = str(tmp_path / "back")
     job.start("chief", gradient=-1.0, steps=5, hold={3: back})
-    job.start("worker", 0, gradient=-3.0, steps=5)
+    job.start("worker", 0, gradient=-3.0, steps=5, hold={3: back})
     job.start("worker", 1, gradient=-8.0, steps=9, hold={1: "/none"})
     job.until_step(1, "worker", 1)
     cluster.tasks["worker", 1].kill()
     # One round of three, two of two.
     job.until_step(3, "chief")
+    job.until_step(3, "worker", 0)
     assert center(job.reports["chief", 0]) == [0, 4, 6, 8]
     cluster.restart("worker", 1)
     job.start("worker", 1, gradient=-8.0, steps=2)
@@ -206,7 +207,7 @@ class TestLostWorkers:
               round_timeout_secs=3.0)
     go = str(tmp_path / "go")
     job.start("chief", gradient=-1.0, hold={0: go})
-    job.start("worker", 0, gradient=-3.0)
+    job.start("worker", 0, gradient=-3.0, hold={0: go})
     job.start("worker", 1, gradient=-8.0, hold={0: "/none"})
     cluster.restart("worker", 1)
     start = time.monotonic()
@@ -234,7 +235,7 @@ class TestLostWorkers:
     job = Job(cluster, interval=1, **self.options)
     stopped, back = str(tmp_path / "stopped"), str(tmp_path / "back")
     job.start("chief", gradient=-1.0, steps=6, hold={1: stopped, 4: back})
-    job.start("worker", 0, gradient=-3.0, steps=6)
+    job.start("worker", 0, gradient=-3.0, steps=6, hold={4: back})
     job.start("worker", 1, gradient=-8.0, steps=4, hold={1: stopped})
     job.until_step(1, "worker", 1)
     pid = cluster.tasks["worker", 1].process.pid
@@ -261,18 +262,38 @@ class TestLostWorkers:
         r"\('/job:chief/task:0'\), but needs 2 of 2")):
       job.result("chief")
 
-  def test_no_chief_is_an_error(self, cluster, tmp_path):
-    """To the worker; it has sent what it had, and the chief goes on with it."""
+  def test_a_worker_that_waited_in_vain(self, cluster, tmp_path):
+    """It has an error. It has sent what it had, and another goes on with it."""
     go = str(tmp_path / "go")
-    job = Job(cluster, steps=1, interval=1, chief_timeout_secs=1.0)
+    job = Job(cluster, steps=1, interval=1, round_timeout_secs=1.0)
     job.start("chief", gradient=-1.0, hold={0: go})
-    job.start("worker", gradient=-1.0)
+    job.start("worker", gradient=-3.0)
     with pytest.raises(RuntimeError, match=(
-        "(?s)DeadlineExceededError.*the chief did not end round 0 .* within 1 "
-        "seconds")):
+        "(?s)DeadlineExceededError.*round 0 .* within 1 seconds")):
       job.result("worker")
     open(go, "w", encoding="utf-8").close()
-    assert center(job.result("chief")) == [0, 1]
+    assert center(job.result("chief")) == [0, 2]
+
+  def test_no_chief_is_an_error(self, cluster):
+    job = Job(cluster, steps=0, num_worker=2)
+    job.start("chief", gradient=-1.0)
+    job.result("chief")  # It has initialized the variables.
+    with pytest.raises(RuntimeError, match=(
+        "(?s)DeadlineExceededError.*No chief of 'another' .* 1.0 seconds")):
+      job.start("worker", gradient=-1.0, chief_timeout_secs=1.0,
+                rounds_name="another")
+      job.result("worker")
+
+  def test_a_chief_that_is_killed_stops_nobody(self, cluster):
+    job = Job(cluster, interval=1, **self.options)
+    job.start("chief", gradient=-1.0, steps=9, hold={1: "/none"})
+    job.start("worker", 0, gradient=-3.0, steps=3)
+    job.start("worker", 1, gradient=-8.0, steps=3)
+    job.until_step(1, "chief")
+    cluster.restart("chief", 0)
+    for worker in 0, 1:
+      # The mean of three, and then of two.
+      assert center(job.result("worker", worker)) == [0, 4, 9.5, 15]
 
 
 class TestRestarts:

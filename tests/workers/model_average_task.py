@@ -22,7 +22,7 @@ INNER = {
 def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
           "gradient_descent", initial=0.0, dtype="float32", v2=True,
           use_resource=True, hold=None, checkpoint=None, models=1, chief=False,
-          moving_average=None, **options):
+          moving_average=None, rounds_name="rounds", **options):
   """Trains models of two variables with a constant gradient.
 
   Reports "ready" once it has a session, and what it has of each model at that
@@ -48,6 +48,7 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
       the second is twice that of the first, and so on.
     moving_average: None, or whether a MovingAverageOptimizer of decay 0.5 is
       "inside" of the ModelAverageOptimizer or "around" it.
+    rounds_name: The name of the ModelAverageOptimizer.
     **options: Of the optimizers.
 
   Returns:
@@ -72,7 +73,8 @@ def train(task, prefix, gradient, steps, num_worker=2, interval=2, inner=
         if moving_average == "inside":
           opt = average = wrapopt.MovingAverageOptimizer(opt, 0.5)
         opt = rounds = wrapopt.ModelAverageOptimizer(
-            opt, num_worker, is_chief, getter, interval, **options)
+            opt, num_worker, is_chief, getter, interval, name=rounds_name,
+            **options)
         if moving_average == "around":
           opt = average = wrapopt.MovingAverageOptimizer(opt, 0.5)
         train_ops.append(opt.apply_gradients(

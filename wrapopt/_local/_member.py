@@ -106,7 +106,7 @@ class Member:
       velocities: The same, or none.
     """
     def offer(deadline):
-      states = self._states()
+      states, _ = self._states()
       rounds = [s.place[0] for s in states]
       if max(rounds) > round_ or min(rounds) == round_:
         return True
@@ -155,40 +155,38 @@ class Member:
       return not is_same
     left = lambda: max(deadline - time.monotonic(), 1.0)
     known = self._lead.enter(place, self._rules.most_pushes, left())
-    if known.turn >= 0 and not self._push(place, known, vectors, weight):
+    if known.turn >= 0 and not self._push(known, vectors, weight):
       return False
     # `left`: waiting for a turn, behind a worker that stopped, may have taken
     # the time that the round would wait for that worker.
-    workers = self._lead.wait_for_close(
+    known = self._lead.wait_for_close(
         place, self._rules.min_workers, left(), self._rules.grace_secs)
-    if len(workers):
-      self._members = tuple(w.decode() for w in workers)
-      self._step(place, workers)
+    if known.workers:
+      self._members = known.workers
+      self._step(known)
     place = self._settle(deadline, None)
     return place[0] > self.place[0] and self._pull(place)
 
-  def _push(self, place, known, vectors, weight):
+  def _push(self, known, vectors, weight):
     """Sends the values to all servers, then arrives: whether it succeeded."""
     for server in self._others:
-      if not server.follow(place, known):
+      if not server.follow(known):
         return False
     for server in self._servers:
-      accepted, sent = server.stage(place, known.turn, weight, vectors)
+      accepted, sent = server.stage(known, weight, vectors)
       self._sent += sent
       if not accepted:
         return False
-    accepted, known = self._lead.arrive(place, known.turn)
+    accepted, known = self._lead.arrive(known)
     if accepted:
       for server in self._others:
-        server.follow(place, known)
+        server.follow(known)
     return accepted
 
-  def _step(self, place, workers):
-    """Lets the servers take the outer step: the lead, which knows, last."""
-    step = self._rules.learning_rate, self._rules.momentum
-    for server in self._others:
-      server.step(place, workers, *step)
-    self._lead.step(place, (), *step)
+  def _step(self, known):
+    """Lets the servers take the outer step, the lead last."""
+    for server in [*self._others, self._lead]:
+      server.step(known, self._rules.learning_rate, self._rules.momentum)
 
   def _take_center(self, deadline, initial):
     return self._pull(self._settle(deadline, initial))
@@ -201,19 +199,19 @@ class Member:
     return True
 
   def _states(self):
-    """The states of all servers at one time."""
+    """The states of all servers at one time, and what the lead knows then."""
     before = None
     while True:
-      states = [server.state() for server in self._servers]
+      states, (known, *_) = zip(*[s.state() for s in self._servers])
       # States only move on: equal ones did not change in between.
       if not self._others or states == before:
-        return states
+        return states, known
       before = states
 
   def _settle(self, deadline, initial):
     """Waits until all servers have the center of one place: returns it."""
     while True:
-      states = self._states()
+      states, known = self._states()
       lead, *others = states
       if all(s.values and s.place == lead.place for s in states):
         return lead.place
@@ -222,7 +220,7 @@ class Member:
           s.values and s.place in (lead.place, (round_ + 1, generation))
           for s in others):
         # Its members have stopped between two servers.
-        self._step(lead.place, lead.workers)
+        self._step(known)
         continue
       late = time.monotonic() > deadline
       if self.place is None:
@@ -253,15 +251,19 @@ class Member:
     """
     known = self._lead.enter(states[0].place, 0,
                              self._rules.round_timeout_secs)
-    if known.turn < 0 or self._states() != states:
+    if known.turn < 0 or self._states()[0] != states:
       return
-    place = held[0], 1 + max(s.place[1] for s in states)
+    # Later than that of a worker whose servers have lost all.
+    generation = max(time.time_ns() // 10**6,
+                     1 + max(s.place[1] for s in states))
+    place = held[0], generation
+    known = known.at(place)
     for server, state in reversed(list(zip(self._servers, states))):
       if not (state.values and state.place == held):
-        server.stage(place, known.turn, 1.0, center, velocities)
+        server.stage(known, 1.0, center, velocities)
         if self._rules.momentum and held[0] > 0 and not velocities:
           tf.get_logger().warning(
               "The outer momentum of server %s restarts in round %d.",
               server.address, held[0])
-      if not server.restore(state.place[1], place, bool(velocities)):
+      if not server.restore(state.place[1], place):
         return

@@ -17,36 +17,48 @@ _CALL_SECS = 60.0
 _SESSION_SECS = 5.0
 
 
+class Known(typing.NamedTuple):
+  """What the server that leads tells, as the ops encode it.
+
+  Attributes:
+    texts: The vector of strings, for other ops.
+    place: (round, generation); round -1 without a center.
+    closed: Whether the round takes no more values.
+    turn: The worker's turn, or -1.
+    workers: The names of the members of the round.
+  """
+  texts: typing.Any
+  place: tuple
+  closed: bool
+  turn: int
+  workers: tuple
+
+  @classmethod
+  def read(cls, texts):
+    round_, generation, closed, turn, *_ = map(int, texts[0].split())
+    return cls(texts, (round_, generation), bool(closed), turn,
+               tuple(name.decode() for name in texts[1:]))
+
+  def at(self, place):
+    """The same of another place."""
+    *_, closed, turn, turns = self.texts[0].decode().split(maxsplit=4)
+    numbers = " ".join(map(str, [*place, closed, turn, turns]))
+    return self.read([numbers.encode(), *self.texts[1:]])
+
+
 class State(typing.NamedTuple):
   """What a server holds.
 
   Attributes:
-    place: (round, generation) of the open round; round -1 without a center.
-    closed: Whether the round takes no more values.
+    place: As of Known, also `closed` and `workers`.
     values: The number of vectors of the center; 0 without one.
     velocities: The number of velocities.
-    workers: The names of the members of the round.
   """
   place: tuple
   closed: bool
+  workers: tuple
   values: int
   velocities: int
-  workers: tuple
-
-
-class Turn(typing.NamedTuple):
-  """What the server that leads knows, and the others are told.
-
-  Attributes:
-    turn: This worker's turn, or -1.
-    workers: The members of the round.
-    turns: The turns that are alive.
-    newest: The newest turn.
-  """
-  turn: int
-  workers: typing.Any
-  turns: typing.Any
-  newest: int
 
 
 class Server:
@@ -67,44 +79,42 @@ class Server:
 
   def _build(self, name, settings, num_workers):
     """Makes the ops: one graph, so that the session compiles it once."""
+    groups = [p.group for p in self._pieces]
     rounds = raw.wrapopt_averaging_rounds(
-        num_workers=num_workers, shared_name=name, settings=settings)
+        num_workers=num_workers, shared_name=name, settings=settings,
+        dtypes=[self._layout.center_dtypes[g] for g in groups],
+        sizes=[p.end - p.begin for p in self._pieces])
     fed = self._fed = {
         key: tf1.placeholder(dtype, shape, name=key)
         for key, dtype, shape in [
-            ("round", tf.int64, []), ("generation", tf.int64, []),
-            ("turn", tf.int64, []), ("newest", tf.int64, []),
+            ("place", tf.int64, [2]), ("known", tf.string, [None]),
             ("most_turns", tf.int64, []), ("count", tf.int64, []),
             ("first", tf.int64, []), ("min_workers", tf.int64, []),
-            ("from_generation", tf.int64, []), ("velocities", tf.int64, []),
-            ("weight", tf.float64, []), ("timeout_secs", tf.float64, []),
-            ("turn_secs", tf.float64, []), ("grace_secs", tf.float64, []),
-            ("learning_rate", tf.float64, []), ("momentum", tf.float64, []),
-            ("workers", tf.string, [None]), ("turns", tf.int64, [None]),
-            ("worker", tf.string, []), ("process", tf.int64, [])]}
-    place = {"round": fed["round"], "generation": fed["generation"]}
-    worker = fed["worker"]
+            ("from_generation", tf.int64, []), ("weight", tf.float64, []),
+            ("timeout_secs", tf.float64, []), ("turn_secs", tf.float64, []),
+            ("grace_secs", tf.float64, []), ("learning_rate", tf.float64, []),
+            ("momentum", tf.float64, []), ("worker", tf.string, []),
+            ("process", tf.int64, [])]}
     get = lambda *keys: {key: fed[key] for key in keys}
     self._state = raw.wrapopt_averaging_state(rounds)
-    self._enter = raw.wrapopt_averaging_enter(
-        rounds, worker, fed["process"], **place,
-        **get("most_turns", "turn_secs", "timeout_secs"))
+    self._enter = raw.wrapopt_averaging_enter(rounds, **get(
+        "worker", "process", "place", "most_turns", "turn_secs",
+        "timeout_secs"))
     self._arrive = raw.wrapopt_averaging_arrive(
-        rounds, worker, **place, **get("turn"))
-    self._follow = raw.wrapopt_averaging_follow(
-        rounds, **place, **get("newest", "workers", "turns"))
-    self._close = raw.wrapopt_averaging_close(
-        rounds, **place, **get("min_workers", "timeout_secs", "grace_secs"))
+        rounds, **get("worker", "known"))
+    self._follow = raw.wrapopt_averaging_follow(rounds, fed["known"])
+    self._close = raw.wrapopt_averaging_close(rounds, **get(
+        "place", "min_workers", "timeout_secs", "grace_secs"))
     self._step = raw.wrapopt_averaging_outer_step(
-        rounds, **place, **get("learning_rate", "momentum", "workers"),
+        rounds, **get("known", "learning_rate", "momentum"),
         stepped=tf.constant(self._stepped, tf.int64))
     self._restore = raw.wrapopt_averaging_restore(
-        rounds, worker, **place, **get("from_generation", "velocities"))
+        rounds, **get("worker", "from_generation", "place"))
     self._stage, self._center = {}, {}
     for dtype in {*self._layout.dtypes, *self._layout.center_dtypes}:
       value = fed[dtype.name] = tf1.placeholder(dtype, [None])
       self._stage[dtype] = raw.wrapopt_averaging_stage(
-          rounds, worker, **place, **get("turn", "weight", "count", "first"),
+          rounds, **get("worker", "known", "weight", "count", "first"),
           values=[value])
       if dtype in self._layout.center_dtypes:
         for velocity in False, True:
@@ -127,11 +137,9 @@ class Server:
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
-  def _run(self, fetches, place=None, wait_secs=0.0, **values):
+  def _run(self, fetches, wait_secs=0.0, **values):
     if self._session is None:
       self.connect()
-    if place is not None:
-      values["round"], values["generation"] = place
     values.update(worker=self._worker, process=self._process)
     secs = min(wait_secs, 1e6) + _CALL_SECS
     return self._session.run(
@@ -139,27 +147,26 @@ class Server:
         tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
 
   def state(self):
-    numbers, workers = self._run(self._state)
-    round_, generation, closed, count, velocities, _ = map(int, numbers)
-    return State((round_, generation), bool(closed), count, velocities,
-                 tuple(w.decode() for w in workers))
+    """A State, and what the server knows."""
+    _, texts, numbers = self._run(tuple(self._state))
+    known = Known.read(texts)
+    return State(known.place, known.closed, known.workers,
+                 int(numbers[0]), int(numbers[1])), known
 
   def enter(self, place, most_turns, secs):
     """Waits for a turn; to restore a center if `most_turns` is 0."""
-    return Turn(*self._run(
-        tuple(self._enter), place, secs, most_turns=most_turns, turn_secs=secs,
-        timeout_secs=secs))
+    return Known.read(self._run(
+        self._enter.known, secs, place=place, most_turns=most_turns,
+        turn_secs=secs, timeout_secs=secs))
 
-  def follow(self, place, known):
-    return self._run(self._follow, place, newest=known.newest,
-                     workers=known.workers, turns=known.turns)
+  def follow(self, known):
+    return self._run(self._follow, known=known.texts)
 
-  def stage(self, place, turn, weight, vectors, velocities=()):
+  def stage(self, known, weight, vectors, velocities=()):
     """Sends this server's pieces of vectors, one call for each.
 
     Args:
-      place: Where they belong.
-      turn: This worker's turn.
+      known: What the lead told when it gave this worker a turn.
       weight: Their weight in the mean.
       vectors: A vector for each group.
       velocities: The same of the velocities, for a center; or none.
@@ -174,28 +181,30 @@ class Server:
     sent = 0
     for first, piece in enumerate(pieces):
       dtype = tf.as_dtype(piece.dtype)
-      if not self._run(self._stage[dtype], place, turn=turn, weight=weight,
+      if not self._run(self._stage[dtype], known=known.texts, weight=weight,
                        count=len(pieces), first=first, **{dtype.name: piece}):
         return False, sent
       sent += piece.nbytes
     return True, sent
 
-  def arrive(self, place, turn):
-    """Returns whether the worker is a member now, and a Turn."""
-    accepted, *known = self._run(tuple(self._arrive), place, turn=turn)
-    return accepted, Turn(-1, *known)
+  def arrive(self, known):
+    """Returns whether the worker is a member now, and what the lead knows."""
+    accepted, texts = self._run(tuple(self._arrive), known=known.texts)
+    return accepted, Known.read(texts)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
-    return self._run(self._close, place, secs, min_workers=min_workers,
-                     timeout_secs=secs, grace_secs=grace_secs)
+    """Waits for the end of a round: what the lead knows of it."""
+    return Known.read(self._run(
+        self._close, secs, place=place, min_workers=min_workers,
+        timeout_secs=secs, grace_secs=grace_secs))
 
-  def step(self, place, workers, learning_rate, momentum):
-    return self._run(self._step, place, workers=workers,
+  def step(self, known, learning_rate, momentum):
+    return self._run(self._step, known=known.texts,
                      learning_rate=learning_rate, momentum=momentum)
 
-  def restore(self, from_generation, place, has_velocities=False):
-    return self._run(self._restore, place, from_generation=from_generation,
-                     velocities=self._stepped if has_velocities else 0)
+  def restore(self, from_generation, place):
+    return self._run(self._restore, place=place,
+                     from_generation=from_generation)
 
   def read(self, place, vectors, velocities=False):
     """Reads this server's pieces of the center into vectors.
@@ -208,12 +217,12 @@ class Server:
     Returns:
       Whether the center was of `place` all the time.
     """
-    if velocities and not self.state().velocities:
-      return self.state().place == place  # They are 0.
+    if velocities and not self.state()[0].velocities:
+      return self.state()[0].place == place  # They are 0.
     pieces = self._pieces[:self._stepped] if velocities else self._pieces
     for i, p in enumerate(pieces):
       dtype = self._layout.center_dtypes[p.group]
-      *at, value = self._run(tuple(self._center[dtype, velocities]), first=i)
+      at, value = self._run(tuple(self._center[dtype, velocities]), first=i)
       if tuple(at) != place:
         return False
       vectors[p.group][p.begin:p.end] = value

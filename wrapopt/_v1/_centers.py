@@ -7,6 +7,7 @@ import collections
 import contextlib
 import numbers
 
+import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
@@ -181,15 +182,16 @@ def _local(names):
 
 
 def worker_variable(name, dtype, value, worker_device):
-  """A scalar variable of a worker, in the memory of its host."""
+  """A variable of a worker, in the memory of its host."""
   if isinstance(worker_device, str):
     spec = tf.DeviceSpec.from_string(worker_device)
     if spec.device_type not in (None, "CPU"):
       # TensorFlow has no int32 counters on a GPU.
       worker_device = spec.replace(device_type="CPU",
                                    device_index=0).to_string()
-  return get_unique_variable(name, [], dtype, tf1.constant_initializer(value),
-                             worker_device, _LOCAL)
+  return get_unique_variable(name, np.shape(value), dtype,
+                             tf1.constant_initializer(value), worker_device,
+                             _LOCAL)
 
 
 def make_local_step(worker_device):

@@ -6,9 +6,9 @@ of the time per unit to that of the smallest size. The parts:
   gate       workers that race for one staleness gate, each in a thread: the
              time of an admitted step (record, gate, complete), and the memory
              of an update in flight
-  rounds     pushes to one averaging round, of 1000 numbers each: the time of a
-             push, and of its part of the mean; the bytes that the round holds
-             per push
+  rounds     pushes to one averaging round, of 1000 numbers each, by as many
+             workers: the time of a push (enter, stage, arrive), and of its part
+             of the round's end; the bytes that the round holds per push
   variables  the variables of a MovingAverageOptimizer, of 64 numbers each, in a
              v1 session and in a tf.function: the time to build, and of a step,
              per variable; the memory per variable
@@ -33,6 +33,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _extras
+from wrapopt._loader import ops as raw
 from wrapopt.bench import harness
 from wrapopt.bench import sets
 from wrapopt.moving_average import MovingAverageOptimizer
@@ -162,37 +163,66 @@ def _race(gate, n, each):
     return time.perf_counter() - begin
 
 
+class _Rounds:
+  """Averaging rounds, and the calls of their workers."""
+
+  def __init__(self, name, n, value):
+    self._value = value
+    with tf.device("/cpu:0"):
+      self._handle = raw.wrapopt_averaging_rounds(
+          num_workers=n, dtypes=[tf.float32], sizes=[_PUSHED],
+          shared_name=name)
+    self._workers = [tf.constant(f"worker {i}") for i in range(n)]
+    first, place = self._workers[0], tf.constant([0, 1], tf.int64)
+    self._stage(first, tf.constant(["0 1 0 0 0"]), tf.zeros_like(value))
+    raw.wrapopt_averaging_restore(self._handle, first, 0, place)
+    self._place = place
+
+  def _stage(self, worker, known, value):
+    raw.wrapopt_averaging_stage(self._handle, worker, known, 1.0, 1, 0, [value])
+
+  def push(self):
+    """All workers send the value."""
+    for worker in self._workers:
+      known = raw.wrapopt_averaging_enter(
+          self._handle, worker, 0, self._place, 1, 60.0, 60.0).known
+      self._stage(worker, known, self._value)
+      raw.wrapopt_averaging_arrive(self._handle, worker, known)
+
+  def end(self):
+    """The center becomes the mean."""
+    known = raw.wrapopt_averaging_close(
+        self._handle, self._place, len(self._workers), 60.0, 60.0)
+    self._place = raw.wrapopt_averaging_outer_step(
+        self._handle, known, 1.0, 0.0, 0)
+
+  def center(self):
+    return raw.wrapopt_averaging_center(self._handle, 0, T=tf.float32).value
+
+
 def _rounds(contest, n):
-  with tf.device("/cpu:0"):
-    rounds = ops.averaging_rounds(n, shared_name=f"growth_{n}")
-    center = tf.Variable(tf.zeros([_PUSHED]))
-    value = tf.range(_PUSHED, dtype=tf.float32)
-  names = [tf.constant(f"worker {i}") for i in range(n)]
-  r = ops.averaging_next(rounds, 0, reset=True)
+  value = tf.range(_PUSHED, dtype=tf.float32)
+  rounds = _Rounds(f"growth_{n}", n, value)
   means = []
   # So many rounds together that the clock does not matter.
   together = max(1, _TRIES // 4 // n)
 
   def several(_):
-    nonlocal r
     push = mean = 0.0
     for _ in range(together):
       start = time.perf_counter()
-      for name in names:
-        ops.averaging_push(rounds, name, r, [value])
+      rounds.push()
       pushed = time.perf_counter()
-      came = ops.averaging_gather(rounds, r, n, timeout_secs=60)
-      ops.averaging_mean(rounds, r, came, [center])
+      rounds.end()
       mean += time.perf_counter() - pushed
       push += pushed - start
-      r = ops.averaging_next(rounds, r)
     means.append(mean / (n * together))
     return push / (n * together)
 
   contest.add({"wrapopt": harness.RemoteContender(several)})
   yield contest
   # The mean of equal values is exact.
-  if not np.array_equal(center.numpy(), value.numpy()):
+  if not np.array_equal(rounds.center(), value):
     raise AssertionError("rounds: the mean is wrong.")
   contest.results[0].update(
       of_mean_microseconds=1e6 * statistics.median(means),
@@ -201,19 +231,14 @@ def _rounds(contest, n):
 
 def _bytes_of_push(n, value):
   """The bytes that rounds hold per push, of as many rounds as are needed."""
-  with tf.device("/cpu:0"):
-    several = [ops.averaging_rounds(n, shared_name=f"growth_{n}_{k}")
-               for k in range(max(1, _TRIES // n))]
-  names = [tf.constant(f"worker {i}") for i in range(n)]
+  several = [_Rounds(f"growth_{n}_{k}", n, value)
+             for k in range(max(1, _TRIES // n))]
   before = harness.resident_bytes()
-  open_rounds = [ops.averaging_next(rounds, 0, reset=True)
-                 for rounds in several]
-  for rounds, r in zip(several, open_rounds):
-    for name in names:
-      ops.averaging_push(rounds, name, r, [value])
+  for rounds in several:
+    rounds.push()
   held = harness.resident_bytes() - before
-  for rounds, r in zip(several, open_rounds):
-    ops.averaging_next(rounds, r)  # Drops the values.
+  for rounds in several:
+    rounds.end()  # Drops the means.
   return held / (n * len(several))
 
 

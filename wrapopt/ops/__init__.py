@@ -19,9 +19,8 @@ range, and applies the formula to a decay, rate or weight out of range. XLA
 leaves out a call whose variables have no elements, with its checks.
 
 XLA does not compile `read_packed` and `assign_packed`. The functions whose
-names begin with `averaging_` (but `averaging_assign`) or `staleness_`, and
-`begin_update`, are the parameter server's side of asynchronous training. They
-run on the host only.
+names begin with `staleness_`, and `begin_update`, are the parameter server's
+side of asynchronous training. They run on the host only.
 
 In a `tf.function` that XLA does not compile, `apply` and `ema_update` take the
 handles of all their variables as one tensor, because each tensor that a
@@ -44,12 +43,6 @@ decay 0 or rate 1, keeps all bits. On a GPU a copy is arithmetic, too.
 from wrapopt.ops._apply import Update as Update  # For modules of wrapopt.
 from wrapopt.ops._apply import apply
 from wrapopt.ops._averaging_assign import averaging_assign
-from wrapopt.ops._averaging_rounds import averaging_gather
-from wrapopt.ops._averaging_rounds import averaging_mean
-from wrapopt.ops._averaging_rounds import averaging_next
-from wrapopt.ops._averaging_rounds import averaging_push
-from wrapopt.ops._averaging_rounds import averaging_rounds
-from wrapopt.ops._averaging_rounds import averaging_wait
 from wrapopt.ops._compensation import Compensation
 from wrapopt.ops._ema_update import ema_update
 from wrapopt.ops._exchange import exchange
@@ -80,12 +73,6 @@ __all__ = [
     "apply",
     "assign_packed",
     "averaging_assign",
-    "averaging_gather",
-    "averaging_mean",
-    "averaging_next",
-    "averaging_push",
-    "averaging_rounds",
-    "averaging_wait",
     "begin_update",
     "catch_up",
     "ema_update",

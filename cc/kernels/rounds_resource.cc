@@ -1,0 +1,161 @@
+#include "cc/kernels/rounds_resource.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "cc/kernels/inputs.h"
+#include "cc/kernels/parallel.h"
+#include "cc/ops/averaging_rounds.h"
+#include "cc/rules/rules.h"
+#include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/platform/tstring.h"
+
+namespace wrapopt {
+
+using tensorflow::OpKernelContext;
+using tensorflow::Tensor;
+using tensorflow::tstring;
+
+absl::Status ReadWorker(OpKernelContext* ctx, std::string* worker) {
+  tstring name;
+  TF_RETURN_IF_ERROR(ReadScalar(ctx, "worker", &name));
+  *worker = name;
+  return absl::OkStatus();
+}
+
+namespace {
+
+absl::Status CheckRound(int64_t round) {
+  // Round + 1 must not overflow.
+  if (round < kLastRound) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("round must be less than 2^63 - 1, got ", round));
+}
+
+}  // namespace
+
+absl::Status ReadPlace(OpKernelContext* ctx, Place* place) {
+  const Tensor* tensor;
+  TF_RETURN_IF_ERROR(ctx->input("place", &tensor));
+  TF_RETURN_IF_ERROR(CheckPlace(tensor->shape()));
+  const auto numbers = tensor->vec<int64_t>();
+  *place = {numbers(0), numbers(1)};
+  return CheckRound(place->round);
+}
+
+absl::Status ReadKnown(OpKernelContext* ctx, Known* known) {
+  const Tensor* tensor;
+  TF_RETURN_IF_ERROR(ctx->input("known", &tensor));
+  TF_RETURN_IF_ERROR(CheckKnown(tensor->shape()));
+  const auto texts = tensor->vec<tstring>();
+  std::vector<int64_t> numbers;
+  bool are_numbers = texts.size() > 0;
+  if (are_numbers) {
+    for (const absl::string_view text :
+         absl::StrSplit(absl::string_view(texts(0)), ' ')) {
+      numbers.emplace_back();
+      are_numbers &= absl::SimpleAtoi(text, &numbers.back());
+    }
+  }
+  if (!are_numbers || numbers.size() < 5) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "known must be what an averaging op has told, 5 or more numbers and ",
+        "names, got ",
+        texts.size() == 0 ? "none"
+                          : absl::CHexEscape(std::string(texts(0)))));
+  }
+  known->place = {numbers[0], numbers[1]};
+  known->closed = numbers[2] != 0;
+  known->turn = numbers[3];
+  known->turns.newest = numbers[4];
+  known->turns.alive = {numbers.begin() + 5, numbers.end()};
+  for (int64_t w = 1; w < texts.size(); ++w) {
+    known->workers.push_back(texts(w));
+  }
+  return CheckRound(known->place.round);
+}
+
+absl::Status WritePlace(OpKernelContext* ctx, const Place& place) {
+  Tensor* output;
+  TF_RETURN_IF_ERROR(ctx->allocate_output("place", {2}, &output));
+  output->vec<int64_t>()(0) = place.round;
+  output->vec<int64_t>()(1) = place.generation;
+  return absl::OkStatus();
+}
+
+absl::Status WriteKnown(OpKernelContext* ctx, const char* name,
+                        const Known& known) {
+  Tensor* output;
+  const int64_t m = known.workers.size();
+  TF_RETURN_IF_ERROR(ctx->allocate_output(name, {1 + m}, &output));
+  std::string numbers =
+      absl::StrCat(known.place.round, " ", known.place.generation, " ",
+                   known.closed, " ", known.turn, " ", known.turns.newest);
+  for (const int64_t turn : known.turns.alive) {
+    absl::StrAppend(&numbers, " ", turn);
+  }
+  auto texts = output->vec<tstring>();
+  texts(0) = numbers;
+  std::copy(known.workers.begin(), known.workers.end(), texts.data() + 1);
+  return absl::OkStatus();
+}
+
+namespace {
+
+// Moves the mean by one worker's values.
+absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
+                       const TensorRounds::Member& member,
+                       const RoundsOptions& options, Center* center) {
+  center->weight += member.weight;
+  const double rate = member.weight / center->weight;
+  const bool is_first = center->mean.empty();
+  center->mean.resize(member.values.size());
+  for (size_t i = 0; i < member.values.size(); ++i) {
+    const Tensor& value = member.values[i];
+    Tensor& mean = center->mean[i];
+    const tensorflow::DataType dtype = options.dtypes[i];
+    if (is_first && value.dtype() == dtype) {
+      mean = value;
+      continue;
+    }
+    if (is_first) {
+      TF_RETURN_IF_ERROR(Zeros(ctx, dtype, value.shape(), &mean));
+    }
+    const Number from = NumberOf(value.dtype()), to = NumberOf(dtype);
+    Pass pass;
+    pass.AddStage({FindStep(RuleId::kEma, to, from, isa), &rate, 2,
+                   SizeOf(from) + 2 * SizeOf(to), /*new_inputs=*/true});
+    pass.AddVariable(mean.NumElements(), {mean.data(), value.data()});
+    TF_RETURN_IF_ERROR(RunPass(ctx, pass));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::Status AddToMean(OpKernelContext* ctx, Isa isa,
+                       RoundsResource* resource) {
+  Center* const center = resource->center();
+  for (const TensorRounds::Member& member : resource->rounds()->TakeValues()) {
+    const absl::Status added =
+        AddToMean(ctx, isa, member, resource->options(), center);
+    if (added.ok()) continue;
+    // Without memory for the mean, the round cannot end here: workers restore
+    // the center of a server that has none.
+    center->Forget();
+    return added;
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace wrapopt

@@ -1,0 +1,136 @@
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "cc/ops/averaging_rounds.h"
+#include "cc/ops/inferred_inputs.h"
+#include "cc/ops/number_types.h"
+#include "tensorflow/core/framework/op.h"
+#include "tensorflow/core/framework/op_def_builder.h"
+#include "tensorflow/core/framework/shape_inference.h"
+#include "tensorflow/core/framework/tensor_shape.h"
+#include "tensorflow/core/platform/errors.h"
+
+namespace wrapopt {
+namespace {
+
+using tensorflow::shape_inference::InferenceContext;
+
+// Checks the first inputs, "rounds" and "known".
+absl::Status CheckRounds(InferredInputs* inputs) {
+  TF_RETURN_IF_ERROR(inputs->FindScalar("rounds"));
+  tensorflow::PartialTensorShape known;
+  TF_RETURN_IF_ERROR(inputs->FindTensor("known", &known));
+  return CheckKnown(known);
+}
+
+absl::Status OuterStepShape(InferenceContext* c) {
+  c->set_output(0, c->Vector(2));
+  InferredInputs inputs(c);
+  TF_RETURN_IF_ERROR(CheckRounds(&inputs));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("learning_rate"));
+  TF_RETURN_IF_ERROR(inputs.FindScalar("momentum"));
+  return inputs.FindScalar("stepped");
+}
+
+absl::Status MeanShape(InferenceContext* c) {
+  c->set_output(0, c->Vector(2));
+  InferredInputs inputs(c);
+  TF_RETURN_IF_ERROR(CheckRounds(&inputs));
+  std::vector<int64_t> sizes;
+  TF_RETURN_IF_ERROR(c->GetAttr("sizes", &sizes));
+  return CheckGroups(sizes, c->num_inputs() - 2);
+}
+
+absl::Status CenterShape(InferenceContext* c) {
+  c->set_output(0, c->Vector(2));
+  c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
+  InferredInputs inputs(c);
+  TF_RETURN_IF_ERROR(inputs.FindScalar("rounds"));
+  return inputs.FindScalar("index");
+}
+
+}  // namespace
+
+REGISTER_OP("Wrapopt>AveragingOuterStep")
+    .Input("rounds: resource")
+    .Input("known: string")
+    .Input("learning_rate: double")
+    .Input("momentum: double")
+    .Input("stepped: int64")
+    .Output("place: int64")
+    .SetIsStateful()
+    .SetShapeFn(OuterStepShape)
+    .Doc(R"doc(
+Ends a round with an outer step of the center, which the rounds hold.
+
+In one pass over memory,
+
+    D        = center - mean
+    velocity = momentum velocity + D
+    center   = center - learning_rate (D + momentum velocity)
+
+where the mean is that of the members' values with their weights. With a
+learning rate of 1 and no momentum, the center becomes the mean. The op has no
+effect if the round is over, so each of the workers may run it. It runs on the
+server that leads after all others.
+
+rounds: From Wrapopt>AveragingRounds.
+known: [1 + M] from Wrapopt>AveragingClose.
+learning_rate: A scalar greater than 0.
+momentum: A scalar in [0, 1).
+stepped: The number of vectors, the first ones, that take this step. The others
+  become the mean.
+place: [2] the round that is open after the op, and its generation.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingMean")
+    .Input("rounds: resource")
+    .Input("known: string")
+    .Input("resources: N * resource")
+    .Input("refs: Ref(T)")
+    .Output("place: int64")
+    .Attr("N: int >= 0")
+    .Attr("T: list({half, bfloat16, float, double, int32, int64}) >= 0")
+    .Attr("sizes: list(int) >= 0")
+    .SetIsStateful()
+    .SetShapeFn(MeanShape)
+    .Doc(R"doc(
+Ends a round with an assignment of the mean to the center, in variables.
+
+The op also adds 1 to counters. It checks all of its inputs before it changes
+any variable. It has no effect if the round is over, so each of the workers may
+run it. It runs on the server that leads after all others.
+
+rounds: From Wrapopt>AveragingRounds, without a center.
+known: [1 + M] from Wrapopt>AveragingClose.
+resources: Resource variables.
+refs: Ref variables. All variables are different ones. First come those of the
+  center: a vector of the rounds holds the elements of some, one after another,
+  each in row-major order. The others are scalars of dtype int32 or int64, which
+  count the rounds.
+sizes: For each vector of the rounds, the number of its variables. They have one
+  dtype: that of the vector, or half or bfloat16 for float.
+place: [2] the round that is open after the op, and its generation.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingCenter")
+    .Input("rounds: resource")
+    .Input("index: int64")
+    .Output("place: int64")
+    .Output("value: T")
+    .Attr("T: {float, double}")
+    .Attr("velocity: bool = false")
+    .SetIsStateful()
+    .SetShapeFn(CenterShape)
+    .Doc(R"doc(
+Reads a vector of the center, or of its velocity.
+
+rounds: From Wrapopt>AveragingRounds.
+index: A scalar, the number of the vector.
+place: [2] the round that is open with this center, and its generation.
+value: The vector.
+velocity: Whether to read the velocity of the outer steps.
+)doc");
+
+}  // namespace wrapopt
