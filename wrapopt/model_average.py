@@ -117,13 +117,12 @@ class ModelAverageOptimizer(WrapperOptimizer):
   for one larger variable, and two more for a parameter server.
 
   State: the parameter servers hold a center for each variable and, while a
-  round is open, its mean and the values of at most four workers that send
-  theirs at the time. The worker holds the variables `local_step` (int32 scalar,
-  the number of its steps) and `local_round` (int64 [2], its round and the
-  round's generation). The worker's variables and the inner
-  optimizer's slots are in LOCAL_VARIABLES and not in a checkpoint. The
-  checkpoint holds the centers as `global_center_variable/<name>`, and the
-  global step.
+  round is open, its mean and the values of a few workers that send theirs at
+  the time. The worker holds the variables `local_step` (int32 scalar, the
+  number of its steps) and `local_round` (int64 [2], its round and the round's
+  generation). The worker's variables and the inner optimizer's slots are in
+  LOCAL_VARIABLES and not in a checkpoint. The checkpoint holds the centers as
+  `global_center_variable/<name>`, and the global step.
 
   Example of one worker, in one process:
 
@@ -344,8 +343,8 @@ class ModelAverageOptimizer(WrapperOptimizer):
       raise ValueError("The list of local_variables should not be empty. Build "
                        "the model first, with the ModelAverageCustomGetter.")
     if not self._applied:
-      raise RuntimeError("apply_gradients() or minimize() must be called before "
-                         "get_init_op(), which asks for the open round.")
+      raise RuntimeError("apply_gradients() or minimize() must be called "
+                         "before get_init_op(), which asks for the open round.")
     return self._member.start(pairs, self._rounds)
 
   def make_session_run_hook(self) -> SessionRunHook:
