@@ -13,6 +13,7 @@ from wrapopt._types import (
 from wrapopt._v1 import _centers
 from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _step
+from wrapopt._v1 import _stops
 from wrapopt._v1._wrapper import WrapperOptimizer
 
 tf1 = tf.compat.v1
@@ -373,14 +374,20 @@ class _Hook(SessionRunHook):
   def begin(self):
     opt = self._optimizer
     self._init = opt.get_init_op()
-    self._ready = (opt._member.begin(opt._rounds) if opt._is_chief else
-                   opt._member.generations(opt._rounds))
+    if not opt._is_chief:
+      self._ready = opt._member.are_open(opt._rounds)
+      return
+    # The session initializes or restores the centers before it calls the hook.
+    # Meanwhile other workers must not end a round.
+    _stops.stop_before_writes(opt._member.stop(opt._rounds),
+                              opt._getter.centers)
+    self._ready = opt._member.begin(opt._rounds)
 
   def after_create_session(self, session, coord):
     opt = self._optimizer
     deadline = time.monotonic() + opt._chief_timeout_secs
     # The worker polls: a wait on the server would outlive the worker.
-    while not opt._is_chief and not all(session.run(self._ready)):
+    while not opt._is_chief and not session.run(self._ready):
       if coord is not None and coord.should_stop():
         return
       if time.monotonic() > deadline:

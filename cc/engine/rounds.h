@@ -267,6 +267,10 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   Place place() const { return {open_, generation_}; }
 
+  // Round -1 of a later generation than the first gives no turns: its center is
+  // being written.
+  bool is_stopped() const { return open_ < 0 && generation_ > 0; }
+
   Known Now() const { return {place(), closed_, -1, turns_, Workers()}; }
   // With the newest members only: servers are told often, and of all members
   // when the round ends.
@@ -347,6 +351,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     const bool wanted =
         wait.place == place() &&
         (restores || (!closed_ && members_.count(wait.worker) == 0));
+    if (wanted && !restores && is_stopped()) return false;
     if (wanted) {
       const size_t most = restores ? 1 : wait.most_turns;
       if (turns_.alive.size() >= most) return false;

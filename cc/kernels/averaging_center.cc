@@ -151,9 +151,10 @@ class AveragingRestoreOp : public OpKernel {
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "from_generation", &from));
     OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
-    OP_REQUIRES(ctx, place.round >= 0,
+    const int64_t least = resource->options().holds_center ? 0 : -1;
+    OP_REQUIRES(ctx, place.round >= least,
                 absl::InvalidArgumentError(absl::StrCat(
-                    "round must be at least 0, got ", place.round)));
+                    "round must be at least ", least, ", got ", place.round)));
     Center* const center = resource->center();
     TensorRounds::Deferred after(resource->rounds());
     std::lock_guard<std::mutex> lock(center->mu);

@@ -211,22 +211,30 @@ class Member:
             self._handle(rounds, server), worker=worker))
     return states
 
-  def generations(self, all_rounds):
-    """The generations of all rounds, 0 before the first: a vector."""
-    return tf.stack([self._states(rounds)[-1].place[1]
-                     for rounds in all_rounds])
+  def are_open(self, all_rounds):
+    """Whether a generation has begun in each: a bool scalar."""
+    return tf.reduce_all([self._states(rounds)[-1].place > [-1, 0]
+                          for rounds in all_rounds])
 
   def begin(self, all_rounds):
     """Begins a generation: a round that is later than any that servers know."""
-    return tf.group(*[self._begin(rounds) for rounds in all_rounds])
+    return tf.group(*[self._begin(rounds, False) for rounds in all_rounds])
 
-  def _begin(self, rounds):
+  def stop(self, all_rounds):
+    """Stops all rounds until `begin`, so that no round writes to the centers.
+
+    A worker that sends values waits, and then takes the centers.
+    """
+    return tf.group(*[self._begin(rounds, True) for rounds in all_rounds])
+
+  def _begin(self, rounds, stops):
     states = [state.place for state in self._states(rounds)]
     round_, generation = tf.unstack(
         tf.reduce_max(tf.stack(states), axis=0) + 1)
     # Later than that of a worker whose servers have lost all.
     now = tf.cast(tf.timestamp() * 1e3, tf.int64)
-    place = tf.stack([round_, tf.maximum(generation, now)])
+    place = tf.stack([tf.constant(-1, tf.int64) if stops else round_,
+                      tf.maximum(generation, now)])
     begun = []
     for server, state in zip(rounds.servers, states, strict=True):
       with ops.host_of(server), tf.control_dependencies(begun):
