@@ -430,6 +430,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         if (!GiveTurn(wait, &answer.known)) continue;
       } else {
         answer.known.place = wait.place;
+        if (is_stopped()) continue;
         if (wait.place != place()) {
           // Only of the last round that ended, the members are known.
           if (wait.place == ended_) answer.known.workers = members_of_ended_;

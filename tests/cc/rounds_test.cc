@@ -194,6 +194,16 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
   EXPECT_EQ(closed->times, 0);
   f.Bring("b", 1);
   EXPECT_EQ(closed->workers(), "ab");
+  // A new generation waits for all.
+  Restore(f.lead.get(), {2, 2}, 1);
+  Restore(f.other.get(), {2, 2}, 1);
+  f.Bring("a", 1);
+  closed = f.Close({2, 2}, 1);
+  f.timer.Ring(kWait);
+  Restore(f.lead.get(), {2, 3}, 2);
+  Restore(f.other.get(), {2, 3}, 2);
+  f.Bring("a", 1);
+  EXPECT_EQ(f.Close({2, 3}, 1)->times, 0);
 }
 
 TEST(Rounds, DeadlinesOfOtherWaits) {
@@ -293,6 +303,7 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   Known again = f.Enter("a", {0, 1})->known;
   EXPECT_TRUE(f.lead->Stage("a", again, 1, 2, 1, {1}));
   EXPECT_FALSE(f.Arrive("a", again));  // Those of a former turn are dropped.
+  EXPECT_FALSE(f.Arrive("a", a));
   EXPECT_TRUE(Stage(f.lead.get(), "a", again, 1));
   EXPECT_FALSE(f.Arrive("a", a));  // In another turn.
   for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
@@ -398,10 +409,23 @@ TEST(Rounds, ARestore) {
   EXPECT_EQ(closed->workers(), "");
   EXPECT_EQ(f.timer.set.size(), 0u);
   // Without values, only the open round may begin again.
-  f.Enter("a", {4, 3});
+  known = f.Enter("a", {4, 3})->known;
+  EXPECT_TRUE(Stage(f.lead.get(), "a", known, 7));
   EXPECT_TRUE(Restore(f.lead.get(), {4, 5}, 3, "b", &got));
+  EXPECT_EQ(f.lead->staged(), 0);
   EXPECT_TRUE(f.lead->known().turns.alive.empty());
   EXPECT_EQ(f.Start({For::kRestore, {4, 3}})->known.turn, -1);
+}
+
+// It gives turns from 1 on again.
+TEST(Rounds, ALeadThatRestarts) {
+  Fixture f;
+  f.most_turns = 9;
+  for (int i = 0; i < 3; ++i) f.other->Follow(f.Enter("a", {0, 1})->known);
+  f.lead = std::make_shared<IntRounds>("r", 2, &f.timer, f.warn);
+  Restore(f.other.get(), {0, 2}, 1);
+  Restore(f.lead.get(), {0, 2}, 0);
+  f.Bring("a", 1);
 }
 
 // Whatever the step after which b stops, a can finish the round.

@@ -230,6 +230,47 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
         assert session.run([centers, step]) == [[n, n], n]
 
 
+class Places(tf1.train.SessionRunHook):
+  """Notes the open place when the session has its variables."""
+
+  def __init__(self, opt):
+    self.noted = []
+    self._opt = opt
+
+  def begin(self):
+    [rounds] = self._opt._rounds
+    self._place = self._opt._member._states(rounds)[-1].place
+
+  def after_create_session(self, session, coord):
+    del coord
+    self.noted.append(session.run(self._place).tolist())
+
+
+@pytest.mark.parametrize("own_saver", [False, True])
+def test_rounds_stop_while_the_chief_writes_the_centers(own_saver, target,
+                                                        tmp_path):
+  """Other workers could end a round, which would write to some of them."""
+  generation = 0
+  for n in 1, 2:  # Initialized, and then restored.
+    worker = Worker(scope=f"stops_{own_saver}")
+    with worker.build():
+      v = tf1.get_variable("v", initializer=0.0)
+      step = tf1.train.create_global_step()
+      opt = worker.optimizer()
+      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+      scaffold = tf1.train.Scaffold(saver=tf1.train.Saver()
+                                    if own_saver else None)
+      before, after = Places(opt), Places(opt)
+      with tf1.train.MonitoredTrainingSession(
+          target, checkpoint_dir=str(tmp_path), scaffold=scaffold,
+          hooks=[before, opt.make_session_run_hook(), after]) as session:
+        session.run(train)
+        assert session.run([v, worker.getter.centers[v], step]) == [n] * 3
+    [[stopped, stop]], [[_, begun]] = before.noted, after.noted
+    assert stopped == -1 and generation < stop < begun
+    generation = begun
+
+
 def test_a_step_that_failed_does_not_count(target):
   worker = Worker(scope="failed")
   with worker.build():

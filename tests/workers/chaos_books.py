@@ -257,6 +257,8 @@ class Rounds:
         if entry["kind"] not in ("start", "step"):
           continue
         round_, generation = entry["place"]
+        if round_ < 0:  # It has seen centers that the chief restored just then.
+          continue
         seen[generation][round_][tuple(entry["own"])] += 1
         if "restored" in entry:
           restored = entry["restored"] or {}
@@ -270,7 +272,7 @@ class Rounds:
     for log in logs:
       # Each round has its step, unless others went on while the worker read.
       for entry in log.entries:
-        if entry["kind"] in ("start", "step"):
+        if entry["kind"] in ("start", "step") and entry["place"][0] >= 0:
           round_, generation = entry["place"]
           steps = first[generation][1] + round_
           assert entry["step"] >= steps, (entry, first)
