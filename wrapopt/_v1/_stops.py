@@ -24,7 +24,7 @@ def stop_before_writes(stop, centers):
     savers[0].stops.append(stop)
 
 
-class _Saver(tf1.train.Saver):
+class _Saver(tf.compat.v1.train.Saver):
   """The default saver of a session. It stops rounds before it restores."""
 
   def __init__(self, **kwargs):
