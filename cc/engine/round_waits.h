@@ -63,15 +63,16 @@ class Processes {
   bool IsCurrent(const std::string& worker, int64_t process) {
     Of& known = processes_[worker];
     if (known.current == process) return true;
-    if (known.before == process) return false;
-    known = {process, known.current};
+    if (known.before.count(process) > 0) return false;
+    known.before.insert(known.current);
+    known.current = process;
     return true;
   }
 
  private:
   struct Of {
     int64_t current = 0;
-    int64_t before = 0;
+    std::set<int64_t> before;
   };
   std::map<std::string, Of> processes_;
 };
