@@ -100,7 +100,8 @@ Ends a round with an assignment of the mean to the center, in variables.
 
 The op also adds 1 to counters. It checks all of its inputs before it changes
 any variable. It has no effect if the round is over, so each of the workers may
-run it. It runs on the server that leads after all others.
+run it. It runs on the server that leads after all others. Use it in a graph or
+in a tf.function: TensorFlow runs no op eagerly that may take refs.
 
 rounds: From Wrapopt>AveragingRounds, without a center.
 known: [1 + M] from Wrapopt>AveragingClose.
