@@ -2,6 +2,7 @@
 // variables.
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
+#include <type_traits>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -17,6 +18,7 @@
 #include "cc/ops/averaging_rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/register_types.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/types.h"
 
@@ -28,6 +30,41 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
+
+bool CanCount(tensorflow::DataType dtype) {
+  switch (dtype) {
+#define WRAPOPT_CASE(T)                     \
+  case tensorflow::DataTypeToEnum<T>::value: \
+    return true;
+    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
+#undef WRAPOPT_CASE
+    default:
+      return false;
+  }
+}
+
+template <class T>
+void IncrementOf(Tensor* count) {
+  T& x = count->scalar<T>()();
+  if constexpr (std::is_integral_v<T>) {
+    // The sum may overflow.
+    x = static_cast<T>(static_cast<std::make_unsigned_t<T>>(x) + 1u);
+  } else {
+    x = x + T(1);
+  }
+}
+
+void Increment(Tensor* count) {
+  switch (count->dtype()) {
+#define WRAPOPT_CASE(T)                     \
+  case tensorflow::DataTypeToEnum<T>::value: \
+    return IncrementOf<T>(count);
+    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
+#undef WRAPOPT_CASE
+    default:
+      return;
+  }
+}
 
 class AveragingMeanOp : public OpKernel {
  public:
@@ -95,14 +132,7 @@ class AveragingMeanOp : public OpKernel {
       TF_RETURN_IF_ERROR(RunPass(ctx, pass));
     }
     for (; variable < num_inputs() - 2; ++variable) {
-      Tensor* const count = variables.tensor(variable);
-      if (count->dtype() == tensorflow::DT_INT32) {
-        uint32_t& c = reinterpret_cast<uint32_t&>(count->scalar<int32_t>()());
-        ++c;
-      } else {
-        uint64_t& c = reinterpret_cast<uint64_t&>(count->scalar<int64_t>()());
-        ++c;
-      }
+      Increment(variables.tensor(variable));
     }
     return absl::OkStatus();
   }
@@ -138,11 +168,10 @@ class AveragingMeanOp : public OpKernel {
     }
     for (; variable < num_inputs() - 2; ++variable) {
       const tensorflow::DataType dtype = variables.dtype(variable);
-      if ((dtype != tensorflow::DT_INT32 && dtype != tensorflow::DT_INT64) ||
-          variables.shape(variable).dims() != 0) {
+      if (!CanCount(dtype) || variables.shape(variable).dims() != 0) {
         return absl::InvalidArgumentError(absl::StrCat(
-            variables.Describe(variable), " must be a scalar of dtype int32 ",
-            "or int64, got ", DataTypeString(dtype), " of shape ",
+            variables.Describe(variable), " must be a scalar of real numbers, ",
+            "got ", DataTypeString(dtype), " of shape ",
             variables.shape(variable).DebugString()));
       }
     }

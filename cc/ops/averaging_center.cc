@@ -91,7 +91,7 @@ REGISTER_OP("Wrapopt>AveragingMean")
     .Input("refs: Ref(T)")
     .Output("place: int64")
     .Attr("N: int >= 0")
-    .Attr("T: list({half, bfloat16, float, double, int32, int64}) >= 0")
+    .Attr("T: list(realnumbertype) >= 0")
     .Attr("sizes: list(int) >= 0")
     .SetIsStateful()
     .SetShapeFn(MeanShape)
@@ -108,8 +108,7 @@ known: [1 + M] from Wrapopt>AveragingClose.
 resources: Resource variables.
 refs: Ref variables. All variables are different ones. First come those of the
   center: a vector of the rounds holds the elements of some, one after another,
-  each in row-major order. The others are scalars of dtype int32 or int64, which
-  count the rounds.
+  each in row-major order. The others are scalars, which count the rounds.
 sizes: For each vector of the rounds, the number of its variables. They have one
   dtype: that of the vector, or half or bfloat16 for float.
 place: [2] the round that is open after the op, and its generation.

@@ -386,6 +386,23 @@ TEST(Rounds, TheEndOfARound) {
   EXPECT_TRUE(Next(f.lead.get()).code == Code::kFailedPrecondition);
 }
 
+// While a center is being written, workers wait, whatever they wait for.
+TEST(Rounds, StoppedRounds) {
+  Fixture f;
+  f.Bring("a", 1);
+  const HeardPtr closed = f.Close({0, 1}, 2);
+  Restore(f.lead.get(), {-1, 2}, 1);
+  EXPECT_EQ(closed->times, 0);
+  const HeardPtr turn = f.Enter("b", {-1, 2});
+  EXPECT_EQ(turn->times, 0);
+  EXPECT_EQ(f.Enter("c", {0, 1})->known.turn, -1);
+  Restore(f.lead.get(), {0, 3}, 2);
+  EXPECT_EQ(closed->times, 1);
+  EXPECT_EQ(closed->workers(), "a");
+  EXPECT_EQ(turn->times, 1);
+  EXPECT_EQ(turn->known.turn, -1);
+}
+
 TEST(Rounds, ARestore) {
   Fixture f;
   const HeardPtr turn = f.Enter("a", {0, 1}), closed = f.Close({0, 1}, 1);

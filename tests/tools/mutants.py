@@ -289,14 +289,24 @@ def _mutants():
   yield m("step lock: a step that is destroyed keeps it",
           "cc/kernels/step_lock.cc", "override { Release(); }", "override {}",
           "//tests/ops:step_lock_test")
-  yield m("rounds: a late push is accepted", "cc/engine/rounds.h",
-          "round > open_ || (round == open_ && !closed_)", "round >= open_",
+  yield m("rounds: a late worker arrives", "cc/engine/rounds.h",
+          "*accepted = told.place == place() && !closed_ &&",
+          "*accepted = told.place == place() &&",
           "//tests/ops:rounds_model_test")
-  yield m("rounds: a push takes no lock", "cc/engine/rounds.h",
-          "Deferred after(timer_);\n"
+  yield m("rounds: an arrival takes no lock", "cc/engine/rounds.h",
+          "Deferred after(this);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"
-          "    *accepted =", "Deferred after(timer_);\n    *accepted =",
+          "    *accepted =", "Deferred after(this);\n    *accepted =",
           _TSAN)
+  yield m("rounds: the members of servers may differ", "cc/engine/rounds.h",
+          "if (known.closed && known.workers == Workers())",
+          "if (known.closed)", "//tests/cc:rounds_test")
+  yield m("rounds: weights are ignored", "cc/kernels/rounds_resource.cc",
+          "center->weight += member.weight;", "center->weight += 1;",
+          "//tests/workers:local_training_test")
+  yield m("rounds: a worker may write while the chief restores",
+          "cc/engine/rounds.h", "open_ < 0 && generation_ > 0", "false",
+          "//tests/cc:rounds_test")
 
   # Files.
   yield m("merge: bfloat16 is rounded twice", "wrapopt/checkpoints/_merge.py",
