@@ -398,7 +398,7 @@ TEST(Rounds, StoppedRounds) {
   EXPECT_EQ(f.Enter("c", {0, 1})->known.turn, -1);
   Restore(f.lead.get(), {0, 3}, 2);
   EXPECT_EQ(closed->times, 1);
-  EXPECT_EQ(closed->workers(), "a");
+  EXPECT_EQ(closed->workers(), "");
   EXPECT_EQ(turn->times, 1);
   EXPECT_EQ(turn->known.turn, -1);
 }
