@@ -85,7 +85,8 @@ def test_a_center_that_is_refused(mode, holds_center, values, place, error,
     ([V], [], FailedPrecondition, "must have 0 means"),
     ([V, np.zeros(1, np.int64)], [1], InvalidArgument, r"\[1\].* must be a "
      r"scalar of real numbers, got int64 of shape \[1\]"),
-    ([V, HALF.type(3)], [1], InvalidArgument, r"got half of shape \[\]")])
+    ([V, np.zeros([2, 0], HALF)], [1], InvalidArgument,
+     r"got half of shape \[2,0\]")])
 def test_variables_that_are_refused(mode, variables, sizes, error, text):
   server = opened(mode, 1, sizes=[3])
   assert server.bring("a", V)
