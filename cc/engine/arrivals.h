@@ -42,7 +42,8 @@ struct Place {
   friend bool operator!=(const Place& a, const Place& b) { return !(a == b); }
 };
 
-// What the server that leads knows of a round, for the other servers.
+// The leading server's knowledge of a round, which workers carry to the other
+// servers.
 struct Known {
   Place place;
   bool closed = false;

@@ -1,5 +1,5 @@
-// What workers wait for in averaging rounds, and what they are told. Does not
-// depend on TensorFlow.
+// The waits of workers in averaging rounds, and their answers. Does not depend
+// on TensorFlow.
 #ifndef WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
 #define WRAPOPT_CC_ENGINE_ROUND_WAITS_H_
 
@@ -50,7 +50,7 @@ struct RoundWait {
   std::function<void()> unwatch = {};
   std::function<void(const RoundAnswer&)> done = {};
 
-  // Those of the rounds.
+  // Set by the rounds, and not by the caller.
   bool is_watched = false;
   std::optional<Timer::Id> timer = {};
   std::optional<Timer::Id> grace = {};

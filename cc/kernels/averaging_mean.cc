@@ -31,20 +31,8 @@ using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 
-bool CanCount(tensorflow::DataType dtype) {
-  switch (dtype) {
-#define WRAPOPT_CASE(T)                     \
-  case tensorflow::DataTypeToEnum<T>::value: \
-    return true;
-    TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
-#undef WRAPOPT_CASE
-    default:
-      return false;
-  }
-}
-
 template <class T>
-void IncrementOf(Tensor* count) {
+void Increment(Tensor* count) {
   T& x = count->scalar<T>()();
   if constexpr (std::is_integral_v<T>) {
     // The sum may overflow.
@@ -54,15 +42,16 @@ void IncrementOf(Tensor* count) {
   }
 }
 
-void Increment(Tensor* count) {
-  switch (count->dtype()) {
-#define WRAPOPT_CASE(T)                     \
+// What adds 1 to a scalar; nullptr for a dtype that is no real number.
+void (*IncrementOf(tensorflow::DataType dtype))(Tensor*) {
+  switch (dtype) {
+#define WRAPOPT_CASE(T)                      \
   case tensorflow::DataTypeToEnum<T>::value: \
-    return IncrementOf<T>(count);
+    return Increment<T>;
     TF_CALL_REAL_NUMBER_TYPES(WRAPOPT_CASE)
 #undef WRAPOPT_CASE
     default:
-      return;
+      return nullptr;
   }
 }
 
@@ -70,8 +59,20 @@ class AveragingMeanOp : public OpKernel {
  public:
   explicit AveragingMeanOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
     OP_REQUIRES_OK(ctx, FindIsa(&isa_));
-    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &sizes_));
-    OP_REQUIRES_OK(ctx, CheckGroups(sizes_, num_inputs() - 2));
+    std::vector<int64_t> sizes;
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("sizes", &sizes));
+    const int variables = num_inputs() - 2;
+    OP_REQUIRES_OK(ctx, CheckGroups(sizes, variables));
+    int next = 0;
+    for (const int64_t size : sizes) {
+      if (size == 0) {
+        counters_.push_back(next++);
+        continue;
+      }
+      vectors_.push_back({next, next + static_cast<int>(size)});
+      next = vectors_.back().end;
+    }
+    for (; next < variables; ++next) counters_.push_back(next);
   }
 
   void Compute(OpKernelContext* ctx) override {
@@ -97,7 +98,7 @@ class AveragingMeanOp : public OpKernel {
   absl::Status Assign(OpKernelContext* ctx, RoundsResource* resource) {
     const RoundsOptions& options = resource->options();
     const std::vector<Tensor>& mean = resource->center()->mean;
-    const size_t n = sizes_.size();
+    const size_t n = vectors_.size();
     if (options.holds_center || options.dtypes.size() != n ||
         mean.size() != n) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -115,72 +116,77 @@ class AveragingMeanOp : public OpKernel {
     TF_RETURN_IF_ERROR(Check(variables, options));
     TF_RETURN_IF_ERROR(variables.PrepareToWrite());
 
-    int variable = 0;
     for (size_t i = 0; i < n; ++i) {
-      const Number to = NumberOf(variables.dtype(variable));
+      const Number to = NumberOf(variables.dtype(vectors_[i].begin));
       const Number from = NumberOf(options.dtypes[i]);
       const double assign = 1;
       Pass pass;
       pass.AddStage({FindStep(RuleId::kEma, to, from, isa_), &assign, 2,
                      SizeOf(from) + SizeOf(to), /*new_inputs=*/true});
       char* data = static_cast<char*>(mean[i].data());
-      for (int64_t k = 0; k < sizes_[i]; ++k, ++variable) {
-        pass.AddVariable(variables.size(variable),
-                         {variables.data(variable), data});
-        data += variables.size(variable) * SizeOf(from);
+      for (int v = vectors_[i].begin; v < vectors_[i].end; ++v) {
+        pass.AddVariable(variables.size(v), {variables.data(v), data});
+        data += variables.size(v) * SizeOf(from);
       }
       TF_RETURN_IF_ERROR(RunPass(ctx, pass));
     }
-    for (; variable < num_inputs() - 2; ++variable) {
-      Increment(variables.tensor(variable));
+    for (const int v : counters_) {
+      IncrementOf(variables.dtype(v))(variables.tensor(v));
     }
     return absl::OkStatus();
   }
 
   absl::Status Check(const Variables& variables,
                      const RoundsOptions& options) const {
-    int variable = 0;
-    for (size_t i = 0; i < sizes_.size(); ++i) {
-      const tensorflow::DataType dtype = variables.dtype(variable);
+    for (size_t i = 0; i < vectors_.size(); ++i) {
+      const auto [begin, end] = vectors_[i];
+      const tensorflow::DataType dtype = variables.dtype(begin);
       const bool is_half =
           dtype == tensorflow::DT_HALF || dtype == tensorflow::DT_BFLOAT16;
       int64_t elements = 0;
-      for (int64_t k = 0; k < sizes_[i]; ++k, ++variable) {
-        const tensorflow::DataType of_this = variables.dtype(variable);
+      for (int v = begin; v < end; ++v) {
+        const tensorflow::DataType of_this = variables.dtype(v);
         if (of_this != dtype ||
             (dtype != options.dtypes[i] &&
              !(is_half && options.dtypes[i] == tensorflow::DT_FLOAT))) {
           return absl::InvalidArgumentError(absl::StrCat(
-              variables.Describe(variable), " must be of the dtype ",
-              k == 0 ? absl::StrCat(DataTypeString(options.dtypes[i]),
-                                    " of vector ", i)
-                     : absl::StrCat(DataTypeString(dtype), " of ",
-                                    variables.Describe(variable - k)),
+              variables.Describe(v), " must be of the dtype ",
+              v == begin ? absl::StrCat(DataTypeString(options.dtypes[i]),
+                                        " of vector ", i)
+                         : absl::StrCat(DataTypeString(dtype), " of ",
+                                        variables.Describe(begin)),
               ", got ", DataTypeString(of_this)));
         }
-        elements += variables.size(variable);
+        elements += variables.size(v);
       }
       if (elements != options.sizes[i]) {
         return absl::InvalidArgumentError(absl::StrCat(
-            "the ", sizes_[i], " variables of vector ", i, " must have ",
+            "the ", end - begin, " variables of vector ", i, " must have ",
             options.sizes[i], " elements together, got ", elements));
       }
     }
-    for (; variable < num_inputs() - 2; ++variable) {
-      const tensorflow::DataType dtype = variables.dtype(variable);
-      if (!CanCount(dtype) || variables.shape(variable).dims() != 0) {
+    for (const int v : counters_) {
+      if (IncrementOf(variables.dtype(v)) == nullptr ||
+          variables.shape(v).dims() != 0) {
         return absl::InvalidArgumentError(absl::StrCat(
-            variables.Describe(variable), " must be a scalar of real numbers, ",
-            "got ", DataTypeString(dtype), " of shape ",
-            variables.shape(variable).DebugString()));
+            variables.Describe(v), " must be a scalar of real numbers, got ",
+            DataTypeString(variables.dtype(v)), " of shape ",
+            variables.shape(v).DebugString()));
       }
     }
     return absl::OkStatus();
   }
 
+  // The variables of a vector.
+  struct Range {
+    int begin;
+    int end;
+  };
+
   Variables::LookupCache lookup_cache_;
   Isa isa_;
-  std::vector<int64_t> sizes_;
+  std::vector<Range> vectors_;
+  std::vector<int> counters_;
 };
 
 REGISTER_KERNEL_BUILDER(

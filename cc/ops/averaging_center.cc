@@ -106,11 +106,13 @@ in a tf.function: TensorFlow runs no op eagerly that may take refs.
 rounds: From Wrapopt>AveragingRounds, without a center.
 known: [1 + M] from Wrapopt>AveragingClose.
 resources: Resource variables.
-refs: Ref variables. All variables are different ones. First come those of the
-  center: a vector of the rounds holds the elements of some, one after another,
-  each in row-major order. The others are scalars, which count the rounds.
-sizes: For each vector of the rounds, the number of its variables. They have one
-  dtype: that of the vector, or half or bfloat16 for float.
+refs: Ref variables. All variables are different ones. A vector of the rounds
+  holds the elements of some, one after another, each in row-major order. The
+  others are scalars, which count the rounds.
+sizes: For each vector of the rounds, the number of its variables, in the order
+  of `resources` and then `refs`; 0 for a counter. The variables after these are
+  counters, too. Those of a vector have one dtype: that of the vector, or half
+  or bfloat16 for float.
 place: [2] the round that is open after the op, and its generation.
 )doc");
 

@@ -1,5 +1,6 @@
 #include "cc/ops/averaging_rounds.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <vector>
@@ -59,13 +60,13 @@ absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
 absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count) {
   int64_t left = count;
   for (const int64_t size : sizes) {
-    if (size < 1 || size > left) {
+    if (size < 0 || std::max<int64_t>(size, 1) > left) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "sizes must be at least 1, and ", count,
+          "sizes must be at least 0, and ", count,
           " together at most, the number of variables, got ", size,
           " with ", left, " left"));
     }
-    left -= size;
+    left -= std::max<int64_t>(size, 1);
   }
   return absl::OkStatus();
 }
@@ -188,7 +189,7 @@ have a turn. The mean is a running mean
 in the order in which they come, in float (in double for double). So the mean of
 equal values is exact, and that of large half values does not overflow.
 
-What the lead tells is a vector of strings, `known`. The first string holds
+The lead answers with a vector of strings, `known`. The first string holds
 numbers (the round, its generation, whether it is closed, the worker's turn, the
 newest turn, and the turns that are alive). The others name the members; while
 the round is open, some of the newest ones.

@@ -16,7 +16,7 @@
 namespace wrapopt {
 namespace {
 
-// One that is set later and comes earlier ends the wait of the timer's thread.
+// The timer's thread wakes up for a deadline that is set later and is earlier.
 TEST(DeadlineTimer, TheEarliestDeadline) {
   std::mutex mu;
   std::condition_variable rung;

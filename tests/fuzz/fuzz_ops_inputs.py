@@ -108,7 +108,7 @@ class Rounds:
     return len(self.members) + len(self.staged) or (0 if self.place[1] else -1)
 
   def known(self, worker=None):
-    """What the rounds tell to a worker."""
+    """The lead's answer to a worker."""
     alive = self.alive
     numbers = [*self.place, int(self.is_closed), alive.get(worker, -1),
                self.newest, *alive.values()]

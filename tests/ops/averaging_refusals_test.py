@@ -259,10 +259,10 @@ def test_attributes_that_are_refused(mode, num_workers, sizes, text):
     assert Server(mode, num_workers, sizes=sizes).place
 
 
-@pytest.mark.parametrize("sizes", [[0], [-1], [2], [1, 1], [2**62, 2**62]])
+@pytest.mark.parametrize("sizes", [[0, 0], [-1], [2], [1, 1], [2**62, 2**62]])
 def test_numbers_of_variables_out_of_range(sizes):
   with tf.Graph().as_default(), pytest.raises(ValueError, match=(
-      "sizes must be at least 1, and 1 together at most")):
+      "sizes must be at least 0, and 1 together at most")):
     averaging_task.mean(averaging_task.rounds("x"), KNOWN,
                         [tf1.Variable(0., use_resource=True)], sizes)
 

@@ -4,6 +4,7 @@ workers/model_average_cluster_test.py."""
 import collections
 import concurrent.futures
 import contextlib
+import itertools
 import threading
 import time
 
@@ -230,6 +231,27 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
         assert session.run([centers, step]) == [[n, n], n]
 
 
+@pytest.mark.parametrize("kinds", itertools.product([True, False], repeat=3),
+                         ids=str)
+def test_resource_and_ref_variables_together(kinds, target):
+  """Of two centers and the step, each of either kind."""
+  worker = Worker(scope=f"kinds_{''.join(map(str, map(int, kinds)))}")
+  with worker.build():
+    v, w = [tf1.get_variable(n, initializer=0.0, use_resource=kind)
+            for n, kind in zip("vw", kinds)]
+    step = tf1.get_variable("step", [], tf.int64, tf1.zeros_initializer(),
+                            trainable=False, use_resource=kinds[2])
+    opt = worker.optimizer()
+    train = opt.apply_gradients([(tf.constant(-1.0), v),
+                                 (tf.constant(-2.0), w)], step)
+    with worker.session(target, hooks=[opt.make_session_run_hook()]) as session:
+      for n in 1, 2:
+        session.run(train)
+        assert session.run([worker.getter.centers[x] for x in (v, w)]) == [
+            n, 2 * n]
+        assert session.run(step) == n
+
+
 class Places(tf1.train.SessionRunHook):
   """Notes the open place when the session has its variables."""
 
@@ -454,8 +476,8 @@ def test_values_cross_together(variables, most_bytes, vectors, kind,
   for op in "Enter", "Stage", "Arrive", "Close", "Mean":
     [node] = nodes[f"Wrapopt>Averaging{op}"]
     assert node.device.endswith("/device:CPU:7")
-  assert sum(node.attr["sizes"].list.i) == variables
-  assert len(node.attr["sizes"].list.i) == vectors
+  *sizes, counter = node.attr["sizes"].list.i
+  assert sum(sizes) == variables and len(sizes) == vectors and counter == 0
 
 
 def nodes_that_run(variables, kind, interval):

@@ -144,13 +144,17 @@ class Member:
             values=[values[tuple(g)] for g in server.groups])
 
     def end(server, known):
-      listed = [*(v for c in server.centers for v in c), *server.steps]
+      # The size of a counter is 0. Resource variables come first.
+      sized = [*((len(c), c) for c in server.centers),
+               *((0, [step]) for step in server.steps)]
+      sized.sort(key=lambda s: ops.is_ref_variable(s[1][0]))
+      listed = [v for _, vs in sized for v in vs]
       refs = [v for v in listed if ops.is_ref_variable(v)]
       with ops.host_of(server), tf.control_dependencies([known]):
         opened = raw.wrapopt_averaging_mean(
             handles[server.device], known,
             [v.handle for v in listed if not ops.is_ref_variable(v)], refs,
-            sizes=[len(c) for c in server.centers])
+            sizes=[size for size, _ in sized])
       if refs:
         _emit.place_with(opened.op, server)
         _emit.set_variable_names(opened.op, refs=refs)
@@ -258,7 +262,7 @@ def _servers(groups, centers, global_step):
   by_device[lead] = by_device.pop(lead)
   servers = []
   for device, of_device in by_device.items():
-    # Resource variables come first, as in Wrapopt>AveragingMean.
+    # The order of the vectors is that of the op that assigns their means.
     of_device.sort(key=lambda g: ops.is_ref_variable(centers[g[0]]))
     servers.append(Server(
         device, of_device, [[centers[i] for i in g] for g in of_device],
