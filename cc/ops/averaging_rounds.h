@@ -17,8 +17,8 @@ absl::Status CheckPlace(const tensorflow::PartialTensorShape& shape);
 absl::Status CheckKnown(const tensorflow::PartialTensorShape& shape);
 absl::Status CheckVectors(const tensorflow::DataTypeVector& dtypes,
                           const std::vector<int64_t>& sizes);
-// `sizes` divides `count` variables into those of each vector and into counters:
-// one for a size of 0, and the rest.
+// `sizes` divides `count` variables: into those of each vector, and counters. A
+// size of 0 is one counter; the rest are counters, too.
 absl::Status CheckGroups(const std::vector<int64_t>& sizes, int64_t count);
 
 }  // namespace wrapopt
