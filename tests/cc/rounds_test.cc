@@ -386,6 +386,14 @@ TEST(Rounds, TheEndOfARound) {
   EXPECT_TRUE(Next(f.lead.get()).code == Code::kFailedPrecondition);
 }
 
+TEST(Rounds, ATurnThatNobodyGave) {
+  Fixture f;
+  Known known = f.lead->known();
+  known.turn = 7;
+  Stage(f.lead.get(), "a", known, 1);
+  EXPECT_FALSE(f.Arrive("a", known));
+}
+
 // While a center is being written, workers wait, whatever they wait for.
 TEST(Rounds, StoppedRounds) {
   Fixture f;
