@@ -27,14 +27,19 @@ struct RoundAnswer {
 };
 
 struct RoundWait {
-  // That a round is closed, a turn to send values to it, or a turn to restore a
-  // center.
-  enum class For { kClose, kTurn, kRestore };
+  // That a round is closed, a turn to send values to it, a turn to restore a
+  // center, or that a worker may read.
+  enum class For { kClose, kTurn, kRestore, kRead };
+
+  bool is_for_turn() const {
+    return what == For::kTurn || what == For::kRestore;
+  }
 
   For what = For::kClose;
-  Place place = {};
-  // In kTurn and kRestore.
+  Place place = {};  // Not in kRead.
+  // Not in kClose.
   std::string worker = {};
+  // In kTurn and kRestore.
   int64_t process = 0;     // Unlike that of any other process.
   int64_t most_turns = 1;  // How many workers may have a turn.
   double turn_secs = 0;    // How long the turn lives.

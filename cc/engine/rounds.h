@@ -15,6 +15,10 @@
 // Each call but those of step 2 may be repeated, by any worker. So a worker may
 // stop anywhere: others finish the round.
 //
+// A worker that then reads the center from a server does so in parts, too, and
+// says when it has them all: the replies to a few workers are in memory at a
+// time.
+//
 // A wait is a callback in a list and holds no thread. Another call, its
 // deadline, the end of its step or the end of the rounds removes it from the
 // list and runs the callback. Callbacks run after the lock is released, because
@@ -44,6 +48,11 @@
 namespace wrapopt {
 
 inline constexpr int64_t kLastRound = std::numeric_limits<int64_t>::max();
+
+// How many workers read from a server at a time, and after how many seconds
+// without a call one of them has stopped.
+inline constexpr size_t kMostReaders = 4;
+inline constexpr double kReaderSecs = 10;
 
 // `Value` is a tensor, or another type in a test.
 template <class Value>
@@ -117,7 +126,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::lock_guard<std::mutex> lock(mu_);
     RoundsStatus status;
     if (gone_) status = Gone();
-    if (status.ok() && wait.what != For::kClose) status = Meet(wait);
+    if (status.ok() && wait.is_for_turn()) status = Meet(wait);
     if (!status.ok()) return after.Add(std::move(wait), {status});
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
@@ -173,6 +182,17 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
     *known = Recently();
     return RoundsStatus();
+  }
+
+  // Ends a worker's reading, and a turn. False if the turn was over.
+  bool Leave(const std::string& worker, int64_t turn) {
+    Deferred after(this);
+    std::lock_guard<std::mutex> lock(mu_);
+    const auto reader = readers_.find(worker);
+    if (reader != readers_.end()) EndReading(reader, &after);
+    const bool was_alive = turns_.alive.count(turn) > 0;
+    if (was_alive) EndTurn(turn, &after);
+    return was_alive;
   }
 
   // Tells a server that does not lead what the lead knows. False if another
@@ -262,6 +282,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  private:
   using For = RoundWait::For;
   using Waits = std::map<uint64_t, RoundWait>;
+  using Readers = std::map<std::string, std::optional<Timer::Id>>;
 
   // Below, functions need mu_.
 
@@ -314,9 +335,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     after->all_dropped.swap(members_);
     newest_.clear();
     arrivals_.DropAll(&after->dropped);
-    for (const auto& [turn, timer] : ends_) {
-      if (timer) timer_->Cancel(*timer);
-    }
+    for (const auto& [turn, timer] : ends_) CancelTimer(timer);
     ends_.clear();
     turns_.alive.clear();
     AnswerReadyWaits(after);
@@ -367,11 +386,29 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return true;
   }
 
+  // Lets a worker read, or go on. False if others do.
+  bool LetRead(const std::string& worker) {
+    if (readers_.count(worker) == 0 && readers_.size() >= kMostReaders) {
+      return false;
+    }
+    std::optional<Timer::Id>& end = readers_[worker];
+    CancelTimer(end);
+    end = After(kReaderSecs,
+                [worker](Rounds* self) { self->Leave(worker, -1); });
+    return true;
+  }
+
+  void EndReading(typename Readers::iterator reader, Deferred* after) {
+    CancelTimer(reader->second);
+    readers_.erase(reader);
+    AnswerReadyWaits(after);
+  }
+
   void EndTurn(int64_t turn, Deferred* after) {
     turns_.alive.erase(turn);
     const auto end = ends_.find(turn);
     if (end != ends_.end()) {
-      if (end->second) timer_->Cancel(*end->second);
+      CancelTimer(end->second);
       ends_.erase(end);
     }
     arrivals_.DropOver(turns_, generation_, &after->dropped);
@@ -382,6 +419,10 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     if (turns_.alive.count(turn) > 0) EndTurn(turn, &after);
+  }
+
+  void CancelTimer(const std::optional<Timer::Id>& timer) {
+    if (timer) timer_->Cancel(*timer);
   }
 
   // Calls `ring` after some seconds.
@@ -426,7 +467,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const auto here = i++;
       RoundWait& wait = here->second;
       RoundAnswer answer;
-      if (wait.what != For::kClose) {
+      if (wait.what == For::kRead) {
+        if (!LetRead(wait.worker)) continue;
+      } else if (wait.what != For::kClose) {
         if (!GiveTurn(wait, &answer.known)) continue;
       } else {
         answer.known.place = wait.place;
@@ -486,7 +529,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
                  ? Text(" got values of ", came, " workers", within, " (",
                         Names(), "), but needs ", wait.min_workers, " of ",
                         num_workers_)
-                 : Text(" gave no turn", within),
+                 : Text(" gave no turn",
+                        wait.what == For::kRead ? " to read" : "", within),
              ": restart the others, wait longer, or reduce min_workers"));
     after.Add(std::move(found->second), {status});
     waits_.erase(found);
@@ -520,6 +564,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   Turns turns_;
   int64_t last_turn_ = 0;  // Grows in all rounds and generations.
   std::map<int64_t, std::optional<Timer::Id>> ends_;
+  Readers readers_;
   Processes processes_;
   Expected expected_;
   Waits waits_;

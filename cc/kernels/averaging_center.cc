@@ -26,6 +26,7 @@
 namespace wrapopt {
 namespace {
 
+using tensorflow::AsyncOpKernel;
 using tensorflow::DataTypeString;
 using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
@@ -175,18 +176,28 @@ class AveragingRestoreOp : public OpKernel {
   }
 };
 
-class AveragingCenterOp : public OpKernel {
+class AveragingCenterOp : public AsyncOpKernel {
  public:
-  explicit AveragingCenterOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
+  explicit AveragingCenterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {
     OP_REQUIRES_OK(ctx, ctx->GetAttr("T", &dtype_));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("velocity", &velocity_));
   }
 
-  void Compute(OpKernelContext* ctx) override {
+  void ComputeAsync(OpKernelContext* ctx, DoneCallback done) override {
+    const auto read = [ctx](const TensorRounds&, RoundWait* wait) {
+      wait->what = RoundWait::For::kRead;
+      return ReadWorker(ctx, &wait->worker);
+    };
+    Wait(ctx, std::move(done), read,
+         [this, ctx](const Known&) { return Read(ctx); });
+  }
+
+ private:
+  absl::Status Read(OpKernelContext* ctx) const {
     RoundsPtr resource;
-    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     int64_t index;
-    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "index", &index));
+    TF_RETURN_IF_ERROR(FindRounds(ctx, &resource));
+    TF_RETURN_IF_ERROR(ReadScalar(ctx, "index", &index));
     Center* const center = resource->center();
     std::lock_guard<std::mutex> lock(center->mu);
     const std::vector<Tensor>& values =
@@ -195,21 +206,22 @@ class AveragingCenterOp : public OpKernel {
     const std::string subject =
         absl::StrCat("the ", what, " of ", resource->rounds()->subject());
     const int64_t n = values.size();
-    OP_REQUIRES(ctx, index >= 0 && index < n,
-                absl::FailedPreconditionError(absl::StrCat(
-                    "index must be less than ", n, ", the number of values of ",
-                    subject, ", got ", index)));
+    if (index < 0 || index >= n) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "index must be less than ", n, ", the number of values of ", subject,
+          ", got ", index));
+    }
     const Tensor& value = values[index];
-    OP_REQUIRES(ctx, value.dtype() == dtype_,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "T must be ", DataTypeString(value.dtype()),
-                    ", the dtype of value ", index, " of ", subject, ", got ",
-                    DataTypeString(dtype_))));
-    OP_REQUIRES_OK(ctx, WritePlace(ctx, resource->rounds()->known().place));
+    if (value.dtype() != dtype_) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "T must be ", DataTypeString(value.dtype()), ", the dtype of value ",
+          index, " of ", subject, ", got ", DataTypeString(dtype_)));
+    }
+    TF_RETURN_IF_ERROR(WritePlace(ctx, resource->rounds()->known().place));
     ctx->set_output(1, value);
+    return absl::OkStatus();
   }
 
- private:
   tensorflow::DataType dtype_;
   bool velocity_;
 };

@@ -1,5 +1,5 @@
-// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Follow, Close and State. The
-// rounds are in engine/rounds.h.
+// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Leave, Follow, Close and State.
+// The rounds are in engine/rounds.h.
 #include <cmath>
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
@@ -63,27 +63,6 @@ class AveragingRoundsOp
   RoundsOptions options_;
 };
 
-// Finds the rounds, and starts a wait for the step of the op.
-template <class Read, class Write>
-void Wait(OpKernelContext* ctx, AsyncOpKernel::DoneCallback done, Read read,
-          Write write) {
-  RoundsPtr resource;
-  RoundWait wait;
-  OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &resource), done);
-  OP_REQUIRES_OK_ASYNC(ctx, ReadPlace(ctx, &wait.place), done);
-  OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, "timeout_secs", &wait.timeout_secs),
-                       done);
-  OP_REQUIRES_OK_ASYNC(ctx, CheckTimeout(wait.timeout_secs), done);
-  OP_REQUIRES_OK_ASYNC(ctx, read(*resource->rounds(), &wait), done);
-  WatchStep(ctx, &wait);
-  wait.done = [ctx, write, done = std::move(done)](const RoundAnswer& answer) {
-    OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
-    OP_REQUIRES_OK_ASYNC(ctx, write(answer.known), done);
-    done();
-  };
-  resource->rounds()->Start(std::move(wait));
-}
-
 class AveragingEnterOp : public AsyncOpKernel {
  public:
   explicit AveragingEnterOp(OpKernelConstruction* ctx) : AsyncOpKernel(ctx) {}
@@ -100,6 +79,7 @@ class AveragingEnterOp : public AsyncOpKernel {
 
  private:
   static absl::Status Read(OpKernelContext* ctx, RoundWait* wait) {
+    TF_RETURN_IF_ERROR(ReadPlace(ctx, &wait->place));
     TF_RETURN_IF_ERROR(ReadWorker(ctx, &wait->worker));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "process", &wait->process));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "most_turns", &wait->most_turns));
@@ -243,6 +223,22 @@ class AveragingArriveOp : public OpKernel {
   Isa isa_;
 };
 
+class AveragingLeaveOp : public OpKernel {
+ public:
+  explicit AveragingLeaveOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    std::string worker;
+    int64_t turn;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "turn", &turn));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "was_alive",
+                                    resource->rounds()->Leave(worker, turn)));
+  }
+};
+
 class AveragingFollowOp : public OpKernel {
  public:
   explicit AveragingFollowOp(OpKernelConstruction* ctx) : OpKernel(ctx) {
@@ -280,6 +276,7 @@ class AveragingCloseOp : public AsyncOpKernel {
  private:
   static absl::Status Read(OpKernelContext* ctx, const TensorRounds& rounds,
                            RoundWait* wait) {
+    TF_RETURN_IF_ERROR(ReadPlace(ctx, &wait->place));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "min_workers", &wait->min_workers));
     TF_RETURN_IF_ERROR(ReadScalar(ctx, "grace_secs", &wait->grace_secs));
     if (!(wait->grace_secs >= 0)) {
@@ -331,6 +328,7 @@ WRAPOPT_REGISTER(AveragingRounds);
 WRAPOPT_REGISTER(AveragingEnter);
 WRAPOPT_REGISTER(AveragingStage);
 WRAPOPT_REGISTER(AveragingArrive);
+WRAPOPT_REGISTER(AveragingLeave);
 WRAPOPT_REGISTER(AveragingFollow);
 WRAPOPT_REGISTER(AveragingClose);
 WRAPOPT_REGISTER(AveragingState);

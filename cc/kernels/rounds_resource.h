@@ -17,6 +17,7 @@
 #include "cc/engine/isa.h"
 #include "cc/engine/rounds.h"
 #include "cc/kernels/inputs.h"
+#include "cc/ops/averaging_rounds.h"
 #include "tensorflow/core/framework/cancellation.h"
 #include "tensorflow/core/framework/op_kernel.h"
 #include "tensorflow/core/framework/resource_mgr.h"
@@ -164,6 +165,27 @@ absl::Status WriteScalar(tensorflow::OpKernelContext* ctx, const char* name,
   TF_RETURN_IF_ERROR(ctx->allocate_output(name, {}, &output));
   output->scalar<Value>()() = value;
   return absl::OkStatus();
+}
+
+// Finds the rounds, and starts a wait for the step of the op.
+template <class Read, class Write>
+void Wait(tensorflow::OpKernelContext* ctx,
+          tensorflow::AsyncOpKernel::DoneCallback done, Read read,
+          Write write) {
+  RoundsPtr resource;
+  RoundWait wait;
+  OP_REQUIRES_OK_ASYNC(ctx, FindRounds(ctx, &resource), done);
+  OP_REQUIRES_OK_ASYNC(ctx, ReadScalar(ctx, "timeout_secs", &wait.timeout_secs),
+                       done);
+  OP_REQUIRES_OK_ASYNC(ctx, CheckTimeout(wait.timeout_secs), done);
+  OP_REQUIRES_OK_ASYNC(ctx, read(*resource->rounds(), &wait), done);
+  WatchStep(ctx, &wait);
+  wait.done = [ctx, write, done = std::move(done)](const RoundAnswer& answer) {
+    OP_REQUIRES_OK_ASYNC(ctx, ToStatus(answer.status), done);
+    OP_REQUIRES_OK_ASYNC(ctx, write(answer.known), done);
+    done();
+  };
+  resource->rounds()->Start(std::move(wait));
 }
 
 absl::Status WritePlace(tensorflow::OpKernelContext* ctx, const Place& place);

@@ -46,8 +46,12 @@ absl::Status CenterShape(InferenceContext* c) {
   c->set_output(0, c->Vector(2));
   c->set_output(1, c->Vector(InferenceContext::kUnknownDim));
   InferredInputs inputs(c);
-  TF_RETURN_IF_ERROR(inputs.FindScalar("rounds"));
-  return inputs.FindScalar("index");
+  for (const char* const name : {"rounds", "worker", "index", "timeout_secs"}) {
+    TF_RETURN_IF_ERROR(inputs.FindScalar(name));
+  }
+  const tensorflow::Tensor* const timeout_secs = inputs.Constant();
+  return timeout_secs ? CheckTimeout(timeout_secs->scalar<double>()())
+                      : absl::OkStatus();
 }
 
 }  // namespace
@@ -118,7 +122,9 @@ place: [2] the round that is open after the op, and its generation.
 
 REGISTER_OP("Wrapopt>AveragingCenter")
     .Input("rounds: resource")
+    .Input("worker: string")
     .Input("index: int64")
+    .Input("timeout_secs: double")
     .Output("place: int64")
     .Output("value: T")
     .Attr("T: {float, double}")
@@ -128,8 +134,14 @@ REGISTER_OP("Wrapopt>AveragingCenter")
     .Doc(R"doc(
 Reads a vector of the center, or of its velocity.
 
+A server replies to four workers at a time, so that its memory does not grow
+with their number. The others wait until Wrapopt>AveragingLeave, or until one of
+the four has read nothing for 10 seconds.
+
 rounds: From Wrapopt>AveragingRounds.
+worker: A scalar, the worker's name.
 index: A scalar, the number of the vector.
+timeout_secs: A scalar, how long to wait; infinity for no deadline.
 place: [2] the round that is open with this center, and its generation.
 value: The vector.
 velocity: Whether to read the velocity of the outer steps.

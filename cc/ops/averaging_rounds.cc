@@ -123,6 +123,10 @@ absl::Status ArriveShape(InferenceContext* c) {
   return SetVector(c, 1);
 }
 
+absl::Status LeaveShape(InferenceContext* c) {
+  return Check(c, {"rounds", "worker", "turn"});
+}
+
 absl::Status FollowShape(InferenceContext* c) {
   return Check(c, {"rounds", "known"});
 }
@@ -176,7 +180,8 @@ of one server lead. In a round, a worker runs, each after the other:
   Wrapopt>AveragingOuterStep or Wrapopt>AveragingMean at the others, then at the
     lead,
 
-and takes the center. An op whose part is over has no effect, so each worker may
+and takes the center: with Wrapopt>AveragingCenter and Wrapopt>AveragingLeave if
+the rounds hold it. An op whose part is over has no effect, so each worker may
 run all of them. A place is a round and a generation: before a first round, and
 if a server has lost its center, Wrapopt>AveragingRestore begins a generation.
 
@@ -288,6 +293,25 @@ worker: The worker's name.
 known: [1 + M] from Wrapopt>AveragingEnter.
 accepted: False if another round is open, it is closed, or the turn is over.
 known_now: [1 + M] what the lead knows now.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingLeave")
+    .Input("rounds: resource")
+    .Input("worker: string")
+    .Input("turn: int64")
+    .Output("was_alive: bool")
+    .SetIsStateful()
+    .SetShapeFn(LeaveShape)
+    .Doc(R"doc(
+Lets other workers read or send values, in place of one that has ended.
+
+A worker calls it when it has read all that it needs from a server, and at the
+server that leads when it gives up its turn.
+
+rounds: From Wrapopt>AveragingRounds.
+worker: The worker's name.
+turn: A scalar, the turn from Wrapopt>AveragingEnter, or -1.
+was_alive: False if the turn was over.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingFollow")

@@ -120,6 +120,9 @@ struct Fixture {
   HeardPtr Close(Place place, int64_t min_workers, double grace = kForever) {
     return Start({For::kClose, place, "", 0, 0, 0, min_workers, grace});
   }
+  HeardPtr Read(const std::string& worker) {
+    return Start({For::kRead, {}, worker});
+  }
   bool Arrive(const std::string& worker, const Known& told) {
     bool accepted = false;
     arrived = lead->Arrive(worker, told, &accepted, &now);
@@ -291,6 +294,49 @@ TEST(Rounds, Turns) {
             "restart the others, wait longer, or reduce min_workers");
   f.most_turns = 2;
   EXPECT_EQ(f.Enter("a", {0, 1})->known.turns.alive.size(), 2u);
+}
+
+TEST(Rounds, ATurnThatIsGivenUp) {
+  Fixture f;
+  const Known a = f.Enter("a", {0, 1})->known;
+  const HeardPtr b = f.Enter("b", {0, 1});
+  EXPECT_TRUE(Stage(f.lead.get(), "a", a, 1));
+  EXPECT_FALSE(f.lead->Leave("a", a.turn + 1));
+  EXPECT_EQ(b->times, 0);
+  EXPECT_TRUE(f.lead->Leave("a", a.turn));
+  EXPECT_EQ(b->known.turn, a.turn + 1);
+  EXPECT_EQ(f.lead->staged(), 0);
+  EXPECT_FALSE(f.Arrive("a", a));
+  EXPECT_FALSE(f.lead->Leave("a", a.turn));
+}
+
+TEST(Rounds, Readers) {
+  Fixture f;
+  const std::string workers = "abcdefg";
+  std::vector<HeardPtr> reads;
+  for (const char worker : workers) reads.push_back(f.Read({worker}));
+  const auto answered = [&reads] {
+    std::string times;
+    for (const HeardPtr& read : reads) times += std::to_string(read->times);
+    return times;
+  };
+  EXPECT_EQ(answered(), "1111000");
+  // One that reads goes on, which others do not wait for.
+  EXPECT_EQ(f.Read("b")->times, 1);
+  EXPECT_EQ(f.timer.set.size(), 4u + 3u);
+  f.lead->Leave("b", -1);
+  f.lead->Leave("b", -1);
+  EXPECT_EQ(answered(), "1111100");
+  f.timer.Ring(kReaderSecs);  // That of a, which has stopped.
+  EXPECT_EQ(answered(), "1111110");
+  EXPECT_EQ(f.Read("a")->times, 0);
+  f.timer.Ring(kWait);
+  EXPECT_EQ(reads[6]->status.message,
+            "round 0 of averaging rounds 'r' gave no turn to read within 9 "
+            "seconds: restart the others, wait longer, or reduce min_workers");
+  // Rounds, turns and members do not depend on those that read.
+  f.Bring("a", 1);
+  EXPECT_EQ(f.Close({0, 1}, 2)->times, 0);
 }
 
 TEST(Rounds, ValuesThatAreNotWanted) {

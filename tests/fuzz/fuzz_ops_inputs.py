@@ -432,7 +432,8 @@ class _Maker:
         "process": [0], "weight": [1., 0.5, 3.], "count": [n],
         "first": [self.first], "from_generation": [rounds.place[1]],
         "learning_rate": [1., 0.5], "momentum": [0., 0.9],
-        "stepped": [0, n], "index": [self.first]}
+        "stepped": [0, n], "index": [self.first],
+        "turn": [-1, *rounds.alive.values()]}
     return np.array(self._pick(numbers[name]), numpy_dtype(dtype))
 
   def _rounds(self):

@@ -769,6 +769,12 @@ def _arrive(call):
   _want_members(call.outputs[1], members)
 
 
+def _leave(call):
+  call.number("worker")
+  _want(call.outputs[0],
+        call.number("turn") in call.case.rounds.alive.values(), "was_alive")
+
+
 def _follow(call):
   _want(call.outputs[0], _told(call)[0] == call.case.rounds.place, "accepted")
 
@@ -865,6 +871,8 @@ def _mean(call):
 
 def _center(call):
   rounds, index = call.case.rounds, int(call.number("index"))
+  call.number("worker")
+  call.demand(call.number("timeout_secs") > 0, "such a timeout")
   attrs = call.case.attrs
   call.demand(rounds.center is not None and rounds.place[1] > 0 and
               0 <= index < len(rounds.sizes) and not attrs["velocity"] and
@@ -885,9 +893,10 @@ _MODELS = {
     **(_OF_ROUNDS := {
         "AveragingArrive": _arrive, "AveragingCenter": _center,
         "AveragingClose": _close, "AveragingEnter": _enter,
-        "AveragingFollow": _follow, "AveragingMean": _mean,
-        "AveragingOuterStep": _outer_step, "AveragingRestore": _restore,
-        "AveragingStage": _stage, "AveragingState": _state}),
+        "AveragingFollow": _follow, "AveragingLeave": _leave,
+        "AveragingMean": _mean, "AveragingOuterStep": _outer_step,
+        "AveragingRestore": _restore, "AveragingStage": _stage,
+        "AveragingState": _state}),
     "AveragingRounds": _rounds,
     "BeginUpdate": _begin,
     "Bundle": _bundle,

@@ -85,6 +85,60 @@ def test_what_is_refused():
     wrapopt.keras.LocalRounds("local")
 
 
+@pytest.mark.parametrize("change", ["average", "weights", "restore"])
+def test_values_that_others_have_assigned_are_not_sent(
+    change, tmp_path, caplog):
+  """The next `fit` takes the center."""
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
+      1, use_bias=False, kernel_initializer="zeros")])
+  optimizer = keras.optimizers.SGD(1.0)
+  if change == "average":  # `fit` ends with it.
+    optimizer = wrapopt.keras.MovingAverage(optimizer, 0.5)
+  # Each step subtracts 1.
+  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
+  backup = keras.callbacks.BackupAndRestore(
+      str(tmp_path), delete_checkpoint=False)
+  rounds = wrapopt.keras.LocalRounds(local_of(
+      wrapopt.LocalSGD, 2, server)(model.trainable_variables))
+
+  def fit(epochs):
+    caplog.clear()
+    model.fit(np.ones([3, 3]), np.ones(3), 1, epochs, verbose=0,
+              callbacks=[rounds, *[backup] * (change == "restore")])
+    return caplog.text
+
+  # A round, which ends at -2, and a step.
+  assert "take the center" not in fit(1)
+  if change == "weights":
+    model.set_weights([np.full([3, 1], 9.0)])
+  if change == "restore":  # Of the same epoch, and so the center's are newer.
+    rounds = wrapopt.keras.LocalRounds(local_of(
+        wrapopt.LocalSGD, 2, server)(model.trainable_variables))
+  text = fit(2 if change == "restore" else 1)
+  assert ("take the center of round 1, since others have assigned" in text)
+  assert rounds._local.round == 2
+  # From -2, three steps on. The average of -1, -2, -3, -3, -4 and -5, in turn.
+  want = -4.140625 if change == "average" else -5.0
+  np.testing.assert_array_equal(model.get_weights()[0], np.full([3, 1], want))
+
+
+def test_a_fit_goes_on_where_another_ended(caplog):
+  server = server_module.start()
+  want, _ = fitted("adam", epochs=2)
+  keras.utils.set_random_seed(1)
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(4),
+                            keras.layers.Dense(1)])
+  model.compile("adam", "mse")
+  rounds = wrapopt.keras.LocalRounds(local_of(
+      wrapopt.LocalSGD, 4, server)(model.trainable_variables))
+  for _ in range(2):  # Six steps each.
+    model.fit(X, Y, 8, 1, verbose=0, shuffle=False, callbacks=[rounds])
+  assert rounds._local.round == 3 and "take the center" not in caplog.text
+  for a, b in zip(model.get_weights(), want):
+    np.testing.assert_array_equal(a, b)
+
+
 def test_averages_in_place_are_not_sent():
   server = server_module.start()
   w = tf.Variable([1.0, 2.0])

@@ -143,18 +143,19 @@ SCALARS = {"rounds": tf.resource, "worker": tf.string, "process": tf.int64,
            "count": tf.int64, "first": tf.int64, "min_workers": tf.int64,
            "grace_secs": tf.float64, "from_generation": tf.int64,
            "learning_rate": tf.float64, "momentum": tf.float64,
-           "stepped": tf.int64, "index": tf.int64}
+           "stepped": tf.int64, "index": tf.int64, "turn": tf.int64}
 VECTORS = {"place": (tf.int64, [2]), "known": (tf.string, [3])}
 INPUTS = {  # Of each op, after "rounds".
     "enter": "worker process place most_turns turn_secs timeout_secs",
     "stage": "worker known weight count first",
     "arrive": "worker known",
+    "leave": "worker turn",
     "follow": "known",
     "close": "place min_workers timeout_secs grace_secs",
     "restore": "worker from_generation place",
     "state": "",
     "outer_step": "known learning_rate momentum stepped",
-    "center": "index",
+    "center": "worker index timeout_secs",
     "mean": "known",
 }
 GOOD = {**dict.fromkeys(SCALARS, 1), "worker": "a", "place": FIRST,
@@ -179,7 +180,7 @@ def given_to(op, rounds, **changed):
     *[("close", "min_workers", x, r"min_workers must be in \[1, 2\], the "
        f"num_workers of averaging rounds '.*', got {x}") for x in (0, -1, 3)],
     *[(op, "timeout_secs", x, "timeout_secs must be greater than 0, infinity "
-       f"for no deadline, got {x:.4g}") for op in ("close", "enter")
+       f"for no deadline, got {x:.4g}") for op in ("close", "enter", "center")
       for x in (0., -1., np.nan, -np.inf)],
     *[("close", "grace_secs", x, f"grace_secs must be at least 0, got {x:.4g}")
       for x in (-1., np.nan)],
@@ -270,7 +271,7 @@ def test_numbers_of_variables_out_of_range(sizes):
 def test_centers_that_are_not_there(mode):
   server = Server(mode, holds_center=True)
   with pytest.raises(FailedPrecondition, match="index must be less than 0"):
-    server.run("center", 0, T=tf.float32)
+    server.run("center", "a", 0, 9., T=tf.float32)
   server.stage("a", np.array([b"0 1 0 0 0"], object), V[:1])
   assert server.run("restore", "a", 0, FIRST)
   for error, index, kwargs, text in (
@@ -279,10 +280,10 @@ def test_centers_that_are_not_there(mode):
       (InvalidArgument, 0, {"T": tf.float64}, "T must be float, the dtype of "
        "value 0 of the center of averaging rounds '.*', got double")):
     with pytest.raises(error, match=text):
-      server.run("center", index, **{"T": tf.float32, **kwargs})
+      server.run("center", "a", index, 9., **{"T": tf.float32, **kwargs})
 
 
-RANKS = {"enter": [0, 1], "stage": [0], "arrive": [0, 1], "follow": [0],
+RANKS = {"enter": [0, 1], "stage": [0], "arrive": [0, 1], "leave": [0], "follow": [0],
          "close": [1], "restore": [0], "state": [1, 1, 1], "outer_step": [1],
          "center": [1, 1], "mean": [1]}
 

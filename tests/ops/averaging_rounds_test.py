@@ -82,8 +82,8 @@ def test_outer_steps(mode):
                   sizes=[2, 1])
 
   def read(index=0, **kwargs):
-    place, value = server.run("center", index, T=[tf.float32, tf.float64][
-        index], **kwargs)
+    place, value = server.run(
+        "center", "a", index, 9., T=[tf.float32, tf.float64][index], **kwargs)
     return (*place, *value)
 
   known = np.array([b"3 4 0 0 0"], object)
@@ -108,6 +108,21 @@ def test_outer_steps(mode):
   server.run("outer_step", server.close(2, (4, 4)), 0.5, 0.5, 1)
   assert read() == (5, 4, 8.25, 23.5) and read(velocity=True)[2:] == (1, -2)
   assert list(server.run("state").numbers) == [2, 1, 0]
+
+
+def test_four_workers_read_at_a_time(mode):
+  server = Server(mode, holds_center=True)
+  assert server.stage("a", np.array([b"0 1 0 0 0"], object), [7.])
+  assert server.run("restore", "a", 0, FIRST)
+  read = lambda worker, timeout_secs=math.inf: server.run(
+      "center", worker, 0, timeout_secs, T=tf.float32).value.tolist()
+  for worker in "abcda":
+    assert read(worker) == [7]
+  with pytest.raises(tf.errors.DeadlineExceededError, match=(
+      "round 0 of averaging rounds '.*' gave no turn to read within 0.1 sec")):
+    read("e", 0.1)
+  assert not server.run("leave", "c", -1)
+  assert read("e") == [7]
 
 
 @pytest.mark.parametrize("of, workers, changed", [
@@ -313,7 +328,8 @@ def test_a_step_that_was_answered_may_use_the_center():
     session.run(averaging_task.opened(handle, "a"))
     begun = Begun()
     with tf.control_dependencies([waits_of(handle, begun)["enter"]]):
-      center = raw_op("center")(handle, 0, T=tf.float32).value
+      center = raw_op("center")(
+          handle, "a", 0, 9., T=tf.float32).value
     again = raw_op("restore")(handle, "a", 1, (0, 2))
     values = []
     in_threads(lambda: values.extend(session.run(center)),
@@ -625,9 +641,10 @@ def test_a_tensor_outlives_what_becomes_of_its_values():
   known = np.array([b"0 1 0 0 0"], object)
   assert server.stage("a", known, value)
   assert server.run("restore", "a", 0, FIRST)
-  center = raw_op("center")(server.handle, 0, T=tf.float64).value
+  read = lambda: raw_op("center")(
+      server.handle, "a", 0, 9., T=tf.float64).value
+  center = read()
   assert server.bring("a", np.full(64, 5.))
   server.run("outer_step", server.close(1), 0.5, 0., 1)
-  now = raw_op("center")(server.handle, 0, T=tf.float64).value
-  assert [x.numpy().tolist() for x in (value, center, now)] == [
+  assert [x.numpy().tolist() for x in (value, center, read())] == [
       [1] * 64, [1] * 64, [3] * 64]

@@ -318,7 +318,7 @@ class Rounds(stateful.RuleBasedStateMachine):
       has_center = model.center is not None
       assert list(numbers.numpy()) == [N * has_center, 0, len(model.staged)]
       for i in range(N if has_center else 0):
-        _, value = self.run("center", server, i, tf.float32)
+        _, value = self.run("center", server, "a", i, 9., tf.float32)
         np.testing.assert_allclose(value, [model.center[i]], atol=1e-5)
 
   def enter(self, worker, place, most=MOST_TURNS, turn_secs=np.inf):

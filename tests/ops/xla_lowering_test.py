@@ -284,8 +284,8 @@ def test_no_op_is_left_out():
   # tensor: XLA must see each.
   host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
                     "AveragingRounds|"
-                    "Averaging(Arrive|Center|Close|Enter|Follow|Mean)|"
-                    "Averaging(OuterStep|Restore|Stage|State)|ReadPacked|"
+                    "Averaging(Arrive|Center|Close|Enter|Follow|Leave)|"
+                    "Averaging(Mean|OuterStep|Restore|Stage|State)|ReadPacked|"
                     "AssignPacked|Bundle|Move)")
   tested = {f"Wrapopt>{name}" for name in (
       "Apply", "EmaUpdate", "CatchUp", "ReadAverages", "SparseEmaUpdate",

@@ -1,6 +1,7 @@
 """DiLoCo of real processes, in all ways to train, is what NumPy makes of it."""
 
 import os
+import signal
 
 import numpy as np
 import pytest
@@ -46,7 +47,8 @@ def train(way, k, num_workers, servers, pipe):
   pipe.send(w.numpy())
 
 
-def fit(xs, diloco):
+def fit(xs, diloco, epochs=1, backups=None, die=False):
+  """Trains; with folders for backups, and dies in the last but one epoch."""
   os.environ.pop("TF_USE_LEGACY_KERAS", None)
   import keras  # pylint: disable=g-import-not-at-top
   import wrapopt.keras  # pylint: disable=g-import-not-at-top,redefined-outer-name
@@ -55,8 +57,26 @@ def fit(xs, diloco):
   # Gradient descent adds the batch to the weights.
   model.compile(keras.optimizers.SGD(1.0),
                 lambda y, p: -tf.reduce_sum(p, axis=-1))
-  model.fit(xs, np.zeros(len(xs)), 1, verbose=0, shuffle=False, callbacks=[
-      wrapopt.keras.LocalRounds(diloco(model.trainable_variables))])
+  callbacks = [wrapopt.keras.LocalRounds(
+      diloco(model.trainable_variables),
+      backup_dir=backups and os.path.join(backups, "local"))]
+  if backups:
+    callbacks.append(keras.callbacks.BackupAndRestore(
+        os.path.join(backups, "keras")))
+
+  class Death(keras.callbacks.Callback):
+
+    def on_epoch_begin(self, epoch, logs=None):
+      self.epoch = epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+      if self.epoch == epochs - 2 and batch == len(xs) - 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+  if die:
+    callbacks.append(Death())
+  model.fit(xs, np.zeros(len(xs)), 1, epochs, verbose=0, shuffle=False,
+            callbacks=callbacks)
   return model.get_weights()[0][:, 0]
 
 
@@ -86,3 +106,46 @@ def test_the_oracle(way, num_servers, num_workers):
   for center in centers:
     np.testing.assert_array_equal(center, centers[0])
     np.testing.assert_allclose(center, oracle.center, rtol=0, atol=1e-4)
+
+
+def fit_on(k, servers, folder, die, pipe):
+  """A process: five rounds in an epoch."""
+  diloco = lambda variables: wrapopt.DiLoCo(
+      variables, servers, f"w{k}", 2, steps_of(k), round_timeout_secs=120)
+  xs = deltas(k)[:5].reshape([-1, 5])
+  pipe.send(fit(xs, diloco, ROUNDS // 5, f"{folder}/{k}", die))
+
+
+def test_a_job_in_fit_that_was_killed(tmp_path):
+  """New servers and workers go on from the backups, as if nothing was."""
+  for die in True, False:
+    processes = [Process(), Process()]
+    pipes = []
+    try:
+      for k in range(2):
+        pipe, end = FORKS.Pipe()
+        processes.append(FORKS.Process(target=fit_on, args=(
+            k, [s.address for s in processes[:2]], tmp_path, die, end),
+                                       daemon=True))
+        processes[-1].start()
+        end.close()
+        pipes.append(pipe)
+      if die:
+        processes[-1].join(120)
+        assert processes[-1].exitcode == -signal.SIGKILL
+        assert all((tmp_path / f"{k}/local/center/checkpoint").exists()
+                   for k in range(2))
+      else:
+        centers = [pipe.recv() for pipe in pipes]
+    finally:
+      for process in processes:
+        process.kill()
+  oracle = Oracle(np.zeros(5))
+  for r in range(ROUNDS):
+    oracle.end_round(
+        [oracle.center + deltas(k)[r % 5].sum(axis=0) for k in range(2)],
+        [steps_of(k) for k in range(2)])
+  for center in centers:
+    np.testing.assert_array_equal(center, centers[0])
+    np.testing.assert_allclose(center, oracle.center, rtol=0, atol=1e-4)
+  assert not any((tmp_path / f"{k}/local/center").exists() for k in range(2))

@@ -93,8 +93,7 @@ class Member:
       vectors = self._layout.empty()
       for vector in vectors:
         vector.fill(0)
-      return all(s.read(place, vectors, velocities)
-                 for s in self._servers) and (place, vectors)
+      return self._read(place, vectors, velocities) and (place, vectors)
     return self._until_deadline(read)
 
   def offer(self, round_, center, velocities):
@@ -155,16 +154,24 @@ class Member:
       return not is_same
     left = lambda: max(deadline - time.monotonic(), 1.0)
     known = self._lead.enter(place, self._rules.most_pushes, left())
-    if known.turn >= 0 and not self._push(known, vectors, weight):
-      return False
+    if known.turn >= 0:
+      pushed = False
+      try:
+        pushed = self._push(known, vectors, weight)
+      finally:
+        if not pushed:
+          self._lead.leave(known.turn)
+      if not pushed:
+        return False
     # `left`: waiting for a turn, behind a worker that stopped, may have taken
     # the time that the round would wait for that worker.
     known = self._lead.wait_for_close(
         place, self._rules.min_workers, left(), self._rules.grace_secs)
+    place = None
     if known.workers:
       self._members = known.workers
-      self._step(known)
-    place = self._settle(deadline, None)
+      place = self._step(known)
+    place = place or self._settle(deadline, None)
     return place[0] > self.place[0] and self._pull(place)
 
   def _push(self, known, vectors, weight):
@@ -184,19 +191,29 @@ class Member:
     return accepted
 
   def _step(self, known):
-    """Lets the servers take the outer step, the lead last."""
-    for server in [*self._others, self._lead]:
-      server.step(known, self._rules.learning_rate, self._rules.momentum)
+    """Lets the servers take the outer step, the lead last.
+
+    Returns:
+      The place that is open on all of them, or None if places differ.
+    """
+    places = [
+        server.step(known, self._rules.learning_rate, self._rules.momentum)
+        for server in [*self._others, self._lead]]
+    return places[0] if len(set(places)) == 1 else None
 
   def _take_center(self, deadline, initial):
     return self._pull(self._settle(deadline, initial))
 
   def _pull(self, place):
     vectors = self._layout.empty()
-    if not all(s.read(place, vectors) for s in self._servers):
+    if not self._read(place, vectors):
       return False
     self.place, self.center = place, vectors
     return True
+
+  def _read(self, place, vectors, velocities=False):
+    return all(s.read(place, vectors, self._rules.round_timeout_secs,
+                      velocities) for s in self._servers)
 
   def _states(self):
     """The states of all servers at one time, and what the lead knows then."""
@@ -251,8 +268,15 @@ class Member:
     """
     known = self._lead.enter(states[0].place, 0,
                              self._rules.round_timeout_secs)
-    if known.turn < 0 or self._states()[0] != states:
+    if known.turn < 0:
       return
+    try:
+      if self._states()[0] == states:
+        self._restore_in_turn(known, states, held, center, velocities)
+    finally:
+      self._lead.leave(known.turn)
+
+  def _restore_in_turn(self, known, states, held, center, velocities):
     # Later than that of a worker whose servers have lost all.
     generation = max(time.time_ns() // 10**6,
                      1 + max(s.place[1] for s in states))

@@ -94,7 +94,7 @@ class Server:
             ("timeout_secs", tf.float64, []), ("turn_secs", tf.float64, []),
             ("grace_secs", tf.float64, []), ("learning_rate", tf.float64, []),
             ("momentum", tf.float64, []), ("worker", tf.string, []),
-            ("process", tf.int64, [])]}
+            ("process", tf.int64, []), ("turn", tf.int64, [])]}
     get = lambda *keys: {key: fed[key] for key in keys}
     self._state = raw.wrapopt_averaging_state(rounds)
     self._enter = raw.wrapopt_averaging_enter(rounds, **get(
@@ -102,6 +102,7 @@ class Server:
         "timeout_secs"))
     self._arrive = raw.wrapopt_averaging_arrive(
         rounds, **get("worker", "known"))
+    self._leave = raw.wrapopt_averaging_leave(rounds, **get("worker", "turn"))
     self._follow = raw.wrapopt_averaging_follow(rounds, fed["known"])
     self._close = raw.wrapopt_averaging_close(rounds, **get(
         "place", "min_workers", "timeout_secs", "grace_secs"))
@@ -119,7 +120,8 @@ class Server:
       if dtype in self._layout.center_dtypes:
         for velocity in False, True:
           self._center[dtype, velocity] = raw.wrapopt_averaging_center(
-              rounds, fed["first"], T=dtype, velocity=velocity)
+              rounds, index=fed["first"], T=dtype, velocity=velocity,
+              **get("worker", "timeout_secs"))
 
   def connect(self):
     """Begins a session, after the first or a lost one."""
@@ -192,6 +194,10 @@ class Server:
     accepted, texts = self._run(tuple(self._arrive), known=known.texts)
     return accepted, Known.read(texts)
 
+  def leave(self, turn=-1):
+    """Gives up a turn, and ends this worker's reading."""
+    self._run(self._leave, turn=turn)
+
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
     return Known.read(self._run(
@@ -199,19 +205,21 @@ class Server:
         timeout_secs=secs, grace_secs=grace_secs))
 
   def step(self, known, learning_rate, momentum):
-    return self._run(self._step, known=known.texts,
-                     learning_rate=learning_rate, momentum=momentum)
+    """Takes the outer step, unless the round is over: the place open then."""
+    return tuple(self._run(self._step, known=known.texts,
+                           learning_rate=learning_rate, momentum=momentum))
 
   def restore(self, from_generation, place):
     return self._run(self._restore, place=place,
                      from_generation=from_generation)
 
-  def read(self, place, vectors, velocities=False):
+  def read(self, place, vectors, secs, velocities=False):
     """Reads this server's pieces of the center into vectors.
 
     Args:
       place: That of the center.
       vectors: A vector for each group.
+      secs: How long to wait for other workers that read.
       velocities: Whether to read the velocities instead.
 
     Returns:
@@ -220,12 +228,14 @@ class Server:
     if velocities and not self.state()[0].velocities:
       return self.state()[0].place == place  # They are 0.
     pieces = self._pieces[:self._stepped] if velocities else self._pieces
+    is_current = True
     for i, p in enumerate(pieces):
       dtype = self._layout.center_dtypes[p.group]
-      at, value = self._run(tuple(self._center[dtype, velocities]), first=i)
-      if tuple(at) != place:
-        return False
+      at, value = self._run(tuple(self._center[dtype, velocities]), secs,
+                            first=i, timeout_secs=secs)
+      is_current = tuple(at) == place
+      if not is_current:
+        break
       vectors[p.group][p.begin:p.end] = value
-    return True
-
-
+    self.leave()
+    return is_current

@@ -32,6 +32,7 @@ class LocalTraining(trackable.Trackable):
   `step`, instead of a round.
 
   Attributes:
+    variables: The shared variables, a list of `tf.Variable`s.
     sync_every: The number of inner steps in a round.
     report: What became of the last round of this worker, or None: with the
       attributes `round`, `counted` (whether the worker's values are part of
@@ -46,11 +47,11 @@ class LocalTraining(trackable.Trackable):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
-    self._all = [*self._stepped, *self._averaged]
+    self.variables = [*self._stepped, *self._averaged]
     if not tf.executing_eagerly():
       raise RuntimeError(f"{subject} must be made eagerly, got a graph: it "
                          "takes the center at once.")
-    if len({id(v) for v in self._all}) < len(self._all):
+    if len({id(v) for v in self.variables}) < len(self.variables):
       raise ValueError("`variables` and `averaged` must name each variable "
                        "once, got one twice.")
     if not sum(int(np.prod(v.shape)) for v in self._stepped):
@@ -108,7 +109,7 @@ class LocalTraining(trackable.Trackable):
                                name="held")
     self.report = None
     self._member.start(self._layout.flatten(
-        [v.numpy() for v in self._all], self._layout.center_dtypes))
+        [v.numpy() for v in self.variables], self._layout.center_dtypes))
     self._assign(self._from_center())
 
   @property
@@ -159,18 +160,18 @@ class LocalTraining(trackable.Trackable):
     count = self._steps.assign_add(steps)
     if eager:
       if int(count) >= self.sync_every:
-        self._assign(self._sync([v.numpy() for v in self._all]))
+        self._assign(self._sync([v.numpy() for v in self.variables]))
       return
 
-    _partial.check(self._all, type(self).__name__)
+    _partial.check(self.variables, type(self).__name__)
 
     def sync():
       *values, round_ = tf.numpy_function(
           lambda *values: self._sync(values),
-          [tf.convert_to_tensor(v) for v in self._all],
-          [*(v.dtype for v in self._all), tf.int64])
+          [tf.convert_to_tensor(v) for v in self.variables],
+          [*(v.dtype for v in self.variables), tf.int64])
       self._assign([*(tf.ensure_shape(value, v.shape)
-                      for v, value in zip(self._all, values)), round_])
+                      for v, value in zip(self.variables, values)), round_])
       return tf.constant(0)
 
     tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
@@ -179,12 +180,20 @@ class LocalTraining(trackable.Trackable):
     """Ends the sessions with the servers."""
     self._member.close()
 
+  def holds_center(self):
+    """Whether the variables have been trained from the last center."""
+    return int(self._held.numpy()) == self.round
+
+  def take_center(self):
+    """Takes the center of the servers, whatever the worker has done."""
+    self._assign(self._restart())
+
   def _sync(self, values):
     """Takes part in a round: what to `_assign` after it."""
-    _partial.check(self._all, type(self).__name__)
-    for v in self._all:
+    _partial.check(self.variables, type(self).__name__)
+    for v in self.variables:
       _swap.check_unoccupied(v, "step() must not take part in a round")
-    if int(self._held.numpy()) != self.round:
+    if not self.holds_center():
       return self._restart()
     weight = {"equal": 1, "steps": int(self._steps.numpy()),
               "examples": int(self._examples.numpy())}[self._weight]
@@ -216,13 +225,13 @@ class LocalTraining(trackable.Trackable):
       values = [c + w * (np.asarray(v, c.dtype) - c)
                 for c, v in zip(values, local)]
     return [*(np.asarray(c, v.dtype.as_numpy_dtype)
-              for c, v in zip(values, self._all)), np.int64(self.round)]
+              for c, v in zip(values, self.variables)), np.int64(self.round)]
 
   def _assign(self, center):
     """Assigns the values of all variables, and then their round."""
     *values, round_ = center
-    with tf.control_dependencies(_lagging.settle(self._all)):
-      assigned = [v.assign(x) for v, x in zip(self._all, values)]
+    with tf.control_dependencies(_lagging.settle(self.variables)):
+      assigned = [v.assign(x) for v, x in zip(self.variables, values)]
     with tf.control_dependencies(
         [] if tf.executing_eagerly() else [x.op for x in assigned]):
       self._held.assign(round_)

@@ -1,9 +1,14 @@
 """Local training in `fit`."""
 
+import os
 from typing import Any, Optional, Union
+import zlib
 
 import keras
+import numpy as np
+import tensorflow as tf
 
+from wrapopt import _checks
 from wrapopt.diloco import DiLoCo
 from wrapopt.local_sgd import LocalSGD
 
@@ -19,6 +24,13 @@ class LocalRounds(keras.callbacks.Callback):
   `Lookahead` are refused in the first round: their variables are only a part of
   their state, and the rest would not follow the center.
 
+  The first batch of a `fit` takes the center, with a warning, if something else
+  has assigned to the variables: `fit` may have ended with averages, or a
+  `keras.callbacks.BackupAndRestore` has restored the weights of a killed run.
+  Give that callback and this one directories to let a killed job go on: that
+  one has the optimizer's state and the epoch, this one the center, its velocity
+  and its round.
+
   Example:
 
       model.build(...)
@@ -28,29 +40,55 @@ class LocalRounds(keras.callbacks.Callback):
   """
 
   def __init__(self, local: Union[LocalSGD, DiLoCo], *,
-               batch_size: Optional[int] = None) -> None:
+               batch_size: Optional[int] = None,
+               backup_dir: Optional[str] = None) -> None:
     """Makes the callback.
 
     Args:
       local: Of the model's variables.
       batch_size: The number of examples in a batch; needed if the weight of
         `local` is "examples".
+      backup_dir: A directory for checkpoints of `local`, one at the end of each
+        epoch, of which the last is kept. `fit` begins with it, unless the
+        servers have a later center, and removes it when it ends. One worker
+        suffices, with a directory of its own.
 
     Raises:
       TypeError: If `local` is neither a LocalSGD nor a DiLoCo.
+      ValueError: If `batch_size` is less than 1.
     """
     super().__init__()
     if not isinstance(local, (LocalSGD, DiLoCo)):
       raise TypeError("`local` must be a wrapopt.LocalSGD or a wrapopt.DiLoCo, "
                       f"got {local!r}.")
+    if batch_size is not None:
+      batch_size = _checks.integer("batch_size", batch_size, least=1)
     self._local, self._batch_size = local, batch_size
+    self._folder = backup_dir and os.path.join(backup_dir, "center")
+    self._checksum = _checksum(local.variables)
 
   def on_train_begin(self, logs: Any = None) -> None:
     steps = self.model.steps_per_execution
     if self._local.sync_every % steps:
       raise ValueError("`steps_per_execution` must divide sync_every = "
                        f"{self._local.sync_every}, got {steps}.")
+    self._taken = None
+    if self._folder:
+      self._backups = tf.train.CheckpointManager(
+          tf.train.Checkpoint(local=self._local), self._folder, max_to_keep=1)
+      self._backups.restore_or_initialize()
+
+  def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    if self._taken is not None:
+      return
+    # Only now, since other callbacks may have restored weights and iterations.
     self._taken = int(self.model.optimizer.iterations)
+    changed = _checksum(self._local.variables) != self._checksum
+    if changed or not self._local.holds_center():
+      self._local.take_center()
+      tf.get_logger().warning(
+          "The variables take the center of round %d%s.", self._local.round,
+          ", since others have assigned to them" if changed else "")
 
   def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
     before, self._taken = self._taken, int(self.model.optimizer.iterations)
@@ -58,3 +96,20 @@ class LocalRounds(keras.callbacks.Callback):
     if steps:
       self._local.step(
           steps=steps, examples=self._batch_size and self._batch_size * steps)
+
+  def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    # Not in the end of `fit`, which may assign averages before.
+    self._checksum = _checksum(self._local.variables)
+    if self._folder:
+      self._backups.save()
+
+  def on_train_end(self, logs: Any = None) -> None:
+    if self._folder:
+      tf.io.gfile.rmtree(self._folder)
+
+
+def _checksum(values):
+  checksum = 0
+  for value in values:
+    checksum = zlib.crc32(np.asarray(value).tobytes(), checksum)
+  return checksum
