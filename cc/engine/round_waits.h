@@ -31,10 +31,6 @@ struct RoundWait {
   // center, or that a worker may read.
   enum class For { kClose, kTurn, kRestore, kRead };
 
-  bool is_for_turn() const {
-    return what == For::kTurn || what == For::kRestore;
-  }
-
   For what = For::kClose;
   Place place = {};  // Not in kRead.
   // Not in kClose.

@@ -126,7 +126,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     std::lock_guard<std::mutex> lock(mu_);
     RoundsStatus status;
     if (gone_) status = Gone();
-    if (status.ok() && wait.is_for_turn()) status = Meet(wait);
+    if (status.ok() && wait.what != For::kClose) status = Meet(wait);
     if (!status.ok()) return after.Add(std::move(wait), {status});
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
@@ -341,8 +341,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     AnswerReadyWaits(after);
   }
 
-  // Notes a worker that wants a turn.
+  // Notes a worker that wants a turn, or reads the center: it will come to the
+  // open round, however long it takes to train.
   RoundsStatus Meet(const RoundWait& wait) {
+    if (wait.what == For::kRead) {
+      expected_.Add(wait.worker);
+      return RoundsStatus();
+    }
     if (!processes_.IsCurrent(wait.worker, wait.process)) {
       return RoundsStatus::InvalidArgument(Text(
           "worker '", wait.worker, "' of ", subject_, " is another process ",

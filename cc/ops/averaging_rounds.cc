@@ -348,9 +348,9 @@ expected workers are, at least min_workers; grace_secs after min_workers are;
 and after timeout_secs, if min_workers are. Otherwise, the op then fails.
 
 At first all num_workers workers are expected. After a round that a deadline has
-closed, the expected workers are those of that round and all that have started
-or entered since, even if too late. So the rounds wait for a dead worker once,
-and again after it has returned. After a round of all num_workers, and in a new
+closed, the expected workers are those of that round and all that have started,
+read the center or entered since, even if too late. So the rounds wait for a
+dead worker once, and again after it has returned. After a round of all num_workers, and in a new
 generation, all are expected again.
 
 rounds: From Wrapopt>AveragingRounds.

@@ -197,6 +197,14 @@ TEST(Rounds, AQuorumAfterTheDeadline) {
   EXPECT_EQ(closed->times, 0);
   f.Bring("b", 1);
   EXPECT_EQ(closed->workers(), "ab");
+  // So does a round whose center it reads.
+  next();
+  f.timer.Ring(kWait);
+  next();
+  EXPECT_EQ(closed->times, 1);
+  f.Read("b");
+  next();
+  EXPECT_EQ(closed->times, 0);
   // A new generation waits for all.
   Restore(f.lead.get(), {2, 2}, 1);
   Restore(f.other.get(), {2, 2}, 1);

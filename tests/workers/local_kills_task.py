@@ -57,6 +57,37 @@ def checksum(values):
   return hashlib.sha256(b"".join(v.tobytes() for v in values)).hexdigest()
 
 
+def model_and_fit():
+  """A model of variables of SHAPES, and a function that moves them in `fit`."""
+  os.environ.pop("TF_USE_LEGACY_KERAS", None)
+  import keras  # pylint: disable=g-import-not-at-top
+  import wrapopt.keras  # pylint: disable=g-import-not-at-top,redefined-outer-name
+
+  class Product(keras.layers.Layer):
+
+    def build(self, input_shape):
+      self.all = [self.add_weight(shape, "zeros") for shape in SHAPES]
+
+    def call(self, x):
+      flat = [keras.ops.reshape(w, [-1]) for w in self.all]
+      return keras.ops.sum(x * keras.ops.concatenate(flat), axis=-1)
+
+  size = sum(int(np.prod(shape)) for shape in SHAPES)
+  model = keras.Sequential([keras.Input([size]), Product()])
+  # Gradient descent adds the batch to the variables.
+  model.compile(keras.optimizers.SGD(1.0), lambda y, p: -p)
+  callbacks = []
+
+  def fit(local, steps, distance):
+    if not callbacks:
+      callbacks.append(wrapopt.keras.LocalRounds(local))
+    x = np.concatenate([np.ravel(d) for d in distance]) / steps
+    model.fit(np.tile(x, [steps, 1]), np.zeros(steps), 1, verbose=0,
+              callbacks=callbacks)
+
+  return model.trainable_variables, fit
+
+
 def run(name, servers, num_workers, most_pushes, folder, saves):
   """Takes part in rounds until there is a file `stop`.
 
@@ -107,6 +138,9 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
   # So that each server gets the values in several parts.
   _layout._MOST_BYTES = 1024
   variables = [tf.Variable(np.zeros(shape, np.float32)) for shape in SHAPES]
+  fit = None
+  if name == "w1":
+    variables, fit = model_and_fit()
   local = wrapopt.DiLoCo(
       variables, servers, name, num_workers, sync_every=weight(name),
       min_workers=1, round_timeout_secs=TIMEOUT_SECS,
@@ -114,10 +148,19 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
   step = lambda: local.step(steps=weight(name))
   if weight(name) % 2:  # Some workers train in a function.
     step = tf.function(step)
+
+  def take_part():
+    distance = delta(name, local.round)
+    if fit:
+      return fit(local, weight(name), distance)
+    for v, d in zip(variables, distance):
+      v.assign_add(d)
+    step()
+
   checkpoints = tf.train.CheckpointManager(
       tf.train.Checkpoint(local=local), os.path.join(folder, "checkpoints"), 2)
   if saves and checkpoints.restore_or_initialize():
-    step()  # It takes the center.
+    local.take_center()
   note()
   order, stop = (os.path.join(folder, f) for f in (f"die_{name}", "stop"))
   while True:
@@ -126,9 +169,7 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
         method, when, left = POINTS[f.read()]
       os.remove(order)
       armed.update(method=method, when=when, left=left)
-    for v, d in zip(variables, delta(name, local.round)):
-      v.assign_add(d)
-    step()
+    take_part()
     report = local.report
     note(counted=bool(report.counted), workers=sorted(report.workers),
          secs=report.secs)

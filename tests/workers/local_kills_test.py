@@ -172,7 +172,7 @@ def test_a_job_that_was_killed(tmp_path):
     last = tf.train.load_checkpoint(job.path("checkpoints"))
     [key] = [k for k in last.get_variable_to_shape_map() if "/round" in k]
     saved = int(last.get_tensor(key))
-    assert saved >= 3
+    assert saved >= 1
     before = {name: job.lines(name) for name in job.names}
     job.start_all()
     for name in job.names:

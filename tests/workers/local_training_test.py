@@ -91,6 +91,7 @@ def test_twenty_rounds_of_workers_of_different_weights(servers, rule):
       for i in range(steps[k]):
         step([tf.constant(grad(k, 100 * r + i, s)) for s in shapes])
       assert local.round == r + 1 and local.report.counted
+      assert type(local.round) is int  # For JSON.
       seen.append([v.numpy() for v in variables])
     return seen
 

@@ -206,8 +206,9 @@ class Server:
 
   def step(self, known, learning_rate, momentum):
     """Takes the outer step, unless the round is over: the place open then."""
-    return tuple(self._run(self._step, known=known.texts,
-                           learning_rate=learning_rate, momentum=momentum))
+    place = self._run(self._step, known=known.texts,
+                      learning_rate=learning_rate, momentum=momentum)
+    return tuple(map(int, place))
 
   def restore(self, from_generation, place):
     return self._run(self._restore, place=place,
