@@ -114,13 +114,26 @@ std::vector<std::string> Keys(const std::map<std::string, Value>& map) {
   return keys;
 }
 
+// A name in quotes. Any bytes may be in a name, but not in a log or an error.
+inline std::string Quoted(const std::string& name) {
+  std::string quoted = "'";
+  for (const unsigned char c : name) {
+    if (c >= ' ' && c <= '~' && c != '\'' && c != '\\') {
+      quoted += static_cast<char>(c);
+    } else {
+      constexpr char kDigits[] = "0123456789abcdef";
+      quoted += {'\\', 'x', kDigits[c / 16], kDigits[c % 16]};
+    }
+  }
+  return quoted + "'";
+}
+
 inline std::string Quoted(const std::vector<std::string>& names) {
-  if (names.empty()) return "none";
   std::string quoted;
   for (const std::string& name : names) {
-    quoted += (quoted.empty() ? "'" : ", '") + name + "'";
+    quoted += (quoted.empty() ? "" : ", ") + Quoted(name);
   }
-  return quoted;
+  return names.empty() ? "none" : quoted;
 }
 
 }  // namespace wrapopt

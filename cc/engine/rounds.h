@@ -259,7 +259,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       *values = arrivals_.Take(worker).values;
     } else if (needs_values && place.round != open_) {
       return RoundsStatus::FailedPrecondition(Text(
-          "worker '", worker, "' must send a center before round ",
+          "worker ", Quoted(worker), " must send a center before round ",
           place.round, " of ", subject_, " begins, got none; round ", open_,
           " is open"));
     }
@@ -350,8 +350,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
     if (!processes_.IsCurrent(wait.worker, wait.process)) {
       return RoundsStatus::InvalidArgument(Text(
-          "worker '", wait.worker, "' of ", subject_, " is another process ",
-          "now: give each worker a unique name"));
+          "worker ", Quoted(wait.worker), " of ", subject_, " is another ",
+          "process now: give each worker a unique name"));
     }
     expected_.Add(wait.worker);
     return CheckRoom(wait.worker);
@@ -363,8 +363,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       return RoundsStatus();
     }
     return RoundsStatus::InvalidArgument(Text(
-        subject_, " have num_workers = ", num_workers_, ", but '", worker,
-        "' came to round ", open_, " after ", Names(),
+        subject_, " have num_workers = ", num_workers_, ", but ",
+        Quoted(worker), " came to round ", open_, " after ", Names(),
         ": give each worker a unique name that does not change, ",
         "or correct num_workers"));
   }

@@ -1,4 +1,4 @@
-// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Leave, Follow, Close and State.
+// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Leave, Follow, Close, State.
 // The rounds are in engine/rounds.h.
 #include <cmath>
 #include <cstdint>
@@ -138,8 +138,8 @@ class AveragingStageOp : public OpKernel {
                             int64_t first, const OpInputList& values) {
     if (!(weight > 0 && std::isfinite(weight))) {
       return absl::InvalidArgumentError(
-          absl::StrCat("weight of worker '", worker,
-                       "' must be finite and greater than 0, got ", weight));
+          absl::StrCat("weight of worker ", Quoted(worker),
+                       " must be finite and greater than 0, got ", weight));
     }
     TensorRounds* const rounds = resource->rounds();
     const RoundsOptions& options = resource->options();
@@ -149,8 +149,8 @@ class AveragingStageOp : public OpKernel {
     if (options.holds_center && !restores &&
         resource->center()->values.empty()) {
       return absl::FailedPreconditionError(absl::StrCat(
-          rounds->subject(), " must have a center before worker '", worker,
-          "' sends values"));
+          rounds->subject(), " must have a center before worker ",
+          Quoted(worker), " sends values"));
     }
     if (!options.holds_center && restores) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -159,8 +159,8 @@ class AveragingStageOp : public OpKernel {
     }
     if (restores ? count < n || count > 2 * n : count != n) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "count of worker '", worker, "' must be ", n, ", the number of ",
-          "vectors of the center", restores ? ", or more for velocities" : "",
+          "count of worker ", Quoted(worker), " must be ", n, ", the number ",
+          "of vectors of the center", restores ? ", or more for velocities" : "",
           ", got ", count));
     }
     if (first < 0 || first > count - values.size()) {
@@ -171,7 +171,7 @@ class AveragingStageOp : public OpKernel {
     for (int i = 0; i < values.size(); ++i) {
       const int64_t vector = (first + i) % n;
       TF_RETURN_IF_ERROR(CheckValue(
-          absl::StrCat("value ", first + i, " of worker '", worker, "'"),
+          absl::StrCat("value ", first + i, " of worker ", Quoted(worker)),
           values[i], restores, options.dtypes[vector], options.sizes[vector]));
     }
     return absl::OkStatus();

@@ -407,6 +407,12 @@ TEST(Rounds, NamesThatAreWrong) {
 }
 
 // While a round is open, only its newest members are told.
+TEST(Rounds, NamesOfAnyBytes) {
+  EXPECT_EQ(Quoted("a b"), "'a b'");
+  EXPECT_EQ(Quoted({"it's", "\\", "\n\x7f\xff"}),
+            "'it\\x27s', '\\x5c', '\\x0a\\x7f\\xff'");
+}
+
 TEST(Rounds, ManyMembers) {
   constexpr int kMany = 20;
   Fixture f;

@@ -14,6 +14,7 @@ import tensorflow as tf
 from local_parts import MOMENTUM, Oracle, Process, RATE
 import wrapopt
 from wrapopt import server as server_module
+from wrapopt._local import _server
 
 
 def run_all(*functions):
@@ -342,6 +343,51 @@ def test_one_turn_serves_many_workers(servers):
 
   for got in run_all(*[lambda k=k: worker(k) for k in range(6)]):
     np.testing.assert_array_equal(got, [15.0, 6.0, 12.0])
+
+
+def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
+  """Otherwise the next one would wait for its end, which is the deadline's."""
+  stage, failed = _server.Server.stage, []
+
+  def fail_once(self, *args):
+    if failed == [] and self.address == servers[-1]:
+      failed.append(True)
+      raise tf.errors.UnavailableError(None, None, "lost")
+    return stage(self, *args)
+
+  monkeypatch.setattr(_server.Server, "stage", fail_once)
+  w = tf.Variable([0.0, 0.0, 0.0])
+  local = make(wrapopt.LocalSGD, [w], servers, "a", 1, most_pushes=1)
+  failed.clear()  # The first center was sent, too.
+  w.assign_add([1.0, 1.0, 1.0])
+  local.step(steps=2)
+  assert failed and local.report.counted
+
+
+def test_others_are_answered_between_parts_of_values(monkeypatch):
+  server = server_module.start()
+  w = tf.Variable(tf.zeros([3 * 2**20 + 1]))  # Of 12 MiB and 4 bytes.
+  local, other = [
+      make(wrapopt.LocalSGD, [w], [server.target], name, 2, min_workers=1,
+           grace_secs=0) for name in "ab"]
+  [lead] = other._member._servers
+  run, calls = _server.Server._run, []
+
+  def run_and_ask(self, fetches, wait_secs=0.0, **values):
+    got = run(self, fetches, wait_secs, **values)
+    if self is not lead:
+      run(lead, tuple(lead._state))
+      calls.append([sum(np.asarray(x).nbytes for x in xs) for xs in (
+          values.values(), tf.nest.flatten(got))])
+    return got
+
+  monkeypatch.setattr(_server.Server, "_run", run_and_ask)
+  local.step(steps=2)
+  assert local.report.counted
+  sent, got = np.max(calls, axis=0)
+  assert 4 * 2**20 <= min(sent, got) and max(sent, got) < 4 * 2**20 + 1000
+  # Each 3 MiB numbers take three calls, and the one that is left another.
+  assert [sum(x > 2**20 for x in xs) for xs in zip(*calls)] == [3, 3]
 
 
 def test_a_server_ends_cleanly():
