@@ -347,7 +347,8 @@ def test_one_turn_serves_many_workers(servers):
 
 def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
   """Otherwise the next one would wait for its end, which is the deadline's."""
-  stage, failed = _server.Server.stage, []
+  stage, enter = _server.Server.stage, _server.Server.enter
+  failed, alive = [], []
 
   def fail_once(self, *args):
     if failed == [] and self.address == servers[-1]:
@@ -355,13 +356,20 @@ def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
       raise tf.errors.UnavailableError(None, None, "lost")
     return stage(self, *args)
 
+  def enter_and_note(self, *args):
+    alive.append(self.state()[1].texts[0].split()[5:])
+    return enter(self, *args)
+
   monkeypatch.setattr(_server.Server, "stage", fail_once)
+  monkeypatch.setattr(_server.Server, "enter", enter_and_note)
   w = tf.Variable([0.0, 0.0, 0.0])
   local = make(wrapopt.LocalSGD, [w], servers, "a", 1, most_pushes=1)
-  failed.clear()  # The first center was sent, too.
+  # Also of the turn in which it sent the first center.
+  assert alive == [[], []]
+  failed.clear()
   w.assign_add([1.0, 1.0, 1.0])
   local.step(steps=2)
-  assert failed and local.report.counted
+  assert local.report.counted and alive == 4 * [[]]
 
 
 def test_others_are_answered_between_parts_of_values(monkeypatch):
