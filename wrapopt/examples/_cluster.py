@@ -88,7 +88,7 @@ class Cluster:
         ("coordinator", 0), which is not in `spec`.
       **jobs: The number of tasks of each job.
     """
-    ports = iter(_free_ports(sum(jobs.values())))
+    ports = iter(free_ports(sum(jobs.values())))
     self.spec = {job: [f"localhost:{next(ports)}" for _ in range(n)]
                  for job, n in jobs.items()}
     self.tasks = {}
@@ -128,7 +128,7 @@ class Cluster:
       process.kill()
 
 
-def _free_ports(n):
+def free_ports(n):
   sockets = [socket.socket() for _ in range(n)]
   try:
     for s in sockets:

@@ -1,10 +1,15 @@
 """Compares ways to train with four workers, by the bytes that they send.
 
-  alone        one worker, which sends nothing
-  synchronous  `tf.distribute.MultiWorkerMirroredStrategy` sums the gradients of
-               all workers in each step
-  LocalSGD     `wrapopt.LocalSGD`: the mean of all workers in each round
-  DiLoCo       `wrapopt.DiLoCo`: an outer step towards the mean in each round
+  alone         one worker, which sends nothing
+  synchronous   `tf.distribute.MultiWorkerMirroredStrategy` sums the gradients
+                of all workers in each step
+  asynchronous  `tf.distribute.ParameterServerStrategy` takes a step with the
+                gradient of each worker, and `wrapopt.keras.DropStaleGradient`
+                drops those that miss more than 8 steps
+  elastic       `wrapopt.ElasticAverageOptimizer`, in sessions of TensorFlow 1:
+                worker and center move towards each other in each round
+  LocalSGD      `wrapopt.LocalSGD`: the mean of all workers in each round
+  DiLoCo        `wrapopt.DiLoCo`: an outer step towards the mean in each round
 
 Each worker is a process on this machine, and has a quarter of the data. Two
 tasks, which need no download:
@@ -14,20 +19,29 @@ tasks, which need no download:
   text    the next character of the standard library's docstrings, from the 16
           before it, in a net of two layers; rounds of 50 steps
 
-All take the same number of steps of Adam, at one rate, which was not tuned for
-any of them. The first worker measures the error on other data after each round:
-that of the center for LocalSGD and DiLoCo.
+All workers compute the same number of gradients for Adam, at one rate, which
+was not tuned for any way. Asynchronous training takes a step with each of them,
+so its weights take four times as many steps as those of the others.
 
-The bytes are those that a worker sends: weights, or gradients in their size.
-An all-reduce may send up to twice as much. The seconds are without start,
-first step and evaluations. All processes share the processors and the memory of
-one machine, so they say nothing about workers that a network connects.
+The first worker measures the error on other data after each round: that of the
+center for elastic averaging, LocalSGD and DiLoCo. Asynchronous workers have no
+rounds: after as many steps, they wait while the coordinator measures.
+
+The bytes are those that a worker sends: weights, or gradients in their size,
+without dropped ones. An all-reduce may send up to twice as much. The bytes that
+a worker receives are not counted; asynchronous workers read the weights in each
+step.
+
+The seconds are without start, first step and evaluations. Those of asynchronous
+training have the waits before evaluations. All processes share the processors
+and the memory of one machine, so the seconds say nothing about workers that a
+network connects.
 """
 
 from collections.abc import Callable
 from concurrent import futures
+import contextlib
 import json
-import multiprocessing
 import os
 import time
 from typing import NamedTuple
@@ -43,14 +57,22 @@ from wrapopt.examples import _cluster
 from wrapopt.examples import _command
 from wrapopt.examples import _plots
 from wrapopt.examples import _tasks
+import wrapopt.keras
 
+tf1 = tf.compat.v1
 layers = keras.layers
 
 _WORKERS = 4
 _BATCH = 32
+# A gradient misses about 3 steps, one of each other worker. If it misses more
+# than 8, the others took more than two each.
+_STALENESS = 2 * _WORKERS
+# The default also divides by the period. In the 20 rounds of the text, the
+# center would move less than a third of the way to the workers.
+_MOVING_RATE = 0.9 / _WORKERS
 _LOCAL = {"LocalSGD": wrapopt.LocalSGD, "DiLoCo": wrapopt.DiLoCo}
-_STYLES = {"alone": "C7:", "synchronous": "C2--", "LocalSGD": "C1.-",
-           "DiLoCo": "C0.-"}
+_STYLES = {"alone": "C7:", "synchronous": "C2--", "asynchronous": "C3--",
+           "elastic": "C4.-", "LocalSGD": "C1.-", "DiLoCo": "C0.-"}
 WAYS = tuple(_STYLES)
 
 _BEFORE = 16  # Characters that the net of the text sees.
@@ -109,83 +131,185 @@ TASKS = {
 
 
 class Trainer:
-  """A worker, which trains in one of WAYS.
+  """Trains a model.
 
   Attributes:
     rows: After each round: (steps, seconds, bytes sent, error).
   """
 
-  def __init__(self, task_name, way, worker, addresses, seed, data, held_out):
-    if way == "synchronous":
-      os.environ["TF_CONFIG"] = json.dumps({
-          "cluster": {"worker": addresses},
-          "task": {"type": "worker", "index": worker}})
-      strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    else:
-      strategy = tf.distribute.get_strategy()
-    self._task = task = TASKS[task_name]
-    self._batches = _tasks.batches(data, _BATCH, [seed, worker])
-    self._held_out = held_out
+  def __init__(self, task_name, seed, held_out, strategy):
+    self._task, self._held_out = TASKS[task_name], held_out
+    self._strategy = strategy
     keras.utils.set_random_seed(seed)
     with strategy.scope():
-      self._model = task.measure.make_model()
-      optimizer = keras.optimizers.Adam(task.rate)
-      optimizer.build(self._model.trainable_variables)
-    variables = self._model.trainable_variables
-    self._local = _LOCAL[way](
-        variables, addresses, f"worker-{worker}", _WORKERS, task.sync_every,
-        round_timeout_secs=120) if way in _LOCAL else None
-    self._sent_in_step = sum(v.value.dtype.size * int(np.prod(v.shape))
-                             for v in variables) if way == "synchronous" else 0
-
-    def replica(x, y):
-      with tf.GradientTape() as tape:
-        loss = tf.reduce_mean(task.measure.loss(y, self._model(x)))
-        # Keras sums the gradients of the replicas.
-        loss /= strategy.num_replicas_in_sync
-      optimizer.apply(tape.gradient(loss, [v.value for v in variables]),
-                      variables)
-
-    self._step = tf.function(lambda x, y: strategy.run(replica, (x, y)))
+      self._model = self._task.measure.make_model()
+    self._variables = self._model.trainable_variables
+    self._size = sum(v.value.dtype.size * int(np.prod(v.shape))
+                     for v in self._variables)
     self._steps = self._sent = 0
     self._seconds = 0.0
     self.rows = []
-    self._evaluate()
+
+  def _keras_step(self, wrap=lambda opt: opt):
+    """An optimizer, and a function of a batch that takes a step with it."""
+    with self._strategy.scope():
+      optimizer = wrap(keras.optimizers.Adam(self._task.rate))
+      optimizer.build(self._variables)
+    record = getattr(optimizer, "record_step", contextlib.nullcontext)
+
+    def replica(x, y):
+      with record(), tf.GradientTape() as tape:  # Before weights are read.
+        loss = tf.reduce_mean(self._task.measure.loss(y, self._model(x)))
+        # Keras sums the gradients of the replicas.
+        loss /= self._strategy.num_replicas_in_sync
+      gradients = tape.gradient(loss, [v.value for v in self._variables])
+      # Dense, because a batch has more characters than the embedding has rows.
+      optimizer.apply([tf.convert_to_tensor(g) for g in gradients],
+                      self._variables)
+
+    return optimizer, lambda x, y: self._strategy.run(replica, (x, y))
 
   def step(self):
     start = time.perf_counter()
-    self._step(*map(tf.constant, next(self._batches)))
     self._steps += 1
-    self._sent += self._sent_in_step
     ended = self._steps % self._task.sync_every == 0
-    if self._local:
-      self._local.step()
-      self._sent += self._local.report.sent if ended else 0
+    self._take(ended)
     if self._steps > 1:
       self._seconds += time.perf_counter() - start
     if ended:
-      self._evaluate()
+      self.evaluate()
 
-  def _evaluate(self):
+  def evaluate(self):
     # In all workers, so that none runs ahead while the clock stands.
     self.rows.append((self._steps, self._seconds, self._sent,
                       self._task.measure.error_of(self._model, self._held_out)))
+
+
+class Worker(Trainer):
+  """A worker in TensorFlow 2."""
+
+  def __init__(self, task, way, addresses, data, seed, **settings):
+    self._synchronous = way == "synchronous"
+    if self._synchronous:
+      os.environ["TF_CONFIG"] = json.dumps({
+          "cluster": {"worker": addresses},
+          "task": {"type": "worker", "index": task.number}})
+    super().__init__(
+        seed=seed, **settings,
+        strategy=tf.distribute.MultiWorkerMirroredStrategy()
+        if self._synchronous else tf.distribute.get_strategy())
+    self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
+    _, step = self._keras_step()
+    self._step = tf.function(step)
+    self._local = None
+    if way in _LOCAL:
+      self._local = _LOCAL[way](
+          self._variables, addresses, f"worker-{task.number}", _WORKERS,
+          self._task.sync_every, round_timeout_secs=120)
+
+  def _take(self, ended):
+    self._step(*map(tf.constant, next(self._batches)))
+    if self._synchronous:
+      self._sent += self._size
+    if self._local:
+      self._local.step()
+      self._sent += self._local.report.sent if ended else 0
+
+
+class Coordinator(Trainer):
+  """Has workers take steps; one of its steps is one of each, in the mean."""
+
+  def __init__(self, task, way, addresses, data, seed, **settings):
+    del way, addresses
+    super().__init__(
+        seed=seed, **settings, strategy=tf.distribute.ParameterServerStrategy(
+            tf.distribute.cluster_resolver.SimpleClusterResolver(
+                tf.train.ClusterSpec(task.spec), rpc_layer="grpc")))
+    distribute = tf.distribute.coordinator
+    self._coordinator = distribute.ClusterCoordinator(self._strategy)
+    self._optimizer, step = self._keras_step(
+        lambda opt: wrapopt.keras.DropStaleGradient(opt, _STALENESS))
+
+    def batches():
+      worker = distribute.experimental_get_current_worker_index()
+      return tf.data.Dataset.from_tensor_slices(tuple(
+          tf.constant(quarters)[worker] for quarters in data)).shuffle(
+              len(data[0][0]), seed).repeat().batch(_BATCH)
+
+    self._step = tf.function(lambda iterator: step(*next(iterator)))
+    self._iterator = iter(self._coordinator.create_per_worker_dataset(batches))
+
+  def _take(self, ended):
+    for _ in range(_WORKERS):
+      self._coordinator.schedule(self._step, (self._iterator,))
+    if ended or self._steps == 1:
+      self._coordinator.join()
+      # A dropped gradient is not sent.
+      self._sent = self._size * int(self._optimizer.iterations) // _WORKERS
+
+
+class Elastic(Trainer):
+  """A worker in a session of TensorFlow 1; `Trainer` evaluates the center."""
+
+  def __init__(self, task, way, addresses, data, seed, **settings):
+    del way, addresses
+    super().__init__(seed=seed, **settings,
+                     strategy=tf.distribute.get_strategy())
+    self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
+    weights = self._model.get_weights()
+    getter = wrapopt.ElasticAverageCustomGetter(task.device)
+    with tf.Graph().as_default() as graph, tf1.device(task.placement()):
+      self._inputs = x, y = [
+          tf1.placeholder(part.dtype, (None, *part.shape[1:])) for part in data]
+      with tf1.variable_scope("", custom_getter=getter, use_resource=True):
+        variables = [tf1.get_variable(f"w{i}", initializer=w)
+                     for i, w in enumerate(weights)]
+      # Keras makes no variables in this graph, but its layers compute there.
+      outputs, _ = self._model.stateless_call(variables, [], x)
+      opt = wrapopt.ElasticAverageOptimizer(
+          tf1.train.AdamOptimizer(self._task.rate, epsilon=1e-7),  # As Keras.
+          _WORKERS, getter, self._task.sync_every, _MOVING_RATE, rho=0)
+      self._train_op = opt.minimize(
+          tf.reduce_mean(self._task.measure.loss(y, outputs)))
+      self._centers = [getter.centers[v] for v in variables]
+      init = tf1.global_variables_initializer()
+      local_init = tf1.local_variables_initializer()
+      missing = tf1.report_uninitialized_variables(tf1.global_variables())
+      start = opt.get_init_op(task.number)
+    self._session = task.session(graph)
+    if task.number == 0:
+      self._session.run(init)
+    while self._session.run(missing).size:
+      time.sleep(0.05)
+    self._session.run(local_init)
+    self._session.run(start)
+
+  def _take(self, ended):
+    self._session.run(
+        self._train_op, dict(zip(self._inputs, next(self._batches))))
+    self._sent += self._size if ended else 0
+
+  def evaluate(self):
+    self._model.set_weights(self._session.run(self._centers))
+    super().evaluate()
 
 
 # What the processes do.
 
 
 def serve(task):
-  """Starts a server, and returns its address."""
+  """Starts a server of wrapopt, and returns its address."""
   task.server = server_module.start()
   return task.server.target
 
 
-def prepare(task, **settings):
+def prepare(task, way, **settings):
   """Makes a trainer and takes its first step, which traces."""
   tf.config.threading.set_intra_op_parallelism_threads(1)
   tf.get_logger().setLevel("ERROR")
-  task.trainer = Trainer(worker=task.number, **settings)
+  make = {"asynchronous": Coordinator, "elastic": Elastic}.get(way, Worker)
+  task.trainer = make(task, way, **settings)
+  task.trainer.evaluate()
   task.trainer.step()
 
 
@@ -196,65 +320,39 @@ def train(task, steps):
   return task.trainer.rows
 
 
-class _Job:
-  """A context with the processes of one training."""
-
-  def __init__(self):
-    self._context = multiprocessing.get_context("forkserver")
-    self._context.set_forkserver_preload(
-        [_cluster.__name__, _tasks.__name__, server_module.__name__])
-    self._all = []
-
-  def start(self, job, n):
-    started = []
-    for number in range(n):
-      started.append(_cluster.Process(
-          self._context, {f.__name__: f for f in (serve, prepare, train)}, {},
-          job, number))
-      self._all.append(started[-1])
-    self.answers(started)
-    return started
-
-  def answers(self, processes):
-    """The answers of all; the error of the first that fails."""
-    with futures.ThreadPoolExecutor(len(processes)) as pool:
-      waiting = [pool.submit(p.answer) for p in processes]
-      try:
-        for done in futures.as_completed(waiting):
-          done.result()
-      except BaseException:
-        self.__exit__()  # Others may wait for the one that failed.
-        raise
-      return [done.result() for done in waiting]
-
-  def __enter__(self):
-    return self
-
-  def __exit__(self, *_):
-    for process in self._all:
-      process.kill()
+def _answers(processes):
+  """The answers of all; the error of the first that fails."""
+  # Without `with`: others may wait for the one that failed.
+  pool = futures.ThreadPoolExecutor(len(processes))
+  waiting = [pool.submit(p.answer) for p in processes]
+  for done in futures.as_completed(waiting):
+    done.result()
+  return [done.result() for done in waiting]
 
 
 def run(name, way, seed, steps, data, held_out):
-  """Trains with all workers; returns the rows of the first."""
+  """Trains; returns the rows of the first worker, or of the coordinator."""
   n = 1 if way == "alone" else _WORKERS
-  with _Job() as job:
-    if way in _LOCAL:
-      addresses = [job.start("server", 1)[0].ask("serve")]
+  quarters = tuple(x[:len(x) // _WORKERS * _WORKERS].reshape(
+      _WORKERS, -1, *x.shape[1:]) for x in data)
+  with _cluster.Cluster(
+      [serve, prepare, train], [_tasks.__name__, server_module.__name__],
+      coordinator=True, ps=1, worker=n) as cluster:
+    other = cluster.tasks["coordinator", 0]  # Outside the cluster.
+    if way == "asynchronous":
+      trainers = {other: quarters}
     else:
-      # pylint: disable-next=protected-access
-      addresses = [f"localhost:{port}" for port in _cluster._free_ports(n)]
-    workers = job.start("worker", n)
-    for k, worker in enumerate(workers):
-      worker.tell(
-          "prepare", task_name=name, way=way, addresses=addresses,
-          seed=seed,
-          data=tuple(np.array_split(x, _WORKERS)[k] for x in data),
-          held_out=held_out)
-    job.answers(workers)
-    for worker in workers:
-      worker.tell("train", steps=steps)
-    return job.answers(workers)[0]
+      trainers = {cluster.tasks["worker", k]: tuple(x[k] for x in quarters)
+                  for k in range(n)}
+    addresses = [other.ask("serve")] if way in _LOCAL else [
+        f"localhost:{port}" for port in _cluster.free_ports(n)]
+    for trainer, part in trainers.items():
+      trainer.tell("prepare", task_name=name, way=way, addresses=addresses,
+                   seed=seed, data=part, held_out=held_out)
+    _answers(trainers)
+    for trainer in trainers:
+      trainer.tell("train", steps=steps)
+    return _answers(trainers)[0]
 
 
 def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
@@ -283,17 +381,17 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
   for name, of_ways in found.items():
     over_bytes, over_time = {}, {}
     for way, rows in of_ways.items():
-      # Of each seed; the number of bytes is the same.
+      # Of each seed. The bytes differ only in asynchronous training.
       steps_, seconds, sent, errors = np.moveaxis(np.array(rows), -1, 0)
+      sent = sent.mean(axis=0) / 1e6
       last = errors[:, -1]
       table.append([
           name, way, int(steps_[0, -1]), f"{last.mean():.2f}",
-          f"{last.min():.2f}", f"{last.max():.2f}", f"{sent[0, -1] / 1e6:.2f}",
+          f"{last.min():.2f}", f"{last.max():.2f}", f"{sent[-1]:.2f}",
           f"{seconds[:, -1].mean():.1f}"])
       over_time[way] = seconds.mean(axis=0), errors, _STYLES[way]
       if sent.any():
-        over_bytes[way] = (np.log10(sent[0, 1:] / 1e6), errors[:, 1:],
-                           _STYLES[way])
+        over_bytes[way] = np.log10(sent[1:]), errors[:, 1:], _STYLES[way]
     ends = np.concatenate([x for x, _, _ in over_bytes.values()])
     alone = np.array(of_ways["alone"])[:, -1:, 3]
     over_bytes["alone, in the end: 0 bytes"] = (
