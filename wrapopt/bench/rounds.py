@@ -16,11 +16,9 @@ each. The figures are:
                   smallest number
 
 The values on the server do not grow with the number of workers: a worker sends
-its values in its turn. The replies grow: at the end of a round, all workers
-take the center, and the server holds a reply of at most 4 MiB for each worker
-that reads. Calls and answers about members take some 0.1 MB more for each
-worker. Each such answer has all names, so this part grows faster than the
-number of workers.
+its values in its turn, and four read at a time. Calls and answers about members
+take some 0.1 MB more for each of 1000 workers. An answer at the end of a round
+has all names, so this part grows faster than the number of workers.
 """
 
 from concurrent import futures
