@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 
 import pytest
 
@@ -34,7 +33,11 @@ def test_no_findings(corpus):
 
 
 def _in_place(from_, to):
-  shutil.copyfile(from_, to)
+  with open(from_, "rb") as f:
+    # In parts: some kill soon comes between two of them.
+    while part := f.read(200):
+      with open(to, "ab") as g:
+        g.write(part)
   os.unlink(from_)
 
 

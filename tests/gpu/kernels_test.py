@@ -21,7 +21,7 @@ from gpu_support import rule_of
 from gpu_support import RULES
 from modes import mode  # pylint: disable=unused-import
 from numerics import DOUBLE, KERNELS_OF
-from processes import run_python
+from processes import run_forks, run_python
 import wrapopt
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
@@ -387,36 +387,38 @@ def test_a_step_allocates_and_copies_nothing(mode):
   log.assert_only_launches()
 
 
-IMAGES = """
+LOAD = f"""
 import importlib.util
-import sys
-
-spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+spec = importlib.util.spec_from_file_location("_native", {_native.__file__!r})
 native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
+"""
+IMAGES = """
 ((_, _, _, images),) = native.gpus()
 print(*images, sep=",")
 """
 
 
 @on_the_fake_gpu
-@pytest.mark.parametrize("cc, driver, want", [
-    (52, 12080, ""), (60, 12080, "sm_60"), (61, 12080, "sm_60"),
-    (70, 12080, "sm_70,sm_70 large"), (75, 12080, "sm_70,sm_70 large"),
-    (80, 12080, "sm_80,sm_80 large"), (86, 12080, "sm_80,sm_80 large"),
-    (89, 12080, "sm_80,sm_80 large"), (90, 12080, "sm_90,sm_90 large"),
-    (90, 12000, "sm_90"), (80, 12010, "sm_80,sm_80 large"),
-    (100, 12080, "sm_100,sm_100 large"), (103, 12090, "sm_100,sm_100 large"),
-    (110, 12090, "compute_90 large"), (110, 12000, ""),
-    (120, 12080, "sm_120,sm_120 large"), (121, 12090, "sm_120,sm_120 large"),
-    (130, 13000, "compute_90 large")])
-def test_which_images_a_gpu_gets(cc, driver, want):
-  process = run_python("-c", IMAGES, _native.__file__,
-                       WRAPOPT_FAKE_GPU_CC=str(cc),
-                       WRAPOPT_FAKE_GPU_DRIVER=str(driver))
+def test_which_images_a_gpu_gets():
+  # (compute capability, driver): images.
+  wants = {
+      (52, 12080): "", (60, 12080): "sm_60", (61, 12080): "sm_60",
+      (70, 12080): "sm_70,sm_70 large", (75, 12080): "sm_70,sm_70 large",
+      (80, 12080): "sm_80,sm_80 large", (86, 12080): "sm_80,sm_80 large",
+      (89, 12080): "sm_80,sm_80 large", (90, 12080): "sm_90,sm_90 large",
+      (90, 12000): "sm_90", (80, 12010): "sm_80,sm_80 large",
+      (100, 12080): "sm_100,sm_100 large", (103, 12090): "sm_100,sm_100 large",
+      (110, 12090): "compute_90 large", (110, 12000): "",
+      (120, 12080): "sm_120,sm_120 large", (121, 12090): "sm_120,sm_120 large",
+      (130, 13000): "compute_90 large"}
+  found = run_forks(LOAD, IMAGES, [
+      {"WRAPOPT_FAKE_GPU_CC": str(cc), "WRAPOPT_FAKE_GPU_DRIVER": str(driver)}
+      for cc, driver in wants])
   # And one of kernels that compensate.
-  want += want and f",{want.split(',')[0].split()[0]} compensated"
-  assert process.stdout == want + "\n", process.stderr
+  assert dict(zip(wants, found, strict=True)) == {
+      gpu: want + (want and f",{want.split(',')[0].split()[0]} compensated") +
+      "\n" for gpu, want in wants.items()}
 
 
 RUN = """

@@ -6,7 +6,7 @@ import pytest
 
 import numerics
 from numerics import BFLOAT16, DOUBLE, DTYPES, FLOAT, HALF, PAIRS
-from processes import run_python
+from processes import run_forks
 from wrapopt import _native
 
 ISAS = _native.cpu_isas()
@@ -65,32 +65,41 @@ def test_a_trajectory(isa):
   assert seen == [1, 1.75, 2.3125]
 
 
+STARTS = 0, 1, 2, 3, 5
+
+
 class Guarded:
-  """An array with sentinels on both sides, at any offset from a cache line.
+  """Arrays with sentinels around each, at offsets from a cache line.
 
   The sentinels are NaNs, so that one that is read by mistake spreads.
   """
 
   MARGIN = 2 * WIDEST
+  ROOM = 8 * WIDEST
 
-  def __init__(self, array, start):
-    size = array.itemsize
-    room = np.empty((start + array.size + 2 * self.MARGIN) * size + 64,
-                    np.uint8)
-    first = -room.ctypes.data % 64
+  def __init__(self, arrays, first):
+    count, size = arrays.shape[1], arrays.itemsize
+    room = np.empty(arrays.shape[0] * self.ROOM * size + 64, np.uint8)
+    begin = -room.ctypes.data % 64
+    self._bits = room[begin:-64 + begin].view(f"u{size}")
     # All bits set but for the sign and one more: a NaN in each of the formats.
-    self._bits = room[first:-64 + first].view(f"u{size}")
-    self._bits[:] = np.iinfo(self._bits.dtype).max // 2 - 1
-    self._before = self._bits.copy()
-    self._inside = slice(self.MARGIN + start, self.MARGIN + start + array.size)
-    self.array = self._bits.view(array.dtype)[self._inside]
-    self.array[:] = array
+    self._sentinel = np.iinfo(self._bits.dtype).max // 2 - 1
+    self._bits[:] = self._sentinel
     assert self._bits.ctypes.data % 64 == 0
+    rows = self._bits.view(arrays.dtype).reshape(-1, self.ROOM)
+    self.arrays = [row[self.MARGIN + first + start:-self.MARGIN][:count]
+                   for row, start in zip(rows, STARTS, strict=True)]
+    for mine, array in zip(self.arrays, arrays, strict=True):
+      mine[:] = array
 
-  def check(self, context):
-    after = self._bits.copy()
-    after[self._inside] = self._before[self._inside]
-    numerics.assert_same_bits(after, self._before, f"around {context}")
+  def take(self, context):
+    """Returns the arrays; fails if a number around them has changed."""
+    values = np.stack(self.arrays)
+    for array in self.arrays:
+      array.view(self._bits.dtype)[:] = self._sentinel
+    numerics.assert_same_bits(self._bits, np.full_like(
+        self._bits, self._sentinel), f"around {context}")
+    return values
 
 
 @parametrize(rule=RULES, pair=PAIRS, isa=ISAS)
@@ -98,21 +107,19 @@ def test_all_counts_from_all_starts(rule, pair, isa):
   rng = np.random.default_rng(1)
   scalars = numerics.scalars(rule)
   for count in range(2 * WIDEST + 2):
-    for start in (0, 1, 2, 3, 5):
-      context = f"count {count}, start {start}"
-      states, inputs = random_arrays(rng, rule, pair, count)
-      # No two arrays begin at the same place in a vector.
-      guarded = [Guarded(array, start + i)
-                 for i, array in enumerate(states + inputs)]
-      _native.step(rule, [g.array for g in guarded[:len(states)]],
-                   [g.array for g in guarded[len(states):]], scalars, isa=isa)
-      for g, (want, tolerance) in zip(
-          guarded, numerics.reference(rule, states, inputs, scalars)):
-        numerics.assert_close(g.array, want, tolerance, context)
-      for g, given in zip(guarded[len(states):], inputs):
-        numerics.assert_same_bits(g.array, given, f"an input, {context}")
-      for g in guarded:
-        g.check(context)
+    context = f"count {count}, from each of {STARTS}"
+    states, inputs = random_arrays(rng, rule, pair, (len(STARTS), count))
+    # No two arrays begin at the same place in a vector.
+    guarded = [Guarded(x, i) for i, x in enumerate(states + inputs)]
+    for arrays in zip(*(g.arrays for g in guarded)):
+      _native.step(rule, arrays[:len(states)], arrays[len(states):], scalars,
+                   isa=isa)
+    taken = [g.take(context) for g in guarded]
+    for got, (want, tolerance) in zip(
+        taken, numerics.reference(rule, states, inputs, scalars)):
+      numerics.assert_close(got, want, tolerance, context)
+    for got, given in zip(taken[len(states):], inputs, strict=True):
+      numerics.assert_same_bits(got, given, f"an input, {context}")
 
 
 @parametrize(isa=ISAS)
@@ -380,7 +387,7 @@ native = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(native)
 """
 
-CHOOSE = LOAD + """
+CHOOSE = """
 state = np.zeros(1)
 for use in (lambda: print(native.cpu_isa()),
             lambda: native.step("Ema", [state], [np.ones(1)], [0.5])):
@@ -392,27 +399,15 @@ print(state[0])
 """
 
 
-def choose(isa):
-  """What a process prints that is told to use this instruction set."""
-  process = run_python("-c", CHOOSE, WRAPOPT_CPU_ISA=isa)
-  assert process.returncode == 0, process.stderr
-  return process.stdout.splitlines()
-
-
-@parametrize(isa=ISAS)
-def test_the_environment_forces_an_instruction_set(isa):
-  assert choose(isa) == [isa, "0.5"]
-
-
-def test_the_best_instruction_set_is_the_default():
-  assert choose("") == [ISAS[-1], "0.5"]
+def test_the_environment_names_an_instruction_set():
   assert set(ISAS) <= {"baseline", "sve", "x86-64-v3", "x86-64-v4"}
   assert ISAS == sorted(ISAS)  # On aarch64, where SVE's registers are longer.
-
-
-# "x86-64-v4" and the like are refused too, where the processor lacks them.
-@parametrize(isa=sorted(
-    {"x86-64-v3", "x86-64-v4", "AVX2", "Baseline"} - set(ISAS)))
-def test_the_environment_names_no_instruction_set(isa):
-  error = f"WRAPOPT_CPU_ISA: {NO_ISA}'{isa}'"
-  assert choose(isa) == [error, error, "0.0"]
+  wants = {isa: [isa, "0.5"] for isa in ISAS}
+  wants[""] = [ISAS[-1], "0.5"]  # The best is the default.
+  # What the processor lacks is refused too.
+  for isa in {"x86-64-v3", "x86-64-v4", "AVX2", "Baseline"} - set(ISAS):
+    error = f"WRAPOPT_CPU_ISA: {NO_ISA}'{isa}'"
+    wants[isa] = [error, error, "0.0"]
+  found = run_forks(LOAD, CHOOSE, [{"WRAPOPT_CPU_ISA": isa} for isa in wants])
+  assert {isa: x.splitlines() for isa, x in zip(wants, found, strict=True)
+          } == wants

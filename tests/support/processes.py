@@ -1,5 +1,6 @@
 """Starts Python processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -28,6 +29,36 @@ def run_python(*args, python=sys.executable, pythonpath=(), **env):
            # Not the current folder: it is the source tree.
            "PYTHONSAFEPATH": "1",
            **env})
+
+
+_FORKS = """
+import json, os, sys
+load, use, settings = sys.argv[1:]
+exec(load)
+for env in json.loads(settings):
+  child = os.fork()
+  if not child:
+    os.environ.update(env)
+    exec(use)
+    sys.stdout.flush()
+    os._exit(0)  # As TensorFlow takes long to end.
+  if os.waitpid(child, 0)[1]:
+    sys.exit(f"failed with {env}")
+  print(end="\\f", flush=True)
+"""
+
+
+def run_forks(load, use, settings):
+  """What code prints with each of some environment variables.
+
+  Args:
+    load: Code that runs once: the import of what takes long to load.
+    use: Code that runs in a fork of that process for each of the settings.
+    settings: Dicts of environment variables.
+  """
+  process = run_python("-c", _FORKS, load, use, json.dumps(settings))
+  assert process.returncode == 0, process.stderr
+  return process.stdout.split("\f")[:-1]
 
 
 def marked(mark):

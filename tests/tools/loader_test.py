@@ -135,7 +135,8 @@ def test_several_libraries(tmp_path):
     (tree / f"_wrapopt_ops_{_MAJOR}_{minor}.json").write_text(json.dumps(other))
   beside = str(tmp_path), os.path.dirname(tf.__path__[0])
   program = "import wrapopt; print(wrapopt.sysconfig.get_lib())"
-  process = run_python("-c", program, pythonpath=beside)
+  process = run_python("-c", program, pythonpath=beside,
+                       TF_USE_LEGACY_KERAS="1")
   assert process.stdout == f"{tree}/{LIBRARY}\n", process.stderr
   error = _last_line(run_python("-S", "-c", "import wrapopt",
                                 pythonpath=[str(tmp_path)]))
@@ -191,7 +192,8 @@ def test_a_library_that_cannot_be_opened(tmp_path, content, why):
   if content:
     library.write_bytes(content)
   error = _last_line(run_python("-c", "import wrapopt",
-                                pythonpath=[str(tmp_path)]))
+                                pythonpath=[str(tmp_path)],
+                                TF_USE_LEGACY_KERAS="1"))
   assert error.startswith(
       f"ImportError: wrapopt {wrapopt.__version__} was built for TensorFlow "
       f"{BUILD['tensorflow']}, but found a TensorFlow {tf.__version__} "

@@ -1231,7 +1231,7 @@ print([v.device[-5:] for v in getattr(opt.average(w), "values", ())])
 @pytest.mark.parametrize("strategy, devices", [
     ("Mirrored", ["CPU:0", "CPU:1"]), ("CentralStorage", [])])
 def test_a_strategy(strategy, devices):
-  process = run_python("-c", DISTRIBUTED, strategy)
+  process = run_python("-c", DISTRIBUTED, strategy, TF_USE_LEGACY_KERAS="1")
   assert process.returncode == 0, process.stderr
   # Weights: 1, then 1 + 1.5. Averages: half of 1, then half way to 2.5; and a
   # quarter. The same in both replicas.
@@ -1323,7 +1323,8 @@ for fused in None, False:
 
 @pytest.mark.parametrize("strategy", ["Mirrored", "CentralStorage"])
 def test_a_strategy_in_a_graph(strategy, tmp_path):
-  process = run_python("-c", DISTRIBUTED_V1, strategy, str(tmp_path / "model"))
+  process = run_python("-c", DISTRIBUTED_V1, strategy, str(tmp_path / "model"),
+                       TF_USE_LEGACY_KERAS="1")
   assert process.returncode == 0, process.stderr
   two = "[[2.5], [1.5], [0.8125]]"
   expected = [

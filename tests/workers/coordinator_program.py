@@ -161,8 +161,8 @@ def races(strategy, coordinator):
   for name, wrap in {
       "Adam": lambda: wk.MovingAverage(K.Adam(0.25, 0.5, 0.75), 0.5),
       "LazyAdam": lambda: wk.LazyAdam(0.25, 0.5, 0.75),
-      "gated": lambda: wk.DropStaleGradient(K.Adam(0.25, 0.5, 0.75), 9),
-      "Nadam": lambda: wk.MovingAverage(K.Nadam(0.25, 0.5, 0.75), 0.5)}.items():
+      "gated": lambda: wk.DropStaleGradient(K.Adam(0.25, 0.5, 0.75), 9)
+  }.items():
     for attempt in range(4):
       made, opt = variables(strategy, wrap, [np.zeros(1), np.ones(1)])
       gradients = tf.constant(GRADIENTS)
