@@ -31,6 +31,10 @@ struct RoundWait {
   // center, or that a worker may read.
   enum class For { kClose, kTurn, kRestore, kRead };
 
+  bool is_for_turn() const {
+    return what == For::kTurn || what == For::kRestore;
+  }
+
   For what = For::kClose;
   Place place = {};  // Not in kRead.
   // Not in kClose.
@@ -115,7 +119,7 @@ std::vector<std::string> Keys(const std::map<std::string, Value>& map) {
 }
 
 // A name in quotes. Any bytes may be in a name, but not in a log or an error.
-inline std::string Quoted(const std::string& name) {
+inline std::string InQuotes(const std::string& name) {
   std::string quoted = "'";
   for (const unsigned char c : name) {
     if (c >= ' ' && c <= '~' && c != '\'' && c != '\\') {
@@ -128,10 +132,10 @@ inline std::string Quoted(const std::string& name) {
   return quoted + "'";
 }
 
-inline std::string Quoted(const std::vector<std::string>& names) {
+inline std::string InQuotes(const std::vector<std::string>& names) {
   std::string quoted;
   for (const std::string& name : names) {
-    quoted += (quoted.empty() ? "" : ", ") + Quoted(name);
+    quoted += (quoted.empty() ? "" : ", ") + InQuotes(name);
   }
   return names.empty() ? "none" : quoted;
 }

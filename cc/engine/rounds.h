@@ -120,13 +120,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // Starts a wait, whose callback may run before this returns. A turn has the
   // number -1 if values are not wanted: if another place is open, the round is
-  // closed, or the worker is a member.
+  // closed, the worker is a member, or it has entered again.
   void Start(RoundWait wait) {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     RoundsStatus status;
     if (gone_) status = Gone();
-    if (status.ok() && wait.what != For::kClose) status = Meet(wait);
+    if (status.ok() && wait.what != For::kClose) status = Meet(wait, &after);
     if (!status.ok()) return after.Add(std::move(wait), {status});
     const uint64_t id = next_wait_++;
     waits_.emplace(id, std::move(wait));
@@ -259,7 +259,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       *values = arrivals_.Take(worker).values;
     } else if (needs_values && place.round != open_) {
       return RoundsStatus::FailedPrecondition(Text(
-          "worker ", Quoted(worker), " must send a center before round ",
+          "worker ", InQuotes(worker), " must send a center before round ",
           place.round, " of ", subject_, " begins, got none; round ", open_,
           " is open"));
     }
@@ -283,6 +283,12 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   using For = RoundWait::For;
   using Waits = std::map<uint64_t, RoundWait>;
   using Readers = std::map<std::string, std::optional<Timer::Id>>;
+
+  // Who has a turn, and when it ends.
+  struct TurnEnd {
+    std::string worker;
+    std::optional<Timer::Id> timer;
+  };
 
   // Below, functions need mu_.
 
@@ -335,7 +341,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     after->all_dropped.swap(members_);
     newest_.clear();
     arrivals_.DropAll(&after->dropped);
-    for (const auto& [turn, timer] : ends_) CancelTimer(timer);
+    for (const auto& [turn, end] : ends_) CancelTimer(end.timer);
     ends_.clear();
     turns_.alive.clear();
     AnswerReadyWaits(after);
@@ -343,18 +349,37 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
 
   // Notes a worker that wants a turn, or reads the center: it will come to the
   // open round, however long it takes to train.
-  RoundsStatus Meet(const RoundWait& wait) {
+  RoundsStatus Meet(const RoundWait& wait, Deferred* after) {
     if (wait.what == For::kRead) {
       expected_.Add(wait.worker);
       return RoundsStatus();
     }
     if (!processes_.IsCurrent(wait.worker, wait.process)) {
       return RoundsStatus::InvalidArgument(Text(
-          "worker ", Quoted(wait.worker), " of ", subject_, " is another ",
+          "worker ", InQuotes(wait.worker), " of ", subject_, " is another ",
           "process now: give each worker a unique name"));
     }
     expected_.Add(wait.worker);
-    return CheckRoom(wait.worker);
+    const RoundsStatus room = CheckRoom(wait.worker);
+    if (room.ok()) ForgetTurns(wait.worker, after);
+    return room;
+  }
+
+  // Those of a worker that enters again: an answer was lost.
+  void ForgetTurns(const std::string& worker, Deferred* after) {
+    for (auto i = waits_.begin(); i != waits_.end();) {
+      const auto here = i++;
+      RoundWait& wait = here->second;
+      if (!wait.is_for_turn() || wait.worker != worker) continue;
+      RoundAnswer answer{RoundsStatus(), Recently()};
+      answer.known.place = wait.place;
+      after->Add(std::move(wait), std::move(answer));
+      waits_.erase(here);
+    }
+    for (auto i = ends_.begin(); i != ends_.end();) {
+      const auto here = i++;
+      if (here->second.worker == worker) EndTurn(here->first, after);
+    }
   }
 
   RoundsStatus CheckRoom(const std::string& worker) const {
@@ -364,7 +389,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     }
     return RoundsStatus::InvalidArgument(Text(
         subject_, " have num_workers = ", num_workers_, ", but ",
-        Quoted(worker), " came to round ", open_, " after ", Names(),
+        InQuotes(worker), " came to round ", open_, " after ", Names(),
         ": give each worker a unique name that does not change, ",
         "or correct num_workers"));
   }
@@ -382,8 +407,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       const int64_t turn = ++last_turn_;
       turns_.newest = turn;
       turns_.alive.insert(turn);
-      ends_[turn] = After(wait.turn_secs,
-                          [turn](Rounds* self) { self->TimeOutTurn(turn); });
+      ends_[turn] = {wait.worker, After(wait.turn_secs, [turn](Rounds* self) {
+                       self->TimeOutTurn(turn);
+                     })};
     }
     *known = Recently();
     known->place = wait.place;
@@ -413,7 +439,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     turns_.alive.erase(turn);
     const auto end = ends_.find(turn);
     if (end != ends_.end()) {
-      CancelTimer(end->second);
+      CancelTimer(end->second.timer);
       ends_.erase(end);
     }
     arrivals_.DropOver(turns_, generation_, &after->dropped);
@@ -546,7 +572,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   std::vector<std::string> Workers() const { return Keys(members_); }
-  std::string Names() const { return Quoted(Workers()); }
+  std::string Names() const { return InQuotes(Workers()); }
 
   const std::string subject_;
   const int64_t num_workers_;
@@ -568,7 +594,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // it was told last.
   Turns turns_;
   int64_t last_turn_ = 0;  // Grows in all rounds and generations.
-  std::map<int64_t, std::optional<Timer::Id>> ends_;
+  std::map<int64_t, TurnEnd> ends_;
   Readers readers_;
   Processes processes_;
   Expected expected_;

@@ -138,7 +138,7 @@ class AveragingStageOp : public OpKernel {
                             int64_t first, const OpInputList& values) {
     if (!(weight > 0 && std::isfinite(weight))) {
       return absl::InvalidArgumentError(
-          absl::StrCat("weight of worker ", Quoted(worker),
+          absl::StrCat("weight of worker ", InQuotes(worker),
                        " must be finite and greater than 0, got ", weight));
     }
     TensorRounds* const rounds = resource->rounds();
@@ -150,7 +150,7 @@ class AveragingStageOp : public OpKernel {
         resource->center()->values.empty()) {
       return absl::FailedPreconditionError(absl::StrCat(
           rounds->subject(), " must have a center before worker ",
-          Quoted(worker), " sends values"));
+          InQuotes(worker), " sends values"));
     }
     if (!options.holds_center && restores) {
       return absl::FailedPreconditionError(absl::StrCat(
@@ -159,9 +159,9 @@ class AveragingStageOp : public OpKernel {
     }
     if (restores ? count < n || count > 2 * n : count != n) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "count of worker ", Quoted(worker), " must be ", n, ", the number ",
-          "of vectors of the center", restores ? ", or more for velocities" : "",
-          ", got ", count));
+          "count of worker ", InQuotes(worker), " must be ", n,
+          ", the number of vectors of the center",
+          restores ? ", or more for velocities" : "", ", got ", count));
     }
     if (first < 0 || first > count - values.size()) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -171,7 +171,7 @@ class AveragingStageOp : public OpKernel {
     for (int i = 0; i < values.size(); ++i) {
       const int64_t vector = (first + i) % n;
       TF_RETURN_IF_ERROR(CheckValue(
-          absl::StrCat("value ", first + i, " of worker ", Quoted(worker)),
+          absl::StrCat("value ", first + i, " of worker ", InQuotes(worker)),
           values[i], restores, options.dtypes[vector], options.sizes[vector]));
     }
     return absl::OkStatus();

@@ -226,6 +226,8 @@ REGISTER_OP("Wrapopt>AveragingEnter")
     .Doc(R"doc(
 Waits for a turn to send values to the open round, at the server that leads.
 
+If a worker enters again, its wait or its turn is over.
+
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.
 process: A number that no other process has. A worker whose name another process
@@ -237,7 +239,7 @@ most_turns: How many workers may have a turn. 0: the turn is to restore a
 turn_secs: After that time, the turn ends and its values are dropped.
 timeout_secs: After that time without a turn, the op fails.
 turn: Its number, or -1 if the values are not wanted: another round is open, it
-  is closed, or the worker's values are part of it.
+  is closed, the worker's values are part of it, or it has entered again.
 known: [1 + M] what the lead knows, with this turn and place.
 )doc");
 
@@ -350,8 +352,8 @@ and after timeout_secs, if min_workers are. Otherwise, the op then fails.
 At first all num_workers workers are expected. After a round that a deadline has
 closed, the expected workers are those of that round and all that have started,
 read the center or entered since, even if too late. So the rounds wait for a
-dead worker once, and again after it has returned. After a round of all num_workers, and in a new
-generation, all are expected again.
+dead worker once, and again after it has returned. After a round of all
+num_workers, and in a new generation, all are expected again.
 
 rounds: From Wrapopt>AveragingRounds.
 place: [2] the open round and its generation.

@@ -304,6 +304,25 @@ TEST(Rounds, Turns) {
   EXPECT_EQ(f.Enter("a", {0, 1})->known.turns.alive.size(), 2u);
 }
 
+TEST(Rounds, AWorkerThatEntersAgain) {
+  Fixture f;
+  const Known a = f.Enter("a", {0, 1})->known;
+  EXPECT_TRUE(Stage(f.lead.get(), "a", a, 1));
+  const HeardPtr b = f.Enter("b", {0, 1});
+  // Its turn is over, and b waited before.
+  const HeardPtr again = f.Enter("a", {0, 1});
+  EXPECT_EQ(b->known.turn, a.turn + 1);
+  EXPECT_EQ(f.lead->staged(), 0);
+  EXPECT_EQ(again->times, 0);
+  // So is its wait.
+  const HeardPtr third = f.Enter("a", {0, 1});
+  EXPECT_TRUE(again->status.ok());
+  EXPECT_EQ(again->known.turn, -1);
+  EXPECT_TRUE(f.lead->Leave("b", b->known.turn));
+  EXPECT_EQ(third->known.turn, a.turn + 2);
+  EXPECT_EQ(third->known.turns.alive.size(), 1u);
+}
+
 TEST(Rounds, ATurnThatIsGivenUp) {
   Fixture f;
   const Known a = f.Enter("a", {0, 1})->known;
@@ -363,7 +382,7 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   for (const Place place : {Place{1, 1}, Place{-1, 1}, Place{0, 0}}) {
     Known elsewhere = again;
     elsewhere.place = place;
-    EXPECT_EQ(f.Enter("a", place)->known.turn, -1);
+    EXPECT_EQ(f.Enter("c", place)->known.turn, -1);
     EXPECT_FALSE(Stage(f.lead.get(), "a", elsewhere, 1));
     EXPECT_FALSE(f.Arrive("a", elsewhere));
     EXPECT_FALSE(f.other->Follow(elsewhere));
@@ -408,8 +427,8 @@ TEST(Rounds, NamesThatAreWrong) {
 
 // While a round is open, only its newest members are told.
 TEST(Rounds, NamesOfAnyBytes) {
-  EXPECT_EQ(Quoted("a b"), "'a b'");
-  EXPECT_EQ(Quoted({"it's", "\\", "\n\x7f\xff"}),
+  EXPECT_EQ(InQuotes("a b"), "'a b'");
+  EXPECT_EQ(InQuotes({"it's", "\\", "\n\x7f\xff"}),
             "'it\\x27s', '\\x5c', '\\x0a\\x7f\\xff'");
 }
 

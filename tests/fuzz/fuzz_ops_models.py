@@ -719,7 +719,9 @@ def _enter(call):
               len(rounds.members) < rounds.workers, "too many workers")
   turn = -1
   if _has_turn(rounds, place, most, worker):
-    call.demand(len(rounds.alive) < max(most, 1), "too many turns")
+    # If the worker has one, it ends.
+    others = rounds.alive.keys() - {worker}
+    call.demand(len(others) < max(most, 1), "too many turns")
     turn = len(rounds.members) + len(rounds.staged) + 1
   _want(call.outputs[0], turn, "the turn")
   _want_members(call.outputs[1], rounds.members)

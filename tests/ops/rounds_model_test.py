@@ -78,6 +78,7 @@ class Server:
   def __init__(self):
     self.place, self.closed, self.members, self.staged = (-1, 0), False, {}, {}
     self.newest, self.alive, self.last = -1, frozenset(), 0
+    self.owners = {}  # Of all turns.
     self.expected, self.ended, self.center = None, ((-1, 0), ()), None
 
   def known(self, turn=-1, place=None):
@@ -130,6 +131,12 @@ class Server:
       self.end_turn(known.turn)
     return accepted
 
+  def forget_turns(self, worker):
+    """It enters again."""
+    for turn in sorted(self.alive):
+      if self.owners[turn] == worker:
+        self.end_turn(turn)
+
   def end_turn(self, turn):
     self.alive -= {turn}
     self._drop_over()
@@ -147,6 +154,7 @@ class Server:
       if len(self.alive) >= max(most, 1):
         return None
       turn = self.last = self.newest = self.last + 1
+      self.owners[turn] = worker
       self.alive |= {turn}
     return self.known(turn, place)
 
@@ -289,15 +297,23 @@ class Rounds(stateful.RuleBasedStateMachine):
 
   def settle(self):
     """Joins the calls that the model answers now."""
+    self.join(self.answered())
+
+  def answered(self):
+    """What the model answers now: [(key, thread, what it is told)]."""
     for key, thread in list(self.waits.items()):
       op, place, of = key
       known = (self.lead.close(place, of) if op == "Close" else
                self.lead.turn(of, place, MOST_TURNS))
       if known is not None:
-        assert thread.join() == known, key
         del self.waits[key]
-        self.hear(known, of if op == "Enter" else None)
-        return self.settle()
+        return [(key, thread, known), *self.answered()]
+    return []
+
+  def join(self, answered):
+    for key, thread, known in answered:
+      assert thread.join() == known, key
+      self.hear(known, key[2] if key[0] == "Enter" else None)
 
   def hear(self, known, worker=None):
     if worker is not None:
@@ -328,10 +344,16 @@ class Rounds(stateful.RuleBasedStateMachine):
 
   def enter(self, worker, place, most=MOST_TURNS, turn_secs=np.inf):
     """Enters, or fails: whether it is told something."""
+    for key in [*self.waits]:
+      if key[::2] == ("Enter", worker):  # It might come after this one.
+        self.cancel(key)
     self.lead.meet(worker)
+    self.lead.forget_turns(worker)
+    answered = self.answered()
     want = self.lead.turn(worker, place, most)
     got = self.run("enter", LEAD, worker, self.processes[worker], place, most,
                    turn_secs, SOON if want is None else JOIN_SECONDS)
+    self.join(answered)
     if want is None:
       assert got == "DeadlineExceededError"
       return False
@@ -469,7 +491,8 @@ class Rounds(stateful.RuleBasedStateMachine):
   def enters_in_a_thread(self, worker):
     place, expected = self.lead.place, self.lead.expected
     if (expected is None or worker in expected) and not any(
-        op == "Enter" for op, *_ in self.waits):
+        op == "Enter" for op, *_ in self.waits) and not any(
+            self.lead.owners[turn] == worker for turn in self.lead.alive):
       self.wait(("Enter", place, worker), [
           tf.constant(worker), integer(self.processes[worker]), integer(place),
           integer(MOST_TURNS), double(np.inf), double(np.inf)])
@@ -482,11 +505,13 @@ class Rounds(stateful.RuleBasedStateMachine):
   @stateful.rule(which=_index)
   def cancels(self, which):
     if self.waits:
-      key = sorted(self.waits)[which % len(self.waits)]
-      thread = self.waits.pop(key)
-      thread.manager.start_cancel()
-      answer = thread.join()
-      assert str(answer).startswith("CancelledError"), (key, answer)
+      self.cancel(sorted(self.waits)[which % len(self.waits)])
+
+  def cancel(self, key):
+    thread = self.waits.pop(key)
+    thread.manager.start_cancel()
+    answer = thread.join()
+    assert str(answer).startswith("CancelledError"), (key, answer)
 
   @stateful.rule(server=_server)
   def restarts(self, server):

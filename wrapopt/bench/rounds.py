@@ -3,15 +3,14 @@
 Simulated workers, each a thread of this process, take part in rounds of
 `wrapopt.DiLoCo` with one server, a process of its own. Each sends 250,000
 numbers of float32. They share a session with the server; real ones have one
-each. The figures are:
+each, as with --own-sessions. The figures are:
 
   milliseconds    of a round, for each worker: it sends its values, waits for
                   the end of the round, and takes the center
   x first         the ratio of that to the one of the smallest number
   peak megabytes  memory that the server has more at the peak of a round than
-                  before the first one, when it holds a center alone. It holds
-                  a velocity and a mean then, and the values of at most 4
-                  workers (`most_pushes`)
+                  when it holds a center alone. It holds a velocity and a mean
+                  then, and the values of at most 4 workers (`most_pushes`)
   bytes           how much the peak grows with each worker more than in the
                   smallest number
 
@@ -46,6 +45,8 @@ _RULES = _member.Rules(min_workers=1, round_timeout_secs=300,
 def add_arguments(parser):
   parser.add_argument("--workers", type=int, nargs="+", metavar="N",
                       default=_SIZES, help="numbers of workers")
+  parser.add_argument("--own-sessions", action="store_true",
+                      help="give each worker a session of its own")
 
 
 def contests(options):
@@ -57,7 +58,7 @@ def contests(options):
         stdout=subprocess.PIPE, text=True) as process:
       try:
         port = int(process.stdout.readline().split()[-1])
-        job = _Job(f"localhost:{port}", n, process.pid)
+        job = _Job(f"localhost:{port}", n, process.pid, options.own_sessions)
         contest.add({"DiLoCo": harness.RemoteContender(job.rounds)})
         yield contest
         job.check()
@@ -75,29 +76,30 @@ class _Job:
   """Workers, and a server's process.
 
   Attributes:
-    peak: The most bytes that the server has had in a round, beyond those before
-      the first round.
+    peak: The most bytes that the server has had in a round, beyond those with
+      one worker before.
   """
 
-  def __init__(self, address, n, pid):
+  def __init__(self, address, n, pid, own_sessions):
     with tf.device("/cpu:0"):
       layout = _layout.Layout([tf.Variable(tf.zeros([_NUMBERS]))], [], 1)
-    server = _server.Server(address, "bench", "", 1, "{}", n, layout, 0)
+    make = lambda: _server.Server(address, "bench", "", 1, "{}", n, layout, 0)
+    server = make()
     server.connect()
     self._workers = []
+    self._values = np.full(_NUMBERS, 1.0, np.float32)
+    self._pid, self.peak = pid, 0
     for k in range(n):
-      of_worker = copy.copy(server)  # With the session.
+      # A copy has the session.
+      of_worker = make() if own_sessions else copy.copy(server)
       of_worker._worker = f"worker {k}"
-      # A worker whose call fails closes its session, which is that of all here.
+      # A worker whose call fails closes its session, which may be that of all.
       of_worker.close = lambda: None
       self._workers.append(_member.Member(
           of_worker._worker, [of_worker], layout, _RULES))
-    self._values = np.full(_NUMBERS, 1.0, np.float32)
-    self._pid, self.peak = pid, 0
-    zeros = [np.zeros(_NUMBERS, np.float32)]
-    for worker in self._workers:
-      worker.start(zeros)
-    self._before = self._bytes()
+      self._workers[-1].start([np.zeros(_NUMBERS, np.float32)])
+      if k == 0:
+        self._before = self._bytes()
 
   def _bytes(self):
     """The server's memory that no file backs."""
