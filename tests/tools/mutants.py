@@ -307,6 +307,20 @@ def _mutants():
   yield m("rounds: a worker may write while the chief restores",
           "cc/engine/rounds.h", "open_ < 0 && generation_ > 0", "false",
           "//tests/cc:rounds_test")
+  yield m("rounds: a worker that enters again keeps its turn",
+          "cc/engine/rounds.h",
+          "if (room.ok()) ForgetTurns(wait.worker, after);", "",
+          "//tests/ops:rounds_model_test")
+  yield m("rounds: all workers read at once", "cc/engine/rounds.h",
+          "kMostReaders = 4", "kMostReaders = 4000",
+          "//tests/ops:averaging_rounds_test")
+  yield m("rounds: no round waits for a worker that reads",
+          "cc/engine/rounds.h",
+          "expected_.Add(wait.worker);\n      return", "return",
+          "//tests/cc:rounds_test")
+  yield m("rounds: weights that a callback has restored are sent",
+          "wrapopt/keras/local_rounds.py",
+          "if changed or not", "if not", "//tests/keras:local_rounds_test")
 
   # Files.
   yield m("merge: bfloat16 is rounded twice", "wrapopt/checkpoints/_merge.py",

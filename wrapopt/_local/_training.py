@@ -181,11 +181,23 @@ class LocalTraining(trackable.Trackable):
     self._member.close()
 
   def holds_center(self):
-    """Whether the variables have been trained from the last center."""
+    """Whether the variables were trained from the center of the open round.
+
+    They were not if a checkpoint was restored, or a round ended in an error.
+    Eager. Returns a bool.
+    """
     return int(self._held.numpy()) == self.round
 
   def take_center(self):
-    """Takes the center of the servers, whatever the worker has done."""
+    """Assigns the center of the servers, and forgets the steps since a round.
+
+    Call it eagerly after other code has assigned to the variables, so that what
+    it assigned is not sent as if it were trained from the center.
+
+    Raises:
+      tf.errors.DeadlineExceededError: If the servers have no center within
+        `round_timeout_secs`.
+    """
     self._assign(self._restart())
 
   def _sync(self, values):
