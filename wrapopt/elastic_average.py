@@ -187,7 +187,9 @@ class ElasticAverageOptimizer(WrapperOptimizer):
         variable.
       moving_rate: The fraction of their distance that worker and center each
         move in an exchange: a number in [0, 1], or a scalar tensor or variable.
-        By default `0.9 / communication_period / num_worker`.
+        By default `0.9 / communication_period / num_worker`, as in 1.15. With
+        that, the center is far behind after a few hundred exchanges of a long
+        period: try `0.9 / num_worker`.
       rho: The stiffness of the pull between exchanges: a number of at least 0,
         or a scalar tensor or variable. The number 0 adds nothing to the loss.
         By default `moving_rate` divided by the learning rate of the optimizer
