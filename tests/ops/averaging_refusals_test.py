@@ -283,8 +283,8 @@ def test_centers_that_are_not_there(mode):
       server.run("center", "a", index, 9., **{"T": tf.float32, **kwargs})
 
 
-RANKS = {"enter": [0, 1], "stage": [0], "arrive": [0, 1], "leave": [0], "follow": [0],
-         "close": [1], "restore": [0], "state": [1, 1, 1], "outer_step": [1],
+RANKS = {"enter": [0, 1], "stage": [0], "arrive": [0, 1], "leave": [0],
+         "follow": [0], "close": [1], "restore": [0], "state": [1, 1, 1], "outer_step": [1],
          "center": [1, 1], "mean": [1]}
 
 
