@@ -72,16 +72,17 @@ class LocalRounds(keras.callbacks.Callback):
     if self._local.sync_every % steps:
       raise ValueError("`steps_per_execution` must divide sync_every = "
                        f"{self._local.sync_every}, got {steps}.")
-    self._taken = None
+    self._is_first_batch = True
     if self._folder:
       self._backups = tf.train.CheckpointManager(
           tf.train.Checkpoint(local=self._local), self._folder, max_to_keep=1)
       self._backups.restore_or_initialize()
 
   def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-    if self._taken is not None:
+    if not self._is_first_batch:
       return
     # Only now, since other callbacks may have restored weights and iterations.
+    self._is_first_batch = False
     self._taken = int(self.model.optimizer.iterations)
     changed = _checksum(self._local.variables) != self._checksum
     if changed or not self._local.holds_center():
