@@ -9,8 +9,10 @@ each, as with --own-sessions. The figures are:
                   the end of the round, and takes the center
   x first         the ratio of that to the one of the smallest number
   peak megabytes  memory that the server has more at the peak of a round than
-                  when it holds a center alone. It holds a velocity and a mean
-                  then, and the values of at most 4 workers (`most_pushes`)
+                  before the first one, when it holds a center alone (with
+                  --own-sessions: and the first session). It holds a velocity
+                  and a mean then, and the values of at most 4 workers
+                  (`most_pushes`)
   bytes           how much the peak grows with each worker more than in the
                   smallest number
 
@@ -76,8 +78,8 @@ class _Job:
   """Workers, and a server's process.
 
   Attributes:
-    peak: The most bytes that the server has had in a round, beyond those with
-      one worker before.
+    peak: The most bytes that the server has had in a round, beyond those
+      before.
   """
 
   def __init__(self, address, n, pid, own_sessions):
@@ -98,7 +100,7 @@ class _Job:
       self._workers.append(_member.Member(
           of_worker._worker, [of_worker], layout, _RULES))
       self._workers[-1].start([np.zeros(_NUMBERS, np.float32)])
-      if k == 0:
+      if k == 0 or not own_sessions:
         self._before = self._bytes()
 
   def _bytes(self):
