@@ -197,7 +197,8 @@ class _Rounds:
         self._handle, known, 1.0, 0.0, 0)
 
   def center(self):
-    return raw.wrapopt_averaging_center(self._handle, 0, T=tf.float32).value
+    return raw.wrapopt_averaging_center(
+        self._handle, self._workers[0], 0, 60.0, T=tf.float32).value
 
 
 def _rounds(contest, n):
