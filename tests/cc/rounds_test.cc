@@ -389,9 +389,9 @@ TEST(Rounds, ValuesThatAreNotWanted) {
   }
   EXPECT_TRUE(f.Arrive("a", again));
   const auto refuses = [&](const std::string& worker, const Known& known) {
-    EXPECT_EQ(f.Enter(worker, {0, 1})->known.turn, -1);
     EXPECT_FALSE(Stage(f.lead.get(), worker, known, 1));
     EXPECT_FALSE(f.Arrive(worker, known));
+    EXPECT_EQ(f.Enter(worker, {0, 1})->known.turn, -1);
   };
   refuses("a", a);  // A member.
   EXPECT_TRUE(Stage(f.lead.get(), "b", b, 1));

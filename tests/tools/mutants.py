@@ -292,7 +292,7 @@ def _mutants():
   yield m("rounds: a late worker arrives", "cc/engine/rounds.h",
           "*accepted = told.place == place() && !closed_ &&",
           "*accepted = told.place == place() &&",
-          "//tests/ops:rounds_model_test")
+          "//tests/cc:rounds_test")
   yield m("rounds: an arrival takes no lock", "cc/engine/rounds.h",
           "Deferred after(this);\n"
           "    std::lock_guard<std::mutex> lock(mu_);\n"
