@@ -191,6 +191,7 @@ ATTRIBUTES = {
 # Private methods and properties of base classes that classes of wrapopt
 # override: {name of the base class: their names}.
 OVERRIDES = {
+    "tensorflow.python.client.session.BaseSession": {"_do_call"},
     "keras.src.saving.keras_saveable.KerasSaveable": {"_obj_type"},
     "tensorflow.python.distribute.distribute_lib.ReplicaContextBase": {
         "_merge_call"},

@@ -372,6 +372,23 @@ def test_a_send_that_fails_gives_up_its_turn(servers, monkeypatch):
   assert local.report.counted and alive == 4 * [[]]
 
 
+def test_an_error_is_not_searched_for_names_of_ops():
+  """TensorFlow's session searches the text, in the square of its length."""
+  server = server_module.start()
+  w = tf.Variable(1.0)
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1)
+  [server] = local._member._servers
+  server.state()
+  text = "{{node " + "[[{{" * 100_000
+
+  def fail(*_):
+    raise tf.errors.AbortedError(None, None, text)
+
+  with pytest.raises(tf.errors.AbortedError) as raised:
+    server._session._do_call(fail)
+  assert raised.value.message == text
+
+
 def test_others_are_answered_between_parts_of_values(monkeypatch):
   server = server_module.start()
   w = tf.Variable(tf.zeros([3 * 2**20 + 1]))  # Of 12 MiB and 4 bytes.

@@ -61,6 +61,17 @@ class State(typing.NamedTuple):
   velocities: int
 
 
+class _Session(tf1.Session):
+  """Raises errors as they come.
+
+  TensorFlow searches their texts for names of ops, which takes minutes, with
+  Python's lock, if a text has all that a call has sent.
+  """
+
+  def _do_call(self, fn, *args):
+    return fn(*args)
+
+
 class Server:
   """The ops of one server's rounds. Each method is one call to the server."""
 
@@ -129,7 +140,7 @@ class Server:
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
     config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
-    self._session = tf1.Session(self._target, self._graph, config)
+    self._session = _Session(self._target, self._graph, config)
 
   def close(self):
     session, self._session = self._session, None
