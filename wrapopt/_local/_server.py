@@ -61,7 +61,7 @@ class State(typing.NamedTuple):
   velocities: int
 
 
-class _Session(tf1.Session):
+class _Session(tf.compat.v1.Session):
   """Raises errors as they come.
 
   TensorFlow searches their texts for names of ops, which takes minutes, with
