@@ -189,7 +189,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     Deferred after(this);
     std::lock_guard<std::mutex> lock(mu_);
     const auto reader = readers_.find(worker);
-    if (reader != readers_.end()) EndReading(reader, &after);
+    if (reader != readers_.end()) {
+      CancelTimer(reader->second);
+      readers_.erase(reader);
+      AnswerReadyWaits(&after);
+    }
     const bool was_alive = turns_.alive.count(turn) > 0;
     if (was_alive) EndTurn(turn, &after);
     return was_alive;
@@ -282,9 +286,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  private:
   using For = RoundWait::For;
   using Waits = std::map<uint64_t, RoundWait>;
-  using Readers = std::map<std::string, std::optional<Timer::Id>>;
 
-  // Who has a turn, and when it ends.
+  // The worker that has a turn, and the timer that ends the turn.
   struct TurnEnd {
     std::string worker;
     std::optional<Timer::Id> timer;
@@ -365,7 +368,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return room;
   }
 
-  // Those of a worker that enters again: an answer was lost.
+  // Ends the turn of a worker that enters again, and its wait for one. A worker
+  // enters again if the answer was lost.
   void ForgetTurns(const std::string& worker, Deferred* after) {
     for (auto i = waits_.begin(); i != waits_.end();) {
       const auto here = i++;
@@ -417,7 +421,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return true;
   }
 
-  // Lets a worker read, or go on. False if others do.
+  // Lets a worker read one more part. False if too many others read.
   bool LetRead(const std::string& worker) {
     if (readers_.count(worker) == 0 && readers_.size() >= kMostReaders) {
       return false;
@@ -427,12 +431,6 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     end = After(kReaderSecs,
                 [worker](Rounds* self) { self->Leave(worker, -1); });
     return true;
-  }
-
-  void EndReading(typename Readers::iterator reader, Deferred* after) {
-    CancelTimer(reader->second);
-    readers_.erase(reader);
-    AnswerReadyWaits(after);
   }
 
   void EndTurn(int64_t turn, Deferred* after) {
@@ -595,7 +593,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   Turns turns_;
   int64_t last_turn_ = 0;  // Grows in all rounds and generations.
   std::map<int64_t, TurnEnd> ends_;
-  Readers readers_;
+  // The workers that read, and the timers that end their reading.
+  std::map<std::string, std::optional<Timer::Id>> readers_;
   Processes processes_;
   Expected expected_;
   Waits waits_;

@@ -42,7 +42,8 @@ void Increment(Tensor* count) {
   }
 }
 
-// What adds 1 to a scalar; nullptr for a dtype that is no real number.
+// A function that adds 1 to a scalar; nullptr if the scalar is not a real
+// number.
 void (*IncrementOf(tensorflow::DataType dtype))(Tensor*) {
   switch (dtype) {
 #define WRAPOPT_CASE(T)                      \

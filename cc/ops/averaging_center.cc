@@ -115,8 +115,8 @@ refs: Ref variables. All variables are different ones. A vector of the rounds
   others are scalars, which count the rounds.
 sizes: For each vector of the rounds, the number of its variables, in the order
   of `resources` and then `refs`; 0 for a counter. The variables after these are
-  counters, too. Those of a vector have one dtype: that of the vector, or half
-  or bfloat16 for float.
+  counters, too. The variables of a vector have one dtype: that of the vector,
+  or half or bfloat16 if that is float.
 place: [2] the round that is open after the op, and its generation.
 )doc");
 

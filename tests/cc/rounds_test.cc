@@ -348,7 +348,7 @@ TEST(Rounds, Readers) {
     return times;
   };
   EXPECT_EQ(answered(), "1111000");
-  // One that reads goes on, which others do not wait for.
+  // A worker that reads already gets the next part at once.
   EXPECT_EQ(f.Read("b")->times, 1);
   EXPECT_EQ(f.timer.set.size(), 4u + 3u);
   f.lead->Leave("b", -1);

@@ -404,7 +404,7 @@ def test_the_environment_names_an_instruction_set():
   assert ISAS == sorted(ISAS)  # On aarch64, where SVE's registers are longer.
   wants = {isa: [isa, "0.5"] for isa in ISAS}
   wants[""] = [ISAS[-1], "0.5"]  # The best is the default.
-  # What the processor lacks is refused too.
+  # Instruction sets that the processor lacks are refused, too.
   for isa in {"x86-64-v3", "x86-64-v4", "AVX2", "Baseline"} - set(ISAS):
     error = f"WRAPOPT_CPU_ISA: {NO_ISA}'{isa}'"
     wants[isa] = [error, error, "0.0"]

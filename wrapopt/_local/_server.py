@@ -62,10 +62,10 @@ class State(typing.NamedTuple):
 
 
 class _Session(tf.compat.v1.Session):
-  """Raises errors as they come.
+  """A session that does not search the texts of errors for names of ops.
 
-  TensorFlow searches their texts for names of ops, which takes minutes, with
-  Python's lock, if a text has all that a call has sent.
+  The text of an error may have all that a call has sent. Then TensorFlow's
+  search takes minutes, in which no other thread of Python runs.
   """
 
   def _do_call(self, fn, *args):
