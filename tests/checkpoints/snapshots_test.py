@@ -391,6 +391,22 @@ def test_averages_of_batch_normalizations_are_in_snapshots(tmp_path):
         model.layers[1].moving_mean.numpy())
 
 
+@pytest.mark.parametrize("built", [True, False])
+def test_factors_that_keras_merges_have_no_snapshots(tmp_path, built):
+  model = make_model(None, wrapopt.keras.MovingAverage(
+      keras.optimizers.SGD(0.1), NARROW))
+  if built:  # Then, the frozen kernel has an average, too.
+    model.optimizer.build(model.trainable_variables)
+  layer = next(x for x in model.layers if isinstance(x, keras.layers.Dense))
+  layer.enable_lora(2)
+  x, y = digits_like()
+  with pytest.raises(ValueError, match="got '.*(lora_kernel_a|kernel)', which "
+                     ".* does not save.*merged kernel has no average"):
+    model.fit(x, y, batch_size=16, verbose=0, callbacks=[
+        wrapopt.keras.Snapshots(tmp_path, 16)])
+  assert not list(tmp_path.iterdir())
+
+
 def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
   for step, averaged in (1, ["v", "m"]), (2, ["v"]):
     writer = checkpoints._snapshots.Snapshots(tmp_path / "run", 1, None)

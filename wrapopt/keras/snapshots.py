@@ -51,7 +51,8 @@ class Snapshots(keras.callbacks.Callback):
     Raises:
       TypeError: If `save_steps` is not an integer, or `optimizer` neither an
         optimizer nor a name.
-      ValueError: If an argument is out of range.
+      ValueError: If an argument is out of range. In `fit`, if Keras's files
+        lack a variable that has an average, such as a factor of LoRA.
     """
     super().__init__()
     self._snapshots = _snapshots.Snapshots(directory, save_steps, dtype)
@@ -79,6 +80,9 @@ class Snapshots(keras.callbacks.Callback):
     return copied
 
   def on_train_begin(self, logs=None):
+    [optimizer] = _averaging.averaging(self._trains)
+    if optimizer.built:  # Not only when the first snapshot is due.
+      _check_saved(_Layout(self.model), optimizer, self.model)
     self._snapshots.begin(self._step())
 
   def _step(self):
@@ -95,6 +99,7 @@ class Snapshots(keras.callbacks.Callback):
   def _write(self, step):
     [optimizer] = _averaging.averaging(self._trains)
     layout = _Layout(self.model)
+    _check_saved(layout, optimizer, self.model)
     for decay, steps, average_of in optimizer.averages_by_decay(self.model):
       averages, others = {}, {}
       for name, value in layout.values.items():
@@ -108,6 +113,19 @@ class Snapshots(keras.callbacks.Callback):
       self._snapshots.write(
           lambda path, note: _h5.H5Sink(path + ".weights.h5", note, layout),
           step, decay, steps, averages, others)
+
+
+def _check_saved(layout, optimizer, model):
+  """Raises an error if a file of Keras lacks a variable that has an average."""
+  saved = set(map(id, layout.values.values()))
+  for v, _ in optimizer._of(model.variables):
+    if id(v) not in saved:
+      raise ValueError(
+          "Snapshots must be of a model whose files hold each variable that "
+          f"has an average, got '{v.path}', which '{model.name}' does not "
+          "save. Keras merges the factors of LoRA into the kernel: the merged "
+          "kernel has no average. Use the callback ModelCheckpoint in "
+          "EvaluateWithAverages.")
 
 
 def _array(x):
