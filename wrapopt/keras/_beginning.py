@@ -43,10 +43,11 @@ class Beginning:
       # A wrapper without averages has nothing that begins.
       if self._state.pairs() and not self._has_begun():
         self._state.seed_values()
-      elif self._untracked.without_gradient and not self._state.was_set():
+      elif self._untracked.without_gradient:
         keys = self._untracked.without_gradient
         self._state.seed_values(
-            lambda v: v.trainable and self._var_key(v) in keys)
+            lambda average, v: v.trainable and self._var_key(v) in keys and
+            not self._state.was_set(average))
 
   def _prepare_averages(self, keys):
     """Prepares the averages for a step, when it is taken or traced.

@@ -11,7 +11,14 @@ from wrapopt.keras import _steps
 
 
 class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
-  """A wrapper some of whose averages follow from several variables."""
+  """A wrapper some of whose averages follow from several variables.
+
+  Attributes:
+    UNBEGUN: The first step of averages that have not begun. Other negative
+      numbers are those of steps that `iterations` does not count.
+  """
+
+  UNBEGUN = -1
 
   def _set_decays(self, decays, start_step, update_every):
     """Sets the decays, the result of `_decays.checked`."""
@@ -85,6 +92,6 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
         self._var_key(v) == key for v in opt._trainable_variables))
     first = self._first[part].value.read_value()
     iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
-    return tf.where(first < 0, tf.constant(0, tf.int64), tf.maximum(
-        iterations - tf.maximum(first, self._start_step),
-        tf.constant(0, tf.int64)))
+    begun = tf.where(first < 0, first, tf.maximum(first, self._start_step))
+    return tf.where(first == self.UNBEGUN, tf.constant(0, tf.int64), tf.maximum(
+        iterations - begun, tf.constant(0, tf.int64)))

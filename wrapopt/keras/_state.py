@@ -9,6 +9,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import base as trackable
 
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
@@ -16,6 +17,7 @@ from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
 from wrapopt.keras import _followers
 from wrapopt.keras import _left
+from wrapopt.keras import _owners
 from wrapopt.keras import _rules
 
 _value = _rules.value
@@ -27,6 +29,22 @@ class Count(typing.NamedTuple):
   seeded: typing.Any
   missing: typing.Any
   swapped_in: typing.Callable = lambda value: value
+  in_files: typing.Any = None
+
+
+class InFiles(typing.NamedTuple):
+  """What Keras's files have in place of a count.
+
+  Attributes:
+    name: Its name there.
+    to_file: A function of the count, which returns what is saved.
+    from_file: The reverse.
+    of_earlier: A function of the count in a file of an earlier version.
+  """
+  name: str
+  to_file: typing.Callable
+  from_file: typing.Callable
+  of_earlier: typing.Callable
 
 
 class Row(collections.abc.Mapping):
@@ -48,16 +66,24 @@ class Row(collections.abc.Mapping):
 # The suffix of names of averages that are made when the model is known.
 OF_BATCH_NORM = "_of_batch_norm"
 
+# The last part of the key that tells whose the averages of a name are.
+_OWNERS = "variables"
+
+# Keras merges these variables into others when it saves them, and loads zeros.
+_MERGED = ("lora_kernel_a", "lora_kernel_b", "lora_embeddings_a",
+           "lora_embeddings_b")
+
 
 class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   """The averages of a wrapper, for saving and restoring.
 
   The key of an average is its name, such as "average", and the index of its
-  variable among those that may have an average of that name, as Keras does for
-  an optimizer's variables: paths differ between the models of a process. The
-  name of a moving average contains its decay. An average that a file lacks
-  starts at its variable's value. If the optimizer is not built, a copy of what
-  Keras loads waits for the build.
+  variable among those that may have an average of that name. The name of a
+  moving average contains its decay. One more entry for each name tells whose
+  the averages are: see `_owners`. In a file of earlier versions, which lacks
+  it, the index tells. An average that a file lacks starts at its variable's
+  value. If the optimizer is not built, a copy of what Keras loads waits for the
+  build.
 
   Attributes:
     name: The name in checkpoints.
@@ -67,12 +93,24 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   # Only averages are tracked, see `add`.
   _self_setattr_tracking = False
 
-  def __init__(self, name, settle):
+  def __init__(self, name, settle, steps):
+    """Makes a state without averages.
+
+    Args:
+      name: Its name in checkpoints.
+      settle: A function that is called before averages are saved.
+      steps: A function that returns the number of steps so far.
+    """
     self.name = name
-    self._seed_unbegun = settle  # Called before averages are saved.
-    # Whether the averages were set by a file of Keras or by `seed`, and whether
-    # a file was loaded since `has_new_values`.
-    self._was_set = self._is_loaded = False
+    self._seed_unbegun, self._steps = settle, steps
+    # The ids of averages that were set by a file or by `seed`, and whether a
+    # file was loaded since `has_new_values`.
+    self._set, self._is_loaded = set(), False
+    # What was loaded before this number of steps, if it may be another
+    # variable's: {name: `_Loaded`}; and (average, variable) pairs of which it
+    # has none.
+    self._loaded_at, self._unsure, self._anew = None, {}, []
+    self._owners = {}  # {name: `_OwnersOf`}.
     self._is_made = False  # Whether the optimizer is built.
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
@@ -115,16 +153,21 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       i = len(self._rows[name])
     self._rows[name].append((average, variable))
     self._indices[name].append(i)
-    in_files = self._in_files.get(name, name)
-    self._track_trackable(_value(average), f"{in_files}.{i}")
-    if in_files != name:
-      self._handle_deferred_dependencies(f"{name}.{i}", _value(average))
-    for key in f"{in_files}.{i}", f"{name}.{i}":
-      if self._is_made and key in self._late:
-        _load(average, variable, self._late.pop(key))
+    if name not in self._owners:
+      self._owners[name] = _OwnersOf(self, name)
+
+  def _name_in_files(self, name):
+    return self._in_files.get(name, name)
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
     children = super()._trackable_children(save_type, **kwargs)
+    for name, row in self._rows.items():
+      in_files = self._name_in_files(name)
+      # First: what is restored must know whose it is.
+      if save_type == "checkpoint":
+        children[f"{in_files}.{_OWNERS}"] = self._owners[name]
+      children.update({f"{in_files}.{i}": _value(average) for i, (average, _)
+                       in zip(self._indices[name], row)})
     if save_type == "checkpoint" and not self._is_made:
       children.update(self._late)
     if save_type != "checkpoint":
@@ -140,11 +183,21 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if not self._is_made:
       return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
-    found = super()._lookup_dependency(name, *args, **kwargs)
-    if found is None and kind in self._in_files:
-      return super()._lookup_dependency(f"{self._in_files[kind]}.{i}", *args,
-                                        **kwargs)
-    return found
+    for row, in_files in [(row, self._name_in_files(row)) for row in
+                          self._rows]:
+      if kind == in_files and i == _OWNERS:
+        self._owners[row].is_awaited = True
+        return self._owners[row]
+      if kind in (in_files, row) and i.isdigit():
+        # They wait until their owners are restored.
+        return (None if self._owners[row].is_awaited else
+                self._of_index(row, int(i)))
+    return super()._lookup_dependency(name, *args, **kwargs)
+
+  def _of_index(self, name, i):
+    """The value of the average of a name and an index, or None."""
+    return next((_value(average) for j, (average, _) in zip(
+        self._indices[name], self._rows[name]) if i == j), None)
 
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
@@ -155,9 +208,30 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Takes what was loaded before the optimizer was built, after the build."""
     self._is_made = True
     late, self._late = self._late, {}
+    for name in self._rows:
+      self._take_deferred(name)
     # A checkpoint that was restored after that has given its values already.
     if self._before_late is not None and self._before_late == _restored(self):
       self.load_own_variables(late)
+
+  def take_late(self, suffix):
+    """Takes what was loaded before averages were made, after the build.
+
+    Args:
+      suffix: The end of their names.
+    """
+    for name in [name for name in self._rows if name.endswith(suffix)]:
+      self._take_deferred(name)
+      self._give(name, self._late, 0)
+
+  def _take_deferred(self, name):
+    """Takes what a checkpoint has of the averages of a name."""
+    in_files, owners = self._name_in_files(name), self._owners[name]
+    if f"{in_files}.{_OWNERS}" in self._deferred_dependencies:
+      self._handle_deferred_dependencies(f"{in_files}.{_OWNERS}", owners)
+    for i, (average, _) in zip(self._indices[name], self._rows[name]):
+      for key in dict.fromkeys([f"{in_files}.{i}", f"{name}.{i}"]):
+        self._handle_deferred_dependencies(key, _value(average))
 
   def has_late(self):
     """Whether a file was loaded that waits for the build."""
@@ -169,15 +243,15 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed(self):
     """Sets all averages to the values of their variables."""
-    self._was_set = True
     self.complete()
+    self._set.update(id(average) for average, _ in self.pairs())
     self.seed_values()
     for variable, count in self._counts.values():
       assign(variable, count.seeded)
 
-  def seed_values(self, of=lambda variable: True):
-    """As `seed`, of some variables, but leaves the counts."""
-    self._start([pair for pair in self.pairs() if of(pair[1])])
+  def seed_values(self, of=lambda average, variable: True):
+    """As `seed`, of some averages, but leaves the counts."""
+    self._start([pair for pair in self.pairs() if of(*pair)])
 
   def _start(self, pairs):
     """Sets averages to the values of their variables, now or when they run.
@@ -216,9 +290,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
     _followers.where(self._waits.read_value(), start)
 
-  def was_set(self):
-    """Whether a file, a checkpoint or `seed` has ever set the averages."""
-    return self._was_set or _restored(self) >= 0
+  def was_set(self, average):
+    """Whether a file, a checkpoint or `seed` has set an average."""
+    return id(average) in self._set
 
   def has_new_values(self):
     """Whether a file or checkpoint was loaded since the last call, if any."""
@@ -227,26 +301,140 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     return is_new
 
   def complete(self):
-    """Sets what the latest restored `tf.train.Checkpoint` lacked.
+    """Sets what the latest file or checkpoint lacked.
 
-    An average starts at its variable's value, as if a file of Keras lacked it.
+    An average of which it has none starts at its variable's value.
     """
     if self._waiting:
       self._start([])
+    self._complete_checkpoint()
+    if self._loaded_at is not None:
+      # After a step, neither the weights nor the averages are those loaded.
+      if self._loaded_at == self._steps():
+        self._check_owners()
+        self._start(self._anew)
+      else:
+        self._forget_loaded()
+
+  def _complete_checkpoint(self):
     latest = _restored(self)
     if latest == self._completed:
       return
     self._completed = latest
+    for name, owners in self._owners.items():
+      if owners.is_awaited:
+        owners.is_awaited = False
+        self._take_deferred(name)
     lacks = lambda variable: _restored(_value(variable)) < latest
     missing = [pair for pair in self.pairs() if lacks(pair[0])]
     has_averages = len(missing) < len(self.pairs())
-    self._start(missing)
+    self._set.update(id(average) for average, _ in self.pairs())
+    self._begin_anew(missing)
     for variable, count in self._counts.values():
       if lacks(variable):
         assign(variable, count.missing if has_averages else count.value)
     # The checkpoint's values for variables that do not exist.
     _warn_unread({name.rpartition(".")[0] for name in
                   self._deferred_dependencies}, "checkpoint")
+
+  def _begin_anew(self, pairs):
+    """Starts averages that a file lacks, again until the next step.
+
+    Until then, the file's values of their variables may still be loaded.
+    """
+    self._set.difference_update(id(average) for average, _ in pairs)
+    self._anew += pairs
+    if pairs:
+      self._loaded_at = self._steps()
+    self._start(pairs)
+
+  def _forget_loaded(self):
+    self._loaded_at, self._unsure, self._anew = None, {}, []
+
+  # Whose the averages in a file are.
+
+  def owners_of(self, name):
+    """{index: `_owners.Owner`} of the averages of a name in a file."""
+    return {i: _owner(variable) for i, (_, variable) in zip(
+        self._indices[name], self._rows[name])}
+
+  def _pair(self, name, i):
+    return self._rows[name][self._indices[name].index(i)]
+
+  def restore_owners(self, name, saved):
+    """Takes those averages of a checkpoint that are of the same variables.
+
+    Args:
+      name: The name of the averages.
+      saved: {index: `_owners.Owner`} in the checkpoint.
+    """
+    self._owners[name].is_awaited = False
+    in_files, deferred = self._name_in_files(name), self._deferred_dependencies
+    saved = {j: owner for j, owner in saved.items()
+             if f"{in_files}.{j}" in deferred}
+    found = _owners.match(self.owners_of(name), saved, lambda i: False)
+    self._note(name, found, _Loaded("checkpoint", saved, lambda j: deferred[
+        f"{in_files}.{j}"][0].value_tensors()[trackable.VARIABLE_VALUE_KEY]))
+    for i, j in found.items():
+      self._handle_deferred_dependencies(
+          f"{in_files}.{j}", _value(self._pair(name, i)[0]))
+    for j in saved:
+      deferred.pop(f"{in_files}.{j}", None)
+
+  def _note(self, name, found, loaded):
+    """Notes what was loaded, if the weights do not tell yet whose it is."""
+    if self._loaded_at != self._steps():
+      self._forget_loaded()
+    self._loaded_at = self._steps()
+    ours = self.owners_of(name)
+    self._unsure.pop(name, None)
+    lacks = [i for i in ours if i not in found]
+    if any(ours[i].checksum != loaded.saved[j].checksum
+           for i, j in found.items()) or lacks and loaded.saved:
+      self._unsure[name] = loaded._replace(found=found, values={
+          j: np.array(loaded.values(j)) for j in loaded.saved})
+
+  def _check_owners(self):
+    """Looks again whose loaded averages are, when all weights are loaded."""
+    unsure, self._unsure = self._unsure, {}
+    for name, loaded in unsure.items():
+      ours = self.owners_of(name)
+      found = _owners.match(ours, loaded.saved, lambda i: (
+          loaded.source == "file" or _restored(_value(
+              self._pair(name, i)[1])) == _restored(self)))
+      for i in ours:
+        average, variable = self._pair(name, i)
+        if i not in found:
+          if i in loaded.found:
+            self._begin_anew([(average, variable)])
+        elif found[i] != loaded.found.get(i):
+          _load(average, variable, loaded.values[found[i]])
+          self._set.add(id(average))
+          self._anew = [pair for pair in self._anew if pair[0] is not average]
+      self._warn(name, ours, loaded, found)
+
+  def _warn(self, name, ours, loaded, found):
+    """Warns of averages that a file lacks, or that it may have of others."""
+    its, in_files = loaded.saved, self._name_in_files(name)
+    lacks = [owner.path for i, owner in ours.items() if i not in found]
+    unread = [owner.path for j, owner in its.items() if j not in found.values()]
+    if lacks:
+      warnings.warn(
+          f"The {loaded.source} has no average named '{in_files}' of "
+          f"{_listed(lacks)}, but "
+          + (f"of {_listed(unread)}, with other shapes, names or values. "
+             if unread else "only of others. ")
+          + "An average that it lacks starts at the value of its variable.")
+    guessed = [(its[j].path, ours[i].path) for i, j in found.items()
+               if its[j].checksum != ours[i].checksum
+               and its[j].path != ours[i].path]
+    if guessed:
+      warnings.warn(
+          f"The {loaded.source}'s averages named '{in_files}' are taken in "
+          f"their order, that of '{guessed[0][0]}' for '{guessed[0][1]}', since "
+          "the names differ, and the values of the variables, too. If that is "
+          "another variable, call seed_averages() or load the weights of the "
+          f"{loaded.source} together with its averages.")
 
   def save_own_variables(self, store):
     if not self._is_made:
@@ -260,8 +448,21 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           f"'{path_of(left[0])}', which quantize() has replaced. A model that "
           "is loaded from it has no averages. To save one with averages as "
           "weights, call averaged_model(model) before, and change the copy.")
+    merged = [v for _, v in self.pairs() if _is_merged(v)]
+    if merged:
+      warnings.warn(
+          f"The file gets no averages of '{path_of(merged[0])}', which Keras "
+          "merges into another variable when it saves. They begin anew when it "
+          "is loaded. A tf.train.Checkpoint has them. To save a model with "
+          "averages as weights, save it in averaged_weights().")
     for name, row in self._rows.items():
-      for i, (average, _) in zip(self._indices[name], row):
+      in_files = self._name_in_files(name)
+      owners = {i: owner for i, owner in self.owners_of(name).items()
+                if not _is_merged(self._pair(name, i)[1])}
+      store[f"{in_files}.{_OWNERS}"] = _owners.to_array(owners)
+      for i, (average, variable) in zip(self._indices[name], row):
+        if i not in owners:
+          continue
         # If the model is saved with averages in place, these are its weights.
         stored = _value(average)
         value = self._saved.get(id(_lazy.stored(stored)))
@@ -269,50 +470,95 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           value = self._swapped_in.value(stored)
         if value is None:
           value = stored
-        in_files = self._in_files.get(name, name)
         store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
     for name, (variable, count) in self._counts.items():
       value = variable.numpy()
-      store[name] = count.swapped_in(value) if self._swapped_in else value
+      if self._swapped_in:
+        value = count.swapped_in(value)
+      if count.in_files is None:
+        store[name] = value
+      else:
+        store[count.in_files.name] = count.in_files.to_file(value)
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._was_set = self._is_loaded = True
+    self._is_loaded = True
     # State that an earlier checkpoint lacked is in this file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:
       self._late = _copies(store, store.keys())
       return
-    names = collections.Counter(key.rpartition(".")[0] for key in store.keys())
+    self._forget_loaded()
+    names = {key.rpartition(".")[0] for key in store.keys()}
     # A gate has counts alone.
     has_averages = not self._rows and any(
         name in store.keys() for name in self._counts)
-    unread = set(names)
-    for name, row in self._rows.items():
-      in_file = self._in_files.get(name, name)
-      in_file = in_file if in_file in names else name
-      found = names.get(in_file, 0)
-      unread.discard(in_file)
-      # Earlier versions averaged the statistics of all layers.
-      fits = (found == len(row) or name.endswith(OF_BATCH_NORM)) and all(
-          f"{in_file}.{i}" in store.keys() for i in self._indices[name])
-      if found and not fits:
-        others = " of other variables" if found == len(row) else ""
-        warnings.warn(
-            f"The file must have {len(row)} averages named '{in_file}' like "
-            f"the optimizer, got {found}{others}. They start at the values of "
-            "their variables.")
-      for i, (average, variable) in zip(self._indices[name], row):
-        _load(average, variable, store[f"{in_file}.{i}"] if fits else None)
-      has_averages |= fits
+    for name in self._rows:
+      has_averages |= self._give(name, store)
     for name, (variable, count) in self._counts.items():
-      assign(variable, count.value if not has_averages else
-             _fitting(name, variable, store, count.missing))
+      assign(variable, _of_file(name, variable, count, store)
+             if has_averages else count.value)
+    unread = names - {x for name in self._rows
+                      for x in (name, self._name_in_files(name))}
     self._late = _copies(store, [
         key for key in store.keys()
         if (name := key.rpartition(".")[0]) in unread
         and name.endswith(OF_BATCH_NORM)])
     _warn_unread(unread, "file")
+
+  def _give(self, name, store):
+    """Loads the averages of a name; returns whether the file has any of them.
+
+    Args:
+      name: The name.
+      store: A mapping from keys to arrays.
+    """
+    in_files = next((
+        x for x in dict.fromkeys([self._name_in_files(name), name])
+        if any(key.rpartition(".")[0] == x for key in store.keys())), None)
+    if in_files is None:
+      found, get = {}, None
+    else:
+      get = lambda j: store[f"{in_files}.{j}"]
+      if f"{in_files}.{_OWNERS}" in store.keys():
+        saved = _owners.from_array(get(_OWNERS))
+        ours = self.owners_of(name)
+        found = _owners.match(ours, saved, lambda i: False)
+        loaded = _Loaded("file", saved, get)
+        self._note(name, found, loaded)
+        if any(not _owners.may_fit(owner, saved) for i, owner in ours.items()
+               if i not in found):
+          self._warn(name, ours, loaded, found)
+      else:
+        found = self._by_index(name, in_files, store)
+    anew = []
+    for i, pair in zip(self._indices[name], self._rows[name]):
+      if i in found and not _is_merged(pair[1]):
+        _load(*pair, get(found[i]))
+        self._set.add(id(pair[0]))
+      else:
+        anew.append(pair)
+    self._begin_anew(anew)
+    return bool(found)
+
+  def _by_index(self, name, in_files, store):
+    """As `_owners.match`, for a file of earlier versions."""
+    row = self._rows[name]
+    found = [key for key in store.keys() if key.rpartition(".")[0] == in_files]
+    # Earlier versions averaged the statistics of all layers.
+    fits = (len(found) == len(row) or name.endswith(OF_BATCH_NORM)) and all(
+        f"{in_files}.{i}" in store.keys() for i in self._indices[name])
+    shapes = [(tuple(average.shape), tuple(store[f"{in_files}.{i}"].shape))
+              for i, (average, _) in zip(self._indices[name], row)
+              if fits]
+    if not fits or any(a != b for a, b in shapes):
+      got = (f"shapes {[b for _, b in shapes]}" if fits else f"{len(found)}" + (
+          " of other variables" if len(found) == len(row) else ""))
+      warnings.warn(
+          f"The file must have {len(row)} averages named '{in_files}' like the "
+          f"optimizer, got {got}. They start at the values of their variables.")
+      return {}
+    return {i: i for i in self._indices[name]}
 
   def is_swapped_in(self):
     """Whether averages are in place of their variables."""
@@ -370,17 +616,81 @@ def _copies(store, names):
         np.array(store[name]), trainable=False) for name in names}
 
 
-def _fitting(name, variable, store, missing):
+def _of_file(name, variable, count, store):
   """The value of a count in a file, or `missing` if it does not fit."""
+  if count.in_files is not None and count.in_files.name in store.keys():
+    return count.in_files.from_file(np.asarray(store[count.in_files.name]))
   if name not in store.keys():
-    return missing
+    return count.missing
   value = np.asarray(store[name])
   if value.shape == tuple(variable.shape):
-    return value
+    return (value if count.in_files is None else
+            count.in_files.of_earlier(value))
   warnings.warn(
       f"The file's '{name}' must have the shape {tuple(variable.shape)} like "
       f"the optimizer's, got {value.shape}. It is not loaded.")
-  return missing
+  return count.missing
+
+
+class _Loaded(typing.NamedTuple):
+  """What a file had of the averages of a name.
+
+  Attributes:
+    source: "file" or "checkpoint".
+    saved: {index: `_owners.Owner`} in it.
+    values: A function of these indices, or a dict, that gives the averages.
+    found: {index of an average: index in the file} of those that were taken.
+  """
+  source: str
+  saved: dict
+  values: typing.Any
+  found: typing.Any = None
+
+
+class _OwnersOf(trackable.Trackable):
+  """Whose the averages of a name are, in a `tf.train.Checkpoint`.
+
+  Attributes:
+    is_awaited: Whether a checkpoint with it is being restored.
+  """
+
+  def __init__(self, state, name):
+    self._state, self._name = state, name
+    self.is_awaited = False
+
+  def _serialize_to_tensors(self):
+    with tf.device("CPU:0"):
+      return {trackable.VARIABLE_VALUE_KEY: tf.constant(
+          _owners.to_array(self._state.owners_of(self._name)))}
+
+  def _restore_from_tensors(self, restored_tensors):
+    self._state.restore_owners(self._name, _owners.from_array(
+        restored_tensors[trackable.VARIABLE_VALUE_KEY]))
+
+  def _copy_trackable_to_cpu(self, object_map):
+    [value] = self._serialize_to_tensors().values()
+    if self not in object_map:
+      with tf.init_scope(), tf.device("CPU:0"):
+        object_map[self] = resource_variable_ops.ResourceVariable(
+            value, trainable=False, shape=[None])
+    object_map[self].assign(value)
+
+
+def _owner(variable):
+  """The `_owners.Owner` that a variable is now."""
+  value = _replicas.values(_value(variable))[0]
+  has_value = not _in_place.has_no_value(value) and value.is_initialized()
+  return _owners.Owner.of(path_of(variable), value,
+                          value.numpy() if has_value else None)
+
+
+def _is_merged(variable):
+  """Whether Keras's files lack a variable, which is merged into another one."""
+  return path_of(variable).rpartition("/")[2] in _MERGED
+
+
+def _listed(paths):
+  return f"'{paths[0]}'" + (f" and {len(paths) - 1} more" if paths[1:] else "")
 
 
 def _restored(trackable):

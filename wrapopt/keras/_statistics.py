@@ -83,6 +83,7 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
       variables = self._statistics_of(model)
       with tf.init_scope(), self._distribution_strategy.scope():
         rows = self._make_rows(variables, _state.OF_BATCH_NORM)
+        self._state.take_late(_state.OF_BATCH_NORM)
       self._of_batch_norm = list(variables.values()), rows
     return self._of_batch_norm
 

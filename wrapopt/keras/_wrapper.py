@@ -72,7 +72,8 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     # Keras saves the state under the name of its class.
     kind = type(self).__name__
     self._state = type(f"{kind}Averages", (_state.State,), {})(
-        f"wrapopt_{kind}", self._seed_unbegun)
+        f"wrapopt_{kind}", self._seed_unbegun,
+        lambda: [steps_of(opt) for opt in _steps.innermost(self)])
 
   @property
   def inner_optimizer(self) -> keras.optimizers.Optimizer:
@@ -204,7 +205,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
       near: In a cluster, a tf.Variable on the server where it is made; by
         default that of `iterations`.
       **kwargs: `swapped_in`: a function that maps its value to the one that is
-        saved while averages are in place.
+        saved while averages are in place. `in_files`: a `_state.InFiles`.
 
     Returns:
       A `keras.Variable`.
@@ -219,11 +220,22 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
         value if missing is None else missing, **kwargs))
     return count
 
-  def _make_counts(self, name, *args, **kwargs):
-    """Makes a count for each optimizer in `_parts`: a Row by their keys."""
+  def _make_counts(self, name, *args, in_files=None, **kwargs):
+    """Makes a count for each optimizer in `_parts`: a Row by their keys.
+
+    Args:
+      name: The name of the first one.
+      *args: Arguments of `_make_count`.
+      in_files: None, or a function of an optimizer and the end of its count's
+        name that returns a `_state.InFiles`.
+      **kwargs: Further ones.
+    """
+    ends = ["", *(f"_{i}" for i in range(1, len(self._parts())))]
     return _state.Row({
-        key: self._make_count(name + (f"_{i}" if i else ""), *args, **kwargs)
-        for i, key in enumerate(self._parts())})
+        key: self._make_count(
+            name + end, *args, in_files=in_files and in_files(opt, end),
+            **kwargs)
+        for (key, opt), end in zip(self._parts().items(), ends)})
 
   def _parts(self):
     """{`Step.part`: optimizer} of the optimizers inside that take steps.

@@ -217,13 +217,45 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
   def _make_state(self, variables):
     self._rows = self._make_rows(self._candidates(variables))
     self._begun = self._make_begun()
-    self._first = (self._make_counts("first_average_step", -1)
-                   if self._update_every > 1 or _decays.need_count(self._decays)
-                   else None)
+    self._first = (
+        self._make_counts("first_average_step", self.UNBEGUN,
+                          in_files=self._in_files)
+        if self._update_every > 1 or self._start_step or self._dynamic_decay or
+        _decays.need_count(self._decays) else None)
     for part, opt in self._parts().items() if self._first else ():
       if _replicas.is_shared(self._first[part].value):
         # Each of several workers might take the first step.
         self._first[part].value.assign(_wrapper.steps_of(opt))
+
+  def _in_files(self, opt, end):
+    """What Keras's files have in place of the first step of the averages.
+
+    Their number of steps, since Keras does not load `iterations` if the
+    optimizer is not built. The first step is then negative.
+
+    Args:
+      opt: The optimizer whose steps are counted.
+      end: The end of the name.
+    """
+    def to_file(first):
+      return np.int64(-1 if first == self.UNBEGUN else max(
+          self._since(_wrapper.steps_of(opt), int(first)), 0))
+
+    def from_file(steps):
+      first = _wrapper.steps_of(opt) - int(steps)
+      # One step more rather than none.
+      return self.UNBEGUN if steps < 0 else first - (first == self.UNBEGUN)
+
+    def of_earlier(first):
+      # With an average from a file, this is not the first step.
+      return first if first == self.UNBEGUN else from_file(
+          max(self._since(_wrapper.steps_of(opt), int(first)), 1))
+
+    return _state.InFiles(f"average_steps{end}", to_file, from_file, of_earlier)
+
+  def _since(self, iterations, first):
+    """The number of steps of averages since their first one: numbers."""
+    return iterations - (first if first < 0 else max(first, self._start_step))
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay.
@@ -376,8 +408,8 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     every, moving = self._update_every, self._moving_of(self._decays)
     # A function is called once in each step.
     n = self._ahead() if step.ahead is None else step.ahead[id(self)]
-    steps = self._steps_since(step) if self._first is not None else None
-    since = step.iterations - self._start_step
+    steps, since = (self._steps_since(step) if self._first is not None else
+                    (None, None))
     due = _decays.is_due(steps, every)
     if due is False and (not self._start_step or since >= 0):
       return _decays.unmoved(moving)
@@ -395,32 +427,37 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     return decays
 
   def _steps_since(self, step):
-    """The number of steps of the averages before a Step.
+    """The numbers of steps before a Step: (of the averages, since the start).
 
     If the averages have not begun, they begin with this step. So they do if
-    they are from a file and began with a later step: Keras has not loaded the
-    inner optimizer's count.
+    they began with a later step, after the count was set back.
     """
     first, iterations = self._first[step.part].value, step.iterations
+    start = self._start_step
     if tf.executing_eagerly() and self._update_every > 1:
       # Numbers cost less than ops.
       iterations, begun = int(iterations), int(first.read_value())
-      if not 0 <= begun <= iterations:
+      if begun == self.UNBEGUN or begun > iterations:
         first.assign(begun := iterations)
-      return max(iterations - max(begun, self._start_step), 0)
+      return (max(self._since(iterations, begun), 0),
+              iterations - (begun if begun < 0 else start))
     begun = first.read_value()
     # A step that is not taken has no number.
-    begins = step.accept & ((begun < 0) | (begun > iterations))
+    begins = step.accept & ((begun == self.UNBEGUN) | (begun > iterations))
     begun = tf.where(begins, iterations, begun)
     first.assign(begun)
-    return tf.maximum(iterations - tf.maximum(begun, self._start_step),
-                      tf.constant(0, tf.int64))
+    since = iterations - (tf.where(begun < 0, begun, start)
+                          if start or self._dynamic_decay else 0)
+    begun = tf.where(begun < 0, begun, tf.maximum(begun, start)
+                     ) if start else begun
+    return tf.maximum(iterations - begun, tf.constant(0, tf.int64)), since
 
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.
 
-    None if no decay is a `PowerDecay` or a `BEMA` and `update_every` is 1: then
-    steps are not counted. After t steps, the averages have moved
+    None if no decay is a `PowerDecay` or a `BEMA`, `update_every` is 1, and
+    neither `start_step` nor `dynamic_decay` is set: then steps are not counted.
+    After t steps, the averages have moved
     `t // update_every` times.
 
     Raises:
@@ -431,9 +468,8 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       return None
     part, opt = next(iter(self._parts().items()))
     first = int(self._first[part].numpy())
-    iterations = _wrapper.steps_of(opt)
-    return (max(0, iterations - max(first, self._start_step)) if first >= 0
-            else 0)
+    return (0 if first == self.UNBEGUN else
+            max(0, self._since(_wrapper.steps_of(opt), first)))
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
