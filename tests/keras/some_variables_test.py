@@ -251,7 +251,8 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
     keys = []
     file.visit(lambda key: keys.append(key.rpartition("/")[2]))
   assert sorted(key for key in keys if key.startswith("average")) == [
-      *(f"average_0.75.{i}" for i in range(6)), "averages_of_wrappers"]
+      *(f"average_0.75.{i}" for i in range(6)), "average_0.75.variables",
+      "averages_of_wrappers"]
   kernels, biases = (
       model_of(variables=lambda v, end=end: v.path.endswith(end))
       for end in ("kernel", "bias"))

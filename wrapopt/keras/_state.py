@@ -333,9 +333,20 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     for variable, count in self._counts.values():
       if lacks(variable):
         assign(variable, count.missing if has_averages else count.value)
+        self._take_count(variable, count)
     # The checkpoint's values for variables that do not exist.
     _warn_unread({name.rpartition(".")[0] for name in
                   self._deferred_dependencies}, "checkpoint")
+
+  def _take_count(self, variable, count):
+    """Takes a count of a file that a checkpoint has instead.
+
+    The optimizer was not built when the checkpoint was written.
+    """
+    for position in self._deferred_dependencies.pop(
+        count.in_files and count.in_files.name, ()):
+      value = position.value_tensors()[trackable.VARIABLE_VALUE_KEY]
+      assign(variable, count.in_files.from_file(value.numpy()))
 
   def _begin_anew(self, pairs):
     """Starts averages that a file lacks, again until the next step.
