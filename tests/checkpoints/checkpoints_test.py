@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import checkpoint_files
+import wrapopt
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _formats
@@ -20,6 +21,7 @@ from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
+import wrapopt.keras
 
 v1 = tf.compat.v1
 
@@ -249,7 +251,182 @@ def test_object_based_checkpoints(tmp_path, kind):
       assert np.array_equal(got.numpy(), of_inputs[-1].numpy())
 
 
+def with_schedule(optimizer=keras.optimizers.Adam, **kwargs):
+  return optimizer(keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.5),
+                   **kwargs)
+
+
+def multi_optimizer():
+  optimizers = keras.optimizers.OptimizerMap(with_schedule())
+  optimizers["w"] = keras.optimizers.SGD(momentum=0.9)
+  return keras.optimizers.MultiOptimizer(optimizers)
+
+
+OPTIMIZERS = {
+    "SGD": keras.optimizers.SGD,
+    "SGD with a schedule": lambda: with_schedule(keras.optimizers.SGD),
+    "Adam with a schedule": with_schedule,
+    "use_ema": lambda: with_schedule(use_ema=True),
+    "Adafactor": lambda: with_schedule(keras.optimizers.Adafactor),
+    "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
+        with_schedule()),
+    "MultiOptimizer": multi_optimizer,
+    "MovingAverage": lambda: wrapopt.keras.MovingAverage(with_schedule(), 0.9),
+    "SWA": lambda: wrapopt.keras.SWA(with_schedule(), 0, 1),
+    "Lookahead": lambda: wrapopt.keras.Lookahead(with_schedule(), 2),
+    "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("sgd"),
+    "PrimalAverage": lambda: wrapopt.keras.PrimalAverage(
+        with_schedule(), 0.7, 0.9),
+    "LazyAdam": lambda: with_schedule(wrapopt.keras.LazyAdam),
+    "two in LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
+        wrapopt.keras.SWA(wrapopt.keras.MovingAverage(with_schedule(), 0.9),
+                          0, 1)),
+}
+
+
+def assert_averaged(paths, output, names):
+  """Asserts that an output has means of these variables, else the last."""
+  *_, last = inputs = [values_of(path) for path in paths]
+  got = values_of(output)
+  for name, value in got.items():
+    if name in names:
+      assert_same_bits(value, mean_of([x[name] for x in inputs], np.float32))
+      assert not np.array_equal(value, last[name])
+    else:
+      assert np.array_equal(value, last[name]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_each_optimizer_of_keras_is_copied(tmp_path, optimizer):
+  paths = {True: [], False: []}
+  for seed in range(2):
+    w = keras.Variable(np.ones((2, 3), np.float32), name="w")
+    opt = OPTIMIZERS[optimizer]()
+    for i in range(seed + 2):
+      opt.apply([tf.fill([2, 3], i + 1.0)], [w])
+    for has_w in paths:
+      checkpoint = tf.train.Checkpoint(
+          part=tf.train.Checkpoint(opt=opt, **{"w": w} if has_w else {}))
+      paths[has_w].append(checkpoint.save(str(tmp_path / f"{seed}{has_w}/c")))
+  for has_w, inputs in paths.items():
+    checkpoints.merge(inputs, tmp_path / f"mean{has_w}")
+    # The optimizer refers to the variable that it trains, too.
+    assert_averaged(inputs, tmp_path / f"mean{has_w}", {
+        f"part/{x}/.ATTRIBUTES/VARIABLE_VALUE" for x in (
+            "w", "opt/_trainable_variables/0",
+            "opt/inner_optimizer/_trainable_variables/0")})
+
+
+@pytest.mark.parametrize("opt", [
+    lambda: v1.train.MomentumOptimizer(0.1, 0.9), wrapopt.LazyAdamOptimizer,
+    lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(0.1), [wrapopt.PowerDecay(0.1), 0.9]),
+    lambda: wrapopt.ScheduleFreeOptimizer(
+        v1.train.GradientDescentOptimizer(0.1)),
+    lambda: wrapopt.PrimalAverageOptimizer(
+        v1.train.AdamOptimizer(0.1), 0.7, 0.9),
+    lambda: wrapopt.DropStaleGradientOptimizer(
+        v1.train.GradientDescentOptimizer(0.1), 3),
+    lambda: v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
+        v1.train.AdamOptimizer(0.1), v1.mixed_precision.DynamicLossScale(
+            8.0, increment_period=1))],
+                         ids=["Momentum", "LazyAdam", "MovingAverage",
+                              "ScheduleFree", "PrimalAverage", "gate",
+                              "loss scale"])
+def test_the_state_of_each_optimizer_of_tensorflow_is_copied(tmp_path, opt):
+  paths = []
+  for seed in range(2):
+    with tf.Graph().as_default(), v1.Session() as session:
+      w = v1.get_variable("w", initializer=np.float32([1, 2]),
+                          use_resource=True)
+      step = v1.train.get_or_create_global_step()
+      optimizer = opt()
+      train = optimizer.minimize(tf.reduce_sum(w * w), step)
+      checkpoint = tf.train.Checkpoint(
+          part=tf.train.Checkpoint(optimizer=optimizer, w=w))
+      paths.append(str(tmp_path / f"{seed}/c"))
+      session.run([v1.global_variables_initializer(),
+                   v1.local_variables_initializer()])
+      for _ in range(seed + 2):
+        session.run(train)
+      # Also what would only change later.
+      for variable in {*v1.global_variables()} - {w, step}:
+        session.run(variable.assign(tf.cast(
+            tf.fill(variable.shape, seed + 2), variable.dtype)))
+      paths[-1] = checkpoint.save(paths[-1])
+  checkpoints.merge(paths, tmp_path / "mean")
+  assert_averaged(paths, tmp_path / "mean",
+                  {"part/w/.ATTRIBUTES/VARIABLE_VALUE"})
+
+
 # Keras's files
+
+
+@keras.saving.register_keras_serializable("checkpoints_test")
+class Counts(keras.layers.Layer):
+  """A layer whose first variable is an integer, as an optimizer's."""
+
+  def build(self, shape):
+    del shape
+    self.count = self.add_weight(shape=(), dtype="int64", trainable=False)
+    self.table = self.add_weight(shape=(2, 3), trainable=False)
+
+
+class Adversarial(keras.Model):
+  """Optimizers at many places, and layers with names of optimizers."""
+
+  def __init__(self):
+    super().__init__(name="vars_of_optimizer")
+    part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    part.compile(wrapopt.keras.SWA(with_schedule(), 0, 1), "mse")
+    part.optimizer.build(part.trainable_variables)
+    self.generator = keras.Sequential([part, keras.layers.Dense(2)])
+    self.optimizer_net = keras.layers.Dense(2, name="optimizer")
+    self.vars, self.adam = Counts(name="counts"), keras.layers.Dense(3)
+    for layer in self.optimizer_net, self.vars, self.adam:
+      layer.build((None, 3))
+    self.g_optimizer = keras.optimizers.LossScaleOptimizer(
+        wrapopt.keras.MovingAverage(with_schedule(name="g"), 0.9))
+    self.last_step = with_schedule(keras.optimizers.SGD, momentum=0.9,
+                                   name="sgd-d")
+    self.opts = [with_schedule(keras.optimizers.Lion, name="x"),
+                 keras.optimizers.SGD(momentum=0.9, name="y")]
+    self.by_part = {"a": wrapopt.keras.ScheduleFree("sgd", name="z")}
+    for opt in (self.g_optimizer, self.last_step, *self.opts,
+                *self.by_part.values()):
+      opt.build(self.adam.trainable_variables)
+    self.built = True
+
+
+def test_optimizers_of_keras_at_any_place(tmp_path, capsys):
+  paths = [tmp_path / f"{i}.weights.h5" for i in range(2)]
+  for i, path in enumerate(paths):
+    Adversarial().save_weights(path)
+    with h5py.File(path, "r+") as file:
+      file.visititems(lambda _, item: (
+          item.write_direct(np.full(item.shape, i, item.dtype))
+          if isinstance(item, h5py.Dataset) and item.size else None))
+    with zipfile.ZipFile(path.with_suffix("").with_suffix(".keras"), "w") as z:
+      z.write(path, "model.weights.h5")
+  of_weights = {
+      *(f"{layer}/vars/{i}" for i in (0, 1) for layer in (
+          "generator/layers/sequential/layers/dense", "generator/layers/dense",
+          "layers/dense", "adam")), "layers/counts/vars/1"}
+  for ending in ".weights.h5", ".keras":
+    inputs = [tmp_path / f"{i}{ending}" for i in range(2)]
+    output = tmp_path / f"mean{ending}"
+    command.main(["merge", *map(str, inputs), "--output", str(output),
+                  "--quiet", "--verbose"])
+    got = checkpoint_files.contents(ending.split(".")[-1], output)
+    assert {name for name, value in got.items() if isinstance(
+        value, np.ndarray) and (value == 0.5).all()} == of_weights
+  # All others are 1, and said to be.
+  out = capsys.readouterr().out
+  assert ("mean.keras: mean of the inputs\n  averaged: 9 variables, 40 numbers "
+          "of float32\n  copied: 42 variables, 29 in the state of an "
+          "optimizer, 13 of dtype int64\n  averaged  adam/vars/0  ") in out, out
+  assert ("  copied    layers/counts/vars/0  int64 [], of dtype int64\n"
+          "  averaged  layers/counts/vars/1  float32 [2, 3]\n") in out
 
 
 def make_model(seed=0, dtype="float32"):

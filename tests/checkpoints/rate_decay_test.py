@@ -129,7 +129,9 @@ def test_command(tmp_path, capsys):
   command.main(["merge", str(tmp_path), "--decay", "1-sqrt", "--decay-steps",
                 "200", "--output", str(tmp_path / "out"), "--quiet"])
   assert capsys.readouterr().out == (
-      f"{tmp_path / 'out'}: of 3 of 4 inputs, error of the decay 0.00%\n")
+      f"{tmp_path / 'out'}: of 3 of 4 inputs, error of the decay 0.00%\n"
+      "  averaged: 1 variables, 3 numbers of float64\n"
+      "  copied: 0 variables\n")
   np.testing.assert_allclose(
       merged(tmp_path / "out"), decayed("1-sqrt", 200, [200, 300, 400]),
       atol=1e-6)

@@ -403,7 +403,7 @@ def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
     writer.end()
   with pytest.raises(ValueError, match="Variable 'm' must be averaged in all "
                      "inputs or in none, got one of dtype float32 in .*-1-.* "
-                     "and one that is no average in .*-2-"):
+                     "and one without an average in .*-2-"):
     checkpoints.posthoc(tmp_path / "run", tmp_path / "new" / "out.h5", 0.1)
   assert not (tmp_path / "new").exists()
 

@@ -26,9 +26,22 @@ The functions average all variables of dtype float16, bfloat16, float32 and
 float64. They sum in float64 and round once, to the variable's dtype in the last
 input. All other data are copied from the last input: integers (counts of
 steps), strings, and the state of optimizers (slots, learning rates and
-averages) in Keras's files and in those of `tf.train.Checkpoint`. A Saver's file
-does not distinguish slots from weights. `only` selects the variables to
-average, in any format.
+averages). An optimizer is recognized
+
+  - in a file of `tf.train.Checkpoint` by its slots, or by its parts: an
+    optimizer of Keras has `_iterations` with `_variables` or `_learning_rate`.
+    The weights that it refers to, `_trainable_variables`, are averaged.
+  - in a file of Keras by its group: that of the compiled model is `optimizer`.
+    Elsewhere, such as in `g_optimizer` or in a part of the model that was
+    compiled, its first variable is an integer, the count of steps, and the name
+    of the attribute, of the list that holds it, or its own is that of an
+    optimizer: it contains "optim", "opt" or the name of a class.
+
+A Saver's file, and an HDF5 file of another program, do not distinguish slots
+from weights. `only` selects the variables to average, in any format. The
+command prints how many variables are averaged and copied, and why; with
+`--verbose` it lists them. `python -m wrapopt.checkpoints list --variables`
+lists those of a file before anything is written.
 
 All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Floating-point dtypes may differ. The checksums

@@ -168,8 +168,8 @@ def check(inputs, only=None):
         raise ValueError(
             f"Variable '{name}' must be averaged in all inputs or in none, got "
             f"one of dtype {source.specs[name].dtype} in {source.path} and "
-            f"{_why_not(last, name)} in {last.path}. All inputs must be of one "
-            "model.")
+            f"one {why_not(last, name)} in {last.path}. All inputs must be of "
+            "one model.")
     more = [name for name in of_source if name not in last.specs]
     if more:
       raise ValueError(
@@ -178,13 +178,24 @@ def check(inputs, only=None):
   return names
 
 
-def _why_not(source, name):
-  """Why a variable is not averaged by default."""
+def why_not(source, name, only=None):
+  """Why a variable is not averaged.
+
+  Args:
+    source: A Source.
+    name: The name of the variable.
+    only: As in `weighted`.
+
+  Returns:
+    A string, such as "in the state of an optimizer".
+  """
   dtype = source.specs[name].dtype
   if dtype not in _source.FLOATS:
-    return f"one of dtype {dtype}"
-  return ("one that is no average" if source.note else
-          "state of an optimizer")
+    return f"of dtype {dtype}"
+  if only is not None:
+    return f"without a match of '{only}'"
+  return ("without an average" if source.note else
+          "in the state of an optimizer")
 
 
 def checked_weights(weights, count):

@@ -20,6 +20,15 @@ v1 = tf.compat.v1
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
+# An object-based checkpoint names the children of its objects, not their
+# classes. An object is an optimizer if it has slots, or the children of one of
+# these: an optimizer of Keras, one that scales losses in graphs, a gate around
+# an optimizer without slots.
+_CHILDREN_OF_OPTIMIZERS = (
+    {"_iterations", "_variables"}, {"_iterations", "_learning_rate"},
+    {"base_optimizer", "loss_scale"},
+    {"stale_counter", "staleness_histogram"})
+
 # The limit of bytes that wait to be written to a data file, and of its size;
 # or one variable, if that is more.
 _DATA_FILE = 256 << 20
@@ -172,31 +181,36 @@ class TensorFlowSource(_source.Source):
 def _state_of_optimizers(graph):
   """Keys of optimizers' variables in an object-based checkpoint."""
   graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(graph)
-  found, todo = set(), []
-  for node in graph.nodes:
-    children = {child.local_name: child.node_id for child in node.children}
-    # An optimizer of TensorFlow has slots, one of Keras these children.
-    if node.slot_variables or {"_iterations", "_learning_rate"} <= {*children}:
-      todo.extend(children.values())
-      todo.extend(slot.slot_variable_node_id for slot in node.slot_variables)
-  # An optimizer may refer to the model, whose variables are not its state.
-  model = _reached(graph, 0, without={*todo})
-  keys = set()
-  while todo:
-    node_id = todo.pop()
-    if node_id not in found and node_id not in model:
-      found.add(node_id)
-      node = graph.nodes[node_id]
-      keys.update(a.checkpoint_key for a in node.attributes)
-      todo.extend(child.node_id for child in node.children)
-  return keys
+  optimizers, held, trained = set(), set(), set()
+  for node_id, node in enumerate(graph.nodes):
+    children = _children(node)
+    if node.slot_variables or any(
+        names <= children.keys() for names in _CHILDREN_OF_OPTIMIZERS):
+      optimizers.add(node_id)
+      # An optimizer of Keras refers to the variables that it trains.
+      if "_trainable_variables" in children:
+        trained.add(children.pop("_trainable_variables"))
+      held.update(children.values())
+      if "_variables" in children:
+        held.update(_children(graph.nodes[children["_variables"]]).values())
+      held.update(slot.slot_variable_node_id for slot in node.slot_variables)
+  # It may also refer to the model, whose variables are not its state.
+  own = {node_id for node_id in held if graph.nodes[node_id].attributes}
+  model = _reached(graph, {0, *trained}, without=optimizers | own)
+  return {attribute.checkpoint_key
+          for node_id in _reached(graph, held, without=model)
+          for attribute in graph.nodes[node_id].attributes}
 
 
-def _reached(graph, root, without):
-  found, todo = set(), [root]
+def _children(node):
+  return {child.local_name: child.node_id for child in node.children}
+
+
+def _reached(graph, roots, without):
+  found, todo = set(), [*roots]
   while todo:
     node_id = todo.pop()
     if node_id not in found and node_id not in without:
       found.add(node_id)
-      todo.extend(child.node_id for child in graph.nodes[node_id].children)
+      todo.extend(_children(graph.nodes[node_id]).values())
   return found
