@@ -154,6 +154,29 @@ def test_bad_arguments(tmp_path, arguments, error):
   assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.parametrize("name, step", [
+    ("model-1000", 1000), ("model.ckpt-1000", 1000), ("v1.5/model-10", 10),
+    ("resnet-50.ckpt-1000", 1000), ("ckpt-7.weights.h5", 7), ("7.keras", 7),
+    ("run-0100.ckpt", 100), ("weights.05.keras", 5), ("ckpt_9.best", 9),
+    ("m-3.weights.json", 3), ("lr-0.5-1000.h5", 1000),
+    ("weights.05-0.32.weights.h5", None), ("model.ckpt1000", None),
+    ("v1.5", None), ("m.weights.h5", None)])
+def test_the_step_in_a_name(name, step):
+  if step is not None:
+    assert _rate_decay._step_of_name(name) == step
+  else:
+    with pytest.raises(ValueError, match=f"^{name} must have a name that ends "
+                       "with its step, such as 'model-1000', "):
+      _rate_decay._step_of_name(name)
+
+
+def test_the_default_names_of_tensorflow_1(tmp_path):
+  paths = write(tmp_path, [350, 400], "model.ckpt-{}")
+  checkpoints.merge(paths, tmp_path / "out", decay="linear")
+  np.testing.assert_allclose(merged(tmp_path / "out"),
+                             decayed("linear", 50, [350, 400]), atol=1e-6)
+
+
 def test_steps_that_no_name_tells(tmp_path):
   paths = write(tmp_path, [350, 400], "model-{}-of-run")
   with pytest.raises(ValueError, match="a name that ends with its step, "):

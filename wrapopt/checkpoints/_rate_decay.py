@@ -96,13 +96,15 @@ def _steps(sources, steps, are_averages):
 
 
 def _step_of_name(path):
-  """The number at the end of a checkpoint's name."""
-  name = os.path.basename(path).split(".")[0]
-  found = re.search(r"(\d+)$", name)
+  """The number at the end of a checkpoint's name, before its endings."""
+  name = re.sub(r"(\.[A-Za-z]\w*)+$", "", os.path.basename(path))
+  # Not the decimals of a number, as of a loss.
+  found = re.search(r"(?<!\d)(?<!\d\.)(\d+)$", name)
   if found is None:
     raise ValueError(
         f"{path} must have a name that ends with its step, such as "
-        "'model-1000', got none. Pass `steps`.")
+        "'model-1000', 'model.ckpt-1000' or 'model-1000.weights.h5', got none. "
+        "Pass `steps`.")
   return int(found[1])
 
 
