@@ -684,7 +684,29 @@ def test_bad_arguments(tmp_path, two):
        (two, out, [1, np.nan]), {}),
       (ValueError, "sum of `weights` must be greater than 0, got 0",
        checkpoints.merge, (two, out, [1, -1]), {}),
-      (ValueError, "`decay` must be in", checkpoints.ema, (two, out, 1.5), {}),
+      *((ValueError, f"`decay` must be a number in .* got {decay!r}",
+         checkpoints.ema, (two, out, decay), {}) for decay in (1.5, True, "x")),
+      (ValueError, "`weights` must be finite numbers, got .True, True",
+       checkpoints.merge, (two, out, [True, True]), {}),
+      (TypeError, "`weights` must be a sequence, got 3", checkpoints.merge,
+       (two, out, 3), {}),
+      (TypeError, "`steps` must be a sequence, got 3", checkpoints.merge,
+       (two, out), {"decay": "linear", "steps": 3}),
+      (ValueError, r"`decay` must be linear, .* got \['linear'\]",
+       checkpoints.merge, (two, out), {"decay": ["linear"]}),
+      *((ValueError, "`only` must be a regular expression, got "
+         f"{re.escape(repr(only))}: ", checkpoints.merge, (two, out),
+         {"only": only}) for only in ("(", b"w", 5, ["w"])),
+      (TypeError, "`inputs` must be a sequence, got 5", checkpoints.merge,
+       (5, out), {}),
+      (TypeError, "`inputs` must be a path, .* got None", checkpoints.merge,
+       ([*two, None], out), {}),
+      (TypeError, "`output` must be a path, .* got 5", checkpoints.merge,
+       (two, 5), {}),
+      (TypeError, "`relative_widths` must be a sequence, got 0.1",
+       checkpoints.sweep, (two, len, 0.1), {}),
+      (TypeError, "`evaluate` must be a function of a path, got 'f'",
+       checkpoints.sweep, (two, "f", [0.1]), {}),
       (ValueError, "`window` must be an integer from 1 to the number of "
        "inputs, 2, got 3", checkpoints.lawa, (two, out, 3), {}),
       (FileNotFoundError, "There is no checkpoint .*none", checkpoints.lawa,
@@ -699,6 +721,42 @@ def test_bad_arguments(tmp_path, two):
        checkpoints.merge, (two, out), {"only": "nothing"}),
   ]:
     refused(tmp_path, error, match, function, *args, **kwargs)
+
+
+def test_paths_may_be_bytes(tmp_path, two):
+  out = tmp_path / "out"
+  checkpoints.merge([os.fsencode(path) for path in two], os.fsencode(out))
+  checkpoints.lawa(os.fsencode(two[1]), tmp_path / "last", 1)
+  assert values_of(out)["b"] == 0.5 and values_of(tmp_path / "last")["b"] == 1
+
+
+@pytest.mark.parametrize("ending", ["", ".keras", ".h5"])
+@pytest.mark.parametrize("size", [235, 240, 300])
+def test_a_name_of_an_output_that_is_too_long(tmp_path, monkeypatch, two,
+                                              ending, size):
+  monkeypatch.chdir(tmp_path)
+  if ending:
+    checkpoint_files.write(ending[1:], f"in-1{ending}", 1, True)
+    two = [f"in-1{ending}"]
+  # TensorFlow appends ".data-00000-of-00001".
+  output = "x" * (size - len(ending)) + ending
+  if size == 235:
+    checkpoints.merge(two, output)
+    size, output = 236, "x" + output
+    if ending:
+      return
+  # Where the graph was made says nothing to a user.
+  refused(tmp_path, OSError, f"^{output} cannot be written: (?s:(?!Graph).)*"
+          "File name too long", checkpoints.merge, two, output)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.npz",
+                                  "saved_model.pb", "model"])
+def test_files_of_other_formats(tmp_path, name):
+  (tmp_path / name).write_bytes(b"x" * 100)
+  refused(tmp_path, ValueError, f"{name} must be a file of TensorFlow or Keras, "
+          "got one of another format. Load other weights into the model",
+          checkpoints.merge, tmp_path / name, tmp_path / "out")
 
 
 # The byte that is damaged: its place, or a file of an archive or data in it.
@@ -737,7 +795,8 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
 
 def test_a_file_that_is_cut(tmp_path, two):
   os.truncate(two[1] + ".data-00000-of-00001", 5)
-  refused(tmp_path, OSError, "Variable '[bw]' of .*in-1 cannot be read: ",
+  refused(tmp_path, OSError,
+          "Variable '[bw]' of .*in-1 cannot be read: (?!Graph)",
           checkpoints.merge, two, tmp_path / "out")
 
 

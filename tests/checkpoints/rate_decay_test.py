@@ -142,7 +142,7 @@ def test_command(tmp_path, capsys):
     ({"decay": "linear", "weights": [1, 1, 1]}, "`weights` must be None with"),
     ({"decay_steps": 3}, "`decay_steps` and `steps` must be given with"),
     ({"decay": "linear", "decay_steps": 101}, "at most the .* 100, got 101"),
-    ({"decay": "linear", "decay_steps": 0}, "must be greater than 0"),
+    ({"decay": "linear", "decay_steps": 0}, "must be a number greater than 0"),
     ({"decay": "linear", "steps": [1, 2]}, "a number .* for each of the 3 in"),
     ({"decay": "linear", "steps": [1, 3, 2]}, "order of training, got the "
      "steps 1, 3, 2"),

@@ -96,6 +96,7 @@ import os
 import tempfile
 from typing import NamedTuple, Optional, Union
 
+from wrapopt import _checks
 from wrapopt import _extras
 from wrapopt._averages import _decay
 from wrapopt.checkpoints import _formats
@@ -106,7 +107,7 @@ from wrapopt.checkpoints._snapshots import SnapshotHook
 
 __all__ = ["SnapshotHook", "ema", "lawa", "merge", "posthoc", "sweep"]
 
-_Path = Union[str, os.PathLike]
+_Path = Union[str, bytes, os.PathLike]
 _Paths = Union[_Path, Sequence[_Path]]
 
 
@@ -177,7 +178,7 @@ def merge(inputs: _Paths, output: _Path,
     fitted = None if decay is None else _rate_decay.fit(
         sources, decay, decay_steps, steps)
     _merge.weighted(
-        sources, os.fspath(output),
+        sources, output,
         _merge.checked_weights(weights, len(sources)) if fitted is None else
         fitted.weights.tolist(), only, _bar(progress))
   return fitted
@@ -203,13 +204,13 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
   Raises:
     The same errors as `merge`.
   """
-  if not isinstance(decay, numbers.Real) or not 0 <= decay <= 1:
-    raise ValueError(f"`decay` must be in [0, 1], got {decay!r}.")
+  if not _checks.is_number(decay) or not 0 <= decay <= 1:
+    raise ValueError(f"`decay` must be a number in [0, 1], got {decay!r}.")
   with _opened(inputs) as sources:
     n = len(sources)
     weights = [(1 - decay) * decay**(n - 1 - i) for i in range(n)]
     weights[0] = decay**(n - 1)
-    _merge.weighted(sources, os.fspath(output), weights, only, _bar(progress))
+    _merge.weighted(sources, output, weights, only, _bar(progress))
 
 
 def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
@@ -289,10 +290,11 @@ def posthoc(inputs: _Paths, output: _Path,
                 "a checkpoint that is not a snapshot."))
     most = max(source.note["steps"] for source in sources)
     steps = most if steps is None else steps
-    if not isinstance(steps, (int, float)) or not 0 < steps <= most:
+    if not _checks.is_number(steps) or not 0 < steps <= most:
       raise ValueError(
-          "`steps` must be greater than 0 and at most the steps of the latest "
-          f"snapshot, {most}, got {steps!r}.")
+          "`steps` must be a number greater than 0 and at most the steps of "
+          f"the latest snapshot, {most}, got {steps!r}.")
+    steps = float(steps)
     sources = sorted((s for s in sources if 0 < s.note["steps"] <= steps),
                      key=lambda s: (s.note["steps"], s.note["gamma"], s.path))
     if not sources:
@@ -301,7 +303,7 @@ def posthoc(inputs: _Paths, output: _Path,
     fitted = _profiles.fit(
         [_profiles.Profile(s.note["gamma"], s.note["steps"]) for s in sources],
         _profiles.Profile(wanted.gamma, steps))
-    _merge.weighted(sources, os.fspath(output), fitted.weights.tolist(), only,
+    _merge.weighted(sources, output, fitted.weights.tolist(), only,
                     _bar(progress))
   return fitted
 
@@ -342,9 +344,13 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
     The same errors as `posthoc`, and those of `evaluate`.
   """
   paths = _paths(inputs)
-  # Check all widths before the first is evaluated.
+  # Check all arguments before the first width is evaluated.
+  relative_widths = _checks.sequence("relative_widths", relative_widths)
   for width in relative_widths:
     _decay.PowerDecay(width)
+  if not callable(evaluate):
+    raise TypeError("`evaluate` must be a function of a path, got "
+                    f"{evaluate!r}.")
   ending = _formats.ending_of(paths[-1])
   found = []
   for width in relative_widths:
@@ -353,15 +359,21 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
       path = os.path.join(d, f"width-{width:g}{ending}")
       error = posthoc(paths, path, width, steps=steps, only=only,
                       progress=progress).error
-      found.append(Width(float(width), error, float(evaluate(path))))
+      quality = evaluate(path)
+      try:
+        found.append(Width(float(width), error, float(quality)))
+      except (TypeError, ValueError):
+        raise TypeError("`evaluate` must return a number, got "
+                        f"{quality!r}.") from None
   return found
 
 
 def _paths(inputs):
   """The paths of checkpoints in an argument `inputs`: a list."""
-  if isinstance(inputs, (str, os.PathLike)):
+  if isinstance(inputs, (str, bytes, os.PathLike)):
     inputs = [inputs]
-  paths = [path for given in inputs for path in _formats.expand(given)]
+  paths = [path for given in _checks.sequence("inputs", inputs)
+           for path in _formats.expand(given)]
   if not paths:
     raise ValueError("`inputs` must hold at least one path, got none.")
   return paths

@@ -15,6 +15,7 @@ from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
 from wrapopt._v1 import _interpolated
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
@@ -22,7 +23,7 @@ from wrapopt.checkpoints import _tensorflow
 _PREFIX = "snapshot-"
 _DTYPES = {None: None, "float32": np.dtype(np.float32),
            "float16": np.dtype(np.float16), "bfloat16": _source.BFLOAT16}
-_Path = Union[str, os.PathLike]
+_Path = Union[str, bytes, os.PathLike]
 
 
 class Snapshots:
@@ -56,7 +57,7 @@ class Snapshots:
     if name not in _DTYPES:
       raise ValueError(
           f"`dtype` must be None, float16, bfloat16 or float32, got {name}.")
-    self.directory = os.fspath(directory)
+    self.directory = _files.path("directory", directory)
     if not self.directory:
       raise ValueError("`directory` must be the path of a directory, got ''. "
                        "Pass a path such as 'run/snapshots'.")

@@ -7,6 +7,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -77,20 +78,19 @@ class TensorFlowSink(_sink.Sink):
           copied[tensor.op] = name, value.path
         tensors.append(tensor)
       try:
-        session.run(tf.raw_ops.SaveV2(
+        _run(session, tf.raw_ops.SaveV2(
             prefix=self._parts[-1], tensor_names=[*waiting],
             shape_and_slices=[""] * len(waiting), tensors=tensors), feeds)
-      except tf.errors.OpError as e:
+      except _Failed as e:
         if e.op in copied:
-          name, path = copied[e.op]
-          raise _source.unread(name, path, e.message) from e
+          raise _source.unread(*copied[e.op], e) from e
         raise
 
   def _finish(self):
     self._save()
     prefix = os.path.join(self._directory, os.path.basename(self.path))
     with _session() as session:
-      session.run(tf.raw_ops.MergeV2Checkpoints(
+      _run(session, tf.raw_ops.MergeV2Checkpoints(
           checkpoint_prefixes=self._parts, destination_prefix=prefix))
     index, *data = _files_of(prefix)
     # The data files are not a checkpoint without the index.
@@ -111,6 +111,27 @@ def _session():
   with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(
       device_count={"GPU": 0}, inter_op_parallelism_threads=-1)) as session:
     yield session
+
+
+class _Failed(OSError):
+  """The reason why an op failed.
+
+  Attributes:
+    op: The op.
+  """
+  op = None
+
+
+def _run(session, op, feeds=None):
+  try:
+    session.run(op, feeds)
+  except tf.errors.OpError as e:
+    # The reason is between the place in the program and that in the graph.
+    reason = re.sub(r"(?s)^Graph execution error.*?\nNode: [^\n]*\n", "",
+                    e.message)
+    failed = _Failed(re.split(r"\s*\[\[\{\{node", reason)[0])
+    failed.op = e.op
+    raise failed from e
 
 
 def _files_of(path):
@@ -152,7 +173,17 @@ class TensorFlowSource(_source.Source):
 
   def __init__(self, path):
     super().__init__(path)
-    self._reader = tf.train.load_checkpoint(path)
+    try:
+      self._reader = tf.train.load_checkpoint(path)
+    except tf.errors.DataLossError as e:
+      if os.path.exists(self.file_of(path)) or "sstable" not in e.message:
+        raise
+      # Checkpoints of the first TensorFlow are a file without an ending.
+      raise ValueError(
+          f"{path} must be a file of TensorFlow or Keras, got one of another "
+          "format. Load other weights into the model, and save them with "
+          "model.save_weights('x.weights.h5'). The variables of a SavedModel "
+          "are the checkpoint 'variables/variables' in its folder.") from e
     self.dtypes = self._reader.get_variable_to_dtype_map()
     shapes = self._reader.get_variable_to_shape_map()
     # NumPy lacks variants, such as the states of iterators.
