@@ -10,11 +10,13 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _composition
 from wrapopt import moving_average
 from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
 from wrapopt._v1 import _interpolated
+from wrapopt._v1 import _wrapper
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
@@ -210,6 +212,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
     """
     if not isinstance(opt, (moving_average.MovingAverageOptimizer,
                             _interpolated.InterpolatingOptimizer)):
+      _composition.check_import("`opt`", opt, _wrapper.WrapperOptimizer)
       raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, "
                       "PrimalAverageOptimizer or ScheduleFreeOptimizer, got "
                       f"{type(opt).__module__}.{type(opt).__qualname__}.")
