@@ -172,6 +172,25 @@ def test_only_says_what_is_averaged(tmp_path):
   assert values_of(tmp_path / "out" / "all")["w/Adam"] == 1.5
 
 
+def test_slots_in_the_file_of_a_saver(tmp_path, capsys):
+  inputs = [save_by_saver(tmp_path / f"run-{i}", {
+      "w": np.float32([i]), "w/Adam": np.float32([i]), "w/b": np.float32(i)})
+            for i in range(2)]
+  command.main(["merge", *inputs, "--output", str(tmp_path / "a"), "--quiet"])
+  out, err = capsys.readouterr()
+  assert out == (f"{tmp_path / 'a'}: mean of the inputs\n"
+                 "  averaged: 3 variables, 3 numbers of float32\n"
+                 "  copied: 0 variables\n")
+  assert ("note: 1 averaged variables, such as 'w/Adam', have names of slots. "
+          "A Saver's file does not distinguish slots from weights. Choose"
+         ) in err
+  command.main(["merge", *inputs, "--output", str(tmp_path / "b"), "--quiet",
+                "--only", "^w(/b)?$"])
+  out, err = capsys.readouterr()
+  assert "copied: 1 variables, 1 without a match of '^w(/b)?$'\n" in out
+  assert not err
+
+
 def test_a_partitioned_variable_of_many_rows(tmp_path):
   # From 64 on, the number of a slice's row is not ASCII in the key of the
   # slice.
@@ -357,6 +376,30 @@ def test_the_state_of_each_optimizer_of_tensorflow_is_copied(tmp_path, opt):
   checkpoints.merge(paths, tmp_path / "mean")
   assert_averaged(paths, tmp_path / "mean",
                   {"part/w/.ATTRIBUTES/VARIABLE_VALUE"})
+
+
+def test_an_optimizer_that_refers_to_the_model(tmp_path):
+  paths = {name: [] for name in ("beside", "root", "first")}
+  for seed in range(2):
+    model, opt = tf.Module(), tf.Module()
+    model.w, model.mean = tf.Variable([1.0 + seed]), tf.Variable([2.0 + seed])
+    slot, rate = tf.Variable([3.0 + seed]), tf.Variable(4.0 + seed)
+    opt._iterations = tf.Variable(seed)
+    opt._learning_rate, opt._variables = rate, [slot]
+    opt._trainable_variables, opt.model = [model.w], model
+    for name, checkpoint in {
+        # The rate is at two places.
+        "beside": tf.train.Checkpoint(a=rate, b=slot, model=model, opt=opt),
+        "root": tf.train.Checkpoint(root=opt),
+        "first": tf.train.Checkpoint(a=opt, b=model)}.items():
+      paths[name].append(checkpoint.write(str(tmp_path / f"{name}-{seed}")))
+  for name, averaged in {
+      "beside": {"model/w", "model/mean"}, "root": {"_trainable_variables/0"},
+      "first": {"b/w", "b/mean"}}.items():
+    output = tmp_path / f"{name}-mean"
+    checkpoints.merge(paths[name], output)
+    assert_averaged(paths[name], output, {
+        f"{x}/.ATTRIBUTES/VARIABLE_VALUE" for x in averaged})
 
 
 # Keras's files

@@ -171,6 +171,13 @@ def _report(options, like, remedy):
   with contextlib.closing(_formats.open_source(like)) as source:
     _print_parts(source, options.verbose, options.only)
     names = source.moving_statistics()
+    slots = [name for name in _merge.averaged(source, options.only)
+             if source.specs[name] == source.specs.get(os.path.dirname(name))]
+  if slots:
+    print(f"note: {len(slots)} averaged variables, such as '{slots[-1]}', have "
+          "names of slots. A Saver's file does not distinguish slots from "
+          "weights. Choose the variables to average with --only.",
+          file=sys.stderr)
   if names:
     print(f"note: {options.output} has moving statistics of batch "
           f"normalizations, {len(names)} variables such as '{names[-1]}'. They "
