@@ -797,8 +797,8 @@ def test_a_name_of_an_output_that_is_too_long(tmp_path, monkeypatch, two,
                                   "saved_model.pb", "model"])
 def test_files_of_other_formats(tmp_path, name):
   (tmp_path / name).write_bytes(b"x" * 100)
-  refused(tmp_path, ValueError, f"{name} must be a file of TensorFlow or Keras, "
-          "got one of another format. Load other weights into the model",
+  refused(tmp_path, ValueError, f"{name} must be a file of TensorFlow or "
+          "Keras, got one of another format. Load other weights into the model",
           checkpoints.merge, tmp_path / name, tmp_path / "out")
 
 

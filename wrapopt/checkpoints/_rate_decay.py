@@ -58,8 +58,8 @@ def fit(sources, shape, decay_steps, steps):
     decay_steps = longest
   if not _checks.is_number(decay_steps) or not 0 < decay_steps <= longest:
     raise ValueError(
-        "`decay_steps` must be a number greater than 0 and at most the steps from the "
-        f"first input to the last, {longest:g}, got {decay_steps!r}.")
+        "`decay_steps` must be a number greater than 0 and at most the steps "
+        f"from the first input to the last, {longest:g}, got {decay_steps!r}.")
   if None not in gammas:
     return of_averages([_profiles.Profile(*p) for p in zip(gammas, steps)],
                        shape, decay_steps)
