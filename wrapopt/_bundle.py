@@ -9,6 +9,7 @@ TensorFlow runs the ops of a function in program order if they take the same
 handle. This module tells TensorFlow which handles a bundle holds.
 """
 
+import contextlib
 import os
 import re
 
@@ -145,7 +146,6 @@ _NOT_COMPILED = (
     "before without XLA. Call its python_function instead.")
 
 
-@auto_control_deps.register_acd_resource_resolver
 def _wrapopt_bundle_resolver(op, reads, writes):
   """Adds the handles of an op's bundles to the resources that the op writes.
 
@@ -179,6 +179,12 @@ def _wrapopt_bundle_resolver(op, reads, writes):
     writes.update(other for other, shared in stand_for.values()
                   if not shared.isdisjoint(handles))
   return len(writes) > before
+
+
+# Once in a process, also if this module is imported again. What it reads of a
+# bundle are attributes of tensors.
+with contextlib.suppress(KeyError):
+  auto_control_deps.register_acd_resource_resolver(_wrapopt_bundle_resolver)
 
 
 def _source(tensor):

@@ -39,9 +39,22 @@ def boolean_or_01(subject, x):
   return bool(x) if isinstance(x, int) and x in (0, 1) else boolean(subject, x)
 
 
+def is_number(x):
+  """Whether `x` is a real number, also of NumPy; no bool is."""
+  return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def sequence(subject, x):
+  """`x` as a list; raises a TypeError if it is no sequence."""
+  try:
+    return list(x)
+  except TypeError:
+    raise TypeError(f"`{subject}` must be a sequence, got {x!r}.") from None
+
+
 def fraction(subject, x):
   """Raises an error if `x` is no number in [0, 1]."""
-  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+  if not is_number(x):
     raise TypeError(f"`{subject}` must be a number, got {x!r}.")
   if not 0 <= x <= 1:
     raise ValueError(f"`{subject}` must be in [0, 1], got {x}.")
@@ -57,7 +70,7 @@ def number(subject, x, least=None, most=math.inf):
       than 0.
     most: The greatest.
   """
-  if not isinstance(x, numbers.Real) or isinstance(x, bool):
+  if not is_number(x):
     raise TypeError(f"`{subject}` must be a number, got {x!r}.")
   if (not math.isfinite(x) or x > most or
       (x <= 0 if least is None else x < least)):
@@ -72,8 +85,7 @@ def number_or_tensor(subject, x, check):
   if isinstance(x, np.ndarray) and x.ndim == 0:
     x = x.item()
   is_tensor = isinstance(x, tf.Variable) or tf.is_tensor(x)
-  if (not x.shape.is_compatible_with([]) if is_tensor else
-      not isinstance(x, numbers.Real) or isinstance(x, bool)):
+  if not (x.shape.is_compatible_with([]) if is_tensor else is_number(x)):
     raise TypeError(f"`{subject}` must be a number, or a scalar tensor or "
                     f"variable, got {x!r}.")
   if not is_tensor:

@@ -189,6 +189,28 @@ def check_in_keras(outer, opt, inside):
       raise _refused("optimizer", outer, inner, why, type(opt).__qualname__)
 
 
+def check_import(subject, opt, base):
+  """Raises an error if an optimizer comes from an earlier import of wrapopt.
+
+  It would be taken for an optimizer without averages.
+
+  Args:
+    subject: What it is, such as "`optimizer` of SWA".
+    opt: An object.
+    base: The base class of wrappers, of this import.
+
+  Raises:
+    ValueError: If `opt` is a wrapper of another one.
+  """
+  if not isinstance(opt, base) and any(
+      (c.__module__, c.__qualname__) == (base.__module__, base.__qualname__)
+      for c in type(opt).__mro__):
+    raise ValueError(
+        f"{subject} must be made with the wrapopt that is imported now, got a "
+        f"{type(opt).__qualname__} of an earlier import. Make the optimizer "
+        "again, or restart Python.")
+
+
 def _refused(argument, outer, inner, why, got):
   return ValueError(f"`{argument}` of {outer} must not be or hold a {inner}: "
                     f"{why}. Got {got}.")

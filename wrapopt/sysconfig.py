@@ -33,6 +33,12 @@ def get_lib() -> str:
 def _folder():
   """Returns the folder of the libraries."""
   folder = os.path.dirname(os.path.abspath(__file__))
+  if not os.path.isdir(folder):
+    raise ImportError(
+        f"{folder} must be a folder, got a part of an archive, from which no "
+        "native library can be loaded. Install wrapopt with pip on each "
+        "machine. For Spark, pass an environment that contains it with "
+        "--archives, instead of the wheel with --py-files.")
   if not os.path.exists(os.path.join(folder, "_wrapopt_native.so")):
     raise ImportError(
         f"{folder} must hold the native library of wrapopt, got only its "

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import checkpoint_files
+import wrapopt
 from wrapopt import checkpoints
 from wrapopt.checkpoints import __main__ as command
 from wrapopt.checkpoints import _formats
@@ -20,6 +21,7 @@ from wrapopt.checkpoints import _merge
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
+import wrapopt.keras
 
 v1 = tf.compat.v1
 
@@ -170,6 +172,25 @@ def test_only_says_what_is_averaged(tmp_path):
   assert values_of(tmp_path / "out" / "all")["w/Adam"] == 1.5
 
 
+def test_slots_in_the_file_of_a_saver(tmp_path, capsys):
+  inputs = [save_by_saver(tmp_path / f"run-{i}", {
+      "w": np.float32([i]), "w/Adam": np.float32([i]), "w/b": np.float32(i)})
+            for i in range(2)]
+  command.main(["merge", *inputs, "--output", str(tmp_path / "a"), "--quiet"])
+  out, err = capsys.readouterr()
+  assert out == (f"{tmp_path / 'a'}: mean of the inputs\n"
+                 "  averaged: 3 variables, 3 numbers of float32\n"
+                 "  copied: 0 variables\n")
+  assert ("note: 1 averaged variables, such as 'w/Adam', have names of slots. "
+          "A Saver's file does not distinguish slots from weights. Choose"
+         ) in err
+  command.main(["merge", *inputs, "--output", str(tmp_path / "b"), "--quiet",
+                "--only", "^w(/b)?$"])
+  out, err = capsys.readouterr()
+  assert "copied: 1 variables, 1 without a match of '^w(/b)?$'\n" in out
+  assert not err
+
+
 def test_a_partitioned_variable_of_many_rows(tmp_path):
   # From 64 on, the number of a slice's row is not ASCII in the key of the
   # slice.
@@ -249,7 +270,206 @@ def test_object_based_checkpoints(tmp_path, kind):
       assert np.array_equal(got.numpy(), of_inputs[-1].numpy())
 
 
+def with_schedule(optimizer=keras.optimizers.Adam, **kwargs):
+  return optimizer(keras.optimizers.schedules.ExponentialDecay(0.1, 9, 0.5),
+                   **kwargs)
+
+
+def multi_optimizer():
+  optimizers = keras.optimizers.OptimizerMap(with_schedule())
+  optimizers["w"] = keras.optimizers.SGD(momentum=0.9)
+  return keras.optimizers.MultiOptimizer(optimizers)
+
+
+OPTIMIZERS = {
+    "SGD": keras.optimizers.SGD,
+    "SGD with a schedule": lambda: with_schedule(keras.optimizers.SGD),
+    "Adam with a schedule": with_schedule,
+    "use_ema": lambda: with_schedule(use_ema=True),
+    "Adafactor": lambda: with_schedule(keras.optimizers.Adafactor),
+    "LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
+        with_schedule()),
+    "MultiOptimizer": multi_optimizer,
+    "MovingAverage": lambda: wrapopt.keras.MovingAverage(with_schedule(), 0.9),
+    "SWA": lambda: wrapopt.keras.SWA(with_schedule(), 0, 1),
+    "Lookahead": lambda: wrapopt.keras.Lookahead(with_schedule(), 2),
+    "ScheduleFree": lambda: wrapopt.keras.ScheduleFree("sgd"),
+    "PrimalAverage": lambda: wrapopt.keras.PrimalAverage(
+        with_schedule(), 0.7, 0.9),
+    "LazyAdam": lambda: with_schedule(wrapopt.keras.LazyAdam),
+    "two in LossScaleOptimizer": lambda: keras.optimizers.LossScaleOptimizer(
+        wrapopt.keras.SWA(wrapopt.keras.MovingAverage(with_schedule(), 0.9),
+                          0, 1)),
+}
+
+
+def assert_averaged(paths, output, names):
+  """Asserts that an output has means of these variables, else the last."""
+  *_, last = inputs = [values_of(path) for path in paths]
+  got = values_of(output)
+  for name, value in got.items():
+    if name in names:
+      assert_same_bits(value, mean_of([x[name] for x in inputs], np.float32))
+      assert not np.array_equal(value, last[name])
+    else:
+      assert np.array_equal(value, last[name]), name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_state_of_each_optimizer_of_keras_is_copied(tmp_path, optimizer):
+  paths = {True: [], False: []}
+  for seed in range(2):
+    w = keras.Variable(np.ones((2, 3), np.float32), name="w")
+    opt = OPTIMIZERS[optimizer]()
+    for i in range(seed + 2):
+      opt.apply([tf.fill([2, 3], i + 1.0)], [w])
+    for has_w in paths:
+      checkpoint = tf.train.Checkpoint(
+          part=tf.train.Checkpoint(opt=opt, **{"w": w} if has_w else {}))
+      paths[has_w].append(checkpoint.save(str(tmp_path / f"{seed}{has_w}/c")))
+  for has_w, inputs in paths.items():
+    checkpoints.merge(inputs, tmp_path / f"mean{has_w}")
+    # The optimizer refers to the variable that it trains, too.
+    assert_averaged(inputs, tmp_path / f"mean{has_w}", {
+        f"part/{x}/.ATTRIBUTES/VARIABLE_VALUE" for x in (
+            "w", "opt/_trainable_variables/0",
+            "opt/inner_optimizer/_trainable_variables/0")})
+
+
+@pytest.mark.parametrize("opt", [
+    lambda: v1.train.MomentumOptimizer(0.1, 0.9), wrapopt.LazyAdamOptimizer,
+    lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.GradientDescentOptimizer(0.1), [wrapopt.PowerDecay(0.1), 0.9]),
+    lambda: wrapopt.ScheduleFreeOptimizer(
+        v1.train.GradientDescentOptimizer(0.1)),
+    lambda: wrapopt.PrimalAverageOptimizer(
+        v1.train.AdamOptimizer(0.1), 0.7, 0.9),
+    lambda: wrapopt.DropStaleGradientOptimizer(
+        v1.train.GradientDescentOptimizer(0.1), 3),
+    lambda: v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
+        v1.train.AdamOptimizer(0.1), v1.mixed_precision.DynamicLossScale(
+            8.0, increment_period=1))],
+                         ids=["Momentum", "LazyAdam", "MovingAverage",
+                              "ScheduleFree", "PrimalAverage", "gate",
+                              "loss scale"])
+def test_the_state_of_each_optimizer_of_tensorflow_is_copied(tmp_path, opt):
+  paths = []
+  for seed in range(2):
+    with tf.Graph().as_default(), v1.Session() as session:
+      w = v1.get_variable("w", initializer=np.float32([1, 2]),
+                          use_resource=True)
+      step = v1.train.get_or_create_global_step()
+      optimizer = opt()
+      train = optimizer.minimize(tf.reduce_sum(w * w), step)
+      checkpoint = tf.train.Checkpoint(
+          part=tf.train.Checkpoint(optimizer=optimizer, w=w))
+      paths.append(str(tmp_path / f"{seed}/c"))
+      session.run([v1.global_variables_initializer(),
+                   v1.local_variables_initializer()])
+      for _ in range(seed + 2):
+        session.run(train)
+      # Also what would only change later.
+      for variable in {*v1.global_variables()} - {w, step}:
+        session.run(variable.assign(tf.cast(
+            tf.fill(variable.shape, seed + 2), variable.dtype)))
+      paths[-1] = checkpoint.save(paths[-1])
+  checkpoints.merge(paths, tmp_path / "mean")
+  assert_averaged(paths, tmp_path / "mean",
+                  {"part/w/.ATTRIBUTES/VARIABLE_VALUE"})
+
+
+def test_an_optimizer_that_refers_to_the_model(tmp_path):
+  paths = {name: [] for name in ("beside", "root", "first")}
+  for seed in range(2):
+    model, opt = tf.Module(), tf.Module()
+    model.w, model.mean = tf.Variable([1.0 + seed]), tf.Variable([2.0 + seed])
+    slot, rate = tf.Variable([3.0 + seed]), tf.Variable(4.0 + seed)
+    opt._iterations = tf.Variable(seed)
+    opt._learning_rate, opt._variables = rate, [slot]
+    opt._trainable_variables, opt.model = [model.w], model
+    for name, checkpoint in {
+        # The rate is at two places.
+        "beside": tf.train.Checkpoint(a=rate, b=slot, model=model, opt=opt),
+        "root": tf.train.Checkpoint(root=opt),
+        "first": tf.train.Checkpoint(a=opt, b=model)}.items():
+      paths[name].append(checkpoint.write(str(tmp_path / f"{name}-{seed}")))
+  for name, averaged in {
+      "beside": {"model/w", "model/mean"}, "root": {"_trainable_variables/0"},
+      "first": {"b/w", "b/mean"}}.items():
+    output = tmp_path / f"{name}-mean"
+    checkpoints.merge(paths[name], output)
+    assert_averaged(paths[name], output, {
+        f"{x}/.ATTRIBUTES/VARIABLE_VALUE" for x in averaged})
+
+
 # Keras's files
+
+
+@keras.saving.register_keras_serializable("checkpoints_test")
+class Counts(keras.layers.Layer):
+  """A layer whose first variable is an integer, as an optimizer's."""
+
+  def build(self, shape):
+    del shape
+    self.count = self.add_weight(shape=(), dtype="int64", trainable=False)
+    self.table = self.add_weight(shape=(2, 3), trainable=False)
+
+
+class Adversarial(keras.Model):
+  """Optimizers at many places, and layers with names of optimizers."""
+
+  def __init__(self):
+    super().__init__(name="vars_of_optimizer")
+    part = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    part.compile(wrapopt.keras.SWA(with_schedule(), 0, 1), "mse")
+    part.optimizer.build(part.trainable_variables)
+    self.generator = keras.Sequential([part, keras.layers.Dense(2)])
+    self.optimizer_net = keras.layers.Dense(2, name="optimizer")
+    self.vars, self.adam = Counts(name="counts"), keras.layers.Dense(3)
+    for layer in self.optimizer_net, self.vars, self.adam:
+      layer.build((None, 3))
+    self.g_optimizer = keras.optimizers.LossScaleOptimizer(
+        wrapopt.keras.MovingAverage(with_schedule(name="g"), 0.9))
+    self.last_step = with_schedule(keras.optimizers.SGD, momentum=0.9,
+                                   name="sgd-d")
+    self.opts = [with_schedule(keras.optimizers.Lion, name="x"),
+                 keras.optimizers.SGD(momentum=0.9, name="y")]
+    self.by_part = {"a": wrapopt.keras.ScheduleFree("sgd", name="z")}
+    for opt in (self.g_optimizer, self.last_step, *self.opts,
+                *self.by_part.values()):
+      opt.build(self.adam.trainable_variables)
+    self.built = True
+
+
+def test_optimizers_of_keras_at_any_place(tmp_path, capsys):
+  paths = [tmp_path / f"{i}.weights.h5" for i in range(2)]
+  for i, path in enumerate(paths):
+    Adversarial().save_weights(path)
+    with h5py.File(path, "r+") as file:
+      file.visititems(lambda _, item: (
+          item.write_direct(np.full(item.shape, i, item.dtype))
+          if isinstance(item, h5py.Dataset) and item.size else None))
+    with zipfile.ZipFile(path.with_suffix("").with_suffix(".keras"), "w") as z:
+      z.write(path, "model.weights.h5")
+  of_weights = {
+      *(f"{layer}/vars/{i}" for i in (0, 1) for layer in (
+          "generator/layers/sequential/layers/dense", "generator/layers/dense",
+          "layers/dense", "adam")), "layers/counts/vars/1"}
+  for ending in ".weights.h5", ".keras":
+    inputs = [tmp_path / f"{i}{ending}" for i in range(2)]
+    output = tmp_path / f"mean{ending}"
+    command.main(["merge", *map(str, inputs), "--output", str(output),
+                  "--quiet", "--verbose"])
+    got = checkpoint_files.contents(ending.split(".")[-1], output)
+    assert {name for name, value in got.items() if isinstance(
+        value, np.ndarray) and (value == 0.5).all()} == of_weights
+  # All others are 1, and said to be.
+  out = capsys.readouterr().out
+  assert ("mean.keras: mean of the inputs\n  averaged: 9 variables, 40 numbers "
+          "of float32\n  copied: 42 variables, 29 in the state of an "
+          "optimizer, 13 of dtype int64\n  averaged  adam/vars/0  ") in out, out
+  assert ("  copied    layers/counts/vars/0  int64 [], of dtype int64\n"
+          "  averaged  layers/counts/vars/1  float32 [2, 3]\n") in out
 
 
 def make_model(seed=0, dtype="float32"):
@@ -507,7 +727,29 @@ def test_bad_arguments(tmp_path, two):
        (two, out, [1, np.nan]), {}),
       (ValueError, "sum of `weights` must be greater than 0, got 0",
        checkpoints.merge, (two, out, [1, -1]), {}),
-      (ValueError, "`decay` must be in", checkpoints.ema, (two, out, 1.5), {}),
+      *((ValueError, f"`decay` must be a number in .* got {decay!r}",
+         checkpoints.ema, (two, out, decay), {}) for decay in (1.5, True, "x")),
+      (ValueError, "`weights` must be finite numbers, got .True, True",
+       checkpoints.merge, (two, out, [True, True]), {}),
+      (TypeError, "`weights` must be a sequence, got 3", checkpoints.merge,
+       (two, out, 3), {}),
+      (TypeError, "`steps` must be a sequence, got 3", checkpoints.merge,
+       (two, out), {"decay": "linear", "steps": 3}),
+      (ValueError, r"`decay` must be linear, .* got \['linear'\]",
+       checkpoints.merge, (two, out), {"decay": ["linear"]}),
+      *((ValueError, "`only` must be a regular expression, got "
+         f"{re.escape(repr(only))}: ", checkpoints.merge, (two, out),
+         {"only": only}) for only in ("(", b"w", 5, ["w"])),
+      (TypeError, "`inputs` must be a sequence, got 5", checkpoints.merge,
+       (5, out), {}),
+      (TypeError, "`inputs` must be a path, .* got None", checkpoints.merge,
+       ([*two, None], out), {}),
+      (TypeError, "`output` must be a path, .* got 5", checkpoints.merge,
+       (two, 5), {}),
+      (TypeError, "`relative_widths` must be a sequence, got 0.1",
+       checkpoints.sweep, (two, len, 0.1), {}),
+      (TypeError, "`evaluate` must be a function of a path, got 'f'",
+       checkpoints.sweep, (two, "f", [0.1]), {}),
       (ValueError, "`window` must be an integer from 1 to the number of "
        "inputs, 2, got 3", checkpoints.lawa, (two, out, 3), {}),
       (FileNotFoundError, "There is no checkpoint .*none", checkpoints.lawa,
@@ -522,6 +764,42 @@ def test_bad_arguments(tmp_path, two):
        checkpoints.merge, (two, out), {"only": "nothing"}),
   ]:
     refused(tmp_path, error, match, function, *args, **kwargs)
+
+
+def test_paths_may_be_bytes(tmp_path, two):
+  out = tmp_path / "out"
+  checkpoints.merge([os.fsencode(path) for path in two], os.fsencode(out))
+  checkpoints.lawa(os.fsencode(two[1]), tmp_path / "last", 1)
+  assert values_of(out)["b"] == 0.5 and values_of(tmp_path / "last")["b"] == 1
+
+
+@pytest.mark.parametrize("ending", ["", ".keras", ".h5"])
+@pytest.mark.parametrize("size", [235, 240, 300])
+def test_a_name_of_an_output_that_is_too_long(tmp_path, monkeypatch, two,
+                                              ending, size):
+  monkeypatch.chdir(tmp_path)
+  if ending:
+    checkpoint_files.write(ending[1:], f"in-1{ending}", 1, True)
+    two = [f"in-1{ending}"]
+  # TensorFlow appends ".data-00000-of-00001".
+  output = "x" * (size - len(ending)) + ending
+  if size == 235:
+    checkpoints.merge(two, output)
+    size, output = 236, "x" + output
+    if ending:
+      return
+  # Where the graph was made says nothing to a user.
+  refused(tmp_path, OSError, f"^{output} cannot be written: (?s:(?!Graph).)*"
+          "File name too long", checkpoints.merge, two, output)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "model.npz",
+                                  "saved_model.pb", "model"])
+def test_files_of_other_formats(tmp_path, name):
+  (tmp_path / name).write_bytes(b"x" * 100)
+  refused(tmp_path, ValueError, f"{name} must be a file of TensorFlow or "
+          "Keras, got one of another format. Load other weights into the model",
+          checkpoints.merge, tmp_path / name, tmp_path / "out")
 
 
 # The byte that is damaged: its place, or a file of an archive or data in it.
@@ -560,7 +838,8 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
 
 def test_a_file_that_is_cut(tmp_path, two):
   os.truncate(two[1] + ".data-00000-of-00001", 5)
-  refused(tmp_path, OSError, "Variable '[bw]' of .*in-1 cannot be read: ",
+  refused(tmp_path, OSError,
+          "Variable '[bw]' of .*in-1 cannot be read: (?!Graph)",
           checkpoints.merge, two, tmp_path / "out")
 
 

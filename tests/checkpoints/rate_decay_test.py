@@ -129,7 +129,9 @@ def test_command(tmp_path, capsys):
   command.main(["merge", str(tmp_path), "--decay", "1-sqrt", "--decay-steps",
                 "200", "--output", str(tmp_path / "out"), "--quiet"])
   assert capsys.readouterr().out == (
-      f"{tmp_path / 'out'}: of 3 of 4 inputs, error of the decay 0.00%\n")
+      f"{tmp_path / 'out'}: of 3 of 4 inputs, error of the decay 0.00%\n"
+      "  averaged: 1 variables, 3 numbers of float64\n"
+      "  copied: 0 variables\n")
   np.testing.assert_allclose(
       merged(tmp_path / "out"), decayed("1-sqrt", 200, [200, 300, 400]),
       atol=1e-6)
@@ -140,7 +142,7 @@ def test_command(tmp_path, capsys):
     ({"decay": "linear", "weights": [1, 1, 1]}, "`weights` must be None with"),
     ({"decay_steps": 3}, "`decay_steps` and `steps` must be given with"),
     ({"decay": "linear", "decay_steps": 101}, "at most the .* 100, got 101"),
-    ({"decay": "linear", "decay_steps": 0}, "must be greater than 0"),
+    ({"decay": "linear", "decay_steps": 0}, "must be a number greater than 0"),
     ({"decay": "linear", "steps": [1, 2]}, "a number .* for each of the 3 in"),
     ({"decay": "linear", "steps": [1, 3, 2]}, "order of training, got the "
      "steps 1, 3, 2"),
@@ -150,6 +152,29 @@ def test_bad_arguments(tmp_path, arguments, error):
   with pytest.raises(ValueError, match=error):
     checkpoints.merge(paths, tmp_path / "out", **arguments)
   assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("name, step", [
+    ("model-1000", 1000), ("model.ckpt-1000", 1000), ("v1.5/model-10", 10),
+    ("resnet-50.ckpt-1000", 1000), ("ckpt-7.weights.h5", 7), ("7.keras", 7),
+    ("run-0100.ckpt", 100), ("weights.05.keras", 5), ("ckpt_9.best", 9),
+    ("m-3.weights.json", 3), ("lr-0.5-1000.h5", 1000),
+    ("weights.05-0.32.weights.h5", None), ("model.ckpt1000", None),
+    ("v1.5", None), ("m.weights.h5", None)])
+def test_the_step_in_a_name(name, step):
+  if step is not None:
+    assert _rate_decay._step_of_name(name) == step
+  else:
+    with pytest.raises(ValueError, match=f"^{name} must have a name that ends "
+                       "with its step, such as 'model-1000', "):
+      _rate_decay._step_of_name(name)
+
+
+def test_the_default_names_of_tensorflow_1(tmp_path):
+  paths = write(tmp_path, [350, 400], "model.ckpt-{}")
+  checkpoints.merge(paths, tmp_path / "out", decay="linear")
+  np.testing.assert_allclose(merged(tmp_path / "out"),
+                             decayed("linear", 50, [350, 400]), atol=1e-6)
 
 
 def test_steps_that_no_name_tells(tmp_path):

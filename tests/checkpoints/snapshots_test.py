@@ -164,12 +164,15 @@ def test_a_hook_is_checked(tmp_path):
        (sgd, tmp_path, 1)),
       (TypeError, "`save_steps` must be an integer", (opt, tmp_path, 1.5)),
       (ValueError, "`save_steps` must be at least 1", (opt, tmp_path, 0)),
+      (TypeError, "`directory` must be a path, .* got 5", (opt, 5, 1)),
       (ValueError, "`directory` must be the path of a directory, got ''",
        (opt, "", 1)),
       (ValueError, "`dtype` must be None, float16, bfloat16 or float32, got "
        "float64", (opt, tmp_path, 1, "float64"))]:
     with pytest.raises(error, match=match):
       checkpoints.SnapshotHook(*args)
+  assert checkpoints.SnapshotHook(
+      opt, os.fsencode(tmp_path), 1)._snapshots.directory == str(tmp_path)
   with graph_of("resource"):
     hook = checkpoints.SnapshotHook(opt, tmp_path, 1)
     with pytest.raises(RuntimeError, match="needs a global step"):
@@ -305,7 +308,7 @@ def test_a_snapshot_is_a_file_of_the_model(run):
 def test_an_earlier_time(run, tmp_path):
   _, directory, _ = run
   checkpoints.posthoc(two_of(directory), tmp_path / "early.weights.h5",
-                      gamma=WIDE.gamma, steps=80)
+                      gamma=WIDE.gamma, steps=np.int64(80))
   with h5py.File(tmp_path / "early.weights.h5") as got, h5py.File(
       directory / "snapshots" / f"snapshot-80-{WIDE}.weights.h5") as want:
     name = "layers/dense/vars/0"
@@ -419,7 +422,7 @@ def test_snapshots_with_and_without_averages_of_a_variable(tmp_path):
     writer.end()
   with pytest.raises(ValueError, match="Variable 'm' must be averaged in all "
                      "inputs or in none, got one of dtype float32 in .*-1-.* "
-                     "and one that is no average in .*-2-"):
+                     "and one without an average in .*-2-"):
     checkpoints.posthoc(tmp_path / "run", tmp_path / "new" / "out.h5", 0.1)
   assert not (tmp_path / "new").exists()
 
@@ -432,8 +435,10 @@ def test_what_is_no_snapshot(run, tmp_path):
   with pytest.raises(ValueError, match="plain.weights.h5 must be a snapshot of "
                      "a PowerDecay, got a checkpoint that is not a"):
     checkpoints.posthoc(tmp_path / "plain.weights.h5", out, 0.1)
-  with pytest.raises(ValueError, match="`steps` must be .* 160, got 200"):
-    checkpoints.posthoc(two_of(directory), out, 0.1, steps=200)
+  for steps in 200, True, "80":
+    with pytest.raises(ValueError, match="`steps` must be a number .* 160, got "
+                       f"{steps!r}"):
+      checkpoints.posthoc(two_of(directory), out, 0.1, steps=steps)
   with pytest.raises(ValueError, match="`steps` must be at least the steps of"):
     checkpoints.posthoc(two_of(directory), out, 0.1, steps=2)
   with pytest.raises(TypeError, match="one of `relative_width` and `gamma`"):

@@ -326,6 +326,8 @@ class Run:
     if not of_command and type(e) is not ValueError and not (
         isinstance(e, OSError)):
       return "raises " + "".join(traceback.format_exception(e))
+    if "Graph execution error" in str(e):
+      return "says where in the graph: " + str(e)
     cause = e
     while cause is not None:
       if isinstance(cause, MemoryError):

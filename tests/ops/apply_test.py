@@ -296,6 +296,13 @@ def test_what_the_function_refuses():
   v = tf.Variable([1.0])
   with pytest.raises(ValueError, match="`rule` must be one of Adadelta"):
     apply("Sgd", {"var": [v]}, [tf.ones([1])], {"lr": 1.0})
+  with pytest.raises(ValueError, match=r"`rule` must be one of .*got \['x'\]"):
+    apply(["x"], {"var": [v]}, [tf.ones([1])], {"lr": 1.0})
+  with pytest.raises(ValueError, match=r"`grads\[0\]` must be the gradient of "
+                     "'Variable:0', got None. Leave out"):
+    sgd(v, None)
+  with pytest.raises(TypeError, match="`grads` must be a sequence, got None"):
+    apply("GradientDescent", {"var": [v]}, None, {"lr": 1.0})
   with pytest.raises(ValueError, match="one gradient for each of the 1"):
     apply("GradientDescent", {"var": [v]}, [], {"lr": 1.0})
   with pytest.raises(TypeError, match=r"`grads\[0\]` must be of dtype float32"):

@@ -66,9 +66,12 @@ def write(format, path, seed, last):  # pylint: disable=redefined-builtin
     model, optimizer = tf.Module(), tf.Module()
     for name, value in values.items():
       setattr(model, name.replace("/", "_"), tf.Variable(value))
-    # These two make it the state of an optimizer, which is not averaged.
+    # As an optimizer of Keras with a schedule, whose state is not averaged; but
+    # what it trains is.
     optimizer._iterations = tf.Variable(np.int64(seed))
-    optimizer._learning_rate = tf.Variable(np.float32(seed))
+    optimizer._variables = [optimizer._iterations,
+                            tf.Variable(np.float32(seed))]
+    optimizer._trainable_variables = [model.dense_kernel]
     tf.train.Checkpoint(model=model, optimizer=optimizer).write(path)
   elif format == "keras":
     file = io.BytesIO()

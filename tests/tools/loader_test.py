@@ -82,6 +82,24 @@ def test_the_source_tree(tmp_path, arguments):
       "install wrapopt, run ./tools/quickstart.")
 
 
+@pytest.mark.parametrize("arguments", [
+    ("-c", "import wrapopt"), ("-c", "import wrapopt.sysconfig"),
+    ("-m", "wrapopt")], ids=" ".join)
+def test_a_wheel_as_an_archive(tmp_path, arguments):
+  wheel = tmp_path / "wrapopt-0.1.0-py3-none-any.whl"
+  package = os.path.dirname(wrapopt.__file__)
+  shutil.copytree(package, tmp_path / "tree" / "wrapopt",
+                  ignore=lambda folder, names: [
+                      x for x in names if "." in x and not x.endswith(".py")])
+  os.replace(shutil.make_archive(str(wheel), "zip", tmp_path / "tree"), wheel)
+  error = _last_line(run_python("-S", *arguments, pythonpath=[str(wheel)]))
+  assert error == (
+      f"ImportError: {wheel}/wrapopt must be a folder, got a part of an "
+      "archive, from which no native library can be loaded. Install wrapopt "
+      "with pip on each machine. For Spark, pass an environment that contains "
+      "it with --archives, instead of the wheel with --py-files.")
+
+
 def test_a_native_library_that_cannot_be_opened(tmp_path):
   tree = tmp_path / "wrapopt"
   shutil.copytree(os.path.dirname(wrapopt.__file__), tree)
@@ -257,6 +275,94 @@ assert opened == made == [wrapopt.sysconfig.get_lib()], made
 
 def test_the_import_opens_the_library_and_the_first_op_makes_its_functions():
   process = run_python("-c", OPEN_ONCE)
+  assert process.returncode == 0, process.stderr
+
+
+AGAIN = """
+import importlib
+import sys
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import wrapopt
+import wrapopt.checkpoints
+import wrapopt.keras
+
+v1 = tf.compat.v1
+
+def modules():
+  return sorted((name, module) for name, module in sys.modules.items()
+                if name.split(".")[0] == "wrapopt")
+
+def train():
+  wk = wrapopt.keras
+  for opt in wk.SWA(wk.MovingAverage(wk.LazyAdam(), 0.5), 0, 1), wk.Lookahead(
+      wk.DropStaleGradient("sgd", 3)), wk.ScheduleFree("sgd"):
+    v = keras.Variable(np.ones(2, np.float32))
+    opt.build([v])
+    if isinstance(opt, wk.Lookahead):
+      with opt.inner_optimizer.record_step():
+        opt.apply([tf.ones([2])], [v])
+    else:
+      tf.function(lambda: opt.apply([tf.ones([2])], [v]))()
+  model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+  model.compile(wk.MovingAverage("sgd", 0.5), "mse")
+  x = np.ones([4, 2])
+  model.fit(x, x[:, 0], verbose=0, validation_data=(x, x[:, 0]),
+            callbacks=[wk.EvaluateWithAverages()])
+  with tf.Graph().as_default(), v1.Session() as session:
+    e = v1.get_variable("e", [9, 4], use_resource=True)
+    opt = wrapopt.MovingAverageOptimizer(wrapopt.LazyAdamOptimizer(), 0.9)
+    train_op = opt.minimize(tf.reduce_sum(tf.gather(e, [1, 2])),
+                            v1.train.get_or_create_global_step())
+    gradient, = tf.gradients(opt.average(e) ** 2, [opt.average(e)])
+    assert gradient is not None
+    session.run(v1.global_variables_initializer())
+    session.run(train_op)
+    meta_graph = v1.train.export_meta_graph()
+  with tf.Graph().as_default():
+    v1.train.import_meta_graph(meta_graph)
+    lazy, = v1.get_collection("wrapopt_lazy_averages")
+    assert isinstance(lazy, importlib.import_module(
+        "wrapopt._averages._lazy").LazyAverage)
+  return model, opt
+
+model, opt = train()
+for _ in range(2):
+  for name, _ in modules():
+    del sys.modules[name]
+  import wrapopt
+  import wrapopt.checkpoints
+  import wrapopt.keras
+train()
+of_keras = keras.layers.Layer._post_untrack_variable.of_keras
+assert of_keras.__module__.split(".")[0] == "keras", of_keras
+
+# Objects of the first import go on, and are not taken for others.
+model.fit(np.ones([4, 2]), np.ones(4), verbose=0)
+for call in [
+    lambda: wrapopt.keras.SWA(model.optimizer, 0, 1),
+    lambda: model.fit(np.ones([4, 2]), np.ones(4), verbose=0, callbacks=[
+        wrapopt.keras.EvaluateWithAverages()]),
+    lambda: wrapopt.DropStaleGradientOptimizer(opt, 3),
+    lambda: wrapopt.checkpoints.SnapshotHook(opt, "none", 1)]:
+  try:
+    call()
+  except ValueError as e:
+    assert "must be made with the wrapopt that is imported now, got a " in (
+        str(e)), e
+  else:
+    raise AssertionError("nothing is said")
+
+for _, module in modules():
+  importlib.reload(module)
+"""
+
+
+def test_importing_again():
+  process = run_python("-c", AGAIN)
   assert process.returncode == 0, process.stderr
 
 

@@ -326,6 +326,20 @@ def _mutants():
   yield m("merge: bfloat16 is rounded twice", "wrapopt/checkpoints/_merge.py",
           "return np.where(is_even & (near != value), other, near)",
           "return near", "//tests/checkpoints:checkpoints_test")
+  yield m("merge: an optimizer with a schedule is not recognized",
+          "wrapopt/checkpoints/_tensorflow.py",
+          '{"_iterations", "_variables"}, ', "",
+          "//tests/checkpoints:checkpoints_test")
+  yield m("merge: the weights that only an optimizer refers to are its state",
+          "wrapopt/checkpoints/_tensorflow.py", "{0, *trained}", "{0}",
+          "//tests/checkpoints:checkpoints_test")
+  yield m("merge: an optimizer of a part is not recognized",
+          "wrapopt/checkpoints/_h5.py", '        found.append(group + "/")',
+          "        pass", "//tests/checkpoints:checkpoints_test")
+  yield m("merge: a layer that counts is an optimizer",
+          "wrapopt/checkpoints/_h5.py",
+          "if any(_OPTIMIZER.search(str(word)) for word in names):", "if True:",
+          "//tests/checkpoints:checkpoints_test")
   yield m("merge: a checkpoint of TensorFlow loses its second data file",
           "wrapopt/checkpoints/_tensorflow.py",
           "checkpoint_prefixes=self._parts,",

@@ -1,5 +1,8 @@
 """Conversions, gradients and graphs of LazyAverages, for TensorFlow."""
 
+import contextlib
+import sys
+
 import tensorflow as tf
 from tensorflow.core.framework import variable_pb2
 from tensorflow.python.framework import ops as tf_ops
@@ -71,14 +74,23 @@ def _to_tensor(average, dtype=None, name=None, as_ref=False):
 tensor_conversion_registry.register_tensor_conversion_function(
     _lazy.LazyAverage, _to_tensor)
 
-tf_ops.register_proto_function(
-    _lazy.COLLECTION, proto_type=variable_pb2.VariableDef,
-    to_proto=lambda average, export_scope=None: average.to_own_proto(
-        export_scope),
-    from_proto=lambda proto, import_scope=None: _Imported(proto, import_scope))
+
+def _from_proto(proto, import_scope=None):
+  # The class of the module that is imported now.
+  return sys.modules[__name__]._Imported(proto, import_scope)
 
 
-@tf.RegisterGradient("Wrapopt>ReadAverages")
 def _read_averages_gradient(op, *grads):
   """The gradients of averages with respect to their handles are themselves."""
   return [*grads, *[None] * (len(op.inputs) - len(grads))]
+
+
+# In these registries, a name can be registered once in a process: not again by
+# a module that is reloaded, or imported after it left `sys.modules`.
+with contextlib.suppress(KeyError):
+  tf_ops.register_proto_function(
+      _lazy.COLLECTION, proto_type=variable_pb2.VariableDef,
+      to_proto=lambda average, export_scope=None: average.to_own_proto(
+          export_scope), from_proto=_from_proto)
+with contextlib.suppress(KeyError):
+  tf.RegisterGradient("Wrapopt>ReadAverages")(_read_averages_gradient)

@@ -22,6 +22,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       raise _composition.wrong_kind(
           "opt", "a tf.compat.v1.train.Optimizer", type(self), opt)
     _composition.check(type(self), opt)
+    _composition.check_import(f"`opt` of {type(self).__name__}", opt,
+                              WrapperOptimizer)
     super().__init__(use_locking=False, name=name)
     self._optimizer = opt
 

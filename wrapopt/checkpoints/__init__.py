@@ -26,9 +26,22 @@ The functions average all variables of dtype float16, bfloat16, float32 and
 float64. They sum in float64 and round once, to the variable's dtype in the last
 input. All other data are copied from the last input: integers (counts of
 steps), strings, and the state of optimizers (slots, learning rates and
-averages) in Keras's files and in those of `tf.train.Checkpoint`. A Saver's file
-does not distinguish slots from weights. `only` selects the variables to
-average, in any format.
+averages). An optimizer is recognized
+
+  - in a file of `tf.train.Checkpoint` by its slots, or by its parts: an
+    optimizer of Keras has `_iterations` with `_variables` or `_learning_rate`.
+    The weights that it refers to, `_trainable_variables`, are averaged.
+  - in a file of Keras by its group: that of the compiled model is `optimizer`.
+    Elsewhere, such as in `g_optimizer` or in a part of the model that was
+    compiled, its first variable is an integer, the count of steps, and the name
+    of the attribute, of the list that holds it, or its own is that of an
+    optimizer: it contains "optim", "opt" or the name of a class.
+
+A Saver's file, and an HDF5 file of another program, do not distinguish slots
+from weights. `only` selects the variables to average, in any format. The
+command prints how many variables are averaged and copied, and why; with
+`--verbose` it lists them. `python -m wrapopt.checkpoints list --variables`
+lists those of a file before anything is written.
 
 All inputs are checked before anything is written: they must have the same
 variables, in the same shapes. Floating-point dtypes may differ. The checksums
@@ -83,6 +96,7 @@ import os
 import tempfile
 from typing import NamedTuple, Optional, Union
 
+from wrapopt import _checks
 from wrapopt import _extras
 from wrapopt._averages import _decay
 from wrapopt.checkpoints import _formats
@@ -93,7 +107,7 @@ from wrapopt.checkpoints._snapshots import SnapshotHook
 
 __all__ = ["SnapshotHook", "ema", "lawa", "merge", "posthoc", "sweep"]
 
-_Path = Union[str, os.PathLike]
+_Path = Union[str, bytes, os.PathLike]
 _Paths = Union[_Path, Sequence[_Path]]
 
 
@@ -164,7 +178,7 @@ def merge(inputs: _Paths, output: _Path,
     fitted = None if decay is None else _rate_decay.fit(
         sources, decay, decay_steps, steps)
     _merge.weighted(
-        sources, os.fspath(output),
+        sources, output,
         _merge.checked_weights(weights, len(sources)) if fitted is None else
         fitted.weights.tolist(), only, _bar(progress))
   return fitted
@@ -190,13 +204,13 @@ def ema(inputs: _Paths, output: _Path, decay: float = 0.5, *,
   Raises:
     The same errors as `merge`.
   """
-  if not isinstance(decay, numbers.Real) or not 0 <= decay <= 1:
-    raise ValueError(f"`decay` must be in [0, 1], got {decay!r}.")
+  if not _checks.is_number(decay) or not 0 <= decay <= 1:
+    raise ValueError(f"`decay` must be a number in [0, 1], got {decay!r}.")
   with _opened(inputs) as sources:
     n = len(sources)
     weights = [(1 - decay) * decay**(n - 1 - i) for i in range(n)]
     weights[0] = decay**(n - 1)
-    _merge.weighted(sources, os.fspath(output), weights, only, _bar(progress))
+    _merge.weighted(sources, output, weights, only, _bar(progress))
 
 
 def lawa(inputs: _Paths, output: _Path, window: int = 5, *,
@@ -276,10 +290,11 @@ def posthoc(inputs: _Paths, output: _Path,
                 "a checkpoint that is not a snapshot."))
     most = max(source.note["steps"] for source in sources)
     steps = most if steps is None else steps
-    if not isinstance(steps, (int, float)) or not 0 < steps <= most:
+    if not _checks.is_number(steps) or not 0 < steps <= most:
       raise ValueError(
-          "`steps` must be greater than 0 and at most the steps of the latest "
-          f"snapshot, {most}, got {steps!r}.")
+          "`steps` must be a number greater than 0 and at most the steps of "
+          f"the latest snapshot, {most}, got {steps!r}.")
+    steps = float(steps)
     sources = sorted((s for s in sources if 0 < s.note["steps"] <= steps),
                      key=lambda s: (s.note["steps"], s.note["gamma"], s.path))
     if not sources:
@@ -288,7 +303,7 @@ def posthoc(inputs: _Paths, output: _Path,
     fitted = _profiles.fit(
         [_profiles.Profile(s.note["gamma"], s.note["steps"]) for s in sources],
         _profiles.Profile(wanted.gamma, steps))
-    _merge.weighted(sources, os.fspath(output), fitted.weights.tolist(), only,
+    _merge.weighted(sources, output, fitted.weights.tolist(), only,
                     _bar(progress))
   return fitted
 
@@ -329,9 +344,13 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
     The same errors as `posthoc`, and those of `evaluate`.
   """
   paths = _paths(inputs)
-  # Check all widths before the first is evaluated.
+  # Check all arguments before the first width is evaluated.
+  relative_widths = _checks.sequence("relative_widths", relative_widths)
   for width in relative_widths:
     _decay.PowerDecay(width)
+  if not callable(evaluate):
+    raise TypeError("`evaluate` must be a function of a path, got "
+                    f"{evaluate!r}.")
   ending = _formats.ending_of(paths[-1])
   found = []
   for width in relative_widths:
@@ -340,15 +359,21 @@ def sweep(inputs: _Paths, evaluate: Callable[[str], float],
       path = os.path.join(d, f"width-{width:g}{ending}")
       error = posthoc(paths, path, width, steps=steps, only=only,
                       progress=progress).error
-      found.append(Width(float(width), error, float(evaluate(path))))
+      quality = evaluate(path)
+      try:
+        found.append(Width(float(width), error, float(quality)))
+      except (TypeError, ValueError):
+        raise TypeError("`evaluate` must return a number, got "
+                        f"{quality!r}.") from None
   return found
 
 
 def _paths(inputs):
   """The paths of checkpoints in an argument `inputs`: a list."""
-  if isinstance(inputs, (str, os.PathLike)):
+  if isinstance(inputs, (str, bytes, os.PathLike)):
     inputs = [inputs]
-  paths = [path for given in inputs for path in _formats.expand(given)]
+  paths = [path for given in _checks.sequence("inputs", inputs)
+           for path in _formats.expand(given)]
   if not paths:
     raise ValueError("`inputs` must hold at least one path, got none.")
   return paths

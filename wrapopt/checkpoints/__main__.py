@@ -14,7 +14,11 @@ with numbers in names sorted by value.
 
 The output is a copy of the last input with averaged variables, and loads in the
 same way. It appears once it is complete. Integers (counts of steps), strings
-and the state of optimizers are copied from the last input. Sharded weights
+and the state of optimizers are copied from the last input. The command prints
+how many variables are averaged and copied, and lists them with --verbose;
+list --variables lists those of a file. A Saver's file does not distinguish the
+state of optimizers from weights: choose with --only. The documentation of
+wrapopt.checkpoints says by what an optimizer is recognized. Sharded weights
 become one file.
 
 The moving statistics of batch normalizations in an output do not fit its
@@ -140,6 +144,8 @@ def _add(commands, name, run, function):
       "--only", metavar="REGEX",
       help="average the variables in whose names this is found; copy the "
       "others from the last input. Default: all but the state of optimizers")
+  command.add_argument("--verbose", action="store_true",
+                       help="list the variables, averaged and copied")
   command.add_argument("--quiet", action="store_true",
                        help="show no progress bar")
   command.set_defaults(run=run)
@@ -150,42 +156,70 @@ def _common(options):
   return {"only": options.only, "progress": not options.quiet}
 
 
-def _note_batch_norm(path, remedy=(
-    "Load the output into the model, then call "
-    "wrapopt.keras.recalibrate_batch_norm(model, dataset).")):
-  """Prints a note if a checkpoint has moving statistics."""
-  with contextlib.closing(_formats.open_source(path)) as source:
+def _paths(options):
+  return [path for given in options.inputs for path in _formats.expand(given)]
+
+
+def _report(options, like, remedy):
+  """Prints what is averaged, and a note if there are moving statistics.
+
+  Args:
+    options: Those of the command.
+    like: The path of an input.
+    remedy: A sentence of the note.
+  """
+  with contextlib.closing(_formats.open_source(like)) as source:
+    _print_parts(source, options.verbose, options.only)
     names = source.moving_statistics()
+    slots = [name for name in _merge.averaged(source, options.only)
+             if source.specs[name] == source.specs.get(os.path.dirname(name))]
+  if slots:
+    print(f"note: {len(slots)} averaged variables, such as '{slots[-1]}', have "
+          "names of slots. A Saver's file does not distinguish slots from "
+          "weights. Choose the variables to average with --only.",
+          file=sys.stderr)
   if names:
-    print(f"note: {path} has moving statistics of batch normalizations, "
-          f"{len(names)} variables such as '{names[-1]}'. They do not fit "
-          f"averaged weights. {remedy}", file=sys.stderr)
+    print(f"note: {options.output} has moving statistics of batch "
+          f"normalizations, {len(names)} variables such as '{names[-1]}'. They "
+          f"do not fit averaged weights. {remedy}", file=sys.stderr)
+
+
+def _write(options, of, function, *args, **kwargs):
+  """Writes an average and prints what is in it.
+
+  Args:
+    options: Those of the command.
+    of: A function of the result, which says what the output is made of.
+    function: One of `wrapopt.checkpoints`.
+    *args: Its arguments after the inputs and the output.
+    **kwargs: Its keyword arguments.
+  """
+  paths = _paths(options)  # Before the output is in one of the directories.
+  result = function(paths, options.output, *args, **kwargs, **_common(options))
+  print(f"{options.output}: {of(result)}")
+  _report(options, paths[-1], "Load the output into the model, then call "
+          "wrapopt.keras.recalibrate_batch_norm(model, dataset).")
 
 
 def _run_merge(options, parser):
   del parser
-  fitted = checkpoints.merge(
-      options.inputs, options.output, options.weights, decay=options.decay,
-      decay_steps=options.decay_steps, steps=options.steps, **_common(options))
-  if fitted is not None:
-    print(f"{options.output}: of {np.count_nonzero(fitted.weights)} of "
-          f"{len(fitted.weights)} inputs, error of the decay "
-          f"{fitted.error:.2%}")
-  _note_batch_norm(options.output)
+  _write(options, lambda fitted: "mean of the inputs" if fitted is None else (
+      f"of {np.count_nonzero(fitted.weights)} of {len(fitted.weights)} inputs, "
+      f"error of the decay {fitted.error:.2%}"), checkpoints.merge,
+         options.weights, decay=options.decay, decay_steps=options.decay_steps,
+         steps=options.steps)
 
 
 def _run_ema(options, parser):
   del parser
-  checkpoints.ema(options.inputs, options.output, options.decay,
-                  **_common(options))
-  _note_batch_norm(options.output)
+  _write(options, lambda _: f"moving average of decay {options.decay:g}",
+         checkpoints.ema, options.decay)
 
 
 def _run_lawa(options, parser):
   del parser
-  checkpoints.lawa(options.inputs, options.output, options.window,
-                   **_common(options))
-  _note_batch_norm(options.output)
+  _write(options, lambda _: f"mean of the last {options.window} inputs",
+         checkpoints.lawa, options.window)
 
 
 def _run_posthoc(options, parser):
@@ -194,12 +228,10 @@ def _run_posthoc(options, parser):
   if options.sweep is not None:
     _run_sweep(options, parser)
     return
-  fitted = checkpoints.posthoc(
-      options.inputs, options.output, options.relative_width,
-      gamma=options.gamma, steps=options.steps, **_common(options))
-  print(f"{options.output}: of {len(fitted.weights)} snapshots, error of the "
-        f"profile {fitted.error:.2%}")
-  _note_batch_norm(options.output)
+  _write(options, lambda fitted: (
+      f"of {len(fitted.weights)} snapshots, error of the profile "
+      f"{fitted.error:.2%}"), checkpoints.posthoc, options.relative_width,
+         gamma=options.gamma, steps=options.steps)
 
 
 def _run_sweep(options, parser):
@@ -213,11 +245,10 @@ def _run_sweep(options, parser):
                  f"{options.evaluate}: {e}")
   if not options.output:
     parser.error("argument --output: must be a directory, got ''")
-  paths = [path for given in options.inputs for path in _formats.expand(given)]
-  _note_batch_norm(
-      paths[-1], f"The function {options.evaluate} must recalibrate them "
-      "before it evaluates, or the best width may be wrong: "
-      "wrapopt.keras.recalibrate_batch_norm(model, dataset).")
+  paths = _paths(options)
+  _report(options, paths[-1], f"The function {options.evaluate} must "
+          "recalibrate them before it evaluates, or the best width may be "
+          "wrong: wrapopt.keras.recalibrate_batch_norm(model, dataset).")
   made = _files.make_directories(options.output)
   try:
     widths = checkpoints.sweep(
@@ -262,16 +293,13 @@ def plot(plt, curves, path, ylabel="quality"):
 
 def _run_list(options, parser):
   del parser
-  for given in options.inputs:
-    for path in _formats.expand(given):
-      source = _formats.open_source(path)
-      with contextlib.closing(source):
-        _describe(source, options.variables)
+  for path in _paths(options):
+    with contextlib.closing(_formats.open_source(path)) as source:
+      _describe(source, options.variables)
 
 
 def _describe(source, with_variables):
   specs = source.specs
-  averaged = set(_merge.averaged(source))
   print(f"{source.path}: {source.kind}, {len(specs)} variables, "
         f"{sum(s.nbytes for s in specs.values()) / 1e6:.1f} MB")
   if source.note:
@@ -279,15 +307,28 @@ def _describe(source, with_variables):
     print(f"  snapshot of step {source.note['step']}, decay "
           f"{source.note['decay']}" + (
               "" if steps is None else f", {steps} steps averaged"))
-  numbers = collections.Counter()
-  for name in averaged:
-    numbers[str(specs[name].dtype)] += specs[name].size
-  print("  averaged: " + f"{len(averaged)} variables, " + ", ".join(
-      f"{n} numbers of {dtype}" for dtype, n in sorted(numbers.items())))
+  _print_parts(source, with_variables)
+
+
+def _print_parts(source, with_variables, only=None):
+  """Prints how many variables are averaged and copied, and which."""
+  averaged, specs = set(_merge.averaged(source, only)), source.specs
+  numbers, copied = collections.Counter(), {}
+  for name, spec in specs.items():
+    if name in averaged:
+      numbers[str(spec.dtype)] += spec.size
+    else:
+      copied[name] = _merge.why_not(source, name, only)
+  print("  averaged: " + ", ".join([f"{len(averaged)} variables", *(
+      f"{n} numbers of {dtype}" for dtype, n in sorted(numbers.items()))]))
+  print("  copied: " + ", ".join([f"{len(copied)} variables", *(
+      f"{n} {why}" for why, n in sorted(
+          collections.Counter(copied.values()).items()))]))
   if with_variables:
     for name, spec in sorted(specs.items()):
-      print(f"  {'averaged' if name in averaged else 'copied  '}  {name}  "
-            f"{spec.dtype} {list(spec.shape)}")
+      print(f"  {'copied  ' if name in copied else 'averaged'}  {name}  "
+            f"{spec.dtype} {list(spec.shape)}" +
+            (f", {copied[name]}" if name in copied else ""))
 
 
 if __name__ == "__main__":

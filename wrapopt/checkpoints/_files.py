@@ -19,12 +19,20 @@ def naming(path, what):
   try:
     yield
   except Exception as e:
-    if isinstance(e, NamedError) or path in str(e) and (
-        isinstance(e, OSError) or type(e) is ValueError):
+    if isinstance(e, NamedError) or type(e) is ValueError and path in str(e):
       raise
     named = NamedError(f"{path} {what}: {e or type(e).__name__}")
     named.errno = getattr(e, "errno", None)
     raise named from e
+
+
+def path(subject, x):
+  """`x` as a string; raises a TypeError if it is no path."""
+  try:
+    return os.fsdecode(x)
+  except TypeError:
+    raise TypeError(f"`{subject}` must be a path, a string, bytes or an "
+                    f"os.PathLike, got {x!r}.") from None
 
 
 def make_directories(path):

@@ -71,7 +71,7 @@ def expand(path):
     FileNotFoundError: If there is no checkpoint.
     ValueError: If a JSON file of sharded weights has other contents.
   """
-  path = os.fspath(path)
+  path = _files.path("inputs", path)
   if not os.path.isdir(path):
     path = format_of(path).path_of(path)
     if not format_of(path).exists(path):

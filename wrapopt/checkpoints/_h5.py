@@ -17,6 +17,14 @@ from wrapopt.checkpoints import _trees
 # Names of layers that are batch normalizations.
 _BATCH_NORM = re.compile(r"batch_?norm|(^|_)bn(\d|_|$)", re.IGNORECASE)
 
+# Names of optimizers: what attributes of models are called, and the classes of
+# Keras and of wrapopt, whose names are the default.
+_OPTIMIZER = re.compile(
+    r"(?i:optim|ada(m|grad|delta|factor)|rmsprop|ftrl|sgd)|"
+    r"(^|_)opts?([A-Z\d_]|$)|"
+    r"(^|_)(lamb|lion|muon|schedule_free|moving_average|swa|lookahead|"
+    r"primal_average|drop_stale_gradient)([\d_]|$)")
+
 
 class _Drain(io.FileIO):
   """A file for HDF5 to write to, in which no write fails.
@@ -155,6 +163,7 @@ class H5Source(_source.Source):
     if note is not None:
       self.note = _source.note_of(note[()], self.specs)
       del tree.groups[os.path.dirname(_source.NOTE)]
+    self._optimizers = optimizers(self.specs, self.datasets)
 
   def moving_statistics(self):
     # Keras's files have the names of layers and the numbers of variables.
@@ -171,8 +180,7 @@ class H5Source(_source.Source):
         for i in sorted(of_layer)[-2:])])
 
   def _is_optimizer_state(self, name):
-    # "optimizer" in Keras 3, "optimizer_weights" in older files.
-    return re.match("optimizer(_weights)?/", name) is not None
+    return name.startswith(self._optimizers)
 
   def _read(self, name):
     value = np.empty(*self.specs[name])
@@ -193,3 +201,29 @@ def _dtype(dataset):
 
 def _stored(array):
   return array.view("V2") if array.dtype == _source.BFLOAT16 else array
+
+
+def optimizers(specs, datasets):
+  """The groups of optimizers.
+
+  That of a compiled model is "optimizer" in Keras 3, "optimizer_weights" in
+  older files. For others, a file has neither classes nor what kinds of objects
+  there are. The first variable of an optimizer is its count of steps, an
+  integer. A layer may have one, too, so the name must be that of an optimizer:
+  of the attribute or the list that holds it, or its own.
+
+  Args:
+    specs: {name of a variable: Spec}.
+    datasets: {name of a variable: dataset}.
+
+  Returns:
+    A tuple of names, with a slash at their ends.
+  """
+  found = ["optimizer/", "optimizer_weights/"]
+  for name, spec in specs.items():
+    group = name.removesuffix("/vars/0")
+    if group != name and spec.shape == () and spec.dtype.kind in "iu":
+      names = *group.split("/")[-2:], datasets[name].parent.attrs.get("name")
+      if any(_OPTIMIZER.search(str(word)) for word in names):
+        found.append(group + "/")
+  return tuple(found)

@@ -3,12 +3,12 @@
 import concurrent.futures
 import contextlib
 import math
-import numbers
 import os
 import re
 
 import numpy as np
 
+from wrapopt import _checks
 from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _formats
 from wrapopt.checkpoints import _source
@@ -22,7 +22,7 @@ def weighted(inputs, output, weights, only=None, progress=None):
 
   Args:
     inputs: Sources.
-    output: The path of the output.
+    output: The argument `output` of `wrapopt.checkpoints.merge`.
     weights: A number for each input.
     only: A regular expression, or None: see `wrapopt.checkpoints.merge`.
     progress: A function that makes a progress bar from tqdm's arguments, or
@@ -31,7 +31,7 @@ def weighted(inputs, output, weights, only=None, progress=None):
   Raises:
     The same errors as `wrapopt.checkpoints.merge`.
   """
-  last = inputs[-1]
+  last, output = inputs[-1], _files.path("output", output)
   _formats.check_output(output, last)
   names = check(inputs, only)
   # Inputs of weight 0 are not read.
@@ -115,7 +115,8 @@ def averaged(source, only=None):
   try:
     wanted = (source.is_averaged if only is None else
               re.compile(only).search)
-  except re.error as e:
+    wanted("")  # An expression for bytes finds no string.
+  except (re.error, TypeError) as e:
     raise ValueError(f"`only` must be a regular expression, got {only!r}: {e}."
                     ) from e
   return sorted(name for name, spec in source.specs.items()
@@ -168,8 +169,8 @@ def check(inputs, only=None):
         raise ValueError(
             f"Variable '{name}' must be averaged in all inputs or in none, got "
             f"one of dtype {source.specs[name].dtype} in {source.path} and "
-            f"{_why_not(last, name)} in {last.path}. All inputs must be of one "
-            "model.")
+            f"one {why_not(last, name)} in {last.path}. All inputs must be of "
+            "one model.")
     more = [name for name in of_source if name not in last.specs]
     if more:
       raise ValueError(
@@ -178,22 +179,33 @@ def check(inputs, only=None):
   return names
 
 
-def _why_not(source, name):
-  """Why a variable is not averaged by default."""
+def why_not(source, name, only=None):
+  """Why a variable is not averaged.
+
+  Args:
+    source: A Source.
+    name: The name of the variable.
+    only: As in `weighted`.
+
+  Returns:
+    A string, such as "in the state of an optimizer".
+  """
   dtype = source.specs[name].dtype
   if dtype not in _source.FLOATS:
-    return f"one of dtype {dtype}"
-  return ("one that is no average" if source.note else
-          "state of an optimizer")
+    return f"of dtype {dtype}"
+  if only is not None:
+    return f"without a match of '{only}'"
+  return ("without an average" if source.note else
+          "in the state of an optimizer")
 
 
 def checked_weights(weights, count):
   """Scales the weights of `count` inputs to a sum of 1: a list."""
   if weights is None:
     return [1 / count] * count
-  weights = list(weights)
+  weights = _checks.sequence("weights", weights)
   for weight in weights:
-    if not isinstance(weight, numbers.Real) or not _is_finite(weight):
+    if not _checks.is_number(weight) or not _is_finite(weight):
       raise ValueError(f"`weights` must be finite numbers, got {weights}.")
   if len(weights) != count:
     raise ValueError(f"`weights` must hold one number for each of the {count} "

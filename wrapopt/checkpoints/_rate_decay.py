@@ -15,12 +15,12 @@ merging for LLM pre-training", ICLR 2026, arXiv 2507.17634. Deviation: w_i is a
 mean over steps, so that checkpoints may have any distances.
 """
 
-import numbers
 import os
 import re
 
 import numpy as np
 
+from wrapopt import _checks
 from wrapopt.checkpoints import _profiles
 
 # {name: (the factor of the rate, and its integral from 0) after the part s of a
@@ -48,7 +48,7 @@ def fit(sources, shape, decay_steps, steps):
   Returns:
     A `_profiles.Fit`.
   """
-  if shape not in SHAPES:
+  if not isinstance(shape, str) or shape not in SHAPES:
     raise ValueError(f"`decay` must be {', '.join(SHAPES)} or None, got "
                      f"{shape!r}.")
   gammas = [s.note["gamma"] if s.note else None for s in sources]
@@ -56,12 +56,10 @@ def fit(sources, shape, decay_steps, steps):
   longest = steps[-1] - steps[0]
   if decay_steps is None:
     decay_steps = longest
-  if (isinstance(decay_steps, bool) or
-      not isinstance(decay_steps, numbers.Real) or
-      not 0 < decay_steps <= longest):
+  if not _checks.is_number(decay_steps) or not 0 < decay_steps <= longest:
     raise ValueError(
-        "`decay_steps` must be greater than 0 and at most the steps from the "
-        f"first input to the last, {longest:g}, got {decay_steps!r}.")
+        "`decay_steps` must be a number greater than 0 and at most the steps "
+        f"from the first input to the last, {longest:g}, got {decay_steps!r}.")
   if None not in gammas:
     return of_averages([_profiles.Profile(*p) for p in zip(gammas, steps)],
                        shape, decay_steps)
@@ -81,9 +79,9 @@ def _steps(sources, steps, are_averages):
   if steps is None:
     steps = [s.note["steps" if are_averages else "step"] if s.note else
              _step_of_name(s.path) for s in sources]
+  steps = _checks.sequence("steps", steps)
   if len(steps) != len(sources) or not all(
-      isinstance(x, numbers.Real) and not isinstance(x, bool) and x >= 0
-      for x in steps):
+      _checks.is_number(x) and x >= 0 for x in steps):
     raise ValueError(f"`steps` must hold a number of at least 0 for each of "
                      f"the {len(sources)} inputs, got {steps!r}.")
   steps = np.asarray(steps, np.float64)
@@ -96,13 +94,15 @@ def _steps(sources, steps, are_averages):
 
 
 def _step_of_name(path):
-  """The number at the end of a checkpoint's name."""
-  name = os.path.basename(path).split(".")[0]
-  found = re.search(r"(\d+)$", name)
+  """The number at the end of a checkpoint's name, before its endings."""
+  name = re.sub(r"(\.[A-Za-z]\w*)+$", "", os.path.basename(path))
+  # Not the decimals of a number, as of a loss.
+  found = re.search(r"(?<!\d)(?<!\d\.)(\d+)$", name)
   if found is None:
     raise ValueError(
         f"{path} must have a name that ends with its step, such as "
-        "'model-1000', got none. Pass `steps`.")
+        "'model-1000', 'model.ckpt-1000' or 'model-1000.weights.h5', got none. "
+        "Pass `steps`.")
   return int(found[1])
 
 

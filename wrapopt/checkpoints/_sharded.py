@@ -41,6 +41,7 @@ class ShardedSource(_h5.H5Source):
     self.datasets = {name: shard.datasets[name]
                      for name, shard in self._of.items()}
     self.specs = {name: shard.specs[name] for name, shard in self._of.items()}
+    self._optimizers = _h5.optimizers(self.specs, self.datasets)
 
   def check_unchanged(self):
     super().check_unchanged()

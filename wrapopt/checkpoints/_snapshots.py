@@ -10,11 +10,14 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _composition
 from wrapopt import moving_average
 from wrapopt._averages import _decay
 from wrapopt._averages import _replicas
 from wrapopt._types import Variable
 from wrapopt._v1 import _interpolated
+from wrapopt._v1 import _wrapper
+from wrapopt.checkpoints import _files
 from wrapopt.checkpoints import _sink
 from wrapopt.checkpoints import _source
 from wrapopt.checkpoints import _tensorflow
@@ -22,7 +25,7 @@ from wrapopt.checkpoints import _tensorflow
 _PREFIX = "snapshot-"
 _DTYPES = {None: None, "float32": np.dtype(np.float32),
            "float16": np.dtype(np.float16), "bfloat16": _source.BFLOAT16}
-_Path = Union[str, os.PathLike]
+_Path = Union[str, bytes, os.PathLike]
 
 
 class Snapshots:
@@ -56,7 +59,7 @@ class Snapshots:
     if name not in _DTYPES:
       raise ValueError(
           f"`dtype` must be None, float16, bfloat16 or float32, got {name}.")
-    self.directory = os.fspath(directory)
+    self.directory = _files.path("directory", directory)
     if not self.directory:
       raise ValueError("`directory` must be the path of a directory, got ''. "
                        "Pass a path such as 'run/snapshots'.")
@@ -209,6 +212,7 @@ class SnapshotHook(tf.compat.v1.train.SessionRunHook):
     """
     if not isinstance(opt, (moving_average.MovingAverageOptimizer,
                             _interpolated.InterpolatingOptimizer)):
+      _composition.check_import("`opt`", opt, _wrapper.WrapperOptimizer)
       raise TypeError("`opt` must be a wrapopt.MovingAverageOptimizer, "
                       "PrimalAverageOptimizer or ScheduleFreeOptimizer, got "
                       f"{type(opt).__module__}.{type(opt).__qualname__}.")

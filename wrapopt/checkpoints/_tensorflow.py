@@ -7,6 +7,7 @@ import contextlib
 import glob
 import json
 import os
+import re
 
 import numpy as np
 import tensorflow as tf
@@ -19,6 +20,15 @@ from wrapopt.checkpoints import _source
 v1 = tf.compat.v1
 
 _GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+
+# An object-based checkpoint names the children of its objects, not their
+# classes. An object is an optimizer if it has slots, or the children of one of
+# these: an optimizer of Keras, one that scales losses in graphs, a gate around
+# an optimizer without slots.
+_CHILDREN_OF_OPTIMIZERS = (
+    {"_iterations", "_variables"}, {"_iterations", "_learning_rate"},
+    {"base_optimizer", "loss_scale"},
+    {"stale_counter", "staleness_histogram"})
 
 # The limit of bytes that wait to be written to a data file, and of its size;
 # or one variable, if that is more.
@@ -68,20 +78,19 @@ class TensorFlowSink(_sink.Sink):
           copied[tensor.op] = name, value.path
         tensors.append(tensor)
       try:
-        session.run(tf.raw_ops.SaveV2(
+        _run(session, tf.raw_ops.SaveV2(
             prefix=self._parts[-1], tensor_names=[*waiting],
             shape_and_slices=[""] * len(waiting), tensors=tensors), feeds)
-      except tf.errors.OpError as e:
+      except _Failed as e:
         if e.op in copied:
-          name, path = copied[e.op]
-          raise _source.unread(name, path, e.message) from e
+          raise _source.unread(*copied[e.op], e) from e
         raise
 
   def _finish(self):
     self._save()
     prefix = os.path.join(self._directory, os.path.basename(self.path))
     with _session() as session:
-      session.run(tf.raw_ops.MergeV2Checkpoints(
+      _run(session, tf.raw_ops.MergeV2Checkpoints(
           checkpoint_prefixes=self._parts, destination_prefix=prefix))
     index, *data = _files_of(prefix)
     # The data files are not a checkpoint without the index.
@@ -102,6 +111,27 @@ def _session():
   with tf.Graph().as_default(), v1.Session(config=v1.ConfigProto(
       device_count={"GPU": 0}, inter_op_parallelism_threads=-1)) as session:
     yield session
+
+
+class _Failed(OSError):
+  """The reason why an op failed.
+
+  Attributes:
+    op: The op.
+  """
+  op = None
+
+
+def _run(session, op, feeds=None):
+  try:
+    session.run(op, feeds)
+  except tf.errors.OpError as e:
+    # The reason is between the place in the program and that in the graph.
+    reason = re.sub(r"(?s)^Graph execution error.*?\nNode: [^\n]*\n", "",
+                    e.message)
+    failed = _Failed(re.split(r"\s*\[\[\{\{node", reason)[0])
+    failed.op = e.op
+    raise failed from e
 
 
 def _files_of(path):
@@ -143,7 +173,17 @@ class TensorFlowSource(_source.Source):
 
   def __init__(self, path):
     super().__init__(path)
-    self._reader = tf.train.load_checkpoint(path)
+    try:
+      self._reader = tf.train.load_checkpoint(path)
+    except tf.errors.DataLossError as e:
+      if os.path.exists(self.file_of(path)) or "sstable" not in e.message:
+        raise
+      # Checkpoints of the first TensorFlow are a file without an ending.
+      raise ValueError(
+          f"{path} must be a file of TensorFlow or Keras, got one of another "
+          "format. Load other weights into the model, and save them with "
+          "model.save_weights('x.weights.h5'). The variables of a SavedModel "
+          "are the checkpoint 'variables/variables' in its folder.") from e
     self.dtypes = self._reader.get_variable_to_dtype_map()
     shapes = self._reader.get_variable_to_shape_map()
     # NumPy lacks variants, such as the states of iterators.
@@ -172,31 +212,36 @@ class TensorFlowSource(_source.Source):
 def _state_of_optimizers(graph):
   """Keys of optimizers' variables in an object-based checkpoint."""
   graph = trackable_object_graph_pb2.TrackableObjectGraph.FromString(graph)
-  found, todo = set(), []
-  for node in graph.nodes:
-    children = {child.local_name: child.node_id for child in node.children}
-    # An optimizer of TensorFlow has slots, one of Keras these children.
-    if node.slot_variables or {"_iterations", "_learning_rate"} <= {*children}:
-      todo.extend(children.values())
-      todo.extend(slot.slot_variable_node_id for slot in node.slot_variables)
-  # An optimizer may refer to the model, whose variables are not its state.
-  model = _reached(graph, 0, without={*todo})
-  keys = set()
-  while todo:
-    node_id = todo.pop()
-    if node_id not in found and node_id not in model:
-      found.add(node_id)
-      node = graph.nodes[node_id]
-      keys.update(a.checkpoint_key for a in node.attributes)
-      todo.extend(child.node_id for child in node.children)
-  return keys
+  optimizers, held, trained = set(), set(), set()
+  for node_id, node in enumerate(graph.nodes):
+    children = _children(node)
+    if node.slot_variables or any(
+        names <= children.keys() for names in _CHILDREN_OF_OPTIMIZERS):
+      optimizers.add(node_id)
+      # An optimizer of Keras refers to the variables that it trains.
+      if "_trainable_variables" in children:
+        trained.add(children.pop("_trainable_variables"))
+      held.update(children.values())
+      if "_variables" in children:
+        held.update(_children(graph.nodes[children["_variables"]]).values())
+      held.update(slot.slot_variable_node_id for slot in node.slot_variables)
+  # It may also refer to the model, whose variables are not its state.
+  own = {node_id for node_id in held if graph.nodes[node_id].attributes}
+  model = _reached(graph, {0, *trained}, without=optimizers | own)
+  return {attribute.checkpoint_key
+          for node_id in _reached(graph, held, without=model)
+          for attribute in graph.nodes[node_id].attributes}
 
 
-def _reached(graph, root, without):
-  found, todo = set(), [root]
+def _children(node):
+  return {child.local_name: child.node_id for child in node.children}
+
+
+def _reached(graph, roots, without):
+  found, todo = set(), [*roots]
   while todo:
     node_id = todo.pop()
     if node_id not in found and node_id not in without:
       found.add(node_id)
-      todo.extend(child.node_id for child in graph.nodes[node_id].children)
+      todo.extend(_children(graph.nodes[node_id]).values())
   return found

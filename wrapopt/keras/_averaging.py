@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt import _checks
+from wrapopt import _composition
 from wrapopt._averages import _decay
 from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
@@ -481,6 +482,8 @@ def optimizer_of(model, optimizer, subject):
     found, where = getattr(model, optimizer, None), f"is model.{optimizer}"
   if isinstance(found, keras.optimizers.Optimizer) and averaging(found):
     return found
+  _composition.check_import(f"The optimizer of {subject}", found,
+                            AveragingOptimizer)
   others = [name for name, x in vars(model).items()
             if isinstance(x, keras.optimizers.Optimizer) and averaging(x)]
   raise ValueError(

@@ -14,6 +14,8 @@ from wrapopt.keras import _state
 from wrapopt.keras import _steps
 
 _of_keras = keras.layers.Layer._post_untrack_variable
+# Not the function below, if this module is imported again.
+_of_keras = getattr(_of_keras, "of_keras", _of_keras)
 
 
 def _noted(layer, variable):
@@ -21,6 +23,7 @@ def _noted(layer, variable):
   variable._wrapopt_left = weakref.ref(layer)
 
 
+_noted.of_keras = _of_keras
 keras.layers.Layer._post_untrack_variable = _noted
 
 

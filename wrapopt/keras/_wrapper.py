@@ -52,6 +52,8 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     _composition.check_in_keras(type(self), optimizer,
                                 _steps.within(optimizer))
     for x in [optimizer, *_steps.within(optimizer)]:
+      _composition.check_import(f"`optimizer` of {type(self).__name__}", x,
+                                WrapperOptimizer)
       for name_of in ("apply", "apply_gradients"):
         if isinstance(x, WrapperOptimizer) and (
             getattr(type(x), name_of) is not getattr(WrapperOptimizer,

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import tensorflow as tf
 
 from wrapopt import _bundle
+from wrapopt import _checks
 from wrapopt import _native
 from wrapopt._loader import ops as _raw
 from wrapopt._types import Bool, Gradient, Operation, Variable
@@ -115,7 +116,7 @@ class Update:
         default only in a `tf.function`: to make that tensor takes as long as a
         step.
     """
-    if rule not in _RULES:
+    if not isinstance(rule, str) or rule not in _RULES:
       raise ValueError(f"`rule` must be one of {', '.join(sorted(_RULES))}, "
                        f"got {rule!r}.")
     states = {state: _check.variables(f"states['{state}']", variables)
@@ -161,7 +162,7 @@ class Update:
       list.
     """
     decays = _check.decays(decay)
-    grads = list(grads)
+    grads = _checks.sequence("grads", grads)
     if len(grads) != len(self._variables):
       raise ValueError(f"`grads` must hold one gradient for each of the "
                        f"{len(self._variables)} variables, got {len(grads)}.")
@@ -169,8 +170,7 @@ class Update:
     kinds = _common_kind(grads)
     if kinds is None:
       grads, kinds = zip(*[
-          _gradient_and_kind(
-              grad, lambda i=i: _has_log_decays(log_decays, self._shadows, i))
+          self._gradient_and_kind(i, grad, log_decays)
           for i, grad in enumerate(grads)])
     groups = self._groups.get(kinds)
     if groups is None:
@@ -189,6 +189,21 @@ class Update:
               [grads[i] for i in group.members],
               scalars, decays, accept, use_locking, log_decays, compensation))
     return [op for op in updates if op is not None]
+
+  def _gradient_and_kind(self, i, grad, log_decays):
+    """A gradient as a tensor or tensors, and its kind for `_parts_of_kind`."""
+    if grad is None:
+      raise ValueError(
+          f"`grads[{i}]` must be the gradient of '{self._variables[i].name}', "
+          "got None. Leave out variables without a gradient.")
+    if isinstance(grad, tf.IndexedSlices):
+      grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
+                              tf.convert_to_tensor(grad.indices))
+      return grad, (grad.dtype.base_dtype, grad.indices.dtype,
+                    _has_log_decays(log_decays, self._shadows, i))
+    grad = tf.convert_to_tensor(grad)
+    # A ref op's output is a ref.
+    return grad, grad.dtype.base_dtype.as_datatype_enum
 
   def _make_groups(self, kinds):
     """A list of groups of variables, given the kinds of their gradients."""
@@ -343,17 +358,6 @@ def _common_kind(grads):
   except TypeError:  # Another class.
     return None
   return kinds.pop() if len(kinds) == 1 else None
-
-
-def _gradient_and_kind(grad, is_lazy):
-  """A gradient as a tensor or tensors, and its kind for `_parts_of_kind`."""
-  if isinstance(grad, tf.IndexedSlices):
-    grad = tf.IndexedSlices(tf.convert_to_tensor(grad.values),
-                            tf.convert_to_tensor(grad.indices))
-    return grad, (grad.dtype.base_dtype, grad.indices.dtype, is_lazy())
-  grad = tf.convert_to_tensor(grad)
-  # A ref op's output is a ref.
-  return grad, grad.dtype.base_dtype.as_datatype_enum
 
 
 def _parts_of_kind(kind):
