@@ -599,6 +599,10 @@ def test_a_file_before_the_optimizer_is_built(kind, tmp_path):
     if m is third and kind.startswith("multi"):
       continue  # Keras's checkpoints do not have its optimizers.
     m.optimizer.build(m.trainable_variables)
+    with warnings.catch_warnings():
+      warnings.filterwarnings("ignore", ".* are taken in their order")
+      for opt in [m.optimizer, *_steps.within(m.optimizer)]:
+        getattr(opt, "_seed_unbegun", lambda: None)()
     if kind == "counted":
       # Keras has lost the count of steps: the first step is that long ago.
       assert m.optimizer.average_steps() == model.optimizer.average_steps()
@@ -721,7 +725,7 @@ def moved(of, to, way, tmp_path):
       tf.train.Checkpoint(model=to).read(path)
     optimizer.build(to.trainable_variables)
     optimizer._seed_unbegun()
-  return [str(w.message) for w in found
+  return [str(w.message) for w in found if w.category is UserWarning
           if "Skipping variable loading" not in str(w.message)]
 
 
@@ -738,18 +742,23 @@ def assert_rows(got, want):
     assert_same(g, w)
 
 
-@pytest.mark.parametrize("kind", OWNERS)
-@pytest.mark.parametrize("way", WAYS)
+# Each kind and each way, and two kinds in each way.
+KINDS_AND_WAYS = [(kind, way) for kind in OWNERS for way in WAYS if
+                  way == "weights" or kind in ("average", "primal_average")]
+
+
+@pytest.mark.parametrize("kind,way", KINDS_AND_WAYS)
 @pytest.mark.parametrize("named", [True, False])
 def test_averages_of_one_tower_are_not_the_others(named, way, kind, tmp_path):
   def program(trained):
     keras.utils.clear_session(free_memory=False)
     x = keras.Input((3,))
-    towers = [keras.Sequential([keras.Input((3,)), dense(name), dense()],
-                               name=name and f"tower_of_{name}")
+    towers = [[dense(name and f"{name}_{i}") for i in range(2)]
               for name in (("users", "items") if named else (None, None))]
-    towers[not trained].trainable = False
-    model = keras.Model(x, towers[0](x) + towers[1](x))
+    for layer in towers[not trained]:
+      layer.trainable = False
+    model = keras.Model(x, towers[0][1](towers[0][0](x)) +
+                        towers[1][1](towers[1][0](x)))
     model.compile(OWNERS[kind](), "mse", jit_compile=False)
     return model
 
@@ -762,8 +771,7 @@ def test_averages_of_one_tower_are_not_the_others(named, way, kind, tmp_path):
   assert any(not np.array_equal(s, v) for s, v in zip(rows(to), seeded(to)))
 
 
-@pytest.mark.parametrize("kind", OWNERS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind,way", KINDS_AND_WAYS)
 @pytest.mark.parametrize("is_class", [True, False])
 def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
   make_model = ((lambda: Parts([dense(), dense()], kind)) if is_class else
@@ -780,7 +788,9 @@ def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
   assert_rows(rows(again), want)
 
 
-@pytest.mark.parametrize("way", WAYS)
+# A checkpoint of Keras also has the list of trained variables of the optimizer,
+# by which TensorFlow restores the weights themselves.
+@pytest.mark.parametrize("way", WAYS[:-1])
 def test_blocks_that_overlap_in_part(way, tmp_path):
   make_model = lambda frozen: stack(
       [dense("block_1"), dense("block_2"), dense("block_3")], "blocks", frozen)
@@ -845,16 +855,15 @@ def test_frozen_layers_that_changed_since_a_backup(tmp_path):
     read = []
     callback = keras.callbacks.LambdaCallback(
         on_epoch_begin=lambda epoch, logs: read.append(rows(to)))
-    to.fit(x, x, epochs=2, verbose=0, callbacks=[
+    to.fit(x, x, epochs=4, verbose=0, callbacks=[
         keras.callbacks.BackupAndRestore(tmp_path / "backup"), callback])
-    if not read:
-      to.fit(x, x, epochs=1, verbose=0, callbacks=[callback])
   assert_rows(read[0][2:], before[2:])
 
 
-@pytest.mark.parametrize("kind", OWNERS)
-@pytest.mark.parametrize("way", ["model", "weights", "weights built",
-                                 "earlier", "checkpoint built"])
+@pytest.mark.parametrize("kind,way", [
+    *((kind, "model") for kind in OWNERS),
+    *(("average", way) for way in ("weights", "weights built", "earlier",
+                                   "checkpoint built"))])
 def test_factors_that_keras_merges(way, kind, tmp_path):
   def make_model():
     model = stack([dense("a"), dense("b")], "m", kind=kind)
@@ -896,8 +905,9 @@ def test_factors_that_keras_merges(way, kind, tmp_path):
   np.testing.assert_allclose(to(x), of(x), atol=1e-5)
 
 
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("kind", ["counted", "late", "dynamic", "bema"])
+@pytest.mark.parametrize("kind,earlier", [
+    ("counted", False), ("counted", True), ("late", False), ("dynamic", False),
+    ("dynamic", True), ("bema", False)])
 def test_counts_of_a_file_before_the_optimizer_is_built(kind, earlier,
                                                          tmp_path):
   """Keras's own count of steps begins at 0 again."""
@@ -920,15 +930,18 @@ def test_counts_of_a_file_before_the_optimizer_is_built(kind, earlier,
   load_before_build(other, path)
   other.optimizer.build(other.trainable_variables)
   assert int(other.optimizer.iterations) == 0
-  n = 1 if earlier else model.optimizer.average_steps()
+  n = model.optimizer.average_steps()
+  if earlier:  # It tells only that there was an update.
+    n = 2 if kind == "counted" else 1
   assert other.optimizer.average_steps() == n
   before = averages(other)
   assert_same(before, averages(model))
   train(other, 1)
   assert other.optimizer.average_steps() == n + 1
-  if kind != "bema":  # The averages are not the weights after the step.
-    for s, v in zip(averages(other), values(other.trainable_variables)):
-      assert not np.array_equal(s, v)
+  # The average of the file is part of the new one.
+  train(other, 1)
+  for s, v in zip(averages(other), values(other.trainable_variables)):
+    assert not np.array_equal(s, v)
 
 
 def test_averages_that_began_later_than_the_count_of_steps():

@@ -260,15 +260,16 @@ def test_without_the_argument_files_are_those_of_before(tmp_path):
     fit(model)
   kernels.save_weights(tmp_path / "kernels.weights.h5")
   for model, file, text in (
-      (kernels, "whole", "must have 2 averages named 'average_0.75' like the "
-       r"optimizer, got 6\. They start"),
-      (whole, "kernels", "must have 6 averages .*, got 2. They start"),
-      (biases, "kernels", "must have 2 averages .*, got 2 of other variables. "
-       "They start")):
+      (whole, "kernels", "no average named 'average_0.75' of '.*bias' and 3 "),
+      (biases, "kernels", "no average named 'average_0.75' of '.*bias'")):
     with pytest.warns(UserWarning, match=text):
       model.load_weights(tmp_path / f"{file}.weights.h5")
     for average, variable in model.optimizer._state.pairs():
-      np.testing.assert_array_equal(average, variable)
+      if not of_kernels(variable):
+        np.testing.assert_array_equal(average, variable)
+  with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    kernels.load_weights(tmp_path / "whole.weights.h5")
   other = model_of()
   with warnings.catch_warnings():
     warnings.simplefilter("error")

@@ -92,6 +92,6 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
         self._var_key(v) == key for v in opt._trainable_variables))
     first = self._first[part].value.read_value()
     iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
-    begun = tf.where(first < 0, first, tf.maximum(first, self._start_step))
+    begun = tf.where(first < 0, first + 1, tf.maximum(first, self._start_step))
     return tf.where(first == self.UNBEGUN, tf.constant(0, tf.int64), tf.maximum(
         iterations - begun, tf.constant(0, tf.int64)))

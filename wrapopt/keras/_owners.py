@@ -56,6 +56,20 @@ def from_array(array):
       np.asarray(array, np.uint8).tobytes()).items()}
 
 
+def all_to_array(arrays):
+  """{name of averages: array of `to_array`} as one array."""
+  return np.frombuffer(json.dumps({
+      name: np.asarray(array, np.uint8).tobytes().decode()
+      for name, array in arrays.items()}).encode(), np.uint8)
+
+
+def all_from_array(array):
+  """{name of averages: {index: Owner}} of an array of `all_to_array`."""
+  return {name: from_array(np.frombuffer(text.encode(), np.uint8))
+          for name, text in json.loads(
+              np.asarray(array, np.uint8).tobytes()).items()}
+
+
 def match(ours, saved, is_known):
   """Finds the averages of variables in a file.
 

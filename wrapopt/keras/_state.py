@@ -110,7 +110,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # variable's: {name: `_Loaded`}; and (average, variable) pairs of which it
     # has none.
     self._loaded_at, self._unsure, self._anew = None, {}, []
-    self._owners = {}  # {name: `_OwnersOf`}.
+    # Whose the averages of a checkpoint are: {name in files: {index: Owner}};
+    # and whether it has just begun to be restored.
+    self._of_checkpoint, self._awaits = {}, False
+    self._marker = trackable.Trackable()
     self._is_made = False  # Whether the optimizer is built.
     # The restored checkpoints that `has_new_values` and `complete` have seen:
     # whoever reads averages completes them, and a step must still know.
@@ -153,23 +156,23 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       i = len(self._rows[name])
     self._rows[name].append((average, variable))
     self._indices[name].append(i)
-    if name not in self._owners:
-      self._owners[name] = _OwnersOf(self, name)
 
   def _name_in_files(self, name):
     return self._in_files.get(name, name)
 
   def _trackable_children(self, save_type="checkpoint", **kwargs):
-    children = super()._trackable_children(save_type, **kwargs)
+    children = {}
+    if save_type == "checkpoint":
+      # First: it tells that the checkpoint knows whose the averages are.
+      children[_OWNERS] = self._marker
+    children.update(super()._trackable_children(save_type, **kwargs))
     for name, row in self._rows.items():
       in_files = self._name_in_files(name)
-      # First: what is restored must know whose it is.
-      if save_type == "checkpoint":
-        children[f"{in_files}.{_OWNERS}"] = self._owners[name]
       children.update({f"{in_files}.{i}": _value(average) for i, (average, _)
                        in zip(self._indices[name], row)})
     if save_type == "checkpoint" and not self._is_made:
-      children.update(self._late)
+      children.update({key: value for key, value in self._late.items()
+                       if not key.endswith(f".{_OWNERS}")})
     if save_type != "checkpoint":
       # A function that is saved, such as a step, must find its variables.
       if self.place is not None:
@@ -180,19 +183,35 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     return children
 
   def _lookup_dependency(self, name, *args, **kwargs):
+    if name == _OWNERS:
+      self._awaits = True
+      return self._marker
     if not self._is_made:
       return None  # A checkpoint waits for the averages.
     kind, _, i = name.rpartition(".")
-    for row, in_files in [(row, self._name_in_files(row)) for row in
-                          self._rows]:
-      if kind == in_files and i == _OWNERS:
-        self._owners[row].is_awaited = True
-        return self._owners[row]
-      if kind in (in_files, row) and i.isdigit():
+    for row in self._rows:
+      if kind in (row, self._name_in_files(row)) and i.isdigit():
         # They wait until their owners are restored.
-        return (None if self._owners[row].is_awaited else
-                self._of_index(row, int(i)))
+        return None if self._awaits else self._of_index(row, int(i))
     return super()._lookup_dependency(name, *args, **kwargs)
+
+  def _serialize_to_tensors(self):
+    owners = ({self._name_in_files(name): _owners.to_array(self.owners_of(name))
+               for name in self._rows} if self._is_made else
+              {key.rpartition(".")[0]: value for key, value in
+               self._late.items() if key.endswith(f".{_OWNERS}")})
+    with tf.device("CPU:0"):
+      return {_OWNERS: tf.constant(_owners.all_to_array(owners))}
+
+  def _restore_from_tensors(self, restored_tensors):
+    self._awaits = False
+    self._of_checkpoint = _owners.all_from_array(restored_tensors[_OWNERS])
+    if self._is_made:
+      for name in self._rows:
+        self._take_deferred(name)
+
+  def _copy_trackable_to_cpu(self, object_map):
+    object_map[self] = _Copy(self._serialize_to_tensors())
 
   def _of_index(self, name, i):
     """The value of the average of a name and an index, or None."""
@@ -222,13 +241,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
     for name in [name for name in self._rows if name.endswith(suffix)]:
       self._take_deferred(name)
-      self._give(name, self._late, 0)
+      names = (name, self._name_in_files(name))
+      if any(key.rpartition(".")[0] in names for key in self._late):
+        self._give(name, self._late)
 
   def _take_deferred(self, name):
     """Takes what a checkpoint has of the averages of a name."""
-    in_files, owners = self._name_in_files(name), self._owners[name]
-    if f"{in_files}.{_OWNERS}" in self._deferred_dependencies:
-      self._handle_deferred_dependencies(f"{in_files}.{_OWNERS}", owners)
+    in_files = self._name_in_files(name)
+    saved = self._of_checkpoint.pop(in_files, None)
+    if saved is not None:
+      self._take_owned(name, saved)
     for i, (average, _) in zip(self._indices[name], self._rows[name]):
       for key in dict.fromkeys([f"{in_files}.{i}", f"{name}.{i}"]):
         self._handle_deferred_dependencies(key, _value(average))
@@ -321,10 +343,6 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if latest == self._completed:
       return
     self._completed = latest
-    for name, owners in self._owners.items():
-      if owners.is_awaited:
-        owners.is_awaited = False
-        self._take_deferred(name)
     lacks = lambda variable: _restored(_value(variable)) < latest
     missing = [pair for pair in self.pairs() if lacks(pair[0])]
     has_averages = len(missing) < len(self.pairs())
@@ -369,17 +387,30 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     return {i: _owner(variable) for i, (_, variable) in zip(
         self._indices[name], self._rows[name])}
 
+  def _unmerged(self, name):
+    """`owners_of` those variables that Keras's files have."""
+    return {i: owner for i, owner in self.owners_of(name).items()
+            if not _is_merged(self._pair(name, i)[1])}
+
+  def _ours(self, name, loaded):
+    return (self._unmerged if loaded.source == "file" else
+            self.owners_of)(name)
+
   def _pair(self, name, i):
     return self._rows[name][self._indices[name].index(i)]
 
-  def restore_owners(self, name, saved):
+  def _both(self, name, i):
+    """A variable as Keras and as TensorFlow have it: a checkpoint sets one."""
+    _, variable = self._pair(name, i)
+    return variable, _value(variable)
+
+  def _take_owned(self, name, saved):
     """Takes those averages of a checkpoint that are of the same variables.
 
     Args:
       name: The name of the averages.
       saved: {index: `_owners.Owner`} in the checkpoint.
     """
-    self._owners[name].is_awaited = False
     in_files, deferred = self._name_in_files(name), self._deferred_dependencies
     saved = {j: owner for j, owner in saved.items()
              if f"{in_files}.{j}" in deferred}
@@ -397,7 +428,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if self._loaded_at != self._steps():
       self._forget_loaded()
     self._loaded_at = self._steps()
-    ours = self.owners_of(name)
+    ours = self._ours(name, loaded)
     self._unsure.pop(name, None)
     lacks = [i for i in ours if i not in found]
     if any(ours[i].checksum != loaded.saved[j].checksum
@@ -409,10 +440,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Looks again whose loaded averages are, when all weights are loaded."""
     unsure, self._unsure = self._unsure, {}
     for name, loaded in unsure.items():
-      ours = self.owners_of(name)
+      ours = self._ours(name, loaded)
       found = _owners.match(ours, loaded.saved, lambda i: (
-          loaded.source == "file" or _restored(_value(
-              self._pair(name, i)[1])) == _restored(self)))
+          loaded.source == "file" or
+          _restored(self) in map(_restored, self._both(name, i))))
       for i in ours:
         average, variable = self._pair(name, i)
         if i not in found:
@@ -468,8 +499,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages as weights, save it in averaged_weights().")
     for name, row in self._rows.items():
       in_files = self._name_in_files(name)
-      owners = {i: owner for i, owner in self.owners_of(name).items()
-                if not _is_merged(self._pair(name, i)[1])}
+      owners = self._unmerged(name)
       store[f"{in_files}.{_OWNERS}"] = _owners.to_array(owners)
       for i, (average, variable) in zip(self._indices[name], row):
         if i not in owners:
@@ -533,7 +563,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       get = lambda j: store[f"{in_files}.{j}"]
       if f"{in_files}.{_OWNERS}" in store.keys():
         saved = _owners.from_array(get(_OWNERS))
-        ours = self.owners_of(name)
+        ours = self._unmerged(name)
         found = _owners.match(ours, saved, lambda i: False)
         loaded = _Loaded("file", saved, get)
         self._note(name, found, loaded)
@@ -658,33 +688,14 @@ class _Loaded(typing.NamedTuple):
   found: typing.Any = None
 
 
-class _OwnersOf(trackable.Trackable):
-  """Whose the averages of a name are, in a `tf.train.Checkpoint`.
+class _Copy(trackable.Trackable):
+  """What an asynchronous checkpoint has of a State."""
 
-  Attributes:
-    is_awaited: Whether a checkpoint with it is being restored.
-  """
-
-  def __init__(self, state, name):
-    self._state, self._name = state, name
-    self.is_awaited = False
+  def __init__(self, tensors):
+    self._tensors = tensors
 
   def _serialize_to_tensors(self):
-    with tf.device("CPU:0"):
-      return {trackable.VARIABLE_VALUE_KEY: tf.constant(
-          _owners.to_array(self._state.owners_of(self._name)))}
-
-  def _restore_from_tensors(self, restored_tensors):
-    self._state.restore_owners(self._name, _owners.from_array(
-        restored_tensors[trackable.VARIABLE_VALUE_KEY]))
-
-  def _copy_trackable_to_cpu(self, object_map):
-    [value] = self._serialize_to_tensors().values()
-    if self not in object_map:
-      with tf.init_scope(), tf.device("CPU:0"):
-        object_map[self] = resource_variable_ops.ResourceVariable(
-            value, trainable=False, shape=[None])
-    object_map[self].assign(value)
+    return self._tensors
 
 
 def _owner(variable):

@@ -231,7 +231,8 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     """What Keras's files have in place of the first step of the averages.
 
     Their number of steps, since Keras does not load `iterations` if the
-    optimizer is not built. The first step is then negative.
+    optimizer is not built. The first step is then that many steps before 0. One
+    less is stored, since -1 is that of averages that have not begun.
 
     Args:
       opt: The optimizer whose steps are counted.
@@ -243,19 +244,20 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
 
     def from_file(steps):
       first = _wrapper.steps_of(opt) - int(steps)
-      # One step more rather than none.
-      return self.UNBEGUN if steps < 0 else first - (first == self.UNBEGUN)
+      # -1 is taken.
+      return self.UNBEGUN if steps < 0 else first - (first < 0)
 
     def of_earlier(first):
-      # With an average from a file, this is not the first step.
-      return first if first == self.UNBEGUN else from_file(
-          max(self._since(_wrapper.steps_of(opt), int(first)), 1))
+      # With an average from a file, the next update is not the first one.
+      return first if first == self.UNBEGUN else from_file(max(
+          self._since(_wrapper.steps_of(opt), int(first)), self._update_every))
 
     return _state.InFiles(f"average_steps{end}", to_file, from_file, of_earlier)
 
   def _since(self, iterations, first):
     """The number of steps of averages since their first one: numbers."""
-    return iterations - (first if first < 0 else max(first, self._start_step))
+    return iterations - (
+        first + 1 if first < 0 else max(first, self._start_step))
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay.
@@ -440,16 +442,15 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       if begun == self.UNBEGUN or begun > iterations:
         first.assign(begun := iterations)
       return (max(self._since(iterations, begun), 0),
-              iterations - (begun if begun < 0 else start))
+              iterations - (begun + 1 if begun < 0 else start))
     begun = first.read_value()
     # A step that is not taken has no number.
     begins = step.accept & ((begun == self.UNBEGUN) | (begun > iterations))
     begun = tf.where(begins, iterations, begun)
     first.assign(begun)
-    since = iterations - (tf.where(begun < 0, begun, start)
+    since = iterations - (tf.where(begun < 0, begun + 1, start)
                           if start or self._dynamic_decay else 0)
-    begun = tf.where(begun < 0, begun, tf.maximum(begun, start)
-                     ) if start else begun
+    begun = tf.where(begun < 0, begun + 1, tf.maximum(begun, start))
     return tf.maximum(iterations - begun, tf.constant(0, tf.int64)), since
 
   def average_steps(self) -> Optional[int]:
@@ -467,6 +468,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     if self._first is None:
       return None
     part, opt = next(iter(self._parts().items()))
+    self._seed_unbegun()  # Which takes the count of a file.
     first = int(self._first[part].numpy())
     return (0 if first == self.UNBEGUN else
             max(0, self._since(_wrapper.steps_of(opt), first)))
