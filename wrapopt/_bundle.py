@@ -163,8 +163,8 @@ def _to_proto(op, export_scope=None):
 def _from_proto(proto, import_scope=None):
   """The bundle in the graph that imports it.
 
-  TensorFlow 2 imports a graph as a function, and replaces each variable by one
-  that has no name. There the bundle takes the handles themselves.
+  TensorFlow 2 imports a graph as a function, and then replaces each variable
+  by one that has no name. There the bundle takes the handles themselves.
   """
   graph = tf.compat.v1.get_default_graph()
   op, *variables = (
