@@ -72,14 +72,29 @@ def _is_plain(graph):
 
 
 def _autoclusters(graph):
-  """Whether XLA may choose to compile ops of a graph."""
+  """Whether XLA may choose to compile ops of a graph.
+
+  It may be switched on later or by a session. So ops that take a bundle say
+  that XLA must not compile them.
+  """
   scope = graph._attr_scope_map.get("_XlaCompile")  # Of jit_scope().
   if scope is not None:
     return callable(scope) or scope.b
-  flag = re.search(r"--tf_xla_auto_jit=(\S+)",
-                   os.environ.get("TF_XLA_FLAGS", ""))
-  return (bool(flag) and flag[1] not in ("-1", "0") or
+  level = re.findall(r"--tf_xla_auto_jit=(\S+)", _xla_flags())[-1:]
+  return (level not in ([], ["-1"], ["0"]) or
           bool(tf.config.optimizer.get_jit()))
+
+
+def _xla_flags():
+  """The text of TF_XLA_FLAGS or of the file that it names."""
+  flags = os.environ.get("TF_XLA_FLAGS", "")
+  if flags.lstrip().startswith("-"):
+    return flags
+  try:
+    with open(flags, encoding="utf-8", errors="replace") as file:
+      return file.read()
+  except OSError:
+    return ""  # TensorFlow reads no flags, too.
 
 
 def make(handles, device):
@@ -126,7 +141,51 @@ def _by_name(handles, device):
   places = tf.compat.v1.AttrValue()
   places.list.s.extend(b"loc:@" + op.name.encode() for op in ops)
   bundle.op._set_attr("_class", places)
+  bundle.graph.add_to_collection(_BY_NAME, bundle.op)
   return bundle
+
+
+# The collection of the BundleByName ops of a graph.
+_BY_NAME = "wrapopt_bundles"
+
+
+def _to_proto(op, export_scope=None):
+  """What a MetaGraphDef says of a BundleByName: the ops of its variables."""
+  names = [op.name, *(group.decode().removeprefix("loc:@")
+                      for group in op.colocation_groups())]
+  if export_scope and not all(
+      name.startswith(f"{export_scope}/") for name in names):
+    return None
+  name, *inputs = (tf_ops.strip_name_scope(n, export_scope) for n in names)
+  return tf.compat.v1.NodeDef(name=name, input=inputs)
+
+
+def _from_proto(proto, import_scope=None):
+  """The bundle in the graph that imports it.
+
+  TensorFlow 2 imports a graph as a function, and then replaces each variable
+  by one that has no name. There the bundle takes the handles themselves.
+  """
+  graph = tf.compat.v1.get_default_graph()
+  op, *variables = (
+      graph.get_operation_by_name(tf_ops.prepend_name_scope(n, import_scope))
+      for n in (proto.name, *proto.input))
+  if not isinstance(graph, func_graph.FuncGraph):
+    return op
+  [by_name] = op.outputs
+  with tf.control_dependencies(None), tf.device(None), tf.device(op.device):
+    bundle = _raw.wrapopt_bundle([v.outputs[0] for v in variables])
+  for user in by_name.consumers():
+    for i, tensor in enumerate(user.inputs):
+      if tensor is by_name:
+        user._update_input(i, bundle)
+  return bundle.op
+
+
+# Once in a process, also if this module is imported again.
+with contextlib.suppress(KeyError):
+  tf_ops.register_proto_function(_BY_NAME, tf.compat.v1.NodeDef, _to_proto,
+                                 _from_proto)
 
 
 def _has_name(handle):

@@ -355,7 +355,7 @@ def test_a_concrete_function_is_not_saved(tmp_path):
     tf.saved_model.save(trainer, str(tmp_path))
 
 
-def test_where_xla_may_choose(monkeypatch):
+def test_where_xla_may_choose(monkeypatch, tmp_path):
   variables, opt = make()
   def now():
     return bundles(tf.function(lambda: step_of(opt, variables)))
@@ -371,9 +371,37 @@ def test_where_xla_may_choose(monkeypatch):
   assert not now() and in_a_scope(False)
   tf.config.optimizer.set_jit(False)
   assert now()
-  for flag, usual in (("2", False), ("1", False), ("0", True), ("-1", True)):
-    monkeypatch.setenv("TF_XLA_FLAGS", f"--a=1 --tf_xla_auto_jit={flag} --b")
+  for flag, usual in (("2", False), ("1", False), ("0", True), ("-1", True),
+                      ("2 --tf_xla_auto_jit=0", True)):
+    flags = f"--a=1 --tf_xla_auto_jit={flag} --b"
+    monkeypatch.setenv("TF_XLA_FLAGS", flags)
     assert now() == usual
+    # A text without a dash in front names a file of flags.
+    (tmp_path / "flags").write_text(flags)
+    monkeypatch.setenv("TF_XLA_FLAGS", str(tmp_path / "flags"))
+    assert now() == usual
+  monkeypatch.setenv("TF_XLA_FLAGS", str(tmp_path / "none"))
+  assert now()
+
+
+def compiles(function):
+  """Whether XLA may compile it, for each Apply of a function."""
+  ops = [op for op in function.get_concrete_function().graph.get_operations()
+         if op.type == "Wrapopt>Apply"]
+  return ["_XlaCompile" not in op.node_def.attr or
+          op.get_attr("_XlaCompile") for op in ops]
+
+
+def test_what_xla_must_not_compile():
+  variables, opt = make()
+  function = tf.function(lambda: step_of(opt, variables))
+  assert compiles(function) == [False]
+  tf.config.optimizer.set_jit("autoclustering")
+  try:
+    assert compiles(tf.function(lambda: step_of(opt, variables))) == [True]
+    assert compiles(function) == [False]  # It is not traced again.
+  finally:
+    tf.config.optimizer.set_jit(False)
 
 
 def in_a_session(wrap=lambda step: step(), device=None):
@@ -422,6 +450,95 @@ def test_a_session_of_an_imported_graph():
                for x in graph.get_collection("variables")}
   assert found == {f"again/{v.op.name}": [0, -1],
                    f"again/{average.op.name}": [0.5, 0.5]}
+
+
+# In one pass, and in two: then EmaUpdate takes the bundle.
+V1_INNER = {
+    "Apply": lambda: v1.train.MomentumOptimizer(1.0, 0.5),
+    "EmaUpdate": lambda: v1.train.ProximalGradientDescentOptimizer(1.0),
+}
+
+
+def saved(make_inner, folder):
+  """Saves a V1 SavedModel after a step.
+
+  Returns:
+    Its MetaGraphDef, and all variables after two further steps.
+  """
+  with tf.Graph().as_default():
+    values = [v1.get_variable(name, initializer=[1.0, 2.0], use_resource=True)
+              for name in "vw"]
+    opt = wrapopt.MovingAverageOptimizer(make_inner(), 0.5,
+                                         sequential_update=True)
+    x = v1.placeholder(tf.float32, [], name="x")
+    step = opt.minimize(x * tf.add_n([tf.reduce_sum(v * v) for v in values]))
+    with tf.control_dependencies([step]):
+      done = tf.identity(x, name="done")
+    with v1.Session() as session:
+      session.run(v1.global_variables_initializer())
+      session.run(done, {x: 0.25})
+      v1.saved_model.simple_save(session, folder, {"x": x}, {"done": done})
+      exported = v1.train.export_meta_graph()
+      for _ in range(2):
+        session.run(done, {x: 0.25})
+      return exported, {v.op.name: session.run(v).tolist()
+                        for v in v1.global_variables()}
+
+
+def values_by_name(variables):
+  return {v.name.removesuffix(":0"): v.numpy().tolist() for v in variables}
+
+
+@pytest.mark.parametrize("op", V1_INNER)
+def test_tensorflow_2_trains_a_saved_graph(op, tmp_path):
+  first, again = str(tmp_path / "first"), str(tmp_path / "again")
+  _, want = saved(V1_INNER[op], first)
+  loaded = tf.saved_model.load(first)
+  train = loaded.signatures["serving_default"]
+  ran = [x.type for x in train.graph.get_operations()]
+  assert f"Wrapopt>{op}" in ran and "Wrapopt>BundleByName" not in ran
+  train(x=tf.constant(0.25))
+  # And TensorFlow 2 saves it. The copy has variables of its own.
+  tf.saved_model.save(loaded, again, signatures={"serving_default": train})
+  copy = tf.saved_model.load(again)
+  copy.signatures["serving_default"](x=tf.constant(0.25))
+  train(x=tf.constant(0.25))
+  for model in loaded, copy:
+    got = values_by_name(model.variables)
+    assert {name: got[name] for name in want} == want
+
+
+@pytest.mark.parametrize("op", V1_INNER)
+def test_tensorflow_2_trains_an_imported_graph(op, tmp_path):
+  v1.disable_control_flow_v2()  # Its functions would be there already.
+  try:
+    exported, want = saved(V1_INNER[op], str(tmp_path / "model"))
+  finally:
+    v1.enable_control_flow_v2()
+  def load():
+    v1.train.import_meta_graph(exported)
+  wrapped = v1.wrap_function(load, [])
+  wrapped.prune([], wrapped.graph.get_operation_by_name("init"))()
+  train = wrapped.prune("x:0", "done:0")
+  for _ in range(3):
+    train(tf.constant(0.25))
+  got = values_by_name(wrapped.graph.variables)
+  assert {name: got[name] for name in want} == want
+
+
+def test_a_part_of_a_graph_is_exported():
+  with tf.Graph().as_default() as graph:
+    with v1.variable_scope("part"):
+      v = v1.get_variable("v", initializer=[1.0], use_resource=True)
+    outside = v1.get_variable("w", initializer=[1.0], use_resource=True)
+    with tf.name_scope("part/"):
+      _bundle.make([v.handle], "")
+      _bundle.make([v.handle, outside.handle], "")
+    assert len(graph.get_collection("wrapopt_bundles")) == 2
+    exported = v1.train.export_meta_graph(export_scope="part")
+  # It has no ops for the other variable.
+  [kept] = exported.collection_def["wrapopt_bundles"].bytes_list.value
+  assert list(v1.NodeDef.FromString(kept).input) == ["v"]
 
 
 @pytest.mark.parametrize("how", ["while", "cond"])

@@ -587,6 +587,111 @@ def test_autoclustering(mode, tmp_path):
           (set() if mode == "ref session" else {"Wrapopt>Apply"}))
 
 
+LATER = """
+import tensorflow as tf
+import wrapopt
+import wrapopt.keras
+import keras
+
+v1 = tf.compat.v1
+def momentum():
+  return v1.train.MomentumOptimizer(0.25, 0.5)
+MAKE = {
+    "Apply": lambda: wrapopt.MovingAverageOptimizer(momentum(), [0.5, 0.75]),
+    "EmaUpdate": lambda: wrapopt.MovingAverageOptimizer(
+        v1.train.ProximalGradientDescentOptimizer(0.25), 0.5),
+    "ScheduleFree": lambda: wrapopt.ScheduleFreeOptimizer(
+        v1.train.GradientDescentOptimizer(0.25)),
+    "gate": lambda: wrapopt.DropStaleGradientOptimizer(
+        wrapopt.MovingAverageOptimizer(momentum(), 0.5), 3, policy="scale"),
+}
+START = [1.0, 2.0, 4.0]
+def loss_of(v):
+  return tf.reduce_sum(tf.square(v)) / 2
+
+def in_a_session(make, level):
+  with tf.Graph().as_default() as graph:
+    v = v1.get_variable("v", initializer=START, use_resource=True)
+    opt, step = make(), v1.train.get_or_create_global_step()
+    if hasattr(opt, "record_step"):
+      with opt.record_step():
+        loss = loss_of(v)
+    else:
+      loss = loss_of(v)
+    train = opt.minimize(loss, global_step=step)
+    assert "Wrapopt>BundleByName" in {
+        op.type for op in graph.get_operations()}
+    config = v1.ConfigProto()
+    config.graph_options.optimizer_options.global_jit_level = level
+    with v1.Session(config=config) as session:
+      session.run([v1.global_variables_initializer(),
+                   v1.local_variables_initializer()])
+      for _ in range(3):
+        session.run(train)
+      return [x.tolist() for x in session.run(v1.global_variables())]
+
+for name, make in MAKE.items():
+  want = in_a_session(make, v1.OptimizerOptions.OFF)
+  got = in_a_session(make, v1.OptimizerOptions.ON_2)
+  assert got == want, (name, got, want)
+
+def in_a_function(make):
+  opt, v = make(), tf.Variable(START, name="v")
+  @tf.function
+  def train():
+    with tf.GradientTape() as tape:
+      loss = loss_of(v)
+    opt.apply_gradients([(tape.gradient(loss, v), v)])
+  def step():
+    train()
+    return [v.numpy().tolist(), *sorted(
+        str(x.numpy().tolist()) for x in opt.variables())]
+  return step
+
+def in_fit(make):
+  model = keras.Sequential([keras.Input([2]), keras.layers.Dense(
+      1, kernel_initializer="ones")])
+  model.compile(make(keras.optimizers.SGD(0.25)), "mse", jit_compile=False)
+  def fit():
+    x = tf.constant([[1.0, 0.5], [0.5, 1.0]])
+    model.fit(x, tf.zeros([2, 1]), batch_size=1, shuffle=False, verbose=0)
+    store = {}
+    model.optimizer.save_own_variables(store)
+    return [x.tolist() for x in [*model.get_weights(), *store.values()]]
+  return fit
+
+K = wrapopt.keras
+twins = [(in_a_function(make), in_a_function(make))
+         for name, make in MAKE.items() if name != "gate"]
+twins += [(in_fit(make), in_fit(make)) for make in (
+    lambda inner: K.MovingAverage(inner, 0.5),
+    lambda inner: K.SWA(inner, average_period=1),
+    lambda inner: K.Lookahead(inner, 2),
+    lambda inner: K.ScheduleFree(inner))]
+for twin, later in twins:
+  twin()
+  later()
+want = [twin() for twin, _ in twins]
+tf.config.optimizer.set_jit(True)
+print(*[str(later()) == str(w) for (_, later), w in zip(twins, want)])
+"""
+
+
+def test_autoclustering_that_is_switched_on_later(tmp_path):
+  # By a session, after a function was traced, after a fit.
+  process = run_python(
+      "-c", LATER, WRAPOPT_XLA_ON_CPU="",
+      TF_XLA_FLAGS="--tf_xla_cpu_global_jit --tf_xla_min_cluster_size=1",
+      XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
+  assert process.returncode == 0, process.stderr
+  assert process.stdout == " ".join(["True"] * 7) + "\n"
+  # XLA compiled the rest of the programs.
+  hlo = "".join(path.read_text() for path in
+                tmp_path.glob("*before_optimizations.txt"))
+  assert 'op_type="AssignAddVariableOp"' in hlo
+  assert "Wrapopt>Apply" not in hlo and "Wrapopt>EmaUpdate" not in hlo
+
+
 GATED = """
 import tensorflow.compat.v1 as tf
 import wrapopt

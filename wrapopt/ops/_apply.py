@@ -289,6 +289,8 @@ class Update:
         g.shape.rank is not None and
         g.shape[1 if indices else 0:].is_fully_defined() for g in grads))
     op = _raw.wrapopt_apply_ref if first.is_ref else _raw.wrapopt_apply
+    # XLA must see each variable, and may be switched on later, in a session.
+    compiled = compiled and variables[0] is not group.bundle
     with _emit.device_of(first), _emit.compiled_where(compiled):
       update = op(
           variables, grads, indices,

@@ -102,11 +102,13 @@ def _update(shadows, values, decays, is_ref):
   """Emits the op of `ema_update`."""
   first = values[0]
   variables = list(map(_variables.handle_or_ref, shadows + values))
+  bundle = None
   if not (is_ref or tf.executing_eagerly()) and _bundle.allowed():
     bundle = _bundle.make(variables, first.device)
     variables = variables if bundle is None else [bundle]
   op = _raw.wrapopt_ema_update_ref if is_ref else _raw.wrapopt_ema_update
-  update = op(variables, decays, N=len(values), NK=len(shadows),
-              T=first.dtype.base_dtype, S=shadows[0].dtype.base_dtype)
+  with _emit.compiled_where(bundle is None):
+    update = op(variables, decays, N=len(values), NK=len(shadows),
+                T=first.dtype.base_dtype, S=shadows[0].dtype.base_dtype)
   return (_emit.set_variable_names(update, variables=variables) if is_ref
           else update)

@@ -70,7 +70,8 @@ def compiled_where(allowed):
   """Says whether autoclustering may compile the ops that are made inside.
 
   A step that is not accepted may have gradients of any shape. A program for one
-  shape would refuse them.
+  shape would refuse them. An op that takes a bundle does not show XLA its
+  variables.
 
   Args:
     allowed: A bool.
