@@ -1,6 +1,7 @@
 """wrapopt.keras.EvaluateWithAverages in real fits."""
 
 import copy
+import itertools
 import os
 
 import keras
@@ -482,6 +483,136 @@ def test_all_decays_with_recalibrated_statistics():
       copied.compile(loss="mse")
       np.testing.assert_allclose(copied.evaluate(x, y, verbose=0),
                                  history[name][epoch], rtol=1e-5)
+
+
+class Noisy(keras.layers.Layer):
+  """Has a seed, a count of batches and a metric, also in an evaluation."""
+
+  def __init__(self):
+    super().__init__()
+    self.seed = keras.random.SeedGenerator(3)
+    self.batches = self.add_weight(shape=(), trainable=False)
+    self.mean = keras.metrics.Mean("noise")
+
+  def call(self, inputs):
+    self.batches.assign_add(1)
+    noise = keras.random.normal([3], seed=self.seed) * self.batches
+    self.mean.update_state(noise)
+    return inputs + noise + keras.random.normal([3])
+
+
+def drawn(x, y, size, number=None):
+  """Batches of random rows, other ones each time, without end or a number."""
+  rows = np.random.default_rng(3)
+  for _ in itertools.count() if number is None else range(number):
+    found = rows.integers(0, len(x), size)
+    yield x[found], y[found]
+
+
+class Shuffled(keras.utils.PyDataset):
+
+  def __init__(self, x, y):
+    super().__init__()
+    self._xy, self._rows = (x, y), np.random.default_rng(5)
+    self.on_epoch_end()
+
+  def __len__(self):
+    return 5
+
+  def on_epoch_end(self):
+    self._order = self._rows.permutation(len(self._xy[0]))
+
+  def __getitem__(self, i):
+    return tuple(a[self._order[7 * i:7 * i + 7]] for a in self._xy)
+
+
+# By name: validation data, arguments of `fit` and of `compile`.
+DRAWN = {
+    "generator": lambda x, y: (drawn(x, y, 8), {"validation_steps": 3}, {}),
+    "shuffle": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).batch(7)
+        .repeat(), {"validation_steps": 3}, {"jit_compile": True}),
+    "take": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).take(30)
+        .batch(8), {}, {"run_eagerly": True}),
+    "PyDataset": lambda x, y: (Shuffled(x, y), {}, {}),
+    "executions": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).take(30)
+        .batch(8), {}, {"steps_per_execution": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_all_decays_are_evaluated_on_the_same_data(kind):
+  """And with the same state: twins have the same logs, to rounding."""
+  x, y = data()
+  validation, for_fit, for_compile = DRAWN[kind](x, y)
+
+  def fit(decays):
+    keras.utils.set_random_seed(1)
+    # TensorFlow cannot train this layer in a loop.
+    noisy = [] if kind == "executions" else [Noisy()]
+    model = keras.Sequential([keras.Input((3,)), *noisy,
+                              keras.layers.Dense(1)])
+    model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.1),
+                                              decays),
+                  loss="mse", metrics=["mae"], **for_compile)
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0,
+                        validation_data=validation, **for_fit, callbacks=[
+                            wrapopt.keras.EvaluateWithAverages(decay="all")])
+    return history.history, values(model.non_trainable_variables)
+
+  history, state = fit([0.5, 0.5 + 1e-7, 0.9])
+  names = ["val_loss", "val_mae",
+           *(["val_noise"] if kind != "executions" else [])]
+  for name in names:
+    # The averages differ by 1e-7 of what they moved.
+    np.testing.assert_allclose(history[f"{name}_0.5000001"], history[name],
+                               rtol=1e-5)
+  for name in names[:2]:
+    differ = np.abs(np.subtract(history[f"{name}_0.9"], history[name]))
+    assert differ.min() > 1e-3
+  # The state is that of an evaluation of the first alone.
+  if kind in ("PyDataset", "generator"):
+    validation = DRAWN[kind](x, y)[0]
+    alone, want = fit([0.5])
+    np.testing.assert_allclose(history["val_loss"], alone["val_loss"],
+                               rtol=1e-5)
+    assert_same(state, want)
+
+
+def test_all_decays_need_state_in_variables():
+  x, y = data()
+
+  class Listed(keras.metrics.Metric):
+
+    def update_state(self, *args, **kwargs):
+      pass
+
+    def result(self):
+      return 0.0
+
+  class Own(keras.Sequential):
+
+    def make_test_function(self, force=False):
+      return super().make_test_function(force)
+
+  def fit(cls=keras.Sequential, metrics=()):
+    model = cls([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse",
+                  metrics=list(metrics), run_eagerly=True)
+    callback = wrapopt.keras.EvaluateWithAverages(decay="all")
+    try:
+      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=[callback])
+    finally:  # Nothing stays.
+      model.evaluate(x, y, verbose=0, callbacks=[callback])
+
+  with pytest.raises(ValueError, match="keep their state in variables if "
+                     '`decay` is "all", got .*Listed that has none'):
+    fit(metrics=["mae", Listed()])
+  with pytest.raises(ValueError, match=r"make_test_function\(\) of its own, "
+                     "got .*Own: other decays must"):
+    fit(Own)
 
 
 def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 import contextlib
 import copy
+import functools
 import itertools
 from typing import Any, Literal, Optional, Union
 import warnings
@@ -184,10 +185,13 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _forget_model(self):
     """Sets all that `set_model` sets to what it is before."""
     self._model = None
-    self._trains, self._evaluated = None, None
+    self._trains = None
     self._recalibration = batch_norm.Recalibration(self._dataset)
-    self._recalibrated = None
-    self._others = {}  # By suffix of logs.
+    # By suffix of logs, that of the first decay is "": the decays, the
+    # statistics for each, the evaluations of all others.
+    self._decays, self._recalibrated, self._others = {}, {}, {}
+    # Whether all are evaluated, and the logs of all others.
+    self._is_fit, self._logs_of_others = False, None
     self._functions = []
 
   def __deepcopy__(self, memo):
@@ -225,21 +229,15 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._check_batch_norm(part, found)
     super().set_model(model)
     self._trains = optimizer, part
-    self._evaluated = decays[0]
-    self._recalibrated = None
+    self._decays = {f"_{decay}" if k else "": decay
+                    for k, decay in enumerate(decays)}
+    self._is_fit = False
+    self._recalibrated, self._others = {}, {}
     self._functions = [
         _swapped_function.SwappedFunction(model, kind, self._swapped_in)
         for kind in ("test", "predict")]
     for callback in self._callbacks:
       callback.set_model(model)
-    self._others = {
-        f"_{decay}": EvaluateWithAverages(
-            decay=decay, optimizer=self._optimizer, part=self._part,
-            recalibrate=False if self._dataset is None else self._dataset)
-        for decay in decays[1:]}
-    for other in self._others.values():
-      other._recalibration = self._recalibration
-      other.set_model(model)
     if self._swap_on_epoch:
       _callback_after.CallbackAfter.replace_after(self)
 
@@ -288,7 +286,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "EvaluateWithAverages evaluates averages of", model))
 
   @contextlib.contextmanager
-  def _swapped_in(self):
+  def _swapped_in(self, suffix=""):
     optimizer, part = self._trains
     if not optimizer.built and (
         self._optimizer is None or self._part is not None and part.built):
@@ -297,35 +295,38 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for x in self._averaging():
         if x.built:
-          stack.enter_context(x.swapped_in(part, self._evaluated))
+          stack.enter_context(x.swapped_in(part, self._decays[suffix]))
         else:  # Part of a MultiOptimizer may train nothing.
           x.check_no_file_waits()
       if self._dataset is not None:
-        if self._recalibrated is None:
-          self._recalibrated = self._recalibration.of(part)
-        stack.enter_context(self._recalibrated.swapped_in())
+        if suffix not in self._recalibrated:
+          self._recalibrated[suffix] = self._recalibration.of(part)
+        stack.enter_context(self._recalibrated[suffix].swapped_in())
       yield
-
-  def _forget(self):
-    """Discards recalibrated statistics: the weights may have changed."""
-    for callback in (self, *self._others.values()):
-      callback._recalibrated = None
 
   def _run(self, callbacks, method, *args):
     """Runs callbacks with the averages in place that they monitor."""
 
-    def evaluator(callback):
+    def suffix_of(callback):
       monitor = getattr(callback, "monitor", None)
-      return next((other for suffix, other in self._others.items()
-                   if isinstance(monitor, str) and monitor.startswith("val_")
-                   and monitor.endswith(suffix)), self)
+      return next((suffix for suffix in self._decays
+                   if suffix and isinstance(monitor, str)
+                   and monitor.startswith("val_")
+                   and monitor.endswith(suffix)), "")
 
-    for found, group in itertools.groupby(callbacks, evaluator):
-      with found._swapped_in():
+    for suffix, group in itertools.groupby(callbacks, suffix_of):
+      with self._swapped_in(suffix):
         for callback in group:
           getattr(callback, method)(*args)
 
   def on_train_begin(self, logs=None):
+    self._is_fit = True
+    if len(self._decays) > 1 and not _has_keras_test_function(self.model):
+      raise ValueError(
+          "`decay` must not be \"all\" for a model with a "
+          "make_test_function() of its own, got "
+          f"{type(self.model).__qualname__}: other decays must evaluate the "
+          "batches that it draws. Pass one decay.")
     batches = (self.params or {}).get("steps")
     for optimizer in self._averaging():
       optimizer.set_model(self._trains[1])
@@ -344,9 +345,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     if found:
       if self._decay is not None:  # The first is in place.
         for optimizer in found:
-          optimizer.assign_averages(part, self._evaluated)
+          optimizer.assign_averages(part, self._decays[""])
       if self._dataset is not None:
-        (self._recalibrated or self._recalibration.of(part)).assign()
+        (self._recalibrated.get("") or self._recalibration.of(part)).assign()
     self._end(self._callbacks, logs)
 
   def _end(self, callbacks, logs):
@@ -362,45 +363,51 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._call("on_epoch_begin", epoch, logs)
 
   def on_epoch_end(self, epoch, logs=None):
-    if self._others and any(name.startswith("val_") for name in logs or ()):
-      logs.update(self._logs_of_others())
+    if len(self._decays) > 1 and any(
+        name.startswith("val_") for name in logs or ()):
+      if not self._is_fit:
+        raise RuntimeError(
+            "An EvaluateWithAverages(decay=\"all\") must not be passed to "
+            "evaluate() or predict() while fit() uses it, got such a call. "
+            "Pass another one.")
+      logs.update(self._logs_of_others)
     self._run(self._callbacks, "on_epoch_end", epoch, logs)
 
-  def _logs_of_others(self):
-    """Evaluates the averages of the other decays: the logs, a dict."""
-    found = {}
-    for suffix, other in self._others.items():
-      # On the data of the validation that has just ended.
-      logs = self.model.evaluate(
-          verbose=0, callbacks=[other], return_dict=True,
-          _use_cached_eval_dataset=True)
-      found.update({f"val_{name}{suffix}": x for name, x in logs.items()})
-    return found
-
   def on_train_batch_begin(self, batch, logs=None):
-    self._forget()
+    self._recalibrated = {}  # The weights may change.
     self._call("on_train_batch_begin", batch, logs)
 
   def on_train_batch_end(self, batch, logs=None):
     self._run(self._at_batch_end, "on_train_batch_end", batch, logs)
 
   def on_test_begin(self, logs=None):
-    self._recalibrated = None
+    self._recalibrated, self._others = {}, {}
     self._call("on_test_begin", logs)
 
   def on_test_end(self, logs=None):
     self._functions[0].swap_out()
+    self._functions[0].others = []
+    self._logs_of_others = {
+        f"val_{name}{suffix}": x for suffix, other in self._others.items()
+        for name, x in other.result().items()}
+    self._others = {}
     self._call("on_test_end", logs)
 
   def on_test_batch_begin(self, batch, logs=None):
     self._call("on_test_batch_begin", batch, logs)
+    if self._is_fit and not self._others:
+      self._others = {
+          suffix: _swapped_function.OtherEvaluation(
+              self.model, functools.partial(self._swapped_in, suffix))
+          for suffix in self._decays if suffix}
+      self._functions[0].others = list(self._others.values())
     self._functions[0].put()
 
   def on_test_batch_end(self, batch, logs=None):
     self._call("on_test_batch_end", batch, logs)
 
   def on_predict_begin(self, logs=None):
-    self._recalibrated = None
+    self._recalibrated = {}
     self._call("on_predict_begin", logs)
 
   def on_predict_end(self, logs=None):
@@ -417,6 +424,11 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _call(self, method, *args):
     for callback in self._callbacks:
       getattr(callback, method)(*args)
+
+
+def _has_keras_test_function(model):
+  name = "make_test_function"
+  return getattr(type(model), name) is getattr(keras.Model, name)
 
 
 def _are_default(callback, *names):
