@@ -165,6 +165,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     or in a `tf.function` that was traced or compiled before, a
     `tf.errors.FailedPreconditionError`.
 
+    Nor must anything else change the averaged variables, such as a step of
+    another optimizer, or `set_weights`. At the end of the block, this is an
+    error, too, and variables and averages get their values from before the
+    block. In the block, a probe may train variables of its own.
+
     Args:
       model: The model whose variables get their averages; by default all
         variables of the optimizer. If given, the statistics of its batch
@@ -179,25 +184,31 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built, averages of this optimizer or
         of one inside are in place already, or a variable that has an average
         has left the model, as after `model.quantize`. After the block, if an
-        average was assigned in it, or a variable has left the model: all others
-        then have their own values again.
+        average or an averaged variable was assigned in it, or a variable has
+        left the model: all others then have their own values again.
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
-    with self.swapped_in(model, decay), (
+    with self.swapped_in(model, decay, must_stay=True), (
         contextlib.nullcontext() if model is None
         else _batch_norm.restored(model)):
       yield
 
   @contextlib.contextmanager
-  def swapped_in(self, model=None, decay=None):
-    """As `averaged_weights`, for a block that changes no variable."""
+  def swapped_in(self, model=None, decay=None, must_stay=False):
+    """As `averaged_weights`, for a block that changes no variable.
+
+    Args:
+      model: As in `averaged_weights`.
+      decay: As in `averaged_weights`.
+      must_stay: Whether it is checked that the block changes no variable.
+    """
     self._require_built("averaged_weights")
     with _swapping:
       self._refuse_swapped_in("averaged_weights")
       pairs = self._averaged(model, decay)
       self._state.swap_in([(_value(v), _value(s)) for v, s in pairs],
-                          *self._beside(pairs, decay))
+                          *self._beside(pairs, decay), must_stay=must_stay)
     try:
       yield
     finally:

@@ -331,7 +331,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages are in place of the weights. Leave the `with` block first"
           f"{instead}.")
 
-  def swap_in(self, pairs, more=(), saved=()):
+  def swap_in(self, pairs, more=(), saved=(), must_stay=False):
     """Puts averages in place of their variables.
 
     Args:
@@ -339,9 +339,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       more: Other variables that are to have no value meanwhile.
       saved: (average, value) pairs of averages that a file gets with another
         value than their own.
+      must_stay: Whether nobody may change the variables meanwhile.
     """
     self._saved = {id(_lazy.stored(_value(s))): value for s, value in saved}
-    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more])
+    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more],
+                                       must_stay)
 
   def swap_out(self):
     """Undoes `swap_in`."""

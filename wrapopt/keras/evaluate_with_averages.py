@@ -286,7 +286,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "EvaluateWithAverages evaluates averages of", model))
 
   @contextlib.contextmanager
-  def _swapped_in(self, suffix=""):
+  def _swapped_in(self, suffix="", must_stay=False):
     optimizer, part = self._trains
     if not optimizer.built and (
         self._optimizer is None or self._part is not None and part.built):
@@ -295,7 +295,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for x in self._averaging():
         if x.built:
-          stack.enter_context(x.swapped_in(part, self._decays[suffix]))
+          stack.enter_context(x.swapped_in(
+              part, self._decays[suffix], must_stay))
         else:  # Part of a MultiOptimizer may train nothing.
           x.check_no_file_waits()
       if self._dataset is not None:
@@ -315,7 +316,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
                    and monitor.endswith(suffix)), "")
 
     for suffix, group in itertools.groupby(callbacks, suffix_of):
-      with self._swapped_in(suffix):
+      with self._swapped_in(suffix, must_stay=True):
         for callback in group:
           getattr(callback, method)(*args)
 
