@@ -3,6 +3,7 @@
 import copy
 import itertools
 import os
+import warnings
 
 import keras
 import numpy as np
@@ -835,6 +836,111 @@ def test_swa_counts_epochs():
   fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
   with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
     fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)
+  # Keras learns the number of batches in the first epoch.
+  batches = lambda: ((x[i:i + 8], y[i:i + 8]) for i in range(0, 64, 8))
+  for unknown in (
+      lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(
+          lambda *_: True), batches):
+    for steps, executions in (8, 1), (7, 3), (9, 1), (5, 3):
+      model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=steps))
+      model.compile(model.optimizer, "mse", steps_per_execution=executions)
+      fit = lambda: model.fit(unknown(), verbose=0, callbacks=[
+          wrapopt.keras.EvaluateWithAverages()])
+      if (steps, executions) in [(8, 1), (7, 3)]:  # As good as is known.
+        fit()
+      else:
+        with pytest.raises(ValueError, match=f"of fit.., [89], got {steps}."):
+          fit()
+
+
+@pytest.mark.parametrize("kind, raw", [
+    ("stopping", True), ("checkpoint", True), ("before", True),
+    ("after", False), ("inside", False), ("every epoch", False),
+    ("by training", False), ("keeps raw", False)])
+def test_callbacks_that_keep_raw_weights(kind, raw, tmp_path):
+  E = wrapopt.keras.EvaluateWithAverages
+  stopping = callbacks.EarlyStopping(restore_best_weights=True)
+  save = lambda **kwargs: callbacks.ModelCheckpoint(
+      str(tmp_path / "model.keras"), **kwargs)
+  given = {
+      "stopping": lambda: [E(), stopping],
+      "checkpoint": lambda: [save(save_best_only=True), E()],
+      "before": lambda: [stopping, E(swap_on_epoch=True)],
+      "after": lambda: [E(swap_on_epoch=True), stopping],
+      "inside": lambda: [E([stopping, save(save_best_only=True)])],
+      "every epoch": lambda: [E(), save(), callbacks.EarlyStopping()],
+      "by training": lambda: [E(), save(save_best_only=True, monitor="loss")],
+      "keeps raw": lambda: [E(), stopping]}[kind]()
+  x, y = data()
+  model = make(wrapopt.keras.MovingAverage(
+      "sgd", 0.9, keep_raw_weights=kind == "keeps raw"))
+  with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given)
+  name = "ModelCheckpoint" if kind == "checkpoint" else "EarlyStopping"
+  assert [str(w.message) for w in seen if "raw weights" in str(w.message)] == [
+      f"{name} keeps the raw weights of an epoch, and validation evaluates the "
+      "averages: 'val_loss' is not that of the weights that it keeps. Pass it "
+      "to EvaluateWithAverages: callbacks=[EvaluateWithAverages("
+      f"[{name}(...)]), ...]."] * raw
+
+
+def test_only_one_puts_averages_in_place():
+  E = wrapopt.keras.EvaluateWithAverages
+  x, y = data()
+
+  class Predict(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      self.model.predict(x, verbose=0, callbacks=[E()])
+
+  for given, error in [
+      ([Worse(), E(decay=0.9), E()], r"another EvaluateWithAverages, callbacks"
+       r"\[2\]. Pass all their callbacks to one; decay=\"all\" evaluates"),
+      ([E([Worse(), E()])], r"in that of callbacks\[0\]: callbacks\[1\]"),
+      ([E(Predict())], r"set_model\(\) must not be called inside .* in a "
+       "callback of an EvaluateWithAverages, pass no other one to evaluate")]:
+    model = make()
+    with pytest.raises((ValueError, RuntimeError), match=error):
+      model.fit(x, y, verbose=0, callbacks=given)
+    assert model.optimizer.iterations == (2 if "set_model" in error else 0)
+  make().fit(x, y, verbose=0, callbacks=[E(), Predict()])
+
+
+@pytest.mark.parametrize("name", keras_versions.cases([
+    "MovingAverage", "SWA", "ScheduleFree"]))
+def test_weights_that_are_set_before_another_fit(name, tmp_path):
+  E = wrapopt.keras.EvaluateWithAverages
+  x, y = data()
+  model = make(getattr(wrapopt.keras, name)("sgd"))
+  initial = model.get_weights()
+
+  def warned(*given, **kwargs):
+    with warnings.catch_warnings(record=True) as seen:
+      warnings.simplefilter("always")
+      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given,
+                **kwargs)
+    return [str(w.message) for w in seen if "no longer" in str(w.message)]
+
+  assert not warned(E()) and not warned(E())
+  model.set_weights(initial)
+  [text] = warned(E())
+  assert "kernel' was set after the last fit(), its average was not" in text
+  assert not warned(E())
+  if name != "ScheduleFree":  # A rate finder needs no averages.
+    assert not warned()
+    model.set_weights(initial)
+    assert warned(E())
+  model.set_weights(initial)
+  model.optimizer.seed_averages()
+  stopping = callbacks.EarlyStopping(restore_best_weights=True)
+  assert not warned(E(stopping), epochs=9)
+  assert not warned(E(swap_on_epoch=True), stopping, epochs=9)
+  assert not warned(E())
+  model.save_weights(tmp_path / "model.weights.h5")
+  model.set_weights(initial)
+  model.load_weights(tmp_path / "model.weights.h5")
+  assert not warned(E())
 
 
 class AtEpochEnd(callbacks.Callback):

@@ -333,8 +333,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """The names or decays of the averages, the default first: a list."""
     return [None]
 
-  def check_batches_per_epoch(self, batches):
-    """Raises an error if the averages are for epochs of other lengths."""
+  def check_batches_per_epoch(self, batches, fewer=0):
+    """Raises an error if the averages are for epochs of other lengths.
+
+    Args:
+      batches: The number of batches in an epoch of `fit`.
+      fewer: By how much it may be lower.
+    """
 
   def check_decay(self, decay):
     """Raises an error if the optimizer does not have a decay or None."""
@@ -348,6 +353,22 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _assign(self, pairs):
     """Sets variables to their averages: (variable, average) pairs."""
     _state.assign_all(pairs)
+
+  def note_weights(self, variables):
+    """Notes the variables' values, averages with which `fit` has ended."""
+    if not _replicas.is_shared(_value(self._iterations)):  # Else, not here.
+      self._state.note_weights(_wrapper.steps_of(self), [
+          v for v, _ in self._of(variables)])
+
+  def warn_of_set_weights(self, variables):
+    """Warns if variables were set after `fit` and averages not."""
+    found = self._state.set_since(_wrapper.steps_of(self), variables)
+    if found is not None:
+      warnings.warn(
+          "fit() goes on from averages of weights that are no longer in the "
+          f"model: '{_state.path_of(found)}' was set after the last fit(), its "
+          "average was not. If the training begins anew, call "
+          "optimizer.seed_averages() before fit().")
 
   def _beside(self, pairs, decay):
     """Arguments `more` and `saved` of `State.swap_in`."""
@@ -403,7 +424,9 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       self._seed_unbegun()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
-      self._assign(self._finalized(var_list))
+      pairs = list(self._finalized(var_list))
+      self._assign(pairs)
+      self.note_weights([v for v, _ in pairs])
       self._warn_of_raw(var_list)
 
   def _warn_of_raw(self, var_list):

@@ -4,6 +4,7 @@ import collections
 import collections.abc
 import typing
 import warnings
+import zlib
 
 from keras.src.saving.keras_saveable import KerasSaveable
 import numpy as np
@@ -91,6 +92,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
     self._saved = {}  # See `swap_in`: values by ids of variables.
     self._counts = {}  # (variable, Count) by name.
+    self._noted = None  # See `note_weights`.
 
   def _obj_type(self):
     return "Optimizer"
@@ -169,7 +171,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed(self):
     """Sets all averages to the values of their variables."""
-    self._was_set = True
+    self._was_set, self._noted = True, None
     self.complete()
     self.seed_values()
     for variable, count in self._counts.values():
@@ -277,7 +279,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._was_set = self._is_loaded = True
+    self._was_set, self._is_loaded, self._noted = True, True, None
     # State that an earlier checkpoint lacked is in this file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:
@@ -313,6 +315,24 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         if (name := key.rpartition(".")[0]) in unread
         and name.endswith(OF_BATCH_NORM)])
     _warn_unread(unread, "file")
+
+  def note_weights(self, steps, variables):
+    """Notes the values of variables, after a number of steps."""
+    self._noted = (steps, _restored(self)), {
+        id(v): _checksum(v) for v in variables}
+
+  def set_since(self, steps, variables):
+    """The first of some variables that was set since `note_weights`, or None.
+
+    It forgets what was noted. After another step, and if averages were loaded
+    or seeded, there is none.
+    """
+    (when, checksums), self._noted = self._noted or (None, {}), None
+    if when == (steps, _restored(self)):
+      for v in variables:
+        if id(v) in checksums and _checksum(v) != checksums[id(v)]:
+          return v
+    return None
 
   def is_swapped_in(self):
     """Whether averages are in place of their variables."""
@@ -351,6 +371,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._swapped_in.swap_out()
     finally:
       self._swapped_in, self._saved = None, {}
+
+
+def _checksum(variable):
+  return zlib.crc32(variable.numpy().reshape(-1).view(np.uint8))
 
 
 def _warn_unread(names, source):

@@ -192,6 +192,8 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._decays, self._recalibrated, self._others = {}, {}, {}
     # Whether all are evaluated, and the logs of all others.
     self._is_fit, self._logs_of_others = False, None
+    # Whether the first epoch tells how many batches an epoch has.
+    self._counts_batches, self._last_batch = False, 0
     self._functions = []
 
   def __deepcopy__(self, memo):
@@ -225,6 +227,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     part = self._part_of(model)
     after = (_callback_after.CallbackAfter.all_after(self)
              if self._swap_on_epoch else [])
+    self._check_others(model, found)
     self._check_end(found, after)
     self._check_batch_norm(part, found)
     super().set_model(model)
@@ -254,6 +257,38 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _averaging(self):
     """The optimizers that keep averages: a list."""
     return _averaging.averaging(self._trains[0])
+
+  def _check_others(self, model, found):
+    """Raises an error or warns if other callbacks do not fit this one."""
+    for x in found:
+      x._refuse_swapped_in(
+          f"{type(self).__name__}.set_model",
+          ", or, in a callback of an EvaluateWithAverages, pass no other one to"
+          " evaluate() or predict()")
+    callbacks = _callback_after.CallbackAfter.list_with(self)
+    its = _all_wrappers(found)
+    for where, other in _evaluators(callbacks, "callbacks"):
+      if other is not self and its & _all_wrappers(_averaging.averaging(
+          _averaging.optimizer_of(model, other._optimizer,
+                                  type(other).__name__))):
+        raise ValueError(
+            f"Only one {type(self).__name__} must put the averages of an "
+            f"optimizer in place, got another {type(other).__name__}, "
+            f"{where}. Pass all their callbacks to one; decay=\"all\" "
+            "evaluates several decays.")
+    i = next((i for i, c in enumerate(callbacks) if c is self), 0)
+    for c in callbacks[:i] if self._swap_on_epoch else callbacks:
+      monitor = getattr(c, "monitor", None)
+      if (getattr(c, "restore_best_weights", False)
+          and not found[0].keeps_raw_weights) or (
+              getattr(c, "save_best_only", False)
+              and isinstance(monitor, str) and monitor.startswith("val_")):
+        name = type(c).__name__
+        warnings.warn(
+            f"{name} keeps the raw weights of an epoch, and validation "
+            f"evaluates the averages: '{monitor}' is not that of the weights "
+            f"that it keeps. Pass it to {type(self).__name__}: "
+            f"callbacks=[{type(self).__name__}([{name}(...)]), ...].")
 
   def _check_end(self, found, after):
     """Raises an error if the weights at the end of `fit` are not clear."""
@@ -329,12 +364,18 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           f"{type(self.model).__qualname__}: other decays must evaluate the "
           "batches that it draws. Pass one decay.")
     batches = (self.params or {}).get("steps")
+    self._counts_batches = batches is None
     for optimizer in self._averaging():
       optimizer.set_model(self._trains[1])
-      # Another optimizer may take any number of steps in a batch.
-      if batches is not None and self._optimizer is None:
-        optimizer.check_batches_per_epoch(batches)
+      optimizer.warn_of_set_weights(self._trains[1].variables)
+    if batches is not None:
+      self._check_batches(batches)
     self._call("on_train_begin", logs)
+
+  def _check_batches(self, batches, fewer=0):
+    # Another optimizer may take any number of steps in a batch.
+    for optimizer in self._averaging() if self._optimizer is None else ():
+      optimizer.check_batches_per_epoch(batches, fewer)
 
   def on_train_end(self, logs=None):
     part = self._trains[1]
@@ -359,11 +400,18 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           stack.enter_context(optimizer._adopting(self._trains[1]))
       for callback in callbacks:
         callback.on_train_end(logs)
+    for optimizer in self._averaging():
+      if optimizer.built and not optimizer.keeps_raw_weights:
+        optimizer.note_weights(self._trains[1].variables)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
 
   def on_epoch_end(self, epoch, logs=None):
+    if self._counts_batches and not self.model.stop_training:
+      self._counts_batches = False  # Keras now knows the number, too.
+      # Keras has found no data for the last batch that it began.
+      self._check_batches(self._last_batch, self.model.steps_per_execution - 1)
     if len(self._decays) > 1 and any(
         name.startswith("val_") for name in logs or ()):
       if not self._is_fit:
@@ -375,6 +423,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     self._run(self._callbacks, "on_epoch_end", epoch, logs)
 
   def on_train_batch_begin(self, batch, logs=None):
+    self._last_batch = batch
     self._recalibrated = {}  # The weights may change.
     self._call("on_train_batch_begin", batch, logs)
 
@@ -425,6 +474,21 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _call(self, method, *args):
     for callback in self._callbacks:
       getattr(callback, method)(*args)
+
+
+def _evaluators(callbacks, where):
+  """(where it is, callback) of all EvaluateWithAverages: an iterator."""
+  for i, callback in enumerate(callbacks):
+    if isinstance(callback, EvaluateWithAverages):
+      place = f"{where}[{i}]"
+      yield place, callback
+      yield from _evaluators(callback._callbacks,
+                             f"in that of {place}: callbacks")
+
+
+def _all_wrappers(optimizers):
+  """The ids of optimizers and of all wrappers inside: a set."""
+  return {id(x) for opt in optimizers for x in opt._wrappers()}
 
 
 def _has_keras_test_function(model):

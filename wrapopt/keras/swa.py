@@ -161,11 +161,12 @@ class SWA(_averaging.AveragingOptimizer):
 
     _followers.where(counts, count)
 
-  def check_batches_per_epoch(self, batches: int) -> None:
+  def check_batches_per_epoch(self, batches: int, fewer: int = 0) -> None:
     """Raises an error if `steps_per_epoch` is for other epochs."""
     got = self._arguments["steps_per_epoch"]
     accumulated = self.gradient_accumulation_steps or 1
-    if got is not None and got * accumulated != batches:
+    if got is not None and not (
+        batches - fewer <= got * accumulated <= batches):
       raise ValueError(
           "`steps_per_epoch` of a SWA must be the number of steps in an epoch "
           f"of fit(), {batches / accumulated:g}, got {got}. Make the SWA with "
