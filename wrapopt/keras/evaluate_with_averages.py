@@ -49,6 +49,12 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       tuner.search(..., callbacks=[
           wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)])
 
+  A callback that keeps weights of an epoch, such as EarlyStopping with
+  `restore_best_weights`, must see the averages that validation evaluates. Else,
+  it keeps the raw weights, with a warning. If a callback changes an averaged
+  variable while the averages are in place, as by a training of its own, this is
+  an error. A `test_step` must not do it either, which is not checked.
+
   After `fit`, the model holds the averages, as with Keras's `use_ema`. If one
   of these callbacks then sets weights, like EarlyStopping, the averages of all
   decays are set to these weights. An optimizer with `keep_raw_weights=True`
@@ -61,9 +67,12 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   `callbacks` and at the end of `fit`. During the training, the model keeps its
   own statistics, bit for bit.
 
-  With `decay="all"`, validation in `fit` evaluates the averages of all decays.
-  The names of the logs of all but the first end in the decay, such as
-  `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
+  With `decay="all"`, validation in `fit` evaluates each batch with the averages
+  of all decays. Metrics, seeds and other variables that are not trained have
+  values of their own for each decay; a metric that keeps its state elsewhere is
+  refused. The training goes on with the state of the first, and the callbacks'
+  `on_test_...` methods see its logs. The names of the logs of all but the first
+  end in the decay, such as `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
   with the averages of that decay in place. It needs `mode`, since Keras does
   not know these names:
 

@@ -77,7 +77,9 @@ class SWA(_averaging.AveragingOptimizer):
       steps_per_epoch: The number of steps of an epoch, if `start_averaging` and
         `average_period` are numbers of epochs: the number of batches, divided
         by `gradient_accumulation_steps` if the optimizer accumulates gradients.
-        `EvaluateWithAverages` compares it with the epochs of `fit`.
+        `EvaluateWithAverages` compares it with the epochs of `fit`: at the end
+        of the first one, if Keras does not know the number of batches before.
+        With `steps_per_execution`, up to that many batches then stay unknown.
       keep_raw_weights: Whether `fit` ends with the raw weights in the model. By
         default, it ends with the averages.
       sum_duplicates: If a batch names a row of an embedding several times,
