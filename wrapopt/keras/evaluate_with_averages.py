@@ -72,9 +72,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   values of their own for each decay; a metric that keeps its state elsewhere is
   refused. The training goes on with the state of the first, and the callbacks'
   `on_test_...` methods see its logs. The names of the logs of all but the first
-  end in the decay, such as `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
-  with the averages of that decay in place. It needs `mode`, since Keras does
-  not know these names:
+  end in the decay, such as `val_loss_0.5`. A callback in `callbacks` that
+  monitors one of these logs runs with the averages of that decay in place. It
+  needs `mode`, since Keras does not know these names:
 
       model.compile(wrapopt.keras.MovingAverage("adam", [0.999, 0.99]), ...)
       model.fit(..., validation_data=..., callbacks=[
