@@ -408,9 +408,11 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     then contain it. So it raises an error and changes nothing: in eager mode
     and if a `tf.function` is traced in the block, a RuntimeError; in a session
     and in a `tf.function` that was traced or compiled before, a
-    `tf.errors.FailedPreconditionError`. Ops of your own that change a variable,
-    such as those of batch normalizations in training mode, are not refused. In
-    the block, they change the average.
+    `tf.errors.FailedPreconditionError`. If anything else has changed an
+    averaged variable in the block, such as a step of another optimizer, this is
+    an error at its end in eager mode, and variables and averages get their
+    values from before the block. A session does not see it: the average is then
+    changed.
 
     Args:
       session: In a graph, the session; by default the default session. In a
@@ -423,7 +425,8 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
 
     Raises:
       RuntimeError: If there is no average yet, or the averages are in place
-        already. After the block, if an average was assigned or restored in it.
+        already. After the block, if an average was assigned or restored in it,
+        or in eager mode a variable.
     """
     with self._putting_in_place(session, self._index_of(decay)):
       yield

@@ -1,7 +1,9 @@
 """wrapopt.keras.EvaluateWithAverages in real fits."""
 
 import copy
+import itertools
 import os
+import warnings
 
 import keras
 import numpy as np
@@ -484,6 +486,136 @@ def test_all_decays_with_recalibrated_statistics():
                                  history[name][epoch], rtol=1e-5)
 
 
+class Noisy(keras.layers.Layer):
+  """Has a seed, a count of batches and a metric, also in an evaluation."""
+
+  def __init__(self):
+    super().__init__()
+    self.seed = keras.random.SeedGenerator(3)
+    self.batches = self.add_weight(shape=(), trainable=False)
+    self.mean = keras.metrics.Mean("noise")
+
+  def call(self, inputs):
+    self.batches.assign_add(1)
+    noise = keras.random.normal([3], seed=self.seed) * self.batches
+    self.mean.update_state(noise)
+    return inputs + noise + keras.random.normal([3])
+
+
+def drawn(x, y, size, number=None):
+  """Batches of random rows, other ones each time, without end or a number."""
+  rows = np.random.default_rng(3)
+  for _ in itertools.count() if number is None else range(number):
+    found = rows.integers(0, len(x), size)
+    yield x[found], y[found]
+
+
+class Shuffled(keras.utils.PyDataset):
+
+  def __init__(self, x, y):
+    super().__init__()
+    self._xy, self._rows = (x, y), np.random.default_rng(5)
+    self.on_epoch_end()
+
+  def __len__(self):
+    return 5
+
+  def on_epoch_end(self):
+    self._order = self._rows.permutation(len(self._xy[0]))
+
+  def __getitem__(self, i):
+    return tuple(a[self._order[7 * i:7 * i + 7]] for a in self._xy)
+
+
+# By name: validation data, arguments of `fit` and of `compile`.
+DRAWN = {
+    "generator": lambda x, y: (drawn(x, y, 8), {"validation_steps": 3}, {}),
+    "shuffle": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).batch(7)
+        .repeat(), {"validation_steps": 3}, {"jit_compile": True}),
+    "take": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).take(30)
+        .batch(8), {}, {"run_eagerly": True}),
+    "PyDataset": lambda x, y: (Shuffled(x, y), {}, {}),
+    "executions": lambda x, y: (
+        tf.data.Dataset.from_tensor_slices((x, y)).shuffle(64).take(30)
+        .batch(8), {}, {"steps_per_execution": 3}),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWN)
+def test_all_decays_are_evaluated_on_the_same_data(kind):
+  """And with the same state: twins have the same logs, to rounding."""
+  x, y = data()
+  validation, for_fit, for_compile = DRAWN[kind](x, y)
+
+  def fit(decays):
+    keras.utils.set_random_seed(1)
+    # TensorFlow cannot train this layer in a loop.
+    noisy = [] if kind == "executions" else [Noisy()]
+    model = keras.Sequential([keras.Input((3,)), *noisy,
+                              keras.layers.Dense(1)])
+    model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.1),
+                                              decays),
+                  loss="mse", metrics=["mae"], **for_compile)
+    history = model.fit(x, y, batch_size=16, epochs=2, verbose=0,
+                        validation_data=validation, **for_fit, callbacks=[
+                            wrapopt.keras.EvaluateWithAverages(decay="all")])
+    return history.history, values(model.non_trainable_variables)
+
+  history, state = fit([0.5, 0.5 + 1e-7, 0.9])
+  names = ["val_loss", "val_mae",
+           *(["val_noise"] if kind != "executions" else [])]
+  for name in names:
+    # The averages differ by 1e-7 of what they moved.
+    np.testing.assert_allclose(history[f"{name}_0.5000001"], history[name],
+                               rtol=1e-5)
+  for name in names[:2]:
+    differ = np.abs(np.subtract(history[f"{name}_0.9"], history[name]))
+    assert differ.min() > 1e-3
+  # The state is that of an evaluation of the first alone.
+  if kind in ("PyDataset", "generator"):
+    validation = DRAWN[kind](x, y)[0]
+    alone, want = fit([0.5])
+    np.testing.assert_allclose(history["val_loss"], alone["val_loss"],
+                               rtol=1e-5)
+    assert_same(state, want)
+
+
+def test_all_decays_need_state_in_variables():
+  x, y = data()
+
+  class Listed(keras.metrics.Metric):
+
+    def update_state(self, *args, **kwargs):
+      pass
+
+    def result(self):
+      return 0.0
+
+  class Own(keras.Sequential):
+
+    def make_test_function(self, force=False):
+      return super().make_test_function(force)
+
+  def fit(cls=keras.Sequential, metrics=()):
+    model = cls([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(wrapopt.keras.MovingAverage("sgd", [0.9, 0.5]), loss="mse",
+                  metrics=list(metrics), run_eagerly=True)
+    callback = wrapopt.keras.EvaluateWithAverages(decay="all")
+    try:
+      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=[callback])
+    finally:  # Nothing stays.
+      model.evaluate(x, y, verbose=0, callbacks=[callback])
+
+  with pytest.raises(ValueError, match="keep their state in variables if "
+                     '`decay` is "all", got .*Listed that has none'):
+    fit(metrics=["mae", Listed()])
+  with pytest.raises(ValueError, match=r"make_test_function\(\) of its own, "
+                     "got .*Own: other decays must"):
+    fit(Own)
+
+
 def test_a_model_without_batch_normalizations_has_nothing_to_recalibrate():
   x, y = data()
   model = trained()
@@ -704,6 +836,111 @@ def test_swa_counts_epochs():
   fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
   with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
     fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)
+  # Keras learns the number of batches in the first epoch.
+  batches = lambda: ((x[i:i + 8], y[i:i + 8]) for i in range(0, 64, 8))
+  for unknown in (
+      lambda: tf.data.Dataset.from_tensor_slices((x, y)).batch(8).filter(
+          lambda *_: True), batches):
+    for steps, executions in (8, 1), (7, 3), (9, 1), (5, 3):
+      model = make(wrapopt.keras.SWA("sgd", steps_per_epoch=steps))
+      model.compile(model.optimizer, "mse", steps_per_execution=executions)
+      fit = lambda: model.fit(unknown(), verbose=0, callbacks=[
+          wrapopt.keras.EvaluateWithAverages()])
+      if (steps, executions) in [(8, 1), (7, 3)]:  # As good as is known.
+        fit()
+      else:
+        with pytest.raises(ValueError, match=f"of fit.., [89], got {steps}."):
+          fit()
+
+
+@pytest.mark.parametrize("kind, raw", [
+    ("stopping", True), ("checkpoint", True), ("before", True),
+    ("after", False), ("inside", False), ("every epoch", False),
+    ("by training", False), ("keeps raw", False)])
+def test_callbacks_that_keep_raw_weights(kind, raw, tmp_path):
+  E = wrapopt.keras.EvaluateWithAverages
+  stopping = callbacks.EarlyStopping(restore_best_weights=True)
+  save = lambda **kwargs: callbacks.ModelCheckpoint(
+      str(tmp_path / "model.keras"), **kwargs)
+  given = {
+      "stopping": lambda: [E(), stopping],
+      "checkpoint": lambda: [save(save_best_only=True), E()],
+      "before": lambda: [stopping, E(swap_on_epoch=True)],
+      "after": lambda: [E(swap_on_epoch=True), stopping],
+      "inside": lambda: [E([stopping, save(save_best_only=True)])],
+      "every epoch": lambda: [E(), save(), callbacks.EarlyStopping()],
+      "by training": lambda: [E(), save(save_best_only=True, monitor="loss")],
+      "keeps raw": lambda: [E(), stopping]}[kind]()
+  x, y = data()
+  model = make(wrapopt.keras.MovingAverage(
+      "sgd", 0.9, keep_raw_weights=kind == "keeps raw"))
+  with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given)
+  name = "ModelCheckpoint" if kind == "checkpoint" else "EarlyStopping"
+  assert [str(w.message) for w in seen if "raw weights" in str(w.message)] == [
+      f"{name} keeps the raw weights of an epoch, and validation evaluates the "
+      "averages: 'val_loss' is not that of the weights that it keeps. Pass it "
+      "to EvaluateWithAverages: callbacks=[EvaluateWithAverages("
+      f"[{name}(...)]), ...]."] * raw
+
+
+def test_only_one_puts_averages_in_place():
+  E = wrapopt.keras.EvaluateWithAverages
+  x, y = data()
+
+  class Predict(callbacks.Callback):
+
+    def on_epoch_end(self, epoch, logs=None):
+      self.model.predict(x, verbose=0, callbacks=[E()])
+
+  for given, error in [
+      ([Worse(), E(decay=0.9), E()], r"another EvaluateWithAverages, callbacks"
+       r"\[2\]. Pass all their callbacks to one; decay=\"all\" evaluates"),
+      ([E([Worse(), E()])], r"in that of callbacks\[0\]: callbacks\[1\]"),
+      ([E(Predict())], r"set_model\(\) must not be called inside .* in a "
+       "callback of an EvaluateWithAverages, pass no other one to evaluate")]:
+    model = make()
+    with pytest.raises((ValueError, RuntimeError), match=error):
+      model.fit(x, y, verbose=0, callbacks=given)
+    assert model.optimizer.iterations == (2 if "set_model" in error else 0)
+  make().fit(x, y, verbose=0, callbacks=[E(), Predict()])
+
+
+@pytest.mark.parametrize("name", keras_versions.cases([
+    "MovingAverage", "SWA", "ScheduleFree"]))
+def test_weights_that_are_set_before_another_fit(name, tmp_path):
+  E = wrapopt.keras.EvaluateWithAverages
+  x, y = data()
+  model = make(getattr(wrapopt.keras, name)("sgd"))
+  initial = model.get_weights()
+
+  def warned(*given, **kwargs):
+    with warnings.catch_warnings(record=True) as seen:
+      warnings.simplefilter("always")
+      model.fit(x, y, verbose=0, validation_data=(x, y), callbacks=given,
+                **kwargs)
+    return [str(w.message) for w in seen if "no longer" in str(w.message)]
+
+  assert not warned(E()) and not warned(E())
+  model.set_weights(initial)
+  [text] = warned(E())
+  assert "kernel' was set after the last fit(), its average was not" in text
+  assert not warned(E())
+  if name != "ScheduleFree":  # A rate finder needs no averages.
+    assert not warned()
+    model.set_weights(initial)
+    assert warned(E())
+  model.set_weights(initial)
+  model.optimizer.seed_averages()
+  stopping = callbacks.EarlyStopping(restore_best_weights=True)
+  assert not warned(E(stopping), epochs=9)
+  assert not warned(E(swap_on_epoch=True), stopping, epochs=9)
+  assert not warned(E())
+  model.save_weights(tmp_path / "model.weights.h5")
+  model.set_weights(initial)
+  model.load_weights(tmp_path / "model.weights.h5")
+  assert not warned(E())
 
 
 class AtEpochEnd(callbacks.Callback):

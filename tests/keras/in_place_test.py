@@ -367,6 +367,79 @@ def test_an_average_that_is_assigned(tmp_path):
   assert (v.numpy(), opt.average(v).numpy()) == (0, 0.5)
 
 
+@pytest.mark.parametrize("name, dtype", [
+    *((name, "float32") for name in ("variable", "schedule_free", "inside",
+                                     "v1", "v1_z")),
+    ("not_lazy", "bfloat16"), ("swa", "bfloat16")])
+def test_what_else_changes_the_variables(name, dtype):
+  """Such as a probe on an encoder that is not frozen."""
+  v, head = (keras.Variable([[1.0], [2.0]], dtype=dtype) for _ in range(2))
+  make = tf1.train.GradientDescentOptimizer
+  opt = (wrapopt.MovingAverageOptimizer(make(1.0), 0.5) if name == "v1" else
+         wrapopt.ScheduleFreeOptimizer(make(1.0)) if name == "v1_z" else
+         READABLE[name]())
+  own = v.value if name.startswith("v1") else v
+  read = lambda: [v.numpy(), np.array(opt.average(own)),
+                  *[np.array(x) for x in (
+                      opt.variables() if name.startswith("v1") else
+                      values(opt, [v]))]]
+  g = tf.constant([[1.0], [0.5]], dtype)
+  few = tf.IndexedSlices(tf.ones([1, 1], dtype), [0], [2, 1])
+  for _ in range(2):
+    opt.apply_gradients([(g, own)])
+  sgd, lazy = K.SGD(0.1), wk.LazyAdam(0.1)
+  other = K.SGD(0.1, momentum=0.5)
+  ours = wk.SWA(K.SGD(0.1))
+  old = tf1.train.MomentumOptimizer(0.1, 0.5)
+  steps = {
+      "sgd": lambda: sgd.apply([g], [v]),
+      "sparse": lambda: sgd.apply([few], [v]),
+      "momentum": lambda: other.apply([g, g], [head, v]),
+      "function": tf.function(lambda: other.apply([g, g], [head, v])),
+      "jit": tf.function(lambda: other.apply([g, g], [head, v]),
+                         jit_compile=True),
+      "ours": lambda: ours.apply([g], [v]),
+      "lazy": lambda: lazy.apply([few], [v]),
+      "v1": lambda: old.apply_gradients([(g, v.value)]),
+      "assign": lambda: v.assign_add(g), "row": lambda: v.value[1].assign([7])}
+  for step in steps.values():
+    step()  # Slots are made, functions traced, rows in sparse steps copied.
+  for kind, step in steps.items():
+    before = read()
+    for _ in range(2):
+      with pytest.raises(RuntimeError, match=(
+          "^Variables that hold averages must not be changed inside "
+          "averaged_weights")):
+        with opt.averaged_weights():
+          step()
+          step()
+      assert_same(read(), before)
+  before = read()
+  with opt.averaged_weights():  # A probe of its own, and what changes nothing.
+    other.apply([g, None], [head, v])
+    v.assign(v + 0)
+  assert_same(read(), before)
+  opt.apply_gradients([(g, own)])
+
+
+def test_a_probe_in_a_callback():
+  model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+  opt = wk.MovingAverage(K.SGD(0.1), 0.5)
+  model.compile(opt, "mse")
+  x = np.ones([4, 2], np.float32)
+  probe = keras.Sequential([model.layers[0], keras.layers.Dense(1)])
+  probe.compile("sgd", "mse")
+  callback = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda epoch, logs: probe.fit(x, x[:, :1], verbose=0))
+  with pytest.raises(RuntimeError, match="as by a step of another optimizer"):
+    model.fit(x, x[:, :1], verbose=0, callbacks=[
+        wk.EvaluateWithAverages([callback])])
+  model.layers[0].trainable = False
+  probe.compile("sgd", "mse")
+  model.fit(x, x[:, :1], verbose=0, callbacks=[
+      wk.EvaluateWithAverages([callback])])
+
+
 @pytest.mark.parametrize("first", ["outer", "inner"])
 def test_two_optimizers(first):
   """Each has averages of one variable; one of them is in place."""

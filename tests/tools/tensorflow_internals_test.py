@@ -28,10 +28,12 @@ tf1 = tf.compat.v1
 # {a module, or a name in one: the names in it that are used}
 IMPORTS = {
     "keras.src.backend": ["name_scope"],
+    "keras.src.backend.common.global_state": ["get_global_attribute"],
     "keras.src.models.functional": ["Functional"],
+    "keras.src.random.seed_generator": ["GLOBAL_SEED_GENERATOR"],
     "keras.src.saving.keras_saveable.KerasSaveable": [],
     "keras.src.saving.saving_lib": ["H5IOStore", "_save_state"],
-    "keras.src.utils.python_utils": ["is_default"],
+    "keras.src.utils.python_utils": ["is_default", "pythonify_logs"],
     "tensorflow.core.framework.op_def_pb2": ["OpList.FromString"],
     "tensorflow.core.framework.variable_pb2": ["VariableDef"],
     "tensorflow.core.protobuf.trackable_object_graph_pb2": [
@@ -184,7 +186,8 @@ ATTRIBUTES = {
         "_model_variables_moving_average"],
     lambda: in_keras_model().layers[0]: [
         "_post_untrack_variable", "_reduction_axes"],
-    in_keras_model: ["_flatten_layers"],
+    in_keras_model: ["_flatten_layers", "_get_metrics_result_or_logs",
+                     "_metrics", "_trainable_variables"],
     lambda: keras.callbacks.SwapEMAWeights(): ["_swap_variables"],
 }
 

@@ -10,6 +10,7 @@ import collections
 import threading
 import weakref
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
@@ -69,7 +70,7 @@ _occupied = _Occupied()
 class SwappedIn:
   """Averages that are in place of their variables, in eager mode."""
 
-  def __init__(self, pairs, more=()):
+  def __init__(self, pairs, more=(), must_stay=False):
     """Puts averages in place.
 
     Args:
@@ -77,6 +78,7 @@ class SwappedIn:
         buffers. In other pairs, the average is converted or computed, and
         assigned to the variable.
       more: Other variables that are to have no value meanwhile.
+      must_stay: Whether the variables must hold the averages until `swap_out`.
     """
     pairs = _replicas.components(pairs)
     # For all averages of the variables, not only these.
@@ -93,6 +95,7 @@ class SwappedIn:
     self._aside.take()
     self._aside.trade()
     _assign(self._others, converted)
+    self._held = [(v, _hold(v)) for v in self._variables if must_stay]
 
   def value(self, average):
     """The value of an average that is in place, or None for another one."""
@@ -103,12 +106,24 @@ class SwappedIn:
 
   def swap_out(self):
     """Restores all values."""
+    changed = [(v, held) for v, held in self._held
+               if not _has_same_bits(_hold(v), held)]
+    for variable, held in changed:
+      variable.assign(held)
+    self._held = []
     self._aside.trade()
     _assign(self._others, self._raw)
     replaced = self._aside.give_back()
     _in_place.remove(self._aside.averages)
     _occupied.remove(self._variables)
     _check_unassigned(replaced)
+    if changed:
+      raise RuntimeError(
+          "Variables that hold averages must not be changed inside "
+          f"averaged_weights(), got a new value of '{changed[0][0].name}', as "
+          "by a step of another optimizer. Variables and averages have their "
+          "values from before the `with` block. Change them after it, or train "
+          "a copy of the model.")
 
 
 def check_unoccupied(variable, what):
@@ -297,6 +312,28 @@ def _in_groups(op, variables, others=None, is_reversed=False):
 def _assign(pairs, values):
   for (variable, _), value in zip(pairs, values):
     variable.assign(value)
+
+
+def _hold(variable):
+  """The value of a variable, in eager mode, which shares its memory.
+
+  So nobody writes to this memory: who changes the variable gives it another.
+  """
+  # Else, variables with sparse updates are copied.
+  tf.raw_ops.DisableCopyOnRead(resource=variable.handle)
+  return tf.raw_ops.ReadVariableOp(resource=variable.handle,
+                                   dtype=variable.dtype.base_dtype)
+
+
+def _has_same_bits(value, held):
+  """Whether a value is one that `_hold` has held, or has the same bits."""
+  device = value.backing_device
+  if "job:localhost/" in device and "device:CPU:" in device:
+    x, y = np.asarray(value), np.asarray(held)  # No copies.
+    return x.ctypes.data == y.ctypes.data or x.tobytes() == y.tobytes()
+  with tf.device(device):
+    return bool(tf.reduce_all(tf.bitcast(value, tf.uint8) ==
+                              tf.bitcast(held, tf.uint8)))
 
 
 def _check_unassigned(replaced):

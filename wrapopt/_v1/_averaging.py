@@ -406,7 +406,8 @@ class AveragingOptimizer(WrapperOptimizer):
       if raw is None:
         back = _swap.SwappedIn(
             self._pairs(graph, k),
-            self._derived_beside(self._averaged.of(graph), k)).swap_out
+            self._derived_beside(self._averaged.of(graph), k),
+            must_stay=True).swap_out
       else:
         pairs = self._pairs(graph, k)
         made = self._averaged.of(graph).swaps[k]

@@ -208,7 +208,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     first, or read the variable. A step raises an error and changes nothing: in
     eager mode and if a `tf.function` is traced in the block, a RuntimeError; in
     a session and in a `tf.function` that was traced or compiled before, a
-    `tf.errors.FailedPreconditionError`.
+    `tf.errors.FailedPreconditionError`. If anything else has changed a variable
+    in the block, such as a step of another optimizer, this is an error at its
+    end in eager mode. A session does not see it. The variables hold y again.
 
     Args:
       session: In a graph, the session; by default the default session. The
@@ -219,7 +221,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
     Raises:
       RuntimeError: If there was no step yet, or the averages are in place
-        already. After the block, if z was assigned or restored in it.
+        already. After the block, if z was assigned or restored in it, or in
+        eager mode a variable.
     """
     with self._putting_in_place(session, 0):
       yield

@@ -165,6 +165,11 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     or in a `tf.function` that was traced or compiled before, a
     `tf.errors.FailedPreconditionError`.
 
+    Nor must anything else change the averaged variables, such as a step of
+    another optimizer, or `set_weights`. At the end of the block, this is an
+    error, too, and variables and averages get their values from before the
+    block. In the block, a probe may train variables of its own.
+
     Args:
       model: The model whose variables get their averages; by default all
         variables of the optimizer. If given, the statistics of its batch
@@ -179,25 +184,31 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       RuntimeError: If the optimizer is not built, averages of this optimizer or
         of one inside are in place already, or a variable that has an average
         has left the model, as after `model.quantize`. After the block, if an
-        average was assigned in it, or a variable has left the model: all others
-        then have their own values again.
+        average or an averaged variable was assigned in it, or a variable has
+        left the model: all others then have their own values again.
       ValueError: If the optimizer averages no variable of `model`, or does not
         have the decay.
     """
-    with self.swapped_in(model, decay), (
+    with self.swapped_in(model, decay, must_stay=True), (
         contextlib.nullcontext() if model is None
         else _batch_norm.restored(model)):
       yield
 
   @contextlib.contextmanager
-  def swapped_in(self, model=None, decay=None):
-    """As `averaged_weights`, for a block that changes no variable."""
+  def swapped_in(self, model=None, decay=None, must_stay=False):
+    """As `averaged_weights`, for a block that changes no variable.
+
+    Args:
+      model: As in `averaged_weights`.
+      decay: As in `averaged_weights`.
+      must_stay: Whether it is checked that the block changes no variable.
+    """
     self._require_built("averaged_weights")
     with _swapping:
       self._refuse_swapped_in("averaged_weights")
       pairs = self._averaged(model, decay)
       self._state.swap_in([(_value(v), _value(s)) for v, s in pairs],
-                          *self._beside(pairs, decay))
+                          *self._beside(pairs, decay), must_stay=must_stay)
     try:
       yield
     finally:
@@ -322,8 +333,13 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     """The names or decays of the averages, the default first: a list."""
     return [None]
 
-  def check_batches_per_epoch(self, batches):
-    """Raises an error if the averages are for epochs of other lengths."""
+  def check_batches_per_epoch(self, batches, fewer=0):
+    """Raises an error if the averages are for epochs of other lengths.
+
+    Args:
+      batches: The number of batches in an epoch of `fit`.
+      fewer: By how much it may be lower.
+    """
 
   def check_decay(self, decay):
     """Raises an error if the optimizer does not have a decay or None."""
@@ -337,6 +353,22 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _assign(self, pairs):
     """Sets variables to their averages: (variable, average) pairs."""
     _state.assign_all(pairs)
+
+  def note_weights(self, variables):
+    """Notes the variables' values, averages with which `fit` has ended."""
+    if not _replicas.is_shared(_value(self._iterations)):  # Else, not here.
+      self._state.note_weights(_wrapper.steps_of(self), [
+          v for v, _ in self._of(variables)])
+
+  def warn_of_set_weights(self, variables):
+    """Warns if variables were set after `fit` and averages not."""
+    found = self._state.set_since(_wrapper.steps_of(self), variables)
+    if found is not None:
+      warnings.warn(
+          "fit() goes on from averages of weights that are no longer in the "
+          f"model: '{_state.path_of(found)}' was set after the last fit(), its "
+          "average was not. If the training begins anew, call "
+          "optimizer.seed_averages() before fit().")
 
   def _beside(self, pairs, decay):
     """Arguments `more` and `saved` of `State.swap_in`."""
@@ -392,7 +424,9 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
       self._seed_unbegun()  # Before averages inside change the variables.
     super().finalize_variable_values(var_list)
     if self.built and not self.keeps_raw_weights:
-      self._assign(self._finalized(var_list))
+      pairs = list(self._finalized(var_list))
+      self._assign(pairs)
+      self.note_weights([v for v, _ in pairs])
       self._warn_of_raw(var_list)
 
   def _warn_of_raw(self, var_list):

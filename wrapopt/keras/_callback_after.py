@@ -23,7 +23,7 @@ class CallbackAfter:
   @classmethod
   def all_after(cls, evaluator):
     """The callbacks after a callback whose `set_model` runs: a list."""
-    found, i = cls._place_of(evaluator)
+    found, i = cls._checked_place_of(evaluator)
     after = [cls._layers(c)[-1] for c in found.callbacks[i + 1:]]
     if any(isinstance(c, keras.callbacks.BackupAndRestore) for c in after):
       raise ValueError(
@@ -33,9 +33,16 @@ class CallbackAfter:
     return after
 
   @classmethod
+  def list_with(cls, evaluator):
+    """The callbacks of Keras's list with one whose `set_model` runs: a list."""
+    found, _ = cls._place_of(evaluator)
+    return ([cls._layers(c)[-1] for c in found.callbacks] if found else
+            [evaluator])
+
+  @classmethod
   def replace_after(cls, evaluator):
     """Replaces the callbacks after a callback whose `set_model` runs."""
-    found, i = cls._place_of(evaluator)
+    found, i = cls._checked_place_of(evaluator)
     for k, callback in enumerate(found.callbacks[i + 1:], i + 1):
       *around, own = cls._layers(callback)
       # Keras's own two read no weights.
@@ -54,7 +61,10 @@ class CallbackAfter:
 
   @classmethod
   def _place_of(cls, evaluator):
-    """Keras's list of callbacks that sets the model, and the index in it."""
+    """Keras's list of callbacks that sets the model, and the index in it.
+
+    Both are None if another one sets the model.
+    """
     # Keras does not tell a callback which list it is in.
     frame = inspect.currentframe()
     while frame is not None:
@@ -64,7 +74,14 @@ class CallbackAfter:
           if cls._layers(callback)[-1] is evaluator:
             return found, i
       frame = frame.f_back
-    raise ValueError(
-        "EvaluateWithAverages(swap_on_epoch=True) must be in the list of "
-        "callbacks of fit() or in a keras.callbacks.CallbackList, got a call "
-        "of set_model() by another one. Pass `callbacks` to it instead.")
+    return None, None
+
+  @classmethod
+  def _checked_place_of(cls, evaluator):
+    found, i = cls._place_of(evaluator)
+    if found is None:
+      raise ValueError(
+          "EvaluateWithAverages(swap_on_epoch=True) must be in the list of "
+          "callbacks of fit() or in a keras.callbacks.CallbackList, got a call "
+          "of set_model() by another one. Pass `callbacks` to it instead.")
+    return found, i

@@ -132,6 +132,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
     self._saved = {}  # See `swap_in`: values by ids of variables.
     self._counts = {}  # (variable, Count) by name.
+    self._noted = None  # See `note_weights`.
 
   def _obj_type(self):
     return "Optimizer"
@@ -196,6 +197,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     return super()._lookup_dependency(name, *args, **kwargs)
 
   def _serialize_to_tensors(self):
+    if not tf.executing_eagerly():
+      return {}  # A SavedModel's averages stay where they are.
     owners = ({self._name_in_files(name): _owners.to_array(self.owners_of(name))
                for name in self._rows} if self._is_made else
               {key.rpartition(".")[0]: value for key, value in
@@ -205,10 +208,26 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def _restore_from_tensors(self, restored_tensors):
     self._awaits = False
-    self._of_checkpoint = _owners.all_from_array(restored_tensors[_OWNERS])
+    array = restored_tensors[_OWNERS]
+    if not tf.executing_eagerly():  # In a cluster, it is in a function.
+      array = self._read_owners()
+    self._of_checkpoint = _owners.all_from_array(array)
     if self._is_made:
       for name in self._rows:
         self._take_deferred(name)
+
+  def _read_owners(self):
+    """Reads from the file what a function restores."""
+    for positions in self._deferred_dependencies.values():
+      for position in positions:
+        for attribute in position.object_proto.attributes:
+          key = attribute.checkpoint_key.rpartition("/.ATTRIBUTES/")[0]
+          reader = tf.train.load_checkpoint(
+              position.checkpoint.save_path_string)
+          key = f"{key.rpartition('/')[0]}/.ATTRIBUTES/{_OWNERS}"
+          if reader.has_tensor(key):
+            return reader.get_tensor(key)
+    return _owners.all_to_array({})
 
   def _copy_trackable_to_cpu(self, object_map):
     object_map[self] = _Copy(self._serialize_to_tensors())
@@ -265,6 +284,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def seed(self):
     """Sets all averages to the values of their variables."""
+    self._noted = None
     self.complete()
     self._set.update(id(average) for average, _ in self.pairs())
     self.seed_values()
@@ -473,7 +493,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if guessed:
       warnings.warn(
           f"The {loaded.source}'s averages named '{in_files}' are taken in "
-          f"their order, that of '{guessed[0][0]}' for '{guessed[0][1]}', since "
+          f"their order, that of '{guessed[0][0]}' for '{guessed[0][1]}', as "
           "the names differ, and the values of the variables, too. If that is "
           "another variable, call seed_averages() or load the weights of the "
           f"{loaded.source} together with its averages.")
@@ -523,7 +543,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._is_loaded = True
+    self._is_loaded, self._noted = True, None
     # State that an earlier checkpoint lacked is in this file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:
@@ -601,6 +621,24 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       return {}
     return {i: i for i in self._indices[name]}
 
+  def note_weights(self, steps, variables):
+    """Notes the values of variables, after a number of steps."""
+    self._noted = (steps, _restored(self)), {
+        id(v): _owner(v).checksum for v in variables}
+
+  def set_since(self, steps, variables):
+    """The first of some variables that was set since `note_weights`, or None.
+
+    It forgets what was noted. After another step, and if averages were loaded
+    or seeded, there is none.
+    """
+    (when, checksums), self._noted = self._noted or (None, {}), None
+    if when == (steps, _restored(self)):
+      for v in variables:
+        if id(v) in checksums and _owner(v).checksum != checksums[id(v)]:
+          return v
+    return None
+
   def is_swapped_in(self):
     """Whether averages are in place of their variables."""
     return self._swapped_in is not None
@@ -618,7 +656,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages are in place of the weights. Leave the `with` block first"
           f"{instead}.")
 
-  def swap_in(self, pairs, more=(), saved=()):
+  def swap_in(self, pairs, more=(), saved=(), must_stay=False):
     """Puts averages in place of their variables.
 
     Args:
@@ -626,9 +664,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       more: Other variables that are to have no value meanwhile.
       saved: (average, value) pairs of averages that a file gets with another
         value than their own.
+      must_stay: Whether nobody may change the variables meanwhile.
     """
     self._saved = {id(_lazy.stored(_value(s))): value for s, value in saved}
-    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more])
+    self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more],
+                                       must_stay)
 
   def swap_out(self):
     """Undoes `swap_in`."""

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from wrapopt._averages import _replicas
-from wrapopt._averages import _swap
+from wrapopt.keras import _beside
 from wrapopt.keras import _rules
 
 
@@ -240,44 +240,18 @@ class Recalibration:
     self._pass = None
 
   def of(self, model):
-    """The `Recalibrated` statistics of a model, which keeps its own."""
+    """Recalibrated statistics `Beside` those of a model, which it keeps."""
     if self._pass is None or not self._pass.is_for(model):
       self._pass = _Pass(model)
     with restored(model):
       self._pass.run(self._dataset)
-      return Recalibrated([(v, _copy(v)) for v in _values(model)])
-
-
-class Recalibrated:
-  """Recalibrated statistics of a model, beside those that are in place."""
-
-  def __init__(self, pairs):
-    self._pairs = pairs
-
-  @contextlib.contextmanager
-  def swapped_in(self):
-    """Puts them in place for a `with` block."""
-    in_place = _swap.SwappedIn(self._pairs)
-    try:
-      yield
-    finally:
-      in_place.swap_out()
-
-  def assign(self):
-    """Assigns them to the model."""
-    for variable, value in self._pairs:
-      variable.assign(value)
+      return _beside.Beside(statistics(model))
 
 
 def _values(model):
   """The statistics of a model: TensorFlow's variables, of each replica."""
   return [value for v in statistics(model)
           for value in _replicas.values(_rules.value(v))]
-
-
-def _copy(variable):
-  with tf.init_scope(), tf.device(variable.device):
-    return tf.Variable(variable, trainable=False)
 
 
 class _Moments:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 import contextlib
 import copy
+import functools
 import itertools
 from typing import Any, Literal, Optional, Union
 import warnings
@@ -48,6 +49,12 @@ class EvaluateWithAverages(keras.callbacks.Callback):
       tuner.search(..., callbacks=[
           wrapopt.keras.EvaluateWithAverages(swap_on_epoch=True)])
 
+  A callback that keeps weights of an epoch, such as EarlyStopping with
+  `restore_best_weights`, must see the averages that validation evaluates. Else,
+  it keeps the raw weights, with a warning. If a callback changes an averaged
+  variable while the averages are in place, as by a training of its own, this is
+  an error. A `test_step` must not do it either, which is not checked.
+
   After `fit`, the model holds the averages, as with Keras's `use_ema`. If one
   of these callbacks then sets weights, like EarlyStopping, the averages of all
   decays are set to these weights. An optimizer with `keep_raw_weights=True`
@@ -60,11 +67,14 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   `callbacks` and at the end of `fit`. During the training, the model keeps its
   own statistics, bit for bit.
 
-  With `decay="all"`, validation in `fit` evaluates the averages of all decays.
-  The names of the logs of all but the first end in the decay, such as
-  `val_loss_0.5`. A callback in `callbacks` that monitors one of these logs runs
-  with the averages of that decay in place. It needs `mode`, since Keras does
-  not know these names:
+  With `decay="all"`, validation in `fit` evaluates each batch with the averages
+  of all decays. Metrics, seeds and other variables that are not trained have
+  values of their own for each decay; a metric that keeps its state elsewhere is
+  refused. The training goes on with the state of the first, and the callbacks'
+  `on_test_...` methods see its logs. The names of the logs of all but the first
+  end in the decay, such as `val_loss_0.5`. A callback in `callbacks` that
+  monitors one of these logs runs with the averages of that decay in place. It
+  needs `mode`, since Keras does not know these names:
 
       model.compile(wrapopt.keras.MovingAverage("adam", [0.999, 0.99]), ...)
       model.fit(..., validation_data=..., callbacks=[
@@ -184,10 +194,15 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _forget_model(self):
     """Sets all that `set_model` sets to what it is before."""
     self._model = None
-    self._trains, self._evaluated = None, None
+    self._trains = None
     self._recalibration = batch_norm.Recalibration(self._dataset)
-    self._recalibrated = None
-    self._others = {}  # By suffix of logs.
+    # By suffix of logs, that of the first decay is "": the decays, the
+    # statistics for each, the evaluations of all others.
+    self._decays, self._recalibrated, self._others = {}, {}, {}
+    # Whether all are evaluated, and the logs of all others.
+    self._is_fit, self._logs_of_others = False, None
+    # Whether the first epoch tells how many batches an epoch has.
+    self._counts_batches, self._last_batch = False, 0
     self._functions = []
 
   def __deepcopy__(self, memo):
@@ -221,25 +236,20 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     part = self._part_of(model)
     after = (_callback_after.CallbackAfter.all_after(self)
              if self._swap_on_epoch else [])
+    self._check_others(model, found)
     self._check_end(found, after)
     self._check_batch_norm(part, found)
     super().set_model(model)
     self._trains = optimizer, part
-    self._evaluated = decays[0]
-    self._recalibrated = None
+    self._decays = {f"_{decay}" if k else "": decay
+                    for k, decay in enumerate(decays)}
+    self._is_fit = False
+    self._recalibrated, self._others = {}, {}
     self._functions = [
         _swapped_function.SwappedFunction(model, kind, self._swapped_in)
         for kind in ("test", "predict")]
     for callback in self._callbacks:
       callback.set_model(model)
-    self._others = {
-        f"_{decay}": EvaluateWithAverages(
-            decay=decay, optimizer=self._optimizer, part=self._part,
-            recalibrate=False if self._dataset is None else self._dataset)
-        for decay in decays[1:]}
-    for other in self._others.values():
-      other._recalibration = self._recalibration
-      other.set_model(model)
     if self._swap_on_epoch:
       _callback_after.CallbackAfter.replace_after(self)
 
@@ -256,6 +266,38 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _averaging(self):
     """The optimizers that keep averages: a list."""
     return _averaging.averaging(self._trains[0])
+
+  def _check_others(self, model, found):
+    """Raises an error or warns if other callbacks do not fit this one."""
+    for x in found:
+      x._refuse_swapped_in(
+          f"{type(self).__name__}.set_model",
+          ", or, in a callback of an EvaluateWithAverages, pass no other one to"
+          " evaluate() or predict()")
+    callbacks = _callback_after.CallbackAfter.list_with(self)
+    its = _all_wrappers(found)
+    for where, other in _evaluators(callbacks, "callbacks"):
+      if other is not self and its & _all_wrappers(_averaging.averaging(
+          _averaging.optimizer_of(model, other._optimizer,
+                                  type(other).__name__))):
+        raise ValueError(
+            f"Only one {type(self).__name__} must put the averages of an "
+            f"optimizer in place, got another {type(other).__name__}, "
+            f"{where}. Pass all their callbacks to one; decay=\"all\" "
+            "evaluates several decays.")
+    i = next((i for i, c in enumerate(callbacks) if c is self), 0)
+    for c in callbacks[:i] if self._swap_on_epoch else callbacks:
+      monitor = getattr(c, "monitor", None)
+      if (getattr(c, "restore_best_weights", False)
+          and not found[0].keeps_raw_weights) or (
+              getattr(c, "save_best_only", False)
+              and isinstance(monitor, str) and monitor.startswith("val_")):
+        name = type(c).__name__
+        warnings.warn(
+            f"{name} keeps the raw weights of an epoch, and validation "
+            f"evaluates the averages: '{monitor}' is not that of the weights "
+            f"that it keeps. Pass it to {type(self).__name__}: "
+            f"callbacks=[{type(self).__name__}([{name}(...)]), ...].")
 
   def _check_end(self, found, after):
     """Raises an error if the weights at the end of `fit` are not clear."""
@@ -288,7 +330,7 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           "EvaluateWithAverages evaluates averages of", model))
 
   @contextlib.contextmanager
-  def _swapped_in(self):
+  def _swapped_in(self, suffix="", must_stay=False):
     optimizer, part = self._trains
     if not optimizer.built and (
         self._optimizer is None or self._part is not None and part.built):
@@ -297,42 +339,52 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     with contextlib.ExitStack() as stack:
       for x in self._averaging():
         if x.built:
-          stack.enter_context(x.swapped_in(part, self._evaluated))
+          stack.enter_context(x.swapped_in(
+              part, self._decays[suffix], must_stay))
         else:  # Part of a MultiOptimizer may train nothing.
           x.check_no_file_waits()
       if self._dataset is not None:
-        if self._recalibrated is None:
-          self._recalibrated = self._recalibration.of(part)
-        stack.enter_context(self._recalibrated.swapped_in())
+        if suffix not in self._recalibrated:
+          self._recalibrated[suffix] = self._recalibration.of(part)
+        stack.enter_context(self._recalibrated[suffix].swapped_in())
       yield
-
-  def _forget(self):
-    """Discards recalibrated statistics: the weights may have changed."""
-    for callback in (self, *self._others.values()):
-      callback._recalibrated = None
 
   def _run(self, callbacks, method, *args):
     """Runs callbacks with the averages in place that they monitor."""
 
-    def evaluator(callback):
+    def suffix_of(callback):
       monitor = getattr(callback, "monitor", None)
-      return next((other for suffix, other in self._others.items()
-                   if isinstance(monitor, str) and monitor.startswith("val_")
-                   and monitor.endswith(suffix)), self)
+      return next((suffix for suffix in self._decays
+                   if suffix and isinstance(monitor, str)
+                   and monitor.startswith("val_")
+                   and monitor.endswith(suffix)), "")
 
-    for found, group in itertools.groupby(callbacks, evaluator):
-      with found._swapped_in():
+    for suffix, group in itertools.groupby(callbacks, suffix_of):
+      with self._swapped_in(suffix, must_stay=True):
         for callback in group:
           getattr(callback, method)(*args)
 
   def on_train_begin(self, logs=None):
+    self._is_fit = True
+    if len(self._decays) > 1 and not _has_keras_test_function(self.model):
+      raise ValueError(
+          "`decay` must not be \"all\" for a model with a "
+          "make_test_function() of its own, got "
+          f"{type(self.model).__qualname__}: other decays must evaluate the "
+          "batches that it draws. Pass one decay.")
     batches = (self.params or {}).get("steps")
+    self._counts_batches = batches is None
     for optimizer in self._averaging():
       optimizer.set_model(self._trains[1])
-      # Another optimizer may take any number of steps in a batch.
-      if batches is not None and self._optimizer is None:
-        optimizer.check_batches_per_epoch(batches)
+      optimizer.warn_of_set_weights(self._trains[1].variables)
+    if batches is not None:
+      self._check_batches(batches)
     self._call("on_train_begin", logs)
+
+  def _check_batches(self, batches, fewer=0):
+    # Another optimizer may take any number of steps in a batch.
+    for optimizer in self._averaging() if self._optimizer is None else ():
+      optimizer.check_batches_per_epoch(batches, fewer)
 
   def on_train_end(self, logs=None):
     part = self._trains[1]
@@ -344,9 +396,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
     if found:
       if self._decay is not None:  # The first is in place.
         for optimizer in found:
-          optimizer.assign_averages(part, self._evaluated)
+          optimizer.assign_averages(part, self._decays[""])
       if self._dataset is not None:
-        (self._recalibrated or self._recalibration.of(part)).assign()
+        (self._recalibrated.get("") or self._recalibration.of(part)).assign()
     self._end(self._callbacks, logs)
 
   def _end(self, callbacks, logs):
@@ -357,50 +409,64 @@ class EvaluateWithAverages(keras.callbacks.Callback):
           stack.enter_context(optimizer._adopting(self._trains[1]))
       for callback in callbacks:
         callback.on_train_end(logs)
+    for optimizer in self._averaging():
+      if optimizer.built and not optimizer.keeps_raw_weights:
+        optimizer.note_weights(self._trains[1].variables)
 
   def on_epoch_begin(self, epoch, logs=None):
     self._call("on_epoch_begin", epoch, logs)
 
   def on_epoch_end(self, epoch, logs=None):
-    if self._others and any(name.startswith("val_") for name in logs or ()):
-      logs.update(self._logs_of_others())
+    if self._counts_batches and not self.model.stop_training:
+      self._counts_batches = False  # Keras now knows the number, too.
+      # Keras has found no data for the last batch that it began.
+      self._check_batches(self._last_batch, self.model.steps_per_execution - 1)
+    if len(self._decays) > 1 and any(
+        name.startswith("val_") for name in logs or ()):
+      if not self._is_fit:
+        raise RuntimeError(
+            "An EvaluateWithAverages(decay=\"all\") must not be passed to "
+            "evaluate() or predict() while fit() uses it, got such a call. "
+            "Pass another one.")
+      logs.update(self._logs_of_others)
     self._run(self._callbacks, "on_epoch_end", epoch, logs)
 
-  def _logs_of_others(self):
-    """Evaluates the averages of the other decays: the logs, a dict."""
-    found = {}
-    for suffix, other in self._others.items():
-      # On the data of the validation that has just ended.
-      logs = self.model.evaluate(
-          verbose=0, callbacks=[other], return_dict=True,
-          _use_cached_eval_dataset=True)
-      found.update({f"val_{name}{suffix}": x for name, x in logs.items()})
-    return found
-
   def on_train_batch_begin(self, batch, logs=None):
-    self._forget()
+    self._last_batch = batch
+    self._recalibrated = {}  # The weights may change.
     self._call("on_train_batch_begin", batch, logs)
 
   def on_train_batch_end(self, batch, logs=None):
     self._run(self._at_batch_end, "on_train_batch_end", batch, logs)
 
   def on_test_begin(self, logs=None):
-    self._recalibrated = None
+    self._recalibrated, self._others = {}, {}
     self._call("on_test_begin", logs)
 
   def on_test_end(self, logs=None):
     self._functions[0].swap_out()
+    self._functions[0].others = []
+    self._logs_of_others = {
+        f"val_{name}{suffix}": x for suffix, other in self._others.items()
+        for name, x in other.result().items()}
+    self._others = {}
     self._call("on_test_end", logs)
 
   def on_test_batch_begin(self, batch, logs=None):
     self._call("on_test_batch_begin", batch, logs)
+    if self._is_fit and not self._others:
+      self._others = {
+          suffix: _swapped_function.OtherEvaluation(
+              self.model, functools.partial(self._swapped_in, suffix))
+          for suffix in self._decays if suffix}
+      self._functions[0].others = list(self._others.values())
     self._functions[0].put()
 
   def on_test_batch_end(self, batch, logs=None):
     self._call("on_test_batch_end", batch, logs)
 
   def on_predict_begin(self, logs=None):
-    self._recalibrated = None
+    self._recalibrated = {}
     self._call("on_predict_begin", logs)
 
   def on_predict_end(self, logs=None):
@@ -417,6 +483,26 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _call(self, method, *args):
     for callback in self._callbacks:
       getattr(callback, method)(*args)
+
+
+def _evaluators(callbacks, where):
+  """(where it is, callback) of all EvaluateWithAverages: an iterator."""
+  for i, callback in enumerate(callbacks):
+    if isinstance(callback, EvaluateWithAverages):
+      place = f"{where}[{i}]"
+      yield place, callback
+      yield from _evaluators(callback._callbacks,
+                             f"in that of {place}: callbacks")
+
+
+def _all_wrappers(optimizers):
+  """The ids of optimizers and of all wrappers inside: a set."""
+  return {id(x) for opt in optimizers for x in opt._wrappers()}
+
+
+def _has_keras_test_function(model):
+  name = "make_test_function"
+  return getattr(type(model), name) is getattr(keras.Model, name)
 
 
 def _are_default(callback, *names):

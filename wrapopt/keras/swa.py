@@ -77,7 +77,9 @@ class SWA(_averaging.AveragingOptimizer):
       steps_per_epoch: The number of steps of an epoch, if `start_averaging` and
         `average_period` are numbers of epochs: the number of batches, divided
         by `gradient_accumulation_steps` if the optimizer accumulates gradients.
-        `EvaluateWithAverages` compares it with the epochs of `fit`.
+        `EvaluateWithAverages` compares it with the epochs of `fit`: at the end
+        of the first one, if Keras does not know the number of batches before.
+        With `steps_per_execution`, up to that many batches then stay unknown.
       keep_raw_weights: Whether `fit` ends with the raw weights in the model. By
         default, it ends with the averages.
       sum_duplicates: If a batch names a row of an embedding several times,
@@ -161,11 +163,12 @@ class SWA(_averaging.AveragingOptimizer):
 
     _followers.where(counts, count)
 
-  def check_batches_per_epoch(self, batches: int) -> None:
+  def check_batches_per_epoch(self, batches: int, fewer: int = 0) -> None:
     """Raises an error if `steps_per_epoch` is for other epochs."""
     got = self._arguments["steps_per_epoch"]
     accumulated = self.gradient_accumulation_steps or 1
-    if got is not None and got * accumulated != batches:
+    if got is not None and not (
+        batches - fewer <= got * accumulated <= batches):
       raise ValueError(
           "`steps_per_epoch` of a SWA must be the number of steps in an epoch "
           f"of fit(), {batches / accumulated:g}, got {got}. Make the SWA with "
