@@ -61,7 +61,7 @@ def make(variable, value, name):
     name: The last part of its name.
 
   Returns:
-    A LazyAverage. In a graph, `set_initial_value` must be called.
+    A LazyAverage. In a graph, its `_initializer_op` must be set.
   """
   prefix = variable._shared_name
   with tf.compat.v1.variable_scope(None, f"{prefix}/{name}") as scope:
@@ -128,7 +128,7 @@ class LazyAverage(trackable.Trackable):
     # Not the variable, which an average does not keep alive. Its value stays.
     self._rows_handle, self._value_handle = rows.handle, variable.handle
     self._value_dtype = variable.dtype
-    self.log_decays = self._element = self._initializer = None
+    self.log_decays = self._element = self._initializer_op = None
     self._lock = threading.Lock()
     self._entry = _lagging.add(self, variable)
     self._is_dense = False
@@ -300,13 +300,9 @@ class LazyAverage(trackable.Trackable):
     return self.assign(self.read_value() - tf.cast(delta, self._dtype),
                        use_locking, name, read_value)
 
-  def set_initial_value(self, value):
-    """In a graph, makes `initializer` assign a value: a tensor."""
-    self._initializer = self._assign(value)
-
   @property
   def initializer(self):
-    return self._initializer
+    return self._initializer_op
 
   def is_initialized(self, name=None):
     return tf.raw_ops.VarIsInitializedOp(resource=self._rows_handle, name=name)
@@ -427,7 +423,7 @@ class LazyAverage(trackable.Trackable):
     return variable_pb2.VariableDef(
         variable_name=strip(self._rows_handle.name),
         snapshot_name=strip(self._element.name),
-        initializer_name=strip(self._initializer.name), is_resource=True,
+        initializer_name=strip(self._initializer_op.name), is_resource=True,
         save_slice_info_def=self._slice_info and self._slice_info.to_proto(
             export_scope))
 

@@ -23,7 +23,7 @@ class _Imported(_lazy.LazyAverage):
     find = lambda name: graph.as_graph_element(
         tf_ops.prepend_name_scope(name, import_scope))
     self._element = find(proto.snapshot_name)
-    self._initializer = find(proto.initializer_name)
+    self._initializer_op = find(proto.initializer_name)
     self._rows_handle, self._value_handle, self._sums_handle = (
         self._element.op.inputs)
     self.rows = None

@@ -271,11 +271,10 @@ class AveragingOptimizer(WrapperOptimizer):
             f"'{variable.name}' must have a value before its first step, got a "
             "variable that the running tf.function has just made. Make it "
             "before you call the function.")
-      values = [tf.cast(variable, dtype)]
+      value = tf.cast(variable, dtype)
     else:
-      # The inputs of the initializers do not depend on the order of these.
-      values = [tf.cast(v.initializer.inputs[1], dtype)
-                for v in _replicas.values(variable)]
+      value = tf.cast(_initial_value.assigned(
+          _replicas.values(variable)[0], variable), dtype)
     # In a graph, a LazyAverage costs ops.
     is_lazy = (self._lazy is not False and self._touches_few_rows() and
                (is_sparse or tf.executing_eagerly()))
@@ -283,12 +282,10 @@ class AveragingOptimizer(WrapperOptimizer):
       _may_be_lazy.tell_of_resource_variables(variable)
     make = (self._make_lazy if is_lazy and _may_be_lazy.may_be_lazy(variable)
             else self._get_or_make_slot)
-    shadows = [make(variable, values[0], slot, name)
+    shadows = [make(variable, value, slot, name)
                for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
     if not tf.executing_eagerly():
-      for v, value, *of_v in zip(_replicas.values(variable), values,
-                                 *map(_replicas.values, shadows)):
-        _initial_value.start_at_value(of_v, v, value)
+      _initial_value.start_at_value(shadows, variable)
 
   def _make_lazy(self, variable, value, slot, op_name):
     """Finds or makes a LazyAverage, as `_get_or_make_slot` a variable."""

@@ -1,0 +1,233 @@
+"""Variables that start from a file: averages start where they do."""
+
+import contextlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from training import GRAPH_MODES
+from training import graph_of
+from training import session_of
+import wrapopt
+
+tf1 = tf.compat.v1
+TABLE = np.arange(1, 9, dtype=np.float32).reshape(4, 2)
+# The rows of the new vocabulary. The third word is unknown: its row is 0.
+NEW_ROWS = np.float32([TABLE[3], TABLE[2], [0, 0], TABLE[0]])
+
+
+def sgd():
+  return tf1.train.GradientDescentOptimizer(0.25)
+
+
+def moving(decay=0.5, **kwargs):
+  return wrapopt.MovingAverageOptimizer(sgd(), decay, **kwargs)
+
+
+WRAPPERS = {
+    "moving": moving,
+    "several": lambda: moving([0.5, wrapopt.PowerDecay(0.1)], fused=False),
+    "bema": lambda: moving(wrapopt.BEMA(2)),
+    "schedule_free": lambda: wrapopt.ScheduleFreeOptimizer(sgd()),
+    "primal_average": lambda: wrapopt.PrimalAverageOptimizer(sgd()),
+    "gate": lambda: wrapopt.DropStaleGradientOptimizer(moving(), 10),
+    "shards": lambda: wrapopt.CrossShardOptimizer(moving()),
+    "compensated": lambda: wrapopt.DropStaleGradientOptimizer(
+        sgd(), 10, policy=wrapopt.DelayCompensation()),
+    "lazy_adam": lambda: wrapopt.LazyAdamOptimizer(0.1),
+}
+
+kinds = pytest.mark.parametrize("kind", GRAPH_MODES)
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+  """The path of a file with `TABLE` as "table" and "half", and vocabularies."""
+  folder = tmp_path_factory.mktemp("pretrained")
+  (folder / "old").write_text("a\nb\nc\nd\n")
+  (folder / "new").write_text("d\nc\nx\na\n")
+  with tf.Graph().as_default():
+    tf1.get_variable("table", initializer=TABLE)
+    tf1.get_variable("half", initializer=TABLE.astype(np.float16))
+    with session_of() as session:
+      return tf1.train.Saver().save(session, str(folder / "model"),
+                                    write_meta_graph=False)
+
+
+def by_variable(path, variable):
+  parts = variable if isinstance(variable, tf.Variable) else list(variable)
+  tf1.train.init_from_checkpoint(path, {"table": parts})
+
+
+def by_name(path, variable):
+  del variable
+  tf1.train.init_from_checkpoint(path, {"table": "table"})
+
+
+def by_warm_start(path, variable):
+  del variable
+  tf1.train.warm_start(path)
+
+
+def by_vocabulary(path, variable):
+  del variable
+  folder = path.rpartition("/")[0]
+  tf1.train.warm_start(path, "table", {"table": tf1.train.VocabInfo(
+      f"{folder}/new", 4, 0, f"{folder}/old")})
+
+
+def table(is_partitioned=False, dtype=tf.float32, name="table"):
+  partitioner = tf1.fixed_size_partitioner(2) if is_partitioned else None
+  return tf1.get_variable(
+      name, [4, 2], dtype, tf1.random_normal_initializer(),
+      partitioner=partitioner)
+
+
+def minimized(opt, variable, is_sparse=False):
+  step = tf1.train.get_or_create_global_step()
+  with (opt.record_step(step) if hasattr(opt, "record_step")
+        else contextlib.nullcontext()):
+    x = (tf.nn.embedding_lookup(variable, [0, 2]) if is_sparse
+         else tf.convert_to_tensor(variable))
+    loss = tf.reduce_sum(tf.square(x))
+  return opt.minimize(loss, step)
+
+
+def averaging(opt):
+  """The optimizer that keeps averages: `opt`, its inner optimizer, or None."""
+  inner = getattr(opt, "inner_optimizer", None)
+  return next((o for o in (opt, inner) if hasattr(o, "average")), None)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("load, is_partitioned", [
+    (by_name, False), (by_vocabulary, False), (by_warm_start, False),
+    (by_variable, True), (by_vocabulary, True)],
+    ids=["name", "vocabulary", "warm_start", "parts", "vocabulary_parts"])
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@kinds
+@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.filterwarnings("ignore:Each step updates all rows")
+def test_averages_start_at_values_of_a_file(
+    name, kind, is_sparse, is_partitioned, load, is_first, pretrained,
+    tmp_path):
+  """Whether the file is named before or after the step is made."""
+  want = NEW_ROWS if load is by_vocabulary else TABLE
+  with graph_of(kind):
+    tf1.set_random_seed(1)
+    variable = table(is_partitioned)
+    parts = list(variable) if is_partitioned else [variable]
+    opt = WRAPPERS[name]()
+    if is_first:
+      load(pretrained, variable)
+    train = minimized(opt, variable, is_sparse)
+    if not is_first:
+      load(pretrained, variable)
+    with session_of() as session:
+      def values(of):
+        return np.concatenate([np.array(session.run(of(v))) for v in parts])
+
+      raw = lambda: values(tf.convert_to_tensor)
+      np.testing.assert_array_equal(raw(), want)
+      if averaging(opt) is None:
+        session.run(train)
+        return
+      average = averaging(opt).average
+      assert [average(v).shape for v in parts] == [v.shape for v in parts]
+      assert all(s.shape.is_fully_defined() for s in opt.variables())
+      np.testing.assert_array_equal(values(average), want)
+      session.run(train)
+      averages, weights = values(average), raw()
+      with averaging(opt).averaged_weights(session):
+        np.testing.assert_array_equal(raw(), averages)
+      np.testing.assert_array_equal(raw(), weights)
+      saver = averaging(opt).swapping_saver()
+      path = saver.save(session, str(tmp_path / "model"))
+      saver.restore(session, path)
+      np.testing.assert_array_equal(raw(), weights)
+      session.run(train)
+
+
+@kinds
+def test_converted_averages_are_put_in_place(kind, pretrained):
+  """An average of another dtype is assigned, also in a finalized graph."""
+  with graph_of(kind) as graph:
+    half = table(dtype=tf.float16, name="half")
+    tf1.train.init_from_checkpoint(pretrained, {"half": half})
+    opt = moving(shadow_dtype=tf.float32)
+    train = minimized(opt, half)
+    with session_of() as session:
+      graph.finalize()
+      session.run(train)
+      average, weights = session.run([opt.average(half), half])
+      np.testing.assert_array_equal(average, 0.75 * TABLE)
+      with opt.averaged_weights(session):
+        np.testing.assert_array_equal(session.run(half), average)
+      np.testing.assert_array_equal(session.run(half), weights)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_averages_of_replicas(is_first, pretrained):
+  with graph_of("resource"):
+    strategy = tf.distribute.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+      variable = table()
+      opt = moving()
+      if is_first:
+        by_name(pretrained, variable)
+      train = strategy.run(lambda: opt.apply_gradients(
+          [(tf.ones([4, 2]), variable)]))
+      if not is_first:
+        by_name(pretrained, variable)
+      config = tf1.ConfigProto(device_count={"CPU": 2})
+      with tf1.Session(config=config) as session:
+        session.run(tf1.global_variables_initializer())
+        [average] = opt.averages()
+        assert average.shape == [4, 2]
+        for v in (*variable.values, *average.values):
+          np.testing.assert_array_equal(session.run(v), TABLE)
+        session.run(strategy.experimental_local_results(train))
+
+
+@kinds
+def test_an_initializer_of_the_averages_own(kind, pretrained):
+  with graph_of(kind):
+    variable = table()
+    opt = moving()
+    minimized(opt, variable)
+    average = opt.average(variable)
+    tf1.train.init_from_checkpoint(pretrained, {"table": average})
+    with session_of() as session:
+      np.testing.assert_array_equal(session.run(average), TABLE)
+      assert np.any(session.run(variable) != TABLE)
+
+
+@kinds
+def test_averages_keep_following_their_variables(kind, pretrained):
+  """Also after the initializers were taken, and in a finalized graph."""
+  with graph_of(kind) as graph:
+    variable = table()
+    opt = moving()
+    minimized(opt, variable)
+    session_of().close()
+    by_name(pretrained, variable)
+    double = tf1.assign(variable, 2 * TABLE).op
+    with session_of() as session:
+      graph.finalize()
+      np.testing.assert_array_equal(session.run(opt.average(variable)), TABLE)
+      session.run(double)
+      opt.seed_averages(session)
+      np.testing.assert_array_equal(
+          session.run(opt.average(variable)), 2 * TABLE)
+
+
+@kinds
+def test_an_initializer_that_is_not_known(kind):
+  with graph_of(kind):
+    variable = table()
+    variable._initializer_op = tf.group(variable.initializer)
+    with pytest.raises(NotImplementedError, match="The initializer of "
+                       "'table:0' must be .* that assigns a tensor, got .*NoOp"
+                       ".* seed_averages"):
+      minimized(moving(), variable)
