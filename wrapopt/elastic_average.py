@@ -314,6 +314,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
+    self._getter.follow_files()
     return _step.where_accepted(self, step, self._take_accepted)
 
   def _touches_few_rows(self):
@@ -381,6 +382,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     if self._synchronous and not 0 <= task_index < self._num_worker:
       raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
                        f"{task_index}.")
+    self._getter.follow_files()
     variables = self._getter.centers.in_graph()
     if not variables:
       raise ValueError(

@@ -273,6 +273,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
+    self._getter.follow_files()
     taken = _step.where_accepted(self, step, self._take_accepted)
     for start in self._starts:
       start.also_in(self._open_rounds()[-1])
@@ -346,6 +347,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     Raises:
       ValueError: If `ma_custom_getter` has made no variable yet.
     """
+    self._getter.follow_files()
     pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
     if not pairs:
       raise ValueError("The list of local_variables should not be empty. Build "

@@ -231,3 +231,70 @@ def test_an_initializer_that_is_not_known(kind):
                        "'table:0' must be .* that assigns a tensor, got .*NoOp"
                        ".* seed_averages"):
       minimized(moving(), variable)
+
+
+def averaged(getter, global_step, loss):
+  opt = wrapopt.ModelAverageOptimizer(sgd(), 1, True, getter, 100)
+  return opt.minimize(loss(), global_step), opt.make_session_run_hook
+
+
+def elastic(getter, global_step, loss):
+  opt = wrapopt.ElasticAverageOptimizer(sgd(), 1, getter, 100)
+  return (opt.minimize(loss(), global_step),
+          lambda: opt.make_session_run_hook(True, 0))
+
+
+GETTERS = {averaged: wrapopt.ModelAverageCustomGetter,
+           elastic: wrapopt.ElasticAverageCustomGetter}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("load, is_partitioned", [
+    (by_name, False), (by_warm_start, False), (by_vocabulary, True)])
+@pytest.mark.parametrize("has_own_init_op", [False, True])
+@pytest.mark.parametrize("make", GETTERS)
+@kinds
+def test_centers_start_at_values_of_a_file(
+    kind, make, has_own_init_op, load, is_partitioned, is_first, pretrained):
+  """Not the worker at a random center."""
+  want = NEW_ROWS if load is by_vocabulary else TABLE
+  with graph_of(kind):
+    getter = GETTERS[make]("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      variable = table(is_partitioned)
+    step = tf1.train.get_or_create_global_step()
+    parts = list(variable) if is_partitioned else [variable]
+    copies = [getter.centers] + (
+        [getter.local_centers] if make is elastic else [])
+    scaffold = None
+    if has_own_init_op:
+      scaffold = tf1.train.Scaffold(init_op=tf1.global_variables_initializer())
+    if is_first:
+      load(pretrained, variable)
+    train, make_hook = make(
+        getter, step, lambda: tf.reduce_sum(tf.convert_to_tensor(variable)))
+    if not is_first:
+      load(pretrained, variable)
+    with tf1.train.MonitoredTrainingSession(
+        hooks=[make_hook()], scaffold=scaffold) as session:
+      for of in (lambda v: v, *(copy.__getitem__ for copy in copies)):
+        np.testing.assert_array_equal(
+            np.concatenate(session.run([of(v) for v in parts])), want)
+      session.run(train)
+
+
+@pytest.mark.parametrize("make", GETTERS)
+@kinds
+def test_a_center_with_an_initializer_of_its_own(kind, make, pretrained):
+  with graph_of(kind):
+    getter = GETTERS[make]("/cpu:0")
+    with tf1.variable_scope("", custom_getter=getter):
+      variable = table()
+    center = getter.centers[variable]
+    tf1.train.init_from_checkpoint(pretrained, {"table": center})
+    variable._initializer_op = variable.assign(2 * TABLE).op
+    step = tf1.train.get_or_create_global_step()
+    _, make_hook = make(getter, step, lambda: tf.reduce_sum(variable))
+    with tf1.train.MonitoredTrainingSession(hooks=[make_hook()]) as session:
+      for v in (variable, center):
+        np.testing.assert_array_equal(session.run(v), TABLE)
