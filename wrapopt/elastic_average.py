@@ -276,7 +276,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       loss_of_model = loss
       loss = ((lambda: total(tf.convert_to_tensor(loss_of_model())))
               if callable(loss) else total(tf.convert_to_tensor(loss)))
-    return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
+    return super().compute_gradients(loss, var_list, *args, **kwargs)
 
   def _rho_now(self):
     if self._rho is not None:

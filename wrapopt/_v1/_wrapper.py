@@ -101,10 +101,18 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   # The public interface.
 
   def compute_gradients(
-      self, *args: Any,
+      self, loss: Loss, *args: Any,
       **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
-    """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner."""
-    return self._optimizer.compute_gradients(*args, **kwargs)
+    """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner.
+
+    A `loss` that is a function may also read ref variables.
+    """
+    if (callable(loss) and not isinstance(self._optimizer, WrapperOptimizer) and
+        not tf.compat.v1.executing_eagerly_outside_functions()):
+      # TensorFlow would look for its variables in a tape, which does not see
+      # ref variables.
+      loss = loss()
+    return self._optimizer.compute_gradients(loss, *args, **kwargs)
 
   def minimize(self, loss: Loss, global_step: Optional[Variable] = None,
                *args: Any, **kwargs: Any) -> Optional[Operation]:
