@@ -119,13 +119,7 @@ class AveragingOptimizer(WrapperOptimizer):
     is_got = _listed.check(self._listed().values(), grads_and_vars,
                            averaged.is_got)
     chosen = [*self._chosen_of(variables), *self._untrained(variables)]
-    for variable in chosen:
-      if variable.dtype.base_dtype not in _checks.FLOATS:
-        names = [d.name for d in _checks.FLOATS]
-        raise TypeError(
-            f"An averaged variable must be of dtype "
-            f"{', '.join(names[:-1])} or {names[-1]}, "
-            f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+    _check_dtypes(chosen)
     if _slots.graph_of_state() is None:
       self._refuse_swapped_in(None, "apply_gradients")
     # Else, a Plan moves all rows.
@@ -162,6 +156,14 @@ class AveragingOptimizer(WrapperOptimizer):
       return
     with self._averaged.lock, tf.init_scope(), self._making_state():
       self._make_averages(variables, sparse)
+
+  def _build(self, variables):
+    super()._build(variables)
+    chosen = self._chosen_of(variables)
+    _check_dtypes(chosen)
+    for variable in chosen:
+      _swap.check_unoccupied(variable, "build() must not be called")
+    self._create_averages(chosen)
 
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
@@ -478,6 +480,17 @@ class AveragingOptimizer(WrapperOptimizer):
 
 class _SlotInPlace(RuntimeError, AttributeError):
   """As an AttributeError, it makes tf.saved_model.save leave out the slot."""
+
+
+def _check_dtypes(variables):
+  """Raises an error if a variable cannot be averaged."""
+  for variable in variables:
+    if variable.dtype.base_dtype not in _checks.FLOATS:
+      names = [d.name for d in _checks.FLOATS]
+      raise TypeError(
+          f"An averaged variable must be of dtype "
+          f"{', '.join(names[:-1])} or {names[-1]}, "
+          f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
 
 
 def readable(averages, method):

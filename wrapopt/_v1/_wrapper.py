@@ -1,11 +1,13 @@
 """The base class of the wrappers of `tf.compat.v1.train.Optimizer`."""
 
+from collections.abc import Iterable
 from typing import Any, Optional
 
 import tensorflow as tf
 
 from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
+from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 
 
@@ -122,6 +124,45 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       # callers, which keep what is in them from then on.
       return super(WrapperOptimizer, self).minimize(
           loss, global_step, *args, **kwargs)
+
+  def build(self, variables: Iterable[Variable]) -> None:
+    """Makes the averages of variables before the first step.
+
+    A step makes them, too. Call this if the graph of the step reads them, such
+    as the loss of a mean teacher, and before `apply_gradients`:
+
+        opt.build(tf.compat.v1.trainable_variables())
+        teacher = model(images, weights=opt.average(w))
+        train_op = opt.minimize(loss(model(images, w), teacher))
+
+    A variable that no step trains keeps its average. In a graph, the rows of
+    these averages do not lag behind: each step moves all of them.
+
+    Args:
+      variables: An iterable of variables. Those that have averages, and those
+        that an argument `variables` does not choose, are left out.
+
+    Raises:
+      TypeError: If it holds anything else, or an averaged variable is not of a
+        floating dtype.
+      ValueError: If a variable is of another graph.
+      RuntimeError: In eager mode, while an average is in place of a variable.
+    """
+    variables = [v for x in variables for v in (
+        x._get_variable_list() if hasattr(x, "_get_variable_list") else [x])]
+    for i, v in enumerate(variables):
+      if not isinstance(v, tf.Variable):
+        raise TypeError(f"`variables[{i}]` must be a variable, got {v!r}.")
+      if _slots.graph_of(v) is not _slots.graph_of_state():
+        raise ValueError(
+            "`variables` must hold variables of this graph, or of eager mode, "
+            f"got '{v.name}' of another one.")
+    with self._making_state():
+      self._build(list({id(v): v for v in variables}.values()))
+
+  def _build(self, variables):
+    """As `build`, of checked variables: a list."""
+    self._inner._build(variables)
 
   def _create_slots(self, var_list):
     """Makes all variables of a step, outside of the branches of a `cond`."""
