@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from training import GRAPH_MODES
 from training import graph_of
@@ -43,16 +44,27 @@ kinds = pytest.mark.parametrize("kind", GRAPH_MODES)
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory):
-  """The path of a file with `TABLE` as "table" and "half", and vocabularies."""
+  """The path of a file with values, beside vocabularies.
+
+  `TABLE` is "table", "half" and "average" there. The file of the same path with
+  "-whole" is that of a model of 1.15.
+  """
   folder = tmp_path_factory.mktemp("pretrained")
   (folder / "old").write_text("a\nb\nc\nd\n")
   (folder / "new").write_text("d\nc\nx\na\n")
   with tf.Graph().as_default():
     tf1.get_variable("table", initializer=TABLE)
     tf1.get_variable("half", initializer=TABLE.astype(np.float16))
+    tf1.get_variable("average", initializer=TABLE)
+    tf1.get_variable("table/ExponentialMovingAverage", initializer=3 * TABLE)
+    tf1.train.create_global_step()
+    variables = {v.op.name: v for v in tf1.global_variables()}
     with session_of() as session:
-      return tf1.train.Saver().save(session, str(folder / "model"),
-                                    write_meta_graph=False)
+      tf1.train.Saver(variables).save(
+          session, str(folder / "model-whole"), write_meta_graph=False)
+      return tf1.train.Saver(
+          {x: variables[x] for x in ("table", "half", "average")}).save(
+              session, str(folder / "model"), write_meta_graph=False)
 
 
 def by_variable(path, variable):
@@ -190,17 +202,100 @@ def test_averages_of_replicas(is_first, pretrained):
         session.run(strategy.experimental_local_results(train))
 
 
+# Averages that start from a file themselves.
+
+
+def by_average(path, opt, variable):
+  tf1.train.init_from_checkpoint(path, {"average": opt.average(variable)})
+
+
+def by_key(path, opt, variable):
+  # TensorFlow's key of a slot.
+  name = opt.average_name(variable)
+  tf1.train.init_from_checkpoint(path, {"average": f"{name}/"})
+
+
+def by_scope(path, opt, variable):
+  del opt, variable
+  tf1.train.init_from_checkpoint(f"{path}-whole", {"/": "/"})
+
+
+def by_list(path, opt, variable):
+  tf1.train.warm_start(path, [opt.average(variable)], None,
+                       {opt.average_name(variable): "average"})
+
+
+@pytest.mark.parametrize("load", [by_average, by_key, by_scope, by_list])
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
 @kinds
-def test_an_initializer_of_the_averages_own(kind, pretrained):
+@pytest.mark.filterwarnings("ignore:Each step updates all rows")
+def test_an_initializer_of_the_averages_own(kind, is_sparse, load, pretrained):
   with graph_of(kind):
     variable = table()
     opt = moving()
-    minimized(opt, variable)
+    train = minimized(opt, variable, is_sparse)
     average = opt.average(variable)
-    tf1.train.init_from_checkpoint(pretrained, {"table": average})
+    assert opt.is_lazy(variable) == (is_sparse and kind == "resource")
+    load(pretrained, opt, variable)
     with session_of() as session:
+      values = lambda: np.array(session.run([variable, average]))
+      raw, got = values()
+      np.testing.assert_array_equal(got, 3 * TABLE if load is by_scope
+                                    else TABLE)
+      assert (load is by_scope) == np.array_equal(raw, TABLE)
+      session.run(train)
+      raw, now = values()
+      # A step has touched rows 0 and 2, and halved them.
+      np.testing.assert_allclose(now, (raw + got) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_partitioned", [False, True])
+def test_parts_of_lagging_averages_start_from_a_file(is_partitioned,
+                                                     pretrained):
+  with graph_of("resource"):
+    variable = table(is_partitioned)
+    opt = moving()
+    minimized(opt, variable, is_sparse=True)
+    tf1.train.init_from_checkpoint(pretrained,
+                                   {"average": opt.average(variable)})
+    with session_of() as session:
+      np.testing.assert_array_equal(
+          np.concatenate(session.run([s for s in opt.averages()])), TABLE)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@kinds
+@pytest.mark.filterwarnings("ignore:Each step updates all rows")
+def test_averages_are_loaded(kind, is_sparse):
+  """By `load` of a variable, which needs no op in a finalized graph."""
+  with graph_of(kind) as graph:
+    variable = table()
+    opt = moving()
+    train = minimized(opt, variable, is_sparse)
+    average = opt.average(variable)
+    with pytest.raises(ValueError, match="default session"):
+      average.load(TABLE)
+    with session_of() as session:
+      graph.finalize()
+      session.run(train)
+      average.load(TABLE, session)
       np.testing.assert_array_equal(session.run(average), TABLE)
-      assert np.any(session.run(variable) != TABLE)
+      with session.as_default():
+        average.load(2 * TABLE)
+      raw = session.run(variable)
+      session.run(train)
+      now, raw = session.run([average, variable])
+      np.testing.assert_allclose(now, (raw + 2 * TABLE) / 2, rtol=1e-6)
+
+
+def test_a_lagging_average_has_no_handle():
+  with graph_of("resource"):
+    variable = table()
+    opt = moving()
+    minimized(opt, variable, is_sparse=True)
+    average = opt.average(variable)
+    assert not resource_variable_ops.is_resource_variable(average)
+    assert not hasattr(average, "handle")
 
 
 @kinds

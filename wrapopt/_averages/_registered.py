@@ -32,7 +32,7 @@ class _Imported(_lazy.LazyAverage):
     self.device = self._element.device
     self._name = self._element.op.name
     self._is_dense = False
-    self._slice_info = (tf.Variable.SaveSliceInfo(
+    self._save_slice_info = (tf.Variable.SaveSliceInfo(
         save_slice_info_def=proto.save_slice_info_def,
         import_scope=import_scope)
                         if proto.HasField("save_slice_info_def") else None)
