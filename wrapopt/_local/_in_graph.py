@@ -263,8 +263,8 @@ class Start(typing.NamedTuple):
       place = self.member._states(rounds, self.member.name)[-1].place
       with tf.control_dependencies([self.copied]), tf.device(None):
         taken = rounds.local_round.assign(place).op
-    self.first._add_control_input(place.op)
-    self.op._add_control_input(taken)
+    self.first._add_control_inputs([place.op])
+    self.op._add_control_inputs([taken])
 
 
 def _servers(groups, centers, global_step):
