@@ -51,7 +51,7 @@ class AveragingOptimizer(WrapperOptimizer):
       update_every: The number of steps between two updates of the averages.
     """
     super().__init__(opt, name)
-    self._chosen = _chosen.checked(variables, _parts, "a variable")
+    self._chosen = _chosen.checked(variables, _slots.parts_of, "a variable")
     self._update_every = _checks.integer("update_every", update_every, 1)
     self._decays = decays
     self._moving = _decays.moving(decays)
@@ -314,6 +314,7 @@ class AveragingOptimizer(WrapperOptimizer):
                                        variable):
     if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
+      _slots.check_whole(variable)
       slot_name = self._slot_of_saved(slot_name, slot_variable_position)
       if slot_name is None or not self._chosen_of([variable]):
         return
@@ -498,13 +499,3 @@ def readable(averages, method):
   for s in averages:
     _in_place.check(_lazy.stored(s), f"{method}() must not be called")
   return averages
-
-
-def _parts(x):
-  """The variables that an element of a list `variables` stands for, or None."""
-  if isinstance(x, tf.Variable):
-    return [x]
-  # A PartitionedVariable stands for its parts.
-  parts = list(x) if hasattr(x, "__iter__") and not tf.is_tensor(x) else []
-  return (parts if parts and all(isinstance(v, tf.Variable) for v in parts)
-          else None)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any, Optional
 
 import tensorflow as tf
+from tensorflow.python.saved_model import save_context
 
 from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
@@ -148,17 +149,19 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       ValueError: If a variable is of another graph.
       RuntimeError: In eager mode, while an average is in place of a variable.
     """
-    variables = [v for x in variables for v in (
-        x._get_variable_list() if hasattr(x, "_get_variable_list") else [x])]
-    for i, v in enumerate(variables):
-      if not isinstance(v, tf.Variable):
-        raise TypeError(f"`variables[{i}]` must be a variable, got {v!r}.")
+    parts = []
+    for i, x in enumerate(variables):
+      of_x = _slots.parts_of(x)
+      if of_x is None:
+        raise TypeError(f"`variables[{i}]` must be a variable, got {x!r}.")
+      parts += of_x
+    for v in parts:
       if _slots.graph_of(v) is not _slots.graph_of_state():
         raise ValueError(
             "`variables` must hold variables of this graph, or of eager mode, "
             f"got '{v.name}' of another one.")
     with self._making_state():
-      self._build(list({id(v): v for v in variables}.values()))
+      self._build(list({id(v): v for v in parts}.values()))
 
   def _build(self, variables):
     """As `build`, of checked variables: a list."""
@@ -178,6 +181,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
     """The slot `name` of `var`, of the wrapper or of the inner optimizer."""
     if name in self._own_slot_names():
+      if not save_context.in_save_context():  # A SavedModel has no slots.
+        _slots.check_whole(var)
       return super().get_slot(var, name)
     return self._optimizer.get_slot(var, name)
 
