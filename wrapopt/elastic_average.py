@@ -58,7 +58,8 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
 
   Differences from 1.15: the caller's collections are kept, and may be None;
   reuse; all three variables start with the same value, even with a random
-  initializer; only the worker's variable has regularizers and constraints.
+  initializer or one of a file; only the worker's variable has regularizers and
+  constraints.
   """
 
   def __init__(self, worker_device: str) -> None:

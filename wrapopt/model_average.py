@@ -36,8 +36,11 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   `global_center_variable/<name>`, not trainable, in GLOBAL_VARIABLES, of the
   same dtype and shape, on the device that the caller's scope chooses. The
   center starts with the initial value of the worker's variable, without reading
-  the variable. A `PartitionedVariable` has a center for each slice. A variable
-  that is reused keeps its center.
+  the variable: also with that of `tf.compat.v1.train.init_from_checkpoint` or
+  `warm_start`, if `get_init_op`, the hook or `apply_gradients` is called after
+  it. A center that has such an initializer itself keeps it. A
+  `PartitionedVariable` has a center for each slice. A variable that is reused
+  keeps its center.
 
   Other variables are not changed, except that those of LOCAL_VARIABLES are
   placed on `worker_device`.
@@ -63,7 +66,8 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   Reference: `tf.contrib.opt.ModelAverageCustomGetter` of TensorFlow 1.15.
 
   Differences from 1.15: the caller's collections are kept, and may be None;
-  reuse; partitioned and resource variables.
+  reuse; partitioned and resource variables; centers start at the values of a
+  file that initializes the worker's variables.
   """
 
   def __init__(self, worker_device: str) -> None:

@@ -446,6 +446,7 @@ class LazyAverage(trackable.Trackable):
 
   def to_own_proto(self, export_scope=None):
     """The average for a MetaGraphDef: a VariableDef, or None."""
+    info = self._save_slice_info
     if export_scope and not self._name.startswith(export_scope):
       return None
     strip = lambda name: tf_ops.strip_name_scope(name, export_scope)
@@ -453,8 +454,7 @@ class LazyAverage(trackable.Trackable):
         variable_name=strip(self._rows_handle.name),
         snapshot_name=strip(self._element.name),
         initializer_name=strip(self._initializer_op.name), is_resource=True,
-        save_slice_info_def=self._save_slice_info and self._save_slice_info.to_proto(
-            export_scope))
+        save_slice_info_def=info and info.to_proto(export_scope))
 
 
 class Saveable(saveable_object.SaveableObject):
