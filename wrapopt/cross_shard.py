@@ -121,7 +121,7 @@ class CrossShardOptimizer(WrapperOptimizer):
       unscaled, scale = loss, 1.0 / len(groups[0])
       loss = ((lambda: unscaled() * scale) if callable(unscaled)
               else unscaled * scale)
-    return self._optimizer.compute_gradients(loss, *args, **kwargs)
+    return super().compute_gradients(loss, *args, **kwargs)
 
   @ops.not_converted
   def apply_gradients(self, grads_and_vars: GradsAndVars,

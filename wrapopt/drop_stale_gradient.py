@@ -298,7 +298,7 @@ class DropStaleGradientOptimizer(WrapperOptimizer):
         kwargs = {**kwargs,
                   "grad_loss": tf.nest.map_structure(
                       tf.identity, kwargs["grad_loss"])}
-    return self._optimizer.compute_gradients(loss, *args, **kwargs)
+    return super().compute_gradients(loss, *args, **kwargs)
 
   def _recording(self, loss, global_step):
     if global_step is None:

@@ -58,7 +58,8 @@ class ElasticAverageCustomGetter(_centers.CenterGetter):
 
   Differences from 1.15: the caller's collections are kept, and may be None;
   reuse; all three variables start with the same value, even with a random
-  initializer; only the worker's variable has regularizers and constraints.
+  initializer or one of a file; only the worker's variable has regularizers and
+  constraints.
   """
 
   def __init__(self, worker_device: str) -> None:
@@ -276,7 +277,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
       loss_of_model = loss
       loss = ((lambda: total(tf.convert_to_tensor(loss_of_model())))
               if callable(loss) else total(tf.convert_to_tensor(loss)))
-    return self._optimizer.compute_gradients(loss, var_list, *args, **kwargs)
+    return super().compute_gradients(loss, var_list, *args, **kwargs)
 
   def _rho_now(self):
     if self._rho is not None:
@@ -314,6 +315,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
+    self._getter.follow_files()
     return _step.where_accepted(self, step, self._take_accepted)
 
   def _touches_few_rows(self):
@@ -381,6 +383,7 @@ class ElasticAverageOptimizer(WrapperOptimizer):
     if self._synchronous and not 0 <= task_index < self._num_worker:
       raise ValueError(f"`task_index` must be in [0, {self._num_worker}), got "
                        f"{task_index}.")
+    self._getter.follow_files()
     variables = self._getter.centers.in_graph()
     if not variables:
       raise ValueError(

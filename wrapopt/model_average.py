@@ -36,8 +36,11 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   `global_center_variable/<name>`, not trainable, in GLOBAL_VARIABLES, of the
   same dtype and shape, on the device that the caller's scope chooses. The
   center starts with the initial value of the worker's variable, without reading
-  the variable. A `PartitionedVariable` has a center for each slice. A variable
-  that is reused keeps its center.
+  the variable: also with that of `tf.compat.v1.train.init_from_checkpoint` or
+  `warm_start`, if `get_init_op`, the hook or `apply_gradients` is called after
+  it. A center that has such an initializer itself keeps it. A
+  `PartitionedVariable` has a center for each slice. A variable that is reused
+  keeps its center.
 
   Other variables are not changed, except that those of LOCAL_VARIABLES are
   placed on `worker_device`.
@@ -63,7 +66,8 @@ class ModelAverageCustomGetter(_centers.CenterGetter):
   Reference: `tf.contrib.opt.ModelAverageCustomGetter` of TensorFlow 1.15.
 
   Differences from 1.15: the caller's collections are kept, and may be None;
-  reuse; partitioned and resource variables.
+  reuse; partitioned and resource variables; centers start at the values of a
+  file that initializes the worker's variables.
   """
 
   def __init__(self, worker_device: str) -> None:
@@ -160,8 +164,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
   without a device must have names. `opt` must be a
   `tf.compat.v1.train.Optimizer`, and `ma_custom_getter` a
   `ModelAverageCustomGetter`. Shapes must be known when the graph is built,
-  because a transfer holds many values. `get_init_op` must be called after
-  `apply_gradients`.
+  because a transfer holds many values.
   """
 
   def __init__(self, opt: V1Optimizer, num_worker: int, is_chief: bool,
@@ -241,6 +244,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._member = _in_graph.Member(worker or "worker", num_worker, min_workers,
                                     float(round_timeout_secs))
     self._applied = 0  # The number of calls of `apply_gradients`.
+    self._starts = []  # What `get_init_op` has made.
 
   def _new_rounds(self):
     return _in_graph.Rounds(self.get_name(), self._device)
@@ -273,7 +277,15 @@ class ModelAverageOptimizer(WrapperOptimizer):
     return _step.answer(step, self._take(step))
 
   def _take(self, step):
-    return _step.where_accepted(self, step, self._take_accepted)
+    self._getter.follow_files()
+    taken = _step.where_accepted(self, step, self._take_accepted)
+    for start in self._starts:
+      start.also_in(self._open_rounds()[-1])
+    return taken
+
+  def _open_rounds(self):
+    """The rounds of all `apply_gradients`: a list."""
+    return self._rounds[:self._applied]
 
   def _touches_few_rows(self):
     # An exchange changes all rows.
@@ -330,23 +342,25 @@ class ModelAverageOptimizer(WrapperOptimizer):
     """An operation that starts this worker's variables from the centers.
 
     The hook of `make_session_run_hook` runs it. Without the hook, run it in
-    each worker once all variables are initialized.
+    each worker once all variables are initialized. It may be made before or
+    after `apply_gradients`.
 
     Returns:
       An operation.
 
     Raises:
       ValueError: If `ma_custom_getter` has made no variable yet.
-      RuntimeError: Before `apply_gradients`.
     """
+    self._getter.follow_files()
     pairs = [(v, self._center_of(v)) for v in self._getter.centers.in_graph()]
     if not pairs:
       raise ValueError("The list of local_variables should not be empty. Build "
                        "the model first, with the ModelAverageCustomGetter.")
-    if not self._applied:
-      raise RuntimeError("apply_gradients() or minimize() must be called "
-                         "before get_init_op(), which asks for the open round.")
-    return self._member.start(pairs, self._rounds)
+    start = self._member.start(pairs)
+    for rounds in self._open_rounds():
+      start.also_in(rounds)
+    self._starts.append(start)
+    return start.op
 
   def make_session_run_hook(self) -> SessionRunHook:
     """A hook that starts this worker from the centers.
@@ -375,13 +389,13 @@ class _Hook(SessionRunHook):
     opt = self._optimizer
     self._init = opt.get_init_op()
     if not opt._is_chief:
-      self._ready = opt._member.are_open(opt._rounds)
+      self._ready = opt._member.are_open(opt._open_rounds())
       return
     # The session initializes or restores the centers before it calls the hook.
     # Meanwhile other workers must not end a round.
-    _stops.stop_before_writes(opt._member.stop(opt._rounds),
+    _stops.stop_before_writes(opt._member.stop(opt._open_rounds()),
                               opt._getter.centers)
-    self._ready = opt._member.begin(opt._rounds)
+    self._ready = opt._member.begin(opt._open_rounds())
 
   def after_create_session(self, session, coord):
     opt = self._optimizer

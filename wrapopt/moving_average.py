@@ -52,11 +52,13 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
   State: for each averaged variable `v` of name `<v>`, one variable per decay of
   the same shape, not trainable: `<v>/ExponentialMovingAverage` for the first
   decay, `<v>/ExponentialMovingAverage_<decay>` for the others. In a graph, its
-  initializer takes the value of `v` if `v` is initialized, else the initial
-  value of `v`. To initialize for a second time (in the same session, or on a
-  server that still has the variables of an earlier job), run the initializer of
-  `v` first: in one run with it, an average may take the old value of `v`. In
-  eager mode, it starts at the value of `v` before the first step.
+  initializer takes the value of `v` if `v` is initialized, else the value that
+  the initializer of `v` assigns, also that of
+  `tf.compat.v1.train.init_from_checkpoint` or `warm_start`. To initialize for a
+  second time (in the same session, or on a server that still has the variables
+  of an earlier job), run the initializer of `v` first: in one run with it, an
+  average may take the old value of `v`. In eager mode, it starts at the value
+  of `v` before the first step.
 
   Example, eager:
 
@@ -257,9 +259,9 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
     they missed before an average is read. It does not if `lazy` or
     `sequential_update` is False, for ref variables (a step of a sparse gradient
     warns, once in a process), in a `tf.distribute` strategy, for a variable
-    whose first gradient in a graph was dense, around and in an optimizer that
-    averages over workers, and if a graph or `tf.function` of another optimizer
-    changes the variable.
+    whose first gradient in a graph was dense or that `build` got there, around
+    and in an optimizer that averages over workers, and if a graph or
+    `tf.function` of another optimizer changes the variable.
 
     Args:
       var: A variable.
@@ -279,8 +281,9 @@ class MovingAverageOptimizer(_bias_corrected.BiasCorrectingOptimizer):
       decay: Which of several decays; by default the first.
 
     Returns:
-      The variable that holds the average, or None if `var` has had no gradient
-      yet or is not averaged (`variables`). If its rows may lag behind
+      The variable that holds the average, or None if `var` is not averaged
+      (`variables`), or has had no gradient yet and was not given to `build`. If
+      its rows may lag behind
       (`is_lazy`), and in eager mode if they may do so later, an object that is
       no `tf.Variable`: it converts to a tensor, and has the methods of a
       variable to read, assign and save it, but no `handle`. `lazy=False` makes

@@ -73,9 +73,11 @@ IMPORTS = {
     "tensorflow.python.ops.control_flow_util": ["GraphOrParentsInXlaContext"],
     "tensorflow.python.ops.resource_variable_ops": [
         "BaseResourceVariable", "ResourceVariable"],
+    "tensorflow.python.ops.variable_scope": ["_get_default_variable_store"],
     "tensorflow.python.saved_model.save_context": ["in_save_context"],
     "tensorflow.python.tpu.tpu_function": ["get_tpu_context"],
     "tensorflow.python.trackable.base": ["Trackable", "VARIABLE_VALUE_KEY"],
+    "tensorflow.python.training.checkpoint_utils": ["_is_variable.__code__"],
     "tensorflow.python.training.optimizer": ["_var_key"],
     "tensorflow.python.training.saving.saveable_object": [
         "SaveSpec", "SaveableObject"],
@@ -103,6 +105,12 @@ def ref_variable(partitioned=False):
     partitioner = tf1.fixed_size_partitioner(2) if partitioned else None
     return tf1.get_variable("v", [2], use_resource=False,
                             partitioner=partitioner)
+
+
+def variable_store():
+  module = importlib.import_module("tensorflow.python.ops.variable_scope")
+  with tf.Graph().as_default():
+    return module._get_default_variable_store()
 
 
 def replica_context():
@@ -147,6 +155,11 @@ ATTRIBUTES = {
             "_l2_shrinkage_regularization_strength_tensor"],
     lambda: importlib.import_module(
         "tensorflow.python.training.optimizer"): ["_var_key"],
+    lambda: importlib.import_module(
+        "tensorflow.python.training.checkpoint_utils"): ["_is_variable"],
+    lambda: importlib.import_module(
+        "tensorflow.python.ops.variable_scope"): [
+            "_get_default_variable_store"],
     lambda: tf1.train.GradientDescentOptimizer(0.1): [
         "_create_non_slot_variable"],
     lambda: keras.Variable([1.0]): ["_initialize"],
@@ -167,6 +180,7 @@ ATTRIBUTES = {
     ref_variable: ["_get_save_slice_info", "_initial_value",
                    "_initializer_op", "_ref", "_snapshot"],
     lambda: ref_variable(partitioned=True): ["_get_variable_list"],
+    variable_store: ["_vars"],
     lambda: tf.Variable(1.0): ["_gather_saveables_for_checkpoint",
                                "_shared_name"],
     tf.train.Checkpoint: ["_update_uid"],

@@ -252,9 +252,7 @@ def test_a_tpu_trains(inner, kind, reduction, groups):
     rows = tf.compat.v1.placeholder(tf.int32, [3])
     opt = wrapopt.CrossShardOptimizer(INNER[inner](), reduction,
                                       group_assignment=groups)
-    loss = lambda: loss_of(variables, feeds, rows)
-    # TensorFlow has no gradients of a callable for ref variables.
-    train_op = opt.minimize(loss if kind == "resource" else loss(),
+    train_op = opt.minimize(lambda: loss_of(variables, feeds, rows),
                             var_list=list(variables.values()))
     types = [op.type for op in ancestors(train_op)]
     # The table's rows and their indices; all else is dense.

@@ -314,9 +314,6 @@ def records_before(x):
 
 @pytest.mark.parametrize("way", ["block", "callable", "neither"])
 def test_weights_are_read_after_the_record(graph, way):
-  if way == "callable" and graph == "ref":
-    # TensorFlow cannot watch a ref variable while a function is called.
-    way = "block"
   w, step = tf1.Variable([1.0, 2.0], name="w"), make_step()
   opt = Drop(v1.GradientDescentOptimizer(1.0), 0, global_step=step)
   losses = []

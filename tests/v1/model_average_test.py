@@ -609,8 +609,6 @@ def test_get_init_op_needs_variables():
     tf1.get_variable("w", initializer=0.0)
   with worker.build():
     v = tf1.get_variable("v", initializer=0.0)
-    with pytest.raises(RuntimeError, match="minimize.. must be called before"):
-      opt.get_init_op()
     opt.minimize(v, tf1.train.create_global_step())
     assert opt.get_init_op().type == "NoOp"
 
@@ -629,6 +627,55 @@ def test_get_init_op_initializes(target):
       session.run(tf1.variables_initializer(others))
       session.run(init)
       assert [x.tolist() for x in session.run(mine)] == [[1.0, 2.0]] * 2
+
+
+@pytest.mark.parametrize("made_after", [0, 1, 2])
+def test_get_init_op_between_other_calls(made_after, target):
+  """It starts the worker in all rounds, also of later `apply_gradients`."""
+  worker = Worker(scope=f"order_{made_after}")
+  with worker.build():
+    v, w = [tf1.get_variable(n, initializer=0.0) for n in "vw"]
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer()
+    trains, inits = [], []
+    for x in (v, w, None):
+      if len(trains) == made_after:
+        inits.append(opt.get_init_op())
+      if x is not None:
+        trains.append(opt.apply_gradients([(tf.constant(-1.0), x)], step))
+    [init] = inits
+    hook = opt.make_session_run_hook()
+    rounds = [r.local_round for r in opt._rounds]
+    with worker.session(target, hooks=[hook]) as session:
+      places = session.run(rounds)
+      assert all(tuple(place) > (-1, 0) for place in places)
+      session.run(trains)
+      later = session.run(rounds)
+      assert session.run([v, w, step]) == [1, 1, 2]
+      for local in rounds:
+        local.load([-1, 0], session._tf_sess())
+      v.load(9.0, session._tf_sess())
+      session.run(init)
+      np.testing.assert_array_equal(session.run(rounds), later)
+      session.run(trains)
+      assert session.run([v, w, step]) == [2, 2, 4]
+
+
+@pytest.mark.parametrize("is_chief", [True, False])
+def test_the_hook_without_a_step(is_chief, target):
+  """A program that evaluates the centers."""
+  worker = Worker(scope="evaluated")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=1.0)
+    hook = worker.optimizer(2, is_chief).make_session_run_hook()
+    center = worker.getter.centers[v]
+    with tf1.Session(target) as session:
+      session.run(center.initializer)
+      session.run(center.assign(3.0))
+      session.run(v.initializer)
+      hook.begin()
+      hook.after_create_session(session, None)
+      assert session.run(v) == 3
 
 
 def test_eager_mode_is_refused():

@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
 
 import wrapopt
 from modes import address
@@ -1355,3 +1356,47 @@ def test_a_session_that_is_lost_inside(kind, tmp_path):
     assert_same_bits(session.run(model.state), raw)
     with model.opt.averaged_weights(session):
       assert session.run(model.a).tolist() == [0.5, 0.5]
+
+
+def sharded(make):
+  """A ShardedVariable of two parts and its optimizer, after a step."""
+  whole = sharded_variable.ShardedVariable(
+      [tf.Variable(np.full([2, 2], x, np.float32)) for x in (1, 2)], "w")
+  opt = make()
+  opt.apply_gradients([(tf.ones([2, 2]), v) for v in whole.variables])
+  return whole, opt
+
+
+@pytest.mark.parametrize("make", [
+    lambda: wrap(0.5), lambda: wrap(0.5, lazy=False),
+    lambda: wrapopt.CrossShardOptimizer(wrap(0.5)),
+    lambda: wrapopt.ScheduleFreeOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(1.0))])
+def test_a_checkpoint_of_a_sharded_variable_has_its_parts(make, tmp_path):
+  """TensorFlow would write the average of the first part alone."""
+  whole, opt = sharded(make)
+  path = str(tmp_path / "model")
+  with pytest.raises(NotImplementedError,
+                     match=r"parts=list\(w.variables\)"):
+    tf.train.Checkpoint(w=whole, opt=opt).write(path)
+  assert not list(tmp_path.iterdir())
+  tf.train.Checkpoint(parts=list(whole.variables), opt=opt).write(path)
+  other, new = sharded(make)
+  new.apply_gradients([(tf.ones([2, 2]), v) for v in other.variables])
+  tf.train.Checkpoint(parts=list(other.variables), opt=new).read(
+      path).assert_existing_objects_matched()
+  average = (opt if hasattr(opt, "average") else opt.inner_optimizer).average
+  got = (new if hasattr(new, "average") else new.inner_optimizer).average
+  for v, w in zip(whole.variables, other.variables):
+    np.testing.assert_array_equal(got(w), average(v))
+
+
+def test_the_slots_of_a_whole_sharded_variable_are_not_restored(tmp_path):
+  """Such as those of a file that a plain optimizer wrote."""
+  whole, opt = sharded(lambda: wrap(0.5, lazy=False))
+  first = tf.Variable(tf.ones([2, 2]))
+  saved = wrap(0.5, lazy=False)
+  saved.apply_gradients([(tf.ones([2, 2]), first)])
+  path = tf.train.Checkpoint(w=first, opt=saved).write(str(tmp_path / "model"))
+  with pytest.raises(NotImplementedError, match="must hold the parts"):
+    tf.train.Checkpoint(w=whole, opt=opt).read(path)

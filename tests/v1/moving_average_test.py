@@ -7,6 +7,7 @@ optimizer_contract_test.py.
 """
 
 import collections
+import contextlib
 import copy
 import gc
 import inspect
@@ -1338,3 +1339,104 @@ def test_a_strategy_in_a_graph(strategy, tmp_path):
       # All slots are as the variable is: m, v and the average.
       "[True] 2 replicas, 1"]
   assert process.stdout.splitlines() == expected * 2
+
+
+# Averages before the first step
+
+
+def test_a_mean_teacher(kind):
+  """The loss of w is (w - teacher)^2 + w, with the rate 1.
+
+  w = 1, teacher 1: the gradient is 1, w = 0, and the average .5.
+  w = 0, teacher .5: it is 2 (0 - .5) + 1 = 0, w = 0, and the average .25.
+  """
+  w = v1.get_variable("w", initializer=[1.0])
+  opt = wrap(0.5)
+  opt.build([w])
+  teacher = opt.average(w)
+  train_op = opt.minimize(
+      tf.reduce_sum(tf.square(w - tf.stop_gradient(teacher)) + w))
+  assert opt.average(w) is teacher
+  with session_of() as session:
+    assert session.run(teacher) == 1
+    run(session, train_op)
+    assert session.run([w, teacher]) == [0, 0.5]
+    run(session, train_op)
+    assert session.run([w, teacher]) == [0, 0.25]
+    with opt.averaged_weights(session):
+      assert session.run(w) == 0.25
+
+
+@pytest.mark.parametrize("make", [
+    lambda: wrapopt.DropStaleGradientOptimizer(wrap(0.5), 0),
+    lambda: wrapopt.CrossShardOptimizer(wrap(0.5)),
+    lambda: wrap([0.5, 0.75], num_updates=3, variables=lambda v: "w" in v.name),
+    lambda: wrap(wrapopt.BEMA(2)),
+    lambda: wrapopt.ScheduleFreeOptimizer(sgd()),
+    lambda: wrapopt.PrimalAverageOptimizer(sgd()),
+], ids=["gate", "shards", "chosen", "bema", "schedule_free", "primal_average"])
+def test_build_makes_what_a_step_makes(make, kind):
+  def trained(builds):
+    with graph_of(kind) as graph:
+      step = v1.train.get_or_create_global_step()
+      w = v1.get_variable("w", initializer=tf.ones([4]), partitioner=(
+          v1.fixed_size_partitioner(2)))
+      b = v1.get_variable("b", initializer=2.0)
+      opt = make()
+      if builds:
+        opt.build([w, b, b])
+      with getattr(opt, "record_step", contextlib.nullcontext)():
+        loss = tf.reduce_sum(tf.convert_to_tensor(w)) * b
+      train_op = opt.minimize(loss, step)
+      with session_of() as session:
+        run(session, train_op, 2)
+        names = [v.name for v in v1.global_variables()]
+        values = dict(zip(names, session.run(v1.global_variables())))
+      assert len(values) == len(names)
+      in_collection = [v.name for v in graph.get_collection(
+          v1.GraphKeys.MOVING_AVERAGE_VARIABLES)]
+      return values, sorted(in_collection)
+
+  (got, got_names), (want, want_names) = trained(True), trained(False)
+  assert got_names == want_names
+  assert sorted(got) == sorted(want)
+  assert_same_bits([got[name] for name in want], want.values())
+
+
+def test_build_makes_local_variables_of_a_worker(kind):
+  getter = wrapopt.ElasticAverageCustomGetter("/cpu:0")
+  with v1.variable_scope("", custom_getter=getter):
+    w = v1.get_variable("w", initializer=1.0)
+  opt = wrapopt.ElasticAverageOptimizer(wrap(0.5), 1, getter)
+  opt.build([w])
+  assert "w/ExponentialMovingAverage" in {
+      v.op.name for v in v1.local_variables()}
+
+
+def test_build_in_eager_mode():
+  w = tf.Variable([1.0])
+  opt = wrap(0.5)
+  opt.build([w])
+  np.testing.assert_array_equal(opt.average(w), [1])
+  descend(opt, w)
+  np.testing.assert_array_equal(opt.average(w), [1.5])
+  other = wrap(0.5)
+  with opt.averaged_weights():
+    with pytest.raises(RuntimeError, match="build.. must not be called while an"
+                       " average is in place"):
+      other.build([w])
+  assert other.average(w) is None
+
+
+def test_build_checks_its_variables(kind):
+  opt = wrap(0.5)
+  w = v1.get_variable("w", initializer=1.0)
+  with pytest.raises(TypeError, match=r"`variables\[1\]` must be a variable"):
+    opt.build([w, tf.constant(1.0)])
+  count = v1.get_variable("count", initializer=1)
+  with pytest.raises(TypeError, match="must be of dtype .*got 'count:0' of"):
+    opt.build([w, count])
+  with tf.Graph().as_default():
+    with pytest.raises(ValueError, match="of this graph, .* got 'w:0'"):
+      opt.build([w])
+  assert opt.average(w) is None

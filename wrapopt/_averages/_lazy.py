@@ -8,6 +8,7 @@ Nobody but this module sees the rows that lag behind. All others see a
 `LazyAverage`, whose reads bring them up to date.
 """
 
+import sys
 import threading
 
 import numpy as np
@@ -16,8 +17,10 @@ from tensorflow.core.framework import variable_pb2
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.ops import variable_scope as tf_variable_scope
 from tensorflow.python.saved_model import save_context
 from tensorflow.python.trackable import base as trackable
+from tensorflow.python.training import checkpoint_utils
 from tensorflow.python.training.saving import saveable_object
 from tensorflow.python.util import object_identity
 
@@ -61,21 +64,32 @@ def make(variable, value, name):
     name: The last part of its name.
 
   Returns:
-    A LazyAverage. In a graph, `set_initial_value` must be called.
+    A LazyAverage. In a graph, its `_initializer_op` must be set.
   """
   prefix = variable._shared_name
   with tf.compat.v1.variable_scope(None, f"{prefix}/{name}") as scope:
-    scope.set_partitioner(None)
-    with tf.distribute.get_strategy().extended.colocate_vars_with(variable):
-      rows = tf.compat.v1.get_variable(
-          "rows", initializer=value, trainable=False, use_resource=True,
-          collections=[])
+    name = scope.name
+  with (tf.compat.v1.name_scope(None),
+        tf.distribute.get_strategy().extended.colocate_vars_with(variable)):
+    # No variable of `get_variable`, which `init_from_checkpoint` looks for.
+    rows = tf.compat.v1.Variable(
+        value, trainable=False, use_resource=True, name=f"{name}/rows",
+        **_no_collections())
   info = variable._get_save_slice_info()
   if info is not None:
     info = tf.Variable.SaveSliceInfo(
-        f"{info.full_name}/{scope.name[len(prefix) + 1:]}", info.full_shape,
+        f"{info.full_name}/{name[len(prefix) + 1:]}", info.full_shape,
         info.var_offset, info.var_shape)
-  return LazyAverage(rows, variable, scope.name, info)
+  average = LazyAverage(rows, variable, name, info)
+  if not tf.executing_eagerly():
+    # By the key of a slot, for the scopes that `init_from_checkpoint` maps.
+    tf_variable_scope._get_default_variable_store()._vars[f"{name}/"] = average
+  return average
+
+
+def _no_collections():
+  """The argument of a variable that is in no collection of its graph."""
+  return {} if tf.executing_eagerly() else {"collections": []}
 
 
 def let_lag(averages):
@@ -124,11 +138,11 @@ class LazyAverage(trackable.Trackable):
     self.rows, self.device = rows, rows.device
     self._name = name
     self._dtype, self._shape = rows.dtype, rows.shape
-    self._slice_info = slice_info
+    self._save_slice_info = slice_info
     # Not the variable, which an average does not keep alive. Its value stays.
     self._rows_handle, self._value_handle = rows.handle, variable.handle
     self._value_dtype = variable.dtype
-    self.log_decays = self._element = self._initializer = None
+    self.log_decays = self._element = self._initializer_op = None
     self._lock = threading.Lock()
     self._entry = _lagging.add(self, variable)
     self._is_dense = False
@@ -165,8 +179,8 @@ class LazyAverage(trackable.Trackable):
           with ops.host_of(self):
             zeros = self._zeros()
           self.log_decays = resource_variable_ops.ResourceVariable(
-              zeros, trainable=False, name=f"{self._name}/log_decays", **(
-                  {} if tf.executing_eagerly() else {"collections": []}))
+              zeros, trainable=False, name=f"{self._name}/log_decays",
+              **_no_collections())
         self._entry.let_lag()
 
   def _zeros(self):
@@ -271,6 +285,18 @@ class LazyAverage(trackable.Trackable):
     with tf.control_dependencies([assigned]):
       return self.read_value()
 
+  def load(self, value, session=None):
+    """In a graph, sets the average in a session, as `tf.Variable.load`.
+
+    Args:
+      value: An array.
+      session: The session; by default the default session.
+    """
+    session = session or tf.compat.v1.get_default_session()
+    if session is None:
+      raise ValueError("load() needs a session or a default session, got None.")
+    session.run(self.initializer, {self.initializer.inputs[1]: value})
+
   def _assign(self, value, name=None):
     if not self._shape.is_compatible_with(value.shape):
       raise ValueError(
@@ -300,13 +326,9 @@ class LazyAverage(trackable.Trackable):
     return self.assign(self.read_value() - tf.cast(delta, self._dtype),
                        use_locking, name, read_value)
 
-  def set_initial_value(self, value):
-    """In a graph, makes `initializer` assign a value: a tensor."""
-    self._initializer = self._assign(value)
-
   @property
   def initializer(self):
-    return self._initializer
+    return self._initializer_op
 
   def is_initialized(self, name=None):
     return tf.raw_ops.VarIsInitializedOp(resource=self._rows_handle, name=name)
@@ -349,7 +371,7 @@ class LazyAverage(trackable.Trackable):
     return self.shape
 
   def _get_save_slice_info(self):
-    return self._slice_info
+    return self._save_slice_info
 
   def ref(self):
     """A hashable reference, as `tf.Variable.ref`."""
@@ -381,7 +403,7 @@ class LazyAverage(trackable.Trackable):
     return self._assign(restored_tensors[trackable.VARIABLE_VALUE_KEY])
 
   def _gather_saveables_for_checkpoint(self):
-    info = self._slice_info
+    info = self._save_slice_info
     return {trackable.VARIABLE_VALUE_KEY: lambda name=(
         info.full_name if info else self._name): Saveable(self, name)}
 
@@ -398,7 +420,10 @@ class LazyAverage(trackable.Trackable):
 
   @property
   def _should_act_as_resource_variable(self):
-    if save_context.in_save_context():
+    # `init_from_checkpoint` and `warm_start` ask for this, and then treat it as
+    # a Saver does. Others would take its handle.
+    if save_context.in_save_context() or (
+        sys._getframe(2).f_code is checkpoint_utils._is_variable.__code__):
       return True
     raise AttributeError("_should_act_as_resource_variable")
 
@@ -421,15 +446,15 @@ class LazyAverage(trackable.Trackable):
 
   def to_own_proto(self, export_scope=None):
     """The average for a MetaGraphDef: a VariableDef, or None."""
+    info = self._save_slice_info
     if export_scope and not self._name.startswith(export_scope):
       return None
     strip = lambda name: tf_ops.strip_name_scope(name, export_scope)
     return variable_pb2.VariableDef(
         variable_name=strip(self._rows_handle.name),
         snapshot_name=strip(self._element.name),
-        initializer_name=strip(self._initializer.name), is_resource=True,
-        save_slice_info_def=self._slice_info and self._slice_info.to_proto(
-            export_scope))
+        initializer_name=strip(self._initializer_op.name), is_resource=True,
+        save_slice_info_def=info and info.to_proto(export_scope))
 
 
 class Saveable(saveable_object.SaveableObject):

@@ -23,7 +23,7 @@ class _Imported(_lazy.LazyAverage):
     find = lambda name: graph.as_graph_element(
         tf_ops.prepend_name_scope(name, import_scope))
     self._element = find(proto.snapshot_name)
-    self._initializer = find(proto.initializer_name)
+    self._initializer_op = find(proto.initializer_name)
     self._rows_handle, self._value_handle, self._sums_handle = (
         self._element.op.inputs)
     self.rows = None
@@ -32,7 +32,7 @@ class _Imported(_lazy.LazyAverage):
     self.device = self._element.device
     self._name = self._element.op.name
     self._is_dense = False
-    self._slice_info = (tf.Variable.SaveSliceInfo(
+    self._save_slice_info = (tf.Variable.SaveSliceInfo(
         save_slice_info_def=proto.save_slice_info_def,
         import_scope=import_scope)
                         if proto.HasField("save_slice_info_def") else None)

@@ -170,6 +170,8 @@ class SwapInGraph:
     """
     pairs = _replicas.components(pairs)
     with tf.name_scope("AveragesInPlace"):
+      # Each: the name of a placeholder, and of the op that assigns it.
+      self._loads = [_load(v) for v, s in pairs if not _exchange(v, s)]
       aside = _Aside(pairs, more)
       self._check = [op.name for op in aside.check()]
       with tf.control_dependencies(_lazy.settle([v for v, _ in pairs])):
@@ -197,12 +199,11 @@ class SwapInGraph:
     def run(part):
       return session.run([name for x in made for name in getattr(x, part)])
 
+    loads = [load for x in made for load in x._loads]
+
     def load(values):
-      # By the initializers, which a finalized graph has too; one by one,
-      # because several may share an initial value.
-      for (variable, _), value in zip(others, values):
-        session.run(variable.initializer,
-                    {variable.initializer.inputs[1]: value})
+      session.run([op for _, op in loads],
+                  {of: x for (of, _), x in zip(loads, values, strict=True)})
 
     run("_check")  # Not half of it, if a variable has no value.
     variables = [v for v, _ in pairs]
@@ -264,6 +265,14 @@ class _Aside:
   def give_back(self):
     """Moves all averages back; returns whether they took others' places."""
     return _in_groups("move", self.averages, self._made, is_reversed=True)
+
+
+def _load(variable):
+  """Makes an op that assigns what is fed: the names (placeholder, op)."""
+  with _emit.device_of(variable):
+    value = tf.compat.v1.placeholder(variable.dtype.base_dtype, variable.shape)
+    assigned = tf.compat.v1.assign(variable, value)
+  return value.name, assigned.op.name
 
 
 def _without_value(like):

@@ -184,27 +184,19 @@ class Member:
     with tf.control_dependencies(ended):
       return end(lead, closed)
 
-  def start(self, pairs, all_rounds):
-    """Starts this worker from the centers.
+  def start(self, pairs):
+    """Starts this worker from the centers: a `Start`.
 
     Args:
       pairs: [(this worker's variable, its center)].
-      all_rounds: The Rounds of all `apply_gradients`.
-
-    Returns:
-      An operation.
     """
     local_vars, centers = zip(*pairs)
-    # The places are read before the values. If a round ends between the two,
-    # its number tells that the worker missed it.
-    places = [self._states(rounds, self.name)[-1].place
-              for rounds in all_rounds]
-    with tf.control_dependencies(places):
-      started = _centers.copy_packed(centers, local_vars)
-    with tf.control_dependencies([started]), tf.device(None):
-      return tf.group(*[
-          rounds.local_round.assign(place).op
-          for rounds, place in zip(all_rounds, places, strict=True)])
+    with tf.device(None):
+      first = tf.no_op()
+    with tf.control_dependencies([first]):
+      copied = _centers.copy_packed(centers, local_vars)
+    with tf.control_dependencies([copied]), tf.device(None):
+      return Start(self, first, copied, tf.no_op())
 
   def _states(self, rounds, worker=""):
     """The state of each server; `worker` is the name of one that starts."""
@@ -216,9 +208,10 @@ class Member:
     return states
 
   def are_open(self, all_rounds):
-    """Whether a generation has begun in each: a bool scalar."""
-    return tf.reduce_all([self._states(rounds)[-1].place > [-1, 0]
-                          for rounds in all_rounds])
+    """Whether a generation has begun in each: a bool tensor."""
+    return tf.reduce_all([
+        [True, True], *[self._states(rounds)[-1].place > [-1, 0]
+                        for rounds in all_rounds]])
 
   def begin(self, all_rounds):
     """Begins a generation: a round that is later than any that servers know."""
@@ -246,6 +239,32 @@ class Member:
             self._handle(rounds, server), self.name, from_generation=state[1],
             place=place)]
     return begun[0].op
+
+
+class Start(typing.NamedTuple):
+  """The ops that start a worker from the centers.
+
+  Attributes:
+    member: The Member.
+    first: The operation that runs before the centers are read.
+    copied: The operation that copies them.
+    op: The operation that does all of it.
+  """
+  member: Member
+  first: tf.Operation
+  copied: tf.Operation
+  op: tf.Operation
+
+  def also_in(self, rounds):
+    """Lets the worker then take part in what is open of some Rounds."""
+    with tf.init_scope():
+      # The place is read before the values. If a round ends between the two,
+      # its number tells that the worker missed it.
+      place = self.member._states(rounds, self.member.name)[-1].place
+      with tf.control_dependencies([self.copied]), tf.device(None):
+        taken = rounds.local_round.assign(place).op
+    self.first._add_control_inputs([place.op])
+    self.op._add_control_inputs([taken])
 
 
 def _servers(groups, centers, global_step):

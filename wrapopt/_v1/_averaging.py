@@ -51,7 +51,7 @@ class AveragingOptimizer(WrapperOptimizer):
       update_every: The number of steps between two updates of the averages.
     """
     super().__init__(opt, name)
-    self._chosen = _chosen.checked(variables, _parts, "a variable")
+    self._chosen = _chosen.checked(variables, _slots.parts_of, "a variable")
     self._update_every = _checks.integer("update_every", update_every, 1)
     self._decays = decays
     self._moving = _decays.moving(decays)
@@ -119,13 +119,7 @@ class AveragingOptimizer(WrapperOptimizer):
     is_got = _listed.check(self._listed().values(), grads_and_vars,
                            averaged.is_got)
     chosen = [*self._chosen_of(variables), *self._untrained(variables)]
-    for variable in chosen:
-      if variable.dtype.base_dtype not in _checks.FLOATS:
-        names = [d.name for d in _checks.FLOATS]
-        raise TypeError(
-            f"An averaged variable must be of dtype "
-            f"{', '.join(names[:-1])} or {names[-1]}, "
-            f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+    _check_dtypes(chosen)
     if _slots.graph_of_state() is None:
       self._refuse_swapped_in(None, "apply_gradients")
     # Else, a Plan moves all rows.
@@ -162,6 +156,14 @@ class AveragingOptimizer(WrapperOptimizer):
       return
     with self._averaged.lock, tf.init_scope(), self._making_state():
       self._make_averages(variables, sparse)
+
+  def _build(self, variables):
+    super()._build(variables)
+    chosen = self._chosen_of(variables)
+    _check_dtypes(chosen)
+    for variable in chosen:
+      _swap.check_unoccupied(variable, "build() must not be called")
+    self._create_averages(chosen)
 
   def _create_slots(self, var_list):
     super()._create_slots(var_list)
@@ -271,11 +273,10 @@ class AveragingOptimizer(WrapperOptimizer):
             f"'{variable.name}' must have a value before its first step, got a "
             "variable that the running tf.function has just made. Make it "
             "before you call the function.")
-      values = [tf.cast(variable, dtype)]
+      value = tf.cast(variable, dtype)
     else:
-      # The inputs of the initializers do not depend on the order of these.
-      values = [tf.cast(v.initializer.inputs[1], dtype)
-                for v in _replicas.values(variable)]
+      value = tf.cast(_initial_value.assigned(
+          _replicas.values(variable)[0], variable), dtype)
     # In a graph, a LazyAverage costs ops.
     is_lazy = (self._lazy is not False and self._touches_few_rows() and
                (is_sparse or tf.executing_eagerly()))
@@ -283,12 +284,10 @@ class AveragingOptimizer(WrapperOptimizer):
       _may_be_lazy.tell_of_resource_variables(variable)
     make = (self._make_lazy if is_lazy and _may_be_lazy.may_be_lazy(variable)
             else self._get_or_make_slot)
-    shadows = [make(variable, values[0], slot, name)
+    shadows = [make(variable, value, slot, name)
                for slot, name in zip(self._slot_of_decay, self._name_of_decay)]
     if not tf.executing_eagerly():
-      for v, value, *of_v in zip(_replicas.values(variable), values,
-                                 *map(_replicas.values, shadows)):
-        _initial_value.start_at_value(of_v, v, value)
+      _initial_value.start_at_value(shadows, variable)
 
   def _make_lazy(self, variable, value, slot, op_name):
     """Finds or makes a LazyAverage, as `_get_or_make_slot` a variable."""
@@ -315,6 +314,7 @@ class AveragingOptimizer(WrapperOptimizer):
                                        variable):
     if slot_name.startswith(self._slot_name):
       self._refuse_swapped_in(None, "tf.train.Checkpoint.read")
+      _slots.check_whole(variable)
       slot_name = self._slot_of_saved(slot_name, slot_variable_position)
       if slot_name is None or not self._chosen_of([variable]):
         return
@@ -484,18 +484,19 @@ class _SlotInPlace(RuntimeError, AttributeError):
   """As an AttributeError, it makes tf.saved_model.save leave out the slot."""
 
 
+def _check_dtypes(variables):
+  """Raises an error if a variable cannot be averaged."""
+  for variable in variables:
+    if variable.dtype.base_dtype not in _checks.FLOATS:
+      names = [d.name for d in _checks.FLOATS]
+      raise TypeError(
+          f"An averaged variable must be of dtype "
+          f"{', '.join(names[:-1])} or {names[-1]}, "
+          f"got '{variable.name}' of {variable.dtype.base_dtype.name}.")
+
+
 def readable(averages, method):
   """Averages, which must have a value in eager mode, for a method: a list."""
   for s in averages:
     _in_place.check(_lazy.stored(s), f"{method}() must not be called")
   return averages
-
-
-def _parts(x):
-  """The variables that an element of a list `variables` stands for, or None."""
-  if isinstance(x, tf.Variable):
-    return [x]
-  # A PartitionedVariable stands for its parts.
-  parts = list(x) if hasattr(x, "__iter__") and not tf.is_tensor(x) else []
-  return (parts if parts and all(isinstance(v, tf.Variable) for v in parts)
-          else None)

@@ -13,6 +13,7 @@ import tensorflow as tf
 from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._v1 import _control_flow
+from wrapopt._v1 import _initial_value
 from wrapopt._v1._unique_variable import get_unique_variable
 
 tf1 = tf.compat.v1
@@ -118,6 +119,8 @@ class CenterGetter:
       tf.DeviceSpec.from_string(worker_device)  # Raises a ValueError.
     self.worker_device = worker_device
     self.centers = VariableMap()
+    # Each: a variable, a copy, and the initializers that they were made with.
+    self._made = []
 
   def __call__(self, getter, name, *args, **kwargs):
     require_graph(type(self).__name__)
@@ -160,7 +163,26 @@ class CenterGetter:
         "trainable": False, "collections": [collection],
         # Only the worker's variable is regularized and constrained.
         "regularizer": None, "constraint": None, "caching_device": None})
-    copies.update(zip(slices(variable), slices(copy), strict=True))
+    for pair in zip(slices(variable), slices(copy), strict=True):
+      copies.update([pair])
+      self._made.append(
+          (*pair, *map(_initial_value.initializer_of, pair)))
+
+  def follow_files(self):
+    """Starts the copies where `init_from_checkpoint` starts the variables.
+
+    It replaces the initializer of a variable alone. Then the center would start
+    elsewhere, and take the worker there. A copy with such an initializer of its
+    own keeps it.
+    """
+    graph = tf1.get_default_graph()
+    for variable, copy, *made_with in self._made:
+      initializer, of_copy = map(_initial_value.initializer_of,
+                                 (variable, copy))
+      if (variable.graph is graph and initializer is not made_with[0] and
+          of_copy is made_with[1]):
+        # The operation itself: a session may have been given it already.
+        of_copy._update_input(1, _initial_value.assigned(variable))
 
 
 def _is_trainable(kwargs):

@@ -5,6 +5,7 @@ import threading
 import weakref
 
 import tensorflow as tf
+from tensorflow.python.distribute import sharded_variable
 from tensorflow.python.training import optimizer as tf_optimizer
 
 
@@ -137,3 +138,26 @@ def graph_of_state():
   with tf.init_scope():  # Out of a tf.function.
     return (None if tf.executing_eagerly()
             else tf.compat.v1.get_default_graph())
+
+
+def parts_of(x):
+  """The variables that an element of a list `variables` stands for, or None."""
+  if isinstance(x, tf.Variable):
+    return [x]
+  # A PartitionedVariable or ShardedVariable stands for its parts.
+  parts = list(x) if hasattr(x, "__iter__") and not tf.is_tensor(x) else []
+  return (parts if parts and all(isinstance(v, tf.Variable) for v in parts)
+          else None)
+
+
+def check_whole(variable):
+  """Raises an error for a ShardedVariable, whose parts have the slots.
+
+  TensorFlow would take the slot of the first part for that of the whole.
+  """
+  if isinstance(variable, sharded_variable.ShardedVariable):
+    raise NotImplementedError(
+        "A tf.train.Checkpoint with this optimizer must hold the parts of a "
+        "ShardedVariable, which have the averages, got the whole of "
+        f"'{variable.name}'. Write tf.train.Checkpoint("
+        "parts=list(w.variables), optimizer=optimizer), without w.")

@@ -225,6 +225,9 @@ class Innermost:
 
     return where_accepted(opt, step, apply)
 
+  def _build(self, variables):
+    pass
+
   def _making_state(self):
     return contextlib.nullcontext()
 

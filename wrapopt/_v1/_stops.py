@@ -2,6 +2,8 @@
 
 import tensorflow as tf
 
+from wrapopt._v1 import _initial_value
+
 tf1 = tf.compat.v1
 
 
@@ -14,7 +16,7 @@ def stop_before_writes(stop, centers):
   """
   graph = tf1.get_default_graph()
   for variable in centers.in_graph():
-    _run_first(stop, [centers[variable].initializer])
+    _run_first(stop, [_initial_value.initializer_of(centers[variable])])
   _run_first(stop, _restores(graph))
   savers = tf1.get_collection_ref(tf1.GraphKeys.SAVERS)
   if not savers:

@@ -1,11 +1,14 @@
 """The base class of the wrappers of `tf.compat.v1.train.Optimizer`."""
 
+from collections.abc import Iterable
 from typing import Any, Optional
 
 import tensorflow as tf
+from tensorflow.python.saved_model import save_context
 
 from wrapopt._types import Gradient, Loss, Operation, Variable
 from wrapopt import _composition
+from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
 
 
@@ -101,10 +104,18 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   # The public interface.
 
   def compute_gradients(
-      self, *args: Any,
+      self, loss: Loss, *args: Any,
       **kwargs: Any) -> list[tuple[Optional[Gradient], Variable]]:
-    """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner."""
-    return self._optimizer.compute_gradients(*args, **kwargs)
+    """See `tf.compat.v1.train.Optimizer.compute_gradients` of the inner.
+
+    A `loss` that is a function may also read ref variables.
+    """
+    if (callable(loss) and not isinstance(self._optimizer, WrapperOptimizer) and
+        not tf.compat.v1.executing_eagerly_outside_functions()):
+      # TensorFlow would look for its variables in a tape, which does not see
+      # ref variables.
+      loss = loss()
+    return self._optimizer.compute_gradients(loss, *args, **kwargs)
 
   def minimize(self, loss: Loss, global_step: Optional[Variable] = None,
                *args: Any, **kwargs: Any) -> Optional[Operation]:
@@ -114,6 +125,47 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
       # callers, which keep what is in them from then on.
       return super(WrapperOptimizer, self).minimize(
           loss, global_step, *args, **kwargs)
+
+  def build(self, variables: Iterable[Variable]) -> None:
+    """Makes the averages of variables before the first step.
+
+    A step makes them, too. Call this if the graph of the step reads them, such
+    as the loss of a mean teacher, and before `apply_gradients`:
+
+        opt.build(tf.compat.v1.trainable_variables())
+        teacher = model(images, weights=opt.average(w))
+        train_op = opt.minimize(loss(model(images, w), teacher))
+
+    A variable that no step trains keeps its average. In a graph, the rows of
+    these averages do not lag behind: each step moves all of them.
+
+    Args:
+      variables: An iterable of variables. Those that have averages, and those
+        that an argument `variables` does not choose, are left out.
+
+    Raises:
+      TypeError: If it holds anything else, or an averaged variable is not of a
+        floating dtype.
+      ValueError: If a variable is of another graph.
+      RuntimeError: In eager mode, while an average is in place of a variable.
+    """
+    parts = []
+    for i, x in enumerate(variables):
+      of_x = _slots.parts_of(x)
+      if of_x is None:
+        raise TypeError(f"`variables[{i}]` must be a variable, got {x!r}.")
+      parts += of_x
+    for v in parts:
+      if _slots.graph_of(v) is not _slots.graph_of_state():
+        raise ValueError(
+            "`variables` must hold variables of this graph, or of eager mode, "
+            f"got '{v.name}' of another one.")
+    with self._making_state():
+      self._build(list({id(v): v for v in parts}.values()))
+
+  def _build(self, variables):
+    """As `build`, of checked variables: a list."""
+    self._inner._build(variables)
 
   def _create_slots(self, var_list):
     """Makes all variables of a step, outside of the branches of a `cond`."""
@@ -129,6 +181,8 @@ class WrapperOptimizer(tf.compat.v1.train.Optimizer):
   def get_slot(self, var: Variable, name: str) -> Optional[Variable]:
     """The slot `name` of `var`, of the wrapper or of the inner optimizer."""
     if name in self._own_slot_names():
+      if not save_context.in_save_context():  # A SavedModel has no slots.
+        _slots.check_whole(var)
       return super().get_slot(var, name)
     return self._optimizer.get_slot(var, name)
 
