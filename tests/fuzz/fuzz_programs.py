@@ -16,6 +16,8 @@ import traceback
 from unittest import mock
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+# As in the prelude, before TensorFlow reads it.
+os.environ.setdefault("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit")
 
 import hypothesis
 from hypothesis.internal.conjecture import engine
@@ -38,6 +40,7 @@ class Counts:
         "all", f"{program.api} {program.mode}", f"inner {program.inner[0]}",
         *(f"wrapper {name}" for name in program.names or ["none"]),
         *(f"operation {name}" for name, *_ in program.operations),
+        *([f"setting {program.setting}"] if program.setting else []),
         *(f"dtype {v.dtype}" for v in program.variables)})
 
   def __str__(self):

@@ -63,7 +63,9 @@ _OF_WRAPPERS = {
                       "shadow": False, "lazy": None, "fused": None},
     programs.GATE: {"policy": "scale", "fused": None},
     programs.ELASTIC: {"period": 2, "rate": 0.25},
-    programs.MODEL: {"period": 2}}
+    programs.MODEL: {"period": 2},
+    programs.PRIMAL[1]: {"momentum": 0.5, "decay": 0.5},
+    programs.FREE[1]: {"momentum": 0.5, "warm_up": 2, "power": 2, "r": 1}}
 _LAGS = (0, 3, 2, 0, 5, 1, 0, 0)
 _ALL_KINDS = (*_VARIABLES, programs.Variable((), "float32"),
               programs.Variable((0, 3), "float16"),

@@ -6,6 +6,8 @@ The code is what runs, and what is printed if it fails.
 import functools
 import inspect
 
+import tensorflow as tf
+
 import programs_keras
 import programs_v1
 
@@ -24,7 +26,11 @@ def _prelude():
 def run(code):
   """Runs the code of a program."""
   namespace = {**vars(_prelude())}
-  exec(compile(code, "<program>", "exec"), namespace)
+  try:
+    exec(compile(code, "<program>", "exec"), namespace)
+  finally:
+    tf.debugging.disable_check_numerics()
+    tf.config.optimizer.set_jit(False)
 
 
 def printed(code):

@@ -16,6 +16,7 @@ _INNER = {
     "Nesterov": "SGD({rate}, momentum={momentum}, nesterov=True{more})",
     "Adam": "Adam({rate}, {b1}, {b2}, {e}{more})",
     "AdamW": "AdamW({rate}, {decay}, {b1}, {b2}, {e}{more})",
+    "Adam0": "Adam({rate}, 0.0, {b2}, {e}{more})",
     "Adamax": "Adamax({rate}, {b1}, {b2}, {e}{more})",
     "Adagrad": "Adagrad({rate}, {accumulator}, {e}{more})",
     "RMSprop": "RMSprop({rate}, {rho}, epsilon={e}{more})",
@@ -44,7 +45,7 @@ class Keras(writer.Functions):
     yield
 
   def all_variables(self):
-    return ", ".join(f"v{i}" for i in range(len(self.variables)))
+    return ", ".join(f"v{i}" for i in self.model.order)
 
   def optimizer(self):
     name, options = self.program.inner
@@ -71,7 +72,7 @@ class Keras(writer.Functions):
   counted = "updates"
 
   def apply(self, grads, inside=False, step=None):
-    given = ", ".join(grads.get(i, "None") for i in range(len(self.variables)))
+    given = ", ".join(grads.get(i, "None") for i in self.model.order)
     given = f"[{given}], [{self.all_variables()}]"
     if not self.program.has(programs.KERAS_GATE):
       return f"opt.apply({given})"
@@ -91,7 +92,7 @@ class Keras(writer.Functions):
 
   def check_others(self):
     if self.program.has("Lookahead"):
-      for i in range(len(self.variables)):
+      for i in self.model.order:
         self.check(f"slow weights of v{i}",
                    f"lookahead.slow_weights(v{i}).numpy()",
                    self.model.slow_weights(i), i)
@@ -109,18 +110,35 @@ class Keras(writer.Functions):
     return f"tf.train.Checkpoint(v=[{values}], opt=opt)"
 
   def saving(self, how, name):
-    del how
+    if how == "tree":
+      return f"tree_{name} = copies([{self.tree()}])"
     return f'{self.checkpoint()}.write(path("{name}"))'
 
+  def tree(self):
+    values = "".join(f"v{i}, " for i in range(len(self.variables)))
+    return f"{values}*opt.variables"
+
   def restore(self, name, kind, how):
-    del kind
     if how != "again":
       self.setup(True)
-    if how == "fresh":
+    if how == "fresh" or kind == "tree" and how != "again":
       self.build()
-    self.line(f'{self.checkpoint()}.read(path("{name}"))')
+    if kind == "tree":
+      self.line(f"assign_all([{self.tree()}], tree_{name})")
+      return
+    self.line(f'{self.checkpoint()}.read(path("{name}")).expect_partial()')
     if how == "deferred":
       self.build()
+
+  def write_finish(self):
+    self.line(f"opt.finalize_variable_values([{self.all_variables()}])")
+    self.model.end_fit()
+
+  def other_step(self):
+    i = self.model.order[0]
+    v = self.variables[i]
+    return (f"keras.optimizers.SGD(0.5).apply([tf.ones({list(v.shape)}, "
+            f"{v.dtype!r})], [v{i}])")
 
 
 def _keras_wrapper(name, options, made):
@@ -142,6 +160,13 @@ def _keras_wrapper(name, options, made):
       named["lazy"] = False
   elif name == "SWA":
     positional = [str(options["start"]), str(options["period"])]
+    if options.get("epoch"):
+      named["steps_per_epoch"] = options["epoch"]
+  elif name in programs.PRIMAL:
+    positional = [str(options["momentum"]), str(options["decay"])]
+  elif name in programs.FREE:
+    positional = [str(options[k]) for k in (
+        "momentum", "warm_up", "power", "r")]
   elif name == "Lookahead":
     positional = [str(options["period"]), str(options["step"])]
   else:
@@ -149,7 +174,7 @@ def _keras_wrapper(name, options, made):
     named["policy"] = repr(options["policy"])
   if options.get("keep"):
     named["keep_raw_weights"] = True
-  if options["sum"]:
+  if options.get("sum"):
     named["sum_duplicates"] = True
   if options.get("chosen"):
     names = [f"v{i}" for i, x in enumerate(options["chosen"]) if x]
@@ -164,53 +189,129 @@ class Fit(Keras):
     writer.Functions.setup(self, fresh)
     specs = [[list(v.shape), v.dtype, v.rows] for v in self.variables]
     self.line(f"specs = {specs!r}",
-              f"model = make_model(specs{', True' if fresh else ''})",
-              f"model.compile({self.optimizer()}, loss=first, "
-              "jit_compile=False)")
+              f"model = make_model(specs{', True' if fresh else ''})")
+    self.compile(self.optimizer(), range(len(self.variables)), [
+        i in self.model.order for i in range(len(self.variables))])
     self.find_model()
 
+  def compile(self, optimizer, changed, trained):
+    for i in changed:
+      self.line(f"model.variables[{i}].trainable = {trained[i]}")
+    self.line(f"model.compile({optimizer}, loss=first, jit_compile=False)")
+
   def find_model(self):
-    self.line("opt = model.optimizer",
-              f"{self.all_variables()}, = model.trainable_variables")
+    given = ", ".join(f"v{i}" for i in range(len(self.variables)))
+    self.line("opt = model.optimizer", f"{given}, *_ = model.variables")
     self.find_wrappers()
 
   def write_steps(self, steps):
-    given = ", ".join(
-        f"({step[0]}, {'np.inf' if self.scale(step) == float('inf') else 1.0})"
-        for step in steps)
-    self.line(f"model.fit(batches(specs, [{given}]), verbose=0, shuffle=False)")
+    steps = self.masked(steps)
+    if not steps:
+      return
+    self.line(f"model.fit({self.batches(steps)}, verbose=0, shuffle=False)")
+    self.take_all(steps)
+    if self.program.setting == "clusters":
+      self.line("tf.config.optimizer.set_jit('autoclustering')")
+
+  def take_all(self, steps):
     for step in steps:
       self.model.take(step)
     self.model.end_fit()
 
-  def write_evaluate(self, t):
-    name = self.program.averaging[0]
+  def batches(self, steps):
+    given = ", ".join(
+        f"({step[0]}, {'np.inf' if self.scale(step) == float('inf') else 1.0})"
+        for step in steps)
+    return f"batches(specs, [{given}])"
+
+  def write_freeze(self, trained):
+    # What a file holds goes by the number of variables that are trained.
+    trained = [x and i in self.model.order for i, x in enumerate(trained)]
+    if not any(trained):
+      return
+    with self.block("if not opt.built:"):
+      self.build()
+    self.compile("opt", self.model.order, trained)
+    self.model.trained = tuple(trained)
+
+  def write_epochs(self, steps):
+    """Epochs whose length the data do not tell; then begins anew.
+
+    At their end, Keras counts a step that it does not take.
+    """
+    epoch = self.program.options("SWA")["epoch"]
+    fit = (f"model.fit(of_unknown_length({self.batches(steps)}), epochs=2, "
+           "callbacks=[wk.EvaluateWithAverages()], verbose=0)")
+    if epoch and epoch * self.program.accumulates != len(steps):
+      fit = (f'refused("epochs of other lengths", lambda: {fit}, ValueError)')
+    self.line(fit)
+    self.model.restart(False)
+    self.setup(False)
+    self.build()
+
+  def loss(self, name, k, t):
+    """The loss of averages on a batch, and the largest of its terms."""
     want = largest = 0.0
-    for i in range(len(self.variables)):
+    for i, value in enumerate(self.model.values):
+      average = self.model.average(name, k, i)
       g = programs_model.gradient(self.program, t, i).sum
-      want += float((g * self.model.average(name, 0, i)).sum())
+      want += float((g * (value if average is None else average)).sum())
       largest += float(np.abs(g).sum() * (
           self.model.tolerance(i) + 1e-6 * self.model.largest[i]))
+    return want, largest
+
+  def write_evaluate(self, t):
+    want, largest = self.loss(self.program.averaging[0], 0, t)
     self.line(f'check("{self.at}", model.evaluate(batches(specs, [({t}, 1.0)]),'
               " verbose=0, callbacks=[wk.EvaluateWithAverages()]), "
               f"{want!r}, {largest!r})")
 
+  def write_validate(self, steps, data):
+    """Averages of all decays see the same batches, whichever these are."""
+    steps = self.masked(steps)
+    if not steps or any(options.get("epoch") for _, options in
+                        self.program.chain):
+      return
+    name = self.program.averaging[0]
+    self.line(f"logs = validated(model, specs, {self.batches(steps)}, "
+              f"{data!r})")
+    for step in steps:
+      self.model.take(step)
+    losses = [[self.loss(name, k, t) for k in range(len(self.decays(name)))]
+              for t in (3, 7, 11)]
+    wants = [[want for want, _ in row] for row in losses]
+    if data == "batches":
+      wants = np.mean(wants, 0, keepdims=True).tolist()
+    self.line(f'check_one_of("{self.at}", logs, {wants!r}, '
+              f"{max(largest for row in losses for _, largest in row)!r})")
+    self.model.end_fit()
+
   def saving(self, how, name):
     if how == "checkpoint":
       return super().saving(how, name)
+    if how == "tree":
+      return f"tree_{name} = copies(model.get_state_tree())"
     if how == "model":
       return f'model.save(path("{name}.keras"))'
     return f'model.save_weights(path("{name}.weights.h5"))'
 
+  def write_save(self, how):
+    # Neither a model nor a tree says which variables are trained.
+    if how in ("model", "tree") and not all(
+        x and i in self.model.order
+        for i, x in enumerate(self.model.trained)):
+      how = "weights"
+    super().write_save(how)
+
   def restore(self, name, kind, how):
     if kind == "checkpoint":
       super().restore(name, kind, how)
-      return
-    if kind == "model":
+    elif kind == "model":
       self.line(f'model = keras.models.load_model(path("{name}.keras"))')
       self.find_model()
-      return
-    if how != "again":
-      self.setup(True)
-      self.build()
-    self.line(f'model.load_weights(path("{name}.weights.h5"))')
+    else:
+      if how != "again":
+        self.setup(True)
+        self.build()
+      self.line(f"model.set_state_tree(tree_{name})" if kind == "tree" else
+                f'model.load_weights(path("{name}.weights.h5"))')

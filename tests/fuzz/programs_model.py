@@ -89,12 +89,16 @@ def _momentum_v1(w, s, g, lr, t, nesterov=False):
   w -= np.where(g.rows, lr * (g.sum + MOMENTUM * m if nesterov else m), 0)
 
 
-def _adam(w, s, g, lr, t, rows=True):
-  m = BETA_1 * s["m"] + (1 - BETA_1) * g.sum
+def _adam(w, s, g, lr, t, rows=True, beta_1=BETA_1):
+  m = beta_1 * s["m"] + (1 - beta_1) * g.sum
   v = BETA_2 * s["v"] + (1 - BETA_2) * g.squares
-  rate = lr * np.sqrt(1 - BETA_2**t) / (1 - BETA_1**t)
+  rate = lr * np.sqrt(1 - BETA_2**t) / (1 - beta_1**t)
   w -= np.where(rows, rate * m / (np.sqrt(v) + EPSILON), 0)
   s["m"], s["v"] = np.where(rows, m, s["m"]), np.where(rows, v, s["v"])
+
+
+def _adam_without_momentum(w, s, g, lr, t):
+  _adam(w, s, g, lr, t, beta_1=0)
 
 
 def _lazy_adam(w, s, g, lr, t):
@@ -151,16 +155,18 @@ RULES = {
         "Nesterov": lambda *args: _momentum_keras(*args, nesterov=True),
         "Adam": _adam, "AdamW": _decayed(_adam), "LazyAdam": _lazy_adam,
         "Adagrad": lambda *args: _adagrad(*args, epsilon=EPSILON),
-        "RMSprop": _rms_prop_keras, "Adamax": _adamax},
+        "RMSprop": _rms_prop_keras, "Adamax": _adamax,
+        "Adam0": _adam_without_momentum},
     "v1": {
         "GradientDescent": _descend,
         "Momentum": _momentum_v1,
         "Nesterov": lambda *args: _momentum_v1(*args, nesterov=True),
         "Adam": _adam, "LazyAdam": _lazy_adam, "Adagrad": _adagrad,
-        "RMSProp": _rms_prop_v1, "Adadelta": _adadelta},
+        "RMSProp": _rms_prop_v1, "Adadelta": _adadelta,
+        "Adam0": _adam_without_momentum},
 }
 
-_ONE_PASS_THAT_SQUARES = ("Adam", "AdamW", "Adagrad", "RMSprop")
+_ONE_PASS_THAT_SQUARES = ("Adam", "Adam0", "AdamW", "Adagrad", "RMSprop")
 
 
 class Model:
@@ -170,6 +176,10 @@ class Model:
     values: The variables.
     averages: {wrapper: rows of averages, a row for each decay}.
     slow: The slow weights of a Lookahead.
+    z: The points that the inner optimizer trains, if others are between.
+    holds_x: Whether a variable holds its average x, and not y.
+    order: The variables that Keras's optimizer was built with.
+    trained: Which variables `fit` trains.
     centers: The centers.
     step: The global step, or Keras's count of steps.
     dropped: How many steps a gate has dropped.
@@ -180,10 +190,10 @@ class Model:
 
   def __init__(self, program):
     self.program = program
-    self._restart(False)
+    self.restart(False)
     self.files = []
 
-  def _restart(self, fresh):
+  def restart(self, fresh):
     program = self.program
     n = range(len(program.variables))
     self.values = [np.array(start(i, v.shape, fresh))
@@ -196,9 +206,13 @@ class Model:
         name: [copies() for _ in program.options(name).get("decays", [None])]
         for name in program.averaging}
     self.counts = {name: 0 for name in program.averaging}
-    self.begun = {name: False for name in ("MovingAverage", "Lookahead")}
+    self.begun = {name: False for name in (
+        "MovingAverage", "Lookahead", programs.PRIMAL[0], programs.FREE[0])}
     self.since = -1  # Before which step a PowerDecay's average began.
-    self.slow, self.centers = copies(), copies()
+    self.slow, self.centers, self.z = copies(), copies(), copies()
+    self.holds_x = [False for _ in n]
+    self.weights = self.largest_rate = 0.0  # Of Schedule-Free learning.
+    self.order, self.trained = tuple(n), (True,) * len(n)
     self.sums = [np.zeros(v.shape) for v in program.variables]
     self.rate = RATE
     self.step = self.updates = self.gradients = self.local_step = 0
@@ -221,13 +235,20 @@ class Model:
                           if name not in ("program", "files", "largest",
                                           "roundings")})
 
-  def restore(self, saved, fresh):
-    """Restores a copy, into new objects if `fresh`."""
+  def restore(self, saved, fresh, order):
+    """Restores a copy, into new objects if `fresh`, of some variables."""
     rate = self.rate
     if fresh:
-      self._restart(True)
+      self.restart(True)
     made = self.exists, self.stepped, self.has_gate
+    trained = self.trained
     vars(self).update(copy.deepcopy(saved))
+    self.order, self.trained = order, trained
+    # What the file does not have starts at its variable.
+    for i in set(order).difference(saved["order"]):
+      for row in (self.slow, self.z, *(
+          row for rows in self.averages.values() for row in rows)):
+        row[i] = self.values[i].copy()
     if self.program.api == "v1":
       # The rate is not saved, and what is no slot is made in the next step.
       self.rate = rate
@@ -237,7 +258,11 @@ class Model:
 
   def restore_swapped(self, saved):
     """As a plain Saver does from a file of a swapping_saver."""
-    self.restore(saved, False)
+    self.restore(saved, False, self.order)
+    if name := self.program.between:
+      self.put(name, [self.average(name, 0, i)
+                      for i in range(len(self.values))])
+      return
     row = self.averages[programs.MOVING][0]
     for i in range(len(row)):
       if self.keeps(programs.MOVING, i):
@@ -254,13 +279,17 @@ class Model:
     """An average, or None if there is none yet."""
     if not self.exists[i] or not self.keeps(name, i):
       return None
-    return (self.averages[name][k][i] if self._has_begun(name)
-            else self.values[i])
+    if not self._has_begun(name):
+      return self.values[i]
+    if name in programs.BETWEEN:
+      m = 1 if self.holds_x[i] else self.program.options(name)["momentum"]
+      return (self.values[i] - (1 - m) * self.z[i]) / m
+    return self.averages[name][k][i]
 
   def keeps(self, name, i):
     """Whether a wrapper averages a variable."""
     chosen = self.program.options(name).get("chosen")
-    return chosen is None or chosen[i]
+    return i in self.order and (chosen is None or chosen[i])
 
   @property
   def have_begun(self):
@@ -273,25 +302,27 @@ class Model:
   def _has_begun(self, name):
     if name == "SWA":
       return self.counts[name] > 0
-    return name == programs.MOVING or self.begun[name]
+    return self.begun.get(name, True)
 
   def tolerance(self, i):
     """How far the i-th variable, and what is made of it, may be off."""
     dtype = self.program.variables[i].dtype
-    return float(_ROUNDINGS[dtype] * self.roundings * self.largest[i]
+    # y is rounded, and x is at most twice as far from z.
+    by = 4 if self.program.between else 1
+    return float(by * _ROUNDINGS[dtype] * self.roundings * self.largest[i]
                  * float(ml_dtypes.finfo(dtype).eps))
 
   def _note(self):
     self.roundings += 1
     for i, (value, g) in enumerate(zip(self.values, self.slots)):
-      found = [np.abs(x).max() for x in (value, g["m"]) if x.size]
+      found = [np.abs(x).max() for x in (value, self.z[i], g["m"]) if x.size]
       self.largest[i] = max([self.largest[i], *map(float, found)])
 
   # Steps
 
   def take(self, step):
     """Takes a step of a program."""
-    t, trained, lag = step
+    t, trained, lag = step = self.masked(step)
     grads = [gradient(self.program, t, i) if is_trained else None
              for i, is_trained in enumerate(trained)]
     if self.program.api == "keras":
@@ -303,22 +334,56 @@ class Model:
       self._take_v1(list(self.program.chain), grads, lag, True)
     self._note()
 
+  def masked(self, step):
+    """A step of the variables that are trained."""
+    t, trained, lag = step
+    return t, tuple(x and y and i in self.order for i, (x, y) in enumerate(
+        zip(trained, self.trained))), lag
+
   def make(self, trained):
     """Makes the averages of variables with a gradient."""
     for i, is_trained in enumerate(trained):
       if is_trained and not self.exists[i]:
-        self.exists[i] = True
+        self.exists[i], self.z[i] = True, self.values[i].copy()
         for row in self.averages.get(programs.MOVING, ()):
           row[i] = self.values[i].copy()
 
   def _inner(self, grads):
     """The step of the inner optimizer."""
     name, _ = self.program.inner
+    between, rate = self.program.between, self.rate
+    if between:
+      rate, c, m = self._between(between)
     self.updates += 1
     for i, g in enumerate(grads):
-      if g is not None:
-        RULES[self.program.api][name](self.values[i], self.slots[i], g,
-                                      self.rate, self.updates)
+      if g is None:
+        continue
+      w = self.values[i]
+      if between:
+        x, w = np.array(self.average(between, 0, i)), self.z[i]
+        g = g._replace(rows=True).summed()  # The step is that of all rows.
+      RULES[self.program.api][name](w, self.slots[i], g, rate, self.updates)
+      if between:
+        x += c * (w - x)
+        self.values[i], self.holds_x[i] = np.array(m * x + (1 - m) * w), False
+    self.begun = {name: begun or name == between
+                  for name, begun in self.begun.items()}
+
+  def _between(self, name):
+    """(the rate, the weight of z in x, that of x in y) in the next step."""
+    self.counts[name] += 1
+    options, t, rate = self.program.options(name), self.counts[name], self.rate
+    if not self._has_begun(name):
+      self.z = [x.copy() for x in self.values]
+    if name in programs.PRIMAL:
+      return rate, 1 - options["decay"], options["momentum"]
+    if options["warm_up"]:
+      rate *= min(1.0, t / options["warm_up"])
+    self.largest_rate = max(self.largest_rate, rate)
+    weight = t**options["r"] * self.largest_rate**options["power"]
+    self.weights += weight
+    return rate, weight / self.weights, options["momentum"]
+
 
   def _take_keras(self, grads, lag):
     program = self.program
@@ -353,8 +418,11 @@ class Model:
       if name == "MovingAverage":
         self._move_keras(options, before, grads, old)
       elif name == "SWA":
-        since = before - options["start"]
-        if since >= 0 and since % options["period"] == 0:
+        start, period = options["start"], options["period"]
+        if epoch := options.get("epoch"):
+          start, period = (start + 1) * epoch - 1, period * epoch
+        since = before - start
+        if since >= 0 and since % period == 0:
           n = self.counts[name]
           for s, v in zip(self.averages[name][0], self.values):
             s += (v - s) / (n + 1) if n else v - s
@@ -363,9 +431,9 @@ class Model:
         if not self.begun[name]:
           self.begun[name], self.slow = True, [x.copy() for x in old]
         if (before + 1) % options["period"] == 0:
-          for s, v in zip(self.slow, self.values):
-            s += options["step"] * (v - s)
-            v[...] = s
+          for i in self.order:
+            self.slow[i] += options["step"] * (self.values[i] - self.slow[i])
+            self.values[i] = self.slow[i].copy()
 
   def _has_infinity(self, grads, lag):
     return lag > programs.LIMIT and any(
@@ -394,7 +462,7 @@ class Model:
     if not chain:
       self._inner(grads)
       self.stepped = [a or g is not None for a, g in zip(self.stepped, grads)]
-      if programs.MOVING not in self.program.names:
+      if not self.program.averaging:
         self.exists = list(self.stepped)
       self.step += counts
       return
@@ -414,7 +482,7 @@ class Model:
         self.step += 1
       return
     before = self.dropped
-    if outer == programs.MOVING:
+    if outer in programs.AVERAGING:
       self.make([g is not None for g in grads])
     self._take_v1(inner, grads, lag, counts)
     if outer == programs.MOVING and self.dropped == before and any(
@@ -439,10 +507,14 @@ class Model:
 
   def seed(self, name):
     """As `seed_averages`."""
+    if name in programs.BETWEEN:
+      self.z = [x.copy() for x in self.values]
+      self.holds_x = [False for _ in self.values]
+      self.weights = self.largest_rate = 0.0
     for row in self.averages[name]:
       row[:] = [x.copy() for x in self.values]
     self.counts[name] = 0
-    if name == "MovingAverage":
+    if name in self.begun:
       self.begun[name], self.since = True, -1
 
   def assign(self, i, t):
@@ -452,11 +524,20 @@ class Model:
 
   def end_fit(self):
     """As `fit` ends: with averages in the model."""
-    for name in self.program.averaging:
-      if not self.program.options(name)["keep"]:
-        self.values = [np.array(self.average(name, 0, i))
-                       for i in range(len(self.values))]
-        return
+    # A frozen variable stays what it is: x, after an earlier end.
+    averages = [(name, [self.average(name, 0, i) if trained else None
+                        for i, trained in enumerate(self.trained)])
+                for name in self.program.averaging
+                if not self.program.options(name).get("keep")]
+    for name, row in reversed(averages):  # An inner one before its outer one.
+      self.put(name, row)
+
+  def put(self, name, averages):
+    """Sets variables to averages of a wrapper."""
+    self.values = [np.array(value if x is None else x)
+                   for value, x in zip(self.values, averages)]
+    self.holds_x = [holds or name in programs.BETWEEN and x is not None
+                    for holds, x in zip(self.holds_x, averages)]
 
 
 def _scaled(g, by):

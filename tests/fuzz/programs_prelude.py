@@ -4,8 +4,12 @@ A printed program begins with this file, so it imports nothing of the tests.
 """
 
 import os
+import shutil
 import tempfile
 import threading
+
+# For sessions and functions that let XLA compile what it likes.
+os.environ.setdefault("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit")
 
 import keras
 import numpy as np
@@ -26,6 +30,19 @@ def check(what, got, want, tolerance=0.0):
   got = np.asarray(got, np.float64)
   want = np.reshape(np.asarray(want, np.float64), got.shape)
   np.testing.assert_allclose(got, want, rtol=0, atol=tolerance, err_msg=what)
+
+
+def check_one_of(what, got, wants, tolerance):
+  """Asserts that numbers are near to those of one row."""
+  assert any(np.allclose(got, want, 0, tolerance) for want in wants), (
+      f"{what}: {got}, not one of {wants}")
+
+
+def in_eager(function):
+  """Calls a function outside of all graphs."""
+  found = []
+  together(lambda: found.append(function()))
+  return found[0]
 
 
 def same(what, got, want):
@@ -109,6 +126,25 @@ def variable(i, shape, dtype, fresh=False):
   return tf.cast(start(i, shape, fresh), dtype)
 
 
+def copies(tree):
+  """Copies of variables in a structure."""
+  return keras.tree.map_structure(
+      lambda x: tf.convert_to_tensor(x).numpy(), tree)
+
+
+def assign_all(variables, values):
+  for variable, value in zip(variables, values, strict=True):
+    variable.assign(value)
+
+
+def pretrained(values):
+  """Writes a checkpoint; returns its path."""
+  tf.raw_ops.SaveV2(prefix=path("pretrained"), tensor_names=list(values),
+                    shape_and_slices=[""] * len(values),
+                    tensors=list(map(tf.constant, values.values())))
+  return path("pretrained")
+
+
 # A Keras model whose loss is the sum of the products of its variables with its
 # inputs: these are the gradients.
 
@@ -184,6 +220,55 @@ def batches(specs, steps):
   x = np.reshape(x, [len(steps), width(specs)])
   return tf.data.Dataset.from_tensor_slices((x, np.zeros([len(steps), 1]))
                                             ).batch(1)
+
+
+def of_unknown_length(data):
+  return data.filter(lambda x, y: True)
+
+
+class Drawn(keras.utils.PyDataset):
+  """One batch of some, another one each time."""
+
+  def __init__(self, data):
+    super().__init__()
+    self.batches, self.at = list(data), 0
+
+  def __len__(self):
+    return 1
+
+  def __getitem__(self, i):
+    self.at += 1
+    return self.batches[self.at % len(self.batches)]
+
+
+def validated(model, specs, data, kind):
+  """The validation losses of averages of all decays after a `fit`."""
+  validation = batches(specs, [(t, 1.0) for t in (3, 7, 11)])
+  drawn = {
+      "batches": lambda: validation,
+      "generator": lambda: (x for x in list(validation) * 9),
+      "shuffled": lambda: validation.shuffle(3, seed=1).repeat(),
+      "taken": lambda: validation.shuffle(3, seed=1).take(1),
+      "sequence": lambda: Drawn(validation)}[kind]()
+  logs = model.fit(
+      data, validation_data=drawn, verbose=0, shuffle=False, callbacks=[
+          wk.EvaluateWithAverages(decay="all")],
+      validation_steps=1 if kind in ("generator", "shuffled") else None)
+  return [x[0] for name, x in logs.history.items()
+          if name.startswith("val_loss")]
+
+
+def exported(session, to, signatures):
+  """Writes a SavedModel with signatures: {name: (inputs, outputs)}."""
+  shutil.rmtree(to, ignore_errors=True)
+  builder = tf1.saved_model.Builder(to)
+  infos = lambda tensors: {
+      name: tf1.saved_model.build_tensor_info(x) for name, x in tensors.items()}
+  builder.add_meta_graph_and_variables(
+      session, [tf1.saved_model.tag_constants.SERVING], {
+          name: tf1.saved_model.build_signature_def(*map(infos, of), name)
+          for name, of in signatures.items()})
+  builder.save()
 
 
 def find(opt, cls):

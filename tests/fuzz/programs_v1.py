@@ -14,6 +14,7 @@ _INNER = {
     "Momentum": "MomentumOptimizer(rate, {momentum})",
     "Nesterov": "MomentumOptimizer(rate, {momentum}, use_nesterov=True)",
     "Adam": "AdamOptimizer(rate, {b1}, {b2}, {e})",
+    "Adam0": "AdamOptimizer(rate, 0.0, {b2}, {e})",
     "Adagrad": "AdagradOptimizer(rate, {accumulator})",
     "RMSProp": "RMSPropOptimizer(rate, {rho}, {momentum}, {e})",
     "Adadelta": "AdadeltaOptimizer(rate, {rho}, {e})",
@@ -60,6 +61,11 @@ class V1(writer.Functions):
         names = [f"v{i}" for i, x in enumerate(options["chosen"]) if x]
         named["variables"] = (
             f"lambda v: any(v is x for x in [{', '.join(names)}])")
+    elif name in programs.PRIMAL:
+      positional += [str(options["momentum"]), str(options["decay"])]
+    elif name in programs.FREE:
+      positional += [str(options[k]) for k in (
+          "momentum", "warm_up", "power", "r")]
     elif name == programs.GATE:
       positional.append(str(programs.LIMIT))
       named["policy"] = repr(options["policy"])
@@ -113,10 +119,18 @@ class Session(V1):
       self.line("tf1.get_variable_scope().set_use_resource("
                 f"{self.program.mode == 'resource'})")
       self.make_graph()
-      self.line("session = tf1.Session()")
-      self.initialize()
+      if self.program.setting == "clusters":
+        self.line("config = tf1.ConfigProto()",
+                  "config.graph_options.optimizer_options.global_jit_level = "
+                  "tf1.OptimizerOptions.ON_1")
+      self.open()
       yield
       self.line("session.close()")
+
+  def open(self):
+    config = "config=config" * (self.program.setting == "clusters")
+    self.line(f"session = tf1.Session({config})")
+    self.initialize()
 
   def make_graph(self):
     program = self.program
@@ -126,12 +140,19 @@ class Session(V1):
         self.line("getter = wrapopt."
                   f'{name.replace("Optimizer", "CustomGetter")}("/cpu:0")')
         custom = ", custom_getter=getter"
+    warm = program.setting == "warm"
+    starts = [f"np.asarray(start({i}, {v.shape!r}), "
+              f"tf.{v.dtype}.as_numpy_dtype)"
+              for i, v in enumerate(self.variables)]
     with self.block(f'with tf1.variable_scope(""{custom}):'):
-      for i, v in enumerate(self.variables):
-        self.line(
-            f'v{i} = tf1.get_variable("v{i}", initializer='
-            f"np.asarray(start({i}, {v.shape!r}), "
-            f"tf.{v.dtype}.as_numpy_dtype))")
+      for i, start in enumerate(starts):
+        self.line(f'v{i} = tf1.get_variable("v{i}", initializer='
+                  f"{f'np.zeros_like({start})' if warm else start})")
+    if warm:
+      values = ", ".join(f'"v{i}": {x}' for i, x in enumerate(starts))
+      names = ", ".join(f'"v{i}": v{i}' for i in range(len(starts)))
+      self.line("tf1.train.init_from_checkpoint("
+                f"in_eager(lambda: pretrained({{{values}}})), {{{names}}})")
     self.line('step = tf1.get_variable("step", initializer=np.int64(0), '
               "trainable=False)",
               'rate = tf1.get_variable("rate", initializer='
@@ -151,6 +172,8 @@ class Session(V1):
       if v.rows:
         self.line(f"i{i} = tf1.placeholder(tf.int64, [None])",
                   f"g{i} = sparse(g{i}, i{i}, {v.shape!r})")
+    if self.is_early:
+      self.line("rounds.get_init_op()  # A hook runs one like it.")
     everything = (True,) * len(self.variables)
     for trained in dict.fromkeys([
         everything, *(step[1] for step in program.steps)]):
@@ -159,13 +182,14 @@ class Session(V1):
     for i, v in enumerate(self.variables):
       self.line(f"n{i} = tf1.placeholder(tf.{v.dtype}, {list(v.shape)})",
                 f"set_v{i} = tf1.assign(v{i}, n{i})")
-    if program.has(programs.MOVING):
+    for name in program.averaging:
       self.line("averages = {}")
-      for k, decay in enumerate(self.decays(programs.MOVING)):
+      for k, decay in enumerate(self.decays(name)):
+        decay = f", {decay}" * (name == programs.MOVING)
         for i in range(len(self.variables)):
-          if self.model.keeps(programs.MOVING, i):
+          if self.model.keeps(name, i):
             self.line(f"averages[{k}, {i}] = tf.convert_to_tensor("
-                      f"moving.average(v{i}, {decay}))")
+                      f"{writer.OBJECTS[name]}.average(v{i}{decay}))")
     for name in program.names:
       if name == programs.MODEL:
         self.line("hook = rounds.make_session_run_hook()", "hook.begin()")
@@ -175,16 +199,31 @@ class Session(V1):
     if program.has(programs.GATE):
       self.line("dropped = gate.staleness_stats().dropped")
     used = [rest[0] for name, *rest in program.operations if name == "save"]
-    if used and not program.has(*programs.WORKERS):
+    if used and program.has_files:
       self.line("saver = tf1.train.Saver()")
-    if program.has(programs.MOVING) and not program.has(*programs.WORKERS):
-      self.line("swapping = moving.swapping_saver()")
+    if program.averaging and program.has_files:
+      self.line(f"swapping = {self.averaging}.swapping_saver()")
+    if ("export",) in program.operations:
+      self.line("with tf1.control_dependencies("
+                f"[{self.train_op(everything)}]):",
+                '  done = tf.constant("done")')
+
+  @property
+  def averaging(self):
+    """The object with the averages."""
+    return writer.OBJECTS[self.program.averaging[0]]
 
   def initialize(self):
     self.line("session.run([tf1.global_variables_initializer(), "
               "tf1.local_variables_initializer()])")
     if self.program.has(*programs.WORKERS):
       self.line("hook.after_create_session(session, tf.train.Coordinator())")
+
+  @property
+  def is_early(self):
+    """Whether the op that copies centers is made before the steps."""
+    return (self.program.has(programs.MODEL) and
+            self.program.options(programs.MODEL).get("early"))
 
   def train_op(self, trained):
     return "train_" + "".join(str(int(x)) for x in trained)
@@ -226,11 +265,11 @@ class Session(V1):
     return f"session.run(averages[{k}, {i}])"
 
   def swapped(self, name, decay):
-    decay = "" if decay is None else f", decay={decay}"
-    return f"moving.averaged_weights(session{decay})"
+    decay = "" if decay in (None, "None") else f", decay={decay}"
+    return f"{self.averaging}.averaged_weights(session{decay})"
 
   def seeding(self, name):
-    return "moving.seed_averages(session)"
+    return f"{self.averaging}.seed_averages(session)"
 
   def write_assign(self, i, t):
     for name in self.program.averaging:
@@ -261,8 +300,48 @@ class Session(V1):
 
   def restore(self, name, kind, how):
     if how != "again" and kind != "swapped":
-      self.line("session.close()", "session = tf1.Session()")
-      self.initialize()
+      self.line("session.close()")
+      self.open()
       self.set_rate(self.model.rate)
     saver = "swapping" if kind == "swapping" else "saver"
     self.line(f'{saver}.restore(session, path("{name}"))')
+
+  def write_export(self):
+    """A SavedModel, which takes a step in TensorFlow 2."""
+    fed = ["bad", "recorded"] + [
+        f"{letter}{i}" for i, v in enumerate(self.variables)
+        for letter in "pi"[:1 + v.rows]]
+    self.line("read = {")
+    for i in range(len(self.variables)):
+      self.line(f'    "v{i}": tf.convert_to_tensor(v{i}),')
+    for name in self.program.averaging:
+      self.line('    **{f"a{k}_{i}": x for (k, i), x in averages.items()},')
+    self.line("}", 'exported(session, path("exported"), {',
+              f'    "train": ({{{", ".join(f"{x!r}: {x}" for x in fed)}}}, '
+              '{"done": done}), "read": ({}, read)})')
+
+  def write_last(self):
+    if ("export",) not in self.program.operations:
+      return
+    self.model.rate = programs_model.RATE  # Local variables begin anew.
+    step = self.all_of(1)
+    fed = [f"bad=tf.constant(0.0), recorded=tf.constant({self.model.step}, "
+           "tf.int64)"]
+    for i, (is_sparse, arguments) in writer.grads_of(
+        self.program, step).items():
+      fed.append(f"p{i}=tf.constant(rows{arguments}[0]), "
+                 f"i{i}=tf.constant(rows{arguments}[1])" if is_sparse
+                 else f"p{i}=tf.constant(dense{arguments})")
+    self.line('loaded = tf.saved_model.load(path("exported"))',
+              f'loaded.signatures["train"]({", ".join(fed)})',
+              'read = loaded.signatures["read"]()')
+    self.model.take(step)
+    self.at = "in TensorFlow 2"
+    for i, value in enumerate(self.model.values):
+      self.check(f"v{i}", f'read["v{i}"].numpy()', value, i)
+    for name in self.program.averaging:
+      for k in range(len(self.decays(name))):
+        for i in range(len(self.variables)):
+          if self.model.keeps(name, i):
+            self.check(f"average {k} of v{i}", f'read["a{k}_{i}"].numpy()',
+                       self.model.average(name, k, i), i)

@@ -8,7 +8,8 @@ import contextlib
 import programs
 import programs_model
 
-OBJECTS = {"MovingAverage": "moving", "SWA": "swa", "Lookahead": "lookahead",
+OBJECTS = {**dict.fromkeys(programs.BETWEEN, "between"),
+           "MovingAverage": "moving", "SWA": "swa", "Lookahead": "lookahead",
            "LossScale": "scaled", programs.MOVING: "moving",
            programs.GATE: "gate", programs.KERAS_GATE: "gate",
            programs.CROSS: "cross",
@@ -46,6 +47,8 @@ class Writer:
     return self.program.variables
 
   def write(self):
+    if self.program.setting == "numerics":
+      self.line("tf.debugging.enable_check_numerics()")
     with self.entered():
       for n, (name, *args) in enumerate(self.program.operations):
         self.at = f"{n} {name}"
@@ -53,7 +56,11 @@ class Writer:
         getattr(self, f"write_{name}")(*args)
       self.at = "end"
       self.write_read()
+    self.write_last()
     return "\n".join(self.lines) + "\n"
+
+  def write_last(self):
+    """Writes what comes after all else."""
 
   @contextlib.contextmanager
   def entered(self):
@@ -63,9 +70,13 @@ class Writer:
   # Operations
 
   def write_steps(self, steps):
-    for step in steps:
+    for step in self.masked(steps):
       self.write_step(step)
       self.model.take(step)
+
+  def masked(self, steps):
+    """The steps, of the variables that are trained."""
+    return [step for step in map(self.model.masked, steps) if any(step[1])]
 
   def write_read(self):
     self.check_values()
@@ -107,7 +118,7 @@ class Writer:
     name = self.program.averaging[k]
     wants = [self.model.average(name, index, i)
              for i in range(len(self.variables))]
-    if name == programs.MOVING and all(want is None for want in wants):
+    if self.program.api == "v1" and all(want is None for want in wants):
       self.line('refused("averaged_weights", lambda: '
                 f"{self.swapped(name, None)}.__enter__())")
       return
@@ -131,9 +142,8 @@ class Writer:
         elif inside == "save":
           self.line(f'refused("save", lambda: {self.refused_save()})')
         elif inside == "step":
-          trained = (True,) * len(self.variables)
           self.line('refused("step", lambda: '
-                    f"{self.eager_step((1, trained, 0))})")
+                    f"{self.eager_step(self.all_of(1))})")
     if inside == "error":
       with self.block("except KeyError:"):
         self.line("pass")
@@ -141,9 +151,21 @@ class Writer:
     if inside in ("again", "step"):
       self.write_read()
 
+    if inside == "other":
+      with self.block("def other():"):
+        with self.block(
+            f"with {self.swapped(name, self.decays(name)[index])}:"):
+          self.line(self.other_step())
+      self.line('refused("a step of another optimizer", other)',
+                f'same("{self.at} other", [{values}], before)')
+
+  def all_of(self, t):
+    """A step of all variables."""
+    return self.model.masked((t, (True,) * len(self.variables), 0))
+
   def write_seed(self, k):
     name = self.program.averaging[k]
-    if name == programs.MOVING and not any(self.model.exists):
+    if self.program.api == "v1" and not any(self.model.exists):
       self.line(f'refused("seed_averages", lambda: {self.seeding(name)})')
       return
     self.line(self.seeding(name))
@@ -159,7 +181,7 @@ class Writer:
     reads = [self.average(name, self.decays(name)[0], i)
              for i in range(len(self.variables))
              if self.model.average(name, 0, i) is not None]
-    for lines in self.tracing(steps):
+    for lines in self.tracing(self.masked(steps)):
       self.line(lines)
     with self.block("def train():"):
       self.line("pass")
@@ -179,15 +201,31 @@ class Writer:
     self.line(self.saving(how, name))
     self.files.append((name, how, self.model.save()))
 
-  def write_restore(self, how):
+  def write_restore(self, how, order=None):
     if not self.files:
       return
     name, kind, saved = self.files[-1]
+    new = order or (self.model.order if how == "again" else
+                    tuple(range(len(self.variables))))
+    if kind == "checkpoint" and any(
+        x != y for x, y in zip(new, saved["order"])):
+      return  # Keras's optimizer holds its variables in it, by their index.
+    self.model.order = new
     self.restore(name, kind, how)
     if kind == "swapped":
       self.model.restore_swapped(saved)
     else:
-      self.model.restore(saved, how != "again" or kind == "model")
+      self.model.restore(saved, how != "again" or kind == "model", new)
+
+  def write_other(self, order):
+    if self.files and self.files[-1][1] in ("checkpoint", "weights"):
+      _, kind, saved = self.files[-1]
+      if kind == "checkpoint":
+        order = saved["order"][:len(order)]
+      # A wrapper must average something.
+      if all(any(chosen[i] for i in order) for _, options in self.program.chain
+             if (chosen := options.get("chosen"))):
+        self.write_restore("fresh", order)
 
 
 def decay_of(decay):
@@ -231,6 +269,11 @@ class Functions(Writer):
   @property
   def is_compiled(self):
     return self.program.mode in ("function", "jit")
+
+  def write_steps(self, steps):
+    super().write_steps(steps)
+    if self.program.setting == "clusters":  # After functions were traced.
+      self.line("tf.config.optimizer.set_jit('autoclustering')")
 
   def call(self, step, scale=1.0):
     """A step as an expression."""
@@ -329,12 +372,12 @@ class Functions(Writer):
                             if self.program.mode != "eager" else ()):
       if self.program.has(name) and not has_begun and (
           name == "Lookahead" or self.model.keeps(name, i)):
-        self.line(self.average(name, "None", i) if name == "MovingAverage"
-                  else f"lookahead.slow_weights(v{i}).numpy()")
+        self.line(f"lookahead.slow_weights(v{i}).numpy()"
+                  if name == "Lookahead" else self.average(name, "None", i))
 
   def write_fail(self):
-    wrong = {i: f"tf.ones([5, 5, 5], {v.dtype!r})"
-             for i, v in enumerate(self.variables)}
+    wrong = {i: f"tf.ones([5, 5, 5], {self.variables[i].dtype!r})"
+             for i in self.model.order}
     self.line(f'refused("a gradient of another shape", lambda: '
               f"{self.apply(wrong, step=(0, (), 0))}, Exception)")
     if self.program.api == "v1":

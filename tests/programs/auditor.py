@@ -72,6 +72,45 @@ class MovingAverage:
     return wrapped.average(variable)
 
 
+class Between:
+  """Trains z by gradients at y, between z and its average x.
+
+  Attributes:
+    momentum: The weight of x in y.
+  """
+  momentum = 0.75
+
+  def read(self, wrapped, variable):
+    return wrapped.average(variable)
+
+  def read_z(self, wrapped, variable):
+    return wrapped.z(variable)
+
+
+class PrimalAverage(Between):
+  """x += (z - x) / 4."""
+
+  def wrap(self, opt, package=wk):
+    cls = (package.PrimalAverage if package is wk
+           else package.PrimalAverageOptimizer)
+    return cls(opt, self.momentum, 0.75)
+
+  def rate(self, t):
+    return 0.25
+
+
+class ScheduleFree(Between):
+  """x is the mean of all z."""
+
+  def wrap(self, opt, package=wk):
+    cls = (package.ScheduleFree if package is wk
+           else package.ScheduleFreeOptimizer)
+    return cls(opt, self.momentum, weight_lr_power=0)
+
+  def rate(self, t):
+    return 1 / (t + 1)
+
+
 class BEMA(MovingAverage):
   """s += (v - s) / (2 + t); the average is s + (v - v_0) / sqrt(2 + t)."""
 
@@ -116,9 +155,16 @@ class Lookahead:
 
 
 class Stack(typing.NamedTuple):
-  """Wrappers around an optimizer: perhaps a Lookahead, then an average."""
+  """Wrappers around an optimizer: perhaps a Lookahead, then an average.
+
+  Attributes:
+    lookahead: A Lookahead, or None.
+    average: A wrapper whose averages replace the weights, or None.
+    gate: Whether a gate is around them, which no step is too old for.
+  """
   lookahead: typing.Any = None
   average: typing.Any = None
+  gate: bool = False
 
   def wrap(self, opt, package=wk):
     """[the optimizer, with each wrapper, the innermost first]."""
@@ -127,9 +173,21 @@ class Stack(typing.NamedTuple):
       made.append(wrapper.wrap(made[-1], package))
     return made
 
+  def outermost(self, opt, package=wk):
+    """The optimizer that trains: the last of `wrap`, perhaps in a gate."""
+    if not self.gate:
+      return opt
+    cls = (package.DropStaleGradient if package is wk
+           else package.DropStaleGradientOptimizer)
+    return cls(opt, 2)
+
   @property
   def parts(self):
-    return [wrapper for wrapper in self if wrapper is not None]
+    return [wrapper for wrapper in self[:2] if wrapper is not None]
+
+  @property
+  def between(self):
+    return isinstance(self.average, Between)
 
 
 WRAPPERS = {
@@ -141,6 +199,9 @@ WRAPPERS = {
     "SWA": Stack(average=SWA()),
     "Lookahead": Stack(Lookahead()),
     "MovingAverage of Lookahead": Stack(Lookahead(), MovingAverage()),
+    "PrimalAverage": Stack(average=PrimalAverage()),
+    "ScheduleFree": Stack(average=ScheduleFree()),
+    "gate": Stack(average=MovingAverage(), gate=True),
 }
 
 
@@ -155,8 +216,9 @@ class Record(typing.NamedTuple):
 class Run:
   """An optimizer that a program trains with, and what was seen of it."""
 
-  def __init__(self, optimizers, stack):
-    self.optimizers, self.stack = optimizers, stack
+  def __init__(self, optimizers, outermost, stack):
+    self.optimizers, self.outermost = optimizers, outermost
+    self.stack = stack
     self.start, self.records, self.constraints = None, [], {}
     self.begun = False
 
@@ -175,6 +237,7 @@ class Watch(keras.callbacks.Callback):
   As a callback, it must be the first one. A loop of its own calls `begin`
   before the first step, if the model is built, and `see` after each.
   """
+  package = wk
 
   def __init__(self, stack=None, lead=None):
     """Makes a watch.
@@ -193,12 +256,12 @@ class Watch(keras.callbacks.Callback):
 
   def wrap(self, optimizer):
     """The optimizer for the program to train with."""
-    made = [optimizer] if self.stack is None else self._made(optimizer)
-    self.runs.append(Run(made, self.stack))
-    return made[-1]
-
-  def _made(self, optimizer):
-    return self.stack.wrap(optimizer)
+    made, outermost = [optimizer], optimizer
+    if self.stack is not None:
+      made = self.stack.wrap(optimizer, self.package)
+      outermost = self.stack.outermost(made[-1], self.package)
+    self.runs.append(Run(made, outermost, self.stack))
+    return outermost
 
   # Callbacks
 
@@ -214,10 +277,10 @@ class Watch(keras.callbacks.Callback):
       if (self.stack is None or self.stack.average is None or not run.records or
           wrapped.keeps_raw_weights or not self._is_of(wrapped)):
         continue
-      read = self.stack.average.read
       for v in self._averaged(run, self.model):
-        _check_equal(f"after fit(), '{v.path}'", self._read(v), [
-            x.astype(v.dtype) for x in self._read(read(wrapped, v))])
+        average = self._average(run, self.stack.average, wrapped, v.path, v)
+        _check_equal(f"after fit(), '{v.path}'", self._read(v),
+                     [x.astype(v.dtype) for x in average])
 
   def _is_of(self, wrapped):
     opt = self.model.optimizer
@@ -257,7 +320,9 @@ class Watch(keras.callbacks.Callback):
 
   def _average(self, run, wrapper, wrapped, name, variable):
     del run, name
-    return self._read(wrapper.read(wrapped, variable))
+    read = self._read(wrapper.read(wrapped, variable))
+    # No variable holds x, so a read of it has one value for all replicas.
+    return read * (len(self._read(variable)) // len(read))
 
   def _write(self, variable, arrays):
     value = variable.value
@@ -266,6 +331,32 @@ class Watch(keras.callbacks.Callback):
 
   def _in_place(self, run, model):
     return run.wrapped.averaged_weights(model)
+
+  def check_loaded(self, model, loaded):
+    """Checks the averages in another model, which a file was loaded into.
+
+    A variable that has the value that it had when it was saved has the average
+    that it had. Any other starts anew: its average is its value.
+
+    Args:
+      model: The model that was saved.
+      loaded: The other model.
+    """
+    for run in self.runs if self.stack is not None else ():
+      new = loaded.optimizer
+      for wrapper, wrapped in reversed(list(zip(run.stack.parts,
+                                                run.optimizers[1:]))):
+        while not isinstance(new, type(wrapped)):
+          new = new.inner_optimizer
+        for v, w in zip(model.trainable_variables, loaded.trainable_variables,
+                        strict=True):
+          value = self._read(w)
+          was_kept = np.array_equal(value, self._read(v))
+          for read in [getattr(wrapper, name) for name in (
+              "read", "read_z") if hasattr(wrapper, name)]:
+            want = self._read(read(wrapped, v)) if was_kept else value
+            _check_equal(f"average of '{w.path}' in another model",
+                         self._read(read(new, w)), want)
 
   # Steps
 
@@ -360,8 +451,7 @@ class SessionWatch(Watch):
   `see(session)` after each step. `hook` does it in a MonitoredSession.
   """
 
-  def _made(self, optimizer):
-    return self.stack.wrap(optimizer, wrapopt)
+  package = wrapopt
 
   def prepare(self):
     """Makes the operations that read the averages."""
@@ -390,10 +480,8 @@ class SessionWatch(Watch):
 
   def _variables(self, run, session):
     del session
-    others = {id(v) for v in run.inner.variables()}
-    if self.stack is not None:
-      others.update(map(id, [*run.wrapped.averages(),
-                             run.wrapped.average_steps()]))
+    others = {id(v) for v in [*run.inner.variables(),
+                              *run.outermost.variables()]}
     return {v.op.name: v for v in tf1.global_variables()
             if id(v) not in others}
 
@@ -512,7 +600,9 @@ def _check(wrapped, plain, rewritten):
       raise Finding(f"the plain program took {len(other.records)} steps, the "
                     f"wrapped one {len(one.records)}")
     replicas = any(len(x) > 1 for r in one.records for x in r.weights.values())
-    exact = not rewritten and (replicas or not one.wrapped.fused)
+    # In a graph, an op always takes a step between z and x.
+    exact = not rewritten and (
+        replicas or not getattr(one.wrapped, "fused", True))
     Books(one, other, exact).check()
   assert any(r.records for r in wrapped.runs), "no step was seen"
 
@@ -538,6 +628,7 @@ class Books:
   def __init__(self, one, plain, exact):
     self.one, self.plain, self.exact = one, plain, exact
     self.steps = {}  # The largest element of a variable's last step.
+    self.z = {}  # (value, bound), if others train between it and its average.
 
   def check(self):
     if not self.one.records:
@@ -554,12 +645,14 @@ class Books:
         raise Finding(f"several steps were seen at once: from "
                       f"{self.one.records[n - 1].iterations} to "
                       f"{record.iterations}")
+      self.before = before
       for name, arrays in record.weights.items():
         what = f"step {t}: '{name}'"
         want, bound = plain.weights[name][0], self._bound(
             name, before, plain, trained)
         if name in averages:
-          want, bound = self._moved(name, t, record, want, bound, averages)
+          want, bound = (self._between if self.one.stack.between else
+                         self._moved)(name, t, record, want, bound, averages)
         self._compare(what, arrays[0], want, bound)
       for name, arrays in record.state.items():
         self._compare(f"step {t}: '{name}' of the optimizer", arrays[0],
@@ -602,6 +695,22 @@ class Books:
     opt = _innermost(self.one.inner)
     beta = getattr(opt, "beta_2", getattr(opt, "_beta2", 0.0))
     return ROUNDINGS_OF_A_STEP + 1 / (1 - beta)
+
+  def _between(self, name, t, record, want, bound, averages):
+    """As `_moved`: the plain step from y is that from z, from another place."""
+    del record
+    part, (x, bound_of_x) = self.one.stack.average, averages[name][0]
+    before, m, c = self.before[name][0], part.momentum, part.rate(t)
+    z, bound_of_z = self.z.get(name, (_f64(before), 0.0))
+    z = z + (_f64(want) - _f64(before))
+    rounding = ROUNDINGS_OF_AN_AVERAGE * _eps(want) * (
+        np.abs(z) + np.abs(x) + np.abs(_f64(want)))
+    bound_of_z = bound_of_z + bound + rounding
+    # x is read from y.
+    x, bound_of_x = x + c * (z - x), (1 - c) * bound_of_x + c * bound_of_z + (
+        2 / m) * rounding
+    self.z[name], averages[name][0] = (z, bound_of_z), (x, bound_of_x)
+    return m * x + (1 - m) * z, m * bound_of_x + (1 - m) * bound_of_z + rounding
 
   def _moved(self, name, t, record, want, bound, averages):
     """The weight after the wrappers, and its bound; moves the averages."""

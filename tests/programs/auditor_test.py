@@ -17,13 +17,14 @@ train = tf1.train
 STACK = Stack(average=MovingAverage())
 
 
-def program(make, resource=True, steps=5):
-  """Trains a network with an embedding and a constraint."""
+def program(make, resource=True, steps=5, constrained=True):
+  """Trains a network with an embedding and, perhaps, a constraint."""
   def run(watch):
     tf1.get_variable_scope().set_use_resource(resource)
     ids = tf1.placeholder(tf.int32, [None])
     table = tf1.get_variable("table", [6, 3])
-    w = tf1.get_variable("w", [3, 2], constraint=lambda w: w / 2)
+    w = tf1.get_variable("w", [3, 2], constraint=(
+        (lambda w: w / 2) if constrained else None))
     b = tf1.get_variable("b", [2], initializer=tf1.zeros_initializer())
     loss = tf.reduce_sum(tf.tanh(tf.gather(table, ids) @ w + b) ** 2)
     step = train.get_or_create_global_step()
@@ -55,6 +56,16 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_programs(make, stack, resource):
   auditor.audit_in_graph(program(OPTIMIZERS[make], resource), stack)
+
+
+@pytest.mark.parametrize("resource", [False, True], ids=["ref", "resource"])
+@pytest.mark.parametrize("name", ["BEMA", "PrimalAverage", "ScheduleFree",
+                                  "gate"])
+def test_wrappers(name, resource):
+  stack = auditor.WRAPPERS[name]
+  auditor.audit_in_graph(program(
+      lambda: train.AdagradOptimizer(0.1), resource,
+      constrained=not stack.between), stack)
 
 
 def averages_have_another_decay(patch):

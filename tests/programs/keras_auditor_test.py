@@ -115,16 +115,23 @@ def loss_of(model, x, y):
   return loss + sum(tf.cast(x, loss.dtype) for x in model.losses)
 
 
+def recording(opt):
+  """A block in which a gate records the step whose gradients are computed."""
+  return (opt.record_step() if isinstance(opt, wk.DropStaleGradient)
+          else contextlib.nullcontext())
+
+
 def with_train_step(base, checked):
   """A class of models with a train_step of the user's."""
   class Trained(base):
 
     def train_step(self, data):
       x, y = data
-      with tf.GradientTape() as tape:
-        loss = loss_of(self, x, y)
-        scaled = self.optimizer.scale_loss(loss)
-      grads = tape.gradient(scaled, self.trainable_variables)
+      with recording(self.optimizer):
+        with tf.GradientTape() as tape:
+          loss = loss_of(self, x, y)
+          scaled = self.optimizer.scale_loss(loss)
+        grads = tape.gradient(scaled, self.trainable_variables)
       # TensorFlow cannot lift initial values out of it.
       with tf.control_dependencies(
           [tf.debugging.check_numerics(loss, "")] if checked else []):
@@ -178,6 +185,21 @@ PLAIN = {name: next(iter(values)) for name, values in FACTORS.items()}
 _GRAPHS = {"graph", "jit", "two steps"}
 # No program has values of all factors in one of these.
 BANNED = [
+    # Averages between which one trains have no constraint and no other average,
+    # and the weight decay acts on z. Schedule-Free takes no momentum.
+    *({"wrapper": {"PrimalAverage", "ScheduleFree"}, factor: values}
+      for factor, values in {
+          "constraint": {"halves", "max_norm", "non_neg"},
+          "weight_decay": {"decay", "excluded"}, "ema": {"ema", "overwrites"},
+          "optimizer": {"AdamW"}}.items()),
+    {"wrapper": {"ScheduleFree"}, "optimizer": {
+        "Momentum", "Adam", "Lion", "RMSprop", "Adamax"}},
+    # A gate is the outermost wrapper, of optimizers that several workers may
+    # share. A step must be recorded, and XLA does not compile it.
+    *({"wrapper": {"gate"}, factor: values} for factor, values in {
+        "train_step": {"Keras's"}, "execution": {"jit"}, "replicas": {REPLICAS},
+        "accumulation": {"two"}, "scaling": {"around", "inside"},
+        "ema": {"ema", "overwrites"}}.items()),
     # A loop of the user's has neither.
     {"train_step": {"loop"}, "execution": {"two steps"}},
     {"train_step": {"loop"}, "callbacks": {"evaluate", "cools", "checkpoint"}},
@@ -296,9 +318,10 @@ def loop(row, watch):
   opt = optimizer_of(row, watch, FACTORS["rate"][row["rate"]]())
 
   def step(x, y):
-    with tf.GradientTape() as tape:
-      loss = opt.scale_loss(loss_of(model, x, y))
-    grads = tape.gradient(loss, model.trainable_variables)
+    with recording(opt):
+      with tf.GradientTape() as tape:
+        loss = opt.scale_loss(loss_of(model, x, y))
+      grads = tape.gradient(loss, model.trainable_variables)
     opt.apply(grads, model.trainable_variables)
 
   strategy = tf.distribute.get_strategy()
@@ -396,7 +419,53 @@ def test_each_pair_is_in_a_row():
             assert (frozenset(((a, x), (b, y))) in found) == bool(
                 allowed({a: x, b: y})), (a, x, b, y)
   assert all(map(allowed, ROWS))
-  assert len(ROWS) < 80
+  assert len(ROWS) < 100
+
+
+# Files between programs.
+
+
+def other_program(model, kind, path, make):
+  """A new model, with what a file has of another."""
+  if kind == "keras":
+    model.save(path + ".keras")
+    return keras.models.load_model(path + ".keras")
+  opt = model.optimizer
+  new = make(opt.from_config(opt.get_config()))
+  new.optimizer.build(new.trainable_variables)
+  if kind == "weights":
+    model.save_weights(path + ".weights.h5")
+    new.load_weights(path + ".weights.h5")
+  else:
+    checkpoint = lambda of: tf.train.Checkpoint(model=of, opt=of.optimizer)
+    checkpoint(new).read(checkpoint(model).write(path))
+  return new
+
+
+@pytest.mark.parametrize("kind", ["keras", "weights", "checkpoint"])
+@pytest.mark.parametrize("lora", [False, True], ids=["dense", "LoRA"])
+@pytest.mark.parametrize("wrapper", [
+    name for name in WRAPPERS if name != "gate"])
+def test_files(wrapper, lora, kind, tmp_path):
+  x = np.random.default_rng(0).normal(size=[20, 4]).astype(np.float32)
+
+  def make(optimizer):
+    model = keras.Sequential([
+        keras.Input([4]), L.Dense(3, "tanh"), L.Dense(1)])
+    if lora:
+      model.layers[0].enable_lora(2)
+    model.compile(optimizer, "mse")
+    return model
+
+  def program(watch):
+    model = make(watch.wrap(K.SGD(0.125)))
+    model.fit(x, x[:, :1] ** 2, batch_size=4, verbose=0, shuffle=False,
+              callbacks=[watch])
+    if watch.stack is not None:
+      watch.check_loaded(model, other_program(model, kind, str(
+          tmp_path / "file"), make))
+
+  auditor.audit(program, WRAPPERS[wrapper])
 
 
 # Ways to break wrapopt. Each is a function of pytest's monkeypatch.

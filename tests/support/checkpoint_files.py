@@ -75,7 +75,7 @@ def write(format, path, seed, last):  # pylint: disable=redefined-builtin
     tf.train.Checkpoint(model=model, optimizer=optimizer).write(path)
   elif format == "keras":
     file = io.BytesIO()
-    _write_h5(file, values)
+    _write_h5(file, values, seed)
     with zipfile.ZipFile(path, "w") as archive:
       archive.writestr("metadata.json", json.dumps({"keras_version": "3"}))
       archive.writestr("config.json", json.dumps({"name": f"model {seed}"}),
@@ -85,17 +85,17 @@ def write(format, path, seed, last):  # pylint: disable=redefined-builtin
     shards = [path.removesuffix(".json") + f"_{i}.weights.h5" for i in range(2)]
     names = sorted(values)
     for shard, part in zip(shards, (names[::2], names[1::2])):
-      _write_h5(shard, {name: values[name] for name in part})
+      _write_h5(shard, {name: values[name] for name in part}, seed)
     with open(path, "w", encoding="utf-8") as file:
       json.dump({"metadata": {}, "weight_map": {
           "/layers": [os.path.basename(shard) for shard in shards]}}, file)
   else:
     if "snapshots" in format:
       values[NOTE] = note
-    _write_h5(path, values)
+    _write_h5(path, values, seed)
 
 
-def _write_h5(to, values):
+def _write_h5(to, values, seed):
   with h5py.File(to, "w") as file:
     for name, value in values.items():
       if name == NOTE:
@@ -110,7 +110,10 @@ def _write_h5(to, values):
         file[key].attrs["dtype"] = "bfloat16"
     file.require_group("layers").attrs["name"] = "layers"
     if "dense/bias" in values:
-      file["optimizer/vars/0"] = np.float32([1, 2])
+      # That of the model, of a GAN, of a part that was compiled.
+      for at in "", "g_", "layers/part/":
+        file[f"{at}optimizer/vars/0"] = np.int64(seed)
+        file[f"{at}optimizer/vars/1"] = np.float32([seed, 2])
       file["layers/words"] = "some words"
       file["layers/again"] = h5py.SoftLink("/layers/dense/bias")
       file["layers/same"] = file["layers/dense/bias"]
@@ -188,7 +191,7 @@ def note_of(of):
 
 def is_averaged(name, value):
   return (isinstance(value, np.ndarray) and value.dtype in FLOATS and
-          not name.startswith("optimizer"))
+          not re.search("(^|/|g_)optimizer/", name))
 
 
 def mean(inputs, weights):
