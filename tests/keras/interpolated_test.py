@@ -562,3 +562,33 @@ def test_snapshots_hold_x(tmp_path):
   other.load_weights(str(tmp_path / file))
   assert_same_weights(other.get_weights(), [
       model.optimizer.average(v) for v in model.trainable_variables])
+
+
+@pytest.mark.parametrize("inner", [lambda: keras.optimizers.SGD(.5),
+                                   lambda: keras.optimizers.Adamax(.5)],
+                         ids=["one op", "two passes"])
+@pytest.mark.parametrize("wrap", [
+    lambda opt: wrapopt.keras.PrimalAverage(opt, .7, .9),
+    lambda opt: wrapopt.keras.ScheduleFree(opt, .7)],
+                         ids=["PrimalAverage", "ScheduleFree"])
+def test_a_variable_without_gradient_keeps_its_average(wrap, inner):
+  """After all variables were set to x, as at the end of `fit`."""
+  v = keras.Variable([1., 2.], dtype="float64")
+  w = keras.Variable([3.], dtype="float64")
+  opt = wrap(inner())
+  both = [tf.ones([2], tf.float64), tf.ones([1], tf.float64)]
+  for _ in range(3):
+    opt.apply(both, [v, w])
+  z = opt.z(w).numpy()
+  opt.finalize_variable_values([v, w])
+  x = opt.average(w).numpy()
+  for _ in range(2):
+    opt.apply(both[:1], [v])
+    np.testing.assert_array_equal(opt.average(w), x)
+    np.testing.assert_array_equal(w, x)
+    np.testing.assert_array_equal(opt.z(w), z)
+  # Its training goes on from y.
+  opt.apply(both, [v, w])
+  assert opt.average(w).numpy() < x
+  np.testing.assert_allclose(w, .3 * opt.z(w).numpy() + .7 * np.array(
+      opt.average(w)), 1e-12)

@@ -136,7 +136,11 @@ class PowerDecay(Shape):
 
   def at(self, t: Union[Float, Integer]) -> tf.Tensor:
     """The decay of step t, which is at least 1: a float64 tensor."""
-    return tf.exp((self._gamma + 1) * tf.math.log1p(-1 / ops.float64(t)))
+    t = ops.float64(t)
+    # No logarithm of 0 in between, which enable_check_numerics() refuses.
+    later = tf.exp((self._gamma + 1) * tf.math.log1p(-1 / tf.maximum(
+        t, tf.constant(2, tf.float64))))
+    return tf.where(t > 1, later, tf.zeros_like(later))
 
   def __repr__(self):
     return f"PowerDecay(gamma={self._gamma:.6g})"

@@ -17,9 +17,10 @@ from wrapopt._averages import _partial
 from wrapopt._averages import _replicas
 
 # The place in the state of a schedule, a vector of float64, that holds the
-# share of x in what the variables hold now (`momentum`, or 1 where they hold x
-# itself).
+# share of x in what all variables hold now (`momentum`, or 1 where they hold x
+# itself), or EACH_ITS_OWN. Only then, the share of each variable counts.
 SHARE = -1
+EACH_ITS_OWN = 0.0
 
 
 class Motion(typing.NamedTuple):
@@ -45,9 +46,9 @@ class Motion(typing.NamedTuple):
 #   weight_decay_at_y   the part of y, times the rate, that a step takes from z
 #   replaces_momentum   whether the inner optimizer's own first moment is 0
 #   initial_state()     the state before the first step: a list
-#   motion(state, learning_rate)
-#                       the Motion of the next step, from the state before it
-#                       and a number, tensor or variable
+#   motion(state, learning_rate, share)
+#                       the Motion of the next step, from the state before it,
+#                       a number, tensor or variable, and the result of `settle`
 
 
 class ScheduleFree(typing.NamedTuple):
@@ -74,8 +75,8 @@ class ScheduleFree(typing.NamedTuple):
   def initial_state(self):
     return [0.0, 0.0, 0.0, self.momentum]
 
-  def motion(self, state, learning_rate):
-    maths, (steps, weights, largest, share), rate = _numbers(
+  def motion(self, state, learning_rate, share):
+    maths, (steps, weights, largest, before), rate = _numbers(
         state, learning_rate)
     # An infinity or an overflow gives the same numbers as in tensors.
     with np.errstate(all="ignore"):
@@ -86,8 +87,8 @@ class ScheduleFree(typing.NamedTuple):
       weights = weights + weight
       # 0 while all rates are 0.
       c = weight / maths.maximum(weights, np.finfo(np.float64).tiny)
-      return _motion(maths, rate, c, share, self.momentum,
-                     [steps + 1, weights, largest])
+      return _motion(maths, rate, c, before, self.momentum,
+                     [steps + 1, weights, largest, share])
 
 
 class PrimalAverage(typing.NamedTuple):
@@ -112,10 +113,10 @@ class PrimalAverage(typing.NamedTuple):
   def initial_state(self):
     return [0.0, self.momentum]
 
-  def motion(self, state, learning_rate):
-    maths, (steps, share), rate = _numbers(state, learning_rate)
-    return _motion(maths, rate, 1 - self.average_decay, share, self.momentum,
-                   [steps + 1])
+  def motion(self, state, learning_rate, share):
+    maths, (steps, before), rate = _numbers(state, learning_rate)
+    return _motion(maths, rate, 1 - self.average_decay, before, self.momentum,
+                   [steps + 1, share])
 
 
 def _numbers(state, learning_rate):
@@ -127,10 +128,17 @@ def _numbers(state, learning_rate):
   return tf, tf.unstack(state), rate
 
 
-def _motion(maths, rate, c, share, momentum, counts):
+def _motion(maths, rate, c, before, momentum, state):
   of_x = momentum * (1 - c)
-  return Motion(rate, c, 1 - of_x / share, 1 - of_x,
-                maths.stack([*counts, momentum]))
+  return Motion(rate, c, 1 - of_x / shared(before, momentum), 1 - of_x,
+                maths.stack(state))
+
+
+def shared(share, own):
+  """The share of a variable, from that in the state and its own."""
+  if not tf.is_tensor(share):
+    return np.where(share == EACH_ITS_OWN, own, share)
+  return tf.where(share == EACH_ITS_OWN, ops.float64(own), share)
 
 
 # These raise a TypeError if an argument has a wrong type, and a ValueError if
@@ -156,12 +164,80 @@ def primal_average(momentum, average_decay):
 
 
 def holding_x(state):
-  """A state whose variables hold x: an array, or a tensor of a graph."""
-  if tf.is_tensor(state) and not tf.executing_eagerly():
-    return tf.concat([state[:SHARE], tf.ones([1], state.dtype)], 0)
+  """A state whose variables hold x: arrays."""
   state = np.array(state)
   state[SHARE] = 1
   return state
+
+
+def with_share(state, share):
+  """A state with another share: a tensor."""
+  return tf.concat([state[:SHARE], tf.fill([1], ops.float64(share))], 0)
+
+
+class Trained(typing.NamedTuple):
+  """A variable of a step, its z, and the variable of its own share."""
+  variable: typing.Any
+  z: typing.Any
+  share: typing.Any
+
+
+def settle(state, momentum, trained, others, is_all, cond=tf.cond):
+  """Lets the variables of a step hold one share of x, before the step.
+
+  After the state was set to a share other than `momentum`, as at the end of
+  `fit`, a step changes that of its own variables alone: all others hold what
+  they held, and from then on, each variable has its own share.
+
+  In the usual step, all have the share `momentum`, and this reads nothing but
+  the state.
+
+  Args:
+    state: The value of the state before the step.
+    momentum: The momentum of the schedule.
+    trained: A function that returns the Trained of the step.
+    others: A function that returns the shares of other variables.
+    is_all: Whether these are all others that will ever be.
+    cond: As `tf.cond`.
+
+  Returns:
+    The share for the state after the step: a number or a tensor. What depends
+    on it runs after the variables are settled.
+  """
+  before = (state.numpy() if tf.executing_eagerly() else state)[SHARE]
+
+  def look():
+    found = [t.share.read_value() for t in trained()]
+    apart = [own != momentum for own in found]
+    return cond(tf.reduce_any(tf.stack([before != EACH_ITS_OWN, *apart])),
+                lambda: settled(found, apart),
+                lambda: ops.float64(EACH_ITS_OWN))
+
+  def settled(found, apart):
+    done = []
+    each = before == EACH_ITS_OWN
+    for (v, z, share), own, is_apart in zip(trained(), found, apart):
+      y, z = v.read_value(), z.read_value()
+      at = _derived.computed_in(y.dtype)
+      x = tf.cast(x_of(y, z, own), at)
+      moved = tf.cast(x + tf.cast(1 - momentum, at) * (tf.cast(z, at) - x),
+                      y.dtype)
+      done += [v.assign(tf.where(each & is_apart, moved, y), read_value=False),
+               share.assign(momentum, read_value=False)]
+    rest = [shared(before, share.read_value()) for share in others()]
+    done += [share.assign(now, read_value=False)
+             for share, now in zip(others(), rest)]
+    are_one = [now == momentum for now in rest] or [True]
+    if not is_all:
+      are_one.append(~each)
+    with tf.control_dependencies(
+        [] if tf.executing_eagerly() else [op for op in done if op is not None]):
+      return tf.where(tf.reduce_all(tf.stack(are_one)), ops.float64(momentum),
+                      ops.float64(EACH_ITS_OWN))
+
+  if tf.executing_eagerly():
+    return look().numpy() if before != momentum else momentum
+  return cond(before != momentum, look, lambda: ops.float64(momentum))
 
 
 def x_of(y, z, share):
@@ -197,32 +273,37 @@ class Points(typing.NamedTuple):
       same list in each step, by which facts are found.
     state: The variable that holds the state of the schedule.
     schedule: The schedule.
+    settle: A function of the value of the state that calls the function of this
+      name.
   """
   z: list
   state: tf.Variable
   schedule: typing.Any
+  settle: typing.Callable
 
 
 class Interpolated(_derived.Derived):
   """x, which follows from y and z: `rows` holds z."""
 
-  def __init__(self, variable, z, state):
+  def __init__(self, variable, z, state, share):
     """Makes the average of a variable.
 
     Args:
       variable: The variable, which holds y.
       z: The variable that holds z.
       state: The variable that holds the state of the schedule.
+      share: The variable that holds the variable's own share.
     """
     super().__init__(variable, z, [z, state])
+    self.share = share
     _partial.note(variable, z)
 
   def read_value(self):
     _in_place.check(self.rows)
     z, state = self.saved
     return x_of(self.variable.read_value(), z.read_value(),
-                state.read_value()[SHARE])
+                shared(state.read_value()[SHARE], self.share.read_value()))
 
   def of_replicas(self):
     return [Interpolated(*parts) for parts in zip(*map(
-        _replicas.values, (self.variable, *self.saved)))]
+        _replicas.values, (self.variable, *self.saved, self.share)))]

@@ -41,7 +41,8 @@ class Replica:
   def begin(self, motion):
     """Puts z in place of y: an operation, or None."""
     self._motion = motion
-    share = self._state_before[_interpolated.SHARE]
+    share = _interpolated.shared(self._state_before[_interpolated.SHARE],
+                                 self._schedule.momentum)
     done = []
     for (v, z), (y, z_value), decay in zip(self._pairs, self._before,
                                            self._decays):

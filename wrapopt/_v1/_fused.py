@@ -299,8 +299,10 @@ def apply_interpolated(opt, step):
   def scalars_and_motion():
     opt._prepare()
     scalars = rule.scalars(opt)
-    return scalars, points.schedule.motion(points.state.read_value(),
-                                           scalars["lr"])
+    state = points.state.read_value()
+    share = points.settle(state)
+    motion = points.schedule.motion(state, scalars["lr"], share)
+    return scalars, motion, share
 
   def end(*updates):
     counted = []
@@ -310,8 +312,13 @@ def apply_interpolated(opt, step):
     return _end(opt, step, variables, counted if updates else [], scope)
 
   with tf.name_scope(step.name or opt._name) as scope:
-    scalars, motion = _replicas.merged(scalars_and_motion)()
-    with tf.control_dependencies(plan.first):
+    # Where the gradients were taken, the variables may change now.
+    with tf.control_dependencies(
+        [] if tf.executing_eagerly() else
+        tf.nest.flatten(list(grads), expand_composites=True)):
+      scalars, motion, share = _replicas.merged(scalars_and_motion)()
+    with tf.control_dependencies(plan.first + (
+        [] if tf.executing_eagerly() else [share])):
       done = plan.run(
           update, grads,
           {**scalars, "lr": motion.rate, "pull": motion.pull,

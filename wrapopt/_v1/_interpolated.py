@@ -7,9 +7,12 @@ from typing import Any, Optional
 import numpy as np
 import tensorflow as tf
 
+from wrapopt import ops
 from wrapopt._averages import _interpolated
+from wrapopt._averages import _replicas
 from wrapopt._types import GradsAndVars, Operation, Session, Variable
 from wrapopt._v1 import _averaging
+from wrapopt._v1 import _control_flow
 from wrapopt._v1 import _fused
 from wrapopt._v1 import _slots
 from wrapopt._v1 import _step
@@ -21,8 +24,8 @@ _train = tf.compat.v1.train
 class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   """Trains z by gradients at y, between z and its average x.
 
-  The variables hold y, one more variable for each holds z, and x follows. A
-  number for all variables, the share, tells whether they hold y or x.
+  The variables hold y, one more variable for each holds z, and x follows. The
+  share, a number for all variables or for each, tells whether they hold y or x.
   """
 
   # The name of the variable that holds the state of the schedule.
@@ -37,6 +40,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       schedule: A schedule of _averages/_interpolated.py.
     """
     super().__init__(opt, name, decays=[None])
+    self._share_slot = f"{self._slot_name}/share"
+    self._slots[self._share_slot] = _slots.Slots()
     self._schedule = schedule
     _check_innermost(self._innermost(), type(self).__name__, schedule)
 
@@ -77,11 +82,30 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       return self._inner._take(step)
     _check_trained(trained, type(self).__name__)
     variables = self._trained_variables(step)
-    averages, _ = self._shadows_by_decay(variables)
+    [z], _ = self._shadows_by_decay(variables)
     graph = _slots.graph_of_state()
+
+    def share(variable):
+      return self._slot(variable, self._share_slot)
+
+    def trained():
+      return [_interpolated.Trained(*parts) for v, its_z in zip(variables, z)
+              for parts in zip(*map(_replicas.values, (v, its_z, share(v))))]
+
+    def others():
+      here = set(map(id, variables))
+      return [x for v in self._averaged.of(graph) if id(v) not in here
+              for x in _replicas.values(share(v))]
+
+    def settle(state):
+      # A later `minimize` may make further ones.
+      return _interpolated.settle(
+          state, self._schedule.momentum, trained, others, is_all=False,
+          cond=(_control_flow.cond_of_refs if any(map(
+              ops.is_ref_variable, variables)) else tf.cond))
+
     return self._inner._take(step._replace(points=_interpolated.Points(
-        averages[0], self._non_slot(self._state_name, graph),
-        self._schedule)))
+        z, self._non_slot(self._state_name, graph), self._schedule, settle)))
 
   def _has_one_pass(self):
     return False  # A MovingAverageOptimizer cannot be around this one.
@@ -97,6 +121,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _make_average(self, variable, is_sparse):
     super()._make_average(variable, is_sparse)
+    self._get_or_make_slot(
+        variable, ops.float64(self._schedule.momentum), self._share_slot,
+        self._share_slot)
     [(_, average)] = self._pairs_of([variable], 0)
     if not tf.executing_eagerly():
       for part in average.of_replicas():
@@ -114,8 +141,12 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   def _pairs_of(self, variables, k):
     return [(v, _interpolated.Interpolated(
         v, self._shadow(v, k),
-        self._non_slot(self._state_name, _slots.graph_of(v))))
+        self._non_slot(self._state_name, _slots.graph_of(v)),
+        self._slot(v, self._share_slot)))
             for v in variables]
+
+  def _own_slot_names(self):
+    return [*super()._own_slot_names(), self._share_slot]
 
   def _slot_of_saved(self, name, position):
     return name

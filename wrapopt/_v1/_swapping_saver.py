@@ -36,19 +36,34 @@ class SwappingSaver(tf.compat.v1.train.Saver):
         *(x for v, s in pairs for x in (v, *_variables_of(s))), *firsts])
     keys = _keys(named)
     self._firsts = {keys[s.ref()][0] for s in firsts if s.ref() in keys}
-    super().__init__(_swap(pairs, named, keys), **kwargs)
+    shares = [s.share for v, s in pairs if v.ref() in keys and
+              isinstance(s, _interpolated.Interpolated)]
+    # Those of a list that a user chose come with their variables.
+    more = {share.name.split(":")[0]: share for share in shares
+            if share.ref() not in keys}
+    every = {**named, **more}
+    super().__init__(_swap(pairs, every, _keys(every)), **kwargs)
+    self._shares = {_keys(every)[share.ref()][0] for share in shares}
+    # For files of earlier versions.
+    self._without_shares = self._shares and tf.compat.v1.train.Saver(
+        _swap(pairs, (rest := {key: saved for key, saved in every.items()
+                               if key not in self._shares}), _keys(rest)),
+        **{**kwargs, "defer_build": False})
 
   def save(self, sess, *args, **kwargs):
     with self._not_swapped_in(_raw(sess)):
       return super().save(sess, *args, **kwargs)
 
   def restore(self, sess, save_path):
+    restore = super().restore
     if tf.compat.v1.train.checkpoint_exists(save_path):
       saved = {name for name, _ in tf.train.list_variables(save_path)}
       for name in self._firsts:
         self._check_saved(name, saved)
+      if self._shares and self._shares.isdisjoint(saved):
+        restore = self._without_shares.restore
     with self._not_swapped_in(_raw(sess)):
-      return super().restore(sess, save_path)
+      return restore(sess, save_path)
 
 
 def _raw(session):
@@ -152,7 +167,11 @@ def _swap(pairs, named, key_of):
               place, of_stored)
       [state] = others
       of_state = key_of[state.ref()]
-      save_by(_ScheduleSaveable(state, of_state[0]), of_state)
+      save_by(_AtXSaveable(state, of_state[0], _of_each(state)), of_state)
+      if average.share.ref() in key_of:
+        of_share = key_of[average.share.ref()]
+        save_by(_AtXSaveable(average.share, of_share[0],
+                             lambda: tf.ones([], tf.float64)), of_share)
     elif isinstance(average, _derived.Derived):
       save_by(_ConvertingSaveable(variable, average, place[0], of_stored[0]),
               place, of_stored)
@@ -220,6 +239,12 @@ def _spec(variable, slice_spec, name, tensor, dtype):
       tensor, slice_spec, name, dtype=dtype, device=variable.device)
 
 
+def _of_each(state):
+  """A function that computes the state of variables that all hold x."""
+  return lambda: _interpolated.with_share(state.read_value(),
+                                          _interpolated.EACH_ITS_OWN)
+
+
 class _InterpolatingSaveable(saveable_object.SaveableObject):
   """Saves x, which no variable holds, by the name of its variable.
 
@@ -244,23 +269,20 @@ class _InterpolatingSaveable(saveable_object.SaveableObject):
     return tf.group(self._variable.assign(y), self._z.assign(z))
 
 
-class _ScheduleSaveable(saveable_object.SaveableObject):
-  """Saves the state of a schedule as that of variables that hold x."""
+class _AtXSaveable(saveable_object.SaveableObject):
+  """Saves a number of variables that hold x, and under "/y" the real one."""
 
-  def __init__(self, state, key):
-    self._state = state
+  def __init__(self, variable, key, value):
+    self._variable = variable
+    dtype = variable.dtype.base_dtype
     super().__init__(
-        state,
-        [_spec(state, "", key, lambda: tf.constant(
-            _interpolated.holding_x(state.read_value())) if
-            tf.executing_eagerly() else _interpolated.holding_x(
-                state.read_value()), state.dtype.base_dtype),
-         _spec(state, "", f"{key}/y", state.read_value,
-               state.dtype.base_dtype)],
+        variable,
+        [_spec(variable, "", key, value, dtype),
+         _spec(variable, "", f"{key}/y", variable.read_value, dtype)],
         key)
 
   def restore(self, restored_tensors, restored_shapes):
-    return self._state.assign(restored_tensors[1])
+    return self._variable.assign(restored_tensors[1])
 
 
 class _ConvertingSaveable(saveable_object.SaveableObject):

@@ -41,8 +41,10 @@ def apply_interpolated(opt, step):
 
   def begin():
     opt._prepare()
-    motions = [schedule.motion(replica.read(), getattr(opt, rate))
-               for replica in replicas]
+    share = points.settle(_replicas.values(points.state)[0].read_value())
+    with tf.control_dependencies([] if tf.executing_eagerly() else [share]):
+      motions = [schedule.motion(replica.read(), getattr(opt, rate), share)
+                 for replica in replicas]
     return _two_passes.group(
         replica.begin(motion) for replica, motion in zip(replicas, motions)
     ), motions[0].rate

@@ -7,10 +7,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from wrapopt import ops
 from wrapopt._averages import _interpolated
 from wrapopt._averages import _plan
 from wrapopt._averages import _replicas
 from wrapopt._averages import _two_passes
+from wrapopt.keras import _average
 from wrapopt.keras import _averaging
 from wrapopt.keras import _rules
 from wrapopt.keras import _state
@@ -22,8 +24,8 @@ _value = _rules.value
 class InterpolatingOptimizer(_averaging.AveragingOptimizer):
   """Trains z by gradients at y, between z and its average x.
 
-  The variables hold y, one more variable for each holds z, and x follows. A
-  number for all variables, the share, tells whether they hold y or x.
+  The variables hold y, one more variable for each holds z, and x follows. The
+  share, a number for all variables or for each, tells whether they hold y or x.
   """
 
   def __init__(self, optimizer, name, keep_raw_weights, schedule):
@@ -97,13 +99,28 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     self._schedule_states = self._make_counts(
         "schedule", self._schedule.initial_state(), dtype="float64",
         swapped_in=_interpolated.holding_x)
+    self._shares = _state.Row({
+        self._var_key(v): self._make_share(v) for v in trained})
     self._begun = self._make_begun()
     self._rows = [_state.Row({
         key: _interpolated.Interpolated(_value(v), _value(self._z[key]),
-                                         _value(self._schedule_states[part]))
+                                         _value(self._schedule_states[part]),
+                                         _value(self._shares[key]))
         for part, opt in self._parts().items()
         for v in opt._trainable_variables
         if (key := self._var_key(v)) in self._z})]
+
+  def _make_share(self, variable):
+    """Makes the variable that holds the share of a variable."""
+    with self._distribution_strategy.extended.colocate_vars_with(
+        _value(variable)):
+      share = _average.Average.of(self.add_variable(
+          shape=(), dtype="float64", initializer=lambda shape, dtype: (
+              ops.float64(self._schedule.momentum)),
+          name=f"{_state.path_of(variable).replace('/', '_')}_share"))
+    share.starts_at = self._schedule.momentum
+    self._state.add("share", share, variable)
+    return share
 
   def average(self, variable: keras.Variable) -> tf.Tensor:
     """The averaged weights x of a variable, now: a tensor.
@@ -139,8 +156,7 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     self._seed_unbegun()
     return self._readable("z", self._found(variable, self._z))
 
-  # At the end of `fit`, x is in all variables, since one number tells for all
-  # of them what they hold.
+  # At the end of `fit`, x is in all variables, also in frozen ones.
 
   def assign_averages(self, model: keras.Model, decay: None) -> None:
     self._index_of(decay)
@@ -148,6 +164,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _finalized(self, var_list):
     return ()
+
+  def _warn_of_raw(self, var_list):
+    pass  # None keeps y.
 
   def finalize_variable_values(self, var_list: Any) -> None:
     super().finalize_variable_values(var_list)
@@ -163,7 +182,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
   def _take(self, step, inner, grads, variables, learning_rate):
     state = _value(self._schedule_states[step.part])
-    motion = self._schedule.motion(state.read_value(), learning_rate)
+    share = _replicas.merged(lambda: self._settle(step, state))()
+    motion = self._schedule.motion(state.read_value(), learning_rate, share)
     z = [_value(self._z[key]) for key in step.keys]
     rule = (_rules.interpolated_rule_of(inner.opt, inner.cls, self._schedule)
             if _replicas.have_copies() else None)
@@ -174,6 +194,24 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     else:
       self._take_around(step, inner, grads, variables, z, motion)
     return True
+
+  def _settle(self, step, state):
+    """`_interpolated.settle`, in all replicas."""
+    def trained():
+      return [_interpolated.Trained(*parts)
+              for v, key in zip(step.variables, step.keys) for parts in zip(
+                  *map(_replicas.values, (v, _value(self._z[key]),
+                                          _value(self._shares[key]))))]
+
+    def others():
+      here = set(step.keys)
+      return [x for _, key in step.trained
+              if key in self._shares and key not in here
+              for x in _replicas.values(_value(self._shares[key]))]
+
+    return _interpolated.settle(
+        _replicas.values(state)[0].read_value(), self._schedule.momentum,
+        trained, others, is_all=True)
 
   def _note_step(self, state, motion):
     state.assign(motion.state)

@@ -784,8 +784,11 @@ def assign_all(pairs):
 
 
 def seed(average, variable):
+  """Sets an average to its variable, or to the number `starts_at` if it has one.
+  """
+  start = getattr(average, "starts_at", None)
   for s, v in _replicas.components([(_value(average), _value(variable))]):
-    s.assign(tf.cast(v, s.dtype))
+    s.assign(tf.cast(v, s.dtype) if start is None else start)
 
 
 def assign(variable, number):
