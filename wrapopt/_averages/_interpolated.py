@@ -138,7 +138,14 @@ def shared(share, own):
   """The share of a variable, from that in the state and its own."""
   if not tf.is_tensor(share):
     return np.where(share == EACH_ITS_OWN, own, share)
-  return tf.where(share == EACH_ITS_OWN, ops.float64(own), share)
+  return tf.where(_is(share, EACH_ITS_OWN), ops.float64(own), share)
+
+
+def _is(share, number):
+  """Whether a share is a number: a bool or a tensor."""
+  # Tensors of TensorFlow 1 have no ==.
+  return (tf.equal(share, ops.float64(number)) if tf.is_tensor(share) else
+          share == number)
 
 
 # These raise a TypeError if an argument has a wrong type, and a ValueError if
@@ -208,14 +215,15 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
 
   def look():
     found = [t.share.read_value() for t in trained()]
-    apart = [own != momentum for own in found]
-    return cond(tf.reduce_any(tf.stack([before != EACH_ITS_OWN, *apart])),
+    apart = [tf.logical_not(_is(own, momentum)) for own in found]
+    return cond(tf.reduce_any(tf.stack([
+        tf.logical_not(_is(before, EACH_ITS_OWN)), *apart])),
                 lambda: settled(found, apart),
                 lambda: ops.float64(EACH_ITS_OWN))
 
   def settled(found, apart):
     done = []
-    each = before == EACH_ITS_OWN
+    each = tf.convert_to_tensor(_is(before, EACH_ITS_OWN))
     for (v, z, share), own, is_apart in zip(trained(), found, apart):
       y, z = v.read_value(), z.read_value()
       at = _derived.computed_in(y.dtype)
@@ -227,9 +235,9 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
     rest = [shared(before, share.read_value()) for share in others()]
     done += [share.assign(now, read_value=False)
              for share, now in zip(others(), rest)]
-    are_one = [now == momentum for now in rest] or [True]
+    are_one = [_is(now, momentum) for now in rest] or [True]
     if not is_all:
-      are_one.append(~each)
+      are_one.append(tf.logical_not(each))
     with tf.control_dependencies(
         [] if tf.executing_eagerly() else [op for op in done if op is not None]):
       return tf.where(tf.reduce_all(tf.stack(are_one)), ops.float64(momentum),
@@ -237,7 +245,7 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
 
   if tf.executing_eagerly():
     return look().numpy() if before != momentum else momentum
-  return cond(before != momentum, look, lambda: ops.float64(momentum))
+  return cond(_is(before, momentum), lambda: ops.float64(momentum), look)
 
 
 def x_of(y, z, share):
