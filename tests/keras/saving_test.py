@@ -944,6 +944,120 @@ def test_counts_of_a_file_before_the_optimizer_is_built(kind, earlier,
     assert not np.array_equal(s, v)
 
 
+# State trees, of which Keras's OrbaxCheckpoint makes its files.
+
+TREES = {
+    **OWNERS,
+    "rows": lambda: MovingAverage(optimizers.SGD(0.1), 0.9),
+    "nested": KINDS["nested"],
+    "loss_scale_around": KINDS["loss_scale_around"],
+    "loss_scale_between": KINDS["loss_scale_between"],
+    "multi_around": lambda: optimizers.MultiOptimizer(optimizers.OptimizerMap(
+        MovingAverage("adam", 0.5), {".*bias": SWA("sgd", 0, 2)})),
+    "counted": KINDS["counted"],
+}
+
+
+def named(kind):
+  """A model whose variables have the same paths in each program."""
+  keras.utils.clear_session(free_memory=False)
+  model = keras.Sequential([
+      keras.Input((3,), dtype="int32"), keras.layers.Embedding(9, 2),
+      keras.layers.Flatten(), dense("a"), dense("b")], name="named")
+  model.compile(TREES[kind](), "mse", jit_compile=False)
+  model.optimizer.build(model.trainable_variables)
+  return model
+
+
+def train_named(model, steps):
+  x = np.arange(12, dtype=np.int32).reshape(4, 3) % 4
+  for _ in range(steps):
+    model.train_on_batch(x, np.ones((4, 3), np.float32))
+    x = x + 1
+  return model
+
+
+def all_state(model):
+  for opt in [model.optimizer, *_steps.within(model.optimizer)]:
+    getattr(opt, "_seed_unbegun", lambda: None)()
+  return values(model.weights) + values(state(model.optimizer))
+
+
+def same_tree(got, want):
+  assert got.keys() == want.keys()
+  for key, value in want.items():
+    if isinstance(value, dict):
+      same_tree(got[key], value)
+    else:
+      np.testing.assert_array_equal(got[key], value)
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_state_trees_have_the_averages(kind):
+  model = train_named(named(kind), 3)
+  if kind == "rows":
+    assert model.optimizer.is_lazy(model.layers[0].embeddings)
+  tree = model.get_state_tree(value_format="numpy_array")
+  want = all_state(model)
+  other = named(kind)
+  other.set_state_tree(tree)
+  assert_same(all_state(other), want)
+  same_tree(other.get_state_tree(value_format="numpy_array"), tree)
+  # A later state of the same program.
+  later = train_named(named(kind), 5)
+  later.set_state_tree(tree)
+  assert_same(all_state(later), want)
+  want = all_state(train_named(model, 2))
+  for m in other, later:
+    assert_same(all_state(train_named(m, 2)), want)
+  # One of before the first step.
+  fresh = named(kind).get_state_tree(value_format="numpy_array")
+  want = all_state(train_named(named(kind), 2))
+  again = named(kind)
+  again.set_state_tree(fresh)
+  train_named(again, 1)
+  again.set_state_tree(fresh)
+  start = {v.path: v.numpy() for v in again.weights}
+  first = named(kind)
+  for v in first.weights:
+    v.assign(start[v.path])
+  assert_same(all_state(train_named(again, 2)),
+              all_state(train_named(first, 2)))
+
+
+@pytest.mark.parametrize("kind", ["average", "bema", "primal_average", "swa"])
+def test_a_state_tree_of_a_block_is_what_a_file_has(kind, tmp_path):
+  model = train_named(named(kind), 3)
+  path = tmp_path / "run.weights.h5"
+  before = all_state(model)
+  with model.optimizer.averaged_weights(model):
+    tree = model.get_state_tree(value_format="numpy_array")
+    model.save_weights(path)
+    with pytest.raises(RuntimeError, match="must not be assigned inside aver"):
+      model.set_state_tree(tree)
+    for v, x in zip(model.weights, before):
+      v.assign(v)
+  assert_same(all_state(model), before)
+  of_tree, of_file = named(kind), named(kind)
+  of_tree.set_state_tree(tree)
+  of_file.load_weights(path)
+  assert_same(all_state(of_tree), all_state(of_file))
+
+
+def test_set_weights_takes_both_lengths():
+  model = train(make(MovingAverage("adam", 0.5)))
+  opt = model.optimizer
+  saved = values(opt.variables)
+  inner = values(opt.inner_optimizer.variables)
+  assert len(saved) == len(inner) + 6 + 1
+  train(model, 2)
+  opt.set_weights(inner)
+  assert_same(values(opt.inner_optimizer.variables), inner)
+  assert not np.array_equal(opt.variables[-2], saved[-2])
+  opt.set_weights(saved)
+  assert_same(values(opt.variables), saved)
+
+
 def test_averages_that_began_later_than_the_count_of_steps():
   """A file's averages began with step 5; Keras counts from 0 again."""
   v = keras.Variable([0.0])

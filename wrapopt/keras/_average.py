@@ -1,18 +1,33 @@
-"""An average that no row of lags behind: a variable of Keras."""
+"""Variables of Keras that are state of a wrapper."""
 
 import keras
 
 from wrapopt._averages import _in_place
 
 
-class Average(keras.Variable):
-  """An average. While it is in place of its variable, nobody can read it."""
+class Kept(keras.Variable):
+  """A variable that Keras's state trees set by `assign`, as users may.
+
+  Attributes:
+    was_assigned: A function of it that is called then. The package itself
+      assigns to its `value`.
+  """
+
+  was_assigned = staticmethod(lambda variable: None)
 
   @classmethod
   def of(cls, variable):
-    """Makes a `keras.Variable` an Average: the same object."""
+    """Makes a `keras.Variable` one of this class: the same object."""
     variable.__class__ = cls
     return variable
+
+  def assign(self, value):
+    self.was_assigned(self)
+    return super().assign(value)
+
+
+class Average(Kept):
+  """An average. While it is in place of its variable, nobody can read it."""
 
   @property
   def value(self):

@@ -24,6 +24,12 @@ class LazyAverage(_lazy.LazyAverage):
     super().__init__(average.value, variable, average.path)
     self._keras_name, self.path = average.name, average.path
 
+  was_assigned = staticmethod(lambda average: None)  # See `_average.Kept`.
+
+  def assign(self, *args, **kwargs):
+    self.was_assigned(self)
+    return super().assign(*args, **kwargs)
+
   @property
   def name(self):
     return self._keras_name

@@ -30,6 +30,20 @@ def is_asked_by_swap_ema_weights():
           keras.callbacks.SwapEMAWeights.__module__)
 
 
+def is_asked_for_all():
+  """Whether the property `variables` that calls this is to have averages, too.
+
+  Keras's LossScaleOptimizer and MultiOptimizer save and load the variables of
+  the optimizers in them by their numbers. The averages are saved apart, and
+  files without wrappers fit.
+  """
+  frame = sys._getframe(2)
+  while frame is not None and frame.f_code.co_name == "variables":
+    frame = frame.f_back
+  return frame is None or frame.f_code.co_name not in (
+      "save_own_variables", "load_own_variables")
+
+
 class OfInner:
   """A mixin of wrappers: Keras's attributes and methods of an optimizer."""
 

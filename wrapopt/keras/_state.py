@@ -157,6 +157,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       i = len(self._rows[name])
     self._rows[name].append((average, variable))
     self._indices[name].append(i)
+    average.was_assigned = self._was_assigned
 
   def _name_in_files(self, name):
     return self._in_files.get(name, name)
@@ -240,7 +241,37 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
     self._counts[name] = variable, value
+    variable.was_assigned = self._was_assigned
     self._track_trackable(variable.value, name)
+
+  def _was_assigned(self, variable):
+    """Notes that an average or a count was set, as by a state tree."""
+    self._is_loaded, self._noted = True, None
+    self._set.add(id(variable))
+
+  def variables(self):
+    """The averages and counts as Keras's state trees have them: a list."""
+    self._seed_unbegun()
+    found = [*(average for average, _ in self.pairs()),
+             *(count for count, _ in self._counts.values())]
+    if self._swapped_in is None:
+      return found
+    return [InBlock(x.path, self._value_in_file(x)) for x in found]
+
+  def _value_in_file(self, x):
+    """The value of an average or a count that a file gets now: an array."""
+    for variable, count in self._counts.values():
+      if variable is x:
+        value = variable.numpy()
+        return count.swapped_in(value) if self._swapped_in else value
+    # If the model is saved with averages in place, these are its weights.
+    stored = _value(x)
+    value = self._saved.get(id(_lazy.stored(stored)))
+    if value is None and self._swapped_in:
+      value = self._swapped_in.value(stored)
+    if value is None:
+      value = stored
+    return tf.cast(value, x.dtype).numpy()
 
   def finish(self):
     """Takes what was loaded before the optimizer was built, after the build."""
@@ -521,21 +552,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       in_files = self._name_in_files(name)
       owners = self._unmerged(name)
       store[f"{in_files}.{_OWNERS}"] = _owners.to_array(owners)
-      for i, (average, variable) in zip(self._indices[name], row):
-        if i not in owners:
-          continue
-        # If the model is saved with averages in place, these are its weights.
-        stored = _value(average)
-        value = self._saved.get(id(_lazy.stored(stored)))
-        if value is None and self._swapped_in:
-          value = self._swapped_in.value(stored)
-        if value is None:
-          value = stored
-        store[f"{in_files}.{i}"] = tf.cast(value, average.dtype).numpy()
+      for i, (average, _) in zip(self._indices[name], row):
+        if i in owners:
+          store[f"{in_files}.{i}"] = self._value_in_file(average)
     for name, (variable, count) in self._counts.items():
-      value = variable.numpy()
-      if self._swapped_in:
-        value = count.swapped_in(value)
+      value = self._value_in_file(variable)
       if count.in_files is None:
         store[name] = value
       else:
@@ -713,6 +734,25 @@ def _of_file(name, variable, count, store):
   return count.missing
 
 
+class InBlock(typing.NamedTuple):
+  """A variable in a state tree that is made in `averaged_weights`.
+
+  Attributes:
+    path: Its path.
+    value: Its value: an array.
+  """
+  path: str
+  value: typing.Any
+
+  def numpy(self):
+    return self.value
+
+  def assign(self, value):
+    raise RuntimeError(
+        f"'{self.path}' must not be assigned inside averaged_weights(): the "
+        "averages are in place of the weights. Leave the `with` block first.")
+
+
 class _Loaded(typing.NamedTuple):
   """What a file had of the averages of a name.
 
@@ -768,7 +808,7 @@ def _load(average, variable, value):
   """
   if value is not None and tuple(value.shape) == tuple(average.shape):
     for s in _replicas.values(_value(average)):
-      s.assign(tf.cast(value, s.dtype))
+      _assign(s, tf.cast(value, s.dtype))
   else:
     seed(average, variable)
 
@@ -784,11 +824,18 @@ def assign_all(pairs):
 
 
 def seed(average, variable):
-  """Sets an average to its variable, or to the number `starts_at` if it has one.
-  """
+  """Sets an average to its variable, or to its number `starts_at`."""
   start = getattr(average, "starts_at", None)
   for s, v in _replicas.components([(_value(average), _value(variable))]):
-    s.assign(tf.cast(v, s.dtype) if start is None else start)
+    _assign(s, tf.cast(v, s.dtype) if start is None else start)
+
+
+def _assign(average, value):
+  """Assigns as this package, and not a user, does."""
+  if isinstance(average, _lazy.LazyAverage):
+    _lazy.LazyAverage.assign(average, value)
+  else:
+    average.assign(value)
 
 
 def assign(variable, number):

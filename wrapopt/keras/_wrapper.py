@@ -217,6 +217,7 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
       count = self.add_variable(
           shape=np.shape(value), dtype=dtype, name=name,
           initializer=lambda shape, dtype: tf.constant(value, dtype, shape))
+    _average.Kept.of(count)
     self._state.add_count(name, count, _state.Count(
         value, value if seeded is None else seeded,
         value if missing is None else missing, **kwargs))
@@ -359,14 +360,28 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
 
   @property
   def variables(self):
-    """The variables of the inner optimizer, without averages.
+    """The variables of the inner optimizer, the averages and their counts.
 
-    Keras's LossScaleOptimizer saves this list.
+    So Keras's `get_state_tree` and `OrbaxCheckpoint` have them. In a block of
+    `averaged_weights`, an average that is in place of its variable has the
+    value that a file gets there.
     """
-    return self.inner_optimizer.variables
+    return [*self.inner_optimizer.variables,
+            *(self._state.variables() if _of_inner.is_asked_for_all() else ())]
 
   def set_weights(self, weights):
-    self.inner_optimizer.set_weights(weights)
+    """Sets `variables`, or those of the inner optimizer alone.
+
+    Args:
+      weights: Their values: a list.
+    """
+    weights = list(weights)
+    inner = self.inner_optimizer.variables
+    own = self.variables[len(inner):]
+    self._refuse_swapped_in("set_weights")
+    self.inner_optimizer.set_weights(weights[:len(inner)])
+    for v, value in zip(own, weights[len(inner):]):
+      v.assign(value)
 
   def save_own_variables(self, store):
     self.inner_optimizer.save_own_variables(store)
