@@ -130,7 +130,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._waiting, self._waits = [], None
     self.place = None
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
-    self._saved = {}  # See `swap_in`: values by ids of variables.
+    self._saved = lambda swapped_in: ()  # See `swap_in`.
     self._counts = {}  # (variable, Count) by name.
     self._noted = None  # See `note_weights`.
 
@@ -517,6 +517,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "merges into another variable when it saves. They begin anew when it "
           "is loaded. A tf.train.Checkpoint has them. To save a model with "
           "averages as weights, save it in averaged_weights().")
+    saved = {id(_lazy.stored(_value(s))): value
+             for s, value in self._saved(self._swapped_in)}
     for name, row in self._rows.items():
       in_files = self._name_in_files(name)
       owners = self._unmerged(name)
@@ -526,7 +528,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           continue
         # If the model is saved with averages in place, these are its weights.
         stored = _value(average)
-        value = self._saved.get(id(_lazy.stored(stored)))
+        value = saved.get(id(_lazy.stored(stored)))
         if value is None and self._swapped_in:
           value = self._swapped_in.value(stored)
         if value is None:
@@ -656,17 +658,19 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages are in place of the weights. Leave the `with` block first"
           f"{instead}.")
 
-  def swap_in(self, pairs, more=(), saved=(), must_stay=False):
+  def swap_in(self, pairs, more=(), saved=lambda swapped_in: (),
+              must_stay=False):
     """Puts averages in place of their variables.
 
     Args:
       pairs: (variable, average) pairs.
       more: Other variables that are to have no value meanwhile.
-      saved: (average, value) pairs of averages that a file gets with another
-        value than their own.
+      saved: A function of the `_swap.SwappedIn`: (average, value) pairs of
+        averages that a file gets with another value than their own. Only a
+        file that is written in the block computes them.
       must_stay: Whether nobody may change the variables meanwhile.
     """
-    self._saved = {id(_lazy.stored(_value(s))): value for s, value in saved}
+    self._saved = saved
     self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more],
                                        must_stay)
 
@@ -675,7 +679,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     try:
       self._swapped_in.swap_out()
     finally:
-      self._swapped_in, self._saved = None, {}
+      self._swapped_in, self._saved = None, lambda swapped_in: ()
 
 
 def _warn_unread(names, source):
