@@ -11,6 +11,7 @@ import averages
 import numerics
 import wrapopt
 from wrapopt import checkpoints
+from wrapopt._averages import _bias_corrected
 from wrapopt._averages import _decays
 import wrapopt.keras as wk
 
@@ -469,3 +470,19 @@ def test_mirrored():
   for local in strategy.experimental_local_results(v.value):
     np.testing.assert_allclose(local, want, 1e-6)
   np.testing.assert_allclose(opt.average(v), want, 1e-6)
+
+
+def test_swap_computes_each_average_once(monkeypatch):
+  computed, steps = [], []
+  of, steps_now = _bias_corrected.BiasCorrected._of, wk.MovingAverage._steps_now
+  monkeypatch.setattr(
+      _bias_corrected.BiasCorrected, "_of",
+      lambda self, *args: computed.append(1) or of(self, *args))
+  monkeypatch.setattr(
+      wk.MovingAverage, "_steps_now",
+      lambda self, *args: steps.append(1) or steps_now(self, *args))
+  opt = wk.MovingAverage(K.SGD(.5), wrapopt.BEMA(**SIMPLE))
+  variables = [keras.Variable(START) for _ in range(5)]
+  opt.apply([tf.ones([2, 2])] * 5, variables)
+  with opt.averaged_weights():
+    assert (len(computed), len(steps)) == (5, 1)

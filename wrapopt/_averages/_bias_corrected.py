@@ -26,16 +26,28 @@ class BiasCorrected(_derived.Derived):
     super().__init__(variable, _lazy.stored(average), [average, origin])
     self._decay, self._steps = decay, steps
 
-  def read_value(self):
-    """The average now: a tensor of the dtype of s."""
+  def read_value(self, shared=None):
     _in_place.check(self.rows)
     _swap.check_unoccupied(
         self.variable, "Another average that follows from a variable must not "
         "be read")
+    return self._of({} if shared is None else shared, *(
+        x.read_value() for x in (self.variable, *self.saved)))
+
+  def value_in_block(self, swapped_in):
+    """The average while averages, a `_swap.SwappedIn`, are in place."""
+    return self._of({}, *map(swapped_in.value_before, (
+        _replicas.values(x)[0]
+        for x in (self.variable, *map(_lazy.stored, self.saved)))))
+
+  def _of(self, shared, *values):
     dtype = _derived.computed_in(self.dtype)
-    v, s, v_0 = (tf.cast(x.read_value(), dtype)
-                 for x in (self.variable, *self.saved))
-    alpha = tf.cast(ops.float64(self._decay.correction(self._steps())), dtype)
+    v, s, v_0 = (tf.cast(x, dtype) for x in values)
+    key = self._steps, self._decay, dtype
+    if key not in shared:
+      shared[key] = tf.cast(
+          ops.float64(self._decay.correction(self._steps())), dtype)
+    alpha = shared[key]
     return tf.cast(s + alpha * (v - v_0), self.dtype)
 
   def hold(self, value):

@@ -25,8 +25,13 @@ class Derived:
     self.variable, self.rows, self.saved = variable, rows, saved
     self.dtype = rows.dtype.base_dtype
 
-  def read_value(self):
-    """Its value now: a tensor."""
+  def read_value(self, shared=None):
+    """Its value now: a tensor of its dtype.
+
+    Args:
+      shared: A dictionary for what is the same for several averages that are
+        read at once, or None.
+    """
     raise NotImplementedError
 
   def of_replicas(self):

@@ -306,7 +306,8 @@ class Interpolated(_derived.Derived):
     self.share = share
     _partial.note(variable, z)
 
-  def read_value(self):
+  def read_value(self, shared=None):
+    del shared
     _in_place.check(self.rows)
     z, state = self.saved
     return x_of(self.variable.read_value(), z.read_value(),

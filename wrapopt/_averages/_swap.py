@@ -85,12 +85,17 @@ class SwappedIn:
     _lazy.settle([v for v, _ in pairs])
     self._others = [pair for pair in pairs if not _exchange(*pair)]
     self._raw = [v.read_value() for v, _ in self._others]
-    converted = [tf.cast(s, v.dtype) for v, s in self._others]
+    shared = {}
+    converted = [tf.cast(s.read_value(shared) if isinstance(s, _derived.Derived)
+                         else s, v.dtype) for v, s in self._others]
     self._aside = _Aside(pairs, more)
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
     _in_place.add(self._aside.averages)
+    self._exchanged = {id(v): s for v, s in pairs if _exchange(v, s)}
+    self._raw_values = {id(v): raw
+                        for (v, _), raw in zip(self._others, self._raw)}
     self._holders = {id(s): v for v, s in pairs if _exchange(v, s)}
     self._aside.take()
     self._aside.trade()
@@ -103,6 +108,16 @@ class SwappedIn:
     if id(average) in self._holders:
       return self._holders[id(average)].read_value()
     return self._aside.value(average)
+
+  def value_before(self, variable):
+    """The value that a variable or an average had before."""
+    raw = self._raw_values.get(id(variable))
+    if raw is not None:
+      return raw
+    average = self._exchanged.get(id(variable))
+    found = (self.value(variable) if average is None
+             else self._aside.value(average))
+    return variable.read_value() if found is None else found
 
   def swap_out(self):
     """Restores all values."""
@@ -238,16 +253,17 @@ class _Aside:
     self.averages = [_lazy.stored(s) for _, s in pairs] + [
         _lazy.stored(x) for m in more for x in _replicas.values(m)]
     self._made = list(map(_without_value, self.averages))
+    self._places = {id(s): i for i, s in enumerate(self.averages)}
     self._same = [(v, aside) for (v, s), aside in zip(pairs, self._made)
                   if _exchange(v, s)]
 
   def value(self, average):
     """The value that is here of an average, in eager mode, or None."""
-    for s, handle in zip(self.averages, self._made):
-      if s is _lazy.stored(average):
-        return tf.raw_ops.ReadVariableOp(resource=handle,
-                                         dtype=s.dtype.base_dtype)
-    return None
+    i = self._places.get(id(_lazy.stored(average)))
+    if i is None:
+      return None
+    return tf.raw_ops.ReadVariableOp(
+        resource=self._made[i], dtype=self.averages[i].dtype.base_dtype)
 
   def check(self):
     """Checks that all variables and averages have a value."""

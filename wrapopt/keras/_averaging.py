@@ -373,7 +373,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
   def _beside(self, pairs, decay):
     """Arguments `more` and `saved` of `State.swap_in`."""
     del pairs, decay
-    return (), ()
+    return (), lambda swapped_in: ()
 
   def check_no_file_waits(self):
     """Raises an error if averages of a file wait for the build."""

@@ -1,5 +1,7 @@
 """The base class of the Keras wrapper whose averages may be those of a BEMA."""
 
+import functools
+
 import tensorflow as tf
 
 from wrapopt._averages import _bias_corrected
@@ -44,25 +46,31 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
   def _is_derived(self, k):
     return _decays.is_derived(self._decays[k])
 
-  def _derived(self, variable, key, k):
+  def _derived(self, variable, key, k, steps=None):
     """The average of a BEMA, which no variable holds."""
     decay = self._decays[k]
     origins = self._rows[_decays.place_of_origin(decay, self._decays)]
     return _bias_corrected.BiasCorrected(
         _rules.value(variable), _rules.value(self._rows[k][key]),
-        _rules.value(origins[key]), decay, lambda: self._steps_now(key))
+        _rules.value(origins[key]), decay,
+        (steps or self._readers_of_steps())[key])
 
   def _all_derived(self):
     """[(k, the averages of a BEMA)] of all of them."""
-    return [(k, [self._derived(v, key, k) for v in self._trainable_variables
+    steps = self._readers_of_steps()
+    return [(k, [self._derived(v, key, k, steps)
+                 for v in self._trainable_variables
                  if (key := self._var_key(v)) in self._rows[k]])
             for k in range(len(self._public_decays)) if self._is_derived(k)]
 
   def _of(self, variables, decay=None):
     k = self._index_of(decay)
     found = super()._of(variables, decay)
-    return ([(v, self._derived(v, self._var_key(v), k)) for v, _ in found]
-            if self._is_derived(k) else found)
+    if not self._is_derived(k):
+      return found
+    steps = self._readers_of_steps()
+    return [(v, self._derived(v, self._var_key(v), k, steps))
+            for v, _ in found]
 
   def _assign(self, pairs):
     held = [(part, part.read_value()) for _, row in self._all_derived()
@@ -74,22 +82,25 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
   def _beside(self, pairs, decay):
     rows, its = self._all_derived(), self._index_of(decay)
     if not rows:
-      return (), ()
+      return super()._beside(pairs, decay)
     # In a file, as when `fit` has ended: the averages stay what they are.
-    now = {id(_rules.value(v)): tf.cast(s, v.dtype) for v, s in pairs}
-    saved = []
-    for _, row in rows:
-      for s in row:
-        average, origin = s.saved
-        saved += [(average, tf.convert_to_tensor(s)),
-                  (origin, now.get(id(s.variable), s.variable))]
+    def saved(swapped_in):
+      return [pair for _, row in rows for s in row for pair in zip(
+          s.saved, (s.value_in_block(swapped_in), s.variable))]
+
     return [s for k, row in rows if k != its for s in row], saved
 
-  def _steps_now(self, key):
-    """The number of steps of a variable's averages until now: an int64 tensor.
+  def _readers_of_steps(self):
+    """{key of a variable: a function that reads the steps of its average}.
+
+    The variables of one optimizer have the same function.
     """
-    part, opt = next((part, opt) for part, opt in self._parts().items() if any(
-        self._var_key(v) == key for v in opt._trainable_variables))
+    return {self._var_key(v): read for part, opt in self._parts().items()
+            for read in [functools.partial(self._steps_now, part, opt)]
+            for v in opt._trainable_variables}
+
+  def _steps_now(self, part, opt):
+    """The number of steps of a part's averages until now: an int64 tensor."""
     first = self._first[part].value.read_value()
     iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
     begun = tf.where(first < 0, first + 1, tf.maximum(first, self._start_step))

@@ -130,7 +130,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._waiting, self._waits = [], None
     self.place = None
     self._swapped_in = None  # The `_swap.SwappedIn`, if averages are.
-    self._saved = {}  # See `swap_in`: values by ids of variables.
+    self._saved = lambda swapped_in: ()  # See `swap_in`.
     self._counts = {}  # (variable, Count) by name.
     self._noted = None  # See `note_weights`.
 
@@ -256,17 +256,29 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
              *(count for count, _ in self._counts.values())]
     if self._swapped_in is None:
       return found
-    return [InBlock(x.path, self._value_in_file(x)) for x in found]
+    saved = self._saved_in_block()
+    return [InBlock(x.path, self._value_in_file(x, saved)) for x in found]
 
-  def _value_in_file(self, x):
-    """The value of an average or a count that a file gets now: an array."""
+  def _saved_in_block(self):
+    """{id: value} of averages that a file gets with another value, see swap_in.
+    """
+    return {id(_lazy.stored(_value(s))): value
+            for s, value in self._saved(self._swapped_in)}
+
+  def _value_in_file(self, x, saved):
+    """The value of an average or a count that a file gets now: an array.
+
+    Args:
+      x: The average or the count.
+      saved: The result of `_saved_in_block`.
+    """
     for variable, count in self._counts.values():
       if variable is x:
         value = variable.numpy()
         return count.swapped_in(value) if self._swapped_in else value
     # If the model is saved with averages in place, these are its weights.
     stored = _value(x)
-    value = self._saved.get(id(_lazy.stored(stored)))
+    value = saved.get(id(_lazy.stored(stored)))
     if value is None and self._swapped_in:
       value = self._swapped_in.value(stored)
     if value is None:
@@ -548,15 +560,16 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "merges into another variable when it saves. They begin anew when it "
           "is loaded. A tf.train.Checkpoint has them. To save a model with "
           "averages as weights, save it in averaged_weights().")
+    saved = self._saved_in_block()
     for name, row in self._rows.items():
       in_files = self._name_in_files(name)
       owners = self._unmerged(name)
       store[f"{in_files}.{_OWNERS}"] = _owners.to_array(owners)
       for i, (average, _) in zip(self._indices[name], row):
         if i in owners:
-          store[f"{in_files}.{i}"] = self._value_in_file(average)
+          store[f"{in_files}.{i}"] = self._value_in_file(average, saved)
     for name, (variable, count) in self._counts.items():
-      value = self._value_in_file(variable)
+      value = self._value_in_file(variable, saved)
       if count.in_files is None:
         store[name] = value
       else:
@@ -677,17 +690,19 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "averages are in place of the weights. Leave the `with` block first"
           f"{instead}.")
 
-  def swap_in(self, pairs, more=(), saved=(), must_stay=False):
+  def swap_in(self, pairs, more=(), saved=lambda swapped_in: (),
+              must_stay=False):
     """Puts averages in place of their variables.
 
     Args:
       pairs: (variable, average) pairs.
       more: Other variables that are to have no value meanwhile.
-      saved: (average, value) pairs of averages that a file gets with another
-        value than their own.
+      saved: A function of the `_swap.SwappedIn`: (average, value) pairs of
+        averages that a file gets with another value than their own. Only a
+        file that is written in the block computes them.
       must_stay: Whether nobody may change the variables meanwhile.
     """
-    self._saved = {id(_lazy.stored(_value(s))): value for s, value in saved}
+    self._saved = saved
     self._swapped_in = _swap.SwappedIn(pairs, [_value(self.place), *more],
                                        must_stay)
 
@@ -696,7 +711,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     try:
       self._swapped_in.swap_out()
     finally:
-      self._swapped_in, self._saved = None, {}
+      self._swapped_in, self._saved = None, lambda swapped_in: ()
 
 
 def _warn_unread(names, source):

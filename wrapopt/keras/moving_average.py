@@ -366,8 +366,9 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     self._seed_unbegun()
     self.set_model(model)
     _, of_batch_norm = self._statistics()
+    readers = self._readers_of_steps()
     rows_now = [
-        _state.Row({key: self._derived(v, key, k)
+        _state.Row({key: self._derived(v, key, k, readers)
                     for v in self._trainable_variables
                     if (key := self._var_key(v)) in row})
         if self._is_derived(k) else row for k, row in enumerate(self._rows)]
