@@ -26,12 +26,12 @@ class BiasCorrected(_derived.Derived):
     super().__init__(variable, _lazy.stored(average), [average, origin])
     self._decay, self._steps = decay, steps
 
-  def read_value(self, shared=None):
+  def read_value(self, at_once=None):
     _in_place.check(self.rows)
     _swap.check_unoccupied(
         self.variable, "Another average that follows from a variable must not "
         "be read")
-    return self._of({} if shared is None else shared, *(
+    return self._of({} if at_once is None else at_once, *(
         x.read_value() for x in (self.variable, *self.saved)))
 
   def value_in_block(self, swapped_in):
@@ -40,14 +40,14 @@ class BiasCorrected(_derived.Derived):
         _replicas.values(x)[0]
         for x in (self.variable, *map(_lazy.stored, self.saved)))))
 
-  def _of(self, shared, *values):
+  def _of(self, at_once, *values):
     dtype = _derived.computed_in(self.dtype)
     v, s, v_0 = (tf.cast(x, dtype) for x in values)
     key = self._steps, self._decay, dtype
-    if key not in shared:
-      shared[key] = tf.cast(
+    if key not in at_once:
+      at_once[key] = tf.cast(
           ops.float64(self._decay.correction(self._steps())), dtype)
-    alpha = shared[key]
+    alpha = at_once[key]
     return tf.cast(s + alpha * (v - v_0), self.dtype)
 
   def hold(self, value):

@@ -25,11 +25,11 @@ class Derived:
     self.variable, self.rows, self.saved = variable, rows, saved
     self.dtype = rows.dtype.base_dtype
 
-  def read_value(self, shared=None):
+  def read_value(self, at_once=None):
     """Its value now: a tensor of its dtype.
 
     Args:
-      shared: A dictionary for what is the same for several averages that are
+      at_once: A dictionary for what is the same for several averages that are
         read at once, or None.
     """
     raise NotImplementedError

@@ -306,8 +306,8 @@ class Interpolated(_derived.Derived):
     self.share = share
     _partial.note(variable, z)
 
-  def read_value(self, shared=None):
-    del shared
+  def read_value(self, at_once=None):
+    del at_once
     _in_place.check(self.rows)
     z, state = self.saved
     return x_of(self.variable.read_value(), z.read_value(),

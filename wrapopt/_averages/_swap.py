@@ -85,9 +85,10 @@ class SwappedIn:
     _lazy.settle([v for v, _ in pairs])
     self._others = [pair for pair in pairs if not _exchange(*pair)]
     self._raw = [v.read_value() for v, _ in self._others]
-    shared = {}
-    converted = [tf.cast(s.read_value(shared) if isinstance(s, _derived.Derived)
-                         else s, v.dtype) for v, s in self._others]
+    at_once = {}
+    converted = [tf.cast(
+        s.read_value(at_once) if isinstance(s, _derived.Derived) else s, v.dtype)
+                 for v, s in self._others]
     self._aside = _Aside(pairs, more)
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
