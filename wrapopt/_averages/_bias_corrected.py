@@ -25,12 +25,23 @@ class BiasCorrected(_derived.Derived):
     """
     super().__init__(variable, _lazy.stored(average), [average, origin])
     self._decay, self._steps = decay, steps
+    self.alike = steps, decay, self.dtype
 
-  def read_value(self, at_once=None):
+  def read_packed(self, averages, at_once):
+    for s in averages:
+      s._check_readable()
+    return self._of(at_once, *(ops.read_packed(list(map(_lazy.stored, xs)))
+                               for xs in zip(*((s.variable, *s.saved)
+                                               for s in averages))))
+
+  def _check_readable(self):
     _in_place.check(self.rows)
     _swap.check_unoccupied(
         self.variable, "Another average that follows from a variable must not "
         "be read")
+
+  def read_value(self, at_once=None):
+    self._check_readable()
     return self._of({} if at_once is None else at_once, *(
         x.read_value() for x in (self.variable, *self.saved)))
 

@@ -1,5 +1,7 @@
 """Averages that no variable holds: they follow from several variables."""
 
+import typing
+
 import numpy as np
 import tensorflow as tf
 
@@ -24,6 +26,19 @@ class Derived:
   def __init__(self, variable, rows, saved):
     self.variable, self.rows, self.saved = variable, rows, saved
     self.dtype = rows.dtype.base_dtype
+
+  # What averages have in common whose vectors, of all their elements, follow
+  # from those of their variables by `read_packed`; None if they do not.
+  alike: typing.Any = None
+
+  def read_packed(self, averages, at_once):
+    """The elements of averages that are `alike`, as of `ops.read_packed`.
+
+    Args:
+      averages: Averages, with this one.
+      at_once: As for `read_value`.
+    """
+    raise NotImplementedError
 
   def read_value(self, at_once=None):
     """Its value now: a tensor of its dtype.

@@ -20,6 +20,7 @@ from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._loader import ops as _raw
 from wrapopt.ops import _emit
+from wrapopt.ops import _packed
 from wrapopt.ops import _variables
 
 
@@ -84,23 +85,21 @@ class SwappedIn:
     # For all averages of the variables, not only these.
     _lazy.settle([v for v, _ in pairs])
     self._others = [pair for pair in pairs if not _exchange(*pair)]
-    self._raw = [v.read_value() for v, _ in self._others]
+    self._raw = [(group, _read([v for v, _ in group]))
+                 for group in _groups(self._others)]
     at_once = {}
-    converted = [tf.cast(
-        s.read_value(at_once) if isinstance(s, _derived.Derived) else s, v.dtype)
-                 for v, s in self._others]
+    converted = [(group, tf.cast(_read([s for _, s in group], at_once),
+                                 group[0][0].dtype)) for group, _ in self._raw]
     self._aside = _Aside(pairs, more)
     self._variables = [v for v, _ in pairs]
     self._aside.check()  # Not half of it, if a variable has no value.
     _occupied.add(self._variables)
     _in_place.add(self._aside.averages)
     self._exchanged = {id(v): s for v, s in pairs if _exchange(v, s)}
-    self._raw_values = {id(v): raw
-                        for (v, _), raw in zip(self._others, self._raw)}
     self._holders = {id(s): v for v, s in pairs if _exchange(v, s)}
     self._aside.take()
     self._aside.trade()
-    _assign(self._others, converted)
+    _assign_groups(converted)
     self._held = [(v, _hold(v)) for v in self._variables if must_stay]
 
   def value(self, average):
@@ -112,9 +111,11 @@ class SwappedIn:
 
   def value_before(self, variable):
     """The value that a variable or an average had before."""
-    raw = self._raw_values.get(id(variable))
-    if raw is not None:
-      return raw
+    for group, raw in self._raw:
+      sizes = [v.shape.num_elements() for v, _ in group]
+      for (v, _), part in zip(group, tf.split(tf.reshape(raw, [-1]), sizes)):
+        if v is variable:
+          return tf.reshape(part, v.shape)
     average = self._exchanged.get(id(variable))
     found = (self.value(variable) if average is None
              else self._aside.value(average))
@@ -128,7 +129,7 @@ class SwappedIn:
       variable.assign(held)
     self._held = []
     self._aside.trade()
-    _assign(self._others, self._raw)
+    _assign_groups(self._raw)
     replaced = self._aside.give_back()
     _in_place.remove(self._aside.averages)
     _occupied.remove(self._variables)
@@ -140,6 +141,40 @@ class SwappedIn:
           "by a step of another optimizer. Variables and averages have their "
           "values from before the `with` block. Change them after it, or train "
           "a copy of the model.")
+
+
+# The number of elements up to which variables are copied as one vector.
+_SMALL = 1 << 16
+
+
+def _groups(pairs):
+  """Divides (variable, average) pairs: each group is read and assigned at once.
+  """
+  groups = collections.defaultdict(list)
+  for v, s in pairs:
+    is_alike = (isinstance(s, _derived.Derived) and s.alike is not None and
+                v.shape.num_elements() <= _SMALL)
+    groups[(v.device, v.dtype, s.alike) if is_alike else id(v)].append((v, s))
+  return list(groups.values())
+
+
+def _read(xs, at_once=None):
+  """The value of the variables or averages of a group; a vector of several."""
+  first = xs[0]
+  if len(xs) == 1:
+    return (first.read_value(at_once) if isinstance(first, _derived.Derived)
+            else tf.convert_to_tensor(first))
+  return (first.read_packed(xs, at_once) if isinstance(first, _derived.Derived)
+          else _packed.read_packed(xs))
+
+
+def _assign_groups(groups):
+  for group, value in groups:
+    variables = [v for v, _ in group]
+    if len(variables) == 1:
+      variables[0].assign(value)
+    else:
+      _packed.assign_packed(variables, value)
 
 
 def check_unoccupied(variable, what):
@@ -333,11 +368,6 @@ def _in_groups(op, variables, others=None, is_reversed=False):
       results.append(getattr(_raw, f"wrapopt_{op}{'_ref' if is_ref else ''}")(
           *(reversed(arguments) if is_reversed else arguments)))
   return results
-
-
-def _assign(pairs, values):
-  for (variable, _), value in zip(pairs, values):
-    variable.assign(value)
 
 
 def _hold(variable):

@@ -46,49 +46,44 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
   def _is_derived(self, k):
     return _decays.is_derived(self._decays[k])
 
-  def _derived(self, variable, key, k, steps=None):
-    """The average of a BEMA, which no variable holds."""
-    decay = self._decays[k]
-    origins = self._rows[_decays.place_of_origin(decay, self._decays)]
-    return _bias_corrected.BiasCorrected(
-        _rules.value(variable), _rules.value(self._rows[k][key]),
-        _rules.value(origins[key]), decay,
-        (steps or self._readers_of_steps())[key])
+  def _derived(self, variables, k):
+    """The averages of a BEMA, which no variable holds: a list."""
+    decay, steps = self._decays[k], self._readers_of_steps()
+    rows = (self._rows[k],
+            self._rows[_decays.place_of_origin(decay, self._decays)])
+    return [_bias_corrected.BiasCorrected(
+        _rules.value(v), *(_rules.value(row[key]) for row in rows), decay,
+        steps[key]) for v in variables for key in [self._var_key(v)]]
 
-  def _all_derived(self):
-    """[(k, the averages of a BEMA)] of all of them."""
-    steps = self._readers_of_steps()
-    return [(k, [self._derived(v, key, k, steps)
-                 for v in self._trainable_variables
-                 if (key := self._var_key(v)) in self._rows[k]])
-            for k in range(len(self._public_decays)) if self._is_derived(k)]
+  def _all_derived(self, but=None):
+    """The averages of all BEMAs but one, by the index of its decay: a list."""
+    return [s for k in range(len(self._public_decays))
+            if self._is_derived(k) and k != but for s in self._derived(
+                [v for v in self._trainable_variables
+                 if self._var_key(v) in self._rows[k]], k)]
 
   def _of(self, variables, decay=None):
     k = self._index_of(decay)
     found = super()._of(variables, decay)
     if not self._is_derived(k):
       return found
-    steps = self._readers_of_steps()
-    return [(v, self._derived(v, self._var_key(v), k, steps))
-            for v, _ in found]
+    variables = [v for v, _ in found]
+    return list(zip(variables, self._derived(variables, k)))
 
   def _assign(self, pairs):
-    held = [(part, part.read_value()) for _, row in self._all_derived()
-            for s in row for part in s.of_replicas()]
+    held = [(part, part.read_value()) for s in self._all_derived()
+            for part in s.of_replicas()]
     super()._assign(pairs)
     for part, value in held:
       part.hold(value)
 
   def _beside(self, pairs, decay):
-    rows, its = self._all_derived(), self._index_of(decay)
-    if not rows:
-      return super()._beside(pairs, decay)
     # In a file, as when `fit` has ended: the averages stay what they are.
     def saved(swapped_in):
-      return [pair for _, row in rows for s in row for pair in zip(
+      return [pair for s in self._all_derived() for pair in zip(
           s.saved, (s.value_in_block(swapped_in), s.variable))]
 
-    return [s for k, row in rows if k != its for s in row], saved
+    return self._all_derived(but=self._index_of(decay)), saved
 
   def _readers_of_steps(self):
     """{key of a variable: a function that reads the steps of its average}.

@@ -61,7 +61,8 @@ class Stay:
       now = [*map(id, model.variables), id(getattr(model, "optimizer", None))]
       if self._right.get(model) == now:
         return
-    averaged = [v for v, _ in optimizer._of(optimizer._trainable_variables)]
+    averaged = [v for v in optimizer._trainable_variables
+                if optimizer._var_key(v) in optimizer._rows[0]]
     left = [(v, layer) for v in averaged
             if (layer := layer_of(v)) is not None]
     if model is not None:

@@ -318,9 +318,9 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     _, of_batch_norm = self._of_batch_norm or ((), [{}] * len(self._rows))
     found = self._readable(
         "average", self._found(variable, self._rows[k], of_batch_norm[k]))
-    if self._is_derived(k) and (key := self._var_key(variable)) in (
-        self._rows[k]):
-      return tf.convert_to_tensor(self._derived(variable, key, k))
+    if self._is_derived(k) and self._var_key(variable) in self._rows[k]:
+      [derived] = self._derived([variable], k)
+      return tf.convert_to_tensor(derived)
     return found
 
   def is_lazy(self, variable: tf.Variable) -> bool:
@@ -366,11 +366,9 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     self._seed_unbegun()
     self.set_model(model)
     _, of_batch_norm = self._statistics()
-    readers = self._readers_of_steps()
     rows_now = [
-        _state.Row({key: self._derived(v, key, k, readers)
-                    for v in self._trainable_variables
-                    if (key := self._var_key(v)) in row})
+        _state.Row({self._var_key(v): s for v, s in self._of(
+            self._trainable_variables, self._decays[k])})
         if self._is_derived(k) else row for k, row in enumerate(self._rows)]
     steps = self.average_steps()
     if steps is not None:  # Until the averages moved last.
