@@ -244,7 +244,7 @@ class ModelAverageOptimizer(WrapperOptimizer):
     self._member = _in_graph.Member(worker or "worker", num_worker, min_workers,
                                     float(round_timeout_secs))
     self._applied = 0  # The number of calls of `apply_gradients`.
-    self._starts = []  # What `get_init_op` has made.
+    self._starts: list[Any] = []  # What `get_init_op` has made.
 
   def _new_rounds(self):
     return _in_graph.Rounds(self.get_name(), self._device)

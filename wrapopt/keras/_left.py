@@ -23,7 +23,7 @@ def _noted(layer, variable):
   variable._wrapopt_left = weakref.ref(layer)
 
 
-_noted.of_keras = _of_keras
+setattr(_noted, "of_keras", _of_keras)
 keras.layers.Layer._post_untrack_variable = _noted
 
 
