@@ -96,13 +96,23 @@ class Session:
 
   def _go_on(self, make_saver, folder):
     with tf.Graph().as_default(), v1.Session() as session:
-      make_saver().restore(session, str(folder / "model"))
+      saver = make_saver()
+      session.run(v1.global_variables_initializer())
+      saver.restore(session, str(folder / "model"))
       before = self._values(session)
       session.run(v1.get_collection("train"))
       return [before, self._values(session)]
 
   def read(self, folder):
-    return self._go_on(self._build, folder)
+    def make_saver():
+      self._build()
+      # Later versions have more variables, such as those of GPA.
+      found = {name for name, _ in tf.train.list_variables(
+          str(folder / "model"))}
+      return v1.train.Saver([v for v in v1.global_variables()
+                             if v.op.name in found])
+
+    return self._go_on(make_saver, folder)
 
   def read_graph(self, folder):
     """The same in the graph of the file."""

@@ -78,7 +78,8 @@ def in_flight(opt):
 
 def state(opt, variables):
   """All that a step may change, but the counts of gates."""
-  found = [v.numpy() for v in (*variables, *opt.variables)]
+  found = [v.numpy() for v in (
+      *variables, *getattr(opt, "inner_optimizer", opt).variables)]
   for wrapper in opt._wrappers() if hasattr(opt, "_wrappers") else ():
     if not wrapper.is_gate:
       found += [tf.convert_to_tensor(s).numpy()

@@ -71,11 +71,8 @@ def variables_of(name):
 
 
 def values(opt, variables):
-  averages = [s.numpy() for x in [opt, *wk._steps.within(opt)]
-              if isinstance(x, wk._wrapper.WrapperOptimizer)
-              for s, _ in x._state.pairs()]
   return [*[v.numpy() for v in variables], opt.iterations.numpy(),
-          *[v.numpy() for v in opt.variables], *averages]
+          *[v.numpy() for v in opt.variables]]
 
 
 def assert_same(after, before):

@@ -162,7 +162,7 @@ def test_one_op_and_no_copy_more(wrapper, inner, rule, copies):
   args = [tf.zeros(5)] * 3
   assert native_ops(step, *args) == {
       "Apply" + rule: 1, "CheckInitialized": 1}
-  held = [v for v in [*opt.variables, *opt._variables] if v.shape == (5,)]
+  held = [v for v in opt.variables if v.shape == (5,)]
   assert len(held) == 3 * copies
   jit = tf.function(lambda *g: opt.apply(list(g), variables), jit_compile=True)
   hlo = jit.experimental_get_compiler_ir(*args)("hlo")
@@ -565,11 +565,11 @@ def test_snapshots_hold_x(tmp_path):
 
 
 @pytest.mark.parametrize("inner", [lambda: keras.optimizers.SGD(.5),
-                                   lambda: keras.optimizers.Adamax(.5)],
+                                   lambda: keras.optimizers.Adamax(.5, 0.)],
                          ids=["one op", "two passes"])
 @pytest.mark.parametrize("wrap", [
-    lambda opt: wrapopt.keras.PrimalAverage(opt, .7, .9),
-    lambda opt: wrapopt.keras.ScheduleFree(opt, .7)],
+    lambda opt: wk.PrimalAverage(opt, .7, .9),
+    lambda opt: wk.ScheduleFree(opt, .7)],
                          ids=["PrimalAverage", "ScheduleFree"])
 def test_a_variable_without_gradient_keeps_its_average(wrap, inner):
   """After all variables were set to x, as at the end of `fit`."""

@@ -146,6 +146,8 @@ def run(test):
   result = unittest.TestResult()
   with mock.patch.multiple(
       wk._wrapper.WrapperOptimizer, create=True, __getattr__=_read_inside,
+      # Keras's tests count them.
+      variables=property(lambda self: self.inner_optimizer.variables),
       # Keras's own averages, also inside a wrapper with others.
       _model_variables_moving_average=property(
           lambda self: self.inner_optimizer._model_variables_moving_average),

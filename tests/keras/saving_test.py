@@ -81,7 +81,7 @@ def everything(model):
   while found[-1]:
     opt = found[-1]
     found.append(getattr(opt, "inner_optimizer", None))
-  state = values(model.weights) + values(model.optimizer.variables)
+  state = values(model.weights) + values(found[-2].variables)
   for opt in found[1:-1]:
     if hasattr(opt, "_state"):
       state += values(s for s, _ in opt._state.pairs())

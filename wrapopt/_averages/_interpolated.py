@@ -222,7 +222,7 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
                 lambda: ops.float64(EACH_ITS_OWN))
 
   def settled(found, apart):
-    done = []
+    values = []
     each = tf.convert_to_tensor(_is(before, EACH_ITS_OWN))
     for (v, z, share), own, is_apart in zip(trained(), found, apart):
       y, z = v.read_value(), z.read_value()
@@ -230,11 +230,14 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
       x = tf.cast(x_of(y, z, own), at)
       moved = tf.cast(x + tf.cast(1 - momentum, at) * (tf.cast(z, at) - x),
                       y.dtype)
-      done += [v.assign(tf.where(each & is_apart, moved, y), read_value=False),
-               share.assign(momentum, read_value=False)]
+      values += [(v, tf.where(each & is_apart, moved, y)),
+                 (share, ops.float64(momentum))]
     rest = [shared(before, share.read_value()) for share in others()]
-    done += [share.assign(now, read_value=False)
-             for share, now in zip(others(), rest)]
+    values += zip(others(), rest)
+    # What was read of a ref variable changes with it.
+    with tf.control_dependencies([] if tf.executing_eagerly() else [
+        x for _, x in values] + [x for x in apart if tf.is_tensor(x)]):
+      done = [v.assign(x, read_value=False) for v, x in values]
     are_one = [_is(now, momentum) for now in rest] or [True]
     if not is_all:
       are_one.append(tf.logical_not(each))

@@ -101,8 +101,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       # A later `minimize` may make further ones.
       return _interpolated.settle(
           state, self._schedule.momentum, trained, others, is_all=False,
-          cond=(_control_flow.cond_of_refs if any(map(
-              ops.is_ref_variable, variables)) else tf.cond))
+          cond=(_control_flow.cond_of_refs if any(
+              ops.is_ref_variable(_replicas.values(v)[0]) for v in variables)
+                else tf.cond))
 
     return self._inner._take(step._replace(points=_interpolated.Points(
         z, self._non_slot(self._state_name, graph), self._schedule, settle)))
@@ -238,8 +239,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     variable with wrong dtype. Expected float got INVALID". Leave the block
     first, or read the variable. A step raises an error and changes nothing: in
     eager mode and if a `tf.function` is traced in the block, a RuntimeError; in
-    a session and in a `tf.function` that was traced or compiled before, a
-    `tf.errors.FailedPreconditionError`. If anything else has changed a variable
+    a session and in a `tf.function` that was traced before, a
+    `tf.errors.FailedPreconditionError`; in one that XLA has compiled, a
+    `tf.errors.UnimplementedError`. If anything else has changed a variable
     in the block, such as a step of another optimizer, this is an error at its
     end in eager mode. A session does not see it. The variables hold y again.
 

@@ -1,19 +1,29 @@
 """Variables of Keras that are state of a wrapper."""
 
+import weakref
+
 import keras
 
 from wrapopt._averages import _in_place
 
 
+# {id of a variable of these classes: the `_state.State` that it is part of}. A
+# copy of a variable is part of none.
+states: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
+
+
+def note_assigned(variable):
+  """Tells the state of a variable that others than this package assign it."""
+  state = states.get(id(variable))
+  if state is not None:
+    state.note_assigned(variable)
+
+
 class Kept(keras.Variable):
   """A variable that Keras's state trees set by `assign`, as users may.
 
-  Attributes:
-    was_assigned: A function of it that is called then. The package itself
-      assigns to its `value`.
+  The package itself assigns to its `value`.
   """
-
-  was_assigned = staticmethod(lambda variable: None)
 
   @classmethod
   def of(cls, variable):
@@ -22,7 +32,7 @@ class Kept(keras.Variable):
     return variable
 
   def assign(self, value):
-    self.was_assigned(self)
+    note_assigned(self)
     return super().assign(value)
 
 

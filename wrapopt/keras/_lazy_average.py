@@ -1,6 +1,7 @@
 """An average whose rows may lag behind, with the attributes of Keras."""
 
 from wrapopt._averages import _lazy
+from wrapopt.keras import _average
 
 
 class LazyAverage(_lazy.LazyAverage):
@@ -24,10 +25,8 @@ class LazyAverage(_lazy.LazyAverage):
     super().__init__(average.value, variable, average.path)
     self._keras_name, self.path = average.name, average.path
 
-  was_assigned = staticmethod(lambda average: None)  # See `_average.Kept`.
-
   def assign(self, *args, **kwargs):
-    self.was_assigned(self)
+    _average.note_assigned(self)
     return super().assign(*args, **kwargs)
 
   @property

@@ -15,6 +15,7 @@ from wrapopt._averages import _in_place
 from wrapopt._averages import _lazy
 from wrapopt._averages import _replicas
 from wrapopt._averages import _swap
+from wrapopt.keras import _average
 from wrapopt.keras import _followers
 from wrapopt.keras import _left
 from wrapopt.keras import _owners
@@ -157,7 +158,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       i = len(self._rows[name])
     self._rows[name].append((average, variable))
     self._indices[name].append(i)
-    average.was_assigned = self._was_assigned
+    _average.states[id(average)] = self
 
   def _name_in_files(self, name):
     return self._in_files.get(name, name)
@@ -170,6 +171,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     children.update(super()._trackable_children(save_type, **kwargs))
     for name, row in self._rows.items():
       in_files = self._name_in_files(name)
+      # Checkpoints of earlier versions have none that are what they start at.
+      if save_type == "checkpoint" and all(
+          getattr(average, "starts_at", None) is not None and
+          average.numpy() == average.starts_at for average, _ in row):
+        continue
       children.update({f"{in_files}.{i}": _value(average) for i, (average, _)
                        in zip(self._indices[name], row)})
     if save_type == "checkpoint" and not self._is_made:
@@ -241,10 +247,10 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
     self._counts[name] = variable, value
-    variable.was_assigned = self._was_assigned
+    _average.states[id(variable)] = self
     self._track_trackable(variable.value, name)
 
-  def _was_assigned(self, variable):
+  def note_assigned(self, variable):
     """Notes that an average or a count was set, as by a state tree."""
     self._is_loaded, self._noted = True, None
     self._set.add(id(variable))
@@ -810,10 +816,10 @@ def _listed(paths):
   return f"'{paths[0]}'" + (f" and {len(paths) - 1} more" if paths[1:] else "")
 
 
-def _restored(trackable):
+def _restored(x):
   """The number of the latest checkpoint that was restored into an object."""
-  trackable._maybe_initialize_trackable()
-  return trackable._update_uid
+  x._maybe_initialize_x()
+  return x._update_uid
 
 
 def _load(average, variable, value):

@@ -243,9 +243,12 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
           self._since(_wrapper.steps_of(opt), int(first)), 0))
 
     def from_file(steps):
+      if steps < 0:
+        return self.UNBEGUN
       first = _wrapper.steps_of(opt) - int(steps)
-      # -1 is taken.
-      return self.UNBEGUN if steps < 0 else first - (first < 0)
+      if not steps and first < self._start_step:
+        return 0  # They wait for `start_step`.
+      return first - (first < 0)  # -1 is taken.
 
     def of_earlier(first):
       # With an average from a file, the next update is not the first one.
