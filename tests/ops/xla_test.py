@@ -661,8 +661,25 @@ def in_fit(make):
   return fit
 
 K = wrapopt.keras
+def behind_a_gate(make):
+  averages, v = make(), tf.Variable(START, name="v")
+  opt = wrapopt.DropStaleGradientOptimizer(averages, 3)
+  count = tf.Variable(0, dtype=tf.int64, name="count")
+  @tf.function
+  def train():
+    with opt.record_step(count), tf.GradientTape() as tape:
+      loss = loss_of(v)
+    opt.apply_gradients([(tape.gradient(loss, v), v)], global_step=count)
+  def step():
+    train()
+    return [v.numpy().tolist(), averages.average(v).numpy().tolist()]
+  return step
+
 twins = [(in_a_function(make), in_a_function(make))
          for name, make in MAKE.items() if name != "gate"]
+# A gate takes the one of two passes in a tf.cond.
+twins += [(behind_a_gate(MAKE[name]), behind_a_gate(MAKE[name]))
+          for name in ("Apply", "EmaUpdate")]
 twins += [(in_fit(make), in_fit(make)) for make in (
     lambda inner: K.MovingAverage(inner, 0.5),
     lambda inner: K.SWA(inner, average_period=1),
@@ -684,7 +701,7 @@ def test_autoclustering_that_is_switched_on_later(tmp_path):
       TF_XLA_FLAGS="--tf_xla_cpu_global_jit --tf_xla_min_cluster_size=1",
       XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
   assert process.returncode == 0, process.stderr
-  assert process.stdout == " ".join(["True"] * 7) + "\n"
+  assert process.stdout == " ".join(["True"] * 9) + "\n"
   # XLA compiled the rest of the programs.
   hlo = "".join(path.read_text() for path in
                 tmp_path.glob("*before_optimizations.txt"))

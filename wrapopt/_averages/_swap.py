@@ -203,7 +203,10 @@ def check(averages):
   if tf.executing_eagerly():
     return []
   # In a replica, a strategy's variable has the handle of the replica's.
-  return _in_groups("check_initialized", [_lazy.stored(s) for s in averages])
+  # XLA would take their handles, and may be given the bundle of the step's op
+  # beside them, whose first variable is an average, too.
+  with _emit.compiled_where(False):
+    return _in_groups("check_initialized", [_lazy.stored(s) for s in averages])
 
 
 class SwapInGraph:
