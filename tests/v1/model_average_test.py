@@ -312,6 +312,28 @@ def test_a_step_that_failed_does_not_count(target):
         assert session.run([v, step]) == [n, n // 2]
 
 
+@pytest.mark.parametrize("timeout_secs", [600, float("inf")])
+def test_checked_numerics(timeout_secs, target):
+  worker = Worker(scope=f"checked_{timeout_secs}")
+  tf.debugging.enable_check_numerics()
+  try:
+    with worker.build():
+      v = tf1.get_variable("v", initializer=0.0)
+      step = tf1.train.create_global_step()
+      opt = worker.optimizer(round_timeout_secs=timeout_secs)
+      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+      hook = opt.make_session_run_hook()
+      hook.begin()
+      with tf1.Session(target) as session:
+        session.run([tf1.global_variables_initializer(),
+                     tf1.local_variables_initializer()])
+        hook.after_create_session(session, None)
+        session.run(train)
+        assert session.run([v, step]) == [1, 1]
+  finally:
+    tf.debugging.disable_check_numerics()
+
+
 def test_two_steps_of_a_worker_at_once_are_refused(target):
   """Both would be the same step of a round, and the round would be missed."""
   worker = Worker(scope="at_once")
