@@ -689,7 +689,8 @@ def test_autoclustering_that_is_switched_on_later(tmp_path):
   hlo = "".join(path.read_text() for path in
                 tmp_path.glob("*before_optimizations.txt"))
   assert 'op_type="AssignAddVariableOp"' in hlo
-  assert "Wrapopt>Apply" not in hlo and "Wrapopt>EmaUpdate" not in hlo
+  # And our ops where they take no bundle: in the branches of Keras's fit.
+  # Which ops it must not compile, see bundle_test.
 
 
 IN_BRANCHES = """
