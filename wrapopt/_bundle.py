@@ -21,6 +21,7 @@ from tensorflow.python.framework import auto_control_deps
 from tensorflow.python.framework import func_graph
 from tensorflow.python.framework import ops as tf_ops
 from tensorflow.python.ops import control_flow_util
+from tensorflow.python.ops import control_flow_v2_func_graphs
 from tensorflow.python.saved_model import save_context
 
 from wrapopt._loader import ops as _raw
@@ -30,6 +31,9 @@ EagerTensor = tf_ops.EagerTensor
 # Those of MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy.
 _WITH_COPIES = (mirrored_strategy.MirroredExtended,
                 one_device_strategy.OneDeviceExtended)
+# The graphs of branches and loops.
+_OF_CONTROL_FLOW = (control_flow_v2_func_graphs.CondBranchFuncGraph,
+                    control_flow_v2_func_graphs.WhileBodyFuncGraph)
 
 
 def replicas_have_copies():
@@ -75,14 +79,26 @@ def _autoclusters(graph):
   """Whether XLA may choose to compile ops of a graph.
 
   It may be switched on later or by a session. So ops that take a bundle say
-  that XLA must not compile them.
+  that XLA must not compile them. TensorFlow makes other ops of the bundles that
+  enter a `tf.cond` or `tf.while_loop`, which do not say so.
   """
   scope = graph._attr_scope_map.get("_XlaCompile")  # Of jit_scope().
   if scope is not None:
     return callable(scope) or scope.b
-  level = re.findall(r"--tf_xla_auto_jit=(\S+)", _xla_flags())[-1:]
+  flags = _xla_flags()
+  level = re.findall(r"--tf_xla_auto_jit=(\S+)", flags)[-1:]
   return (level not in ([], ["-1"], ["0"]) or
-          bool(tf.config.optimizer.get_jit()))
+          bool(tf.config.optimizer.get_jit()) or
+          "--tf_xla_cpu_global_jit" in flags and _is_in_control_flow(graph))
+
+
+def _is_in_control_flow(graph):
+  """Whether a graph is that of a branch or loop of control flow v2."""
+  while isinstance(graph, func_graph.FuncGraph):
+    if isinstance(graph, _OF_CONTROL_FLOW):
+      return True
+    graph = graph.outer_graph
+  return False
 
 
 def _xla_flags():

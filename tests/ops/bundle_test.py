@@ -384,6 +384,28 @@ def test_where_xla_may_choose(monkeypatch, tmp_path):
   assert now()
 
 
+def test_where_xla_may_be_switched_on_later(monkeypatch):
+  """In a branch or loop, ops that TensorFlow makes take the bundle, too."""
+  variables, opt = make()
+  packed = []
+  def step():
+    step_of(opt, variables)
+    [op] = [op for op in v1.get_default_graph().get_operations()
+            if op.type == "Wrapopt>Apply"]
+    packed.append(is_packed(op))
+
+  def ways():
+    step()
+    tf.cond(tf.reduce_all(variables[0] > 0), step, lambda: None)
+    tf.while_loop(lambda i: i < 2, lambda i: (step(), i + 1)[1:], [0])
+    tf.function(step)()
+
+  tf.function(ways).get_concrete_function()
+  monkeypatch.setenv("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit")
+  tf.function(ways).get_concrete_function()
+  assert packed == [True, True, True, True, True, False, False, True]
+
+
 def compiles(function):
   """Whether XLA may compile it, for each Apply of a function."""
   ops = [op for op in function.get_concrete_function().graph.get_operations()

@@ -706,7 +706,43 @@ def test_autoclustering_that_is_switched_on_later(tmp_path):
   hlo = "".join(path.read_text() for path in
                 tmp_path.glob("*before_optimizations.txt"))
   assert 'op_type="AssignAddVariableOp"' in hlo
-  assert "Wrapopt>Apply" not in hlo and "Wrapopt>EmaUpdate" not in hlo
+  # And our ops where they take no bundle: in the branches of Keras's fit.
+  # Which ops it must not compile, see bundle_test.
+
+
+IN_BRANCHES = """
+import keras
+import tensorflow as tf
+import wrapopt.keras
+
+K, scaled = wrapopt.keras, keras.optimizers.LossScaleOptimizer
+def sgd():
+  return keras.optimizers.SGD(0.25)
+def steps_of(opt):
+  v = [keras.Variable([1.0, 2.0]), keras.Variable([[3.0]])]
+  opt.build(v)
+  step = tf.function(lambda g: opt.apply([g, g[None, :1]], v))
+  def steps(n):
+    for _ in range(n):
+      step(tf.constant([64.0, 32.0]))
+    return [x.numpy().tolist() for x in [*v, *opt.variables]]
+  return steps
+
+makers = [lambda: K.Lookahead(scaled(sgd(), initial_scale=8.0), 2),
+          lambda: scaled(K.Lookahead(sgd(), 2), initial_scale=8.0),
+          lambda: scaled(K.MovingAverage(sgd(), 0.5), initial_scale=8.0)]
+pairs = [(steps_of(make()), steps_of(make())) for make in makers]
+want = [(steps(1), steps(4), later(1))[1] for steps, later in pairs]
+tf.config.optimizer.set_jit(True)
+print(*[later(4) == w for (_, later), w in zip(pairs, want)])
+"""
+
+
+def test_autoclustering_of_branches_that_is_switched_on_later():
+  process = run_python("-c", IN_BRANCHES, WRAPOPT_XLA_ON_CPU="",
+                       TF_XLA_FLAGS="--tf_xla_cpu_global_jit")
+  assert process.returncode == 0, process.stderr
+  assert process.stdout == "True True True\n"
 
 
 GATED = """

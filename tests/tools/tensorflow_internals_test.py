@@ -69,7 +69,7 @@ IMPORTS = {
         "register_tensor_conversion_function"],
     "tensorflow.python.ops.control_flow_ops": ["CondContext"],
     "tensorflow.python.ops.control_flow_v2_func_graphs": [
-        "CondBranchFuncGraph"],
+        "CondBranchFuncGraph", "WhileBodyFuncGraph"],
     "tensorflow.python.ops.control_flow_util": ["GraphOrParentsInXlaContext"],
     "tensorflow.python.ops.resource_variable_ops": [
         "BaseResourceVariable", "ResourceVariable"],

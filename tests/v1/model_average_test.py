@@ -312,6 +312,28 @@ def test_a_step_that_failed_does_not_count(target):
         assert session.run([v, step]) == [n, n // 2]
 
 
+@pytest.mark.parametrize("timeout_secs", [600, float("inf")])
+def test_checked_numerics(timeout_secs, target):
+  worker = Worker(scope=f"checked_{timeout_secs}")
+  tf.debugging.enable_check_numerics()
+  try:
+    with worker.build():
+      v = tf1.get_variable("v", initializer=0.0)
+      step = tf1.train.create_global_step()
+      opt = worker.optimizer(round_timeout_secs=timeout_secs)
+      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+      hook = opt.make_session_run_hook()
+      hook.begin()
+      with tf1.Session(target) as session:
+        session.run([tf1.global_variables_initializer(),
+                     tf1.local_variables_initializer()])
+        hook.after_create_session(session, None)
+        session.run(train)
+        assert session.run([v, step]) == [1, 1]
+  finally:
+    tf.debugging.disable_check_numerics()
+
+
 def test_two_steps_of_a_worker_at_once_are_refused(target):
   """Both would be the same step of a round, and the round would be missed."""
   worker = Worker(scope="at_once")
@@ -659,6 +681,36 @@ def test_get_init_op_between_other_calls(made_after, target):
       np.testing.assert_array_equal(session.run(rounds), later)
       session.run(trains)
       assert session.run([v, w, step]) == [2, 2, 4]
+
+
+@pytest.mark.parametrize("is_run_before", [False, True])
+def test_get_init_op_may_run_at_any_time(is_run_before, target):
+  """A session that has run an op does not see what is added to it later."""
+  worker = Worker(scope=f"any_time_{is_run_before}")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    opt = worker.optimizer(interval_steps=2, round_timeout_secs=5.0)
+    init = opt.get_init_op()
+    with tf1.Session(target) as session:
+      if is_run_before:
+        session.run(tf1.global_variables_initializer())
+        session.run(init)
+      train = opt.apply_gradients([(tf.constant(-1.0), v)], step)
+      hook = opt.make_session_run_hook()
+      hook.begin()
+      session.run([tf1.global_variables_initializer(),
+                   tf1.local_variables_initializer()])
+      hook.after_create_session(session, None)
+      for n in (1, 2, 3):
+        for _ in range(2):
+          session.run(init)
+        session.run(train)
+        session.run(train)
+        assert session.run([v, step]) == [2 * n, n]
+      session.run(train)
+      session.run(init)
+      assert session.run(v) == 6
 
 
 @pytest.mark.parametrize("is_chief", [True, False])

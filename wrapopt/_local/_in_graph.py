@@ -20,6 +20,8 @@ from wrapopt.ops import _emit
 _FIRST_PLACE = (-1, 0)
 # How many workers send values to a server at the same time.
 _MOST_PUSHES = 4
+# Instead of infinity, which tf.debugging.enable_check_numerics() refuses.
+_LONGEST_SECS = 1e9
 
 
 class Rounds:
@@ -162,7 +164,8 @@ class Member:
 
     place = at(lead, place)
     with ops.host_of(lead), tf.control_dependencies([place]):
-      limit = tf.constant(self.round_timeout_secs, tf.float64)
+      limit = tf.constant(min(self.round_timeout_secs, _LONGEST_SECS),
+                          tf.float64)
       began = tf.timestamp()
       _, known = raw.wrapopt_averaging_enter(
           handles[lead.device], self.name, self.process, place,
@@ -177,9 +180,10 @@ class Member:
       # The wait for a turn and this one take no longer than one deadline.
       left = tf.maximum(limit - (tf.timestamp() - began),
                         tf.minimum(limit, 1.0))
+      # No grace is shorter than the wait: the round waits for all workers.
       closed = raw.wrapopt_averaging_close(
           handles[lead.device], place, self.min_workers, timeout_secs=left,
-          grace_secs=float("inf"))
+          grace_secs=limit)
     ended = [end(server, at(server, closed)) for server in others]
     with tf.control_dependencies(ended):
       return end(lead, closed)
