@@ -73,12 +73,33 @@ def _mutants():
           "      pass", "//tests/both:bema_test")
   yield m("BEMA: a file in place has its own s",
           "wrapopt/keras/_bias_corrected.py",
-          "(average, tf.convert_to_tensor(s)),", "",
+          "s.value_in_block(swapped_in), s.variable", "*s.saved",
           "//tests/both:bema_test")
   yield m("BEMA: it is read while another average is in place",
           "wrapopt/keras/_bias_corrected.py",
-          "return [s for k, row in rows if k != its for s in row], saved",
+          "return self._all_derived(but=self._index_of(decay)), saved",
           "return (), saved", "//tests/both:bema_test")
+  yield m("files: an average goes to a variable of another value",
+          "wrapopt/keras/_owners.py",
+          "return a.dtype != b.dtype or not is_known(key)", "return True",
+          "//tests/keras:saving_test --test_filter=one_tower")
+  yield m("files: an average stays with the number of its variable",
+          "wrapopt/keras/_owners.py",
+          "and is_like(a.path, b.path))\n  # Of", "and False)\n  # Of",
+          "//tests/keras:saving_test --test_filter=built_again")
+  yield m("files: averages of LoRA's factors are loaded",
+          "wrapopt/keras/_state.py",
+          "if i in found and not _is_merged(pair[1]):", "if i in found:",
+          "//tests/keras:saving_test --test_filter=factors")
+  yield m("state trees: what they set is seeded again",
+          "wrapopt/keras/_state.py",
+          "self._is_loaded, self._noted = True, None\n"
+          "    self._set.add(id(variable))", "pass",
+          "//tests/keras:saving_test --test_filter=tree")
+  yield m("Schedule-Free: a variable that holds x stays there",
+          "wrapopt/_averages/_interpolated.py",
+          "tf.where(each & is_apart, moved, y)", "y",
+          "//tests/keras:interpolated_test --test_filter=without_gradient")
   yield m("decay of merges: factors in the opposite order",
           "wrapopt/checkpoints/_rate_decay.py",
           "factors = [1.0, *(of_updates / np.diff(s)), 0.0]",
@@ -530,8 +551,8 @@ def _mutants():
        "not _lagging.is_changed_in_graph(variable) and", "",
        "both:stale_rows_test"),
       ("Keras: a variable without a gradient keeps its first value",
-       "keras/_beginning", "elif self._untracked.without_gradient and not "
-       "self._state.was_set():", "elif False:", "keras:conformance_test"),
+       "keras/_beginning", "elif self._untracked.without_gradient:",
+       "elif False:", "keras:conformance_test"),
       ("Keras: a step that fails leaves its thread waiting", "keras/_inner",
        "        mine.late = None", "        pass",
        "keras:conformance_test"),

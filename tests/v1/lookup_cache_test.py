@@ -58,7 +58,7 @@ class Counter:
 # Functions that an uncached step calls for each variable.
 ASKED = [(_check, "dtype"), (_check, "shape"), (_check, "variable"),
          (_variables, "is_ref"), (ops, "is_ref_variable"),
-         (_apply, "_gradient_and_kind"),
+         (_apply.Update, "_gradient_and_kind"),
          (_fused, "gradient"), (v1.train.Optimizer, "get_slot"),
          (v1.train.Optimizer, "_get_or_make_slot"),
          (wrapopt.MovingAverageOptimizer, "get_slot"),

@@ -1049,10 +1049,10 @@ def slow_exchange(monkeypatch):
   begun = threading.Event()
 
   def slow(function):
-    def slowed(*args):
+    def slowed(*args, **kwargs):
       begun.set()
       time.sleep(0.3)
-      return function(*args)
+      return function(*args, **kwargs)
     return slowed
 
   monkeypatch.setattr(_swap, "SwappedIn", slow(_swap.SwappedIn))

@@ -241,8 +241,8 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
     are_one = [_is(now, momentum) for now in rest] or [True]
     if not is_all:
       are_one.append(tf.logical_not(each))
-    with tf.control_dependencies(
-        [] if tf.executing_eagerly() else [op for op in done if op is not None]):
+    with tf.control_dependencies([op for op in done if op is not None and
+                                  not tf.executing_eagerly()]):
       return tf.where(tf.reduce_all(tf.stack(are_one)), ops.float64(momentum),
                       ops.float64(EACH_ITS_OWN))
 

@@ -818,7 +818,7 @@ def _listed(paths):
 
 def _restored(x):
   """The number of the latest checkpoint that was restored into an object."""
-  x._maybe_initialize_x()
+  x._maybe_initialize_trackable()
   return x._update_uid
 
 
