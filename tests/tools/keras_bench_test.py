@@ -22,8 +22,8 @@ MLP = (functools.partial(bench._mlp, 2, 4),
        functools.partial(keras.optimizers.Adam, 1e-3))
 # {file of results: (a command of them, how many results it has)}.
 _COMMANDS = {
-    # Of four modes and two models, four contenders; two of the swap.
-    "keras": ("keras", 4 * 2 * 4 + 2),
+    # Of four modes and two models, four contenders; two of each swap.
+    "keras": ("keras", 4 * 2 * 4 + 2 * 2),
     "gate-cluster": ("gate --cluster --sets resnet50", 4),
     # Of two kinds, three contenders.
     "gate-workers": ("gate --cluster --workers 1 2", 2 * 2 * 3),

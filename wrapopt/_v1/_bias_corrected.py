@@ -1,5 +1,7 @@
 """The base class of the optimizer whose averages may be those of a BEMA."""
 
+import functools
+
 import tensorflow as tf
 
 from wrapopt._averages import _bias_corrected
@@ -38,15 +40,16 @@ class BiasCorrectingOptimizer(_averaging.AveragingOptimizer):
       return pairs
     origins = super()._pairs_of(
         variables, _decays.place_of_origin(decay, self._decays))
-    return [(v, _bias_corrected.BiasCorrected(
-        v, s, origin, decay, self._reader_of_steps(v))
+    # One function for all: they are read together.
+    steps = functools.partial(
+        self._steps_now, _slots.graph_of(pairs[0][0]) if pairs else None)
+    return [(v, _bias_corrected.BiasCorrected(v, s, origin, decay, steps)
              if self._is_derived(v, k) else s)
             for (v, s), (_, origin) in zip(pairs, origins)]
 
-  def _reader_of_steps(self, variable):
-    """A function that reads the number of steps of the averages now."""
-    steps = self._steps_of(_slots.graph_of(variable))
-    return lambda: _replicas.values(steps)[0].read_value()
+  def _steps_now(self, graph):
+    """The number of steps of the averages of a graph now: a tensor."""
+    return _replicas.values(self._steps_of(graph))[0].read_value()
 
   def _derived_beside(self, variables, k):
     return [s for j in range(len(self._public_decays)) if j != k

@@ -88,6 +88,12 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     def share(variable):
       return self._slot(variable, self._share_slot)
 
+    if tf.distribute.has_strategy():
+      # Out of the replicas, TensorFlow finds no slots.
+      shares = {id(v): share(v)
+                for v in [*variables, *self._averaged.of(graph)]}
+      share = lambda variable: shares[id(variable)]
+
     def trained():
       return [_interpolated.Trained(*parts) for v, its_z in zip(variables, z)
               for parts in zip(*map(_replicas.values, (v, its_z, share(v))))]

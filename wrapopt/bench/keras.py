@@ -30,7 +30,8 @@ batch, and are checked to train alike. "First step" is the seconds until it has
 ended, including tracing and compilation.
 
 Then the time to put averages in place of the weights and back, with
-`averaged_weights` and with Keras's `SwapEMAWeights`.
+`averaged_weights` and with Keras's `SwapEMAWeights`; and for many small
+variables, those of a BEMA beside those of a decay.
 
 With --optimizers, only the step of some optimizers with given gradients, beside
 each other: Schedule-Free learning, and what it replaces.
@@ -47,12 +48,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+import wrapopt
 from wrapopt.bench import harness
 from wrapopt.bench import keras_optimizers
 
 _PLAIN, _USE_EMA, _ONE, _THREE = CONTENDERS = (
     "plain", "use_ema", "wrapopt, K = 1", "wrapopt, K = 3")
-_DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999]}
+_BEMA = "wrapopt, BEMA"
+_DECAYS = {_USE_EMA: [0.99], _ONE: [0.99], _THREE: [0.99, 0.999, 0.9999],
+           _BEMA: [wrapopt.BEMA()]}
 _MIRRORED, _JIT, _HLO, _GPU = "mirrored", "jit", "hlo", "gpu"
 _ON_GPU = (_GPU, "gpu_ops")
 MODES = ("cpu", _MIRRORED, _JIT, _HLO, *_ON_GPU)
@@ -148,6 +152,7 @@ def contests(options):
           yield _contest(process, mode, name)
   if _SWAP in options.models:
     yield _swap(_SWAP_LAYERS, _SWAP_WIDTH)
+    yield _swap_of_bema(100, 32)
 
 
 def _contest(process, mode, name):
@@ -309,4 +314,28 @@ def _swap(layers, width):
       {"model": _SWAP, "megabytes": megabytes},
       peers={"x_keras": "SwapEMAWeights"})
   contest.add({"SwapEMAWeights": by_callback, "averaged_weights": by_exchange})
+  return contest
+
+
+def _swap_of_bema(layers, width):
+  """A Contest of a BEMA and a decay, of many small variables."""
+  batch = _dense(1, width)
+  models = {contender: _compiled(
+      contender, _call(_mlp, layers, width), batch, "mse", _OPTIMIZERS["SGD"],
+      False) for contender in (_ONE, _BEMA)}
+
+  def swap(model):
+    _first_step(model, batch)
+
+    def run():
+      with model.optimizer.averaged_weights():
+        pass
+
+    return run
+
+  contest = harness.Contest(
+      f"averages of {2 * layers} small variables in place, and back",
+      {"model": "swap of a BEMA", "variables": 2 * layers},
+      peers={"x_decay": _ONE})
+  contest.add({contender: swap(model) for contender, model in models.items()})
   return contest

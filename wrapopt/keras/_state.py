@@ -214,6 +214,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       return {_OWNERS: tf.constant(_owners.all_to_array(owners))}
 
   def _restore_from_tensors(self, restored_tensors):
+    if _OWNERS not in restored_tensors:
+      return  # A SavedModel's, see above.
     self._awaits = False
     array = restored_tensors[_OWNERS]
     if not tf.executing_eagerly():  # In a cluster, it is in a function.
