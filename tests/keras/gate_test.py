@@ -79,7 +79,7 @@ def in_flight(opt):
 def state(opt, variables):
   """All that a step may change, but the counts of gates."""
   found = [v.numpy() for v in (
-      *variables, *getattr(opt, "inner_optimizer", opt).variables)]
+      *variables, *(v for x in wk._steps.innermost(opt) for v in x.variables))]
   for wrapper in opt._wrappers() if hasattr(opt, "_wrappers") else ():
     if not wrapper.is_gate:
       found += [tf.convert_to_tensor(s).numpy()
