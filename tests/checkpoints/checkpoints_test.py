@@ -466,8 +466,9 @@ def test_optimizers_of_keras_at_any_place(tmp_path, capsys):
   # All others are 1, and said to be.
   out = capsys.readouterr().out
   assert ("mean.keras: mean of the inputs\n  averaged: 9 variables, 40 numbers "
-          "of float32\n  copied: 42 variables, 29 in the state of an "
-          "optimizer, 13 of dtype int64\n  averaged  adam/vars/0  ") in out, out
+          "of float32\n  copied: 48 variables, 31 in the state of an "
+          "optimizer, 13 of dtype int64, 4 of dtype uint8\n"
+          "  averaged  adam/vars/0  ") in out, out
   assert ("  copied    layers/counts/vars/0  int64 [], of dtype int64\n"
           "  averaged  layers/counts/vars/1  float32 [2, 3]\n") in out
 
