@@ -134,8 +134,7 @@ class Keras(writer.Functions):
     self.line(f"opt.finalize_variable_values([{self.all_variables()}])")
     self.model.end_fit()
 
-  def other_step(self):
-    i = self.model.order[0]
+  def other_step(self, i):
     v = self.variables[i]
     return (f"keras.optimizers.SGD(0.5).apply([tf.ones({list(v.shape)}, "
             f"{v.dtype!r})], [v{i}])")

@@ -151,11 +151,12 @@ class Writer:
     if inside in ("again", "step"):
       self.write_read()
 
-    if inside == "other":
+    in_place = [i for i, want in enumerate(wants) if want is not None]
+    if inside == "other" and in_place:
       with self.block("def other():"):
         with self.block(
             f"with {self.swapped(name, self.decays(name)[index])}:"):
-          self.line(self.other_step())
+          self.line(self.other_step(in_place[0]))
       self.line('refused("a step of another optimizer", other)',
                 f'same("{self.at} other", [{values}], before)')
 
