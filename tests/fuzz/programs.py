@@ -489,7 +489,9 @@ def _operation(draw, program, kind):
 def _files(program):
   """The kinds of files that hold the state of a program."""
   if program.mode == "fit":
-    return ["checkpoint", "model", "weights", "tree"]
+    # In Keras's own LossScaleOptimizer, paths tell whether it was built in fit.
+    return ["checkpoint", "model", "weights"] + ["tree"] * (
+        not program.has("LossScale"))
   if program.mode in SESSIONS:
     return ["swapped", "swapping"] * program.has(MOVING, *BETWEEN) + ["saver"]
   return ["checkpoint"] + ["tree"] * (program.api == "keras")

@@ -198,6 +198,8 @@ def width(specs):
 
 
 def make_model(specs, fresh=False):
+  # A state tree knows variables by their paths, which Keras counts up.
+  keras.utils.clear_session(free_memory=False)
   x = keras.Input((width(specs),), dtype="float64")
   model = keras.Model(x, Product(specs)(x))
   for i, (v, (shape, _, _)) in enumerate(zip(model.variables, specs)):
