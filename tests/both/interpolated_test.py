@@ -479,3 +479,133 @@ def test_replicas_in_a_session():
       with opt.averaged_weights(session):
         numerics.assert_same_bits(session.run(v), points[0])
       numerics.assert_same_bits(session.run(v), points[1])
+
+
+class Several:
+  """Three variables and their x, y and z in float64; gradients are 1."""
+
+  SHARE, DECAY, RATE = 0.7, 0.9, 0.25
+
+  def __init__(self):
+    self.points = {name: [np.array([i, i + 1.0])] * 3
+                   for i, name in enumerate("abc")}
+
+  def step(self, names):
+    for name in names:
+      x, _, z = self.points[name]
+      z = z - self.RATE
+      x = self.DECAY * x + (1 - self.DECAY) * z
+      self.points[name] = [x, self.SHARE * x + (1 - self.SHARE) * z, z]
+
+  def hold_x(self):
+    self.points = {name: [x, x, z] for name, (x, _, z) in self.points.items()}
+
+  def check(self, read):
+    for name, want in self.points.items():
+      np.testing.assert_allclose(read(name), want, 1e-10)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("is_ref", [False, True])
+def test_some_variables_hold_x_in_a_session(is_ref, is_late, tmp_path):
+  """Steps on some variables after a plain Saver has set all to x."""
+  with tf.Graph().as_default(), tf1.Session() as session:
+    model = Several()
+    v = {name: tf1.get_variable(name, initializer=x, use_resource=not is_ref)
+         for name, (x, _, _) in model.points.items()}
+    opt = wrapopt.PrimalAverageOptimizer(
+        train.GradientDescentOptimizer(model.RATE), model.SHARE, model.DECAY)
+    # A later `minimize` makes z of variables that the first does not know.
+    names = ["a", "abc", "bc"] if is_late else ["abc", "a", "bc"]
+    steps = {some: opt.minimize(tf.add_n([tf.reduce_sum(v[name])
+                                          for name in some]),
+                                var_list=[v[name] for name in some])
+             for some in names}
+    session.run(tf1.global_variables_initializer())
+    swapping, plain = opt.swapping_saver(), train.Saver()
+
+    def step(some):
+      session.run(steps[some])
+      model.step(some)
+      check()
+
+    def check():
+      model.check(lambda name: session.run(
+          [opt.average(v[name]), v[name], opt.z(v[name])]))
+
+    step("abc")
+    step("bc")
+    plain.restore(session, swapping.save(session, str(tmp_path / "x")))
+    model.hold_x()
+    check()
+    step("a")
+    before = dict(model.points)
+    paths = [(saver, saver.save(session, str(tmp_path / str(i))))
+             for i, saver in enumerate((plain, swapping))]
+    for some in ("a", "bc", "abc"):
+      step(some)
+    for saver, path in paths:
+      saver.restore(session, path)
+      model.points = dict(before)
+      check()
+      for some in ("a", "abc", "bc"):
+        step(some)
+    with opt.averaged_weights(session):
+      for name, (x, _, _) in model.points.items():
+        np.testing.assert_allclose(session.run(v[name]), x, 1e-10)
+    check()
+
+
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("mode", ["eager", "function", "jit"])
+def test_some_variables_hold_x_in_keras(mode, one_pass, tmp_path):
+  """Steps on some variables after all were set to x, as by `fit`."""
+  model = Several()
+
+  def make():
+    v = {name: keras.Variable(x, dtype="float64")
+         for name, (x, _, _) in Several().points.items()}
+    cls = keras.optimizers.SGD if one_pass else type(
+        "Own", (keras.optimizers.SGD,), {})
+    opt = wrapopt.keras.PrimalAverage(cls(model.RATE), model.SHARE, model.DECAY)
+    opt.build(list(v.values()))
+    assert opt.fused == one_pass
+
+    def apply(some):
+      # A variable without a gradient is left out, or has None.
+      opt.apply([tf.ones([2], tf.float64) if name in some else None
+                 for name in v], list(v.values()))
+
+    steps = {some: apply if mode == "eager" else tf.function(
+        apply, jit_compile=mode == "jit") for some in ("a", "bc", "abc")}
+    return v, opt, steps
+
+  v, opt, steps = make()
+
+  def step(*of):
+    for some in of:
+      steps[some](some)
+      model.step(some)
+      check()
+
+  def check():
+    model.check(lambda name: (opt.average(v[name]), v[name], opt.z(v[name])))
+
+  step("abc", "a", "bc")
+  for _ in range(2):  # The functions are traced once.
+    opt.finalize_variable_values(list(v.values()))
+    model.hold_x()
+    step("a", "a", "abc", "bc")
+  opt.finalize_variable_values(list(v.values()))
+  model.hold_x()
+  step("bc")
+  path = tf.train.Checkpoint(opt=opt, **v).save(str(tmp_path / "c"))
+  before = dict(model.points)
+  step("abc")
+  for another in (False, True):
+    if another:
+      v, opt, steps = make()
+    tf.train.Checkpoint(opt=opt, **v).restore(path)
+    model.points = dict(before)
+    check()
+    step("bc", "abc", "a")

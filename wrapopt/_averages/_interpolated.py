@@ -228,8 +228,7 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
       y, z = v.read_value(), z.read_value()
       at = _derived.computed_in(y.dtype)
       x = tf.cast(x_of(y, z, own), at)
-      moved = tf.cast(x + tf.cast(1 - momentum, at) * (tf.cast(z, at) - x),
-                      y.dtype)
+      moved = tf.cast(x + (1 - momentum) * (tf.cast(z, at) - x), y.dtype)
       values += [(v, tf.where(each & is_apart, moved, y)),
                  (share, ops.float64(momentum))]
     rest = [shared(before, share.read_value()) for share in others()]
@@ -272,7 +271,7 @@ def y_of(x, z, motion, momentum):
   """y after a step to `z`, from x before it: a tensor."""
   dtype = _derived.computed_in(x.dtype)
   like, x, z = x.dtype, tf.cast(x, dtype), tf.cast(z, dtype)
-  x = x + tf.cast(motion.c, dtype) * (z - x)
+  x = x + tf.cast(ops.float64(motion.c), dtype) * (z - x)
   return tf.cast(x + (1 - momentum) * (z - x), like)
 
 
