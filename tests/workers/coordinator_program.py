@@ -55,7 +55,7 @@ def variables(strategy, opt, values):
     made = [keras.Variable(v, name=f"v{i}", dtype="float64")
             for i, v in enumerate(values)]
     opt = opt()
-    if hasattr(opt, "build"):
+    if isinstance(opt, keras.optimizers.Optimizer):
       opt.build(made)
   return made, opt
 
@@ -382,10 +382,10 @@ def refused(strategy, coordinator):
         gradients = [1 + v.value for v in model.trainable_variables]
       opt.apply(gradients, model.trainable_variables)
 
-    state = lambda: [tf.convert_to_tensor(x).numpy().tolist()
-                     for x in opt.variables + model.variables
-                     if x is not gate._histogram
-                     and x is not gate._stale_counter]
+    state = lambda: [  # All but the counts of gates.
+        tf.convert_to_tensor(x).numpy().tolist() for x in (
+            *(v for inner in wrapopt.keras._steps.innermost(opt)
+              for v in inner.variables), *model.variables)]
     before = state()
     schedule(coordinator, step, 5)
     with strategy.scope():
