@@ -671,7 +671,8 @@ def rows(model):
   opt._seed_unbegun()
   of = {id(v): [] for v in model.trainable_variables}
   for s, v in opt._state.pairs():
-    of[id(v)].append(s.numpy())
+    if not hasattr(s, "starts_at"):  # No share, which is a number.
+      of[id(v)].append(s.numpy())
   return [of[id(v)] for v in model.trainable_variables]
 
 
