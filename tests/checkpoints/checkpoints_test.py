@@ -808,8 +808,9 @@ def test_files_of_other_formats(tmp_path, name):
     (".data-00000-of-00001", 0, "Variable '[bw]' of .*in-{i} cannot be read: "),
     (".data-00000-of-00001", -1, "Variable '[bw]' of .*in-{i} cannot be read"),
     (".index", 5, "in-{i} cannot be read: "),
-    (".keras", np.float32([1, 2]).tobytes(), "in-{i}.keras is damaged: use "
-     "another copy of it: the checksum of model.weights.h5 is wrong"),
+    (".keras", lambda i: np.float32([i, 2]).tobytes(), "in-{i}.keras is "
+     "damaged: use another copy of it: the checksum of model.weights.h5 is "
+     "wrong"),
     (".keras", "config.json", "in-{i}.keras is damaged: use another copy of "
      "it: "), (".h5", 0, "in-{i}.h5 cannot be read: "),
     (".keras", 0, "in-{i}.keras (is damaged|cannot be read)")])
@@ -822,8 +823,8 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
                              True)
   path = tmp_path / f"in-{i}{ending}"
   data = bytearray(path.read_bytes())
-  if isinstance(place, bytes):
-    place = data.index(place)
+  if callable(place):
+    place = data.index(place(i))
   elif isinstance(place, str):
     with zipfile.ZipFile(path) as archive:
       info = archive.getinfo(place)
