@@ -824,7 +824,7 @@ def test_a_damaged_byte(tmp_path, two, ending, place, error, i):
   path = tmp_path / f"in-{i}{ending}"
   data = bytearray(path.read_bytes())
   if callable(place):
-    place = data.index(place(i))
+    place = data.rindex(place(i))
   elif isinstance(place, str):
     with zipfile.ZipFile(path) as archive:
       info = archive.getinfo(place)
