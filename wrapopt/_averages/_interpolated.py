@@ -8,7 +8,9 @@ import typing
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
+from wrapopt import _bundle
 from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _derived
@@ -213,9 +215,12 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
   """
   before = (state.numpy() if tf.executing_eagerly() else state)[SHARE]
 
-  def look():
+  def read():
     found = [t.share.read_value() for t in trained()]
-    apart = [tf.logical_not(_is(own, momentum)) for own in found]
+    return found, [tf.logical_not(_is(own, momentum)) for own in found]
+
+  def look():
+    found, apart = read()
     return cond(tf.reduce_any(tf.stack([
         tf.logical_not(_is(before, EACH_ITS_OWN)), *apart])),
                 lambda: settled(found, apart),
@@ -247,6 +252,25 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
 
   if tf.executing_eagerly():
     return look().numpy() if before != momentum else momentum
+  if control_flow_util.GraphOrParentsInXlaContext(
+      tf.compat.v1.get_default_graph()):
+    # It has all variables as arguments anyway, and fuses this into the step.
+    return settled(*read())
+  moved, left = trained(), others()
+  bundle = _bundle.allowed() and tf.inside_function() and _bundle.make(
+      [t.variable.handle for t in moved], None)
+  if bundle is not None and bundle is not False:
+    # A branch captures each variable that it names, which costs time in every
+    # call. So this one calls Python.
+    def called():
+      tf.identity(bundle)  # Tells TensorFlow what the branch changes.
+      now = tf.py_function(
+          lambda state: np.float64(settle(
+              state, momentum, lambda: moved, lambda: left, is_all)),
+          [state], tf.float64)
+      return tf.ensure_shape(now, [])
+
+    return cond(_is(before, momentum), lambda: ops.float64(momentum), called)
   return cond(_is(before, momentum), lambda: ops.float64(momentum), look)
 
 
