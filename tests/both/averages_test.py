@@ -5,6 +5,7 @@ what differs between the halves: v1/moving_average_test.py and, of Keras's
 models, keras/saving_test.py and keras/evaluate_test.py.
 """
 
+import contextlib
 import typing
 
 import keras
@@ -410,3 +411,73 @@ def test_functions_are_called_once_in_each_step(way):
     assert calls.count("number") == 4
     assert calls.count("decay") == (4 if way.half == "v1" else 0)
     assert run.average("w") == 2.5
+
+
+DECAYS = [lambda: wrapopt.PowerDecay(0.1), lambda: wrapopt.HalfLife(
+    fraction=0.1), lambda: wrapopt.BEMA(2), lambda: 0.9]
+
+
+@pytest.fixture
+def checked_numerics():
+  tf.debugging.enable_check_numerics()
+  yield
+  tf.debugging.disable_check_numerics()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.125])
+@pytest.mark.parametrize("mode", ["eager", "function"])
+def test_numbers_in_between_are_finite_in_keras(mode, rate, checked_numerics):
+  """TensorFlow refuses each NaN and infinity."""
+  wk = wrapopt.keras
+  sgd = lambda: keras.optimizers.SGD(rate)
+  makes = [
+      *(lambda d=d: wk.MovingAverage(sgd(), d()) for d in DECAYS),
+      lambda: wk.MovingAverage(wk.LazyAdam(rate), wrapopt.PowerDecay(0.1)),
+      lambda: wk.SWA(sgd(), 2, 1), lambda: wk.Lookahead(sgd(), 2),
+      lambda: wk.ScheduleFree(sgd()),
+      lambda: wk.ScheduleFree(sgd(), warmup_steps=3),
+      lambda: wk.ScheduleFree(keras.optimizers.Adamax(rate, beta_1=0.0)),
+      lambda: wk.PrimalAverage(keras.optimizers.Adam(rate)),
+      lambda: wk.DropStaleGradient(sgd(), 2)]
+  for make in makes:
+    opt, table = make(), keras.Variable(np.zeros((3, 2), np.float32))
+    opt.build([table])
+
+    def take():
+      with getattr(opt, "record_step", contextlib.nullcontext)():
+        grad = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([1]),
+                                tf.constant([3, 2]))
+      opt.apply([grad], [table])
+
+    step = take if mode == "eager" else tf.function(take)
+    for _ in range(3):
+      step()
+    opt.finalize_variable_values([table])
+    step()
+    if hasattr(opt, "average"):
+      assert np.isfinite(np.array(opt.average(table))).all()
+      with opt.averaged_weights():
+        assert np.isfinite(table.numpy()).all()
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.125])
+def test_numbers_in_between_are_finite_in_a_session(rate, checked_numerics):
+  """Of resource variables: the checks break TensorFlow's ref variables."""
+  sgd = lambda: v1.train.GradientDescentOptimizer(rate)
+  average = wrapopt.MovingAverageOptimizer
+  makes = [
+      *(lambda d=d: average(sgd(), d()) for d in DECAYS),
+      lambda: average(wrapopt.LazyAdamOptimizer(rate), wrapopt.PowerDecay(0.1)),
+      lambda: wrapopt.ScheduleFreeOptimizer(sgd()),
+      lambda: wrapopt.PrimalAverageOptimizer(v1.train.AdamOptimizer(rate))]
+  for make in makes:
+    with tf.Graph().as_default(), v1.Session() as session:
+      table = v1.get_variable("v", initializer=np.zeros((3, 2), np.float32),
+                              use_resource=True)
+      opt, step = make(), v1.train.get_or_create_global_step()
+      op = opt.minimize(tf.reduce_sum(tf.gather(table, [1])), step)
+      read = tf.convert_to_tensor(opt.average(table))
+      session.run(v1.global_variables_initializer())
+      for _ in range(3):
+        session.run(op)
+      assert np.isfinite(session.run(read)).all()

@@ -98,7 +98,7 @@ def _mutants():
           "//tests/keras:saving_test --test_filter=tree")
   yield m("Schedule-Free: a variable that holds x stays there",
           "wrapopt/_averages/_interpolated.py",
-          "tf.where(each & is_apart, moved, y)", "y",
+          "tf.where(moves, moved, y)", "y",
           "//tests/keras:interpolated_test --test_filter=without_gradient")
   yield m("decay of merges: factors in the opposite order",
           "wrapopt/checkpoints/_rate_decay.py",

@@ -67,6 +67,7 @@ IMPORTS = {
     "tensorflow.python.framework.tensor": ["Tensor.OVERLOADABLE_OPERATORS"],
     "tensorflow.python.framework.tensor_conversion_registry": [
         "register_tensor_conversion_function"],
+    "tensorflow.python.ops.cond_v2": ["cond_v2"],
     "tensorflow.python.ops.control_flow_ops": ["CondContext"],
     "tensorflow.python.ops.control_flow_v2_func_graphs": [
         "CondBranchFuncGraph", "WhileBodyFuncGraph"],

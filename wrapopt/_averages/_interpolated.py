@@ -4,17 +4,21 @@ Schedule-Free learning and generalized primal averaging are this with other
 weights of the new z in x. The symbols are those of cc/rules/schedule_free.h.
 """
 
+import collections
 import typing
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.ops import control_flow_util
 
+from wrapopt import _bundle
 from wrapopt import _checks
 from wrapopt import ops
 from wrapopt._averages import _derived
 from wrapopt._averages import _in_place
 from wrapopt._averages import _partial
 from wrapopt._averages import _replicas
+from wrapopt._averages import _swap
 
 # The place in the state of a schedule, a vector of float64, that holds the
 # share of x in what all variables hold now (`momentum`, or 1 where they hold x
@@ -213,41 +217,78 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
   """
   before = (state.numpy() if tf.executing_eagerly() else state)[SHARE]
 
-  def look():
-    found = [t.share.read_value() for t in trained()]
-    apart = [tf.logical_not(_is(own, momentum)) for own in found]
-    return cond(tf.reduce_any(tf.stack([
-        tf.logical_not(_is(before, EACH_ITS_OWN)), *apart])),
-                lambda: settled(found, apart),
-                lambda: ops.float64(EACH_ITS_OWN))
+  each = lambda: tf.convert_to_tensor(_is(before, EACH_ITS_OWN))
 
-  def settled(found, apart):
-    values = []
-    each = tf.convert_to_tensor(_is(before, EACH_ITS_OWN))
-    for (v, z, share), own, is_apart in zip(trained(), found, apart):
-      y, z = v.read_value(), z.read_value()
-      at = _derived.computed_in(y.dtype)
-      x = tf.cast(x_of(y, z, own), at)
-      moved = tf.cast(x + (1 - momentum) * (tf.cast(z, at) - x), y.dtype)
-      values += [(v, tf.where(each & is_apart, moved, y)),
-                 (share, ops.float64(momentum))]
-    rest = [shared(before, share.read_value()) for share in others()]
-    values += zip(others(), rest)
-    # What was read of a ref variable changes with it.
-    with tf.control_dependencies([] if tf.executing_eagerly() else [
-        x for _, x in values] + [x for x in apart if tf.is_tensor(x)]):
-      done = [v.assign(x, read_value=False) for v, x in values]
-    are_one = [_is(now, momentum) for now in rest] or [True]
+  def read():
+    return tf.stack([t.share.read_value() for t in trained()])
+
+  def look():
+    own = read()
+    is_apart = tf.reduce_any(tf.not_equal(own, ops.float64(momentum)))
+    return cond(tf.logical_or(is_apart, tf.logical_not(each())),
+                lambda: settled(own), lambda: ops.float64(EACH_ITS_OWN))
+
+  def settled(own):
+    done = []
+
+    def assign(after, values):
+      # What was read of a ref variable changes with it.
+      with tf.control_dependencies([] if tf.executing_eagerly() else after):
+        done.extend([v.assign(x, read_value=False) for v, x in values])
+
+    goal, left = ops.float64(momentum), others()
+    # Else, the state says all: in XLA, each assignment is an output.
+    notes = left or not is_all
+    is_apart = tf.logical_and(each(), tf.not_equal(own, goal))
+    for (v, z, share), moves, by in zip(
+        trained(), tf.unstack(is_apart), tf.unstack(1 - momentum / own)):
+      y, at = v.read_value(), _derived.computed_in(v.dtype.base_dtype)
+      wide = tf.cast(y, at)
+      moved = tf.cast(wide + tf.cast(by, at) * (
+          tf.cast(z.read_value(), at) - wide), y.dtype)
+      value = tf.where(moves, moved, y)
+      assign([own, value], [(v, value), *[(share, goal)] * bool(notes)])
+    are_one = tf.constant(True)
+    if left:
+      now = tf.convert_to_tensor(shared(
+          before, tf.stack([share.read_value() for share in left])))
+      assign([now], zip(left, tf.unstack(now)))
+      are_one = tf.reduce_all(tf.equal(now, goal))
     if not is_all:
-      are_one.append(tf.logical_not(each))
+      are_one = tf.logical_and(are_one, tf.logical_not(each()))
     with tf.control_dependencies([op for op in done if op is not None and
                                   not tf.executing_eagerly()]):
-      return tf.where(tf.reduce_all(tf.stack(are_one)), ops.float64(momentum),
-                      ops.float64(EACH_ITS_OWN))
+      return tf.where(are_one, goal, ops.float64(EACH_ITS_OWN))
 
   if tf.executing_eagerly():
     return look().numpy() if before != momentum else momentum
-  return cond(_is(before, momentum), lambda: ops.float64(momentum), look)
+  if control_flow_util.GraphOrParentsInXlaContext(
+      tf.compat.v1.get_default_graph()):
+    # It has all variables as arguments anyway, and fuses this into the step.
+    # As in the op of the step, an average in place is a FailedPrecondition.
+    with tf.control_dependencies(_swap.check([t.z for t in trained()])):
+      return settled(read())
+  moved, left = trained(), others()
+  bundles = [None]
+  if _bundle.allowed() and tf.inside_function():
+    handles = collections.defaultdict(list)
+    for t in moved:
+      handles[t.variable.device].append(t.variable.handle)
+    bundles = [_bundle.make(row, device) for device, row in handles.items()]
+  if any(bundle is None for bundle in bundles):
+    return cond(_is(before, momentum), lambda: ops.float64(momentum), look)
+
+  # A branch captures each variable that it names, which costs time in every
+  # call. So this one, which is seldom taken, calls Python.
+  def called():
+    for bundle in bundles:  # They tell TensorFlow what the branch changes.
+      tf.identity(bundle)
+    return tf.ensure_shape(tf.py_function(
+        lambda state: np.float64(settle(
+            state, momentum, lambda: moved, lambda: left, is_all)),
+        [state], tf.float64), [])
+
+  return cond(_is(before, momentum), lambda: ops.float64(momentum), called)
 
 
 def x_of(y, z, share):

@@ -1,9 +1,83 @@
 """Branches that may hold ref variables, and reach other tasks."""
 
 import tensorflow as tf
+from tensorflow.python.ops import cond_v2
 from tensorflow.python.ops import control_flow_ops
+from tensorflow.python.ops import control_flow_util
+
+from wrapopt import ops
 
 tf1 = tf.compat.v1
+
+
+class ByName:
+  """A variable of a graph, for `seldom`: each use finds it by its name."""
+
+  def __init__(self, variable):
+    self.dtype, self._op = variable.dtype.base_dtype, variable.op
+
+  def _variable(self):
+    op = self._op
+    make = (tf.raw_ops.VarHandleOp if op.type == "VarHandleOp" else
+            tf.raw_ops.VariableV2)
+    return make(shape=op.get_attr("shape"), dtype=self.dtype,
+                container=op.get_attr("container"),
+                # The name of a ref variable is that of its op by default.
+                shared_name=op.get_attr("shared_name") or op.name)
+
+  def read_value(self):
+    found = self._variable()
+    if found.dtype == tf.resource:
+      return tf.raw_ops.ReadVariableOp(resource=found, dtype=self.dtype)
+    return tf.identity(found)
+
+  def assign(self, value, read_value):
+    del read_value
+    found, value = self._variable(), tf.convert_to_tensor(value, self.dtype)
+    if found.dtype == tf.resource:
+      return tf.raw_ops.AssignVariableOp(resource=found, value=value)
+    return tf.raw_ops.Assign(ref=found, value=value).op
+
+
+def may_be_seldom(variables):
+  """Whether the branches of `seldom` may use variables ByName."""
+  graph = tf1.get_default_graph()
+  return (type(graph) is tf.Graph and not tf.distribute.has_strategy() and
+          not control_flow_util.GraphOrParentsInXlaContext(graph) and
+          len({v.device for v in variables}) == 1 and
+          all(v.op.type in ("VarHandleOp", "VariableV2") for v in variables))
+
+
+def seldom(variables):
+  """A `tf.cond` of a branch that is seldom taken, in a graph for sessions.
+
+  Else, each variable that a branch uses costs nodes in every step, also in
+  those that do not take it. Here, a branch is a function that runs only if it
+  is taken, and that finds the variables by name.
+
+  Args:
+    variables: Those that the branches use, ByName; see `may_be_seldom`.
+
+  Returns:
+    A function with the arguments of `tf.cond`.
+  """
+  def called(pred, taken, skipped):
+    if type(tf1.get_default_graph()) is not tf.Graph:  # Inside a branch.
+      return tf.cond(pred, taken, skipped)
+    with ops.device_of(variables[0]):
+      result = cond_v2.cond_v2(pred, taken, skipped, "seldom")
+    op = result.op
+    while op.type == "Identity":
+      op = op.inputs[0].op
+    for name in "_lower_using_switch_merge", "_XlaCompile":
+      op._set_attr(name, tf1.AttrValue(b=False))
+    # On the device of the variables, where none is given.
+    places = tf1.AttrValue()
+    places.list.s.extend(b"loc:@" + v.op.name.encode() for v in variables)
+    op._set_attr("_class", places)
+    return result
+
+  return called
 
 
 def cond(accept, step, has_refs):

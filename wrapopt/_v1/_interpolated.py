@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 import contextlib
+import functools
 from typing import Any, Optional
 
 import numpy as np
@@ -105,11 +106,20 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
 
     def settle(state):
       # A later `minimize` may make further ones.
-      return _interpolated.settle(
-          state, self._schedule.momentum, trained, others, is_all=False,
-          cond=(_control_flow.cond_of_refs if any(
-              ops.is_ref_variable(_replicas.values(v)[0]) for v in variables)
-                else tf.cond))
+      settled = functools.partial(
+          _interpolated.settle, state, self._schedule.momentum, is_all=False)
+      if tf.executing_eagerly():
+        return settled(trained, others)
+      moved, left = trained(), others()
+      used = [*sum(map(list, moved), []), *left]
+      if _control_flow.may_be_seldom(used):
+        by_name = _control_flow.ByName
+        moved = [_interpolated.Trained(*map(by_name, t)) for t in moved]
+        left, cond = list(map(by_name, left)), _control_flow.seldom(used)
+      else:
+        cond = (_control_flow.cond_of_refs
+                if any(map(ops.is_ref_variable, used)) else tf.cond)
+      return settled(lambda: moved, lambda: left, cond=cond)
 
     return self._inner._take(step._replace(points=_interpolated.Points(
         z, self._non_slot(self._state_name, graph), self._schedule, settle)))
@@ -245,9 +255,8 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
     variable with wrong dtype. Expected float got INVALID". Leave the block
     first, or read the variable. A step raises an error and changes nothing: in
     eager mode and if a `tf.function` is traced in the block, a RuntimeError; in
-    a session and in a `tf.function` that was traced before, a
-    `tf.errors.FailedPreconditionError`; in one that XLA has compiled, a
-    `tf.errors.UnimplementedError`. If anything else has changed a variable
+    a session and in a `tf.function` that was traced or compiled before, a
+    `tf.errors.FailedPreconditionError`. If anything else has changed a variable
     in the block, such as a step of another optimizer, this is an error at its
     end in eager mode. A session does not see it. The variables hold y again.
 
