@@ -7,8 +7,8 @@ import keras
 from wrapopt._averages import _in_place
 
 
-# {id of a variable of these classes: the `_state.State` that it is part of}. A
-# copy of a variable is part of none.
+# {id of a variable of these classes: the `_state.State` that it is part of}.
+# The state knows its variables: a copy, or a later object of that id, is none.
 states: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
 
 

@@ -45,28 +45,14 @@ class Owner(typing.NamedTuple):
 
 
 def to_array(owners):
-  """{index of an average: Owner} as an array for a file."""
-  return np.frombuffer(json.dumps(
-      {i: list(owner) for i, owner in owners.items()}).encode(), np.uint8)
+  """{name of averages: {index: Owner}} as an array for a file."""
+  return np.frombuffer(json.dumps(owners).encode(), np.uint8)
 
 
 def from_array(array):
   """The reverse of `to_array`."""
-  return {int(i): Owner(*owner) for i, owner in json.loads(
-      np.asarray(array, np.uint8).tobytes()).items()}
-
-
-def all_to_array(arrays):
-  """{name of averages: array of `to_array`} as one array."""
-  return np.frombuffer(json.dumps({
-      name: np.asarray(array, np.uint8).tobytes().decode()
-      for name, array in arrays.items()}).encode(), np.uint8)
-
-
-def all_from_array(array):
-  """{name of averages: {index: Owner}} of an array of `all_to_array`."""
-  return {name: from_array(np.frombuffer(text.encode(), np.uint8))
-          for name, text in json.loads(
+  return {name: {int(i): Owner(*owner) for i, owner in of_name.items()}
+          for name, of_name in json.loads(
               np.asarray(array, np.uint8).tobytes()).items()}
 
 

@@ -104,6 +104,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """
     self.name = name
     self._seed_unbegun, self._steps = settle, steps
+    self._kept = {}  # The averages and counts, by id.
     # The ids of averages that were set by a file or by `seed`, and whether a
     # file was loaded since `has_new_values`.
     self._set, self._is_loaded = set(), False
@@ -112,8 +113,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # has none.
     self._loaded_at, self._unsure, self._anew = None, {}, []
     # Whose the averages of a checkpoint are: {name in files: {index: Owner}};
-    # and whether it has just begun to be restored.
-    self._of_checkpoint, self._awaits = {}, False
+    # its number; and whether it has just begun to be restored.
+    self._of_checkpoint, self._number_of_checkpoint = {}, -1
+    self._awaits = False
     self._marker = trackable.Trackable()
     self._is_made = False  # Whether the optimizer is built.
     # The restored checkpoints that `has_new_values` and `complete` have seen:
@@ -158,7 +160,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       i = len(self._rows[name])
     self._rows[name].append((average, variable))
     self._indices[name].append(i)
-    _average.states[id(average)] = self
+    self._keep(average)
+
+  def _keep(self, x):
+    self._kept[id(x)] = x
+    _average.states[id(x)] = self
 
   def _name_in_files(self, name):
     return self._in_files.get(name, name)
@@ -206,12 +212,14 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _serialize_to_tensors(self):
     if not tf.executing_eagerly():
       return {}  # A SavedModel's averages stay where they are.
-    owners = ({self._name_in_files(name): _owners.to_array(self.owners_of(name))
-               for name in self._rows} if self._is_made else
-              {key.rpartition(".")[0]: value for key, value in
-               self._late.items() if key.endswith(f".{_OWNERS}")})
+    owners, known = {}, {}
+    for name in self._rows:
+      owners[self._name_in_files(name)] = self._owners_of(name, known)
+    for key, value in self._late.items():
+      if key.endswith(f".{_OWNERS}"):
+        owners.update(_owners.from_array(value))
     with tf.device("CPU:0"):
-      return {_OWNERS: tf.constant(_owners.all_to_array(owners))}
+      return {_OWNERS: tf.constant(_owners.to_array(owners))}
 
   def _restore_from_tensors(self, restored_tensors):
     if _OWNERS not in restored_tensors:
@@ -220,7 +228,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     array = restored_tensors[_OWNERS]
     if not tf.executing_eagerly():  # In a cluster, it is in a function.
       array = self._read_owners()
-    self._of_checkpoint = _owners.all_from_array(array)
+    self._of_checkpoint = _owners.from_array(array)
+    self._number_of_checkpoint = _restored(self)
     if self._is_made:
       for name in self._rows:
         self._take_deferred(name)
@@ -236,7 +245,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           key = f"{key.rpartition('/')[0]}/.ATTRIBUTES/{_OWNERS}"
           if reader.has_tensor(key):
             return reader.get_tensor(key)
-    return _owners.all_to_array({})
+    return _owners.to_array({})
 
   def _copy_trackable_to_cpu(self, object_map):
     object_map[self] = _Copy(self._serialize_to_tensors())
@@ -249,13 +258,14 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def add_count(self, name, variable, value):
     """Adds a variable with a Count."""
     self._counts[name] = variable, value
-    _average.states[id(variable)] = self
+    self._keep(variable)
     self._track_trackable(variable.value, name)
 
   def note_assigned(self, variable):
     """Notes that an average or a count was set, as by a state tree."""
-    self._is_loaded, self._noted = True, None
-    self._set.add(id(variable))
+    if self._kept.get(id(variable)) is variable:
+      self._is_loaded, self._noted = True, None
+      self._set.add(id(variable))
 
   def variables(self):
     """The averages and counts as Keras's state trees have them: a list."""
@@ -265,7 +275,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     if self._swapped_in is None:
       return found
     saved = self._saved_in_block()
-    return [InBlock(x.path, self._value_in_file(x, saved)) for x in found]
+    return [InBlock(x.path, value) for x, value in zip(found, [
+        *(self._average_in_file(average, saved) for average, _ in self.pairs()),
+        *(self._count_in_file(*count) for count in self._counts.values())])]
 
   def _saved_in_block(self):
     """{id: value} of averages that a file gets with another value, see swap_in.
@@ -273,25 +285,26 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     return {id(_lazy.stored(_value(s))): value
             for s, value in self._saved(self._swapped_in)}
 
-  def _value_in_file(self, x, saved):
-    """The value of an average or a count that a file gets now: an array.
+  def _count_in_file(self, variable, count):
+    """The value of a count that a file gets now: an array."""
+    value = variable.numpy()
+    return count.swapped_in(value) if self._swapped_in else value
+
+  def _average_in_file(self, average, saved):
+    """The value of an average that a file gets now: an array.
 
     Args:
-      x: The average or the count.
+      average: The average.
       saved: The result of `_saved_in_block`.
     """
-    for variable, count in self._counts.values():
-      if variable is x:
-        value = variable.numpy()
-        return count.swapped_in(value) if self._swapped_in else value
     # If the model is saved with averages in place, these are its weights.
-    stored = _value(x)
+    stored = _value(average)
     value = saved.get(id(_lazy.stored(stored)))
     if value is None and self._swapped_in:
       value = self._swapped_in.value(stored)
     if value is None:
       value = stored
-    return tf.cast(value, x.dtype).numpy()
+    return tf.cast(value, average.dtype).numpy()
 
   def finish(self):
     """Takes what was loaded before the optimizer was built, after the build."""
@@ -313,13 +326,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._take_deferred(name)
       names = (name, self._name_in_files(name))
       if any(key.rpartition(".")[0] in names for key in self._late):
-        self._give(name, self._late)
+        self._give(name, self._late, {})
 
   def _take_deferred(self, name):
     """Takes what a checkpoint has of the averages of a name."""
     in_files = self._name_in_files(name)
-    saved = self._of_checkpoint.pop(in_files, None)
-    if saved is not None:
+    # Not of those that a later checkpoint without owners has.
+    saved = {j: owner for j, owner in self._of_checkpoint.pop(
+        in_files, {}).items() if any(
+            position.checkpoint.restore_uid == self._number_of_checkpoint
+            for position in self._deferred_dependencies.get(
+                f"{in_files}.{j}", ())[-1:])}
+    if saved:
       self._take_owned(name, saved)
     for i, (average, _) in zip(self._indices[name], self._rows[name]):
       for key in dict.fromkeys([f"{in_files}.{i}", f"{name}.{i}"]):
@@ -453,27 +471,26 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   # Whose the averages in a file are.
 
-  def owners_of(self, name):
-    """{index: `_owners.Owner`} of the averages of a name in a file."""
-    return {i: _owner(variable) for i, (_, variable) in zip(
-        self._indices[name], self._rows[name])}
+  def _by_index_of(self, name):
+    """{index: (average, variable)} of a name."""
+    return dict(zip(self._indices[name], self._rows[name]))
 
-  def _unmerged(self, name):
-    """`owners_of` those variables that Keras's files have."""
-    return {i: owner for i, owner in self.owners_of(name).items()
-            if not _is_merged(self._pair(name, i)[1])}
+  def _owners_of(self, name, known, source="checkpoint"):
+    """{index: `_owners.Owner`} of the averages of a name.
 
-  def _ours(self, name, loaded):
-    return (self._unmerged if loaded.source == "file" else
-            self.owners_of)(name)
-
-  def _pair(self, name, i):
-    return self._rows[name][self._indices[name].index(i)]
-
-  def _both(self, name, i):
-    """A variable as Keras and as TensorFlow have it: a checkpoint sets one."""
-    _, variable = self._pair(name, i)
-    return variable, _value(variable)
+    Args:
+      name: The name.
+      known: {id of a variable: its Owner}, to which those found are added: each
+        takes a pass over the memory of its variable.
+      source: "checkpoint", or "file", which has no variables that Keras merges.
+    """
+    found = {}
+    for i, (_, variable) in self._by_index_of(name).items():
+      if source == "checkpoint" or not _is_merged(variable):
+        if id(variable) not in known:
+          known[id(variable)] = _owner(variable)
+        found[i] = known[id(variable)]
+    return found
 
   def _take_owned(self, name, saved):
     """Takes those averages of a checkpoint that are of the same variables.
@@ -483,23 +500,23 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       saved: {index: `_owners.Owner`} in the checkpoint.
     """
     in_files, deferred = self._name_in_files(name), self._deferred_dependencies
-    saved = {j: owner for j, owner in saved.items()
-             if f"{in_files}.{j}" in deferred}
-    found = _owners.match(self.owners_of(name), saved, lambda i: False)
-    self._note(name, found, _Loaded("checkpoint", saved, lambda j: deferred[
-        f"{in_files}.{j}"][0].value_tensors()[trackable.VARIABLE_VALUE_KEY]))
+    ours, pairs = self._owners_of(name, {}), self._by_index_of(name)
+    found = _owners.match(ours, saved, lambda i: False)
+    # The last one is of the latest checkpoint.
+    self._note(name, ours, found, _Loaded("checkpoint", saved, lambda j: (
+        deferred[f"{in_files}.{j}"][-1].value_tensors()[
+            trackable.VARIABLE_VALUE_KEY])))
     for i, j in found.items():
       self._handle_deferred_dependencies(
-          f"{in_files}.{j}", _value(self._pair(name, i)[0]))
+          f"{in_files}.{j}", _value(pairs[i][0]))
     for j in saved:
       deferred.pop(f"{in_files}.{j}", None)
 
-  def _note(self, name, found, loaded):
+  def _note(self, name, ours, found, loaded):
     """Notes what was loaded, if the weights do not tell yet whose it is."""
     if self._loaded_at != self._steps():
       self._forget_loaded()
     self._loaded_at = self._steps()
-    ours = self._ours(name, loaded)
     self._unsure.pop(name, None)
     lacks = [i for i in ours if i not in found]
     if any(ours[i].checksum != loaded.saved[j].checksum
@@ -510,13 +527,20 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
   def _check_owners(self):
     """Looks again whose loaded averages are, when all weights are loaded."""
     unsure, self._unsure = self._unsure, {}
+    known = {}
     for name, loaded in unsure.items():
-      ours = self._ours(name, loaded)
-      found = _owners.match(ours, loaded.saved, lambda i: (
-          loaded.source == "file" or
-          _restored(self) in map(_restored, self._both(name, i))))
+      pairs = self._by_index_of(name)
+
+      def is_known(i):
+        # A checkpoint sets a variable of Keras, or its tf.Variable.
+        _, v = pairs[i]  # pylint: disable=cell-var-from-loop
+        return (loaded.source == "file" or  # pylint: disable=cell-var-from-loop
+                _restored(self) in (_restored(v), _restored(_value(v))))
+
+      ours = self._owners_of(name, known, loaded.source)
+      found = _owners.match(ours, loaded.saved, is_known)
       for i in ours:
-        average, variable = self._pair(name, i)
+        average, variable = pairs[i]
         if i not in found:
           if i in loaded.found:
             self._begin_anew([(average, variable)])
@@ -568,16 +592,15 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
           "merges into another variable when it saves. They begin anew when it "
           "is loaded. A tf.train.Checkpoint has them. To save a model with "
           "averages as weights, save it in averaged_weights().")
-    saved = self._saved_in_block()
-    for name, row in self._rows.items():
-      in_files = self._name_in_files(name)
-      owners = self._unmerged(name)
-      store[f"{in_files}.{_OWNERS}"] = _owners.to_array(owners)
-      for i, (average, _) in zip(self._indices[name], row):
-        if i in owners:
-          store[f"{in_files}.{i}"] = self._value_in_file(average, saved)
+    saved, known = self._saved_in_block(), {}
+    for name in self._rows:
+      in_files, pairs = self._name_in_files(name), self._by_index_of(name)
+      owners = self._owners_of(name, known, "file")
+      store[f"{in_files}.{_OWNERS}"] = _owners.to_array({in_files: owners})
+      for i in owners:
+        store[f"{in_files}.{i}"] = self._average_in_file(pairs[i][0], saved)
     for name, (variable, count) in self._counts.items():
-      value = self._value_in_file(variable, saved)
+      value = self._count_in_file(variable, count)
       if count.in_files is None:
         store[name] = value
       else:
@@ -596,8 +619,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # A gate has counts alone.
     has_averages = not self._rows and any(
         name in store.keys() for name in self._counts)
+    known = {}
     for name in self._rows:
-      has_averages |= self._give(name, store)
+      has_averages |= self._give(name, store, known)
     for name, (variable, count) in self._counts.items():
       assign(variable, _of_file(name, variable, count, store)
              if has_averages else count.value)
@@ -609,12 +633,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         and name.endswith(OF_BATCH_NORM)])
     _warn_unread(unread, "file")
 
-  def _give(self, name, store):
+  def _give(self, name, store, known):
     """Loads the averages of a name; returns whether the file has any of them.
 
     Args:
       name: The name.
       store: A mapping from keys to arrays.
+      known: As for `_owners_of`.
     """
     in_files = next((
         x for x in dict.fromkeys([self._name_in_files(name), name])
@@ -624,18 +649,18 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     else:
       get = lambda j: store[f"{in_files}.{j}"]
       if f"{in_files}.{_OWNERS}" in store.keys():
-        saved = _owners.from_array(get(_OWNERS))
-        ours = self._unmerged(name)
+        [saved] = _owners.from_array(get(_OWNERS)).values()
+        ours = self._owners_of(name, known, "file")
         found = _owners.match(ours, saved, lambda i: False)
         loaded = _Loaded("file", saved, get)
-        self._note(name, found, loaded)
+        self._note(name, ours, found, loaded)
         if any(not _owners.may_fit(owner, saved) for i, owner in ours.items()
                if i not in found):
           self._warn(name, ours, loaded, found)
       else:
         found = self._by_index(name, in_files, store)
     anew = []
-    for i, pair in zip(self._indices[name], self._rows[name]):
+    for i, pair in self._by_index_of(name).items():
       if i in found and not _is_merged(pair[1]):
         _load(*pair, get(found[i]))
         self._set.add(id(pair[0]))
