@@ -462,7 +462,7 @@ def test_numbers_in_between_are_finite_in_keras(mode, rate, checked_numerics):
 
 @pytest.mark.parametrize("rate", [0.0, 0.125])
 def test_numbers_in_between_are_finite_in_a_session(rate, checked_numerics):
-  """Of resource variables: the checks break TensorFlow's ref variables."""
+  """TensorFlow's checks break its ref variables, so this has resources."""
   sgd = lambda: v1.train.GradientDescentOptimizer(rate)
   average = wrapopt.MovingAverageOptimizer
   makes = [

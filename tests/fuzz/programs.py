@@ -304,7 +304,7 @@ _INNER_OF = {
     FREE[1]: ["GradientDescent", "Adam0", "Adagrad"],
 }
 
-# What a program may switch on, by mode.
+# The settings that a program may switch on, by mode.
 #   numerics: TensorFlow checks what each op gives for NaN and infinities. It
 #     cannot check ref variables.
 #   clusters: XLA compiles what it likes: of a session, by its configuration;
@@ -385,7 +385,7 @@ def _steps(draw, program, least=1, most=4):
                for _ in range(draw(st.integers(least, most))))
 
 
-# Of a validation: two batches; one that is drawn, of three.
+# A validation has two batches, or draws one of three.
 DATA = ("batches", "generator", "shuffled", "taken", "sequence")
 
 # What is seldom drawn one after the other, and finds defects together.

@@ -224,7 +224,7 @@ class Fit(Keras):
     return f"batches(specs, [{given}])"
 
   def write_freeze(self, trained):
-    # What a file holds goes by the number of variables that are trained.
+    # The state of the optimizer in a file depends on the variables it trains.
     trained = [x and i in self.model.order for i, x in enumerate(trained)]
     if not any(trained):
       return

@@ -244,7 +244,7 @@ class Model:
     trained = self.trained
     vars(self).update(copy.deepcopy(saved))
     self.order, self.trained = order, trained
-    # What the file does not have starts at its variable.
+    # An average that the file lacks starts at its variable.
     for i in set(order).difference(saved["order"]):
       for row in (self.slow, self.z, *(
           row for rows in self.averages.values() for row in rows)):

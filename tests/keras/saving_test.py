@@ -360,13 +360,16 @@ def of_earlier_versions(model, monkeypatch):
   monkeypatch.setattr(state, "_trackable_children", children, raising=False)
 
 
+def keys_that_end(file, ending):
+  found = []
+  file.visit(found.append)
+  return [key for key in found if key.endswith(ending)]
+
+
 def without_owners(path):
   """A file of Keras without what tells whose the averages are."""
   with h5py.File(path, "r+") as file:
-    found = []
-    file.visit(lambda key: found.append(key) if key.endswith(
-        ".variables") else None)
-    for key in found:
+    for key in keys_that_end(file, ".variables"):
       del file[key]
 
 
@@ -666,7 +669,7 @@ OWNERS = {
 
 
 def rows(model):
-  """What the optimizer keeps of each trained variable: a list of lists."""
+  """The averages of each trained variable: a list of lists of arrays."""
   opt = model.optimizer
   opt._seed_unbegun()
   of = {id(v): [] for v in model.trainable_variables}
@@ -921,10 +924,7 @@ def test_counts_of_a_file_before_the_optimizer_is_built(kind, earlier,
   model.save_weights(path)
   if earlier:
     with h5py.File(path, "r+") as file:
-      keys = []
-      file.visit(lambda key: keys.append(key) if key.endswith(
-          "average_steps") else None)
-      for key in keys:
+      for key in keys_that_end(file, "average_steps"):
         del file[key]
         file[key.replace("average_steps", "first_average_step")] = np.int64(0)
   other = not_built(make_optimizer())

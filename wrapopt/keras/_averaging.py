@@ -448,8 +448,7 @@ class AveragingOptimizer(_wrapper.WrapperOptimizer):
     return self._of(var_list)
 
   def _check_writable(self):
-    # It knows averages by their number alone: another model would get those of
-    # other variables.
+    # No model that is loaded has the variables.
     if self.built:
       self._check_left(None)
     super()._check_writable()

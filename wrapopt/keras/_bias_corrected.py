@@ -98,6 +98,18 @@ class BiasCorrectingOptimizer(_statistics.StatisticsAveragingOptimizer):
     """The number of steps of a part's averages until now: an int64 tensor."""
     first = self._first[part].value.read_value()
     iterations = tf.cast(tf.convert_to_tensor(opt.iterations), tf.int64)
+    return tf.where(first == self.UNBEGUN, tf.constant(0, tf.int64),
+                    self._since(iterations, first))
+
+  def _since(self, iterations, first):
+    """The number of steps of averages that have begun: a number or a tensor.
+
+    Args:
+      iterations: The number of steps of the optimizer.
+      first: The first step of the averages, as it is stored.
+    """
+    if not tf.is_tensor(first):
+      return max(iterations - (
+          first + 1 if first < 0 else max(first, self._start_step)), 0)
     begun = tf.where(first < 0, first + 1, tf.maximum(first, self._start_step))
-    return tf.where(first == self.UNBEGUN, tf.constant(0, tf.int64), tf.maximum(
-        iterations - begun, tf.constant(0, tf.int64)))
+    return tf.maximum(iterations - begun, tf.constant(0, tf.int64))

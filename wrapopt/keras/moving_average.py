@@ -163,9 +163,9 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
         trained in the same way, and an evaluation uses them as they are. They
         have no average, at no cost. A model is saved with the paths of a list,
         which must then be unique; a function must be registered by
-        `keras.saving.register_keras_serializable`. A file of averages of other
-        variables is not loaded: the averages start at their variables' values,
-        with a warning. The statistics of `average_batch_norm` are no weights,
+        `keras.saving.register_keras_serializable`. A variable of which
+        a file has no average gets one that starts at its value, with a warning.
+        The statistics of `average_batch_norm` are no weights,
         and are averaged in any case.
       update_every: The averages move in every step of this number of steps: in
         the n-th, the 2n-th and so on, counted from the first step of the
@@ -239,8 +239,8 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       end: The end of the name.
     """
     def to_file(first):
-      return np.int64(-1 if first == self.UNBEGUN else max(
-          self._since(_wrapper.steps_of(opt), int(first)), 0))
+      return np.int64(-1 if first == self.UNBEGUN else
+                      self._since(_wrapper.steps_of(opt), int(first)))
 
     def from_file(steps):
       if steps < 0:
@@ -256,11 +256,6 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
           self._since(_wrapper.steps_of(opt), int(first)), self._update_every))
 
     return _state.InFiles(f"average_steps{end}", to_file, from_file, of_earlier)
-
-  def _since(self, iterations, first):
-    """The number of steps of averages since their first one: numbers."""
-    return iterations - (
-        first + 1 if first < 0 else max(first, self._start_step))
 
   def _make_rows(self, variables, suffix=""):
     """Averages of variables, a row for each decay.
@@ -443,7 +438,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
       iterations, begun = int(iterations), int(first.read_value())
       if begun == self.UNBEGUN or begun > iterations:
         first.assign(begun := iterations)
-      return (max(self._since(iterations, begun), 0),
+      return (self._since(iterations, begun),
               iterations - (begun + 1 if begun < 0 else start))
     begun = first.read_value()
     # A step that is not taken has no number.
@@ -452,8 +447,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     first.assign(begun)
     since = iterations - (tf.where(begun < 0, begun + 1, start)
                           if start or self._dynamic_decay else 0)
-    begun = tf.where(begun < 0, begun + 1, tf.maximum(begun, start))
-    return tf.maximum(iterations - begun, tf.constant(0, tf.int64)), since
+    return self._since(iterations, begun), since
 
   def average_steps(self) -> Optional[int]:
     """The number of steps of the averages: an int, or None.
@@ -473,7 +467,7 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
     self._seed_unbegun()  # Which takes the count of a file.
     first = int(self._first[part].numpy())
     return (0 if first == self.UNBEGUN else
-            max(0, self._since(_wrapper.steps_of(opt), first)))
+            self._since(_wrapper.steps_of(opt), first))
 
   def get_config(self) -> dict[str, Any]:
     return {**super().get_config(),
