@@ -683,6 +683,16 @@ def dense(name=None):
   return keras.layers.Dense(3, name=name)
 
 
+class Scaled(keras.layers.Layer):
+  """A scalar variable, whose value alone tells whose an average is."""
+
+  def build(self, shape):
+    self.scale = self.add_weight(name="scale", shape=(), initializer="ones")
+
+  def call(self, x):
+    return self.scale * x
+
+
 def stack(layers, name=None, frozen=(), kind="average"):
   model = keras.Sequential([keras.Input((3,)), *layers], name=name)
   for i in frozen:
@@ -786,6 +796,10 @@ def test_a_model_that_is_built_again(is_class, way, kind, tmp_path):
   want = rows(of)
   assert not moved(of, again := make_model(), way, tmp_path)
   assert_rows(rows(again), want)
+  # Before the first step, all biases are 0.
+  new = make_model()
+  new.optimizer.build(new.trainable_variables)
+  assert not moved(new, make_model(), way, tmp_path)
   # Its second layer has the path of the first one.
   keras.utils.clear_session(free_memory=False)
   assert not moved(of, again := make_model(), way, tmp_path)
@@ -807,8 +821,8 @@ def test_blocks_that_overlap_in_part(way, tmp_path):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_layers_of_other_names(way, tmp_path):
-  of = fitted(stack([dense("a"), dense("b")], "one"))
-  to = stack([dense("first"), dense("second")], "two")
+  of = fitted(stack([dense("a"), Scaled(name="c"), dense("b")], "one"))
+  to = stack([dense("first"), Scaled(name="third"), dense("second")], "two")
   told = moved(of, to, way, tmp_path)
   assert_rows(rows(to), rows(of))
   assert not told or way != "weights"

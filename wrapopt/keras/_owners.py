@@ -24,7 +24,8 @@ class Owner(typing.NamedTuple):
     shape: Its shape: a list.
     dtype: The name of its dtype.
     checksum: One of the bytes of its value; None if it has none yet.
-    is_constant: Whether all elements of the value are equal.
+    is_constant: Whether its value tells little: all elements are equal, or the
+      only one is 0 or 1.
   """
   path: str
   shape: list
@@ -40,8 +41,9 @@ class Owner(typing.NamedTuple):
       return cls(path, shape, dtype, None, False)
     value = np.ascontiguousarray(value).reshape(-1)
     flat = value.view(np.uint8).reshape(len(value), value.dtype.itemsize)
-    return cls(path, shape, dtype, zlib.crc32(flat),
-               bool((flat == flat[:1]).all()))
+    return cls(path, shape, dtype, zlib.crc32(flat), bool(
+        float(value[0]) in (0, 1) if len(value) == 1 else
+        (flat == flat[:1]).all()))
 
 
 def to_array(owners):
