@@ -633,6 +633,38 @@ def test_a_file_before_a_build_that_it_does_not_fit(tmp_path):
 
 
 @pytest.mark.parametrize("built", [True, False])
+def test_a_checkpoint_of_an_earlier_version_after_another(built, tmp_path,
+                                                          monkeypatch):
+  """It does not say whose its averages are; the one before does."""
+  model = train(make(MovingAverage("sgd", 0.5)))
+  first = tf.train.Checkpoint(model=model).write(str(tmp_path / "1"))
+  train(model)
+  of_earlier_versions(model, monkeypatch)
+  second = tf.train.Checkpoint(model=model).write(str(tmp_path / "2"))
+  other = (make if built else not_built)(MovingAverage("sgd", 0.5))
+  for path in first, second:
+    tf.train.Checkpoint(model=other).read(path)
+  other.optimizer.build(other.trainable_variables)
+  assert_same(averages(other), averages(model))
+
+
+@pytest.mark.parametrize("around", [
+    optimizers.LossScaleOptimizer,
+    lambda opt: optimizers.MultiOptimizer(optimizers.OptimizerMap(opt, {
+        ".*bias": optimizers.SGD(0.1)}))], ids=["loss_scale", "multi"])
+def test_an_optimizer_around_saves_what_it_saves_of_a_bare_one(around,
+                                                               tmp_path):
+  found = []
+  for inner in optimizers.Adam(), MovingAverage(optimizers.Adam(), 0.5):
+    path = tmp_path / "run.weights.h5"
+    train(make(around(inner))).save_weights(path)
+    with h5py.File(path) as file:
+      found.append({key: value.shape for key, value in
+                    file["optimizer/vars"].items()})
+  assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("built", [True, False])
 def test_files_and_checkpoints_in_turn(built, tmp_path):
   path = str(tmp_path / "run.weights.h5")
   model = train(make(MovingAverage("sgd", 0.5)))
