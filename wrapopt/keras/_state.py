@@ -108,7 +108,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # The ids of averages that were set by a file or by `seed`, and whether a
     # file was loaded since `has_new_values`.
     self._set, self._is_loaded = set(), False
-    # What was loaded before this number of steps, if it may be another
+    # When a file was loaded last (`_now`); what it had that may be another
     # variable's: {name: `_Loaded`}; and (average, variable) pairs of which it
     # has none.
     self._loaded_at, self._unsure, self._anew = None, {}, []
@@ -420,8 +420,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       self._start([])
     self._complete_checkpoint()
     if self._loaded_at is not None:
-      # After a step, neither the weights nor the averages are those loaded.
-      if self._loaded_at == self._steps():
+      # After a step or another checkpoint, neither the weights nor the averages
+      # are those loaded.
+      if self._loaded_at == self._now():
         self._check_owners()
         self._start(self._anew)
       else:
@@ -461,13 +462,22 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     Until then, the file's values of their variables may still be loaded.
     """
     self._set.difference_update(id(average) for average, _ in pairs)
-    self._anew += pairs
     if pairs:
-      self._loaded_at = self._steps()
+      self._note_loading()
+    self._anew += pairs
     self._start(pairs)
 
   def _forget_loaded(self):
     self._loaded_at, self._unsure, self._anew = None, {}, []
+
+  def _now(self):
+    """What changes with a step, and with another checkpoint."""
+    return self._steps(), _restored(self)
+
+  def _note_loading(self):
+    if self._loaded_at != self._now():
+      self._forget_loaded()
+      self._loaded_at = self._now()
 
   # Whose the averages in a file are.
 
@@ -514,9 +524,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def _note(self, name, ours, found, loaded):
     """Notes what was loaded, if the weights do not tell yet whose it is."""
-    if self._loaded_at != self._steps():
-      self._forget_loaded()
-    self._loaded_at = self._steps()
+    self._note_loading()
     self._unsure.pop(name, None)
     lacks = [i for i in ours if i not in found]
     if any(ours[i].checksum != loaded.saved[j].checksum
