@@ -1077,6 +1077,19 @@ def test_state_trees_have_the_averages(kind):
               all_state(train_named(first, 2)))
 
 
+def test_an_average_that_is_assigned_right_after_a_checkpoint_keeps(tmp_path):
+  saved = train(make(MovingAverage("sgd", 0.9)))
+  path = tf.train.Checkpoint(model=saved).write(str(tmp_path / "run"))
+  model = train(make(MovingAverage("sgd", 0.5)))
+  v = model.trainable_variables[0]
+  average = model.optimizer.average(v)
+  tf.train.Checkpoint(model=model).read(path)
+  with pytest.warns(UserWarning, match="averages named 'average_0.9'"):
+    average.assign(np.full(average.shape, 7.0))
+    value = model.optimizer.average(v).numpy()
+  assert (value == 7).all()
+
+
 @pytest.mark.parametrize("kind", ["average", "bema", "primal_average", "swa"])
 def test_a_state_tree_of_a_block_is_what_a_file_has(kind, tmp_path):
   model = train_named(named(kind), 3)

@@ -262,8 +262,12 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._track_trackable(variable.value, name)
 
   def note_assigned(self, variable):
-    """Notes that an average or a count was set, as by a state tree."""
+    """Notes that an average or a count is about to be set, as by a state tree.
+    """
     if self._kept.get(id(variable)) is variable:
+      with tf.init_scope():
+        self.complete()  # Not afterwards, by what was loaded before.
+      self._anew = [pair for pair in self._anew if pair[0] is not variable]
       self._is_loaded, self._noted = True, None
       self._set.add(id(variable))
 
