@@ -94,7 +94,7 @@ def _mutants():
   yield m("state trees: what they set is seeded again",
           "wrapopt/keras/_state.py",
           "self._is_loaded, self._noted = True, None\n"
-          "    self._set.add(id(variable))", "pass",
+          "      self._set.add(id(variable))", "pass",
           "//tests/keras:saving_test --test_filter=tree")
   yield m("Schedule-Free: a variable that holds x stays there",
           "wrapopt/_averages/_interpolated.py",
