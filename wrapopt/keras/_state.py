@@ -231,8 +231,9 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._of_checkpoint = _owners.from_array(array)
     self._number_of_checkpoint = _restored(self)
     if self._is_made:
-      for name in self._rows:
-        self._take_deferred(name)
+      with tf.init_scope():
+        for name in self._rows:
+          self._take_deferred(name)
 
   def _read_owners(self):
     """Reads from the file what a function restores."""
