@@ -487,3 +487,35 @@ def test_swap_computes_all_averages_at_once(monkeypatch):
   with opt.averaged_weights():
     # One vector of all.
     assert (len(computed), len(steps)) == (1, 1)
+
+
+@pytest.mark.parametrize("use_resource", [False, True], ids=["ref", "resource"])
+def test_a_swap_in_a_session_runs_as_many_ops_for_any_number(use_resource):
+
+  def ran(n):
+    with tf.Graph().as_default(), v1.Session() as session:
+      variables = [v1.get_variable(f"v{i}", initializer=START,
+                                   use_resource=use_resource)
+                   for i in range(n)]
+      opt = wrapopt.MovingAverageOptimizer(
+          v1.train.GradientDescentOptimizer(.5), wrapopt.BEMA(**SIMPLE))
+      step = opt.minimize(tf.add_n([tf.reduce_sum(v * v) for v in variables]))
+      session.run(v1.global_variables_initializer())
+      session.run(step)
+      names, run = set(), session.run
+      session.run = lambda fetches, *args: names.update(fetches) or run(
+          fetches, *args)
+      with opt.averaged_weights(session):
+        pass
+      graph = session.graph
+      wanted = [graph.get_operation_by_name(name.partition(":")[0])
+                for name in names]
+      found = set()
+      while wanted:  # What these need, but for the variables.
+        op = wanted.pop()
+        if op not in found and op.type not in ("VarHandleOp", "VariableV2"):
+          found.add(op)
+          wanted += [*(x.op for x in op.inputs), *op.control_inputs]
+      return sorted(op.type for op in found)
+
+  assert ran(2) == ran(40)

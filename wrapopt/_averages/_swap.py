@@ -227,62 +227,91 @@ class SwapInGraph:
       more: Other variables that are to have no value meanwhile.
     """
     pairs = _replicas.components(pairs)
+    # What a session runs, by name, one after the other.
+    self._prepare, self._put, self._put_back = [], [], []
+    self._give_back = []
+    at_once = {}
     with tf.name_scope("AveragesInPlace"):
-      # Each: the name of a placeholder, and of the op that assigns it.
-      self._loads = [_load(v) for v, s in pairs if not _exchange(v, s)]
+      for group in _groups([pair for pair in pairs if not _exchange(*pair)]):
+        self._add_copied(group, at_once)
       aside = _Aside(pairs, more)
-      self._check = [op.name for op in aside.check()]
+      self._prepare += [op.name for op in aside.check()]
       with tf.control_dependencies(_lazy.settle([v for v, _ in pairs])):
         self._take = [x.op.name for x in aside.take()]
-      self._trade = [op.name for op in aside.trade()]
-      self._give_back = [x.name for x in aside.give_back()]
+      trade = [op.name for op in aside.trade()]
+      self._put += trade
+      self._put_back += trade
+      self._give_back += [x.name for x in aside.give_back()]
+
+  def _add_copied(self, group, at_once):
+    """Adds what copies a group of pairs that can't exchange their buffers."""
+    variables, averages = zip(*group)
+    first = variables[0]
+    with _emit.device_of(first):
+      raw, average = (_Kept(first, name) for name in ("raw", "average"))
+      with tf.control_dependencies(_lazy.settle(variables)):
+        value = tf.cast(_read(averages, at_once), first.dtype.base_dtype)
+        # `read_packed` copies; a ref variable's value changes in place.
+        self._prepare += [raw.assign(_packed.read_packed(variables)).name,
+                          average.assign(tf.reshape(value, [-1])).name]
+      for kept, put in (average, self._put), (raw, self._put_back):
+        put.append(_packed.assign_packed(variables, kept.read()).name)
+        self._give_back.append(kept.drop().name)
 
   @staticmethod
-  def swap_in(made, pairs, session):
+  def swap_in(made, variables, session):
     """Puts averages in place of their variables.
 
     Args:
-      made: InGraphs.
-      pairs: The (variable, average) pairs of all of these.
+      made: SwapInGraphs.
+      variables: The variables of all of these.
       session: A `tf.compat.v1.Session`.
 
     Returns:
       A function that restores all values.
     """
-    pairs = _replicas.components(pairs)
-    others = [pair for pair in pairs if not _exchange(*pair)]
-    raw, averages = session.run(
-        ([v for v, _ in others], [s for _, s in others]))
+    variables = [x for v in variables for x in _replicas.values(v)]
 
     def run(part):
       return session.run([name for x in made for name in getattr(x, part)])
 
-    loads = [load for x in made for load in x._loads]
-
-    def load(values):
-      session.run([op for _, op in loads],
-                  {of: x for (of, _), x in zip(loads, values, strict=True)})
-
-    run("_check")  # Not half of it, if a variable has no value.
-    variables = [v for v, _ in pairs]
+    run("_prepare")  # Not half of it, if a variable has no value.
     _occupied.add(variables, session)
     try:
       run("_take")
     except tf.errors.OpError:
       _occupied.remove(variables, session)
       raise
-    run("_trade")
-    load([average.astype(v.dtype.as_numpy_dtype)
-          for average, (v, _) in zip(averages, others)])
+    run("_put")
 
     def back():
-      run("_trade")
-      load(raw)
+      run("_put_back")
       replaced = run("_give_back")
       _occupied.remove(variables, session)
       _check_unassigned(replaced)
 
     return back
+
+
+class _Kept:
+  """A value beside a variable that a session keeps, in a graph."""
+
+  def __init__(self, variable, name):
+    self._dtype = variable.dtype.base_dtype
+    with tf.name_scope(""):
+      name = tf.compat.v1.get_default_graph().unique_name(
+          f"{variable.op.name}/{name}", mark_as_used=False)
+      self._handle = tf.raw_ops.VarHandleOp(
+          dtype=self._dtype, shape=None, shared_name=name, name=name)
+
+  def assign(self, value):
+    return tf.raw_ops.AssignVariableOp(resource=self._handle, value=value)
+
+  def read(self):
+    return tf.raw_ops.ReadVariableOp(resource=self._handle, dtype=self._dtype)
+
+  def drop(self):
+    return tf.raw_ops.DestroyResourceOp(resource=self._handle)
 
 
 class _Aside:
@@ -324,14 +353,6 @@ class _Aside:
   def give_back(self):
     """Moves all averages back; returns whether they took others' places."""
     return _in_groups("move", self.averages, self._made, is_reversed=True)
-
-
-def _load(variable):
-  """Makes an op that assigns what is fed: the names (placeholder, op)."""
-  with _emit.device_of(variable):
-    value = tf.compat.v1.placeholder(variable.dtype.base_dtype, variable.shape)
-    assigned = tf.compat.v1.assign(variable, value)
-  return value.name, assigned.op.name
 
 
 def _without_value(like):

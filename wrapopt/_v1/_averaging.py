@@ -409,10 +409,9 @@ class AveragingOptimizer(WrapperOptimizer):
             self._derived_beside(self._averaged.of(graph), k),
             must_stay=True).swap_out
       else:
-        pairs = self._pairs(graph, k)
-        made = self._averaged.of(graph).swaps[k]
+        averaged = self._averaged.of(graph)
         raw, back = _sessions.in_raw(session, lambda raw: (
-            raw, _swap.SwapInGraph.swap_in(made, pairs, raw)))
+            raw, _swap.SwapInGraph.swap_in(averaged.swaps[k], averaged, raw)))
       self._averaged.swapped_in.append(raw)
     try:
       yield
