@@ -247,6 +247,27 @@ def test_examples_are_weights():
          weight="examples").step()
 
 
+@pytest.mark.parametrize("in_graph", [False, True], ids=["python", "graph"])
+def test_examples_of_a_round_are_those_of_its_steps(in_graph, monkeypatch):
+  server = server_module.start()
+  w = tf.Variable([0.0])
+  local = make(wrapopt.LocalSGD, [w], [server.target], "a", 1, sync_every=5,
+               weight="examples")
+  weights, sync = [], local._member.sync
+  monkeypatch.setattr(local._member, "sync", lambda vectors, weight: (
+      weights.append(weight) or sync(vectors, weight)))
+
+  @tf.function
+  def train():
+    for i in tf.range(1, 6) if in_graph else range(1, 6):
+      w.assign_add([1.0])
+      local.step(examples=i)
+
+  for _ in range(30):
+    train()
+  assert weights == [15] * 30
+
+
 def test_step_in_a_function_that_xla_compiles_is_an_error():
   server = server_module.start()
   w = tf.Variable([0.0])

@@ -160,15 +160,16 @@ class LocalTraining(trackable.Trackable):
     count = self._steps.assign_add(steps)
     if eager:
       if int(count) >= self.sync_every:
-        self._assign(self._sync([v.numpy() for v in self.variables]))
+        self._assign(self._sync(*(v.numpy() for v in self._read_in_sync)))
       return
 
     _partial.check(self.variables, type(self).__name__)
 
     def sync():
       *values, round_ = tf.numpy_function(
-          lambda *values: self._sync(values),
-          [tf.convert_to_tensor(v) for v in self.variables],
+          self._sync,
+          # A function orders what it reads itself, and not what Python reads.
+          [v.read_value() for v in self._read_in_sync],
           [*(v.dtype for v in self.variables), tf.int64])
       self._assign([*(tf.ensure_shape(value, v.shape)
                       for v, value in zip(self.variables, values)), round_])
@@ -179,6 +180,11 @@ class LocalTraining(trackable.Trackable):
   def close(self):
     """Ends the sessions with the servers."""
     self._member.close()
+
+  @property
+  def _read_in_sync(self):
+    """The variables whose values `_sync` gets."""
+    return [self._steps, self._examples, self._held, *self.variables]
 
   def holds_center(self):
     """Whether the variables were trained from the center of the open round.
@@ -200,22 +206,31 @@ class LocalTraining(trackable.Trackable):
     """
     self._assign(self._restart())
 
-  def _sync(self, values):
-    """Takes part in a round: what to `_assign` after it."""
+  def _sync(self, steps, examples, held, *values):
+    """Takes part in a round.
+
+    Args:
+      steps: The number of steps since the last round.
+      examples: The number of their examples.
+      held: The round of the center that the variables were trained from.
+      *values: The values of the variables.
+
+    Returns:
+      What to `_assign` after it.
+    """
     _partial.check(self.variables, type(self).__name__)
     for v in self.variables:
       _swap.check_unoccupied(v, "step() must not take part in a round")
-    if not self.holds_center():
+    if held != self.round:
       return self._restart()
-    weight = {"equal": 1, "steps": int(self._steps.numpy()),
-              "examples": int(self._examples.numpy())}[self._weight]
+    weight = {"equal": 1, "steps": int(steps),
+              "examples": int(examples)}[self._weight]
     if weight <= 0:
       raise ValueError("`examples` must be more than 0 in a round, got "
                        f"{weight}.")
     report = self._member.sync(
         self._layout.flatten(values, self._layout.dtypes), float(weight))
     self.report = report
-    self._reset()
     if self._progress:
       print(f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
@@ -240,22 +255,19 @@ class LocalTraining(trackable.Trackable):
               for c, v in zip(values, self.variables)), np.int64(self.round)]
 
   def _assign(self, center):
-    """Assigns the values of all variables, and then their round."""
+    """Assigns the values of all variables, and then their round and counts."""
     *values, round_ = center
     with tf.control_dependencies(_lagging.settle(self.variables)):
       assigned = [v.assign(x) for v, x in zip(self.variables, values)]
     with tf.control_dependencies(
         [] if tf.executing_eagerly() else [x.op for x in assigned]):
       self._held.assign(round_)
-
-  def _reset(self):
-    self._steps.assign(0)
-    self._examples.assign(0)
+      self._steps.assign(0)
+      self._examples.assign(0)
 
   def _restart(self):
     """Takes the center, whatever the worker has done: as `_sync`."""
     self._member.start(None)
-    self._reset()
     return self._from_center()
 
   # For tf.train.Checkpoint.
