@@ -270,8 +270,8 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       with tf.init_scope():
         self.complete()  # Not afterwards, by what was loaded before.
       self._anew = [pair for pair in self._anew if pair[0] is not variable]
-      self._is_loaded, self._noted = True, None
       self._is_assigned = True
+      self._is_loaded, self._noted = True, None
       self._set.add(id(variable))
 
   def variables(self):
