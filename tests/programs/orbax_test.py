@@ -108,8 +108,8 @@ def resumed(kind, folder, way):
   if way == "weights":
     model.load_weights(folder)
   else:
-    model.set_state_tree(orbax.checkpoint.v1.load_checkpointables(folder + "/1", {
-        "pytree": None})["pytree"])
+    load = orbax.checkpoint.v1.load_checkpointables
+    model.set_state_tree(load(f"{folder}/1", {"pytree": None})["pytree"])
   return model
 
 
