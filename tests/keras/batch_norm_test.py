@@ -1,5 +1,7 @@
 """Batch normalization under averaged weights."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
@@ -702,6 +704,94 @@ def test_chosen_statistics_and_files(tmp_path):
   opt.average(second).assign(want * 0)
   model.load_weights(tmp_path / "all.weights.h5")
   assert_same([opt.average(second).numpy()], [want])
+
+
+# Two programs: the names of layers, and those of them that are frozen.
+FILES = {
+    "same": ("ab", "", "ab", ""),
+    "order": ("ab", "", "ba", ""),
+    "names": ("ab", "", "cd", ""),
+    "towers": ("ab", "b", "ab", "a"),
+    "towers without names": ([None] * 2, "1", [None] * 2, "0"),
+    "another layer": ("ab", "", "abc", ""),
+}
+
+
+class Parts(keras.Model):
+  """Keras loads its optimizer before one of its layers, and after others."""
+
+  def __init__(self, parts):
+    super().__init__(name="m")
+    self.a, self.z, *self.more = parts
+    self(np.zeros((1, 3), np.float32))
+
+  def call(self, x, training=None):
+    return sum(layer(x, training=training) for layer in self.layers)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("way", ["weights", "weights made", "checkpoint",
+                                 "checkpoint made", "tree"])
+@pytest.mark.parametrize("case", FILES)
+def test_averages_of_statistics_go_where_their_statistics_go(case, way, eager,
+                                                             tmp_path):
+  """Those of a variable whose value no file has an average for begin anew."""
+  x = data()[0][:, 0]
+
+  def program(names, frozen):
+    keras.utils.clear_session(free_memory=False)
+    model = Parts([layers.BatchNormalization(name=name) for name in names])
+    rng = np.random.default_rng(len(names))
+    for i, layer in enumerate(model.layers):
+      layer.trainable = str(i) not in frozen and layer.name not in list(frozen)
+      for v in layer.variables:
+        v.assign(rng.uniform(1, 2, v.shape))
+    opt = wrapopt.keras.MovingAverage("sgd", 0.5, average_batch_norm=True)
+    model.compile(opt, "mse", jit_compile=False, run_eagerly=eager)
+    opt.set_model(model)
+    return model
+
+  def pairs(model):
+    statistics, rows = model.optimizer._statistics()
+    return [(rows[0][model.optimizer._var_key(v)], v) for v in statistics]
+
+  of, to = program(*FILES[case][:2]), program(*FILES[case][2:])
+  for _ in range(2):
+    of.train_on_batch(x, x)
+  wants = {v.numpy().tobytes(): s.numpy() for s, v in pairs(of)}
+  if way.endswith("made") or way == "tree":
+    to.optimizer.build(to.trainable_variables)
+  if way.endswith("made"):
+    pairs(to)
+  path = str(tmp_path / "of.weights.h5")
+  with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter("always", UserWarning)
+    if way.startswith("weights"):
+      of.save_weights(path)
+      to.load_weights(path, skip_mismatch=True)
+    elif way == "tree":
+      to.set_state_tree(of.get_state_tree(value_format="numpy_array"))
+    else:
+      tf.train.Checkpoint(model=to).read(
+          tf.train.Checkpoint(model=of).write(path))
+    loaded = {v.path: v.numpy() for v in to.variables}
+    to.train_on_batch(x, x)
+  is_told = any("has no average named 'average_0.5_of_batch_norm'" in
+                str(w.message) for w in found)
+  begins = []
+  for s, v in pairs(to):
+    value = loaded[v.path]
+    want = wants.get(value.tobytes(), value)
+    begins.append(value.tobytes() not in wants)
+    if not np.allclose(s, (want + v) / 2, rtol=1e-6):
+      # An eager step runs the model before averages begin: the values do not
+      # tell any more whose they are.
+      assert eager and is_told and case != "same"
+      np.testing.assert_allclose(s, v, rtol=1e-6)
+      begins[-1] = True
+  assert any(begins) == is_told or way == "tree"
+  if case == "same":
+    assert not any(begins)
 
 
 @pytest.mark.parametrize("chosen,error,match", [

@@ -91,6 +91,10 @@ def _mutants():
           "wrapopt/keras/_state.py",
           "if i in found and not _is_merged(pair[1]):", "if i in found:",
           "//tests/keras:saving_test --test_filter=factors")
+  yield m("files: an eager step drops averages of statistics",
+          "wrapopt/keras/_statistics.py",
+          "self._state.keep_statistics()", "pass",
+          "//tests/keras:batch_norm_test --test_filter=where_their")
   yield m("state trees: what they set is seeded again",
           "wrapopt/keras/_state.py",
           "self._is_loaded, self._noted = True, None\n"

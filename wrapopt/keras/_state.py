@@ -108,10 +108,11 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     # The ids of averages that were set by a file or by `seed`, and whether a
     # file was loaded since `has_new_values`.
     self._set, self._is_loaded = set(), False
+    self._is_assigned = False  # Whether others than this package set averages.
     # When a file was loaded last (`_now`); what it had that may be another
-    # variable's: {name: `_Loaded`}; and (average, variable) pairs of which it
-    # has none.
-    self._loaded_at, self._unsure, self._anew = None, {}, []
+    # variable's: {name: `_Loaded`}; (average, variable) pairs of which it has
+    # none; and {name: whether it has all, of paths like theirs}.
+    self._loaded_at, self._unsure, self._anew, self._fits = None, {}, [], {}
     # Whose the averages of a checkpoint are: {name in files: {index: Owner}};
     # its number; and whether it has just begun to be restored.
     self._of_checkpoint, self._number_of_checkpoint = {}, -1
@@ -269,6 +270,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       with tf.init_scope():
         self.complete()  # Not afterwards, by what was loaded before.
       self._anew = [pair for pair in self._anew if pair[0] is not variable]
+      self._is_assigned = True
       self._is_loaded, self._noted = True, None
       self._set.add(id(variable))
 
@@ -332,6 +334,13 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
       names = (name, self._name_in_files(name))
       if any(key.rpartition(".")[0] in names for key in self._late):
         self._give(name, self._late, {})
+      if self._is_assigned and not any(
+          self.was_set(average) for average, _ in self._rows[name]):
+        warnings.warn(
+            "Averages were assigned, as by a state tree or a folder of "
+            f"OrbaxCheckpoint, before those named '{self._name_in_files(name)}'"
+            " were made. They start at the values of their variables. If the "
+            "tree has them, call set_model(model) and load it again.")
 
   def _take_deferred(self, name):
     """Takes what a checkpoint has of the averages of a name."""
@@ -473,7 +482,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     self._start(pairs)
 
   def _forget_loaded(self):
-    self._loaded_at, self._unsure, self._anew = None, {}, []
+    self._loaded_at, self._unsure, self._anew, self._fits = None, {}, [], {}
 
   def _now(self):
     """What changes with a step, and with another checkpoint."""
@@ -531,11 +540,41 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     """Notes what was loaded, if the weights do not tell yet whose it is."""
     self._note_loading()
     self._unsure.pop(name, None)
+    self._note_fit(name, ours, found, loaded)
     lacks = [i for i in ours if i not in found]
-    if any(ours[i].checksum != loaded.saved[j].checksum
-           for i, j in found.items()) or lacks and loaded.saved:
-      self._unsure[name] = loaded._replace(found=found, values={
+    sure = {i for i, j in found.items()
+            if ours[i].checksum == loaded.saved[j].checksum}
+    if len(sure) < len(found) or lacks and loaded.saved:
+      self._unsure[name] = loaded._replace(found=found, sure=sure, values={
           j: np.array(loaded.values(j)) for j in loaded.saved})
+
+  def _note_fit(self, name, ours, found, loaded):
+    """Notes whether variables have averages from paths like theirs."""
+    if not name.endswith(OF_BATCH_NORM):
+      self._fits[name] = all(
+          i in found and _owners.is_like(owner.path,
+                                         loaded.saved[found[i]].path)
+          for i, owner in ours.items())
+
+  def keep_statistics(self):
+    """Takes averages of statistics as they were loaded, before an eager step.
+
+    It has run the model: statistics have other values than those loaded, which
+    do not tell any more whose an average is. Paths do, if those of the other
+    averages are alike, too.
+    """
+    self._complete_checkpoint()
+    unsure = {name: self._unsure.pop(name) for name in list(self._unsure)
+              if name.endswith(OF_BATCH_NORM)}
+    if not unsure or self._loaded_at != self._now():
+      return
+    self._check_owners()
+    for name, loaded in unsure.items():
+      pairs = self._by_index_of(name)
+      found = {i: j for i, j in loaded.found.items()
+               if i in loaded.sure or all(self._fits.values())}
+      self._begin_anew([pairs[i] for i in loaded.found if i not in found])
+      self._warn(name, self._owners_of(name, {}, loaded.source), loaded, found)
 
   def _check_owners(self):
     """Looks again whose loaded averages are, when all weights are loaded."""
@@ -552,6 +591,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
       ours = self._owners_of(name, known, loaded.source)
       found = _owners.match(ours, loaded.saved, is_known)
+      self._note_fit(name, ours, found, loaded)
       for i in ours:
         average, variable = pairs[i]
         if i not in found:
@@ -621,7 +661,7 @@ class State(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
 
   def load_own_variables(self, store):
     self.refuse_swapped_in("load_weights")
-    self._is_loaded, self._noted = True, None
+    self._is_loaded, self._noted, self._is_assigned = True, None, False
     # State that an earlier checkpoint lacked is in this file, or starts anew.
     self._before_late = self._completed = _restored(self)
     if not self._is_made:
@@ -822,11 +862,13 @@ class _Loaded(typing.NamedTuple):
     saved: {index: `_owners.Owner`} in it.
     values: A function of these indices, or a dict, that gives the averages.
     found: {index of an average: index in the file} of those that were taken.
+    sure: The indices of those whose variable had the value of the file.
   """
   source: str
   saved: dict
   values: typing.Any
   found: typing.Any = None
+  sure: typing.Any = None
 
 
 class _Copy(trackable.Trackable):

@@ -107,12 +107,21 @@ class StatisticsAveragingOptimizer(_averaging.AveragingOptimizer):
           "no function, averages none.")
     return found
 
+  def _make_late_averages(self):
+    model = self._untracked.model and self._untracked.model()
+    # Else some of the model's statistics may be made later.
+    if self.built and model and all(
+        layer.built for layer in model._flatten_layers()):
+      self._statistics()
+
   def _prepare_averages(self, keys):
     # Averages must be there to begin. Those of all replicas are made together.
     if (_replicas.share_steps() and self.averages_batch_norm and
         not self._of_batch_norm):
       _replicas.merged(self._statistics)()
     self._statistics()
+    if tf.executing_eagerly():
+      self._state.keep_statistics()
     super()._prepare_averages(keys)
 
   def _batch_norm_pairs(self, step):

@@ -366,8 +366,14 @@ class WrapperOptimizer(_of_inner.OfInner, _beginning.Beginning,
     `averaged_weights`, an average that is in place of its variable has the
     value that a file gets there.
     """
-    return [*self.inner_optimizer.variables,
-            *(self._state.variables() if _of_inner.is_asked_for_all() else ())]
+    inner = self.inner_optimizer.variables
+    if not _of_inner.is_asked_for_all():
+      return [*inner]
+    self._make_late_averages()
+    return [*inner, *self._state.variables()]
+
+  def _make_late_averages(self):
+    """Makes averages that the first step would make, if it can."""
 
   def set_weights(self, weights):
     """Sets `variables`, or those of the inner optimizer alone.
