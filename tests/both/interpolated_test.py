@@ -505,21 +505,29 @@ class Several:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-@pytest.mark.parametrize("is_ref", [False, True])
-def test_some_variables_hold_x_in_a_session(is_ref, is_late, tmp_path):
+@pytest.mark.parametrize("kind", ["resource", "ref", "mirrored"])
+def test_some_variables_hold_x_in_a_session(kind, is_late, tmp_path):
   """Steps on some variables after a plain Saver has set all to x."""
-  with tf.Graph().as_default(), tf1.Session() as session:
-    model = Several()
-    v = {name: tf1.get_variable(name, initializer=x, use_resource=not is_ref)
+  # In a strategy, a train op is in its scope.
+  with tf.Graph().as_default(), tf1.Session() as session, (
+      tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+      if kind == "mirrored" else tf.distribute.get_strategy()).scope():
+    strategy, model = tf.distribute.get_strategy(), Several()
+    v = {name: tf1.get_variable(
+        name, initializer=tf.constant(x), use_resource=kind != "ref")
          for name, (x, _, _) in model.points.items()}
     opt = wrapopt.PrimalAverageOptimizer(
         train.GradientDescentOptimizer(model.RATE), model.SHARE, model.DECAY)
     # A later `minimize` makes z of variables that the first does not know.
     names = ["a", "abc", "bc"] if is_late else ["abc", "a", "bc"]
-    steps = {some: opt.minimize(tf.add_n([tf.reduce_sum(v[name])
-                                          for name in some]),
-                                var_list=[v[name] for name in some])
-             for some in names}
+
+    def minimize(some):
+      loss = tf.add_n([tf.reduce_sum(v[name]) for name in some])
+      return opt.minimize(loss / strategy.num_replicas_in_sync,
+                          var_list=[v[name] for name in some])
+
+    steps = {some: strategy.group(strategy.run(minimize, [some]))
+             if kind == "mirrored" else minimize(some) for some in names}
     session.run(tf1.global_variables_initializer())
     swapping, plain = opt.swapping_saver(), train.Saver()
 
@@ -529,8 +537,13 @@ def test_some_variables_hold_x_in_a_session(is_ref, is_late, tmp_path):
       check()
 
     def check():
-      model.check(lambda name: session.run(
-          [opt.average(v[name]), v[name], opt.z(v[name])]))
+      for i in range(strategy.num_replicas_in_sync):
+        model.check(functools.partial(read, i))
+
+    def read(i, name):
+      y, z = (strategy.experimental_local_results(x)[i]
+              for x in (v[name], opt.z(v[name])))
+      return session.run([opt.average(v[name]), y, z])
 
     step("abc")
     step("bc")

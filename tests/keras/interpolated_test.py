@@ -279,28 +279,85 @@ def test_numbers_that_overflow(rates, more):
   assert np.isnan(seen["eager"][0]) or rates[0] < 0
 
 
+# Steps on some of three variables, and the ends of trainings, which set all of
+# them to x.
+END = "end"
+SOME = ("abc", "bc", END, "bc", "abc", "ac", END, "ac", "bc", "abc", END)
+
+
+def stepping_on_some(step):
+  """Takes the steps SOME, and asserts that all other variables hold still.
+
+  Args:
+    step: A function of "a", "b" or "c" or more of them, or of END, which
+      returns {name: (x, y and z)}.
+  """
+  held = {}
+  for some in SOME:
+    before, held = held, step(some)
+    for name in set(before) - set(some if some != END else "abc"):
+      for got, want in zip(held[name], before[name]):
+        numerics.assert_same_bits(got, want)
+
+
+def on_some(some, grad=lambda i: i - 0.5):
+  return [tf.fill([4, 3], grad(i)) if name in some else None
+          for i, name in enumerate("abc")]
+
+
+def three():
+  return [keras.Variable(START + i, dtype="float32", name=name)
+          for i, name in enumerate("abc")]
+
+
+IGNORE_NONE = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+
+
 @EACH
 @keras_versions.needs("MultiOptimizer")
-def test_multi_optimizer(wrapper):
-  names = ("a", "b")
-  parts = lambda: {"a": K.SGD(0.5), "b": K.Adamax(0.25, beta_1=0.0)}
-  both = parts()
-  opt = wrapper(K.MultiOptimizer(K.OptimizerMap(
-      both["b"], {"a": both["a"]})))
-  variables = [keras.Variable(START, dtype="float32", name=n) for n in names]
-  alone = [wrapper(part) for part in parts().values()]
-  others = [keras.Variable(START, dtype="float32", name=n) for n in names]
-  for t in range(3):
-    grads = [tf.fill([4, 3], float(t + 1)), tf.fill([4, 3], -0.5)]
-    opt.apply(grads, variables)
-    for x, g, v in zip(alone, grads, others):
-      x.apply([g], [v])
-  for x, v, w in zip(alone, variables, others):
-    for got, want in zip(points(opt, v), points(x, w)):
-      numerics.assert_same_bits(got, want)
-  opt.finalize_variable_values(variables)
-  for x, v, w in zip(alone, variables, others):
-    np.testing.assert_array_equal(v.numpy(), x.average(w))
+@IGNORE_NONE
+@pytest.mark.parametrize("around", [False, True])
+@MODE
+def test_multi_optimizer(mode, around, wrapper):
+  """Each part takes the steps of its optimizer alone."""
+  make = {"ab": lambda: K.SGD(0.5), "c": lambda: K.Adamax(0.25, beta_1=0.0)}
+  parts = [make() for make in make.values()]
+  if around:
+    parts = [wrapper(part) for part in parts]
+  opt = K.MultiOptimizer(K.OptimizerMap(parts[1], {"[ab]": parts[0]}))
+  if not around:
+    opt = wrapper(opt)
+    parts = [opt, opt]
+  variables, others = three(), three()
+  alone = [(wrapper(make()), others[:2] if names == "ab" else others[2:])
+           for names, make in make.items()]
+  opt.build(variables)
+
+  @functools.cache
+  def stepping_on(some):
+    step = lambda: opt.apply(on_some(some), variables)
+    return step if mode == "eager" else tf.function(
+        step, jit_compile=mode == "jit")
+
+  def step(some):
+    if some == END:
+      opt.finalize_variable_values(variables)
+    else:
+      stepping_on(some)()
+    grads, found = on_some(some), {}
+    for part, (x, its) in zip(parts, alone):
+      if some == END:
+        x.finalize_variable_values(its)
+      else:
+        x.apply([grads.pop(0) for _ in its], its)
+      for w in its:
+        found[w.path] = points(part, variables[len(found)])
+        for got, want in zip(found[w.path], points(x, w)):
+          # XLA may contract a multiplication and an addition.
+          np.testing.assert_allclose(got, want, 1e-5 * (mode == "jit"))
+    return found
+
+  stepping_on_some(step)
 
 
 @functools.cache
@@ -308,38 +365,80 @@ def two_replicas():
   return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
 
 
+@IGNORE_NONE
 @pytest.mark.parametrize("function", [False, True])
 @pytest.mark.parametrize("wrapper, make", [
     *((functools.partial(wk.ScheduleFree, warmup_steps=2,
                          weight_decay_at_y=0.125), make)
       for make in (lambda: K.SGD(0.5), lambda: K.Adam(0.5, weight_decay=0.1))),
     (primal, lambda: K.Adam(0.5, weight_decay=0.1)),
-    (primal, lambda: K.SGD(0.5, momentum=0.5))])
-def test_mirrored(wrapper, make, function):
+    (primal, lambda: K.SGD(0.5, momentum=0.5))],
+                         ids=["free SGD", "free Adam", "Adam", "momentum"])
+def test_mirrored(wrapper, make, function, tmp_path):
   strategy = two_replicas()
+  locals_of = lambda v: [
+      x.numpy() for x in strategy.experimental_local_results(v.value)]
+  wide = 1e-5, 2e-5
+
+  def built():
+    variables, opt = three(), wrapper(make())
+    opt.build(variables)
+    return variables, opt
+
+  def check():
+    for v, w in zip(variables, others):
+      x, y, z = points(alone, w)
+      for held, want in ((v, y), (opt.z(v), z)):
+        for local in locals_of(held):
+          np.testing.assert_allclose(local, want, *wide)
+      np.testing.assert_allclose(opt.average(v), x, *wide)
+
   with strategy.scope():
-    v = keras.Variable(START, dtype="float32")
-    opt = wrapper(make())
-    opt.build([v])
-  run = lambda g: strategy.run(lambda: opt.apply([g / 2], [v]))
-  run = tf.function(run) if function else run
-  w = keras.Variable(START, dtype="float32")
-  alone = wrapper(make())
-  for t in range(4):
-    g = tf.fill([4, 3], float(t) - 1.5)
-    run(g)
-    alone.apply([g], [w])
-  x, y, z = points(alone, w)
-  for held, want in ((v, y), (opt.z(v), z)):
-    for local in strategy.experimental_local_results(held.value):
-      np.testing.assert_allclose(local, want, 1e-5, 2e-5)
-  np.testing.assert_allclose(opt.average(v), x, 1e-5, 2e-5)
-  raw = [np.array(r) for r in strategy.experimental_local_results(v.value)]
+    variables, opt = built()
+  others, alone = built()
+
+  @functools.cache
+  def stepping_on(some):
+    step = lambda: strategy.run(lambda: opt.apply(
+        on_some(some, lambda i: (i - 0.5) / 2), variables))
+    return tf.function(step) if function else step
+
+  def step(some):
+    if some == END:
+      opt.finalize_variable_values(variables)
+      alone.finalize_variable_values(others)
+    else:
+      stepping_on(some)()
+      alone.apply(on_some(some), others)
+    check()
+    return {v.path: points(opt, v) for v in variables}
+
+  stepping_on_some(step)
+  step("bc")  # "a" holds x.
+  raw = [locals_of(v) for v in variables]
   with opt.averaged_weights():
-    for local in strategy.experimental_local_results(v.value):
-      np.testing.assert_allclose(local, x, 1e-5, 2e-5)
-  for local, want in zip(strategy.experimental_local_results(v.value), raw):
-    numerics.assert_same_bits(np.array(local), want)
+    for v, w in zip(variables, others):
+      for local in locals_of(v):
+        np.testing.assert_allclose(local, alone.average(w), *wide)
+  for v, want in zip(variables, raw):
+    for local, before in zip(locals_of(v), want):
+      numerics.assert_same_bits(local, before)
+  # Checkpoints, of replicas and of one process, to both.
+  saved = [points(alone, w) for w in others]
+  paths = [tf.train.Checkpoint(opt=o, v=v).save(str(tmp_path / "c"))
+           for o, v in ((opt, variables), (alone, others))]
+  for path in paths:
+    stepping_on.cache_clear()
+    with strategy.scope():
+      variables, opt = built()
+    others, alone = built()
+    for o, v in ((opt, variables), (alone, others)):
+      tf.train.Checkpoint(opt=o, v=v).restore(path)
+    check()
+    for v, want in zip(variables, saved):
+      np.testing.assert_allclose(points(opt, v), want, *wide)
+    step("ac")
+    step("abc")
 
 
 @EACH
@@ -435,15 +534,22 @@ def data():
   return x, (x @ rng.normal(size=(6, 1))).astype(np.float32)
 
 
-def model_of(opt, *more):
+def model_of(opt, *more, dtype=None, loss="mse", **settings):
   model = keras.Sequential([
-      keras.layers.Input((6,)), keras.layers.Dense(4, activation="tanh"), *more,
-      keras.layers.Dense(1)])
+      keras.layers.Input((6,)),
+      keras.layers.Dense(4, activation="tanh", dtype=dtype), *more,
+      keras.layers.Dense(1, dtype=dtype)])
   rng = np.random.default_rng(4)
   model.set_weights([rng.normal(size=w.shape) if w.ndim > 1 else w
                      for w in model.get_weights()])
-  model.compile(opt, "mse")
+  model.compile(opt, loss, **settings)
   return model
+
+
+def freeze(model, is_frozen=True):
+  """Freezes the first layer or trains it again, by the same optimizer."""
+  model.layers[0].trainable = not is_frozen
+  model.compile(model.optimizer, model.loss, jit_compile=model.jit_compile)
 
 
 def fit(model, epochs=1, **more):
@@ -502,35 +608,135 @@ def test_recalibrated_batch_norm():
   np.testing.assert_allclose(norm.moving_mean, hidden.mean(0), rtol=1e-4)
 
 
-@EACH
-@pytest.mark.parametrize("at_end", [False, True])
-def test_keras_files(at_end, wrapper, tmp_path):
-  """A run that goes on from a file gets the numbers of one that went on."""
-  path = str(tmp_path / "model.keras")
-  schedule = lambda: wrapper("adam", keep_raw_weights=not at_end, **(
-      {"warmup_steps": 6, "r": 1.0} if wrapper is wk.ScheduleFree else {}))
-  model, other = model_of(schedule()), model_of(schedule())
+def model_points(model):
+  return [x for v in model.weights for x in points(model.optimizer, v)]
+
+
+def assert_all_same_bits(got, want):
+  for a, b in zip(got, want, strict=True):
+    numerics.assert_same_bits(a, b)
+
+
+def x_in_some(model):
+  """Trains a model, then its second layer: the first one holds x."""
   fit(model)
-  fit(other)
-  model.save(path)
-  loaded = keras.saving.load_model(path)
-  assert loaded.optimizer.get_config() == model.optimizer.get_config()
-  for v, w in zip(model.trainable_variables, loaded.trainable_variables):
-    for got, want in zip(points(loaded.optimizer, w),
-                         points(model.optimizer, v)):
-      numerics.assert_same_bits(got, want)
-  fit(loaded)
-  fit(other)
-  assert_same_weights(loaded.get_weights(), other.get_weights())
+  freeze(model)
+  for _ in range(2):
+    model.train_on_batch(*data())
+  for i, v in enumerate(model.weights):
+    x, y, _ = points(model.optimizer, v)
+    assert (x == y).all() == (i < 2)
 
 
 @EACH
-def test_a_file_of_averages_in_place(wrapper, tmp_path):
+@pytest.mark.parametrize("holds, way", [
+    ("y", "model"), ("x", "model"), *(("x in some", way) for way in (
+        "model", "weights", "before the build"))])
+def test_keras_files(holds, way, wrapper, tmp_path):
+  """A run that goes on from a file gets the numbers of one that went on."""
+  path = str(tmp_path / ("model.keras" if way == "model" else "m.weights.h5"))
+  late = way == "before the build"
+  # Keras loads no slots before they are made.
+  make = lambda: model_of(wrapper(
+      "sgd" if late else "adam", keep_raw_weights=holds == "y", **(
+          {"warmup_steps": 6, "r": 1.0} if wrapper is wk.ScheduleFree else {})))
+  model = make()
+  (x_in_some if holds == "x in some" else fit)(model)
+  if way == "model":
+    if holds == "x in some":
+      freeze(model, False)  # Else, the loaded optimizer lacks the layer.
+    model.save(path)
+    loaded = keras.saving.load_model(path)
+  else:
+    model.save_weights(path)
+    loaded = make()
+    if not late:
+      loaded.optimizer.build(loaded.weights)
+    loaded.load_weights(path)
+    if late:
+      loaded.optimizer.build(loaded.weights)
+  if way == "model":
+    assert loaded.optimizer.get_config() == model.optimizer.get_config()
+  assert_all_same_bits(model_points(loaded), model_points(model))
+  for is_frozen in (True, False) if holds == "x in some" else ():
+    for x in (loaded, model):
+      freeze(x, is_frozen)
+      x.train_on_batch(*data())
+    assert_all_same_bits(model_points(loaded), model_points(model))
+  for x in (loaded, model):
+    fit(x)
+  assert_all_same_bits(model_points(loaded), model_points(model))
+
+
+@EACH
+def test_a_file_of_a_frozen_layer(wrapper, tmp_path):
+  """The loaded optimizer has no more than the variables that are trained."""
+  model = model_of(wrapper("sgd"))
+  x_in_some(model)
+  model.save(tmp_path / "model.keras")
+  loaded = keras.saving.load_model(tmp_path / "model.keras")
+  for _ in range(2):
+    assert_all_same_bits(loaded.get_weights(), model.get_weights())
+    for v, w in zip(loaded.trainable_variables, model.trainable_variables,
+                    strict=True):
+      assert_all_same_bits(points(loaded.optimizer, v),
+                           points(model.optimizer, w))
+    for x in (loaded, model):
+      x.train_on_batch(*data())
+  for x in (loaded, model):
+    fit(x)
+  assert_all_same_bits(loaded.get_weights(), model.get_weights())
+
+
+@EACH
+def test_a_second_fit_that_is_interrupted(wrapper, tmp_path):
+  """It goes on from its backup; a checkpoint of it holds the same."""
+  def make():
+    model = model_of(wrapper("adam"))
+    model.optimizer.build(model.weights)
+    return model
+
+  def second(model, *more):
+    freeze(model)
+    fit(model, 3, callbacks=[
+        keras.callbacks.BackupAndRestore(str(tmp_path / "backup")), *more])
+
+  whole, cut = make(), make()
+  for model in whole, cut:
+    fit(model)
+  freeze(whole)
+  fit(whole, 3)
+
+  class Stop(keras.callbacks.Callback):
+
+    def on_epoch_begin(self, epoch, logs=None):
+      if epoch == 2:
+        raise KeyboardInterrupt
+
+  with pytest.raises(KeyboardInterrupt):
+    second(cut, keras.callbacks.ModelCheckpoint(
+        str(tmp_path / "{epoch}.weights.h5"), save_weights_only=True), Stop())
+  loaded = make()
+  loaded.load_weights(tmp_path / "2.weights.h5")
+  assert_all_same_bits(model_points(loaded), model_points(cut))
+  resumed = make()
+  second(resumed)
+  for _ in range(2):
+    assert_all_same_bits(model_points(resumed), model_points(whole))
+    for model in resumed, whole:
+      freeze(model, False)
+      model.train_on_batch(*data())
+
+
+@EACH
+@pytest.mark.parametrize("holds", ["y", "x in some"])
+def test_a_file_of_averages_in_place(holds, wrapper, tmp_path):
   """It holds x as the weights; a training goes on from it as from y."""
   path = str(tmp_path / "model.keras")
-  opt = wrapper("adam", keep_raw_weights=True)
+  opt = wrapper("adam", keep_raw_weights=holds == "y")
   model = model_of(opt)
-  fit(model)
+  (fit if holds == "y" else x_in_some)(model)
+  freeze(model, False)
   with opt.averaged_weights():
     model.save(path)
   loaded = keras.saving.load_model(path)
@@ -592,3 +798,60 @@ def test_a_variable_without_gradient_keeps_its_average(wrap, inner):
   assert opt.average(w).numpy() < x
   np.testing.assert_allclose(w, .3 * opt.z(w).numpy() + .7 * np.array(
       opt.average(w)), 1e-12)
+
+
+def frozen_cases():
+  for wrapper in ("primal_average", "schedule_free"):
+    for inner in ("SGD", "Adam"):
+      for passes in ("one op", "two passes"):
+        for mode in ("function", "jit"):
+          yield pytest.param(wrapper, inner, passes == "one op", mode == "jit",
+                             id=f"{wrapper}, {inner}, {passes}, {mode}")
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("wrapper, inner, one_pass, jit",
+                         list(frozen_cases()))
+def test_a_layer_that_is_frozen_in_the_second_fit(wrapper, inner, one_pass,
+                                                  jit):
+  """Losses and weights, against the paper's formulas in float64."""
+  rate, beta = 0.125, 0.5 if wrapper == "primal_average" else 0.0
+  cls = getattr(K, inner)
+  # With the beta_2 of 0.999, Keras's float32 powers lose three digits.
+  settings = {"beta_1": beta, "beta_2": 0.75} if inner == "Adam" else {}
+  schedule = {"momentum": 0.75, **interpolated_model.EACH[wrapper]}
+  opt = {"primal_average": wk.PrimalAverage, "schedule_free": wk.ScheduleFree}[
+      wrapper]((cls if one_pass else type("Own", (cls,), {}))(
+          rate, **settings), **schedule)
+  mse = keras.losses.MeanSquaredError(dtype="float64")
+  model = model_of(opt, dtype="float64", loss=mse, jit_compile=jit)
+  plain = model_of(None, dtype="float64")
+  formulas = [interpolated_model.Model(w, interpolated_model.Inner(
+      inner, beta1=beta, beta2=0.75), **schedule) for w in plain.get_weights()]
+  for frozen in (False, True, False):
+    before = [points(opt, v) for v in model.layers[0].weights] if frozen else ()
+    freeze(model, frozen)
+    for v, its in zip(model.layers[0].weights, before):
+      assert_all_same_bits(points(opt, v), its)
+    losses = model.fit(*data(), batch_size=64, epochs=4, verbose=0).history
+    for v, its in zip(model.layers[0].weights, before):
+      assert_all_same_bits(points(opt, v), its)
+    want = []
+    for _ in range(4):
+      with tf.GradientTape() as tape:
+        loss = mse(data()[1], plain(data()[0]))
+      want.append(float(loss))
+      grads = tape.gradient(loss, plain.weights)
+      for i, (v, g, of) in enumerate(zip(plain.weights, grads, formulas)):
+        if frozen and i < 2:
+          of.skip(rate)
+          of.inner.t += 1  # Keras's Adam counts the steps of all.
+        else:
+          of.step(g.numpy(), rate)
+          v.assign(of.y)
+    for v, of in zip(plain.weights, formulas):
+      v.assign(of.x)
+    np.testing.assert_allclose(losses["loss"], want, 1e-5)
+    for v, of in zip(model.weights, formulas):
+      for got, x in zip(points(opt, v), (of.x, of.x, of.z)):
+        np.testing.assert_allclose(got, x, 0, 1e-5)

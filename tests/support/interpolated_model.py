@@ -68,16 +68,20 @@ class Model:
   def y(self):
     return (1 - self.momentum) * self.z + self.momentum * self.x
 
-  def step(self, g, lr):
+  def skip(self, lr):
+    """Counts a step on other variables: (its rate, the weight of z in x)."""
     self.t += 1
     if self.warmup_steps:
       lr = lr * min(1.0, self.t / self.warmup_steps)
     self.largest = max(self.largest, lr)
     weight = self.t**self.r * self.largest**self.weight_lr_power
     self.weights += weight
-    c = weight / self.weights if self.weights else 0.0
     if self.average_decay is not None:
-      c = 1 - self.average_decay
+      return lr, 1 - self.average_decay
+    return lr, weight / self.weights if self.weights else 0.0
+
+  def step(self, g, lr):
+    lr, c = self.skip(lr)
     z = self.z - lr * self.weight_decay_at_y * self.y
     self.z = self.inner(z, np.asarray(g, np.float64), lr)
     self.x = (1 - c) * self.x + c * self.z
