@@ -49,6 +49,8 @@ class Writer:
   def write(self):
     if self.program.setting == "numerics":
       self.line("tf.debugging.enable_check_numerics()")
+    elif self.program.setting == "flags":
+      self.line("name_flags_in_a_file()")
     with self.entered():
       for n, (name, *args) in enumerate(self.program.operations):
         self.at = f"{n} {name}"
