@@ -153,7 +153,9 @@ class Writer:
     if inside in ("again", "step"):
       self.write_read()
 
-    in_place = [i for i, want in enumerate(wants) if want is not None]
+    # A step of an empty variable changes nothing.
+    in_place = [i for i, want in enumerate(wants)
+                if want is not None and want.size]
     if inside == "other" and in_place:
       with self.block("def other():"):
         with self.block(
