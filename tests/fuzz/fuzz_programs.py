@@ -55,7 +55,7 @@ def run(program, counts=None):
     if counts.of["all"] % 20 == 0:
       keras.utils.clear_session()
   try:
-    programs_code.run(code)
+    programs_code.run(code, program.setting == "flags")
   except Exception as e:
     raise Failure(program, code, e) from e
 

@@ -80,7 +80,7 @@ class Program:
       ("freeze", trained): Trains some variables only, and compiles again.
       ("finish",): What `fit` does at its end.
       ("export",): A SavedModel that goes on in TensorFlow 2.
-    setting: What the program switches on: "" or one of SETTINGS.
+    setting: What the program switches on: "", "flags" or one of SETTINGS.
   """
   api: str
   mode: str
@@ -309,6 +309,8 @@ _INNER_OF = {
 #     cannot check ref variables.
 #   clusters: XLA compiles what it likes: of a session, by its configuration;
 #     of functions, after they were traced.
+#   flags: So does XLA, by a file of flags, in a process of its own. It takes
+#     the place of some of "clusters".
 #   warm: Variables start at the values of a checkpoint.
 SETTINGS = {
     mode: (*["numerics"] * (mode != "ref"),
@@ -339,6 +341,9 @@ def _programs(draw, api, mode):
   name = draw(st.sampled_from(next(
       (_INNER_OF[name] for name in chain if name in _INNER_OF), _INNER[api])))
   keep = mode == "fit" and draw(st.booleans())
+  setting = draw(st.sampled_from(["", "", "", *SETTINGS[mode]]))
+  if setting == "clusters" and draw(st.integers(0, 19)) == 19:
+    setting = "flags"
   options = {}
   if (api == "keras" and KERAS_GATE not in chain and  # Workers would mix them.
       draw(st.integers(0, 3)) == 3):
@@ -348,8 +353,7 @@ def _programs(draw, api, mode):
       tuple((name, draw(_options(
           # The variables of a model have other names in each program.
           name, keep, None if mode == "fit" else len(variables))))
-            for name in chain), (),
-      draw(st.sampled_from(["", "", "", *SETTINGS[mode]])))
+            for name in chain), (), setting)
   hypothesis.assume(not any(fits(program) for fits in LIMITATIONS.values()))
   parts = draw(st.lists(_part(program), min_size=1, max_size=6))
   operations = [x for part in parts for x in part]

@@ -5,9 +5,12 @@ The code is what runs, and what is printed if it fails.
 
 import functools
 import inspect
+import sys
+import tempfile
 
 import tensorflow as tf
 
+import processes
 import programs_keras
 import programs_v1
 
@@ -23,8 +26,15 @@ def _prelude():
   return programs_prelude
 
 
-def run(code):
-  """Runs the code of a program."""
+def run(code, alone=False):
+  """Runs the code of a program, perhaps in a process of its own."""
+  if alone:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+      file.write(printed(code))
+      file.flush()
+      done = processes.run_python(file.name, pythonpath=sys.path)
+    assert done.returncode == 0, done.stderr
+    return
   namespace = {**vars(_prelude())}
   try:
     exec(compile(code, "<program>", "exec"), namespace)

@@ -25,6 +25,13 @@ def path(name):
   return os.path.join(folder.name, name)
 
 
+def name_flags_in_a_file():
+  """Lets XLA compile what it likes. TensorFlow reads it once in a process."""
+  with open(path("flags"), "w", encoding="utf-8") as file:
+    file.write("--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit")
+  os.environ["TF_XLA_FLAGS"] = path("flags")
+
+
 def check(what, got, want, tolerance=0.0):
   """Asserts that numbers are near to others."""
   got = np.asarray(got, np.float64)

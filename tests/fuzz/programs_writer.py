@@ -49,6 +49,8 @@ class Writer:
   def write(self):
     if self.program.setting == "numerics":
       self.line("tf.debugging.enable_check_numerics()")
+    elif self.program.setting == "flags":
+      self.line("name_flags_in_a_file()")
     with self.entered():
       for n, (name, *args) in enumerate(self.program.operations):
         self.at = f"{n} {name}"
@@ -151,7 +153,9 @@ class Writer:
     if inside in ("again", "step"):
       self.write_read()
 
-    in_place = [i for i, want in enumerate(wants) if want is not None]
+    # A step of an empty variable changes nothing.
+    in_place = [i for i, want in enumerate(wants)
+                if want is not None and want.size]
     if inside == "other" and in_place:
       with self.block("def other():"):
         with self.block(

@@ -824,15 +824,17 @@ def test_swa_counts_epochs():
     wrapopt.keras.SWA("sgd", steps_per_epoch=0)
   x, y = data()
 
-  def fit(inner, steps):
-    make(wrapopt.keras.SWA(inner, steps_per_epoch=steps)).fit(
+  def fit(inner, steps, outside=lambda opt: opt):
+    make(outside(wrapopt.keras.SWA(inner, steps_per_epoch=steps))).fit(
         x, y, batch_size=16, verbose=0,
         callbacks=[wrapopt.keras.EvaluateWithAverages()])
 
   fit("sgd", 4)
-  with pytest.raises(ValueError, match="number of steps in an epoch of fit.., "
-                     "4, got 2. Make the SWA with that number"):
-    fit("sgd", 2)
+  for outside in (lambda opt: opt, wrapopt.keras.Lookahead,
+                  wrapopt.keras.MovingAverage):
+    with pytest.raises(ValueError, match="number of steps in an epoch of "
+                       "fit.., 4, got 2. Make the SWA with that number"):
+      fit("sgd", 2, outside)
   fit(keras.optimizers.SGD(gradient_accumulation_steps=2), 2)
   with pytest.raises(ValueError, match="of fit.., 1.33333, got 1. Make"):
     fit(keras.optimizers.SGD(gradient_accumulation_steps=3), 1)

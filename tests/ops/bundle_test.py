@@ -1,5 +1,7 @@
 """Steps whose ops take the handles of all variables as one tensor."""
 
+import contextlib
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -474,30 +476,68 @@ def test_a_session_of_an_imported_graph():
                    f"again/{average.op.name}": [0.5, 0.5]}
 
 
+def averaged(inner):
+  return wrapopt.MovingAverageOptimizer(inner, 0.5, sequential_update=True)
+
+
+def gated(inner, **options):
+  return wrapopt.DropStaleGradientOptimizer(inner, 3, **options)
+
+
 # In one pass, and in two: then EmaUpdate takes the bundle.
-V1_INNER = {
-    "Apply": lambda: v1.train.MomentumOptimizer(1.0, 0.5),
-    "EmaUpdate": lambda: v1.train.ProximalGradientDescentOptimizer(1.0),
+V1_MAKE = {
+    "Apply": lambda _: averaged(v1.train.MomentumOptimizer(1.0, 0.5)),
+    "EmaUpdate": lambda _: averaged(
+        v1.train.ProximalGradientDescentOptimizer(1.0)),
+}
+# Of what a V1 SavedModel may have the train op.
+V1_SAVED = {
+    **V1_MAKE,
+    "gate of SGD": lambda _: gated(v1.train.GradientDescentOptimizer(1.0)),
+    "gate of Adam": lambda _: gated(v1.train.AdamOptimizer(0.5),
+                                    policy="scale"),
+    "gate of averages": lambda _: gated(averaged(v1.train.AdamOptimizer(0.5))),
+    "CrossShard": lambda _: wrapopt.CrossShardOptimizer(
+        v1.train.AdamOptimizer(0.5)),
+    "ElasticAverage": lambda getter: wrapopt.ElasticAverageOptimizer(
+        v1.train.AdamOptimizer(0.5), 1, getter, 2, 0.25, rho=0.0),
+    "ModelAverage": lambda getter: wrapopt.ModelAverageOptimizer(
+        v1.train.AdamOptimizer(0.5), 1, True, getter, 2),
 }
 
 
-def saved(make_inner, folder):
+def saved(name, folder):
   """Saves a V1 SavedModel after a step.
 
   Returns:
     Its MetaGraphDef, and all variables after two further steps.
   """
+  custom = getattr(wrapopt, f"{name}CustomGetter", None)
   with tf.Graph().as_default():
-    values = [v1.get_variable(name, initializer=[1.0, 2.0], use_resource=True)
-              for name in "vw"]
-    opt = wrapopt.MovingAverageOptimizer(make_inner(), 0.5,
-                                         sequential_update=True)
+    getter = custom and custom("/cpu:0")
+    with v1.variable_scope("", custom_getter=getter, use_resource=True):
+      values = [v1.get_variable(n, initializer=[1.0, 2.0]) for n in "vw"]
+    opt = V1_SAVED[name](getter)
     x = v1.placeholder(tf.float32, [], name="x")
-    step = opt.minimize(x * tf.add_n([tf.reduce_sum(v * v) for v in values]))
+    count = v1.train.get_or_create_global_step()
+    with (opt.record_step() if name.startswith("gate")
+          else contextlib.nullcontext()):
+      loss = x * tf.add_n([tf.reduce_sum(v * v) for v in values])
+    step = opt.minimize(loss, global_step=count)
     with tf.control_dependencies([step]):
       done = tf.identity(x, name="done")
+    hook = None
+    if name == "ElasticAverage":
+      hook = opt.make_session_run_hook(True, 0)
+    elif name == "ModelAverage":
+      hook = opt.make_session_run_hook()
+    if hook:
+      hook.begin()
     with v1.Session() as session:
-      session.run(v1.global_variables_initializer())
+      session.run([v1.global_variables_initializer(),
+                   v1.local_variables_initializer()])
+      if hook:
+        hook.after_create_session(session, tf.train.Coordinator())
       session.run(done, {x: 0.25})
       v1.saved_model.simple_save(session, folder, {"x": x}, {"done": done})
       exported = v1.train.export_meta_graph()
@@ -507,34 +547,49 @@ def saved(make_inner, folder):
                         for v in v1.global_variables()}
 
 
+def trained_in_a_session(folder):
+  """All variables of a V1 SavedModel after two steps in a session."""
+  with tf.Graph().as_default(), v1.Session() as session:
+    v1.saved_model.load(session, ["serve"], folder)
+    session.run(v1.local_variables_initializer())
+    for _ in range(2):
+      session.run("done:0", {"x:0": 0.25})
+    return {v.op.name: session.run(v).tolist()
+            for v in v1.global_variables() + v1.local_variables()}
+
+
 def values_by_name(variables):
   return {v.name.removesuffix(":0"): v.numpy().tolist() for v in variables}
 
 
-@pytest.mark.parametrize("op", V1_INNER)
-def test_tensorflow_2_trains_a_saved_graph(op, tmp_path):
+@pytest.mark.parametrize("name", V1_SAVED)
+def test_tensorflow_2_trains_a_saved_graph(name, tmp_path):
   first, again = str(tmp_path / "first"), str(tmp_path / "again")
-  _, want = saved(V1_INNER[op], first)
+  _, goes_on = saved(name, first)
+  want = trained_in_a_session(first)
+  is_worker = name.endswith("Average")  # Local variables begin anew.
+  assert is_worker or want == goes_on
   loaded = tf.saved_model.load(first)
   train = loaded.signatures["serving_default"]
   ran = [x.type for x in train.graph.get_operations()]
-  assert f"Wrapopt>{op}" in ran and "Wrapopt>BundleByName" not in ran
+  assert "Wrapopt>BundleByName" not in ran
+  assert f"Wrapopt>{name}" in ran or name not in V1_MAKE
   train(x=tf.constant(0.25))
   # And TensorFlow 2 saves it. The copy has variables of its own.
   tf.saved_model.save(loaded, again, signatures={"serving_default": train})
   copy = tf.saved_model.load(again)
-  copy.signatures["serving_default"](x=tf.constant(0.25))
+  for _ in range(1 + is_worker):
+    copy.signatures["serving_default"](x=tf.constant(0.25))
   train(x=tf.constant(0.25))
   for model in loaded, copy:
-    got = values_by_name(model.variables)
-    assert {name: got[name] for name in want} == want
+    assert values_by_name(model.variables) == want
 
 
-@pytest.mark.parametrize("op", V1_INNER)
-def test_tensorflow_2_trains_an_imported_graph(op, tmp_path):
+@pytest.mark.parametrize("name", V1_MAKE)
+def test_tensorflow_2_trains_an_imported_graph(name, tmp_path):
   v1.disable_control_flow_v2()  # Its functions would be there already.
   try:
-    exported, want = saved(V1_INNER[op], str(tmp_path / "model"))
+    exported, want = saved(name, str(tmp_path / "model"))
   finally:
     v1.enable_control_flow_v2()
   def load():

@@ -588,12 +588,14 @@ def test_autoclustering(mode, tmp_path):
 
 
 LATER = """
+import os
 import tensorflow as tf
 import wrapopt
 import wrapopt.keras
 import keras
 
 v1 = tf.compat.v1
+from_the_start = "auto_jit" in os.environ["TF_XLA_FLAGS"]
 def momentum():
   return v1.train.MomentumOptimizer(0.25, 0.5)
 MAKE = {
@@ -619,8 +621,8 @@ def in_a_session(make, level):
     else:
       loss = loss_of(v)
     train = opt.minimize(loss, global_step=step)
-    assert "Wrapopt>BundleByName" in {
-        op.type for op in graph.get_operations()}
+    assert from_the_start == ("Wrapopt>BundleByName" not in {
+        op.type for op in graph.get_operations()})
     config = v1.ConfigProto()
     config.graph_options.optimizer_options.global_jit_level = level
     with v1.Session(config=config) as session:
@@ -632,7 +634,8 @@ def in_a_session(make, level):
 
 for name, make in MAKE.items():
   want = in_a_session(make, v1.OptimizerOptions.OFF)
-  got = in_a_session(make, v1.OptimizerOptions.ON_2)
+  got = in_a_session(make, v1.OptimizerOptions.DEFAULT if from_the_start
+                     else v1.OptimizerOptions.ON_2)
   assert got == want, (name, got, want)
 
 def in_a_function(make):
@@ -686,19 +689,30 @@ twins += [(in_fit(make), in_fit(make)) for make in (
     lambda inner: K.Lookahead(inner, 2),
     lambda inner: K.ScheduleFree(inner))]
 for twin, later in twins:
+  tf.config.run_functions_eagerly(from_the_start)
   twin()
+  tf.config.run_functions_eagerly(False)
   later()
+tf.config.run_functions_eagerly(from_the_start)
 want = [twin() for twin, _ in twins]
-tf.config.optimizer.set_jit(True)
+tf.config.run_functions_eagerly(False)
+if not from_the_start:
+  tf.config.optimizer.set_jit(True)
 print(*[str(later()) == str(w) for (_, later), w in zip(twins, want)])
 """
 
 
-def test_autoclustering_that_is_switched_on_later(tmp_path):
-  # By a session, after a function was traced, after a fit.
+@pytest.mark.parametrize("how", ["later", "file"])
+def test_autoclustering_that_is_switched_on(how, tmp_path):
+  # By a session, after a function was traced, after a fit; or by a file.
+  flags = "--tf_xla_cpu_global_jit --tf_xla_min_cluster_size=1"
+  if how == "file":
+    (tmp_path / "auto_jit").write_text(
+        "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit "
+        "--tf_xla_min_cluster_size=2")
+    flags = str(tmp_path / "auto_jit")
   process = run_python(
-      "-c", LATER, WRAPOPT_XLA_ON_CPU="",
-      TF_XLA_FLAGS="--tf_xla_cpu_global_jit --tf_xla_min_cluster_size=1",
+      "-c", LATER, WRAPOPT_XLA_ON_CPU="", TF_XLA_FLAGS=flags,
       XLA_FLAGS=f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text")
   assert process.returncode == 0, process.stderr
   assert process.stdout == " ".join(["True"] * 9) + "\n"
@@ -706,8 +720,11 @@ def test_autoclustering_that_is_switched_on_later(tmp_path):
   hlo = "".join(path.read_text() for path in
                 tmp_path.glob("*before_optimizations.txt"))
   assert 'op_type="AssignAddVariableOp"' in hlo
-  # And our ops where they take no bundle: in the branches of Keras's fit.
-  # Which ops it must not compile, see bundle_test.
+  # And our ops where they take no bundle: in the branches of Keras's fit, and
+  # all if it is on from the start. Which it must not compile, see bundle_test.
+  if how == "file":
+    for op in "Apply", "EmaUpdate":
+      assert f'op_type="Wrapopt>{op}"' in hlo
 
 
 IN_BRANCHES = """

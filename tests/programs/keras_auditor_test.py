@@ -2,6 +2,10 @@
 
 import contextlib
 import functools
+import os
+
+# So that XLA may be switched on, before TensorFlow reads it.
+os.environ.setdefault("TF_XLA_FLAGS", "--tf_xla_cpu_global_jit")
 
 import keras
 import numpy as np
@@ -96,6 +100,13 @@ class Cools(keras.callbacks.Callback):
         self.model.optimizer.learning_rate = 0.005
 
 
+class SwitchesOn(keras.callbacks.Callback):
+  """Lets XLA compile what it likes, after a step."""
+
+  def on_train_batch_end(self, batch, logs=None):
+    tf.config.optimizer.set_jit("autoclustering")
+
+
 class Subclass(keras.Model):
 
   def __init__(self, layers):
@@ -157,7 +168,9 @@ FACTORS = {
     },
     "model": ["functional", "unbuilt", "embedding", "subclass"],
     "train_step": ["Keras's", "own", "checked", "loop"],
-    "execution": ["graph", "eager", "jit", "two steps"],
+    # XLA compiles what it likes: from the start, or after the first step.
+    "execution": ["graph", "eager", "jit", "two steps", "clusters",
+                  "clusters later"],
     "replicas": [1, REPLICAS],
     "constraint": {"none": None, "halves": Halves(),
                    "max_norm": keras.constraints.MaxNorm(0.5),
@@ -182,7 +195,8 @@ FACTORS = {
 PLAIN = {name: next(iter(values)) for name, values in FACTORS.items()}
 
 
-_GRAPHS = {"graph", "jit", "two steps"}
+_CLUSTERS = {"clusters", "clusters later"}
+_GRAPHS = {"graph", "jit", "two steps", *_CLUSTERS}
 # No program has values of all factors in one of these.
 BANNED = [
     # Averages between which one trains have no constraint and no other average,
@@ -210,7 +224,7 @@ BANNED = [
      "execution": {"eager"}},
     # Without wrapopt, Keras cannot run the others, either. XLA has no
     # collectives of TensorFlow, and makes no variables.
-    {"execution": {"jit"}, "replicas": {REPLICAS}},
+    {"execution": {"jit", *_CLUSTERS}, "replicas": {REPLICAS}},
     {"execution": {"jit"}, "train_step": {"checked"}},
     # A step in a branch of a graph needs a merge call.
     {"replicas": {REPLICAS}, "execution": _GRAPHS, "accumulation": {"two"}},
@@ -309,7 +323,9 @@ def fit(row, watch, folder):
       steps_per_execution=2 if row["execution"] == "two steps" else 1)
   model.fit(x, y, batch_size=4, epochs=2 if row["callbacks"] != "none" else 1,
             shuffle=False, verbose=0, validation_data=(x[:4], y[:4]),
-            callbacks=[watch, *callbacks_of(row, watch, rate, folder)])
+            callbacks=[watch, *callbacks_of(row, watch, rate, folder),
+                       *[SwitchesOn()] * (row["execution"] == "clusters later")
+                       ])
 
 
 def loop(row, watch):
@@ -342,6 +358,8 @@ def loop(row, watch):
       data = [tf.constant(a[i:i + 4]) for a in (x, y)]
     run_step(*data)
     watch.see(model)
+    if row["execution"] == "clusters later":
+      tf.config.optimizer.set_jit("autoclustering")
 
 
 def program_of(row, folder):
@@ -349,6 +367,8 @@ def program_of(row, folder):
     keras.config.set_dtype_policy(row["policy"])
     keras.config.set_floatx(
         "float64" if row["policy"] == "float64" else "float32")
+    if row["execution"] == "clusters":
+      tf.config.optimizer.set_jit("autoclustering")
     try:
       with (mirrored().scope() if row["replicas"] > 1
             else contextlib.nullcontext()):
@@ -357,6 +377,7 @@ def program_of(row, folder):
         else:
           fit(row, watch, folder)
     finally:
+      tf.config.optimizer.set_jit(False)
       keras.config.set_dtype_policy("float32")
       keras.config.set_floatx("float32")
 
@@ -372,7 +393,7 @@ def audit(row, folder):
   two = row["execution"] == "two steps"
   # Without Grappler, Keras's step is the same in all graphs. TensorFlow needs
   # it for branches in replicas.
-  rewritten = row["execution"] == "jit" or row["replicas"] > 1
+  rewritten = row["replicas"] > 1 or row["execution"] in {"jit", *_CLUSTERS}
   tf.config.optimizer.set_experimental_options(
       {"disable_meta_optimizer": not rewritten})
   once = {**row, "execution": "graph"} if two else row

@@ -15,6 +15,7 @@ from wrapopt import _checks
 from wrapopt._averages import _decay
 from wrapopt.keras import _averaging
 from wrapopt.keras import _callback_after
+from wrapopt.keras import _steps
 from wrapopt.keras import _swapped_function
 from wrapopt.keras import batch_norm
 from wrapopt.keras import snapshots
@@ -384,7 +385,9 @@ class EvaluateWithAverages(keras.callbacks.Callback):
   def _check_batches(self, batches, fewer=0):
     # Another optimizer may take any number of steps in a batch.
     for optimizer in self._averaging() if self._optimizer is None else ():
-      optimizer.check_batches_per_epoch(batches, fewer)
+      for x in [optimizer, *_steps.within(optimizer)]:
+        if isinstance(x, _averaging.AveragingOptimizer):
+          x.check_batches_per_epoch(batches, fewer)
 
   def on_train_end(self, logs=None):
     part = self._trains[1]
