@@ -771,7 +771,8 @@ class World:
     while not self._try(me, member, lambda: member.start(initial)):
       pass
     while self._quiet_rounds is not None:
-      me.sleep(plan.train_secs[index] * (0.5 + rng.random()))
+      secs = plan.train_secs[index] if self._quiet_since is None else 0.5
+      me.sleep(secs * (0.5 + rng.random()))
       vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
                  for c in member.center]
       weight = float(1 + index)
@@ -781,8 +782,10 @@ class World:
       if not report:
         self._try(me, member, lambda: member.start(None))
         continue
-      if report.counted and me.name not in self.oracle.members.get(
-          (before[0], member.place[1]), (me.name,)):
+      if report.counted and not any(
+          me.name in workers
+          for place, workers in self.oracle.members.items()
+          if place[0] == before[0]):
         raise Violation(f"{me.name} is said to count in {before}")
       self._note_round(me, report)
 
@@ -792,7 +795,7 @@ class World:
     self.round = max(self.round, report.round)
     if self._quiet_since is None:
       return
-    if report.counted:
+    if report.counted or self._plan.grace < math.inf:
       counts = self._quiet_rounds
       counts[me.name] = counts.get(me.name, 0) + 1
       if len(counts) == self._plan.num_workers and (

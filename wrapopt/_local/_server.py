@@ -1,5 +1,7 @@
 """A worker's session with one server of a center."""
 
+import math
+import time
 import typing
 
 import tensorflow as tf
@@ -9,8 +11,12 @@ from wrapopt._loader import ops as raw
 tf1 = tf.compat.v1
 
 # A server that is stopped answers no call. Calls that do not wait for other
-# workers end after this time.
+# workers end after this time, or at the worker's deadline.
 _CALL_SECS = 60.0
+
+# After its end, a wait for other workers gets this time for its answer. Also
+# the least time for a call.
+_ANSWER_SECS = 5.0
 
 # Of calls that begin and end a session. A session with a server that is gone
 # waits for it when it ends.
@@ -73,11 +79,21 @@ class _Session(tf.compat.v1.Session):
 
 
 class Server:
-  """The ops of one server's rounds. Each method is one call to the server."""
+  """The ops of one server's rounds. Each method is one call to the server.
+
+  A call to a server that does not answer raises UnavailableError.
+  DeadlineExceededError is the rounds' own.
+
+  Attributes:
+    address: That of the server.
+    deadline: Until when a call may wait for the server, as of
+      `time.monotonic`.
+  """
 
   def __init__(self, address, name, worker, process, settings, num_workers,
                layout, index):
     self.address = address
+    self.deadline = math.inf
     self._target = address if "://" in address else f"grpc://{address}"
     self._worker = worker
     self._process = process
@@ -150,14 +166,24 @@ class Server:
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
-  def _run(self, fetches, wait_secs=0.0, **values):
-    if self._session is None:
-      self.connect()
+  def _run(self, fetches, wait_secs=None, **values):
     values.update(worker=self._worker, process=self._process)
-    secs = min(wait_secs, 1e6) + _CALL_SECS
-    return self._session.run(
-        fetches, {self._fed[key]: value for key, value in values.items()},
-        tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
+    if wait_secs is None:
+      secs = min(_CALL_SECS, max(self.deadline - time.monotonic(),
+                                 _ANSWER_SECS))
+    else:
+      secs = min(wait_secs, 1e6) + _ANSWER_SECS
+    try:
+      if self._session is None:
+        self.connect()
+      return self._session.run(
+          fetches, {self._fed[key]: value for key, value in values.items()},
+          tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
+    except tf.errors.DeadlineExceededError as e:
+      if "averaging rounds" in e.message:  # Their own deadline.
+        raise
+      raise tf.errors.UnavailableError(
+          None, None, f"server {self.address} did not answer") from e
 
   def state(self):
     """A State, and what the server knows."""
