@@ -38,9 +38,9 @@ from wrapopt._local import _member
 from wrapopt._local import _server
 
 DEADLINE_SECS = 20.0
-# A call of the user may take this time in addition: sessions with servers that
-# are gone take 5 s each to end, and the last attempt waits for a second.
-SLACK_SECS = 14.0
+# A call of the user may take this time in addition, if a server hangs: a call,
+# the end of its session, the end of a turn and another session, each 5 s.
+SLACK_SECS = 24.0
 RATE, MOMENTUM = 0.7, 0.9
 # Faults end after this number of rounds. Then each worker must count in some.
 ROUNDS, QUIET_ROUNDS = 16, 4
@@ -310,7 +310,7 @@ class Server:
     incarnation = self.incarnation
     def arrive():
       if self.is_cut_from(call.worker):
-        return  # Its session sees the end of its time.
+        return world.at(self.cut[call.worker.name], arrive)
       if incarnation == self.incarnation and self.is_up:
         self.calls.discard(call)
         call.end(value, lost)
@@ -657,8 +657,8 @@ class World:
     x, server = self._rng.random(), call.server
     arrival = self.now + self.delay()
     lossy = self._quiet_since is None
-    if server.is_cut_from(call.worker):
-      return
+    # TCP sends again what a cut has lost.
+    arrival = max(arrival, server.cut.get(call.worker.name, 0.0))
     lost = lossy and x < self._plan.loss
     if lost:
       # The connection is lost. The server may get the call, now or later.

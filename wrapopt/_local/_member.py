@@ -8,9 +8,6 @@ import tensorflow as tf
 
 from wrapopt._local import _server
 
-# A server that was lost, or restarted and knows the session no more.
-_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
-         tf.errors.CancelledError)
 _POLL_SECS = 0.1
 # After its deadline, a worker that has slept looks once more for the center. A
 # wait in this attempt takes a second.
@@ -139,11 +136,9 @@ class Member:
           return done
       except tf.errors.DeadlineExceededError as e:
         failed = e
-      except _LOST as e:
+      except _server.LOST as e:
         if not isinstance(failed, tf.errors.DeadlineExceededError):
           failed = e
-        for server in self._servers:
-          server.close()
       if is_last:
         break
       time.sleep(_POLL_SECS)
@@ -172,7 +167,10 @@ class Member:
           for a, b in zip(center, self.center))
       # After a restart of a server, the round may begin again.
       return not is_same
-    known = self._lead.enter(place, self._rules.most_pushes, self._left())
+    # A turn is long enough to send values, also after the deadline.
+    known = self._lead.enter(
+        place, self._rules.most_pushes, self._left(),
+        max(self._left(), self._rules.round_timeout_secs / 4))
     if known.turn >= 0:
       pushed = False
       try:
@@ -294,7 +292,9 @@ class Member:
       center: A vector for each group.
       velocities: The same, or none.
     """
-    known = self._lead.enter(states[0].place, 0, self._left())
+    known = self._lead.enter(
+        states[0].place, 0, self._left(),
+        max(self._left(), self._rules.round_timeout_secs / 4))
     if known.turn < 0:
       return
     try:

@@ -10,6 +10,10 @@ from wrapopt._loader import ops as raw
 
 tf1 = tf.compat.v1
 
+# A server that was lost, or restarted and knows the session no more.
+LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
+        tf.errors.CancelledError)
+
 # A server that is stopped answers no call. Calls that do not wait for other
 # workers end after this time, or at the worker's deadline.
 _CALL_SECS = 60.0
@@ -81,8 +85,8 @@ class _Session(tf.compat.v1.Session):
 class Server:
   """The ops of one server's rounds. Each method is one call to the server.
 
-  A call to a server that does not answer raises UnavailableError.
-  DeadlineExceededError is the rounds' own.
+  If the server is lost, a call raises one of `LOST`, and the next call begins
+  another session. DeadlineExceededError is the rounds' own.
 
   Attributes:
     address: That of the server.
@@ -182,8 +186,12 @@ class Server:
     except tf.errors.DeadlineExceededError as e:
       if "averaging rounds" in e.message:  # Their own deadline.
         raise
+      self.close()
       raise tf.errors.UnavailableError(
           None, None, f"server {self.address} did not answer") from e
+    except LOST:
+      self.close()
+      raise
 
   def state(self):
     """A State, and what the server knows."""
@@ -192,11 +200,11 @@ class Server:
     return State(known.place, known.closed, known.workers,
                  int(numbers[0]), int(numbers[1])), known
 
-  def enter(self, place, most_turns, secs):
+  def enter(self, place, most_turns, secs, turn_secs):
     """Waits for a turn; to restore a center if `most_turns` is 0."""
     return Known.read(self._run(
         self._enter.known, secs, place=place, most_turns=most_turns,
-        turn_secs=secs, timeout_secs=secs))
+        turn_secs=turn_secs, timeout_secs=secs))
 
   def follow(self, known):
     return self._run(self._follow, known=known.texts)
