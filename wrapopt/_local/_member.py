@@ -9,8 +9,9 @@ import tensorflow as tf
 from wrapopt._local import _server
 
 _POLL_SECS = 0.1
-# After its deadline, a worker that has slept looks once more for the center. A
-# wait in this attempt takes a second.
+# After its deadline, a worker that has slept looks for the center for this time.
+# A wait in it takes a second.
+_LAST_SECS = 2.0
 _LEAST_SECS = 1.0
 
 
@@ -79,10 +80,13 @@ class Member:
       A Report.
     """
     began, before = time.monotonic(), self.place
-    self._sent, self._members = 0, ()
+    self._sent, self._closed = 0, (before, ())
     self._until_deadline(lambda: self._take_part(vectors, weight))
-    return Report(self.place[0], self._name in self._members and
-                  self.place[0] == before[0] + 1, self._members,
+    # After a restart of a server, the round may have had other members.
+    (round_, generation), members = self._closed
+    if self.place != (round_ + 1, generation):
+      members = ()
+    return Report(self.place[0], self._name in members, members,
                   time.monotonic() - began, self._sent)
 
   def read(self, velocities=False):
@@ -119,17 +123,21 @@ class Member:
   def _until_deadline(self, attempt):
     """Calls `attempt` until it returns a true value, which is returned.
 
-    The last attempt begins after the deadline: a worker that was stopped takes
-    the center that the others have made.
+    The last attempts begin after the deadline: a worker that was stopped takes
+    the center that the others have made, maybe in new sessions.
     """
     secs = self._rules.round_timeout_secs
     self._begun = time.monotonic()
     self._deadline = self._begun + secs
     for server in self._servers:
       server.deadline = self._deadline
-    failed = None
+    failed, end = None, None
     while True:
-      is_last = time.monotonic() > self._deadline
+      now = time.monotonic()
+      if now > self._deadline:
+        end = end or now + _LAST_SECS
+        if now > end:
+          break
       try:
         done = attempt()
         if done:
@@ -139,8 +147,6 @@ class Member:
       except _server.LOST as e:
         if not isinstance(failed, tf.errors.DeadlineExceededError):
           failed = e
-      if is_last:
-        break
       time.sleep(_POLL_SECS)
     if isinstance(failed, tf.errors.DeadlineExceededError):
       raise failed
@@ -186,7 +192,7 @@ class Member:
         place, self._rules.min_workers, self._left(), self._rules.grace_secs)
     place = None
     if known.workers:
-      self._members = known.workers
+      self._closed = known.place, known.workers
       place = self._step(known)
     place = place or self._settle()
     return place[0] > self.place[0] and self._pull(place)
