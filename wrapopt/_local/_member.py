@@ -142,6 +142,7 @@ class Member:
         done = attempt()
         if done:
           return done
+        end = None  # The servers have moved on meanwhile.
       except tf.errors.DeadlineExceededError as e:
         failed = e
       except _server.LOST as e:
