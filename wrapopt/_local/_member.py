@@ -151,12 +151,12 @@ class Member:
       time.sleep(_POLL_SECS)
     if isinstance(failed, tf.errors.DeadlineExceededError):
       raise failed
-    where = ", ".join(s.address for s in self._servers)
     raise tf.errors.DeadlineExceededError(None, None, (
-        f"Worker '{self._name}' found no center on the servers {where} within "
-        f"{secs} seconds: start the servers, wait longer, or restore a "
-        "checkpoint." + (f" Got: {failed.message}" if failed else ""))
-        ) from failed
+        f"Worker '{self._name}' found no center on the servers within {secs} "
+        f"seconds. {'; '.join(s.look() for s in self._servers)}. Start the "
+        "servers that are missing, correct their addresses, or wait longer; if "
+        "all were lost, restore a checkpoint."
+        + (f" Last error: {failed.message}" if failed else ""))) from failed
 
   def _left(self):
     """The seconds that a wait may take."""
