@@ -14,7 +14,6 @@ its own turn or that of another.
 """
 
 import argparse
-import faulthandler
 import heapq
 import itertools
 import json
@@ -983,7 +982,6 @@ def main():
   parser.add_argument("--verbose", action="store_true")
   args = parser.parse_args()
   tf.get_logger().setLevel("ERROR")
-  if os.environ.get("DUMP"): faulthandler.dump_traceback_later(8, exit=True)
   if args.seed is not None:
     faults = args.faults
     if faults is None and run(args.seed)[0] is not None:

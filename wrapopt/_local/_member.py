@@ -299,9 +299,10 @@ class Member:
       center: A vector for each group.
       velocities: The same, or none.
     """
-    known = self._lead.enter(
-        states[0].place, 0, self._left(),
-        max(self._left(), self._rules.round_timeout_secs / 4))
+    # A worker that stops in its turn holds up no other for long; one that is
+    # only slow may go on after its turn, if no other has restored meanwhile.
+    known = self._lead.enter(states[0].place, 0, self._left(),
+                             self._rules.round_timeout_secs / 4)
     if known.turn < 0:
       return
     try:
