@@ -849,7 +849,7 @@ class World:
     if any(end > max(recently, begun) for end in self._server_trouble):
       return True
     workers = self._plan.min_workers
-    if "gave no turn" in str(failed) and self._plan.most_pushes == 1:
+    if "gave no turn" in str(failed):
       # A worker that is killed in its turn keeps it for as long as a deadline.
       workers = 2
     if workers == 1:
