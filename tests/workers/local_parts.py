@@ -42,6 +42,7 @@ class Process:
     end.close()
     self.port = pipe.recv()
     self.address = f"localhost:{self.port}"
+    self.pid = self._process.pid
 
   def kill(self):
     self._process.kill()
