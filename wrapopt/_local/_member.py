@@ -31,12 +31,15 @@ class Report(typing.NamedTuple):
     round: The number of the round that is open now.
     counted: Whether this worker's values are part of the last round.
     workers: The names of its members, if this worker waited for its end.
+    not_finite: The names of workers whose values did not count, since they were
+      not finite.
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
   """
   round: int
   counted: bool
   workers: tuple
+  not_finite: tuple
   secs: float
   sent: int
 
@@ -72,19 +75,20 @@ class Member:
     """Takes part in a round, and takes the center that it ends with.
 
     Args:
-      vectors: A vector for each group: this worker's values.
+      vectors: A vector for each group: this worker's values; None if these do
+        not count.
       weight: Their weight in the mean.
 
     Returns:
       A Report.
     """
     began, before = time.monotonic(), self.place
-    self._sent, self._members = 0, ()
+    self._sent, self._members, self._not_finite = 0, (), ()
     self._until_deadline(
         lambda deadline: self._take_part(deadline, vectors, weight))
     return Report(self.place[0], self._name in self._members and
                   self.place[0] == before[0] + 1, self._members,
-                  time.monotonic() - began, self._sent)
+                  self._not_finite, time.monotonic() - began, self._sent)
 
   def read(self, velocities=False):
     """Reads the center, or its velocities: (place, a vector for each group)."""
@@ -168,8 +172,8 @@ class Member:
     known = self._lead.wait_for_close(
         place, self._rules.min_workers, left(), self._rules.grace_secs)
     place = None
-    if known.workers:
-      self._members = known.workers
+    if known.workers or known.without_values:
+      self._members, self._not_finite = known.workers, known.without_values
       place = self._step(known)
     place = place or self._settle(deadline, None)
     return place[0] > self.place[0] and self._pull(place)

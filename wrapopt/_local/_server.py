@@ -1,10 +1,13 @@
 """A worker's session with one server of a center."""
 
+import collections
+import threading
 import typing
 
 import tensorflow as tf
 
 from wrapopt._loader import ops as raw
+from wrapopt._local import _interrupts
 
 tf1 = tf.compat.v1
 
@@ -25,19 +28,23 @@ class Known(typing.NamedTuple):
     place: (round, generation); round -1 without a center.
     closed: Whether the round takes no more values.
     turn: The worker's turn, or -1.
-    workers: The names of the members of the round.
+    workers: The names of the members of the round that have values.
+    without_values: Those of the others.
   """
   texts: typing.Any
   place: tuple
   closed: bool
   turn: int
   workers: tuple
+  without_values: tuple
 
   @classmethod
   def read(cls, texts):
     round_, generation, closed, turn, *_ = map(int, texts[0].split())
+    named = collections.Counter(name.decode() for name in texts[1:])
     return cls(texts, (round_, generation), bool(closed), turn,
-               tuple(name.decode() for name in texts[1:]))
+               tuple(name for name, times in named.items() if times == 1),
+               tuple(name for name, times in named.items() if times > 1))
 
   def at(self, place):
     """The same of another place."""
@@ -122,12 +129,13 @@ class Server:
         stepped=tf.constant(self._stepped, tf.int64))
     self._restore = raw.wrapopt_averaging_restore(
         rounds, **get("worker", "from_generation", "place"))
-    self._stage, self._center = {}, {}
+    stage = lambda *values: raw.wrapopt_averaging_stage(
+        rounds, **get("worker", "known", "weight", "count", "first"),
+        values=values)
+    self._stage, self._center = {None: stage()}, {}
     for dtype in {*self._layout.dtypes, *self._layout.center_dtypes}:
       value = fed[dtype.name] = tf1.placeholder(dtype, [None])
-      self._stage[dtype] = raw.wrapopt_averaging_stage(
-          rounds, **get("worker", "known", "weight", "count", "first"),
-          values=[value])
+      self._stage[dtype] = stage(value)
       if dtype in self._layout.center_dtypes:
         for velocity in False, True:
           self._center[dtype, velocity] = raw.wrapopt_averaging_center(
@@ -140,13 +148,14 @@ class Server:
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
     config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
-    self._session = _Session(self._target, self._graph, config)
+    self._session = _interrupts.run(
+        lambda: _Session(self._target, self._graph, config))
 
   def close(self):
     session, self._session = self._session, None
     if session is not None:
       try:
-        session.close()
+        _interrupts.run(session.close)
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
@@ -155,9 +164,16 @@ class Server:
       self.connect()
     values.update(worker=self._worker, process=self._process)
     secs = min(wait_secs, 1e6) + _CALL_SECS
-    return self._session.run(
-        fetches, {self._fed[key]: value for key, value in values.items()},
-        tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
+    session = self._session
+    try:
+      return _interrupts.run(lambda: session.run(
+          fetches, {self._fed[key]: value for key, value in values.items()},
+          tf1.RunOptions(timeout_in_ms=int(secs * 1000))))
+    except (KeyboardInterrupt, SystemExit):
+      # The end of the session ends the wait on the server. It may have stopped.
+      self._session = None
+      threading.Thread(target=session.close, daemon=True).start()
+      raise
 
   def state(self):
     """A State, and what the server knows."""
@@ -181,12 +197,15 @@ class Server:
     Args:
       known: What the lead told when it gave this worker a turn.
       weight: Their weight in the mean.
-      vectors: A vector for each group.
+      vectors: A vector for each group; None for a worker without values.
       velocities: The same of the velocities, for a center; or none.
 
     Returns:
       Whether the server accepted all, and the number of bytes.
     """
+    if vectors is None:
+      return self._run(self._stage[None], known=known.texts, weight=0.0,
+                       count=0, first=0), 0
     pieces = [vectors[p.group][p.begin:p.end] for p in self._pieces]
     if velocities:
       pieces += [velocities[p.group][p.begin:p.end]
@@ -207,7 +226,8 @@ class Server:
 
   def leave(self, turn=-1):
     """Gives up a turn, and ends this worker's reading."""
-    self._run(self._leave, turn=turn)
+    if self._session is not None:  # An interrupt has not ended it.
+      self._run(self._leave, turn=turn)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
