@@ -183,6 +183,124 @@ def test_too_few_workers_are_an_error():
     local.step()
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("cls", [wrapopt.LocalSGD, wrapopt.DiLoCo])
+def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
+  """In round 1, those of worker 1. It steps eagerly, the others in functions.
+
+  Nobody waits for it: with min_workers = 3, that would end in an error.
+  """
+  shape = [5]
+
+  def worker(k):
+    w = tf.Variable(tf.zeros(shape))
+    local = make(cls, [w], servers, f"w{k}", 3, weight="equal", sync_every=1)
+    step = local.step if k == 1 else tf.function(local.step)
+    reports = []
+    for r in range(3):
+      w.assign_add(grad(k, r, shape))
+      if (k, r) == (1, 1):
+        w[3].assign(bad)
+      step()
+      reports.append(local.report)
+    return w.numpy(), reports
+
+  got = run_all(*[lambda k=k: worker(k) for k in range(3)])
+  oracle = (Oracle(np.zeros(shape)) if cls is wrapopt.DiLoCo else
+            Oracle(np.zeros(shape), 1, 0))
+  for r in range(3):
+    of = [0, 2] if r == 1 else [0, 1, 2]
+    oracle.end_round([oracle.center + grad(k, r, shape) for k in of],
+                     np.ones(len(of)))
+  for k, (w, reports) in enumerate(got):
+    np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
+    assert [r.counted for r in reports] == [True, k != 1, True]
+    assert [r.workers for r in reports] == [
+        ("w0", "w1", "w2"), ("w0", "w2"), ("w0", "w1", "w2")]
+    assert [r.not_finite for r in reports] == [(), ("w1",), ()]
+  [said] = [r.getMessage() for r in caplog.records
+            if "not finite" in r.getMessage()]
+  assert said.startswith("The values of worker 'w1' do not count in round 1")
+
+
+def test_a_worker_without_values_does_not_begin_the_grace():
+  server = server_module.start()
+  v, w = tf.Variable([np.float16(1)]), tf.Variable([np.float16(1)])
+  bad, good = [
+      make(wrapopt.LocalSGD, [x], [server.target], name, 2, min_workers=1,
+           grace_secs=0, sync_every=1) for x, name in ((v, "bad"), (w, "good"))]
+  v.assign([np.float16(60000)])
+  v.assign_add(v)  # Infinite in float16.
+  thread = threading.Thread(target=bad.step)
+  thread.start()
+  [lead] = good._member._servers
+  while lead.state()[1].without_values != ("bad",):
+    pass
+  w.assign([np.float16(3)])
+  good.step()
+  thread.join()
+  for local in bad, good:
+    assert local.report.workers == ("good",)
+    assert local.report.not_finite == ("bad",)
+  assert v.numpy() == w.numpy() == [3]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_round_without_finite_values_is_an_error(traced, servers):
+  def worker(k):
+    w = tf.Variable([1.0] * 3)
+    local = make(wrapopt.DiLoCo, [w], servers, f"w{k}", 2, sync_every=1)
+    step = tf.function(local.step) if traced else local.step
+    w.assign_sub([1.0] * 3)
+    step()
+    before = w.numpy()
+    w.assign([1.0, np.nan, 1.0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        "No worker of round 1 has finite values, got .* of w0, w1")):
+      step()
+    step()  # Takes the center.
+    np.testing.assert_array_equal(w.numpy(), before)
+    assert local.round == 2
+    w.assign_sub([1.0] * 3)
+    step()
+    return w.numpy(), local.report
+
+  oracle = Oracle(np.ones(3))
+  for _ in range(2):
+    oracle.end_round([oracle.center - 1], [1])
+  for w, report in run_all(*[lambda k=k: worker(k) for k in range(2)]):
+    assert report.counted and report.not_finite == ()
+    np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
+
+
+def test_a_center_that_is_not_finite_is_an_error(tmp_path):
+  server = server_module.start()
+  with pytest.raises(ValueError, match="must be finite.* got 'v:0' with NaN"):
+    make(wrapopt.LocalSGD, [tf.Variable(np.nan, name="v")], [server.target],
+         "a", 1)
+  # The outer step goes 2.1 times the way.
+  w = tf.Variable(0.0, dtype=tf.float16, name="w")
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
+               outer_learning_rate=1.1)
+  w.assign(60000)
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      "center of round 1 must be finite in the variables' dtypes, got .* 'w:0")):
+    local.step()
+  # They count if the user wants it.
+  w = tf.Variable(1.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
+               only_finite=False, name="any")
+  w.assign(np.nan)
+  local.step()
+  assert local.report.counted and np.isnan(w.numpy())
+  path = tf.train.Checkpoint(local=local).save(str(tmp_path / "x"))
+  w.assign(1.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, name="finite")
+  with pytest.raises(ValueError, match="of a checkpoint must be finite"):
+    tf.train.Checkpoint(local=local).restore(path)
+  assert local.round == 0
+
+
 def test_another_process_of_the_same_name_is_an_error():
   server = server_module.start()
   first, second = [
