@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import MOMENTUM, Oracle, Process, RATE
+from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
@@ -301,6 +301,55 @@ def test_a_center_that_is_not_finite_is_an_error(tmp_path):
   assert local.round == 0
 
 
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
+  """Also in a round of a server that has stopped, with a deadline of 600 s."""
+  server = Process()
+  pipe, end = FORKS.Pipe()
+  worker = FORKS.Process(target=wait_alone, args=(traced, server.address, end),
+                         daemon=True)
+  worker.start()
+  try:
+    watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
+                   [server.address], "other", 2)
+    [lead] = watcher._member._servers
+    while lead.state()[0].workers != ("alone",):
+      pass
+    if stopped:
+      os.kill(server.pid, signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGINT)
+    assert pipe.poll(60) and pipe.recv() == "KeyboardInterrupt"
+    w, steps, round_ = pipe.recv()
+    # A function goes on to its end, without rounds.
+    taken = 3 if traced else 1
+    assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
+  finally:
+    worker.kill()
+    server.kill()
+
+
+def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
+  server = server_module.start()
+  w = tf.Variable([1.0])
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 2, sync_every=1,
+               round_timeout_secs=1)
+  step = tf.function(local.step)
+  with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+    step()
+  text = str(raised.value)
+  assert text.count("got values of 1 workers") == 1
+  assert "Traceback" not in text and len(text.splitlines()) < 25
+  for error, cls in ((RuntimeError, tf.errors.FailedPreconditionError),
+                     (ValueError, tf.errors.InvalidArgumentError),
+                     (TypeError, tf.errors.InvalidArgumentError)):
+    monkeypatch.setattr(local._member, "sync", lambda *_, e=error: fails(e))
+    with pytest.raises(cls, match="no one reads this") as raised:
+      step()
+    assert str(raised.value).count("no one reads this") == 1
+  assert w.numpy() == [1.0] and int(local._steps) == 4
+
+
 def test_another_process_of_the_same_name_is_an_error():
   server = server_module.start()
   first, second = [
@@ -466,8 +515,9 @@ def test_a_worker_that_has_missed_the_center_takes_it(traced, monkeypatch):
   assert w.numpy() == pytest.approx(-1.33 - 0.7 * (1 + 0.9 * 1.9))
 
 
-def fails(*_, **__):
-  raise OSError("no one reads this")
+def fails(error=OSError, *_, **__):
+  error = error if isinstance(error, type) else OSError
+  raise error("no one reads this")
 
 
 def test_one_turn_serves_many_workers(servers):

@@ -4,26 +4,40 @@ Python raises KeyboardInterrupt in the main thread, when it runs Python code. In
 a call of TensorFlow it runs none. So the main thread waits in Python for a call
 in another thread. In a `tf.function`, the main thread is in TensorFlow, and
 another thread runs our code. It reads of the signal in a pipe, to which Python
-writes as soon as it comes.
+writes as soon as it comes. The function must then end without an error: Python
+would raise KeyboardInterrupt in the code that makes the exception, which pybind
+turns into another one.
 """
 
 import contextlib
 import os
 import signal
+import sys
 import threading
 
+from wrapopt import ops
+
 _POLL_SECS = 0.1
+# How long a call that is given up may take to end. One that ends together with
+# Python itself would abort the process.
+_END_SECS = 1.0
 
 _pipe = None  # The end that is read.
 _seen = 0  # The number of interrupts that were read.
 _lock = threading.Lock()
 _here = threading.local()
+_stuck = None  # The main thread's frame in a function that was interrupted.
 
 
 def _is_main():
   return threading.current_thread() is threading.main_thread()
 
 
+def _main_frame():
+  return sys._current_frames().get(threading.main_thread().ident)
+
+
+@ops.not_converted  # Of what it converts, globals are copies.
 def watch():
   """Lets functions that are not in the main thread learn of interrupts.
 
@@ -59,19 +73,36 @@ def count():
 
 @contextlib.contextmanager
 def heeded():
-  """Interrupts that come meanwhile end `run` in this thread."""
-  _here.since = None if _is_main() else count()
+  """Interrupts that come meanwhile end `run` in this thread.
+
+  Raises:
+    KeyboardInterrupt: Also if one came in the same call of a `tf.function`.
+  """
+  global _stuck
+  if _is_main():
+    yield
+    return
+  if _main_frame() is _stuck:
+    raise KeyboardInterrupt
+  _stuck, _here.since = None, count()
   try:
     yield
+  except KeyboardInterrupt:
+    _stuck = _main_frame()
+    raise
   finally:
     _here.since = None
 
 
-def run(call):
+def run(call, cancel):
   """What `call` returns, which runs in another thread.
 
+  Args:
+    call: A function.
+    cancel: A function that ends the call, if an interrupt comes.
+
   Raises:
-    KeyboardInterrupt: If Ctrl-C comes meanwhile. The call goes on.
+    KeyboardInterrupt: If Ctrl-C has come.
   """
   done = threading.Event()
   outcome = []
@@ -85,13 +116,20 @@ def run(call):
 
   threading.Thread(target=work, daemon=True).start()
   since = getattr(_here, "since", None)
-  if since is None:
-    done.wait()
-  else:
-    while count() == since and not done.wait(_POLL_SECS):
-      pass
-    if not done.is_set() or count() > since:
-      raise KeyboardInterrupt
+  try:
+    if since is None:
+      done.wait()
+    else:
+      while count() == since and not done.wait(_POLL_SECS):
+        pass
+      if count() > since:
+        raise KeyboardInterrupt
+  except BaseException:  # Also of what handles another signal.
+    ending = threading.Thread(target=cancel, daemon=True)
+    ending.start()
+    ending.join(_END_SECS)
+    done.wait(_END_SECS)
+    raise
   result, error = outcome
   if error is not None:
     raise error

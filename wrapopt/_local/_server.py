@@ -1,7 +1,6 @@
 """A worker's session with one server of a center."""
 
 import collections
-import threading
 import typing
 
 import tensorflow as tf
@@ -149,13 +148,13 @@ class Server:
     config = tf1.ConfigProto(isolate_session_state=False)
     config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
     self._session = _interrupts.run(
-        lambda: _Session(self._target, self._graph, config))
+        lambda: _Session(self._target, self._graph, config), lambda: None)
 
   def close(self):
     session, self._session = self._session, None
     if session is not None:
       try:
-        _interrupts.run(session.close)
+        _interrupts.run(session.close, lambda: None)
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
@@ -165,15 +164,14 @@ class Server:
     values.update(worker=self._worker, process=self._process)
     secs = min(wait_secs, 1e6) + _CALL_SECS
     session = self._session
-    try:
-      return _interrupts.run(lambda: session.run(
-          fetches, {self._fed[key]: value for key, value in values.items()},
-          tf1.RunOptions(timeout_in_ms=int(secs * 1000))))
-    except (KeyboardInterrupt, SystemExit):
-      # The end of the session ends the wait on the server. It may have stopped.
+
+    def cancel():
       self._session = None
-      threading.Thread(target=session.close, daemon=True).start()
-      raise
+      session.close()
+
+    return _interrupts.run(lambda: session.run(
+        fetches, {self._fed[key]: value for key, value in values.items()},
+        tf1.RunOptions(timeout_in_ms=int(secs * 1000))), cancel)
 
   def state(self):
     """A State, and what the server knows."""

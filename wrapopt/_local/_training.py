@@ -25,7 +25,6 @@ _WEIGHTS = ("steps", "examples", "equal")
 # A graph raises no others than errors of TensorFlow.
 _CODES = {
     tf.errors.OpError: None,  # They have their own.
-    KeyboardInterrupt: tf.errors.CANCELLED,
     NotImplementedError: tf.errors.UNIMPLEMENTED,
     RuntimeError: tf.errors.FAILED_PRECONDITION,
     TypeError: tf.errors.INVALID_ARGUMENT,
@@ -179,23 +178,22 @@ class LocalTraining(trackable.Trackable):
     count = self._steps.assign_add(steps)
     if eager:
       if int(count) >= self.sync_every:
-        self._assign(self._sync(*(v.numpy() for v in self._read_in_sync)))
+        self._assign(self._sync(*(v.numpy() for v in self._state)))
       return
 
     _partial.check(self.variables, type(self).__name__)
     _interrupts.watch()
 
     def sync():
-      code, message, *center, round_ = tf.numpy_function(
+      code, message, *state = tf.numpy_function(
           self._try_sync,
           # A function orders what it reads itself, and not what Python reads.
-          [v.read_value() for v in self._read_in_sync],
-          [tf.int32, tf.string, *(v.dtype for v in self.variables), tf.int64])
+          [v.read_value() for v in self._state],
+          [tf.int32, tf.string, *(v.dtype for v in self._state)])
       with tf.control_dependencies(
           [raw.wrapopt_averaging_raise(code, message)]):
-        self._assign([*(tf.ensure_shape(value, v.shape)
-                        for v, value in zip(self.variables, center)),
-                      tf.identity(round_)])
+        self._assign([tf.ensure_shape(value, v.shape)
+                      for v, value in zip(self._state, state)])
       return tf.constant(0)
 
     tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
@@ -205,8 +203,8 @@ class LocalTraining(trackable.Trackable):
     self._member.close()
 
   @property
-  def _read_in_sync(self):
-    """The variables whose values `_sync` gets."""
+  def _state(self):
+    """The variables whose values `_sync` gets and returns."""
     return [self._steps, self._examples, self._held, *self.variables]
 
   def holds_center(self):
@@ -229,15 +227,17 @@ class LocalTraining(trackable.Trackable):
     """
     self._assign(self._restart())
 
-  def _try_sync(self, steps, examples, held, *values):
+  def _try_sync(self, *state):
     """As `_sync`, in a graph: first the code of an error, and its text."""
     try:
       with _interrupts.heeded():
-        return [np.int32(0), "", *self._sync(steps, examples, held, *values)]
+        return [np.int32(0), "", *self._sync(*state)]
+    except KeyboardInterrupt:
+      return [np.int32(0), "", *state]  # Python raises it after the function.
     except tuple(_CODES) as e:
       code = next(code for cls, code in _CODES.items() if isinstance(e, cls))
       return [np.int32(getattr(e, "error_code", code)),
-              getattr(e, "message", str(e)), *values, held]
+              getattr(e, "message", str(e)), *state]
 
   def _sync(self, steps, examples, held, *values):
     """Takes part in a round.
@@ -308,7 +308,7 @@ class LocalTraining(trackable.Trackable):
           f"The center of round {self.round} must be finite in the variables' "
           f"dtypes, got NaN or infinity for '{bad}': reduce the outer learning "
           "rate or its momentum, and restore a checkpoint."))
-    return [*values, np.int64(self.round)]
+    return [np.int64(0), np.int64(0), np.int64(self.round), *values]
 
   def _not_finite(self, values):
     """The name of a variable whose value is not finite, None without any.
@@ -318,16 +318,16 @@ class LocalTraining(trackable.Trackable):
     return next((v.name for v, x in zip(self.variables, values)
                  if self._only_finite and not np.isfinite(x).all()), None)
 
-  def _assign(self, center):
+  def _assign(self, state):
     """Assigns the values of all variables, and then their round and counts."""
-    *values, round_ = center
+    steps, examples, round_, *values = state
     with tf.control_dependencies(_lagging.settle(self.variables)):
       assigned = [v.assign(x) for v, x in zip(self.variables, values)]
     with tf.control_dependencies(
         [] if tf.executing_eagerly() else [x.op for x in assigned]):
       self._held.assign(round_)
-      self._steps.assign(0)
-      self._examples.assign(0)
+      self._steps.assign(steps)
+      self._examples.assign(examples)
 
   def _restart(self):
     """Takes the center, whatever the worker has done: as `_sync`."""
