@@ -3,6 +3,7 @@
 import collections
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -615,6 +616,23 @@ def test_a_server_ends_cleanly():
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 0
     assert process.stdout.read() == "wrapopt server ends\n"
+
+
+@pytest.mark.parametrize("port", [99999, -1, "in use"])
+def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
+  with socket.socket() as other:
+    if port == "in use":
+      other.bind(("", 0))
+      other.listen()
+      port, want = other.getsockname()[1], "cannot listen at port {}: another"
+    else:
+      want = "`port` must be in .0, 65535., 0 for a free one, got {}"
+    with pytest.raises((OSError, ValueError), match=want.format(port)) as raised:
+      server_module.start(port)
+    monkeypatch.setattr(sys, "argv", ["server", "--port", str(port)])
+    with pytest.raises(SystemExit):
+      server_module.main()
+  assert str(raised.value) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])

@@ -156,7 +156,15 @@ class LocalTraining(trackable.Trackable):
       NotImplementedError: In a function that XLA compiles.
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
-      tf.errors.InvalidArgumentError: If another process uses the worker's name.
+      tf.errors.InvalidArgumentError: If another process uses the worker's name,
+        no worker of the round has finite values, or the center is not finite.
+      KeyboardInterrupt: On Ctrl-C, at once. A function that called `step` first
+        ends, and waits for no round.
+
+    Each call may raise the `tf.errors`, eagerly and in a function. In place of
+    a `RuntimeError` or a `ValueError`, a call of a function that was traced
+    raises a `tf.errors.FailedPreconditionError` or
+    `tf.errors.InvalidArgumentError` with the same text.
     """
     steps = _checks.integer("steps", steps, least=1)
     if examples is None and self._weight == "examples":
@@ -214,6 +222,20 @@ class LocalTraining(trackable.Trackable):
     Eager. Returns a bool.
     """
     return int(self._held.numpy()) == self.round
+
+  def scalars(self):
+    """The numbers of the last round for TensorBoard, a dict by name.
+
+    In each round, `step` writes them to the default writer of `tf.summary`, if
+    there is one, with the number of the round as their step: `rounds/workers`
+    (the number of members), `rounds/seconds`, `rounds/bytes_sent`, and
+    `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
+    """
+    report = self.report
+    return {"rounds/workers": len(report.workers),
+            "rounds/seconds": report.secs,
+            "rounds/bytes_sent": report.sent,
+            **{f"rounds/not_finite/{w}": 1 for w in report.not_finite}}
 
   def take_center(self):
     """Assigns the center of the servers, and forgets the steps since a round.
@@ -279,11 +301,9 @@ class LocalTraining(trackable.Trackable):
             + (f"; not finite: {', '.join(report.not_finite)}"
                if report.not_finite else ""),
             file=sys.stderr, flush=True)
-    for key, value in [("workers", len(report.workers)),
-                       ("seconds", report.secs), ("bytes_sent", report.sent),
-                       *((f"not_finite/{w}", 1) for w in report.not_finite)]:
-      tf.summary.write(f"rounds/{key}", tf.constant(value, tf.float32),
-                       report.round, _staleness.metadata("scalars"))
+    for key, value in self.scalars().items():
+      tf.summary.write(key, tf.constant(value, tf.float32), report.round,
+                       _staleness.metadata("scalars"))
     if report.not_finite and not report.workers:
       raise tf.errors.InvalidArgumentError(None, None, (
           f"No worker of round {report.round - 1} has finite values, got NaN "
