@@ -48,9 +48,9 @@ def main():
       "wrapopt.DiLoCo. It is a server of TensorFlow: it listens at all "
       "addresses of the machine, and every process that can reach its port may "
       "run any op in it, such as those that read and write files. So let only "
-      "the workers reach it: by a firewall, in a network (or network namespace) "
-      "of their own, or through a tunnel such as SSH's, with the port closed "
-      "to all others.")
+      "the workers reach it: by a firewall, in a network (or a network "
+      "namespace) of their own, or through a tunnel such as SSH's, with the "
+      "port closed to all others.")
   parser.add_argument("--port", type=int, default=0,
                       help="the port; by default a free one")
   port = parser.parse_args().port

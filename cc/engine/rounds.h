@@ -311,6 +311,14 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     return {place(), closed_, -1, turns_, newest_, {}};
   }
 
+  // The members of a round that is closed.
+  Known Closed(const Place& place) const {
+    Known known{place, true};
+    known.workers = Workers();
+    known.without_values = WithoutValues();
+    return known;
+  }
+
   bool HasStaged(const std::string& worker, const Place& place) const {
     const auto* const staged = arrivals_.Find(worker);
     return staged != nullptr && staged->place == place &&
@@ -340,8 +348,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   void Open(int64_t round, Deferred* after) {
-    ended_ = {{round - 1, generation_}, true, -1, {}, Workers(),
-              WithoutValues()};
+    ended_ = Closed({round - 1, generation_});
     open_ = round;
     closed_ = false;
     after->all_dropped.swap(members_);
@@ -511,8 +518,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
           // Only of the last round that ended, the members are known.
           if (wait.place == ended_.place) answer.known = ended_;
         } else if (closed_) {
-          answer.known.workers = Workers();
-          answer.known.without_values = WithoutValues();
+          answer.known = Closed(wait.place);
         } else {
           continue;
         }

@@ -270,7 +270,7 @@ what is known, as in Wrapopt>AveragingFollow.
 
 A worker that has no values, because they are not finite, sends none, with
 weight 0. The round does not wait for it, and its mean is that of the others. If
-no member has values, the center stays.
+no member has values, Wrapopt>AveragingOuterStep changes no center.
 
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.
