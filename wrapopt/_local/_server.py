@@ -1,6 +1,8 @@
 """A worker's session with one server of a center."""
 
 import collections
+import math
+import time
 import typing
 
 import tensorflow as tf
@@ -10,9 +12,17 @@ from wrapopt._local import _interrupts
 
 tf1 = tf.compat.v1
 
+# A server that was lost, or restarted and knows the session no more.
+LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
+        tf.errors.CancelledError)
+
 # A server that is stopped answers no call. Calls that do not wait for other
-# workers end after this time.
+# workers end after this time, or at the worker's deadline.
 _CALL_SECS = 60.0
+
+# After its end, a wait for other workers gets this time for its answer. Also
+# the least time for a call.
+_ANSWER_SECS = 5.0
 
 # Of calls that begin and end a session. A session with a server that is gone
 # waits for it when it ends.
@@ -79,11 +89,21 @@ class _Session(tf.compat.v1.Session):
 
 
 class Server:
-  """The ops of one server's rounds. Each method is one call to the server."""
+  """The ops of one server's rounds. Each method is one call to the server.
+
+  If the server is lost, a call raises one of `LOST`, and the next call begins
+  another session. DeadlineExceededError is the rounds' own.
+
+  Attributes:
+    address: That of the server.
+    deadline: Until when a call may wait for the server, as of
+      `time.monotonic`.
+  """
 
   def __init__(self, address, name, worker, process, settings, num_workers,
                layout, index):
     self.address = address
+    self.deadline = math.inf
     self._target = address if "://" in address else f"grpc://{address}"
     self._worker = worker
     self._process = process
@@ -91,6 +111,7 @@ class Server:
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
     self._session = None
+    self._is_interrupted = False
     with tf.Graph().as_default() as self._graph, tf.device("/cpu:0"):
       self._build(name, settings, num_workers)
 
@@ -144,6 +165,7 @@ class Server:
   def connect(self):
     """Begins a session, after the first or a lost one."""
     self.close()
+    self._is_interrupted = False
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
     config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
@@ -158,20 +180,34 @@ class Server:
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
-  def _run(self, fetches, wait_secs=0.0, **values):
-    if self._session is None:
-      self.connect()
+  def _run(self, fetches, wait_secs=None, **values):
     values.update(worker=self._worker, process=self._process)
-    secs = min(wait_secs, 1e6) + _CALL_SECS
-    session = self._session
+    if wait_secs is None:
+      secs = min(_CALL_SECS, max(self.deadline - time.monotonic(),
+                                 _ANSWER_SECS))
+    else:
+      secs = min(wait_secs, 1e6) + _ANSWER_SECS
+    try:
+      if self._session is None:
+        self.connect()
+      session = self._session
 
-    def cancel():
-      self._session = None
-      session.close()
+      def cancel():
+        self._session, self._is_interrupted = None, True
+        session.close()
 
-    return _interrupts.run(lambda: session.run(
-        fetches, {self._fed[key]: value for key, value in values.items()},
-        tf1.RunOptions(timeout_in_ms=int(secs * 1000))), cancel)
+      return _interrupts.run(lambda: session.run(
+          fetches, {self._fed[key]: value for key, value in values.items()},
+          tf1.RunOptions(timeout_in_ms=int(secs * 1000))), cancel)
+    except tf.errors.DeadlineExceededError as e:
+      if "averaging rounds" in e.message:  # Their own deadline.
+        raise
+      self.close()
+      raise tf.errors.UnavailableError(
+          None, None, f"server {self.address} did not answer") from e
+    except LOST:
+      self.close()
+      raise
 
   def state(self):
     """A State, and what the server knows."""
@@ -180,11 +216,11 @@ class Server:
     return State(known.place, known.closed, known.workers,
                  int(numbers[0]), int(numbers[1])), known
 
-  def enter(self, place, most_turns, secs):
+  def enter(self, place, most_turns, secs, turn_secs):
     """Waits for a turn; to restore a center if `most_turns` is 0."""
     return Known.read(self._run(
         self._enter.known, secs, place=place, most_turns=most_turns,
-        turn_secs=secs, timeout_secs=secs))
+        turn_secs=turn_secs, timeout_secs=secs))
 
   def follow(self, known):
     return self._run(self._follow, known=known.texts)
@@ -224,7 +260,7 @@ class Server:
 
   def leave(self, turn=-1):
     """Gives up a turn, and ends this worker's reading."""
-    if self._session is not None:  # An interrupt has not ended it.
+    if not self._is_interrupted:  # The server may have stopped.
       self._run(self._leave, turn=turn)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
