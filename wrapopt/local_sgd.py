@@ -50,7 +50,7 @@ class LocalSGD(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               name: str = "local_sgd") -> None:
+               only_finite: bool = True, name: str = "local_sgd") -> None:
     """Takes the center.
 
     Args:
@@ -83,11 +83,16 @@ class LocalSGD(_training.LocalTraining):
       most_pushes: How many workers may send values at a time: a server holds
         the values of at most that number of workers.
       progress: Whether to print a line for each round.
+      only_finite: Whether a worker's values do not count in a round if one of
+        them is NaN or infinite. The worker then sends none, logs a warning and
+        takes the center of the round. It counts as one of `min_workers`, so
+        others do not wait for it. `report.not_finite` has its name, in all
+        workers.
       name: The name of the rounds on the servers.
 
     Raises:
       TypeError: If an argument is of a wrong type.
-      ValueError: If a number is out of range.
+      ValueError: If a number is out of range, or a variable is not finite.
       tf.errors.DeadlineExceededError: If the servers are not found within
         `round_timeout_secs`, or some have lost their center and no worker that
         holds it came.
@@ -98,4 +103,4 @@ class LocalSGD(_training.LocalTraining):
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, name)
+        0.0, most_pushes, progress, only_finite, name)

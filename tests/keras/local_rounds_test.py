@@ -1,5 +1,6 @@
 """LocalRounds, local training in `fit`, and what else trains the variables."""
 
+import collections
 import gc
 
 import keras
@@ -75,7 +76,8 @@ def test_an_average_is_that_of_the_weights_of_the_worker():
 def test_what_is_refused():
   server = server_module.start()
   of = local_of(wrapopt.LocalSGD, 3, server)
-  with pytest.raises(ValueError, match="`steps_per_execution` must divide"):
+  with pytest.raises(ValueError, match=(
+      r"`steps_per_execution` of compile\(\) must divide")):
     fitted("sgd", of, steps_per_execution=2)
   for wrapper in (wrapopt.keras.ScheduleFree, wrapopt.keras.PrimalAverage,
                   wrapopt.keras.Lookahead):
@@ -137,6 +139,57 @@ def test_a_fit_goes_on_where_another_ended(caplog):
   assert rounds._local.round == 3 and "take the center" not in caplog.text
   for a, b in zip(model.get_weights(), want):
     np.testing.assert_array_equal(a, b)
+
+
+def test_fit_ends_with_the_center_on_request(caplog):
+  """Also if the optimizer ends it with averages."""
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
+      1, use_bias=False, kernel_initializer="zeros")])
+  optimizer = wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), 0.5)
+  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
+      end_with_center=True)
+  # Each step subtracts 1; the third one is after the last round.
+  for center in -2, -4:
+    model.fit(np.ones([3, 3]), np.ones(3), 1, verbose=0, callbacks=[rounds])
+    np.testing.assert_array_equal(model.get_weights()[0],
+                                  np.full([3, 1], center))
+  assert rounds._local.round == 2 and "take the center" not in caplog.text
+
+
+def test_a_backup_of_a_fit_without_epochs(tmp_path):
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
+      backup_dir=str(tmp_path))
+  for epochs in 0, 1:
+    model.fit(X, Y, 8, epochs, verbose=0, callbacks=[rounds])
+  assert not any(tmp_path.iterdir())
+
+
+def test_scalars_in_the_default_tensorboard(tmp_path, monkeypatch):
+  # TensorFlow's own needs the package tensorboard.
+  monkeypatch.setattr(tf.summary, "scalar", lambda name, data, step: (
+      tf.summary.write(name, tf.constant(data, tf.float32), step)))
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 3, server)(model.trainable_variables))
+  board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
+  history = model.fit(X, Y, 8, 2, verbose=0, callbacks=[rounds, board])
+  assert history.history["rounds/workers"] == [1, 1]
+  tags = collections.defaultdict(list)
+  [path] = map(str, (tmp_path / "train").iterdir())
+  for event in tf.compat.v1.train.summary_iterator(path):
+    for value in event.summary.value:
+      tags[value.tag].append(event.step)
+  for key in "workers", "seconds", "bytes_sent":
+    assert tags[f"epoch_rounds/{key}"] == [0, 1]
 
 
 def test_averages_in_place_are_not_sent():

@@ -868,6 +868,8 @@ class World:
     clock = Clock(self)
     _member.time = _server.time = clock
     _server._Session, Session.world = Session, self
+    # Calls stay in the worker's thread, which holds the baton.
+    _server._interrupts = types.SimpleNamespace(run=lambda call, _: call())
     for server, when in zip(self.servers, plan.server_starts):
       self.at(when, server.start)
       self._server_trouble.append(when)

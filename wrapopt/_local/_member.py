@@ -32,12 +32,15 @@ class Report(typing.NamedTuple):
     round: The number of the round that is open now.
     counted: Whether this worker's values are part of the last round.
     workers: The names of its members, if this worker waited for its end.
+    not_finite: The names of workers whose values did not count, since they were
+      not finite.
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
   """
   round: int
   counted: bool
   workers: tuple
+  not_finite: tuple
   secs: float
   sent: int
 
@@ -73,20 +76,21 @@ class Member:
     """Takes part in a round, and takes the center that it ends with.
 
     Args:
-      vectors: A vector for each group: this worker's values.
+      vectors: A vector for each group: this worker's values; None if these do
+        not count.
       weight: Their weight in the mean.
 
     Returns:
       A Report.
     """
     began, before = time.monotonic(), self.place
-    self._sent, self._closed = 0, (before, ())
+    self._sent, self._closed = 0, (before, (), ())
     self._until_deadline(lambda: self._take_part(vectors, weight))
     # After a restart of a server, the round may have had other members.
-    (round_, generation), members = self._closed
+    (round_, generation), members, not_finite = self._closed
     if self.place != (round_ + 1, generation):
-      members = ()
-    return Report(self.place[0], self._name in members, members,
+      members = not_finite = ()
+    return Report(self.place[0], self._name in members, members, not_finite,
                   time.monotonic() - began, self._sent)
 
   def read(self, velocities=False):
@@ -192,8 +196,8 @@ class Member:
     known = self._lead.wait_for_close(
         place, self._rules.min_workers, self._left(), self._rules.grace_secs)
     place = None
-    if known.workers:
-      self._closed = known.place, known.workers
+    if known.workers or known.without_values:
+      self._closed = known.place, known.workers, known.without_values
       place = self._step(known)
     place = place or self._settle()
     return place[0] > self.place[0] and self._pull(place)

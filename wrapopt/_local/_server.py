@@ -1,5 +1,6 @@
 """A worker's session with one server of a center."""
 
+import collections
 import math
 import socket
 import time
@@ -8,6 +9,7 @@ import typing
 import tensorflow as tf
 
 from wrapopt._loader import ops as raw
+from wrapopt._local import _interrupts
 
 tf1 = tf.compat.v1
 
@@ -40,19 +42,23 @@ class Known(typing.NamedTuple):
     place: (round, generation); round -1 without a center.
     closed: Whether the round takes no more values.
     turn: The worker's turn, or -1.
-    workers: The names of the members of the round.
+    workers: The names of the members of the round that have values.
+    without_values: Those of the others.
   """
   texts: typing.Any
   place: tuple
   closed: bool
   turn: int
   workers: tuple
+  without_values: tuple
 
   @classmethod
   def read(cls, texts):
     round_, generation, closed, turn, *_ = map(int, texts[0].split())
+    named = collections.Counter(name.decode() for name in texts[1:])
     return cls(texts, (round_, generation), bool(closed), turn,
-               tuple(name.decode() for name in texts[1:]))
+               tuple(name for name, times in named.items() if times == 1),
+               tuple(name for name, times in named.items() if times > 1))
 
   def at(self, place):
     """The same of another place."""
@@ -110,6 +116,7 @@ class Server:
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
     self._session = None
+    self._is_interrupted = False
     with tf.Graph().as_default() as self._graph, tf.device("/cpu:0"):
       self._build(name, settings, num_workers)
 
@@ -147,12 +154,13 @@ class Server:
         stepped=tf.constant(self._stepped, tf.int64))
     self._restore = raw.wrapopt_averaging_restore(
         rounds, **get("worker", "from_generation", "place"))
-    self._stage, self._center = {}, {}
+    stage = lambda *values: raw.wrapopt_averaging_stage(
+        rounds, **get("worker", "known", "weight", "count", "first"),
+        values=values)
+    self._stage, self._center = {None: stage()}, {}
     for dtype in {*self._layout.dtypes, *self._layout.center_dtypes}:
       value = fed[dtype.name] = tf1.placeholder(dtype, [None])
-      self._stage[dtype] = raw.wrapopt_averaging_stage(
-          rounds, **get("worker", "known", "weight", "count", "first"),
-          values=[value])
+      self._stage[dtype] = stage(value)
       if dtype in self._layout.center_dtypes:
         for velocity in False, True:
           self._center[dtype, velocity] = raw.wrapopt_averaging_center(
@@ -162,18 +170,20 @@ class Server:
   def connect(self):
     """Begins a session, after the first or a lost one."""
     self.close()
+    self._is_interrupted = False
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
     secs = min(_SESSION_SECS, max(self.deadline - time.monotonic(),
-                                  _LEAST_SESSION_SECS))
+                                   _LEAST_SESSION_SECS))
     config.operation_timeout_in_ms = int(secs * 1000)
-    self._session = _Session(self._target, self._graph, config)
+    self._session = _interrupts.run(
+        lambda: _Session(self._target, self._graph, config), lambda: None)
 
   def close(self):
     session, self._session = self._session, None
     if session is not None:
       try:
-        session.close()
+        _interrupts.run(session.close, lambda: None)
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
@@ -206,9 +216,15 @@ class Server:
     try:
       if self._session is None:
         self.connect()
-      return self._session.run(
+      session = self._session
+
+      def cancel():
+        self._session, self._is_interrupted = None, True
+        session.close()
+
+      return _interrupts.run(lambda: session.run(
           fetches, {self._fed[key]: value for key, value in values.items()},
-          tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
+          tf1.RunOptions(timeout_in_ms=int(secs * 1000))), cancel)
     except tf.errors.DeadlineExceededError as e:
       if "averaging rounds" in e.message:  # Their own deadline.
         raise
@@ -241,12 +257,15 @@ class Server:
     Args:
       known: What the lead told when it gave this worker a turn.
       weight: Their weight in the mean.
-      vectors: A vector for each group.
+      vectors: A vector for each group; None for a worker without values.
       velocities: The same of the velocities, for a center; or none.
 
     Returns:
       Whether the server accepted all, and the number of bytes.
     """
+    if vectors is None:
+      return self._run(self._stage[None], known=known.texts, weight=0.0,
+                       count=0, first=0), 0
     pieces = [vectors[p.group][p.begin:p.end] for p in self._pieces]
     if velocities:
       pieces += [velocities[p.group][p.begin:p.end]
@@ -267,7 +286,8 @@ class Server:
 
   def leave(self, turn=-1):
     """Gives up a turn, and ends this worker's reading."""
-    self._run(self._leave, turn=turn)
+    if not self._is_interrupted:  # The server may have stopped.
+      self._run(self._leave, turn=turn)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""
