@@ -9,8 +9,8 @@ import tensorflow as tf
 from wrapopt._local import _server
 
 _POLL_SECS = 0.1
-# After its deadline, a worker that has slept looks for the center for this long.
-# A wait in it takes a second.
+# After its deadline, a worker that slept looks for the center for this time. A
+# wait in it takes a second.
 _LAST_SECS = 2.0
 _LEAST_SECS = 1.0
 
