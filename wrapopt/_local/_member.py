@@ -9,7 +9,7 @@ import tensorflow as tf
 from wrapopt._local import _server
 
 _POLL_SECS = 0.1
-# After its deadline, a worker that has slept looks for the center for this time.
+# How long a worker that has slept past its deadline looks for the center then.
 # A wait in it takes a second.
 _LAST_SECS = 2.0
 _LEAST_SECS = 1.0
