@@ -94,7 +94,8 @@ class LocalSGD(_training.LocalTraining):
       TypeError: If an argument is of a wrong type.
       ValueError: If a number is out of range, or a variable is not finite.
       tf.errors.DeadlineExceededError: If the servers are not found within
-        `round_timeout_secs`.
+        `round_timeout_secs`, or some have lost their center and no worker that
+        holds it came.
       tf.errors.InvalidArgumentError: If the servers have rounds of this name
         with other variables or settings, or `worker` is the name of another
         process that is alive.

@@ -44,6 +44,7 @@ class Process:
     end.close()
     self.port = pipe.recv()
     self.address = f"localhost:{self.port}"
+    self.pid = self._process.pid
 
   @property
   def pid(self):

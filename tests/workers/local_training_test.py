@@ -618,6 +618,40 @@ def test_a_server_ends_cleanly():
     assert process.stdout.read() == "wrapopt server ends\n"
 
 
+def test_a_worker_waits_for_a_server_that_starts_later():
+  early = Process()
+  port = early.port
+  early.kill()
+  late = []
+  timer = threading.Timer(7.0, lambda: late.append(Process(port)))
+  timer.start()
+  try:
+    # Longer than TensorFlow's session waits for a server.
+    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], [early.address], "a", 1,
+                 round_timeout_secs=60)
+    assert local.round == 0
+    local.close()
+  finally:
+    timer.join()
+    for p in late:
+      p.kill()
+
+
+def test_an_error_tells_what_is_at_the_addresses():
+  gone, stopped = Process(), Process()
+  gone.kill()
+  os.kill(stopped.pid, signal.SIGSTOP)
+  try:
+    with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+      make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
+           [stopped.address, gone.address], "a", 1, round_timeout_secs=1)
+  finally:
+    stopped.kill()
+  assert f"{stopped.address} does not answer" in str(raised.value)
+  assert f"{gone.address} refused the connection" in str(raised.value)
+  assert "Start the servers that are missing" in str(raised.value)
+
+
 @pytest.mark.parametrize("port", [99999, -1, "in use"])
 def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
   with socket.socket() as other:
@@ -659,6 +693,33 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
   finally:
     for p in processes:
       p.kill()
+
+
+def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
+  server = Process()
+  try:
+    w = tf.Variable([0.0, 0.0])
+    kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
+              "grace_secs": 0}
+    local = make(wrapopt.LocalSGD, [w], [server.address], "a", 2, **kwargs)
+    for _ in range(3):
+      w.assign_add([1.0, 1.0])
+      local.step()
+    server.kill()
+    server = Process(server.port)
+    fresh = tf.Variable([-5.0, -5.0])
+    other = make(wrapopt.LocalSGD, [fresh], [server.address], "b", 2, **kwargs)
+    assert other.round == 0
+    w.assign_add([1.0, 1.0])
+    local.step()
+    assert local.round == 4
+    np.testing.assert_array_equal(w.numpy(), [4.0, 4.0])
+    other.step()
+    np.testing.assert_array_equal(fresh.numpy(), [4.0, 4.0])
+    local.close()  # They would wait for servers that are gone.
+    other.close()
+  finally:
+    server.kill()
 
 
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):

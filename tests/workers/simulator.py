@@ -849,8 +849,9 @@ class World:
     if any(end > max(recently, begun) for end in self._server_trouble):
       return True
     workers = self._plan.min_workers
-    if "gave no turn" in str(failed):
-      # A worker that is killed in its turn keeps it for as long as a deadline.
+    if "gave no turn" in str(failed) or "have lost" in str(failed):
+      # A worker that stops in its turn keeps it for as long as a deadline. A
+      # worker that holds the center may be stopped, or train.
       workers = 2
     if workers == 1:
       return False

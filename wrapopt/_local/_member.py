@@ -328,5 +328,8 @@ class Member:
           tf.get_logger().warning(
               "The outer momentum of server %s restarts in round %d.",
               server.address, held[0])
-      if not server.restore(state.place[1], place):
-        return
+      try:
+        if not server.restore(state.place[1], place):
+          return
+      except tf.errors.FailedPreconditionError:
+        return  # A round has ended meanwhile, and dropped what was sent.
