@@ -146,6 +146,7 @@ class Member:
         done = attempt()
         if done:
           return done
+        end = None  # The servers have moved on meanwhile.
       except tf.errors.DeadlineExceededError as e:
         failed = e
       except _server.LOST as e:
@@ -154,12 +155,12 @@ class Member:
       time.sleep(_POLL_SECS)
     if isinstance(failed, tf.errors.DeadlineExceededError):
       raise failed
-    where = ", ".join(s.address for s in self._servers)
     raise tf.errors.DeadlineExceededError(None, None, (
-        f"Worker '{self._name}' found no center on the servers {where} within "
-        f"{secs} seconds: start the servers, wait longer, or restore a "
-        "checkpoint." + (f" Got: {failed.message}" if failed else ""))
-        ) from failed
+        f"Worker '{self._name}' found no center on the servers within {secs} "
+        f"seconds. {'; '.join(s.look() for s in self._servers)}. Start the "
+        "servers that are missing, correct their addresses, or wait longer; if "
+        "all were lost, restore a checkpoint."
+        + (f" Last error: {failed.message}" if failed else ""))) from failed
 
   def _left(self):
     """The seconds that a wait may take."""
@@ -302,9 +303,10 @@ class Member:
       center: A vector for each group.
       velocities: The same, or none.
     """
-    known = self._lead.enter(
-        states[0].place, 0, self._left(),
-        max(self._left(), self._rules.round_timeout_secs / 4))
+    # A worker that stops in its turn holds up no other for long; one that is
+    # only slow may go on after its turn, if no other has restored meanwhile.
+    known = self._lead.enter(states[0].place, 0, self._left(),
+                             self._rules.round_timeout_secs / 4)
     if known.turn < 0:
       return
     try:

@@ -2,6 +2,7 @@
 
 import collections
 import math
+import socket
 import time
 import typing
 
@@ -24,9 +25,13 @@ _CALL_SECS = 60.0
 # the least time for a call.
 _ANSWER_SECS = 5.0
 
-# Of calls that begin and end a session. A session with a server that is gone
-# waits for it when it ends.
+# Of calls that begin and end a session, or until the deadline. A session with a
+# server that is gone waits for it when it ends.
 _SESSION_SECS = 5.0
+_LEAST_SESSION_SECS = 2.0
+
+# A frame of HTTP/2.
+_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 class Known(typing.NamedTuple):
@@ -168,7 +173,9 @@ class Server:
     self._is_interrupted = False
     # The server is alone in its cluster: no other task delays the session.
     config = tf1.ConfigProto(isolate_session_state=False)
-    config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
+    secs = min(_SESSION_SECS, max(self.deadline - time.monotonic(),
+                                   _LEAST_SESSION_SECS))
+    config.operation_timeout_in_ms = int(secs * 1000)
     self._session = _interrupts.run(
         lambda: _Session(self._target, self._graph, config), lambda: None)
 
@@ -179,6 +186,25 @@ class Server:
         _interrupts.run(session.close, lambda: None)
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
+
+  def look(self):
+    """What a connection to the address meets: a text for an error."""
+    host, _, port = self._target.rpartition("://")[2].rpartition(":")
+    try:
+      with socket.create_connection((host, int(port)), 1.0) as connection:
+        # As a gRPC client begins, and as its server answers: with its settings.
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+        answer = connection.recv(len(_SETTINGS))
+    except ConnectionRefusedError:
+      what = "refused the connection: no server runs there"
+    except TimeoutError:
+      what = "does not answer: it is stopped, or cannot be reached"
+    except (OSError, ValueError) as e:
+      what = f"cannot be reached: {e}"
+    else:
+      what = ("answers" if answer[3:4] == _SETTINGS[3:4] else
+              "is another program than a server")
+    return f"{self.address} {what}"
 
   def _run(self, fetches, wait_secs=None, **values):
     values.update(worker=self._worker, process=self._process)
@@ -204,7 +230,7 @@ class Server:
         raise
       self.close()
       raise tf.errors.UnavailableError(
-          None, None, f"server {self.address} did not answer") from e
+          None, None, f"{self.address} did not answer") from e
     except LOST:
       self.close()
       raise
