@@ -227,8 +227,8 @@ OVERRIDES = {
 }
 
 # Attributes of what is not TensorFlow's.
-_OTHERS = {"_asdict", "_exit", "_foreach_lerp_", "_getframe", "_replace",
-           "_wrapopt_handles", "_wrapopt_left", "_wrapopt_other",
+_OTHERS = {"_asdict", "_current_frames", "_exit", "_foreach_lerp_", "_getframe",
+           "_replace", "_wrapopt_handles", "_wrapopt_left", "_wrapopt_other",
            "_wrapopt_weights"}
 
 
