@@ -519,3 +519,35 @@ def test_a_swap_in_a_session_runs_as_many_ops_for_any_number(use_resource):
       return sorted(op.type for op in found)
 
   assert ran(2) == ran(40)
+
+
+@pytest.mark.parametrize("use_resource", [False, True], ids=["ref", "resource"])
+def test_two_sessions_on_a_server_do_not_take_each_others_weights(use_resource):
+  server = tf.distribute.Server.create_local_server()
+
+  def program():
+    with tf.Graph().as_default() as graph:
+      v = v1.get_variable("v", initializer=START, use_resource=use_resource)
+      opt = wrapopt.MovingAverageOptimizer(
+          v1.train.GradientDescentOptimizer(.1), wrapopt.BEMA(**SIMPLE))
+      step = opt.minimize(tf.reduce_sum(v * v))
+      return v, opt, step, v1.global_variables_initializer(), graph
+
+  (v, opt, step, init, graph), (_, other, *_, others) = program(), program()
+  with (v1.Session(server.target, graph) as session,
+        v1.Session(server.target, others) as second):
+    session.run(init)
+    for _ in range(3):
+      session.run(step)
+    raw, average = session.run([v, opt.average(v)])
+    assert np.abs(raw - average).max() > .01
+    with opt.averaged_weights(session):
+      for _ in range(20):  # Its ops run in any order.
+        with pytest.raises(tf.errors.FailedPreconditionError):
+          with other.averaged_weights(second):
+            pass
+      numerics.assert_same_bits(session.run(v), average)
+    numerics.assert_same_bits(session.run(v), raw)
+    with other.averaged_weights(second):
+      numerics.assert_same_bits(session.run(v), average)
+    numerics.assert_same_bits(session.run(v), raw)

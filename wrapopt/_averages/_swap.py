@@ -229,34 +229,50 @@ class SwapInGraph:
     pairs = _replicas.components(pairs)
     # What a session runs, by name, one after the other.
     self._prepare, self._put, self._put_back = [], [], []
-    self._give_back = []
     at_once = {}
     with tf.name_scope("AveragesInPlace"):
-      for group in _groups([pair for pair in pairs if not _exchange(*pair)]):
-        self._add_copied(group, at_once)
       aside = _Aside(pairs, more)
-      self._prepare += [op.name for op in aside.check()]
+      checked = aside.check()
+      self._prepare += [op.name for op in checked]
+      drops = [drop for group in _groups([
+          pair for pair in pairs if not _exchange(*pair)])
+               for drop in self._add_copied(group, checked, at_once)]
       with tf.control_dependencies(_lazy.settle([v for v, _ in pairs])):
         self._take = [x.op.name for x in aside.take()]
       trade = [op.name for op in aside.trade()]
       self._put += trade
       self._put_back += trade
-      self._give_back += [x.name for x in aside.give_back()]
+      with tf.control_dependencies(drops):  # Before another session may take.
+        self._give_back = [x.name for x in aside.give_back()]
 
-  def _add_copied(self, group, at_once):
-    """Adds what copies a group of pairs that can't exchange their buffers."""
+  def _add_copied(self, group, checked, at_once):
+    """Adds what copies a group of pairs that can't exchange their buffers.
+
+    Args:
+      group: The pairs.
+      checked: Operations that check that all averages have a value.
+      at_once: As for `Derived.read_value`.
+
+    Returns:
+      The operations that drop the copies: a list.
+    """
     variables, averages = zip(*group)
     first = variables[0]
     with _emit.device_of(first):
       raw, average = (_Kept(first, name) for name in ("raw", "average"))
-      with tf.control_dependencies(_lazy.settle(variables)):
+      with tf.control_dependencies([*checked, *_lazy.settle(variables)]):
         value = tf.cast(_read(averages, at_once), first.dtype.base_dtype)
-        # `read_packed` copies; a ref variable's value changes in place.
-        self._prepare += [raw.assign(_packed.read_packed(variables)).name,
-                          average.assign(tf.reshape(value, [-1])).name]
-      for kept, put in (average, self._put), (raw, self._put_back):
-        put.append(_packed.assign_packed(variables, kept.read()).name)
-        self._give_back.append(kept.drop().name)
+      self._prepare.append(average.assign(tf.reshape(value, [-1])).name)
+      # Another session on the same servers has the same names. Only the one
+      # that took the averages keeps the raw values, and copies of them: a ref
+      # variable's value changes in place.
+      with tf.control_dependencies(
+          [raw.assign(_packed.read_packed(variables))]):
+        put = _packed.assign_packed(variables, average.read())
+      back = _packed.assign_packed(variables, raw.read())
+      self._put.append(put.name)
+      self._put_back.append(back.name)
+      return [raw.drop(), average.drop()]
 
   @staticmethod
   def swap_in(made, variables, session):
