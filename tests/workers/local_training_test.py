@@ -330,6 +330,29 @@ def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
     server.kill()
 
 
+def test_ctrl_c_of_a_forked_child_is_not_one_of_the_parent():
+  program = """if True:
+      import os, signal
+      from wrapopt._local import _interrupts
+      _interrupts.watch()
+      child = os.fork()
+      if not child:
+        try:
+          os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+          os._exit(_interrupts.count())
+        os._exit(1)
+      _, status = os.waitpid(child, 0)
+      before = _interrupts.count()
+      try:
+        os.kill(os.getpid(), signal.SIGINT)
+      except KeyboardInterrupt:
+        print(status, before, _interrupts.count())"""
+  got = subprocess.run([sys.executable, "-c", program], check=True,
+                       capture_output=True, text=True)
+  assert got.stdout.split() == ["0", "0", "1"], got.stderr
+
+
 def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
   server = server_module.start()
   w = tf.Variable([1.0])

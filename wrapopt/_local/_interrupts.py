@@ -52,10 +52,18 @@ def watch():
   before = signal.set_wakeup_fd(ends[1], warn_on_full_buffer=False)
   if before == -1:
     _pipe = ends[0]
+    os.register_at_fork(after_in_child=_leave_pipe)
     return
   signal.set_wakeup_fd(before)
   for end in ends:
     os.close(end)
+
+
+def _leave_pipe():
+  """In a child that was forked, whose interrupts are not this process's."""
+  global _pipe
+  _pipe = None
+  signal.set_wakeup_fd(-1)
 
 
 def count():

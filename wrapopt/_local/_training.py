@@ -224,7 +224,7 @@ class LocalTraining(trackable.Trackable):
     return int(self._held.numpy()) == self.round
 
   def scalars(self):
-    """The numbers of the last round for TensorBoard, a dict by name.
+    """The numbers of the last round for TensorBoard, a dict by name, or {}.
 
     In each round, `step` writes them to the default writer of `tf.summary`, if
     there is one, with the number of the round as their step: `rounds/workers`
@@ -232,6 +232,8 @@ class LocalTraining(trackable.Trackable):
     `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
     """
     report = self.report
+    if report is None:
+      return {}
     return {"rounds/workers": len(report.workers),
             "rounds/seconds": report.secs,
             "rounds/bytes_sent": report.sent,
