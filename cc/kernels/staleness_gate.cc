@@ -27,7 +27,7 @@
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/refcount.h"
 
-// Of the gate. The version before 2.34, which moved it to another library.
+// The gate calls this function, which glibc 2.34 has moved to another library.
 WRAPOPT_OLD_GLIBC(pthread_condattr_setclock, "2.3.3");
 
 namespace wrapopt {

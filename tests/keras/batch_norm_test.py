@@ -735,7 +735,7 @@ class Parts(keras.Model):
 @pytest.mark.parametrize("case", FILES)
 def test_averages_of_statistics_go_where_their_statistics_go(case, way, eager,
                                                              tmp_path):
-  """Those of a variable whose value no file has an average for begin anew."""
+  """An average begins anew if the file has none of its variable's value."""
   x = data()[0][:, 0]
 
   def program(names, frozen):

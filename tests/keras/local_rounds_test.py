@@ -181,7 +181,7 @@ def test_logs_of_epochs():
   later = keras.callbacks.LambdaCallback(
       on_epoch_end=lambda _, logs: seen.append(
           [logs.get(f"rounds/{key}") for key in ("workers", "bytes_sent")]))
-  # Of six steps each: the first epoch has no round.
+  # An epoch has six steps, so the first one ends before a round does.
   history = model.fit(X, Y, 8, 3, verbose=0, callbacks=[rounds, later])
   assert seen == [[None, None], [1, 16], [1, 16]]
   assert len(history.history["rounds/seconds"]) == 2

@@ -490,7 +490,7 @@ V1_MAKE = {
     "EmaUpdate": lambda _: averaged(
         v1.train.ProximalGradientDescentOptimizer(1.0)),
 }
-# Of what a V1 SavedModel may have the train op.
+# Optimizers whose train op a V1 SavedModel may have.
 V1_SAVED = {
     **V1_MAKE,
     "gate of SGD": lambda _: gated(v1.train.GradientDescentOptimizer(1.0)),

@@ -280,8 +280,8 @@ def test_no_op_is_left_out():
   """Every op has kernels for all three, and a test above, or a reason."""
   # The parameter server's side of asynchronous training: tickets, counters and
   # waits of the host, which the program of a device cannot have.
-  # What crosses between tasks, and their clock and errors. Variables without a
-  # value. Handles as one tensor: XLA must see each.
+  # Messages, a clock and errors between tasks. Variables without a value.
+  # Handles as one tensor: XLA must see each.
   host = re.compile("Wrapopt>(Staleness|BeginUpdate|(Unl|L)ockSteps|"
                     "AveragingRounds|"
                     "Averaging(Arrive|Center|Clock|Close|Enter|Follow|Leave)|"

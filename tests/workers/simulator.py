@@ -513,7 +513,7 @@ class Oracle:
 
 
 class Plan:
-  """What the seed decides before the schedule begins."""
+  """The settings of a schedule, which its seed alone decides."""
 
   def __init__(self, seed, faults=None):
     rng = random.Random(seed)

@@ -163,10 +163,9 @@ class MovingAverage(_bias_corrected.BiasCorrectingOptimizer):
         trained in the same way, and an evaluation uses them as they are. They
         have no average, at no cost. A model is saved with the paths of a list,
         which must then be unique; a function must be registered by
-        `keras.saving.register_keras_serializable`. A variable of which
-        a file has no average gets one that starts at its value, with a warning.
-        The statistics of `average_batch_norm` are no weights,
-        and are averaged in any case.
+        `keras.saving.register_keras_serializable`. An average that a file lacks
+        starts at its variable's value, with a warning. The statistics of
+        `average_batch_norm` are no weights, and are averaged in any case.
       update_every: The averages move in every step of this number of steps: in
         the n-th, the 2n-th and so on, counted from the first step of the
         averages or, if that is later, from `start_step`. Only steps that change

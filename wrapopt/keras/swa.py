@@ -94,8 +94,8 @@ class SWA(_averaging.AveragingOptimizer):
         trained in the same way, and an evaluation uses them as they are. They
         have no average, at no cost. A model is saved with the paths of a list,
         which must then be unique; a function must be registered by
-        `keras.saving.register_keras_serializable`. A variable of which
-        a file has no average gets one that starts at its value, with a warning.
+        `keras.saving.register_keras_serializable`. An average that a file lacks
+        starts at its variable's value, with a warning.
 
     Raises:
       TypeError: If `optimizer` is not a Keras optimizer, or an argument has a
