@@ -34,13 +34,12 @@ def test_each_op_has_a_model():
 
 
 def test_cases():
-  findings, lines = fuzzed("--seed", 0, "--count", CASES)
+  findings, lines = fuzzed("--seed", 600, "--count", CASES)
   assert not findings.texts, "\n".join(findings.texts)
   assert findings.cases == CASES, lines
   # Otherwise most cases test only the checks of inputs.
   assert findings.share() > 0.25, "\n".join(findings.table())
-  # About 7 a case; few cases have most of them.
-  assert findings.total("compared") > 3 * CASES
+  assert findings.total("compared") > 7 * CASES
 
 
 def test_each_op_is_called():
