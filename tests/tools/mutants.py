@@ -53,7 +53,7 @@ def _mutants():
           "wrapopt/_averages/_interpolated.py", "1 - of_x / share",
           "1 - of_x / momentum", "//tests/keras:interpolated_test")
   yield m("Schedule-Free: x is y", "wrapopt/_averages/_interpolated.py",
-          "y + apart * (tf.cast(z, dtype) - y)", "y",
+          "return _towards(y, z, 1 - 1 / share)", "return y",
           "//tests/keras:interpolated_test")
   yield m("Schedule-Free: momentum acts twice in two passes",
           "wrapopt/keras/_interpolated.py",
@@ -102,7 +102,7 @@ def _mutants():
           "//tests/keras:saving_test --test_filter=tree")
   yield m("Schedule-Free: a variable that holds x stays there",
           "wrapopt/_averages/_interpolated.py",
-          "tf.where(moves, moved, y)", "y",
+          "tf.where(moves, _towards(y, z.read_value(), by), y)", "y",
           "//tests/keras:interpolated_test --test_filter=without_gradient")
   yield m("decay of merges: factors in the opposite order",
           "wrapopt/checkpoints/_rate_decay.py",

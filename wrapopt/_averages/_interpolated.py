@@ -242,11 +242,8 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
     is_apart = tf.logical_and(each(), tf.not_equal(own, goal))
     for (v, z, share), moves, by in zip(
         trained(), tf.unstack(is_apart), tf.unstack(1 - momentum / own)):
-      y, at = v.read_value(), _derived.computed_in(v.dtype.base_dtype)
-      wide = tf.cast(y, at)
-      moved = tf.cast(wide + tf.cast(by, at) * (
-          tf.cast(z.read_value(), at) - wide), y.dtype)
-      value = tf.where(moves, moved, y)
+      y = v.read_value()
+      value = tf.where(moves, _towards(y, z.read_value(), by), y)
       assign([own, value], [(v, value), *[(share, goal)] * bool(notes)])
     are_one = tf.constant(True)
     if left:
@@ -293,10 +290,14 @@ def settle(state, momentum, trained, others, is_all, cond=tf.cond):
 
 def x_of(y, z, share):
   """x, if `y` has the share `share` of x and the rest of z: a tensor."""
+  return _towards(y, z, 1 - 1 / share)
+
+
+def _towards(y, z, by):
+  """`y`, moved by a part `by` of the way to `z`: a tensor."""
   dtype = _derived.computed_in(y.dtype)
-  apart = tf.cast(1 - 1 / share, dtype)
-  y, like = tf.cast(y, dtype), y.dtype
-  return tf.cast(y + apart * (tf.cast(z, dtype) - y), like)
+  like, y = y.dtype, tf.cast(y, dtype)
+  return tf.cast(y + tf.cast(by, dtype) * (tf.cast(z, dtype) - y), like)
 
 
 def start(y, z, motion, weight_decay_at_y):
