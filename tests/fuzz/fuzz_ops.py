@@ -107,12 +107,14 @@ def _run_calls(case, world, told):
   import fuzz_ops_models as models  # pylint: disable=g-import-not-at-top
   import fuzz_ops_runs as runs  # pylint: disable=g-import-not-at-top
   calls = 1 if inputs.family(case.op) in models.ONE_CALL else case.calls
+  refused = runs.ANY_ERROR if inputs.family(case.op) == "AveragingRaise" else (
+      runs.REFUSED)
   earlier = []
   for at in range(calls):
     before, probe = world.snapshot(), world.probe()
     try:
       outputs = world.call()
-    except runs.REFUSED as e:
+    except refused as e:
       error = told["error"] = f"{type(e).__name__}: {e}"
       told["refused"] += 1
       for i, (was, now) in enumerate(zip(before, world.snapshot())):

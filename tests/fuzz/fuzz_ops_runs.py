@@ -27,6 +27,7 @@ REFUSED = (tf.errors.InvalidArgumentError, tf.errors.FailedPreconditionError,
            tf.errors.AbortedError, tf.errors.CancelledError,
            tf.errors.DeadlineExceededError, tf.errors.ResourceExhaustedError,
            tf.errors.OutOfRangeError, ValueError, TypeError)
+ANY_ERROR = tf.errors.OpError, ValueError, TypeError  # Of an op that raises it.
 SECONDS_OF_A_WAIT = 0.3  # Then a call that may wait for ever is cancelled.
 
 
