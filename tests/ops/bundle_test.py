@@ -503,6 +503,10 @@ V1_SAVED = {
         v1.train.AdamOptimizer(0.5), 1, getter, 2, 0.25, rho=0.0),
     "ModelAverage": lambda getter: wrapopt.ModelAverageOptimizer(
         v1.train.AdamOptimizer(0.5), 1, True, getter, 2),
+    "ScheduleFree that holds x": lambda _: wrapopt.ScheduleFreeOptimizer(
+        v1.train.GradientDescentOptimizer(1.0)),
+    "PrimalAverage that holds x": lambda _: wrapopt.PrimalAverageOptimizer(
+        v1.train.GradientDescentOptimizer(1.0), 0.75, 0.5),
 }
 
 
@@ -533,12 +537,18 @@ def saved(name, folder):
       hook = opt.make_session_run_hook()
     if hook:
       hook.begin()
+    if name.endswith("holds x"):
+      savers = opt.swapping_saver(), v1.train.Saver()
     with v1.Session() as session:
       session.run([v1.global_variables_initializer(),
                    v1.local_variables_initializer()])
       if hook:
         hook.after_create_session(session, tf.train.Coordinator())
       session.run(done, {x: 0.25})
+      if name.endswith("holds x"):
+        swapped = savers[0].save(session, f"{folder}.ckpt",
+                                 write_meta_graph=False)
+        savers[1].restore(session, swapped)
       v1.saved_model.simple_save(session, folder, {"x": x}, {"done": done})
       exported = v1.train.export_meta_graph()
       for _ in range(2):

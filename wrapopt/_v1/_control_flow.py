@@ -11,36 +11,40 @@ tf1 = tf.compat.v1
 
 
 class ByName:
-  """A variable of a graph, for `seldom`: each use finds it by its name."""
+  """A ref variable of a graph, for `seldom`: each use finds it by its name.
+
+  A function captures the value of a ref variable, not the variable.
+  """
 
   def __init__(self, variable):
     self.dtype, self._op = variable.dtype.base_dtype, variable.op
 
   def _variable(self):
     op = self._op
-    make = (tf.raw_ops.VarHandleOp if op.type == "VarHandleOp" else
-            tf.raw_ops.VariableV2)
-    return make(shape=op.get_attr("shape"), dtype=self.dtype,
-                container=op.get_attr("container"),
-                # The name of a ref variable is that of its op by default.
-                shared_name=op.get_attr("shared_name") or op.name)
+    return tf.raw_ops.VariableV2(
+        shape=op.get_attr("shape"), dtype=self.dtype,
+        container=op.get_attr("container"),
+        # The name is that of the op by default.
+        shared_name=op.get_attr("shared_name") or op.name)
 
   def read_value(self):
-    found = self._variable()
-    if found.dtype == tf.resource:
-      return tf.raw_ops.ReadVariableOp(resource=found, dtype=self.dtype)
-    return tf.identity(found)
+    return tf.identity(self._variable())
 
   def assign(self, value, read_value):
     del read_value
-    found, value = self._variable(), tf.convert_to_tensor(value, self.dtype)
-    if found.dtype == tf.resource:
-      return tf.raw_ops.AssignVariableOp(resource=found, value=value)
-    return tf.raw_ops.Assign(ref=found, value=value).op
+    return tf.raw_ops.Assign(
+        ref=self._variable(), value=tf.convert_to_tensor(value, self.dtype)).op
+
+
+def in_seldom(variable):
+  """A variable of a graph, for the branches of `seldom`."""
+  # TensorFlow 2 gives variables of a V1 SavedModel to functions that capture
+  # them, and no names.
+  return ByName(variable) if ops.is_ref_variable(variable) else variable
 
 
 def may_be_seldom(variables):
-  """Whether the branches of `seldom` may use variables ByName."""
+  """Whether the branches of `seldom` may use variables."""
   graph = tf1.get_default_graph()
   return (type(graph) is tf.Graph and not tf.distribute.has_strategy() and
           not control_flow_util.GraphOrParentsInXlaContext(graph) and
@@ -53,10 +57,10 @@ def seldom(variables):
 
   Else, each variable that a branch uses costs nodes in every step, also in
   those that do not take it. Here, a branch is a function that runs only if it
-  is taken, and that finds the variables by name.
+  is taken.
 
   Args:
-    variables: Those that the branches use, ByName; see `may_be_seldom`.
+    variables: Those that the branches use, as `in_seldom`; see `may_be_seldom`.
 
   Returns:
     A function with the arguments of `tf.cond`.

@@ -113,9 +113,9 @@ class InterpolatingOptimizer(_averaging.AveragingOptimizer):
       moved, left = trained(), others()
       used = [*sum(map(list, moved), []), *left]
       if _control_flow.may_be_seldom(used):
-        by_name = _control_flow.ByName
-        moved = [_interpolated.Trained(*map(by_name, t)) for t in moved]
-        left, cond = list(map(by_name, left)), _control_flow.seldom(used)
+        of = _control_flow.in_seldom
+        moved = [_interpolated.Trained(*map(of, t)) for t in moved]
+        left, cond = list(map(of, left)), _control_flow.seldom(used)
       else:
         cond = (_control_flow.cond_of_refs
                 if any(map(ops.is_ref_variable, used)) else tf.cond)
