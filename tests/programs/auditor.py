@@ -211,6 +211,7 @@ class Record(typing.NamedTuple):
   weights: dict
   state: dict  # Of the optimizer.
   averages: list  # One dict for each wrapper, or None if they were not read.
+  skipped: frozenset  # Names of the variables that the step left out.
 
 
 class Run:
@@ -236,8 +237,12 @@ class Watch(keras.callbacks.Callback):
 
   As a callback, it must be the first one. A loop of its own calls `begin`
   before the first step, if the model is built, and `see` after each.
+
+  Attributes:
+    skipped: Variables that steps leave out from now on.
   """
   package = wk
+  skipped = ()
 
   def __init__(self, stack=None, lead=None):
     """Makes a watch.
@@ -394,7 +399,8 @@ class Watch(keras.callbacks.Callback):
         self._check_block(run, model, averages[-1])
     run.records.append(Record(
         iterations, weights, {n: self._read(v) for n, v in state.items()},
-        averages))
+        averages, frozenset(name for name, v in variables.items() if any(
+            v is x for x in self.skipped))))
     if self.lead is not None:
       self._follow(self.lead.runs[i].records, run.records, variables, state)
 
@@ -650,7 +656,7 @@ class Books:
         what = f"step {t}: '{name}'"
         want, bound = plain.weights[name][0], self._bound(
             name, before, plain, trained)
-        if name in averages:
+        if name in averages and name not in record.skipped:
           want, bound = (self._between if self.one.stack.between else
                          self._moved)(name, t, record, want, bound, averages)
         self._compare(what, arrays[0], want, bound)

@@ -190,7 +190,8 @@ FACTORS = {
                            "ema_overwrite_frequency": 2}},
     "policy": ["float32", "mixed_bfloat16", "float64"],
     "callbacks": ["none", "evaluate", "cools", "checkpoint"],
-    "frozen": ["none", "first"],
+    # The first layer: from the start, or after three steps.
+    "frozen": ["none", "first", "later"],
 }
 PLAIN = {name: next(iter(values)) for name, values in FACTORS.items()}
 
@@ -208,12 +209,19 @@ BANNED = [
           "optimizer": {"AdamW"}}.items()),
     {"wrapper": {"ScheduleFree"}, "optimizer": {
         "Momentum", "Adam", "Lion", "RMSprop", "Adamax"}},
+    # A BEMA follows from the weights, where the other puts its averages.
+    {"wrapper": {"BEMA"}, "ema": {"ema", "overwrites"}},
     # A gate is the outermost wrapper, of optimizers that several workers may
     # share. A step must be recorded, and XLA does not compile it.
     *({"wrapper": {"gate"}, factor: values} for factor, values in {
         "train_step": {"Keras's"}, "execution": {"jit"}, "replicas": {REPLICAS},
         "accumulation": {"two"}, "scaling": {"around", "inside"},
         "ema": {"ema", "overwrites"}}.items()),
+    # Before it is compiled again, `fit` ends with averages in the weights.
+    *({"frozen": {"later"}, factor: values} for factor, values in {
+        "train_step": {"Keras's", "own", "checked"},
+        "execution": {"two steps"},
+        "callbacks": {"evaluate", "cools", "checkpoint"}}.items()),
     # A loop of the user's has neither.
     {"train_step": {"loop"}, "execution": {"two steps"}},
     {"train_step": {"loop"}, "callbacks": {"evaluate", "cools", "checkpoint"}},
@@ -349,6 +357,12 @@ def loop(row, watch):
     run_step = tf.function(run_step, jit_compile=row["execution"] == "jit")
   x, y = data_of(row)
   for i in range(0, len(x), 4):
+    if row["frozen"] == "later" and i == 12:
+      watch.skipped = model.layers[0].trainable_variables
+      model.layers[0].trainable = False
+      if row["execution"] != "eager":
+        run_step = tf.function(run_step.python_function, jit_compile=(
+            row["execution"] == "jit"))
     watch.begin(model)
     if row["replicas"] > 1:
       data = [strategy.experimental_distribute_values_from_function(
