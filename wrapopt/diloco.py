@@ -53,7 +53,8 @@ class DiLoCo(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               name: str = "diloco") -> None:
+               name: str = "diloco",
+               resume: bool = False) -> None:
     """Takes the center.
 
     Args:
@@ -76,4 +77,4 @@ class DiLoCo(_training.LocalTraining):
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
-        progress, name)
+        progress, name, resume)

@@ -50,7 +50,8 @@ class LocalSGD(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               name: str = "local_sgd") -> None:
+               name: str = "local_sgd",
+               resume: bool = False) -> None:
     """Takes the center.
 
     Args:
@@ -97,4 +98,4 @@ class LocalSGD(_training.LocalTraining):
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, name)
+        0.0, most_pushes, progress, name, resume)

@@ -1,14 +1,24 @@
-"""`python -m wrapopt.server` holds a part of the center of local training."""
+"""`python -m wrapopt.server` holds a part of the center of local training.
+
+It also lists and drops the jobs of servers.
+"""
 
 import argparse
 import os
 import signal
 import sys
 import threading
+import time
 
 import tensorflow as tf
 
 import wrapopt  # Loads the ops. pylint: disable=unused-import
+from wrapopt._local import _jobs
+from wrapopt._local import _server
+
+_DAY_SECS = 24 * 3600
+# How often a server looks for jobs that are old.
+_LOOK_SECS = 60.0
 
 
 def start(port=0):
@@ -25,8 +35,31 @@ def start(port=0):
                               job_name="server", task_index=0, config=config)
 
 
+def drop(servers, name):
+  """Drops a job, with its center, from servers.
+
+  End its workers first: a worker that goes on gives its center back, as it does
+  to a server that was restarted.
+
+  Args:
+    servers: The addresses of the servers.
+    name: The name of the job.
+
+  Returns:
+    Whether a server had it.
+  """
+  _server.check_addresses(servers)
+  return any([_jobs.drop(address, name) for address in servers])
+
+
+def drop_idle(address, secs):
+  """Drops a server's jobs that no worker has called for: a list of names."""
+  return [part.name for part in _jobs.parts(address).values()
+          if part.idle_secs > secs and _jobs.drop(address, part.name)]
+
+
 def main():
-  """Serves until SIGTERM or SIGINT."""
+  """Runs a command."""
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.server",
       description="Holds a part of the center of wrapopt.LocalSGD and "
@@ -34,15 +67,52 @@ def main():
       "in a private network.")
   parser.add_argument("--port", type=int, default=0,
                       help="the port; by default a free one")
+  parser.add_argument("--keep-days", type=float, default=7, metavar="DAYS",
+                      help="how long to keep a job that no worker calls for; "
+                      "7 by default")
+  commands = parser.add_subparsers(
+      dest="command", title="commands for servers that run")
+  lists = commands.add_parser("list", help="list the jobs of servers")
+  drops = commands.add_parser(
+      "drop", help="drop a job, whose workers have ended, with its center")
+  drops.add_argument("name", help="the name of the job")
+  for command in lists, drops:
+    command.add_argument("servers", nargs="+", metavar="HOST:PORT")
   args = parser.parse_args()
+  if args.command == "list":
+    _list(args.servers)
+  elif args.command == "drop":
+    if not drop(args.servers, args.name):
+      sys.exit(f"no server has a job named {args.name!r}")
+  else:
+    _serve(args.port, args.keep_days)
+
+
+def _list(servers):
+  for address in servers:
+    print(f"{address}:")
+    for part in _jobs.parts(address).values():
+      print(f"  {part.name}: round {part.place[0]}, {part.bytes / 1e6:.2f} MB, "
+            f"idle for {part.idle_secs} s")
+      for line in part.settings.split("\n"):
+        print("    " + line.replace("\t", " "))
+
+
+def _serve(port, keep_days):
+  """Serves until SIGTERM or SIGINT."""
   ended = threading.Event()
   for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda *_: ended.set())
-  server = start(args.port)
+  server = start(port)
   port = server.target.rpartition(":")[2]
   print(f"wrapopt server listens at port {port}", flush=True)
+  looked = time.monotonic()
   while not ended.wait(1.0):  # Without a limit, no signal would be handled.
-    pass
+    if time.monotonic() > looked + _LOOK_SECS:
+      for name in drop_idle(server.target, keep_days * _DAY_SECS):
+        print(f"wrapopt server drops {name}, idle for {keep_days} days",
+              flush=True)
+      looked = time.monotonic()
   print("wrapopt server ends", flush=True)
   sys.stdout.flush()
   # TensorFlow cannot stop a server that has sessions.

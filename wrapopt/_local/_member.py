@@ -202,7 +202,9 @@ class Member:
     return places[0] if len(set(places)) == 1 else None
 
   def _take_center(self, deadline, initial):
-    return self._pull(self._settle(deadline, initial))
+    place = self._settle(deadline, initial)
+    self._lead.join()
+    return self._pull(place)
 
   def _pull(self, place):
     vectors = self._layout.empty()
@@ -242,7 +244,7 @@ class Member:
       late = time.monotonic() > deadline
       if self.place is None:
         if not lead.values and max(s.place[0] for s in states) <= 0 and (
-            initial is not None):
+            initial is not None and not any(s.of_other_job for s in others)):
           self._restore(states, (0, -1), initial, ())
           continue
       elif self.place[0] >= max(s.place[0] for s in states) or late:
