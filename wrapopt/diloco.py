@@ -62,7 +62,7 @@ class DiLoCo(_training.LocalTraining):
       outer_learning_rate: The learning rate of the outer step, more than 0.
       outer_momentum: Its momentum, in [0, 1).
       min_workers, round_timeout_secs, grace_secs, weight, local_weight,
-        averaged, most_pushes, progress, name: As of `LocalSGD`.
+        averaged, most_pushes, progress, name, resume: As of `LocalSGD`.
 
     Raises:
       ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.

@@ -119,8 +119,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
            arrivals_.size() == 0;
   }
 
-  // Makes a worker known by its name. Only if it resumes, it takes the name from
-  // another process, or joins when num_workers others are known.
+  // Makes a worker known by its name. Only if it resumes, it takes the name
+  // from another process, or joins when num_workers others are known.
   RoundsStatus Join(const std::string& worker, int64_t process, bool resumes,
                     int64_t* workers) {
     std::lock_guard<std::mutex> lock(mu_);

@@ -86,8 +86,8 @@ class AveragingRoundsOp
     const auto [has, got] = resource->options().Compare(options_);
     if (has == got) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
-        resource->rounds()->subject(), " have ", has, ", got ", got,
-        ": all workers of a job must give the same, and other jobs another name"));
+        resource->rounds()->subject(), " have ", has, ", got ", got, ": all ",
+        "workers of a job must give the same, and other jobs another name"));
   }
 
   RoundsOptions options_;
@@ -399,7 +399,7 @@ class AveragingListOp : public OpKernel {
       of_this(i, 0) = place.round;
       of_this(i, 1) = place.generation;
       of_this(i, 2) = center->job;
-      of_this(i, 3) = resource->idle_secs();
+      of_this(i, 3) = static_cast<int64_t>(resource->idle_secs());
       of_this(i, 4) = bytes;
       ++i;
     }

@@ -59,10 +59,10 @@ std::pair<std::string, std::string> RoundsOptions::Compare(
 
 namespace {
 
-int64_t NowSecs() {
-  return std::chrono::duration_cast<std::chrono::seconds>(
-             std::chrono::steady_clock::now().time_since_epoch())
-      .count();
+double NowSecs() {
+  const std::chrono::duration<double> now =
+      std::chrono::steady_clock::now().time_since_epoch();
+  return now.count();
 }
 
 // All rounds of the process: their managers, containers and names. New rounds
@@ -130,7 +130,7 @@ std::map<std::string, RoundsPtr> RoundsResource::List(
   return found;
 }
 
-int64_t RoundsResource::idle_secs() const { return NowSecs() - used_; }
+double RoundsResource::idle_secs() const { return NowSecs() - used_; }
 void RoundsResource::Use() { used_ = NowSecs(); }
 
 absl::Status ReadWorker(OpKernelContext* ctx, std::string* worker) {

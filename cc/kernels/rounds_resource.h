@@ -106,8 +106,8 @@ class RoundsResource : public tensorflow::ResourceBase {
   // A number that no other rounds have, more than 0.
   int64_t id() const { return id_; }
 
-  // How long no op has used them.
-  int64_t idle_secs() const;
+  // How long no op has used them, in seconds.
+  double idle_secs() const;
   void Use();
 
  private:
@@ -116,7 +116,7 @@ class RoundsResource : public tensorflow::ResourceBase {
   const std::string name_;
   const RoundsOptions options_;
   const int64_t id_;
-  std::atomic<int64_t> used_;
+  std::atomic<double> used_;
   const std::shared_ptr<TensorRounds> rounds_;
   Center center_;
 };

@@ -158,7 +158,9 @@ absl::Status ListShape(InferenceContext* c) {
   return SetVector(c, 1);
 }
 
-absl::Status DropShape(InferenceContext* c) { return Check(c, {"shared_name"}); }
+absl::Status DropShape(InferenceContext* c) {
+  return Check(c, {"shared_name"});
+}
 
 }  // namespace
 

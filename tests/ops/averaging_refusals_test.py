@@ -160,7 +160,8 @@ INPUTS = {  # Of each op, after "rounds".
     "center": "worker index timeout_secs",
     "mean": "known",
 }
-GOOD = {**dict.fromkeys(SCALARS, 1), "worker": "a", "place": FIRST, "resumes": True,
+GOOD = {**dict.fromkeys(SCALARS, 1), "worker": "a", "place": FIRST,
+        "resumes": True,
         "known": KNOWN, "from_generation": 0, "first": 0, "index": 0,
         "momentum": 0.}
 
@@ -285,8 +286,9 @@ def test_centers_that_are_not_there(mode):
       server.run("center", "a", index, 9., **{"T": tf.float32, **kwargs})
 
 
-RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1], "leave": [0],
-         "follow": [0], "close": [1], "restore": [0], "state": [1, 1, 1],
+RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1],
+         "leave": [0], "follow": [0], "close": [1], "restore": [0],
+         "state": [1, 1, 1],
          "outer_step": [1], "center": [1, 1], "mean": [1]}
 
 

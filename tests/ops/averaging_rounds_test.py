@@ -148,11 +148,13 @@ def test_the_first_line_of_settings_that_differs_is_told(mode):
   of = lambda name, *lines: Server(  # pylint: disable=g-long-lambda-assignment
       mode, name=name, holds_center=True, settings="\n".join(lines))
   server = of(None, "a = 1", "b = 2\t(told)", "c = 3")
+  assert server.run("join", "a", 1, False) == 1
   assert of(server.name, "a = 1", "b = 2\t(of another)", "c = 3").place == (
       -1, 0)
   for lines, text in ((["a = 1", "b = 4\t(x)", "c = 5"],
                        r"have b = 2 \(told\), got b = 4 \(x\): all workers"),
-                      (["a = 1", "b = 2"], "(?s)have num_workers = 2, .* got num")):
+                      (["a = 1", "b = 2"],
+                       "(?s)have num_workers = 2, .* got num")):
     with pytest.raises(InvalidArgument, match=text):
       assert of(server.name, *lines).place
 

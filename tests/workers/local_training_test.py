@@ -319,7 +319,7 @@ def test_a_server_of_another_job(begun):
   d = server_module.start().target
   new("e", [c, d], 3.0)
   with pytest.raises(tf.errors.InvalidArgumentError, match=(
-      "server .* must hold a center of this worker's job, got round 0 of anot")):
+      "server .* must hold a center of this worker's job, got round 0 of")):
     new("b", [a, d], 2.0)
 
 

@@ -122,9 +122,9 @@ class Job:
     if self._lead_holds and state.of_other_job:
       raise tf.errors.InvalidArgumentError(None, None, (
           f"server {address} must hold a center of this worker's job, got "
-          f"round {state.place[0]} of another job of the same name: all workers "
-          "of a job must have the same servers, and another job needs another "
-          "name."))
+          f"round {state.place[0]} of another job of the same name: all "
+          "workers of a job must have the same servers, and another job needs "
+          "another name."))
 
 
 class _Session(tf.compat.v1.Session):

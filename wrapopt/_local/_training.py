@@ -141,7 +141,8 @@ class LocalTraining(trackable.Trackable):
       NotImplementedError: In a function that XLA compiles.
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
-      tf.errors.InvalidArgumentError: If another process uses the worker's name.
+      tf.errors.InvalidArgumentError: If another process has taken the worker's
+        name, or another job has the servers.
     """
     steps = _checks.integer("steps", steps, least=1)
     if examples is None and self._weight == "examples":
