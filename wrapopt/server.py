@@ -18,7 +18,7 @@ from wrapopt._local import _server
 
 _DAY_SECS = 24 * 3600
 # How often a server looks for jobs that are old.
-_LOOK_SECS = 60.0
+_LOOK_SECS = 3600.0
 
 
 def start(port=0):
@@ -79,13 +79,17 @@ def main():
   for command in lists, drops:
     command.add_argument("servers", nargs="+", metavar="HOST:PORT")
   args = parser.parse_args()
-  if args.command == "list":
-    _list(args.servers)
-  elif args.command == "drop":
-    if not drop(args.servers, args.name):
+  if not args.keep_days > 0:
+    parser.error(f"--keep-days must be more than 0, got {args.keep_days}")
+  if not args.command:
+    return _serve(args.port, args.keep_days)
+  try:
+    if args.command == "list":
+      _list(args.servers)
+    elif not drop(args.servers, args.name):
       sys.exit(f"no server has a job named {args.name!r}")
-  else:
-    _serve(args.port, args.keep_days)
+  except tf.errors.OpError as e:
+    sys.exit(f"a server of {', '.join(args.servers)} does not answer: {e}")
 
 
 def _list(servers):
@@ -109,10 +113,14 @@ def _serve(port, keep_days):
   looked = time.monotonic()
   while not ended.wait(1.0):  # Without a limit, no signal would be handled.
     if time.monotonic() > looked + _LOOK_SECS:
-      for name in drop_idle(server.target, keep_days * _DAY_SECS):
+      looked = time.monotonic()
+      try:
+        dropped = drop_idle(server.target, keep_days * _DAY_SECS)
+      except tf.errors.OpError:
+        continue  # It is busy.
+      for name in dropped:
         print(f"wrapopt server drops {name}, idle for {keep_days} days",
               flush=True)
-      looked = time.monotonic()
   print("wrapopt server ends", flush=True)
   sys.stdout.flush()
   # TensorFlow cannot stop a server that has sessions.

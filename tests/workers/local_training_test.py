@@ -303,24 +303,23 @@ def test_a_worker_that_was_refused_leaves_nothing_on_servers():
 @pytest.mark.parametrize("begun", [0, 1])
 def test_a_server_of_another_job(begun):
   """A worker whose other server is a wrong one."""
-  a, b, c = [server_module.start().target for _ in range(3)]
+  a, b, c, d, e, f = [server_module.start().target for _ in range(6)]
   new = lambda name, servers, x: make(
       wrapopt.LocalSGD, [tf.Variable([x, x])], servers, name, 3, sync_every=1,
       min_workers=1, grace_secs=0, round_timeout_secs=1)
   first = new("a", [a, b], 1.0)
   for _ in range(begun):
     first.step()
-  for servers in [c, b], [a, c]:  # As if a or b had lost its part.
+  for servers in [c, b], [a, d]:  # As if a or b had lost its part.
     with pytest.raises(tf.errors.DeadlineExceededError, match="lost their cen"):
       new("b", servers, 2.0)
   first.step()
   assert first.round == begun + 1
   # Servers of two jobs of one name.
-  d = server_module.start().target
-  new("e", [c, d], 3.0)
+  new("d", [e, f], 3.0)
   with pytest.raises(tf.errors.InvalidArgumentError, match=(
       "server .* must hold a center of this worker's job, got round 0 of")):
-    new("b", [a, d], 2.0)
+    new("b", [a, f], 2.0)
 
 
 def test_a_second_job_does_not_go_on_from_the_center_of_the_first(servers):
@@ -393,8 +392,10 @@ def test_a_center_is_read_by_no_worker(servers):
   local.step()
   assert local.report.secs < 2  # The round has not waited for the reader.
   with pytest.raises(tf.errors.DeadlineExceededError, match=(
-      "must have a center named 'other' within 0.1 .* has 'job' of round 2")):
+      "must have a center named 'other' within 0.1 .*: 'job' of round 2")):
     wrapopt.read_center(servers, "other", timeout_secs=0.1)
+  with pytest.raises(tf.errors.DeadlineExceededError, match="1: no answer"):
+    wrapopt.read_center(["localhost:1"], "job", timeout_secs=0.1)
   if len(servers) > 1:
     with pytest.raises(ValueError, match="in the order of its workers, got"):
       wrapopt.read_center(servers[::-1], "job")
@@ -424,6 +425,11 @@ def test_commands_for_servers(capsys, monkeypatch):
   assert command("drop", "local_sgd", address) == []
   with pytest.raises(SystemExit, match="no server has a job named 'local_sgd'"):
     command("drop", "local_sgd", address)
+  with pytest.raises(SystemExit, match="localhost:1 does not answer"):
+    command("list", "localhost:1")
+  with pytest.raises(SystemExit):
+    command("--keep-days", "0")
+  assert "--keep-days must be more than 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])

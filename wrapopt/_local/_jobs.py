@@ -104,18 +104,27 @@ def read_center(servers: Sequence[str], name: str, *,
   timeout_secs = _checks.number("timeout_secs", timeout_secs)
   deadline = time.monotonic() + timeout_secs
   while True:
-    found = [parts(address) for address in servers]
-    center = _read(servers, [of.get(name) for of in found], timeout_secs)
-    if center:
-      return center
+    got = {}
+    try:
+      for address in servers:
+        got[address] = "no answer"
+        got[address] = parts(address)
+      center = _read(servers, [of.get(name) for of in got.values()],
+                     timeout_secs)
+      if center:
+        return center
+      lost = None
+    except tf.errors.OpError as e:  # A server is lost, or the job was dropped.
+      lost = e
     if time.monotonic() > deadline:
       raise tf.errors.DeadlineExceededError(None, None, (
           f"The servers must have a center named {name!r} within "
-          f"{timeout_secs} seconds, got: " + "; ".join(
-              f"{address} has " + (", ".join(
+          f"{timeout_secs} seconds, got " + "; ".join(
+              f"{address}: " + (of if isinstance(of, str) else ", ".join(
                   f"{part.name!r} of round {part.place[0]}"
-                  for part in of_server.values()) or "none")
-              for address, of_server in zip(servers, found))))
+                  for part in of.values()) or "none")
+              for address, of in got.items())
+          + (f". {lost}" if lost else ""))) from lost
     time.sleep(_POLL_SECS)
 
 
