@@ -54,7 +54,7 @@ class LocalSGD(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               name: str = "local_sgd",
+               only_finite: bool = True, name: str = "local_sgd",
                resume: bool = False) -> None:
     """Takes the center.
 
@@ -88,6 +88,11 @@ class LocalSGD(_training.LocalTraining):
       most_pushes: How many workers may send values at a time: a server holds
         the values of at most that number of workers.
       progress: Whether to print a line for each round.
+      only_finite: Whether a worker's values do not count in a round if one of
+        them is NaN or infinite. The worker then sends none, logs a warning and
+        takes the center of the round. It counts as one of `min_workers`, so
+        others do not wait for it. `report.not_finite` has its name, in all
+        workers.
       name: The name of the job on the servers. `wrapopt.read_center` reads its
         center.
       resume: Whether the worker may go on for an earlier process of its name,
@@ -97,9 +102,10 @@ class LocalSGD(_training.LocalTraining):
 
     Raises:
       TypeError: If an argument is of a wrong type.
-      ValueError: If a number is out of range.
+      ValueError: If a number is out of range, or a variable is not finite.
       tf.errors.DeadlineExceededError: If the servers are not found within
-        `round_timeout_secs`.
+        `round_timeout_secs`, or some have lost their center and no worker that
+        holds it came.
       tf.errors.InvalidArgumentError: If the servers have a job of this name
         with other variables, settings or servers: the error tells the first
         difference. Without `resume`, also if another process has had the name
@@ -108,4 +114,4 @@ class LocalSGD(_training.LocalTraining):
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, name, resume)
+        0.0, most_pushes, progress, only_finite, name, resume)

@@ -13,6 +13,7 @@ import time
 import tensorflow as tf
 
 import wrapopt  # Loads the ops. pylint: disable=unused-import
+from wrapopt import _checks
 from wrapopt._local import _jobs
 from wrapopt._local import _server
 
@@ -29,10 +30,24 @@ def start(port=0):
 
   Returns:
     A `tf.distribute.Server`. Keep it: the server ends with it.
+
+  Raises:
+    ValueError: If `port` is not in [0, 65535].
+    OSError: If the server cannot listen at the port.
   """
+  # TensorFlow takes the last 16 bits of others.
+  if not 0 <= _checks.integer("port", port) <= 65535:
+    raise ValueError(f"`port` must be in [0, 65535], 0 for a free one, got "
+                     f"{port}.")
   config = tf.compat.v1.ConfigProto(device_count={"GPU": 0})
-  return tf.distribute.Server({"server": [f"localhost:{port}"]},
-                              job_name="server", task_index=0, config=config)
+  try:
+    return tf.distribute.Server({"server": [f"localhost:{port}"]},
+                                job_name="server", task_index=0, config=config)
+  except tf.errors.UnknownError as e:
+    raise OSError(
+        f"The server cannot listen at port {port}: another process uses it, or "
+        "this user may not. End that process, or give another port or 0 for a "
+        f"free one. Got: {e.message}") from None
 
 
 def drop(servers, name):
@@ -63,8 +78,12 @@ def main():
   parser = argparse.ArgumentParser(
       prog="python -m wrapopt.server",
       description="Holds a part of the center of wrapopt.LocalSGD and "
-      "wrapopt.DiLoCo. It trusts every process that can reach its port: run it "
-      "in a private network.")
+      "wrapopt.DiLoCo. It is a server of TensorFlow: it listens at all "
+      "addresses of the machine, and every process that can reach its port may "
+      "run any op in it, such as those that read and write files. So let only "
+      "the workers reach it: by a firewall, in a network (or a network "
+      "namespace) of their own, or through a tunnel such as SSH's, with the "
+      "port closed to all others.")
   parser.add_argument("--port", type=int, default=0,
                       help="the port; by default a free one")
   parser.add_argument("--keep-days", type=float, default=7, metavar="DAYS",
@@ -82,7 +101,11 @@ def main():
   if not args.keep_days > 0:
     parser.error(f"--keep-days must be more than 0, got {args.keep_days}")
   if not args.command:
-    return _serve(args.port, args.keep_days)
+    try:
+      server = start(args.port)
+    except (OSError, ValueError) as e:
+      parser.error(str(e))
+    return _serve(server, args.keep_days)
   try:
     if args.command == "list":
       _list(args.servers)
@@ -102,12 +125,11 @@ def _list(servers):
         print("    " + line.replace("\t", " "))
 
 
-def _serve(port, keep_days):
+def _serve(server, keep_days):
   """Serves until SIGTERM or SIGINT."""
   ended = threading.Event()
   for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda *_: ended.set())
-  server = start(port)
   port = server.target.rpartition(":")[2]
   print(f"wrapopt server listens at port {port}", flush=True)
   looked = time.monotonic()

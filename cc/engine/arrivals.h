@@ -50,6 +50,7 @@ struct Known {
   int64_t turn = -1;  // Of the worker that was told, or -1.
   Turns turns;        // `newest` is -1 if they are not told.
   std::vector<std::string> workers;  // Members of the round, or all of them.
+  std::vector<std::string> without_values;  // Some of these.
 };
 
 template <class Value>

@@ -58,7 +58,13 @@ inline int64_t SaturatedDifference(int64_t a, int64_t b) {
 // it completes an update and increments the step.
 class Gate {
  public:
-  Gate() = default;
+  Gate() {
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(&ended_, &attributes);
+    pthread_condattr_destroy(&attributes);
+  }
   Gate(const Gate&) = delete;
   Gate& operator=(const Gate&) = delete;
   ~Gate() { pthread_cond_destroy(&ended_); }
@@ -86,7 +92,7 @@ class Gate {
     const int64_t nanoseconds =
         std::chrono::nanoseconds(patience).count();
     timespec end;
-    clock_gettime(CLOCK_REALTIME, &end);
+    clock_gettime(CLOCK_MONOTONIC, &end);
     end.tv_nsec += nanoseconds % kSecond;
     end.tv_sec += nanoseconds / kSecond + end.tv_nsec / kSecond;
     end.tv_nsec %= kSecond;
@@ -234,7 +240,7 @@ class Gate {
   std::set<int64_t> free_;  // Smaller ones, of aborted updates.
   int64_t era_ = 0;
   // A try. Not std::condition_variable, which needs a glibc newer than 2.27.
-  pthread_cond_t ended_ = PTHREAD_COND_INITIALIZER;
+  pthread_cond_t ended_;
   std::unordered_map<int64_t, int64_t> tries_;  // {token: attempt} begun.
   int64_t attempts_ = 0;
   std::vector<int64_t> aborted_buckets_;

@@ -58,7 +58,8 @@ inline constexpr double kReaderSecs = 10;
 template <class Value>
 class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
  public:
-  // A worker whose values are part of the open round.
+  // A worker whose values are part of the open round. One of weight 0 has none:
+  // the round does not wait for it, and its mean is that of the others.
   struct Member {
     double weight = 1;
     std::vector<Value> values;
@@ -333,11 +334,21 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // being written.
   bool is_stopped() const { return open_ < 0 && generation_ > 0; }
 
-  Known Now() const { return {place(), closed_, -1, turns_, Workers()}; }
+  Known Now() const {
+    return {place(), closed_, -1, turns_, Workers(), WithoutValues()};
+  }
   // With the newest members only: servers are told often, and of all members
   // when the round ends.
   Known Recently() const {
-    return {place(), closed_, -1, turns_, newest_};
+    return {place(), closed_, -1, turns_, newest_, {}};
+  }
+
+  // The members of a round that is closed.
+  Known Closed(const Place& place) const {
+    Known known{place, true};
+    known.workers = Workers();
+    known.without_values = WithoutValues();
+    return known;
   }
 
   bool HasStaged(const std::string& worker, const Place& place) const {
@@ -369,8 +380,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   void Open(int64_t round, Deferred* after) {
-    ended_ = {round - 1, generation_};
-    members_of_ended_ = Workers();
+    ended_ = Closed({round - 1, generation_});
     open_ = round;
     closed_ = false;
     after->all_dropped.swap(members_);
@@ -517,7 +527,8 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
       if (expected_.HaveCome(members_, wait.min_workers, num_workers_)) {
         Close();
       } else if (!wait.grace &&
-                 static_cast<int64_t>(members_.size()) >= wait.min_workers) {
+                 static_cast<int64_t>(members_.size()) >= wait.min_workers &&
+                 WithoutValues().size() < members_.size()) {
         wait.grace = After(wait.grace_secs,
                            [id = id](Rounds* self) { self->TimeOut(id); });
       }
@@ -535,9 +546,9 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
         if (is_stopped()) continue;
         if (wait.place != place()) {
           // Only of the last round that ended, the members are known.
-          if (wait.place == ended_) answer.known.workers = members_of_ended_;
+          if (wait.place == ended_.place) answer.known = ended_;
         } else if (closed_) {
-          answer.known.workers = Workers();
+          answer.known = Closed(wait.place);
         } else {
           continue;
         }
@@ -606,6 +617,13 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   }
 
   std::vector<std::string> Workers() const { return Keys(members_); }
+  std::vector<std::string> WithoutValues() const {
+    std::vector<std::string> workers;
+    for (const auto& [worker, member] : members_) {
+      if (member.weight == 0) workers.push_back(worker);
+    }
+    return workers;
+  }
   std::string Names() const { return InQuotes(Workers()); }
 
   const std::string subject_;
@@ -622,8 +640,7 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   std::vector<std::string> newest_;        // Some of their names.
   Arrivals<Value> arrivals_;
   // The last round that ended, and its members.
-  Place ended_;
-  std::vector<std::string> members_of_ended_;
+  Known ended_;
   // The lead holds the turns that it gave. Another server holds the turns that
   // it was told last.
   Turns turns_;

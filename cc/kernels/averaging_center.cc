@@ -77,6 +77,8 @@ class AveragingOuterStepOp : public OpKernel {
                     Center* center, double lr, double momentum,
                     int64_t stepped) const {
     const size_t n = center->values.size();
+    // No member had values.
+    if (n > 0 && center->weight == 0) return absl::OkStatus();
     // With these, the center becomes the mean.
     const bool is_mean = lr == 1 && momentum == 0;
     const size_t outer =

@@ -1,6 +1,7 @@
 // Wrapopt>AveragingRounds, Join, Enter, Stage, Arrive, Leave, Follow, Close,
-// State, List, Drop.
+// State, List, Drop, Clock and Raise.
 // The rounds are in engine/rounds.h.
+#include <chrono>  // NOLINT(build/c++11)
 #include <cmath>
 #include <cstdint>
 #include <mutex>  // NOLINT(build/c++11)
@@ -10,6 +11,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
 #include "cc/engine/isa.h"
 #include "cc/engine/rounds.h"
 #include "cc/kernels/inputs.h"
@@ -187,10 +189,10 @@ class AveragingStageOp : public OpKernel {
   static absl::Status Check(RoundsResource* resource, const std::string& worker,
                             const Known& known, double weight, int64_t count,
                             int64_t first, const OpInputList& values) {
-    if (!(weight > 0 && std::isfinite(weight))) {
+    if (!(weight >= 0 && std::isfinite(weight))) {
       return absl::InvalidArgumentError(
           absl::StrCat("weight of worker ", InQuotes(worker),
-                       " must be finite and greater than 0, got ", weight));
+                       " must be finite and at least 0, got ", weight));
     }
     TensorRounds* const rounds = resource->rounds();
     const RoundsOptions& options = resource->options();
@@ -208,10 +210,12 @@ class AveragingStageOp : public OpKernel {
           rounds->subject(), " must hold the center to restore it, but it is ",
           "in variables"));
     }
-    if (restores ? count < n || count > 2 * n : count != n) {
+    const int64_t least = restores || weight > 0 ? n : 0;
+    if (count < least || count > (restores ? 2 * n : least)) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "count of worker ", InQuotes(worker), " must be ", n,
-          ", the number of vectors of the center",
+          "count of worker ", InQuotes(worker), " must be ", least,
+          least == n ? ", the number of vectors of the center"
+                     : ", since its weight is 0",
           restores ? ", or more for velocities" : "", ", got ", count));
     }
     if (first < 0 || first > count - values.size()) {
@@ -424,6 +428,34 @@ class AveragingDropOp : public OpKernel {
   }
 };
 
+class AveragingClockOp : public OpKernel {
+ public:
+  explicit AveragingClockOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    const std::chrono::duration<double> now =
+        std::chrono::steady_clock::now().time_since_epoch();
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "secs", now.count()));
+  }
+};
+
+class AveragingRaiseOp : public OpKernel {
+ public:
+  explicit AveragingRaiseOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    int32_t code;
+    tensorflow::tstring message;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "code", &code));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "message", &message));
+    OP_REQUIRES(ctx, code >= 0 && code <= 16,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "code must be in [0, 16], got ", code)));
+    OP_REQUIRES_OK(ctx, absl::Status(static_cast<absl::StatusCode>(code),
+                                     absl::string_view(message)));
+  }
+};
+
 #define WRAPOPT_REGISTER(op)                                                \
   REGISTER_KERNEL_BUILDER(                                                  \
       Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
@@ -439,6 +471,8 @@ WRAPOPT_REGISTER(AveragingClose);
 WRAPOPT_REGISTER(AveragingState);
 WRAPOPT_REGISTER(AveragingList);
 WRAPOPT_REGISTER(AveragingDrop);
+WRAPOPT_REGISTER(AveragingClock);
+WRAPOPT_REGISTER(AveragingRaise);
 
 #undef WRAPOPT_REGISTER
 

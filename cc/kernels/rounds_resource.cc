@@ -186,8 +186,9 @@ absl::Status ReadKnown(OpKernelContext* ctx, Known* known) {
   known->turn = numbers[3];
   known->turns.newest = numbers[4];
   known->turns.alive = {numbers.begin() + 5, numbers.end()};
+  std::set<std::string> named;
   for (int64_t w = 1; w < texts.size(); ++w) {
-    known->workers.push_back(texts(w));
+    if (named.insert(texts(w)).second) known->workers.push_back(texts(w));
   }
   return CheckRound(known->place.round);
 }
@@ -203,7 +204,7 @@ absl::Status WritePlace(OpKernelContext* ctx, const Place& place) {
 absl::Status WriteKnown(OpKernelContext* ctx, const char* name,
                         const Known& known) {
   Tensor* output;
-  const int64_t m = known.workers.size();
+  const int64_t m = known.workers.size() + known.without_values.size();
   TF_RETURN_IF_ERROR(ctx->allocate_output(name, {1 + m}, &output));
   std::string numbers =
       absl::StrCat(known.place.round, " ", known.place.generation, " ",
@@ -213,7 +214,10 @@ absl::Status WriteKnown(OpKernelContext* ctx, const char* name,
   }
   auto texts = output->vec<tstring>();
   texts(0) = numbers;
-  std::copy(known.workers.begin(), known.workers.end(), texts.data() + 1);
+  // Those without values come twice.
+  std::copy(known.without_values.begin(), known.without_values.end(),
+            std::copy(known.workers.begin(), known.workers.end(),
+                      texts.data() + 1));
   return absl::OkStatus();
 }
 

@@ -14,6 +14,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "cc/engine/gate.h"
+#include "cc/engine/old_glibc.h"
 #include "cc/kernels/inputs.h"
 #include "cc/kernels/of_variable.h"
 #include "cc/kernels/variables.h"
@@ -25,6 +26,9 @@
 #include "tensorflow/core/framework/tensor_shape.h"
 #include "tensorflow/core/framework/types.h"
 #include "tensorflow/core/platform/refcount.h"
+
+// Of the gate. The version before 2.34, which moved it to another library.
+WRAPOPT_OLD_GLIBC(pthread_condattr_setclock, "2.3.3");
 
 namespace wrapopt {
 namespace {

@@ -141,6 +141,12 @@ absl::Status CloseShape(InferenceContext* c) {
   return SetVector(c, 0);
 }
 
+absl::Status ClockShape(InferenceContext* c) { return Check(c, {}); }
+
+absl::Status RaiseShape(InferenceContext* c) {
+  return Check(c, {"code", "message"});
+}
+
 absl::Status RestoreShape(InferenceContext* c) {
   return Check(c, {"rounds", "worker", "from_generation", "place", "job"});
 }
@@ -211,7 +217,8 @@ equal values is exact, and that of large half values does not overflow.
 The lead answers with a vector of strings, `known`. The first string holds
 numbers (the round, its generation, whether it is closed, the worker's turn, the
 newest turn, and the turns that are alive). The others name the members; while
-the round is open, some of the newest ones.
+the round is open, some of the newest ones. Those without values are named once
+more at the end.
 
 rounds: A handle. It must not leave the server.
 num_workers: The number of workers.
@@ -299,13 +306,17 @@ Sends some of a worker's values to a server.
 They are no part of the round until the worker arrives. The server also follows
 what is known, as in Wrapopt>AveragingFollow.
 
+A worker that has no values, because they are not finite, sends none, with
+weight 0. The round does not wait for it, and its mean is that of the others. If
+no member has values, Wrapopt>AveragingOuterStep changes no center.
+
 rounds: From Wrapopt>AveragingRounds.
 worker: The worker's name.
 known: [1 + M] from Wrapopt>AveragingEnter. With the numbers of a later
   generation, the values are a center for Wrapopt>AveragingRestore.
-weight: The weight of the values in the mean.
-count: The number of all values: that of the center's vectors; in a center to
-  restore, of its velocities, too.
+weight: The weight of the values in the mean, at least 0.
+count: The number of all values: that of the center's vectors, 0 with weight 0;
+  in a center to restore, of its velocities, too.
 first: The index of the first of `values`.
 values: Vectors, of the dtypes and sizes of the center's; but for a center to
   restore, half and bfloat16 for float. One whose buffer has no other owner is
@@ -483,6 +494,28 @@ makes new rounds, without a center.
 
 shared_name: A scalar, that of the rounds.
 dropped: False if there are no such rounds.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingClock")
+    .Output("secs: double")
+    .SetIsStateful()
+    .SetShapeFn(ClockShape)
+    .Doc(R"doc(
+The time of a clock that nobody sets, for a worker's deadline in a round.
+
+secs: Seconds since some time in the past, of this process.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingRaise")
+    .Input("code: int32")
+    .Input("message: string")
+    .SetIsStateful()
+    .SetShapeFn(RaiseShape)
+    .Doc(R"doc(
+Fails with the error of a round that ran in Python.
+
+code: That of the error, as in tf.errors: in [0, 16], 0 for none.
+message: Its text.
 )doc");
 
 }  // namespace wrapopt

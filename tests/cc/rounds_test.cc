@@ -172,6 +172,33 @@ TEST(Rounds, ARoundOfAll) {
   EXPECT_EQ(f.Close({7, 1}, 2)->workers(), "");
 }
 
+// Nobody waits for it, and it does not end a round for others.
+TEST(Rounds, AMemberWithoutValues) {
+  Fixture f;
+  const HeardPtr closed = f.Close({0, 1}, 1, kGrace);
+  const auto bring = [&f](const std::string& worker) {
+    const Known known = f.Enter(worker, f.lead->known().place)->known;
+    for (const auto& server : {f.other, f.lead}) {
+      EXPECT_TRUE(server->Stage(worker, known, 0, 0, 0, {}));
+    }
+    EXPECT_TRUE(f.Arrive(worker, known));
+  };
+  bring("a");
+  EXPECT_EQ(f.timer.set.size(), 1u);  // That of the wait: no grace begins.
+  f.Bring("b", 3);
+  EXPECT_EQ(closed->workers(), "ab");
+  EXPECT_EQ(closed->known.without_values, std::vector<std::string>{"a"});
+  for (const auto& server : {f.other, f.lead}) {
+    EXPECT_EQ(End(server.get(), closed->known), 3);
+  }
+  EXPECT_EQ(f.Close({0, 1}, 1)->known.without_values.size(), 1u);
+  // Also one of which nobody has values ends.
+  for (const char* worker : {"a", "b"}) bring(worker);
+  const HeardPtr empty = f.Close({1, 1}, 2);
+  EXPECT_EQ(empty->known.without_values.size(), 2u);
+  EXPECT_EQ(End(f.lead.get(), empty->known), 0);
+}
+
 TEST(Rounds, AQuorumAfterTheDeadline) {
   Fixture f;
   f.Bring("a", 1);

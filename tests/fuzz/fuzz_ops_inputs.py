@@ -398,6 +398,8 @@ class _Maker:
       return np.array("no rounds", object)
     if name == "token":  # All negative ones stand for none.
       return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
+    if name == "code":  # Others are errors.
+      return np.array(0, np.int32)
     if self.case.rounds:
       return self._of_rounds(name, position, dtype)
     if dtype == DOUBLE and not is_list(arg):

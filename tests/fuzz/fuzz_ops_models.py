@@ -739,9 +739,11 @@ def _stage(call):
   call.demand(rounds.center is not None if restores else
               rounds.center is None or rounds.place[1], "such a center")
   weight = call.number("weight")
-  call.demand(0 < weight < np.inf, f"weight {weight}")
+  call.demand(0 <= weight < np.inf, f"weight {weight}")
   count, first = int(call.number("count")), int(call.number("first"))
-  call.demand(n <= count <= (2 * n if restores else n), f"count = {count}")
+  least = n if restores or weight else 0
+  call.demand(least <= count <= (2 * n if restores else least),
+              f"count = {count}")
   values = call.ids("values")
   call.demand(0 <= first <= count - len(values), f"first = {first}")
   for i, value in enumerate(values):
@@ -910,6 +912,16 @@ def _rounds(call):
     raise AssertionError("AveragingRounds must have one output")
 
 
+def _clock(call):
+  if not call.outputs[0] > 0:
+    raise AssertionError(f"the time is {call.outputs[0]}")
+
+
+def _raise(call):
+  call.number("message")
+  call.demand(call.number("code") == 0, "an error")
+
+
 _MODELS = {
     "Apply": _apply,
     "AssignPacked": _assign_packed,
@@ -922,8 +934,10 @@ _MODELS = {
         "AveragingMean": _mean, "AveragingOuterStep": _outer_step,
         "AveragingRestore": _restore, "AveragingStage": _stage,
         "AveragingState": _state}),
+    "AveragingClock": _clock,
     "AveragingDrop": _drop,
     "AveragingList": _list,
+    "AveragingRaise": _raise,
     "AveragingRounds": _rounds,
     "BeginUpdate": _begin,
     "Bundle": _bundle,

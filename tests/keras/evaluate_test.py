@@ -555,7 +555,7 @@ def test_all_decays_are_evaluated_on_the_same_data(kind):
     noisy = [] if kind == "executions" else [Noisy()]
     model = keras.Sequential([keras.Input((3,)), *noisy,
                               keras.layers.Dense(1)])
-    model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(0.1),
+    model.compile(wrapopt.keras.MovingAverage(keras.optimizers.SGD(1e-3),
                                               decays),
                   loss="mse", metrics=["mae"], **for_compile)
     history = model.fit(x, y, batch_size=16, epochs=2, verbose=0,

@@ -75,7 +75,8 @@ def test_an_average_is_that_of_the_weights_of_the_worker():
 def test_what_is_refused():
   server = server_module.start()
   of = local_of(wrapopt.LocalSGD, 3, server, resume=True)
-  with pytest.raises(ValueError, match="`steps_per_execution` must divide"):
+  with pytest.raises(ValueError, match=(
+      r"`steps_per_execution` of compile\(\) must divide")):
     fitted("sgd", of, steps_per_execution=2)
   for wrapper in (wrapopt.keras.ScheduleFree, wrapopt.keras.PrimalAverage,
                   wrapopt.keras.Lookahead):
@@ -137,6 +138,53 @@ def test_a_fit_goes_on_where_another_ended(caplog):
   assert rounds._local.round == 3 and "take the center" not in caplog.text
   for a, b in zip(model.get_weights(), want):
     np.testing.assert_array_equal(a, b)
+
+
+def test_fit_ends_with_the_center_on_request(caplog):
+  """Also if the optimizer ends it with averages."""
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(
+      1, use_bias=False, kernel_initializer="zeros")])
+  optimizer = wrapopt.keras.MovingAverage(keras.optimizers.SGD(1.0), 0.5)
+  model.compile(optimizer, lambda y, p: tf.reduce_sum(p, axis=-1))
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
+      end_with_center=True)
+  # Each step subtracts 1; the third one is after the last round.
+  for center in -2, -4:
+    model.fit(np.ones([3, 3]), np.ones(3), 1, verbose=0, callbacks=[rounds])
+    np.testing.assert_array_equal(model.get_weights()[0],
+                                  np.full([3, 1], center))
+  assert rounds._local.round == 2 and "take the center" not in caplog.text
+
+
+def test_a_backup_of_a_fit_without_epochs(tmp_path):
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 2, server)(model.trainable_variables),
+      backup_dir=str(tmp_path))
+  for epochs in 0, 1:
+    model.fit(X, Y, 8, epochs, verbose=0, callbacks=[rounds])
+  assert not any(tmp_path.iterdir())
+
+
+def test_logs_of_epochs():
+  """A later callback sees the scalars, such as the default TensorBoard."""
+  server = server_module.start()
+  model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+  model.compile("sgd", "mse")
+  rounds = wrapopt.keras.LocalRounds(
+      local_of(wrapopt.LocalSGD, 7, server)(model.trainable_variables))
+  seen = []
+  later = keras.callbacks.LambdaCallback(
+      on_epoch_end=lambda _, logs: seen.append(
+          [logs.get(f"rounds/{key}") for key in ("workers", "bytes_sent")]))
+  # Of six steps each: the first epoch has no round.
+  history = model.fit(X, Y, 8, 3, verbose=0, callbacks=[rounds, later])
+  assert seen == [[None, None], [1, 16], [1, 16]]
+  assert len(history.history["rounds/seconds"]) == 2
 
 
 def test_averages_in_place_are_not_sent():

@@ -22,7 +22,9 @@ V = np.zeros(3, FLOAT)  # A value that is right.
 
 @pytest.mark.parametrize("values, changed, text", [
     *[([V], {"weight": weight}, "weight of worker 'a' must be finite and "
-       "greater than 0, got ") for weight in (0., -1., np.inf, np.nan)],
+       "at least 0, got ") for weight in (-1., np.inf, np.nan)],
+    ([V], {"weight": 0.}, "count of worker 'a' must be 0, since its weight is "
+     "0, got 1"),
     ([V, V], {}, "count of worker 'a' must be 1, the number of vectors of the "
      "center, got 2"),
     *[([V], {"count": count}, "count of worker 'a' must be 1")

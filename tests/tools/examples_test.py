@@ -255,14 +255,16 @@ def test_diloco(tmp_path):
   _, results, lines = run(tmp_path, "diloco", "--quick", "--tasks", "digits",
                           "--seeds", 1, figure="diloco.png")
   curves = results["tasks"]["digits"]
-  assert list(curves) == ["alone", "synchronous", "asynchronous", "elastic",
-                          "LocalSGD", "DiLoCo"]
+  assert list(curves) == ["alone", "all data", "synchronous", "asynchronous",
+                          "elastic", "LocalSGD", "DiLoCo"]
+  for tried in results["tuned"]["digits"].values():  # [[setting, error], ...]
+    assert len(tried) == 2 and all(0 <= error <= 100 for _, error in tried)
   size = sum(v.shape.num_elements() for v in _tasks.make_net().weights) * 4
   sent = {way: of_seed[-1][2] for way, [of_seed] in curves.items()}
   # The gate drops few gradients.
   assert 80 * size < sent.pop("asynchronous") <= 100 * size
-  assert sent == {"alone": 0, "synchronous": 100 * size, "elastic": 5 * size,
-                  "LocalSGD": 5 * size, "DiLoCo": 5 * size}
+  assert sent == {"alone": 0, "all data": 0, "synchronous": 100 * size,
+                  "elastic": 5 * size, "LocalSGD": 5 * size, "DiLoCo": 5 * size}
   for [of_seed] in curves.values():
     assert of_seed[-1][3] < 50 < of_seed[0][3]  # It learns.
   assert ["digits", "DiLoCo"] in [line[:2] for line in lines]

@@ -334,6 +334,17 @@ def test_checked_numerics(timeout_secs, target):
     tf.debugging.disable_check_numerics()
 
 
+def test_no_clock_that_others_set_ends_a_round():
+  worker = Worker(scope="clock")
+  with worker.build():
+    v = tf1.get_variable("v", initializer=0.0)
+    step = tf1.train.create_global_step()
+    train = worker.optimizer().apply_gradients([(tf.constant(1.0), v)], step)
+  types = [op.type for op in train.graph.get_operations()]
+  assert types.count("Wrapopt>AveragingClock") == 2
+  assert "Timestamp" not in types
+
+
 def test_two_steps_of_a_worker_at_once_are_refused(target):
   """Both would be the same step of a round, and the round would be missed."""
   worker = Worker(scope="at_once")

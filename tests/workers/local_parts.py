@@ -4,7 +4,9 @@ import multiprocessing
 import time
 
 import numpy as np
+import tensorflow as tf
 
+import wrapopt
 from wrapopt import server
 
 RATE, MOMENTUM = 0.7, 0.9
@@ -43,6 +45,10 @@ class Process:
     self.port = pipe.recv()
     self.address = f"localhost:{self.port}"
 
+  @property
+  def pid(self):
+    return self._process.pid
+
   def kill(self):
     self._process.kill()
     self._process.join()
@@ -53,3 +59,24 @@ def _serve(port, pipe):
   pipe.send(int(started.target.rpartition(":")[2]))
   while True:
     time.sleep(1)
+
+
+def wait_alone(traced, address, pipe):
+  """A worker that waits for another until it is interrupted.
+
+  Sends the name of the exception, then what the worker has of its round.
+  """
+  w = tf.Variable([1.0, 2.0])
+  local = wrapopt.LocalSGD([w], [address], "alone", 2, 1,
+                           round_timeout_secs=600)
+
+  def train():
+    for _ in tf.range(3):
+      w.assign_add([1.0, 1.0])
+      local.step()
+
+  try:
+    (tf.function(train) if traced else train)()
+  except BaseException as e:  # pylint: disable=broad-exception-caught
+    pipe.send(type(e).__name__)
+  pipe.send((w.numpy().tolist(), int(local._steps), local.round))

@@ -4,6 +4,7 @@ import collections
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from local_parts import MOMENTUM, Oracle, Process, RATE
+from local_parts import FORKS, MOMENTUM, Oracle, Process, RATE, wait_alone
 import wrapopt
 from wrapopt import server as server_module
 from wrapopt._local import _server
@@ -185,6 +186,173 @@ def test_too_few_workers_are_an_error():
     local.step()
 
 
+@pytest.mark.parametrize("bad", [np.nan, -np.inf])
+@pytest.mark.parametrize("cls", [wrapopt.LocalSGD, wrapopt.DiLoCo])
+def test_values_that_are_not_finite_do_not_count(cls, bad, servers, caplog):
+  """In round 1, those of worker 1. It steps eagerly, the others in functions.
+
+  Nobody waits for it: with min_workers = 3, that would end in an error.
+  """
+  shape = [5]
+
+  def worker(k):
+    w = tf.Variable(tf.zeros(shape))
+    local = make(cls, [w], servers, f"w{k}", 3, weight="equal", sync_every=1)
+    step = local.step if k == 1 else tf.function(local.step)
+    reports = []
+    for r in range(3):
+      w.assign_add(grad(k, r, shape))
+      if (k, r) == (1, 1):
+        w[3].assign(bad)
+      step()
+      reports.append(local.report)
+    return w.numpy(), reports
+
+  got = run_all(*[lambda k=k: worker(k) for k in range(3)])
+  oracle = (Oracle(np.zeros(shape)) if cls is wrapopt.DiLoCo else
+            Oracle(np.zeros(shape), 1, 0))
+  for r in range(3):
+    of = [0, 2] if r == 1 else [0, 1, 2]
+    oracle.end_round([oracle.center + grad(k, r, shape) for k in of],
+                     np.ones(len(of)))
+  for k, (w, reports) in enumerate(got):
+    np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
+    assert [r.counted for r in reports] == [True, k != 1, True]
+    assert [r.workers for r in reports] == [
+        ("w0", "w1", "w2"), ("w0", "w2"), ("w0", "w1", "w2")]
+    assert [r.not_finite for r in reports] == [(), ("w1",), ()]
+  [said] = [r.getMessage() for r in caplog.records
+            if "not finite" in r.getMessage()]
+  assert said.startswith("The values of worker 'w1' do not count in round 1")
+
+
+def test_a_worker_without_values_does_not_begin_the_grace():
+  server = server_module.start()
+  v, w = tf.Variable([np.float16(1)]), tf.Variable([np.float16(1)])
+  bad, good = [
+      make(wrapopt.LocalSGD, [x], [server.target], name, 2, min_workers=1,
+           grace_secs=0, sync_every=1) for x, name in ((v, "bad"), (w, "good"))]
+  v.assign([np.float16(60000)])
+  v.assign_add(v)  # Infinite in float16.
+  thread = threading.Thread(target=bad.step)
+  thread.start()
+  [lead] = good._member._servers
+  while lead.state()[1].without_values != ("bad",):
+    pass
+  w.assign([np.float16(3)])
+  good.step()
+  thread.join()
+  for local in bad, good:
+    assert local.report.workers == ("good",)
+    assert local.report.not_finite == ("bad",)
+  assert v.numpy() == w.numpy() == [3]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_round_without_finite_values_is_an_error(traced, servers):
+  def worker(k):
+    w = tf.Variable([1.0] * 3)
+    local = make(wrapopt.DiLoCo, [w], servers, f"w{k}", 2, sync_every=1)
+    step = tf.function(local.step) if traced else local.step
+    w.assign_sub([1.0] * 3)
+    step()
+    before = w.numpy()
+    w.assign([1.0, np.nan, 1.0])
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        "No worker of round 1 has finite values, got .* of w0, w1")):
+      step()
+    step()  # Takes the center.
+    np.testing.assert_array_equal(w.numpy(), before)
+    assert local.round == 2
+    w.assign_sub([1.0] * 3)
+    step()
+    return w.numpy(), local.report
+
+  oracle = Oracle(np.ones(3))
+  for _ in range(2):
+    oracle.end_round([oracle.center - 1], [1])
+  for w, report in run_all(*[lambda k=k: worker(k) for k in range(2)]):
+    assert report.counted and report.not_finite == ()
+    np.testing.assert_allclose(w, oracle.center, rtol=0, atol=1e-6)
+
+
+def test_a_center_that_is_not_finite_is_an_error(tmp_path):
+  server = server_module.start()
+  with pytest.raises(ValueError, match="must be finite.* got 'v:0' with NaN"):
+    make(wrapopt.LocalSGD, [tf.Variable(np.nan, name="v")], [server.target],
+         "a", 1)
+  # The outer step goes 2.1 times the way.
+  w = tf.Variable(0.0, dtype=tf.float16, name="w")
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
+               outer_learning_rate=1.1)
+  w.assign(60000)
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      "center of round 1 must be finite in the .* dtypes, got .* 'w:0'")):
+    local.step()
+  # They count if the user wants it.
+  w = tf.Variable(1.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, sync_every=1,
+               only_finite=False, name="any")
+  w.assign(np.nan)
+  local.step()
+  assert local.report.counted and np.isnan(w.numpy())
+  path = tf.train.Checkpoint(local=local).save(str(tmp_path / "x"))
+  w.assign(1.0)
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 1, name="finite")
+  with pytest.raises(ValueError, match="of a checkpoint must be finite"):
+    tf.train.Checkpoint(local=local).restore(path)
+  assert local.round == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+@pytest.mark.parametrize("traced", [False, True])
+def test_ctrl_c_ends_a_wait_at_once(traced, stopped):
+  """Also in a round of a server that has stopped, with a deadline of 600 s."""
+  server = Process()
+  pipe, end = FORKS.Pipe()
+  worker = FORKS.Process(target=wait_alone, args=(traced, server.address, end),
+                         daemon=True)
+  worker.start()
+  try:
+    watcher = make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
+                   [server.address], "other", 2)
+    [lead] = watcher._member._servers
+    while lead.state()[0].workers != ("alone",):
+      pass
+    if stopped:
+      os.kill(server.pid, signal.SIGSTOP)
+    os.kill(worker.pid, signal.SIGINT)
+    assert pipe.poll(60) and pipe.recv() == "KeyboardInterrupt"
+    w, steps, round_ = pipe.recv()
+    # A function goes on to its end, without rounds.
+    taken = 3 if traced else 1
+    assert (w, steps, round_) == ([1.0 + taken, 2.0 + taken], taken, 0)
+  finally:
+    worker.kill()
+    server.kill()
+
+
+def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
+  server = server_module.start()
+  w = tf.Variable([1.0])
+  local = make(wrapopt.DiLoCo, [w], [server.target], "a", 2, sync_every=1,
+               round_timeout_secs=1)
+  step = tf.function(local.step)
+  with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+    step()
+  text = str(raised.value)
+  assert text.count("got values of 1 workers") == 1
+  assert "Traceback" not in text and len(text.splitlines()) < 25
+  for error, cls in ((RuntimeError, tf.errors.FailedPreconditionError),
+                     (ValueError, tf.errors.InvalidArgumentError),
+                     (TypeError, tf.errors.InvalidArgumentError)):
+    monkeypatch.setattr(local._member, "sync", lambda *_, e=error: fails(e))
+    with pytest.raises(cls, match="no one reads this") as raised:
+      step()
+    assert str(raised.value).count("no one reads this") == 1
+  assert w.numpy() == [1.0] and int(local._steps) == 4
+
+
 def test_another_process_of_the_same_name_is_an_error():
   server = server_module.start()
   new = lambda name, **kwargs: make(
@@ -310,7 +478,8 @@ def test_a_server_of_another_job(begun):
   first = new("a", [a, b], 1.0)
   for _ in range(begun):
     first.step()
-  for servers in [c, b], [a, d]:  # As if a or b had lost its part.
+  # As if a or b had lost its part. In round 0, b may begin again.
+  for servers in [[c, b], [a, d]][:1 + begun]:
     with pytest.raises(tf.errors.DeadlineExceededError, match="lost their cen"):
       new("b", servers, 2.0)
   first.step()
@@ -572,8 +741,9 @@ def test_a_worker_that_has_missed_the_center_takes_it(traced, monkeypatch):
   assert w.numpy() == pytest.approx(-1.33 - 0.7 * (1 + 0.9 * 1.9))
 
 
-def fails(*_, **__):
-  raise OSError("no one reads this")
+def fails(error=OSError, *_, **__):
+  error = error if isinstance(error, type) else OSError
+  raise error("no one reads this")
 
 
 def test_one_turn_serves_many_workers(servers):
@@ -673,6 +843,58 @@ def test_a_server_ends_cleanly():
     assert process.stdout.read() == "wrapopt server ends\n"
 
 
+def test_a_worker_waits_for_a_server_that_starts_later():
+  early = Process()
+  port = early.port
+  early.kill()
+  late = []
+  timer = threading.Timer(7.0, lambda: late.append(Process(port)))
+  timer.start()
+  try:
+    # Longer than TensorFlow's session waits for a server.
+    local = make(wrapopt.LocalSGD, [tf.Variable(1.0)], [early.address], "a", 1,
+                 round_timeout_secs=60)
+    assert local.round == 0
+    local.close()
+  finally:
+    timer.join()
+    for p in late:
+      p.kill()
+
+
+def test_an_error_tells_what_is_at_the_addresses():
+  gone, stopped = Process(), Process()
+  gone.kill()
+  os.kill(stopped.pid, signal.SIGSTOP)
+  try:
+    with pytest.raises(tf.errors.DeadlineExceededError) as raised:
+      make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])],
+           [stopped.address, gone.address], "a", 1, round_timeout_secs=1)
+  finally:
+    stopped.kill()
+  assert f"{stopped.address} does not answer" in str(raised.value)
+  assert f"{gone.address} refused the connection" in str(raised.value)
+  assert "Start the servers that are missing" in str(raised.value)
+
+
+@pytest.mark.parametrize("port", [99999, -1, "in use"])
+def test_a_port_that_no_server_can_have(port, monkeypatch, capsys):
+  with socket.socket() as other:
+    if port == "in use":
+      other.bind(("", 0))
+      other.listen()
+      port, want = other.getsockname()[1], "cannot listen at port {}: another"
+    else:
+      want = "`port` must be in .0, 65535., 0 for a free one, got {}"
+    with pytest.raises((OSError, ValueError),
+                       match=want.format(port)) as raised:
+      server_module.start(port)
+    monkeypatch.setattr(sys, "argv", ["server", "--port", str(port)])
+    with pytest.raises(SystemExit):
+      server_module.main()
+  assert str(raised.value) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("lost", [0, 1], ids=["the_lead", "another"])
 def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
   processes = [Process(), Process()]
@@ -697,6 +919,33 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
   finally:
     for p in processes:
       p.kill()
+
+
+def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
+  server = Process()
+  try:
+    w = tf.Variable([0.0, 0.0])
+    kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
+              "grace_secs": 0}
+    local = make(wrapopt.LocalSGD, [w], [server.address], "a", 2, **kwargs)
+    for _ in range(3):
+      w.assign_add([1.0, 1.0])
+      local.step()
+    server.kill()
+    server = Process(server.port)
+    fresh = tf.Variable([-5.0, -5.0])
+    other = make(wrapopt.LocalSGD, [fresh], [server.address], "b", 2, **kwargs)
+    assert other.round == 0
+    w.assign_add([1.0, 1.0])
+    local.step()
+    assert local.round == 4
+    np.testing.assert_array_equal(w.numpy(), [4.0, 4.0])
+    other.step()
+    np.testing.assert_array_equal(fresh.numpy(), [4.0, 4.0])
+    local.close()  # They would wait for servers that are gone.
+    other.close()
+  finally:
+    server.kill()
 
 
 def test_momentum_that_is_lost_restarts_with_a_warning(caplog):

@@ -166,7 +166,7 @@ class Member:
     with ops.host_of(lead), tf.control_dependencies([place]):
       limit = tf.constant(min(self.round_timeout_secs, _LONGEST_SECS),
                           tf.float64)
-      began = tf.timestamp()
+      began = raw.wrapopt_averaging_clock()
       _, known = raw.wrapopt_averaging_enter(
           handles[lead.device], self.name, self.process, place,
           most_turns=_MOST_PUSHES, turn_secs=limit, timeout_secs=limit)
@@ -178,8 +178,8 @@ class Member:
           handles[lead.device], self.name, known)
     with ops.host_of(lead), tf.control_dependencies([arrived]):
       # The wait for a turn and this one take no longer than one deadline.
-      left = tf.maximum(limit - (tf.timestamp() - began),
-                        tf.minimum(limit, 1.0))
+      waited = raw.wrapopt_averaging_clock() - began
+      left = tf.maximum(limit - waited, tf.minimum(limit, 1.0))
       # No grace is shorter than the wait: the round waits for all workers.
       closed = raw.wrapopt_averaging_close(
           handles[lead.device], place, self.min_workers, timeout_secs=left,

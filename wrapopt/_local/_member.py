@@ -8,10 +8,11 @@ import tensorflow as tf
 
 from wrapopt._local import _server
 
-# A server that was lost, or restarted and knows the session no more.
-_LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
-         tf.errors.CancelledError)
 _POLL_SECS = 0.1
+# How long a worker that has slept past its deadline looks for the center then.
+# A wait in it takes a second.
+_LAST_SECS = 2.0
+_LEAST_SECS = 1.0
 
 
 class Rules(typing.NamedTuple):
@@ -31,12 +32,15 @@ class Report(typing.NamedTuple):
     round: The number of the round that is open now.
     counted: Whether this worker's values are part of the last round.
     workers: The names of its members, if this worker waited for its end.
+    not_finite: The names of workers whose values did not count, since they were
+      not finite.
     secs: The time it took.
     sent: The number of bytes of values that this worker has sent.
   """
   round: int
   counted: bool
   workers: tuple
+  not_finite: tuple
   secs: float
   sent: int
 
@@ -66,30 +70,37 @@ class Member:
     Args:
       initial: A vector for each group of the center.
     """
-    self._until_deadline(lambda deadline: self._take_center(deadline, initial))
+    def take():
+      place = self._settle(initial)
+      self._lead.join()
+      return self._pull(place)
+    self._until_deadline(take)
 
   def sync(self, vectors, weight):
     """Takes part in a round, and takes the center that it ends with.
 
     Args:
-      vectors: A vector for each group: this worker's values.
+      vectors: A vector for each group: this worker's values; None if these do
+        not count.
       weight: Their weight in the mean.
 
     Returns:
       A Report.
     """
     began, before = time.monotonic(), self.place
-    self._sent, self._members = 0, ()
-    self._until_deadline(
-        lambda deadline: self._take_part(deadline, vectors, weight))
-    return Report(self.place[0], self._name in self._members and
-                  self.place[0] == before[0] + 1, self._members,
+    self._sent, self._closed = 0, (before, (), ())
+    self._until_deadline(lambda: self._take_part(vectors, weight))
+    # After a restart of a server, the round may have had other members.
+    (round_, generation), members, not_finite = self._closed
+    if self.place != (round_ + 1, generation):
+      members = not_finite = ()
+    return Report(self.place[0], self._name in members, members, not_finite,
                   time.monotonic() - began, self._sent)
 
   def read(self, velocities=False):
     """Reads the center, or its velocities: (place, a vector for each group)."""
-    def read(deadline):
-      place = self._settle(deadline, None)
+    def read():
+      place = self._settle()
       vectors = self._layout.empty()
       for vector in vectors:
         vector.fill(0)
@@ -104,7 +115,7 @@ class Member:
       center: A vector for each group.
       velocities: The same, or none.
     """
-    def offer(deadline):
+    def offer():
       states, _ = self._states()
       rounds = [s.place[0] for s in states]
       if max(rounds) > round_ or min(rounds) == round_:
@@ -118,30 +129,49 @@ class Member:
       server.close()
 
   def _until_deadline(self, attempt):
-    """Calls `attempt` until it returns a true value, which is returned."""
-    deadline = time.monotonic() + self._rules.round_timeout_secs
+    """Calls `attempt` until it returns a true value, which is returned.
+
+    The last attempts begin after the deadline: a worker that was stopped takes
+    the center that the others have made, maybe in new sessions.
+    """
+    secs = self._rules.round_timeout_secs
+    self._begun = time.monotonic()
+    self._deadline = self._begun + secs
+    for server in self._servers:
+      server.deadline = self._deadline
+    failed, end = None, None
     while True:
+      now = time.monotonic()
+      if now > self._deadline:
+        end = end or now + _LAST_SECS
+        if now > end:
+          break
       try:
-        done = attempt(deadline)
+        done = attempt()
         if done:
           return done
-      except _LOST as e:
-        lost = e
-        for server in self._servers:
-          server.close()
-      else:
-        lost = None
-      if time.monotonic() > deadline:
-        where = ", ".join(s.address for s in self._servers)
-        raise tf.errors.DeadlineExceededError(None, None, (
-            f"Worker '{self._name}' found no center on the servers {where} "
-            f"within {self._rules.round_timeout_secs} seconds: start the "
-            "servers, wait longer, or restore a checkpoint."
-            + (f" Got: {lost}" if lost else ""))) from lost
+        end = None  # The servers have moved on meanwhile.
+      except tf.errors.DeadlineExceededError as e:
+        failed = e
+      except _server.LOST as e:
+        if not isinstance(failed, tf.errors.DeadlineExceededError):
+          failed = e
       time.sleep(_POLL_SECS)
+    if isinstance(failed, tf.errors.DeadlineExceededError):
+      raise failed
+    raise tf.errors.DeadlineExceededError(None, None, (
+        f"Worker '{self._name}' found no center on the servers within {secs} "
+        f"seconds. {'; '.join(s.look() for s in self._servers)}. Start the "
+        "servers that are missing, correct their addresses, or wait longer; if "
+        "all were lost, restore a checkpoint."
+        + (f" Last error: {failed.message}" if failed else ""))) from failed
 
-  def _take_part(self, deadline, vectors, weight):
-    place = self._settle(deadline, None)
+  def _left(self):
+    """The seconds that a wait may take."""
+    return max(self._deadline - time.monotonic(), _LEAST_SECS)
+
+  def _take_part(self, vectors, weight):
+    place = self._settle()
     if place != self.place:
       held = self.place, self.center
       if not self._pull(place):
@@ -152,8 +182,10 @@ class Member:
           for a, b in zip(center, self.center))
       # After a restart of a server, the round may begin again.
       return not is_same
-    left = lambda: max(deadline - time.monotonic(), 1.0)
-    known = self._lead.enter(place, self._rules.most_pushes, left())
+    # A turn is long enough to send values, also after the deadline.
+    known = self._lead.enter(
+        place, self._rules.most_pushes, self._left(),
+        max(self._left(), self._rules.round_timeout_secs / 4))
     if known.turn >= 0:
       pushed = False
       try:
@@ -163,15 +195,15 @@ class Member:
           self._lead.leave(known.turn)
       if not pushed:
         return False
-    # `left`: waiting for a turn, behind a worker that stopped, may have taken
+    # `_left`: waiting for a turn, behind a worker that stopped, may have taken
     # the time that the round would wait for that worker.
     known = self._lead.wait_for_close(
-        place, self._rules.min_workers, left(), self._rules.grace_secs)
+        place, self._rules.min_workers, self._left(), self._rules.grace_secs)
     place = None
-    if known.workers:
-      self._members = known.workers
+    if known.workers or known.without_values:
+      self._closed = known.place, known.workers, known.without_values
       place = self._step(known)
-    place = place or self._settle(deadline, None)
+    place = place or self._settle()
     return place[0] > self.place[0] and self._pull(place)
 
   def _push(self, known, vectors, weight):
@@ -201,11 +233,6 @@ class Member:
         for server in [*self._others, self._lead]]
     return places[0] if len(set(places)) == 1 else None
 
-  def _take_center(self, deadline, initial):
-    place = self._settle(deadline, initial)
-    self._lead.join()
-    return self._pull(place)
-
   def _pull(self, place):
     vectors = self._layout.empty()
     if not self._read(place, vectors):
@@ -214,8 +241,8 @@ class Member:
     return True
 
   def _read(self, place, vectors, velocities=False):
-    return all(s.read(place, vectors, self._rules.round_timeout_secs,
-                      velocities) for s in self._servers)
+    return all(s.read(place, vectors, self._left(), velocities)
+               for s in self._servers)
 
   def _states(self):
     """The states of all servers at one time, and what the lead knows then."""
@@ -227,34 +254,47 @@ class Member:
         return states, known
       before = states
 
-  def _settle(self, deadline, initial):
-    """Waits until all servers have the center of one place: returns it."""
+  def _settle(self, initial=None):
+    """Waits until all servers have the center of one place: returns it.
+
+    The round of the place is not less than that of this worker's center, which
+    the servers take if it is of the latest round. If one has a part of a later
+    round, a worker that holds its center may come: for half the deadline, so
+    that a round fits in the other half.
+
+    Args:
+      initial: The center if nothing was trained yet, or None.
+    """
     while True:
       states, known = self._states()
       lead, *others = states
-      if all(s.values and s.place == lead.place for s in states):
+      latest = max(s.place[0] for s in states)
+      if all(s.values and s.place == lead.place for s in states) and (
+          self.place is None or self.place[0] <= latest):
         return lead.place
       round_, generation = lead.place
+      now = time.monotonic()
       if lead.closed and all(
           s.values and s.place in (lead.place, (round_ + 1, generation))
           for s in others):
         # Its members have stopped between two servers.
         self._step(known)
         continue
-      late = time.monotonic() > deadline
       if self.place is None:
-        if not lead.values and max(s.place[0] for s in states) <= 0 and (
-            initial is not None and not any(s.of_other_job for s in others)):
+        if latest <= 0 and initial is not None and not any(
+            s.of_other_job for s in others):
           self._restore(states, (0, -1), initial, ())
           continue
-      elif self.place[0] >= max(s.place[0] for s in states) or late:
+      elif self.place[0] >= latest or now > (
+          self._begun + self._rules.round_timeout_secs / 2):
         self._restore(states, self.place, self.center, ())
         continue
-      if late:
+      if now > self._deadline:
         raise tf.errors.DeadlineExceededError(None, None, (
             "Some servers have lost their center, and no worker that holds it "
-            f"came within {self._rules.round_timeout_secs} seconds: restore a "
-            "checkpoint. Open rounds: " + ", ".join(
+            f"came within {self._rules.round_timeout_secs} seconds: start a "
+            "worker that has it again, or start all servers anew and restore "
+            "a checkpoint. Open rounds: " + ", ".join(
                 f"{server.address}: {s.place[0]}"
                 for server, s in zip(self._servers, states))))
       time.sleep(_POLL_SECS)
@@ -268,8 +308,10 @@ class Member:
       center: A vector for each group.
       velocities: The same, or none.
     """
-    known = self._lead.enter(states[0].place, 0,
-                             self._rules.round_timeout_secs)
+    # A worker that stops in its turn holds up no other for long; one that is
+    # only slow may go on after its turn, if no other has restored meanwhile.
+    known = self._lead.enter(states[0].place, 0, self._left(),
+                             self._rules.round_timeout_secs / 4)
     if known.turn < 0:
       return
     try:
@@ -291,5 +333,8 @@ class Member:
           tf.get_logger().warning(
               "The outer momentum of server %s restarts in round %d.",
               server.address, held[0])
-      if not server.restore(state.place[1], place):
-        return
+      try:
+        if not server.restore(state.place[1], place):
+          return
+      except tf.errors.FailedPreconditionError:
+        return  # A round has ended meanwhile, and dropped what was sent.

@@ -1,20 +1,37 @@
 """A worker's session with one server of a center."""
 
+import collections
+import math
+import socket
+import time
 import typing
 
 import tensorflow as tf
 
 from wrapopt._loader import ops as raw
+from wrapopt._local import _interrupts
 
 tf1 = tf.compat.v1
 
+# A server that was lost, or restarted and knows the session no more.
+LOST = (tf.errors.UnavailableError, tf.errors.AbortedError,
+        tf.errors.CancelledError)
+
 # A server that is stopped answers no call. Calls that do not wait for other
-# workers end after this time.
+# workers end after this time, or at the worker's deadline.
 _CALL_SECS = 60.0
 
-# Of calls that begin and end a session. A session with a server that is gone
-# waits for it when it ends.
+# After its end, a wait for other workers gets this time for its answer. Also
+# the least time for a call.
+_ANSWER_SECS = 5.0
+
+# Of calls that begin and end a session, or until the deadline. A session with a
+# server that is gone waits for it when it ends.
 _SESSION_SECS = 5.0
+_LEAST_SESSION_SECS = 2.0
+
+# A frame of HTTP/2.
+_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
 def check_addresses(servers):
@@ -36,19 +53,23 @@ class Known(typing.NamedTuple):
     place: (round, generation); round -1 without a center.
     closed: Whether the round takes no more values.
     turn: The worker's turn, or -1.
-    workers: The names of the members of the round.
+    workers: The names of the members of the round that have values.
+    without_values: Those of the others.
   """
   texts: typing.Any
   place: tuple
   closed: bool
   turn: int
   workers: tuple
+  without_values: tuple
 
   @classmethod
   def read(cls, texts):
     round_, generation, closed, turn, *_ = map(int, texts[0].split())
+    named = collections.Counter(name.decode() for name in texts[1:])
     return cls(texts, (round_, generation), bool(closed), turn,
-               tuple(name.decode() for name in texts[1:]))
+               tuple(name for name, times in named.items() if times == 1),
+               tuple(name for name, times in named.items() if times > 1))
 
   def at(self, place):
     """The same of another place."""
@@ -138,20 +159,30 @@ class _Session(tf.compat.v1.Session):
     return fn(*args)
 
 
-def open_session(address, graph):
+def open_session(address, graph, secs=_SESSION_SECS):
   # The server is alone in its cluster: no other task delays the session.
   config = tf1.ConfigProto(isolate_session_state=False)
-  config.operation_timeout_in_ms = int(_SESSION_SECS * 1000)
+  config.operation_timeout_in_ms = int(secs * 1000)
   return _Session(address if "://" in address else f"grpc://{address}", graph,
                   config)
 
 
 class Server:
-  """The ops of one server's rounds. Each method is one call to the server."""
+  """The ops of one server's rounds. Each method is one call to the server.
+
+  If the server is lost, a call raises one of `LOST`, and the next call begins
+  another session. DeadlineExceededError is the rounds' own.
+
+  Attributes:
+    address: That of the server.
+    deadline: Until when a call may wait for the server, as of
+      `time.monotonic`.
+  """
 
   def __init__(self, address, name, worker, process, settings, num_workers,
                layout, index, job=None):
     self.address = address
+    self.deadline = math.inf
     self._worker = worker
     self._process = process
     self._layout = layout
@@ -160,6 +191,7 @@ class Server:
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
     self._session = None
+    self._is_interrupted = False
     with tf.Graph().as_default() as self._graph, tf.device("/cpu:0"):
       self._build(name, settings, num_workers)
 
@@ -200,12 +232,13 @@ class Server:
         stepped=tf.constant(self._stepped, tf.int64))
     self._restore = raw.wrapopt_averaging_restore(
         rounds, **get("worker", "from_generation", "place", "job"))
-    self._stage, self._center = {}, {}
+    stage = lambda *values: raw.wrapopt_averaging_stage(
+        rounds, **get("worker", "known", "weight", "count", "first"),
+        values=values)
+    self._stage, self._center = {None: stage()}, {}
     for dtype in {*self._layout.dtypes, *self._layout.center_dtypes}:
       value = fed[dtype.name] = tf1.placeholder(dtype, [None])
-      self._stage[dtype] = raw.wrapopt_averaging_stage(
-          rounds, **get("worker", "known", "weight", "count", "first"),
-          values=[value])
+      self._stage[dtype] = stage(value)
       if dtype in self._layout.center_dtypes:
         for velocity in False, True:
           self._center[dtype, velocity] = raw.wrapopt_averaging_center(
@@ -215,24 +248,67 @@ class Server:
   def connect(self):
     """Begins a session, after the first or a lost one."""
     self.close()
-    self._session = open_session(self.address, self._graph)
+    self._is_interrupted = False
+    secs = min(_SESSION_SECS, max(self.deadline - time.monotonic(),
+                                  _LEAST_SESSION_SECS))
+    self._session = _interrupts.run(
+        lambda: open_session(self.address, self._graph, secs), lambda: None)
 
   def close(self):
     session, self._session = self._session, None
     if session is not None:
       try:
-        session.close()
+        _interrupts.run(session.close, lambda: None)
       except tf.errors.OpError:
         pass  # The server is gone, and the session with it.
 
-  def _run(self, fetches, wait_secs=0.0, **values):
-    if self._session is None:
-      self.connect()
+  def look(self):
+    """What a connection to the address meets: a text for an error."""
+    host, _, port = self.address.rpartition("://")[2].rpartition(":")
+    try:
+      with socket.create_connection((host, int(port)), 1.0) as connection:
+        # As a gRPC client begins, and as its server answers: with its settings.
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS)
+        answer = connection.recv(len(_SETTINGS))
+    except ConnectionRefusedError:
+      what = "refused the connection: no server runs there"
+    except TimeoutError:
+      what = "does not answer: it is stopped, or cannot be reached"
+    except (OSError, ValueError) as e:
+      what = f"cannot be reached: {e}"
+    else:
+      what = ("answers" if answer[3:4] == _SETTINGS[3:4] else
+              "is another program than a server")
+    return f"{self.address} {what}"
+
+  def _run(self, fetches, wait_secs=None, **values):
     values.update(worker=self._worker, process=self._process)
-    secs = min(wait_secs, 1e6) + _CALL_SECS
-    return self._session.run(
-        fetches, {self._fed[key]: value for key, value in values.items()},
-        tf1.RunOptions(timeout_in_ms=int(secs * 1000)))
+    if wait_secs is None:
+      secs = min(_CALL_SECS, max(self.deadline - time.monotonic(),
+                                 _ANSWER_SECS))
+    else:
+      secs = min(wait_secs, 1e6) + _ANSWER_SECS
+    try:
+      if self._session is None:
+        self.connect()
+      session = self._session
+
+      def cancel():
+        self._session, self._is_interrupted = None, True
+        session.close()
+
+      return _interrupts.run(lambda: session.run(
+          fetches, {self._fed[key]: value for key, value in values.items()},
+          tf1.RunOptions(timeout_in_ms=int(secs * 1000))), cancel)
+    except tf.errors.DeadlineExceededError as e:
+      if "averaging rounds" in e.message:  # Their own deadline.
+        raise
+      self.close()
+      raise tf.errors.UnavailableError(
+          None, None, f"{self.address} did not answer") from e
+    except LOST:
+      self.close()
+      raise
 
   def state(self):
     """A State, and what the server knows."""
@@ -249,11 +325,11 @@ class Server:
     """Makes the worker known by its name, at the server that leads."""
     self._run(self._join, resumes=self._job.resumes)
 
-  def enter(self, place, most_turns, secs):
+  def enter(self, place, most_turns, secs, turn_secs):
     """Waits for a turn; to restore a center if `most_turns` is 0."""
     return Known.read(self._run(
         self._enter.known, secs, place=place, most_turns=most_turns,
-        turn_secs=secs, timeout_secs=secs))
+        turn_secs=turn_secs, timeout_secs=secs))
 
   def follow(self, known):
     return self._run(self._follow, known=known.texts)
@@ -264,12 +340,15 @@ class Server:
     Args:
       known: What the lead told when it gave this worker a turn.
       weight: Their weight in the mean.
-      vectors: A vector for each group.
+      vectors: A vector for each group; None for a worker without values.
       velocities: The same of the velocities, for a center; or none.
 
     Returns:
       Whether the server accepted all, and the number of bytes.
     """
+    if vectors is None:
+      return self._run(self._stage[None], known=known.texts, weight=0.0,
+                       count=0, first=0), 0
     pieces = [vectors[p.group][p.begin:p.end] for p in self._pieces]
     if velocities:
       pieces += [velocities[p.group][p.begin:p.end]
@@ -290,7 +369,8 @@ class Server:
 
   def leave(self, turn=-1):
     """Gives up a turn, and ends this worker's reading."""
-    self._run(self._leave, turn=turn)
+    if not self._is_interrupted:  # The server may have stopped.
+      self._run(self._leave, turn=turn)
 
   def wait_for_close(self, place, min_workers, secs, grace_secs):
     """Waits for the end of a round: what the lead knows of it."""

@@ -12,6 +12,8 @@ from wrapopt import _checks
 from wrapopt._averages import _partial
 from wrapopt._averages import _swap
 from wrapopt._gates import _staleness
+from wrapopt._loader import ops as raw
+from wrapopt._local import _interrupts
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
@@ -20,6 +22,14 @@ from wrapopt._v1 import _centers
 from wrapopt.ops import _lagging
 
 _WEIGHTS = ("steps", "examples", "equal")
+# A graph raises no others than errors of TensorFlow.
+_CODES = {
+    tf.errors.OpError: None,  # They have their own.
+    NotImplementedError: tf.errors.UNIMPLEMENTED,
+    RuntimeError: tf.errors.FAILED_PRECONDITION,
+    TypeError: tf.errors.INVALID_ARGUMENT,
+    ValueError: tf.errors.INVALID_ARGUMENT,
+}
 _DTYPES = (tf.float16, tf.bfloat16, tf.float32, tf.float64)
 
 
@@ -36,14 +46,15 @@ class LocalTraining(trackable.Trackable):
     sync_every: The number of inner steps in a round.
     report: What became of the last round of this worker, or None: with the
       attributes `round`, `counted` (whether the worker's values are part of
-      it), `workers` (the names of its members), `secs` and `sent` (the number
-      of bytes).
+      it), `workers` (the names of its members), `not_finite` (the names of
+      workers whose values did not count, since they were not finite), `secs`
+      and `sent` (the number of bytes).
   """
 
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
                local_weight, averaged, learning_rate, momentum, most_pushes,
-               progress, name, resume):
+               progress, only_finite, name, resume):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
@@ -76,7 +87,14 @@ class LocalTraining(trackable.Trackable):
     _checks.fraction("local_weight", local_weight)
     self._local_weight = local_weight
     self._progress = _checks.boolean("progress", progress)
+    self._only_finite = _checks.boolean("only_finite", only_finite)
     most_pushes = _checks.integer("most_pushes", most_pushes, least=1)
+    initial = [v.numpy() for v in self.variables]
+    if bad := self._not_finite(initial):
+      raise ValueError(
+          f"`variables` and `averaged` must be finite, since they may become "
+          f"the first center, got '{bad}' with NaN or infinity: initialize "
+          "them, or load weights.")
 
     resume = _checks.boolean("resume", resume)
 
@@ -111,8 +129,8 @@ class LocalTraining(trackable.Trackable):
       self._held = tf.Variable(-1, trainable=False, dtype=tf.int64,
                                name="held")
     self.report = None
-    self._member.start(self._layout.flatten(
-        [v.numpy() for v in self.variables], self._layout.center_dtypes))
+    self._member.start(
+        self._layout.flatten(initial, self._layout.center_dtypes))
     self._assign(self._from_center())
 
   @property
@@ -142,7 +160,15 @@ class LocalTraining(trackable.Trackable):
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
       tf.errors.InvalidArgumentError: If another process has taken the worker's
-        name, or another job has the servers.
+        name, another job has the servers, no worker of the round has finite
+        values, or the center is not finite.
+      KeyboardInterrupt: On Ctrl-C, at once. A function that called `step` first
+        ends, and waits for no round.
+
+    Each call may raise the `tf.errors`, eagerly and in a function. In place of
+    a `RuntimeError` or a `ValueError`, a call of a function that was traced
+    raises a `tf.errors.FailedPreconditionError` or
+    `tf.errors.InvalidArgumentError` with the same text.
     """
     steps = _checks.integer("steps", steps, least=1)
     if examples is None and self._weight == "examples":
@@ -164,19 +190,22 @@ class LocalTraining(trackable.Trackable):
     count = self._steps.assign_add(steps)
     if eager:
       if int(count) >= self.sync_every:
-        self._assign(self._sync(*(v.numpy() for v in self._read_in_sync)))
+        self._assign(self._sync(*(v.numpy() for v in self._state)))
       return
 
     _partial.check(self.variables, type(self).__name__)
+    _interrupts.watch()
 
     def sync():
-      *values, round_ = tf.numpy_function(
-          self._sync,
+      code, message, *state = tf.numpy_function(
+          self._try_sync,
           # A function orders what it reads itself, and not what Python reads.
-          [v.read_value() for v in self._read_in_sync],
-          [*(v.dtype for v in self.variables), tf.int64])
-      self._assign([*(tf.ensure_shape(value, v.shape)
-                      for v, value in zip(self.variables, values)), round_])
+          [v.read_value() for v in self._state],
+          [tf.int32, tf.string, *(v.dtype for v in self._state)])
+      with tf.control_dependencies(
+          [raw.wrapopt_averaging_raise(code, message)]):
+        self._assign([tf.ensure_shape(value, v.shape)
+                      for v, value in zip(self._state, state)])
       return tf.constant(0)
 
     tf.cond(count >= self.sync_every, sync, lambda: tf.constant(0))
@@ -186,8 +215,8 @@ class LocalTraining(trackable.Trackable):
     self._member.close()
 
   @property
-  def _read_in_sync(self):
-    """The variables whose values `_sync` gets."""
+  def _state(self):
+    """The variables whose values `_sync` gets and returns."""
     return [self._steps, self._examples, self._held, *self.variables]
 
   def holds_center(self):
@@ -197,6 +226,20 @@ class LocalTraining(trackable.Trackable):
     Eager. Returns a bool.
     """
     return int(self._held.numpy()) == self.round
+
+  def scalars(self):
+    """The numbers of the last round for TensorBoard, a dict by name.
+
+    In each round, `step` writes them to the default writer of `tf.summary`, if
+    there is one, with the number of the round as their step: `rounds/workers`
+    (the number of members), `rounds/seconds`, `rounds/bytes_sent`, and
+    `rounds/not_finite/NAME`, 1 for each worker whose values did not count.
+    """
+    report = self.report
+    return {"rounds/workers": len(report.workers),
+            "rounds/seconds": report.secs,
+            "rounds/bytes_sent": report.sent,
+            **{f"rounds/not_finite/{w}": 1 for w in report.not_finite}}
 
   def take_center(self):
     """Assigns the center of the servers, and forgets the steps since a round.
@@ -209,6 +252,18 @@ class LocalTraining(trackable.Trackable):
         `round_timeout_secs`.
     """
     self._assign(self._restart())
+
+  def _try_sync(self, *state):
+    """As `_sync`, in a graph: first the code of an error, and its text."""
+    try:
+      with _interrupts.heeded():
+        return [np.int32(0), "", *self._sync(*state)]
+    except KeyboardInterrupt:
+      return [np.int32(0), "", *state]  # Python raises it after the function.
+    except tuple(_CODES) as e:
+      code = next(code for cls, code in _CODES.items() if isinstance(e, cls))
+      return [np.int32(getattr(e, "error_code", code)),
+              getattr(e, "message", str(e)), *state]
 
   def _sync(self, steps, examples, held, *values):
     """Takes part in a round.
@@ -232,19 +287,33 @@ class LocalTraining(trackable.Trackable):
     if weight <= 0:
       raise ValueError("`examples` must be more than 0 in a round, got "
                        f"{weight}.")
+    if bad := self._not_finite(values):
+      tf.get_logger().warning(
+          "The values of worker '%s' do not count in round %d, since they are "
+          "not finite, '%s' for one. It takes the center. If this goes on, the "
+          "state of its optimizer may not be finite either: restart the "
+          "worker.", self._worker, self.round, bad)
     report = self._member.sync(
-        self._layout.flatten(values, self._layout.dtypes), float(weight))
+        None if bad else self._layout.flatten(values, self._layout.dtypes),
+        float(weight))
     self.report = report
     if self._progress:
       print(f"round {report.round}: {len(report.workers)} workers "
             f"({', '.join(report.workers)}), {report.secs:.2f} s, "
             f"{report.sent / 1e6:.2f} MB sent"
-            + ("" if report.counted else f"; '{self._worker}' did not count"),
+            + ("" if report.counted else f"; '{self._worker}' did not count")
+            + (f"; not finite: {', '.join(report.not_finite)}"
+               if report.not_finite else ""),
             file=sys.stderr, flush=True)
-    for key, value in (("workers", len(report.workers)),
-                       ("seconds", report.secs), ("bytes_sent", report.sent)):
-      tf.summary.write(f"rounds/{key}", tf.constant(value, tf.float32),
-                       report.round, _staleness.metadata("scalars"))
+    for key, value in self.scalars().items():
+      tf.summary.write(key, tf.constant(value, tf.float32), report.round,
+                       _staleness.metadata("scalars"))
+    if report.not_finite and not report.workers:
+      raise tf.errors.InvalidArgumentError(None, None, (
+          f"No worker of round {report.round - 1} has finite values, got NaN "
+          f"or infinity of {', '.join(report.not_finite)}. The center stays: "
+          "reduce the learning rate, or clip gradients, and restart the "
+          "workers from the center or a checkpoint."))
     # A worker that missed the round has nothing to mix in.
     return self._from_center(values if report.counted else None)
 
@@ -255,19 +324,34 @@ class LocalTraining(trackable.Trackable):
       w = self._local_weight
       values = [c + w * (np.asarray(v, c.dtype) - c)
                 for c, v in zip(values, local)]
-    return [*(np.asarray(c, v.dtype.as_numpy_dtype)
-              for c, v in zip(values, self.variables)), np.int64(self.round)]
+    with np.errstate(over="ignore"):
+      values = [np.asarray(c, v.dtype.as_numpy_dtype)
+                for c, v in zip(values, self.variables)]
+    if bad := self._not_finite(values):
+      raise tf.errors.InvalidArgumentError(None, None, (
+          f"The center of round {self.round} must be finite in the variables' "
+          f"dtypes, got NaN or infinity for '{bad}': reduce the outer learning "
+          "rate or its momentum, and restore a checkpoint."))
+    return [np.int64(0), np.int64(0), np.int64(self.round), *values]
 
-  def _assign(self, center):
+  def _not_finite(self, values):
+    """The name of a variable whose value is not finite, None without any.
+
+    None also if values that are not finite count.
+    """
+    return next((v.name for v, x in zip(self.variables, values)
+                 if self._only_finite and not np.isfinite(x).all()), None)
+
+  def _assign(self, state):
     """Assigns the values of all variables, and then their round and counts."""
-    *values, round_ = center
+    steps, examples, round_, *values = state
     with tf.control_dependencies(_lagging.settle(self.variables)):
       assigned = [v.assign(x) for v, x in zip(self.variables, values)]
     with tf.control_dependencies(
         [] if tf.executing_eagerly() else [x.op for x in assigned]):
       self._held.assign(round_)
-      self._steps.assign(0)
-      self._examples.assign(0)
+      self._steps.assign(steps)
+      self._examples.assign(examples)
 
   def _restart(self):
     """Takes the center, whatever the worker has done: as `_sync`."""
@@ -293,8 +377,12 @@ class LocalTraining(trackable.Trackable):
     get = lambda what: [
         restored_tensors[key].numpy()
         for key in sorted(restored_tensors) if key.startswith(what)]
-    self._member.offer(int(restored_tensors["round"]), get("center_"),
-                       get("velocity_"))
+    center, velocities = get("center_"), get("velocity_")
+    if self._only_finite and not all(
+        np.isfinite(x).all() for x in [*center, *velocities]):
+      raise ValueError("The center and the velocity of a checkpoint must be "
+                       "finite, got NaN or infinity: restore an earlier one.")
+    self._member.offer(int(restored_tensors["round"]), center, velocities)
     # The next step takes the center, after all variables were restored.
     self._held.assign(-1)
     self._steps.assign(self.sync_every)

@@ -15,14 +15,16 @@ class Panel(NamedTuple):
     label: What the y axis shows.
     curves: {label: (x, y, format of Matplotlib)}. `y` are numbers, one for each
       of `x`, or a list of these for each seed.
+    x_scale: "linear" or "log".
   """
   title: str
   label: str
   curves: dict
+  x_scale: str = "linear"
 
 
 def _figure(n_panels):
-  columns = min(3, n_panels)
+  columns = 2 if n_panels == 4 else min(3, n_panels)
   rows = -(-n_panels // columns)
   figure = _extras.load("matplotlib.figure").Figure(
       (max(8, 4 * columns), max(5, 3.5 * rows)), layout="constrained")
@@ -58,9 +60,13 @@ def draw_curves(path, title, x_label, panels, shown=(0, 0.9)):
         [mean for mean in means if mean[-1] <= 10 * best]), shown)
     room = 0.1 * (high - low) or 1
     ax.set(title=panel.title, xlabel=x_label, ylabel=panel.label,
-           ylim=(low - room, high + room))
+           ylim=(low - room, high + room), xscale=panel.x_scale)
+    if panel.x_scale == "log":
+      ax.xaxis.set_major_formatter("{x:g}")
     ax.grid(alpha=0.3)
-  axes[0].legend(loc="best", fontsize="small")
+  lines, labels = axes[0].get_legend_handles_labels()
+  figure.legend(lines, labels, loc="outside lower center", ncols=4,
+                fontsize="small")
   figure.suptitle(title)
   figure.savefig(path, dpi=100)
 

@@ -1,6 +1,7 @@
 """Compares ways to train with four workers, by the bytes that they send.
 
   alone         one worker, which sends nothing
+  all data      one worker that has all data and takes batches of all workers
   synchronous   `tf.distribute.MultiWorkerMirroredStrategy` sums the gradients
                 of all workers in each step
   asynchronous  `tf.distribute.ParameterServerStrategy` takes a step with the
@@ -19,9 +20,15 @@ tasks, which need no download:
   text    the next character of the standard library's docstrings, from the 16
           before it, in a net of two layers; rounds of 50 steps
 
-All workers compute the same number of gradients for Adam, at one rate, which
-was not tuned for any way. Asynchronous training takes a step with each of them,
-so its weights take four times as many steps as those of the others.
+All workers compute the same number of gradients for Adam. Asynchronous training
+takes a step with each of them, so its weights take four times as many steps as
+those of the others.
+
+Each way is tuned by as many runs, with another seed, so another split of the
+data: eight rates of Adam; for elastic averaging four, with two rates of the
+center; for DiLoCo four, with two outer rates. The setting of the least error in
+the end is the one that is compared. Rounds have as many steps in all ways, so
+that these send as much.
 
 The first worker measures the error on other data after each round: that of the
 center for elastic averaging, LocalSGD and DiLoCo. Asynchronous workers have no
@@ -44,7 +51,7 @@ import contextlib
 import json
 import os
 import time
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 import keras
 import numpy as np
@@ -67,13 +74,36 @@ _BATCH = 32
 # A gradient misses about 3 steps, one of each other worker. If it misses more
 # than 8, the others took more than two each.
 _STALENESS = 2 * _WORKERS
-# The default also divides by the period. In the 20 rounds of the text, the
-# center would move less than a third of the way to the workers.
-_MOVING_RATE = 0.9 / _WORKERS
 _LOCAL = {"LocalSGD": wrapopt.LocalSGD, "DiLoCo": wrapopt.DiLoCo}
-_STYLES = {"alone": "C7:", "synchronous": "C2--", "asynchronous": "C3--",
-           "elastic": "C4.-", "LocalSGD": "C1.-", "DiLoCo": "C0.-"}
+_STYLES = {"alone": "C7:", "all data": "k:", "synchronous": "C2--",
+           "asynchronous": "C3--", "elastic": "C4.-", "LocalSGD": "C1.-",
+           "DiLoCo": "C0.-"}
 WAYS = tuple(_STYLES)
+
+
+class Setting(NamedTuple):
+  """What is tuned.
+
+  Attributes:
+    rate: The learning rate of Adam, as a multiple of the task's.
+    center: How fast the center moves: the outer rate of DiLoCo, or the moving
+      rate of elastic averaging, of all workers. Or None.
+  """
+  rate: float
+  center: Optional[float] = None
+
+  def __str__(self):
+    return f"rate x {self.rate:g}" + (
+        f", center {self.center:g}" if self.center else "")
+
+
+# As many for each way.
+_SETTINGS = {way: [Setting(2.0**i) for i in range(-2, 6)] for way in WAYS}
+# The default moving rate also divides by the period. In the 20 rounds of the
+# text, the center would move less than a third of the way to the workers.
+for _way, _centers in ("elastic", (0.9, 0.45)), ("DiLoCo", (0.7, 0.35)):
+  _SETTINGS[_way] = [Setting(rate, center) for rate in (1, 2, 4, 8)
+                     for center in _centers]
 
 _BEFORE = 16  # Characters that the net of the text sees.
 _CHARACTERS = " abcdefghijklmnopqrstuvwxyz"
@@ -105,7 +135,7 @@ class Task(NamedTuple):
     split: A function of what `read` returns and a seed: the (inputs, targets)
       to train on, and others.
     measure: The model and its error.
-    rate: The learning rate.
+    rate: A learning rate.
     sync_every: The steps in a round.
   """
   read: Callable
@@ -137,8 +167,9 @@ class Trainer:
     rows: After each round: (steps, seconds, bytes sent, error).
   """
 
-  def __init__(self, task_name, seed, held_out, strategy):
+  def __init__(self, task_name, seed, held_out, setting, strategy):
     self._task, self._held_out = TASKS[task_name], held_out
+    self._rate = setting.rate * self._task.rate
     self._strategy = strategy
     keras.utils.set_random_seed(seed)
     with strategy.scope():
@@ -153,7 +184,7 @@ class Trainer:
   def _keras_step(self, wrap=lambda opt: opt):
     """An optimizer, and a function of a batch that takes a step with it."""
     with self._strategy.scope():
-      optimizer = wrap(keras.optimizers.Adam(self._task.rate))
+      optimizer = wrap(keras.optimizers.Adam(self._rate))
       optimizer.build(self._variables)
     record = getattr(optimizer, "record_step", contextlib.nullcontext)
 
@@ -188,24 +219,28 @@ class Trainer:
 class Worker(Trainer):
   """A worker in TensorFlow 2."""
 
-  def __init__(self, task, way, addresses, data, seed, **settings):
+  def __init__(self, task, way, addresses, data, seed, setting, **settings):
     self._synchronous = way == "synchronous"
     if self._synchronous:
       os.environ["TF_CONFIG"] = json.dumps({
           "cluster": {"worker": addresses},
           "task": {"type": "worker", "index": task.number}})
     super().__init__(
-        seed=seed, **settings,
+        seed=seed, setting=setting, **settings,
         strategy=tf.distribute.MultiWorkerMirroredStrategy()
         if self._synchronous else tf.distribute.get_strategy())
-    self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
+    self._batches = _tasks.batches(
+        data, _BATCH * (_WORKERS if way == "all data" else 1),
+        [seed, task.number])
     _, step = self._keras_step()
     self._step = tf.function(step)
     self._local = None
     if way in _LOCAL:
       self._local = _LOCAL[way](
           self._variables, addresses, f"worker-{task.number}", _WORKERS,
-          self._task.sync_every, round_timeout_secs=120)
+          self._task.sync_every, round_timeout_secs=120, **(
+              {} if setting.center is None else
+              {"outer_learning_rate": setting.center}))
 
   def _take(self, ended):
     self._step(*map(tf.constant, next(self._batches)))
@@ -251,9 +286,9 @@ class Coordinator(Trainer):
 class Elastic(Trainer):
   """A worker in a session of TensorFlow 1; `Trainer` evaluates the center."""
 
-  def __init__(self, task, way, addresses, data, seed, **settings):
+  def __init__(self, task, way, addresses, data, seed, setting, **settings):
     del way, addresses
-    super().__init__(seed=seed, **settings,
+    super().__init__(seed=seed, setting=setting, **settings,
                      strategy=tf.distribute.get_strategy())
     self._batches = _tasks.batches(data, _BATCH, [seed, task.number])
     weights = self._model.get_weights()
@@ -267,8 +302,9 @@ class Elastic(Trainer):
       # Keras makes no variables in this graph, but its layers compute there.
       outputs, _ = self._model.stateless_call(variables, [], x)
       opt = wrapopt.ElasticAverageOptimizer(
-          tf1.train.AdamOptimizer(self._task.rate, epsilon=1e-7),  # As Keras.
-          _WORKERS, getter, self._task.sync_every, _MOVING_RATE, rho=0)
+          tf1.train.AdamOptimizer(self._rate, epsilon=1e-7),  # As Keras.
+          _WORKERS, getter, self._task.sync_every,
+          setting.center / _WORKERS, rho=0)
       self._train_op = opt.minimize(
           tf.reduce_mean(self._task.measure.loss(y, outputs)))
       self._centers = [getter.centers[v] for v in variables]
@@ -330,9 +366,9 @@ def _answers(processes):
   return [done.result() for done in waiting]
 
 
-def run(name, way, seed, steps, data, held_out):
+def run(name, way, setting, seed, steps, data, held_out):
   """Trains; returns the rows of the first worker, or of the coordinator."""
-  n = 1 if way == "alone" else _WORKERS
+  n = 1 if way in ("alone", "all data") else _WORKERS
   quarters = tuple(x[:len(x) // _WORKERS * _WORKERS].reshape(
       _WORKERS, -1, *x.shape[1:]) for x in data)
   with _cluster.Cluster(
@@ -341,6 +377,8 @@ def run(name, way, seed, steps, data, held_out):
     other = cluster.tasks["coordinator", 0]  # Outside the cluster.
     if way == "asynchronous":
       trainers = {other: quarters}
+    elif way == "all data":
+      trainers = {cluster.tasks["worker", 0]: data}
     else:
       trainers = {cluster.tasks["worker", k]: tuple(x[k] for x in quarters)
                   for k in range(n)}
@@ -348,7 +386,7 @@ def run(name, way, seed, steps, data, held_out):
         f"localhost:{port}" for port in _cluster.free_ports(n)]
     for trainer, part in trainers.items():
       trainer.tell("prepare", task_name=name, way=way, addresses=addresses,
-                   seed=seed, data=part, held_out=held_out)
+                   seed=seed, data=part, held_out=held_out, setting=setting)
     _answers(trainers)
     for trainer in trainers:
       trainer.tell("train", steps=steps)
@@ -357,29 +395,44 @@ def run(name, way, seed, steps, data, held_out):
 
 def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
             seed=0, quick=False):
-  """Trains in all ways.
+  """Tunes all ways, and trains in them.
 
   The steps are rounded up to whole rounds.
   """
-  found = {}
-  with _extras.load("tqdm").tqdm(
-      total=len(tasks) * seeds * len(WAYS)) as progress:
+  found, tuned = {}, {}
+  tried = {way: settings[2:4] if quick else settings
+           for way, settings in _SETTINGS.items()}
+  with _extras.load("tqdm").tqdm(total=len(tasks) * sum(
+      len(settings) + seeds for settings in tried.values())) as progress:
     for name in tasks:
       task = TASKS[name]
       of_task = min(steps, 100) if quick else steps
       of_task += -of_task % task.sync_every
       read = task.read(12 if quick else 120)
-      found[name] = {way: [] for way in WAYS}
-      for s in range(seed, seed + seeds):
-        data, held_out = task.split(read, s)
-        for way in WAYS:
-          progress.set_postfix_str(f"{name}: {way}")
-          found[name][way].append(run(name, way, s, of_task, data, held_out))
-          progress.update()
+
+      def rows(way, setting, s):
+        progress.set_postfix_str(f"{name}: {way}, {setting}")
+        # pylint: disable-next=cell-var-from-loop
+        got = run(name, way, setting, s, of_task, *task.split(read, s))
+        progress.update()
+        return got
+
+      tuned[name] = {
+          way: [(setting, rows(way, setting, seed + seeds)[-1][-1])
+                for setting in settings] for way, settings in tried.items()}
+      best = {way: min(errors, key=lambda x: np.nan_to_num(x[1], nan=np.inf))[0]
+              for way, errors in tuned[name].items()}
+      found[name] = {way: [rows(way, best[way], s)
+                           for s in range(seed, seed + seeds)] for way in WAYS}
+      _command.print_table(
+          f"{name}: errors of the settings that were tried, and the best",
+          ["way", "best", *["error"] * max(map(len, tried.values()))],
+          [[way, best[way], *(f"{error:.2f}" for _, error in errors)]
+           for way, errors in tuned[name].items()])
 
   table, panels = [], []
   for name, of_ways in found.items():
-    over_bytes, over_time = {}, {}
+    over_bytes, over_time, ends = {}, {}, []
     for way, rows in of_ways.items():
       # Of each seed. The bytes differ only in asynchronous training.
       steps_, seconds, sent, errors = np.moveaxis(np.array(rows), -1, 0)
@@ -391,13 +444,17 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
           f"{seconds[:, -1].mean():.1f}"])
       over_time[way] = seconds.mean(axis=0), errors, _STYLES[way]
       if sent.any():
-        over_bytes[way] = np.log10(sent[1:]), errors[:, 1:], _STYLES[way]
-    ends = np.concatenate([x for x, _, _ in over_bytes.values()])
-    alone = np.array(of_ways["alone"])[:, -1:, 3]
-    over_bytes["alone, in the end: 0 bytes"] = (
-        [ends.min(), ends.max()], np.repeat(alone, 2, axis=1), _STYLES["alone"])
+        over_bytes[way] = sent[1:], errors[:, 1:], _STYLES[way]
+        ends += [sent[1], sent[-1]]
+    # Nothing is sent: the errors in the end.
+    for way in [way for way in of_ways if way not in over_bytes]:
+      over_bytes[way] = (
+          [min(ends), max(ends)],
+          np.repeat(np.array(of_ways[way])[:, -1:, 3], 2, axis=1), _STYLES[way])
+    over_bytes = {way: over_bytes[way] for way in WAYS}
     label = TASKS[name].measure.label
-    panels += [_plots.Panel(f"{name}, over log10(MB sent)", label, over_bytes),
+    panels += [_plots.Panel(f"{name}, over MB sent (dotted: none)", label,
+                            over_bytes, "log"),
                _plots.Panel(f"{name}, over seconds", label, over_time)]
   _command.print_table(
       f"errors on held-out data: the mean, least and largest of {seeds} seeds; "
@@ -409,7 +466,7 @@ def compare(out="results/diloco", steps=1000, tasks=tuple(TASKS), seeds=3,
       path, f"{_WORKERS} workers; band: the least and the largest of the seeds",
       "", panels)
   print(path)
-  return {"tasks": found}
+  return {"tasks": found, "tuned": tuned}
 
 
 def main(argv=None):

@@ -17,7 +17,16 @@ class LocalRounds(keras.callbacks.Callback):
   """Takes part in the rounds of a `wrapopt.LocalSGD` or `wrapopt.DiLoCo`.
 
   It counts the steps that `fit` takes, and calls `step` of the object. The
-  optimizer's `steps_per_execution` must divide `sync_every`.
+  `steps_per_execution` of `compile` must divide `sync_every`.
+
+  `fit` ends with the weights of this worker: the last center, and the steps
+  that this worker has taken since; with the averages, if the optimizer averages
+  them. With `end_with_center=True`, it ends with the last center.
+
+  The `logs` of an epoch have the `scalars()` of its last round. So a
+  `keras.callbacks.TensorBoard` that comes after this callback writes
+  `epoch_rounds/workers` and the others; with `update_freq="batch"`, it writes
+  the scalars of each round.
 
   A `wrapopt.keras.MovingAverage` or `SWA` averages the weights that this worker
   has had, the centers among them. `ScheduleFree`, `PrimalAverage` and
@@ -42,7 +51,8 @@ class LocalRounds(keras.callbacks.Callback):
 
   def __init__(self, local: Union[LocalSGD, DiLoCo], *,
                batch_size: Optional[int] = None,
-               backup_dir: Optional[str] = None) -> None:
+               backup_dir: Optional[str] = None,
+               end_with_center: bool = False) -> None:
     """Makes the callback.
 
     Args:
@@ -53,6 +63,8 @@ class LocalRounds(keras.callbacks.Callback):
         epoch, of which the last is kept. `fit` begins with it, unless the
         servers have a later center, and removes it when it ends. One worker
         suffices, with a directory of its own.
+      end_with_center: Whether the model has the center of the servers when
+        `fit` ends, and not the weights of this worker.
 
     Raises:
       TypeError: If `local` is neither a LocalSGD nor a DiLoCo.
@@ -65,15 +77,17 @@ class LocalRounds(keras.callbacks.Callback):
     if batch_size is not None:
       batch_size = _checks.integer("batch_size", batch_size, least=1)
     self._local, self._batch_size = local, batch_size
+    self._end_with_center = _checks.boolean("end_with_center", end_with_center)
     self._folder = backup_dir and os.path.join(backup_dir, "center")
     self._checksum = _checksum(local.variables)
 
   def on_train_begin(self, logs: Any = None) -> None:
     steps = self.model.steps_per_execution
     if self._local.sync_every % steps:
-      raise ValueError("`steps_per_execution` must divide sync_every = "
-                       f"{self._local.sync_every}, got {steps}.")
+      raise ValueError("`steps_per_execution` of compile() must divide "
+                       f"sync_every = {self._local.sync_every}, got {steps}.")
     self._is_first_batch = True
+    self._logged = self._local.report
     if self._folder:
       self._backups = tf.train.CheckpointManager(
           tf.train.Checkpoint(local=self._local), self._folder, max_to_keep=1)
@@ -100,14 +114,21 @@ class LocalRounds(keras.callbacks.Callback):
           steps=steps, examples=self._batch_size and self._batch_size * steps)
 
   def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+    if self._local.report is not self._logged:
+      self._logged = self._local.report
+      if logs is not None:
+        logs.update(self._local.scalars())
     # Not in the end of `fit`, which may assign averages before.
     self._checksum = _checksum(self._local.variables)
     if self._folder:
       self._backups.save()
 
   def on_train_end(self, logs: Any = None) -> None:
-    if self._folder:
+    if self._folder and tf.io.gfile.exists(self._folder):
       tf.io.gfile.rmtree(self._folder)
+    if self._end_with_center:
+      self._local.take_center()
+      self._checksum = _checksum(self._local.variables)
 
 
 def _checksum(values):

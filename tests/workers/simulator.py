@@ -1,0 +1,1017 @@
+"""Simulates workers and servers of local training in virtual time.
+
+The workers run the real `_member.py` and `_server.py`, the servers the real
+rounds in C++. TensorFlow's session and the arithmetic of the kernels are
+models. A seeded scheduler delays, loses and repeats calls; it kills, stops and
+restarts workers and servers. The same seed gives the same schedule:
+
+    python simulator.py --seeds 1000         # Many schedules.
+    python simulator.py --seed 17            # One; its faults are shrunk.
+    python simulator.py --seed 17 --faults '[[5, "kill_server", 0, 2.0]]'
+
+One thread holds the baton: the thread that waits runs the events until it is
+its own turn or that of another.
+"""
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import os
+import random
+import sys
+import threading
+import time
+import types
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+# pylint: disable=wrong-import-position
+import numpy as np
+import tensorflow as tf
+
+import _rounds
+from wrapopt._local import _layout
+from wrapopt._local import _member
+from wrapopt._local import _server
+from wrapopt._local import _settings
+
+DEADLINE_SECS = 20.0
+# A call of the user may take this time in addition, if a server hangs: a call,
+# the end of its session, the last attempts, another session, its call and its
+# end, each 5 s.
+SLACK_SECS = 30.0
+RATE, MOMENTUM = 0.7, 0.9
+# Faults end after this number of rounds. Then each worker must count in some.
+ROUNDS, QUIET_ROUNDS = 16, 4
+MOST_SECS = 40 * DEADLINE_SECS
+FAULTS = {
+    # The longest time, in seconds.
+    "kill_worker": 1.5 * DEADLINE_SECS,
+    "stop_worker": 2 * DEADLINE_SECS,
+    "kill_server": DEADLINE_SECS,
+    "stop_server": 1.5 * DEADLINE_SECS,
+    "cut": DEADLINE_SECS,  # A worker's connection with a server.
+}
+_CODES = [None, tf.errors.AbortedError, tf.errors.CancelledError,
+          tf.errors.DeadlineExceededError, tf.errors.FailedPreconditionError,
+          tf.errors.InvalidArgumentError]
+
+
+class Violation(Exception):
+  """An invariant does not hold."""
+
+
+class Killed(BaseException):
+  """Unwinds the thread of a worker that was killed."""
+
+
+def error(code, text):
+  return _CODES[code](None, None, text)
+
+
+def mapped(call, *args):
+  """Calls a function of `_rounds`, with the errors of TensorFlow."""
+  try:
+    return call(*args)
+  except Exception as e:  # pylint: disable=broad-exception-caught
+    if len(e.args) != 2:
+      raise
+    raise error(*e.args) from None
+
+
+class Thread:
+  """A process in a thread, which runs while it holds the baton."""
+
+  def __init__(self, world, name, run):
+    self.world, self.name, self._run = world, name, run
+    self.baton = threading.Lock()
+    self.baton.acquire()
+    self.is_due = False
+    self.is_killed = False
+    self.is_over = False
+    self.stopped_until = 0.0
+    self.stopped_secs = 0.0
+    self.skew = 0.0
+
+  def start(self):
+    thread = threading.Thread(target=self._main, daemon=True)
+    thread.start()
+    self.resume()
+
+  def _main(self):
+    self.baton.acquire()
+    world = self.world
+    world.current = self
+    try:
+      if not self.is_killed:
+        self._run(self)
+    except Killed:
+      pass
+    except BaseException as e:  # pylint: disable=broad-exception-caught
+      world.fail(e)
+    self.is_over = True
+    if self.is_due:  # It was killed while it ran.
+      world.due.remove(self)
+    world.pass_on()
+
+  def resume(self):
+    """To be called by an event: lets it run."""
+    if self.is_over or self.is_due:
+      return
+    if self.stopped_until > self.world.now and not self.is_killed:
+      self.world.at(self.stopped_until, self.resume)
+      return
+    self.is_due = True
+    self.world.due.append(self)
+
+  def block(self):
+    """Waits until it is resumed, and runs the events of all until then."""
+    world = self.world
+    world.run_until(self)
+    world.current = self
+    if self.is_killed:
+      raise Killed()
+
+  def sleep(self, secs):
+    world, end = self.world, self.world.now + secs
+    while True:
+      world.at(end, self.resume)
+      self.block()
+      if world.now >= end:
+        return
+
+
+class Clock:
+  """Stands for the module `time`."""
+
+  def __init__(self, world):
+    self._world = world
+
+  def monotonic(self):
+    return self._world.now
+
+  def time_ns(self):
+    return int((1e9 + self._world.now + self._world.current.skew) * 1e9)
+
+  def sleep(self, secs):
+    self._world.current.sleep(secs)
+
+
+class Call:
+  """A call of a session that is under way."""
+
+  def __init__(self, worker, server, session, op, feeds):
+    self.worker, self.server, self.session = worker, server, session
+    self.op, self.feeds = op, feeds
+    self.answer = None  # (value, error).
+    self.cancel = None
+
+  def end(self, value=None, lost=None):
+    if self.answer is None:
+      self.answer = value, lost
+      self.worker.resume()
+
+
+class Session:
+  """Stands for TensorFlow's session."""
+
+  world = None
+
+  def __init__(self, target, graph, config):
+    del graph
+    self._server = self.world.servers[int(target.rpartition("s")[2])]
+    self._secs = config.operation_timeout_in_ms / 1000
+    self._incarnation = None
+    self._calls = []
+
+  def close(self):
+    world, server = self.world, self._server
+    me = world.current
+    if me.is_killed:
+      raise Killed()
+    for call in self._calls:
+      world.cancel_later(call)
+    self._calls.clear()
+    if self._incarnation and (server.is_cut_from(me) or not server.answers):
+      me.sleep(self._secs)
+
+  def run(self, fetches, feeds, options):
+    world, server = self.world, self._server
+    me = world.current
+    if me.is_killed:
+      raise Killed()
+    if self._incarnation is None:
+      if server.is_cut_from(me) or not server.answers:
+        me.sleep(self._secs)
+        if server.is_cut_from(me) or not server.answers:
+          raise error(3, "Deadline Exceeded")
+      self._incarnation = server.incarnation
+    op = fetches if isinstance(fetches, str) else fetches[0]
+    call = Call(me, server, self, op, feeds)
+    self._calls = [c for c in self._calls if c.answer is None] + [call]
+    world.count_call(call)
+    value, lost = self._wait(call, options.timeout_in_ms / 1000)
+    world.count_call(call)
+    if lost is not None:
+      raise lost
+    return value
+
+  def _wait(self, call, secs):
+    world, me = self.world, self.world.current
+    world.send(call)
+    timer = world.at(world.now + secs, lambda: call.end(
+        lost=error(3, "Deadline Exceeded")))
+    while call.answer is None:
+      me.block()
+    timer[2] = None
+    if call.answer[1] is not None:
+      world.cancel_later(call)
+    return call.answer
+
+  @property
+  def incarnation(self):
+    return self._incarnation
+
+
+class Known:
+  """The encoding of the kernels."""
+
+  @staticmethod
+  def read(texts):
+    return _rounds.Known([int(x) for x in texts[0].split()],
+                         [x.decode() for x in texts[1:]])
+
+
+class Server:
+  """A server: the rounds in C++, and a model of the kernels around them."""
+
+  def __init__(self, world, index, num_workers):
+    self.world, self.index, self._num_workers = world, index, num_workers
+    self.incarnation = 0
+    self.is_up = False
+    self.stopped_until = 0.0
+    self.cut = {}  # Until when, by worker.
+    self.calls = set()  # Those that may have an answer.
+    self._ring = math.inf
+
+  def start(self):
+    self.incarnation += 1
+    self.is_up = True
+    self.rounds = _rounds.Server("sim", self._num_workers)
+    self.values, self.velocities = [], []
+    self.mean, self.weight = [], 0.0
+    self._ring = math.inf
+
+  def kill(self):
+    self.is_up = False
+    self.rounds = None
+    for call in list(self.calls):
+      self.world.at(self.world.now + self.world.delay(), lambda call=call:
+                    call.end(lost=tf.errors.UnavailableError(
+                        None, None, "Socket closed")))
+    self.calls.clear()
+
+  @property
+  def answers(self):
+    return self.is_up and self.stopped_until <= self.world.now
+
+  def is_cut_from(self, worker):
+    return self.cut.get(worker.name, 0.0) > self.world.now
+
+  def deliver(self, call, replies=True):
+    """An event: a call arrives."""
+    world = self.world
+    if not self.is_up:
+      return call.end(lost=tf.errors.UnavailableError(
+          None, None, "Connection refused"))
+    if not self.answers:
+      return world.at(self.stopped_until, lambda: self.deliver(call, replies))
+    if call.session.incarnation != self.incarnation:
+      return call.end(lost=error(1, "Session handle is not found"))
+    reply = lambda value, lost: replies and self._reply(call, value, lost)
+    self.calls.add(call)
+    self.rounds.set_now(world.now)
+    try:
+      value = getattr(self, "_" + call.op)(call, reply, **{
+          k: v for k, v in call.feeds.items()})
+    except tf.errors.OpError as e:
+      reply(None, e)
+    else:
+      if value is not NotImplemented:
+        reply(value, None)
+    self._watch_timer()
+
+  def _reply(self, call, value, lost):
+    world = self.world
+    if call.answer is not None:
+      return
+    incarnation = self.incarnation
+    def arrive():
+      if self.is_cut_from(call.worker):
+        return world.at(self.cut[call.worker.name], arrive)
+      if incarnation == self.incarnation and self.is_up:
+        self.calls.discard(call)
+        call.end(value, lost)
+    world.at(world.now + world.delay(), arrive)
+
+  def _watch_timer(self):
+    due = self.rounds.next_ring()
+    if due < self._ring:
+      self._ring = due
+      incarnation = self.incarnation
+      self.world.at(due, lambda: self._ring_due(incarnation))
+
+  def _ring_due(self, incarnation):
+    if incarnation != self.incarnation or not self.is_up:
+      return
+    if not self.answers:
+      self.world.at(self.stopped_until, lambda: self._ring_due(incarnation))
+      return
+    self._ring = math.inf
+    self.rounds.set_now(self.world.now)
+    self.rounds.ring_due()
+    self._watch_timer()
+
+  # The kernels.
+
+  def _add_to_mean(self):
+    for weight, values in self.rounds.take_values():
+      self.weight += weight
+      if not self.mean:
+        self.mean = [np.array(v) for v in values]
+        continue
+      for mean, value in zip(self.mean, values):
+        mean += weight / self.weight * (value - mean)
+
+  def _start(self, call, reply, answer, **kwargs):
+    def done(code, text, known):
+      if code:
+        return reply(None, error(code, text))
+      try:
+        value = answer(known)
+      except tf.errors.OpError as e:
+        return reply(None, e)
+      return reply(value, None)
+    kwargs = {k: int(v) if k in ("process", "most_turns", "min_workers")
+              else v for k, v in kwargs.items()}
+    call.cancel = self.rounds.start(done=done, **kwargs)
+    return NotImplemented
+
+  def _state(self, call, reply, **_):
+    known = self.rounds.known()
+    return known.place, known.texts, (
+        len(self.values), len(self.velocities), self.rounds.staged(), 1, 0)
+
+  def _join(self, call, reply, **_):
+    return 1  # All workers resume.
+
+  def _enter(self, call, reply, *, worker, process, place, most_turns,
+             turn_secs, timeout_secs):
+    what = _rounds.For.TURN if most_turns else _rounds.For.RESTORE
+    return self._start(
+        call, reply, lambda known: known.texts, what=what,
+        place=_rounds.Place(*place), worker=worker, process=process,
+        most_turns=most_turns, turn_secs=turn_secs, timeout_secs=timeout_secs)
+
+  def _close(self, call, reply, *, place, min_workers, timeout_secs,
+             grace_secs, **_):
+    return self._start(
+        call, reply, lambda known: known.texts, what=_rounds.For.CLOSE,
+        place=_rounds.Place(*place), min_workers=min_workers,
+        grace_secs=grace_secs, timeout_secs=timeout_secs)
+
+  def _center(self, call, reply, *, worker, timeout_secs, first, **_):
+    def read(_):
+      if not 0 <= first < len(self.values):
+        raise error(4, f"index {first} of {len(self.values)}")
+      return self.rounds.known().place, self.values[first].copy()
+    return self._start(call, reply, read, what=_rounds.For.READ,
+                       worker=worker, timeout_secs=timeout_secs)
+
+  def _stage(self, call, reply, *, worker, known, weight, count, first,
+             float64, **_):
+    known = Known.read(known)
+    restores = known.place[1] > self.rounds.known().place[1]
+    if not restores and not self.values:
+      raise error(4, "must have a center before values are sent")
+    accepted = self.rounds.stage(worker, known, weight, count, first,
+                                 float64.copy())
+    self._add_to_mean()
+    return accepted
+
+  def _arrive(self, call, reply, *, worker, known, **_):
+    accepted, now = mapped(self.rounds.arrive, worker, Known.read(known))
+    self._add_to_mean()
+    return accepted, now.texts
+
+  def _leave(self, call, reply, *, worker, turn, **_):
+    return self.rounds.leave(worker, int(turn))
+
+  def _follow(self, call, reply, *, known, **_):
+    accepted = self.rounds.follow(Known.read(known))
+    self._add_to_mean()
+    return accepted
+
+  def _step(self, call, reply, *, known, learning_rate, momentum, **_):
+    known = Known.read(known)
+    if mapped(self.rounds.check_closed, known):
+      self._add_to_mean()
+      if not self.values or len(self.mean) != len(self.values):
+        raise error(4, "must have a center and a mean before the step")
+      if not self.velocities:
+        self.velocities = [np.zeros_like(v) for v in self.values]
+      for i, mean in enumerate(self.mean):
+        way = self.values[i] - mean
+        self.velocities[i] = momentum * self.velocities[i] + way
+        self.values[i] = self.values[i] - learning_rate * (
+            way + momentum * self.velocities[i])
+      self.mean, self.weight = [], 0.0
+      mapped(self.rounds.next)
+      self.world.oracle.stepped(self, known)
+    return self.rounds.known().place
+
+  def _restore(self, call, reply, *, worker, from_generation, place, **_):
+    before = self.rounds.known().place
+    restored, values = mapped(self.rounds.restore, worker,
+                              int(from_generation), _rounds.Place(*place))
+    if restored:
+      self.mean, self.weight = [], 0.0
+    if values:
+      n = self.world.num_pieces(self.index)
+      self.values, self.velocities = values[:n], values[n:]
+    if restored:
+      self.world.oracle.restored(self, before, bool(values))
+    return restored
+
+
+class Oracle:
+  """Computes each center by the rule, from what the members meant to send."""
+
+  def __init__(self, world):
+    self._world = world
+    self.meant = {}  # (worker, round): [(vectors, weight)].
+    self._held = {}  # (place, server): (center, velocity).
+    self._of_round = {}  # (round, server): the bytes of its centers.
+    self._chosen = {}  # place: which of `meant` each member may have sent.
+    self.members = {}  # The place of the round that ended: its members.
+
+  def mean_to_send(self, worker, round_, vectors, weight):
+    self.meant.setdefault((worker, round_), []).append((vectors, weight))
+
+  def _record(self, server, velocity):
+    place = server.rounds.known().place
+    center = np.concatenate(server.values)
+    key = place, server.index
+    if key in self._held and not np.array_equal(self._held[key][0], center):
+      raise Violation(f"server {server.index} has two centers of {place}")
+    self._held[key] = center, velocity
+    self._of_round.setdefault((place[0], server.index), set()).add(
+        center.tobytes())
+
+  def restored(self, server, before, has_values):
+    place = server.rounds.known().place
+    center = np.concatenate(server.values)
+    if place[0] > 0 and center.tobytes() not in self._of_round.get(
+        (place[0], server.index), ()):
+      raise Violation(f"server {server.index} gets a center of round "
+                      f"{place[0]} that no round had")
+    velocity = np.zeros_like(center)
+    if not has_values:
+      velocity = self._held[before, server.index][1]
+    self._record(server, velocity)
+
+  def stepped(self, server, known):
+    place, workers = known.place, tuple(sorted(known.workers))
+    center, velocity = self._held[place, server.index]
+    if self.members.setdefault(place, workers) != workers:
+      raise Violation(f"round {place} has two sets of members: "
+                      f"{self.members[place]}, {workers}")
+    got, right = np.concatenate(server.values), {}
+    sent = [list(enumerate(self.meant.get((w, place[0]), ())))
+            for w in workers]
+    for choice in itertools.product(*sent):
+      values = [self._world.part(x, server.index) for _, (x, _) in choice]
+      weights = [weight for _, (_, weight) in choice]
+      way = center - np.average(values, axis=0, weights=weights)
+      new = MOMENTUM * velocity + way
+      if np.allclose(got, center - RATE * (way + MOMENTUM * new),
+                     rtol=1e-9, atol=1e-9):
+        right[tuple(i for i, _ in choice)] = new
+    chosen = self._chosen.setdefault(place, set(right)) & set(right)
+    if not chosen:
+      raise Violation(
+          f"server {server.index} has a center of {workers} in {place} that is "
+          "not the rule's, or other values than the other servers")
+    self._chosen[place] = chosen
+    self._record(server, right[next(iter(chosen))])
+
+  def check_center(self, member):
+    for index in range(self._world.num_servers):
+      held = self._held.get((member.place, index))
+      if held is None or not np.array_equal(
+          held[0], self._world.part(member.center, index)):
+        raise Violation(f"a worker holds a center of {member.place} that "
+                        f"server {index} did not have")
+
+
+class Plan:
+  """What the seed decides before the schedule begins."""
+
+  def __init__(self, seed, faults=None):
+    rng = random.Random(seed)
+    self.seed = seed
+    self.num_servers = rng.choice([1, 2, 2, 3])
+    self.num_workers = rng.choice([1, 2, 3, 3])
+    self.min_workers = rng.choice([1, 1, self.num_workers])
+    self.grace = rng.choice([math.inf, math.inf, 0.0, 2.0])
+    self.most_pushes = rng.choice([1, 4])
+    self.loss = rng.choice([0.0, 0.0, 0.005, 0.02])
+    self.repeat = rng.choice([0.0, 0.02])
+    self.skew = rng.choice([0.0, 100.0])
+    late = rng.choice([0.0, 0.0, 0.7 * DEADLINE_SECS])
+    self.server_starts = [rng.uniform(0, late)
+                          for _ in range(self.num_servers)]
+    self.worker_starts = [rng.uniform(0, late)
+                          for _ in range(self.num_workers)]
+    self.train_secs = [rng.choice([0.5, 0.5, 2.0, 1.2 * DEADLINE_SECS])
+                       for _ in range(self.num_workers)]
+    self.faults = []  # (at which call, kind, target, seconds), sorted.
+    at = 0
+    per_round = self.num_workers * (6 + 6 * self.num_servers)
+    for _ in range(rng.choice([0, 1, 2, 4, 8])):
+      at += rng.randrange(1, 4 * per_round)
+      kind = rng.choice(list(FAULTS))
+      self.faults.append([
+          at, kind, rng.randrange(12),
+          rng.choice([0.05, 1.0, rng.uniform(0, FAULTS[kind])])])
+      if rng.random() < 0.3:  # Two at a time.
+        kind = rng.choice(list(FAULTS))
+        self.faults.append([at + rng.randrange(3), kind, rng.randrange(12),
+                            rng.uniform(0, FAULTS[kind])])
+    if faults is not None:
+      self.faults = [list(f) for f in faults]
+
+
+class World:
+  """One schedule."""
+
+  def __init__(self, plan, verbose=False):
+    self._plan, self._verbose = plan, verbose
+    self._rng = random.Random(~plan.seed)
+    self.now = 0.0
+    self._events, self._numbers = [], itertools.count()
+    self.due = []
+    self.current = None
+    self._main = Thread(self, "main", None)
+    self.violation = None
+    self.calls = 0
+    self._faults = sorted(plan.faults)
+    self._server_trouble = [0.0]  # The times at which it ends.
+    self._worker_trouble = [0.0]
+    self.num_servers = plan.num_servers
+    self._layout = _layout.Layout(_VARIABLES, plan.num_servers)
+    self.servers = [Server(self, i, plan.num_workers)
+                    for i in range(plan.num_servers)]
+    self.oracle = Oracle(self)
+    self._workers = {}
+    self._quiet_since = None
+    self._quiet_rounds = {}
+    self.round = 0
+    self._ends = False
+    self.rounds_done = 0
+
+  # Events.
+
+  def at(self, when, do):
+    event = [when, next(self._numbers), do]
+    heapq.heappush(self._events, event)
+    return event
+
+  def fail(self, e):
+    if self.violation is None:
+      self.violation = e
+    self._ends = True
+
+  def _step(self):
+    """Runs one event."""
+    if not self._events:
+      self.fail(Violation("nothing will ever happen"))
+      return
+    when, _, do = heapq.heappop(self._events)
+    if do is None:
+      return
+    self.now = max(self.now, when)
+    try:
+      do()
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      self.fail(e)
+
+  def run_until(self, thread):
+    while True:
+      if self._ends and thread is not self._main:
+        self._hand_to(self._main, thread)
+        return
+      if thread.is_due:
+        thread.is_due = False
+        self.due.remove(thread)
+        return
+      if self.due:
+        other = self.due.pop(0)
+        other.is_due = False
+        self._hand_to(other, thread)
+        return
+      self._step()
+
+  def pass_on(self):
+    """A thread that ends gives the baton away."""
+    while True:
+      if self._ends or not self._events and not self.due:
+        self._main.baton.release()
+        return
+      if self.due:
+        other = self.due.pop(0)
+        other.is_due = False
+        other.baton.release()
+        return
+      self._step()
+
+  def _hand_to(self, other, thread):
+    if other is thread:
+      return
+    other.baton.release()
+    thread.baton.acquire()
+
+  # The network.
+
+  def delay(self):
+    x = self._rng.random()
+    if x < 0.9:
+      return 0.0005 + 0.002 * x
+    return 0.1 if x < 0.98 else 1.0
+
+  def _say(self, *text):
+    if self._verbose:
+      print(f"{self.now:9.3f}", *text)
+
+  def send(self, call):
+    x, server = self._rng.random(), call.server
+    arrival = self.now + self.delay()
+    lossy = self._quiet_since is None
+    # TCP sends again what a cut has lost.
+    arrival = max(arrival, server.cut.get(call.worker.name, 0.0))
+    lost = lossy and x < self._plan.loss
+    if lost:
+      # The connection is lost. The server may get the call, now or later.
+      self.trouble(0.0)
+      self.at(arrival + self.delay(), lambda: call.end(
+          lost=tf.errors.UnavailableError(None, None, "Connection reset")))
+      if self._rng.random() < 0.5:
+        return
+    self.at(arrival, lambda: server.deliver(call, not lost))
+    if lossy and call.op in _REPEATABLE and (
+        self._rng.random() < self._plan.repeat):
+      self.at(arrival + 10 * self.delay(),
+              lambda: server.deliver(call, False))
+
+  def cancel_later(self, call):
+    if self._rng.random() < 0.9:
+      incarnation = call.server.incarnation
+      def cancel():
+        server = call.server
+        if call.cancel and server.answers and (
+            server.incarnation == incarnation):
+          server.rounds.set_now(self.now)
+          call.cancel()
+      self.at(self.now + self.delay(), cancel)
+
+  # Faults.
+
+  def trouble(self, secs, of_servers=True):
+    (self._server_trouble if of_servers else self._worker_trouble).append(
+        self.now + secs)
+
+  def count_call(self, call):
+    self._say(call.worker.name, "->", call.server.index, call.op,
+              "" if call.answer is None else call.answer)
+    self.calls += 1
+    while self._faults and self._faults[0][0] <= self.calls:
+      self._do(call, *self._faults.pop(0)[1:])
+    me = call.worker
+    if me.is_killed:
+      raise Killed()
+    if me.stopped_until > self.now:
+      me.sleep(me.stopped_until - self.now)
+
+  def _do(self, call, kind, target, secs):
+    self._say("FAULT", kind, target, secs)
+    # Half of the targets are who calls and who is called.
+    names = list(self._workers)
+    name = call.worker.name if target < 6 else names[target % len(names)]
+    server = (call.server if target % 2 else
+              self.servers[target // 2 % len(self.servers)])
+    worker = self._workers[name]
+    if kind == "kill_worker":
+      if self.alive(worker):
+        worker.is_killed = True
+        worker.is_due or worker.resume()
+        self.trouble(secs, False)
+        self.at(self.now + secs + 0.001, lambda: self._start_worker(name))
+    elif kind == "stop_worker":
+      if self.alive(worker) and worker.stopped_until <= self.now:
+        worker.stopped_until = self.now + secs
+        worker.stopped_secs += secs
+        self.trouble(secs, False)
+    elif kind == "cut":
+      server.cut[name] = self.now + secs
+      self.trouble(secs)
+    elif not server.is_up:
+      pass
+    elif kind == "kill_server":
+      server.kill()
+      self.trouble(secs)
+      self.at(self.now + secs, server.start)
+    else:
+      server.stopped_until = self.now + secs
+      self.trouble(secs)
+
+  def alive(self, worker):
+    return not worker.is_killed and not worker.is_over
+
+  # Workers.
+
+  def num_pieces(self, server):
+    return len(self._layout.pieces[server])
+
+  def part(self, vectors, server):
+    return np.concatenate([vectors[p.group][p.begin:p.end]
+                           for p in self._layout.pieces[server]])
+
+  def _start_worker(self, name):
+    if self._ends:
+      return
+    thread = Thread(self, name, self._work)
+    thread.skew = self._rng.uniform(-1, 1) * self._plan.skew
+    self._workers[name] = thread
+    thread.start()
+
+  def _work(self, me):
+    plan, rng = self._plan, self._rng
+    index = int(me.name[1:])
+    process = rng.getrandbits(60)
+    servers = [
+        SimulatedServer(f"s{i}", "sim", me.name, process, "",
+                        plan.num_workers, self._layout, i)
+        for i in range(plan.num_servers)]
+    member = _member.Member(
+        me.name, servers, self._layout, _member.Rules(
+            plan.min_workers, DEADLINE_SECS, plan.grace, plan.most_pushes,
+            RATE, MOMENTUM))
+    me.member = member
+    initial = [np.array([rng.random() for _ in x])
+               for x in self._layout.empty()]
+    while not self._try(me, member, lambda: member.start(initial)):
+      pass
+    while self._quiet_rounds is not None:
+      secs = plan.train_secs[index] if self._quiet_since is None else 0.5
+      me.sleep(secs * (0.5 + rng.random()))
+      vectors = [c + np.array([rng.uniform(-1, 1) for _ in c])
+                 for c in member.center]
+      weight = float(1 + index)
+      before = member.place
+      self.oracle.mean_to_send(me.name, before[0], vectors, weight)
+      report = self._try(me, member, lambda: member.sync(vectors, weight))
+      if not report:
+        self._try(me, member, lambda: member.start(None))
+        continue
+      if report.counted and not any(
+          me.name in workers
+          for place, workers in self.oracle.members.items()
+          if place[0] == before[0]):
+        raise Violation(f"{me.name} is said to count in {before}")
+      self._note_round(me, report)
+
+  def _note_round(self, me, report):
+    if self._quiet_rounds is None:
+      return
+    self.round = max(self.round, report.round)
+    if self._quiet_since is None:
+      return
+    if report.counted or self._plan.grace < math.inf:
+      counts = self._quiet_rounds
+      counts[me.name] = counts.get(me.name, 0) + 1
+      if len(counts) == self._plan.num_workers and (
+          min(counts.values()) >= QUIET_ROUNDS):
+        self._quiet_rounds = None  # All is well.
+
+  def _try(self, me, member, call):
+    """Calls a method of Member, and checks how it ends."""
+    begun, stopped, before = self.now, me.stopped_secs, member.place
+    failed = result = None
+    try:
+      result = call() or True
+    except tf.errors.OpError as e:
+      failed = e
+    self._say(me.name, "done", member.place, failed or "")
+    took = self.now - begun - (me.stopped_secs - stopped)
+    if took > DEADLINE_SECS + SLACK_SECS:
+      raise Violation(f"{me.name} waited {took:.1f} s; {failed}") from failed
+    if before and member.place[0] < before[0]:
+      raise Violation(f"{me.name} went from {before} to {member.place}")
+    if failed is None:
+      self.oracle.check_center(member)
+      return result
+    if not isinstance(failed, tf.errors.DeadlineExceededError):
+      raise Violation(f"{me.name}: {failed!r}") from failed
+    if "restart" not in str(failed) and "start" not in str(failed) and (
+        "restore" not in str(failed)):
+      raise Violation(f"says not what to do: {failed}") from failed
+    if not self._may_fail(begun, failed):
+      raise Violation(f"{me.name} has no reason for: {failed}") from failed
+
+  def _holders(self):
+    """The workers that hold a center of the latest round."""
+    latest = max(s.rounds.known().place[0] for s in self.servers if s.is_up)
+    return [w.name for w in self._workers.values() if (
+        self.alive(w) and w.member.place and w.member.place[0] >= latest)]
+
+  def _may_fail(self, begun, failed):
+    if self._quiet_rounds is None:
+      return True
+    if "have lost their center" in str(failed) and not self._holders():
+      # No worker knows better: do what the error says.
+      for server in self.servers:
+        if server.is_up:
+          server.kill()
+          server.start()
+      self.trouble(0.0)
+      return True
+    # A fault that ended long ago is no reason.
+    recently = self.now - DEADLINE_SECS / 2 + 2
+    if any(end > max(recently, begun) for end in self._server_trouble):
+      return True
+    workers = self._plan.min_workers
+    if "gave no turn" in str(failed) or "have lost" in str(failed):
+      # A worker that stops in its turn keeps it for as long as a deadline. A
+      # worker that holds the center may be stopped, or train.
+      workers = 2
+    if workers == 1:
+      return False
+    # Slow workers and those that are gone may be too many.
+    slow = any(secs > DEADLINE_SECS / 3 for secs in self._plan.train_secs)
+    return slow or any(end > begun - DEADLINE_SECS for end in (
+        self._worker_trouble + self._server_trouble))
+
+  # The schedule.
+
+  def run(self):
+    """Returns None, or what is wrong."""
+    plan = self._plan
+    clock = Clock(self)
+    _member.time = _server.time = clock
+    _server._Session, Session.world = Session, self
+    # Calls stay in the worker's thread, which holds the baton.
+    _server._interrupts = types.SimpleNamespace(run=lambda call, _: call())
+    for server, when in zip(self.servers, plan.server_starts):
+      self.at(when, server.start)
+      self._server_trouble.append(when)
+    for i, when in enumerate(plan.worker_starts):
+      self.at(when, lambda i=i: self._start_worker(f"w{i}"))
+      self._worker_trouble.append(when)
+    self.current = self._main
+    self.at(0, self._watch)
+    try:
+      while not self._ends:
+        self._main.block()
+      self._check_end()
+    except Exception as e:  # pylint: disable=broad-exception-caught
+      self.fail(e)
+    for worker in self._workers.values():
+      if not worker.is_over:
+        worker.is_killed = True
+        worker.baton.release()
+        self._main.baton.acquire()
+    return self.violation
+
+  def _watch(self):
+    """An event, each second."""
+    if self._quiet_since is None:
+      past = max(self._server_trouble + self._worker_trouble) <= self.now
+      if past and (self.round >= ROUNDS and not self._faults or
+                   self.now > MOST_SECS):
+        self._faults.clear()
+        self._quiet_since = self.now
+    elif self._quiet_rounds is not None:
+      slowest = max(self._plan.train_secs) * 1.5 + DEADLINE_SECS
+      if self.now > self._quiet_since + 4 * QUIET_ROUNDS * slowest:
+        self.fail(Violation(f"rounds do not go on: {self._quiet_rounds} since "
+                            f"{self._quiet_since:.0f}"))
+    elif all(w.is_over for w in self._workers.values()):
+      self.at(self.now + 2 * DEADLINE_SECS, self._end)
+      return
+    self.at(self.now + 1.0, self._watch)
+
+  def _end(self):
+    self._ends = True
+
+  def _check_end(self):
+    if self.violation is not None:
+      return
+    self.rounds_done = self.round
+    for server in self.servers:
+      known = server.rounds.known()
+      alive = known.texts[0].split()[5:]
+      if server.rounds.staged():
+        raise Violation(f"server {server.index} holds "
+                        f"{server.rounds.staged()} workers' values")
+      if server.index == 0 and alive:
+        raise Violation(f"turns {alive} live on")
+
+
+class _Same(dict):
+
+  def __missing__(self, key):
+    return key
+
+
+class SimulatedServer(_server.Server):
+  """The real one without a graph."""
+
+  def _build(self, *_):
+    self._fed = _Same()
+    for name in ("state", "arrive"):
+      setattr(self, "_" + name, [name])
+    self._enter = types.SimpleNamespace(known="enter")
+    self._leave, self._follow, self._close = "leave", "follow", "close"
+    self._join = "join"
+    self._step, self._restore = "step", "restore"
+    self._stage = {tf.float64: "stage"}
+    self.look = lambda: f"{self.address} is simulated"
+    self._center = {(tf.float64, v): ["center"] for v in (False, True)}
+
+
+_REPEATABLE = ("state", "join", "arrive", "leave", "follow", "step", "restore")
+_VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
+
+
+def run(seed, faults=None, verbose=False):
+  world = World(Plan(seed, faults), verbose)
+  return world.run(), world
+
+
+def shrink(seed):
+  """The fewest faults with which the seed fails."""
+  faults = Plan(seed).faults
+  i = 0
+  while i < len(faults):
+    fewer = faults[:i] + faults[i + 1:]
+    if run(seed, fewer)[0] is not None:
+      faults = fewer
+    else:
+      i += 1
+  return faults
+
+
+def command(seed):
+  """What repeats a schedule that fails, with the fewest faults."""
+  return (f"python tests/workers/simulator.py --seed {seed} --faults "
+          f"'{json.dumps(shrink(seed))}'")
+
+
+def main():
+  parser = argparse.ArgumentParser(description=__doc__)
+  parser.add_argument("--seed", type=int)
+  parser.add_argument("--first", type=int, default=0)
+  parser.add_argument("--seeds", type=int, default=100)
+  parser.add_argument("--most", type=int, default=5, help="of failures")
+  parser.add_argument("--faults", type=json.loads)
+  parser.add_argument("--verbose", action="store_true")
+  args = parser.parse_args()
+  tf.get_logger().setLevel("ERROR")
+  if args.seed is not None:
+    faults = args.faults
+    if faults is None and run(args.seed)[0] is not None:
+      faults = shrink(args.seed)
+    violation, world = run(args.seed, faults, args.verbose)
+    print(vars(world._plan))
+    print(f"--seed {args.seed} --faults '{json.dumps(faults)}': {violation!r}")
+    return violation is not None
+  failed = rounds = 0
+  began = time.monotonic()
+  for n, seed in enumerate(range(args.first, args.first + args.seeds)):
+    violation, world = run(seed)
+    rounds += world.round
+    if violation is not None:
+      failed += 1
+      print(f"seed {seed}, after {n + 1} schedules: {violation!r}"[:600],
+            flush=True)
+      if failed >= args.most:
+        break
+  secs = time.monotonic() - began
+  print(f"{n + 1} schedules, {rounds} rounds, {failed} failed, {secs:.1f} s")
+  return failed > 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,157 @@
+"""The protocol of local training holds in simulated schedules."""
+
+import pytest
+import tensorflow as tf
+
+import simulator
+from wrapopt._local import _member
+from wrapopt._local import _server
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+  logger = tf.get_logger()
+  level = logger.level
+  logger.setLevel("ERROR")
+  yield
+  logger.setLevel(level)
+
+
+def search(seeds):
+  """The first seed that fails, or None."""
+  for seed in seeds:
+    violation, _ = simulator.run(seed)
+    if violation is not None:
+      return seed, violation
+  return None
+
+
+def check(seeds):
+  found = search(seeds)
+  if found is not None:
+    seed, violation = found
+    pytest.fail(f"{violation!r}\n{simulator.command(seed)}")
+
+
+def test_a_hundred_schedules():
+  check(range(100))
+
+
+def test_ten_thousand_schedules():
+  check(range(100, 10_100))
+
+
+def test_a_schedule_is_repeated():
+  def calls():
+    violation, world = simulator.run(3)
+    assert violation is None and world.round >= simulator.ROUNDS
+    return world.calls, world.now
+  assert calls() == calls()
+
+
+# Breaks: functions of a MonkeyPatch.
+
+
+def center_is_read_without_its_place(patch):
+  read = _server.Server.read
+
+  class Any:
+    def __eq__(self, other):
+      return True
+
+  patch.setattr(_server.Server, "read", lambda self, place, *args: read(
+      self, Any(), *args))
+
+
+def one_server_does_not_follow(patch):
+  """It is not told of the members, and has no values of them."""
+  patch.setattr(_server.Server, "follow", lambda self, known: True)
+
+
+def arrives_before_its_values(patch):
+  push = _member.Member._push
+
+  def early(self, known, vectors, weight):
+    self._lead.stage(known, weight, vectors)
+    if self._others and not self._lead.arrive(known)[0]:
+      return False
+    return push(self, known, vectors, weight)
+  patch.setattr(_member.Member, "_push", early)
+
+
+def weight_is_lost_on_one_server(patch):
+  stage = _server.Server.stage
+
+  def lossy(self, known, weight, *args):
+    return stage(self, known, 1.0 if self.address == "s1" else weight, *args)
+  patch.setattr(_server.Server, "stage", lossy)
+
+
+def older_center_is_taken(patch):
+  """A worker takes what the servers have, as before."""
+  settle = _member.Member._settle
+
+  def settle_any(self, initial=None):
+    place, self.place = self.place, self.place and (-1, self.place[1])
+    try:
+      states, _ = self._states()
+      if all(s.values and s.place == states[0].place for s in states):
+        return states[0].place
+    finally:
+      self.place = place
+    return settle(self, initial)
+  patch.setattr(_member.Member, "_settle", settle_any)
+
+
+def closed_round_is_left_open(patch):
+  """A worker leaves the end of a closed round to its members."""
+  patch.setattr(_member.Member, "_step", lambda self, known: None)
+
+
+def deadline_is_of_a_call(patch):
+  """As a call that ends for itself: a server that comes late is an error."""
+  run = _server.Server._run
+
+  def bare(self, *args, **kwargs):
+    try:
+      return run(self, *args, **kwargs)
+    except tf.errors.UnavailableError as e:
+      raise tf.errors.DeadlineExceededError(None, None, e.message) from e
+  patch.setattr(_server.Server, "_run", bare)
+
+
+def no_attempt_after_the_deadline(patch):
+  patch.setattr(_member, "_LAST_SECS", -1e9)
+
+
+def worker_sends_what_it_sent_before(patch):
+  sync = _member.Member.sync
+
+  def stale(self, vectors, weight):
+    vectors, self.sent = getattr(self, "sent", vectors), vectors
+    return sync(self, vectors, weight)
+  patch.setattr(_member.Member, "sync", stale)
+
+
+def momentum_is_forgotten(patch):
+  step = simulator.Server._step
+
+  def forgetful(self, call, reply, **kwargs):
+    if self.index == 0:
+      self.velocities = []
+    return step(self, call, reply, **kwargs)
+  patch.setattr(simulator.Server, "_step", forgetful)
+
+
+BREAKS = [
+    center_is_read_without_its_place, one_server_does_not_follow,
+    arrives_before_its_values, weight_is_lost_on_one_server,
+    older_center_is_taken, closed_round_is_left_open, deadline_is_of_a_call,
+    no_attempt_after_the_deadline, worker_sends_what_it_sent_before,
+    momentum_is_forgotten]
+
+
+@pytest.mark.parametrize("way", BREAKS, ids=lambda f: f.__name__)
+def test_a_break_is_found(way, monkeypatch):
+  way(monkeypatch)
+  assert search(range(200)) is not None
