@@ -926,7 +926,7 @@ def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
   try:
     w = tf.Variable([0.0, 0.0])
     kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
-              "grace_secs": 0}
+              "grace_secs": 0, "resume": True}
     local = make(wrapopt.LocalSGD, [w], [server.address], "a", 2, **kwargs)
     for _ in range(3):
       w.assign_add([1.0, 1.0])
