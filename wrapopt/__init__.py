@@ -14,6 +14,7 @@ from wrapopt._averages._decay import HalfLife
 from wrapopt._averages._decay import PowerDecay
 from wrapopt._gates._policies import DelayCompensation
 from wrapopt._gates._policies import GapAware
+from wrapopt._local._jobs import read_center
 from wrapopt.cross_shard import CrossShardOptimizer
 from wrapopt.diloco import DiLoCo
 from wrapopt.drop_stale_gradient import DropStaleGradientOptimizer
@@ -48,6 +49,7 @@ __all__ = [
     "ScheduleFreeOptimizer",
     "__version__",
     "ops",
+    "read_center",
     "sysconfig",
 ]
 

@@ -53,7 +53,8 @@ class DiLoCo(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               only_finite: bool = True, name: str = "diloco") -> None:
+               only_finite: bool = True, name: str = "diloco",
+               resume: bool = False) -> None:
     """Takes the center.
 
     Args:
@@ -61,7 +62,8 @@ class DiLoCo(_training.LocalTraining):
       outer_learning_rate: The learning rate of the outer step, more than 0.
       outer_momentum: Its momentum, in [0, 1).
       min_workers, round_timeout_secs, grace_secs, weight, local_weight,
-        averaged, most_pushes, progress, only_finite, name: As of `LocalSGD`.
+        averaged, most_pushes, progress, only_finite, name, resume: As of
+        `LocalSGD`.
 
     Raises:
       ValueError: If `outer_learning_rate` or `outer_momentum` is out of range.
@@ -76,4 +78,4 @@ class DiLoCo(_training.LocalTraining):
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged,
         float(outer_learning_rate), float(outer_momentum), most_pushes,
-        progress, only_finite, name)
+        progress, only_finite, name, resume)

@@ -21,7 +21,11 @@ class LocalSGD(_training.LocalTraining):
   state stays with the worker.
 
   The constructor takes the center from the servers. If they have none, the
-  variables of the first worker become the center of round 0.
+  variables of the first worker become the center of round 0: a job begins. All
+  workers of a job give the same settings, the same variables, and the same
+  servers in the same order. A second job needs another `name`, or begins after
+  `wrapopt.server.drop`; only a worker with `resume=True` goes on from a center
+  that another process of its name has left.
 
   Means are computed in float32 (float64 for float64 variables), in the order in
   which workers arrive, so their last bits depend on it.
@@ -50,7 +54,8 @@ class LocalSGD(_training.LocalTraining):
                grace_secs: Optional[float] = None, weight: str = "steps",
                local_weight: float = 0.0, averaged: Sequence[Any] = (),
                most_pushes: int = 4, progress: bool = False,
-               only_finite: bool = True, name: str = "local_sgd") -> None:
+               only_finite: bool = True, name: str = "local_sgd",
+               resume: bool = False) -> None:
     """Takes the center.
 
     Args:
@@ -62,7 +67,7 @@ class LocalSGD(_training.LocalTraining):
         strings, the same for all workers. Each is a `python -m wrapopt.server`
         and holds an equal part of the center.
       worker: This worker's name, different from all others and the same after a
-        restart.
+        restart. A restarted worker passes `resume=True`.
       num_workers: The number of workers.
       sync_every: The number of inner steps of this worker in a round. A slow
         worker may have a smaller one than others.
@@ -88,7 +93,12 @@ class LocalSGD(_training.LocalTraining):
         takes the center of the round. It counts as one of `min_workers`, so
         others do not wait for it. `report.not_finite` has its name, in all
         workers.
-      name: The name of the rounds on the servers.
+      name: The name of the job on the servers. `wrapopt.read_center` reads its
+        center.
+      resume: Whether the worker may go on for an earlier process of its name,
+        which then gets an error if it is alive, or join when `num_workers`
+        others have. Use it in a program that is restarted if it dies. It
+        changes nothing if the servers have no center.
 
     Raises:
       TypeError: If an argument is of a wrong type.
@@ -96,11 +106,12 @@ class LocalSGD(_training.LocalTraining):
       tf.errors.DeadlineExceededError: If the servers are not found within
         `round_timeout_secs`, or some have lost their center and no worker that
         holds it came.
-      tf.errors.InvalidArgumentError: If the servers have rounds of this name
-        with other variables or settings, or `worker` is the name of another
-        process that is alive.
+      tf.errors.InvalidArgumentError: If the servers have a job of this name
+        with other variables, settings or servers: the error tells the first
+        difference. Without `resume`, also if another process has had the name
+        `worker` in the job, or `num_workers` others are part of it.
     """
     super().__init__(
         variables, servers, worker, num_workers, sync_every, min_workers,
         round_timeout_secs, grace_secs, weight, local_weight, averaged, 1.0,
-        0.0, most_pushes, progress, only_finite, name)
+        0.0, most_pushes, progress, only_finite, name, resume)

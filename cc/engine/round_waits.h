@@ -74,6 +74,23 @@ class Processes {
     return true;
   }
 
+  bool Has(const std::string& worker) const {
+    return processes_.count(worker) > 0;
+  }
+  // Whether a process would take the name from another one.
+  bool IsTaken(const std::string& worker, int64_t process) const {
+    const auto found = processes_.find(worker);
+    return found != processes_.end() && found->second.current != process &&
+           found->second.before.count(process) == 0;
+  }
+
+  int64_t size() const { return processes_.size(); }
+  std::vector<std::string> Names() const {
+    std::vector<std::string> names;
+    for (const auto& [name, of] : processes_) names.push_back(name);
+    return names;
+  }
+
  private:
   struct Of {
     int64_t current = 0;

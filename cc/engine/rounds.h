@@ -113,6 +113,38 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
     expected_.Add(worker);
   }
 
+  // Whether no worker is known, and no generation has begun.
+  bool is_unused() {
+    std::lock_guard<std::mutex> lock(mu_);
+    return generation_ == 0 && processes_.size() == 0 && waits_.empty() &&
+           arrivals_.size() == 0;
+  }
+
+  // Makes a worker known by its name. Only if it resumes, it takes the name
+  // from another process, or joins when num_workers others are known.
+  RoundsStatus Join(const std::string& worker, int64_t process, bool resumes,
+                    int64_t* workers) {
+    std::lock_guard<std::mutex> lock(mu_);
+    const std::string what_to_do =
+        Text(": a restarted worker passes resume=True; a new job has another ",
+             "name, or begins after the old one is dropped");
+    if (!resumes && !processes_.Has(worker) &&
+        processes_.size() >= num_workers_) {
+      return RoundsStatus::InvalidArgument(Text(
+          subject_, " have num_workers = ", num_workers_, ", but ",
+          InQuotes(worker), " came to round ", open_, " after ",
+          InQuotes(processes_.Names()), what_to_do));
+    }
+    if (!resumes && processes_.IsTaken(worker, process)) {
+      return RoundsStatus::InvalidArgument(Text(
+          "worker ", InQuotes(worker), " of ", subject_, " is another ",
+          "process already, and round ", open_, " is open", what_to_do));
+    }
+    if (!processes_.IsCurrent(worker, process)) return Replaced(worker);
+    *workers = processes_.size();
+    return RoundsStatus();
+  }
+
   // The number of workers whose values are no members'.
   int64_t staged() {
     std::lock_guard<std::mutex> lock(mu_);
@@ -364,13 +396,11 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
   // open round, however long it takes to train.
   RoundsStatus Meet(const RoundWait& wait, Deferred* after) {
     if (wait.what == For::kRead) {
-      expected_.Add(wait.worker);
+      if (!wait.worker.empty()) expected_.Add(wait.worker);
       return RoundsStatus();
     }
     if (!processes_.IsCurrent(wait.worker, wait.process)) {
-      return RoundsStatus::InvalidArgument(Text(
-          "worker ", InQuotes(wait.worker), " of ", subject_, " is another ",
-          "process now: give each worker a unique name"));
+      return Replaced(wait.worker);
     }
     expected_.Add(wait.worker);
     const RoundsStatus room = CheckRoom(wait.worker);
@@ -574,6 +604,12 @@ class Rounds : public std::enable_shared_from_this<Rounds<Value>> {
              ": restart the others, wait longer, or reduce min_workers"));
     after.Add(std::move(found->second), {status});
     waits_.erase(found);
+  }
+
+  RoundsStatus Replaced(const std::string& worker) const {
+    return RoundsStatus::InvalidArgument(Text(
+        "worker ", InQuotes(worker), " of ", subject_, " is another ",
+        "process now: give each worker a unique name"));
   }
 
   RoundsStatus Gone() const {

@@ -149,11 +149,12 @@ class AveragingRestoreOp : public OpKernel {
     RoundsPtr resource;
     OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
     std::string worker;
-    int64_t from;
+    int64_t from, job;
     Place place;
     OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
     OP_REQUIRES_OK(ctx, ReadScalar(ctx, "from_generation", &from));
     OP_REQUIRES_OK(ctx, ReadPlace(ctx, &place));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "job", &job));
     const int64_t least = resource->options().holds_center ? 0 : -1;
     OP_REQUIRES(ctx, place.round >= least,
                 absl::InvalidArgumentError(absl::StrCat(
@@ -167,7 +168,10 @@ class AveragingRestoreOp : public OpKernel {
                             worker, from, place,
                             resource->options().holds_center, &values,
                             &restored, &after)));
-    if (restored) center->ForgetMean();
+    if (restored) {
+      center->ForgetMean();
+      center->job = job;
+    }
     if (!values.empty()) {
       const int64_t n = resource->options().num_vectors();
       center->velocities.assign(values.begin() + n, values.end());

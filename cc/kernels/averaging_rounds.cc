@@ -1,5 +1,5 @@
-// Wrapopt>AveragingRounds, Enter, Stage, Arrive, Leave, Follow, Close, State,
-// Clock and Raise.
+// Wrapopt>AveragingRounds, Join, Enter, Stage, Arrive, Leave, Follow, Close,
+// State, List, Drop, Clock and Raise.
 // The rounds are in engine/rounds.h.
 #include <chrono>  // NOLINT(build/c++11)
 #include <cmath>
@@ -18,6 +18,7 @@
 #include "cc/kernels/rounds_resource.h"
 #include "cc/ops/averaging_rounds.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/resource_op_kernel.h"
 #include "tensorflow/core/framework/tensor.h"
 #include "tensorflow/core/framework/tensor_shape.h"
@@ -34,6 +35,7 @@ using tensorflow::OpKernel;
 using tensorflow::OpKernelConstruction;
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
+using tensorflow::tstring;
 
 class AveragingRoundsOp
     : public tensorflow::ResourceOpKernel<RoundsResource> {
@@ -46,25 +48,72 @@ class AveragingRoundsOp
     OP_REQUIRES_OK(ctx, ctx->GetAttr("holds_center", &options_.holds_center));
     OP_REQUIRES_OK(ctx, ctx->GetAttr("settings", &options_.settings));
     OP_REQUIRES_OK(ctx, CheckVectors(options_.dtypes, options_.sizes));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("container", &container_));
+    OP_REQUIRES_OK(ctx, ctx->GetAttr("shared_name", &shared_name_));
+  }
+
+  void Compute(OpKernelContext* ctx) override {
+    if (!shared_name_.empty() && get_resource() == nullptr) {
+      DropUnused(ctx->resource_manager());
+    }
+    ResourceOpKernel::Compute(ctx);
   }
 
  private:
+  // Drops rounds of other options that a worker has made that was refused. One
+  // that waits for another server calls all the time.
+  void DropUnused(tensorflow::ResourceMgr* manager) const {
+    const std::string& container =
+        container_.empty() ? manager->default_container() : container_;
+    RoundsResource* found;
+    if (!manager->Lookup(container, shared_name_, &found).ok()) return;
+    const RoundsPtr owned(found);
+    const auto [has, got] = found->options().Compare(options_);
+    if (has == got || found->idle_secs() < 1 ||
+        !found->rounds()->is_unused()) {
+      return;
+    }
+    // Another op may have dropped them.
+    manager->Delete<RoundsResource>(container, shared_name_).IgnoreError();
+  }
+
   absl::Status CreateResource(RoundsResource** resource) override
       TF_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    *resource = new RoundsResource(cinfo_.name(), options_);
+    *resource = new RoundsResource(cinfo_.resource_manager(),
+                                   cinfo_.container(), cinfo_.name(), options_);
     return absl::OkStatus();
   }
 
   absl::Status VerifyResource(RoundsResource* resource) override {
-    const std::string has = resource->options().Describe();
-    const std::string got = options_.Describe();
+    const auto [has, got] = resource->options().Compare(options_);
     if (has == got) return absl::OkStatus();
     return absl::InvalidArgumentError(absl::StrCat(
-        resource->rounds()->subject(), " have ", has, ", got ", got,
-        ": all workers must use the same, or another shared_name"));
+        resource->rounds()->subject(), " have ", has, ", got ", got, ": all ",
+        "workers of a job must give the same, and other jobs another name"));
   }
 
   RoundsOptions options_;
+  std::string container_;
+  std::string shared_name_;
+};
+
+class AveragingJoinOp : public OpKernel {
+ public:
+  explicit AveragingJoinOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    RoundsPtr resource;
+    std::string worker;
+    int64_t process = 0, workers = 0;
+    bool resumes = false;
+    OP_REQUIRES_OK(ctx, FindRounds(ctx, &resource));
+    OP_REQUIRES_OK(ctx, ReadWorker(ctx, &worker));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "process", &process));
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "resumes", &resumes));
+    OP_REQUIRES_OK(ctx, ToStatus(resource->rounds()->Join(worker, process,
+                                                          resumes, &workers)));
+    OP_REQUIRES_OK(ctx, WriteScalar(ctx, "workers", workers));
+  }
 };
 
 class AveragingEnterOp : public AsyncOpKernel {
@@ -315,15 +364,68 @@ class AveragingStateOp : public OpKernel {
     OP_REQUIRES_OK(ctx, WritePlace(ctx, known.place));
     OP_REQUIRES_OK(ctx, WriteKnown(ctx, "known", known));
     Tensor* output;
-    OP_REQUIRES_OK(ctx, ctx->allocate_output("numbers", {3}, &output));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("numbers", {5}, &output));
     auto numbers = output->vec<int64_t>();
     numbers(0) = center->values.size();
     numbers(1) = center->velocities.size();
     numbers(2) = resource->rounds()->staged();
+    numbers(3) = resource->id();
+    numbers(4) = center->job;
   }
 
  private:
   std::string worker_;
+};
+
+class AveragingListOp : public OpKernel {
+ public:
+  explicit AveragingListOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    const auto listed = RoundsResource::List(ctx->resource_manager());
+    const int64_t r = listed.size();
+    Tensor *names, *settings, *numbers;
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("names", {r}, &names));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("settings", {r}, &settings));
+    OP_REQUIRES_OK(ctx, ctx->allocate_output("numbers", {r, 5}, &numbers));
+    int64_t i = 0;
+    for (const auto& [name, resource] : listed) {
+      names->vec<tstring>()(i) = name;
+      settings->vec<tstring>()(i) = resource->options().settings;
+      auto of_this = numbers->matrix<int64_t>();
+      Center* const center = resource->center();
+      std::lock_guard<std::mutex> lock(center->mu);
+      const Place place = resource->rounds()->known().place;
+      int64_t bytes = 0;
+      for (const auto* const tensors : {&center->values, &center->velocities}) {
+        for (const Tensor& tensor : *tensors) bytes += tensor.TotalBytes();
+      }
+      of_this(i, 0) = place.round;
+      of_this(i, 1) = place.generation;
+      of_this(i, 2) = center->job;
+      of_this(i, 3) = static_cast<int64_t>(resource->idle_secs());
+      of_this(i, 4) = bytes;
+      ++i;
+    }
+  }
+};
+
+class AveragingDropOp : public OpKernel {
+ public:
+  explicit AveragingDropOp(OpKernelConstruction* ctx) : OpKernel(ctx) {}
+
+  void Compute(OpKernelContext* ctx) override {
+    tstring name;
+    OP_REQUIRES_OK(ctx, ReadScalar(ctx, "shared_name", &name));
+    tensorflow::ResourceMgr* const manager = ctx->resource_manager();
+    const bool is_listed = RoundsResource::List(manager).count(name) > 0;
+    OP_REQUIRES_OK(ctx, WriteScalar(
+        ctx, "dropped",
+        is_listed && manager
+                         ->Delete<RoundsResource>(manager->default_container(),
+                                                  std::string(name))
+                         .ok()));
+  }
 };
 
 class AveragingClockOp : public OpKernel {
@@ -359,6 +461,7 @@ class AveragingRaiseOp : public OpKernel {
       Name("Wrapopt>" #op).Device(tensorflow::DEVICE_CPU), op##Op)
 
 WRAPOPT_REGISTER(AveragingRounds);
+WRAPOPT_REGISTER(AveragingJoin);
 WRAPOPT_REGISTER(AveragingEnter);
 WRAPOPT_REGISTER(AveragingStage);
 WRAPOPT_REGISTER(AveragingArrive);
@@ -366,6 +469,8 @@ WRAPOPT_REGISTER(AveragingLeave);
 WRAPOPT_REGISTER(AveragingFollow);
 WRAPOPT_REGISTER(AveragingClose);
 WRAPOPT_REGISTER(AveragingState);
+WRAPOPT_REGISTER(AveragingList);
+WRAPOPT_REGISTER(AveragingDrop);
 WRAPOPT_REGISTER(AveragingClock);
 WRAPOPT_REGISTER(AveragingRaise);
 

@@ -1,15 +1,21 @@
 #include "cc/kernels/rounds_resource.h"
 
 #include <algorithm>
+#include <chrono>  // NOLINT(build/c++11)
 #include <cstdint>
+#include <map>
+#include <mutex>  // NOLINT(build/c++11)
 #include <set>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "cc/kernels/inputs.h"
@@ -17,7 +23,9 @@
 #include "cc/ops/averaging_rounds.h"
 #include "cc/rules/rules.h"
 #include "tensorflow/core/framework/op_kernel.h"
+#include "tensorflow/core/framework/resource_mgr.h"
 #include "tensorflow/core/framework/tensor.h"
+#include "tensorflow/core/platform/random.h"
 #include "tensorflow/core/platform/tstring.h"
 
 namespace wrapopt {
@@ -25,6 +33,105 @@ namespace wrapopt {
 using tensorflow::OpKernelContext;
 using tensorflow::Tensor;
 using tensorflow::tstring;
+
+std::pair<std::string, std::string> RoundsOptions::Compare(
+    const RoundsOptions& other) const {
+  const std::vector<std::string> lines = absl::StrSplit(settings, '\n');
+  const std::vector<std::string> others = absl::StrSplit(other.settings, '\n');
+  const auto fact = [](absl::string_view line) {
+    return line.substr(0, line.find('\t'));
+  };
+  const auto told = [](const std::string& line) {
+    return absl::StrReplaceAll(line, {{"\t", " "}});
+  };
+  if (lines.size() > 1 && others.size() > 1) {
+    for (size_t i = 0; i < std::min(lines.size(), others.size()); ++i) {
+      if (fact(lines[i]) != fact(others[i])) {
+        return {told(lines[i]), told(others[i])};
+      }
+    }
+    if (lines.size() == others.size()) return {};
+  }
+  const std::string all = Describe(), of_other = other.Describe();
+  if (all == of_other) return {};
+  return {all, of_other};
+}
+
+namespace {
+
+double NowSecs() {
+  const std::chrono::duration<double> now =
+      std::chrono::steady_clock::now().time_since_epoch();
+  return now.count();
+}
+
+// All rounds of the process: their managers, containers and names. New rounds
+// may have the name of some that a kernel has not yet released.
+struct Listed {
+  std::mutex mu;
+  std::multiset<
+      std::tuple<tensorflow::ResourceMgr*, std::string, std::string>>
+      rounds;
+
+  static Listed& Get() {
+    static Listed* const listed = new Listed;
+    return *listed;
+  }
+};
+
+}  // namespace
+
+RoundsResource::RoundsResource(tensorflow::ResourceMgr* manager,
+                               const std::string& container,
+                               const std::string& name,
+                               const RoundsOptions& options)
+    : manager_(manager),
+      container_(container),
+      name_(name),
+      options_(options),
+      id_(static_cast<int64_t>(tensorflow::random::New64() >> 2) + 1),
+      used_(NowSecs()),
+      rounds_(std::make_shared<TensorRounds>(
+          name, options.num_workers, &DeadlineTimer::Get(),
+          [](const std::string& text) { LOG(WARNING) << text; })) {
+  Listed& listed = Listed::Get();
+  std::lock_guard<std::mutex> lock(listed.mu);
+  listed.rounds.emplace(manager_, container_, name_);
+}
+
+RoundsResource::~RoundsResource() {
+  rounds_->End();
+  Listed& listed = Listed::Get();
+  std::lock_guard<std::mutex> lock(listed.mu);
+  listed.rounds.erase(listed.rounds.find({manager_, container_, name_}));
+}
+
+std::map<std::string, RoundsPtr> RoundsResource::List(
+    tensorflow::ResourceMgr* manager) {
+  std::set<std::string> names;
+  {
+    Listed& listed = Listed::Get();
+    std::lock_guard<std::mutex> lock(listed.mu);
+    for (const auto& [of, container, name] : listed.rounds) {
+      if (of == manager && container == manager->default_container()) {
+        names.insert(name);
+      }
+    }
+  }
+  std::map<std::string, RoundsPtr> found;
+  for (const std::string& name : names) {
+    RoundsResource* rounds;
+    if (!manager->Lookup(manager->default_container(), name, &rounds).ok()) {
+      continue;
+    }
+    RoundsPtr owned(rounds);
+    if (owned->options().holds_center) found[name] = std::move(owned);
+  }
+  return found;
+}
+
+double RoundsResource::idle_secs() const { return NowSecs() - used_; }
+void RoundsResource::Use() { used_ = NowSecs(); }
 
 absl::Status ReadWorker(OpKernelContext* ctx, std::string* worker) {
   tstring name;

@@ -2,9 +2,11 @@
 #ifndef WRAPOPT_CC_KERNELS_ROUNDS_RESOURCE_H_
 #define WRAPOPT_CC_KERNELS_ROUNDS_RESOURCE_H_
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>  // NOLINT(build/c++11)
 #include <string>
@@ -38,6 +40,8 @@ struct Center {
   // One for each value that takes outer steps; these values come first. Without
   // velocities, the next outer step starts with a velocity of 0.
   std::vector<tensorflow::Tensor> velocities;
+  // The job that trains it; 0 if that is not known.
+  int64_t job = 0;
   // The weighted mean of the members' values, empty without any, and the sum of
   // their weights.
   std::vector<tensorflow::Tensor> mean;
@@ -64,6 +68,11 @@ struct RoundsOptions {
 
   int64_t num_vectors() const { return dtypes.size(); }
 
+  // What differs from other options, of these and of the others; ("", "") if
+  // nothing does.
+  std::pair<std::string, std::string> Compare(const RoundsOptions& other) const;
+
+ private:
   // A text that is equal for equal options.
   std::string Describe() const {
     std::string vectors;
@@ -80,12 +89,13 @@ struct RoundsOptions {
 // A wait does not keep the rounds alive. Their deletion ends the wait.
 class RoundsResource : public tensorflow::ResourceBase {
  public:
-  RoundsResource(const std::string& name, const RoundsOptions& options)
-      : options_(options),
-        rounds_(std::make_shared<TensorRounds>(
-            name, options.num_workers, &DeadlineTimer::Get(),
-            [](const std::string& text) { LOG(WARNING) << text; })) {}
-  ~RoundsResource() override { rounds_->End(); }
+  RoundsResource(tensorflow::ResourceMgr* manager, const std::string& container,
+                 const std::string& name, const RoundsOptions& options);
+  ~RoundsResource() override;
+
+  // By name, all in the manager's default container that hold a center.
+  static std::map<std::string, tensorflow::core::RefCountPtr<RoundsResource>>
+  List(tensorflow::ResourceMgr* manager);
 
   std::string DebugString() const override { return rounds_->subject(); }
 
@@ -93,8 +103,20 @@ class RoundsResource : public tensorflow::ResourceBase {
   TensorRounds* rounds() { return rounds_.get(); }
   Center* center() { return &center_; }
 
+  // A number that no other rounds have, more than 0.
+  int64_t id() const { return id_; }
+
+  // How long no op has used them, in seconds.
+  double idle_secs() const;
+  void Use();
+
  private:
+  tensorflow::ResourceMgr* const manager_;
+  const std::string container_;
+  const std::string name_;
   const RoundsOptions options_;
+  const int64_t id_;
+  std::atomic<double> used_;
   const std::shared_ptr<TensorRounds> rounds_;
   Center center_;
 };
@@ -103,8 +125,10 @@ using RoundsPtr = tensorflow::core::RefCountPtr<RoundsResource>;
 
 inline absl::Status FindRounds(tensorflow::OpKernelContext* ctx,
                                RoundsPtr* rounds) {
-  return FindResource(ctx, "rounds", "those of Wrapopt>AveragingRounds",
-                      rounds);
+  TF_RETURN_IF_ERROR(FindResource(
+      ctx, "rounds", "those of Wrapopt>AveragingRounds", rounds));
+  (*rounds)->Use();
+  return absl::OkStatus();
 }
 
 inline absl::Status ToStatus(const RoundsStatus& status) {

@@ -108,6 +108,10 @@ absl::Status RoundsShape(InferenceContext* c) {
   return Check(c, {});
 }
 
+absl::Status JoinShape(InferenceContext* c) {
+  return Check(c, {"rounds", "worker", "process", "resumes"});
+}
+
 absl::Status EnterShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(Check(c, {"rounds", "worker", "process", "place",
                                "most_turns", "turn_secs", "timeout_secs"}));
@@ -144,14 +148,24 @@ absl::Status RaiseShape(InferenceContext* c) {
 }
 
 absl::Status RestoreShape(InferenceContext* c) {
-  return Check(c, {"rounds", "worker", "from_generation", "place"});
+  return Check(c, {"rounds", "worker", "from_generation", "place", "job"});
 }
 
 absl::Status StateShape(InferenceContext* c) {
   TF_RETURN_IF_ERROR(Check(c, {"rounds"}));
   c->set_output(0, c->Vector(2));
-  c->set_output(2, c->Vector(3));
+  c->set_output(2, c->Vector(5));
   return SetVector(c, 1);
+}
+
+absl::Status ListShape(InferenceContext* c) {
+  c->set_output(2, c->Matrix(InferenceContext::kUnknownDim, 5));
+  TF_RETURN_IF_ERROR(SetVector(c, 0));
+  return SetVector(c, 1);
+}
+
+absl::Status DropShape(InferenceContext* c) {
+  return Check(c, {"shared_name"});
 }
 
 }  // namespace
@@ -212,10 +226,34 @@ dtypes: For each vector of the center, its dtype.
 sizes: The same, the number of elements.
 holds_center: Whether the rounds hold the center. If not, it is in variables.
 settings: Tells how the center is used. This and the attributes above must be
-  the same in all ops that share the rounds.
+  the same in all ops that share the rounds. If it has several lines, an error
+  names the first one that differs, in both. In a line, what follows a tab is
+  told and not compared.
 container: If non-empty, the container that holds the rounds.
 shared_name: Ops with the same name on the same device share the rounds, in all
   graphs, sessions and processes. If empty, the rounds are not shared.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingJoin")
+    .Input("rounds: resource")
+    .Input("worker: string")
+    .Input("process: int64")
+    .Input("resumes: bool")
+    .Output("workers: int64")
+    .SetIsStateful()
+    .SetShapeFn(JoinShape)
+    .Doc(R"doc(
+Makes a worker known by its name, at the server that leads.
+
+Rounds know the workers that have joined or entered. The op fails if another
+process has the worker's name, or num_workers others are known.
+
+rounds: From Wrapopt>AveragingRounds.
+worker: The worker's name.
+process: A number that no other process has.
+resumes: Whether the worker resumes. Then it takes its name from another
+  process, or joins more than num_workers others.
+workers: The number of workers that are known now.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingEnter")
@@ -380,6 +418,7 @@ REGISTER_OP("Wrapopt>AveragingRestore")
     .Input("worker: string")
     .Input("from_generation: int64")
     .Input("place: int64")
+    .Input("job: int64")
     .Output("restored: bool")
     .SetIsStateful()
     .SetShapeFn(RestoreShape)
@@ -398,6 +437,7 @@ from_generation: The server's generation. With another one, the op has no
   effect.
 place: [2] the round that begins with this center, and the new generation, which
   must be later.
+job: A scalar, the number of the job that trains the center; 0 if unknown.
 restored: Whether the generation has begun.
 )doc");
 
@@ -415,11 +455,45 @@ The state of averaging rounds.
 rounds: From Wrapopt>AveragingRounds.
 place: [2] the open round, and its generation.
 known: [1 + M] the same, and all members of the round.
-numbers: [3] the number of vectors of the center that the rounds hold, the
-  number of velocities, and the number of workers whose values are no part of
-  the round yet.
+numbers: [5] the number of vectors of the center that the rounds hold, the
+  number of velocities, the number of workers whose values are no part of the
+  round yet, a number that no other rounds have, and the job that trains the
+  center.
 worker: The name of a worker that starts, for which the rounds wait from now on;
   "" for none.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingList")
+    .Output("names: string")
+    .Output("settings: string")
+    .Output("numbers: int64")
+    .SetIsStateful()
+    .SetShapeFn(ListShape)
+    .Doc(R"doc(
+Lists the R averaging rounds that hold a center, of all jobs of a server.
+
+The rounds are those in the default container.
+
+names: [R] their shared_name, sorted.
+settings: [R] their settings.
+numbers: [R, 5] the open round, its generation, the job that trains the center,
+  how many seconds no op has used the rounds, and the bytes of the center and
+  its velocities.
+)doc");
+
+REGISTER_OP("Wrapopt>AveragingDrop")
+    .Input("shared_name: string")
+    .Output("dropped: bool")
+    .SetIsStateful()
+    .SetShapeFn(DropShape)
+    .Doc(R"doc(
+Drops averaging rounds that Wrapopt>AveragingList lists, with their center.
+
+Waits of workers end with an error. The next Wrapopt>AveragingRounds of the name
+makes new rounds, without a center.
+
+shared_name: A scalar, that of the rounds.
+dropped: False if there are no such rounds.
 )doc");
 
 REGISTER_OP("Wrapopt>AveragingClock")

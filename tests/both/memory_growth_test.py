@@ -211,7 +211,7 @@ def rounds(tmp_path):
       num_workers=2, shared_name="memory_growth", dtypes=[tf.float32],
       sizes=[100], holds_center=False)
   center, value = tf.Variable(tf.zeros([100])), tf.ones([100])
-  raw.wrapopt_averaging_restore(handle, "", 0, [0, 1])
+  raw.wrapopt_averaging_restore(handle, "", 0, [0, 1], 0)
   end = tf.function(lambda known: raw.wrapopt_averaging_mean(
       handle, known, [center.handle], [], sizes=[1]), autograph=False)
   place = tf.constant([0, 1], tf.int64)

@@ -364,6 +364,57 @@ TEST(Rounds, ATurnThatIsGivenUp) {
   EXPECT_FALSE(f.lead->Leave("a", a.turn));
 }
 
+TEST(Rounds, Join) {
+  Fixture f;
+  int64_t workers = 0;
+  const auto join = [&](const std::string& worker, int64_t process,
+                        bool resumes = false) {
+    return f.lead->Join(worker, process, resumes, &workers).message;
+  };
+  const std::string what_to_do =
+      ": a restarted worker passes resume=True; a new job has another name, or "
+      "begins after the old one is dropped";
+  EXPECT_TRUE(IntRounds("r", 1, &f.timer, nullptr).is_unused());
+  EXPECT_FALSE(f.lead->is_unused());
+  EXPECT_EQ(join("a", 1), "");
+  EXPECT_EQ(join("a", 1), "");
+  EXPECT_EQ(workers, 1);
+  EXPECT_EQ(join("a", 2),
+            "worker 'a' of averaging rounds 'r' is another process already, "
+            "and round 0 is open" + what_to_do);
+  EXPECT_EQ(f.Enter("b", {0, 1}, 3)->times, 1);  // It is known, too.
+  EXPECT_EQ(join("c", 4),
+            "averaging rounds 'r' have num_workers = 2, but 'c' came to round "
+            "0 after 'a', 'b'" + what_to_do);
+  EXPECT_EQ(workers, 1);
+  EXPECT_EQ(join("c", 4, true), "");
+  EXPECT_EQ(workers, 3);
+  EXPECT_EQ(join("a", 2, true), "");
+  for (const bool resumes : {false, true}) {
+    EXPECT_EQ(join("a", 1, resumes),
+              "worker 'a' of averaging rounds 'r' is another process now: give "
+              "each worker a unique name");
+  }
+}
+
+// A round that a deadline has closed expects its members alone, and who reads.
+TEST(Rounds, ReadersThatAreNoWorkers) {
+  for (const std::string reader : {"", "b"}) {
+    Fixture f;
+    f.Bring("a", 1);
+    const HeardPtr closed = f.Close({0, 1}, 1);
+    f.timer.Ring(kWait);
+    EXPECT_EQ(closed->times, 1);
+    End(f.lead.get(), closed->known);
+    EXPECT_EQ(f.Read(reader)->times, 1);
+    RoundWait enter{For::kTurn, {1, 1}, "a", 0, 1, kTurn};
+    const Known known = f.Start(std::move(enter))->known;
+    EXPECT_TRUE(Stage(f.lead.get(), "a", known, 1));
+    EXPECT_TRUE(f.Arrive("a", known));
+    EXPECT_EQ(f.Close({1, 1}, 1)->times, reader.empty() ? 1 : 0);
+  }
+}
+
 TEST(Rounds, Readers) {
   Fixture f;
   const std::string workers = "abcdefg";

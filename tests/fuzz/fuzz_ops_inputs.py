@@ -394,6 +394,8 @@ class _Maker:
       return np.array(self._pick([0.001, 0.02, 5., np.inf]))
     if name in ("recorded", "limit"):
       return np.array(self._pick([0, 3, 1, 50]), np.int64)
+    if name == "shared_name":
+      return np.array("no rounds", object)
     if name == "token":  # All negative ones stand for none.
       return np.array(self._pick([0, 7, 7, 2**63 - 1, -1, -2**63]), np.int64)
     if name == "code":  # Others are errors.
@@ -435,7 +437,8 @@ class _Maker:
         "first": [self.first], "from_generation": [rounds.place[1]],
         "learning_rate": [1., 0.5], "momentum": [0., 0.9],
         "stepped": [0, n], "index": [self.first],
-        "turn": [-1, *rounds.alive.values()]}
+        "turn": [-1, *rounds.alive.values()], "job": [0, 5],
+        "resumes": [False, True]}
     return np.array(self._pick(numbers[name]), numpy_dtype(dtype))
 
   def _rounds(self):

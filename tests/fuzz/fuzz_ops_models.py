@@ -812,9 +812,31 @@ def _state(call):
   has_center = rounds.center is not None and rounds.place[1] > 0
   _want(call.outputs[0], rounds.place, "the place")
   _want(call.outputs[1], [x.encode() for x in rounds.known()], "known")
-  _want(call.outputs[2], [
+  *numbers, number, job = call.outputs[2]
+  _want(numbers, [
       len(rounds.sizes) * has_center, 0,
       len(rounds.staged) + (rounds.offered is not None)], "the numbers")
+  if number <= 0 or job != 0:
+    raise AssertionError(f"the rounds have the numbers {number} and {job}")
+
+
+def _join(call):
+  rounds, worker = call.case.rounds, call.number("worker")
+  known = {*rounds.members, *rounds.staged}
+  call.demand(call.number("resumes") or (
+      call.number("process") == 0 if worker in known else
+      len(known) < rounds.workers), "the name of another, or too many")
+  _want(call.outputs[0], len({*known, worker}), "the workers")
+
+
+def _list(call):
+  names, settings, numbers = call.outputs
+  if not len(names) == len(settings) == len(numbers):
+    raise AssertionError("each of the rounds must have settings and numbers")
+
+
+def _drop(call):
+  _want(call.outputs[0], False, "dropped")
 
 
 def _end(call):
@@ -907,11 +929,14 @@ _MODELS = {
     **(_OF_ROUNDS := {
         "AveragingArrive": _arrive, "AveragingCenter": _center,
         "AveragingClose": _close, "AveragingEnter": _enter,
-        "AveragingFollow": _follow, "AveragingLeave": _leave,
+        "AveragingFollow": _follow, "AveragingJoin": _join,
+        "AveragingLeave": _leave,
         "AveragingMean": _mean, "AveragingOuterStep": _outer_step,
         "AveragingRestore": _restore, "AveragingStage": _stage,
         "AveragingState": _state}),
     "AveragingClock": _clock,
+    "AveragingDrop": _drop,
+    "AveragingList": _list,
     "AveragingRaise": _raise,
     "AveragingRounds": _rounds,
     "BeginUpdate": _begin,

@@ -199,7 +199,7 @@ class World:
       if rounds.center is not None:
         stage(inputs.CENTRAL, told(rounds.place), rounds.center)
       run("Restore", worker=inputs.CENTRAL, from_generation=integer(0),
-          place=integer(rounds.place))
+          place=integer(rounds.place), job=integer(0))
     for worker, values in rounds.members.items():
       run("Arrive", worker=worker, known=enter(worker, values))
     for worker, values in rounds.staged.items():

@@ -74,7 +74,7 @@ def test_an_average_is_that_of_the_weights_of_the_worker():
 
 def test_what_is_refused():
   server = server_module.start()
-  of = local_of(wrapopt.LocalSGD, 3, server)
+  of = local_of(wrapopt.LocalSGD, 3, server, resume=True)
   with pytest.raises(ValueError, match=(
       r"`steps_per_execution` of compile\(\) must divide")):
     fitted("sgd", of, steps_per_execution=2)
@@ -115,7 +115,7 @@ def test_values_that_others_have_assigned_are_not_sent(
     model.set_weights([np.full([3, 1], 9.0)])
   if change == "restore":  # Of the same epoch, and so the center's are newer.
     rounds = wrapopt.keras.LocalRounds(local_of(
-        wrapopt.LocalSGD, 2, server)(model.trainable_variables))
+        wrapopt.LocalSGD, 2, server, resume=True)(model.trainable_variables))
   text = fit(2 if change == "restore" else 1)
   assert ("take the center of round 1, since others have assigned" in text)
   assert rounds._local.round == 2

@@ -69,7 +69,7 @@ def test_a_center_that_is_refused(mode, holds_center, values, place, error,
   with pytest.raises(error, match=text):
     if values is not None:
       server.stage("a", known, *values)
-    server.run("restore", "a", 0, place)
+    server.run("restore", "a", 0, place, 0)
   assert server.place == (-1, 0)
 
 
@@ -145,22 +145,25 @@ SCALARS = {"rounds": tf.resource, "worker": tf.string, "process": tf.int64,
            "count": tf.int64, "first": tf.int64, "min_workers": tf.int64,
            "grace_secs": tf.float64, "from_generation": tf.int64,
            "learning_rate": tf.float64, "momentum": tf.float64,
-           "stepped": tf.int64, "index": tf.int64, "turn": tf.int64}
+           "stepped": tf.int64, "index": tf.int64, "turn": tf.int64,
+           "resumes": tf.bool, "job": tf.int64}
 VECTORS = {"place": (tf.int64, [2]), "known": (tf.string, [3])}
 INPUTS = {  # Of each op, after "rounds".
+    "join": "worker process resumes",
     "enter": "worker process place most_turns turn_secs timeout_secs",
     "stage": "worker known weight count first",
     "arrive": "worker known",
     "leave": "worker turn",
     "follow": "known",
     "close": "place min_workers timeout_secs grace_secs",
-    "restore": "worker from_generation place",
+    "restore": "worker from_generation place job",
     "state": "",
     "outer_step": "known learning_rate momentum stepped",
     "center": "worker index timeout_secs",
     "mean": "known",
 }
 GOOD = {**dict.fromkeys(SCALARS, 1), "worker": "a", "place": FIRST,
+        "resumes": True,
         "known": KNOWN, "from_generation": 0, "first": 0, "index": 0,
         "momentum": 0.}
 
@@ -234,7 +237,7 @@ def test_what_is_told_may_be_a_lie():
     except tf.errors.OpError:
       pass
   place = (int(server.place[0]), 1)
-  server.run("restore", "", server.place[1], (0, 9))
+  server.run("restore", "", server.place[1], (0, 9), 0)
   assert server.bring("a", place=(0, 9)) and place[1] == 1
 
 
@@ -275,7 +278,7 @@ def test_centers_that_are_not_there(mode):
   with pytest.raises(FailedPrecondition, match="index must be less than 0"):
     server.run("center", "a", 0, 9., T=tf.float32)
   server.stage("a", np.array([b"0 1 0 0 0"], object), V[:1])
-  assert server.run("restore", "a", 0, FIRST)
+  assert server.run("restore", "a", 0, FIRST, 0)
   for error, index, kwargs, text in (
       (FailedPrecondition, -1, {}, "index must be less than 1, .*, got -1"),
       (FailedPrecondition, 0, {"velocity": True}, "values of the velocities"),
@@ -285,8 +288,9 @@ def test_centers_that_are_not_there(mode):
       server.run("center", "a", index, 9., **{"T": tf.float32, **kwargs})
 
 
-RANKS = {"enter": [0, 1], "stage": [0], "arrive": [0, 1], "leave": [0],
-         "follow": [0], "close": [1], "restore": [0], "state": [1, 1, 1],
+RANKS = {"join": [0], "enter": [0, 1], "stage": [0], "arrive": [0, 1],
+         "leave": [0], "follow": [0], "close": [1], "restore": [0],
+         "state": [1, 1, 1],
          "outer_step": [1], "center": [1, 1], "mean": [1]}
 
 

@@ -21,6 +21,7 @@ from processes import run_python
 from threads import in_threads
 from wrapopt import _native
 from wrapopt import ops
+from wrapopt._loader import ops as raw
 from wrapopt.examples import _cluster
 
 Aborted = tf.errors.AbortedError
@@ -55,8 +56,8 @@ def test_a_trajectory(mode):
   variables = [mode.variable(np.zeros(2, FLOAT)), mode.variable(FLOAT.type(0)),
                mode.variable(np.int64(0))]
   assert server.place == (-1, 0)
-  assert server.run("restore", "a", 0, FIRST)
-  assert not server.run("restore", "a", 0, (5, 2))
+  assert server.run("restore", "a", 0, FIRST, 0)
+  assert not server.run("restore", "a", 0, (5, 2), 0)
   # Of round r, the mean of (r, 0, 1) and (r + 4, 2, 1).
   for r in range(3):
     place = (r, 1)
@@ -64,7 +65,7 @@ def test_a_trajectory(mode):
     for worker, value in ("b", [r, 0, 1]), ("a", [r + 4, 2, 1]):
       known = server.enter(worker, place=place)
       assert server.stage(worker, known, np.array(value, FLOAT))
-      assert list(server.run("state").numbers) == [0, 0, 1]
+      assert list(server.run("state").numbers[:3]) == [0, 0, 1]
       accepted, known = server.run("arrive", worker, known)
       assert accepted and not is_closed(known)
       turn, _ = server.run("enter", worker, 0, place, 1, 9., 9.)
@@ -88,7 +89,7 @@ def test_outer_steps(mode):
 
   known = np.array([b"3 4 0 0 0"], object)
   assert server.stage("a", known, np.array([10, 20], FLOAT), np.ones(1))
-  assert server.run("restore", "a", 0, (3, 4))
+  assert server.run("restore", "a", 0, (3, 4), 0)
   assert read() == (3, 4, 10, 20)
   # The mean is (2 + 3 * 10, 12 + 3 * 28) / 4 = (8, 24), so D = (2, -4) is the
   # velocity, and the step is 0.5 (D + 0.5 D) = (1.5, -3).
@@ -107,13 +108,13 @@ def test_outer_steps(mode):
                         place=(4, 4))
   server.run("outer_step", server.close(2, (4, 4)), 0.5, 0.5, 1)
   assert read() == (5, 4, 8.25, 23.5) and read(velocity=True)[2:] == (1, -2)
-  assert list(server.run("state").numbers) == [2, 1, 0]
+  assert list(server.run("state").numbers[:3]) == [2, 1, 0]
 
 
 def test_four_workers_read_at_a_time(mode):
   server = Server(mode, holds_center=True)
   assert server.stage("a", np.array([b"0 1 0 0 0"], object), [7.])
-  assert server.run("restore", "a", 0, FIRST)
+  assert server.run("restore", "a", 0, FIRST, 0)
   read = lambda worker, timeout_secs=math.inf: server.run(
       "center", worker, 0, timeout_secs, T=tf.float32).value.tolist()
   for worker in "abcda":
@@ -138,14 +139,66 @@ def test_the_same_name_is_the_same_rounds(mode, of, workers, changed):
     assert Server(mode, workers, server.name, **changed).place
   assert (f"averaging rounds '{server.name}' have num_workers = 2, vectors "
           f"float[1] in variables, settings '', got num_workers = {of}: all "
-          "workers must use the same, or another shared_name") in str(e.value)
+          "workers of a job must give the same, and other jobs another name"
+          ) in str(e.value)
   assert Server(mode, 2, server.name).place == FIRST
+
+
+def test_the_first_line_of_settings_that_differs_is_told(mode):
+  of = lambda name, *lines: Server(  # pylint: disable=g-long-lambda-assignment
+      mode, name=name, holds_center=True, settings="\n".join(lines))
+  server = of(None, "a = 1", "b = 2\t(told)", "c = 3")
+  assert server.run("join", "a", 1, False) == 1
+  assert of(server.name, "a = 1", "b = 2\t(of another)", "c = 3").place == (
+      -1, 0)
+  for lines, text in ((["a = 1", "b = 4\t(x)", "c = 5"],
+                       r"have b = 2 \(told\), got b = 4 \(x\): all workers"),
+                      (["a = 1", "b = 2"],
+                       "(?s)have num_workers = 2, .* got num")):
+    with pytest.raises(InvalidArgument, match=text):
+      assert of(server.name, *lines).place
+
+
+def test_workers_join(mode):
+  server = Server(mode)
+  join = lambda worker, process, resumes=False: server.run(
+      "join", worker, process, resumes)
+  assert [join("a", 1), join("a", 1), join("b", 2)] == [1, 1, 2]
+  with pytest.raises(InvalidArgument, match="'a' of .* is another process alr"):
+    join("a", 3)
+  with pytest.raises(InvalidArgument, match="'c' came to round -1 after 'a', "):
+    join("c", 3)
+  assert [join("a", 3, True), join("a", 3), join("c", 4, True)] == [2, 2, 3]
+  for resumes in False, True:
+    with pytest.raises(InvalidArgument, match="'a' .* is another process now"):
+      join("a", 1, resumes)
+
+
+def test_jobs_are_listed_and_dropped():
+  mode = modes.Eager()
+  server = Server(mode, holds_center=True, settings="s")
+  assert server.stage("a", np.array([b"0 1 0 0 0"], object), [7.])
+  assert server.run("restore", "a", 0, FIRST, 42)
+  assert not Server(mode, holds_center=True, settings="s",
+                    container="another").run("state").numbers[4]
+  assert opened(mode).place == FIRST  # It holds no center.
+  listed = raw.wrapopt_averaging_list()
+  i = listed.names.numpy().tolist().index(server.name.encode())
+  assert listed.settings[i] == b"s"
+  assert listed.numbers[i].numpy().tolist() == [0, 1, 42, 0, 4]
+  *_, number, job = server.run("state").numbers
+  assert number > 0 and job == 42
+  assert raw.wrapopt_averaging_drop(server.name)
+  assert not raw.wrapopt_averaging_drop(server.name)
+  assert not raw.wrapopt_averaging_drop("no rounds")
+  again = Server(mode, holds_center=True, name=server.name)
+  assert again.place == (-1, 0) and again.run("state").numbers[3] != number
 
 
 def test_other_names_and_containers_are_other_rounds(mode):
   one = opened(mode)
   two, three = Server(mode, 3), Server(mode, 4, one.name, container="another")
-  assert two.run("restore", "", 0, (7, 3))
+  assert two.run("restore", "", 0, (7, 3), 0)
   assert [s.place for s in (one, two, three)] == [FIRST, (7, 3), (-1, 0)]
 
 
@@ -330,7 +383,7 @@ def test_a_step_that_was_answered_may_use_the_center():
     with tf.control_dependencies([waits_of(handle, begun)["enter"]]):
       center = raw_op("center")(
           handle, "a", 0, 9., T=tf.float32).value
-    again = raw_op("restore")(handle, "a", 1, (0, 2))
+    again = raw_op("restore")(handle, "a", 1, (0, 2), 0)
     values = []
     in_threads(lambda: values.extend(session.run(center)),
                lambda: begun.then(lambda: session.run(again)))
@@ -640,7 +693,7 @@ def test_a_tensor_outlives_what_becomes_of_its_values():
   value = tf.constant(np.ones(64)) + 0
   known = np.array([b"0 1 0 0 0"], object)
   assert server.stage("a", known, value)
-  assert server.run("restore", "a", 0, FIRST)
+  assert server.run("restore", "a", 0, FIRST, 0)
   read = lambda: raw_op("center")(
       server.handle, "a", 0, 9., T=tf.float64).value
   center = read()

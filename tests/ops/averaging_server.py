@@ -70,5 +70,5 @@ def in_graph(mode):
 
 def opened(mode, num_workers=2, **attributes):
   server = Server(mode, num_workers, **attributes)
-  assert server.run("restore", "", 0, FIRST)
+  assert server.run("restore", "", 0, FIRST, 0)
   return server

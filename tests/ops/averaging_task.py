@@ -23,7 +23,7 @@ def rounds(shared_name, num_workers=2, **attributes):
 
 def opened(handle, worker=""):
   """Begins a generation, with the center of a worker if it has sent one."""
-  return raw.wrapopt_averaging_restore(handle, worker, 0, FIRST)
+  return raw.wrapopt_averaging_restore(handle, worker, 0, FIRST, 0)
 
 
 def enter(handle, worker, place=FIRST, most_turns=99):

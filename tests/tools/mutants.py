@@ -341,8 +341,25 @@ def _mutants():
           "//tests/ops:averaging_rounds_test")
   yield m("rounds: no round waits for a worker that reads",
           "cc/engine/rounds.h",
-          "expected_.Add(wait.worker);\n      return", "return",
-          "//tests/cc:rounds_test")
+          "if (!wait.worker.empty()) expected_.Add(wait.worker);\n      return",
+          "return", "//tests/cc:rounds_test")
+  yield m("rounds: a round waits for a reader that is no worker",
+          "cc/engine/rounds.h", "if (!wait.worker.empty()) expected_",
+          "expected_", "//tests/cc:rounds_test")
+  yield m("rounds: a second job goes on from the center of the first",
+          "cc/engine/rounds.h", "if (!resumes && processes_.IsTaken(",
+          "if (false && (", "//tests/cc:rounds_test")
+  yield m("rounds: servers may be in another order",
+          "wrapopt/_local/_settings.py", "list of servers = {index}",
+          "list of servers = 0", "//tests/workers:local_training_test")
+  yield m("rounds: variables may have other shapes",
+          "wrapopt/_local/_settings.py",
+          "{json.dumps(self.shape)}, {self._role}", "{self._role}",
+          "//tests/workers:local_training_test")
+  yield m("rounds: jobs of one name are not told apart",
+          "wrapopt/_local/_server.py",
+          "return holds and number not in (0, self.number)", "return False",
+          "//tests/workers:local_training_test")
   yield m("rounds: weights that a callback has restored are sent",
           "wrapopt/keras/local_rounds.py",
           "if changed or not", "if not", "//tests/keras:local_rounds_test")

@@ -221,7 +221,7 @@ def test_a_parameter_server_that_has_seen_later_rounds(target):
     with ops.host_of(rounds.servers[0]):
       ahead = raw.wrapopt_averaging_restore(
           opt._member._handle(rounds, rounds.servers[0]), "w",
-          from_generation=0, place=[42, 3])
+          from_generation=0, place=[42, 3], job=0)
     hook = opt.make_session_run_hook()
     with tf1.Session(target, graph=worker.graph) as session:
       assert session.run(ahead)

@@ -144,7 +144,7 @@ def run(name, servers, num_workers, most_pushes, folder, saves):
   local = wrapopt.DiLoCo(
       variables, servers, name, num_workers, sync_every=weight(name),
       min_workers=1, round_timeout_secs=TIMEOUT_SECS,
-      most_pushes=most_pushes)
+      most_pushes=most_pushes, resume=True)
   step = lambda: local.step(steps=weight(name))
   if weight(name) % 2:  # Some workers train in a function.
     step = tf.function(step)

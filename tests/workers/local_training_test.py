@@ -2,11 +2,13 @@
 
 import collections
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -376,27 +378,250 @@ def test_errors_in_a_function_are_those_of_the_docstring(monkeypatch):
 
 def test_another_process_of_the_same_name_is_an_error():
   server = server_module.start()
-  first, second = [
-      make(wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], "a", 2,
-           sync_every=1, min_workers=1, grace_secs=0) for _ in range(2)]
-  first.step()
+  new = lambda name, **kwargs: make(
+      wrapopt.LocalSGD, [tf.Variable([1.0])], [server.target], name, 2,
+      sync_every=1, min_workers=1, grace_secs=0, **kwargs)
+  first = new("a")
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      "worker 'a' of .* is another process already, and round 0 is open: a "
+      "restarted worker passes resume=True")):
+    new("a")
+  first.step()  # The other one has changed nothing.
+  second = new("a", resume=True)
   second.step()
+  first.step()  # It takes the center.
+  for call in first.step, first.take_center:
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match="'a' .* is another process now"):
+      call()
   second.step()
-  with pytest.raises(tf.errors.InvalidArgumentError,
-                     match="'a' .* is another process now"):
-    first.step()
-    first.step()
+  new("b")
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      "have num_workers = 2, but 'c' came to round . after 'a', 'b': a resta")):
+    new("c")
+
+
+# What a second worker gives, which differs from the first one's, and the error.
+OTHER_SETTINGS = {
+    "servers in another order": (
+        lambda a, b, v: ([b, a], v, {}),
+        "have place in the list of servers = 1, got place in .* = 0"),
+    "one server twice": (
+        lambda a, b, v: ([a, a.replace("localhost", "127.0.0.1")], v, {}),
+        "have place in the list of servers = 0, got place in .* = 1"),
+    "a server less": (
+        lambda a, b, v: ([a], v, {}),
+        "have number of servers = 2, got number of servers = 1"),
+    "variables in another order": (
+        lambda a, b, v: ([a, b], [v[0], v[2], v[1]], {}),
+        r"have variable 1 = float32 \[4, 3\], stepped \(\"v1:0\"\), got "
+        r"variable 1 = float32 \[4\], stepped \(\"v2:0\"\)"),
+    "a transposed variable": (
+        lambda a, b, v: (
+            [a, b], [v[0], tf.Variable(tf.zeros([3, 4]), name="t"), v[2]], {}),
+        r"\[4, 3\], stepped \(\"v1:0\"\), got variable 1 = float32 \[3, 4\]"
+        r", stepped \(\"t:0\"\)"),
+    "other sizes of the same sum": (
+        lambda a, b, v: ([a, b], [v[0], *(
+            tf.Variable(tf.zeros([n])) for n in (13, 3))], {}),
+        r"\[4, 3\], .* got variable 1 = float32 \[13\]"),
+    "another dtype": (
+        lambda a, b, v: (
+            [a, b], [*v[:2], tf.Variable(tf.zeros([4], tf.bfloat16))], {}),
+        "have variable 2 = float32 .* got variable 2 = bfloat16"),
+    "another role": (
+        lambda a, b, v: ([a, b], v[:2], {"averaged": v[2:]}),
+        "2 = float32 .* stepped .* got variable 2 = float32 .* averaged"),
+    "a variable less": (
+        lambda a, b, v: ([a, b], v[:2], {}),
+        "have number of variables = 3, got number of variables = 2"),
+    "another rule of weights": (
+        lambda a, b, v: ([a, b], v, {"weight": "equal"}),
+        "have weight = 'steps', got weight = 'equal'"),
+    "another rate": (
+        lambda a, b, v: ([a, b], v, {"outer_learning_rate": 0.5}),
+        "have outer_learning_rate = 0.7, got outer_learning_rate = 0.5"),
+    "another momentum": (
+        lambda a, b, v: ([a, b], v, {"outer_momentum": 0.5}),
+        "have outer_momentum = 0.9, got outer_momentum = 0.5"),
+    "another number of workers": (
+        lambda a, b, v: ([a, b], v, {"num_workers": 3}),
+        "have num_workers = 2, got num_workers = 3"),
+    "another class": (
+        lambda a, b, v: ([a, b], v, {"cls": wrapopt.LocalSGD}),
+        "have class = DiLoCo, got class = LocalSGD")}
 
 
 def test_other_settings_are_an_error():
+  a, b = [server_module.start().target for _ in range(2)]
+  shapes = [2], [4, 3], [4]
+  names = [f"v{i}" for i in range(3)]
+  variables = [tf.Variable(tf.ones(shape), name=name)
+               for shape, name in zip(shapes, names)]
+
+  def worker(name, servers, variables, cls=wrapopt.DiLoCo, num_workers=2,
+             **kwargs):
+    return make(cls, variables, servers, name, num_workers, name="job",
+                min_workers=1, grace_secs=0, round_timeout_secs=3, **kwargs)
+
+  first = worker("a", [a, b], variables)
+  for case, (given, error) in OTHER_SETTINGS.items():
+    servers, others, kwargs = given(a, b, variables)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+      worker("b", servers, others, **kwargs)
+    assert re.search(f"averaging rounds 'job' .*{error}", str(raised.value)), (
+        case, str(raised.value))
+  with pytest.raises(ValueError, match="`servers` must name each server once"):
+    worker("b", [a, a], variables)
+  # Nobody has noticed. Names may differ: Keras counts them up.
+  second = worker("b", [a, b], [
+      tf.Variable(tf.zeros(shape), name="of_b") for shape in shapes])
+  for local in first, second, second:  # The second one is late at first.
+    local.step(steps=2)
+  assert second.report.counted and second.round == 2
+
+
+def test_a_worker_that_was_refused_leaves_nothing_on_servers():
+  a, b = [server_module.start().target for _ in range(2)]
+  new = lambda servers: make(
+      wrapopt.LocalSGD, [tf.Variable([1.0, 2.0])], servers, "a", 1)
+  with pytest.raises(tf.errors.InvalidArgumentError, match="= 0, got .* = 1"):
+    new([a, a.replace("localhost", "127.0.0.1")])
+  time.sleep(1.1)  # Until then, the worker may be at it.
+  new([b, a])
+
+
+@pytest.mark.parametrize("begun", [0, 1])
+def test_a_server_of_another_job(begun):
+  """A worker whose other server is a wrong one."""
+  a, b, c, d, e, f = [server_module.start().target for _ in range(6)]
+  new = lambda name, servers, x: make(
+      wrapopt.LocalSGD, [tf.Variable([x, x])], servers, name, 3, sync_every=1,
+      min_workers=1, grace_secs=0, round_timeout_secs=1)
+  first = new("a", [a, b], 1.0)
+  for _ in range(begun):
+    first.step()
+  # As if a or b had lost its part. In round 0, b may begin again.
+  for servers in [[c, b], [a, d]][:1 + begun]:
+    with pytest.raises(tf.errors.DeadlineExceededError, match="lost their cen"):
+      new("b", servers, 2.0)
+  first.step()
+  assert first.round == begun + 1
+  # Servers of two jobs of one name.
+  new("d", [e, f], 3.0)
+  with pytest.raises(tf.errors.InvalidArgumentError, match=(
+      "server .* must hold a center of this worker's job, got round 0 of")):
+    new("b", [a, f], 2.0)
+
+
+def test_a_second_job_does_not_go_on_from_the_center_of_the_first(servers):
+  def new(x, worker="a", **kwargs):
+    w = tf.Variable([x, x, x])
+    return make(wrapopt.LocalSGD, [w], servers, worker, 1, sync_every=1,
+                **kwargs), w
+
+  local, w = new(1.0)
+  w.assign_add([1.0] * 3)
+  local.step()
+  # The second run of a notebook.
+  for worker in "ab":
+    with pytest.raises(tf.errors.InvalidArgumentError, match=(
+        "a new job has another name, or begins after the old one is dropped")):
+      new(5.0, worker)
+  _, w = new(5.0, resume=True)
+  np.testing.assert_array_equal(w, [2.0] * 3)
+  _, w = new(5.0, name="second")
+  np.testing.assert_array_equal(w, [5.0] * 3)
+  assert server_module.drop(servers, "local_sgd")
+  assert not server_module.drop(servers, "local_sgd")
+  other, w = new(5.0)
+  np.testing.assert_array_equal(w, [5.0] * 3)
+  for call in local.step, local.take_center:  # Of the first run.
+    with pytest.raises(tf.errors.InvalidArgumentError,
+                       match="another job of the same name"):
+      call()
+  other.step()
+  assert other.round == 1
+
+
+def test_a_job_that_resumes_knows_no_other():
+  """Its first worker cannot know whether another one has a later center."""
+  processes = [Process(), Process()]
+  addresses = [p.address for p in processes]
+  new = lambda name, x: make(
+      wrapopt.LocalSGD, [tf.Variable([x, x])], addresses, name, 2, sync_every=1,
+      min_workers=1, grace_secs=0, resume=True)
+  try:
+    local = new("a", 1.0)
+    for lost in range(2):
+      local.step()
+      processes[lost].kill()
+      processes[lost] = Process(processes[lost].port)
+    local.step()
+    other = new("b", 2.0)
+    np.testing.assert_array_equal(other.variables[0], [1.0, 1.0])
+    other.close()  # They would wait for servers that are gone.
+    local.close()
+  finally:
+    for p in processes:
+      p.kill()
+
+
+def test_a_center_is_read_by_no_worker(servers):
+  weights, statistic = tf.Variable([1.0, 2.0]), tf.Variable(
+      [[3.0]], dtype=tf.float64, name="statistic")
+  names = ["a", "b"]
+  new = lambda name: make(
+      wrapopt.DiLoCo, [weights], servers, name, 2, min_workers=1, sync_every=1,
+      round_timeout_secs=2, averaged=[statistic], name="job")
+  local, _ = [new(name) for name in names]
+  local.step()  # Waits for b, once.
+  center = wrapopt.read_center(servers, "job")
+  assert center.round == 1 and center.names == ["Variable:0", "statistic:0"]
+  np.testing.assert_array_equal(center.values[0], [1.0, 2.0])
+  np.testing.assert_array_equal(center.values[1], [[3.0]])
+  assert [x.dtype for x in center.values] == [np.float32, np.float64]
+  local.step()
+  assert local.report.secs < 2  # The round has not waited for the reader.
+  with pytest.raises(tf.errors.DeadlineExceededError, match=(
+      "must have a center named 'other' within 0.1 .*: 'job' of round 2")):
+    wrapopt.read_center(servers, "other", timeout_secs=0.1)
+  with pytest.raises(tf.errors.DeadlineExceededError, match="1: no answer"):
+    wrapopt.read_center(["localhost:1"], "job", timeout_secs=0.1)
+  if len(servers) > 1:
+    with pytest.raises(ValueError, match="in the order of its workers, got"):
+      wrapopt.read_center(servers[::-1], "job")
+
+
+def test_commands_for_servers(capsys, monkeypatch):
   server = server_module.start()
-  make(wrapopt.DiLoCo, [tf.Variable([1.0])], [server.target], "a", 1)
-  with pytest.raises(tf.errors.InvalidArgumentError, match="settings"):
-    make(wrapopt.DiLoCo, [tf.Variable([1.0])], [server.target], "b", 1,
-         outer_momentum=0.5, round_timeout_secs=3)
-  with pytest.raises(tf.errors.InvalidArgumentError, match="settings"):
-    make(wrapopt.DiLoCo, [tf.Variable([1.0, 2.0])], [server.target], "b", 1,
-         round_timeout_secs=3)
+  address = server.target.removeprefix("grpc://")
+
+  def command(*words):
+    monkeypatch.setattr(sys, "argv", ["server", *words])
+    server_module.main()
+    return capsys.readouterr().out.splitlines()
+
+  assert command("list", address) == [f"{address}:"]
+  make(wrapopt.LocalSGD, [tf.Variable([1.0, 2.0], name="w")], [address], "a", 1)
+  assert command("list", address) == [
+      f"{address}:", "  local_sgd: round 0, 0.00 MB, idle for 0 s",
+      "    class = LocalSGD", "    number of servers = 1",
+      "    place in the list of servers = 0", "    num_workers = 1",
+      "    outer_learning_rate = 1.0", "    outer_momentum = 0.0",
+      "    weight = 'steps'", "    number of variables = 1",
+      '    variable 0 = float32 [2], stepped ("w:0")']
+  assert server_module.drop_idle(server.target, 60) == []
+  assert server_module.drop_idle(server.target, -1) == ["local_sgd"]
+  make(wrapopt.LocalSGD, [tf.Variable([1.0])], [address], "a", 1)
+  assert command("drop", "local_sgd", address) == []
+  with pytest.raises(SystemExit, match="no server has a job named 'local_sgd'"):
+    command("drop", "local_sgd", address)
+  with pytest.raises(SystemExit, match="localhost:1 does not answer"):
+    command("list", "localhost:1")
+  with pytest.raises(SystemExit):
+    command("--keep-days", "0")
+  assert "--keep-days must be more than 0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
@@ -435,7 +660,7 @@ def test_examples_are_weights():
     np.testing.assert_allclose(got, [2.0])  # Two examples each.
   with pytest.raises(ValueError, match="`examples` must be given"):
     make(wrapopt.LocalSGD, [tf.Variable([0.0])], [server.target], "w0", 2,
-         weight="examples").step()
+         weight="examples", resume=True).step()
 
 
 @pytest.mark.parametrize("in_graph", [False, True], ids=["python", "graph"])
@@ -475,7 +700,7 @@ def test_checkpoints(tmp_path, servers):
     return w.numpy()
 
   new = lambda names: make(
-      wrapopt.DiLoCo, [tf.Variable([0.0] * 4)], names, "a", 1)
+      wrapopt.DiLoCo, [tf.Variable([0.0] * 4)], names, "a", 1, resume=True)
   w = tf.Variable([0.0] * 4)
   local = make(wrapopt.DiLoCo, [w], servers, "a", 1)
   train(local, w, 3)
@@ -699,7 +924,8 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
   addresses = [p.address for p in processes]
   try:
     w = tf.Variable([1.0, 2.0, 3.0])
-    local = make(wrapopt.LocalSGD, [w], addresses, "a", 1, sync_every=1)
+    local = make(wrapopt.LocalSGD, [w], addresses, "a", 2, sync_every=1,
+                 min_workers=1, grace_secs=0)
     w.assign_add([1.0] * 3)
     local.step()
     processes[lost].kill()
@@ -710,7 +936,7 @@ def test_a_server_that_is_restarted_takes_the_center_of_a_worker(lost):
     assert local.round == 2
     np.testing.assert_array_equal(w.numpy(), [3.0, 4.0, 5.0])
     fresh = tf.Variable([0.0] * 3)
-    make(wrapopt.LocalSGD, [fresh], addresses, "b", 1, sync_every=1)
+    make(wrapopt.LocalSGD, [fresh], addresses, "b", 2, sync_every=1)
     np.testing.assert_array_equal(fresh.numpy(), [3.0, 4.0, 5.0])
     local.close()  # It would wait for servers that are gone.
   finally:
@@ -723,7 +949,7 @@ def test_a_fresh_worker_and_server_do_not_replace_a_later_center():
   try:
     w = tf.Variable([0.0, 0.0])
     kwargs = {"sync_every": 1, "min_workers": 1, "round_timeout_secs": 10,
-              "grace_secs": 0}
+              "grace_secs": 0, "resume": True}
     local = make(wrapopt.LocalSGD, [w], [server.address], "a", 2, **kwargs)
     for _ in range(3):
       w.assign_add([1.0, 1.0])

@@ -35,6 +35,7 @@ import _rounds
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
+from wrapopt._local import _settings
 
 DEADLINE_SECS = 20.0
 # A call of the user may take this time in addition, if a server hangs: a call,
@@ -361,7 +362,10 @@ class Server:
   def _state(self, call, reply, **_):
     known = self.rounds.known()
     return known.place, known.texts, (
-        len(self.values), len(self.velocities), self.rounds.staged())
+        len(self.values), len(self.velocities), self.rounds.staged(), 1, 0)
+
+  def _join(self, call, reply, **_):
+    return 1  # All workers resume.
 
   def _enter(self, call, reply, *, worker, process, place, most_turns,
              turn_secs, timeout_secs):
@@ -567,8 +571,7 @@ class World:
     self._server_trouble = [0.0]  # The times at which it ends.
     self._worker_trouble = [0.0]
     self.num_servers = plan.num_servers
-    self._layout = _layout.Layout(
-        _VARIABLES[:1], _VARIABLES[1:], plan.num_servers)
+    self._layout = _layout.Layout(_VARIABLES, plan.num_servers)
     self.servers = [Server(self, i, plan.num_workers)
                     for i in range(plan.num_servers)]
     self.oracle = Oracle(self)
@@ -941,14 +944,15 @@ class SimulatedServer(_server.Server):
       setattr(self, "_" + name, [name])
     self._enter = types.SimpleNamespace(known="enter")
     self._leave, self._follow, self._close = "leave", "follow", "close"
+    self._join = "join"
     self._step, self._restore = "step", "restore"
     self._stage = {tf.float64: "stage"}
     self.look = lambda: f"{self.address} is simulated"
     self._center = {(tf.float64, v): ["center"] for v in (False, True)}
 
 
-_REPEATABLE = ("state", "arrive", "leave", "follow", "step", "restore")
-_VARIABLES = [tf.Variable(np.zeros(5)), tf.Variable(np.zeros(2))][:1]
+_REPEATABLE = ("state", "join", "arrive", "leave", "follow", "step", "restore")
+_VARIABLES = [_settings.Variable("v", [5], tf.float64, False)]
 
 
 def run(seed, faults=None, verbose=False):

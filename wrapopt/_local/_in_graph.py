@@ -241,7 +241,7 @@ class Member:
       with ops.host_of(server), tf.control_dependencies(begun):
         begun = [raw.wrapopt_averaging_restore(
             self._handle(rounds, server), self.name, from_generation=state[1],
-            place=place)]
+            place=place, job=0)]
     return begun[0].op
 
 

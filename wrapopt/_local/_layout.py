@@ -38,19 +38,17 @@ class Layout:
     stepped: For each server, the number of these.
   """
 
-  def __init__(self, stepped, averaged, num_servers):
+  def __init__(self, variables, num_servers):
     """Divides variables.
 
     Args:
-      stepped: The variables that take outer steps.
-      averaged: Those that become the mean.
+      variables: Variables of Settings: those that take outer steps come first.
       num_servers: The number of servers.
     """
-    self._variables = [*stepped, *averaged]
+    self._variables = variables
     groups = {}  # (whether averaged, dtype): indices of variables.
-    for i, v in enumerate(self._variables):
-      key = (i >= len(stepped), v.dtype)
-      groups.setdefault(key, []).append(i)
+    for i, v in enumerate(variables):
+      groups.setdefault((v.averaged, v.dtype), []).append(i)
     self._groups = list(groups.values())
     self.dtypes = [tf.as_dtype(dtype) for _, dtype in groups]
     self.center_dtypes = [
@@ -70,12 +68,6 @@ class Layout:
             for begin in range(bounds[s], bounds[s + 1], step)]
         self.pieces[s] += of_server
         self.stepped[s] += 0 if is_averaged else len(of_server)
-
-  def describe(self):
-    """A text that is equal for models of equal layouts."""
-    return ", ".join(
-        f"{sum(sizes)} {dtype.name} in {len(sizes)} variables"
-        for sizes, dtype in zip(self._sizes, self.dtypes))
 
   def flatten(self, values, dtypes):
     """One vector for each group, of values of all variables (NumPy arrays)."""

@@ -70,7 +70,11 @@ class Member:
     Args:
       initial: A vector for each group of the center.
     """
-    self._until_deadline(lambda: self._pull(self._settle(initial)))
+    def take():
+      place = self._settle(initial)
+      self._lead.join()
+      return self._pull(place)
+    self._until_deadline(take)
 
   def sync(self, vectors, weight):
     """Takes part in a round, and takes the center that it ends with.
@@ -277,7 +281,8 @@ class Member:
         self._step(known)
         continue
       if self.place is None:
-        if latest <= 0 and initial is not None:
+        if latest <= 0 and initial is not None and not any(
+            s.of_other_job for s in others):
           self._restore(states, (0, -1), initial, ())
           continue
       elif self.place[0] >= latest or now > (

@@ -34,6 +34,17 @@ _LEAST_SESSION_SECS = 2.0
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
+def check_addresses(servers):
+  """Raises an error if it is no list of addresses."""
+  if isinstance(servers, str) or not servers or not all(
+      isinstance(s, str) and s for s in servers):
+    raise ValueError("`servers` must be a list of addresses such as "
+                     f"'host:port', got {servers!r}.")
+  if len({*servers}) < len(servers):
+    raise ValueError("`servers` must name each server once, got "
+                     f"{list(servers)!r}.")
+
+
 class Known(typing.NamedTuple):
   """What the server that leads tells, as the ops encode it.
 
@@ -74,12 +85,67 @@ class State(typing.NamedTuple):
     place: As of Known, also `closed` and `workers`.
     values: The number of vectors of the center; 0 without one.
     velocities: The number of velocities.
+    of_other_job: Whether the center is of a job that another server leads, or
+      that this one led before it was restarted.
   """
   place: tuple
   closed: bool
   workers: tuple
   values: int
   velocities: int
+  of_other_job: bool = False
+
+
+class Job:
+  """The job that a worker is part of, which all of its servers serve.
+
+  The rounds that lead when a job begins give it their number. A worker that
+  resumes and finds no center begins without a number: it does not know whether
+  others have a center.
+  """
+
+  def __init__(self, resumes):
+    """Makes it.
+
+    Args:
+      resumes: Whether the worker may take the center that its name has left.
+    """
+    self.resumes = resumes
+    self._number = self._next = 0
+    self._lead_holds = False
+
+  @property
+  def number(self):
+    """That of a center to restore."""
+    return self._number or self._next
+
+  def is_other(self, leads, holds, rounds, number):
+    """Whether a server's center is of another job.
+
+    Call it with what all servers tell, the lead first.
+
+    Args:
+      leads: Whether the server leads.
+      holds: Whether it holds a center.
+      rounds: The number of its rounds.
+      number: That of the job that trains the center.
+    """
+    if leads:
+      self._lead_holds = holds
+      self._next = 0 if self.resumes else rounds
+      if holds and not self._number:
+        self._number = number
+    return holds and number not in (0, self.number)
+
+  def check(self, address, state):
+    """Raises an error if another job has the servers."""
+    # A lead without a center was restarted: workers then restore it.
+    if self._lead_holds and state.of_other_job:
+      raise tf.errors.InvalidArgumentError(None, None, (
+          f"server {address} must hold a center of this worker's job, got "
+          f"round {state.place[0]} of another job of the same name: all "
+          "workers of a job must have the same servers, and another job needs "
+          "another name."))
 
 
 class _Session(tf.compat.v1.Session):
@@ -91,6 +157,14 @@ class _Session(tf.compat.v1.Session):
 
   def _do_call(self, fn, *args):
     return fn(*args)
+
+
+def open_session(address, graph, secs=_SESSION_SECS):
+  # The server is alone in its cluster: no other task delays the session.
+  config = tf1.ConfigProto(isolate_session_state=False)
+  config.operation_timeout_in_ms = int(secs * 1000)
+  return _Session(address if "://" in address else f"grpc://{address}", graph,
+                  config)
 
 
 class Server:
@@ -106,13 +180,14 @@ class Server:
   """
 
   def __init__(self, address, name, worker, process, settings, num_workers,
-               layout, index):
+               layout, index, job=None):
     self.address = address
     self.deadline = math.inf
-    self._target = address if "://" in address else f"grpc://{address}"
     self._worker = worker
     self._process = process
     self._layout = layout
+    self._leads = index == 0
+    self._job = job or Job(True)
     self._pieces = layout.pieces[index]
     self._stepped = layout.stepped[index]
     self._session = None
@@ -137,9 +212,12 @@ class Server:
             ("timeout_secs", tf.float64, []), ("turn_secs", tf.float64, []),
             ("grace_secs", tf.float64, []), ("learning_rate", tf.float64, []),
             ("momentum", tf.float64, []), ("worker", tf.string, []),
-            ("process", tf.int64, []), ("turn", tf.int64, [])]}
+            ("process", tf.int64, []), ("turn", tf.int64, []),
+            ("job", tf.int64, []), ("resumes", tf.bool, [])]}
     get = lambda *keys: {key: fed[key] for key in keys}
     self._state = raw.wrapopt_averaging_state(rounds)
+    self._join = raw.wrapopt_averaging_join(
+        rounds, **get("worker", "process", "resumes"))
     self._enter = raw.wrapopt_averaging_enter(rounds, **get(
         "worker", "process", "place", "most_turns", "turn_secs",
         "timeout_secs"))
@@ -153,7 +231,7 @@ class Server:
         rounds, **get("known", "learning_rate", "momentum"),
         stepped=tf.constant(self._stepped, tf.int64))
     self._restore = raw.wrapopt_averaging_restore(
-        rounds, **get("worker", "from_generation", "place"))
+        rounds, **get("worker", "from_generation", "place", "job"))
     stage = lambda *values: raw.wrapopt_averaging_stage(
         rounds, **get("worker", "known", "weight", "count", "first"),
         values=values)
@@ -171,13 +249,10 @@ class Server:
     """Begins a session, after the first or a lost one."""
     self.close()
     self._is_interrupted = False
-    # The server is alone in its cluster: no other task delays the session.
-    config = tf1.ConfigProto(isolate_session_state=False)
     secs = min(_SESSION_SECS, max(self.deadline - time.monotonic(),
-                                   _LEAST_SESSION_SECS))
-    config.operation_timeout_in_ms = int(secs * 1000)
+                                  _LEAST_SESSION_SECS))
     self._session = _interrupts.run(
-        lambda: _Session(self._target, self._graph, config), lambda: None)
+        lambda: open_session(self.address, self._graph, secs), lambda: None)
 
   def close(self):
     session, self._session = self._session, None
@@ -189,7 +264,7 @@ class Server:
 
   def look(self):
     """What a connection to the address meets: a text for an error."""
-    host, _, port = self._target.rpartition("://")[2].rpartition(":")
+    host, _, port = self.address.rpartition("://")[2].rpartition(":")
     try:
       with socket.create_connection((host, int(port)), 1.0) as connection:
         # As a gRPC client begins, and as its server answers: with its settings.
@@ -239,8 +314,16 @@ class Server:
     """A State, and what the server knows."""
     _, texts, numbers = self._run(tuple(self._state))
     known = Known.read(texts)
-    return State(known.place, known.closed, known.workers,
-                 int(numbers[0]), int(numbers[1])), known
+    values, velocities, _, rounds, job = map(int, numbers)
+    state = State(
+        known.place, known.closed, known.workers, values, velocities,
+        self._job.is_other(self._leads, values > 0, rounds, job))
+    self._job.check(self.address, state)
+    return state, known
+
+  def join(self):
+    """Makes the worker known by its name, at the server that leads."""
+    self._run(self._join, resumes=self._job.resumes)
 
   def enter(self, place, most_turns, secs, turn_secs):
     """Waits for a turn; to restore a center if `most_turns` is 0."""
@@ -302,7 +385,7 @@ class Server:
     return tuple(map(int, place))
 
   def restore(self, from_generation, place):
-    return self._run(self._restore, place=place,
+    return self._run(self._restore, place=place, job=self._job.number,
                      from_generation=from_generation)
 
   def read(self, place, vectors, secs, velocities=False):

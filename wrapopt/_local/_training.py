@@ -1,6 +1,5 @@
 """What LocalSGD and DiLoCo share."""
 
-import json
 import secrets
 import sys
 
@@ -18,6 +17,7 @@ from wrapopt._local import _interrupts
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
+from wrapopt._local import _settings
 from wrapopt._v1 import _centers
 from wrapopt.ops import _lagging
 
@@ -54,7 +54,7 @@ class LocalTraining(trackable.Trackable):
   def __init__(self, variables, servers, worker, num_workers, sync_every,
                min_workers, round_timeout_secs, grace_secs, weight,
                local_weight, averaged, learning_rate, momentum, most_pushes,
-               progress, only_finite, name):
+               progress, only_finite, name, resume):
     subject = type(self).__name__
     self._stepped = _variables("variables", variables)
     self._averaged = _variables("averaged", averaged)
@@ -67,10 +67,7 @@ class LocalTraining(trackable.Trackable):
                        "once, got one twice.")
     if not sum(int(np.prod(v.shape)) for v in self._stepped):
       raise ValueError("`variables` must have elements, got none.")
-    if isinstance(servers, str) or not servers or not all(
-        isinstance(s, str) and s for s in servers):
-      raise ValueError("`servers` must be a list of addresses such as "
-                       f"'host:port', got {servers!r}.")
+    _server.check_addresses(servers)
     if not (isinstance(worker, str) and worker):
       raise ValueError(f"`worker` must be a name, got {worker!r}.")
     num_workers = _checks.integer("num_workers", num_workers, least=1)
@@ -99,16 +96,22 @@ class LocalTraining(trackable.Trackable):
           f"the first center, got '{bad}' with NaN or infinity: initialize "
           "them, or load weights.")
 
-    self._layout = _layout.Layout(self._stepped, self._averaged, len(servers))
-    settings = json.dumps({
-        "class": subject, "outer_learning_rate": learning_rate,
-        "outer_momentum": momentum, "servers": len(servers),
-        "variables": self._layout.describe()}, sort_keys=True)
-    process = secrets.randbits(62) + 1
+    resume = _checks.boolean("resume", resume)
+
+    described = [
+        _settings.Variable(getattr(v, "path", v.name), x.shape.as_list(),
+                           x.dtype, i >= len(self._stepped))
+        for i, (v, x) in enumerate(
+            zip([*variables, *averaged], self.variables))]
+    settings = _settings.Settings(
+        subject, len(servers), num_workers, learning_rate, momentum, weight,
+        described)
+    self._layout = _layout.Layout(described, len(servers))
+    process, job = secrets.randbits(62) + 1, _server.Job(resume)
     self._member = _member.Member(
         worker,
-        [_server.Server(address, name, worker, process, settings, num_workers,
-                        self._layout, s)
+        [_server.Server(address, name, worker, process, settings.write(s),
+                        num_workers, self._layout, s, job)
          for s, address in enumerate(servers) if self._layout.pieces[s]],
         self._layout,
         _member.Rules(min_workers, float(round_timeout_secs), grace_secs,
@@ -156,8 +159,9 @@ class LocalTraining(trackable.Trackable):
       NotImplementedError: In a function that XLA compiles.
       tf.errors.DeadlineExceededError: If fewer than `min_workers` workers came
         within `round_timeout_secs`, or a server was lost for as long.
-      tf.errors.InvalidArgumentError: If another process uses the worker's name,
-        no worker of the round has finite values, or the center is not finite.
+      tf.errors.InvalidArgumentError: If another process has taken the worker's
+        name, another job has the servers, no worker of the round has finite
+        values, or the center is not finite.
       KeyboardInterrupt: On Ctrl-C, at once. A function that called `step` first
         ends, and waits for no round.
 

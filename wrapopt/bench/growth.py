@@ -175,7 +175,7 @@ class _Rounds:
     self._workers = [tf.constant(f"worker {i}") for i in range(n)]
     first, place = self._workers[0], tf.constant([0, 1], tf.int64)
     self._stage(first, tf.constant(["0 1 0 0 0"]), tf.zeros_like(value))
-    raw.wrapopt_averaging_restore(self._handle, first, 0, place)
+    raw.wrapopt_averaging_restore(self._handle, first, 0, place, 0)
     self._place = place
 
   def _stage(self, worker, known, value):

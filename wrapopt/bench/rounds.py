@@ -35,6 +35,7 @@ import tensorflow as tf
 from wrapopt._local import _layout
 from wrapopt._local import _member
 from wrapopt._local import _server
+from wrapopt._local import _settings
 from wrapopt.bench import harness
 
 _SIZES = (4, 64, 1000)
@@ -83,8 +84,8 @@ class _Job:
   """
 
   def __init__(self, address, n, pid, own_sessions):
-    with tf.device("/cpu:0"):
-      layout = _layout.Layout([tf.Variable(tf.zeros([_NUMBERS]))], [], 1)
+    layout = _layout.Layout(
+        [_settings.Variable("", [_NUMBERS], tf.float32, False)], 1)
     make = lambda: _server.Server(address, "bench", "", 1, "{}", n, layout, 0)
     server = make()
     server.connect()

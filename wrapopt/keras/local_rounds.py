@@ -38,7 +38,8 @@ class LocalRounds(keras.callbacks.Callback):
   `keras.callbacks.BackupAndRestore` has restored the weights of a killed run.
   Give that callback and this one directories to let a killed job go on: that
   one has the optimizer's state and the epoch, this one the center, its velocity
-  and its round.
+  and its round. The program makes `local` with `resume=True`, since servers may
+  still have the job's center.
 
   Example:
 
